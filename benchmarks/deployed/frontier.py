@@ -8,7 +8,7 @@ from pathlib import Path
 from unittest import mock
 
 from benchmarks.deployed.rows import PEERS, PLACEMENTS, POINTS, Row
-from qtrace.preparation.passes import _search as search
+from qtrace.preparation.passes import search
 from qtrace.preparation.placement.frontier import Point
 from qtrace.preparation.placement.problem import Problem, evaluate
 

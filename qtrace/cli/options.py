@@ -28,6 +28,7 @@ __all__ = [
     "output",
     "progress",
     "recipe",
+    "times",
 ]
 
 _MAX_VALUES = 2**30  # 4 GiB of float32
@@ -178,6 +179,12 @@ def data(required: bool, batch_size: int = 8, reserved: Sequence[str] = ()) -> C
         images(reserved),
     )
 
+
+times = click.option(
+    "--times",
+    type=file_or_folder(),
+    help="A file of measured times: those of it decide if it exists; else what is measured is written there.",
+)
 
 progress = click.option("--progress", is_flag=True, help="Show progress even if stderr is no terminal.")
 

@@ -193,8 +193,9 @@ class Match(OptionModel):
         return {k: v[0] if isinstance(v, list) and len(v) == 1 else v for k, v in data.items()}
 
 
-# Everything that can run on integers, or what gains by it: for the least time, or for time and accuracy both.
-Placement = Literal["everything", "balanced", "fastest"]
+# Everything that can run on integers, or what gains by it: for the least time, or for time and accuracy both;
+# "small" is "balanced", with a file whose size counts, too.
+Placement = Literal["everything", "balanced", "fastest", "small"]
 
 _CHANGES = ("activation", "weight", "output", "observers", "fakequant")
 

@@ -204,6 +204,7 @@ class PlacementNote:
         synthetic: whether the noise was measured on generated inputs.
         times: name of an op -> its predicted milliseconds in float and on integers; None without a kernel.
         reasons: name of an op -> why it runs as it does.
+        measured: what labellings took and kept when they were measured in turns; "" if they were not.
     """
 
     mode: str
@@ -216,6 +217,7 @@ class PlacementNote:
     synthetic: bool = False
     times: dict[str, tuple[float, float | None]] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
+    measured: str = ""
 
     @property
     def conclusion(self) -> str:

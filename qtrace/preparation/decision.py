@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from qtrace.benchmarking.costs import CostTable
 from qtrace.preparation.annotation import Annotation
 from qtrace.preparation.float_graph import FloatGraph
 from qtrace.preparation.passes.annotate import annotate
 from qtrace.preparation.passes.place import place, write_activations
+from qtrace.preparation.passes.search import SearchOutcome
 from qtrace.preparation.passes.unlike import find_unlike
 from qtrace.preparation.placement.reference import MeasuredRun
 
@@ -21,17 +23,23 @@ class Decision:
     Attributes:
         annotation: for every expr the rule that quantizes it, or the reason why it stays in float.
         changed: a line for each op that was written in pieces again, as the placement found it faster.
+        outcome: the labelling of the placement, with the others in question; None without a choice.
     """
 
     annotation: Annotation
     changed: tuple[str, ...]
+    outcome: SearchOutcome | None = None
 
 
-def decide(graph: FloatGraph) -> Decision:
+def decide(
+    graph: FloatGraph, outcome: SearchOutcome | None = None, fitted: CostTable | None = None
+) -> Decision:
     """Decides for every expr: joins and outputs of unlike ranges first, then the placement, then the rules.
 
     Args:
         graph: the float graph; ops that the placement wants in pieces are written so in it.
+        outcome: the labelling that an earlier search in the same network found; None to search.
+        fitted: the packaged cost table, fitted to this processor; None for the table as it is packaged.
 
     Raises:
         ConfigError: for a config that does not fit the graph.
@@ -39,9 +47,10 @@ def decide(graph: FloatGraph) -> Decision:
     model, config = graph.model, graph.config
     run = MeasuredRun(model, graph.samples)
     unlike = find_unlike(model, config, run)
-    placing = place(model, config, run, unlike)
+    placing = place(model, config, run, unlike, outcome, fitted)
     changed: tuple[str, ...] = ()
     if placing is not None:
         placing, pieces = write_activations(model, placing)
         changed = tuple(pieces.changed)
-    return Decision(annotate(model, config, placing, unlike), changed)
+    annotation = annotate(model, config, placing, unlike)
+    return Decision(annotation, changed, None if placing is None else placing.outcome)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from qtrace.benchmarking.costs import CostTable
 from qtrace.config import QConfig, Region, backends
 from qtrace.config.checking import check_whole
 from qtrace.config.recipe import config_or_default
@@ -27,11 +28,12 @@ from qtrace.preparation.float_graph import FloatGraph, make_float_graph
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.passes import native
 from qtrace.preparation.passes.insert import insert
+from qtrace.preparation.passes.search import SearchOutcome
 from qtrace.preparation.phases import switch_phase
 from qtrace.preparation.record import Record, is_quantized, write_record
 from qtrace.process.thread import on_engine_thread
 
-__all__ = ["plan", "prepare"]
+__all__ = ["SearchOutcome", "plan", "prepare", "prepare_placed"]
 
 _LOG = logging.getLogger("qtrace")
 _SHOWN = 10
@@ -79,18 +81,43 @@ def prepare(
         GraphError: when ``traced`` is not a traced module, or is prepared already, or an op of it cannot
             run on the shapes of its inputs after a change of the module.
     """
-    config = _read_request(traced, qconfig, inputs, outputs, samples)
+    return prepare_placed(traced, _read_request(traced, qconfig, inputs, outputs, samples), samples, qconfig)[
+        0
+    ]
+
+
+def prepare_placed(
+    traced: TracedModule,
+    config: QConfig,
+    samples: Iterable[Any] | None,
+    given: object = None,
+    outcome: SearchOutcome | None = None,
+    fitted: CostTable | None = None,
+) -> tuple[TracedModule, SearchOutcome | None]:
+    """Prepares a module, and returns the labellings that its placement chose between, too.
+
+    Args:
+        traced: a traced module.
+        config: the whole config.
+        samples: as for `prepare`.
+        given: the config as the user gave it, for notes.
+        outcome: a labelling of an earlier search in the same network, which is taken; None to search.
+        fitted: the packaged cost table, fitted to this processor; None for the table as it is packaged.
+
+    Returns:
+        The prepared module, and the outcome of the search; None without a choice.
+    """
     with paused_collector():
         graph = make_float_graph(traced, config, samples)
-        decision = decide(graph)
+        decision = decide(graph, outcome, fitted)
         scales = native.bring_scales(graph.model, decision.annotation, graph.located)
         insert(graph.model, scales.annotation)
         check(graph.model, types=False)  # the editor renewed them
         record = _record(graph, decision, scales)
         write_record(graph.model, record)
-        _note_placement(qconfig, record)
+        _note_placement(given, record)
         _take_over(graph.model, scales)
-    return graph.model
+    return graph.model, decision.outcome
 
 
 @on_engine_thread

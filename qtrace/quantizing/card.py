@@ -34,10 +34,10 @@ from qtrace.sensitivity.diagnosis.verdict import Verdict
 from qtrace.storage.files import replacing
 from qtrace.verification.report import VerifyReport
 
-__all__ = ["Card", "FloatOps", "Timing", "make_card", "measure_speed"]
+__all__ = ["TIMED", "Card", "FloatOps", "Timing", "make_card", "measure_speed"]
 
 # Suffix of a file that a runtime runs here -> the format of its float twin, the runtime and its package.
-_TIMED = {
+TIMED = {
     ".onnx": (None, "onnxruntime", "onnxruntime"),
     ".tflite": ("tflite_float", "litert", "ai-edge-litert"),
     ".param": (None, "ncnn", "ncnn"),
@@ -312,9 +312,9 @@ def measure_speed(
         The times; or None, and why they were not measured.
     """
     device = backends.get(backend).device
-    if device or path.suffix not in _TIMED:
+    if device or path.suffix not in TIMED:
         return None, f"no runtime here runs it as {device or 'its target'} does"
-    format_name, runtime, package = _TIMED[path.suffix]
+    format_name, runtime, package = TIMED[path.suffix]
     if backend == "openvino":
         runtime = package = "openvino"
     record = read_open_axes(traced)

@@ -172,6 +172,7 @@ def _read_costs(figures: Figures) -> CostTable | None:
     Files are predicted for onnxruntime only.
     """
     from qtrace.benchmarking.costs import CostTable
+    from qtrace.benchmarking.fitting import FITTED, fitted_table
     from qtrace.config import backends
 
     if figures.cost_table:
@@ -180,6 +181,8 @@ def _read_costs(figures: Figures) -> CostTable | None:
         except ConfigError:  # the model file has come without it
             return None
         return table if table.machine.runtime == _FLOAT_RUNTIME else None
+    if figures.placement is not None and figures.placement.table == FITTED:
+        return fitted_table()
     runtime = backends.get(figures.backend or _FLOAT_RUNTIME).cost_table
     return CostTable.load(runtime) if runtime == _FLOAT_RUNTIME else None
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from qtrace.calibration.calibrate import calibrate
 from qtrace.config import QConfig
+from qtrace.config.precision import is_precision
 from qtrace.data import Batch, DataSource
 from qtrace.data.values import without_labels
 from qtrace.display import Displayed
@@ -23,6 +24,7 @@ from qtrace.preparation.prepare import prepare
 from qtrace.preparation.record import fake_quants
 from qtrace.process.thread import on_engine_thread
 from qtrace.quantizing.card import Card, make_card
+from qtrace.quantizing.delivering import Delivery, fixed_timer, measure_file
 from qtrace.quantizing.judging import (
     Acceptance,
     EvaluationData,
@@ -31,10 +33,12 @@ from qtrace.quantizing.judging import (
     conclude,
     copy_float,
 )
+from qtrace.quantizing.measuring import TimingPlan, prepare_measured
 from qtrace.quantizing.reporting import LogReporter, Reporter
 from qtrace.quantizing.sources import labels_of, read_network
 from qtrace.quantizing.stage import DataReading, note_pixels, open_source
 from qtrace.quantizing.targets import choose_config, format_of
+from qtrace.quantizing.times import Times
 from qtrace.sensitivity.diagnosis.verdict import Verdict
 from qtrace.sensitivity.mixed import mixed_precision
 from qtrace.sensitivity.searching import Goal
@@ -56,10 +60,12 @@ class Quantized(Displayed):
         judgement: the verdict with its causes, and the recipe that cures them.
         verify: the report of the file's run beside the graph; None if it was not run.
         prepared: the calibrated graph, to be trained on.
-        converted: the graph that was exported.
+        converted: the graph that was exported, in float if `delivery` says so.
         raised: the layers that stay in float to keep the metric.
         traced: the float network.
         data: the name of the calibration data.
+        delivery: what was measured of the quantized file beside float, and which of both was written: float
+            if it is faster here, unless the config asks for the quantized one.
     """
 
     path: Path
@@ -70,6 +76,7 @@ class Quantized(Displayed):
     raised: tuple[str, ...] = ()
     traced: TracedModule | None = None
     data: str = ""
+    delivery: Delivery = field(default_factory=Delivery)
 
     @cached_property
     def card(self) -> Card:
@@ -79,8 +86,8 @@ class Quantized(Displayed):
             self.path,
             self.traced,
             self.converted,
-            self.explain(),
-            verdict=self.verdict,
+            explain(self.delivery.prepared or self.prepared),
+            verdict=None if self.delivery.in_float else self.verdict,
             verify=self.verify,
             data=self.data,
         )
@@ -103,6 +110,8 @@ class Quantized(Displayed):
         lines = [f"{self.path}", *(diagnosis.lines() if diagnosis is not None else ["no verdict"])]
         if self.raised:
             lines.append(f"in float to keep the metric: {', '.join(self.raised)}")
+        if sentence := self.delivery.sentence():
+            lines.append(sentence)
         if self.verify is None:
             return [*lines, "verify: not run"]
         return [*lines, "verify: the runtime computes what the graph computes"]
@@ -141,6 +150,9 @@ def quantize(
     max_batches: int | None = None,
     skip_bad: bool = False,
     verify: bool = True,
+    measure: bool = True,
+    keep: bool = False,
+    times: str | os.PathLike[str] | None = None,
     allow_broken: bool = False,
     force: bool = False,
     progress: bool = True,
@@ -175,6 +187,13 @@ def quantize(
         max_batches: the most batches to calibrate on; None for all.
         skip_bad: whether to leave out unreadable images.
         verify: whether to run the file in its runtime beside the graph.
+        measure: whether to measure where the runtime runs here: labellings of a ``balanced`` placement before
+            one of them is calibrated, and the file beside float. If it is slower beyond the spread, and the
+            placement is ``balanced`` or ``fastest``, the file is in float.
+        keep: whether to write the quantized file though it is slower than float; a ``recipe`` that is a
+            precision, such as ``w8a8``, asks for it, too.
+        times: a file of measured times. If it exists, they decide, and nothing is measured, so that another
+            machine gives the same file; else what is measured is written there.
         allow_broken: whether to write the file though the verdict is ``broken``.
         force: whether to replace a file that qtrace did not write.
         progress: whether to show progress bars on stderr.
@@ -196,16 +215,29 @@ def quantize(
         opened = _open(source, data, evaluation, reading, config, reporter, spell)
         traced = read_network(source, opened.calibration, shapes, allow)
         acceptance = Acceptance(metric, at_least)
-        result = _calibrate(traced, config, opened, acceptance, reporter)
+        taken = Times.open(None if times is None else Path(times))
+        measurement = TimingPlan(taken) if measure else None
+        result = _calibrate(traced, config, opened, acceptance, reporter, measurement)
         if max_drop is not None:
             result = _keep_metric(traced, config, opened, acceptance, max_drop, reporter, result)
         _check(result.judgement, allow_broken, spell)
         converted = convert(result.prepared)
         export(converted, partial, format=format_of(config))
         report = _verify(partial, path, converted, result.prepared, opened) if verify else None
+        delivery = Delivery()
+        if measure:
+            kept = keep or is_precision(recipe)
+            timer = fixed_timer(taken.files) if taken.fixed else None
+            delivery = measure_file(partial, result.prepared, traced, config, keep=kept, timer=timer)
+            taken.files = delivery.files
+            taken.write()
+        if delivery.prepared is not None:
+            converted = convert(delivery.prepared)
+            export(converted, partial, format=format_of(config))
+            report = _verify(partial, path, converted, delivery.prepared, opened) if verify else None
     origin = opened.calibration.source
     return Quantized(
-        path, result.judgement, report, result.prepared, converted, result.raised, traced, origin
+        path, result.judgement, report, result.prepared, converted, result.raised, traced, origin, delivery
     )
 
 
@@ -237,10 +269,17 @@ def _open(
 
 
 def _calibrate(
-    traced: TracedModule, config: QConfig, data: _Data, acceptance: Acceptance, reporter: Reporter
+    traced: TracedModule,
+    config: QConfig,
+    data: _Data,
+    acceptance: Acceptance,
+    reporter: Reporter,
+    measurement: TimingPlan | None,
 ) -> _Calibrated:
     """Prepares, calibrates and judges."""
-    return _judge(prepare(traced, config, samples=data.calibration), data, acceptance, reporter)
+    held_back = data.evaluation.read(traced) if measurement is not None else ()
+    prepared = prepare_measured(traced, config, data.calibration, held_back, measurement, reporter)
+    return _judge(prepared, data, acceptance, reporter)
 
 
 def _judge(prepared: TracedModule, data: _Data, acceptance: Acceptance, reporter: Reporter) -> _Calibrated:

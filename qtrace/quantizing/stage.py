@@ -19,7 +19,6 @@ from qtrace.errors import CalibrationError, QtraceError
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.explanation import explain
 from qtrace.preparation.model import QuantizedModel
-from qtrace.preparation.prepare import prepare
 from qtrace.process.thread import on_engine_thread
 from qtrace.quantizing.figures import note_graph
 from qtrace.quantizing.folder import CURE, FILES, VERDICT, write_folder
@@ -31,10 +30,14 @@ from qtrace.quantizing.judging import (
     conclude,
     copy_float,
 )
+from qtrace.quantizing.measuring import TimingPlan, prepare_measured
 from qtrace.quantizing.reporting import LogReporter, Reporter
+from qtrace.quantizing.times import Times
 from qtrace.storage.outputs import argument, resumable_folder
 
 __all__ = ["CalibratedFolder", "DataReading", "calibrate_to_folder", "note_pixels", "open_source"]
+
+_TIMES = "times.json"
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,8 @@ def calibrate_to_folder(
     learning_engine: str = "auto",
     resume: bool = False,
     force: bool = False,
+    measure: bool = True,
+    times: str | os.PathLike[str] | None = None,
     about: Mapping[str, Any] | None = None,
     importing: str | Path | None = None,
     reporter: Reporter | None = None,
@@ -128,6 +133,8 @@ def calibrate_to_folder(
         learning_engine: computes the steps of ``adaround`` and ``reconstruct``, as for ``qtrace.calibrate``.
         resume: whether to go on where an interrupted calibration stopped.
         force: whether to replace the folder of an earlier calibration.
+        measure: whether a ``balanced`` placement is decided by measured times where the runtime runs here.
+        times: a file of measured times, as for ``qtrace.quantize``.
         about: more entries of report.json, such as the names of model and data.
         importing: the name or file of ``recipe``, if that is a ``QConfig``, for the cure to import.
         reporter: takes notes, and says whether to show progress; None for the logger ``qtrace``.
@@ -151,7 +158,12 @@ def calibrate_to_folder(
     )
     with work as (folder, checkpoints):
         traced = model(source) if callable(model) and not isinstance(model, TracedModule) else model
-        prepared = prepare(traced, qconfig, samples=_Samples(source))
+        # A run that goes on takes the choice of the one that was interrupted.
+        taken = Times.open(checkpoints / _TIMES if times is None else Path(times))
+        held_back = chosen.read(traced) if measure else ()
+        measurement = TimingPlan(taken) if measure else None
+        prepared = prepare_measured(traced, qconfig, _Samples(source), held_back, measurement, reporter)
+        taken.write()
         label = os.fspath(data) if isinstance(data, (str, os.PathLike)) else source.source
         reporter.note(f"calibrating on {label}")
         run = _Run(source, label, reading, checkpoints, settings)

@@ -37,6 +37,10 @@ class Runner(Protocol):
     """A loaded file with inputs."""
 
     @property
+    def in_thread(self) -> bool:
+        """Whether a run computes in the calling thread alone, whose processor time is then its time."""
+
+    @property
     def samples(self) -> int:
         """The number of samples of a run."""
 

@@ -18,6 +18,8 @@ __all__ = ["LOAD"]
 class LitertRunner:
     """An interpreter with inputs."""
 
+    in_thread = False
+
     def __init__(self, path: Path, settings: RunnerSettings) -> None:
         child = RuntimeChild("litert", "LiteRT", path, settings.host)
         self._file, facts = child.open([np.fromfile(path, np.uint8)], fuse=True, threads=settings.threads)

@@ -20,6 +20,7 @@ class OnnxRunner:
     """A session with inputs.
 
     Attributes:
+        in_thread: whether a run computes in the calling thread alone.
         samples: the number of samples of a run.
         shapes: input -> shape.
     """
@@ -28,6 +29,7 @@ class OnnxRunner:
         self._path, self._threads, self._host = path, settings.threads, settings.host
         self._session = open_session(path, SessionSettings(threads=settings.threads, host=settings.host))
         self.side = self._session.side
+        self.in_thread = settings.threads == 1 and settings.host is None
         self._feeds = {}
         for info in self._session.inputs:
             name = info.type.removeprefix("tensor(").removesuffix(")")

@@ -15,6 +15,8 @@ __all__ = ["LOAD"]
 class OpenvinoRunner:
     """A compiled model with inputs."""
 
+    in_thread = False
+
     def __init__(self, path: Path, settings: RunnerSettings) -> None:
         options = {
             "INFERENCE_PRECISION_HINT": "f32",

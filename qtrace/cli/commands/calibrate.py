@@ -38,6 +38,8 @@ __all__ = ["calibrate"]
 )
 @click.option("--resume", is_flag=True, help="Go on where an interrupted calibration stopped.")
 @click.option("--force", is_flag=True, help="Replace the output folder of an earlier calibration.")
+@click.option("--no-measure", is_flag=True, help="Choose a balanced placement by predicted times alone.")
+@options.times
 @options.allow
 @options.progress
 @options.output
@@ -55,6 +57,8 @@ def calibrate(
     learning_engine: str,
     resume: bool,
     force: bool,
+    no_measure: bool,
+    times: Path | None,
     allow: tuple[str, ...],
     judged: dict[str, Any],
     console: Console,
@@ -102,6 +106,8 @@ def calibrate(
             learning_engine=learning_engine,
             resume=resume,
             force=force,
+            measure=not no_measure,
+            times=times,
             about={"model": model, "data": data, "recipe": recipe},
             reporter=console,
             spell=flag,

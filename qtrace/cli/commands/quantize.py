@@ -41,6 +41,11 @@ __all__ = ["quantize"]
 )
 @click.option("--no-verify", is_flag=True, help="Do not run the file in its runtime.")
 @click.option(
+    "--no-measure", is_flag=True, help="Measure no times: neither those of placements nor of float."
+)
+@options.times
+@click.option("--keep", is_flag=True, help="Write the quantized file though it is slower than float here.")
+@click.option(
     "--card", is_flag=True, help="Also write OUT.card.json and OUT.card.html, which describe the file."
 )
 @click.option("--allow-broken", is_flag=True, help="Write the file though the verdict is broken.")
@@ -62,6 +67,9 @@ def quantize(
     judged: dict[str, Any],
     max_drop: float | None,
     no_verify: bool,
+    no_measure: bool,
+    times: Path | None,
+    keep: bool,
     card: bool,
     allow_broken: bool,
     allow: tuple[str, ...],
@@ -72,8 +80,9 @@ def quantize(
     MODEL is an .onnx file, a file of `qtrace trace` or `qtrace import`, or pkg.mod:factory, which is traced
     on the first batch. The network is prepared, calibrated and judged; then the file is written, and run in
     its runtime beside the graph. The file --out appears only if the verdict is not broken, the limits hold,
-    and the runtime computes what the graph computes. `qtrace calibrate` also writes what each op became, and
-    a model to train on.
+    and the runtime computes what the graph computes. If it is slower than float here beyond the spread of
+    the measurement, the file is in float, unless the recipe asks for the quantized one. `qtrace calibrate`
+    also writes what each op became, and a model to train on.
 
     The exit code is 1 if a limit of the recipe's `expect` is broken; the file is written all the same.
     """
@@ -107,6 +116,9 @@ def quantize(
             max_batches=max_batches,
             skip_bad=skip_bad,
             verify=not no_verify,
+            measure=not no_measure,
+            times=times,
+            keep=keep or is_precision(recipe),
             allow_broken=allow_broken,
             force=force,
             allow=allow,
@@ -123,5 +135,6 @@ def quantize(
         console.note(f"card: {' and '.join(map(str, cards))}")
     facts = {**figures, **note_checks(console, checks), **result.judgement.to_dict()}
     verified = None if result.verify is None else bool(result.verify.passed)
+    facts |= result.delivery.to_dict()
     console.result(str(out), {"file": str(out), **facts, "raised": list(result.raised), "verified": verified})
     return 0 if checks.passed else 1

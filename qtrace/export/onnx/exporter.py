@@ -130,7 +130,10 @@ def files(
         packed, float_kinds(allow_float), opset, (input_names, output_names), preprocess, suppression
     )
     exporter = OnnxExporter(converted, options)
+    from qtrace.export.onnx.pools import write_fast_poolings
+
     model = exporter.run()
+    write_fast_poolings(model)
     if exporter.writer.version_change:
         _LOG.info(exporter.writer.version_change)
     if unsigned:

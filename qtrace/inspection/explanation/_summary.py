@@ -221,7 +221,7 @@ class Summary:
         """Says why a placement that the config asks for has no effect; "" if it asks for none."""
         config, backend = self.proposals.qconfig, self.proposals.backend
         asked = {config.effective_placement, *(rule.placement for rule in config.rules)}
-        modes = " and ".join(mode for mode in ("balanced", "fastest") if mode in asked)
+        modes = " and ".join(mode for mode in ("balanced", "fastest", "small") if mode in asked)
         if not modes or backend.cost_table or config.cost_table:
             return ""
         return (
@@ -275,6 +275,8 @@ def _predicted(placement: PlacementNote) -> str:
     )
     if placement.conclusion:
         text += f"; {placement.conclusion}"
+    if placement.measured:
+        text += f"; {placement.measured}"
     if placement.sqnr is None:
         return text
     data = "generated inputs" if placement.synthetic else "the given samples"

@@ -26,20 +26,19 @@ class PoolTimes:
 
     Attributes:
         float_seconds: in float.
-        integer_seconds: on integers.
+        integer_seconds: on integers, behind an integer op.
+        plain_seconds: what is added on integers if a float op reads the result, in the plain layout.
     """
 
     float_seconds: float = 0.0
     integer_seconds: float = 0.0
-
-    @property
-    def loss(self) -> float:
-        """What integers cost more than floats; negative if they gain."""
-        return self.integer_seconds - self.float_seconds
+    plain_seconds: float = 0.0
 
     def __add__(self, other: PoolTimes) -> PoolTimes:
         return PoolTimes(
-            self.float_seconds + other.float_seconds, self.integer_seconds + other.integer_seconds
+            self.float_seconds + other.float_seconds,
+            self.integer_seconds + other.integer_seconds,
+            self.plain_seconds + other.plain_seconds,
         )
 
 
@@ -54,11 +53,12 @@ def time_pools(view: View, expr: Expr, table: CostTable) -> PoolTimes:
         return PoolTimes()
     shape = op_shape(call)
     seconds, integer = table.seconds(shape, FLOAT), table.seconds(shape, INTEGER)
-    if not _leads_to_conv(view, expr):
-        integer = table.seconds(replace(shape, kind=PLAIN_MAX_POOL), INTEGER) or integer
     if seconds is None or integer is None:
         return PoolTimes()
-    return PoolTimes(seconds, integer)
+    plain = max(table.seconds(replace(shape, kind=PLAIN_MAX_POOL), INTEGER) or integer, integer)
+    if not _leads_to_conv(view, expr):
+        return PoolTimes(seconds, plain)
+    return PoolTimes(seconds, integer, plain - integer)
 
 
 def _leads_to_conv(view: View, start: Expr) -> bool:

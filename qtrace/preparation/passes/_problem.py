@@ -39,10 +39,10 @@ def build_problem(view: View, chains: Chains, table: CostTable) -> Problem:
 
 
 def add_pools(problem: Problem, pools: Mapping[str, PoolTimes]) -> Problem:
-    """Adds the times of max pooling to the ops and tensors around it.
+    """Adds the times of max pooling to the ops before it, or to the first op behind an input.
 
-    A pooling runs on integers if the op before it does, or if all behind it do. With one op behind it, half
-    of what integers lose is a cost of each of the two ops on integers, and half one of a change between them.
+    A pooling runs on integers if the op before it does: behind a float op, an exported file pools floats and
+    rounds what is left. If its only reader is a float op, an integer pooling runs in the plain layout.
 
     Args:
         problem: the units and tensors of a graph.
@@ -51,25 +51,13 @@ def add_pools(problem: Problem, pools: Mapping[str, PoolTimes]) -> Problem:
     units, tensors = {unit.name: unit for unit in problem.units}, []
     for tensor in problem.tensors:
         times = pools.get(tensor.name)
-        if times is None:
-            tensors.append(tensor)
-            continue
         first = units.get(tensor.producer) or units.get(next(iter(tensor.readers), ""))
-        if first is not None:
-            units[first.name] = _slower(first, times.float_seconds, times.float_seconds)
-        before, behind = units.get(tensor.producer), dict.fromkeys(tensor.readers)
-        if times.loss > 0 and len(behind) == 1 and not tensor.leaves:
-            half, after = times.loss / 2, units[next(iter(behind))]
-            if before is not None:
-                units[before.name] = _slower(units[before.name], 0.0, half)
-            units[after.name] = _slower(units[after.name], 0.0, half)
-            tensor = replace(
-                tensor,
-                quantize_seconds=tensor.quantize_seconds + half,
-                dequantize_seconds=tensor.dequantize_seconds + half / (1 + len(tensor.double_readers)),
-            )
-        elif before is not None:
-            units[before.name] = _slower(units[before.name], 0.0, times.loss)
+        if times is not None and first is not None:
+            units[first.name] = _slower(first, times.float_seconds, times.integer_seconds)
+            if len(dict.fromkeys(tensor.readers)) == 1 and not tensor.leaves:
+                copies = 1 + len(tensor.double_readers)
+                plain = tensor.dequantize_seconds + times.plain_seconds / copies
+                tensor = replace(tensor, dequantize_seconds=plain)
         tensors.append(tensor)
     return Problem(tuple(units.values()), tuple(tensors))
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from qtrace import ops
 from qtrace.benchmarking.costs import CostTable
+from qtrace.benchmarking.fitting import FITTED
 from qtrace.config import QConfig, backends
 from qtrace.config.backends.base import Backend
 from qtrace.errors import ConfigError
@@ -26,9 +27,9 @@ from qtrace.preparation.passes._chains import Chains, find_chains
 from qtrace.preparation.passes._choices import Choice
 from qtrace.preparation.passes._pieces import PIECES, PiecesWriter
 from qtrace.preparation.passes._problem import build_problem, has_pieces
-from qtrace.preparation.passes._search import Search, SearchOutcome
 from qtrace.preparation.passes._view import Unlike, View, read_view
 from qtrace.preparation.passes.base import PassResult
+from qtrace.preparation.passes.search import Search, SearchOutcome
 from qtrace.preparation.placement.problem import Neighbourhoods, evaluate, find_float_results
 from qtrace.preparation.placement.reference import MeasuredRun
 from qtrace.preparation.placement.trials import LabellingTrial
@@ -49,6 +50,7 @@ class Placing:
         pieces: activation functions that become ops with integer kernels of their own.
         note: the prediction, for the annotation; None without one.
         forms: kind of function -> the name of its pieces, where that is not the kind.
+        outcome: the labelling with the others that were in question; None without a choice.
     """
 
     choices: Mapping[Expr, Choice]
@@ -56,6 +58,7 @@ class Placing:
     pieces: tuple[OpCall, ...]
     note: PlacementNote | None
     forms: Mapping[str, str] = field(default_factory=dict)
+    outcome: SearchOutcome | None = None
 
     def view(self, traced: TracedModule, qconfig: QConfig, unlike: Unlike | None = None) -> View:
         """Returns the graph under the config and the placement, with what `find_unlike` leaves in float."""
@@ -67,6 +70,8 @@ def place(
     qconfig: QConfig,
     run: MeasuredRun,
     unlike: Unlike | None = None,
+    outcome: SearchOutcome | None = None,
+    fitted: CostTable | None = None,
 ) -> Placing | None:
     """Chooses the ops that stay float; None if the config asks for no choice or no times are known.
 
@@ -79,19 +84,23 @@ def place(
         qconfig: the config.
         run: the graph on the images on which the noise of each rounding is measured.
         unlike: the ops and results that one grid would spoil, which stay float; None for none.
+        outcome: the labelling of an earlier search in the same network; None to search.
+        fitted: the packaged table, fitted to this processor; None for the table as it is packaged.
     """
     placements = {qconfig.effective_placement, *(rule.placement or "everything" for rule in qconfig.rules)}
     backend = backends.get(qconfig.backend)
     table_name = qconfig.cost_table or backend.cost_table
     if placements == {"everything"} or not table_name:
         return _place_pieces(traced, qconfig, backend.pieces, unlike) if backend.pieces else None
-    table = _read_table(qconfig, backend)
+    table = fitted if fitted is not None and qconfig.cost_table is None else _read_table(qconfig, backend)
     view = read_view(traced, qconfig, unlike=unlike)
     chains = find_chains(view)
-    mode = "balanced" if "balanced" in placements else "fastest"
-    outcome = Search(view, build_problem(view, chains, table), run, mode).choose()
+    mode = "fastest" if placements.isdisjoint(("balanced", "small")) else "balanced"
+    if outcome is None:
+        outcome = Search(view, build_problem(view, chains, table), run, mode).choose()
     explainer = _Explainer(outcome, mode)
-    note = _write_note(explainer, Path(table_name).name, synthetic=run.synthetic)
+    shown = FITTED if table is fitted else Path(table_name).name
+    note = _write_note(explainer, shown, synthetic=run.synthetic)
     return _execute(view, chains, explainer, note)
 
 
@@ -145,7 +154,7 @@ def _execute(view: View, chains: Chains, explainer: _Explainer, note: PlacementN
             choices.update({e: replace(choices[e], quantize_output=False) for e in chain.exprs})
         elif has_pieces(view, call):
             pieces.append(call)
-    return Placing(choices, reasons, tuple(pieces), note)
+    return Placing(choices, reasons, tuple(pieces), note, outcome=explainer.outcome)
 
 
 def write_activations(traced: TracedModule, placing: Placing) -> tuple[Placing, PassResult]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from qtrace.preparation.placement.labelling import minimize
 from qtrace.preparation.placement.problem import Energy, Neighbourhoods, Problem, evaluate
 
-__all__ = ["Point", "choose_balanced", "choose_fastest", "find_frontier", "find_smaller"]
+__all__ = ["Point", "choose_balanced", "choose_fastest", "find_frontier", "find_smaller", "price"]
 
 
 # Weights of the noise, in units of the float time: from "time alone" to "noise alone".
@@ -143,5 +143,15 @@ def _add(energy: Energy, change: Energy) -> Energy:
 
 
 def _cost(energy: Energy) -> float:
-    decibels = 10 * math.log10(max(energy.weighted_noise, 0.0) + _NEGLIGIBLE_NOISE)
-    return math.log(max(energy.seconds, 1e-12)) + _PRICE_OF_A_DB * decibels
+    return price(energy.seconds, energy.weighted_noise)
+
+
+def price(seconds: float, noise: float) -> float:
+    """Returns the price of a labelling: the logarithm of its time, and 4 % of it for each dB of noise.
+
+    Args:
+        seconds: its time.
+        noise: the noise power at the outputs, relative to theirs; what is 25 dB below counts for little.
+    """
+    decibels = 10 * math.log10(max(noise, 0.0) + _NEGLIGIBLE_NOISE)
+    return math.log(max(seconds, 1e-12)) + _PRICE_OF_A_DB * decibels

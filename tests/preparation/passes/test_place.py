@@ -16,8 +16,8 @@ import pytest
 import qtrace
 from qtrace.metrics import sqnr_db
 from qtrace.preparation.model import QuantizedModel
-from qtrace.preparation.passes import _search as search
 from qtrace.preparation.passes import place as placing
+from qtrace.preparation.passes import search
 from qtrace.preparation.passes._problem import build_problem
 from qtrace.preparation.placement._runs import RangeStatistics
 from qtrace.preparation.placement.labelling import Problem, Unit

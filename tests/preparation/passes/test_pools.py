@@ -34,12 +34,20 @@ def _problem(loss: float, count: int = 1) -> tuple[Problem, Problem]:
     return problem, add_pools(problem, {"t": PoolTimes(2.0, 2.0 + loss)})
 
 
-@pytest.mark.parametrize("labels", list(itertools.product([False, True], repeat=2)))
-def test_a_pooling_costs_more_if_one_side_of_it_is_on_integers(labels):
+@pytest.mark.parametrize(("before", "behind"), list(itertools.product([False, True], repeat=2)))
+def test_a_pooling_is_on_integers_if_the_op_before_it_is(before, behind):
     problem, with_pool = _problem(loss=6.0)
-    named = dict(zip(("p", "r0"), labels, strict=True))
+    named = {"p": before, "r0": behind}
     added = evaluate(with_pool, named).seconds - evaluate(problem, named).seconds
-    assert math.isclose(added, 8.0 if any(labels) else 2.0)
+    assert math.isclose(added, 8.0 if before else 2.0)
+
+
+def test_a_float_op_behind_an_integer_pooling_leaves_it_in_the_plain_layout():
+    problem, _ = _problem(loss=0.0)
+    with_pool = add_pools(problem, {"t": PoolTimes(2.0, 1.0, plain_seconds=5.0)})
+    for behind, seconds in ((True, 1.0), (False, 6.0)):
+        named = {"p": True, "r0": behind}
+        assert evaluate(with_pool, named).seconds - evaluate(problem, named).seconds == seconds
 
 
 def test_a_pooling_that_gains_belongs_to_the_op_before_it():

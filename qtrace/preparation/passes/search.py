@@ -44,6 +44,7 @@ class SearchOutcome:
             outputs, too.
         trial: what the labelling does to the outputs.
         refused: what the first labelling does that gains time, if it spoils an output.
+        frontier: the best labellings for many prices of noise, the fastest first; () for ``fastest``.
     """
 
     problem: Problem
@@ -51,6 +52,17 @@ class SearchOutcome:
     mode: str
     trial: LabellingTrial
     refused: LabellingTrial | None = None
+    frontier: tuple[Point, ...] = ()
+
+    def instead(self, labels: Mapping[str, bool]) -> SearchOutcome:
+        """Returns the outcome with other labels, which were not rounded on the images."""
+        point = Point(dict(labels), evaluate(self.problem, labels))
+        return replace(self, point=point, trial=LabellingTrial(), refused=None)
+
+    @property
+    def float_labels(self) -> dict[str, bool]:
+        """The labels with every op in float that the config does not place on integers itself."""
+        return {unit.name: bool(unit.fixed) for unit in self.problem.units}
 
 
 class Search:
@@ -65,6 +77,7 @@ class Search:
 
     def __init__(self, view: View, problem: Problem, run: MeasuredRun, mode: str) -> None:
         self.view, self.run, self.mode = view, run, mode
+        self.frontier: list[Point] = []
         self.problem = problem if mode == "fastest" else self._with_noise(problem)
 
     def choose(self) -> SearchOutcome:
@@ -73,7 +86,8 @@ class Search:
         for point, mode in self._candidates():
             trial = self._try(point.labels)
             if trial.sqnr >= (_GOOD_ENOUGH if mode == "smaller" else _WORTHLESS):
-                return SearchOutcome(self.problem, point, mode, trial, refused)
+                frontier = tuple(self.frontier)
+                return SearchOutcome(self.problem, point, mode, trial, refused, frontier)
             refused = refused or (None if mode == "smaller" else trial)
         labels = {unit.name: bool(unit.fixed) for unit in self.problem.units}
         mode, last = self.mode if any(labels.values()) else "float", self._try(labels)
@@ -83,6 +97,7 @@ class Search:
         """Yields the labelling that was asked for, quieter ones that gain time, then smaller files."""
         fastest = self.mode == "fastest"
         frontier = [] if fastest else find_frontier(self.problem)
+        self.frontier = frontier
         first = choose_fastest(self.problem) if fastest else choose_balanced(self.problem, frontier)
         if any(first.labels.values()):
             yield first, self.mode

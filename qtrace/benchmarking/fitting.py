@@ -1,0 +1,106 @@
+"""Fits a packaged cost table to this processor: a dozen kernels scale the times of all of their class.
+
+Processors differ by class of kernel, not by shape: without VNNI instructions integer convolutions take three
+times as long, while additions take as long as before. The factors are remembered for processor and runtime.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from qtrace.benchmarking import written
+from qtrace.benchmarking.cases import Case, alone, between_convs, boundaries, conv
+from qtrace.benchmarking.costs import FLOAT, INTEGER, LOOKUP, CostTable, Machine, Measurement, OpShape
+from qtrace.benchmarking.kernels import measure_cases
+from qtrace.benchmarking.machine import describe_machine
+from qtrace.storage.cache import read_cached, write_cached
+
+__all__ = ["FITTED", "fit", "fitted_table", "scale"]
+
+FITTED = "onnxruntime, fitted to this processor"
+"""The name of a fitted table, where a prediction says by what table it was made."""
+
+_RUNTIME = "onnxruntime"
+_LEAST, _MOST = 0.1, 10.0  # of a factor: what lies beyond was disturbed
+Measure = Callable[[Sequence[Case]], list[Measurement]]
+
+
+def fitted_table(measure: Measure = measure_cases) -> CostTable:
+    """Returns the packaged table of onnxruntime, scaled to this processor if it was measured on another one.
+
+    Args:
+        measure: times kernels; it is called once for each processor and version of the runtime.
+    """
+    table = CostTable.load(_RUNTIME)
+    here = describe_machine(_RUNTIME, _RUNTIME, 1)
+    if (here.processor, here.version, here.flags) == (
+        table.machine.processor,
+        table.machine.version,
+        table.machine.flags,
+    ):
+        return table
+    key = [here.processor, here.version, list(here.flags), table.machine.date]
+    stored = read_cached("fit", key)
+    if stored is None:
+        stored = {f"{kind}, {form}": factor for (kind, form), factor in fit(table, measure(_cases())).items()}
+        write_cached("fit", key, stored)
+    factors = {tuple(name.rsplit(", ", 1)): float(factor) for name, factor in stored.items()}
+    return scale(table, factors, here)  # type: ignore[arg-type]
+
+
+def fit(table: CostTable, measured: Sequence[Measurement]) -> dict[tuple[str, str], float]:
+    """Returns for each class and form how many times as long its kernels take as ``table`` says."""
+    logarithms: dict[tuple[str, str], list[float]] = {}
+    for own in measured:
+        expected = table.seconds(own.op, own.form)
+        if expected:
+            key = (_class(own.op), own.form)
+            logarithms.setdefault(key, []).append(math.log(own.seconds / expected))
+    factors = {key: math.exp(math.fsum(logs) / len(logs)) for key, logs in logarithms.items()}
+    return {key: min(max(factor, _LEAST), _MOST) for key, factor in factors.items()}
+
+
+def scale(table: CostTable, factors: Mapping[tuple[str, str], float], machine: Machine) -> CostTable:
+    """Returns ``table`` with its times multiplied by the factors of their classes.
+
+    Args:
+        table: the table.
+        factors: class and form -> factor; 1 for those that are absent.
+        machine: the machine that the factors were measured on.
+    """
+    scaled = [
+        replace(m, seconds=m.seconds * factors.get((_class(m.op), m.form), 1.0)) for m in table.measurements
+    ]
+    return CostTable(machine, scaled, table.per_run)
+
+
+def _class(op: OpShape) -> str:
+    """Returns the class of the kernels of an op."""
+    if op.kind.startswith("conv"):
+        return "depthwise" if op.groups > 1 else "conv"
+    if op.kind in ("linear", "matmul"):
+        return "product"
+    if op.kind in ("quantize", "dequantize", "reorder", "max_pool2d, plain"):
+        return op.kind
+    return "pool" if "pool" in op.kind else "elementwise"
+
+
+def _cases() -> list[Case]:
+    """Returns the kernels that are timed."""
+    return [case for form in (FLOAT, INTEGER) for case in _in_form(form)] + [boundaries(64, 28)]
+
+
+def _in_form(form: str) -> Iterator[Case]:
+    shape, pooled = (1, 64, 28, 28), (1, 64, 14, 14)
+    yield conv(form, 64, 64, 3, 28)
+    yield conv(form, 128, 128, 1, 14)
+    yield conv(form, 96, 96, 3, 28, 96)
+    yield between_convs(OpShape("add", (shape, shape), (shape,)), form, written.node("Add"))
+    pool = OpShape("max_pool2d", (shape,), (pooled,), (3, 3), (2, 2))
+    yield between_convs(pool, form, written.pool("MaxPool", 3, 2), zero=0)
+    sigmoid = OpShape("sigmoid", (shape,), (shape,))
+    yield between_convs(sigmoid, FLOAT if form == FLOAT else LOOKUP, written.UNARY["sigmoid"])
+    product = OpShape("linear", ((1, 100, 256),), ((1, 100, 256),), weight=(256, 256))
+    yield alone(product, form, written.linear(256, 256, False))

@@ -1,0 +1,152 @@
+"""Which of several files is faster here: short runs in turns, and how far the answer may be off.
+
+Other work on the machine slows a run, seldom two of them alike. Files take turns, each turn gives a ratio,
+and the median of the ratios has a range that holds it with 99 %. Where a runtime computes in the calling
+thread, its processor time is read, in which the turns of other programs do not count. Memory that happens to
+lie well makes a session some percent faster for good: the files are opened twice, and the range covers both
+rounds.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qtrace.benchmarking.files import NO_SLOWER
+from qtrace.benchmarking.runners import Runner, RunnerSettings, open_file
+
+__all__ = ["Speed", "compare_files", "summarize"]
+
+_ROUNDS = 2
+_LEAST_TURNS, _MOST_TURNS = 7, 400  # of a round
+_LONG_RUN = 0.25  # seconds: files that take longer are opened once, and run seven times
+_TURN = 0.002  # seconds of a turn; shorter files run several times in it
+_MOST_RUNS = 20
+_QUANTILE = 1.288  # 2.576 / 2: the ranks of the median's range, of 99 %, are so many roots from the middle
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast a file is beside the first one.
+
+    Attributes:
+        seconds: the median time of a run.
+        ratio: how many times as fast as the first file it is.
+        low: the lower end of the range of ``ratio``, which holds it with 99 %.
+        high: the upper end.
+        turns: the number of turns.
+    """
+
+    seconds: float
+    ratio: float
+    low: float
+    high: float
+    turns: int
+
+    @property
+    def slower(self) -> bool:
+        """Whether the file is slower than the first one beyond the spread of the measurement."""
+        return self.high < NO_SLOWER
+
+    @property
+    def faster(self) -> bool:
+        """Whether the file is faster than the first one beyond the spread of the measurement."""
+        return self.low > 1 / NO_SLOWER
+
+    def describe(self) -> str:
+        """Says how fast the file is, such as ``1.52x (1.48 to 1.55)``."""
+        spread = f"{self.ratio:.2f}x ({self.low:.2f} to {self.high:.2f})"
+        return spread if self.slower or self.faster else f"no difference measured, {spread}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the fields, for JSON."""
+        return dict(vars(self))
+
+
+def compare_files(
+    paths: Sequence[Path],
+    *,
+    runtime: str | None = None,
+    settings: RunnerSettings | None = None,
+    seconds: float = 2.0,
+) -> list[Speed]:
+    """Measures files in turns, the first of which is the reference.
+
+    Args:
+        paths: the files.
+        runtime: the runtime; None for the first one that runs such files.
+        settings: threads, batch and shapes.
+        seconds: how long to measure all files together; each takes seven turns at least.
+
+    Raises:
+        ExportError: when a file cannot be run.
+    """
+    settings = settings or RunnerSettings()
+    rounds = []
+    for number in range(_ROUNDS):
+        runners = [open_file(path, runtime, settings) for path in paths]
+        clock = _clock(runners, settings)
+        rounds.append(_take_turns(runners, clock, seconds / _ROUNDS))
+        if number == 0 and max(min(own) for own in rounds[0]) > _LONG_RUN:
+            break
+    return summarize(rounds)
+
+
+def _clock(runners: Sequence[Runner], settings: RunnerSettings) -> Callable[[Runner], float]:
+    """Returns what times a run: processor time where all files run in this thread, else their own clock."""
+    if settings.threads > 1 or not all(runner.in_thread for runner in runners):
+        return lambda runner: runner.run()
+
+    def run(runner: Runner) -> float:
+        start = time.thread_time()
+        runner.run()
+        return time.thread_time() - start
+
+    return run
+
+
+def _take_turns(
+    runners: Sequence[Runner], clock: Callable[[Runner], float], seconds: float
+) -> list[list[float]]:
+    """Returns the times of each file, one a turn; every other turn goes backwards."""
+    first = [min(clock(runner) for _ in range(2)) for runner in runners]  # allocates, too
+    repeats = [max(1, min(_MOST_RUNS, int(_TURN / max(t, 1e-7)))) for t in first]
+    times: list[list[float]] = [[] for _ in runners]
+    end = time.perf_counter() + seconds
+    for number in range(_MOST_TURNS):
+        order = range(len(runners))
+        for index in order if number % 2 == 0 else reversed(order):
+            runs = [clock(runners[index]) for _ in range(repeats[index])]
+            times[index].append(statistics.median(runs))
+        if number + 1 >= _LEAST_TURNS and time.perf_counter() > end:
+            break
+    return times
+
+
+def summarize(rounds: Sequence[Sequence[Sequence[float]]]) -> list[Speed]:
+    """Returns the speed of each file.
+
+    Args:
+        rounds: the rounds; in each, for each file its time in every turn.
+    """
+    speeds = []
+    for index in range(len(rounds[0])):
+        times = [seconds for each in rounds for seconds in each[index]]
+        ratios = [[f / o for f, o in zip(each[0], each[index], strict=True)] for each in rounds]
+        ranges = [_range_of_median(part) for part in ratios]
+        ratio = statistics.median([r for part in ratios for r in part])
+        low, high = min(r[0] for r in ranges), max(r[1] for r in ranges)
+        speeds.append(Speed(statistics.median(times), ratio, low, high, len(times)))
+    return speeds
+
+
+def _range_of_median(values: Sequence[float]) -> tuple[float, float]:
+    """Returns two of the values between which the median lies with 99 %; all of them if they are few."""
+    ordered = sorted(values)
+    rank = max(math.floor(len(ordered) / 2 - _QUANTILE * math.sqrt(len(ordered))), 0)
+    return ordered[rank], ordered[-1 - rank]

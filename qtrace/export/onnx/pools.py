@@ -1,0 +1,226 @@
+"""Poolings in the form that onnxruntime computes fast: their padding is their own, and they round behind.
+
+A graph pads in front of a pooling where both ends of an axis differ, as ``ceil_mode`` has it. A ``Pad``
+leaves the layout of convolutions, and has no integer kernel between roundings. ONNX's poolings have
+paddings of their own at both ends, so that the node is left out.
+
+Integers are pooled fast with the channels last, the layout in which integer convolutions write, and slowly
+in the plain one. A maximum and a rounding can change places, as rounding keeps the order: where the pooling
+reads what a float op writes, it pools floats, and the few values that are left are rounded behind it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from onnx import helper, numpy_helper
+
+__all__ = ["write_fast_poolings"]
+
+_LOWEST = float(np.finfo(np.float32).min)
+_AXES = 4  # of an image
+
+
+def write_fast_poolings(model: Any) -> int:
+    """Merges paddings into the poolings that alone read them, and rounds behind poolings of floats.
+
+    The file computes the same values. A padding before max pooling is merged if no value is below its
+    number, and one before average pooling if it is 0 and counts.
+
+    Args:
+        model: an ONNX model with its tensors; it is changed in place.
+
+    Returns:
+        The number of poolings that were changed.
+    """
+    graph = _Graph(model)
+    changed = 0
+    for node in [n for n in model.graph.node if n.op_type in ("MaxPool", "AveragePool")]:
+        merged = _merge_padding(graph, node)
+        moved = node.op_type == "MaxPool" and _round_behind(graph, node)
+        changed += merged or moved
+    if changed:
+        graph.drop_unread()
+    return changed
+
+
+@dataclass(frozen=True)
+class _Rounding:
+    """A QuantizeLinear and the DequantizeLinear behind it."""
+
+    quantize: Any
+    dequantize: Any
+
+    @property
+    def source(self) -> str:
+        return str(self.quantize.input[0])
+
+
+class _Graph:
+    """Producers, readers and constants of a model."""
+
+    def __init__(self, model: Any) -> None:
+        self.graph = model.graph
+        self.producers = {name: node for node in self.graph.node for name in node.output}
+        self.constants = {t.name: t for t in self.graph.initializer}
+        self.outputs = {value.name for value in self.graph.output}
+        self.readers = Counter(name for node in self.graph.node for name in node.input)
+
+    def read_once(self, name: str) -> bool:
+        """Whether one node alone reads a tensor, and the file does not give it."""
+        return self.readers[name] == 1 and name not in self.outputs
+
+    def value(self, name: str) -> np.ndarray | None:
+        """Returns the value of a constant; None for a computed tensor."""
+        tensor = self.constants.get(name)
+        return None if tensor is None else numpy_helper.to_array(tensor)
+
+    def rounding(self, name: str) -> _Rounding | None:
+        """Returns the rounding that gives a tensor; None if no rounding does."""
+        dequantize = self.producers.get(name)
+        if dequantize is None or dequantize.op_type != "DequantizeLinear":
+            return None
+        quantize = self.producers.get(dequantize.input[0])
+        if quantize is None or quantize.op_type != "QuantizeLinear" or not self._alike(quantize, dequantize):
+            return None
+        return _Rounding(quantize, dequantize)
+
+    def _alike(self, first: Any, second: Any) -> bool:
+        """Whether two nodes round by the same scale and zero point."""
+        pairs = zip(first.input[1:], second.input[1:], strict=False)
+        values = [(self.value(a), self.value(b), a == b) for a, b in pairs]
+        return len(first.input) == len(second.input) and all(
+            same or (a is not None and b is not None and a.dtype == b.dtype and np.array_equal(a, b))
+            for a, b, same in values
+        )
+
+    def same_rounding(self, first: _Rounding, second: _Rounding) -> bool:
+        """Whether two roundings have the same grid, one for the whole tensor."""
+        scale = self.value(first.quantize.input[1])
+        return scale is not None and scale.size == 1 and self._alike(first.quantize, second.quantize)
+
+    def lowest(self, name: str) -> float:
+        """Returns a number that no value of a tensor is below."""
+        rounding = self.rounding(name)
+        scale, zero = (None, None) if rounding is None else map(self.value, rounding.quantize.input[1:3])
+        if scale is None or zero is None or scale.size != 1:
+            return _LOWEST
+        return float(np.float32(int(np.iinfo(zero.dtype).min) - int(zero)) * np.float32(scale))
+
+    def readers_of(self, name: str) -> Iterator[Any]:
+        """Yields the nodes that read a tensor."""
+        return (node for node in self.graph.node if name in node.input)
+
+    def read(self, node: Any, name: str) -> None:
+        """Lets ``node`` read another tensor as its first operand."""
+        self.readers[node.input[0]] -= 1
+        self.readers[name] += 1
+        node.input[0] = name
+
+    def drop_unread(self) -> None:
+        """Leaves out the nodes and constants that nothing reads any more."""
+        read, kept = set(self.outputs), []
+        for node in reversed(self.graph.node):
+            if read.intersection(node.output):
+                kept.append(node)
+                read.update(node.input)
+        del self.graph.node[:]
+        self.graph.node.extend(kept[::-1])
+        tensors = [t for t in self.graph.initializer if t.name in read]
+        del self.graph.initializer[:]
+        self.graph.initializer.extend(tensors)
+
+
+def _merge_padding(graph: _Graph, pool: Any) -> bool:
+    """Makes the padding that a pooling reads the pooling's own; whether there was one that could be."""
+    between = graph.rounding(pool.input[0])
+    name = pool.input[0] if between is None else between.source
+    pad = graph.producers.get(name)
+    if pad is None or pad.op_type != "Pad" or not graph.read_once(name):
+        return False
+    if between is not None and not (graph.read_once(pool.input[0]) and _keeps_values(graph, pad, between)):
+        return False
+    attributes = {a.name: helper.get_attribute_value(a) for a in pool.attribute}
+    added = _read_padding(graph, pad, pool, attributes)
+    if added is None:
+        return False
+    own = attributes.get("pads", [0] * 4)
+    pads = [int(a) + int(b) for a, b in zip(own, added, strict=True)]
+    if any(p >= k for p, k in zip(pads, [*attributes["kernel_shape"]] * 2, strict=True)):
+        return False
+    changes: dict[str, Any] = {"pads": pads}
+    if pool.op_type == "AveragePool":
+        changes["count_include_pad"] = 1
+    for attribute in [a for a in pool.attribute if a.name in changes]:
+        pool.attribute.remove(attribute)
+    pool.attribute.extend(helper.make_attribute(key, value) for key, value in changes.items())
+    graph.read(pool, pad.input[0])
+    return True
+
+
+def _keeps_values(graph: _Graph, pad: Any, rounding: _Rounding) -> bool:
+    """Whether a rounding behind a padding changes no value, as they are rounded so before it."""
+    before = graph.rounding(pad.input[0])
+    return before is not None and graph.same_rounding(before, rounding)
+
+
+def _read_padding(graph: _Graph, pad: Any, pool: Any, attributes: dict[str, Any]) -> list[int] | None:
+    """Returns the numbers that a ``Pad`` adds at the beginning and end of both axes of an image.
+
+    None if the pooling cannot add them itself.
+    """
+    mode = next((helper.get_attribute_value(a) for a in pad.attribute if a.name == "mode"), b"constant")
+    widths = graph.value(pad.input[1])
+    number = graph.value(pad.input[2]) if len(pad.input) > 2 and pad.input[2] else np.zeros((), np.float32)
+    if mode != b"constant" or widths is None or number is None or len(pad.input) > 3:
+        return None
+    sizes = [int(n) for n in widths]
+    if len(sizes) != 2 * _AXES or min(sizes) < 0 or any(sizes[i] for i in (0, 1, _AXES, _AXES + 1)):
+        return None
+    if attributes.get("ceil_mode") or attributes.get("auto_pad", b"NOTSET") != b"NOTSET":
+        return None
+    if any(d != 1 for d in attributes.get("dilations", ())):
+        return None
+    if pool.op_type == "MaxPool":
+        fits = float(number) <= graph.lowest(pad.input[0])
+    else:
+        counts = attributes.get("count_include_pad", 0) or not any(attributes.get("pads", ()))
+        fits = float(number) == 0.0 and bool(counts)
+    return [*sizes[2:_AXES], *sizes[_AXES + 2 :]] if fits else None
+
+
+def _round_behind(graph: _Graph, pool: Any) -> bool:
+    """Lets max pooling read floats if a float op writes what it reads, and the result is rounded alike."""
+    before = graph.rounding(pool.input[0])
+    if before is None or graph.rounding(before.source) is not None:
+        return False
+    if not (graph.read_once(pool.input[0]) and graph.read_once(before.quantize.output[0])):
+        return False
+    origin = graph.producers.get(before.source)
+    if origin is None or _is_integer_op(graph, origin):
+        return False
+    readers = list(graph.readers_of(pool.output[0]))
+    if not readers or pool.output[0] in graph.outputs:
+        return False
+    for reader in readers:
+        if reader.op_type != "QuantizeLinear" or not graph.same_rounding(before, _Rounding(reader, reader)):
+            return False
+    graph.read(pool, before.source)
+    return True
+
+
+def _is_integer_op(graph: _Graph, node: Any) -> bool:
+    """Whether a runtime may compute ``node``, or the layer whose clamp it is, between integers."""
+    if node.op_type in ("Relu", "Clip") and node.input[0] in graph.producers:
+        node = graph.producers[node.input[0]]
+    data = [name for name in node.input[:2] if name and name not in graph.constants]
+    return any(_is_dequantized(graph, name) for name in data)
+
+
+def _is_dequantized(graph: _Graph, name: str) -> bool:
+    producer = graph.producers.get(name)
+    return producer is not None and producer.op_type == "DequantizeLinear"

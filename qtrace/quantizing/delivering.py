@@ -1,0 +1,163 @@
+"""Which file is delivered: the quantized one, or float where that is faster and nobody asked for size."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qtrace.benchmarking.runners import RunnerSettings
+from qtrace.benchmarking.turns import Speed, compare_files
+from qtrace.config import QConfig, Rule, backends
+from qtrace.errors import ExportError, QtraceError
+from qtrace.export import export
+from qtrace.graph.open_axes import read_open_axes
+from qtrace.graph.signature import list_inputs
+from qtrace.graph.types import TracedModule
+from qtrace.preparation.passes.convert import convert
+from qtrace.preparation.prepare import prepare
+from qtrace.preparation.record import fake_quants
+from qtrace.quantizing.card import TIMED
+
+__all__ = [
+    "Delivery",
+    "Timer",
+    "choose_delivery",
+    "fixed_timer",
+    "measure_file",
+    "prepare_in_float",
+    "timed_settings",
+]
+
+_CHOOSING = ("balanced", "fastest")
+"""The placements that round for speed: a file that is slower than float is not what they ask for."""
+
+Timer = Callable[..., list[Speed]]
+"""Measures files in turns, as `qtrace.benchmarking.turns.compare_files` does."""
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """What was measured of a quantized file beside float, and which of both is delivered.
+
+    Attributes:
+        speed: the speed of the quantized file beside float; None if it was not measured.
+        untimed: why it was not measured; "" if it was.
+        in_float: whether the file that is delivered is in float.
+        prepared: the graph in float that is delivered; None for the quantized one.
+        float_seconds: the median time of a run of the float file.
+        files: the speeds of the float file and of the quantized one, as they were measured.
+    """
+
+    speed: Speed | None = None
+    untimed: str = ""
+    in_float: bool = False
+    prepared: TracedModule | None = None
+    float_seconds: float = 0.0
+    files: tuple[Speed, ...] = ()
+
+    def sentence(self) -> str:
+        """Says what was measured and delivered; "" if nothing was measured."""
+        if self.speed is None:
+            return f"speed: not measured, {self.untimed}" if self.untimed else ""
+        times = f"{1e3 * self.speed.seconds:.3g} ms, {1e3 * self.float_seconds:.3g} ms in float"
+        text = f"speed: {self.speed.describe()}: {times}, one thread"
+        if self.in_float:
+            return (
+                f"{text}; the quantized file is slower than float here, so the file is in float: "
+                "`placement: small` in the recipe writes the quantized one for its size"
+            )
+        if self.speed.slower:
+            return f"{text}; the file is slower than float here, and was asked for: it gains its size alone"
+        return text
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the figures, for JSON."""
+        speed = None if self.speed is None else {**self.speed.to_dict(), "float_seconds": self.float_seconds}
+        form = "float" if self.in_float else "quantized"
+        return {"speed": speed, "not_timed": self.untimed, "delivered": form}
+
+
+def prepare_in_float(traced: TracedModule, config: QConfig) -> TracedModule:
+    """Prepares a network as ``config`` says, but with every op in float."""
+    rule = Rule.model_validate({"match": {"name": "*"}, "quantize": False}).with_origin("the measured speed")
+    plain = config.without_placement()
+    return prepare(traced, plain.model_copy(update={"rules": (*plain.rules, rule), "ptq": None}))
+
+
+def timed_settings(traced: TracedModule) -> RunnerSettings:
+    """Returns how a file of a network is run to be timed: one thread, and the traced sizes for open axes."""
+    record = read_open_axes(traced)
+    shapes = {name: tuple(int(n) for n in shape) for name, shape in list_inputs(traced)}
+    open_sizes = record is not None and not record.only_batch()
+    return RunnerSettings(1, 1, shapes if open_sizes else {})
+
+
+def measure_file(
+    path: Path,
+    prepared: TracedModule,
+    traced: TracedModule,
+    config: QConfig,
+    *,
+    keep: bool = False,
+    timer: Timer | None = None,
+) -> Delivery:
+    """Measures a quantized file beside the float file of its network, and says which is to be delivered.
+
+    Args:
+        path: the quantized file.
+        prepared: the graph that it was exported from, before `convert`.
+        traced: the float network.
+        config: the config.
+        keep: whether the quantized file is delivered, however slow it is.
+        timer: measures files in turns; None for `compare_files`.
+    """
+    backend = backends.get(config.backend)
+    if not any(fake_quants(prepared)):
+        return Delivery(untimed="the file is in float")
+    if backend.device or path.suffix not in TIMED:
+        return Delivery(untimed=f"no runtime here runs it as {backend.device or 'its target'} does")
+    form, runtime, _ = TIMED[path.suffix]
+    runtime = "openvino" if config.backend == "openvino" else runtime
+    try:
+        with tempfile.TemporaryDirectory(prefix="qtrace-speed-") as folder:
+            twin = Path(folder) / f"float{path.suffix}"
+            in_float = prepare_in_float(traced, config)
+            export(convert(in_float) if form is None else traced, twin, format=form)
+            settings = timed_settings(traced)
+            first, own = (timer or compare_files)([twin, path], runtime=runtime, settings=settings)
+    except QtraceError as error:
+        return Delivery(untimed=str(error).rstrip("."))
+    replaceable = form is None and not keep
+    return choose_delivery(first, own, config, in_float if replaceable else None)
+
+
+def choose_delivery(in_float: Speed, own: Speed, config: QConfig, prepared: TracedModule | None) -> Delivery:
+    """Chooses float if the quantized file is slower beyond the spread, and the config rounds for speed.
+
+    Args:
+        in_float: the speed of the float file.
+        own: the speed of the quantized file beside it.
+        config: the config.
+        prepared: the graph in float; None if no file is made of it.
+    """
+    chosen = own.slower and prepared is not None and config.effective_placement in _CHOOSING
+    files = (in_float, own)
+    return Delivery(own, "", chosen, prepared if chosen else None, in_float.seconds, files)
+
+
+def fixed_timer(speeds: Sequence[Speed]) -> Timer:
+    """Returns what gives times that were measured before.
+
+    Args:
+        speeds: the speeds of the files.
+    """
+
+    def give(*args: Any, **options: Any) -> list[Speed]:
+        if not speeds:
+            raise ExportError("the given times have none of the files")
+        return list(speeds)
+
+    return give

@@ -1,0 +1,56 @@
+"""The packaged cost table is fitted to another processor by a dozen kernels, once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from qtrace.benchmarking import fitting
+from qtrace.benchmarking.costs import FLOAT, INTEGER, CostTable, Measurement, OpShape
+
+TABLE = CostTable.load("onnxruntime")
+CONV = OpShape("conv2d", ((1, 64, 28, 28),), ((1, 64, 28, 28),), (64, 64, 3, 3), (1, 1))
+OTHER_CONV = OpShape("conv2d", ((1, 32, 56, 56),), ((1, 32, 56, 56),), (32, 32, 3, 3), (1, 1))
+ADD = OpShape("add", ((1, 64, 28, 28),) * 2, ((1, 64, 28, 28),))
+
+
+def _times(op: OpShape, form: str, factor: float) -> Measurement:
+    seconds = TABLE.seconds(op, form)
+    assert seconds is not None
+    return Measurement(op, form, seconds * factor)
+
+
+def test_a_class_is_scaled_by_the_mean_of_its_kernels_in_each_form() -> None:
+    measured = [_times(CONV, INTEGER, 2.0), _times(OTHER_CONV, INTEGER, 8.0), _times(ADD, FLOAT, 100.0)]
+    factors = fitting.fit(TABLE, measured)
+    assert factors == pytest.approx({("conv", INTEGER): 4.0, ("elementwise", FLOAT): 10.0})
+    scaled = fitting.scale(TABLE, factors, TABLE.machine)
+    for op, form, factor in (
+        (CONV, INTEGER, 4.0),
+        (CONV, FLOAT, 1.0),
+        (ADD, INTEGER, 1.0),
+        (ADD, FLOAT, 10.0),
+    ):
+        assert scaled.seconds(op, form) == pytest.approx(factor * TABLE.seconds(op, form), rel=1e-6)
+
+
+def test_kernels_are_timed_once_for_each_processor(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("QTRACE_CACHE", str(tmp_path))
+    asked = []
+
+    def measure(cases):
+        asked.append(len(cases))
+        return [_times(CONV, INTEGER, 3.0)]
+
+    here = replace(TABLE.machine, processor="another")
+    monkeypatch.setattr(fitting, "describe_machine", lambda *names: here)
+    for _ in range(2):
+        table = fitting.fitted_table(measure)
+        assert table.machine is here
+        assert table.seconds(CONV, INTEGER) == pytest.approx(3.0 * TABLE.seconds(CONV, INTEGER), rel=1e-6)
+    assert len(asked) == 1
+    assert 10 <= asked[0] <= 16
+    monkeypatch.setattr(fitting, "describe_machine", lambda *names: TABLE.machine)
+    assert fitting.fitted_table(measure) is TABLE
+    assert len(asked) == 1

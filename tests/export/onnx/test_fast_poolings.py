@@ -1,0 +1,118 @@
+"""Poolings of an ONNX file: their padding is their own, and floats are pooled before they are rounded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+import qtrace
+from qtrace.export.onnx.pools import write_fast_poolings
+
+
+def _run(model: onnx.ModelProto | str, x: np.ndarray) -> np.ndarray:
+    source = model if isinstance(model, str) else model.SerializeToString()
+    session = onnxruntime.InferenceSession(source, providers=["CPUExecutionProvider"])
+    return session.run(None, {session.get_inputs()[0].name: x})[0]
+
+
+def _model(nodes: list, constants: dict[str, np.ndarray], shape: tuple[int, ...]) -> onnx.ModelProto:
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+        [numpy_helper.from_array(value, name) for name, value in constants.items()],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)])
+    model.ir_version = 8
+    return model
+
+
+def _kinds(model: onnx.ModelProto) -> list[str]:
+    return [node.op_type for node in model.graph.node]
+
+
+@pytest.mark.parametrize(
+    ("op", "settings"),
+    [
+        ("MaxPool", {"kernel_shape": [3, 3], "strides": [2, 2], "ceil_mode": 1}),
+        ("MaxPool", {"kernel_shape": [3, 2], "strides": [2, 2], "pads": [1, 0, 1, 0], "ceil_mode": 1}),
+        ("MaxPool", {"kernel_shape": [2, 2], "strides": [2, 2], "pads": [0, 0, 1, 1]}),
+        ("MaxPool", {"kernel_shape": [3, 3], "strides": [2, 2], "auto_pad": "SAME_UPPER"}),
+        (
+            "AveragePool",
+            {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [0, 0, 1, 1], "count_include_pad": 1},
+        ),
+    ],
+)
+def test_a_pooling_pads_by_itself_in_float_and_on_integers(tmp_path: Path, op, settings) -> None:
+    rng = np.random.default_rng(0)
+    weights = {n: rng.normal(size=(8, c, 3, 3)).astype(np.float32) / 5 for n, c in (("v", 3), ("w", 8))}
+    nodes = [
+        helper.make_node("Conv", ["x", "v"], ["a"], pads=[1] * 4),
+        helper.make_node(op, ["a"], ["p"], **settings),
+        helper.make_node("Conv", ["p", "w"], ["y"], pads=[1] * 4),
+    ]
+    source, out = tmp_path / "source.onnx", tmp_path / "out.onnx"
+    onnx.save(_model(nodes, weights, (1, 3, 12, 12)), source)
+    x = rng.normal(size=(4, 3, 12, 12)).astype(np.float32)
+    traced = qtrace.from_onnx(source)
+    qtrace.export(traced, out)
+    assert _kinds(onnx.load(out)) == ["Conv", op, "Conv"]
+    np.testing.assert_array_equal(_run(str(out), x[:1]), _run(str(source), x[:1]))
+    prepared = qtrace.prepare(traced, {"placement": "everything"})
+    qtrace.calibrate(prepared, [x[i : i + 1] for i in range(4)], progress=False)
+    converted = qtrace.convert(prepared)
+    qtrace.export(converted, out)
+    assert "Pad" not in _kinds(onnx.load(out))
+    report = qtrace.verify(out, converted, [x[:1]])
+    assert report.passed, report.table()
+
+
+@pytest.mark.parametrize("number", [0.0, -1.0])
+def test_a_padding_that_may_win_stays(number) -> None:
+    nodes = [
+        helper.make_node("Pad", ["x", "widths", "number"], ["a"]),
+        helper.make_node("MaxPool", ["a"], ["y"], kernel_shape=[3, 3]),
+    ]
+    constants = {
+        "widths": np.array([0, 0, 0, 0, 0, 0, 1, 1], np.int64),
+        "number": np.array(number, np.float32),
+    }
+    model = _model(nodes, constants, (1, 2, 6, 6))
+    assert not write_fast_poolings(model)
+    assert _kinds(model) == ["Pad", "MaxPool"]
+
+
+def _rounded_pool(zero: int, second_zero: int, scale: float = 0.05) -> onnx.ModelProto:
+    first, second = ["s", "z"], ["s", "t"]
+    nodes = [
+        helper.make_node("Tanh", ["x"], ["a"]),
+        helper.make_node("QuantizeLinear", ["a", *first], ["a_int"]),
+        helper.make_node("DequantizeLinear", ["a_int", *first], ["a_dq"]),
+        helper.make_node("MaxPool", ["a_dq"], ["p"], kernel_shape=[3, 3], pads=[1] * 4),
+        helper.make_node("QuantizeLinear", ["p", *second], ["p_int"]),
+        helper.make_node("DequantizeLinear", ["p_int", *second], ["y"]),
+    ]
+    constants = {"s": np.array(scale, np.float32), "z": np.array(zero, np.uint8)}
+    constants["t"] = np.array(second_zero, np.uint8)
+    return _model(nodes, constants, (1, 2, 9, 9))
+
+
+@pytest.mark.parametrize(("scale", "zero"), [(0.05, 20), (0.004, 128), (0.3, 0)])
+def test_floats_are_pooled_before_they_are_rounded_to_the_same_values(scale, zero) -> None:
+    x = np.random.default_rng(0).normal(size=(1, 2, 9, 9)).astype(np.float32)
+    model = _rounded_pool(zero, zero, scale)
+    before = _run(model, x)
+    assert write_fast_poolings(model) == 1
+    assert _kinds(model) == ["Tanh", "MaxPool", "QuantizeLinear", "DequantizeLinear"]
+    np.testing.assert_array_equal(_run(model, x), before)
+
+
+def test_a_pooling_that_changes_the_grid_keeps_its_rounding() -> None:
+    assert not write_fast_poolings(_rounded_pool(20, 21))

@@ -1,0 +1,106 @@
+"""The file that is delivered is not slower than float, unless its size was asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import megengine.functional as F
+import megengine.module as M
+import onnx
+import pytest
+
+import qtrace
+from qtrace.benchmarking.turns import Speed, summarize
+from qtrace.config.recipe import as_qconfig
+from qtrace.quantizing import delivering
+from tests.nets import images, net
+
+DATA = images(16, 3, 8, 8)
+IN_FLOAT = Speed(1e-3, 1.0, 1.0, 1.0, 14)
+SLOWER, SAME, FASTER = (Speed(1e-3 / r, r, r - 0.02, r + 0.02, 14) for r in (0.77, 0.99, 1.5))
+
+
+def _module() -> M.Module:
+    return net(lambda self, x: self.b(F.relu(self.a(x))), a=M.Conv2d(3, 8, 3), b=M.Conv2d(8, 4, 1))
+
+
+def _rounds_in(path: Path) -> bool:
+    return any(node.op_type == "QuantizeLinear" for node in onnx.load(path).graph.node)
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch):
+    """Lets the quantized file have a speed."""
+
+    def give(speed: Speed) -> None:
+        monkeypatch.setattr(delivering, "compare_files", lambda *args, **options: [IN_FLOAT, speed])
+
+    return give
+
+
+@pytest.mark.parametrize(
+    ("speed", "options", "in_float", "said"),
+    [
+        (SLOWER, {"recipe": "int8"}, True, "so the file is in float: `placement: small`"),
+        (SLOWER, {"recipe": {"placement": "fastest"}}, True, "so the file is in float"),
+        (SLOWER, {"recipe": {"placement": "small"}}, False, "it gains its size alone"),
+        (SLOWER, {"recipe": {"placement": "everything"}}, False, "it gains its size alone"),
+        (SLOWER, {"recipe": "w8a8"}, False, "it gains its size alone"),
+        (SLOWER, {"recipe": "int8", "keep": True}, False, "it gains its size alone"),
+        (SLOWER, {"recipe": "int8", "measure": False}, False, ""),
+        (SAME, {"recipe": "int8"}, False, "no difference measured"),
+        (FASTER, {"recipe": "int8"}, False, "speed: 1.50x (1.48 to 1.52)"),
+    ],
+)
+def test_what_is_delivered_and_said(tmp_path: Path, timed, speed, options, in_float, said) -> None:
+    timed(speed)
+    path = tmp_path / "out.onnx"
+    result = qtrace.quantize(_module(), DATA, path, progress=False, **options)
+    assert _rounds_in(path) is not in_float
+    assert result.delivery.in_float is in_float
+    assert said in "\n".join(result.summary())
+    assert result.verify is not None
+    assert result.verify.passed
+    facts = result.delivery.to_dict()
+    assert facts["delivered"] == ("float" if in_float else "quantized")
+    assert ("speed" in "\n".join(result.summary())) is (facts["speed"] is not None)
+
+
+def test_what_cannot_be_timed_is_delivered_with_the_reason(tmp_path: Path) -> None:
+    result = qtrace.quantize(_module(), DATA, tmp_path / "out.onnx", target="qnn", progress=False)
+    assert "speed: not measured, no runtime here runs it as" in "\n".join(result.summary())
+    assert _rounds_in(result.path)
+
+
+def test_a_difference_within_the_spread_decides_nothing() -> None:
+    config = as_qconfig({"placement": "balanced"})
+    for speed in (Speed(1e-3, 0.9, 0.7, 1.1, 14), Speed(1e-3, 0.975, 0.97, 0.985, 400)):
+        assert not delivering.choose_delivery(IN_FLOAT, speed, config, None).in_float
+
+
+def test_the_range_of_a_ratio_covers_both_rounds_and_outliers_do_not_count() -> None:
+    quiet, loud = [1.0] * 30, [1.0] * 28 + [9.0] * 2
+    reference, own = summarize([[quiet, [0.5] * 30], [loud, [0.8] * 30]])
+    assert (reference.ratio, reference.low, reference.high) == (1.0, 1.0, 1.0)
+    assert (own.low, own.high) == (1.25, 2.0)
+    assert own.faster
+    assert not own.slower
+
+
+def test_few_turns_that_differ_decide_nothing() -> None:
+    (_, own) = summarize([[[1.0] * 7, [1.5, 1.4, 1.6, 1.5, 0.9, 1.5, 1.5]]])
+    assert own.ratio < 0.7
+    assert not own.slower
+
+
+@pytest.mark.slow
+def test_a_network_of_a_real_size_is_timed_and_delivered_faster_than_float(tmp_path: Path) -> None:
+    layers = {"a": M.Conv2d(3, 64, 3, padding=1), "b": M.Conv2d(64, 64, 3, padding=1)}
+    module = net(lambda self, x: self.b(F.relu(self.b(F.relu(self.a(x))))), **layers)
+    result = qtrace.quantize(
+        module, images(16, 3, 64, 64), tmp_path / "out.onnx", recipe="int8", progress=False
+    )
+    speed = result.delivery.speed
+    assert speed is not None
+    assert speed.low <= speed.ratio <= speed.high
+    assert result.delivery.in_float is speed.slower

@@ -1,0 +1,158 @@
+"""A placement is decided by measured time and noise; the predicted choice stays unless one is better."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import megengine.functional as F
+import megengine.module as M
+import pytest
+
+import qtrace
+from qtrace.benchmarking.turns import Speed
+from qtrace.config.recipe import as_qconfig
+from qtrace.errors import ConfigError
+from qtrace.preparation.model import QuantizedModel
+from qtrace.preparation.placement.frontier import Point
+from qtrace.preparation.placement.problem import Energy, Problem, Unit, evaluate
+from qtrace.preparation.placement.trials import LabellingTrial
+from qtrace.preparation.prepare import SearchOutcome
+from qtrace.quantizing import measuring
+from qtrace.quantizing.measuring import TimingPlan, choose_labelling, find_labellings, prepare_measured
+from qtrace.quantizing.reporting import LogReporter
+from qtrace.quantizing.times import MeasuredLabelling, Times
+from qtrace.storage.cache import read_cached, write_cached
+from tests.nets import images, net
+
+DATA = images(8, 3, 48, 48)
+
+
+def _measured(name: str, ratio: float, *noise: float, spread: float = 0.01) -> MeasuredLabelling:
+    speed = Speed(1e-3 / ratio, ratio, ratio - spread, ratio + spread, 30)
+    return MeasuredLabelling(name, (), 1e-3, 20.0, speed, noise or (1e-3, 1e-3))
+
+
+@pytest.mark.parametrize(
+    ("others", "chosen"),
+    [
+        ([], 0),
+        ([_measured("fastest", 1.3)], 1),
+        ([_measured("fastest", 1.3, spread=0.35)], 0),  # it may be slower
+        ([_measured("fastest", 1.3, 0.05, 0.05)], 0),  # 11 dB for 30 %
+        ([_measured("fastest", 1.9, 0.2, 0.2)], 0),  # less than 10 dB spoil an output
+        ([_measured("fastest", 1.1, 1e-3, 4e-2)], 0),  # on half of the samples it is worse
+        ([_measured("between", 1.2), _measured("fastest", 1.4)], 2),
+        ([_measured("float", 1.5, 0.0, 0.0)], 1),
+        ([_measured("float", 0.6, 0.0, 0.0)], 0),
+        ([_measured("between", 1.001, 9e-4, 9e-4)], 0),  # too little to matter
+    ],
+)
+def test_another_labelling_is_taken_only_if_it_is_better_for_certain(others, chosen) -> None:
+    assert choose_labelling([_measured("predicted", 1.0), *others]) == chosen
+
+
+def _outcome() -> SearchOutcome:
+    units = tuple(Unit(f"u{i}", 4.0, 1.0, noise=10.0 ** (i - 4)) for i in range(5))
+    problem = Problem(units, ())
+    points = []
+    for count in range(5, 0, -1):
+        labels = {unit.name: number < count for number, unit in enumerate(units)}
+        points.append(Point(labels, evaluate(problem, labels)))
+    return SearchOutcome(problem, points[3], "balanced", LabellingTrial(), None, tuple(points))
+
+
+def test_the_labellings_in_question_lie_between_the_fastest_and_float() -> None:
+    labellings = find_labellings(_outcome())
+    counts = {name: sum(o.point.labels.values()) for name, o in labellings.items()}
+    assert list(counts)[:2] == ["predicted", "fastest"]
+    assert (counts["predicted"], counts["fastest"], counts["float"]) == (2, 5, 0)
+    assert all(2 < n < 5 for name, n in counts.items() if name.endswith("between"))
+    assert labellings["float"].point.energy == Energy(20.0, 0.0, 0.0)
+
+
+def _traced():
+    layers = {"a": M.Conv2d(3, 32, 3), "b": M.Conv2d(32, 32, 3), "c": M.Conv2d(32, 8, 3)}
+    module = net(lambda self, x: self.c(F.relu(self.b(F.relu(self.a(x))))), **layers)
+    return qtrace.trace(module, DATA[:1], check=False)
+
+
+def _fixed(path: Path, integers: tuple[str, ...]) -> Times:
+    chosen = Speed(5e-4, 2.0, 1.9, 2.1, 30)
+    own = MeasuredLabelling("predicted", integers, 1e-3, 30.0, chosen, (1.0, 1.0))
+    other = MeasuredLabelling("between", integers, 1e-3, 30.0, chosen, (1e-4, 1e-4))
+    return Times(path, (own, other))
+
+
+def test_given_times_decide_and_nothing_is_measured(tmp_path: Path, caplog) -> None:
+    traced, config = _traced(), as_qconfig({"placement": "balanced"})
+    batches = [DATA[:4]]
+    path = tmp_path / "times.json"
+    _fixed(path, ("b_out",)).write()
+    times = Times.open(path)
+    assert times.fixed
+    with caplog.at_level(logging.INFO, "qtrace"):
+        prepared = prepare_measured(traced, config, batches, (), TimingPlan(times), LogReporter())
+    notes = {note.name: note.state for note in QuantizedModel(prepared).annotation.notes}
+    assert [notes[name] for name in ("a_out", "b_out", "c_out")] == ["float", "int", "float"]
+    assert any("between is chosen" in line for line in caplog.messages)
+    assert "between is chosen" in str(qtrace.explain(prepared))
+
+
+def test_times_of_another_network_and_damaged_ones_are_a_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "times.json"
+    _fixed(path, ("gone",)).write()
+    with pytest.raises(ConfigError, match="the times of another network, with the op gone"):
+        Times.open(path).check(["a", "b"])
+    for text in ("{", "[]", '{"schema": "qtrace-times/1"}', json.dumps({"schema": "other"})):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="holds no times that qtrace has measured"):
+            Times.open(path)
+    assert not Times.open(tmp_path / "new.json").fixed
+
+
+def test_what_is_measured_decides_and_is_written(tmp_path: Path, monkeypatch) -> None:
+    """By a timer that gives times: the labellings are exported and run, for their noise."""
+    monkeypatch.setattr(measuring, "find_labellings", find_labellings)  # those of the search
+    traced, config = _traced(), as_qconfig({"placement": "balanced"})
+    asked: list[int] = []
+
+    def timer(paths, **options):
+        asked.append(len(paths))
+        return [Speed(1e-3, 1.0, 1.0, 1.0, 9), *[Speed(1e-3, 0.5, 0.5, 0.5, 9)] * (len(paths) - 1)]
+
+    times = Times(tmp_path / "times.json")
+    measurement = TimingPlan(times, timer)
+    prepared = prepare_measured(traced, config, [DATA[:4]], [DATA[4:]], measurement, LogReporter())
+    assert asked == [len(times.labellings)]
+    by_name = {labelling.name: labelling for labelling in times.labellings}
+    assert by_name["float"].noise == (0.0, 0.0)
+    assert 1e-6 < by_name["predicted"].noise[0] < 1e-2
+    assert "the predicted choice stays" in str(qtrace.explain(prepared))
+    times.write()
+    assert Times.open(times.path).labellings == times.labellings
+
+
+def test_the_cache_leaves_out_what_is_damaged(tmp_path, monkeypatch, caplog) -> None:
+    monkeypatch.setenv("QTRACE_CACHE", str(tmp_path / "cache"))
+    assert read_cached("times", ["a", 1]) is None
+    write_cached("times", ["a", 1], {"seconds": 2.0})
+    assert read_cached("times", ["a", 1]) == {"seconds": 2.0}
+    assert read_cached("times", ["a", 2]) is None
+    (file,) = (tmp_path / "cache").iterdir()
+    for text in ("", "{}", '{"key": ["b"], "value": 1}'):
+        file.write_text(text)
+        assert read_cached("times", ["a", 1]) is None
+    assert sum("is damaged and is left out" in line for line in caplog.messages) == 3
+    monkeypatch.setenv("QTRACE_CACHE", "/proc/nothing")
+    write_cached("times", ["a", 1], {})
+    assert read_cached("times", ["a", 1]) is None
+
+
+def test_files_of_like_structure_have_one_key(tmp_path: Path) -> None:
+    paths = [qtrace.export(_traced(), tmp_path / f"{i}.onnx") for i in range(2)]
+    other = net(lambda self, x: self.a(x), a=M.Conv2d(3, 32, 3))
+    paths.append(qtrace.export(qtrace.trace(other, DATA[:1], check=False), tmp_path / "other.onnx"))
+    keys = [measuring._structure(path) for path in paths]
+    assert keys[0] == keys[1] != keys[2]

@@ -89,6 +89,7 @@ class OrtSession:
 
     Attributes:
         inputs: its inputs, with ``name``, ``type`` and ``shape`` as onnxruntime has them.
+        outputs: its outputs, likewise.
 
     Raises:
         SessionError: when onnxruntime cannot load the model.
@@ -109,6 +110,7 @@ class OrtSession:
         except onnxruntime_errors() as error:
             raise SessionError(f"cannot run {subject}", error) from error
         self.inputs: Sequence[Any] = self._session.get_inputs()
+        self.outputs: Sequence[Any] = self._session.get_outputs()
 
     def run(self, names: Sequence[str] | None, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         """Runs the model once.

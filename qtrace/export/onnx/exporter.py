@@ -400,6 +400,8 @@ class OnnxExporter:
         from onnx import helper
 
         kind = helper.np_dtype_to_tensor_dtype(np.dtype(node.dtype))
+        if node.shape is None:  # the values decide it
+            return helper.make_tensor_value_info(name, kind, None)
         dims: list[Any] = [int(n) for n in node.shape]
         for axis, size in axes.items():
             dims[axis] = size or f"{name}_{axis}"

@@ -15,7 +15,7 @@ __all__ = ["DYNAMIC", "Graph", "GraphInput", "OnnxNode", "read_graph", "read_ver
 
 DYNAMIC = -1  # the size of an axis that the file leaves open
 _DEFAULT_DOMAINS = ("", "ai.onnx")
-_LATEST_OPSET = 23  # later definitions of an op are refused, since their meaning may differ
+_LATEST_OPSET = 23  # nodes with later definitions are kept as they are, since their meaning may differ
 # Ops whose definitions since then, up to opset 28, differ by the types that they take alone.
 _UNCHANGED = {
     *(
@@ -73,6 +73,11 @@ class OnnxNode:
     title: str = ""
 
     @property
+    def is_known(self) -> bool:
+        """Whether qtrace knows the definition of the op, or it is not one of ONNX's own."""
+        return bool(self.domain) or self.version <= _LATEST_OPSET or self.op in _UNCHANGED
+
+    @property
     def label(self) -> str:
         """The kind and the name for messages."""
         kind = f"{self.domain}.{self.op}" if self.domain else self.op
@@ -127,7 +132,7 @@ def read_graph(
         body: whether it is the body of a node, whose inputs need no type.
 
     Raises:
-        ImportingError: when an op of ONNX's own is unknown or newer than qtrace, with all such nodes.
+        ImportingError: when ONNX has no such op in that opset, with all such nodes.
     """
     nodes, problems = [], []
     for index, node in enumerate(proto.node):
@@ -145,8 +150,7 @@ def read_graph(
         )
     if problems:
         raise ImportingError(
-            f"opset {opsets.get('', 1)} has no such op, or qtrace does not know its definition there "
-            f"(it knows opsets up to {_LATEST_OPSET}): {', '.join(problems)}."
+            f"opset {opsets.get('', 1)} has no such op: {', '.join(problems)}."
         )
     inputs = tuple(_input(value, body) for value in proto.input if value.name not in stored)
     outputs = tuple(value.name for value in proto.output)
@@ -159,10 +163,9 @@ def read_version(op: str, domain: str, opset: int) -> int | None:
     if domain:
         return opset
     try:
-        version = int(onnx.defs.get_schema(op, max_inclusive_version=opset, domain=domain).since_version)
+        return int(onnx.defs.get_schema(op, max_inclusive_version=opset, domain=domain).since_version)
     except onnx.defs.SchemaError:
         return None
-    return version if version <= _LATEST_OPSET or op in _UNCHANGED else None
 
 
 def _attribute(attribute: onnx.AttributeProto) -> Any:

@@ -16,13 +16,14 @@ from megengine.core._imperative_rt.core2 import is_tracing_module
 from megengine.jit.tracing import is_tracing
 from megengine.module import Module
 from megengine.traced_module import TracedModule, register_as_builtin
-from megengine.traced_module.node import Node
+from megengine.traced_module.expr import Expr, GetAttr
+from megengine.traced_module.node import Node, TensorNode
 
 from qtrace.errors import ExportError, GraphError
-from qtrace.graph.walk import exprs, owner
+from qtrace.graph.walk import exprs, get_module, owner
 from qtrace.onnxfile.fragment import Fragment, operators_of
 
-__all__ = ["OpaqueOp", "carried_dtype", "opaque_calls", "stopped_gradients"]
+__all__ = ["OpaqueOp", "carried_dtype", "describe_stopped_gradients", "opaque_calls", "stopped_gradients"]
 
 _INT32 = np.iinfo(np.int32)
 _CARRIED = {
@@ -48,7 +49,8 @@ class OpaqueOp(Module):
         model: that model.
     """
 
-    _fragment: Fragment | None = None
+    __slots__ = ("_opened",)  # no attribute, which MegEngine would list, save and print
+    _opened: Fragment
 
     def __init__(self, model: bytes) -> None:
         super().__init__()
@@ -57,10 +59,9 @@ class OpaqueOp(Module):
     @property
     def fragment(self) -> Fragment:
         """The model, opened."""
-        if self._fragment is None:
-            self.__dict__["_fragment"] = Fragment(self.model)
-        assert self._fragment is not None
-        return self._fragment
+        if not hasattr(self, "_opened"):
+            object.__setattr__(self, "_opened", Fragment(self.model))
+        return self._opened
 
     @property
     def operators(self) -> str:
@@ -131,39 +132,59 @@ class OpaqueOp(Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the state without the opened model."""
-        return {name: value for name, value in self.__dict__.items() if name != "_fragment"}
+        return dict(self.__dict__)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OpaqueOp:
         """Returns a copy that shares the opened model, which never changes."""
         result = type(self).__new__(type(self))
         memo[id(self)] = result
         result.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
-        if self._fragment is not None:
-            result.__dict__["_fragment"] = self._fragment
+        if hasattr(self, "_opened"):
+            object.__setattr__(result, "_opened", self._opened)
         return result
 
 
 register_as_builtin(OpaqueOp)
 
 
-def opaque_calls(traced: TracedModule) -> list[Any]:
+def opaque_calls(traced: TracedModule) -> list[Expr]:
     """Returns the exprs of a graph that call an `OpaqueOp`, in order."""
     return [expr for expr in exprs(traced) if isinstance(owner(expr), OpaqueOp)]
 
 
-def stopped_gradients(traced: TracedModule, trainable: set[Node]) -> list[Any]:
-    """Returns the calls of opaque nodes that a gradient would have to pass.
+def describe_stopped_gradients(traced: TracedModule) -> str:
+    """Returns a sentence on the opaque nodes that a gradient would have to pass; "" if there are none."""
+    stopped = [str(expr.outputs[0].name) for expr in stopped_gradients(traced)]
+    if not stopped:
+        return ""
+    more = f" and {len(stopped) - 1} more" if len(stopped) > 1 else ""
+    return (
+        f"no gradient passes {stopped[0]}{more}, kept as in the imported file: the parameters before it learn "
+        "from other paths alone."
+    )
+
+
+def stopped_gradients(traced: TracedModule) -> list[Expr]:
+    """Returns the calls of opaque nodes that a gradient of a parameter would have to pass.
 
     Args:
-        traced: a flat traced module.
-        trainable: nodes of parameters that are to learn.
+        traced: a flat traced module; behind the first opaque node on a path nothing counts.
     """
-    learning = set(trainable)
+    calls = opaque_calls(traced)
+    if not calls:
+        return []
+    learning: set[Node] = set()
     stopped = []
     for expr in exprs(traced):
-        if any(node in learning for node in expr.inputs):
+        if isinstance(expr, GetAttr):
+            value = get_module(traced, str(expr.name))
+            learns = isinstance(value, mge.Parameter)
+            learns = learns or (isinstance(value, Module) and any(True for _ in value.parameters()))
+            if learns:
+                learning.update(expr.outputs)
+        elif any(node in learning for node in expr.inputs):
             if isinstance(owner(expr), OpaqueOp):
                 stopped.append(expr)
-                continue
-            learning.update(expr.outputs)
+            elif any(np.dtype(n.dtype).kind == "f" for n in expr.outputs if isinstance(n, TensorNode)):
+                learning.update(expr.outputs)
     return stopped

@@ -291,7 +291,7 @@ def check_attributes(module: M.Module, path: str) -> None:
 def _check_opaque(module: OpaqueOp, owner: str) -> None:
     """Refuses an opaque node whose model is none that the importer makes, or that reads other files."""
     model = vars(module).get("model")
-    if type(model) is not bytes or "_fragment" in vars(module):
+    if type(model) is not bytes:
         raise RefusedError(f"{owner} has no bytes as its model")
     if wrong := check_fragment(model):
         raise RefusedError(f"{owner} has a model that {wrong}")

@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping
 
 from onnx import AttributeProto, GraphProto, NodeProto
 
-__all__ = ["bodies_of", "captured_names", "read_names", "rename_tensors"]
+__all__ = ["bodies_of", "captured_names", "own_operators", "read_names", "rename_tensors"]
+
+_OWN_DOMAINS = ("", "ai.onnx")
 
 
 def bodies_of(node: NodeProto) -> Iterator[GraphProto]:
@@ -15,6 +17,15 @@ def bodies_of(node: NodeProto) -> Iterator[GraphProto]:
         if attribute.type == AttributeProto.GRAPH:
             yield attribute.g
         yield from attribute.graphs
+
+
+def own_operators(graph: GraphProto) -> Iterator[str]:
+    """Yields the kinds of the nodes of a graph and of its bodies that are ONNX's own."""
+    for node in graph.node:
+        if node.domain in _OWN_DOMAINS:
+            yield node.op_type
+        for body in bodies_of(node):
+            yield from own_operators(body)
 
 
 def captured_names(node: NodeProto) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import onnx
@@ -10,7 +9,7 @@ from onnx import helper
 
 from qtrace.errors import ExportError
 from qtrace.export.onnx.opset import LOWEST, SourceVersions
-from qtrace.onnxfile.bodies import bodies_of
+from qtrace.onnxfile.bodies import own_operators
 
 __all__ = ["CopiedVersions"]
 
@@ -88,20 +87,12 @@ def _forms(model: Any, opset: int) -> dict[str, tuple[int, int]]:
     for schema in onnx.defs.get_all_schemas_with_history():
         if schema.domain in _OWN:
             versions.setdefault(schema.name, []).append(schema.since_version)
-    for op in _ops(model.graph):
+    for op in own_operators(model.graph):
         known = versions.get(op, [1])
         since = max((v for v in known if v <= opset), default=1)
         later = [v for v in known if v > opset]
         forms[op] = since, min(later, default=10**6) - 1
     return forms
-
-
-def _ops(graph: Any) -> Iterator[str]:
-    for node in graph.node:
-        if node.domain in _OWN:
-            yield node.op_type
-        for body in bodies_of(node):
-            yield from _ops(body)
 
 
 def _convert(model: Any, own: int, target: int, label: str) -> Any:

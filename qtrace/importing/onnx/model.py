@@ -11,13 +11,13 @@ import onnx
 
 from qtrace.errors import ImportingError
 
-__all__ = ["DYNAMIC", "Graph", "GraphInput", "OnnxNode", "read_graph", "read_version"]
+__all__ = ["DYNAMIC", "LATEST_OPSET", "UNCHANGED", "Graph", "GraphInput", "OnnxNode", "read_graph", "read_version"]
 
 DYNAMIC = -1  # the size of an axis that the file leaves open
 _DEFAULT_DOMAINS = ("", "ai.onnx")
-_LATEST_OPSET = 23  # nodes with later definitions are kept as they are, since their meaning may differ
+LATEST_OPSET = 23  # nodes with later definitions are kept as they are, since their meaning may differ
 # Ops whose definitions since then, up to opset 28, differ by the types that they take alone.
-_UNCHANGED = {
+UNCHANGED = {
     *(
         "Cast",
         "CastLike",
@@ -75,7 +75,7 @@ class OnnxNode:
     @property
     def is_known(self) -> bool:
         """Whether qtrace knows the definition of the op, or it is not one of ONNX's own."""
-        return bool(self.domain) or self.version <= _LATEST_OPSET or self.op in _UNCHANGED
+        return bool(self.domain) or self.version <= LATEST_OPSET or self.op in UNCHANGED
 
     @property
     def label(self) -> str:

@@ -22,7 +22,7 @@ from qtrace.graph.opaque import OpaqueOp, carried_dtype
 from qtrace.graph.types import TensorNode
 from qtrace.importing.onnx.layers import Layers, Refusal
 from qtrace.importing.onnx.linear_bias import LINEAR
-from qtrace.importing.onnx.model import OnnxNode
+from qtrace.importing.onnx.model import LATEST_OPSET, UNCHANGED, OnnxNode, read_version
 from qtrace.importing.onnx.scope import Scope
 from qtrace.importing.onnx.values import (
     Computed,
@@ -34,7 +34,7 @@ from qtrace.importing.onnx.values import (
     Stored,
     Value,
 )
-from qtrace.onnxfile.bodies import captured_names, rename_tensors
+from qtrace.onnxfile.bodies import captured_names, own_operators, rename_tensors
 from qtrace.onnxfile.fragment import Fragment, FragmentTensor, infer_outputs
 from qtrace.onnxfile.sessions import SessionError
 
@@ -42,7 +42,6 @@ __all__ = ["OpaqueNodes"]
 
 _RANDOM = {
     *("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Multinomial", "Bernoulli"),
-    "Dropout",
 }
 _MAX_MODEL = 2**31 - 2**20  # bytes: a protobuf message holds less than 2 GB
 _IR_VERSION = 11
@@ -76,13 +75,11 @@ class OpaqueNodes:
 
     Args:
         layers: the graph's modules.
-        path: the file, for the message if its opset imports nothing.
     """
 
     def __init__(self, layers: Layers) -> None:
         self._layers = layers
         self._order = itertools.count()
-        self.count = 0  # of the nodes that were kept
 
     def add(
         self, node: OnnxNode, values: Sequence[Value | None], scope: Scope, opsets: Mapping[str, int]
@@ -94,7 +91,8 @@ class OpaqueNodes:
         """
         if importlib.util.find_spec("onnxruntime") is None:
             raise Refusal("needs the package onnxruntime to run as it is in the file")
-        self.count += 1
+        if (node.domain, node.op) == ("", "Dropout"):
+            raise Refusal("drops values at random: export the network in eval mode")
         results: list[Value] = []
         for proto, inputs in _as_in_file(node, values):
             captured = {name: scope[name] for name in captured_names(proto)}
@@ -330,8 +328,18 @@ def _dtype_of(kind: Any) -> np.dtype[Any]:
 def _wrapped(graph: onnx.GraphProto, opsets: Mapping[str, int]) -> onnx.ModelProto:
     model = onnx.ModelProto(ir_version=_IR_VERSION, graph=graph)
     for domain, version in opsets.items():
+        version = version if domain else _runnable(graph, version)
         model.opset_import.append(helper.make_opsetid(domain, version))
     return model
+
+
+def _runnable(graph: onnx.GraphProto, opset: int) -> int:
+    """Returns an opset that onnxruntime takes, if it defines all of ONNX's ops of a graph as ``opset`` does."""
+    known = opset <= LATEST_OPSET or all(
+        (version := read_version(op, "", opset)) is not None and (version <= LATEST_OPSET or op in UNCHANGED)
+        for op in own_operators(graph)
+    )
+    return min(opset, LATEST_OPSET) if known else opset
 
 
 class _Writer:

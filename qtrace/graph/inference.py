@@ -35,8 +35,8 @@ from qtrace.fakequant.following.bn_fold import BnFold
 from qtrace.gradients import plain
 from qtrace.graph.engine import quiet_engine
 from qtrace.graph.equality import freeze
-from qtrace.graph.opaque import OpaqueOp
 from qtrace.graph.op_failure import describe_failure
+from qtrace.graph.opaque import OpaqueOp
 from qtrace.graph.walk import called_graph, get_module, owner, reads_shape, updates_inputs
 
 __all__ = ["OpError", "TensorType", "TypeInference", "recorded_type"]

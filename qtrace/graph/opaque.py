@@ -93,16 +93,14 @@ class OpaqueOp(Module):
         dtype = carried_dtype(array.dtype)
         if dtype is None:
             raise GraphError(f"{self.operators} gives {array.dtype.name}, which MegEngine has not.")
-        if array.dtype.kind in "iu" and array.dtype.itemsize > 2 and array.size:
-            if int(array.max()) > _INT32.max or int(array.min()) < _INT32.min:
-                raise GraphError(
-                    f"{self.operators} gives numbers that exceed int32, the largest integers of MegEngine."
-                )
+        wide = array.dtype.kind in "iu" and array.dtype.itemsize > 2 and array.size > 0
+        if wide and (int(array.max()) > _INT32.max or int(array.min()) < _INT32.min):
+            raise GraphError(
+                f"{self.operators} gives numbers that exceed int32, the largest integers of MegEngine."
+            )
         return np.ascontiguousarray(array.astype(dtype)).reshape(array.shape)
 
-    def infer(
-        self, shapes: Sequence[Sequence[int]]
-    ) -> list[tuple[tuple[int, ...] | None, np.dtype[Any]]]:
+    def infer(self, shapes: Sequence[Sequence[int]]) -> list[tuple[tuple[int, ...] | None, np.dtype[Any]]]:
         """Returns shape and dtype of each output for inputs of these shapes.
 
         A shape is None where it depends on the values of the inputs.
@@ -116,7 +114,7 @@ class OpaqueOp(Module):
         return results
 
     def stand_in(self, *inputs: mge.Tensor) -> Any:
-        """Returns zeros of the shapes and dtypes of the outputs, without running the nodes if these are known.
+        """Returns zeros of the shapes and dtypes of the outputs; the nodes run only if these are not known.
 
         Raises:
             GraphError: when onnxruntime refuses the inputs.
@@ -159,8 +157,8 @@ def describe_stopped_gradients(traced: TracedModule) -> str:
         return ""
     more = f" and {len(stopped) - 1} more" if len(stopped) > 1 else ""
     return (
-        f"no gradient passes {stopped[0]}{more}, kept as in the imported file: the parameters before it learn "
-        "from other paths alone."
+        f"no gradient passes {stopped[0]}{more}, kept as in the imported file: the parameters before it "
+        "learn from other paths alone."
     )
 
 

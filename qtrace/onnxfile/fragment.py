@@ -289,4 +289,3 @@ def _has_external(graph: Any, depth: int) -> bool:
             if any(_has_external(body, depth + 1) for body in (*bodies, *attribute.graphs)):
                 return True
     return any(tensor.data_location == TensorProto.EXTERNAL or tensor.external_data for tensor in tensors)
-

@@ -81,7 +81,7 @@ class CopiedVersions:
 
 
 def _forms(model: Any, opset: int) -> dict[str, tuple[int, int]]:
-    """Returns each of ONNX's own ops in a model -> the first and last opset that define it as ``opset`` does."""
+    """Returns op of ONNX's own -> the first and the last opset that define it as ``opset`` does."""
     forms: dict[str, tuple[int, int]] = {}
     versions: dict[str, list[int]] = {}
     for schema in onnx.defs.get_all_schemas_with_history():

@@ -74,4 +74,3 @@ def _outer(names: Mapping[str, str]) -> dict[str, str]:
 
 
 OPAQUE: dict[str, Emitter] = {"opaque": _opaque}
-

@@ -11,7 +11,16 @@ import onnx
 
 from qtrace.errors import ImportingError
 
-__all__ = ["DYNAMIC", "LATEST_OPSET", "UNCHANGED", "Graph", "GraphInput", "OnnxNode", "read_graph", "read_version"]
+__all__ = [
+    "DYNAMIC",
+    "LATEST_OPSET",
+    "UNCHANGED",
+    "Graph",
+    "GraphInput",
+    "OnnxNode",
+    "read_graph",
+    "read_version",
+]
 
 DYNAMIC = -1  # the size of an axis that the file leaves open
 _DEFAULT_DOMAINS = ("", "ai.onnx")
@@ -149,9 +158,7 @@ def read_graph(
             )
         )
     if problems:
-        raise ImportingError(
-            f"opset {opsets.get('', 1)} has no such op: {', '.join(problems)}."
-        )
+        raise ImportingError(f"opset {opsets.get('', 1)} has no such op: {', '.join(problems)}.")
     inputs = tuple(_input(value, body) for value in proto.input if value.name not in stored)
     outputs = tuple(value.name for value in proto.output)
     dtypes = tuple(_dtype(value.type.tensor_type.elem_type) for value in proto.output)

@@ -1,8 +1,8 @@
 """Keeps nodes that have no equal in MegEngine as they are in the file: as opaque nodes of the graph.
 
-A result that no traced graph can hold stays in the file's form: a sequence, text, a type that MegEngine lacks,
-or a tensor whose shape depends on values. The nodes that read it are kept together with the node that gives
-it, up to results that are tensors of known shape again. Nothing is approximated.
+A result that no traced graph can hold stays in the file's form: a sequence, text, a type that MegEngine
+lacks, or a tensor whose shape depends on values. The nodes that read it are kept together with the node that
+gives it, up to results that are tensors of known shape again. Nothing is approximated.
 """
 
 from __future__ import annotations
@@ -99,12 +99,16 @@ class OpaqueNodes:
             read = [value for value in (*inputs, *captured.values()) if value is not None]
             if any(isinstance(value, Refused) for value in read):
                 return [Refused() for _ in node.outputs]
-            part = _Part(next(self._order), proto, [results[0] if v is _BEFORE else v for v in inputs], captured)
+            part = _Part(
+                next(self._order), proto, [results[0] if v is _BEFORE else v for v in inputs], captured
+            )
             self._infer(part, opsets)
             results = self._results(part, node, opsets)
         return results
 
-    def outputs(self, values: Sequence[Value], names: Sequence[str], opsets: Mapping[str, int]) -> list[Value]:
+    def outputs(
+        self, values: Sequence[Value], names: Sequence[str], opsets: Mapping[str, int]
+    ) -> list[Value]:
         """Returns the outputs of the graph, of which kept tensors become results of one opaque node.
 
         Raises:
@@ -117,6 +121,9 @@ class OpaqueNodes:
             if carried_dtype(value.kinds[0].dtype) is None:
                 raise Refusal(f"output {name!r} is {value.kinds[0].kind}, which MegEngine has not")
         nodes = self._call([(v.part, v.index) for v, _ in kept], [name for _, name in kept], "kept", opsets)
+        for (value, _), result in zip(kept, nodes, strict=True):
+            if isinstance(result, Computed) and any(kind.fixed_shape is None for kind in value.kinds):
+                result.node._shape = None  # the values decide it
         computed = dict(zip((name for _, name in kept), nodes, strict=True))
         return [computed.get(name, value) for value, name in zip(values, names, strict=True)]
 
@@ -334,7 +341,7 @@ def _wrapped(graph: onnx.GraphProto, opsets: Mapping[str, int]) -> onnx.ModelPro
 
 
 def _runnable(graph: onnx.GraphProto, opset: int) -> int:
-    """Returns an opset that onnxruntime takes, if it defines all of ONNX's ops of a graph as ``opset`` does."""
+    """Returns an opset that onnxruntime takes, if it defines the ops of a graph as ``opset`` does."""
     known = opset <= LATEST_OPSET or all(
         (version := read_version(op, "", opset)) is not None and (version <= LATEST_OPSET or op in UNCHANGED)
         for op in own_operators(graph)
@@ -452,5 +459,3 @@ class _Writer:
         if model.ByteSize() > _MAX_MODEL:
             raise Refusal("holds more than 2 GB of constants, which a kept node cannot")
         return bytes(model.SerializeToString())
-
-

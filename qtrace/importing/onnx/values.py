@@ -13,7 +13,17 @@ from qtrace.graph.types import TensorNode
 from qtrace.onnxfile.fragment import FragmentTensor
 from qtrace.preparation.passes.given.tensors import GivenGrid
 
-__all__ = ["Computed", "Kept", "QuantizedIntegers", "Refused", "Sizes", "SplitTensors", "Stored", "Value", "is_float"]
+__all__ = [
+    "Computed",
+    "Kept",
+    "QuantizedIntegers",
+    "Refused",
+    "Sizes",
+    "SplitTensors",
+    "Stored",
+    "Value",
+    "is_float",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +98,7 @@ class SplitTensors:
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """A result of a kept node that no graph of MegEngine's holds: a sequence, text, a shape that values decide.
+    """A result of a kept node that no traced graph holds: a sequence, text, a shape that values decide.
 
     Attributes:
         part: the node, as `OpaqueNodes` keeps it.

@@ -54,7 +54,7 @@ class OpaqueOp(Module):
 
     def __init__(self, model: bytes) -> None:
         super().__init__()
-        self.model = model
+        self.model = model  # type: ignore[misc]  # a module has a dict besides the slot
 
     @property
     def fragment(self) -> Fragment:

@@ -80,7 +80,7 @@ class OnnxWriter:
         self.sizes: set[str] = set()  # results of ops on sizes, which are left out where nothing reads them
         self.paths: dict[str, str] = {}  # an initializer -> the path of its parameter
         self.numbers: dict[str, str] = {}  # a number of some type -> the tensor that dequantizes it
-        self.versions = CopiedVersions(opset, self.source)
+        self.versions = CopiedVersions(opset, source or SourceVersions())
         self.copies: dict[bytes, list[str]] = {}  # a node that was copied, with its inputs -> its outputs
         self.wider: dict[str, tuple[str, str]] = {}  # a converted tensor -> the one before, and its dtype
         self.number_kinds = frozenset(("add", "mul"))  # ops whose stored number becomes an integer

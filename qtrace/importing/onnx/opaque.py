@@ -93,6 +93,8 @@ class OpaqueNodes:
             raise Refusal("needs the package onnxruntime to run as it is in the file")
         if (node.domain, node.op) == ("", "Dropout"):
             raise Refusal("drops values at random: export the network in eval mode")
+        if (node.domain, node.op) in (("", "Div"), ("", "Mod")) and _may_divide_by_zero(values):
+            raise Refusal("could divide by 0, at which onnxruntime ends the process")
         results: list[Value] = []
         for proto, inputs in _as_in_file(node, values):
             captured = {name: scope[name] for name in captured_names(proto)}
@@ -224,6 +226,18 @@ class OpaqueNodes:
 
 
 _BEFORE: Any = object()  # the result of the node before, of two that were joined
+
+
+def _may_divide_by_zero(values: Sequence[Value | None]) -> bool:
+    """Returns whether a division is one of integers by numbers that are not stored, or are 0."""
+    divisor = values[1] if len(values) > 1 else None
+    if isinstance(divisor, Stored):
+        return divisor.array.dtype.kind in "iu" and not divisor.array.all()
+    if isinstance(divisor, Kept):
+        return "float" not in divisor.kinds[0].kind and "double" not in divisor.kinds[0].kind
+    if isinstance(divisor, Sizes):
+        return False
+    return isinstance(divisor, Computed) and divisor.dtype.kind in "iu"
 
 
 def _as_in_file(

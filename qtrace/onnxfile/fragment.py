@@ -48,6 +48,11 @@ class FragmentTensor:
             return None
         return tuple(int(n) for n in self.shape if n is not None)
 
+    @property
+    def has_values(self) -> bool:
+        """Whether it is a tensor of fixed shape that is not empty, as MegEngine needs them."""
+        return self.fixed_shape is not None and 0 not in self.fixed_shape
+
 
 _DTYPES = {
     "tensor(float)": "float32",

@@ -19,7 +19,7 @@ from qtrace.importing.onnx import control_flow, quantization
 from qtrace.importing.onnx.call import Call, Lowering
 from qtrace.importing.onnx.evaluation import CannotEvaluate, evaluate, infer_shapes
 from qtrace.importing.onnx.expansion import expand, titled_parts
-from qtrace.importing.onnx.layers import Layers, Refusal
+from qtrace.importing.onnx.layers import Contradiction, Layers, Refusal
 from qtrace.importing.onnx.model import Graph, OnnxNode, read_graph
 from qtrace.importing.onnx.opaque import OpaqueNodes
 from qtrace.importing.onnx.ops import LOWERINGS
@@ -110,6 +110,9 @@ class Importer:
         added = self.builder.mark()
         try:
             results = self._results(node, values, scope)
+        except Contradiction as refusal:
+            self.problems.append(f"{_placed(node)} {refusal}")
+            results = [Refused() for _ in node.outputs]
         except Refusal as refusal:
             results = self._keep(node, values, scope, f" {refusal}", added)
         except GraphError as error:

@@ -163,7 +163,7 @@ class OpaqueNodes:
         carried = []
         for kind, place in enumerate(places):
             kinds = tuple(probe[kind] for probe in part.kinds)
-            if carried_dtype(kinds[0].dtype) is None or any(k.fixed_shape is None for k in kinds):
+            if carried_dtype(kinds[0].dtype) is None or not all(k.has_values for k in kinds):
                 results[place] = Kept(part, place, kinds)
             else:
                 carried.append(place)

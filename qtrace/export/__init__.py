@@ -21,9 +21,10 @@ from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.converted.located import locate_by_name
 from qtrace.export.converted.plain_graph import PlainGraph, is_plain
 from qtrace.export.format import Format
+from qtrace.graph.opaque import OpaqueOp
 from qtrace.graph.open_axes import read_open_axes
 from qtrace.graph.types import TensorNode, TracedModule
-from qtrace.graph.walk import exprs, node_path, op_label
+from qtrace.graph.walk import exprs, node_path, op_label, owner
 from qtrace.plugins.callable_package import make_callable
 from qtrace.plugins.installed import FORMATS, installed, refuse_clashes
 from qtrace.process.thread import on_engine_thread
@@ -115,8 +116,13 @@ def export(
 
 
 def _check_shapes(converted: TracedModule) -> None:
-    """Refuses a graph with a tensor of unknown shape, which no format can express."""
+    """Refuses a graph with a tensor of unknown shape, which no format can express.
+
+    That of an opaque node may depend on values: its format writes the node as it was in its file, or none.
+    """
     for expr in exprs(converted):
+        if isinstance(owner(expr), OpaqueOp):
+            continue
         for node in expr.outputs:
             if isinstance(node, TensorNode) and node.shape is None:
                 path = node_path(node)

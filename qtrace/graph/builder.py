@@ -25,6 +25,7 @@ from qtrace.errors import GraphError
 from qtrace.graph import failures
 from qtrace.graph.arguments import argument_spec, set_arguments
 from qtrace.graph.finish import finish
+from qtrace.graph.opaque import OpaqueOp
 from qtrace.graph.tracing.copies import find_copies, insert_copies
 from qtrace.graph.tracing.running import engine_for_tracing
 from qtrace.graph.walk import op_label
@@ -207,6 +208,23 @@ class GraphBuilder:
         self.graph._exprs.append(expr)
         return node
 
+    def mark(self) -> int:
+        """Returns the number of ops so far, for `release_names`."""
+        return len(self.graph._exprs)
+
+    def release_names(self, mark: int) -> None:
+        """Gives back the names of the results of all ops since a mark, which nothing reads.
+
+        Args:
+            mark: what `mark` returned.
+        """
+        used = self.graph._namespace.used_names
+        for expr in self.graph._exprs[mark:]:
+            for node in () if isinstance(expr, GetAttr) else expr.outputs:
+                used.pop(node._name, None)
+                self._suffix.pop(node._name, None)
+                node._name = self._unique("unread", node)
+
     def swap_names(self, first: TensorNode, second: TensorNode) -> None:
         """Gives each of two nodes the name of the other."""
         used = self.graph._namespace.used_names
@@ -323,6 +341,8 @@ class GraphBuilder:
                     results = apply(expr.opdef, *values)
                     return results[0] if len(results) == 1 else tuple(results)
                 args, kwargs = expr.unflatten_args(values)
+                if isinstance(args[0] if args else None, OpaqueOp):
+                    return args[0].stand_in(*args[1:])
                 if isinstance(expr, CallFunction):
                     return expr.func(*args, **kwargs)
                 if expr.method == "__setitem__":  # its node is the tensor that it writes into

@@ -28,7 +28,7 @@ from megengine.traced_module.pytree import TreeDef, tree_flatten
 from megengine.utils.network import Network
 from megengine.utils.network_node import VarNode
 
-from qtrace.errors import GraphError
+from qtrace.errors import ExportError, GraphError
 from qtrace.fakequant.base import FakeQuant
 from qtrace.fakequant.following.bias import BiasQuant
 from qtrace.fakequant.following.bn_fold import BnFold
@@ -36,6 +36,7 @@ from qtrace.gradients import plain
 from qtrace.graph.engine import quiet_engine
 from qtrace.graph.equality import freeze
 from qtrace.graph.op_failure import describe_failure
+from qtrace.graph.opaque import OpaqueOp
 from qtrace.graph.walk import called_graph, get_module, owner, reads_shape, updates_inputs
 
 __all__ = ["OpError", "TensorType", "TypeInference", "recorded_type"]
@@ -183,6 +184,8 @@ class TypeInference:
             return [inputs[1]], None
         if isinstance(owner(expr), BnFold):  # it updates statistics of its own
             return None, None
+        if isinstance(owner(expr), OpaqueOp):
+            return _opaque_types(inputs), None
         graph = called_graph(expr)
         if graph is not None:
             return self.run_graph(graph, list(inputs)), None
@@ -229,6 +232,16 @@ class TypeInference:
         if not isinstance(value, TensorType):
             return value
         return self._network.make_input_node(value.shape, np.dtype(value.dtype), name="")
+
+
+def _opaque_types(inputs: Sequence[Any]) -> list[Any] | None:
+    """Returns the types of the results of an opaque node; None where onnxruntime is not installed."""
+    op, *values = inputs
+    try:
+        kinds = op.infer([value.shape for value in values])
+    except ExportError:
+        return None
+    return [None if shape is None else TensorType(shape, dtype) for shape, dtype in kinds]
 
 
 def _call(expr: Expr, values: Sequence[Any]) -> tuple[list[Any], TreeDef]:

@@ -21,7 +21,7 @@ from qtrace.graph.interpreter import Interpreter, last_uses
 from qtrace.graph.open_shapes import Shape, describe_sizes, open_shapes, show_shape
 from qtrace.graph.types import Constant, Expr, GetAttr, ModuleNode, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module, module_path, op_label
-from qtrace.ops.macs import UNCOUNTED, count_macs
+from qtrace.ops.macs import count_macs, is_uncounted
 from qtrace.preparation.normalize import normalize
 from qtrace.process import engine
 from qtrace.process.thread import on_engine_thread
@@ -183,7 +183,7 @@ def analyze(model: TracedModule, runs: int = 0) -> Analysis:
                 seconds=times.get(expr),
             )
         )
-    uncounted = (c.out.name for c in calls.values() if c is not None and c.kind in UNCOUNTED)
+    uncounted = (c.out.name for c in calls.values() if c is not None and is_uncounted(c))
     return Analysis(tuple(costs), tuple(map(str, uncounted)), tuple(describe_sizes(flat)))
 
 

@@ -21,7 +21,7 @@ from qtrace.runtimes.host import RuntimeHost
 __all__ = [
     "OrtSession",
     "SessionError",
-    "SessionInput",
+    "SessionValue",
     "SessionSettings",
     "onnxruntime_errors",
     "open_session",
@@ -88,8 +88,8 @@ class SessionSettings:
 
 
 @dataclass(frozen=True)
-class SessionInput:
-    """An input of a session.
+class SessionValue:
+    """An input or output of a session.
 
     Attributes:
         name: its name.
@@ -112,6 +112,7 @@ class OrtSession:
 
     Attributes:
         inputs: its inputs.
+        outputs: its outputs.
         side: the runtime's version, the interpreter and the machine of a host; empty for this process.
 
     Raises:
@@ -127,7 +128,8 @@ class OrtSession:
             self._file = self._open(model if isinstance(model, bytes) else Path(model), settings)
         except RefusalError as error:
             raise SessionError(f"cannot run {subject}", error.reason) from error
-        self.inputs = [SessionInput(**each) for each in self._file.facts["inputs"]]
+        self.inputs = [SessionValue(**each) for each in self._file.facts["inputs"]]
+        self.outputs = [SessionValue(**each) for each in self._file.facts["outputs"]]
 
     def _open(self, model: bytes | Path, settings: SessionSettings) -> worker.Onnxruntime | RuntimeFile:
         if settings.host is not None:

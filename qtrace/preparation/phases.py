@@ -11,6 +11,7 @@ from megengine.module import LSTMCell, Module
 
 from qtrace.errors import CalibrationError, ConfigError, QtraceWarning
 from qtrace.fakequant.base import PHASES
+from qtrace.graph.opaque import describe_stopped_gradients
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.record import fake_quants, followers, is_quantized
@@ -27,7 +28,8 @@ def set_phase(prepared: Module, phase: str) -> None:
 
     Parameters may come from ``calibrate`` or from the state dict of a calibrated module. Entering ``train``
     on CPU warns (`QtraceWarning`) unless ``megengine.config.async_level`` is 0, and entering it with an
-    ``LSTMCell``, which has no gradient, warns in any case.
+    ``LSTMCell``, which has no gradient, or with an opaque node behind parameters, which no gradient passes,
+    warns in any case.
 
     Args:
         prepared: a module made by ``qtrace.prepare``, or one that holds such modules beside float ones.
@@ -63,6 +65,7 @@ def switch_phase(phase: str, *parts: QuantizedModel) -> None:
     if phase == "train":
         _warn_of_races(parts)
         _warn_of_cells(parts)
+        _warn_of_opaque_nodes(parts)
     for part in parts:
         for module in (*part.fake_quants.values(), *part.followers):
             module.phase = phase
@@ -117,3 +120,10 @@ def _warn_of_cells(parts: Sequence[QuantizedModel]) -> None:
             QtraceWarning,
             stacklevel=4,
         )
+
+
+def _warn_of_opaque_nodes(parts: Sequence[QuantizedModel]) -> None:
+    """Says which opaque nodes a gradient would have to pass; nothing if no parameter is before them."""
+    for part in parts:
+        if sentence := describe_stopped_gradients(part.module):
+            warnings.warn(sentence, QtraceWarning, stacklevel=4)

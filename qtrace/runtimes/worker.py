@@ -44,6 +44,10 @@ _FLAGS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8
 _FATAL = 4  # onnxruntime's severity from which on messages are printed; errors are exceptions anyway
 
 
+def _described(value: Any) -> dict[str, Any]:
+    return {"name": value.name, "type": value.type, "shape": list(value.shape)}
+
+
 class Onnxruntime:
     """An ONNX file, by ``path`` or content.
 
@@ -83,8 +87,8 @@ class Onnxruntime:
             raise
         self.inputs = self.session.get_inputs()
         self.facts = {
-            "inputs": [{"name": i.name, "type": i.type, "shape": list(i.shape)} for i in self.inputs],
-            "outputs": [o.name for o in self.session.get_outputs()],
+            "inputs": [_described(value) for value in self.inputs],
+            "outputs": [_described(value) for value in self.session.get_outputs()],
         }
         self.last: Any = None
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import ExportError
-from qtrace.export.onnx.types import Emitter, cast, is_float, number, operand, unary
+from qtrace.export.onnx.types import Emitter, cast, is_float, number, operand, rank, unary
 from qtrace.export.onnx.writer import OnnxWriter
 from qtrace.graph.types import TensorNode
 from qtrace.ops import OpCall
@@ -81,15 +81,23 @@ def _comparison(op: str) -> Emitter:
         kind = _common(operands)
         if kind == np.bool_ and op != "Equal":
             kind = np.dtype(np.int32)
-        w.emit(op, [operand(w, v, kind) for v in operands], call.out)
+        _emit_compared(w, op, [operand(w, v, kind) for v in operands], call)
 
     return emit
+
+
+def _emit_compared(w: OnnxWriter, op: str, names: list[str], call: OpCall) -> None:
+    """Adds a comparison; MegEngine makes a vector of one value of it where ONNX has a scalar."""
+    if tuple(call.out.shape or ()) == (1,) and not any(rank(v) for v in call.attrs["operands"]):
+        names = [w.node(op, names, w.fresh(call.out.name)), w.ints([1])]
+        op = "Reshape"
+    w.emit(op, names, call.out)
 
 
 def _not_equal(w: OnnxWriter, call: OpCall) -> None:
     operands = call.attrs["operands"]
     names = [operand(w, v, _common(operands)) for v in operands]
-    w.emit("Not", [w.node("Equal", names, w.fresh(call.out.name))], call.out)
+    _emit_compared(w, "Not", [w.node("Equal", names, w.fresh(call.out.name))], call)
 
 
 def _logic(op: str) -> Emitter:

@@ -33,9 +33,10 @@ from qtrace.export.onnx.kernels import softmax_overflows
 from qtrace.export.onnx.unsigned import weights_behind_joined_rows, write_unsigned_weights
 from qtrace.graph.dataflow import static_nodes
 from qtrace.graph.interface import Interface, read_interface
+from qtrace.graph.opaque import OpaqueOp
 from qtrace.graph.origin import FileOrigin, read_origin
 from qtrace.graph.types import Expr, GetAttr, Node, TensorNode
-from qtrace.graph.walk import is_float_tensor, op_label
+from qtrace.graph.walk import is_float_tensor, op_label, output_index, owner
 from qtrace.onnxfile import external_data
 from qtrace.onnxfile.saturation import products_saturate
 from qtrace.ops import OpCall
@@ -209,13 +210,26 @@ def check(model: Any) -> None:
     """
     import onnx
 
+    skeleton, full = external_data.skeleton(model), True
+    for value in skeleton.graph.output:
+        if not value.type.tensor_type.HasField("shape"):  # values decide the number of axes
+            value.type.tensor_type.shape.SetInParent()
+            full = False
     try:
-        onnx.checker.check_model(external_data.skeleton(model), full_check=True)
+        onnx.checker.check_model(skeleton, full_check=full)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         line = str(error).strip().splitlines()[0]
         raise ExportError(
             f"the graph makes no valid ONNX model: {line}. End the graph before the op that it names."
         ) from error
+
+
+def _rank_of_opaque(node: TensorNode) -> int | None:
+    """Returns the number of axes of a result of an opaque node; None if the values decide it."""
+    op = owner(node.expr)
+    assert isinstance(op, OpaqueOp)
+    tensor = op.fragment.model.graph.output[output_index(node)].type.tensor_type
+    return len(tensor.shape.dim) if tensor.HasField("shape") else None
 
 
 class OnnxExporter:
@@ -403,6 +417,10 @@ class OnnxExporter:
         from onnx import helper
 
         kind = helper.np_dtype_to_tensor_dtype(np.dtype(node.dtype))
+        if node.shape is None:  # the values decide it
+            rank = _rank_of_opaque(node)
+            sizes = None if rank is None else [f"{name}_{axis}" for axis in range(rank)]
+            return helper.make_tensor_value_info(name, kind, sizes)
         dims: list[Any] = [int(n) for n in node.shape]
         for axis, size in axes.items():
             dims[axis] = size or f"{name}_{axis}"

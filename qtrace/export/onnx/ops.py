@@ -12,6 +12,7 @@ from qtrace.export.onnx.arithmetic import ARITHMETIC
 from qtrace.export.onnx.composites import COMPOSITES
 from qtrace.export.onnx.index import INDEXING
 from qtrace.export.onnx.norms import NORMS
+from qtrace.export.onnx.opaque import OPAQUE
 from qtrace.export.onnx.reductions import REDUCTIONS
 from qtrace.export.onnx.sampling import SAMPLING
 from qtrace.export.onnx.shapes import SHAPES
@@ -215,6 +216,7 @@ EMITTERS: dict[str, Emitter] = {
     **INDEXING,
     **SHAPES,
     **WINDOWS,
+    **OPAQUE,
     **SAMPLING,
     **dict.fromkeys((*_CONVS, *_TRANSPOSED), _conv),
     "linear": _linear,

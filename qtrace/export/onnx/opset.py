@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,6 +67,7 @@ def choose_versions(
     nodes: Iterable[NodeProto] = (),
     opset: int | None = None,
     source: SourceVersions | None = None,
+    copied: Mapping[str, int] | None = None,
 ) -> Versions:
     """Chooses the opset and the IR version of a model with these initializers and nodes.
 
@@ -78,11 +79,13 @@ def choose_versions(
         opset: the opset that the user asks for; None for that of ``source`` or a higher one that the model
             needs, and for the lowest that it needs if there is no source.
         source: the versions of the file that the graph was imported from.
+        copied: op that was copied from a file -> the first opset that has it in the form of the file.
 
     Raises:
         ExportError: when the model needs a higher opset than ``opset``, naming what needs it.
     """
-    needs = {node.op_type: OPSETS.get(node.op_type, LOWEST) for node in nodes}
+    needs = {node.op_type: OPSETS.get(node.op_type, LOWEST) for node in nodes if not node.domain}
+    needs |= {op: max(first, needs.get(op, LOWEST)) for op, first in (copied or {}).items()}
     if any(t.data_type in _WIDE_TYPES for t in stored):
         needs["integers of 4 or 16 bits"] = HIGHEST
     source = source or SourceVersions()
@@ -95,8 +98,9 @@ def choose_versions(
     if opset is None and source.opset and chosen != source.opset:
         cause = f"it has {reason}" if needed > source.writable else f"qtrace writes {LOWEST} to {HIGHEST}"
         change = f"the file has opset {chosen}, not {source.opset} as the imported one: {cause}."
-    highest = _IR_VERSIONS[chosen]
+    highest = _IR_VERSIONS.get(chosen, 11)
     lowest = helper.find_min_ir_version_for([helper.make_opsetid("", chosen)])
+    highest = max(highest, lowest)
     ir_version = min(max(source.ir_version, lowest), highest) if source.ir_version else highest
     return Versions(chosen, ir_version, change)
 

@@ -10,10 +10,12 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from qtrace.errors import ExportError
+from qtrace.export.onnx.copied_versions import CopiedVersions
 from qtrace.export.onnx.naming import OutputNames
 from qtrace.export.onnx.opset import SourceVersions, at_opset, choose_versions
 from qtrace.graph.names import unused_name
 from qtrace.graph.types import GetAttr, Node, TensorNode
+from qtrace.onnxfile.bodies import read_names, rename_tensors
 from qtrace.scheme import QParams, QScheme
 
 __all__ = ["OnnxWriter", "integer_type"]
@@ -78,6 +80,9 @@ class OnnxWriter:
         self.sizes: set[str] = set()  # results of ops on sizes, which are left out where nothing reads them
         self.paths: dict[str, str] = {}  # an initializer -> the path of its parameter
         self.numbers: dict[str, str] = {}  # a number of some type -> the tensor that dequantizes it
+        self.versions = CopiedVersions(opset, source or SourceVersions())
+        self.copies: dict[bytes, list[str]] = {}  # a node that was copied, with its inputs -> its outputs
+        self.wider: dict[str, tuple[str, str]] = {}  # a converted tensor -> the one before, and its dtype
         self.number_kinds = frozenset(("add", "mul"))  # ops whose stored number becomes an integer
 
     def name(self, node: Node) -> str:
@@ -220,9 +225,7 @@ class OnnxWriter:
     def rename(self, names: Mapping[str, str]) -> None:
         """Renames tensors, all at once: old name -> new name."""
         for node in self.nodes:
-            for field in (node.input, node.output):
-                for index, name in enumerate(field):
-                    field[index] = names.get(name, name)
+            rename_tensors(node, names)
         self.names = {key: names.get(name, name) for key, name in self.names.items()}
         self.numbers = {key: names.get(name, name) for key, name in self.numbers.items()}
         self.paths = {names.get(name, name): path for name, path in self.paths.items()}
@@ -299,7 +302,7 @@ class OnnxWriter:
         for node in reversed(self.nodes):
             if read.intersection(node.output) or not self.sizes.issuperset(node.output):
                 nodes.append(node)
-                read.update(node.input)
+                read.update(read_names(node))
         self.nodes = nodes[::-1]
 
     def model(
@@ -307,16 +310,17 @@ class OnnxWriter:
     ) -> onnx.ModelProto:
         """Returns the model, without dequantized tensors and initializers that no node reads."""
         self._drop_unread_sizes({value.name for value in outputs})
-        used = {i for n in self.nodes for i in n.input}.union(value.name for value in outputs)
+        used = {i for n in self.nodes for i in read_names(n)}.union(value.name for value in outputs)
         self.nodes = [n for n in self.nodes if n.op_type != "DequantizeLinear" or used.intersection(n.output)]
-        read = {i for n in self.nodes for i in n.input}
+        read = {i for n in self.nodes for i in read_names(n)}
         initializers = [t for n, t in self.initializers.items() if n in read]
-        versions = choose_versions(initializers, self.nodes, self.opset, self.source)
+        versions = choose_versions(initializers, self.nodes, self.opset, self.source, self.versions.needed)
+        self.versions.check(versions.opset)
         self.version_change = versions.change
         nodes, more = at_opset(self.nodes, versions.opset)
         _name_nodes(nodes)
         graph = helper.make_graph(nodes, name, inputs, outputs, [*initializers, *more])
-        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", versions.opset)])
+        model = helper.make_model(graph, opset_imports=self.versions.imports(versions.opset))
         model.ir_version = versions.ir_version
         model.producer_name, model.producer_version = "qtrace", version
         helper.set_model_props(model, metadata)

@@ -32,7 +32,9 @@ from qtrace.fakequant.base import PHASES, FakeQuant
 from qtrace.fakequant.following.bias import BiasQuant
 from qtrace.fakequant.following.bn_fold import BnFold
 from qtrace.graph.files.names import RefusedError, shown
+from qtrace.graph.opaque import OpaqueOp
 from qtrace.observers.base import Observer
+from qtrace.onnxfile.fragment import check_fragment
 from qtrace.scheme import QScheme
 
 __all__ = ["check_attributes"]
@@ -255,6 +257,9 @@ def check_attributes(module: M.Module, path: str) -> None:
     """
     cls = type(module)
     owner = f"its module {shown(path)}, a {cls.__name__},"
+    if isinstance(module, OpaqueOp):
+        _check_opaque(module, owner)
+        return
     if isinstance(module, (FakeQuant, BiasQuant, BnFold)):
         kinds = _FAKE_QUANT if isinstance(module, FakeQuant) else _FOLLOWERS[type(module)]
     elif cls.__module__.startswith("megengine."):
@@ -281,6 +286,15 @@ def check_attributes(module: M.Module, path: str) -> None:
             raise RefusedError(
                 f"{owner} has a weight of {rank} axes: with groups={module.groups} it must be one of {axes}"
             )
+
+
+def _check_opaque(module: OpaqueOp, owner: str) -> None:
+    """Refuses an opaque node whose model is none that the importer makes, or that reads other files."""
+    model = vars(module).get("model")
+    if type(model) is not bytes:
+        raise RefusedError(f"{owner} has no bytes as its model")
+    if wrong := check_fragment(model):
+        raise RefusedError(f"{owner} has a model that {wrong}")
 
 
 def _check_counts(module: FakeQuant, owner: str) -> None:

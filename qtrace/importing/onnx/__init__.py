@@ -9,11 +9,12 @@ collected, so that one error names them all. `opening` leaves the axes open that
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -25,11 +26,12 @@ from qtrace.graph.composites import compose
 from qtrace.graph.interface import Interface, TensorInfo, read_interface, write_interface
 from qtrace.graph.open_axes import OpenAxes, OpenAxis, other_sizes, write_open_axes
 from qtrace.graph.origin import write_origin
-from qtrace.graph.types import TracedModule
+from qtrace.graph.passes.dead_code import RemoveDeadCode
+from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.importing.onnx.cutting import cut
 from qtrace.importing.onnx.identities import store_copies
 from qtrace.importing.onnx.importer import Importer
-from qtrace.importing.onnx.inputs import InputShape, open_sizes, resolve_inputs
+from qtrace.importing.onnx.inputs import InputShape, fix_axes, open_sizes, resolve_inputs
 from qtrace.importing.onnx.linear_bias import join_biases
 from qtrace.importing.onnx.model import Graph, read_graph
 from qtrace.importing.onnx.naming import node_name
@@ -133,11 +135,8 @@ def read_onnx(
     inputs = resolve_inputs(graph, shapes, batch, fixed)
     graph = join_biases(with_pairs(store_copies(name_by_scopes(graph)), opsets))
     paths = _parameter_paths(model)
-    opened = build_open(
-        inputs,
-        lambda items: _build(graph, items, opsets, file, paths),
-        file if outputs is None else None,
-    )
+    building = _Building(graph, opsets, file, paths, fix_axes(inputs, set(open_sizes(inputs))))
+    opened = build_open(inputs, building.build, file if outputs is None else None)
     traced = _record(opened, source or str(file))
     keep_own(traced, model)
     return traced
@@ -195,14 +194,73 @@ def _declare_fixed(traced: TracedModule, record: OpenAxes) -> None:
     write_interface(traced, replace(interface, inputs=tuple(inputs)))
 
 
-def _build(
-    graph: Graph,
-    inputs: Sequence[InputShape],
-    opsets: Mapping[str, int],
-    file: Path,
-    paths: Mapping[str, str],
-) -> TracedModule:
-    builder = GraphBuilder(node_name(graph.name or file.stem))
+@dataclass(frozen=True, eq=False)
+class _Building:
+    """Builds the graph of a file for the shapes and open axes of its inputs.
+
+    Attributes:
+        graph: the graph of the file.
+        opsets: the versions of the domains that the model imports.
+        file: the file.
+        paths: name of stored integers -> path of their parameter.
+        closed: the inputs with fixed axes.
+    """
+
+    graph: Graph
+    opsets: Mapping[str, int]
+    file: Path
+    paths: Mapping[str, str]
+    closed: Sequence[InputShape]
+
+    def build(self, inputs: Sequence[InputShape]) -> TracedModule:
+        """Returns the graph. An open axis is fixed rather than that a node is kept as in the file for it.
+
+        Raises:
+            UnsupportedNodesError: when nodes can neither be written in MegEngine nor be kept.
+        """
+        importer, results = self._walk(inputs, self._kept_if_fixed if open_sizes(inputs) else None)
+        outputs = [_output(importer, n, v) for n, v in zip(self.graph.outputs, results, strict=True)]
+        origin = list_names(importer, self.graph)
+        traced = importer.builder.finish(tuple(outputs) if len(outputs) > 1 else outputs[0])
+        write_origin(traced, origin)
+        if importer.kept:
+            RemoveDeadCode().change(traced)  # what was added before a node was refused
+        compose(traced)
+        drop_unread(traced, importer.layers.kept)
+        write_interface(traced, _interface(self.graph, inputs, results))
+        if importer.layers.roundings or importer.layers.parameters:
+            return quantize_given(traced, importer.layers.parameters)
+        return traced
+
+    @functools.cached_property
+    def _kept(self) -> Collection[str]:
+        try:
+            return self._walk(self.closed, None)[0].kept
+        except (ImportingError, GraphError):
+            return ()
+
+    def _kept_if_fixed(self) -> Collection[str]:
+        """Returns the first outputs of the nodes that are kept if no axis is open."""
+        return self._kept
+
+    def _walk(
+        self, inputs: Sequence[InputShape], keepable: Callable[[], Collection[str]] | None
+    ) -> tuple[Importer, list[Value]]:
+        builder = GraphBuilder(node_name(self.graph.name or self.file.stem))
+        values, source = _add_inputs(builder, inputs)
+        importer = Importer(builder, self.opsets, self.file, source, keepable)
+        importer.layers.paths.update(self.paths)
+        importer.layers.learnable = find_scales_and_shifts(self.graph)
+        results = importer.run(self.graph, Scope(values))
+        if importer.problems:
+            _refuse(importer.problems)
+        return importer, importer.outputs(self.graph, results)
+
+
+def _add_inputs(
+    builder: GraphBuilder, inputs: Sequence[InputShape]
+) -> tuple[dict[str, Value], tuple[TensorNode, int] | None]:
+    """Adds the inputs; returns their values, and the one whose axis is the batch if no other axis is open."""
     values: dict[str, Value] = {}
     source = None
     shapes = {item.name: item.shape for item in inputs}
@@ -216,24 +274,7 @@ def _build(
         values[item.name] = Computed(node, item.dtype)
         if item.batch_axis is not None and source is None and not open_sizes(inputs):
             source = node, item.batch_axis
-    importer = Importer(builder, opsets, file, source)
-    importer.layers.paths.update(paths)
-    importer.layers.learnable = find_scales_and_shifts(graph)
-    if unknown := importer.unknown_ops(graph):
-        _refuse(unknown)
-    results = importer.run(graph, Scope(values))
-    if importer.problems:
-        _refuse(importer.problems)
-    outputs = [_output(importer, name, value) for name, value in zip(graph.outputs, results, strict=True)]
-    origin = list_names(importer, graph)
-    traced = builder.finish(tuple(outputs) if len(outputs) > 1 else outputs[0])
-    write_origin(traced, origin)
-    compose(traced)
-    drop_unread(traced, importer.layers.kept)
-    write_interface(traced, _interface(graph, inputs, results))
-    if importer.layers.roundings or importer.layers.parameters:
-        return quantize_given(traced, importer.layers.parameters)
-    return traced
+    return values, source
 
 
 def _parameter_paths(model: onnx.ModelProto) -> dict[str, str]:

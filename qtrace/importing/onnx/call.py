@@ -10,7 +10,7 @@ import numpy as np
 from megengine.module import Module
 
 from qtrace.graph.types import TensorNode
-from qtrace.importing.onnx.layers import Layers, Refusal
+from qtrace.importing.onnx.layers import Contradiction, Layers, Refusal
 from qtrace.importing.onnx.model import OnnxNode
 from qtrace.importing.onnx.sizes.size import Size, SizeError, whole
 from qtrace.importing.onnx.values import Computed, Sizes, Stored, Value, is_float
@@ -48,6 +48,14 @@ class Call:
             reason: a clause that follows the node's name: "has ceil_mode, ...".
         """
         raise Refusal(reason)
+
+    def contradict(self, reason: str) -> NoReturn:
+        """Raises a `Contradiction`.
+
+        Args:
+            reason: a clause that follows the node's name.
+        """
+        raise Contradiction(reason)
 
     def unread_attributes(self) -> list[str]:
         """Returns the attributes that the lowering did not look at."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +11,17 @@ import megengine.functional as F
 import numpy as np
 import onnx
 
-from qtrace.errors import GraphError
+from qtrace.errors import GraphError, ImportingError
 from qtrace.graph.builder import GraphBuilder
 from qtrace.graph.origin import FileResult
 from qtrace.graph.types import TensorNode
 from qtrace.importing.onnx import control_flow, quantization
 from qtrace.importing.onnx.call import Call, Lowering
 from qtrace.importing.onnx.evaluation import CannotEvaluate, evaluate, infer_shapes
-from qtrace.importing.onnx.expansion import expand, has_body, titled_parts
-from qtrace.importing.onnx.layers import Layers, Refusal
+from qtrace.importing.onnx.expansion import expand, titled_parts
+from qtrace.importing.onnx.layers import Contradiction, Layers, Refusal
 from qtrace.importing.onnx.model import Graph, OnnxNode, read_graph
+from qtrace.importing.onnx.opaque import OpaqueNodes
 from qtrace.importing.onnx.ops import LOWERINGS
 from qtrace.importing.onnx.reading import MAX_ELEMENTS, array_of, stored_tensors
 from qtrace.importing.onnx.scope import Scope
@@ -29,6 +30,7 @@ from qtrace.importing.onnx.sequences import SEQUENCE_OPS, lower_sequence
 from qtrace.importing.onnx.sizes.folding import FOLDED, fold_sizes, product, sizes_of
 from qtrace.importing.onnx.values import (
     Computed,
+    Kept,
     QuantizedIntegers,
     Refused,
     Sizes,
@@ -49,6 +51,11 @@ class Importer:
         opsets: the versions of the domains that the model imports.
         path: the file.
         source: the input whose axis is the batch, and that axis, if no other axis is open.
+        keepable: gives the first outputs of the nodes that may be kept as in the file; None for all.
+
+    Attributes:
+        opaque: the nodes that are kept as in the file.
+        kept: the first outputs of these nodes.
     """
 
     def __init__(
@@ -57,11 +64,15 @@ class Importer:
         opsets: Mapping[str, int],
         path: Path,
         source: tuple[TensorNode, int] | None = None,
+        keepable: Callable[[], Collection[str]] | None = None,
     ) -> None:
         self.builder = builder
         self.opsets = opsets
         self.path = path
         self.layers = Layers(builder, source)
+        self.opaque = OpaqueNodes(self.layers)
+        self.kept: set[str] = set()
+        self._keepable = keepable
         self.problems: list[str] = []
         self.results: dict[TensorNode, FileResult] = {}  # the first of the file that each node stands for
 
@@ -82,41 +93,57 @@ class Importer:
             self.add(node, scope)
         return [scope[name] for name in graph.outputs]
 
-    def unknown_ops(self, graph: Graph) -> list[str]:
-        """Returns the nodes of ops that qtrace cannot express, before anything is computed."""
-        known = {("", op) for op in (*control_flow.HANDLERS, *SEQUENCE_OPS, "Constant", "Shape", "Size")}
-        known |= LOWERINGS.keys() | quantization.PAIRS
-        data = {value.name for value in graph.inputs}  # names of values that depend on those of the inputs
-        unknown = []
-        for node in graph.nodes:
-            if (node.domain, node.op) in (("", "Shape"), ("", "Size")):
-                continue
-            if any(name in data for name in node.inputs) or node.op in control_flow.HANDLERS or node.domain:
-                data.update(node.outputs)
-                if (node.domain, node.op) not in known and not has_body(node):
-                    unknown.append(_placed(node))
-        return unknown
+    def outputs(self, graph: Graph, results: Sequence[Value]) -> list[Value]:
+        """Returns the outputs of the graph, of which those that are kept become results of an opaque node.
+
+        Raises:
+            ImportingError: when one is no tensor that MegEngine has.
+        """
+        try:
+            return self.opaque.outputs(results, graph.outputs, self.opsets)
+        except Refusal as refusal:
+            raise ImportingError(f"{refusal}.") from refusal
 
     def add(self, node: OnnxNode, scope: Scope) -> None:
         """Adds one node, or folds it; a node that has no equal becomes a problem."""
         values = [scope[name] if name else None for name in node.inputs]
+        added = self.builder.mark()
         try:
             results = self._results(node, values, scope)
-        except Refusal as refusal:
+        except Contradiction as refusal:
             self.problems.append(f"{_placed(node)} {refusal}")
             results = [Refused() for _ in node.outputs]
+        except Refusal as refusal:
+            results = self._keep(node, values, scope, f" {refusal}", added)
         except GraphError as error:
-            self.problems.append(f"{_placed(node)}: {error}")
-            results = [Refused() for _ in node.outputs]
+            results = self._keep(node, values, scope, f": {error}", added)
         for name, result in zip(node.outputs, results, strict=False):
             if name:
                 scope.values[name] = result
             if name and isinstance(result, Computed):
                 self.results.setdefault(result.node, FileResult(name, node.proto.name, node.op))
 
+    def _keep(
+        self, node: OnnxNode, values: Sequence[Value | None], scope: Scope, problem: str, added: int
+    ) -> Sequence[Value]:
+        """Keeps a node that has no equal as it is in the file; it becomes a problem if that is impossible."""
+        first = next((name for name in node.outputs if name), "")
+        self.builder.release_names(added)
+        try:
+            if self._keepable is None or first in self._keepable():
+                results = self.opaque.add(node, values, scope, self.opsets)
+                self.kept.add(first)
+                return results
+        except Refusal as refusal:
+            problem += f", and {refusal}"
+        self.problems.append(f"{_placed(node)}{problem}")
+        return [Refused() for _ in node.outputs]
+
     def _results(self, node: OnnxNode, values: Sequence[Value | None], scope: Scope) -> Sequence[Value]:
         if any(isinstance(value, Refused) for value in values):
             return [Refused() for _ in node.outputs]
+        if any(isinstance(value, Kept) for value in values):
+            raise Refusal("reads a value that is kept as in the file")
         if node.op == "Constant" and not node.domain:
             return [Stored(self._constant(node), node.outputs[0])]
         if not node.domain and node.op in control_flow.HANDLERS:
@@ -173,7 +200,7 @@ class Importer:
     def _lower(self, node: OnnxNode, values: Sequence[Value | None]) -> Sequence[Value]:
         lowering = LOWERINGS.get((node.domain, node.op))
         try:
-            if lowering is None:
+            if lowering is None or not node.is_known:
                 raise Refusal("has no equal in MegEngine that qtrace knows")
             return self._lowered(lowering, node, values)
         except Refusal as refusal:  # a form of the op that qtrace writes as ONNX defines it

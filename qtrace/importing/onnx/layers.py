@@ -23,7 +23,7 @@ from qtrace.importing.onnx.values import Sizes, Stored
 from qtrace.onnxfile.external_data import release
 from qtrace.preparation.passes.given.tensors import GivenGrid
 
-__all__ = ["Layers", "Refusal", "StoredSource"]
+__all__ = ["Contradiction", "Layers", "Refusal", "StoredSource"]
 
 _INT32 = np.iinfo(np.int32)
 _CARRIED = {"float32", "int32", "int16", "int8", "uint8", "bool"}
@@ -31,6 +31,10 @@ _CARRIED = {"float32", "int32", "int16", "int8", "uint8", "bool"}
 
 class Refusal(Exception):
     """A node has no equal in MegEngine; the text says why, as a clause that follows the node's name."""
+
+
+class Contradiction(Refusal):
+    """A node contradicts itself or the tensors that it reads, so that no runtime computes it."""
 
 
 @dataclass(frozen=True)

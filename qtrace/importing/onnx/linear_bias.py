@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from qtrace.importing.onnx.model import Graph, OnnxNode
 from qtrace.importing.onnx.values import is_float
+from qtrace.onnxfile.bodies import captured_names
 
 __all__ = ["LINEAR", "join_biases"]
 
@@ -25,6 +26,7 @@ def join_biases(graph: Graph) -> Graph:
         graph: the graph; pairs whose product is read elsewhere stay.
     """
     readers = Counter(name for node in graph.nodes for name in node.inputs)
+    readers.update(name for node in graph.nodes for name in captured_names(node.proto))
     readers.update(graph.outputs)
     shapes = _stored_shapes(graph)
     products = {node.outputs[0]: node for node in graph.nodes if _is_product(node, shapes)}

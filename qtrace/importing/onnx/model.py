@@ -11,13 +11,22 @@ import onnx
 
 from qtrace.errors import ImportingError
 
-__all__ = ["DYNAMIC", "Graph", "GraphInput", "OnnxNode", "read_graph", "read_version"]
+__all__ = [
+    "DYNAMIC",
+    "LATEST_OPSET",
+    "UNCHANGED",
+    "Graph",
+    "GraphInput",
+    "OnnxNode",
+    "read_graph",
+    "read_version",
+]
 
 DYNAMIC = -1  # the size of an axis that the file leaves open
 _DEFAULT_DOMAINS = ("", "ai.onnx")
-_LATEST_OPSET = 23  # later definitions of an op are refused, since their meaning may differ
+LATEST_OPSET = 23  # nodes with later definitions are kept as they are, since their meaning may differ
 # Ops whose definitions since then, up to opset 28, differ by the types that they take alone.
-_UNCHANGED = {
+UNCHANGED = {
     *(
         "Cast",
         "CastLike",
@@ -71,6 +80,11 @@ class OnnxNode:
     version: int
     proto: onnx.NodeProto = field(repr=False, compare=False)
     title: str = ""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether qtrace knows the definition of the op, or it is not one of ONNX's own."""
+        return bool(self.domain) or self.version <= LATEST_OPSET or self.op in UNCHANGED
 
     @property
     def label(self) -> str:
@@ -127,7 +141,7 @@ def read_graph(
         body: whether it is the body of a node, whose inputs need no type.
 
     Raises:
-        ImportingError: when an op of ONNX's own is unknown or newer than qtrace, with all such nodes.
+        ImportingError: when ONNX has no such op in that opset, with all such nodes.
     """
     nodes, problems = [], []
     for index, node in enumerate(proto.node):
@@ -144,10 +158,7 @@ def read_graph(
             )
         )
     if problems:
-        raise ImportingError(
-            f"opset {opsets.get('', 1)} has no such op, or qtrace does not know its definition there "
-            f"(it knows opsets up to {_LATEST_OPSET}): {', '.join(problems)}."
-        )
+        raise ImportingError(f"opset {opsets.get('', 1)} has no such op: {', '.join(problems)}.")
     inputs = tuple(_input(value, body) for value in proto.input if value.name not in stored)
     outputs = tuple(value.name for value in proto.output)
     dtypes = tuple(_dtype(value.type.tensor_type.elem_type) for value in proto.output)
@@ -159,10 +170,9 @@ def read_version(op: str, domain: str, opset: int) -> int | None:
     if domain:
         return opset
     try:
-        version = int(onnx.defs.get_schema(op, max_inclusive_version=opset, domain=domain).since_version)
+        return int(onnx.defs.get_schema(op, max_inclusive_version=opset, domain=domain).since_version)
     except onnx.defs.SchemaError:
         return None
-    return version if version <= _LATEST_OPSET or op in _UNCHANGED else None
 
 
 def _attribute(attribute: onnx.AttributeProto) -> Any:

@@ -75,8 +75,8 @@ def _inlined(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
         except (RuntimeError, ValueError) as error:
             raise ImportingError(f"{path}: its functions cannot be inlined: {_line(error)}.") from error
         _check_size(path, model)
-    opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 1)
-    if opset not in _OPSETS:
+    opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), None)
+    if opset is not None and opset not in _OPSETS:
         raise ImportingError(
             f"{path} has opset {opset}; qtrace reads opsets {_OPSETS[0]} to 23, and later ones where no op "
             "has changed: convert it with onnx.version_converter."

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from qtrace.graph.moves import Move
 from qtrace.graph.types import TensorNode
+from qtrace.onnxfile.fragment import FragmentTensor
 from qtrace.preparation.passes.given.tensors import GivenGrid
 
-__all__ = ["Computed", "QuantizedIntegers", "Refused", "Sizes", "SplitTensors", "Stored", "Value", "is_float"]
+__all__ = [
+    "Computed",
+    "Kept",
+    "QuantizedIntegers",
+    "Refused",
+    "Sizes",
+    "SplitTensors",
+    "Stored",
+    "Value",
+    "is_float",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,11 +97,26 @@ class SplitTensors:
 
 
 @dataclass(frozen=True, eq=False)
+class Kept:
+    """A result of a kept node that no traced graph holds: a sequence, text, a shape that values decide.
+
+    Attributes:
+        part: the node, as `OpaqueNodes` keeps it.
+        index: the place of the output.
+        kinds: type and shape for the recorded sizes, and for the other ones at which the builder runs.
+    """
+
+    part: Any
+    index: int
+    kinds: Sequence[FragmentTensor]
+
+
+@dataclass(frozen=True, eq=False)
 class Refused:
     """A tensor that cannot be computed, since its node or one before it was refused."""
 
 
-Value = Stored | Sizes | Computed | QuantizedIntegers | SplitTensors | Refused
+Value = Stored | Sizes | Computed | QuantizedIntegers | SplitTensors | Kept | Refused
 
 
 def is_float(dtype: np.dtype) -> bool:

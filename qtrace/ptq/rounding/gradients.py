@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from megengine import Parameter, Tensor
 
+from qtrace.graph.opaque import OpaqueOp
+from qtrace.graph.walk import owner
 from qtrace.learning.engine import MIN_TRACED_STEPS, LearningEngine, LearningStep, MegEngineEngine
 from qtrace.ptq.rounding.block_run import BlockData, BlockRun
 
@@ -135,6 +137,7 @@ class MegEngineGradients(BlockGradients):
     def __init__(
         self, run: BlockRun, data: BlockData, settings: DescentSettings, unit: float, traced: bool = True
     ) -> None:
+        traced = traced and not any(isinstance(owner(expr), OpaqueOp) for expr in run.block.exprs)
         jit = traced and data.whole is not None and settings.iterations >= MIN_TRACED_STEPS
         super().__init__(run, data, settings, unit, MegEngineEngine(jit), run.forward, _as_tensor)
         if jit and settings.drop:

@@ -18,7 +18,7 @@ def _transpose(call: Call) -> Any:
     rank = call.rank(0)
     order = call.ints("perm", list(reversed(range(rank))))
     if sorted(order) != list(range(rank)):
-        call.refuse(f"has the order {order} for {rank} axes")
+        call.contradict(f"has the order {order} for {rank} axes")
     return call.function(F.transpose, call.tensor(0), tuple(order)) if rank > 1 else call.tensor(0)
 
 
@@ -37,7 +37,7 @@ def _split(call: Call) -> Any:
         size = -(-total // (declared or count))
         parts = [min(size, total - size * i) for i in range(count)]
     if sum(parts) != total or len(parts) != count or min(parts) < 1:
-        call.refuse(f"splits an axis of size {total} into {parts}")
+        call.contradict(f"splits an axis of size {total} into {parts}")
     call.refuse_open(0, [axis], "splits an input")
     if count == 1:
         return call.tensor(0)
@@ -68,7 +68,7 @@ def _range(call: Call, ends: tuple[int | Size, int | Size], step: int, axis: int
     """Returns the part of an axis as a Python slice that holds for all sizes of open axes."""
     sizes = [shape[axis] for shape in call.shapes(0)]
     if step == 0:
-        call.refuse("has the step 0")
+        call.contradict("has the step 0")
     start, end = ends
     if isinstance(start, Size) or isinstance(end, Size):
         return _computed_range(call, ends, step, axis)

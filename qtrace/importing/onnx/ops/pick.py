@@ -82,12 +82,12 @@ def _gather_nd(call: Call) -> Any:
     if call.attribute("batch_dims", 0):
         call.refuse("picks other places in each row of its batch (batch_dims)")
     if not 1 <= depth <= call.rank(0) or index.size == 0:
-        call.refuse(f"has an index of the shape {list(index.shape)} for {call.rank(0)} axes")
+        call.contradict(f"has an index of the shape {list(index.shape)} for {call.rank(0)} axes")
     call.refuse_open(0, range(depth), "picks places of an input")
     own = call.shape(0)[:depth]
     places = np.where(index < 0, index + np.array(own), index)
     if (places < 0).any() or (places >= np.array(own)).any():
-        call.refuse("picks places that its input does not have")
+        call.contradict("picks places that its input does not have")
     flat = np.ravel_multi_index(tuple(np.moveaxis(places, -1, 0)), own).reshape(-1)
     rest = [call.layers.size(call.size(0, axis)) for axis in range(depth, call.rank(0))]
     node = call.tensor(0)

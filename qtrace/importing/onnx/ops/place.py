@@ -33,11 +33,11 @@ def _scatter_nd(call: Call) -> Any:
     shape, index = _fixed_shape(call), call.array(1)
     depth = index.shape[-1] if index.ndim else 0
     if not 1 <= depth <= len(shape):
-        call.refuse(f"has an index of the shape {list(index.shape)} for data of the shape {list(shape)}")
+        call.contradict(f"has an index of the shape {list(index.shape)} for data of the shape {list(shape)}")
     sizes = np.array(shape[:depth])
     places = np.where(index < 0, index + sizes, index)
     if (places < 0).any() or (places >= sizes).any():
-        call.refuse("writes to places that its data do not have")
+        call.contradict("writes to places that its data do not have")
     inner = math.prod(shape[depth:])
     first = np.ravel_multi_index(tuple(np.moveaxis(places, -1, 0)), shape[:depth]) * inner
     return _scattered(call, shape, first.reshape(-1, 1) + np.arange(inner))
@@ -55,7 +55,7 @@ def _places(call: Call, size: int) -> np.ndarray:
     index = call.array(1)
     places = np.where(index < 0, index + size, index)
     if (places < 0).any() or (places >= size).any():
-        call.refuse("writes to places that its data do not have")
+        call.contradict("writes to places that its data do not have")
     return places
 
 
@@ -63,7 +63,7 @@ def _scattered(call: Call, shape: tuple[int, ...], places: np.ndarray) -> Any:
     """Picks each number of the result from the data or from the updates, which stand behind them."""
     flat, count = places.reshape(-1), math.prod(shape)
     if math.prod(call.shape(2)) != flat.size:
-        call.refuse(f"has {math.prod(call.shape(2))} updates for {flat.size} places")
+        call.contradict(f"has {math.prod(call.shape(2))} updates for {flat.size} places")
     if flat.size == 0:
         return call.tensor(0)
     sources = np.arange(count)

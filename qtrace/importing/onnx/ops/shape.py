@@ -40,7 +40,7 @@ def _reshaped(call: Call, target: list[int | Size]) -> Any:
         math.prod(int(value_at(n, probe)) for n in target) != math.prod(shape)
         for probe, shape in enumerate(call.shapes(0))
     ):
-        call.refuse("gives a shape with another number of values than its input, at one size at least")
+        call.contradict("gives a shape with another number of values than its input, at one size at least")
     opened = [i for i, size in enumerate(target) if isinstance(size, Size)]
     inferred = opened[0] if opened and -1 not in target else None
     arguments = [-1 if i == inferred else call.layers.size(size) for i, size in enumerate(target)]
@@ -91,7 +91,7 @@ def _expand(call: Call) -> Any:
         try:
             expanded.append(np.broadcast_shapes(shapes[min(probe, len(shapes) - 1)], numbers))
         except ValueError:
-            call.refuse("expands to a shape to which its input does not broadcast")
+            call.contradict("expands to a shape to which its input does not broadcast")
     return call.expanded(call.tensor(0), sizes, expanded, name=call.name)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import onnx
 
 from qtrace.importing.onnx.model import Graph, OnnxNode, read_version
@@ -136,13 +137,27 @@ _REWRITES: dict[tuple[str, str], Callable[[_Rewriter], None]] = {
 }
 
 
+# Ops whose result is integers if their first input is.
+_MOVES = {
+    *("Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Slice", "Split", "Concat"),
+    *("MaxPool", "Pad", "Expand", "Tile", "Gather", "DepthToSpace", "SpaceToDepth"),
+}
+
+
 def with_pairs(graph: Graph, opsets: Mapping[str, int]) -> Graph:
-    """Returns the graph with pairs of QuantizeLinear and DequantizeLinear instead of ops on integers."""
+    """Returns the graph with pairs of QuantizeLinear and DequantizeLinear instead of ops on integers.
+
+    An op stays whose integers the graph takes as an input or gives as an output: no float stands for them.
+    """
+    integers = {value.name for value in graph.inputs if value.dtype in (np.int8, np.uint8)}
+    outputs = {*graph.outputs}
     nodes: list[OnnxNode] = []
     used = {*graph.stored, *(i.name for i in graph.inputs), *(o for n in graph.nodes for o in n.outputs)}
     for node in graph.nodes:
         rewrite = _REWRITES.get((node.domain, node.op))
-        if rewrite is None:
+        if rewrite is None or integers.intersection(node.inputs) or outputs.intersection(node.outputs):
+            if node.inputs and node.inputs[0] in integers and (rewrite is not None or node.op in _MOVES):
+                integers.update(node.outputs)
             nodes.append(node)
             continue
         new = _Rewriter(node, opsets, used)

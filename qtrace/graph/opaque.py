@@ -1,0 +1,188 @@
+"""Opaque nodes: what a traced graph keeps of an ONNX file as it is there, and onnxruntime runs.
+
+An `OpaqueOp` is a leaf of the graph that holds data alone: the nodes of the file, with their constants, as a
+small ONNX model. It computes in float, no gradient passes through it, and the ONNX export copies its nodes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import megengine as mge
+import numpy as np
+from megengine.core._imperative_rt.core2 import is_tracing_module
+from megengine.jit.tracing import is_tracing
+from megengine.module import Module
+from megengine.traced_module import TracedModule, register_as_builtin
+from megengine.traced_module.expr import Expr, GetAttr
+from megengine.traced_module.node import Node, TensorNode
+
+from qtrace.errors import ExportError, GraphError
+from qtrace.graph.walk import exprs, get_module, owner
+from qtrace.onnxfile.fragment import Fragment, operators_of
+
+__all__ = ["OpaqueOp", "carried_dtype", "describe_stopped_gradients", "opaque_calls", "stopped_gradients"]
+
+_INT32 = np.iinfo(np.int32)
+_CARRIED = {
+    **dict.fromkeys(("float32", "float16", "float64"), np.dtype(np.float32)),
+    **dict.fromkeys(("int32", "int64", "uint32", "uint64"), np.dtype(np.int32)),
+    **{name: np.dtype(name) for name in ("bool", "int8", "uint8", "int16")},
+    "uint16": np.dtype(np.int32),
+}
+
+
+def carried_dtype(dtype: np.dtype[Any] | None) -> np.dtype[Any] | None:
+    """Returns the dtype in which MegEngine carries tensors of ``dtype``; None if it has no such tensors."""
+    return None if dtype is None else _CARRIED.get(dtype.name)
+
+
+class OpaqueOp(Module):
+    """Nodes of an ONNX file, run by onnxruntime on CPU.
+
+    Args:
+        model: a serialized ONNX model with these nodes and their constants, functions and opset imports.
+
+    Attributes:
+        model: that model.
+    """
+
+    __slots__ = ("_opened",)  # no attribute, which MegEngine would list, save and print
+    _opened: Fragment
+
+    def __init__(self, model: bytes) -> None:
+        super().__init__()
+        self.model = model  # type: ignore[misc]  # a module has a dict besides the slot
+
+    @property
+    def fragment(self) -> Fragment:
+        """The model, opened."""
+        if not hasattr(self, "_opened"):
+            object.__setattr__(self, "_opened", Fragment(self.model))
+        return self._opened
+
+    @property
+    def operators(self) -> str:
+        """The kinds of the nodes, with their domain unless it is ONNX's own."""
+        return operators_of(self.fragment.model)
+
+    def forward(self, *inputs: mge.Tensor) -> Any:
+        """Computes the outputs: a tensor, or a tuple of several.
+
+        Raises:
+            GraphError: when onnxruntime refuses the values, or under ``jit.trace``, which would keep the
+                results of one call for all.
+        """
+        if is_tracing() and not is_tracing_module():
+            raise GraphError(
+                f"{self.operators} is run by onnxruntime, which jit.trace cannot capture: run the module "
+                "without jit.trace."
+            )
+        dtypes = self.fragment.input_dtypes
+        arrays = [x.numpy().astype(dtype) for x, dtype in zip(inputs, dtypes, strict=True)]
+        try:
+            results = self.fragment.run(arrays)
+        except ExportError as error:
+            raise GraphError(f"{self.operators}: {error}") from error
+        tensors = tuple(mge.Tensor(self._carried(result)) for result in results)
+        return tensors[0] if len(tensors) == 1 else tensors
+
+    def _carried(self, array: np.ndarray) -> np.ndarray:
+        dtype = carried_dtype(array.dtype)
+        if dtype is None:
+            raise GraphError(f"{self.operators} gives {array.dtype.name}, which MegEngine has not.")
+        wide = array.dtype.kind in "iu" and array.dtype.itemsize > 2 and array.size > 0
+        if wide and (int(array.max()) > _INT32.max or int(array.min()) < _INT32.min):
+            raise GraphError(
+                f"{self.operators} gives numbers that exceed int32, the largest integers of MegEngine."
+            )
+        return np.ascontiguousarray(array.astype(dtype)).reshape(array.shape)
+
+    def infer(self, shapes: Sequence[Sequence[int]]) -> list[tuple[tuple[int, ...] | None, np.dtype[Any]]]:
+        """Returns shape and dtype of each output for inputs of these shapes.
+
+        A shape is None where it depends on the values of the inputs.
+
+        Raises:
+            ExportError: when onnxruntime is not installed, or refuses inputs of these shapes.
+        """
+        results = []
+        for tensor in self.fragment.infer([tuple(shape) for shape in shapes]):
+            results.append((tensor.fixed_shape, carried_dtype(tensor.dtype) or np.dtype(np.float32)))
+        return results
+
+    def stand_in(self, *inputs: mge.Tensor) -> Any:
+        """Returns zeros of the shapes and dtypes of the outputs; the nodes run only if these are not known.
+
+        Raises:
+            GraphError: when onnxruntime refuses the inputs.
+        """
+        try:
+            kinds = self.infer([tuple(int(n) for n in x.shape) for x in inputs])
+        except ExportError as error:
+            raise GraphError(f"{self.operators}: {error}") from error
+        if any(shape is None for shape, _ in kinds):
+            return self(*inputs)
+        tensors = tuple(mge.Tensor(np.zeros(shape or (), dtype)) for shape, dtype in kinds)
+        return tensors[0] if len(tensors) == 1 else tensors
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns the state without the opened model."""
+        return dict(self.__dict__)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OpaqueOp:
+        """Returns a copy that shares the opened model, which never changes."""
+        result = type(self).__new__(type(self))
+        memo[id(self)] = result
+        result.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
+        if hasattr(self, "_opened"):
+            object.__setattr__(result, "_opened", self._opened)
+        return result
+
+
+register_as_builtin(OpaqueOp)
+
+
+def opaque_calls(traced: TracedModule) -> list[Expr]:
+    """Returns the exprs of a graph that call an `OpaqueOp`, in order."""
+    return [expr for expr in exprs(traced) if isinstance(owner(expr), OpaqueOp)]
+
+
+def describe_stopped_gradients(traced: TracedModule) -> str:
+    """Returns a sentence on the opaque nodes that a gradient would have to pass; "" if there are none."""
+    stopped = [str(expr.outputs[0].name) for expr in stopped_gradients(traced)]
+    if not stopped:
+        return ""
+    more = f" and {len(stopped) - 1} more" if len(stopped) > 1 else ""
+    return (
+        f"no gradient passes {stopped[0]}{more}, kept as in the imported file: the parameters before it "
+        "learn from other paths alone."
+    )
+
+
+def stopped_gradients(traced: TracedModule) -> list[Expr]:
+    """Returns the calls of opaque nodes that a gradient of a parameter would have to pass.
+
+    Args:
+        traced: a flat traced module; behind the first opaque node on a path nothing counts.
+    """
+    calls = opaque_calls(traced)
+    if not calls:
+        return []
+    learning: set[Node] = set()
+    stopped = []
+    for expr in exprs(traced):
+        if isinstance(expr, GetAttr):
+            value = get_module(traced, str(expr.name))
+            learns = isinstance(value, mge.Parameter)
+            learns = learns or (isinstance(value, Module) and any(True for _ in value.parameters()))
+            if learns:
+                learning.update(expr.outputs)
+        elif any(node in learning for node in expr.inputs):
+            if isinstance(owner(expr), OpaqueOp):
+                stopped.append(expr)
+            elif any(np.dtype(n.dtype).kind == "f" for n in expr.outputs if isinstance(n, TensorNode)):
+                learning.update(expr.outputs)
+    return stopped

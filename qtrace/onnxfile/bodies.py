@@ -1,0 +1,101 @@
+"""The bodies of control flow nodes (If, Loop, Scan): which tensors of the graph around them they read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from onnx import AttributeProto, GraphProto, NodeProto
+
+__all__ = ["bodies_of", "captured_names", "own_operators", "read_names", "rename_tensors"]
+
+_OWN_DOMAINS = ("", "ai.onnx")
+
+
+def bodies_of(node: NodeProto) -> Iterator[GraphProto]:
+    """Yields the graphs in the attributes of a node."""
+    for attribute in node.attribute:
+        if attribute.type == AttributeProto.GRAPH:
+            yield attribute.g
+        yield from attribute.graphs
+
+
+def own_operators(graph: GraphProto) -> Iterator[str]:
+    """Yields the kinds of the nodes of a graph and of its bodies that are ONNX's own."""
+    for node in graph.node:
+        if node.domain in _OWN_DOMAINS:
+            yield node.op_type
+        for body in bodies_of(node):
+            yield from own_operators(body)
+
+
+def captured_names(node: NodeProto) -> list[str]:
+    """Returns the tensors of the graph around ``node`` that its bodies read, each once and in order."""
+    names = dict.fromkeys(name for body in bodies_of(node) for name in _free_names(body))
+    return list(names)
+
+
+def read_names(node: NodeProto) -> list[str]:
+    """Returns the tensors that a node reads: its inputs, and what its bodies read around it."""
+    return [name for name in node.input if name] + captured_names(node)
+
+
+def rename_tensors(node: NodeProto, names: Mapping[str, str]) -> None:
+    """Renames the inputs and outputs of a node, and what its bodies read around it.
+
+    Args:
+        node: the node, which is changed.
+        names: old name -> new name; other tensors keep their names.
+    """
+    for field in (node.input, node.output):
+        for index, name in enumerate(field):
+            field[index] = names.get(name, name)
+    for body in bodies_of(node):
+        own = _own_names(body)
+        outer = {old: new for old, new in names.items() if old not in own}
+        clashing = own & set(outer.values())
+        if clashing:  # a tensor inside has the new name of one outside
+            taken = own | set(outer.values()) | set(_all_names(body))
+            _rename_own(body, {name: _free_name(name, taken) for name in sorted(clashing)})
+        for part in body.node:
+            rename_tensors(part, outer)
+        for value in body.output:
+            value.name = outer.get(value.name, value.name)
+
+
+def _rename_own(body: GraphProto, names: Mapping[str, str]) -> None:
+    for part in body.node:
+        rename_tensors(part, names)
+    for value in (*body.input, *body.output, *body.initializer, *body.value_info):
+        value.name = names.get(value.name, value.name)
+
+
+def _free_name(base: str, taken: set[str]) -> str:
+    count, name = 0, base
+    while name in taken:
+        count += 1
+        name = f"{base}_inner_{count}"
+    taken.add(name)
+    return name
+
+
+def _own_names(body: GraphProto) -> set[str]:
+    stored = {tensor.name for tensor in body.initializer}
+    stored |= {tensor.values.name for tensor in body.sparse_initializer}
+    return (
+        stored | {value.name for value in body.input} | {name for part in body.node for name in part.output}
+    )
+
+
+def _all_names(body: GraphProto) -> Iterator[str]:
+    yield from _own_names(body)
+    for part in body.node:
+        yield from part.input
+        for inner in bodies_of(part):
+            yield from _all_names(inner)
+
+
+def _free_names(body: GraphProto) -> Iterator[str]:
+    own = _own_names(body)
+    for part in body.node:
+        yield from (name for name in read_names(part) if name not in own)
+    yield from (value.name for value in body.output if value.name not in own)

@@ -1,0 +1,296 @@
+"""A fragment of an ONNX file: a model of a few nodes, which onnxruntime runs as they are in the file."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from qtrace.onnxfile.sessions import OrtSession, SessionError, SessionSettings, open_session
+
+__all__ = ["Fragment", "FragmentTensor", "check_fragment", "infer_outputs", "operators_of"]
+
+# One thread: the last bits of onnxruntime's results depend on their number.
+_SETTINGS = SessionSettings(optimize=False, threads=1, spin=False)
+_SMALL = 4096  # elements: larger initializers hold weights, not sizes
+_MAX_BYTES = 2**31 - 1  # of a protobuf message
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class FragmentTensor:
+    """An input or output of a fragment.
+
+    Attributes:
+        name: its name.
+        kind: the type as onnxruntime spells it, such as ``tensor(float)`` or ``seq(tensor(int64))``.
+        shape: the sizes, None for one that depends on values; None if the number of axes does, too.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int | None, ...] | None
+
+    @property
+    def dtype(self) -> np.dtype[Any] | None:
+        """The numpy dtype; None for what is no tensor of numbers that numpy has."""
+        name = _DTYPES.get(self.kind)
+        return None if name is None else np.dtype(name)
+
+    @property
+    def fixed_shape(self) -> Shape | None:
+        """The shape if it is the same for all values."""
+        if self.shape is None or None in self.shape:
+            return None
+        return tuple(int(n) for n in self.shape if n is not None)
+
+    @property
+    def has_values(self) -> bool:
+        """Whether it is a tensor of fixed shape that is not empty, as MegEngine needs them."""
+        return self.fixed_shape is not None and 0 not in self.fixed_shape
+
+
+_DTYPES = {
+    "tensor(float)": "float32",
+    "tensor(float16)": "float16",
+    "tensor(double)": "float64",
+    "tensor(bool)": "bool",
+    **{f"tensor({kind})": kind for kind in ("int8", "int16", "int32", "int64")},
+    **{f"tensor({kind})": kind for kind in ("uint8", "uint16", "uint32", "uint64")},
+}
+
+
+class Fragment:
+    """A fragment that is run; sessions are opened when they are first needed, and kept.
+
+    Args:
+        model: a serialized model, whose inputs and outputs are tensors.
+    """
+
+    def __init__(self, model: bytes) -> None:
+        import onnx
+
+        self._bytes = model
+        self._model = onnx.ModelProto.FromString(model)
+        self._session: OrtSession | None = None
+        self._inferred: dict[tuple[Shape, ...], tuple[FragmentTensor, ...]] = {}
+
+    @property
+    def model(self) -> Any:
+        """The model, which must not be changed."""
+        return self._model
+
+    @property
+    def input_dtypes(self) -> list[np.dtype[Any]]:
+        """The dtype of each input."""
+        from onnx import helper
+
+        return [
+            np.dtype(helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type))
+            for value in self._model.graph.input
+        ]
+
+    def run(self, values: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Computes the outputs.
+
+        Args:
+            values: one array an input, in its dtype.
+
+        Raises:
+            ExportError: when onnxruntime is not installed, or refuses the nodes or the values.
+        """
+        if self._session is None:
+            self._session = open_session(self._bytes, _SETTINGS, operators_of(self._model))
+        names = [value.name for value in self._model.graph.input]
+        return self._session.run(None, dict(zip(names, values, strict=True)))
+
+    def infer(self, shapes: Sequence[Shape]) -> tuple[FragmentTensor, ...]:
+        """Returns type and shape of each output for inputs of these shapes.
+
+        Raises:
+            ExportError: when onnxruntime is not installed, or refuses the nodes for these shapes.
+        """
+        key = tuple(tuple(int(n) for n in shape) for shape in shapes)
+        if key not in self._inferred:
+            self._inferred[key] = infer_outputs(self._model, key)
+        return self._inferred[key]
+
+
+def infer_outputs(model: Any, shapes: Sequence[Sequence[int | None] | None]) -> tuple[FragmentTensor, ...]:
+    """Infers type and shape of the outputs of a model, by ONNX's rules and by those of onnxruntime.
+
+    A size counts as known only if it is the same for all values of the inputs.
+
+    Args:
+        model: a model; large initializers count by their shapes alone.
+        shapes: the shape of each input that is a tensor.
+
+    Raises:
+        ExportError: when onnxruntime is not installed, or cannot run the nodes.
+    """
+    light = _without_weights(model, shapes)
+    session = open_session(light.SerializeToString(), _SETTINGS, operators_of(model))
+    count = len(model.graph.output)
+    outputs = [
+        FragmentTensor(value.name, value.type, tuple(n if isinstance(n, int) else None for n in value.shape))
+        for value in session.outputs[:count]
+    ]
+    known = _inferred_by_onnx(light)
+    ranks = _ranks(light, [value for value in outputs if not value.shape and value.name not in known])
+    results = []
+    for value in outputs:
+        shape: tuple[int | None, ...] | None = value.shape
+        if not value.kind.startswith("tensor("):
+            shape = None
+        elif value.name in known:
+            own = known[value.name]
+            shape = own if not value.shape else _merged(own, value.shape)
+        elif not value.shape and ranks.get(value.name) != 0:
+            shape = None
+        results.append(FragmentTensor(value.name, value.kind, shape))
+    return tuple(results)
+
+
+def _merged(first: Sequence[int | None], second: Sequence[int | None]) -> tuple[int | None, ...]:
+    if len(first) != len(second):
+        return tuple(second)
+    return tuple(a if a is not None else b for a, b in zip(first, second, strict=True))
+
+
+def _inferred_by_onnx(model: Any) -> dict[str, tuple[int | None, ...]]:
+    """Returns output -> shape for the outputs whose number of axes ONNX's own rules know."""
+    import onnx
+
+    try:
+        inferred = onnx.shape_inference.infer_shapes(model, data_prop=True)
+    except (onnx.shape_inference.InferenceError, RuntimeError, ValueError):
+        return {}
+    shapes = {}
+    for value in inferred.graph.output:
+        tensor = value.type.tensor_type
+        if value.type.HasField("tensor_type") and tensor.HasField("shape"):
+            sizes = tuple(d.dim_value if d.HasField("dim_value") else None for d in tensor.shape.dim)
+            shapes[value.name] = sizes
+    return shapes
+
+
+def _ranks(model: Any, outputs: Sequence[FragmentTensor]) -> dict[str, int]:
+    """Returns the number of axes of outputs for which onnxruntime shows none, where it knows the number.
+
+    It shows an unknown number as it shows no axes; the shape of the tensor has one size for each axis.
+    """
+    from onnx import helper
+
+    tensors = [value for value in outputs if value.kind.startswith("tensor(")]
+    if not tensors:
+        return {}
+    import onnx
+
+    longer = onnx.ModelProto()
+    longer.CopyFrom(model)
+    if not any(entry.domain in ("", "ai.onnx") for entry in longer.opset_import):
+        longer.opset_import.append(helper.make_opsetid("", 17))
+    for value in tensors:
+        name = f"{value.name}__shape"
+        longer.graph.node.append(helper.make_node("Shape", [value.name], [name]))
+        longer.graph.output.append(onnx.ValueInfoProto(name=name))
+    try:
+        session = open_session(longer.SerializeToString(), _SETTINGS, operators_of(model))
+    except SessionError:
+        return {}
+    ranks = {}
+    for tensor, shape in zip(tensors, session.outputs[len(model.graph.output) :], strict=True):
+        if len(shape.shape) == 1 and isinstance(shape.shape[0], int):
+            ranks[tensor.name] = shape.shape[0]
+    return ranks
+
+
+def _without_weights(model: Any, shapes: Sequence[Sequence[int | None] | None]) -> Any:
+    """Copies a model with inputs of these shapes, and with inputs in place of large initializers."""
+    import onnx
+
+    light = onnx.ModelProto(ir_version=model.ir_version)
+    light.opset_import.extend(model.opset_import)
+    light.functions.extend(model.functions)
+    graph = light.graph
+    graph.name = model.graph.name or "fragment"
+    graph.node.extend(model.graph.node)
+    graph.input.extend(model.graph.input)
+    graph.output.extend(onnx.ValueInfoProto(name=value.name) for value in model.graph.output)
+    for value, shape in zip(graph.input, shapes, strict=True):
+        if value.type.HasField("tensor_type"):
+            _set_shape(value.type.tensor_type, shape)
+    for tensor in model.graph.initializer:
+        if int(np.prod(tensor.dims, dtype=np.int64)) <= _SMALL:
+            graph.initializer.append(tensor)
+        else:
+            graph.input.append(
+                onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
+            )
+    return light
+
+
+def _set_shape(tensor: Any, shape: Sequence[int | None] | None) -> None:
+    tensor.ClearField("shape")
+    if shape is not None:
+        tensor.shape.SetInParent()
+        for size in shape:
+            axis = tensor.shape.dim.add()
+            if size is not None:
+                axis.dim_value = size
+
+
+def operators_of(model: Any) -> str:
+    """Returns the kinds of the nodes of a model, such as ``LSTM`` or ``com.microsoft.Gelu``, for messages."""
+    kinds = dict.fromkeys(
+        f"{node.domain}.{node.op_type}" if node.domain not in ("", "ai.onnx") else node.op_type
+        for node in model.graph.node
+    )
+    shown = list(kinds)[:3]
+    return ", ".join(shown) + (f" and {len(kinds) - 3} more" if len(kinds) > 3 else "")
+
+
+def check_fragment(model: bytes) -> str:
+    """Returns what is wrong with the bytes of a fragment, as a clause; "" if they are a whole valid model."""
+    if importlib.util.find_spec("onnx") is None:
+        return "needs the package onnx"
+    import onnx
+    from google.protobuf.message import DecodeError
+
+    if len(model) > _MAX_BYTES:
+        return "is too large"
+    try:
+        proto = onnx.ModelProto.FromString(model)
+    except (DecodeError, ValueError, RecursionError):
+        return "is no ONNX model"
+    if not proto.graph.node or not proto.graph.output:
+        return "is an ONNX model without nodes or outputs"
+    if _has_external(proto.graph, 0):
+        return "reads tensors of another file"
+    try:
+        onnx.checker.check_model(proto)
+    except (onnx.checker.ValidationError, ValueError, RuntimeError) as error:
+        return f"is no valid ONNX model ({(str(error).strip().splitlines() or ['no reason'])[0][:200]})"
+    return ""
+
+
+_MAX_DEPTH = 16  # of bodies inside of each other
+
+
+def _has_external(graph: Any, depth: int) -> bool:
+    from onnx import TensorProto
+
+    if depth > _MAX_DEPTH:
+        return True
+    tensors = [*graph.initializer, *(t for s in graph.sparse_initializer for t in (s.values, s.indices))]
+    for node in graph.node:
+        for attribute in node.attribute:
+            tensors += [attribute.t, *attribute.tensors]
+            bodies = [attribute.g] if attribute.HasField("g") else []
+            if any(_has_external(body, depth + 1) for body in (*bodies, *attribute.graphs)):
+                return True
+    return any(tensor.data_location == TensorProto.EXTERNAL or tensor.external_data for tensor in tensors)

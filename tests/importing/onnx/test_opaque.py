@@ -1,0 +1,300 @@
+"""Nodes without an equal in MegEngine: they come in as they are in the file, and go out so."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import megengine as mge
+import numpy as np
+import onnx
+import pytest
+from megengine.jit import trace as jit_trace
+from onnx import ModelProto, TensorProto, helper, numpy_helper
+
+import qtrace
+from qtrace.errors import GraphError, ImportingError, QtraceError, QtraceWarning
+from qtrace.graph.opaque import OpaqueOp, describe_stopped_gradients, opaque_calls
+from qtrace.graph.types import TracedModule
+from qtrace.onnxfile.bodies import captured_names, rename_tensors
+from qtrace.onnxfile.fragment import check_fragment
+from qtrace.onnxfile.sessions import SessionSettings, open_session
+from tests.importing.onnx import opaque_flows, opaque_layers
+from tests.importing.onnx.opaque_net import SHAPE, Net
+
+FORMS = {**opaque_layers.FORMS, **opaque_flows.FORMS}
+# Forms that MegEngine has: nothing is kept.
+MAIN = (
+    *("gru_reset", "lstm_activations", "map_ms_gelu", "map_resize_nearest_half_pixel", "roialign_avg"),
+    *("if_captured", "loop_while", "loop_of_collected", "scan", "nonzero_output", "nonzero_sum", "nms_all"),
+    *("sequence", "optional", "ml_labels", "integers", "function_call", "topk_computed", "dynamic_quantized"),
+    *("maxpool_indices", "rows_rotary", "two_behind_one"),
+)
+
+
+def run_file(path: Path, x: np.ndarray) -> list[np.ndarray]:
+    return open_session(path, SessionSettings(optimize=False, threads=1)).run(None, {"x": x})
+
+
+def run_graph(net: TracedModule, x: np.ndarray) -> list[np.ndarray]:
+    results = net(mge.Tensor(x))
+    return [t.numpy() for t in (results if isinstance(results, (tuple, list)) else [results])]
+
+
+def assert_equal(results: list[np.ndarray], expected: list[np.ndarray]) -> None:
+    for result, value in zip(results, expected, strict=True):
+        assert result.shape == value.shape
+        bound = 1e-4 * max(1.0, float(np.abs(value).max(initial=0)))
+        np.testing.assert_allclose(result, value, rtol=0, atol=bound)
+
+
+def batch(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(SHAPE).astype(np.float32)
+
+
+def save(model: ModelProto, path: Path) -> Path:
+    onnx.save(model, path)
+    return path
+
+
+@pytest.mark.parametrize("name", MAIN)
+def test_comes_in_and_goes_out(name: str, tmp_path: Path) -> None:
+    """The graph, and the file that it is exported to, give what the file gives, for other values, too."""
+    path = save(FORMS[name](), tmp_path / "net.onnx")
+    net = qtrace.from_onnx(path)
+    assert opaque_calls(net)
+    out = qtrace.export(net, tmp_path / "out.onnx")
+    for seed in (0, 1):
+        expected = run_file(path, batch(seed))
+        assert_equal(run_graph(net, batch(seed)), expected)
+        assert_equal(run_file(Path(out), batch(seed)), expected)
+    assert not qtrace.graph.lint(net)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(FORMS))
+def test_all_forms_are_quantized_and_verified(name: str, tmp_path: Path) -> None:
+    path = save(FORMS[name](), tmp_path / "net.onnx")
+    expected = run_file(path, batch(9))
+    net = qtrace.from_onnx(path)
+    assert_equal(run_graph(net, batch(9)), expected)
+    data = [{"x": batch(seed)} for seed in range(2)]
+    result = qtrace.quantize(path, data, tmp_path / "int8.onnx", allow_broken=True, progress=False)
+    assert result.verify is not None
+    assert result.verify.passed
+    open_session(tmp_path / "int8.onnx").run(None, {"x": batch(9)})
+
+
+def crnn(rows: int | str = "N") -> ModelProto:
+    """A network of a convolution, an LSTM and a linear layer."""
+    net = Net()
+    net.nodes[0].name = "stem/Conv"
+    steps = net.add(
+        "Transpose", [net.add("ReduceMean", [net.features], axes=[2], keepdims=0)], perm=[2, 0, 1]
+    )
+    weights = [net.weights(2, 24, 4), net.weights(2, 24, 6), net.weights(2, 48)]
+    attributes: dict[str, Any] = {"hidden_size": 6, "direction": "bidirectional"}
+    every = net.add("LSTM", [steps, *weights], 3, **attributes)[0]
+    net.nodes[-1].output[1:] = ["", ""]
+    merged = net.add("Reshape", [net.add("Transpose", [every], perm=[2, 0, 1, 3]), net.ints(0, 8, 12)])
+    model = net.model(net.linear(merged, 12))
+    if rows != SHAPE[0]:
+        axis = model.graph.input[0].type.tensor_type.shape.dim[0]
+        axis.Clear()
+        axis.dim_param = str(rows)
+    return model
+
+
+def test_recurrent_layers_stay_in_float_and_the_rest_is_quantized(tmp_path: Path) -> None:
+    path = save(crnn(), tmp_path / "crnn.onnx")
+    data = [{"x": batch(seed)} for seed in range(3)]
+    result = qtrace.quantize(path, data, tmp_path / "int8.onnx", progress=False)
+    assert result.verify is not None
+    assert result.verify.passed
+    text = str(qtrace.explain(result.prepared))
+    assert "opaque" in text
+    assert "kept" in text
+    own, written = (
+        next(node for node in onnx.load(p).graph.node if node.op_type == "LSTM")
+        for p in (path, tmp_path / "int8.onnx")
+    )
+    assert written.name == own.name
+    assert list(written.attribute) == list(own.attribute)
+    kinds = [node.op_type for node in onnx.load(tmp_path / "int8.onnx").graph.node]
+    assert "QuantizeLinear" in kinds
+    x = np.concatenate([batch(5), batch(6)])
+    floats, integers = run_file(path, x)[0], run_file(tmp_path / "int8.onnx", x)[0]
+    assert np.square(floats).sum() > 1000 * np.square(floats - integers).sum()
+
+
+def test_the_batch_stays_open(tmp_path: Path) -> None:
+    net = qtrace.from_onnx(save(crnn(), tmp_path / "crnn.onnx"))
+    (call,) = opaque_calls(net)
+    assert tuple(call.outputs[0].shape) == (8, 2, 1, 6)
+    x = np.concatenate([batch(1), batch(2)])
+    assert_equal(run_graph(net, x), run_file(tmp_path / "crnn.onnx", x))
+    infos = onnx.load(qtrace.export(net, tmp_path / "out.onnx")).graph.output
+    assert infos[0].type.tensor_type.shape.dim[0].dim_param == "N"
+
+
+def test_export_copies_the_node_unchanged(tmp_path: Path) -> None:
+    path = save(opaque_flows.FORMS["if_captured"](), tmp_path / "net.onnx")
+    written = onnx.load(qtrace.export(qtrace.from_onnx(path), tmp_path / "out.onnx"))
+    own, copied = (
+        next(n for n in model.graph.node if n.op_type == "If") for model in (onnx.load(path), written)
+    )
+    names = {a: b for a, b in zip(captured_names(own), captured_names(copied), strict=True) if a != b}
+    for old, new in ((own.input, copied.input), (own.output, copied.output)):
+        names |= dict(zip(old, new, strict=True))
+    rename_tensors(own, names)
+    own.name = copied.name
+    assert own == copied
+    again = qtrace.from_onnx(tmp_path / "out.onnx")
+    assert_equal(run_graph(again, batch(0)), run_file(path, batch(0)))
+
+
+def test_nodes_that_several_values_share_are_written_once(tmp_path: Path) -> None:
+    path = save(opaque_flows.FORMS["two_behind_one"](), tmp_path / "net.onnx")
+    written = onnx.load(qtrace.export(qtrace.from_onnx(path), tmp_path / "out.onnx"))
+    assert [node.op_type for node in written.graph.node].count("NonZero") == 1
+
+
+def test_a_shape_that_values_decide_is_not_recorded(tmp_path: Path) -> None:
+    net = qtrace.from_onnx(save(opaque_flows.FORMS["nonzero_output"](), tmp_path / "net.onnx"))
+    assert net.graph.outputs[1].shape is None
+    written = onnx.load(qtrace.export(net, tmp_path / "out.onnx"))
+    assert all(axis.dim_param for axis in written.graph.output[1].type.tensor_type.shape.dim)
+
+
+def test_the_safe_loader_reads_it(tmp_path: Path) -> None:
+    net = qtrace.from_onnx(save(crnn(), tmp_path / "crnn.onnx"))
+    assert run_graph(net, batch(0))  # the session is no part of the file
+    qtrace.save(net, tmp_path / "net.mge")
+    assert_equal(run_graph(qtrace.load(tmp_path / "net.mge"), batch(0)), run_graph(net, batch(0)))
+
+
+def _external(model: ModelProto) -> None:
+    tensor = model.graph.initializer[0]
+    tensor.ClearField("raw_data")
+    tensor.data_location = TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value="/etc/passwd")
+
+
+def test_the_safe_loader_refuses_what_is_no_model(tmp_path: Path) -> None:
+    net = qtrace.from_onnx(save(crnn(), tmp_path / "crnn.onnx"))
+    (op,) = [module for module in net.modules() if isinstance(module, OpaqueOp)]
+    model = onnx.ModelProto.FromString(op.model)
+    _external(model)
+    unknown = onnx.ModelProto.FromString(op.model)
+    unknown.graph.node[0].op_type = "Nothing"
+    wrong = (b"no model", b"", model.SerializeToString(), unknown.SerializeToString(), "text")
+    for value in wrong:
+        op.model = value
+        qtrace.save(net, tmp_path / "bad.mge")
+        with pytest.raises(QtraceError, match="lstm"):
+            qtrace.load(tmp_path / "bad.mge")
+    assert check_fragment(model.SerializeToString()) == "reads tensors of another file"
+
+
+def test_gradients_stop_and_it_is_said(tmp_path: Path) -> None:
+    net = qtrace.from_onnx(save(crnn(), tmp_path / "crnn.onnx"))
+    assert "no gradient passes" in describe_stopped_gradients(net)
+    prepared = qtrace.prepare(net)
+    qtrace.calibrate(prepared, [batch(0), batch(1)])
+    with pytest.warns(QtraceWarning, match="no gradient passes"):
+        qtrace.set_phase(prepared, "train")
+    gradients = mge.autodiff.GradManager().attach(list(prepared.parameters()))
+    with gradients:
+        gradients.backward((prepared(mge.Tensor(batch(0))) ** 2).mean())
+    weights = {n: p.grad is not None for n, p in prepared.named_parameters() if n.endswith(".weight")}
+    assert sorted(weights.values()) == [False, True]
+
+
+def test_nothing_is_said_without_parameters_before_it(tmp_path: Path) -> None:
+    net = Net()
+    net.nodes.clear()
+    net.stored.clear()
+    y = net.add("Celu", ["x"])
+    crop = net.add("Resize", [y, "", "", net.ints(2, 3, 5, 5)], mode="nearest", nearest_mode="ceil")
+    model = net.model(net.conv(crop, 3))
+    module = qtrace.from_onnx(save(model, tmp_path / "net.onnx"))
+    assert opaque_calls(module)
+    assert not describe_stopped_gradients(module)
+
+
+def test_jit_trace_is_refused(tmp_path: Path) -> None:
+    net = qtrace.from_onnx(save(crnn(), tmp_path / "crnn.onnx"))
+    with pytest.raises(GraphError, match=r"LSTM is run by onnxruntime, which jit\.trace cannot capture"):
+        jit_trace(lambda x: net(x))(mge.Tensor(batch(0)))
+
+
+def test_other_formats_refuse_it_by_name(tmp_path: Path) -> None:
+    net = Net()
+    y = net.add("Resize", [net.features, "", "", net.ints(2, 4, 5, 5)], mode="nearest", nearest_mode="ceil")
+    module = qtrace.from_onnx(save(net.model(y), tmp_path / "net.onnx"))
+    for name in ("net.tflite", "net.param"):
+        with pytest.raises(QtraceError, match="no .* form"):
+            qtrace.export(module, tmp_path / name)
+
+
+def test_what_onnxruntime_cannot_run_is_one_sentence(tmp_path: Path) -> None:
+    net = Net()
+    path = save(net.model(net.add("Frobnicate", [net.features], domain="own.ops")), tmp_path / "net.onnx")
+    with pytest.raises(ImportingError, match=r"own\.ops\.Frobnicate .*has no equal.*refused by onnxruntime"):
+        qtrace.from_onnx(path)
+
+
+def test_a_form_of_an_older_opset_is_converted_or_refused(tmp_path: Path) -> None:
+    net = Net(11)
+    sizes = net.ints(2, 4, 5, 5)
+    empty = net.constant(np.zeros(0, np.float32))
+    y = net.add("Resize", [net.features, empty, empty, sizes], mode="nearest", nearest_mode="ceil")
+    path = save(net.model(y), tmp_path / "net.onnx")
+    module = qtrace.from_onnx(path)
+    written = qtrace.export(module, tmp_path / "out.onnx")
+    assert_equal(run_file(Path(written), batch(0)), run_file(path, batch(0)))
+    newer = qtrace.from_onnx(save(opaque_layers.FORMS["rows_rotary"](), tmp_path / "rotary.onnx"))
+    with pytest.raises(QtraceError, match="opset"):
+        qtrace.export(newer, tmp_path / "old.onnx", opset=17)
+
+
+def test_a_product_that_a_branch_reads_is_not_joined(tmp_path: Path) -> None:
+    """A product behind which a sum stands, and that the body of an If reads, too."""
+    net = Net()
+    product = net.linear(net.rows(net.features), 32)
+    total = net.add("Add", [product, net.weights(5)])
+    branch = helper.make_graph(
+        [helper.make_node("Relu", [product], ["r"])],
+        "branch",
+        [],
+        [helper.make_tensor_value_info("r", TensorProto.FLOAT, None)],
+    )
+    large = net.add("Greater", [net.add("ReduceSum", [total], keepdims=0), net.constant(np.float32(0))])
+    y = net.add("If", [large], then_branch=branch, else_branch=branch)
+    path = save(net.model(y, total), tmp_path / "net.onnx")
+    assert_equal(run_graph(qtrace.from_onnx(path), batch(0)), run_file(path, batch(0)))
+
+
+def test_names_of_bodies_do_not_clash() -> None:
+    """A tensor of a body keeps its meaning where one outside gets its name."""
+    nodes = [helper.make_node("Neg", ["outer"], ["own"]), helper.make_node("Add", ["own", "outer"], ["r"])]
+    body = helper.make_graph(nodes, "b", [], [helper.make_tensor_value_info("r", TensorProto.FLOAT, None)])
+    node = helper.make_node("If", ["c"], ["y"], then_branch=body, else_branch=body)
+    rename_tensors(node, {"outer": "own"})
+    assert captured_names(node) == ["own"]
+    inner = node.attribute[0].g.node
+    assert inner[0].input[0] == "own"
+    assert inner[0].output[0] != "own"
+    assert list(inner[1].input) == [inner[0].output[0], "own"]
+
+
+def test_a_copy_is_a_graph_of_its_own(tmp_path: Path) -> None:
+    net = qtrace.from_onnx(save(crnn(), tmp_path / "crnn.onnx"))
+    source = qtrace.graph.to_source(net)
+    assert "OpaqueOp" in str(source)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", QtraceWarning)
+        assert_equal(run_graph(qtrace.prepare(net), batch(0)), run_graph(qtrace.prepare(net), batch(0)))
+    stored = [numpy_helper.to_array(t) for t in onnx.load(tmp_path / "crnn.onnx").graph.initializer]
+    assert len(stored) > 5

@@ -21,8 +21,8 @@ from qtrace.runtimes.host import RuntimeHost
 __all__ = [
     "OrtSession",
     "SessionError",
-    "SessionValue",
     "SessionSettings",
+    "SessionValue",
     "onnxruntime_errors",
     "open_session",
 ]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tqdm import tqdm
+
 from qtrace.preparation.annotation import Annotation
 from qtrace.preparation.float_graph import FloatGraph
 from qtrace.preparation.passes.annotate import annotate
@@ -12,6 +14,8 @@ from qtrace.preparation.passes.unlike import find_unlike
 from qtrace.preparation.placement.reference import MeasuredRun
 
 __all__ = ["Decision", "decide"]
+
+_SHOWN_AFTER = 1.0  # second: most graphs are decided on before
 
 
 @dataclass(frozen=True)
@@ -27,19 +31,21 @@ class Decision:
     changed: tuple[str, ...]
 
 
-def decide(graph: FloatGraph) -> Decision:
+def decide(graph: FloatGraph, progress: bool = False) -> Decision:
     """Decides for every expr: joins and outputs of unlike ranges first, then the placement, then the rules.
 
     Args:
         graph: the float graph; ops that the placement wants in pieces are written so in it.
+        progress: whether to show a progress bar of the runs of the graph on stderr.
 
     Raises:
         ConfigError: for a config that does not fit the graph.
     """
     model, config = graph.model, graph.config
-    run = MeasuredRun(model, graph.samples)
-    unlike = find_unlike(model, config, run)
-    placing = place(model, config, run, unlike)
+    with tqdm(desc="prepare", unit="run", disable=not progress, delay=_SHOWN_AFTER, leave=False) as bar:
+        run = MeasuredRun(model, graph.samples, advance=bar.update)
+        unlike = find_unlike(model, config, run)
+        placing = place(model, config, run, unlike)
     changed: tuple[str, ...] = ()
     if placing is not None:
         placing, pieces = write_activations(model, placing)

@@ -45,6 +45,7 @@ def prepare(
     inputs: str | Sequence[str] | None = None,
     outputs: str | Sequence[str] | None = None,
     samples: Iterable[Any] | None = None,
+    progress: bool = True,
 ) -> TracedModule:
     """Returns a copy of ``traced`` with a fake quant at every site that the config asks for.
 
@@ -69,6 +70,8 @@ def prepare(
         samples: batches as `calibrate` takes them. On the first four images the ranges of the parts of joins,
             slices and outputs are measured, and for a placement the noise of roundings at the outputs; None
             for generated images. No iterator, which `calibrate` would go on reading behind them.
+        progress: whether to show a progress bar on stderr while the graph runs on ``samples``; none appears
+            within the first second.
 
     Returns:
         A prepared ``TracedModule``.
@@ -82,7 +85,7 @@ def prepare(
     config = _read_request(traced, qconfig, inputs, outputs, samples)
     with paused_collector():
         graph = make_float_graph(traced, config, samples)
-        decision = decide(graph)
+        decision = decide(graph, progress)
         scales = native.bring_scales(graph.model, decision.annotation, graph.located)
         insert(graph.model, scales.annotation)
         check(graph.model, types=False)  # the editor renewed them

@@ -34,6 +34,7 @@ from qtrace.quantizing.judging import (
 from qtrace.quantizing.reporting import LogReporter, Reporter
 from qtrace.quantizing.sources import labels_of, read_network
 from qtrace.quantizing.stage import DataReading, note_pixels, open_source
+from qtrace.quantizing.stages import StageTimes
 from qtrace.quantizing.targets import choose_config, format_of
 from qtrace.sensitivity.diagnosis.verdict import Verdict
 from qtrace.sensitivity.mixed import mixed_precision
@@ -60,6 +61,7 @@ class Quantized(Displayed):
         raised: the layers that stay in float to keep the metric.
         traced: the float network.
         data: the name of the calibration data.
+        seconds: name of a stage -> its time in seconds.
     """
 
     path: Path
@@ -70,6 +72,7 @@ class Quantized(Displayed):
     raised: tuple[str, ...] = ()
     traced: TracedModule | None = None
     data: str = ""
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
     @cached_property
     def card(self) -> Card:
@@ -83,6 +86,7 @@ class Quantized(Displayed):
             verdict=self.verdict,
             verify=self.verify,
             data=self.data,
+            stages=self.seconds,
         )
 
     def _text(self, max_width: int | None) -> str:
@@ -110,11 +114,12 @@ class Quantized(Displayed):
 
 @dataclass(frozen=True)
 class _Data:
-    """The data of a call: what is calibrated on, and what is judged and verified on."""
+    """The data of a call, for calibration, judgement and verification, and the times of its stages."""
 
     calibration: DataSource
     evaluation: EvaluationData
     batch_size: int
+    times: StageTimes
 
 
 @dataclass(frozen=True)
@@ -194,18 +199,30 @@ def quantize(
     with output_file(path, force=force) as partial:
         reading = DataReading(batch_size, max_batches, skip_bad)
         opened = _open(source, data, evaluation, reading, config, reporter, spell)
-        traced = read_network(source, opened.calibration, shapes, allow)
+        times = opened.times
+        with times.measure("import"):
+            traced = read_network(source, opened.calibration, shapes, allow)
         acceptance = Acceptance(metric, at_least)
         result = _calibrate(traced, config, opened, acceptance, reporter)
         if max_drop is not None:
-            result = _keep_metric(traced, config, opened, acceptance, max_drop, reporter, result)
+            with times.measure("raise layers"):
+                result = _keep_metric(traced, config, opened, acceptance, max_drop, reporter, result)
         _check(result.judgement, allow_broken, spell)
-        converted = convert(result.prepared)
-        export(converted, partial, format=format_of(config))
+        with times.measure("export"):
+            converted = convert(result.prepared)
+            export(converted, partial, format=format_of(config))
         report = _verify(partial, path, converted, result.prepared, opened) if verify else None
     origin = opened.calibration.source
     return Quantized(
-        path, result.judgement, report, result.prepared, converted, result.raised, traced, origin
+        path,
+        result.judgement,
+        report,
+        result.prepared,
+        converted,
+        result.raised,
+        traced,
+        origin,
+        times.seconds,
     )
 
 
@@ -233,25 +250,29 @@ def _open(
     other = None if evaluation is None else reopen(evaluation)
     chosen = choose_evaluation(calibration, lambda: reopen(data), other, spell)
     calibration.max_batches = chosen.max_batches
-    return _Data(calibration, chosen, reading.batch_size)
+    return _Data(calibration, chosen, reading.batch_size, StageTimes())
 
 
 def _calibrate(
     traced: TracedModule, config: QConfig, data: _Data, acceptance: Acceptance, reporter: Reporter
 ) -> _Calibrated:
     """Prepares, calibrates and judges."""
-    return _judge(prepare(traced, config, samples=data.calibration), data, acceptance, reporter)
+    with data.times.measure("prepare"):
+        prepared = prepare(traced, config, samples=data.calibration, progress=reporter.progress)
+    return _judge(prepared, data, acceptance, reporter)
 
 
 def _judge(prepared: TracedModule, data: _Data, acceptance: Acceptance, reporter: Reporter) -> _Calibrated:
     """Calibrates and judges a prepared graph."""
     source = data.calibration
     twin = copy_float(prepared)
-    calibrate(prepared, source, progress=reporter.progress)
+    with data.times.measure("calibrate"):
+        calibrate(prepared, source, progress=reporter.progress)
     samples = len(source) * data.batch_size if hasattr(source, "__len__") else None
-    judgement = conclude(
-        prepared, data.evaluation, acceptance, reporter, twin=twin, samples=samples, calibration=source
-    )
+    with data.times.measure("judge"):
+        judgement = conclude(
+            prepared, data.evaluation, acceptance, reporter, twin=twin, samples=samples, calibration=source
+        )
     return _Calibrated(prepared, judgement)
 
 
@@ -333,7 +354,8 @@ def _verify(
     Raises:
         ExportError: when the runtime computes something else.
     """
-    report = verify_file(partial, converted, _few(data.evaluation.read(prepared)))
+    with data.times.measure("verify"):
+        report = verify_file(partial, converted, _few(data.evaluation.read(prepared)))
     if not report.passed:
         raise ExportError(
             f"{path.name} was not written, as its runtime computes something else than the graph:\n"

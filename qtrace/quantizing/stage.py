@@ -151,7 +151,7 @@ def calibrate_to_folder(
     )
     with work as (folder, checkpoints):
         traced = model(source) if callable(model) and not isinstance(model, TracedModule) else model
-        prepared = prepare(traced, qconfig, samples=_Samples(source))
+        prepared = prepare(traced, qconfig, samples=_Samples(source), progress=settings.progress)
         label = os.fspath(data) if isinstance(data, (str, os.PathLike)) else source.source
         reporter.note(f"calibrating on {label}")
         run = _Run(source, label, reading, checkpoints, settings)

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qtrace.graph.operations import is_stored, read_operation, stored_number
+from qtrace.graph.operations import OperationReader, is_stored
 from qtrace.graph.pattern import Compound, Matcher, PartialMatch, Pattern, show
 from qtrace.graph.types import Constant, Expr, GetAttr, Input, TensorNode
 from qtrace.graph.walk import op_label
@@ -76,7 +76,7 @@ class Number(Compound):
 
     def matches(self, matcher: Matcher, value: Any, state: PartialMatch) -> Iterator[PartialMatch]:
         """Yields ``state`` with the number."""
-        number = value if isinstance(value, float) else stored_number(value)
+        number = value if isinstance(value, float) else matcher.reader.number(value)
         if number is None:
             matcher.fail(show(value), "is no constant number", state)
         elif self.value is not None and not close(number, self.value):
@@ -97,6 +97,10 @@ class AnyOf(Compound):
         roots = [p.roots() if isinstance(p, Compound) else None for p in self.patterns]
         known = [kinds for kinds in roots if kinds is not None]
         return frozenset().union(*known) if len(known) == len(roots) else None
+
+    def needs(self) -> frozenset[str]:
+        """Returns the kinds that all patterns need."""
+        return frozenset.intersection(*map(_needs, self.patterns))
 
     def matches(self, matcher: Matcher, value: Any, state: PartialMatch) -> Iterator[PartialMatch]:
         """Yields the matches of every pattern."""
@@ -123,9 +127,13 @@ class Operation(Compound):
         """Returns the kind of the operation."""
         return frozenset((self.kind,))
 
+    def needs(self) -> frozenset[str]:
+        """Returns the kind of the operation and what the operands need."""
+        return frozenset((self.kind,)).union(*map(_needs, self.operands))
+
     def matches(self, matcher: Matcher, value: Any, state: PartialMatch) -> Iterator[PartialMatch]:
         """Yields the matches of the operands."""
-        operation = read_operation(value)
+        operation = matcher.reader.operation(value)
         if operation is None or operation.kind != self.kind or len(operation.operands) != len(self.operands):
             matcher.fail(show(value), f"{_produced(value)}, expected {self.kind}", state)
         elif value.expr in matcher.rewritten:
@@ -168,6 +176,10 @@ class Product(Compound):
         """Returns the operations that `_factors` opens."""
         return _PRODUCTS
 
+    def needs(self) -> frozenset[str]:
+        """Returns what the factors need."""
+        return frozenset().union(*(_needs(pattern) for pattern, _ in self.parts))
+
     def matches(self, matcher: Matcher, value: Any, state: PartialMatch) -> Iterator[PartialMatch]:
         """Yields the matches of the factors in every order."""
         yield from _match_parts(self, matcher, value, state, _factors, 1.0, "a product")
@@ -191,6 +203,10 @@ class Sum(Compound):
         """Returns the operations that `_terms` opens."""
         return _SUMS
 
+    def needs(self) -> frozenset[str]:
+        """Returns what the terms need."""
+        return frozenset().union(*(_needs(pattern) for pattern, _ in self.parts))
+
     def matches(self, matcher: Matcher, value: Any, state: PartialMatch) -> Iterator[PartialMatch]:
         """Yields the matches of the terms in every order."""
         yield from _match_parts(self, matcher, value, state, _terms, 0.0, "a sum")
@@ -211,6 +227,10 @@ class _Opened:
     exprs: tuple[Expr, ...] = ()
 
 
+def _needs(pattern: Pattern) -> frozenset[str]:
+    return pattern.needs() if isinstance(pattern, Compound) else frozenset()
+
+
 def _match_all(
     matcher: Matcher, patterns: Sequence[Pattern], values: Sequence[Any], state: PartialMatch
 ) -> Iterator[PartialMatch]:
@@ -227,7 +247,7 @@ def _match_parts(
     """Yields the matches of a sum or product: of every way to open ``value``, in every order of its parts."""
     reason = f"{_produced(value)}, expected {noun}"
     most = sum(max(1, math.ceil(abs(weight))) for _, weight in pattern.parts)  # x * x is the power 2 of x
-    for candidate in opened(value, 1.0, _DEPTH, most):
+    for candidate in opened(matcher.reader, value, 1.0, _DEPTH, most):
         if not candidate.exprs:
             continue
         exprs = tuple(dict.fromkeys(candidate.exprs))
@@ -271,54 +291,60 @@ def _both(left: Iterator[_Opened], right: Any, expr: Expr, parts: int, multiply:
             yield _Opened(number, (*first.parts, *second.parts), (expr, *first.exprs, *second.exprs))
 
 
-def _factors(value: Any, exponent: float, depth: int, parts: int) -> Iterator[_Opened]:
+def _factors(
+    reader: OperationReader, value: Any, exponent: float, depth: int, parts: int
+) -> Iterator[_Opened]:
     """Yields the ways to write ``value ** exponent`` as a product, those that open most calls first."""
-    number = stored_number(value)
+    number = reader.number(value)
     if number is not None:
         if number > 0.0 or (exponent.is_integer() and number != 0.0) or (number == 0.0 and exponent > 0.0):
             yield _Opened(number**exponent, ())
         if isinstance(value, TensorNode) and parts:
             yield _Opened(None, ((value, exponent),))
         return
-    operation = read_operation(value)
+    operation = reader.operation(value)
     # The root of a product is no product of roots where factors are negative.
     if operation is not None and depth and exponent.is_integer():
         a, *others = operation.operands
         expr, kind = value.expr, operation.kind
         if kind in ("mul", "div"):
             sign = exponent if kind == "mul" else -exponent
-            left = _factors(a, exponent, depth - 1, parts)
-            yield from _both(left, lambda n: _factors(others[0], sign, depth - 1, n), expr, parts, True)
+            left = _factors(reader, a, exponent, depth - 1, parts)
+            yield from _both(
+                left, lambda n: _factors(reader, others[0], sign, depth - 1, n), expr, parts, True
+            )
         elif kind == "neg":
-            for inner in _factors(a, exponent, depth - 1, parts):
+            for inner in _factors(reader, a, exponent, depth - 1, parts):
                 minus = (-1.0) ** exponent * (1.0 if inner.number is None else inner.number)
                 yield _Opened(minus, inner.parts, (expr, *inner.exprs))
         elif kind in ("pow", "square", "sqrt"):
-            power = {"square": 2.0, "sqrt": 0.5}.get(kind) or stored_number(others[0])
-            for inner in [] if power is None else _factors(a, exponent * power, depth - 1, parts):
+            power = {"square": 2.0, "sqrt": 0.5}.get(kind) or reader.number(others[0])
+            for inner in [] if power is None else _factors(reader, a, exponent * power, depth - 1, parts):
                 yield _Opened(inner.number, inner.parts, (expr, *inner.exprs))
     if isinstance(value, TensorNode) and parts:
         yield _Opened(None, ((value, exponent),))
 
 
-def _terms(value: Any, sign: float, depth: int, parts: int) -> Iterator[_Opened]:
+def _terms(reader: OperationReader, value: Any, sign: float, depth: int, parts: int) -> Iterator[_Opened]:
     """Yields the ways to write ``sign * value`` as a sum, those that open most calls first."""
-    number = stored_number(value)
+    number = reader.number(value)
     if number is not None:
         yield _Opened(sign * number, ())
         if isinstance(value, TensorNode) and parts:
             yield _Opened(None, ((value, sign),))
         return
-    operation = read_operation(value)
+    operation = reader.operation(value)
     if operation is not None and depth:
         a, *others = operation.operands
         expr = value.expr
         if operation.kind in ("add", "sub"):
             other = sign if operation.kind == "add" else -sign
-            left = _terms(a, sign, depth - 1, parts)
-            yield from _both(left, lambda n: _terms(others[0], other, depth - 1, n), expr, parts, False)
+            left = _terms(reader, a, sign, depth - 1, parts)
+            yield from _both(
+                left, lambda n: _terms(reader, others[0], other, depth - 1, n), expr, parts, False
+            )
         elif operation.kind == "neg":
-            for inner in _terms(a, -sign, depth - 1, parts):
+            for inner in _terms(reader, a, -sign, depth - 1, parts):
                 yield _Opened(inner.number, inner.parts, (expr, *inner.exprs))
     if isinstance(value, TensorNode) and parts:
         yield _Opened(None, ((value, sign),))

@@ -25,6 +25,7 @@ from qtrace.errors import GraphError
 from qtrace.graph import failures
 from qtrace.graph.arguments import argument_spec, set_arguments
 from qtrace.graph.finish import finish
+from qtrace.graph.inference import OpError, TensorType, TypeInference, summarize, type_of, zeros
 from qtrace.graph.opaque import OpaqueOp
 from qtrace.graph.tracing.copies import find_copies, insert_copies
 from qtrace.graph.tracing.running import engine_for_tracing
@@ -38,10 +39,11 @@ _MAX_RANK = 7  # of MegEngine's tensors
 class GraphBuilder:
     """Builds a flat `TracedModule` op by op.
 
-    Each op runs once on zeros of its inputs' shapes, so that every node knows its shape and dtype, and an op
-    that MegEngine refuses fails where it is added. Constants and integer parameters run with their values. If
-    an input has a free batch axis, or other open axes, each op runs a second time with one sample more, or
-    with other sizes of the open axes (see `shapes`).
+    Shapes and dtypes of each op's results are inferred from those of its inputs, as `qtrace.graph.inference`
+    says, so that every node knows them, and an op that MegEngine refuses fails where it is added. Kernels run
+    on what does not depend on values of the inputs: constants, parameters and sizes; and on zeros where
+    shapes cannot be inferred otherwise. If an input has a free batch axis, or other open axes, shapes are
+    inferred a second time with one sample more, or with other sizes of the open axes (see `shapes`).
 
     Example:
         >>> builder = GraphBuilder("Net")
@@ -63,6 +65,9 @@ class GraphBuilder:
         # Values that do not depend on those of the inputs, one a probe: parameters, modules, sizes.
         self._values: dict[Node, tuple[Any, ...]] = {}
         self._probes, self._adds_sample = 1, True
+        scalar = Tensor(0.0)
+        self._device, self._single = scalar.device, tree_flatten(scalar)[1]
+        self._inference = TypeInference(self.traced)
         self._self = self._new_input(ModuleNode, "self", name)
         self._self.module_type = TracedModule
         self._values[self._self] = (self.traced,)
@@ -307,22 +312,22 @@ class GraphBuilder:
         return self.traced
 
     def _add(self, expr: Expr, name: str | Sequence[str], qualname: str) -> Any:
-        """Appends ``expr``, with nodes for what it returns on zeros."""
-        results = [self._run(expr, probe) for probe in range(self._runs(expr))]
-        leaves, out_def = tree_flatten(results[0])
-        others = [tree_flatten(result)[0] for result in results]
+        """Appends ``expr``, with nodes for what it returns."""
+        results = [self._results(expr, probe) for probe in range(self._runs(expr))]
+        leaves, out_def = results[0]
         for leaf in leaves:
-            if not isinstance(leaf, RawTensor):
+            if not isinstance(leaf, (RawTensor, TensorType)):
                 raise GraphError(f"{name} returns a {type(leaf).__name__}: only tensors can be nodes.")
         nodes: list[TensorNode] = []
         for index, leaf in enumerate(leaves):
             node = TensorNode(expr, "", f"{self._name}.{qualname}")
             chosen = name if isinstance(name, str) else name[min(index, len(name) - 1)]
             node._name = self._unique(chosen, node)
-            shapes = tuple(tuple(int(n) for n in other[index].shape) for other in others)
-            self._record(node, shapes, leaf.dtype, leaf.device)
-            if isinstance(expr, Apply) or all(n in self._values for n in expr.inputs):
-                self._values[node] = tuple(other[index] for other in others)
+            values = tuple(other[index] for other, _ in results)
+            shapes = tuple(tuple(int(n) for n in value.shape) for value in values)
+            self._record(node, shapes, leaf.dtype, getattr(leaf, "device", None))
+            if isinstance(leaf, RawTensor):
+                self._values[node] = values
             nodes.append(node)
         expr.return_val = out_def.unflatten(nodes)
         self.graph._exprs.append(expr)
@@ -332,45 +337,53 @@ class GraphBuilder:
         counts = (max(len(self._shapes.get(n, ())), len(self._values.get(n, ()))) for n in expr.inputs)
         return max(counts, default=1)
 
-    def _run(self, expr: Expr, probe: int) -> Any:
-        """Runs ``expr`` on zeros; the shapes are those of ``probe``."""
+    def _results(self, expr: Expr, probe: int) -> tuple[list[Any], Any]:
+        """Returns what ``expr`` returns at the sizes of ``probe``, and its structure.
+
+        A result is a tensor where it does not depend on values of the inputs, else a `TensorType`.
+        """
         values = [self._value(node, probe) for node in expr.inputs]
+        known = not any(isinstance(value, TensorType) for value in values)
+        if not known and not _is_assignment(expr):
+            try:
+                leaves, structure = self._inference.call(expr, [summarize(value) for value in values])
+            except OpError as error:
+                raise self._failure(expr, values, probe, error.__cause__ or error) from error
+            if leaves is not None and structure is not None and all(leaf is not None for leaf in leaves):
+                single = isinstance(expr, Apply) and len(leaves) == 1
+                return leaves, self._single if single else structure
         try:
             with engine_for_tracing(async_level=0):
-                if isinstance(expr, Apply):
-                    results = apply(expr.opdef, *values)
-                    return results[0] if len(results) == 1 else tuple(results)
-                args, kwargs = expr.unflatten_args(values)
-                if isinstance(args[0] if args else None, OpaqueOp):
-                    return args[0].stand_in(*args[1:])
-                if isinstance(expr, CallFunction):
-                    return expr.func(*args, **kwargs)
-                if expr.method == "__setitem__":  # its node is the tensor that it writes into
-                    target = copy(args[0])  # it may be a parameter
-                    target[args[1]] = args[2]
-                    return target
-                return getattr(args[0], expr.method)(*args[1:], **kwargs)
+                tensors = [zeros(v) if isinstance(v, TensorType) else v for v in values]
+                op = tensors[0] if tensors else None
+                result = op.stand_in(*tensors[1:]) if isinstance(op, OpaqueOp) else _call(expr, tensors)
+                leaves, structure = tree_flatten(result)
         except Exception as error:  # MegEngine's kernels raise errors of many classes
-            pairs = zip(expr.inputs, values, strict=True)
-            shapes = ", ".join(f"{n._name} {tuple(v.shape)}" for n, v in pairs if isinstance(v, RawTensor))
-            more = (" with one sample more" if self._adds_sample else " at another size") if probe else ""
-            raise GraphError(
-                f"{op_label(expr)} fails on {shapes or 'its arguments'}{more}: {failures.short(error)}"
-            ) from error
+            raise self._failure(expr, values, probe, error) from error
+        return leaves if known else [type_of(leaf) or leaf for leaf in leaves], structure
+
+    def _failure(self, expr: Expr, values: Sequence[Any], probe: int, error: BaseException) -> GraphError:
+        pairs = zip(expr.inputs, values, strict=True)
+        shown = ((n._name, v) for n, v in pairs if isinstance(v, (RawTensor, TensorType)))
+        shapes = ", ".join(f"{name} {tuple(int(n) for n in value.shape)}" for name, value in shown)
+        more = (" with one sample more" if self._adds_sample else " at another size") if probe else ""
+        return GraphError(
+            f"{op_label(expr)} fails on {shapes or 'its arguments'}{more}: {failures.short(error)}"
+        )
 
     def _value(self, node: Node, probe: int) -> Any:
         if node in self._values:
             known = self._values[node]
             return known[min(probe, len(known) - 1)]
         shapes = self._shapes[node]
-        return _zeros(shapes[min(probe, len(shapes) - 1)], node.dtype)
+        return TensorType(shapes[min(probe, len(shapes) - 1)], node.dtype)
 
     def _record(
         self, node: TensorNode, shapes: tuple[tuple[int, ...], ...], dtype: Any, device: Any = None
     ) -> None:
         self._shapes[node] = shapes if len(set(shapes)) > 1 else shapes[:1]
         node._shape, node._dtype = shapes[0], dtype
-        node._device = Tensor(0.0).device if device is None else device
+        node._device = self._device if device is None else device
 
     def _attribute(self, path: str) -> Any:
         if path in self._attributes:
@@ -426,5 +439,20 @@ def _new_module() -> TracedModule:
     return TracedModule(False, {}, {})
 
 
-def _zeros(shape: tuple[int, ...], dtype: Any) -> Tensor:
-    return Tensor(np.zeros(shape, np.dtype(dtype)))
+def _is_assignment(expr: Expr) -> bool:
+    return isinstance(expr, CallMethod) and bool(expr.method == "__setitem__")
+
+
+def _call(expr: Expr, values: Sequence[Any]) -> Any:
+    """Calls the op of ``expr`` on tensors and modules."""
+    if isinstance(expr, Apply):
+        results = apply(expr.opdef, *values)
+        return results[0] if len(results) == 1 else tuple(results)
+    args, kwargs = expr.unflatten_args(values)
+    if isinstance(expr, CallFunction):
+        return expr.func(*args, **kwargs)
+    if _is_assignment(expr):  # its node is the tensor that it writes into
+        target = copy(args[0])  # it may be a parameter
+        target[args[1]] = args[2]
+        return target
+    return getattr(args[0], expr.method)(*args[1:], **kwargs)

@@ -39,7 +39,7 @@ from qtrace.graph.op_failure import describe_failure
 from qtrace.graph.opaque import OpaqueOp
 from qtrace.graph.walk import called_graph, get_module, owner, reads_shape, updates_inputs
 
-__all__ = ["OpError", "TensorType", "TypeInference", "recorded_type"]
+__all__ = ["OpError", "TensorType", "TypeInference", "recorded_type", "summarize", "type_of", "zeros"]
 
 # Stored float tensors up to this size count by their values, larger ones by their type.
 _LARGEST_VALUE = 64
@@ -175,11 +175,11 @@ class TypeInference:
             OpError: when the op cannot run.
         """
         if isinstance(expr, Constant):
-            return [_stored(expr.value)], None
+            return [summarize(expr.value)], None
         if any(value is None for value in inputs) or _is_random(expr):
             return None, None
         if isinstance(expr, GetAttr):
-            return [_stored(get_module(inputs[0], expr.name))], None
+            return [summarize(get_module(inputs[0], expr.name))], None
         if isinstance(owner(expr), (FakeQuant, BiasQuant)):
             return [inputs[1]], None
         if isinstance(owner(expr), BnFold):  # it updates statistics of its own
@@ -224,9 +224,9 @@ class TypeInference:
         inexact = [v for v in inputs if isinstance(v, TensorType)]
         if not _zeros_show_shapes(expr, inexact):
             return None, None
-        leaves, structure = _call(expr, [_zeros(v) if isinstance(v, TensorType) else v for v in inputs])
+        leaves, structure = _call(expr, [zeros(v) if isinstance(v, TensorType) else v for v in inputs])
         exact = not types or reads_shape(expr)
-        return [_stored(leaf) if exact else _type_of(leaf) for leaf in leaves], structure
+        return [summarize(leaf) if exact else type_of(leaf) for leaf in leaves], structure
 
     def _variable(self, value: Any) -> Any:
         if not isinstance(value, TensorType):
@@ -322,24 +322,26 @@ def _deduced_value(leaf: Any) -> Any:
     if isinstance(leaf, VarNode):
         shape = leaf.shape
         return None if shape is None else TensorType(tuple(int(n) for n in shape), leaf.dtype)
-    return _stored(leaf)
+    return summarize(leaf)
 
 
-def _stored(value: Any) -> Any:
+def summarize(value: Any) -> Any:
     """Returns the value of a stored tensor or module; a large float tensor counts by its type."""
     if not isinstance(value, RawTensor):
-        return value if isinstance(value, Module) else None
+        return value if isinstance(value, (Module, TensorType)) else None
     small = int(np.prod(value.shape)) <= _LARGEST_VALUE
-    return value if small or np.dtype(value.dtype).kind in "iub" else _type_of(value)
+    return value if small or np.dtype(value.dtype).kind in "iub" else type_of(value)
 
 
-def _type_of(value: Any) -> TensorType | None:
+def type_of(value: Any) -> TensorType | None:
+    """Returns the type of a tensor; None for anything else."""
     if not isinstance(value, RawTensor):
         return None
     return TensorType(tuple(int(n) for n in value.shape), value.dtype)
 
 
-def _zeros(kind: TensorType) -> mge.Tensor:
+def zeros(kind: TensorType) -> mge.Tensor:
+    """Returns a tensor of zeros, which takes no memory if it is of float32."""
     dtype = np.dtype(kind.dtype)
     if _is_plain(kind) and dtype == np.float32:
         return F.broadcast_to(mge.Tensor(np.float32(0)), kind.shape)  # takes no memory

@@ -37,6 +37,7 @@ __all__ = [
     "CanonicalCall",
     "CanonicalOp",
     "OperandForm",
+    "OperationReader",
     "canonical_arguments",
     "canonical_call",
     "is_stored",
@@ -332,6 +333,38 @@ def stored_number(value: Any) -> float | None:
     if number in (0.0, 1.0) and _is_parameter(value):
         return None
     return number
+
+
+class OperationReader:
+    """Reads each node once as an operation or a number, as `read_operation` and `stored_number` do.
+
+    What was read is true until an expr changes: then call ``clear``.
+    """
+
+    def __init__(self) -> None:
+        self._operations: dict[Node, OperandForm | None] = {}
+        self._numbers: dict[Node, float | None] = {}
+
+    def operation(self, value: Any) -> OperandForm | None:
+        """Reads the expr that produces ``value``; see `read_operation`."""
+        if not isinstance(value, TensorNode):
+            return None
+        if value not in self._operations:
+            self._operations[value] = read_operation(value)
+        return self._operations[value]
+
+    def number(self, value: Any) -> float | None:
+        """Returns the number that ``value`` is; see `stored_number`."""
+        if not isinstance(value, TensorNode):
+            return stored_number(value)
+        if value not in self._numbers:
+            self._numbers[value] = stored_number(value)
+        return self._numbers[value]
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self._operations.clear()
+        self._numbers.clear()
 
 
 def _is_parameter(value: Any) -> bool:

@@ -26,7 +26,7 @@ from qtrace.errors import GraphError
 from qtrace.gradients import plain
 from qtrace.graph.arguments import signature
 from qtrace.graph.layer_calls import StoredTensor, is_call_of_layer, read_layer, without_equal_sizes
-from qtrace.graph.operations import CanonicalOp, canonical_arguments
+from qtrace.graph.operations import CanonicalOp, OperationReader, canonical_arguments
 from qtrace.graph.types import (
     CallFunction,
     CallMethod,
@@ -121,6 +121,10 @@ class Compound(Pattern):
     def roots(self) -> frozenset[str] | None:
         """Returns the kinds of operations that may end a match; None if any call may."""
         return None
+
+    def needs(self) -> frozenset[str]:
+        """Returns kinds of operations of each of which every match has one."""
+        return frozenset()
 
     def matches(self, matcher: Matcher, value: Any, state: PartialMatch) -> Iterator[PartialMatch]:
         """Yields the ways in which ``value`` matches; says ``matcher.fail`` where it does not."""
@@ -243,12 +247,18 @@ class Matcher:
         graph: the graph of the node; new nodes refer to their graph only after the commit.
         rewritten: exprs of earlier matches.
         dead: exprs that nothing uses any more, though lists of users still contain them.
+        reader: reads operations for several matchers of a graph that does not change between them.
     """
 
     def __init__(
-        self, graph: InternalGraph, rewritten: Set[Expr] = frozenset(), dead: Set[Expr] = frozenset()
+        self,
+        graph: InternalGraph,
+        rewritten: Set[Expr] = frozenset(),
+        dead: Set[Expr] = frozenset(),
+        reader: OperationReader | None = None,
     ) -> None:
         self.graph, self.rewritten, self.dead = graph, rewritten, dead
+        self.reader = reader or OperationReader()
         self.best: Mismatch | None = None  # of the attempt with the most matched calls
 
     def match(self, pattern: Pattern, node: Node) -> PatternMatch | Mismatch:

@@ -14,7 +14,7 @@ from megengine.traced_module.node import Node
 
 from qtrace.errors import GraphError
 from qtrace.graph.edit import GraphEditor
-from qtrace.graph.operations import possible_kinds
+from qtrace.graph.operations import OperationReader, possible_kinds
 from qtrace.graph.pattern import Compound, Matcher, Pattern, PatternMatch
 from qtrace.graph.walk import exprs
 
@@ -90,16 +90,21 @@ def apply_rules(
         editor: builds the editor of a sweep.
 
     Returns:
-        A result for each match, and for each node at which only a pattern's last calls match.
+        A result for each match, and for each node at which only a pattern's last calls match, if the graph
+        has all operations that the pattern needs.
 
     Raises:
         GraphError: when a rule replaces a node that is not an output of its match.
     """
-    return [result for rule in rules for result in _sweep(traced, rule, editor)]
+    reader = OperationReader()
+    return [result for rule in rules for result in _sweep(traced, rule, editor, reader)]
 
 
 def _sweep(
-    traced: TracedModule, rule: RewriteRule, make_editor: Callable[[TracedModule], GraphEditor]
+    traced: TracedModule,
+    rule: RewriteRule,
+    make_editor: Callable[[TracedModule], GraphEditor],
+    reader: OperationReader,
 ) -> list[RuleResult]:
     results: list[RuleResult] = []
     rewritten: set[Expr] = set()
@@ -113,7 +118,7 @@ def _sweep(
                 continue
             node = expr.outputs[index]
             name = str(node.name)
-            matcher = Matcher(traced.graph, rewritten, dead)
+            matcher = Matcher(traced.graph, rewritten, dead, reader)
             match, reason = _first_match(rule, matcher, node)
             if match is None:
                 if matcher.best is not None and matcher.best.matched:
@@ -123,18 +128,24 @@ def _sweep(
             if reason is None:
                 editor = editor or stack.enter_context(make_editor(traced))
                 _rewrite(traced, rule, match, editor)
+                reader.clear()
                 rewritten.update(match.exprs)
                 _add_dead(traced, match.exprs, dead)
             results.append(RuleResult(rule.name, name, reason is None, reason or "", pieces=pieces))
+    if rewritten:
+        reader.clear()  # the commit of the editor has replaced nodes
     return results[:: -1 if rule.from_outputs else 1]
 
 
 def _candidates(traced: TracedModule, rule: RewriteRule) -> list[Expr]:
     """Lists the exprs at which the pattern of ``rule`` may end, in the order of the graph."""
-    roots = rule.pattern.roots() if isinstance(rule.pattern, Compound) else None
-    if roots is None:
+    if not isinstance(rule.pattern, Compound):
         return exprs(traced)
-    return [expr for expr in exprs(traced) if not roots.isdisjoint(possible_kinds(expr))]
+    kinds = {expr: possible_kinds(expr) for expr in exprs(traced)}
+    if not rule.pattern.needs() <= {kind for names in kinds.values() for kind in names}:
+        return []
+    roots = rule.pattern.roots()
+    return [expr for expr, names in kinds.items() if roots is None or not roots.isdisjoint(names)]
 
 
 def _first_match(rule: RewriteRule, matcher: Matcher, node: Node) -> tuple[PatternMatch | None, str | None]:

@@ -78,7 +78,7 @@ def float_twin(model: QuantizedModel, given: TracedModule | None = None) -> Trac
         twin = QuantizedModel(flatten(given), "prepared")
     else:
         check_imported(spec for _, spec in specs(model.config))
-        prepared = prepare(given, model.config.without_placement())
+        prepared = prepare(given, model.config.without_placement(), progress=False)
         write_same_activations(prepared, model.module)
         twin = QuantizedModel(prepared, "prepared")
     switch_phase("float", twin)

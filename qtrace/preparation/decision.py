@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tqdm import tqdm
+
 from qtrace.benchmarking.costs import CostTable
 from qtrace.preparation.annotation import Annotation
 from qtrace.preparation.float_graph import FloatGraph
@@ -14,6 +16,8 @@ from qtrace.preparation.passes.unlike import find_unlike
 from qtrace.preparation.placement.reference import MeasuredRun
 
 __all__ = ["Decision", "decide"]
+
+_SHOWN_AFTER = 1.0  # second: most graphs are decided on before
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,10 @@ class Decision:
 
 
 def decide(
-    graph: FloatGraph, outcome: SearchOutcome | None = None, fitted: CostTable | None = None
+    graph: FloatGraph,
+    outcome: SearchOutcome | None = None,
+    fitted: CostTable | None = None,
+    progress: bool = False,
 ) -> Decision:
     """Decides for every expr: joins and outputs of unlike ranges first, then the placement, then the rules.
 
@@ -40,14 +47,16 @@ def decide(
         graph: the float graph; ops that the placement wants in pieces are written so in it.
         outcome: the labelling that an earlier search in the same network found; None to search.
         fitted: the packaged cost table, fitted to this processor; None for the table as it is packaged.
+        progress: whether to show a progress bar of the runs of the graph on stderr.
 
     Raises:
         ConfigError: for a config that does not fit the graph.
     """
     model, config = graph.model, graph.config
-    run = MeasuredRun(model, graph.samples)
-    unlike = find_unlike(model, config, run)
-    placing = place(model, config, run, unlike, outcome, fitted)
+    with tqdm(desc="prepare", unit="run", disable=not progress, delay=_SHOWN_AFTER, leave=False) as bar:
+        run = MeasuredRun(model, graph.samples, advance=bar.update)
+        unlike = find_unlike(model, config, run)
+        placing = place(model, config, run, unlike, outcome, fitted)
     changed: tuple[str, ...] = ()
     if placing is not None:
         placing, pieces = write_activations(model, placing)

@@ -47,6 +47,7 @@ def prepare(
     inputs: str | Sequence[str] | None = None,
     outputs: str | Sequence[str] | None = None,
     samples: Iterable[Any] | None = None,
+    progress: bool = True,
 ) -> TracedModule:
     """Returns a copy of ``traced`` with a fake quant at every site that the config asks for.
 
@@ -71,6 +72,8 @@ def prepare(
         samples: batches as `calibrate` takes them. On the first four images the ranges of the parts of joins,
             slices and outputs are measured, and for a placement the noise of roundings at the outputs; None
             for generated images. No iterator, which `calibrate` would go on reading behind them.
+        progress: whether to show a progress bar on stderr while the graph runs on ``samples``; none appears
+            within the first second.
 
     Returns:
         A prepared ``TracedModule``.
@@ -81,9 +84,8 @@ def prepare(
         GraphError: when ``traced`` is not a traced module, or is prepared already, or an op of it cannot
             run on the shapes of its inputs after a change of the module.
     """
-    return prepare_placed(traced, _read_request(traced, qconfig, inputs, outputs, samples), samples, qconfig)[
-        0
-    ]
+    config = _read_request(traced, qconfig, inputs, outputs, samples)
+    return prepare_placed(traced, config, samples, qconfig, progress=progress)[0]
 
 
 def prepare_placed(
@@ -93,6 +95,7 @@ def prepare_placed(
     given: object = None,
     outcome: SearchOutcome | None = None,
     fitted: CostTable | None = None,
+    progress: bool = False,
 ) -> tuple[TracedModule, SearchOutcome | None]:
     """Prepares a module, and returns the labellings that its placement chose between, too.
 
@@ -103,13 +106,14 @@ def prepare_placed(
         given: the config as the user gave it, for notes.
         outcome: a labelling of an earlier search in the same network, which is taken; None to search.
         fitted: the packaged cost table, fitted to this processor; None for the table as it is packaged.
+        progress: as for `prepare`.
 
     Returns:
         The prepared module, and the outcome of the search; None without a choice.
     """
     with paused_collector():
         graph = make_float_graph(traced, config, samples)
-        decision = decide(graph, outcome, fitted)
+        decision = decide(graph, outcome, fitted, progress)
         scales = native.bring_scales(graph.model, decision.annotation, graph.located)
         insert(graph.model, scales.annotation)
         check(graph.model, types=False)  # the editor renewed them

@@ -105,6 +105,7 @@ class Card(Displayed):
         recipe: the config as a recipe.
         versions: package -> version.
         made: the day.
+        stages: stage of the run that made the file -> its time in seconds.
     """
 
     file: str
@@ -124,6 +125,7 @@ class Card(Displayed):
     recipe: str
     versions: Mapping[str, str] = field(default_factory=dict)
     made: str = ""
+    stages: Mapping[str, float] = field(default_factory=dict)
 
     def table(self) -> str:
         """Returns the card as text."""
@@ -160,6 +162,7 @@ class Card(Displayed):
             ("verified", "" if self.verified is None else f"in its runtime, {self.verified} LSB at most"),
             ("versions", ", ".join(f"{name} {number}" for name, number in self.versions.items())),
             ("made", self.made),
+            ("stages", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.stages.items())),
         ]
 
     def _time(self) -> str:
@@ -194,6 +197,7 @@ class Card(Displayed):
             "not_timed": self.untimed,
             "recipe": self.recipe,
             "versions": dict(self.versions),
+            "stage_seconds": {name: round(seconds, 3) for name, seconds in self.stages.items()},
         }
 
     def html(self) -> str:
@@ -249,6 +253,7 @@ def make_card(
     verify: VerifyReport | None,
     data: str,
     seconds: float = 1.0,
+    stages: Mapping[str, float] | None = None,
 ) -> Card:
     """Makes the card of an exported file, and measures its time beside that of float.
 
@@ -261,6 +266,7 @@ def make_card(
         verify: the report of the file's run in its runtime.
         data: the name of the calibration data.
         seconds: how long each of both files runs, in seconds.
+        stages: stage of the run that made the file -> its time in seconds.
     """
     view, figures = QuantizedModel(converted), read_figures(converted)
     timing, untimed = measure_speed(path, traced, view.config.backend, seconds)
@@ -284,6 +290,7 @@ def make_card(
         recipe=dump_recipe(view.config),
         versions=_versions(),
         made=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        stages=dict(stages or {}),
     )
 
 

@@ -84,7 +84,9 @@ def prepare_measured(
     times = Times() if measurement is None else measurement.times
     fitted = None if measurement is None or times.fixed else fit_costs(config)
     start = time.perf_counter()
-    prepared, outcome = prepare_placed(traced, config, samples, config, fitted=fitted)
+    prepared, outcome = prepare_placed(
+        traced, config, samples, config, fitted=fitted, progress=reporter.progress
+    )
     if measurement is None or outcome is None or not _is_measurable(config, outcome):
         return prepared
     budget = min(max(time.perf_counter() - start, _LEAST_SECONDS), _MOST_SECONDS)

@@ -37,6 +37,7 @@ from qtrace.quantizing.measuring import TimingPlan, prepare_measured
 from qtrace.quantizing.reporting import LogReporter, Reporter
 from qtrace.quantizing.sources import labels_of, read_network
 from qtrace.quantizing.stage import DataReading, note_pixels, open_source
+from qtrace.quantizing.stages import StageTimes
 from qtrace.quantizing.targets import choose_config, format_of
 from qtrace.quantizing.times import Times
 from qtrace.sensitivity.diagnosis.verdict import Verdict
@@ -66,6 +67,7 @@ class Quantized(Displayed):
         data: the name of the calibration data.
         delivery: what was measured of the quantized file beside float, and which of both was written: float
             if it is faster here, unless the config asks for the quantized one.
+        seconds: name of a stage -> its time in seconds.
     """
 
     path: Path
@@ -77,6 +79,7 @@ class Quantized(Displayed):
     traced: TracedModule | None = None
     data: str = ""
     delivery: Delivery = field(default_factory=Delivery)
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
     @cached_property
     def card(self) -> Card:
@@ -90,6 +93,7 @@ class Quantized(Displayed):
             verdict=None if self.delivery.in_float else self.verdict,
             verify=self.verify,
             data=self.data,
+            stages=self.seconds,
         )
 
     def _text(self, max_width: int | None) -> str:
@@ -119,11 +123,12 @@ class Quantized(Displayed):
 
 @dataclass(frozen=True)
 class _Data:
-    """The data of a call: what is calibrated on, and what is judged and verified on."""
+    """The data of a call, for calibration, judgement and verification, and the times of its stages."""
 
     calibration: DataSource
     evaluation: EvaluationData
     batch_size: int
+    times: StageTimes
 
 
 @dataclass(frozen=True)
@@ -213,22 +218,27 @@ def quantize(
     with output_file(path, force=force) as partial:
         reading = DataReading(batch_size, max_batches, skip_bad)
         opened = _open(source, data, evaluation, reading, config, reporter, spell)
-        traced = read_network(source, opened.calibration, shapes, allow)
+        stages = opened.times
+        with stages.measure("import"):
+            traced = read_network(source, opened.calibration, shapes, allow)
         acceptance = Acceptance(metric, at_least)
         taken = Times.open(None if times is None else Path(times))
         measurement = TimingPlan(taken) if measure else None
         result = _calibrate(traced, config, opened, acceptance, reporter, measurement)
         if max_drop is not None:
-            result = _keep_metric(traced, config, opened, acceptance, max_drop, reporter, result)
+            with stages.measure("raise layers"):
+                result = _keep_metric(traced, config, opened, acceptance, max_drop, reporter, result)
         _check(result.judgement, allow_broken, spell)
-        converted = convert(result.prepared)
-        export(converted, partial, format=format_of(config))
+        with stages.measure("export"):
+            converted = convert(result.prepared)
+            export(converted, partial, format=format_of(config))
         report = _verify(partial, path, converted, result.prepared, opened) if verify else None
         delivery = Delivery()
         if measure:
             kept = keep or is_precision(recipe)
             timer = fixed_timer(taken.files) if taken.fixed else None
-            delivery = measure_file(partial, result.prepared, traced, config, keep=kept, timer=timer)
+            with stages.measure("measure the file"):
+                delivery = measure_file(partial, result.prepared, traced, config, keep=kept, timer=timer)
             taken.files = delivery.files
             taken.write()
         if delivery.prepared is not None:
@@ -237,7 +247,16 @@ def quantize(
             report = _verify(partial, path, converted, delivery.prepared, opened) if verify else None
     origin = opened.calibration.source
     return Quantized(
-        path, result.judgement, report, result.prepared, converted, result.raised, traced, origin, delivery
+        path,
+        result.judgement,
+        report,
+        result.prepared,
+        converted,
+        result.raised,
+        traced,
+        origin,
+        delivery,
+        stages.seconds,
     )
 
 
@@ -265,7 +284,7 @@ def _open(
     other = None if evaluation is None else reopen(evaluation)
     chosen = choose_evaluation(calibration, lambda: reopen(data), other, spell)
     calibration.max_batches = chosen.max_batches
-    return _Data(calibration, chosen, reading.batch_size)
+    return _Data(calibration, chosen, reading.batch_size, StageTimes())
 
 
 def _calibrate(
@@ -277,8 +296,9 @@ def _calibrate(
     measurement: TimingPlan | None,
 ) -> _Calibrated:
     """Prepares, calibrates and judges."""
-    held_back = data.evaluation.read(traced) if measurement is not None else ()
-    prepared = prepare_measured(traced, config, data.calibration, held_back, measurement, reporter)
+    with data.times.measure("prepare"):
+        held_back = data.evaluation.read(traced) if measurement is not None else ()
+        prepared = prepare_measured(traced, config, data.calibration, held_back, measurement, reporter)
     return _judge(prepared, data, acceptance, reporter)
 
 
@@ -286,11 +306,13 @@ def _judge(prepared: TracedModule, data: _Data, acceptance: Acceptance, reporter
     """Calibrates and judges a prepared graph."""
     source = data.calibration
     twin = copy_float(prepared)
-    calibrate(prepared, source, progress=reporter.progress)
+    with data.times.measure("calibrate"):
+        calibrate(prepared, source, progress=reporter.progress)
     samples = len(source) * data.batch_size if hasattr(source, "__len__") else None
-    judgement = conclude(
-        prepared, data.evaluation, acceptance, reporter, twin=twin, samples=samples, calibration=source
-    )
+    with data.times.measure("judge"):
+        judgement = conclude(
+            prepared, data.evaluation, acceptance, reporter, twin=twin, samples=samples, calibration=source
+        )
     return _Calibrated(prepared, judgement)
 
 
@@ -326,7 +348,7 @@ def _keep_metric(
             f"best has {found.reached:.4g}: nothing was written."
         )
     raised = tuple(layer.name for layer in found.layers)
-    prepared = prepare(traced, found.qconfig, samples=data.calibration)
+    prepared = prepare(traced, found.qconfig, samples=data.calibration, progress=reporter.progress)
     if not any(fake_quants(prepared)):
         raise CalibrationError(
             f"the metric is within {max_drop:g} of {found.in_float:.4g} only with every layer in float: "
@@ -372,7 +394,8 @@ def _verify(
     Raises:
         ExportError: when the runtime computes something else.
     """
-    report = verify_file(partial, converted, _few(data.evaluation.read(prepared)))
+    with data.times.measure("verify"):
+        report = verify_file(partial, converted, _few(data.evaluation.read(prepared)))
     if not report.passed:
         raise ExportError(
             f"{path.name} was not written, as its runtime computes something else than the graph:\n"

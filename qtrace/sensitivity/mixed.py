@@ -185,7 +185,7 @@ class _Trial:
         return replace(self._result(raised, steps, reached), target=target, by_noise=ladder)
 
     def _simulation(self, config: QConfig) -> Simulation:
-        prepared = prepare(self.traced, config, samples=self.calibration or None)
+        prepared = prepare(self.traced, config, samples=self.calibration or None, progress=False)
         if isinstance(self.compares, DetectionLoss):
             self.compares.of(prepared)  # what it cannot do is told before the calibration, which may be long
         twin = flatten(prepared) if late_algorithms(config) else None  # before they change weights

@@ -147,7 +147,7 @@ class Judge:
         return self._prepare(config, part)[1:]
 
     def _prepare(self, config: QConfig, part: RungData) -> tuple[TracedModule, float | None, int]:
-        model = prepare(self.traced, config, samples=part.calibration)
+        model = prepare(self.traced, config, samples=part.calibration, progress=False)
         return model, predict_milliseconds(self.traced, model, config), read_figures(model).bytes
 
     def measure(self, model: TracedModule, batches: Sequence[Any]) -> tuple[float, tuple[float, ...]]:

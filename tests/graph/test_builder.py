@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
+import megengine
 import megengine as mge
 import megengine.functional as F
 import megengine.module as M
 import numpy as np
 import pytest
+from megengine.utils.network_node import VarNode
 
 import qtrace
 from qtrace.errors import GraphError
@@ -107,6 +111,32 @@ def test_outputs_keep_the_structure_that_is_given():
     result = net(mge.Tensor(np.zeros((1, 2), np.float32)))
     assert set(result) == {"plus", "both"}
     assert result["plus"].numpy().tolist() == [[1.0, 1.0]]
+
+
+def test_no_kernel_runs_on_what_depends_on_the_inputs(monkeypatch):
+    """Types come from inference, at both sizes; a product of parameters is computed."""
+    tensors = []
+    for module, name in ((megengine.module.conv, "conv2d"), (F, "matmul")):
+        function = getattr(module, name)
+
+        def spy(x, *args, function=function, **kwargs):
+            if isinstance(x, mge.Tensor) and not isinstance(x, VarNode):
+                tensors.append(tuple(x.shape))
+            return function(x, *args, **kwargs)
+
+        monkeypatch.setattr(module, name, functools.wraps(function)(spy))
+    builder = GraphBuilder()
+    x = builder.input("x", (1, 3, 8, 8), batch_axis=0)
+    y = builder.call_module("conv", M.Conv2d(3, 4, 3, padding=1), x)
+    square = builder.call_function(
+        F.matmul, builder.parameter("w", values(9, 8)), builder.parameter("v", values(8, 9))
+    )
+    z = builder.call_function(
+        F.matmul, builder.call_function(F.reshape, y, (-1, 4, 64)), builder.parameter("u", values(64, 9))
+    )
+    z = builder.call_function(F.matmul, z, square)
+    assert builder.shapes(z) == ((1, 4, 9), (2, 4, 9))
+    assert tensors == [(9, 8)]
 
 
 def test_an_op_that_fails_is_named_with_its_shapes_and_changes_nothing():

@@ -151,3 +151,15 @@ def test_one_batchnorm_behind_two_layers_that_keeps_its_place_in_training() -> N
     prepared = qtrace.calibrate(qtrace.prepare(traced, "vit"), [x], progress=False)
     outputs = zip(traced(mge.Tensor(x)), qtrace.convert(prepared)(mge.Tensor(x)), strict=True)
     assert all(sqnr_db(exact.numpy(), rounded.numpy()) > 25 for exact, rounded in outputs)
+
+
+def test_prepare_shows_the_runs_of_the_graph(
+    traced: TracedModule, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It shows them from the first second on; here at once."""
+    monkeypatch.setattr("qtrace.preparation.decision._SHOWN_AFTER", 0.0)
+    config = {"placement": "balanced"}
+    qtrace.prepare(traced, config, samples=[_X], progress=False)
+    assert "prepare" not in capsys.readouterr().err
+    qtrace.prepare(traced, config, samples=[_X])
+    assert "prepare: 0run" in capsys.readouterr().err

@@ -56,6 +56,14 @@ def test_the_card_says_what_the_file_is(result: Quantized, card: Card) -> None:
     assert "schema: qtrace/1" in card.recipe
 
 
+def test_the_card_has_the_time_of_each_stage(result: Quantized, card: Card) -> None:
+    assert list(card.stages) == ["import", "prepare", "calibrate", "judge", "export", "verify"]
+    assert card.stages == result.seconds
+    assert all(seconds > 0 for seconds in card.stages.values())
+    assert card.to_dict()["stage_seconds"].keys() == card.stages.keys()
+    assert "calibrate" in card.table()
+
+
 def test_the_time_is_measured_beside_float(card: Card) -> None:
     assert card.timing is not None
     assert card.untimed == ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,20 +107,36 @@ class RoundingErrors(Run):
 
     def on_node(self, node: Node, value: Any) -> Any:
         """Rounds the value of ``node``."""
-        if node in self.qparams:
-            self.values[node] = _rounding_error(value.numpy(), self.qparams[node])
+        self.add_value(node, value)
         return super().on_node(node, value)
 
     def run_expr(self, expr: Expr, inputs: Sequence[Any]) -> Sequence[Any] | None:
         """Computes a layer with its rounded weight, too."""
         results = interpret(expr, inputs)
+        self.add_weight(expr, inputs, results, interpret)
+        return results
+
+    def add_value(self, node: Node, value: Any) -> None:
+        """Computes the rounding error of a value of ``node``."""
+        if node in self.qparams:
+            self.values[node] = _rounding_error(value.numpy(), self.qparams[node])
+
+    def add_weight(
+        self, expr: Expr, inputs: Sequence[Any], results: Sequence[Any] | None, compute: Callable[..., Any]
+    ) -> None:
+        """Computes the error of the result of the layer ``expr`` if its weight is rounded.
+
+        Args:
+            expr: the layer.
+            inputs: the values that it reads.
+            results: its results.
+            compute: computes the results of an expr from its inputs, as ``results`` were computed.
+        """
         if expr in self.sites.weights and results:
             node, rounded = self.sites.weights[expr]
             others = [rounded if n is node else v for n, v in zip(expr.inputs, inputs, strict=True)]
-            changed = interpret(expr, others)
-            assert changed is not None
+            changed = compute(expr, others)
             self.weights[expr.outputs[0]] = changed[0].numpy() - results[0].numpy()
-        return results
 
 
 def _rounding_error(exact: np.ndarray, qparams: QParams) -> np.ndarray:
@@ -167,7 +183,7 @@ class Probe(Run):
     Args:
         model: the graph.
         sites: what is measured.
-        errors: the rounding errors of the batch.
+        errors: the rounding errors of the batch; the run computes them if there are none yet.
         groups: the groups of columns to measure at.
         rng: the generator of the random vector.
         totals: the sums for values and for weights.
@@ -184,6 +200,7 @@ class Probe(Run):
     ) -> None:
         super().__init__(model, sites)
         self.errors, self.groups, self.rng = errors, groups, rng
+        self.is_first = not errors.values and not errors.weights
         self.sums = tuple(zip(totals, (errors.values, errors.weights), strict=True))
         self.tape: Grad | None = None
 
@@ -197,6 +214,8 @@ class Probe(Run):
 
     def on_node(self, node: Node, value: Any) -> Any:
         """Attaches a callback for the gradient of ``node``."""
+        if self.is_first:
+            self.errors.add_value(node, value)
         if any(node in errors for _, errors in self.sums):
             value = F.copy(value)  # two nodes may share a tensor, and the graph's inputs are the caller's
             assert self.tape is not None
@@ -204,7 +223,15 @@ class Probe(Run):
         return super().on_node(node, value)
 
     def run_expr(self, expr: Expr, inputs: Sequence[Any]) -> Sequence[Any] | None:
-        """Computes ``expr``; convolutions by a function with faster gradients, cells by one that has any."""
+        """Computes ``expr``, and what its rounded weight changes."""
+        results = self._run_differentiably(expr, inputs)
+        if self.is_first:
+            without_gradients = [v.detach() if isinstance(v, Tensor) else v for v in inputs]
+            self.errors.add_weight(expr, without_gradients, results, self._run_differentiably)
+        return results
+
+    def _run_differentiably(self, expr: Expr, inputs: Sequence[Any]) -> Sequence[Any] | None:
+        """Computes convolutions by a function with faster gradients, cells by one that has any."""
         if isinstance(expr, CallFunction) and expr.func is F.conv2d:
             args, kwargs = expr.unflatten_args(inputs)
             return (conv2d(*args, **kwargs),)

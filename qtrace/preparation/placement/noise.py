@@ -95,9 +95,10 @@ def measure_noise(
             return errors
 
         for inputs in run.batches if groups else ():
-            errors = compute_errors(inputs)
+            errors = RoundingErrors(model, sites, qparams)  # the first probe computes them on its way
             for _ in range(probes):
                 Probe(model, sites, errors, groups, rng, (values, weights)).execute(inputs)
+                run.advance()
         estimates = {node: power / (probes * len(groups)) for node, power in values.powers().items()}
         largest = sorted(estimates, key=lambda node: -estimates[node])[:exact]
         largest += [node for node in before_regions(model) if node in sites.values and node not in largest]

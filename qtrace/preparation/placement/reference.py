@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -30,6 +30,10 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _SYNTHETIC_BATCHES = 2
 
 
+def _nothing() -> None:
+    """Shows no progress."""
+
+
 class MeasuredRun:
     """The batches on which a float graph is measured, and what one run on them tells.
 
@@ -42,13 +46,20 @@ class MeasuredRun:
             the spectrum of natural images and variance 1: a stand-in, which may be far off where the network
             was trained on other inputs.
         seed: seed of the random inputs.
+        advance: is called after each run of a batch, by whoever runs one.
 
     Attributes:
         ends: the nodes at which noise is measured.
     """
 
-    def __init__(self, model: TracedModule, samples: Sequence[Arguments] | None, seed: int = 0) -> None:
-        self.model, self.samples = model, samples
+    def __init__(
+        self,
+        model: TracedModule,
+        samples: Sequence[Arguments] | None,
+        seed: int = 0,
+        advance: Callable[[], object] = _nothing,
+    ) -> None:
+        self.model, self.samples, self.advance = model, samples, advance
         self.ends = find_ends(model)
         self._generator = np.random.default_rng(seed)
         self._ranges: dict[Node, tuple[float, float]] = {}
@@ -120,6 +131,7 @@ class MeasuredRun:
             for index, inputs in enumerate(self.batches):
                 with translate_errors(self.model, (tuple(inputs[1:]), {}), index):
                     statistics.execute(inputs)
+                self.advance()
         self._ranges.update(statistics.ranges)
         self._exact = statistics.exact
 

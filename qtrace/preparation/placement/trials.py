@@ -80,6 +80,7 @@ class Trials:
             for inputs, exact in zip(self.run.batches, self.run.exact(), strict=True):
                 run = _RoundedGraph(self.model, sites, rounded, weights or {})
                 run.execute(inputs)
+                self.run.advance()
                 for group in totals:
                     totals[group] += group.noise(exact[group.end], run.ends[group.end].numpy())
         lost = {group: noise for group, noise in totals.items() if 0 < noise < math.inf}

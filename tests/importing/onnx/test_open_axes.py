@@ -15,6 +15,8 @@ from onnx import numpy_helper
 import qtrace
 from qtrace.data.batches import as_arguments
 from qtrace.graph.open_axes import read_open_axes
+from qtrace.importing.onnx import opening
+from qtrace.onnxfile.sessions import OrtSession
 from tests.importing.onnx.networks import model, node, save, weights
 
 IMAGE = {"x": ["batch", 2, "rows.0", "?"]}
@@ -228,3 +230,40 @@ def test_a_coarse_map_is_open_at_a_width_that_no_power_of_two_divides(tmp_path: 
     assert isinstance(declared(exported)[1][2], str)
     for each in (path, exported):
         check_sizes(each, net, ((3, 2, 16, width + 43), (2, 2, 24, 2 * width)))
+
+
+def test_the_proof_at_other_sizes_takes_few_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = []
+    run = OrtSession.run
+
+    def spy(self: OrtSession, names: object, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+        shapes.append(feeds["x"].shape)
+        return run(self, names, feeds)
+
+    monkeypatch.setattr(OrtSession, "run", spy)
+    path = save(convolutional(), tmp_path)
+    qtrace.from_onnx(path, {"x": (1, 2, 640, 640)})
+    assert shapes == [(2, 2, 128, 160), (2, 2, 127, 159)]
+
+
+def test_values_without_digits_are_compared_at_a_larger_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sigmoid near 0 rounds to the precision of 1 in MegEngine, and not in onnxruntime."""
+    nodes = [
+        node("GlobalAveragePool", "x", "mean"), node("Mul", "x zero", "none"), node("Add", "none mean", "z"),
+        node("Sub", "z shift", "s"), node("Sigmoid", "s", "y"),
+    ]  # fmt: skip
+    path = save(model(nodes, IMAGE, stored={"shift": np.float32(11), "zero": np.float32(0)}), tmp_path)
+    tried = []
+    is_equal = opening._FileRuns.is_equal
+
+    def spy(self: opening._FileRuns, *args: object) -> bool | None:
+        tried.append(is_equal(self, *args))
+        return tried[-1]
+
+    monkeypatch.setattr(opening._FileRuns, "is_equal", spy)
+    record = read_open_axes(qtrace.from_onnx(path, {"x": (1, 2, 640, 640)}))
+    assert record is not None
+    assert not record.fixed
+    assert tried[:2] == [None, None]

@@ -20,6 +20,7 @@ from qtrace.graph.tracing.trace import trace
 from qtrace.graph.walk import exprs
 from qtrace.numerics import choose, fake_quantize
 from qtrace.preparation.passes.expand import expand
+from qtrace.preparation.placement._runs import Run
 from qtrace.preparation.placement.noise import OutputNoise, measure_noise
 from qtrace.preparation.placement.reference import MeasuredRun
 from qtrace.scheme import QScheme
@@ -112,6 +113,21 @@ def test_equals_the_noise_of_real_rounding() -> None:
         assert _decibels(measured) == pytest.approx(
             _decibels(np.square(rounded - exact).sum() / power), abs=1.5
         )
+
+
+def test_each_batch_runs_once_for_the_ranges_and_once_for_the_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run that measures gradients computes the rounding errors on its way."""
+    runs = []
+    execute = Run.execute
+
+    def spy(self: Run, inputs: Any) -> None:
+        runs.append(type(self).__name__)
+        execute(self, inputs)
+
+    monkeypatch.setattr(Run, "execute", spy)
+    x = images(4, 3, 8, 8)
+    _measure(_small_net(), [x[:2], x[2:]], probes=1)
+    assert runs == ["RangeStatistics"] * 2 + ["Probe"] * 2
 
 
 def test_a_seed_determines_the_result() -> None:

@@ -1,0 +1,40 @@
+"""The time that each stage of a run takes, for the log and the card."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+__all__ = ["StageTimes"]
+
+_LOG = logging.getLogger("qtrace")
+
+
+class StageTimes:
+    """Measures the stages of a run; a stage that runs again adds to its time."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """Name of a stage -> its time in seconds, in the order in which the stages began."""
+        return dict(self._seconds)
+
+    @contextmanager
+    def measure(self, stage: str) -> Iterator[None]:
+        """Measures the block, and writes its time to the log (INFO).
+
+        Args:
+            stage: the name of the stage.
+        """
+        start = time.perf_counter()
+        self._seconds.setdefault(stage, 0.0)
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - start
+            self._seconds[stage] += seconds
+            _LOG.info("%s took %.1f s", stage, seconds)

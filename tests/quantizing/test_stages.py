@@ -1,0 +1,33 @@
+"""`StageTimes` adds up what a stage takes, and logs it."""
+
+from __future__ import annotations
+
+import logging
+from itertools import count
+
+import pytest
+
+from qtrace.quantizing import stages
+from qtrace.quantizing.stages import StageTimes
+
+
+def test_a_stage_that_runs_again_adds_to_its_time(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ticks = count()
+    monkeypatch.setattr(stages.time, "perf_counter", lambda: float(next(ticks)))
+    times = StageTimes()
+    with caplog.at_level(logging.INFO, "qtrace"):
+        with times.measure("raise layers"), times.measure("prepare"):
+            pass
+        with times.measure("prepare"):
+            pass
+    assert list(times.seconds.items()) == [("raise layers", 3.0), ("prepare", 2.0)]
+    assert caplog.messages == ["prepare took 1.0 s", "raise layers took 3.0 s", "prepare took 1.0 s"]
+
+
+def test_a_stage_that_fails_has_its_time() -> None:
+    times = StageTimes()
+    with pytest.raises(ValueError, match="no"), times.measure("export"):
+        raise ValueError("no")
+    assert times.seconds.keys() == {"export"}

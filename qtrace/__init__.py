@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from qtrace.quantizing.quantize import quantize
     from qtrace.quantizing.splitting import split
     from qtrace.quantizing.stage import calibrate_to_folder
+    from qtrace.runtimes.host import RuntimeHost
     from qtrace.scheme import QParams, QScheme
     from qtrace.sensitivity.diagnosis import diagnose
     from qtrace.tuning import tune
@@ -47,6 +48,7 @@ __all__ = [
     "QParams",
     "QScheme",
     "QtraceError",
+    "RuntimeHost",
     "bench",
     "bisect",
     "calibrate",
@@ -87,6 +89,7 @@ _HOME = {
     "QConfig": "config",
     "QParams": "scheme",
     "QScheme": "scheme",
+    "RuntimeHost": "runtimes.host",
     "QtraceError": "errors",
     "bench": "quantizing.files",
     "bisect": "verification.bisect",

@@ -13,13 +13,14 @@ ROOT = Path(__file__).parent.parent
 LINKED = ("observers", "fakequant", "recipes")
 
 # Numpy only: these run in worker processes that never load MegEngine.
-WITHOUT_MEGENGINE = {"errors", "storage", "scheme", "numerics", "plugins", "observers", "onnxfile"}
+WITHOUT_MEGENGINE = {"errors", "storage", "scheme", "numerics", "plugins", "observers"}
+WITHOUT_MEGENGINE |= {"onnxfile", "runtimes"}
 
 # The only room that touches TracedModule's internals, and the files outside it that may name the module.
 TRACED_MODULE_ROOM = "graph"
 TRACED_MODULE_FILES = {"qtrace/fakequant/base.py"}  # it calls register_as_builtin
 
-MOST_ROOMS = 36
+MOST_ROOMS = 37
 NOT_ROOMS = {"__init__.py", "__main__.py", "__pycache__", "py.typed"}
 _ROW = re.compile(r"\| `(?P<room>\w+)(?:/|\.py)?` \|[^|]+\|(?P<imports>[^|]*)\|(?P<by_name>[^|]*)\|")
 _MODULE = re.compile(r"(?P<module>qtrace(\.\w+)+)(:\w+)?")

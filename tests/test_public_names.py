@@ -14,6 +14,7 @@ NAMES = {
     "QConfig",
     "QParams",
     "QScheme",
+    "RuntimeHost",
     "QtraceError",
     "quiet",
     "fakequant",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from qtrace.benchmarking.profile import FLOAT_OPS, INTEGER_OPS, LAYOUT, ROUNDING
 from qtrace.benchmarking.runners import RunnerSettings, open_file
 from qtrace.benchmarking.runners.onnxruntime import OnnxRunner
 from qtrace.errors import ExportError
+from qtrace.runtimes.host import describe_side
 
 __all__ = ["NO_SLOWER", "FileReport", "bench_files", "list_shares", "show"]
 
@@ -35,6 +36,7 @@ class FileReport:
         latency: its times.
         profile: the times of its nodes; None if they were not asked for, or the runtime has no profile.
         prediction: the time that a cost table predicts; None if that was not asked for.
+        side: versions and machine of a runtime on another host; empty for one in this interpreter.
     """
 
     path: Path
@@ -43,6 +45,7 @@ class FileReport:
     latency: Latency
     profile: Profile | None = None
     prediction: Prediction | None = None
+    side: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def slower(self) -> bool:
@@ -63,6 +66,7 @@ class FileReport:
         facts["latency"] = self.latency.to_dict()
         facts["profile"] = None if self.profile is None else self.profile.to_dict()
         facts["predicted_seconds"] = None if self.prediction is None else self.prediction.seconds
+        facts["runtime_host"] = dict(self.side) or None
         facts["slower"] = self.slower
         facts["reason"] = self.reason() if self.slower else ""
         return facts
@@ -108,7 +112,7 @@ def bench_files(
             if table is not None:
                 prediction = predict(read_graph(path, runner.shapes), table)
         memory = peak_memory(path, runtime, settings)
-        reports.append(FileReport(path, file_size(path), memory, latency, profile, prediction))
+        reports.append(FileReport(path, file_size(path), memory, latency, profile, prediction, runner.side))
     return reports
 
 
@@ -129,6 +133,7 @@ def show(reports: Sequence[FileReport], by_op: bool) -> str:
     for report in reports:
         lines.append(f"{report.path.name:{width}}  {_figures(report)}")
     lines += [report.reason() for report in reports if report.slower]
+    lines += list(dict.fromkeys(f"runtime: {describe_side(r.side)}" for r in reports if r.side))
     if by_op:
         for report in reports:
             if report.profile is not None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from qtrace.onnxfile.sessions import SessionSettings, open_session
+from qtrace.runtimes.host import RuntimeHost
 
 __all__ = ["NodeRun", "ProfiledSession"]
 
@@ -39,10 +38,8 @@ class NodeRun:
 class ProfiledSession:
     """A session whose nodes are timed by onnxruntime's own profile."""
 
-    def __init__(self, model: bytes | str, threads: int = 1) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="qtrace-profile-")
-        profile = os.path.join(self._folder.name, "run")
-        self._session = open_session(model, SessionSettings(threads=threads, profile=profile))
+    def __init__(self, model: bytes | str, threads: int = 1, host: RuntimeHost | None = None) -> None:
+        self._session = open_session(model, SessionSettings(threads=threads, profile=True, host=host))
         self.inputs = self._session.inputs
 
     def run(self, feeds: Mapping[str, np.ndarray]) -> None:
@@ -51,8 +48,7 @@ class ProfiledSession:
 
     def finish(self) -> list[list[NodeRun]]:
         """Ends the profile and returns the nodes of each run, in the order of execution."""
-        events = json.loads(self._session.end_profile().read_text(encoding="utf-8"))
-        self._folder.cleanup()
+        events = json.loads(self._session.end_profile())
         return _split_runs(events)
 
 

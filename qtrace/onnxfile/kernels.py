@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from qtrace.onnxfile.reading import read_model
 from qtrace.onnxfile.saturation import products_saturate
 from qtrace.onnxfile.sessions import SessionSettings, open_session
+from qtrace.runtimes.host import RuntimeHost
 
 __all__ = ["Kernels", "find_kernels"]
 
@@ -32,12 +32,14 @@ class Kernels:
     Attributes:
         integer: names of the results that integer kernels compute.
         floats: result, op and reason for those that run in float between rounded tensors.
-        saturates: whether products of the file's types saturate on this processor.
+        saturates: whether products of the file's types saturate on the processor that it runs on.
+        side: versions and machine of a runtime on another host; empty for one in this interpreter.
     """
 
     integer: tuple[str, ...]
     floats: tuple[tuple[str, str, str], ...]
     saturates: bool = False
+    side: Mapping[str, Any] = field(default_factory=dict)
 
     def describe(self) -> list[str]:
         """Says in lines how many ops run on integers, and what keeps the others in float."""
@@ -53,10 +55,14 @@ class Kernels:
         return lines
 
 
-def find_kernels(path: Path) -> Kernels:
+def find_kernels(path: Path, host: RuntimeHost | None = None) -> Kernels:
     """Optimizes the file as for deployment and finds the kernel of each of its quantized ops.
 
     A quantized op is one that reads dequantized integers.
+
+    Args:
+        path: the file.
+        host: the interpreter or machine that has onnxruntime; None for this process.
 
     Raises:
         ExportError: when onnxruntime cannot run the file.
@@ -65,7 +71,7 @@ def find_kernels(path: Path) -> Kernels:
 
     model = OnnxModel(read_model(path))
     producers, readers = model.producers, model.readers
-    optimized = _optimize(path)
+    optimized, side = _optimize(path, host)
     integers = _integer_tensors(optimized)
     remaining = {node.name: node for node in optimized.graph.node}
     names, floats = [], []
@@ -79,7 +85,8 @@ def find_kernels(path: Path) -> Kernels:
             names.append(node.output[0])
         else:
             floats.append((node.output[0], node.op_type, _explain_float(node, producers, readers)))
-    return Kernels(tuple(names), tuple(floats), _has_signed_weights(model.model) and products_saturate())
+    saturates = _has_signed_weights(model.model) and products_saturate(host)
+    return Kernels(tuple(names), tuple(floats), saturates, side)
 
 
 def _has_signed_weights(model: Any) -> bool:
@@ -89,12 +96,12 @@ def _has_signed_weights(model: Any) -> bool:
     return any(signed.intersection(node.input) for node in readers)
 
 
-def _optimize(path: Path) -> Any:
-    """Returns the model as onnxruntime writes it after all graph optimizations."""
-    with tempfile.TemporaryDirectory() as folder:
-        optimized = Path(folder) / "optimized.onnx"
-        open_session(path, SessionSettings(optimized=optimized))
-        return read_model(optimized)
+def _optimize(path: Path, host: RuntimeHost | None) -> tuple[Any, Mapping[str, Any]]:
+    """Returns the model as onnxruntime optimizes it, without large tensors, and where that was done."""
+    import onnx
+
+    session = open_session(path, SessionSettings(optimized=True, host=host))
+    return onnx.load_from_string(session.optimized()), session.side
 
 
 def _integer_tensors(model: Any) -> set[str]:

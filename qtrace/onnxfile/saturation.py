@@ -7,19 +7,21 @@ import importlib.util
 
 import numpy as np
 
-from qtrace.onnxfile.sessions import open_session
+from qtrace.onnxfile.sessions import SessionSettings, open_session
+from qtrace.runtimes.host import RuntimeHost
 
 __all__ = ["products_saturate"]
 
 
 @functools.cache
-def products_saturate() -> bool:
-    """Returns whether onnxruntime's products of uint8 and int8 saturate on this processor.
+def products_saturate(host: RuntimeHost | None = None) -> bool:
+    """Returns whether onnxruntime's products of uint8 and int8 saturate on this processor, or on a host's.
 
     x86 processors without VNNI add two neighbouring products in 16 bits. A product whose sums pass that
     bound is computed once and compared with its exact value. Without onnxruntime the answer is no.
     """
-    if not all(map(importlib.util.find_spec, ("onnx", "onnxruntime"))):
+    packages = ("onnx", "onnxruntime") if host is None else ("onnx",)
+    if not all(map(importlib.util.find_spec, packages)):
         return False
     from onnx import TensorProto, helper, numpy_helper
 
@@ -32,5 +34,7 @@ def products_saturate() -> bool:
         [numpy_helper.from_array(right, "w")],
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
-    (product,) = open_session(model.SerializeToString()).run(None, {"x": left})
+    (product,) = open_session(model.SerializeToString(), SessionSettings(host=host), "a product").run(
+        None, {"x": left}
+    )
     return not np.array_equal(product, left.astype(np.int32) @ right.astype(np.int32))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +12,20 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import ExportError, install
+from qtrace.onnxfile.external_data import find_external
+from qtrace.runtimes import worker
+from qtrace.runtimes.child import RefusalError
+from qtrace.runtimes.files import RuntimeChild, RuntimeFile
+from qtrace.runtimes.host import RuntimeHost
 
-__all__ = ["OrtSession", "SessionError", "SessionSettings", "onnxruntime_errors", "open_session"]
-
-_FATAL = 4  # the severity from which on messages are printed; errors are exceptions anyway
+__all__ = [
+    "OrtSession",
+    "SessionError",
+    "SessionInput",
+    "SessionSettings",
+    "onnxruntime_errors",
+    "open_session",
+]
 
 
 class SessionError(ExportError):
@@ -24,7 +35,7 @@ class SessionError(ExportError):
         reason: what onnxruntime says, in one line and without a full stop.
     """
 
-    def __init__(self, subject: str, error: Exception) -> None:
+    def __init__(self, subject: str, error: Exception | str) -> None:
         self.reason = " ".join(str(error).split())[:300].rstrip(".")
         super().__init__(f"onnxruntime {subject}: {self.reason}.")
 
@@ -39,9 +50,10 @@ class SessionSettings:
         fuse_integers: whether ops between roundings may run on integers, with other last bits than in float.
         as_megengine: whether denormal numbers are zero, as in MegEngine.
         spin: whether the threads wait actively between two runs, which takes the cores from others.
-        profile: the beginning of the path of the profile; "" for none.
-        optimized: the file to write the optimized model to, with its large tensors in a file beside it.
+        profile: whether the times of nodes are recorded, for `OrtSession.end_profile`.
+        optimized: whether the optimized model is kept, for `OrtSession.optimized`.
         tensors: the folder of the external tensors of a model that is given as bytes.
+        host: the interpreter or machine that has onnxruntime; None for this process.
     """
 
     optimize: bool = True
@@ -49,66 +61,100 @@ class SessionSettings:
     fuse_integers: bool = True
     as_megengine: bool = False
     spin: bool = True
-    profile: str = ""
-    optimized: Path | None = None
+    profile: bool = False
+    optimized: bool = False
     tensors: Path | None = None
+    host: RuntimeHost | None = None
 
-    def options(self) -> Any:
-        """Returns the settings as onnxruntime's ``SessionOptions``."""
-        import onnxruntime as ort
+    def request(self, tensors: str = "") -> dict[str, Any]:
+        """Returns the settings as `worker.Onnxruntime` takes them.
 
-        options, levels = ort.SessionOptions(), ort.GraphOptimizationLevel
-        options.graph_optimization_level = levels.ORT_ENABLE_ALL if self.optimize else levels.ORT_DISABLE_ALL
-        options.intra_op_num_threads = self.threads or 0
-        options.log_severity_level = _FATAL
+        Args:
+            tensors: the folder of the external tensors where the session runs.
+        """
         entries = {
             "session.disable_quant_qdq": "" if self.fuse_integers else "1",
             "session.set_denormal_as_zero": "1" if self.as_megengine else "",
             "session.force_spinning_stop": "" if self.spin else "1",
-            "session.model_external_initializers_file_folder_path": str(self.tensors or ""),
+            "session.model_external_initializers_file_folder_path": tensors,
         }
-        if self.profile:
-            options.enable_profiling, options.profile_file_prefix = True, self.profile
-        if self.optimized is not None:
-            options.optimized_model_filepath = str(self.optimized)
-            # A protobuf file holds 2 GB at most.
-            entries["session.optimized_model_external_initializers_file_name"] = "tensors"
-        for key, value in entries.items():
-            if value:
-                options.add_session_config_entry(key, value)
-        return options
+        return {
+            "optimize": self.optimize,
+            "threads": self.threads,
+            "profile": self.profile,
+            "optimized": self.optimized,
+            "entries": {key: value for key, value in entries.items() if value},
+        }
+
+
+@dataclass(frozen=True)
+class SessionInput:
+    """An input of a session.
+
+    Attributes:
+        name: its name.
+        type: its type as onnxruntime writes it, such as ``tensor(float)``.
+        shape: its sizes; names, or None, for open ones.
+    """
+
+    name: str
+    type: str
+    shape: list[Any]
 
 
 class OrtSession:
-    """A model in onnxruntime.
+    """A model in onnxruntime, in this process or in that of a host.
 
     Args:
         model: a serialized model, or the path of a file.
-        settings: how it runs.
+        settings: how and where it runs.
         subject: the model in words, for messages.
 
     Attributes:
-        inputs: its inputs, with ``name``, ``type`` and ``shape`` as onnxruntime has them.
+        inputs: its inputs.
+        side: the runtime's version, the interpreter and the machine of a host; empty for this process.
 
     Raises:
         SessionError: when onnxruntime cannot load the model.
-        ExportError: when onnxruntime is not installed.
+        ExportError: when onnxruntime is not installed, or the host cannot be reached.
     """
 
     def __init__(self, model: bytes | str | Path, settings: SessionSettings, subject: str) -> None:
+        self._subject = subject
+        self._file: worker.Onnxruntime | RuntimeFile
+        self.side: Mapping[str, Any] = {}
+        try:
+            self._file = self._open(model if isinstance(model, bytes) else Path(model), settings)
+        except RefusalError as error:
+            raise SessionError(f"cannot run {subject}", error.reason) from error
+        self.inputs = [SessionInput(**each) for each in self._file.facts["inputs"]]
+
+    def _open(self, model: bytes | Path, settings: SessionSettings) -> worker.Onnxruntime | RuntimeFile:
+        if settings.host is not None:
+            return self._open_at(settings.host, model, settings)
         if importlib.util.find_spec("onnxruntime") is None:
             raise ExportError(f"running ONNX files needs the package onnxruntime: run {install('onnx')}.")
-        import onnxruntime as ort
-
-        source = str(model) if isinstance(model, Path) else model
-        self._subject = subject
+        request = settings.request(str(settings.tensors or ""))
+        path = "" if isinstance(model, bytes) else str(model)
         try:
-            self._session = ort.InferenceSession(
-                source, settings.options(), providers=["CPUExecutionProvider"]
-            )
+            return worker.Onnxruntime({**request, "path": path}, [model])
         except onnxruntime_errors() as error:
-            raise SessionError(f"cannot run {subject}", error) from error
-        self.inputs: Sequence[Any] = self._session.get_inputs()
+            raise SessionError(f"cannot run {self._subject}", error) from error
+
+    def _open_at(self, host: RuntimeHost, model: bytes | Path, settings: SessionSettings) -> RuntimeFile:
+        child = RuntimeChild("onnxruntime", "onnxruntime", self._subject, host)
+        try:
+            if isinstance(model, Path):
+                path = child.place(model, _tensor_files(model, model) if host.runner else ())
+                file, _ = child.open(path=path, **settings.request())
+            else:
+                folder = _place_tensors(child, model, settings.tensors)
+                file, _ = child.open([np.frombuffer(model, np.uint8)], **settings.request(folder))
+        except BaseException:
+            child.close()
+            raise
+        self.side = child.side
+        return file
 
     def run(self, names: Sequence[str] | None, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         """Runs the model once.
@@ -119,16 +165,69 @@ class OrtSession:
 
         Raises:
             SessionError: when onnxruntime refuses the inputs.
+            ExportError: when the process of a host does not survive them, or the connection is lost.
         """
         try:
-            values: list[np.ndarray] = self._session.run(names, dict(feeds))
+            if isinstance(self._file, RuntimeFile):
+                outputs = None if names is None else list(names)
+                return self._file.run(list(feeds.values()), feeds=list(feeds), names=outputs)
+            values: list[np.ndarray] = self._file.session.run(names, dict(feeds))
+        except RefusalError as error:
+            raise SessionError("refused the input", error.reason) from error
         except onnxruntime_errors() as error:
+            if isinstance(error, ExportError):
+                raise
             raise SessionError("refused the input", error) from error
         return values
 
-    def end_profile(self) -> Path:
-        """Ends the profile and returns its file."""
-        return Path(self._session.end_profiling())
+    def time(self, feeds: Mapping[str, np.ndarray]) -> float:
+        """Returns the seconds of a run, by the clock of the machine that it runs on.
+
+        Args:
+            feeds: input -> its value; in the process of a host, those of the last run are taken.
+
+        Raises:
+            SessionError: when onnxruntime refuses the inputs.
+        """
+        if isinstance(self._file, RuntimeFile):
+            return self._file.time()
+        start = time.perf_counter()
+        self.run(None, feeds)
+        return time.perf_counter() - start
+
+    def memory(self) -> int | None:
+        """Returns the bytes that the model added to the process of a host at most; None for this process."""
+        return self._file.memory() if isinstance(self._file, RuntimeFile) else None
+
+    def end_profile(self) -> bytes:
+        """Ends the profile and returns it, as JSON."""
+        return self._file.profile()
+
+    def optimized(self) -> bytes:
+        """Returns the model as onnxruntime optimized it, without its large tensors."""
+        return self._file.optimized()
+
+
+def _tensor_files(model: Any, path: Path) -> list[Path]:
+    """Returns the files of external tensors of a model, or of the model in a file."""
+    import onnx
+
+    loaded = onnx.load(str(model), load_external_data=False) if isinstance(model, Path) else model
+    return sorted({place.file for _, place in find_external(loaded, path)})
+
+
+def _place_tensors(child: RuntimeChild, data: bytes, folder: Path | None) -> str:
+    """Copies the external tensors of a serialized model to where it runs, and returns their folder there."""
+    if folder is None or child.host is None or not child.host.runner:
+        return str(folder or "")
+    import onnx
+
+    files = _tensor_files(onnx.load_from_string(data), folder / "model.onnx")
+    if not files:
+        return ""
+    placed = child.place(files[0], files[1:])
+    depth = len(files[0].relative_to(folder).parts)
+    return str(Path(placed).parents[depth - 1])
 
 
 def open_session(
@@ -150,6 +249,8 @@ def open_session(
 
 def onnxruntime_errors() -> tuple[type[Exception], ...]:
     """Returns the exceptions that onnxruntime raises; its own have no base class but `Exception`."""
+    if importlib.util.find_spec("onnxruntime") is None:  # it may be in an interpreter of its own alone
+        return (RuntimeError, ValueError)
     from onnxruntime.capi import onnxruntime_pybind11_state as state
 
     own = (t for t in vars(state).values() if isinstance(t, type) and issubclass(t, Exception))

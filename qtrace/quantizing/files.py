@@ -17,6 +17,7 @@ from qtrace.display import Displayed
 from qtrace.errors import ExportError
 from qtrace.onnxfile.contracts import check_contract, fix_contract
 from qtrace.onnxfile.contracts.report import ContractReport
+from qtrace.runtimes.host import RuntimeHost
 from qtrace.storage.outputs import output_file
 
 __all__ = ["BenchReport", "bench", "check_file_for"]
@@ -48,6 +49,7 @@ class BenchReport(Displayed):
 def bench(
     *files: str | os.PathLike[str],
     runtime: str | None = None,
+    runtime_host: RuntimeHost | None = None,
     threads: int = 1,
     batch: int = 1,
     shapes: Mapping[str, Sequence[int]] | None = None,
@@ -63,6 +65,7 @@ def bench(
     Args:
         *files: the files.
         runtime: the runtime, such as ``openvino``; None for the first one that runs such files.
+        runtime_host: the interpreter or machine that has the runtime, where it is timed; None for this one.
         threads: threads of the runtime.
         batch: samples of a run, if the file leaves them open.
         shapes: shape of each input that the file leaves open.
@@ -84,7 +87,7 @@ def bench(
     if not all(isinstance(file, (str, os.PathLike)) for file in files):
         raise ExportError("bench takes the paths of files, each by itself: bench('a.onnx', 'b.onnx').")
     sizes = {name: tuple(int(n) for n in shape) for name, shape in (shapes or {}).items()}
-    settings = RunnerSettings(threads, batch, sizes)
+    settings = RunnerSettings(threads, batch, sizes, runtime_host)
     with tqdm(desc="bench", unit="round", disable=not progress) as bar:
         reports = bench_files(
             tuple(Path(file) for file in files),
@@ -108,6 +111,7 @@ def check_file_for(
     *,
     out: str | os.PathLike[str] | None = None,
     force: bool = False,
+    runtime_host: RuntimeHost | None = None,
 ) -> ContractReport:
     """Checks whether a quantized ONNX file keeps the contract of a target, as ``qtrace check`` does.
 
@@ -116,6 +120,8 @@ def check_file_for(
         target: ``onnxruntime``, ``qnn``, ``ryzenai``, ``ryzenai_xint8`` or ``tensorrt``.
         out: where to write a copy in which all that is mechanical is repaired; None for no copy.
         force: whether ``out`` may replace a file of another tool.
+        runtime_host: the interpreter or machine whose onnxruntime says which ops compute in float, for the
+            target ``onnxruntime``; None for this one.
 
     Returns:
         The violations with their rules and cures, and the ops that compute in float.
@@ -125,8 +131,8 @@ def check_file_for(
         QtraceError: when ``out`` cannot be written.
     """
     if out is None:
-        return check_contract(Path(file), target)
-    data, report = fix_contract(Path(file), target)
+        return check_contract(Path(file), target, runtime_host)
+    data, report = fix_contract(Path(file), target, runtime_host)
     with output_file(Path(out), force=force) as partial:
         Path(partial).write_bytes(data)
     return report

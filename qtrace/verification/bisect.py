@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from qtrace.metrics import sqnr_db
 from qtrace.preparation.annotation import ExprNote
 from qtrace.preparation.model import QuantizedModel
 from qtrace.process.thread import on_engine_thread
+from qtrace.runtimes.host import RuntimeHost
 from qtrace.scheme import QParams
 from qtrace.verification.causes import likely_causes, optimized_kernel_cause
 from qtrace.verification.crosscheck import Disagreement, cross_check
@@ -122,6 +123,7 @@ def bisect(
     batches: Iterable[Any],
     *,
     runtime: str | Runtime | None = None,
+    runtime_host: RuntimeHost | None = None,
     max_lsb: int = 1,
     min_equal: float = 0.999,
     min_sqnr_db: float = 35.0,
@@ -137,6 +139,7 @@ def bisect(
         batches: inputs as for ``qtrace.calibrate``.
         runtime: the name of the runtime, or a `Runtime`, such as `dumped_tensors` returns; None for the one
             that the file is meant for.
+        runtime_host: the interpreter or machine that has the runtime; None for this one.
         max_lsb: largest difference allowed at any site.
         min_equal: smallest share of equal integers allowed in a batch; below it, the first op whose own share
             is clearly lower is named, even if it differs by ``max_lsb`` at most.
@@ -155,11 +158,16 @@ def bisect(
     inputs = list(batches)
     if not inputs:
         raise CalibrationError("bisect has no batches: give at least one.")
-    chosen = runtime if isinstance(runtime, Runtime) else get_runtime(Path(path), runtime)
+    chosen = (
+        runtime.at(runtime_host)
+        if isinstance(runtime, Runtime)
+        else get_runtime(Path(path), runtime, runtime_host)
+    )
     unequal = None
     stages = 2 if runs_optimized(chosen, model.annotation.backend) else 1
     for stage, optimize in (("plain", False), ("optimized", True))[:stages]:
         file = File(Path(path), model, chosen.open(Path(path), optimize))
+        side = getattr(file.session, "side", {})
         with evaluating(converted):
             file.groups = FloatOutputs(model, None).find_groups(file.output_names, inputs[:1])
             for run in file.run(
@@ -169,7 +177,7 @@ def bisect(
                 finding = run.single.close() or _wrong_output(file, run, min_sqnr_db)
                 if finding is not None:
                     check = cross_check(converted, run.arguments, run.single.values, finding.both)
-                    return _difference(model, finding, check, (stage, chosen.name), run)
+                    return _difference(model, finding, check, (stage, chosen.name), run, side)
                 unequal = unequal or _unequal_rows(file, run, stage)
     return unequal
 
@@ -278,9 +286,14 @@ _FLOAT_CAUSES = {
 
 
 def _difference(
-    model: QuantizedModel, finding: _Finding, check: CrossCheck, where: tuple[str, str], run: BatchRun
+    model: QuantizedModel,
+    finding: _Finding,
+    check: CrossCheck,
+    where: tuple[str, str],
+    run: BatchRun,
+    side: Mapping[str, Any],
 ) -> FirstDifference:
-    """Describes a finding; ``where`` is the stage and the name of the runtime."""
+    """Describes a finding; ``where`` is the stage and the runtime's name, ``side`` what ran elsewhere."""
     stage, runtime_name = where
     qparams, graph, runtime = finding.both.qparams, finding.both.graph, finding.both.runtime
     unrounded = finding.unrounded if qparams is None else _before_rounding(finding.unrounded, qparams)
@@ -299,7 +312,7 @@ def _difference(
         if check.side == "graph":
             causes = (_MEGENGINE_CAUSE,)
         elif stage == "optimized":
-            causes = (optimized_kernel_cause(runtime_name, note.kind if note else ""), *causes)
+            causes = (optimized_kernel_cause(runtime_name, note.kind if note else "", side), *causes)
             causes = tuple(cause for cause in causes if not cause.startswith("unknown"))
     if stage == "optimized" and check.side == "runtime":
         correct = "with optimizations off the runtime gives them too, so the file is right"

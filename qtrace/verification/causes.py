@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -68,22 +69,26 @@ def likely_causes(
     return tuple(causes) or ("unknown: compare the op's attributes, padding and weights in the file",)
 
 
-def optimized_kernel_cause(runtime: str, kind: str) -> str:
+def optimized_kernel_cause(runtime: str, kind: str, side: Mapping[str, Any] | None = None) -> str:
     """Names the kernel at fault where a file is right without optimizations and wrong with them.
 
     Args:
         runtime: the name of the runtime.
         kind: the kind of the first op that differs with optimizations.
+        side: versions and processor of a runtime on another host; None or empty for this interpreter's.
     """
-    if runtime == "onnxruntime" and kind in _MATRIX_PRODUCTS and "amx_int8" in _read_cpu_flags():
-        version = importlib.metadata.version("onnxruntime")
+    flags = set(side["flags"]) if side else _read_cpu_flags()
+    if runtime == "onnxruntime" and kind in _MATRIX_PRODUCTS and "amx_int8" in flags:
+        version = side["version"] if side else importlib.metadata.version("onnxruntime")
         return (
             f"onnxruntime {version}'s integer kernel for this CPU (AMX, flag amx_int8), which is known to be "
             "wrong for some numbers of output channels (onnxruntime issue 26324): the file is right with "
             "optimizations off. Run it with optimizations disabled, on a CPU without AMX, or keep this op "
             "in float by a rule"
         )
-    if runtime in ("onnxruntime", "openvino") and kind in _MATRIX_PRODUCTS and products_saturate():
+    # A host is no more asked here: a processor with VNNI, or one that is not x86, adds up in 32 bits.
+    saturates = "avx2" in flags and not any("vnni" in flag for flag in flags) if side else products_saturate()
+    if runtime in ("onnxruntime", "openvino") and kind in _MATRIX_PRODUCTS and saturates:
         return SATURATION
     return (
         f"an optimized kernel of {runtime}: with optimizations off nothing differs. Run the file with "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from qtrace.display import format_table
+from qtrace.runtimes.host import describe_side
 from qtrace.verification.closeness import sum_up
 from qtrace.verification.remarks import remarks
 from qtrace.verification.tallies import Tallies
@@ -39,6 +40,7 @@ def summarize(tallies: Tallies) -> str:
         f"outputs: {ratios}; same prediction {tallies.agreement():.2%}",
         *_closeness(tallies),
         *(tallies.kernels.describe() if tallies.kernels is not None else ()),
+        *([f"runtime: {describe_side(tallies.side)}"] if tallies.side else ()),
         _outcome(tallies),
         *remarks(tallies),
     ]

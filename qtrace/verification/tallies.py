@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -125,6 +125,7 @@ class Tallies:
         inexact: the sites whose kernels do not round ties as the graph does; 70 % of their values must be
             equal, and all within ``max_lsb``.
         groups: the column groups of the outputs; () for each output as a whole.
+        side: versions and machine of a runtime on another host; empty for one in this interpreter.
     """
 
     path: str
@@ -146,6 +147,7 @@ class Tallies:
     wide: Collection[str] = frozenset()
     inexact: Collection[str] = frozenset()
     groups: tuple[ColumnGroup, ...] = ()
+    side: Mapping[str, Any] = field(default_factory=dict)
 
     def add(self, mode: str, node: str, graph: np.ndarray, runtime: np.ndarray) -> int:
         """Counts the differences at one site in one batch; returns the largest, or 0 for other rows.

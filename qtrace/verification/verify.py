@@ -22,6 +22,7 @@ from qtrace.graph.types import TracedModule
 from qtrace.metrics import ErrorSums
 from qtrace.preparation.model import QuantizedModel
 from qtrace.process.thread import on_engine_thread
+from qtrace.runtimes.host import RuntimeHost
 from qtrace.verification.crosscheck import cross_check
 from qtrace.verification.float_outputs import FloatOutputs
 from qtrace.verification.other_sizes import at_other_sizes
@@ -48,6 +49,7 @@ def verify(
     *,
     float_model: TracedModule | None = None,
     runtime: str | Runtime | None = None,
+    runtime_host: RuntimeHost | None = None,
     optimized: bool = True,
     max_lsb: int = 1,
     min_equal: float = 0.999,
@@ -66,6 +68,7 @@ def verify(
             None for ``converted`` without its roundings: another network if training or ``ptq`` changed it.
         runtime: the name of the runtime, or a `Runtime`, such as `dumped_tensors` returns; None for the one
             that the file is meant for.
+        runtime_host: the interpreter or machine that has the runtime; None for this one.
         optimized: whether to also run the file with all graph optimizations, as it will be deployed. A file
             for another target than onnxruntime is not run so where onnxruntime's own products saturate.
         max_lsb: largest difference allowed at any site, op by op.
@@ -80,7 +83,8 @@ def verify(
         A report; its ``passed`` says whether the tolerances hold.
 
     Raises:
-        ExportError: when the file cannot be run or is not an export of ``converted``.
+        ExportError: when the file cannot be run or is not an export of ``converted``, or the host cannot be
+            reached or does not answer.
         CalibrationError: when there are no batches, or one does not fit the model or holds NaN.
         GraphError: when ``float_model`` is another network.
     """
@@ -88,12 +92,15 @@ def verify(
     plain = is_plain(converted)
     limit = min_sqnr_db if min_sqnr_db is not None else _PLAIN_SQNR_DB if plain else _SQNR_DB
     path = Path(path)
-    chosen = runtime if isinstance(runtime, Runtime) else get_runtime(path, runtime)
+    chosen = (
+        runtime.at(runtime_host) if isinstance(runtime, Runtime) else get_runtime(path, runtime, runtime_host)
+    )
     model = PlainGraph(converted).model if plain else QuantizedModel(converted, "converted")
     file = File(path, model, chosen.open(path, False))
     backend = "" if plain else model.annotation.backend
     deployed = chosen.open(path, True) if optimized and runs_optimized(chosen, backend) else None
     report = file.report(max_lsb, min_equal, limit)
+    report.side = getattr(file.session, "side", {})
     report.end_to_end_db = limit if plain else min_sqnr_db
     exact = None if plain else FloatOutputs(model, float_model)
     report.float_source = "" if exact is None else exact.source

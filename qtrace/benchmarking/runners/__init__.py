@@ -40,12 +40,13 @@ def open_file(path: Path, runtime: str | None = None, settings: RunnerSettings |
     if not path.is_file():
         raise ExportError(f"{path} does not exist: export the module first.")
     load = sorted(fitting, key=lambda each: not each.default)[0]
-    if importlib.util.find_spec(load.package) is None:
+    settings = settings or RunnerSettings()
+    if settings.host is None and importlib.util.find_spec(load.package) is None:
         raise ExportError(
             f"to time {path.name} in {load.name}, the package {load.package} is needed: "
             f"run {install(load.extra)}."
         )
-    return load.open(path, settings or RunnerSettings())
+    return load.open(path, settings)
 
 
 def _load(name: str) -> Load:

@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from qtrace.errors import ExportError
+from qtrace.runtimes.host import RuntimeHost
 
 __all__ = ["Load", "Runner", "RunnerSettings", "fixed_shape", "random_values"]
 
@@ -23,11 +24,13 @@ class RunnerSettings:
         threads: the number of threads.
         batch: the size of the first axis of inputs that leave it open.
         shapes: input -> shape, for inputs that leave other sizes open.
+        host: the interpreter or machine that has the runtime; None for this one.
     """
 
     threads: int = 1
     batch: int = 1
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    host: RuntimeHost | None = None
 
 
 class Runner(Protocol):
@@ -36,6 +39,10 @@ class Runner(Protocol):
     @property
     def samples(self) -> int:
         """The number of samples of a run."""
+
+    @property
+    def side(self) -> Mapping[str, Any]:
+        """Versions and machine of a runtime on another host; empty for one in this interpreter."""
 
     def run(self) -> float:
         """Runs the file once and returns the seconds that it took."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from qtrace.benchmarking.runners.base import Load, RunnerSettings, fixed_shape, random_values
-from qtrace.process.child import RuntimeChild
+from qtrace.runtimes.files import RuntimeChild
 
 __all__ = ["LOAD"]
 
@@ -19,13 +19,14 @@ class LitertRunner:
     """An interpreter with inputs."""
 
     def __init__(self, path: Path, settings: RunnerSettings) -> None:
-        child = RuntimeChild("litert", "LiteRT", path)
+        child = RuntimeChild("litert", "LiteRT", path, settings.host)
         self._file, facts = child.open([np.fromfile(path, np.uint8)], fuse=True, threads=settings.threads)
         values = []
         for detail in facts["inputs"]:
             shape = fixed_shape(detail["name"], detail["signature"], settings)
             values.append(random_values(shape, np.dtype(detail["dtype"])))
         self._file.run(values)
+        self.side = child.side if settings.host is not None else {}
         self.samples = next((value.shape[0] for value in values if value.ndim), 1)
 
     def run(self) -> float:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import numpy as np
 
 from qtrace.benchmarking.runners.base import Load, RunnerSettings, fixed_shape, random_values
-from qtrace.errors import ExportError
+from qtrace.runtimes.openvino import OpenvinoFile
 
 __all__ = ["LOAD"]
 
@@ -17,37 +16,27 @@ class OpenvinoRunner:
     """A compiled model with inputs."""
 
     def __init__(self, path: Path, settings: RunnerSettings) -> None:
-        import openvino
-
         options = {
             "INFERENCE_PRECISION_HINT": "f32",
             "PERFORMANCE_HINT": "LATENCY",
             "INFERENCE_NUM_THREADS": str(settings.threads),
         }
-        try:
-            core = openvino.Core()
-            model = core.read_model(str(path))
-            shapes = {}
-            for each in model.inputs:
-                name = each.get_any_name()
-                sizes = [d.get_length() if d.is_static else None for d in each.partial_shape]
-                shapes[name] = fixed_shape(name, sizes, settings)
-            model.reshape({name: list(shape) for name, shape in shapes.items()})
-            self._request = core.compile_model(model, "CPU", options).create_infer_request()
-        except RuntimeError as error:  # OpenVINO raises no other type
-            raise ExportError(f"OpenVINO cannot run {path}: {' '.join(str(error).split())[:300]}") from error
-        kinds = {each.get_any_name(): np.dtype(each.element_type.to_dtype()) for each in model.inputs}
-        self._feeds = {name: random_values(shape, kinds[name]) for name, shape in shapes.items()}
-        self.samples = next((shape[0] for shape in shapes.values() if shape), 1)
+        self._file = OpenvinoFile(path, options, path, settings.host, reshape=True)
+        self.side = self._file.side
+        values = []
+        for port in self._file.inputs:
+            shape = fixed_shape(port["name"], port["shape"], settings)
+            values.append(random_values(shape, np.dtype(port["dtype"])))
+        self._file.run(values)
+        self.samples = next((value.shape[0] for value in values if value.ndim), 1)
 
     def run(self) -> float:
         """Runs the file once and returns the seconds that it took."""
-        start = time.perf_counter()
-        self._request.infer(self._feeds)
-        return time.perf_counter() - start
+        return self._file.time()
 
-    def memory(self) -> None:
-        """Returns None: the file runs in this process."""
+    def memory(self) -> int | None:
+        """Returns the bytes that the file added to the process of a host; None where it runs in this one."""
+        return self._file.memory()
 
 
 LOAD = Load("openvino", "openvino", "openvino", (".onnx",), OpenvinoRunner, default=False)

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from qtrace.cli import help, options, targets
+from qtrace.cli import help, hosts, options, targets
 from qtrace.cli.console import Console
 from qtrace.cli.gates import check_file, note_checks
 from qtrace.cli.naming import check_exported
 from qtrace.errors import ConfigError
+from qtrace.runtimes.host import RuntimeHost
 from qtrace.storage.outputs import output_file
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ _PACKAGED = "packaged"
     metavar="NAME",
     help="The runtime, such as openvino for an .onnx; by default the one that the file is meant for.",
 )
+@hosts.runtime_host
 @click.option("--threads", type=click.IntRange(1), help="Threads of the runtime; default: 1.")
 @click.option(
     "--batch", type=click.IntRange(1), help="Samples of a run, if the file leaves them open; default: 1."
@@ -61,6 +63,7 @@ def bench(
     files: tuple[Path, ...],
     kernels: bool,
     runtime: str | None,
+    runtime_host: RuntimeHost | None,
     threads: int | None,
     batch: int | None,
     shapes: dict[str, tuple[int, ...]],
@@ -80,7 +83,7 @@ def bench(
     is larger or slower than the recipe's `expect` allows. With --kernels the command measures single ops over
     a grid of shapes and writes a cost table, which takes some minutes.
     """
-    of_files = threads or batch or shapes or seconds or by_op or predict or recipe
+    of_files = runtime_host or threads or batch or shapes or seconds or by_op or predict or recipe
     if kernels:
         if files or of_files:
             raise click.UsageError("--kernels takes no files, and of the options --runtime and -o only.")
@@ -102,6 +105,7 @@ def bench(
         report = measure(
             *files,
             runtime=runtime,
+            runtime_host=runtime_host,
             threads=threads or 1,
             batch=batch or 1,
             shapes=shapes,

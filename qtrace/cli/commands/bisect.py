@@ -7,9 +7,10 @@ from pathlib import Path
 import click
 
 from qtrace.cli import dumps as dumped_tensors
-from qtrace.cli import help, models, options
+from qtrace.cli import help, hosts, models, options
 from qtrace.cli.console import Console
 from qtrace.cli.naming import CONVERTED, check_exported
+from qtrace.runtimes.host import RuntimeHost
 
 __all__ = ["bisect"]
 
@@ -34,6 +35,7 @@ __all__ = ["bisect"]
     "the file is meant for.",
 )
 @click.option("--max-lsb", metavar="N", default=1, show_default=True, help="Ignore differences up to this.")
+@hosts.runtime_host
 @dumped_tensors.options
 @options.data(required=True, reserved=("layout",))
 @options.recipe()
@@ -44,6 +46,7 @@ def bisect(
     file: str,
     model: str,
     runtime: str | None,
+    runtime_host: RuntimeHost | None,
     dumps: dumped_tensors.Dumps | None,
     max_lsb: int,
     data: str,
@@ -79,6 +82,7 @@ def bisect(
                 loaded,
                 batches,
                 runtime=runtime if dumps is None else dumps.runtime(loaded),
+                runtime_host=runtime_host,
                 max_lsb=max_lsb,
             )
         text = (

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import click
 
-from qtrace.cli import help, options, targets
+from qtrace.cli import help, hosts, options, targets
 from qtrace.cli.console import Console
 from qtrace.cli.naming import check_exported
+from qtrace.runtimes.host import RuntimeHost
 
 __all__ = ["check"]
 
@@ -28,10 +29,19 @@ __all__ = ["check"]
     required=True,
     help="The target: onnxruntime, qnn, ryzenai, ryzenai_xint8 or tensorrt.",
 )
+@hosts.runtime_host
 @click.option("--fix", is_flag=True, help="Write a copy to -o in which all that is mechanical is repaired.")
 @targets.file_to_write("--out", "-o", help="With --fix: the file to write.")
 @options.output
-def check(file: Path, target: str, fix: bool, out: Path | None, force: bool, console: Console) -> int:
+def check(
+    file: Path,
+    target: str,
+    runtime_host: RuntimeHost | None,
+    fix: bool,
+    out: Path | None,
+    force: bool,
+    console: Console,
+) -> int:
     """Check whether a quantized ONNX file keeps the contract of a target.
 
     FILE has QuantizeLinear and DequantizeLinear nodes, and may be of any tool. The command names each node
@@ -44,6 +54,6 @@ def check(file: Path, target: str, fix: bool, out: Path | None, force: bool, con
     with console.work():
         from qtrace.quantizing.files import check_file_for
 
-        report = check_file_for(file, target, out=out, force=force)
+        report = check_file_for(file, target, out=out, force=force, runtime_host=runtime_host)
     console.result(report.text(), report.to_dict())
     return 0 if report.passed else 1

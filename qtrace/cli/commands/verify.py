@@ -7,10 +7,11 @@ from pathlib import Path
 import click
 
 from qtrace.cli import dumps as dumped_tensors
-from qtrace.cli import help, models, options
+from qtrace.cli import help, hosts, models, options
 from qtrace.cli.console import Console
 from qtrace.cli.measured import Counted, samples_of
 from qtrace.cli.naming import CONVERTED, check_exported
+from qtrace.runtimes.host import RuntimeHost
 
 __all__ = ["verify"]
 
@@ -28,6 +29,7 @@ __all__ = ["verify"]
     help="The runtime, such as openvino for an .onnx, or pkg.mod:NAME of your own; by default the one that "
     "the file is meant for.",
 )
+@hosts.runtime_host
 @dumped_tensors.options
 @options.data(required=True, reserved=("layout",))
 @options.recipe()
@@ -44,6 +46,7 @@ def verify(
     file: str,
     model: str,
     runtime: str | None,
+    runtime_host: RuntimeHost | None,
     dumps: dumped_tensors.Dumps | None,
     data: str,
     batch_size: int,
@@ -88,6 +91,7 @@ def verify(
                 counted,
                 float_model=network,
                 runtime=runtime if dumps is None else dumps.runtime(loaded),
+                runtime_host=runtime_host,
             )
         text, result = report.table(), report.to_dict()
     models.note_skipped(source, console)

@@ -11,31 +11,34 @@ from typing import Any
 from qtrace.errors import ExportError
 from qtrace.onnxfile.contracts.report import ContractReport
 from qtrace.onnxfile.reading import load_model
+from qtrace.runtimes.host import RuntimeHost
 
 __all__ = ["ContractReport", "check_contract", "fix_contract"]
 
 _FIXED = "qtrace.fixed_for"
 
 
-def check_contract(path: Path, target: str) -> ContractReport:
+def check_contract(path: Path, target: str, host: RuntimeHost | None = None) -> ContractReport:
     """Checks an ONNX file against the contract of a target.
 
     Args:
         path: the file.
         target: the name of the target, such as ``tensorrt``.
+        host: the interpreter or machine whose onnxruntime is asked for its kernels; None for this one.
 
     Raises:
         ExportError: when the file cannot be read, has no quantized op, or the target has no contract.
     """
-    return _checked(path, target)[0]
+    return _checked(path, target, host)[0]
 
 
-def fix_contract(path: Path, target: str) -> tuple[bytes, ContractReport]:
+def fix_contract(path: Path, target: str, host: RuntimeHost | None = None) -> tuple[bytes, ContractReport]:
     """Repairs what is mechanical in an ONNX file, and checks the result.
 
     Args:
         path: the file, which is only read.
         target: the name of the target.
+        host: see `check_contract`.
 
     Returns:
         The repaired file, and the report on it, which has what was repaired.
@@ -43,11 +46,13 @@ def fix_contract(path: Path, target: str) -> tuple[bytes, ContractReport]:
     Raises:
         ExportError: for what `check_contract` refuses, or when the result is no valid ONNX.
     """
-    report, data = _checked(path, target, fixing=True)
+    report, data = _checked(path, target, host, fixing=True)
     return data, report
 
 
-def _checked(path: Path, target: str, fixing: bool = False) -> tuple[ContractReport, bytes]:
+def _checked(
+    path: Path, target: str, host: RuntimeHost | None, fixing: bool = False
+) -> tuple[ContractReport, bytes]:
     """Reads a file, repairs it if asked to, and reports on what is left."""
     if path.suffix != ".onnx":
         raise ExportError(f"{path} is not an ONNX file by its name: contracts are for files like model.onnx.")
@@ -64,7 +69,7 @@ def _checked(path: Path, target: str, fixing: bool = False) -> tuple[ContractRep
     fixed = fix_model(model, contract, path) if fixing else ()
     if fixing:
         _mark(model, target)
-    return check_model(model, contract, path, fixed), model.SerializeToString() if fixing else b""
+    return check_model(model, contract, path, fixed, host), model.SerializeToString() if fixing else b""
 
 
 def _mark(model: Any, target: str) -> None:

@@ -14,6 +14,7 @@ from qtrace.onnxfile.contracts.prediction import predict_floats
 from qtrace.onnxfile.contracts.qdq_graph import FUNCTIONS, QUANTIZERS, QdqGraph, label
 from qtrace.onnxfile.contracts.report import ContractReport, Finding
 from qtrace.onnxfile.kernels import find_kernels
+from qtrace.runtimes.host import RuntimeHost, describe_side
 
 __all__ = ["check_model", "fix_model"]
 
@@ -28,7 +29,9 @@ _INPUTS = {
 }
 
 
-def check_model(model: Any, contract: Contract, path: Path, fixed: tuple[str, ...] = ()) -> ContractReport:
+def check_model(
+    model: Any, contract: Contract, path: Path, fixed: tuple[str, ...] = (), host: RuntimeHost | None = None
+) -> ContractReport:
     """Checks a model with its tensors loaded.
 
     Args:
@@ -36,6 +39,7 @@ def check_model(model: Any, contract: Contract, path: Path, fixed: tuple[str, ..
         contract: the contract.
         path: the file of the model, for messages.
         fixed: what was repaired in it.
+        host: the interpreter or machine whose onnxruntime is asked for its kernels; None for this one.
 
     Raises:
         ExportError: when nothing in it is quantized.
@@ -63,7 +67,7 @@ def check_model(model: Any, contract: Contract, path: Path, fixed: tuple[str, ..
         )
     measured, floats = "", predict_floats(graph, contract, broken)
     if contract.measured and not findings:
-        measured, floats = "onnxruntime", _measure_floats(model, path)
+        measured, floats = _measure_floats(model, path, host)
     return ContractReport(contract.name, contract.title, tuple(findings), tuple(floats), measured, fixed)
 
 
@@ -92,13 +96,14 @@ def _violations(graph: QdqGraph, contract: Contract) -> list[tuple[ContractRule,
     return [(rule, violation) for rule in contract.rules for violation in rule.find(graph)]
 
 
-def _measure_floats(model: Any, path: Path) -> list[FloatOp]:
-    """Loads a model in onnxruntime and lists the ops that it computes in float."""
+def _measure_floats(model: Any, path: Path, host: RuntimeHost | None) -> tuple[str, list[FloatOp]]:
+    """Loads a model in onnxruntime; says what that was, and lists the ops that it computes in float."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / path.name
         onnx.save(model, str(file))
-        kernels = find_kernels(file)
-    return [FloatOp(name, op, reason) for name, op, reason in kernels.floats]
+        kernels = find_kernels(file, host)
+    measured = describe_side(kernels.side) if kernels.side else "onnxruntime"
+    return measured, [FloatOp(name, op, reason) for name, op, reason in kernels.floats]
 
 
 def fix_model(model: Any, contract: Contract, path: Path) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from qtrace import plugins
 from qtrace.errors import ExportError, install
 from qtrace.onnxfile.saturation import products_saturate
 from qtrace.plugins.installed import RUNTIMES, installed, refuse_clashes
+from qtrace.runtimes.host import RuntimeHost
 from qtrace.verification.runtimes.base import Runtime
 
 # Backends whose files these runtimes run where they are deployed.
@@ -32,8 +33,13 @@ def known() -> tuple[str, ...]:
     return tuple(sorted((*own, *installed(RUNTIMES))))
 
 
-def get(path: Path, name: str | None = None) -> Runtime:
+def get(path: Path, name: str | None = None, host: RuntimeHost | None = None) -> Runtime:
     """Returns the runtime called ``name``; without a name, the default one for files like ``path``.
+
+    Args:
+        path: the file.
+        name: the name of the runtime.
+        host: the interpreter or machine that has the runtime; None for this one.
 
     Raises:
         ExportError: when no runtime runs the file, or its package is not installed.
@@ -50,6 +56,8 @@ def get(path: Path, name: str | None = None) -> Runtime:
         raise ExportError(f"{subject} files like {path.name or path}; known: {_describe_known()}.")
     # ONNX files are written for onnxruntime; other runtimes that read them are asked for by name.
     runtime = sorted(fitting, key=lambda r: not r.default)[0]
+    if host is not None:
+        return runtime.at(host)
     if importlib.util.find_spec(runtime.package) is None:
         cure = install(runtime.extra) if runtime.extra else f"pip install {runtime.package}"
         raise ExportError(f"verification in {runtime.name} needs the package {runtime.package}: run {cure}.")
@@ -68,7 +76,7 @@ def runs_optimized(runtime: Runtime, backend: str) -> bool:
     """
     if not runtime.optimizes:
         return False
-    return not (backend not in ("", *_ON_CPU) and runtime.name in _ON_CPU and products_saturate())
+    return not (backend not in ("", *_ON_CPU) and runtime.name in _ON_CPU and products_saturate(runtime.host))
 
 
 def _load(name: str) -> Runtime:

@@ -9,7 +9,9 @@ from typing import Protocol
 
 import numpy as np
 
+from qtrace.errors import ExportError
 from qtrace.onnxfile.kernels import Kernels
+from qtrace.runtimes.host import RuntimeHost
 
 __all__ = ["Runtime", "RuntimeRun", "Session"]
 
@@ -33,7 +35,7 @@ class Session(Protocol):
 
     With an attribute ``partial`` that is true, sites may be missing; with an attribute ``first_of_equals``
     that is false, equal scores are ranked in the order of MegEngine's kernels. An attribute ``inexact`` names
-    the sites whose kernels do not round ties as the graph does.
+    the sites whose kernels do not round ties as the graph does, ``side`` what ran where on another host.
     """
 
     @property
@@ -67,6 +69,8 @@ class Runtime:
         default: whether the runtime is used for its suffixes when the user names none.
         companions: suffixes of the files of weights that stand beside a model file.
         optimizes: whether files can also run with optimizations; dumped tensors are as they are.
+        hosted: gives the runtime in another interpreter or on another machine; None where it runs here only.
+        host: where the runtime runs; None for here.
     """
 
     name: str
@@ -78,3 +82,19 @@ class Runtime:
     default: bool = True
     companions: tuple[str, ...] = ()
     optimizes: bool = True
+    hosted: Callable[[RuntimeHost], Runtime] | None = None
+    host: RuntimeHost | None = None
+
+    def at(self, host: RuntimeHost | None) -> Runtime:
+        """Returns the runtime in another interpreter or on another machine; itself for None.
+
+        Raises:
+            ExportError: when it runs in this process only.
+        """
+        if host is None:
+            return self
+        if self.hosted is None:
+            raise ExportError(
+                f"{self.name} runs in this process only: leave out the interpreter or command, {host}."
+            )
+        return self.hosted(host)

@@ -7,6 +7,7 @@ of the values. LiteRT aborts its process for some files (a constant of -1e37), s
 
 from __future__ import annotations
 
+import functools
 import json
 import struct
 from collections.abc import Iterable
@@ -17,7 +18,8 @@ import numpy as np
 
 from qtrace.errors import ExportError
 from qtrace.onnxfile.kernels import Kernels
-from qtrace.process.child import RuntimeChild
+from qtrace.runtimes.files import RuntimeChild
+from qtrace.runtimes.host import RuntimeHost
 from qtrace.storage.files import check_size
 from qtrace.verification.runtimes.base import Runtime, RuntimeRun
 
@@ -52,7 +54,7 @@ class LitertSession:
     Without, outputs and integers come from that copy, with one kernel for each operator.
     """
 
-    def __init__(self, path: Path, optimize: bool) -> None:
+    def __init__(self, path: Path, optimize: bool, host: RuntimeHost | None = None) -> None:
         check_size(path, "TFLite")
         data = path.read_bytes()
         if data[4:8] != b"TFL3":
@@ -62,9 +64,10 @@ class LitertSession:
         self.integer_names = list(self.facts["integers"])
         self.graph_hash: str = self.facts["graph"]
         self.inexact = frozenset(self.facts.get("inexact", ()))
-        child = RuntimeChild("litert", "LiteRT", path)
+        child = RuntimeChild("litert", "LiteRT", path, host)
         self.full = _Interpreter(child, exposed.data, optimize)
         self.deployed = _Interpreter(child, data, True) if optimize else None
+        self.side = child.side if host is not None else {}
 
     def run(self, inputs: list[np.ndarray]) -> RuntimeRun:
         """Runs the model; see `Session`."""
@@ -220,4 +223,19 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
-RUNTIME = Runtime("litert", "ai_edge_litert", "tflite", (".tflite",), LitertSession, find_kernels)
+def runtime(host: RuntimeHost | None = None) -> Runtime:
+    """Returns LiteRT in this interpreter, or in that of a host; the file is changed here all the same."""
+    opened = functools.partial(LitertSession, host=host)
+    return Runtime(
+        "litert",
+        "ai_edge_litert",
+        "tflite",
+        (".tflite",),
+        opened,
+        find_kernels,
+        hosted=runtime,
+        host=host,
+    )
+
+
+RUNTIME = runtime()

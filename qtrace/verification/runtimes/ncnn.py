@@ -6,12 +6,14 @@ not there, the caller lives.
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import numpy as np
 
 from qtrace.errors import ExportError
-from qtrace.process.child import RuntimeChild
+from qtrace.runtimes.files import RuntimeChild
+from qtrace.runtimes.host import RuntimeHost
 from qtrace.verification.runtimes.base import Runtime, RuntimeRun
 
 __all__ = ["RUNTIME"]
@@ -23,20 +25,22 @@ _ROUNDING, _INTEGER = "Quantize", ("8=101", "8=102")
 class NcnnSession:
     """Runs a net on CPU, sample by sample."""
 
-    def __init__(self, path: Path, optimize: bool) -> None:
+    def __init__(self, path: Path, optimize: bool, host: RuntimeHost | None = None) -> None:
         weights = path.with_suffix(".bin")
         for file in (path, weights):
             if not file.is_file():
                 raise ExportError(f"{file} does not exist: export the module first.")
         self.input_names, self.output_names, self.blobs = _read_blobs(path)
         self.integer_names = [name.removesuffix("_int") for name in self.blobs]
-        self._file, _ = RuntimeChild("ncnn", "ncnn", path).open(
-            param=str(path),
-            bin=str(weights),
+        child = RuntimeChild("ncnn", "ncnn", path, host)
+        self._file, _ = child.open(
+            param=child.place(path),
+            bin=child.place(weights),
             optimize=optimize,
             inputs=self.input_names,
             outputs=[*self.output_names, *self.blobs],
         )
+        self.side = child.side if host is not None else {}
 
     def run(self, inputs: list[np.ndarray]) -> RuntimeRun:
         """Runs the model; see `Session`."""
@@ -70,4 +74,12 @@ def _read_blobs(path: Path) -> tuple[list[str], list[str], list[str]]:
     return inputs, [t for t in tops if t not in read and t not in integers], integers
 
 
-RUNTIME = Runtime("ncnn", "ncnn", "ncnn", (".param",), NcnnSession, companions=(".bin",))
+def runtime(host: RuntimeHost | None = None) -> Runtime:
+    """Returns ncnn in this interpreter, or in that of a host."""
+    opened = functools.partial(NcnnSession, host=host)
+    return Runtime(
+        "ncnn", "ncnn", "ncnn", (".param",), opened, companions=(".bin",), hosted=runtime, host=host
+    )
+
+
+RUNTIME = runtime()

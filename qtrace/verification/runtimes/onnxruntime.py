@@ -6,6 +6,7 @@ run: none of 150 files with bytes changed at random ended the process. A child w
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import numpy as np
 from qtrace.errors import ExportError
 from qtrace.onnxfile.kernels import find_kernels
 from qtrace.onnxfile.sessions import SessionSettings, open_session
+from qtrace.runtimes.host import RuntimeHost
 from qtrace.verification.runtimes._onnx import as_declared, check_samples, with_integer_outputs
 from qtrace.verification.runtimes.base import Runtime, RuntimeRun
 
@@ -27,14 +29,15 @@ class OnnxSession:
     are outputs, across which onnxruntime does not fuse.
     """
 
-    def __init__(self, path: Path, optimize: bool) -> None:
+    def __init__(self, path: Path, optimize: bool, host: RuntimeHost | None = None) -> None:
         model = with_integer_outputs(path)
         self.output_names, self.tensor_names = model.outputs, model.tensors
         self.integer_names: Sequence[str] = model.integers
         self.graph_hash, self.fixed_samples = model.graph_hash, model.fixed_samples
-        settings = SessionSettings(optimize, tensors=model.folder)
+        settings = SessionSettings(optimize, tensors=model.folder, host=host)
         self.session = open_session(model.data, settings, str(path))
         self.deployed = open_session(model.deployed or path, settings, str(path)) if optimize else None
+        self.side = self.session.side
         self.input_names = [i.name for i in self.session.inputs]
         self.input_types = [i.type[len("tensor(") : -1] for i in self.session.inputs]
 
@@ -54,4 +57,18 @@ class OnnxSession:
         )
 
 
-RUNTIME = Runtime("onnxruntime", "onnxruntime", "onnx", (".onnx",), OnnxSession, find_kernels)
+def runtime(host: RuntimeHost | None = None) -> Runtime:
+    """Returns onnxruntime in this process, or in that of a host."""
+    return Runtime(
+        "onnxruntime",
+        "onnxruntime",
+        "onnx",
+        (".onnx",),
+        functools.partial(OnnxSession, host=host),
+        functools.partial(find_kernels, host=host),
+        hosted=runtime,
+        host=host,
+    )
+
+
+RUNTIME = runtime()

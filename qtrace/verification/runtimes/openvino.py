@@ -6,13 +6,15 @@ none of 150 files with bytes changed at random ended the process. A child would 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from qtrace.errors import ExportError
+from qtrace.runtimes.host import RuntimeHost
+from qtrace.runtimes.openvino import OpenvinoFile
 from qtrace.verification.runtimes._onnx import as_declared, check_samples, with_integer_outputs
 from qtrace.verification.runtimes._spelled import spell_out_roundings
 from qtrace.verification.runtimes.base import Runtime, RuntimeRun
@@ -37,9 +39,7 @@ class OpenvinoSession:
     are outputs.
     """
 
-    def __init__(self, path: Path, optimize: bool) -> None:
-        import openvino
-
+    def __init__(self, path: Path, optimize: bool, host: RuntimeHost | None = None) -> None:
         model = with_integer_outputs(path)
         self.output_names = model.outputs
         self.integer_names: Sequence[str] = model.integers
@@ -47,18 +47,11 @@ class OpenvinoSession:
         if model.folder is not None:
             raise ExportError(f"{path} has more than 2 GB of tensors: verify it in onnxruntime.")
         self.input_names = _declared_inputs(model.data)
-        core = openvino.Core()
         settings = {"INFERENCE_PRECISION_HINT": "f32"} if optimize else _PLAIN
         data = model.data if optimize else _spelled(model.data)
-        try:
-            self.compiled = core.compile_model(core.read_model(data), "CPU", settings)
-            self.deployed = (
-                core.compile_model(core.read_model(model.deployed or str(path)), "CPU", settings)
-                if optimize
-                else None
-            )
-        except RuntimeError as error:  # OpenVINO raises no other type
-            raise ExportError(f"OpenVINO cannot run {path}: {error}") from error
+        self.compiled = OpenvinoFile(data, settings, path, host)
+        self.deployed = OpenvinoFile(model.deployed or path, settings, path, host) if optimize else None
+        self.side = self.compiled.side
 
     def run(self, inputs: list[np.ndarray]) -> RuntimeRun:
         """Runs the model; see `Session`."""
@@ -66,23 +59,19 @@ class OpenvinoSession:
             raise ExportError(f"the model takes {len(self.input_names)} inputs, not {len(inputs)}.")
         check_samples(self.fixed_samples, self.input_names, inputs)
         feeds = dict(zip(self.input_names, inputs, strict=True))
-        try:
-            results = _infer(self.compiled, feeds)
-            deployed = None if self.deployed is None else _infer(self.deployed, feeds)
-        except RuntimeError as error:
-            raise ExportError(f"OpenVINO refused the input: {error}") from error
-        values = [np.array(results[i]) for i in range(len(self.compiled.outputs))]
+        values = _infer(self.compiled, feeds)
+        deployed = None if self.deployed is None else _infer(self.deployed, feeds)
         count = len(self.output_names)
-        outputs = values[:count] if deployed is None else [np.array(deployed[i]) for i in range(count)]
+        outputs = values[:count] if deployed is None else deployed[:count]
         integers = [v if v.dtype.kind in "iu" else np.rint(v).astype(np.int32) for v in values[count:]]
         return RuntimeRun(outputs, dict(zip(self.integer_names, integers, strict=True)))
 
 
-def _infer(compiled: Any, feeds: Mapping[str, np.ndarray]) -> Any:
+def _infer(file: OpenvinoFile, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
     """Runs a compiled model, which has no input for a tensor that nothing reads."""
-    names = [next(name for name in feeds if name in port.names) for port in compiled.inputs]
-    types = [str(port.element_type.to_dtype()) for port in compiled.inputs]
-    return compiled(as_declared([feeds[name] for name in names], types))
+    names = [next(name for name in feeds if name in port["names"]) for port in file.inputs]
+    types = [np.dtype(port["dtype"]).name for port in file.inputs]
+    return file.run(as_declared([feeds[name] for name in names], types))
 
 
 def _declared_inputs(data: bytes) -> list[str]:
@@ -103,4 +92,12 @@ def _spelled(data: bytes) -> bytes:
     return bytes(model.SerializeToString())
 
 
-RUNTIME = Runtime("openvino", "openvino", "openvino", (".onnx",), OpenvinoSession, default=False)
+def runtime(host: RuntimeHost | None = None) -> Runtime:
+    """Returns OpenVINO in this process, or in that of a host."""
+    opened = functools.partial(OpenvinoSession, host=host)
+    return Runtime(
+        "openvino", "openvino", "openvino", (".onnx",), opened, default=False, hosted=runtime, host=host
+    )
+
+
+RUNTIME = runtime()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from qtrace.errors import ExportError
-from qtrace.process.child import Child
+from qtrace.runtimes.child import Child
 
 _SCRIPT = """
 import json, os, signal, sys, time
@@ -33,11 +34,15 @@ for line in iter(sys.stdin.buffer.readline, b""):
         os._exit(3)
     if command == "hang":
         time.sleep(600)
-    header = {"error": "no such thing"} if command == "refuse" else {"value": os.getpid()}
+    header = {"refused": "no such thing"} if command == "refuse" else {"value": os.getpid()}
     header["arrays"] = [(a.dtype.str, a.shape) for a in arrays]
     answers.write(json.dumps(header).encode() + b"\\n" + b"".join((a * 2).tobytes() for a in arrays))
     answers.flush()
 """
+
+
+def _command(script: Path) -> list[str]:
+    return [sys.executable, "-I", str(script)]
 
 
 @pytest.fixture
@@ -56,7 +61,7 @@ def _alive(pid: int) -> bool:
 
 
 def test_arrays_of_every_kind_go_both_ways(script: Path) -> None:
-    child = Child(script, "a runtime")
+    child = Child(_command(script), "a runtime")
     arrays = [
         np.arange(6, dtype=np.float32).reshape(2, 3).T,
         np.zeros((0, 4), np.int8),
@@ -82,7 +87,7 @@ def test_arrays_of_every_kind_go_both_ways(script: Path) -> None:
     ],
 )
 def test_what_happened_is_one_sentence(script: Path, command: str, sentence: str) -> None:
-    child = Child(script, "LiteRT with m.tflite")
+    child = Child(_command(script), "LiteRT with m.tflite")
     pid, _ = child.ask({"command": "double"})
     child.seconds = 0.5 if command == "hang" else 600.0
     with pytest.raises(ExportError, match=sentence) as caught:
@@ -97,7 +102,7 @@ def test_what_happened_is_one_sentence(script: Path, command: str, sentence: str
 
 
 def test_a_child_ends_with_its_owner(script: Path) -> None:
-    child = Child(script, "a runtime")
+    child = Child(_command(script), "a runtime")
     pid, _ = child.ask({"command": "double"})
     del child
     gc.collect()
@@ -110,7 +115,7 @@ def test_a_child_ends_with_its_owner(script: Path) -> None:
 def test_a_child_that_reads_nothing_does_not_hold_its_owner(tmp_path: Path) -> None:
     script = tmp_path / "deaf.py"
     script.write_text("import time\ntime.sleep(600)\n")
-    child = Child(script, "a runtime", seconds=0.5)
+    child = Child(_command(script), "a runtime", seconds=0.5)
     begin = time.monotonic()
     with pytest.raises(ExportError, match="gave no answer in 0.5 s"):
         child.ask({"command": "double"}, [np.zeros(4_000_000, np.uint8)])
@@ -129,14 +134,14 @@ def test_a_child_that_computes_is_no_child_that_hangs(
         "print(json.dumps({'value': 'done', 'arrays': []}), flush=True)\n"
         "time.sleep(60)\n"
     )
-    child = Child(script, "a runtime", seconds=60)
+    child = Child(_command(script), "a runtime", seconds=60)
     assert child.ask({})[0] == "done"
     assert child._processor_time() >= 0.2 * os.sysconf("SC_CLK_TCK")
     times = iter([7.0, 8.0, 9.0, 9.0])  # it computes for two more spans, and then no more
     monkeypatch.setattr(child, "_processor_time", lambda: next(times))
     child.idle = 0.1
     with pytest.raises(ExportError, match=r"a runtime gave no answer in 0\.1 s and was ended"):
-        child._read_line(time.monotonic() + 60)
+        child.read_line(time.monotonic() + 60)
     assert not list(times)
 
 
@@ -147,10 +152,10 @@ def test_long_headers_are_read_at_once(tmp_path: Path) -> None:
         "for line in sys.stdin:\n"
         "    print(json.dumps({'value': 'x' * 3_000_000, 'arrays': []}), flush=True)\n"
     )
-    child = Child(script, "a runtime", seconds=60)
+    child = Child(_command(script), "a runtime", seconds=60)
     assert len(child.ask({})[0]) == 3_000_000
 
 
 def test_an_interpreter_that_is_not_there_is_one_sentence(script: Path) -> None:
-    with pytest.raises(ExportError, match="a runtime needs a process .* does not start: No such file"):
-        Child(script, "a runtime", python="/nowhere/python")
+    with pytest.raises(ExportError, match=r"needs a process .*'/nowhere/python' does not start: No such"):
+        Child(["/nowhere/python", str(script)], "a runtime")

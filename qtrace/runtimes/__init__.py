@@ -1,0 +1,1 @@
+"""Runtimes in processes of their own: in this interpreter, in another one, or on another machine."""

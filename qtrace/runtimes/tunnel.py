@@ -34,7 +34,7 @@ def run(worker: str, seconds: float) -> None:
     """
     for name in ("SIGTERM", "SIGHUP"):
         if hasattr(signal, name):
-            signal.signal(getattr(signal, name), lambda *_: sys.exit(1))
+            signal.signal(getattr(signal, name), lambda *_: sys.exit("a signal ended it"))
     code = 1
     try:
         folder = tempfile.mkdtemp(prefix="qtrace-")

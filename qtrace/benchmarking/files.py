@@ -112,7 +112,8 @@ def bench_files(
             if table is not None:
                 prediction = predict(read_graph(path, runner.shapes), table)
         memory = peak_memory(path, runtime, settings)
-        reports.append(FileReport(path, file_size(path), memory, latency, profile, prediction, runner.side))
+        side = getattr(runner, "side", {})
+        reports.append(FileReport(path, file_size(path), memory, latency, profile, prediction, side))
     return reports
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,16 @@ def test_json_has_all_figures(run, pair):
     assert data["files"][0]["latency"]["runs"] == 9
     assert data["files"][1]["profile"]["nodes"][0]["name"]
     assert data["files"][1]["predicted_seconds"] > 0
+
+
+def test_another_interpreter_is_timed_and_named(run, pair):
+    options = ("--seconds", 0, "--by-op", "--runtime-python", sys.executable)
+    data = json.loads(run("bench", *pair, *options, "--json").out)
+    for entry in data["files"]:
+        assert entry["runtime_host"]["host"] == sys.executable
+        assert entry["latency"]["minimum"] > 0
+        assert entry["profile"]["nodes"]
+    assert f"by {sys.executable}" in run("bench", *pair, *options).out
 
 
 def test_shapes_and_batches(run, pair):

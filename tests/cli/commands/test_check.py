@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import megengine.module as M
 import onnx
@@ -43,6 +44,11 @@ def test_the_runtime_that_is_here_is_asked(run, file):
     result = run("check", file, "-t", "onnxruntime", "--json")
     assert result.code == 0
     assert json.loads(result.out)["float_by"] == "onnxruntime"
+    result = run("check", file, "-t", "onnxruntime", "--json", "--runtime-python", sys.executable)
+    assert result.code == 0, result.err
+    by = json.loads(result.out)["float_by"]
+    assert by.startswith("onnxruntime ")
+    assert by.endswith(f"by {sys.executable}")
 
 
 def test_fix_writes_another_file(run, file, here):

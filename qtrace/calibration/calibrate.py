@@ -30,6 +30,7 @@ from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import switch_phase
 from qtrace.process.thread import on_engine_thread
 from qtrace.ptq.base import Batches
+from qtrace.runtimes.host import RuntimeHost
 from qtrace.scheme import QParams
 from qtrace.storage.checkpoints import Checkpoint
 
@@ -50,6 +51,7 @@ def calibrate(
     state: str | Path | None = None,
     threads: int | None = None,
     learning_engine: str = "auto",
+    runtime_host: RuntimeHost | None = None,
 ) -> TracedModule:
     """Runs ``batches`` through the graph, observes every site and sets its quantization parameters.
 
@@ -75,6 +77,8 @@ def calibrate(
         threads: number of threads of onnxruntime; None for all cores.
         learning_engine: computes the steps of ``adaround`` and ``reconstruct``: ``megengine``, ``torch`` (the
             extra ``torch``), or ``auto`` for torch where it is installed and agrees with MegEngine.
+        runtime_host: the interpreter or machine whose onnxruntime computes the activations that are observed;
+            None for this process, in which algorithms compute in any case.
 
     Returns:
         ``prepared``.
@@ -83,6 +87,7 @@ def calibrate(
         CalibrationError: when the graph has no site, there is no batch, a batch does not fit the model or the
             engine, or a value is NaN or infinite; it names site and batch.
         ConfigError: for an unknown engine.
+        ExportError: when the host cannot be reached, or does not survive the graph.
     """
     model = QuantizedModel(prepared, "prepared")
     _check_arguments(batches, max_batches=max_batches, threads=threads)
@@ -91,7 +96,7 @@ def calibrate(
     learning = choose_learning(prepared, learning_engine) if algorithms else None
     chosen: str | Chosen = engine
     if statistics is None:
-        options = CollectOptions(engine, _count(batches, max_batches), threads, progress)
+        options = CollectOptions(engine, _count(batches, max_batches), threads, progress, runtime_host)
         statistics, chosen = _collect(model, itertools.islice(batches, max_batches), options, current())
     statistics = _with_parameters(model, statistics)
     with _undone_on_failure(model), evaluating(prepared):

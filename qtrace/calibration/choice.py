@@ -20,6 +20,7 @@ from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.stepping import SegmentEngine
 from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.preparation.model import QuantizedModel
+from qtrace.runtimes.host import RuntimeHost
 
 __all__ = ["ENGINES", "Chosen", "ExplainedEngine", "choose_engine", "choose_segments"]
 
@@ -70,6 +71,7 @@ def choose_engine(
     batches: int | None = None,
     threads: int | None = None,
     first: Arguments | None = None,
+    host: RuntimeHost | None = None,
 ) -> ExplainedEngine:
     """Chooses an engine for a prepared graph.
 
@@ -83,10 +85,12 @@ def choose_engine(
         batches: number of batches; None if unknown.
         threads: number of threads, if the engine lets one set it; None for all cores.
         first: the arguments of the first batch; None to assume the shapes of the trace.
+        host: the interpreter or machine whose onnxruntime computes; None for this process.
 
     Raises:
         ConfigError: for an unknown engine.
         CalibrationError: when the requested engine cannot run the graph.
+        ExportError: when the host cannot be reached, or does not survive the graph.
     """
     megengine = MegEngine(prepared.module, watched.nodes)
     chosen = requested if isinstance(requested, Chosen) else None
@@ -98,7 +102,7 @@ def choose_engine(
     if name == "auto" and (reason := _reason_against_export(prepared, batches, first)):
         return _FixedEngine(megengine, Chosen("megengine", reason))
     try:
-        fast = OnnxRuntime(prepared.module, tuple(watched.nodes), threads)
+        fast = OnnxRuntime(prepared.module, tuple(watched.nodes), threads, host=host)
     except EngineError as error:
         if name == "auto":
             return _FixedEngine(megengine, Chosen("megengine", f"onnxruntime does not apply: {error}"))

@@ -25,6 +25,7 @@ from qtrace.graph.walk import exprs, op_label
 from qtrace.observers.base import Observer
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import in_phase
+from qtrace.runtimes.host import RuntimeHost
 
 __all__ = ["CollectOptions", "Collected", "collect", "observe_parameters"]
 
@@ -42,12 +43,14 @@ class CollectOptions:
         batches: number of batches, those of ``start`` included; None if unknown.
         threads: number of threads that compute; None for all cores.
         progress: whether to show a progress bar on stderr.
+        host: the interpreter or machine whose onnxruntime computes; None for this process.
     """
 
     engine: str | Chosen = "auto"
     batches: int | None = None
     threads: int | None = None
     progress: bool = False
+    host: RuntimeHost | None = None
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,8 @@ def collect(
 def _choose(
     model: QuantizedModel, observed: Watched, options: CollectOptions, first: Arguments | None = None
 ) -> ExplainedEngine:
-    return choose_engine(model, observed, options.engine, options.batches, options.threads, first)
+    engine, host = options.engine, options.host
+    return choose_engine(model, observed, engine, options.batches, options.threads, first, host)
 
 
 def _places(prepared: TracedModule, observed: Watched) -> dict[str, str]:

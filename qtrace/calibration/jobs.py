@@ -16,6 +16,7 @@ from qtrace.calibration.statistics import arrays, checksum
 from qtrace.config import Preprocess
 from qtrace.data import DataSource, open_data
 from qtrace.graph.files.serialize import load
+from qtrace.runtimes.host import RuntimeHost
 from qtrace.workers.job import Outcome, attempt
 
 __all__ = [
@@ -76,6 +77,7 @@ class WorkerJob:
         identity: the fingerprint of the calibration; see `qtrace.calibration.checkpoint.fingerprint`.
         every: number of batches after which ``part`` is written; None for any number.
         seconds: time after which ``part`` is written; None for any time.
+        host: the interpreter or machine whose onnxruntime computes; None for that of the worker.
     """
 
     model: str
@@ -90,6 +92,7 @@ class WorkerJob:
     identity: str
     every: int | None = None
     seconds: float | None = None
+    host: RuntimeHost | None = None
 
 
 def run_job(job: WorkerJob, on_batch: Callable[[int], None] = lambda number: None) -> None:
@@ -115,7 +118,7 @@ def run_job(job: WorkerJob, on_batch: Callable[[int], None] = lambda number: Non
         part = Part(collected.statistics, None, tuple(source.skipped), passed)
         write_part(Path(job.part), part, job.identity)
 
-    options = CollectOptions(job.engine, threads=job.threads)
+    options = CollectOptions(job.engine, threads=job.threads, host=job.host)
     with PeriodicWriter(write, Cadence(job.every, job.seconds)) as after:
         reported: set[int] = set()
 

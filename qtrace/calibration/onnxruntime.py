@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import math
 from collections.abc import Mapping, Sequence
 
@@ -15,8 +16,11 @@ from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.graph.walk import exprs
 from qtrace.onnxfile.sessions import OrtSession, SessionError, SessionSettings, open_session
+from qtrace.runtimes.host import RuntimeHost, describe_side
 
 __all__ = ["OnnxRuntime", "run_session", "start_session"]
+
+_LOG = logging.getLogger("qtrace")
 
 # A constant, not a share of the free memory: the outputs of the model decide what onnxruntime fuses, and
 # thereby the last bits of the values.
@@ -34,6 +38,7 @@ class OnnxRuntime:
         nodes: the names of the watched nodes, in graph order.
         threads: number of threads; None for all cores.
         limit: the most bytes of activations in memory.
+        host: the interpreter or machine that has onnxruntime; None for this process.
 
     Raises:
         EngineError: when the graph has no ONNX form, or onnxruntime is missing or refuses it.
@@ -47,8 +52,9 @@ class OnnxRuntime:
         nodes: Sequence[str],
         threads: int | None = None,
         limit: int = _MAX_ACTIVATION_BYTES,
+        host: RuntimeHost | None = None,
     ) -> None:
-        if importlib.util.find_spec("onnxruntime") is None:
+        if host is None and importlib.util.find_spec("onnxruntime") is None:
             raise EngineError(f"the package onnxruntime is not installed ({install('onnx')})")
         if len(prepared.argdef_graph_map) != 1:
             raise EngineError("the model was traced with several structures of arguments")
@@ -57,11 +63,14 @@ class OnnxRuntime:
         except ExportError as error:
             raise EngineError(f"the graph has no ONNX form: {str(error).rstrip('.')}") from error
         self._prepared, self._nodes, self._threads, self._limit = prepared, tuple(nodes), threads, limit
+        self._host = host
         self._inputs = [n for n in prepared.graph.inputs if isinstance(n, TensorNode)]
         produced = [*self._inputs, *(n for e in exprs(prepared) for n in e.outputs)]
         self._bytes = {n.name: 4 * math.prod(n.shape or ()) for n in produced if isinstance(n, TensorNode)}
         self._sessions: dict[tuple[str, ...], OrtSession] = {}
-        self._session(self._nodes)
+        session = self._session(self._nodes)
+        if session is not None and session.side:
+            _LOG.info(f"activations are computed by {describe_side(session.side)}")
 
     def run(self, arguments: Arguments, index: int, observe: Observe) -> None:
         """Runs one batch; see `Engine`."""
@@ -101,7 +110,7 @@ class OnnxRuntime:
             return None
         if part not in self._sessions:
             data = self._model.data if part == self._nodes else _with_outputs(self._model.data, outputs)
-            self._sessions[part] = start_session(data, self._threads)
+            self._sessions[part] = start_session(data, self._threads, host=self._host)
         return self._sessions[part]
 
 
@@ -115,18 +124,24 @@ def _with_outputs(data: bytes, names: set[str]) -> bytes:
     return model.SerializeToString()
 
 
-def start_session(data: bytes, threads: int | None, fuse_integers: bool = True) -> OrtSession:
+def start_session(
+    data: bytes, threads: int | None, fuse_integers: bool = True, host: RuntimeHost | None = None
+) -> OrtSession:
     """Opens a model that computes as MegEngine does, beside observers that need the cores between two runs.
 
     Args:
         data: the ONNX file.
         threads: number of threads; None for all cores.
         fuse_integers: whether ops between roundings may run on integers, with other last bits than in float.
+        host: the interpreter or machine that has onnxruntime; None for this process.
 
     Raises:
         EngineError: when onnxruntime refuses the model.
+        ExportError: when the host cannot be reached, or does not survive the model.
     """
-    settings = SessionSettings(threads=threads, fuse_integers=fuse_integers, as_megengine=True, spin=False)
+    settings = SessionSettings(
+        threads=threads, fuse_integers=fuse_integers, as_megengine=True, spin=False, host=host
+    )
     try:
         return open_session(data, settings)
     except SessionError as error:

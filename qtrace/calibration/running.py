@@ -27,6 +27,7 @@ from qtrace.errors import CalibrationError
 from qtrace.graph.files.serialize import save
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.model import QuantizedModel
+from qtrace.runtimes.host import RuntimeHost
 from qtrace.workers.job import Outcome, Pool, attempt
 from qtrace.workers.processes import Processes
 from qtrace.workers.ray import RayTasks
@@ -47,6 +48,7 @@ class RunSettings:
         seconds: time between checkpoints; None for any time.
         progress: whether to show a progress bar.
         allow: the user's classes that workers may load with the model.
+        runtime_host: the interpreter or machine whose onnxruntime computes; None for that of each process.
     """
 
     engine: str = "auto"
@@ -57,6 +59,7 @@ class RunSettings:
     seconds: float | None = 60.0
     progress: bool = False
     allow: tuple[str, ...] = field(default=())
+    runtime_host: RuntimeHost | None = None
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ def collect_all(
         source.identity(),
         described.batch_size,
         described.max_batches,
-        settings.engine,
+        settings.engine if settings.runtime_host is None else f"{settings.engine} by {settings.runtime_host}",
         settings.threads,
     )
     parts = StoredParts(folder, model, identity)
@@ -169,7 +172,7 @@ class _CollectionRun:
 
         engine = whole.chosen or settings.engine
         progress = settings.progress and max_batches is None
-        options = CollectOptions(engine, self.count, settings.threads, progress)
+        options = CollectOptions(engine, self.count, settings.threads, progress, settings.runtime_host)
         with PeriodicWriter(write, Cadence(settings.every, settings.seconds)) as after:
             collected = collect(self.prepared, batches, options, after, whole.statistics)
         if len(collected.statistics.batches) > len(whole.statistics.batches):
@@ -204,6 +207,7 @@ class _CollectionRun:
                 self.parts.identity,
                 settings.every,
                 settings.seconds,
+                settings.runtime_host,
             )
             for shard in range(shards)
         ]

@@ -7,11 +7,12 @@ from typing import Any
 
 import click
 
-from qtrace.cli import help, models, options, targets
+from qtrace.cli import help, hosts, models, options, targets
 from qtrace.cli.console import Console
 from qtrace.cli.gates import check_graph, note_checks
 from qtrace.cli.images import warn_unused
 from qtrace.cli.verdicts import NextCommand, import_metric, judging
+from qtrace.runtimes.host import RuntimeHost
 from qtrace.storage.outputs import flag
 
 __all__ = ["calibrate"]
@@ -27,6 +28,7 @@ __all__ = ["calibrate"]
 @targets.folder_to_write("The folder to write.")
 @judging
 @options.collecting
+@hosts.runtime_host
 @click.option(
     "--learning-engine",
     type=click.Choice(["auto", "megengine", "torch"]),
@@ -49,6 +51,7 @@ def calibrate(
     allow_code: bool,
     out: Path,
     collecting: dict[str, Any],
+    runtime_host: RuntimeHost | None,
     learning_engine: str,
     resume: bool,
     force: bool,
@@ -93,7 +96,9 @@ def calibrate(
             reading=DataReading(batch_size, max_batches, skip_bad),
             evaluation=judged["evaluation"],
             acceptance=acceptance,
-            settings=RunSettings(**collecting, progress=console.progress, allow=allow),
+            settings=RunSettings(
+                **collecting, progress=console.progress, allow=allow, runtime_host=runtime_host
+            ),
             learning_engine=learning_engine,
             resume=resume,
             force=force,

@@ -10,10 +10,12 @@ import contextlib
 import json
 import os
 import selectors
+import shutil
 import signal
 import subprocess
 import tempfile
 import time
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -60,8 +62,9 @@ class Child:
         self.subject, self.seconds, self.idle = subject, seconds, idle
         self._process: subprocess.Popen[bytes] | None = None
         self._received = bytearray()
-        self._folder = tempfile.TemporaryDirectory(prefix="qtrace-runtime-")
-        self._messages = Path(self._folder.name, "stderr")
+        folder = tempfile.mkdtemp(prefix="qtrace-runtime-")
+        self._remove_folder = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        self._messages = Path(folder, "stderr")
         try:
             with self._messages.open("wb") as messages:
                 self._process = subprocess.Popen(
@@ -70,11 +73,11 @@ class Child:
                     stdout=subprocess.PIPE,
                     stderr=messages,
                     # What a runtime writes to a temporary folder goes with this one.
-                    env={**os.environ, "TMPDIR": self._folder.name},
+                    env={**os.environ, "TMPDIR": folder},
                     bufsize=0,
                 )
         except (OSError, ValueError) as error:
-            self._folder.cleanup()
+            self._remove_folder()
             reason = getattr(error, "strerror", None) or error
             raise ExportError(
                 f"{subject} needs a process of its own, and {command[0]!r} does not start: {reason}."
@@ -120,7 +123,7 @@ class Child:
                 with contextlib.suppress(BrokenPipeError):  # what was not sent is of no use now
                     pipe.close()
         process.wait()
-        self._folder.cleanup()
+        self._remove_folder()
 
     def __del__(self) -> None:
         self.close()

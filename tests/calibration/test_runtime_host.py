@@ -13,13 +13,13 @@ import qtrace
 from qtrace.errors import ExportError
 from qtrace.preparation.record import fake_quants
 from qtrace.runtimes.host import RuntimeHost
-from tests.nets import Chain, images
+from tests.nets import Chain, images, randomize
 
 BATCHES = [images(4, 3, 16, 16, seed=seed) for seed in range(2)]
 
 
 def _calibrated(host: RuntimeHost | None) -> list[M.Module]:
-    prepared = qtrace.prepare(qtrace.trace(Chain(2, 3), BATCHES[0]))
+    prepared = qtrace.prepare(qtrace.trace(randomize(Chain(2, 3)), BATCHES[0]))
     qtrace.calibrate(prepared, BATCHES, progress=False, engine="onnxruntime", runtime_host=host)
     return fake_quants(prepared)
 

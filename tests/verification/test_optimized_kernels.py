@@ -18,6 +18,7 @@ from qtrace.graph.types import TracedModule
 from qtrace.onnxfile.kernels import find_kernels
 from qtrace.onnxfile.saturation import products_saturate
 from qtrace.onnxfile.sessions import onnxruntime_errors
+from qtrace.runtimes import worker
 from qtrace.verification import causes
 from qtrace.verification.runtimes import litert, onnxruntime, openvino
 from qtrace.verification.runtimes.base import RuntimeRun
@@ -143,7 +144,7 @@ def test_a_bug_surfaces_while_a_file_runs(path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(LookupError, match="a bug"):
         session.run([BATCH])
     session = openvino.OpenvinoSession(path, False)
-    monkeypatch.setattr(type(session.compiled), "__call__", _raise_bug)
+    monkeypatch.setattr(worker.Openvino, "run", _raise_bug)
     with pytest.raises(LookupError, match="a bug"):
         session.run([BATCH])
 

@@ -33,7 +33,7 @@ def _export(name: str, folder: Path) -> Path:
 
 def _child(session: Any) -> Any:
     file = session.full._file if hasattr(session, "full") else session._file
-    return file._child
+    return file._child._child
 
 
 @pytest.mark.parametrize("name", RUNTIMES)

@@ -47,7 +47,7 @@ def fitted_table(measure: Measure = measure_cases) -> CostTable:
         stored = {f"{kind}, {form}": factor for (kind, form), factor in fit(table, measure(_cases())).items()}
         write_cached("fit", key, stored)
     factors = {tuple(name.rsplit(", ", 1)): float(factor) for name, factor in stored.items()}
-    return scale(table, factors, here)  # type: ignore[arg-type]
+    return scale(table, factors, here)
 
 
 def fit(table: CostTable, measured: Sequence[Measurement]) -> dict[tuple[str, str], float]:

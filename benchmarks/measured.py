@@ -78,7 +78,7 @@ def measure(net: str) -> list[MeasuredRow]:
     held_back = [network.test[i : i + 1] for i in range(len(network.test))]
     times = Times()
     config = as_qconfig({**qtrace.load_recipe("int8").to_dict()})
-    prepare_measured(network.traced, config, calibration, held_back, TimingPlan(times), LogReporter())
+    prepare_measured(network.traced, config, calibration, lambda: held_back, TimingPlan(times), LogReporter())
     if not times.labellings:
         return []
     chosen = choose_labelling(times.labellings)

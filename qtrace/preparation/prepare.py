@@ -33,7 +33,7 @@ from qtrace.preparation.phases import switch_phase
 from qtrace.preparation.record import Record, is_quantized, write_record
 from qtrace.process.thread import on_engine_thread
 
-__all__ = ["SearchOutcome", "plan", "prepare", "prepare_placed"]
+__all__ = ["SearchOutcome", "plan", "prepare", "prepare_placed", "read_request"]
 
 _LOG = logging.getLogger("qtrace")
 _SHOWN = 10
@@ -84,7 +84,7 @@ def prepare(
         GraphError: when ``traced`` is not a traced module, or is prepared already, or an op of it cannot
             run on the shapes of its inputs after a change of the module.
     """
-    config = _read_request(traced, qconfig, inputs, outputs, samples)
+    config = read_request(traced, qconfig, inputs, outputs, samples)
     return prepare_placed(traced, config, samples, qconfig, progress=progress)[0]
 
 
@@ -134,7 +134,7 @@ def plan(
     samples: Iterable[Any] | None = None,
 ) -> Annotation:
     """Returns the annotation that ``prepare`` would execute and ``explain`` prints; inserts nothing."""
-    config = _read_request(traced, qconfig, inputs, outputs, samples)
+    config = read_request(traced, qconfig, inputs, outputs, samples)
     graph = make_float_graph(traced, config, samples)
     return native.bring_scales(graph.model, decide(graph).annotation, graph.located).annotation
 
@@ -154,14 +154,14 @@ def _with_region(
     )
 
 
-def _read_request(
+def read_request(
     traced: TracedModule,
     qconfig: QConfig | str | Path | Mapping[str, Any] | None,
-    inputs: str | Sequence[str] | None,
-    outputs: str | Sequence[str] | None,
-    samples: Iterable[Any] | None,
+    inputs: str | Sequence[str] | None = None,
+    outputs: str | Sequence[str] | None = None,
+    samples: Iterable[Any] | None = None,
 ) -> QConfig:
-    """Returns the whole config; raises for what ``prepare`` cannot take."""
+    """Returns the whole config; raises for what ``prepare`` cannot take, whose arguments these are."""
     if problem := describe_path(traced):
         raise GraphError(f"prepare takes a traced module, and {problem}.")
     if not isinstance(traced, TracedModule):

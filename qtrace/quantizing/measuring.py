@@ -12,7 +12,7 @@ import hashlib
 import math
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,9 @@ from qtrace.inspection.twin import late_algorithms
 from qtrace.onnxfile.sessions import SessionSettings, open_session
 from qtrace.preparation.passes.convert import convert
 from qtrace.preparation.placement.frontier import Point, price
-from qtrace.preparation.prepare import SearchOutcome, prepare_placed
+from qtrace.preparation.prepare import SearchOutcome, prepare_placed, read_request
 from qtrace.preparation.record import fake_quants, read_record, write_record
+from qtrace.process.thread import on_engine_thread
 from qtrace.quantizing.delivering import Timer, timed_settings
 from qtrace.quantizing.reporting import Reporter
 from qtrace.quantizing.times import MeasuredLabelling, Times
@@ -63,11 +64,12 @@ class TimingPlan:
     timer: Timer | None = None
 
 
+@on_engine_thread
 def prepare_measured(
     traced: TracedModule,
     config: QConfig,
     samples: Iterable[Any],
-    held_back: Sequence[Any],
+    held_back: Callable[[], Sequence[Any]],
     measurement: TimingPlan | None,
     reporter: Reporter,
 ) -> TracedModule:
@@ -77,10 +79,11 @@ def prepare_measured(
         traced: the float network.
         config: the config.
         samples: batches, as for `prepare`.
-        held_back: batches on which the noise is measured.
+        held_back: reads the batches on which the noise is measured.
         measurement: how to measure; None for the predicted choice.
         reporter: takes the notes.
     """
+    config = read_request(traced, config, samples=samples)
     times = Times() if measurement is None else measurement.times
     fitted = None if measurement is None or times.fixed else fit_costs(config)
     start = time.perf_counter()
@@ -193,7 +196,7 @@ class _Bench:
         traced: TracedModule,
         config: QConfig,
         samples: Iterable[Any],
-        held_back: Sequence[Any],
+        held_back: Callable[[], Sequence[Any]],
         measurement: TimingPlan,
         reporter: Reporter,
         end: float,
@@ -204,7 +207,8 @@ class _Bench:
         early = [s for s in config.to_dict().get("ptq", ["fuse_bn"]) if _name_of(s) not in late]
         observers = {"activation": "minmax", "weight": "minmax"}
         self.config = QConfig.model_validate({**config.to_dict(), "ptq": early, "observers": observers})
-        self.ranges = [batch for batch, _ in zip(samples, range(2), strict=False)]
+        self.batches: Sequence[Any] = ()
+        self.ranges: list[Any] = []
 
     def measure(self, labellings: dict[str, SearchOutcome]) -> tuple[MeasuredLabelling, ...]:
         """Returns what was measured of the labellings that there was time for; () if nothing was."""
@@ -213,9 +217,11 @@ class _Bench:
         with tempfile.TemporaryDirectory(prefix="qtrace-labellings-") as folder:
             files: dict[str, Path] = {}
             try:
+                self.ranges = [batch for batch, _ in zip(self.samples, range(2), strict=False)]
                 for number, (name, outcome) in enumerate(labellings.items()):
                     if number < 2 or time.perf_counter() < self.end:
                         files[name] = self._export(outcome, Path(folder) / f"{number}.onnx")
+                self.batches = self.held_back()
                 exact = self._run(files["float"]) if "float" in files else None
                 if exact is None:
                     files["float"] = self._export(labellings["float"], Path(folder) / "float.onnx")
@@ -269,7 +275,7 @@ class _Bench:
         session = open_session(path, SessionSettings(threads=1))
         names = [info.name for info in session.inputs]
         results = []
-        for number, batch in enumerate(self.held_back):
+        for number, batch in enumerate(self.batches):
             args, kwargs = as_arguments(batch, self.traced, number)
             values = Interpreter(self.traced).bind(args, kwargs)[1][1:]
             results.append(session.run(None, dict(zip(names, [v.numpy() for v in values], strict=True))))

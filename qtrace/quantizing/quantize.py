@@ -297,8 +297,9 @@ def _calibrate(
 ) -> _Calibrated:
     """Prepares, calibrates and judges."""
     with data.times.measure("prepare"):
-        held_back = data.evaluation.read(traced) if measurement is not None else ()
-        prepared = prepare_measured(traced, config, data.calibration, held_back, measurement, reporter)
+        prepared = prepare_measured(
+            traced, config, data.calibration, lambda: data.evaluation.read(traced), measurement, reporter
+        )
     return _judge(prepared, data, acceptance, reporter)
 
 

@@ -160,9 +160,10 @@ def calibrate_to_folder(
         traced = model(source) if callable(model) and not isinstance(model, TracedModule) else model
         # A run that goes on takes the choice of the one that was interrupted.
         taken = Times.open(checkpoints / _TIMES if times is None else Path(times))
-        held_back = chosen.read(traced) if measure else ()
         measurement = TimingPlan(taken) if measure else None
-        prepared = prepare_measured(traced, qconfig, _Samples(source), held_back, measurement, reporter)
+        prepared = prepare_measured(
+            traced, qconfig, _Samples(source), lambda: chosen.read(traced), measurement, reporter
+        )
         taken.write()
         label = os.fspath(data) if isinstance(data, (str, os.PathLike)) else source.source
         reporter.note(f"calibrating on {label}")

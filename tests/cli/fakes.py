@@ -73,9 +73,10 @@ class Fakes:
         self.fail = None
         for name in (*COMMANDS, "load", "save", "load_recipe", "prepare", "convert"):
             monkeypatch.setitem(vars(qtrace), name, getattr(self, name))  # setattr would load the real one
-        for name in ("prepare", "calibrate", "explain"):
+        for name in ("calibrate", "explain"):
             monkeypatch.setattr(f"qtrace.quantizing.stage.{name}", getattr(self, name))
         stage = {
+            "prepare_measured": lambda traced, qconfig, *args: self.prepare(traced, qconfig),
             "_collect": self.collect,
             "config_or_default": lambda recipe: recipe,
             "note_graph": lambda *args: {},

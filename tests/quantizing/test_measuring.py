@@ -93,7 +93,7 @@ def test_given_times_decide_and_nothing_is_measured(tmp_path: Path, caplog) -> N
     times = Times.open(path)
     assert times.fixed
     with caplog.at_level(logging.INFO, "qtrace"):
-        prepared = prepare_measured(traced, config, batches, (), TimingPlan(times), LogReporter())
+        prepared = prepare_measured(traced, config, batches, list, TimingPlan(times), LogReporter())
     notes = {note.name: note.state for note in QuantizedModel(prepared).annotation.notes}
     assert [notes[name] for name in ("a_out", "b_out", "c_out")] == ["float", "int", "float"]
     assert any("between is chosen" in line for line in caplog.messages)
@@ -124,7 +124,7 @@ def test_what_is_measured_decides_and_is_written(tmp_path: Path, monkeypatch) ->
 
     times = Times(tmp_path / "times.json")
     measurement = TimingPlan(times, timer)
-    prepared = prepare_measured(traced, config, [DATA[:4]], [DATA[4:]], measurement, LogReporter())
+    prepared = prepare_measured(traced, config, [DATA[:4]], lambda: [DATA[4:]], measurement, LogReporter())
     assert asked == [len(times.labellings)]
     by_name = {labelling.name: labelling for labelling in times.labellings}
     assert by_name["float"].noise == (0.0, 0.0)

@@ -18,6 +18,9 @@ NETWORKS = {"det": package.DETECTOR, "cls": package.CLASSIFIER, "rec": package.R
 class Network:
     """A network of the client that keeps its inputs and counts its time.
 
+    The time is that of the processor: other programs on a busy machine lengthen that of the clock. The client
+    runs on one thread.
+
     Args:
         session: the client's own session.
         keeps: whether to keep the inputs.
@@ -32,9 +35,9 @@ class Network:
         """Runs the client's session."""
         if self._keeps:
             self.inputs.append(batch)
-        started = time.perf_counter()
+        started = time.process_time()
         result = self._session(batch)
-        self.seconds += time.perf_counter() - started
+        self.seconds += time.process_time() - started
         return result
 
     def __getattr__(self, name: str) -> Any:
@@ -81,32 +84,31 @@ def record_inputs(models: Path, pages: Sequence[np.ndarray]) -> dict[str, list[n
 
 
 def read_in_turns(
-    clients: Mapping[str, Client], pages: Sequence[np.ndarray], rounds: int
-) -> tuple[dict[str, list[str]], dict[str, dict[str, float]]]:
+    clients: Mapping[str, Client], pages: Sequence[np.ndarray], passes: int
+) -> tuple[dict[str, list[str]], dict[str, list[dict[str, float]]]]:
     """Reads pages by several clients in turns, so that a change of the machine's load meets all of them.
 
     Args:
         clients: the clients by their names.
         pages: the pages.
-        rounds: how often each client reads a page.
+        passes: how often each client reads all pages.
 
     Returns:
-        Client -> its texts; and client -> network -> its seconds for all pages, of each page the fewest.
+        Client -> its texts; and client -> for each pass, network -> its seconds for all pages.
     """
     texts: dict[str, list[str]] = {name: [] for name in clients}
-    seconds = {name: dict.fromkeys(NETWORKS, 0.0) for name in clients}
-    for page in pages:
-        fewest = {name: dict.fromkeys(NETWORKS, float("inf")) for name in clients}
-        for turn in range(rounds):
+    seconds: dict[str, list[dict[str, float]]] = {name: [] for name in clients}
+    for turn in range(passes):
+        before = {name: _seconds(client) for name, client in clients.items()}
+        for page in pages:
             for name, client in clients.items():
-                before = {kind: network.seconds for kind, network in client.networks.items()}
                 text = client.read(page)
                 if turn == 0:
                     texts[name].append(text)
-                for kind, network in client.networks.items():
-                    own = network.seconds - before[kind]
-                    fewest[name][kind] = min(fewest[name][kind], own)
-        for name, own in fewest.items():
-            for kind, time_of_page in own.items():
-                seconds[name][kind] += time_of_page
+        for name, client in clients.items():
+            seconds[name].append({kind: t - before[name][kind] for kind, t in _seconds(client).items()})
     return texts, seconds
+
+
+def _seconds(client: Client) -> dict[str, float]:
+    return {kind: network.seconds for kind, network in client.networks.items()}

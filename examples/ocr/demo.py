@@ -64,7 +64,9 @@ class Row:
 
 
 def missed_targets(rows: Sequence[Row]) -> list[str]:
-    """The targets that ``rows`` miss, a line each."""
+    """The targets that ``rows`` miss, a line each; none without rows."""
+    if not rows:
+        return []
     by_name = {row.name: row for row in rows}
     floor = by_name["float"].accuracy - MAX_DROP
     missed = []
@@ -104,14 +106,25 @@ class Demo:
         out: an empty folder for the artefacts.
         quick: a few images and steps of everything, to see that all work; the targets do not count.
         client: whether the public client of the package runs, too, on files of `qtrace.quantize`.
+        alone: whether the client is all that runs.
     """
 
-    def __init__(self, out: Path, quick: bool = False, client: bool = False) -> None:
-        self.out, self.quick, self.client, self.models = out, quick, client, package.models_folder()
+    def __init__(self, out: Path, quick: bool = False, client: bool = False, alone: bool = False) -> None:
+        self.out, self.quick, self.models = out, quick, package.models_folder()
+        self.client, self.alone = client or alone, alone
         self.started = time.monotonic()
 
     def run(self) -> list[str]:
         """Takes all steps; returns the targets that were missed, a line each."""
+        rows = [] if self.alone else self.compare_variants()
+        read_by_client, refused = self.exchange_files() if self.client else ([], [])
+        missed = [*missed_targets(rows), *refused, *dropin.missed_targets(read_by_client)]
+        missed = [] if self.quick else missed
+        self.write_results(rows, read_by_client, missed)
+        return missed
+
+    def compare_variants(self) -> list[Row]:
+        """Quantizes recogniser and detector, fine-tunes them, and measures each variant."""
         counts = (4, 4, 8, 4) if self.quick else (48, 32, 300, 48)
         minutes = 0.2 if self.quick else 1.0
         self.say("Render lines and pages")
@@ -132,11 +145,7 @@ class Demo:
             found = [w[row.name] for w in worst if row.name in w]
             row.worst_lsb = max(found) if found else None
         print(format_rows(rows))
-        read_by_client, refused = self.exchange_files() if self.client else ([], [])
-        missed = [*missed_targets(rows), *refused, *dropin.missed_targets(read_by_client)]
-        missed = [] if self.quick else missed
-        self.write_results(rows, read_by_client, missed)
-        return missed
+        return rows
 
     def exchange_files(self) -> tuple[list[dropin.Row], list[str]]:
         """Runs the public client with files of one call each; returns its rows, or why a file was refused."""
@@ -186,7 +195,10 @@ class Demo:
         text = "# What `make ocr-demo` left here\n\n{}\n\n```\n{}\n\n{}\n```\n"
         files = ((name, what) for name, what in ARTEFACTS.items() if (self.out / name).exists())
         listed = "\n".join(f"- `{name}`: {what}" for name, what in files)
-        tables = format_rows(rows), dropin.format_rows(read_by_client) if read_by_client else ""
+        tables = (
+            format_rows(rows) if rows else "",
+            dropin.format_rows(read_by_client) if read_by_client else "",
+        )
         (self.out / "README.md").write_text(text.format(listed, *tables), encoding="utf-8")
 
 
@@ -222,16 +234,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--client", action="store_true", help="also run the public client on files of qtrace.quantize"
     )
+    parser.add_argument("--only-client", action="store_true", help="run the public client alone")
     options = parser.parse_args(arguments)
     try:
         package.models_folder()
-        if options.client:
+        if options.client or options.only_client:
             package.check_client()
     except package.MissingModelsError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     with output_folder(options.out, names=("README.md", *ARTEFACTS), force=True) as folder:
-        missed = Demo(folder, options.quick, options.client).run()
+        missed = Demo(folder, options.quick, options.client, options.only_client).run()
     verdict = "MISSED: " + "; ".join(missed) if missed else "" if options.quick else "All targets are met."
     print(f"\nEverything is in {os.path.relpath(options.out)}/, see its README.md. {verdict}")
     return 1 if missed else 0

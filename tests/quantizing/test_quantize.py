@@ -166,6 +166,30 @@ def test_a_file_that_fails_its_verification_is_not_left_and_the_old_one_stays(he
     assert [file.name for file in here.iterdir()] == ["out.onnx"]
 
 
+@pytest.mark.parametrize(
+    ("count", "size", "most", "verified"), [(64, 1, None, 15), (9, 2, None, 2), (9, 2, 400, 2)]
+)
+def test_a_file_is_verified_on_a_quarter_of_the_calibration(
+    here, monkeypatch, count, size, most, verified
+) -> None:
+    """A fault that few values show, such as sums that saturate, needs more data than the verdict does."""
+    given = []
+
+    def verify(path, converted, batches):
+        given.extend(batches)
+        return _Failed()
+
+    monkeypatch.setattr(room, "verify_file", verify)
+    if most is not None:
+        monkeypatch.setattr(room, "_VERIFIED_VALUES", most)
+    batches = [images(size, 3, 8, 8, seed=i) for i in range(count)]
+    with pytest.raises(ExportError):
+        qtrace.quantize(_module(), batches, "out.onnx", progress=False)
+    arrays = [array for (array,) in given]
+    assert len(arrays) == verified
+    assert len({array.tobytes() for array in arrays}) == verified
+
+
 def test_max_drop_raises_layers_until_the_metric_holds_or_says_that_it_cannot(here) -> None:
     layers = {"a": M.Conv2d(3, 8, 3), "b": M.Conv2d(8, 8, 1), "c": M.Conv2d(8, 4, 1)}
     module = net(lambda self, x: self.c(F.relu(self.b(F.relu(self.a(x))))), **layers)

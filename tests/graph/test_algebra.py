@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import megengine.functional as F
 import pytest
 
-from qtrace.graph import algebra
 from qtrace.graph.algebra import AnyOf, AnyTensor, Minus, Number, Operation, Power, Product, Sum, close
-from qtrace.graph.composites import compose
 from qtrace.graph.edit import GraphEditor
-from qtrace.graph.operations import read_operation as read
-from qtrace.graph.pattern import Mismatch, PatternMatch, match
+from qtrace.graph.operations import OperationReader
+from qtrace.graph.pattern import Matcher, Mismatch, PatternMatch, match
 from qtrace.graph.types import TracedModule
+from qtrace.graph.walk import exprs
 from tests.graph.samples import function
 
 X = AnyTensor("x")
@@ -100,9 +100,23 @@ def test_the_search_grows_with_the_graph_not_with_the_ways_to_open_it(
 ) -> None:
     """Every node is read twice by the next one: without a bound there are two to the length ways."""
     counts = []
+    read = OperationReader.operation
     for length in (8, 16):
         reads: list[Any] = []
-        monkeypatch.setattr(algebra, "read_operation", lambda v, reads=reads: reads.append(v) or read(v))
-        assert compose(_doublings(func, length)) == []
+        monkeypatch.setattr(
+            OperationReader, "operation", lambda self, v, reads=reads: reads.append(v) or read(self, v)
+        )
+        traced = _doublings(func, length)
+        x, y = AnyTensor("x"), AnyTensor("y")
+        for node in (expr.outputs[0] for expr in exprs(traced)):
+            for pattern in (Product(x, y, x, y, scale="scale"), Sum(x, y, x, y, constant="constant")):
+                list(itertools.islice(Matcher(traced.graph).matches(pattern, node), 32))
         counts.append(len(reads))
-    assert counts[1] < 4 * counts[0]
+    assert 0 < counts[1] < 4 * counts[0]
+
+
+def test_a_pattern_needs_what_each_of_its_matches_has():
+    assert Product(X, GATE).needs() == {"sigmoid"}
+    assert Sum(Operation("tanh", GATE), X).needs() == {"sigmoid", "tanh"}
+    assert AnyOf(GATE, Operation("tanh", GATE)).needs() == {"sigmoid"}
+    assert AnyOf(X, GATE).needs() == frozenset()

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, ClassVar
 
 import numpy as np
@@ -60,7 +61,8 @@ class Gptq(CalibratedAlgorithm):
 
     Attributes:
         damp: the damping that is added to the diagonal of H, as a share of its mean.
-        places: the most positions of each sample's feature map that count, one in each equal part.
+        places: the most positions of each sample's feature map that count, one in each equal part;
+            more for layers with less than 256 inputs.
         refit: whether weights and existing biases are first fitted to the inputs of the quantized layer.
     """
 
@@ -149,14 +151,14 @@ class _LayerRounding:
         self.held = collector.held
         self.weight = get_module(model, layer.weight).numpy().astype(np.float64)
         self.rows = grouped(self.weight)
-        self.grid = _grid(layer, self.rows) if layer.call.kind in _KINDS else None
+        self.supported = layer.call.kind in _KINDS
         self.damping: float | None = None
 
     def run(self) -> _Outcome:
         """Chooses the weights and the bias, and writes those that change."""
-        supported, layer = self.layer.call.kind in _KINDS, self.layer
-        near = self._nearest() - self.rows if supported else None
-        change, clause, reason = self._choose(near) if supported and near is not None else (near, "", "")
+        layer = self.layer
+        near = self._nearest() - self.rows if self.supported else None
+        change, clause, reason = (near, "", "") if near is None else self._choose(near)
         before, after = (self.statistics.errors(c) for c in (near, change))
         if clause and change is not None:
             write(self.model, layer.weight, (self.rows + change).reshape(self.weight.shape))
@@ -199,6 +201,11 @@ class _LayerRounding:
         if self.damping is not None:
             clauses.append(f"fitted to what is read with damping {self.damping:g}")
         return change, ", ".join(clauses) + (f"; {text}" if text else ""), ""
+
+    @cached_property
+    def grid(self) -> Grid:
+        """The grid of each row of the weight."""
+        return _grid(self.layer, self.rows)
 
     def _nearest(self) -> np.ndarray:
         flat = self.rows.reshape(-1, self.rows.shape[-1])

@@ -24,6 +24,9 @@ __all__ = ["StatisticsCollector"]
 _MAX_OUTPUT_BYTES = 512 << 20
 _MAX_ROW_BYTES = 256 << 20
 
+# Inputs of a row up to which more positions count.
+_LONG_ROW = 256
+
 
 @dataclass(frozen=True)
 class _Reference:
@@ -93,8 +96,8 @@ class StatisticsCollector:
             middle = (missed.shape[1] + 1) // 2
             halves = [(0, slice(0, middle)), (1, slice(middle, None))]
         for fold, part in halves:
-            rows = (value[:, part] for value in (read, missed, reference.rows))
-            statistics.add(fold, batch, *rows, reference.weight)
+            rows = reference.rows[:, part]
+            statistics.add(fold, batch, read[:, part], missed[:, part], rows, reference.weight)
 
     def _rows(
         self,
@@ -112,11 +115,16 @@ class StatisticsCollector:
             return np.empty((*rows.shape[:2], 0), np.float32), reference.rows - rows
         x = as_array(self.quantized.value(call.inputs[0], batch))
         read = read_rows(x, call, weight.shape, reference.positions)
-        missed = reference.rows - read @ grouped(weight).transpose(0, 2, 1).astype(np.float32)
+        missed: np.ndarray = reference.rows - read @ grouped(weight).transpose(0, 2, 1).astype(np.float32)
         if call.bias is not None:
             bias = as_array(self.quantized.value(call.bias, batch)).reshape(reference.rows.shape[0], 1, -1)
             missed -= bias
         return read, missed
+
+    def _count_places(self, shape: tuple[int, ...]) -> int:
+        """Returns the most positions that count: more where a row is short, which cost no more."""
+        inputs = int(np.prod(shape[2:] if len(shape) == 5 else shape[1:]))
+        return self._places * max(1, _LONG_ROW // max(inputs, 1))
 
     def _next_run(self, first: QuantizedLayer) -> list[QuantizedLayer]:
         """Returns the layers from ``first`` on whose float outputs are computed in one run."""
@@ -124,7 +132,8 @@ class StatisticsCollector:
         for stop, layer in enumerate(self._waiting[start:], start):
             for call in layer.calls:
                 size = 4 * float(np.prod(call.out.shape))
-                rows = min(self._places / max(float(np.prod(call.out.shape[2:])), 1.0), 1.0)
+                shape = tuple(int(n) for n in get_module(self.model, layer.weight).shape)
+                rows = min(self._count_places(shape) / max(float(np.prod(call.out.shape[2:])), 1.0), 1.0)
                 sizes = [sizes[0] + size, sizes[1] + size * rows * self.count]
             if stop > start and (sizes[0] > _MAX_OUTPUT_BYTES or sizes[1] > _MAX_ROW_BYTES):
                 return self._waiting[start:stop]
@@ -139,9 +148,9 @@ class StatisticsCollector:
             for (layer, call), value in zip(calls, values, strict=True):
                 axes = value.shape[1:-1] if layer.axis == -1 else value.shape[2:]
                 size = int(np.prod(axes))
-                positions = draw_positions(size, self._places, (batch, index[call.expr]))
-                shape = tuple(get_module(self.model, layer.weight).shape)
-                groups = int(shape[0]) if call.kind in self._supported and len(shape) == 5 else 1
+                shape = tuple(int(n) for n in get_module(self.model, layer.weight).shape)
+                positions = draw_positions(size, self._count_places(shape), (batch, index[call.expr]))
+                groups = shape[0] if call.kind in self._supported and len(shape) == 5 else 1
                 rows = result_rows(value, layer.axis, groups, positions)
                 weight = spacing(size, positions) if len(layer.calls) > 1 else 1
                 self._references[call.expr, batch] = _Reference(positions, rows, weight)

@@ -44,7 +44,7 @@ class OutputErrors:
         signal: the sum of the squared references.
     """
 
-    count: int
+    count: float
     total: np.ndarray
     square: float
     signal: float
@@ -56,7 +56,7 @@ class OutputErrors:
         Raises:
             CalibrationError: when a value is not finite.
         """
-        count, total, square, signal = 0, np.zeros(1), 0.0, 0.0
+        count, total, square, signal = 0.0, np.zeros(1), 0.0, 0.0
         for reference, value in pairs:
             error = reference - value
             rows = per_channel(error, layer.axis)

@@ -1,14 +1,15 @@
 """Statistics of quantized layers, which make the error of any weight and bias algebra: no layer runs again.
 
 ``x~`` is what a quantized layer reads, ``r = y - W x~`` what its float weight W misses of the float output
-y, and ``E`` a change of the weight. The error of the output is ``r - E x~``, and its square over all positions
-``sum r**2 - 2 tr(E C) + tr(E H E^T)`` with ``C = sum x~ r^T`` and ``H = sum x~ x~^T``; a bias adds terms of the
-sums of r and x~. These sums are collected once for a layer: apart for each half of the samples, which
-cross-validate, and for those that are held back. Of the latter, and of layers with more inputs than are
-rounded jointly, the rows themselves are kept.
+y, and ``E`` a change of the weight. The error of the output is ``r - E x~``, and its square over all
+positions ``sum r**2 - 2 tr(E C) + tr(E H E^T)`` with ``C = sum x~ r^T`` and ``H = sum x~ x~^T``; a bias adds
+terms of the sums of r and x~. These sums are collected once for a layer: apart for each half of the samples,
+which cross-validate, and for those that are held back. Of the latter, and of layers with more inputs than
+are rounded jointly, the rows themselves are kept.
 
-Products are summed in float32 over at most 1024 rows, and in float64 from there on. One layer is in memory at
-a time: for D inputs and O outputs three times ``8 D (min(D, 1152) + O)`` bytes, and ``4 D`` for each kept row.
+Products are summed in float32 over at most 1024 rows, and in float64 from there on. One layer is in memory
+at a time: for D inputs and O outputs three times ``8 D (min(D, 1152) + O)`` bytes, and ``4 D`` for each kept
+row.
 """
 
 from __future__ import annotations

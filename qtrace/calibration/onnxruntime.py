@@ -5,7 +5,11 @@ from __future__ import annotations
 import importlib.util
 import logging
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 import numpy as np
 
@@ -18,7 +22,10 @@ from qtrace.graph.walk import exprs
 from qtrace.onnxfile.sessions import OrtSession, SessionError, SessionSettings, open_session
 from qtrace.runtimes.host import RuntimeHost, describe_side
 
-__all__ = ["OnnxRuntime", "run_session", "start_session"]
+__all__ = ["OnnxRuntime", "ahead", "count_threads", "run_session", "start_session"]
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
 
 _LOG = logging.getLogger("qtrace")
 
@@ -110,7 +117,7 @@ class OnnxRuntime:
             return None
         if part not in self._sessions:
             data = self._model.data if part == self._nodes else _with_outputs(self._model.data, outputs)
-            self._sessions[part] = start_session(data, self._threads, host=self._host)
+            self._sessions[part] = start_session(data, host=self._host)
         return self._sessions[part]
 
 
@@ -124,14 +131,14 @@ def _with_outputs(data: bytes, names: set[str]) -> bytes:
     return model.SerializeToString()
 
 
-def start_session(
-    data: bytes, threads: int | None, fuse_integers: bool = True, host: RuntimeHost | None = None
-) -> OrtSession:
-    """Opens a model that computes as MegEngine does, beside observers that need the cores between two runs.
+def start_session(data: bytes, fuse_integers: bool = True, host: RuntimeHost | None = None) -> OrtSession:
+    """Opens a model that computes as MegEngine does, each batch on one thread.
+
+    onnxruntime's last bits depend on the number of threads of an op. Batches run beside each other instead,
+    see `ahead`, so that the values are the same for any number of threads.
 
     Args:
         data: the ONNX file.
-        threads: number of threads; None for all cores.
         fuse_integers: whether ops between roundings may run on integers, with other last bits than in float.
         host: the interpreter or machine that has onnxruntime; None for this process.
 
@@ -140,12 +147,43 @@ def start_session(
         ExportError: when the host cannot be reached, or does not survive the model.
     """
     settings = SessionSettings(
-        threads=threads, fuse_integers=fuse_integers, as_megengine=True, spin=False, host=host
+        threads=1, fuse_integers=fuse_integers, as_megengine=True, spin=False, host=host
     )
     try:
         return open_session(data, settings)
     except SessionError as error:
         raise EngineError(f"onnxruntime refuses the graph: {error.reason}") from error
+
+
+def count_threads(threads: int | None) -> int:
+    """Returns the number of batches that run beside each other: ``threads``, or the cores of this process."""
+    return threads or os.cpu_count() or 1
+
+
+def ahead(run: Callable[[_T], _R], items: Iterable[_T], threads: int | None) -> Iterator[_R]:
+    """Yields the results of ``run`` in order, while threads compute those of the next items.
+
+    Args:
+        run: a function that releases Python's lock, as a session does.
+        items: its arguments.
+        threads: number of threads; None for all cores.
+    """
+    count = count_threads(threads)
+    if count == 1:
+        yield from map(run, items)
+        return
+    waiting: deque[Future[_R]] = deque()
+    with ThreadPoolExecutor(count) as pool:
+        try:
+            for item in items:
+                waiting.append(pool.submit(run, item))
+                if len(waiting) > count:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
 
 
 def run_session(

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from qtrace.calibration.base import EngineError
-from qtrace.calibration.onnxruntime import run_session, start_session
+from qtrace.calibration.onnxruntime import ahead, run_session, start_session
 from qtrace.errors import ExportError
 from qtrace.export.onnx.prepared_segment import PreparedSegments
+from qtrace.graph.stepping import keep
 from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
 from qtrace.preparation.model import QuantizedModel
 
@@ -43,12 +44,13 @@ class OnnxSegments:
         fixed: Mapping[Node, np.ndarray],
         batches: Sequence[Mapping[TensorNode, np.ndarray]],
         outputs: Sequence[TensorNode],
-    ) -> list[list[np.ndarray]] | None:
+        use: Callable[[int, list[np.ndarray]], Any] = keep,
+    ) -> list[Any] | None:
         """Computes ``outputs`` for every batch; None where MegEngine must compute them."""
         if any(node in self._refused for node in outputs):
             return None
         try:
-            return self._compute(traced, exprs, fixed, batches, outputs)
+            return self._compute(traced, exprs, fixed, batches, outputs, use)
         except (EngineError, ExportError) as error:
             _LOG.info(f"MegEngine computes up to {outputs[-1].name}: {error}")
             self._refused.update(outputs)
@@ -61,19 +63,20 @@ class OnnxSegments:
         fixed: Mapping[Node, np.ndarray],
         batches: Sequence[Mapping[TensorNode, np.ndarray]],
         outputs: Sequence[TensorNode],
-    ) -> list[list[np.ndarray]]:
+        use: Callable[[int, list[np.ndarray]], Any],
+    ) -> list[Any]:
         if traced not in self._writers:
             self._writers[traced] = PreparedSegments(self._model.view(traced))
         inputs = {node: (value.dtype, _shape(node, batches)) for node, value in batches[0].items()}
         data, names, results = self._writers[traced].model(exprs, inputs, fixed, outputs)
-        session = start_session(data, self._threads, fuse_integers=False)
-        computed = []
-        for values in batches:
-            feeds = {
-                name: np.ascontiguousarray(values[node]) for name, node in zip(names, inputs, strict=True)
-            }
-            computed.append(run_session(session, results, feeds))
-        return computed
+        session = start_session(data, fuse_integers=False)
+
+        def run(values: Mapping[TensorNode, np.ndarray]) -> list[np.ndarray]:
+            pairs = zip(names, inputs, strict=True)
+            feeds = {name: np.ascontiguousarray(values[node]) for name, node in pairs}
+            return run_session(session, results, feeds)
+
+        return [use(i, values) for i, values in enumerate(ahead(run, batches, self._threads))]
 
 
 def _shape(node: TensorNode, batches: Sequence[Mapping[TensorNode, np.ndarray]]) -> list[Any]:

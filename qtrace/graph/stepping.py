@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,7 +17,12 @@ from qtrace.graph.dataflow import fixed_nodes
 from qtrace.graph.interpreter import Interpreter, interpret, last_uses
 from qtrace.graph.ordering import order_together
 
-__all__ = ["SegmentEngine", "Stepper", "as_array"]
+__all__ = ["SegmentEngine", "Stepper", "as_array", "keep"]
+
+
+def keep(batch: int, values: list[np.ndarray]) -> list[np.ndarray]:
+    """Keeps all values of a batch."""
+    return values
 
 
 class SegmentEngine(Protocol):
@@ -30,7 +35,8 @@ class SegmentEngine(Protocol):
         fixed: Mapping[Node, np.ndarray],
         batches: Sequence[Mapping[TensorNode, np.ndarray]],
         outputs: Sequence[TensorNode],
-    ) -> list[list[np.ndarray]] | None:
+        use: Callable[[int, list[np.ndarray]], Any] = keep,
+    ) -> list[Any] | None:
         """Computes nodes for every batch.
 
         Args:
@@ -39,9 +45,11 @@ class SegmentEngine(Protocol):
             fixed: node that the exprs read -> its value, where it depends on parameters alone.
             batches: for each batch, node that the exprs read from outside -> its value.
             outputs: nodes that the exprs compute.
+            use: maps the index of a batch and its ``outputs`` to what is kept of them; it is called in the
+                order of the batches, on this thread.
 
         Returns:
-            The values of ``outputs`` for each batch; None if this engine cannot compute them.
+            The results of ``use`` for each batch; None if this engine cannot compute them.
         """
 
 
@@ -114,10 +122,70 @@ class Stepper:
             raise GraphError(f"{expr} lies behind: a stepper goes forward only.")
         self._advance_to(goal, known)
 
+    def watch(
+        self, last: Expr, nodes: Sequence[TensorNode], use: Callable[[int, list[np.ndarray]], Any]
+    ) -> list[Any]:
+        """Computes everything up to ``last``, itself included, and shows values to ``use``, batch by batch.
+
+        The values are not kept, unless exprs behind ``last`` read them.
+
+        Args:
+            last: an expr of the graph.
+            nodes: outputs of exprs that are computed.
+            use: maps the index of a batch and the values of ``nodes`` to what is kept of them.
+
+        Returns:
+            The results of ``use``, in the order of the batches.
+        """
+        stop = self._order[last] + 1
+        steps = [step for step in self._steps[self._at : stop] if step not in self._fixed]
+        freed = {node for step in steps for node in self._frees[step]}
+        kept = [node for step in steps for node in step.outputs if node not in freed]
+        shown = len(nodes)
+
+        def split(batch: int, values: list[np.ndarray]) -> tuple[Any, list[np.ndarray]]:
+            return use(batch, values[:shown]), values[shown:]
+
+        wanted = [*nodes, *kept]
+        computed = self._compute_at_once(
+            _needed_steps(steps, wanted, set()), wanted, range(self.count), split
+        )
+        results = [
+            self._watch_one(batch, steps, nodes, use)
+            for batch in range(self.count if computed is None else 0)
+        ]
+        for values, (result, alive) in zip(self._values, computed or (), strict=False):
+            results.append(result)
+            for step in steps:
+                self._free(step, values)
+            values.update(zip(kept, alive, strict=True))
+        self._ahead.clear()
+        self._at = stop
+        return results
+
+    def _watch_one(
+        self,
+        batch: int,
+        steps: Sequence[Expr],
+        nodes: Sequence[Node],
+        use: Callable[[int, list[np.ndarray]], Any],
+    ) -> Any:
+        """Computes steps for one batch by MegEngine."""
+        values, shown = self._values[batch], dict[Node, np.ndarray]()
+        for step in steps:
+            values.update(zip(step.outputs, self._run(step, values), strict=True))
+            shown.update((node, as_array(values[node])) for node in step.outputs if node in nodes)
+            self._free(step, values)
+        return use(batch, [shown[node] for node in nodes])
+
     def finish(self, batch: int = 0) -> list[Any]:
         """Computes the whole graph and returns the values of its outputs for a batch."""
         self._advance_to(len(self._steps), ())
         return [self._get(node, self._values[batch]) for node in self.graph._outputs]
+
+    def position(self, expr: Expr) -> int:
+        """Returns the place of ``expr`` in the order of computation."""
+        return self._order[expr]
 
     def alive(self, batch: int) -> Mapping[Node, Any]:
         """Returns the values that are alive for a batch."""
@@ -162,19 +230,23 @@ class Stepper:
         return True
 
     def _compute_at_once(
-        self, steps: Sequence[Expr], nodes: Sequence[Node], batches: Sequence[int]
-    ) -> list[list[np.ndarray]] | None:
+        self,
+        steps: Sequence[Expr],
+        nodes: Sequence[Node],
+        batches: Sequence[int],
+        use: Callable[[int, list[np.ndarray]], Any] = keep,
+    ) -> list[Any] | None:
         """Computes ``nodes`` of ``batches`` by the engine; None if it cannot."""
         if self._engine is None or not all(isinstance(node, TensorNode) for node in nodes):
             return None
         if not nodes:
-            return [[] for _ in batches]
+            return [use(batch, []) for batch in batches]
         own = {node for step in steps for node in step.outputs}
         read = [n for n in dict.fromkeys(_inputs(steps)) if n not in own]
         fixed = {n: as_array(self._get(n, self._values[0])) for n in read if n.expr in self._fixed}
         outside = [n for n in read if n not in fixed]
         inputs = [{n: as_array(self._values[i][n]) for n in outside} for i in batches]
-        return self._engine.compute(self.traced, steps, fixed, inputs, list(nodes))
+        return self._engine.compute(self.traced, steps, fixed, inputs, list(nodes), use)
 
     def _free(self, step: Expr, values: dict[Node, Any]) -> None:
         for key in self._frees[step]:

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, FloatTask, Left, Report, SiteNoise
 from qtrace.ptq.layers.biases import add_biases, correct_bias
-from qtrace.ptq.layers.held_back import layer_errors, summed
+from qtrace.ptq.layers.held_back import held_back, layer_errors, summed
 from qtrace.ptq.layers.quantized import LayerTwins, quantized_layers
 
 __all__ = ["BiasCorrection"]
@@ -42,7 +42,11 @@ class BiasCorrection(CalibratedAlgorithm):
                 continue
             twins.advance(layer.call.expr)
             before = layer_errors(twins, layer)
-            largest, held = correct_bias(twins, layer, before)
+            numbers = held_back(twins.count)
+            fitted = summed(before, [number for number in before if number not in numbers])
+            held_errors = {number: before[number] for number in numbers}
+            largest, held = correct_bias(task.model, layer, summed(before), fitted, held_errors)
+            twins.quantized.changed()
             if largest is None:
                 left.append(Left(layer.title, f"its bias stays: {held}"))
                 after = before

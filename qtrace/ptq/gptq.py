@@ -10,6 +10,9 @@ a factorization. Layers are rounded in graph order, each on inputs from the quan
 layer that is called several times, as the head of a detector is for each level, is rounded once, by the sum
 of H over its calls.
 
+The statistics of a layer are collected once; the error of each candidate is algebra on them, see
+`qtrace.ptq.layers.statistics`.
+
 With `refit` the weights are first fitted to these inputs, see `qtrace.ptq.layers.refit`. A part of the
 batches is held back and decides for each layer whether its new weights and its new bias stay, see
 `qtrace.ptq.layers.held_back`.
@@ -17,25 +20,40 @@ batches is held back and decides for each layer whether its new weights and its 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, ClassVar
 
 import numpy as np
 from pydantic import Field
 from tqdm import tqdm
 
+from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import get_module
-from qtrace.ops import OpCall
 from qtrace.plugins.options import Float, Int
+from qtrace.process.blas import one_blas_thread
 from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, FloatTask, Left, Report, SiteNoise
 from qtrace.ptq.layers.biases import add_biases, correct_bias
-from qtrace.ptq.layers.held_back import OutputErrors, gain_text, held_back, layer_errors, summed
-from qtrace.ptq.layers.quantized import LayerTwins, QuantizedLayer, quantized_layers, write
+from qtrace.ptq.layers.collecting import StatisticsCollector
+from qtrace.ptq.layers.held_back import compare, gain_text
+from qtrace.ptq.layers.quantized import QuantizedLayer, quantized_layers, write
 from qtrace.ptq.layers.refit import correction, ridge
-from qtrace.ptq.layers.second_order import SecondMoments, added, grouped, moments, nearest, rounded, spacing
-from qtrace.scheme import QParams
+from qtrace.ptq.layers.second_order import (
+    Grid,
+    SecondMoments,
+    added,
+    grouped,
+    nearest,
+    rounded,
+    rounded_groups,
+)
+from qtrace.ptq.layers.statistics import HELD
 
 __all__ = ["Gptq"]
+
+# The kinds of layers whose weights are rounded.
+_KINDS = ("conv2d", "linear")
 
 
 class Gptq(CalibratedAlgorithm):
@@ -43,7 +61,8 @@ class Gptq(CalibratedAlgorithm):
 
     Attributes:
         damp: the damping that is added to the diagonal of H, as a share of its mean.
-        places: the most positions of each sample's feature map that count, evenly spread.
+        places: the most positions of each sample's feature map that count, one in each equal part;
+            more for layers with less than 256 inputs.
         refit: whether weights and existing biases are first fitted to the inputs of the quantized layer.
     """
 
@@ -60,29 +79,29 @@ class Gptq(CalibratedAlgorithm):
             add_biases(task.model)
 
     def apply(self, task: CalibratedTask) -> Report:
+        # More threads add up products of matrices in another order, and weights then round otherwise.
+        with one_blas_thread():
+            return self._apply(task)
+
+    def _apply(self, task: CalibratedTask) -> Report:
         quantized, left = quantized_layers(task.model, shared=True)
-        twins = LayerTwins(task, quantized, fast=True)
-        changed, errors = [], []
-        for layer in tqdm(quantized, desc="gptq", unit="layer", disable=not task.progress):
-            supported = layer.call.kind in ("conv2d", "linear")
+        layers = []
+        for layer in quantized:
+            supported = layer.call.kind in _KINDS
             if not supported:
                 left.append(Left(layer.title, f"weights of {layer.call.kind} are rounded to nearest"))
-            if not supported and (not self.refit or layer.bias is None):
-                continue
-            twins.advance(layer.call.expr)
-            before: Mapping[int, OutputErrors] = layer_errors(twins, layer)
-            after, change, reason = before, "", ""
-            if supported:
-                after, change, reason = _LayerRounding(self, twins, layer, before).run()
-            if self.refit and layer.bias is not None:
-                moved, held = correct_bias(twins, layer, after)
-                change = _with_bias(change, reason, moved is not None, held)
-            sums = (summed(before), summed(after))
-            errors.append(SiteNoise(layer.name, *(s.decibels(s.centered_noise) for s in sums)))
-            if change:
-                changed.append(f"{layer.title}: {change}")
+            if supported or (self.refit and layer.bias is not None):
+                layers.append(layer)
+        collector = StatisticsCollector(task, layers, self.places, _KINDS)
+        changed, errors = [], []
+        for layer in tqdm(layers, desc="gptq", unit="layer", disable=not task.progress):
+            outcome = _LayerRounding(self, task.model, layer, collector).run()
+            collector.quantized.changed()
+            errors.append(outcome.noise)
+            if outcome.change:
+                changed.append(f"{layer.title}: {outcome.change}")
             else:
-                left.append(Left(layer.title, reason or f"its bias stays: {held}"))
+                left.append(Left(layer.title, outcome.reason))
         if not quantized and not left:
             left.append(Left("", "no layer has quantized weights"))
         return Report(tuple(changed), tuple(left), tuple(errors))
@@ -105,103 +124,117 @@ def _with_bias(change: str, reason: str, moved: bool, held: str) -> str:
     return "; ".join(part for part in parts if part)
 
 
+@dataclass(frozen=True)
+class _Outcome:
+    """What became of a layer: a clause on the change ("" if there is none), why it stays, and its error."""
+
+    change: str
+    reason: str
+    noise: SiteNoise
+
+
 class _LayerRounding:
     """The rounding of one layer's weights, which stays if it lowers the error of the layer's output.
 
     Args:
         options: the options of the algorithm.
-        twins: both graphs, before the layer.
+        model: the quantized graph.
         layer: the layer.
-        before: the errors of its output in each batch, with weights that are rounded to nearest.
+        collector: collects the statistics of the layer.
     """
 
     def __init__(
-        self, options: Gptq, twins: LayerTwins, layer: QuantizedLayer, before: Mapping[int, OutputErrors]
+        self, options: Gptq, model: TracedModule, layer: QuantizedLayer, collector: StatisticsCollector
     ) -> None:
-        self.options, self.twins, self.layer, self.before = options, twins, layer, before
-        self.held = held_back(twins.count)
-        self.weight = get_module(twins.quantized.traced, layer.weight).numpy().astype(np.float64)
+        self.options, self.model, self.layer = options, model, layer
+        self.statistics = collector.collect(layer)
+        self.held = collector.held
+        self.weight = get_module(model, layer.weight).numpy().astype(np.float64)
+        self.rows = grouped(self.weight)
+        self.supported = layer.call.kind in _KINDS
         self.damping: float | None = None
 
-    def run(self) -> tuple[Mapping[int, OutputErrors], str, str]:
-        """Rounds the weights.
+    def run(self) -> _Outcome:
+        """Chooses the weights and the bias, and writes those that change."""
+        layer = self.layer
+        near = self._nearest() - self.rows if self.supported else None
+        change, clause, reason = (near, "", "") if near is None else self._choose(near)
+        before, after = (self.statistics.errors(c) for c in (near, change))
+        if clause and change is not None:
+            write(self.model, layer.weight, (self.rows + change).reshape(self.weight.shape))
+        held = ""
+        if self.options.refit and layer.bias is not None:
+            fitted = self.statistics.errors(change, (0, 1))
+            moved, held = correct_bias(self.model, layer, after, fitted, self.statistics.held_errors(change))
+            clause = _with_bias(clause, reason, moved is not None, held)
+        ratios = (e.decibels(e.centered_noise) for e in (before, after))
+        return _Outcome(clause, reason or f"its bias stays: {held}", SiteNoise(layer.name, *ratios))
+
+    def _choose(self, near: np.ndarray) -> tuple[np.ndarray, str, str]:
+        """Chooses the weights.
+
+        Args:
+            near: the change of the weights by rounding them to nearest.
 
         Returns:
-            The errors in each batch, a clause on the change ("" if the weights stay), and why they stay.
+            The change of the weights, a clause on it ("" if they are rounded to nearest), and why that stays.
         """
-        halves, fitted = self._moments()
-        if self.options.refit and len(halves[0]) == 1:
+        statistics, reason = self.statistics, "rounding to nearest is better"
+        halves = [self._moments([fold]) for fold in (0, 1)]
+        halves[1] = halves[1] or [0 * m for m in halves[0]]  # of a single sample
+        if self.options.refit and not statistics.wide:
             _, self.damping = correction(halves[0][0], halves[1][0])
         text = ""
         if self.held:
-            self._write_rounded(fitted)
-            before = summed(self.before, self.held).centered_noise
-            tried = summed(layer_errors(self.twins, self.layer, self.held)).centered_noise
-            text = gain_text(before, tried, self.held)
-            if not tried < before:
-                return self._restore(text)
-        count = self._write_rounded(added(*halves))
-        after = layer_errors(self.twins, self.layer)
-        if not summed(after).centered_noise < summed(self.before).centered_noise:
-            return self._restore("")
+            tried = self._rounded(added(*halves)) - self.rows
+            gain = compare(statistics.held_errors(near), statistics.held_errors(tried))
+            text = gain_text(*gain.noises, self.held)
+            if not gain.supported:
+                return near, "", f"{reason}: {text}"
+        change = self._rounded(self._moments((0, 1, HELD))) - self.rows
+        before, after = (statistics.errors(c).centered_noise for c in (near, change))
+        if not after < before:
+            return near, "", f"{reason}: {text}" if text else reason
+        scale = self.grid[0].reshape(len(self.rows), -1, 1)
+        count = int((np.abs(change - near) > 0.5 * scale).sum())
         clauses = [f"{count} weights are not rounded to nearest"]
         if self.damping is not None:
             clauses.append(f"fitted to what is read with damping {self.damping:g}")
-        return after, ", ".join(clauses) + (f"; {text}" if text else ""), ""
+        return change, ", ".join(clauses) + (f"; {text}" if text else ""), ""
 
-    def _restore(self, text: str) -> tuple[Mapping[int, OutputErrors], str, str]:
-        write(self.twins.quantized.traced, self.layer.weight, self.weight)
-        self.twins.quantized.changed()
-        reason = "rounding to nearest is better"
-        return self.before, "", f"{reason}: {text}" if text else reason
+    @cached_property
+    def grid(self) -> Grid:
+        """The grid of each row of the weight."""
+        return _grid(self.layer, self.rows)
 
-    def _write_rounded(self, sums: list[SecondMoments]) -> int:
-        """Stores weights that are fitted and rounded by ``sums``; returns how many are not nearest."""
-        rows = grouped(self.weight)
-        scale, zero_point, qparams = _grid(self.layer, rows)
-        flat = rows.reshape(-1, rows.shape[-1])
-        near = nearest(flat, scale, zero_point, qparams).reshape(rows.shape)
+    def _nearest(self) -> np.ndarray:
+        flat = self.rows.reshape(-1, self.rows.shape[-1])
+        return nearest(flat, *self.grid).reshape(self.rows.shape)
+
+    def _rounded(self, sums: list[SecondMoments]) -> np.ndarray:
+        """Returns weights that are fitted and rounded by ``sums``."""
+        rows = self.rows
+        scale, zero_point, qparams = self.grid
         if self.damping is not None:
             rows = rows + ridge(sums[0], self.damping).transpose(0, 2, 1)
+        if len(rows) > 1 and len(sums) == 1:
+            return rounded_groups(rows, sums[0].square, self.grid, self.options.damp)
         new = np.empty_like(rows)
         for group, part in enumerate(rows):
             members = slice(group * len(part), (group + 1) * len(part))
             hessians = [m.square[group] for m in sums]
             grid = (scale[members], zero_point[members], qparams)
             new[group] = rounded(part, hessians, *grid, self.options.damp)
-        write(self.twins.quantized.traced, self.layer.weight, new.reshape(self.weight.shape))
-        self.twins.quantized.changed()
-        return int((np.abs(new - near).reshape(len(scale), -1) > 0.5 * scale).sum())
+        return new
 
-    def _moments(self) -> tuple[list[list[SecondMoments]], list[SecondMoments]]:
-        """Computes the moments of both halves of the samples, and of all samples that are not held back."""
-        halves: list[list[SecondMoments]] = [[], []]
-        fitted: list[list[SecondMoments]] = [[], []]
-        for call in self.layer.calls:
-            outputs = enumerate(self.twins.outputs(call.expr))
-            pairs = [(self.twins.read(call.inputs[0], batch), reference) for batch, (reference, _) in outputs]
-            if len(pairs) == 1 and len(pairs[0][0]) > 1:
-                pairs = list(zip(*(np.array_split(part, 2) for part in pairs[0]), strict=True))
-            for i, pair in enumerate(pairs):
-                half, sums = 2 * i // len(pairs), self._sums(call, pair)
-                halves[half] = added(halves[half], sums)
-                if self.held and i not in self.held:
-                    fitted[half] = added(fitted[half], sums)
-        halves[1] = halves[1] or [0 * m for m in halves[0]]  # of a single sample
-        if self.options.refit and self.layer.bias is not None:  # a bias takes the means
-            halves, fitted = ([[m.centered() for m in half] for half in part] for part in (halves, fitted))
-        return halves, added(*fitted)
-
-    def _sums(self, call: OpCall, pair: tuple[np.ndarray, np.ndarray]) -> list[SecondMoments]:
-        """Computes the moments of a batch."""
-        (read, reference), places = pair, self.options.places
-        sums = moments(read, reference, call, self.weight, places)
-        if len(self.layer.calls) > 1:  # a position of a large map stands for more than one of a small map
-            return [spacing(reference, call, places) * m for m in sums]
-        return sums
+    def _moments(self, folds: Sequence[int]) -> list[SecondMoments]:
+        """Returns the moments of some folds, about their means if a bias takes these."""
+        sums = self.statistics.moments(folds)
+        centered = self.options.refit and self.layer.bias is not None
+        return [m.centered() for m in sums] if centered else sums
 
 
-def _grid(layer: QuantizedLayer, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, QParams]:
+def _grid(layer: QuantizedLayer, rows: np.ndarray) -> Grid:
     """Returns scale and zero point of each row of (G, O, D), both (G * O, 1), and their parameters."""
     qparams = layer.quant.qparams()
     scale, zero_point = (

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from qtrace.data.batches import as_arguments, evaluating, translate_errors
-from qtrace.graph.stepping import SegmentEngine, Stepper, as_array
+from qtrace.graph.stepping import SegmentEngine, Stepper, as_array, keep
 from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
 from qtrace.sensitivity.metrics import Outputs
 from qtrace.verification.runs import leaves
@@ -62,13 +62,14 @@ class _Whole:
         fixed: Mapping[Node, np.ndarray],
         batches: Sequence[Mapping[TensorNode, np.ndarray]],
         outputs: Sequence[TensorNode],
-    ) -> list[list[np.ndarray]]:
+        use: Callable[[int, list[np.ndarray]], Any] = keep,
+    ) -> list[Any]:
         """Does what the engine does; see `SegmentEngine`.
 
         Raises:
             _RefusedError: when the engine cannot.
         """
-        results = self._engine.compute(traced, exprs, fixed, batches, outputs)
+        results = self._engine.compute(traced, exprs, fixed, batches, outputs, use)
         if results is None:
             raise _RefusedError
         return results

@@ -18,7 +18,8 @@ from qtrace.numerics import fake_quantize
 from qtrace.ops import OpCall
 from qtrace.preparation.record import read_record
 from qtrace.ptq.layers import second_order
-from qtrace.ptq.layers.second_order import moments, nearest, parts, rounded
+from qtrace.ptq.layers.positions import draw_positions, read_rows, result_rows
+from qtrace.ptq.layers.second_order import grouped, nearest, parts, rounded, rounded_groups
 from tests.nets import images, left_lines, net
 
 SCHEME = QScheme(bits=3, signed=True, symmetric=True, narrow=True, axis=0, rounding="half_even")
@@ -97,60 +98,44 @@ def test_nearest_knows_a_zero_point() -> None:
         (4, (3, 3), {"dilation": 2}),
     ],
 )
-def test_moments_are_those_of_a_convolution(groups: int, kernel: Any, settings: Any) -> None:
+@pytest.mark.parametrize("places", [9, 1000])
+def test_rows_are_the_windows_of_a_convolution(groups: int, kernel: Any, settings: Any, places: int) -> None:
     conv = M.Conv2d(4, 4, kernel, groups=groups, bias=False, **settings)
-    random = np.random.RandomState(0)
-    x = random.randn(2, 4, 9, 8).astype(np.float32)
-    out = conv(mge.Tensor(x)).numpy()
-    missed = random.randn(*out.shape).astype(np.float32)
-    weight = conv.weight.numpy()
-    (statistics,) = moments(x, out + missed, _call_of(conv, x), weight, places=1000)
-    rows = weight.astype(np.float64).reshape(groups, 4 // groups, -1)
-    assert statistics.count == out.size // 4
-    power = np.einsum("god,gde,goe->go", rows, statistics.square, rows).reshape(-1)
-    np.testing.assert_allclose(power, (out**2).sum(axis=(0, 2, 3)), rtol=1e-4)
-    np.testing.assert_allclose(
-        np.einsum("god,gd->go", rows, statistics.read).reshape(-1),
-        out.sum(axis=(0, 2, 3)),
-        rtol=1e-4,
-        atol=1e-4,
-    )
-    product = np.einsum("god,gdo->go", rows, statistics.cross).reshape(-1)
-    np.testing.assert_allclose(product, (out * missed).sum(axis=(0, 2, 3)), rtol=1e-3, atol=1e-3)
-    np.testing.assert_allclose(
-        statistics.missed.reshape(-1), missed.sum(axis=(0, 2, 3)), rtol=1e-3, atol=1e-3
-    )
+    x = np.random.RandomState(0).randn(2, 4, 9, 8).astype(np.float32)
+    out, weight = conv(mge.Tensor(x)).numpy(), conv.weight.numpy()
+    positions = draw_positions(out.shape[2] * out.shape[3], places, (3, 1))
+    read = read_rows(x, _call_of(conv, x), weight.shape, positions)
+    expected = result_rows(out, 1, groups, positions)
+    actual = read @ grouped(weight).transpose(0, 2, 1)
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
+
+
+def test_positions_are_drawn_one_in_each_part_and_the_same_again() -> None:
+    np.testing.assert_array_equal(draw_positions(7, 7, (0,)), np.arange(7))
+    drawn = draw_positions(103, 10, (5, 2))
+    edges = np.arange(11) * 103 // 10
+    assert ((edges[:-1] <= drawn) & (drawn < edges[1:])).all()
+    np.testing.assert_array_equal(drawn, draw_positions(103, 10, (5, 2)))
+    assert not np.array_equal(drawn, draw_positions(103, 10, (6, 2)))
+
+
+def test_groups_are_rounded_at_once_as_one_by_one() -> None:
+    cases = [_case(2, 9, seed) for seed in range(4)]
+    weight, hessian = (np.stack([case[i] for case in cases]) for i in (0, 1))
+    hessian[3] = 0  # a dead group
+    scale = np.concatenate([case[2].scale for case in cases])
+    qparams = QParams(SCHEME, scale, np.zeros(8, np.int32))
+    grid = (scale.astype(np.float64)[:, None], np.zeros((8, 1)), qparams)
+    together = rounded_groups(weight, hessian, grid, 0.01)
+    for i, part in enumerate(weight):
+        rows = slice(2 * i, 2 * i + 2)
+        alone = rounded(part, [hessian[i]], grid[0][rows], grid[1][rows], qparams, 0.01)
+        np.testing.assert_allclose(together[i], alone, atol=1e-9)
 
 
 def _call_of(conv: M.Module, x: np.ndarray) -> OpCall:
     prepared = qtrace.prepare(qtrace.trace(conv, x, check=False), {"backend": "generic"})
     return next(c for e in exprs(prepared) if (c := ops.read(e)) is not None and c.kind == "conv2d")
-
-
-def test_places_are_spread_over_the_map(monkeypatch: pytest.MonkeyPatch) -> None:
-    conv = M.Conv2d(2, 3, 1, bias=False)
-    x = np.random.RandomState(0).randn(3, 2, 4, 4).astype(np.float32)
-    expected = np.zeros((3, 3, 4, 4), np.float32)
-    call, weight = _call_of(conv, x), conv.weight.numpy()
-    (statistics,) = moments(x, expected, call, weight, places=4)
-    chosen = x.reshape(3, 2, 16)[:, :, ::4].astype(np.float64)
-    np.testing.assert_allclose(statistics.square[0], np.einsum("ncp,ndp->cd", chosen, chosen), rtol=1e-5)
-    monkeypatch.setattr(second_order, "_PRODUCT_ROWS", 5)  # the samples one by one
-    (again,) = moments(x, expected, call, weight, places=4)
-    np.testing.assert_allclose(again.square, statistics.square, rtol=1e-5)
-
-
-def test_parts_of_a_wide_layer_have_moments_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    linear = M.Linear(7, 3)
-    x = np.random.RandomState(0).randn(2, 4, 7).astype(np.float32)
-    prepared = qtrace.prepare(qtrace.trace(linear, x, check=False), {"backend": "generic"})
-    call = next(c for e in exprs(prepared) if (c := ops.read(e)) is not None and c.kind == "linear")
-    monkeypatch.setattr(second_order, "MAX_JOINT_INPUTS", 4)
-    statistics = moments(x, np.zeros((2, 4, 3), np.float32), call, linear.weight.numpy(), places=1)
-    whole = x.reshape(-1, 7).T @ x.reshape(-1, 7)
-    assert [m.cross.shape for m in statistics] == [(1, 4, 0), (1, 3, 0)]
-    np.testing.assert_allclose(statistics[0].square[0], whole[:4, :4], rtol=1e-5)
-    np.testing.assert_allclose(statistics[1].square[0], whole[4:, 4:], rtol=1e-5)
 
 
 def _calibrated(*ptq: Any) -> Any:

@@ -164,12 +164,13 @@ def test_two_calls_are_one_call_on_their_inputs_joined(ptq: tuple[Any, ...], kin
 
 
 def test_large_maps_count_by_their_size_though_few_places_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every fourth place of the first map tells all of it; the second map is read as a whole."""
+    """One place of four of the first map tells all of it; the second map is read as a whole."""
 
     def forward(self: M.Module, x: Any) -> Any:
         x = F.relu(x)
         return self.a(x), self.a(F.avg_pool2d(x, 4) * 3)
 
+    monkeypatch.setattr("qtrace.ptq.layers.collecting._LONG_ROW", 1)
     batches = [np.repeat(images(4, 4, 16, 4, seed=s), 4, axis=3) for s in range(3)]
 
     def fitted(places: int) -> Any:
@@ -179,7 +180,7 @@ def test_large_maps_count_by_their_size_though_few_places_are_read(monkeypatch: 
 
     by_64, by_256 = fitted(64), fitted(256)
     np.testing.assert_allclose(by_64, by_256, atol=2e-5)
-    monkeypatch.setattr("qtrace.ptq.gptq.spacing", lambda *_: 1)
+    monkeypatch.setattr("qtrace.ptq.layers.collecting.spacing", lambda *_: 1)
     assert np.abs(fitted(64) - by_256).max() > 1e-3
 
 

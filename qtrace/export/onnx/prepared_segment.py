@@ -21,6 +21,13 @@ from qtrace.scheme import QParams
 __all__ = ["PreparedSegments"]
 
 
+class _SegmentExporter(OnnxExporter):
+    """Writes a model that is never stored: the names of an imported file mean nothing there."""
+
+    def _interface(self) -> None:
+        return None
+
+
 class PreparedSegments:
     """Writes parts of a prepared graph as ONNX models in floats, in which fake quants are ops that round.
 
@@ -64,7 +71,7 @@ class PreparedSegments:
         """
         from onnx import TensorProto, helper
 
-        exporter = OnnxExporter(self._graph)
+        exporter = _SegmentExporter(self._graph)
         writer = exporter.writer
         names = [f"given_{index}" for index in range(len(inputs))]
         infos = [

@@ -16,10 +16,14 @@ from qtrace.graph.types import GetAttr, TracedModule
 from qtrace.graph.walk import exprs, get_module, owner, users
 from qtrace.ops import OpCall
 from qtrace.preparation.passes.fuse_bn import bias_shape, free_bias
-from qtrace.ptq.layers.held_back import OutputErrors, gain_text, held_back, summed
-from qtrace.ptq.layers.quantized import LAYERS, LayerTwins, QuantizedLayer, calls_by_weight, write
+from qtrace.ptq.layers.held_back import Gain, OutputErrors, gain_text
+from qtrace.ptq.layers.quantized import LAYERS, QuantizedLayer, calls_by_weight, write
 
 __all__ = ["add_biases", "correct_bias", "move_bias"]
+
+
+# A correction is a multiple of this share (as a power of two) of the error of the output.
+_STEP_BITS = 12
 
 
 def add_biases(model: TracedModule) -> None:
@@ -52,29 +56,38 @@ def _can_have_bias(model: TracedModule, calls: list[OpCall]) -> bool:
 
 
 def correct_bias(
-    twins: LayerTwins, layer: QuantizedLayer, errors: Mapping[int, OutputErrors]
+    model: TracedModule,
+    layer: QuantizedLayer,
+    errors: OutputErrors,
+    fitted: OutputErrors,
+    held: Mapping[int, OutputErrors],
 ) -> tuple[float | None, str]:
     """Adds the mean error of each channel to the bias, unless that raises the error on held-back batches.
 
     Args:
-        twins: both graphs, before the layer.
+        model: the quantized graph.
         layer: a layer with a bias.
-        errors: the errors of the layer's output in each batch.
+        errors: the errors of the layer's output in all batches.
+        fitted: those in the batches that are not held back.
+        held: those in each batch that is held back.
 
     Returns:
         The largest change of the bias (None if it stays), and a clause on the held-back batches or "".
     """
-    held, text = held_back(twins.count), ""
+    text = ""
     if held:
-        fitted = summed(errors, [number for number in errors if number not in held])
-        tried = summed(errors, held)
-        before, after = tried.noise(), tried.noise(fitted.mean)
-        text = gain_text(before, after, held)
-        if not after < before:
+        gain = Gain.of([(e.noise(), e.noise(fitted.mean)) for e in held.values()])
+        text = gain_text(*gain.noises, tuple(held))
+        if not gain.supported:
             return None, text
-    largest = move_bias(twins.quantized.traced, layer, summed(errors).mean)
-    twins.quantized.changed()
-    return largest, text
+    return move_bias(model, layer, _coarse(errors)), text
+
+
+def _coarse(errors: OutputErrors) -> np.ndarray:
+    """Returns the mean error of each channel in steps far below the error: last bits decide no integer."""
+    spread = np.sqrt(errors.square / max(errors.count * errors.total.size, 1))
+    step = 2.0 ** (np.floor(np.log2(max(spread, 1e-30))) - _STEP_BITS)
+    return np.asarray(np.round(errors.mean / step) * step)
 
 
 def move_bias(model: TracedModule, layer: QuantizedLayer, shift: np.ndarray) -> float:

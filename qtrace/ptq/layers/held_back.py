@@ -2,7 +2,8 @@
 
 A correction that is fitted to a few dozen images also fits what only these have. So every fourth batch is
 held back: a correction is fitted to the others first, and stays only if it lowers the error of the layer's
-output on the batches held back. Then it is fitted again, to all batches. Of fewer than four batches none is
+output on the batches held back; of four such batches or more, also in nine of ten bootstrap samples of them.
+Then it is fitted again, to all batches. Of fewer than four batches none is
 held back, and the batches that a correction is fitted to decide. The damping of `qtrace.ptq.layers.refit` is
 one number; it comes from all batches.
 """
@@ -18,9 +19,12 @@ from qtrace.errors import CalibrationError
 from qtrace.metrics import finite_or_none
 from qtrace.ptq.layers.quantized import LayerTwins, QuantizedLayer, per_channel
 
-__all__ = ["OutputErrors", "gain_text", "held_back", "layer_errors", "summed"]
+__all__ = ["Gain", "OutputErrors", "compare", "gain_text", "held_back", "layer_errors", "summed"]
 
 _HELD_EVERY = 4
+_BOOTSTRAP_SAMPLES = 200
+_SUPPORT = 0.9
+_MIN_BATCHES = 4  # of fewer, samples of them say nothing about their spread
 _SMALLEST_CHANGE = 0.01  # dB, in a report
 
 
@@ -40,7 +44,7 @@ class OutputErrors:
         signal: the sum of the squared references.
     """
 
-    count: int
+    count: float
     total: np.ndarray
     square: float
     signal: float
@@ -52,7 +56,7 @@ class OutputErrors:
         Raises:
             CalibrationError: when a value is not finite.
         """
-        count, total, square, signal = 0, np.zeros(1), 0.0, 0.0
+        count, total, square, signal = 0.0, np.zeros(1), 0.0, 0.0
         for reference, value in pairs:
             error = reference - value
             rows = per_channel(error, layer.axis)
@@ -120,6 +124,38 @@ def summed(errors: Mapping[int, OutputErrors], batches: Iterable[int] | None = N
     """Adds the errors of ``batches``; of all if None."""
     first, *others = [errors[number] for number in (errors if batches is None else batches)]
     return sum(others, first)
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What a correction changes on the batches that are held back.
+
+    Attributes:
+        noises: the error before and after, summed over the batches.
+        supported: whether it falls, and by more than the batches vary: of four batches or more, it also falls
+            in nine of ten bootstrap samples (Efron 1979).
+    """
+
+    noises: tuple[float, float]
+    supported: bool
+
+    @classmethod
+    def of(cls, noises: Sequence[tuple[float, float]]) -> Gain:
+        """Compares the errors before and after in each batch."""
+        pairs = np.asarray(noises, np.float64)
+        before, after = (float(total) for total in pairs.sum(axis=0))
+        gains = pairs[:, 0] - pairs[:, 1]
+        if len(gains) < _MIN_BATCHES:
+            return cls((before, after), after < before)
+        drawn = np.random.default_rng(0).integers(0, len(gains), (_BOOTSTRAP_SAMPLES, len(gains)))
+        share = float(np.mean(gains[drawn].sum(axis=1) > 0))
+        return cls((before, after), after < before and share >= _SUPPORT)
+
+
+def compare(before: Mapping[int, OutputErrors], after: Mapping[int, OutputErrors]) -> Gain:
+    """Compares the errors in each batch, each without the mean error of all batches."""
+    means = (summed(before).mean, summed(after).mean)
+    return Gain.of([(before[n].noise(means[0]), after[n].noise(means[1])) for n in before])
 
 
 def gain_text(before: float, after: float, held: Sequence[int]) -> str:

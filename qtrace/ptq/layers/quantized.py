@@ -26,6 +26,7 @@ __all__ = [
     "LAYERS",
     "LayerTwins",
     "QuantizedLayer",
+    "call_groups",
     "calls_by_weight",
     "per_channel",
     "quantized_layers",
@@ -115,11 +116,11 @@ def _order_layers(
 ) -> tuple[list[QuantizedLayer], list[QuantizedLayer]]:
     """Orders the layers so that the calls of each are neighbours; returns those that cannot be, too."""
     steps, ordered, blocked = exprs(model), candidates, list[QuantizedLayer]()
-    order = order_together(steps, _call_groups(ordered))
+    order = order_together(steps, call_groups(ordered))
     if order is None:  # try each layer in turn
         order, ordered = steps, []
         for layer in candidates:
-            groups = _call_groups([*ordered, layer])
+            groups = call_groups([*ordered, layer])
             extended = order_together(steps, groups) if len(layer.calls) > 1 else order
             (blocked if extended is None else ordered).append(layer)
             order = extended or order
@@ -127,7 +128,7 @@ def _order_layers(
     return sorted(ordered, key=lambda layer: position[layer.call.expr]), blocked
 
 
-def _call_groups(layers: Iterable[QuantizedLayer]) -> list[list[Expr]]:
+def call_groups(layers: Iterable[QuantizedLayer]) -> list[list[Expr]]:
     """Returns the exprs of each layer that is called several times."""
     return [[call.expr for call in layer.calls] for layer in layers if len(layer.calls) > 1]
 
@@ -201,7 +202,7 @@ class LayerTwins:
         self._twin = {n.name: e for e in exprs(task.reference) for n in e.outputs}
         self._nodes = {n.name: n for n in task.reference.graph.inputs}
         self._nodes.update((n.name, n) for e in self._twin.values() for n in e.outputs)
-        groups = _call_groups(layers)
+        groups = call_groups(layers)
         engine = task.engine if fast else None
         twin_groups = [[self.twin(e) for e in g] for g in groups]
         self.quantized = Stepper(task.model, task.batches, groups, engine)

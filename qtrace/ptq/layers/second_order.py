@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 from scipy.linalg import LinAlgError, cholesky
 from scipy.linalg.lapack import dtrtri
 
 from qtrace.numerics import round_to
-from qtrace.ops import OpCall
 from qtrace.scheme import QParams
 
 __all__ = [
     "MAX_JOINT_INPUTS",
+    "Grid",
     "SecondMoments",
     "added",
     "grouped",
-    "moments",
     "nearest",
     "parts",
     "rounded",
-    "spacing",
+    "rounded_groups",
 ]
 
 # Columns that are rounded before the others are updated, in one large matrix product.
@@ -31,9 +28,6 @@ _BLOCK_COLUMNS = 128
 
 # Inputs that compensate each other. It limits the cost of a factorization, which grows with the cube.
 MAX_JOINT_INPUTS = 1152
-
-# Rows that are multiplied at once: more rows take more memory, and no less time.
-_PRODUCT_ROWS = 1024
 
 # Bound of the relative error of centered products, since products are summed in float32.
 _CENTERING_ERROR = 1e-5
@@ -68,7 +62,7 @@ class SecondMoments:
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
         return SecondMoments(*(first + second for first, second in pairs))
 
-    def __rmul__(self, factor: int) -> SecondMoments:
+    def __rmul__(self, factor: float) -> SecondMoments:
         return SecondMoments(*(factor * value for value in vars(self).values()))
 
     def centered(self) -> SecondMoments:
@@ -82,6 +76,10 @@ class SecondMoments:
         return SecondMoments(self.count, 0 * self.read, 0 * self.missed, square, cross)
 
 
+Grid = tuple[np.ndarray, np.ndarray, QParams]
+"""Scale and zero point of each row, float64 (rows, 1), and their parameters."""
+
+
 def added(first: list[SecondMoments], second: list[SecondMoments]) -> list[SecondMoments]:
     """Adds the moments of each part; ``first`` may be empty."""
     return [a + b for a, b in zip(first, second, strict=True)] if first else second
@@ -89,9 +87,8 @@ def added(first: list[SecondMoments], second: list[SecondMoments]) -> list[Secon
 
 def parts(inputs: int) -> list[slice]:
     """Splits the inputs of a layer into neighbours that are rounded together."""
-    return [
-        slice(start, min(start + MAX_JOINT_INPUTS, inputs)) for start in range(0, inputs, MAX_JOINT_INPUTS)
-    ]
+    starts = range(0, max(inputs, 1), MAX_JOINT_INPUTS)
+    return [slice(start, min(start + MAX_JOINT_INPUTS, inputs)) for start in starts]
 
 
 def grouped(weight: np.ndarray) -> np.ndarray:
@@ -99,64 +96,6 @@ def grouped(weight: np.ndarray) -> np.ndarray:
     groups = weight.shape[0] if weight.ndim == 5 else 1
     inputs = weight.shape[-3:] if weight.ndim > 2 else weight.shape[-1:]
     return weight.reshape(groups, -1, int(np.prod(inputs)))
-
-
-def moments(
-    x: np.ndarray, reference: np.ndarray, call: OpCall, weight: np.ndarray, places: int
-) -> list[SecondMoments]:
-    """Computes the moments of each of the `parts` of a layer's inputs, over a batch.
-
-    Args:
-        x: the input of the layer, (N, C, H, W) for a convolution, (..., C) for a linear layer.
-        reference: the float output of the layer, without its bias.
-        call: the layer.
-        weight: the weight of the layer.
-        places: the most positions of each sample that count.
-
-    Returns:
-        The moments of each part. If there are several, O is 0, since the residual of a part depends on the
-        others.
-    """
-    rows = grouped(weight)
-    split = parts(rows.shape[-1])
-    total: list[SecondMoments] = []
-    for read, expected in _pairs(x, reference, call, weight.shape, places):
-        missed = expected[..., :0]
-        if len(split) == 1:
-            missed = expected - read @ rows.transpose(0, 2, 1).astype(np.float32)
-        sums = [SecondMoments.of(np.ascontiguousarray(read[..., p]), missed) for p in split]
-        total = added(total, sums)
-    return total
-
-
-def spacing(reference: np.ndarray, call: OpCall, places: int) -> int:
-    """Returns n if `moments` counts each n-th position."""
-    return 1 if call.kind == "linear" else -(-reference.shape[2] * reference.shape[3] // places)
-
-
-def _pairs(
-    x: np.ndarray, reference: np.ndarray, call: OpCall, shape: tuple[int, ...], places: int
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields inputs (G, P, D) and references (G, P, O) of several samples at a time, to limit memory."""
-    if call.kind == "linear":
-        yield x.reshape(1, -1, x.shape[-1]), reference.reshape(1, -1, reference.shape[-1])
-        return
-    (top, left), stride, dilation = (call.attrs[n] for n in ("padding", "stride", "dilation"))
-    padded = np.pad(x, ((0, 0), (0, 0), (top, top), (left, left)))
-    window = tuple((k - 1) * d + 1 for k, d in zip(shape[-2:], dilation, strict=True))
-    groups = shape[0] if len(shape) == 5 else 1
-    size = reference.shape[2] * reference.shape[3]
-    positions = np.arange(0, size, spacing(reference, call, places))
-    several = max(1, _PRODUCT_ROWS // len(positions))
-    for start in range(0, len(x), several):
-        part = slice(start, start + several)
-        windows = sliding_window_view(padded[part], window, axis=(2, 3))  # type: ignore[call-overload]
-        windows = windows[:, :, :: stride[0], :: stride[1], :: dilation[0], :: dilation[1]]
-        windows = windows[:, :, positions // reference.shape[3], positions % reference.shape[3]]
-        n, c, p, *kernel = windows.shape
-        read = windows.reshape(n, groups, c // groups, p, *kernel).transpose(1, 0, 3, 2, 4, 5)
-        out = reference[part].reshape(n, groups, -1, size)[..., positions].transpose(1, 0, 3, 2)
-        yield read.reshape(groups, n * p, -1), out.reshape(groups, n * p, -1)
 
 
 def rounded(
@@ -182,9 +121,7 @@ def rounded(
     return np.concatenate([_round_part(rows[:, p], hessian, grid, damp) for p, hessian in pairs], axis=1)
 
 
-def _round_part(
-    rows: np.ndarray, hessian: np.ndarray, grid: tuple[np.ndarray, np.ndarray, QParams], damp: float
-) -> np.ndarray:
+def _round_part(rows: np.ndarray, hessian: np.ndarray, grid: Grid, damp: float) -> np.ndarray:
     diagonal = np.diagonal(hessian)
     if not diagonal.any():
         return nearest(rows, *grid)
@@ -205,6 +142,46 @@ def _round_part(
             free[i + 1 : stop] -= upper[i, i + 1 : stop, None] * error
         free[stop:] -= upper[start:stop, stop:].T @ errors
     return result
+
+
+def rounded_groups(rows: np.ndarray, hessians: np.ndarray, grid: Grid, damp: float) -> np.ndarray:
+    """Rounds the rows of many groups at once, as `rounded` does those of one group with few inputs.
+
+    Args:
+        rows: the rows of the weight, float64 (G, O, D).
+        hessians: the second moments of each group, float64 (G, D, D).
+        grid: scale and zero point of each row, float64 (G * O, 1), and their parameters.
+        damp: the damping of `Gptq`.
+    """
+    groups, outputs, inputs = rows.shape
+    diagonal = np.diagonal(hessians, axis1=1, axis2=2)
+    used = diagonal.any(axis=1)
+    # Inputs that are always 0 compensate nothing: rounding to nearest, which the unit matrix gives.
+    squares = np.where(used[:, None, None], hessians, np.eye(inputs))
+    order = np.argsort(-np.diagonal(squares, axis1=1, axis2=2), axis=1, kind="stable")
+    squares = np.take_along_axis(np.take_along_axis(squares, order[:, :, None], 1), order[:, None, :], 2)
+    upper = _damped_factors(squares, damp)
+    free = np.take_along_axis(rows, order[:, None, :], 2).transpose(2, 0, 1).copy()
+    scale, zero = (part.reshape(groups, outputs) for part in grid[:2])
+    result = np.empty_like(free)
+    for i in range(inputs):
+        result[i] = nearest(free[i], scale, zero, grid[2])
+        error = (free[i] - result[i]) / upper[:, i, i, None]
+        free[i + 1 :] -= upper[:, i, i + 1 :].T[:, :, None] * error
+    new = np.empty_like(rows)
+    np.put_along_axis(new, order[:, None, :].repeat(outputs, 1), result.transpose(1, 2, 0), 2)
+    return new
+
+
+def _damped_factors(matrices: np.ndarray, damp: float) -> np.ndarray:
+    """Computes `_damped_factor` of many small matrices (G, D, D)."""
+    shifts = damp * np.abs(np.diagonal(matrices, axis1=1, axis2=2)).mean(axis=1)
+    damped = matrices + shifts[:, None, None] * np.eye(matrices.shape[-1])
+    try:
+        factors = np.linalg.cholesky(damped[:, ::-1, ::-1])[:, ::-1, ::-1]
+        return np.asarray(np.linalg.inv(factors))
+    except np.linalg.LinAlgError:
+        return np.stack([_damped_factor(matrix, damp) for matrix in matrices])
 
 
 def _damped_factor(matrix: np.ndarray, damp: float) -> np.ndarray:

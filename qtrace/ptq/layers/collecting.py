@@ -1,0 +1,165 @@
+"""Collects the statistics of layers in one run of the float graph and one of the quantized graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from qtrace.graph.stepping import Stepper, as_array
+from qtrace.graph.types import Expr, TensorNode
+from qtrace.graph.walk import exprs, get_module
+from qtrace.ops import OpCall
+from qtrace.ptq.base import CalibratedTask
+from qtrace.ptq.layers.held_back import held_back
+from qtrace.ptq.layers.positions import draw_positions, read_rows, result_rows
+from qtrace.ptq.layers.quantized import QuantizedLayer, call_groups
+from qtrace.ptq.layers.second_order import grouped
+from qtrace.ptq.layers.statistics import LayerStatistics, fold_of
+
+__all__ = ["StatisticsCollector"]
+
+# Bytes of the float outputs of a batch, and of the rows of all batches, up to which layers share a run.
+_MAX_OUTPUT_BYTES = 512 << 20
+_MAX_ROW_BYTES = 256 << 20
+
+# Inputs of a row up to which more positions count.
+_LONG_ROW = 256
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """The float output of a call at some positions of one batch, and how many positions each stands for."""
+
+    positions: np.ndarray
+    rows: np.ndarray
+    weight: float
+
+
+class StatisticsCollector:
+    """Goes through both graphs once and collects the statistics of each layer before it changes.
+
+    The float graph shows the outputs of many layers in one run. The quantized graph stops before each layer,
+    since what the layers behind it read depends on its change.
+
+    Args:
+        task: the model, the reference and the batches.
+        layers: the layers, in the order of `quantized_layers`.
+        places: the most positions of each sample that count.
+        supported: the kinds of layers whose inputs count; of others the outputs do.
+    """
+
+    def __init__(
+        self, task: CalibratedTask, layers: Sequence[QuantizedLayer], places: int, supported: Sequence[str]
+    ) -> None:
+        twin = {n.name: e for e in exprs(task.reference) for n in e.outputs}
+        self._twin = {call.expr: twin[call.out.name] for layer in layers for call in layer.calls}
+        groups = call_groups(layers)
+        self.model, self._places, self._supported = task.model, places, supported
+        self.quantized = Stepper(task.model, task.batches, groups, task.engine)
+        self.float = Stepper(
+            task.reference, task.batches, [[self._twin[e] for e in g] for g in groups], task.engine
+        )
+        self.count = self.quantized.count
+        self.held = held_back(self.count)
+        self._waiting = list(layers)
+        self._references: dict[tuple[Expr, int], _Reference] = {}
+
+    def collect(self, layer: QuantizedLayer) -> LayerStatistics:
+        """Collects the statistics of the next layer."""
+        if (layer.call.expr, 0) not in self._references:
+            self._run_float(self._next_run(layer))
+        self.quantized.advance(layer.call.expr)
+        weight = get_module(self.model, layer.weight).numpy().astype(np.float64)
+        reads = layer.call.kind in self._supported
+        statistics = LayerStatistics(layer, grouped(weight).shape[-1] if reads else 0)
+        for call in layer.calls:
+            for batch in range(self.count):
+                reference = self._references.pop((call.expr, batch))
+                read, missed = self._rows(layer, call, batch, reference, weight, reads)
+                self._add(statistics, batch, read, missed, reference)
+        statistics.finish()
+        return statistics
+
+    def _add(
+        self,
+        statistics: LayerStatistics,
+        batch: int,
+        read: np.ndarray,
+        missed: np.ndarray,
+        reference: _Reference,
+    ) -> None:
+        """Adds the rows of a batch to its fold; a single batch is halved."""
+        halves = [(fold_of(batch, self.count, self.held), slice(None))]
+        if self.count == 1 and missed.shape[1] > 1:
+            middle = (missed.shape[1] + 1) // 2
+            halves = [(0, slice(0, middle)), (1, slice(middle, None))]
+        for fold, part in halves:
+            rows = reference.rows[:, part]
+            statistics.add(fold, batch, read[:, part], missed[:, part], rows, reference.weight)
+
+    def _rows(
+        self,
+        layer: QuantizedLayer,
+        call: OpCall,
+        batch: int,
+        reference: _Reference,
+        weight: np.ndarray,
+        reads: bool,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns what a call reads, and what it misses."""
+        if not reads:
+            value = as_array(self.quantized.outputs(call.expr, batch, range(self.count))[0])
+            rows = result_rows(value, layer.axis, 1, reference.positions)
+            return np.empty((*rows.shape[:2], 0), np.float32), reference.rows - rows
+        x = as_array(self.quantized.value(call.inputs[0], batch))
+        read = read_rows(x, call, weight.shape, reference.positions)
+        missed: np.ndarray = reference.rows - read @ grouped(weight).transpose(0, 2, 1).astype(np.float32)
+        if call.bias is not None:
+            bias = as_array(self.quantized.value(call.bias, batch)).reshape(reference.rows.shape[0], 1, -1)
+            missed -= bias
+        return read, missed
+
+    def _count_places(self, shape: tuple[int, ...]) -> int:
+        """Returns the most positions that count: more where a row is short, which cost no more."""
+        inputs = int(np.prod(shape[2:] if len(shape) == 5 else shape[1:]))
+        return self._places * max(1, _LONG_ROW // max(inputs, 1))
+
+    def _next_run(self, first: QuantizedLayer) -> list[QuantizedLayer]:
+        """Returns the layers from ``first`` on whose float outputs are computed in one run."""
+        start, sizes = self._waiting.index(first), [0.0, 0.0]
+        for stop, layer in enumerate(self._waiting[start:], start):
+            for call in layer.calls:
+                size = 4 * float(np.prod(call.out.shape))
+                shape = tuple(int(n) for n in get_module(self.model, layer.weight).shape)
+                rows = min(self._count_places(shape) / max(float(np.prod(call.out.shape[2:])), 1.0), 1.0)
+                sizes = [sizes[0] + size, sizes[1] + size * rows * self.count]
+            if stop > start and (sizes[0] > _MAX_OUTPUT_BYTES or sizes[1] > _MAX_ROW_BYTES):
+                return self._waiting[start:stop]
+        return self._waiting[start:]
+
+    def _run_float(self, layers: Sequence[QuantizedLayer]) -> None:
+        """Computes the float outputs of some layers, and keeps some positions of them."""
+        calls = [(layer, call) for layer in layers for call in layer.calls]
+        index = {call.expr: i for i, (_, call) in enumerate(calls)}
+
+        def sample(batch: int, values: list[np.ndarray]) -> None:
+            for (layer, call), value in zip(calls, values, strict=True):
+                axes = value.shape[1:-1] if layer.axis == -1 else value.shape[2:]
+                size = int(np.prod(axes))
+                shape = tuple(int(n) for n in get_module(self.model, layer.weight).shape)
+                positions = draw_positions(size, self._count_places(shape), (batch, index[call.expr]))
+                groups = shape[0] if call.kind in self._supported and len(shape) == 5 else 1
+                rows = result_rows(value, layer.axis, groups, positions)
+                weight = spacing(size, positions) if len(layer.calls) > 1 else 1
+                self._references[call.expr, batch] = _Reference(positions, rows, weight)
+
+        nodes: list[TensorNode] = [self._twin[call.expr].outputs[0] for _, call in calls]
+        last = max((self._twin[call.expr] for _, call in calls), key=self.float.position)
+        self.float.watch(last, nodes, sample)
+
+
+def spacing(size: int, positions: np.ndarray) -> float:
+    """Returns for how many positions of a map each drawn one stands: those of a large map count for more."""
+    return size / len(positions)

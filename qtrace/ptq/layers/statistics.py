@@ -1,0 +1,226 @@
+"""Statistics of quantized layers, which make the error of any weight and bias algebra: no layer runs again.
+
+``x~`` is what a quantized layer reads, ``r = y - W x~`` what its float weight W misses of the float output
+y, and ``E`` a change of the weight. The error of the output is ``r - E x~``, and its square over all
+positions ``sum r**2 - 2 tr(E C) + tr(E H E^T)`` with ``C = sum x~ r^T`` and ``H = sum x~ x~^T``; a bias adds
+terms of the sums of r and x~. These sums are collected once for a layer: apart for each half of the samples,
+which cross-validate, and for those that are held back. Of the latter, and of layers with more inputs than
+are rounded jointly, the rows themselves are kept.
+
+Products are summed in float32 over at most 1024 rows, and in float64 from there on. One layer is in memory
+at a time: for D inputs and O outputs three times ``8 D (min(D, 1152) + O)`` bytes, and ``4 D`` for each kept
+row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from qtrace.errors import CalibrationError
+from qtrace.ptq.layers.held_back import OutputErrors
+from qtrace.ptq.layers.quantized import QuantizedLayer
+from qtrace.ptq.layers.second_order import SecondMoments, added, parts
+
+__all__ = ["HELD", "LayerStatistics", "RowSums", "fold_of"]
+
+HELD = 2
+"""The fold of the samples that are held back; 0 and 1 are the halves of all others."""
+
+# Rows that are multiplied at once: sums in float32 stay exact enough, and more rows take no less time.
+_PRODUCT_ROWS = 1024
+
+
+def fold_of(number: int, count: int, held: Sequence[int]) -> int:
+    """Returns the fold of a batch of ``count``."""
+    return HELD if number in held else 2 * number // count
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What a layer reads, misses and should give in one batch: (G, P, D), (G, P, O); and their weight."""
+
+    read: np.ndarray
+    missed: np.ndarray
+    weight: float
+
+
+@dataclass
+class RowSums:
+    """Sums over the rows of one fold.
+
+    Attributes:
+        inputs: number of inputs D of a group.
+        moments: the moments of each of the `parts` of the inputs.
+        square: the sum of the squares of what is missed.
+        signal: the sum of the squared references.
+        batches: the rows of each batch, where they are kept.
+        keep: whether they are kept.
+    """
+
+    inputs: int
+    keep: bool
+    moments: list[SecondMoments] = field(default_factory=list)
+    square: float = 0.0
+    signal: float = 0.0
+    batches: dict[int, list[_Rows]] = field(default_factory=dict)
+    _waiting: list[_Rows] = field(default_factory=list)
+    _size: int = 0
+
+    def add(
+        self, batch: int, read: np.ndarray, missed: np.ndarray, reference: np.ndarray, weight: float
+    ) -> None:
+        """Adds the rows of a batch: inputs (G, P, D), what is missed and the reference, both (G, P, O)."""
+        rows = _Rows(read, missed, weight)
+        self.square += weight * _squared(missed)
+        self.signal += weight * _squared(reference)
+        if self.keep:
+            self.batches.setdefault(batch, []).append(rows)
+        if self._waiting and (
+            weight != self._waiting[0].weight or self._size + read.shape[1] > _PRODUCT_ROWS
+        ):
+            self.flush()
+        self._waiting.append(rows)
+        self._size += read.shape[1]
+
+    def flush(self) -> None:
+        """Adds up the rows that wait to be multiplied together."""
+        if not self._waiting:
+            return
+        weight = self._waiting[0].weight
+        read, missed = (
+            part[0] if len(part) == 1 else np.concatenate(part, axis=1)
+            for part in ([rows.read for rows in self._waiting], [rows.missed for rows in self._waiting])
+        )
+        split = parts(self.inputs)
+        whole = len(split) == 1
+        for start in range(0, read.shape[1], _PRODUCT_ROWS):
+            piece = slice(start, start + _PRODUCT_ROWS)
+            crossed = missed[:, piece] if whole else missed[:, piece, :0]
+            sums = [SecondMoments.of(np.ascontiguousarray(read[:, piece, p]), crossed) for p in split]
+            self.moments = added(self.moments, sums if weight == 1 else [weight * m for m in sums])
+        self._waiting, self._size = [], 0
+
+
+@dataclass
+class LayerStatistics:
+    """The sums of one layer in each fold.
+
+    Attributes:
+        layer: the layer.
+        folds: fold -> its sums, for those that have samples.
+        wide: whether the inputs are more than are rounded jointly; rows then take the place of moments.
+    """
+
+    layer: QuantizedLayer
+    inputs: int
+    folds: dict[int, RowSums] = field(default_factory=dict)
+
+    @property
+    def wide(self) -> bool:
+        return len(parts(self.inputs)) > 1
+
+    @property
+    def held(self) -> bool:
+        """Whether samples are held back."""
+        return HELD in self.folds
+
+    def add(
+        self,
+        fold: int,
+        batch: int,
+        read: np.ndarray,
+        missed: np.ndarray,
+        reference: np.ndarray,
+        weight: float,
+    ) -> None:
+        """Adds the rows of a batch to a fold; see `RowSums.add`."""
+        if fold not in self.folds:
+            self.folds[fold] = RowSums(self.inputs, self.wide or fold == HELD)
+        self.folds[fold].add(batch, read, missed, reference, weight)
+
+    def finish(self) -> None:
+        """Adds up what waits.
+
+        Raises:
+            CalibrationError: when a value is not finite.
+        """
+        for sums in self.folds.values():
+            sums.flush()
+            if not np.isfinite(sums.square + sums.signal):
+                raise CalibrationError(
+                    f"{self.layer.name} has values that are NaN or infinite: the model is left as it was; "
+                    "look at the calibration data and at the layers before this one."
+                )
+
+    def moments(self, folds: Sequence[int]) -> list[SecondMoments]:
+        """Returns the moments of some folds; [] if they have no samples."""
+        total: list[SecondMoments] = []
+        for fold in folds:
+            if fold in self.folds:
+                total = added(total, self.folds[fold].moments)
+        return total
+
+    def errors(self, change: np.ndarray | None, folds: Sequence[int] = (0, 1, HELD)) -> OutputErrors:
+        """Computes the errors of the output in some folds, with the weight changed.
+
+        Args:
+            change: the change of the weight, (G, O, D); None for none.
+            folds: the folds.
+        """
+        sums = [self.folds[fold] for fold in folds if fold in self.folds]
+        if change is not None and (self.wide or list(folds) == [HELD]):
+            return _total([e for s in sums for e in _errors_by_rows(s, change).values()])
+        return _total([_errors_by_moments(s, change) for s in sums])
+
+    def held_errors(self, change: np.ndarray | None) -> dict[int, OutputErrors]:
+        """Computes the errors of the output in each batch that is held back."""
+        return _errors_by_rows(self.folds[HELD], change) if self.held else {}
+
+
+def _total(errors: Sequence[OutputErrors]) -> OutputErrors:
+    first, *others = errors
+    return sum(others, first)
+
+
+def _errors_by_moments(sums: RowSums, change: np.ndarray | None) -> OutputErrors:
+    moments = sums.moments[0]
+    total = sum((m.missed for m in sums.moments[1:]), moments.missed) if moments.missed.size else None
+    count = moments.count
+    if change is None:
+        return OutputErrors(count, _flat(total, sums), sums.square, sums.signal)
+    assert total is not None
+    crossed = np.einsum("god,gdo->", change, moments.cross)
+    bent = np.einsum("god,god->", change @ moments.square, change)
+    total = total - np.einsum("god,gd->go", change, moments.read)
+    return OutputErrors(count, total.reshape(-1), float(sums.square - 2 * crossed + bent), sums.signal)
+
+
+def _flat(total: np.ndarray | None, sums: RowSums) -> np.ndarray:
+    """Returns the sums of what is missed, (C,); those of a wide layer are added up from its rows."""
+    if total is not None:
+        return total.reshape(-1)
+    rows = [r for batch in sums.batches.values() for r in batch]
+    return np.sum([r.weight * r.missed.sum(axis=1, dtype=np.float64) for r in rows], axis=0).reshape(-1)
+
+
+def _errors_by_rows(sums: RowSums, change: np.ndarray | None) -> dict[int, OutputErrors]:
+    turned = None if change is None else change.transpose(0, 2, 1).astype(np.float32)
+    share = sums.signal / max(len(sums.batches), 1)
+    result: dict[int, OutputErrors] = {}
+    for batch, several in sums.batches.items():
+        each = []
+        for rows in several:
+            error = rows.missed if turned is None else rows.missed - rows.read @ turned
+            total = rows.weight * error.sum(axis=1, dtype=np.float64).reshape(-1)
+            count = rows.weight * error.shape[1]
+            each.append(OutputErrors(count, total, rows.weight * _squared(error), share / len(several)))
+        result[batch] = _total(each)
+    return result
+
+
+def _squared(values: np.ndarray) -> float:
+    """Sums the squares of float32 values, row by row in float32 and the rows in float64."""
+    return float(np.einsum("gpo,gpo->gp", values, values).sum(dtype=np.float64))

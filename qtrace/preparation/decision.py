@@ -8,6 +8,7 @@ from qtrace.preparation.annotation import Annotation
 from qtrace.preparation.float_graph import FloatGraph
 from qtrace.preparation.passes.annotate import annotate
 from qtrace.preparation.passes.place import place, write_activations
+from qtrace.preparation.passes.selecting import leave_selecting
 from qtrace.preparation.passes.unlike import find_unlike
 from qtrace.preparation.placement.reference import MeasuredRun
 
@@ -28,7 +29,7 @@ class Decision:
 
 
 def decide(graph: FloatGraph) -> Decision:
-    """Decides for every expr: joins and outputs of unlike ranges first, then the placement, then the rules.
+    """Decides for every expr: unlike ranges first, then selections, the placement, and the rules.
 
     Args:
         graph: the float graph; ops that the placement wants in pieces are written so in it.
@@ -39,6 +40,7 @@ def decide(graph: FloatGraph) -> Decision:
     model, config = graph.model, graph.config
     run = MeasuredRun(model, graph.samples)
     unlike = find_unlike(model, config, run)
+    unlike = leave_selecting(model, config, unlike)
     placing = place(model, config, run, unlike)
     changed: tuple[str, ...] = ()
     if placing is not None:

@@ -155,8 +155,9 @@ class ExprNote:
         ranks: the numbers of these rules in the config.
         causes: codes of everything that keeps the expr in float; `reason` states the first: "unread" (no rule
             reads it), "region" (it lies outside), "range" (one grid would spoil a part of what it reads or
-            gives), "infinity" (a number that no integer stands for), "rule" (of the config), "role" (it is
-            kept in float on purpose), "dtype" (values other than float32), "kernel" (the backend has none),
+            gives), "selection" (it ranks rows, or computes with rows that are selected), "infinity" (a number
+            that no integer stands for), "rule" (of the config), "role" (it is kept in float on purpose),
+            "dtype" (values other than float32), "kernel" (the backend has none),
             "speed" (it is no faster on integers, the backend says), "placement" (it gains too little on
             integers), "idle" (a move between floats).
         reason: why the expr stays float, or a remark about how it is computed.

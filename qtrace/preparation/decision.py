@@ -12,6 +12,7 @@ from qtrace.preparation.float_graph import FloatGraph
 from qtrace.preparation.passes.annotate import annotate
 from qtrace.preparation.passes.place import place, write_activations
 from qtrace.preparation.passes.search import SearchOutcome
+from qtrace.preparation.passes.selecting import leave_selecting
 from qtrace.preparation.passes.unlike import find_unlike
 from qtrace.preparation.placement.reference import MeasuredRun
 
@@ -41,7 +42,7 @@ def decide(
     fitted: CostTable | None = None,
     progress: bool = False,
 ) -> Decision:
-    """Decides for every expr: joins and outputs of unlike ranges first, then the placement, then the rules.
+    """Decides for every expr: unlike ranges first, then selections, the placement, and the rules.
 
     Args:
         graph: the float graph; ops that the placement wants in pieces are written so in it.
@@ -55,7 +56,7 @@ def decide(
     model, config = graph.model, graph.config
     with tqdm(desc="prepare", unit="run", disable=not progress, delay=_SHOWN_AFTER, leave=False) as bar:
         run = MeasuredRun(model, graph.samples, advance=bar.update)
-        unlike = find_unlike(model, config, run)
+        unlike = leave_selecting(model, config, find_unlike(model, config, run))
         placing = place(model, config, run, unlike, outcome, fitted)
     changed: tuple[str, ...] = ()
     if placing is not None:

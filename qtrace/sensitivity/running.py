@@ -10,10 +10,11 @@ import numpy as np
 from qtrace.data.batches import as_arguments, evaluating, translate_errors
 from qtrace.graph.stepping import SegmentEngine, Stepper, as_array, keep
 from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
+from qtrace.outputs.replay import SelectionTape, TapedRun
 from qtrace.sensitivity.metrics import Outputs
 from qtrace.verification.runs import leaves
 
-__all__ = ["outputs_of"]
+__all__ = ["outputs_of", "rows_of"]
 
 
 def outputs_of(model: TracedModule, batches: Iterable[Any], engine: SegmentEngine | None = None) -> Outputs:
@@ -37,6 +38,30 @@ def outputs_of(model: TracedModule, batches: Iterable[Any], engine: SegmentEngin
             except _RefusedError:
                 pass
         return [_run(model, batch, index) for index, batch in enumerate(batches)]
+
+
+def rows_of(
+    model: TracedModule, batches: Iterable[Any], places: Sequence[Sequence[np.ndarray]] | None = None
+) -> tuple[Outputs, list[SelectionTape]]:
+    """Returns what `outputs_of` does, and the selections of each batch.
+
+    Args:
+        model: the graph.
+        batches: inputs as for ``qtrace.calibrate``.
+        places: for each batch the places to select; None for those by the graph's own values.
+
+    Raises:
+        CalibrationError: when a batch does not fit the graph.
+    """
+    outputs, tapes = [], []
+    with evaluating(model):
+        for index, batch in enumerate(batches):
+            run = TapedRun(model, None if places is None else places[index])
+            args, kwargs = as_arguments(batch, model, index)
+            with translate_errors(model, (args, kwargs), index):
+                outputs.append([tensor.numpy() for tensor in leaves(run.run(*args, **kwargs))])
+            tapes.append(run.tape)
+    return outputs, tapes
 
 
 def _run(model: TracedModule, batch: Any, index: int) -> list[np.ndarray]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,13 +13,14 @@ from qtrace.data.batches import as_arguments, check_batches, evaluating
 from qtrace.errors import CalibrationError
 from qtrace.graph.types import TracedModule
 from qtrace.outputs import find_groups
+from qtrace.outputs.replay import SelectedShares, SelectionTape
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import in_phase
 from qtrace.sensitivity.detection import DetectionLoss, Parts
 from qtrace.sensitivity.layers import RaisableLayer, active_groups, find_layers
 from qtrace.sensitivity.metrics import Metric, Outputs, sqnr
 from qtrace.sensitivity.restored import FloatValues
-from qtrace.sensitivity.running import outputs_of
+from qtrace.sensitivity.running import outputs_of, rows_of
 
 __all__ = ["Answer", "Simulation"]
 
@@ -48,6 +49,7 @@ class Simulation:
 
     Attributes:
         groups: the column groups of the outputs.
+        selected: the selections before the outputs; their rows are compared with the same rows.
 
     Args:
         prepared: a calibrated prepared module, or its view; the module is left as it is.
@@ -97,7 +99,8 @@ class Simulation:
         first = as_arguments(self.batches[0], self.prepared, 0)
         self._engine = choose_segments(self._model, engine, len(self.batches), None, first)
         self._folds = {f"{fold.layer}_bn": fold.layer for fold in annotation.folds}
-        twin = self.prepared if twin is None else twin
+        twin = self._twin = self.prepared if twin is None else twin
+        self.selected = SelectedShares.of(self.prepared)
         self._values = FloatValues(self.prepared, twin, annotation, self.layers)
         with in_phase(twin, "float"):
             self.reference = outputs_of(twin, self.batches, self._engine)
@@ -153,7 +156,7 @@ class Simulation:
         else:
             parts = active_groups([layer], ()) - active_groups([layer], [layer.name], **self._sides())
             outputs = self._outputs(parts, self._others(layer))
-        return float(10 ** (-sqnr(self.reference, outputs, self.groups) / 10))
+        return float(10 ** (-sqnr(*outputs, self.groups) / 10))
 
     def _others(self, layer: RaisableLayer) -> list[str]:
         return [other.name for other in self.layers if other.name != layer.name]
@@ -173,16 +176,45 @@ class Simulation:
             return answer
         outputs = self._outputs(active, raised)
         if not isinstance(self.metric, DetectionLoss):
-            return Answer(self.metric(self.reference, outputs))
-        parts = self.metric.parts(self.reference, outputs)
+            return Answer(self.metric(*outputs))
+        parts = self.metric.parts(*outputs)
         return Answer(self.metric.total(parts), parts)
 
-    def _outputs(self, active: Collection[str], raised: Collection[str]) -> Outputs:
+    def _outputs(self, active: Collection[str], raised: Collection[str]) -> tuple[Outputs, Outputs]:
+        """Returns float's outputs and those with some sites active, of the same rows."""
         with in_phase(self.prepared, "float"), self._values.of(raised):
             self._activate(active, raised)
-            outputs = outputs_of(self.prepared, self.batches, self._engine)
+            if self.selected:
+                outputs, tapes = rows_of(self.prepared, self.batches)
+            else:
+                outputs = outputs_of(self.prepared, self.batches, self._engine)
         self._ran()
-        return outputs
+        return self._same_rows(outputs, tapes)[:2] if self.selected else (self.reference, outputs)
+
+    def quantized(self) -> tuple[Outputs, Outputs, SelectedShares]:
+        """Returns float's outputs and those of the quantized graph, of the same rows, and their shares."""
+        with in_phase(self.prepared, "quantize"):
+            if self.selected:
+                return self._same_rows(*rows_of(self.prepared, self.batches))
+            return self.reference, outputs_of(self.prepared, self.batches), self.selected
+
+    def _same_rows(
+        self, outputs: Outputs, tapes: Sequence[SelectionTape]
+    ) -> tuple[Outputs, Outputs, SelectedShares]:
+        """Returns float's outputs for what ``outputs`` select, both without the rows that float does not."""
+        with in_phase(self._twin, "float"):
+            reference, replays = rows_of(self._twin, self.batches, [tape.places for tape in tapes])
+        selected = SelectedShares.of(self.prepared)
+        for replay in replays:
+            selected.add(replay.shares)
+        sides = tuple(
+            [
+                [selected.blank(index, value, replay.shares) for index, value in enumerate(batch)]
+                for batch, replay in zip(side, replays, strict=True)
+            ]
+            for side in (reference, outputs)
+        )
+        return sides[0], sides[1], selected
 
     def _activate(self, active: Collection[str], raised: Collection[str]) -> None:
         for name in (*active, *(name for name, layer in self._folds.items() if layer not in raised)):

@@ -55,25 +55,38 @@ class Closeness:
     runtime_agreeing: int = 0
     discordant: int = 0
 
-    def add(self, exact: np.ndarray, graph: np.ndarray, runtime: np.ndarray) -> None:
-        """Adds the values of one batch, arrays of one shape; values that are not finite are left out."""
+    def add(
+        self, exact: np.ndarray, graph: np.ndarray, runtime: np.ndarray, replayed: np.ndarray | None = None
+    ) -> None:
+        """Adds the values of one batch, arrays of one shape; values that are not finite are left out.
+
+        Args:
+            exact: float's values.
+            graph: the graph's values.
+            runtime: the runtime's values.
+            replayed: float's values for what the runtime selects, if it selects otherwise than the graph.
+        """
+        replayed = exact if replayed is None else replayed
         integers = exact.dtype.kind != "f"
         if integers or _looks_like_scores(exact):
-            self._add_predictions(*(v if integers else v.argmax(axis=-1) for v in (exact, graph, runtime)))
+            values = (exact, graph, runtime, replayed)
+            self._add_predictions(*(v if integers else v.argmax(axis=-1) for v in values))
         if integers:
             return
-        f, a, b = (v.astype(np.float64).ravel() for v in (exact, graph, runtime))
-        finite = np.isfinite(f) & np.isfinite(a) & np.isfinite(b)
-        f, a, b = f[finite], a[finite], b[finite]
-        by_graph, by_runtime = np.square(a - f), np.square(b - f)
+        f, a, b, g = (v.astype(np.float64).ravel() for v in (exact, graph, runtime, replayed))
+        finite = np.isfinite(f) & np.isfinite(a) & np.isfinite(b) & np.isfinite(g)
+        f, a, b, g = f[finite], a[finite], b[finite], g[finite]
+        by_graph, by_runtime = np.square(a - f), np.square(b - g)
         self.signal += float(f @ f)
         self.graph += float(by_graph.sum())
         self.runtime += float(by_runtime.sum())
         self.difference += float(np.square(b - a).sum())
         self.spread += float(np.square(by_runtime - by_graph).sum())
 
-    def _add_predictions(self, exact: np.ndarray, graph: np.ndarray, runtime: np.ndarray) -> None:
-        by_graph, by_runtime = graph == exact, runtime == exact
+    def _add_predictions(
+        self, exact: np.ndarray, graph: np.ndarray, runtime: np.ndarray, replayed: np.ndarray
+    ) -> None:
+        by_graph, by_runtime = graph == exact, runtime == replayed
         self.predictions += exact.size
         self.graph_agreeing += int(by_graph.sum())
         self.runtime_agreeing += int(by_runtime.sum())

@@ -12,6 +12,7 @@ from qtrace.data.batches import as_arguments, evaluating, refuse_nan, translate_
 from qtrace.errors import GraphError
 from qtrace.graph.types import TracedModule
 from qtrace.outputs import ColumnGroup, find_groups
+from qtrace.outputs.replay import Share
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import in_phase
 from qtrace.preparation.record import is_quantized
@@ -64,15 +65,33 @@ class FloatOutputs:
             CalibrationError: when the batch does not fit the network.
             GraphError: when the network has another number of outputs than the graph.
         """
+        return self.replay(args, kwargs, number, None)[0]
+
+    def replay(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], number: int, places: Sequence[np.ndarray] | None
+    ) -> tuple[list[np.ndarray], list[Share]]:
+        """Returns what `compute` does, with the selections of another run, and how many of them are right.
+
+        Args:
+            args: positional arguments.
+            kwargs: keyword arguments.
+            number: the number of the batch, for messages.
+            places: the places of the other run, as its tape has kept them; None to select by float's values.
+
+        Raises:
+            CalibrationError: when the batch does not fit the network.
+            GraphError: when the network has another number of outputs than the graph.
+        """
+        run = FirstOfEquals(self.network, given=places)
         with self._in_float(), translate_errors(self.network, (args, kwargs), number):
-            outputs = [t.numpy() for t in leaves(FirstOfEquals(self.network).run(*args, **kwargs))]
+            outputs = [t.numpy() for t in leaves(run.run(*args, **kwargs))]
         expected = len(self.model.module.graph.outputs)
         if len(outputs) != expected:
             raise GraphError(
                 f"the float network has {len(outputs)} outputs and the graph {expected}: give the network "
                 "that was quantized."
             )
-        return outputs
+        return outputs, run.tape.shares
 
     def find_groups(self, names: Sequence[str], batches: Sequence[Any]) -> tuple[ColumnGroup, ...]:
         """Returns the column groups that the outputs for some batches show.

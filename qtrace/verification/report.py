@@ -50,6 +50,7 @@ class VerifyReport(Displayed, Tallies):
             "to_float": {m: {n: c.to_dict() for n, c in sums.items()} for m, sums in self.closeness.items()},
             "float_source": self.float_source,
             "lost_groups": {name: finite_or_none(ratio) for name, ratio in self.lost_groups().items()},
+            "selected_rows": None if self.selected is None else self.selected.worst(),
             "unequal_rows": self.unequal,
             "reordered_ties": self.reordered,
             "kernels": None if self.kernels is None else asdict(self.kernels),

@@ -17,6 +17,8 @@ from qtrace.graph.types import Input, Node, TensorNode
 from qtrace.metrics import sqnr_db
 from qtrace.numerics import dequantize, quantize
 from qtrace.outputs import ColumnGroup
+from qtrace.outputs.replay import SelectedShares, Share
+from qtrace.outputs.selections import selects
 from qtrace.preparation.model import QuantizedModel, QuantizedSite
 from qtrace.preparation.record import graph_hash
 from qtrace.scheme import QParams
@@ -24,7 +26,7 @@ from qtrace.verification.crosscheck import Disagreement, RuntimeValues
 from qtrace.verification.other_sizes import open_in_file
 from qtrace.verification.report import VerifyReport
 from qtrace.verification.runtimes.base import RuntimeRun, Session
-from qtrace.verification.selections import Unsettled, find_selections, selects
+from qtrace.verification.selections import Unsettled, find_selections
 from qtrace.verification.tallies import at_same_precision
 from qtrace.verification.ties import FirstOfEquals, find_rankings
 
@@ -34,6 +36,7 @@ __all__ = [
     "File",
     "GraphRun",
     "OpByOp",
+    "SameRows",
     "activations",
     "integer_qparams",
     "leaves",
@@ -296,10 +299,17 @@ class GraphRun(FirstOfEquals):
         model: the converted graph.
         nodes: names of nodes that hold dequantized integers.
         first_of_equals: whether the first one of equal scores comes first.
+        given: the places that its selections give; None for its own.
     """
 
-    def __init__(self, model: QuantizedModel, nodes: Collection[str], first_of_equals: bool = True) -> None:
-        super().__init__(model.module, first_of_equals)
+    def __init__(
+        self,
+        model: QuantizedModel,
+        nodes: Collection[str],
+        first_of_equals: bool = True,
+        given: Sequence[np.ndarray] | None = None,
+    ) -> None:
+        super().__init__(model.module, first_of_equals, given)
         self.nodes, self.qparams = nodes, integer_qparams(model)
         self.integers: dict[str, np.ndarray] = {}
         self.inputs: list[np.ndarray] = []
@@ -318,11 +328,47 @@ class GraphRun(FirstOfEquals):
         self.outputs = [t.numpy() for t in leaves(self.run(*args, **kwargs))]
 
 
+@dataclass(frozen=True)
+class SameRows:
+    """The outputs of one batch with the rows that the runtime selects, and float's.
+
+    Attributes:
+        exact: float's outputs with what the graph selects; () without a float network.
+        replayed: float's outputs with what the runtime selects.
+        graph: the graph's outputs with what the runtime selects.
+        shares, runtime_shares: how many of the places that graph and runtime select are float's.
+    """
+
+    exact: Sequence[np.ndarray]
+    replayed: Sequence[np.ndarray]
+    graph: Sequence[np.ndarray]
+    shares: Sequence[Share] = ()
+    runtime_shares: Sequence[Share] = ()
+
+    def blank(
+        self,
+        selected: SelectedShares | None,
+        exact: Sequence[np.ndarray],
+        graph: Sequence[np.ndarray],
+        runtime: Sequence[np.ndarray],
+        replayed: Sequence[np.ndarray],
+    ) -> tuple[Sequence[np.ndarray], ...]:
+        """Returns the outputs without the rows that float does not select."""
+        sides = ((exact, self.shares), (graph, self.shares))
+        others = ((runtime, self.runtime_shares), (replayed, self.runtime_shares))
+        if selected is None:
+            return exact, graph, runtime, replayed
+        return tuple(
+            [None if v is None else selected.blank(i, v, shares) for i, v in enumerate(side)]
+            for side, shares in (*sides, *others)
+        )
+
+
 class EndToEnd(GraphRun):
     """Runs the graph alone, to compare it with a run of the runtime."""
 
-    def __init__(self, file: File) -> None:
-        super().__init__(file.model, file.names, file.first_of_equals)
+    def __init__(self, file: File, given: Sequence[np.ndarray] | None = None) -> None:
+        super().__init__(file.model, file.names, file.first_of_equals, given)
         self.names, self.ends = file.names, file.ends
         self.order = Unsettled()
 
@@ -337,7 +383,7 @@ class EndToEnd(GraphRun):
         mode: str,
         report: VerifyReport,
         output_names: list[str],
-        exact: Sequence[np.ndarray] = (),
+        rows: SameRows | None = None,
     ) -> None:
         """Adds the differences between the runtime's values in `run` and the graph's to `report`.
 
@@ -346,15 +392,17 @@ class EndToEnd(GraphRun):
             mode: "end_to_end" or "deployed".
             report: the report.
             output_names: the names of the outputs.
-            exact: the outputs of the float network, if both sides are compared to them.
+            rows: the outputs of the float network, if both sides are compared to them.
         """
         for node, integers in self.integers.items():
             report.add(mode, node, integers, run.integers[self.names[node]])
         name = "reference" if mode == "end_to_end" else mode
         order = self.order.among(self.ends)
-        report.add_outputs(name, output_names, self.outputs, run.outputs, report.selections, order)
-        if exact:
-            report.add_closeness(name, output_names, exact, self.outputs, run.outputs)
+        outputs = self.outputs if rows is None else rows.graph
+        report.add_outputs(name, output_names, outputs, run.outputs, report.selections, order)
+        if rows is not None and rows.exact:
+            sides = (rows.exact, self.outputs, run.outputs, rows.replayed)
+            report.add_closeness(name, output_names, *rows.blank(report.selected, *sides))
 
 
 def leaves(value: Any) -> list[Any]:

@@ -8,18 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import numpy as np
-
 from qtrace.graph.source_lines import name_with_line
-from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
+from qtrace.graph.types import Node, TracedModule
 from qtrace.graph.walk import exprs, op_label
+from qtrace.outputs.selections import selects
 
-__all__ = ["Shape", "Unsettled", "describe_rows", "find_selections", "selects"]
+__all__ = ["Shape", "Unsettled", "describe_rows", "find_selections"]
 
 Shape = tuple[int, ...]
-
-# The last part of the label of each op that selects rows by the values of its inputs.
-_SELECTING = {"cond_take", "nms", "non_zero", "CondTake", "NMSKeep", "NonZero"}
 
 
 def find_selections(model: TracedModule) -> dict[Node, str]:
@@ -35,13 +31,6 @@ def find_selections(model: TracedModule) -> dict[Node, str]:
             origin = origins[0] if origins else name_with_line(expr, op_label(expr))
             selections.update((node, origin) for node in expr.outputs)
     return selections
-
-
-def selects(expr: Expr) -> bool:
-    """Whether `expr` selects rows by their values: as an op of `_SELECTING`, or by a boolean index."""
-    label = op_label(expr).rpartition(".")[2]
-    masked = any(isinstance(node, TensorNode) and node.dtype == np.bool_ for node in expr.inputs[1:])
-    return label in _SELECTING or ("getitem" in label and masked)
 
 
 class Unsettled:

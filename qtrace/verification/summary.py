@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from qtrace.display import format_table
+from qtrace.outputs.replay import LEAST_SHARE
 from qtrace.runtimes.host import describe_side
 from qtrace.verification.closeness import sum_up
 from qtrace.verification.remarks import remarks
@@ -60,9 +61,11 @@ def _closeness(tallies: Tallies) -> list[str]:
     if not tallies.float_source:
         return []
     totals = {mode: sum_up(sums.values()) for mode, sums in tallies.closeness.items() if sums}
-    if not totals:
-        return ["float: no output can be compared with it, so the ops alone decide"]
     lines = []
+    if tallies.selected is not None and (share := tallies.selected.worst()) is not None:
+        lines.append(f"float's rows: {share:.2%} of those that the graph selects; equal rows are compared")
+    if not totals:
+        return [*lines, "float: no output can be compared with it, so the ops alone decide"]
     measured = {n for sums in tallies.closeness.values() for n, s in sums.items() if s.signal}
     for name in _farthest(tallies, measured):
         sums = {mode: sums[name] for mode, sums in tallies.closeness.items() if name in sums}
@@ -91,8 +94,15 @@ def _outcome(tallies: Tallies) -> str:
     """Returns the verdict; a file of a graph that has itself lost column groups is broken, not passed."""
     outcome = [] if tallies.passed else ["FAILED: " + "; ".join(tallies.problems())]
     lost = tallies.lost_groups()
+    share = None if tallies.selected is None else tallies.selected.worst()
+    if share is not None and share < LEAST_SHARE:
+        equal = "the file computes what the graph computes, but " if tallies.passed else ""
+        outcome.append(
+            f"broken: {equal}the graph itself selects {share:.1%} of float's rows: keep what leads to the "
+            "selection in float (quantize: false), or prepare with placement: balanced"
+        )
     if not lost:
-        return "".join(outcome) or "passed"
+        return "\n".join(outcome) or "passed"
     name = min(lost, key=lambda n: lost[n])
     others = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
     ratio = round(lost[name], 1) + 0.0  # no minus before 0

@@ -14,6 +14,7 @@ from qtrace.errors import ExportError, GraphError
 from qtrace.metrics import ErrorSums, sqnr_db
 from qtrace.onnxfile.kernels import Kernels
 from qtrace.outputs import NO_INFORMATION_DB, ColumnGroup
+from qtrace.outputs.replay import SelectedShares
 from qtrace.verification.closeness import Closeness
 from qtrace.verification.selections import Shape, describe_rows
 
@@ -126,6 +127,7 @@ class Tallies:
             equal, and all within ``max_lsb``.
         groups: the column groups of the outputs; () for each output as a whole.
         side: versions and machine of a runtime on another host; empty for one in this interpreter.
+        selected: how many of the rows that the graph selects are float's; None where nothing selects.
     """
 
     path: str
@@ -148,6 +150,7 @@ class Tallies:
     inexact: Collection[str] = frozenset()
     groups: tuple[ColumnGroup, ...] = ()
     side: Mapping[str, Any] = field(default_factory=dict)
+    selected: SelectedShares | None = None
 
     def add(self, mode: str, node: str, graph: np.ndarray, runtime: np.ndarray) -> int:
         """Counts the differences at one site in one batch; returns the largest, or 0 for other rows.
@@ -220,17 +223,27 @@ class Tallies:
         exact: Sequence[np.ndarray],
         graph: Sequence[np.ndarray],
         runtime: Sequence[np.ndarray],
+        replayed: Sequence[np.ndarray] | None = None,
     ) -> None:
-        """Adds the outputs of one batch beside float's.
+        """Adds the outputs of one batch beside float's, which has the same rows as either side selects.
 
         Leaves out those whose rows depend on values, and what is ranked where equal scores come in another
         order in the runtime.
+
+        Args:
+            mode: the comparison.
+            names: the names of the outputs.
+            exact: float's outputs, with what the graph selects.
+            graph: the graph's outputs.
+            runtime: the runtime's outputs.
+            replayed: float's outputs, with what the runtime selects; None for `exact`.
 
         Raises:
             GraphError: when an output has another shape in the float network.
         """
         sums = self.closeness.setdefault(mode, {})
-        for index, (name, f, a, b) in enumerate(zip(names, exact, graph, runtime, strict=True)):
+        values = zip(names, exact, graph, runtime, replayed or exact, strict=True)
+        for index, (name, f, a, b, g) in enumerate(values):
             if b is None or name in self.selections or (name in self.rankings and self.reordered):
                 continue
             if f.shape != a.shape:
@@ -240,7 +253,7 @@ class Tallies:
                 )
             a, b = at_same_precision(a, b)
             for group in self.groups_of(index, name, f):
-                sums.setdefault(group.name, Closeness()).add(*(group.select(v) for v in (f, a, b)))
+                sums.setdefault(group.name, Closeness()).add(*(group.select(v) for v in (f, a, b, g)))
 
     def compares(self, mode: str, tensor: str, graph: np.ndarray, runtime: np.ndarray) -> bool:
         """Returns whether values can be compared; records numbers of rows that depend on values.

@@ -17,12 +17,12 @@ from qtrace.graph.interpreter import Interpreter, interpret
 from qtrace.graph.source_lines import name_with_line
 from qtrace.graph.types import Expr, Node, TracedModule
 from qtrace.graph.walk import called_graph, exprs, op_label
-from qtrace.ops import OpCall, read
+from qtrace.ops import OpCall
+from qtrace.outputs.replay import SelectionTape, score_rows
+from qtrace.outputs.selections import EXTREMES, read_ranking
 
 __all__ = ["FirstOfEquals", "Ranked", "find_rankings"]
 
-_SORTS = ("topk", "sort", "argsort")
-_EXTREMES = ("argmax", "argmin")
 # Two engines compute the same score with differences of float arithmetic, as a share of the largest score.
 _EQUAL_SHARE = 1e-5
 
@@ -57,13 +57,21 @@ class FirstOfEquals(Interpreter):
     Args:
         traced: the traced module.
         first_of_equals: whether they do; False for the order of MegEngine's kernels.
+        given: the places of another run to replay in the place of its own; None for its own.
 
     Attributes:
+        tape: the selections of the run.
         tied: the nodes that show the order of equal scores; those of positions with what they rank.
     """
 
-    def __init__(self, traced: TracedModule, first_of_equals: bool = True) -> None:
+    def __init__(
+        self,
+        traced: TracedModule,
+        first_of_equals: bool = True,
+        given: Sequence[np.ndarray] | None = None,
+    ) -> None:
         super().__init__(traced)
+        self.tape = SelectionTape(given)
         self.first_of_equals = first_of_equals
         self.tied: dict[Node, Ranked | None] = {}
 
@@ -74,20 +82,20 @@ class FirstOfEquals(Interpreter):
             values = self._execute(graph, list(inputs), None)
             return [values[node] for node in graph._outputs]
         results = interpret(expr, inputs)
-        call = _ranking(expr)
-        return results if call is None or results is None else self._rank(call, inputs, results)
+        call = read_ranking(expr)
+        if call is not None and results is not None:
+            results = self._rank(call, inputs, results)
+        return self.tape.follow(expr, inputs, results)
 
     def _rank(self, call: OpCall, inputs: Sequence[Any], results: Sequence[Any]) -> Sequence[Any]:
         values = dict(zip(call.expr.inputs, inputs, strict=True))
-        node = call.inputs[0] if call.inputs else call.expr.inputs[0]
-        scores, positions = values[node].numpy(), results[-1]
-        rows = _rows(call, scores)
+        rows, positions = score_rows(call, values), results[-1]
         if not rows.size or np.isnan(rows).any():
             return results
         falling = call.kind == "argmax" or bool(call.attrs.get("descending"))
         order = _stable_order(rows, falling)
         ordered = np.take_along_axis(rows, order, -1)
-        count = 1 if call.kind in _EXTREMES else int(positions.shape[-1])
+        count = 1 if call.kind in EXTREMES else int(positions.shape[-1])
         if call.attrs.get("no_sort"):
             self.tied.update(dict.fromkeys(call.expr.outputs))
         elif _has_ties(ordered[..., : count + 1]):
@@ -108,30 +116,12 @@ def find_rankings(model: TracedModule) -> dict[Node, str]:
     """
     rankings: dict[Node, str] = {}
     for expr in exprs(model):
-        if _ranking(expr) is not None:
+        if read_ranking(expr) is not None:
             rankings[expr.outputs[-1]] = name_with_line(expr, op_label(expr))
         origins = [rankings[node] for node in expr.inputs if node in rankings]
         if origins:
             rankings.update((node, origins[0]) for node in expr.outputs)
     return rankings
-
-
-def _ranking(expr: Expr) -> OpCall | None:
-    """Reads ``expr`` if it gives positions of scores by their order; None if it does not."""
-    call = read(expr)
-    if call is None or call.kind not in (*_SORTS, *_EXTREMES):
-        return None
-    axis = call.attrs.get("axis")
-    several = axis is not None and len(axis) != 1
-    return None if several or call.attrs.get("kth_only") else call
-
-
-def _rows(call: OpCall, scores: np.ndarray) -> np.ndarray:
-    """Returns the scores with those that are ranked against each other on the last axis."""
-    if call.kind in _SORTS:
-        return scores
-    axis = call.attrs["axis"]
-    return scores.reshape(-1) if axis is None else np.moveaxis(scores, int(axis[0]), -1)
 
 
 def _stable_order(rows: np.ndarray, falling: bool) -> np.ndarray:

@@ -20,6 +20,7 @@ from qtrace.errors import CalibrationError
 from qtrace.export.converted.plain_graph import PlainGraph, is_plain
 from qtrace.graph.types import TracedModule
 from qtrace.metrics import ErrorSums
+from qtrace.outputs.replay import SelectedShares, Share, differ
 from qtrace.preparation.model import QuantizedModel
 from qtrace.process.thread import on_engine_thread
 from qtrace.runtimes.host import RuntimeHost
@@ -27,7 +28,7 @@ from qtrace.verification.crosscheck import cross_check
 from qtrace.verification.float_outputs import FloatOutputs
 from qtrace.verification.other_sizes import at_other_sizes
 from qtrace.verification.report import VerifyReport
-from qtrace.verification.runs import BatchRun, File, OpByOp
+from qtrace.verification.runs import BatchRun, EndToEnd, File, OpByOp, SameRows
 from qtrace.verification.runtimes import get as get_runtime
 from qtrace.verification.runtimes import runs_optimized
 from qtrace.verification.runtimes.base import Runtime, RuntimeRun, Session
@@ -104,6 +105,8 @@ def verify(
     report.end_to_end_db = limit if plain else min_sqnr_db
     exact = None if plain else FloatOutputs(model, float_model)
     report.float_source = "" if exact is None else exact.source
+    if exact is not None and (selected := SelectedShares.of(converted)):
+        report.selected = selected
     if deployed is not None and not plain and chosen.kernels is not None:
         report.kernels = chosen.kernels(path)
     empty = True
@@ -140,13 +143,57 @@ def _compare_outputs(
     file: File, run: BatchRun, deployed: Session | None, exact: FloatOutputs | None, report: VerifyReport
 ) -> None:
     """Compares the outputs of a batch from end to end, and those of the optimized file if it is run."""
-    floats = () if exact is None else exact.compute(*run.arguments, run.number)
-    run.graph.tally(run.runtime, "end_to_end", report, file.output_names, floats)
+    rows = _Rows(file, run, exact)
+    if report.selected is not None:
+        report.selected.add(rows.shares)
+    places = run.single.tape.places
+    run.graph.tally(run.runtime, "end_to_end", report, file.output_names, rows.of(places))
     if deployed is not None:
         optimized = deployed.run(run.graph.inputs)
-        run.graph.tally(optimized, "deployed", report, file.output_names, floats)
+        if run.graph.tape.places and optimized.integers:
+            single = OpByOp(file, optimized.integers, file.report(report.max_lsb, report.min_equal, 0.0))
+            single.run(*run.arguments[0], **run.arguments[1])
+            places = single.tape.places
+        run.graph.tally(optimized, "deployed", report, file.output_names, rows.of(places))
         if _ratio_to_graph(run, optimized.outputs) < _SQNR_DB:
             _check_optimized(file, run, optimized, report)
+
+
+class _Rows:
+    """Computes the outputs of float and of the graph for what the runtime selects.
+
+    Args:
+        file: the file.
+        run: one batch.
+        exact: the float network; None for none.
+
+    Attributes:
+        floats: float's outputs, with what the graph selects; () without a network.
+        shares: how many of the places that the graph selects are float's.
+    """
+
+    def __init__(self, file: File, run: BatchRun, exact: FloatOutputs | None) -> None:
+        self.file, self.run, self.exact = file, run, exact
+        self.floats: Sequence[np.ndarray] = ()
+        self.shares: Sequence[Share] = ()
+        if exact is not None:
+            self.floats, self.shares = exact.replay(*run.arguments, run.number, run.graph.tape.places)
+
+    def of(self, places: Sequence[np.ndarray]) -> SameRows:
+        """Returns float's outputs and the graph's with the runtime's selections.
+
+        Args:
+            places: what the runtime selects, where it reads its own integers.
+        """
+        if not differ(self.run.graph.tape.places, places):
+            return SameRows(self.floats, self.floats, self.run.graph.outputs, self.shares, self.shares)
+        args, kwargs = self.run.arguments
+        graph = EndToEnd(self.file, places)
+        graph.compute(args, kwargs)
+        if self.exact is None:
+            return SameRows((), (), graph.outputs)
+        replayed, shares = self.exact.replay(args, kwargs, self.run.number, places)
+        return SameRows(self.floats, replayed, graph.outputs, self.shares, shares)
 
 
 def _ratio_to_graph(run: BatchRun, outputs: Sequence[np.ndarray]) -> float:

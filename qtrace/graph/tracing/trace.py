@@ -147,11 +147,7 @@ def trace(
 
 def _traced(check: bool, *arguments: Any) -> tuple[TracedModule, list[str]]:
     """Traces with `Tracing(*arguments)`."""
-    try:
-        with engine_for_tracing(async_level=1):
-            return Tracing(*arguments).run(check)
-    except TraceError:
-        pass
-    # F.arange and F.linspace race when several are queued, so a verdict counts only without a queue.
+    # F.arange and F.linspace race when several are queued: a verdict counts only without a queue, and
+    # F.gather, which computes its places by them, ends the process where one lies outside.
     with engine_for_tracing(async_level=0):
         return Tracing(*arguments).run(check)

@@ -2,7 +2,8 @@
 
 Each batch runs three times. In float, every site's value f is kept. Then every site by itself: all that
 it reads is in float, and what it gives, o, has the error that arises there. Then quantized: what a site
-gives, q, has the whole error ``q - f = (o - f) + (q - o)``, its own and the inherited part.
+gives, q, has the whole error ``q - f = (o - f) + (q - o)``, its own and the inherited part. Where the graph
+selects (top-k, arg-max, NMS), all three runs select what the quantized graph does, so that equal rows meet.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from qtrace.inspection.twin import check_nodes, describe_changed_weights, float_
 from qtrace.metrics import ErrorSums, decibels
 from qtrace.numerics import dequantize, quantize
 from qtrace.observers.statistics.search import best_range, error, tables
+from qtrace.outputs.replay import SelectedShares, TapedRun
 from qtrace.preparation.model import QuantizedModel, QuantizedSite
 from qtrace.preparation.phases import in_phase
 from qtrace.preparation.record import is_quantized
@@ -96,7 +98,8 @@ class _Measured:
         self.tallies = {name: SiteTally(name, site.qparams) for name, site in self.moving.items()}
         self.parameters: dict[str, np.ndarray] = {}
         self.rounded: dict[str, np.ndarray] = {}
-        self.outputs = OutputTallies(quantized)
+        self.selected = SelectedShares.of(self.model)
+        self.outputs = OutputTallies(quantized, self.selected)
         self.batches = self.samples = 0
 
     def add(self, args: tuple[Any, ...], kwargs: dict[str, Any], network: TracedModule | None) -> None:
@@ -107,26 +110,42 @@ class _Measured:
             network: whose outputs are the reference; the twin's may differ, where ``equalize`` has made a
                 ReLU of a ReLU6. None for those of the twin, or of the graph itself in float.
         """
-        in_float = FloatRun(self.twin or self.model, {**self.moving, **self.fixed})
+        places = self._select(args, kwargs)
+        in_float = FloatRun(self.twin or self.model, {**self.moving, **self.fixed}, places)
         with nullcontext() if self.twin else in_phase(self.model, "float"):
             in_float.compute(args, kwargs)
         for name in self.fixed:
             if name in in_float.values:
                 self.parameters[name] = in_float.values.pop(name)
         with in_phase(self.model, "quantize"):
-            alone = AloneRun(self.model, self.moving, in_float.values)
+            alone = AloneRun(self.model, self.moving, in_float.values, places)
             alone.compute(args, kwargs)
             rounded = self.fixed if self.twin else {}
             sites = {**self.moving, **rounded}
-            run = QuantizedRun(self.model, sites, in_float.values, alone.own, self.tallies)
+            run = QuantizedRun(self.model, sites, in_float.values, alone.own, self.tallies, places)
             run.compute(args, kwargs)
         self.rounded = run.parameters
         self.batches += 1
         self.samples += len(in_float.outputs[0]) if in_float.outputs and in_float.outputs[0].ndim else 1
-        reference = in_float.outputs
+        reference, shares = in_float.outputs, in_float.tape.shares
         if network is not None:
-            reference = [tensor.numpy() for tensor in leaves(network(*args, **kwargs))]
-        self.outputs.add(reference, run.outputs)
+            replay = TapedRun(network, places)
+            reference = [tensor.numpy() for tensor in leaves(replay.run(*args, **kwargs))]
+            shares = replay.tape.shares
+        self.selected.add(shares)
+        values = (reference, run.outputs)
+        self.outputs.add(
+            *([self.selected.blank(i, v, shares) for i, v in enumerate(side)] for side in values)
+        )
+
+    def _select(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[np.ndarray] | None:
+        """Returns what the quantized graph selects; None if nothing behind a selection leaves it."""
+        if not self.selected:
+            return None
+        with in_phase(self.model, "quantize"):
+            run = TapedRun(self.model)
+            run.run(*args, **kwargs)
+        return run.tape.places
 
     def result(self, name: str, note: str) -> Comparison:
         """Returns the comparison of all batches so far.

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from megengine import Tensor
 
-from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import Node, TensorNode, TracedModule
 from qtrace.inspection.comparison.tally import SiteTally
+from qtrace.outputs.replay import TapedRun
 from qtrace.preparation.model import QuantizedSite
 from qtrace.verification.runs import leaves
 
 __all__ = ["AloneRun", "FloatRun", "QuantizedRun"]
 
 
-class _SiteRun(Interpreter):
-    """Runs a graph and keeps its outputs."""
+class _SiteRun(TapedRun):
+    """Runs a graph with the selections of another run, and keeps its outputs."""
 
-    def __init__(self, model: TracedModule, sites: Mapping[str, QuantizedSite]) -> None:
-        super().__init__(model)
+    def __init__(
+        self, model: TracedModule, sites: Mapping[str, QuantizedSite], places: Sequence[np.ndarray] | None
+    ) -> None:
+        super().__init__(model, places)
         self.before: dict[str, list[str]] = {}  # node -> the sites that round it
         for site in sites.values():
             self.before.setdefault(site.node.name, []).append(site.name)
@@ -51,8 +53,10 @@ class _SiteRun(Interpreter):
 class FloatRun(_SiteRun):
     """Keeps the value of every site; the graph is in the phase ``float``."""
 
-    def __init__(self, model: TracedModule, sites: Mapping[str, QuantizedSite]) -> None:
-        super().__init__(model, sites)
+    def __init__(
+        self, model: TracedModule, sites: Mapping[str, QuantizedSite], places: Sequence[np.ndarray] | None
+    ) -> None:
+        super().__init__(model, sites, places)
         self.values: dict[str, np.ndarray] = {}
 
     def on_value(self, name: str, value: Tensor) -> None:
@@ -63,9 +67,13 @@ class AloneRun(_SiteRun):
     """Keeps the rounded value of every site with everything before it in float: its own error alone."""
 
     def __init__(
-        self, model: TracedModule, sites: Mapping[str, QuantizedSite], values: Mapping[str, np.ndarray]
+        self,
+        model: TracedModule,
+        sites: Mapping[str, QuantizedSite],
+        values: Mapping[str, np.ndarray],
+        places: Sequence[np.ndarray] | None,
     ) -> None:
-        super().__init__(model, sites)
+        super().__init__(model, sites, places)
         self.values, self.own = values, dict[str, np.ndarray]()
 
     def on_rounded(self, name: str, value: Tensor) -> Tensor:
@@ -83,8 +91,9 @@ class QuantizedRun(_SiteRun):
         values: dict[str, np.ndarray],
         own: dict[str, np.ndarray],
         tallies: Mapping[str, SiteTally],
+        places: Sequence[np.ndarray] | None,
     ) -> None:
-        super().__init__(model, sites)
+        super().__init__(model, sites, places)
         self.values, self.own, self.tallies = values, own, tallies
         self.unrounded: dict[str, np.ndarray] = {}
         self.parameters: dict[str, np.ndarray] = {}  # rounded parameters, which have no tally

@@ -10,6 +10,7 @@ import numpy as np
 from qtrace.inspection.comparison.rows import GroupComparison, OutputComparison
 from qtrace.metrics import ErrorSums, comparable
 from qtrace.outputs import GroupedErrors, GroupFigures, find_groups
+from qtrace.outputs.replay import SelectedShares
 from qtrace.preparation.model import QuantizedModel
 
 __all__ = ["OutputTallies"]
@@ -24,10 +25,13 @@ class OutputTallies:
 
     Args:
         model: the quantized graph.
+        selected: the shares of right rows, which the owner adds up.
     """
 
-    def __init__(self, model: QuantizedModel) -> None:
-        self.model = model
+    def __init__(self, model: QuantizedModel, selected: SelectedShares) -> None:
+        self.model, self.selected = model, selected
+        self.equal: list[int] = []  # for each output of integers, the values that are float's
+        self.integers: list[int] = []
         self.shapes: list[tuple[int, ...]] = []
         self.sums: list[ErrorSums] = []
         self.unequal: list[int] = []  # for each output, the batches with other rows
@@ -46,8 +50,13 @@ class OutputTallies:
                 self.shapes.append(f.shape[1:])
                 self.sums.append(ErrorSums())
                 self.unequal.append(0)
+                self.equal.append(0)
+                self.integers.append(0)
             if comparable(f, q):
                 self.sums[index].add(f, q, classes=f.ndim == 2)
+            elif f.shape == q.shape:
+                self.equal[index] += int((f == q).sum())
+                self.integers[index] += f.size
             self.unequal[index] += f.shape != q.shape
         if self._errors is not None:
             self._errors.add(reference, test)
@@ -76,8 +85,10 @@ class OutputTallies:
 
     def _output(self, index: int, errors: Sequence[GroupFigures]) -> OutputComparison:
         shape, sums, unequal = self.shapes[index], self.sums[index], self.unequal[index]
+        share = self.selected.output(index)
         if unequal and not sums.values:
-            return OutputComparison(index, shape, math.nan, math.nan, None, unequal)
+            return OutputComparison(index, shape, math.nan, math.nan, None, unequal, selected=share)
+        equal = self.equal[index] / self.integers[index] if self.integers[index] else None
         worst = min((e.sqnr_db for e in errors), default=sums.sqnr_db)
         groups = tuple(
             GroupComparison(e.group.place, e.group.axis, e.group.runs, e.sqnr_db, e.informative)
@@ -86,5 +97,5 @@ class OutputTallies:
         )
         informative = all(e.informative for e in errors)
         return OutputComparison(
-            index, shape, worst, sums.cosine, sums.agreement, unequal, groups, informative
+            index, shape, worst, sums.cosine, sums.agreement, unequal, groups, informative, equal, share
         )

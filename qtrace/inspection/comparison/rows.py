@@ -139,6 +139,9 @@ class OutputComparison:
         unequal: the number of batches with another number of rows in the quantized graph.
         groups: the column groups of the output; () if all columns have like ranges.
         informative: whether the values tell anything of float's, in every column group.
+        equal: of integers, the share of values that are float's for the same rows; None for floats.
+        selected: the share of rows that float selects, too; None if no selection is before the output. All
+            other figures compare equal rows.
     """
 
     index: int
@@ -149,6 +152,8 @@ class OutputComparison:
     unequal: int = 0
     groups: tuple[GroupComparison, ...] = ()
     informative: bool = True
+    equal: float | None = None
+    selected: float | None = None
 
     def lines(self) -> list[str]:
         """Returns the error in words, and a line for each column group, the worst first."""
@@ -158,7 +163,12 @@ class OutputComparison:
         worst_first = sorted(self.groups, key=lambda g: (g.informative, g.sqnr_db))
         if worst_first:
             place, lost = f" at {worst_first[0].columns}", ""
-        head = f"output {self.index}: {db(self.sqnr_db)} dB{place}{lost}, cosine {self.cosine:.6f}{same}"
+        ratio = f"{db(self.sqnr_db)} dB{place}{lost}, cosine {self.cosine:.6f}{same}"
+        figures = ratio if self.equal is None else f"integers, {self.equal:.2%} equal"
+        rows = (
+            "" if self.selected is None else f", {self.selected:.2%} of the rows are selected in float, too"
+        )
+        head = f"output {self.index}: {figures}{rows}"
         return [head, *(f"  {group.line()}" for group in worst_first)]
 
 

@@ -79,7 +79,7 @@ class Proposals:
         if "placement" in first.causes:
             match = self._match(notes) if len(notes) == 1 else {"op": first.kind}
             rule = {"match": match, "placement": "everything"}
-        elif {"role", "kernel", "speed", "range"} & set(first.causes):
+        elif {"role", "kernel", "speed", "range", "selection"} & set(first.causes):
             rule = self._rule(notes)
         elif "rule" in first.causes and self._is_packaged(first):
             rule = self._overruling(notes)
@@ -104,6 +104,8 @@ class Proposals:
             return "no grid holds such a number beside others, so no line of a config changes it"
         if "range" in note.causes and note.role == "carry":
             return "it moves values that one grid would spoil"
+        if "selection" in note.causes and note.role == "carry":
+            return "it moves values that stay in float beside a selection"
         if note.causes == ("idle",):
             return (
                 "it moves values: it holds integers as soon as the op before it, or every one behind it, does"

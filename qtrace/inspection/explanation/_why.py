@@ -375,6 +375,7 @@ _CAUSES = {
     "rule": "the config says quantize: false",
     "role": "it is kept in float on purpose",
     "range": "one grid would spoil a part of its values",
+    "selection": "a selection depends on it, or it on a selection",
     "infinity": "it reads or writes a number that stands for infinity",
     "dtype": "its values are not float32",
     "kernel": "the backend has no integer kernel for it",

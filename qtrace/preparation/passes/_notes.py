@@ -203,8 +203,9 @@ def _unrounded(
     """Explains why the result of ``chain`` stays float; "" if it is rounded or ``expr`` is not the tail."""
     if chain.tail is not expr or chain.output in placement.groups:
         return ""
-    if chain.output in view.unlike.results:
-        return f"its result stays float: {view.unlike.results[chain.output]}"
+    for results in (view.unlike.results, view.unlike.selecting.results):
+        if chain.output in results:
+            return f"its result stays float: {results[chain.output]}"
     if not output_choice(view, chain).quantize_output:
         return "its result stays float: the config says quantize_output: false"
     if view.must_not_vanish(chain.output):

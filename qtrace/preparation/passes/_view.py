@@ -24,7 +24,17 @@ from qtrace.preparation.passes._infinity import INFINITE, find_infinite, read_pa
 from qtrace.preparation.passes._region import find_region
 from qtrace.scheme import QScheme
 
-__all__ = ["INT_ROLES", "STATIC", "FloatCause", "Unlike", "View", "distinct", "plan_of", "read_view"]
+__all__ = [
+    "INT_ROLES",
+    "STATIC",
+    "FloatCause",
+    "Selecting",
+    "Unlike",
+    "View",
+    "distinct",
+    "plan_of",
+    "read_view",
+]
 
 STATIC = "it is computed from shapes and constants alone"
 
@@ -46,6 +56,19 @@ class FloatCause(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Selecting:
+    """What stays in float on account of selections.
+
+    Attributes:
+        floats: expr that stays in float -> why.
+        results: result of an op on integers that is not rounded -> why.
+    """
+
+    floats: Mapping[Expr, str] = field(default_factory=dict)
+    results: Mapping[Node, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Unlike:
     """What stays in float since one grid would spoil a part of a value with parts of unlike ranges.
 
@@ -53,11 +76,13 @@ class Unlike:
         floats: expr that stays in float -> why.
         results: result of an op on integers that is not rounded -> why.
         far: input of the graph -> its values in the samples, where some may stand for infinity.
+        selecting: what stays in float on account of selections.
     """
 
     floats: Mapping[Expr, str] = field(default_factory=dict)
     results: Mapping[Node, str] = field(default_factory=dict)
     far: Mapping[str, np.ndarray] = field(default_factory=dict)
+    selecting: Selecting = field(default_factory=Selecting)
 
 
 @dataclass(frozen=True)
@@ -159,6 +184,8 @@ class View:
             causes.append(FloatCause("role", reason))
         if expr in self.unlike.floats and not choice.quantize:
             causes.append(FloatCause("range", self.unlike.floats[expr]))
+        if expr in self.unlike.selecting.floats:
+            causes.append(FloatCause("selection", self.unlike.selecting.floats[expr]))
         if expr in self.placed:
             causes.append(FloatCause("placement", self.placed[expr]))
         elif choice.quantize is False:

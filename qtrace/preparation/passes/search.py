@@ -10,6 +10,7 @@ from typing import Any
 
 from qtrace.graph.types import Node
 from qtrace.graph.walk import exprs
+from qtrace.outputs.selections import reaching
 from qtrace.preparation.passes._view import View
 from qtrace.preparation.placement.frontier import (
     Point,
@@ -20,6 +21,7 @@ from qtrace.preparation.placement.frontier import (
 )
 from qtrace.preparation.placement.noise import measure_noise
 from qtrace.preparation.placement.problem import Problem, evaluate, find_rounded
+from qtrace.preparation.placement.quieter import quieten
 from qtrace.preparation.placement.reference import MeasuredRun
 from qtrace.preparation.placement.trials import LabellingTrial, Trials, round_weights
 
@@ -29,6 +31,11 @@ __all__ = ["Search", "SearchOutcome"]
 _PROBES = 1
 # The SQNR of the worst group of an output below which its values tell next to nothing.
 _WORTHLESS = 10.0
+# The SQNR that the rows of a selection keep, and the share of them that are float's, where a labelling that
+# gains time can have them; and the share below which it spoils the output.
+_ROWS_DB, _ROWS_SHARE, _LEAST_ROWS = 32.0, 0.95, 0.75
+# How many quieter labellings are tried for the sake of rows.
+_MOST_TRIALS = 6
 # The SQNR from which a graph that gains no time may still be rounded for its size, which nobody asked for.
 _GOOD_ENOUGH = 20.0
 
@@ -85,13 +92,39 @@ class Search:
         refused: LabellingTrial | None = None
         for point, mode in self._candidates():
             trial = self._try(point.labels)
-            if trial.sqnr >= (_GOOD_ENOUGH if mode == "smaller" else _WORTHLESS):
-                frontier = tuple(self.frontier)
-                return SearchOutcome(self.problem, point, mode, trial, refused, frontier)
+            enough = trial.sqnr >= (_GOOD_ENOUGH if mode == "smaller" else _WORTHLESS)
+            if enough and trial.selected >= _LEAST_ROWS:
+                if self._selects and self.mode == "balanced" and mode == self.mode:
+                    point, trial = self._keep_rows(point, trial)
+                return SearchOutcome(self.problem, point, mode, trial, refused, tuple(self.frontier))
             refused = refused or (None if mode == "smaller" else trial)
         labels = {unit.name: bool(unit.fixed) for unit in self.problem.units}
         mode, last = self.mode if any(labels.values()) else "float", self._try(labels)
         return SearchOutcome(self.problem, Point(labels, evaluate(self.problem, labels)), mode, last, refused)
+
+    def _keep_rows(self, point: Point, trial: LabellingTrial) -> tuple[Point, LabellingTrial]:
+        """Returns the fastest labelling whose rows are float's, or else the one that keeps most of them.
+
+        Each labelling that is tried is expected to be quiet enough by what the one before it showed.
+        """
+        first = best = point, trial
+        for _ in range(_MOST_TRIALS):
+            if trial.sqnr >= _ROWS_DB and trial.selected >= _ROWS_SHARE:
+                return point, trial
+            factor = 10.0 ** (-max(_ROWS_DB - trial.sqnr, 1.0) / 10.0)
+            limits = (factor * point.energy.noise, factor**0.5 * point.energy.noise)
+            quieter = next(filter(None, (quieten(self.problem, point, limit) for limit in limits)), None)
+            if quieter is None:
+                break
+            point, trial = quieter, self._try(quieter.labels)
+            if _rank(trial) > _rank(best[1]):
+                best = point, trial
+        good = first[1].sqnr >= _GOOD_ENOUGH and first[1].selected >= _ROWS_SHARE
+        return first if good and _rank(best[1]) < (_ROWS_SHARE, _ROWS_DB - 3.0) else best
+
+    @cached_property
+    def _selects(self) -> bool:
+        return any(reaching(self.view.traced))
 
     def _candidates(self) -> Iterator[tuple[Point, str]]:
         """Yields the labelling that was asked for, quieter ones that gain time, then smaller files."""
@@ -145,6 +178,11 @@ class Search:
     @cached_property
     def _trials(self) -> Trials:
         return Trials(self.run)
+
+
+def _rank(trial: LabellingTrial) -> tuple[float, float]:
+    """Returns how good the rows of a trial are: enough rows first, then their noise."""
+    return min(trial.selected, _ROWS_SHARE), trial.sqnr
 
 
 def _find_candidates(problem: Problem) -> set[str]:

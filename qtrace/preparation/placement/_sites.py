@@ -9,14 +9,15 @@ from dataclasses import dataclass
 import numpy as np
 from megengine import Tensor
 
-from qtrace.graph.dataflow import evaluate_fixed, fixed_nodes, static_nodes
+from qtrace.graph.dataflow import evaluate_fixed, fixed_nodes, needed_nodes, static_nodes
 from qtrace.graph.types import Expr, Input, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, is_float_tensor, reads_shape, tensor_inputs
 from qtrace.numerics import choose, fake_quantize
 from qtrace.ops import OpCall
+from qtrace.outputs.selections import SORTS, find_selecting, read_ranking
 from qtrace.scheme import QScheme
 
-__all__ = ["Sites", "find_ends", "find_sites"]
+__all__ = ["Sites", "find_ends", "find_scores", "find_sites"]
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,8 @@ def find_sites(
     values = {n for n in nodes if is_float_tensor(n) and (n not in fixed or n in operands)}
     if names is not None:
         values = {node for node in values if node.name in names}
-    return Sites(frozenset(values), weights, find_ends(model))
+    ends = dict.fromkeys((*find_ends(model), *find_scores(model)))
+    return Sites(frozenset(values), weights, tuple(ends))
 
 
 def find_ends(model: TracedModule) -> tuple[Node, ...]:
@@ -80,6 +82,15 @@ def find_ends(model: TracedModule) -> tuple[Node, ...]:
         elif not isinstance(node.expr, Input) and not reads_shape(node.expr):
             waiting += tensor_inputs(node.expr)
     return tuple(ends)
+
+
+def find_scores(model: TracedModule) -> tuple[Node, ...]:
+    """Returns the scores by which the graph sorts rows that leave it: their noise exchanges rows."""
+    static, needed = static_nodes(model), needed_nodes(model)
+    rankings = [(e, call) for e in find_selecting(model) if (call := read_ranking(e)) is not None]
+    read = [e for e, call in rankings if call.kind in SORTS and not needed.isdisjoint(e.outputs)]
+    scores = (n for e in read for n in tensor_inputs(e) if is_float_tensor(n) and n not in static)
+    return tuple(dict.fromkeys(scores))
 
 
 def _round_weight(weight: np.ndarray, axes: tuple[int, ...], scheme: QScheme) -> np.ndarray | None:

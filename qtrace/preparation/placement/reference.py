@@ -21,7 +21,7 @@ from qtrace.outputs.columns import LEAST_VALUES
 from qtrace.preparation.placement._groups import EndGroup, find_end_groups
 from qtrace.preparation.placement._regions import make_regions, region_inputs
 from qtrace.preparation.placement._runs import RangeStatistics
-from qtrace.preparation.placement._sites import Sites, find_ends
+from qtrace.preparation.placement._sites import Sites, find_ends, find_scores
 
 __all__ = ["Arguments", "MeasuredRun"]
 
@@ -49,7 +49,8 @@ class MeasuredRun:
         advance: is called after each run of a batch, by whoever runs one.
 
     Attributes:
-        ends: the nodes at which noise is measured.
+        outputs: the nodes that stand for the outputs; without the scores of sorts, which are judged by rows.
+        ends: the nodes at which noise is measured: these, and the scores by which rows are selected.
     """
 
     def __init__(
@@ -60,7 +61,9 @@ class MeasuredRun:
         advance: Callable[[], object] = _nothing,
     ) -> None:
         self.model, self.samples, self.advance = model, samples, advance
-        self.ends = find_ends(model)
+        ends, scores = find_ends(model), find_scores(model)
+        self.ends = tuple(dict.fromkeys((*ends, *scores)))
+        self.outputs = tuple(e for e in ends if e not in scores or e in model.graph.outputs) or ends
         self._generator = np.random.default_rng(seed)
         self._ranges: dict[Node, tuple[float, float]] = {}
         self._exact: list[dict[Node, np.ndarray]] = []

@@ -7,6 +7,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from megengine import Tensor
 
 from qtrace.data.batches import evaluating
@@ -16,6 +17,7 @@ from qtrace.graph.types import Expr, Node, TracedModule
 from qtrace.metrics import decibels
 from qtrace.numerics import fake_quantize
 from qtrace.ops import OpCall
+from qtrace.outputs.replay import SelectedShares, SelectionTape
 from qtrace.preparation.placement._groups import find_end_groups
 from qtrace.preparation.placement._runs import Run, choose_qparams
 from qtrace.preparation.placement._sites import Sites, find_sites
@@ -30,13 +32,15 @@ class LabellingTrial:
     """The outcome of rounding.
 
     Attributes:
-        sqnr: of the worst group of columns of any output, in dB; infinite where nothing is lost, or where
-            nothing can be compared because other rows are selected.
+        sqnr: of the worst group of columns of any output, in dB; infinite where nothing is lost. Rows that a
+            selection picks are compared with the same rows.
         group: the name of that group; "" without one.
+        selected: the share of selected rows that float selects, too; of the worst end.
     """
 
     sqnr: float = math.inf
     group: str = ""
+    selected: float = 1.0
 
 
 class Trials:
@@ -54,7 +58,7 @@ class Trials:
 
     def __init__(self, run: MeasuredRun) -> None:
         self.run, self.model = run, run.model
-        self.groups = run.groups
+        self.groups = tuple(group for group in run.groups if group.end in run.outputs)
 
     def ranges(self, nodes: Iterable[Node]) -> dict[Node, tuple[float, float]]:
         """Returns the smallest and largest value of each of ``nodes`` where these are finite."""
@@ -75,19 +79,44 @@ class Trials:
         """
         rounded = choose_qparams(self.ranges(nodes), scheme)
         sites = Sites(frozenset(), {}, self.run.ends)
+        shares = SelectedShares.of(self.model, self.run.ends)
         totals = dict.fromkeys(self.groups, 0.0)
         with evaluating(self.model), quiet_engine(self.model):
             for inputs, exact in zip(self.run.batches, self.run.exact(), strict=True):
                 run = _RoundedGraph(self.model, sites, rounded, weights or {})
                 run.execute(inputs)
                 self.run.advance()
+                same, changed = self._same_rows(inputs, exact, run, shares)
                 for group in totals:
-                    totals[group] += group.noise(exact[group.end], run.ends[group.end].numpy())
+                    totals[group] += group.noise(same[group.end], changed[group.end])
         lost = {group: noise for group, noise in totals.items() if 0 < noise < math.inf}
+        worst_share = shares.worst()
+        selected = 1.0 if worst_share is None else worst_share
         if not lost:
-            return LabellingTrial()
+            return LabellingTrial(selected=selected)
         worst = max(lost, key=lost.__getitem__)
-        return LabellingTrial(decibels(1.0, lost[worst]), worst.columns.name)
+        return LabellingTrial(decibels(1.0, lost[worst]), worst.columns.name, selected)
+
+    def _same_rows(
+        self,
+        inputs: Sequence[Any],
+        exact: Mapping[Node, np.ndarray],
+        run: _RoundedGraph,
+        shares: SelectedShares,
+    ) -> tuple[Mapping[Node, np.ndarray], Mapping[Node, np.ndarray]]:
+        """Returns the exact and the rounded values of the rows that ``run`` selects; adds to ``shares``."""
+        changed = {end: value.numpy() for end, value in run.ends.items()}
+        if not run.tape.places:
+            return exact, changed
+        replay = _RoundedGraph(self.model, run.sites, {}, {}, run.tape.places)
+        replay.execute(inputs)
+        same = {end: value.numpy() for end, value in replay.ends.items()}
+        shares.add(replay.tape.shares)
+        for index, end in enumerate(self.run.ends):
+            same[end], changed[end] = (
+                shares.blank(index, side[end], replay.tape.shares) for side in (same, changed)
+            )
+        return same, changed
 
     def column_ranges(self, nodes: Sequence[Node]) -> dict[Node, dict[str, tuple[float, float]]]:
         """Returns the range of each group of columns of those of ``nodes`` that have several groups.
@@ -124,9 +153,10 @@ class _RoundedGraph(Run):
         sites: Sites,
         values: Mapping[Node, QParams],
         weights: Mapping[Expr, tuple[Node, Tensor]],
+        places: Sequence[np.ndarray] | None = None,
     ) -> None:
         super().__init__(model, sites)
-        self.values, self.weights = values, weights
+        self.values, self.weights, self.tape = values, weights, SelectionTape(places)
 
     def on_node(self, node: Node, value: Any) -> Any:
         """Rounds the value of a node."""
@@ -139,4 +169,4 @@ class _RoundedGraph(Run):
         if expr in self.weights:
             node, weight = self.weights[expr]
             inputs = [weight if n is node else v for n, v in zip(expr.inputs, inputs, strict=True)]
-        return interpret(expr, inputs)
+        return self.tape.follow(expr, inputs, interpret(expr, inputs))

@@ -18,7 +18,6 @@ from qtrace.display import Displayed
 from qtrace.graph.types import TracedModule
 from qtrace.metrics import comparable
 from qtrace.preparation.model import QuantizedModel
-from qtrace.preparation.phases import in_phase
 from qtrace.process.thread import on_engine_thread
 from qtrace.sensitivity.diagnosis.causes import Cause, find_cause, observes_too_little
 from qtrace.sensitivity.diagnosis.cures import Cure, cure_recipe, find_cure
@@ -27,7 +26,6 @@ from qtrace.sensitivity.diagnosis.inputs import OTHER_DATA, InputStatistics, com
 from qtrace.sensitivity.diagnosis.measuring import measure_output_noise, measure_sites
 from qtrace.sensitivity.diagnosis.verdict import GOOD_FROM_DB, GroupVerdict, Verdict, judge
 from qtrace.sensitivity.metrics import agreement, choose, column_errors, integer_errors
-from qtrace.sensitivity.running import outputs_of
 from qtrace.sensitivity.simulation import Simulation
 
 __all__ = [
@@ -172,22 +170,30 @@ def _judge(
     measured_on: str,
     at_least: float | None,
 ) -> Verdict:
-    with in_phase(view.module, "quantize"):
-        outputs = outputs_of(view.module, simulation.batches)
-    errors = column_errors(simulation.reference, outputs, simulation.groups)
-    first = simulation.reference[0][0]
+    reference, outputs, selected = simulation.quantized()
+    errors = column_errors(reference, outputs, simulation.groups)
+    first = reference[0][0]
     classes = first.ndim == 2 and first.shape[1] > 1 and comparable(first, outputs[0][0])
-    same = agreement(simulation.reference, outputs) / 100.0 if classes else None
+    same = agreement(reference, outputs) / 100.0 if classes else None
     samples = sum(count_samples(as_arguments(b, view.module, i)) for i, b in enumerate(simulation.batches))
     quantized, in_float = values or (None, None)
     groups = tuple(map(GroupVerdict.of, errors.errors()))
     lost = any(not group.informative for group in groups)
-    integers = integer_errors(simulation.reference, outputs)
+    integers = integer_errors(reference, outputs)
     equal = min((e.equal for e in integers if e.sqnr_db < GOOD_FROM_DB), default=None)
     count = len(simulation.batches)
     uncompared = tuple(index for index, unequal in errors.unequal.items() if unequal == count)
     decibels = errors.sqnr_db() if groups or not uncompared else math.nan
-    word = judge(decibels, quantized, in_float, informative=not lost, equal=equal, compared=not uncompared)
+    rows = selected.worst()
+    word = judge(
+        decibels,
+        quantized,
+        in_float,
+        informative=not lost,
+        equal=equal,
+        compared=not uncompared,
+        rows=rows,
+    )
     return Verdict(
         word,
         decibels,
@@ -200,6 +206,7 @@ def _judge(
         groups,
         equal,
         uncompared,
+        rows,
     )
 
 

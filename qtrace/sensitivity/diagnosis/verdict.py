@@ -78,6 +78,8 @@ class Verdict(Displayed):
         equal: the share of equal values of the worst output of integers, such as indices, that are neither
             equal nor close to float's; None for none.
         uncompared: the places of the outputs that had other rows than float's in every batch.
+        rows: of the rows that the graph selects, by a top-k, an arg-max or a suppression, the share that
+            float selects, too, at the worst output; the other figures compare these. None if nothing selects.
     """
 
     word: str
@@ -91,6 +93,7 @@ class Verdict(Displayed):
     groups: tuple[GroupVerdict, ...] = ()
     equal: float | None = None
     uncompared: tuple[int, ...] = ()
+    rows: float | None = None
 
     def _text(self, max_width: int | None) -> str:
         return self.line()
@@ -113,6 +116,8 @@ class Verdict(Displayed):
             plural = "s" if len(self.uncompared) > 1 else ""
             places = ", ".join(map(str, self.uncompared))
             parts.append(f"output{plural} {places} with other rows than float's, not compared")
+        if self.rows is not None:
+            parts.append(f"{self.rows:.1%} of the selected rows are float's")
         if self.equal is not None:
             parts.append(f"equal integers {self.equal:.1%}")
         if self.agreement is not None:
@@ -151,6 +156,7 @@ def judge(
     informative: bool = True,
     equal: float | None = None,
     compared: bool = True,
+    rows: float | None = None,
 ) -> str:
     """Returns good, check or broken.
 
@@ -161,7 +167,10 @@ def judge(
         informative: whether every column group carries information; if not, the graph is broken.
         equal: the share of equal values of the worst output of integers; None for none.
         compared: whether every float output could be compared; if not, a graph is good by a metric alone.
+        rows: the share of selected rows that float selects, too; None if nothing selects.
     """
+    if rows is not None and metric is None:
+        equal = rows if equal is None else min(rows, equal)
     if not informative or (equal is not None and equal < _BROKEN_EQUAL):
         return "broken"
     word = _judge_values(sqnr_db, metric, float_metric)

@@ -1,0 +1,270 @@
+"""Compares rows that a graph selects with the same rows of the float graph: replays its selections there.
+
+The quantized graph runs, and a tape keeps its selections: the places that each top-k, sort, arg-max,
+suppression or mask gives. Then the float graph runs with these places, not its own. What it gives has the
+rows of the quantized graph in their order, also behind a second selection or a decoder whose queries see each
+other, so both are compared place by place. Whether the selection was right is judged apart, at each selection
+and by the float scores: a place is right if float selects it, too, in whatever order, or if its score is no
+more than a step of 8 bits below the last one that float selects.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from qtrace.graph.interpreter import Interpreter, interpret
+from qtrace.graph.types import Expr, Node, TracedModule
+from qtrace.graph.walk import called_graph, op_label
+from qtrace.ops import OpCall
+from qtrace.outputs.selections import SORTS, cut_of, find_selecting, mask_of, reaching, read_ranking, selects
+
+__all__ = ["LEAST_SHARE", "SelectedShares", "SelectionTape", "Share", "TapedRun", "differ", "score_rows"]
+
+LEAST_SHARE = 0.5
+"""Below this share of right rows a selection is another one, and the graph is broken."""
+# The steps of a grid of 8 bits over the scores: nearer ones may change their places.
+_STEPS = 255
+# Scores as far below 0 stand for minus infinity: those that an attention or a suppression masks.
+_FAR = -1e3
+
+
+@dataclass(frozen=True)
+class Share:
+    """How many places of one selection are float's.
+
+    Attributes:
+        right: the number of right places.
+        places: the number of places.
+        wrong: which of the places are wrong, in the shape of the selection's result; None if none is, or if
+            that is not known.
+    """
+
+    right: int
+    places: int
+    wrong: np.ndarray | None = None
+
+
+class SelectionTape:
+    """Keeps the places of each selection of one run, or replays those of another run.
+
+    Selections are known by their order of execution, which is the same in float and in the quantized graph.
+
+    Args:
+        given: the places to replay, as another tape has kept them; None to select by the values of this run.
+
+    Attributes:
+        places: for each selection, its places: positions, or a mask.
+        shares: for each selection, how many of the replayed places are right by this run's scores.
+    """
+
+    def __init__(self, given: Sequence[np.ndarray] | None = None) -> None:
+        self.given = given
+        self.places: list[np.ndarray] = []
+        self.shares: list[Share] = []
+
+    def follow(
+        self, expr: Expr, inputs: Sequence[Any], results: Sequence[Any] | None
+    ) -> Sequence[Any] | None:
+        """Returns the results of ``expr``: with the replayed places if it selects."""
+        call = read_ranking(expr)
+        if results is None or (call is None and not selects(expr)):
+            return results
+        number = len(self.places)
+        if call is not None:
+            own = results[-1].numpy()
+            given = self._given(number, own, same_shape=True)
+            if given is not None:
+                rows = score_rows(call, dict(zip(expr.inputs, inputs, strict=True)))
+                results = self._rank(call, rows, own, given, results)
+        else:
+            place = mask_of(expr)
+            own = (results[-1] if place is None else inputs[place]).numpy()
+            given = self._given(number, own, same_shape=place is not None)
+            if given is not None:
+                self.shares.append(_share_of_rows(own, given))
+                results = _pick(expr, inputs, results, place, given)
+        self.places.append(own if given is None else given)
+        return results
+
+    def _given(self, number: int, own: np.ndarray, same_shape: bool) -> np.ndarray | None:
+        if self.given is None or number >= len(self.given):
+            return None
+        given = self.given[number]
+        return given if given.ndim == own.ndim and (given.shape == own.shape or not same_shape) else None
+
+    def _rank(
+        self, call: OpCall, rows: np.ndarray, own: np.ndarray, given: np.ndarray, results: Sequence[Any]
+    ) -> Sequence[Any]:
+        """Replaces the places of a ranking by the given ones, and its scores by those at these places."""
+        tensor = type(results[-1])
+        columns = (*rows.shape[:-1], -1)
+        picked, chosen = own.reshape(columns).astype(np.int64), given.reshape(columns).astype(np.int64)
+        falling = call.kind == "argmax" or bool(call.attrs.get("descending"))
+        scores = rows if falling else -rows
+        share = _share_of_places(scores, picked, chosen, cut_of(call.expr))
+        wrong = None if share.wrong is None else share.wrong.reshape(given.shape)
+        self.shares.append(replace(share, wrong=wrong))
+        replayed = tensor(given.astype(own.dtype))
+        if len(results) == 1:
+            return (replayed,)
+        return (tensor(np.take_along_axis(rows, chosen, -1).reshape(results[0].shape)), replayed)
+
+
+def score_rows(call: OpCall, values: Any) -> np.ndarray:
+    """Returns the scores with those that are ranked against each other on the last axis."""
+    node = call.inputs[0] if call.inputs else call.expr.inputs[0]
+    scores: np.ndarray = values[node].numpy()
+    if call.kind in SORTS:
+        return scores
+    axis = call.attrs["axis"]
+    return scores.reshape(-1) if axis is None else np.moveaxis(scores, int(axis[0]), -1)
+
+
+def _pick(
+    expr: Expr, inputs: Sequence[Any], results: Sequence[Any], place: int | None, given: np.ndarray
+) -> Sequence[Any]:
+    """Returns the results of a selection of rows with the given mask, or the given positions themselves."""
+    tensor = type(results[-1])
+    if place is None:
+        return (*results[:-1], tensor(given))
+    changed = [tensor(given) if i == place else value for i, value in enumerate(inputs)]
+    picked = interpret(expr, changed)
+    assert picked is not None
+    return picked
+
+
+def _share_of_places(rows: np.ndarray, own: np.ndarray, given: np.ndarray, cut: int | None) -> Share:
+    """Counts the given places whose score is at least the last of float's, but for a step of 8 bits."""
+    if not rows.size or not given.size:
+        return Share(0, 0)
+    scores = rows.astype(np.float64)
+    kept = scores > _FAR if (scores > _FAR).any() else np.isfinite(scores)
+    top = np.where(kept, scores, -np.inf).max(axis=-1, keepdims=True)
+    low = np.where(kept, scores, np.inf).min(axis=-1, keepdims=True)
+    with np.errstate(invalid="ignore"):
+        step = np.nan_to_num((top - low) / _STEPS, nan=0.0, posinf=0.0, neginf=0.0)
+    counted = slice(cut)
+    last = np.take_along_axis(scores, own[..., counted], -1).min(axis=-1, keepdims=True)
+    wrong = np.take_along_axis(scores, given, -1) < last - step
+    right = ~wrong[..., counted]
+    return Share(int(right.sum()), right.size, wrong if wrong.any() else None)
+
+
+def _share_of_rows(own: np.ndarray, given: np.ndarray) -> Share:
+    """Counts the rows that both masks, or both lists of positions, pick, among those that either picks."""
+    if own.dtype == np.bool_:
+        return Share(int((own & given).sum()), int((own | given).sum()))
+    return Share(int(np.intersect1d(own, given).size), int(np.union1d(own, given).size))
+
+
+class TapedRun(Interpreter):
+    """Runs a traced module, and keeps or replays its selections.
+
+    Args:
+        traced: the traced module.
+        given: the places to replay; None to select by the values of this run.
+
+    Attributes:
+        tape: the selections of the last run.
+    """
+
+    def __init__(self, traced: TracedModule, given: Sequence[np.ndarray] | None = None) -> None:
+        super().__init__(traced)
+        self.tape = SelectionTape(given)
+
+    def run_expr(self, expr: Expr, inputs: Sequence[Any]) -> Sequence[Any] | None:
+        """Computes the outputs of ``expr``, also of a module that is one call of the graph."""
+        graph = called_graph(expr)
+        if graph is not None:
+            values = self._execute(graph, list(inputs), None)
+            return [values[node] for node in graph._outputs]
+        return self.tape.follow(expr, inputs, interpret(expr, inputs))
+
+
+@dataclass
+class SelectedShares:
+    """The share of right rows behind the selections before each output, added up over batches.
+
+    Attributes:
+        reaching: for each output the selections before it.
+        names: for each selection the op that selects.
+        right, places: for each selection the number of right places and of all.
+    """
+
+    reaching: tuple[frozenset[int], ...]
+    names: tuple[str, ...]
+    right: list[int] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, model: TracedModule, ends: Sequence[Node] | None = None) -> SelectedShares:
+        """Builds empty sums for the selections of a flat graph, and its outputs or the nodes ``ends``."""
+        names = tuple(f"{op_label(e)} {e.outputs[-1].name}" for e in find_selecting(model))
+        return cls(reaching(model, ends), names, [0] * len(names), [0] * len(names))
+
+    def __bool__(self) -> bool:
+        """Whether an output depends on a selection."""
+        return any(self.reaching)
+
+    def add(self, shares: Iterable[Share]) -> None:
+        """Adds the shares of one batch, in the order of the selections."""
+        for number, share in zip(range(len(self.names)), shares, strict=False):
+            self.right[number] += share.right
+            self.places[number] += share.places
+
+    def blank(self, index: int, value: np.ndarray, shares: Sequence[Share]) -> np.ndarray:
+        """Returns the floats of an output of one batch with 0 in the rows that float does not select.
+
+        They are no rows of float's: they count by their share, and not as noise of the others.
+
+        Args:
+            index: the place of the output.
+            value: its value on either side.
+            shares: the shares of the batch, in the order of the selections.
+        """
+        if value.dtype.kind != "f":
+            return value
+        for number in sorted(self.reaching[index]):
+            wrong = shares[number].wrong if number < len(shares) else None
+            rows = None if wrong is None else _along(wrong, value)
+            if rows is not None:
+                value = np.where(rows, 0.0, value).astype(value.dtype)
+        return value
+
+    def output(self, index: int) -> float | None:
+        """Returns the share of rows of an output that float selects, too; None if nothing selects them."""
+        numbers = [n for n in self.reaching[index] if self.places[n]]
+        return min((self.right[n] / self.places[n] for n in numbers), default=None)
+
+    def worst(self) -> float | None:
+        """Returns the smallest share of all outputs; None if no output is selected."""
+        shares = [share for index in range(len(self.reaching)) if (share := self.output(index)) is not None]
+        return min(shares, default=None)
+
+    def lost(self, index: int) -> float:
+        """Returns the share of rows of an output that float does not select."""
+        share = self.output(index)
+        return 0.0 if share is None else 1.0 - share
+
+
+def _along(rows: np.ndarray, value: np.ndarray) -> np.ndarray | None:
+    """Returns ``rows`` in a shape that broadcasts over ``value``; None if it has no axis of them."""
+    if rows.shape == value.shape[: rows.ndim]:
+        return rows.reshape(*rows.shape, *[1] * (value.ndim - rows.ndim))
+    lead, count = rows.shape[:-1], rows.shape[-1] if rows.ndim else 1
+    for axis in range(value.ndim):
+        if value.shape[axis] == count and math.prod(value.shape[:axis]) == math.prod(lead):
+            return rows.reshape(*value.shape[: axis + 1], *[1] * (value.ndim - axis - 1))
+        if value.shape[: len(lead)] == lead and axis >= len(lead) and value.shape[axis] == count:
+            return rows.reshape(*lead, *[1] * (axis - len(lead)), count, *[1] * (value.ndim - axis - 1))
+    return None
+
+
+def differ(places: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> bool:
+    """Returns whether two runs have selected otherwise."""
+    return len(places) != len(others) or not all(map(np.array_equal, places, others))

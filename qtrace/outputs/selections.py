@@ -1,0 +1,90 @@
+"""Finds where a graph selects: ops that rank scores, suppress boxes, or pick rows by a mask, by structure.
+
+A *selection* turns values into places: a top-k, a sort, an arg-max, a suppression, a boolean index.
+A small error of a score may exchange two places, and then all rows behind them are others, although each row
+may be right. So a selection is judged by its places, and the rows behind it by rows: `qtrace.outputs.replay`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
+from qtrace.graph.walk import exprs, op_label, tensor_inputs
+from qtrace.ops import OpCall, read
+
+__all__ = ["EXTREMES", "SORTS", "cut_of", "find_selecting", "mask_of", "reaching", "read_ranking", "selects"]
+
+SORTS = ("topk", "sort", "argsort")
+"""The ops that give scores in their order."""
+EXTREMES = ("argmax", "argmin")
+"""The ops that give the place of one score."""
+# The last part of the label of each op that selects rows by the values of its inputs.
+_SELECTING = {"cond_take", "nms", "non_zero", "CondTake", "NMSKeep", "NonZero"}
+
+
+def read_ranking(expr: Expr) -> OpCall | None:
+    """Reads ``expr`` if it gives places of scores by their order; None if it does not."""
+    call = read(expr)
+    if call is None or call.kind not in (*SORTS, *EXTREMES):
+        return None
+    axis = call.attrs.get("axis")
+    several = axis is not None and len(axis) != 1
+    return None if several or call.attrs.get("kth_only") else call
+
+
+def selects(expr: Expr) -> bool:
+    """Whether `expr` selects rows by their values: as an op of `_SELECTING`, or by a boolean index."""
+    label = op_label(expr).rpartition(".")[2]
+    return label in _SELECTING or ("getitem" in label and mask_of(expr) is not None)
+
+
+def mask_of(expr: Expr) -> int | None:
+    """Returns which input of ``expr`` is the mask by which it picks rows; None without one."""
+    label = op_label(expr).rpartition(".")[2]
+    first = 1 if "getitem" in label else 0
+    masks = [
+        i
+        for i, n in enumerate(expr.inputs)
+        if i >= first and isinstance(n, TensorNode) and n.dtype == np.bool_
+    ]
+    return masks[0] if masks and ("getitem" in label or label in _SELECTING) else None
+
+
+def find_selecting(model: TracedModule) -> tuple[Expr, ...]:
+    """Returns the exprs of a flat graph that select by values of its inputs, in execution order."""
+    return tuple(expr for expr in exprs(model) if selects(expr) or read_ranking(expr) is not None)
+
+
+def reaching(model: TracedModule, ends: Sequence[Node] | None = None) -> tuple[frozenset[int], ...]:
+    """Finds the selections before each output, by their places in `find_selecting`.
+
+    Args:
+        model: a flat graph.
+        ends: the nodes that take the place of the outputs; None for the outputs.
+    """
+    numbers = {expr: number for number, expr in enumerate(find_selecting(model))}
+    before: dict[Node, frozenset[int]] = {}
+    for expr in exprs(model):
+        union = frozenset().union(*(before.get(node, frozenset()) for node in tensor_inputs(expr)))
+        if expr in numbers:
+            union |= {numbers[expr]}
+        before.update(dict.fromkeys(expr.outputs, union))
+    return tuple(before.get(node, frozenset()) for node in (ends or model.graph.outputs))
+
+
+def cut_of(expr: Expr) -> int | None:
+    """Returns how many of the places of a full sort are read: those of a slice behind it; None for all."""
+    places = expr.outputs[-1]
+    shape = places.shape
+    users = [read(user) for user in places.users]
+    sizes = [
+        int(user.out.shape[-1])
+        for user in users
+        if user is not None and user.kind == "getitem" and user.out.shape is not None and len(user.out.shape)
+    ]
+    if shape is None or not users or len(sizes) != len(users):
+        return None
+    return max(sizes) if 0 < max(sizes) < int(shape[-1]) else None

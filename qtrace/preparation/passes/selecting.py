@@ -1,0 +1,121 @@
+"""Selecting: keeps in float what ranks rows, and what is computed with the rows that a selection has picked.
+
+A top-k, an arg-max or a suppression decides by differences of scores that 8 bits lose. So what lies between
+the last layers and a selection stays in float, with the results of these layers. So do the ops behind it,
+such as a decoder whose queries are the picked rows: a wrong row is all wrong, and few rows cost little time.
+All is found by structure. Rules with ``quantize: true``, and ``placement: everything``, win over it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from qtrace.config import QConfig
+from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
+from qtrace.graph.walk import is_float_tensor, tensor_inputs
+from qtrace.ops import Role
+from qtrace.outputs.selections import find_selecting, read_ranking
+from qtrace.preparation.passes._chains import Chains, find_chains
+from qtrace.preparation.passes._view import Selecting, Unlike, View, read_view
+
+__all__ = ["leave_selecting"]
+
+# Ops that pick rows by positions that they read; NMS and masks pick themselves.
+_PICKS = frozenset(("getitem", "gather", "indexing_one_hot", "embedding", "cond_take"))
+# Ops that read other values at positions which the rows give: what they give are no rows of a selection.
+_REGIONS = frozenset(("roi_align", "roi_pooling", "remap", "grid_sample", "deformable_conv2d"))
+
+
+def leave_selecting(traced: TracedModule, qconfig: QConfig, unlike: Unlike) -> Unlike:
+    """Adds the ops and results that stay in float: the ends of score paths, and what is behind selections.
+
+    Args:
+        traced: a flat, expanded graph; it is only read.
+        qconfig: the config.
+        unlike: what stays in float for other reasons.
+    """
+    if not find_selecting(traced):
+        return unlike
+    view = read_view(traced, qconfig, unlike=unlike)
+    walk = _Walk(view, find_chains(view))
+    for expr in find_selecting(view.traced):
+        name = expr.outputs[-1].name
+        if any(view.is_data(node) or node not in view.static for node in tensor_inputs(expr)):
+            walk.leave_scores(expr, f"{name} selects by it, and rounding would exchange rows")
+    for expr, selection in _picked(view):
+        walk.leave(expr, f"it computes with the rows that {selection} selects")
+    return replace(unlike, selecting=Selecting(walk.floats, walk.results))
+
+
+def _picked(view: View) -> Iterator[tuple[Expr, str]]:
+    """Yields the exprs that compute with picked rows, each with the name of the selection."""
+    places: dict[Node, str] = {}  # positions and masks
+    rows: dict[Node, str] = {}
+    selecting = set(find_selecting(view.traced))
+    for expr in view.order:
+        call = view.calls.get(expr)
+        by_place = next((places[n] for n in expr.inputs if n in places), "")
+        behind = next((rows[n] for n in expr.inputs if n in rows), "")
+        if expr in selecting:
+            ranks = read_ranking(expr) is not None
+            places[expr.outputs[-1]] = expr.outputs[-1].name
+            if not ranks:
+                rows.update((n, expr.outputs[-1].name) for n in expr.outputs if is_float_tensor(n))
+        elif behind and (call is None or call.kind not in _REGIONS):
+            rows.update(dict.fromkeys(expr.outputs, behind))
+            yield expr, behind
+        elif by_place:
+            picks = call is not None and call.kind in _PICKS
+            floats = [n for n in expr.outputs if is_float_tensor(n)]
+            rows.update(dict.fromkeys(floats if picks else (), by_place))
+            places.update((n, by_place) for n in expr.outputs if n not in floats)
+
+
+class _Walk:
+    """Walks back from the scores to the last layers.
+
+    Attributes:
+        floats: expr that stays in float -> why.
+        results: result that stays in float -> why.
+    """
+
+    def __init__(self, view: View, chains: Chains) -> None:
+        self.view, self.chains = view, chains
+        self.floats: dict[Expr, str] = {}
+        self.results: dict[Node, str] = {}
+
+    def leave(self, expr: Expr, reason: str) -> None:
+        """Leaves ``expr`` in float, unless the config wants it on integers."""
+        choice = self.view.choices.get(expr)
+        if choice is not None and not choice.quantize and choice.placement != "everything":
+            chain = self.chains.get(expr)
+            self.floats.update(dict.fromkeys((expr,) if chain is None else chain.exprs, reason))
+
+    def leave_scores(self, selection: Expr, reason: str) -> None:
+        """Leaves the results of the last layers before ``selection`` in float, and what is between."""
+        stack, visited = list(tensor_inputs(selection)), set[Node]()
+        while stack:
+            node = stack.pop()
+            if node in visited or node in self.view.static:
+                continue
+            visited.add(node)
+            call = self.view.calls.get(node.expr)
+            chain = self.chains.get(node.expr)
+            head = None if chain is None else self.view.calls[chain.head]
+            if head is not None and head.role is Role.COMPUTE:
+                self._leave_layer(node, reason)
+            elif call is None or call.role is not Role.COMPUTE:
+                self.leave(node.expr, reason)
+                stack += [n for n in tensor_inputs(node.expr) if isinstance(n, TensorNode)]
+
+    def _leave_layer(self, node: Node, reason: str) -> None:
+        """Leaves the result of a layer in float, and the layer where its kernel gives integers alone."""
+        chain = self.chains[node.expr]
+        choice = self.view.choices[chain.head]
+        if choice.quantize or choice.placement == "everything":
+            return
+        if self.view.backend.integer_layers:
+            self.floats.update(dict.fromkeys(chain.exprs, reason))
+        else:
+            self.results[chain.output] = reason

@@ -15,7 +15,7 @@ from tests.importing.onnx.judging import Verdict
 STORED: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))["kinds"]
 
 
-# Nodes that are kept, where onnxruntime gives other values than ONNX stores, or float64 is carried as float32.
+# Kept nodes where onnxruntime gives other values than ONNX stores, or float64 is carried as float32.
 DIFFERENT = {
     *("maxunpool_export_with_output_shape", "ai_onnx_ml_tree_ensemble_single_tree", "reversesequence_batch"),
     *(f"resize_downsample_scales_{mode}_align_corners" for mode in ("cubic", "linear")),

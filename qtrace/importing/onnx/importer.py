@@ -272,7 +272,7 @@ class Importer:
         try:
             inferred = infer_shapes(node, inputs, stored, self.opsets)
         except CannotEvaluate as reason:
-            raise Refusal(str(reason)) from reason
+            raise Contradiction(str(reason)) from reason
         for _, shape in inferred.values():
             if shape is not None and math.prod(shape) > MAX_ELEMENTS:
                 raise Refusal(f"would compute a tensor of the shape {list(shape)}, which no memory holds")

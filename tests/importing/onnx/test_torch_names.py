@@ -86,8 +86,10 @@ def test_scopes_that_are_none_are_left_alone(text: str, tmp_path: Path) -> None:
 
 def test_refusals_name_the_line_of_the_source(tmp_path: Path) -> None:
     unknown = _scoped(node("NonZero", "x", "places"), ["", "find", "nonzero"], line=12)
-    proto = model([unknown], {"x": (1, 3)}, ["places"], dtypes={"places": np.int64})
-    with pytest.raises(ImportingError, match=r"NonZero 'places' \(/home/me/net\.py:12\)"):
+    unknown.domain = "own"
+    proto = model([unknown], {"x": (1, 3)}, ["places"])
+    proto.opset_import.add(domain="own", version=1)
+    with pytest.raises(ImportingError, match=r"own\.NonZero 'places' \(/home/me/net\.py:12\)"):
         qtrace.from_onnx(save(proto, tmp_path))
 
 

@@ -43,11 +43,23 @@ def _einsum(call: Call) -> Any:
     return _ordered(call, product_node, whole_shape, result)
 
 
+def _check_ranks(call: Call, equation: str, inputs: str, output: str) -> None:
+    """Refuses an equation that does not fit its inputs, at which onnxruntime 1.23 crashes."""
+    terms = inputs.split(",")
+    fits = len(terms) == len(call.values) and set(output) <= {*inputs, "."}
+    for index, term in enumerate(terms if fits else ()):
+        named, rank = len(term.replace("...", "")), call.rank(index)
+        fits = fits and (named <= rank if "..." in term else named == rank)
+    if not fits:
+        call.contradict(f"has the equation {equation!r}, which does not fit its inputs")
+
+
 def _parse(call: Call) -> tuple[list[list[str]], list[str]]:
     """Returns the labels of the inputs and of the result."""
     equation = "".join(str(call.attribute("equation")).split())
     inputs, arrow, output = equation.partition("->")
     terms = [list(term) for term in inputs.split(",")]
+    _check_ranks(call, equation, inputs, output)
     if "." in equation:
         call.refuse(f"has the equation {equation!r}, whose dots stand for any axes: name them")
     if len(terms) > 2 or len(terms) != len(call.values):

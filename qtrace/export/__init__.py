@@ -24,6 +24,7 @@ from qtrace.export.format import Format
 from qtrace.graph.open_axes import read_open_axes
 from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.graph.walk import exprs, node_path, op_label
+from qtrace.plugins.arguments import check_arguments
 from qtrace.plugins.callable_package import make_callable
 from qtrace.plugins.installed import FORMATS, installed, refuse_clashes
 from qtrace.process.thread import on_engine_thread
@@ -54,6 +55,7 @@ def _packaged() -> Mapping[str, Format]:
     return {format.name: format for format in formats}
 
 
+@check_arguments
 @on_engine_thread
 def export(
     converted: TracedModule,

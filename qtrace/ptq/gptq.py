@@ -22,8 +22,8 @@ from typing import Annotated, ClassVar
 
 import numpy as np
 from pydantic import Field
-from tqdm import tqdm
 
+from qtrace.display import progress_bar
 from qtrace.graph.walk import get_module
 from qtrace.ops import OpCall
 from qtrace.plugins.options import Float, Int
@@ -63,7 +63,7 @@ class Gptq(CalibratedAlgorithm):
         quantized, left = quantized_layers(task.model, shared=True)
         twins = LayerTwins(task, quantized, fast=True)
         changed, errors = [], []
-        for layer in tqdm(quantized, desc="gptq", unit="layer", disable=not task.progress):
+        for layer in progress_bar(quantized, desc="gptq", unit="layer", disable=not task.progress):
             supported = layer.call.kind in ("conv2d", "linear")
             if not supported:
                 left.append(Left(layer.title, f"weights of {layer.call.kind} are rounded to nearest"))

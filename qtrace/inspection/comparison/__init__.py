@@ -28,6 +28,7 @@ from qtrace.inspection.twin import check_nodes, describe_changed_weights, float_
 from qtrace.metrics import ErrorSums, decibels
 from qtrace.numerics import dequantize, quantize
 from qtrace.observers.statistics.search import best_range, error, tables
+from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.model import QuantizedModel, QuantizedSite
 from qtrace.preparation.phases import in_phase
 from qtrace.preparation.record import is_quantized
@@ -39,6 +40,7 @@ from qtrace.verification.selections import find_selections
 __all__ = ["Comparison", "compare"]
 
 
+@check_arguments
 @on_engine_thread
 def compare(
     quantized: TracedModule,

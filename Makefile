@@ -13,7 +13,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_CONSTRAINT := constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo detector-demo ocr-demo test test-slow test-long test-torch coverage bench fuzz lint format types wheel-check docs docs-serve lock clean distclean
+.PHONY: help setup demo detector-demo ocr-demo test test-slow test-long test-torch coverage bench fuzz lint format types wheel-check docs docs-serve notebooks lock clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -95,6 +95,9 @@ docs: $(STAMP) ## Build the docs site into site/, with every warning an error
 
 docs-serve: $(STAMP) ## Show the docs site at http://127.0.0.1:8000 while you write
 	NO_MKDOCS_2_WARNING=1 $(PY) -W ignore -m mkdocs serve --livereload $(ARGS)
+
+notebooks: $(STAMP) ## Run the notebooks of the docs and store what they show
+	$(PY) -m scripts.notebooks $(ARGS)
 
 lock: ## Resolve pyproject.toml afresh and rewrite constraints.txt
 	scripts/lock

@@ -1,4 +1,4 @@
-"""How results show themselves: tables as text, a short ``repr``, and HTML in notebooks."""
+"""How results and progress show themselves: tables as text, a short ``repr``, HTML in notebooks, bars."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import html
 import inspect
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-__all__ = ["Displayed", "format_table", "shorten_modules"]
+__all__ = ["Displayed", "format_table", "progress_bar", "shorten_modules"]
 
 _GAP = "  "
 _ELLIPSIS = "…"
@@ -168,6 +169,21 @@ def _shorten(text: str, width: int) -> str:
         return text[: width - 1] + _ELLIPSIS
     head = width // 2
     return text[:head] + _ELLIPSIS + text[len(text) - (width - 1 - head) :]
+
+
+def progress_bar(*args: Any, **options: Any) -> Any:
+    """Returns a bar of tqdm: a widget in a notebook that has ipywidgets, else a line on stderr.
+
+    Args:
+        *args: what the bar counts, as for ``tqdm``.
+        **options: the options of ``tqdm``.
+    """
+    from tqdm import TqdmWarning
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TqdmWarning)  # at its import, in a notebook without ipywidgets
+        from tqdm.auto import tqdm
+    return tqdm(*args, **options)
 
 
 def shorten_modules(describe: Callable[[Any], str]) -> None:

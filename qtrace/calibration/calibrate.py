@@ -25,6 +25,7 @@ from qtrace.graph.stepping import SegmentEngine
 from qtrace.graph.types import TracedModule
 from qtrace.learning.choice import choose_learning
 from qtrace.numerics import SMALLEST_SCALE
+from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.limits import limit_ranges
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import switch_phase
@@ -39,6 +40,7 @@ __all__ = ["calibrate"]
 _LOG = logging.getLogger("qtrace")
 
 
+@check_arguments
 @on_engine_thread
 def calibrate(
     prepared: TracedModule,

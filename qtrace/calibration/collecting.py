@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from tqdm import tqdm
-
 from qtrace.calibration.base import Arguments, Watched, watched
 from qtrace.calibration.choice import Chosen, ExplainedEngine, choose_engine
 from qtrace.calibration.nonfinite import refuse_nonfinite_output
@@ -18,6 +16,7 @@ from qtrace.calibration.spoiled import refuse_spoiled
 from qtrace.calibration.statistics import Statistics, fresh, no_statistics
 from qtrace.data.batches import as_arguments, evaluating, refuse_nan
 from qtrace.data.unusual import find_unusual
+from qtrace.display import progress_bar
 from qtrace.errors import CalibrationError
 from qtrace.graph.source_lines import name_with_line
 from qtrace.graph.types import TracedModule
@@ -99,7 +98,7 @@ def collect(
     with in_phase(module, "float"), evaluating(module):
         sites = {name: fq.site for name, fq in model.fake_quants.items()}
         silent = not options.progress
-        bar = tqdm(
+        bar = progress_bar(
             batches,
             total=options.batches,
             initial=len(start.batches),

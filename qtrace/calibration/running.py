@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from qtrace.calibration.base import check_sites
 from qtrace.calibration.checkpoint import Cadence, Part, StoredParts, fingerprint
 from qtrace.calibration.choice import Chosen
@@ -23,6 +21,7 @@ from qtrace.calibration.jobs import (
 )
 from qtrace.calibration.statistics import arrays, checksum
 from qtrace.data import DataSource, SizedSource
+from qtrace.display import progress_bar
 from qtrace.errors import CalibrationError
 from qtrace.graph.files.serialize import save
 from qtrace.graph.types import TracedModule
@@ -212,7 +211,7 @@ class _CollectionRun:
             for shard in range(shards)
         ]
         start = len(whole.statistics.batches)
-        with tqdm(
+        with progress_bar(
             total=self.count, initial=start, desc="calibrate", unit="batch", disable=not settings.progress
         ) as bar:
             # A part of another machine is stored as it comes, so that an interruption keeps it.

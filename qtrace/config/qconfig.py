@@ -11,6 +11,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, field_
 
 from qtrace.config.rule import Observers, Placement, Rule, SchemePatch, known_backend
 from qtrace.config.spec import AlgorithmSpec, FakeQuantSpec, Spec
+from qtrace.config.tree import dump
+from qtrace.display import Displayed
 from qtrace.plugins.options import Bool, Float, Int, OptionModel, Text, Texts, show
 
 __all__ = ["Bn", "Expect", "Preprocess", "QConfig", "Qat", "Region"]
@@ -225,7 +227,7 @@ class Region(OptionModel):
     outputs: Texts | None = None
 
 
-class QConfig(OptionModel):
+class QConfig(Displayed, OptionModel):
     """The settings of a quantization. Without arguments: the recipe ``int8``, for onnxruntime.
 
     Nested values may be given as plain data: ``QConfig(observers={"activation": "mse"}, fakequant="lsq")``.
@@ -323,6 +325,16 @@ class QConfig(OptionModel):
         listed = (Spec(name="fuse_bn"),) if self.ptq is None else self.ptq
         folds = self.qat is None or self.qat.bn.fold
         return tuple((i, spec) for i, spec in enumerate(listed) if folds or spec.name != "fuse_bn")
+
+    def _text(self, max_width: int | None) -> str:
+        """Returns what is set, as a recipe writes it."""
+        settings = self.to_dict()
+        origin = "" if self._origin == type(self).__name__ else f" of {self._origin}"
+        text = dump(settings, flow=None) if settings else "as the backend has it"
+        return f"{type(self).__name__}{origin}\n{text}"
+
+    def __str__(self) -> str:
+        return repr(self)
 
     def place(self, *keys: str) -> str:
         """Returns ``FILE:LINE`` of the first of ``keys`` that a file has, else `origin`.

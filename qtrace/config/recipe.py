@@ -29,6 +29,7 @@ from qtrace.config.spec import specs
 from qtrace.config.tree import Tree, dump, merge, read
 from qtrace.config.written import Entry, entries, render
 from qtrace.errors import ConfigError
+from qtrace.plugins.arguments import check_arguments
 
 __all__ = [
     "DEFAULT_RECIPE",
@@ -92,6 +93,7 @@ class Resolved:
         return render(self.entries, SCHEMA)
 
 
+@check_arguments
 def load_recipe(name_or_path: str | Path, *, allow_code: bool = False) -> QConfig:
     """Reads a recipe.
 

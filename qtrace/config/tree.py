@@ -270,14 +270,15 @@ def merge(base: Tree, over: Tree, whole: frozenset[Loc], loc: Loc = ()) -> Tree:
     return replace(over, value=merged)
 
 
-def dump(data: Any, *, flow: bool = False) -> str:
+def dump(data: Any, *, flow: bool | None = False) -> str:
     """Plain data as YAML that `read` gives back, and that YAML 1.1 readers understand alike.
 
     Args:
         data: the data.
-        flow: on one line, with braces, rather than a line for each value.
+        flow: on one line, with braces, rather than a line for each value; None for that in the innermost
+            lists and mappings only.
     """
-    style, width = (True, float("inf")) if flow else (False, 100)
+    width = float("inf") if flow else 100
     return yaml.dump(
-        data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=width, default_flow_style=style
+        data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=width, default_flow_style=flow
     )

@@ -25,6 +25,7 @@ from qtrace.graph.opaque import OpaqueOp
 from qtrace.graph.open_axes import read_open_axes
 from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.graph.walk import exprs, node_path, op_label, owner
+from qtrace.plugins.arguments import check_arguments
 from qtrace.plugins.callable_package import make_callable
 from qtrace.plugins.installed import FORMATS, installed, refuse_clashes
 from qtrace.process.thread import on_engine_thread
@@ -55,6 +56,7 @@ def _packaged() -> Mapping[str, Format]:
     return {format.name: format for format in formats}
 
 
+@check_arguments
 @on_engine_thread
 def export(
     converted: TracedModule,

@@ -32,6 +32,7 @@ from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import exprs
 from qtrace.inspection.twin import changed_weights, float_twin
 from qtrace.learning.engine import queueless
+from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import in_phase
 from qtrace.process.thread import on_engine_thread
@@ -39,6 +40,7 @@ from qtrace.process.thread import on_engine_thread
 __all__ = ["Evaluation", "FineTuned", "FinetuneSettings", "Frozen", "OutputChange", "Retreat", "finetune"]
 
 
+@check_arguments
 @on_engine_thread
 def finetune(
     prepared: TracedModule,

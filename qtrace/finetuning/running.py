@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
+from qtrace.display import progress_bar
 from qtrace.finetuning.choice import choose_twins
 from qtrace.finetuning.compared import choose_compared
 from qtrace.finetuning.data import Data
@@ -93,7 +93,7 @@ class TuningRun:
         trainer, best = self.trainer, self.monitor.best
         trainer.watch.start()
         start, steps = len(trainer.curves), trainer.settings.steps
-        with tqdm(
+        with progress_bar(
             total=steps, initial=start, desc="finetune", unit="step", disable=not progress
         ) as self._bar:
             descend(trainer, range(start, steps), self._ends)

@@ -22,6 +22,7 @@ from qtrace.graph.open_shapes import Shape, describe_sizes, open_shapes, show_sh
 from qtrace.graph.types import Constant, Expr, GetAttr, ModuleNode, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module, module_path, op_label
 from qtrace.ops.macs import count_macs, is_uncounted
+from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.normalize import normalize
 from qtrace.process import engine
 from qtrace.process.thread import on_engine_thread
@@ -143,6 +144,7 @@ class Analysis(Displayed):
         return (*row, "" if op.seconds is None else f"{1e3 * op.seconds:.3f}") if timed else row
 
 
+@check_arguments
 @on_engine_thread
 def analyze(model: TracedModule, runs: int = 0) -> Analysis:
     """Counts what each op of ``model`` costs at the recorded shapes, in time linear in the graph.

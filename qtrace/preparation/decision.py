@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tqdm import tqdm
-
 from qtrace.benchmarking.costs import CostTable
+from qtrace.display import progress_bar
 from qtrace.preparation.annotation import Annotation
 from qtrace.preparation.float_graph import FloatGraph
 from qtrace.preparation.passes.annotate import annotate
@@ -54,7 +53,9 @@ def decide(
         ConfigError: for a config that does not fit the graph.
     """
     model, config = graph.model, graph.config
-    with tqdm(desc="prepare", unit="run", disable=not progress, delay=_SHOWN_AFTER, leave=False) as bar:
+    with progress_bar(
+        desc="prepare", unit="run", disable=not progress, delay=_SHOWN_AFTER, leave=False
+    ) as bar:
         run = MeasuredRun(model, graph.samples, advance=bar.update)
         unlike = leave_selecting(model, config, find_unlike(model, config, run))
         placing = place(model, config, run, unlike, outcome, fitted)

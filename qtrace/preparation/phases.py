@@ -13,12 +13,14 @@ from qtrace.errors import CalibrationError, ConfigError, QtraceWarning
 from qtrace.fakequant.base import PHASES
 from qtrace.graph.opaque import describe_stopped_gradients
 from qtrace.graph.types import TracedModule
+from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.record import fake_quants, followers, is_quantized
 
 __all__ = ["in_phase", "set_phase", "switch_phase"]
 
 
+@check_arguments
 def set_phase(prepared: Module, phase: str) -> None:
     """Sets the phase of every site of ``prepared``.
 

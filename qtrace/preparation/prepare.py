@@ -22,6 +22,7 @@ from qtrace.graph.lint import check
 from qtrace.graph.paths import describe_path
 from qtrace.graph.tracing.refusals import debugging_marks
 from qtrace.graph.types import TracedModule
+from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.annotation import Annotation
 from qtrace.preparation.decision import Decision, decide
 from qtrace.preparation.float_graph import FloatGraph, make_float_graph
@@ -39,6 +40,7 @@ _LOG = logging.getLogger("qtrace")
 _SHOWN = 10
 
 
+@check_arguments
 @on_engine_thread
 def prepare(
     traced: TracedModule,

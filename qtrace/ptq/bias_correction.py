@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from tqdm import tqdm
-
+from qtrace.display import progress_bar
 from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, FloatTask, Left, Report, SiteNoise
 from qtrace.ptq.layers.biases import add_biases, correct_bias
 from qtrace.ptq.layers.held_back import held_back, layer_errors, summed
@@ -36,7 +35,7 @@ class BiasCorrection(CalibratedAlgorithm):
         quantized, left = quantized_layers(task.model, shared=True)
         twins = LayerTwins(task, quantized, fast=True)
         changed, errors = [], []
-        for layer in tqdm(quantized, desc="bias_correction", unit="layer", disable=not task.progress):
+        for layer in progress_bar(quantized, desc="bias_correction", unit="layer", disable=not task.progress):
             if layer.bias is None:
                 left.append(Left(layer.title, "it has no bias"))
                 continue

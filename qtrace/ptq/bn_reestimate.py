@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 from megengine import Tensor
-from tqdm import tqdm
 
+from qtrace.display import progress_bar
 from qtrace.fakequant.following.bn_fold import LAYERS as FOLDED
 from qtrace.fakequant.following.bn_fold import BnFold, BnFoldCall
 from qtrace.graph.types import Expr
@@ -47,7 +47,9 @@ class BnReestimate(CalibratedAlgorithm):
         by_expr = {layer.call.expr: layer for layer in quantized}
         twins = LayerTwins(task)
         changed, errors = [], []
-        for expr in tqdm(exprs(task.model), desc="bn_reestimate", unit="op", disable=not task.progress):
+        for expr in progress_bar(
+            exprs(task.model), desc="bn_reestimate", unit="op", disable=not task.progress
+        ):
             name = expr.outputs[0].name if expr.outputs else ""
             if isinstance(owner(expr), BnFold):
                 errors.append(_reestimate(twins, expr))

@@ -27,8 +27,8 @@ from typing import Annotated, ClassVar
 
 import numpy as np
 from pydantic import Field
-from tqdm import tqdm
 
+from qtrace.display import progress_bar
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import get_module
 from qtrace.plugins.options import Float, Int
@@ -94,7 +94,7 @@ class Gptq(CalibratedAlgorithm):
                 layers.append(layer)
         collector = StatisticsCollector(task, layers, self.places, _KINDS)
         changed, errors = [], []
-        for layer in tqdm(layers, desc="gptq", unit="layer", disable=not task.progress):
+        for layer in progress_bar(layers, desc="gptq", unit="layer", disable=not task.progress):
             outcome = _LayerRounding(self, task.model, layer, collector).run()
             collector.quantized.changed()
             errors.append(outcome.noise)

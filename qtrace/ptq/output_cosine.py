@@ -15,8 +15,8 @@ from typing import Annotated
 
 import numpy as np
 from pydantic import Field
-from tqdm import tqdm
 
+from qtrace.display import progress_bar
 from qtrace.plugins.options import Int
 from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, Left, Noise, Report, SiteNoise
 from qtrace.ptq.layers.quantized import LayerTwins, QuantizedLayer, per_channel, quantized_layers
@@ -41,7 +41,7 @@ class OutputCosine(CalibratedAlgorithm):
         quantized, left = quantized_layers(task.model)
         twins = LayerTwins(task)
         changed, errors = [], []
-        for layer in tqdm(quantized, desc="output_cosine", unit="layer", disable=not task.progress):
+        for layer in progress_bar(quantized, desc="output_cosine", unit="layer", disable=not task.progress):
             reason = _reason_against(layer)
             if reason:
                 left.append(Left(layer.name, reason))

@@ -12,12 +12,14 @@ from megengine.module.batchnorm import _BatchNorm
 
 from qtrace.errors import ConfigError
 from qtrace.fakequant.base import FakeQuant
+from qtrace.plugins.arguments import check_arguments
 
 __all__ = ["param_groups"]
 
 _NORMS = (_BatchNorm, M.LayerNorm, M.GroupNorm, M.InstanceNorm)
 
 
+@check_arguments
 def param_groups(
     prepared: Module,
     lr: float,
@@ -45,6 +47,8 @@ def param_groups(
     Raises:
         ConfigError: when a rate or a decay is negative or not finite, or there are no parameters.
     """
+    if not isinstance(prepared, Module):
+        raise ConfigError(f"param_groups takes a prepared module, not {type(prepared).__name__}.")
     range_lr = lr / 10 if range_lr is None else range_lr
     options = {"lr": lr, "range_lr": range_lr, "weight_decay": weight_decay, "range_decay": range_decay}
     for name, value in options.items():

@@ -16,6 +16,7 @@ from qtrace.graph.files.serialize import load
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.difference import Difference, FigurePair, compare_configs, compare_models
 from qtrace.inspection.difference.onnx_files import FileDifference, compare_files
+from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.record import is_quantized
 from qtrace.process.thread import on_engine_thread
 from qtrace.quantizing.folder import QUANTIZED, VERDICT
@@ -27,6 +28,7 @@ _FIGURES = {"sqnr_db": "output SQNR in dB", "agreement": "same prediction", "met
 Side = Union[QConfig, TracedModule, str, "os.PathLike[str]"]
 
 
+@check_arguments
 @on_engine_thread
 def diff(
     a: Side, b: Side, *, allow: Sequence[str] = (), allow_code: bool = False

@@ -8,15 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tqdm.auto import tqdm
-
 from qtrace.benchmarking.costs import CostTable
 from qtrace.benchmarking.files import FileReport, bench_files, show
 from qtrace.benchmarking.runners import RunnerSettings
-from qtrace.display import Displayed
+from qtrace.display import Displayed, progress_bar
 from qtrace.errors import ExportError
 from qtrace.onnxfile.contracts import check_contract, fix_contract
 from qtrace.onnxfile.contracts.report import ContractReport
+from qtrace.plugins.arguments import check_arguments
 from qtrace.runtimes.host import RuntimeHost
 from qtrace.storage.outputs import output_file
 
@@ -46,6 +45,7 @@ class BenchReport(Displayed):
         return {"threads": self.threads, "files": [report.to_dict() for report in self.files]}
 
 
+@check_arguments
 def bench(
     *files: str | os.PathLike[str],
     runtime: str | None = None,
@@ -88,7 +88,7 @@ def bench(
         raise ExportError("bench takes the paths of files, each by itself: bench('a.onnx', 'b.onnx').")
     sizes = {name: tuple(int(n) for n in shape) for name, shape in (shapes or {}).items()}
     settings = RunnerSettings(threads, batch, sizes, runtime_host)
-    with tqdm(desc="bench", unit="round", disable=not progress) as bar:
+    with progress_bar(desc="bench", unit="round", disable=not progress) as bar:
         reports = bench_files(
             tuple(Path(file) for file in files),
             runtime=runtime,
@@ -105,6 +105,7 @@ def _advance(bar: Any) -> None:
     bar.update(1)
 
 
+@check_arguments
 def check_file_for(
     file: str | os.PathLike[str],
     target: str,

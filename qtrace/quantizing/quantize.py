@@ -20,6 +20,7 @@ from qtrace.errors import CalibrationError, ConfigError, ExportError
 from qtrace.export import export
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.explanation import Explanation, explain
+from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.passes.convert import convert
 from qtrace.preparation.prepare import prepare
 from qtrace.preparation.record import fake_quants
@@ -144,6 +145,7 @@ class _Calibrated:
     raised: tuple[str, ...] = ()
 
 
+@check_arguments
 @on_engine_thread
 def quantize(
     source: Any,

@@ -8,11 +8,13 @@ from qtrace.errors import GraphError
 from qtrace.graph.parts import Composition
 from qtrace.graph.parts.split import split as split_graph
 from qtrace.graph.types import Node, TracedModule
+from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.partition import partition
 
 __all__ = ["split"]
 
 
+@check_arguments
 def split(
     traced: TracedModule,
     at: Sequence[str | Sequence[str]] | None = None,

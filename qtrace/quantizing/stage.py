@@ -18,6 +18,7 @@ from qtrace.display import Displayed
 from qtrace.errors import CalibrationError, QtraceError
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.explanation import explain
+from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.model import QuantizedModel
 from qtrace.process.thread import on_engine_thread
 from qtrace.quantizing.figures import note_graph
@@ -93,6 +94,7 @@ class CalibratedFolder(Displayed):
         return tuple(str(self.folder / name) for name in FILES)
 
 
+@check_arguments
 @on_engine_thread
 def calibrate_to_folder(
     model: TracedModule | Callable[[DataSource], TracedModule],
@@ -111,6 +113,7 @@ def calibrate_to_folder(
     times: str | os.PathLike[str] | None = None,
     about: Mapping[str, Any] | None = None,
     importing: str | Path | None = None,
+    progress: bool = True,
     reporter: Reporter | None = None,
     spell: Callable[[str], str] = argument,
 ) -> CalibratedFolder:
@@ -137,13 +140,14 @@ def calibrate_to_folder(
         times: a file of measured times, as for ``qtrace.quantize``.
         about: more entries of report.json, such as the names of model and data.
         importing: the name or file of ``recipe``, if that is a ``QConfig``, for the cure to import.
+        progress: whether to show progress bars on stderr, if ``reporter`` is None.
         reporter: takes notes, and says whether to show progress; None for the logger ``qtrace``.
         spell: writes the names of options in messages; see `qtrace.storage.outputs.argument`.
 
     Raises:
         QtraceError: when the folder, the data, the recipe or the graph is at fault.
     """
-    reporter, reading = reporter or LogReporter(), reading or DataReading()
+    reporter, reading = reporter or LogReporter(progress), reading or DataReading()
     qconfig, acceptance = config_or_default(recipe), acceptance or Acceptance()
     folder_name, settings = Path(out), settings or RunSettings(progress=reporter.progress)
     if not isinstance(data, (str, os.PathLike)) and (settings.workers > 1 or settings.ray is not None):

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from tqdm import tqdm
-
+from qtrace.display import progress_bar
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.twin import describe_changed_weights, float_twin
+from qtrace.plugins.arguments import check_arguments
 from qtrace.plugins.callable_package import make_callable
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.record import is_quantized
@@ -37,6 +37,7 @@ __all__ = [
 ]
 
 
+@check_arguments
 def analyze(
     prepared: TracedModule,
     batches: Iterable[Any],
@@ -72,7 +73,7 @@ def analyze(
     twin = None if float_model is None else float_twin(model, float_model)
     note = "" if twin is not None else describe_changed_weights(model, "give that, too (float_model=).")
     network = None if float_model is None or is_quantized(float_model) else float_model
-    with tqdm(desc="sensitivity", unit="run", disable=not progress) as bar:
+    with progress_bar(desc="sensitivity", unit="run", disable=not progress) as bar:
         simulation = Simulation(model, batches, compares, asks, twin, network, engine=engine, ran=bar.update)
         bar.total = count_runs(simulation, groups)
         return replace(rank(simulation, name, groups), note=note)

@@ -7,12 +7,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from qtrace.calibration.calibrate import calibrate
 from qtrace.config import QConfig
 from qtrace.config.recipe import as_qconfig
-from qtrace.display import Displayed, format_table
+from qtrace.display import Displayed, format_table, progress_bar
 from qtrace.graph.flatten import flatten
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.twin import late_algorithms
@@ -140,7 +138,7 @@ def mixed_precision(
     calibration = list(batches)
     measured = calibration if evaluation is None else list(evaluation)
     how, chosen = Raise.parse(raise_to), choose(metric, own)
-    with tqdm(desc="sensitivity", unit="run", disable=not progress) as bar:
+    with progress_bar(desc="sensitivity", unit="run", disable=not progress) as bar:
         trial = _Trial(traced, base, how, calibration, measured, chosen, bar.update)
         result = trial.spend(goal) if isinstance(goal, Budget) else trial.reach(goal)
     origin = str(qconfig) if isinstance(qconfig, (str, Path)) else base.name or base.backend

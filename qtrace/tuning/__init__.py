@@ -18,6 +18,7 @@ from qtrace.config.recipe import load_recipe
 from qtrace.data.batches import check_batches
 from qtrace.errors import ConfigError, QtraceError
 from qtrace.graph.types import TracedModule
+from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.record import hash_tensors
 from qtrace.tuning.folder import BEST, PAGE, SUMMARY, TRIALS, search_folder, write_text
 from qtrace.tuning.judge import Judge, Metric, RungData
@@ -34,6 +35,7 @@ from qtrace.workers.ray import RayTasks
 __all__ = ["CostLimits", "Trial", "TuneSettings", "Tuning", "tune"]
 
 
+@check_arguments
 def tune(
     traced: TracedModule,
     qconfig: QConfig | str | Path,
@@ -84,6 +86,8 @@ def tune(
             backend, or a metric that returns no number.
         QtraceError: when the folder is in use, or belongs to another search.
     """
+    if not isinstance(traced, TracedModule):
+        raise ConfigError(f"tune takes a traced module, not {type(traced).__name__}.")
     qconfig = qconfig if isinstance(qconfig, QConfig) else load_recipe(qconfig)
     settings, recipe, path = settings or TuneSettings(), as_recipe(qconfig), Path(folder)
     _check_limits(settings, qconfig)

@@ -16,6 +16,7 @@ from qtrace.display import Displayed, format_table
 from qtrace.errors import CalibrationError
 from qtrace.graph.types import Node, TracedModule
 from qtrace.metrics import sqnr_db
+from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.annotation import ExprNote
 from qtrace.preparation.model import QuantizedModel
 from qtrace.process.thread import on_engine_thread
@@ -116,6 +117,7 @@ class FirstDifference(Displayed):
         return asdict(self)
 
 
+@check_arguments
 @on_engine_thread
 def bisect(
     path: str | os.PathLike[str],

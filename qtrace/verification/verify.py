@@ -21,6 +21,7 @@ from qtrace.export.converted.plain_graph import PlainGraph, is_plain
 from qtrace.graph.types import TracedModule
 from qtrace.metrics import ErrorSums
 from qtrace.outputs.replay import SelectedShares, Share, differ
+from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.model import QuantizedModel
 from qtrace.process.thread import on_engine_thread
 from qtrace.runtimes.host import RuntimeHost
@@ -42,6 +43,7 @@ __all__ = ["verify"]
 _SQNR_DB, _PLAIN_SQNR_DB = 35.0, 60.0
 
 
+@check_arguments
 @on_engine_thread
 def verify(
     path: str | os.PathLike[str],

@@ -19,7 +19,18 @@ warnings.filterwarnings("ignore", message="The value of the smallest subnormal")
 
 from mkdocs.structure.files import File  # noqa: E402
 
-from scripts.site import api, cli, composites, config, errors, ops, plugins, project, recipes  # noqa: E402
+from scripts.site import (  # noqa: E402
+    api,
+    cli,
+    composites,
+    config,
+    errors,
+    notebooks,
+    ops,
+    plugins,
+    project,
+    recipes,
+)
 
 _MARK = re.compile(r"^<!-- generated: (\w+)\.(\w+) -->$", re.MULTILINE)
 _cache: dict[str, str] = {}
@@ -30,6 +41,7 @@ def generated() -> dict[str, str]:
     if not _cache:
         _cache.update({f"reference/api/{path}": text for path, text in api.pages().items()})
         _cache.update(project.root_pages())
+        _cache.update(notebooks.pages())
         _cache["reference/cli.md"] = cli.page()
         _cache["reference/composites.md"] = composites.page()
         _cache["reference/config.md"] = config.page()
@@ -63,3 +75,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     if path in generated():
         return markdown
     return filled(project.relink(markdown, f"docs/{path}"))
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """Puts the stored outputs of notebooks into their pages."""
+    return notebooks.with_outputs(html)

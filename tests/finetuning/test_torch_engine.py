@@ -137,7 +137,7 @@ def test_column_groups_weigh_alike_in_both_engines() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_equals_that_of_megengine(kind: str) -> None:
-    # A value within the last place of a boundary may round to either side, and a step of 4 bits is a large one.
+    # A value within the last place of a boundary rounds to either side, and a step of 4 bits is a large one.
     _check_step(_prepared(KINDS[kind]), tolerance=1e-2 if "4 bits" in kind else 2e-3)
 
 

@@ -37,6 +37,7 @@ from qtrace.graph.located_graph import name_failures
 from qtrace.graph.node_meta import attach_meta, detach_meta
 from qtrace.graph.source_lines import attach_lines, detach_lines
 from qtrace.graph.tracing.refusals import debugging_marks
+from qtrace.plugins.arguments import check_arguments
 from qtrace.process.thread import on_engine_thread
 from qtrace.storage.files import kind_of, problem, replacing
 from qtrace.storage.ownership import foreign
@@ -46,6 +47,7 @@ __all__ = ["dump", "load", "save"]
 BIG = 64 << 20
 
 
+@check_arguments
 @on_engine_thread
 def save(module: TracedModule, path: str | os.PathLike[str], *, force: bool = False) -> None:
     """Writes a traced, prepared or converted model to a file; the file appears complete or not at all.
@@ -80,6 +82,7 @@ def save(module: TracedModule, path: str | os.PathLike[str], *, force: bool = Fa
         raise DataError(f"{path} cannot be written: {error.strerror or error}.") from error
 
 
+@check_arguments
 @on_engine_thread
 def load(path: str | os.PathLike[str], allow: Iterable[str] = (), keep_devices: bool = False) -> TracedModule:
     """Reads a model that ``save`` or ``megengine.save`` wrote, and runs nothing that the file brings.

@@ -9,11 +9,13 @@ import numpy as np
 
 from qtrace.errors import DataError
 from qtrace.graph.msc.document import MSCGraph
+from qtrace.plugins.arguments import check_arguments
 from qtrace.storage.archives import unpack_arrays
 
 __all__ = ["from_msc"]
 
 
+@check_arguments
 def from_msc(path: str | os.PathLike[str]) -> MSCGraph:
     """Reads an MSCGraph: the JSON document, and the values of weights from the ``.npz`` file beside it.
 

@@ -14,10 +14,12 @@ from qtrace.graph.parts.build import build_parts, copyable_exprs, flat_copy
 from qtrace.graph.parts.composition import Composition
 from qtrace.graph.parts.labels import assign_labels
 from qtrace.graph.walk import exprs
+from qtrace.plugins.arguments import check_arguments
 
 __all__ = ["split"]
 
 
+@check_arguments
 def split(
     traced: TracedModule,
     at: Sequence[str | Sequence[str]] | None = None,

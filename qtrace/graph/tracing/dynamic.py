@@ -9,16 +9,16 @@ from megengine import Tensor
 from megengine.module import Module
 
 from qtrace.errors import TraceError
-from qtrace.graph.open_axes import OpenAxes, OpenAxis, other_sizes, repeat_to
-from qtrace.graph.tracing.example_inputs import Arguments
+from qtrace.graph.open_axes import OpenAxes, OpenAxis, other_sizes
+from qtrace.graph.tracing.example_inputs import Arguments, resize_values
 
 __all__ = ["Dynamic", "other_examples", "read_dynamic"]
 
 Dynamic = Mapping[str, Mapping[int, str]]
 
 
-def read_dynamic(module: Module, method: str, inputs: Arguments, dynamic: Dynamic) -> OpenAxes:
-    """Returns the record of the open axes.
+def read_dynamic(module: Module, method: str, inputs: Arguments, dynamic: Dynamic) -> OpenAxes | None:
+    """Returns the record of the open axes; None if `dynamic` names none.
 
     Args:
         module: the module.
@@ -31,6 +31,10 @@ def read_dynamic(module: Module, method: str, inputs: Arguments, dynamic: Dynami
         TraceError: for an input that the method does not have or that is no Tensor, an axis that it does not
             have, or sizes of one name that differ in the example.
     """
+    if not isinstance(dynamic, Mapping) or not all(isinstance(own, Mapping) for own in dynamic.values()):
+        raise TraceError(
+            f"dynamic takes names of axes by input, such as {{'x': {{0: 'N'}}}}, not {dynamic!r}."
+        )
     args, kwargs = inputs
     bound = inspect.signature(getattr(module, method)).bind(*args, **kwargs).arguments
     axes: list[OpenAxis] = []
@@ -55,7 +59,7 @@ def read_dynamic(module: Module, method: str, inputs: Arguments, dynamic: Dynami
                     f"{name}: axes of one name have one size."
                 )
             axes.append(OpenAxis(name, position, text, text))
-    return OpenAxes(tuple(axes))
+    return OpenAxes(tuple(axes)) if axes else None
 
 
 def other_examples(
@@ -68,7 +72,7 @@ def other_examples(
     shapes = {axis.input: tuple(int(n) for n in bound[axis.input].shape) for axis in record.axes}
     examples = []
     for sizes in other_sizes(shapes, record.axes):
-        resized = {name: Tensor(repeat_to(bound[name].numpy(), shape)) for name, shape in sizes.items()}
+        resized = {name: Tensor(resize_values(bound[name].numpy(), shape)) for name, shape in sizes.items()}
         names = dict(zip(signature.parameters, args, strict=False))
         positional = tuple(resized.get(name, value) for name, value in names.items())
         positional += args[len(positional) :]

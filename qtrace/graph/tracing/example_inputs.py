@@ -11,8 +11,19 @@ from megengine import Tensor
 from megengine.traced_module.pytree import tree_flatten
 
 from qtrace.errors import TraceError
+from qtrace.graph.open_axes import repeat_to
 
-__all__ = ["Arguments", "batch_size", "describe", "fresh", "other_example", "to_tensors", "vary"]
+__all__ = [
+    "Arguments",
+    "batch_size",
+    "describe",
+    "enlarge",
+    "fresh",
+    "other_example",
+    "resize_values",
+    "to_tensors",
+    "vary",
+]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # by position and by name
 
@@ -116,6 +127,29 @@ def vary(args: Arguments, high: bool, extra: int = 0) -> Arguments:
         return type(tensor)(values, dtype=tensor.dtype, device=tensor.device)
 
     return _map_tensors(vary_tensor, args)
+
+
+def enlarge(args: Arguments) -> Arguments:
+    """Generates inputs like ``args`` at twice the height and width, or twice the length without them."""
+
+    def enlarge_tensor(tensor: Tensor) -> Tensor:
+        array = tensor.numpy()
+        axes = range(2, array.ndim) if array.ndim > 3 else range(1, min(array.ndim, 2))
+        shape = tuple(size * 2 if axis in axes else size for axis, size in enumerate(array.shape))
+        return type(tensor)(resize_values(array, shape), dtype=tensor.dtype, device=tensor.device)
+
+    return _map_tensors(enlarge_tensor, args)
+
+
+def resize_values(array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+    """Returns the values of ``array`` in another shape; numbers with a fraction in another order.
+
+    Values that merely repeat would hide a window of the example's size: its mean is that of the whole.
+    """
+    values = repeat_to(array, shape)
+    if array.dtype.kind != "f":
+        return values
+    return np.random.default_rng(_SEED).permutation(values.ravel()).reshape(values.shape)
 
 
 def _other_values(

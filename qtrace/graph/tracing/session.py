@@ -34,6 +34,9 @@ _BAKED = (
 )
 
 
+_FAILS = "it fails with"
+
+
 class _ForwardError(Exception):
     """The module's own forward failed; the cause is its exception."""
 
@@ -119,8 +122,30 @@ class Tracing:
             report_copies(self.name, describe_places(self.copies), problem)
         notes = [NONE_IS_DROPPED] if self.drops_none else []
         notes += reads.describe_unused(self.reads, self.allow_branch)
+        notes += self._wrong_sizes(traced) if check and not self.also else []
         notes += nonfinite_results(traced, *example_inputs.fresh(self.inputs)) if check else []
         return traced, [f"{self.name}: {note}" for note in notes]
+
+    def _wrong_sizes(self, traced: TracedModule) -> list[str]:
+        """Returns a sentence if the trace computes something else than the module at another size."""
+        sizes = [read for read in self.reads if read.node and not read.of_data]
+        if not sizes or self.copies:
+            return []
+        other = example_inputs.enlarge(self.inputs)
+        try:
+            with engine_for_tracing(async_level=0):
+                expected = self._results(other)
+        except _ForwardError:  # the module has this size, too
+            return []
+        problem = _run_and_compare(traced, other, expected)
+        if problem is None or problem.startswith(_FAILS):  # a failure is no silent one
+            return []
+        lines, size = "; ".join(f"{r.line} by {r.how}" for r in sizes), example_inputs.describe(other)
+        return [
+            f"the trace holds a size of the example as a number ({lines}) and computes something else than "
+            f"the model at other sizes, such as {size}. Use it at the example's sizes only, or compute with "
+            "tensor operations; dynamic= or also= refuse such a trace."
+        ]
 
     def _also_agrees(self, traced: TracedModule, title: str, inputs: Arguments) -> list[Any]:
         """Returns the module's result on another example, which the trace must serve."""
@@ -338,7 +363,7 @@ def _run_and_compare(traced: TracedModule, inputs: Arguments, expected: list[Any
         args, kwargs = example_inputs.fresh(inputs)
         results = diff.values(traced(*args, **kwargs))
     except Exception as error:
-        return f"it fails with {failures.short(error)}"
+        return f"{_FAILS} {failures.short(error)}"
     return diff.output_mismatch(expected, results)
 
 

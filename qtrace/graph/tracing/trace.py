@@ -26,11 +26,13 @@ from qtrace.graph.tracing.refusals import debugging_marks
 from qtrace.graph.tracing.running import check_signature, engine_for_tracing
 from qtrace.graph.tracing.session import Tracing
 from qtrace.graph.tracing.tracer import Tracer
+from qtrace.plugins.arguments import check_arguments
 from qtrace.process.thread import on_engine_thread
 
 __all__ = ["trace"]
 
 
+@check_arguments
 @on_engine_thread
 def trace(
     module: Module | Callable[..., Any],
@@ -88,8 +90,8 @@ def trace(
         The trace, in eval mode. Where forward returns None among tensors, it returns the tensors alone.
 
     Warns:
-        QtraceWarning: when None is omitted, a leaf is never called, or an op gives NaN or infinity for finite
-            inputs on the example.
+        QtraceWarning: when None is omitted, a leaf is never called, an op gives NaN or infinity for finite
+            inputs on the example, or the trace holds a size as a number and is wrong at other sizes.
 
     Raises:
         TraceError: when the module cannot be traced faithfully, or one graph cannot serve all examples; the
@@ -127,7 +129,7 @@ def trace(
     others = [(f"also[{i}]", other_example(value, i)) for i, value in enumerate(also)]
     for _, other in others:
         check_signature(source, method, *other)
-    axes = read_dynamic(source, method, inputs, dynamic) if dynamic else None
+    axes = read_dynamic(source, method, inputs, dynamic) if dynamic is not None else None
     if axes is not None:
         others += other_examples(source, method, inputs, axes)
     with keep_leaves(leaves):

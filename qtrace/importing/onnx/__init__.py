@@ -43,6 +43,7 @@ from qtrace.importing.onnx.scales import drop_unread, find_scales_and_shifts
 from qtrace.importing.onnx.scope import Scope
 from qtrace.importing.onnx.scopes import name_by_scopes
 from qtrace.importing.onnx.values import Computed, QuantizedIntegers, Sizes, Stored, Value
+from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.passes.given import quantize_given
 from qtrace.process.thread import on_engine_thread
 
@@ -52,6 +53,7 @@ _LOG = logging.getLogger("qtrace")
 _SHOWN_PROBLEMS = 30
 
 
+@check_arguments
 @on_engine_thread
 def from_onnx(
     path: str | os.PathLike[str],

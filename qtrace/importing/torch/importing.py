@@ -17,6 +17,7 @@ from qtrace.importing.onnx import open_inputs, read_onnx
 from qtrace.importing.onnx.opening import UnsupportedNodesError
 from qtrace.importing.torch.exporting import Example, Network, export, open_network, read_example
 from qtrace.importing.torch.record import note_state
+from qtrace.plugins.arguments import check_arguments
 from qtrace.process.thread import on_engine_thread
 
 __all__ = ["from_torch"]
@@ -25,6 +26,7 @@ _LOG = logging.getLogger("qtrace")
 _BATCH = "N"
 
 
+@check_arguments
 @on_engine_thread
 def from_torch(
     source: Any, example: Any = None, *, dynamic: Mapping[str, Mapping[int, str]] | None = None

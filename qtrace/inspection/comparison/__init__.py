@@ -30,6 +30,7 @@ from qtrace.metrics import ErrorSums, decibels
 from qtrace.numerics import dequantize, quantize
 from qtrace.observers.statistics.search import best_range, error, tables
 from qtrace.outputs.replay import SelectedShares, TapedRun
+from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.model import QuantizedModel, QuantizedSite
 from qtrace.preparation.phases import in_phase
 from qtrace.preparation.record import is_quantized
@@ -41,6 +42,7 @@ from qtrace.verification.selections import find_selections
 __all__ = ["Comparison", "compare"]
 
 
+@check_arguments
 @on_engine_thread
 def compare(
     quantized: TracedModule,

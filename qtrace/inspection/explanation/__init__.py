@@ -23,6 +23,7 @@ from qtrace.inspection.explanation._ptq import describe_algorithms
 from qtrace.inspection.explanation._summary import Summary
 from qtrace.inspection.explanation._table import op_table
 from qtrace.inspection.explanation._why import Explainer, NodeExplanation
+from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.annotation import Annotation
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.prepare import plan
@@ -135,6 +136,7 @@ class Explanation(Displayed):
         return {"summary": self._summary.to_dict(), "ptq": list(self.ptq), **own, **data}
 
 
+@check_arguments
 def explain(
     model: TracedModule,
     qconfig: QConfig | str | Path | Mapping[str, Any] | None = None,

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import numpy as np
 from pydantic import AfterValidator, Field
-from tqdm import tqdm
 
+from qtrace.display import progress_bar
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import get_module
 from qtrace.learning.engine import queueless
@@ -82,7 +82,7 @@ class LearnedRounding(CalibratedAlgorithm):
         with queueless():
             twins = LayerTwins(task)
             name = type(self).__name__.lower()
-            for block in tqdm(blocks, desc=name, unit="block", disable=not task.progress):
+            for block in progress_bar(blocks, desc=name, unit="block", disable=not task.progress):
                 if self.learns_layers_first(block):
                     ahead = twins.fork(block.exprs[0])
                     for layer in single_layers(task.model, block.layers):

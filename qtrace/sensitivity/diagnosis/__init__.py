@@ -17,6 +17,7 @@ from qtrace.data.batches import as_arguments, count_samples
 from qtrace.display import Displayed
 from qtrace.graph.types import TracedModule
 from qtrace.metrics import comparable
+from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.model import QuantizedModel
 from qtrace.process.thread import on_engine_thread
 from qtrace.sensitivity.diagnosis.causes import Cause, find_cause, observes_too_little
@@ -106,6 +107,7 @@ class Diagnosis(Displayed):
         return asdict(self)
 
 
+@check_arguments
 @on_engine_thread
 def diagnose(
     model: TracedModule,

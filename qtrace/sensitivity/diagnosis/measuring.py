@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from qtrace import ops
 from qtrace.data.batches import as_arguments, evaluating, translate_errors
+from qtrace.display import progress_bar
 from qtrace.graph.dataflow import evaluate_fixed
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import Node, TensorNode, TracedModule
@@ -77,7 +77,7 @@ def measure_output_noise(
     Returns:
         The evidence, with the noise of the measured groups.
     """
-    bar = tqdm(groups, desc="verdict", unit="site", disable=not progress)
+    bar = progress_bar(groups, desc="verdict", unit="site", disable=not progress)
     noise = {group: float(10 ** (-simulation.only_group(group) / 10)) for group in bar}
     return [replace(e, output_noise=noise[e.group]) if e.group in noise else e for e in evidence]
 

@@ -14,7 +14,7 @@ import onnxruntime as ort
 import pytest
 
 import qtrace
-from qtrace.errors import TraceError
+from qtrace.errors import QtraceWarning, TraceError
 from qtrace.graph import flatten, load, save
 from qtrace.graph.open_axes import OpenAxis, read_open_axes
 from qtrace.inspection.analysis import analyze
@@ -87,7 +87,8 @@ def test_a_format_with_numbers_for_sizes_says_so(
 
 def test_a_size_that_the_trace_bakes_is_refused() -> None:
     baked = net(lambda self, x: x.reshape(-1, 3 * int(x.shape[2]), 24))
-    qtrace.trace(baked, X)  # right for this size
+    with pytest.warns(QtraceWarning, match="holds a size of the example as a number"):
+        qtrace.trace(baked, X)  # right for this size
     with pytest.raises(TraceError, match=r"dynamic, at x \[3, 3, 32, 24\]"):
         qtrace.trace(baked, X, dynamic={"x": {0: "N", 2: "H"}})
 

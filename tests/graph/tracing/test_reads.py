@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -206,13 +207,57 @@ def test_sizes_and_the_training_flag_are_notes(caplog: pytest.LogCaptureFixture)
     np.testing.assert_array_equal(traced(mge.Tensor(ROWS)).numpy(), 4 * ROWS)
 
 
+IMAGES = np.random.default_rng(0).normal(size=(2, 3, 4, 4)).astype("float32")
+
+
+@pytest.mark.parametrize(
+    ("forward", "example"),
+    [
+        (lambda self, x: x * float(int((x + 1).shape[2])), IMAGES),
+        (lambda self, x: sum(x[:, :, i : i + 1] for i in range(int(x.shape[2]))), IMAGES),
+        (lambda self, x: F.mean(x[:, :, : int(x.shape[2])], (2, 3)), IMAGES),
+        (lambda self, x: x * float(int(x.shape[1])), IMAGES[0]),
+    ],
+    ids=["int", "loop", "slice", "length"],
+)
+def test_a_size_as_a_number_is_a_warning_if_it_makes_other_sizes_wrong(
+    forward: Callable[..., Any], example: np.ndarray
+) -> None:
+    with pytest.warns(QtraceWarning, match=r"holds a size .*test_reads.py:\d+ by .*at other sizes, such as"):
+        qtrace.trace(net(forward), example)
+    names = {axis: f"axis{axis}" for axis in range(1, example.ndim)}
+    with pytest.raises(TraceError, match="the trace is wrong on dynamic"):
+        qtrace.trace(net(forward), example, dynamic={"x": names})
+
+
+@pytest.mark.parametrize(
+    ("forward", "example"),
+    [
+        (lambda self, x: x[:, :, : int(x.shape[2]) * 9], IMAGES),  # right at any size
+        (lambda self, x: x + np.ones((int(x.shape[2]), 4), "float32"), IMAGES),  # the trace fails, aloud
+        (lambda self, x: self.fc(x) * float(int(x.shape[1])), IMAGES[0, 0]),  # the module fails
+    ],
+    ids=["right", "trace-fails", "module-fails"],
+)
+def test_a_size_as_a_number_without_harm_is_no_warning(
+    forward: Callable[..., Any], example: np.ndarray
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", QtraceWarning)
+        qtrace.trace(net(forward, fc=M.Linear(4, 4)), example)
+
+
 def test_parameters_and_sizes_for_submodules_are_no_data() -> None:
     inner = net(lambda self, x, size: x.reshape(-1, int(size[1])))
 
     def forward(self: Any, x: Any) -> Any:
         return self.inner(x, x.shape) * float(F.ones((1,)).sum())
 
-    assert qtrace.trace(net(forward, inner=inner), ROWS)(mge.Tensor(ROWS)).shape == (2, 4)
+    with pytest.warns(
+        QtraceWarning, match="holds a size"
+    ):  # of the last reshape, which is right for it alone
+        traced = qtrace.trace(net(forward, inner=inner), ROWS)
+    assert traced(mge.Tensor(ROWS)).shape == (2, 4)
 
 
 GIVEN: dict[str, Callable[[Any, Any], Any]] = {

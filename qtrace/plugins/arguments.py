@@ -1,0 +1,153 @@
+"""Checks the arguments of public functions against their annotations, so that a wrong one is a sentence.
+
+Annotations that say more than a plain type, such as that of a batch, are left to the function itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import numbers
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+
+from qtrace.errors import QtraceError
+
+__all__ = ["check_arguments"]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_CHECKED_ELSEWHERE = {"QConfig"}
+_MAX_SHOWN = 60  # characters of a value in a message
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and type(value) is not bool
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and type(value) is not bool
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping))
+
+
+# The start of an annotation -> its words, and whether a value is one.
+_PLAIN: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "None": ("None", lambda value: value is None),
+    "str": ("a text", lambda value: isinstance(value, str)),
+    "Path": ("a path", lambda value: isinstance(value, os.PathLike)),
+    "os.PathLike[str]": ("a path", lambda value: isinstance(value, os.PathLike)),
+    "bool": ("True or False", lambda value: isinstance(value, (bool, np.bool_))),
+    "int": ("a whole number", _is_int),
+    "float": ("a number", _is_float),
+    "Mapping": ("a dict", lambda value: isinstance(value, Mapping)),
+    "dict": ("a dict", lambda value: isinstance(value, Mapping)),
+    "Sequence": ("a list", _is_list),
+    "Callable": ("a function", callable),
+}
+_LISTED = re.compile(r"(?:Sequence|Iterable)\[(str|int|float)\]\Z")
+
+
+def check_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Makes a public function refuse an argument that is not of its annotated type.
+
+    Plain types count: texts, paths, numbers, dicts, lists, functions, and classes of qtrace. A module, a
+    batch, a config and what has several meanings are the function's own to check.
+    """
+    signature = inspect.signature(function)
+    kinds = {name: _alternatives(str(p.annotation)) for name, p in signature.parameters.items()}
+    several = {n for n, p in signature.parameters.items() if p.kind is p.VAR_POSITIONAL}
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            arguments = signature.bind(*args, **kwargs).arguments
+        except TypeError:  # a name or a number of arguments: the call itself says it better
+            arguments = {}
+        for name, value in arguments.items():
+            for one in value if name in several else (value,):
+                if problem := _problem(function, one, kinds[name]):
+                    raise QtraceError(f"{function.__name__}: {name} takes {problem}.")
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _alternatives(annotation: str) -> list[str]:
+    """Splits ``A | B[C | D]`` at the signs outside of brackets."""
+    parts, depth = [""], 0
+    for sign in annotation:
+        depth += (sign == "[") - (sign == "]")
+        if sign == "|" and not depth:
+            parts.append("")
+        else:
+            parts[-1] += sign
+    return [part.strip() for part in parts]
+
+
+def _problem(function: Callable[..., Any], value: Any, kinds: list[str]) -> str | None:
+    """Says what an argument takes and what it got; None if it is right, or if this cannot tell."""
+    words = []
+    for kind in kinds:
+        if kind in _PLAIN or kind.partition("[")[0] in _PLAIN:
+            text, accepts = _PLAIN.get(kind) or _PLAIN[kind.partition("[")[0]]
+        elif (cls := _own_class(function, kind)) is not None:
+            text, accepts = _with_article(cls.__name__), functools.partial(_is_instance, cls)
+        elif not _LISTED.match(kind):
+            return None
+        else:
+            text, accepts = "a list", _is_list
+        if accepts(value):
+            return _problem_of_entries(value, kind)
+        if text not in words:
+            words.append(text)
+    return f"{_joined(words)}, not {_shown(value)}"
+
+
+def _problem_of_entries(value: Any, kind: str) -> str | None:
+    """Says which entry of a list is of another type, as ``Sequence[str]`` names it."""
+    match = _LISTED.match(kind)
+    if match is None or not isinstance(value, (list, tuple, set, frozenset)):
+        return None
+    text, accepts = _PLAIN[match[1]]
+    wrong = next((entry for entry in value if not accepts(entry)), None)
+    if all(accepts(entry) for entry in value):
+        return None
+    return f"a list whose entries are each {text}, not {_shown(wrong)}"
+
+
+def _own_class(function: Callable[..., Any], name: str) -> type | None:
+    """Returns the class of qtrace that an annotation names; None for others, and for protocols."""
+    cls = getattr(sys.modules.get(function.__module__), name, None)
+    known = inspect.isclass(cls) and cls.__module__.startswith("qtrace.") and name not in _CHECKED_ELSEWHERE
+    return cls if known and not getattr(cls, "_is_protocol", False) else None
+
+
+def _is_instance(cls: type, value: Any) -> bool:
+    return isinstance(value, cls)
+
+
+def _with_article(name: str) -> str:
+    return f"an {name}" if name[0] in "AEIOU" else f"a {name}"
+
+
+def _joined(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def _shown(value: Any) -> str:
+    """Names a value: what is short is written, of what is long the type."""
+    if isinstance(value, np.ndarray):
+        return f"an array of shape {value.shape}"
+    if value is None or isinstance(value, (str, bytes, numbers.Number, list, tuple, dict)):
+        text = repr(value)
+        if len(text) <= _MAX_SHOWN and "\n" not in text:
+            return text
+    return _with_article(type(value).__name__)

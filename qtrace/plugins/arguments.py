@@ -27,11 +27,11 @@ _MAX_SHOWN = 60  # characters of a value in a message
 
 
 def _is_int(value: Any) -> bool:
-    return isinstance(value, numbers.Integral) and type(value) is not bool
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def _is_float(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and type(value) is not bool
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _is_list(value: Any) -> bool:

@@ -67,7 +67,6 @@ def test_an_error_that_no_argument_explains_stays() -> None:
         (lambda: qtrace.from_onnx(None), "path takes a text or a path, not None"),
         (lambda: qtrace.check(3, "onnxruntime"), "file takes a text or a path, not 3"),
         (lambda: qtrace.bench("a.onnx", seconds="x"), "seconds takes a number, not 'x'"),
-        (lambda: qtrace.bench("a.onnx", threads=None), "threads takes a whole number, not None"),
     ],
 )
 def test_public_functions_name_a_wrong_argument(call: Callable[[], Any], message: str) -> None:

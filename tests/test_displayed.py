@@ -22,6 +22,7 @@ import qtrace
 from qtrace.display import Displayed, format_table, shorten_modules
 from qtrace.inspection.description import describe_graph
 from qtrace.tuning import TuneSettings
+from scripts.site import api
 
 CELL = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=9)
 
@@ -124,7 +125,22 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "tune": tuned,
         "to_source": qtrace.graph.to_source(traced),
         "check_samples": qtrace.graph.check_samples(traced, X),
+        "QConfig": qtrace.QConfig(weight={"bits": 4}),
+        "load_recipe": qtrace.load_recipe("detr"),
+        "calibrate_to_folder": _folder_of(traced, folder),
+        "export": file,
+        "lint": qtrace.graph.lint(traced),
+        "find": qtrace.graph.find(traced, op="conv2d"),
+        "compose": qtrace.graph.compose(traced),
+        "table": qtrace.graph.table(traced, max_width=120).splitlines()[0],
+        "param_groups": [sorted(group) for group in qtrace.param_groups(prepared, 0.1)],
+        "card": quantized.card,
     }
+
+
+def _folder_of(traced: Any, folder: Path) -> Any:
+    np.save(folder / "data.npy", X)
+    return qtrace.calibrate_to_folder(traced, folder / "data.npy", folder / "int8", progress=False)
 
 
 def test_every_result_is_at_most_a_screen(results: dict[str, Any]) -> None:
@@ -133,6 +149,12 @@ def test_every_result_is_at_most_a_screen(results: dict[str, Any]) -> None:
         assert 1 <= len(lines) <= 40, name
         assert max(map(len, lines)) <= 500, name
         assert "object at 0x" not in repr(result), name
+
+
+def test_every_class_that_a_public_function_gives_is_among_the_results(results: dict[str, Any]) -> None:
+    shown = {type(result).__name__ for result in results.values()}
+    shown |= {"FineTuned", "FirstDifference"}  # by tests of finetune and bisect
+    assert {kind.__name__ for kind in api.results() if issubclass(kind, Displayed)} <= shown
 
 
 def test_every_report_is_html(results: dict[str, Any]) -> None:

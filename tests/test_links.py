@@ -34,7 +34,7 @@ def test_nobody_is_sent_to_the_package_index() -> None:
 _BUILT = {
     f"docs/reference/{name}.md"
     for name in ("cli", "composites", "config", "errors", "ops", "plugins", "recipes")
-}
+} | {f"docs/notebooks/{path.stem}.md" for path in (ROOT / "docs/notebooks").glob("*.ipynb")}
 _MARK = "<!-- generated: "
 
 

@@ -11,7 +11,6 @@ from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, field_
 
 from qtrace.config.rule import Observers, Placement, Rule, SchemePatch, known_backend
 from qtrace.config.spec import AlgorithmSpec, FakeQuantSpec, Spec
-from qtrace.config.tree import dump
 from qtrace.display import Displayed
 from qtrace.plugins.options import Bool, Float, Int, OptionModel, Text, Texts, show
 
@@ -328,6 +327,8 @@ class QConfig(Displayed, OptionModel):
 
     def _text(self, max_width: int | None) -> str:
         """Returns what is set, as a recipe writes it."""
+        from qtrace.config.tree import dump  # here: it loads yaml
+
         settings = self.to_dict()
         origin = "" if self._origin == type(self).__name__ else f" of {self._origin}"
         text = dump(settings, flow=None) if settings else "as the backend has it"

@@ -1,7 +1,4 @@
-"""Checks the arguments of public functions against their annotations, so that a wrong one is a sentence.
-
-Annotations that say more than a plain type, such as that of a batch, are left to the function itself.
-"""
+"""Names the argument of a public function whose type is wrong, where Python's own error would name a line."""
 
 from __future__ import annotations
 
@@ -26,12 +23,16 @@ _CHECKED_ELSEWHERE = {"QConfig"}
 _MAX_SHOWN = 60  # characters of a value in a message
 
 
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, (bool, np.bool_))
+
+
 def _is_int(value: Any) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return isinstance(value, numbers.Integral) and not _is_bool(value)
 
 
 def _is_float(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return isinstance(value, numbers.Real) and not _is_bool(value)
 
 
 def _is_list(value: Any) -> bool:
@@ -44,7 +45,7 @@ _PLAIN: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "str": ("a text", lambda value: isinstance(value, str)),
     "Path": ("a path", lambda value: isinstance(value, os.PathLike)),
     "os.PathLike[str]": ("a path", lambda value: isinstance(value, os.PathLike)),
-    "bool": ("True or False", lambda value: isinstance(value, (bool, np.bool_))),
+    "bool": ("True or False", _is_bool),
     "int": ("a whole number", _is_int),
     "float": ("a number", _is_float),
     "Mapping": ("a dict", lambda value: isinstance(value, Mapping)),
@@ -56,10 +57,10 @@ _LISTED = re.compile(r"(?:Sequence|Iterable)\[(str|int|float)\]\Z")
 
 
 def check_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Makes a public function refuse an argument that is not of its annotated type.
+    """Makes a public function name the argument that is not of its annotated type, where it fails on one.
 
-    Plain types count: texts, paths, numbers, dicts, lists, functions, and classes of qtrace. A module, a
-    batch, a config and what has several meanings are the function's own to check.
+    Plain types count: texts, paths, numbers, dicts, lists, functions, and classes of qtrace. What the
+    function refuses itself keeps its own sentence, and an error that no argument explains stays as it is.
     """
     signature = inspect.signature(function)
     kinds = {name: _alternatives(str(p.annotation)) for name, p in signature.parameters.items()}
@@ -68,14 +69,17 @@ def check_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         try:
-            arguments = signature.bind(*args, **kwargs).arguments
-        except TypeError:  # a name or a number of arguments: the call itself says it better
-            arguments = {}
-        for name, value in arguments.items():
-            for one in value if name in several else (value,):
-                if problem := _problem(function, one, kinds[name]):
-                    raise QtraceError(f"{function.__name__}: {name} takes {problem}.")
-        return function(*args, **kwargs)
+            return function(*args, **kwargs)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            try:
+                arguments = signature.bind(*args, **kwargs).arguments
+            except TypeError:  # a name or a number of arguments, which Python has told
+                arguments = {}
+            for name, value in arguments.items():
+                for one in value if name in several else (value,):
+                    if problem := _problem(function, one, kinds[name]):
+                        raise QtraceError(f"{function.__name__}: {name} takes {problem}.") from error
+            raise
 
     return call
 

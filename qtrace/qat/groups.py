@@ -12,14 +12,12 @@ from megengine.module.batchnorm import _BatchNorm
 
 from qtrace.errors import ConfigError
 from qtrace.fakequant.base import FakeQuant
-from qtrace.plugins.arguments import check_arguments
 
 __all__ = ["param_groups"]
 
 _NORMS = (_BatchNorm, M.LayerNorm, M.GroupNorm, M.InstanceNorm)
 
 
-@check_arguments
 def param_groups(
     prepared: Module,
     lr: float,

@@ -238,7 +238,9 @@ def stft() -> ModelProto:
     net = Net(17)
     signal = net.add("Reshape", [net.features, net.ints(2, 256)])
     spectrum = net.add(
-        "STFT", [signal, net.constant(np.array(16)), net.constant(np.hanning(32).astype(np.float32))]
+        "STFT",
+        [signal, net.constant(np.array(16)), net.constant(np.hanning(32).astype(np.float32))],
+        onesided=1,  # the default of ONNX, but not of onnxruntime
     )
     return net.model(net.linear(net.add("ReduceSumSquare", [spectrum], axes=[-1], keepdims=0), 17))
 

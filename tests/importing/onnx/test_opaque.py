@@ -72,8 +72,16 @@ def test_comes_in_and_goes_out(name: str, tmp_path: Path) -> None:
     assert not qtrace.graph.lint(net)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(FORMS))
+# onnxruntime moves a transposition behind this Resize and then refuses it: see docs/reference/traps.md.
+_NOT_LOADED = {"map_resize_cubic_outside"}
+_QUANTIZED = sorted(set(FORMS) - _NOT_LOADED)
+_SAMPLED = _QUANTIZED[::8]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow if n in _SAMPLED else pytest.mark.long) for n in _QUANTIZED],
+)
 def test_all_forms_are_quantized_and_verified(name: str, tmp_path: Path) -> None:
     path = save(FORMS[name](), tmp_path / "net.onnx")
     expected = run_file(path, batch(9))

@@ -223,6 +223,8 @@ class PlacementNote:
     @property
     def conclusion(self) -> str:
         """Why it is not the labelling that takes the least time; "" if it is, or noise was weighed."""
+        if self.mode == "float" and self.measured:
+            return self.measured
         gains = f"what gains time by integers spoils an output ({self.refused})" if self.refused else ""
         reason = gains or "no op gains time by integers"
         if self.mode == "smaller":

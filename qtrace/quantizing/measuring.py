@@ -109,7 +109,7 @@ def prepare_measured(
     integers = set(times.labellings[chosen].integers)
     labels = {name: name in integers or fixed for name, fixed in units.items()}
     if labels != dict(outcome.point.labels):
-        outcome = outcome.instead(labels)
+        outcome = outcome.instead(labels, text)
         prepared, _ = prepare_placed(traced, config, samples, config, outcome, fitted)
     record = read_record(prepared)
     note = record.annotation.placement

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import megengine.functional as F
 import megengine.module as M
+import onnx
 import pytest
 
 import qtrace
@@ -156,3 +157,24 @@ def test_files_of_like_structure_have_one_key(tmp_path: Path) -> None:
     paths.append(qtrace.export(qtrace.trace(other, DATA[:1], check=False), tmp_path / "other.onnx"))
     keys = [measuring._structure(path) for path in paths]
     assert keys[0] == keys[1] != keys[2]
+
+
+def test_where_float_is_measured_best_the_file_is_in_float(tmp_path: Path, caplog) -> None:
+    """Such a graph has no site, which is an error only where nobody decided so."""
+    path = tmp_path / "times.json"
+    _fixed(path, ()).write()
+    with caplog.at_level(logging.WARNING, "qtrace"):
+        result = qtrace.quantize(
+            _traced(),
+            [DATA[:4], DATA[4:]],
+            tmp_path / "net.onnx",
+            recipe={"placement": "balanced"},
+            times=path,
+            progress=False,
+        )
+    kinds = {node.op_type for node in onnx.load(result.path).graph.node}
+    assert "Conv" in kinds
+    assert "QuantizeLinear" not in kinds
+    assert result.verify is not None
+    assert result.verify.passed
+    assert any("between is chosen" in line for line in caplog.messages)

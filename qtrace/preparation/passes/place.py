@@ -237,6 +237,7 @@ def _write_note(explainer: _Explainer, table: str, synthetic: bool) -> Placement
             for unit in problem.units
         },
         reasons={unit.name: explainer.reason(unit.name) for unit in problem.units if point.labels[unit.name]},
+        measured=explainer.outcome.measured,
     )
 
 

@@ -52,6 +52,7 @@ class SearchOutcome:
         trial: what the labelling does to the outputs.
         refused: what the first labelling does that gains time, if it spoils an output.
         frontier: the best labellings for many prices of noise, the fastest first; () for ``fastest``.
+        measured: how the labels were chosen, if by measured times and noise.
     """
 
     problem: Problem
@@ -60,11 +61,18 @@ class SearchOutcome:
     trial: LabellingTrial
     refused: LabellingTrial | None = None
     frontier: tuple[Point, ...] = ()
+    measured: str = ""
 
-    def instead(self, labels: Mapping[str, bool]) -> SearchOutcome:
-        """Returns the outcome with other labels, which were not rounded on the images."""
+    def instead(self, labels: Mapping[str, bool], measured: str = "") -> SearchOutcome:
+        """Returns the outcome with other labels, which were not rounded on the images.
+
+        Args:
+            labels: the labels.
+            measured: how they were chosen, if by measured times and noise.
+        """
         point = Point(dict(labels), evaluate(self.problem, labels))
-        return replace(self, point=point, trial=LabellingTrial(), refused=None)
+        mode = "float" if measured and not any(labels.values()) else self.mode
+        return replace(self, point=point, mode=mode, trial=LabellingTrial(), refused=None, measured=measured)
 
     @property
     def float_labels(self) -> dict[str, bool]:

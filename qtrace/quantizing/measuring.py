@@ -44,6 +44,7 @@ from qtrace.storage.cache import read_cached, write_cached
 
 __all__ = ["TimingPlan", "choose_labelling", "find_labellings", "fit_costs", "prepare_measured"]
 
+_FLOAT = "float"  # the labelling with every op in float
 _SHARES = (0.25, 0.5)  # of the way from the fastest predicted time to that of float
 _MARGIN = 0.01  # of the price: what is worth less is no reason to leave the predicted choice
 _SPOILED = 0.1  # noise at the outputs, relative to them
@@ -150,7 +151,7 @@ def find_labellings(outcome: SearchOutcome) -> dict[str, SearchOutcome]:
         if all(dict(point.labels) != dict(other.point.labels) for other in different.values()):
             different[name] = outcome.instead(point.labels)
     if any(outcome.point.labels.values()):
-        different["float"] = in_float
+        different[_FLOAT] = in_float
     return different
 
 
@@ -158,10 +159,13 @@ def choose_labelling(measured: Sequence[MeasuredLabelling]) -> int:
     """Returns the number of the labelling with the lowest price of time and noise; 0 unless one is better.
 
     Another one is better if its price is lower at the slow end of its measured range, on both halves of the
-    samples, and it spoils no output.
+    samples, and it spoils no output. Float is taken for its time alone: plain ranges show more noise than the
+    algorithms of the recipe leave, and no file in float is what was asked for if integers are faster.
     """
     first, best, lowest = measured[0], 0, -_MARGIN
     for number, other in enumerate(measured[1:], 1):
+        if other.name == _FLOAT and other.speed.low < 1:
+            continue
         differences = [
             price(1 / other.speed.low, theirs) - price(1.0, own)
             for own, theirs in zip(first.noise, other.noise, strict=True)
@@ -173,7 +177,7 @@ def choose_labelling(measured: Sequence[MeasuredLabelling]) -> int:
 
 def _describe(measured: Sequence[MeasuredLabelling], chosen: int) -> str:
     """Says what was measured of each labelling, beside what was predicted."""
-    whole = next((m for m in measured if m.name == "float"), None)
+    whole = next((m for m in measured if m.name == _FLOAT), None)
     parts = []
     for labelling in measured:
         text = f"{labelling.name} {1e3 * labelling.speed.seconds:.3g} ms"
@@ -212,7 +216,7 @@ class _Bench:
 
     def measure(self, labellings: dict[str, SearchOutcome]) -> tuple[MeasuredLabelling, ...]:
         """Returns what was measured of the labellings that there was time for; () if nothing was."""
-        if len(labellings) < 2:
+        if len(labellings) < 2 or _FLOAT not in labellings:  # else the prediction is float
             return ()
         with tempfile.TemporaryDirectory(prefix="qtrace-labellings-") as folder:
             files: dict[str, Path] = {}
@@ -222,10 +226,10 @@ class _Bench:
                     if number < 2 or time.perf_counter() < self.end:
                         files[name] = self._export(outcome, Path(folder) / f"{number}.onnx")
                 self.batches = self.held_back()
-                exact = self._run(files["float"]) if "float" in files else None
+                exact = self._run(files[_FLOAT]) if _FLOAT in files else None
                 if exact is None:
-                    files["float"] = self._export(labellings["float"], Path(folder) / "float.onnx")
-                    exact = self._run(files["float"])
+                    files[_FLOAT] = self._export(labellings[_FLOAT], Path(folder) / f"{_FLOAT}.onnx")
+                    exact = self._run(files[_FLOAT])
                 speeds = self._time(list(files.values()))
                 noises = [_noise(exact, self._run(path)) for path in files.values()]
             except QtraceError as error:  # a labelling that cannot be exported or run decides nothing

@@ -47,6 +47,8 @@ def _measured(name: str, ratio: float, *noise: float, spread: float = 0.01) -> M
         ([_measured("between", 1.2), _measured("fastest", 1.4)], 2),
         ([_measured("float", 1.5, 0.0, 0.0)], 1),
         ([_measured("float", 0.6, 0.0, 0.0)], 0),
+        ([_measured("float", 0.95, 0.0, 0.0, spread=0.02)], 0),  # exact, but integers are faster
+        ([_measured("float", 1.0, 0.0, 0.0, spread=0.02)], 0),  # not for certain as fast
         ([_measured("between", 1.001, 9e-4, 9e-4)], 0),  # too little to matter
     ],
 )

@@ -39,7 +39,7 @@ __all__ = ["TIMED", "Card", "FloatOps", "Timing", "make_card", "measure_speed"]
 # Suffix of a file that a runtime runs here -> the format of its float twin, the runtime and its package.
 TIMED = {
     ".onnx": (None, "onnxruntime", "onnxruntime"),
-    ".tflite": ("tflite_float", "litert", "ai-edge-litert"),
+    ".tflite": ("tflite", "litert", "ai-edge-litert"),
     ".param": (None, "ncnn", "ncnn"),
 }
 _PACKAGES = ("qtrace", "megengine", "numpy", "onnx", "onnxruntime", "openvino", "ai-edge-litert", "ncnn")

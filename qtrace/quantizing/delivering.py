@@ -70,7 +70,7 @@ class Delivery:
                 "`placement: small` in the recipe writes the quantized one for its size"
             )
         if self.speed.slower:
-            return f"{text}; the file is slower than float here, and was asked for: it gains its size alone"
+            return f"{text}; the file is slower than float here, and gains its size alone"
         return text
 
     def to_dict(self) -> dict[str, Any]:

@@ -91,33 +91,37 @@ def prepare_measured(
     prepared, outcome = prepare_placed(
         traced, config, samples, config, fitted=fitted, progress=reporter.progress
     )
-    if measurement is None or outcome is None or not _is_measurable(config, outcome):
+    if measurement is None or outcome is None:
         return prepared
     budget = min(max(time.perf_counter() - start, _LEAST_SECONDS), _MOST_SECONDS)
     units = outcome.float_labels
-    if times.fixed:
-        times.check(units)
-    else:
-        labellings = find_labellings(outcome)
+    if not times.fixed and _is_measurable(config, outcome):
         end = time.perf_counter() + budget
         bench = _Bench(traced, config, samples, held_back, measurement, reporter, end)
-        times.labellings = bench.measure(labellings)
-    if not times.labellings:
-        return prepared
-    chosen = choose_labelling(times.labellings)
-    text = _describe(times.labellings, chosen)
-    reporter.note(f"placement: {text}")
-    integers = set(times.labellings[chosen].integers)
-    labels = {name: name in integers or fixed for name, fixed in units.items()}
+        times.labellings = bench.measure(find_labellings(outcome))
+    chosen = choose_labelling(times.labellings) if times.labellings else 0
+    if not times.fixed:
+        integers = times.labellings[chosen].integers if times.labellings else _integers(outcome)
+        times.integers = tuple(integers)
+    labels = {name: name in times.integers or fixed for name, fixed in units.items()}
+    text = _describe(times.labellings, chosen) if times.labellings else "the ops are those of the given times"
+    if times.labellings:
+        reporter.note(f"placement: {text}")
     if labels != dict(outcome.point.labels):
         outcome = outcome.instead(labels, text)
         prepared, _ = prepare_placed(traced, config, samples, config, outcome, fitted)
+    if not (times.labellings or times.fixed):
+        return prepared
     record = read_record(prepared)
     note = record.annotation.placement
     if note is not None:
         annotation = replace(record.annotation, placement=replace(note, measured=text))
         write_record(prepared, replace(record, annotation=annotation))
     return prepared
+
+
+def _integers(outcome: SearchOutcome) -> tuple[str, ...]:
+    return tuple(name for name, on_integers in outcome.point.labels.items() if on_integers)
 
 
 def fit_costs(config: QConfig) -> CostTable | None:

@@ -108,21 +108,34 @@ class Quantized(Displayed):
 
     @property
     def verdict(self) -> Verdict | None:
-        """The verdict on the calibrated graph; None if it could not be judged."""
+        """The verdict on the calibrated graph; None if it could not be judged.
+
+        If `delivery` says that the file is in float, it is that of the quantized graph, which was left out.
+        """
         return self.judgement.verdict
 
     def explain(self) -> Explanation:
-        """Explains what became of each op, as ``qtrace.explain`` does."""
-        return explain(self.prepared)
+        """Explains what became of each op of the file, as ``qtrace.explain`` does."""
+        return explain(self.delivery.prepared or self.prepared)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns verdict, causes and what was measured, for JSON; apart, those of a graph left out."""
+        judged = self.judgement.to_dict()
+        if self.delivery.in_float:
+            judged = {"quantized_and_not_written": judged}
+        return {**judged, **self.delivery.to_dict()}
 
     def summary(self) -> list[str]:
         """Returns file, verdict with its causes, and what the runtime computed, a line each."""
-        diagnosis = self.judgement.diagnosis
-        lines = [f"{self.path}", *(diagnosis.lines() if diagnosis is not None else ["no verdict"])]
+        diagnosis, sentence = self.judgement.diagnosis, self.delivery.sentence()
+        judged = list(diagnosis.lines()) if diagnosis is not None else ["no verdict"]
         if self.raised:
-            lines.append(f"in float to keep the metric: {', '.join(self.raised)}")
-        if sentence := self.delivery.sentence():
-            lines.append(sentence)
+            judged.append(f"in float to keep the metric: {', '.join(self.raised)}")
+        if self.delivery.in_float:
+            judged[0] = f"of the quantized file, which was not written: {judged[0]}"
+            lines = [f"{self.path}", sentence, *judged]
+        else:
+            lines = [f"{self.path}", *judged, *([sentence] if sentence else [])]
         if self.verify is None:
             return [*lines, "verify: not run"]
         return [*lines, "verify: the runtime computes what the graph computes"]
@@ -231,6 +244,7 @@ def quantize(
             traced = read_network(source, opened.calibration, shapes, allow)
         acceptance = Acceptance(metric, at_least)
         taken = Times.open(None if times is None else Path(times))
+        taken.bind(traced, config)
         measurement = TimingPlan(taken) if measure else None
         result = _calibrate(traced, config, opened, acceptance, reporter, measurement)
         if max_drop is not None:

@@ -164,11 +164,13 @@ def calibrate_to_folder(
         traced = model(source) if callable(model) and not isinstance(model, TracedModule) else model
         # A run that goes on takes the choice of the one that was interrupted.
         taken = Times.open(checkpoints / _TIMES if times is None else Path(times))
+        taken.bind(traced, qconfig)
         measurement = TimingPlan(taken) if measure else None
         prepared = prepare_measured(
             traced, qconfig, _Samples(source), lambda: chosen.read(traced), measurement, reporter
         )
-        taken.write()
+        if measure:
+            taken.write()
         label = os.fspath(data) if isinstance(data, (str, os.PathLike)) else source.source
         reporter.note(f"calibrating on {label}")
         run = _Run(source, label, reading, checkpoints, settings)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from qtrace.benchmarking.turns import Speed
+from qtrace.config import QConfig
 from qtrace.errors import ConfigError
+from qtrace.graph.signature import list_inputs
+from qtrace.graph.types import TensorNode, TracedModule
+from qtrace.graph.walk import exprs, op_label
 from qtrace.storage.files import replacing
 
 __all__ = ["SCHEMA", "MeasuredLabelling", "Times"]
@@ -46,12 +50,16 @@ class Times:
         labellings: the labellings of the placement.
         files: the speed of the float file and of the quantized one; () if they were not measured.
         fixed: whether the times were read, so that nothing is measured.
+        integers: the ops that are placed on integers.
+        network: what the times were measured of: a hash of ops, shapes and target.
     """
 
     path: Path | None = None
     labellings: tuple[MeasuredLabelling, ...] = ()
     files: tuple[Speed, ...] = ()
     fixed: bool = field(default=False)
+    integers: tuple[str, ...] = ()
+    network: str = ""
 
     @classmethod
     def open(cls, path: Path | None) -> Times:
@@ -77,7 +85,9 @@ class Times:
                 )
                 for entry in data["labellings"]
             )
-            return cls(path, labellings, tuple(Speed(**entry) for entry in data["files"]), fixed=True)
+            files = tuple(Speed(**entry) for entry in data["files"])
+            integers = tuple(map(str, data["integers"]))
+            return cls(path, labellings, files, True, integers, str(data["network"]))
         except OSError as error:
             raise ConfigError(f"the times {path} cannot be read: {error.strerror}.") from error
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -86,20 +96,23 @@ class Times:
                 "measure them."
             ) from error
 
-    def check(self, units: Iterable[str]) -> None:
-        """Refuses times of another network.
+    def bind(self, traced: TracedModule, config: QConfig) -> None:
+        """Notes the network that is measured, or refuses times that were read and are of another one.
+
+        Args:
+            traced: the float network.
+            config: the config, whose target counts.
 
         Raises:
-            ConfigError: when an op of a labelling is not among ``units``.
+            ConfigError: when the times are of another network or target.
         """
-        known = set(units)
-        for labelling in self.labellings:
-            for name in labelling.integers:
-                if name not in known:
-                    raise ConfigError(
-                        f"{self.path} has the times of another network, with the op {name}: give the name of "
-                        "a new file to measure them."
-                    )
+        network = _fingerprint(traced, config)
+        if self.fixed and self.network != network:
+            raise ConfigError(
+                f"{self.path} has the times of another network, other shapes or another target: give the "
+                "name of a new file to measure them."
+            )
+        self.network = network
 
     def write(self) -> None:
         """Writes the file, if there is one and it was not read.
@@ -107,10 +120,12 @@ class Times:
         Raises:
             ConfigError: when it cannot be written.
         """
-        if self.path is None or self.fixed or not (self.labellings or self.files):
+        if self.path is None or self.fixed:
             return
         data = {
             "schema": SCHEMA,
+            "network": self.network,
+            "integers": list(self.integers),
             "labellings": [asdict(labelling) for labelling in self.labellings],
             "files": [asdict(speed) for speed in self.files],
         }
@@ -119,3 +134,15 @@ class Times:
                 stream.write((json.dumps(data, indent=1) + "\n").encode())
         except OSError as error:
             raise ConfigError(f"the times {self.path} cannot be written: {error.strerror}.") from error
+
+
+def _fingerprint(traced: TracedModule, config: QConfig) -> str:
+    """Returns a hash of the ops of a network, the names and shapes of their results, and the target."""
+    ops = [
+        (type(expr).__name__, op_label(expr), [(node.name, list(node.shape or ())) for node in expr.outputs])
+        for expr in exprs(traced)
+        if expr.outputs and all(isinstance(node, TensorNode) for node in expr.outputs)
+    ]
+    inputs = [(name, list(shape)) for name, shape in list_inputs(traced)]
+    text = json.dumps([config.backend, inputs, ops], default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -75,17 +75,19 @@ def test_the_labellings_in_question_lie_between_the_fastest_and_float() -> None:
     assert labellings["float"].point.energy == Energy(20.0, 0.0, 0.0)
 
 
-def _traced():
+def _traced(example=DATA[:1]):
     layers = {"a": M.Conv2d(3, 32, 3), "b": M.Conv2d(32, 32, 3), "c": M.Conv2d(32, 8, 3)}
     module = net(lambda self, x: self.c(F.relu(self.b(F.relu(self.a(x))))), **layers)
-    return qtrace.trace(module, DATA[:1], check=False)
+    return qtrace.trace(module, example, check=False)
 
 
 def _fixed(path: Path, integers: tuple[str, ...]) -> Times:
     chosen = Speed(5e-4, 2.0, 1.9, 2.1, 30)
     own = MeasuredLabelling("predicted", integers, 1e-3, 30.0, chosen, (1.0, 1.0))
     other = MeasuredLabelling("between", integers, 1e-3, 30.0, chosen, (1e-4, 1e-4))
-    return Times(path, (own, other))
+    times = Times(path, (own, other), integers=integers)
+    times.bind(_traced(), as_qconfig({"placement": "balanced"}))
+    return times
 
 
 def test_given_times_decide_and_nothing_is_measured(tmp_path: Path, caplog) -> None:
@@ -105,9 +107,12 @@ def test_given_times_decide_and_nothing_is_measured(tmp_path: Path, caplog) -> N
 
 def test_times_of_another_network_and_damaged_ones_are_a_sentence(tmp_path: Path) -> None:
     path = tmp_path / "times.json"
-    _fixed(path, ("gone",)).write()
-    with pytest.raises(ConfigError, match="the times of another network, with the op gone"):
-        Times.open(path).check(["a", "b"])
+    _fixed(path, ("b_out",)).write()
+    times, config = Times.open(path), as_qconfig({"placement": "balanced"})
+    times.bind(_traced(), config)
+    for other, same in ((_traced(), {"backend": "openvino"}), (_traced(images(1, 3, 40, 40)), {})):
+        with pytest.raises(ConfigError, match="the times of another network, other shapes or another target"):
+            times.bind(other, as_qconfig({"placement": "balanced", **same}))
     for text in ("{", "[]", '{"schema": "qtrace-times/1"}', json.dumps({"schema": "other"})):
         path.write_text(text)
         with pytest.raises(ConfigError, match="holds no times that qtrace has measured"):

@@ -133,8 +133,7 @@ def quantize(
         console.note(line)
     if cards:
         console.note(f"card: {' and '.join(map(str, cards))}")
-    facts = {**figures, **note_checks(console, checks), **result.judgement.to_dict()}
+    facts = {**figures, **note_checks(console, checks), **result.to_dict()}
     verified = None if result.verify is None else bool(result.verify.passed)
-    facts |= result.delivery.to_dict()
     console.result(str(out), {"file": str(out), **facts, "raised": list(result.raised), "verified": verified})
     return 0 if checks.passed else 1

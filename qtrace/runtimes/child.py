@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -50,6 +51,8 @@ class MissingPackageError(ExportError):
 class Child:
     """A process that answers requests until it is closed, dies, or does not answer in time.
 
+    Threads may share it: a request waits for the answer of the one before.
+
     The command may be a script that starts what answers: all of its session ends together, and its
     processor time counts together.
 
@@ -68,6 +71,7 @@ class Child:
         self.subject, self.seconds, self.idle = subject, seconds, idle
         self._process: subprocess.Popen[bytes] | None = None
         self._received = bytearray()
+        self._asking = threading.Lock()  # an answer belongs to the request before it
         folder = tempfile.mkdtemp(prefix="qtrace-runtime-")
         self._remove_folder = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         self._messages = Path(folder, "stderr")
@@ -101,14 +105,15 @@ class Child:
             MissingPackageError: when its interpreter lacks the runtime.
             ExportError: when the child dies, or does not answer in time.
         """
-        if self._process is None:
-            raise ExportError(f"{self.subject} has ended already: see the error of the call before.")
         contiguous = [np.asarray(array, order="C") for array in arrays]
-        try:
-            header, values = self._exchange(request, contiguous)
-        except BaseException:  # ctrl-C, too: the rest of this answer must not become that of the next request
-            self.close()
-            raise
+        with self._asking:
+            if self._process is None:
+                raise ExportError(f"{self.subject} has ended already: see the error of the call before.")
+            try:
+                header, values = self._exchange(request, contiguous)
+            except BaseException:  # ctrl-C, too: the rest of this answer must not be that of the next request
+                self.close()
+                raise
         if "missing" in header:
             raise MissingPackageError(f"{self.subject} needs a package that is missing: {header['refused']}.")
         if "refused" in header:

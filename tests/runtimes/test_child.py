@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -212,6 +213,17 @@ def test_long_headers_are_read_at_once(tmp_path: Path) -> None:
     )
     child = Child(_command(script), "a runtime", seconds=60)
     assert len(child.ask({})[0]) == 3_000_000
+
+
+def test_threads_get_their_own_answers(script: Path) -> None:
+    child = Child(_command(script), "a runtime", seconds=60)
+
+    def doubled(number: int) -> bool:
+        _, (result,) = child.ask({"command": "double"}, [np.full(100_000, number)])
+        return bool((result == 2 * number).all())
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(doubled, range(40)))
 
 
 def test_an_interpreter_that_is_not_there_is_one_sentence(script: Path) -> None:

@@ -27,7 +27,7 @@ from qtrace.finetuning.saving import (
 from qtrace.finetuning.settings import FinetuneSettings
 from qtrace.finetuning.training import Trainer
 from qtrace.finetuning.twins import PARTS
-from qtrace.graph.opaque import describe_stopped_gradients, opaque_calls
+from qtrace.graph.opaque import opaque_calls, say_stopped_gradients
 from qtrace.graph.types import TracedModule
 from qtrace.learning.engine import MIN_TRACED_STEPS
 from qtrace.learning.loop import descend
@@ -67,7 +67,7 @@ class TuningRun:
         model, samples, jit = prepared.module, data.learned, settings.jit
         if jit is None:
             jit = samples.joined and settings.steps >= MIN_TRACED_STEPS and not opaque_calls(model)
-        if sentence := describe_stopped_gradients(model):
+        if sentence := say_stopped_gradients(model):
             _LOG.warning("finetune: %s", sentence)
         self._data, self._checkpoint = data, checkpoint
         self._identity = identity_of(settings, jit, model, teacher, data)

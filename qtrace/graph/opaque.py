@@ -7,23 +7,25 @@ small ONNX model. It computes in float, no gradient passes through it, and the O
 from __future__ import annotations
 
 import copy
+import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import megengine as mge
 import numpy as np
-from megengine.core._imperative_rt.core2 import is_tracing_module
+from megengine.core._imperative_rt.core2 import get_grad_key, is_tracing_module
 from megengine.jit.tracing import is_tracing
 from megengine.module import Module
 from megengine.traced_module import TracedModule, register_as_builtin
 from megengine.traced_module.expr import Expr, GetAttr
 from megengine.traced_module.node import Node, TensorNode
 
-from qtrace.errors import ExportError, GraphError
+from qtrace.errors import ExportError, GraphError, QtraceWarning
 from qtrace.graph.walk import exprs, get_module, owner
 from qtrace.onnxfile.fragment import Fragment, operators_of
 
-__all__ = ["OpaqueOp", "carried_dtype", "describe_stopped_gradients", "opaque_calls", "stopped_gradients"]
+__all__ = ["OpaqueOp", "carried_dtype", "opaque_calls", "say_stopped_gradients", "stopped_gradients"]
 
 _INT32 = np.iinfo(np.int32)
 _CARRIED = {
@@ -49,8 +51,9 @@ class OpaqueOp(Module):
         model: that model.
     """
 
-    __slots__ = ("_opened",)  # no attribute, which MegEngine would list, save and print
+    __slots__ = ("_opened", "_said")  # no attributes, which MegEngine would list, save and print
     _opened: Fragment
+    _said: bool
 
     def __init__(self, model: bytes) -> None:
         super().__init__()
@@ -71,6 +74,8 @@ class OpaqueOp(Module):
     def forward(self, *inputs: mge.Tensor) -> Any:
         """Computes the outputs: a tensor, or a tuple of several.
 
+        A gradient that is recorded for an input ends here, of which the first such call warns.
+
         Raises:
             GraphError: when onnxruntime refuses the values, or under ``jit.trace``, which would keep the
                 results of one call for all.
@@ -80,6 +85,9 @@ class OpaqueOp(Module):
                 f"{self.operators} is run by onnxruntime, which jit.trace cannot capture: run the module "
                 "without jit.trace."
             )
+        if get_grad_key(inputs) is not None and self.say_once():
+            name = getattr(self, "_name", None) or self.operators
+            warnings.warn(_stopped_sentence(str(name)), QtraceWarning, stacklevel=_level_of_caller())
         dtypes = self.fragment.input_dtypes
         arrays = [x.numpy().astype(dtype) for x, dtype in zip(inputs, dtypes, strict=True)]
         try:
@@ -88,6 +96,12 @@ class OpaqueOp(Module):
             raise GraphError(f"{self.operators}: {error}") from error
         tensors = tuple(mge.Tensor(self._carried(result)) for result in results)
         return tensors[0] if len(tensors) == 1 else tensors
+
+    def say_once(self) -> bool:
+        """Returns whether nobody has said yet that a gradient stops here, and notes that it is said now."""
+        said = getattr(self, "_said", False)
+        object.__setattr__(self, "_said", True)
+        return not said
 
     def _carried(self, array: np.ndarray) -> np.ndarray:
         dtype = carried_dtype(array.dtype)
@@ -137,8 +151,9 @@ class OpaqueOp(Module):
         result = type(self).__new__(type(self))
         memo[id(self)] = result
         result.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
-        if hasattr(self, "_opened"):
-            object.__setattr__(result, "_opened", self._opened)
+        for name in OpaqueOp.__slots__:
+            if hasattr(self, name):
+                object.__setattr__(result, name, getattr(self, name))
         return result
 
 
@@ -150,16 +165,36 @@ def opaque_calls(traced: TracedModule) -> list[Expr]:
     return [expr for expr in exprs(traced) if isinstance(owner(expr), OpaqueOp)]
 
 
-def describe_stopped_gradients(traced: TracedModule) -> str:
-    """Returns a sentence on the opaque nodes that a gradient would have to pass; "" if there are none."""
-    stopped = [str(expr.outputs[0].name) for expr in stopped_gradients(traced)]
+def say_stopped_gradients(traced: TracedModule) -> str:
+    """Returns a sentence on the opaque nodes that a gradient would have to pass; "" if there are none.
+
+    The caller says it: the nodes do not repeat it when they run.
+    """
+    stopped = stopped_gradients(traced)
     if not stopped:
         return ""
+    for expr in stopped:
+        op = owner(expr)
+        if isinstance(op, OpaqueOp):
+            op.say_once()
     more = f" and {len(stopped) - 1} more" if len(stopped) > 1 else ""
+    return _stopped_sentence(f"{stopped[0].outputs[0].name}{more}")
+
+
+def _stopped_sentence(names: str) -> str:
     return (
-        f"no gradient passes {stopped[0]}{more}, kept as in the imported file: the parameters before it "
-        "learn from other paths alone."
+        f"no gradient passes {names}, kept as in the imported file: the parameters before it learn from "
+        "other paths alone."
     )
+
+
+def _level_of_caller() -> int:
+    """Returns the ``stacklevel`` of the line that runs the network, seen from the caller."""
+    level, frame = 1, sys._getframe(1)
+    inner = ("qtrace", "megengine")
+    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] in inner:
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def stopped_gradients(traced: TracedModule) -> list[Expr]:

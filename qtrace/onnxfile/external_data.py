@@ -25,6 +25,7 @@ __all__ = [
     "move_out",
     "release",
     "skeleton",
+    "tensor_files",
     "without_large_values",
 ]
 
@@ -82,6 +83,22 @@ def find_external(model: Any, path: Path) -> list[tuple[Any, TensorPlace]]:
 
     tensors = (*model.graph.initializer, *_tensors_of_nodes(model.graph.node))
     return [(t, _place(t, path)) for t in tensors if t.data_location == onnx.TensorProto.EXTERNAL]
+
+
+def tensor_files(path: Path, model: Any = None) -> list[Path]:
+    """Returns the files beside a model in which its tensors lie.
+
+    Args:
+        path: the model's file.
+        model: the model, without them; None to read it.
+
+    Raises:
+        ExportError: when one of them is missing, not whole, or outside of the model's folder.
+    """
+    import onnx
+
+    loaded = onnx.load(str(path), load_external_data=False) if model is None else model
+    return sorted({place.file for _, place in find_external(loaded, path)})
 
 
 def _tensors_of_nodes(nodes: Iterable[Any]) -> Iterator[Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import ExportError, install
-from qtrace.onnxfile.external_data import find_external
+from qtrace.onnxfile.external_data import tensor_files
 from qtrace.runtimes import worker
 from qtrace.runtimes.child import RefusalError
 from qtrace.runtimes.files import RuntimeChild, RuntimeFile
@@ -147,7 +147,7 @@ class OrtSession:
         child = RuntimeChild("onnxruntime", "onnxruntime", self._subject, host)
         try:
             if isinstance(model, Path):
-                path = child.place(model, _tensor_files(model, model) if host.runner else ())
+                path = child.place(model, tensor_files(model) if host.runner else ())
                 file, _ = child.open(path=path, **settings.request())
             else:
                 folder = _place_tensors(child, model, settings.tensors)
@@ -210,26 +210,14 @@ class OrtSession:
         return self._file.optimized()
 
 
-def _tensor_files(model: Any, path: Path) -> list[Path]:
-    """Returns the files of external tensors of a model, or of the model in a file."""
-    import onnx
-
-    loaded = onnx.load(str(model), load_external_data=False) if isinstance(model, Path) else model
-    return sorted({place.file for _, place in find_external(loaded, path)})
-
-
 def _place_tensors(child: RuntimeChild, data: bytes, folder: Path | None) -> str:
     """Copies the external tensors of a serialized model to where it runs, and returns their folder there."""
     if folder is None or child.host is None or not child.host.runner:
         return str(folder or "")
     import onnx
 
-    files = _tensor_files(onnx.load_from_string(data), folder / "model.onnx")
-    if not files:
-        return ""
-    placed = child.place(files[0], files[1:])
-    depth = len(files[0].relative_to(folder).parts)
-    return str(Path(placed).parents[depth - 1])
+    files = tensor_files(folder / "model.onnx", onnx.load_from_string(data))
+    return child.place_all(files, folder) if files else ""
 
 
 def open_session(

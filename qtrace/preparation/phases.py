@@ -11,7 +11,7 @@ from megengine.module import LSTMCell, Module
 
 from qtrace.errors import CalibrationError, ConfigError, QtraceWarning
 from qtrace.fakequant.base import PHASES
-from qtrace.graph.opaque import describe_stopped_gradients
+from qtrace.graph.opaque import say_stopped_gradients
 from qtrace.graph.types import TracedModule
 from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.model import QuantizedModel
@@ -127,5 +127,5 @@ def _warn_of_cells(parts: Sequence[QuantizedModel]) -> None:
 def _warn_of_opaque_nodes(parts: Sequence[QuantizedModel]) -> None:
     """Says which opaque nodes a gradient would have to pass; nothing if no parameter is before them."""
     for part in parts:
-        if sentence := describe_stopped_gradients(part.module):
+        if sentence := say_stopped_gradients(part.module):
             warnings.warn(sentence, QtraceWarning, stacklevel=4)

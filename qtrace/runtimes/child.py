@@ -14,9 +14,10 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -28,6 +29,7 @@ from qtrace.runtimes.host import IDLE_SECONDS
 __all__ = ["Child", "MissingPackageError", "RefusalError"]
 
 _CHUNK = 1 << 20
+_SECONDS_UNMEASURED = 0.1  # looking at every process of the system takes milliseconds
 
 
 class RefusalError(ExportError):
@@ -49,6 +51,11 @@ class MissingPackageError(ExportError):
 class Child:
     """A process that answers requests until it is closed, dies, or does not answer in time.
 
+    Threads may share it: a request waits for the answer of the one before.
+
+    The command may be a script that starts what answers: all of its session ends together, and its
+    processor time counts together.
+
     Args:
         command: what it runs.
         subject: what it does, for messages: "LiteRT with model.tflite".
@@ -56,12 +63,15 @@ class Child:
         idle: the longest time in which it neither answers nor computes.
     """
 
+    _own_session = True
+
     def __init__(
         self, command: Sequence[str], subject: str, seconds: float = 600.0, idle: float = IDLE_SECONDS
     ) -> None:
         self.subject, self.seconds, self.idle = subject, seconds, idle
         self._process: subprocess.Popen[bytes] | None = None
         self._received = bytearray()
+        self._asking = threading.Lock()  # an answer belongs to the request before it
         folder = tempfile.mkdtemp(prefix="qtrace-runtime-")
         self._remove_folder = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         self._messages = Path(folder, "stderr")
@@ -75,6 +85,7 @@ class Child:
                     # What a runtime writes to a temporary folder goes with this one.
                     env={**os.environ, "TMPDIR": folder},
                     bufsize=0,
+                    start_new_session=self._own_session,
                 )
         except (OSError, ValueError) as error:
             self._remove_folder()
@@ -82,6 +93,8 @@ class Child:
             raise ExportError(
                 f"{subject} needs a process of its own, and {command[0]!r} does not start: {reason}."
             ) from error
+        if self._own_session:  # ctrl-C of a terminal does not reach it, so this ends it at the exit, too
+            self._kill = weakref.finalize(self, _kill_session, self._process.pid, os.getpid())
         os.set_blocking(self._pipe("stdin").fileno(), False)
 
     def ask(self, request: dict[str, Any], arrays: Sequence[np.ndarray] = ()) -> tuple[Any, list[np.ndarray]]:
@@ -92,13 +105,28 @@ class Child:
             MissingPackageError: when its interpreter lacks the runtime.
             ExportError: when the child dies, or does not answer in time.
         """
-        if self._process is None:
-            raise ExportError(f"{self.subject} has ended already: see the error of the call before.")
         contiguous = [np.asarray(array, order="C") for array in arrays]
-        described = [(array.dtype.str, array.shape) for array in contiguous]
+        with self._asking:
+            if self._process is None:
+                raise ExportError(f"{self.subject} has ended already: see the error of the call before.")
+            try:
+                header, values = self._exchange(request, contiguous)
+            except BaseException:  # ctrl-C, too: the rest of this answer must not be that of the next request
+                self.close()
+                raise
+        if "missing" in header:
+            raise MissingPackageError(f"{self.subject} needs a package that is missing: {header['refused']}.")
+        if "refused" in header:
+            raise RefusalError(request.get("refusal", ""), header["refused"])
+        return header["value"], values
+
+    def _exchange(
+        self, request: dict[str, Any], arrays: Sequence[np.ndarray]
+    ) -> tuple[Any, list[np.ndarray]]:
+        described = [(array.dtype.str, array.shape) for array in arrays]
         deadline = time.monotonic() + self.seconds
         self._send(json.dumps({**request, "arrays": described}).encode() + b"\n", deadline)
-        for array in contiguous:
+        for array in arrays:
             self._send(array.tobytes(), deadline)
         header = json.loads(self.read_line(deadline))
         values = []
@@ -106,11 +134,7 @@ class Child:
             kind = np.dtype(dtype)
             data = self._read(kind.itemsize * int(np.prod(shape, dtype=np.int64)), deadline)
             values.append(np.frombuffer(data, kind).reshape(shape))
-        if "missing" in header:
-            raise MissingPackageError(f"{self.subject} needs a package that is missing: {header['refused']}.")
-        if "refused" in header:
-            raise RefusalError(request.get("refusal", ""), header["refused"])
-        return header["value"], values
+        return header, values
 
     def close(self) -> None:
         """Ends the process."""
@@ -129,8 +153,7 @@ class Child:
         self.close()
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
-        if process.poll() is None:
-            process.kill()
+        self._kill()
 
     def _pipe(self, name: str) -> IO[bytes]:
         pipe: IO[bytes] = getattr(self._process, name)
@@ -186,9 +209,11 @@ class Child:
 
     def _wait(self, pipe: IO[bytes], event: int, deadline: float) -> None:
         """Waits until the pipe is ready, as long as the process computes and the deadline has not passed."""
-        before = self._processor_time()
         with selectors.DefaultSelector() as selector:
             selector.register(pipe, event)
+            if selector.select(max(0.0, min(_SECONDS_UNMEASURED, self.idle, deadline - time.monotonic()))):
+                return
+            before = self._processor_time()
             while not selector.select(max(0.0, min(self.idle, deadline - time.monotonic()))):
                 now, late = self._processor_time(), time.monotonic() >= deadline
                 if late or now == before:
@@ -207,13 +232,10 @@ class Child:
         )
 
     def _processor_time(self) -> float:
-        """Returns the processor time of the process; a running clock where the system does not tell it."""
+        """Returns the processor time of its session; a running clock where the system does not tell it."""
         assert self._process is not None
-        try:
-            state = Path(f"/proc/{self._process.pid}/stat").read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            return time.monotonic()
-        return float(sum(map(int, state.rpartition(")")[2].split()[11:13])))
+        times = [ticks for _, ticks in _processes_of(self._process.pid)]
+        return float(sum(times)) if times else time.monotonic()
 
     def _describe_death(self) -> ExportError:
         """Returns the error of a process that ended without an answer."""
@@ -240,3 +262,25 @@ class Child:
             messages.seek(max(0, size - 4096))
             lines = messages.read().decode("utf-8", "replace").strip().splitlines()
         return lines[-1].strip()[:300] if lines else ""
+
+
+def _processes_of(session: int) -> Iterator[tuple[int, int]]:
+    """Yields each process of a session and the ticks that it and its ended children have computed."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        if int(fields[3]) == session:
+            yield int(path.parent.name), sum(map(int, fields[11:15]))
+
+
+def _kill_session(session: int, owner: int) -> None:
+    """Ends all processes of a session, unless this process is a fork of the owner."""
+    if os.getpid() != owner:
+        return
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(session, signal.SIGKILL)
+    for pid, _ in _processes_of(session):  # a shell, or `timeout`, makes further groups
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)

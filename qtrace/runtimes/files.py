@@ -154,16 +154,26 @@ class RuntimeChild:
         """
         if self.host is None or not self.host.runner:
             return os.path.abspath(path)
+        return f"{self.place_all([*beside, path], path.parent)}/{path.name}"
+
+    def place_all(self, files: Sequence[Path], folder: Path) -> str:
+        """Copies files to where the process runs, elsewhere, and returns the folder that stands for theirs.
+
+        Args:
+            files: at least one.
+            folder: their folder; the copies lie in the same folders below.
+
+        Raises:
+            ExportError: when a file cannot be read, or does not stand in the folder or below.
+        """
         self._stored += 1
-        folder = f"files/{self._stored}"
-        for other in beside:
-            name = Path(os.path.relpath(other, path.parent))
-            if ".." in name.parts:
-                raise ExportError(
-                    f"{other} does not stand beside {path}: move it there, to run both elsewhere."
-                )
-            self._copy(other, f"{folder}/{name.as_posix()}")
-        return self._copy(path, f"{folder}/{path.name}")
+        placed = ""
+        for path in files:
+            name = Path(os.path.relpath(path, folder)).as_posix()
+            if name.startswith("../"):
+                raise ExportError(f"{path} does not stand in {folder}: move it there, to run it elsewhere.")
+            placed = self._copy(path, f"files/{self._stored}/{name}")[: -len(name) - 1]
+        return placed
 
     def _copy(self, path: Path, target: str) -> str:
         try:

@@ -372,7 +372,7 @@ def main() -> None:
         except ImportError as error:
             header = {"refused": str(error), "missing": error.name or ""}
         except Exception as error:  # the caller has no other way to see it
-            header = {"refused": _first_line(error)}
+            header = {"refused": _one_line(error)}
         results = [np.asarray(result, order="C") for result in results]
         header["arrays"] = [(result.dtype.str, result.shape) for result in results]
         answers.write(json.dumps(header).encode() + b"\n")
@@ -414,10 +414,12 @@ def _kilobytes(name: str) -> int:
         return 0
 
 
-def _first_line(error: BaseException) -> str:
-    """Returns the first line of a runtime's message; that of another error with its type."""
-    text = str(error).strip()
-    line = text.splitlines()[0] if text else type(error).__name__
+def _one_line(error: BaseException) -> str:
+    """Returns a runtime's message in one line, and that of another error with its type.
+
+    All of its lines count: OpenVINO has the reason in the last one.
+    """
+    line = " ".join(str(error).split())[:600] or type(error).__name__
     kind = type(error)
     own = kind.__module__.startswith("onnxruntime") or isinstance(error, (RuntimeError, ValueError))
     return line if own else f"{kind.__name__}: {line}"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +34,8 @@ for line in iter(sys.stdin.buffer.readline, b""):
         os.abort()
     if command == "leave":
         os._exit(3)
+    while command == "compute" and time.process_time() < 0.3:
+        pass
     if command == "hang":
         time.sleep(600)
     header = {"refused": "no such thing"} if command == "refuse" else {"value": os.getpid()}
@@ -55,9 +59,30 @@ def script(tmp_path: Path) -> Path:
 def _alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+        # What nobody waits for stays as a zombie in a container.
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except (ProcessLookupError, FileNotFoundError):
         return False
-    return True
+
+
+def _wait_for_end(pid: int) -> None:
+    deadline = time.monotonic() + 120
+    while _alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not _alive(pid)
+
+
+def _interpreter(folder: Path, kind: str) -> str:
+    """A script that starts Python and stays, in a group of its own, too, as `timeout` does."""
+    script = folder / "python"
+    lines = {
+        "shell": f'#!/bin/sh\n{sys.executable} "$@"\nexit $?\n',
+        "group": f"#!{sys.executable}\nimport os, subprocess, sys\n"
+        "sys.exit(subprocess.call([sys.executable, *sys.argv[1:]], preexec_fn=os.setpgrp))\n",
+    }
+    script.write_text(lines[kind])
+    script.chmod(0o755)
+    return str(script)
 
 
 def test_arrays_of_every_kind_go_both_ways(script: Path) -> None:
@@ -106,10 +131,44 @@ def test_a_child_ends_with_its_owner(script: Path) -> None:
     pid, _ = child.ask({"command": "double"})
     del child
     gc.collect()
-    deadline = time.monotonic() + 120
-    while _alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not _alive(pid)
+    _wait_for_end(pid)
+
+
+@pytest.mark.parametrize("kind", ["shell", "group"])
+def test_what_a_script_starts_counts_and_ends_with_it(tmp_path: Path, script: Path, kind: str) -> None:
+    child = Child([_interpreter(tmp_path, kind), "-I", str(script)], "a runtime")
+    pid, _ = child.ask({"command": "compute"})
+    assert child._processor_time() >= 0.2 * os.sysconf("SC_CLK_TCK")
+    child.idle = 0.5
+    with pytest.raises(ExportError, match=r"gave no answer in 0\.5 s and was ended"):
+        child.ask({"command": "hang"})
+    _wait_for_end(pid)
+
+
+def test_an_interrupted_request_leaves_no_answer_and_no_process(script: Path) -> None:
+    code = (
+        "import signal, sys, threading, time\n"
+        "from qtrace.runtimes.child import Child\n"
+        "child = Child([sys.executable, '-I', sys.argv[1]], 'a runtime')\n"
+        "print(child.ask({'command': 'double'})[0], flush=True)\n"
+        "other = Child([sys.executable, '-I', sys.argv[1]], 'a runtime')\n"
+        "print(other.ask({'command': 'double'})[0], flush=True)\n"
+        "other._exchange = lambda *_: signal.raise_signal(signal.SIGINT)\n"
+        "try:\n"
+        "    other.ask({})\n"
+        "except KeyboardInterrupt:\n"
+        "    print(other._process, flush=True)\n"
+        'child._send(b\'{"command": "hang", "arrays": []}\\n\', time.monotonic() + 60)\n'
+        # A thread that nobody joins keeps the child from being collected at the exit.
+        "threading.Thread(target=lambda _: time.sleep(600), args=(child,), daemon=True).start()\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code, str(script)], capture_output=True, text=True, timeout=120, check=True
+    )
+    first, second, process = run.stdout.split()
+    assert process == "None"
+    for pid in (first, second):
+        _wait_for_end(int(pid))
 
 
 def test_a_child_that_reads_nothing_does_not_hold_its_owner(tmp_path: Path) -> None:
@@ -154,6 +213,17 @@ def test_long_headers_are_read_at_once(tmp_path: Path) -> None:
     )
     child = Child(_command(script), "a runtime", seconds=60)
     assert len(child.ask({})[0]) == 3_000_000
+
+
+def test_threads_get_their_own_answers(script: Path) -> None:
+    child = Child(_command(script), "a runtime", seconds=60)
+
+    def doubled(number: int) -> bool:
+        _, (result,) = child.ask({"command": "double"}, [np.full(100_000, number)])
+        return bool((result == 2 * number).all())
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(doubled, range(40)))
 
 
 def test_an_interpreter_that_is_not_there_is_one_sentence(script: Path) -> None:

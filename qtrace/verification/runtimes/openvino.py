@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from qtrace.errors import ExportError
+from qtrace.onnxfile.openvino import OpenvinoFile
 from qtrace.runtimes.host import RuntimeHost
-from qtrace.runtimes.openvino import OpenvinoFile
 from qtrace.verification.runtimes._onnx import as_declared, check_samples, with_integer_outputs
 from qtrace.verification.runtimes._spelled import spell_out_roundings
 from qtrace.verification.runtimes.base import Runtime, RuntimeRun

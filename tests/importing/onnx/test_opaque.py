@@ -15,7 +15,7 @@ from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 import qtrace
 from qtrace.errors import GraphError, ImportingError, QtraceError, QtraceWarning
-from qtrace.graph.opaque import OpaqueOp, describe_stopped_gradients, opaque_calls
+from qtrace.graph.opaque import OpaqueOp, opaque_calls, say_stopped_gradients
 from qtrace.graph.types import TracedModule
 from qtrace.onnxfile.bodies import captured_names, rename_tensors
 from qtrace.onnxfile.fragment import check_fragment
@@ -207,16 +207,39 @@ def test_the_safe_loader_refuses_what_is_no_model(tmp_path: Path) -> None:
 
 def test_gradients_stop_and_it_is_said(tmp_path: Path) -> None:
     net = qtrace.from_onnx(save(crnn(), tmp_path / "crnn.onnx"))
-    assert "no gradient passes" in describe_stopped_gradients(net)
     prepared = qtrace.prepare(net)
     qtrace.calibrate(prepared, [batch(0), batch(1)])
     with pytest.warns(QtraceWarning, match="no gradient passes"):
         qtrace.set_phase(prepared, "train")
     gradients = mge.autodiff.GradManager().attach(list(prepared.parameters()))
-    with gradients:
+    with gradients, warnings.catch_warnings():
+        warnings.simplefilter("error", QtraceWarning)  # it is said once
         gradients.backward((prepared(mge.Tensor(batch(0))) ** 2).mean())
     weights = {n: p.grad is not None for n, p in prepared.named_parameters() if n.endswith(".weight")}
     assert sorted(weights.values()) == [False, True]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_plain_training_says_that_gradients_stop(tmp_path: Path, training: bool) -> None:
+    net = qtrace.from_onnx(save(crnn(), tmp_path / "crnn.onnx"))
+    net.train(training)
+    x, parameters = mge.Tensor(batch(0)), list(net.parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", QtraceWarning)
+        net(x)  # no gradient is recorded
+        gradients = mge.autodiff.GradManager().attach(parameters)
+        net(x)
+    with gradients, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        gradients.backward(net(x).sum() + net(x).sum())
+    assert [w.filename for w in caught if "no gradient passes" in str(w.message)] == [__file__]
+    behind = [n for n, p in net.named_parameters() if p.grad is not None]
+    assert 0 < len(behind) < len(parameters)
+    again = qtrace.from_onnx(tmp_path / "crnn.onnx")
+    gradients = mge.autodiff.GradManager().attach([p for n, p in again.named_parameters() if n in behind])
+    with gradients, warnings.catch_warnings():
+        warnings.simplefilter("error", QtraceWarning)  # no gradient would have to pass
+        gradients.backward(again(x).sum())
 
 
 def test_nothing_is_said_without_parameters_before_it(tmp_path: Path) -> None:
@@ -228,7 +251,7 @@ def test_nothing_is_said_without_parameters_before_it(tmp_path: Path) -> None:
     model = net.model(net.conv(crop, 3))
     module = qtrace.from_onnx(save(model, tmp_path / "net.onnx"))
     assert opaque_calls(module)
-    assert not describe_stopped_gradients(module)
+    assert not say_stopped_gradients(module)
 
 
 def test_jit_trace_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Files that OpenVINO has loaded on CPU, in this process or in that of a host."""
+"""ONNX files that OpenVINO has loaded on CPU, in this process or in that of a host."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import ExportError
+from qtrace.onnxfile.external_data import tensor_files
 from qtrace.runtimes import worker
 from qtrace.runtimes.child import RefusalError
 from qtrace.runtimes.files import RuntimeChild, RuntimeFile
@@ -56,8 +57,13 @@ class OpenvinoFile:
         else:
             child = RuntimeChild("openvino", "OpenVINO", path, host)
             content = [np.frombuffer(model, np.uint8)] if isinstance(model, bytes) else []
-            where = "" if isinstance(model, bytes) else child.place(model)
-            self._file, _ = child.open(content, path=where, **request)
+            try:
+                beside = () if isinstance(model, bytes) or not host.runner else tensor_files(model)
+                where = "" if isinstance(model, bytes) else child.place(model, beside)
+                self._file, _ = child.open(content, path=where, **request)
+            except BaseException:
+                child.close()
+                raise
             self.side = child.side
         self.inputs: Sequence[Mapping[str, Any]] = self._file.facts["inputs"]
 

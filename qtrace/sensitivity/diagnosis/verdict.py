@@ -146,6 +146,8 @@ class Verdict(Displayed):
             return f"outputs that cannot be compared with float's{self._place()}"
         if not math.isfinite(self.sqnr_db) and not self.groups and self.rows == 0.0:
             return "outputs without a row of float's, nothing is left to compare"
+        if not math.isfinite(self.sqnr_db) and self.rows is not None and self.rows < 1.0:
+            return "no noise in the rows that are float's"
         if not math.isfinite(self.sqnr_db):
             return "outputs are exact" if self.equal is None else "integers that are not float's"
         lost = self.worst is not None and not self.worst.informative

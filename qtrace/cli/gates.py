@@ -45,7 +45,7 @@ def check_graph(
     }
     return check_expectations(
         expect,
-        sqnr=float("nan") if verdict is None else verdict.sqnr_db,
+        sqnr=float("nan") if verdict is None else verdict.counted_db,
         drop=drop,
         size=figures.get("parameter_bytes"),
         seconds=seconds,

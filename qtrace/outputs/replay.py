@@ -5,7 +5,10 @@ suppression or mask gives. Then the float graph runs with these places, not its 
 rows of the quantized graph in their order, also behind a second selection or a decoder whose queries see each
 other, so both are compared place by place. Whether the selection was right is judged apart, at each selection
 and by the float scores: a place is right if float selects it, too, in whatever order, or if its score is no
-more than a step of 8 bits below the last one that float selects.
+more than a step of 8 bits below the last one that float selects. What is missed counts as well: a place whose
+score is more than a step above the last one that float selects is *clear*, and each clear place that is not
+selected makes one place wrong. Clear places are also counted by themselves, and the worse share is told, so
+that hundreds of places of background do not hide that all objects are lost.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import numpy as np
 from qtrace.graph.interpreter import Interpreter, interpret
 from qtrace.graph.types import Expr, Node, TracedModule
 from qtrace.graph.walk import called_graph, op_label
+from qtrace.metrics import decibels
 from qtrace.ops import OpCall
 from qtrace.outputs.selections import SORTS, cut_of, find_selecting, mask_of, reaching, read_ranking, selects
 
@@ -42,11 +46,15 @@ class Share:
         places: the number of places.
         wrong: which of the places are wrong, in the shape of the selection's result; None if none is, or if
             that is not known.
+        found: how many of the clear places of float are among the places.
+        clear: the number of places that float selects clearly: by a score more than a step above its last.
     """
 
     right: int
     places: int
     wrong: np.ndarray | None = None
+    found: int = 0
+    clear: int = 0
 
 
 class SelectionTape:
@@ -139,7 +147,22 @@ def _pick(
 
 
 def _share_of_places(rows: np.ndarray, own: np.ndarray, given: np.ndarray, cut: int | None) -> Share:
-    """Counts the given places whose score is at least the last of float's, but for a step of 8 bits."""
+    """Judges the places of a ranking by float's scores, both those that are picked and those that are missed.
+
+    A step is 1/255 of the range of the scores, and *last* is the score of the last place that float picks.
+
+    - A given place is wrong if its score is more than a step below the last.
+    - A place of float's is clear if its score is more than a step above the last. A clear place that is not
+      among the given ones is missed, and no other place stands in for it: all are more than a step below.
+    - The places that are not right are the wrong ones or the missed ones, whichever are more: a wrong place
+      and a missed place are two sides of one exchange.
+
+    Args:
+        rows: the scores, those that are ranked against each other on the last axis, more is better.
+        own: the places that float picks, the best first.
+        given: the places that are judged.
+        cut: how many of the places are read; None for all.
+    """
     if not rows.size or not given.size:
         return Share(0, 0)
     scores = rows.astype(np.float64)
@@ -148,11 +171,17 @@ def _share_of_places(rows: np.ndarray, own: np.ndarray, given: np.ndarray, cut: 
     low = np.where(kept, scores, np.inf).min(axis=-1, keepdims=True)
     with np.errstate(invalid="ignore"):
         step = np.nan_to_num((top - low) / _STEPS, nan=0.0, posinf=0.0, neginf=0.0)
-    counted = slice(cut)
-    last = np.take_along_axis(scores, own[..., counted], -1).min(axis=-1, keepdims=True)
+    own, read = own[..., :cut], given[..., :cut]
+    exact = np.take_along_axis(scores, own, -1)
+    last = exact.min(axis=-1, keepdims=True)
     wrong = np.take_along_axis(scores, given, -1) < last - step
-    right = ~wrong[..., counted]
-    return Share(int(right.sum()), right.size, wrong if wrong.any() else None)
+    clear = exact > last + step
+    picked = np.zeros(scores.shape, np.bool_)
+    np.put_along_axis(picked, read, True, -1)
+    missed = clear & ~np.take_along_axis(picked, own, -1)
+    lost = np.maximum(wrong[..., :cut].sum(axis=-1), missed.sum(axis=-1)).sum()
+    found, total = int((clear & ~missed).sum()), int(clear.sum())
+    return Share(read.size - int(lost), read.size, wrong if wrong.any() else None, found, total)
 
 
 def _share_of_rows(own: np.ndarray, given: np.ndarray) -> Share:
@@ -194,18 +223,25 @@ class SelectedShares:
         reaching: for each output the selections before it.
         names: for each selection the op that selects.
         right, places: for each selection the number of right places and of all.
+        found, clear: for each selection the number of float's clear places that are selected, and of all.
     """
 
     reaching: tuple[frozenset[int], ...]
     names: tuple[str, ...]
     right: list[int] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
+    found: list[int] = field(default_factory=list)
+    clear: list[int] = field(default_factory=list)
 
     @classmethod
     def of(cls, model: TracedModule, ends: Sequence[Node] | None = None) -> SelectedShares:
         """Builds empty sums for the selections of a flat graph, and its outputs or the nodes ``ends``."""
         names = tuple(f"{op_label(e)} {e.outputs[-1].name}" for e in find_selecting(model))
-        return cls(reaching(model, ends), names, [0] * len(names), [0] * len(names))
+        return cls(reaching(model, ends), names).empty()
+
+    def empty(self) -> SelectedShares:
+        """Returns sums of the same selections with nothing added."""
+        return SelectedShares(self.reaching, self.names, *([0] * len(self.names) for _ in range(4)))
 
     def __bool__(self) -> bool:
         """Whether an output depends on a selection."""
@@ -216,6 +252,8 @@ class SelectedShares:
         for number, share in zip(range(len(self.names)), shares, strict=False):
             self.right[number] += share.right
             self.places[number] += share.places
+            self.found[number] += share.found
+            self.clear[number] += share.clear
 
     def blank(self, index: int, value: np.ndarray, shares: Sequence[Share]) -> np.ndarray:
         """Returns the floats of an output of one batch with 0 in the rows that float does not select.
@@ -237,9 +275,16 @@ class SelectedShares:
         return value
 
     def output(self, index: int) -> float | None:
-        """Returns the share of rows of an output that float selects, too; None if nothing selects them."""
-        numbers = [n for n in self.reaching[index] if self.places[n]]
-        return min((self.right[n] / self.places[n] for n in numbers), default=None)
+        """Returns the share of rows of an output that float selects, too; None if nothing selects them.
+
+        It is the smaller share of all places and of float's clear places, at the worst selection.
+        """
+        counts = (pair for number in self.reaching[index] for pair in self.counts(number))
+        return min((right / places for right, places in counts if places), default=None)
+
+    def counts(self, number: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Returns how many places of a selection are float's, of how many; of all, and of the clear ones."""
+        return (self.right[number], self.places[number]), (self.found[number], self.clear[number])
 
     def worst(self) -> float | None:
         """Returns the smallest share of all outputs; None if no output is selected."""
@@ -250,6 +295,13 @@ class SelectedShares:
         """Returns the share of rows of an output that float does not select."""
         share = self.output(index)
         return 0.0 if share is None else 1.0 - share
+
+    def lost_db(self) -> float:
+        """Returns the share of lost rows of the worst output as noise, in dB; infinity without any.
+
+        Rows that are not float's are noise as large as their signal, whatever the noise of the others is.
+        """
+        return decibels(1.0, max(map(self.lost, range(len(self.reaching))), default=0.0))
 
 
 def _along(rows: np.ndarray, value: np.ndarray) -> np.ndarray | None:

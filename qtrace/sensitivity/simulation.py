@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from qtrace.calibration.choice import choose_segments
@@ -18,7 +17,7 @@ from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import in_phase
 from qtrace.sensitivity.detection import DetectionLoss, Parts
 from qtrace.sensitivity.layers import RaisableLayer, active_groups, find_layers
-from qtrace.sensitivity.metrics import Metric, Outputs, sqnr
+from qtrace.sensitivity.metrics import Metric, Outputs, agreement, sqnr
 from qtrace.sensitivity.restored import FloatValues
 from qtrace.sensitivity.running import outputs_of, rows_of
 
@@ -115,7 +114,11 @@ class Simulation:
         """Returns the metric with what it must know about the graph's outputs."""
         if isinstance(metric, DetectionLoss):
             return metric.of(self._model)
-        return partial(sqnr, groups=self.groups) if metric in (None, sqnr) else metric
+        return sqnr if metric is None else metric
+
+    def _sqnr(self, reference: Outputs, outputs: Outputs, selected: SelectedShares) -> float:
+        """Returns the SQNR of equal rows in dB, or that of the lost rows if it is lower."""
+        return min(sqnr(reference, outputs, self.groups), selected.lost_db())
 
     def value(self, raised: Collection[str] = ()) -> float:
         """Returns the metric with some layers in float.
@@ -147,16 +150,18 @@ class Simulation:
     def noise(self, layer: RaisableLayer | None = None) -> float:
         """Returns the power of the noise relative to that of the signal, in the worst column group.
 
+        Behind a selection, the share of rows that float does not select is noise, too: the larger one counts.
+
         Args:
             layer: the layer whose noise is measured, from those of its roundings that raising removes, with
                 all else in float; None for all layers.
         """
         if layer is None:
-            outputs = self._outputs(self._active(()), ())
+            measured = self._outputs(self._active(()), ())
         else:
             parts = active_groups([layer], ()) - active_groups([layer], [layer.name], **self._sides())
-            outputs = self._outputs(parts, self._others(layer))
-        return float(10 ** (-sqnr(*outputs, self.groups) / 10))
+            measured = self._outputs(parts, self._others(layer))
+        return float(10 ** (-self._sqnr(*measured) / 10))
 
     def _others(self, layer: RaisableLayer) -> list[str]:
         return [other.name for other in self.layers if other.name != layer.name]
@@ -174,14 +179,21 @@ class Simulation:
                 answer = Answer(self.own(self.prepared))
             self._ran()
             return answer
-        outputs = self._outputs(active, raised)
+        counted = self.metric in (sqnr, agreement)  # their lost rows count by their share
+        reference, outputs, selected = self._outputs(active, raised, both=counted)
+        if self.metric is sqnr:
+            return Answer(self._sqnr(reference, outputs, selected))
+        if self.metric is agreement:
+            return Answer(min(agreement(reference, outputs), 100.0 * (1.0 - selected.lost(0))))
         if not isinstance(self.metric, DetectionLoss):
-            return Answer(self.metric(*outputs))
-        parts = self.metric.parts(*outputs)
+            return Answer(self.metric(reference, outputs))
+        parts = self.metric.parts(reference, outputs)
         return Answer(self.metric.total(parts), parts)
 
-    def _outputs(self, active: Collection[str], raised: Collection[str]) -> tuple[Outputs, Outputs]:
-        """Returns float's outputs and those with some sites active, of the same rows."""
+    def _outputs(
+        self, active: Collection[str], raised: Collection[str], both: bool = True
+    ) -> tuple[Outputs, Outputs, SelectedShares]:
+        """Returns float's outputs and those with some sites active, of the same rows, and their shares."""
         with in_phase(self.prepared, "float"), self._values.of(raised):
             self._activate(active, raised)
             if self.selected:
@@ -189,7 +201,9 @@ class Simulation:
             else:
                 outputs = outputs_of(self.prepared, self.batches, self._engine)
         self._ran()
-        return self._same_rows(outputs, tapes)[:2] if self.selected else (self.reference, outputs)
+        if self.selected:
+            return self._same_rows(outputs, tapes, both)
+        return self.reference, outputs, self.selected
 
     def quantized(self) -> tuple[Outputs, Outputs, SelectedShares]:
         """Returns float's outputs and those of the quantized graph, of the same rows, and their shares."""
@@ -199,22 +213,28 @@ class Simulation:
             return self.reference, outputs_of(self.prepared, self.batches), self.selected
 
     def _same_rows(
-        self, outputs: Outputs, tapes: Sequence[SelectionTape]
+        self, outputs: Outputs, tapes: Sequence[SelectionTape], both: bool = True
     ) -> tuple[Outputs, Outputs, SelectedShares]:
-        """Returns float's outputs for what ``outputs`` select, both without the rows that float does not."""
+        """Returns float's outputs for what ``outputs`` select, and both without the rows that float does not.
+
+        Args:
+            outputs: the outputs of each batch.
+            tapes: the selections of each batch.
+            both: whether to take wrong rows from float's outputs, too; if not, they count as errors there.
+        """
         with in_phase(self._twin, "float"):
             reference, replays = rows_of(self._twin, self.batches, [tape.places for tape in tapes])
         selected = SelectedShares.of(self.prepared)
         for replay in replays:
             selected.add(replay.shares)
-        sides = tuple(
-            [
+
+        def blank(side: Outputs) -> Outputs:
+            return [
                 [selected.blank(index, value, replay.shares) for index, value in enumerate(batch)]
                 for batch, replay in zip(side, replays, strict=True)
             ]
-            for side in (reference, outputs)
-        )
-        return sides[0], sides[1], selected
+
+        return blank(reference) if both else reference, blank(outputs), selected
 
     def _activate(self, active: Collection[str], raised: Collection[str]) -> None:
         for name in (*active, *(name for name, layer in self._folds.items() if layer not in raised)):

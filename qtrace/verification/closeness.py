@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from qtrace.metrics import add_fields, decibels, finite_or_none
+from qtrace.outputs.replay import SelectedShares
 
-__all__ = ["Closeness", "sum_up"]
+__all__ = ["Closeness", "fewer_rows", "sum_up"]
 
 # How much more noise than the graph the runtime may have.
 _MAX_LOSS_DB = 1.0
@@ -133,6 +134,29 @@ class Closeness:
 def sum_up(outputs: Iterable[Closeness]) -> Closeness:
     """Returns the sums over several outputs, each of which keeps its own power."""
     return add_fields(Closeness, outputs)
+
+
+def fewer_rows(graph: SelectedShares, runtime: SelectedShares, mode: str) -> Iterator[str]:
+    """Yields where the runtime selects fewer of float's rows than the graph, by more than chance explains.
+
+    Rows that float does not select are not compared, so a runtime that selects nothing else would be exact.
+
+    Args:
+        graph: how many of the rows that the graph selects are float's.
+        runtime: the same of the runtime.
+        mode: the comparison, for the text.
+    """
+    for number in sorted(frozenset().union(*graph.reaching)):
+        sides = zip(graph.counts(number), runtime.counts(number), strict=True)
+        for (by_graph, of_graph), (by_runtime, of_runtime) in reversed(list(sides)):  # clear places first
+            # Discordant rows are wrong on one side at least.
+            discordant = (of_graph - by_graph) + (of_runtime - by_runtime)
+            if by_graph - by_runtime > 1 + _DEVIATIONS * math.sqrt(discordant):
+                yield (
+                    f"{graph.names[number]} ({mode}) selects {by_runtime} of float's rows in the runtime and "
+                    f"{by_graph} in the graph, of {of_runtime}"
+                )
+                break
 
 
 def _looks_like_scores(exact: np.ndarray) -> bool:

@@ -402,6 +402,7 @@ class EndToEnd(GraphRun):
         report.add_outputs(name, output_names, outputs, run.outputs, report.selections, order)
         if rows is not None and rows.exact:
             sides = (rows.exact, self.outputs, run.outputs, rows.replayed)
+            report.add_selected(name, rows.runtime_shares)
             report.add_closeness(name, output_names, *rows.blank(report.selected, *sides))
 
 

@@ -14,8 +14,8 @@ from qtrace.errors import ExportError, GraphError
 from qtrace.metrics import ErrorSums, sqnr_db
 from qtrace.onnxfile.kernels import Kernels
 from qtrace.outputs import NO_INFORMATION_DB, ColumnGroup
-from qtrace.outputs.replay import SelectedShares
-from qtrace.verification.closeness import Closeness
+from qtrace.outputs.replay import SelectedShares, Share
+from qtrace.verification.closeness import Closeness, fewer_rows
 from qtrace.verification.selections import Shape, describe_rows
 
 __all__ = ["MODES", "CrossCheck", "DifferenceTally", "Tallies", "at_same_precision"]
@@ -128,6 +128,7 @@ class Tallies:
         groups: the column groups of the outputs; () for each output as a whole.
         side: versions and machine of a runtime on another host; empty for one in this interpreter.
         selected: how many of the rows that the graph selects are float's; None where nothing selects.
+        runtime_selected: mode -> how many of the rows that the runtime selects are float's.
     """
 
     path: str
@@ -151,6 +152,7 @@ class Tallies:
     groups: tuple[ColumnGroup, ...] = ()
     side: Mapping[str, Any] = field(default_factory=dict)
     selected: SelectedShares | None = None
+    runtime_selected: dict[str, SelectedShares] = field(default_factory=dict)
 
     def add(self, mode: str, node: str, graph: np.ndarray, runtime: np.ndarray) -> int:
         """Counts the differences at one site in one batch; returns the largest, or 0 for other rows.
@@ -254,6 +256,11 @@ class Tallies:
             a, b = at_same_precision(a, b)
             for group in self.groups_of(index, name, f):
                 sums.setdefault(group.name, Closeness()).add(*(group.select(v) for v in (f, a, b, g)))
+
+    def add_selected(self, mode: str, shares: Sequence[Share]) -> None:
+        """Adds how many of the rows that the runtime selects in one batch are float's."""
+        if self.selected is not None:
+            self.runtime_selected.setdefault(mode, self.selected.empty()).add(shares)
 
     def compares(self, mode: str, tensor: str, graph: np.ndarray, runtime: np.ndarray) -> bool:
         """Returns whether values can be compared; records numbers of rows that depend on values.
@@ -405,6 +412,8 @@ class Tallies:
                 f"site {node} differs by {tally.worst} LSB with the runtime's optimizations, {self.max_lsb} "
                 "allowed"
             )
+        if self.selected is not None and mode in self.runtime_selected:
+            problems += fewer_rows(self.selected, self.runtime_selected[mode], mode)
         for name, closeness in self.closeness.get(mode, {}).items():
             problems += [f"output {name} ({mode}) {problem}" for problem in closeness.problems()]
         return problems

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import megengine as mge
@@ -11,11 +13,16 @@ import numpy as np
 import pytest
 
 import qtrace
-from qtrace.outputs.replay import SelectedShares, TapedRun
+from qtrace.graph.types import TracedModule
+from qtrace.inspection.comparison.output_tallies import OutputTallies
+from qtrace.outputs.replay import SelectedShares, Share, TapedRun
 from qtrace.preparation.annotation import ExprNote
 from qtrace.preparation.model import QuantizedModel
+from qtrace.preparation.placement.trials import LabellingTrial
 from qtrace.sensitivity.diagnosis import diagnose
-from qtrace.sensitivity.diagnosis.verdict import judge
+from qtrace.sensitivity.diagnosis.verdict import Verdict, judge
+from qtrace.sensitivity.metrics import Outputs
+from qtrace.sensitivity.simulation import Simulation
 from tests.nets import net
 from tests.selecting_nets import build, pictures
 
@@ -139,3 +146,136 @@ def test_trace_runs_gather_without_a_queue() -> None:
     for _ in range(5):  # in a queue, one of two ends the process
         traced = qtrace.trace(net(_top), scores.astype(np.float32), rows.astype(np.float32))
     assert len(traced.graph.outputs) == 2
+
+
+def _share_of_scores(scores: np.ndarray, given: np.ndarray, count: int) -> tuple[SelectedShares, Share]:
+    def forward(self: M.Module, x: mge.Tensor) -> mge.Tensor:
+        return F.topk(x, count, descending=True)[0]
+
+    traced = qtrace.trace(net(forward), scores, check=False)
+    run = TapedRun(traced, [given.astype(np.int32)])
+    run.run(mge.Tensor(scores))
+    shares = SelectedShares.of(traced)
+    shares.add(run.tape.shares)
+    return shares, run.tape.shares[0]
+
+
+@pytest.mark.parametrize("found", [0, 15, 20])
+def test_objects_that_are_missed_among_much_background_are_counted(found: int) -> None:
+    rng = np.random.default_rng(0)
+    scores = rng.uniform(1e-3, 2e-3, (1, 400)).astype(np.float32)
+    scores[:, 380:] = rng.uniform(0.8, 0.9, 20)  # 20 objects, and more places than objects
+    background = rng.permutation(380)[: 100 - found]
+    given = np.concatenate([380 + rng.permutation(20)[:found], background])[None]
+    shares, share = _share_of_scores(scores, given, 100)
+    assert (share.found, share.clear) == (found, 20)
+    assert (share.right, share.places) == (80 + found, 100)
+    assert share.wrong is None  # what is picked is as good as the last place of float's
+    assert shares.worst() == found / 20
+
+
+def test_objects_that_are_missed_are_no_less_lost_for_batches_that_are_right() -> None:
+    shares = SelectedShares((frozenset({0}),), ("topk",)).empty()
+    shares.add([Share(100, 100, None, 10, 10)])
+    shares.add([Share(90, 100, None, 0, 10)])
+    assert shares.worst() == 0.5
+    assert shares.lost_db() == pytest.approx(3.01, abs=0.01)
+    assert shares.empty().lost_db() == np.inf
+
+
+def test_places_within_a_step_may_change() -> None:
+    rng = np.random.default_rng(0)
+    scores = np.linspace(0.0, 255.0, 64, dtype=np.float32)[None]
+    scores[:, 20:44] = 100.0 + rng.uniform(0.0, 0.9, 24)  # about the last of 30 places, within a step
+    best = np.arange(44, 64)
+    for _ in range(4):
+        shares, share = _share_of_scores(scores, np.r_[20 + rng.permutation(24)[:10], best][None], 30)
+        assert share.wrong is None
+        assert shares.worst() == 1.0
+    missed, _ = _share_of_scores(scores, np.r_[20:31, best[1:]][None], 30)
+    assert missed.worst() == 19 / 20
+
+
+def test_the_verdict_holds_limits_to_lost_rows() -> None:
+    verdict = Verdict("broken", math.inf, None, None, None, 8, "samples", 20.0, rows=0.0)
+    assert not verdict.passed
+    assert "exact" not in verdict.line()
+    assert replace(verdict, rows=1.0).passed
+    assert replace(verdict, sqnr_db=40.0, rows=0.9).counted_db == pytest.approx(10.0)
+    assert replace(verdict, sqnr_db=5.0, rows=0.9).counted_db == 5.0
+    assert math.isnan(replace(verdict, sqnr_db=math.nan).counted_db)
+
+
+def test_a_labelling_that_keeps_no_row_is_not_harmless() -> None:
+    assert LabellingTrial().keeps(30.0)
+    assert not LabellingTrial(selected=0.0).keeps(30.0)
+    assert not LabellingTrial(20.0, "out").keeps(30.0)
+    assert "0.0% of its rows" in LabellingTrial(selected=0.0).describe()
+
+
+class _ScoresDie(M.Module):
+    """Picks boxes by scores of a layer that a test breaks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = M.Conv2d(3, 8, 3, padding=1)
+        self.score, self.box = M.Conv2d(8, 1, 1), M.Conv2d(8, 4, 1)
+
+    def forward(self, x: mge.Tensor) -> mge.Tensor:
+        y = F.relu(self.stem(x))
+        scores = F.reshape(self.score(y), (y.shape[0], -1))
+        boxes = F.transpose(F.reshape(self.box(y), (y.shape[0], 4, -1)), (0, 2, 1))
+        index = F.topk(scores, 5, descending=True)[1]
+        return F.gather(boxes, 1, F.broadcast_to(F.expand_dims(index, -1), (y.shape[0], 5, 4)))
+
+
+def _with_dead_scores() -> tuple[TracedModule, list[np.ndarray]]:
+    mge.random.seed(0)
+    batches = [pictures(2, seed, 16) for seed in range(2)]
+    traced = qtrace.trace(_ScoresDie(), batches[0], check=False)
+    prepared = qtrace.calibrate(qtrace.prepare(traced, _EVERYTHING), batches, progress=False)
+    weight = QuantizedModel(prepared).fake_quants["score_weight"]
+    weight.scale[...] = weight.scale.numpy() * 1e4
+    return prepared, batches
+
+
+def test_the_layer_that_destroys_a_selection_is_the_noisiest() -> None:
+    prepared, batches = _with_dead_scores()
+    simulation = Simulation(prepared, batches)
+    noise = {layer.name: simulation.noise(layer) for layer in simulation.layers}
+    assert noise["score_out"] > 0.5
+    assert max(noise[name] for name in noise if name != "score_out") < 0.5
+    assert simulation.noise() > 0.5
+    assert simulation.value() < 3.0  # dB; equal rows alone would have far more
+    assert simulation.only_group("score_weight") < 3.0
+    assert simulation.value(["score_out"]) > simulation.value()
+    names = [layer.name for layer in simulation.layers]
+    assert simulation.answer(names).value > 80.0
+
+
+def test_a_metric_of_the_users_own_sees_wrong_rows_as_errors() -> None:
+    prepared, batches = _with_dead_scores()
+    seen = []
+
+    def compare(reference: Outputs, outputs: Outputs) -> float:
+        seen.append((reference, outputs))
+        return 0.0
+
+    Simulation(prepared, batches, compare).value()
+    (reference, outputs) = seen[0]
+    blanked = [~batch[0].any(axis=-1) for batch in outputs]
+    assert all(rows.any() for rows in blanked)
+    assert all(batch[0][rows].any() for batch, rows in zip(reference, blanked, strict=True))
+
+
+def test_compare_does_not_call_an_output_exact_that_has_no_row_of_floats() -> None:
+    shares = SelectedShares((frozenset({0}),), ("topk",)).empty()
+    shares.add([Share(0, 4)])
+    prepared, _ = _with_dead_scores()
+    tallies = OutputTallies(QuantizedModel(prepared), shares)
+    nothing = np.zeros((2, 5, 4), np.float32)
+    tallies.add([nothing], [nothing])
+    (output,) = tallies.result()
+    assert output.sqnr_db == -math.inf
+    assert not output.informative
+    assert "0.00% of the rows" in output.lines()[0]

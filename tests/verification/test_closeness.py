@@ -17,6 +17,7 @@ from onnx import numpy_helper
 import qtrace
 from qtrace.errors import ExportError, GraphError
 from qtrace.graph.types import TracedModule
+from qtrace.outputs.replay import SelectedShares, Share
 from qtrace.preparation.phases import in_phase
 from qtrace.verification.closeness import Closeness
 from qtrace.verification.report import VerifyReport
@@ -272,3 +273,22 @@ def test_remarks_on_float_files_have_no_lsb() -> None:
     assert "its rows depend on values, which nms (net.py:3) selects" in report.summary()
     assert "LSB" not in report.summary()
     assert "op by op" not in report.summary()
+
+
+@pytest.mark.parametrize(
+    ("graph", "runtime", "word"),
+    [
+        (Share(300, 300, None, 20, 20), Share(300, 300, None, 20, 20), ""),
+        (Share(290, 300, None, 20, 20), Share(284, 300, None, 18, 20), ""),
+        (Share(300, 300, None, 20, 20), Share(280, 300, None, 0, 20), "selects 0 of float's rows in the"),
+        (Share(300, 300), Share(0, 300), "selects 0 of float's rows in the runtime and 300 in the graph"),
+        (Share(0, 300), Share(300, 300), ""),  # the graph is worse, which its own verdict tells
+    ],
+)
+def test_a_runtime_that_selects_fewer_of_floats_rows_fails(graph: Share, runtime: Share, word: str) -> None:
+    selected = SelectedShares((frozenset({0}),), ("topk index",)).empty()
+    report = VerifyReport("net.onnx", 1, 0.99, 35.0, outputs={"deployed": {}}, selected=selected)
+    selected.add([graph])
+    report.add_selected("deployed", [runtime])
+    problems = report.problems()
+    assert [word in problem for problem in problems] == ([True] if word else [])

@@ -88,6 +88,10 @@ class OutputTallies:
         share = self.selected.output(index)
         if unequal and not sums.values:
             return OutputComparison(index, shape, math.nan, math.nan, None, unequal, selected=share)
+        if sums.values and not sums.signal and share == 0.0:
+            return OutputComparison(
+                index, shape, -math.inf, math.nan, None, unequal, informative=False, selected=share
+            )
         equal = self.equal[index] / self.integers[index] if self.integers[index] else None
         worst = min((e.sqnr_db for e in errors), default=sums.sqnr_db)
         groups = tuple(

@@ -133,8 +133,9 @@ class OutputComparison:
     Attributes:
         index: the place of the output among the outputs.
         shape: the shape without the batch axis.
-        sqnr_db: float value to error, in dB; of the worst column group.
-        cosine: cosine of the angle between the float and the quantized tensor.
+        sqnr_db: float value to error, in dB; of the worst column group. Minus infinity if float selects none
+            of the rows, so that nothing is left to compare.
+        cosine: cosine of the angle between the float and the quantized tensor; NaN if nothing is compared.
         same: for tensors of two axes, the share of rows whose largest value has the same index.
         unequal: the number of batches with another number of rows in the quantized graph.
         groups: the column groups of the output; () if all columns have like ranges.

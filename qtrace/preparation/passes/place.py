@@ -243,7 +243,7 @@ def _write_note(explainer: _Explainer, table: str, synthetic: bool) -> Placement
 
 def _describe_refused(trial: LabellingTrial | None) -> str:
     """Says what a labelling that was not taken would have left of the outputs; "" without one."""
-    return "" if trial is None else f"{trial.group} would keep {trial.sqnr:.1f} dB"
+    return "" if trial is None else trial.describe()
 
 
 def _describe_noise(total: float, change: float) -> str:

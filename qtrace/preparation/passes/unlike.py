@@ -282,7 +282,7 @@ class _Decision:
         if len(groups) < 2 or not self._is_spoiled(value):
             return
         trial = self.trials.round([value], self.finder.scheme(value))
-        reason = f"{trial.group} would keep {trial.sqnr:.1f} dB on one grid with the other columns"
+        reason = f"{trial.describe()} on one grid with the other columns"
         if self.view.calls[value.expr].role is Role.CONCAT:
             self._leave_join(value, reason)
         else:
@@ -388,7 +388,7 @@ class _Decision:
         """Returns whether rounding ``value`` alone costs a group of columns of an output too much."""
         if value not in self._spoiled:
             trial = None if self.trials is None else self.trials.round([value], self.finder.scheme(value))
-            self._spoiled[value] = trial is not None and trial.sqnr < _HARMLESS
+            self._spoiled[value] = trial is not None and not trial.keeps(_HARMLESS)
         return self._spoiled[value]
 
     def _leave_result(self, value: TensorNode, reason: str) -> None:

@@ -17,7 +17,7 @@ from qtrace.graph.types import Expr, Node, TracedModule
 from qtrace.metrics import decibels
 from qtrace.numerics import fake_quantize
 from qtrace.ops import OpCall
-from qtrace.outputs.replay import SelectedShares, SelectionTape
+from qtrace.outputs.replay import LEAST_SHARE, SelectedShares, SelectionTape
 from qtrace.preparation.placement._groups import find_end_groups
 from qtrace.preparation.placement._runs import Run, choose_qparams
 from qtrace.preparation.placement._sites import Sites, find_sites
@@ -41,6 +41,19 @@ class LabellingTrial:
     sqnr: float = math.inf
     group: str = ""
     selected: float = 1.0
+
+    def keeps(self, least_db: float) -> bool:
+        """Returns whether the worst group has ``least_db``, and a selection is still that of float.
+
+        Where all rows are others, none is left to compare, and `sqnr` alone would be infinite.
+        """
+        return self.sqnr >= least_db and self.selected >= LEAST_SHARE
+
+    def describe(self) -> str:
+        """Says what is left of the outputs, as a clause that begins with the worst of them."""
+        if self.selected < LEAST_SHARE:
+            return f"the selection would keep {self.selected:.1%} of its rows"
+        return f"{self.group} would keep {self.sqnr:.1f} dB"
 
 
 class Trials:

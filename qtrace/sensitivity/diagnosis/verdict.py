@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from qtrace.display import Displayed
+from qtrace.metrics import decibels
 from qtrace.outputs import GroupFigures
 
 __all__ = ["BROKEN_BELOW_DB", "FAKE_QUANTS", "GOOD_FROM_DB", "GroupVerdict", "Verdict", "judge"]
@@ -74,6 +75,7 @@ class Verdict(Displayed):
         samples: the number of samples that it was measured on.
         measured_on: what these samples are, in words.
         at_least: the limit that the user gave for the metric, or for the SQNR without one; None for none.
+            Lost rows count as noise there: see `counted_db`.
         groups: the column groups of the outputs.
         equal: the share of equal values of the worst output of integers, such as indices, that are neither
             equal nor close to float's; None for none.
@@ -104,9 +106,16 @@ class Verdict(Displayed):
         return min(self.groups, key=lambda g: (g.informative, g.sqnr_db)) if self.groups else None
 
     @property
+    def counted_db(self) -> float:
+        """The SQNR for limits: the share of lost rows is noise, too, and the larger one counts."""
+        if self.rows is None or math.isnan(self.sqnr_db):
+            return self.sqnr_db
+        return min(self.sqnr_db, decibels(1.0, 1.0 - self.rows))
+
+    @property
     def passed(self) -> bool:
         """Whether the metric, or the SQNR without one, reaches the user's limit."""
-        value = self.sqnr_db if self.metric is None else self.metric
+        value = self.counted_db if self.metric is None else self.metric
         return self.at_least is None or value >= self.at_least
 
     def line(self) -> str:
@@ -135,6 +144,10 @@ class Verdict(Displayed):
             return "outputs with other rows than float's, which only --metric can compare"
         if self.sqnr_db == -math.inf:
             return f"outputs that cannot be compared with float's{self._place()}"
+        if not math.isfinite(self.sqnr_db) and not self.groups and self.rows == 0.0:
+            return "outputs without a row of float's, nothing is left to compare"
+        if not math.isfinite(self.sqnr_db) and self.rows is not None and self.rows < 1.0:
+            return "no noise in the rows that are float's"
         if not math.isfinite(self.sqnr_db):
             return "outputs are exact" if self.equal is None else "integers that are not float's"
         lost = self.worst is not None and not self.worst.informative

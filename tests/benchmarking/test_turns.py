@@ -60,7 +60,7 @@ def test_files_too_slow_for_three_turns_are_a_sentence_after_two_runs(monkeypatc
 
 
 def test_few_turns_say_less() -> None:
-    """Three ratios equal but for 1 % have a far wider range than nine such ones; a clear difference stays clear."""
+    """Three ratios have a far wider range than nine; a clear difference stays clear."""
     own = [1.0, 1.01, 0.99]
     _, few = turns.summarize([[[0.5] * 3, own]])
     _, many = turns.summarize([[[0.5] * 9, own * 3]])

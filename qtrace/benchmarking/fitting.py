@@ -32,6 +32,9 @@ def fitted_table(measure: Measure = measure_cases) -> CostTable:
 
     Args:
         measure: times kernels; it is called once for each processor and version of the runtime.
+
+    Raises:
+        ExportError: when the runtime is not installed.
     """
     table = CostTable.load(_RUNTIME)
     here = describe_machine(_RUNTIME, _RUNTIME, 1)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import datetime
+import importlib
 import platform
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from qtrace.benchmarking.costs import Machine
+from qtrace.errors import ExportError
 
 __all__ = ["describe_machine", "differences"]
 
@@ -20,8 +22,11 @@ def describe_machine(runtime: str, package: str, threads: int) -> Machine:
 
     Args:
         runtime: the name of the runtime.
-        package: the distribution that holds it.
+        package: the distribution that usually holds it; another one may, as onnxruntime-gpu does.
         threads: the number of threads.
+
+    Raises:
+        ExportError: when the runtime is not installed.
     """
     lines = _CPUINFO.read_text(encoding="utf-8").splitlines() if _CPUINFO.exists() else []
     pairs = [line.partition(":") for line in lines]
@@ -29,12 +34,25 @@ def describe_machine(runtime: str, package: str, threads: int) -> Machine:
     flags = (facts.get("flags") or facts.get("Features") or "").split()
     return Machine(
         runtime=runtime,
-        version=version(package),
+        version=_version(package),
         processor=facts.get("model name") or platform.machine(),
         flags=tuple(flag for flag in _FLAGS if flag in flags),
         threads=threads,
         date=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
     )
+
+
+def _version(package: str) -> str:
+    """Returns the version of a package's module, whatever distribution it has come with."""
+    try:
+        own = str(getattr(importlib.import_module(package.replace("-", "_")), "__version__", ""))
+    except ImportError as error:
+        raise ExportError(f"{package} cannot be imported ({error}): install it.") from error
+    try:
+        released = version(package)
+    except PackageNotFoundError:
+        return own or "unknown"
+    return released if own.startswith(released) or not own else own  # OpenVINO's own one has a build, too
 
 
 def differences(table: Machine, machine: Machine) -> list[str]:

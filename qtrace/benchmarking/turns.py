@@ -19,15 +19,21 @@ from typing import Any
 
 from qtrace.benchmarking.files import NO_SLOWER
 from qtrace.benchmarking.runners import Runner, RunnerSettings, open_file
+from qtrace.errors import ExportError
 
-__all__ = ["Speed", "compare_files", "summarize"]
+__all__ = ["FEWEST_RUNS", "LEAST_RUNS", "Speed", "compare_files", "summarize"]
 
 _ROUNDS = 2
 _LEAST_TURNS, _MOST_TURNS = 7, 400  # of a round
+_FEWEST_TURNS = 3  # where there is no time for seven; with fewer, nothing could be said
+_UNTIMED_RUNS = 2  # of each file, as it is opened and before the turns
+LEAST_RUNS, FEWEST_RUNS = _LEAST_TURNS + _UNTIMED_RUNS, _FEWEST_TURNS + _UNTIMED_RUNS
+"""The runs of a file that a round takes at least: with time enough, and with little time."""
 _LONG_RUN = 0.25  # seconds: files that take longer are opened once, and run seven times
 _TURN = 0.002  # seconds of a turn; shorter files run several times in it
 _MOST_RUNS = 20
 _QUANTILE = 1.288  # 2.576 / 2: the ranks of the median's range, of 99 %, are so many roots from the middle
+_STUDENT = {3: 9.925, 4: 5.841, 5: 4.604, 6: 4.032}  # turns -> the quantile of Student's range of 99 %
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,7 @@ def compare_files(
     runtime: str | None = None,
     settings: RunnerSettings | None = None,
     seconds: float = 2.0,
+    most: float = 30.0,
 ) -> list[Speed]:
     """Measures files in turns, the first of which is the reference.
 
@@ -82,19 +89,38 @@ def compare_files(
         runtime: the runtime; None for the first one that runs such files.
         settings: threads, batch and shapes.
         seconds: how long to measure all files together; each takes seven turns at least.
+        most: the seconds that slow files may take. Where seven turns take longer there are fewer, three at
+            least, whose range is wider.
 
     Raises:
-        ExportError: when a file cannot be run.
+        ExportError: when a file cannot be run, or three turns take longer than ``most``.
     """
     settings = settings or RunnerSettings()
-    rounds = []
+    start = time.perf_counter()
+    end = start + most
+    rounds: list[list[list[float]]] = []
     for number in range(_ROUNDS):
-        runners = [open_file(path, runtime, settings) for path in paths]
-        clock = _clock(runners, settings)
-        rounds.append(_take_turns(runners, clock, seconds / _ROUNDS))
-        if number == 0 and max(min(own) for own in rounds[0]) > _LONG_RUN:
+        began = time.perf_counter()
+        runners = [open_file(paths[0], runtime, settings)]
+        if number == 0:
+            _refuse_slow(_clock(runners, settings)(runners[0]), paths, most)
+        runners += [open_file(path, runtime, settings) for path in paths[1:]]
+        opened = time.perf_counter()
+        rounds.append(_take_turns(runners, _clock(runners, settings), seconds / _ROUNDS, end))
+        now = time.perf_counter()
+        least = LEAST_RUNS * (now - opened) / (len(rounds[-1][0]) + 1)  # at most two more runs than turns
+        if max(min(own) for own in rounds[0]) > _LONG_RUN or now + opened - began + least > end:
             break
     return summarize(rounds)
+
+
+def _refuse_slow(once: float, paths: Sequence[Path], most: float) -> None:
+    """Refuses files that are too slow to be compared, by the time of one run of the first of them."""
+    if len(paths) * FEWEST_RUNS * once > most:
+        raise ExportError(
+            f"a run of {paths[0].name} takes {once:.3g} s: {len(paths)} files cannot be compared within "
+            f"{most:.3g} s, so measure them with `qtrace bench`."
+        )
 
 
 def _clock(runners: Sequence[Runner], settings: RunnerSettings) -> Callable[[Runner], float]:
@@ -111,19 +137,24 @@ def _clock(runners: Sequence[Runner], settings: RunnerSettings) -> Callable[[Run
 
 
 def _take_turns(
-    runners: Sequence[Runner], clock: Callable[[Runner], float], seconds: float
+    runners: Sequence[Runner], clock: Callable[[Runner], float], seconds: float, latest: float
 ) -> list[list[float]]:
     """Returns the times of each file, one a turn; every other turn goes backwards."""
-    first = [min(clock(runner) for _ in range(2)) for runner in runners]  # allocates, too
+    first = [clock(runner) for runner in runners]  # allocates, too
+    first = [t if t > _LONG_RUN else min(t, clock(runner)) for t, runner in zip(first, runners, strict=True)]
     repeats = [max(1, min(_MOST_RUNS, int(_TURN / max(t, 1e-7)))) for t in first]
     times: list[list[float]] = [[] for _ in runners]
     end = time.perf_counter() + seconds
     for number in range(_MOST_TURNS):
+        began = time.perf_counter()
         order = range(len(runners))
         for index in order if number % 2 == 0 else reversed(order):
             runs = [clock(runners[index]) for _ in range(repeats[index])]
             times[index].append(statistics.median(runs))
-        if number + 1 >= _LEAST_TURNS and time.perf_counter() > end:
+        now = time.perf_counter()
+        if number + 1 >= _LEAST_TURNS and now > end:
+            break
+        if number + 1 >= _FEWEST_TURNS and now + (now - began) > latest:
             break
     return times
 
@@ -146,7 +177,16 @@ def summarize(rounds: Sequence[Sequence[Sequence[float]]]) -> list[Speed]:
 
 
 def _range_of_median(values: Sequence[float]) -> tuple[float, float]:
-    """Returns two of the values between which the median lies with 99 %; all of them if they are few."""
+    """Returns two of the values between which the median lies with 99 %.
+
+    The ends of less than seven values say too little: theirs is the wider range of Student, of the mean of
+    their logarithms.
+    """
     ordered = sorted(values)
+    if len(ordered) in _STUDENT:
+        logs = [math.log(value) for value in ordered]
+        half = min(_STUDENT[len(logs)] * statistics.stdev(logs) / math.sqrt(len(logs)), 50.0)
+        middle = statistics.fmean(logs)
+        return min(math.exp(middle - half), ordered[0]), max(math.exp(middle + half), ordered[-1])
     rank = max(math.floor(len(ordered) / 2 - _QUANTILE * math.sqrt(len(ordered))), 0)
     return ordered[rank], ordered[-1 - rank]

@@ -182,7 +182,10 @@ def _read_costs(figures: Figures) -> CostTable | None:
             return None
         return table if table.machine.runtime == _FLOAT_RUNTIME else None
     if figures.placement is not None and figures.placement.table == FITTED:
-        return fitted_table()
+        try:
+            return fitted_table()
+        except ExportError:  # prepared elsewhere: the runtime is not here
+            return CostTable.load(_FLOAT_RUNTIME)
     runtime = backends.get(figures.backend or _FLOAT_RUNTIME).cost_table
     return CostTable.load(runtime) if runtime == _FLOAT_RUNTIME else None
 

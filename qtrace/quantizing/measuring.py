@@ -22,7 +22,8 @@ import numpy as np
 from qtrace.benchmarking.costs import CostTable
 from qtrace.benchmarking.fitting import fitted_table
 from qtrace.benchmarking.machine import describe_machine
-from qtrace.benchmarking.turns import Speed, compare_files
+from qtrace.benchmarking.runners import RunnerSettings, open_file
+from qtrace.benchmarking.turns import FEWEST_RUNS, LEAST_RUNS, Speed, compare_files
 from qtrace.calibration.calibrate import calibrate
 from qtrace.config import QConfig, backends
 from qtrace.data.batches import as_arguments
@@ -31,25 +32,50 @@ from qtrace.export import export
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.twin import late_algorithms
-from qtrace.onnxfile.sessions import SessionSettings, open_session
+from qtrace.onnxfile.sessions import OrtSession, SessionSettings, open_session
 from qtrace.preparation.passes.convert import convert
 from qtrace.preparation.placement.frontier import Point, price
 from qtrace.preparation.prepare import SearchOutcome, prepare_placed, read_request
 from qtrace.preparation.record import fake_quants, read_record, write_record
 from qtrace.process.thread import on_engine_thread
 from qtrace.quantizing.delivering import Timer, timed_settings
+from qtrace.quantizing.output_noise import measure_noise, output_groups
 from qtrace.quantizing.reporting import Reporter
 from qtrace.quantizing.times import MeasuredLabelling, Times
 from qtrace.storage.cache import read_cached, write_cached
 
-__all__ = ["TimingPlan", "choose_labelling", "find_labellings", "fit_costs", "prepare_measured"]
+__all__ = [
+    "Extent",
+    "TimingPlan",
+    "choose_labelling",
+    "find_labellings",
+    "fit_costs",
+    "limit_measurement",
+    "prepare_measured",
+]
 
 _FLOAT = "float"  # the labelling with every op in float
+_BETWEEN = "between"
 _SHARES = (0.25, 0.5)  # of the way from the fastest predicted time to that of float
 _MARGIN = 0.01  # of the price: what is worth less is no reason to leave the predicted choice
-_SPOILED = 0.1  # noise at the outputs, relative to them
+_SPOILED = 0.1  # noise of the worst group of columns, relative to it
+_INCOMPARABLE = 1.0  # the noise of a predicted choice that has none, as others are priced beside it
 _LEAST_SECONDS, _MOST_SECONDS = 2.0, 30.0
 _TIMING_SECONDS = 3.0
+_ONE_THREAD = SessionSettings(threads=1)
+_LEAST_SAMPLES = 4  # of those held back, two in each half
+_SMALL = 64  # elements of an initializer that may be the sizes, scales or axes of a node
+_TRAINED = {
+    "BatchNormalization": (1, 2, 3, 4),
+    "Conv": (1, 2),
+    "ConvTranspose": (1, 2),
+    "DequantizeLinear": (0,),
+    "Gemm": (1, 2),
+    "MatMul": (1,),
+}
+"""Op -> the inputs on whose values its time does not depend, if they are stored."""
+_SCALED = {"QuantizeLinear": (1,), "DequantizeLinear": (1,)}
+"""Op -> the inputs of whose values only matters which are equal."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +112,13 @@ def prepare_measured(
     """
     config = read_request(traced, config, samples=samples)
     times = Times() if measurement is None else measurement.times
-    fitted = None if measurement is None or times.fixed else fit_costs(config)
+    fitted = None
+    if measurement is not None and not times.fixed:
+        try:
+            fitted = fit_costs(config)
+        except (QtraceError, ImportError) as error:  # the runtime is not here
+            reporter.note(f"placement: by predicted times, as none can be measured here: {error}")
+            measurement = None
     start = time.perf_counter()
     prepared, outcome = prepare_placed(
         traced, config, samples, config, fitted=fitted, progress=reporter.progress
@@ -96,13 +128,14 @@ def prepare_measured(
     budget = min(max(time.perf_counter() - start, _LEAST_SECONDS), _MOST_SECONDS)
     units = outcome.float_labels
     if not times.fixed and _is_measurable(config, outcome):
-        end = time.perf_counter() + budget
-        bench = _Bench(traced, config, samples, held_back, measurement, reporter, end)
+        bench = _Bench(traced, config, samples, held_back, measurement, reporter, budget)
         times.labellings = bench.measure(find_labellings(outcome))
     chosen = choose_labelling(times.labellings) if times.labellings else 0
     if not times.fixed:
         integers = times.labellings[chosen].integers if times.labellings else _integers(outcome)
         times.integers = tuple(integers)
+    if times.integers is None:  # the given times are those of files alone
+        return prepared
     labels = {name: name in times.integers or fixed for name, fixed in units.items()}
     text = _describe(times.labellings, chosen) if times.labellings else "the ops are those of the given times"
     if times.labellings:
@@ -125,7 +158,11 @@ def _integers(outcome: SearchOutcome) -> tuple[str, ...]:
 
 
 def fit_costs(config: QConfig) -> CostTable | None:
-    """Returns the packaged table fitted to this processor, if the config places by it; else None."""
+    """Returns the packaged table fitted to this processor, if the config places by it; else None.
+
+    Raises:
+        ExportError: when the runtime is not installed.
+    """
     packaged = backends.get(config.backend).cost_table == "onnxruntime" and config.cost_table is None
     if not packaged or config.effective_placement == "everything":
         return None
@@ -149,7 +186,7 @@ def find_labellings(outcome: SearchOutcome) -> dict[str, SearchOutcome]:
         for share in _SHARES:
             wanted = fastest + share * (limit - fastest)
             near = min(usable, key=lambda point: abs(point.energy.seconds - wanted))
-            points[f"{share:.0%} between"] = near
+            points[f"{share:.0%} {_BETWEEN}"] = near
     different: dict[str, SearchOutcome] = {}
     for name, point in points.items():
         if all(dict(point.labels) != dict(other.point.labels) for other in different.values()):
@@ -170,11 +207,13 @@ def choose_labelling(measured: Sequence[MeasuredLabelling]) -> int:
     for number, other in enumerate(measured[1:], 1):
         if other.name == _FLOAT and other.speed.low < 1:
             continue
+        if max(other.noise) >= _SPOILED:
+            continue
         differences = [
-            price(1 / other.speed.low, theirs) - price(1.0, own)
+            price(1 / max(other.speed.low, 1e-9), theirs) - price(1.0, min(own, _INCOMPARABLE))
             for own, theirs in zip(first.noise, other.noise, strict=True)
         ]
-        if max(other.noise) < _SPOILED and max(differences) < lowest:
+        if max(differences) < lowest:
             best, lowest = number, max(differences)
     return best
 
@@ -189,15 +228,58 @@ def _describe(measured: Sequence[MeasuredLabelling], chosen: int) -> str:
             faster = labelling.speed.ratio / whole.speed.ratio
             predicted = whole.predicted_seconds / labelling.predicted_seconds
             text += f" ({faster:.2f}x, predicted {predicted:.2f}x)"
-        if (noise := sum(labelling.noise) / len(labelling.noise)) > 0:
+        noise = sum(labelling.noise) / len(labelling.noise)
+        if math.isinf(noise):
+            text += " with outputs that cannot be compared"
+        elif noise > 0:
             text += f" {-10 * math.log10(noise):.1f} dB (predicted {labelling.predicted_db:.1f})"
         parts.append(text)
     kept = "the predicted choice stays" if chosen == 0 else f"{measured[chosen].name} is chosen"
     return f"measured by plain ranges: {', '.join(parts)}: {kept}"
 
 
+@dataclass(frozen=True)
+class Extent:
+    """What there is time to measure.
+
+    Attributes:
+        names: the labellings.
+        samples: the number of samples that their noise is measured on.
+        seconds: how long the files may be timed together.
+    """
+
+    names: tuple[str, ...]
+    samples: int
+    seconds: float
+
+
+def limit_measurement(names: Sequence[str], samples: int, run: float, budget: float) -> Extent | None:
+    """Returns what there is time to measure; None if it is not even the least.
+
+    Labellings between the fastest and float are left out first, then samples, then turns.
+
+    Args:
+        names: the labellings.
+        samples: the number of samples that are held back.
+        run: the seconds of a run of one sample.
+        budget: the seconds for all runs.
+    """
+    kept = list(names)
+    least = min(samples, _LEAST_SAMPLES)
+    while len(kept) * (LEAST_RUNS + samples) * run > budget:
+        between = [name for name in kept if name.endswith(_BETWEEN)]
+        if not between:
+            break
+        kept.remove(between[-1])
+    runs = int(budget / (len(kept) * max(run, 1e-9)))  # of each file
+    if runs < FEWEST_RUNS + least:
+        return None
+    samples = min(samples, max(runs - LEAST_RUNS, least))
+    return Extent(tuple(kept), samples, budget - len(kept) * samples * run)
+
+
 class _Bench:
-    """Exports labellings and measures them until the time is over."""
+    """Exports labellings and measures them, each as long as the budget says."""
 
     def __init__(
         self,
@@ -207,15 +289,15 @@ class _Bench:
         held_back: Callable[[], Sequence[Any]],
         measurement: TimingPlan,
         reporter: Reporter,
-        end: float,
+        budget: float,
     ) -> None:
         self.traced, self.samples, self.held_back = traced, samples, held_back
-        self.timer, self.reporter, self.end = measurement.timer or compare_files, reporter, end
+        self.timer, self.reporter, self.budget = measurement.timer or compare_files, reporter, budget
         late = late_algorithms(config)
         early = [s for s in config.to_dict().get("ptq", ["fuse_bn"]) if _name_of(s) not in late]
         observers = {"activation": "minmax", "weight": "minmax"}
         self.config = QConfig.model_validate({**config.to_dict(), "ptq": early, "observers": observers})
-        self.batches: Sequence[Any] = ()
+        self.feeds: list[list[np.ndarray]] = []  # of each batch that is held back
         self.ranges: list[Any] = []
 
     def measure(self, labellings: dict[str, SearchOutcome]) -> tuple[MeasuredLabelling, ...]:
@@ -223,21 +305,30 @@ class _Bench:
         if len(labellings) < 2 or _FLOAT not in labellings:  # else the prediction is float
             return ()
         with tempfile.TemporaryDirectory(prefix="qtrace-labellings-") as folder:
-            files: dict[str, Path] = {}
             try:
-                self.ranges = [batch for batch, _ in zip(self.samples, range(2), strict=False)]
-                for number, (name, outcome) in enumerate(labellings.items()):
-                    if number < 2 or time.perf_counter() < self.end:
-                        files[name] = self._export(outcome, Path(folder) / f"{number}.onnx")
-                self.batches = self.held_back()
-                exact = self._run(files[_FLOAT]) if _FLOAT in files else None
-                if exact is None:
-                    files[_FLOAT] = self._export(labellings[_FLOAT], Path(folder) / f"{_FLOAT}.onnx")
-                    exact = self._run(files[_FLOAT])
-                speeds = self._time(list(files.values()))
-                noises = [_noise(exact, self._run(path)) for path in files.values()]
+                self.feeds = [self._values(batch, number) for number, batch in enumerate(self.held_back())]
+                if not self.feeds:
+                    self._note("no samples are held back")
+                    return ()
+                files = self._files(labellings, Path(folder))
+                first = open_session(next(iter(files.values())), _ONE_THREAD)
+                count = sum(_rows(first, values) or 1 for values in self.feeds)
+                run = _time_run(next(iter(files.values())), timed_settings(self.traced))
+                extent = limit_measurement(list(files), count, run, self.budget)
+                if extent is None:
+                    self._note(f"a run takes {run:.3g} s, and {self.budget:.3g} s are too little to compare")
+                    return ()
+                files = {name: files[name] for name in extent.names}
+                exact = self._run(files[_FLOAT], extent.samples)
+                groups = output_groups(self.traced, exact)
+                outputs = (
+                    exact if name == _FLOAT else self._run(path, extent.samples)
+                    for name, path in files.items()
+                )
+                noises = [measure_noise(groups, exact, own) for own in outputs]
+                speeds = self._time(list(files.values()), extent.seconds)
             except QtraceError as error:  # a labelling that cannot be exported or run decides nothing
-                self.reporter.note(f"placement: by predicted times, as none could be measured: {error}")
+                self._note(str(error))
                 return ()
         return tuple(
             MeasuredLabelling(
@@ -251,6 +342,19 @@ class _Bench:
             for name, speed, noise in zip(files, speeds, noises, strict=True)
         )
 
+    def _note(self, reason: str) -> None:
+        self.reporter.note(f"placement: by predicted times, as none could be measured: {reason}")
+
+    def _files(self, labellings: dict[str, SearchOutcome], folder: Path) -> dict[str, Path]:
+        """Exports the first two labellings, float, and the others as long as there is time."""
+        self.ranges = [batch for batch, _ in zip(self.samples, range(2), strict=False)]
+        end = time.perf_counter() + self.budget
+        files = {}
+        for number, (name, outcome) in enumerate(labellings.items()):
+            if number < 2 or name == _FLOAT or time.perf_counter() < end:
+                files[name] = self._export(outcome, folder / f"{number}.onnx")
+        return files
+
     def _export(self, outcome: SearchOutcome, path: Path) -> Path:
         prepared, _ = prepare_placed(self.traced, self.config, self.samples, self.config, outcome)
         if any(fake_quants(prepared)):
@@ -258,7 +362,7 @@ class _Bench:
         export(convert(prepared), path)
         return path
 
-    def _time(self, paths: Sequence[Path]) -> list[Speed]:
+    def _time(self, paths: Sequence[Path], most: float) -> list[Speed]:
         """Returns the speeds of files beside the first one; those of like structure are remembered."""
         settings = timed_settings(self.traced)
         machine = describe_machine("onnxruntime", "onnxruntime", settings.threads)
@@ -267,70 +371,78 @@ class _Bench:
             "machine": [
                 machine.version,
                 machine.processor,
+                list(machine.flags),
                 settings.threads,
                 sorted(settings.shapes.items()),
             ],
         }
         if self.timer is compare_files and (stored := read_cached("labellings", key)) is not None:
             return [Speed(**entry) for entry in stored]
-        speeds = self.timer(list(paths), runtime="onnxruntime", settings=settings, seconds=_TIMING_SECONDS)
+        seconds = min(_TIMING_SECONDS, most)
+        speeds = self.timer(list(paths), runtime="onnxruntime", settings=settings, seconds=seconds, most=most)
         if self.timer is compare_files:
             write_cached("labellings", key, [speed.to_dict() for speed in speeds])
         return speeds
 
-    def _run(self, path: Path) -> list[list[np.ndarray]]:
-        """Returns the outputs of a file for each batch that was held back."""
-        session = open_session(path, SessionSettings(threads=1))
+    def _values(self, batch: Any, number: int) -> list[np.ndarray]:
+        """Returns the values of a file's inputs for a batch."""
+        args, kwargs = as_arguments(batch, self.traced, number)
+        return [value.numpy() for value in Interpreter(self.traced).bind(args, kwargs)[1][1:]]
+
+    def _run(self, path: Path, samples: int) -> list[list[np.ndarray]]:
+        """Returns the outputs of a file for the first samples that were held back, of each batch."""
+        session = open_session(path, _ONE_THREAD)
         names = [info.name for info in session.inputs]
         results = []
-        for number, batch in enumerate(self.batches):
-            args, kwargs = as_arguments(batch, self.traced, number)
-            values = Interpreter(self.traced).bind(args, kwargs)[1][1:]
-            results.append(session.run(None, dict(zip(names, [v.numpy() for v in values], strict=True))))
+        for values in self.feeds:
+            rows = _rows(session, values)
+            if samples > 0:
+                feeds = [value[:samples] for value in values] if rows > samples else values
+                results.append(session.run(None, dict(zip(names, feeds, strict=True))))
+            samples -= rows or 1
         return results
+
+
+def _rows(session: OrtSession, values: Sequence[np.ndarray]) -> int:
+    """Returns the number of samples of a batch that a file can compute apart; 0 if it takes all at once."""
+    counts = {len(value) if value.ndim else 0 for value in values}
+    is_open = all(info.shape and not isinstance(info.shape[0], int) for info in session.inputs)
+    return counts.pop() if is_open and len(counts) == 1 else 0
+
+
+def _time_run(path: Path, settings: RunnerSettings) -> float:
+    """Returns the seconds of one run of a file."""
+    return open_file(path, "onnxruntime", settings).run()
 
 
 def _name_of(spec: Any) -> str:
     return str(spec if isinstance(spec, str) else spec.get("name", next(iter(spec), "")))
 
 
-def _noise(exact: Sequence[Sequence[np.ndarray]], own: Sequence[Sequence[np.ndarray]]) -> tuple[float, ...]:
-    """Returns for each half of the samples the noise of all outputs, each relative to its own power."""
-    totals = [0.0, 0.0]
-    for place in range(len(exact[0])):
-        sums = [
-            part
-            for batch, other in zip(exact, own, strict=True)
-            for part in _sums(batch[place], other[place])
-        ]
-        middle = (len(sums) + 1) // 2
-        for number, half in enumerate((sums[:middle], sums[middle:] or sums)):
-            power, error = (math.fsum(part[i] for part in half) for i in range(2))
-            totals[number] += error / power if power > 0 else 0.0
-    return tuple(totals)
-
-
-def _sums(exact: np.ndarray, own: np.ndarray) -> list[tuple[float, float]]:
-    """Returns the power and the error of each sample; nothing of integers and of outputs with other rows."""
-    if exact.dtype.kind != "f" or exact.shape != own.shape or not exact.size:
-        return []
-    rows = len(exact) if exact.ndim else 1
-    a, b = (v.astype(np.float64).reshape(rows, -1) for v in (exact, own))
-    finite = np.isfinite(a) & np.isfinite(b)
-    a, b = np.where(finite, a, 0.0), np.where(finite, b, 0.0)
-    return list(zip(np.square(a).sum(1).tolist(), np.square(b - a).sum(1).tolist(), strict=True))
-
-
 def _structure(path: Path) -> str:
-    """Returns a hash of what the time of a file depends on: its nodes, and the types and shapes it stores."""
+    """Returns a hash of what the time of a file depends on: its nodes, types, shapes, and stored arguments.
+
+    The values of weights, biases and scales do not count: a network trained anew has the same hash. Of
+    scales counts which are equal, as a rounding to the scale that a tensor has is no work.
+    """
     import onnx
 
     model = onnx.load(path, load_external_data=False)
     digest = hashlib.sha256()
+    digest.update(repr(sorted((entry.domain, entry.version) for entry in model.opset_import)).encode())
+    arguments, scales = _stored_arguments(model.graph)
     numbers: dict[str, int] = {}
+    equal: dict[bytes, int] = {}
     for tensor in model.graph.initializer:
         numbers[tensor.name] = len(numbers)
         digest.update(f"{tensor.data_type}{list(tensor.dims)}".encode())
+        if tensor.name in arguments | scales and (
+            math.prod(tensor.dims) <= _SMALL
+            or tensor.data_type in (onnx.TensorProto.INT32, onnx.TensorProto.INT64)
+        ):
+            content = onnx.numpy_helper.to_array(tensor, str(path.parent)).tobytes()
+            is_scale = tensor.name not in arguments
+            digest.update(str(equal.setdefault(content, len(equal))).encode() if is_scale else content)
     for value in model.graph.input:
         numbers[value.name] = len(numbers)
         digest.update(value.type.SerializeToString(deterministic=True))
@@ -339,5 +451,18 @@ def _structure(path: Path) -> str:
             numbers[name] = len(numbers)
         attributes = sorted(a.SerializeToString(deterministic=True) for a in node.attribute)
         ends = [numbers.get(name, -1) for name in (*node.input, *node.output)]
-        digest.update(f"{node.op_type}{ends}{attributes}".encode())
+        digest.update(f"{node.domain}:{node.op_type}{ends}{attributes}".encode())
+    digest.update(repr([numbers.get(value.name, -1) for value in model.graph.output]).encode())
     return digest.hexdigest()[:32]
+
+
+def _stored_arguments(graph: Any) -> tuple[set[str], set[str]]:
+    """Returns the values that are an argument of a node, not trained, and those that are scales."""
+    arguments, scales = set(), set()
+    for node in graph.node:
+        for place, name in enumerate(node.input):
+            if place in _SCALED.get(node.op_type, ()):
+                scales.add(name)
+            elif place not in _TRAINED.get(node.op_type, ()):
+                arguments.add(name)
+    return arguments, scales

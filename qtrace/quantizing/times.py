@@ -50,7 +50,7 @@ class Times:
         labellings: the labellings of the placement.
         files: the speed of the float file and of the quantized one; () if they were not measured.
         fixed: whether the times were read, so that nothing is measured.
-        integers: the ops that are placed on integers.
+        integers: the ops that are placed on integers; None if nothing was placed by measured times.
         network: what the times were measured of: a hash of ops, shapes and target.
     """
 
@@ -58,7 +58,7 @@ class Times:
     labellings: tuple[MeasuredLabelling, ...] = ()
     files: tuple[Speed, ...] = ()
     fixed: bool = field(default=False)
-    integers: tuple[str, ...] = ()
+    integers: tuple[str, ...] | None = None
     network: str = ""
 
     @classmethod
@@ -86,7 +86,7 @@ class Times:
                 for entry in data["labellings"]
             )
             files = tuple(Speed(**entry) for entry in data["files"])
-            integers = tuple(map(str, data["integers"]))
+            integers = None if data["integers"] is None else tuple(map(str, data["integers"]))
             return cls(path, labellings, files, True, integers, str(data["network"]))
         except OSError as error:
             raise ConfigError(f"the times {path} cannot be read: {error.strerror}.") from error
@@ -120,12 +120,12 @@ class Times:
         Raises:
             ConfigError: when it cannot be written.
         """
-        if self.path is None or self.fixed:
+        if self.path is None or self.fixed or (self.integers is None and not self.files):
             return
         data = {
             "schema": SCHEMA,
             "network": self.network,
-            "integers": list(self.integers),
+            "integers": None if self.integers is None else list(self.integers),
             "labellings": [asdict(labelling) for labelling in self.labellings],
             "files": [asdict(speed) for speed in self.files],
         }

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
+from types import SimpleNamespace
+
+import pytest
 
 from qtrace.benchmarking import machine
 from qtrace.benchmarking.machine import describe_machine, differences
+from qtrace.errors import ExportError
 
 CPUINFO = """processor\t: 0
 model name\t: A Processor 3 GHz
@@ -38,3 +44,24 @@ def test_differences():
     assert differences(here, replace(here, date="another day")) == []
     other = replace(here, processor="P", threads=4)
     assert differences(here, other) == [f"processor {here.processor}, here P", "threads 1, here 4"]
+
+
+def _no_distribution(package):
+    raise PackageNotFoundError(package)
+
+
+def test_the_version_is_that_of_the_module_of_whatever_distribution(monkeypatch):
+    """Onnxruntime-gpu has the module onnxruntime, and OpenVINO's version has a build, too."""
+    monkeypatch.setitem(sys.modules, "onnxruntime", SimpleNamespace(__version__="9.8"))
+    for version in (_no_distribution, lambda package: "1.0"):
+        monkeypatch.setattr(machine, "version", version)
+        assert describe_machine("onnxruntime", "onnxruntime", 1).version == "9.8"
+    monkeypatch.setattr(machine, "version", lambda package: "9.8.1")
+    monkeypatch.setitem(sys.modules, "ai_edge_litert", SimpleNamespace(__version__="9.8.1-77-build"))
+    assert describe_machine("litert", "ai-edge-litert", 1).version == "9.8.1"
+
+
+def test_a_runtime_that_is_missing_is_a_sentence(monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(ExportError, match="onnxruntime cannot be imported"):
+        describe_machine("onnxruntime", "onnxruntime", 1)

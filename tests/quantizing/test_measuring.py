@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import megengine.functional as F
 import megengine.module as M
+import numpy as np
 import onnx
 import pytest
 
 import qtrace
+from qtrace.benchmarking.costs import CostTable
+from qtrace.benchmarking.fitting import FITTED
 from qtrace.benchmarking.turns import Speed
 from qtrace.config.recipe import as_qconfig
 from qtrace.errors import ConfigError
@@ -20,8 +27,17 @@ from qtrace.preparation.placement.frontier import Point
 from qtrace.preparation.placement.problem import Energy, Problem, Unit, evaluate
 from qtrace.preparation.placement.trials import LabellingTrial
 from qtrace.preparation.prepare import SearchOutcome
-from qtrace.quantizing import measuring
-from qtrace.quantizing.measuring import TimingPlan, choose_labelling, find_labellings, prepare_measured
+from qtrace.quantizing import figures, measuring
+from qtrace.quantizing.measuring import (
+    Extent,
+    TimingPlan,
+    choose_labelling,
+    find_labellings,
+    fit_costs,
+    limit_measurement,
+    prepare_measured,
+)
+from qtrace.quantizing.output_noise import measure_noise, output_groups
 from qtrace.quantizing.reporting import LogReporter
 from qtrace.quantizing.times import MeasuredLabelling, Times
 from qtrace.storage.cache import read_cached, write_cached
@@ -50,10 +66,43 @@ def _measured(name: str, ratio: float, *noise: float, spread: float = 0.01) -> M
         ([_measured("float", 0.95, 0.0, 0.0, spread=0.02)], 0),  # exact, but integers are faster
         ([_measured("float", 1.0, 0.0, 0.0, spread=0.02)], 0),  # not for certain as fast
         ([_measured("between", 1.001, 9e-4, 9e-4)], 0),  # too little to matter
+        ([_measured("fastest", 5.0, math.inf, math.inf)], 0),  # outputs that cannot be compared
     ],
 )
 def test_another_labelling_is_taken_only_if_it_is_better_for_certain(others, chosen) -> None:
     assert choose_labelling([_measured("predicted", 1.0), *others]) == chosen
+
+
+def test_a_choice_that_cannot_be_compared_stays_if_no_other_one_can() -> None:
+    lost = _measured("predicted", 1.0, math.inf, math.inf)
+    assert choose_labelling([lost, _measured("fastest", 1.5, math.inf, math.inf)]) == 0
+    others = [_measured("fastest", 1.5, math.inf, 1e-3), _measured("a", 1.1), _measured("b", 1.2)]
+    assert choose_labelling([lost, *others]) == 3
+
+
+ALL = ("predicted", "fastest", "25% between", "50% between", "float")
+ENDS = ("predicted", "fastest", "float")
+
+
+@pytest.mark.parametrize(
+    ("run", "budget", "extent"),
+    [
+        (0.01, 30.0, Extent(ALL, 32, 28.4)),
+        (0.15, 30.0, Extent(ALL[:3] + ALL[4:], 32, 10.8)),  # one labelling less
+        (0.2, 30.0, Extent(ENDS, 32, 10.8)),
+        (0.5, 30.0, Extent(ENDS, 11, 13.5)),  # fewer samples
+        (0.8, 30.0, Extent(ENDS, 4, 20.4)),  # not the time of nine runs of each: fewer turns
+        (2.0, 30.0, None),
+    ],
+)
+def test_what_takes_too_long_is_left_out_by_its_worth(
+    run: float, budget: float, extent: Extent | None
+) -> None:
+    found = limit_measurement(ALL, 32, run, budget)
+    assert (found is None) == (extent is None)
+    if found is not None and extent is not None:
+        assert (found.names, found.samples) == (extent.names, extent.samples)
+        assert found.seconds == pytest.approx(extent.seconds)
 
 
 def _outcome() -> SearchOutcome:
@@ -185,3 +234,108 @@ def test_where_float_is_measured_best_the_file_is_in_float(tmp_path: Path, caplo
     assert result.verify is not None
     assert result.verify.passed
     assert any("between is chosen" in line for line in caplog.messages)
+
+
+def _noises(traced, exact, own):
+    return measure_noise(output_groups(traced, exact), exact, own)
+
+
+def test_the_worst_group_of_columns_is_the_noise() -> None:
+    """Dead scores beside boxes: of all values their error is 26 dB below the power."""
+    random = np.random.default_rng(0)
+    exact = np.concatenate([random.uniform(0, 100, (8, 50, 4)), random.uniform(0, 1, (8, 50, 4))], 2)
+    dead = exact.astype(np.float32)
+    dead[:, :, 4:] = 0
+    assert np.square(dead - exact).sum() / np.square(exact).sum() < 1e-3
+    assert _noises(None, [[exact]], [[dead]]) == pytest.approx((1.0, 1.0))
+    dead[:4, :, 4:] = exact[:4, :, 4:]
+    first, second = _noises(None, [[exact]], [[dead]])
+    assert first < 1e-6
+    assert second == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("own", "noise"),
+    [
+        ([np.ones((4, 5)), np.zeros((4, 2), np.int32)], 0.0),
+        ([np.ones((4, 5)), np.eye(4, 2, dtype=np.int32)], 0.5),  # of the first half
+        ([np.full((4, 5), np.nan), np.zeros((4, 2), np.int32)], math.inf),
+        ([np.full((4, 5), np.inf), np.zeros((4, 2), np.int32)], math.inf),
+        ([np.ones((3, 5)), np.zeros((4, 2), np.int32)], math.inf),
+        ([np.ones((4, 5)), np.zeros((3, 2), np.int32)], math.inf),
+        ([np.ones((4, 5))], math.inf),
+    ],
+)
+def test_integers_and_what_cannot_be_compared_have_noise(own: list[np.ndarray], noise: float) -> None:
+    exact = [[np.ones((4, 5)), np.zeros((4, 2), np.int32)]]
+    assert _noises(None, exact, [own])[0] == noise
+
+
+def test_infinities_that_float_has_are_no_noise() -> None:
+    exact = [[np.array([[1.0, -np.inf, 3.0]] * 4)]]
+    assert _noises(None, exact, exact) == (0.0, 0.0)
+
+
+def _stored(path: Path, op: str, *stored: np.ndarray, domain: str = "") -> str:
+    value = onnx.helper.make_tensor_value_info
+    names = [f"s{number}" for number in range(len(stored))]
+    node = onnx.helper.make_node(op, ["x", *names], ["y"], domain=domain)
+    ends = ([value("x", 1, [1, 4])], [value("y", 1, None)])
+    tensors = [onnx.numpy_helper.from_array(v, name) for v, name in zip(stored, names, strict=True)]
+    model = onnx.helper.make_model(onnx.helper.make_graph([node], "g", *ends, tensors))
+    onnx.save(model, path)
+    return measuring._structure(path)
+
+
+def test_arguments_that_are_stored_are_part_of_the_key_and_weights_are_not(tmp_path: Path) -> None:
+    path = tmp_path / "net.onnx"
+    for op in ("Resize", "Pad", "Reshape", "Slice", "Gather"):
+        for kind in (np.int64, np.float32):
+            keys = {_stored(path, op, np.array([1, n], kind)) for n in (1, 2, 2)}
+            assert len(keys) == 2, op
+    assert len({_stored(path, "Gather", np.arange(100) + n) for n in (0, 1)}) == 2
+    assert len({_stored(path, "MatMul", np.full((4, 4), n, np.float32)) for n in (0, 1)}) == 1
+    assert len({_stored(path, "Gelu", domain=domain) for domain in ("", "com.microsoft")}) == 2
+    scales = [np.float32(0.1), np.float32(0.2)]
+    assert len({_stored(path, "QuantizeLinear", scale, np.uint8(0)) for scale in scales}) == 1
+    assert len({_stored(path, "QuantizeLinear", scales[0], np.uint8(zero)) for zero in (0, 128)}) == 2
+
+
+class _Notes(LogReporter):
+    def __init__(self) -> None:
+        super().__init__(False)
+        self.texts: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.texts.append(text)
+
+
+def _refuse(*args: object, **options: object) -> list[Speed]:
+    raise AssertionError("nothing is timed")
+
+
+@pytest.mark.parametrize(
+    ("held_back", "seconds", "note"),
+    [([], 1e-3, "no samples are held back"), ([DATA[4:]], 9.0, "a run takes 9 s, and .* s are too little")],
+)
+def test_without_samples_or_time_the_prediction_stays(monkeypatch, held_back, seconds, note) -> None:
+    monkeypatch.setattr(measuring, "find_labellings", find_labellings)
+    monkeypatch.setattr(measuring, "_time_run", lambda *args: seconds)
+    times, notes, config = Times(), _Notes(), as_qconfig({"placement": "balanced"})
+    prepare_measured(_traced(), config, [DATA[:4]], lambda: held_back, TimingPlan(times, _refuse), notes)
+    assert times.labellings == ()
+    (text,) = [text for text in notes.texts if "none could be measured" in text]
+    assert re.search(note, text)
+
+
+def test_without_the_runtime_nothing_is_fitted_or_measured(monkeypatch) -> None:
+    monkeypatch.setattr(measuring, "find_labellings", _refuse)
+    monkeypatch.setattr(measuring, "fit_costs", fit_costs)
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    times, notes, config = Times(), _Notes(), as_qconfig({"placement": "balanced"})
+    prepare_measured(_traced(), config, [DATA[:4]], list, TimingPlan(times, _refuse), notes)
+    assert any("none can be measured here: onnxruntime cannot be imported" in text for text in notes.texts)
+    placed = SimpleNamespace(cost_table=None, placement=SimpleNamespace(table=FITTED), backend="onnxruntime")
+    table = figures._read_costs(placed)  # of a graph that was prepared where the runtime is
+    assert table is not None
+    assert table.machine == CostTable.load("onnxruntime").machine

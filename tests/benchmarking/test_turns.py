@@ -1,0 +1,70 @@
+"""Files in turns: how long they may take, and how far the answer may be off if there were few turns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from qtrace.benchmarking import turns
+from qtrace.errors import ExportError
+
+
+class _Files:
+    """Files whose runs take a given time of a clock of their own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
+        self.now, self.runs, self.seconds = 0.0, 0, seconds
+        clock = SimpleNamespace(perf_counter=lambda: self.now, thread_time=lambda: self.now)
+        monkeypatch.setattr(turns, "time", clock)
+        monkeypatch.setattr(turns, "open_file", self._open)
+        self.paths = [Path(f"{number}.onnx") for number in range(len(seconds))]
+
+    def _open(self, path: Path, *args: object) -> SimpleNamespace:
+        def run() -> float:
+            self.runs += 1
+            taken = self.seconds[int(path.stem)] * (1 + 0.01 * (self.runs % 3))
+            self.now += taken
+            return taken
+
+        run()
+        return SimpleNamespace(run=run, in_thread=True)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "most", "least"),
+    [
+        ((0.3,) * 5, 9.0, 3),
+        ((0.3,) * 5, 30.0, 7),
+        ((0.1,) * 5, 3.5, 3),
+        ((1.0, 2.0), 30.0, 5),
+        ((0.001,) * 5, 2.0, 50),
+    ],
+)
+def test_slow_files_have_fewer_turns_within_the_time_they_may_take(monkeypatch, seconds, most, least) -> None:
+    files = _Files(monkeypatch, *seconds)
+    speeds = turns.compare_files(files.paths, seconds=min(most, 3.0), most=most)
+    assert files.now < 1.05 * most
+    assert all(speed.turns >= least for speed in speeds)
+    assert speeds[-1].ratio == pytest.approx(seconds[0] / seconds[-1], rel=0.03)
+
+
+def test_files_too_slow_for_three_turns_are_a_sentence_after_two_runs(monkeypatch) -> None:
+    files = _Files(monkeypatch, 2.0, 2.0, 2.0, 2.0)
+    with pytest.raises(
+        ExportError, match=r"a run of 0.onnx takes 2.04 s: 4 files cannot be compared within 30 s"
+    ):
+        turns.compare_files(files.paths)
+    assert files.runs == 2
+
+
+def test_few_turns_say_less() -> None:
+    """Three ratios have a far wider range than nine; a clear difference stays clear."""
+    own = [1.0, 1.01, 0.99]
+    _, few = turns.summarize([[[0.5] * 3, own]])
+    _, many = turns.summarize([[[0.5] * 9, own * 3]])
+    assert (many.low, many.high) == (0.5 / 1.01, 0.5 / 0.99)
+    assert few.high - few.low > 3 * (many.high - many.low)
+    assert few.slower
+    assert not turns.summarize([[[0.95] * 3, own]])[1].slower

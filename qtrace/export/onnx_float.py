@@ -60,8 +60,10 @@ def _calls(flat: ConvertedGraph) -> Iterator[OpCall]:
 
 def _name_parameters(flat: ConvertedGraph, model: Any) -> None:
     """Gives weights and biases in another layout the names of their nodes, unless other tensors have them."""
+    from qtrace.onnxfile.bodies import read_names, rename_tensors
+
     graph = model.graph
-    used = {name for node in graph.node for name in (*node.input, *node.output)}
+    used = {name for node in graph.node for name in (*read_names(node), *node.output)}
     renamed: dict[str, str] = {}
     for call in _calls(flat):
         for node, suffix in ((call.weight, call.kind), (call.bias, "flat")):
@@ -71,7 +73,7 @@ def _name_parameters(flat: ConvertedGraph, model: Any) -> None:
     for tensor in graph.initializer:
         tensor.name = renamed.get(tensor.name, tensor.name)
     for node in graph.node:
-        node.input[:] = [renamed.get(name, name) for name in node.input]
+        rename_tensors(node, renamed)
 
 
 def _names(flat: ConvertedGraph, writer: Any, model: Any) -> Names:

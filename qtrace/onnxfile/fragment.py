@@ -269,6 +269,8 @@ def check_fragment(model: bytes) -> str:
         return "is no ONNX model"
     if not proto.graph.node or not proto.graph.output:
         return "is an ONNX model without nodes or outputs"
+    if proto.functions:  # no import writes any: ops that they define are written as their nodes
+        return "defines functions"
     if _has_external(proto.graph, 0):
         return "reads tensors of another file"
     try:

@@ -205,6 +205,23 @@ def test_the_safe_loader_refuses_what_is_no_model(tmp_path: Path) -> None:
     assert check_fragment(model.SerializeToString()) == "reads tensors of another file"
 
 
+def test_the_safe_loader_refuses_functions() -> None:
+    """A function may hold tensors of other files, in its own Constant nodes; no import writes functions."""
+    tensor = TensorProto(name="k", data_type=TensorProto.FLOAT, dims=[4])
+    tensor.data_location = TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value="secret.bin")
+    nodes = [
+        helper.make_node("Constant", [], ["k"], value=tensor),
+        helper.make_node("Add", ["a", "k"], ["b"]),
+    ]
+    function = helper.make_function("own", "F", ["a"], ["b"], nodes, [helper.make_opsetid("", 17)])
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [4]) for name in "xy"]
+    graph = helper.make_graph([helper.make_node("F", ["x"], ["y"], domain="own")], "g", ends[:1], ends[1:])
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("own", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, functions=[function], ir_version=8)
+    assert check_fragment(model.SerializeToString()) == "defines functions"
+
+
 def test_gradients_stop_and_it_is_said(tmp_path: Path) -> None:
     net = qtrace.from_onnx(save(crnn(), tmp_path / "crnn.onnx"))
     assert "no gradient passes" in describe_stopped_gradients(net)

@@ -363,6 +363,17 @@ def _runnable(graph: onnx.GraphProto, opset: int) -> int:
     return min(opset, LATEST_OPSET) if known else opset
 
 
+def _declared(shapes: Sequence[Sequence[int]]) -> list[int | None]:
+    """Returns the sizes that an input of a kept node is declared with, given its shape at each probe.
+
+    The length of a vector may be the number of axes of another tensor, as that of the sizes of a Resize,
+    which onnxruntime has to know. Other sizes stay open: the node runs at all that its graph runs at.
+    """
+    first = shapes[0]
+    known = len(first) == 1 and len({tuple(shape) for shape in shapes}) == 1
+    return list(first) if known else [None] * len(first)
+
+
 class _Writer:
     """Writes kept nodes into a model.
 
@@ -447,8 +458,8 @@ class _Writer:
         if node not in self.nodes:
             self.nodes[node] = self._claim(name)
             kind = helper.np_dtype_to_tensor_dtype(dtype)
-            rank = [None] * len(self._layers.builder.shapes(node)[0])
-            self._graph.input.append(helper.make_tensor_value_info(self.nodes[node], kind, rank))
+            axes = _declared(self._layers.builder.shapes(node))
+            self._graph.input.append(helper.make_tensor_value_info(self.nodes[node], kind, axes))
         return self.nodes[node]
 
     def _claim(self, name: str) -> str:

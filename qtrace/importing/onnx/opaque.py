@@ -201,10 +201,24 @@ class OpaqueNodes:
         if path == "kept":
             path = self._layers.names.tensor(path)
         op = OpaqueOp(model)
+        self._tell_outputs(op, targets, inputs)
         nodes = self._layers.builder.call_module(path, op, *inputs, name=list(names))
         found = nodes if isinstance(nodes, tuple) else (nodes,)
         dtypes = [_kind_of(part, place).dtype for part, place in targets]
         return [Computed(node, dtype) for node, dtype in zip(found, dtypes, strict=True) if dtype is not None]
+
+    def _tell_outputs(
+        self, op: OpaqueOp, targets: Sequence[tuple[_Part, int]], inputs: Sequence[TensorNode]
+    ) -> None:
+        """Tells an op the shapes of its outputs, which were inferred node by node.
+
+        For all nodes at once less may be known: that a TopK of as many values as others decide has seven.
+        """
+        shapes = [self._layers.builder.shapes(node) for node in inputs]
+        probes = max((len(part.kinds) for part, _ in targets), default=1)
+        for probe in range(max([probes, *map(len, shapes)])):
+            outputs = [_kind_of(part, place, probe) for part, place in targets]
+            op.fragment.learn([several[min(probe, len(several) - 1)] for several in shapes], outputs)
 
     def _model(
         self, targets: Sequence[tuple[_Part, int]], opsets: Mapping[str, int]
@@ -257,9 +271,9 @@ def _as_in_file(
     return [(first, list(values[:2])), (second, [_BEFORE, values[2]])]
 
 
-def _kind_of(part: _Part, place: int) -> FragmentTensor:
+def _kind_of(part: _Part, place: int, probe: int = 0) -> FragmentTensor:
     places = [i for i, name in enumerate(part.proto.output) if name]
-    return part.kinds[0][places.index(place)]
+    return part.kinds[min(probe, len(part.kinds) - 1)][places.index(place)]
 
 
 def _depends_on_input(part: _Part) -> bool:

@@ -11,7 +11,8 @@ from megengine import Tensor
 from onnx import ModelProto
 
 import qtrace
-from qtrace.graph.opaque import opaque_calls
+from qtrace.errors import GraphError, ImportingError
+from qtrace.graph.opaque import OpaqueOp, opaque_calls
 from qtrace.onnxfile.sessions import SessionSettings, open_session
 from tests.importing.onnx.opaque_net import SHAPE, Net
 
@@ -79,3 +80,58 @@ def test_a_kept_node_reads_sizes_that_values_decide(tmp_path: Path) -> None:
     x = np.random.default_rng(0).standard_normal(SHAPE).astype(np.float32)
     expected = open_session(tmp_path / "net.onnx").run(None, {"x": x})[0]
     np.testing.assert_allclose(net(Tensor(x)).numpy(), expected, rtol=0, atol=1e-4)
+
+
+def _most(net: Net) -> str:
+    """The seven largest of the values above 0, whose number the values decide."""
+    flat = net.add("Reshape", [net.features, net.ints(-1)])
+    places = net.add("Squeeze", [net.add("NonZero", [flat]), net.ints(0)])
+    return str(net.add("TopK", [net.add("Gather", [flat, places]), net.ints(7)], 2)[0])
+
+
+@pytest.mark.parametrize("read", [True, False])
+def test_an_import_runs_no_kept_node_on_zeros(read: bool, tmp_path: Path) -> None:
+    """Of zeros none is above 0, and TopK refuses to choose seven."""
+    net = Net()
+    y = _most(net)
+    onnx.save(net.model(net.add("Mul", [y, net.weights(7)]) if read else y), tmp_path / "net.onnx")
+    module = qtrace.from_onnx(tmp_path / "net.onnx")
+    assert module.graph.outputs[0].shape == ((7,) if read else None)
+    x = np.random.default_rng(0).standard_normal(SHAPE).astype(np.float32)
+    expected = open_session(tmp_path / "net.onnx").run(None, {"x": x})[0]
+    np.testing.assert_allclose(module(Tensor(x)).numpy(), expected, rtol=0, atol=1e-4)
+
+
+def test_an_output_of_open_length_has_its_type_and_axes(tmp_path: Path) -> None:
+    net = Net()
+    flat = net.add("Reshape", [net.features, net.ints(-1)])
+    places = net.add("Squeeze", [net.add("NonZero", [flat]), net.ints(0)])
+    chosen = net.add("Gather", [flat, places])
+    first = net.add(
+        "Slice", [chosen, net.ints(0), net.add("Add", [net.add("Shape", [chosen]), net.ints(-1)])]
+    )
+    onnx.save(net.model(first), tmp_path / "net.onnx")
+    module = qtrace.from_onnx(tmp_path / "net.onnx")
+    assert module.graph.outputs[0].shape is None
+    written = onnx.load(qtrace.export(module, tmp_path / "out.onnx"))
+    assert len(written.graph.output[0].type.tensor_type.shape.dim) == 1
+
+
+def test_a_kept_node_that_fails_hides_no_other_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise GraphError("the nodes fail.")
+
+    monkeypatch.setattr(OpaqueOp, "stand_in", fail)
+    monkeypatch.setattr(OpaqueOp, "infer", fail)
+    net = Net()
+    kept = net.add(
+        "Resize", [net.features, "", "", net.ints(2, 4, 5, 5)], mode="nearest", nearest_mode="ceil"
+    )
+    unknown = net.add("Frobnicate", [net.features], domain="own.ops")
+    onnx.save(net.model(kept, unknown), tmp_path / "net.onnx")
+    with pytest.raises(ImportingError) as caught:
+        qtrace.from_onnx(tmp_path / "net.onnx")
+    assert "the nodes fail" in str(caught.value)
+    assert "own.ops.Frobnicate" in str(caught.value)

@@ -17,7 +17,7 @@ from qtrace.errors import ExportError
 from qtrace.export.converted.float_graph import float_graph
 from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.format import Format
-from qtrace.export.onnx.exporter import OnnxExporter, OnnxOptions, check
+from qtrace.export.onnx.exporter import OnnxOptions, check, write_model
 from qtrace.export.parameters.base import beside, parameter_file
 from qtrace.export.parameters.sites import Names, ParameterLayer, site_table
 from qtrace.ops import OpCall
@@ -38,8 +38,7 @@ def files(converted: ConvertedGraph, path: Path, *, params: str | None = None) -
     """
     kind = None if params is None else parameter_file(params)
     # The parameter file calls parameters as the graph does.
-    exporter = OnnxExporter(float_graph(converted), OnnxOptions(names_parameters=False))
-    model = exporter.run()
+    exporter, model = write_model(float_graph(converted), OnnxOptions(names_parameters=False))
     _name_parameters(exporter.graph, model)
     check(model)
     contents: dict[Path, bytes] = {}

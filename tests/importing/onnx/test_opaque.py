@@ -284,6 +284,22 @@ def test_a_form_of_an_older_opset_is_converted_or_refused(tmp_path: Path) -> Non
         qtrace.export(newer, tmp_path / "old.onnx", opset=17)
 
 
+def test_a_form_is_converted_to_the_opset_that_integers_need(tmp_path: Path) -> None:
+    """Integers of 16 bits need opset 21, in which Resize is another than in the file's 18."""
+    net = Net(18)
+    mode = {"mode": "linear", "coordinate_transformation_mode": "half_pixel", "antialias": 1}
+    y = net.add("Resize", [net.features, "", "", net.ints(2, 4, 5, 5)], **mode)
+    module = qtrace.from_onnx(save(net.model(net.conv(y)), tmp_path / "net.onnx"))
+    prepared = qtrace.prepare(module, {"activation": {"bits": 16}}, progress=False)
+    qtrace.calibrate(prepared, [batch(0)], progress=False)
+    converted = qtrace.convert(prepared)
+    written = qtrace.export(converted, tmp_path / "out.onnx")
+    assert onnx.load(written).opset_import[0].version == 21
+    assert_equal(run_file(Path(written), batch(0)), [converted(mge.Tensor(batch(0))).numpy()])
+    with pytest.raises(QtraceError, match="opset=18"):
+        qtrace.export(converted, tmp_path / "old.onnx", opset=18)
+
+
 def test_a_product_that_a_branch_reads_is_not_joined(tmp_path: Path) -> None:
     """A product behind which a sum stands, and that the body of an If reads, too."""
     net = Net()

@@ -17,7 +17,7 @@ from qtrace.errors import ExportError
 from qtrace.export.converted.float_graph import float_graph
 from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.format import Format
-from qtrace.export.onnx.exporter import OnnxExporter, OnnxOptions, check
+from qtrace.export.onnx.exporter import OnnxOptions, check, write_model
 from qtrace.export.parameters.base import beside, parameter_file
 from qtrace.export.parameters.sites import Names, ParameterLayer, site_table
 from qtrace.ops import OpCall
@@ -38,8 +38,7 @@ def files(converted: ConvertedGraph, path: Path, *, params: str | None = None) -
     """
     kind = None if params is None else parameter_file(params)
     # The parameter file calls parameters as the graph does.
-    exporter = OnnxExporter(float_graph(converted), OnnxOptions(names_parameters=False))
-    model = exporter.run()
+    exporter, model = write_model(float_graph(converted), OnnxOptions(names_parameters=False))
     _name_parameters(exporter.graph, model)
     check(model)
     contents: dict[Path, bytes] = {}
@@ -60,8 +59,10 @@ def _calls(flat: ConvertedGraph) -> Iterator[OpCall]:
 
 def _name_parameters(flat: ConvertedGraph, model: Any) -> None:
     """Gives weights and biases in another layout the names of their nodes, unless other tensors have them."""
+    from qtrace.onnxfile.bodies import read_names, rename_tensors
+
     graph = model.graph
-    used = {name for node in graph.node for name in (*node.input, *node.output)}
+    used = {name for node in graph.node for name in (*read_names(node), *node.output)}
     renamed: dict[str, str] = {}
     for call in _calls(flat):
         for node, suffix in ((call.weight, call.kind), (call.bias, "flat")):
@@ -71,7 +72,7 @@ def _name_parameters(flat: ConvertedGraph, model: Any) -> None:
     for tensor in graph.initializer:
         tensor.name = renamed.get(tensor.name, tensor.name)
     for node in graph.node:
-        node.input[:] = [renamed.get(name, name) for name in node.input]
+        rename_tensors(node, renamed)
 
 
 def _names(flat: ConvertedGraph, writer: Any, model: Any) -> Names:

@@ -184,7 +184,7 @@ class TypeInference:
             return [inputs[1]], None
         if isinstance(owner(expr), BnFold):  # it updates statistics of its own
             return None, None
-        if isinstance(owner(expr), OpaqueOp):
+        if inputs and isinstance(inputs[0], OpaqueOp):  # in a graph that is built its node has no owner yet
             return _opaque_types(inputs), None
         graph = called_graph(expr)
         if graph is not None:

@@ -128,18 +128,20 @@ class OpaqueOp(Module):
         return results
 
     def stand_in(self, *inputs: mge.Tensor) -> Any:
-        """Returns zeros of the shapes and dtypes of the outputs; the nodes run only if these are not known.
+        """Returns zeros of the shapes and dtypes of the outputs.
+
+        A size that the values decide is 1: the nodes may refuse zeros in place of the values.
 
         Raises:
-            GraphError: when onnxruntime refuses the inputs.
+            GraphError: when onnxruntime refuses inputs of these shapes.
         """
         try:
-            kinds = self.infer([tuple(int(n) for n in x.shape) for x in inputs])
+            kinds = self.fragment.infer([tuple(int(n) for n in x.shape) for x in inputs])
         except ExportError as error:
             raise GraphError(f"{self.operators}: {error}") from error
-        if any(shape is None for shape, _ in kinds):
-            return self(*inputs)
-        tensors = tuple(mge.Tensor(np.zeros(shape or (), dtype)) for shape, dtype in kinds)
+        sizes = ([1 if n is None else n for n in kind.shape or ()] for kind in kinds)
+        dtypes = (carried_dtype(kind.dtype) or np.dtype(np.float32) for kind in kinds)
+        tensors = tuple(mge.Tensor(np.zeros(n, dtype)) for n, dtype in zip(sizes, dtypes, strict=True))
         return tensors[0] if len(tensors) == 1 else tensors
 
     def __getstate__(self) -> dict[str, Any]:

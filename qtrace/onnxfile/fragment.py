@@ -119,6 +119,18 @@ class Fragment:
             self._inferred[key] = infer_outputs(self._model, key)
         return self._inferred[key]
 
+    def learn(self, shapes: Sequence[Shape], outputs: Sequence[FragmentTensor]) -> None:
+        """Sets what `infer` returns for inputs of these shapes.
+
+        Args:
+            shapes: the shapes.
+            outputs: type and shape of each output; the names are those of the model.
+        """
+        names = [value.name for value in self._model.graph.output]
+        key = tuple(tuple(int(n) for n in shape) for shape in shapes)
+        named = zip(names, outputs, strict=True)
+        self._inferred[key] = tuple(FragmentTensor(name, own.kind, own.shape) for name, own in named)
+
 
 def infer_outputs(model: Any, shapes: Sequence[Sequence[int | None] | None]) -> tuple[FragmentTensor, ...]:
     """Infers type and shape of the outputs of a model, by ONNX's rules and by those of onnxruntime.
@@ -269,6 +281,8 @@ def check_fragment(model: bytes) -> str:
         return "is no ONNX model"
     if not proto.graph.node or not proto.graph.output:
         return "is an ONNX model without nodes or outputs"
+    if proto.functions:  # no import writes any: ops that they define are written as their nodes
+        return "defines functions"
     if _has_external(proto.graph, 0):
         return "reads tensors of another file"
     try:

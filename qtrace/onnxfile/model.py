@@ -10,6 +10,7 @@ import onnx
 from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
 from qtrace.errors import ExportError
+from qtrace.onnxfile.bodies import read_names
 
 __all__ = ["OnnxModel", "infer_shapes"]
 
@@ -25,7 +26,7 @@ class OnnxModel:
         graph: its graph.
         stored: name -> constant: an initializer, or the value of a Constant node.
         producers: tensor -> the node that gives it.
-        readers: tensor -> the nodes that read it, one entry for each input.
+        readers: tensor -> the nodes that read it, one entry for each input, and one if bodies read it.
     """
 
     def __init__(self, model: ModelProto) -> None:
@@ -39,7 +40,7 @@ class OnnxModel:
         self.readers: dict[str, list[NodeProto]] = {}
         for node in self.graph.node:
             self.producers.update((name, node) for name in node.output if name)
-            for name in node.input:
+            for name in read_names(node):
                 self.readers.setdefault(name, []).append(node)
             if node.op_type == "Constant" and not node.domain:
                 values = (tensor for a in node.attribute if (tensor := _constant(a)) is not None)

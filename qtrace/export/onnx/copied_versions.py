@@ -11,9 +11,21 @@ from qtrace.errors import ExportError
 from qtrace.export.onnx.opset import LOWEST, SourceVersions
 from qtrace.onnxfile.bodies import own_operators
 
-__all__ = ["CopiedVersions"]
+__all__ = ["CopiedFormError", "CopiedVersions"]
 
 _OWN = ("", "ai.onnx")
+
+
+class CopiedFormError(ExportError):
+    """A copied node means something else in the opset that the file needs.
+
+    Attributes:
+        opset: the opset that the file needs.
+    """
+
+    def __init__(self, message: str, opset: int) -> None:
+        super().__init__(message)
+        self.opset = opset
 
 
 class CopiedVersions:
@@ -65,13 +77,14 @@ class CopiedVersions:
         """Refuses an opset in which a copied node means something else than in its file.
 
         Raises:
-            ExportError: naming the op.
+            CopiedFormError: naming the op.
         """
         for op, last in self._last.items():
             if opset > last:
-                raise ExportError(
+                raise CopiedFormError(
                     f"{op} is kept as in the imported file, but opset {opset} of the written file defines it "
-                    f"otherwise: choose opset={last}, or end the graph before it."
+                    f"otherwise: choose opset={last}, or end the graph before it.",
+                    opset,
                 )
 
     def imports(self, opset: int) -> list[Any]:

@@ -12,7 +12,7 @@ import importlib.util
 import json
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,7 +47,7 @@ from qtrace.scheme import QParams
 if TYPE_CHECKING:
     from qtrace.export.onnx.origin import OwnNames
 
-__all__ = ["FORMAT", "OnnxExporter", "OnnxOptions", "check"]
+__all__ = ["FORMAT", "OnnxExporter", "OnnxOptions", "check", "write_model"]
 
 _LOG = logging.getLogger("qtrace")
 
@@ -130,10 +130,9 @@ def files(
     options = OnnxOptions(
         packed, float_kinds(allow_float), opset, (input_names, output_names), preprocess, suppression
     )
-    exporter = OnnxExporter(converted, options)
+    exporter, model = write_model(converted, options)
     from qtrace.export.onnx.pools import write_fast_poolings
 
-    model = exporter.run()
     write_fast_poolings(model)
     if exporter.writer.version_change:
         _LOG.info(exporter.writer.version_change)
@@ -230,6 +229,31 @@ def _rank_of_opaque(node: TensorNode) -> int | None:
     assert isinstance(op, OpaqueOp)
     tensor = op.fragment.model.graph.output[output_index(node)].type.tensor_type
     return len(tensor.shape.dim) if tensor.HasField("shape") else None
+
+
+def write_model(converted: ConvertedGraph, options: OnnxOptions) -> tuple[OnnxExporter, Any]:
+    """Writes a graph, once more if nodes that are copied are to be converted to the opset that it needs.
+
+    Which opset a graph needs, as for integers of 16 bits, is known only when it is written.
+
+    Returns:
+        What wrote the model, and the model.
+
+    Raises:
+        ExportError: when a node has no ONNX form, naming it, or onnx is not installed.
+    """
+    exporter = OnnxExporter(converted, options)
+    from qtrace.export.onnx.copied_versions import CopiedFormError
+
+    try:
+        return exporter, exporter.run()
+    except CopiedFormError as error:
+        if options.opset is not None:
+            raise
+        again = OnnxExporter(converted, replace(options, opset=error.opset))
+    model = again.run()
+    again.writer.version_change = exporter.writer.version_change
+    return again, model
 
 
 class OnnxExporter:

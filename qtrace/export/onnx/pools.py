@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 from onnx import helper, numpy_helper
 
+from qtrace.onnxfile.bodies import read_names
+
 __all__ = ["write_fast_poolings"]
 
 _LOWEST = float(np.finfo(np.float32).min)
@@ -68,7 +70,7 @@ class _Graph:
         self.producers = {name: node for node in self.graph.node for name in node.output}
         self.constants = {t.name: t for t in self.graph.initializer}
         self.outputs = {value.name for value in self.graph.output}
-        self.readers = Counter(name for node in self.graph.node for name in node.input)
+        self.readers = Counter(name for node in self.graph.node for name in read_names(node))
 
     def read_once(self, name: str) -> bool:
         """Whether one node alone reads a tensor, and the file does not give it."""
@@ -112,8 +114,8 @@ class _Graph:
         return float(np.float32(int(np.iinfo(zero.dtype).min) - int(zero)) * np.float32(scale))
 
     def readers_of(self, name: str) -> Iterator[Any]:
-        """Yields the nodes that read a tensor."""
-        return (node for node in self.graph.node if name in node.input)
+        """Yields the nodes that read a tensor, in their bodies, too."""
+        return (node for node in self.graph.node if name in read_names(node))
 
     def read(self, node: Any, name: str) -> None:
         """Lets ``node`` read another tensor as its first operand."""
@@ -127,7 +129,7 @@ class _Graph:
         for node in reversed(self.graph.node):
             if read.intersection(node.output):
                 kept.append(node)
-                read.update(node.input)
+                read.update(read_names(node))
         del self.graph.node[:]
         self.graph.node.extend(kept[::-1])
         tensors = [t for t in self.graph.initializer if t.name in read]

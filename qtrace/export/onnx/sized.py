@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import onnx
 
 from qtrace.export.onnx.writer import OnnxWriter
+from qtrace.onnxfile.bodies import read_names
 
 __all__ = ["first_difference"]
 
@@ -26,7 +27,7 @@ def first_difference(first: OnnxWriter, second: OnnxWriter) -> str:
 
 
 def _stored(writer: OnnxWriter, node: onnx.NodeProto) -> list[bytes]:
-    tensors = (writer.initializers.get(name) for name in node.input)
+    tensors = (writer.initializers.get(name) for name in read_names(node))
     return [bytes(tensor.raw_data) for tensor in tensors if tensor is not None]
 
 

@@ -83,12 +83,17 @@ class _Weights:
     """
 
     def __init__(self, model: Any) -> None:
+        from qtrace.onnxfile.bodies import read_names
+
         self.graph = model.graph
         self.tensors = {tensor.name: tensor for tensor in self.graph.initializer}
-        self.names = {*self.tensors, *(n for node in self.graph.node for n in (*node.input, *node.output))}
+        self.names = {
+            *self.tensors,
+            *(n for node in self.graph.node for n in (*read_names(node), *node.output)),
+        }
         self.readers: dict[str, set[str]] = {}
         for node in self.graph.node:
-            for name in node.input:
+            for name in read_names(node):
                 self.readers.setdefault(name, set()).add(node.op_type)
         self.changed: set[str] = set()
         self._replaced: set[str] = set()
@@ -135,7 +140,9 @@ class _Weights:
 
     def drop_unread(self) -> None:
         """Removes the zero points that nothing reads any more."""
-        read = {name for node in self.graph.node for name in node.input}
+        from qtrace.onnxfile.bodies import read_names
+
+        read = {name for node in self.graph.node for name in read_names(node)}
         for name in self._replaced - read:
             self.graph.initializer.remove(self.tensors[name])
 

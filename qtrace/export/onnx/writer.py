@@ -315,8 +315,8 @@ class OnnxWriter:
         read = {i for n in self.nodes for i in read_names(n)}
         initializers = [t for n, t in self.initializers.items() if n in read]
         versions = choose_versions(initializers, self.nodes, self.opset, self.source, self.versions.needed)
-        self.versions.check(versions.opset)
         self.version_change = versions.change
+        self.versions.check(versions.opset)
         nodes, more = at_opset(self.nodes, versions.opset)
         _name_nodes(nodes)
         graph = helper.make_graph(nodes, name, inputs, outputs, [*initializers, *more])

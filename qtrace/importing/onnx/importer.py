@@ -101,8 +101,8 @@ class Importer:
         """
         try:
             return self.opaque.outputs(results, graph.outputs, self.opsets)
-        except Refusal as refusal:
-            raise ImportingError(f"{refusal}.") from refusal
+        except (Refusal, GraphError) as refusal:
+            raise ImportingError(f"{str(refusal).rstrip('.')}.") from refusal
 
     def add(self, node: OnnxNode, scope: Scope) -> None:
         """Adds one node, or folds it; a node that has no equal becomes a problem."""
@@ -134,8 +134,8 @@ class Importer:
                 results = self.opaque.add(node, values, scope, self.opsets)
                 self.kept.add(first)
                 return results
-        except Refusal as refusal:
-            problem += f", and {refusal}"
+        except (Refusal, GraphError) as refusal:
+            problem += f", and {str(refusal).rstrip('.')}"
         self.problems.append(f"{_placed(node)}{problem}")
         return [Refused() for _ in node.outputs]
 

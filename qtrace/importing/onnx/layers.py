@@ -157,7 +157,11 @@ class Layers:
             else self.tensor(Stored(np.array(part, np.int32), f"{name}_{index}"))
             for index, part in enumerate(parts)
         ]
-        return self.builder.call_function(F.stack, nodes, name=name)
+        stacked = self.builder.call_function(F.stack, nodes, name=name)
+        if tuple(stacked.shape) == numbers.shape:
+            return stacked
+        # MegEngine stacks numbers that are computed as rows of one number.
+        return self.builder.call_function(F.reshape, stacked, (-1,), name=name)
 
     def tensor(self, stored: Stored) -> TensorNode:
         """Returns the node of a stored tensor; equal numbers of one name are one node.

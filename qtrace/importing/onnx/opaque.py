@@ -201,10 +201,24 @@ class OpaqueNodes:
         if path == "kept":
             path = self._layers.names.tensor(path)
         op = OpaqueOp(model)
+        self._tell_outputs(op, targets, inputs)
         nodes = self._layers.builder.call_module(path, op, *inputs, name=list(names))
         found = nodes if isinstance(nodes, tuple) else (nodes,)
         dtypes = [_kind_of(part, place).dtype for part, place in targets]
         return [Computed(node, dtype) for node, dtype in zip(found, dtypes, strict=True) if dtype is not None]
+
+    def _tell_outputs(
+        self, op: OpaqueOp, targets: Sequence[tuple[_Part, int]], inputs: Sequence[TensorNode]
+    ) -> None:
+        """Tells an op the shapes of its outputs, which were inferred node by node.
+
+        For all nodes at once less may be known: that a TopK of as many values as others decide has seven.
+        """
+        shapes = [self._layers.builder.shapes(node) for node in inputs]
+        probes = max((len(part.kinds) for part, _ in targets), default=1)
+        for probe in range(max([probes, *map(len, shapes)])):
+            outputs = [_kind_of(part, place, probe) for part, place in targets]
+            op.fragment.learn([several[min(probe, len(several) - 1)] for several in shapes], outputs)
 
     def _model(
         self, targets: Sequence[tuple[_Part, int]], opsets: Mapping[str, int]
@@ -257,9 +271,9 @@ def _as_in_file(
     return [(first, list(values[:2])), (second, [_BEFORE, values[2]])]
 
 
-def _kind_of(part: _Part, place: int) -> FragmentTensor:
+def _kind_of(part: _Part, place: int, probe: int = 0) -> FragmentTensor:
     places = [i for i, name in enumerate(part.proto.output) if name]
-    return part.kinds[0][places.index(place)]
+    return part.kinds[min(probe, len(part.kinds) - 1)][places.index(place)]
 
 
 def _depends_on_input(part: _Part) -> bool:
@@ -363,6 +377,17 @@ def _runnable(graph: onnx.GraphProto, opset: int) -> int:
     return min(opset, LATEST_OPSET) if known else opset
 
 
+def _declared(shapes: Sequence[Sequence[int]]) -> list[int | None]:
+    """Returns the sizes that an input of a kept node is declared with, given its shape at each probe.
+
+    The length of a vector may be the number of axes of another tensor, as that of the sizes of a Resize,
+    which onnxruntime has to know. Other sizes stay open: the node runs at all that its graph runs at.
+    """
+    first = shapes[0]
+    known = len(first) == 1 and len({tuple(shape) for shape in shapes}) == 1
+    return list(first) if known else [None] * len(first)
+
+
 class _Writer:
     """Writes kept nodes into a model.
 
@@ -447,8 +472,8 @@ class _Writer:
         if node not in self.nodes:
             self.nodes[node] = self._claim(name)
             kind = helper.np_dtype_to_tensor_dtype(dtype)
-            rank = [None] * len(self._layers.builder.shapes(node)[0])
-            self._graph.input.append(helper.make_tensor_value_info(self.nodes[node], kind, rank))
+            axes = _declared(self._layers.builder.shapes(node))
+            self._graph.input.append(helper.make_tensor_value_info(self.nodes[node], kind, axes))
         return self.nodes[node]
 
     def _claim(self, name: str) -> str:

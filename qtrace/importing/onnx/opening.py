@@ -36,7 +36,7 @@ _TOLERANCE, _FILE_TOLERANCE = 1e-4, 1e-3
 # Open sizes at which the graph is compared, in steps: few values, then more; None for a larger size than
 # the recorded one.
 _LEAST_STEPS = (3, 7, None)
-# A file that refuses so many sizes, such as one that reshapes to a fixed number, takes no other one.
+# A file that refuses so many sizes takes no small one: the larger one of each kind is left to try.
 _MOST_REFUSALS = 3
 # Values below it have too few digits to compare if they are rounded to the precision of 1.
 _LEAST_VALUE = 1e-3
@@ -152,7 +152,7 @@ def _differs(traced: TracedModule, inputs: Sequence[InputShape], build: Build, r
         # At small sizes maps may vanish, or the values, and the file may need larger ones.
         for least in _LEAST_STEPS:
             shapes = _resized(inputs, partial(candidates, least=least))
-            if shapes in tried or refused == _MOST_REFUSALS:
+            if shapes in tried or (refused >= _MOST_REFUSALS and least is not None):
                 continue
             tried.append(shapes)
             fixed = [replace(item, shape=shapes[item.name], batch_axis=None, open={}) for item in inputs]

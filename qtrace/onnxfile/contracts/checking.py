@@ -9,6 +9,7 @@ from typing import Any
 import onnx
 
 from qtrace.errors import ExportError
+from qtrace.onnxfile.bodies import read_names
 from qtrace.onnxfile.contracts.base import Contract, ContractRule, FloatOp, Violation
 from qtrace.onnxfile.contracts.prediction import predict_floats
 from qtrace.onnxfile.contracts.qdq_graph import FUNCTIONS, QUANTIZERS, QdqGraph, label
@@ -84,7 +85,7 @@ def _check_form(graph: QdqGraph, path: Path) -> None:
         count = _INPUTS.get(node.op_type, 0)
         if len(node.input) < count or not all(node.input[:count]) or not any(node.output):
             raise ExportError(f"{path}: {label(node)} lacks an input or an output: the file is damaged.")
-        for name in node.input:
+        for name in read_names(node):
             if name in graph.producers and name not in ready:
                 raise ExportError(
                     f"{path}: {label(node)} reads {name} before it is computed: sort the nodes of the file."

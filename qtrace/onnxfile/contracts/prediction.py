@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from onnx import NodeProto
 
+from qtrace.onnxfile.bodies import read_names
 from qtrace.onnxfile.contracts.base import Contract, FloatOp
 from qtrace.onnxfile.contracts.qdq_graph import QUANTIZERS, QdqGraph
 
@@ -31,7 +32,7 @@ def predict_floats(graph: QdqGraph, contract: Contract, broken: Mapping[str, str
     for node in graph.nodes():
         if node.op_type in (*QUANTIZERS, *_MOVES.split()) or not node.output:
             continue
-        if not any(name not in graph.stored for name in node.input if name):
+        if not any(name not in graph.stored for name in read_names(node)):
             continue  # it is computed from constants
         reason = broken.get(node.output[0]) or _reason(graph, contract, node)
         if reason:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
+from qtrace.onnxfile.bodies import read_names
 from qtrace.onnxfile.contracts.grids import IntegerGrid
 from qtrace.onnxfile.model import OnnxModel
 
@@ -289,7 +290,7 @@ class QdqGraph(OnnxModel):
         waiting, ordered = list(self.graph.node), []
         while waiting:
             # Tensors that an outer graph gives have no producer here.
-            able = [n for n in waiting if all(i in ready or i not in self.producers for i in n.input)]
+            able = [n for n in waiting if all(i in ready or i not in self.producers for i in read_names(n))]
             if not able:  # a cycle, which was there before
                 able = waiting
             ordered += able

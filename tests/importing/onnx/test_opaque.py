@@ -205,6 +205,23 @@ def test_the_safe_loader_refuses_what_is_no_model(tmp_path: Path) -> None:
     assert check_fragment(model.SerializeToString()) == "reads tensors of another file"
 
 
+def test_the_safe_loader_refuses_functions() -> None:
+    """A function may hold tensors of other files, in its own Constant nodes; no import writes functions."""
+    tensor = TensorProto(name="k", data_type=TensorProto.FLOAT, dims=[4])
+    tensor.data_location = TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value="secret.bin")
+    nodes = [
+        helper.make_node("Constant", [], ["k"], value=tensor),
+        helper.make_node("Add", ["a", "k"], ["b"]),
+    ]
+    function = helper.make_function("own", "F", ["a"], ["b"], nodes, [helper.make_opsetid("", 17)])
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [4]) for name in "xy"]
+    graph = helper.make_graph([helper.make_node("F", ["x"], ["y"], domain="own")], "g", ends[:1], ends[1:])
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("own", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, functions=[function], ir_version=8)
+    assert check_fragment(model.SerializeToString()) == "defines functions"
+
+
 def test_gradients_stop_and_it_is_said(tmp_path: Path) -> None:
     net = qtrace.from_onnx(save(crnn(), tmp_path / "crnn.onnx"))
     prepared = qtrace.prepare(net)
@@ -288,6 +305,22 @@ def test_a_form_of_an_older_opset_is_converted_or_refused(tmp_path: Path) -> Non
     newer = qtrace.from_onnx(save(opaque_layers.FORMS["rows_rotary"](), tmp_path / "rotary.onnx"))
     with pytest.raises(QtraceError, match="opset"):
         qtrace.export(newer, tmp_path / "old.onnx", opset=17)
+
+
+def test_a_form_is_converted_to_the_opset_that_integers_need(tmp_path: Path) -> None:
+    """Integers of 16 bits need opset 21, in which Resize is another than in the file's 18."""
+    net = Net(18)
+    mode = {"mode": "linear", "coordinate_transformation_mode": "half_pixel", "antialias": 1}
+    y = net.add("Resize", [net.features, "", "", net.ints(2, 4, 5, 5)], **mode)
+    module = qtrace.from_onnx(save(net.model(net.conv(y)), tmp_path / "net.onnx"))
+    prepared = qtrace.prepare(module, {"activation": {"bits": 16}}, progress=False)
+    qtrace.calibrate(prepared, [batch(0)], progress=False)
+    converted = qtrace.convert(prepared)
+    written = qtrace.export(converted, tmp_path / "out.onnx")
+    assert onnx.load(written).opset_import[0].version == 21
+    assert_equal(run_file(Path(written), batch(0)), [converted(mge.Tensor(batch(0))).numpy()])
+    with pytest.raises(QtraceError, match="opset=18"):
+        qtrace.export(converted, tmp_path / "old.onnx", opset=18)
 
 
 def test_a_product_that_a_branch_reads_is_not_joined(tmp_path: Path) -> None:

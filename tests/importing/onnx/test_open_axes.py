@@ -267,3 +267,22 @@ def test_values_without_digits_are_compared_at_a_larger_size(
     assert record is not None
     assert not record.fixed
     assert tried[:2] == [None, None]
+
+
+def test_a_network_that_takes_no_small_size_is_compared_at_an_odd_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refused small sizes of both kinds use up no comparison at a larger size of each kind."""
+    is_equal, compared = opening._FileRuns.is_equal, []
+
+    def refuse_small(self: opening._FileRuns, traced: object, inputs: list, arrays: object) -> bool | None:
+        rows, columns = inputs[0].shape[2:]
+        if rows < 448 or columns < 448:
+            raise opening._NoSuchSizeError("the kernel is larger than the map")
+        compared.append(columns % 2)
+        return is_equal(self, traced, inputs, arrays)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(opening._FileRuns, "is_equal", refuse_small)
+    path = save(convolutional(), tmp_path)
+    qtrace.from_onnx(path, shapes={"x": (1, 2, 448, 448)})
+    assert compared == [0, 1]

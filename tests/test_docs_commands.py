@@ -91,7 +91,7 @@ def test_every_command_of_the_pages_can_be_parsed() -> None:
         ("qtrace calibrate a.mge --out int8", "data is missing"),
         ("qtrace calibrate a.mge --data x --out int8 --engine nothing", "is not one of"),
         ("make tests", "no target tests"),
-        ("python -m benchmark", "no -m benchmark"),
+        ("python -m benchmarkz", "no -m benchmarkz"),
     ],
 )
 def test_a_wrong_command_is_found(command: str, problem: str) -> None:

@@ -356,7 +356,10 @@ class GraphBuilder:
             with engine_for_tracing(async_level=0):
                 tensors = [zeros(v) if isinstance(v, TensorType) else v for v in values]
                 op = tensors[0] if tensors else None
-                result = op.stand_in(*tensors[1:]) if isinstance(op, OpaqueOp) else _call(expr, tensors)
+                if isinstance(op, OpaqueOp):
+                    result = op(*tensors[1:]) if known else op.stand_in(*tensors[1:])
+                else:
+                    result = _call(expr, tensors)
                 leaves, structure = tree_flatten(result)
         except Exception as error:  # MegEngine's kernels raise errors of many classes
             raise self._failure(expr, values, probe, error) from error

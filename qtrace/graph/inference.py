@@ -57,7 +57,7 @@ _COMPUTED = {
         "expand_dims",
     ),
     *("squeeze", "layer_norm", "group_norm", "instance_norm", "general_norm", "LayerNorm", "GroupNorm"),
-    *("InstanceNorm", "GeneralNorm"),
+    *("InstanceNorm", "GeneralNorm", "softmax", "Softmax"),
 }
 # Ops whose number of results depends on the values of their inputs.
 _SIZED_BY_VALUES = {"cond_take", "nms", "non_zero", "CondTake", "NMSKeep", "NonZero"}

@@ -19,4 +19,6 @@ def _read(expr: Expr) -> Reading:
     return Reading(inputs, role=role, reason=f"kept as in the file: {op.operators}")
 
 
-RULES = (op_rule("opaque", Role.FLOAT, _read, OpaqueOp),)
+RULES = (
+    op_rule("opaque", Role.FLOAT, _read, OpaqueOp, reason="kept as in the file, and run by onnxruntime"),
+)

@@ -106,7 +106,7 @@ def _warn_of_races(parts: Sequence[QuantizedModel]) -> None:
             f"MegEngine computes wrong gradients on CPU now and then at async_level {level}: "
             "set megengine.config.async_level = 0 before you train.",
             QtraceWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
 
 
@@ -120,7 +120,7 @@ def _warn_of_cells(parts: Sequence[QuantizedModel]) -> None:
             f"{cells[0]} is an LSTMCell, which has no gradient in MegEngine: training fails; "
             "write the cell with F.linear, F.split, F.sigmoid and F.tanh to train it.",
             QtraceWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
 
 
@@ -128,4 +128,4 @@ def _warn_of_opaque_nodes(parts: Sequence[QuantizedModel]) -> None:
     """Says which opaque nodes a gradient would have to pass; nothing if no parameter is before them."""
     for part in parts:
         if sentence := say_stopped_gradients(part.module):
-            warnings.warn(sentence, QtraceWarning, stacklevel=4)
+            warnings.warn(sentence, QtraceWarning, stacklevel=5)

@@ -85,10 +85,12 @@ class TimingPlan:
     Attributes:
         times: takes what is measured, or holds times that are taken instead.
         timer: measures files in turns; None for `compare_files`.
+        in_float: whether float may be chosen: where a file is delivered, and not where the graph is trained on.
     """
 
     times: Times
     timer: Timer | None = None
+    in_float: bool = True
 
 
 @on_engine_thread
@@ -112,6 +114,8 @@ def prepare_measured(
     """
     config = read_request(traced, config, samples=samples)
     times = Times() if measurement is None else measurement.times
+    if measurement is not None:
+        times.bind(traced, config)
     fitted = None
     if measurement is not None and not times.fixed:
         try:
@@ -130,7 +134,7 @@ def prepare_measured(
     if not times.fixed and _is_measurable(config, outcome):
         bench = _Bench(traced, config, samples, held_back, measurement, reporter, budget)
         times.labellings = bench.measure(find_labellings(outcome))
-    chosen = choose_labelling(times.labellings) if times.labellings else 0
+    chosen = choose_labelling(times.labellings, measurement.in_float) if times.labellings else 0
     if not times.fixed:
         integers = times.labellings[chosen].integers if times.labellings else _integers(outcome)
         times.integers = tuple(integers)
@@ -196,7 +200,7 @@ def find_labellings(outcome: SearchOutcome) -> dict[str, SearchOutcome]:
     return different
 
 
-def choose_labelling(measured: Sequence[MeasuredLabelling]) -> int:
+def choose_labelling(measured: Sequence[MeasuredLabelling], in_float: bool = True) -> int:
     """Returns the number of the labelling with the lowest price of time and noise; 0 unless one is better.
 
     Another one is better if its price is lower at the slow end of its measured range, on both halves of the
@@ -205,7 +209,7 @@ def choose_labelling(measured: Sequence[MeasuredLabelling]) -> int:
     """
     first, best, lowest = measured[0], 0, -_MARGIN
     for number, other in enumerate(measured[1:], 1):
-        if other.name == _FLOAT and other.speed.low < 1:
+        if other.name == _FLOAT and (other.speed.low < 1 or not in_float):
             continue
         if max(other.noise) >= _SPOILED:
             continue

@@ -244,7 +244,6 @@ def quantize(
             traced = read_network(source, opened.calibration, shapes, allow)
         acceptance = Acceptance(metric, at_least)
         taken = Times.open(None if times is None else Path(times))
-        taken.bind(traced, config)
         measurement = TimingPlan(taken) if measure else None
         result = _calibrate(traced, config, opened, acceptance, reporter, measurement)
         if max_drop is not None:

@@ -164,8 +164,7 @@ def calibrate_to_folder(
         traced = model(source) if callable(model) and not isinstance(model, TracedModule) else model
         # A run that goes on takes the choice of the one that was interrupted.
         taken = Times.open(checkpoints / _TIMES if times is None else Path(times))
-        taken.bind(traced, qconfig)
-        measurement = TimingPlan(taken) if measure else None
+        measurement = TimingPlan(taken, in_float=False) if measure else None
         prepared = prepare_measured(
             traced, qconfig, _Samples(source), lambda: chosen.read(traced), measurement, reporter
         )

@@ -159,7 +159,7 @@ def _value(default: Any) -> str:
 
 
 def _runtimes() -> str:
-    room = source.room("runtimes")
+    room = importlib.import_module("qtrace.verification.runtimes")
     rows = ["| runtime | files | install |", "| --- | --- | --- |"]
     for info in pkgutil.iter_modules(room.__path__):
         module = importlib.import_module(f"{room.__name__}.{info.name}")

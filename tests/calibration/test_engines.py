@@ -155,7 +155,7 @@ def test_auto_without_a_batch_is_a_choice_for_the_shapes_of_the_trace() -> None:
     assert _auto(_prepared(Chain(1, 3)), []).name == "megengine"
 
 
-def _missing(*_: Any) -> None:
+def _missing(*_: Any, **__: Any) -> None:
     raise EngineError("the package onnxruntime is not installed")
 
 

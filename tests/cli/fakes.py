@@ -156,7 +156,7 @@ class Fakes:
             raise self.fail
         Path(path).with_suffix(".bin").write_text("weights")
 
-    def verify(self, path, model, batches, float_model=None, runtime=None):
+    def verify(self, path, model, batches, float_model=None, runtime=None, runtime_host=None):
         self.calls["verify"] = (path, model, len(list(batches)), float_model)
         return Table(self.passed)
 

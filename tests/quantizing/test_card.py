@@ -57,7 +57,15 @@ def test_the_card_says_what_the_file_is(result: Quantized, card: Card) -> None:
 
 
 def test_the_card_has_the_time_of_each_stage(result: Quantized, card: Card) -> None:
-    assert list(card.stages) == ["import", "prepare", "calibrate", "judge", "export", "verify"]
+    assert list(card.stages) == [
+        "import",
+        "prepare",
+        "calibrate",
+        "judge",
+        "export",
+        "verify",
+        "measure the file",
+    ]
     assert card.stages == result.seconds
     assert all(seconds > 0 for seconds in card.stages.values())
     assert card.to_dict()["stage_seconds"].keys() == card.stages.keys()

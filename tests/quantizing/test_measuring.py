@@ -105,6 +105,12 @@ def test_what_takes_too_long_is_left_out_by_its_worth(
         assert found.seconds == pytest.approx(extent.seconds)
 
 
+def test_a_graph_to_go_on_with_is_not_left_in_float() -> None:
+    measured = [_measured("predicted", 1.0), _measured("float", 1.5, 0.0, 0.0), _measured("fastest", 1.1)]
+    assert choose_labelling(measured) == 1
+    assert choose_labelling(measured, in_float=False) == 2
+
+
 def _outcome() -> SearchOutcome:
     units = tuple(Unit(f"u{i}", 4.0, 1.0, noise=10.0 ** (i - 4)) for i in range(5))
     problem = Problem(units, ())

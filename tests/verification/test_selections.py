@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import megengine as mge
@@ -15,7 +16,7 @@ import pytest
 from onnx import numpy_helper
 
 import qtrace
-from qtrace.errors import ConfigError, ExportError
+from qtrace.errors import ExportError
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.model import QuantizedModel
 from qtrace.sensitivity import analyze
@@ -174,7 +175,7 @@ def test_compare_measures_the_rows_that_are_selected(
     assert "<svg" in comparison.html()
 
 
-def test_agreement_needs_rows_that_are_samples() -> None:
+def test_agreement_of_rows_that_values_choose_is_of_the_rows_of_both() -> None:
     mge.random.seed(5)
     parts = {"scores": M.Conv2d(4, 4, 3, padding=1)}
 
@@ -185,8 +186,8 @@ def test_agreement_needs_rows_that_are_samples() -> None:
     batches = [images(2, 4, 8, 8, seed=s) for s in range(2)]
     prepared = qtrace.prepare(qtrace.trace(net(forward, **parts), batches[0], check=False))
     qtrace.calibrate(prepared, batches, progress=False)
-    with pytest.raises(ConfigError, match="number of rows depends on values; use another metric"):
-        analyze(prepared, batches, metric="agreement")
+    table = analyze(prepared, batches, metric="agreement").table()
+    assert re.search(r"agreement with everything quantized: (9\d|100)", table)
 
 
 def test_shapes_that_do_not_depend_on_values_are_refused_still(

@@ -85,7 +85,7 @@ class TimingPlan:
     Attributes:
         times: takes what is measured, or holds times that are taken instead.
         timer: measures files in turns; None for `compare_files`.
-        in_float: whether float may be chosen: where a file is delivered, and not where the graph is trained on.
+        in_float: whether float may be chosen: for a file, and not for a graph to train on.
     """
 
     times: Times

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from qtrace import ops
 from qtrace.data.batches import as_arguments, refuse_nan, translate_errors
 from qtrace.errors import CalibrationError, ExportError
 from qtrace.graph.dataflow import needed_nodes
@@ -187,7 +188,8 @@ def _by_name(origins: dict[Node, str], ends: Sequence[tuple[str, Node]]) -> dict
 def _integer_names(converted: QuantizedModel, path: Path, session: Session) -> dict[str, str]:
     """Maps each node that holds dequantized integers to the name under which the runtime returns them.
 
-    A format may leave out the integers of ops that only move values, and sites on which no output depends.
+    A format may leave out the integers of ops that only move values, sites on which no output depends, and
+    those that max poolings alone read: the ONNX export rounds behind these.
 
     Raises:
         ExportError: when the file lacks a site, or says that it was exported from another graph.
@@ -195,7 +197,8 @@ def _integer_names(converted: QuantizedModel, path: Path, session: Session) -> d
     known = set(session.integer_names)
     computed = {n: s.name for n, s in activations(converted).items() if not s.static}
     needed = {node.name for node in needed_nodes(converted.module)}
-    missing = sorted({site for name, site in computed.items() if name in needed} - known)
+    pooled = {s.name for s in activations(converted).values() if not s.static and _is_pooled(s, known)}
+    missing = sorted({site for name, site in computed.items() if name in needed} - known - pooled)
     if missing and not getattr(session, "partial", False):
         raise ExportError(f"{path} is not an export of this module: it has no integers of {missing[0]!r}.")
     exported = getattr(session, "graph_hash", "")  # of formats that store it
@@ -206,6 +209,15 @@ def _integer_names(converted: QuantizedModel, path: Path, session: Session) -> d
         )
     moved = {name: name for name in converted.annotation.moved()}
     return {name: site for name, site in {**computed, **moved}.items() if site in known}
+
+
+def _is_pooled(site: QuantizedSite, known: Collection[str]) -> bool:
+    """Whether max poolings alone read a site, whose results the file has as integers."""
+    calls = [(expr, ops.read(expr)) for expr in site.consumers]
+    return bool(calls) and all(
+        call is not None and call.kind == "max_pool2d" and expr.outputs[0].name in known
+        for expr, call in calls
+    )
 
 
 def output_names(converted: QuantizedModel) -> list[str]:

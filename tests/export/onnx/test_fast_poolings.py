@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import megengine.functional as F
+import megengine.module as M
 import numpy as np
 import onnx
 import onnxruntime
@@ -12,6 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import qtrace
 from qtrace.export.onnx.pools import write_fast_poolings
+from tests.nets import images, net
 
 
 def _run(model: onnx.ModelProto | str, x: np.ndarray) -> np.ndarray:
@@ -116,3 +119,20 @@ def test_floats_are_pooled_before_they_are_rounded_to_the_same_values(scale, zer
 
 def test_a_pooling_that_changes_the_grid_keeps_its_rounding() -> None:
     assert not write_fast_poolings(_rounded_pool(20, 21))
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "tensorrt"])
+@pytest.mark.parametrize("activation", [F.relu, F.softplus])
+def test_a_file_that_rounds_behind_a_pooling_is_verified(backend: str, activation, tmp_path: Path) -> None:
+    """The file lacks the integers before the pooling: those behind it are compared."""
+    layers = {"a": M.Conv2d(3, 32, 3), "c": M.Conv2d(32, 8, 3)}
+    module = net(lambda self, x: self.c(F.max_pool2d(activation(self.a(x)), 2, 2)), **layers)
+    x = images(4, 3, 16, 16)
+    config = {"backend": backend, "rules": [{"match": {"name": "a*"}, "quantize": False}]}
+    prepared = qtrace.prepare(qtrace.trace(module, x, check=False), config)
+    converted = qtrace.convert(qtrace.calibrate(prepared, [x], progress=False))
+    path = qtrace.export(converted, tmp_path / "net.onnx")
+    kinds = [node.op_type for node in onnx.load(path).graph.node]
+    assert kinds[kinds.index("MaxPool") + 1] == "QuantizeLinear"
+    assert kinds[kinds.index("MaxPool") - 1] != "DequantizeLinear"
+    assert qtrace.verify(path, converted, [x]).passed

@@ -149,7 +149,8 @@ def _pick(
 def _share_of_places(rows: np.ndarray, own: np.ndarray, given: np.ndarray, cut: int | None) -> Share:
     """Judges the places of a ranking by float's scores, both those that are picked and those that are missed.
 
-    A step is 1/255 of the range of the scores, and *last* is the score of the last place that float picks.
+    A step is 1/255 of the largest range of the batch's scores, which share a scale: a picture without objects
+    has a small range of its own. *Last* is the score of the last place that float picks.
 
     - A given place is wrong if its score is more than a step below the last.
     - A place of float's is clear if its score is more than a step above the last. A clear place that is not
@@ -170,7 +171,8 @@ def _share_of_places(rows: np.ndarray, own: np.ndarray, given: np.ndarray, cut: 
     top = np.where(kept, scores, -np.inf).max(axis=-1, keepdims=True)
     low = np.where(kept, scores, np.inf).min(axis=-1, keepdims=True)
     with np.errstate(invalid="ignore"):
-        step = np.nan_to_num((top - low) / _STEPS, nan=0.0, posinf=0.0, neginf=0.0)
+        ranges = np.nan_to_num(top - low, nan=0.0, posinf=0.0, neginf=0.0)
+    step = ranges.max() / _STEPS
     own, read = own[..., :cut], given[..., :cut]
     exact = np.take_along_axis(scores, own, -1)
     last = exact.min(axis=-1, keepdims=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import importlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,7 @@ def optimized_kernel_cause(runtime: str, kind: str, side: Mapping[str, Any] | No
     """
     flags = set(side["flags"]) if side else _read_cpu_flags()
     if runtime == "onnxruntime" and kind in _MATRIX_PRODUCTS and "amx_int8" in flags:
-        version = side["version"] if side else importlib.metadata.version("onnxruntime")
+        version = side["version"] if side else importlib.import_module("onnxruntime").__version__
         return (
             f"onnxruntime {version}'s integer kernel for this CPU (AMX, flag amx_int8), which is known to be "
             "wrong for some numbers of output channels (onnxruntime issue 26324): the file is right with "

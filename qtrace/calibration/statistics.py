@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from megengine import Tensor
 
+from qtrace.data.foreign import read_array
 from qtrace.errors import CalibrationError
 from qtrace.observers.base import Observer
 from qtrace.preparation.model import QuantizedModel
@@ -64,7 +65,12 @@ def no_statistics(prepared: QuantizedModel) -> Statistics:
 
 def arrays(batch: Any) -> list[np.ndarray]:
     """Returns the arrays of a batch; the order of the keys of a dict does not matter."""
-    return [np.asarray(value.numpy() if isinstance(value, Tensor) else value) for value in _leaves(batch)]
+    return [
+        value.numpy()
+        if isinstance(value, Tensor)
+        else np.asarray(read_array(value, 0) if hasattr(value, "detach") else value)
+        for value in _leaves(batch)
+    ]
 
 
 def checksum(values: Iterable[np.ndarray]) -> int:

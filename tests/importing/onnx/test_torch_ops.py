@@ -73,6 +73,25 @@ def test_a_split_into_a_sequence_that_is_picked_from(sizes: int | list[int], tmp
     _compare(proto, tmp_path, x[:1], x, shape=(2, 4, 3))
 
 
+@pytest.mark.parametrize("sizes", [[8, 0], [0, 8], [3, 0, 5], [0, 8, 0]])
+def test_a_part_of_a_split_that_is_empty(sizes: list[int], tmp_path: Path) -> None:
+    """What turns all values of a head by their places, where a network may leave some as they are."""
+    parts = " ".join(f"p{i}" for i in range(len(sizes)))
+    nodes = [node("Split", "x sizes", parts, axis=1), node("Concat", parts, "y", axis=1)]
+    proto = model(nodes, {"x": (2, 8)}, ["y"], {"sizes": np.array(sizes, np.int64)})
+    x = weights(2, 8)
+    _compare(proto, tmp_path, x, shape=x.shape)
+
+
+@pytest.mark.parametrize("ends", [(8, 8, 1), (3, 3, 1), (5, 2, 1), (0, 4, -1), (-1, -1, -1)])
+def test_a_slice_that_is_empty(ends: tuple[int, int, int], tmp_path: Path) -> None:
+    names = ("start", "end", "axis", "step")
+    stored = {n: np.array([v], np.int64) for n, v in zip(names, (*ends[:2], 1, ends[2]), strict=True)}
+    nodes = [node("Slice", "x start end axis step", "none"), node("Concat", "x none", "y", axis=1)]
+    x = weights(2, 8)
+    _compare(model(nodes, {"x": (2, 8)}, ["y"], stored), tmp_path, x, shape=x.shape)
+
+
 EQUATIONS = {
     "bhid,bhjd->bhij": ((2, 3, 4, 5), (2, 3, 6, 5)),
     "bij,jk->bik": ((2, 3, 4), (4, 5)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import megengine.functional as F
@@ -12,6 +13,8 @@ from qtrace.importing.onnx.sizes.size import Number, Size, combine, value_at
 from qtrace.importing.onnx.values import Stored
 
 __all__ = ["LOWERINGS"]
+
+_NOTHING = slice(0, 0)
 
 
 def _transpose(call: Call) -> Any:
@@ -36,13 +39,29 @@ def _split(call: Call) -> Any:
     if parts is None:
         size = -(-total // (declared or count))
         parts = [min(size, total - size * i) for i in range(count)]
-    if sum(parts) != total or len(parts) != count or min(parts) < 1:
+    if sum(parts) != total or len(parts) != count or min(parts) < 0:
         call.contradict(f"splits an axis of size {total} into {parts}")
     call.refuse_open(0, [axis], "splits an input")
-    if count == 1:
-        return call.tensor(0)
-    ends = [sum(parts[: i + 1]) for i in range(count - 1)]
-    return call.builder.call_function(F.split, call.tensor(0), ends, axis=axis, name=call.result_names)
+    filled = [i for i, size in enumerate(parts) if size]
+    names = [call.result_names[i] for i in filled]
+    if len(filled) == 1:
+        split = [call.tensor(0)]
+    else:
+        ends = list(itertools.accumulate(parts[i] for i in filled))[:-1]
+        split = call.builder.call_function(F.split, call.tensor(0), ends, axis=axis, name=names)
+    computed = dict(zip(filled, split, strict=True))
+    return [computed[i] if i in computed else _empty(call, axis) for i in range(count)]
+
+
+def _empty(call: Call, axis: int) -> Stored:
+    """Returns the part of the first input that has no elements along an axis.
+
+    Raises:
+        Refusal: when another axis is open.
+    """
+    call.refuse_open(0, [i for i in range(call.rank(0)) if i != axis], "takes nothing of an input")
+    shape = [0 if i == axis else size for i, size in enumerate(call.shape(0))]
+    return Stored(np.empty(shape, call.dtype(0)), f"{call.name}_empty")
 
 
 def _slice(call: Call) -> Any:
@@ -61,6 +80,8 @@ def _slice(call: Call) -> Any:
         index[position] = _range(call, (start, end), step, position)
     if all(part == slice(None) for part in index):
         return call.tensor(0)
+    if _NOTHING in index:
+        return _empty(call, index.index(_NOTHING))
     return call.method("__getitem__", call.tensor(0), tuple(index))
 
 
@@ -84,7 +105,7 @@ def _range(call: Call, ends: tuple[int | Size, int | Size], step: int, axis: int
     if (first, last, step) == (0, sizes[0], 1):
         return slice(None)
     if len(range(first, last, step)) == 0:
-        call.refuse("gives an empty tensor, which MegEngine cannot compute with")
+        return _NOTHING
     return slice(first, None if last < 0 else last, step)
 
 

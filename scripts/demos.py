@@ -1,8 +1,9 @@
 """Runs the demos and stores their results, which the docs' page on demos shows.
 
-python -m scripts.demos                  # both; that of the detector takes some minutes
+python -m scripts.demos                  # all; that of the detector takes some minutes, and ocr ten
 python -m scripts.demos digits           # make demo
 python -m scripts.demos detector         # make detector-demo
+python -m scripts.demos ocr              # make ocr-demo ARGS=--only-client
 python -m scripts.demos --write digits   # and store its results in benchmarks/results/demo.json
 """
 
@@ -24,6 +25,7 @@ __all__ = ["DEMOS", "main", "run", "store_results"]
 DEMOS = {
     "digits": (("examples/demo.py",), "demo.json"),
     "detector": (("-m", "examples.detector.demo"), "detector_demo.json"),
+    "ocr": (("-m", "examples.ocr.demo", "--only-client"), "ocr_client.json"),
 }
 _ROOT = Path(__file__).resolve().parent.parent
 

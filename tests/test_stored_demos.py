@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import deployed
 from benchmarks.deployed import runtimes, tuning
+from examples.ocr import dropin
 from scripts import demos, onnx_coverage, stored
 from scripts.site import measured
 
@@ -23,7 +24,7 @@ def _results(seconds: float) -> dict[str, object]:
 
 def test_an_unknown_demo_is_refused_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert demos.main(["digit"]) == 2
-    assert "unknown: digit; known: digits, detector" in capsys.readouterr().err
+    assert "unknown: digit; known: digits, detector, ocr" in capsys.readouterr().err
 
 
 def test_every_stored_file_is_one_of_a_demo_or_of_a_benchmark() -> None:
@@ -54,6 +55,15 @@ def test_stored_results_are_what_the_page_shows(monkeypatch: pytest.MonkeyPatch,
     text = measured.detector_demo()
     assert "| float | 50.00 |  |  |" in text
     assert text.endswith("It took 12 s on 2 cores of a cpu, a day, load 0.1 before and 1.0 after.")
+
+
+def test_the_client_with_our_files_stands_beside_float_and_the_peers() -> None:
+    text = measured.ocr_client()
+    assert "| qtrace.quantize | 99." in text
+    assert "| float | 100.00 % |" in text
+    assert "| NNCF |" in text
+    rows = json.loads((stored.RESULTS / "ocr_client.json").read_text(encoding="utf-8"))["client"]
+    assert dropin.missed_targets([dropin.from_dict(row) for row in rows]) == []
 
 
 def test_results_come_from_the_folder_that_the_demo_writes(monkeypatch: pytest.MonkeyPatch) -> None:

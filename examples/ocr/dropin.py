@@ -120,19 +120,19 @@ def missed_targets(rows: Sequence[Row]) -> list[str]:
     return missed
 
 
-def format_rows(rows: Sequence[Row]) -> str:
-    """The rows as text."""
+HEADERS = (
+    "files of the client",
+    "characters as with float",
+    *NETWORKS,
+    "three networks",
+    "speed (all passes)",
+)
+
+
+def cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """The cells of the rows under ``HEADERS``."""
     reference = next(row for row in rows if row.name == "float")
-    headers = (
-        "files of the client",
-        "characters as with float",
-        "det",
-        "cls",
-        "rec",
-        "three networks",
-        "speed (all passes)",
-    )
-    cells = [
+    return [
         (
             TITLES[row.name],
             f"{row.agreement:.2f} %",
@@ -142,7 +142,11 @@ def format_rows(rows: Sequence[Row]) -> str:
         )
         for row in rows
     ]
-    return format_table(headers, cells)
+
+
+def format_rows(rows: Sequence[Row]) -> str:
+    """The rows as text."""
+    return format_table(HEADERS, cells(rows))
 
 
 def _format_speeds(speeds: Sequence[float]) -> str:
@@ -153,3 +157,8 @@ def to_dict(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Returns the rows as plain data, with the speed against float of each pass."""
     reference = next((row for row in rows if row.name == "float"), None)
     return [{**vars(row), "speeds": row.speeds(reference or row)} for row in rows]
+
+
+def from_dict(stored: dict[str, Any]) -> Row:
+    """Returns a row of `to_dict`."""
+    return Row(stored["name"], stored["agreement"], stored["seconds"])

@@ -12,6 +12,7 @@ from benchmarks.deployed import runtimes as other_runtimes
 from benchmarks.deployed import tuning as searches
 from benchmarks.limits import limit
 from benchmarks.torch_families import NETWORKS
+from examples.ocr import dropin
 from scripts.stored import (
     RESULTS,
     ExportRow,
@@ -36,6 +37,7 @@ __all__ = [
     "families",
     "family_recipes",
     "figures",
+    "ocr_client",
     "onnx_kinds",
     "onnx_ops",
     "onnx_shares",
@@ -202,6 +204,13 @@ def detector_demo() -> str:
     ]
     table_text = _rows(("variant", "mAP in the graph", "in onnxruntime", "worst LSB"), rows)
     return f"{table_text}\n\n{_duration(stored)}"
+
+
+def ocr_client() -> str:
+    """The table of `make ocr-demo ARGS=--only-client`, and how long it took."""
+    stored = _stored("ocr_client.json")
+    rows = dropin.cells([dropin.from_dict(row) for row in stored["client"]])
+    return f"{_rows(dropin.HEADERS, rows)}\n\n{_duration(stored)}"
 
 
 def deployed() -> str:

@@ -37,8 +37,8 @@ def name_arguments(batch: Mapping[Any, Any], model: TracedModule) -> dict[str, A
 def check_declared(model: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any], index: int) -> None:
     """Refuses inputs of other sizes than the file fixes from which the model was imported.
 
-    The first axis counts samples and may have any size. Modules of MegEngine's own declare no sizes: the
-    traced ones are an example.
+    The first axis counts samples and may have any size, unless an op needs the number. Modules of MegEngine's
+    own declare no sizes: the traced ones are an example.
 
     Args:
         model: the module that will be called.
@@ -59,13 +59,13 @@ def check_declared(model: TracedModule, args: Sequence[Any], kwargs: Mapping[str
         if info.sizes is None or not isinstance(value, Tensor):
             continue
         shape = tuple(int(n) for n in value.shape)
-        if _fits(shape, info.sizes):
+        fixed = _fixed(model, name)
+        if _fits(shape, info.sizes) and (0 not in fixed or shape[0] == info.sizes[0]):
             continue
         cure = cure_for_shape(shape, traced[name]) or (
             "give data of this size (in a recipe, preprocess.size), or import a file that leaves it open"
         )
-        reason = _fixing(model, name)
-        cure = f"{cure} ({reason})" if reason else cure
+        cure = f"{cure} ({next(iter(fixed.values()))})" if fixed else cure
         raise CalibrationError(
             f"batch {index} gives {info.name!r} of shape {shape}, but the file that the model was imported "
             f"from fixes it to {_written(info)}: {cure}."
@@ -101,11 +101,11 @@ def round_to_declared(
     )
 
 
-def _fixing(model: TracedModule, name: str) -> str:
-    """Returns which op fixes an axis of an input that the file leaves open; "" if none does."""
+def _fixed(model: TracedModule, name: str) -> dict[int, str]:
+    """Returns the axes of an input that the file leaves open and an op fixes, with a sentence on each."""
     record = read_open_axes(model)
     axes = () if record is None else record.fixed
-    return next((str(axis) for axis in axes if axis.input == name), "")
+    return {axis.axis: str(axis) for axis in axes if axis.input == name}
 
 
 def _fits(shape: Sequence[int], sizes: Sequence[int | None]) -> bool:

@@ -80,8 +80,8 @@ def from_onnx(
             records these sizes; the axes stay open unless a node needs the number, which the logger
             ``qtrace`` names.
         batch: the axis of the batch, as ``input:axis`` such as ``"x:0"``; inputs whose axis has the same name
-            in the file share it. "auto" is the first axis of the first input if the file leaves it open. None
-            fixes every axis.
+            in the file share it. "auto" is the first axis of the first input if the file leaves it open; it
+            is fixed like any other if a node needs the number. None fixes every axis.
         fixed: whether every axis but the batch is fixed at the size in ``shapes``.
         outputs: names of tensors in the file at which it is cut: they are the outputs, and what they do not
             need is left out, inputs, too. None keeps the outputs of the file.
@@ -138,7 +138,8 @@ def read_onnx(
     graph = join_biases(with_pairs(store_copies(name_by_scopes(graph)), opsets))
     paths = _parameter_paths(model)
     building = _Building(graph, opsets, file, paths, fix_axes(inputs, set(open_sizes(inputs))))
-    opened = build_open(inputs, building.build, file if outputs is None else None)
+    compared = file if outputs is None else None
+    opened = build_open(inputs, building.build, compared, batch_stays=batch != "auto")
     traced = _record(opened, source or str(file))
     keep_own(traced, model)
     return traced

@@ -71,18 +71,39 @@ class Opened:
     reasons: dict[str, str]
 
 
-def build_open(inputs: Sequence[InputShape], build: Build, file: Path | None) -> Opened:
+def build_open(
+    inputs: Sequence[InputShape], build: Build, file: Path | None, batch_stays: bool = False
+) -> Opened:
     """Builds a graph in which as many axes as possible stay open.
 
     Args:
         inputs: the inputs, with all axes open that the file leaves open.
         build: builds the graph of the file for some inputs.
         file: the file; None if the graph is a part of one, which is compared in MegEngine alone.
+        batch_stays: whether a graph whose batch must be fixed is refused.
 
     Raises:
         ImportingError: when the graph cannot be built for fixed sizes either.
     """
-    inputs, sizes, runtime = tuple(inputs), open_sizes(inputs), _FileRuns(file)
+    inputs, runtime = tuple(inputs), _FileRuns(file)
+    try:
+        return _build_open(inputs, build, runtime)
+    except (ImportingError, GraphError) as error:
+        batches = {item.open[item.batch_axis] for item in inputs if item.batch_axis in item.open}
+        if batch_stays or not batches:
+            raise
+        fixed = tuple(replace(item, batch_axis=None) for item in fix_axes(inputs, batches))
+        try:
+            opened = _build_open(fixed, build, runtime)
+        except (ImportingError, GraphError):
+            raise error from None
+        reason = error.problems[0] if isinstance(error, UnsupportedNodesError) else str(error).rstrip(".")
+        return replace(opened, reasons={**opened.reasons, **dict.fromkeys(batches, reason)})
+
+
+def _build_open(inputs: tuple[InputShape, ...], build: Build, runtime: _FileRuns) -> Opened:
+    """Builds a graph whose batch stays open, and the other axes as far as possible."""
+    sizes = open_sizes(inputs)
     if not sizes:
         return Opened(build(inputs), inputs, {})
     traced, reason = _attempt(inputs, build, runtime)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import megengine as mge
 import megengine.functional as F
 import megengine.module as M
@@ -12,6 +14,7 @@ import pytest
 from onnx import helper, numpy_helper
 
 import qtrace
+from qtrace.data.batches import as_arguments
 from qtrace.errors import GraphError, ImportingError
 from qtrace.graph import lint
 from qtrace.graph.interface import read_interface
@@ -118,7 +121,20 @@ def test_a_fixed_batch_folds_every_size(tmp_path):
     net = qtrace.from_onnx(path, {"x": (3, 4)}, batch=None)
     check_equal(path, net, {"x": weights(3, 4)})
     with pytest.raises(ImportingError, match=r"Div 'y' computes with 'p', fractions or a table of sizes"):
-        qtrace.from_onnx(path)
+        qtrace.from_onnx(path, batch="x:0")
+
+
+def test_a_batch_that_needs_a_number_is_fixed_and_named(tmp_path, caplog):
+    nodes = [node("Reshape", "x t", "y")]
+    path = save(model(nodes, {"x": ["n", 4]}, stored={"t": np.array([12])}), tmp_path)
+    with caplog.at_level(logging.WARNING, "qtrace"):
+        net = qtrace.from_onnx(path, {"x": (3, 4)})
+    assert "axis 0 (n) of input x is fixed: Reshape 'y' gives a shape with another number" in caplog.text
+    check_equal(path, net, {"x": weights(3, 4)})
+    again = onnx.load(qtrace.export(net, tmp_path / "again.onnx"))
+    assert [axis.dim_value for axis in again.graph.input[0].type.tensor_type.shape.dim] == [3, 4]
+    with pytest.raises(qtrace.QtraceError, match=r"fixes it to .*axis 0 \(n\) of input x is fixed: "):
+        as_arguments(weights(2, 4), net)
 
 
 def test_another_axis_may_be_the_batch(tmp_path):

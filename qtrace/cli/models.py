@@ -12,7 +12,7 @@ import click
 from qtrace.cli.console import Console
 from qtrace.cli.images import change_config, warn_unused
 from qtrace.cli.naming import MODEL_FILES, check_factory, check_model
-from qtrace.errors import GraphError, QtraceError, Terminated, TraceError
+from qtrace.errors import QtraceError, Terminated, TraceError
 from qtrace.process import engine
 
 if TYPE_CHECKING:
@@ -201,15 +201,12 @@ def check_stage(model: Any, name: str, stage: str | None = None) -> None:
         GraphError: naming the file to give instead.
     """
     from qtrace.preparation.model import QuantizedModel
-    from qtrace.preparation.record import is_quantized
+    from qtrace.preparation.record import check_quantized
 
     if stage is not None:
         QuantizedModel(model, stage)
-    elif not is_quantized(model):
-        raise GraphError(
-            f"{name} is traced, not quantized: give the quantized.mge or prepared.mge that "
-            "`qtrace calibrate` made of it."
-        )
+    else:
+        check_quantized(model, name)
 
 
 def check_size(model: Any, name: str, qconfig: Any, data: str) -> None:

@@ -29,6 +29,7 @@ from qtrace.storage.hashing import hash_arrays
 __all__ = [
     "NativeScale",
     "Record",
+    "check_quantized",
     "fake_quants",
     "followers",
     "graph_hash",
@@ -175,6 +176,23 @@ def hash_tensors(text: str, tensors: Iterable[tuple[str, Tensor]]) -> str:
 def is_quantized(model: Module) -> bool:
     """Returns whether ``model`` was made by ``prepare`` or ``convert``."""
     return getattr(model, RECORD_ATTRIBUTE, None) is not None
+
+
+def check_quantized(model: Module, name: str) -> None:
+    """Refuses a model that is not quantized.
+
+    Args:
+        model: the model.
+        name: how the user calls it, a file for instance.
+
+    Raises:
+        GraphError: naming the file to give instead.
+    """
+    if not is_quantized(model):
+        raise GraphError(
+            f"{name} is traced, not quantized: give the quantized.mge or prepared.mge that "
+            "`qtrace calibrate` made of it."
+        )
 
 
 def fake_quants(model: TracedModule) -> Iterator[FakeQuant]:

@@ -17,7 +17,7 @@ from qtrace.graph.types import TracedModule
 from qtrace.inspection.difference import Difference, FigurePair, compare_configs, compare_models
 from qtrace.inspection.difference.onnx_files import FileDifference, compare_files
 from qtrace.plugins.arguments import check_arguments
-from qtrace.preparation.record import is_quantized
+from qtrace.preparation.record import check_quantized
 from qtrace.process.thread import on_engine_thread
 from qtrace.quantizing.folder import QUANTIZED, VERDICT
 
@@ -125,11 +125,7 @@ def _model(side: Any, allow: Sequence[str]) -> TracedModule:
                 "has written."
             )
         model = load(path / QUANTIZED if path.is_dir() else path, allow=allow)
-    if not is_quantized(model):
-        raise GraphError(
-            f"{name} is traced, not quantized: give the quantized.mge or prepared.mge that "
-            "`qtrace calibrate` made of it."
-        )
+    check_quantized(model, name)
     return model
 
 

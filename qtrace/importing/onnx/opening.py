@@ -89,7 +89,7 @@ def build_open(
     try:
         return _build_open(inputs, build, runtime)
     except (ImportingError, GraphError) as error:
-        batches = {item.open[item.batch_axis] for item in inputs if item.batch_axis in item.open}
+        batches = {item.open[item.batch_axis] for item in inputs if item.batch_axis is not None}
         if batch_stays or not batches:
             raise
         fixed = tuple(replace(item, batch_axis=None) for item in fix_axes(inputs, batches))

@@ -25,6 +25,7 @@ from qtrace.benchmarking.machine import describe_machine
 from qtrace.benchmarking.runners import RunnerSettings, open_file
 from qtrace.benchmarking.turns import FEWEST_RUNS, LEAST_RUNS, Speed, compare_files
 from qtrace.calibration.calibrate import calibrate
+from qtrace.calibration.known_ranges import from_ranges
 from qtrace.config import QConfig, backends
 from qtrace.data.batches import as_arguments
 from qtrace.errors import QtraceError
@@ -369,7 +370,9 @@ class _Bench:
             self.traced, self.config, self.samples, self.config, outcome, source=self.source
         )
         if any(fake_quants(prepared)):
-            calibrate(prepared, self.ranges, progress=False)
+            ranges = self.source.ranges
+            known = None if ranges is None else from_ranges(prepared, ranges)
+            calibrate(prepared, self.ranges, progress=False, statistics=known)
         export(convert(prepared), path)
         return path
 

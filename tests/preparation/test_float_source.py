@@ -9,8 +9,10 @@ import megengine.module as M
 import pytest
 
 import qtrace
+from qtrace.calibration.known_ranges import from_ranges
 from qtrace.config.recipe import as_qconfig
 from qtrace.graph.types import TracedModule
+from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.placement import reference
 from qtrace.preparation.prepare import FloatSource, prepare_placed
 from tests.nets import images, net
@@ -58,3 +60,29 @@ def test_generated_images_are_the_same_in_a_copy() -> None:
     second, _ = prepare_placed(traced, CONFIG, None, source=source)
     own, _ = prepare_placed(traced, CONFIG, None)
     assert str(qtrace.explain(first)) == str(qtrace.explain(second)) == str(qtrace.explain(own))
+
+
+def test_known_ranges_calibrate_as_the_batches_do(tmp_path: Path) -> None:
+    config = as_qconfig({"placement": "balanced", "observers": {"activation": "minmax", "weight": "minmax"}})
+    source = FloatSource(_traced(), config, [DATA])
+    _, outcome = prepare_placed(_traced(), config, [DATA], source=source)
+    assert outcome is not None
+    everything = outcome.instead(dict.fromkeys(outcome.point.labels, True))
+    prepared, _ = prepare_placed(_traced(), config, [DATA], outcome=everything, source=source)
+    assert source.ranges is not None
+    statistics = from_ranges(prepared, source.ranges)
+    assert statistics is not None
+    own = _file(prepared, tmp_path / "a.onnx")
+    qtrace.calibrate(prepared, [DATA], progress=False, statistics=statistics)
+    qtrace.export(qtrace.convert(prepared), tmp_path / "a.onnx")
+    assert (tmp_path / "a.onnx").read_bytes() == own
+
+
+def test_ranges_are_not_enough_for_histograms_or_without_all_nodes() -> None:
+    config = as_qconfig({"observers": {"activation": "percentile"}})
+    prepared = qtrace.prepare(_traced(), config)
+    names = [site.node.name for site in QuantizedModel(prepared).sites if not site.static]
+    assert names
+    assert from_ranges(prepared, dict.fromkeys(names, (-1.0, 1.0))) is None
+    plain = qtrace.prepare(_traced(), {"observers": {"activation": "minmax"}})
+    assert from_ranges(plain, {}) is None

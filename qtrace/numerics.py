@@ -223,9 +223,11 @@ def quantize(x: Any, qparams: QParams) -> np.ndarray:
     scale, zero_point = _broadcast_params(qparams, x)
     with np.errstate(over="ignore"):
         q = np.asarray(x / scale.astype(x.dtype))
-    q = round_to(q, scheme.rounding) + zero_point.astype(x.dtype)
+    q = np.asarray(round_to(q, scheme.rounding))
+    np.add(q, zero_point.astype(x.dtype), out=q)
     # fmax rather than clip: it takes NaN to qmin.
-    return np.asarray(np.fmin(np.fmax(q, scheme.qmin), scheme.qmax)).astype(np.int32)
+    np.fmin(np.fmax(q, scheme.qmin, out=q), scheme.qmax, out=q)
+    return q.astype(np.int32)
 
 
 def quantize_bias(bias: np.ndarray, scale: np.ndarray, limit: int) -> np.ndarray:
@@ -279,7 +281,8 @@ def fake_quantize(x: Any, qparams: QParams) -> np.ndarray:
 def _dequantize(q: np.ndarray, qparams: QParams, dtype: np.dtype) -> np.ndarray:
     scale, zero_point = _broadcast_params(qparams, q)
     # The difference has at most 17 bits: exact as int32 and as float32.
-    return np.asarray((q.astype(np.int32) - zero_point).astype(dtype) * scale.astype(dtype))
+    values = np.asarray(q.astype(np.int32, copy=False) - zero_point).astype(dtype)
+    return np.multiply(values, scale.astype(dtype), out=values)
 
 
 def _floats(x: Any) -> np.ndarray:

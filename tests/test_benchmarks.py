@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import beside
+from benchmarks import beside, whole
 from benchmarks.__main__ import GROUPS, LATEST, main
 from benchmarks.limits import limit
 from benchmarks.rows import Row, Size, render
@@ -92,3 +92,16 @@ def test_the_table_has_every_stored_row_with_what_limits_it(capsys):
 def test_no_stored_row_misses_its_target():
     stored = json.loads(LATEST.read_text(encoding="utf-8"))
     assert [row["name"] for group in stored.values() for row in group["rows"] if row["met"] is False] == []
+
+
+def test_whole_runs_are_shown_with_their_ratios_and_stages():
+    runs = {
+        "default": [
+            whole.Run(9.0, 6.0, {"prepare": (2.0, 1.5)}),
+            whole.Run(11.0, 8.0, {"prepare": (2.0, 2.5)}),
+        ],
+        "NNCF full": [whole.Run(4.0, 3.5), whole.Run(6.0, 3.5)],
+    }
+    lines = [line.split() for line in whole.table(runs).splitlines()]
+    assert ["default", "/", "NNCF", "full", "2.00", "2.00"] in lines
+    assert ["prepare", "2.0", "(1.5", "to", "2.5)", "2.0", "(2.0", "to", "2.0)"] in lines

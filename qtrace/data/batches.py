@@ -16,6 +16,7 @@ from qtrace.errors import CalibrationError
 from qtrace.graph.failures import short
 from qtrace.graph.signature import has_traced_structure, list_inputs
 from qtrace.graph.types import TracedModule
+from qtrace.graph.walk import modules_of
 
 __all__ = [
     "as_arguments",
@@ -184,8 +185,9 @@ def translate_errors(model: TracedModule, arguments: _Arguments, index: int) -> 
 @contextmanager
 def evaluating(model: TracedModule) -> Iterator[None]:
     """Puts the model in eval mode and gives every module its training flag back in the end."""
-    flags = [(module, module.training) for module in model.modules()]
-    model.eval()
+    flags = [(module, module.training) for module in modules_of(model)]
+    for module, _ in flags:
+        module.train(False, recursive=False)
     try:
         yield
     finally:

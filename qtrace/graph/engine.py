@@ -8,13 +8,15 @@ from contextlib import contextmanager
 import megengine as mge
 from megengine.module import Module
 
+from qtrace.graph.walk import modules_of
+
 __all__ = ["quiet_engine"]
 
 
 @contextmanager
 def quiet_engine(root: Module) -> Iterator[None]:
     """Makes kernels raise their errors at once, and keeps modules from updating their statistics."""
-    training = [m for m in root.modules() if m.training]
+    training = [m for m in modules_of(root) if m.training]
     level, mge.config.async_level = mge.config.async_level, 0
     for module in training:
         module.training = False

@@ -9,7 +9,7 @@ from megengine.traced_module import TracedModule
 from megengine.traced_module.expr import Expr, GetAttr
 from megengine.traced_module.node import Node, TensorNode
 
-from qtrace.graph.walk import owner
+from qtrace.graph.walk import modules_of, owner
 
 __all__ = ["Snapshot"]
 
@@ -34,7 +34,7 @@ class Snapshot:
         self.exprs = [(e, list(e.inputs), e.const_val, e.arg_def) for e in graph._exprs]
         nodes = [*graph._inputs, *(n for e in graph._exprs for n in e.outputs)]
         self.nodes = [(n, list(n.users), n._name, n._qualname, _type(n)) for n in nodes]
-        self.modules: dict[Module, dict[str, Any]] = {m: _attributes(m) for m in traced.modules()}
+        self.modules: dict[Module, dict[str, Any]] = {m: _attributes(m) for m in modules_of(traced)}
 
     def restore(self) -> None:
         """Restores the graph, its exprs and nodes, and the attributes of the modules."""
@@ -69,7 +69,9 @@ class Snapshot:
         exprs: set[Expr] = set()
         for expr in self.graph._exprs:
             module = owner(expr)
-            if isinstance(expr, GetAttr) or (module is not None and not changed.isdisjoint(module.modules())):
+            if isinstance(expr, GetAttr) or (
+                module is not None and not changed.isdisjoint(modules_of(module))
+            ):
                 exprs.add(expr)
         return exprs
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from megengine import Parameter, Tensor
 from megengine.module import Module
 from megengine.traced_module.traced_module import InternalGraph
 
@@ -24,12 +25,16 @@ from qtrace.graph.types import (
     is_call_module,
 )
 
+# Types of most attributes, which are told apart at once.
+_WITHOUT_MODULES = frozenset((bool, float, int, str, type(None), np.ndarray, Parameter, Tensor))
+
 __all__ = [
     "called_graph",
     "exprs",
     "get_module",
     "is_float_tensor",
     "module_path",
+    "modules_of",
     "node_path",
     "op_label",
     "output_index",
@@ -44,6 +49,31 @@ __all__ = [
 def exprs(traced: TracedModule) -> list[Expr]:
     """Returns the exprs of the top graph in execution order, without those of the graph inputs."""
     return list(traced.graph._exprs)
+
+
+def modules_of(root: Module) -> list[Module]:
+    """Returns the modules of ``root.modules()``, in an order of their own and a fraction of its time.
+
+    MegEngine looks for tensors as well, and sorts all attributes by name.
+    """
+    found: dict[int, Module] = {id(root): root}
+    stack: list[Any] = [root]
+    while stack:
+        value = stack.pop()
+        if not isinstance(value, (list, tuple, dict)):
+            parts = vars(value)
+        elif isinstance(value, dict):
+            parts = value
+        else:
+            parts = dict(enumerate(value))
+        inside = [p for p in parts.values() if type(p) not in _WITHOUT_MODULES]
+        for part in reversed(inside):
+            if isinstance(part, (list, tuple, dict)):
+                stack.append(part)
+            elif isinstance(part, Module) and id(part) not in found:
+                found[id(part)] = part
+                stack.append(part)
+    return list(found.values())
 
 
 def users(node: Node) -> Iterator[Expr]:

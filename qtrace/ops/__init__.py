@@ -20,7 +20,7 @@ from qtrace.ops.base import OpCall, OpRule, Reading, Role
 from qtrace.plugins import load_installed
 from qtrace.plugins.installed import OP_RULES
 
-__all__ = ["OpCall", "OpRule", "Role", "kinds", "read", "rules", "target_key", "unsupported"]
+__all__ = ["OpCall", "OpRule", "Role", "kind_of", "kinds", "read", "rules", "target_key", "unsupported"]
 
 _SHARED_MODULES = ("arguments", "base", "macs")  # modules that the families import
 
@@ -115,6 +115,12 @@ def read(expr: Expr) -> OpCall | None:
     if rule is None or isinstance(reading, str):
         return None
     return OpCall.of(expr, rule, reading)
+
+
+def kind_of(expr: Expr) -> str | None:
+    """Returns the kind of op that ``expr`` is by its callee, whatever its arguments; None without a rule."""
+    rule = _find_rule(expr)
+    return None if rule is None else rule.kind
 
 
 def unsupported(expr: Expr) -> str:

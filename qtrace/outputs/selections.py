@@ -13,7 +13,7 @@ import numpy as np
 
 from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, op_label, tensor_inputs
-from qtrace.ops import OpCall, read
+from qtrace.ops import OpCall, kind_of, read
 
 __all__ = ["EXTREMES", "SORTS", "cut_of", "find_selecting", "mask_of", "reaching", "read_ranking", "selects"]
 
@@ -21,14 +21,17 @@ SORTS = ("topk", "sort", "argsort")
 """The ops that give scores in their order."""
 EXTREMES = ("argmax", "argmin")
 """The ops that give the place of one score."""
+_RANKING = frozenset((*SORTS, *EXTREMES))
 # The last part of the label of each op that selects rows by the values of its inputs.
 _SELECTING = {"cond_take", "nms", "non_zero", "CondTake", "NMSKeep", "NonZero"}
 
 
 def read_ranking(expr: Expr) -> OpCall | None:
     """Reads ``expr`` if it gives places of scores by their order; None if it does not."""
+    if kind_of(expr) not in _RANKING:  # every expr of every run is asked
+        return None
     call = read(expr)
-    if call is None or call.kind not in (*SORTS, *EXTREMES):
+    if call is None:
         return None
     axis = call.attrs.get("axis")
     several = axis is not None and len(axis) != 1

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from qtrace.config import QConfig
@@ -17,9 +18,10 @@ from qtrace.preparation.passes import native
 from qtrace.preparation.passes.biases import broadcast_biases
 from qtrace.preparation.passes.compose import compose_pieces
 from qtrace.preparation.passes.expand import expand
+from qtrace.preparation.placement.reference import Measured
 from qtrace.preparation.samples import first_calls, holds_infinite_data, read_calls
 
-__all__ = ["FloatGraph", "make_float_graph"]
+__all__ = ["FloatGraph", "FloatSource", "make_float_graph"]
 
 # Images on which the noise of each rounding is measured: their mean decides, not one of them.
 _MEASURED_SAMPLES = 4
@@ -50,6 +52,35 @@ class FloatGraph:
     reports: tuple[dict[str, Any], ...]
     located: native.Located | None
     dropped: tuple[str, ...]
+
+
+class FloatSource:
+    """The float graph of a network and what was measured in it, both made once for several labellings.
+
+    Args:
+        traced: a traced module in float; it is not changed.
+        config: the config whose float algorithms run.
+        samples: the user's batches; None if there are none.
+
+    Attributes:
+        measured: what was measured in a copy of the graph; None if nothing was yet.
+    """
+
+    def __init__(self, traced: TracedModule, config: QConfig, samples: Iterable[Any] | None = None) -> None:
+        self._graph = make_float_graph(traced, config, samples)
+        self.measured: Measured | None = None
+
+    @property
+    def ranges(self) -> Mapping[str, tuple[float, float]] | None:
+        """Name of a node -> the ends of its values on the user's samples; None if they were not measured."""
+        return None if self.measured is None or self._graph.samples is None else self.measured.ranges
+
+    def copy(self, config: QConfig) -> FloatGraph:
+        """Returns a graph to be changed, for a config that differs in observers and late algorithms alone."""
+        graph = self._graph
+        if graph.located is not None:
+            config, _ = native.without_refitting(config, graph.located)
+        return replace(graph, model=copy.deepcopy(graph.model), config=config)
 
 
 def make_float_graph(

@@ -25,7 +25,7 @@ from qtrace.graph.types import TracedModule
 from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.annotation import Annotation
 from qtrace.preparation.decision import Decision, decide
-from qtrace.preparation.float_graph import FloatGraph, make_float_graph
+from qtrace.preparation.float_graph import FloatGraph, FloatSource, make_float_graph
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.passes import native
 from qtrace.preparation.passes.insert import insert
@@ -34,7 +34,7 @@ from qtrace.preparation.phases import switch_phase
 from qtrace.preparation.record import Record, is_quantized, write_record
 from qtrace.process.thread import on_engine_thread
 
-__all__ = ["SearchOutcome", "plan", "prepare", "prepare_placed", "read_request"]
+__all__ = ["FloatSource", "SearchOutcome", "plan", "prepare", "prepare_placed", "read_request"]
 
 _LOG = logging.getLogger("qtrace")
 _SHOWN = 10
@@ -98,6 +98,7 @@ def prepare_placed(
     outcome: SearchOutcome | None = None,
     fitted: CostTable | None = None,
     progress: bool = False,
+    source: FloatSource | None = None,
 ) -> tuple[TracedModule, SearchOutcome | None]:
     """Prepares a module, and returns the labellings that its placement chose between, too.
 
@@ -109,13 +110,17 @@ def prepare_placed(
         outcome: a labelling of an earlier search in the same network, which is taken; None to search.
         fitted: the packaged cost table, fitted to this processor; None for the table as it is packaged.
         progress: as for `prepare`.
+        source: makes the float graph, and keeps what is measured in it; None to make it here.
 
     Returns:
         The prepared module, and the outcome of the search; None without a choice.
     """
     with paused_collector():
-        graph = make_float_graph(traced, config, samples)
-        decision = decide(graph, outcome, fitted, progress)
+        graph = make_float_graph(traced, config, samples) if source is None else source.copy(config)
+        measured = None if source is None else source.measured
+        decision = decide(graph, outcome, fitted, progress, measured)
+        if source is not None:
+            source.measured = decision.measured
         scales = native.bring_scales(graph.model, decision.annotation, graph.located)
         insert(graph.model, scales.annotation)
         check(graph.model, types=False)  # the editor renewed them

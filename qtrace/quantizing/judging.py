@@ -28,6 +28,7 @@ __all__ = [
     "conclude",
     "copy_float",
     "select_samples",
+    "shorten",
 ]
 
 _BATCHES = 2
@@ -215,20 +216,20 @@ def select_samples(batches: Iterable[Batch], model: TracedModule) -> list[Batch]
     """Returns the first samples of the data, at most `_SAMPLES` of a batch if ``model`` runs on so few."""
     selected, samples = [], 0
     for index, batch in enumerate(batches):
-        selected.append(_shortened(batch, model, index))
+        selected.append(shorten(batch, model, index))
         samples += batch_length(selected[-1])
         if samples >= _BATCHES * _SAMPLES or len(selected) == _MOST_BATCHES:
             break
     return selected
 
 
-def _shortened(batch: Batch, model: TracedModule, index: int) -> Batch:
-    """Cuts a batch to its first samples; a model whose batch is fixed gets all of it."""
-    if first_samples(as_arguments(batch, model, index), _SAMPLES, model) is None:
+def shorten(batch: Batch, model: TracedModule, index: int, samples: int = _SAMPLES) -> Batch:
+    """Cuts a batch to its first ``samples``; a model whose batch is fixed gets all of it."""
+    if first_samples(as_arguments(batch, model, index), samples, model) is None:
         return batch
     if isinstance(batch, dict):
-        return {key: value[:_SAMPLES] for key, value in batch.items()}
-    return tuple(value[:_SAMPLES] for value in batch)
+        return {key: value[:samples] for key, value in batch.items()}
+    return tuple(value[:samples] for value in batch)
 
 
 def _first_batches(source: DataSource) -> list[Batch]:

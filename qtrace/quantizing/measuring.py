@@ -25,6 +25,7 @@ from qtrace.benchmarking.machine import describe_machine
 from qtrace.benchmarking.runners import RunnerSettings, open_file
 from qtrace.benchmarking.turns import FEWEST_RUNS, LEAST_RUNS, Speed, compare_files
 from qtrace.calibration.calibrate import calibrate
+from qtrace.calibration.known_ranges import from_ranges
 from qtrace.config import QConfig, backends
 from qtrace.data.batches import as_arguments
 from qtrace.errors import QtraceError
@@ -35,7 +36,7 @@ from qtrace.inspection.twin import late_algorithms
 from qtrace.onnxfile.sessions import OrtSession, SessionSettings, open_session
 from qtrace.preparation.passes.convert import convert
 from qtrace.preparation.placement.frontier import Point, price
-from qtrace.preparation.prepare import SearchOutcome, prepare_placed, read_request
+from qtrace.preparation.prepare import FloatSource, SearchOutcome, prepare_placed, read_request
 from qtrace.preparation.record import fake_quants, read_record, write_record
 from qtrace.process.thread import on_engine_thread
 from qtrace.quantizing.delivering import Timer, timed_settings
@@ -113,26 +114,26 @@ def prepare_measured(
         reporter: takes the notes.
     """
     config = read_request(traced, config, samples=samples)
-    times = Times() if measurement is None else measurement.times
-    if measurement is not None:
-        times.bind(traced, config)
     fitted = None
-    if measurement is not None and not times.fixed:
+    if measurement is not None:
+        measurement.times.bind(traced, config)
         try:
-            fitted = fit_costs(config)
+            fitted = None if measurement.times.fixed else fit_costs(config)
         except (QtraceError, ImportError) as error:  # the runtime is not here
             reporter.note(f"placement: by predicted times, as none can be measured here: {error}")
             measurement = None
+    if measurement is None:
+        return prepare_placed(traced, config, samples, config, progress=reporter.progress)[0]
     start = time.perf_counter()
-    prepared, outcome = prepare_placed(
-        traced, config, samples, config, fitted=fitted, progress=reporter.progress
-    )
-    if measurement is None or outcome is None:
+    source = FloatSource(traced, config, samples)
+    request = (traced, config, samples, config)
+    prepared, outcome = prepare_placed(*request, fitted=fitted, progress=reporter.progress, source=source)
+    if outcome is None:
         return prepared
-    budget = min(max(time.perf_counter() - start, _LEAST_SECONDS), _MOST_SECONDS)
-    units = outcome.float_labels
+    times = measurement.times
     if not times.fixed and _is_measurable(config, outcome):
-        bench = _Bench(traced, config, samples, held_back, measurement, reporter, budget)
+        budget = min(max(time.perf_counter() - start, _LEAST_SECONDS), _MOST_SECONDS)
+        bench = _Bench(traced, config, samples, held_back, measurement, reporter, budget, source)
         times.labellings = bench.measure(find_labellings(outcome))
     chosen = choose_labelling(times.labellings, measurement.in_float) if times.labellings else 0
     if not times.fixed:
@@ -140,21 +141,24 @@ def prepare_measured(
         times.integers = tuple(integers)
     if times.integers is None:  # the given times are those of files alone
         return prepared
-    labels = {name: name in times.integers or fixed for name, fixed in units.items()}
     text = _describe(times.labellings, chosen) if times.labellings else "the ops are those of the given times"
     if times.labellings:
         reporter.note(f"placement: {text}")
+    labels = {name: name in times.integers or fixed for name, fixed in outcome.float_labels.items()}
     if labels != dict(outcome.point.labels):
-        outcome = outcome.instead(labels, text)
-        prepared, _ = prepare_placed(traced, config, samples, config, outcome, fitted)
-    if not (times.labellings or times.fixed):
-        return prepared
+        prepared, _ = prepare_placed(*request, outcome.instead(labels, text), fitted, source=source)
+    if times.labellings or times.fixed:
+        _write_measured(prepared, text)
+    return prepared
+
+
+def _write_measured(prepared: TracedModule, text: str) -> None:
+    """Writes into the record of a prepared graph how its placement was chosen."""
     record = read_record(prepared)
     note = record.annotation.placement
     if note is not None:
         annotation = replace(record.annotation, placement=replace(note, measured=text))
         write_record(prepared, replace(record, annotation=annotation))
-    return prepared
 
 
 def _integers(outcome: SearchOutcome) -> tuple[str, ...]:
@@ -294,7 +298,9 @@ class _Bench:
         measurement: TimingPlan,
         reporter: Reporter,
         budget: float,
+        source: FloatSource,
     ) -> None:
+        self.source = source
         self.traced, self.samples, self.held_back = traced, samples, held_back
         self.timer, self.reporter, self.budget = measurement.timer or compare_files, reporter, budget
         late = late_algorithms(config)
@@ -360,9 +366,13 @@ class _Bench:
         return files
 
     def _export(self, outcome: SearchOutcome, path: Path) -> Path:
-        prepared, _ = prepare_placed(self.traced, self.config, self.samples, self.config, outcome)
+        prepared, _ = prepare_placed(
+            self.traced, self.config, self.samples, self.config, outcome, source=self.source
+        )
         if any(fake_quants(prepared)):
-            calibrate(prepared, self.ranges, progress=False)
+            ranges = self.source.ranges
+            known = None if ranges is None else from_ranges(prepared, ranges)
+            calibrate(prepared, self.ranges, progress=False, statistics=known)
         export(convert(prepared), path)
         return path
 

@@ -14,6 +14,7 @@ from qtrace.calibration.calibrate import calibrate
 from qtrace.config import QConfig
 from qtrace.config.precision import is_precision
 from qtrace.data import Batch, DataSource
+from qtrace.data.base import batch_length
 from qtrace.data.values import without_labels
 from qtrace.display import Displayed
 from qtrace.errors import CalibrationError, ConfigError, ExportError
@@ -34,6 +35,7 @@ from qtrace.quantizing.judging import (
     choose_evaluation,
     conclude,
     copy_float,
+    shorten,
 )
 from qtrace.quantizing.measuring import TimingPlan, prepare_measured
 from qtrace.quantizing.reporting import LogReporter, Reporter
@@ -53,10 +55,10 @@ __all__ = ["Quantized", "quantize"]
 
 # How much data a file is verified on: two batches at least, all that the verdict has, and one batch for four
 # of the calibration, up to a number of values of the inputs (two batches of eight images of a usual
-# classifier). Per batch, verify takes half as long as all stages before it (PP-OCRv4's detector, CPU seconds:
-# 38.5 for four batches, 111 for six): a quarter adds an eighth. A count of batches, not a time, so that the
-# verdict is the same on a busy machine.
+# classifier). Batches of larger images are cut, to two samples at least: the second one shows what the file
+# does with several. Counts of batches and samples, not a time: the verdict is the same on a busy machine.
 _VERIFIED_VALUES, _LEAST_VERIFIED, _CALIBRATED_PER_VERIFIED = 16 * 3 * 224 * 224, 2, 4
+_LEAST_SAMPLES = 2
 
 
 @dataclass(frozen=True, repr=False)
@@ -405,12 +407,17 @@ def _verified_batches(data: _Data, prepared: TracedModule) -> list[Batch]:
     share = len(calibrated) // _CALIBRATED_PER_VERIFIED if hasattr(calibrated, "__len__") else 0
     count = max(_LEAST_VERIFIED, len(judged), share)
     chosen, values = list[Batch](), 0
-    for batch in itertools.chain(judged, (batch for _, batch in rest)):
-        chosen.append(batch)
-        values += sum(array.size for array in (batch.values() if isinstance(batch, dict) else batch))
+    for index, batch in enumerate(itertools.chain(judged, (batch for _, batch in rest))):
+        most = _VERIFIED_VALUES // _LEAST_VERIFIED * batch_length(batch) // max(_count_values(batch), 1)
+        chosen.append(shorten(batch, prepared, index, max(most, _LEAST_SAMPLES)))
+        values += _count_values(chosen[-1])
         if len(chosen) >= _LEAST_VERIFIED and (values >= _VERIFIED_VALUES or len(chosen) >= count):
             break
     return chosen
+
+
+def _count_values(batch: Batch) -> int:
+    return sum(array.size for array in (batch.values() if isinstance(batch, dict) else batch))
 
 
 def _verify(

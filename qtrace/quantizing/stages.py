@@ -25,16 +25,17 @@ class StageTimes:
 
     @contextmanager
     def measure(self, stage: str) -> Iterator[None]:
-        """Measures the block, and writes its time to the log (INFO).
+        """Measures the block, and writes its time and its processor time to the log (INFO).
 
         Args:
             stage: the name of the stage.
         """
-        start = time.perf_counter()
+        start, processor = time.perf_counter(), time.process_time()
         self._seconds.setdefault(stage, 0.0)
         try:
             yield
         finally:
             seconds = time.perf_counter() - start
             self._seconds[stage] += seconds
-            _LOG.info("%s took %.1f s", stage, seconds)
+            busy = time.process_time() - processor
+            _LOG.info("%s took %.1f s, %.1f s of processor time", stage, seconds, busy)

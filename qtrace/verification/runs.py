@@ -271,7 +271,8 @@ class OpByOp(FirstOfEquals):
         if not self.report.compares("op_by_op", f"site {node.name}", graph, runtime):
             self.rows.differ(node)
             return value
-        differs = np.abs(runtime.astype(np.int64) - graph).max(initial=0) > self.report.max_lsb
+        uncertain = selected or ranked
+        differs = uncertain and np.abs(runtime.astype(np.int64) - graph).max(initial=0) > self.report.max_lsb
         if selected and differs:
             self.report.note_rows("op_by_op", f"site {node.name}", graph, runtime)
             self.rows.differ()

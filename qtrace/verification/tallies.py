@@ -47,11 +47,11 @@ class DifferenceTally:
 
     def add(self, graph: np.ndarray, runtime: np.ndarray) -> int:
         """Counts the differences of two arrays of integers of equal shape; returns the largest one."""
-        difference = runtime.astype(np.int64) - graph.astype(np.int64)
-        nonzero = difference[difference != 0]
+        differs = runtime != graph
+        nonzero = runtime[differs].astype(np.int64) - graph[differs].astype(np.int64)
         worst = int(np.abs(nonzero).max(initial=0))
-        self.values += difference.size
-        self.equal += difference.size - nonzero.size
+        self.values += differs.size
+        self.equal += differs.size - nonzero.size
         self.worst = max(self.worst, worst)
         for step, count in zip(*np.unique(nonzero, return_counts=True), strict=True):
             self.histogram[int(step)] = self.histogram.get(int(step), 0) + int(count)

@@ -190,6 +190,22 @@ def test_a_file_is_verified_on_a_quarter_of_the_calibration(
     assert len({array.tobytes() for array in arrays}) == verified
 
 
+def test_batches_of_large_images_are_cut_before_they_are_verified(here, monkeypatch) -> None:
+    given = []
+
+    def verify(path, converted, batches):
+        given.extend(batches)
+        return _Failed()
+
+    monkeypatch.setattr(room, "verify_file", verify)
+    for most, samples in ((6 * 3 * 8 * 8, 3), (1, 2), (10**9, 4)):
+        given.clear()
+        monkeypatch.setattr(room, "_VERIFIED_VALUES", most)
+        with pytest.raises(ExportError):
+            qtrace.quantize(_module(), DATA[:16], "out.onnx", batch_size=4, progress=False)
+        assert {len(array) for (array,) in given} == {samples}
+
+
 def test_max_drop_raises_layers_until_the_metric_holds_or_says_that_it_cannot(here) -> None:
     layers = {"a": M.Conv2d(3, 8, 3), "b": M.Conv2d(8, 8, 1), "c": M.Conv2d(8, 4, 1)}
     module = net(lambda self, x: self.c(F.relu(self.b(F.relu(self.a(x))))), **layers)

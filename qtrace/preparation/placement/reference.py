@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -23,7 +24,7 @@ from qtrace.preparation.placement._regions import make_regions, region_inputs
 from qtrace.preparation.placement._runs import RangeStatistics
 from qtrace.preparation.placement._sites import Sites, find_ends, find_scores
 
-__all__ = ["Arguments", "MeasuredRun"]
+__all__ = ["Arguments", "Measured", "MeasuredRun"]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -32,6 +33,23 @@ _SYNTHETIC_BATCHES = 2
 
 def _nothing() -> None:
     """Shows no progress."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run has told, by the names of nodes: it holds in every copy of the graph.
+
+    Attributes:
+        batches: the values of the graph's inputs for each batch, without the module.
+        ranges: name of a node -> its smallest and largest value.
+        exact: for each batch, name of a node that is kept -> its values.
+        generator: the generator of random numbers, in the state behind those of the batches.
+    """
+
+    batches: Sequence[Sequence[Any]]
+    ranges: Mapping[str, tuple[float, float]]
+    exact: Sequence[Mapping[str, np.ndarray]]
+    generator: np.random.Generator
 
 
 class MeasuredRun:
@@ -47,6 +65,7 @@ class MeasuredRun:
             was trained on other inputs.
         seed: seed of the random inputs.
         advance: is called after each run of a batch, by whoever runs one.
+        measured: what a run of a copy of the graph has told on these samples; None to run.
 
     Attributes:
         outputs: the nodes that stand for the outputs; without the scores of sorts, which are judged by rows.
@@ -59,6 +78,7 @@ class MeasuredRun:
         samples: Sequence[Arguments] | None,
         seed: int = 0,
         advance: Callable[[], object] = _nothing,
+        measured: Measured | None = None,
     ) -> None:
         self.model, self.samples, self.advance = model, samples, advance
         ends, scores = find_ends(model), find_scores(model)
@@ -67,6 +87,31 @@ class MeasuredRun:
         self._generator = np.random.default_rng(seed)
         self._ranges: dict[Node, tuple[float, float]] = {}
         self._exact: list[dict[Node, np.ndarray]] = []
+        if measured is not None:
+            self._take(measured)
+
+    def _take(self, measured: Measured) -> None:
+        graph = self.model.graph
+        nodes = [*graph.inputs, *(node for expr in exprs(self.model) for node in expr.outputs)]
+        named = {node.name: node for node in nodes}
+        self.batches = [[self.model, *values] for values in measured.batches]
+        self._generator = copy.deepcopy(measured.generator)
+        self._ranges = {named[name]: ends for name, ends in measured.ranges.items()}
+        self._exact = [{named[name]: value for name, value in batch.items()} for batch in measured.exact]
+
+    def measured(self) -> Measured | None:
+        """Returns what the run has told, for copies of the graph; None if it has not run.
+
+        Nodes are known by their present names, so it must be called before the graph is edited.
+        """
+        if not self._exact:
+            return None
+        return Measured(
+            [inputs[1:] for inputs in self.batches],
+            {node.name: ends for node, ends in self._ranges.items()},
+            [{node.name: value for node, value in batch.items()} for batch in self._exact],
+            copy.deepcopy(self._generator),
+        )
 
     @property
     def synthetic(self) -> bool:

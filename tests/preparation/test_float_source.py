@@ -1,0 +1,88 @@
+"""Labellings of one network share its float graph and what was measured in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import megengine.functional as F
+import megengine.module as M
+import pytest
+
+import qtrace
+from qtrace.calibration.known_ranges import from_ranges
+from qtrace.config.recipe import as_qconfig
+from qtrace.graph.types import TracedModule
+from qtrace.preparation.model import QuantizedModel
+from qtrace.preparation.placement import reference
+from qtrace.preparation.prepare import FloatSource, prepare_placed
+from tests.nets import images, net
+
+DATA = images(4, 3, 16, 16)
+CONFIG = as_qconfig({"placement": "balanced", "ptq": ["fuse_bn"]})
+
+
+def _traced() -> TracedModule:
+    layers = {"a": M.Conv2d(3, 8, 3), "bn": M.BatchNorm2d(8), "b": M.Conv2d(8, 4, 1)}
+    return qtrace.trace(net(lambda self, x: self.b(F.relu(self.bn(self.a(x)))), **layers), DATA[:2])
+
+
+def _file(prepared: TracedModule, path: Path) -> bytes:
+    qtrace.calibrate(prepared, [DATA], progress=False)
+    qtrace.export(qtrace.convert(prepared), path)
+    return path.read_bytes()
+
+
+def test_a_copy_gives_the_file_of_a_graph_of_its_own_without_another_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traced, runs = _traced(), []
+    run = reference.RangeStatistics.execute
+    monkeypatch.setattr(
+        reference.RangeStatistics, "execute", lambda self, inputs: runs.append(1) or run(self, inputs)
+    )
+    source = FloatSource(traced, CONFIG, [DATA])
+    _, outcome = prepare_placed(traced, CONFIG, [DATA], source=source)
+    assert outcome is not None
+    assert len(runs) == 1
+    everything = outcome.instead(dict.fromkeys(outcome.point.labels, True))
+    for number, other in enumerate((everything, outcome)):
+        runs.clear()
+        shared, _ = prepare_placed(traced, CONFIG, [DATA], outcome=other, source=source)
+        assert not runs
+        own, _ = prepare_placed(traced, CONFIG, [DATA], outcome=other)
+        assert _file(shared, tmp_path / f"{number}.onnx") == _file(own, tmp_path / f"{number}.onnx")
+
+
+def test_generated_images_are_the_same_in_a_copy() -> None:
+    traced = _traced()
+    source = FloatSource(traced, CONFIG)
+    first, _ = prepare_placed(traced, CONFIG, None, source=source)
+    second, _ = prepare_placed(traced, CONFIG, None, source=source)
+    own, _ = prepare_placed(traced, CONFIG, None)
+    assert str(qtrace.explain(first)) == str(qtrace.explain(second)) == str(qtrace.explain(own))
+
+
+def test_known_ranges_calibrate_as_the_batches_do(tmp_path: Path) -> None:
+    config = as_qconfig({"placement": "balanced", "observers": {"activation": "minmax", "weight": "minmax"}})
+    source = FloatSource(_traced(), config, [DATA])
+    _, outcome = prepare_placed(_traced(), config, [DATA], source=source)
+    assert outcome is not None
+    everything = outcome.instead(dict.fromkeys(outcome.point.labels, True))
+    prepared, _ = prepare_placed(_traced(), config, [DATA], outcome=everything, source=source)
+    assert source.ranges is not None
+    statistics = from_ranges(prepared, source.ranges)
+    assert statistics is not None
+    own = _file(prepared, tmp_path / "a.onnx")
+    qtrace.calibrate(prepared, [DATA], progress=False, statistics=statistics)
+    qtrace.export(qtrace.convert(prepared), tmp_path / "a.onnx")
+    assert (tmp_path / "a.onnx").read_bytes() == own
+
+
+def test_ranges_are_not_enough_for_histograms_or_without_all_nodes() -> None:
+    config = as_qconfig({"observers": {"activation": "percentile"}})
+    prepared = qtrace.prepare(_traced(), config)
+    names = [site.node.name for site in QuantizedModel(prepared).sites if not site.static]
+    assert names
+    assert from_ranges(prepared, dict.fromkeys(names, (-1.0, 1.0))) is None
+    plain = qtrace.prepare(_traced(), {"observers": {"activation": "minmax"}})
+    assert from_ranges(plain, {}) is None

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import megengine.functional as F
@@ -60,10 +60,12 @@ class LayerCall:
     Attributes:
         function: the function.
         args: its arguments in order: nodes, numbers, and a `StoredTensor` for each parameter of the layer.
+        options: its arguments by name, of a function that takes them so alone.
     """
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 _Reader = Callable[[Any, Callable[[str], Any]], tuple[Any, ...]]
@@ -84,6 +86,8 @@ def _norm(*names: str) -> _Reader:
 
 
 _LAYER = ("weight", "bias")
+_STATISTICS = ("running_mean", "running_var")
+_BATCH_NORMS = {M.BatchNorm1d: (2, 3), M.BatchNorm2d: (4,)}  # layer -> ranks of its input
 # Class of a layer -> the function that it calls, and the arguments behind its input.
 LAYERS: dict[type[M.Module], tuple[Callable[..., Any], _Reader]] = {
     M.Conv1d: (F.nn.conv1d, _with(*_CONV, tensors=_LAYER)),
@@ -95,6 +99,7 @@ LAYERS: dict[type[M.Module], tuple[Callable[..., Any], _Reader]] = {
     M.LayerNorm: (F.nn.layer_norm, _norm("normalized_shape", "affine")),
     M.GroupNorm: (F.nn.group_norm, _norm("num_groups", "affine")),
     M.InstanceNorm: (F.nn.instance_norm, _norm("affine")),
+    **dict.fromkeys(_BATCH_NORMS, (F.nn.batch_norm, _with(tensors=(*_STATISTICS, *_LAYER)))),
     M.ReLU: (F.relu, _with()),
     M.Sigmoid: (F.sigmoid, _with()),
     M.SiLU: (F.nn.silu, _with()),
@@ -114,11 +119,14 @@ _SIZES = frozenset(("kernel_size", "stride", "padding", "output_padding", "dilat
 def read_layer(expr: Expr) -> LayerCall | None:
     """Reads a call of a layer; None for any other expr, and for a layer that calls more than one function.
 
-    A layer that pads with anything but zeros calls two functions.
+    A layer that pads with anything but zeros calls two functions, and a frozen BatchNorm does arithmetic. Any
+    other BatchNorm is read as in eval mode.
     """
     layer = owner(expr)
     entry = LAYERS.get(type(layer))
     if layer is None or entry is None or getattr(layer, "padding_mode", "zeros") != "zeros":
+        return None
+    if getattr(layer, "freeze", False):
         return None
     path = _path(expr.inputs[0])
 
@@ -133,7 +141,10 @@ def read_layer(expr: Expr) -> LayerCall | None:
     arguments = read(layer, stored)
     if any(isinstance(value, Tensor) for value in arguments):
         return None  # a constant of the trace: its parameters have no path
-    return LayerCall(plain(function), (*expr.args[1:], *arguments))
+    options = {}
+    if type(layer) in _BATCH_NORMS:
+        options = {"training": layer.running_mean is None, "eps": layer.eps}
+    return LayerCall(plain(function), (*expr.args[1:], *arguments), options)
 
 
 def is_call_of_layer(expr: Expr, kind: type) -> bool:
@@ -141,7 +152,15 @@ def is_call_of_layer(expr: Expr, kind: type) -> bool:
     entry = LAYERS.get(kind)
     if entry is None or not isinstance(expr, CallFunction) or plain(expr.func) != plain(entry[0]):
         return False
+    if kind in _BATCH_NORMS and (expr.kwargs.get("training") or not _has_rank(expr, _BATCH_NORMS[kind])):
+        return False
     return all(isinstance(node.expr, GetAttr) for node in expr.inputs[1:])
+
+
+def _has_rank(expr: Expr, ranks: tuple[int, ...]) -> bool:
+    """Returns whether the rank of the first input is one of these, or not recorded."""
+    shape = getattr(expr.inputs[0], "shape", None)
+    return shape is None or len(shape) in ranks
 
 
 def without_equal_sizes(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from megengine.traced_module import TracedModule
 
 from qtrace.errors import GraphError
 
-__all__ = ["add_submodule", "delete_attribute", "set_parameter"]
+__all__ = ["add_submodule", "delete_attribute", "set_parameter", "tied_parameters"]
 
 
 def add_submodule(traced: TracedModule, path: str, module: Module) -> None:
@@ -50,6 +50,17 @@ def delete_attribute(traced: TracedModule, path: str) -> None:
     parent_path = path.rpartition(".")[0]
     if parent_path and not any(True for _ in parent._flatten(recursive=False)):
         delete_attribute(traced, parent_path)
+
+
+def tied_parameters(traced: TracedModule) -> dict[str, str]:
+    """Returns the path of a tensor that several attributes hold -> another path of it."""
+    paths: dict[int, list[str]] = {}
+    for place, module in traced.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor):
+                paths.setdefault(id(value), []).append(f"{place}.{name}".lstrip("."))
+    groups = [group for group in paths.values() if len(group) > 1]
+    return {path: next(other for other in group if other != path) for group in groups for path in group}
 
 
 def _parent(traced: TracedModule, path: str) -> tuple[Module, str]:

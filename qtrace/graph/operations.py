@@ -166,7 +166,7 @@ def canonical_call(expr: Expr, layers: bool = False) -> CanonicalCall | None:
     layer = read_layer(expr) if layers else None
     if layer is not None:
         op = CanonicalOp(layer.function, f"F.{layer.function.__name__}")
-        return CanonicalCall(op, _bind(layer.function, layer.args, {}))
+        return CanonicalCall(op, _bind(layer.function, layer.args, dict(layer.options)))
     if isinstance(expr, Apply):
         args, kwargs = tuple(expr.inputs), {}
     elif isinstance(expr, CallFunction) or (isinstance(expr, CallMethod) and not is_call_module(expr)):

@@ -24,6 +24,7 @@ from pydantic import Field
 from qtrace import ops
 from qtrace.data.batches import evaluating, translate_errors
 from qtrace.graph.interpreter import Interpreter, interpret
+from qtrace.graph.module_tree import tied_parameters
 from qtrace.graph.types import GetAttr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module, owner, users
 from qtrace.metrics import ErrorSums, finite_or_none
@@ -147,11 +148,14 @@ def _reason_against_norm(model: TracedModule, norm: OpCall, others: int, linear:
         nodes += [norm.attrs["weight"], norm.attrs["bias"]]
     elif len(list(users(norm.expr.inputs[0]))) > 1:
         return "its LayerNorm is called several times"
+    tied = tied_parameters(model)
     for node in (n for n in nodes if n is not None):
         if not isinstance(node, TensorNode) or not isinstance(node.expr, GetAttr):
             return "a weight is computed, not a parameter"
         if len(list(users(node))) > 1:
             return f"{node.expr.name} is shared with another call"
+        if node.expr.name in tied:
+            return f"{node.expr.name} is tied to {tied[node.expr.name]}"
     if tuple(norm.attrs["weight"].shape) != tuple(norm.out.shape[-1:]):
         return "its LayerNorm is over several axes"
     return ""

@@ -41,6 +41,8 @@ MADE: dict[type, Callable[[], M.Module]] = {
     M.LayerNorm: lambda: M.LayerNorm((6,)),
     M.GroupNorm: lambda: M.GroupNorm(2, 4),
     M.InstanceNorm: lambda: M.InstanceNorm(4),
+    M.BatchNorm1d: lambda: randomize(M.BatchNorm1d(4, eps=1e-3)),
+    M.BatchNorm2d: lambda: randomize(M.BatchNorm2d(4, affine=True)),
     M.LeakyReLU: lambda: M.LeakyReLU(0.2),
     M.Softmax: lambda: M.Softmax(1),
     M.MaxPool2d: lambda: M.MaxPool2d(2),
@@ -50,7 +52,11 @@ MADE: dict[type, Callable[[], M.Module]] = {
     M.PixelShuffle: lambda: M.PixelShuffle(2),
     M.Pad: lambda: M.Pad(((0, 0), (0, 0), (1, 2), (0, 1)), "reflect"),
 }
-INPUTS = {M.Conv1d: images(2, 4, 6), M.Conv3d: np.ones((1, 2, 3, 4, 4), np.float32)}
+INPUTS = {
+    M.Conv1d: images(2, 4, 6),
+    M.BatchNorm1d: images(2, 4, 6),
+    M.Conv3d: np.ones((1, 2, 3, 4, 4), np.float32),
+}
 
 
 class Layer(M.Module):
@@ -84,7 +90,7 @@ def test_a_layer_is_read_as_the_function_that_it_calls(kind: type[M.Module]) -> 
         flat.layer.__dict__[a.path.rpartition(".")[2]] if isinstance(a, StoredTensor) else a
         for a in call.args[1:]
     ]
-    result = call.function(mge.Tensor(x), *args)
+    result = call.function(mge.Tensor(x), *args, **call.options)
     np.testing.assert_array_equal(result.numpy(), flat(mge.Tensor(x)).numpy())
 
 
@@ -108,7 +114,9 @@ def test_a_pattern_of_either_finds_the_other(kind: type[M.Module]) -> None:
                 getattr(self, a.path.rpartition(".")[2]) if isinstance(a, StoredTensor) else a
                 for a in call.args[1:]
             )
-            return getattr(F.nn, function.__name__)(x, *rest)  # the tracer sees what a module holds
+            return getattr(F.nn, function.__name__)(
+                x, *rest, **call.options
+            )  # the tracer sees what a module holds
 
     written = traced(Written(), x)
     assert match(Op(kind, Anything("x")), written.graph.outputs[0])
@@ -199,3 +207,58 @@ def test_the_editor_takes_a_bound_parameter_as_a_node() -> None:
         )
     assert op_label(exprs(flat)[-1]) == "F.conv2d"
     np.testing.assert_array_equal(flat(mge.Tensor(X)).numpy(), before)
+
+
+class Normed(M.Module):
+    """Two spellings of a convolution with BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = M.Conv2d(4, 4, 1), M.BatchNorm2d(4)
+        self.other, self.norm = M.Conv2d(4, 4, 1), M.BatchNorm2d(4, eps=1e-3)
+
+    def forward(self, x: Any) -> Any:
+        n = self.norm
+        x = self.other(self.bn(self.conv(x)))
+        return F.nn.batch_norm(x, n.running_mean, n.running_var, n.weight, n.bias, eps=1e-3)
+
+
+def test_both_spellings_of_a_batch_norm_match_the_class_and_a_rule() -> None:
+    flat = traced(randomize(Normed()))
+    pattern = Op(M.BatchNorm2d, Op(M.Conv2d, Anything("x")))
+    norms = [expr.outputs[0] for expr in exprs(flat) if "batch" in op_label(expr).lower()]
+    assert len(norms) == 2
+    assert all(match(pattern, node) for node in norms)
+    assert match(Op(M.BatchNorm2d, Anything(), args={"eps": 1e-3}), norms[1])
+    assert not match(Op(M.BatchNorm2d, Anything(), args={"eps": 1e-3}), norms[0])
+    assert not any(match(Op(M.BatchNorm1d, Anything()), node) for node in norms)
+
+    def formula(x: Any, mean: Any, var: Any, w: Any, b: Any) -> Any:
+        return F.nn.batch_norm(x, mean, var, w, b, eps=1e-3)
+
+    def replacement(x: Any, mean: Any, var: Any, w: Any, b: Any) -> Any:
+        return (x - mean) / F.sqrt(var + 1e-3) * w + b
+
+    channels = [np.ones((1, 4, 1, 1), np.float32)] * 4
+    before = flat(mge.Tensor(X)).numpy()
+    results = apply_rules(flat, [function_rule(formula, replacement, example=[X, *channels])])
+    assert sum(result.applied for result in results) == 1  # the other one has the eps 1e-5
+    np.testing.assert_allclose(flat(mge.Tensor(X)).numpy(), before, atol=1e-5)
+
+
+def test_a_batch_norm_that_computes_something_else_is_no_match() -> None:
+    frozen = randomize(M.BatchNorm2d(4, freeze=True))
+    flat = traced(Layer(frozen))
+    assert not match(Op(F.nn.batch_norm), flat.graph.outputs[0])
+
+    class Batch(M.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn = randomize(M.BatchNorm2d(4))
+
+        def forward(self, x: Any) -> Any:
+            n = self.bn
+            return F.nn.batch_norm(x, None, None, n.weight, n.bias, training=True)
+
+    flat = traced(Batch())
+    assert not match(Op(M.BatchNorm2d, Anything()), flat.graph.outputs[0])

@@ -34,7 +34,7 @@ from qtrace.export.msc.sizes import DocumentSizes
 from qtrace.graph.msc import MSCGraph, MSCNode, MSCTensor
 from qtrace.graph.msc.calls import write_call
 from qtrace.graph.msc.document import BLOCK
-from qtrace.graph.msc.standard import same_call, standard_call
+from qtrace.graph.msc.standard import node_digest, same_call, standard_call
 from qtrace.graph.msc.stored import StoredPlace, default_place
 from qtrace.graph.types import GetAttr
 from qtrace.graph.walk import owner
@@ -140,7 +140,8 @@ class _Writer:
         if op.expr is not None:
             try:
                 call = _call(op, node)
-                texts["call"] = "" if same_call(call, standard_call(node)) else json.dumps(call)
+                if not same_call(call, standard_call(node)):
+                    texts["call"] = json.dumps({**call, "node": node_digest(node)})
             except GraphError as error:
                 texts["no_call"] = str(error)
         return {key: text for key, text in texts.items() if text}

@@ -28,7 +28,7 @@ from qtrace.graph.files.ops import make_op, op_state
 from qtrace.graph.msc.calls import BOOKKEEPING, read_dtype, read_value
 from qtrace.graph.msc.document import MSCGraph, MSCNode, MSCTensor
 from qtrace.graph.msc.roundings import Roundings
-from qtrace.graph.msc.standard import standard_call
+from qtrace.graph.msc.standard import node_digest, standard_call
 from qtrace.graph.msc.stored import stored_place
 from qtrace.graph.open_axes import OpenAxes, OpenAxis, write_open_axes
 from qtrace.graph.types import TensorNode, TracedModule
@@ -123,10 +123,7 @@ class _Rebuilder:
         if node.optype == "constant":
             results = [self._weight(node, "const", None)]
         else:
-            call = node.attrs.get("call")
-            described = standard_call(node) if call is None else _read_json(call, "call")
-            if described is None:
-                raise GraphError(f"the document does not say how it is called{_reason(node)}")
+            described = _described_call(node)
             results = self._call(node, described)
         if len(results) != len(node.outputs):
             raise GraphError(f"it has {len(results)} results, and the document {len(node.outputs)}")
@@ -272,6 +269,20 @@ class _Rebuilder:
                     axes.append(OpenAxis(name, axis, prim, prim))
         if axes:
             write_open_axes(traced, OpenAxes(tuple(axes)))
+
+
+def _described_call(node: MSCNode) -> dict[str, Any]:
+    """Returns the call of a node: that of its attribute ``call``, or what its type says."""
+    text = node.attrs.get("call")
+    call = standard_call(node) if text is None else _read_json(text, "call")
+    if call is None:
+        raise GraphError(f"the document does not say how it is called{_reason(node)}")
+    if text is not None and call.get("node", node_digest(node)) != node_digest(node):
+        raise GraphError(
+            "its type, attributes, inputs or weights were edited, and its attribute 'call' has the op as it "
+            "was written: remove 'call' if the type says the op, or edit 'call' and remove its key 'node'"
+        )
+    return call
 
 
 def _pair(key: Any) -> tuple[str, str]:

@@ -6,7 +6,9 @@ arguments in the order of MegEngine's.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +17,7 @@ import megengine.functional as F
 from qtrace.errors import GraphError
 from qtrace.graph.msc.document import MSCNode
 
-__all__ = ["same_call", "standard_call"]
+__all__ = ["node_digest", "same_call", "standard_call"]
 
 _NN, _ELEMWISE, _TENSOR = (f"megengine.functional.{name}" for name in ("nn", "elemwise", "tensor"))
 # Layer -> its function, and the number of its spatial axes.
@@ -50,6 +52,8 @@ _MODULES = {
     "megengine.module.activation:Sigmoid": f"{_NN}:sigmoid",
 }
 _PAIRS = ("stride", "padding", "dilation")
+# Attributes that the way back reads whatever the call: an edit of them is followed.
+_FOLLOWED = ("call", "no_call", "stored", "roundings", "traced_shape")
 
 
 def standard_call(node: MSCNode) -> dict[str, Any] | None:
@@ -69,6 +73,17 @@ def standard_call(node: MSCNode) -> dict[str, Any] | None:
         except (GraphError, ValueError):
             return None
     return None
+
+
+def node_digest(node: MSCNode) -> str:
+    """Returns a hash of what a node says of its op beside its attribute ``call``.
+
+    These are its type, its attributes, the number of its inputs and the types of its weights. A call is
+    stored with it, so that an edit of the node that the call does not follow is noticed.
+    """
+    own = {k: v for k, v in node.attrs.items() if k not in _FOLLOWED and not k.startswith("qparams_")}
+    said = [node.optype, sorted(own.items()), len(node.inputs), sorted(node.weights)]
+    return hashlib.blake2b(json.dumps(said).encode(), digest_size=8).hexdigest()
 
 
 def _conv_call(node: MSCNode, inputs: list[dict[str, Any]]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from qtrace.display import Displayed
 from qtrace.errors import GraphError
+from qtrace.graph.source.body import is_reserved
 from qtrace.graph.source.classes import Classes
 from qtrace.graph.types import TracedModule
 from qtrace.storage.files import replacing
@@ -100,8 +101,8 @@ def to_source(traced: TracedModule, name: str = "Net") -> PythonSource:
         raise GraphError(
             f"to_source takes a TracedModule, not {type(traced).__name__}: call qtrace.trace first."
         )
-    if not name.isidentifier():
-        raise GraphError(f"to_source: {name!r} is no name of a class.")
+    if not name.isidentifier() or is_reserved(name):
+        raise GraphError(f"to_source: {name!r} is no name of a class, or one that the code uses itself.")
     if len(traced.argdef_graph_map) != 1:
         raise GraphError("to_source: the module was traced with several structures of arguments; trace one.")
     classes = Classes(traced, name)

@@ -6,9 +6,11 @@ import builtins
 import keyword
 import re
 from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import megengine as mge
+from megengine.module import Module
 from megengine.traced_module.traced_module import InternalGraph
 
 from qtrace.errors import GraphError
@@ -17,7 +19,7 @@ from qtrace.graph.source.literals import Literals, expression_of_op, without_def
 from qtrace.graph.types import Apply, CallFunction, CallMethod, Constant, Expr, GetAttr, Node
 from qtrace.graph.walk import called_graph, owner
 
-__all__ = ["Body", "identifier"]
+__all__ = ["Body", "identifier", "is_reserved"]
 
 _BINARY = {
     "__add__": "+",
@@ -44,7 +46,16 @@ _REFLECTED = {f"__r{name[2:]}": sign for name, sign in list(_BINARY.items())[:13
 _IN_PLACE = {f"__i{name[2:]}": sign for name, sign in list(_BINARY.items())[:13]}
 _UNARY = {"__neg__": "-", "__invert__": "~", "__pos__": "+"}
 _LONG = 60  # characters of a target on one line
-_RESERVED = frozenset(("self", "M", "F", "mge", "np", "apply", "builtin", "Group", "made", *dir(builtins)))
+_MODULE_NAMES = frozenset(("M", "F", "mge", "np", "apply", "builtin", "Group", "made", "Path", "load"))
+# Builtins that the statements of a body use; a parameter may have the name of any other.
+_USED_BUILTINS = frozenset(("abs", "float", "getattr", "slice"))
+_BUILTINS = frozenset(dir(builtins))
+_RESERVED = _MODULE_NAMES | _BUILTINS | {"self"}
+
+
+def is_reserved(name: str) -> bool:
+    """Returns whether no class of the source may have a name: a keyword, or what the source uses itself."""
+    return name in _RESERVED or keyword.iskeyword(name)
 
 
 def identifier(name: str) -> str:
@@ -85,16 +96,21 @@ class Body:
         self.names: dict[Node, str] = {graph._inputs[0]: "self"}
         self.inputs = tuple(graph._inputs[1:])
         self._literals, self._reach, self._callee = literals, reach, callee
-        self._used, self._attributes = set(_RESERVED | taken), set(attributes)
+        self._used, self._attributes = set(_RESERVED | taken), attributes | set(dir(Module))
+        self._own: set[str] = set()  # names of parameters and variables
 
     def variable(self, node: Node) -> str:
         """Gives a node a variable of its name, or of the next that is free."""
-        return self.parameter(node, node._name or "value")
+        return self._named(node, node._name or "value", self._used)
 
     def parameter(self, node: Node | None, name: str) -> str:
         """Returns the name of a parameter; ``node`` is its value, if it is a tensor."""
-        name = unused_name(identifier(name), self._used.__contains__)
+        return self._named(node, name, (self._used - _BUILTINS) | _USED_BUILTINS | self._own)
+
+    def _named(self, node: Node | None, name: str, used: AbstractSet[str]) -> str:
+        name = unused_name(identifier(name), used.__contains__)
         self._used.add(name)
+        self._own.add(name)
         if node is not None:
             self.names[node] = name
         return name
@@ -172,6 +188,8 @@ class Body:
             other = self._value(arguments[0])
             other = f"({other})" if other.startswith("-") else other
             self._assign(expr, f"{other} {_REFLECTED[method]} {this}")
+        elif method == "__abs__":
+            self._assign(expr, f"abs({this})")
         elif method in _UNARY:
             self._assign(expr, f"{_UNARY[method]}{this}")
         else:
@@ -196,6 +214,10 @@ class Body:
             value: the expression of the structure.
         """
         later: list[tuple[Any, str]] = []
+        if isinstance(structure, dict) and structure and value.isidentifier():
+            for key, part in structure.items():
+                yield from self.unpack(part, f"{value}[{self._literals.write(key)}]")
+            return
         target = self._target(structure, later)
         if target != value:
             yield f"{target} = {value}"

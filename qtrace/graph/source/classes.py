@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import megengine as mge
+import numpy as np
 from megengine.module import Module
 from megengine.traced_module.pytree import LeafDef, TreeDef
 from megengine.traced_module.traced_module import InternalGraph
@@ -13,7 +14,7 @@ from megengine.traced_module.traced_module import InternalGraph
 from qtrace.errors import GraphError
 from qtrace.gradients import plain
 from qtrace.graph.names import unused_name
-from qtrace.graph.source.body import Body, identifier
+from qtrace.graph.source.body import Body, identifier, is_reserved
 from qtrace.graph.source.layers import construct, empty_tensor
 from qtrace.graph.source.literals import Literals, indent
 from qtrace.graph.types import CallFunction, CallMethod, Expr, GetAttr, ModuleNode, Node, TracedModule
@@ -65,7 +66,7 @@ class Classes:
         """The class of a traced submodule: an earlier one if it has the same text."""
         lines, methods = self._parts(module, path)
         preferred = "".join(part[:1].upper() + part[1:] for part in path.replace("_", ".").split("."))
-        name = unused_name(identifier(preferred), self._names.__contains__)
+        name = unused_name(identifier(preferred), self._is_taken)
         self._add(name, lines, methods)
         text = self.texts[name].partition("\n")[2]
         for other, known in self.texts.items():
@@ -74,6 +75,9 @@ class Classes:
                 return other
         self._names.add(name)
         return name
+
+    def _is_taken(self, name: str) -> bool:
+        return name in self._names or name in self._functions or is_reserved(name)
 
     def _parts(self, module: TracedModule, path: str) -> tuple[list[str], list[str]]:
         """The statements of ``__init__``, and the methods."""
@@ -200,27 +204,44 @@ class Classes:
         names = [] if self._root.argspec is None else self._root.argspec.args[1:]
         names = [*names, *(f"argument_{i}" for i in range(len(names), len(positional.children_defs) - 1))]
         pairs = [*zip(names, positional.children_defs[1:], strict=False)]
-        written = [self._parameter(str(name), tree, nodes, body) for name, tree in pairs]
-        needed = max((i for i, name in enumerate(written) if not name.endswith("=None")), default=0)
-        written[:needed] = [name.removesuffix("=None") for name in written[:needed]]
+        fixed: list[tuple[str, str]] = []
+        written = [self._parameter(str(name), tree, nodes, body, fixed) for name, tree in pairs]
+        needed = max((i for i, (_, default) in enumerate(written) if not default), default=0)
+        parameters = [name if i < needed else name + default for i, (name, default) in enumerate(written)]
         if keywords.aux_data:
-            written.append("*")
+            parameters.append("*")
             named = zip(keywords.aux_data, keywords.children_defs, strict=True)
-            written += [self._parameter(str(name), tree, nodes, body) for name, tree in named]
-        return ", ".join(["self", *written])
+            parameters += ["".join(self._parameter(str(n), tree, nodes, body, fixed)) for n, tree in named]
+        if fixed:
+            several = [self.literals.join("(", [*each], ")") for each in zip(*fixed, strict=True)]
+            left, right = fixed[0] if len(fixed) == 1 else several
+            body.lines.insert(0, f'assert {left} == {right}, "the trace holds these arguments"')
+        return ", ".join(["self", *parameters])
 
-    def _parameter(self, name: str, tree: TreeDef, nodes: Iterator[Node], body: Body) -> str:
-        """The parameter of an argument; its parts get variables if it is a structure."""
-        if not any(map(_is_tensor, _leaves(tree))):
-            return f"{body.parameter(None, name)}=None"  # the trace holds its value
+    def _parameter(
+        self, name: str, tree: TreeDef, nodes: Iterator[Node], body: Body, fixed: list[tuple[str, str]]
+    ) -> tuple[str, str]:
+        """Returns the name of the parameter of an argument, and its default.
+
+        The parts of a structure get variables. An argument whose value the trace holds is added to ``fixed``:
+        its name and its value.
+        """
+        leaves = list(_leaves(tree))
+        structure = tree.unflatten([next(nodes) if _is_tensor(leaf) else leaf.const_val for leaf in leaves])
+        if not any(map(_is_tensor, leaves)):
+            own = body.parameter(None, name)
+            try:
+                value = self.literals.write(structure)
+            except GraphError:  # it has no expression, and is not checked
+                return own, "=None"
+            if not any(isinstance(leaf.const_val, np.ndarray) for leaf in leaves):
+                fixed.append((own, value))
+            return own, f"={value}"
         if isinstance(tree, LeafDef):
-            return body.parameter(next(nodes), name)
-        structure = tree.unflatten(
-            [next(nodes) if _is_tensor(leaf) else leaf.const_val for leaf in _leaves(tree)]
-        )
+            return body.parameter(structure, name), ""
         own = body.parameter(None, name)
         body.lines += body.unpack(structure, own)
-        return own
+        return own, ""
 
 
 def _is_tensor(leaf: LeafDef) -> bool:

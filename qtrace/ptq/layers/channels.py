@@ -7,11 +7,12 @@ that are added, pooled or passed through such an f belong to one group.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from qtrace import ops
 from qtrace.graph.dataflow import static_nodes
+from qtrace.graph.module_tree import tied_parameters
 from qtrace.graph.types import Expr, GetAttr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, is_float_tensor, op_label, users
 from qtrace.ops import OpCall
@@ -84,7 +85,7 @@ def channel_groups(model: TracedModule, every: bool = False) -> list[ChannelGrou
 class _GroupFinder:
     def __init__(self, model: TracedModule) -> None:
         self.model = model
-        self.static = static_nodes(model)
+        self.static, self.tied = static_nodes(model), tied_parameters(model)
         self.parent: dict[Node, Node] = {}
         self.reasons: dict[Node, str] = {}
         self.writers: dict[Node, list[OpCall]] = {}
@@ -135,7 +136,7 @@ class _GroupFinder:
                 self._block(node, why)
 
     def _layer(self, call: OpCall) -> None:
-        reason = _why_not_layer(call)
+        reason = _why_not_layer(call, self.tied)
         rank = 2 if call.kind == "linear" else len(call.inputs[0].shape)
         if reason is None and len(call.inputs[0].shape) != rank:
             reason = "its channels are on another axis than those before"
@@ -148,6 +149,8 @@ class _GroupFinder:
 
     def _scales(self, call: OpCall) -> bool:
         """Returns whether scaling the input channels of ``call`` scales its output channels."""
+        if not call.inputs:  # it reads parameters alone
+            return False
         source, out = call.inputs[0], call.out
         alike = _channels(source) == _channels(out) > 0
         if call.kind in THROUGH:
@@ -206,7 +209,7 @@ def _floats(expr: Expr) -> Iterator[TensorNode]:
     return (n for n in (*expr.inputs, *expr.outputs) if isinstance(n, TensorNode) and is_float_tensor(n))
 
 
-def _why_not_layer(call: OpCall) -> str | None:
+def _why_not_layer(call: OpCall, tied: Mapping[str, str]) -> str | None:
     """Returns why the parameters of a layer cannot be changed; None if they can."""
     assert call.weight is not None
     for node in (call.weight, call.bias):
@@ -214,4 +217,6 @@ def _why_not_layer(call: OpCall) -> str | None:
             return f"{node.name} is computed, not a parameter"
         if node is not None and len(list(users(node))) > 1:
             return f"{node.expr.name} is shared with another call"
+        if node is not None and node.expr.name in tied:
+            return f"{node.expr.name} is tied to {tied[node.expr.name]}"
     return None

@@ -14,6 +14,7 @@ from qtrace import ops
 from qtrace.fakequant.base import FakeQuant
 from qtrace.fakequant.following.bias import BiasQuant
 from qtrace.fakequant.following.bn_fold import BnFold
+from qtrace.graph.module_tree import tied_parameters
 from qtrace.graph.ordering import order_together
 from qtrace.graph.stepping import Stepper, as_array
 from qtrace.graph.types import Expr, GetAttr, Node, TensorNode, TracedModule
@@ -94,12 +95,16 @@ def quantized_layers(model: TracedModule, shared: bool = False) -> tuple[list[Qu
     folds = [e for e in exprs(model) if isinstance(owner(e), BnFold)]
     left = [Left(e.outputs[0].name, KEPT_NORM) for e in folds]
     candidates: list[QuantizedLayer] = []
+    tied = tied_parameters(model)
     for calls in calls_by_weight(model):
         weight = calls[0].weight
         if weight is None or not isinstance(owner(weight.expr), FakeQuant):
             continue
         for group in [calls] if shared else [[call] for call in calls]:
             layer = _layer(group)
+            path = next((p for p in _paths(layer) if p in tied), None)
+            if path is not None:
+                layer = f"its parameter {path} is tied to {tied[path]}, which would change, too"
             if isinstance(layer, QuantizedLayer):
                 candidates.append(layer)
             else:
@@ -109,6 +114,13 @@ def quantized_layers(model: TracedModule, shared: bool = False) -> tuple[list[Qu
         reason = f"its weight {layer.weight} is shared by calls that have to wait for each other"
         left += [Left(call.out.name, reason) for call in layer.calls]
     return ordered, left
+
+
+def _paths(layer: QuantizedLayer | str) -> tuple[str, ...]:
+    """Returns the paths of the parameters of a layer; none for a reason against one."""
+    if isinstance(layer, str):
+        return ()
+    return (layer.weight,) if layer.bias is None else (layer.weight, layer.bias)
 
 
 def _order_layers(

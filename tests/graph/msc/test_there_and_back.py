@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,65 @@ def test_quantized_networks_round_as_they_did(recipe: str, tmp_path: Path) -> No
     for seed in (1, 2):
         x = images(2, 4, 8, 8, seed=seed)
         equal(run(converted, (x,)), run(back, (x,)))
+
+
+def _edit_of(document: str, optype: str, edit: Callable[[Any], None], values: Any) -> MSCGraph:
+    data = json.loads(document)
+    edit(next(node for node in data["nodes"] if node["optype"] == optype))
+    return MSCGraph.from_json(json.dumps(data), values)
+
+
+def _set_attr(key: str, value: str) -> Callable[[Any], None]:
+    return lambda node: node["attrs"].update({key: value})
+
+
+EDITED = {
+    "another type": ("nn.softmax", lambda node: node.update(optype="nn.relu")),
+    "another attribute": ("nn.softmax", _set_attr("axis", "2")),
+    "an attribute more": ("nn.softmax", _set_attr("strides", "2,2")),
+    "another number of a layer": ("nn.batch_norm", _set_attr("epsilon", "0.5")),
+}
+
+
+def _called(folder: Path) -> tuple[M.Module, MSCGraph]:
+    """A module, and its graph with a call at each node: none of them is said by its type."""
+    module = net(
+        lambda self, x: F.softmax(self.bn(self.conv(x)), 1), conv=M.Conv2d(4, 4, 1), bn=M.BatchNorm2d(4)
+    )
+    traced = qtrace.trace(module, X, check=False)
+    return module, from_msc(qtrace.export(traced, folder / "g.json", format="msc"))
+
+
+@pytest.mark.parametrize("case", EDITED)
+def test_an_edit_that_the_call_does_not_follow_is_refused(case: str, tmp_path: Path) -> None:
+    optype, edit = EDITED[case]
+    _, graph = _called(tmp_path)
+    edited = _edit_of(graph.to_json(), optype, edit, graph.values)
+    with pytest.raises(
+        GraphError, match="were edited, and its attribute 'call' has the op as it was written: remove 'call'"
+    ):
+        to_traced(edited)
+
+
+def _to_relu(node: Any) -> None:
+    node["optype"] = "nn.relu"
+    del node["attrs"]["call"]
+
+
+def _to_tanh(node: Any) -> None:
+    node["optype"] = "tanh"
+    call = {"function": "megengine.functional.elemwise:tanh", "args": [{"ref": "input_0"}]}
+    node["attrs"]["call"] = json.dumps(call)
+
+
+@pytest.mark.parametrize(("edit", "function"), [(_to_relu, F.relu), (_to_tanh, F.tanh)])
+def test_an_edit_that_the_call_follows_is_taken(
+    edit: Callable[[Any], None], function: Callable[[Any], Any], tmp_path: Path
+) -> None:
+    module, graph = _called(tmp_path)
+    edited = to_traced(_edit_of(graph.to_json(), "nn.softmax", edit, graph.values))
+    expected = function(module.bn(module.conv(mge.Tensor(X)))).numpy()
+    np.testing.assert_array_equal(edited(mge.Tensor(X)).numpy(), expected)
 
 
 class Doubled(M.Module):

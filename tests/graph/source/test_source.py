@@ -145,6 +145,70 @@ def test_arguments_keep_their_structure(tmp_path: Path) -> None:
     np.testing.assert_array_equal(result.numpy(), a * c + b * d)
 
 
+def test_an_argument_that_the_trace_holds_is_checked(tmp_path: Path) -> None:
+    class Scaled(M.Module):
+        def forward(self, mode: str, x: Any, scale: float = 2.0, *, flag: bool = True) -> Any:
+            return x * scale if flag else x
+
+    x = mge.Tensor(images(1, 2, 3, 3))
+    source = g.to_source(qtrace.trace(Scaled(), "train", x, check=False))
+    assert "def forward(self, mode, x, scale=2.0, *, flag=True):" in source.code
+    net = load(source, tmp_path)
+    for arguments, options in ((("train", x), {}), (("train", x, 2.0), {"flag": True})):
+        np.testing.assert_array_equal(net(*arguments, **options).numpy(), x.numpy() * 2)
+    for arguments, options in ((("test", x), {}), (("train", x, 3.0), {}), (("train", x), {"flag": False})):
+        with pytest.raises(AssertionError, match="the trace holds these arguments"):
+            net(*arguments, **options)
+
+
+class Scaling(M.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = mge.Parameter(np.full((1, 3, 1, 1), 1.5, np.float32))
+
+    def forward(self, x: Any) -> Any:
+        return F.tanh(x) * self.gain
+
+
+class OddNames(M.Module):
+    """Submodules and arguments whose names the source uses itself, or that no identifier is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.m, self.f, self.path, self.group, self.np, self.net = (Scaling() for _ in range(6))
+        self.odd = {"a-b": M.Conv2d(3, 3, 1), "1x": Scaling(), "if": M.ReLU()}
+        setattr(self, "class", Scaling())
+
+    def forward(self, input: Any, abs: Any, sum: Any) -> Any:
+        for name in ("m", "f", "path", "group", "np", "net", "class"):
+            input = getattr(self, name)(input)
+        for layer in self.odd.values():
+            input = layer(input)
+        return {"a-b": input, "class": F.abs(abs) + -sum, "1": abs.__abs__()}
+
+
+def test_names_that_the_source_uses_itself(tmp_path: Path) -> None:
+    arguments = images(1, 3, 4, 4), images(1, 2, 2), images(1, 2, 2, seed=1)
+    module = randomize(OddNames())
+    traced = qtrace.trace(module, *arguments, check=False)
+    code = check(traced, arguments, tmp_path)
+    assert "def forward(self, input, abs_1, sum):" in code  # abs is called
+    assert "= abs(" in code
+    assert code.count("(M.Module):") == 3  # Group, one for all seven, and the network
+    x, a, b = map(mge.Tensor, arguments)
+    net = load(g.to_source(traced), tmp_path / "again")
+    np.testing.assert_array_equal(
+        net(sum=b, input=x, abs_1=a)["class"].numpy(), np.abs(a.numpy()) - b.numpy()
+    )
+
+
+@pytest.mark.parametrize("name", ["class", "None", "M", "np", "Path", "load", "Group", "self", "a b", ""])
+def test_names_that_no_class_of_a_source_has(name: str) -> None:
+    traced = qtrace.trace(Scaling(), images(1, 3, 4, 4), check=False)
+    with pytest.raises(GraphError, match="no name of a class, or one that the code uses"):
+        g.to_source(traced, name)
+
+
 class Tied(M.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 from typing import Any, ClassVar, Literal, get_args
 
+import megengine.functional as F
 import numpy as np
 from megengine import Parameter, Tensor
 from megengine.module import Module
@@ -45,7 +46,8 @@ class FakeQuant(Module):
     Args:
         site: the name of the quantized tensor; it appears in every error.
         scheme: the scheme of the tensor.
-        shape: the shape of scale and zero point, broadcastable to the tensor; ``()`` per tensor.
+        shape: the shape of scale and zero point, broadcastable to the tensor; ``()`` per tensor, (outputs,
+            blocks, 1) for a weight with a scale per block.
         observer: collects the statistics from which ``calibrate`` takes the parameters.
         static: True for a parameter: it is observed once, not at every batch.
         numel: number of values of the parameter, or of one sample of an activation, that share one scale.
@@ -142,10 +144,31 @@ class FakeQuant(Module):
         Raises:
             SchemeError: when the scales have another shape than ``shape``, or do not fit ``x``.
         """
-        self._check_shapes(x)
+        blocks = self.in_blocks(x)
+        self._check_shapes(blocks)
         scale, zero_point = self._derived()
         levels = Levels.of(self.scheme)
-        return quant_dequant(self.shaped(x), scale, zero_point, levels, self.shape, self.learning)
+        rounded = quant_dequant(self.shaped(blocks), scale, zero_point, levels, self.shape, self.learning)
+        return self._joined(rounded, x)
+
+    def in_blocks(self, x: Tensor) -> Tensor:
+        """Views a weight in blocks as (outputs, blocks, block), filled up with zeros; others as they are."""
+        size = self.scheme.block
+        if size is None:
+            return x
+        outputs, count = self.shape[:2]
+        missing = count * size - x.shape[1]
+        if missing:
+            x = F.concat([x, F.zeros((outputs, missing), dtype="float32")], axis=1)
+        return x.reshape(outputs, count, size)
+
+    def _joined(self, blocks: Tensor, like: Tensor) -> Tensor:
+        """Inverts `in_blocks`: ``like`` is the tensor before."""
+        if self.scheme.block is None:
+            return blocks
+        outputs, count, size = *self.shape[:2], self.scheme.block
+        flat = blocks.reshape(outputs, count * size)
+        return flat if like.shape[1] == count * size else flat[:, : like.shape[1]]
 
     def _check_shapes(self, x: Tensor) -> None:
         """Refuses shapes that a kernel would refuse later, after which a call may crash the process."""
@@ -176,6 +199,15 @@ class FakeQuant(Module):
         scale = self._derived()[0]
         return positive(scale, self.shape) if self._learns_scale() else scale
 
+    def grid_of(self, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """Returns scale and zero point, float32, in shapes that broadcast to a tensor of ``shape``."""
+        grid = self.effective_scale().numpy(), self.effective_zero_point().numpy()
+        if self.scheme.block is None:
+            return grid
+        spread = (np.repeat(part[:, :, 0], self.scheme.block, axis=1)[:, : shape[1]] for part in grid)
+        scale, zero_point = spread
+        return scale, zero_point
+
     def effective_zero_point(self) -> Tensor:
         """Returns the zero point that is applied, float32 holding integers."""
         return self._derived()[1]
@@ -196,6 +228,8 @@ class FakeQuant(Module):
         """The axes of the tensor whose channels have a scale each; none per tensor."""
         if not self.scheme.per_channel:
             return ()
+        if self.scheme.block is not None:
+            return (0,)
         axes = getattr(self, "channel_axes", None)  # models saved by earlier versions do not have it
         if axes:
             return tuple(axis % len(self.shape) for axis in axes)
@@ -205,12 +239,16 @@ class FakeQuant(Module):
     @property
     def folded_axes(self) -> tuple[int, ...]:
         """The channel axes if they are not just the scheme's axis; else none."""
+        if self.scheme.block is not None:
+            return ()
         axes = self.counted_axes
         own = axes and ((self.scheme.axis or 0) % len(self.shape),)
         return () if axes == own else axes
 
     def channels_first(self, value: np.ndarray) -> np.ndarray:
-        """Reshapes a weight whose channels are not on the scheme's one axis to (channels, rest)."""
+        """Reshapes a weight whose scales are not those of the scheme's one axis to (scales, rest)."""
+        if self.scheme.block is not None:
+            return split_blocks(value, self.scheme.block)
         return fold_channels(value, self.folded_axes)
 
     def set_qparams(self, qparams: QParams) -> None:
@@ -255,6 +293,12 @@ def fold_channels(value: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
         return value
     count = int(np.prod([value.shape[axis] for axis in axes]))
     return np.moveaxis(value, axes, range(len(axes))).reshape(count, -1)
+
+
+def split_blocks(value: np.ndarray, block: int) -> np.ndarray:
+    """Returns a weight (outputs, inputs) as (outputs x blocks, block), filled up with zeros."""
+    filled = np.pad(value, ((0, 0), (0, -value.shape[1] % block)))
+    return filled.reshape(-1, block)
 
 
 def scales(module: Module) -> list[Parameter]:

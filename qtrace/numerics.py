@@ -23,6 +23,7 @@ __all__ = [
     "choose",
     "dequantize",
     "expand",
+    "expand_blocks",
     "fake_quantize",
     "grid",
     "quantize",
@@ -295,10 +296,41 @@ def _floats(x: Any) -> np.ndarray:
 def _broadcast_params(qparams: QParams, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns scale and zero point in shapes that broadcast to x."""
     axis = qparams.scheme.axis
+    if qparams.scheme.block is not None:
+        return expand_blocks(qparams, x.shape)
     scale, zero_point = (expand(param, axis, x.ndim) for param in (qparams.scale, qparams.zero_point))
     if axis is not None and x.shape[axis] != scale.size:
         raise SchemeError(
             f"a tensor of shape {x.shape} has {x.shape[axis]} channels on axis {axis}, but its parameters "
             f"are for {scale.size}."
         )
+    return scale, zero_point
+
+
+def expand_blocks(qparams: QParams, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns scale and zero point of each value of a weight with a scale per block of inputs.
+
+    Args:
+        qparams: the parameters.
+        shape: the shape of the weight, (outputs, inputs).
+
+    Raises:
+        SchemeError: when the weight has no such blocks, or another number of them.
+    """
+    block = qparams.scheme.block
+    assert block is not None
+    if len(shape) != 2 or qparams.scheme.axis not in (0, -2):
+        raise SchemeError(
+            f"a tensor of shape {shape} has no blocks of inputs: give one of (outputs, inputs)."
+        )
+    count = -(-shape[1] // block)
+    if qparams.scale.size != shape[0] * count:
+        raise SchemeError(
+            f"a tensor of shape {shape} has {shape[0] * count} blocks of {block} inputs, but its parameters "
+            f"are for {qparams.scale.size}."
+        )
+    scale, zero_point = (
+        np.repeat(param.reshape(shape[0], count), block, axis=1)[:, : shape[1]]
+        for param in (qparams.scale, qparams.zero_point)
+    )
     return scale, zero_point

@@ -34,6 +34,8 @@ class QScheme:
         power_of_two: scales are powers of two (targets that shift instead of multiplying).
         rounding: the rule for ties: to the even neighbour (ONNX, TFLite), away from zero (MegEngine, ncnn),
             or up (ESP32-S3).
+        block: the number of neighbours along the inputs of a channel that share a scale, for a weight with
+            the axes (outputs, inputs); None for one scale for the whole channel.
 
     Raises:
         SchemeError: when a value is not allowed.
@@ -46,6 +48,7 @@ class QScheme:
     axis: int | None = None
     power_of_two: bool = False
     rounding: Rounding = "half_even"
+    block: int | None = None
 
     def __post_init__(self) -> None:
         bits = _integer("bits", self.bits)
@@ -54,6 +57,14 @@ class QScheme:
         object.__setattr__(self, "bits", bits)
         if self.axis is not None:
             object.__setattr__(self, "axis", _integer("axis", self.axis))
+        if self.block is not None:
+            object.__setattr__(self, "block", _integer("block", self.block))
+            if self.block < 2:
+                raise SchemeError(f"QScheme: block is {self.block}: choose 2 or more values per scale.")
+            if self.axis is None:
+                raise SchemeError(
+                    "QScheme: a block is a part of a channel: give the axis of the channels, too."
+                )
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise SchemeError(f"QScheme: {name} is {getattr(self, name)!r}: choose True or False.")
@@ -81,8 +92,11 @@ class QScheme:
         return self.axis is not None
 
     def to_dict(self) -> dict[str, Any]:
-        """All attributes by name, fit for JSON."""
-        return dataclasses.asdict(self)
+        """All attributes by name, fit for JSON; a block only if there is one."""
+        data = dataclasses.asdict(self)
+        if self.block is None:  # as in schemes of before there were blocks, whose hashes stay
+            del data["block"]
+        return data
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> QScheme:
@@ -94,6 +108,11 @@ class QScheme:
         _known_keys("QScheme", data, tuple(field.name for field in dataclasses.fields(cls)))
         return cls(**data)
 
+    @property
+    def of_rows(self) -> QScheme:
+        """The scheme of the same tensor as rows that have a scale each, (channels, rest) or blocks."""
+        return dataclasses.replace(self, axis=0, block=None)
+
     def replace(self, **changes: Any) -> QScheme:
         """A copy with other values; `SchemeError` for unknown names and bad values."""
         return QScheme.from_dict({**self.to_dict(), **changes})
@@ -103,6 +122,8 @@ class QScheme:
         words = [f"{'int' if self.signed else 'uint'}{self.bits}", "sym" if self.symmetric else "affine"]
         if self.per_channel:
             words.append(f"per-channel({self.axis})")
+        if self.block is not None:
+            words.append(f"blocks of {self.block}")
         if self.narrow:
             words.append("narrow")
         if self.power_of_two:
@@ -121,7 +142,8 @@ class QParams:
 
     Attributes:
         scheme: the scheme of the tensor.
-        scale: float32, finite and positive, of shape ``()`` per tensor or ``(C,)`` per channel.
+        scale: float32, finite and positive, of shape ``()`` per tensor or ``(C,)`` per channel; with blocks
+            the scales of the first channel come first.
         zero_point: int32 in ``[qmin, qmax]``, of the shape of `scale`.
 
     Raises:

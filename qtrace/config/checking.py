@@ -14,7 +14,7 @@ from qtrace.errors import ConfigError
 from qtrace.plugins.options import check_options
 from qtrace.scheme import QScheme
 
-__all__ = ["check_plugin", "check_scheme", "check_whole"]
+__all__ = ["check_method", "check_plugin", "check_scheme", "check_whole"]
 
 
 def check_whole(qconfig: QConfig) -> None:
@@ -24,11 +24,13 @@ def check_whole(qconfig: QConfig) -> None:
         ConfigError: with file and line where the config has them.
     """
     backend = backends.get(qconfig.backend)
+    check_method(backend, qconfig.effective_method, qconfig.place("method"))
     observers = {"activation": qconfig.activation_observer, "weight": qconfig.weight_observer}
     for sort, changes in (("activation", qconfig.activation), ("weight", qconfig.weight)):
         scheme: QScheme = getattr(backend, sort)
         if changes is not None:
-            scheme = changes.apply(scheme)
+            with prefix_errors(qconfig.place(sort)):
+                scheme = changes.apply(scheme)
         check_scheme(backend, sort, scheme, qconfig.place(sort))
         place = partial(qconfig.option_place, f"observers.{sort}", sort)
         check_plugin("qtrace.observers", observers[sort], sort, scheme, place)
@@ -56,6 +58,26 @@ def check_scheme(backend: backends.Backend, sort: str, scheme: QScheme, origin: 
         )
 
 
+def check_method(backend: backends.Backend, method: str, origin: str) -> None:
+    """Refuses a method that the backend has not.
+
+    Args:
+        backend: the target.
+        method: ``static``, ``dynamic`` or ``weight_only``.
+        origin: the file and line of the method, for the message.
+
+    Raises:
+        ConfigError: naming the targets that have it.
+    """
+    if method == "static" or backend.kinds_of(method):
+        return
+    able = [name for name in backends.known() if backends.get(name).kinds_of(method)]
+    raise ConfigError(
+        f"{origin}: backend {backend.name} has no method {method}: use method: static, or one of "
+        f"the backends {', '.join(able)}."
+    )
+
+
 def check_plugin(package: str, spec: Spec, sort: str, scheme: QScheme, place: Callable[[str], str]) -> None:
     """Refuses wrong options of an observer or a fake quant, and a scheme that it does not support.
 
@@ -77,5 +99,5 @@ def check_plugin(package: str, spec: Spec, sort: str, scheme: QScheme, place: Ca
         plugin = plugins.resolve(package, spec.name, Observer if observes else FakeQuant)
     check_options(plugin.Options, spec.name, spec.options, place)  # type: ignore[attr-defined]
     with prefix_errors(origin):
-        arguments = (scheme,) if observes else (f"{sort}s", scheme.replace(axis=None))
+        arguments = (scheme,) if observes else (f"{sort}s", scheme.replace(axis=None, block=None))
         plugin(*arguments, **spec.options)

@@ -1,4 +1,8 @@
-"""The short names of precisions, ``w4a8``: bits of weights and activations, for targets that have them."""
+"""The short names of precisions, for targets that have them.
+
+``w4a8`` gives the bits of weights and activations, ``w4`` those of weights alone, and with ``w8a8_dynamic``
+the range of activations is that of each batch.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ __all__ = ["SYMMETRIC", "check_precision", "is_precision", "lacks_zero_points"]
 SYMMETRIC = "common/symmetric_activations"
 """The recipe for targets whose activations have no zero point at some width."""
 
-_NAME = re.compile(r"w(\d+)a(\d+)")
+_NAME = re.compile(r"w(\d+)(?:a(\d+))?(_dynamic)?")
 
 
 def is_precision(name: object) -> bool:
@@ -24,7 +28,7 @@ def is_precision(name: object) -> bool:
 
 def lacks_zero_points(name: str, target: str) -> bool:
     """Returns whether the activations of a target have no zero point at the width of a precision."""
-    _, bits = _bits(name)
+    bits = _bits(name).get("activation")
     limits = backends.get(target).limits.get("activation")
     return limits is not None and bits in limits.symmetric_bits
 
@@ -41,7 +45,8 @@ def check_precision(names: Sequence[str], target: str) -> None:
     """
     backend = backends.get(target)
     for name in filter(is_precision, names):
-        for sort, bits in zip(("weight", "activation"), _bits(name), strict=True):
+        _check_method(name, backend, target)
+        for sort, bits in _bits(name).items():
             limits = backend.limits.get(sort)
             if limits is not None and bits not in limits.bits:
                 raise ConfigError(
@@ -50,10 +55,25 @@ def check_precision(names: Sequence[str], target: str) -> None:
                 )
 
 
-def _bits(name: str) -> tuple[int, int]:
+def _check_method(name: str, backend: Backend, target: str) -> None:
     match = _NAME.fullmatch(name)
     assert match is not None
-    return int(match[1]), int(match[2])
+    method = "dynamic" if match[3] else "static" if match[2] else "weight_only"
+    if method != "static" and not backend.kinds_of(method):
+        able = [known for known in backends.known() if backends.get(known).kinds_of(method)]
+        raise ConfigError(
+            f"{target} has no {name}: quantizing by method {method} is for {' and '.join(able)}; choose a "
+            "precision of weights and activations, such as w8a8."
+        )
+
+
+def _bits(name: str) -> dict[str, int]:
+    match = _NAME.fullmatch(name)
+    assert match is not None
+    bits = {"weight": int(match[1])}
+    if match[2] and not match[3]:
+        bits["activation"] = int(match[2])
+    return bits
 
 
 def _written(backend: Backend, sort: str) -> str:

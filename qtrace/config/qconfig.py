@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, field_validator, model_validator
 
-from qtrace.config.rule import Observers, Placement, Rule, SchemePatch, known_backend
+from qtrace.config.rule import Method, Observers, Placement, Rule, SchemePatch, known_backend
 from qtrace.config.spec import AlgorithmSpec, FakeQuantSpec, Spec
 from qtrace.display import Displayed
 from qtrace.plugins.options import Bool, Float, Int, OptionModel, Text, Texts, show
@@ -245,6 +245,9 @@ class QConfig(Displayed, OptionModel):
         placement: which ops run on integers where the backend has measured times: ``everything`` that can,
             the ``fastest`` choice, or the ``balanced`` one, which weighs time against noise at the outputs.
             The last two never spoil an output, and leave in float what gains neither time nor size.
+        method: how a layer with a weight is quantized: ``static`` rounds what it reads by scales of the
+            calibration; ``dynamic`` rounds it by the range of each batch, and ``weight_only`` rounds the
+            weight alone. With the last two, everything but the layers stays in float. None for ``static``.
         cost_table: the file of times that ``placement`` goes by, of ``qtrace bench --kernels`` on the device;
             its path is relative to the recipe. None for the packaged table of the backend.
         ptq: algorithms applied after training, with their options, in order; None for fuse_bn.
@@ -264,6 +267,7 @@ class QConfig(Displayed, OptionModel):
         rules: [{match: {position: first}, weight: {bits: 8}}]
         region: {outputs: head}
         placement: balanced
+        method: static
         cost_table: device.json
         ptq: [fuse_bn, bias_correction]
         qat: {epochs: 10}
@@ -285,6 +289,7 @@ class QConfig(Displayed, OptionModel):
     rules: Annotated[tuple[Rule, ...], BeforeValidator(_none_as_list)] = ()
     region: Region | None = None
     placement: Placement | None = None
+    method: Method | None = None
     cost_table: Text | None = None
     ptq: tuple[AlgorithmSpec, ...] | None = None
     qat: Qat | None = None
@@ -317,6 +322,11 @@ class QConfig(Displayed, OptionModel):
     def effective_placement(self) -> Placement:
         """The placement of ops that no rule changes; ``everything`` unless given."""
         return self.placement or "everything"
+
+    @property
+    def effective_method(self) -> Method:
+        """The method for layers that no rule changes; ``static`` unless given."""
+        return self.method or "static"
 
     @property
     def ptq_entries(self) -> tuple[tuple[int, Spec], ...]:

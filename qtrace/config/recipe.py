@@ -69,6 +69,7 @@ _REPORTED_KEYS = (
     "observers.weight",
     "fakequant",
     "qat.fakequant",
+    "method",
     "region",
     "cost_table",
 )

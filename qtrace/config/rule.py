@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Match",
+    "Method",
     "Observers",
     "Placement",
     "Rule",
@@ -54,10 +55,13 @@ class SchemePatch(OptionModel):
         axis: the axis of the channels with a scale each; None for one scale per tensor.
         power_of_two: scales are powers of two.
         rounding: the direction of ties.
+        block: for weights of linear layers, the number of neighbours along the inputs that share a scale;
+            None for one scale for each output channel.
 
     Example:
         ```yaml
         bits: 4
+        block: 32
         signed: true
         symmetric: true
         narrow: true
@@ -74,6 +78,7 @@ class SchemePatch(OptionModel):
     axis: Int | None = None
     power_of_two: Bool | None = None
     rounding: Literal["half_even", "half_away", "half_up"] | None = None
+    block: Annotated[Int, Field(ge=2)] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -86,9 +91,9 @@ class SchemePatch(OptionModel):
 
     @property
     def changes(self) -> dict[str, Any]:
-        """The attributes that change; an axis of None counts as one scale per tensor if it was set."""
+        """The attributes that change; an axis or a block of None counts if it was set."""
         fields = ((name, getattr(self, name)) for name in _PATCHED if name in self.model_fields_set)
-        return {name: value for name, value in fields if value is not None or name == "axis"}
+        return {name: value for name, value in fields if value is not None or name in ("axis", "block")}
 
     def apply(self, scheme: QScheme) -> QScheme:
         """Returns ``scheme`` with the changes."""
@@ -197,6 +202,10 @@ class Match(OptionModel):
 # "small" is "balanced", with a file whose size counts, too.
 Placement = Literal["everything", "balanced", "fastest", "small"]
 
+# Where the scales of what a layer with a weight reads come from: calibration, each batch, or nowhere, as only
+# its weight is rounded.
+Method = Literal["static", "dynamic", "weight_only"]
+
 _CHANGES = ("activation", "weight", "output", "observers", "fakequant")
 
 
@@ -216,6 +225,7 @@ class Rule(OptionModel):
         share: True makes the calls of one module (a head called for every level) share the parameters of
             their inputs, and those of their results.
         placement: which of them run on integers, as ``placement`` of the config says for all ops.
+        method: how their layers with a weight are quantized, as ``method`` of the config says for all ops.
         backends: the targets that the rule is for; None for all.
         optional: True if the rule may match nothing, as in a recipe for a whole family.
 
@@ -231,6 +241,7 @@ class Rule(OptionModel):
         fakequant: fixed
         share: true
         placement: everything
+        method: static
         backends: [onnxruntime, tflite]
         optional: true
         ```
@@ -246,6 +257,7 @@ class Rule(OptionModel):
     fakequant: FakeQuantSpec | None = None
     share: Bool | None = None
     placement: Placement | None = None
+    method: Method | None = None
     backends: Annotated[Texts, AfterValidator(lambda names: tuple(map(known_backend, names)))] | None = None
     optional: Bool = False
     _origin: str = PrivateAttr("rules[0]")
@@ -264,13 +276,15 @@ class Rule(OptionModel):
     @model_validator(mode="after")
     def _changes_something(self) -> Rule:
         changes = [name for name in _CHANGES if _content(self, name)]
-        settings = (self.quantize, self.quantize_output, self.share, self.placement)
+        settings = (self.quantize, self.quantize_output, self.share, self.placement, self.method)
         flags = [value for value in settings if value is not None]
         if not flags and not changes:
             keys = [key for key in known_keys(Rule) if key not in ("match", "backends", "optional")]
             raise ValueError(f"the rule changes nothing: give it one of {', '.join(keys)}.")
         if self.quantize is False and changes:
             raise ValueError(f"with quantize: false the ops stay float, so {changes[0]} has no effect.")
+        if self.quantize is False and self.method is not None:
+            raise ValueError("with quantize: false the ops stay float, so method has no effect.")
         if self.quantize_output is False and _content(self, "output"):
             raise ValueError("with quantize_output: false the result stays float, so output has no effect.")
         return self

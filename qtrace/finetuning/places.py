@@ -8,6 +8,7 @@ from collections.abc import Sequence, Set
 from qtrace.errors import ConfigError, TrainingError
 from qtrace.fakequant.base import FakeQuant
 from qtrace.fakequant.following.bias import BiasQuant
+from qtrace.fakequant.following.dynamic import DynamicQuant
 from qtrace.graph.types import Expr, GetAttr
 from qtrace.graph.walk import exprs, is_float_tensor, owner, tensor_inputs, users
 from qtrace.preparation.model import QuantizedModel
@@ -38,7 +39,7 @@ def block_outputs(
     """
     model = prepared.module
     computed = [e for e in exprs(model) if not isinstance(e, GetAttr)]
-    computed = [e for e in computed if not isinstance(owner(e), (FakeQuant, BiasQuant))]
+    computed = [e for e in computed if not isinstance(owner(e), (FakeQuant, BiasQuant, DynamicQuant))]
     nodes = [n.name for e in computed for n in e.outputs if is_float_tensor(n)]
     if patterns is not None:
         matched: set[str] = set()

@@ -87,7 +87,7 @@ def _weight_scales(model: QuantizedModel) -> dict[int, tuple[np.ndarray, np.ndar
         parameter = get_module(model.module, expr.name)
         if not isinstance(parameter, Parameter):
             continue
-        scale = site.fake_quant.effective_scale().numpy()
+        scale, _ = site.fake_quant.grid_of(parameter.numpy().shape)
         if id(parameter) in weights:
             scale = np.minimum(scale, weights[id(parameter)][1])
         weights[id(parameter)] = parameter.numpy(), scale.astype(np.float32)

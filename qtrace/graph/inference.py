@@ -32,6 +32,7 @@ from qtrace.errors import ExportError, GraphError
 from qtrace.fakequant.base import FakeQuant
 from qtrace.fakequant.following.bias import BiasQuant
 from qtrace.fakequant.following.bn_fold import BnFold
+from qtrace.fakequant.following.dynamic import DynamicQuant
 from qtrace.gradients import plain
 from qtrace.graph.engine import quiet_engine
 from qtrace.graph.equality import freeze
@@ -180,7 +181,7 @@ class TypeInference:
             return None, None
         if isinstance(expr, GetAttr):
             return [summarize(get_module(inputs[0], expr.name))], None
-        if isinstance(owner(expr), (FakeQuant, BiasQuant)):
+        if isinstance(owner(expr), (FakeQuant, BiasQuant, DynamicQuant)):
             return [inputs[1]], None
         if isinstance(owner(expr), BnFold):  # it updates statistics of its own
             return None, None

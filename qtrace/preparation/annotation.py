@@ -14,6 +14,7 @@ from qtrace.scheme import QScheme
 
 __all__ = [
     "Annotation",
+    "DynamicInput",
     "ExprNote",
     "Fold",
     "PlacementNote",
@@ -131,6 +132,21 @@ class Fold:
 
 
 @dataclass(frozen=True)
+class DynamicInput:
+    """A value that layers round by the range of each batch.
+
+    Attributes:
+        name: the name of its module in the graph.
+        node: the name of the node whose value is rounded.
+        consumers: names of the first outputs of the layers that read the rounded value.
+    """
+
+    name: str
+    node: str
+    consumers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class ExprNote:
     """The decision for one expr, with its reason.
 
@@ -159,7 +175,8 @@ class ExprNote:
             that no integer stands for), "rule" (of the config), "role" (it is kept in float on purpose),
             "dtype" (values other than float32), "kernel" (the backend has none),
             "speed" (it is no faster on integers, the backend says), "placement" (it gains too little on
-            integers), "idle" (a move between floats).
+            integers), "method" (the config's method rounds its weight alone, or nothing), "idle" (a move
+            between floats).
         reason: why the expr stays float, or a remark about how it is computed.
         macs: number of multiply-accumulates at the traced shapes.
         island: the number of the float island that the expr belongs to; 0 for none. An island is a
@@ -249,6 +266,7 @@ class Annotation:
         outputs: the names of the graph's output tensors.
         factors: node name -> factor of its group's scale, for nodes of `carried` with another scale.
         placement: the predicted time and noise by which ops were left in float; None without a placement.
+        dynamic: the values that are rounded by the range of each batch.
     """
 
     backend: str
@@ -261,6 +279,7 @@ class Annotation:
     outputs: tuple[str, ...] = ()
     factors: dict[str, float] = field(default_factory=dict)
     placement: PlacementNote | None = None
+    dynamic: tuple[DynamicInput, ...] = ()
 
     def moved(self) -> dict[str, str]:
         """Returns `carried` without the outputs of no-ops: the nodes that an export writes anew."""
@@ -272,7 +291,9 @@ class Annotation:
         data = dict(vars(self))
         if self.placement is None:  # as in annotations of before there were placements, whose hashes stay
             del data["placement"]
-        return json.dumps(data, default=vars, sort_keys=True)  # asdict would copy every value first
+        if not self.dynamic:
+            del data["dynamic"]
+        return json.dumps(data, default=_plain, sort_keys=True)  # asdict would copy every value first
 
     @classmethod
     def from_json(cls, text: str) -> Annotation:
@@ -289,7 +310,14 @@ class Annotation:
             outputs=tuple(data["outputs"]),
             factors=data["factors"],
             placement=None if (placement := data.get("placement")) is None else PlacementNote(**placement),
+            dynamic=tuple(
+                DynamicInput(**{**d, "consumers": tuple(d["consumers"])}) for d in data.get("dynamic", ())
+            ),
         )
+
+
+def _plain(value: Any) -> dict[str, Any]:
+    return value.to_dict() if isinstance(value, QScheme) else vars(value)
 
 
 def _note(data: dict[str, Any]) -> ExprNote:

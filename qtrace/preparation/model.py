@@ -15,6 +15,7 @@ from qtrace.errors import GraphError
 from qtrace.fakequant.base import FakeQuant
 from qtrace.fakequant.following.bias import BIAS_QMAX, BiasQuant
 from qtrace.fakequant.following.bn_fold import BnFold, BnFoldCall
+from qtrace.fakequant.following.dynamic import DynamicQuant
 from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, owner, users
 from qtrace.numerics import quantize, quantize_bias
@@ -108,6 +109,8 @@ class QuantizedSite:
         if self.sort == "activation":
             return quantize(parameter, self.qparams)
         fake_quant = self.fake_quant
+        if fake_quant.scheme.block is not None:
+            return quantize(parameter.astype(np.float32), self.qparams)
         integers = quantize(fake_quant.channels_first(parameter).astype(np.float32), self.qparams)
         if not fake_quant.scheme.per_channel:
             return integers.reshape(parameter.shape)
@@ -249,8 +252,8 @@ class QuantizedModel:
         return {name: module for name, module in children if isinstance(module, FakeQuant)}
 
     @property
-    def followers(self) -> tuple[BiasQuant | BnFold, ...]:
-        """The modules that have a phase but no parameters of their own: biases and folded layers."""
+    def followers(self) -> tuple[BiasQuant | BnFold | DynamicQuant, ...]:
+        """The modules with a phase but no parameters: of biases, folded layers and dynamic inputs."""
         return tuple(followers(self.module))
 
     def rounding(self, name: str) -> Any:

@@ -19,18 +19,23 @@ def count_precisions(annotation: Annotation) -> dict[str, int]:
 
     Returns:
         ``w8a8`` for weights and inputs of 8 bits on integers, ``a8`` for a product of two computed tensors,
-        and ``float`` -> the number of layers.
+        ``w8a8_dynamic`` where the range is that of each batch, ``w4`` for a float layer with weights of 4
+        bits, and ``float`` -> the number of layers.
     """
     bits = {site.group: site.plan.scheme.bits for site in annotation.sites if site.plan is not None}
+    dynamic = {name for entry in annotation.dynamic for name in entry.consumers}
     counts: Counter[str] = Counter()
     for note in annotation.notes:
         if note.role != "compute":
             continue
         read = [bits[name] for name in note.inputs if name in bits]
-        if note.state != "int" or not read:
-            counts["float"] += 1
+        if note.name in dynamic:
+            counts[f"w{bits[note.weight]}a8_dynamic"] += 1
             continue
         weight = f"w{bits[note.weight]}" if note.weight in bits else ""
+        if note.state != "int" or not read:
+            counts[weight or "float"] += 1
+            continue
         counts[f"{weight}a{max(read)}"] += 1
     return dict(counts.most_common())
 

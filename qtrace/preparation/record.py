@@ -19,6 +19,7 @@ from qtrace.errors import ConfigError, GraphError
 from qtrace.fakequant.base import FakeQuant
 from qtrace.fakequant.following.bias import BiasQuant
 from qtrace.fakequant.following.bn_fold import BnFold
+from qtrace.fakequant.following.dynamic import DynamicQuant
 from qtrace.graph.edit import RECORD_ATTRIBUTE
 from qtrace.graph.paths import describe_path
 from qtrace.graph.types import TracedModule
@@ -200,9 +201,9 @@ def fake_quants(model: TracedModule) -> Iterator[FakeQuant]:
     return (m for m in _children(model) if isinstance(m, FakeQuant))
 
 
-def followers(model: TracedModule) -> Iterator[BiasQuant | BnFold]:
-    """Yields the modules with a phase but without parameters of their own: biases and folded layers."""
-    return (m for m in _children(model) if isinstance(m, (BiasQuant, BnFold)))
+def followers(model: TracedModule) -> Iterator[BiasQuant | BnFold | DynamicQuant]:
+    """Yields the modules with a phase but no parameters: of biases, folded layers and dynamic inputs."""
+    return (m for m in _children(model) if isinstance(m, (BiasQuant, BnFold, DynamicQuant)))
 
 
 def _children(model: TracedModule) -> Iterator[Module]:

@@ -138,7 +138,9 @@ def _rescale(task: CalibratedTask, twins: LayerTwins, layer: QuantizedLayer) -> 
         get_module(task.model, layer.bias).numpy().copy(),
         quant.qparams(),
     )
-    spread = gain.reshape(quant.shape)
+    spread = (
+        gain.reshape(-1, *(1 for _ in quant.shape[1:])) if quant.scheme.block else gain.reshape(quant.shape)
+    )
     scale = (old.scale * gain).astype(np.float32)
     quant.set_qparams(QParams(old.scheme, scale, old.zero_point))
     write(task.model, layer.weight, weight * spread)

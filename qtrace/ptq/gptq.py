@@ -31,6 +31,7 @@ from pydantic import Field
 from qtrace.display import progress_bar
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import get_module
+from qtrace.numerics import expand_blocks
 from qtrace.plugins.options import Float, Int
 from qtrace.process.blas import one_blas_thread
 from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, FloatTask, Left, Report, SiteNoise
@@ -195,7 +196,7 @@ class _LayerRounding:
         before, after = (statistics.errors(c).centered_noise for c in (near, change))
         if not after < before:
             return near, "", f"{reason}: {text}" if text else reason
-        scale = self.grid[0].reshape(len(self.rows), -1, 1)
+        scale = self.grid[0].reshape(len(self.rows), -1, self.grid[0].shape[1])
         count = int((np.abs(change - near) > 0.5 * scale).sum())
         clauses = [f"{count} weights are not rounded to nearest"]
         if self.damping is not None:
@@ -235,8 +236,14 @@ class _LayerRounding:
 
 
 def _grid(layer: QuantizedLayer, rows: np.ndarray) -> Grid:
-    """Returns scale and zero point of each row of (G, O, D), both (G * O, 1), and their parameters."""
+    """Returns scale and zero point of each row of (G, O, D), both (G * O, 1), and their parameters.
+
+    With a scale per block of inputs both are (O, D).
+    """
     qparams = layer.quant.qparams()
+    if qparams.scheme.block is not None:
+        scale, zero_point = expand_blocks(qparams, rows.shape[1:])
+        return scale.astype(np.float64), zero_point.astype(np.float64), qparams
     scale, zero_point = (
         np.broadcast_to(part.astype(np.float64).reshape(-1, 1), (rows.shape[0] * rows.shape[1], 1))
         for part in (qparams.scale, qparams.zero_point)

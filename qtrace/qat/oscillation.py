@@ -75,8 +75,8 @@ class Dampening:
             scheme, fake = weight.fake.scheme, weight.fake
             scale, zero_point = fake.effective_scale().detach(), fake.effective_zero_point().detach()
             low, high = (scheme.qmin - zero_point) * scale, (scheme.qmax - zero_point) * scale
-            clipped = F.minimum(F.maximum(weight.value, low), high)
-            middle = fake.quantize_dequantize(weight.value.detach()).detach()
+            clipped = F.minimum(F.maximum(fake.in_blocks(weight.value), low), high)
+            middle = fake.in_blocks(fake.quantize_dequantize(weight.value.detach())).detach()
             total = total + ((middle - clipped) ** 2).sum()
         return total
 
@@ -146,7 +146,7 @@ class Oscillations:
             state["frozen"] |= oscillating
         state["integers"] = integers
         if state["frozen"].any():
-            levels = integers.astype(np.float32) * weight.fake.effective_scale().numpy()
+            levels = integers.astype(np.float32) * weight.fake.grid_of(integers.shape)[0]
             value = np.where(state["frozen"], levels, weight.value.numpy())
             weight.value._reset(Parameter(value.astype(np.float32)))
 
@@ -198,6 +198,7 @@ def _check(name: str, value: Any, optional: bool = False) -> None:
 def _integers(weight: _Weight) -> np.ndarray:
     """Returns the integers of a weight minus the zero point, int32 in the weight's shape."""
     scheme = weight.fake.scheme
-    scale, zero_point = weight.fake.effective_scale().numpy(), weight.fake.effective_zero_point().numpy()
-    rounded = round_to((weight.value.numpy() / scale).astype(np.float32), scheme.rounding)
+    value = weight.value.numpy()
+    scale, zero_point = weight.fake.grid_of(value.shape)
+    rounded = round_to((value / scale).astype(np.float32), scheme.rounding)
     return np.clip(rounded, scheme.qmin - zero_point, scheme.qmax - zero_point).astype(np.int32)

@@ -28,6 +28,8 @@ class Limits:
         wide: whether the lowest integer may be used.
         symmetric_bits: widths at which no zero point is allowed.
         only_power_of_two: whether scales must be powers of two, as the kernels shift instead of multiplying.
+        blocks: the numbers of inputs of a linear layer that may share a scale; empty if only whole channels.
+        block_bits: widths that blocks may have.
     """
 
     bits: tuple[int, ...]
@@ -39,11 +41,18 @@ class Limits:
     wide: bool = True
     symmetric_bits: tuple[int, ...] = ()
     only_power_of_two: bool = False
+    blocks: tuple[int, ...] = ()
+    block_bits: tuple[int, ...] = (4, 8)
 
     def problem(self, scheme: QScheme) -> str | None:
         """Explains why ``scheme`` cannot run; None if it can."""
         if scheme.bits not in self.bits:
             return f"{scheme.bits} bits (it runs {', '.join(map(str, self.bits))})"
+        if scheme.block is not None and scheme.block not in self.blocks:
+            known = f"blocks of {', '.join(map(str, self.blocks))}" if self.blocks else "whole channels"
+            return f"a scale for each block of {scheme.block} inputs (it runs {known})"
+        if scheme.block is not None and scheme.bits not in self.block_bits:
+            return f"blocks of {scheme.bits} bits (it runs {', '.join(map(str, self.block_bits))})"
         if scheme.per_channel and not self.per_channel:
             return "per-channel scales (it runs one scale per tensor)"
         if scheme.per_channel and not scheme.symmetric and not self.affine_per_channel:
@@ -103,6 +112,11 @@ class Backend:
         smallest_range: the smallest range of an activation; smaller ones are widened.
         device: what the target runs on, if no runtime of `qtrace.verification` is that of the device and
             nothing was run there; else "".
+        weight_only: the layers whose file may have integers as a weight where all else is float.
+        contrib_weights: whether files have such weights in the forms that onnxruntime runs fastest, Cast and
+            Mul, and MatMulNBits for blocks, in place of DequantizeLinear.
+        dynamic: the layers that round what they read by the range of each batch, as ONNX's
+            DynamicQuantizeLinear does: uint8 with a zero point.
         slower: the reason why an op of `ops` is no faster on integers, "" if it is. The second argument says
             whether no other layer computes before the op. Such an op stays in float unless a rule says
             ``quantize: true``.
@@ -133,12 +147,19 @@ class Backend:
     fixed_results: Mapping[str, Mapping[int, tuple[float, float]]] = field(default_factory=dict)
     smallest_range: float = 0.0
     device: str = ""
+    weight_only: frozenset[str] = frozenset()
+    contrib_weights: bool = False
+    dynamic: frozenset[str] = frozenset()
     slower: Callable[[OpCall, bool], str] | None = None
 
     @property
     def rounding(self) -> str:
         """The rounding of its kernels."""
         return self.activation.rounding
+
+    def kinds_of(self, method: str) -> frozenset[str]:
+        """Returns the layers that it can quantize by a method other than ``static``; empty for none."""
+        return {"weight_only": self.weight_only, "dynamic": self.dynamic}.get(method, frozenset())
 
     def problem(self, sort: str, scheme: QScheme) -> str | None:
         """Explains why it cannot run ``scheme`` for an "activation" or a "weight"; None if it can."""

@@ -3,6 +3,8 @@
 The defaults are onnxruntime's. Nothing promises that a runtime computes what the graph does.
 """
 
+from dataclasses import replace
+
 from qtrace.config.backends.base import Backend, Limits
 from qtrace.scheme import QScheme
 
@@ -22,6 +24,8 @@ BACKEND = Backend(
     fused=dict.fromkeys(_HEADS.split(), _CLAMPS),
     ties_concat=False,
     rounds_around_float=True,
-    limits={"activation": _ANY, "weight": _ANY},
+    limits={"activation": _ANY, "weight": replace(_ANY, blocks=(16, 32, 64, 128, 256))},
     any_rounding=True,
+    dynamic=frozenset({"linear"}),
+    weight_only=frozenset(["linear", "conv1d", "conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d"]),
 )

@@ -17,6 +17,9 @@ _UNARY = "relu relu6 clip leaky_relu prelu sigmoid silu hswish hsigmoid hard_sig
 # Without an integer kernel in onnxruntime 1.23: measured, as tests/config/backends/test_onnxruntime.py does.
 _IN_FLOAT = "conv_transpose2d sub div mean interpolate silu hswish hsigmoid hard_sigmoid mish tanh"
 
+# What MatMulNBits takes.
+_BLOCKS = (16, 32, 64, 128, 256)
+
 BACKEND = Backend(
     name="onnxruntime",
     activation=QScheme(bits=8, signed=False, symmetric=False, rounding="half_even"),
@@ -30,9 +33,14 @@ BACKEND = Backend(
     limits={
         # 16 bits are ONNX types from opset 21 on; fewer bits than 8 fit into int8.
         "activation": Limits(bits=(4, 8, 16), per_channel=False, affine=True, narrow=False),
-        "weight": Limits(bits=(2, 3, 4, 5, 6, 7, 8, 16), per_channel=True, affine=True),
+        "weight": Limits(
+            bits=(2, 3, 4, 5, 6, 7, 8, 16), per_channel=True, affine=True, blocks=_BLOCKS, block_bits=(4,)
+        ),
     },
     float_kernels=frozenset(_IN_FLOAT.split()),
     float_results=frozenset({"linear", "matmul"}),
     cost_table="onnxruntime",
+    dynamic=frozenset({"linear"}),
+    weight_only=frozenset(["linear", "conv1d", "conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d"]),
+    contrib_weights=True,
 )

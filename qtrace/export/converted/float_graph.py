@@ -15,6 +15,7 @@ from qtrace.export.converted.plain_graph import PlainGraph
 from qtrace.fakequant.base import FakeQuant
 from qtrace.fakequant.following.bias import BiasQuant
 from qtrace.fakequant.following.bn_fold import LAYERS, BnFold, BnFoldCall
+from qtrace.fakequant.following.dynamic import DynamicQuant
 from qtrace.graph.edit import GraphEditor
 from qtrace.graph.flatten import flatten
 from qtrace.graph.module_tree import set_parameter
@@ -88,7 +89,7 @@ def float_module(graph: ConvertedGraph) -> TracedModule:
 
 def _drop_fake_quants(editor: GraphEditor) -> None:
     for expr in exprs(editor.traced):
-        if isinstance(owner(expr), (FakeQuant, BiasQuant)):
+        if isinstance(owner(expr), (FakeQuant, BiasQuant, DynamicQuant)):
             editor.replace_uses(expr.outputs[0], expr.args[1])
             editor.remove(expr)
 

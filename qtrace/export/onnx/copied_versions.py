@@ -73,6 +73,10 @@ class CopiedVersions:
                 self._domains[entry.domain] = max(entry.version, self._domains.get(entry.domain, 0))
         return model
 
+    def use(self, domain: str, version: int) -> None:
+        """Adds the import of a domain other than ONNX's own."""
+        self._domains[domain] = max(version, self._domains.get(domain, 0))
+
     def check(self, opset: int) -> None:
         """Refuses an opset in which a copied node means something else than in its file.
 

@@ -13,6 +13,7 @@ import json
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,6 +68,7 @@ class OnnxOptions:
         preprocess: whether the file normalizes pixels itself.
         suppression: how the file chooses boxes; None for the outputs of the graph alone.
         names_parameters: whether parameters of an imported graph have their names of that file.
+        contrib: whether weights may have forms that onnxruntime alone has.
     """
 
     packed: bool = False
@@ -76,6 +78,7 @@ class OnnxOptions:
     preprocess: bool = False
     suppression: Suppression | None = None
     names_parameters: bool = True
+    contrib: bool = True
 
 
 def files(
@@ -554,12 +557,32 @@ class OnnxExporter:
             w.rounded_to[site.source] = w.integers[rounded]
 
     def _emit_weight(self, site: QuantizedSite, value: np.ndarray) -> None:
+        from qtrace.export.onnx.dynamic import store_integers
         from qtrace.export.onnx.ops import weight_layout
+        from qtrace.export.onnx.stored_weights import store_alone
 
-        laid_out, axis = weight_layout(self._layer(site), site.integers(value))
-        w = self.writer
+        layer, w = self._layer(site), self.writer
         w.laid_out.add(site.value)
+        if site.name in self._dynamic:
+            store_integers(w, site, value)
+            return
+        laid_out, axis = weight_layout(layer, site.integers(value))
+        if site.name in self._stored_alone:
+            store_alone(w, site, value, laid_out, axis)
+            return
         w.names[site.value] = w.dequantize(site.name, laid_out, site.qparams, axis, site.value.name)
+
+    @cached_property
+    def _stored_alone(self) -> frozenset[str]:
+        from qtrace.export.onnx.stored_weights import weights_alone
+
+        return weights_alone(self.graph.annotation) if self.options.contrib else frozenset()
+
+    @cached_property
+    def _dynamic(self) -> frozenset[str]:
+        from qtrace.export.onnx.dynamic import dynamic_weights
+
+        return dynamic_weights(self.graph.annotation)
 
     def _layer(self, site: QuantizedSite) -> OpCall:
         for user in site.consumers:

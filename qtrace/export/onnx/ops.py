@@ -10,17 +10,20 @@ from qtrace import ops
 from qtrace.errors import ExportError
 from qtrace.export.onnx.arithmetic import ARITHMETIC
 from qtrace.export.onnx.composites import COMPOSITES
+from qtrace.export.onnx.dynamic import DYNAMIC, emit_dynamic_product, is_dynamic
 from qtrace.export.onnx.index import INDEXING
 from qtrace.export.onnx.norms import NORMS
 from qtrace.export.onnx.opaque import OPAQUE
 from qtrace.export.onnx.reductions import REDUCTIONS
 from qtrace.export.onnx.sampling import SAMPLING
 from qtrace.export.onnx.shapes import SHAPES
+from qtrace.export.onnx.stored_weights import emit_product
 from qtrace.export.onnx.types import Emitter, operand, unary
 from qtrace.export.onnx.windows import WINDOWS
 from qtrace.export.onnx.writer import OnnxWriter
+from qtrace.fakequant.base import FakeQuant
 from qtrace.graph.types import TensorNode
-from qtrace.graph.walk import users
+from qtrace.graph.walk import owner, users
 from qtrace.ops import OpCall
 
 __all__ = ["EMITTERS", "WITHOUT", "Emitter", "weight_layout"]
@@ -45,8 +48,17 @@ def weight_layout(call: OpCall, weight: np.ndarray) -> tuple[np.ndarray, int]:
 def _only_matrices(call: OpCall) -> bool:
     """Whether every linear layer that reads this weight has a matrix as its input, as Gemm requires."""
     assert call.weight is not None
+    if _has_blocks(call):
+        return False  # runtimes have kernels for blocks in the layout of MatMul
     calls = [reader for user in users(call.weight) if (reader := ops.read(user)) is not None]
     return all(len(c.inputs[0].shape) == 2 for c in calls if c.kind == "linear")
+
+
+def _has_blocks(call: OpCall) -> bool:
+    """Whether the weight of a linear layer has a scale per block of inputs."""
+    assert call.weight is not None
+    rounding = owner(call.weight.expr)
+    return isinstance(rounding, FakeQuant) and rounding.scheme.block is not None
 
 
 def _weight(w: OnnxWriter, call: OpCall) -> str:
@@ -97,9 +109,19 @@ def _flat(w: OnnxWriter, bias: TensorNode) -> str:
 
 
 def _linear(w: OnnxWriter, call: OpCall) -> None:
-    x = call.inputs[0]
+    if is_dynamic(w, call):
+        emit_dynamic_product(w, call)
+        return
+    x, blocked = call.inputs[0], w.blocked.get(call.weight)
+    if blocked is not None:
+        product = emit_product(w, call, blocked, w.fresh(call.out.name) if call.bias else call.out.name)
+        if call.bias is None:
+            w.names[call.out] = product
+        else:
+            w.emit("Add", [product, w.name(call.bias)], call.out)
+        return
     inputs = [w.name(x), _weight(w, call)]
-    if len(x.shape) == 2:
+    if len(x.shape) == 2 and not _has_blocks(call):
         if call.bias is not None:
             inputs.append(w.name(call.bias))
         w.emit("Gemm", inputs, call.out, transB=int(_only_matrices(call)))
@@ -218,6 +240,7 @@ EMITTERS: dict[str, Emitter] = {
     **WINDOWS,
     **OPAQUE,
     **SAMPLING,
+    **DYNAMIC,
     **dict.fromkeys((*_CONVS, *_TRANSPOSED), _conv),
     "linear": _linear,
     "matmul": _matmul,

@@ -84,8 +84,13 @@ def choose_versions(
     Raises:
         ExportError: when the model needs a higher opset than ``opset``, naming what needs it.
     """
+    nodes = tuple(nodes)
     needs = {node.op_type: OPSETS.get(node.op_type, LOWEST) for node in nodes if not node.domain}
     needs |= {op: max(first, needs.get(op, LOWEST)) for op, first in (copied or {}).items()}
+    if any(
+        attribute.name == "block_size" and not node.domain for node in nodes for attribute in node.attribute
+    ):
+        needs["a scale for each block"] = HIGHEST
     if any(t.data_type in _WIDE_TYPES for t in stored):
         needs["integers of 4 or 16 bits"] = HIGHEST
     source = source or SourceVersions()

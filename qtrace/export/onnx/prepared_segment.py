@@ -15,6 +15,7 @@ from qtrace.export.onnx.exporter import OnnxExporter
 from qtrace.fakequant.base import FakeQuant
 from qtrace.graph.types import Expr, Node, TensorNode
 from qtrace.graph.walk import owner
+from qtrace.numerics import expand_blocks
 from qtrace.preparation.model import QuantizedModel
 from qtrace.scheme import QParams
 
@@ -116,9 +117,11 @@ def _emit_rounding(exporter: OnnxExporter, module: FakeQuant, expr: Expr) -> Non
     if qparams.scheme.rounding == "half_even" and _fills_its_type(qparams):
         writer.names[out] = writer.quantize_dequantize(name, out.name, out.name, qparams)
         return
-    scale, zero = (
-        np.asarray(part, np.float32).reshape(module.shape) for part in (qparams.scale, qparams.zero_point)
-    )
+    if qparams.scheme.block is not None:
+        parts = expand_blocks(qparams, tuple(int(n) for n in source.shape))
+    else:
+        parts = (qparams.scale.reshape(module.shape), qparams.zero_point.reshape(module.shape))
+    scale, zero = (part.astype(np.float32) for part in parts)
     writer.names[out] = _emit_formula(exporter, name, out.name, qparams, (scale, zero))
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from qtrace.errors import ExportError, install
 from qtrace.export.converted.graph import ConvertedGraph
-from qtrace.export.onnx.exporter import OnnxExporter
+from qtrace.export.onnx.exporter import OnnxExporter, OnnxOptions
 from qtrace.export.onnx.opset import at_opset
 from qtrace.graph.types import Expr, TensorNode, TracedModule
 
@@ -43,7 +43,7 @@ def segment_model(
         raise ExportError(f"the package onnx is not installed: run {install('onnx')}.")
     from onnx import helper
 
-    exporter = OnnxExporter(ConvertedGraph(converted))
+    exporter = OnnxExporter(ConvertedGraph(converted), OnnxOptions(contrib=False))
     writer = exporter.writer
     names = [f"given_{index}" for index in range(len(inputs))]
     infos = [

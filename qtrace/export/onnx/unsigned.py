@@ -71,6 +71,8 @@ def write_unsigned_weights(model: Any, chosen: Collection[str] | None = None) ->
             weights.change_zero_point(node)
         elif node.op_type == "DequantizeLinear":
             weights.change_stored(node)
+        elif node.op_type == "MatMulInteger" and chosen is None:
+            weights.change_multiplied(node)
     weights.drop_unread()
     return len(weights.changed)
 
@@ -114,6 +116,34 @@ class _Weights:
         if name in self.changed:
             self._give_zero_point(node)
 
+    def change_multiplied(self, node: Any) -> None:
+        """Changes the weight that a MatMulInteger reads as its second operand, if it is stored as int8."""
+        from onnx import TensorProto, numpy_helper
+
+        name = node.input[1]
+        weight = self.tensors.get(name)
+        alone = self.readers.get(name) == {"MatMulInteger"}
+        if weight is not None and weight.data_type == TensorProto.INT8 and alone:
+            weight.CopyFrom(numpy_helper.from_array(_shifted(numpy_helper.to_array(weight)), name))
+            self.changed.add(name)
+        if name not in self.changed:
+            return
+        old = self.tensors.get(node.input[3]) if len(node.input) > 3 else None
+        zeros = np.zeros((), np.int8) if old is None else numpy_helper.to_array(old)
+        inputs = [*node.input[:3], self._zero_point(node, zeros)]
+        self._replaced.update(node.input[3:])
+        del node.input[:]
+        node.input.extend(inputs)
+
+    def _zero_point(self, node: Any, zeros: np.ndarray) -> str:
+        """Adds the zero points of uint8 that stand for ``zeros`` of int8, and returns their name."""
+        from onnx import numpy_helper
+
+        name = unused_name(f"{node.output[0]}_zero_point_uint8", self.names.__contains__)
+        self.names.add(name)
+        self.graph.initializer.append(numpy_helper.from_array(_shifted(zeros), name))
+        return name
+
     def change_zero_point(self, node: Any) -> None:
         """Makes a QuantizeLinear that rounds to int8 round to uint8."""
         from onnx import TensorProto
@@ -130,11 +160,8 @@ class _Weights:
         old = self.tensors.get(node.input[2]) if len(node.input) > 2 else None
         scale = self.tensors[node.input[1]]
         zeros = np.zeros(tuple(scale.dims), np.int8) if old is None else numpy_helper.to_array(old)
-        name = unused_name(f"{node.output[0]}_zero_point_uint8", self.names.__contains__)
-        self.names.add(name)
-        self.graph.initializer.append(numpy_helper.from_array(_shifted(zeros), name))
         self._replaced.update(node.input[2:])
-        inputs = [*node.input[:2], name]
+        inputs = [*node.input[:2], self._zero_point(node, zeros)]
         del node.input[:]
         node.input.extend(inputs)
 

@@ -70,6 +70,9 @@ class OnnxWriter:
         self.names: dict[Node, str] = {}
         self.values: dict[Node, np.ndarray] = {}
         self.laid_out: set[Node] = set()  # weights whose integers are stored in ONNX's layout
+        self.blocked: dict[Node, tuple[str, str, int]] = {}  # weights in blocks, as `stored_weights` has them
+        self.dynamic: dict[Node, tuple[str, str, str]] = {}  # rounded by the batch, in three parts
+        self.integer_weights: dict[Node, tuple[str, str, str]] = {}  # the weights of `dynamic`, likewise
         self.counter = 0
         self.integers: dict[str, str] = {}  # a dequantized tensor -> its integers
         self.kinds: dict[str, Any] = {}  # a dequantized tensor -> the type of its integers
@@ -192,6 +195,13 @@ class OnnxWriter:
         self.nodes.append(helper.make_node(op, list(inputs), [output], name=name, **attributes))
         return output
 
+    def add(self, op: str, inputs: Sequence[str], outputs: Sequence[str], **attributes: Any) -> list[str]:
+        """Adds a node with several outputs and returns their names."""
+        names = self.outputs(outputs)
+        name = self.naming.node(op, names[0])
+        self.nodes.append(helper.make_node(op, list(inputs), names, name=name, **attributes))
+        return names
+
     def emit(self, op: str, inputs: Sequence[str], node: TensorNode, **attributes: Any) -> None:
         """Adds a node that computes the graph's ``node``."""
         self.names[node] = self.node(op, inputs, node.name, **attributes)
@@ -285,11 +295,30 @@ class OnnxWriter:
 
     def dequantize(self, base: str, integers: np.ndarray, qparams: QParams, axis: int, output: str) -> str:
         """Adds stored integers ``{base}_int`` and the DequantizeLinear that reads them."""
+        if qparams.scheme.block is not None:
+            return self._dequantize_blocks(base, integers, qparams, axis, output)
         kind = integer_type(qparams.scheme, self.packed)
         scale, zero = self._parameters(base, qparams, kind)
         stored = self.constant(f"{base}_int", integers.astype(kind))
         extra = {"axis": axis} if qparams.scale.ndim else {}
         return self.node("DequantizeLinear", [stored, scale, zero], output, **extra)
+
+    def _dequantize_blocks(
+        self, base: str, integers: np.ndarray, qparams: QParams, axis: int, output: str
+    ) -> str:
+        """Adds a stored weight with a scale per block of inputs; ``axis`` is that of its outputs.
+
+        Integers of 4 bits are always stored two in a byte, as the file is meant to be small.
+        """
+        scheme, rows = qparams.scheme, integers.shape[axis]
+        kind = integer_type(scheme, packed=True)
+        blocks = (param.reshape(rows, -1) for param in (qparams.scale, qparams.zero_point))
+        scale, zero = (param if axis == 0 else np.ascontiguousarray(param.T) for param in blocks)
+        stored = self.constant(f"{base}_int", integers.astype(kind))
+        inputs = [stored, self.constant(f"{base}_scale", scale.astype(np.float32))]
+        if not scheme.symmetric or scheme.symmetric_zero_point:
+            inputs.append(self.constant(f"{base}_zero_point", zero.astype(kind)))
+        return self.node("DequantizeLinear", inputs, output, axis=1 - axis, block_size=scheme.block)
 
     def _parameters(self, base: str, qparams: QParams, kind: Any) -> tuple[str, str]:
         scale = self.constant(f"{base}_scale", qparams.scale.astype(np.float32))

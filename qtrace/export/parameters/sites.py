@@ -185,6 +185,11 @@ def _parameters(graph: ConvertedGraph, names: Names) -> list[Row]:
 
 def _weight(site: str, qparams: QParams, layer: ParameterLayer) -> Row:
     scheme = qparams.scheme
+    if scheme.block is not None:
+        raise ExportError(
+            f"site {site} has a scale for each block of {scheme.block} inputs, which no file of parameters "
+            "holds yet: export a model (.onnx), or leave block out of the recipe."
+        )
     axis = layer.axis if scheme.per_channel else None
     numbers = (scheme, qparams.scale, qparams.zero_point, axis)
     row = Row(layer.weight, site, "weight", *numbers, True, (layer.name,), value=layer.value)

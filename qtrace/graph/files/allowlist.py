@@ -250,6 +250,7 @@ QTRACE_CLASSES = frozenset(
         # Modules outside the plugin folders or in private files, which the enumeration below leaves out.
         "qtrace.fakequant.following.bias:BiasQuant",
         "qtrace.fakequant.following.bn_fold:BnFold",
+        "qtrace.fakequant.following.dynamic:DynamicQuant",
         "qtrace.graph.opaque:OpaqueOp",
         "qtrace.preparation.passes.insert:Container",
     }

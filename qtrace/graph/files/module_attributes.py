@@ -31,6 +31,7 @@ from megengine.quantization.utils import LSQParams, QParams, QuantMode
 from qtrace.fakequant.base import PHASES, FakeQuant
 from qtrace.fakequant.following.bias import BiasQuant
 from qtrace.fakequant.following.bn_fold import BnFold
+from qtrace.fakequant.following.dynamic import DynamicQuant
 from qtrace.graph.files.names import RefusedError, shown
 from qtrace.graph.opaque import OpaqueOp
 from qtrace.observers.base import Observer
@@ -214,7 +215,12 @@ _BN_FOLD: dict[str, _Kind] = {
     "bias_shape": _sequence(_SIZE),
     "bias_quant": _instance("a BiasQuant", BiasQuant),
 }
-_FOLLOWERS: dict[type, dict[str, _Kind]] = {BiasQuant: _BIAS_QUANT, BnFold: _BN_FOLD}
+_DYNAMIC_QUANT: dict[str, _Kind] = {"site": _TEXT, "phase": _choice(*PHASES)}
+_FOLLOWERS: dict[type, dict[str, _Kind]] = {
+    BiasQuant: _BIAS_QUANT,
+    BnFold: _BN_FOLD,
+    DynamicQuant: _DYNAMIC_QUANT,
+}
 # Files of earlier versions of MegEngine do not have these.
 _OPTIONAL = frozenset(("name", "_name", "_short_name", "quantize_disabled", "padding_mode", "argspec"))
 # Modules that a pass took out, such as a folded BatchNorm: the graph no longer calls them.
@@ -260,7 +266,7 @@ def check_attributes(module: M.Module, path: str) -> None:
     if isinstance(module, OpaqueOp):
         _check_opaque(module, owner)
         return
-    if isinstance(module, (FakeQuant, BiasQuant, BnFold)):
+    if isinstance(module, (FakeQuant, *_FOLLOWERS)):
         kinds = _FAKE_QUANT if isinstance(module, FakeQuant) else _FOLLOWERS[type(module)]
     elif cls.__module__.startswith("megengine."):
         kinds = _kinds(cls)  # type: ignore[arg-type]

@@ -211,7 +211,7 @@ def _parameter(site: QuantizedSite, value: np.ndarray, rounded: np.ndarray | Non
     fq, qparams = site.fake_quant, site.qparams
     flat = qparams
     if qparams.scheme.per_channel:
-        flat = QParams(qparams.scheme.replace(axis=0), qparams.scale, qparams.zero_point)
+        flat = QParams(qparams.scheme.of_rows, qparams.scale, qparams.zero_point)
     rows = _rows(fq, qparams, value)
     integers = quantize(rows, flat)
     outside = clipped(rows, integers, flat)

@@ -95,7 +95,7 @@ class _State:
             changes += self._set("observer of activations", observers.activation)
             changes += self._set("observer of weights", observers.weight if has_weight else None)
         changes += self._set("fake quant", rule.fakequant)
-        for flag in ("quantize", "quantize_output", "share", "placement"):
+        for flag in ("quantize", "quantize_output", "share", "placement", "method"):
             changes += self._set(flag, getattr(rule, flag))
         return changes
 

@@ -380,6 +380,7 @@ _CAUSES = {
     "dtype": "its values are not float32",
     "kernel": "the backend has no integer kernel for it",
     "speed": "it is no faster on integers",
+    "method": "the config's method leaves what it reads in float",
 }
 
 

@@ -14,6 +14,7 @@ from qtrace.fakequant.dorefa import MIN_PEAK_SHARE, PEAK_SHARE, DoReFaFakeQuant
 from qtrace.fakequant.fixed import FixedFakeQuant
 from qtrace.fakequant.following.bias import BIAS_LIMIT, BIAS_QMAX, BiasQuant
 from qtrace.fakequant.following.bn_fold import BnFold
+from qtrace.fakequant.following.dynamic import DYNAMIC_LEVELS, DynamicQuant
 from qtrace.fakequant.kernels.kernel import Levels
 from qtrace.fakequant.learned_range import LearnedRangeFakeQuant
 from qtrace.fakequant.lsq import LSQFakeQuant
@@ -33,7 +34,16 @@ from qtrace.learning.torch.rounding import (
 )
 from qtrace.numerics import SMALLEST_NORMAL, SMALLEST_SCALE, SMALLEST_SHARE
 
-__all__ = ["MODULES", "Leaf", "bias_quant", "bn_fold", "fake_quant", "shaped", "stored_parameters"]
+__all__ = [
+    "MODULES",
+    "Leaf",
+    "bias_quant",
+    "bn_fold",
+    "dynamic_quant",
+    "fake_quant",
+    "shaped",
+    "stored_parameters",
+]
 
 Leaf = Callable[[Any], Any]
 """Gives the tensor of torch for a Tensor of the MegEngine module."""
@@ -133,7 +143,32 @@ def fake_quant(fake: FakeQuant, leaf: Leaf, x: Any) -> Any:
     if fake.phase in ("float", "observe"):
         return x
     scale, zero_point = _DERIVED[type(fake)](fake, leaf)
-    return quant_dequant(shaped(fake, x, leaf), scale, zero_point, Levels.of(fake.scheme), fake.learning)
+    blocks = _in_blocks(fake, x)
+    rounded = quant_dequant(
+        shaped(fake, blocks, leaf), scale, zero_point, Levels.of(fake.scheme), fake.learning
+    )
+    return rounded if fake.scheme.block is None else rounded.reshape(len(x), -1)[:, : x.shape[1]]
+
+
+def _in_blocks(fake: FakeQuant, x: Any) -> Any:
+    """Views a weight as `FakeQuant.in_blocks` does."""
+    size = fake.scheme.block
+    if size is None:
+        return x
+    outputs, count = fake.shape[:2]
+    return torch.nn.functional.pad(x, (0, count * size - x.shape[1])).reshape(outputs, count, size)
+
+
+def dynamic_quant(module: DynamicQuant, leaf: Leaf, x: Any) -> Any:
+    """Computes what a `DynamicQuant` computes."""
+    if module.phase in ("float", "observe"):
+        return x
+    values = x.detach()
+    low, high = values.min().clamp(max=0.0), values.max().clamp(min=0.0)
+    scale = (high - low) / 255.0
+    scale = torch.where(scale > 0.0, scale, torch.ones_like(scale))
+    zero_point = torch.round((-low / scale).clamp(0.0, 255.0))
+    return quant_dequant(x, scale, zero_point, DYNAMIC_LEVELS)
 
 
 def _effective_scale(fake: FakeQuant, leaf: Leaf) -> Any:
@@ -193,5 +228,5 @@ def _fold(
     return shaped(weight_quant, weight, leaf) * gain, shift.reshape(module.bias_shape), scale
 
 
-MODULES: tuple[type, ...] = (*_DERIVED, BiasQuant, BnFold)
+MODULES: tuple[type, ...] = (*_DERIVED, BiasQuant, BnFold, DynamicQuant)
 """The classes of a prepared graph's own modules that have a form in torch."""

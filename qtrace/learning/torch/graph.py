@@ -16,12 +16,13 @@ from megengine.module.batchnorm import _BatchNorm
 from qtrace.fakequant.base import FakeQuant
 from qtrace.fakequant.following.bias import BiasQuant
 from qtrace.fakequant.following.bn_fold import BnFold
+from qtrace.fakequant.following.dynamic import DynamicQuant
 from qtrace.graph.interpreter import Interpreter, interpret
 from qtrace.graph.types import Apply, Constant, Expr, GetAttr, Node, TracedModule
 from qtrace.graph.walk import exprs, op_label, owner
 from qtrace.learning.engine import UnsupportedError
 from qtrace.learning.torch import elementwise, layers
-from qtrace.learning.torch.fake_quants import MODULES, bias_quant, bn_fold, fake_quant
+from qtrace.learning.torch.fake_quants import MODULES, bias_quant, bn_fold, dynamic_quant, fake_quant
 from qtrace.ops import OpCall, Role, read, unsupported
 
 __all__ = ["TorchGraph"]
@@ -124,7 +125,7 @@ class TorchGraph(Interpreter):
         if isinstance(expr, (GetAttr, Constant)):
             return self._compile_stored(expr)
         module = owner(expr)
-        if isinstance(module, (FakeQuant, BiasQuant, BnFold)):
+        if isinstance(module, (FakeQuant, BiasQuant, BnFold, DynamicQuant)):
             return self._compile_own(expr, module)
         if isinstance(module, _BatchNorm):
             return lambda inputs: (layers.batch_norm(inputs[0], inputs[1], self.leaf),)
@@ -156,7 +157,8 @@ class TorchGraph(Interpreter):
         nodes, (_, *positional), named = expr.inputs, expr.args, expr.kwargs
         form: Any = fake_quant
         if not isinstance(module, FakeQuant):
-            form = bias_quant if isinstance(module, BiasQuant) else bn_fold
+            forms: dict[type, Any] = {BiasQuant: bias_quant, BnFold: bn_fold, DynamicQuant: dynamic_quant}
+            form = forms[type(module)]
 
         def compute(inputs: Sequence[Any]) -> Sequence[Any]:
             values = dict(zip(nodes, inputs, strict=True))

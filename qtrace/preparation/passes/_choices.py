@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from qtrace.config import QConfig, Rule, Spec
+from qtrace.config.algorithm import prefix_errors
 from qtrace.config.backends import Backend
-from qtrace.config.checking import check_plugin, check_scheme
-from qtrace.config.rule import Placement
+from qtrace.config.checking import check_method, check_plugin, check_scheme
+from qtrace.config.rule import Method, Placement
 from qtrace.errors import ConfigError
 from qtrace.graph.types import Expr, TracedModule
 from qtrace.ops import OpCall
@@ -36,6 +37,8 @@ class Choice:
         quantize_output: False leaves the op's result in float.
         share: whether the calls of one module share their sites.
         placement: which ops run on integers: "everything", "balanced" or "fastest".
+        method: how a layer is quantized: "static", "dynamic" or "weight_only".
+        method_origin: the rule that set ``method``, or the place in the config.
         rules: origins of the rules that matched, in order.
         ranks: positions of these rules in the config.
     """
@@ -50,6 +53,8 @@ class Choice:
     quantize_output: bool = True
     share: bool = False
     placement: Placement = "everything"
+    method: Method = "static"
+    method_origin: str = ""
     rules: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
     decided: str = ""
@@ -109,6 +114,7 @@ def _check_effect(rule: Rule, matched: list[OpCall]) -> None:
         rule.fakequant,
         rule.share,
         rule.placement,
+        rule.method,
     )
     if rule.observers is not None and rule.observers.activation is not None:
         return
@@ -135,14 +141,19 @@ def _default_choice(qconfig: QConfig, backend: Backend) -> Choice:
         qconfig.weight_observer,
         qconfig.effective_fakequant,
         placement=qconfig.effective_placement,
+        method=qconfig.effective_method,
+        method_origin=qconfig.place("method"),
     )
 
 
 def _apply(old: Choice, rule: Rule, backend: Backend) -> Choice:
     """Returns the choice ``old`` with the changes of ``rule``."""
-    activation = rule.activation.apply(old.activation) if rule.activation else old.activation
-    weight = rule.weight.apply(old.weight) if rule.weight else old.weight
-    output = rule.output.apply(old.output or activation) if rule.output else old.output
+    with prefix_errors(rule.origin):
+        activation = rule.activation.apply(old.activation) if rule.activation else old.activation
+        weight = rule.weight.apply(old.weight) if rule.weight else old.weight
+        output = rule.output.apply(old.output or activation) if rule.output else old.output
+    if rule.method is not None:
+        check_method(backend, rule.method, rule.origin)
     for sort, changes, scheme in (
         ("activation", rule.activation, activation),
         ("activation", rule.output, output),
@@ -163,6 +174,8 @@ def _apply(old: Choice, rule: Rule, backend: Backend) -> Choice:
         quantize_output=old.quantize_output if rule.quantize_output is None else rule.quantize_output,
         share=old.share if rule.share is None else rule.share,
         placement=rule.placement or old.placement,
+        method=rule.method or old.method,
+        method_origin=rule.origin if rule.method else old.method_origin,
         rules=(*old.rules, rule.origin),
         decided=old.decided if rule.quantize is None else rule.origin,
     )

@@ -14,7 +14,10 @@ from qtrace.preparation.passes._sites import Placement
 from qtrace.preparation.passes._view import STATIC, View
 from qtrace.preparation.passes._wants import Wants
 
-__all__ = ["write_notes"]
+__all__ = ["DYNAMIC", "write_notes"]
+
+DYNAMIC = "uint8 affine, by the range of each batch"
+"""What a layer with method ``dynamic`` asks for."""
 
 
 def write_notes(
@@ -52,7 +55,11 @@ def write_notes(
             inputs=tuple(placement.group_read(expr, n) for n in call.inputs) if call else (),
             reads=_names_read(expr, call),
             gives=tuple(n.name for n in outputs),
-            asks=plans[expr].describe() if expr in plans else "",
+            asks=DYNAMIC
+            if view.method(expr) == "dynamic"
+            else plans[expr].describe()
+            if expr in plans
+            else "",
             output=output,
             scheme=placement.plan(output).scheme.describe() if output else "",
             weight=weights[expr].name if expr in weights else "",
@@ -86,6 +93,8 @@ def _find_states(view: View, chains: Chains, placement: Placement) -> dict[Expr,
 
 
 def _state(view: View, chains: Chains, placement: Placement, expr: Expr) -> str:
+    if view.method(expr) == "dynamic":
+        return "int"
     if expr in chains:
         return "int" if chains[expr].head is expr else "fused"
     if view.carries(expr) and any(node in placement.groups for node in expr.outputs):
@@ -164,7 +173,9 @@ def _reason(
         unrounded: result that the backend leaves in float -> why.
     """
     call = view.calls.get(expr)
-    if state in ("int", "fused"):
+    if view.method(expr):
+        reason = view.float_causes[expr][0].reason
+    elif state in ("int", "fused"):
         chain = chains[expr]
         reason = _without_effect(view, chain, expr) or _unrounded(view, placement, chain, expr, unrounded)
     elif state == "carried":

@@ -24,9 +24,10 @@ def place_weights(view: View, chains: Chains, placement: Placement) -> dict[Expr
         layer -> the site of its weight, in the order of the sites.
     """
     wants_of: dict[TensorNode, list[tuple[tuple[Plan, tuple[int, ...]], Expr]]] = {}
-    for expr, chain in chains.items():
-        weight = view.calls[expr].weight
-        if chain.head is expr and weight is not None and is_float_tensor(weight):
+    for expr in view.order:
+        weight = view.calls[expr].weight if expr in view.calls else None
+        rounds = expr in chains and chains[expr].head is expr
+        if weight is not None and is_float_tensor(weight) and (rounds or view.method(expr)):
             wants_of.setdefault(weight, []).append((view.weight_plan(view.calls[expr]), expr))
     sites: dict[Expr, Site] = {}
     used_names = set(placement.sites)
@@ -52,7 +53,7 @@ def place_biases(
     rounded: set[Node] = set()
     used_names = {*placement.sites, *(site.name for site in weights.values())}
     for expr in view.order:
-        if expr not in weights or (call := view.calls[expr]).bias is None:
+        if expr not in weights or expr not in chains or (call := view.calls[expr]).bias is None:
             continue
         group = placement.group_read(expr, call.inputs[0])
         if not group or chains[expr].norm is not None or placement.plan(group).scheme.per_channel:

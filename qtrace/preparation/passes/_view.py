@@ -170,6 +170,8 @@ class View:
             return [FloatCause("static", STATIC)]
         if expr in self.infinite:
             return [FloatCause("infinity", INFINITE)]
+        if self.choices[expr].method != "static" and call.role in INT_ROLES:
+            return [*self._asked_causes(expr, call), FloatCause("method", self._method_reason(call))]
         causes = []
         if self.region is not None and expr not in self.region:
             causes.append(FloatCause("region", "it lies outside of the region"))
@@ -200,6 +202,41 @@ class View:
             reason = self.backend.slower(call, expr in self._first)
             causes += [FloatCause("speed", reason)] if reason else []
         return causes
+
+    def _asked_causes(self, expr: Expr, call: OpCall) -> list[FloatCause]:
+        """Returns the causes by which an op stays in float whatever its method."""
+        causes = []
+        if self.region is not None and expr not in self.region:
+            causes.append(FloatCause("region", "it lies outside of the region"))
+        if self.choices[expr].quantize is False:
+            causes.append(FloatCause("rule", f"{self.choices[expr].decided} says quantize: false"))
+        if not all(is_float_tensor(n) for n in (*call.inputs, *call.outputs)):
+            causes.append(FloatCause("dtype", "its values are not float32"))
+        return causes
+
+    def _method_reason(self, call: OpCall) -> str:
+        """Says what the method of a layer rounds, or why that of another op rounds nothing."""
+        choice = self.choices[call.expr]
+        origin = f"{choice.method_origin} says method: {choice.method}"
+        if call.weight is None:
+            return f"{origin}, which quantizes layers with a weight alone"
+        if call.weight not in self.fixed:
+            return f"{origin}, and its weight is computed from the model's input"
+        if call.kind not in self.backend.kinds_of(choice.method):
+            return f"{origin}, which backend {self.backend.name} does not have for {call.kind}"
+        if choice.method == "dynamic":
+            return f"it rounds what it reads by the range of each batch, and gives floats: {origin}"
+        return f"its weight alone is stored as integers: {origin}"
+
+    def method(self, expr: Expr) -> str:
+        """Returns "dynamic" or "weight_only" for a layer that is quantized so, "" for any other op."""
+        call = self.calls.get(expr)
+        causes = self.float_causes.get(expr, ())
+        if call is None or call.weight is None or [cause.code for cause in causes] != ["method"]:
+            return ""
+        method = self.choices[expr].method
+        able = call.weight in self.fixed and is_float_tensor(call.weight)
+        return method if able and call.kind in self.backend.kinds_of(method) else ""
 
     def _computed(self, call: OpCall) -> str:
         """Returns why the weight or bias of a layer cannot be rounded as it depends on an input; else ""."""
@@ -336,6 +373,19 @@ class View:
         """Returns the plan of a layer's weight, and the axes that count its channels."""
         choice = self.choices[call.expr]
         scheme, axes = choice.weight, call.channel_axes
+        if scheme.block is not None and (call.kind != "linear" or choice.method != "weight_only"):
+            origin = choice.rules[-1] if choice.rules else choice.method_origin
+            raise ConfigError(
+                f"{origin}: a scale for each block of inputs needs a linear layer with method: weight_only, "
+                f"but {call.out.name} is {call.kind} with method: {choice.method}: give block in a rule "
+                "{match: {op: linear}, method: weight_only}."
+            )
+        if choice.method == "dynamic" and scheme.bits > 8:
+            origin = choice.rules[-1] if choice.rules else choice.method_origin
+            raise ConfigError(
+                f"{origin}: {call.out.name} has a weight of {scheme.bits} bits, but method: dynamic multiplies "
+                "integers of 8 bits: set weight: {bits: 8}, or fewer bits."
+            )
         if call.kind in self.backend.weights_per_tensor:
             scheme = scheme.replace(axis=None)
         if not scheme.per_channel or (call.kind == "conv_transpose2d" and len(axes) > 1):

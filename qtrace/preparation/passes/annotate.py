@@ -12,6 +12,7 @@ from qtrace.config import QConfig
 from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.preparation.annotation import Annotation
 from qtrace.preparation.passes._chains import find_chains
+from qtrace.preparation.passes._dynamic import place_dynamic
 from qtrace.preparation.passes._notes import write_notes
 from qtrace.preparation.passes._parameters import find_folds, place_biases, place_weights
 from qtrace.preparation.passes._sites import place_sites, tie_sites
@@ -60,4 +61,5 @@ def annotate(
         outputs=tuple(n.name for n in traced.graph.outputs if isinstance(n, TensorNode)),
         factors={node.name: factor for node, factor in placement.factors.items()},
         placement=None if placing is None else placing.note,
+        dynamic=place_dynamic(view, placement, weights),
     )

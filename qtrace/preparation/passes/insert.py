@@ -13,6 +13,7 @@ from qtrace import ops, plugins
 from qtrace.fakequant.base import FakeQuant, builtin
 from qtrace.fakequant.following.bias import BiasQuant
 from qtrace.fakequant.following.bn_fold import BnFold
+from qtrace.fakequant.following.dynamic import DynamicQuant
 from qtrace.gradients import conv2d
 from qtrace.graph.edit import GraphEditor
 from qtrace.graph.finish import exchange_function
@@ -69,6 +70,13 @@ def insert(traced: TracedModule, annotation: Annotation) -> PassResult:
             if readers is None:  # readers with another scheme round the rounded value
                 nodes[site.node] = new
             changed.append(f"{site.name}: {site.sort}")
+        for entry in annotation.dynamic:
+            node = nodes[entry.node]
+            setattr(container, entry.name, DynamicQuant(entry.name))
+            path = f"{CONTAINER}.{entry.name}"
+            new = editor.call_module(path, node, after=node.expr, like=node, name=value_name(entry.name))
+            editor.replace_uses(node, new, [producers[name] for name in entry.consumers])
+            changed.append(f"{entry.name}: rounded by the range of each batch")
     exchange_function(traced, F.conv2d, conv2d)
     return PassResult(tuple(changed))
 
@@ -120,6 +128,8 @@ def _module(site: Site, node: TensorNode) -> Module:
     fake_class = _plugin("qtrace.fakequant", plan.fakequant, FakeQuant)
     axes = [a % len(shape) for a in site.channel_axes]
     scales = tuple(n if i in axes else 1 for i, n in enumerate(shape)) if axes else ()
+    if plan.scheme.block is not None:
+        scales = (shape[0], -(-shape[1] // plan.scheme.block), 1)
     numel = math.prod(shape if site.static else shape[1:]) // max(math.prod(scales), 1)
     module: Module = fake_class(
         site.name,

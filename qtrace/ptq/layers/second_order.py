@@ -77,7 +77,7 @@ class SecondMoments:
 
 
 Grid = tuple[np.ndarray, np.ndarray, QParams]
-"""Scale and zero point of each row, float64 (rows, 1), and their parameters."""
+"""Scale and zero point of each row, float64 (rows, 1), or of each weight, and their parameters."""
 
 
 def added(first: list[SecondMoments], second: list[SecondMoments]) -> list[SecondMoments]:
@@ -111,14 +111,22 @@ def rounded(
     Args:
         rows: the rows of the weight, float64 (O, D).
         hessians: the second moments, float64, of each of the `parts` of the columns.
-        scale: the scale of each row, float64 (O, 1).
-        zero: the zero point of each row, float64 (O, 1).
+        scale: the scale of each row, float64 (O, 1), or of each weight, (O, D).
+        zero: the zero points, of the shape of ``scale``.
         qparams: the parameters with the scheme of the weight.
         damp: the damping of `Gptq`.
     """
     pairs = zip(parts(rows.shape[1]), hessians, strict=True)
-    grid = (scale, zero, qparams)
-    return np.concatenate([_round_part(rows[:, p], hessian, grid, damp) for p, hessian in pairs], axis=1)
+    rounds = [
+        _round_part(rows[:, p], hessian, (*(_columns(g, p) for g in (scale, zero)), qparams), damp)
+        for p, hessian in pairs
+    ]
+    return np.concatenate(rounds, axis=1)
+
+
+def _columns(grid: np.ndarray, part: slice | np.ndarray) -> np.ndarray:
+    """Returns the columns ``part`` of scales or zero points; all of them if a row has one."""
+    return grid if grid.shape[1] == 1 else grid[:, part]
 
 
 def _round_part(rows: np.ndarray, hessian: np.ndarray, grid: Grid, damp: float) -> np.ndarray:
@@ -130,13 +138,13 @@ def _round_part(rows: np.ndarray, hessian: np.ndarray, grid: Grid, damp: float) 
     upper = _damped_factor(hessian[np.ix_(order, order)], damp)
     # Transposed, so that the weights of an input are contiguous.
     free, result = np.ascontiguousarray(rows[:, order].T), np.empty_like(rows)
-    scale, zero, qparams = grid
-    transposed = scale.reshape(1, -1), zero.reshape(1, -1), qparams
+    scale, zero = (np.ascontiguousarray(_columns(part, order).T) for part in grid[:2])
     for start in range(0, len(order), _BLOCK_COLUMNS):
         stop = min(start + _BLOCK_COLUMNS, len(order))
         errors = np.empty((stop - start, len(rows)))
         for i in range(start, stop):
-            near = nearest(free[i : i + 1], *transposed)[0]
+            at = i if len(scale) > 1 else 0
+            near = nearest(free[i], scale[at], zero[at], grid[2])
             result[:, order[i]] = near
             error = errors[i - start] = (free[i] - near) / upper[i, i]
             free[i + 1 : stop] -= upper[i, i + 1 : stop, None] * error
@@ -209,7 +217,7 @@ def _factor(matrix: np.ndarray) -> np.ndarray:
 
 
 def nearest(rows: np.ndarray, scale: np.ndarray, zero: np.ndarray, qparams: QParams) -> np.ndarray:
-    """Rounds the rows (O, D) to nearest; ``scale`` and ``zero`` broadcast to them."""
+    """Rounds weights to nearest; ``scale`` and ``zero`` broadcast to them."""
     scheme = qparams.scheme
     integers = round_to(rows / scale, scheme.rounding) + zero
     return np.asarray((np.clip(integers, scheme.qmin, scheme.qmax) - zero) * scale)

@@ -82,8 +82,7 @@ class _LayerState:
         self.nearest = quant.quantize_dequantize(Tensor(weight)).numpy()
         self.rounding = SoftRounding(
             weight,
-            quant.effective_scale().numpy(),
-            quant.effective_zero_point().numpy(),
+            *quant.grid_of(weight.shape),
             (scheme.qmin, scheme.qmax),
         )
         if not np.array_equal(self.start, weight):

@@ -302,7 +302,7 @@ class _WeightMeasurement:
     @staticmethod
     def _dequantized(site: QuantizedSite, stored: np.ndarray) -> np.ndarray:
         fake_quant, qparams = site.fake_quant, site.qparams
-        if not qparams.scheme.per_channel:
+        if not qparams.scheme.per_channel or qparams.scheme.block is not None:
             return fake_quantize(stored, qparams)
         axes = fake_quant.counted_axes
         moved = np.moveaxis(stored, axes, range(len(axes)))

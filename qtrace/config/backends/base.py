@@ -93,6 +93,8 @@ class Backend:
         any_rounding: whether schemes may round otherwise than the default ones.
         float_kernels: the ops among ``ops`` that the runtime computes in float between rounded tensors, with
             the same resulting integers.
+        without_kernels: the types of ONNX nodes that the runtime computes slowly, by a reference, so that the
+            file has simpler ones in their place.
         float_results: the ops whose integer kernels write floats at no cost, where no function follows.
         integer_layers: whether the kernels of layers give integers alone: a layer whose result must not be
             rounded is computed in float.
@@ -134,6 +136,7 @@ class Backend:
     scales_freely: bool = False
     any_rounding: bool = False
     float_kernels: frozenset[str] = frozenset()
+    without_kernels: frozenset[str] = frozenset()
     float_results: frozenset[str] = frozenset()
     integer_layers: bool = False
     cost_table: str = ""

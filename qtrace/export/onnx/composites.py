@@ -24,11 +24,6 @@ def _gelu_tanh(w: OnnxWriter, call: OpCall) -> None:
     w.emit("Mul", [w.node("Mul", [x, w.scalar(0.5)], w.fresh(base)), gate], call.out)
 
 
-def _hard_sigmoid(w: OnnxWriter, call: OpCall) -> None:
-    a = call.attrs
-    w.emit("HardSigmoid", [w.name(call.inputs[0])], call.out, alpha=a["slope"], beta=a["offset"])
-
-
 def _mish(w: OnnxWriter, call: OpCall) -> None:
     x, base = w.name(call.inputs[0]), call.out.name
     gate = w.node("Tanh", [w.node("Softplus", [x], w.fresh(base))], w.fresh(base))
@@ -99,7 +94,6 @@ def _space_to_depth(w: OnnxWriter, call: OpCall) -> None:
 COMPOSITES: dict[str, Emitter] = {
     "erf": unary("Erf"),
     "gelu_tanh": _gelu_tanh,
-    "hard_sigmoid": _hard_sigmoid,
     "mish": _mish,
     "rms_norm": _rms_norm,
     "scale_and_shift": _scale_and_shift,

@@ -328,6 +328,8 @@ class OnnxExporter:
         self.writer.rounded = self._rounded_results()
         on_integers = {note.kind for note in self.graph.annotation.notes if note.state == "int"}
         self.writer.number_kinds |= _ARITHMETIC & on_integers
+        if not isinstance(self.graph, PlainGraph):
+            self.writer.in_pieces = backends.get(self.graph.annotation.backend).without_kernels
         for step in self.graph.steps:
             self.emit(step)
 

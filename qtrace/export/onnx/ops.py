@@ -11,6 +11,7 @@ from qtrace.errors import ExportError
 from qtrace.export.onnx.arithmetic import ARITHMETIC
 from qtrace.export.onnx.composites import COMPOSITES
 from qtrace.export.onnx.dynamic import DYNAMIC, emit_dynamic_product, is_dynamic
+from qtrace.export.onnx.hard_sigmoids import HARD_SIGMOIDS
 from qtrace.export.onnx.index import INDEXING
 from qtrace.export.onnx.norms import NORMS
 from qtrace.export.onnx.opaque import OPAQUE
@@ -163,14 +164,9 @@ def _clip(w: OnnxWriter, call: OpCall) -> None:
     w.names[call.out] = name
 
 
-def _gated(gate: str, **fixed: Any) -> Emitter:
-    """Emits x * gate(x)."""
-
-    def emit(w: OnnxWriter, call: OpCall) -> None:
-        x = w.name(call.inputs[0])
-        w.emit("Mul", [x, w.node(gate, [x], w.fresh(call.out.name), **fixed)], call.out)
-
-    return emit
+def _silu(w: OnnxWriter, call: OpCall) -> None:
+    x = w.name(call.inputs[0])
+    w.emit("Mul", [x, w.node("Sigmoid", [x], w.fresh(call.out.name))], call.out)
 
 
 def _join(w: OnnxWriter, call: OpCall) -> None:
@@ -228,12 +224,11 @@ def _refuse(reason: str) -> Emitter:
     return emit
 
 
-_SIXTH = {"alpha": 1.0 / 6.0, "beta": 0.5}
-
 EMITTERS: dict[str, Emitter] = {
     **ARITHMETIC,
     **NORMS,
     **COMPOSITES,
+    **HARD_SIGMOIDS,
     **REDUCTIONS,
     **INDEXING,
     **SHAPES,
@@ -251,9 +246,7 @@ EMITTERS: dict[str, Emitter] = {
     "prelu": _prelu,
     "sigmoid": unary("Sigmoid"),
     "tanh": unary("Tanh"),
-    "hsigmoid": unary("HardSigmoid", **_SIXTH),
-    "silu": _gated("Sigmoid"),
-    "hswish": _gated("HardSigmoid", **_SIXTH),
+    "silu": _silu,
     "concat": _join,
     "stack": _join,
     **{kind: _refuse(reason) for kind, reason in WITHOUT.items()},

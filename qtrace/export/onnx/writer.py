@@ -87,6 +87,7 @@ class OnnxWriter:
         self.copies: dict[bytes, list[str]] = {}  # a node that was copied, with its inputs -> its outputs
         self.wider: dict[str, tuple[str, str]] = {}  # a converted tensor -> the one before, and its dtype
         self.number_kinds = frozenset(("add", "mul"))  # ops whose stored number becomes an integer
+        self.in_pieces: frozenset[str] = frozenset()  # types of nodes that are written as simpler ones
 
     def name(self, node: Node) -> str:
         """Returns the ONNX tensor of ``node``; parameters are written when they are first read."""

@@ -137,8 +137,12 @@ def _repeat(w: OnnxWriter, call: OpCall) -> None:
     counts: list[Any] = [1] * (len(shape) + 1)
     counts[axis + 1] = times
     repeated = w.node("Tile", [single, shape_vector(w, counts)], w.fresh(base))
-    target = [0] * axis + [-1] + shape[axis + 1 :]
-    w.emit("Reshape", [repeated, w.ints(target)], call.out)
+    if axis == len(shape) - 1:
+        target = w.ints([0] * axis + [-1])
+    else:  # the axes behind move by one, and may be open
+        factors = shape_vector(w, [times if i == axis else 1 for i in range(len(shape))])
+        target = w.node("Mul", [w.node("Shape", [name], w.fresh(base)), factors], w.fresh(base))
+    w.emit("Reshape", [repeated, target], call.out)
 
 
 def _roll(w: OnnxWriter, call: OpCall) -> None:

@@ -62,6 +62,21 @@ def test_the_open_axes_reach_the_file_and_every_size_is_right(tmp_path: Path) ->
     assert qtrace.verify(path, converted, [(X,)]).passed
 
 
+def test_values_are_repeated_along_open_axes(tmp_path: Path) -> None:
+    """Nearest upsampling by ``repeat``, as diffusion networks write it."""
+
+    def forward(self: Any, x: Any) -> Any:
+        return F.repeat(F.repeat(self.conv(x), 2, 2), 3, 3)
+
+    module = randomize(net(forward, conv=M.Conv2d(3, 4, 3, padding=1)))
+    traced = qtrace.trace(module, X, dynamic=OPEN)
+    path = qtrace.export(traced, tmp_path / "net.onnx")
+    assert dims(onnx.load(str(path)).graph.input[0]) == ["N", 3, "H", "W"]
+    x = images(3, 3, 10, 14, seed=2)
+    (theirs,) = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"]).run(None, {"x": x})
+    np.testing.assert_allclose(module(mge.Tensor(x)).numpy(), theirs, atol=1e-5)
+
+
 def test_the_record_lasts(tmp_path: Path) -> None:
     traced = qtrace.trace(unet(), X, dynamic=OPEN)
     axes = (OpenAxis("x", 0, "N", "N"), OpenAxis("x", 2, "H", "H"), OpenAxis("x", 3, "W", "W"))

@@ -37,7 +37,7 @@ def measure_ranges(
     """
     model = QuantizedModel(in_float, "prepared")
     names = {name for other in others for name in watched(QuantizedModel(other, "prepared")).nodes}
-    nodes = {name: (name,) for name in model.nodes if name in names}
+    nodes: dict[str, tuple[str, ...]] = {name: (name,) for name in model.nodes if name in names}
     ranges: dict[str, tuple[float, float]] = {}
 
     def observe(node: str, value: Any) -> None:

@@ -11,6 +11,7 @@ clock's.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import resource
@@ -118,7 +119,7 @@ def _own(
             call(tree)
         return call(tree)
 
-    return {name: lambda tree=tree: warm(tree) for name, tree in trees.items()}
+    return {name: functools.partial(warm, tree) for name, tree in trees.items()}
 
 
 def _stages(
@@ -172,12 +173,12 @@ def table(runs: Mapping[str, Sequence[Run]]) -> str:
         parts.append(format_table(("ratio", "processor", "wall"), ratios, None))
     for variant, own in runs.items():
         stages = dict.fromkeys(stage for run in own for stage in run.stages)
-        rows = [
+        shares = [
             (stage, *(_spread([run.stages.get(stage, (0.0, 0.0))[i] for run in own]) for i in (1, 0)))
             for stage in stages
         ]
-        if rows:
-            parts.append(format_table((f"{variant}: stage", "processor, s", "wall, s"), rows, None))
+        if shares:
+            parts.append(format_table((f"{variant}: stage", "processor, s", "wall, s"), shares, None))
     return "\n\n".join(parts)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -69,11 +69,6 @@ class FloatSource:
     def __init__(self, traced: TracedModule, config: QConfig, samples: Iterable[Any] | None = None) -> None:
         self._graph = make_float_graph(traced, config, samples)
         self.measured: Measured | None = None
-
-    @property
-    def ranges(self) -> Mapping[str, tuple[float, float]] | None:
-        """Name of a node -> the ends of its values on the user's samples; None if they were not measured."""
-        return None if self.measured is None or self._graph.samples is None else self.measured.ranges
 
     def copy(self, config: QConfig) -> FloatGraph:
         """Returns a graph to be changed, for a config that differs in observers and late algorithms alone."""

@@ -12,7 +12,7 @@ import hashlib
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from qtrace.benchmarking.machine import describe_machine
 from qtrace.benchmarking.runners import RunnerSettings, open_file
 from qtrace.benchmarking.turns import FEWEST_RUNS, LEAST_RUNS, Speed, compare_files
 from qtrace.calibration.calibrate import calibrate
-from qtrace.calibration.known_ranges import from_ranges
+from qtrace.calibration.known_ranges import from_ranges, measure_ranges
 from qtrace.config import QConfig, backends
 from qtrace.data.batches import as_arguments
 from qtrace.errors import QtraceError
@@ -359,22 +359,33 @@ class _Bench:
         """Exports the first two labellings, float, and the others as long as there is time."""
         self.ranges = [batch for batch, _ in zip(self.samples, range(2), strict=False)]
         end = time.perf_counter() + self.budget
+
+        def is_left_out(number: int, name: str) -> bool:
+            return number >= 2 and name != _FLOAT and time.perf_counter() >= end
+
+        graphs = {
+            name: self._prepare(outcome)
+            for number, (name, outcome) in enumerate(labellings.items())
+            if not is_left_out(number, name)
+        }
+        known = measure_ranges(graphs[_FLOAT], graphs.values(), self.ranges)
         files = {}
-        for number, (name, outcome) in enumerate(labellings.items()):
-            if number < 2 or name == _FLOAT or time.perf_counter() < end:
-                files[name] = self._export(outcome, folder / f"{number}.onnx")
+        for number, (name, prepared) in enumerate(graphs.items()):
+            if not is_left_out(number, name):
+                files[name] = folder / f"{number}.onnx"
+                self._export(prepared, known, files[name])
         return files
 
-    def _export(self, outcome: SearchOutcome, path: Path) -> Path:
-        prepared, _ = prepare_placed(
+    def _prepare(self, outcome: SearchOutcome) -> TracedModule:
+        return prepare_placed(
             self.traced, self.config, self.samples, self.config, outcome, source=self.source
-        )
+        )[0]
+
+    def _export(self, prepared: TracedModule, ranges: Mapping[str, tuple[float, float]], path: Path) -> None:
         if any(fake_quants(prepared)):
-            ranges = self.source.ranges
-            known = None if ranges is None else from_ranges(prepared, ranges)
-            calibrate(prepared, self.ranges, progress=False, statistics=known)
+            statistics = from_ranges(prepared, ranges)  # None where the batches must run for them
+            calibrate(prepared, self.ranges, progress=False, statistics=statistics)
         export(convert(prepared), path)
-        return path
 
     def _time(self, paths: Sequence[Path], most: float) -> list[Speed]:
         """Returns the speeds of files beside the first one; those of like structure are remembered."""

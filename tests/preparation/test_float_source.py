@@ -9,7 +9,7 @@ import megengine.module as M
 import pytest
 
 import qtrace
-from qtrace.calibration.known_ranges import from_ranges
+from qtrace.calibration.known_ranges import from_ranges, measure_ranges
 from qtrace.config.recipe import as_qconfig
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.model import QuantizedModel
@@ -69,8 +69,11 @@ def test_known_ranges_calibrate_as_the_batches_do(tmp_path: Path) -> None:
     assert outcome is not None
     everything = outcome.instead(dict.fromkeys(outcome.point.labels, True))
     prepared, _ = prepare_placed(_traced(), config, [DATA], outcome=everything, source=source)
-    assert source.ranges is not None
-    statistics = from_ranges(prepared, source.ranges)
+    in_float, _ = prepare_placed(
+        _traced(), config, [DATA], outcome=outcome.instead(outcome.float_labels), source=source
+    )
+    halves = [DATA[:2], DATA[2:]]
+    statistics = from_ranges(prepared, measure_ranges(in_float, [prepared], halves))
     assert statistics is not None
     own = _file(prepared, tmp_path / "a.onnx")
     qtrace.calibrate(prepared, [DATA], progress=False, statistics=statistics)

@@ -14,6 +14,7 @@ from qtrace.preparation.passes.search import SearchOutcome
 from qtrace.preparation.passes.selecting import leave_selecting
 from qtrace.preparation.passes.unlike import find_unlike
 from qtrace.preparation.placement.reference import MeasuredRun
+from qtrace.process.memory import return_free_memory
 
 __all__ = ["Decision", "decide"]
 
@@ -59,6 +60,7 @@ def decide(
         run = MeasuredRun(model, graph.samples, advance=bar.update)
         unlike = leave_selecting(model, config, find_unlike(model, config, run))
         placing = place(model, config, run, unlike, outcome, fitted)
+    return_free_memory()  # of rounded weights, which runs of the graph have read
     changed: tuple[str, ...] = ()
     if placing is not None:
         placing, pieces = write_activations(model, placing)

@@ -1,4 +1,4 @@
-"""The network of the benchmark of memory: its weights lie beside the file, and qtrace computes what it says."""
+"""The network of the benchmark of memory: its weights lie beside the file, and it comes in as it is."""
 
 from __future__ import annotations
 

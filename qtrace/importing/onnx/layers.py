@@ -252,7 +252,7 @@ def _carried(array: np.ndarray, name: str) -> np.ndarray:
     Raises:
         Refusal: when MegEngine has no such numbers.
     """
-    if array.dtype in (np.int64, np.uint32, np.uint64):
+    if array.dtype in (np.int64, np.uint16, np.uint32, np.uint64):
         if array.size and (array.min() < _INT32.min or array.max() > _INT32.max):
             raise Refusal(f"reads {name!r}, whose numbers exceed int32, the largest integers of MegEngine")
         return array.astype(np.int32)

@@ -26,7 +26,14 @@ from qtrace.errors import ExportError, GraphError, QtraceWarning
 from qtrace.graph.walk import exprs, get_module, owner
 from qtrace.onnxfile.fragment import Fragment, operators_of
 
-__all__ = ["OpaqueOp", "carried_dtype", "opaque_calls", "say_stopped_gradients", "stopped_gradients"]
+__all__ = [
+    "OpaqueOp",
+    "carried_dtype",
+    "divides_by_inputs",
+    "opaque_calls",
+    "say_stopped_gradients",
+    "stopped_gradients",
+]
 
 _INT32 = np.iinfo(np.int32)
 _CARRIED = {
@@ -164,6 +171,12 @@ _SAID: WeakSet[OpaqueOp] = WeakSet()
 def opaque_calls(traced: TracedModule) -> list[Expr]:
     """Returns the exprs of a graph that call an `OpaqueOp`, in order."""
     return [expr for expr in exprs(traced) if isinstance(owner(expr), OpaqueOp)]
+
+
+def divides_by_inputs(traced: TracedModule) -> bool:
+    """Returns whether an opaque node divides by integers of the graph, of which it refuses 0."""
+    ops = (owner(expr) for expr in exprs(traced))
+    return any(isinstance(op, OpaqueOp) and op.fragment.divides_by_inputs for op in ops)
 
 
 def say_stopped_gradients(traced: TracedModule) -> str:

@@ -10,9 +10,8 @@ from pathlib import Path
 
 from qtrace.errors import ExportError, install
 from qtrace.export.converted.float_graph import bare_graph
-from qtrace.graph.opaque import opaque_calls
+from qtrace.graph.opaque import divides_by_inputs
 from qtrace.graph.types import TracedModule
-from qtrace.graph.walk import owner
 from qtrace.onnxfile import external_data
 
 __all__ = ["Activations", "activations"]
@@ -52,7 +51,7 @@ def activations(prepared: TracedModule, nodes: Sequence[str]) -> Activations:
     """
     if importlib.util.find_spec("onnx") is None:
         raise ExportError(f"the package onnx is not installed: run {install('onnx')}.")
-    if any(owner(expr).fragment.divides_by_inputs for expr in opaque_calls(prepared)):
+    if divides_by_inputs(prepared):
         raise ExportError("it divides by integers, and onnxruntime ends the process where one is 0.")
     from onnx import TensorProto, helper
 

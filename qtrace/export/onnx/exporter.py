@@ -346,7 +346,8 @@ class OnnxExporter:
         inputs = self.graph.inputs
         self.writer.names.update(inputs)
         self.writer.reserve(inputs.values())
-        self.writer.values = ChainMap(dict(self.writer.values), self.graph.values)
+        own = dict(self.writer.values)  # alone is written
+        self.writer.values = ChainMap(own, self.graph.values)  # type: ignore[arg-type]
         self.writer.rounded = self._rounded_results()
         on_integers = {note.kind for note in self.graph.annotation.notes if note.state == "int"}
         self.writer.number_kinds |= _ARITHMETIC & on_integers

@@ -23,10 +23,9 @@ import numpy as np
 from qtrace.errors import GraphError, ImportingError
 from qtrace.graph.engine import quiet_engine
 from qtrace.graph.interpreter import ENGINE_ERRORS, Interpreter, locate_failure
-from qtrace.graph.opaque import opaque_calls
+from qtrace.graph.opaque import divides_by_inputs
 from qtrace.graph.open_axes import FixedAxis, OpenAxes, OpenAxis, growth
 from qtrace.graph.types import Node, TensorNode, TracedModule
-from qtrace.graph.walk import owner
 from qtrace.importing.onnx.inputs import InputShape, fix_axes, open_sizes
 from qtrace.onnxfile.sessions import OrtSession, SessionError, SessionSettings, open_session
 
@@ -238,7 +237,7 @@ class _FileRuns:
         if session is None:
             return False
         feeds = {i.name: a.astype(i.dtype) for i, a in zip(inputs, arrays, strict=True)}
-        guarded = any(owner(expr).fragment.divides_by_inputs for expr in opaque_calls(traced))
+        guarded = divides_by_inputs(traced)
         with quiet_engine(traced):
             results = _outputs(traced, arrays) if guarded else None
         if guarded and results is None:  # perhaps at a division by 0, which the file would not survive

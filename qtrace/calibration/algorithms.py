@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-from megengine import Tensor
 
 from qtrace.config.algorithm import Named, algorithms, check_imported
 from qtrace.errors import CalibrationError
 from qtrace.graph.flatten import flatten
 from qtrace.graph.stepping import SegmentEngine
+from qtrace.graph.tensors import read_array, shared_copy
 from qtrace.graph.types import TracedModule
 from qtrace.learning.engine import LearningEngine
 from qtrace.preparation.float_stage import named_report
@@ -103,11 +103,11 @@ def run_calibrated(
 @contextmanager
 def restoring(model: TracedModule) -> Iterator[None]:
     """Restores every parameter and buffer of ``model`` when the block fails."""
-    before = {name: (tensor, tensor.numpy().copy()) for name, tensor in model.named_tensors()}
+    before = [(tensor, shared_copy(tensor)) for _, tensor in model.named_tensors()]
     try:
         yield
     except BaseException:
-        for tensor, value in before.values():
-            if not np.array_equal(tensor.numpy(), value, equal_nan=True):
-                tensor._reset(type(tensor)(Tensor(value)))
+        for tensor, value in before:
+            if not np.array_equal(read_array(tensor), read_array(value), equal_nan=True):
+                tensor._reset(value)
         raise

@@ -10,6 +10,7 @@ import numpy as np
 
 from qtrace.errors import CalibrationError
 from qtrace.graph.dataflow import evaluate_fixed, static_nodes
+from qtrace.graph.tensors import read_array
 from qtrace.graph.types import TensorNode
 from qtrace.graph.walk import is_float_tensor
 from qtrace.preparation.model import QuantizedModel
@@ -90,7 +91,7 @@ def watched(prepared: QuantizedModel) -> Watched:
     values = evaluate_fixed(prepared.module, (site.node for site in sites if site.static))
     for site in sites:
         if site.static:
-            value = site.fake_quant.channels_first(values[site.node].numpy())
+            value = site.fake_quant.channels_first(read_array(values[site.node]))
             fixed[site.group in dynamic].append((site.group, value))
         else:
             groups.setdefault(site.node.name, []).append(site.group)

@@ -29,6 +29,7 @@ from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.limits import limit_ranges
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import switch_phase
+from qtrace.process.memory import return_free_memory
 from qtrace.process.thread import on_engine_thread
 from qtrace.ptq.base import Batches
 from qtrace.runtimes.host import RuntimeHost
@@ -107,7 +108,9 @@ def calibrate(
         data = Batches(batches, prepared, min(_count(batches, max_batches) or count, count))
         if algorithms:
             segments = _segments(model, chosen, data, threads)
+            return_free_memory()
             run_calibrated(model, algorithms, data, progress, checkpoint, segments, learning)
+            return_free_memory()
             _fit_biases(model.view(prepared))  # learned scales may have become smaller
     return prepared
 

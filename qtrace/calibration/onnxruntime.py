@@ -9,6 +9,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -117,7 +118,9 @@ class OnnxRuntime:
             return None
         if part not in self._sessions:
             data = self._model.data if part == self._nodes else _with_outputs(self._model.data, outputs)
-            self._sessions[part] = start_session(data, host=self._host)
+            folder = self._model.folder
+            tensors = None if folder is None else Path(folder.name)
+            self._sessions[part] = start_session(data, host=self._host, tensors=tensors)
         return self._sessions[part]
 
 
@@ -131,7 +134,12 @@ def _with_outputs(data: bytes, names: set[str]) -> bytes:
     return model.SerializeToString()
 
 
-def start_session(data: bytes, fuse_integers: bool = True, host: RuntimeHost | None = None) -> OrtSession:
+def start_session(
+    data: bytes,
+    fuse_integers: bool = True,
+    host: RuntimeHost | None = None,
+    tensors: Path | None = None,
+) -> OrtSession:
     """Opens a model that computes as MegEngine does, each batch on one thread.
 
     onnxruntime's last bits depend on the number of threads of an op. Batches run beside each other instead,
@@ -141,13 +149,14 @@ def start_session(data: bytes, fuse_integers: bool = True, host: RuntimeHost | N
         data: the ONNX file.
         fuse_integers: whether ops between roundings may run on integers, with other last bits than in float.
         host: the interpreter or machine that has onnxruntime; None for this process.
+        tensors: the folder of tensors that ``data`` refers to.
 
     Raises:
         EngineError: when onnxruntime refuses the model.
         ExportError: when the host cannot be reached, or does not survive the model.
     """
     settings = SessionSettings(
-        threads=1, fuse_integers=fuse_integers, as_megengine=True, spin=False, host=host
+        threads=1, fuse_integers=fuse_integers, as_megengine=True, spin=False, host=host, tensors=tensors
     )
     try:
         return open_session(data, settings)

@@ -20,7 +20,7 @@ from qtrace.errors import ExportError
 from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.converted.located import locate_by_name
 from qtrace.export.converted.plain_graph import PlainGraph, is_plain
-from qtrace.export.format import Format
+from qtrace.export.format import Content, Format
 from qtrace.graph.opaque import OpaqueOp
 from qtrace.graph.open_axes import read_open_axes
 from qtrace.graph.types import TensorNode, TracedModule
@@ -183,14 +183,14 @@ def _check_foreign(path: Path, beside: Iterable[Path]) -> None:
         raise ExportError(f"{reason}. Name another file, or replace it with force=True.")
 
 
-def _write(contents: dict[Path, bytes]) -> None:
+def _write(contents: Mapping[Path, Content]) -> None:
     """Writes files that belong together: each to a temporary name first, then all are renamed."""
     for path in contents:
         if kind := kind_of(path):
             raise ExportError(f"{path} is {kind}: name a file.")
     with replacing(*contents) as files:
         for file, data in zip(files, contents.values(), strict=True):
-            file.write(data)
+            file.writelines([data] if isinstance(data, bytes) else data)
 
 
 def _find_format(path: Path, name: str | None) -> Format:

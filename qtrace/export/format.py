@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Format"]
+__all__ = ["Content", "Format"]
+
+Content = bytes | Iterable[bytes]
+"""What a file holds: all of it, or its pieces in order, which are made while they are written."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class Format:
     """
 
     name: str
-    write: Callable[..., dict[Path, bytes]]
+    write: Callable[..., Mapping[Path, Content]]
     suffixes: tuple[str, ...] = ()
     companions: tuple[str, ...] = ()
     options: tuple[str, ...] = ()

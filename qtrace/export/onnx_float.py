@@ -16,8 +16,8 @@ import numpy as np
 from qtrace.errors import ExportError
 from qtrace.export.converted.float_graph import float_graph
 from qtrace.export.converted.graph import ConvertedGraph
-from qtrace.export.format import Format
-from qtrace.export.onnx.exporter import OnnxOptions, check, write_model
+from qtrace.export.format import Content, Format
+from qtrace.export.onnx.exporter import OnnxOptions, check, contents_of, write_model
 from qtrace.export.parameters.base import beside, parameter_file
 from qtrace.export.parameters.sites import Names, ParameterLayer, site_table
 from qtrace.ops import OpCall
@@ -25,7 +25,7 @@ from qtrace.ops import OpCall
 __all__ = ["FORMAT"]
 
 
-def files(converted: ConvertedGraph, path: Path, *, params: str | None = None) -> dict[Path, bytes]:
+def files(converted: ConvertedGraph, path: Path, *, params: str | None = None) -> dict[Path, Content]:
     """Returns the float model and its parameter file.
 
     Args:
@@ -41,12 +41,11 @@ def files(converted: ConvertedGraph, path: Path, *, params: str | None = None) -
     exporter, model = write_model(float_graph(converted), OnnxOptions(names_parameters=False))
     _name_parameters(exporter.graph, model)
     check(model)
-    contents: dict[Path, bytes] = {}
+    contents: dict[Path, Content] = {}
     if kind is not None:
         rows = site_table(converted, _names(exporter.graph, exporter.writer, model))
         contents[beside(path, kind)] = kind.write(rows).encode()
-    contents[path] = model.SerializeToString()
-    return contents
+    return {**contents, **contents_of(model, path)}
 
 
 # Chosen by name: the suffix .onnx stands for the format with integers.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from megengine import Parameter, Tensor
+from megengine import Tensor
 from megengine.core._imperative_rt.core2 import Tensor as RawTensor
 from megengine.core._imperative_rt.core2 import apply
 from megengine.core.ops.builtin import GetVarShape
@@ -27,6 +27,7 @@ from qtrace.graph.arguments import argument_spec, set_arguments
 from qtrace.graph.finish import finish
 from qtrace.graph.inference import OpError, TensorType, TypeInference, summarize, type_of, zeros
 from qtrace.graph.opaque import OpaqueOp
+from qtrace.graph.tensors import stored_tensor
 from qtrace.graph.tracing.copies import find_copies, insert_copies
 from qtrace.graph.tracing.running import engine_for_tracing
 from qtrace.graph.walk import op_label
@@ -136,7 +137,7 @@ class GraphBuilder:
         Raises:
             GraphError: when the path is used already.
         """
-        tensor = Parameter(value) if trainable else Tensor(value)
+        tensor = stored_tensor(value, trainable)
         self._attach(path, tensor)
         return self._attribute(path)
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from megengine import Tensor
 from megengine.traced_module import TracedModule
 from megengine.traced_module.expr import Constant, Expr, GetAttr
 from megengine.traced_module.node import Node, TensorNode
@@ -20,6 +21,7 @@ from qtrace.graph.finish import finish
 from qtrace.graph.inference import recorded_type
 from qtrace.graph.node_meta import META, move_meta, own_meta
 from qtrace.graph.renewal import InlinedCall, renew_calls, same_type
+from qtrace.graph.tensors import shared_copies, shared_copy
 from qtrace.graph.walk import called_graph, get_module
 
 __all__ = ["flatten"]
@@ -30,15 +32,18 @@ _NO_GRAPH: dict[str, Any] = {"watch_points": [], "watch_node_value": {}, "end_po
 def flatten(traced: TracedModule) -> TracedModule:
     """Copies ``traced`` without hierarchy: one graph, parameters under their old names.
 
+    Large tensors share their values with those of the copy until one of both is written (`shared_copy`).
+
     Args:
-        traced: a traced module, flat or hierarchical; it is not changed and shares nothing with the copy.
+        traced: a traced module, flat or hierarchical; it is not changed, and no change of one reaches the
+            other.
 
     Returns:
         A flat ``TracedModule``. A submodule that is called twice becomes separate exprs on the same
         parameters; submodules of MegEngine's own kinds stay calls. The nodes of a flat graph keep their
         names, by which the record of a prepared graph knows them.
     """
-    memo: dict[int, Any] = {}
+    memo = shared_copies(traced)
     root = _copy_tree(traced, memo)
     (arg_def, graph), (out_def,) = (
         next(iter(traced.argdef_graph_map.items())),
@@ -183,6 +188,8 @@ class _Emitter:
         for node in new.inputs:
             node.users.append(new)
         if isinstance(expr, Constant):
+            if isinstance(expr.value, Tensor):
+                self.memo.setdefault(id(expr.value), shared_copy(expr.value))
             new.value = copy.deepcopy(expr.value, self.memo)
         if expr.const_val is not None:
             new.const_val = list(expr.const_val)

@@ -38,6 +38,7 @@ from qtrace.graph.engine import quiet_engine
 from qtrace.graph.equality import freeze
 from qtrace.graph.op_failure import describe_failure
 from qtrace.graph.opaque import OpaqueOp
+from qtrace.graph.tensors import holds_large_tensors, shared_copies
 from qtrace.graph.walk import called_graph, get_module, owner, reads_shape, updates_inputs
 
 __all__ = ["OpError", "TensorType", "TypeInference", "recorded_type", "summarize", "type_of", "zeros"]
@@ -214,9 +215,11 @@ class TypeInference:
     def _deduced(self, expr: Expr, inputs: Sequence[Any]) -> tuple[list[Any] | None, TreeDef | None]:
         types = [value for value in inputs if isinstance(value, TensorType)]
         if types and not reads_shape(expr) and _op_name(expr) not in _COMPUTED and all(map(_is_plain, types)):
+            # A network keeps the weights of each module that was called in it.
+            network = Network() if any(map(holds_large_tensors, inputs)) else self._network
             try:
                 with _silent_log():
-                    leaves, structure = _call(expr, [self._variable(value) for value in inputs])
+                    leaves, structure = _call(expr, [_variable(value, network) for value in inputs])
                 values = [_deduced_value(leaf) for leaf in leaves]
                 if all(value is None or value.shape != (1,) for value in values):
                     return values, structure
@@ -229,10 +232,12 @@ class TypeInference:
         exact = not types or reads_shape(expr)
         return [summarize(leaf) if exact else type_of(leaf) for leaf in leaves], structure
 
-    def _variable(self, value: Any) -> Any:
-        if not isinstance(value, TensorType):
-            return value
-        return self._network.make_input_node(value.shape, np.dtype(value.dtype), name="")
+
+def _variable(value: Any, network: Network) -> Any:
+    """Returns a variable of a type; copies a module with large weights, which a call keeps as arrays."""
+    if isinstance(value, TensorType):
+        return network.make_input_node(value.shape, np.dtype(value.dtype), name="")
+    return copy.deepcopy(value, shared_copies(value)) if holds_large_tensors(value) else value
 
 
 def _opaque_types(inputs: Sequence[Any]) -> list[Any] | None:

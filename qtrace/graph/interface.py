@@ -24,7 +24,7 @@ _ATTRIBUTE = "onnx_interface"
 # Type in the file -> type of the node of the graph.
 _CARRIED = {
     **{name: name for name in ("bool", "int8", "int16", "int32", "uint8", "uint16", "float32")},
-    **dict.fromkeys(("int64", "uint32", "uint64"), "int32"),
+    **dict.fromkeys(("int64", "uint16", "uint32", "uint64"), "int32"),
     **dict.fromkeys(("float16", "bfloat16", "float64"), "float32"),
 }
 _MAX_RANK = 7  # of MegEngine's tensors

@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import megengine as mge
 import numpy as np
@@ -25,7 +26,14 @@ from qtrace.errors import ExportError, GraphError, QtraceWarning
 from qtrace.graph.walk import exprs, get_module, owner
 from qtrace.onnxfile.fragment import Fragment, operators_of
 
-__all__ = ["OpaqueOp", "carried_dtype", "opaque_calls", "say_stopped_gradients", "stopped_gradients"]
+__all__ = [
+    "OpaqueOp",
+    "carried_dtype",
+    "divides_by_inputs",
+    "opaque_calls",
+    "say_stopped_gradients",
+    "stopped_gradients",
+]
 
 _INT32 = np.iinfo(np.int32)
 _CARRIED = {
@@ -51,20 +59,16 @@ class OpaqueOp(Module):
         model: that model.
     """
 
-    __slots__ = ("_opened", "_said")  # no attributes, which MegEngine would list, save and print
-    _opened: Fragment
-    _said: bool
-
     def __init__(self, model: bytes) -> None:
         super().__init__()
-        self.model = model  # type: ignore[misc]  # a module has a dict besides the slot
+        self.model = model
 
     @property
     def fragment(self) -> Fragment:
         """The model, opened."""
-        if not hasattr(self, "_opened"):
-            object.__setattr__(self, "_opened", Fragment(self.model))
-        return self._opened
+        if self not in _OPENED:
+            _OPENED[self] = Fragment(self.model)
+        return _OPENED[self]
 
     @property
     def operators(self) -> str:
@@ -99,8 +103,8 @@ class OpaqueOp(Module):
 
     def say_once(self) -> bool:
         """Returns whether nobody has said yet that a gradient stops here, and notes that it is said now."""
-        said = getattr(self, "_said", False)
-        object.__setattr__(self, "_said", True)
+        said = self in _SAID
+        _SAID.add(self)
         return not said
 
     def _carried(self, array: np.ndarray) -> np.ndarray:
@@ -144,27 +148,35 @@ class OpaqueOp(Module):
         tensors = tuple(mge.Tensor(np.zeros(n, dtype)) for n, dtype in zip(sizes, dtypes, strict=True))
         return tensors[0] if len(tensors) == 1 else tensors
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Returns the state without the opened model."""
-        return dict(self.__dict__)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> OpaqueOp:
         """Returns a copy that shares the opened model, which never changes."""
         result = type(self).__new__(type(self))
         memo[id(self)] = result
-        result.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
-        for name in OpaqueOp.__slots__:
-            if hasattr(self, name):
-                object.__setattr__(result, name, getattr(self, name))
+        result.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        if self in _OPENED:
+            _OPENED[result] = _OPENED[self]
+        if self in _SAID:
+            _SAID.add(result)
         return result
 
 
 register_as_builtin(OpaqueOp)
 
+# What runs add to an op: not its attributes, which MegEngine lists, saves and prints, nor slots, with which
+# it cannot trace the module again.
+_OPENED: WeakKeyDictionary[OpaqueOp, Fragment] = WeakKeyDictionary()
+_SAID: WeakSet[OpaqueOp] = WeakSet()
+
 
 def opaque_calls(traced: TracedModule) -> list[Expr]:
     """Returns the exprs of a graph that call an `OpaqueOp`, in order."""
     return [expr for expr in exprs(traced) if isinstance(owner(expr), OpaqueOp)]
+
+
+def divides_by_inputs(traced: TracedModule) -> bool:
+    """Returns whether an opaque node divides by integers of the graph, of which it refuses 0."""
+    ops = (owner(expr) for expr in exprs(traced))
+    return any(isinstance(op, OpaqueOp) and op.fragment.divides_by_inputs for op in ops)
 
 
 def say_stopped_gradients(traced: TracedModule) -> str:

@@ -18,19 +18,22 @@ import numpy as np
 from qtrace.errors import ExportError
 
 __all__ = [
+    "FILE_LIMIT",
     "LIMIT",
     "find_external",
     "load_tensors",
     "map_tensor",
-    "move_out",
     "release",
     "skeleton",
+    "split_off",
+    "tensor_bytes",
     "tensor_files",
     "without_large_values",
 ]
 
 # Bytes of tensors from which on they are stored outside; the rest of the file needs some of the 2 GB.
 LIMIT = 2**31 - 2**24
+FILE_LIMIT = 2**31  # bytes of a protobuf file
 
 # Smaller tensors stay inside: shapes and scales, which runtimes read while they load the graph.
 _MIN_BYTES_OUTSIDE = 1024
@@ -263,22 +266,49 @@ def _copy_fields(source: Any, target: Any, left_out: str) -> None:
             setattr(target, field.name, value)
 
 
-def move_out(model: Any, location: str) -> bytes:
-    """Moves the large tensors out of ``model``.
+def tensor_bytes(model: Any) -> int:
+    """Returns the bytes of all initializers of a model."""
+    return sum(tensor.ByteSize() for tensor in model.graph.initializer)
+
+
+def split_off(model: Any, location: str) -> tuple[Any, Iterator[bytes]]:
+    """Splits the large tensors off a model.
 
     Args:
-        model: the model, which is changed in place.
+        model: the model, which must not change until the pieces are written.
         location: the name of the tensors' file, beside the model's.
 
     Returns:
-        The content of that file.
+        A copy of the model whose large tensors are in that file, or the model itself if it has none; and the
+        content of that file, one tensor at a time.
     """
     import onnx
 
-    data = bytearray()
-    for tensor in _large(model):
-        data.extend(bytes(-len(data) % _ALIGNMENT_BYTES))
-        onnx.external_data_helper.set_external_data(tensor, location, len(data), len(tensor.raw_data))
-        data += tensor.raw_data
-        tensor.ClearField("raw_data")
-    return bytes(data)
+    large = {tensor.name for tensor in _large(model)}
+    if not large:
+        return model, iter(())
+    light = _without(model, {tensor.name for tensor in model.graph.initializer})
+    end = 0
+    for tensor in model.graph.initializer:
+        if tensor.name not in large:
+            light.graph.initializer.append(tensor)
+            continue
+        moved = light.graph.initializer.add(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
+        moved.doc_string, moved.data_location = tensor.doc_string, onnx.TensorProto.EXTERNAL
+        offset = end + -end % _ALIGNMENT_BYTES
+        end = offset + len(tensor.raw_data)
+        entries = {"location": location, "offset": offset, "length": end - offset}
+        for key, value in entries.items():
+            moved.external_data.add(key=key, value=str(value))
+    return light, _pieces(model, large)
+
+
+def _pieces(model: Any, names: Container[str]) -> Iterator[bytes]:
+    """Yields the values of some tensors, each begun at an address that can be mapped."""
+    end = 0
+    for tensor in model.graph.initializer:
+        if tensor.name in names:
+            data = tensor.raw_data
+            yield bytes(-end % _ALIGNMENT_BYTES)
+            yield data
+            end += -end % _ALIGNMENT_BYTES + len(data)

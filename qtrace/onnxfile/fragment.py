@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from qtrace.errors import ExportError
+from qtrace.onnxfile.divisions import describe_division_fault, divides_by_inputs
 from qtrace.onnxfile.sessions import OrtSession, SessionError, SessionSettings, open_session
 
 __all__ = ["Fragment", "FragmentTensor", "check_fragment", "infer_outputs", "operators_of"]
@@ -101,12 +103,21 @@ class Fragment:
             values: one array an input, in its dtype.
 
         Raises:
-            ExportError: when onnxruntime is not installed, or refuses the nodes or the values.
+            ExportError: when onnxruntime is not installed, refuses the nodes or the values, or would not
+                survive a division by 0.
         """
         if self._session is None:
             self._session = open_session(self._bytes, _SETTINGS, operators_of(self._model))
         names = [value.name for value in self._model.graph.input]
-        return self._session.run(None, dict(zip(names, values, strict=True)))
+        feeds = dict(zip(names, values, strict=True))
+        if fault := describe_division_fault(self._model, feeds):
+            raise ExportError(f"{fault}, at which onnxruntime ends the process: give other data.")
+        return self._session.run(None, feeds)
+
+    @property
+    def divides_by_inputs(self) -> bool:
+        """Whether it divides by integers that are inputs, of which `run` refuses 0."""
+        return divides_by_inputs(self._model)
 
     def infer(self, shapes: Sequence[Shape]) -> tuple[FragmentTensor, ...]:
         """Returns type and shape of each output for inputs of these shapes.

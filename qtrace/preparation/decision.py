@@ -14,6 +14,7 @@ from qtrace.preparation.passes.search import SearchOutcome
 from qtrace.preparation.passes.selecting import leave_selecting
 from qtrace.preparation.passes.unlike import find_unlike
 from qtrace.preparation.placement.reference import Measured, MeasuredRun
+from qtrace.process.memory import return_free_memory
 
 __all__ = ["Decision", "decide"]
 
@@ -64,6 +65,7 @@ def decide(
         unlike = leave_selecting(model, config, find_unlike(model, config, run))
         placing = place(model, config, run, unlike, outcome, fitted)
         measured = run.measured()  # by the names of the nodes as they are now
+    return_free_memory()  # of rounded weights, which runs of the graph have read
     changed: tuple[str, ...] = ()
     if placing is not None:
         placing, pieces = write_activations(model, placing)

@@ -22,6 +22,7 @@ from qtrace.fakequant.following.bn_fold import BnFold
 from qtrace.fakequant.following.dynamic import DynamicQuant
 from qtrace.graph.edit import RECORD_ATTRIBUTE
 from qtrace.graph.paths import describe_path
+from qtrace.graph.tensors import read_array
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.annotation import Annotation
 from qtrace.preparation.passes.insert import CONTAINER
@@ -171,7 +172,7 @@ def graph_hash(model: TracedModule) -> str:
 def hash_tensors(text: str, tensors: Iterable[tuple[str, Tensor]]) -> str:
     """Computes the SHA-256, in hex, of a text and of named tensors, independent of their order."""
     ordered = sorted(tensors, key=lambda named: named[0])
-    return hash_arrays(text, ((name, np.atleast_1d(tensor.numpy())) for name, tensor in ordered))
+    return hash_arrays(text, ((name, np.atleast_1d(read_array(tensor))) for name, tensor in ordered))
 
 
 def is_quantized(model: Module) -> bool:

@@ -29,11 +29,13 @@ import numpy as np
 from pydantic import Field
 
 from qtrace.display import progress_bar
+from qtrace.graph.tensors import read_array
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import get_module
 from qtrace.numerics import expand_blocks
 from qtrace.plugins.options import Float, Int
 from qtrace.process.blas import one_blas_thread
+from qtrace.process.memory import LargeFrees
 from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, FloatTask, Left, Report, SiteNoise
 from qtrace.ptq.layers.biases import add_biases, correct_bias
 from qtrace.ptq.layers.collecting import StatisticsCollector
@@ -55,6 +57,7 @@ __all__ = ["Gptq"]
 
 # The kinds of layers whose weights are rounded.
 _KINDS = ("conv2d", "linear")
+_FREED = 4  # times the weight that its layer takes and frees again, at least
 
 
 class Gptq(CalibratedAlgorithm):
@@ -94,10 +97,13 @@ class Gptq(CalibratedAlgorithm):
             if supported or (self.refit and layer.bias is not None):
                 layers.append(layer)
         collector = StatisticsCollector(task, layers, self.places, _KINDS)
-        changed, errors = [], []
+        changed, errors, frees = [], [], LargeFrees()
         for layer in progress_bar(layers, desc="gptq", unit="layer", disable=not task.progress):
-            outcome = _LayerRounding(self, task.model, layer, collector).run()
+            rounding = _LayerRounding(self, task.model, layer, collector)
+            outcome = rounding.run()
             collector.quantized.changed()
+            frees.note(_FREED * rounding.weight.nbytes)
+            del rounding
             errors.append(outcome.noise)
             if outcome.change:
                 changed.append(f"{layer.title}: {outcome.change}")
@@ -150,7 +156,7 @@ class _LayerRounding:
         self.options, self.model, self.layer = options, model, layer
         self.statistics = collector.collect(layer)
         self.held = collector.held
-        self.weight = get_module(model, layer.weight).numpy().astype(np.float64)
+        self.weight = read_array(get_module(model, layer.weight)).astype(np.float64)
         self.rows = grouped(self.weight)
         self.supported = layer.call.kind in _KINDS
         self.damping: float | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,13 +14,14 @@ from megengine.module import Module
 
 from qtrace import ops
 from qtrace.export.converted.shapes import shapes_of
+from qtrace.graph.tensors import read_array
 from qtrace.graph.types import Constant, Expr, GetAttr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs
 from qtrace.ops import OpCall
 from qtrace.preparation.model import QuantizedModel, QuantizedSite
 from qtrace.scheme import QParams
 
-__all__ = ["ConvertedGraph", "ConvertedOp"]
+__all__ = ["ConvertedGraph", "ConvertedOp", "StoredValues"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,17 +82,14 @@ class ConvertedGraph:
         return expr.interpret(self.module)[0] if isinstance(expr, GetAttr) else expr.value
 
     @cached_property
-    def values(self) -> dict[Node, np.ndarray]:
+    def values(self) -> Mapping[Node, np.ndarray]:
         """Returns node -> value for parameters and constants."""
         return self.values_of(exprs(self.module))
 
-    def values_of(self, among: Iterable[Expr]) -> dict[Node, np.ndarray]:
-        """Returns node -> value for the parameters and constants in ``among``."""
-        return {
-            expr.outputs[0]: self.attribute(expr).numpy()
-            for expr in among
-            if isinstance(expr, (GetAttr, Constant)) and isinstance(expr.outputs[0], TensorNode)
-        }
+    def values_of(self, among: Iterable[Expr]) -> Mapping[Node, np.ndarray]:
+        """Returns node -> value for the parameters and constants in ``among``, read when it is asked for."""
+        stored = (e for e in among if isinstance(e, (GetAttr, Constant)))
+        return StoredValues(self, {e.outputs[0]: e for e in stored if isinstance(e.outputs[0], TensorNode)})
 
     @property
     def nodes(self) -> dict[str, Node]:
@@ -126,6 +124,36 @@ class ConvertedGraph:
         """Returns the name of the integers of ``node``: that of its site, else that of the node."""
         site = self.site_of(node)
         return node.name if site is None else site.name
+
+
+class StoredValues(Mapping[Node, np.ndarray]):
+    """The values of parameters and constants, of which large ones are read again each time.
+
+    So an export has the values of one tensor in memory beside the graph's, not those of all.
+
+    Args:
+        graph: the graph.
+        stored: node -> the expr that gives its value.
+    """
+
+    def __init__(self, graph: ConvertedGraph, stored: dict[Node, GetAttr | Constant]) -> None:
+        self._graph, self._stored = graph, stored
+
+    def __getitem__(self, node: Node) -> np.ndarray:
+        """Returns the value of ``node``."""
+        return read_array(self._graph.attribute(self._stored[node]))
+
+    def __contains__(self, node: object) -> bool:
+        """Returns whether ``node`` is one of them, without its value."""
+        return node in self._stored
+
+    def __iter__(self) -> Iterator[Node]:
+        """Yields the nodes in the order of the graph."""
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        """Returns the number of nodes."""
+        return len(self._stored)
 
 
 def _input_names(model: TracedModule) -> dict[TensorNode, str]:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from qtrace.errors import ExportError, install
 from qtrace.export.converted.float_graph import bare_graph
+from qtrace.graph.opaque import divides_by_inputs
 from qtrace.graph.types import TracedModule
+from qtrace.onnxfile import external_data
 
 __all__ = ["Activations", "activations"]
+
+# Bytes of weights from which on onnxruntime maps them from a file, instead of two copies of them in memory.
+_LARGE = 2**27
 
 
 @dataclass(frozen=True)
@@ -18,7 +25,8 @@ class Activations:
     """A float model, and the inputs and outputs of it that are nodes of a graph.
 
     Attributes:
-        data: the ONNX file.
+        data: the ONNX file; from `_LARGE` bytes of weights on without them.
+        folder: the folder of its weights, which goes with this object; None if they are in ``data``.
         inputs: the names of the model's inputs, in the order of the graph's.
         outputs: node -> the output that holds its value.
         input_nodes: node -> the input that is its value.
@@ -28,6 +36,7 @@ class Activations:
     inputs: tuple[str, ...]
     outputs: dict[str, str]
     input_nodes: dict[str, str]
+    folder: tempfile.TemporaryDirectory[str] | None = None
 
 
 def activations(prepared: TracedModule, nodes: Sequence[str]) -> Activations:
@@ -42,6 +51,8 @@ def activations(prepared: TracedModule, nodes: Sequence[str]) -> Activations:
     """
     if importlib.util.find_spec("onnx") is None:
         raise ExportError(f"the package onnx is not installed: run {install('onnx')}.")
+    if divides_by_inputs(prepared):
+        raise ExportError("it divides by integers, and onnxruntime ends the process where one is 0.")
     from onnx import TensorProto, helper
 
     from qtrace.export.onnx.exporter import OnnxExporter
@@ -68,10 +79,15 @@ def activations(prepared: TracedModule, nodes: Sequence[str]) -> Activations:
     del model.graph.output[:]
     for tensor in dict.fromkeys(outputs.values()):
         model.graph.output.append(helper.make_tensor_value_info(tensor, TensorProto.FLOAT, None))
+    if external_data.tensor_bytes(model) < _LARGE:
+        return Activations(bytes(model.SerializeToString()), inputs, outputs, graph_inputs)
+    light, pieces = external_data.split_off(model, "weights")
     try:
-        data = model.SerializeToString()
-    except ValueError as error:
+        folder = tempfile.TemporaryDirectory(prefix="qtrace-activations-")
+        with Path(folder.name, "weights").open("wb") as file:
+            file.writelines(pieces)
+    except OSError as error:
         raise ExportError(
-            "the model is larger than an ONNX file may be, 2 GiB: use engine megengine."
+            f"its weights cannot be written to {tempfile.gettempdir()}: {error.strerror or error}."
         ) from error
-    return Activations(data, inputs, outputs, graph_inputs)
+    return Activations(bytes(light.SerializeToString()), inputs, outputs, graph_inputs, folder)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+from collections import ChainMap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -29,7 +30,7 @@ from qtrace.export.converted.located import located, site_expr
 from qtrace.export.converted.open_axes import Types, find_declared_axes, resized
 from qtrace.export.converted.plain_graph import PlainGraph
 from qtrace.export.detections import Suppression
-from qtrace.export.format import Format
+from qtrace.export.format import Content, Format
 from qtrace.export.onnx.kernels import softmax_overflows
 from qtrace.export.onnx.unsigned import weights_behind_joined_rows, write_unsigned_weights
 from qtrace.graph.dataflow import static_nodes
@@ -48,7 +49,7 @@ from qtrace.scheme import QParams
 if TYPE_CHECKING:
     from qtrace.export.onnx.origin import OwnNames
 
-__all__ = ["FORMAT", "OnnxExporter", "OnnxOptions", "check", "write_model"]
+__all__ = ["FORMAT", "OnnxExporter", "OnnxOptions", "check", "contents_of", "write_model"]
 
 _LOG = logging.getLogger("qtrace")
 
@@ -93,7 +94,7 @@ def files(
     preprocess: bool = False,
     nms: Any = None,
     weights: str = "auto",
-) -> dict[Path, bytes]:
+) -> dict[Path, Content]:
     """Returns a module as an ONNX file and, if it is large, a file with its tensors.
 
     Args:
@@ -148,12 +149,36 @@ def files(
     elif weights == "auto" and _may_be_unsigned(converted):
         write_unsigned_weights(model, weights_behind_joined_rows(model))
     check(model)
-    size = sum(len(t.raw_data) for t in model.graph.initializer)
-    if external or (external is None and size >= external_data.LIMIT):
-        beside = path.with_name(f"{path.name}.data")
-        data = external_data.move_out(model, beside.name)
-        if data:
-            return {beside: data, path: bytes(model.SerializeToString())}
+    return contents_of(model, path, external)
+
+
+def contents_of(model: Any, path: Path, external: bool | None = None) -> dict[Path, Content]:
+    """Returns a model as the contents of its files.
+
+    Args:
+        model: the model, which must not be changed until the files are written.
+        path: its path; the file of its tensors has that name with ``.data`` behind it.
+        external: whether its large tensors are in a file of their own; None: if one file cannot hold them.
+
+    Raises:
+        ExportError: when the model is too large for one file, and ``external`` is False.
+    """
+    size, beside = external_data.tensor_bytes(model), path.with_name(f"{path.name}.data")
+    too_large = external is None and size >= external_data.LIMIT
+    if external is False and size >= external_data.FILE_LIMIT:
+        raise ExportError(
+            f"{path.name} would have {size / 1e9:.1f} GB of tensors, more than one ONNX file holds: leave "
+            "out external=false."
+        )
+    if external or too_large:
+        light, pieces = external_data.split_off(model, beside.name)
+        if light is not model:
+            if external is None:
+                _LOG.warning(
+                    f"{path.name} has {size / 1e9:.1f} GB of tensors, more than one ONNX file holds: "
+                    f"they are in {beside.name}, which stays beside it."
+                )
+            return {beside: pieces, path: bytes(light.SerializeToString())}
     return {path: bytes(model.SerializeToString())}
 
 
@@ -324,7 +349,8 @@ class OnnxExporter:
         inputs = self.graph.inputs
         self.writer.names.update(inputs)
         self.writer.reserve(inputs.values())
-        self.writer.values.update(self.graph.values)
+        own = dict(self.writer.values)  # alone is written
+        self.writer.values = ChainMap(own, self.graph.values)  # type: ignore[arg-type]
         self.writer.rounded = self._rounded_results()
         on_integers = {note.kind for note in self.graph.annotation.notes if note.state == "int"}
         self.writer.number_kinds |= _ARITHMETIC & on_integers
@@ -338,6 +364,7 @@ class OnnxExporter:
         from qtrace.export.onnx.sized import first_difference
 
         other = OnnxExporter(self.graph, self.options)
+        other.writer.known = self.writer.initializers
         with resized(types):
             try:
                 other._emit_all()

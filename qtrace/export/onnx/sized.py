@@ -19,16 +19,17 @@ def first_difference(first: OnnxWriter, second: OnnxWriter) -> str:
         Its op and its name; "" if both files are equal.
     """
     for one, other in zip(first.nodes, second.nodes, strict=False):
-        if one != other or _stored(first, one) != _stored(second, other):
+        if one != other or not _reads_same(first, second, one):
             return f"{one.op_type} {one.output[0]!r}"
     if len(first.nodes) != len(second.nodes):
         return f"{_last(first.nodes)}"
     return ""
 
 
-def _stored(writer: OnnxWriter, node: onnx.NodeProto) -> list[bytes]:
-    tensors = (writer.initializers.get(name) for name in read_names(node))
-    return [bytes(tensor.raw_data) for tensor in tensors if tensor is not None]
+def _reads_same(first: OnnxWriter, second: OnnxWriter, node: onnx.NodeProto) -> bool:
+    """Returns whether the stored tensors that a node reads are the same in two writers."""
+    pairs = [(first.initializers.get(n), second.initializers.get(n)) for n in read_names(node)]
+    return all(a is b or (a and b and a.raw_data == b.raw_data) for a, b in pairs)
 
 
 def _last(nodes: Sequence[onnx.NodeProto]) -> str:

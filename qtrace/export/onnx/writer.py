@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -68,7 +68,7 @@ class OnnxWriter:
         self._computed: set[str] = set()  # the inputs of the model and the outputs of its nodes
         self._constants: dict[str, list[str]] = {}  # a name that was asked for -> the initializers of it
         self.names: dict[Node, str] = {}
-        self.values: dict[Node, np.ndarray] = {}
+        self.values: MutableMapping[Node, np.ndarray] = {}
         self.laid_out: set[Node] = set()  # weights whose integers are stored in ONNX's layout
         self.blocked: dict[Node, tuple[str, str, int]] = {}  # weights in blocks, as `stored_weights` has them
         self.dynamic: dict[Node, tuple[str, str, str]] = {}  # rounded by the batch, in three parts
@@ -88,6 +88,7 @@ class OnnxWriter:
         self.wider: dict[str, tuple[str, str]] = {}  # a converted tensor -> the one before, and its dtype
         self.number_kinds = frozenset(("add", "mul"))  # ops whose stored number becomes an integer
         self.in_pieces: frozenset[str] = frozenset()  # types of nodes that are written as simpler ones
+        self.known: Mapping[str, onnx.TensorProto] = {}  # tensors of another writer, which are used if equal
 
     def name(self, node: Node) -> str:
         """Returns the ONNX tensor of ``node``; parameters are written when they are first read."""
@@ -110,6 +111,9 @@ class OnnxWriter:
             if _is_same(self.initializers[known], tensor):
                 return known
         tensor.name = self._unique(name)
+        other = self.known.get(tensor.name)
+        if other is not None and _is_same(other, tensor):
+            tensor = other
         self.initializers[tensor.name] = tensor
         self._constants[name].append(tensor.name)
         return str(tensor.name)
@@ -338,7 +342,10 @@ class OnnxWriter:
     def model(
         self, name: str, inputs: list[Any], outputs: list[Any], metadata: dict[str, str], version: str
     ) -> onnx.ModelProto:
-        """Returns the model, without dequantized tensors and initializers that no node reads."""
+        """Returns the model, without dequantized tensors and initializers that no node reads.
+
+        The tensors move into the model one by one: the writer has none afterwards.
+        """
         self._drop_unread_sizes({value.name for value in outputs})
         used = {i for n in self.nodes for i in read_names(n)}.union(value.name for value in outputs)
         self.nodes = [n for n in self.nodes if n.op_type != "DequantizeLinear" or used.intersection(n.output)]
@@ -349,8 +356,14 @@ class OnnxWriter:
         self.versions.check(versions.opset)
         nodes, more = at_opset(self.nodes, versions.opset)
         _name_nodes(nodes)
-        graph = helper.make_graph(nodes, name, inputs, outputs, [*initializers, *more])
+        graph = helper.make_graph(nodes, name, inputs, outputs)
         model = helper.make_model(graph, opset_imports=self.versions.imports(versions.opset))
+        del initializers
+        for stored in list(self.initializers):
+            tensor = self.initializers.pop(stored)
+            if stored in read:
+                model.graph.initializer.append(tensor)
+        model.graph.initializer.extend(more)
         model.ir_version = versions.ir_version
         model.producer_name, model.producer_version = "qtrace", version
         helper.set_model_props(model, metadata)

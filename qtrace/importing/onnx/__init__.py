@@ -226,6 +226,7 @@ class _Building:
         origin = list_names(importer, self.graph)
         traced = importer.builder.finish(tuple(outputs) if len(outputs) > 1 else outputs[0])
         write_origin(traced, origin)
+        importer.layers.frees.give_back()
         if importer.kept:
             RemoveDeadCode().change(traced)  # what was added before a node was refused
         compose(traced)

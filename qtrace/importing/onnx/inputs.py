@@ -18,7 +18,7 @@ __all__ = ["InputShape", "fix_axes", "open_sizes", "resolve_inputs"]
 _MAX_RANK = 7  # of MegEngine's tensors
 _CARRIED = {
     **{name: name for name in ("float32", "int32", "int16", "int8", "uint8", "bool")},
-    **{"int64": "int32", "uint32": "int32", "uint64": "int32"},
+    **dict.fromkeys(("int64", "uint16", "uint32", "uint64"), "int32"),
     **dict.fromkeys(("float16", "bfloat16", "float64"), "float32"),
 }
 

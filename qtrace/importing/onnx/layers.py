@@ -15,6 +15,7 @@ from megengine.module import Module
 
 from qtrace.graph.builder import GraphBuilder
 from qtrace.graph.moves import Move
+from qtrace.graph.tensors import stored_tensor
 from qtrace.graph.types import TensorNode
 from qtrace.importing.onnx.model import OnnxNode
 from qtrace.importing.onnx.naming import LayerPaths, is_anonymous
@@ -22,6 +23,7 @@ from qtrace.importing.onnx.sizes.size import Number, Size, SizeError, axis_size,
 from qtrace.importing.onnx.values import Sizes, Stored
 from qtrace.onnxfile.external_data import release
 from qtrace.preparation.passes.given.tensors import GivenGrid
+from qtrace.process.memory import LargeFrees
 
 __all__ = ["Contradiction", "Layers", "Refusal", "StoredSource"]
 
@@ -67,6 +69,7 @@ class Layers:
         learnable: names of single numbers that stay tensors.
         kept: the paths of these tensors.
         sources: path of a parameter -> the stored tensor that it was made of.
+        frees: gives back the memory of stored tensors that became parameters.
     """
 
     def __init__(self, builder: GraphBuilder, source: tuple[TensorNode, int] | None = None) -> None:
@@ -83,6 +86,7 @@ class Layers:
         self._tensors: dict[Any, TensorNode] = {}
         self._modules: dict[Any, str] = {}
         self._sizes: dict[Any, TensorNode] = {}
+        self.frees = LargeFrees()
 
     def axis(self, node: TensorNode, axis: int) -> int | Size:
         """Returns the size of an axis; a multiple of the batch is read from the input."""
@@ -178,6 +182,7 @@ class Layers:
             trainable = kept or (stored.learned and not constant)
             self._tensors[key] = self.builder.parameter(path, array, trainable)
             release(stored.array)
+            self.frees.note(array.nbytes)
             self._note_source(path, stored)
             if kept:
                 self.kept.add(path)
@@ -208,8 +213,9 @@ class Layers:
                 needed = [int(n) for n in parameter.shape]
                 raise Refusal(f"reads {stored.name!r} {list(stored.array.shape)}, where {needed} belongs")
             values = np.ascontiguousarray(_carried(stored.array, stored.name), np.float32)
-            parameter._reset(type(parameter)(values.reshape(tuple(int(n) for n in parameter.shape))))
+            parameter._reset(stored_tensor(values.reshape(tuple(int(n) for n in parameter.shape))))
             release(stored.array)
+            self.frees.note(2 * values.nbytes)  # with the random numbers that the module began with
         path = self.names.layer(node, [tensor.name for tensor in tensors.values()])
         self._modules[key] = path
         for attribute, stored in tensors.items():
@@ -246,7 +252,7 @@ def _carried(array: np.ndarray, name: str) -> np.ndarray:
     Raises:
         Refusal: when MegEngine has no such numbers.
     """
-    if array.dtype in (np.int64, np.uint32, np.uint64):
+    if array.dtype in (np.int64, np.uint16, np.uint32, np.uint64):
         if array.size and (array.min() < _INT32.min or array.max() > _INT32.max):
             raise Refusal(f"reads {name!r}, whose numbers exceed int32, the largest integers of MegEngine")
         return array.astype(np.int32)

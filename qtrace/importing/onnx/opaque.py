@@ -243,15 +243,16 @@ _BEFORE: Any = object()  # the result of the node before, of two that were joine
 
 
 def _may_divide_by_zero(values: Sequence[Value | None]) -> bool:
-    """Returns whether a division is one of integers by numbers that are not stored, or are 0."""
+    """Returns whether a division is one of integers by 0, or by numbers that only onnxruntime computes.
+
+    What the graph computes is looked at before onnxruntime divides by it.
+    """
     divisor = values[1] if len(values) > 1 else None
     if isinstance(divisor, Stored):
         return divisor.array.dtype.kind in "iu" and not divisor.array.all()
     if isinstance(divisor, Kept):
         return "float" not in divisor.kinds[0].kind and "double" not in divisor.kinds[0].kind
-    if isinstance(divisor, Sizes):
-        return False
-    return isinstance(divisor, Computed) and divisor.dtype.kind in "iu"
+    return isinstance(divisor, QuantizedIntegers)
 
 
 def _as_in_file(

@@ -10,11 +10,13 @@ import numpy as np
 from megengine import Tensor
 
 from qtrace.graph.dataflow import evaluate_fixed, fixed_nodes, needed_nodes, static_nodes
+from qtrace.graph.tensors import read_array, stored_tensor
 from qtrace.graph.types import Expr, Input, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, is_float_tensor, reads_shape, tensor_inputs
 from qtrace.numerics import choose, fake_quantize
 from qtrace.ops import OpCall
 from qtrace.outputs.selections import SORTS, find_selecting, read_ranking
+from qtrace.process.memory import LargeFrees
 from qtrace.scheme import QScheme
 
 __all__ = ["Sites", "find_ends", "find_scores", "find_sites"]
@@ -50,13 +52,14 @@ def find_sites(
     fixed = fixed_nodes(model)
     layers = {e: c.weight for e, c in calls.items() if c.weight is not None and c.weight in fixed}
     exact = evaluate_fixed(model, layers.values())
-    weights = {}
+    weights, frees = {}, LargeFrees()
     for expr, node in layers.items():
         if names is not None and expr.outputs[0].name not in names:
             continue
-        rounded = _round_weight(exact[node].numpy(), calls[expr].channel_axes, scheme)
+        rounded = _round_weight(read_array(exact[node]), calls[expr].channel_axes, scheme)
         if rounded is not None and is_float_tensor(expr.outputs[0]):
-            weights[expr] = (node, Tensor(rounded))
+            weights[expr] = (node, stored_tensor(rounded, trainable=False))
+            frees.note(4 * rounded.nbytes)  # of the steps of rounding
     operands = {node for call in calls.values() for node in call.inputs}
     nodes = [*model.graph.inputs, *(node for expr in exprs(model) for node in expr.outputs)]
     values = {n for n in nodes if is_float_tensor(n) and (n not in fixed or n in operands)}

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from qtrace.graph.stepping import Stepper, as_array
+from qtrace.graph.tensors import read_array
 from qtrace.graph.types import Expr, TensorNode
 from qtrace.graph.walk import exprs, get_module
 from qtrace.ops import OpCall
@@ -71,7 +72,7 @@ class StatisticsCollector:
         if (layer.call.expr, 0) not in self._references:
             self._run_float(self._next_run(layer))
         self.quantized.advance(layer.call.expr)
-        weight = get_module(self.model, layer.weight).numpy().astype(np.float64)
+        weight = read_array(get_module(self.model, layer.weight)).astype(np.float64)
         reads = layer.call.kind in self._supported
         statistics = LayerStatistics(layer, grouped(weight).shape[-1] if reads else 0)
         for call in layer.calls:

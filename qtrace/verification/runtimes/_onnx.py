@@ -20,7 +20,7 @@ _SUFFIX = "_as_8_bits"
 
 # Type of a tensor of a graph -> types of inputs that it carries, as runtimes call them -> numpy's name.
 _CARRIED = {
-    "int32": {name: name for name in ("int64", "uint32", "uint64")},
+    "int32": {name: name for name in ("int64", "uint16", "uint32", "uint64")},
     "float32": {"float16": "float16", "double": "float64", "float64": "float64"},
 }
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -64,6 +66,41 @@ def test_large_models_do_so_by_themselves(
     assert qtrace.verify(path, converted, [X]).passed
     with pytest.raises(ExportError, match="more than 2 GB of tensors: verify it in onnxruntime"):
         qtrace.verify(path, converted, [X], runtime="openvino")
+
+
+def test_what_no_file_holds_is_split_in_one_line_or_refused(
+    converted: TracedModule,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    whole = onnx.load(qtrace.export(converted, tmp_path / "whole.onnx"))
+    monkeypatch.setattr(external_data, "LIMIT", 10_000)
+    monkeypatch.setattr(external_data, "FILE_LIMIT", 10_000)
+    path = qtrace.export(converted, tmp_path / "m.onnx")
+    lines = [r.message for r in caplog.records if "m.onnx.data" in r.message]
+    assert len(lines) == 1
+    assert "which stays beside it" in lines[0]
+    assert [t.name for t in onnx.load(path).graph.initializer] == [t.name for t in whole.graph.initializer]
+    with pytest.raises(ExportError, match=r"more than one ONNX file holds: leave out external=false"):
+        qtrace.export(converted, tmp_path / "n.onnx", external=False)
+    assert not (tmp_path / "n.onnx").exists()
+    qtrace.export(converted, tmp_path / "float.onnx", format="onnx_float")
+    assert (tmp_path / "float.onnx.data").exists()
+    onnx.checker.check_model(str(tmp_path / "float.onnx"), full_check=True)
+
+
+def test_a_full_disk_leaves_no_file(
+    converted: TracedModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(model: object, names: object) -> Iterator[bytes]:
+        yield b"0"
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(external_data, "_pieces", full)
+    with pytest.raises(ExportError, match=r"m\.onnx cannot be written: No space left on device\."):
+        qtrace.export(converted, tmp_path / "m.onnx", external=True)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_lost_or_cut_file_of_tensors_is_named(converted: TracedModule, tmp_path: Path) -> None:

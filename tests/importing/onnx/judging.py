@@ -78,7 +78,7 @@ def _carried(values: np.ndarray) -> np.ndarray:
     """Returns inputs in the dtypes that an imported network takes."""
     if values.dtype.kind == "f" or values.dtype.name == "bfloat16":
         return values.astype(np.float32)
-    return values.astype(np.int32) if values.dtype in (np.int64, np.uint32, np.uint64) else values
+    return values.astype(np.int32) if values.dtype in (np.int64, np.uint16, np.uint32, np.uint64) else values
 
 
 def _flat(result: Any) -> list[Any]:

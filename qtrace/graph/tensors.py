@@ -1,0 +1,90 @@
+"""Copies and reads large tensors without a further copy of their values.
+
+MegEngine copies a tensor by its values, and keeps what was read as an array as long as the tensor lives. A
+view of a whole tensor is cheaper: it shares the values, and its array goes with it. A write into either does
+not reach the other, since MegEngine writes a new value and never into an old one.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import numpy as np
+from megengine import Parameter, Tensor
+from megengine.module import Module
+
+__all__ = [
+    "drop_read_values",
+    "holds_large_tensors",
+    "read_array",
+    "shared_copies",
+    "shared_copy",
+    "stored_tensor",
+]
+
+_LEAST_BYTES = 2**16  # of smaller tensors a copy is as quick
+_INPLACE = "MEGENGINE_INPLACE_UPDATE"  # MegEngine's own switch: optimizers write into values then
+
+
+def read_array(tensor: Tensor) -> np.ndarray:
+    """Returns the values of a tensor, which keeps no array of them.
+
+    Args:
+        tensor: the tensor; it is not changed.
+    """
+    array: np.ndarray = (_view(tensor) if _is_large(tensor) else tensor).numpy()
+    return array
+
+
+def stored_tensor(values: np.ndarray, trainable: bool = True) -> Tensor:
+    """Returns a new tensor with some values, which keeps no array of them.
+
+    Args:
+        values: the values.
+        trainable: whether it is a Parameter.
+    """
+    kind = Parameter if trainable else Tensor
+    tensor = kind(values)
+    return kind(_view(tensor)) if _is_large(tensor) else tensor
+
+
+def shared_copy(tensor: Tensor) -> Tensor:
+    """Copies a tensor; a large one shares its values with the copy until one of them is written.
+
+    Args:
+        tensor: the tensor or parameter; it is not changed.
+    """
+    if not _is_large(tensor) or os.environ.get(_INPLACE, "0") != "0":
+        return copy.deepcopy(tensor)
+    return type(tensor)(_view(tensor))
+
+
+def shared_copies(module: Module) -> dict[int, Any]:
+    """Returns a memo for `copy.deepcopy` in which the large tensors of a module are copied already."""
+    tensors = (tensor for _, tensor in module.named_tensors())
+    return {id(tensor): shared_copy(tensor) for tensor in tensors if _is_large(tensor)}
+
+
+def holds_large_tensors(value: Any) -> bool:
+    """Returns whether ``value`` is a module with tensors that are worth to be shared."""
+    return isinstance(value, Module) and any(_is_large(tensor) for _, tensor in value.named_tensors())
+
+
+def drop_read_values(module: Module) -> None:
+    """Gives back the arrays that large tensors of a module keep since somebody has read them."""
+    for _, tensor in module.named_tensors():
+        if _is_large(tensor):
+            tensor._reset(_view(tensor))
+
+
+def _is_large(tensor: Tensor) -> bool:
+    """Returns whether a tensor is large, and has no more than its values that a copy must have."""
+    dtype = np.dtype(tensor.dtype)
+    plain = dtype.kind in "fiub" and dtype.metadata is None and tensor._qparams is None
+    return plain and int(np.prod(tensor._tuple_shape, dtype=np.int64)) * dtype.itemsize >= _LEAST_BYTES
+
+
+def _view(tensor: Tensor) -> Tensor:
+    return tensor.detach()[...]

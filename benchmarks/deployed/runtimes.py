@@ -29,6 +29,7 @@ from benchmarks.deployed import networks  # noqa: E402
 from benchmarks.timing import take_turns  # noqa: E402
 from qtrace.display import format_table  # noqa: E402
 from qtrace.metrics import ErrorSums  # noqa: E402
+from qtrace.onnxfile.saturation import products_saturate  # noqa: E402
 from qtrace.preparation.model import QuantizedModel  # noqa: E402
 
 __all__ = ["NETS", "RESULTS", "RUNTIMES", "RuntimeRow", "merged", "read", "table"]
@@ -182,6 +183,10 @@ def _quantize(row: RuntimeRow, network: networks.Network, backend: str, file: Pa
         config = {"observers": {"activation": "minmax", "weight": "minmax"}}
     if backend == "tflite":  # its kernels write no floats
         config["rules"] = [rule for rule in config.get("rules", ()) if "quantize_output" not in rule]
+    if backend == "openvino" and products_saturate():
+        target = qtrace.load_recipe("backend/openvino_avx2").to_dict()
+        config["weight"] = target["weight"]
+        config["rules"] = [*config.get("rules", ()), *target["rules"]]
     config.update(backend=backend, placement=row.variant)
     batches = [network.calibration[i : i + 1] for i in range(min(_CALIBRATED, len(network.calibration)))]
     prepared = qtrace.prepare(network.traced, config, samples=batches)

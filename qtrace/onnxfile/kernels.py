@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from qtrace.onnxfile.reading import read_model
 from qtrace.onnxfile.saturation import products_saturate
 from qtrace.onnxfile.sessions import SessionSettings, open_session
@@ -85,15 +87,24 @@ def find_kernels(path: Path, host: RuntimeHost | None = None) -> Kernels:
             names.append(node.output[0])
         else:
             floats.append((node.output[0], node.op_type, _explain_float(node, producers, readers)))
-    saturates = _has_signed_weights(model.model) and products_saturate(host)
+    saturates = _has_large_signed_weights(model.model) and products_saturate(host)
     return Kernels(tuple(names), tuple(floats), saturates, side)
 
 
-def _has_signed_weights(model: Any) -> bool:
-    """Returns whether a stored tensor of int8 is read as the integers of a weight."""
-    signed = {tensor.name for tensor in model.graph.initializer if tensor.data_type == _INT8 and tensor.dims}
+def _has_large_signed_weights(model: Any) -> bool:
+    """Returns whether a stored tensor of int8 is read as the integers of a weight, and passes 7 bits."""
+    signed = {tensor.name for tensor in model.graph.initializer if tensor.dims and _passes_7_bits(tensor)}
     readers = (n for n in model.graph.node if n.op_type.startswith(("DequantizeLinear", "QLinear")))
     return any(signed.intersection(node.input) for node in readers)
+
+
+def _passes_7_bits(tensor: Any) -> bool:
+    """Returns whether two products of an int8 tensor with uint8 may not fit into 16 bits."""
+    from onnx import TensorProto, numpy_helper
+
+    if tensor.data_type != _INT8 or tensor.data_location == TensorProto.EXTERNAL:
+        return bool(tensor.data_type == _INT8)
+    return bool(np.abs(numpy_helper.to_array(tensor).astype(np.int16)).max(initial=0) > 64)
 
 
 def _optimize(path: Path, host: RuntimeHost | None) -> tuple[Any, Mapping[str, Any]]:

@@ -32,7 +32,7 @@ from qtrace.export.converted.plain_graph import PlainGraph
 from qtrace.export.detections import Suppression
 from qtrace.export.format import Content, Format
 from qtrace.export.onnx.kernels import softmax_overflows
-from qtrace.export.onnx.unsigned import weights_behind_joined_rows, write_unsigned_weights
+from qtrace.export.onnx.weight_types import kinds_in_float, stores_unsigned, write_weight_types
 from qtrace.graph.dataflow import static_nodes
 from qtrace.graph.interface import Interface, read_interface
 from qtrace.graph.opaque import OpaqueOp
@@ -40,7 +40,6 @@ from qtrace.graph.origin import FileOrigin, read_origin
 from qtrace.graph.types import Expr, GetAttr, Node, TensorNode
 from qtrace.graph.walk import is_float_tensor, op_label, output_index, owner
 from qtrace.onnxfile import external_data
-from qtrace.onnxfile.saturation import products_saturate
 from qtrace.ops import OpCall
 from qtrace.preparation.model import QuantizedSite
 from qtrace.preparation.record import graph_hash
@@ -116,9 +115,10 @@ def files(
         nms: how the file of a detector chooses boxes, as a mapping of `Suppression`; None for a file with the
             outputs of the graph alone. The boxes are further outputs.
         weights: the type of the integers of weights: ``int8``; ``uint8`` with zero point 128, the same
-            numbers, for which onnxruntime has exact kernels on every processor; or ``auto``: ``uint8`` for
-            backends onnxruntime and openvino if products of uint8 and int8 saturate on this processor (x86
-            without VNNI), and for the weights of `weights_behind_joined_rows`; else ``int8``.
+            numbers, for which onnxruntime has exact kernels on every processor; or ``auto``: for backends
+            onnxruntime and openvino ``uint8`` for weights of more than 7 bits if products of uint8 and int8
+            saturate on this processor (x86 without VNNI), and for those of `weights_behind_joined_rows`; else
+            ``int8``. With ``uint8``, openvino gets the weights of transposed convolutions as floats.
 
     Raises:
         ExportError: when a node has no ONNX form or rounds in another way than ONNX, naming it, an option has
@@ -129,25 +129,17 @@ def files(
             raise ExportError(f"{name}={value!r} is no choice of the ONNX export: choose true or false.")
     if opset is not None and (type(opset) is not int or not 13 <= opset <= 21):
         raise ExportError(f"opset={opset!r} is no choice of the ONNX export: choose one from 13 to 21.")
-    unsigned = _stores_unsigned(converted, weights)
+    unsigned = stores_unsigned(converted, weights)
     suppression = None if nms is None else Suppression.of(nms)
-    options = OnnxOptions(
-        packed, float_kinds(allow_float), opset, (input_names, output_names), preprocess, suppression
-    )
+    floats = float_kinds(allow_float) | (kinds_in_float(converted) if unsigned else frozenset())
+    options = OnnxOptions(packed, floats, opset, (input_names, output_names), preprocess, suppression)
     exporter, model = write_model(converted, options)
     from qtrace.export.onnx.pools import write_fast_poolings
 
     write_fast_poolings(model)
     if exporter.writer.version_change:
         _LOG.info(exporter.writer.version_change)
-    if unsigned:
-        if write_unsigned_weights(model) and weights == "auto":
-            _LOG.info(
-                "weights are stored as uint8, since onnxruntime's products of uint8 and int8 saturate on "
-                "this processor; for a processor with VNNI or for ARM, export with weights=int8."
-            )
-    elif weights == "auto" and _may_be_unsigned(converted):
-        write_unsigned_weights(model, weights_behind_joined_rows(model))
+    write_weight_types(converted, model, weights, unsigned)
     check(model)
     return contents_of(model, path, external)
 
@@ -193,40 +185,6 @@ FORMAT = Format(
     float_options=("external", "opset", "input_names", "output_names", "nms"),
     has_composites=True,
 )
-
-
-def _stores_unsigned(converted: ConvertedGraph, weights: str) -> bool:
-    """Returns whether weights are stored as uint8.
-
-    Raises:
-        ExportError: when ``weights`` is no choice, or the target takes signed integers only.
-    """
-    if weights not in ("auto", "int8", "uint8"):
-        raise ExportError(f"weights={weights!r} is no choice of the ONNX export: choose auto, int8 or uint8.")
-    if weights == "int8" or isinstance(converted, PlainGraph):
-        return False
-    if weights == "auto":
-        return _may_be_unsigned(converted) and products_saturate()
-    name, signed = converted.annotation.backend, _has_signed_activations(converted)
-    if signed or backends.get(name).activation.signed:
-        raise ExportError(
-            f"weights=uint8 is no choice for backend {name} with signed activations, which no runtime "
-            "multiplies by unsigned weights: leave it out."
-        )
-    return True
-
-
-def _may_be_unsigned(converted: ConvertedGraph) -> bool:
-    """Returns whether the target of a converted module multiplies its activations by uint8 weights."""
-    if isinstance(converted, PlainGraph):
-        return False
-    on_cpu = converted.annotation.backend in ("onnxruntime", "openvino")
-    return on_cpu and not _has_signed_activations(converted)
-
-
-def _has_signed_activations(converted: ConvertedGraph) -> bool:
-    """Returns whether an activation is signed: runtimes do not multiply those by unsigned weights."""
-    return any(site.qparams.scheme.signed for site in converted.sites if site.sort == "activation")
 
 
 def check(model: Any) -> None:

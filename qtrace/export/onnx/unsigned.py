@@ -5,21 +5,28 @@ which adds two neighbouring products in 16 bits and saturates: ``255 * 127 + 255
 weights take a kernel that adds in 32 bits (onnxruntime, "Quantize ONNX models", "Data type selection"). A
 weight ``w`` with zero point 0 and the weight ``w + 128`` with zero point 128 are the same number.
 
+Integers up to 64 need no other type: ``255 * 64 + 255 * 64`` fits.
+
+OpenVINO's kernels saturate, too, but for those of depthwise convolutions. It computes layers with uint8
+weights in float, and a transposed convolution of an input whose zero point is 0 wrong: it leaves out the 128.
+
 OpenVINO's plugin takes the rows of a concat along axis 1 for channels, and then refuses a product of them
-with int8 weights: "[MatMulTransformation] ... cannot be broadcasted". It takes uint8 weights everywhere.
+with int8 weights: "[MatMulTransformation] ... cannot be broadcasted". It takes uint8 weights there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 
 from qtrace.graph.names import unused_name
 
-__all__ = ["weights_behind_joined_rows", "write_unsigned_weights"]
+__all__ = ["SAFE_BITS", "weights_behind_joined_rows", "weights_that_saturate", "write_unsigned_weights"]
 
+SAFE_BITS = 7  # of weights of which two products with uint8 fit into 16 bits
+_SAFE = 64
 _SHIFT = 128
 
 
@@ -48,6 +55,35 @@ def weights_behind_joined_rows(model: Any) -> set[str]:
     ranks = {rows: rank for rows, rank in ranks.items() if rows in weights and rank > 2}
     joined = (rows for rows, rank in ranks.items() if producers[rows].attribute[0].i % rank == 1)
     return {name for rows in joined for name in weights[rows]}
+
+
+def weights_that_saturate(model: Any, depthwise: bool = True) -> set[str]:
+    """Returns the dequantized int8 weights of which two products may not fit into 16 bits.
+
+    Args:
+        model: an ONNX model with all of its tensors.
+        depthwise: whether those of depthwise convolutions count.
+    """
+    from onnx import numpy_helper
+
+    stored = {tensor.name: tensor for tensor in model.graph.initializer}
+    safe = set()
+    for name, tensor in stored.items():
+        values = numpy_helper.to_array(tensor) if tensor.data_type == tensor.INT8 else np.zeros(0, np.int8)
+        if np.abs(values.astype(np.int16)).max(initial=0) <= _SAFE:
+            safe.add(name)
+    integers = {n.output[0]: n.input[0] for n in model.graph.node if n.op_type == "DequantizeLinear"}
+    if not depthwise:
+        for node in model.graph.node:
+            weight = integers.get(node.input[1], "") if node.op_type == "Conv" else ""
+            if weight in stored and _is_depthwise(node, stored[weight].dims):
+                safe.add(weight)
+    return {name for name, integer in integers.items() if integer not in safe}
+
+
+def _is_depthwise(conv: Any, shape: Sequence[int]) -> bool:
+    groups = next((a.i for a in conv.attribute if a.name == "group"), 1)
+    return groups > 1 and shape[1] == 1
 
 
 def write_unsigned_weights(model: Any, chosen: Collection[str] | None = None) -> int:

@@ -15,7 +15,7 @@ from onnx import numpy_helper
 
 import qtrace
 from qtrace.errors import ExportError
-from qtrace.export.onnx import exporter
+from qtrace.export.onnx import weight_types
 from qtrace.onnxfile.saturation import products_saturate
 from qtrace.verification.causes import SATURATION
 from tests.nets import images, net
@@ -83,14 +83,14 @@ def test_uint8_weights_are_the_same_numbers_and_exact_in_optimized_kernels(
 def test_the_processor_decides_by_default(
     converted: TracedModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saturate: bool
 ) -> None:
-    monkeypatch.setattr(exporter, "products_saturate", lambda: saturate)
+    monkeypatch.setattr(weight_types, "products_saturate", lambda: saturate)
     path = qtrace.export(converted, tmp_path / "m.onnx")
     assert _types(path) == ({"uint8"} if saturate else {"int8"})
 
 
 @pytest.mark.parametrize("recipe", ["backend/tensorrt", "backend/qnn"])
 def test_other_targets_keep_their_types(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exporter, "products_saturate", lambda: True)
+    monkeypatch.setattr(weight_types, "products_saturate", lambda: True)
     model = qtrace.trace(M.Sequential(M.Conv2d(3, 4, 3), M.ReLU()), X)
     other = qtrace.convert(qtrace.calibrate(qtrace.prepare(model, recipe), [X], progress=False))
     before = _types(qtrace.export(other, tmp_path / "a.onnx", format="onnx", weights="int8"))
@@ -165,8 +165,41 @@ def test_openvino_takes_products_of_rows_that_a_concat_joins(
     model = net(forward, **layers, fc=M.Linear(8, 4, bias=form == "bias"))
     prepared = qtrace.prepare(qtrace.trace(model, X), "backend/openvino")
     quantized = qtrace.convert(qtrace.calibrate(prepared, [X, BRIGHT], progress=False))
-    monkeypatch.setattr(exporter, "products_saturate", lambda: False)
+    monkeypatch.setattr(weight_types, "products_saturate", lambda: False)
     path = qtrace.export(quantized, tmp_path / "auto.onnx")
     openvino.Core().compile_model(str(path), "CPU")
     assert _types(path) == {"int8", "uint8"}  # the layers before keep int8
     assert qtrace.verify(path, quantized, [X], runtime="onnxruntime", optimized=False).passed
+
+
+@pytest.fixture(scope="module")
+def bright_layers() -> TracedModule:
+    """Layers with large weights of one sign, traced: a depthwise and a transposed one among them."""
+
+    def forward(self, x):
+        x = F.relu(self.deep(F.relu(self.conv(x))))
+        return self.last(F.relu(self.up(x)))
+
+    layers = {"conv": M.Conv2d(3, 8, 3, padding=1), "deep": M.Conv2d(8, 8, 3, padding=1, groups=8)}
+    model = net(forward, **layers, up=M.ConvTranspose2d(8, 4, 2, stride=2), last=M.Conv2d(4, 4, 1))
+    rng = np.random.default_rng(0)
+    for parameter in model.parameters():
+        parameter[...] = rng.uniform(0.1, 0.2, parameter.shape).astype(np.float32)
+    return qtrace.trace(model, BRIGHT)
+
+
+@pytest.mark.parametrize("recipe", ["backend/openvino", "backend/openvino_avx2"])
+def test_openvino_computes_the_file_for_a_processor_that_saturates(
+    recipe: str, bright_layers: TracedModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    openvino = pytest.importorskip("openvino")
+    monkeypatch.setattr(weight_types, "products_saturate", lambda: True)
+    calibrated = qtrace.calibrate(qtrace.prepare(bright_layers, recipe), [BRIGHT], progress=False)
+    path = qtrace.export(qtrace.convert(calibrated), tmp_path / "m.onnx")
+    assert _types(path) == ({"int8"} if recipe.endswith("avx2") else {"int8", "uint8"})  # depthwise: int8
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    (exact,) = ort.InferenceSession(str(path), options).run(None, {"x": BRIGHT})
+    compiled = openvino.Core().compile_model(str(path), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    (result,) = compiled([BRIGHT]).values()
+    np.testing.assert_allclose(result, exact, atol=0.02 * np.abs(exact).max())

@@ -180,7 +180,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--quick", action="store_true", help="networks so small that the figures mean nothing"
     )
     quick = parser.parse_args(arguments).quick
-    width, depth, samples, repeats = (64, 1, 8, 2) if quick else (256, 4, 64, 15)
+    width, depth, samples, repeats = (64, 1, 8, 2) if quick else (256, 2, 32, 15)
     cases = {
         "text classifier": (
             TextClassifier(width, depth),

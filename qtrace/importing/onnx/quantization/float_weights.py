@@ -73,7 +73,8 @@ class _Rewriter:
         known = all(name in self.graph.stored for name in (integers, scales, *([zeros] if zeros else [])))
         if not known or order or node.attributes.get("bits", 4) not in (4, 8):
             return []
-        weight = _dequantized(node.attributes, *(self.graph.stored.get(n) for n in (integers, scales, zeros)))
+        stored = self.graph.stored
+        weight = _dequantized(node.attributes, stored[integers], stored[scales], stored.get(zeros))
         name = self._store(f"{integers}_float", weight)
         self.counts["weight_only"] += 1
         if not bias:

@@ -169,9 +169,23 @@ def test_the_precision_says_the_method(rows: TracedModule) -> None:
         "dynamic": "precision: w8a8_dynamic in all 4 layers",
         "one of each": "precision: w8a8 in 2 of 4 layers, w8a8_dynamic in 1, w8 in 1",
     }
-    text = str(qtrace.explain(qtrace.prepare(rows, CONFIGS["one of each"])))
-    assert "rules[0] says method: dynamic" in text
-    assert "its weight alone is stored as integers: rules[1] says method: weight_only" in text
+    explanation = qtrace.explain(qtrace.prepare(rows, CONFIGS["one of each"]))
+    reasons = {name: " ".join(explanation.why(name)[0].text(None).split()) for name in ("a_out", "c_out")}
+    assert (
+        "it rounds what it reads by the range of each batch, and gives floats: rules[0]" in reasons["a_out"]
+    )
+    assert "its weight alone is stored as integers: rules[1] says method: weight_only" in reasons["c_out"]
+
+
+@pytest.mark.parametrize("name", ["w8", "w4", "w8a8_dynamic"])
+def test_recipes_name_the_targets_that_have_the_method(name: str) -> None:
+    config = qtrace.load_recipe(name)
+    assert (config.backend, config.placement) == ("onnxruntime", "everything")
+    assert qtrace.load_recipe(f"vit+{name}").method == config.method
+    with pytest.raises(
+        ConfigError, match=f"tflite has no {name}: quantizing by method .* is for generic and onnx"
+    ):
+        qtrace.load_recipe(f"{name}+tflite")
 
 
 @pytest.mark.parametrize(

@@ -8,16 +8,13 @@ from qtrace.graph.types import Constant, Expr, GetAttr, TensorNode
 from qtrace.graph.walk import is_float_tensor, module_path, op_label, tensor_inputs
 from qtrace.ops import OpCall, Role
 from qtrace.ops.macs import count_macs
-from qtrace.preparation.annotation import ExprNote, Plan, Site
+from qtrace.preparation.annotation import DYNAMIC, ExprNote, Plan, Site
 from qtrace.preparation.passes._chains import Chain, Chains, find_summands, output_choice
 from qtrace.preparation.passes._sites import Placement
 from qtrace.preparation.passes._view import STATIC, View
 from qtrace.preparation.passes._wants import Wants
 
-__all__ = ["DYNAMIC", "write_notes"]
-
-DYNAMIC = "uint8 affine, by the range of each batch"
-"""What a layer with method ``dynamic`` asks for."""
+__all__ = ["write_notes"]
 
 
 def write_notes(

@@ -172,7 +172,7 @@ def test_the_precision_says_the_method(rows: TracedModule) -> None:
     explanation = qtrace.explain(qtrace.prepare(rows, CONFIGS["one of each"]))
     reasons = {name: " ".join(explanation.why(name)[0].text(None).split()) for name in ("a_out", "c_out")}
     assert (
-        "it rounds what it reads by the range of each batch, and gives floats: rules[0]" in reasons["a_out"]
+        "It rounds what it reads by the range of each batch, and gives floats: rules[0]" in reasons["a_out"]
     )
     assert "its weight alone is stored as integers: rules[1] says method: weight_only" in reasons["c_out"]
 

@@ -5,6 +5,8 @@ onnxruntime fuses the nodes of a layer into one kernel, DynamicQuantizeMatMul, w
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from qtrace.export.onnx.types import Emitter
@@ -58,7 +60,7 @@ def emit_dynamic_product(w: OnnxWriter, call: OpCall) -> None:
 
 def _round(w: OnnxWriter, call: OpCall) -> None:
     source, name = w.name(call.inputs[0]), call.out.name
-    module = owner(call.expr)
+    module: Any = owner(call.expr)
     if module.phase in ("float", "observe"):
         w.names[call.out] = source
         return

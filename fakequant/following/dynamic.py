@@ -13,6 +13,7 @@ in float32, with ties to even.
 from __future__ import annotations
 
 import megengine.functional as F
+import numpy as np
 from megengine import Tensor
 from megengine.module import Module
 
@@ -38,26 +39,27 @@ class DynamicQuant(Module):
         super().__init__()
         self.site = site
         self.phase = "float"
+        # A tensor of the module: jit.trace divides by a number in the code as it multiplies by its inverse.
+        self.steps = as_float32(np.array([255.0]))
 
     def forward(self, x: Tensor) -> Tensor:
         """Fake-quantizes ``x``, float32 of any shape; a no-op in the phases float and observe.
 
-        The gradient passes straight through: no value lies outside of the range.
+        The gradient passes straight through, but for an end that a rounded zero point leaves outside.
         """
         if self.phase in ("float", "observe"):
             return x
         scale, zero_point = self.grid(x)
         return quant_dequant(x, scale, zero_point, DYNAMIC_LEVELS, (1,))
 
-    @staticmethod
-    def grid(x: Tensor) -> tuple[Tensor, Tensor]:
+    def grid(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the scale and the zero point of ``x``, float32 of shape (1,)."""
         values = x.detach()
         low = F.minimum(F.min(values), 0.0).reshape(1)
         high = F.maximum(F.max(values), 0.0).reshape(1)
-        scale = (high - low) / 255.0
+        scale = (high - low) / self.steps
         scale = scale + (scale <= 0.0).astype("float32")
-        one, zero = as_float32([1.0]), as_float32([0.0])
+        one, zero = as_float32(np.ones(1)), as_float32(np.zeros(1))
         return scale, quant_dequant(-low / scale, one, zero, DYNAMIC_LEVELS, (1,))
 
     def _module_info_string(self) -> str:

@@ -13,6 +13,7 @@ from qtrace.graph.names import unused_name
 from qtrace.scheme import QScheme
 
 __all__ = [
+    "DYNAMIC",
     "Annotation",
     "DynamicInput",
     "ExprNote",
@@ -27,6 +28,9 @@ __all__ = [
 ]
 
 Sort = Literal["activation", "weight", "bias"]
+DYNAMIC = "uint8 affine, by the range of each batch"
+"""What a layer with method ``dynamic`` asks for at its input, as `ExprNote.asks` has it."""
+
 _ROUNDED = "_q"
 _DERIVED = (_ROUNDED, "_int")
 _RESERVED = frozenset(dir(Identity()))

@@ -22,7 +22,7 @@ TARGETS = tuple(name for name in recipe_names() if name.startswith("backend/"))
 PARTS = tuple(n for n in recipe_names() if n.startswith("common/") and n != SYMMETRIC)
 SHORT = backends.known()  # `onnxruntime` is short for `backend/onnxruntime`
 FAMILIES = tuple(
-    n for n in recipe_names() if "/" not in n and n not in SHORT and not n.startswith(("int8", "w4a", "w8a"))
+    n for n in recipe_names() if "/" not in n and n not in SHORT and not n.startswith(("int8", "w4", "w8"))
 )
 
 WITHOUT_RULES = ("darknet53", "densenet", "hrnet", "regnet_x", "vgg")

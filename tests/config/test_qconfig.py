@@ -220,7 +220,7 @@ def test_patch_applies_to_any_scheme(data):
 
 
 def test_patch_knows_the_attributes_of_a_scheme():
-    assert list(SchemePatch.model_fields) == list(QScheme().to_dict())
+    assert list(SchemePatch.model_fields) == list(QScheme(axis=0, block=32).to_dict())
     with pytest.raises(SchemeError):
         QScheme(bits=17)
     with pytest.raises(ConfigError, match=r"bits must be at most 16, not 17\."):
@@ -458,11 +458,11 @@ def test_every_mistake_has_a_line():
         "weight.bits must be at most 16, not 99.",
         "weight.signed must be true or false, not 1.",
         "rules[0]: the rule changes nothing: give it one of quantize, activation, weight, output, "
-        "quantize_output, observers, fakequant, share, placement.",
+        "quantize_output, observers, fakequant, share, placement, method.",
         "unknown key 'qq' in rules[1]; known: match, quantize, activation, weight, output, quantize_output, "
-        "observers, fakequant, share, placement, backends, optional.",
+        "observers, fakequant, share, placement, method, backends, optional.",
         "unknown key 'zzz'; known: name, description, backend, preprocess, activation, weight, observers, "
-        "fakequant, rules, region, placement, cost_table, ptq, qat, expect.",
+        "fakequant, rules, region, placement, method, cost_table, ptq, qat, expect.",
     ]
 
 

@@ -32,12 +32,13 @@ TARGETS_BY_SHORT_NAME = {"onnxruntime", "megengine"}
 ALIKE = {"resnet18", "resnet50", "efficientnet_b0", "efficientnet_b1", "efficientnet_b2", "w4a4_lsq"}
 ALIKE |= {"int8", "w4a4_reconstruct", "w4a8_adaround"}
 PRECISIONS = {"w8a8", "w8a16", "w4a8", "w4a16"}  # of any network: tests/config/test_precision.py
+METHODS = {"w8", "w4", "w8a8_dynamic"}  # tests/export/onnx/test_methods.py
 CASES = one_of_each([entry for entry in ENTRIES if not entry.plain])
 SLOW = {"freeanchor"}  # RetinaNet's network and recipe with another loss
 
 
 def test_every_family_has_a_network_that_the_quick_tests_run() -> None:
-    general = TARGETS_BY_SHORT_NAME | ALIKE | PRECISIONS
+    general = TARGETS_BY_SHORT_NAME | ALIKE | PRECISIONS | METHODS
     families = {name for name in recipe_names() if "/" not in name} - general
     assert {entry.recipe for entry in ENTRIES if not entry.plain} == families
     assert {entry.recipe for entry in ENTRIES if not entry.plain and not entry.slow} == families - SLOW

@@ -5,37 +5,31 @@ onnxruntime fuses the nodes of a layer into one kernel, DynamicQuantizeMatMul, w
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from qtrace.export.onnx.types import Emitter
 from qtrace.export.onnx.writer import OnnxWriter, integer_type
 from qtrace.graph.walk import owner
 from qtrace.ops import OpCall
-from qtrace.preparation.annotation import Annotation
 from qtrace.preparation.model import QuantizedSite
 
-__all__ = ["DYNAMIC", "dynamic_weights", "emit_dynamic_product", "is_dynamic", "store_integers"]
+__all__ = ["DYNAMIC", "emit_dynamic_product", "is_dynamic", "store_integers"]
 
 _FLOAT = 1  # TensorProto.FLOAT
 
 
-def dynamic_weights(annotation: Annotation) -> frozenset[str]:
-    """Returns the sites of weights that layers with method ``dynamic`` alone read."""
-    readers = {name for entry in annotation.dynamic for name in entry.consumers}
-    weights = {note.weight for note in annotation.notes if note.name in readers}
-    return frozenset(weights - {n.weight for n in annotation.notes if n.name not in readers})
-
-
-def store_integers(w: OnnxWriter, site: QuantizedSite, value: np.ndarray) -> None:
+def store_integers(w: OnnxWriter, site: QuantizedSite, integers: np.ndarray) -> None:
     """Stores the weight of a linear layer, (inputs, outputs), for MatMulInteger.
 
     Args:
         w: the writer.
         site: the site of the weight.
-        value: the weight in MegEngine's layout, (outputs, inputs).
+        integers: its integers in MegEngine's layout, (outputs, inputs).
     """
     qparams = site.qparams
-    integers = site.integers(value).T.astype(integer_type(qparams.scheme))
+    integers = integers.T.astype(integer_type(qparams.scheme))
     zero = ""
     if qparams.zero_point.any():
         zero = w.constant(f"{site.name}_zero_point", qparams.zero_point.astype(integers.dtype))
@@ -66,7 +60,7 @@ def emit_dynamic_product(w: OnnxWriter, call: OpCall) -> None:
 
 def _round(w: OnnxWriter, call: OpCall) -> None:
     source, name = w.name(call.inputs[0]), call.out.name
-    module = owner(call.expr)
+    module: Any = owner(call.expr)
     if module.phase in ("float", "observe"):
         w.names[call.out] = source
         return

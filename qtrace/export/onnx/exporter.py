@@ -544,32 +544,15 @@ class OnnxExporter:
             w.rounded_to[site.source] = w.integers[rounded]
 
     def _emit_weight(self, site: QuantizedSite, value: np.ndarray) -> None:
-        from qtrace.export.onnx.dynamic import store_integers
-        from qtrace.export.onnx.ops import weight_layout
-        from qtrace.export.onnx.stored_weights import store_alone
+        from qtrace.export.onnx.stored_weights import store_weight
 
-        layer, w = self._layer(site), self.writer
-        w.laid_out.add(site.value)
-        if site.name in self._dynamic:
-            store_integers(w, site, value)
-            return
-        laid_out, axis = weight_layout(layer, site.integers(value))
-        if site.name in self._stored_alone:
-            store_alone(w, site, value, laid_out, axis)
-            return
-        w.names[site.value] = w.dequantize(site.name, laid_out, site.qparams, axis, site.value.name)
+        store_weight(self.writer, site, value, self._layer(site), self._weight_forms.get(site.name, ""))
 
     @cached_property
-    def _stored_alone(self) -> frozenset[str]:
-        from qtrace.export.onnx.stored_weights import weights_alone
+    def _weight_forms(self) -> dict[str, str]:
+        from qtrace.export.onnx.stored_weights import find_forms
 
-        return weights_alone(self.graph.annotation) if self.options.contrib else frozenset()
-
-    @cached_property
-    def _dynamic(self) -> frozenset[str]:
-        from qtrace.export.onnx.dynamic import dynamic_weights
-
-        return dynamic_weights(self.graph.annotation)
+        return find_forms(self.graph.annotation, self.options.contrib)
 
     def _layer(self, site: QuantizedSite) -> OpCall:
         for user in site.consumers:

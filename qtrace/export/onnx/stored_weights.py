@@ -10,13 +10,14 @@ from __future__ import annotations
 import numpy as np
 
 from qtrace.config import backends
+from qtrace.export.onnx.dynamic import store_integers
 from qtrace.export.onnx.writer import OnnxWriter, integer_type
 from qtrace.ops import OpCall
 from qtrace.preparation.annotation import Annotation
 from qtrace.preparation.model import QuantizedSite
 from qtrace.scheme import QParams
 
-__all__ = ["BlockedWeight", "emit_product", "store_alone", "weights_alone"]
+__all__ = ["BlockedWeight", "emit_product", "find_forms", "store_weight"]
 
 CONTRIB = "com.microsoft"
 # Products in float32, as the graph has them. Level 4 rounds what the layer reads to int8, block by block, in
@@ -27,31 +28,48 @@ BlockedWeight = tuple[str, str, int]
 """The tensors of the integers and of the scales of a weight for MatMulNBits, and the size of its blocks."""
 
 
-def weights_alone(annotation: Annotation) -> frozenset[str]:
-    """Returns the sites of weights that float layers alone read; empty if they are to be QDQ nodes."""
-    if not backends.get(annotation.backend).contrib_weights:
-        return frozenset()
-    readers = [note for note in annotation.notes if note.weight]
-    on_integers = {note.weight for note in readers if note.state != "float"}
-    return frozenset({note.weight for note in readers} - on_integers)
-
-
-def store_alone(
-    w: OnnxWriter, site: QuantizedSite, value: np.ndarray, laid_out: np.ndarray, axis: int
-) -> None:
-    """Stores a weight that float layers alone read.
+def find_forms(annotation: Annotation, contrib: bool) -> dict[str, str]:
+    """Finds the weights that are not stored behind a DequantizeLinear.
 
     Args:
-        w: the writer, which gets the tensor of the rounded weight.
+        annotation: the decisions for the graph.
+        contrib: whether weights may have forms that onnxruntime alone has.
+
+    Returns:
+        Site of a weight -> the method of all layers that read it, "dynamic" or "weight_only".
+    """
+    dynamic = {name for entry in annotation.dynamic for name in entry.consumers}
+    alone = contrib and backends.get(annotation.backend).contrib_weights
+    forms: dict[str, set[str]] = {}
+    for note in annotation.notes:
+        if note.weight:
+            method = "dynamic" if note.name in dynamic else "weight_only" if note.state == "float" else ""
+            forms.setdefault(note.weight, set()).add(method if alone or method == "dynamic" else "")
+    return {site: next(iter(methods)) for site, methods in forms.items() if len(methods) == 1}
+
+
+def store_weight(w: OnnxWriter, site: QuantizedSite, value: np.ndarray, layer: OpCall, form: str) -> None:
+    """Stores the integers of a weight in the form in which its layers read it.
+
+    Args:
+        w: the writer, which gets the tensor of the weight.
         site: the site of the weight.
         value: the weight in MegEngine's layout.
-        laid_out: its integers in ONNX's layout.
-        axis: the axis of the output channels in ONNX's layout.
+        layer: a layer that reads it.
+        form: what `find_forms` gives for the site; "" for a DequantizeLinear.
     """
-    if site.qparams.scheme.block is not None:
-        w.blocked[site.value] = _store_blocks(w, site.name, site.integers(value), site.qparams)
+    from qtrace.export.onnx.ops import weight_layout
+
+    integers, qparams = site.integers(value), site.qparams
+    w.laid_out.add(site.value)
+    if form == "dynamic":
+        store_integers(w, site, integers)
+    elif form == "weight_only" and qparams.scheme.block is not None:
+        w.blocked[site.value] = _store_blocks(w, site.name, integers, qparams)
     else:
-        w.names[site.value] = _store_cast(w, site.name, laid_out, site.qparams, axis, site.value.name)
+        store = _store_cast if form == "weight_only" else OnnxWriter.dequantize
+        laid_out, axis = weight_layout(layer, integers)
+        w.names[site.value] = store(w, site.name, laid_out, qparams, axis, site.value.name)
 
 
 def _store_cast(

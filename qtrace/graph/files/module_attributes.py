@@ -215,7 +215,7 @@ _BN_FOLD: dict[str, _Kind] = {
     "bias_shape": _sequence(_SIZE),
     "bias_quant": _instance("a BiasQuant", BiasQuant),
 }
-_DYNAMIC_QUANT: dict[str, _Kind] = {"site": _TEXT, "phase": _choice(*PHASES)}
+_DYNAMIC_QUANT: dict[str, _Kind] = {"site": _TEXT, "phase": _choice(*PHASES), "steps": _TENSOR}
 _FOLLOWERS: dict[type, dict[str, _Kind]] = {
     BiasQuant: _BIAS_QUANT,
     BnFold: _BN_FOLD,

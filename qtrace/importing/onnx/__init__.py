@@ -37,6 +37,7 @@ from qtrace.importing.onnx.model import Graph, read_graph
 from qtrace.importing.onnx.naming import node_name
 from qtrace.importing.onnx.opening import Opened, UnsupportedNodesError, build_open, open_axes_of
 from qtrace.importing.onnx.origin import keep_own, list_names
+from qtrace.importing.onnx.quantization.float_weights import with_float_weights
 from qtrace.importing.onnx.quantization.operators import with_pairs
 from qtrace.importing.onnx.reading import load_model, load_structure
 from qtrace.importing.onnx.scales import drop_unread, find_scales_and_shifts
@@ -67,7 +68,9 @@ def from_onnx(
 
     A quantized file (QuantizeLinear and DequantizeLinear, or ops such as QLinearConv) becomes a prepared and
     calibrated module with the sites, scales, zero points and integers of the file, as `prepare` and
-    `calibrate` would have made it; `convert`, `verify`, `compare` and `finetune` take it.
+    `calibrate` would have made it; `convert`, `verify`, `compare` and `finetune` take it. Layers whose
+    weights alone are integers (MatMulNBits) or which round by the range of each batch (DynamicQuantizeLinear
+    and MatMulInteger) become float layers with the weights of the file.
 
     Layers with stored weights become modules with parameters, in a tree that follows the names in the file.
     Ops that an exporter wrote in pieces become one call (`qtrace.graph.compose`). int64 is carried as int32,
@@ -135,7 +138,8 @@ def read_onnx(
         gone = {value.name for value in whole.inputs} - {value.name for value in graph.inputs}
         shapes = {name: shape for name, shape in (shapes or {}).items() if name not in gone}
     inputs = resolve_inputs(graph, shapes, batch, fixed)
-    graph = join_biases(with_pairs(store_copies(name_by_scopes(graph)), opsets))
+    graph = with_float_weights(store_copies(name_by_scopes(graph)), opsets)
+    graph = join_biases(with_pairs(graph, opsets))
     paths = _parameter_paths(model)
     building = _Building(graph, opsets, file, paths, fix_axes(inputs, set(open_sizes(inputs))))
     compared = file if outputs is None else None

@@ -17,7 +17,7 @@ from qtrace.inspection.explanation import _numbers
 from qtrace.inspection.explanation._index import Index, shorten_list
 from qtrace.inspection.explanation._proposals import Proposals
 from qtrace.inspection.explanation._rules import Changes
-from qtrace.preparation.annotation import ExprNote, Site, site_name
+from qtrace.preparation.annotation import DYNAMIC, ExprNote, Site, site_name
 from qtrace.scheme import QParams
 
 __all__ = ["Explainer", "NodeExplanation"]
@@ -238,6 +238,8 @@ class Explainer:
         for name, group in groups.items():
             if inside and name in self._kernel(note):
                 yield f"{name}, inside of the kernel, unrounded."
+            elif not group and note.state == "int" and note.asks == DYNAMIC:
+                yield f"{name}, {note.asks}."
             elif not group:
                 yield f"{name}, in float."
             else:

@@ -8,16 +8,13 @@ from qtrace.graph.types import Constant, Expr, GetAttr, TensorNode
 from qtrace.graph.walk import is_float_tensor, module_path, op_label, tensor_inputs
 from qtrace.ops import OpCall, Role
 from qtrace.ops.macs import count_macs
-from qtrace.preparation.annotation import ExprNote, Site
+from qtrace.preparation.annotation import DYNAMIC, ExprNote, Plan, Site
 from qtrace.preparation.passes._chains import Chain, Chains, find_summands, output_choice
 from qtrace.preparation.passes._sites import Placement
 from qtrace.preparation.passes._view import STATIC, View
 from qtrace.preparation.passes._wants import Wants
 
-__all__ = ["DYNAMIC", "write_notes"]
-
-DYNAMIC = "uint8 affine, by the range of each batch"
-"""What a layer with method ``dynamic`` asks for."""
+__all__ = ["write_notes"]
 
 
 def write_notes(
@@ -55,11 +52,7 @@ def write_notes(
             inputs=tuple(placement.group_read(expr, n) for n in call.inputs) if call else (),
             reads=_names_read(expr, call),
             gives=tuple(n.name for n in outputs),
-            asks=DYNAMIC
-            if view.method(expr) == "dynamic"
-            else plans[expr].describe()
-            if expr in plans
-            else "",
+            asks=_asks(view, plans, expr),
             output=output,
             scheme=placement.plan(output).scheme.describe() if output else "",
             weight=weights[expr].name if expr in weights else "",
@@ -73,6 +66,12 @@ def write_notes(
         )
         notes.append(note)
     return tuple(notes)
+
+
+def _asks(view: View, plans: Mapping[Expr, Plan], expr: Expr) -> str:
+    if view.method(expr) == "dynamic":
+        return DYNAMIC
+    return plans[expr].describe() if expr in plans else ""
 
 
 def _find_unrounded(view: View, chains: Chains, wants: Wants) -> dict[TensorNode, str]:

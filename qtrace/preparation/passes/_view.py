@@ -373,18 +373,17 @@ class View:
         """Returns the plan of a layer's weight, and the axes that count its channels."""
         choice = self.choices[call.expr]
         scheme, axes = choice.weight, call.channel_axes
+        origin = choice.rules[-1] if choice.rules else choice.method_origin
         if scheme.block is not None and (call.kind != "linear" or choice.method != "weight_only"):
-            origin = choice.rules[-1] if choice.rules else choice.method_origin
             raise ConfigError(
                 f"{origin}: a scale for each block of inputs needs a linear layer with method: weight_only, "
                 f"but {call.out.name} is {call.kind} with method: {choice.method}: give block in a rule "
                 "{match: {op: linear}, method: weight_only}."
             )
         if choice.method == "dynamic" and scheme.bits > 8:
-            origin = choice.rules[-1] if choice.rules else choice.method_origin
             raise ConfigError(
-                f"{origin}: {call.out.name} has a weight of {scheme.bits} bits, but method: dynamic multiplies "
-                "integers of 8 bits: set weight: {bits: 8}, or fewer bits."
+                f"{origin}: {call.out.name} has a weight of {scheme.bits} bits, but method: dynamic "
+                "multiplies integers of 8 bits: set weight: {bits: 8}, or fewer bits."
             )
         if call.kind in self.backend.weights_per_tensor:
             scheme = scheme.replace(axis=None)

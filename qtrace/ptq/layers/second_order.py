@@ -118,7 +118,7 @@ def rounded(
     """
     pairs = zip(parts(rows.shape[1]), hessians, strict=True)
     rounds = [
-        _round_part(rows[:, p], hessian, (*(_columns(g, p) for g in (scale, zero)), qparams), damp)
+        _round_part(rows[:, p], hessian, (_columns(scale, p), _columns(zero, p), qparams), damp)
         for p, hessian in pairs
     ]
     return np.concatenate(rounds, axis=1)

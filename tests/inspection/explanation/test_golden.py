@@ -72,7 +72,8 @@ TARGETS = tuple(name for name in NAMES if name.startswith("backend/"))
 # Recipes that differ from one that is here in the size of images, or in nothing.
 ALIKE = {"efficientnet_b0", "efficientnet_b1", "efficientnet_b2"}
 ALIKE |= {"megengine", "onnxruntime", "resnet18", "resnet50"}
-ALIKE |= {"w4a16", "w4a8", "w8a16", "w8a8"}  # widths for any target: tests/config/test_precision.py
+# Widths for any target: tests/config/test_precision.py, tests/export/onnx/test_methods.py.
+ALIKE |= {"w4", "w4a16", "w4a8", "w8", "w8a16", "w8a8", "w8a8_dynamic"}
 
 OF_NO_FAMILY = ("int8", "w4a4_lsq", "w4a4_reconstruct", "w4a8_adaround")
 

@@ -1,0 +1,167 @@
+"""Layers whose weights alone are integers, or which round by the range of each batch, as float layers.
+
+MatMulNBits of the domain com.microsoft becomes a product with a float weight. So do DynamicQuantizeLinear and
+MatMulInteger with the Cast and the Mul behind it, as onnxruntime.quantization.quantize_dynamic writes them:
+nothing in such a file is rounded by a stored scale, so the network is a float one with rounded weights.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import onnx
+
+from qtrace.importing.onnx.model import Graph, OnnxNode, read_version
+from qtrace.onnxfile.bodies import captured_names
+
+__all__ = ["with_float_weights"]
+
+_LOG = logging.getLogger("qtrace")
+
+
+def with_float_weights(graph: Graph, opsets: Mapping[str, int]) -> Graph:
+    """Returns the graph with products of floats instead of these layers; the logger says how many there were.
+
+    Args:
+        graph: the graph; nodes of another form stay.
+        opsets: the versions that the model imports.
+    """
+    rewriter = _Rewriter(graph, opsets)
+    nodes = [rewriter.rewritten(node) for node in graph.nodes]
+    if not rewriter.stored:
+        return graph
+    for method, count in rewriter.counts.items():
+        _LOG.info(
+            f"{count} layers of the file are quantized by {method}: they are imported as float layers with "
+            f"the rounded weights of the file; a rule {{match: {{op: linear}}, method: {method}}} quantizes "
+            "them again."
+        )
+    stored = {**graph.stored, **rewriter.stored}
+    kept = [node for part in nodes for node in part]
+    return replace(graph, nodes=tuple(_without_unread(kept, graph.outputs)), stored=stored)
+
+
+class _Rewriter:
+    """Writes one layer at a time as a product of floats.
+
+    Attributes:
+        stored: the float weights, by name.
+        counts: method -> the number of layers.
+    """
+
+    def __init__(self, graph: Graph, opsets: Mapping[str, int]) -> None:
+        self.graph, self.opsets = graph, opsets
+        self.producers = {name: node for node in graph.nodes for name in node.outputs}
+        self.stored: dict[str, np.ndarray] = {}
+        self.counts: Counter[str] = Counter()
+
+    def rewritten(self, node: OnnxNode) -> list[OnnxNode]:
+        """Returns the nodes in the place of ``node``."""
+        if (node.domain, node.op) == ("com.microsoft", "MatMulNBits"):
+            return self._blocks(node) or [node]
+        if (node.domain, node.op) == ("", "Mul"):
+            return self._dynamic(node) or [node]
+        return [node]
+
+    def _blocks(self, node: OnnxNode) -> list[OnnxNode]:
+        inputs = [*node.inputs, *[""] * (6 - len(node.inputs))]
+        value, integers, scales, zeros, order, bias = inputs
+        known = all(name in self.graph.stored for name in (integers, scales, *([zeros] if zeros else [])))
+        if not known or order or node.attributes.get("bits", 4) not in (4, 8):
+            return []
+        stored = self.graph.stored
+        weight = _dequantized(node.attributes, stored[integers], stored[scales], stored.get(zeros))
+        name = self._store(f"{integers}_float", weight)
+        self.counts["weight_only"] += 1
+        if not bias:
+            return [self._node(node, "MatMul", [value, name], node.outputs[0])]
+        product = f"{node.outputs[0]}_product"
+        return [
+            self._node(node, "MatMul", [value, name], product),
+            self._node(node, "Add", [product, bias], node.outputs[0]),
+        ]
+
+    def _dynamic(self, node: OnnxNode) -> list[OnnxNode]:
+        """Returns the product for the Mul behind a MatMulInteger; [] if ``node`` is another one."""
+        for cast, factor in (node.inputs, node.inputs[::-1]):
+            product = self._before(self._before(cast, "Cast", 0), "MatMulInteger", 0)
+            scales = self.producers.get(factor)
+            if product is None or scales is None or (scales.domain, scales.op) != ("", "Mul"):
+                continue
+            layer = self.producers[product]
+            rounding = self.producers.get(layer.inputs[0])
+            if rounding is None or rounding.op != "DynamicQuantizeLinear":
+                continue
+            scale = [name for name in scales.inputs if name != rounding.outputs[1]]
+            parts = (layer.inputs[1], *layer.inputs[3:4], *scale)
+            if len(scale) != 1 or layer.inputs[2:3] != rounding.outputs[2:3]:
+                continue
+            if all(name in self.graph.stored for name in parts):
+                integers = self.graph.stored[layer.inputs[1]].astype(np.float32)
+                zeros = self.graph.stored[layer.inputs[3]] if len(layer.inputs) > 3 else np.zeros(())
+                weight = (integers - zeros.astype(np.float32)) * self.graph.stored[scale[0]].astype(
+                    np.float32
+                )
+                name = self._store(f"{layer.inputs[1]}_float", weight)
+                self.counts["dynamic"] += 1
+                return [self._node(layer, "MatMul", [rounding.inputs[0], name], node.outputs[0])]
+        return []
+
+    def _before(self, name: str | None, op: str, index: int) -> str | None:
+        """Returns the input of the node that makes ``name`` if it is a Cast, its result if it is ``op``."""
+        node = self.producers.get(name or "")
+        if node is None or (node.domain, node.op) != ("", op):
+            return None
+        return node.inputs[index] if op == "Cast" else name
+
+    def _store(self, name: str, weight: np.ndarray) -> str:
+        while name in self.graph.stored or name in self.producers:
+            name += "_"
+        self.stored[name] = np.ascontiguousarray(weight, np.float32)
+        return name
+
+    def _node(self, node: OnnxNode, op: str, inputs: list[str], output: str) -> OnnxNode:
+        proto = onnx.helper.make_node(op, inputs, [output], name=node.name)
+        version = read_version(op, "", self.opsets.get("", 1)) or 1
+        return OnnxNode(op, "", node.name, tuple(inputs), (output,), {}, version, proto, node.title)
+
+
+def _dequantized(
+    attributes: Mapping[str, int], integers: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None
+) -> np.ndarray:
+    """Returns the weight (inputs, outputs) of a MatMulNBits."""
+    bits, outputs, inputs = attributes.get("bits", 4), attributes["N"], attributes["K"]
+    count = -(-inputs // attributes["block_size"])
+    levels = _unpacked(integers.reshape(outputs, count, -1), bits).astype(np.float32)
+    offset: np.ndarray = np.full((outputs, count), 1 << (bits - 1), np.float32)
+    if zeros is not None and zeros.dtype == np.uint8:
+        offset = _unpacked(zeros.reshape(outputs, -1), bits)[:, :count].astype(np.float32)
+    elif zeros is not None:
+        offset = zeros.reshape(outputs, count).astype(np.float32)
+    values = (levels - offset[..., None]) * scales.reshape(outputs, count, 1).astype(np.float32)
+    return values.reshape(outputs, -1)[:, :inputs].T
+
+
+def _unpacked(packed: np.ndarray, bits: int) -> np.ndarray:
+    """Returns the integers of bytes along the last axis: of two in a byte the lower half comes first."""
+    if bits == 8:
+        return packed
+    pairs = np.stack([packed & 15, packed >> 4], axis=-1)
+    return pairs.reshape(*packed.shape[:-1], -1)
+
+
+def _without_unread(nodes: list[OnnxNode], outputs: tuple[str, ...]) -> list[OnnxNode]:
+    """Leaves out the roundings and products of integers that nothing reads any more."""
+    read, kept = set(outputs), []
+    for node in reversed(nodes):
+        ours = node.op in ("DynamicQuantizeLinear", "MatMulInteger", "Cast", "Mul")
+        if ours and read.isdisjoint(node.outputs):
+            continue
+        read.update(node.inputs)
+        read.update(captured_names(node.proto))
+        kept.append(node)
+    return kept[::-1]

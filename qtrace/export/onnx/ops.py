@@ -13,6 +13,7 @@ from qtrace.export.onnx.composites import COMPOSITES
 from qtrace.export.onnx.index import INDEXING
 from qtrace.export.onnx.norms import NORMS
 from qtrace.export.onnx.opaque import OPAQUE
+from qtrace.export.onnx.recurrent import RECURRENT
 from qtrace.export.onnx.reductions import REDUCTIONS
 from qtrace.export.onnx.sampling import SAMPLING
 from qtrace.export.onnx.shapes import SHAPES
@@ -183,12 +184,10 @@ WITHOUT: dict[str, str] = {
     "deformable_psroi_pooling": _OLD,
     "diag": _OLD,
     "local_conv2d": _OLD,
-    "lstm": _LAYER,
     "matinv": _OLD,
     "multi_head_attention": _LAYER,
     "nvof": _OLD,
     "region_restricted_conv": _OLD,
-    "rnn": _LAYER,
     "roi_pooling": "ONNX rounds the borders of regions in another way",
     "sliding_window_transpose": _OLD,
     "svd": _OLD,
@@ -218,6 +217,7 @@ EMITTERS: dict[str, Emitter] = {
     **WINDOWS,
     **OPAQUE,
     **SAMPLING,
+    **RECURRENT,
     **dict.fromkeys((*_CONVS, *_TRANSPOSED), _conv),
     "linear": _linear,
     "matmul": _matmul,

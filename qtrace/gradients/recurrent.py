@@ -171,7 +171,8 @@ class _Run(Function):
     def forward(self, x: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
         self.parameters = [_array(tensor) for tensor in others[: self.count]]
         states = [_array(tensor) for tensor in others[self.count :]]
-        self.layers, self.passes = self.stack.cut(self.parameters), []
+        self.layers = self.stack.cut(self.parameters)
+        self.passes: list[_Pass] = []
         value = _array(x)
         size = self.layers[0][0].hidden.shape[1]
         shape = (len(self.layers) * len(self.stack.backwards), value.shape[1], size)
@@ -219,10 +220,10 @@ class _Run(Function):
         for layer, grads in zip(reversed(self.layers), reversed(into), strict=True):
             parts = np.split(dy, len(layer), axis=2)
             place -= len(layer)
-            dy = 0.0
+            dy = np.zeros_like(self.passes[place].x)
             for d, backwards in enumerate(self.stack.backwards):
-                end = [array[place + d] for array in ends]
-                dx, states = self._back(self.passes[place + d], parts[d], end, layer[d], grads[d], backwards)
+                last = [array[place + d] for array in ends]
+                dx, states = self._back(self.passes[place + d], parts[d], last, layer[d], grads[d], backwards)
                 dy = dy + dx
                 for array, state in zip(ends, states, strict=True):
                     array[place + d] = 0 if state is None else state
@@ -327,5 +328,5 @@ def cell_forward(module: LSTMCell | RNNCell, x: Tensor, hx: Any = None) -> Any:
     weights = Direction(module.weight_ih, module.weight_hh, *biases)
     cell: Cell = Lstm() if is_lstm else Rnn(str(module.nonlinearity).lower())
     gates = F.linear(x, weights.input, weights.input_bias)
-    step = cell.step(TENSORS, gates, *states, weights)
+    step = cell.step(TENSORS, gates, states[0], states[1], weights)
     return (step.hidden, step.cell) if is_lstm else step.hidden

@@ -24,7 +24,7 @@ def _recurrent(call: Call) -> Any:
     ways, gates = len(DIRECTIONS[direction]), _GATES[op]
     weight, recurrence = call.stored(1), call.stored(2)
     size = int(call.attribute("hidden_size", recurrence.array.shape[-1]))
-    shapes = [(ways, gates * size, call.shape(0)[2]), (ways, gates * size, size)]
+    shapes: list[tuple[int, ...]] = [(ways, gates * size, call.shape(0)[2]), (ways, gates * size, size)]
     tensors = {"weight": weight, "recurrence": recurrence}
     if call.has(3):
         tensors["bias"] = call.stored(3)
@@ -33,7 +33,7 @@ def _recurrent(call: Call) -> Any:
         if stored.array.shape != shape:
             call.contradict(f"reads {stored.name!r} {list(stored.array.shape)}, where {list(shape)} belongs")
     bias = shapes[2] if call.has(3) else None
-    module = OnnxRecurrent(op.lower(), *shapes[:2], bias, direction, reset_after, nonlinearity)
+    module = OnnxRecurrent(op.lower(), shapes[0], shapes[1], bias, direction, reset_after, nonlinearity)
     states = [_state(call, index) for index in (_HIDDEN, _CELL)[: 2 if op == "LSTM" else 1]]
     while states and states[-1] is None:
         states.pop()

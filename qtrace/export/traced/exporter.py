@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from megengine import Tensor
-from megengine.traced_module.pytree import tree_flatten
 
 from qtrace.errors import ExportError
 from qtrace.export.converted.float_graph import float_module
@@ -106,15 +104,11 @@ def _write_layer(editor: GraphEditor, expr: CallFunction) -> None:
     path = str(weights.expr.name).rpartition(".")[0]
     states = [a[name] for name in ("hidden", "cell") if a.get(name) is not None]
     hx = () if not states else (states[0],) if "cell" not in a else (tuple(states),)
-    results, _ = tree_flatten(editor.call_module(path, a["x"], *hx, after=expr), is_leaf=_is_node)
-    for new, old in zip(results, expr.outputs, strict=True):
+    y, last = editor.call_module(path, a["x"], *hx, after=expr)
+    for new, old in zip((y, *(last if isinstance(last, tuple) else (last,))), expr.outputs, strict=True):
         new.qparams = old.qparams
         editor.put_in_place(new, old)
     editor.remove(expr)
-
-
-def _is_node(value: Any) -> bool:
-    return isinstance(value, TensorNode)
 
 
 def _zeros(node: TensorNode) -> Tensor:

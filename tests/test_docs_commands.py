@@ -132,9 +132,7 @@ def test_commands_of_the_guides_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
                 _run([*words, *FORCE.get(words[1], ())])
                 ran += 1
                 Path("int8").mkdir(exist_ok=True)  # a good verdict, as here, writes no cure
-                Path("int8/cure.yaml").write_text(
-                    "schema: qtrace/1\nimports: [backend/onnxruntime]\n", encoding="utf-8"
-                )
+                Path("int8/cure.yaml").write_text("schema: qtrace/1\nimports: [backend/onnxruntime]\n", encoding="utf-8")
     assert ran >= 12
 
 

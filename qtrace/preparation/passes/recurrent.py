@@ -28,7 +28,7 @@ def find_recurrent_obstacle(module: Any) -> str | None:
 
 def expand_recurrent(editor: GraphEditor, expr: Expr) -> None:
     """Replaces a call of a recurrent layer or cell, one of `RECURRENT`."""
-    module = owner(expr)
+    module: Any = owner(expr)
     write: Any = _WRITERS[type(module)]
     bound = inspect.signature(type(module).forward).bind(*expr.args, **expr.kwargs)
     bound.apply_defaults()

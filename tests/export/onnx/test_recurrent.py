@@ -91,6 +91,8 @@ def test_a_quantized_network_is_verified_at_other_sizes(tmp_path: Path) -> None:
     np.testing.assert_allclose(_run(path, [more])[0], converted(mge.Tensor(more)).numpy(), atol=0.2)
     row = next(line for line in str(qtrace.explain(prepared)).splitlines() if line.startswith("layer_out"))
     assert row.split()[:4] == ["layer_out", "lstm", "float", "float"]
+    plain = mge.load(str(qtrace.export(converted, tmp_path / "plain", format="traced")))
+    np.testing.assert_allclose(plain(mge.Tensor(more)).numpy(), module(mge.Tensor(more)).numpy(), atol=0.2)
     qtrace.save(prepared, tmp_path / "net.mge")
     again = qtrace.load(tmp_path / "net.mge")
     np.testing.assert_array_equal(again(mge.Tensor(more)).numpy(), prepared(mge.Tensor(more)).numpy())

@@ -14,7 +14,7 @@ from examples import crnn
 def test_lines_are_read_as_well_on_integers(tmp_path: Path) -> None:
     level = mge.config.async_level
     try:
-        figures = crnn.run(tmp_path, training=320, epochs=4, unseen=400)
+        figures = crnn.run(tmp_path, training=800, epochs=5, unseen=400)
     finally:
         mge.config.async_level = level
     assert figures["verified"] == 1

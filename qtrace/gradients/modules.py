@@ -1,4 +1,4 @@
-"""The gradients of `conv2d` for networks that are no prepared graphs."""
+"""The gradients of `conv2d` and of recurrent layers for networks that are no prepared graphs."""
 
 from __future__ import annotations
 
@@ -12,29 +12,43 @@ import megengine.module as M
 from megengine import Tensor
 
 from qtrace.gradients.conv import conv2d
+from qtrace.gradients.recurrent import cell_forward, layer_forward
 
 __all__ = ["fast_gradients"]
 
 
 @contextmanager
 def fast_gradients(model: M.Module) -> Iterator[None]:
-    """Gives the ``Conv2d`` layers of ``model`` the gradients of `conv2d` within the block.
+    """Gives the layers of ``model`` gradients that are fast and right on CPU within the block.
 
-    For the training of float networks on CPU; prepared graphs need no block. What the layers compute stays
-    the same. Layers with a ``calc_conv`` of their own, and calls of functions, are left as they are.
+    For the training of float networks on CPU; prepared graphs need no block. ``Conv2d`` gets the gradients of
+    `conv2d`. ``LSTM``, ``RNN``, ``LSTMCell`` and ``RNNCell`` get right ones: MegEngine 1.13 has a wrong one
+    for ``LSTM`` on CPU, and none for ``LSTMCell``. What the layers compute stays the same; recurrent layers
+    run without dropout. Layers with methods of their own, and calls of functions, are left as they are.
 
     Args:
         model: a network or a traced network. It should not be copied or saved within the block.
     """
-    layers = [m for m in model.modules() if getattr(type(m), "calc_conv", None) is M.Conv2d.calc_conv]
-    changed = [m for m in layers if "calc_conv" not in m.__dict__]
-    for layer in changed:
-        layer.__dict__["calc_conv"] = functools.partial(_calc_conv, layer)
+    changed = []
+    for module in model.modules():
+        name, function = _replacement(module)
+        if name and name not in module.__dict__:
+            module.__dict__[name] = functools.partial(function, module)
+            changed.append((module, name))
     try:
         yield
     finally:
-        for layer in changed:
-            layer.__dict__.pop("calc_conv", None)
+        for module, name in changed:
+            module.__dict__.pop(name, None)
+
+
+def _replacement(module: M.Module) -> tuple[str, Any]:
+    """Returns the name of the method that is replaced in ``module``, "" for none, and the function."""
+    if getattr(type(module), "calc_conv", None) is M.Conv2d.calc_conv:
+        return "calc_conv", _calc_conv
+    if type(module) in (M.LSTM, M.RNN) and not getattr(module, "proj_size", 0):
+        return "apply_op", layer_forward
+    return ("forward", cell_forward) if type(module) in (M.LSTMCell, M.RNNCell) else ("", None)
 
 
 def _calc_conv(layer: Any, inp: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

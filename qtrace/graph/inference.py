@@ -71,13 +71,17 @@ _ELEMENTWISE = {
 }
 _NO_OPERATORS = {"__getitem__", "__setitem__", "__call__", "__new__"}
 # Layers whose forward in eval mode changes none of their attributes.
-_STATELESS = tuple(
-    f"megengine.module.{name}"
-    for name in (
-        *("activation", "adaptive_pooling", "batch_matmul_activation", "batchnorm", "concat", "conv"),
-        *("deformable", "dropout", "elemwise", "embedding", "identity", "linear", "lrn", "multiheadattn"),
-        *("normalization", "padding", "pixel_shuffle", "pooling", "rnn", "sequential", "sliding_window"),
-    )
+_STATELESS = (
+    "qtrace.graph.recurrent",
+    *(
+        f"megengine.module.{name}"
+        for name in (
+            *("activation", "adaptive_pooling", "batch_matmul_activation", "batchnorm", "concat", "conv"),
+            *("deformable", "dropout", "elemwise", "embedding", "identity", "linear", "lrn", "multiheadattn"),
+            *("normalization", "padding", "pixel_shuffle", "pooling", "rnn", "sequential"),
+            "sliding_window",
+        )
+    ),
 )
 
 

@@ -15,7 +15,7 @@ _CONVS = ("conv1d", "conv2d", "conv3d", "linear")
 _TRANSPOSED = ("conv_transpose2d", "conv_transpose3d")
 # Kinds that multiply and accumulate, for which `count_macs` has no formula.
 UNCOUNTED = (
-    *("correlation", "deformable_conv2d", "local_conv2d", "region_restricted_conv", "lstm", "rnn"),
+    *("correlation", "deformable_conv2d", "local_conv2d", "region_restricted_conv"),
     *("multi_head_attention", "scaled_dot_product_attention"),
 )
 _RECURRENT = ("LSTM", "GRU", "RNN")
@@ -42,6 +42,8 @@ def count_macs(call: OpCall) -> int:
     if call.kind == "matmul" and call.inputs[0].shape:
         axis = -2 if call.attrs.get("transpose_a") else -1
         return out * int(call.inputs[0].shape[axis])
+    if call.kind in ("lstm", "gru", "rnn"):  # steps and samples; a cell has samples alone
+        return math.prod(int(n) for n in call.inputs[0].shape[:-1]) * int(call.attrs["multiplied"])
     return _count_recurrent(call) if call.kind == "opaque" else 0
 
 

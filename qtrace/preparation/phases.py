@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import megengine as mge
-from megengine.module import LSTMCell, Module
+from megengine.module import LSTM, LSTMCell, Module
 
 from qtrace.errors import CalibrationError, ConfigError, QtraceWarning
 from qtrace.fakequant.base import PHASES
 from qtrace.graph.opaque import say_stopped_gradients
 from qtrace.graph.types import TracedModule
+from qtrace.graph.walk import exprs, owner
 from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.record import fake_quants, followers, is_quantized
@@ -29,9 +30,9 @@ def set_phase(prepared: Module, phase: str) -> None:
     phase must be captured again in another.
 
     Parameters may come from ``calibrate`` or from the state dict of a calibrated module. Entering ``train``
-    on CPU warns (`QtraceWarning`) unless ``megengine.config.async_level`` is 0, and entering it with an
-    ``LSTMCell``, which has no gradient, or with an opaque node behind parameters, which no gradient passes,
-    warns in any case.
+    on CPU warns (`QtraceWarning`) unless ``megengine.config.async_level`` is 0, and entering it with a
+    recurrent layer of MegEngine's own that ``prepare`` has left, or with an opaque node behind parameters,
+    which no gradient passes, warns in any case.
 
     Args:
         prepared: a module made by ``qtrace.prepare``, or one that holds such modules beside float ones.
@@ -66,7 +67,7 @@ def switch_phase(phase: str, *parts: QuantizedModel) -> None:
             )
     if phase == "train":
         _warn_of_races(parts)
-        _warn_of_cells(parts)
+        _warn_of_recurrent_layers(parts)
         _warn_of_opaque_nodes(parts)
     for part in parts:
         for module in (*part.fake_quants.values(), *part.followers):
@@ -110,15 +111,15 @@ def _warn_of_races(parts: Sequence[QuantizedModel]) -> None:
         )
 
 
-def _warn_of_cells(parts: Sequence[QuantizedModel]) -> None:
-    """Warns of layers without a gradient: MegEngine 1.13 stops at theirs with an error that names nothing."""
-    cells = [
-        name for part in parts for name, child in part.module.named_modules() if isinstance(child, LSTMCell)
-    ]
-    if cells:
+def _warn_of_recurrent_layers(parts: Sequence[QuantizedModel]) -> None:
+    """Warns of layers of MegEngine's own: 1.13 has no gradient, or a wrong one, for them on CPU."""
+    owners = [module for part in parts for module in map(owner, exprs(part.module))]
+    left = [module for module in owners if isinstance(module, (LSTM, LSTMCell))]
+    if left:
+        name, kind = getattr(left[0], "_name", None) or "a layer", type(left[0]).__name__
         warnings.warn(
-            f"{cells[0]} is an LSTMCell, which has no gradient in MegEngine: training fails; "
-            "write the cell with F.linear, F.split, F.sigmoid and F.tanh to train it.",
+            f"{name} is of type {kind}, whose gradient is wrong in MegEngine on CPU: write the layer with "
+            "F.linear, F.split, F.sigmoid and F.tanh to train it.",
             QtraceWarning,
             stacklevel=5,
         )

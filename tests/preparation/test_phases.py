@@ -119,10 +119,10 @@ def test_a_damaged_record_is_told(change: str) -> None:
         read_record(prepared)
 
 
-def test_training_warns_of_a_cell_without_a_gradient() -> None:
-    module = net(lambda self, x: self.h(self.cell(x)[0]), cell=M.LSTMCell(4, 6), h=M.Linear(6, 2))
-    x = np.ones((2, 4), np.float32)
+def test_training_warns_of_a_layer_with_a_wrong_gradient() -> None:
+    module = net(lambda self, x: self.h(self.cell(x)[0]), cell=M.LSTM(4, 6, proj_size=3), h=M.Linear(6, 2))
+    x = np.ones((3, 2, 4), np.float32)
     prepared = qtrace.prepare(qtrace.trace(module, x), {"ptq": [], "placement": "everything"})
     qtrace.calibrate(prepared, [x], progress=False)
-    with pytest.warns(QtraceWarning, match=r"cell is an LSTMCell, which has no gradient in MegEngine"):
+    with pytest.warns(QtraceWarning, match=r"cell is of type LSTM, whose gradient is wrong in MegEngine"):
         qtrace.set_phase(prepared, "train")

@@ -15,6 +15,7 @@ from qtrace.export.onnx.hard_sigmoids import HARD_SIGMOIDS
 from qtrace.export.onnx.index import INDEXING
 from qtrace.export.onnx.norms import NORMS
 from qtrace.export.onnx.opaque import OPAQUE
+from qtrace.export.onnx.recurrent import RECURRENT
 from qtrace.export.onnx.reductions import REDUCTIONS
 from qtrace.export.onnx.sampling import SAMPLING
 from qtrace.export.onnx.shapes import SHAPES
@@ -201,12 +202,10 @@ WITHOUT: dict[str, str] = {
     "deformable_psroi_pooling": _OLD,
     "diag": _OLD,
     "local_conv2d": _OLD,
-    "lstm": _LAYER,
     "matinv": _OLD,
     "multi_head_attention": _LAYER,
     "nvof": _OLD,
     "region_restricted_conv": _OLD,
-    "rnn": _LAYER,
     "roi_pooling": "ONNX rounds the borders of regions in another way",
     "sliding_window_transpose": _OLD,
     "svd": _OLD,
@@ -236,6 +235,7 @@ EMITTERS: dict[str, Emitter] = {
     **OPAQUE,
     **SAMPLING,
     **DYNAMIC,
+    **RECURRENT,
     **dict.fromkeys((*_CONVS, *_TRANSPOSED), _conv),
     "linear": _linear,
     "matmul": _matmul,

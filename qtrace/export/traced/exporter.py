@@ -17,14 +17,16 @@ from pathlib import Path
 import numpy as np
 from megengine import Tensor
 
+from qtrace.errors import ExportError
 from qtrace.export.converted.float_graph import float_module
 from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.format import Format
+from qtrace.graph import recurrent
 from qtrace.graph.edit import GraphEditor
 from qtrace.graph.files.seal import sealing
 from qtrace.graph.files.serialize import dump
 from qtrace.graph.function_trace import trace_function
-from qtrace.graph.types import CallFunction, Expr, TensorNode, TracedModule
+from qtrace.graph.types import CallFunction, Expr, GetAttr, TensorNode, TracedModule
 from qtrace.graph.walk import exprs
 from qtrace.ops.arguments import arguments
 from qtrace.preparation.record import remove_record
@@ -63,7 +65,9 @@ def write_functions(flat: TracedModule) -> None:
     """
     with GraphEditor(flat) as editor:
         for expr in exprs(flat):
-            if isinstance(expr, CallFunction) and expr.func.__module__.partition(".")[0] == "qtrace":
+            if isinstance(expr, CallFunction) and expr.func.__module__ == recurrent.__name__:
+                _write_layer(editor, expr)
+            elif isinstance(expr, CallFunction) and expr.func.__module__.partition(".")[0] == "qtrace":
                 written = _written(editor, expr)
                 written.qparams = expr.outputs[0].qparams
                 editor.replace_expr(expr, written)
@@ -82,6 +86,29 @@ def _written(editor: GraphEditor, expr: Expr) -> TensorNode:
         nodes.update(zip(call.outputs, copies, strict=True))
         after = copies[0].expr
     return nodes[trace.output]
+
+
+def _write_layer(editor: GraphEditor, expr: CallFunction) -> None:
+    """Calls the layer of MegEngine's again whose function `expr` is.
+
+    Raises:
+        ExportError: for a layer of an imported graph, whose function only qtrace has.
+    """
+    a = arguments(expr)
+    weights = a.get("weights")
+    if weights is None or not isinstance(weights.expr, GetAttr):
+        raise ExportError(
+            f"{expr.outputs[0].name}: {expr.func.__name__} is a function that MegEngine lacks: export the "
+            "network in format onnx."
+        )
+    path = str(weights.expr.name).rpartition(".")[0]
+    states = [a[name] for name in ("hidden", "cell") if a.get(name) is not None]
+    hx = () if not states else (states[0],) if "cell" not in a else (tuple(states),)
+    y, last = editor.call_module(path, a["x"], *hx, after=expr)
+    for new, old in zip((y, *(last if isinstance(last, tuple) else (last,))), expr.outputs, strict=True):
+        new.qparams = old.qparams
+        editor.put_in_place(new, old)
+    editor.remove(expr)
 
 
 def _zeros(node: TensorNode) -> Tensor:

@@ -239,6 +239,7 @@ QTRACE_FUNCTIONS = _names(
             channel_shuffle erf gelu_tanh hard_sigmoid log_softmax mish rms_norm scale_and_shift
             scaled_dot_product_attention space_to_depth
         """,
+        "qtrace.graph.recurrent": "gru lstm rnn stacked_lstm stacked_rnn",
     }
 )
 """Functions of qtrace that a CallFunction may name."""
@@ -252,6 +253,7 @@ QTRACE_CLASSES = frozenset(
         "qtrace.fakequant.following.bn_fold:BnFold",
         "qtrace.fakequant.following.dynamic:DynamicQuant",
         "qtrace.graph.opaque:OpaqueOp",
+        "qtrace.graph.recurrent:OnnxRecurrent",
         "qtrace.preparation.passes.insert:Container",
     }
 )

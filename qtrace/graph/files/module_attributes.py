@@ -34,6 +34,7 @@ from qtrace.fakequant.following.bn_fold import BnFold
 from qtrace.fakequant.following.dynamic import DynamicQuant
 from qtrace.graph.files.names import RefusedError, shown
 from qtrace.graph.opaque import OpaqueOp
+from qtrace.graph.recurrent import DIRECTIONS, OnnxRecurrent
 from qtrace.observers.base import Observer
 from qtrace.onnxfile.fragment import check_fragment
 from qtrace.scheme import QScheme
@@ -175,6 +176,13 @@ _OWN_KINDS: dict[type, dict[str, _Kind]] = {
     M.Elemwise: {"method": _mode_of(Elemwise.Mode)},
     M.LocalResponseNorm: {"kernel_size": _COUNT},
     M.MultiHeadAttention: {"bias": _FLAG},
+    OnnxRecurrent: {
+        "kind": _choice("lstm", "gru", "rnn"),
+        "direction": _choice(*DIRECTIONS),
+        "nonlinearity": _choice("tanh", "relu"),
+        "linear_before_reset": _FLAG,
+        "recurrence": _TENSOR,
+    },
     rnn.RNNBase: {"bias": _FLAG},
     rnn.RNNCellBase: {"bias": _FLAG},
     batchnorm._BatchNorm: _MAY_LACK_WEIGHT,
@@ -268,7 +276,7 @@ def check_attributes(module: M.Module, path: str) -> None:
         return
     if isinstance(module, (FakeQuant, *_FOLLOWERS)):
         kinds = _FAKE_QUANT if isinstance(module, FakeQuant) else _FOLLOWERS[type(module)]
-    elif cls.__module__.startswith("megengine."):
+    elif cls.__module__.startswith("megengine.") or cls is OnnxRecurrent:
         kinds = _kinds(cls)  # type: ignore[arg-type]
     else:
         return

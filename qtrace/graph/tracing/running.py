@@ -16,6 +16,7 @@ from megengine.traced_module.module_tracer import module_tracer
 from megengine.utils.naming import AutoNaming
 
 from qtrace.errors import TraceError
+from qtrace.gradients.recurrent import checked_shapes
 from qtrace.graph import failures
 from qtrace.graph.tracing.attention import open_attention
 from qtrace.graph.tracing.forward import with_forward
@@ -59,7 +60,8 @@ def engine_for_tracing(async_level: int) -> Iterator[None]:
     # qtrace compares on other inputs; MegEngine's own comparison on the example costs another forward.
     tm_config._enable_default_checker = False
     try:
-        yield
+        with checked_shapes():
+            yield
     finally:
         mge.config.async_level = level
         tm_config._enable_default_checker = default_check

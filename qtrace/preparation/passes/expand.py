@@ -2,7 +2,8 @@
 
 The kernel ``Where``, which MegEngine cannot write into a file, is expanded as well. The modules stay in the
 tree and keep their parameters, so parameter names do not change. The results stay equal bit for bit: a fused
-module becomes the calls that its own forward makes.
+module becomes the calls that its own forward makes. Recurrent layers, which become functions that have
+gradients, stay equal up to the order of their sums.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from qtrace.graph.module_tree import delete_attribute
 from qtrace.graph.types import Apply, Expr, GetAttr, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, owner
 from qtrace.preparation.passes.base import Left, PassResult
+from qtrace.preparation.passes.recurrent import RECURRENT, expand_recurrent, find_recurrent_obstacle
 
 __all__ = ["expand"]
 
@@ -39,15 +41,18 @@ def expand(traced: TracedModule) -> PassResult:
                 continue
             module = owner(expr)
             write = _WRITERS.get(type(module))
-            if write is None:
+            if write is None and type(module) not in RECURRENT:
                 continue
             out = expr.outputs[0].name
             reason = _find_obstacle(expr, module)
             if reason is not None:
                 left.append(Left(out, reason))
                 continue
-            new = write(_Calls(editor, expr), module, getattr(expr.inputs[0].expr, "name", ""))
-            editor.replace_expr(expr, new)
+            if write is None:
+                expand_recurrent(editor, expr)
+            else:
+                new = write(_Calls(editor, expr), module, getattr(expr.inputs[0].expr, "name", ""))
+                editor.replace_expr(expr, new)
             changed.append(f"{out}: {type(module).__name__} as a function")
     _drop_empty(traced)
     return PassResult(tuple(changed), tuple(left))
@@ -78,7 +83,7 @@ def _find_obstacle(expr: Expr, module: Any) -> str | None:
         return "its module is a constant of the trace, without parameters"
     layers = [getattr(module, n) for n in ("conv", "conv_transpose2d", "linear") if hasattr(module, n)]
     unknown = [layer for layer in layers if type(layer) not in _WRITERS]
-    return f"its layer is a {type(unknown[0]).__name__}" if unknown else None
+    return f"its layer is a {type(unknown[0]).__name__}" if unknown else find_recurrent_obstacle(module)
 
 
 class _Calls:

@@ -11,14 +11,11 @@ import megengine.functional as F
 import numpy as np
 from megengine import Tensor
 from megengine.core.autodiff.grad import Grad
-from megengine.module import RNN, LSTMCell
 
 from qtrace.errors import SchemeError
 from qtrace.gradients import conv2d
-from qtrace.gradients.recurrent import differentiable
 from qtrace.graph.interpreter import Interpreter, interpret
 from qtrace.graph.types import CallFunction, Expr, Node, TracedModule
-from qtrace.graph.walk import owner
 from qtrace.numerics import choose
 from qtrace.preparation.placement._groups import EndGroup
 from qtrace.preparation.placement._regions import is_roi_align
@@ -231,17 +228,13 @@ class Probe(Run):
         return results
 
     def _run_differentiably(self, expr: Expr, inputs: Sequence[Any]) -> Sequence[Any] | None:
-        """Computes convolutions by a function with faster gradients, cells by one that has any."""
+        """Computes convolutions by a function with faster gradients."""
         if isinstance(expr, CallFunction) and expr.func is F.conv2d:
             args, kwargs = expr.unflatten_args(inputs)
             return (conv2d(*args, **kwargs),)
         if is_roi_align(expr):
             # Its gradient is added to memory that nothing has cleared: what is before it is measured apart.
             return interpret(expr, [v.detach() if isinstance(v, Tensor) else v for v in inputs])
-        module = owner(expr)
-        if isinstance(module, (LSTMCell, RNN)):
-            args, kwargs = expr.unflatten_args(inputs)
-            return tuple(differentiable(module)(*args[1:], **kwargs))  # two tensors
         return interpret(expr, inputs)
 
     def _draw(self, node: Node, value: Any) -> Tensor:

@@ -29,6 +29,7 @@ from qtrace.importing.onnx.ops import (
     pick,
     place,
     pool,
+    recurrent,
     reduce,
     resize,
     shape,
@@ -37,8 +38,8 @@ from qtrace.importing.onnx.ops import (
 __all__ = ["LOWERINGS"]
 
 _FAMILIES = (
-    activation, arithmetic, compare, conv, einsum, linear, moves, norm, pick, place, pool, reduce, resize,
-    shape,
+    activation, arithmetic, compare, conv, einsum, linear, moves, norm, pick, place, pool, recurrent, reduce,
+    resize, shape,
 )  # fmt: skip
 
 LOWERINGS: Mapping[tuple[str, str], Lowering] = {

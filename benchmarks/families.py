@@ -2,6 +2,7 @@
 
     python -m benchmarks.families              # every family: about an hour on one core
     python -m benchmarks.families resnet vit   # some families
+    python -m benchmarks.families --missing    # networks without a stored row
     python -m benchmarks.families --rules vit  # and the recipe without each file of rules
 
 The networks are those of the zoo, wider where their classes can be: on a few channels nothing gains by
@@ -30,7 +31,7 @@ from qtrace.errors import QtraceError
 from qtrace.graph.types import TracedModule
 from qtrace.process import engine
 from qtrace.tuning.judge import Judge, RungData
-from scripts.stored import RESULTS, RecipeRow, store, today
+from scripts.stored import RESULTS, RecipeRow, load, store, today
 from tests.zoo import (
     convnext,
     darknet,
@@ -190,14 +191,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.families", description=__doc__)
     parser.add_argument("family", nargs="*", help="the recipes to measure; all without")
     parser.add_argument("--rules", action="store_true", help="measure without each rule, too")
+    parser.add_argument("--missing", action="store_true", help="only networks without a stored row")
     parser.add_argument("--folder", type=Path, default=RESULTS, help="the folder of the stored rows")
     options = parser.parse_args(arguments)
     warnings.filterwarnings("ignore", message="The value of the smallest subnormal")
     engine.quiet()
     mge.config.async_level = 0  # F.arange races when several are queued
     worse = False
+    known = {row.network for row in load(RecipeRow, options.folder)} if options.missing else set()
     for net in NETWORKS:
-        if options.family and net.recipe not in options.family:
+        if (options.family and net.recipe not in options.family) or net.name in known:
             continue
         try:
             row = measure(net, options.rules)

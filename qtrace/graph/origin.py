@@ -29,7 +29,7 @@ __all__ = [
 
 _ATTRIBUTE = "onnx_origin"
 _MAX_VERSION = 2**63 - 1  # of a number in a protobuf file
-_OF_TORCH = ("norms", "computed")  # keys that other networks do not have
+_OF_TORCH = ("norms", "computed", "tied")  # keys that other networks do not have
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,7 @@ class FileOrigin:
         norms: path of the weight of a layer -> the BatchNorm behind it; of networks from torch only.
         computed: path of a parameter that is no tensor of the state, such as one that the import computed
             from it -> hash of its values; of networks from torch only.
+        tied: another name of a stored tensor in torch's state -> its name in ``parameters``.
 
     Raises:
         GraphError: for anything but text and whole numbers of 64 bits.
@@ -115,6 +116,7 @@ class FileOrigin:
     parameters: Mapping[str, FileParameter] = field(default_factory=dict)
     norms: Mapping[str, FileNorm] = field(default_factory=dict)
     computed: Mapping[str, str] = field(default_factory=dict)
+    tied: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         numbers = (self.model_version, self.opset, self.ir_version)
@@ -125,7 +127,7 @@ class FileOrigin:
         for result in self.results.values():
             texts += [result.tensor, result.node, result.op]
         texts += [parameter.tensor for parameter in self.parameters.values()]
-        texts += [text for pair in self.computed.items() for text in pair]
+        texts += [text for pair in (*self.computed.items(), *self.tied.items()) for text in pair]
         texts += [text for norm in self.norms.values() for text in (norm.bias, *norm.tensors)]
         if not all(isinstance(text, str) and _is_utf8(text) for text in texts):
             raise GraphError(
@@ -142,7 +144,7 @@ class FileOrigin:
             for key, p in self.parameters.items()
         }
         document["norms"] = {key: [n.bias, n.eps, list(n.tensors)] for key, n in self.norms.items()}
-        document["computed"] = dict(self.computed)
+        document["computed"], document["tied"] = dict(self.computed), dict(self.tied)
         for key in _OF_TORCH:
             if not document[key]:
                 del document[key]

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from qtrace.graph.moves import Move, part_of, reshaped_to, transposed_by
 from qtrace.importing.onnx.model import OnnxNode
+from qtrace.importing.onnx.naming import is_anonymous
 from qtrace.importing.onnx.values import Stored, Value
 
-__all__ = ["PARTS", "moves_of"]
+__all__ = ["PARTS", "moves_of", "unchanged"]
 
 PARTS = {"Split"}
 """Ops whose results are parts of the tensor."""
 
+# Op -> the number beside which a tensor stays as it is. torch's exporter writes the `value` of addcmul so.
+_NEUTRAL = {"Mul": 1.0, "Div": 1.0, "Add": 0.0, "Sub": 0.0}
 _RESHAPES = {"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity"}
 
 
@@ -40,3 +45,20 @@ def moves_of(node: OnnxNode, source: Stored, results: Sequence[Value]) -> list[t
             first = end
         return moves
     return [None] * len(results)
+
+
+def unchanged(node: OnnxNode, values: Sequence[Value | None], results: Sequence[Value]) -> Stored | None:
+    """Returns the learned tensor that a node multiplies by 1, or adds to 0; None for any other node."""
+    if node.op not in _NEUTRAL or node.domain or len(values) != 2 or len(results) != 1:
+        return None
+    orders = (0, 1) if node.op in ("Mul", "Add") else (0,)
+    for index in orders:
+        tensor, number = values[index], values[1 - index]
+        if not isinstance(tensor, Stored) or not isinstance(number, Stored):
+            continue
+        named = tensor.learned and not is_anonymous(tensor.name)
+        fixed = number.array.size == 1 and (not number.learned or is_anonymous(number.name))
+        result = results[0]
+        if named and fixed and np.all(number.array == _NEUTRAL[node.op]) and isinstance(result, Stored):
+            return tensor if np.array_equal(result.array, tensor.array) else None
+    return None

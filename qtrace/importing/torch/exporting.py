@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import inspect
 import io
 import logging
 import re
@@ -22,6 +23,7 @@ __all__ = ["Example", "Network", "export", "import_torch", "is_torch_module", "o
 Dynamic = Mapping[str, Mapping[int, str]]
 
 _EXTERNAL = 2**30  # bytes of weights above which they lie beside the file: protobuf holds 2 GB
+_SCRIPT_OPSET = 17  # the newest that all of the older exporter's ops are written for
 # A place in the text of torch's errors: "(net.py:12 in forward)", 'File "net.py", line 12, in forward'.
 _PLACE = re.compile(r'\(([^()\s]+\.py):(\d+) in \w+\)|File "([^"\n]+\.py)", line (\d+), in \w+')
 
@@ -31,20 +33,40 @@ class Network:
     """What torch's exporter takes.
 
     Attributes:
-        program: a module, or a program of `torch.export`.
+        program: a module, a program of `torch.export`, or a module of TorchScript.
         name: the name of its class.
         is_program: whether it is a program of `torch.export`, which has its inputs and open axes already.
+        is_script: whether it is TorchScript, which only torch's older exporter takes.
     """
 
     program: Any
     name: str
     is_program: bool = False
+    is_script: bool = False
 
     @property
     def state(self) -> Mapping[str, Any]:
         """The tensors of its ``state_dict`` by name."""
         state = self.program.state_dict
         return state if self.is_program else state()
+
+    @property
+    def signature(self) -> inspect.Signature:
+        """The parameters of ``forward`` of a module."""
+        if not self.is_script:
+            return inspect.signature(self.program.forward)
+        own = self.program.forward.schema.arguments[1:]
+        empty = inspect.Parameter.empty
+        return inspect.Signature(
+            [
+                inspect.Parameter(
+                    each.name,
+                    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                    default=each.default_value if each.has_default_value() else empty,
+                )
+                for each in own
+            ]
+        )
 
 
 @dataclass(frozen=True)
@@ -84,19 +106,20 @@ def open_network(source: Any) -> Network:
     """Returns what torch's exporter takes: a module, a program, or what a file of either holds.
 
     Args:
-        source: a `torch.nn.Module`, a `torch.export.ExportedProgram`, or the path of a ``.pt2`` file of
-            `torch.export.save`.
+        source: a `torch.nn.Module`, scripted or traced too, a `torch.export.ExportedProgram`, or the path of
+            a ``.pt2`` file of `torch.export.save` or of a file of `torch.jit.save`.
 
     Raises:
-        ImportingError: when it is anything else, or TorchScript, which torch's exporter does not take.
+        ImportingError: when it is anything else.
     """
     torch = import_torch()
     if isinstance(source, (str, Path)):
         return _open_file(Path(source), torch)
     if isinstance(source, torch.jit.ScriptModule):
+        return Network(source, source.original_name, is_script=True)
+    if isinstance(source, torch.jit.ScriptFunction):
         raise ImportingError(
-            f"{type(source).__name__} is TorchScript, which torch's exporter no longer takes: give the "
-            "module that it was scripted or traced from, or a program of torch.export."
+            f"{source.name} is a function of TorchScript: give a torch.nn.Module whose forward calls it."
         )
     if isinstance(source, torch.nn.Module):
         return Network(source, type(source).__name__)
@@ -104,22 +127,30 @@ def open_network(source: Any) -> Network:
         return Network(source, "ExportedProgram", is_program=True)
     raise ImportingError(
         f"the network is of type {type(source).__name__}: give a torch.nn.Module, a program of torch.export, "
-        "or a .pt2 file."
+        "or a file of torch.export.save or torch.jit.save."
     )
 
 
 def _open_file(path: Path, torch: Any) -> Network:
     if not path.is_file():
-        raise ImportingError(f"{path} is not a file: name a program that torch.export.save wrote.")
-    if path.suffix.lower() != ".pt2":
         raise ImportingError(
-            f"{path} is no program of torch.export, whose files end with .pt2: load other files of torch "
-            "yourself, and give the module."
+            f"{path} is not a file: name one that torch.export.save (.pt2) or torch.jit.save (.pt) wrote."
         )
+    if path.suffix.lower() == ".pt2":
+        try:
+            return Network(torch.export.load(path), path.name, is_program=True)
+        except Exception as error:  # torch raises errors of many classes for damaged files
+            raise ImportingError(f"{path} cannot be loaded by torch.export: {_line(error)}.") from error
     try:
-        return Network(torch.export.load(path), path.name, is_program=True)
-    except Exception as error:  # torch raises errors of many classes for damaged files
-        raise ImportingError(f"{path} cannot be loaded by torch.export: {_line(error)}.") from error
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            script = torch.jit.load(str(path), map_location="cpu")
+    except Exception as error:  # as above
+        raise ImportingError(
+            f"{path} is no program of torch.export, whose files end with .pt2, and torch.jit does not load "
+            f"it as TorchScript ({_line(error)}): load other files of torch yourself, and give the module."
+        ) from error
+    return Network(script, path.name, is_script=True)
 
 
 def read_example(network: Network, example: Any) -> Example:
@@ -169,21 +200,56 @@ def export(
         ImportingError: when torch refuses the network.
     """
     torch = import_torch()
-    external = _stored_bytes(network) > _EXTERNAL
     with _eval_mode(network), _quiet(), torch.no_grad():
         try:
-            program = torch.onnx.export(
-                network.program,
-                example.args,
-                kwargs=dict(example.kwargs) or None,
-                dynamo=True,
-                optimize=False,  # its rewrites rename weights; qtrace folds constants itself
-                verbose=False,
-                dynamic_shapes={name: dict(axes) for name, axes in dynamic.items()} if dynamic else None,
-            )
-            program.save(str(path), external_data=external, keep_initializers_as_inputs=False)
+            if network.is_script:
+                _export_script(network, example, dynamic or {}, path, torch)
+            else:
+                _export_program(network, example, dynamic, path, torch)
         except Exception as error:  # torch raises errors of many classes for networks that it cannot export
             raise ImportingError(_describe(network, error)) from error
+
+
+def _export_program(
+    network: Network, example: Example, dynamic: Dynamic | None, path: Path, torch: Any
+) -> None:
+    program = torch.onnx.export(
+        network.program,
+        example.args,
+        kwargs=dict(example.kwargs) or None,
+        dynamo=True,
+        optimize=False,  # its rewrites rename weights; qtrace folds constants itself
+        verbose=False,
+        dynamic_shapes={name: dict(axes) for name, axes in dynamic.items()} if dynamic else None,
+    )
+    external = _stored_bytes(network) > _EXTERNAL
+    program.save(str(path), external_data=external, keep_initializers_as_inputs=False)
+
+
+def _export_script(network: Network, example: Example, dynamic: Dynamic, path: Path, torch: Any) -> None:
+    """Writes a module of TorchScript by torch's older exporter, which alone takes one."""
+    bound = network.signature.bind(*example.args, **example.kwargs).arguments
+    if any(dynamic.values()):
+        # A trace may hold sizes of its example as numbers: then it fails here, where the error is torch's.
+        network.program(*(_with_one_more(value, dynamic.get(name, {})) for name, value in bound.items()))
+    torch.onnx.export(
+        network.program,
+        tuple(bound.values()),
+        str(path),
+        dynamo=False,
+        opset_version=_SCRIPT_OPSET,
+        input_names=list(bound),
+        dynamic_axes={name: dict(axes) for name, axes in dynamic.items() if axes},
+        do_constant_folding=False,  # it renames weights
+        training=torch.onnx.TrainingMode.PRESERVE,  # EVAL folds BatchNorms; the modules are in eval mode
+    )
+
+
+def _with_one_more(value: Any, axes: Mapping[int, str]) -> Any:
+    """Returns a tensor with one more entry, a copy of its first, along each of some axes."""
+    for axis in axes:
+        value = value.index_select(axis, value.new_tensor([*range(value.shape[axis]), 0]).long())
+    return value
 
 
 def _stored_bytes(network: Network) -> int:
@@ -194,6 +260,7 @@ def _stored_bytes(network: Network) -> int:
 def _eval_mode(network: Network) -> Iterator[None]:
     """Puts all modules into eval mode, and back."""
     modules = [] if network.is_program else list(network.program.modules())
+    modules = [module for module in modules if hasattr(module, "training")]  # a frozen script has no mode
     flags = [module.training for module in modules]
     try:
         for module in modules:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 import tempfile
@@ -37,8 +36,9 @@ def from_torch(
     of the module's ``state_dict``, ops the path of the module that calls them. The module stays as it is.
 
     Args:
-        source: a `torch.nn.Module`, a program of `torch.export`, or the path of a ``.pt2`` file that
-            `torch.export.save` wrote. Loading such a file is torch's: only load what you trust.
+        source: a `torch.nn.Module`, scripted or traced too, a program of `torch.export`, the path of a
+            ``.pt2`` file that `torch.export.save` wrote, or of one that `torch.jit.save` wrote. torch loads
+            such files: only load what you trust.
         example: the inputs of ``forward``: a tensor or array, a tuple of them, or a dict by name. A program
             needs none.
         dynamic: axes of inputs that stay open, such as ``{"x": {0: "N", 2: "H", 3: "W"}}``: input -> axis ->
@@ -134,7 +134,7 @@ def _named(network: Network, inputs: Example) -> dict[str, Any]:
         names = network.program.graph_signature.user_inputs
         return dict(zip(names, (*inputs.args, *inputs.kwargs.values()), strict=False))
     try:
-        bound = inspect.signature(network.program.forward).bind(*inputs.args, **inputs.kwargs)
+        bound = network.signature.bind(*inputs.args, **inputs.kwargs)
     except TypeError as error:
         raise ImportingError(f"the example does not fit {network.name}.forward: {error}.") from None
     named: dict[str, Any] = {}

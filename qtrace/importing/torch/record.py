@@ -7,13 +7,16 @@ checked by value: a parameter that is not what its moves make of the state's ten
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import megengine.module as M
 import numpy as np
+from megengine import Parameter
 
+from qtrace.graph.module_tree import set_parameter
 from qtrace.graph.moves import places_of
 from qtrace.graph.origin import FileNorm, FileParameter, read_origin, write_origin
 from qtrace.graph.types import CallMethod, GetAttr, ModuleNode, TensorNode, TracedModule
@@ -41,7 +44,39 @@ def note_state(traced: TracedModule, state: Mapping[str, Any]) -> None:
     }
     computed = {path: hash_values(get_module(traced, path).numpy()) for path in stored - set(checked)}
     norms = _norms(traced, checked)
-    write_origin(traced, replace(origin, parameters=checked, norms=norms, computed=computed))
+    _tie(traced, checked)
+    tied = _tied_names(state, {parameter.tensor for parameter in checked.values()})
+    write_origin(traced, replace(origin, parameters=checked, norms=norms, computed=computed, tied=tied))
+
+
+def _tie(traced: TracedModule, parameters: Mapping[str, FileParameter]) -> None:
+    """Makes parameters one that hold one tensor of the state in the same order, as in torch's module."""
+    counts = Counter(parameter.tensor for parameter in parameters.values())
+    first: dict[tuple[str, tuple[int, ...], bytes], str] = {}
+    for path, parameter in sorted(parameters.items()):
+        if counts[parameter.tensor] == 1:
+            continue
+        own = get_module(traced, path)
+        places = places_of(parameter.shape, parameter.moves)
+        shape = tuple(int(n) for n in own.shape)
+        other = first.setdefault((parameter.tensor, shape, places.tobytes()), path)
+        if other != path and isinstance(own, Parameter):
+            set_parameter(traced, path, get_module(traced, other))
+
+
+def _tied_names(state: Mapping[str, Any], stored: set[str]) -> dict[str, str]:
+    """Returns the names of tensors that are stored under another name of theirs -> that name."""
+    names: dict[Any, list[str]] = {}
+    for name, tensor in state.items():
+        if hasattr(tensor, "data_ptr") and tensor.numel():
+            memory = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+            names.setdefault(memory, []).append(name)
+    tied = {}
+    for group in names.values():
+        own = next((name for name in group if name in stored), None)
+        if own is not None:
+            tied.update({name: own for name in group if name not in stored})
+    return tied
 
 
 def hash_values(array: np.ndarray) -> str:

@@ -59,8 +59,15 @@ def state_arrays(traced: TracedModule) -> dict[str, np.ndarray]:
             continue
         array = state.setdefault(parameter.tensor, np.zeros(parameter.shape, np.float32))
         places = places_of(parameter.shape, parameter.moves).reshape(-1)
-        array.reshape(-1)[places] = values[path].reshape(-1)
+        own = values[path].reshape(-1)
         known = written.setdefault(parameter.tensor, np.zeros(array.size, bool))
+        again = known[places]
+        if not np.array_equal(array.reshape(-1)[places][again], own[again], equal_nan=True):
+            raise ImportingError(
+                f"{path} and another parameter of the graph are one tensor of torch's module, "
+                f"{parameter.tensor}, and differ in value: take the state before what changed one of them."
+            )
+        array.reshape(-1)[places] = own
         known[places] = True
     norms = _write_norms(values, origin, state)
     _check_others(values, origin, {*origin.parameters, *norms})
@@ -72,6 +79,7 @@ def state_arrays(traced: TracedModule) -> dict[str, np.ndarray]:
             f"the graph no longer holds {shown}, which a pass folded into other parameters: take the state "
             "before prepare, or leave that algorithm out."
         )
+    state.update({name: state[own] for name, own in origin.tied.items() if own in state})
     return state
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["Block", "Branching", "Encoder", "Sorted"]
+__all__ = ["Block", "Branching", "Encoder", "Sorted", "Tied"]
 
 
 class Block(torch.nn.Module):
@@ -39,6 +39,21 @@ class Encoder(torch.nn.Module):
         x = self.norm(tokens + self.places)
         x = tokens + self.attention(x, x, x, need_weights=False)[0]
         return self.fc(x) * gain
+
+
+class Tied(torch.nn.Module):
+    """A model of words whose output layer has the weight of its embedding."""
+
+    def __init__(self, bias: bool = False) -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(11, 8)
+        self.fc = torch.nn.Linear(8, 8)
+        self.out = torch.nn.Linear(8, 11, bias=bias)
+        self.out.weight = self.words.weight
+        settle(self)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.relu(self.fc(self.words(ids))))
 
 
 class Branching(torch.nn.Module):

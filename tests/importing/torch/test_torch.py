@@ -123,24 +123,77 @@ def test_refusals_name_the_line_of_the_source() -> None:
 
 
 def test_what_is_no_network_of_torch(tmp_path: Path) -> None:
-    scripted = torch.jit.script(torch.nn.ReLU())
     (tmp_path / "net.pt").write_bytes(b"PK")
     (tmp_path / "net.pt2").write_bytes(b"PK")
     cases = [
-        (scripted, X, {}, "TorchScript"),
+        (torch.jit.trace(torch.relu, torch.zeros(1)), X, {}, "is a function of TorchScript"),
         (7, X, {}, "of type int"),
         (nets.Block(), None, {}, "needs an example"),
         (nets.Block(), (X, X), {}, "does not fit Block.forward"),
         (nets.Block(), X, {"dynamic": {"y": {0: "N"}}}, "'y' is no input"),
         (nets.Block(), X, {"dynamic": {"x": {4: "N"}}}, "no axis 4"),
         (nets.Block(), X, {"dynamic": {"x": {0: ""}}}, "needs a name"),
-        (tmp_path / "net.pt", None, {}, "end with .pt2"),
+        (tmp_path / "net.pt", None, {}, "torch.jit does not load it as"),
         (tmp_path / "net.pt2", None, {}, "cannot be loaded"),
         (tmp_path / "none.pt2", None, {}, "is not a file"),
     ]
     for source, example, options, words in cases:
         with pytest.raises(ImportingError, match=words):
             qtrace.from_torch(source, example, **options)
+
+
+@pytest.mark.parametrize("kind", ["traced", "scripted", "file", "frozen"])
+def test_torchscript_comes_in_under_the_names_of_its_state(kind: str, tmp_path: Path) -> None:
+    module = nets.Block().eval()
+    script = torch.jit.script(module) if kind == "scripted" else torch.jit.trace(module, torch.from_numpy(X))
+    source = torch.jit.freeze(script) if kind == "frozen" else script
+    if kind == "file":
+        script.save(str(tmp_path / "net.pt"))
+        source = tmp_path / "net.pt"
+    traced = qtrace.from_torch(source, {"x": X[:1]} if kind == "scripted" else X[:1])
+    for size in (1, 3, 4):
+        np.testing.assert_allclose(traced(Tensor(X[:size])).numpy(), _expected(module, X[:size]), atol=1e-5)
+    if kind == "frozen":
+        return  # its weights are constants without names
+    state, own = qtrace.to_torch_state(traced), module.state_dict()
+    assert set(state) == {name for name in own if not name.endswith("num_batches_tracked")}
+    assert all(torch.equal(tensor, own[name]) for name, tensor in state.items())
+    assert set(dict(traced.named_parameters())) == {name for name, _ in module.named_parameters()}
+
+
+def test_a_trace_that_holds_its_batch_has_it_fixed(caplog: pytest.LogCaptureFixture) -> None:
+    class Held(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.reshape(4, 3, 64) * 2
+
+    traced = qtrace.from_torch(torch.jit.trace(Held(), torch.from_numpy(X)), X)
+    np.testing.assert_array_equal(traced(Tensor(X)).numpy(), X.reshape(4, 3, 64) * 2)
+    assert "the batch is fixed" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["module", "program", "script"])
+def test_tied_weights_stay_one_and_come_back_under_both_names(kind: str) -> None:
+    module, ids = nets.Tied().eval(), torch.arange(10).reshape(2, 5) % 11
+    source = {
+        "module": lambda: module,
+        "program": lambda: torch.export.export(module, (ids,)),
+        "script": lambda: torch.jit.trace(module, ids),
+    }[kind]()
+    traced = qtrace.from_torch(source, None if kind == "program" else ids)
+    assert sum(parameter.shape == (11, 8) for parameter in traced.parameters()) == 1
+    prepared = qtrace.prepare(traced)
+    qtrace.calibrate(prepared, [ids.numpy()], progress=False)
+    for net in (traced, prepared, qtrace.convert(prepared)):
+        state = qtrace.to_torch_state(net)
+        assert set(state) == set(module.state_dict())
+        assert torch.equal(state["words.weight"], state["out.weight"])
+    for parameter in traced.parameters():
+        parameter[...] = parameter * 2.0  # what training might do
+    tuned = nets.Tied()
+    tuned.load_state_dict(qtrace.to_torch_state(traced))
+    assert tuned.out.weight is tuned.words.weight
+    result = traced(Tensor(ids.numpy())).numpy()
+    np.testing.assert_allclose(tuned(ids).detach().numpy(), result, rtol=1e-4, atol=1e-5)
 
 
 def test_quantize_takes_a_module_of_torch(tmp_path: Path) -> None:

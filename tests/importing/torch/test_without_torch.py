@@ -66,6 +66,50 @@ def test_a_transposed_and_divided_weight_comes_back_whole(tmp_path: Path) -> Non
     assert all(np.array_equal(arrays[name], state[name]) for name in state)
 
 
+@pytest.mark.parametrize(
+    ("op", "left", "right", "number"),
+    [
+        ("Mul", "alpha", "const_1", 1.0),
+        ("Mul", "const_1", "alpha", 1.0),
+        ("Div", "alpha", "const_1", 1.0),
+        ("Add", "const_1", "alpha", 0.0),
+        ("Sub", "alpha", "const_1", 0.0),
+    ],
+)
+def test_a_tensor_times_one_keeps_its_name(
+    op: str, left: str, right: str, number: float, tmp_path: Path
+) -> None:
+    """torch's exporter writes `addcmul(beta, alpha, x)` as beta + (alpha * 1) * x."""
+    nodes = [node(op, f"{left} {right}", "gain"), node("Mul", "gain x", "y")]
+    stored = {"alpha": weights(1, 4), "const_1": np.float32(number)}
+    traced, state = _imported(model(nodes, {"x": (2, 4)}, ["y"], stored), tmp_path)
+    np.testing.assert_array_equal(state_arrays(traced)["alpha"], state["alpha"])
+
+
+def test_a_tensor_times_two_is_computed(tmp_path: Path) -> None:
+    nodes = [node("Mul", "alpha const_1", "gain"), node("Mul", "gain x", "h"), node("MatMul", "h w", "y")]
+    stored = {"alpha": weights(1, 4), "const_1": np.float32(2), "w": weights(4, 4)}
+    traced, _ = _imported(model(nodes, {"x": (2, 4)}, ["y"], stored), tmp_path)
+    assert set(state_arrays(traced)) == {"w"}
+
+
+def test_parts_of_one_weight_that_differ_are_refused_by_name(tmp_path: Path) -> None:
+    nodes = [
+        node("MatMul", "x w", "h"),
+        node("Transpose", "w", "turned", perm=[1, 0]),
+        node("MatMul", "h turned", "y"),
+    ]
+    stored = {"w": weights(4, 4)}
+    traced, state = _imported(model(nodes, {"x": (2, 4)}, ["y"], stored), tmp_path)
+    np.testing.assert_array_equal(state_arrays(traced)["w"], state["w"])
+    named = dict(traced.named_parameters())
+    assert len(named) == 2  # one of them is transposed
+    first = next(iter(named.values()))
+    first[...] = first * 2.0
+    with pytest.raises(ImportingError, match="are one tensor of torch's module, w, and differ in value"):
+        state_arrays(traced)
+
+
 def test_a_folded_norm_comes_back_as_the_bias_of_its_layer(tmp_path: Path) -> None:
     traced, state = _imported(conv_bn(), tmp_path)
     prepared = qtrace.prepare(traced, "backend/onnxruntime")

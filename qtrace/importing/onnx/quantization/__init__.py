@@ -18,7 +18,7 @@ from qtrace.graph.types import CallFunction, CallMethod, TensorNode
 from qtrace.importing.onnx.call import Call
 from qtrace.importing.onnx.layers import Layers, Refusal
 from qtrace.importing.onnx.model import OnnxNode
-from qtrace.importing.onnx.moving import PARTS, moves_of
+from qtrace.importing.onnx.moving import PARTS, moves_of, unchanged
 from qtrace.importing.onnx.naming import is_anonymous
 from qtrace.importing.onnx.quantization.grids import dequantize, quantize, read_grid, stored_name
 from qtrace.importing.onnx.values import Computed, QuantizedIntegers, Stored, Value
@@ -147,6 +147,9 @@ def follow_stored(
     node: OnnxNode, values: Sequence[Value | None], results: Sequence[Value], layers: Layers
 ) -> Sequence[Value]:
     """Keeps name and grid of learned values that a folded node only moves; returns the results."""
+    same = unchanged(node, values, results)
+    if same is not None and same.name not in layers.grids:
+        return [same]
     source = values[0] if values else None
     if node.domain or not isinstance(source, Stored):
         return results

@@ -29,7 +29,7 @@ MAIN = (
     *("gru_reset", "lstm_activations", "map_ms_gelu", "map_resize_nearest_half_pixel", "roialign_avg"),
     *("if_captured", "loop_while", "loop_of_collected", "scan", "nonzero_output", "nonzero_sum", "nms_all"),
     *("sequence", "optional", "ml_labels", "integers", "function_call", "topk_computed", "dynamic_quantized"),
-    *("maxpool_indices", "rows_rotary", "two_behind_one"),
+    *("maxpool_indices", "two_behind_one"),
 )
 
 
@@ -302,9 +302,19 @@ def test_a_form_of_an_older_opset_is_converted_or_refused(tmp_path: Path) -> Non
     module = qtrace.from_onnx(path)
     written = qtrace.export(module, tmp_path / "out.onnx")
     assert_equal(run_file(Path(written), batch(0)), run_file(path, batch(0)))
-    newer = qtrace.from_onnx(save(opaque_layers.FORMS["rows_rotary"](), tmp_path / "rotary.onnx"))
+    net = Net(18)
+    y = net.add("Resize", [net.features, "", "", net.ints(2, 4, 5, 5)], mode="linear", antialias=1)
+    newer = qtrace.from_onnx(save(net.model(y), tmp_path / "newer.onnx"))
     with pytest.raises(QtraceError, match="opset"):
         qtrace.export(newer, tmp_path / "old.onnx", opset=17)
+
+
+@pytest.mark.parametrize("name", ["rows_rotary", "rows_rotary_interleaved", "rows_rmsnorm"])
+def test_an_op_that_onnx_writes_by_others_is_not_kept(name: str, tmp_path: Path) -> None:
+    path = save(FORMS[name](), tmp_path / "net.onnx")
+    net = qtrace.from_onnx(path)
+    assert not opaque_calls(net)
+    assert_equal(run_graph(net, batch(0)), run_file(path, batch(0)))
 
 
 def test_a_form_is_converted_to_the_opset_that_integers_need(tmp_path: Path) -> None:

@@ -70,6 +70,7 @@ class OnnxSegments:
         inputs = {node: (value.dtype, _shape(node, batches)) for node, value in batches[0].items()}
         data, names, results = self._writers[traced].model(exprs, inputs, fixed, outputs)
         session = start_session(data, fuse_integers=False)
+        del data  # the session has a copy of the weights
 
         def run(values: Mapping[TensorNode, np.ndarray]) -> list[np.ndarray]:
             pairs = zip(names, inputs, strict=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -16,8 +17,11 @@ from qtrace.errors import GraphError
 from qtrace.graph.dataflow import fixed_nodes
 from qtrace.graph.interpreter import Interpreter, interpret, last_uses
 from qtrace.graph.ordering import order_together
+from qtrace.graph.tensors import read_array
 
 __all__ = ["SegmentEngine", "Stepper", "as_array", "keep"]
+
+_MAX_PARAMETER_BYTES = 256 << 20  # of what an engine computes at once
 
 
 def keep(batch: int, values: list[np.ndarray]) -> list[np.ndarray]:
@@ -55,7 +59,12 @@ class SegmentEngine(Protocol):
 
 def as_array(value: Any) -> np.ndarray:
     """Returns a Tensor's value, or an array as it is."""
-    return value if isinstance(value, np.ndarray) else np.asarray(value.numpy())
+    return value if isinstance(value, np.ndarray) else np.asarray(read_array(value))
+
+
+def _bytes(node: Node) -> int:
+    shape = node.shape if isinstance(node, TensorNode) else None
+    return 4 * math.prod(int(n) for n in shape) if shape else 0
 
 
 class Stepper:
@@ -192,13 +201,28 @@ class Stepper:
         return self._values[batch]
 
     def _advance_to(self, goal: int, known: Sequence[Mapping[Node, Any]]) -> None:
-        steps = [step for step in self._steps[self._at : goal] if step not in self._fixed]
-        if not self._advance_at_once(steps, known):
-            for step in steps:
-                self._advance_one(step)
-        if goal > self._at:
-            self._ahead.clear()
-        self._at = goal
+        for stop in self._stops(goal) if not known else (goal,):
+            steps = [step for step in self._steps[self._at : stop] if step not in self._fixed]
+            if not self._advance_at_once(steps, known):
+                for step in steps:
+                    self._advance_one(step)
+            if stop > self._at:
+                self._ahead.clear()
+            self._at = stop
+
+    def _stops(self, goal: int) -> Iterator[int]:
+        """Yields places up to ``goal`` between which few parameters are read: an engine copies them all."""
+        count = 0
+        for place in range(self._at, goal):
+            step = self._steps[place]
+            if step in self._fixed:
+                continue
+            own = sum(_bytes(node) for node in step.inputs if node.expr in self._fixed)
+            if count and count + own > _MAX_PARAMETER_BYTES and not self._ahead:
+                yield place
+                count = 0
+            count += own
+        yield goal
 
     def _advance_one(self, step: Expr) -> None:
         for batch, values in enumerate(self._values):

@@ -23,6 +23,7 @@ from qtrace.metrics import ErrorSums
 from qtrace.outputs.replay import SelectedShares, Share, differ
 from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.model import QuantizedModel
+from qtrace.process.memory import return_free_memory
 from qtrace.process.thread import on_engine_thread
 from qtrace.runtimes.host import RuntimeHost
 from qtrace.verification.crosscheck import cross_check
@@ -126,6 +127,7 @@ def verify(
             if report.cross_check is None and not plain:
                 _cross_check(file, converted, run, limit, report)
             _compare_outputs(file, run, deployed, exact, report)
+            return_free_memory()  # of rounded weights
     if empty:
         raise CalibrationError("verification data has no batches: give at least one.")
     return report

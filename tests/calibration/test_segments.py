@@ -19,8 +19,10 @@ from qtrace.calibration.onnxruntime import ahead
 from qtrace.calibration.segments import OnnxSegments
 from qtrace.errors import ConfigError, ExportError
 from qtrace.export.onnx.prepared_segment import PreparedSegments
+from qtrace.graph import stepping
 from qtrace.graph.walk import exprs
 from qtrace.preparation.model import QuantizedModel
+from qtrace.ptq.layers import collecting
 from tests.nets import images, net
 
 BATCHES = [images(n, 4, 8, 8, seed=n) for n in (4, 4, 3)]
@@ -191,3 +193,16 @@ def test_fake_quants_that_do_more_than_rounding_have_no_onnx_form() -> None:
     qtrace.set_phase(prepared, "float")
     (result,), *_ = OnnxSegments(model).compute(prepared, [expr], {}, batches, [expr.outputs[0]]) or [()]
     np.testing.assert_array_equal(result, images(2, 4, 8, 8))
+
+
+def test_large_networks_are_computed_in_parts_of_few_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = _record_segments(monkeypatch)
+    expected = _calibrated("onnxruntime")
+    count = len(whole)
+    monkeypatch.setattr(stepping, "_MAX_PARAMETER_BYTES", 64)
+    monkeypatch.setattr(collecting, "_MAX_WEIGHT_BYTES", 64)
+    in_parts = _record_segments(monkeypatch)
+    result = _calibrated("onnxruntime")
+    assert len(in_parts) > count
+    for name, value in result.state_dict().items():
+        np.testing.assert_allclose(value, expected.state_dict()[name], rtol=1e-5, atol=1e-6, err_msg=name)

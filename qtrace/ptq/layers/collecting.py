@@ -24,6 +24,7 @@ __all__ = ["StatisticsCollector"]
 # Bytes of the float outputs of a batch, and of the rows of all batches, up to which layers share a run.
 _MAX_OUTPUT_BYTES = 512 << 20
 _MAX_ROW_BYTES = 256 << 20
+_MAX_WEIGHT_BYTES = 256 << 20  # a run holds the weights of its layers several times
 
 # Inputs of a row up to which more positions count.
 _LONG_ROW = 256
@@ -129,14 +130,16 @@ class StatisticsCollector:
 
     def _next_run(self, first: QuantizedLayer) -> list[QuantizedLayer]:
         """Returns the layers from ``first`` on whose float outputs are computed in one run."""
-        start, sizes = self._waiting.index(first), [0.0, 0.0]
+        start, sizes, weights = self._waiting.index(first), [0.0, 0.0], 0.0
         for stop, layer in enumerate(self._waiting[start:], start):
             for call in layer.calls:
                 size = 4 * float(np.prod(call.out.shape))
                 shape = tuple(int(n) for n in get_module(self.model, layer.weight).shape)
                 rows = min(self._count_places(shape) / max(float(np.prod(call.out.shape[2:])), 1.0), 1.0)
                 sizes = [sizes[0] + size, sizes[1] + size * rows * self.count]
-            if stop > start and (sizes[0] > _MAX_OUTPUT_BYTES or sizes[1] > _MAX_ROW_BYTES):
+            weights += 4 * float(np.prod(get_module(self.model, layer.weight).shape))
+            full = sizes[0] > _MAX_OUTPUT_BYTES or sizes[1] > _MAX_ROW_BYTES or weights > _MAX_WEIGHT_BYTES
+            if stop > start and full:
                 return self._waiting[start:stop]
         return self._waiting[start:]
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import megengine as mge
 import numpy as np
 from megengine import Tensor
+from megengine.module import LSTM, RNN
 
 from qtrace.data.declared import check_declared, cures_for_shapes, name_arguments, round_to_declared
 from qtrace.data.foreign import read_array, what_is_no_iterable
 from qtrace.errors import CalibrationError
+from qtrace.gradients.recurrent import checked_shapes
 from qtrace.graph.failures import short
 from qtrace.graph.signature import has_traced_structure, list_inputs
 from qtrace.graph.types import TracedModule
@@ -184,12 +186,17 @@ def translate_errors(model: TracedModule, arguments: _Arguments, index: int) -> 
 
 @contextmanager
 def evaluating(model: TracedModule) -> Iterator[None]:
-    """Puts the model in eval mode and gives every module its training flag back in the end."""
+    """Puts the model in eval mode and gives every module its training flag back in the end.
+
+    Within the block MegEngine's recurrent layers refuse inputs of wrong shapes, which their kernels misread.
+    """
     flags = [(module, module.training) for module in modules_of(model)]
     for module, _ in flags:
         module.train(False, recursive=False)
+    recurrent = any(isinstance(module, (LSTM, RNN)) for module, _ in flags)
     try:
-        yield
+        with checked_shapes() if recurrent else nullcontext():
+            yield
     finally:
         for module, training in flags:
             module.training = training

@@ -127,6 +127,8 @@ def _unrolled(
 ) -> tuple[Tensor, ...]:
     layers = stack.cut(parameters)
     size = int(layers[0][0].hidden.shape[1])
+    shape = (len(layers) * len(stack.backwards), int(x.shape[1]), size)
+    _check_shapes(x, int(layers[0][0].input.shape[1]), (hidden, cell), shape)
     zeros = F.zeros((x.shape[1], size))
     finals: tuple[list[Tensor], list[Tensor]] = ([], [])
     for layer in layers:
@@ -301,6 +303,8 @@ def _check_shapes(x: Any, values: int, states: Iterable[Any], shape: tuple[int, 
             f"a recurrent layer of {values} values reads {tuple(map(int, x.shape))}: its input has steps, "
             f"samples and {values} values"
         )
+    if int(x.shape[0]) == 0:
+        raise ValueError("a recurrent layer reads a sequence without steps: give one step or more")
     for state in states:
         if state is not None and tuple(map(int, state.shape)) != shape:
             given = tuple(map(int, state.shape))

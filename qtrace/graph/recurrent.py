@@ -166,7 +166,10 @@ def _stack(
 ) -> tuple[Tensor, ...]:
     backwards = DIRECTIONS["bidirectional" if bidirectional else "forward"]
     sequence = F.transpose(x, (1, 0, 2)) if batch_first else x
-    values = int(x.shape[2])
+    # The width of the input is that of the weights: a cut by another one would shift all of them.
+    columns = int(weights.shape[0]) * int(weights.shape[1]) // (cell.gates * hidden_size * len(backwards))
+    own = hidden_size + 2 * bool(bias)
+    values = columns - num_layers * own - (num_layers - 1) * len(backwards) * hidden_size
     cut = recurrent.stacked_weights(cell.gates, values, hidden_size, num_layers, len(backwards), bias)
     y, *last = recurrent.run(recurrent.Stack(cell, cut, backwards), sequence, [weights], *states)
     return (F.transpose(y, (1, 0, 2)) if batch_first else y), *last

@@ -13,6 +13,7 @@ import pytest
 from megengine.autodiff import GradManager
 
 import qtrace
+from qtrace.data.batches import evaluating
 from qtrace.gradients import fast_gradients
 from qtrace.gradients.cells import Cell, Gru, Lstm, Rnn
 from qtrace.gradients.recurrent import Stack, checked_shapes, layer_forward, onnx_weights, run
@@ -142,3 +143,22 @@ def test_a_state_of_a_wrong_shape_is_refused_before_a_kernel_reads_it() -> None:
         layer_forward(layer, x, (wrong, wrong))
     with checked_shapes(), pytest.raises(ValueError, match="reads \\(5, 2, 2\\)"):
         layer(_random(5, 2, 2))
+
+
+@pytest.mark.parametrize("two", [False, True])
+@pytest.mark.parametrize("kind", [M.LSTM, M.RNN])
+def test_an_input_of_another_width_is_refused(kind: type[M.Module], two: bool) -> None:
+    cell, last = kind(8, 6, num_layers=2, bidirectional=two), M.Linear(12 if two else 6, 4)
+    module = net(lambda self, x: self.last(self.cell(x)[0]), cell=cell, last=last)
+    traced = qtrace.trace(module, _random(5, 3, 8))
+    prepared = qtrace.prepare(traced, {"placement": "everything"})
+    for width in (6, 7, 9):
+        sentence = rf"a recurrent layer of 8 values reads \(5, 3, {width}\)"
+        with pytest.raises(ValueError, match=sentence):
+            prepared(_random(5, 3, width))
+        with pytest.raises(qtrace.QtraceError, match=sentence):
+            qtrace.calibrate(prepared, [_random(5, 3, width)], progress=False)
+        with evaluating(traced), pytest.raises(ValueError, match=sentence):
+            traced(_random(5, 3, width))
+    with pytest.raises(ValueError, match="a sequence without steps"):
+        prepared(mge.Tensor(np.zeros((0, 3, 8), np.float32)))

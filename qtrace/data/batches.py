@@ -11,7 +11,7 @@ import numpy as np
 from megengine import Tensor
 from megengine.module import LSTM, RNN
 
-from qtrace.data.declared import check_declared, cures_for_shapes, name_arguments, round_to_declared
+from qtrace.data.declared import cast_to_declared, check_declared, cures_for_shapes, name_arguments
 from qtrace.data.foreign import read_array, what_is_no_iterable
 from qtrace.errors import CalibrationError
 from qtrace.gradients.recurrent import checked_shapes
@@ -59,7 +59,7 @@ def as_arguments(batch: Any, model: TracedModule, index: int = 0) -> _Arguments:
     for args, kwargs in candidates:
         if has_traced_structure(model, args, kwargs):
             check_declared(model, args, kwargs, index)
-            return round_to_declared(model, args, kwargs)
+            return cast_to_declared(model, args, kwargs)
     raise CalibrationError(
         f"batch {index} gives {_describe_batch(*candidates[-1])}, but the model takes "
         f"{_describe_inputs(batch, list_inputs(model))}."

@@ -14,8 +14,9 @@ from qtrace.graph.open_axes import read_open_axes
 from qtrace.graph.signature import argument_names, list_inputs
 from qtrace.graph.types import TracedModule
 
-__all__ = ["check_declared", "cure_for_shape", "cures_for_shapes", "name_arguments", "round_to_declared"]
+__all__ = ["cast_to_declared", "check_declared", "cure_for_shape", "cures_for_shapes", "name_arguments"]
 
+_NARROW = ("uint16", "int16", "uint8", "int8")  # integers that int32 holds
 _SAMPLES = "the first axis counts the samples"
 
 
@@ -72,32 +73,38 @@ def check_declared(model: TracedModule, args: Sequence[Any], kwargs: Mapping[str
         )
 
 
-def round_to_declared(
+def cast_to_declared(
     model: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Rounds inputs to float16 that the file takes in float16 from which the model was imported.
+    """Casts inputs to the types as which the graph carries those of the file from which it was imported.
 
-    The graph carries them as float32, and computes on what an exported file computes on.
+    Integers that the file takes as uint16, say, become int32. The graph carries float16 as float32: such
+    inputs are rounded to float16, so that it computes on what an exported file computes on.
 
     Args:
         model: the module that will be called.
         args: its positional arguments.
         kwargs: its keyword arguments.
     """
-    halves = {name for name, info in read_inputs(model).items() if info.dtype == "float16"}
-    if not halves:
+    declared = read_inputs(model)
+    if not declared:
         return tuple(args), dict(kwargs)
 
-    def rounded(name: str, value: Any) -> Any:
-        if name not in halves or not isinstance(value, Tensor):
+    def cast(name: str, value: Any) -> Any:
+        info = declared.get(name)
+        if info is None or not isinstance(value, Tensor):
             return value
-        with np.errstate(over="ignore"):  # a number beyond float16 is infinite, which the caller refuses
-            return Tensor(value.numpy().astype(np.float16).astype(np.float32))
+        if info.dtype == "float16":
+            with np.errstate(over="ignore"):  # a number beyond float16 is infinite, which the caller refuses
+                return Tensor(value.numpy().astype(np.float16).astype(np.float32))
+        if info.carried_dtype == "int32" and np.dtype(value.dtype).name in _NARROW:
+            return Tensor(value.numpy().astype(np.int32))
+        return value
 
     names = [*argument_names(model), *("" for _ in args)]
     return (
-        tuple(rounded(name, value) for name, value in zip(names, args, strict=False)),
-        {name: rounded(name, value) for name, value in kwargs.items()},
+        tuple(cast(name, value) for name, value in zip(names, args, strict=False)),
+        {name: cast(name, value) for name, value in kwargs.items()},
     )
 
 

@@ -144,3 +144,30 @@ def test_cures_of_the_order_of_axes(shape: Any, traced: Any, cure: str) -> None:
     text = cure_for_shape(shape, traced)
     assert cure in text
     assert bool(cure) == bool(text)
+
+
+@pytest.mark.parametrize("op", ["Greater", "Less", "Equal"])
+@pytest.mark.parametrize("dtype", ["uint16", "uint32", "int64"])
+def test_integers_in_the_type_of_the_file_become_those_of_the_graph(
+    op: str, dtype: str, tmp_path: Path
+) -> None:
+    kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    nodes = [
+        helper.make_node(op, ["x", "limit"], ["z"]),
+        helper.make_node("Cast", ["z"], ["y"], to=TensorProto.FLOAT),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info("x", kind, ["N", 4])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["N", 4])],
+        [numpy_helper.from_array(np.array([40000], dtype), "limit")],
+    )
+    path = tmp_path / "net.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    traced = qtrace.from_onnx(path)
+    x = np.array([[0, 39999, 40000, 65535]], dtype)
+    expected = {"Greater": x > 40000, "Less": x < 40000, "Equal": x == 40000}[op]
+    for batch in (x, {"x": x}):
+        args, kwargs = as_arguments(batch, traced)
+        assert np.array_equal(traced(*args, **kwargs).numpy(), expected)

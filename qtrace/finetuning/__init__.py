@@ -34,7 +34,7 @@ from qtrace.inspection.twin import changed_weights, float_twin
 from qtrace.learning.engine import queueless
 from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.model import QuantizedModel
-from qtrace.preparation.phases import in_phase
+from qtrace.preparation.phases import in_phase, say_wrong_gradients
 from qtrace.process.thread import on_engine_thread
 
 __all__ = ["Evaluation", "FineTuned", "FinetuneSettings", "Frozen", "OutputChange", "Retreat", "finetune"]
@@ -84,10 +84,13 @@ def finetune(
         ConfigError: when the settings name no node of the graph, no parameter can learn, or the model names
             user code in a module that is not imported.
         TrainingError: when the loss is not finite, the teacher is missing or another network, the checkpoint
-            belongs to another run, or the engine torch is requested and cannot run the graph.
+            belongs to another run, MegEngine's gradient of a layer is wrong, or the engine torch is requested
+            and cannot run the graph.
     """
     settings = settings or FinetuneSettings()
     pace, model = Pace(settings.max_minutes), QuantizedModel(prepared, "prepared")
+    if sentence := say_wrong_gradients(prepared):
+        raise TrainingError(sentence)
     file = _checkpoint_file(model, checkpoint, resume)
     original = _teacher(model, teacher)
     known = {node.name for expr in exprs(original) for node in expr.outputs}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,13 +25,20 @@ def fast_gradients(model: M.Module) -> Iterator[None]:
     For the training of float networks on CPU; prepared graphs need no block. ``Conv2d`` gets the gradients of
     `conv2d`. ``LSTM``, ``RNN``, ``LSTMCell`` and ``RNNCell`` get right ones: MegEngine 1.13 has a wrong one
     for ``LSTM`` on CPU, and none for ``LSTMCell``. What the layers compute stays the same; recurrent layers
-    run without dropout. Layers with methods of their own, and calls of functions, are left as they are.
+    run without dropout. Layers with methods of their own, and calls of functions, are left as they are, as
+    is an ``LSTM`` with ``proj_size``, whose gradient stays wrong: a warning names it.
 
     Args:
         model: a network or a traced network. It should not be copied or saved within the block.
     """
     changed = []
-    for module in model.modules():
+    for path, module in model.named_modules():
+        if type(module) is M.LSTM and getattr(module, "proj_size", 0):
+            warnings.warn(
+                f"{path or 'the network'} is an LSTM with proj_size, whose gradient is wrong in MegEngine on "
+                "CPU: write the layer with F.linear, F.split, F.sigmoid and F.tanh to train it.",
+                stacklevel=3,
+            )
         name, function = _replacement(module)
         if name and name not in module.__dict__:
             module.__dict__[name] = functools.partial(function, module)

@@ -12,13 +12,13 @@ from megengine.module import LSTM, LSTMCell, Module
 from qtrace.errors import CalibrationError, ConfigError, QtraceWarning
 from qtrace.fakequant.base import PHASES
 from qtrace.graph.opaque import say_stopped_gradients
-from qtrace.graph.types import TracedModule
+from qtrace.graph.types import Expr, TracedModule
 from qtrace.graph.walk import exprs, owner
 from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.record import fake_quants, followers, is_quantized
 
-__all__ = ["in_phase", "set_phase", "switch_phase"]
+__all__ = ["has_wrong_gradient", "in_phase", "say_wrong_gradients", "set_phase", "switch_phase"]
 
 
 @check_arguments
@@ -111,18 +111,27 @@ def _warn_of_races(parts: Sequence[QuantizedModel]) -> None:
         )
 
 
+def has_wrong_gradient(expr: Expr) -> bool:
+    """Returns whether ``expr`` calls a recurrent layer of MegEngine's own, whose gradient 1.13 has wrong."""
+    return isinstance(owner(expr), (LSTM, LSTMCell))
+
+
+def say_wrong_gradients(traced: TracedModule) -> str:
+    """Returns a sentence on a layer of MegEngine's own whose gradient 1.13 computes wrong; "" without one."""
+    left = [owner(expr) for expr in exprs(traced) if has_wrong_gradient(expr)]
+    if not left:
+        return ""
+    name, kind = getattr(left[0], "_name", None) or "a layer", type(left[0]).__name__
+    return (
+        f"{name} is of type {kind}, whose gradient is wrong in MegEngine on CPU: write the layer with "
+        "F.linear, F.split, F.sigmoid and F.tanh to train it."
+    )
+
+
 def _warn_of_recurrent_layers(parts: Sequence[QuantizedModel]) -> None:
-    """Warns of layers of MegEngine's own: 1.13 has no gradient, or a wrong one, for them on CPU."""
-    owners = [module for part in parts for module in map(owner, exprs(part.module))]
-    left = [module for module in owners if isinstance(module, (LSTM, LSTMCell))]
-    if left:
-        name, kind = getattr(left[0], "_name", None) or "a layer", type(left[0]).__name__
-        warnings.warn(
-            f"{name} is of type {kind}, whose gradient is wrong in MegEngine on CPU: write the layer with "
-            "F.linear, F.split, F.sigmoid and F.tanh to train it.",
-            QtraceWarning,
-            stacklevel=5,
-        )
+    for part in parts:
+        if sentence := say_wrong_gradients(part.module):
+            warnings.warn(sentence, QtraceWarning, stacklevel=5)
 
 
 def _warn_of_opaque_nodes(parts: Sequence[QuantizedModel]) -> None:

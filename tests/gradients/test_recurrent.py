@@ -162,3 +162,9 @@ def test_an_input_of_another_width_is_refused(kind: type[M.Module], two: bool) -
             traced(_random(5, 3, width))
     with pytest.raises(ValueError, match="a sequence without steps"):
         prepared(mge.Tensor(np.zeros((0, 3, 8), np.float32)))
+
+
+def test_a_layer_that_keeps_its_wrong_gradient_is_named() -> None:
+    module = net(lambda self, x: self.cell(x)[0], cell=M.LSTM(8, 6, proj_size=3))
+    with pytest.warns(UserWarning, match="cell is an LSTM with proj_size"), fast_gradients(module):
+        pass

@@ -17,7 +17,7 @@ from megengine.optimizer import SGD
 
 import qtrace
 from qtrace import QConfig
-from qtrace.errors import CalibrationError, GraphError, QtraceWarning
+from qtrace.errors import CalibrationError, GraphError, QtraceWarning, TrainingError
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.record import fake_quants, read_record
 from tests.nets import images, net
@@ -126,3 +126,5 @@ def test_training_warns_of_a_layer_with_a_wrong_gradient() -> None:
     qtrace.calibrate(prepared, [x], progress=False)
     with pytest.warns(QtraceWarning, match=r"cell is of type LSTM, whose gradient is wrong in MegEngine"):
         qtrace.set_phase(prepared, "train")
+    with pytest.raises(TrainingError, match=r"cell is of type LSTM, whose gradient is wrong in MegEngine"):
+        qtrace.finetune(prepared, [x], progress=False)

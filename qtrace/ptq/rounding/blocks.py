@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from qtrace.fakequant.base import FakeQuant
 from qtrace.graph.types import Expr, ModuleNode, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, is_float_tensor, owner, users
+from qtrace.preparation.phases import has_wrong_gradient
 from qtrace.ptq.layers.quantized import QuantizedLayer
 
 __all__ = ["Block", "bottlenecks", "single_layers", "structural_blocks"]
@@ -69,7 +70,8 @@ def structural_blocks(model: TracedModule, layers: Iterable[QuantizedLayer], max
     Args:
         model: a prepared graph.
         layers: the layers whose roundings are learned; each block has at least one.
-        max_layers: the most layers of a block; a larger block is split into its layers.
+        max_layers: the most layers of a block; a larger block is split into its layers, as is one with a
+            recurrent layer that MegEngine has a wrong gradient for.
     """
     by_expr = {layer.call.expr: layer for layer in layers}
     outputs = [n for n in model.graph.outputs if isinstance(n, TensorNode)]
@@ -87,7 +89,8 @@ def structural_blocks(model: TracedModule, layers: Iterable[QuantizedLayer], max
             continue
         exits = outputs if last else alive
         block = Block(tuple(steps), tuple(inside), tuple(entry), tuple(exits))
-        blocks += [block] if len(inside) <= max_layers and exits else single_layers(model, inside)
+        joint = len(inside) <= max_layers and exits and not any(map(has_wrong_gradient, steps))
+        blocks += [block] if joint else single_layers(model, inside)
         steps, entry = [], list(alive)
     return blocks
 

@@ -7,9 +7,11 @@ from typing import Any
 
 import megengine.functional as F
 import megengine.module as M
+import numpy as np
 
 import qtrace
 from qtrace import QConfig
+from qtrace.preparation.phases import has_wrong_gradient
 from qtrace.ptq.layers.quantized import quantized_layers
 from qtrace.ptq.rounding.blocks import single_layers, structural_blocks
 from tests.nets import MobileNetV2, ResNet, images, net, randomize
@@ -70,3 +72,13 @@ def test_a_layer_takes_the_activation_behind_it() -> None:
     model = _prepared(module, 1, 4, 8, 8)
     blocks = single_layers(model, quantized_layers(model)[0])
     assert [[n.name for n in b.exits] for b in blocks] == [["relu_out"], ["b_out"]]
+
+
+def test_no_block_of_learned_rounding_holds_a_layer_with_a_wrong_gradient() -> None:
+    layers = {"cell": M.LSTM(4, 6, proj_size=3), "g": M.Linear(4, 4), "h": M.Linear(6, 4)}
+    module = net(lambda self, x: x + self.h(self.cell(self.g(x))[0]), **layers)
+    x = np.ones((3, 2, 4), np.float32)
+    prepared = qtrace.prepare(qtrace.trace(module, x), {"ptq": [], "placement": "everything"})
+    blocks = structural_blocks(prepared, quantized_layers(prepared)[0], 8)
+    assert [len(block.layers) for block in blocks] == [1, 1]
+    assert not any(has_wrong_gradient(expr) for block in blocks for expr in block.exprs)

@@ -240,8 +240,8 @@ class Call:
 
     @property
     def name(self) -> str:
-        """The name of the node's module in the source if it is known, else of the first output."""
-        return self.node.title or self.node.outputs[0]
+        """The name of the node's module in the source if it is known, else of the first named output."""
+        return self.node.title or next((name for name in self.node.outputs if name), "")
 
     @property
     def result_names(self) -> list[str]:

@@ -254,7 +254,8 @@ class Importer:
         """Returns the value of a result, whose shape must be the one that ONNX infers."""
         if not isinstance(result, TensorNode):
             return result
-        dtype, shape = inferred.get(name, (np.dtype(result.dtype), None))
+        unknown = (np.dtype(result.dtype), None)
+        dtype, shape = inferred.get(name, unknown) if name else unknown  # several results may have no name
         if shape == () and tuple(result.shape) == (1,):  # MegEngine compares scalars to a vector
             result = self.builder.call_function(F.squeeze, result, 0, name=name)
         if shape is not None and shape != tuple(result.shape):

@@ -85,6 +85,7 @@ class Layers:
         self.names = LayerPaths()
         self._tensors: dict[Any, TensorNode] = {}
         self._modules: dict[Any, str] = {}
+        self._parameters: dict[Any, str] = {}
         self._sizes: dict[Any, TensorNode] = {}
         self.frees = LargeFrees()
 
@@ -190,6 +191,16 @@ class Layers:
                 self.parameters[path] = self.grids[stored.name]
         return self._tensors[key]
 
+    def has_module(self, module: Module, tensors: Mapping[str, Stored]) -> bool:
+        """Returns whether a module of the graph has these settings and stored tensors."""
+        return _module_key(module, tensors) in self._modules and all(t.name for t in tensors.values())
+
+    def parameter_of(self, stored: Stored) -> TensorNode | None:
+        """Returns the node of the module parameter that was made of a stored tensor; None without one."""
+        path = self._parameters.get(_identity(stored)) if stored.name else None
+        node = None if path is None else self.builder.attribute(path)
+        return node if isinstance(node, TensorNode) else None
+
     def module(
         self, node: OnnxNode, module: Module, tensors: Mapping[str, Stored], args: Sequence[Any], name: str
     ) -> TensorNode:
@@ -204,8 +215,8 @@ class Layers:
             args: the arguments of the call.
             name: the name of the result.
         """
-        key = (type(module), _settings(module), tuple((k, _identity(t)) for k, t in tensors.items()))
-        if key in self._modules and all(tensor.name for tensor in tensors.values()):
+        key = _module_key(module, tensors)
+        if self.has_module(module, tensors):
             return self.builder.call_module(self._modules[key], None, *args, name=name)
         for attribute, stored in tensors.items():
             parameter = getattr(module, attribute)
@@ -220,6 +231,7 @@ class Layers:
         self._modules[key] = path
         for attribute, stored in tensors.items():
             self._note_source(f"{path}.{attribute}", stored)
+            self._parameters.setdefault(_identity(stored), f"{path}.{attribute}")
         grids = {f"{path}.{key}": self.grids.get(stored.name) for key, stored in tensors.items()}
         self.parameters.update({name: grid for name, grid in grids.items() if grid is not None})
         return self.builder.call_module(path, module, *args, name=name)
@@ -227,6 +239,10 @@ class Layers:
     def _note_source(self, path: str, stored: Stored) -> None:
         if stored.name:
             self.sources[path] = StoredSource(stored.name, stored.array.shape, stored.moves)
+
+
+def _module_key(module: Module, tensors: Mapping[str, Stored]) -> Any:
+    return type(module), _settings(module), tuple((k, _identity(t)) for k, t in tensors.items())
 
 
 def _size_key(size: Size) -> Any:

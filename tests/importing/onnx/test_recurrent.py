@@ -101,3 +101,37 @@ def test_a_gradient_passes_through_it_while_quantized(name: str, tmp_path: Path)
     learned = {key.rpartition(".")[2] for key, p in parameters.items() if p.grad is not None}
     assert {"weight", "recurrence", "bias"} <= learned
     assert all(np.isfinite(p.grad.numpy()).all() for p in parameters.values() if p.grad is not None)
+
+
+@pytest.mark.parametrize("op", _GATES)
+def test_layers_of_other_settings_share_their_weights(op: str, tmp_path: Path) -> None:
+    net, rows = Net(), _GATES[op] * 6
+    weights = [net.weights(1, rows, 32), net.weights(1, rows, 6)]
+    bias = net.weights(1, 2 * rows)
+    steps, results = net.steps(net.features), []
+    for direction, more in (("forward", []), ("reverse", []), ("reverse", [bias])):
+        inputs, count = [steps, *weights, *more], 3 if op == "LSTM" else 2
+        results.append(net.add(op, inputs, count, hidden_size=6, direction=direction)[0])
+    path = save(net.model(*results), tmp_path / "net.onnx")
+    traced = qtrace.from_onnx(path)
+    assert_equal(run_graph(traced, batch(1)), run_file(path, batch(1)))
+    shapes = sorted(tuple(p.shape) for _, p in traced.named_parameters() if p.ndim == 3)
+    assert shapes == sorted([(1, rows, 32), (1, rows, 6)])
+    qtrace.save(traced, tmp_path / "net.mge")
+    assert_equal(run_graph(qtrace.load(tmp_path / "net.mge"), batch(1)), run_file(path, batch(1)))
+    prepared = qtrace.prepare(traced, {"ptq": [], "placement": "everything"})
+    qtrace.calibrate(prepared, [{"x": batch(0)}], progress=False)
+    out = Path(qtrace.export(qtrace.convert(prepared), tmp_path / "out.onnx"))
+    written = [n for n in onnx.load(out).graph.node if n.op_type == op]
+    assert len({tuple(n.input[1:3]) for n in written}) == 1
+
+
+def test_the_last_cell_state_alone_is_a_result(tmp_path: Path) -> None:
+    model = _model("LSTM")
+    node = next(n for n in model.graph.node if n.op_type == "LSTM")
+    del model.graph.output[0]
+    node.output[0] = node.output[1] = ""
+    path = save(model, tmp_path / "net.onnx")
+    traced = qtrace.from_onnx(path)
+    assert not opaque_calls(traced)
+    assert_equal(run_graph(traced, batch(0)), run_file(path, batch(0)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from qtrace.graph import recurrent
 from qtrace.graph.recurrent import DIRECTIONS, OnnxRecurrent
 from qtrace.graph.types import TensorNode
 from qtrace.importing.onnx.call import Call, Lowering
@@ -13,6 +14,7 @@ __all__ = ["LOWERINGS"]
 
 _GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 _ACTIVATIONS = {"LSTM": ["sigmoid", "tanh", "tanh"], "GRU": ["sigmoid", "tanh"], "RNN": ["tanh"]}
+_RESULTS = ("sequence", "hidden", "cell")
 _LENGTHS, _HIDDEN, _CELL, _PEEPHOLES = 4, 5, 6, 7
 
 
@@ -39,9 +41,29 @@ def _recurrent(call: Call) -> Any:
         states.pop()
     # A list of names, one for each result: the outputs that the file leaves out have none.
     outputs = [*call.result_names, *[""] * 3][: 3 if op == "LSTM" else 2]
-    names: Any = [name or f"{call.name}_state" for name in outputs]
-    results = call.module(module, tensors, call.tensor(0), *states, name=names)
+    names: Any = [name or f"{call.name}_{end}" for name, end in zip(outputs, _RESULTS, strict=False)]
+    results = _shared(call, module, tensors, states, names)
+    if results is None:
+        results = call.module(module, tensors, call.tensor(0), *states, name=names)
     return tuple(results)[: len(call.node.outputs)]
+
+
+def _shared(
+    call: Call, module: OnnxRecurrent, tensors: dict[str, Stored], states: list[Any], names: Any
+) -> Any:
+    """Calls a function of the parameters of another layer if the node shares some with it; None if not."""
+    found = {name: call.layers.parameter_of(stored) for name, stored in tensors.items()}
+    if call.layers.has_module(module, tensors) or not any(node is not None for node in found.values()):
+        return None
+    nodes = [call.layers.tensor(tensors[name]) if node is None else node for name, node in found.items()]
+    weights = [*nodes, *[None] * (3 - len(nodes))]
+    states = [*states, *[None] * ((2 if module.kind == "lstm" else 1) - len(states))]
+    arguments = (call.tensor(0), *weights, *states, module.direction)
+    if module.kind == "lstm":
+        return call.function(recurrent.lstm, *arguments, name=names)
+    if module.kind == "gru":
+        return call.function(recurrent.gru, *arguments, module.linear_before_reset, name=names)
+    return call.function(recurrent.rnn, *arguments, module.nonlinearity, name=names)
 
 
 def _text(value: Any) -> str:

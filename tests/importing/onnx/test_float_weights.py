@@ -216,6 +216,34 @@ def test_blocks_that_onnxruntimes_quantizer_dequantizes(
     assert "1 layers of the file are quantized by weight_only" in caplog.text
 
 
+def test_the_log_says_what_a_file_with_static_layers_loses(
+    traced: TracedModule, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rule = {"match": {"name": "a*"}, "method": "dynamic", "weight": {"bits": 7}}
+    prepared = qtrace.calibrate(qtrace.prepare(traced, {"rules": [rule]}), [X], progress=False)
+    qtrace.export(qtrace.convert(prepared), tmp_path / "net.onnx")
+    caplog.clear()
+    assert is_quantized(qtrace.from_onnx(tmp_path / "net.onnx"))
+    (record,) = (r for r in caplog.records if "by dynamic" in r.message)
+    assert record.levelno == logging.WARNING
+    assert "in the prepared graph they are float layers" in record.message
+    assert "prepare the float network that the file was made of" in record.message
+
+
+def test_the_log_names_integer_nodes_that_stay(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    traced = qtrace.trace(
+        net(lambda self, x: F.relu(self.a(x)), a=M.Conv2d(3, 6, 3)), np.zeros((2, 3, 9, 9), "float32")
+    )
+    qtrace.export(traced, tmp_path / "float.onnx")
+    quantize_dynamic(tmp_path / "float.onnx", tmp_path / "net.onnx", weight_type=QuantType.QUInt8)
+    (node,) = [n for n in onnx.load(tmp_path / "net.onnx").graph.node if n.op_type == "ConvInteger"]
+    caplog.clear()
+    module = qtrace.from_onnx(tmp_path / "net.onnx")
+    assert any(isinstance(layer, OpaqueOp) for layer in module.modules())
+    assert "1 nodes compute with integers" in caplog.text
+    assert f"ConvInteger {node.name!r}" in caplog.text
+
+
 def _config(recipe: str) -> dict[str, object]:
     config: dict[str, object] = qtrace.load_recipe(recipe).to_dict()
     return config

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,12 @@ from qtrace.onnxfile.bodies import captured_names
 __all__ = ["with_float_weights"]
 
 _LOG = logging.getLogger("qtrace")
+_SHOWN = 10
+# What onnxruntime.quantization.quantize_dynamic and the optimizer of onnxruntime write.
+_KEPT = {
+    *("ConvInteger", "MatMulInteger", "MatMulNBits", "DynamicQuantizeLSTM", "DynamicQuantizeMatMul"),
+    *("MatMulIntegerToFloat", "QAttention", "QEmbedLayerNormalization", "GatherBlockQuantized"),
+}
 
 
 def with_float_weights(graph: Graph, opsets: Mapping[str, int]) -> Graph:
@@ -35,18 +41,46 @@ def with_float_weights(graph: Graph, opsets: Mapping[str, int]) -> Graph:
         opsets: the versions that the model imports.
     """
     rewriter = _Rewriter(graph, opsets)
-    nodes = [rewriter.rewritten(node) for node in graph.nodes]
+    nodes = [part for node in graph.nodes for part in rewriter.rewritten(node)]
+    if rewriter.stored:
+        nodes = _without_unread(nodes, graph.outputs)
+    _log_counts(rewriter.counts, nodes)
+    _log_kept(nodes)
     if not rewriter.stored:
         return graph
-    for method, count in rewriter.counts.items():
+    return replace(graph, nodes=tuple(nodes), stored={**graph.stored, **rewriter.stored})
+
+
+def _log_counts(counts: Mapping[str, int], nodes: Sequence[OnnxNode]) -> None:
+    """Says how many layers come in as float layers, and how they are quantized again."""
+    if any(is_static(node) or node.op == "DequantizeLinear" for node in nodes):
+        for method, count in counts.items():
+            _LOG.warning(
+                f"{count} layers of the file are quantized by {method}, beside others with stored scales: in "
+                "the prepared graph they are float layers with the rounded weights of the file, and an "
+                "export leaves them in float. To keep the method, prepare the float network that the file "
+                f"was made of with a rule {{match: ..., method: {method}}} for them."
+            )
+        return
+    for method, count in counts.items():
         _LOG.info(
             f"{count} layers of the file are quantized by {method}: they are imported as float layers with "
             f"the rounded weights of the file; a rule {{match: {{op: linear}}, method: {method}}} quantizes "
             "them again."
         )
-    stored = {**graph.stored, **rewriter.stored}
-    kept = [node for part in nodes for node in part]
-    return replace(graph, nodes=tuple(_without_unread(kept, graph.outputs)), stored=stored)
+
+
+def _log_kept(nodes: Sequence[OnnxNode]) -> None:
+    """Names the nodes on integers that no float layer stands for."""
+    kept = [node.label for node in nodes if node.op in _KEPT]
+    if kept:
+        more = f" and {len(kept) - _SHOWN} more" if len(kept) > _SHOWN else ""
+        _LOG.warning(
+            f"{len(kept)} nodes compute with integers in a form that qtrace makes no float layer of: "
+            f"{', '.join(kept[:_SHOWN])}{more}. They stay as they are in the file, with what rounds their "
+            "inputs: they are neither trained nor quantized anew, and an ONNX export copies them. The float "
+            "network that the file was made of comes in whole."
+        )
 
 
 class _Rewriter:

@@ -120,6 +120,14 @@ def check_sites(prepared: QuantizedModel) -> None:
     """
     placement = prepared.annotation.placement
     if not prepared.fake_quants and (placement is None or placement.mode != "float"):
+        by_method = [note for note in prepared.annotation.notes if "method" in note.causes]
+        if by_method:
+            most = max(by_method, key=lambda note: note.macs)
+            raise CalibrationError(
+                f"the graph has no site, as the method of the config finds no layer to quantize: {most.name} "
+                f"stays in float, since {most.reason}. Use method: static, or {{match: ..., method: static}} "
+                "for such ops."
+            )
         raise CalibrationError(
             "the graph has no site: not one of its ops is quantized, so there is nothing to calibrate; "
             "`qtrace explain` says why each op stays float."

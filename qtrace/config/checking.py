@@ -25,6 +25,8 @@ def check_whole(qconfig: QConfig) -> None:
     """
     backend = backends.get(qconfig.backend)
     check_method(backend, qconfig.effective_method, qconfig.place("method"))
+    _check_unread(qconfig)
+    rounds = {"activation": _rounds_activations(qconfig), "weight": True}
     observers = {"activation": qconfig.activation_observer, "weight": qconfig.weight_observer}
     for sort, changes in (("activation", qconfig.activation), ("weight", qconfig.weight)):
         scheme: QScheme = getattr(backend, sort)
@@ -35,8 +37,31 @@ def check_whole(qconfig: QConfig) -> None:
         place = partial(qconfig.option_place, f"observers.{sort}", sort)
         check_plugin("qtrace.observers", observers[sort], sort, scheme, place)
         place = partial(qconfig.option_place, "fakequant", "qat.fakequant", sort)
-        check_plugin("qtrace.fakequant", qconfig.effective_fakequant, sort, scheme, place)
+        if rounds[sort]:
+            check_plugin("qtrace.fakequant", qconfig.effective_fakequant, sort, scheme, place)
     algorithms(qconfig)
+
+
+def _rounds_activations(qconfig: QConfig) -> bool:
+    """Whether a layer may round activations by a scheme of the config."""
+    methods = [qconfig.effective_method, *(rule.method for rule in qconfig.rules)]
+    return "static" in methods
+
+
+def _check_unread(qconfig: QConfig) -> None:
+    """Refuses a file that sets a scheme of activations and a method that rounds none by it.
+
+    An imported file may set one of the two, as a family does that a recipe of a method is joined with.
+    """
+    if _rounds_activations(qconfig) or qconfig.activation is None:
+        return
+    scheme, method = qconfig.place("activation"), qconfig.place("method")
+    files = {place.rpartition(":")[0] for place in (scheme, method)}
+    if len(files) == 1 and "" not in files:
+        raise ConfigError(
+            f"{scheme}: activation has no effect with method: {qconfig.effective_method}, which rounds no "
+            "activation by a scheme of the config: leave it out."
+        )
 
 
 def check_scheme(backend: backends.Backend, sort: str, scheme: QScheme, origin: str) -> None:

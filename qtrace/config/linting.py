@@ -47,7 +47,7 @@ def _in_rules(qconfig: QConfig) -> Iterator[str]:
                 reachable[sort] |= schemes
                 if problem:
                     yield problem
-        yield from _options(rule, reachable)
+        yield from _options(rule, reachable, rule.method or qconfig.effective_method)
 
 
 def _unknown_ops(rule: Rule) -> Iterator[str]:
@@ -75,13 +75,13 @@ def _schemes(
     return possible, "" if possible else problems[0]
 
 
-def _options(rule: Rule, reachable: dict[str, set[QScheme]]) -> Iterator[str]:
+def _options(rule: Rule, reachable: dict[str, set[QScheme]], method: str) -> Iterator[str]:
     """Yields the mistakes that the rule's observers and fake quant have with every possible scheme."""
     observers = rule.observers
     plugins = [
         ("qtrace.observers", "activation", observers.activation if observers else None),
         ("qtrace.observers", "weight", observers.weight if observers else None),
-        ("qtrace.fakequant", "activation", rule.fakequant),
+        ("qtrace.fakequant", "activation" if method == "static" else "weight", rule.fakequant),
     ]
     for package, sort, spec in plugins:
         if spec is None:

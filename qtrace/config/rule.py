@@ -285,6 +285,13 @@ class Rule(OptionModel):
             raise ValueError(f"with quantize: false the ops stay float, so {changes[0]} has no effect.")
         if self.quantize is False and self.method is not None:
             raise ValueError("with quantize: false the ops stay float, so method has no effect.")
+        if self.method in ("dynamic", "weight_only"):
+            unread = next((name for name in ("activation", "output") if _content(self, name)), "")
+            if unread:
+                raise ValueError(
+                    f"with method: {self.method} no activation is rounded by a scheme of the config, so "
+                    f"{unread} has no effect: leave it out."
+                )
         if self.quantize_output is False and _content(self, "output"):
             raise ValueError("with quantize_output: false the result stays float, so output has no effect.")
         return self

@@ -20,6 +20,7 @@ from qtrace.errors import ExportError
 __all__ = [
     "FILE_LIMIT",
     "LIMIT",
+    "count_bytes",
     "find_external",
     "load_tensors",
     "map_tensor",
@@ -160,7 +161,10 @@ def _place(tensor: Any, path: Path) -> TensorPlace:
     """
     entries = {entry.key: entry.value for entry in tensor.external_data}
     file = _tensor_file(path, entries.get("location", ""))
-    needed = _byte_count(tensor, path)
+    try:
+        needed = count_bytes(tensor)
+    except (KeyError, ValueError, TypeError) as error:
+        raise ExportError(f"{path}: tensor {tensor.name!r} has no type that ONNX knows: {error}.") from error
     try:
         offset, length = int(entries.get("offset", 0)), int(entries.get("length", needed))
     except ValueError:
@@ -181,16 +185,19 @@ def _place(tensor: Any, path: Path) -> TensorPlace:
     return TensorPlace(file, offset, length)
 
 
-def _byte_count(tensor: Any, path: Path) -> int:
-    """Returns the number of bytes that the values of a tensor take."""
+def count_bytes(tensor: Any) -> int:
+    """Returns the number of bytes that the values of a tensor take, several of few bits in one byte.
+
+    Raises:
+        KeyError: when ONNX has no such type.
+        ValueError: as KeyError.
+        TypeError: as KeyError.
+    """
     from onnx import TensorProto, helper
 
-    try:
-        bits = _PACKED_BITS.get(TensorProto.DataType.Name(tensor.data_type))
-        if bits is None:
-            bits = 8 * np.dtype(helper.tensor_dtype_to_np_dtype(tensor.data_type)).itemsize
-    except (KeyError, ValueError, TypeError) as error:
-        raise ExportError(f"{path}: tensor {tensor.name!r} has no type that ONNX knows: {error}.") from error
+    bits = _PACKED_BITS.get(TensorProto.DataType.Name(tensor.data_type))
+    if bits is None:
+        bits = 8 * np.dtype(helper.tensor_dtype_to_np_dtype(tensor.data_type)).itemsize
     return -(-math.prod(tensor.dims) * bits // 8)
 
 

@@ -205,12 +205,25 @@ def _note_placement(given: object, record: Record) -> None:
     placement = record.annotation.placement
     backend = backends.get(record.annotation.backend)
     silent = isinstance(given, (QConfig, Mapping)) and "placement" not in record.qconfig
-    if placement is None and silent and backend.cost_table:
+    unread = record.qconfig.get("method", "static") != "static"
+    has_static = any(rule.get("method") == "static" for rule in record.qconfig.get("rules", ()))
+    if isinstance(given, Mapping) and unread and {"activation", "method"} <= {*given} and not has_static:
+        _LOG.warning(
+            f"activation has no effect with method: {record.qconfig['method']}, which rounds no activation "
+            "by a scheme of the config: leave it out."
+        )
+    if placement is None and silent and backend.cost_table and not unread:
         _LOG.info(
             f"the config leaves placement out, so every op that {backend.name} can is rounded; with "
             "placement: balanced, as in the default recipe int8, what gains no time stays in float."
         )
-    if placement is not None and placement.mode == "float":
+    weights = [site for site in record.annotation.sites if site.sort == "weight"]
+    if placement is not None and placement.mode == "float" and weights:
+        _LOG.info(
+            "the placement finds nothing to place: the method of the config keeps every op in float but for "
+            f"{len(weights)} weights, which are stored as integers all the same."
+        )
+    elif placement is not None and placement.mode == "float":
         _LOG.warning(
             f"the placement leaves the whole graph in float: {placement.conclusion}. `placement: everything` "
             "rounds it all the same; `qtrace explain` says why each op stays float."

@@ -90,7 +90,7 @@ def choose_versions(
     if any(
         attribute.name == "block_size" and not node.domain for node in nodes for attribute in node.attribute
     ):
-        needs["a scale for each block"] = HIGHEST
+        needs["scales for blocks of a weight"] = HIGHEST
     if any(t.data_type in _WIDE_TYPES for t in stored):
         needs["integers of 4 or 16 bits"] = HIGHEST
     source = source or SourceVersions()

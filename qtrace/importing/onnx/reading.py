@@ -11,7 +11,7 @@ import onnx
 import onnx.inliner
 
 from qtrace.errors import ExportError, ImportingError
-from qtrace.onnxfile.external_data import map_tensor, without_large_values
+from qtrace.onnxfile.external_data import count_bytes, map_tensor, without_large_values
 from qtrace.onnxfile.reading import read_model
 from qtrace.storage.files import problem
 
@@ -140,9 +140,7 @@ def array_of(tensor: onnx.TensorProto, path: Path) -> np.ndarray:
         except ExportError as error:
             raise ImportingError(f"{name}: {str(error).removeprefix(f'{path}: ')}") from error
     try:
-        dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type))
-        packed = dtype.itemsize * count if dtype.name in np.sctypeDict else None
-        if tensor.HasField("raw_data") and packed is not None and len(tensor.raw_data) != packed:
+        if tensor.HasField("raw_data") and len(tensor.raw_data) != count_bytes(tensor):
             raise ValueError(f"{len(tensor.raw_data)} bytes for the shape {list(shape)}")
         return onnx.numpy_helper.to_array(tensor)
     except (ValueError, KeyError, TypeError, OverflowError) as error:

@@ -184,5 +184,6 @@ def _apply(old: Choice, rule: Rule, backend: Backend) -> Choice:
         ("weight", weight, choice.weight_observer),
     ):
         check_plugin("qtrace.observers", spec, sort, scheme, lambda _: rule.origin)
-        check_plugin("qtrace.fakequant", choice.fakequant, sort, scheme, lambda _: rule.origin)
+        if sort == "weight" or choice.method == "static":
+            check_plugin("qtrace.fakequant", choice.fakequant, sort, scheme, lambda _: rule.origin)
     return choice

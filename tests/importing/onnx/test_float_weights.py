@@ -14,6 +14,7 @@ import onnxruntime
 import pytest
 from onnxruntime.quantization import QuantType, quantize_dynamic
 from onnxruntime.quantization.matmul_nbits_quantizer import DefaultWeightOnlyQuantConfig, MatMulNBitsQuantizer
+from onnxruntime.quantization.quant_utils import QuantFormat
 
 import qtrace
 from qtrace.graph.opaque import OpaqueOp
@@ -39,7 +40,10 @@ def float_file(traced: TracedModule, tmp_path: Path) -> Path:
 
 
 def _run(path: Path) -> np.ndarray:
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    options = onnxruntime.SessionOptions()
+    # Else it fuses a DequantizeLinear with blocks and a MatMul to a kernel that rounds what it reads.
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     return np.asarray(session.run(None, {session.get_inputs()[0].name: X})[0])
 
 
@@ -91,6 +95,153 @@ def test_files_of_our_own_come_back_with_their_weights(
     )
     qtrace.export(again, tmp_path / "again.onnx")
     np.testing.assert_allclose(_run(tmp_path / "again.onnx"), _run(tmp_path / "net.onnx"), atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "generic"])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_weights_of_whole_channels_come_back(
+    bits: int, backend: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    images = np.random.default_rng(0).normal(size=(2, 3, 9, 9)).astype(np.float32)
+    forward = lambda self, x: self.b(F.relu(self.a(x)).mean(axis=(2, 3)))  # noqa: E731
+    traced = qtrace.trace(net(forward, a=M.Conv2d(3, 6, 3), b=M.Linear(6, 9)), images)
+    config = {"method": "weight_only", "backend": backend, "weight": {"bits": bits}}
+    prepared = qtrace.calibrate(qtrace.prepare(traced, config), [images], progress=False)
+    qtrace.export(qtrace.convert(prepared), tmp_path / "net.onnx")
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="qtrace"):
+        module = qtrace.from_onnx(tmp_path / "net.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "net.onnx", providers=["CPUExecutionProvider"])
+    expected = session.run(None, {session.get_inputs()[0].name: images})[0]
+    np.testing.assert_allclose(module(mge.Tensor(images)).numpy(), expected, atol=1e-5)
+    logged = "2 layers of the file are quantized by weight_only" in caplog.text
+    assert logged is (backend == "onnxruntime")
+    assert is_quantized(module) is not logged
+
+
+def _dequantized_file(
+    path: Path, kind: int, block: int, affine: bool, outside: bool = False, static: bool = False
+) -> None:
+    """Writes a product with packed integers behind a DequantizeLinear."""
+    random = np.random.default_rng(1)
+    bits, signed = (
+        int(onnx.TensorProto.DataType.Name(kind)[-1]),
+        onnx.TensorProto.DataType.Name(kind)[0] == "I",
+    )
+    lowest = -(2 ** (bits - 1)) if signed else 0
+    dtype = onnx.helper.tensor_dtype_to_np_dtype(kind)
+    draw = lambda *shape: random.integers(lowest, lowest + 2**bits, shape).astype(dtype)  # noqa: E731
+    shape = (-(-72 // block), 47) if block else (47,)
+    stored = {"q": draw(72, 47), "s": random.uniform(0.01, 0.1, shape).astype(np.float32)}
+    inputs = ["q", "s"]
+    if affine:
+        stored["z"] = draw(*shape)
+        inputs.append("z")
+    attributes = {"axis": 0, "block_size": block} if block else {"axis": 1}
+    nodes = [onnx.helper.make_node("DequantizeLinear", inputs, ["w"], **attributes)]
+    source = "x"
+    if static:
+        stored |= {"xs": np.float32(0.03), "xz": np.uint8(128)}
+        nodes += [
+            onnx.helper.make_node("QuantizeLinear", ["x", "xs", "xz"], ["xq"]),
+            onnx.helper.make_node("DequantizeLinear", ["xq", "xs", "xz"], ["xd"]),
+        ]
+        source = "xd"
+    nodes.append(onnx.helper.make_node("MatMul", [source, "w"], ["y"]))
+    tensors = [onnx.numpy_helper.from_array(np.asarray(value), name) for name, value in stored.items()]
+    info = onnx.helper.make_tensor_value_info
+    graph = onnx.helper.make_graph(
+        nodes, "g", [info("x", 1, [2, 5, 72])], [info("y", 1, [2, 5, 47])], tensors
+    )
+    opset = 25 if bits == 2 else 21
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", opset)])
+    model.ir_version = 10 if bits == 4 else 13
+    onnx.save(model, path, save_as_external_data=outside, location="net.data", size_threshold=0)
+
+
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("block", [0, 32])
+@pytest.mark.parametrize("kind", [onnx.TensorProto.INT4, onnx.TensorProto.UINT4])
+def test_packed_weights_of_other_tools(
+    kind: int, block: int, affine: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for static in (False, True):
+        path = tmp_path / f"{static}.onnx"
+        _dequantized_file(path, kind, block, affine, outside=affine, static=static)
+        with caplog.at_level(logging.INFO, logger="qtrace"):
+            module = qtrace.from_onnx(path)
+        assert is_quantized(module) is static
+        assert not any(isinstance(layer, OpaqueOp) for layer in module.modules())
+        np.testing.assert_allclose(module(mge.Tensor(X)).numpy(), _run(path), atol=1e-4)
+        assert ("1 layers of the file are quantized by weight_only" in caplog.text) is (
+            bool(block) or not static
+        )
+        caplog.clear()
+
+
+@pytest.mark.parametrize("kind", [onnx.TensorProto.INT2, onnx.TensorProto.UINT2])
+def test_packed_weights_of_2_bits(kind: int, tmp_path: Path) -> None:
+    path = tmp_path / "net.onnx"
+    _dequantized_file(path, kind, 0, affine=False)
+    tensors = {
+        tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in onnx.load(path).graph.initializer
+    }
+    weight = tensors["q"].astype(np.float32) * tensors["s"]
+    np.testing.assert_allclose(qtrace.from_onnx(path)(mge.Tensor(X)).numpy(), X @ weight, atol=1e-4)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_blocks_that_onnxruntimes_quantizer_dequantizes(
+    symmetric: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    weight = np.random.default_rng(2).normal(size=(72, 48)).astype(np.float32)
+    info = onnx.helper.make_tensor_value_info
+    nodes = [onnx.helper.make_node("MatMul", ["x", "w"], ["y"])]
+    graph = onnx.helper.make_graph(
+        nodes,
+        "g",
+        [info("x", 1, [2, 5, 72])],
+        [info("y", 1, [2, 5, 48])],
+        [onnx.numpy_helper.from_array(weight, "w")],
+    )
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 21)], ir_version=10)
+    config = DefaultWeightOnlyQuantConfig(block_size=32, is_symmetric=symmetric, quant_format=QuantFormat.QDQ)
+    quantizer = MatMulNBitsQuantizer(model, algo_config=config)
+    quantizer.process()
+    quantizer.model.save_model_to_file(str(tmp_path / "net.onnx"))
+    with caplog.at_level(logging.INFO, logger="qtrace"):
+        module = qtrace.from_onnx(tmp_path / "net.onnx")
+    assert not any(isinstance(layer, OpaqueOp) for layer in module.modules())
+    np.testing.assert_allclose(module(mge.Tensor(X)).numpy(), _run(tmp_path / "net.onnx"), atol=1e-4)
+    assert "1 layers of the file are quantized by weight_only" in caplog.text
+
+
+def test_the_log_says_what_a_file_with_static_layers_loses(
+    traced: TracedModule, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rule = {"match": {"name": "a*"}, "method": "dynamic", "weight": {"bits": 7}}
+    prepared = qtrace.calibrate(qtrace.prepare(traced, {"rules": [rule]}), [X], progress=False)
+    qtrace.export(qtrace.convert(prepared), tmp_path / "net.onnx")
+    caplog.clear()
+    assert is_quantized(qtrace.from_onnx(tmp_path / "net.onnx"))
+    (record,) = (r for r in caplog.records if "by dynamic" in r.message)
+    assert record.levelno == logging.WARNING
+    assert "in the prepared graph they are float layers" in record.message
+    assert "prepare the float network that the file was made of" in record.message
+
+
+def test_the_log_names_integer_nodes_that_stay(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    traced = qtrace.trace(
+        net(lambda self, x: F.relu(self.a(x)), a=M.Conv2d(3, 6, 3)), np.zeros((2, 3, 9, 9), "float32")
+    )
+    qtrace.export(traced, tmp_path / "float.onnx")
+    quantize_dynamic(tmp_path / "float.onnx", tmp_path / "net.onnx", weight_type=QuantType.QUInt8)
+    (node,) = [n for n in onnx.load(tmp_path / "net.onnx").graph.node if n.op_type == "ConvInteger"]
+    caplog.clear()
+    module = qtrace.from_onnx(tmp_path / "net.onnx")
+    assert any(isinstance(layer, OpaqueOp) for layer in module.modules())
+    assert "1 nodes compute with integers" in caplog.text
+    assert f"ConvInteger {node.name!r}" in caplog.text
 
 
 def _config(recipe: str) -> dict[str, object]:

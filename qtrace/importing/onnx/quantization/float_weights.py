@@ -2,25 +2,35 @@
 
 MatMulNBits of the domain com.microsoft becomes a product with a float weight. So do DynamicQuantizeLinear and
 MatMulInteger with the Cast and the Mul behind it, as onnxruntime.quantization.quantize_dynamic writes them:
-nothing in such a file is rounded by a stored scale, so the network is a float one with rounded weights.
+nothing in such a file is rounded by a stored scale, so the network is a float one with rounded weights. A
+weight behind a Cast and a Mul becomes a stored float, and so does one behind a DequantizeLinear with blocks,
+or of 4 bits and less where no activation is rounded.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import onnx
 
 from qtrace.importing.onnx.model import Graph, OnnxNode, read_version
+from qtrace.importing.onnx.quantization.grids import PACKED, bits_of
 from qtrace.onnxfile.bodies import captured_names
 
 __all__ = ["with_float_weights"]
 
 _LOG = logging.getLogger("qtrace")
+_SHOWN = 10
+# What onnxruntime.quantization.quantize_dynamic and the optimizer of onnxruntime write.
+_KEPT = {
+    *("ConvInteger", "MatMulInteger", "MatMulNBits", "DynamicQuantizeLSTM", "DynamicQuantizeMatMul"),
+    *("MatMulIntegerToFloat", "QAttention", "QEmbedLayerNormalization", "GatherBlockQuantized"),
+}
 
 
 def with_float_weights(graph: Graph, opsets: Mapping[str, int]) -> Graph:
@@ -31,18 +41,46 @@ def with_float_weights(graph: Graph, opsets: Mapping[str, int]) -> Graph:
         opsets: the versions that the model imports.
     """
     rewriter = _Rewriter(graph, opsets)
-    nodes = [rewriter.rewritten(node) for node in graph.nodes]
+    nodes = [part for node in graph.nodes for part in rewriter.rewritten(node)]
+    if rewriter.stored:
+        nodes = _without_unread(nodes, graph.outputs)
+    _log_counts(rewriter.counts, nodes)
+    _log_kept(nodes)
     if not rewriter.stored:
         return graph
-    for method, count in rewriter.counts.items():
+    return replace(graph, nodes=tuple(nodes), stored={**graph.stored, **rewriter.stored})
+
+
+def _log_counts(counts: Mapping[str, int], nodes: Sequence[OnnxNode]) -> None:
+    """Says how many layers come in as float layers, and how they are quantized again."""
+    if any(is_static(node) or node.op == "DequantizeLinear" for node in nodes):
+        for method, count in counts.items():
+            _LOG.warning(
+                f"{count} layers of the file are quantized by {method}, beside others with stored scales: in "
+                "the prepared graph they are float layers with the rounded weights of the file, and an "
+                "export leaves them in float. To keep the method, prepare the float network that the file "
+                f"was made of with a rule {{match: ..., method: {method}}} for them."
+            )
+        return
+    for method, count in counts.items():
         _LOG.info(
             f"{count} layers of the file are quantized by {method}: they are imported as float layers with "
             f"the rounded weights of the file; a rule {{match: {{op: linear}}, method: {method}}} quantizes "
             "them again."
         )
-    stored = {**graph.stored, **rewriter.stored}
-    kept = [node for part in nodes for node in part]
-    return replace(graph, nodes=tuple(_without_unread(kept, graph.outputs)), stored=stored)
+
+
+def _log_kept(nodes: Sequence[OnnxNode]) -> None:
+    """Names the nodes on integers that no float layer stands for."""
+    kept = [node.label for node in nodes if node.op in _KEPT]
+    if kept:
+        more = f" and {len(kept) - _SHOWN} more" if len(kept) > _SHOWN else ""
+        _LOG.warning(
+            f"{len(kept)} nodes compute with integers in a form that qtrace makes no float layer of: "
+            f"{', '.join(kept[:_SHOWN])}{more}. They stay as they are in the file, with what rounds their "
+            "inputs: they are neither trained nor quantized anew, and an ONNX export copies them. The float "
+            "network that the file was made of comes in whole."
+        )
 
 
 class _Rewriter:
@@ -58,14 +96,65 @@ class _Rewriter:
         self.producers = {name: node for node in graph.nodes for name in node.outputs}
         self.stored: dict[str, np.ndarray] = {}
         self.counts: Counter[str] = Counter()
+        self.is_static = any(is_static(node) for node in graph.nodes)
 
     def rewritten(self, node: OnnxNode) -> list[OnnxNode]:
         """Returns the nodes in the place of ``node``."""
         if (node.domain, node.op) == ("com.microsoft", "MatMulNBits"):
             return self._blocks(node) or [node]
         if (node.domain, node.op) == ("", "Mul"):
-            return self._dynamic(node) or [node]
+            return [] if self._stores_scaled(node) else self._dynamic(node) or [node]
+        if node.op == "DequantizeLinear" and self._stores_dequantized(node):
+            return []
         return [node]
+
+    def _stores_dequantized(self, node: OnnxNode) -> bool:
+        """Stores the floats of a DequantizeLinear whose integers no site has: blocks, and few bits alone."""
+        stored, block = self.graph.stored, node.attributes.get("block_size", 0)
+        if not all(name in stored for name in node.inputs if name):
+            return False
+        integers, scale = stored[node.inputs[0]], stored[node.inputs[1]]
+        if not block and (integers.dtype.name not in PACKED or self.is_static):
+            return False
+        zero = (
+            stored[node.inputs[2]] if node.inputs[2:] and node.inputs[2] else np.zeros(scale.shape, np.int64)
+        )
+        axis = node.attributes.get("axis", 1)
+        levels = [_spread(part.astype(np.float32), integers.shape, axis, block) for part in (zero, scale)]
+        if any(part is None for part in levels):
+            return False  # the importer says what does not fit
+        self._replace(node, (integers.astype(np.float32) - levels[0]) * levels[1], scale.dtype)
+        return True
+
+    def _stores_scaled(self, node: OnnxNode) -> bool:
+        """Stores the floats of integers behind a Cast, at times a Sub, and the Mul ``node``."""
+        for value, scale in (node.inputs, node.inputs[::-1]):
+            before, zero = self.producers.get(value), None
+            if before is not None and (before.domain, before.op) == ("", "Sub"):
+                zero = self.graph.stored.get(before.inputs[1])
+                before = self.producers.get(before.inputs[0]) if zero is not None else None
+            if before is None or (before.domain, before.op, before.attributes.get("to")) != ("", "Cast", 1):
+                continue
+            integers, factor = self.graph.stored.get(before.inputs[0]), self.graph.stored.get(scale)
+            if integers is None or factor is None or factor.dtype != np.float32:
+                continue
+            if not 0 < bits_of(integers.dtype.name) <= 8:
+                continue
+            zero = np.zeros((), np.float32) if zero is None else zero
+            try:
+                values = (integers.astype(np.float32) - zero) * factor
+            except ValueError:  # shapes that do not fit: the importer says so
+                continue
+            if values.shape != integers.shape:
+                continue
+            self._replace(node, values, factor.dtype)
+            return True
+        return False
+
+    def _replace(self, node: OnnxNode, values: np.ndarray, dtype: np.dtype[Any]) -> None:
+        """Stores floats under the name of what ``node`` gives."""
+        self.stored[node.outputs[0]] = np.ascontiguousarray(values, dtype)
+        self.counts["weight_only"] += 1
 
     def _blocks(self, node: OnnxNode) -> list[OnnxNode]:
         inputs = [*node.inputs, *[""] * (6 - len(node.inputs))]
@@ -128,6 +217,37 @@ class _Rewriter:
         proto = onnx.helper.make_node(op, inputs, [output], name=node.name)
         version = read_version(op, "", self.opsets.get("", 1)) or 1
         return OnnxNode(op, "", node.name, tuple(inputs), (output,), {}, version, proto, node.title)
+
+
+def is_static(node: OnnxNode) -> bool:
+    """Whether a node rounds an activation by scales that the file stores."""
+    return node.op == "QuantizeLinear" or node.op.startswith("QLinear") or node.op == "QGemm"
+
+
+def _spread(part: np.ndarray, shape: tuple[int, ...], axis: int, block: int) -> np.ndarray | None:
+    """Returns scales or zero points in a shape that goes with the integers; None if they do not fit.
+
+    Args:
+        part: one number for all, one for each channel, or one for each block.
+        shape: the shape of the integers.
+        axis: the axis of the channels or of the blocks.
+        block: the integers of a block; 0 if there are no blocks.
+    """
+    if part.size == 1 and not block:
+        return part.reshape(())
+    if not -len(shape) <= axis < len(shape):
+        return None
+    axis %= len(shape)
+    if block:
+        if part.ndim != len(shape):
+            return None
+        part = np.repeat(part, block, axis).take(np.arange(shape[axis]), axis, mode="clip")
+        return part if part.shape == shape else None
+    return (
+        part.reshape([-1 if i == axis else 1 for i in range(len(shape))])
+        if part.shape == shape[axis : axis + 1]
+        else None
+    )
 
 
 def _dequantized(

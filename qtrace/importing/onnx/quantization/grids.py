@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,9 @@ from qtrace.importing.onnx.model import OnnxNode
 from qtrace.importing.onnx.values import Stored
 from qtrace.preparation.passes.given.tensors import GivenGrid
 
-__all__ = ["dequantize", "quantize", "read_grid", "stored_name"]
+__all__ = ["PACKED", "bits_of", "dequantize", "quantize", "read_grid", "stored_name"]
 
+PACKED = ("int4", "uint4", "int2", "uint2")  # several in a byte: weights alone
 _KINDS = ("int8", "uint8", "int16", "uint16", "int32")
 _SUFFIXES = ("_quantized", "_int", "_q", "_QuantizeLinear_Output")
 
@@ -39,7 +41,10 @@ def read_grid(call: Call, kind: np.dtype[Any] | None) -> GivenGrid:
     scale = call.array(1)
     zero = call.array(2, None)
     kind = kind or (np.dtype(np.uint8) if zero is None else zero.dtype)
-    if kind.name not in _KINDS or (kind == np.int32 and call.node.op == "QuantizeLinear"):
+    stored = isinstance(call.values[0], Stored)
+    if kind.name not in (*_KINDS, *(PACKED if stored else ())) or (
+        kind == np.int32 and call.node.op == "QuantizeLinear"
+    ):
         raise Refusal(f"rounds to {kind.name}; qtrace has sites of 8 and 16 bits")
     zero = np.zeros(scale.shape, np.int64) if zero is None else zero.astype(np.int64)
     zero = np.broadcast_to(zero, scale.shape) if zero.size == 1 else zero
@@ -59,9 +64,16 @@ def dequantize(integers: np.ndarray, grid: GivenGrid, axis: int) -> np.ndarray:
 def quantize(values: np.ndarray, grid: GivenGrid, axis: int) -> np.ndarray:
     """Returns the integers that QuantizeLinear computes."""
     scale, zero = _broadcast(values, grid, axis)
-    info = np.iinfo(grid.kind)
+    steps, signed = 2 ** bits_of(grid.kind), grid.kind.startswith("i")
+    lowest = -steps // 2 if signed else 0
     rounded = np.rint(values.astype(np.float32) / scale).astype(np.float64) + zero
-    return np.asarray(np.clip(rounded, info.min, info.max).astype(grid.kind))
+    return np.asarray(np.clip(rounded, lowest, lowest + steps - 1).astype(np.int64).astype(grid.kind))
+
+
+def bits_of(kind: str) -> int:
+    """Returns the bits of an integer type such as ``uint4``; 0 for another type."""
+    found = re.fullmatch(r"u?int(\d+)", kind)
+    return int(found[1]) if found else 0
 
 
 def _broadcast(array: np.ndarray, grid: GivenGrid, axis: int) -> tuple[np.ndarray, np.ndarray]:

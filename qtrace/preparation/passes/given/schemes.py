@@ -11,7 +11,7 @@ from qtrace.scheme import QScheme
 
 __all__ = ["Schemes"]
 
-_BITS = {"uint8": (8, False), "int8": (8, True), "uint16": (16, False), "int16": (16, True)}
+_BITS = {f"{sign}int{bits}": (bits, not sign) for bits in (2, 4, 8, 16) for sign in ("", "u")}
 
 
 class Schemes:

@@ -162,6 +162,10 @@ class FakeQuant(Module):
             x = F.concat([x, F.zeros((outputs, missing), dtype="float32")], axis=1)
         return x.reshape(outputs, count, size)
 
+    def transformed(self, x: Tensor) -> Tensor:
+        """Returns what is rounded of ``x``, in its shape: the weight that a converted graph stores."""
+        return self._joined(self.shaped(self.in_blocks(x)), x)
+
     def _joined(self, blocks: Tensor, like: Tensor) -> Tensor:
         """Inverts `in_blocks`: ``like`` is the tensor before."""
         if self.scheme.block is None:

@@ -94,7 +94,10 @@ def find_kernels(path: Path, host: RuntimeHost | None = None) -> Kernels:
 def _has_large_signed_weights(model: Any) -> bool:
     """Returns whether a stored tensor of int8 is read as the integers of a weight, and passes 7 bits."""
     signed = {tensor.name for tensor in model.graph.initializer if tensor.dims and _passes_7_bits(tensor)}
-    readers = (n for n in model.graph.node if n.op_type.startswith(("DequantizeLinear", "QLinear")))
+    kinds: tuple[str, ...] = ("QLinear", "MatMulInteger", "ConvInteger")
+    if any(node.op_type == "QuantizeLinear" for node in model.graph.node):  # else floats multiply the weights
+        kinds += ("DequantizeLinear",)
+    readers = (n for n in model.graph.node if n.op_type.startswith(kinds))
     return any(signed.intersection(node.input) for node in readers)
 
 

@@ -138,10 +138,10 @@ def _rescale(task: CalibratedTask, twins: LayerTwins, layer: QuantizedLayer) -> 
         get_module(task.model, layer.bias).numpy().copy(),
         quant.qparams(),
     )
-    spread = (
-        gain.reshape(-1, *(1 for _ in quant.shape[1:])) if quant.scheme.block else gain.reshape(quant.shape)
-    )
-    scale = (old.scale * gain).astype(np.float32)
+    in_blocks = quant.scheme.block is not None  # then each channel has several scales
+    spread = gain.reshape((-1, 1) if in_blocks else quant.shape)
+    scales = np.repeat(gain, quant.shape[1]) if in_blocks else gain
+    scale = (old.scale * scales).astype(np.float32)
     quant.set_qparams(QParams(old.scheme, scale, old.zero_point))
     write(task.model, layer.weight, weight * spread)
     write(task.model, layer.bias, (bias.reshape(-1) - rounded.mean) * gain + exact.mean)

@@ -21,7 +21,7 @@ def _explain(tallies: Tallies) -> list[str]:
     if tallies.passed:
         return _row_remarks(tallies)
     if not tallies.sites["op_by_op"]:
-        return []
+        return [SATURATION] if tallies.kernels is not None and tallies.kernels.saturates else []
     if tallies.cross_check is not None:
         node, check = tallies.cross_check
         return [f"at {node}, {check.sentence()}"]

@@ -103,6 +103,6 @@ def _without_sites(flat: TracedModule, record: Record) -> ConvertedGraph:
 
 
 def _clipped(value: np.ndarray, fake_quant: FakeQuant) -> np.ndarray:
-    scale, zero = fake_quant.effective_scale().numpy(), fake_quant.zero_point.numpy()
+    scale, zero = fake_quant.grid_of(value.shape)
     low, high = ((end - zero) * scale for end in (fake_quant.scheme.qmin, fake_quant.scheme.qmax))
     return np.clip(value, low, high).astype(np.float32)

@@ -23,7 +23,13 @@ import numpy as np
 
 from qtrace.graph.names import unused_name
 
-__all__ = ["SAFE_BITS", "weights_behind_joined_rows", "weights_that_saturate", "write_unsigned_weights"]
+__all__ = [
+    "SAFE_BITS",
+    "products_that_may_saturate",
+    "weights_behind_joined_rows",
+    "weights_that_saturate",
+    "write_unsigned_weights",
+]
 
 SAFE_BITS = 7  # of weights of which two products with uint8 fit into 16 bits
 _SAFE = 64
@@ -64,14 +70,8 @@ def weights_that_saturate(model: Any, depthwise: bool = True) -> set[str]:
         model: an ONNX model with all of its tensors.
         depthwise: whether those of depthwise convolutions count.
     """
-    from onnx import numpy_helper
-
     stored = {tensor.name: tensor for tensor in model.graph.initializer}
-    safe = set()
-    for name, tensor in stored.items():
-        values = numpy_helper.to_array(tensor) if tensor.data_type == tensor.INT8 else np.zeros(0, np.int8)
-        if np.abs(values.astype(np.int16)).max(initial=0) <= _SAFE:
-            safe.add(name)
+    safe = {name for name, tensor in stored.items() if not _passes_7_bits(tensor)}
     integers = {n.output[0]: n.input[0] for n in model.graph.node if n.op_type == "DequantizeLinear"}
     if not depthwise:
         for node in model.graph.node:
@@ -79,6 +79,26 @@ def weights_that_saturate(model: Any, depthwise: bool = True) -> set[str]:
             if weight in stored and _is_depthwise(node, stored[weight].dims):
                 safe.add(weight)
     return {name for name, integer in integers.items() if integer not in safe}
+
+
+def products_that_may_saturate(model: Any) -> set[str]:
+    """Returns the results of MatMulInteger whose int8 weights may not fit into 16 bits two by two.
+
+    Args:
+        model: an ONNX model with all of its tensors.
+    """
+    large = {tensor.name for tensor in model.graph.initializer if _passes_7_bits(tensor)}
+    products = (node for node in model.graph.node if node.op_type == "MatMulInteger")
+    return {node.output[0] for node in products if node.input[1] in large}
+
+
+def _passes_7_bits(tensor: Any) -> bool:
+    """Returns whether two products of a stored int8 tensor with uint8 may not fit into 16 bits."""
+    from onnx import numpy_helper
+
+    if tensor.data_type != tensor.INT8:
+        return False
+    return bool(np.abs(numpy_helper.to_array(tensor).astype(np.int16)).max(initial=0) > _SAFE)
 
 
 def _is_depthwise(conv: Any, shape: Sequence[int]) -> bool:
@@ -93,7 +113,8 @@ def write_unsigned_weights(model: Any, chosen: Collection[str] | None = None) ->
 
     Args:
         model: an ONNX model with all of its tensors, in which only weights are int8; it is changed in place.
-        chosen: the dequantized weights that are stored so; None for all.
+        chosen: the dequantized weights that are stored so, and the results of MatMulInteger whose weights
+            are; None for all.
 
     Returns:
         The number of weights that were changed.
@@ -107,7 +128,7 @@ def write_unsigned_weights(model: Any, chosen: Collection[str] | None = None) ->
             weights.change_zero_point(node)
         elif node.op_type == "DequantizeLinear":
             weights.change_stored(node)
-        elif node.op_type == "MatMulInteger" and chosen is None:
+        elif node.op_type == "MatMulInteger":
             weights.change_multiplied(node)
     weights.drop_unread()
     return len(weights.changed)

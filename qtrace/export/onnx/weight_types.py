@@ -12,6 +12,7 @@ from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.converted.plain_graph import PlainGraph
 from qtrace.export.onnx.unsigned import (
     SAFE_BITS,
+    products_that_may_saturate,
     weights_behind_joined_rows,
     weights_that_saturate,
     write_unsigned_weights,
@@ -34,7 +35,9 @@ def stores_unsigned(converted: ConvertedGraph, weights: str) -> bool:
     if weights == "int8" or isinstance(converted, PlainGraph):
         return False
     if weights == "auto":
-        return _may_be_unsigned(converted) and products_saturate()
+        # A dynamic layer multiplies uint8, whatever type the other activations have.
+        dynamic = converted.annotation.backend == "onnxruntime" and bool(converted.annotation.dynamic)
+        return (dynamic or _may_be_unsigned(converted)) and products_saturate()
     name, signed = converted.annotation.backend, _has_signed_activations(converted)
     if signed or backends.get(name).activation.signed:
         raise ExportError(
@@ -49,7 +52,9 @@ def _write_unsigned(converted: ConvertedGraph, model: Any, weights: str) -> None
     slow = converted.annotation.backend == "openvino"
     chosen = None
     if weights == "auto":
-        chosen = weights_that_saturate(model, depthwise=not slow) | weights_behind_joined_rows(model)
+        chosen = products_that_may_saturate(model)
+        if _may_be_unsigned(converted):
+            chosen |= weights_that_saturate(model, depthwise=not slow) | weights_behind_joined_rows(model)
     if not write_unsigned_weights(model, chosen) or weights != "auto":
         return
     if slow:

@@ -108,7 +108,7 @@ def _write_transforms(model: QuantizedModel) -> None:
                 "another scheme: give all readers one scheme, or use another fake quant there."
             )
         expr = site.node.expr
-        shaped = Parameter(site.fake_quant.shaped(expr.interpret(model.module)[0]).numpy())
+        shaped = Parameter(site.fake_quant.transformed(expr.interpret(model.module)[0]).numpy())
         if isinstance(expr, Constant):
             expr.value = shaped
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from qtrace.fakequant.base import split_blocks
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import get_module
 from qtrace.metrics import finite_or_none, sqnr_db
@@ -129,6 +130,9 @@ def rounded_weight(weight: np.ndarray, scheme: QScheme, axes: tuple[int, ...]) -
         scheme: the scheme of the weight.
         axes: the axes that count channels with a scale each; () for one scale.
     """
+    if scheme.block is not None:
+        blocks = split_blocks(weight, scheme.block)
+        return fake_quantize(weight, choose(blocks.min(axis=1), blocks.max(axis=1), scheme))
     moved = np.moveaxis(weight, axes, range(len(axes))) if axes else weight
     rows = moved.reshape(int(np.prod(moved.shape[: len(axes)])), -1)
     if axes:

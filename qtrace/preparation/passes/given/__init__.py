@@ -16,6 +16,7 @@ from qtrace.graph.dataflow import evaluate_fixed
 from qtrace.graph.flatten import flatten
 from qtrace.graph.lint import check
 from qtrace.graph.types import TracedModule
+from qtrace.numerics import expand_blocks
 from qtrace.preparation.model import QuantizedModel, QuantizedSite
 from qtrace.preparation.passes.expand import expand
 from qtrace.preparation.passes.given.marks import take_marks
@@ -89,7 +90,9 @@ def _keeps(site: QuantizedSite, value: np.ndarray, grid: GivenGrid) -> bool:
     if site.sort == "bias":
         return grid.integers is not None and np.array_equal(integers.reshape(-1), grid.integers.reshape(-1))
     qparams: QParams = site.qparams
-    if not qparams.scheme.per_channel:
+    if qparams.scheme.block is not None:
+        scale, zero = expand_blocks(qparams, value.shape)
+    elif not qparams.scheme.per_channel:
         scale, zero = qparams.scale, qparams.zero_point
     else:
         axes = site.fake_quant.counted_axes

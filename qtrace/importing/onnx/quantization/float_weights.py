@@ -120,10 +120,12 @@ class _Rewriter:
             stored[node.inputs[2]] if node.inputs[2:] and node.inputs[2] else np.zeros(scale.shape, np.int64)
         )
         axis = node.attributes.get("axis", 1)
-        levels = [_spread(part.astype(np.float32), integers.shape, axis, block) for part in (zero, scale)]
-        if any(part is None for part in levels):
+        zeros, factors = (
+            _spread(part.astype(np.float32), integers.shape, axis, block) for part in (zero, scale)
+        )
+        if zeros is None or factors is None:
             return False  # the importer says what does not fit
-        self._replace(node, (integers.astype(np.float32) - levels[0]) * levels[1], scale.dtype)
+        self._replace(node, (integers.astype(np.float32) - zeros) * factors, scale.dtype)
         return True
 
     def _stores_scaled(self, node: OnnxNode) -> bool:

@@ -33,7 +33,7 @@ def fast_gradients(model: M.Module) -> Iterator[None]:
     """
     changed = []
     for path, module in model.named_modules():
-        if type(module) is M.LSTM and getattr(module, "proj_size", 0):
+        if type(module) is M.LSTM and module.proj_size > 0:
             warnings.warn(
                 f"{path or 'the network'} is an LSTM with proj_size, whose gradient is wrong in MegEngine on "
                 "CPU: write the layer with F.linear, F.split, F.sigmoid and F.tanh to train it.",

@@ -96,7 +96,7 @@ def _layer(
     model: Any,
     others: dict[str, ParameterLayer],
 ) -> ParameterLayer:
-    from qtrace.export.onnx.ops import weight_layout
+    from qtrace.export.onnx.weight_layouts import weight_layout
 
     assert call.weight is not None
     name = call.weight.name

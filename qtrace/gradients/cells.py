@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import megengine.functional as F
 import numpy as np
 
-__all__ = ["ARRAYS", "TENSORS", "Cell", "Direction", "Gru", "Lstm", "Rnn", "Step"]
+__all__ = ["ARRAYS", "TENSORS", "Cell", "CellStep", "Direction", "Gru", "Lstm", "Rnn"]
 
 
 class Direction(NamedTuple):
@@ -77,7 +77,7 @@ ARRAYS: _Math = _Arrays()
 TENSORS: _Math = _Tensors()
 
 
-class Step(NamedTuple):
+class CellStep(NamedTuple):
     """The result of a step.
 
     Attributes:
@@ -116,7 +116,7 @@ class Cell(Protocol):
     def gates(self) -> int:
         """The number of blocks of rows."""
 
-    def step(self, m: _Math, gates: Any, hidden: Any, cell: Any, weights: Direction) -> Step:
+    def step(self, m: _Math, gates: Any, hidden: Any, cell: Any, weights: Direction) -> CellStep:
         """Computes a step from the product of the input, and the states before it."""
 
     def back(
@@ -142,14 +142,14 @@ class Lstm:
     order: str = "ifgo"
     gates = 4
 
-    def step(self, m: _Math, gates: Any, hidden: Any, cell: Any, weights: Direction) -> Step:
+    def step(self, m: _Math, gates: Any, hidden: Any, cell: Any, weights: Direction) -> CellStep:
         """Computes ``c = f * c + i * g`` and ``h = o * tanh(c)``."""
         parts = _blocks(gates + m.product(hidden, weights.hidden, weights.hidden_bias), self.order)
         i, f, o = (m.sigmoid(parts[letter]) for letter in "ifo")
         g = m.tanh(parts["g"])
         new = f * cell + i * g
         squashed = m.tanh(new)
-        return Step(o * squashed, new, (hidden, cell, i, f, g, o, squashed))
+        return CellStep(o * squashed, new, (hidden, cell, i, f, g, o, squashed))
 
     def back(
         self, saved: tuple[Any, ...], hidden: np.ndarray, cell: np.ndarray, weights: Direction
@@ -178,7 +178,7 @@ class Gru:
     reset_after: bool = True
     gates = 3
 
-    def step(self, m: _Math, gates: Any, hidden: Any, cell: Any, weights: Direction) -> Step:
+    def step(self, m: _Math, gates: Any, hidden: Any, cell: Any, weights: Direction) -> CellStep:
         """Computes ``h = (1 - z) * n + z * h``."""
         size = int(hidden.shape[-1])
         known = _blocks(gates, "zrn")
@@ -198,7 +198,7 @@ class Gru:
             operand, bias = r * hidden, weights.hidden_bias
             inner = m.product(operand, weights.hidden[2 * size :], None if bias is None else bias[2 * size :])
             n = m.tanh(known["n"] + inner)
-        return Step((1 - z) * n + z * hidden, None, (hidden, z, r, n, inner, operand))
+        return CellStep((1 - z) * n + z * hidden, None, (hidden, z, r, n, inner, operand))
 
     def back(
         self, saved: tuple[Any, ...], hidden: np.ndarray, cell: np.ndarray, weights: Direction
@@ -232,11 +232,11 @@ class Rnn:
     nonlinearity: str = "tanh"
     gates = 1
 
-    def step(self, m: _Math, gates: Any, hidden: Any, cell: Any, weights: Direction) -> Step:
+    def step(self, m: _Math, gates: Any, hidden: Any, cell: Any, weights: Direction) -> CellStep:
         """Computes ``h = tanh(W x + R h)``, or relu of it."""
         inner = gates + m.product(hidden, weights.hidden, weights.hidden_bias)
         new = m.relu(inner) if self.nonlinearity == "relu" else m.tanh(inner)
-        return Step(new, None, (hidden, new))
+        return CellStep(new, None, (hidden, new))
 
     def back(
         self, saved: tuple[Any, ...], hidden: np.ndarray, cell: np.ndarray, weights: Direction

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from qtrace import ops
 from qtrace.errors import ExportError
 from qtrace.export.onnx.arithmetic import ARITHMETIC
 from qtrace.export.onnx.composites import COMPOSITES
@@ -21,46 +20,13 @@ from qtrace.export.onnx.sampling import SAMPLING
 from qtrace.export.onnx.shapes import SHAPES
 from qtrace.export.onnx.stored_weights import emit_product
 from qtrace.export.onnx.types import Emitter, operand, unary
+from qtrace.export.onnx.weight_layouts import CONVS, TRANSPOSED, has_blocks, only_matrices, weight_layout
 from qtrace.export.onnx.windows import WINDOWS
 from qtrace.export.onnx.writer import OnnxWriter
-from qtrace.fakequant.base import FakeQuant
 from qtrace.graph.types import TensorNode
-from qtrace.graph.walk import owner, users
 from qtrace.ops import OpCall
 
-__all__ = ["EMITTERS", "WITHOUT", "Emitter", "weight_layout"]
-
-
-# Kind -> the number of axes along which it moves its window.
-_CONVS = {"conv1d": 1, "conv2d": 2, "conv3d": 3}
-_TRANSPOSED = {"conv_transpose2d": 2, "conv_transpose3d": 3}
-
-
-def weight_layout(call: OpCall, weight: np.ndarray) -> tuple[np.ndarray, int]:
-    """Returns a layer's weight in ONNX's layout, and the axis of its output channels there."""
-    if call.kind in _CONVS:
-        return weight.reshape(-1, *weight.shape[-_CONVS[call.kind] - 1 :]), 0
-    if call.kind in _TRANSPOSED:
-        return weight.reshape(-1, *weight.shape[-_TRANSPOSED[call.kind] - 1 :]), 1
-    if call.kind == "linear" and not _only_matrices(call):
-        return weight.T, 1
-    return weight, 0
-
-
-def _only_matrices(call: OpCall) -> bool:
-    """Whether every linear layer that reads this weight has a matrix as its input, as Gemm requires."""
-    assert call.weight is not None
-    if _has_blocks(call):
-        return False  # runtimes have kernels for blocks in the layout of MatMul
-    calls = [reader for user in users(call.weight) if (reader := ops.read(user)) is not None]
-    return all(len(c.inputs[0].shape) == 2 for c in calls if c.kind == "linear")
-
-
-def _has_blocks(call: OpCall) -> bool:
-    """Whether the weight of a linear layer has a scale per block of inputs."""
-    assert call.weight is not None
-    rounding = owner(call.weight.expr)
-    return isinstance(rounding, FakeQuant) and rounding.scheme.block is not None
+__all__ = ["EMITTERS", "WITHOUT", "Emitter"]
 
 
 def _weight(w: OnnxWriter, call: OpCall) -> str:
@@ -75,10 +41,10 @@ def _weight(w: OnnxWriter, call: OpCall) -> str:
     if node in w.laid_out:
         return w.name(node)
     shape = [int(n) for n in node.shape]
-    count = {**_CONVS, **_TRANSPOSED}.get(call.kind)
+    count = {**CONVS, **TRANSPOSED}.get(call.kind)
     if count is not None and len(shape) > count + 2:
         return w.node("Reshape", [w.name(node), w.ints([-1, *shape[2:]])], w.fresh(node.name))
-    if call.kind == "linear" and not _only_matrices(call):
+    if call.kind == "linear" and not only_matrices(call):
         return w.node("Transpose", [w.name(node)], w.fresh(node.name), perm=[1, 0])
     return w.name(node)
 
@@ -86,7 +52,7 @@ def _weight(w: OnnxWriter, call: OpCall) -> str:
 def _conv(w: OnnxWriter, call: OpCall) -> None:
     a, weight = call.attrs, call.weight
     assert weight is not None
-    count = {**_CONVS, **_TRANSPOSED}[call.kind]
+    count = {**CONVS, **TRANSPOSED}[call.kind]
     attributes: dict[str, Any] = {
         "kernel_shape": [int(n) for n in weight.shape[-count:]],
         "strides": list(a["stride"]),
@@ -94,12 +60,12 @@ def _conv(w: OnnxWriter, call: OpCall) -> None:
         "group": a["groups"],
         "pads": [*a["padding"], *a["padding"]],
     }
-    if call.kind in _TRANSPOSED:
+    if call.kind in TRANSPOSED:
         attributes["output_padding"] = list(a["output_padding"])
     inputs = [w.name(call.inputs[0]), _weight(w, call)]
     if call.bias is not None:
         inputs.append(_flat(w, call.bias))
-    w.emit("ConvTranspose" if call.kind in _TRANSPOSED else "Conv", inputs, call.out, **attributes)
+    w.emit("ConvTranspose" if call.kind in TRANSPOSED else "Conv", inputs, call.out, **attributes)
 
 
 def _flat(w: OnnxWriter, bias: TensorNode) -> str:
@@ -123,10 +89,10 @@ def _linear(w: OnnxWriter, call: OpCall) -> None:
             w.emit("Add", [product, w.name(call.bias)], call.out)
         return
     inputs = [w.name(x), _weight(w, call)]
-    if len(x.shape) == 2 and not _has_blocks(call):
+    if len(x.shape) == 2 and not has_blocks(call):
         if call.bias is not None:
             inputs.append(w.name(call.bias))
-        w.emit("Gemm", inputs, call.out, transB=int(_only_matrices(call)))
+        w.emit("Gemm", inputs, call.out, transB=int(only_matrices(call)))
     elif call.bias is None:
         w.emit("MatMul", inputs, call.out)
     else:
@@ -236,7 +202,7 @@ EMITTERS: dict[str, Emitter] = {
     **SAMPLING,
     **DYNAMIC,
     **RECURRENT,
-    **dict.fromkeys((*_CONVS, *_TRANSPOSED), _conv),
+    **dict.fromkeys((*CONVS, *TRANSPOSED), _conv),
     "linear": _linear,
     "matmul": _matmul,
     "relu": unary("Relu"),

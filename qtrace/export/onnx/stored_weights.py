@@ -11,6 +11,7 @@ import numpy as np
 
 from qtrace.config import backends
 from qtrace.export.onnx.dynamic import store_integers
+from qtrace.export.onnx.weight_layouts import weight_layout
 from qtrace.export.onnx.writer import OnnxWriter, integer_type
 from qtrace.ops import OpCall
 from qtrace.preparation.annotation import Annotation
@@ -58,8 +59,6 @@ def store_weight(w: OnnxWriter, site: QuantizedSite, value: np.ndarray, layer: O
         layer: a layer that reads it.
         form: what `find_forms` gives for the site; "" for a DequantizeLinear.
     """
-    from qtrace.export.onnx.ops import weight_layout
-
     integers, qparams = site.integers(value), site.qparams
     w.laid_out.add(site.value)
     if form == "dynamic":

@@ -19,7 +19,7 @@ from qtrace.errors import QtraceError
 from tests.importing.onnx.binding import bind
 from tests.importing.onnx.cases import Case
 
-__all__ = ["VERDICTS", "Verdict", "difference", "import_and_run", "judge", "judge_all"]
+__all__ = ["VERDICTS", "Verdict", "difference", "import_and_run", "judge", "judge_all", "run_imported"]
 
 VERDICTS = ("equal", "refused", "wrong", "crashed")
 # The largest error, as a part of the expected output's largest value.
@@ -56,7 +56,11 @@ def import_and_run(path: Path, inputs: Mapping[str, np.ndarray]) -> list[np.ndar
         QtraceError: when qtrace refuses the file.
     """
     open_sizes = {name: values.shape for name, values in inputs.items() if name in _open_inputs(path)}
-    traced = qtrace.from_onnx(path, shapes=open_sizes or None)
+    return run_imported(qtrace.from_onnx(path, shapes=open_sizes or None), inputs)
+
+
+def run_imported(traced: Any, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    """Runs an imported network on the inputs of its file; the results have the dtypes of the file."""
     interface = json.loads(traced.onnx_interface)
     arguments = [mge.Tensor(_carried(inputs[item["name"]])) for item in interface["inputs"]]
     results = _flat(traced(*arguments))

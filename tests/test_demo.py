@@ -15,7 +15,7 @@ import qtrace
 
 ROOT = Path(__file__).parent.parent
 # What is documented beside the names of `qtrace` itself.
-PUBLIC = {f"qtrace.{name}" for name in ("fakequant", "graph", "observers")}
+PUBLIC = {f"qtrace.{name}" for name in ("fakequant", "gradients.fast_gradients", "graph", "observers")}
 
 
 def _run(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

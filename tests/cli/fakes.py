@@ -49,7 +49,7 @@ class Table:
     """An Explanation or a report of verify."""
 
     ptq = ()
-    annotation = SimpleNamespace(notes=(), sites=())
+    annotation = SimpleNamespace(notes=(), sites=(), dynamic=())
 
     def __init__(self, passed=True):
         self.passed = passed

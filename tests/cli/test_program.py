@@ -130,7 +130,7 @@ serialize.save = lambda module, path: pathlib.Path(path).write_text(module)
 class Table:
     passed = sys.argv[1] != "fail"
     ptq = ()
-    annotation = types.SimpleNamespace(notes=(), sites=())
+    annotation = types.SimpleNamespace(notes=(), sites=(), dynamic=())
     def algorithms(self): return []
     def table(self, *args, **options): return "table\\n" * 100000
     def to_dict(self): return {}

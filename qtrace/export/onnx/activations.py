@@ -52,7 +52,9 @@ def activations(prepared: TracedModule, nodes: Sequence[str]) -> Activations:
     if importlib.util.find_spec("onnx") is None:
         raise ExportError(f"the package onnx is not installed: run {install('onnx')}.")
     if divides_by_inputs(prepared):
-        raise ExportError("it divides by integers, and onnxruntime ends the process where one is 0.")
+        raise ExportError(
+            "it divides by integers, and onnxruntime ends the process where one is 0: use engine megengine."
+        )
     from onnx import TensorProto, helper
 
     from qtrace.export.onnx.exporter import OnnxExporter

@@ -128,7 +128,9 @@ class _Stack:
         node = self.a["weights"]
         array = self.w.value(node)
         if array is None:
-            raise ExportError(f"{self.base}: {self.call.kind} has no ONNX form with computed weights")
+            raise ExportError(
+                f"{self.base}: {self.call.kind} has no ONNX form with computed weights: store them."
+            )
         flat, place = array.reshape(-1), 0
         gates = len(_TURNED[self.call.kind])
         path = str(parameter_source(self.call, "weights").expr.name).rpartition(".")[0]  # type: ignore[union-attr]

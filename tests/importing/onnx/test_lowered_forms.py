@@ -80,10 +80,7 @@ def test_the_remainder_has_the_sign_that_onnx_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("op", ["Div", "Mod"])
-def test_integers_are_not_divided_by_what_may_be_zero(tmp_path: Path, op: str) -> None:
-    path = write(tmp_path / "m.onnx", op, {"a": np.int32([1, 2]), "b": np.int32([1, 2])})
-    with pytest.raises(ImportingError, match=f"{op} 'y' divides by integers that may be 0"):
-        qtrace.from_onnx(path)
+def test_integers_are_not_divided_by_a_stored_zero(tmp_path: Path, op: str) -> None:
     path = write(tmp_path / "m.onnx", op, {"a": np.int32([1, 2])}, {"b": np.int32([1, 0])})
     with pytest.raises(ImportingError, match=f"{op} 'y' divides by integers that may be 0"):
         qtrace.from_onnx(path)

@@ -132,12 +132,12 @@ class StatisticsCollector:
         """Returns the layers from ``first`` on whose float outputs are computed in one run."""
         start, sizes, weights = self._waiting.index(first), [0.0, 0.0], 0.0
         for stop, layer in enumerate(self._waiting[start:], start):
+            shape = tuple(int(n) for n in get_module(self.model, layer.weight).shape)
             for call in layer.calls:
                 size = 4 * float(np.prod(call.out.shape))
-                shape = tuple(int(n) for n in get_module(self.model, layer.weight).shape)
                 rows = min(self._count_places(shape) / max(float(np.prod(call.out.shape[2:])), 1.0), 1.0)
                 sizes = [sizes[0] + size, sizes[1] + size * rows * self.count]
-            weights += 4 * float(np.prod(get_module(self.model, layer.weight).shape))
+            weights += 4 * float(np.prod(shape))
             full = sizes[0] > _MAX_OUTPUT_BYTES or sizes[1] > _MAX_ROW_BYTES or weights > _MAX_WEIGHT_BYTES
             if stop > start and full:
                 return self._waiting[start:stop]

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from qtrace.benchmarking import written
 from qtrace.benchmarking.cases import Case, alone, between_convs, boundaries, conv
@@ -17,7 +18,7 @@ from qtrace.benchmarking.kernels import measure_cases
 from qtrace.benchmarking.machine import describe_machine
 from qtrace.storage.cache import read_cached, write_cached
 
-__all__ = ["FITTED", "fit", "fitted_table", "scale"]
+__all__ = ["FITTED", "ProcessorFit", "fit", "fit_processor", "fitted_table", "scale"]
 
 FITTED = "onnxruntime, fitted to this processor"
 """The name of a fitted table, where a prediction says by what table it was made."""
@@ -27,11 +28,41 @@ _LEAST, _MOST = 0.1, 10.0  # of a factor: what lies beyond was disturbed
 Measure = Callable[[Sequence[Case]], list[Measurement]]
 
 
-def fitted_table(measure: Measure = measure_cases) -> CostTable:
-    """Returns the packaged table of onnxruntime, scaled to this processor if it was measured on another one.
+@dataclass(frozen=True)
+class ProcessorFit:
+    """How many times as long the kernels of a processor take as those of the packaged table.
+
+    Attributes:
+        machine: the machine that the factors were measured on.
+        factors: class and form of kernels -> factor; 1 for those that are absent.
+    """
+
+    machine: Machine
+    factors: Mapping[tuple[str, str], float]
+
+    def table(self) -> CostTable:
+        """Returns the packaged table of onnxruntime, scaled to the processor."""
+        table = CostTable.load(_RUNTIME)
+        return table if self.machine == table.machine else scale(table, self.factors, self.machine)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the fit as plain data."""
+        factors = {f"{kind}, {form}": factor for (kind, form), factor in self.factors.items()}
+        return {"machine": asdict(self.machine), "factors": factors}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> ProcessorFit:
+        """Reads what `to_dict` returned."""
+        machine = Machine(**{**data["machine"], "flags": tuple(data["machine"]["flags"])})
+        return cls(machine, _read_factors(data["factors"]))
+
+
+def fit_processor(measure: Measure = measure_cases) -> ProcessorFit:
+    """Returns the fit of the packaged table of onnxruntime to this processor.
 
     Args:
-        measure: times kernels; it is called once for each processor and version of the runtime.
+        measure: times kernels; it is called once for each processor and version of the runtime, and not at all
+            if the table was measured on this one.
 
     Raises:
         ExportError: when the runtime is not installed.
@@ -43,14 +74,29 @@ def fitted_table(measure: Measure = measure_cases) -> CostTable:
         table.machine.version,
         table.machine.flags,
     ):
-        return table
+        return ProcessorFit(table.machine, {})
     key = [here.processor, here.version, list(here.flags), table.machine.date]
     stored = read_cached("fit", key)
     if stored is None:
         stored = {f"{kind}, {form}": factor for (kind, form), factor in fit(table, measure(_cases())).items()}
         write_cached("fit", key, stored)
-    factors = {tuple(name.rsplit(", ", 1)): float(factor) for name, factor in stored.items()}
-    return scale(table, factors, here)
+    return ProcessorFit(here, _read_factors(stored))
+
+
+def _read_factors(stored: Mapping[str, Any]) -> dict[tuple[str, str], float]:
+    return {(kind, form): float(f) for name, f in stored.items() for kind, form in [name.rsplit(", ", 1)]}
+
+
+def fitted_table(measure: Measure = measure_cases) -> CostTable:
+    """Returns the packaged table of onnxruntime, scaled to this processor if it was measured on another one.
+
+    Args:
+        measure: times kernels; see `fit_processor`.
+
+    Raises:
+        ExportError: when the runtime is not installed.
+    """
+    return fit_processor(measure).table()
 
 
 def fit(table: CostTable, measured: Sequence[Measurement]) -> dict[tuple[str, str], float]:

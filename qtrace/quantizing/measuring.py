@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.benchmarking.costs import CostTable
-from qtrace.benchmarking.fitting import fitted_table
+from qtrace.benchmarking.fitting import ProcessorFit, fit_processor
 from qtrace.benchmarking.machine import describe_machine
 from qtrace.benchmarking.runners import RunnerSettings, open_file
 from qtrace.benchmarking.turns import FEWEST_RUNS, LEAST_RUNS, Speed, compare_files
@@ -118,7 +117,9 @@ def prepare_measured(
     if measurement is not None:
         measurement.times.bind(traced, config)
         try:
-            fitted = None if measurement.times.fixed else fit_costs(config)
+            if not measurement.times.fixed:
+                measurement.times.fit = fit_costs(config)
+            fitted = measurement.times.fit.table() if measurement.times.fit else None
         except (QtraceError, ImportError) as error:  # the runtime is not here
             reporter.note(f"placement: by predicted times, as none can be measured here: {error}")
             measurement = None
@@ -147,7 +148,7 @@ def prepare_measured(
     labels = {name: name in times.integers or fixed for name, fixed in outcome.float_labels.items()}
     if labels != dict(outcome.point.labels):
         prepared, _ = prepare_placed(*request, outcome.instead(labels, text), fitted, source=source)
-    if times.labellings or times.fixed:
+    if times.labellings:
         _write_measured(prepared, text)
     return prepared
 
@@ -165,8 +166,8 @@ def _integers(outcome: SearchOutcome) -> tuple[str, ...]:
     return tuple(name for name, on_integers in outcome.point.labels.items() if on_integers)
 
 
-def fit_costs(config: QConfig) -> CostTable | None:
-    """Returns the packaged table fitted to this processor, if the config places by it; else None.
+def fit_costs(config: QConfig) -> ProcessorFit | None:
+    """Returns the fit of the packaged table to this processor, if the config places by it; else None.
 
     Raises:
         ExportError: when the runtime is not installed.
@@ -174,7 +175,7 @@ def fit_costs(config: QConfig) -> CostTable | None:
     packaged = backends.get(config.backend).cost_table == "onnxruntime" and config.cost_table is None
     if not packaged or config.effective_placement == "everything":
         return None
-    return fitted_table()
+    return fit_processor()
 
 
 def _is_measurable(config: QConfig, outcome: SearchOutcome) -> bool:

@@ -7,6 +7,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from qtrace.benchmarking.fitting import ProcessorFit
 from qtrace.benchmarking.turns import Speed
 from qtrace.config import QConfig
 from qtrace.errors import ConfigError
@@ -52,6 +53,7 @@ class Times:
         fixed: whether the times were read, so that nothing is measured.
         integers: the ops that are placed on integers; None if nothing was placed by measured times.
         network: what the times were measured of: a hash of ops, shapes and target.
+        fit: the fit of the packaged cost table by which times were predicted; None for the table as it is.
     """
 
     path: Path | None = None
@@ -60,6 +62,7 @@ class Times:
     fixed: bool = field(default=False)
     integers: tuple[str, ...] | None = None
     network: str = ""
+    fit: ProcessorFit | None = None
 
     @classmethod
     def open(cls, path: Path | None) -> Times:
@@ -87,7 +90,9 @@ class Times:
             )
             files = tuple(Speed(**entry) for entry in data["files"])
             integers = None if data["integers"] is None else tuple(map(str, data["integers"]))
-            return cls(path, labellings, files, True, integers, str(data["network"]))
+            # Files of earlier versions have no fit.
+            fit = None if data.get("fit") is None else ProcessorFit.from_dict(data["fit"])
+            return cls(path, labellings, files, True, integers, str(data["network"]), fit)
         except OSError as error:
             raise ConfigError(f"the times {path} cannot be read: {error.strerror}.") from error
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -125,6 +130,7 @@ class Times:
         data = {
             "schema": SCHEMA,
             "network": self.network,
+            "fit": None if self.fit is None else self.fit.to_dict(),
             "integers": None if self.integers is None else list(self.integers),
             "labellings": [asdict(labelling) for labelling in self.labellings],
             "files": [asdict(speed) for speed in self.files],

@@ -7,6 +7,7 @@ import logging
 import math
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +19,7 @@ import pytest
 
 import qtrace
 from qtrace.benchmarking.costs import CostTable
-from qtrace.benchmarking.fitting import FITTED
+from qtrace.benchmarking.fitting import FITTED, ProcessorFit
 from qtrace.benchmarking.turns import Speed
 from qtrace.config.recipe import as_qconfig
 from qtrace.errors import ConfigError
@@ -158,6 +159,26 @@ def test_given_times_decide_and_nothing_is_measured(tmp_path: Path, caplog) -> N
     assert [notes[name] for name in ("a_out", "b_out", "c_out")] == ["float", "int", "float"]
     assert any("between is chosen" in line for line in caplog.messages)
     assert "between is chosen" in str(qtrace.explain(prepared))
+
+
+@pytest.mark.parametrize("placement", ["balanced", "fastest", "small"])
+def test_who_goes_on_places_by_the_costs_of_the_first_run(tmp_path: Path, monkeypatch, placement) -> None:
+    """Decisions and what is said of them are the same, so that checkpoints of statistics still belong to them."""
+    machine = replace(CostTable.load("onnxruntime").machine, processor="another")
+    fit = ProcessorFit(machine, {("conv", "integer"): 2.5, ("conv", "float"): 0.7})
+    monkeypatch.setattr(measuring, "fit_costs", lambda config: fit)
+    config, path = as_qconfig({"placement": placement}), tmp_path / "times.json"
+    records = []
+    for _ in range(2):
+        times = Times.open(path)
+        prepared = prepare_measured(_traced(), config, [DATA[:4]], list, TimingPlan(times), LogReporter())
+        records.append(QuantizedModel(prepared).annotation.to_json())
+        times.write()
+        monkeypatch.setattr(measuring, "fit_costs", _refuse)
+    assert times.fixed
+    assert times.fit == fit
+    assert records[0] == records[1]
+    assert FITTED in records[0]
 
 
 def test_times_of_another_network_and_damaged_ones_are_a_sentence(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from qtrace.graph.types import Expr, Node, TracedModule
 from qtrace.graph.walk import called_graph, op_label
 from qtrace.metrics import decibels
 from qtrace.ops import OpCall
-from qtrace.outputs.selections import SORTS, cut_of, find_selecting, mask_of, reaching, read_ranking, selects
+from qtrace.outputs.selections import SORTS, cut_of, find_selecting, mask_of, reaching, read_places, selects
 
 __all__ = ["LEAST_SHARE", "SelectedShares", "SelectionTape", "Share", "TapedRun", "differ", "score_rows"]
 
@@ -79,7 +79,7 @@ class SelectionTape:
         self, expr: Expr, inputs: Sequence[Any], results: Sequence[Any] | None
     ) -> Sequence[Any] | None:
         """Returns the results of ``expr``: with the replayed places if it selects."""
-        call = read_ranking(expr)
+        call = read_places(expr)
         if results is None or (call is None and not selects(expr)):
             return results
         number = len(self.places)

@@ -15,7 +15,17 @@ from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, op_label, tensor_inputs
 from qtrace.ops import OpCall, kind_of, read
 
-__all__ = ["EXTREMES", "SORTS", "cut_of", "find_selecting", "mask_of", "reaching", "read_ranking", "selects"]
+__all__ = [
+    "EXTREMES",
+    "SORTS",
+    "cut_of",
+    "find_selecting",
+    "mask_of",
+    "reaching",
+    "read_places",
+    "read_ranking",
+    "selects",
+]
 
 SORTS = ("topk", "sort", "argsort")
 """The ops that give scores in their order."""
@@ -38,6 +48,19 @@ def read_ranking(expr: Expr) -> OpCall | None:
     return None if several or call.attrs.get("kth_only") else call
 
 
+def read_places(expr: Expr) -> OpCall | None:
+    """Reads ``expr`` if it ranks scores and something reads their places; None if not.
+
+    The values of a top-k alone, such as a threshold or a mean of the best, move by no more than a score does,
+    whatever the order is: they are no selection, and the places of another run would give other values.
+    """
+    call = read_ranking(expr)
+    if call is None or call.kind in EXTREMES:
+        return call
+    places = expr.outputs[-1]
+    return call if places.users or places in expr.top_graph._outputs else None
+
+
 def selects(expr: Expr) -> bool:
     """Whether `expr` selects rows by their values: as an op of `_SELECTING`, or by a boolean index."""
     label = op_label(expr).rpartition(".")[2]
@@ -58,7 +81,7 @@ def mask_of(expr: Expr) -> int | None:
 
 def find_selecting(model: TracedModule) -> tuple[Expr, ...]:
     """Returns the exprs of a flat graph that select by values of its inputs, in execution order."""
-    return tuple(expr for expr in exprs(model) if selects(expr) or read_ranking(expr) is not None)
+    return tuple(expr for expr in exprs(model) if selects(expr) or read_places(expr) is not None)
 
 
 def reaching(model: TracedModule, ends: Sequence[Node] | None = None) -> tuple[frozenset[int], ...]:

@@ -16,6 +16,7 @@ import qtrace
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.comparison.output_tallies import OutputTallies
 from qtrace.outputs.replay import SelectedShares, Share, TapedRun
+from qtrace.outputs.selections import find_selecting
 from qtrace.preparation.annotation import ExprNote
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.placement.trials import LabellingTrial
@@ -150,7 +151,7 @@ def test_trace_runs_gather_without_a_queue() -> None:
 
 def _share_of_scores(scores: np.ndarray, given: np.ndarray, count: int) -> tuple[SelectedShares, Share]:
     def forward(self: M.Module, x: mge.Tensor) -> mge.Tensor:
-        return F.topk(x, count, descending=True)[0]
+        return F.topk(x, count, descending=True)
 
     traced = qtrace.trace(net(forward), scores, check=False)
     run = TapedRun(traced, [given.astype(np.int32)])
@@ -279,3 +280,19 @@ def test_compare_does_not_call_an_output_exact_that_has_no_row_of_floats() -> No
     assert output.sqnr_db == -math.inf
     assert not output.informative
     assert "0.00% of the rows" in output.lines()[0]
+
+
+def test_a_threshold_from_the_best_scores_selects_nothing_by_its_places() -> None:
+    def forward(self: M.Module, scores: mge.Tensor, rows: mge.Tensor) -> mge.Tensor:
+        best, _ = F.topk(scores, 3, descending=True)
+        return rows * F.expand_dims((scores >= best[:, 2:]).astype("float32"), 2)
+
+    scores = np.array([[0.0, 255.0, 200.0, 100.5, 100.0, 50.0]], np.float32)
+    rows = np.random.default_rng(0).normal(size=(1, 6, 4)).astype(np.float32)
+    traced = qtrace.trace(net(forward), scores, rows, check=False)
+    assert find_selecting(traced) == ()
+    # The best three in another order would make the second one the threshold.
+    run = TapedRun(traced, [np.array([[3, 2, 1]], np.int32)])
+    kept = run.run(mge.Tensor(scores), mge.Tensor(rows)).numpy()
+    np.testing.assert_array_equal(kept.any(axis=2), scores >= 100.5)
+    assert not run.tape.places

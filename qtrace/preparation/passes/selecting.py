@@ -15,7 +15,7 @@ from qtrace.config import QConfig
 from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import is_float_tensor, tensor_inputs
 from qtrace.ops import Role
-from qtrace.outputs.selections import find_selecting, read_ranking
+from qtrace.outputs.selections import find_selecting, read_places
 from qtrace.preparation.passes._chains import Chains, find_chains
 from qtrace.preparation.passes._view import Selecting, Unlike, View, read_view
 
@@ -58,7 +58,7 @@ def _picked(view: View) -> Iterator[tuple[Expr, str]]:
         by_place = next((places[n] for n in expr.inputs if n in places), "")
         behind = next((rows[n] for n in expr.inputs if n in rows), "")
         if expr in selecting:
-            ranks = read_ranking(expr) is not None
+            ranks = read_places(expr) is not None
             places[expr.outputs[-1]] = expr.outputs[-1].name
             if not ranks:
                 rows.update((n, expr.outputs[-1].name) for n in expr.outputs if is_float_tensor(n))

@@ -15,7 +15,7 @@ from qtrace.graph.types import Expr, Input, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, is_float_tensor, reads_shape, tensor_inputs
 from qtrace.numerics import choose, fake_quantize
 from qtrace.ops import OpCall
-from qtrace.outputs.selections import SORTS, find_selecting, read_ranking
+from qtrace.outputs.selections import SORTS, find_selecting, read_places
 from qtrace.process.memory import LargeFrees
 from qtrace.scheme import QScheme
 
@@ -90,7 +90,7 @@ def find_ends(model: TracedModule) -> tuple[Node, ...]:
 def find_scores(model: TracedModule) -> tuple[Node, ...]:
     """Returns the scores by which the graph sorts rows that leave it: their noise exchanges rows."""
     static, needed = static_nodes(model), needed_nodes(model)
-    rankings = [(e, call) for e in find_selecting(model) if (call := read_ranking(e)) is not None]
+    rankings = [(e, call) for e in find_selecting(model) if (call := read_places(e)) is not None]
     read = [e for e, call in rankings if call.kind in SORTS and not needed.isdisjoint(e.outputs)]
     scores = (n for e in read for n in tensor_inputs(e) if is_float_tensor(n) and n not in static)
     return tuple(dict.fromkeys(scores))

@@ -33,13 +33,14 @@ from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.twin import late_algorithms
 from qtrace.onnxfile.sessions import OrtSession, SessionSettings, open_session
+from qtrace.outputs.selections import reaching
 from qtrace.preparation.passes.convert import convert
 from qtrace.preparation.placement.frontier import Point, price
 from qtrace.preparation.prepare import FloatSource, SearchOutcome, prepare_placed, read_request
 from qtrace.preparation.record import fake_quants, read_record, write_record
 from qtrace.process.thread import on_engine_thread
 from qtrace.quantizing.delivering import Timer, timed_settings
-from qtrace.quantizing.output_noise import measure_noise, output_groups
+from qtrace.quantizing.output_noise import measure_noise, measure_row_noise, output_groups
 from qtrace.quantizing.reporting import Reporter
 from qtrace.quantizing.times import MeasuredLabelling, Times
 from qtrace.storage.cache import read_cached, write_cached
@@ -310,6 +311,7 @@ class _Bench:
         self.config = QConfig.model_validate({**config.to_dict(), "ptq": early, "observers": observers})
         self.feeds: list[list[np.ndarray]] = []  # of each batch that is held back
         self.ranges: list[Any] = []
+        self.selecting: dict[str, TracedModule] = {}  # the graphs of the labellings, if they select
 
     def measure(self, labellings: dict[str, SearchOutcome]) -> tuple[MeasuredLabelling, ...]:
         """Returns what was measured of the labellings that there was time for; () if nothing was."""
@@ -330,13 +332,7 @@ class _Bench:
                     self._note(f"a run takes {run:.3g} s, and {self.budget:.3g} s are too little to compare")
                     return ()
                 files = {name: files[name] for name in extent.names}
-                exact = self._run(files[_FLOAT], extent.samples)
-                groups = output_groups(self.traced, exact)
-                outputs = (
-                    exact if name == _FLOAT else self._run(path, extent.samples)
-                    for name, path in files.items()
-                )
-                noises = [measure_noise(groups, exact, own) for own in outputs]
+                noises = self._noises(files, extent.samples)
                 speeds = self._time(list(files.values()), extent.seconds)
             except QtraceError as error:  # a labelling that cannot be exported or run decides nothing
                 self._note(str(error))
@@ -352,6 +348,18 @@ class _Bench:
             )
             for name, speed, noise in zip(files, speeds, noises, strict=True)
         )
+
+    def _noises(self, files: Mapping[str, Path], samples: int) -> list[tuple[float, ...]]:
+        """Returns the noise of each file, on the first samples that were held back."""
+        if self.selecting:
+            counts = [len(values[0]) if values[0].ndim else 1 for values in self.feeds]
+            batches = [b for i, b in enumerate(self.held_back()) if sum(counts[:i]) < samples]
+            graphs = (self.selecting[name] for name in files)
+            return [measure_row_noise(self.selecting[_FLOAT], graph, batches) for graph in graphs]
+        exact = self._run(files[_FLOAT], samples)
+        groups = output_groups(self.traced, exact)
+        outputs = (exact if n == _FLOAT else self._run(path, samples) for n, path in files.items())
+        return [measure_noise(groups, exact, own) for own in outputs]
 
     def _note(self, reason: str) -> None:
         self.reporter.note(f"placement: by predicted times, as none could be measured: {reason}")
@@ -374,7 +382,10 @@ class _Bench:
         for number, (name, prepared) in enumerate(graphs.items()):
             if not is_left_out(number, name):
                 files[name] = folder / f"{number}.onnx"
-                self._export(prepared, known, files[name])
+                converted = self._convert(prepared, known)
+                export(converted, files[name])
+                if any(reaching(converted)):
+                    self.selecting[name] = converted
         return files
 
     def _prepare(self, outcome: SearchOutcome) -> TracedModule:
@@ -382,11 +393,11 @@ class _Bench:
             self.traced, self.config, self.samples, self.config, outcome, source=self.source
         )[0]
 
-    def _export(self, prepared: TracedModule, ranges: Mapping[str, tuple[float, float]], path: Path) -> None:
+    def _convert(self, prepared: TracedModule, ranges: Mapping[str, tuple[float, float]]) -> TracedModule:
         if any(fake_quants(prepared)):
             statistics = from_ranges(prepared, ranges)  # None where the batches must run for them
             calibrate(prepared, self.ranges, progress=False, statistics=statistics)
-        export(convert(prepared), path)
+        return convert(prepared)
 
     def _time(self, paths: Sequence[Path], most: float) -> list[Speed]:
         """Returns the speeds of files beside the first one; those of like structure are remembered."""

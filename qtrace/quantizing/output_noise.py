@@ -1,16 +1,23 @@
-"""The noise of a file's outputs beside those of the float file: that of the worst group of columns."""
+"""The noise of a file's outputs beside those of the float file: that of the worst group of columns.
+
+Files do not tell which rows they select. Where a graph selects, the graph that a file is exported from runs
+instead, and float computes the same rows: by position, a pair of exchanged rows would be noise.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from qtrace.graph.types import TracedModule
 from qtrace.outputs import ColumnGroup, GroupedErrors, find_groups
+from qtrace.outputs.replay import SelectedShares
+from qtrace.sensitivity.running import rows_of
 
-__all__ = ["Outputs", "measure_noise", "output_groups"]
+__all__ = ["Outputs", "measure_noise", "measure_row_noise", "output_groups"]
 
 Outputs = Sequence[Sequence[np.ndarray]]
 """For each batch the values of every output."""
@@ -47,6 +54,33 @@ def measure_noise(groups: Sequence[ColumnGroup], exact: Outputs, own: Outputs) -
                 half.append(([v[first:last] for v in a], [v[first:last] for v in b]))
         start += count
     return tuple(_worst(groups, half or halves[0]) for half in halves)
+
+
+def measure_row_noise(exact: TracedModule, graph: TracedModule, batches: Sequence[Any]) -> tuple[float, ...]:
+    """Returns for each half of the batches the noise of the rows that a graph selects, or their lost share.
+
+    Args:
+        exact: the flat graph in float.
+        graph: the graph in its place.
+        batches: inputs as for `qtrace.calibrate`.
+    """
+    own, tapes = rows_of(graph, batches)
+    same, replays = rows_of(exact, batches, [tape.places for tape in tapes])
+    if any(not _alike(a, b) for a, b in zip(same, own, strict=True)):
+        return (math.inf, math.inf)
+    groups, selected = output_groups(exact, same), SelectedShares.of(exact)
+    middle = (len(batches) + 1) // 2
+    halves = [slice(0, middle), slice(middle, None)] if middle < len(batches) else [slice(None)] * 2
+    noises = []
+    for half in halves:
+        shares, pairs = selected.empty(), []
+        for a, b, tape in zip(same[half], own[half], replays[half], strict=True):
+            shares.add(tape.shares)
+            blanked = ([shares.blank(i, v, tape.shares) for i, v in enumerate(side)] for side in (a, b))
+            pairs.append((next(blanked), next(blanked)))
+        lost = max(map(shares.lost, range(len(shares.reaching))), default=0.0)
+        noises.append(max(_worst(groups, pairs), lost))
+    return tuple(noises)
 
 
 def _alike(exact: Sequence[np.ndarray], own: Sequence[np.ndarray]) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import megengine as mge
 import megengine.functional as F
 import megengine.module as M
 import numpy as np
@@ -38,7 +39,7 @@ from qtrace.quantizing.measuring import (
     limit_measurement,
     prepare_measured,
 )
-from qtrace.quantizing.output_noise import measure_noise, output_groups
+from qtrace.quantizing.output_noise import measure_noise, measure_row_noise, output_groups
 from qtrace.quantizing.reporting import LogReporter
 from qtrace.quantizing.times import MeasuredLabelling, Times
 from qtrace.storage.cache import read_cached, write_cached
@@ -279,6 +280,35 @@ def test_the_worst_group_of_columns_is_the_noise() -> None:
     first, second = _noises(None, [[exact]], [[dead]])
     assert first < 1e-6
     assert second == pytest.approx(1.0)
+
+
+def _selects_by(shift: list[float]):
+    """A graph that picks the rows of the best three scores, which are ``shift`` off."""
+
+    def forward(self, scores, rows):
+        _, index = F.topk(scores + self.shift, 3, descending=True)
+        return F.gather(rows, 1, F.broadcast_to(F.expand_dims(index, 2), (*index.shape, rows.shape[2])))
+
+    module = net(forward)
+    module.shift = mge.Parameter(np.array([shift], np.float32))
+    return qtrace.trace(module, np.zeros((2, 6), np.float32), np.zeros((2, 6, 4), np.float32), check=False)
+
+
+@pytest.mark.parametrize(
+    ("shift", "noise"),
+    [
+        ([0.0, -0.3, 0.3, 0.0, 0.0, 0.0], 0.0),  # two rows change their places
+        ([0.0, 0.0, 0.0, 0.0, 0.0, 9.0], 1 / 3),  # one of three is another one
+    ],
+)
+def test_selected_rows_are_compared_with_the_same_rows(shift: list[float], noise: float, synchronous) -> None:
+    rng = np.random.default_rng(0)
+    scores = np.tile(np.float32([[0.0, 5.2, 5.0, 4.0, 1.0, 0.5]]), (2, 1))
+    batches = [(scores, rng.normal(size=(2, 6, 4)).astype(np.float32)) for _ in range(3)]
+    exact, graph = _selects_by([0.0] * 6), _selects_by(shift)
+    assert measure_row_noise(exact, graph, batches) == pytest.approx((noise, noise))
+    values = [[[t(*map(mge.Tensor, batch)).numpy()] for batch in batches] for t in (exact, graph)]
+    assert min(_noises(None, *values)) > 0.1  # by their places
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from megengine.traced_module.node import Node, TensorNode
 from qtrace.errors import ExportError, GraphError, QtraceWarning
 from qtrace.graph.walk import exprs, get_module, owner
 from qtrace.onnxfile.fragment import Fragment, operators_of
+from qtrace.onnxfile.selecting import SelectingFragment, selecting_nodes
 
 __all__ = [
     "OpaqueOp",
@@ -75,6 +76,25 @@ class OpaqueOp(Module):
         """The kinds of the nodes, with their domain unless it is ONNX's own."""
         return operators_of(self.fragment.model)
 
+    @property
+    def selecting(self) -> SelectingFragment | None:
+        """The fragment with the places that its nodes pick; None if none selects."""
+        if self not in _SELECTING:
+            model = self.fragment.model
+            _SELECTING[self] = SelectingFragment(model) if selecting_nodes(model) else None
+        return _SELECTING[self]
+
+    def places(self, *inputs: mge.Tensor) -> np.ndarray:
+        """Returns the places that the nodes pick by these values, one a row; see `SelectingFragment`."""
+        assert self.selecting is not None
+        return self.selecting.places(self._arrays(inputs))
+
+    def with_places(self, places: np.ndarray, *inputs: mge.Tensor) -> tuple[mge.Tensor, ...]:
+        """Computes the outputs for the places of another run."""
+        assert self.selecting is not None
+        results = self.selecting.run(self._arrays(inputs), places)
+        return tuple(mge.Tensor(self._carried(result)) for result in results)
+
     def forward(self, *inputs: mge.Tensor) -> Any:
         """Computes the outputs: a tensor, or a tuple of several.
 
@@ -92,10 +112,8 @@ class OpaqueOp(Module):
         if get_grad_key(inputs) is not None and self.say_once():
             name = getattr(self, "_name", None) or self.operators
             warnings.warn(_stopped_sentence(str(name)), QtraceWarning, stacklevel=_level_of_caller())
-        dtypes = self.fragment.input_dtypes
-        arrays = [x.numpy().astype(dtype) for x, dtype in zip(inputs, dtypes, strict=True)]
         try:
-            results = self.fragment.run(arrays)
+            results = self.fragment.run(self._arrays(inputs))
         except ExportError as error:
             raise GraphError(f"{self.operators}: {error}") from error
         tensors = tuple(mge.Tensor(self._carried(result)) for result in results)
@@ -106,6 +124,10 @@ class OpaqueOp(Module):
         said = self in _SAID
         _SAID.add(self)
         return not said
+
+    def _arrays(self, inputs: Sequence[mge.Tensor]) -> list[np.ndarray]:
+        dtypes = self.fragment.input_dtypes
+        return [x.numpy().astype(dtype) for x, dtype in zip(inputs, dtypes, strict=True)]
 
     def _carried(self, array: np.ndarray) -> np.ndarray:
         dtype = carried_dtype(array.dtype)
@@ -155,6 +177,8 @@ class OpaqueOp(Module):
         result.__dict__.update(copy.deepcopy(self.__dict__, memo))
         if self in _OPENED:
             _OPENED[result] = _OPENED[self]
+        if self in _SELECTING:
+            _SELECTING[result] = _SELECTING[self]
         if self in _SAID:
             _SAID.add(result)
         return result
@@ -165,6 +189,7 @@ register_as_builtin(OpaqueOp)
 # What runs add to an op: not its attributes, which MegEngine lists, saves and prints, nor slots, with which
 # it cannot trace the module again.
 _OPENED: WeakKeyDictionary[OpaqueOp, Fragment] = WeakKeyDictionary()
+_SELECTING: WeakKeyDictionary[OpaqueOp, SelectingFragment | None] = WeakKeyDictionary()
 _SAID: WeakSet[OpaqueOp] = WeakSet()
 
 

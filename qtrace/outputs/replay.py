@@ -25,7 +25,16 @@ from qtrace.graph.types import Expr, Node, TracedModule
 from qtrace.graph.walk import called_graph, op_label
 from qtrace.metrics import decibels
 from qtrace.ops import OpCall
-from qtrace.outputs.selections import SORTS, cut_of, find_selecting, mask_of, reaching, read_places, selects
+from qtrace.outputs.selections import (
+    SORTS,
+    cut_of,
+    find_selecting,
+    mask_of,
+    opaque_selection,
+    reaching,
+    read_places,
+    selects,
+)
 
 __all__ = ["LEAST_SHARE", "SelectedShares", "SelectionTape", "Share", "TapedRun", "differ", "score_rows"]
 
@@ -89,6 +98,13 @@ class SelectionTape:
             if given is not None:
                 rows = score_rows(call, dict(zip(expr.inputs, inputs, strict=True)))
                 results = self._rank(call, rows, own, given, results)
+        elif (op := opaque_selection(expr)) is not None:
+            tensors = inputs[1:]
+            own = op.places(*tensors)
+            given = self._given(number, own, same_shape=False)
+            if given is not None:
+                self.shares.append(_share_of_rows(own, given))
+                results = op.with_places(given, *tensors)
         else:
             place = mask_of(expr)
             own = (results[-1] if place is None else inputs[place]).numpy()
@@ -190,7 +206,10 @@ def _share_of_rows(own: np.ndarray, given: np.ndarray) -> Share:
     """Counts the rows that both masks, or both lists of positions, pick, among those that either picks."""
     if own.dtype == np.bool_:
         return Share(int((own & given).sum()), int((own | given).sum()))
-    return Share(int(np.intersect1d(own, given).size), int(np.union1d(own, given).size))
+    rows, others = (
+        set(map(tuple, np.reshape(v, (len(v), math.prod(v.shape[1:]))).tolist())) for v in (own, given)
+    )
+    return Share(len(rows & others), len(rows | others))
 
 
 class TapedRun(Interpreter):

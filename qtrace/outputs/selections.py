@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from qtrace.graph.opaque import OpaqueOp
 from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
-from qtrace.graph.walk import exprs, op_label, tensor_inputs
+from qtrace.graph.walk import exprs, op_label, owner, tensor_inputs
 from qtrace.ops import OpCall, kind_of, read
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "cut_of",
     "find_selecting",
     "mask_of",
+    "opaque_selection",
     "reaching",
     "read_places",
     "read_ranking",
@@ -62,9 +64,17 @@ def read_places(expr: Expr) -> OpCall | None:
 
 
 def selects(expr: Expr) -> bool:
-    """Whether `expr` selects rows by their values: as an op of `_SELECTING`, or by a boolean index."""
+    """Whether `expr` selects rows by values: by a known op, a boolean index, or inside of an opaque node."""
     label = op_label(expr).rpartition(".")[2]
-    return label in _SELECTING or ("getitem" in label and mask_of(expr) is not None)
+    if label in _SELECTING or opaque_selection(expr) is not None:
+        return True
+    return "getitem" in label and mask_of(expr) is not None
+
+
+def opaque_selection(expr: Expr) -> OpaqueOp | None:
+    """Returns the opaque node of ``expr`` if it selects; None if not."""
+    op = owner(expr)
+    return op if isinstance(op, OpaqueOp) and op.selecting is not None else None
 
 
 def mask_of(expr: Expr) -> int | None:

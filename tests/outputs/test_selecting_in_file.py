@@ -1,0 +1,145 @@
+"""Selections in nodes that a graph keeps as they are in an ONNX file: suppressions and what follows them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import megengine as mge
+import numpy as np
+import onnx
+import pytest
+
+import qtrace
+from qtrace.graph import flatten
+from qtrace.graph.types import TracedModule
+from qtrace.inspection.explanation import explain
+from qtrace.onnxfile.selecting import SelectingFragment, selecting_nodes
+from qtrace.outputs.replay import SelectedShares, TapedRun
+from qtrace.outputs.selections import find_selecting
+from tests.importing.onnx.networks import model, node
+from tests.selecting_nets import pictures
+
+_NMS = node("NonMaxSuppression", "boxes scores limit overlap least", "kept")
+_STORED = {
+    "limit": np.array([4], np.int64),
+    "overlap": np.array([0.5], np.float32),
+    "least": np.array([0.1], np.float32),
+    "two": np.array([2]),
+    "first": np.array([0]),
+    "second": np.array([1]),
+}
+_PICKED = [
+    _NMS,
+    node("Gather", "kept two", "column", axis=1),
+    node("Squeeze", "column second", "places"),
+    node("Squeeze", "boxes first", "rows"),
+    node("Gather", "rows places", "picked", axis=0),
+]
+_BOXES = np.array([[[0, 0, 1, 1], [0, 0, 1.1, 1], [4, 4, 5, 5], [8, 8, 9, 9]]], np.float32)
+
+
+def _scores(*values: float) -> np.ndarray:
+    return np.array([[values]], np.float32)
+
+
+def test_a_suppression_is_told_and_replayed_with_what_follows_it() -> None:
+    best = [
+        node("Squeeze", "scores first", "flat"),
+        node("Squeeze", "flat first", "row"),
+        node("Gather", "row places", "own", axis=0),
+        node("TopK", "own second", "best order", axis=0),
+        node("Gather", "picked order", "out", axis=0),
+    ]
+    sizes = {"boxes": (1, 4, 4), "scores": (1, 1, 4)}
+    file = model([*_PICKED, *best], sizes, ("picked", "out", "best"), _STORED)
+    assert [own.kind for own in selecting_nodes(file)] == ["NonMaxSuppression", "TopK"]
+    fragment = SelectingFragment(file)
+    other = fragment.places([_BOXES, _scores(0.5, 0.9, 0.8, 0.0)])
+    assert other[:, :4].tolist() == [[0, 0, 0, 1], [0, 0, 0, 2], [1, 0, 0, -1]]
+    picked, out, score = fragment.run([_BOXES, _scores(0.9, 0.5, 0.1, 0.7)], other)
+    np.testing.assert_array_equal(picked, _BOXES[0, [1, 2]])
+    np.testing.assert_array_equal(out, _BOXES[0, [1]])
+    np.testing.assert_array_equal(score, np.float32([0.5]))  # its score in this run
+
+
+@pytest.mark.parametrize(
+    ("own", "ranks"),
+    [
+        (node("ArgMax", "scores", "kept", axis=1, keepdims=0), [[1, 0, 2], [0, 1, 1]]),
+        (node("ArgMin", "scores", "kept", axis=-2), [[[2, 2, 0]], [[1, 2, 0]]]),
+        (node("NonZero", "scores", "kept"), None),
+    ],
+)
+def test_places_keep_their_form(own: onnx.NodeProto, ranks: object) -> None:
+    scores = np.float32([[[1, 9, 0], [5, 7, 2], [0, 0, 8]], [[6, 5, 0], [1, 9, 8], [3, 0, 4]]])
+    fragment = SelectingFragment(
+        model([own], {"scores": (2, 3, 3)}, ("kept",), {}, dtypes={"kept": np.int64})
+    )
+    table = fragment.places([scores])
+    wanted = np.array(np.nonzero(scores)) if ranks is None else np.array(ranks)
+    np.testing.assert_array_equal(fragment.run([scores], table)[0], wanted)
+    np.testing.assert_array_equal(fragment.run([scores[:, ::-1] * 2 + 1], table)[0], wanted)
+
+
+def test_what_nothing_reads_selects_nothing() -> None:
+    values = node("TopK", "scores second", "best order")
+    assert not selecting_nodes(model([values], {"scores": (1, 4)}, ("best",), _STORED))
+    order = model([values], {"scores": (1, 4)}, ("order",), _STORED, dtypes={"order": np.int64})
+    assert selecting_nodes(order)
+
+
+def _detector(path: Path) -> TracedModule:
+    rng = np.random.default_rng(0)
+    weights = {
+        name: (rng.normal(size=(o, i, k, k)) * (1.5 / (i * k * k)) ** 0.5).astype(np.float32)
+        for name, o, i, k in (("a", 16, 3, 3), ("b", 32, 16, 3), ("box", 4, 32, 1), ("score", 2, 32, 1))
+    }
+    strided = {"pads": [1, 1, 1, 1], "strides": [2, 2]}
+    front = [
+        node("Conv", "x a", "y", **strided),
+        node("Relu", "y", "y1"),
+        node("Conv", "y1 b", "z", **strided),
+        node("Relu", "z", "z1"),
+        node("Conv", "z1 box", "box_map"),
+        node("Conv", "z1 score", "score_map"),
+        node("Reshape", "box_map flat4", "box_rows"),
+        node("Transpose", "box_rows", "boxes", perm=[0, 2, 1]),
+        node("Reshape", "score_map flat2", "score_rows"),
+        node("Sigmoid", "score_rows", "scores"),
+    ]
+    stored = {**_STORED, **weights, "flat4": np.array([0, 4, -1]), "flat2": np.array([0, 2, -1])}
+    onnx.save(model([*front, *_PICKED], {"x": (1, 3, 32, 32)}, ("picked",), stored), path)
+    return qtrace.from_onnx(path)
+
+
+def test_a_detector_with_a_suppression_is_judged_by_rows(tmp_path: Path) -> None:
+    traced = _detector(tmp_path / "float.onnx")
+    assert len(find_selecting(flatten(traced))) == 1
+    batches = [pictures(1, seed, 32) for seed in range(4)]
+    prepared = qtrace.prepare(traced, {"placement": "fastest"}, samples=batches[:1])
+    notes = {note.name: note for note in explain(prepared).annotation.notes}
+    assert not any(notes[name].output for name in ("box_map", "score_map"))
+    assert all("selection" in notes[name].causes for name in ("boxes", "scores"))
+    prepared = qtrace.prepare(traced, {"placement": "everything"})
+    (output,) = qtrace.compare(qtrace.calibrate(prepared, batches, progress=False), batches).outputs
+    assert output.selected is not None
+    assert output.selected > 0.5
+    assert output.sqnr_db > 20
+
+
+def test_rows_of_another_run_are_those_that_float_is_asked_for(tmp_path: Path) -> None:
+    traced = flatten(_detector(tmp_path / "float.onnx"))
+    image, other = (mge.Tensor(pictures(1, seed, 32)) for seed in range(2))
+    taped = TapedRun(traced)
+    taped.run(other)
+    replay = TapedRun(traced, taped.tape.places)
+    rows = replay.run(image).numpy()
+    boxes = TapedRun(traced).run_until(next(n for n in _nodes(traced) if n.name == "boxes"), image).numpy()
+    np.testing.assert_array_equal(rows, boxes[0, taped.tape.places[0][:, 3]])
+    shares = SelectedShares.of(traced)
+    shares.add(replay.tape.shares)
+    assert 0 <= shares.worst() < 1
+
+
+def _nodes(traced: TracedModule) -> list:
+    return [n for expr in traced.graph._exprs for n in expr.outputs]

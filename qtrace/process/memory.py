@@ -21,8 +21,8 @@ def return_free_memory() -> None:
     """Gives freed memory back to the system, where the C library can (glibc).
 
     It keeps what was freed in pieces of up to 32 MB for later, in every thread: for a network with weights of
-    this size that adds up to several times the network. MegEngine computes and frees later than it is told, so
-    this waits for it: without, what it rounds of all weights is in memory at once.
+    this size that adds up to several times the network. MegEngine computes and frees later than it is told,
+    so this waits for it: without, what it rounds of all weights is in memory at once.
     """
     synchronize()
     with contextlib.suppress(OSError, AttributeError):

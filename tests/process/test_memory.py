@@ -1,4 +1,4 @@
-"""Memory that was freed goes back to the system: behind each stage, and while a graph with large weights runs."""
+"""Memory that was freed goes back: behind each stage, and while a graph with large weights runs."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.limits import limit_ranges
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import switch_phase
-from qtrace.process.memory import return_free_memory
+from qtrace.process.memory import return_free_memory, returns_memory
 from qtrace.process.thread import on_engine_thread
 from qtrace.ptq.base import Batches
 from qtrace.runtimes.host import RuntimeHost
@@ -43,6 +43,7 @@ _LOG = logging.getLogger("qtrace")
 
 @check_arguments
 @on_engine_thread
+@returns_memory
 def calibrate(
     prepared: TracedModule,
     batches: Iterable[Any],
@@ -110,7 +111,6 @@ def calibrate(
             segments = _segments(model, chosen, data, threads)
             return_free_memory()
             run_calibrated(model, algorithms, data, progress, checkpoint, segments, learning)
-            return_free_memory()
             _fit_biases(model.view(prepared))  # learned scales may have become smaller
     return prepared
 

@@ -28,6 +28,7 @@ from qtrace.graph.walk import exprs, node_path, op_label, owner
 from qtrace.plugins.arguments import check_arguments
 from qtrace.plugins.callable_package import make_callable
 from qtrace.plugins.installed import FORMATS, installed, refuse_clashes
+from qtrace.process.memory import returns_memory
 from qtrace.process.thread import on_engine_thread
 from qtrace.storage.files import kind_of, problem, replacing
 from qtrace.storage.ownership import foreign_output
@@ -58,6 +59,7 @@ def _packaged() -> Mapping[str, Format]:
 
 @check_arguments
 @on_engine_thread
+@returns_memory
 def export(
     converted: TracedModule,
     path: str | os.PathLike[str],

@@ -219,11 +219,9 @@ class TypeInference:
     def _deduced(self, expr: Expr, inputs: Sequence[Any]) -> tuple[list[Any] | None, TreeDef | None]:
         types = [value for value in inputs if isinstance(value, TensorType)]
         if types and not reads_shape(expr) and _op_name(expr) not in _COMPUTED and all(map(_is_plain, types)):
-            # A network keeps the weights of each module that was called in it.
-            network = Network() if any(map(holds_large_tensors, inputs)) else self._network
             try:
                 with _silent_log():
-                    leaves, structure = _call(expr, [_variable(value, network) for value in inputs])
+                    leaves, structure = _call(expr, [_variable(value, self._network) for value in inputs])
                 values = [_deduced_value(leaf) for leaf in leaves]
                 if all(value is None or value.shape != (1,) for value in values):
                     return values, structure
@@ -238,10 +236,20 @@ class TypeInference:
 
 
 def _variable(value: Any, network: Network) -> Any:
-    """Returns a variable of a type; copies a module with large weights, which a call keeps as arrays."""
+    """Returns a variable of a type, and a copy of a module whose large weights are variables.
+
+    A network keeps the values of the weights of each module that was called in it.
+    """
     if isinstance(value, TensorType):
         return network.make_input_node(value.shape, np.dtype(value.dtype), name="")
-    return copy.deepcopy(value, shared_copies(value)) if holds_large_tensors(value) else value
+    if not holds_large_tensors(value):
+        return value
+    large = shared_copies(value).items()
+    variables = {
+        key: network.make_input_node(tensor._tuple_shape, np.dtype(tensor.dtype), name="")
+        for key, tensor in large
+    }
+    return copy.deepcopy(value, variables)
 
 
 def _opaque_types(inputs: Sequence[Any]) -> list[Any] | None:

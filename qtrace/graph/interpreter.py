@@ -21,7 +21,9 @@ from qtrace.fakequant.base import FakeQuant
 from qtrace.fakequant.following.bias import BiasQuant
 from qtrace.graph.engine import quiet_engine
 from qtrace.graph.op_failure import describe_failure
+from qtrace.graph.tensors import PART_BYTES, large_reads
 from qtrace.graph.walk import called_graph, owner, updates_inputs
+from qtrace.process.memory import LargeFrees
 
 __all__ = [
     "ENGINE_ERRORS",
@@ -43,7 +45,8 @@ class Interpreter:
     """Runs a traced module with bit-identical results, unless a subclass overrides a hook.
 
     ``run_expr`` computes one expr and ``on_node`` sees, and may replace, every value. A call of a submodule
-    in a hierarchical graph is one expr. Values are freed after their last use.
+    in a hierarchical graph is one expr. Values are freed after their last use, and the memory of roundings of
+    large parameters is given back.
 
     Example:
         >>> class Ranges(Interpreter):
@@ -64,6 +67,7 @@ class Interpreter:
         if not isinstance(traced, TracedModule):
             raise GraphError(f"an Interpreter runs a TracedModule, not a {type(traced).__name__}.")
         self.traced = traced
+        self._memory = LargeFrees(PART_BYTES)
 
     def run_expr(self, expr: Expr, inputs: Sequence[Any]) -> Sequence[Any] | None:
         """Computes the outputs of ``expr``, in the order of ``expr.outputs``; None when it has none.
@@ -139,7 +143,7 @@ class Interpreter:
 
     def _execute(self, graph: InternalGraph, inputs: list[Any], until: Node | None) -> dict[Node, Any]:
         """Runs the exprs; returns the values that are alive at the end, by node."""
-        frees = last_uses(graph)
+        frees, large = last_uses(graph), large_reads(graph)
         values: dict[Node, Any] = {}
         for node in graph._inputs:
             values[node] = self.on_node(node, inputs.pop(0))
@@ -154,6 +158,8 @@ class Interpreter:
                 return values
             for key in frees[expr]:
                 values.pop(key, None)
+            if expr in large:
+                self._memory.note(large[expr])
         return values
 
     def _store(self, expr: Expr, results: Sequence[Any] | None, values: dict[Node, Any]) -> None:

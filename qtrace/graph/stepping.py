@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -17,11 +16,9 @@ from qtrace.errors import GraphError
 from qtrace.graph.dataflow import fixed_nodes
 from qtrace.graph.interpreter import Interpreter, interpret, last_uses
 from qtrace.graph.ordering import order_together
-from qtrace.graph.tensors import read_array
+from qtrace.graph.tensors import PART_BYTES, count_bytes, read_array
 
 __all__ = ["SegmentEngine", "Stepper", "as_array", "keep"]
-
-_MAX_PARAMETER_BYTES = 256 << 20  # of what an engine computes at once
 
 
 def keep(batch: int, values: list[np.ndarray]) -> list[np.ndarray]:
@@ -60,11 +57,6 @@ class SegmentEngine(Protocol):
 def as_array(value: Any) -> np.ndarray:
     """Returns a Tensor's value, or an array as it is."""
     return value if isinstance(value, np.ndarray) else np.asarray(read_array(value))
-
-
-def _bytes(node: Node) -> int:
-    shape = node.shape if isinstance(node, TensorNode) else None
-    return 4 * math.prod(int(n) for n in shape) if shape else 0
 
 
 class Stepper:
@@ -168,8 +160,7 @@ class Stepper:
             for step in steps:
                 self._free(step, values)
             values.update(zip(kept, alive, strict=True))
-        self._ahead.clear()
-        self._at = stop
+        self._pass_to(stop)
         return results
 
     def _watch_one(
@@ -206,9 +197,16 @@ class Stepper:
             if not self._advance_at_once(steps, known):
                 for step in steps:
                     self._advance_one(step)
-            if stop > self._at:
-                self._ahead.clear()
-            self._at = stop
+            self._pass_to(stop)
+
+    def _pass_to(self, stop: int) -> None:
+        """Goes on behind the steps before ``stop``, and drops the values that these were the last to read."""
+        if stop > self._at:
+            self._ahead.clear()
+        for step in self._steps[self._at : stop]:
+            for node in self._frees[step]:
+                self._known.pop(node, None)
+        self._at = stop
 
     def _stops(self, goal: int) -> Iterator[int]:
         """Yields places up to ``goal`` between which few parameters are read: an engine copies them all."""
@@ -217,8 +215,8 @@ class Stepper:
             step = self._steps[place]
             if step in self._fixed:
                 continue
-            own = sum(_bytes(node) for node in step.inputs if node.expr in self._fixed)
-            if count and count + own > _MAX_PARAMETER_BYTES and not self._ahead:
+            own = sum(count_bytes(node) for node in step.inputs if node.expr in self._fixed)
+            if count and count + own > PART_BYTES and not self._ahead:
                 yield place
                 count = 0
             count += own

@@ -8,24 +8,53 @@ not reach the other, since MegEngine writes a new value and never into an old on
 from __future__ import annotations
 
 import copy
+import math
 import os
 from typing import Any
 
 import numpy as np
 from megengine import Parameter, Tensor
 from megengine.module import Module
+from megengine.traced_module.expr import Expr, GetAttr
+from megengine.traced_module.node import Node, TensorNode
+from megengine.traced_module.traced_module import InternalGraph
 
 __all__ = [
+    "PART_BYTES",
+    "count_bytes",
     "drop_read_values",
     "holds_large_tensors",
+    "large_reads",
     "read_array",
     "shared_copies",
     "shared_copy",
     "stored_tensor",
 ]
 
+# Bytes of parameters that are held in several copies at once: a large network is gone through in parts of
+# this size. A constant, not a share of the free memory: the parts may decide the last bits of values.
+PART_BYTES = 64 << 20
+
+_LARGE_BYTES = 2**20  # of smaller parameters, roundings are not worth being given back
 _LEAST_BYTES = 2**16  # of smaller tensors a copy is as quick
 _INPLACE = "MEGENGINE_INPLACE_UPDATE"  # MegEngine's own switch: optimizers write into values then
+
+
+def count_bytes(node: Node) -> int:
+    """Returns the size of a value in float32; 0 for a module, and where the graph records no shape."""
+    shape = node.shape if isinstance(node, TensorNode) else None
+    return 4 * math.prod(int(n) for n in shape) if shape else 0
+
+
+def large_reads(graph: InternalGraph) -> dict[Expr, int]:
+    """Maps the exprs that read large parameters, and may round them, to the size of these in float32."""
+    sizes: dict[Expr, int] = {}
+    for expr in graph._exprs:
+        size = count_bytes(expr.outputs[0]) if isinstance(expr, GetAttr) else 0
+        if size >= _LARGE_BYTES:
+            for reader in expr.outputs[0].users:
+                sizes[reader] = sizes.get(reader, 0) + size
+    return sizes
 
 
 def read_array(tensor: Tensor) -> np.ndarray:

@@ -32,6 +32,7 @@ from qtrace.preparation.passes.insert import insert
 from qtrace.preparation.passes.search import SearchOutcome
 from qtrace.preparation.phases import switch_phase
 from qtrace.preparation.record import Record, is_quantized, write_record
+from qtrace.process.memory import returns_memory
 from qtrace.process.thread import on_engine_thread
 
 __all__ = ["FloatSource", "SearchOutcome", "plan", "prepare", "prepare_placed", "read_request"]
@@ -90,6 +91,7 @@ def prepare(
     return prepare_placed(traced, config, samples, qconfig, progress=progress)[0]
 
 
+@returns_memory
 def prepare_placed(
     traced: TracedModule,
     config: QConfig,

@@ -4,20 +4,41 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
-__all__ = ["LargeFrees", "return_free_memory"]
+from qtrace.process.engine import synchronize
+
+__all__ = ["LargeFrees", "return_free_memory", "returns_memory"]
 
 _MB = 2**20
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 
 def return_free_memory() -> None:
     """Gives freed memory back to the system, where the C library can (glibc).
 
     It keeps what was freed in pieces of up to 32 MB for later, in every thread: for a network with weights of
-    this size that adds up to several times the network.
+    this size that adds up to several times the network. MegEngine computes and frees later than it is told,
+    so this waits for it: without, what it rounds of all weights is in memory at once.
     """
+    synchronize()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def returns_memory(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Decorates a stage behind which the memory that it has freed goes back to the system."""
+
+    @functools.wraps(function)
+    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        result = function(*args, **kwargs)
+        return_free_memory()
+        return result
+
+    return call
 
 
 class LargeFrees:

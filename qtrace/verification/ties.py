@@ -7,7 +7,6 @@ arithmetic can still come in another order; what is computed from their position
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +15,11 @@ import numpy as np
 
 from qtrace.graph.interpreter import Interpreter, interpret
 from qtrace.graph.source_lines import name_with_line
-from qtrace.graph.types import Expr, GetAttr, Node, TensorNode, TracedModule
+from qtrace.graph.types import Expr, Node, TracedModule
 from qtrace.graph.walk import called_graph, exprs, op_label
 from qtrace.ops import OpCall
 from qtrace.outputs.replay import SelectionTape, score_rows
 from qtrace.outputs.selections import EXTREMES, read_ranking
-from qtrace.process.memory import LargeFrees
 
 __all__ = ["FirstOfEquals", "Ranked", "find_rankings"]
 
@@ -74,7 +72,6 @@ class FirstOfEquals(Interpreter):
     ) -> None:
         super().__init__(traced)
         self.tape = SelectionTape(given)
-        self._frees = LargeFrees()
         self.first_of_equals = first_of_equals
         self.tied: dict[Node, Ranked | None] = {}
 
@@ -85,7 +82,6 @@ class FirstOfEquals(Interpreter):
             values = self._execute(graph, list(inputs), None)
             return [values[node] for node in graph._outputs]
         results = interpret(expr, inputs)
-        self._frees.note(_parameter_bytes(expr))
         call = read_ranking(expr)
         if call is not None and results is not None:
             results = self._rank(call, inputs, results)
@@ -147,9 +143,3 @@ def _near(scores: np.ndarray, others: np.ndarray) -> np.ndarray:
     size = np.abs(np.where(np.isfinite(a), a, 0.0)).max(initial=0.0, axis=-1, keepdims=True)
     with np.errstate(invalid="ignore"):  # infinities that are equal
         return (a == b) | (np.abs(a - b) <= _EQUAL_SHARE * size)
-
-
-def _parameter_bytes(expr: Expr) -> int:
-    """Returns the size of the parameters that an expr reads, whose roundings are freed behind it."""
-    stored = (node for node in expr.inputs if isinstance(node.expr, GetAttr) and isinstance(node, TensorNode))
-    return 4 * sum(math.prod(int(n) for n in node.shape or ()) for node in stored)

@@ -23,7 +23,7 @@ from qtrace.metrics import ErrorSums
 from qtrace.outputs.replay import SelectedShares, Share, differ
 from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.model import QuantizedModel
-from qtrace.process.memory import return_free_memory
+from qtrace.process.memory import returns_memory
 from qtrace.process.thread import on_engine_thread
 from qtrace.runtimes.host import RuntimeHost
 from qtrace.verification.crosscheck import cross_check
@@ -46,6 +46,7 @@ _SQNR_DB, _PLAIN_SQNR_DB = 35.0, 60.0
 
 @check_arguments
 @on_engine_thread
+@returns_memory
 def verify(
     path: str | os.PathLike[str],
     converted: TracedModule,
@@ -127,7 +128,6 @@ def verify(
             if report.cross_check is None and not plain:
                 _cross_check(file, converted, run, limit, report)
             _compare_outputs(file, run, deployed, exact, report)
-            return_free_memory()  # of rounded weights
     if empty:
         raise CalibrationError("verification data has no batches: give at least one.")
     return report

@@ -199,8 +199,8 @@ def test_large_networks_are_computed_in_parts_of_few_parameters(monkeypatch: pyt
     whole = _record_segments(monkeypatch)
     expected = _calibrated("onnxruntime")
     count = len(whole)
-    monkeypatch.setattr(stepping, "_MAX_PARAMETER_BYTES", 64)
-    monkeypatch.setattr(collecting, "_MAX_WEIGHT_BYTES", 64)
+    monkeypatch.setattr(stepping, "PART_BYTES", 64)
+    monkeypatch.setattr(collecting, "PART_BYTES", 64)
     in_parts = _record_segments(monkeypatch)
     result = _calibrated("onnxruntime")
     assert len(in_parts) > count

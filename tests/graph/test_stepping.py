@@ -80,6 +80,17 @@ def test_a_changed_parameter_counts_from_there_on() -> None:
     np.testing.assert_allclose(stepper.outputs(last, 0)[0].numpy(), 2 * before, rtol=1e-5)
 
 
+def test_parameters_that_nothing_reads_any_more_are_dropped() -> None:
+    stepper = _stepper()
+    last = next(e for e in exprs(stepper.traced) if e.outputs[0].name == "b_out")
+    stepper.advance(last)
+    stepper.outputs(last, 0)
+    read = {node.name for expr in exprs(stepper.traced) for node in expr.inputs if node in stepper._known}
+    assert read == {node.name for node in last.inputs[1:]}
+    stepper.finish()
+    assert not stepper._known
+
+
 def test_it_goes_forward_only() -> None:
     stepper = _stepper()
     order = exprs(stepper.traced)

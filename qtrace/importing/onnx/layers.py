@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -175,7 +174,7 @@ class Layers:
             Refusal: when MegEngine has no such tensor.
         """
         array = _carried(stored.array, stored.name)
-        key = (_identity(stored), array.dtype.name)
+        key = (stored.identity, array.dtype.name)
         if key not in self._tensors:
             path = self.names.tensor(stored.name)
             kept = stored.name in self.learnable
@@ -197,7 +196,7 @@ class Layers:
 
     def parameter_of(self, stored: Stored) -> TensorNode | None:
         """Returns the node of the module parameter that was made of a stored tensor; None without one."""
-        path = self._parameters.get(_identity(stored)) if stored.name else None
+        path = self._parameters.get(stored.identity) if stored.name else None
         node = None if path is None else self.builder.attribute(path)
         return node if isinstance(node, TensorNode) else None
 
@@ -231,7 +230,7 @@ class Layers:
         self._modules[key] = path
         for attribute, stored in tensors.items():
             self._note_source(f"{path}.{attribute}", stored)
-            self._parameters.setdefault(_identity(stored), f"{path}.{attribute}")
+            self._parameters.setdefault(stored.identity, f"{path}.{attribute}")
         grids = {f"{path}.{key}": self.grids.get(stored.name) for key, stored in tensors.items()}
         self.parameters.update({name: grid for name, grid in grids.items() if grid is not None})
         return self.builder.call_module(path, module, *args, name=name)
@@ -242,18 +241,12 @@ class Layers:
 
 
 def _module_key(module: Module, tensors: Mapping[str, Stored]) -> Any:
-    return type(module), _settings(module), tuple((k, _identity(t)) for k, t in tensors.items())
+    return type(module), _settings(module), tuple((k, t.identity) for k, t in tensors.items())
 
 
 def _size_key(size: Size) -> Any:
     parts = tuple(_size_key(p) if isinstance(p, Size) else p for p in size.parts)
     return size.op, parts
-
-
-def _identity(stored: Stored) -> Any:
-    """Returns a key of a stored tensor; a transposed tensor of the same name has another."""
-    values = np.ascontiguousarray(stored.array).reshape(-1).view(np.uint8)
-    return stored.name, stored.moves, stored.array.shape, hashlib.blake2b(values.data).digest()
 
 
 def _settings(module: Module) -> tuple[tuple[str, str], ...]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -42,6 +44,15 @@ class Stored:
     name: str
     learned: bool = False
     moves: tuple[Move, ...] = ()
+
+    @cached_property
+    def identity(self) -> Any:
+        """A key of these numbers; a transposed tensor of the same name has another.
+
+        The numbers are read once: those that are mapped from a file come into memory by it.
+        """
+        values = np.ascontiguousarray(self.array).reshape(-1).view(np.uint8)
+        return self.name, self.moves, self.array.shape, hashlib.blake2b(values.data).digest()
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ import numpy as np
 from megengine import Tensor
 
 from qtrace.graph.dataflow import evaluate_fixed, fixed_nodes, needed_nodes, static_nodes
-from qtrace.graph.tensors import read_array, stored_tensor
+from qtrace.graph.tensors import count_bytes, read_array, stored_tensor
 from qtrace.graph.types import Expr, Input, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, is_float_tensor, reads_shape, tensor_inputs
 from qtrace.numerics import choose, fake_quantize
@@ -53,6 +53,7 @@ def find_sites(
     layers = {e: c.weight for e, c in calls.items() if c.weight is not None and c.weight in fixed}
     exact = evaluate_fixed(model, layers.values())
     weights, frees = {}, LargeFrees()
+    frees.note(sum(map(count_bytes, layers.values())))  # of the rounded weights of an earlier call
     for expr, node in layers.items():
         if names is not None and expr.outputs[0].name not in names:
             continue

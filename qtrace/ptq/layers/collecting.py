@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from qtrace.graph.stepping import Stepper, as_array
-from qtrace.graph.tensors import read_array
+from qtrace.graph.tensors import PART_BYTES, read_array
 from qtrace.graph.types import Expr, TensorNode
 from qtrace.graph.walk import exprs, get_module
 from qtrace.ops import OpCall
@@ -24,7 +24,6 @@ __all__ = ["StatisticsCollector"]
 # Bytes of the float outputs of a batch, and of the rows of all batches, up to which layers share a run.
 _MAX_OUTPUT_BYTES = 512 << 20
 _MAX_ROW_BYTES = 256 << 20
-_MAX_WEIGHT_BYTES = 256 << 20  # a run holds the weights of its layers several times
 
 # Inputs of a row up to which more positions count.
 _LONG_ROW = 256
@@ -138,7 +137,7 @@ class StatisticsCollector:
                 rows = min(self._count_places(shape) / max(float(np.prod(call.out.shape[2:])), 1.0), 1.0)
                 sizes = [sizes[0] + size, sizes[1] + size * rows * self.count]
             weights += 4 * float(np.prod(shape))
-            full = sizes[0] > _MAX_OUTPUT_BYTES or sizes[1] > _MAX_ROW_BYTES or weights > _MAX_WEIGHT_BYTES
+            full = sizes[0] > _MAX_OUTPUT_BYTES or sizes[1] > _MAX_ROW_BYTES or weights > PART_BYTES
             if stop > start and full:
                 return self._waiting[start:stop]
         return self._waiting[start:]

@@ -1,0 +1,64 @@
+"""Memory that was freed goes back: behind each stage, and while a graph with large weights runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import megengine as mge
+import megengine.functional as F
+import megengine.module as M
+import numpy as np
+import pytest
+
+from qtrace.graph import tensors
+from qtrace.graph.flatten import flatten
+from qtrace.graph.interpreter import Interpreter
+from qtrace.graph.tracing.trace import trace
+from qtrace.preparation.passes.expand import expand
+from qtrace.process import memory
+from qtrace.process.memory import LargeFrees, returns_memory
+from tests.nets import images, net
+
+
+@pytest.fixture
+def returned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Counts the times that memory is given back."""
+    calls: list[int] = []
+    monkeypatch.setattr(memory, "return_free_memory", lambda: calls.append(len(calls)))
+    return calls
+
+
+def test_a_stage_gives_memory_back_and_keeps_its_result(returned: list[int]) -> None:
+    @returns_memory
+    def stage(a: int, *, b: int) -> int:
+        """Adds."""
+        return a + b
+
+    assert stage(1, b=2) == 3
+    assert (stage.__name__, stage.__doc__, len(returned)) == ("stage", "Adds.", 1)
+
+
+def test_memory_goes_back_each_time_that_much_was_freed(returned: list[int]) -> None:
+    frees = LargeFrees(100)
+    for _ in range(5):
+        frees.note(40)
+    assert len(returned) == 1
+
+
+def test_a_run_of_large_parameters_gives_back_on_its_way(
+    returned: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forward(self: M.Module, x: Any) -> Any:
+        return self.b(F.relu(self.a(x)))
+
+    x = images(1, 3, 6, 6)
+    flat = flatten(trace(net(forward, a=M.Conv2d(3, 4, 3), b=M.Conv2d(4, 2, 1)), x, check=False))
+    expand(flat)
+    monkeypatch.setattr(tensors, "_LARGE_BYTES", 64)
+    sizes = tensors.large_reads(flat.graph)
+    assert {e.outputs[0].name: size for e, size in sizes.items()}["a_out"] == 4 * 4 * 3 * 9
+    runner = Interpreter(flat)
+    runner._memory = LargeFrees(400)
+    want = flat(mge.Tensor(x)).numpy()
+    np.testing.assert_array_equal(runner.run(mge.Tensor(x)).numpy(), want)
+    assert returned

@@ -13,9 +13,9 @@ import numpy as np
 
 import qtrace
 from benchmarks.timing import Spread, take_turns
-from qtrace.benchmarking.costs import CostTable
 from qtrace.benchmarking.onnx_ops import read_graph
 from qtrace.benchmarking.prediction import predict
+from qtrace.costs import CostTable
 from qtrace.metrics import ErrorSums
 from qtrace.onnxfile.sessions import OrtSession, SessionSettings, open_session
 

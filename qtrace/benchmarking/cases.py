@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from qtrace.benchmarking.costs import FLOAT, INTEGER, OpShape
 from qtrace.benchmarking.net import MIDDLE, SCALE, Net
+from qtrace.costs import FLOAT, INTEGER, OpShape
 
 __all__ = ["Build", "Case", "Slot", "alone", "between_convs", "boundaries", "conv", "conv_branches"]
 

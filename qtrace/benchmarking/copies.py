@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from qtrace.benchmarking.costs import Measurement, OpShape
+from qtrace.costs import Measurement, OpShape
 
 __all__ = [
     "FEW",

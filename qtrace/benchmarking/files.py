@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qtrace.benchmarking.costs import CostTable
 from qtrace.benchmarking.latency import Latency, file_size, take_turns
 from qtrace.benchmarking.memory import peak_memory
 from qtrace.benchmarking.onnx_ops import read_graph
@@ -15,6 +14,7 @@ from qtrace.benchmarking.prediction import Prediction, predict
 from qtrace.benchmarking.profile import FLOAT_OPS, INTEGER_OPS, LAYOUT, ROUNDINGS, Profile, read_profile
 from qtrace.benchmarking.runners import RunnerSettings, open_file
 from qtrace.benchmarking.runners.onnxruntime import OnnxRunner
+from qtrace.costs import CostTable
 from qtrace.errors import ExportError
 from qtrace.runtimes.host import describe_side
 

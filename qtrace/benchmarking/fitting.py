@@ -13,15 +13,12 @@ from typing import Any
 
 from qtrace.benchmarking import written
 from qtrace.benchmarking.cases import Case, alone, between_convs, boundaries, conv
-from qtrace.benchmarking.costs import FLOAT, INTEGER, LOOKUP, CostTable, Machine, Measurement, OpShape
 from qtrace.benchmarking.kernels import measure_cases
 from qtrace.benchmarking.machine import describe_machine
+from qtrace.costs import FLOAT, INTEGER, LOOKUP, CostTable, Machine, Measurement, OpShape
 from qtrace.storage.cache import read_cached, write_cached
 
-__all__ = ["FITTED", "ProcessorFit", "fit", "fit_processor", "fitted_table", "scale"]
-
-FITTED = "onnxruntime, fitted to this processor"
-"""The name of a fitted table, where a prediction says by what table it was made."""
+__all__ = ["ProcessorFit", "fit", "fit_processor", "fitted_table", "scale"]
 
 _RUNTIME = "onnxruntime"
 _LEAST, _MOST = 0.1, 10.0  # of a factor: what lies beyond was disturbed
@@ -61,8 +58,8 @@ def fit_processor(measure: Measure = measure_cases) -> ProcessorFit:
     """Returns the fit of the packaged table of onnxruntime to this processor.
 
     Args:
-        measure: times kernels; it is called once for each processor and version of the runtime, and not at all
-            if the table was measured on this one.
+        measure: times kernels; it is called once for each processor and version of the runtime, and not at
+            all if the table was measured on this one.
 
     Raises:
         ExportError: when the runtime is not installed.

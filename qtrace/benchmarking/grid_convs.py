@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import combinations_with_replacement
 
 from qtrace.benchmarking.cases import Case, conv, conv_branches
-from qtrace.benchmarking.costs import FLOAT, INTEGER
+from qtrace.costs import FLOAT, INTEGER
 
 __all__ = ["conv_cases"]
 

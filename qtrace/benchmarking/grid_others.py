@@ -7,9 +7,8 @@ from dataclasses import replace
 
 from qtrace.benchmarking import written
 from qtrace.benchmarking.cases import Build, Case, alone, between_convs, boundaries
-from qtrace.benchmarking.costs import FLOAT, INTEGER, LOOKUP, OpShape
-from qtrace.benchmarking.layouts import PLAIN_MAX_POOL
 from qtrace.benchmarking.net import MIDDLE
+from qtrace.costs import FLOAT, INTEGER, LOOKUP, PLAIN_MAX_POOL, OpShape
 
 __all__ = ["other_cases"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import combinations_with_replacement
 
-from qtrace.benchmarking.costs import FLOAT, INTEGER, OpShape
+from qtrace.costs import FLOAT, INTEGER, OpShape
 
 __all__ = ["small_grid"]
 

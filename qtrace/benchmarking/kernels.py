@@ -15,9 +15,9 @@ from itertools import islice
 import numpy as np
 
 from qtrace.benchmarking.cases import Case, Slot
-from qtrace.benchmarking.costs import FLOAT, Measurement, OpShape
 from qtrace.benchmarking.net import Net
 from qtrace.benchmarking.sessions import NodeRun, ProfiledSession
+from qtrace.costs import FLOAT, Measurement, OpShape
 from qtrace.onnxfile.sessions import SessionSettings, open_session
 
 __all__ = ["PASSES", "measure_cases", "measure_run"]

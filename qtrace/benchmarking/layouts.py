@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from qtrace.benchmarking.costs import FLOAT, INTEGER, LOOKUP
 from qtrace.benchmarking.onnx_ops import OnnxGraph, TimedNode
+from qtrace.costs import FLOAT, INTEGER, LOOKUP
 from qtrace.onnxfile.layouts import STEM_CHANNELS, stays_blocked
 
-__all__ = ["PLAIN_MAX_POOL", "LayoutChanges", "leads_to_conv"]
+__all__ = ["LayoutChanges", "leads_to_conv"]
 
 PLAIN, BLOCKED, LAST = "plain", "blocked", "channels last"
 
@@ -21,9 +21,6 @@ _SENSITIVE = (
 )
 
 Change = tuple[tuple[int, ...], str]
-
-# The kind of max pooling on integers in the plain layout, which has a slow kernel.
-PLAIN_MAX_POOL = "max_pool2d, plain"
 
 
 def leads_to_conv(graph: OnnxGraph, node: TimedNode, forms: Mapping[TimedNode, str]) -> bool:

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from qtrace.benchmarking.copies import PASSES, Run, least_time, measure_copies
-from qtrace.benchmarking.costs import FLOAT, INTEGER, LOOKUP, Measurement, OpShape
 from qtrace.benchmarking.grid_small import small_grid
 from qtrace.benchmarking.litert_net import LiteNet
+from qtrace.costs import FLOAT, INTEGER, LOOKUP, Measurement, OpShape
 
 __all__ = ["grid", "measure", "open_network"]
 

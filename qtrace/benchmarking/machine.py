@@ -8,7 +8,7 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from qtrace.benchmarking.costs import Machine
+from qtrace.costs import Machine
 from qtrace.errors import ExportError
 
 __all__ = ["describe_machine", "differences"]

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from qtrace.benchmarking.copies import PASSES, Run, least_time, measure_copies, time_apart
-from qtrace.benchmarking.costs import FLOAT, INTEGER, Measurement, OpShape
 from qtrace.benchmarking.grid_small import small_grid
+from qtrace.costs import FLOAT, INTEGER, Measurement, OpShape
 
 __all__ = ["grid", "measure", "open_network"]
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qtrace.benchmarking.costs import OpShape
+from qtrace.costs import OpShape
 from qtrace.onnxfile.reading import read_model
 
 if TYPE_CHECKING:

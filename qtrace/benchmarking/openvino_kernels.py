@@ -17,9 +17,9 @@ import numpy as np
 
 from qtrace.benchmarking import written
 from qtrace.benchmarking.cases import Build, Case, Slot, alone, between_convs, boundaries, conv, conv_branches
-from qtrace.benchmarking.costs import FLOAT, INTEGER, Measurement, OpShape
 from qtrace.benchmarking.grid_small import small_grid
 from qtrace.benchmarking.net import Net
+from qtrace.costs import FLOAT, INTEGER, Measurement, OpShape
 
 __all__ = ["KernelTime", "cases_of", "measure", "run_profiled"]
 

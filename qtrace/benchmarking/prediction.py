@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from qtrace.benchmarking.costs import FLOAT, INTEGER, LOOKUP, CostTable, OpShape
-from qtrace.benchmarking.layouts import PLAIN_MAX_POOL, LayoutChanges, leads_to_conv
+from qtrace.benchmarking.layouts import LayoutChanges, leads_to_conv
 from qtrace.benchmarking.onnx_ops import OnnxGraph, TimedNode
 from qtrace.benchmarking.profile import FLOAT_OPS, INTEGER_OPS, LAYOUT, ROUNDINGS
+from qtrace.costs import FLOAT, INTEGER, LOOKUP, PLAIN_MAX_POOL, CostTable, OpShape
 
 __all__ = ["Prediction", "PricedOp", "predict", "predict_float"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 
-from qtrace.benchmarking.costs import CostTable, Measurement
 from qtrace.benchmarking.grid_convs import conv_cases
 from qtrace.benchmarking.grid_others import other_cases
 from qtrace.benchmarking.kernels import PASSES, measure_cases, measure_run
 from qtrace.benchmarking.machine import describe_machine
+from qtrace.costs import CostTable, Measurement
 from qtrace.errors import ExportError, install
 
 __all__ = ["DISTRIBUTIONS", "SUPPORTED", "measure_table"]

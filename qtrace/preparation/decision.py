@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qtrace.benchmarking.costs import CostTable
+from qtrace.costs import CostTable
 from qtrace.display import progress_bar
 from qtrace.preparation.annotation import Annotation
 from qtrace.preparation.float_graph import FloatGraph

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qtrace.benchmarking.costs import CostTable
 from qtrace.config import QConfig, Region, backends
 from qtrace.config.checking import check_whole
 from qtrace.config.recipe import config_or_default
+from qtrace.costs import CostTable
 from qtrace.data.batches import check_batches
 from qtrace.errors import GraphError
 from qtrace.graph.garbage import paused_collector

@@ -9,7 +9,7 @@ from qtrace.errors import ConfigError, ExportError
 from qtrace.quantizing.reporting import Reporter
 
 if TYPE_CHECKING:
-    from qtrace.benchmarking.costs import CostTable
+    from qtrace.costs import CostTable
     from qtrace.preparation.figures import Figures
 
 __all__ = ["note_device", "note_file", "note_graph", "note_kernels", "note_precision"]
@@ -171,9 +171,9 @@ def _read_costs(figures: Figures) -> CostTable | None:
 
     Files are predicted for onnxruntime only.
     """
-    from qtrace.benchmarking.costs import CostTable
-    from qtrace.benchmarking.fitting import FITTED, fitted_table
+    from qtrace.benchmarking.fitting import fitted_table
     from qtrace.config import backends
+    from qtrace.costs import FITTED, CostTable
 
     if figures.cost_table:
         try:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qtrace.benchmarking.costs import CostTable
 from qtrace.benchmarking.files import FileReport, bench_files, show
 from qtrace.benchmarking.runners import RunnerSettings
+from qtrace.costs import CostTable
 from qtrace.display import Displayed, progress_bar
 from qtrace.errors import ExportError
 from qtrace.onnxfile.contracts import check_contract, fix_contract

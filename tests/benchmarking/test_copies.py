@@ -6,7 +6,7 @@ import pytest
 
 from qtrace.benchmarking import copies
 from qtrace.benchmarking.copies import FEW, LEAST_SECONDS, MANY, PASSES, measure_copies
-from qtrace.benchmarking.costs import FLOAT, INTEGER, OpShape
+from qtrace.costs import FLOAT, INTEGER, OpShape
 
 OP = OpShape("relu", ((1, 4),), ((1, 4),))
 

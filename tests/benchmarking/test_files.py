@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from qtrace.benchmarking import files, memory
-from qtrace.benchmarking.costs import CostTable
 from qtrace.benchmarking.files import FileReport, bench_files, show
 from qtrace.benchmarking.latency import Latency, file_size, take_turns
 from qtrace.benchmarking.memory import peak_memory
 from qtrace.benchmarking.profile import read_profile
 from qtrace.benchmarking.runners import RunnerSettings, known, open_file
+from qtrace.costs import CostTable
 from qtrace.errors import ExportError
 from tests.benchmarking.nets import write
 from tests.benchmarking.test_profile import RUN

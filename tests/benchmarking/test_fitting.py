@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from qtrace.benchmarking import fitting
-from qtrace.benchmarking.costs import FLOAT, INTEGER, CostTable, Measurement, OpShape
+from qtrace.costs import FLOAT, INTEGER, CostTable, Measurement, OpShape
 
 TABLE = CostTable.load("onnxruntime")
 CONV = OpShape("conv2d", ((1, 64, 28, 28),), ((1, 64, 28, 28),), (64, 64, 3, 3), (1, 1))

@@ -7,13 +7,13 @@ import pytest
 
 from qtrace.benchmarking import kernels, tables, written
 from qtrace.benchmarking.cases import alone, between_convs, boundaries, conv, conv_branches
-from qtrace.benchmarking.costs import FLOAT, INTEGER, LOOKUP, CostTable, OpShape
-from qtrace.benchmarking.costs.families import families
 from qtrace.benchmarking.grid_convs import conv_cases
 from qtrace.benchmarking.grid_others import other_cases
 from qtrace.benchmarking.kernels import measure_cases, measure_run
 from qtrace.benchmarking.net import Net
 from qtrace.benchmarking.sessions import NodeRun
+from qtrace.costs import FLOAT, INTEGER, LOOKUP, CostTable, OpShape
+from qtrace.costs.families import families
 from qtrace.errors import ExportError
 
 SHAPE = (1, 16, 6, 6)

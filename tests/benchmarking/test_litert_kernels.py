@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from qtrace.benchmarking import copies, tables
-from qtrace.benchmarking.costs import FLOAT, INTEGER, LOOKUP, CostTable, OpShape
+from qtrace.costs import FLOAT, INTEGER, LOOKUP, CostTable, OpShape
 
 pytest.importorskip("ai_edge_litert")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from qtrace.benchmarking import copies, tables
-from qtrace.benchmarking.costs import FLOAT, INTEGER, CostTable, OpShape
+from qtrace.costs import FLOAT, INTEGER, CostTable, OpShape
 
 ncnn = pytest.importorskip("ncnn")
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from qtrace.benchmarking import openvino_kernels, tables
-from qtrace.benchmarking.costs import FLOAT, INTEGER, CostTable, OpShape
 from qtrace.benchmarking.grid_small import small_grid
 from qtrace.benchmarking.net import Net
 from qtrace.benchmarking.openvino_kernels import cases_of, measure
+from qtrace.costs import FLOAT, INTEGER, CostTable, OpShape
 
 pytest.importorskip("openvino")
 

@@ -6,10 +6,10 @@ from collections import Counter
 
 import pytest
 
-from qtrace.benchmarking.costs import FLOAT, INTEGER, CostTable
 from qtrace.benchmarking.onnx_ops import read_graph
 from qtrace.benchmarking.prediction import predict
 from qtrace.benchmarking.runners import RunnerSettings, open_file
+from qtrace.costs import FLOAT, INTEGER, CostTable
 from qtrace.errors import ExportError
 from tests.benchmarking.nets import NETS, write
 

@@ -19,10 +19,10 @@ import onnx
 import pytest
 
 import qtrace
-from qtrace.benchmarking.costs import CostTable
-from qtrace.benchmarking.fitting import FITTED, ProcessorFit
+from qtrace.benchmarking.fitting import ProcessorFit
 from qtrace.benchmarking.turns import Speed
 from qtrace.config.recipe import as_qconfig
+from qtrace.costs import FITTED, CostTable
 from qtrace.errors import ConfigError
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.placement.frontier import Point
@@ -164,7 +164,7 @@ def test_given_times_decide_and_nothing_is_measured(tmp_path: Path, caplog) -> N
 
 @pytest.mark.parametrize("placement", ["balanced", "fastest", "small"])
 def test_who_goes_on_places_by_the_costs_of_the_first_run(tmp_path: Path, monkeypatch, placement) -> None:
-    """Decisions and what is said of them are the same, so that checkpoints of statistics still belong to them."""
+    """Decisions and what is said of them are the same, so that checkpoints still belong to them."""
     machine = replace(CostTable.load("onnxruntime").machine, processor="another")
     fit = ProcessorFit(machine, {("conv", "integer"): 2.5, ("conv", "float"): 0.7})
     monkeypatch.setattr(measuring, "fit_costs", lambda config: fit)

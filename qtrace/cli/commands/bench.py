@@ -17,8 +17,8 @@ from qtrace.runtimes.host import RuntimeHost
 from qtrace.storage.outputs import output_file
 
 if TYPE_CHECKING:
-    from qtrace.benchmarking.costs import CostTable
     from qtrace.benchmarking.files import FileReport
+    from qtrace.costs import CostTable
     from qtrace.inspection.expectations import Expectations
 
 __all__ = ["bench"]
@@ -141,7 +141,7 @@ def _check(config: Any, reports: Sequence[FileReport]) -> list[Expectations]:
 
 
 def _table(name: str) -> CostTable:
-    from qtrace.benchmarking.costs import CostTable
+    from qtrace.costs import CostTable
 
     table = CostTable.load("onnxruntime") if name == _PACKAGED else CostTable.read(Path(name))
     if table.machine.runtime != "onnxruntime":

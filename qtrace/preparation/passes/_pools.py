@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from qtrace.benchmarking.costs import FLOAT, INTEGER, CostTable
-from qtrace.benchmarking.layouts import PLAIN_MAX_POOL
+from qtrace.costs import FLOAT, INTEGER, PLAIN_MAX_POOL, CostTable
 from qtrace.graph.types import Expr
 from qtrace.graph.walk import users
 from qtrace.ops import Role

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from qtrace.benchmarking.costs import FLOAT, INTEGER, LOOKUP, CostTable, OpShape
+from qtrace.costs import FLOAT, INTEGER, LOOKUP, CostTable, OpShape
 from qtrace.graph.types import Expr, Node, TensorNode
 from qtrace.graph.walk import shape_of, tensor_inputs
 from qtrace.ops import OpCall, Role

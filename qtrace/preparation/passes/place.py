@@ -12,10 +12,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from qtrace import ops
-from qtrace.benchmarking.costs import CostTable
-from qtrace.benchmarking.fitting import FITTED
 from qtrace.config import QConfig, backends
 from qtrace.config.backends.base import Backend
+from qtrace.costs import FITTED, CostTable
 from qtrace.errors import ConfigError
 from qtrace.graph.edit import GraphEditor
 from qtrace.graph.types import Expr, TracedModule

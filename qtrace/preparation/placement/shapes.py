@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from qtrace.benchmarking.costs import OpShape
+from qtrace.costs import OpShape
 from qtrace.graph.types import Constant, GetAttr
 from qtrace.graph.walk import shape_of
 from qtrace.ops import OpCall

@@ -10,7 +10,7 @@ import pytest
 
 from qtrace.benchmarking import files, tables
 from qtrace.benchmarking.cases import conv
-from qtrace.benchmarking.costs import FLOAT, CostTable
+from qtrace.costs import FLOAT, CostTable
 from tests.benchmarking.nets import write
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import qtrace
-from qtrace.benchmarking.costs import CostTable
 from qtrace.config import QConfig
 from qtrace.config.recipe import dump_recipe
+from qtrace.costs import CostTable
 from qtrace.errors import ConfigError
 from qtrace.preparation.annotation import PlacementNote
 from qtrace.preparation.model import QuantizedModel

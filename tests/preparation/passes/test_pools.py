@@ -11,10 +11,9 @@ import onnx
 import pytest
 
 import qtrace
-from qtrace.benchmarking.costs import FLOAT, INTEGER, CostTable, OpShape
-from qtrace.benchmarking.layouts import PLAIN_MAX_POOL
 from qtrace.benchmarking.onnx_ops import read_graph
 from qtrace.benchmarking.prediction import predict
+from qtrace.costs import FLOAT, INTEGER, PLAIN_MAX_POOL, CostTable, OpShape
 from qtrace.preparation.passes import place as placing
 from qtrace.preparation.passes._pools import PoolTimes
 from qtrace.preparation.passes._problem import add_pools, build_problem

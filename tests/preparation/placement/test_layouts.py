@@ -12,9 +12,9 @@ import megengine.module as M
 import pytest
 
 import qtrace
-from qtrace.benchmarking.costs import CostTable
 from qtrace.benchmarking.onnx_ops import read_graph
 from qtrace.benchmarking.prediction import predict, predict_float
+from qtrace.costs import CostTable
 from qtrace.errors import GraphError
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.normalize import normalize

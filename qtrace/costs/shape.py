@@ -6,11 +6,13 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
-__all__ = ["FLOAT", "FORMS", "INTEGER", "LOOKUP", "OpShape", "numel"]
+__all__ = ["FLOAT", "FORMS", "INTEGER", "LOOKUP", "PLAIN_MAX_POOL", "OpShape", "numel"]
 
 FLOAT, INTEGER, LOOKUP = "float", "integer", "lookup"
 FORMS = (FLOAT, INTEGER, LOOKUP)
 """Float kernel, integer kernel, look-up table on integers."""
+PLAIN_MAX_POOL = "max_pool2d, plain"
+"""The kind of max pooling on integers in the plain layout, which has a slow kernel in onnxruntime."""
 
 Shape = tuple[int, ...]
 

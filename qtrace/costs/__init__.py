@@ -6,7 +6,18 @@ of one op, and to predict the time of a whole network before it is exported.
 
 from __future__ import annotations
 
-from qtrace.benchmarking.costs.shape import FLOAT, FORMS, INTEGER, LOOKUP, OpShape
-from qtrace.benchmarking.costs.table import CostTable, Machine, Measurement
+from qtrace.costs.shape import FLOAT, FORMS, INTEGER, LOOKUP, PLAIN_MAX_POOL, OpShape
+from qtrace.costs.table import FITTED, CostTable, Machine, Measurement
 
-__all__ = ["FLOAT", "FORMS", "INTEGER", "LOOKUP", "CostTable", "Machine", "Measurement", "OpShape"]
+__all__ = [
+    "FITTED",
+    "FLOAT",
+    "FORMS",
+    "INTEGER",
+    "LOOKUP",
+    "PLAIN_MAX_POOL",
+    "CostTable",
+    "Machine",
+    "Measurement",
+    "OpShape",
+]

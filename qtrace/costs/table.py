@@ -9,14 +9,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from qtrace.benchmarking.costs.families import ALIKE, ALIKE_IN_FLOAT, families
-from qtrace.benchmarking.costs.grid import MonotoneGrid
-from qtrace.benchmarking.costs.shape import FLOAT, FORMS, OpShape
+from qtrace.costs.families import ALIKE, ALIKE_IN_FLOAT, families
+from qtrace.costs.grid import MonotoneGrid
+from qtrace.costs.shape import FLOAT, FORMS, OpShape
 from qtrace.errors import ConfigError
 
-__all__ = ["SCHEMA", "CostTable", "Machine", "Measurement"]
+__all__ = ["FITTED", "SCHEMA", "CostTable", "Machine", "Measurement"]
 
 SCHEMA = "qtrace-costs/1"
+FITTED = "onnxruntime, fitted to this processor"
+"""The name of a fitted table, where a prediction says by what table it was made."""
 _FOLDER = Path(__file__).parent / "tables"
 
 

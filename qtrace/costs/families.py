@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from qtrace.benchmarking.costs.shape import OpShape, numel
+from qtrace.costs.shape import OpShape, numel
 
 __all__ = ["ALIKE", "ALIKE_IN_FLOAT", "Family", "families"]
 

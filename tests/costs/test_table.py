@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from qtrace.benchmarking.costs import FLOAT, INTEGER, LOOKUP, CostTable, Machine, Measurement, OpShape
-from qtrace.benchmarking.costs.families import families
 from qtrace.config import backends
+from qtrace.costs import FLOAT, INTEGER, LOOKUP, CostTable, Machine, Measurement, OpShape
+from qtrace.costs.families import families
 from qtrace.errors import ConfigError
 
 MACHINE = Machine("onnxruntime", "1.0", "a processor", ("avx2",), 1, "2026-01-01")

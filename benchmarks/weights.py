@@ -24,7 +24,7 @@ import qtrace
 from benchmarks.timing import take_turns
 from qtrace.metrics import sqnr_db
 
-__all__ = ["main"]
+__all__ = ["TextClassifier", "main", "randomized"]
 
 RECIPES = ("int8", "w8", "w4", "w8a8_dynamic")
 _SPREAD = 0.6  # of the logarithms of gains
@@ -93,7 +93,8 @@ class Vit(M.Module):
         return self.head(F.mean(self.norm(self.blocks(x)), axis=1))
 
 
-def _randomized(net: M.Module) -> M.Module:
+def randomized(net: M.Module) -> M.Module:
+    """Gives ``net`` random weights, with norms whose gains have a wide spread, in eval mode."""
     rng = np.random.default_rng(0)
     for name, parameter in net.named_parameters():
         shape = tuple(int(n) for n in parameter.shape)
@@ -194,7 +195,7 @@ def main(arguments: list[str] | None = None) -> int:
     for name, (net, draw) in cases.items():
         print(f"\n{name}, width {width}, {depth} blocks\n")
         print("| file | dB | ms | x float | MB |\n| --- | --- | --- | --- | --- |")
-        print("\n".join(_measure(_randomized(net), draw, samples, repeats)), flush=True)
+        print("\n".join(_measure(randomized(net), draw, samples, repeats)), flush=True)
     return 0
 
 

@@ -20,6 +20,8 @@ __all__ = [
     "FakeQuantRow",
     "FamilyRow",
     "RecipeRow",
+    "ToolFile",
+    "ToolsRow",
     "TorchRow",
     "load",
     "measured_when",
@@ -273,7 +275,64 @@ class TorchRow:
         )
 
 
-_R = TypeVar("_R", FamilyRow, RecipeRow, FakeQuantRow, ExportRow, TorchRow)
+@dataclass(frozen=True)
+class ToolFile:
+    """The file of one tool for one network.
+
+    Attributes:
+        db: SQNR of the worst output, in dB, of matched rows where the network selects; None without a file.
+        rows: the share of selected rows that are float's; None where nothing is selected.
+        speed: processor time of float / that of the file; None without a file.
+        share: the share of MACs on integers; None for other tools.
+        note: why there is no file; "" if there is one.
+    """
+
+    db: float | None = None
+    rows: float | None = None
+    speed: float | None = None
+    share: float | None = None
+    note: str = ""
+
+    def cell(self) -> str:
+        """The file as text."""
+        if self.db is None or self.speed is None:
+            return self.note or "not run"
+        parts = ["float" if self.share == 0 else f"{self.db:.1f} dB"]
+        parts += [] if self.rows is None else [f"{self.rows:.0%} of rows"]
+        parts += [f"{self.speed:.2f}x"]
+        return ", ".join([*parts, *([f"{self.share:.0%} of MACs"] if self.share else [])])
+
+
+@dataclass(frozen=True)
+class ToolsRow:
+    """A network by qtrace's default and by other tools.
+
+    Attributes:
+        network: the network.
+        files: name of a tool -> the fields of its `ToolFile`.
+        measured: the day.
+    """
+
+    network: str
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    measured: str = ""
+
+    TOOLS = ("qtrace", "everything", "onnxruntime", "nncf")
+    HEADER = (
+        "network",
+        "qtrace, default",
+        "qtrace, everything",
+        "onnxruntime.quantization",
+        "NNCF, transformer",
+    )
+    FILE = "transformers.json"
+
+    def cells(self) -> tuple[str, ...]:
+        """The row as text."""
+        return self.network, *(ToolFile(**self.files.get(tool, {})).cell() for tool in self.TOOLS)
+
+
+_R = TypeVar("_R", FamilyRow, RecipeRow, FakeQuantRow, ExportRow, TorchRow, ToolsRow)
 
 
 def table(rows: Iterable[_R], kind: type[_R]) -> str:

@@ -36,6 +36,7 @@ def test_every_stored_file_is_one_of_a_demo_or_of_a_benchmark() -> None:
         "fake_quants.json",
         "torch_families.json",
         "family_recipes.json",
+        stored.ToolsRow.FILE,
         "measured.json",
         runtimes.RESULTS.name,
         tuning.RESULTS.name,

@@ -3,7 +3,7 @@
 python nncf_worker.py FLOAT.onnx CALIBRATION.npy BATCH OUT_FOLDER [METHOD...]
 
 writes a file for each of the methods, all of METHODS by default, and its seconds beside it. What fails is
-told in a .txt of that name instead.
+told in a .txt of that name instead. "transformer" is one more method.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ METHODS = {
     "full_minmax": ("MIXED", True, "full"),
     "minmax": ("MIXED", True, None),
 }
+# The method that is told that the model is a transformer; it is run where it is named.
+TRANSFORMER = "transformer"
 
 
 # Full correction asks for the result of a convolution beside that of the Relu behind its sum. Where the other
@@ -47,7 +49,8 @@ def main(model: str, inputs: str, batch: int, out: str, names: Sequence[str] = (
     for name in names or METHODS:
         started = time.perf_counter()
         try:
-            quantized = quantize(model, images, batch, *METHODS[name])
+            method = METHODS["fast" if name == TRANSFORMER else name]
+            quantized = quantize(model, images, batch, *method, transformer=name == TRANSFORMER)
         except Exception as error:  # the other methods may do
             reason = f"{type(error).__name__}: {error}"
             (Path(out) / f"{name}.txt").write_text(reason, encoding="utf-8")
@@ -58,7 +61,13 @@ def main(model: str, inputs: str, batch: int, out: str, names: Sequence[str] = (
 
 
 def quantize(
-    model: str, images: np.ndarray, batch: int, preset: str, minmax: bool, correction: str | None
+    model: str,
+    images: np.ndarray,
+    batch: int,
+    preset: str,
+    minmax: bool,
+    correction: str | None,
+    transformer: bool = False,
 ) -> onnx.ModelProto:
     source = onnx.shape_inference.infer_shapes(onnx.load(model))
     name = source.graph.input[0].name
@@ -72,6 +81,7 @@ def quantize(
         nncf.Dataset(batches),
         preset=nncf.QuantizationPreset[preset],
         subset_size=len(images),
+        model_type=nncf.ModelType.TRANSFORMER if transformer else None,
         fast_bias_correction=correction != "full",
         advanced_parameters=options,
     )

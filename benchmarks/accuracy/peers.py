@@ -24,6 +24,7 @@ _NNCF = {
     "full_minmax": "NNCF, mixed preset, min-max, full bias correction",
     "minmax": "NNCF, mixed preset, min-max, no bias correction",
 }
+_NNCF_MORE = {"transformer": "NNCF, transformer, fast bias correction"}
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ def quantize_by_nncf(
         calibration: inputs, N x ....
         folder: the folder for the files.
         python: an interpreter that can import NNCF.
-        kinds: the methods of the worker.
+        kinds: the methods of the worker; "transformer" is one more.
         batch: inputs in a batch.
     """
     inputs = folder / "calibration.npy"
@@ -166,9 +167,10 @@ def quantize_by_nncf(
     suited = adapt_for_nncf(model, folder / "for_nncf.onnx")
     failed = _run([python, str(_WORKER), str(suited), str(inputs), str(batch), str(folder), *kinds])
     for kind in kinds:
+        title = {**_NNCF, **_NNCF_MORE}[kind]
         file, reason = folder / f"{kind}.onnx", folder / f"{kind}.txt"
         if file.exists():
-            yield Peer(_NNCF[kind], file, seconds=_seconds(file))
+            yield Peer(title, file, seconds=_seconds(file))
         else:
             text = reason.read_text(encoding="utf-8") if reason.exists() else failed
-            yield Peer(_NNCF[kind], None, text[:_LONGEST_REASON])
+            yield Peer(title, None, text[:_LONGEST_REASON])

@@ -19,6 +19,7 @@ from scripts.stored import (
     FakeQuantRow,
     FamilyRow,
     RecipeRow,
+    ToolsRow,
     TorchRow,
     load,
     measured_when,
@@ -44,6 +45,7 @@ __all__ = [
     "runtimes",
     "speed",
     "torch_families",
+    "transformers",
     "tuned",
 ]
 
@@ -143,6 +145,12 @@ def family_recipes() -> str:
     """The table of `python -m benchmarks.families`."""
     rows = load(RecipeRow)
     return f"{table(rows, RecipeRow)}\n\n{measured_when(rows)}"
+
+
+def transformers() -> str:
+    """The table of `python -m benchmarks.transformers`."""
+    rows = load(ToolsRow)
+    return f"{table(rows, ToolsRow)}\n\n{measured_when(rows)}"
 
 
 def fake_quants() -> str:

@@ -245,7 +245,7 @@ class _WeightMeasurement:
         powers: dict[str, np.ndarray],
     ) -> None:
         self.calls, self.powers = calls, powers
-        sites = [site for site in model.rounded.values() if site.name in calls]
+        sites = [site for site in model.rounded.values() if site.name in calls and site.static]
         names = {site.node.name for site in sites}
         nodes = {n.name: n for expr in exprs(twin) for n in expr.outputs if n.name in names}
         own = evaluate_fixed(model.module, (site.node for site in sites))

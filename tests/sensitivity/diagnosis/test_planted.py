@@ -9,12 +9,17 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import megengine as mge
+import megengine.functional as F
+import megengine.module as M
 import numpy as np
 import pytest
 
 import qtrace
 from qtrace.cli.program import group
 from qtrace.errors import ConfigError, DataError
+from qtrace.sensitivity.diagnosis import diagnose
+from tests.nets import images, net
 from tests.sensitivity.diagnosis import planted
 
 RECIPE = "schema: qtrace/1\nimports: [backend/onnxruntime]\n"
@@ -185,3 +190,15 @@ def test_the_verdict_shows_its_progress(folder):
     command = plant("plain", "outlier-channels")
     assert "verdict: 100%" in run(f"{command} --progress")[2]
     assert "verdict: 100%" not in run(f"{command} --force --quiet")[2]
+
+
+def test_a_weight_that_is_computed_from_the_input_is_no_obstacle() -> None:
+    def forward(self: M.Module, x: mge.Tensor) -> mge.Tensor:
+        y = F.relu(self.conv(x))
+        return F.conv2d(y, F.reshape(F.mean(y, axis=0), (1, 4, 8, 8)))
+
+    batches = [images(2, 3, 8, 8, seed=seed) for seed in range(2)]
+    traced = qtrace.trace(net(forward, conv=M.Conv2d(3, 4, 3, padding=1)), batches[0], check=False)
+    prepared = qtrace.prepare(traced, {"placement": "everything"})
+    prepared = qtrace.calibrate(prepared, batches, progress=False)
+    assert diagnose(prepared, batches, progress=False).verdict.sqnr_db > 20

@@ -15,9 +15,9 @@ import numpy as np
 from qtrace.errors import ExportError
 from qtrace.onnxfile.kernels import find_kernels
 from qtrace.onnxfile.sessions import SessionSettings, open_session
+from qtrace.process.memory import return_free_memory
 from qtrace.runtimes.host import RuntimeHost
 from qtrace.verification.runtimes._onnx import as_declared, check_samples, with_integer_outputs
-from qtrace.process.memory import return_free_memory
 from qtrace.verification.runtimes.base import Runtime, RuntimeRun
 
 __all__ = ["RUNTIME"]

@@ -12,7 +12,7 @@ import pytest
 from benchmarks import deployed
 from benchmarks.deployed import runtimes, tuning
 from examples.ocr import dropin
-from scripts import demos, onnx_coverage, stored
+from scripts import demos, onnx_coverage, onnx_open_axes, stored
 from scripts.site import measured
 
 
@@ -38,6 +38,7 @@ def test_every_stored_file_is_one_of_a_demo_or_of_a_benchmark() -> None:
         "family_recipes.json",
         stored.ToolsRow.FILE,
         "measured.json",
+        onnx_open_axes.FILE.name,
         runtimes.RESULTS.name,
         tuning.RESULTS.name,
     }

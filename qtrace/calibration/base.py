@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+from megengine import Tensor
 
 from qtrace.errors import CalibrationError
 from qtrace.graph.dataflow import evaluate_fixed, static_nodes
 from qtrace.graph.tensors import read_array
 from qtrace.graph.types import TensorNode
 from qtrace.graph.walk import is_float_tensor
-from qtrace.preparation.model import QuantizedModel
+from qtrace.preparation.model import QuantizedModel, QuantizedSite
 
 __all__ = [
     "Arguments",
@@ -67,13 +69,14 @@ class Watched:
         nodes: node -> its groups, for the nodes that depend on the batch, in graph order. A graph output that
             is no site has no group: it is only checked for NaN and infinity.
         constants: group and value of each parameter that belongs to a group with activations.
-        parameters: group and value of each other parameter.
+        parameters: group of each other parameter, and what reads its value, when it is needed: all values at
+            once would be the network once more.
         folded: group -> the axes that count its channels, if there are several.
     """
 
     nodes: dict[str, tuple[str, ...]]
     constants: tuple[tuple[str, np.ndarray], ...]
-    parameters: tuple[tuple[str, np.ndarray], ...]
+    parameters: tuple[tuple[str, Callable[[], np.ndarray]], ...]
     folded: dict[str, tuple[int, ...]]
 
     @property
@@ -87,12 +90,15 @@ def watched(prepared: QuantizedModel) -> Watched:
     sites = [site for site in prepared.sites if site.plan is not None]
     dynamic = {site.group for site in sites if not site.static}
     groups: dict[str, list[str]] = {}
-    fixed: dict[bool, list[tuple[str, np.ndarray]]] = {True: [], False: []}
+    constants, parameters = list[tuple[str, np.ndarray]](), list[tuple[str, Callable[[], np.ndarray]]]()
     values = evaluate_fixed(prepared.module, (site.node for site in sites if site.static))
     for site in sites:
         if site.static:
-            value = site.fake_quant.channels_first(read_array(values[site.node]))
-            fixed[site.group in dynamic].append((site.group, value))
+            read = functools.partial(_read_parameter, site, values[site.node])
+            if site.group in dynamic:
+                constants.append((site.group, read()))
+            else:
+                parameters.append((site.group, read))
         else:
             groups.setdefault(site.node.name, []).append(site.group)
     names = groups.keys() | _dynamic_outputs(prepared)
@@ -100,7 +106,11 @@ def watched(prepared: QuantizedModel) -> Watched:
     fake_quants = prepared.fake_quants
     axes = {group: fake_quants[group].folded_axes for members in nodes.values() for group in members}
     folded = {group: channel_axes for group, channel_axes in axes.items() if channel_axes}
-    return Watched(nodes, tuple(fixed[True]), tuple(fixed[False]), folded)
+    return Watched(nodes, tuple(constants), tuple(parameters), folded)
+
+
+def _read_parameter(site: QuantizedSite, value: Tensor) -> np.ndarray:
+    return site.fake_quant.channels_first(read_array(value))
 
 
 def _dynamic_outputs(prepared: QuantizedModel) -> set[str]:

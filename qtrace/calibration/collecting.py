@@ -174,8 +174,8 @@ def observe_parameters(prepared: QuantizedModel, statistics: Statistics) -> Stat
     """
     sites = {name: fq.site for name, fq in prepared.fake_quants.items()}
     observed: dict[str, list[Observer]] = {}
-    for group, value in watched(prepared).parameters:
+    for group, read in watched(prepared).parameters:
         observer = fresh(statistics.observers[group])
-        observer.observe(value, site=sites[group])
+        observer.observe(read(), site=sites[group])
         observed.setdefault(group, []).append(observer)
     return statistics.plus(observed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import megengine.functional as F
@@ -10,7 +10,7 @@ import numpy as np
 from megengine.core._imperative_rt.core2 import Tensor as RawTensor
 from megengine.module import Module
 from megengine.traced_module import TracedModule
-from megengine.traced_module.expr import CallMethod, Expr
+from megengine.traced_module.expr import CallMethod, Expr, GetAttr
 from megengine.traced_module.node import Node
 from megengine.traced_module.pytree import LeafDef, TreeDef, tree_flatten
 from megengine.traced_module.traced_module import InternalGraph
@@ -67,7 +67,7 @@ class Interpreter:
         if not isinstance(traced, TracedModule):
             raise GraphError(f"an Interpreter runs a TracedModule, not a {type(traced).__name__}.")
         self.traced = traced
-        self._memory = LargeFrees(PART_BYTES)
+        self._memory = LargeFrees(PART_BYTES // 4)  # several times as much is on the way
 
     def run_expr(self, expr: Expr, inputs: Sequence[Any]) -> Sequence[Any] | None:
         """Computes the outputs of ``expr``, in the order of ``expr.outputs``; None when it has none.
@@ -143,7 +143,9 @@ class Interpreter:
 
     def _execute(self, graph: InternalGraph, inputs: list[Any], until: Node | None) -> dict[Node, Any]:
         """Runs the exprs; returns the values that are alive at the end, by node."""
-        frees, large = last_uses(graph), large_reads(graph)
+        large = large_reads(graph)
+        steps = _round_late(graph._exprs, large)
+        frees = last_uses(graph, steps)
         values: dict[Node, Any] = {}
         for node in graph._inputs:
             values[node] = self.on_node(node, inputs.pop(0))
@@ -151,7 +153,7 @@ class Interpreter:
             return values
         for key in frees[None]:
             values.pop(key, None)
-        for expr in graph._exprs:
+        for expr in steps:
             # Nothing else may hold a value here: a local name would keep it through the next expr.
             self._store(expr, self.run_expr(expr, [values[n] for n in expr.inputs]), values)
             if until is not None and until in values:
@@ -171,6 +173,21 @@ class Interpreter:
             )
         for node, value in zip(expr.outputs, outputs, strict=True):
             values[node] = self.on_node(node, value)
+
+
+def _round_late(steps: Sequence[Expr], large: Mapping[Expr, int]) -> Sequence[Expr]:
+    """Moves what is computed of large parameters alone before its first reader: all at once are a network."""
+    waiting: dict[Node, Expr] = {}
+    order: list[Expr] = []
+    for expr in steps:
+        if expr in large and all(isinstance(node.expr, GetAttr) for node in expr.inputs):
+            waiting.update(dict.fromkeys(expr.outputs, expr))
+            continue
+        needed = dict.fromkeys(waiting[node] for node in expr.inputs if node in waiting)
+        for node in (node for early in needed for node in early.outputs):
+            del waiting[node]
+        order += [*needed, expr]
+    return [*order, *dict.fromkeys(waiting.values())] if large else steps
 
 
 def interpret(expr: Expr, inputs: Sequence[Any]) -> Sequence[Any] | None:

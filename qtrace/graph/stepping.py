@@ -16,7 +16,8 @@ from qtrace.errors import GraphError
 from qtrace.graph.dataflow import fixed_nodes
 from qtrace.graph.interpreter import Interpreter, interpret, last_uses
 from qtrace.graph.ordering import order_together
-from qtrace.graph.tensors import PART_BYTES, count_bytes, read_array
+from qtrace.graph.tensors import PART_BYTES, count_bytes, large_reads, read_array
+from qtrace.process.memory import LargeFrees
 
 __all__ = ["SegmentEngine", "Stepper", "as_array", "keep"]
 
@@ -98,7 +99,8 @@ class Stepper:
         self._modules = {n for n in self.graph._inputs if isinstance(n, ModuleNode)}
         self._known: dict[Node, Any] = {}
         self._ahead: dict[tuple[Any, Any], Any] = {}
-        self._frees = last_uses(self.graph, steps)
+        self._frees, self._large = last_uses(self.graph, steps), large_reads(self.graph)
+        self._memory = LargeFrees(PART_BYTES // 4)
         self._at = 0
         self._values: list[dict[Node, Any]] = []
         binder = Interpreter(traced)
@@ -326,6 +328,7 @@ class Stepper:
     def _run(self, expr: Expr, values: dict[Node, Any]) -> Any:
         inputs = [self._get(n, values) for n in expr.inputs]
         results = interpret(expr, [Tensor(v) if isinstance(v, np.ndarray) else v for v in inputs])
+        self._memory.note(self._large.get(expr, 0))
         return () if results is None else results
 
     def _get(self, node: Node, values: dict[Node, Any]) -> Any:

@@ -236,6 +236,10 @@ def quantize(
     """
     reporter, path = reporter or LogReporter(progress), Path(out)
     config = choose_config(target, recipe, path)
+    if metric is not None and not callable(metric):
+        raise ConfigError(
+            f"{spell('metric')} is {metric!r}: give a function of the graph that returns a number."
+        )
     if max_drop is not None and metric is None:
         raise ConfigError(f"{spell('max_drop')} limits what a metric loses: give {spell('metric')}, too.")
     with output_file(path, force=force) as partial:

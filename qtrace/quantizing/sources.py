@@ -18,7 +18,7 @@ from qtrace.graph.interface import read_inputs
 from qtrace.graph.signature import argument_names
 from qtrace.graph.tracing.trace import trace
 from qtrace.graph.types import TracedModule
-from qtrace.importing.onnx import from_onnx, open_inputs
+from qtrace.importing.onnx import declared_inputs, from_onnx, open_inputs
 from qtrace.importing.torch import from_torch, is_torch_module
 from qtrace.preparation.record import is_quantized
 
@@ -110,9 +110,14 @@ def labels_of(source: Any, batch: Batch) -> tuple[int | str, ...]:
     """Returns what a batch holds beside the inputs of a network and looks like labels.
 
     Args:
-        source: the network, as for `read_network`; of a file on disk the inputs are not known yet.
+        source: the network, as for `read_network`; of an .mge file the inputs are not known yet.
         batch: the first batch.
+
+    Raises:
+        ImportingError: when an ONNX file is missing, damaged or hostile.
     """
+    if isinstance(source, (str, os.PathLike)) and Path(source).suffix.lower() == ".onnx":
+        return find_labels(batch, list(declared_inputs(source)))
     if isinstance(source, TracedModule):
         declared = list(read_inputs(source))
         names = argument_names(source)

@@ -23,7 +23,7 @@ from qtrace.metrics import ErrorSums
 from qtrace.outputs.replay import SelectedShares, Share, differ
 from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.model import QuantizedModel
-from qtrace.process.memory import returns_memory
+from qtrace.process.memory import return_free_memory, returns_memory
 from qtrace.process.thread import on_engine_thread
 from qtrace.runtimes.host import RuntimeHost
 from qtrace.verification.crosscheck import cross_check
@@ -113,6 +113,7 @@ def verify(
         report.selected = selected
     if deployed is not None and not plain and chosen.kernels is not None:
         report.kernels = chosen.kernels(path)
+    return_free_memory()  # of sessions that were opened
     empty = True
     batches = iter(batches)
     first = list(itertools.islice(batches, 1))

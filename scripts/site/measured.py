@@ -13,6 +13,7 @@ from benchmarks.deployed import tuning as searches
 from benchmarks.limits import limit
 from benchmarks.torch_families import NETWORKS
 from examples.ocr import dropin
+from scripts import onnx_open_axes as onnx_open_axes_of
 from scripts.stored import (
     RESULTS,
     ExportRow,
@@ -40,6 +41,7 @@ __all__ = [
     "figures",
     "ocr_client",
     "onnx_kinds",
+    "onnx_open_axes",
     "onnx_ops",
     "onnx_shares",
     "runtimes",
@@ -369,6 +371,14 @@ def _count(op: dict[str, Any], verdicts: tuple[str, ...]) -> int:
         group = op.get(verdict, [])
         cases += group if isinstance(group, list) else [case for part in group.values() for case in part]
     return len(cases)
+
+
+def onnx_open_axes() -> str:
+    """The table of the node tests whose axes are open."""
+    stored = _stored(onnx_open_axes_of.FILE.name)
+    header = ("op", "tests", "axes that stay open", "why others do not")
+    when = f"onnx {stored['onnx']}, {stored['measured']}."
+    return f"{_rows(header, onnx_open_axes_of.rows(stored['ops']))}\n\n{when}"
 
 
 def onnx_ops() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import megengine as mge
@@ -10,10 +11,13 @@ import megengine.module as M
 import numpy as np
 import pytest
 
+import qtrace
 from qtrace.graph import tensors
 from qtrace.graph.flatten import flatten
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.tracing.trace import trace
+from qtrace.graph.types import Expr
+from qtrace.graph.walk import exprs
 from qtrace.preparation.passes.expand import expand
 from qtrace.process import memory
 from qtrace.process.memory import LargeFrees, returns_memory
@@ -62,3 +66,25 @@ def test_a_run_of_large_parameters_gives_back_on_its_way(
     want = flat(mge.Tensor(x)).numpy()
     np.testing.assert_array_equal(runner.run(mge.Tensor(x)).numpy(), want)
     assert returned
+
+
+def test_large_weights_are_rounded_right_before_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(self: M.Module, x: Any) -> Any:
+        return self.b(F.relu(self.a(x)))
+
+    x = images(2, 3, 6, 6)
+    traced = qtrace.trace(net(forward, a=M.Conv2d(3, 4, 3), b=M.Conv2d(4, 2, 1)), x, check=False)
+    prepared = qtrace.prepare(traced, {"backend": "onnxruntime"})
+    converted = qtrace.convert(qtrace.calibrate(prepared, [x], progress=False))
+    want = converted(mge.Tensor(x)).numpy()
+    monkeypatch.setattr(tensors, "_LARGE_BYTES", 16)
+    ran: list[str] = []
+
+    class Watch(Interpreter):
+        def run_expr(self, expr: Expr, inputs: Sequence[Any]) -> Sequence[Any] | None:
+            ran.append(expr.outputs[0].name)
+            return super().run_expr(expr, inputs)
+
+    np.testing.assert_array_equal(Watch(converted).run(mge.Tensor(x)).numpy(), want)
+    assert sorted(ran) == sorted(expr.outputs[0].name for expr in exprs(converted))
+    assert ran.index("a_weight_q") < ran.index("a_out") < ran.index("b_weight_q") < ran.index("b_out")

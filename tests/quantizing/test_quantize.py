@@ -80,6 +80,14 @@ class _Loader:
             yield DATA[start : start + 4], np.arange(4)
 
 
+def test_labels_beside_the_inputs_of_a_file_are_left_out(here, onnx_file, caplog) -> None:
+    for data, label in ((_Loader(), "value 1"), ([{"x": DATA, "y": np.zeros(16, np.int64)}], "y")):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "qtrace"):
+            qtrace.quantize(onnx_file, data, "out.onnx", verify=False, measure=False, progress=False)
+        assert [line.endswith(label) for line in caplog.messages if "taken for labels" in line] == [True]
+
+
 def _generator():
     yield from (DATA[start : start + 4] for start in range(0, 16, 4))
 
@@ -111,6 +119,7 @@ def test_data_in_every_form_and_labels_are_said_once(here, caplog, data, labels)
         ({"target": "nonsense"}, ConfigError, "nonsense"),
         ({"target": "ncnn", "recipe": "backend/tflite"}, ConfigError, "the recipe is for tflite"),
         ({"max_drop": 0.1}, ConfigError, "give metric=, too"),
+        ({"metric": "accuracy"}, ConfigError, "metric= is 'accuracy': give a function"),
         ({"data": iter([DATA])}, DataError, "can be iterated only once"),
         ({"data": 3}, DataError, "neither iterable nor a function"),
         ({"data": "gone.npz"}, DataError, "There is no file gone.npz"),

@@ -48,7 +48,7 @@ from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.passes.given import quantize_given
 from qtrace.process.thread import on_engine_thread
 
-__all__ = ["from_onnx", "open_inputs", "read_onnx"]
+__all__ = ["declared_inputs", "from_onnx", "open_inputs", "read_onnx"]
 
 _LOG = logging.getLogger("qtrace")
 _SHOWN_PROBLEMS = 30
@@ -158,18 +158,23 @@ def open_inputs(path: str | os.PathLike[str]) -> dict[str, tuple[int | None, ...
     Raises:
         ImportingError: when the file is missing, damaged or hostile.
     """
+    shapes = declared_inputs(path)
+    return {name: sizes for name, sizes in shapes.items() if sizes is None or None in sizes}
+
+
+def declared_inputs(path: str | os.PathLike[str]) -> dict[str, tuple[int | None, ...] | None]:
+    """Lists the inputs of an ONNX file, in its order; returns and raises what `open_inputs` does."""
     file = Path(path)
     model = load_structure(file)
     opsets = {"" if o.domain == "ai.onnx" else o.domain: int(o.version) for o in model.opset_import}
     stored = {tensor.name: _EMPTY for tensor in model.graph.initializer}
     inputs = read_graph(model.graph, opsets, stored).inputs
-    shapes = {
+    return {
         value.name: None
         if value.sizes is None
         else tuple(n if isinstance(n, int) and n > 0 else None for n in value.sizes)
         for value in inputs
     }
-    return {name: sizes for name, sizes in shapes.items() if sizes is None or None in sizes}
 
 
 _EMPTY = np.zeros(0, np.float32)

@@ -15,6 +15,7 @@ import numpy as np
 from qtrace.errors import ExportError
 from qtrace.onnxfile.kernels import find_kernels
 from qtrace.onnxfile.sessions import SessionSettings, open_session
+from qtrace.process.memory import return_free_memory
 from qtrace.runtimes.host import RuntimeHost
 from qtrace.verification.runtimes._onnx import as_declared, check_samples, with_integer_outputs
 from qtrace.verification.runtimes.base import Runtime, RuntimeRun
@@ -36,7 +37,10 @@ class OnnxSession:
         self.graph_hash, self.fixed_samples = model.graph_hash, model.fixed_samples
         settings = SessionSettings(optimize, tensors=model.folder, host=host)
         self.session = open_session(model.data, settings, str(path))
-        self.deployed = open_session(model.deployed or path, settings, str(path)) if optimize else None
+        deployed: bytes | Path = model.deployed or path
+        del model  # the session has copies of its weights
+        return_free_memory()
+        self.deployed = open_session(deployed, settings, str(path)) if optimize else None
         self.side = self.session.side
         self.input_names = [i.name for i in self.session.inputs]
         self.input_types = [i.type[len("tensor(") : -1] for i in self.session.inputs]

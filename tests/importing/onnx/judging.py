@@ -19,7 +19,16 @@ from qtrace.errors import QtraceError
 from tests.importing.onnx.binding import bind
 from tests.importing.onnx.cases import Case
 
-__all__ = ["VERDICTS", "Verdict", "difference", "import_and_run", "judge", "judge_all", "run_imported"]
+__all__ = [
+    "VERDICTS",
+    "Verdict",
+    "difference",
+    "first_problem",
+    "import_and_run",
+    "judge",
+    "judge_all",
+    "run_imported",
+]
 
 VERDICTS = ("equal", "refused", "wrong", "crashed")
 # The largest error, as a part of the expected output's largest value.
@@ -139,10 +148,28 @@ def judge(case: Case, folder: Path, run: Run = import_and_run, base: Case | None
         return verdict("crashed", f"{type(error).__name__}: {str(error)[:_MAX_MESSAGE]}")
     if len(results) != len(case.outputs):
         return verdict("wrong", f"{len(results)} outputs, expected {len(case.outputs)}")
-    problem = _first_difference(results, case.outputs)
-    if problem and all(isinstance(e, np.ndarray) and e.dtype.kind == "f" for e in case.outputs):
-        problem = _first_difference(results, _recomputed(model, inputs, case.outputs))
+    problem = first_problem(results, case.outputs, model, inputs)
     return verdict("wrong", problem) if problem else verdict("equal")
+
+
+def first_problem(
+    results: Sequence[np.ndarray],
+    expected: Sequence[Any],
+    model: onnx.ModelProto,
+    inputs: Mapping[str, np.ndarray],
+) -> str:
+    """Returns how the results of a test differ from its outputs, as a clause; "" if they do not.
+
+    Args:
+        results: the results.
+        expected: the outputs that the test stores.
+        model: the model of the test, which ONNX's reference runs if they are stored with few digits.
+        inputs: its inputs.
+    """
+    problem = _first_difference(results, expected)
+    if problem and all(isinstance(e, np.ndarray) and e.dtype.kind == "f" for e in expected):
+        problem = _first_difference(results, _recomputed(model, inputs, expected))
+    return problem
 
 
 def _first_difference(results: Sequence[np.ndarray], expected: Sequence[np.ndarray | None]) -> str:

@@ -286,3 +286,38 @@ def test_a_network_that_takes_no_small_size_is_compared_at_an_odd_one(
     path = save(convolutional(), tmp_path)
     qtrace.from_onnx(path, shapes={"x": (1, 2, 448, 448)})
     assert compared == [0, 1]
+
+
+_FAR = 2**31 - 1
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "step"),
+    [
+        (24, 0, -1),
+        (9, 2, -3),
+        (9, -_FAR, -2),
+        (_FAR, -_FAR, -1),
+        (_FAR, 3, -2),
+        (-1, -_FAR, -1),
+        (-2, -9, -3),
+    ],
+)
+def test_an_open_axis_is_walked_back_at_every_size(tmp_path: Path, start: int, end: int, step: int) -> None:
+    """A place behind the end of a shorter axis means its end, for which MegEngine has an error."""
+    stored = {name: np.array([v]) for name, v in (("from", start), ("to", end), ("axis", 3), ("by", step))}
+    path = save(model([node("Slice", "x from to axis by", "y")], IMAGE, stored=stored), tmp_path)
+    net = qtrace.from_onnx(path, SHAPE)
+    sizes = (*SIZES, (1, 2, 4, 12))
+    check_sizes(path, net, sizes)
+    exported = qtrace.export(net, tmp_path / "again.onnx")
+    assert declared(exported)[0] == ["batch", 2, "rows.0", "?"]
+    check_sizes(exported, net, sizes)
+
+
+def test_places_from_both_ends_of_an_open_axis_are_not_walked_back(tmp_path: Path) -> None:
+    stored = {name: np.array([v]) for name, v in (("from", 9), ("to", -20), ("axis", 3), ("by", -1))}
+    path = save(model([node("Slice", "x from to axis by", "y")], IMAGE, stored=stored), tmp_path)
+    record = read_open_axes(qtrace.from_onnx(path, SHAPE))
+    assert record is not None
+    assert [(axis.axis, "both ends" in axis.reason) for axis in record.fixed] == [(3, True)]

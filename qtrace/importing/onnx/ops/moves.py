@@ -15,6 +15,7 @@ from qtrace.importing.onnx.values import Stored
 __all__ = ["LOWERINGS"]
 
 _NOTHING = slice(0, 0)
+_LAST = 2**31 - 1  # a place from here on means the end of the axis
 
 
 def _transpose(call: Call) -> Any:
@@ -75,14 +76,35 @@ def _slice(call: Call) -> Any:
         axes = call.ints("axes", list(range(len(starts))))
         steps = [1] * len(starts)
     index: list[Any] = [slice(None)] * rank
+    cut: list[Any] = [slice(None)] * rank
     for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
         position = call.axis(axis, rank)
+        if _walks_back_from_place(call, start, end, step, position):
+            # The place may lie behind the end of a shorter axis, from which ONNX walks back then.
+            cut[position], start = slice(0, start + 1), _LAST
         index[position] = _range(call, (start, end), step, position)
-    if all(part == slice(None) for part in index):
-        return call.tensor(0)
     if _NOTHING in index:
         return _empty(call, index.index(_NOTHING))
-    return call.method("__getitem__", call.tensor(0), tuple(index))
+    x = call.tensor(0)
+    for part in (cut, index):
+        if any(places != slice(None) for places in part):
+            x = call.method("__getitem__", x, tuple(part))
+    return x
+
+
+def _walks_back_from_place(call: Call, start: int | Size, end: int | Size, step: int, axis: int) -> bool:
+    """Whether a slice goes back on an open axis from a place that is counted from its begin.
+
+    Raises:
+        Refusal: when it ends at a place that is counted from the end of the axis, which is not cut there.
+    """
+    shapes = call.shapes(0)
+    numbers = not isinstance(start, Size) and not isinstance(end, Size)
+    if step >= 0 or not numbers or len({shape[axis] for shape in shapes}) == 1 or not 0 <= start < _LAST:
+        return False
+    if -_LAST < end < 0:
+        call.refuse("walks back between places that are counted from both ends of an open axis")
+    return True
 
 
 def _range(call: Call, ends: tuple[int | Size, int | Size], step: int, axis: int) -> slice:
@@ -94,12 +116,14 @@ def _range(call: Call, ends: tuple[int | Size, int | Size], step: int, axis: int
     if isinstance(start, Size) or isinstance(end, Size):
         return _computed_range(call, ends, step, axis)
     if len(set(sizes)) > 1:
-        whole = step == 1 and start == 0 and end >= 2**31 - 1
+        whole = step == 1 and start == 0 and end >= _LAST
         if whole:
             return slice(None)
+        if step < 0 and start >= _LAST:
+            return slice(None, end if abs(end) < _LAST else None, step)
         bounds = [slice(start, end, step).indices(size) for size in sizes]
         if start < 0 or len(set(bounds)) > 1:
-            return slice(start, end if abs(end) < 2**31 - 1 else None, step)
+            return slice(start, end if abs(end) < _LAST else None, step)
         return slice(*bounds[0])
     first, last, step = slice(start, end, step).indices(sizes[0])
     if (first, last, step) == (0, sizes[0], 1):
@@ -114,7 +138,7 @@ def _computed_range(call: Call, ends: tuple[int | Size, int | Size], step: int, 
     start, end = ends
     own = call.size(0, axis)
     if isinstance(end, Size) and isinstance(own, Size) and end.op == own.op and end.parts == own.parts:
-        end = 2**31 - 1 if step > 0 else end
+        end = _LAST if step > 0 else end
         if start == 0 and step == 1:
             return slice(None)
     if step < 0:
@@ -123,7 +147,7 @@ def _computed_range(call: Call, ends: tuple[int | Size, int | Size], step: int, 
     probes = range(len(call.shapes(0)))
     if any(value_at(place, probe) < 0 for place in ends for probe in probes if isinstance(place, Size)):
         call.refuse("slices at places before the first one that depend on an open axis")
-    first, last = call.layers.size(start), None if end == 2**31 - 1 else call.layers.size(end)
+    first, last = call.layers.size(start), None if end == _LAST else call.layers.size(end)
     return slice(first, last, step)
 
 

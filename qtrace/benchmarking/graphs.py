@@ -25,7 +25,6 @@ __all__ = [
     "build",
     "chain",
     "chained",
-    "copies",
     "in_a_row",
     "in_turns",
     "stand_alone",
@@ -311,12 +310,6 @@ def in_a_row(graph: GraphBuilder, op: OpShape, name: str, count: int = 1) -> _Re
         yield y
 
     return add
-
-
-def copies(graph: GraphBuilder, op: OpShape, name: str, count: int = 1) -> _Rest:
-    """Ops that read the same inputs, each of which gives an output."""
-    data = [graph.input(f"{name}x{n}", shape) for n, shape in enumerate(_computed(op))]
-    return lambda: (add_op(graph, op, f"{name}m{index}", data) for index in range(count))
 
 
 def build(parts: Mapping[str, tuple[Surroundings, OpShape]]) -> TracedModule:

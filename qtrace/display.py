@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-__all__ = ["Displayed", "format_table", "progress_bar", "shorten_modules"]
+__all__ = ["Displayed", "format_bytes", "format_table", "progress_bar", "shorten_modules"]
 
 _GAP = "  "
 _ELLIPSIS = "…"
@@ -104,6 +104,11 @@ def _as_html(header: str, rule: str, rows: Sequence[str]) -> str:
     body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows)
     head = f"<thead><tr>{cells(header, 'th')}</tr></thead>"
     return f'<table style="{_TABLE_STYLE}">{head}<tbody>{body}</tbody></table>'
+
+
+def format_bytes(count: int) -> str:
+    """Returns a number of bytes in MB of 2**20 bytes, or in kB below one."""
+    return f"{count / 2**20:.2f} MB" if count >= 2**20 else f"{count / 2**10:.1f} kB"
 
 
 def format_table(

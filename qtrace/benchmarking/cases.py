@@ -1,21 +1,47 @@
-"""What is timed for a cost table: networks of some layers each, over a grid of shapes.
+"""What is timed for a cost table: small networks, over a grid of shapes, as the exporters write them.
 
 A layer stands in the surroundings that it has in a real network. Float convolutions come in chains, so that
 they run in onnxruntime's blocked layout and the reordering at both ends does not count. Integer ops come
-between QuantizeLinear and DequantizeLinear nodes that fuse.
+between roundings that fuse.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from qtrace.benchmarking.net import MIDDLE, SCALE, Net
-from qtrace.costs import FLOAT, INTEGER, OpShape
+import numpy as np
 
-__all__ = ["Build", "Case", "Slot", "alone", "between_convs", "boundaries", "conv", "conv_branches"]
+from qtrace.benchmarking import graphs
+from qtrace.benchmarking.graphs import Surroundings
+from qtrace.calibration.calibrate import calibrate
+from qtrace.config import QConfig
+from qtrace.costs import FLOAT, INTEGER, PLAIN_MAX_POOL, OpShape
+from qtrace.export import export
+from qtrace.graph.types import TracedModule
+from qtrace.preparation.passes.convert import convert
+from qtrace.preparation.prepare import prepare
 
-_REPEATS = 3
+__all__ = [
+    "ROUNDING",
+    "Case",
+    "Slot",
+    "alone",
+    "between_convs",
+    "boundaries",
+    "conv",
+    "conv_branches",
+    "export_kernels",
+    "feeds",
+    "join",
+]
+
+Shape = tuple[int, ...]
+ROUNDING = "rounding."
+"""The beginning of the names of QuantizeLinear and DequantizeLinear, which are no part of an op."""
 
 
 @dataclass(frozen=True)
@@ -40,28 +66,102 @@ class Case:
     """A network whose slots are timed.
 
     Attributes:
-        model: the serialized network.
-        inputs: input name -> shape.
+        parts: the beginning of the names of a part -> its surroundings, and the op that it is about.
+        form: the form in which it has to run; `INTEGER` where there are both, with roundings between.
         slots: what is timed.
     """
 
-    model: bytes
-    inputs: dict[str, tuple[int, ...]]
-    slots: tuple[Slot, ...]
+    parts: Mapping[str, tuple[Surroundings, OpShape]]
+    form: str
+    slots: tuple[Slot, ...] = ()
+
+    def write_onnx(self, backend: str = "onnxruntime") -> tuple[bytes, dict[str, Shape]]:
+        """Returns the network as an ONNX file, and its inputs: name -> shape.
+
+        A node has the name of its result, so that a profile says which op a kernel is part of; the names of
+        roundings begin with `ROUNDING`.
+
+        Args:
+            backend: the target.
+        """
+        import onnx
+
+        traced = graphs.build(self.parts)
+        rules = [rule for name, part in self.parts.items() for rule in _rules(name, *part)]
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "kernels.onnx"
+            model = onnx.load(export_kernels(traced, self.form, path, backend, rules))
+        for node in model.graph.node:
+            rounds = node.op_type in ("QuantizeLinear", "DequantizeLinear")
+            node.name = f"{ROUNDING}{node.output[0]}" if rounds else node.output[0]
+        return bytes(model.SerializeToString()), _inputs(traced)
+
+
+def join(cases: Sequence[Case]) -> Case:
+    """Returns one network of cases of one form, which is prepared and exported in less time than its parts.
+
+    Slots whose nodes a runtime names itself, and those of roundings, cannot be told apart in such a network.
+    """
+    parts, slots = {}, []
+    for number, case in enumerate(cases):
+        parts.update({f"p{number}_{name}": part for name, part in case.parts.items()})
+        slots += [replace(slot, prefix=f"p{number}_{slot.prefix}") for slot in case.slots]
+    return Case(parts, cases[0].form, tuple(slots))
+
+
+def _rules(name: str, surroundings: Surroundings, op: OpShape) -> list[dict[str, Any]]:
+    """Returns the rules of a part: what stays float, and what is rounded though its neighbours are not."""
+    if surroundings is graphs.in_turns:
+        return [{"match": {"name": f"{name}f*"}, "quantize": False}]
+    if op.kind == "softmax":  # stays float where it is not asked for
+        return [{"match": {"op": op.kind}, "quantize": True}]
+    return []
+
+
+_MOVES = ("reshape", "transpose", PLAIN_MAX_POOL)
+"""Kinds that hold integers where their neighbours do."""
+
+
+def export_kernels(
+    traced: TracedModule, form: str, path: Path, backend: str, rules: list[dict[str, Any]] | None = None
+) -> Path:
+    """Writes a network in a form, for a target.
+
+    Args:
+        traced: the network.
+        form: `FLOAT`, or another form for one on integers.
+        path: the file to write.
+        backend: the target.
+        rules: rules of the config.
+    """
+    if form == FLOAT:
+        return export(traced, path)
+    plain = {"activation": "minmax", "weight": "minmax"}
+    settings = {"backend": backend, "observers": plain, "rules": rules or []}
+    if backend == "openvino":  # takes its integer kernels then, even where products saturate
+        settings["weight"] = {"bits": 7}
+    config = QConfig.model_validate(settings)
+    batch = feeds(_inputs(traced))
+    prepared = prepare(traced, config, samples=[batch], progress=False)
+    calibrate(prepared, [batch], progress=False, engine="megengine")
+    return export(convert(prepared), path)
+
+
+def _inputs(traced: TracedModule) -> dict[str, Shape]:
+    return {node.name: tuple(node.shape) for node in traced.graph.inputs[1:]}
+
+
+def feeds(inputs: dict[str, Shape]) -> dict[str, np.ndarray]:
+    """Returns random values for inputs, name -> shape."""
+    random = np.random.default_rng(0)
+    return {name: random.normal(size=shape).astype(np.float32) for name, shape in inputs.items()}
 
 
 def conv(form: str, inputs: int, outputs: int, kernel: int, side: int, groups: int = 1) -> Case:
     """A chain of convolutions of stride 1 with Relu, from ``inputs`` to ``outputs`` channels and back."""
-    net, slots = Net(), []
-    integer = form == INTEGER
-    x = net.input((1, inputs, side, side))
-    x = net.quantize(x, zero_point=0) if integer else x
-    for index in range(2 * _REPEATS - 2):
-        ends = (inputs, outputs) if index % 2 == 0 else (outputs, inputs)
-        op = _conv_shape(*ends, kernel, (side, side), 1, groups)
-        slots.append(Slot(f"m{index}.", op, form))
-        x = _conv_node(net, x, op, slots[-1].prefix, integer)
-    return Case(net.serialize(x), net.inputs, tuple(slots))
+    op = _convolution(inputs, outputs, kernel, side, groups, 1)
+    slots = (Slot(f"m{index}", each, form) for index, each in enumerate(graphs.chained(op)))
+    return Case({"": (graphs.chain, op)}, form, tuple(slots))
 
 
 def conv_branches(
@@ -78,144 +178,44 @@ def conv_branches(
         groups: the number of groups.
         stride: the stride.
     """
-    net, slots, results = Net(), [], []
-    integer = form == INTEGER
-    x = net.input((1, inputs, side * stride, side * stride))
-    x = net.quantize(x, zero_point=0) if integer else x
-    if groups > 1:  # a depthwise layer follows a convolution, which leaves its result in the layout it needs
-        head = _conv_shape(inputs, inputs, 1, (side * stride, side * stride), 1, 1)
-        x = _conv_node(net, x, head, "", integer)
-    for index in range(2):
-        op = _conv_shape(inputs, outputs, kernel, (side * stride, side * stride), stride, groups)
-        slots.append(Slot(f"m{index}.", op, form))
-        results.append(_conv_node(net, x, op, slots[-1].prefix, integer))
-    return Case(net.serialize(*results), net.inputs, tuple(slots))
+    op = _convolution(inputs, outputs, kernel, side * stride, groups, stride)
+    slots = tuple(Slot(f"m{index}", op, form) for index in range(2))
+    return Case({"": (graphs.branches, op)}, form, slots)
 
 
-def _conv_shape(
-    inputs: int, outputs: int, kernel: int, size: tuple[int, int], stride: int, groups: int
-) -> OpShape:
-    padded = [(n + 2 * (kernel // 2) - kernel) // stride + 1 for n in size]
-    weight = (outputs, inputs // groups, kernel, kernel)
-    return OpShape(
-        "conv2d",
-        ((1, inputs, *size),),
-        ((1, outputs, *padded),),
-        weight=weight,
-        stride=(stride, stride),
-        groups=groups,
-    )
+def _convolution(inputs: int, outputs: int, kernel: int, side: int, groups: int, stride: int) -> OpShape:
+    out = (side + 2 * (kernel // 2) - kernel) // stride + 1
+    shapes = ((1, inputs, side, side),), ((1, outputs, out, out),)
+    return OpShape("conv2d", *shapes, (outputs, inputs // groups, kernel, kernel), (stride, stride), groups)
 
 
-def _conv_node(net: Net, x: str, op: OpShape, prefix: str, integer: bool) -> str:
-    """Adds a convolution with Relu, and its rounding if it is an integer one."""
-    shape = (op.outputs[0][1], *op.weight[1:])
-    net.measure("")
-    if integer:
-        parameters = [net.weight(shape), net.bias(shape[0])]
-    else:
-        parameters = [net.random(shape), net.random(shape[:1])]
-    net.measure(prefix.rstrip("."))
-    kernel = op.weight[-1]
-    y = net.node(
-        "Conv",
-        [x, *parameters],
-        kernel_shape=[kernel, kernel],
-        strides=list(op.stride),
-        pads=[kernel // 2] * 4,
-        group=op.groups,
-    )
-    y = net.node("Relu", [y])
-    net.measure("")
-    return net.quantize(y, zero_point=0) if integer else y
+def between_convs(op: OpShape, form: str) -> Case:
+    """Ops of one shape, each between convolutions of its own, whose layout a runtime may keep."""
+    return Case({"": (graphs.surrounded, op)}, form, _slots(op, form))
 
 
-Build = Callable[[Net, list[str], bool], str]
-"""Adds one op to a network, given its data operands and whether they are integers; returns the result."""
+def alone(op: OpShape, form: str) -> Case:
+    """Ops of one shape that read inputs of the network, or, if they move integers, sums of these."""
+    moves = form != FLOAT and op.kind in _MOVES
+    return Case({"": (graphs.between_sums if moves else graphs.stand_alone, op)}, form, _slots(op, form))
 
 
-def between_convs(op: OpShape, form: str, build: Build, *, scale: float = SCALE, zero: int = MIDDLE) -> Case:
-    """Ops of one shape, each between convolutions of its own, whose layout a runtime may keep.
-
-    Args:
-        op: the shapes, all of four axes.
-        form: the form.
-        build: adds the op.
-        scale: the scale of the results.
-        zero: the zero point of the results.
-    """
-    net, integer, results, slots = Net(), form != FLOAT, [], []
-    source = net.input(op.inputs[0])
-    source = net.quantize(source) if integer else source
-    for index in range(_REPEATS):
-        slots.append(_slot(op, form, index))
-        names = [_pixelwise(net, _resized(net, source, op, shape), shape[1], integer) for shape in _data(op)]
-        net.measure(f"m{index}")
-        y = build(net, names, integer)
-        net.measure("")
-        y = net.quantize(y, scale, zero) if integer else y
-        results.append(_pixelwise(net, y, op.outputs[0][1], integer))
-    return Case(net.serialize(*results), net.inputs, tuple(slots))
-
-
-def alone(op: OpShape, form: str, build: Build, *, scale: float = SCALE, zero: int = MIDDLE) -> Case:
-    """Ops of one shape that read inputs of the network; see `between_convs`."""
-    net, integer, results, slots = Net(), form != FLOAT, [], []
-    for index in range(_REPEATS):
-        slots.append(_slot(op, form, index))
-        names = [net.input(shape) for shape in _data(op)]
-        names = [net.quantize(name) for name in names] if integer else names
-        net.measure(f"m{index}")
-        y = build(net, names, integer)
-        net.measure("")
-        results.append(net.quantize(y, scale, zero) if integer else y)
-    return Case(net.serialize(*results), net.inputs, tuple(slots))
+def _slots(op: OpShape, form: str) -> tuple[Slot, ...]:
+    """Returns the slots of an op; onnxruntime names the node that it fuses from GELU's pieces itself."""
+    if op.kind == "gelu":
+        return (Slot("Gelu", op, form, each=True),)
+    return tuple(Slot(f"m{index}", op, form) for index in range(graphs.REPEATS))
 
 
 def boundaries(channels: int, side: int) -> Case:
     """Float and integer convolutions in turns: the roundings between them, and the changes of layout."""
     shape = (1, channels, side, side)
-    net, slots = Net(), []
-    x = _pixelwise(net, net.input(shape), channels, False)
-    for index in range(_REPEATS):
-        names = [f"{kind}{index}" for kind in ("quantize", "dequantize")]
-        slots += [
-            Slot(f"{name}.", OpShape(name.rstrip("0123456789"), (shape,), (shape,)), FLOAT) for name in names
-        ]
-        net.measure(names[0])
-        x = net.only_quantize(x, zero_point=0)
-        net.measure("")
-        x = _pixelwise(net, net.dequantize(x, zero_point=0), channels, True, rounded=False)
-        x = net.only_quantize(x, zero_point=0)
-        net.measure(names[1])
-        x = net.dequantize(x, zero_point=0)
-        net.measure("")
-        x = _pixelwise(net, x, channels, False)
-    moved = OpShape("reorder", (shape,), (shape,))
-    slots += [Slot("Reorder", moved, FLOAT, each=True), Slot("Transpose", moved, INTEGER, each=True)]
-    return Case(net.serialize(x), net.inputs, tuple(slots))
-
-
-def _slot(op: OpShape, form: str, index: int) -> Slot:
-    """Returns the slot of an op; onnxruntime names the node that it fuses from GELU's pieces itself."""
-    return Slot("Gelu", op, form, each=True) if op.kind == "gelu" else Slot(f"m{index}.", op, form)
-
-
-def _data(op: OpShape) -> tuple[tuple[int, ...], ...]:
-    return op.inputs[:1] if op.stored else op.inputs
-
-
-def _resized(net: Net, source: str, op: OpShape, shape: tuple[int, ...]) -> str:
-    """Returns ``source``, or an input of the network for an operand of another shape."""
-    return source if shape == op.inputs[0] else net.input(shape)
-
-
-def _pixelwise(net: Net, x: str, channels: int, integer: bool, rounded: bool = True) -> str:
-    """Adds a cheap convolution of each channel by itself; with its Relu, nothing behind it fuses into it."""
-    if integer:
-        parameters = [net.weight((channels, 1, 1, 1)), net.bias(channels)]
-    else:
-        parameters = [net.random((channels, 1, 1, 1)), net.random((channels,))]
-    y = net.node("Conv", [x, *parameters], kernel_shape=[1, 1], group=channels)
-    y = net.node("Relu", [y])
-    return net.quantize(y, zero_point=0) if integer and rounded else y
+    op = OpShape("quantize", (shape,), (shape,))
+    back, moved = replace(op, kind="dequantize"), replace(op, kind="reorder")
+    slots = [
+        *(Slot(f"{ROUNDING}{name}_relu_int", op, FLOAT) for name in ("f", "f0", "f1")),
+        *(Slot(f"{ROUNDING}i{i}_relu_q", back, FLOAT) for i in range(graphs.REPEATS)),
+        Slot("Reorder", moved, FLOAT, each=True),
+        Slot("Transpose", moved, INTEGER, each=True),
+    ]
+    return Case({"": (graphs.in_turns, op)}, INTEGER, tuple(slots))

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from qtrace.benchmarking import written
-from qtrace.benchmarking.cases import Case, alone, between_convs, boundaries, conv
+from qtrace.benchmarking.cases import Case, alone, between_convs, boundaries, conv, join
 from qtrace.benchmarking.kernels import measure_cases
 from qtrace.benchmarking.machine import describe_machine
 from qtrace.costs import FLOAT, INTEGER, LOOKUP, CostTable, Machine, Measurement, OpShape
@@ -134,8 +133,8 @@ def _class(op: OpShape) -> str:
 
 
 def _cases() -> list[Case]:
-    """Returns the kernels that are timed."""
-    return [case for form in (FLOAT, INTEGER) for case in _in_form(form)] + [boundaries(64, 28)]
+    """Returns the kernels that are timed, those of one form in one network."""
+    return [*(join(tuple(_in_form(form))) for form in (FLOAT, INTEGER)), boundaries(64, 28)]
 
 
 def _in_form(form: str) -> Iterator[Case]:
@@ -143,10 +142,7 @@ def _in_form(form: str) -> Iterator[Case]:
     yield conv(form, 64, 64, 3, 28)
     yield conv(form, 128, 128, 1, 14)
     yield conv(form, 96, 96, 3, 28, 96)
-    yield between_convs(OpShape("add", (shape, shape), (shape,)), form, written.node("Add"))
-    pool = OpShape("max_pool2d", (shape,), (pooled,), (3, 3), (2, 2))
-    yield between_convs(pool, form, written.pool("MaxPool", 3, 2), zero=0)
-    sigmoid = OpShape("sigmoid", (shape,), (shape,))
-    yield between_convs(sigmoid, FLOAT if form == FLOAT else LOOKUP, written.UNARY["sigmoid"])
-    product = OpShape("linear", ((1, 100, 256),), ((1, 100, 256),), weight=(256, 256))
-    yield alone(product, form, written.linear(256, 256, False))
+    yield between_convs(OpShape("add", (shape, shape), (shape,)), form)
+    yield between_convs(OpShape("max_pool2d", (shape,), (pooled,), (3, 3), (2, 2)), form)
+    yield between_convs(OpShape("sigmoid", (shape,), (shape,)), FLOAT if form == FLOAT else LOOKUP)
+    yield alone(OpShape("linear", ((1, 100, 256),), ((1, 100, 256),), weight=(256, 256)), form)

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.benchmarking import written
-from qtrace.benchmarking.cases import Build, Case, Slot, alone, between_convs, boundaries, conv, conv_branches
+from qtrace.benchmarking import graphs
+from qtrace.benchmarking.cases import Case, Slot, alone, between_convs, boundaries, conv, conv_branches, feeds
+from qtrace.benchmarking.graphs import FUNCTIONS
 from qtrace.benchmarking.grid_small import small_grid
-from qtrace.benchmarking.net import Net
 from qtrace.costs import FLOAT, INTEGER, Measurement, OpShape
 
 __all__ = ["KernelTime", "cases_of", "measure", "run_profiled"]
@@ -34,9 +34,6 @@ _HALF = 0.5e-6  # the profile rounds down to microseconds
 _LEAST_SECONDS = 3e-7
 _NOT_RUN = ("Input", "Output", "Parameter", "Result", "Const", "Constant")
 _CONVS = ("Convolution", "GroupConvolution", "Deconvolution")
-_BINARY = {"add": "Add", "mul": "Mul", "sub": "Sub", "div": "Div"}
-# Functions that OpenVINO computes in float wherever they stand, also between integers.
-_FUNCTIONS = tuple(written.UNARY)
 
 
 @dataclass(frozen=True)
@@ -72,14 +69,13 @@ def measure(
     """
     times: dict[tuple[OpShape, str], list[float]] = {}
     for case in cases:
-        nodes, _ = run_profiled(case.model, case.inputs)
+        nodes, _ = run_profiled(*case.write_onnx("openvino"))
         for slot in case.slots:
             if (seconds := _seconds(slot, nodes)) is not None:
                 times.setdefault((slot.op, slot.form), []).append(seconds)
         progress(1)
-    net = Net()
-    shape = net.input((1, 16))
-    nodes, whole = run_profiled(net.serialize(net.node("Sigmoid", [shape])), net.inputs)
+    tiny = Case({"": (graphs.stand_alone, OpShape("sigmoid", ((1, 16),), ((1, 16),)))}, FLOAT)
+    nodes, whole = run_profiled(*tiny.write_onnx("openvino"))
     per_run = max(whole - sum(node.seconds for node in nodes), 0.0)
     return [Measurement(op, form, statistics.median(all)) for (op, form), all in times.items()], per_run
 
@@ -96,9 +92,8 @@ def run_profiled(model: bytes, inputs: dict[str, tuple[int, ...]]) -> tuple[list
     core = openvino.Core()
     compiled = core.compile_model(core.read_model(model), "CPU", _OPTIONS)
     request = compiled.create_infer_request()
-    random = np.random.default_rng(0)
-    for name, shape in inputs.items():
-        request.set_tensor(name, openvino.Tensor(random.normal(size=shape).astype(np.float32)))
+    for name, values in feeds(inputs).items():
+        request.set_tensor(name, openvino.Tensor(values))
     whole, spent = np.inf, 0.0
     for number in range(_MOST_RUNS):
         if number >= _LEAST_RUNS and spent > _SECONDS_PER_CASE:
@@ -163,35 +158,6 @@ def _case(op: OpShape, form: str) -> Iterator[Case]:
             yield conv_branches(form, inputs, outputs, kernel, side, op.groups, op.stride[0])
     elif op.kind == "quantize":
         yield boundaries(shape[1], shape[2])
-    elif (build := _build(op)) is not None and not (form == INTEGER and op.kind in _FUNCTIONS):
+    elif form != INTEGER or op.kind not in FUNCTIONS:  # which it computes in float, also between integers
         between = form == INTEGER and len(shape) == 4 and op.kind not in ("reshape", "transpose")
-        yield (between_convs if between else alone)(op, form, build, zero=0 if between else 128)
-
-
-def _build(op: OpShape) -> Build | None:
-    """Returns what writes an op; None for one that is not measured here."""
-    if op.kind in written.UNARY:
-        return written.UNARY[op.kind]
-    if op.kind in _BINARY:
-        name = _BINARY[op.kind]
-        return written.with_stored(name, op.inputs[1]) if op.stored else written.node(name)
-    if op.kind in ("max_pool2d", "avg_pool2d"):
-        name = "MaxPool" if op.kind == "max_pool2d" else "AveragePool"
-        return written.pool(name, op.weight[0], op.stride[0])
-    if op.kind == "linear":
-        return written.linear(op.weight[1], op.weight[0], True)
-    if op.kind == "conv_transpose2d":
-        return written.conv_transpose(op.weight[0], op.weight[1], op.weight[2])
-    simple = {
-        "matmul": written.node("MatMul"),
-        "softmax": written.node("Softmax", axis=2),
-        "adaptive_avg_pool2d": written.node("GlobalAveragePool"),
-        "mean": written.node("ReduceMean", axes=[2, 3], keepdims=1),
-        "concat": written.node("Concat", axis=1),
-        "interpolate": written.resize("nearest"),
-        "interpolate, bilinear": written.resize("linear"),
-        "transpose": written.node("Transpose", perm=[0, 2, 3, 1]),
-        "reshape": written.reshape(op.outputs[0]),
-        "split": written.first_half(op.outputs[0][1] if len(op.outputs[0]) > 1 else 1),
-    }
-    return simple.get(op.kind)
+        yield between_convs(op, form) if between else alone(op, form)

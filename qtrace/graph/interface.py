@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import GraphError
+from qtrace.graph.carried import parsing
 from qtrace.graph.types import Node, TensorNode, TracedModule
 
 __all__ = ["Interface", "TensorInfo", "file_names", "read_inputs", "read_interface", "write_interface"]
@@ -117,17 +118,12 @@ class Interface:
         Raises:
             GraphError: when the text is anything else.
         """
-        try:
+        with parsing("the interface that the model carries is", "import the file again"):
             document = json.loads(text)
             if not {"inputs", "outputs"} <= set(document) <= {"inputs", "outputs", "metadata"}:
                 raise ValueError("its keys are not 'inputs', 'outputs' and 'metadata'")
             metadata = tuple((key, value) for key, value in document.get("metadata", ()))
             return cls(_tensors(document["inputs"]), _tensors(document["outputs"]), metadata)
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise GraphError(
-                f"the interface that the model carries is damaged ({type(error).__name__}): "
-                "import the file again."
-            ) from error
 
 
 def _are_sizes(sizes: Any) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from qtrace.errors import GraphError
+from qtrace.graph.carried import parsing
 from qtrace.graph.moves import Move, parse_moves
 from qtrace.graph.types import TracedModule
 
@@ -157,7 +158,7 @@ class FileOrigin:
         Raises:
             GraphError: when the text is anything else.
         """
-        try:
+        with parsing("the model's record of the file that it was imported from is", "import the file again"):
             document = json.loads(text)
             if {*document, *_OF_TORCH} != {f.name for f in fields(cls)}:
                 raise ValueError("it has other keys")
@@ -171,11 +172,6 @@ class FileOrigin:
                 for key, (bias, eps, tensors) in document.pop("norms", {}).items()
             }
             return cls(**document, results=results, parameters=parameters, norms=norms)
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise GraphError(
-                f"the model's record of the file that it was imported from is damaged "
-                f"({type(error).__name__}): import the file again."
-            ) from error
 
 
 def _four(texts: Sequence[str]) -> tuple[str, str, str, str]:

@@ -18,7 +18,7 @@ from qtrace.benchmarking.latency import file_size
 from qtrace.benchmarking.machine import describe_machine
 from qtrace.config import backends
 from qtrace.config.recipe import dump_recipe
-from qtrace.display import Displayed, format_table
+from qtrace.display import Displayed, format_bytes, format_table
 from qtrace.errors import QtraceError
 from qtrace.export import export
 from qtrace.graph.open_axes import read_open_axes
@@ -43,7 +43,6 @@ TIMED = {
     ".param": (None, "ncnn", "ncnn"),
 }
 _PACKAGES = ("qtrace", "megengine", "numpy", "onnx", "onnxruntime", "openvino", "ai-edge-litert", "ncnn")
-_MEBIBYTE = 2**20
 
 
 @dataclass(frozen=True)
@@ -142,7 +141,7 @@ class Card(Displayed):
     def _facts(self) -> list[tuple[str, str]]:
         layers = sum(self.precision.values())
         shares = ", ".join(f"{name} in {count} of {layers} layers" for name, count in self.precision.items())
-        stored, in_float = map(_size, self.parameter_bytes)
+        stored, in_float = map(format_bytes, self.parameter_bytes)
         macs, integers = self.macs
         verdict = self.verdict
         metric = "" if verdict is None or verdict.metric is None else f"{verdict.metric:.4g}"
@@ -153,7 +152,7 @@ class Card(Displayed):
             ("inputs", ", ".join(f"{n} {'x'.join(map(str, s))}" for n, s in self.inputs.items())),
             ("target", self.target),
             ("precision", shares),
-            ("size", f"{_size(self.bytes)}; parameters {stored}, {in_float} in float"),
+            ("size", f"{format_bytes(self.bytes)}; parameters {stored}, {in_float} in float"),
             ("MACs", f"{macs:,}, {integers / max(macs, 1):.1%} on integers"),
             ("time", self._time()),
             ("verdict", "" if verdict is None else verdict.line().removeprefix("verdict: ")),
@@ -230,10 +229,6 @@ class Card(Displayed):
         except OSError as error:
             raise QtraceError(f"{data} cannot be written: {error.strerror or error}.") from error
         return data, page
-
-
-def _size(count: int) -> str:
-    return f"{count / _MEBIBYTE:.2f} MB" if count >= _MEBIBYTE else f"{count / 1024:.1f} kB"
 
 
 _STYLE = (

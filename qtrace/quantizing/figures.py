@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qtrace.display import format_bytes
 from qtrace.errors import ConfigError, ExportError
 from qtrace.quantizing.reporting import Reporter
 
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
 __all__ = ["note_device", "note_file", "note_graph", "note_kernels", "note_precision"]
 
 _FLOAT_RUNTIME = "onnxruntime"  # runs the .onnx files of plain modules
-_MEBIBYTE = 2**20
 
 
 def note_graph(model: Any, reporter: Reporter) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def note_graph(model: Any, reporter: Reporter) -> dict[str, Any]:
 
     figures = read_figures(model)
     precision = note_precision(model, reporter)
-    size = f"parameters {_megabytes(figures.bytes)}, {_megabytes(figures.float_bytes)} in float"
+    size = f"parameters {format_bytes(figures.bytes)}, {format_bytes(figures.float_bytes)} in float"
     facts = {"parameter_bytes": figures.bytes, "float_parameter_bytes": figures.float_bytes, **_macs(figures)}
     facts |= precision
     placement = figures.placement
@@ -144,7 +144,7 @@ def note_file(model: Any, path: Path, reporter: Reporter) -> dict[str, Any]:
     from qtrace.preparation.figures import read_figures
 
     figures, size = read_figures(model), file_size(path)
-    text, facts = f"size {_megabytes(size)}; {_show_macs(figures)}", {"bytes": size, **_macs(figures)}
+    text, facts = f"size {format_bytes(size)}; {_show_macs(figures)}", {"bytes": size, **_macs(figures)}
     facts |= note_precision(model, reporter)
     costs = _read_costs(figures) if path.suffix == ".onnx" else None
     try:
@@ -206,7 +206,3 @@ def _show_times(seconds: float, in_float: float, table: str) -> str:
     if seconds != in_float:
         text += f", {in_float * 1e3:.3g} ms in float ({in_float / seconds:.2f}x)"
     return f"{text}, in one thread by cost table {table}"
-
-
-def _megabytes(size: int) -> str:
-    return f"{size / _MEBIBYTE:.3g} MB"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from qtrace.benchmarking.net import Net
+from tests.benchmarking.onnx_net import Net
 
 CHANNELS, SIDE = 16, 8
 

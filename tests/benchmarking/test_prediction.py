@@ -56,7 +56,7 @@ def test_the_time_is_the_sum_of_ops_and_run(tmp_path):
 
 
 def test_an_op_without_a_kind_is_named(tmp_path):
-    from qtrace.benchmarking.net import Net
+    from tests.benchmarking.onnx_net import Net
 
     net = Net()
     x = net.input((1, 4))

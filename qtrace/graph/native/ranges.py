@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from qtrace.errors import GraphError, SchemeError
+from qtrace.graph.carried import parsing
 from qtrace.graph.types import TracedModule
 from qtrace.scheme import QParams
 
@@ -82,13 +82,9 @@ class NativeRanges:
         Raises:
             GraphError: when the text is anything else.
         """
-        try:
+        with parsing("the scales that the model brings are", "trace it again"):
             document = json.loads(text)
             return cls({str(path): LayerRanges.from_dict(data) for path, data in document.items()})
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError, SchemeError) as error:
-            raise GraphError(
-                f"the scales that the model brings are damaged ({type(error).__name__}): trace it again."
-            ) from error
 
 
 def write_ranges(traced: TracedModule, ranges: NativeRanges) -> None:

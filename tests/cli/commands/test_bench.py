@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from qtrace import costs
 from qtrace.benchmarking import files, tables
 from qtrace.benchmarking.cases import conv
 from qtrace.costs import FLOAT, CostTable
@@ -90,7 +91,7 @@ def test_kernels_write_a_table_that_predicts(run, pair, monkeypatch):
 
 
 def test_a_table_of_another_runtime_predicts_nothing(run, pair):
-    table = Path(tables.__file__).parent / "costs" / "tables" / "openvino.json"
+    table = Path(costs.__file__).parent / "tables" / "openvino.json"
     result = run("bench", *map(str, pair), "--predict", str(table))
     assert (result.code != 0, result.out) == (True, "")
     assert "has the times of openvino" in " ".join(result.err.split())

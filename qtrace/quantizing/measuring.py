@@ -28,7 +28,9 @@ from qtrace.calibration.known_ranges import from_ranges, measure_ranges
 from qtrace.config import QConfig, backends
 from qtrace.data.batches import as_arguments
 from qtrace.errors import QtraceError
-from qtrace.export import export
+from qtrace.export.converted.graph import ConvertedGraph
+from qtrace.export.converted.open_axes import SharedAxes
+from qtrace.export.onnx.exporter import files as write_files
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.twin import late_algorithms
@@ -369,12 +371,13 @@ class _Bench:
             for number, (name, outcome) in enumerate(labellings.items())
             if not is_left_out(number, name)
         }
-        known = measure_ranges(graphs[_FLOAT], graphs.values(), self.ranges)
+        axes = SharedAxes()
+        known = measure_ranges(graphs.values(), self.ranges, axes)
         files = {}
         for number, (name, prepared) in enumerate(graphs.items()):
             if not is_left_out(number, name):
                 files[name] = folder / f"{number}.onnx"
-                self._export(prepared, known, files[name])
+                self._export(prepared, known, files[name], axes)
         return files
 
     def _prepare(self, outcome: SearchOutcome) -> TracedModule:
@@ -382,11 +385,19 @@ class _Bench:
             self.traced, self.config, self.samples, self.config, outcome, source=self.source
         )[0]
 
-    def _export(self, prepared: TracedModule, ranges: Mapping[str, tuple[float, float]], path: Path) -> None:
+    def _export(
+        self,
+        prepared: TracedModule,
+        ranges: Mapping[str, tuple[float, float]],
+        path: Path,
+        axes: SharedAxes,
+    ) -> None:
         if any(fake_quants(prepared)):
             statistics = from_ranges(prepared, ranges)  # None where the batches must run for them
             calibrate(prepared, self.ranges, progress=False, statistics=statistics)
-        export(convert(prepared), path)
+        for file, content in write_files(ConvertedGraph(convert(prepared)), path, axes=axes).items():
+            with file.open("wb") as stream:
+                stream.writelines([content] if isinstance(content, bytes) else content)
 
     def _time(self, paths: Sequence[Path], most: float) -> list[Speed]:
         """Returns the speeds of files beside the first one; those of like structure are remembered."""

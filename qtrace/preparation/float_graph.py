@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -89,7 +88,7 @@ class FloatSource:
         graph = self._graph
         if graph.located is not None:
             config, _ = native.without_refitting(config, graph.located)
-        return replace(graph, model=copy.deepcopy(graph.model), config=config)
+        return replace(graph, model=flatten(graph.model), config=config)
 
 
 def make_float_graph(

@@ -29,6 +29,7 @@ _FEWEST_TURNS = 3  # where there is no time for seven; with fewer, nothing could
 _UNTIMED_RUNS = 2  # of each file, as it is opened and before the turns
 LEAST_RUNS, FEWEST_RUNS = _LEAST_TURNS + _UNTIMED_RUNS, _FEWEST_TURNS + _UNTIMED_RUNS
 """The runs of a file that a round takes at least: with time enough, and with little time."""
+_NARROW = 1.02  # the ends of a range of ratios, one over the other: more turns would decide nothing else
 _LONG_RUN = 0.25  # seconds: files that take longer are opened once, and run seven times
 _TURN = 0.002  # seconds of a turn; shorter files run several times in it
 _MOST_RUNS = 20
@@ -88,7 +89,8 @@ def compare_files(
         paths: the files.
         runtime: the runtime; None for the first one that runs such files.
         settings: threads, batch and shapes.
-        seconds: how long to measure all files together; each takes seven turns at least.
+        seconds: how long to measure all files together; each takes seven turns at least. A round ends
+            earlier if the range of each ratio is narrower than 2 %.
         most: the seconds that slow files may take. Where seven turns take longer there are fewer, three at
             least, whose range is wider.
 
@@ -152,11 +154,20 @@ def _take_turns(
             runs = [clock(runners[index]) for _ in range(repeats[index])]
             times[index].append(statistics.median(runs))
         now = time.perf_counter()
-        if number + 1 >= _LEAST_TURNS and now > end:
+        if number + 1 >= _LEAST_TURNS and (now > end or _are_narrow(times)):
             break
         if number + 1 >= _FEWEST_TURNS and now + (now - began) > latest:
             break
     return times
+
+
+def _are_narrow(times: Sequence[Sequence[float]]) -> bool:
+    """Returns whether the ranges of all ratios of a round are as narrow as any decision needs."""
+    for own in times[1:]:
+        low, high = _range_of_median([f / o for f, o in zip(times[0], own, strict=True)])
+        if high > _NARROW * low:
+            return False
+    return True
 
 
 def summarize(rounds: Sequence[Sequence[Sequence[float]]]) -> list[Speed]:

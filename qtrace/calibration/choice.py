@@ -22,7 +22,14 @@ from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.preparation.model import QuantizedModel
 from qtrace.runtimes.host import RuntimeHost
 
-__all__ = ["ENGINES", "Chosen", "ExplainedEngine", "choose_engine", "choose_segments"]
+__all__ = [
+    "ENGINES",
+    "Chosen",
+    "ExplainedEngine",
+    "choose_engine",
+    "choose_segments",
+    "reason_against_export",
+]
 
 ENGINES = ("auto", "megengine", "onnxruntime")
 
@@ -99,7 +106,7 @@ def choose_engine(
         raise ConfigError(f"unknown engine {name!r}: choose one of {', '.join(ENGINES)}.")
     if name == "megengine":
         return _FixedEngine(megengine, chosen or Chosen(name, "as asked"))
-    if name == "auto" and (reason := _reason_against_export(prepared, batches, first)):
+    if name == "auto" and (reason := reason_against_export(prepared, batches, first)):
         return _FixedEngine(megengine, Chosen("megengine", reason))
     try:
         fast = OnnxRuntime(prepared.module, tuple(watched.nodes), threads, host=host)
@@ -141,7 +148,7 @@ def choose_segments(
     name = chosen.name if isinstance(chosen, Chosen) else chosen
     if name not in ENGINES:
         raise ConfigError(f"unknown engine {name!r}: choose one of {', '.join(ENGINES)}.")
-    if name == "auto" and not _reason_against_export(prepared, batches, first):
+    if name == "auto" and not reason_against_export(prepared, batches, first):
         name = "onnxruntime"
     everywhere = not isinstance(chosen, Chosen) or chosen.everywhere
     if name != "onnxruntime" or not everywhere or importlib.util.find_spec("onnxruntime") is None:
@@ -324,7 +331,7 @@ def _difference(first: np.ndarray, second: np.ndarray) -> float:
     return difference / magnitude if magnitude else 0.0
 
 
-def _reason_against_export(prepared: QuantizedModel, batches: int | None, first: Arguments | None) -> str:
+def reason_against_export(prepared: QuantizedModel, batches: int | None, first: Arguments | None) -> str:
     """Returns why an export would take longer than it saves, or ""."""
     if first is None:
         samples, growth = min(_traced_samples(prepared.module), default=0), 1.0

@@ -7,10 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.calibration.base import Watched, watched
-from qtrace.calibration.choice import choose_engine
+from qtrace.calibration.base import EngineError, watched
+from qtrace.calibration.choice import reason_against_export
+from qtrace.calibration.megengine import MegEngine
+from qtrace.calibration.onnxruntime import OnnxRuntime
 from qtrace.calibration.statistics import Statistics, fresh, no_statistics
 from qtrace.data.batches import as_arguments, evaluating
+from qtrace.export.converted.open_axes import SharedAxes
 from qtrace.graph.types import TracedModule
 from qtrace.observers.base import Observer
 from qtrace.observers.minmax import MinMax
@@ -23,21 +26,36 @@ Ranges = Mapping[str, tuple[float, float]]
 
 
 def measure_ranges(
-    in_float: TracedModule, others: Iterable[TracedModule], batches: Sequence[Any]
+    graphs: Iterable[TracedModule], batches: Sequence[Any], axes: SharedAxes | None = None
 ) -> dict[str, tuple[float, float]]:
-    """Returns the ranges of the activations that prepared graphs observe, as far as they are in the first.
+    """Returns the ranges of the activations that prepared graphs of one network observe.
+
+    A node of several graphs has the same values in each, so the graph that has most of the nodes runs, then
+    another one for those that are left, such as the pieces of an activation function.
 
     Args:
-        in_float: a prepared graph, which runs.
-        others: prepared graphs of the same network.
+        graphs: prepared graphs of one network.
         batches: batches as for `qtrace.calibrate`.
+        axes: the open axes of the files of the network; None to find them.
 
     Raises:
         CalibrationError: when a batch does not fit the model.
     """
-    model = QuantizedModel(in_float, "prepared")
-    names = {name for other in others for name in watched(QuantizedModel(other, "prepared")).nodes}
-    nodes: dict[str, tuple[str, ...]] = {name: (name,) for name in model.nodes if name in names}
+    models = [QuantizedModel(graph, "prepared") for graph in graphs]
+    missing = {name for model in models for name in watched(model).nodes}
+    ranges: dict[str, tuple[float, float]] = {}
+    while missing and batches:
+        model = max(models, key=lambda model: len(missing.intersection(model.nodes)))
+        nodes = [name for name in model.nodes if name in missing]
+        ranges.update(_run(model, nodes, batches, axes))
+        missing.difference_update(nodes)
+    return ranges
+
+
+def _run(
+    model: QuantizedModel, nodes: Sequence[str], batches: Sequence[Any], axes: SharedAxes | None
+) -> dict[str, tuple[float, float]]:
+    """Returns the ranges of ``nodes`` in one run of the batches."""
     ranges: dict[str, tuple[float, float]] = {}
 
     def observe(node: str, value: Any) -> None:
@@ -46,12 +64,21 @@ def measure_ranges(
         before = ranges.get(node, (low, high))
         ranges[node] = float(np.minimum(before[0], low)), float(np.maximum(before[1], high))
 
-    calls = [as_arguments(batch, in_float, index) for index, batch in enumerate(batches)]
-    if nodes and calls:
-        with in_phase(in_float, "float"), evaluating(in_float):
-            engine = choose_engine(model, Watched(nodes, (), (), {}), "auto", len(calls), first=calls[0])
-            for index, arguments in enumerate(calls):
-                engine.run(arguments, index, observe)
+    graph = model.module
+    calls = [as_arguments(batch, graph, index) for index, batch in enumerate(batches)]
+    with in_phase(graph, "float"), evaluating(graph):
+        if not reason_against_export(model, len(calls), calls[0]):
+            # Files of the graphs run in onnxruntime, too: its values are not compared with MegEngine's.
+            try:
+                fast = OnnxRuntime(graph, nodes, axes=axes)
+                for index, arguments in enumerate(calls):
+                    fast.run(arguments, index, observe)
+                return ranges
+            except EngineError:
+                ranges.clear()
+        engine = MegEngine(graph, nodes)
+        for index, arguments in enumerate(calls):
+            engine.run(arguments, index, observe)
     return ranges
 
 

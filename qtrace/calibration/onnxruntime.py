@@ -16,6 +16,7 @@ import numpy as np
 
 from qtrace.calibration.base import Arguments, EngineError, Observe
 from qtrace.errors import ExportError, install
+from qtrace.export.converted.open_axes import SharedAxes
 from qtrace.export.onnx.activations import activations
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import TensorNode, TracedModule
@@ -47,6 +48,7 @@ class OnnxRuntime:
         threads: number of threads; None for all cores.
         limit: the most bytes of activations in memory.
         host: the interpreter or machine that has onnxruntime; None for this process.
+        axes: the open axes of the files of the network; None to find those of this one.
 
     Raises:
         EngineError: when the graph has no ONNX form, or onnxruntime is missing or refuses it.
@@ -61,13 +63,14 @@ class OnnxRuntime:
         threads: int | None = None,
         limit: int = _MAX_ACTIVATION_BYTES,
         host: RuntimeHost | None = None,
+        axes: SharedAxes | None = None,
     ) -> None:
         if host is None and importlib.util.find_spec("onnxruntime") is None:
             raise EngineError(f"the package onnxruntime is not installed ({install('onnx')})")
         if len(prepared.argdef_graph_map) != 1:
             raise EngineError("the model was traced with several structures of arguments")
         try:
-            self._model = activations(prepared, nodes)
+            self._model = activations(prepared, nodes, axes)
         except ExportError as error:
             raise EngineError(f"the graph has no ONNX form: {str(error).rstrip('.')}") from error
         self._prepared, self._nodes, self._threads, self._limit = prepared, tuple(nodes), threads, limit

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from qtrace.costs import CostTable
 from qtrace.display import progress_bar
 from qtrace.preparation.annotation import Annotation
-from qtrace.preparation.float_graph import FloatGraph
+from qtrace.preparation.float_graph import FloatGraph, GraphFacts
 from qtrace.preparation.passes.annotate import annotate
 from qtrace.preparation.passes.place import place, write_activations
 from qtrace.preparation.passes.search import SearchOutcome
 from qtrace.preparation.passes.selecting import leave_selecting
-from qtrace.preparation.passes.unlike import find_unlike
-from qtrace.preparation.placement.reference import Measured, MeasuredRun
+from qtrace.preparation.passes.unlike import UnlikeNames, find_unlike
+from qtrace.preparation.placement.reference import MeasuredRun
 from qtrace.process.memory import return_free_memory
 
 __all__ = ["Decision", "decide"]
@@ -29,13 +29,13 @@ class Decision:
         annotation: for every expr the rule that quantizes it, or the reason why it stays in float.
         changed: a line for each op that was written in pieces again, as the placement found it faster.
         outcome: the labelling of the placement, with the others in question; None without a choice.
-        measured: what was measured in the graph, for copies of it; None if nothing was.
+        facts: what was found in the graph, for copies of it.
     """
 
     annotation: Annotation
     changed: tuple[str, ...]
     outcome: SearchOutcome | None = None
-    measured: Measured | None = None
+    facts: GraphFacts | None = None
 
 
 def decide(
@@ -43,7 +43,7 @@ def decide(
     outcome: SearchOutcome | None = None,
     fitted: CostTable | None = None,
     progress: bool = False,
-    measured: Measured | None = None,
+    facts: GraphFacts | None = None,
 ) -> Decision:
     """Decides for every expr: unlike ranges first, then selections, the placement, and the rules.
 
@@ -52,7 +52,7 @@ def decide(
         outcome: the labelling that an earlier search in the same network found; None to search.
         fitted: the packaged cost table, fitted to this processor; None for the table as it is packaged.
         progress: whether to show a progress bar of the runs of the graph on stderr.
-        measured: what was measured in a copy of the graph; None to measure.
+        facts: what was found in a copy of the graph; None to find it.
 
     Raises:
         ConfigError: for a config that does not fit the graph.
@@ -61,14 +61,19 @@ def decide(
     with progress_bar(
         desc="prepare", unit="run", disable=not progress, delay=_SHOWN_AFTER, leave=False
     ) as bar:
-        run = MeasuredRun(model, graph.samples, advance=bar.update, measured=measured)
-        unlike = leave_selecting(model, config, find_unlike(model, config, run))
+        known = None if facts is None else facts.measured
+        run = MeasuredRun(model, graph.samples, advance=bar.update, measured=known)
+        if facts is None:
+            unlike = leave_selecting(model, config, find_unlike(model, config, run))
+        else:
+            unlike = facts.unlike.find(model)
         placing = place(model, config, run, unlike, outcome, fitted)
-        measured = run.measured()  # by the names of the nodes as they are now
-    return_free_memory()  # of rounded weights, which runs of the graph have read
+        facts = GraphFacts(run.measured(), UnlikeNames.of(unlike))  # by the names of nodes as they are now
+    if outcome is None:
+        return_free_memory()  # of rounded weights, which runs of the graph have read
     changed: tuple[str, ...] = ()
     if placing is not None:
         placing, pieces = write_activations(model, placing)
         changed = tuple(pieces.changed)
     annotation = annotate(model, config, placing, unlike)
-    return Decision(annotation, changed, None if placing is None else placing.outcome, measured)
+    return Decision(annotation, changed, None if placing is None else placing.outcome, facts)

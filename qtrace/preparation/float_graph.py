@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,10 +17,11 @@ from qtrace.preparation.passes import native
 from qtrace.preparation.passes.biases import broadcast_biases
 from qtrace.preparation.passes.compose import compose_pieces
 from qtrace.preparation.passes.expand import expand
+from qtrace.preparation.passes.unlike import UnlikeNames
 from qtrace.preparation.placement.reference import Measured
 from qtrace.preparation.samples import first_calls, holds_infinite_data, read_calls
 
-__all__ = ["FloatGraph", "FloatSource", "make_float_graph"]
+__all__ = ["FloatGraph", "FloatSource", "GraphFacts", "make_float_graph"]
 
 # Images on which the noise of each rounding is measured: their mean decides, not one of them.
 _MEASURED_SAMPLES = 4
@@ -54,8 +54,21 @@ class FloatGraph:
     dropped: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class GraphFacts:
+    """What was found in a float graph under its config, which holds for every copy, however it is placed.
+
+    Attributes:
+        measured: what was measured in the graph; None if nothing was.
+        unlike: what stays in float whatever the placement.
+    """
+
+    measured: Measured | None
+    unlike: UnlikeNames
+
+
 class FloatSource:
-    """The float graph of a network and what was measured in it, both made once for several labellings.
+    """The float graph of a network and what was found in it, both made once for several labellings.
 
     Args:
         traced: a traced module in float; it is not changed.
@@ -63,19 +76,19 @@ class FloatSource:
         samples: the user's batches; None if there are none.
 
     Attributes:
-        measured: what was measured in a copy of the graph; None if nothing was yet.
+        facts: what was found in a copy of the graph; None if nothing was yet.
     """
 
     def __init__(self, traced: TracedModule, config: QConfig, samples: Iterable[Any] | None = None) -> None:
         self._graph = make_float_graph(traced, config, samples)
-        self.measured: Measured | None = None
+        self.facts: GraphFacts | None = None
 
     def copy(self, config: QConfig) -> FloatGraph:
         """Returns a graph to be changed, for a config that differs in observers and late algorithms alone."""
         graph = self._graph
         if graph.located is not None:
             config, _ = native.without_refitting(config, graph.located)
-        return replace(graph, model=copy.deepcopy(graph.model), config=config)
+        return replace(graph, model=flatten(graph.model), config=config)
 
 
 def make_float_graph(

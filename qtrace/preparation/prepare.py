@@ -119,10 +119,9 @@ def prepare_placed(
     """
     with paused_collector():
         graph = make_float_graph(traced, config, samples) if source is None else source.copy(config)
-        measured = None if source is None else source.measured
-        decision = decide(graph, outcome, fitted, progress, measured)
+        decision = decide(graph, outcome, fitted, progress, None if source is None else source.facts)
         if source is not None:
-            source.measured = decision.measured
+            source.facts = decision.facts
         scales = native.bring_scales(graph.model, decision.annotation, graph.located)
         insert(graph.model, scales.annotation)
         check(graph.model, types=False)  # the editor renewed them

@@ -8,7 +8,11 @@ from typing import Any
 import numpy as np
 
 from qtrace.data.batches import as_arguments, count_samples, first_samples, refuse_nan
-from qtrace.graph.types import TracedModule
+from qtrace.graph.inference import OpError
+from qtrace.graph.interpreter import Interpreter
+from qtrace.graph.open_axes import read_open_axes
+from qtrace.graph.open_shapes import infer_types
+from qtrace.graph.types import TensorNode, TracedModule
 
 __all__ = ["first_calls", "holds_infinite_data", "read_calls"]
 
@@ -41,8 +45,33 @@ def first_calls(calls: Iterable[Any], count: int, model: TracedModule) -> list[A
     """Returns ``calls`` up to the first ``count`` images, in whole batches if the model fixes their size."""
     first: list[Any] = []
     for arguments in calls:
-        first.append(first_samples(arguments, count, model) or arguments)
+        first.append(_cut(arguments, count, model) or arguments)
         count -= count_samples(first[-1])
         if count <= 0:
             break
     return first
+
+
+def _cut(arguments: Any, count: int, model: TracedModule) -> Any:
+    """Returns the first samples of a call; None if they cannot be cut off, or ``model`` refuses so few."""
+    few = first_samples(arguments, count)
+    known = few is not None and _is_known_to_take(few, model)
+    return few if known else first_samples(arguments, count, model)
+
+
+def _is_known_to_take(arguments: Any, model: TracedModule) -> bool:
+    """Returns whether the batch is open, as an import has proved, and no edit since then has fixed it.
+
+    Shapes are inferred, which takes less time than a run.
+    """
+    record = read_open_axes(model)
+    nodes = [node for node in model.graph.inputs if isinstance(node, TensorNode)]
+    if record is None or not nodes or not all(0 in record.of(node) for node in nodes):
+        return False
+    args, kwargs = arguments
+    values = Interpreter(model).bind(args, kwargs)[1][1:]
+    try:
+        infer_types(model, {node.name: value.shape for node, value in zip(nodes, values, strict=True)})
+    except OpError:
+        return False
+    return True

@@ -28,7 +28,9 @@ from qtrace.calibration.known_ranges import from_ranges, measure_ranges
 from qtrace.config import QConfig, backends
 from qtrace.data.batches import as_arguments
 from qtrace.errors import QtraceError
-from qtrace.export import export
+from qtrace.export.converted.graph import ConvertedGraph
+from qtrace.export.converted.open_axes import SharedAxes
+from qtrace.export.onnx.exporter import files as write_files
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.twin import late_algorithms
@@ -377,13 +379,14 @@ class _Bench:
             for number, (name, outcome) in enumerate(labellings.items())
             if not is_left_out(number, name)
         }
-        known = measure_ranges(graphs[_FLOAT], graphs.values(), self.ranges)
+        axes = SharedAxes()
+        known = measure_ranges(graphs.values(), self.ranges, axes)
         files = {}
         for number, (name, prepared) in enumerate(graphs.items()):
             if not is_left_out(number, name):
                 files[name] = folder / f"{number}.onnx"
                 converted = self._convert(prepared, known)
-                export(converted, files[name])
+                _write(converted, files[name], axes)
                 if any(reaching(converted)):
                     self.selecting[name] = converted
         return files
@@ -438,6 +441,13 @@ class _Bench:
                 results.append(session.run(None, dict(zip(names, feeds, strict=True))))
             samples -= rows or 1
         return results
+
+
+def _write(converted: TracedModule, path: Path, axes: SharedAxes) -> None:
+    """Writes the ONNX file of a labelling, with the open axes that all labellings share."""
+    for file, content in write_files(ConvertedGraph(converted), path, axes=axes).items():
+        with file.open("wb") as stream:
+            stream.writelines([content] if isinstance(content, bytes) else content)
 
 
 def _rows(session: OrtSession, values: Sequence[np.ndarray]) -> int:

@@ -15,7 +15,7 @@ class _Files:
     """Files whose runs take a given time of a clock of their own."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
-        self.now, self.runs, self.seconds = 0.0, 0, seconds
+        self.now, self.runs, self.seconds, self.wobble = 0.0, 0, seconds, 0.01
         clock = SimpleNamespace(perf_counter=lambda: self.now, thread_time=lambda: self.now)
         monkeypatch.setattr(turns, "time", clock)
         monkeypatch.setattr(turns, "open_file", self._open)
@@ -24,7 +24,7 @@ class _Files:
     def _open(self, path: Path, *args: object) -> SimpleNamespace:
         def run() -> float:
             self.runs += 1
-            taken = self.seconds[int(path.stem)] * (1 + 0.01 * (self.runs % 3))
+            taken = self.seconds[int(path.stem)] * (1 + self.wobble * (self.runs % 3))
             self.now += taken
             return taken
 
@@ -57,6 +57,17 @@ def test_files_too_slow_for_three_turns_are_a_sentence_after_two_runs(monkeypatc
     ):
         turns.compare_files(files.paths)
     assert files.runs == 2
+
+
+def test_a_round_ends_where_all_ratios_are_narrow(monkeypatch) -> None:
+    files = _Files(monkeypatch, 0.02, 0.01)
+    files.wobble = 0.02
+    assert all(speed.turns > 14 for speed in turns.compare_files(files.paths, seconds=3.0))
+    files = _Files(monkeypatch, 0.02, 0.01)
+    files.wobble = 0.004
+    speeds = turns.compare_files(files.paths, seconds=3.0)
+    assert [speed.turns for speed in speeds] == [14] * 2
+    assert [speed.ratio for speed in speeds] == pytest.approx([1.0, 2.0], rel=0.01)
 
 
 def test_few_turns_say_less() -> None:

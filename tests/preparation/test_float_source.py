@@ -73,7 +73,7 @@ def test_known_ranges_calibrate_as_the_batches_do(tmp_path: Path) -> None:
         _traced(), config, [DATA], outcome=outcome.instead(outcome.float_labels), source=source
     )
     halves = [DATA[:2], DATA[2:]]
-    statistics = from_ranges(prepared, measure_ranges(in_float, [prepared], halves))
+    statistics = from_ranges(prepared, measure_ranges([in_float, prepared], halves))
     assert statistics is not None
     own = _file(prepared, tmp_path / "a.onnx")
     qtrace.calibrate(prepared, [DATA], progress=False, statistics=statistics)

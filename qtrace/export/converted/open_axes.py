@@ -15,7 +15,7 @@ from qtrace.graph.open_shapes import infer_types, types_at_other_sizes
 from qtrace.graph.renewal import write_type
 from qtrace.graph.types import Node, TensorNode
 
-__all__ = ["DeclaredAxes", "find_declared_axes", "open_axes_of", "resized"]
+__all__ = ["DeclaredAxes", "SharedAxes", "find_declared_axes", "open_axes_of", "resized"]
 
 _LOG = logging.getLogger("qtrace")
 
@@ -66,6 +66,27 @@ def find_declared_axes(graph: ConvertedGraph, problem_at: Problem) -> DeclaredAx
             sizes.setdefault(_sizes(node, axis, types), name)
     outputs = {node: _output_axes(node, types, sizes) for node in graph.outputs}
     return DeclaredAxes(inputs, outputs)
+
+
+class SharedAxes:
+    """The open axes of several files of one network, which are found in the first one that is written.
+
+    The graphs have inputs of the same names, and outputs in the same order.
+    """
+
+    def __init__(self) -> None:
+        self._inputs: dict[str, Mapping[int, str]] = {}
+        self._outputs: list[Mapping[int, str | None]] | None = None
+
+    def find(self, graph: ConvertedGraph, problem_at: Problem) -> DeclaredAxes:
+        """Returns the open axes of a file; see `find_declared_axes` for the arguments."""
+        if self._outputs is None:
+            found = find_declared_axes(graph, problem_at)
+            self._inputs = {node.name: own for node, own in found.inputs.items()}
+            self._outputs = [found.outputs.get(node, {}) for node in graph.outputs]
+            return found
+        inputs = {node: self._inputs[node.name] for node in graph.inputs if node.name in self._inputs}
+        return DeclaredAxes(inputs, dict(zip(graph.outputs, self._outputs, strict=True)))
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from qtrace.errors import ExportError, install
 from qtrace.export.converted.float_graph import bare_graph
+from qtrace.export.converted.open_axes import SharedAxes
 from qtrace.graph.opaque import divides_by_inputs
 from qtrace.graph.types import TracedModule
 from qtrace.onnxfile import external_data
@@ -39,12 +40,13 @@ class Activations:
     folder: tempfile.TemporaryDirectory[str] | None = None
 
 
-def activations(prepared: TracedModule, nodes: Sequence[str]) -> Activations:
+def activations(prepared: TracedModule, nodes: Sequence[str], axes: SharedAxes | None = None) -> Activations:
     """Writes the part of a prepared graph that ``nodes`` depend on, in float.
 
     Args:
         prepared: a module made by ``qtrace.prepare``.
         nodes: names of nodes, inputs of the graph included.
+        axes: the open axes of the files of the network; None to find those of this one.
 
     Raises:
         ExportError: when a node has no ONNX form, or the package onnx is missing.
@@ -57,7 +59,7 @@ def activations(prepared: TracedModule, nodes: Sequence[str]) -> Activations:
         )
     from onnx import TensorProto, helper
 
-    from qtrace.export.onnx.exporter import OnnxExporter
+    from qtrace.export.onnx.exporter import OnnxExporter, OnnxOptions
 
     class ActivationExporter(OnnxExporter):
         """Writes a model that is fed with the tensors of the graph and is never stored.
@@ -71,7 +73,7 @@ def activations(prepared: TracedModule, nodes: Sequence[str]) -> Activations:
         def _metadata(self, own: str) -> dict[str, str]:
             return {}
 
-    exporter = ActivationExporter(bare_graph(prepared))
+    exporter = ActivationExporter(bare_graph(prepared), OnnxOptions(axes=axes))
     model = exporter.run()
     names, known = exporter.writer.names, exporter.graph.nodes
     inputs = tuple(i.name for i in model.graph.input)

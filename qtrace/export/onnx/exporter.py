@@ -27,7 +27,7 @@ from qtrace.errors import ExportError, install
 from qtrace.export.converted.allow_float import float_kinds, only_floats_read
 from qtrace.export.converted.graph import ConvertedGraph, ConvertedOp
 from qtrace.export.converted.located import located, site_expr
-from qtrace.export.converted.open_axes import Types, find_declared_axes, resized
+from qtrace.export.converted.open_axes import SharedAxes, Types, find_declared_axes, resized
 from qtrace.export.converted.plain_graph import PlainGraph
 from qtrace.export.detections import Suppression
 from qtrace.export.format import Content, Format
@@ -69,6 +69,8 @@ class OnnxOptions:
         suppression: how the file chooses boxes; None for the outputs of the graph alone.
         names_parameters: whether parameters of an imported graph have their names of that file.
         contrib: whether weights may have forms that onnxruntime alone has.
+        axes: the open axes that the file has in common with others of its network; None to find its own.
+        metadata: whether the file says what it was made of.
     """
 
     packed: bool = False
@@ -79,6 +81,8 @@ class OnnxOptions:
     suppression: Suppression | None = None
     names_parameters: bool = True
     contrib: bool = True
+    axes: SharedAxes | None = None
+    metadata: bool = True
 
 
 def files(
@@ -93,6 +97,7 @@ def files(
     preprocess: bool = False,
     nms: Any = None,
     weights: str = "auto",
+    axes: SharedAxes | None = None,
 ) -> dict[Path, Content]:
     """Returns a module as an ONNX file and, if it is large, a file with its tensors.
 
@@ -119,6 +124,8 @@ def files(
             onnxruntime and openvino ``uint8`` for weights of more than 7 bits if products of uint8 and int8
             saturate on this processor (x86 without VNNI), and for those of `weights_behind_joined_rows`; else
             ``int8``. With ``uint8``, openvino gets the weights of transposed convolutions as floats.
+        axes: the open axes that this file shares with others of its network, which are measured and thrown
+            away: it has no metadata. None for a file that is kept.
 
     Raises:
         ExportError: when a node has no ONNX form or rounds in another way than ONNX, naming it, an option has
@@ -132,7 +139,10 @@ def files(
     unsigned = stores_unsigned(converted, weights)
     suppression = None if nms is None else Suppression.of(nms)
     floats = float_kinds(allow_float) | (kinds_in_float(converted) if unsigned else frozenset())
-    options = OnnxOptions(packed, floats, opset, (input_names, output_names), preprocess, suppression)
+    ends = (input_names, output_names)
+    options = OnnxOptions(packed, floats, opset, ends, preprocess, suppression)
+    if axes is not None:
+        options = replace(options, axes=axes, metadata=False)
     exporter, model = write_model(converted, options)
     from qtrace.export.onnx.pools import write_fast_poolings
 
@@ -283,7 +293,8 @@ class OnnxExporter:
         self._check_rounding()
         self._emit_all()
         inputs = self.graph.inputs
-        declared = find_declared_axes(self.graph, self._problem_at)
+        shared = self.options.axes
+        declared = (find_declared_axes if shared is None else shared.find)(self.graph, self._problem_at)
         origin = self._origin()
         own_names = None if origin is None else OwnNames.find(self.writer, origin, self._origin_paths())
         infos = [self._value_info(n, name, declared.inputs.get(n, {})) for n, name in inputs.items()]
@@ -386,6 +397,8 @@ class OnnxExporter:
 
     def _metadata(self, own: str) -> dict[str, str]:
         """Returns the origin of the file, for the model's metadata properties."""
+        if not self.options.metadata:
+            return {}
         if isinstance(self.graph, PlainGraph):
             return {
                 "qtrace.version": own,

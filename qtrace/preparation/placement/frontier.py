@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from qtrace.preparation.placement.labelling import minimize
+from qtrace.preparation.placement.labelling import Cuts, minimize
 from qtrace.preparation.placement.problem import Energy, Neighbourhoods, Problem, evaluate
 
 __all__ = ["Point", "choose_balanced", "choose_fastest", "find_frontier", "find_smaller", "price"]
@@ -62,14 +62,15 @@ def _minimize_for_all(problem: Problem, weights: Sequence[float]) -> list[dict[s
     Time plus weighted noise of a labelling is linear in the weight. What is best at two weights is best
     between them, too, so that a minimum cut serves all weights between two with the same one.
     """
-    labels = {index: minimize(problem, weights[index]) for index in (0, len(weights) - 1)}
+    cuts = Cuts(problem)
+    labels = {index: cuts.minimize(weights[index]) for index in (0, len(weights) - 1)}
     waiting = [(0, len(weights) - 1)]
     while waiting:
         start, stop = waiting.pop()
         if stop - start < 2 or labels[start] == labels[stop]:
             continue
         middle = (start + stop) // 2
-        labels[middle] = minimize(problem, weights[middle])
+        labels[middle] = cuts.minimize(weights[middle])
         waiting += [(start, middle), (middle, stop)]
     return [labels[index] for index in sorted(labels)]
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from qtrace.preparation.placement.problem import Problem, Tensor, Unit, evaluate
 
-__all__ = ["minimize", "minimize_by_enumeration"]
+__all__ = ["Cuts", "minimize", "minimize_by_enumeration"]
 
 _UNBOUNDED = 2**30  # capacity of an arc that no minimum cut takes; finite costs add up to less
 _RESOLUTION = 2**28  # the sum of all finite costs in the integers of scipy's maximum flow
@@ -30,14 +30,7 @@ def minimize(problem: Problem, weight: float) -> dict[str, bool]:
     Exact up to a part in 10^8 of the sum of all costs. Of labellings that cost the same, one with the fewest
     integer ops is chosen.
     """
-    cut = _Cut()
-    for unit in problem.units:
-        cut.add_unit(unit, weight)
-    units = {unit.name: unit for unit in problem.units}
-    for tensor in problem.tensors:
-        cut.add_tensor(tensor, units.get(tensor.producer), weight)
-    source_side = cut.solve()
-    return {unit.name: source_side[cut.index(unit.name)] for unit in problem.units}
+    return Cuts(problem).minimize(weight)
 
 
 def minimize_by_enumeration(problem: Problem, weight: float) -> dict[str, bool]:
@@ -51,42 +44,56 @@ def minimize_by_enumeration(problem: Problem, weight: float) -> dict[str, bool]:
     return min(labellings, key=lambda labels: evaluate(problem, labels).total(weight))
 
 
-class _Cut:
-    """The network whose minimum cut is the labelling: nodes on the source's side are integer.
+class Cuts:
+    """The network whose minimum cut is the labelling of a problem: nodes on the source's side are integer.
 
-    An arc from p to q with capacity c adds c to a labelling in which p is integer and q is not.
+    An arc from p to q with capacity c adds c to a labelling in which p is integer and q is not. The network
+    is built once for all weights of the noise.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, problem: Problem) -> None:
         self._indices: dict[str, int] = {}
         self._arcs: dict[tuple[int, int], float] = {}
-        self._source, self._sink = self.index("\0source"), self.index("\0sink")
+        self._noises: dict[tuple[int, int], tuple[float, float]] = {}  # arc -> factor and noise
+        self._source, self._sink = self._index("\0source"), self._index("\0sink")
+        self._names = [unit.name for unit in problem.units]
+        units = {unit.name: unit for unit in problem.units}
+        for unit in problem.units:
+            self._add_unit(unit)
+        for tensor in problem.tensors:
+            self._add_tensor(tensor, units.get(tensor.producer))
 
-    def index(self, name: str) -> int:
+    def minimize(self, weight: float) -> dict[str, bool]:
+        """Returns the labels with the least time plus ``weight`` times noise; see `minimize`."""
+        source_side = self._solve(weight)
+        return {name: source_side[self._index(name)] for name in self._names}
+
+    def _index(self, name: str) -> int:
         """Returns the number of the node ``name``, which is added if it is new."""
         return self._indices.setdefault(name, len(self._indices))
 
-    def add_unit(self, unit: Unit, weight: float) -> None:
+    def _add_unit(self, unit: Unit) -> None:
         """Adds the label of ``unit`` and its costs."""
-        node = self.index(unit.name)
+        node = self._index(unit.name)
         if unit.fixed is not None:
             self._force(node, unit.fixed)
             return
         self._add(self._source, node, unit.float_seconds)
-        self._add(node, self._sink, (unit.integer_seconds or 0.0) + weight * unit.noise_weight * unit.noise)
+        self._add(node, self._sink, unit.integer_seconds or 0.0)
+        self._noises[node, self._sink] = unit.noise_weight, unit.noise
 
-    def add_tensor(self, tensor: Tensor, producer: Unit | None, weight: float) -> None:
+    def _add_tensor(self, tensor: Tensor, producer: Unit | None) -> None:
         """Adds the costs of quantizing, dequantizing, moving and rounding ``tensor``."""
-        written, read, rounded = (self.index(f"{tensor.name}\0{role}") for role in range(3))
+        written, read, rounded = (self._index(f"{tensor.name}\0{role}") for role in range(3))
         if producer is None:
             self._force(written, False)
         else:
-            unit = self.index(producer.name)
+            unit = self._index(producer.name)
             self._add(written, unit, math.inf)
             if not producer.float_result:
                 self._add(unit, written, math.inf)
         for name in tensor.readers:
-            reader = self.index(name)
+            reader = self._index(name)
             self._add(reader, read, math.inf)  # read: some reader is integer
             self._add(written, reader, tensor.dequantize_seconds * (1 + (name in tensor.double_readers)))
         if tensor.leaves:
@@ -96,7 +103,7 @@ class _Cut:
         self._add(written, rounded, math.inf)
         self._add(read, rounded, math.inf)
         factor = 1.0 if producer is None else producer.noise_weight
-        self._add(rounded, self._sink, weight * factor * tensor.noise)
+        self._noises[rounded, self._sink] = factor, tensor.noise
 
     def _add_layouts(self, tensor: Tensor, written: int, read: int) -> None:
         """Adds the costs of changes of layout."""
@@ -121,9 +128,9 @@ class _Cut:
 
     def _all_integer(self, tensor: Tensor, role: str, readers: Iterable[str]) -> int:
         """Returns a node that is integer only if all of ``readers`` are."""
-        node = self.index(f"{tensor.name}\0{role}")
+        node = self._index(f"{tensor.name}\0{role}")
         for name in readers:
-            self._add(node, self.index(name), math.inf)
+            self._add(node, self._index(name), math.inf)
         return node
 
     def _force(self, node: int, integer: bool) -> None:
@@ -133,18 +140,22 @@ class _Cut:
         if cost > 0:
             self._arcs[start, end] = self._arcs.get((start, end), 0.0) + cost
 
-    def solve(self) -> Sequence[bool]:
+    def _solve(self, weight: float) -> Sequence[bool]:
         """Returns for each node whether it is on the source's side of a minimum cut."""
         from scipy.sparse import csr_matrix  # here: scipy loads slowly
         from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-        total = math.fsum(cost for cost in self._arcs.values() if cost < math.inf)
+        arcs = dict(self._arcs)
+        for arc, (factor, noise) in self._noises.items():
+            if (cost := weight * factor * noise) > 0:
+                arcs[arc] = arcs.get(arc, 0.0) + cost
+        total = math.fsum(cost for cost in arcs.values() if cost < math.inf)
         scale = _RESOLUTION / total if total > 0 else 0.0
         capacities = [
             min(_UNBOUNDED, math.ceil(cost * scale)) if cost < math.inf else _UNBOUNDED
-            for cost in self._arcs.values()
+            for cost in arcs.values()
         ]
-        starts, ends = np.array(list(self._arcs), np.int32).reshape(-1, 2).T
+        starts, ends = np.array(list(arcs), np.int32).reshape(-1, 2).T
         shape = (len(self._indices),) * 2
         network = csr_matrix((np.array(capacities, np.int32), (starts, ends)), shape)
         flow = maximum_flow(network, self._source, self._sink).flow

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from qtrace.preparation.placement import frontier
 from qtrace.preparation.placement.frontier import choose_fastest, find_frontier
-from qtrace.preparation.placement.labelling import minimize, minimize_by_enumeration
+from qtrace.preparation.placement.labelling import Cuts, minimize, minimize_by_enumeration
 from qtrace.preparation.placement.problem import Layouts, Problem, Tensor, Unit, evaluate
 
 COSTS = st.sampled_from([0.0, 0.1, 0.5, 1.0, 2.0, 3.0, 7.0])
@@ -143,11 +143,19 @@ def test_weights_between_two_with_the_same_best_labels_need_no_cut(problem: Prob
 
 def test_a_frontier_of_two_points_takes_few_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = []
+    minimize_cut = Cuts.minimize
 
-    def count(problem: Problem, weight: float) -> dict[str, bool]:
+    def count(self: Cuts, weight: float) -> dict[str, bool]:
         weights.append(weight)
-        return minimize(problem, weight)
+        return minimize_cut(self, weight)
 
-    monkeypatch.setattr(frontier, "minimize", count)
+    monkeypatch.setattr(Cuts, "minimize", count)
     assert len(find_frontier(_chain(0.3, 1.5, 0.3))) <= 2
-    assert len(weights) < 20
+    assert 0 < len(weights) < 20
+
+
+def test_one_network_of_cuts_serves_all_weights() -> None:
+    problem = _chain(0.3, 1.5, 0.3)
+    cuts = Cuts(problem)
+    for weight in (1e6, 0.0, 1.0, 0.01):  # in any order
+        assert cuts.minimize(weight) == minimize(problem, weight)

@@ -41,7 +41,8 @@ def test_a_file_is_verified_and_measured_at_other_sizes(tmp_path: Path) -> None:
     assert result.worst <= 1
     assert result.equal > 0.999
     assert result.speed is not None
-    assert result.row().startswith(f"| small | {result.worst} LSB | 9" if result.equal < 1 else "| small | 0 LSB")
+    begin = f"| small | {result.worst} LSB | 9" if result.equal < 1 else "| small | 0 LSB"
+    assert result.row().startswith(begin)
 
 
 def test_the_networks_are_those_of_the_page() -> None:

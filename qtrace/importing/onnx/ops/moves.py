@@ -79,7 +79,7 @@ def _slice(call: Call) -> Any:
     cut: list[Any] = [slice(None)] * rank
     for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
         position = call.axis(axis, rank)
-        if _walks_back_from_place(call, start, end, step, position):
+        if not isinstance(start, Size) and _walks_back_from_place(call, start, end, step, position):
             # The place may lie behind the end of a shorter axis, from which ONNX walks back then.
             cut[position], start = slice(0, start + 1), _LAST
         index[position] = _range(call, (start, end), step, position)
@@ -92,15 +92,15 @@ def _slice(call: Call) -> Any:
     return x
 
 
-def _walks_back_from_place(call: Call, start: int | Size, end: int | Size, step: int, axis: int) -> bool:
+def _walks_back_from_place(call: Call, start: int, end: int | Size, step: int, axis: int) -> bool:
     """Whether a slice goes back on an open axis from a place that is counted from its begin.
 
     Raises:
         Refusal: when it ends at a place that is counted from the end of the axis, which is not cut there.
     """
-    shapes = call.shapes(0)
-    numbers = not isinstance(start, Size) and not isinstance(end, Size)
-    if step >= 0 or not numbers or len({shape[axis] for shape in shapes}) == 1 or not 0 <= start < _LAST:
+    if step >= 0 or isinstance(end, Size) or not 0 <= start < _LAST:
+        return False
+    if len({shape[axis] for shape in call.shapes(0)}) == 1:
         return False
     if -_LAST < end < 0:
         call.refuse("walks back between places that are counted from both ends of an open axis")

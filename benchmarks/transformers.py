@@ -246,7 +246,7 @@ def _quantize(
         return ToolFile(note=peer.reason), peer.file
     batches = np.split(calibration, len(calibration) // _BATCH)
     everything = {**qtrace.load_recipe("int8").to_dict(), "placement": "everything"}
-    options = {"keep": True, "recipe": everything} if tool == "everything" else {}
+    options: dict[str, Any] = {"keep": True, "recipe": everything} if tool == "everything" else {}
     try:
         made = qtrace.quantize(traced, batches, out, progress=False, allow_broken=True, **options)
     except qtrace.QtraceError as error:

@@ -79,9 +79,9 @@ def _slice(call: Call) -> Any:
     cut: list[Any] = [slice(None)] * rank
     for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
         position = call.axis(axis, rank)
-        if not isinstance(start, Size) and _walks_back_from_place(call, start, end, step, position):
-            # The place may lie behind the end of a shorter axis, from which ONNX walks back then.
-            cut[position], start = slice(0, start + 1), _LAST
+        place = _place_to_walk_back_from(call, (start, end), step, position)
+        if place is not None:  # it may lie behind the end of a shorter axis, which ONNX walks back from then
+            cut[position], start = slice(0, place + 1), _LAST
         index[position] = _range(call, (start, end), step, position)
     if _NOTHING in index:
         return _empty(call, index.index(_NOTHING))
@@ -92,19 +92,22 @@ def _slice(call: Call) -> Any:
     return x
 
 
-def _walks_back_from_place(call: Call, start: int, end: int | Size, step: int, axis: int) -> bool:
-    """Whether a slice goes back on an open axis from a place that is counted from its begin.
+def _place_to_walk_back_from(
+    call: Call, ends: tuple[int | Size, int | Size], step: int, axis: int
+) -> int | None:
+    """Returns the place, counted from its begin, from which a slice goes back on an open axis; None without.
 
     Raises:
         Refusal: when it ends at a place that is counted from the end of the axis, which is not cut there.
     """
-    if step >= 0 or isinstance(end, Size) or not 0 <= start < _LAST:
-        return False
-    if len({shape[axis] for shape in call.shapes(0)}) == 1:
-        return False
+    start, end = ends
+    if step >= 0 or isinstance(start, Size) or isinstance(end, Size):
+        return None
+    if len({shape[axis] for shape in call.shapes(0)}) == 1 or not 0 <= start < _LAST:
+        return None
     if -_LAST < end < 0:
         call.refuse("walks back between places that are counted from both ends of an open axis")
-    return True
+    return start
 
 
 def _range(call: Call, ends: tuple[int | Size, int | Size], step: int, axis: int) -> slice:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from qtrace.graph.open_axes import OpenAxes, OpenAxis, other_sizes, read_open_ax
 from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.onnxfile.reading import read_model
 
-__all__ = ["at_other_sizes", "open_in_file"]
+__all__ = ["at_other_sizes", "open_in_file", "runs_at", "say_other_size"]
 
 _LOG = logging.getLogger("qtrace")
 
@@ -28,7 +29,7 @@ _LOG = logging.getLogger("qtrace")
 def at_other_sizes(path: Path, model: TracedModule, batch: Any) -> list[tuple[np.ndarray, ...]]:
     """Repeats the first sample of a batch to two other sizes of the axes that a file leaves open.
 
-    A size at which the graph does not run is left out.
+    The graph may not run at one of them, see `runs_at`.
 
     Args:
         path: the file.
@@ -54,10 +55,13 @@ def at_other_sizes(path: Path, model: TracedModule, batch: Any) -> list[tuple[np
     batches = []
     for shapes in other_sizes({name: array.shape for name, array in arrays.items()}, axes):
         values = tuple(repeat_to(array, shapes[name]) for name, array in arrays.items())
-        if _runs(model, values):
-            _LOG.info("%s is verified at %s, too", path.name, ", ".join(str(v.shape) for v in values))
-            batches.append(values)
+        batches.append(values)
     return batches
+
+
+def say_other_size(path: Path, values: Sequence[np.ndarray]) -> None:
+    """Says that a file was verified at the size of some inputs."""
+    _LOG.info("%s is verified at %s, too", path.name, ", ".join(str(v.shape) for v in values))
 
 
 def open_in_file(path: Path, model: TracedModule) -> tuple[OpenAxis, ...]:
@@ -89,7 +93,8 @@ def _declared_open(path: Path, model: TracedModule, record: OpenAxes) -> tuple[O
     return tuple(opened)
 
 
-def _runs(model: TracedModule, values: tuple[np.ndarray, ...]) -> bool:
+def runs_at(model: TracedModule, values: Sequence[np.ndarray]) -> bool:
+    """Returns whether the graph runs on some inputs."""
     try:
         with evaluating(model), quiet_engine(model):
             model(*map(Tensor, values))

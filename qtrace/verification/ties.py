@@ -23,7 +23,7 @@ from qtrace.outputs.replay import SelectionTape, score_rows
 from qtrace.outputs.selections import EXTREMES, read_ranking
 from qtrace.process.memory import LargeFrees
 
-__all__ = ["FirstOfEquals", "Ranked", "find_rankings"]
+__all__ = ["FirstOfEquals", "Ranked", "find_rankings", "parameter_bytes"]
 
 # Two engines compute the same score with differences of float arithmetic, as a share of the largest score.
 _EQUAL_SHARE = 1e-5
@@ -85,7 +85,13 @@ class FirstOfEquals(Interpreter):
             values = self._execute(graph, list(inputs), None)
             return [values[node] for node in graph._outputs]
         results = interpret(expr, inputs)
-        self._frees.note(_parameter_bytes(expr))
+        self._frees.note(parameter_bytes(expr))
+        return self.follow(expr, inputs, results)
+
+    def follow(
+        self, expr: Expr, inputs: Sequence[Any], results: Sequence[Any] | None
+    ) -> Sequence[Any] | None:
+        """Returns the results of ``expr`` with the first of equal scores first, and as the tape selects."""
         call = read_ranking(expr)
         if call is not None and results is not None:
             results = self._rank(call, inputs, results)
@@ -149,7 +155,7 @@ def _near(scores: np.ndarray, others: np.ndarray) -> np.ndarray:
         return (a == b) | (np.abs(a - b) <= _EQUAL_SHARE * size)
 
 
-def _parameter_bytes(expr: Expr) -> int:
+def parameter_bytes(expr: Expr) -> int:
     """Returns the size of the parameters that an expr reads, whose roundings are freed behind it."""
     stored = (node for node in expr.inputs if isinstance(node.expr, GetAttr) and isinstance(node, TensorNode))
     return 4 * sum(math.prod(int(n) for n in node.shape or ()) for node in stored)

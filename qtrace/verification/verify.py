@@ -114,15 +114,15 @@ def verify(
         report.kernels = chosen.kernels(path)
     empty = True
     batches = iter(batches)
-    first = list(itertools.islice(batches, 1))
+    first, own = list(itertools.islice(batches, 1)), isinstance(runtime, Runtime)
     with evaluating(model.module):
         floats = exact or FloatOutputs(model, None)
-        file.groups = report.groups = floats.find_groups(file.output_names, first)
-        others = (
-            [] if isinstance(runtime, Runtime) or not first else at_other_sizes(path, converted, first[0])
-        )
-        batches = itertools.chain(first, batches, others)
-        for run in file.run(batches, lambda file, integers: OpByOp(file, integers, report)):
+
+        def others() -> list[tuple[np.ndarray, ...]]:
+            return at_other_sizes(path, converted, first[0]) if first and not own else []
+
+        batches = itertools.chain(first, batches)
+        for run in file.run(batches, lambda file, integers: OpByOp(file, integers, report), floats, others):
             empty = False
             if report.cross_check is None and not plain:
                 _cross_check(file, converted, run, limit, report)
@@ -181,7 +181,8 @@ class _Rows:
         self.floats: Sequence[np.ndarray] = ()
         self.shares: Sequence[Share] = ()
         if exact is not None:
-            self.floats, self.shares = exact.replay(*run.arguments, run.number, run.graph.tape.places)
+            places = run.graph.tape.places
+            self.floats, self.shares = run.floats or exact.replay(*run.arguments, run.number, places)
 
     def of(self, places: Sequence[np.ndarray]) -> SameRows:
         """Returns float's outputs and the graph's with the runtime's selections.

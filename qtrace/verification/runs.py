@@ -118,7 +118,7 @@ class File:
         batches: Iterable[Any],
         op_by_op: Callable[[File, dict[str, np.ndarray]], OpByOp],
         exact: FloatOutputs | None = None,
-        others: Callable[[], Iterable[Any]] = tuple,
+        others: Callable[[], Iterable[Sequence[Any]]] = tuple,
     ) -> Iterator[BatchRun]:
         """Runs each batch on both sides; the graph must be in eval mode.
 
@@ -127,8 +127,8 @@ class File:
             op_by_op: makes the op-by-op run of a batch from the runtime's integers.
             exact: the float network, which gives the column groups of the outputs by the first batch; None if
                 they are known.
-            others: gives batches at other sizes, which are left out where the graph does not run; it is
-                called behind all batches.
+            others: gives batches at other sizes, several for each of which the first one counts at which the
+                graph runs; it is called behind all batches.
 
         Raises:
             CalibrationError: when a batch does not fit the model or holds NaN.
@@ -136,10 +136,12 @@ class File:
         numbers = itertools.count()
         for batch in batches:
             yield self._run_batch(next(numbers), batch, op_by_op, exact)
-        for batch in others():
-            run = self._run_if_possible(next(numbers), batch, op_by_op, exact)
-            if run is not None:
-                yield run
+        for choice in others():
+            for batch in choice:
+                run = self._run_if_possible(next(numbers), batch, op_by_op, exact)
+                if run is not None:
+                    yield run
+                    break
 
     def _run_if_possible(
         self,

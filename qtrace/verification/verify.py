@@ -61,8 +61,8 @@ def verify(
 ) -> VerifyReport:
     """Runs ``path`` in its runtime beside ``converted`` and compares integer by integer.
 
-    An ONNX file with open axes besides the batch is also run at two other sizes, to which the first sample is
-    repeated; the logger ``qtrace`` names them.
+    An ONNX file with open axes besides the batch is also run at two other sizes, a larger and, if the graph
+    runs there, a smaller one, to which the first sample is repeated; the logger ``qtrace`` names them.
 
     Args:
         path: a file written by ``qtrace.export`` from ``converted``.
@@ -118,7 +118,7 @@ def verify(
     with evaluating(model.module):
         floats = exact or FloatOutputs(model, None)
 
-        def others() -> list[tuple[np.ndarray, ...]]:
+        def others() -> list[list[tuple[np.ndarray, ...]]]:
             return at_other_sizes(path, converted, first[0]) if first and not own else []
 
         batches = itertools.chain(first, batches)

@@ -180,7 +180,13 @@ class File:
         converted = self.model.module
         args, kwargs = as_arguments(batch, converted, number)
         refuse_nan((args, kwargs), number)
-        inputs = self._check_sizes((args, kwargs), number)
+        try:
+            inputs = self._check_sizes((args, kwargs), number)
+        except CalibrationError:
+            if number == 0:  # the first batch shows whether data and network belong together at all
+                with translate_errors(converted, (args, kwargs), number):
+                    EndToEnd(self).compute(args, kwargs)
+            raise
         graph = EndToEnd(self)
         lane = None if exact is None else exact.lane(graph.tape.places)
         try:

@@ -18,7 +18,7 @@ from qtrace.finetuning.settings import FinetuneSettings
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import Node, TracedModule
 from qtrace.learning.engine import LearningEngine, LearningStep, MegEngineEngine
-from qtrace.verification.runs import leaves as outputs_in
+from qtrace.verification.lanes import leaves as outputs_in
 
 __all__ = ["PARTS", "Arithmetic", "MegEngineTwins", "Twins"]
 

@@ -33,6 +33,7 @@ __all__ = [
     "last_uses",
     "locate_failure",
     "locate_failure_of",
+    "round_late",
 ]
 
 # What MegEngine raises where an op does not take its inputs.
@@ -144,7 +145,7 @@ class Interpreter:
     def _execute(self, graph: InternalGraph, inputs: list[Any], until: Node | None) -> dict[Node, Any]:
         """Runs the exprs; returns the values that are alive at the end, by node."""
         large = large_reads(graph)
-        steps = _round_late(graph._exprs, large)
+        steps = round_late(graph._exprs, large)
         frees = last_uses(graph, steps)
         values: dict[Node, Any] = {}
         for node in graph._inputs:
@@ -175,8 +176,13 @@ class Interpreter:
             values[node] = self.on_node(node, value)
 
 
-def _round_late(steps: Sequence[Expr], large: Mapping[Expr, int]) -> Sequence[Expr]:
-    """Moves what is computed of large parameters alone before its first reader: all at once are a network."""
+def round_late(steps: Sequence[Expr], large: Mapping[Expr, int]) -> Sequence[Expr]:
+    """Moves what is computed of large parameters alone before its first reader: all at once are a network.
+
+    Args:
+        steps: exprs in an order in which they can run.
+        large: the exprs that read large parameters, as `large_reads` gives them.
+    """
     waiting: dict[Node, Expr] = {}
     order: list[Expr] = []
     for expr in steps:

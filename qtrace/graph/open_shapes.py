@@ -12,7 +12,15 @@ from qtrace.graph.inference import OpError, TensorType, TypeInference, recorded_
 from qtrace.graph.open_axes import OpenAxes, OpenAxis, other_sizes, read_open_axes
 from qtrace.graph.walk import exprs
 
-__all__ = ["Shape", "describe_sizes", "infer_types", "open_shapes", "show_shape", "types_at_other_sizes"]
+__all__ = [
+    "Shape",
+    "SizedTypes",
+    "describe_sizes",
+    "infer_types",
+    "open_shapes",
+    "show_shape",
+    "types_at_other_sizes",
+]
 
 Shape = tuple[int | str, ...]
 """The sizes of a tensor; an open one is its name, or -1 where it is computed from open sizes."""
@@ -30,15 +38,53 @@ def infer_types(traced: TracedModule, shapes: Mapping[str, Sequence[int]]) -> di
     Raises:
         OpError: when an op cannot run at these shapes.
     """
-    inference = TypeInference(traced)
-    values: dict[Node, object] = {traced.graph.inputs[0]: traced}
-    for node in traced.graph.inputs[1:]:
-        kind = recorded_type(node) if isinstance(node, TensorNode) else None
-        values[node] = None if kind is None else TensorType(tuple(shapes[str(node.name)]), kind.dtype)
-    for expr in exprs(traced):
-        results = inference.results(expr, [values[n] for n in expr.inputs])
-        values.update(zip(expr.outputs, results, strict=True))
-    return {node: _type(value) for node, value in values.items() if isinstance(node, TensorNode)}
+    return SizedTypes(traced).infer(shapes)
+
+
+class SizedTypes:
+    """Infers the types of a flat graph at several sizes; what does not depend on them is inferred once.
+
+    Args:
+        traced: the graph, which is not changed meanwhile.
+    """
+
+    def __init__(self, traced: TracedModule) -> None:
+        self.traced = traced
+        self._inference = TypeInference(traced)
+        self._fixed: dict[Node, object] = {}
+        self._types: dict[tuple[tuple[str, tuple[int, ...]], ...], dict[Node, TensorType | None]] = {}
+
+    def infer(self, shapes: Mapping[str, Sequence[int]]) -> dict[Node, TensorType | None]:
+        """Infers the types of all tensors, see `infer_types`."""
+        key = tuple((name, tuple(int(n) for n in shape)) for name, shape in sorted(shapes.items()))
+        if key not in self._types:
+            self._types[key] = self._infer(dict(key))
+        return self._types[key]
+
+    def at_other_sizes(self, axes: Sequence[OpenAxis]) -> list[dict[Node, TensorType | None]]:
+        """Infers the types at up to three other sizes of some open axes, see `types_at_other_sizes`."""
+        types = []
+        for shapes in other_sizes(_input_shapes(self.traced), axes, 3):
+            with contextlib.suppress(OpError):
+                types.append(self.infer(shapes))
+        return types
+
+    def _infer(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[Node, TensorType | None]:
+        graph = self.traced.graph
+        fixed: dict[Node, object] = self._fixed or {graph.inputs[0]: self.traced}
+        values = dict(fixed)
+        for node in graph.inputs[1:]:
+            kind = recorded_type(node) if isinstance(node, TensorNode) else None
+            values[node] = None if kind is None else TensorType(shapes[str(node.name)], kind.dtype)
+        for expr in exprs(self.traced):
+            if expr.outputs and all(node in values for node in expr.outputs):
+                continue
+            results = self._inference.results(expr, [values[n] for n in expr.inputs])
+            values.update(zip(expr.outputs, results, strict=True))
+            if all(node in fixed for node in expr.inputs):
+                fixed.update(zip(expr.outputs, results, strict=True))
+        self._fixed = fixed
+        return {node: _type(value) for node, value in values.items() if isinstance(node, TensorNode)}
 
 
 def _type(value: object) -> TensorType | None:
@@ -55,11 +101,7 @@ def types_at_other_sizes(
 
     A size at which an op cannot run is left out: a file may leave an axis open of which few sizes run.
     """
-    types = []
-    for shapes in other_sizes(_input_shapes(traced), axes, 3):
-        with contextlib.suppress(OpError):
-            types.append(infer_types(traced, shapes))
-    return types
+    return SizedTypes(traced).at_other_sizes(axes)
 
 
 def open_shapes(traced: TracedModule) -> dict[str, Shape]:

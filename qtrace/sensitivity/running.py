@@ -12,7 +12,7 @@ from qtrace.graph.stepping import SegmentEngine, Stepper, as_array, keep
 from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
 from qtrace.outputs.replay import SelectionTape, TapedRun
 from qtrace.sensitivity.metrics import Outputs
-from qtrace.verification.runs import leaves
+from qtrace.verification.lanes import leaves
 
 __all__ = ["outputs_of", "rows_of"]
 

@@ -171,9 +171,9 @@ def bisect(
         file = File(Path(path), model, chosen.open(Path(path), optimize))
         side = getattr(file.session, "side", {})
         with evaluating(converted):
-            file.groups = FloatOutputs(model, None).find_groups(file.output_names, inputs[:1])
+            exact = FloatOutputs(model, None)
             for run in file.run(
-                inputs, lambda f, n: _Search(f, n, f.report(max_lsb, min_equal, min_sqnr_db))
+                inputs, lambda f, n: _Search(f, n, f.report(max_lsb, min_equal, min_sqnr_db)), exact
             ):
                 assert isinstance(run.single, _Search)
                 finding = run.single.close() or _wrong_output(file, run, min_sqnr_db)

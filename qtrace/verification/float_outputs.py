@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.data.batches import as_arguments, evaluating, refuse_nan, translate_errors
+from qtrace.data.batches import evaluating, translate_errors
 from qtrace.errors import GraphError
 from qtrace.graph.types import TracedModule
 from qtrace.outputs import ColumnGroup, find_groups
@@ -16,7 +16,7 @@ from qtrace.outputs.replay import Share
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import in_phase
 from qtrace.preparation.record import is_quantized
-from qtrace.verification.runs import leaves
+from qtrace.verification.lanes import FloatLane, leaves
 from qtrace.verification.ties import FirstOfEquals
 
 __all__ = ["FloatOutputs"]
@@ -42,6 +42,7 @@ class FloatOutputs:
             raise GraphError(f"the float network is a {type(network).__name__}: give the traced module.")
         self.model = model
         self.network = model.module if network is None else network
+        self._last: tuple[int, list[np.ndarray]] | None = None  # number of a batch, its outputs
         self.source = "the graph without its roundings" if network is None else "the float network"
 
     @contextmanager
@@ -82,6 +83,8 @@ class FloatOutputs:
             CalibrationError: when the batch does not fit the network.
             GraphError: when the network has another number of outputs than the graph.
         """
+        if not places and self._last is not None and self._last[0] == number:
+            return self._last[1], []
         run = FirstOfEquals(self.network, given=places)
         with self._in_float(), translate_errors(self.network, (args, kwargs), number):
             outputs = [t.numpy() for t in leaves(run.run(*args, **kwargs))]
@@ -91,21 +94,34 @@ class FloatOutputs:
                 f"the float network has {len(outputs)} outputs and the graph {expected}: give the network "
                 "that was quantized."
             )
+        if not run.tape.places:
+            self.keep(number, outputs)
         return outputs, run.tape.shares
 
-    def find_groups(self, names: Sequence[str], batches: Sequence[Any]) -> tuple[ColumnGroup, ...]:
-        """Returns the column groups that the outputs for some batches show.
+    def lane(self, given: Sequence[np.ndarray]) -> FloatLane | None:
+        """Returns a lane beside the graph's; None if another network computes the outputs.
+
+        Args:
+            given: the places that the graph selects, to which it may add until the lane needs them.
+        """
+        return FloatLane(self.network, given=given) if self.network is self.model.module else None
+
+    def keep(self, number: int, outputs: list[np.ndarray]) -> None:
+        """Keeps the outputs of one batch, where nothing selects, for who asks for them next."""
+        self._last = number, outputs
+
+    def find_groups(
+        self, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[ColumnGroup, ...]:
+        """Returns the column groups that the outputs for the first batch show.
 
         Args:
             names: the names of the outputs.
-            batches: the first batches of the data.
+            args: positional arguments.
+            kwargs: keyword arguments.
 
         Raises:
-            CalibrationError: when a batch does not fit the model or holds NaN.
+            CalibrationError: when the batch does not fit the network.
+            GraphError: when the network has another number of outputs than the graph.
         """
-        reference = []
-        for number, batch in enumerate(batches):
-            args, kwargs = as_arguments(batch, self.model.module, number)
-            refuse_nan((args, kwargs), number)
-            reference.append(self.compute(args, kwargs, number))
-        return find_groups(self.model.module, reference, names=names)
+        return find_groups(self.model.module, [self.compute(args, kwargs, 0)], names=names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,21 @@ from qtrace.graph.open_axes import OpenAxes, OpenAxis, other_sizes, read_open_ax
 from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.onnxfile.reading import read_model
 
-__all__ = ["at_other_sizes", "open_in_file"]
+__all__ = ["at_other_sizes", "open_in_file", "runs_at", "say_other_size"]
 
 _LOG = logging.getLogger("qtrace")
 
 
-def at_other_sizes(path: Path, model: TracedModule, batch: Any) -> list[tuple[np.ndarray, ...]]:
+# A size shrinks to this share at least: a network may not run at a smaller one, and shows less there.
+_LEAST_SHARE = 0.25
+
+
+def at_other_sizes(path: Path, model: TracedModule, batch: Any) -> list[list[tuple[np.ndarray, ...]]]:
     """Repeats the first sample of a batch to two other sizes of the axes that a file leaves open.
 
-    A size at which the graph does not run is left out.
+    One is larger, which shows where the file cuts at the size that was traced. The other one is smaller,
+    since that takes less time, or larger still where the size cannot shrink. The graph may not run at one of
+    them, see `runs_at`.
 
     Args:
         path: the file.
@@ -36,7 +43,8 @@ def at_other_sizes(path: Path, model: TracedModule, batch: Any) -> list[tuple[np
         batch: the first batch.
 
     Returns:
-        The batches as positional inputs; none if the file leaves no axis but the batch open.
+        For each of both sizes the batches as positional inputs, of which the first one at which the graph
+        runs is to be taken; none if the file leaves no axis but the batch open.
     """
     record = read_open_axes(model)
     opened = open_in_file(path, model)
@@ -51,13 +59,31 @@ def at_other_sizes(path: Path, model: TracedModule, batch: Any) -> list[tuple[np
         return []
     batched = {axis.input for axis in record.axes if axis.axis == 0}
     arrays = {name: array[:1] if name in batched else array for name, array in arrays.items()}
-    batches = []
-    for shapes in other_sizes({name: array.shape for name, array in arrays.items()}, axes):
-        values = tuple(repeat_to(array, shapes[name]) for name, array in arrays.items())
-        if _runs(model, values):
-            _LOG.info("%s is verified at %s, too", path.name, ", ".join(str(v.shape) for v in values))
-            batches.append(values)
-    return batches
+    recorded = {name: array.shape for name, array in arrays.items()}
+    larger, largest = other_sizes(recorded, axes)
+    smaller = _mirrored(recorded, larger)
+    choices = [[larger], [largest] if smaller is None else [smaller, largest]]
+    return [
+        [tuple(repeat_to(array, shapes[name]) for name, array in arrays.items()) for shapes in choice]
+        for choice in choices
+    ]
+
+
+def _mirrored(
+    recorded: Mapping[str, tuple[int, ...]], larger: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]] | None:
+    """Returns shapes that are as much smaller as others are larger; None if one would be too small."""
+    shapes = {
+        name: tuple(2 * n - other for n, other in zip(shape, larger[name], strict=True))
+        for name, shape in recorded.items()
+    }
+    sizes = ((n, own) for name, shape in recorded.items() for n, own in zip(shape, shapes[name], strict=True))
+    return shapes if all(own >= max(1, _LEAST_SHARE * n) for n, own in sizes) else None
+
+
+def say_other_size(path: Path, values: Sequence[np.ndarray]) -> None:
+    """Says that a file was verified at the size of some inputs."""
+    _LOG.info("%s is verified at %s, too", path.name, ", ".join(str(v.shape) for v in values))
 
 
 def open_in_file(path: Path, model: TracedModule) -> tuple[OpenAxis, ...]:
@@ -89,7 +115,8 @@ def _declared_open(path: Path, model: TracedModule, record: OpenAxes) -> tuple[O
     return tuple(opened)
 
 
-def _runs(model: TracedModule, values: tuple[np.ndarray, ...]) -> bool:
+def runs_at(model: TracedModule, values: Sequence[np.ndarray]) -> bool:
+    """Returns whether the graph runs on some inputs."""
     try:
         with evaluating(model), quiet_engine(model):
             model(*map(Tensor, values))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,20 +13,21 @@ import numpy as np
 
 from qtrace import ops
 from qtrace.data.batches import as_arguments, refuse_nan, translate_errors
-from qtrace.errors import CalibrationError, ExportError
+from qtrace.errors import CalibrationError, ExportError, QtraceError
 from qtrace.graph.dataflow import needed_nodes
-from qtrace.graph.interpreter import Interpreter
+from qtrace.graph.interpreter import ENGINE_ERRORS, Interpreter
 from qtrace.graph.types import Input, Node, TensorNode
 from qtrace.metrics import sqnr_db
 from qtrace.numerics import dequantize, quantize
 from qtrace.outputs import ColumnGroup
 from qtrace.outputs.replay import SelectedShares, Share
-from qtrace.outputs.selections import selects
 from qtrace.preparation.model import QuantizedModel, QuantizedSite
 from qtrace.preparation.record import graph_hash
 from qtrace.scheme import QParams
 from qtrace.verification.crosscheck import Disagreement, RuntimeValues
-from qtrace.verification.other_sizes import open_in_file
+from qtrace.verification.float_outputs import FloatOutputs
+from qtrace.verification.lanes import Lanes, leaves
+from qtrace.verification.other_sizes import open_in_file, runs_at, say_other_size
 from qtrace.verification.report import VerifyReport
 from qtrace.verification.runtimes.base import RuntimeRun, Session
 from qtrace.verification.selections import Unsettled, find_selections
@@ -40,7 +43,6 @@ __all__ = [
     "SameRows",
     "activations",
     "integer_qparams",
-    "leaves",
     "output_names",
 ]
 
@@ -56,6 +58,8 @@ class BatchRun:
         runtime: the run of the runtime.
         single: the run of the graph op by op, from the runtime's integers.
         outputs: the outputs of `single`.
+        floats: the outputs of the graph without roundings and with what the graph selects, and how many of
+            the selected places are float's; None if another network has them, or nobody asked.
     """
 
     number: int
@@ -64,6 +68,7 @@ class BatchRun:
     runtime: RuntimeRun
     single: OpByOp
     outputs: list[np.ndarray]
+    floats: tuple[list[np.ndarray], list[Share]] | None = None
 
 
 class File:
@@ -84,6 +89,7 @@ class File:
         self.output_names = output_names(model)
         self.first_of_equals: bool = getattr(session, "first_of_equals", True)
         self.open_axes = open_in_file(path, model.module)
+        self.lanes = Lanes(model.module)
         self.groups: tuple[ColumnGroup, ...] = ()  # of the outputs; as a whole until they are known
         ends = list(zip(self.output_names, model.module.graph.outputs, strict=True))
         self.ends = ends
@@ -108,40 +114,117 @@ class File:
         )
 
     def run(
-        self, batches: Iterable[Any], op_by_op: Callable[[File, dict[str, np.ndarray]], OpByOp]
+        self,
+        batches: Iterable[Any],
+        op_by_op: Callable[[File, dict[str, np.ndarray]], OpByOp],
+        exact: FloatOutputs | None = None,
+        others: Callable[[], Iterable[Sequence[Any]]] = tuple,
     ) -> Iterator[BatchRun]:
         """Runs each batch on both sides; the graph must be in eval mode.
 
         Args:
             batches: inputs as for ``qtrace.calibrate``.
             op_by_op: makes the op-by-op run of a batch from the runtime's integers.
+            exact: the float network, which gives the column groups of the outputs by the first batch; None if
+                they are known.
+            others: gives batches at other sizes, several for each of which the first one counts at which the
+                graph runs; it is called behind all batches.
 
         Raises:
             CalibrationError: when a batch does not fit the model or holds NaN.
         """
-        converted = self.model.module
-        for number, batch in enumerate(batches):
-            args, kwargs = as_arguments(batch, converted, number)
-            refuse_nan((args, kwargs), number)
-            self._check_sizes((args, kwargs), number)
-            graph = EndToEnd(self)
-            with translate_errors(converted, (args, kwargs), number):
-                graph.compute(args, kwargs)
-            runtime = self.session.run(graph.inputs)
-            single = op_by_op(self, runtime.integers)
-            outputs = [t.numpy() for t in leaves(single.run(*args, **kwargs))]
-            single.report.add_outputs(
-                "op_by_op",
-                self.output_names,
-                outputs,
-                runtime.outputs,
-                single.rows.among(self.ends),
-                single.reordered_outputs(self.ends, runtime.outputs),
-            )
-            yield BatchRun(number, (args, kwargs), graph, runtime, single, outputs)
+        numbers = itertools.count()
+        for batch in batches:
+            yield self._run_batch(next(numbers), batch, op_by_op, exact)
+        for choice in others():
+            for batch in choice:
+                run = self._run_if_possible(next(numbers), batch, op_by_op, exact)
+                if run is not None:
+                    yield run
+                    break
 
-    def _check_sizes(self, arguments: tuple[tuple[Any, ...], dict[str, Any]], number: int) -> None:
-        """Refuses inputs of another size than was traced along axes that the file fixes; never the first."""
+    def _run_if_possible(
+        self,
+        number: int,
+        batch: tuple[np.ndarray, ...],
+        op_by_op: Callable[[File, dict[str, np.ndarray]], OpByOp],
+        exact: FloatOutputs | None,
+    ) -> BatchRun | None:
+        """Does what `_run_batch` does; returns None, and counts nothing, where the graph does not run."""
+        before: list[tuple[VerifyReport, dict[str, Any]]] = []
+
+        def note(file: File, integers: dict[str, np.ndarray]) -> OpByOp:
+            single = op_by_op(file, integers)
+            before.append((single.report, copy.deepcopy(vars(single.report))))
+            return single
+
+        try:
+            run = self._run_batch(number, batch, note, exact)
+        except (*ENGINE_ERRORS, QtraceError):
+            if runs_at(self.model.module, batch):
+                raise
+            for report, state in before:
+                vars(report).update(state)
+            return None
+        say_other_size(self.path, batch)
+        return run
+
+    def _run_batch(
+        self,
+        number: int,
+        batch: Any,
+        op_by_op: Callable[[File, dict[str, np.ndarray]], OpByOp],
+        exact: FloatOutputs | None,
+    ) -> BatchRun:
+        """Runs one batch on both sides, and compares op by op."""
+        converted = self.model.module
+        args, kwargs = as_arguments(batch, converted, number)
+        refuse_nan((args, kwargs), number)
+        try:
+            inputs = self._check_sizes((args, kwargs), number)
+        except CalibrationError:
+            if number == 0:  # the first batch shows whether data and network belong together at all
+                with translate_errors(converted, (args, kwargs), number):
+                    EndToEnd(self).compute(args, kwargs)
+            raise
+        graph = EndToEnd(self)
+        lane = None if exact is None else exact.lane(graph.tape.places)
+        try:
+            runtime = self.session.run(inputs)
+            single = op_by_op(self, runtime.integers)
+            single.beside = graph
+            lanes = [graph, single, *([] if lane is None else [lane])]
+            values = self.lanes.run(lanes, args, kwargs)
+            graph.outputs, outputs, *others = ([t.numpy() for t in own] for own in values)
+        except (*ENGINE_ERRORS, QtraceError):
+            # What is wrong in the graph comes first.
+            with translate_errors(converted, (args, kwargs), number):
+                EndToEnd(self).compute(args, kwargs)
+            raise
+        floats = None
+        if lane is not None and exact is not None:
+            floats = (others[0], lane.tape.shares)
+            if not lane.tape.places:
+                exact.keep(number, floats[0])
+        if exact is not None and number == 0:
+            self.groups = single.report.groups = exact.find_groups(self.output_names, args, kwargs)
+        single.report.add_outputs(
+            "op_by_op",
+            self.output_names,
+            outputs,
+            runtime.outputs,
+            single.rows.among(self.ends),
+            single.reordered_outputs(self.ends, runtime.outputs),
+        )
+        return BatchRun(number, (args, kwargs), graph, runtime, single, outputs, floats)
+
+    def _check_sizes(
+        self, arguments: tuple[tuple[Any, ...], dict[str, Any]], number: int
+    ) -> list[np.ndarray]:
+        """Returns the inputs; refuses another size than was traced along axes that the file fixes.
+
+        The first axis may always have another size.
+        """
         _, bound = Interpreter(self.model.module).bind(*arguments)
         for node, value in zip(self.model.module.graph.inputs[1:], bound[1:], strict=True):
             shape, traced = tuple(map(int, value.shape)), tuple(map(int, node.shape))
@@ -153,6 +236,7 @@ class File:
                     f"batch {number} gives {node.name} of shape {shape}, but {self.path} fixes it to "
                     f"({sizes}), as it was traced: give data of this size, or trace and export at the data's."
                 )
+        return [value.numpy() for value in bound[1:]]
 
     def find_wrong_output(self, run: BatchRun, min_sqnr_db: float) -> Disagreement | None:
         """Finds the first output that differs by too much although both sides read the same integers.
@@ -249,6 +333,7 @@ class OpByOp(FirstOfEquals):
         order: the nodes that may depend on another order of equal scores in the runtime.
         values: the runtime's integers.
         disagreement: the first site that differs by more than the report allows; None where there is none.
+        beside: the lane of the graph alone; None for none.
     """
 
     def __init__(self, file: File, integers: dict[str, np.ndarray], report: VerifyReport) -> None:
@@ -257,17 +342,22 @@ class OpByOp(FirstOfEquals):
         self.qparams = integer_qparams(file.model)
         self.values = RuntimeValues(self.names, integers, self.qparams)
         self.disagreement: Disagreement | None = None
+        self.beside: EndToEnd | None = None
         self.rows, self.order = Unsettled(), Unsettled()
+        self._selecting = file.lanes.selecting
 
     def on_node(self, node: Node, value: Any) -> Any:
         """Replaces the graph's value at a site by what the runtime computed there."""
         name = self.names.get(node.name)
-        selected = self.rows.follow(node, selects(node.expr), name is not None)
+        selected = self.rows.follow(node, node.expr in self._selecting, name is not None)
         ranked = self.order.follow(node, node in self.tied, name is not None)
         if name is None or node in self.rows.unequal or node in self.order.unequal:
             return value
         qparams = self.qparams[node.name]
-        graph, runtime = quantize(value.numpy(), qparams), self.integers[name]
+        runtime = self.integers[name]
+        graph = None if self.beside is None else self.beside.integers_of(node, value)
+        if graph is None:
+            graph = quantize(value.numpy(), qparams)
         if not self.report.compares("op_by_op", f"site {node.name}", graph, runtime):
             self.rows.differ(node)
             return value
@@ -281,7 +371,9 @@ class OpByOp(FirstOfEquals):
             self.order.differ()
         else:
             self.on_integers(value, Disagreement(node.name, graph, runtime, qparams))
-        return type(value)(dequantize(runtime, qparams))
+        values = dequantize(runtime, qparams)
+        # The same tensor lets the next ops be computed once for both lanes.
+        return value if np.array_equal(values, value.numpy()) else type(value)(values)
 
     def reordered_outputs(self, ends: Sequence[tuple[str, Node]], values: Sequence[np.ndarray]) -> set[str]:
         """Returns the names of outputs that may differ by the order of equal scores.
@@ -333,8 +425,11 @@ class GraphRun(FirstOfEquals):
         if isinstance(node.expr, Input) and isinstance(node, TensorNode):
             self.inputs.append(value.numpy())
         if node.name in self.nodes:
-            self.integers[node.name] = quantize(value.numpy(), self.qparams[node.name])
+            self.integers[node.name] = self._quantize(node.name, value)
         return value
+
+    def _quantize(self, name: str, value: Any) -> np.ndarray:
+        return quantize(value.numpy(), self.qparams[name])
 
     def compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Runs the graph on the arguments of one call."""
@@ -384,11 +479,27 @@ class EndToEnd(GraphRun):
         super().__init__(file.model, file.names, file.first_of_equals, given)
         self.names, self.ends = file.names, file.ends
         self.order = Unsettled()
+        self._latest: tuple[Node, Any] | None = None
 
     def on_node(self, node: Node, value: Any) -> Any:
         """Follows equal scores to the outputs; keeps what is compared."""
         self.order.follow(node, node in self.tied, False)
+        self._latest = (node, value)
         return super().on_node(node, value)
+
+    def integers_of(self, node: Node, value: Any) -> np.ndarray | None:
+        """Returns the integers of a node, if it was the last one and had this very value; else None."""
+        same = self._latest is not None and self._latest[0] is node and self._latest[1] is value
+        return self.integers.get(node.name) if same else None
+
+    def _quantize(self, name: str, value: Any) -> np.ndarray:
+        """Returns the integers in few bytes: those of all sites are kept until the file is compared."""
+        scheme = self.qparams[name].scheme
+        return (
+            super()
+            ._quantize(name, value)
+            .astype(np.min_scalar_type(scheme.qmin if scheme.qmin < 0 else scheme.qmax))
+        )
 
     def tally(
         self,
@@ -417,12 +528,3 @@ class EndToEnd(GraphRun):
             sides = (rows.exact, self.outputs, run.outputs, rows.replayed)
             report.add_selected(name, rows.runtime_shares)
             report.add_closeness(name, output_names, *rows.blank(report.selected, *sides))
-
-
-def leaves(value: Any) -> list[Any]:
-    """Returns the tensors in the result of a graph, in the order of the graph's outputs."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (tuple, list)):
-        return [leaf for item in value for leaf in leaves(item)]
-    return [value]

@@ -52,6 +52,8 @@ class Unsettled:
             starts: whether its own op decides.
             site: whether the runtime's integers are taken there: what follows is equal, if they are.
         """
+        if not (starts or self._open or self.unequal):
+            return False
         inputs = set(node.expr.inputs)
         unequal = not inputs.isdisjoint(self.unequal)
         unsettled = starts or not inputs.isdisjoint(self._open)

@@ -82,6 +82,12 @@ class FirstOfEquals(Interpreter):
             values = self._execute(graph, list(inputs), None)
             return [values[node] for node in graph._outputs]
         results = interpret(expr, inputs)
+        return self.follow(expr, inputs, results)
+
+    def follow(
+        self, expr: Expr, inputs: Sequence[Any], results: Sequence[Any] | None
+    ) -> Sequence[Any] | None:
+        """Returns the results of ``expr`` with the first of equal scores first, and as the tape selects."""
         call = read_ranking(expr)
         if call is not None and results is not None:
             results = self._rank(call, inputs, results)

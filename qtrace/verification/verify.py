@@ -62,8 +62,8 @@ def verify(
 ) -> VerifyReport:
     """Runs ``path`` in its runtime beside ``converted`` and compares integer by integer.
 
-    An ONNX file with open axes besides the batch is also run at two other sizes, to which the first sample is
-    repeated; the logger ``qtrace`` names them.
+    An ONNX file with open axes besides the batch is also run at two other sizes, a larger and, if the graph
+    runs there, a smaller one, to which the first sample is repeated; the logger ``qtrace`` names them.
 
     Args:
         path: a file written by ``qtrace.export`` from ``converted``.
@@ -116,15 +116,15 @@ def verify(
     return_free_memory()  # of sessions that were opened
     empty = True
     batches = iter(batches)
-    first = list(itertools.islice(batches, 1))
+    first, own = list(itertools.islice(batches, 1)), isinstance(runtime, Runtime)
     with evaluating(model.module):
         floats = exact or FloatOutputs(model, None)
-        file.groups = report.groups = floats.find_groups(file.output_names, first)
-        others = (
-            [] if isinstance(runtime, Runtime) or not first else at_other_sizes(path, converted, first[0])
-        )
-        batches = itertools.chain(first, batches, others)
-        for run in file.run(batches, lambda file, integers: OpByOp(file, integers, report)):
+
+        def others() -> list[list[tuple[np.ndarray, ...]]]:
+            return at_other_sizes(path, converted, first[0]) if first and not own else []
+
+        batches = itertools.chain(first, batches)
+        for run in file.run(batches, lambda file, integers: OpByOp(file, integers, report), floats, others):
             empty = False
             if report.cross_check is None and not plain:
                 _cross_check(file, converted, run, limit, report)
@@ -182,7 +182,8 @@ class _Rows:
         self.floats: Sequence[np.ndarray] = ()
         self.shares: Sequence[Share] = ()
         if exact is not None:
-            self.floats, self.shares = exact.replay(*run.arguments, run.number, run.graph.tape.places)
+            places = run.graph.tape.places
+            self.floats, self.shares = run.floats or exact.replay(*run.arguments, run.number, places)
 
     def of(self, places: Sequence[np.ndarray]) -> SameRows:
         """Returns float's outputs and the graph's with the runtime's selections.

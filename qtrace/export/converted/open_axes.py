@@ -11,7 +11,7 @@ from qtrace.export.converted.batch import find_open_batch
 from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.graph.inference import OpError, TensorType
 from qtrace.graph.open_axes import BATCH, OpenAxes, OpenAxis, other_sizes, read_open_axes
-from qtrace.graph.open_shapes import infer_types, types_at_other_sizes
+from qtrace.graph.open_shapes import SizedTypes
 from qtrace.graph.renewal import write_type
 from qtrace.graph.types import Node, TensorNode
 
@@ -54,12 +54,13 @@ def find_declared_axes(graph: ConvertedGraph, problem_at: Problem) -> DeclaredAx
             for node, axes in batch.outputs.items()
         }
         return DeclaredAxes({node: {0: BATCH} for node in batch.inputs}, outputs)
-    axes = _writable(graph, record, problem_at)
+    sized = SizedTypes(graph.module)
+    axes = _writable(graph, sized, record, problem_at)
     if not axes:
         return DeclaredAxes()
     names = {node: {a.axis: a.label for a in axes if a.input == node.name} for node in graph.inputs}
     inputs = {node: own for node, own in names.items() if own}
-    types = types_at_other_sizes(graph.module, axes)
+    types = sized.at_other_sizes(axes)
     sizes: dict[tuple[int, ...], str] = {}
     for node, own in inputs.items():
         for axis, name in own.items():
@@ -106,21 +107,27 @@ def resized(types: Types) -> Iterator[None]:
 def open_axes_of(graph: ConvertedGraph) -> tuple[OpenAxis, ...]:
     """Returns the open axes that ``graph`` records and can run at other sizes of; the logger names others."""
     record = read_open_axes(graph.module)
-    return () if record is None or not record.axes else _writable(graph, record, lambda types: "")
+    return (
+        ()
+        if record is None or not record.axes
+        else _writable(graph, SizedTypes(graph.module), record, lambda types: "")
+    )
 
 
-def _writable(graph: ConvertedGraph, record: OpenAxes, problem_at: Problem) -> tuple[OpenAxis, ...]:
+def _writable(
+    graph: ConvertedGraph, sized: SizedTypes, record: OpenAxes, problem_at: Problem
+) -> tuple[OpenAxis, ...]:
     """Returns the axes that can stay open; the logger says which ones cannot."""
     axes = record.axes
-    problem = _problem(graph, axes, problem_at)
+    problem = _problem(graph, sized, axes, problem_at)
     if not problem:
         return axes
     problems: dict[str, str] = {}
     sizes = list(dict.fromkeys(axis.size for axis in axes))
     for size in sizes:
-        problems[size] = _problem(graph, [a for a in axes if a.size == size], problem_at)
+        problems[size] = _problem(graph, sized, [a for a in axes if a.size == size], problem_at)
     remaining = [axis for axis in axes if not problems[axis.size]]
-    if len(remaining) == len(axes) or (remaining and _problem(graph, remaining, problem_at)):
+    if len(remaining) == len(axes) or (remaining and _problem(graph, sized, remaining, problem_at)):
         problems, remaining = dict.fromkeys(sizes, problem), []
     for axis in axes:
         if axis not in remaining:
@@ -131,10 +138,10 @@ def _writable(graph: ConvertedGraph, record: OpenAxes, problem_at: Problem) -> t
     return tuple(remaining)
 
 
-def _problem(graph: ConvertedGraph, axes: Sequence[OpenAxis], problem_at: Problem) -> str:
+def _problem(graph: ConvertedGraph, sized: SizedTypes, axes: Sequence[OpenAxis], problem_at: Problem) -> str:
     (shapes,) = other_sizes(_shapes(graph), axes, 1)
     try:
-        types = infer_types(graph.module, shapes)
+        types = sized.infer(shapes)
     except OpError as error:
         return str(error).rstrip(".")
     if all(axis.axis == 0 for axis in axes):

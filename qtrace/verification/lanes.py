@@ -1,0 +1,240 @@
+"""Runs a graph in several lanes at once: what they compute alike, from the same values, is computed once.
+
+verify needs three runs of a graph for each batch: by itself, op by op on the runtime's integers, and in
+float. Up to the first rounding all three have the same values, and up to the first integer that differs the
+first two have. The lanes take each expr together, so that a kernel runs again in a lane only where one of its
+inputs is another tensor there. Parameters, and what is computed from them alone, such as rounded weights, are
+computed once for all batches. MegEngine's kernels compute every value: none is taken from the runtime but the
+integers from which the op-by-op lane goes on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from megengine.module import Module
+
+from qtrace.graph.dataflow import fixed_nodes
+from qtrace.graph.interpreter import interpret, last_uses, round_late
+from qtrace.graph.tensors import PART_BYTES, large_reads
+from qtrace.graph.types import Constant, Expr, GetAttr, Node, TensorNode, TracedModule
+from qtrace.graph.walk import called_graph, modules_of, owner
+from qtrace.outputs.selections import read_ranking, selects
+from qtrace.preparation.record import fake_quants, followers, is_quantized
+from qtrace.process.memory import LargeFrees
+from qtrace.verification.ties import FirstOfEquals
+
+__all__ = ["FloatLane", "Lanes", "leaves"]
+
+# Of values that are computed from parameters alone. More of them are computed in each run, and freed there.
+_MOST_FIXED_BYTES = 128 << 20
+
+_Values = dict[Node, Any]
+
+
+class FloatLane(FirstOfEquals):
+    """Runs a graph without its roundings, beside a lane that rounds."""
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What all runs of one graph share.
+
+    Attributes:
+        steps: the exprs that each run computes.
+        frees: the nodes to free after each expr; under None, the inputs that nothing reads.
+        fixed: the values of all other exprs.
+        in_float: those of them that are others without roundings.
+    """
+
+    steps: Sequence[Expr]
+    frees: dict[Expr | None, list[Node]]
+    fixed: _Values
+    in_float: _Values
+
+
+class Lanes:
+    """Runs a traced module, which is not changed meanwhile, in lanes.
+
+    Args:
+        traced: the traced module, in eval mode whenever it runs.
+
+    Attributes:
+        selecting: the exprs that rank scores or select rows.
+    """
+
+    def __init__(self, traced: TracedModule) -> None:
+        self.traced = traced
+        self._plans: dict[int, _Plan] = {}
+        self._phased: dict[Expr, list[Module]] = {}
+        self._nested: set[Expr] = set()
+        self._ranking: set[Expr] = set()
+        self._large: dict[Expr, int] = {}
+        self._memory = LargeFrees(PART_BYTES // 4)
+        self.selecting: set[Expr] = set()
+
+    def run(
+        self, lanes: Sequence[FirstOfEquals], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[list[Any]]:
+        """Runs the graph on the arguments of one call; hooks see every value, but for those of parameters.
+
+        Args:
+            lanes: the lanes; the first one replaces no value in its hook.
+            args: positional arguments.
+            kwargs: keyword arguments.
+
+        Returns:
+            For each lane the values of the graph's outputs.
+
+        Raises:
+            GraphError: when the arguments do not have the structure that was traced.
+        """
+        arg_def, inputs = lanes[0].bind(args, kwargs)
+        graph = self.traced.argdef_graph_map[arg_def]
+        plan = self._plan(graph)
+        values = [plan.in_float.copy() if isinstance(lane, FloatLane) else {} for lane in lanes]
+        values[0] = plan.fixed.copy()
+        for node in graph._inputs:
+            _give(lanes, values, (node,), [(inputs.pop(0),)] * len(lanes))
+        _free(plan.frees[None], values)
+        for expr in plan.steps:
+            self._step(expr, lanes, values)
+            _free(plan.frees[expr], values)
+            if expr in self._large:
+                self._memory.note(self._large[expr])
+        return [[_read(held, values[0], node) for node in graph._outputs] for held in values]
+
+    def _step(self, expr: Expr, lanes: Sequence[FirstOfEquals], values: Sequence[_Values]) -> None:
+        """Computes one expr in all lanes."""
+        first = values[0]
+        inputs = [first[node] for node in expr.inputs]
+        nested, follows = expr in self._nested, expr in self.selecting or expr in self._ranking
+        computed = None if nested else interpret(expr, inputs)
+        results: list[Sequence[Any]] = []
+        for lane, held in zip(lanes, values, strict=True):
+            differs = held is not first and any(node in held for node in expr.inputs)
+            own = [_read(held, first, node) for node in expr.inputs] if differs else inputs
+            if nested:
+                given = lane.run_expr(expr, own)
+            else:
+                given = computed
+                if differs or (isinstance(lane, FloatLane) and expr in self._phased):
+                    given = self._compute(expr, own, lane)
+                if follows:
+                    given = lane.follow(expr, own, given)
+            results.append(() if given is None else given)
+        _give(lanes, values, expr.outputs, results)
+
+    def _compute(self, expr: Expr, inputs: Sequence[Any], lane: FirstOfEquals | None) -> Sequence[Any] | None:
+        """Computes an expr, without its rounding for a `FloatLane`."""
+        if expr not in self._phased or not isinstance(lane, FloatLane):
+            return interpret(expr, inputs)
+        with _float_phase(self._phased[expr]):
+            return interpret(expr, inputs)
+
+    def _plan(self, graph: Any) -> _Plan:
+        """Returns the plan of a graph of the module."""
+        if id(graph) not in self._plans:
+            self._read(graph)
+            self._plans[id(graph)] = self._make(graph)
+        return self._plans[id(graph)]
+
+    def _read(self, graph: Any) -> None:
+        """Sorts the exprs of a graph out."""
+        phased = set[int]()
+        if is_quantized(self.traced):
+            phased = {id(module) for module in (*fake_quants(self.traced), *followers(self.traced))}
+        self._large.update(large_reads(graph))
+        for expr in graph._exprs:
+            module = owner(expr)
+            inside = [] if module is None or not phased else modules_of(module)
+            if module is not None and (own := [m for m in inside if id(m) in phased]):
+                self._phased[expr] = own
+            if called_graph(expr) is not None:
+                self._nested.add(expr)
+            if read_ranking(expr) is not None:
+                self._ranking.add(expr)
+            if selects(expr):
+                self.selecting.add(expr)
+
+    def _make(self, graph: Any) -> _Plan:
+        """Computes what depends on parameters alone, with roundings and without."""
+        kept_out = self._nested | self._ranking | self.selecting
+        known = (
+            set[Node]()
+            if len(self.traced.argdef_graph_map) > 1
+            else fixed_nodes(self.traced, kept_out.__contains__)
+        )
+        exprs = [e for e in graph._exprs if e.outputs and all(node in known for node in e.outputs)]
+        if sum(_bytes(e) for e in exprs) > _MOST_FIXED_BYTES:
+            exprs = [e for e in exprs if isinstance(e, (GetAttr, Constant))]
+        first: _Values = dict.fromkeys(graph._inputs[:1], self.traced)
+        in_float: _Values = {}
+        lanes = (FirstOfEquals(self.traced), FloatLane(self.traced))
+        for expr in exprs:
+            self._step(expr, lanes, (first, in_float))
+        fixed = set(exprs)
+        steps = round_late([expr for expr in graph._exprs if expr not in fixed], self._large)
+        frees = last_uses(graph, steps)
+        read = {node for expr in steps for node in expr.inputs} | set(graph._outputs)
+        return _Plan(
+            steps, frees, *({n: v for n, v in part.items() if n in read} for part in (first, in_float))
+        )
+
+
+def leaves(value: Any) -> list[Any]:
+    """Returns the tensors in the result of a graph, in the order of the graph's outputs."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (tuple, list)):
+        return [leaf for item in value for leaf in leaves(item)]
+    return [value]
+
+
+def _give(
+    lanes: Sequence[FirstOfEquals],
+    values: Sequence[_Values],
+    nodes: Sequence[Node],
+    results: Sequence[Sequence[Any]],
+) -> None:
+    """Shows new values to the hooks, and keeps those of the first lane, and others that differ from them."""
+    first = values[0]
+    for lane, held, own in zip(lanes, values, results, strict=True):
+        for node, result in zip(nodes, own, strict=True):
+            value = lane.on_node(node, result)
+            if held is first or value is not first[node]:
+                held[node] = value
+
+
+def _read(held: _Values, first: _Values, node: Node) -> Any:
+    return held[node] if node in held else first[node]
+
+
+def _free(nodes: Sequence[Node], values: Sequence[_Values]) -> None:
+    for node in nodes:
+        for held in values:
+            held.pop(node, None)
+
+
+def _bytes(expr: Expr) -> int:
+    """Returns the size of what an expr computes; that of parameters is there already."""
+    if isinstance(expr, (GetAttr, Constant)):
+        return 0
+    tensors = (node for node in expr.outputs if isinstance(node, TensorNode))
+    return 4 * sum(math.prod(map(int, node.shape or ())) for node in tensors)
+
+
+@contextmanager
+def _float_phase(modules: Sequence[Any]) -> Iterator[None]:
+    old = [module.phase for module in modules]
+    try:
+        for module in modules:
+            module.phase = "float"
+        yield
+    finally:
+        for module, phase in zip(modules, old, strict=True):
+            module.phase = phase

@@ -1,0 +1,97 @@
+"""Lanes: one run of a graph gives what three runs would, and computes what they share once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import megengine.functional as F
+import megengine.module as M
+import numpy as np
+import pytest
+from megengine import Tensor
+
+import qtrace
+from qtrace.graph.types import TracedModule
+from qtrace.preparation.phases import in_phase
+from qtrace.verification import lanes
+from qtrace.verification.lanes import FloatLane, Lanes
+from qtrace.verification.other_sizes import _mirrored
+from qtrace.verification.ties import FirstOfEquals
+from tests.nets import images, net
+
+
+def _converted() -> TracedModule:
+    """Returns a graph whose first convolution stays in float."""
+
+    def forward(self: Any, x: Any) -> Any:
+        return F.relu(self.b(F.relu(self.a(x))))
+
+    module = net(forward, a=M.Conv2d(3, 4, 3), b=M.Conv2d(4, 4, 3))
+    recipe = {"placement": "everything", "rules": [{"match": {"name": "*a_out*"}, "quantize": False}]}
+    prepared = qtrace.prepare(qtrace.trace(module, Tensor(images(2, 3, 8, 8))), recipe)
+    return qtrace.convert(qtrace.calibrate(prepared, [images(2, 3, 8, 8)], progress=False))
+
+
+class _Shifted(FirstOfEquals):
+    """Goes on with other values behind the first rounding."""
+
+    def on_node(self, node: Any, value: Any) -> Any:
+        return value + 0.25 if node.name.endswith("_q") and len(value) == 3 else value  # no weight
+
+
+@pytest.mark.parametrize("most", [0, 1 << 20])
+def test_each_lane_has_the_outputs_of_its_own_run(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "_MOST_FIXED_BYTES", most)
+    model, x = _converted(), Tensor(images(3, 3, 8, 8, seed=5))
+    kinds = (FirstOfEquals, _Shifted, FloatLane)
+    rounded, shifted, exact = (
+        own[0].numpy() for own in Lanes(model).run([kind(model) for kind in kinds], (x,), {})
+    )
+    np.testing.assert_array_equal(rounded, FirstOfEquals(model).run(x).numpy())
+    np.testing.assert_array_equal(shifted, _Shifted(model).run(x).numpy())
+    with in_phase(model, "float"):
+        np.testing.assert_array_equal(exact, FirstOfEquals(model).run(x).numpy())
+    assert not np.array_equal(rounded, shifted)
+    assert not np.array_equal(rounded, exact)
+    np.testing.assert_array_equal(FirstOfEquals(model).run(x).numpy(), rounded)  # the phases are as before
+
+
+def test_what_lanes_share_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = _converted(), Tensor(images(2, 3, 8, 8))
+    run, counts = Lanes(model), dict[Any, int]()
+    plain = lanes.interpret
+
+    def count(expr: Any, inputs: Any) -> Any:
+        counts[expr] = counts.get(expr, 0) + 1
+        return plain(expr, inputs)
+
+    run.run([FirstOfEquals(model), FloatLane(model)], (x,), {})
+    monkeypatch.setattr(lanes, "interpret", count)
+    run.run([FirstOfEquals(model), FirstOfEquals(model)], (x,), {})
+    assert set(counts.values()) == {1}
+    assert len(counts) < len(model.graph._exprs)  # without parameters and their roundings
+
+
+def test_a_size_shrinks_as_much_as_another_grows_unless_little_is_left() -> None:
+    assert _mirrored({"x": (1, 3, 320, 320)}, {"x": (1, 3, 384, 448)}) == {"x": (1, 3, 256, 192)}
+    assert _mirrored({"x": (1, 8)}, {"x": (1, 16)}) is None
+
+
+def test_an_open_size_is_verified_larger_and_smaller(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def forward(self: Any, x: Any) -> Any:
+        return self.a(x)
+
+    x = Tensor(images(2, 3, 64, 64))
+    module = net(forward, a=M.Conv2d(3, 4, 3))
+    traced = qtrace.trace(module, x, dynamic={"x": {0: "N", 2: "H", 3: "W"}})
+    prepared = qtrace.prepare(traced, {"placement": "everything"})
+    qtrace.calibrate(prepared, [images(2, 3, 64, 64)], progress=False)
+    converted = qtrace.convert(prepared)
+    path = qtrace.export(converted, tmp_path / "m.onnx")
+    with caplog.at_level("INFO", "qtrace"):
+        assert qtrace.verify(path, converted, [images(2, 3, 64, 64)]).passed
+    sizes = [record.getMessage() for record in caplog.records if "is verified at" in record.getMessage()]
+    assert len(sizes) == 2

@@ -20,7 +20,7 @@ from qtrace.storage.cache import read_cached, write_cached
 __all__ = ["ProcessorFit", "fit", "fit_processor", "fitted_table", "scale"]
 
 _RUNTIME = "onnxruntime"
-_KERNELS = "as exported"  # to be changed with the kernels that are timed: older factors are not those of these
+_KERNELS = "as exported"  # changes with the kernels that are timed, whose factors are not those of others
 _LEAST, _MOST = 0.1, 10.0  # of a factor: what lies beyond was disturbed
 Measure = Callable[[Sequence[Case]], list[Measurement]]
 

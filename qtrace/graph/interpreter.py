@@ -11,7 +11,7 @@ from megengine.core._imperative_rt.core2 import Tensor as RawTensor
 from megengine.module import Module
 from megengine.traced_module import TracedModule
 from megengine.traced_module.expr import CallMethod, Expr, GetAttr
-from megengine.traced_module.node import Node
+from megengine.traced_module.node import Node, TensorNode
 from megengine.traced_module.pytree import LeafDef, TreeDef, tree_flatten
 from megengine.traced_module.traced_module import InternalGraph
 from megengine.traced_module.utils import _convert_kwargs_to_args
@@ -186,7 +186,7 @@ def round_late(steps: Sequence[Expr], large: Mapping[Expr, int]) -> Sequence[Exp
     waiting: dict[Node, Expr] = {}
     order: list[Expr] = []
     for expr in steps:
-        if expr in large and all(isinstance(node.expr, GetAttr) for node in expr.inputs):
+        if expr in large and _rounds(expr):
             waiting.update(dict.fromkeys(expr.outputs, expr))
             continue
         needed = dict.fromkeys(waiting[node] for node in expr.inputs if node in waiting)
@@ -194,6 +194,17 @@ def round_late(steps: Sequence[Expr], large: Mapping[Expr, int]) -> Sequence[Exp
             del waiting[node]
         order += [*needed, expr]
     return [*order, *dict.fromkeys(waiting.values())] if large else steps
+
+
+def _rounds(expr: Expr) -> bool:
+    """Whether an expr gives floats in the shape of the parameter that it reads; what ranks stays in place."""
+    stored = [node for node in expr.inputs if isinstance(node, TensorNode)]
+    if len(expr.outputs) != 1 or not all(isinstance(node.expr, GetAttr) for node in expr.inputs):
+        return False
+    (out,) = expr.outputs
+    if not isinstance(out, TensorNode) or out.dtype is None or np.dtype(out.dtype).kind != "f":
+        return False
+    return any(node.shape is not None and node.shape == out.shape for node in stored)
 
 
 def interpret(expr: Expr, inputs: Sequence[Any]) -> Sequence[Any] | None:

@@ -6,10 +6,11 @@ small ONNX model. It computes in float, no gradient passes through it, and the O
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -87,12 +88,14 @@ class OpaqueOp(Module):
     def places(self, *inputs: mge.Tensor) -> np.ndarray:
         """Returns the places that the nodes pick by these values, one a row; see `SelectingFragment`."""
         assert self.selecting is not None
-        return self.selecting.places(self._arrays(inputs))
+        with self._located():
+            return self.selecting.places(self._arrays(inputs))
 
     def with_places(self, places: np.ndarray, *inputs: mge.Tensor) -> tuple[mge.Tensor, ...]:
         """Computes the outputs for the places of another run."""
         assert self.selecting is not None
-        results = self.selecting.run(self._arrays(inputs), places)
+        with self._located():
+            results = self.selecting.run(self._arrays(inputs), places)
         return tuple(mge.Tensor(self._carried(result)) for result in results)
 
     def forward(self, *inputs: mge.Tensor) -> Any:
@@ -112,10 +115,8 @@ class OpaqueOp(Module):
         if get_grad_key(inputs) is not None and self.say_once():
             name = getattr(self, "_name", None) or self.operators
             warnings.warn(_stopped_sentence(str(name)), QtraceWarning, stacklevel=_level_of_caller())
-        try:
+        with self._located():
             results = self.fragment.run(self._arrays(inputs))
-        except ExportError as error:
-            raise GraphError(f"{self.operators}: {error}") from error
         tensors = tuple(mge.Tensor(self._carried(result)) for result in results)
         return tensors[0] if len(tensors) == 1 else tensors
 
@@ -124,6 +125,14 @@ class OpaqueOp(Module):
         said = self in _SAID
         _SAID.add(self)
         return not said
+
+    @contextlib.contextmanager
+    def _located(self) -> Iterator[None]:
+        """Says of an error which nodes have it."""
+        try:
+            yield
+        except ExportError as error:
+            raise GraphError(f"{self.operators}: {error}") from error
 
     def _arrays(self, inputs: Sequence[mge.Tensor]) -> list[np.ndarray]:
         dtypes = self.fragment.input_dtypes

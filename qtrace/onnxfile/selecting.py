@@ -6,7 +6,6 @@ Its outputs alone do not tell which boxes they are.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,7 @@ __all__ = ["SelectingFragment", "selecting_nodes"]
 # Op -> the output that has the places.
 _PLACES = {"NonMaxSuppression": 0, "NonZero": 0, "TopK": 1, "ArgMax": 0, "ArgMin": 0}
 _LISTS = ("NonMaxSuppression", "NonZero")
-_WIDTH = 9  # numbers of a place: the selection, then up to eight
+_WIDTH = 10  # numbers of a place: the selection, then an index of up to eight, and a number
 
 
 @dataclass(frozen=True)
@@ -32,38 +31,34 @@ class _Selection:
         kind: its op.
         name: the tensor of its places.
         axis: the axis along which it ranks; 0 for one that lists places.
-        keeps: whether the places have that axis.
     """
 
     index: int
     kind: str
     name: str
     axis: int = 0
-    keeps: bool = True
 
     def rows(self, places: np.ndarray) -> np.ndarray:
-        """Returns one row for each place: of a list its numbers, else the score's row and its place there."""
+        """Returns one row for each place: of a list its numbers, else its index in ``places`` and itself."""
         if self.kind == "NonZero":
             return places.T
         if self.kind == "NonMaxSuppression":
             return places
-        whole = places if self.keeps else np.expand_dims(places, self.axis)
-        moved = np.moveaxis(whole, self.axis, -1)
-        numbers = moved.reshape(-1, moved.shape[-1] if moved.ndim else 1)
-        outer = np.broadcast_to(np.arange(len(numbers))[:, None], numbers.shape)
-        return np.stack([outer.ravel(), numbers.ravel()], axis=1)
+        indices = np.indices(places.shape).reshape(places.ndim, places.size)
+        return np.concatenate([indices, places.reshape(1, -1)]).T
 
     def places(self, rows: np.ndarray, like: np.ndarray) -> np.ndarray:
-        """Returns the places of ``rows`` in the form of those of this run."""
+        """Returns the places of ``rows``, which may be more or fewer than those of this run, ``like``."""
         if self.kind == "NonZero":
             return np.ascontiguousarray(rows[:, : len(like)].T)
         if self.kind == "NonMaxSuppression":
             return rows[:, :3]
-        shape = list((like if self.keeps else np.expand_dims(like, self.axis)).shape)
-        others = shape[: self.axis % len(shape)] + shape[self.axis % len(shape) + 1 :]
-        numbers = rows[:, 1].reshape(*others, len(rows) // max(math.prod(others), 1))
-        moved = np.moveaxis(numbers, -1, self.axis)
-        return np.ascontiguousarray(moved if self.keeps else np.squeeze(moved, self.axis))
+        if not len(rows):
+            return np.zeros(like.shape if not like.size else (0, *like.shape[1:]), np.int64)
+        indices = rows[:, : like.ndim]
+        whole = np.zeros(indices.max(axis=0) + 1, np.int64)
+        whole[tuple(indices.T)] = rows[:, like.ndim]
+        return whole
 
 
 def selecting_nodes(model: Any) -> tuple[_Selection, ...]:
@@ -76,10 +71,8 @@ def selecting_nodes(model: Any) -> tuple[_Selection, ...]:
         if not name or name not in read:
             continue
         attributes = {a.name: a.i for a in node.attribute}
-        lists = node.op_type in _LISTS
-        axis = 0 if lists else attributes.get("axis", -1 if node.op_type == "TopK" else 0)
-        keeps = lists or bool(attributes.get("keepdims", 1))
-        selections.append(_Selection(index, node.op_type, name, axis, keeps))
+        axis = 0 if node.op_type in _LISTS else attributes.get("axis", -1 if node.op_type == "TopK" else 0)
+        selections.append(_Selection(index, node.op_type, name, axis))
     return tuple(selections)
 
 

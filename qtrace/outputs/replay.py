@@ -103,7 +103,7 @@ class SelectionTape:
             own = op.places(*tensors)
             given = self._given(number, own, same_shape=False)
             if given is not None:
-                self.shares.append(_share_of_rows(own, given))
+                self.shares.append(_share_of_worst(own, given))
                 results = op.with_places(given, *tensors)
         else:
             place = mask_of(expr)
@@ -112,6 +112,8 @@ class SelectionTape:
             if given is not None:
                 self.shares.append(_share_of_rows(own, given))
                 results = _pick(expr, inputs, results, place, given)
+        if given is None and self.given is not None:
+            self.shares.append(Share(0, 0))  # not to be judged, and the others keep their numbers
         self.places.append(own if given is None else given)
         return results
 
@@ -210,6 +212,20 @@ def _share_of_rows(own: np.ndarray, given: np.ndarray) -> Share:
         set(map(tuple, np.reshape(v, (len(v), math.prod(v.shape[1:]))).tolist())) for v in (own, given)
     )
     return Share(len(rows & others), len(rows | others))
+
+
+def _share_of_worst(own: np.ndarray, given: np.ndarray) -> Share:
+    """Counts the rows of the selection of a fragment that has the smallest share of right ones.
+
+    Behind a suppression others rank what it has kept: their places agree, whatever that is.
+
+    Args:
+        own: the places that float picks, one a row, the number of the selection first.
+        given: the places that are judged.
+    """
+    numbers = np.union1d(own[:, 0], given[:, 0])
+    shares = [_share_of_rows(own[own[:, 0] == n], given[given[:, 0] == n]) for n in numbers]
+    return min(shares, key=lambda share: share.right / max(share.places, 1), default=Share(0, 0))
 
 
 class TapedRun(Interpreter):

@@ -148,7 +148,9 @@ def prepare_measured(
     text = _describe(times.labellings, chosen) if times.labellings else "the ops are those of the given times"
     if times.labellings:
         reporter.note(f"placement: {text}")
-    labels = {name: name in times.integers or fixed for name, fixed in outcome.float_labels.items()}
+    # A file that may be in float and a graph to train on take other labellings of the same times.
+    integers = times.labellings[chosen].integers if times.labellings else times.integers
+    labels = {name: name in integers or fixed for name, fixed in outcome.float_labels.items()}
     if labels != dict(outcome.point.labels):
         prepared, _ = prepare_placed(*request, outcome.instead(labels, text), fitted, source=source)
     if times.labellings:

@@ -52,7 +52,7 @@ class Times:
         files: the speed of the float file and of the quantized one; () if they were not measured.
         fixed: whether the times were read, so that nothing is measured.
         integers: the ops that are placed on integers; None if nothing was placed by measured times.
-        network: what the times were measured of: a hash of ops, shapes and target.
+        network: what the times were measured of: a hash of ops, shapes, target and placement.
         fit: the fit of the packaged cost table by which times were predicted; None for the table as it is.
     """
 
@@ -114,8 +114,8 @@ class Times:
         network = _fingerprint(traced, config)
         if self.fixed and self.network != network:
             raise ConfigError(
-                f"{self.path} has the times of another network, other shapes or another target: give the "
-                "name of a new file to measure them."
+                f"{self.path} has the times of another network, other shapes, another target or placement: "
+                "give the name of a new file to measure them."
             )
         self.network = network
 
@@ -143,12 +143,12 @@ class Times:
 
 
 def _fingerprint(traced: TracedModule, config: QConfig) -> str:
-    """Returns a hash of the ops of a network, the names and shapes of their results, and the target."""
+    """Returns a hash of the ops of a network, names and shapes of their results, target and placement."""
     ops = [
         (type(expr).__name__, op_label(expr), [(node.name, list(node.shape or ())) for node in expr.outputs])
         for expr in exprs(traced)
         if expr.outputs and all(isinstance(node, TensorNode) for node in expr.outputs)
     ]
     inputs = [(name, list(shape)) for name, shape in list_inputs(traced)]
-    text = json.dumps([config.backend, inputs, ops], default=str)
+    text = json.dumps([config.backend, config.effective_placement, inputs, ops], default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]

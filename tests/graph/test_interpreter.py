@@ -18,7 +18,8 @@ import qtrace
 from qtrace.errors import GraphError
 from qtrace.graph.edit import GraphEditor
 from qtrace.graph.flatten import flatten
-from qtrace.graph.interpreter import Interpreter, locate_failure
+from qtrace.graph.interpreter import Interpreter, locate_failure, round_late
+from qtrace.graph.tensors import large_reads
 from tests.graph.samples import (
     IMAGE,
     MODELS,
@@ -316,3 +317,27 @@ def test_an_error_of_a_hook_stays_as_it_is():
 
     with pytest.raises(ValueError, match="^the hook$"):
         Refuse(traced_model(Residual)).run(mge.Tensor(IMAGE))
+
+
+def test_only_roundings_of_large_parameters_wait_for_their_reader() -> None:
+    """A selection keeps its place: the tape of another run counts them in the order of execution."""
+
+    class Bank(M.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bank = mge.Parameter(np.random.default_rng(0).normal(size=(4096, 80)).astype(np.float32))
+
+        def forward(self, x):
+            order, best = F.argsort(self.bank)[0], F.argmax(self.bank, 1)
+            rounded = F.round(self.bank)
+            return F.topk(x, 2)[1] + best[:2], F.sum(order), F.sum(rounded)
+
+    traced = flatten(qtrace.trace(Bank(), np.ones((1, 8), np.float32), check=False))
+    steps = traced.graph._exprs
+    order = round_late(steps, large_reads(traced.graph))
+    moved = [s for s in steps if order.index(s) != steps.index(s)]
+    waits = next(s for s in steps if getattr(s, "func", None) is F.round)
+    assert order[order.index(waits) + 1].inputs[0] is waits.outputs[0]
+    ranks = [s for s in order if getattr(s, "func", None) in (F.argsort, F.argmax, F.topk)]
+    assert ranks == [s for s in steps if s in ranks]
+    assert waits in moved

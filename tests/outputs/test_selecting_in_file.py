@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import megengine as mge
@@ -14,6 +15,7 @@ from qtrace.graph import flatten
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.explanation import explain
 from qtrace.onnxfile.selecting import SelectingFragment, selecting_nodes
+from qtrace.outputs import replay
 from qtrace.outputs.replay import SelectedShares, TapedRun
 from qtrace.outputs.selections import find_selecting
 from tests.importing.onnx.networks import model, node
@@ -143,3 +145,54 @@ def test_rows_of_another_run_are_those_that_float_is_asked_for(tmp_path: Path) -
 
 def _nodes(traced: TracedModule) -> list:
     return [n for expr in traced.graph._exprs for n in expr.outputs]
+
+
+_APART = np.array([[[0, 0, 1, 1], [2, 2, 3, 3], [4, 4, 5, 5], [8, 8, 9, 9]]], np.float32)
+_CLASSES = np.random.default_rng(0).normal(size=(1, 4, 3)).astype(np.float32)
+
+
+def _behind_suppression(kind: str, keepdims: int) -> SelectingFragment:
+    """NonMaxSuppression, and a ranking of the classes of the boxes that it keeps."""
+    ranking = {
+        "ArgMax": node("ArgMax", "pc", "label", axis=1, keepdims=keepdims),
+        "TopK": node("TopK", "pc two", "v label", axis=1),
+    }[kind]
+    nodes = [
+        node("NonMaxSuppression", "boxes scores limit overlap least", "kept"),
+        node("Gather", "kept two", "column", axis=1),
+        node("Squeeze", "column second", "places"),
+        node("Squeeze", "class first", "classes"),
+        node("Gather", "classes places", "pc", axis=0),
+        ranking,
+    ]
+    shapes = {"boxes": (1, 4, 4), "scores": (1, 1, 4), "class": (1, 4, 3)}
+    return SelectingFragment(model(nodes, shapes, ["label"], _STORED, dtypes={"label": np.int64}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "keepdims", "shape"), [("ArgMax", 0, (4,)), ("ArgMax", 1, (4, 1)), ("TopK", 1, (4, 2))]
+)
+def test_a_ranking_behind_a_suppression_takes_the_places_of_another_number_of_boxes(
+    kind: str, keepdims: int, shape: tuple[int, ...]
+) -> None:
+    fragment = _behind_suppression(kind, keepdims)
+    rows = ([0.9, 0.8, 0.7, 0.6], [0.9, 0.0, 0.7, 0.0], [0.0] * 4)
+    many, few, none = (np.array([[row]], np.float32) for row in rows)
+    # onnxruntime's TopK ends the process where there is no row.
+    for given, own in itertools.permutations((many, few, none) if kind == "ArgMax" else (many, few), 2):
+        places = fragment.places([_APART, given, _CLASSES])
+        (label,) = fragment.run([_APART, own, _CLASSES], places)
+        kept = int((given > 0.5).sum())
+        assert label.shape == (kept, *shape[1:])
+        (expected,) = fragment.run([_APART, given, _CLASSES], places)
+        assert np.array_equal(label, expected)
+
+
+def test_the_share_is_that_of_the_worst_selection_of_a_node() -> None:
+    """Behind a suppression places are counted in its own list, so that they agree whatever it has kept."""
+    fragment = _behind_suppression("TopK", 1)
+    first, other = (np.array([[row]], np.float32) for row in ([0.9, 0.8, 0, 0], [0, 0, 0.9, 0.8]))
+    same = np.repeat(_CLASSES[:, :1], 4, axis=1)
+    own, given = (fragment.places([_APART, scores, same]) for scores in (first, other))
+    share = replay._share_of_worst(own, given)
+    assert (share.right, share.places) == (0, 4)

@@ -187,8 +187,14 @@ def test_times_of_another_network_and_damaged_ones_are_a_sentence(tmp_path: Path
     _fixed(path, ("b_out",)).write()
     times, config = Times.open(path), as_qconfig({"placement": "balanced"})
     times.bind(_traced(), config)
-    for other, same in ((_traced(), {"backend": "openvino"}), (_traced(images(1, 3, 40, 40)), {})):
-        with pytest.raises(ConfigError, match="the times of another network, other shapes or another target"):
+    for other, same in (
+        (_traced(), {"backend": "openvino"}),
+        (_traced(images(1, 3, 40, 40)), {}),
+        (_traced(), {"placement": "small"}),
+    ):
+        with pytest.raises(
+            ConfigError, match="of another network, other shapes, another target or placement"
+        ):
             times.bind(other, as_qconfig({"placement": "balanced", **same}))
     for text in ("{", "[]", '{"schema": "qtrace-times/1"}', json.dumps({"schema": "other"})):
         path.write_text(text)

@@ -7,8 +7,10 @@ between roundings that fuse.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -142,9 +144,22 @@ def export_kernels(
         settings["weight"] = {"bits": 7}
     config = QConfig.model_validate(settings)
     batch = feeds(_inputs(traced))
-    prepared = prepare(traced, config, samples=[batch], progress=False)
-    calibrate(prepared, [batch], progress=False, engine="megengine")
-    return export(convert(prepared), path)
+    with _silent():
+        prepared = prepare(traced, config, samples=[batch], progress=False)
+        calibrate(prepared, [batch], progress=False, engine="megengine")
+        return export(convert(prepared), path)
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Keeps notes on kernels out of the log, where they would pass for notes on the user's network."""
+    logger = logging.getLogger("qtrace")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _inputs(traced: TracedModule) -> dict[str, Shape]:

@@ -26,30 +26,35 @@ Ranges = Mapping[str, tuple[float, float]]
 
 
 def measure_ranges(
-    graphs: Iterable[TracedModule], batches: Sequence[Any], axes: SharedAxes | None = None
-) -> dict[str, tuple[float, float]]:
-    """Returns the ranges of the activations that prepared graphs of one network observe.
+    in_float: TracedModule,
+    graphs: Iterable[TracedModule],
+    batches: Sequence[Any],
+    axes: SharedAxes | None = None,
+) -> list[dict[str, tuple[float, float]]]:
+    """Returns for each of several prepared graphs of one network the ranges of what it observes.
 
-    A node of several graphs has the same values in each, so the graph that has most of the nodes runs, then
-    another one for those that are left, such as the pieces of an activation function.
+    A node of the graph in float has the same values in each, and is measured once. What a graph has alone,
+    such as the pieces of an activation function, is measured in a run of that graph: elsewhere, their names
+    are those of other functions.
 
     Args:
-        graphs: prepared graphs of one network.
+        in_float: the prepared graph that has all ops in float.
+        graphs: prepared graphs of the network.
         batches: batches as for `qtrace.calibrate`.
         axes: the open axes of the files of the network; None to find them.
 
     Raises:
         CalibrationError: when a batch does not fit the model.
     """
-    models = [QuantizedModel(graph, "prepared") for graph in graphs]
-    missing = {name for model in models for name in watched(model).nodes}
-    ranges: dict[str, tuple[float, float]] = {}
-    while missing and batches:
-        model = max(models, key=lambda model: len(missing.intersection(model.nodes)))
-        nodes = [name for name in model.nodes if name in missing]
-        ranges.update(_run(model, nodes, batches, axes))
-        missing.difference_update(nodes)
-    return ranges
+    first, models = QuantizedModel(in_float, "prepared"), [QuantizedModel(g, "prepared") for g in graphs]
+    needed = [dict.fromkeys(watched(model).nodes) for model in models]
+    shared = [name for name in first.nodes if any(name in names for names in needed)]
+    ranges = _run(first, shared, batches, axes)
+    results = []
+    for model, names in zip(models, needed, strict=True):
+        own = [name for name in names if name not in ranges]
+        results.append({**ranges, **_run(model, own, batches, axes)})
+    return results
 
 
 def _run(
@@ -57,6 +62,8 @@ def _run(
 ) -> dict[str, tuple[float, float]]:
     """Returns the ranges of ``nodes`` in one run of the batches."""
     ranges: dict[str, tuple[float, float]] = {}
+    if not nodes or not batches:
+        return ranges
 
     def observe(node: str, value: Any) -> None:
         array = np.asarray(value if isinstance(value, np.ndarray) else value.numpy())

@@ -14,7 +14,7 @@ from qtrace.graph.open_axes import read_open_axes
 from qtrace.graph.open_shapes import infer_types
 from qtrace.graph.types import TensorNode, TracedModule
 
-__all__ = ["first_calls", "holds_infinite_data", "read_calls"]
+__all__ = ["cut_call", "first_calls", "holds_infinite_data", "read_calls"]
 
 
 def read_calls(samples: Iterable[Any], model: TracedModule, count: int) -> list[Any]:
@@ -45,14 +45,14 @@ def first_calls(calls: Iterable[Any], count: int, model: TracedModule) -> list[A
     """Returns ``calls`` up to the first ``count`` images, in whole batches if the model fixes their size."""
     first: list[Any] = []
     for arguments in calls:
-        first.append(_cut(arguments, count, model) or arguments)
+        first.append(cut_call(arguments, count, model) or arguments)
         count -= count_samples(first[-1])
         if count <= 0:
             break
     return first
 
 
-def _cut(arguments: Any, count: int, model: TracedModule) -> Any:
+def cut_call(arguments: Any, count: int, model: TracedModule) -> Any:
     """Returns the first samples of a call; None if they cannot be cut off, or ``model`` refuses so few."""
     few = first_samples(arguments, count)
     known = few is not None and _is_known_to_take(few, model)

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from qtrace.data.base import Batch, DataSource, batch_length
-from qtrace.data.batches import as_arguments, first_samples
+from qtrace.data.batches import as_arguments
 from qtrace.errors import QtraceError
-from qtrace.graph.open_axes import read_open_axes
-from qtrace.graph.types import TensorNode, TracedModule
+from qtrace.graph.types import TracedModule
 from qtrace.inspection.twin import float_twin, late_algorithms
 from qtrace.preparation.model import QuantizedModel
+from qtrace.preparation.samples import cut_call
 from qtrace.quantizing.folder import CURE, VERDICT
 from qtrace.quantizing.reporting import Reporter
 from qtrace.sensitivity.diagnosis import Calibrated, Diagnosis, diagnose, measure_inputs
@@ -226,21 +226,11 @@ def select_samples(batches: Iterable[Batch], model: TracedModule) -> list[Batch]
 
 def shorten(batch: Batch, model: TracedModule, index: int, samples: int = _SAMPLES) -> Batch:
     """Cuts a batch to its first ``samples``; a model whose batch is fixed gets all of it."""
-    tried = None if _has_open_batch(model) else model  # an import has proved that any count runs
-    if first_samples(as_arguments(batch, model, index), samples, tried) is None:
+    if cut_call(as_arguments(batch, model, index), samples, model) is None:
         return batch
     if isinstance(batch, dict):
         return {key: value[:samples] for key, value in batch.items()}
     return tuple(value[:samples] for value in batch)
-
-
-def _has_open_batch(model: TracedModule) -> bool:
-    """Returns whether the model records that the first axis of all inputs may have any size."""
-    record = read_open_axes(model)
-    if record is None:
-        return False
-    opened = {axis.input for axis in record.axes if axis.axis == 0}
-    return all(node.name in opened for node in model.graph.inputs if isinstance(node, TensorNode))
 
 
 def _first_batches(source: DataSource) -> list[Batch]:

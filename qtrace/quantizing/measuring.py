@@ -355,7 +355,7 @@ class _Bench:
 
     def _noises(self, files: Mapping[str, Path], samples: int) -> list[tuple[float, ...]]:
         """Returns the noise of each file, on the first samples that were held back."""
-        if self.selecting:
+        if all(name in self.selecting for name in files):
             counts = [len(values[0]) if values[0].ndim else 1 for values in self.feeds]
             batches = [b for i, b in enumerate(self.held_back()) if sum(counts[:i]) < samples]
             graphs = (self.selecting[name] for name in files)
@@ -382,12 +382,12 @@ class _Bench:
             if not is_left_out(number, name)
         }
         axes = SharedAxes()
-        known = measure_ranges(graphs.values(), self.ranges, axes)
+        known = measure_ranges(graphs[_FLOAT], graphs.values(), self.ranges, axes)
         files = {}
-        for number, (name, prepared) in enumerate(graphs.items()):
+        for number, ((name, prepared), ranges) in enumerate(zip(graphs.items(), known, strict=True)):
             if not is_left_out(number, name):
                 files[name] = folder / f"{number}.onnx"
-                converted = self._convert(prepared, known)
+                converted = self._convert(prepared, ranges)
                 _write(converted, files[name], axes)
                 if any(reaching(converted)):
                     self.selecting[name] = converted
@@ -436,7 +436,8 @@ class _Bench:
         session = open_session(path, _ONE_THREAD)
         names = [info.name for info in session.inputs]
         results = []
-        for values in self.feeds:
+        for batch in self.feeds:
+            values = [value.astype(_dtype(i.type)) for value, i in zip(batch, session.inputs, strict=True)]
             rows = _rows(session, values)
             if samples > 0:
                 feeds = [value[:samples] for value in values] if rows > samples else values
@@ -457,6 +458,12 @@ def _rows(session: OrtSession, values: Sequence[np.ndarray]) -> int:
     counts = {len(value) if value.ndim else 0 for value in values}
     is_open = all(info.shape and not isinstance(info.shape[0], int) for info in session.inputs)
     return counts.pop() if is_open and len(counts) == 1 else 0
+
+
+def _dtype(declared: str) -> np.dtype[Any]:
+    """Returns the dtype of an input as a file declares it, which MegEngine may lack: ``tensor(int64)``."""
+    name = declared.removeprefix("tensor(").removesuffix(")")
+    return np.dtype({"float": "float32", "double": "float64"}.get(name, name))
 
 
 def _time_run(path: Path, settings: RunnerSettings) -> float:

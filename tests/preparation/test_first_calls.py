@@ -12,6 +12,7 @@ from qtrace.data import batches
 from qtrace.graph.open_axes import OpenAxes, OpenAxis, write_open_axes
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.samples import first_calls
+from qtrace.quantizing.judging import shorten
 from tests.nets import images, net
 
 DATA = images(8, 3, 8, 8)
@@ -40,5 +41,7 @@ def test_a_batch_is_cut_without_a_run_where_it_is_recorded_as_open(
 
 
 def test_a_batch_stays_whole_where_an_edit_has_fixed_what_is_recorded_as_open() -> None:
-    calls = first_calls([((Tensor(DATA),), {})], 4, _traced(8, opened=True))
+    traced = _traced(8, opened=True)
+    calls = first_calls([((Tensor(DATA),), {})], 4, traced)
     assert [call[0][0].shape[0] for call in calls] == [8]
+    assert shorten((DATA,), traced, 0, 4)[0].shape[0] == 8  # the verdict's batches, too

@@ -73,12 +73,38 @@ def test_known_ranges_calibrate_as_the_batches_do(tmp_path: Path) -> None:
         _traced(), config, [DATA], outcome=outcome.instead(outcome.float_labels), source=source
     )
     halves = [DATA[:2], DATA[2:]]
-    statistics = from_ranges(prepared, measure_ranges([in_float, prepared], halves))
+    statistics = from_ranges(prepared, *measure_ranges(in_float, [prepared], halves))
     assert statistics is not None
     own = _file(prepared, tmp_path / "a.onnx")
     qtrace.calibrate(prepared, [DATA], progress=False, statistics=statistics)
     qtrace.export(qtrace.convert(prepared), tmp_path / "a.onnx")
     assert (tmp_path / "a.onnx").read_bytes() == own
+
+
+@pytest.mark.parametrize("function", [F.hswish, F.silu])
+def test_pieces_of_one_function_do_not_get_the_ranges_of_another(function) -> None:
+    """Pieces are named in the order in which they are written, so that a name is another one elsewhere."""
+    layers = {"a": M.Conv2d(3, 16, 3), "b": M.Conv2d(16, 16, 3), "c": M.Conv2d(16, 4, 1)}
+    layers["a"].weight[:], layers["b"].weight[:] = layers["a"].weight * 0.05, layers["b"].weight * 900
+    module = net(lambda self, x: self.c(function(self.b(function(self.a(x))))), **layers)
+    traced = qtrace.trace(module, DATA, check=False)
+    config = as_qconfig({"placement": "balanced", "observers": {"activation": "minmax", "weight": "minmax"}})
+    source = FloatSource(traced, config, [DATA])
+    _, outcome = prepare_placed(traced, config, [DATA], source=source)
+    assert outcome is not None
+    names = list(outcome.point.labels)
+
+    def place(on_integers) -> TracedModule:
+        labels = {name: on_integers(number) for number, name in enumerate(names)}
+        return prepare_placed(traced, config, [DATA], outcome=outcome.instead(labels), source=source)[0]
+
+    both, second, in_float = place(lambda n: True), place(lambda n: n >= 2), place(lambda n: False)
+    ranges = measure_ranges(in_float, [both, second], [DATA])
+    for graph, shared in zip((both, second), ranges, strict=True):
+        (own,) = measure_ranges(graph, [graph], [DATA])
+        assert set(own) <= set(shared)
+        for name, limits in own.items():
+            assert shared[name] == pytest.approx(limits, rel=1e-4, abs=1e-5), name
 
 
 def test_ranges_are_not_enough_for_histograms_or_without_all_nodes() -> None:

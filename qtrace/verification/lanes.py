@@ -11,7 +11,7 @@ integers from which the op-by-op lane goes on.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -62,13 +62,15 @@ class Lanes:
 
     Args:
         traced: the traced module, in eval mode whenever it runs.
+        watched: names of nodes that hooks see in every run, though they may depend on parameters alone: what
+            a file computes of a rounded parameter is compared, too.
 
     Attributes:
         selecting: the exprs that rank scores or select rows.
     """
 
-    def __init__(self, traced: TracedModule) -> None:
-        self.traced = traced
+    def __init__(self, traced: TracedModule, watched: Collection[str] = ()) -> None:
+        self.traced, self._watched = traced, frozenset(watched)
         self._plans: dict[int, _Plan] = {}
         self._phased: dict[Expr, list[Module]] = {}
         self._nested: set[Expr] = set()
@@ -80,7 +82,7 @@ class Lanes:
     def run(
         self, lanes: Sequence[FirstOfEquals], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[list[Any]]:
-        """Runs the graph on the arguments of one call; hooks see every value, but for those of parameters.
+        """Runs the graph on the arguments of one call; hooks see what is watched or depends on these.
 
         Args:
             lanes: the lanes; the first one replaces no value in its hook.
@@ -161,13 +163,16 @@ class Lanes:
             if selects(expr):
                 self.selecting.add(expr)
 
+    def _is_watched(self, expr: Expr) -> bool:
+        return any(node.name in self._watched for node in expr.outputs)
+
     def _make(self, graph: Any) -> _Plan:
         """Computes what depends on parameters alone, with roundings and without."""
         kept_out = self._nested | self._ranking | self.selecting
         known = (
             set[Node]()
             if len(self.traced.argdef_graph_map) > 1
-            else fixed_nodes(self.traced, kept_out.__contains__)
+            else fixed_nodes(self.traced, lambda expr: expr in kept_out or self._is_watched(expr))
         )
         exprs = [e for e in graph._exprs if e.outputs and all(node in known for node in e.outputs)]
         if sum(_bytes(e) for e in exprs) > _MOST_FIXED_BYTES:

@@ -89,7 +89,7 @@ class File:
         self.output_names = output_names(model)
         self.first_of_equals: bool = getattr(session, "first_of_equals", True)
         self.open_axes = open_in_file(path, model.module)
-        self.lanes = Lanes(model.module)
+        self.lanes = Lanes(model.module, self.names)
         self.groups: tuple[ColumnGroup, ...] = ()  # of the outputs; as a whole until they are known
         ends = list(zip(self.output_names, model.module.graph.outputs, strict=True))
         self.ends = ends

@@ -62,8 +62,9 @@ def verify(
 ) -> VerifyReport:
     """Runs ``path`` in its runtime beside ``converted`` and compares integer by integer.
 
-    An ONNX file with open axes besides the batch is also run at two other sizes, a larger and, if the graph
-    runs there, a smaller one, to which the first sample is repeated; the logger ``qtrace`` names them.
+    An ONNX file with open axes besides the batch is also run at two other sizes, to which the first sample is
+    repeated: a larger one, and a smaller one where the axes are long enough and the graph runs there, else a
+    still larger one. The logger ``qtrace`` names them.
 
     Args:
         path: a file written by ``qtrace.export`` from ``converted``.

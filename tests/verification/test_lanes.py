@@ -8,8 +8,10 @@ from typing import Any
 import megengine.functional as F
 import megengine.module as M
 import numpy as np
+import onnx
 import pytest
-from megengine import Tensor
+from megengine import Parameter, Tensor
+from onnx import helper, numpy_helper
 
 import qtrace
 from qtrace.graph.types import TracedModule
@@ -95,3 +97,34 @@ def test_an_open_size_is_verified_larger_and_smaller(
         assert qtrace.verify(path, converted, [images(2, 3, 64, 64)]).passed
     sizes = [record.getMessage() for record in caplog.records if "is verified at" in record.getMessage()]
     assert len(sizes) == 2
+
+
+def test_what_a_file_moves_of_a_parameter_is_compared_and_blamed_on_the_file(tmp_path: Path) -> None:
+    """It depends on no batch, but the file computes it."""
+
+    def forward(self: Any, x: Any) -> Any:
+        weight = F.abs(self.e)
+        return F.matmul(F.relu(F.matmul(x, weight)), F.transpose(weight, (1, 0)))
+
+    random = np.random.default_rng(1)
+    x = random.normal(size=(5, 16)).astype(np.float32)
+    weight = Parameter(random.normal(size=(16, 24)).astype(np.float32))
+    traced = qtrace.trace(net(forward, e=weight), Tensor(x))
+    prepared = qtrace.prepare(traced, {"placement": "everything"})
+    converted = qtrace.convert(qtrace.calibrate(prepared, [x], progress=False))
+    path = qtrace.export(converted, tmp_path / "m.onnx")
+    assert "transpose_out" in qtrace.verify(path, converted, [x]).sites["op_by_op"]
+    model = onnx.load(path)
+    (place,) = (i for i, n in enumerate(model.graph.node) if n.op_type == "Transpose")
+    moved = model.graph.node[place]
+    mask, out = np.zeros((24, 16), np.bool_), moved.output[0]
+    mask.flat[5], moved.output[0] = True, "moved"
+    stored = {"mask": mask, "zero": np.float32(0)}
+    model.graph.initializer.extend(numpy_helper.from_array(np.asarray(v), n) for n, v in stored.items())
+    model.graph.node.insert(place + 1, helper.make_node("Where", ["mask", "zero", "moved"], [out]))
+    onnx.save(model, path)
+    report = qtrace.verify(path, converted, [x])
+    assert not report.passed
+    assert any("transpose_out" in problem for problem in report.problems())
+    assert report.cross_check is not None
+    assert report.cross_check[1].side == "runtime"

@@ -44,8 +44,7 @@ class ProcessorFit:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fit as plain data."""
-        factors = {f"{kind}, {form}": factor for (kind, form), factor in self.factors.items()}
-        return {"machine": asdict(self.machine), "factors": factors}
+        return {"machine": asdict(self.machine), "factors": _write_factors(self.factors)}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> ProcessorFit:
@@ -75,9 +74,13 @@ def fit_processor(measure: Measure = measure_cases) -> ProcessorFit:
     key = [_KERNELS, here.processor, here.version, list(here.flags), table.machine.date]
     stored = read_cached("fit", key)
     if stored is None:
-        stored = {f"{kind}, {form}": factor for (kind, form), factor in fit(table, measure(_cases())).items()}
+        stored = _write_factors(fit(table, measure(_cases())))
         write_cached("fit", key, stored)
     return ProcessorFit(here, _read_factors(stored))
+
+
+def _write_factors(factors: Mapping[tuple[str, str], float]) -> dict[str, float]:
+    return {f"{kind}, {form}": factor for (kind, form), factor in factors.items()}
 
 
 def _read_factors(stored: Mapping[str, Any]) -> dict[tuple[str, str], float]:

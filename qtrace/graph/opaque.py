@@ -96,7 +96,7 @@ class OpaqueOp(Module):
         assert self.selecting is not None
         with self._located():
             results = self.selecting.run(self._arrays(inputs), places)
-        return tuple(mge.Tensor(self._carried(result)) for result in results)
+        return self._tensors(results)
 
     def forward(self, *inputs: mge.Tensor) -> Any:
         """Computes the outputs: a tensor, or a tuple of several.
@@ -117,7 +117,7 @@ class OpaqueOp(Module):
             warnings.warn(_stopped_sentence(str(name)), QtraceWarning, stacklevel=_level_of_caller())
         with self._located():
             results = self.fragment.run(self._arrays(inputs))
-        tensors = tuple(mge.Tensor(self._carried(result)) for result in results)
+        tensors = self._tensors(results)
         return tensors[0] if len(tensors) == 1 else tensors
 
     def say_once(self) -> bool:
@@ -137,6 +137,9 @@ class OpaqueOp(Module):
     def _arrays(self, inputs: Sequence[mge.Tensor]) -> list[np.ndarray]:
         dtypes = self.fragment.input_dtypes
         return [x.numpy().astype(dtype) for x, dtype in zip(inputs, dtypes, strict=True)]
+
+    def _tensors(self, results: Sequence[np.ndarray]) -> tuple[mge.Tensor, ...]:
+        return tuple(mge.Tensor(self._carried(result)) for result in results)
 
     def _carried(self, array: np.ndarray) -> np.ndarray:
         dtype = carried_dtype(array.dtype)

@@ -11,7 +11,7 @@ import numpy as np
 
 from qtrace.errors import ExportError
 from qtrace.onnxfile.divisions import describe_division_fault, divides_by_inputs
-from qtrace.onnxfile.sessions import OrtSession, SessionError, SessionSettings, open_session
+from qtrace.onnxfile.sessions import OrtSession, SessionError, SessionSettings, dtype_of, open_session
 
 __all__ = ["Fragment", "FragmentTensor", "check_fragment", "infer_outputs", "operators_of"]
 
@@ -40,8 +40,7 @@ class FragmentTensor:
     @property
     def dtype(self) -> np.dtype[Any] | None:
         """The numpy dtype; None for what is no tensor of numbers that numpy has."""
-        name = _DTYPES.get(self.kind)
-        return None if name is None else np.dtype(name)
+        return dtype_of(self.kind)
 
     @property
     def fixed_shape(self) -> Shape | None:
@@ -54,16 +53,6 @@ class FragmentTensor:
     def has_values(self) -> bool:
         """Whether it is a tensor of fixed shape that is not empty, as MegEngine needs them."""
         return self.fixed_shape is not None and 0 not in self.fixed_shape
-
-
-_DTYPES = {
-    "tensor(float)": "float32",
-    "tensor(float16)": "float16",
-    "tensor(double)": "float64",
-    "tensor(bool)": "bool",
-    **{f"tensor({kind})": kind for kind in ("int8", "int16", "int32", "int64")},
-    **{f"tensor({kind})": kind for kind in ("uint8", "uint16", "uint32", "uint64")},
-}
 
 
 class Fragment:

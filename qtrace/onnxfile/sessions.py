@@ -102,6 +102,22 @@ class SessionValue:
     shape: list[Any]
 
 
+_DTYPES = {
+    "tensor(float)": "float32",
+    "tensor(float16)": "float16",
+    "tensor(double)": "float64",
+    "tensor(bool)": "bool",
+    **{f"tensor({kind})": kind for kind in ("int8", "int16", "int32", "int64")},
+    **{f"tensor({kind})": kind for kind in ("uint8", "uint16", "uint32", "uint64")},
+}
+
+
+def dtype_of(kind: str) -> np.dtype[Any] | None:
+    """Returns the numpy dtype of a type as onnxruntime writes it; None if numpy has none."""
+    name = _DTYPES.get(kind)
+    return None if name is None else np.dtype(name)
+
+
 class OrtSession:
     """A model in onnxruntime, in this process or in that of a host.
 

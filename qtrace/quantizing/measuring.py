@@ -30,11 +30,11 @@ from qtrace.data.batches import as_arguments
 from qtrace.errors import QtraceError
 from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.converted.open_axes import SharedAxes
-from qtrace.export.onnx.exporter import files as write_files
+from qtrace.export.onnx.exporter import OnnxOptions, files_with
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.twin import late_algorithms
-from qtrace.onnxfile.sessions import OrtSession, SessionSettings, open_session
+from qtrace.onnxfile.sessions import OrtSession, SessionSettings, dtype_of, open_session
 from qtrace.outputs.selections import reaching
 from qtrace.preparation.passes.convert import convert
 from qtrace.preparation.placement.frontier import Point, price
@@ -437,7 +437,10 @@ class _Bench:
         names = [info.name for info in session.inputs]
         results = []
         for batch in self.feeds:
-            values = [value.astype(_dtype(i.type)) for value, i in zip(batch, session.inputs, strict=True)]
+            values = [
+                value.astype(dtype_of(info.type) or value.dtype)
+                for value, info in zip(batch, session.inputs, strict=True)
+            ]
             rows = _rows(session, values)
             if samples > 0:
                 feeds = [value[:samples] for value in values] if rows > samples else values
@@ -448,7 +451,8 @@ class _Bench:
 
 def _write(converted: TracedModule, path: Path, axes: SharedAxes) -> None:
     """Writes the ONNX file of a labelling, with the open axes that all labellings share."""
-    for file, content in write_files(ConvertedGraph(converted), path, axes=axes).items():
+    files = files_with(OnnxOptions(axes=axes), ConvertedGraph(converted), path)
+    for file, content in files.items():
         with file.open("wb") as stream:
             stream.writelines([content] if isinstance(content, bytes) else content)
 
@@ -458,12 +462,6 @@ def _rows(session: OrtSession, values: Sequence[np.ndarray]) -> int:
     counts = {len(value) if value.ndim else 0 for value in values}
     is_open = all(info.shape and not isinstance(info.shape[0], int) for info in session.inputs)
     return counts.pop() if is_open and len(counts) == 1 else 0
-
-
-def _dtype(declared: str) -> np.dtype[Any]:
-    """Returns the dtype of an input as a file declares it, which MegEngine may lack: ``tensor(int64)``."""
-    name = declared.removeprefix("tensor(").removesuffix(")")
-    return np.dtype({"float": "float32", "double": "float64"}.get(name, name))
 
 
 def _time_run(path: Path, settings: RunnerSettings) -> float:

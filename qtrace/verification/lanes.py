@@ -10,7 +10,6 @@ integers from which the op-by-op lane goes on.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,8 +19,8 @@ from megengine.module import Module
 
 from qtrace.graph.dataflow import fixed_nodes
 from qtrace.graph.interpreter import interpret, last_uses, round_late
-from qtrace.graph.tensors import PART_BYTES, large_reads
-from qtrace.graph.types import Constant, Expr, GetAttr, Node, TensorNode, TracedModule
+from qtrace.graph.tensors import PART_BYTES, count_bytes, large_reads
+from qtrace.graph.types import Constant, Expr, GetAttr, Node, TracedModule
 from qtrace.graph.walk import called_graph, modules_of, owner
 from qtrace.outputs.selections import read_ranking, selects
 from qtrace.preparation.record import fake_quants, followers, is_quantized
@@ -124,19 +123,14 @@ class Lanes:
                 given = lane.run_expr(expr, own)
             else:
                 given = computed
-                if differs or (isinstance(lane, FloatLane) and expr in self._phased):
-                    given = self._compute(expr, own, lane)
+                phased = self._phased.get(expr, ()) if isinstance(lane, FloatLane) else ()
+                if differs or phased:
+                    with _float_phase(phased):
+                        given = interpret(expr, own)
                 if follows:
                     given = lane.follow(expr, own, given)
             results.append(() if given is None else given)
         _give(lanes, values, expr.outputs, results)
-
-    def _compute(self, expr: Expr, inputs: Sequence[Any], lane: FirstOfEquals | None) -> Sequence[Any] | None:
-        """Computes an expr, without its rounding for a `FloatLane`."""
-        if expr not in self._phased or not isinstance(lane, FloatLane):
-            return interpret(expr, inputs)
-        with _float_phase(self._phased[expr]):
-            return interpret(expr, inputs)
 
     def _plan(self, graph: Any) -> _Plan:
         """Returns the plan of a graph of the module."""
@@ -227,10 +221,7 @@ def _free(nodes: Sequence[Node], values: Sequence[_Values]) -> None:
 
 def _bytes(expr: Expr) -> int:
     """Returns the size of what an expr computes; that of parameters is there already."""
-    if isinstance(expr, (GetAttr, Constant)):
-        return 0
-    tensors = (node for node in expr.outputs if isinstance(node, TensorNode))
-    return 4 * sum(math.prod(map(int, node.shape or ())) for node in tensors)
+    return 0 if isinstance(expr, (GetAttr, Constant)) else sum(map(count_bytes, expr.outputs))
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import qtrace
 from qtrace.export.converted import open_axes
 from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.converted.open_axes import SharedAxes
-from qtrace.export.onnx.exporter import files
+from qtrace.export.onnx.exporter import OnnxOptions, files_with
 from qtrace.graph.open_axes import OpenAxes, OpenAxis, write_open_axes
 from tests.nets import images, net
 
@@ -35,7 +35,8 @@ def test_further_files_have_the_axes_of_the_first_without_another_search(
         prepared = qtrace.prepare(traced, config)
         if config.get("placement"):
             qtrace.calibrate(prepared, [DATA], progress=False)
-        (content,) = files(ConvertedGraph(qtrace.convert(prepared)), tmp_path / "a.onnx", axes=axes).values()
+        graph, options = ConvertedGraph(qtrace.convert(prepared)), OnnxOptions(axes=axes)
+        (content,) = files_with(options, graph, tmp_path / "a.onnx").values()
         models.append(onnx.load_from_string(content))
     assert len(searches) == 1
     first, second = (

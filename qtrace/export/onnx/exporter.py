@@ -69,8 +69,8 @@ class OnnxOptions:
         suppression: how the file chooses boxes; None for the outputs of the graph alone.
         names_parameters: whether parameters of an imported graph have their names of that file.
         contrib: whether weights may have forms that onnxruntime alone has.
-        axes: the open axes that the file has in common with others of its network; None to find its own.
-        metadata: whether the file says what it was made of.
+        axes: the open axes that the file has in common with others of its network, which are measured and
+            thrown away: it does not say what it was made of. None to find its own.
     """
 
     packed: bool = False
@@ -82,7 +82,6 @@ class OnnxOptions:
     names_parameters: bool = True
     contrib: bool = True
     axes: SharedAxes | None = None
-    metadata: bool = True
 
 
 def files(
@@ -97,7 +96,6 @@ def files(
     preprocess: bool = False,
     nms: Any = None,
     weights: str = "auto",
-    axes: SharedAxes | None = None,
 ) -> dict[Path, Content]:
     """Returns a module as an ONNX file and, if it is large, a file with its tensors.
 
@@ -124,8 +122,6 @@ def files(
             onnxruntime and openvino ``uint8`` for weights of more than 7 bits if products of uint8 and int8
             saturate on this processor (x86 without VNNI), and for those of `weights_behind_joined_rows`; else
             ``int8``. With ``uint8``, openvino gets the weights of transposed convolutions as floats.
-        axes: the open axes that this file shares with others of its network, which are measured and thrown
-            away: it has no metadata. None for a file that is kept.
 
     Raises:
         ExportError: when a node has no ONNX form or rounds in another way than ONNX, naming it, an option has
@@ -136,13 +132,23 @@ def files(
             raise ExportError(f"{name}={value!r} is no choice of the ONNX export: choose true or false.")
     if opset is not None and (type(opset) is not int or not 13 <= opset <= 21):
         raise ExportError(f"opset={opset!r} is no choice of the ONNX export: choose one from 13 to 21.")
-    unsigned = stores_unsigned(converted, weights)
     suppression = None if nms is None else Suppression.of(nms)
-    floats = float_kinds(allow_float) | (kinds_in_float(converted) if unsigned else frozenset())
     ends = (input_names, output_names)
-    options = OnnxOptions(packed, floats, opset, ends, preprocess, suppression)
-    if axes is not None:
-        options = replace(options, axes=axes, metadata=False)
+    options = OnnxOptions(packed, float_kinds(allow_float), opset, ends, preprocess, suppression)
+    return files_with(options, converted, path, weights, external)
+
+
+def files_with(
+    options: OnnxOptions,
+    converted: ConvertedGraph,
+    path: Path,
+    weights: str = "auto",
+    external: bool | None = None,
+) -> dict[Path, Content]:
+    """Returns what `files` does, which has the other arguments, by options that users do not all have."""
+    unsigned = stores_unsigned(converted, weights)
+    if unsigned:
+        options = replace(options, floats=options.floats | kinds_in_float(converted))
     exporter, model = write_model(converted, options)
     from qtrace.export.onnx.pools import write_fast_poolings
 
@@ -397,7 +403,7 @@ class OnnxExporter:
 
     def _metadata(self, own: str) -> dict[str, str]:
         """Returns the origin of the file, for the model's metadata properties."""
-        if not self.options.metadata:
+        if self.options.axes is not None:
             return {}
         if isinstance(self.graph, PlainGraph):
             return {

@@ -1,11 +1,13 @@
 """Quantization-aware training and post-training quantization for MegEngine, on its traced graph.
 
-Names are loaded when they are first used, so that ``qtrace --help`` does not wait for MegEngine.
+Names are loaded when they are first used, so that ``qtrace --help`` does not wait for MegEngine. The first name
+that needs MegEngine starts it as `quiet` does.
 """
 
 from __future__ import annotations
 
 import importlib
+import threading
 from typing import TYPE_CHECKING, Any
 
 from qtrace.display import shorten_modules
@@ -121,8 +123,16 @@ _HOME = {
     "verify": "verification.verify",
 }
 
+_WITHOUT_ENGINE = frozenset(
+    ("QConfig", "QParams", "QScheme", "QtraceError", "RuntimeHost", "bench", "check")
+    + ("fakequant", "observers", "quiet", "recipes")
+)
+"""The names that do not load MegEngine."""
+
 
 def __getattr__(name: str) -> Any:
+    if name in __all__ and name not in _WITHOUT_ENGINE:
+        _start_engine()
     if name == "__version__":
         from importlib.metadata import version
 
@@ -136,6 +146,14 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'qtrace' has no attribute {name!r}")
     globals()[name] = value
     return value
+
+
+def _start_engine() -> None:
+    """Starts MegEngine without its messages and with threads that sleep, if this is the main thread."""
+    if threading.current_thread() is threading.main_thread():
+        from qtrace.process.engine import quiet
+
+        quiet()
 
 
 def __dir__() -> list[str]:

@@ -74,6 +74,32 @@ def test_import_alone_does_not_load_megengine() -> None:
     assert run.stdout.strip() == "False"
 
 
+def test_names_that_need_megengine_start_it_quietly_and_the_others_do_not_start_it() -> None:
+    code = (
+        "import sys, threading, qtrace\n"
+        "from qtrace.process import engine\n"
+        "light = [getattr(qtrace, n) for n in sorted(qtrace._WITHOUT_ENGINE)]\n"
+        "print('megengine' in sys.modules, engine._started)\n"
+        "from qtrace import prepare\n"
+        "print(engine._started)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["False", "False", "True"]
+    assert run.stderr == ""
+
+
+def test_another_thread_does_not_start_megengine_by_a_name() -> None:
+    code = (
+        "import threading, qtrace\n"
+        "from qtrace.process import engine\n"
+        "thread = threading.Thread(target=lambda: qtrace.prepare)\n"
+        "thread.start(); thread.join()\n"
+        "print(engine._started)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "False"
+
+
 OBSERVERS = {"MeanSquaredError", "MinMax", "MovingAverage", "Observer", "Percentile", "from_dict", "to_dict"}
 FAKEQUANTS = {"FakeQuant", "FixedFakeQuant", "LSQFakeQuant", "Learn", "builtin", "scales"}
 

@@ -1,7 +1,7 @@
 """Quantization-aware training and post-training quantization for MegEngine, on its traced graph.
 
-Names are loaded when they are first used, so that ``qtrace --help`` does not wait for MegEngine. The first name
-that needs MegEngine starts it as `quiet` does.
+Names are loaded when they are first used, so that ``qtrace --help`` does not wait for MegEngine. The first
+name that needs MegEngine starts it as `quiet` does.
 """
 
 from __future__ import annotations
@@ -123,10 +123,9 @@ _HOME = {
     "verify": "verification.verify",
 }
 
-_WITHOUT_ENGINE = frozenset(
-    ("QConfig", "QParams", "QScheme", "QtraceError", "RuntimeHost", "bench", "check")
-    + ("fakequant", "observers", "quiet", "recipes")
-)
+_WITHOUT_ENGINE = {"QConfig", "QParams", "QScheme", "QtraceError", "RuntimeHost", "bench", "check"} | {
+    *("fakequant", "observers", "quiet", "recipes")
+}
 """The names that do not load MegEngine."""
 
 

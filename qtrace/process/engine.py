@@ -29,8 +29,8 @@ def quiet() -> None:
     """Starts MegEngine without its messages about a missing CUDA driver, and lets its idle threads sleep.
 
     Call it before anything else loads MegEngine; a second call does nothing. Every ``qtrace`` command does,
-    and so does the first name of ``qtrace`` that needs MegEngine. Other lines that MegEngine prints are passed
-    on to stderr.
+    and so does the first name of ``qtrace`` that needs MegEngine. Other lines that MegEngine prints go to
+    stderr.
     """
     global _started
     if _started:

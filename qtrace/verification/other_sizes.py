@@ -15,8 +15,7 @@ from qtrace.errors import ExportError
 from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.converted.plain_graph import PlainGraph, is_plain
 from qtrace.export.ncnn import find_fixing_layer
-from qtrace.graph.engine import quiet_engine
-from qtrace.graph.interpreter import ENGINE_ERRORS, Interpreter
+from qtrace.graph.interpreter import Interpreter, locate_failure
 from qtrace.graph.open_axes import OpenAxes, OpenAxis, other_sizes, read_open_axes, repeat_to
 from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.onnxfile.reading import read_model
@@ -117,9 +116,5 @@ def _declared_open(path: Path, model: TracedModule, record: OpenAxes) -> tuple[O
 
 def runs_at(model: TracedModule, values: Sequence[np.ndarray]) -> bool:
     """Returns whether the graph runs on some inputs."""
-    try:
-        with evaluating(model), quiet_engine(model):
-            model(*map(Tensor, values))
-    except ENGINE_ERRORS:
-        return False
-    return True
+    with evaluating(model):
+        return not locate_failure(model, *map(Tensor, values))

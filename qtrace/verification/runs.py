@@ -159,9 +159,10 @@ class File:
             return single
 
         try:
-            run = self._run_batch(number, batch, note, exact)
+            run = self._run_batch(number, batch, note, exact, explain=False)
         except (*ENGINE_ERRORS, QtraceError):
             if runs_at(self.model.module, batch):
+                self._run_batch(number, batch, note, exact)
                 raise
             for report, state in before:
                 vars(report).update(state)
@@ -175,8 +176,12 @@ class File:
         batch: Any,
         op_by_op: Callable[[File, dict[str, np.ndarray]], OpByOp],
         exact: FloatOutputs | None,
+        explain: bool = True,
     ) -> BatchRun:
-        """Runs one batch on both sides, and compares op by op."""
+        """Runs one batch on both sides, and compares op by op.
+
+        Where the graph fails, its error comes before the runtime's, unless ``explain`` is False.
+        """
         converted = self.model.module
         args, kwargs = as_arguments(batch, converted, number)
         refuse_nan((args, kwargs), number)
@@ -197,6 +202,8 @@ class File:
             values = self.lanes.run(lanes, args, kwargs)
             graph.outputs, outputs, *others = ([t.numpy() for t in own] for own in values)
         except (*ENGINE_ERRORS, QtraceError):
+            if not explain:
+                raise
             # What is wrong in the graph comes first.
             with translate_errors(converted, (args, kwargs), number):
                 EndToEnd(self).compute(args, kwargs)

@@ -37,6 +37,8 @@ _TOLERANCE, _FILE_TOLERANCE = 1e-4, 1e-3
 # Open sizes at which the graph is compared, in steps: few values, then more; None for a larger size than
 # the recorded one.
 _LEAST_STEPS = (3, 7, None)
+# The second one where the first one is recorded.
+_OTHER_BATCHES = (2, 3)
 # A file that refuses so many sizes takes no small one: the larger one of each kind is left to try.
 _MOST_REFUSALS = 3
 # Values below it have too few digits to compare if they are rounded to the precision of 1.
@@ -216,14 +218,17 @@ def _odd(size: int, order: int, least: int | None) -> int:
 
 
 def _resized(inputs: Sequence[InputShape], resize: Callable[[int, int], int]) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the inputs with other sizes of their open axes; the batch grows by one."""
+    """Returns the shapes of the inputs with other sizes of their open axes; the batch has another small one."""
     shapes = {item.name: list(item.shape) for item in inputs}
     sizes = list(dict.fromkeys(size for item in inputs for size in item.open.values()))
     batches = {item.open[0] for item in inputs if 0 in item.open}
     for item in inputs:
         for axis, size in item.open.items():
             number = item.shape[axis]
-            shapes[item.name][axis] = number + 1 if size in batches else resize(number, sizes.index(size))
+            if size in batches:
+                shapes[item.name][axis] = _OTHER_BATCHES[number == _OTHER_BATCHES[0]]
+            else:
+                shapes[item.name][axis] = resize(number, sizes.index(size))
     return {name: tuple(shape) for name, shape in shapes.items()}
 
 

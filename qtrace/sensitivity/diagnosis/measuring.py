@@ -104,7 +104,7 @@ class _ChannelRun(Interpreter):
             self.parts.setdefault(site.name, []).append(_channels(exact, site.qparams, _observed(site)))
         if name in self.read:
             rows = _rows(exact, -1 if self.read[name].kind == "linear" else 1)
-            self.squares.setdefault(name, []).append(np.mean(np.square(rows, dtype=np.float64), axis=1))
+            self.squares.setdefault(name, []).append(_powers(rows))
 
     def powers(self) -> dict[str, np.ndarray]:
         """Returns the power of each input channel of each layer, by the name of the input's node."""
@@ -125,20 +125,32 @@ def _ends(qparams: QParams) -> tuple[np.ndarray, np.ndarray]:
 def _channels(exact: np.ndarray, qparams: QParams, observed: tuple[float, float] | None) -> Channels:
     """Computes the figures of the channels of an activation; the last axis of three counts channels."""
     axis = qparams.scheme.axis if qparams.scheme.per_channel else -1 if exact.ndim == 3 else 1
-    error = _rows(fake_quantize(exact, qparams) - exact, axis or 0)
-    rows = _rows(exact, axis or 0)
-    lo, hi = (np.reshape(end, (-1, 1)) for end in _ends(qparams))
-    outside = (rows < lo) | (rows > hi)
-    noise = np.square(error, dtype=np.float64)
-    excess = np.zeros_like(rows) if observed is None else rows - np.clip(rows, *observed)
-    power, unseen = (np.square(part, dtype=np.float64) for part in (rows, excess))
-    return _as_channels(rows, power, noise, np.where(outside, noise, 0.0), unseen)
+    error, rows = (_rows(part, axis or 0) for part in (fake_quantize(exact, qparams) - exact, exact))
+    ends, (lo, hi) = (rows.min(axis=1), rows.max(axis=1)), _ends(qparams)
+    clipped = unseen = np.zeros(len(rows))
+    # Most values lie within both ranges, which the ends of the channels tell.
+    if (ends[0] < lo).any() or (ends[1] > hi).any():
+        clipped = _powers(error, where=(rows < lo.reshape(-1, 1)) | (rows > hi.reshape(-1, 1)))
+    if observed is not None and (ends[0].min() < observed[0] or ends[1].max() > observed[1]):
+        unseen = _powers(rows - np.clip(rows, *observed))
+    return _as_channels(*ends, _powers(rows), _powers(error), clipped, unseen)
 
 
-def _as_channels(rows: np.ndarray, *parts: np.ndarray) -> Channels:
-    """Builds the figures of channels from their values, and their powers and noises value by value."""
-    columns = (rows.min(axis=1), rows.max(axis=1), *(part.mean(axis=1) for part in parts))
+def _powers(rows: np.ndarray, where: np.ndarray | None = None) -> np.ndarray:
+    """Returns the mean square of each row, of the values that ``where`` names; other values count as 0."""
+    kept = rows if where is None else np.where(where, rows, 0)
+    # Not by BLAS, whose sums depend on the number of threads.
+    return np.einsum("cn,cn->c", kept, kept, dtype=np.float64) / max(rows.shape[1], 1)
+
+
+def _as_channels(*columns: np.ndarray) -> Channels:
+    """Builds the figures of channels from an array of each, in the order of the fields."""
     return Channels(*(tuple(map(float, column)) for column in columns))
+
+
+def _of_weights(rows: np.ndarray, *parts: np.ndarray) -> Channels:
+    """Builds the figures of channels from their values, and their powers and noises value by value."""
+    return _as_channels(rows.min(axis=1), rows.max(axis=1), *(part.mean(axis=1) for part in parts))
 
 
 def _activation(
@@ -264,7 +276,7 @@ class _WeightMeasurement:
         signal, noise = (np.square(part, dtype=np.float64) * power for part in (exact, error))
         none = np.zeros_like(noise)
         channels, by_input = (
-            _as_channels(*(_by_axes(part, axes) for part in (exact, signal, noise, none, none)))
+            _of_weights(*(_by_axes(part, axes) for part in (exact, signal, noise, none, none)))
             for axes in (outputs, inputs)
         )
         dead = np.broadcast_to(power, exact.shape) <= 0.0

@@ -54,10 +54,10 @@ from qtrace.verification.verify import verify as verify_file
 __all__ = ["Quantized", "quantize"]
 
 # How much data a file is verified on: two batches at least, all that the verdict has, and one batch for four
-# of the calibration, up to a number of values of the inputs (two batches of eight images of a usual
-# classifier). Batches of larger images are cut, to two samples at least: the second one shows what the file
-# does with several. Counts of batches and samples, not a time: the verdict is the same on a busy machine.
-_VERIFIED_VALUES, _LEAST_VERIFIED, _CALIBRATED_PER_VERIFIED = 16 * 3 * 224 * 224, 2, 4
+# of the calibration, up to a number of values of the inputs (eight images of a usual classifier). Batches of
+# larger images are cut, to two samples at least: the second one shows what the file does with several. Counts
+# of batches and samples, not a time: the verdict is the same on a busy machine.
+_VERIFIED_VALUES, _LEAST_VERIFIED, _CALIBRATED_PER_VERIFIED = 8 * 3 * 224 * 224, 2, 4
 _LEAST_SAMPLES = 2
 
 

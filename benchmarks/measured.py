@@ -16,7 +16,8 @@ from pathlib import Path
 
 import qtrace
 from qtrace.benchmarking.machine import describe_machine
-from qtrace.quantizing.measuring import TimingPlan, choose_labelling, prepare_measured
+from qtrace.quantizing.labellings import choose_labelling
+from qtrace.quantizing.measuring import TimingPlan, prepare_measured
 from qtrace.quantizing.reporting import LogReporter
 from qtrace.quantizing.times import Times
 

@@ -1,18 +1,18 @@
-"""Plain ranges of several prepared graphs of one network, which are measured in one run of its batches."""
+"""Plain ranges of prepared graphs of one network: those of its float graph are known, others are measured."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from qtrace.calibration.base import EngineError, watched
+from qtrace.calibration.base import Arguments, EngineError, watched
 from qtrace.calibration.choice import reason_against_export
 from qtrace.calibration.megengine import MegEngine
 from qtrace.calibration.onnxruntime import OnnxRuntime
 from qtrace.calibration.statistics import Statistics, fresh, no_statistics
-from qtrace.data.batches import as_arguments, evaluating
+from qtrace.data.batches import evaluating
 from qtrace.export.converted.open_axes import SharedAxes
 from qtrace.graph.types import TracedModule
 from qtrace.observers.base import Observer
@@ -26,43 +26,36 @@ Ranges = Mapping[str, tuple[float, float]]
 
 
 def measure_ranges(
-    in_float: TracedModule,
-    graphs: Iterable[TracedModule],
-    batches: Sequence[Any],
+    prepared: TracedModule,
+    known: Ranges,
+    calls: Sequence[Arguments],
     axes: SharedAxes | None = None,
-) -> list[dict[str, tuple[float, float]]]:
-    """Returns for each of several prepared graphs of one network the ranges of what it observes.
+) -> Ranges:
+    """Returns the ranges of what a prepared graph observes.
 
-    A node of the graph in float has the same values in each, and is measured once. What a graph has alone,
-    such as the pieces of an activation function, is measured in a run of that graph: elsewhere, their names
-    are those of other functions.
+    A node of the float graph has the same values in every prepared graph of the network, however that is
+    placed. What a graph has alone, such as the pieces of an activation function, is measured in a run of it.
 
     Args:
-        in_float: the prepared graph that has all ops in float.
-        graphs: prepared graphs of the network.
-        batches: batches as for `qtrace.calibrate`.
+        prepared: a prepared graph.
+        known: node of the float graph that it was prepared from -> its range.
+        calls: the arguments of calls with the images on which these ranges were measured.
         axes: the open axes of the files of the network; None to find them.
 
     Raises:
-        CalibrationError: when a batch does not fit the model.
+        CalibrationError: when a call does not fit the model.
     """
-    first, models = QuantizedModel(in_float, "prepared"), [QuantizedModel(g, "prepared") for g in graphs]
-    needed = [dict.fromkeys(watched(model).nodes) for model in models]
-    shared = [name for name in first.nodes if any(name in names for names in needed)]
-    ranges = _run(first, shared, batches, axes)
-    results = []
-    for model, names in zip(models, needed, strict=True):
-        own = [name for name in names if name not in ranges]
-        results.append({**ranges, **_run(model, own, batches, axes)})
-    return results
+    model = QuantizedModel(prepared, "prepared")
+    own = [name for name in watched(model).nodes if name not in known]
+    return {**known, **_run(model, own, calls, axes)}
 
 
 def _run(
-    model: QuantizedModel, nodes: Sequence[str], batches: Sequence[Any], axes: SharedAxes | None
-) -> dict[str, tuple[float, float]]:
-    """Returns the ranges of ``nodes`` in one run of the batches."""
+    model: QuantizedModel, nodes: Sequence[str], calls: Sequence[Arguments], axes: SharedAxes | None
+) -> Ranges:
+    """Returns the ranges of ``nodes`` in one run of the calls."""
     ranges: dict[str, tuple[float, float]] = {}
-    if not nodes or not batches:
+    if not nodes or not calls:
         return ranges
 
     def observe(node: str, value: Any) -> None:
@@ -72,7 +65,6 @@ def _run(
         ranges[node] = float(np.minimum(before[0], low)), float(np.maximum(before[1], high))
 
     graph = model.module
-    calls = [as_arguments(batch, graph, index) for index, batch in enumerate(batches)]
     with in_phase(graph, "float"), evaluating(graph):
         if not reason_against_export(model, len(calls), calls[0]):
             # Files of the graphs run in onnxruntime, too: its values are not compared with MegEngine's.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -82,6 +82,11 @@ class FloatSource:
     def __init__(self, traced: TracedModule, config: QConfig, samples: Iterable[Any] | None = None) -> None:
         self._graph = make_float_graph(traced, config, samples)
         self.facts: GraphFacts | None = None
+
+    @property
+    def calls(self) -> Sequence[Any] | None:
+        """The arguments of the calls on which the graph is measured; None for generated images."""
+        return self._graph.samples
 
     def copy(self, config: QConfig) -> FloatGraph:
         """Returns a graph to be changed, for a config that differs in observers and late algorithms alone."""

@@ -49,6 +49,7 @@ class Times:
     Attributes:
         path: the file; None if nothing is written.
         labellings: the labellings of the placement.
+        left_out: which labellings were not measured, and why; "" if all were.
         files: the speed of the float file and of the quantized one; () if they were not measured.
         fixed: whether the times were read, so that nothing is measured.
         integers: the ops that are placed on integers; None if nothing was placed by measured times.
@@ -63,6 +64,7 @@ class Times:
     integers: tuple[str, ...] | None = None
     network: str = ""
     fit: ProcessorFit | None = None
+    left_out: str = ""
 
     @classmethod
     def open(cls, path: Path | None) -> Times:
@@ -90,9 +92,10 @@ class Times:
             )
             files = tuple(Speed(**entry) for entry in data["files"])
             integers = None if data["integers"] is None else tuple(map(str, data["integers"]))
-            # Files of earlier versions have no fit.
+            # Files of earlier versions have no fit, and left nothing out.
             fit = None if data.get("fit") is None else ProcessorFit.from_dict(data["fit"])
-            return cls(path, labellings, files, True, integers, str(data["network"]), fit)
+            left_out = str(data.get("left_out", ""))
+            return cls(path, labellings, files, True, integers, str(data["network"]), fit, left_out)
         except OSError as error:
             raise ConfigError(f"the times {path} cannot be read: {error.strerror}.") from error
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -133,6 +136,7 @@ class Times:
             "fit": None if self.fit is None else self.fit.to_dict(),
             "integers": None if self.integers is None else list(self.integers),
             "labellings": [asdict(labelling) for labelling in self.labellings],
+            "left_out": self.left_out,
             "files": [asdict(speed) for speed in self.files],
         }
         try:

@@ -69,16 +69,18 @@ def test_known_ranges_calibrate_as_the_batches_do(tmp_path: Path) -> None:
     assert outcome is not None
     everything = outcome.instead(dict.fromkeys(outcome.point.labels, True))
     prepared, _ = prepare_placed(_traced(), config, [DATA], outcome=everything, source=source)
-    in_float, _ = prepare_placed(
-        _traced(), config, [DATA], outcome=outcome.instead(outcome.float_labels), source=source
-    )
-    halves = [DATA[:2], DATA[2:]]
-    statistics = from_ranges(prepared, *measure_ranges(in_float, [prepared], halves))
+    assert source.facts is not None
+    assert source.facts.measured is not None
+    assert source.calls is not None
+    known = source.facts.measured.ranges
+    own = [site.node.name for site in QuantizedModel(prepared).sites if not site.static]
+    assert set(own) <= set(known)  # without pieces, nothing runs again
+    statistics = from_ranges(prepared, measure_ranges(prepared, known, ()))
     assert statistics is not None
-    own = _file(prepared, tmp_path / "a.onnx")
+    file = _file(prepared, tmp_path / "a.onnx")
     qtrace.calibrate(prepared, [DATA], progress=False, statistics=statistics)
     qtrace.export(qtrace.convert(prepared), tmp_path / "a.onnx")
-    assert (tmp_path / "a.onnx").read_bytes() == own
+    assert (tmp_path / "a.onnx").read_bytes() == file
 
 
 @pytest.mark.parametrize("function", [F.hswish, F.silu])
@@ -98,11 +100,15 @@ def test_pieces_of_one_function_do_not_get_the_ranges_of_another(function) -> No
         labels = {name: on_integers(number) for number, name in enumerate(names)}
         return prepare_placed(traced, config, [DATA], outcome=outcome.instead(labels), source=source)[0]
 
-    both, second, in_float = place(lambda n: True), place(lambda n: n >= 2), place(lambda n: False)
-    ranges = measure_ranges(in_float, [both, second], [DATA])
-    for graph, shared in zip((both, second), ranges, strict=True):
-        (own,) = measure_ranges(graph, [graph], [DATA])
+    both, second = place(lambda n: True), place(lambda n: n >= 2)
+    assert source.facts is not None
+    assert source.facts.measured is not None
+    assert source.calls is not None
+    for graph in (both, second):
+        shared = measure_ranges(graph, source.facts.measured.ranges, source.calls)
+        own = measure_ranges(graph, {}, source.calls)
         assert set(own) <= set(shared)
+        assert not set(own) <= set(source.facts.measured.ranges)  # the pieces
         for name, limits in own.items():
             assert shared[name] == pytest.approx(limits, rel=1e-4, abs=1e-5), name
 

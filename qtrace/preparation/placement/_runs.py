@@ -24,6 +24,8 @@ from qtrace.scheme import QParams, QScheme
 
 __all__ = ["Probe", "RangeStatistics", "RoundedRun", "RoundingErrors", "Run", "Totals", "choose_qparams"]
 
+_CACHED_VALUES = 1 << 14  # float32 values of a part that is rounded and multiplied while it is in a cache
+
 
 class Run(Interpreter):
     """Runs a graph on the values of its inputs.
@@ -88,6 +90,34 @@ def choose_qparams(ranges: Mapping[Node, tuple[float, float]], scheme: QScheme) 
     return covered
 
 
+@dataclass(frozen=True)
+class RoundingError:
+    """The rounding error of a value, computed when it is asked for: to keep it takes the time of new memory.
+
+    Attributes:
+        exact: the value.
+        qparams: what it is rounded by.
+    """
+
+    exact: np.ndarray
+    qparams: QParams
+
+    def compute(self) -> np.ndarray:
+        """Returns rounded minus exact values."""
+        return _rounding_error(self.exact, self.qparams)
+
+    def multiply(self, rows: np.ndarray) -> np.ndarray:
+        """Returns the product of each row with that row of the error, in parts that fit into a cache."""
+        exact = self.exact.reshape(rows.shape)
+        products = np.empty(len(rows), rows.dtype)
+        step = max(1, _CACHED_VALUES // max(exact.shape[1], 1))
+        for start in range(0, len(rows), step):
+            part = slice(start, start + step)
+            error = _rounding_error(exact[part], self.qparams)
+            np.einsum("ij,ij->i", rows[part], error, out=products[part])
+        return products
+
+
 class RoundingErrors(Run):
     """Computes the rounding errors of values, and the errors of layers' results by their rounded weights.
 
@@ -99,7 +129,7 @@ class RoundingErrors(Run):
     def __init__(self, model: TracedModule, sites: Sites, qparams: Mapping[Node, QParams]) -> None:
         super().__init__(model, sites)
         self.qparams = qparams
-        self.values: dict[Node, np.ndarray] = {}
+        self.values: dict[Node, RoundingError] = {}
         self.weights: dict[Node, np.ndarray] = {}
 
     def on_node(self, node: Node, value: Any) -> Any:
@@ -114,9 +144,9 @@ class RoundingErrors(Run):
         return results
 
     def add_value(self, node: Node, value: Any) -> None:
-        """Computes the rounding error of a value of ``node``."""
+        """Keeps a value of ``node`` for its rounding error."""
         if node in self.qparams:
-            self.values[node] = _rounding_error(value.numpy(), self.qparams[node])
+            self.values[node] = RoundingError(value.numpy(), self.qparams[node])
 
     def add_weight(
         self, expr: Expr, inputs: Sequence[Any], results: Sequence[Any] | None, compute: Callable[..., Any]
@@ -159,11 +189,14 @@ class Totals:
     whole: dict[Node, float] = field(default_factory=dict)
     channels: dict[Node, float] = field(default_factory=dict)
 
-    def add(self, node: Node, gradient: np.ndarray, error: np.ndarray) -> None:
+    def add(self, node: Node, gradient: np.ndarray, error: np.ndarray | RoundingError) -> None:
         """Adds the products of one node in one probe of one batch."""
         samples, channels = (*gradient.shape[:2], 1, 1)[:2]
-        rows = (samples * channels, -1)
-        products = np.einsum("ij,ij->i", gradient.reshape(rows), error.reshape(rows)).astype(np.float64)
+        rows = gradient.reshape(samples * channels, -1)
+        if isinstance(error, RoundingError):
+            products = error.multiply(rows).astype(np.float64)
+        else:
+            products = np.einsum("ij,ij->i", rows, error.reshape(rows.shape)).astype(np.float64)
         sums = products.reshape(samples, channels).sum(axis=1)
         self.channels[node] = self.channels.get(node, 0.0) + float(products @ products)
         self.whole[node] = self.whole.get(node, 0.0) + float(sums @ sums)

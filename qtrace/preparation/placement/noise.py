@@ -122,7 +122,7 @@ def _measure_again(
     for inputs in batches if nodes else ():
         errors = compute_errors(inputs)
         for node in nodes:
-            run = RoundedRun(errors.traced, errors.sites, node, errors.values[node])
+            run = RoundedRun(errors.traced, errors.sites, node, errors.values[node].compute())
             run.execute(inputs)
             noise[node] += run.noise(errors.ends, groups) / len(groups)
     return {node: value for node, value in noise.items() if math.isfinite(value)}

@@ -1,0 +1,178 @@
+"""The labellings in question: which there are, which one is worth a measurement, and which one is chosen.
+
+A cost table predicts time, and single roundings predict noise. Both are off now and then, and what has been
+measured shows how far. A labelling is measured only if it could be the better one with predictions that are
+so far off; the others are left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from qtrace.preparation.placement.frontier import Point, price
+from qtrace.preparation.placement.problem import Problem
+from qtrace.preparation.prepare import SearchOutcome
+from qtrace.quantizing.times import MeasuredLabelling
+
+__all__ = [
+    "FLOAT",
+    "choose_labelling",
+    "describe_labellings",
+    "find_competitor",
+    "find_labellings",
+    "predict",
+]
+
+FLOAT = "float"
+"""The name of the labelling with every op in float."""
+_BETWEEN = "between"
+_SHARES = (0.25, 0.5)  # of the way from the fastest predicted time to that of float
+_MARGIN = 0.01  # of the price: what is worth less is no reason to leave the predicted choice
+_SPOILED = 0.1  # noise of the worst group of columns, relative to it
+_INCOMPARABLE = 1.0  # the noise of a predicted choice that has none, as others are priced beside it
+_LEAST_TIME_ERROR = 0.1  # of the time of the ops with other labels: that of predictions that look right
+_LEAST_NOISE_ERROR = 2.0  # dB, likewise
+_NEARLY_EXACT = 1e-12
+
+
+def find_labellings(outcome: SearchOutcome) -> dict[str, SearchOutcome]:
+    """Returns the labellings in question: predicted choice, fastest, two between, and float, by name."""
+    in_float = outcome.instead(outcome.float_labels)
+    limit = in_float.point.energy.seconds
+    usable = [p for p in outcome.frontier if any(p.labels.values()) and p.energy.seconds < limit]
+    points: dict[str, Point] = {"predicted": outcome.point}
+    if usable:
+        fastest = usable[0].energy.seconds
+        points["fastest"] = usable[0]
+        for share in _SHARES:
+            wanted = fastest + share * (limit - fastest)
+            near = min(usable, key=lambda point: abs(point.energy.seconds - wanted))
+            points[f"{share:.0%} {_BETWEEN}"] = near
+    different: dict[str, SearchOutcome] = {}
+    for name, point in points.items():
+        if all(dict(point.labels) != dict(other.point.labels) for other in different.values()):
+            different[name] = outcome.instead(point.labels)
+    if any(outcome.point.labels.values()):
+        different[FLOAT] = in_float
+    return different
+
+
+def predict(point: Point) -> tuple[float, float]:
+    """Returns the predicted seconds of a labelling, and the predicted SQNR of its outputs in dB."""
+    return point.energy.seconds, -10 * math.log10(max(point.energy.noise, _NEARLY_EXACT))
+
+
+def choose_labelling(measured: Sequence[MeasuredLabelling], in_float: bool = True) -> int:
+    """Returns the number of the labelling with the lowest price of time and noise; 0 unless one is better.
+
+    Another one is better if its price is lower at the slow end of its measured range, on both halves of the
+    samples, and it spoils no output. Float is taken for its time alone: plain ranges show more noise than the
+    algorithms of the recipe leave, and no file in float is what was asked for if integers are faster.
+    """
+    return _find_best(measured, in_float)[0]
+
+
+def _find_best(measured: Sequence[MeasuredLabelling], in_float: bool) -> tuple[int, float]:
+    """Returns the number of the best labelling, and its price beside the first; the lower is better."""
+    best, lowest = 0, -_MARGIN
+    for number, other in enumerate(measured[1:], 1):
+        if other.name == FLOAT and (other.speed.low < 1 or not in_float):
+            continue
+        if max(other.noise) >= _SPOILED:
+            continue
+        difference = _compare(measured[0], other.speed.low, other.noise)
+        if difference < lowest:
+            best, lowest = number, difference
+    return best, lowest
+
+
+def _compare(first: MeasuredLabelling, speed: float, noise: Iterable[float]) -> float:
+    """Returns the price of a labelling beside that of the first one, on the half where it is worse.
+
+    Args:
+        first: the first labelling.
+        speed: how many times as fast the other one is.
+        noise: for each half of the samples, the noise of the other one.
+    """
+    return max(
+        price(1 / max(speed, 1e-9), theirs) - price(1.0, min(own, _INCOMPARABLE))
+        for own, theirs in zip(first.noise, noise, strict=True)
+    )
+
+
+def find_competitor(
+    measured: Sequence[MeasuredLabelling], waiting: Mapping[str, SearchOutcome], in_float: bool = True
+) -> str | None:
+    """Returns the labelling that could be better than the best one by most; None if none could.
+
+    Its time and noise are taken at the good end of what they may be: predictions are off by as much as those
+    of the measured labellings at most. Times are off by a share of the time of the ops whose labels differ.
+
+    Args:
+        measured: what was measured: the predicted choice first, and float.
+        waiting: the labellings that were not measured.
+        in_float: whether float may be chosen.
+    """
+    first = measured[0]
+    _, lowest = _find_best(measured, in_float)
+    name = None
+    for other, outcome in waiting.items():
+        speed, decibels = _expect_at_best(measured, outcome)
+        noise = 10.0 ** (-decibels / 10)
+        difference = _compare(first, speed, [noise] * len(first.noise))
+        if noise < _SPOILED and difference < lowest:
+            name, lowest = other, difference
+    return name
+
+
+def _expect_at_best(measured: Sequence[MeasuredLabelling], outcome: SearchOutcome) -> tuple[float, float]:
+    """Returns how many times as fast as the first labelling another one may be, and its SQNR in dB."""
+    first = measured[0]
+    seconds, decibels = predict(outcome.point)
+    time_errors, noise_errors = [_LEAST_TIME_ERROR], [_LEAST_NOISE_ERROR]
+    for other in measured:
+        distance = _distance(outcome.problem, first.integers, other.integers)
+        if distance > 0:
+            predicted = math.log(first.predicted_seconds / other.predicted_seconds)
+            time_errors.append(abs(math.log(other.speed.ratio) - predicted) / distance)
+        noise = sum(other.noise) / len(other.noise)
+        if other.name != FLOAT and 0 < noise < math.inf:
+            noise_errors.append(abs(-10 * math.log10(noise) - other.predicted_db))
+    integers = [name for name, on_integers in outcome.point.labels.items() if on_integers]
+    error = max(time_errors) * _distance(outcome.problem, first.integers, integers)
+    return first.predicted_seconds / seconds * math.exp(error), decibels + max(noise_errors)
+
+
+def _distance(problem: Problem, integers: Iterable[str], others: Iterable[str]) -> float:
+    """Returns the time of the ops whose labels differ between two labellings, relative to that of all ops."""
+    changed = set(integers) ^ set(others)
+    seconds = {unit.name: max(unit.float_seconds, unit.integer_seconds or 0.0) for unit in problem.units}
+    return sum(seconds[name] for name in changed if name in seconds) / max(sum(seconds.values()), 1e-12)
+
+
+def describe_labellings(measured: Sequence[MeasuredLabelling], chosen: int, left_out: str = "") -> str:
+    """Says what was measured of each labelling, beside what was predicted.
+
+    Args:
+        measured: what was measured.
+        chosen: the number of the labelling that is taken.
+        left_out: which labellings were not measured, and why.
+    """
+    whole = next((m for m in measured if m.name == FLOAT), None)
+    parts = []
+    for labelling in measured:
+        text = f"{labelling.name} {1e3 * labelling.speed.seconds:.3g} ms"
+        if whole is not None and labelling is not whole:
+            faster = labelling.speed.ratio / whole.speed.ratio
+            predicted = whole.predicted_seconds / labelling.predicted_seconds
+            text += f" ({faster:.2f}x, predicted {predicted:.2f}x)"
+        noise = sum(labelling.noise) / len(labelling.noise)
+        if math.isinf(noise):
+            text += " with outputs that cannot be compared"
+        elif noise > 0:
+            text += f" {-10 * math.log10(noise):.1f} dB (predicted {labelling.predicted_db:.1f})"
+        parts.append(text)
+    kept = "the predicted choice stays" if chosen == 0 else f"{measured[chosen].name} is chosen"
+    rest = f"; {left_out}" if left_out else ""
+    return f"measured by plain ranges: {', '.join(parts)}: {kept}{rest}"

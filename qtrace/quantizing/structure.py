@@ -1,0 +1,72 @@
+"""What the time of an ONNX file depends on, as a hash: files of like structure are measured once."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from pathlib import Path
+from typing import Any
+
+__all__ = ["hash_structure"]
+
+_SMALL = 64  # elements of an initializer that may be the sizes, scales or axes of a node
+_TRAINED = {
+    "BatchNormalization": (1, 2, 3, 4),
+    "Conv": (1, 2),
+    "ConvTranspose": (1, 2),
+    "DequantizeLinear": (0,),
+    "Gemm": (1, 2),
+    "MatMul": (1,),
+}
+"""Op -> the inputs on whose values its time does not depend, if they are stored."""
+_SCALED = {"QuantizeLinear": (1,), "DequantizeLinear": (1,)}
+"""Op -> the inputs of whose values only matters which are equal."""
+
+
+def hash_structure(path: Path) -> str:
+    """Returns a hash of what the time of a file depends on: its nodes, types, shapes, and stored arguments.
+
+    The values of weights, biases and scales do not count: a network trained anew has the same hash. Of
+    scales counts which are equal, as a rounding to the scale that a tensor has is no work.
+    """
+    import onnx
+
+    model = onnx.load(path, load_external_data=False)
+    digest = hashlib.sha256()
+    digest.update(repr(sorted((entry.domain, entry.version) for entry in model.opset_import)).encode())
+    arguments, scales = _stored_arguments(model.graph)
+    numbers: dict[str, int] = {}
+    equal: dict[bytes, int] = {}
+    for tensor in model.graph.initializer:
+        numbers[tensor.name] = len(numbers)
+        digest.update(f"{tensor.data_type}{list(tensor.dims)}".encode())
+        if tensor.name in arguments | scales and (
+            math.prod(tensor.dims) <= _SMALL
+            or tensor.data_type in (onnx.TensorProto.INT32, onnx.TensorProto.INT64)
+        ):
+            content = onnx.numpy_helper.to_array(tensor, str(path.parent)).tobytes()
+            is_scale = tensor.name not in arguments
+            digest.update(str(equal.setdefault(content, len(equal))).encode() if is_scale else content)
+    for value in model.graph.input:
+        numbers[value.name] = len(numbers)
+        digest.update(value.type.SerializeToString(deterministic=True))
+    for node in model.graph.node:
+        for name in node.output:
+            numbers[name] = len(numbers)
+        attributes = sorted(a.SerializeToString(deterministic=True) for a in node.attribute)
+        ends = [numbers.get(name, -1) for name in (*node.input, *node.output)]
+        digest.update(f"{node.domain}:{node.op_type}{ends}{attributes}".encode())
+    digest.update(repr([numbers.get(value.name, -1) for value in model.graph.output]).encode())
+    return digest.hexdigest()[:32]
+
+
+def _stored_arguments(graph: Any) -> tuple[set[str], set[str]]:
+    """Returns the values that are an argument of a node, not trained, and those that are scales."""
+    arguments, scales = set(), set()
+    for node in graph.node:
+        for place, name in enumerate(node.input):
+            if place in _SCALED.get(node.op_type, ()):
+                scales.add(name)
+            elif place not in _TRAINED.get(node.op_type, ()):
+                arguments.add(name)
+    return arguments, scales

@@ -20,12 +20,16 @@ from qtrace.preparation.passes.convert import convert
 from qtrace.preparation.prepare import prepare
 from qtrace.preparation.record import fake_quants
 from qtrace.quantizing.card import TIMED
+from qtrace.quantizing.labellings import FLOAT
+from qtrace.quantizing.structure import hash_structure
+from qtrace.quantizing.times import MeasuredLabelling
 
 __all__ = [
     "Delivery",
     "Timer",
     "choose_delivery",
     "fixed_timer",
+    "is_float_better",
     "measure_file",
     "prepare_in_float",
     "timed_settings",
@@ -103,8 +107,11 @@ def measure_file(
     *,
     keep: bool = False,
     timer: Timer | None = None,
+    labellings: Sequence[MeasuredLabelling] = (),
 ) -> Delivery:
     """Measures a quantized file beside the float file of its network, and says which is to be delivered.
+
+    A file that differs from a measured labelling in values alone takes as long, and is not measured again.
 
     Args:
         path: the quantized file.
@@ -113,6 +120,7 @@ def measure_file(
         config: the config.
         keep: whether the quantized file is delivered, however slow it is.
         timer: measures files in turns; None for `compare_files`.
+        labellings: those that were measured on this machine, the predicted choice first.
     """
     backend = backends.get(config.backend)
     if not any(fake_quants(prepared)):
@@ -120,6 +128,12 @@ def measure_file(
     if backend.device or path.suffix not in TIMED:
         return Delivery(untimed=f"no runtime here runs it as {backend.device or 'its target'} does")
     form, runtime, _ = TIMED[path.suffix]
+    replaceable = form is None and not keep
+    if timer is None and (known := _speeds_of(path, labellings)) is not None:
+        in_float = None
+        if replaceable and is_float_better(known[1], config):
+            in_float = prepare_in_float(traced, config)
+        return choose_delivery(*known, config, in_float)
     runtime = "openvino" if config.backend == "openvino" else runtime
     try:
         with tempfile.TemporaryDirectory(prefix="qtrace-speed-") as folder:
@@ -130,7 +144,6 @@ def measure_file(
             first, own = (timer or compare_files)([twin, path], runtime=runtime, settings=settings)
     except QtraceError as error:
         return Delivery(untimed=str(error).rstrip("."))
-    replaceable = form is None and not keep
     return choose_delivery(first, own, config, in_float if replaceable else None)
 
 
@@ -143,9 +156,27 @@ def choose_delivery(in_float: Speed, own: Speed, config: QConfig, prepared: Trac
         config: the config.
         prepared: the graph in float; None if no file is made of it.
     """
-    chosen = own.slower and prepared is not None and config.effective_placement in _CHOOSING
+    chosen = prepared is not None and is_float_better(own, config)
     files = (in_float, own)
     return Delivery(own, "", chosen, prepared if chosen else None, in_float.seconds, files)
+
+
+def is_float_better(own: Speed, config: QConfig) -> bool:
+    """Returns whether a file is slower than float beyond the spread, and the config rounds for speed."""
+    return own.slower and config.effective_placement in _CHOOSING
+
+
+def _speeds_of(path: Path, labellings: Sequence[MeasuredLabelling]) -> tuple[Speed, Speed] | None:
+    """Returns the speeds of the float file and of ``path`` beside it; None if no labelling tells them.
+
+    Only the predicted choice was measured in turns with float itself.
+    """
+    whole = next((labelling for labelling in labellings if labelling.name == FLOAT), None)
+    if whole is None or path.suffix != ".onnx" or labellings[0].structure != hash_structure(path):
+        return None
+    first, other = labellings[0].speed, whole.speed
+    own = Speed(first.seconds, 1 / other.ratio, 1 / other.high, 1 / other.low, other.turns, other.busy)
+    return Speed(other.seconds, 1.0, 1.0, 1.0, other.turns), own
 
 
 def fixed_timer(speeds: Sequence[Speed]) -> Timer:

@@ -260,6 +260,7 @@ class _Bench:
         self.axes = SharedAxes()
         self.feeds: list[list[np.ndarray]] = []  # of each batch that is held back
         self.files: dict[str, Path] = {}
+        self.structures: dict[str, str] = {}
         self.sessions: dict[str, OrtSession] = {}
         self.outputs: dict[str, Outputs] = {}
         self.selecting: dict[str, TracedModule] = {}  # the graphs of the labellings, if they select
@@ -315,9 +316,11 @@ class _Bench:
         """Measures two labellings, the first of which is the predicted choice."""
         files = {name: self.files[name] for name in pair}
         noises = self._noises(files, extent.samples)
-        speeds = self._time(list(files.values()), extent.seconds)
+        speeds = self._time(files, extent.seconds)
         return tuple(
-            MeasuredLabelling(name, _integers(outcome), *predict(outcome.point), speed, noise)
+            MeasuredLabelling(
+                name, _integers(outcome), *predict(outcome.point), speed, noise, self.structures[name]
+            )
             for (name, outcome), speed, noise in zip(pair.items(), speeds, noises, strict=True)
         )
 
@@ -352,7 +355,7 @@ class _Bench:
         _write(converted, path, self.axes)
         if any(reaching(converted)):
             self.selecting[name] = converted
-        self.files[name] = path
+        self.files[name], self.structures[name] = path, hash_structure(path)
 
     def _set_ranges(self, prepared: TracedModule) -> None:
         """Calibrates by the ranges that the search has found on its images."""
@@ -363,12 +366,12 @@ class _Bench:
         batches = [batch for batch, _ in zip(self.samples, range(_RANGE_BATCHES), strict=False)]
         calibrate(prepared, batches, progress=False, statistics=statistics)
 
-    def _time(self, paths: Sequence[Path], most: float) -> list[Speed]:
+    def _time(self, files: Mapping[str, Path], most: float) -> list[Speed]:
         """Returns the speeds of files beside the first one; those of like structure are remembered."""
         settings = timed_settings(self.traced)
         machine = describe_machine("onnxruntime", "onnxruntime", settings.threads)
         key = {
-            "files": [hash_structure(path) for path in paths],
+            "files": [self.structures[name] for name in files],
             "machine": [
                 machine.version,
                 machine.processor,
@@ -380,8 +383,9 @@ class _Bench:
         if self.timer is compare_files and (stored := read_cached("labellings", key)) is not None:
             return [Speed(**entry) for entry in stored]
         seconds = min(_TIMING_SECONDS, most)
-        speeds = self.timer(list(paths), runtime="onnxruntime", settings=settings, seconds=seconds, most=most)
-        if self.timer is compare_files:
+        paths = list(files.values())
+        speeds = self.timer(paths, runtime="onnxruntime", settings=settings, seconds=seconds, most=most)
+        if self.timer is compare_files and not any(speed.busy for speed in speeds):
             write_cached("labellings", key, [speed.to_dict() for speed in speeds])
         return speeds
 

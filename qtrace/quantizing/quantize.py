@@ -265,7 +265,15 @@ def quantize(
             kept = keep or is_precision(recipe)
             timer = fixed_timer(taken.files) if taken.fixed else None
             with stages.measure("measure the file"):
-                delivery = measure_file(partial, result.prepared, traced, config, keep=kept, timer=timer)
+                delivery = measure_file(
+                    partial,
+                    result.prepared,
+                    traced,
+                    config,
+                    keep=kept,
+                    timer=timer,
+                    labellings=taken.labellings,
+                )
             taken.files = delivery.files
             taken.write()
         if delivery.prepared is not None:

@@ -19,15 +19,16 @@ _TRAINED = {
     "MatMul": (1,),
 }
 """Op -> the inputs on whose values its time does not depend, if they are stored."""
-_SCALED = {"QuantizeLinear": (1,), "DequantizeLinear": (1,)}
-"""Op -> the inputs of whose values only matters which are equal."""
+_SCALED = {"QuantizeLinear": (1, 2), "DequantizeLinear": (1, 2)}
+"""Op -> the inputs of whose values only matters which are equal, and which are 0: scales and zero points."""
 
 
 def hash_structure(path: Path) -> str:
     """Returns a hash of what the time of a file depends on: its nodes, types, shapes, and stored arguments.
 
-    The values of weights, biases and scales do not count: a network trained anew has the same hash. Of
-    scales counts which are equal, as a rounding to the scale that a tensor has is no work.
+    The values of weights, biases, scales and zero points do not count: a network trained or calibrated anew
+    has the same hash. Of scales and zero points counts which are equal, as a rounding to the scale that a
+    tensor has is no work, and which are 0.
     """
     import onnx
 
@@ -45,8 +46,9 @@ def hash_structure(path: Path) -> str:
             or tensor.data_type in (onnx.TensorProto.INT32, onnx.TensorProto.INT64)
         ):
             content = onnx.numpy_helper.to_array(tensor, str(path.parent)).tobytes()
-            is_scale = tensor.name not in arguments
-            digest.update(str(equal.setdefault(content, len(equal))).encode() if is_scale else content)
+            if tensor.name not in arguments:
+                content = f"{equal.setdefault(content, len(equal))}{any(content)}".encode()
+            digest.update(content)
     for value in model.graph.input:
         numbers[value.name] = len(numbers)
         digest.update(value.type.SerializeToString(deterministic=True))
@@ -61,7 +63,7 @@ def hash_structure(path: Path) -> str:
 
 
 def _stored_arguments(graph: Any) -> tuple[set[str], set[str]]:
-    """Returns the values that are an argument of a node, not trained, and those that are scales."""
+    """Returns the values that are an argument of a node, not trained, and the scales and zero points."""
     arguments, scales = set(), set()
     for node in graph.node:
         for place, name in enumerate(node.input):

@@ -32,6 +32,7 @@ class MeasuredLabelling:
         predicted_db: the predicted SQNR of the outputs, a sum over single roundings.
         speed: its speed beside the predicted choice.
         noise: for each half of the samples, the noise power at the outputs relative to theirs.
+        structure: what the time of its file depends on, see `hash_structure`; "" if that is not known.
     """
 
     name: str
@@ -40,6 +41,7 @@ class MeasuredLabelling:
     predicted_db: float
     speed: Speed
     noise: tuple[float, ...]
+    structure: str = ""
 
 
 @dataclass

@@ -13,6 +13,9 @@ import qtrace
 from qtrace.benchmarking.turns import Speed, summarize
 from qtrace.config.recipe import as_qconfig
 from qtrace.quantizing import delivering
+from qtrace.quantizing.delivering import measure_file
+from qtrace.quantizing.structure import hash_structure
+from qtrace.quantizing.times import MeasuredLabelling
 from tests.nets import images, net
 
 DATA = images(16, 3, 8, 8)
@@ -91,6 +94,50 @@ def test_few_turns_that_differ_decide_nothing() -> None:
     (_, own) = summarize([[[1.0] * 7, [1.5, 1.4, 1.6, 1.5, 0.9, 1.5, 1.5]]])
     assert own.ratio < 0.7
     assert not own.slower
+
+
+def _labellings(structure: str, float_speed: Speed) -> list[MeasuredLabelling]:
+    own = MeasuredLabelling("predicted", ("a",), 1e-3, 30.0, IN_FLOAT, (1e-3, 1e-3), structure)
+    return [own, MeasuredLabelling("float", (), 2e-3, 99.0, float_speed, (0.0, 0.0), "other")]
+
+
+@pytest.mark.parametrize(
+    ("float_speed", "ratio", "in_float"),
+    [(Speed(2e-3, 0.5, 0.4, 0.625, 9, busy=True), 2.0, False), (Speed(5e-4, 2.0, 1.6, 2.5, 9), 0.5, True)],
+)
+def test_a_file_that_was_measured_as_a_labelling_is_not_measured_again(
+    tmp_path: Path, monkeypatch, float_speed: Speed, ratio: float, in_float: bool
+) -> None:
+    """Ranges and weights are others than those of the labelling, and the ops are the same."""
+    monkeypatch.setattr(delivering, "compare_files", _refuse)
+    traced, config = qtrace.trace(_module(), DATA[:1]), as_qconfig("int8")
+    prepared, paths = [], [tmp_path / f"{number}.onnx" for number in range(2)]
+    for number, path in enumerate(paths):
+        prepared.append(qtrace.prepare(traced, config))
+        qtrace.calibrate(prepared[-1], [DATA * (number + 1.5)], progress=False)
+        qtrace.export(qtrace.convert(prepared[-1]), path)
+    labellings = _labellings(hash_structure(paths[0]), float_speed)
+    found = measure_file(paths[1], prepared[1], traced, config, labellings=labellings)
+    assert found.speed == Speed(1e-3, ratio, 1 / float_speed.high, 1 / float_speed.low, 9, float_speed.busy)
+    assert found.float_seconds == float_speed.seconds
+    assert found.in_float is in_float
+    assert (found.prepared is None) is not in_float
+    kept = measure_file(paths[1], prepared[1], traced, config, keep=True, labellings=labellings)
+    assert not kept.in_float
+
+
+def test_another_file_than_the_labelling_is_measured(tmp_path: Path, timed) -> None:
+    timed(FASTER)
+    traced, config = qtrace.trace(_module(), DATA[:1]), as_qconfig("int8")
+    prepared = qtrace.prepare(traced, config)
+    qtrace.calibrate(prepared, [DATA], progress=False)
+    path = qtrace.export(qtrace.convert(prepared), tmp_path / "net.onnx")
+    for labellings in ((), _labellings("another", FASTER), _labellings(hash_structure(path), FASTER)[:1]):
+        assert measure_file(path, prepared, traced, config, labellings=labellings).speed == FASTER
+
+
+def _refuse(*args: object, **options: object) -> None:
+    raise AssertionError("measured again")
 
 
 @pytest.mark.slow

@@ -446,6 +446,21 @@ def test_arguments_that_are_stored_are_part_of_the_key_and_weights_are_not(tmp_p
     scales = [np.float32(0.1), np.float32(0.2)]
     assert len({_stored(path, "QuantizeLinear", scale, np.uint8(0)) for scale in scales}) == 1
     assert len({_stored(path, "QuantizeLinear", scales[0], np.uint8(zero)) for zero in (0, 128)}) == 2
+    assert len({_stored(path, "QuantizeLinear", scales[0], np.uint8(zero)) for zero in (7, 128)}) == 1
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_times_beside_other_programs_are_not_remembered(tmp_path: Path, monkeypatch, busy: bool) -> None:
+    monkeypatch.setenv("QTRACE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(measuring, "find_labellings", find_labellings)
+    speeds = [Speed(1e-3, 1.0, 1.0, 1.0, 9), Speed(2e-3, 0.5, 0.4, 0.6, 9, busy)]
+    monkeypatch.setattr(measuring, "compare_files", lambda *args, **options: speeds)
+    plan = TimingPlan(Times())
+    config = as_qconfig({"placement": "balanced"})
+    prepare_measured(_traced(), config, [DATA[:4]], lambda: [DATA[4:]], plan, LogReporter())
+    assert plan.times.labellings
+    folder = tmp_path / "cache"
+    assert bool(folder.exists() and list(folder.glob("labellings-*"))) is not busy
 
 
 class _Notes(LogReporter):

@@ -218,7 +218,7 @@ def _odd(size: int, order: int, least: int | None) -> int:
 
 
 def _resized(inputs: Sequence[InputShape], resize: Callable[[int, int], int]) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the inputs with other sizes of their open axes; the batch has another small one."""
+    """Returns the shapes of the inputs with other sizes of their open axes, among them the batch."""
     shapes = {item.name: list(item.shape) for item in inputs}
     sizes = list(dict.fromkeys(size for item in inputs for size in item.open.values()))
     batches = {item.open[0] for item in inputs if 0 in item.open}

@@ -272,33 +272,37 @@ def test_what_is_measured_decides_and_is_written(tmp_path: Path, monkeypatch) ->
     assert Times.open(times.path).labellings == times.labellings
 
 
-def test_a_labelling_that_may_be_better_is_measured_and_others_are_named(tmp_path: Path, monkeypatch) -> None:
-    """Its noise is lost: the predicted choice is as slow as float, and another one twice as fast."""
+@pytest.mark.parametrize(
+    ("in_float", "seconds", "said"),
+    [
+        (1.0, 1e9, "wider is chosen"),
+        (1.0, 1.0, "the predicted choice stays; not measured, for want of time: wider (predicted"),
+        (1.5, 1.0, "wider is chosen"),  # it would be float, for want of time
+    ],
+)
+def test_a_labelling_that_may_be_better_is_measured_or_named(
+    tmp_path: Path, monkeypatch, in_float: float, seconds: float, said: str
+) -> None:
+    """The predicted choice is no faster than float, and another labelling is twice as fast."""
     monkeypatch.setattr(measuring, "find_labellings", _between_all_and_float)
+    monkeypatch.setattr(measuring, "limit_seconds", lambda *args: seconds)
+    monkeypatch.setattr(measuring.time, "process_time", iter(range(0, 10**6, 10)).__next__)
     traced, config = _traced(), as_qconfig({"placement": "balanced"})
-    ratios = iter((1.0, 2.0, 0.5))
+    ratios = iter((in_float, 2.0))
 
     def timer(paths, **options):
-        return [Speed(1e-3, 1.0, 1.0, 1.0, 9), Speed(1e-3, ratio := next(ratios), ratio, ratio, 9)]
+        ratio = next(ratios)
+        return [Speed(1e-3, 1.0, 1.0, 1.0, 9), Speed(1e-3, ratio, ratio, ratio, 9)]
 
-    texts = []
-    path = tmp_path / "times.json"
-    for seconds in (1e9, 0.0):
-        monkeypatch.setattr(measuring, "limit_seconds", lambda *args, seconds=seconds: max(seconds, 1.0))
-        monkeypatch.setattr(measuring.time, "process_time", iter(range(0, 10**6, 10)).__next__)
-        ratios = iter((1.0, 2.0, 0.5))
-        times = Times(path if seconds else tmp_path / "other.json")
-        plan = TimingPlan(times, timer)
+    path, texts = tmp_path / "times.json", []
+    for measure in (timer, _refuse):
+        times = Times.open(path)
+        plan = TimingPlan(times, measure)
         prepared = prepare_measured(traced, config, [DATA[:4]], lambda: [DATA[4:]], plan, LogReporter())
         texts.append(str(qtrace.explain(prepared)))
         times.write()
-        assert Times.open(times.path).left_out == times.left_out
-    assert "wider is chosen" in texts[0]
-    assert "for want of time" not in texts[0]
-    assert "the predicted choice stays; not measured, for want of time: wider (predicted" in texts[1]
-    given = TimingPlan(Times.open(tmp_path / "other.json"), _refuse)
-    again = prepare_measured(traced, config, [DATA[:4]], lambda: [DATA[4:]], given, LogReporter())
-    assert "for want of time: wider (predicted" in str(qtrace.explain(again))
+    assert said in texts[0]
+    assert said in texts[1]
 
 
 def _between_all_and_float(outcome: SearchOutcome) -> dict[str, SearchOutcome]:

@@ -152,7 +152,8 @@ def files_with(
     exporter, model = write_model(converted, options)
     from qtrace.export.onnx.pools import write_fast_poolings
 
-    write_fast_poolings(model)
+    plain = isinstance(converted, PlainGraph)
+    write_fast_poolings(model, held=not plain and converted.annotation.backend == "onnxruntime")
     if exporter.writer.version_change:
         _LOG.info(exporter.writer.version_change)
     write_weight_types(converted, model, weights, unsigned)

@@ -4,15 +4,17 @@ A graph pads in front of a pooling where both ends of an axis differ, as ``ceil_
 leaves the layout of convolutions, and has no integer kernel between roundings. ONNX's poolings have
 paddings of their own at both ends, so that the node is left out.
 
-Integers are pooled fast with the channels last, the layout in which integer convolutions write, and slowly
-in the plain one. A maximum and a rounding can change places, as rounding keeps the order: where the pooling
-reads what a float op writes, it pools floats, and the few values that are left are rounded behind it.
+Integers are pooled fast with the channels last, the layout in which integer convolutions write, and 20 to 40
+times as slowly in the plain one. A maximum and a rounding can change places, as rounding keeps the order:
+where the pooling reads what a float op or an input gives, it pools floats, and the few values that are left
+are rounded behind it. onnxruntime would move that rounding to the front again if nothing stood between: for
+it, a maximum of one tensor does, which is a copy.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +27,11 @@ __all__ = ["write_fast_poolings"]
 
 _LOWEST = float(np.finfo(np.float32).min)
 _AXES = 4  # of an image
+_OF_INTEGERS_ALONE = "Conv ConvTranspose Gemm MatMul Add Sub Mul Div Concat"
+"""Ops whose integer kernels take no float operand, not even a stored one."""
 
 
-def write_fast_poolings(model: Any) -> int:
+def write_fast_poolings(model: Any, held: bool = False) -> int:
     """Merges paddings into the poolings that alone read them, and rounds behind poolings of floats.
 
     The file computes the same values. A padding before max pooling is merged if no value is below its
@@ -35,6 +39,8 @@ def write_fast_poolings(model: Any) -> int:
 
     Args:
         model: an ONNX model with its tensors; it is changed in place.
+        held: whether onnxruntime runs the file, which is kept from rounding in front of a pooling. A pooling
+            of floats is then worth its rounding even if others read the integers in front of it.
 
     Returns:
         The number of poolings that were changed.
@@ -43,7 +49,7 @@ def write_fast_poolings(model: Any) -> int:
     changed = 0
     for node in [n for n in model.graph.node if n.op_type in ("MaxPool", "AveragePool")]:
         merged = _merge_padding(graph, node)
-        moved = node.op_type == "MaxPool" and _round_behind(graph, node)
+        moved = node.op_type == "MaxPool" and _round_behind(graph, node, held)
         changed += merged or moved
     if changed:
         graph.drop_unread()
@@ -70,7 +76,9 @@ class _Graph:
         self.producers = {name: node for node in self.graph.node for name in node.output}
         self.constants = {t.name: t for t in self.graph.initializer}
         self.outputs = {value.name for value in self.graph.output}
+        self.inputs = {value.name for value in self.graph.input}
         self.readers = Counter(name for node in self.graph.node for name in read_names(node))
+        self._copies: dict[str, Any] = {}  # result of a pooling -> the node that copies it
 
     def read_once(self, name: str) -> bool:
         """Whether one node alone reads a tensor, and the file does not give it."""
@@ -123,10 +131,25 @@ class _Graph:
         self.readers[name] += 1
         node.input[0] = name
 
+    def hold(self, name: str, readers: Iterable[Any]) -> None:
+        """Lets ``readers`` read a copy of a tensor, which onnxruntime moves no rounding across."""
+        copy = helper.make_node("Max", [name], [f"{name}_pooled"], name=f"{name}_pooled")
+        self._copies[name] = self.producers[copy.output[0]] = copy
+        for reader in readers:
+            self.read(reader, copy.output[0])
+
+    def uncopied(self, name: str) -> str:
+        """Returns the tensor that a copy was made of; the tensor itself if it is none."""
+        node = self.producers.get(name)
+        return node.input[0] if node is not None and node in self._copies.values() else name
+
     def drop_unread(self) -> None:
-        """Leaves out the nodes and constants that nothing reads any more."""
+        """Leaves out the nodes and constants that nothing reads any more, and adds the copies."""
         read, kept = set(self.outputs), []
         for node in reversed(self.graph.node):
+            copies = [self._copies[name] for name in node.output if name in self._copies]
+            kept += copies
+            read.update(name for copy in copies for name in copy.input)
             if read.intersection(node.output):
                 kept.append(node)
                 read.update(read_names(node))
@@ -195,15 +218,19 @@ def _read_padding(graph: _Graph, pad: Any, pool: Any, attributes: dict[str, Any]
     return [*sizes[2:_AXES], *sizes[_AXES + 2 :]] if fits else None
 
 
-def _round_behind(graph: _Graph, pool: Any) -> bool:
+def _round_behind(graph: _Graph, pool: Any, held: bool) -> bool:
     """Lets max pooling read floats if a float op writes what it reads, and the result is rounded alike."""
     before = graph.rounding(pool.input[0])
     if before is None or graph.rounding(before.source) is not None:
         return False
-    if not (graph.read_once(pool.input[0]) and graph.read_once(before.quantize.output[0])):
-        return False
-    origin = graph.producers.get(before.source)
-    if origin is None or _is_integer_op(graph, origin):
+    alone = graph.read_once(pool.input[0]) and graph.read_once(before.quantize.output[0])
+    source = graph.uncopied(before.source)
+    origin = graph.producers.get(source)
+    if origin is None:
+        in_float = held and source in graph.inputs
+    else:
+        in_float = (held or alone) and not _is_integer_op(graph, origin)
+    if not in_float:
         return False
     readers = list(graph.readers_of(pool.output[0]))
     if not readers or pool.output[0] in graph.outputs:
@@ -211,7 +238,9 @@ def _round_behind(graph: _Graph, pool: Any) -> bool:
     for reader in readers:
         if reader.op_type != "QuantizeLinear" or not graph.same_rounding(before, _Rounding(reader, reader)):
             return False
-    graph.read(pool, before.source)
+    graph.read(pool, source)
+    if held:
+        graph.hold(pool.output[0], readers)
     return True
 
 
@@ -219,8 +248,11 @@ def _is_integer_op(graph: _Graph, node: Any) -> bool:
     """Whether a runtime may compute ``node``, or the layer whose clamp it is, between integers."""
     if node.op_type in ("Relu", "Clip") and node.input[0] in graph.producers:
         node = graph.producers[node.input[0]]
-    data = [name for name in node.input[:2] if name and name not in graph.constants]
-    return any(_is_dequantized(graph, name) for name in data)
+    if node.op_type in _OF_INTEGERS_ALONE.split():
+        data = node.input if node.op_type == "Concat" else node.input[:2]
+        return all(_is_dequantized(graph, name) for name in data)
+    data = [name for name in node.input[:2] if name]
+    return any(_is_dequantized(graph, name) for name in data if name not in graph.constants)
 
 
 def _is_dequantized(graph: _Graph, name: str) -> bool:

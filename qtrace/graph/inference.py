@@ -64,10 +64,12 @@ _COMPUTED = {
 # Ops whose number of results depends on the values of their inputs.
 _SIZED_BY_VALUES = {"cond_take", "nms", "non_zero", "CondTake", "NMSKeep", "NonZero"}
 # Ops whose result has the same shape for all values of their integer and boolean inputs, like the operators
-# of Python (`_is_operator`).
-_ELEMENTWISE = {
-    *("Elemwise", "TypeCvt", "astype", "gather", "where", "logical_and", "logical_or", "logical_not"),
-    *("equal", "not_equal", "less", "less_equal", "greater", "greater_equal", "maximum", "minimum"),
+# of Python (`_is_operator`) and the functions of the module `_ELEMENTWISE`.
+_ELEMENTWISE = "megengine.functional.elemwise"
+_SIZED_BY_SHAPES = {
+    *("Elemwise", "TypeCvt", "astype", "gather", "where", "sum", "prod", "mean", "max", "min", "cumsum"),
+    *("argmax", "argmin", "sort", "argsort", "transpose", "concat", "stack", "flatten", "copy"),
+    *("zeros_like", "ones_like", "full_like"),
 }
 _NO_OPERATORS = {"__getitem__", "__setitem__", "__call__", "__new__"}
 # Layers whose forward in eval mode changes none of their attributes.
@@ -150,9 +152,7 @@ class TypeInference:
                 if not missing:
                     results = self.results(expr, [self.values[n] for n in expr.inputs])
                     for output, result in zip(expr.outputs, results, strict=True):
-                        self.values[output] = (
-                            recorded_type(output) if result is None and self.anew else result
-                        )
+                        self.values[output] = recorded_type(output) if result is None else result
             else:
                 self.values[current] = recorded_type(current)
         return self.values[node]
@@ -227,8 +227,7 @@ class TypeInference:
                     return values, structure
             except Exception:  # an op that takes Tensors only, or one that cannot run: zeros show which
                 pass
-        inexact = [v for v in inputs if isinstance(v, TensorType)]
-        if not _zeros_show_shapes(expr, inexact):
+        if not _zeros_show_shapes(expr, inputs):
             return None, None
         leaves, structure = _call(expr, [zeros(v) if isinstance(v, TensorType) else v for v in inputs])
         exact = not types or reads_shape(expr)
@@ -310,19 +309,25 @@ def _call_key(expr: Expr, inputs: Sequence[Any]) -> Hashable | None:
         return None
 
 
-def _zeros_show_shapes(expr: Expr, zeros: Sequence[TensorType]) -> bool:
+def _zeros_show_shapes(expr: Expr, inputs: Sequence[Any]) -> bool:
     """Returns whether zeros in the place of the activations give the results of ``expr`` their true shapes.
 
     Args:
         expr: a call.
-        zeros: the types of the activations that ``expr`` reads.
+        inputs: the values that ``expr`` reads; a `TensorType` stands for an activation.
     """
+    zeros = [value for value in inputs if isinstance(value, TensorType)]
     name = _op_name(expr)
     if name in _SIZED_BY_VALUES and zeros:
         return False
-    if name in _ELEMENTWISE or _is_operator(expr):
+    if name in _SIZED_BY_SHAPES or _is_operator(expr) or reads_shape(expr):
         return True
-    return reads_shape(expr) or not any(np.dtype(kind.dtype).kind in "iub" for kind in zeros)
+    if isinstance(expr, CallFunction) and plain(expr.func).__module__ == _ELEMENTWISE:
+        return True
+    tensors = [value for value in inputs if not isinstance(value, Module)]
+    if name in _COMPUTED and tensors and isinstance(tensors[0], TensorType):
+        zeros = zeros[1:]  # what is moved; the integers behind it are sizes and places
+    return not any(np.dtype(kind.dtype).kind in "iub" for kind in zeros)
 
 
 def _is_operator(expr: Expr) -> bool:

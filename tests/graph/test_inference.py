@@ -93,7 +93,7 @@ def test_layers_and_functions_of_a_user_are_inferred_call_by_call(calls: Counter
 
 
 def test_integers_that_are_data_do_not_decide_a_shape() -> None:
-    """Vectors of one integer and scalars are computed, not deduced; a mask still decides how many rows stay."""
+    """Vectors of one integer and scalars are computed, not deduced; a mask decides how many rows stay."""
 
     def forward(self: Any, x: Any) -> Any:
         most = F.max(x, axis=(0, 1, 2), keepdims=True).astype("int32")

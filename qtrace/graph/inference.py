@@ -278,6 +278,7 @@ def _call(expr: Expr, values: Sequence[Any]) -> tuple[list[Any], TreeDef]:
             if updates_inputs(expr):
                 values = [F.copy(v) if isinstance(v, RawTensor) else v for v in values]
             args, kwargs = expr.unflatten_args(values)
+            _check_rows(expr, args)
             bound = isinstance(expr, CallMethod) and not isinstance(args[0], type)  # Tensor.__new__ is not
             result = _callee(expr, args)(*args[bound:], **kwargs)
             if isinstance(expr, CallMethod) and expr.method == "__setitem__":
@@ -324,10 +325,38 @@ def _zeros_show_shapes(expr: Expr, inputs: Sequence[Any]) -> bool:
         return True
     if isinstance(expr, CallFunction) and plain(expr.func).__module__ == _ELEMENTWISE:
         return True
+    if name == "__getitem__" and _picks_by_places(expr):
+        return True
     tensors = [value for value in inputs if not isinstance(value, Module)]
     if name in _COMPUTED and tensors and isinstance(tensors[0], TensorType):
         zeros = zeros[1:]  # what is moved; the integers behind it are sizes and places
     return not any(np.dtype(kind.dtype).kind in "iub" for kind in zeros)
+
+
+def _picks_by_places(expr: Expr) -> bool:
+    """Returns whether ``expr`` is an index by tensors of integers alone, whose values decide no shape."""
+    index = expr.args[1]
+    parts = index if isinstance(index, tuple) else (index,)
+    ends = [end for part in parts if isinstance(part, slice) for end in (part.start, part.stop, part.step)]
+    tensors = [part for part in parts if isinstance(part, TensorNode)]
+    whole = all(part.dtype is not None and np.dtype(part.dtype).kind in "iu" for part in tensors)
+    return bool(tensors) and whole and not any(isinstance(end, TensorNode) for end in ends)
+
+
+def _check_rows(expr: Expr, args: Sequence[Any]) -> None:
+    """Refuses rows that a table lacks, as of positions beyond its end: the kernel prints what it raises.
+
+    Raises:
+        IndexError: when there is no such row.
+    """
+    if _op_name(expr) != "__getitem__" or not isinstance(args[0], RawTensor) or not args[0].ndim:
+        return
+    index = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
+    if not isinstance(index, RawTensor) or np.dtype(index.dtype).kind not in "iu" or 0 in index.shape:
+        return
+    rows, places = int(args[0].shape[0]), index.numpy()
+    if places.max() >= rows or places.min() < -rows:
+        raise IndexError(f"place {int(places.max())} of {rows} rows")
 
 
 def _is_operator(expr: Expr) -> bool:

@@ -8,7 +8,7 @@ import itertools
 import os
 import re
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -143,16 +143,29 @@ def _to_batch(batch: Any, label: str) -> Batch:
         inputs = {str(key): _to_array(value, f"{label}[{key!r}]") for key, value in batch.items()}
         if not inputs:
             raise DataError(f"{label} is an empty dict.")
+        _refuse_single_numbers(list(inputs.values()), label)
         return inputs
     if isinstance(batch, list | tuple):
         if not batch:
             raise DataError(f"{label} is an empty {type(batch).__name__}.")
-        return tuple(_to_array(value, f"{label}[{index}]") for index, value in enumerate(batch))
-    return (_to_array(batch, label),)
+        values = tuple(_to_array(value, f"{label}[{index}]") for index, value in enumerate(batch))
+        _refuse_single_numbers(values, label)
+        return values
+    value = _to_array(batch, label)
+    _refuse_single_numbers([value], label)
+    return (value,)
+
+
+def _refuse_single_numbers(values: Sequence[np.ndarray], label: str) -> None:
+    """Refuses a batch of single numbers alone; beside arrays they are settings, such as a sample rate."""
+    if not any(value.ndim for value in values):
+        raise DataError(f"{label} is a single number; the first axis must count at least one sample.")
 
 
 def _to_array(value: Any, label: str) -> np.ndarray:
-    """Converts a numpy array, or any tensor with ``numpy()``, to an input."""
+    """Converts a numpy array, a number, or any tensor with ``numpy()``, to an input."""
+    if isinstance(value, (int, float, np.number, np.bool_)):
+        value = np.asarray(value)
     if not isinstance(value, np.ndarray):
         if not callable(getattr(value, "numpy", None)):
             raise DataError(
@@ -164,6 +177,6 @@ def _to_array(value: Any, label: str) -> np.ndarray:
             raise
         except (Exception, SystemExit) as error:
             raise DataError(blame(label, "numpy()", error)) from error
-    if not value.ndim or not value.size:
+    if not value.size:
         raise DataError(f"{label} has shape {value.shape}; the first axis must count at least one sample.")
     return to_input(value, label)

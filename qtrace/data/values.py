@@ -38,16 +38,16 @@ def open_values(data: Any, *, batch_size: int, max_batches: int | None) -> DataS
 
 
 def _cut(arrays: Mapping[Any, Any], size: int, *, named: bool) -> list[Any]:
-    """Cuts arrays with one first axis into batches of at most ``size`` samples."""
+    """Cuts arrays with one first axis into batches of at most ``size`` samples; single numbers stay whole."""
     values = {key: read_array(value, 0) for key, value in arrays.items()}
-    lengths = {value.shape[0] if value.ndim else 0 for value in values.values()}
+    lengths = {value.shape[0] for value in values.values() if value.ndim}
     if len(lengths) != 1 or not (count := lengths.pop()):
         raise DataError(
             "the arrays of data need one first axis, that of the samples, of the same length above 0: give "
             "such arrays, or a list of batches."
         )
     starts = range(0, count, size)
-    batches = [{key: value[start : start + size] for key, value in values.items()} for start in starts]
+    batches = [{k: v[start : start + size] if v.ndim else v for k, v in values.items()} for start in starts]
     return batches if named else [next(iter(batch.values())) for batch in batches]
 
 

@@ -64,10 +64,12 @@ _COMPUTED = {
 # Ops whose number of results depends on the values of their inputs.
 _SIZED_BY_VALUES = {"cond_take", "nms", "non_zero", "CondTake", "NMSKeep", "NonZero"}
 # Ops whose result has the same shape for all values of their integer and boolean inputs, like the operators
-# of Python (`_is_operator`).
-_ELEMENTWISE = {
-    *("Elemwise", "TypeCvt", "astype", "gather", "where", "logical_and", "logical_or", "logical_not"),
-    *("equal", "not_equal", "less", "less_equal", "greater", "greater_equal", "maximum", "minimum"),
+# of Python (`_is_operator`) and the functions of the module `_ELEMENTWISE`.
+_ELEMENTWISE = "megengine.functional.elemwise"
+_SIZED_BY_SHAPES = {
+    *("Elemwise", "TypeCvt", "astype", "gather", "where", "sum", "prod", "mean", "max", "min", "cumsum"),
+    *("argmax", "argmin", "sort", "argsort", "transpose", "concat", "stack", "flatten", "copy"),
+    *("zeros_like", "ones_like", "full_like"),
 }
 _NO_OPERATORS = {"__getitem__", "__setitem__", "__call__", "__new__"}
 # Layers whose forward in eval mode changes none of their attributes.
@@ -150,9 +152,7 @@ class TypeInference:
                 if not missing:
                     results = self.results(expr, [self.values[n] for n in expr.inputs])
                     for output, result in zip(expr.outputs, results, strict=True):
-                        self.values[output] = (
-                            recorded_type(output) if result is None and self.anew else result
-                        )
+                        self.values[output] = recorded_type(output) if result is None else result
             else:
                 self.values[current] = recorded_type(current)
         return self.values[node]
@@ -227,8 +227,7 @@ class TypeInference:
                     return values, structure
             except Exception:  # an op that takes Tensors only, or one that cannot run: zeros show which
                 pass
-        inexact = [v for v in inputs if isinstance(v, TensorType)]
-        if not _zeros_show_shapes(expr, inexact):
+        if not _zeros_show_shapes(expr, inputs):
             return None, None
         leaves, structure = _call(expr, [zeros(v) if isinstance(v, TensorType) else v for v in inputs])
         exact = not types or reads_shape(expr)
@@ -279,6 +278,7 @@ def _call(expr: Expr, values: Sequence[Any]) -> tuple[list[Any], TreeDef]:
             if updates_inputs(expr):
                 values = [F.copy(v) if isinstance(v, RawTensor) else v for v in values]
             args, kwargs = expr.unflatten_args(values)
+            _check_rows(expr, args)
             bound = isinstance(expr, CallMethod) and not isinstance(args[0], type)  # Tensor.__new__ is not
             result = _callee(expr, args)(*args[bound:], **kwargs)
             if isinstance(expr, CallMethod) and expr.method == "__setitem__":
@@ -310,19 +310,53 @@ def _call_key(expr: Expr, inputs: Sequence[Any]) -> Hashable | None:
         return None
 
 
-def _zeros_show_shapes(expr: Expr, zeros: Sequence[TensorType]) -> bool:
+def _zeros_show_shapes(expr: Expr, inputs: Sequence[Any]) -> bool:
     """Returns whether zeros in the place of the activations give the results of ``expr`` their true shapes.
 
     Args:
         expr: a call.
-        zeros: the types of the activations that ``expr`` reads.
+        inputs: the values that ``expr`` reads; a `TensorType` stands for an activation.
     """
+    zeros = [value for value in inputs if isinstance(value, TensorType)]
     name = _op_name(expr)
     if name in _SIZED_BY_VALUES and zeros:
         return False
-    if name in _ELEMENTWISE or _is_operator(expr):
+    if name in _SIZED_BY_SHAPES or _is_operator(expr) or reads_shape(expr):
         return True
-    return reads_shape(expr) or not any(np.dtype(kind.dtype).kind in "iub" for kind in zeros)
+    if isinstance(expr, CallFunction) and plain(expr.func).__module__ == _ELEMENTWISE:
+        return True
+    if name == "__getitem__" and _picks_by_places(expr):
+        return True
+    tensors = [value for value in inputs if not isinstance(value, Module)]
+    if name in _COMPUTED and tensors and isinstance(tensors[0], TensorType):
+        zeros = zeros[1:]  # what is moved; the integers behind it are sizes and places
+    return not any(np.dtype(kind.dtype).kind in "iub" for kind in zeros)
+
+
+def _picks_by_places(expr: Expr) -> bool:
+    """Returns whether ``expr`` is an index by tensors of integers alone, whose values decide no shape."""
+    index = expr.args[1]
+    parts = index if isinstance(index, tuple) else (index,)
+    ends = [end for part in parts if isinstance(part, slice) for end in (part.start, part.stop, part.step)]
+    tensors = [part for part in parts if isinstance(part, TensorNode)]
+    whole = all(part.dtype is not None and np.dtype(part.dtype).kind in "iu" for part in tensors)
+    return bool(tensors) and whole and not any(isinstance(end, TensorNode) for end in ends)
+
+
+def _check_rows(expr: Expr, args: Sequence[Any]) -> None:
+    """Refuses rows that a table lacks, as of positions beyond its end: the kernel prints what it raises.
+
+    Raises:
+        IndexError: when there is no such row.
+    """
+    if _op_name(expr) != "__getitem__" or not isinstance(args[0], RawTensor) or not args[0].ndim:
+        return
+    index = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
+    if not isinstance(index, RawTensor) or np.dtype(index.dtype).kind not in "iu" or 0 in index.shape:
+        return
+    rows, places = int(args[0].shape[0]), index.numpy()
+    if places.max() >= rows or places.min() < -rows:
+        raise IndexError(f"place {int(places.max())} of {rows} rows")
 
 
 def _is_operator(expr: Expr) -> bool:

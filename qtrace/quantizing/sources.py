@@ -18,7 +18,7 @@ from qtrace.graph.interface import read_inputs
 from qtrace.graph.signature import argument_names
 from qtrace.graph.tracing.trace import trace
 from qtrace.graph.types import TracedModule
-from qtrace.importing.onnx import declared_inputs, from_onnx, open_inputs
+from qtrace.importing.onnx import declared_axes, declared_inputs, from_onnx, open_inputs
 from qtrace.importing.torch import from_torch, is_torch_module
 from qtrace.preparation.record import is_quantized
 
@@ -75,17 +75,29 @@ def _read_file(path: Path, data: DataSource, shapes: Shapes | None, allow: Seque
 def open_shapes(path: str | os.PathLike[str], batch: Batch) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the inputs that an ONNX file leaves open, of one sample of a batch.
 
+    One sample has size 1 on the first axis of each input, and wherever the file names an axis alike: a
+    recurrent state counts the samples on its second axis. What is named elsewhere, too, but not as the first
+    axis of the first input, is no batch, such as the edges of a graph, and has the size of the data.
+
     Raises:
         DataError: when the batch lacks such an input.
     """
+    declared = declared_axes(path)
+    first = next((sizes[0] for sizes in declared.values() if sizes), "") or None
+    inner = {size for sizes in declared.values() for size in (sizes or ())[1:]} - {first, ""}
     shapes = {}
-    for index, (key, declared) in enumerate(open_inputs(path).items()):
+    for index, (key, sizes) in enumerate(declared.items()):
+        if sizes is not None and not any(isinstance(size, str) for size in sizes):
+            continue
         array = batch.get(key) if isinstance(batch, dict) else batch[index] if index < len(batch) else None
         if array is None:
             raise DataError(f"the data have no input {key!r} of {path}: name it so, or give its shape.")
-        own = (1, *array.shape[1:])
-        sizes = own if declared is None or len(declared) != len(own) else declared
-        shapes[key] = tuple(a if n is None else n for n, a in zip(sizes, own, strict=True))
+        if sizes is None or len(sizes) != array.ndim:
+            sizes = ("",) * array.ndim
+        shapes[key] = tuple(
+            size if isinstance(size, int) else n if size in inner or (axis and size != first) else 1
+            for axis, (size, n) in enumerate(zip(sizes, array.shape, strict=True))
+        )
     return shapes
 
 

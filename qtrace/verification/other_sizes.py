@@ -11,7 +11,7 @@ import numpy as np
 from megengine import Tensor
 
 from qtrace.data.batches import as_arguments, evaluating
-from qtrace.errors import ExportError
+from qtrace.errors import ExportError, GraphError
 from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.converted.plain_graph import PlainGraph, is_plain
 from qtrace.export.ncnn import find_fixing_layer
@@ -47,8 +47,11 @@ def at_other_sizes(path: Path, model: TracedModule, batch: Any) -> list[list[tup
     """
     record = read_open_axes(model)
     opened = open_in_file(path, model)
-    axes = [axis for axis in opened if axis.axis]
-    if record is None or not axes:
+    if record is None:
+        return []
+    batch_sizes = {axis.size for axis in record.axes if axis.axis == 0}
+    axes = [axis for axis in opened if axis.size not in batch_sizes]
+    if not axes:
         return []
     args, kwargs = as_arguments(batch, model, 0)
     _, (_, *tensors) = Interpreter(model).bind(args, kwargs)
@@ -56,8 +59,9 @@ def at_other_sizes(path: Path, model: TracedModule, batch: Any) -> list[list[tup
     arrays = {str(n.name): t.numpy() for n, t in zip(nodes, tensors, strict=True)}
     if any(axis.axis >= arrays[axis.input].ndim for axis in axes):
         return []
-    batched = {axis.input for axis in record.axes if axis.axis == 0}
-    arrays = {name: array[:1] if name in batched else array for name, array in arrays.items()}
+    for axis in record.axes:  # one sample; a recurrent state counts the samples on its second axis
+        if axis.size in batch_sizes and axis.axis < arrays[axis.input].ndim:
+            arrays[axis.input] = arrays[axis.input].take([0], axis.axis)
     recorded = {name: array.shape for name, array in arrays.items()}
     larger, largest = other_sizes(recorded, axes)
     smaller = _mirrored(recorded, larger)
@@ -116,5 +120,8 @@ def _declared_open(path: Path, model: TracedModule, record: OpenAxes) -> tuple[O
 
 def runs_at(model: TracedModule, values: Sequence[np.ndarray]) -> bool:
     """Returns whether the graph runs on some inputs."""
-    with evaluating(model):
-        return not locate_failure(model, *map(Tensor, values))
+    try:
+        with evaluating(model):
+            return not locate_failure(model, *map(Tensor, values))
+    except GraphError:  # an opaque node refuses what onnxruntime refuses
+        return False

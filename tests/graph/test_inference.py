@@ -14,6 +14,7 @@ import pytest
 import qtrace
 from qtrace.graph import flatten, inference
 from qtrace.graph.inference import TypeInference
+from qtrace.graph.open_shapes import SizedTypes
 from tests.nets import net
 
 X = np.linspace(-1, 1, 24, dtype="float32").reshape(2, 3, 4)
@@ -89,3 +90,19 @@ def test_layers_and_functions_of_a_user_are_inferred_call_by_call(calls: Counter
 
     _types(forward, a=M.Linear(4, 4), b=M.Linear(4, 4))
     assert calls["Linear"] + calls["linear"] == 3
+
+
+def test_integers_that_are_data_do_not_decide_a_shape() -> None:
+    """Vectors of one integer and scalars are computed, not deduced; a mask decides how many rows stay."""
+
+    def forward(self: Any, x: Any) -> Any:
+        most = F.max(x, axis=(0, 1, 2), keepdims=True).astype("int32")
+        one = most.reshape(1)
+        both = F.concat([F.add(one, 1), F.maximum(F.abs(one), F.expand_dims(F.sum(one), 0))])
+        return F.flatten(F.minimum(both, 2)), both[0], F.broadcast_to(one, (3,)), F.squeeze(most), x[x > 0]
+
+    types = SizedTypes(flatten(qtrace.trace(net(forward), X, check=False)))
+    found = types.infer({"x": (4, 3, 4)})
+    *known, chosen = [found[node] for node in types.traced.graph.outputs]
+    assert [kind and kind.shape for kind in known] == [(2,), (), (3,), ()]
+    assert chosen is None

@@ -1,4 +1,4 @@
-"""ONNX for opaque nodes: the nodes of the imported file, copied unchanged."""
+"""ONNX for opaque nodes: the nodes of the imported file, copied unchanged but for what a runtime refuses."""
 
 from __future__ import annotations
 
@@ -65,8 +65,25 @@ def _copy(w: OnnxWriter, proto: onnx.NodeProto, names: dict[str, str]) -> None:
         if not copied.name:
             copied.name = w.naming.node(copied.op_type, next(name for name in known if name))
         w.copies[key] = known
+        _without_dilations(w, copied)
         w.nodes.append(copied)
     names.update((old, new) for old, new in zip(proto.output, known, strict=True) if old)
+
+
+def _without_dilations(w: OnnxWriter, proto: onnx.NodeProto) -> None:
+    """Keeps onnxruntime from running an average pooling between roundings as one that has no dilations.
+
+    It puts QLinearAveragePool in its place, with all attributes, and then refuses the file.
+    """
+    places = [i for i, attribute in enumerate(proto.attribute) if attribute.name == "dilations"]
+    if proto.op_type != "AveragePool" or proto.domain not in ("", "ai.onnx") or not places:
+        return
+    if all(d == 1 for d in proto.attribute[places[0]].ints):
+        del proto.attribute[places[0]]
+        return
+    (apart,) = w.outputs([f"{proto.input[0]}_sum"])
+    w.nodes.append(helper.make_node("Sum", [proto.input[0]], [apart], name=apart))
+    proto.input[0] = apart
 
 
 def _outer(names: Mapping[str, str]) -> dict[str, str]:

@@ -48,7 +48,7 @@ from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.passes.given import quantize_given
 from qtrace.process.thread import on_engine_thread
 
-__all__ = ["declared_inputs", "from_onnx", "open_inputs", "read_onnx"]
+__all__ = ["declared_axes", "declared_inputs", "from_onnx", "open_inputs", "read_onnx"]
 
 _LOG = logging.getLogger("qtrace")
 _SHOWN_PROBLEMS = 30
@@ -164,6 +164,22 @@ def open_inputs(path: str | os.PathLike[str]) -> dict[str, tuple[int | None, ...
 
 def declared_inputs(path: str | os.PathLike[str]) -> dict[str, tuple[int | None, ...] | None]:
     """Lists the inputs of an ONNX file, in its order; returns and raises what `open_inputs` does."""
+    return {
+        name: None if sizes is None else tuple(n if isinstance(n, int) else None for n in sizes)
+        for name, sizes in declared_axes(path).items()
+    }
+
+
+def declared_axes(path: str | os.PathLike[str]) -> dict[str, tuple[int | str, ...] | None]:
+    """Lists the inputs of an ONNX file, in its order.
+
+    Returns:
+        Name -> its sizes, with the name that the file has for each open one, "" without a name; None if the
+        number of axes is open.
+
+    Raises:
+        ImportingError: when the file is missing, damaged or hostile.
+    """
     file = Path(path)
     model = load_structure(file)
     opsets = {"" if o.domain == "ai.onnx" else o.domain: int(o.version) for o in model.opset_import}
@@ -172,7 +188,7 @@ def declared_inputs(path: str | os.PathLike[str]) -> dict[str, tuple[int | None,
     return {
         value.name: None
         if value.sizes is None
-        else tuple(n if isinstance(n, int) and n > 0 else None for n in value.sizes)
+        else tuple(n if isinstance(n, str) or n > 0 else "" for n in value.sizes)
         for value in inputs
     }
 

@@ -30,7 +30,8 @@ class InputStatistics:
     Attributes:
         name: the number or the name of the input.
         samples: the number of samples.
-        mean, deviation: of all values of each channel; the samples may have unlike sizes.
+        mean, deviation: of all values of each channel, of which there is one if the second axis has unlike
+            sizes.
         standard_error: of the mean of each channel, from the spread of the samples' means.
         low, high: the smallest and the largest value.
     """
@@ -62,8 +63,11 @@ def measure_inputs(batches: Iterable[Any]) -> tuple[InputStatistics, ...]:
 
 def _measure(name: str, arrays: list[np.ndarray]) -> InputStatistics:
     means, squares, counts = [], [], []
+    channels = {array.shape[1] for array in arrays}
     for array in arrays:
-        rows = array.reshape(*array.shape[:2], -1).astype(np.float64)
+        # An axis of unlike sizes has no channels: it is that of steps, or of the samples of a state.
+        shape = array.shape[:2] if len(channels) == 1 else (len(array), 1)
+        rows = array.reshape(*shape, -1).astype(np.float64)
         means.append(rows.mean(axis=2))
         squares.append(np.square(rows).mean(axis=2))
         counts += [rows.shape[2]] * len(rows)

@@ -260,7 +260,7 @@ def function_call() -> ModelProto:
         "Curve",
         ["a"],
         ["b"],
-        [helper.make_node("Det", ["a"], ["d"]), helper.make_node("Sinh", ["d"], ["b"])],
+        [helper.make_node("Det", ["a"], ["d"]), helper.make_node("Atan", ["d"], ["b"])],
         [helper.make_opsetid("", 17)],
     )
     y = net.add("Curve", [net.features], domain="own")

@@ -161,9 +161,17 @@ _MAPS: dict[str, tuple[str, list[Any], dict[str, Any], str, int]] = {
     "ms_quickgelu": ("QuickGelu", [], {"alpha": 1.5}, "com.microsoft", 17),
     "ms_biasgelu": ("BiasGelu", [np.arange(8, dtype=np.float32) / 8], {}, "com.microsoft", 17),
     "ms_gridsample": ("GridSample", [_GRID], {"mode": "bicubic"}, "com.microsoft", 16),
-    "ms_inverse": ("Inverse", [], {}, "com.microsoft", 17),
 }
 _forms("map", _MAPS, _map)
+
+
+@form
+def map_ms_inverse() -> ModelProto:
+    """Inverse matrices, of such that are far from singular."""
+    net = Net()
+    matrices = net.add("Add", [net.features, net.constant(np.eye(8, dtype=np.float32) * 8)])
+    return net.model(net.conv(net.add("Inverse", [matrices], domain="com.microsoft")))
+
 
 # Ops on rows (2, 8, 32).
 

@@ -76,12 +76,17 @@ def test_comes_in_and_goes_out(name: str, tmp_path: Path) -> None:
 _NOT_LOADED = {"map_resize_cubic_outside"}
 _QUANTIZED = sorted(set(FORMS) - _NOT_LOADED)
 _SAMPLED = _QUANTIZED[::8]
+# Sizes that integers decide, and a node that onnxruntime refuses between roundings.
+_QUICK = ("loop_of_collected", "map_averagepool_dilated", "random_crop_of_sizes", "topk_computed")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=pytest.mark.slow if n in _SAMPLED else pytest.mark.long) for n in _QUANTIZED],
-)
+def _marks(name: str) -> tuple[Any, ...]:
+    if name in _QUICK:
+        return ()
+    return (pytest.mark.slow if name in _SAMPLED else pytest.mark.long,)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=_marks(n)) for n in _QUANTIZED])
 def test_all_forms_are_quantized_and_verified(name: str, tmp_path: Path) -> None:
     path = save(FORMS[name](), tmp_path / "net.onnx")
     expected = run_file(path, batch(9))

@@ -1,0 +1,130 @@
+"""Networks that run step by step: tokens and a state go in and out, a setting is one number."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+import qtrace
+from qtrace.data import open_data
+from qtrace.errors import DataError
+from qtrace.graph.open_axes import read_open_axes
+from qtrace.graph.open_shapes import open_shapes, types_at_other_sizes
+from qtrace.onnxfile.sessions import SessionSettings, open_session
+from qtrace.quantizing import sources
+from qtrace.sensitivity.diagnosis import measure_inputs
+from tests.importing.onnx.networks import model, node, save, weights
+from tests.importing.onnx.test_open_axes import declared
+
+_INPUTS = {"token": ["b", "steps"], "state": [1, "b", 8], "rate": []}
+
+
+def _step(rows: int = 20) -> onnx.ModelProto:
+    """A decoder's step: embedding, GRU with its state in and out, and a number that scales the result."""
+    nodes = [
+        node("Gather", "table token", "rows"),
+        node("Transpose", "rows", "time_first", perm=[1, 0, 2]),
+        node("GRU", "time_first w r bias _ state", "every last", hidden_size=8),
+        node("Squeeze", "every one", "features"),
+        node("MatMul", "features head", "y"),
+        node("Cast", "rate", "factor", to=onnx.TensorProto.FLOAT),
+        node("Mul", "y factor", "z"),
+        node("Transpose", "z", "logits", perm=[1, 0, 2]),
+    ]
+    stored = {"table": weights(rows, 6), "w": weights(1, 24, 6), "r": weights(1, 24, 8)}
+    stored |= {"bias": weights(1, 48), "head": weights(8, 5), "one": np.array([1])}
+    integers = {"token": np.int64, "rate": np.int64}
+    proto = model(nodes, _INPUTS, ("logits", "last"), stored, dtypes=integers)
+    for value, sizes in zip(proto.graph.output, (["b", "steps", 5], [1, "b", 8]), strict=True):
+        value.CopyFrom(onnx.helper.make_tensor_value_info(value.name, onnx.TensorProto.FLOAT, sizes))
+    return proto
+
+
+def _batch(seed: int, samples: int, steps: int) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(seed)
+    token = random.integers(0, 20, (samples, steps))
+    state = random.standard_normal((1, samples, 8)).astype(np.float32)
+    return {"token": token, "state": state, "rate": np.array(2)}
+
+
+def test_a_step_keeps_its_state_its_setting_and_its_sizes(tmp_path: Path) -> None:
+    path = save(_step(), tmp_path)
+    data = [_batch(seed, 1 + seed % 2, 3) for seed in range(4)]
+    config = {"placement": "everything"}
+    out = tmp_path / "int8.onnx"
+    result = qtrace.quantize(path, data, out, recipe=config, measure=False, progress=False)
+    assert result.verify is not None
+    assert result.verify.passed
+    assert declared(out) == declared(path)
+    for batch in (_batch(7, 1, 1), _batch(8, 3, 5)):
+        session = open_session(path, SessionSettings(threads=1))
+        expected, values = session.run(None, batch), open_session(out).run(None, batch)
+        for value, exact in zip(values, expected, strict=True):
+            assert (value.shape, value.dtype) == (exact.shape, exact.dtype)
+            assert np.corrcoef(value.reshape(-1), exact.reshape(-1))[0, 1] > 0.8
+
+
+def test_a_table_has_no_rows_for_some_sizes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Sizes whose positions a table lacks are left out, without a word of MegEngine's."""
+    nodes = [
+        node("Shape", "token", "shape"),
+        node("Gather", "shape last", "steps"),
+        node("Range", "zero steps one", "places"),
+        node("Gather", "positions places", "p"),
+        node("Gather", "table token", "t"),
+        node("Add", "t p", "y"),
+    ]
+    stored = {"positions": weights(16, 6), "table": weights(20, 6), "zero": np.array(0), "one": np.array(1)}
+    stored["last"] = np.array(1)
+    proto = model(nodes, {"token": ["b", "steps"]}, stored=stored, dtypes={"token": np.int64})
+    net = qtrace.from_onnx(save(proto, tmp_path), {"token": (1, 8)})
+    record = read_open_axes(net)
+    assert record is not None
+    capfd.readouterr()
+    known = types_at_other_sizes(net, record.axes)
+    assert len(known) < 3
+    assert open_shapes(net)[net.graph.outputs[0].name] == ("b", "steps", 6)
+    assert "ERR" not in capfd.readouterr().err
+
+
+def test_shapes_of_a_sample_follow_the_names_of_axes(tmp_path: Path) -> None:
+    path = save(_step(), tmp_path)
+    assert sources.open_shapes(path, _batch(0, 3, 4)) == {"token": (1, 4), "state": (1, 1, 8)}
+    values = tuple(_batch(0, 3, 4).values())
+    assert sources.open_shapes(path, values) == {"token": (1, 4), "state": (1, 1, 8)}
+    edges = {"atoms": [1, 4], "rates": ["?", 3], "pairs": [2, "edges"], "kinds": ["edges", 3]}
+    proto = model([node("Add", "rates kinds", "y")], edges)
+    batch = {
+        k: np.ones(s, np.float32) for k, s in {"rates": (5, 3), "pairs": (2, 7), "kinds": (7, 3)}.items()
+    }
+    shapes = sources.open_shapes(save(proto, tmp_path, "graph.onnx"), batch)
+    assert shapes == {"rates": (1, 3), "pairs": (2, 7), "kinds": (7, 3)}
+
+
+def test_a_number_beside_arrays_is_a_setting() -> None:
+    x = np.ones((6, 2), np.float32)
+    for data in (
+        [{"x": x, "rate": 16000}],
+        [{"x": x, "rate": np.int64(16000)}],
+        {"x": x, "rate": np.array(16000)},
+    ):
+        batch = next(iter(open_data(data, batch_size=8)))
+        assert batch["rate"].shape == ()
+        assert int(batch["rate"]) == 16000
+        assert batch["x"].shape == (6, 2)
+    with pytest.raises(DataError, match="is a single number"):
+        next(iter(open_data([np.float32(3)], batch_size=8)))
+
+
+def test_inputs_whose_second_axis_differs_have_one_channel() -> None:
+    """Sounds of several lengths, and states of several samples, can be compared with other data."""
+    random = np.random.default_rng(0)
+    sounds = [{"x": random.standard_normal((2, steps)).astype(np.float32)} for steps in (30, 50, 40)]
+    (statistics,) = measure_inputs(sounds)
+    values = np.concatenate([batch["x"].reshape(-1) for batch in sounds])
+    assert statistics.samples == 6
+    np.testing.assert_allclose(statistics.mean, [values.mean()], rtol=1e-4)
+    np.testing.assert_allclose(statistics.deviation, [values.std()], rtol=1e-4)

@@ -96,7 +96,11 @@ def export(
     chosen = _find_format(target, format)
     if plain := is_plain(converted):
         _check_float_format(chosen, converted)
-    graph = PlainGraph(converted, pieces=not chosen.has_composites) if plain else ConvertedGraph(converted)
+    graph = (
+        PlainGraph(converted, not chosen.has_composites, chosen.folds_norms)
+        if plain
+        else ConvertedGraph(converted)
+    )
     if not target.parent.is_dir():
         raise ExportError(f"{target.parent} is not a folder: make it first.")
     _check_options(chosen, options, plain)

@@ -28,6 +28,8 @@ class Format:
             if it does not write such modules.
         runs_graph: whether the format runs the graph by itself, and reads no recorded shapes.
         fixes_sizes: whether its files have numbers where the graph has open axes.
+        folds_norms: whether a plain traced module's BatchNorms become part of the layers before them: the
+            runtime computes them one by one otherwise.
         has_composites: whether it has forms for attention, channel shuffle and the other composites that
             `qtrace.preparation.passes.compose.write_pieces` writes in pieces for other formats.
     """
@@ -40,4 +42,5 @@ class Format:
     float_options: tuple[str, ...] | None = None
     runs_graph: bool = False
     fixes_sizes: bool = False
+    folds_norms: bool = False
     has_composites: bool = False

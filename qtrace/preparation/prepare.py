@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,8 @@ __all__ = ["FloatSource", "SearchOutcome", "plan", "prepare", "prepare_placed", 
 
 _LOG = logging.getLogger("qtrace")
 _SHOWN = 10
+_UNASKED = {"dtype", "kernel", "role", "selection"}
+"""The causes of an op in float that no rule and no region of the config asks for."""
 
 
 @check_arguments
@@ -128,6 +131,8 @@ def prepare_placed(
         record = _record(graph, decision, scales)
         write_record(graph.model, record)
         _note_placement(given, record)
+        if outcome is None:  # else it was said of an earlier labelling
+            _warn_of_fallback(record.annotation)
         _take_over(graph.model, scales)
     return graph.model, decision.outcome
 
@@ -229,6 +234,21 @@ def _note_placement(given: object, record: Record) -> None:
             f"the placement leaves the whole graph in float: {placement.conclusion}. `placement: everything` "
             "rounds it all the same; `qtrace explain` says why each op stays float."
         )
+
+
+def _warn_of_fallback(annotation: Annotation) -> None:
+    """Names the ops in float that nobody asked for, on a target whose device computes floats elsewhere."""
+    backend = backends.get(annotation.backend)
+    ops = [note for note in annotation.notes if note.state == "float" and _UNASKED & {*note.causes}]
+    if not backend.floats_run_on or not ops:
+        return
+    kinds = Counter(note.kind or note.op for note in ops).most_common(_SHOWN)
+    names = ", ".join(f"{number} {kind}" for kind, number in kinds)
+    _LOG.warning(
+        f"{len(ops)} of {len(annotation.notes)} ops stay in float on {backend.name} ({names}): they run on "
+        f"{backend.floats_run_on}, and their tensors are copied there and back. `qtrace explain` names each; "
+        "`region` in the recipe ends the quantized part before them."
+    )
 
 
 def _take_over(model: TracedModule, given: native.NativeParameters) -> None:

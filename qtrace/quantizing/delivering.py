@@ -37,6 +37,8 @@ __all__ = [
 
 _CHOOSING = ("balanced", "fastest")
 """The placements that round for speed: a file that is slower than float is not what they ask for."""
+_MEASURED_RECIPES = ("backend/ncnn",)
+"""The packaged recipes whose placement nobody asked for: it is kept where it is faster than float."""
 
 Timer = Callable[..., list[Speed]]
 """Measures files in turns, as `qtrace.benchmarking.turns.compare_files` does."""
@@ -91,12 +93,17 @@ def prepare_in_float(traced: TracedModule, config: QConfig) -> TracedModule:
     return prepare(traced, plain.model_copy(update={"rules": (*plain.rules, rule), "ptq": None}))
 
 
-def timed_settings(traced: TracedModule) -> RunnerSettings:
-    """Returns how a file of a network is run to be timed: one thread, and the traced sizes for open axes."""
+def timed_settings(traced: TracedModule, every_shape: bool = False) -> RunnerSettings:
+    """Returns how a file of a network is run to be timed: one thread, and the traced sizes for open axes.
+
+    Args:
+        traced: the network.
+        every_shape: whether the file says no shapes, so that those of all inputs are given.
+    """
     record = read_open_axes(traced)
     shapes = {name: tuple(int(n) for n in shape) for name, shape in list_inputs(traced)}
     open_sizes = record is not None and not record.only_batch()
-    return RunnerSettings(1, 1, shapes if open_sizes else {})
+    return RunnerSettings(1, 1, shapes if open_sizes or every_shape else {})
 
 
 def measure_file(
@@ -140,7 +147,7 @@ def measure_file(
             twin = Path(folder) / f"float{path.suffix}"
             in_float = prepare_in_float(traced, config)
             export(convert(in_float) if form is None else traced, twin, format=form)
-            settings = timed_settings(traced)
+            settings = timed_settings(traced, path.suffix == ".param")
             first, own = (timer or compare_files)([twin, path], runtime=runtime, settings=settings)
     except QtraceError as error:
         return Delivery(untimed=str(error).rstrip("."))
@@ -163,7 +170,7 @@ def choose_delivery(in_float: Speed, own: Speed, config: QConfig, prepared: Trac
 
 def is_float_better(own: Speed, config: QConfig) -> bool:
     """Returns whether a file is slower than float beyond the spread, and the config rounds for speed."""
-    return own.slower and config.effective_placement in _CHOOSING
+    return own.slower and _rounds_for_speed(config)
 
 
 def _speeds_of(path: Path, labellings: Sequence[MeasuredLabelling]) -> tuple[Speed, Speed] | None:
@@ -177,6 +184,13 @@ def _speeds_of(path: Path, labellings: Sequence[MeasuredLabelling]) -> tuple[Spe
     first, other = labellings[0].speed, whole.speed
     own = Speed(first.seconds, 1 / other.ratio, 1 / other.high, 1 / other.low, other.turns, other.busy)
     return Speed(other.seconds, 1.0, 1.0, 1.0, other.turns), own
+
+
+def _rounds_for_speed(config: QConfig) -> bool:
+    """Returns whether a config asks for integers only where they are faster, not for their size."""
+    stem = config.place("placement").rpartition(".yaml")[0]
+    packaged = stem.endswith(tuple(f"recipes/{name}" for name in _MEASURED_RECIPES))
+    return config.effective_placement in _CHOOSING or packaged
 
 
 def fixed_timer(speeds: Sequence[Speed]) -> Timer:

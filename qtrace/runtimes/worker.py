@@ -7,8 +7,8 @@ it answers requests:
 - ``open`` names the runtime and how it loads the file, and takes the content of the file as an array of bytes
   where the runtime reads it from memory. It gives the number of the loaded file and facts about it.
 - ``run`` takes that number and an array for each input, and gives an array for each output.
-- ``time`` runs the file again on the same inputs and gives the seconds; ``memory`` gives the bytes that
-  loading and running it added to this process at most.
+- ``time`` runs the file again on the same inputs and gives the seconds, of processor time where one thread
+  computes; ``memory`` gives the bytes that loading and running it added to this process at most.
 - ``optimized`` and ``profile`` give the content of a file that onnxruntime wrote.
 - ``store`` appends bytes to a file of the folder that this process runs in, where the files are elsewhere.
 
@@ -59,6 +59,7 @@ class Onnxruntime:
         import onnxruntime as ort
 
         self.before, self.version = _kilobytes("VmRSS"), ort.__version__
+        self.clock = _clock(request)
         self.folder: str | None = None
         options, levels = ort.SessionOptions(), ort.GraphOptimizationLevel
         options.graph_optimization_level = (
@@ -99,9 +100,9 @@ class Onnxruntime:
 
     def time(self) -> float:
         """Runs the file again on its inputs and returns the seconds."""
-        start = time.perf_counter()
+        start = self.clock()
         self.session.run(*self.last)
-        return time.perf_counter() - start
+        return self.clock() - start
 
     def optimized(self) -> bytes:
         """Returns the file as onnxruntime optimized it, without its large tensors."""
@@ -184,7 +185,7 @@ class Litert:
 
     def __init__(self, request: dict[str, Any], arrays: Sequence[Any]) -> None:
         interpreter, self.version = _litert()
-        self.before = _kilobytes("VmRSS")
+        self.before, self.clock = _kilobytes("VmRSS"), _clock(request)
         options: dict[str, Any] = {"model_content": _content(arrays[0])}
         options["num_threads"] = request.get("threads")
         # Older packages always fuse; an op whose result is an output ends a fusion there, too.
@@ -201,9 +202,9 @@ class Litert:
 
     def time(self) -> float:
         """Runs the file again on its inputs and returns the seconds."""
-        start = time.perf_counter()
+        start = self.clock()
         self.loaded.invoke()
-        return time.perf_counter() - start
+        return self.clock() - start
 
     def run(self, arrays: Sequence[np.ndarray], request: dict[str, Any]) -> list[np.ndarray]:
         """Runs the file and returns its outputs."""
@@ -249,23 +250,30 @@ def _litert_facts(detail: dict[str, Any]) -> dict[str, Any]:
 
 
 class Ncnn:
-    """An ncnn net: the paths ``param`` and ``bin``, and the names of its ``inputs`` and ``outputs``."""
+    """An ncnn net: the paths ``param`` and ``bin``, and the names of its ``inputs`` and ``outputs``.
+
+    ``light`` says whether blobs are freed as soon as they are read, as ncnn does by default, and ``options``
+    has further ones of ncnn by name.
+    """
 
     def __init__(self, request: dict[str, Any], arrays: Sequence[Any]) -> None:
         import ncnn
 
         self.before, self.version = _kilobytes("VmRSS"), _version("ncnn", "ncnn")
         self.facts: dict[str, Any] = {}
+        self.clock = _clock(request)
         self.request, self.package, self.net = request, ncnn, ncnn.Net()
         self.last: Sequence[np.ndarray] = ()
         options = self.net.opt
-        options.lightmode = False  # keeps the blobs readable
+        options.lightmode = request.get("light", False)  # without it, all blobs stay readable
         if request.get("threads"):
             options.num_threads = request["threads"]
         if not request["optimize"]:
             for name in dir(options):
                 if name.startswith(("use_fp16", "use_bf16", "use_winograd", "use_sgemm", "use_packing")):
                     setattr(options, name, False)
+        for name, value in request.get("options", {}).items():
+            setattr(options, name, value)
         if self.net.load_param(request["param"]) or self.net.load_model(request["bin"]):
             raise ValueError("its two files are incomplete or of two nets.")
 
@@ -277,13 +285,13 @@ class Ncnn:
 
     def time(self) -> float:
         """Runs the net again on its inputs and returns the seconds."""
-        start = time.perf_counter()
+        start = self.clock()
         self.run(self.last, {})
-        return time.perf_counter() - start
+        return self.clock() - start
 
     def _run_sample(self, values: list[np.ndarray]) -> list[np.ndarray]:
         extractor = self.net.create_extractor()
-        extractor.set_light_mode(False)
+        extractor.set_light_mode(self.request.get("light", False))
         # Each Mat shares the memory of its array, which must outlive it.
         arrays = [np.ascontiguousarray(value, np.float32) for value in values]
         for number, name in enumerate(self.request["inputs"]):
@@ -296,6 +304,14 @@ class Ncnn:
                 raise ValueError(f"it cannot compute {name!r} (code {code}): check the shapes of the inputs.")
             results.append(np.array(blob))
         return results
+
+
+def _clock(request: dict[str, Any]) -> Any:
+    """Returns the clock for runs: of the processor's time where one thread computes.
+
+    In it, the turns of other programs on a busy machine do not count.
+    """
+    return time.process_time if request.get("threads") == 1 else time.perf_counter
 
 
 _RUNTIMES = {"litert": Litert, "ncnn": Ncnn, "onnxruntime": Onnxruntime, "openvino": Openvino}

@@ -222,9 +222,9 @@ def test_shapes_that_the_file_does_not_take(pair):
 @pytest.mark.parametrize(
     ("name", "runtime", "message"),
     [
-        ("net.onnx", "tpu", "cannot be timed in 'tpu'; known: litert, onnxruntime, openvino"),
+        ("net.onnx", "tpu", "cannot be timed in 'tpu'; known: litert, ncnn, onnxruntime, openvino"),
         ("net.onnx", "litert", "litert does not run files like net.onnx; known: litert"),
-        ("net.param", None, "no runtime here runs files like net.param"),
+        ("net.mge", None, "no runtime here runs files like net.mge"),
         ("net.onnx", None, "does not exist: export the module first"),
     ],
 )
@@ -249,4 +249,4 @@ def test_a_missing_package_names_the_extra(pair, monkeypatch):
 
 
 def test_known_runtimes():
-    assert known() == ("litert", "onnxruntime", "openvino")
+    assert known() == ("litert", "ncnn", "onnxruntime", "openvino")

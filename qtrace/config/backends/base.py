@@ -114,6 +114,7 @@ class Backend:
         smallest_range: the smallest range of an activation; smaller ones are widened.
         device: what the target runs on, if no runtime of `qtrace.verification` is that of the device and
             nothing was run there; else "".
+        floats_run_on: where ops run that the device has no integers for; "" if it computes floats, too.
         weight_only: the layers whose file may have integers as a weight where all else is float.
         contrib_weights: whether files have such weights in the forms that onnxruntime runs fastest, Cast and
             Mul, and MatMulNBits for blocks, in place of DequantizeLinear.
@@ -150,6 +151,7 @@ class Backend:
     fixed_results: Mapping[str, Mapping[int, tuple[float, float]]] = field(default_factory=dict)
     smallest_range: float = 0.0
     device: str = ""
+    floats_run_on: str = ""
     weight_only: frozenset[str] = frozenset()
     contrib_weights: bool = False
     dynamic: frozenset[str] = frozenset()

@@ -32,6 +32,7 @@ BACKEND = Backend(
         "weight": Limits(bits=(4, 8), per_channel=True, affine=True),
     },
     device="the Hexagon tensor processor",
+    floats_run_on="the device in 16-bit floats, or the CPU",
     integer_layers=True,
     # A fully connected layer may be a MatMul in the file, whose weight has one scale.
     weights_per_tensor=frozenset({"linear"}),

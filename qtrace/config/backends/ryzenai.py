@@ -29,5 +29,6 @@ BACKEND = Backend(
         "weight": Limits(bits=(8,), per_channel=True, affine=False, signed=True),
     },
     device="the neural processor of Ryzen AI",
+    floats_run_on="the CPU",
     pieces={"silu": "silu", "hswish": "gated_hswish"},
 )

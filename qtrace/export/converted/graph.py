@@ -19,6 +19,7 @@ from qtrace.graph.types import Constant, Expr, GetAttr, Node, TensorNode, Traced
 from qtrace.graph.walk import exprs
 from qtrace.ops import OpCall
 from qtrace.preparation.model import QuantizedModel, QuantizedSite
+from qtrace.preparation.record import graph_hash
 from qtrace.scheme import QParams
 
 __all__ = ["ConvertedGraph", "ConvertedOp", "StoredValues"]
@@ -71,6 +72,11 @@ class ConvertedGraph:
             sites.get(expr) or ConvertedOp(expr) for expr in computed
         )
         self._ops = {step.expr: step for step in self.steps if isinstance(step, ConvertedOp)}
+
+    @property
+    def hash(self) -> str:
+        """The hash of the graph by which `qtrace.verify` knows that a file was exported from it."""
+        return graph_hash(self.module)
 
     @property
     def ops(self) -> tuple[ConvertedOp, ...]:

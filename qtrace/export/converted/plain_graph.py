@@ -20,7 +20,9 @@ from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.passes.biases import broadcast_biases
 from qtrace.preparation.passes.compose import write_pieces
 from qtrace.preparation.passes.expand import expand
-from qtrace.preparation.record import Record, is_quantized
+from qtrace.preparation.passes.fuse_bn import fuse_bn
+from qtrace.preparation.passes.fuse_scale import fuse_scale
+from qtrace.preparation.record import Record, graph_hash, is_quantized
 
 __all__ = ["PlainGraph", "is_plain"]
 
@@ -36,6 +38,8 @@ class PlainGraph(ConvertedGraph):
     Args:
         traced: a traced module that was not prepared; it is not changed.
         pieces: whether composites such as attention are written as their pieces.
+        folded: whether a BatchNorm, or a stored scale and shift, becomes part of the layer before it, as for
+            runtimes that do not fold them when they load a file.
 
     Attributes:
         scopes: expr -> the path of the module that it calls, or in whose ``forward`` it was recorded. It
@@ -45,7 +49,7 @@ class PlainGraph(ConvertedGraph):
         ExportError: when MegEngine's own quantization changed the module, or its outputs were moved.
     """
 
-    def __init__(self, traced: TracedModule, pieces: bool = False) -> None:
+    def __init__(self, traced: TracedModule, pieces: bool = False, folded: bool = False) -> None:
         problem = debugging_marks(traced) or native_quantization(traced)
         if problem:
             raise ExportError(f"the model cannot be exported: {problem}")
@@ -56,11 +60,19 @@ class PlainGraph(ConvertedGraph):
         if pieces:
             write_pieces(flat)
         broadcast_biases(flat)
+        self._unfolded = graph_hash(flat) if folded else ""
+        if folded:
+            fuse_scale(flat, fuse_bn(flat).norms)
         record = Record("converted", Annotation("", (), ()), {}, ())
         super().__init__(QuantizedModel(flat, record=record))
         self.scopes = _expanded_scopes(flat, called)
         tensors = [(name, tensor) for name, tensor in flat.named_tensors()]
         self._keys = {id(tensor): name for name, tensor in reversed(tensors)}
+
+    @property
+    def hash(self) -> str:
+        """The hash of the graph before anything was folded."""
+        return self._unfolded or super().hash
 
     def parameter_key(self, source: Node | str) -> str | None:
         """Returns the key of a parameter or buffer in the module's ``state_dict``.

@@ -65,7 +65,13 @@ def files(converted: ConvertedGraph, path: Path, allow_float: Iterable[str] = ()
 
 
 FORMAT = Format(
-    "ncnn", files, suffixes=(".param",), companions=(".bin",), options=("allow_float",), float_options=()
+    "ncnn",
+    files,
+    suffixes=(".param",),
+    companions=(".bin",),
+    options=("allow_float",),
+    float_options=(),
+    folds_norms=True,
 )
 
 

@@ -42,7 +42,6 @@ from qtrace.graph.walk import is_float_tensor, op_label, output_index, owner
 from qtrace.onnxfile import external_data
 from qtrace.ops import OpCall
 from qtrace.preparation.model import QuantizedSite
-from qtrace.preparation.record import graph_hash
 from qtrace.scheme import QParams
 
 if TYPE_CHECKING:
@@ -410,13 +409,13 @@ class OnnxExporter:
             return {
                 "qtrace.version": own,
                 "qtrace.stage": "float",
-                "qtrace.graph": graph_hash(self.graph.module),
+                "qtrace.graph": self.graph.hash,
             }
         return {
             "qtrace.version": own,
             "qtrace.backend": self.graph.annotation.backend,
             "qtrace.recipe": json.dumps(self.graph.model.record.qconfig, sort_keys=True),
-            "qtrace.graph": graph_hash(self.graph.module),
+            "qtrace.graph": self.graph.hash,
             "qtrace.parameters": json.dumps(self._parameter_paths(), sort_keys=True),
         }
 

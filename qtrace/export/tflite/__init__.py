@@ -82,4 +82,5 @@ FORMAT = Format(
     options=("io", "functions", "allow_float", "nms"),
     float_options=("nms",),
     fixes_sizes=True,
+    folds_norms=True,
 )

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import ExportError
-from qtrace.export.tflite.build import Builder, Emitter, allowing, bounds
+from qtrace.export.tflite.build import Builder, Emitter, allowing
 from qtrace.export.tflite.operands import number, operands
-from qtrace.export.tflite.plan import FusedOp
+from qtrace.export.tflite.plan import FusedOp, bounds
 from qtrace.export.tflite.writer import Grid
 from qtrace.graph.types import TensorNode
 
@@ -31,6 +31,9 @@ def _binary(b: Builder, op: FusedOp) -> None:
 def _float_binary(b: Builder, op: FusedOp) -> None:
     call, code = op.call, {**_CODES, **_ALONE}[op.kind]
     inputs, order = operands(b, call, call.attrs["operands"], np.dtype(call.out.dtype))
+    if op.clamp is not None:
+        b.compute(op, order, code, inputs, _OPTIONS[code])
+        return
     b.emit(call.out, order, code, inputs, _OPTIONS.get(code, ""))
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from qtrace.errors import ExportError
 from qtrace.export.detections import Suppression
 from qtrace.export.tflite.layout import Order, file_shape
-from qtrace.export.tflite.plan import FusedOp, KernelPlan
+from qtrace.export.tflite.plan import FUSED, FusedOp, KernelPlan, bounds
 from qtrace.export.tflite.store import Store
 from qtrace.export.tflite.writer import TYPES, FileTensor, Grid, Inputs
 from qtrace.graph.types import TensorNode
@@ -25,14 +25,11 @@ __all__ = [
     "OpInFloat",
     "Target",
     "allowing",
-    "bounds",
     "check_type",
     "integer_type",
 ]
 
-# Bounds of the activation functions that an operator fuses -> the schema's number of the function.
-_NONE = 0
-_FUSED: dict[tuple[Any, Any], int] = {(0.0, None): 1, (-1.0, 1.0): 2, (0.0, 6.0): 3}
+_NONE = 0  # the schema's number of no activation function
 
 
 @dataclass(frozen=True)
@@ -127,10 +124,10 @@ class Builder(Store):
             fuses: whether the operator can fuse an activation function.
         """
         if op.site is None:
-            return Target(self.result(op.out, order), order)
+            return Target(self.result(op.out, order), order, FUSED[bounds(op.clamp)] if op.clamp else _NONE)
         name, kind, grid = self.site_grid(op)
         shape = file_shape(self.shape(op.out), order)
-        number = _NONE if op.clamp is None else _FUSED.get(bounds(op.clamp))
+        number = _NONE if op.clamp is None else FUSED.get(bounds(op.clamp))
         if op.clamp is None or (number is not None and fuses):
             return Target(self.writer.tensor(name, shape, kind, grid), order, number or _NONE)
         opened = self.writer.tensor(f"{op.call.out.name}_open", shape, kind, grid)
@@ -231,12 +228,3 @@ def integer_type(site: QuantizedSite) -> np.dtype:
 def allowing(kind: str) -> str:
     """Returns the advice how to let ops of ``kind`` compute in float."""
     return f"allow {kind} in float (allow_float={kind!r}, on the command line --allow-float {kind})"
-
-
-def bounds(clamp: OpCall) -> tuple[float | None, float | None]:
-    """Returns the lowest and the highest value of an activation function."""
-    if clamp.kind == "relu":
-        return 0.0, None
-    if clamp.kind == "relu6":
-        return 0.0, 6.0
-    return clamp.attrs["lower"], clamp.attrs["upper"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from qtrace.errors import ExportError
 from qtrace.export.tflite import ops as forms
 from qtrace.export.tflite.build import Builder, OpInFloat, allowing
@@ -104,6 +106,9 @@ def _float(b: Builder, op: FusedOp, unable: str) -> None:
     if refused and not unable:
         raise ExportError(_why_not(op))
     b.float_ops.append(OpInFloat(call.out.name, call.kind, unable or _why_float(b, op)))
+    if not op.on_integers:
+        forms.FLOAT[call.kind](b, replace(op, site=None))
+        return
     forms.FLOAT[call.kind](b, _alone(op, call))
     if op.clamp is not None:
         forms.FLOAT[op.clamp.kind](b, _alone(op, op.clamp))

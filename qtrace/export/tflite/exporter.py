@@ -27,7 +27,6 @@ from qtrace.export.tflite.writer import FileTensor, Grid
 from qtrace.graph.types import Node, TensorNode
 from qtrace.graph.walk import is_float_tensor, op_label
 from qtrace.preparation.model import QuantizedSite
-from qtrace.preparation.record import graph_hash
 
 __all__ = ["Exporter"]
 
@@ -162,7 +161,7 @@ class Exporter:
             "version": version("qtrace"),
             "backend": self.graph.annotation.backend,
             "recipe": self.graph.model.record.qconfig,
-            "graph": graph_hash(self.graph.module),
+            "graph": self.graph.hash,
             "inputs": [list(self.orders[n]) for n in self.inputs],
             "outputs": [list(self.orders[n]) for n in self.graph.outputs],
             "integers": integers,

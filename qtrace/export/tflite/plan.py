@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from qtrace.errors import ExportError
 from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.fakequant.base import FakeQuant
 from qtrace.graph.dataflow import needed_nodes
 from qtrace.graph.types import Apply, Expr, TensorNode
-from qtrace.graph.walk import owner, users
+from qtrace.graph.walk import is_float_tensor, owner, users
 from qtrace.ops import OpCall
 from qtrace.preparation.annotation import ExprNote
 from qtrace.preparation.model import QuantizedSite
 from qtrace.scheme import QScheme
 
-__all__ = ["FusedOp", "KernelPlan", "reads_values"]
+__all__ = ["FUSED", "FusedOp", "KernelPlan", "bounds", "reads_values"]
 
 CLAMPS = ("relu", "relu6", "clip")
+# Bounds of the activation functions that an operator fuses -> the schema's number of the function.
+FUSED: dict[tuple[Any, Any], int] = {(0.0, None): 1, (-1.0, 1.0): 2, (0.0, 6.0): 3}
+_FUSING = frozenset({"conv2d", "linear", "add", "sub", "mul", "div"})
+"""The kinds whose operators fuse an activation function in float."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +52,15 @@ class FusedOp:
     def on_integers(self) -> bool:
         """Whether the graph was prepared so that the op computes on integers."""
         return self.state in ("int", "fused")
+
+
+def bounds(clamp: OpCall) -> tuple[float | None, float | None]:
+    """Returns the lowest and the highest value of an activation function."""
+    if clamp.kind == "relu":
+        return 0.0, None
+    if clamp.kind == "relu6":
+        return 0.0, 6.0
+    return clamp.attrs["lower"], clamp.attrs["upper"]
 
 
 def reads_values(expr: Expr) -> bool:
@@ -101,13 +115,18 @@ class KernelPlan:
         return FusedOp(call, clamp, out, site, self.state(call))
 
     def _clamp(self, call: OpCall) -> OpCall | None:
-        if self.state(call) not in ("int", "fused") or call.kind in CLAMPS or call.out in self.outputs:
+        if call.kind in CLAMPS or call.out in self.outputs:
             return None
         readers = self._needed_readers(call.out)
         activation = self.graph.call(readers[0]) if len(readers) == 1 else None
-        if activation is None or activation.kind not in CLAMPS or self.state(activation) != "fused":
+        if activation is None or activation.kind not in CLAMPS:
             return None
-        return activation
+        if self.state(call) in ("int", "fused"):
+            return activation if self.state(activation) == "fused" else None
+        # In float, an operator fuses what it has a number for; a rounding follows as an operator of its own.
+        in_float = self.state(activation) not in ("int", "fused") and self.site_of(activation.out) is None
+        fits = call.kind in _FUSING and is_float_tensor(call.out) and bounds(activation) in FUSED
+        return activation if in_float and fits else None
 
     def site_of(self, node: TensorNode) -> QuantizedSite | None:
         """Returns the site that rounds ``node``, if nothing else reads its value."""

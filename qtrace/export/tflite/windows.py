@@ -11,7 +11,7 @@ from qtrace.export.tflite.bias import zero_bias
 from qtrace.export.tflite.build import Builder, Emitter
 from qtrace.export.tflite.layers import PADDING, padded, windows
 from qtrace.export.tflite.layout import CHANNELS_LAST
-from qtrace.export.tflite.plan import FusedOp
+from qtrace.export.tflite.plan import FusedOp, bounds
 from qtrace.export.tflite.writer import FileTensor, Grid, Inputs
 from qtrace.graph.types import TensorNode
 from qtrace.ops import OpCall
@@ -34,8 +34,22 @@ def _max_pool(b: Builder, op: FusedOp) -> None:
     call, x = op.call, _image(b, op.call.inputs[0])
     padding, pads = windows(b, call, call.attrs["kernel"])
     if pads:
-        x, padding = padded(b, x, pads, lowest=True), "VALID"
+        lowest = x.grid is not None or not _is_positive(b, call.inputs[0])
+        x, padding = padded(b, x, pads, lowest), "VALID"
     _put_pool(b, call, "MAX_POOL_2D", x, padding, call.attrs)
+
+
+def _is_positive(b: Builder, node: TensorNode) -> bool:
+    """Returns whether an op gives no value below zero, so that zeros never are the maximum of a window."""
+    call = b.plan.graph.call(node.expr)
+    while call is not None and call.kind in ("max_pool2d", "adaptive_max_pool2d", "identity"):
+        call = b.plan.graph.call(call.inputs[0].expr)
+    if call is None:
+        return False
+    if call.kind == "clip":
+        low = bounds(call)[0]
+        return isinstance(low, (int, float)) and low >= 0
+    return call.kind in ("relu", "relu6", "sigmoid")
 
 
 def _put_pool(b: Builder, call: OpCall, code: str, x: FileTensor, padding: str, window: Any) -> None:

@@ -10,7 +10,10 @@ from onnx import NodeProto
 
 from qtrace.onnxfile.contracts.qdq_graph import QdqGraph, label
 
-__all__ = ["Contract", "ContractRule", "FloatOp", "Violation", "Violations"]
+__all__ = ["CPU", "Contract", "ContractRule", "FloatOp", "Violation", "Violations"]
+
+CPU = "the CPU"
+"""Where an op runs that its device does not take."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,11 +64,18 @@ class FloatOp:
         node: the name of the node.
         op: its type.
         reason: why, as a clause.
+        runs_on: where it runs then; "" if the target computes floats as fast as anything else that it has.
     """
 
     node: str
     op: str
     reason: str
+    runs_on: str = ""
+
+    @property
+    def falls_back(self) -> bool:
+        """Whether the op leaves the device for the CPU."""
+        return self.runs_on == CPU
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the op as plain data."""
@@ -84,6 +94,9 @@ class Contract:
         fused: the types of ops that it computes in float inside of the kernel before them.
         rounds_results: the types of ops whose result has to be rounded for an integer kernel.
         measured: whether the target is onnxruntime, which says here which ops it computes in float.
+        device_ops: the types of ops that the device takes in some type; None if all that are not in `ops` run
+            elsewhere, or if the target is no device beside a CPU.
+        floats_run_on: where the ops run that the target computes in float: `CPU` if they leave the device.
     """
 
     name: str
@@ -93,3 +106,11 @@ class Contract:
     fused: frozenset[str]
     rounds_results: frozenset[str]
     measured: bool = False
+    device_ops: frozenset[str] | None = None
+    floats_run_on: str = ""
+
+    def place_of_floats(self, kind: str) -> str:
+        """Returns where an op of a type runs in float; "" where that does not matter."""
+        if self.device_ops is not None and kind not in self.device_ops:
+            return CPU
+        return self.floats_run_on

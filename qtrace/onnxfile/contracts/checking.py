@@ -11,7 +11,7 @@ import onnx
 from qtrace.errors import ExportError
 from qtrace.onnxfile.bodies import read_names
 from qtrace.onnxfile.contracts.base import Contract, ContractRule, FloatOp, Violation
-from qtrace.onnxfile.contracts.prediction import predict_floats
+from qtrace.onnxfile.contracts.prediction import count_conversions, predict_floats
 from qtrace.onnxfile.contracts.qdq_graph import FUNCTIONS, QUANTIZERS, QdqGraph, label
 from qtrace.onnxfile.contracts.report import ContractReport, Finding
 from qtrace.onnxfile.kernels import find_kernels
@@ -69,7 +69,15 @@ def check_model(
     measured, floats = "", predict_floats(graph, contract, broken)
     if contract.measured and not findings:
         measured, floats = _measure_floats(model, path, host)
-    return ContractReport(contract.name, contract.title, tuple(findings), tuple(floats), measured, fixed)
+    return ContractReport(
+        contract.name,
+        contract.title,
+        tuple(findings),
+        tuple(floats),
+        measured,
+        fixed,
+        0 if contract.measured else count_conversions(graph),
+    )
 
 
 def _check_form(graph: QdqGraph, path: Path) -> None:

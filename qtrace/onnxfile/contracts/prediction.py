@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from onnx import NodeProto
 
 from qtrace.onnxfile.bodies import read_names
-from qtrace.onnxfile.contracts.base import Contract, FloatOp
+from qtrace.onnxfile.contracts.base import CPU, Contract, FloatOp
 from qtrace.onnxfile.contracts.qdq_graph import QUANTIZERS, QdqGraph
 
-__all__ = ["predict_floats"]
+__all__ = ["count_conversions", "predict_floats"]
 
 # Ops that move values or compute shapes: they run on what they get.
 _MOVES = (
@@ -30,13 +30,18 @@ def predict_floats(graph: QdqGraph, contract: Contract, broken: Mapping[str, str
     """
     floats = []
     for node in graph.nodes():
-        if node.op_type in (*QUANTIZERS, *_MOVES.split()) or not node.output:
+        if node.op_type in QUANTIZERS or not node.output:
             continue
         if not any(name not in graph.stored for name in read_names(node)):
             continue  # it is computed from constants
-        reason = broken.get(node.output[0]) or _reason(graph, contract, node)
+        place = contract.place_of_floats(node.op_type)
+        if node.op_type in _MOVES.split():
+            # What moves values runs on what it gets, unless the device has no such op at all.
+            reason = "" if contract.device_ops is None or place != CPU else f"{contract.title} has no such op"
+        else:
+            reason = broken.get(node.output[0]) or _reason(graph, contract, node)
         if reason:
-            floats.append(FloatOp(node.name or node.output[0], node.op_type, reason))
+            floats.append(FloatOp(node.name or node.output[0], node.op_type, reason, place))
     return floats
 
 
@@ -81,3 +86,16 @@ def _is_rounded(graph: QdqGraph, contract: Contract, node: NodeProto) -> bool:
     if len(readers) == 1 and readers[0].op_type in contract.fused:
         return _is_rounded(graph, contract, readers[0])
     return all(reader.op_type == "QuantizeLinear" for reader in readers)
+
+
+def count_conversions(graph: QdqGraph) -> int:
+    """Counts the places where a tensor is rounded again to integers of another width, such as 16 bits to 8.
+
+    A device computes each of them as an op of its own.
+    """
+    count = 0
+    for node in graph.nodes():
+        source = graph.producers.get(node.input[0]) if node.op_type == "QuantizeLinear" else None
+        if source is not None and source.op_type == "DequantizeLinear":
+            count += graph.type_of(source.input[0]) != graph.type_of(node.output[0])
+    return count

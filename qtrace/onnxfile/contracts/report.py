@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +44,7 @@ class ContractReport(Displayed):
         floats: the ops that compute in float.
         measured: the runtime that told `floats`; "" if they are predicted.
         fixed: the sentences of the violations that were repaired before.
+        conversions: the number of tensors that are rounded again to integers of another width.
     """
 
     target: str
@@ -51,6 +53,7 @@ class ContractReport(Displayed):
     floats: tuple[FloatOp, ...]
     measured: str = ""
     fixed: tuple[str, ...] = field(default=())
+    conversions: int = 0
 
     def _text(self, max_width: int | None) -> str:
         return self.text()
@@ -60,6 +63,11 @@ class ContractReport(Displayed):
         """Whether the file keeps the contract."""
         return not self.findings
 
+    @property
+    def fallback(self) -> dict[str, int]:
+        """Type of an op -> the number of such ops that leave the device for the CPU, the most first."""
+        return dict(Counter(op.op for op in self.floats if op.falls_back).most_common())
+
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as plain data."""
         return {
@@ -68,6 +76,8 @@ class ContractReport(Displayed):
             "violations": [vars(finding) for finding in self.findings],
             "float": [op.to_dict() for op in self.floats],
             "float_by": self.measured or "prediction",
+            "fallback": self.fallback,
+            "conversions": self.conversions,
             "fixed": list(self.fixed),
             "device": "" if self.measured else "not run on the device",
         }
@@ -85,13 +95,33 @@ class ContractReport(Displayed):
         how = f"in float, as {self.measured} loads the file" if self.measured else "in float, predicted"
         if self.floats:
             lines.append(f"{how}:")
-            lines += [f"  {op.op} {op.node}: {op.reason}" for op in self.floats[:_SHOWN]]
+            lines += [_describe(op) for op in self.floats[:_SHOWN]]
             if len(self.floats) > _SHOWN:
                 lines.append(f"  and {len(self.floats) - _SHOWN} more")
         else:
             lines.append(f"{how}: no op")
+        if self.fallback:
+            kinds = ", ".join(f"{count} {kind}" for kind, count in self.fallback.items())
+            number = sum(self.fallback.values())
+            leave = "op leaves" if number == 1 else "ops leave"
+            lines.append(
+                f"fallback: {number} {leave} the device for the CPU ({kinds}), and their tensors are copied "
+                "there and back"
+            )
+        if self.conversions:
+            are = "tensor is" if self.conversions == 1 else "tensors are"
+            lines.append(
+                f"conversions: {self.conversions} {are} rounded again to integers of another width, each by "
+                "an op of its own"
+            )
         count = len(self.findings)
         verdict = "keeps" if not count else f"breaks at {count} {'places' if count > 1 else 'place'}"
         where = f"run in {self.measured}" if self.measured else "not run on the device"
         lines.append(f"{verdict} the contract of {self.target} ({self.title}); {where}")
         return "\n".join(lines)
+
+
+def _describe(op: FloatOp) -> str:
+    """Returns the line of an op in float."""
+    place = f" [runs on {op.runs_on}]" if op.runs_on else ""
+    return f"  {op.op} {op.node}: {op.reason}{place}"

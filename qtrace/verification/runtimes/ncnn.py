@@ -14,12 +14,10 @@ import numpy as np
 from qtrace.errors import ExportError
 from qtrace.runtimes.files import RuntimeChild
 from qtrace.runtimes.host import RuntimeHost
+from qtrace.runtimes.ncnn_net import read_blobs
 from qtrace.verification.runtimes.base import Runtime, RuntimeRun
 
 __all__ = ["RUNTIME"]
-
-# The layers that give integers: Quantize, and a convolution whose scales (8=) include that of its result.
-_ROUNDING, _INTEGER = "Quantize", ("8=101", "8=102")
 
 
 class NcnnSession:
@@ -30,7 +28,7 @@ class NcnnSession:
         for file in (path, weights):
             if not file.is_file():
                 raise ExportError(f"{file} does not exist: export the module first.")
-        self.input_names, self.output_names, self.blobs = _read_blobs(path)
+        self.input_names, self.output_names, self.blobs = read_blobs(path)
         self.integer_names = [name.removesuffix("_int") for name in self.blobs]
         child = RuntimeChild("ncnn", "ncnn", path, host)
         self._file, _ = child.open(
@@ -50,28 +48,6 @@ class NcnnSession:
         count = len(self.output_names)
         integers = [value.astype(np.int32) for value in values[count:]]
         return RuntimeRun(values[:count], dict(zip(self.integer_names, integers, strict=True)))
-
-
-def _read_blobs(path: Path) -> tuple[list[str], list[str], list[str]]:
-    """Reads the names of the inputs, of the outputs and of the integer blobs, in the order of the file."""
-    try:
-        magic, _, *lines = path.read_text(encoding="utf-8").splitlines()
-    except (UnicodeDecodeError, ValueError) as error:
-        raise ExportError(f"{path} is not an ncnn net: {error}.") from error
-    if magic.strip() != "7767517":
-        raise ExportError(f"{path} is not an ncnn net: it does not begin with 7767517.")
-    inputs, tops, integers, read = [], [], [], set()
-    for line in lines:
-        kind, _, bottoms, count, *words = line.split()
-        first = int(bottoms)
-        read.update(words[:first])
-        outputs = words[first : first + int(count)]
-        tops += outputs
-        if kind == "Input":
-            inputs += outputs
-        elif kind == _ROUNDING or any(word in _INTEGER for word in words):
-            integers += outputs
-    return inputs, [t for t in tops if t not in read and t not in integers], integers
 
 
 def runtime(host: RuntimeHost | None = None) -> Runtime:

@@ -15,6 +15,21 @@ _OPS = (
     "Concat Resize Min Max BatchNormalization"
 )
 
+# The list of the provider's documentation (2.7), and Erf as a part of Gelu: all else runs on the CPU.
+_DEVICE_OPS = (
+    "Abs Add And ArgMax ArgMin Asin Atan AveragePool BatchNormalization Cast CastLike Ceil Clip Concat Conv "
+    "ConvTranspose Cos CumSum DepthToSpace Div Einsum Elu Equal Erf Exp Expand Flatten Floor FusedMatMul "
+    "GRU Gather GatherElements GatherND Gelu Gemm GlobalAveragePool GlobalMaxPool Greater GreaterOrEqual "
+    "GridSample GroupNormalization HardSigmoid HardSwish Identity If InstanceNormalization Inverse IsNaN LRN "
+    "LSTM LayerNormalization LeakyRelu Less LessOrEqual Log LogSoftmax LpNormalization LpPool MatMul "
+    "MatMulNBits Max MaxPool Mean Min Mod Mul Neg NonMaxSuppression NonZero Not OneHot Or PRelu Pad Pow "
+    "QuickGelu RMSNormalization RandomNormalLike RandomUniformLike Range Reciprocal ReduceL2 ReduceLogSumExp "
+    "ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum Relu Reshape Resize RoiAlign RotaryEmbedding Round "
+    "STFT ScatterElements ScatterND Selu Shape Sigmoid Sign SimplifiedLayerNormalization Sin Slice Softmax "
+    "Softplus SpaceToDepth Split Sqrt Squeeze Sub Sum Tan Tanh ThresholdedRelu Tile TopK Transpose Unsqueeze "
+    "Upsample Where Xor"
+)
+
 CONTRACT = Contract(
     name="qnn",
     title="QNN on the Hexagon tensor processor",
@@ -48,4 +63,6 @@ CONTRACT = Contract(
     ops=frozenset(_OPS.split()),
     fused=frozenset({"Relu", "Clip"}),
     rounds_results=frozenset(_OPS.split()),
+    device_ops=frozenset(_DEVICE_OPS.split()),
+    floats_run_on="the device in 16-bit floats, or the CPU",
 )

@@ -2,7 +2,7 @@
 
 from onnx import TensorProto
 
-from qtrace.onnxfile.contracts.base import Contract
+from qtrace.onnxfile.contracts.base import CPU, Contract
 from qtrace.onnxfile.contracts.rules import biases, files, parameters, placement, types, weights
 
 _RYZEN = "Ryzen AI Software documentation, Model Quantization"
@@ -39,4 +39,5 @@ CONTRACT = Contract(
     ops=frozenset(_OPS.split()),
     fused=frozenset({"Relu", "Clip"}),
     rounds_results=frozenset(_OPS.split()),
+    floats_run_on=CPU,
 )

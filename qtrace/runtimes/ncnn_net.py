@@ -1,0 +1,41 @@
+"""Reads the ends of an ncnn net from its ``.param``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from qtrace.errors import ExportError
+
+__all__ = ["read_blobs"]
+
+# The layers that give integers: Quantize, and a convolution whose scales (8=) include that of its result.
+_ROUNDING, _INTEGER = "Quantize", ("8=101", "8=102")
+
+
+def read_blobs(path: Path) -> tuple[list[str], list[str], list[str]]:
+    """Reads the names of the inputs, of the outputs and of the integer blobs, in the order of the file.
+
+    Args:
+        path: the ``.param``.
+
+    Raises:
+        ExportError: when the file is no ncnn net.
+    """
+    try:
+        magic, _, *lines = path.read_text(encoding="utf-8").splitlines()
+    except (UnicodeDecodeError, ValueError) as error:
+        raise ExportError(f"{path} is not an ncnn net: {error}.") from error
+    if magic.strip() != "7767517":
+        raise ExportError(f"{path} is not an ncnn net: it does not begin with 7767517.")
+    inputs, tops, integers, read = [], [], [], set()
+    for line in lines:
+        kind, _, bottoms, count, *words = line.split()
+        first = int(bottoms)
+        read.update(words[:first])
+        outputs = words[first : first + int(count)]
+        tops += outputs
+        if kind == "Input":
+            inputs += outputs
+        elif kind == _ROUNDING or any(word in _INTEGER for word in words):
+            integers += outputs
+    return inputs, [t for t in tops if t not in read and t not in integers], integers

@@ -93,17 +93,18 @@ def prepare_in_float(traced: TracedModule, config: QConfig) -> TracedModule:
     return prepare(traced, plain.model_copy(update={"rules": (*plain.rules, rule), "ptq": None}))
 
 
-def timed_settings(traced: TracedModule, every_shape: bool = False) -> RunnerSettings:
+def timed_settings(traced: TracedModule, suffix: str = ".onnx") -> RunnerSettings:
     """Returns how a file of a network is run to be timed: one thread, and the traced sizes for open axes.
 
     Args:
         traced: the network.
-        every_shape: whether the file says no shapes, so that those of all inputs are given.
+        suffix: that of the file: a ``.param`` has no shapes, and a ``.tflite`` is fixed to the traced ones,
+            in another order of axes.
     """
     record = read_open_axes(traced)
+    is_open = suffix == ".onnx" and record is not None and not record.only_batch()
     shapes = {name: tuple(int(n) for n in shape) for name, shape in list_inputs(traced)}
-    open_sizes = record is not None and not record.only_batch()
-    return RunnerSettings(1, 1, shapes if open_sizes or every_shape else {})
+    return RunnerSettings(1, 1, shapes if is_open or suffix == ".param" else {})
 
 
 def measure_file(
@@ -147,7 +148,7 @@ def measure_file(
             twin = Path(folder) / f"float{path.suffix}"
             in_float = prepare_in_float(traced, config)
             export(convert(in_float) if form is None else traced, twin, format=form)
-            settings = timed_settings(traced, path.suffix == ".param")
+            settings = timed_settings(traced, path.suffix)
             first, own = (timer or compare_files)([twin, path], runtime=runtime, settings=settings)
     except QtraceError as error:
         return Delivery(untimed=str(error).rstrip("."))

@@ -13,7 +13,7 @@ import qtrace
 from qtrace.benchmarking.turns import Speed, summarize
 from qtrace.config.recipe import as_qconfig
 from qtrace.quantizing import delivering
-from qtrace.quantizing.delivering import measure_file
+from qtrace.quantizing.delivering import measure_file, timed_settings
 from qtrace.quantizing.structure import hash_structure
 from qtrace.quantizing.times import MeasuredLabelling
 from tests.nets import images, net
@@ -134,6 +134,14 @@ def test_another_file_than_the_labelling_is_measured(tmp_path: Path, timed) -> N
     path = qtrace.export(qtrace.convert(prepared), tmp_path / "net.onnx")
     for labellings in ((), _labellings("another", FASTER), _labellings(hash_structure(path), FASTER)[:1]):
         assert measure_file(path, prepared, traced, config, labellings=labellings).speed == FASTER
+
+
+@pytest.mark.parametrize(("suffix", "given"), [(".onnx", True), (".param", True), (".tflite", False)])
+def test_a_network_with_open_axes_is_timed_at_the_traced_sizes(suffix: str, given: bool) -> None:
+    """A TFLite file has no open sizes, and its channels are last."""
+    opened = qtrace.trace(_module(), DATA[:1], dynamic={"x": {0: "N", 2: "H", 3: "W"}})
+    assert timed_settings(opened, suffix).shapes == ({"x": (1, 3, 8, 8)} if given else {})
+    assert timed_settings(qtrace.trace(_module(), DATA[:1])).shapes == {}
 
 
 def _refuse(*args: object, **options: object) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
 import pytest
 
 from qtrace.benchmarking import fitting
+from qtrace.benchmarking.load import OtherWork
 from qtrace.costs import FLOAT, INTEGER, CostTable, Measurement, OpShape
 
 TABLE = CostTable.load("onnxruntime")
@@ -54,3 +56,23 @@ def test_kernels_are_timed_once_for_each_processor(tmp_path, monkeypatch) -> Non
     monkeypatch.setattr(fitting, "describe_machine", lambda *names: TABLE.machine)
     assert fitting.fitted_table(measure) is TABLE
     assert len(asked) == 1
+
+
+def test_a_fit_beside_other_programs_is_kept_for_an_hour(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("QTRACE_CACHE", str(tmp_path))
+    here, asked, share, hour = replace(TABLE.machine, processor="another"), [], [0.5], [7]
+    monkeypatch.setattr(fitting, "describe_machine", lambda *names: here)
+    monkeypatch.setattr(fitting, "_hour", lambda: hour[0])
+    monkeypatch.setattr(fitting, "watched_load", lambda: contextlib.nullcontext(OtherWork(share[0])))
+
+    def measure(cases):
+        asked.append(hour[0])
+        return [_times(CONV, INTEGER, 3.0)]
+
+    for hour[0] in (7, 7, 8):
+        assert fitting.fit_processor(measure).factors
+    assert asked == [7, 8]
+    hour[0], share[0] = 9, 0.1  # the machine is idle again
+    for hour[0] in (9, 10, 11):
+        assert fitting.fit_processor(measure).factors
+    assert asked == [7, 8, 9]

@@ -151,6 +151,10 @@ def _waiting(outcome: SearchOutcome) -> dict[str, SearchOutcome]:
     return {n: o for n, o in find_labellings(outcome).items() if n not in ("predicted", "float")}
 
 
+def _without(waiting: dict[str, SearchOutcome], name: str) -> dict[str, SearchOutcome]:
+    return {n: o for n, o in waiting.items() if n != name}
+
+
 def test_what_is_measured_next_is_what_may_win_by_the_errors_of_prediction() -> None:
     """Two of five ops are predicted to be 1.43 times as fast as float, with a noise of 29.6 dB."""
     outcome = _outcome()
@@ -165,7 +169,9 @@ def test_what_is_measured_next_is_what_may_win_by_the_errors_of_prediction() -> 
     right = _pair(same, predict(points[3])[0] / 20.0, 10 ** (-predict(points[3])[1] / 10))
     assert find_competitor(right, _waiting(same)) is None  # as predicted: nothing gains enough
     assert find_competitor(_pair(outcome, exact / 2, noise), waiting) is not None
-    assert find_competitor(_pair(outcome, exact, math.inf), waiting) is not None
+    # 1.27 and 1.75 times as fast, with 19.5 and 9.5 dB: the first has the lower price.
+    assert find_competitor(_pair(outcome, exact, math.inf), waiting) == "50% between"
+    assert find_competitor(_pair(outcome, exact, math.inf), _without(waiting, "50% between")) == "25% between"
     lost = {n: o for n, o in waiting.items() if predict(o.point)[1] < 6.0}
     assert find_competitor(_pair(outcome, exact / 2, noise), lost) is None  # it would spoil an output
 

@@ -22,7 +22,16 @@ from qtrace.preparation.placement._regions import is_roi_align
 from qtrace.preparation.placement._sites import Sites
 from qtrace.scheme import QParams, QScheme
 
-__all__ = ["Probe", "RangeStatistics", "RoundedRun", "RoundingErrors", "Run", "Totals", "choose_qparams"]
+__all__ = [
+    "Probe",
+    "RangeStatistics",
+    "RoundedRun",
+    "RoundingError",
+    "RoundingErrors",
+    "Run",
+    "Totals",
+    "choose_qparams",
+]
 
 _CACHED_VALUES = 1 << 14  # float32 values of a part that is rounded and multiplied while it is in a cache
 

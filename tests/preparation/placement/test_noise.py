@@ -20,7 +20,7 @@ from qtrace.graph.tracing.trace import trace
 from qtrace.graph.walk import exprs
 from qtrace.numerics import choose, fake_quantize
 from qtrace.preparation.passes.expand import expand
-from qtrace.preparation.placement._runs import Run
+from qtrace.preparation.placement._runs import RoundingError, Run
 from qtrace.preparation.placement.noise import OutputNoise, measure_noise
 from qtrace.preparation.placement.reference import MeasuredRun
 from qtrace.scheme import QScheme
@@ -278,6 +278,19 @@ def test_weights_are_rounded_by_their_scheme() -> None:
     assert _decibels(by_tensor) > _decibels(by_channel) + 20
     module.b.weight._reset(mge.Parameter(np.full((4, 1, 1, 1, 1), np.inf, np.float32)))
     assert _measure(module, [x])[0].weights == {}
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 100, 100), (1, 1, 300, 200), (70000, 2), (5,), ()])
+def test_products_in_parts_are_those_of_the_whole_error(shape: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(0)
+    value, gradient = rng.normal(size=(2, *shape)).astype(np.float32)
+    error = RoundingError(value, choose(-2.0, 2.0, BACKEND.activation.replace(axis=None)))
+    rounded = fake_quantize(value, error.qparams)
+    np.testing.assert_allclose(error.compute(), rounded - value, atol=1e-6)
+    samples, channels = (*shape[:2], 1, 1)[:2]
+    rows = gradient.reshape(samples * channels, -1)
+    exact = np.einsum("ij,ij->i", rows, error.compute().reshape(rows.shape))
+    np.testing.assert_allclose(error.multiply(rows), exact, rtol=1e-5, atol=1e-6)
 
 
 def test_a_graph_without_a_live_output_has_no_noise() -> None:

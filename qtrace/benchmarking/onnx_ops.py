@@ -190,7 +190,8 @@ def _graph(file: OnnxModel) -> OnnxGraph:
     infos = (*file.graph.input, *file.outputs, *file.graph.value_info)
     kinds = {i.name: i.type.tensor_type.elem_type for i in infos}
     shapes = file.shapes()
-    nodes, rounded = [], set()
+    nodes: list[TimedNode] = []
+    rounded: set[str] = set()
     for node in file.graph.node:
         outputs = tuple(name for name in node.output if name)
         if node.op_type in _FOLDED and node.input[0] in stored and outputs[0] in shapes:

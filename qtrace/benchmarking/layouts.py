@@ -6,13 +6,13 @@ the layout of what they read, all others want the plain layout of ONNX.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from qtrace.benchmarking.onnx_ops import OnnxGraph, TimedNode
 from qtrace.costs import FLOAT, INTEGER, LOOKUP
 from qtrace.onnxfile.layouts import STEM_CHANNELS, stays_blocked
 
-__all__ = ["LayoutChanges", "leads_to_conv"]
+__all__ = ["LayoutChanges"]
 
 PLAIN, BLOCKED, LAST = "plain", "blocked", "channels last"
 
@@ -23,33 +23,16 @@ _SENSITIVE = (
 Change = tuple[tuple[int, ...], str]
 
 
-def leads_to_conv(graph: OnnxGraph, node: TimedNode, forms: Mapping[TimedNode, str]) -> bool:
-    """Whether an integer convolution reads a result, through ops that take any layout.
-
-    onnxruntime then keeps the channels last on the way.
-
-    Args:
-        graph: the file.
-        node: the node that gives the result.
-        forms: node -> the form that it is computed in.
-    """
-    ahead, seen = [node], {node}
-    while ahead:
-        for reader in (r for name in ahead.pop().outputs for r in graph.readers.get(name, ())):
-            if reader.op == "Conv" and forms.get(reader) == INTEGER:
-                return True
-            if reader not in seen and reader.op not in _SENSITIVE.split():
-                seen.add(reader)
-                ahead.append(reader)
-    return False
-
-
 class LayoutChanges:
     """Follows the layout of every tensor through a graph, node by node."""
 
     def __init__(self, graph: OnnxGraph) -> None:
         self._graph = graph
         self._layouts = {name: {PLAIN} for name in graph.inputs}
+
+    def is_last(self, name: str) -> bool:
+        """Returns whether a tensor of a node before has the channels last."""
+        return LAST in self._layouts.get(name, ())
 
     def enter(self, node: TimedNode, form: str, gated: bool = False) -> Iterator[Change]:
         """Yields the changes in front of a node, as the shape and the form of a ``reorder``.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qtrace.costs import OpShape
+from qtrace.costs.shape import numel
 from qtrace.onnxfile.reading import read_model
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ KINDS = {
     "GlobalAveragePool": "adaptive_avg_pool2d",
     "HardSigmoid": "hsigmoid",
     "HardSwish": "hswish",
+    "InstanceNormalization": "softmax",  # three passes over each row, too
     "LayerNormalization": "layer_norm",
     "LeakyRelu": "leaky_relu",
     "Log": "exp",
@@ -145,6 +147,10 @@ class OnnxGraph:
         inputs = tuple(self.shapes[name] for name in node.data)
         outputs = tuple(self.shapes[name] for name in node.outputs)
         stride = tuple(node.attributes.get("strides", ()))
+        if node.op == "InstanceNormalization":
+            rows = inputs[0][0] * inputs[0][1]
+            shape = (rows, numel(inputs[0]) // max(rows, 1))
+            return OpShape(kind, (shape,), (shape,))
         if kind in ("conv2d", "conv_transpose2d") and node.stored:
             groups = node.attributes.get("group", 1)
             return OpShape(kind, inputs, outputs, weight=node.stored[0], stride=stride, groups=groups)
@@ -183,9 +189,15 @@ def _graph(file: OnnxModel) -> OnnxGraph:
     stored = {name: tuple(tensor.dims) for name, tensor in file.stored.items()}
     infos = (*file.graph.input, *file.outputs, *file.graph.value_info)
     kinds = {i.name: i.type.tensor_type.elem_type for i in infos}
-    nodes, rounded = [], set()
+    shapes = file.shapes()
+    nodes: list[TimedNode] = []
+    rounded: set[str] = set()
     for node in file.graph.node:
         outputs = tuple(name for name in node.output if name)
+        if node.op_type in _FOLDED and node.input[0] in stored and outputs[0] in shapes:
+            stored[outputs[0]] = shapes[outputs[0]]  # a runtime computes it once, when it loads the file
+            rounded.update(outputs[:1] if node.input[0] in rounded else ())
+            continue
         if node.op_type == "DequantizeLinear" and node.input[0] in stored:
             stored[outputs[0]] = stored[node.input[0]]
             rounded.add(outputs[0])
@@ -201,9 +213,10 @@ def _graph(file: OnnxModel) -> OnnxGraph:
                 TimedNode(outputs[0], node.op_type, data, constants, outputs, first, integers, attributes)
             )
     inputs = tuple(value.name for value in file.inputs)
-    return OnnxGraph(nodes, file.shapes(), inputs, tuple(file.output_names))
+    return OnnxGraph(nodes, shapes, inputs, tuple(file.output_names))
 
 
+_FOLDED = ("Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity", "Transpose", "Cast")
 _TIMED = (1, 2, 3)  # float32, uint8, int8: shape arithmetic takes no time
 
 

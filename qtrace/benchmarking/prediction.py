@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from qtrace.benchmarking.layouts import LayoutChanges, leads_to_conv
+from qtrace.benchmarking.layouts import LayoutChanges
 from qtrace.benchmarking.onnx_ops import OnnxGraph, TimedNode
 from qtrace.benchmarking.profile import FLOAT_OPS, INTEGER_OPS, LAYOUT, ROUNDINGS
 from qtrace.costs import FLOAT, INTEGER, LOOKUP, PLAIN_MAX_POOL, CostTable, OpShape
@@ -18,6 +18,8 @@ __all__ = ["Prediction", "PricedOp", "predict", "predict_float"]
 
 _SORTS = {"quantize": ROUNDINGS, "dequantize": ROUNDINGS, "reorder": LAYOUT}
 _CLAMPS = ("Relu", "Clip")
+_WRITE_FLOATS = ("Gemm", "MatMul")
+"""Ops whose integer kernels write floats where no rounding follows."""
 
 
 @dataclass(frozen=True)
@@ -145,9 +147,15 @@ class _Walk:
         before = self._producer(node)
         if self._fuses(node, before):
             return "fused"
-        if op is None or not node.data or not all(self._dequantized(name) for name in node.data):
+        if op is not None and self._is_rounded_in_front(node):
+            return INTEGER
+        if op is None or not node.data or node.op == "InstanceNormalization":
             return FLOAT
-        if not self._rounded(node) or (op.stored and not node.rounded):
+        if not all(self._dequantized(name) for name in node.data):
+            return FLOAT
+        if not self._rounded(node) and node.op not in _WRITE_FLOATS:
+            return FLOAT
+        if not node.rounded and (op.stored or node.op in _WRITE_FLOATS):
             return FLOAT
         for form in (INTEGER, LOOKUP):
             if self.table.seconds(op, form) is not None:
@@ -214,6 +222,8 @@ class _Walk:
             op = OpShape("silu", op.inputs[:1], op.outputs) if op is not None else None
         if op is not None and self._is_plain_pool(node):
             op = replace(op, kind=PLAIN_MAX_POOL)
+        if self._is_rounded_in_front(node):
+            self._add_rounding(node, "quantize", node.data[0])
         if form == "fused":
             self.priced.append(PricedOp(node.name, node.op, form, 0.0))
         elif op is None:
@@ -223,9 +233,15 @@ class _Walk:
 
     def _is_plain_pool(self, node: TimedNode) -> bool:
         """Whether a max pooling runs on integers in the plain layout."""
-        if node.op != "MaxPool" or self.forms[node] != INTEGER:
+        return node.op == "MaxPool" and self.forms[node] == INTEGER and not self.layouts.is_last(node.data[0])
+
+    def _is_rounded_in_front(self, node: TimedNode) -> bool:
+        """Whether onnxruntime moves the rounding behind a max pooling of floats in front of it."""
+        if node.op != "MaxPool" or len(node.data) != 1 or self._dequantized(node.data[0]):
             return False
-        return not leads_to_conv(self.graph, node, self.forms)
+        behind = [reader for name in node.outputs for reader in self.graph.readers.get(name, [])]
+        alone = len(behind) == len(self.graph.readers[node.data[0]]) == 1
+        return alone and behind[0].op == "QuantizeLinear" and node.outputs[0] not in self.graph.outputs
 
     def _price_quantize(self, node: TimedNode) -> None:
         """Adds the time of a rounding that no integer kernel does itself."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from qtrace.benchmarking.onnx_ops import read_graph
@@ -12,6 +13,7 @@ from qtrace.benchmarking.runners import RunnerSettings, open_file
 from qtrace.costs import FLOAT, INTEGER, CostTable
 from qtrace.errors import ExportError
 from tests.benchmarking.nets import NETS, write
+from tests.benchmarking.onnx_net import Net
 
 TABLE = CostTable.load("onnxruntime")
 
@@ -56,8 +58,6 @@ def test_the_time_is_the_sum_of_ops_and_run(tmp_path):
 
 
 def test_an_op_without_a_kind_is_named(tmp_path):
-    from tests.benchmarking.onnx_net import Net
-
     net = Net()
     x = net.input((1, 4))
     path = tmp_path / "net.onnx"
@@ -65,6 +65,32 @@ def test_an_op_without_a_kind_is_named(tmp_path):
     prediction = predict(read_graph(path), TABLE)
     assert prediction.unknown == ("Selu",)
     assert prediction.seconds == TABLE.per_run
+
+
+def _product(net: Net) -> str:
+    weight = net.store(np.ones((4, 8), np.int8))
+    scale, zero = net.store(np.float32(0.1)), net.store(np.int8(0))
+    weight = net.node("DequantizeLinear", [weight, scale, zero])
+    return net.node("Gemm", [net.quantize(net.input((2, 4))), weight])
+
+
+def test_an_integer_product_may_write_floats(tmp_path):
+    net = Net()
+    path = tmp_path / "net.onnx"
+    path.write_bytes(net.serialize(_product(net)))
+    forms = {op.kind: op.form for op in predict(read_graph(path), TABLE).ops}
+    assert forms == {"quantize": FLOAT, "linear": INTEGER}
+    assert "dequantize" not in forms
+
+
+def test_what_a_runtime_folds_takes_no_time_and_norms_of_groups_do(tmp_path):
+    net = Net()
+    ones = net.node("Reshape", [net.random((4, 1)), net.store(np.array([4], np.int64))])
+    path = tmp_path / "net.onnx"
+    path.write_bytes(net.serialize(net.node("InstanceNormalization", [net.input((1, 4, 8, 8)), ones, ones])))
+    prediction = predict(read_graph(path), TABLE)
+    assert [(op.kind, op.form) for op in prediction.ops] == [("softmax", FLOAT)]
+    assert prediction.unknown == ()
 
 
 def test_another_file_is_one_sentence(tmp_path):

@@ -1,5 +1,7 @@
 """Poolings in the form that onnxruntime computes fast: their padding is their own, and they round behind.
 
+A convolution of integers is given its padding, too: onnxruntime merges paddings of floats alone.
+
 A graph pads in front of a pooling where both ends of an axis differ, as ``ceil_mode`` has it. A ``Pad``
 leaves the layout of convolutions, and has no integer kernel between roundings. ONNX's poolings have
 paddings of their own at both ends, so that the node is left out.
@@ -26,7 +28,6 @@ from qtrace.onnxfile.bodies import read_names
 __all__ = ["write_fast_poolings"]
 
 _LOWEST = float(np.finfo(np.float32).min)
-_AXES = 4  # of an image
 _OF_INTEGERS_ALONE = "Conv ConvTranspose Gemm MatMul Add Sub Mul Div Concat"
 """Ops whose integer kernels take no float operand, not even a stored one."""
 
@@ -40,14 +41,16 @@ def write_fast_poolings(model: Any, held: bool = False) -> int:
     Args:
         model: an ONNX model with its tensors; it is changed in place.
         held: whether onnxruntime runs the file, which is kept from rounding in front of a pooling. A pooling
-            of floats is then worth its rounding even if others read the integers in front of it.
+            of floats is then worth its rounding even if others read the integers in front of it. Paddings
+            with zeros become those of convolutions, too.
 
     Returns:
-        The number of poolings that were changed.
+        The number of poolings and convolutions that were changed.
     """
     graph = _Graph(model)
     changed = 0
-    for node in [n for n in model.graph.node if n.op_type in ("MaxPool", "AveragePool")]:
+    kinds = ("MaxPool", "AveragePool", *(("Conv",) if held else ()))
+    for node in [n for n in model.graph.node if n.op_type in kinds]:
         merged = _merge_padding(graph, node)
         moved = node.op_type == "MaxPool" and _round_behind(graph, node, held)
         changed += merged or moved
@@ -161,7 +164,7 @@ class _Graph:
 
 
 def _merge_padding(graph: _Graph, pool: Any) -> bool:
-    """Makes the padding that a pooling reads the pooling's own; whether there was one that could be."""
+    """Makes the padding that a pooling or convolution reads its own; whether there was one that could be."""
     between = graph.rounding(pool.input[0])
     name = pool.input[0] if between is None else between.source
     pad = graph.producers.get(name)
@@ -173,9 +176,12 @@ def _merge_padding(graph: _Graph, pool: Any) -> bool:
     added = _read_padding(graph, pad, pool, attributes)
     if added is None:
         return False
-    own = attributes.get("pads", [0] * 4)
+    own = attributes.get("pads", [0] * len(added))
+    if len(own) != len(added):
+        return False
     pads = [int(a) + int(b) for a, b in zip(own, added, strict=True)]
-    if any(p >= k for p, k in zip(pads, [*attributes["kernel_shape"]] * 2, strict=True)):
+    kernel = [*attributes.get("kernel_shape", ())] * 2
+    if pool.op_type != "Conv" and any(p >= k for p, k in zip(pads, kernel, strict=True)):
         return False
     changes: dict[str, Any] = {"pads": pads}
     if pool.op_type == "AveragePool":
@@ -194,9 +200,9 @@ def _keeps_values(graph: _Graph, pad: Any, rounding: _Rounding) -> bool:
 
 
 def _read_padding(graph: _Graph, pad: Any, pool: Any, attributes: dict[str, Any]) -> list[int] | None:
-    """Returns the numbers that a ``Pad`` adds at the beginning and end of both axes of an image.
+    """Returns the numbers that a ``Pad`` adds at the beginning and end of each axis of an image.
 
-    None if the pooling cannot add them itself.
+    None if the pooling or convolution cannot add them itself.
     """
     mode = next((helper.get_attribute_value(a) for a in pad.attribute if a.name == "mode"), b"constant")
     widths = graph.value(pad.input[1])
@@ -204,18 +210,21 @@ def _read_padding(graph: _Graph, pad: Any, pool: Any, attributes: dict[str, Any]
     if mode != b"constant" or widths is None or number is None or len(pad.input) > 3:
         return None
     sizes = [int(n) for n in widths]
-    if len(sizes) != 2 * _AXES or min(sizes) < 0 or any(sizes[i] for i in (0, 1, _AXES, _AXES + 1)):
+    axes = len(sizes) // 2
+    if axes <= 2 or min(sizes) < 0 or any(sizes[i] for i in (0, 1, axes, axes + 1)):
         return None
     if attributes.get("ceil_mode") or attributes.get("auto_pad", b"NOTSET") != b"NOTSET":
         return None
-    if any(d != 1 for d in attributes.get("dilations", ())):
+    if pool.op_type != "Conv" and any(d != 1 for d in attributes.get("dilations", ())):
         return None
-    if pool.op_type == "MaxPool":
+    if pool.op_type == "Conv":
+        fits = float(number) == 0.0
+    elif pool.op_type == "MaxPool":
         fits = float(number) <= graph.lowest(pad.input[0])
     else:
         counts = attributes.get("count_include_pad", 0) or not any(attributes.get("pads", ()))
         fits = float(number) == 0.0 and bool(counts)
-    return [*sizes[2:_AXES], *sizes[_AXES + 2 :]] if fits else None
+    return [*sizes[2:axes], *sizes[axes + 2 :]] if fits else None
 
 
 def _round_behind(graph: _Graph, pool: Any, held: bool) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from qtrace.costs import FLOAT, INTEGER, PLAIN_MAX_POOL, CostTable
-from qtrace.graph.types import Expr
+from qtrace.graph.types import Expr, Node
 from qtrace.graph.walk import users
 from qtrace.ops import Role
 from qtrace.preparation.passes._view import View
@@ -13,10 +13,12 @@ from qtrace.preparation.placement.shapes import op_shape
 
 __all__ = ["PoolTimes", "time_pools"]
 
-# Ops that read the plain layout, so that no convolution behind them makes a runtime keep the channels last.
-_SENSITIVE = (
+# Ops that read and write the plain layout.
+_PLAIN = (
     "reshape flatten expand_dims squeeze matmul linear softmax conv_transpose2d layer_norm transpose swapaxes"
 )
+# Ops that write the channels last if all that they read has them so.
+_KEEPING = "max_pool2d avg_pool2d relu relu6 clip add mul concat"
 
 
 @dataclass(frozen=True)
@@ -26,26 +28,23 @@ class PoolTimes:
     Attributes:
         float_seconds: in float.
         integer_seconds: on integers, behind an integer op.
-        plain_seconds: what is added on integers if a float op reads the result, in the plain layout.
     """
 
     float_seconds: float = 0.0
     integer_seconds: float = 0.0
-    plain_seconds: float = 0.0
 
     def __add__(self, other: PoolTimes) -> PoolTimes:
         return PoolTimes(
-            self.float_seconds + other.float_seconds,
-            self.integer_seconds + other.integer_seconds,
-            self.plain_seconds + other.plain_seconds,
+            self.float_seconds + other.float_seconds, self.integer_seconds + other.integer_seconds
         )
 
 
 def time_pools(view: View, expr: Expr, table: CostTable) -> PoolTimes:
     """Returns the times of ``expr`` if it is a pooling that carries integers, else no time.
 
-    onnxruntime has a fast integer kernel for channels last. It keeps this layout if an integer convolution
-    follows; in the plain layout, integers take several times as long as floats.
+    onnxruntime has a fast integer kernel for channels last, the layout that an integer convolution writes
+    and most ops behind it keep; in the plain layout, integers take several times as long as floats. An
+    exported file pools an input in float.
     """
     call = view.calls.get(expr)
     if call is None or call.kind != "max_pool2d" or call.role is not Role.CARRY:
@@ -54,10 +53,43 @@ def time_pools(view: View, expr: Expr, table: CostTable) -> PoolTimes:
     seconds, integer = table.seconds(shape, FLOAT), table.seconds(shape, INTEGER)
     if seconds is None or integer is None:
         return PoolTimes()
-    plain = max(table.seconds(replace(shape, kind=PLAIN_MAX_POOL), INTEGER) or integer, integer)
-    if not _leads_to_conv(view, expr):
-        return PoolTimes(seconds, plain)
-    return PoolTimes(seconds, integer, plain - integer)
+    if _is_input(view, call.inputs[0]):
+        return PoolTimes(seconds, seconds)
+    if _has_channels_last(view, call.inputs[0], _leads_to_conv(view, expr)):
+        return PoolTimes(seconds, integer)
+    plain = table.seconds(replace(shape, kind=PLAIN_MAX_POOL), INTEGER) or integer
+    return PoolTimes(seconds, max(plain, integer))
+
+
+def _is_input(view: View, node: Node) -> bool:
+    """Returns whether a value is an input of the graph, or a pooled one."""
+    call = view.calls.get(node.expr)
+    while call is not None and call.kind == "max_pool2d":
+        node = call.inputs[0]
+        call = view.calls.get(node.expr)
+    return node in view.traced.graph.inputs
+
+
+def _has_channels_last(view: View, node: Node, ahead: bool) -> bool:
+    """Returns whether a value has the channels last if all is on integers.
+
+    Args:
+        view: the graph.
+        node: the value.
+        ahead: whether a convolution follows, for which functions of one value keep the layout, too.
+    """
+    waiting, seen = [node], {node}
+    while waiting:
+        call = view.calls.get(waiting.pop().expr)
+        if call is None or call.kind in _PLAIN.split() or not call.inputs:
+            return False
+        if call.kind == "conv2d":
+            continue
+        if call.kind not in _KEEPING.split() and not ahead:
+            return False
+        waiting += [n for n in call.inputs if n not in seen and view.is_data(n)]
+        seen.update(call.inputs)
+    return True
 
 
 def _leads_to_conv(view: View, start: Expr) -> bool:
@@ -67,7 +99,7 @@ def _leads_to_conv(view: View, start: Expr) -> bool:
         for node in ahead.pop().outputs:
             for user in users(node):
                 call = view.calls.get(user)
-                if call is None or user in seen or call.kind in _SENSITIVE.split():
+                if call is None or user in seen or call.kind in _PLAIN.split():
                     continue
                 if call.kind == "conv2d":
                     return True

@@ -42,24 +42,19 @@ def add_pools(problem: Problem, pools: Mapping[str, PoolTimes]) -> Problem:
     """Adds the times of max pooling to the ops before it, or to the first op behind an input.
 
     A pooling runs on integers if the op before it does: behind a float op, an exported file pools floats and
-    rounds what is left. If its only reader is a float op, an integer pooling runs in the plain layout.
+    rounds what is left.
 
     Args:
         problem: the units and tensors of a graph.
         pools: name of a tensor -> the times of the poolings between it and its readers.
     """
-    units, tensors = {unit.name: unit for unit in problem.units}, []
+    units = {unit.name: unit for unit in problem.units}
     for tensor in problem.tensors:
         times = pools.get(tensor.name)
         first = units.get(tensor.producer) or units.get(next(iter(tensor.readers), ""))
         if times is not None and first is not None:
             units[first.name] = _slower(first, times.float_seconds, times.integer_seconds)
-            if len(dict.fromkeys(tensor.readers)) == 1 and not tensor.leaves:
-                copies = 1 + len(tensor.double_readers)
-                plain = tensor.dequantize_seconds + times.plain_seconds / copies
-                tensor = replace(tensor, dequantize_seconds=plain)
-        tensors.append(tensor)
-    return Problem(tuple(units.values()), tuple(tensors))
+    return replace(problem, units=tuple(units.values()))
 
 
 def _slower(unit: Unit, in_float: float, on_integers: float) -> Unit:

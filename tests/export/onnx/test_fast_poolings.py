@@ -77,6 +77,32 @@ def test_a_pooling_pads_by_itself_in_float_and_on_integers(tmp_path: Path, op, s
     assert report.passed, report.table()
 
 
+@pytest.mark.parametrize("first", [True, False], ids=["input", "layer"])
+@pytest.mark.parametrize("dilation", [1, 2])
+@pytest.mark.parametrize("widths", [(0, 0, 1, 1), (2, 0, 1, 3)])
+def test_a_convolution_of_integers_pads_by_itself(widths, dilation, first, tmp_path: Path) -> None:
+    """As torch's and TensorFlow's SAME padding with a stride has it."""
+    rng = np.random.default_rng(0)
+    weights = {n: rng.normal(size=(4, 4, 3, 3)).astype(np.float32) / 5 for n in "vw"}
+    weights["widths"] = np.array([0, 0, *widths[:2], 0, 0, *widths[2:]], np.int64)
+    settings = {"strides": [2, 2], "pads": [1, 0, 1, 0], "dilations": [dilation] * 2}
+    before = [] if first else [helper.make_node("Conv", ["x", "v"], ["a"])]
+    nodes = [
+        *before,
+        helper.make_node("Pad", ["x" if first else "a", "widths"], ["p"]),
+        helper.make_node("Conv", ["p", "w"], ["y"], **settings),
+    ]
+    source, out = tmp_path / "source.onnx", tmp_path / "out.onnx"
+    onnx.save(_model(nodes, weights, (1, 4, 12, 14)), source)
+    x = rng.normal(size=(2, 4, 12, 14)).astype(np.float32)
+    prepared = qtrace.prepare(qtrace.from_onnx(source), {"placement": "everything"})
+    converted = qtrace.convert(qtrace.calibrate(prepared, [x[:1], x[1:]], progress=False))
+    qtrace.export(converted, out)
+    assert "Pad" not in _kinds(onnx.load(out))
+    report = qtrace.verify(out, converted, [x[:1]])
+    assert report.passed, report.table()
+
+
 @pytest.mark.parametrize("number", [0.0, -1.0])
 def test_a_padding_that_may_win_stays(number) -> None:
     nodes = [

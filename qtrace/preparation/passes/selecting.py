@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from qtrace.config import QConfig
+from qtrace.graph.opaque import opaque_calls
 from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import is_float_tensor, tensor_inputs
 from qtrace.ops import Role
-from qtrace.outputs.selections import find_selecting, read_places
+from qtrace.outputs.selections import find_selecting, read_places, selects_untold
 from qtrace.preparation.passes._chains import Chains, find_chains
 from qtrace.preparation.passes._view import Selecting, Unlike, View, read_view
 
@@ -35,11 +36,11 @@ def leave_selecting(traced: TracedModule, qconfig: QConfig, unlike: Unlike) -> U
         qconfig: the config.
         unlike: what stays in float for other reasons.
     """
-    if not find_selecting(traced):
+    if not _selecting(traced):
         return unlike
     view = read_view(traced, qconfig, unlike=unlike)
     walk = _Walk(view, find_chains(view))
-    for expr in find_selecting(view.traced):
+    for expr in _selecting(view.traced):
         name = expr.outputs[-1].name
         if any(view.is_data(node) or node not in view.static for node in tensor_inputs(expr)):
             walk.leave_scores(expr, f"{name} selects by it, and rounding would exchange rows")
@@ -48,11 +49,16 @@ def leave_selecting(traced: TracedModule, qconfig: QConfig, unlike: Unlike) -> U
     return replace(unlike, selecting=Selecting(walk.floats, walk.results))
 
 
+def _selecting(traced: TracedModule) -> tuple[Expr, ...]:
+    """Returns the exprs that select, those included whose places no run tells."""
+    return (*find_selecting(traced), *(expr for expr in opaque_calls(traced) if selects_untold(expr)))
+
+
 def _picked(view: View) -> Iterator[tuple[Expr, str]]:
     """Yields the exprs that compute with picked rows, each with the name of the selection."""
     places: dict[Node, str] = {}  # positions and masks
     rows: dict[Node, str] = {}
-    selecting = set(find_selecting(view.traced))
+    selecting = set(_selecting(view.traced))
     for expr in view.order:
         call = view.calls.get(expr)
         by_place = next((places[n] for n in expr.inputs if n in places), "")

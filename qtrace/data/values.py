@@ -21,7 +21,8 @@ def open_values(data: Any, *, batch_size: int, max_batches: int | None) -> DataS
     Args:
         data: one array, or a dict of arrays by input name, whose first axis counts the samples; or batches:
             a list, an object whose ``__iter__`` begins anew such as a DataLoader, or a function that returns
-            an iterable. A batch is an array, a tuple of inputs by position, or a dict of inputs by name.
+            an iterable. A batch is an array, a tuple of inputs by position, or a dict of inputs by name. A
+            single number beside arrays, such as a sample rate, is given with each batch.
         batch_size: samples per batch of an array.
         max_batches: the largest number of batches.
 

@@ -26,7 +26,7 @@ from megengine.traced_module.node import Node, TensorNode
 from qtrace.errors import ExportError, GraphError, QtraceWarning
 from qtrace.graph.walk import exprs, get_module, owner
 from qtrace.onnxfile.fragment import Fragment, operators_of
-from qtrace.onnxfile.selecting import SelectingFragment, selecting_nodes
+from qtrace.onnxfile.selecting import RankedPlaces, SelectingFragment, selecting_nodes, selects_inside
 
 __all__ = [
     "OpaqueOp",
@@ -78,6 +78,11 @@ class OpaqueOp(Module):
         return operators_of(self.fragment.model)
 
     @property
+    def selects_inside(self) -> bool:
+        """Whether a body or a function of the nodes selects, where no run tells its places."""
+        return selects_inside(self.fragment.model)
+
+    @property
     def selecting(self) -> SelectingFragment | None:
         """The fragment with the places that its nodes pick; None if none selects."""
         if self not in _SELECTING:
@@ -90,6 +95,12 @@ class OpaqueOp(Module):
         assert self.selecting is not None
         with self._located():
             return self.selecting.places(self._arrays(inputs))
+
+    def rankings(self, own: np.ndarray, given: np.ndarray, *inputs: mge.Tensor) -> dict[int, RankedPlaces]:
+        """Returns the rankings among the selections; see `SelectingFragment.rankings`."""
+        assert self.selecting is not None
+        with self._located():
+            return self.selecting.rankings(self._arrays(inputs), own, given)
 
     def with_places(self, places: np.ndarray, *inputs: mge.Tensor) -> tuple[mge.Tensor, ...]:
         """Computes the outputs for the places of another run."""

@@ -14,7 +14,7 @@ that hundreds of places of background do not hide that all objects are lost.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from qtrace.graph.interpreter import Interpreter, interpret
 from qtrace.graph.types import Expr, Node, TracedModule
 from qtrace.graph.walk import called_graph, op_label
 from qtrace.metrics import decibels
+from qtrace.onnxfile.selecting import RankedPlaces
 from qtrace.ops import OpCall
 from qtrace.outputs.selections import (
     SORTS,
@@ -103,7 +104,7 @@ class SelectionTape:
             own = op.places(*tensors)
             given = self._given(number, own, same_shape=False)
             if given is not None:
-                self.shares.append(_share_of_worst(own, given))
+                self.shares.append(_share_of_worst(own, given, op.rankings(own, given, *tensors)))
                 results = op.with_places(given, *tensors)
         else:
             place = mask_of(expr)
@@ -214,17 +215,22 @@ def _share_of_rows(own: np.ndarray, given: np.ndarray) -> Share:
     return Share(len(rows & others), len(rows | others))
 
 
-def _share_of_worst(own: np.ndarray, given: np.ndarray) -> Share:
-    """Counts the rows of the selection of a fragment that has the smallest share of right ones.
+def _share_of_worst(own: np.ndarray, given: np.ndarray, rankings: Mapping[int, RankedPlaces]) -> Share:
+    """Judges the selection of a fragment that has the smallest share of right places.
 
     Behind a suppression others rank what it has kept: their places agree, whatever that is.
 
     Args:
         own: the places that float picks, one a row, the number of the selection first.
         given: the places that are judged.
+        rankings: number of a selection that ranks -> its scores, and both places.
     """
-    numbers = np.union1d(own[:, 0], given[:, 0])
-    shares = [_share_of_rows(own[own[:, 0] == n], given[given[:, 0] == n]) for n in numbers]
+    shares = []
+    for number in np.union1d(own[:, 0], given[:, 0]).tolist():
+        if number in rankings:
+            shares.append(replace(_share_of_places(*rankings[number], None), wrong=None))
+        else:
+            shares.append(_share_of_rows(own[own[:, 0] == number], given[given[:, 0] == number]))
     return min(shares, key=lambda share: share.right / max(share.places, 1), default=Share(0, 0))
 
 

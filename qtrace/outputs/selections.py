@@ -27,6 +27,7 @@ __all__ = [
     "read_places",
     "read_ranking",
     "selects",
+    "selects_untold",
 ]
 
 SORTS = ("topk", "sort", "argsort")
@@ -75,6 +76,12 @@ def opaque_selection(expr: Expr) -> OpaqueOp | None:
     """Returns the opaque node of ``expr`` if it selects; None if not."""
     op = owner(expr)
     return op if isinstance(op, OpaqueOp) and op.selecting is not None else None
+
+
+def selects_untold(expr: Expr) -> bool:
+    """Whether ``expr`` is an opaque node that selects in a body of control flow, which no run replays."""
+    op = owner(expr)
+    return isinstance(op, OpaqueOp) and op.selects_inside
 
 
 def mask_of(expr: Expr) -> int | None:

@@ -194,5 +194,84 @@ def test_the_share_is_that_of_the_worst_selection_of_a_node() -> None:
     first, other = (np.array([[row]], np.float32) for row in ([0.9, 0.8, 0, 0], [0, 0, 0.9, 0.8]))
     same = np.repeat(_CLASSES[:, :1], 4, axis=1)
     own, given = (fragment.places([_APART, scores, same]) for scores in (first, other))
-    share = replay._share_of_worst(own, given)
+    rankings = fragment.rankings([_APART, first, same], own, given)
+    share = replay._share_of_worst(own, given, rankings)
     assert (share.right, share.places) == (0, 4)
+
+
+@pytest.mark.parametrize(
+    ("own", "scores", "wrong"),
+    [
+        (node("TopK", "scores second", "best kept", axis=0), [3.0, 2.999, 0.0], 0),  # within a step of 8 bits
+        (node("TopK", "scores second", "best kept", axis=0), [3.0, 2.9, 0.0], 1),
+        (node("TopK", "scores second", "best kept", axis=0, largest=0), [0.0, 0.001, 3.0], 0),
+        (node("ArgMax", "scores", "kept", axis=0), [3.0, 2.999, 0.0], 0),
+        (node("ArgMin", "scores", "kept", axis=0, keepdims=0), [0.0, 0.1, 3.0], 1),
+    ],
+)
+def test_a_ranking_in_a_file_takes_near_scores_for_equal(
+    own: onnx.NodeProto, scores: list[float], wrong: int
+) -> None:
+    file = model([own], {"scores": (3, 1)}, ("kept",), _STORED, dtypes={"kept": np.int64})
+    fragment = SelectingFragment(file)
+    values = np.array(scores, np.float32)[:, None]
+    places, others = fragment.places([values]), fragment.places([values[[1, 0, 2]]])
+    share = replay._share_of_worst(places, others, fragment.rankings([values], places, others))
+    assert (share.right, share.places) == (1 - wrong, 1)
+
+
+def test_rows_behind_a_mask_are_told_and_replayed() -> None:
+    nodes = [
+        node("Greater", "scores least", "mask"),
+        node("Compress", "rows mask", "picked", axis=0),
+    ]
+    file = model(nodes, {"scores": (4,), "rows": (4, 2)}, ("picked",), _STORED)
+    assert [own.kind for own in selecting_nodes(file)] == ["Compress"]
+    fragment = SelectingFragment(file)
+    rows = np.arange(8, dtype=np.float32).reshape(4, 2)
+    first, other = np.float32([0.5, 0, 0.3, 0]), np.float32([0, 0.2, 0.3, 0.4])
+    table = fragment.places([other, rows])
+    assert table[:, 1].tolist() == [1, 2, 3]
+    np.testing.assert_array_equal(fragment.run([first, rows], table)[0], rows[1:])
+    share = replay._share_of_worst(fragment.places([first, rows]), table, {})
+    assert (share.right, share.places) == (1, 4)
+
+
+def _selecting_in_a_body(path: Path) -> TracedModule:
+    """The best of two rows of scores, chosen in a loop over the rows."""
+    body = onnx.helper.make_graph(
+        [
+            node("Identity", "going", "still"),
+            node("Gather", "rows i", "row", axis=1),
+            node("TopK", "row second", "best order", axis=1),
+        ],
+        "body",
+        [
+            onnx.helper.make_tensor_value_info("i", onnx.TensorProto.INT64, ()),
+            onnx.helper.make_tensor_value_info("going", onnx.TensorProto.BOOL, ()),
+        ],
+        [
+            onnx.helper.make_tensor_value_info("still", onnx.TensorProto.BOOL, ()),
+            onnx.helper.make_tensor_value_info("best", onnx.TensorProto.FLOAT, None),
+            onnx.helper.make_tensor_value_info("order", onnx.TensorProto.INT64, None),
+        ],
+    )
+    nodes = [
+        node("Conv", "x w", "map", pads=[1, 1, 1, 1]),
+        node("Reshape", "map sizes", "flat"),
+        node("Sigmoid", "flat", "rows"),
+        node("Loop", "two _", "best order", body=body),
+    ]
+    weight = np.random.default_rng(0).standard_normal((2, 3, 3, 3)).astype(np.float32)
+    stored = {**_STORED, "w": weight, "sizes": np.array([0, 2, -1]), "two": np.array(2)}
+    file = model(nodes, {"x": (1, 3, 8, 8)}, ("order",), stored, dtypes={"order": np.int64})
+    onnx.save(file, path)
+    return qtrace.from_onnx(path)
+
+
+def test_scores_of_a_selection_in_a_body_stay_in_float(tmp_path: Path) -> None:
+    traced = _selecting_in_a_body(tmp_path / "float.onnx")
+    batches = [pictures(1, seed, 32)[..., :8, :8] for seed in range(2)]
+    prepared = qtrace.prepare(traced, {"placement": "fastest"}, samples=batches)
+    notes = {note.name: note for note in explain(prepared).annotation.notes}
+    assert "selection" in notes["rows"].causes

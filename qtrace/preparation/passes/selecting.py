@@ -3,6 +3,8 @@
 A top-k, an arg-max or a suppression decides by differences of scores that 8 bits lose. So what lies between
 the last layers and a selection stays in float, with the results of these layers. So do the ops behind it,
 such as a decoder whose queries are the picked rows: a wrong row is all wrong, and few rows cost little time.
+So do the scores of a gate: a comparison with a threshold or with the maximum around, a rounding to whole
+numbers. A gate picks no rows, but a score on the wrong side of it is all wrong, too.
 All is found by structure. Rules with ``quantize: true``, and ``placement: everything``, win over it.
 """
 
@@ -12,10 +14,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from qtrace.config import QConfig
+from qtrace.graph.opaque import opaque_calls
 from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
-from qtrace.graph.walk import is_float_tensor, tensor_inputs
-from qtrace.ops import Role
-from qtrace.outputs.selections import find_selecting, read_places
+from qtrace.graph.walk import exprs, is_float_tensor, tensor_inputs
+from qtrace.ops import Role, kind_of
+from qtrace.outputs.selections import find_selecting, read_places, selects_untold
 from qtrace.preparation.passes._chains import Chains, find_chains
 from qtrace.preparation.passes._view import Selecting, Unlike, View, read_view
 
@@ -23,6 +26,9 @@ __all__ = ["leave_selecting"]
 
 # Ops that pick rows by positions that they read; NMS and masks pick themselves.
 _PICKS = frozenset(("getitem", "gather", "indexing_one_hot", "embedding", "cond_take"))
+_COMPARISONS = frozenset(("less", "less_equal", "greater", "greater_equal", "equal", "not_equal"))
+# Ops that decide by the size of a float; a cast does so if it gives no floats.
+_GATES = _COMPARISONS | {"floor", "ceil", "round", "sign", "floor_div", "mod", "astype"}
 # Ops that read other values at positions which the rows give: what they give are no rows of a selection.
 _REGIONS = frozenset(("roi_align", "roi_pooling", "remap", "grid_sample", "deformable_conv2d"))
 
@@ -35,11 +41,13 @@ def leave_selecting(traced: TracedModule, qconfig: QConfig, unlike: Unlike) -> U
         qconfig: the config.
         unlike: what stays in float for other reasons.
     """
-    if not find_selecting(traced):
+    if not _selecting(traced) and not any(kind_of(expr) in _GATES for expr in exprs(traced)):
         return unlike
     view = read_view(traced, qconfig, unlike=unlike)
     walk = _Walk(view, find_chains(view))
-    for expr in find_selecting(view.traced):
+    for expr in filter(lambda expr: _is_gate(view, expr), view.order):
+        walk.leave_scores(expr, f"{expr.outputs[0].name} decides by it, and rounding would decide otherwise")
+    for expr in _selecting(view.traced):
         name = expr.outputs[-1].name
         if any(view.is_data(node) or node not in view.static for node in tensor_inputs(expr)):
             walk.leave_scores(expr, f"{name} selects by it, and rounding would exchange rows")
@@ -48,11 +56,39 @@ def leave_selecting(traced: TracedModule, qconfig: QConfig, unlike: Unlike) -> U
     return replace(unlike, selecting=Selecting(walk.floats, walk.results))
 
 
+def _is_gate(view: View, expr: Expr) -> bool:
+    """Returns whether ``expr`` decides by the size of computed floats, unless a function in pieces does so.
+
+    A function in pieces, such as ``where(x > 0, x, 0.1 * x)``, joins its pieces at 0: there a small error
+    stays small.
+    """
+    call = view.calls.get(expr)
+    kind = kind_of(expr)
+    floats = [node for node in expr.inputs if view.is_data(node)]
+    if call is None or kind not in _GATES or not floats:
+        return False
+    if kind == "astype":
+        return not is_float_tensor(expr.outputs[0])
+    users = expr.outputs[0].users
+    at_zero = kind in _COMPARISONS and any(_is_zero(value) for value in (*expr.args, *expr.kwargs.values()))
+    joined = (kind_of(user) == "where" and floats[0] in user.inputs for user in users)
+    return not (at_zero and users and all(joined))
+
+
+def _is_zero(value: object) -> bool:
+    return isinstance(value, (int, float)) and value == 0
+
+
+def _selecting(traced: TracedModule) -> tuple[Expr, ...]:
+    """Returns the exprs that select, those included whose places no run tells."""
+    return (*find_selecting(traced), *(expr for expr in opaque_calls(traced) if selects_untold(expr)))
+
+
 def _picked(view: View) -> Iterator[tuple[Expr, str]]:
     """Yields the exprs that compute with picked rows, each with the name of the selection."""
     places: dict[Node, str] = {}  # positions and masks
     rows: dict[Node, str] = {}
-    selecting = set(find_selecting(view.traced))
+    selecting = set(_selecting(view.traced))
     for expr in view.order:
         call = view.calls.get(expr)
         by_place = next((places[n] for n in expr.inputs if n in places), "")

@@ -11,6 +11,7 @@ from benchmarks.deployed import rows as deployed_rows
 from benchmarks.deployed import runtimes as other_runtimes
 from benchmarks.deployed import tuning as searches
 from benchmarks.limits import limit
+from benchmarks.shipped import rows as shipped_rows
 from benchmarks.torch_families import NETWORKS
 from examples.ocr import dropin
 from scripts import onnx_open_axes as onnx_open_axes_of
@@ -45,6 +46,7 @@ __all__ = [
     "onnx_ops",
     "onnx_shares",
     "runtimes",
+    "shipped",
     "speed",
     "torch_families",
     "transformers",
@@ -259,6 +261,40 @@ def runtimes() -> str:
     rows = [other_runtimes.cells(row) for row in other_runtimes.read(file)]
     head = f"{machine['cores']} cores of {machine['cpu']}, {machine['date']}."
     return f"{head}\n\n{_rows(other_runtimes.HEADERS, rows)}"
+
+
+def shipped() -> str:
+    """One table for each runtime: qtrace's default beside float and the runtime's own quantizer."""
+    stored = shipped_rows.read(RESULTS / shipped_rows.RESULTS.name)
+    parts = []
+    for runtime in shipped_rows.RUNTIMES:
+        rows = [row for row in stored if row.runtime == runtime]
+        if not rows:
+            continue
+        own = {row.net: row for row in rows if row.variant == shipped_rows.OWN}
+        cells = [shipped_rows.cells(row, own.get(row.net)) for row in rows]
+        parts.append(f"## {_TITLES[runtime]}")
+        parts.append(f"{_where(rows)} In words: {shipped_rows.summary(rows, runtime)}.")
+        parts.append(_rows(shipped_rows.headers(), cells))
+    return "\n\n".join(parts)
+
+
+_TITLES = {"onnxruntime": "onnxruntime", "openvino": "OpenVINO", "litert": "LiteRT", "ncnn": "ncnn"}
+
+
+def _where(rows: list[shipped_rows.ShippedRow]) -> str:
+    """Says the versions, the processors, the days and the loads of rows."""
+    facts = [sorted({value for value in values if value}) for values in zip(*map(_facts, rows), strict=True)]
+    versions, processors, days = (", ".join(values) for values in facts)
+    loads = [row.load for row in rows if row.load is not None]
+    load = f"; load average {min(loads):g} to {max(loads):g} beside it" if loads else ""
+    return f"Versions: {versions}; {processors}; {days}{load}."
+
+
+def _facts(row: shipped_rows.ShippedRow) -> tuple[str, str, str]:
+    tool = row.version.partition(", ")[2]
+    version = row.version.partition(", ")[0]
+    return f"{version} with ai-edge-quantizer {tool}" if tool else version, row.processor, row.measured
 
 
 def tuned() -> str:

@@ -3,9 +3,11 @@
 As in its 8-bit quantization specification, weights lie in -127 to 127. Rounding is that of the XNNPACK
 delegate, which runs by default and equals half to even; the reference kernels round half away from zero.
 
-A function of one value is exact: between roundings it becomes a look-up. The mean of a window is a depthwise
-convolution by ones, which rounds to any scale. AVERAGE_POOL_2D and RESIZE_BILINEAR give results of their
-input's scale: the first is used where padding does not count, the second for every bilinear resizing.
+A function of one value is exact: between roundings it becomes a look-up. SiLU is a sigmoid and a product,
+with a rounding between the two: YOLOX-nano is 1.2 times as fast as with both in float. The mean of a window
+is a depthwise convolution by ones, which rounds to any scale. AVERAGE_POOL_2D and RESIZE_BILINEAR give
+results of their input's scale: the first is used where padding does not count, the second for every bilinear
+resizing.
 """
 
 from __future__ import annotations
@@ -55,4 +57,6 @@ BACKEND = Backend(
     },
     cost_table="litert",
     integer_layers=True,
+    # Two floats between integers, a sigmoid and a product, are no look-up: a sigmoid alone is one.
+    pieces={"silu": "silu"},
 )

@@ -113,7 +113,7 @@ def _read_table(qconfig: QConfig, backend: Backend) -> CostTable:
     if qconfig.cost_table is None:
         return CostTable.load(backend.cost_table)
     place = f"{qconfig.place('cost_table')}: "
-    if backend.pieces:
+    if backend.pieces and not backend.cost_table:
         raise ConfigError(f"{place}backend {backend.name} fixes the form of each op: leave cost_table out.")
     try:
         table = CostTable.read(Path(qconfig.cost_table))

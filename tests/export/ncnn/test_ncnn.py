@@ -23,8 +23,30 @@ RECIPE = "backend/ncnn"
 
 
 def _converted(module: M.Module, *batches: np.ndarray, config: Any = RECIPE) -> TracedModule:
-    prepared = qtrace.prepare(qtrace.trace(module, batches[0], check=False), config)
+    prepared = qtrace.prepare(qtrace.trace(module, batches[0], check=False), _with_groups(config))
     return qtrace.convert(qtrace.calibrate(prepared, batches, progress=False))
+
+
+def _with_groups(config: Any) -> Any:
+    """Returns a config for ncnn by which grouped convolutions are rounded, too."""
+    config = qtrace.load_recipe(config) if isinstance(config, str) else config
+    if config.backend != "ncnn":
+        return config
+    rule = {"match": {"op": "conv2d"}, "quantize": True, "optional": True}
+    data = config.to_dict()
+    return {**data, "rules": [*data.get("rules", ()), rule]}
+
+
+def test_grouped_convolutions_stay_in_float_unless_a_rule_asks_for_them(tmp_path: Path) -> None:
+    x = images(2, 4, 8, 8)
+    module = net(lambda self, x: self.b(self.a(x)), a=_conv(4, 4), b=_conv(4, 4, groups=4))
+    prepared = qtrace.prepare(qtrace.trace(module, x), RECIPE)
+    notes = {note.name: note for note in qtrace.explain(prepared).annotation.notes}
+    assert (notes["a_out"].state, notes["b_out"].state) == ("int", "float")
+    assert "grouped convolutions faster in float" in notes["b_out"].reason
+    converted = qtrace.convert(qtrace.calibrate(prepared, [x], progress=False))
+    path = qtrace.export(converted, tmp_path / "m.param")
+    assert qtrace.verify(path, converted, [x]).passed
 
 
 def _lines(path: Path) -> list[list[str]]:

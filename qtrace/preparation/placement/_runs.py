@@ -240,7 +240,8 @@ class Probe(Run):
         super().__init__(model, sites)
         self.errors, self.groups, self.rng = errors, groups, rng
         self.is_first = not errors.values and not errors.weights
-        self.sums = tuple(zip(totals, (errors.values, errors.weights), strict=True))
+        kinds: tuple[Mapping[Node, np.ndarray | RoundingError], ...] = (errors.values, errors.weights)
+        self.sums = tuple(zip(totals, kinds, strict=True))
         self.tape: Grad | None = None
 
     def execute(self, inputs: Sequence[Any]) -> None:

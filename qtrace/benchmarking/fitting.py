@@ -1,8 +1,9 @@
 """Fits a packaged cost table to this processor: a dozen kernels scale the times of all of their class.
 
-Processors differ by class of kernel, not by shape: without VNNI instructions integer convolutions take three
-times as long, while additions take as long as before. The factors are remembered for processor and runtime,
-those that were measured beside other programs for an hour.
+Processors differ by class of kernel: without VNNI instructions integer convolutions take three times as long,
+while additions take as long as before. Of convolutions they differ by size, too: large ones on integers took
+6 times as long, those of maps of 4 x 4 pixels 2.5 times. The factors are remembered for processor and
+runtime, those that were measured beside other programs for an hour.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from qtrace.benchmarking.cases import Case, alone, between_convs, boundaries, conv, join
 from qtrace.benchmarking.kernels import measure_cases
 from qtrace.benchmarking.load import watched_load
@@ -20,12 +23,59 @@ from qtrace.benchmarking.machine import describe_machine
 from qtrace.costs import FLOAT, INTEGER, LOOKUP, CostTable, Machine, Measurement, OpShape
 from qtrace.storage.cache import read_cached, write_cached
 
-__all__ = ["ProcessorFit", "fit", "fit_processor", "fitted_table", "scale"]
+__all__ = ["ProcessorFit", "Trend", "fit", "fit_processor", "fitted_table", "scale"]
 
 _RUNTIME = "onnxruntime"
-_KERNELS = "as exported"  # changes with the kernels that are timed, whose factors are not those of others
+_KERNELS = "by size"  # changes with the kernels that are timed, whose factors are not those of others
 _LEAST, _MOST = 0.1, 10.0  # of a factor: what lies beyond was disturbed
+_LEAST_KERNELS = 5  # of a class, from which on its factor depends on their sizes
 Measure = Callable[[Sequence[Case]], list[Measurement]]
+
+
+@dataclass(frozen=True)
+class Trend:
+    """The factor of a class of kernels, which may depend on their size.
+
+    Attributes:
+        constant: the logarithm of the factor of a kernel of one pixel and one multiplication at it.
+        pixels: how much it grows with the logarithm of the pixels of the result.
+        work: how much it grows with the logarithm of the multiplications at a pixel.
+        low, high: the smallest and the largest factor that was measured, within which it stays.
+    """
+
+    constant: float
+    pixels: float
+    work: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, factors: Sequence[float], ops: Sequence[OpShape]) -> Trend:
+        """Returns the trend of measured factors: their geometric mean, where there are few kernels."""
+        logs = np.log(np.clip(factors, _LEAST, _MOST))
+        mean = float(np.mean(logs))
+        sizes = np.array([(1.0, *_size(op)) for op in ops])
+        if len(factors) < _LEAST_KERNELS or np.linalg.matrix_rank(sizes) < sizes.shape[1]:
+            return cls(mean, 0.0, 0.0, math.exp(mean), math.exp(mean))
+        constant, pixels, work = map(float, np.linalg.lstsq(sizes, logs, rcond=None)[0])
+        return cls(constant, pixels, work, math.exp(logs.min()), math.exp(logs.max()))
+
+    def at(self, op: OpShape) -> float:
+        """Returns the factor of an op."""
+        pixels, work = _size(op)
+        return min(
+            max(math.exp(self.constant + self.pixels * pixels + self.work * work), self.low), self.high
+        )
+
+
+_UNKNOWN = Trend(0.0, 0.0, 0.0, 1.0, 1.0)
+
+
+def _size(op: OpShape) -> tuple[float, float]:
+    """Returns the logarithms of the pixels of an op's result, and of the multiplications at each of them."""
+    shape = op.outputs[0] if op.outputs else ()
+    pixels = math.prod((*shape[:1], *shape[2:]))
+    return math.log(max(pixels, 1)), math.log(max(math.prod(op.weight), 1))
 
 
 @dataclass(frozen=True)
@@ -34,11 +84,11 @@ class ProcessorFit:
 
     Attributes:
         machine: the machine that the factors were measured on.
-        factors: class and form of kernels -> factor; 1 for those that are absent.
+        factors: class and form of kernels -> their factor; 1 for those that are absent.
     """
 
     machine: Machine
-    factors: Mapping[tuple[str, str], float]
+    factors: Mapping[tuple[str, str], Trend]
 
     def table(self) -> CostTable:
         """Returns the packaged table of onnxruntime, scaled to the processor."""
@@ -98,12 +148,17 @@ def _read_of_this_hour(key: Any) -> Any:
     return stored.get("factors") if stored.get("hour") == _hour() else None
 
 
-def _write_factors(factors: Mapping[tuple[str, str], float]) -> dict[str, float]:
-    return {f"{kind}, {form}": factor for (kind, form), factor in factors.items()}
+def _write_factors(factors: Mapping[tuple[str, str], Trend]) -> dict[str, dict[str, float]]:
+    return {f"{kind}, {form}": asdict(trend) for (kind, form), trend in factors.items()}
 
 
-def _read_factors(stored: Mapping[str, Any]) -> dict[tuple[str, str], float]:
-    return {(kind, form): float(f) for name, f in stored.items() for kind, form in [name.rsplit(", ", 1)]}
+def _read_factors(stored: Mapping[str, Any]) -> dict[tuple[str, str], Trend]:
+    """Reads factors; those of files of earlier versions are one number each."""
+    factors = {}
+    for name, value in stored.items():
+        kind, form = name.rsplit(", ", 1)
+        factors[kind, form] = Trend(**value) if isinstance(value, dict) else Trend.of([value], [])
+    return factors
 
 
 def fitted_table(measure: Measure = measure_cases) -> CostTable:
@@ -118,19 +173,17 @@ def fitted_table(measure: Measure = measure_cases) -> CostTable:
     return fit_processor(measure).table()
 
 
-def fit(table: CostTable, measured: Sequence[Measurement]) -> dict[tuple[str, str], float]:
+def fit(table: CostTable, measured: Sequence[Measurement]) -> dict[tuple[str, str], Trend]:
     """Returns for each class and form how many times as long its kernels take as ``table`` says."""
-    logarithms: dict[tuple[str, str], list[float]] = {}
+    found: dict[tuple[str, str], list[tuple[float, OpShape]]] = {}
     for own in measured:
         expected = table.seconds(own.op, own.form)
         if expected:
-            key = (_class(own.op), own.form)
-            logarithms.setdefault(key, []).append(math.log(own.seconds / expected))
-    factors = {key: math.exp(math.fsum(logs) / len(logs)) for key, logs in logarithms.items()}
-    return {key: min(max(factor, _LEAST), _MOST) for key, factor in factors.items()}
+            found.setdefault((_class(own.op), own.form), []).append((own.seconds / expected, own.op))
+    return {key: Trend.of(*zip(*pairs, strict=True)) for key, pairs in found.items()}
 
 
-def scale(table: CostTable, factors: Mapping[tuple[str, str], float], machine: Machine) -> CostTable:
+def scale(table: CostTable, factors: Mapping[tuple[str, str], Trend], machine: Machine) -> CostTable:
     """Returns ``table`` with its times multiplied by the factors of their classes.
 
     Args:
@@ -139,7 +192,8 @@ def scale(table: CostTable, factors: Mapping[tuple[str, str], float], machine: M
         machine: the machine that the factors were measured on.
     """
     scaled = [
-        replace(m, seconds=m.seconds * factors.get((_class(m.op), m.form), 1.0)) for m in table.measurements
+        replace(m, seconds=m.seconds * factors.get((_class(m.op), m.form), _UNKNOWN).at(m.op))
+        for m in table.measurements
     ]
     return CostTable(machine, scaled, table.per_run)
 
@@ -160,10 +214,21 @@ def _cases() -> list[Case]:
     return [*(join(tuple(_in_form(form))) for form in (FLOAT, INTEGER)), boundaries(64, 28)]
 
 
+# Input and output channels, kernel and height of convolutions from small ones to large ones.
+_CONVS = (
+    (16, 16, 3, 56),
+    (64, 64, 3, 28),
+    (64, 64, 3, 7),
+    (128, 128, 1, 14),
+    (32, 96, 1, 4),
+    (320, 1280, 1, 4),
+)
+
+
 def _in_form(form: str) -> Iterator[Case]:
     shape, pooled = (1, 64, 28, 28), (1, 64, 14, 14)
-    yield conv(form, 64, 64, 3, 28)
-    yield conv(form, 128, 128, 1, 14)
+    for channels, size, kernel, pixels in _CONVS:
+        yield conv(form, channels, size, kernel, pixels)
     yield conv(form, 96, 96, 3, 28, 96)
     yield between_convs(OpShape("add", (shape, shape), (shape,)), form)
     yield between_convs(OpShape("max_pool2d", (shape,), (pooled,), (3, 3), (2, 2)), form)

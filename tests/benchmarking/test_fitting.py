@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from dataclasses import replace
 
 import pytest
 
 from qtrace.benchmarking import fitting
+from qtrace.benchmarking.fitting import ProcessorFit
 from qtrace.benchmarking.load import OtherWork
 from qtrace.costs import FLOAT, INTEGER, CostTable, Measurement, OpShape
 
@@ -26,7 +28,8 @@ def _times(op: OpShape, form: str, factor: float) -> Measurement:
 def test_a_class_is_scaled_by_the_mean_of_its_kernels_in_each_form() -> None:
     measured = [_times(CONV, INTEGER, 2.0), _times(OTHER_CONV, INTEGER, 8.0), _times(ADD, FLOAT, 100.0)]
     factors = fitting.fit(TABLE, measured)
-    assert factors == pytest.approx({("conv", INTEGER): 4.0, ("elementwise", FLOAT): 10.0})
+    means = {key: trend.at(CONV) for key, trend in factors.items()}
+    assert means == pytest.approx({("conv", INTEGER): 4.0, ("elementwise", FLOAT): 10.0})
     scaled = fitting.scale(TABLE, factors, TABLE.machine)
     for op, form, factor in (
         (CONV, INTEGER, 4.0),
@@ -35,6 +38,27 @@ def test_a_class_is_scaled_by_the_mean_of_its_kernels_in_each_form() -> None:
         (ADD, FLOAT, 10.0),
     ):
         assert scaled.seconds(op, form) == pytest.approx(factor * TABLE.seconds(op, form), rel=1e-6)
+
+
+def _conv(channels: int, size: int, kernel: int = 1) -> OpShape:
+    shape = (1, channels, size, size)
+    return OpShape("conv2d", (shape,), (shape,), (channels, channels, kernel, kernel), (1, 1))
+
+
+def test_the_factor_of_many_convolutions_depends_on_their_size() -> None:
+    """Twice as much for each quadrupled map: a size between is met, and one beyond has the last factor."""
+    sizes = ((16, 7), (64, 14), (128, 28), (256, 14), (32, 56), (64, 7))
+    measured = [_times(_conv(c, n), INTEGER, n / 7) for c, n in sizes]
+    factors = fitting.fit(TABLE, measured)
+    trend = factors["conv", INTEGER]
+    for channels, size, factor in ((48, 28, 4.0), (512, 14, 2.0), (16, 3, 1.0), (16, 112, 8.0)):
+        assert trend.at(_conv(channels, size)) == pytest.approx(factor, rel=1e-6)
+    fitted = ProcessorFit(TABLE.machine, factors)
+    assert ProcessorFit.from_dict(json.loads(json.dumps(fitted.to_dict()))) == fitted
+    earlier = {**fitted.to_dict(), "factors": {"max_pool2d, plain, float": 3.0}}
+    assert ProcessorFit.from_dict(earlier).factors["max_pool2d, plain", "float"].at(CONV) == pytest.approx(
+        3.0
+    )
 
 
 def test_kernels_are_timed_once_for_each_processor(tmp_path, monkeypatch) -> None:
@@ -52,7 +76,7 @@ def test_kernels_are_timed_once_for_each_processor(tmp_path, monkeypatch) -> Non
         assert table.machine is here
         assert table.seconds(CONV, INTEGER) == pytest.approx(3.0 * TABLE.seconds(CONV, INTEGER), rel=1e-6)
     assert len(asked) == 1
-    assert 10 <= asked[0] <= 16
+    assert 10 <= asked[0] <= 24
     monkeypatch.setattr(fitting, "describe_machine", lambda *names: TABLE.machine)
     assert fitting.fitted_table(measure) is TABLE
     assert len(asked) == 1

@@ -31,9 +31,9 @@ _FEWEST_TURNS = 3  # where there is no time for seven; with fewer, nothing could
 _UNTIMED_RUNS = 2  # of each file, as it is opened and before the turns
 LEAST_RUNS, FEWEST_RUNS = _LEAST_TURNS + _UNTIMED_RUNS, _FEWEST_TURNS + _UNTIMED_RUNS
 """The runs of a file that a round takes at least: with time enough, and with little time."""
-# How far other programs may shift a ratio: a text detector was 1.2 times as fast as float on an idle
-# machine, and 0.93 times beside others.
-_BUSY_RANGE = 1.3
+# How far other programs may shift a ratio: a text detector took 0.94 of float's speed on an idle machine, and
+# 0.89 to 0.93 beside eight programs on two cores.
+_BUSY_RANGE = 1.1
 _NARROW = 1.02  # the ends of a range of ratios, one over the other: more turns would decide nothing else
 _LONG_RUN = 0.25  # seconds: files that take longer are opened once, and run seven times
 _TURN = 0.002  # seconds of a turn; shorter files run several times in it

@@ -19,7 +19,7 @@ import onnx
 import pytest
 
 import qtrace
-from qtrace.benchmarking.fitting import ProcessorFit
+from qtrace.benchmarking.fitting import ProcessorFit, Trend
 from qtrace.benchmarking.turns import Speed
 from qtrace.config.recipe import as_qconfig
 from qtrace.costs import FITTED, CostTable
@@ -219,7 +219,8 @@ def test_given_times_decide_and_nothing_is_measured(tmp_path: Path, caplog) -> N
 def test_who_goes_on_places_by_the_costs_of_the_first_run(tmp_path: Path, monkeypatch, placement) -> None:
     """Decisions and what is said of them are the same, so that checkpoints still belong to them."""
     machine = replace(CostTable.load("onnxruntime").machine, processor="another")
-    fit = ProcessorFit(machine, {("conv", "integer"): 2.5, ("conv", "float"): 0.7})
+    factors = {("conv", form): Trend.of([factor], []) for form, factor in (("integer", 2.5), ("float", 0.7))}
+    fit = ProcessorFit(machine, factors)
     monkeypatch.setattr(measuring, "fit_costs", lambda config: fit)
     config, path = as_qconfig({"placement": placement}), tmp_path / "times.json"
     records = []

@@ -79,6 +79,9 @@ def mobilenet() -> TracedModule:
 def test_depthwise_weights_keep_8_bits_and_a_scale_each(mobilenet: TracedModule, planned: Any, target: str):
     weights = _weights(planned(mobilenet, target, "mobilenet_v2"))
     depthwise = [scheme for name, scheme in weights.items() if "depthwise" in name]
+    if target == "backend/ncnn":  # computes them faster in float
+        assert not depthwise
+        return
     assert len(depthwise) == 4
     assert {scheme.bits for scheme in depthwise} == {8}
     assert {scheme.per_channel for scheme in depthwise} == {target in PER_CHANNEL}

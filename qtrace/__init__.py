@@ -1,7 +1,7 @@
 """Quantization-aware training and post-training quantization for MegEngine, on its traced graph.
 
 Names are loaded when they are first used, so that ``qtrace --help`` does not wait for MegEngine. The first
-name that needs MegEngine starts it as `quiet` does.
+name that needs MegEngine imports it without its messages, and the first call starts its threads.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ _WITHOUT_ENGINE = {"QConfig", "QParams", "QScheme", "QtraceError", "RuntimeHost"
 
 def __getattr__(name: str) -> Any:
     if name in __all__ and name not in _WITHOUT_ENGINE:
-        _start_engine()
+        _load_engine()
     if name == "__version__":
         from importlib.metadata import version
 
@@ -147,12 +147,12 @@ def __getattr__(name: str) -> Any:
     return value
 
 
-def _start_engine() -> None:
-    """Starts MegEngine without its messages and with threads that sleep, if this is the main thread."""
+def _load_engine() -> None:
+    """Imports MegEngine without its messages, if this is the main thread: on another it could not compute."""
     if threading.current_thread() is threading.main_thread():
-        from qtrace.process.engine import quiet
+        from qtrace.process.engine import load
 
-        quiet()
+        load()
 
 
 def __dir__() -> list[str]:

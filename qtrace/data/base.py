@@ -89,9 +89,9 @@ class SizedSource(DataSource):
 
 
 def batch_length(batch: Batch) -> int:
-    """Returns the number of samples of a batch."""
-    value = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
-    return len(value) if value.ndim else 1
+    """Returns the number of samples of a batch: the length of its first array that is no single number."""
+    values = batch.values() if isinstance(batch, dict) else batch
+    return next((len(value) for value in values if value.ndim), 1)
 
 
 def file_identity(path: Path) -> str:

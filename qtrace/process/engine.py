@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import logging
 import os
 import sys
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 
 from qtrace.process.stderr import caught_lines
 
-__all__ = ["quiet", "synchronize"]
+__all__ = ["load", "quiet", "synchronize"]
 
 # MegEngine's CUDA stub prints these to file descriptor 2 itself; no setting or logger turns them off.
 _NOISE = ("info: +", "debug: failed to load cuda func")
@@ -25,19 +26,29 @@ _SPIN = "MGB_WORKER_MAX_SPIN"
 _started = False
 
 
+def load() -> None:
+    """Imports MegEngine without its messages about a missing CUDA driver; starts none of its threads.
+
+    A process may still be forked then. `quiet` starts the threads.
+    """
+    # MegEngine makes the processor flush subnormals to zero; numpy warns about that.
+    warnings.filterwarnings("ignore", message="The value of the smallest subnormal")
+    if "megengine" not in sys.modules:
+        with caught_lines(_NOISE):
+            importlib.import_module("megengine")
+
+
 def quiet() -> None:
     """Starts MegEngine without its messages about a missing CUDA driver, and lets its idle threads sleep.
 
     Call it before anything else loads MegEngine; a second call does nothing. Every ``qtrace`` command does,
-    and so does the first name of ``qtrace`` that needs MegEngine. Other lines that MegEngine prints go to
-    stderr.
+    and so does the first call of a function of ``qtrace`` that computes. Other lines that MegEngine prints go
+    to stderr.
     """
     global _started
     if _started:
         return
-    _started = True
-    # MegEngine makes the processor flush subnormals to zero; numpy warns about that.
-    warnings.filterwarnings("ignore", message="The value of the smallest subnormal")
+    load()
     with caught_lines(_NOISE), _slack_for_new_threads(), _short_spin():
         import megengine as mge
         from megengine.logger import set_mgb_log_level
@@ -49,6 +60,7 @@ def quiet() -> None:
         mge.device.get_device_count("gpu")
         (mge.Tensor([0.0] * 64) + 1).numpy()  # the first op starts the threads
         set_mgb_log_level(level)
+    _started = True
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from typing import ParamSpec, TypeVar
 import megengine as mge
 
 from qtrace.errors import QtraceError
+from qtrace.process.engine import quiet
 
 __all__ = ["on_engine_thread"]
 
@@ -19,12 +20,14 @@ _R = TypeVar("_R")
 def on_engine_thread(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Makes a public function raise a clear error on threads and processes where MegEngine cannot compute.
 
+    Its first call starts MegEngine's threads, and lets them sleep while they are idle.
     MegEngine itself fails with an assertion there, which reads as if a good model or file were damaged.
     """
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         try:
+            quiet()
             mge.Tensor(0.0)
         except RuntimeError as error:
             _translate(function.__name__, str(error), error)

@@ -181,7 +181,7 @@ def _speeds_of(path: Path, labellings: Sequence[MeasuredLabelling]) -> tuple[Spe
     its file, a few roundings are more or less work, which changes nothing where it is faster than float.
     """
     whole = next((labelling for labelling in labellings if labelling.name == FLOAT), None)
-    if whole is None or path.suffix != ".onnx":
+    if whole is None or not whole.structure or path.suffix != ".onnx":
         return None
     structure, first, other = hash_structure(path), labellings[0], whole.speed
     own = Speed(first.speed.seconds, 1 / other.ratio, 1 / other.high, 1 / other.low, other.turns, other.busy)

@@ -49,7 +49,7 @@ from qtrace.quantizing.labellings import (
 )
 from qtrace.quantizing.output_noise import Outputs, measure_noise, measure_row_noise, output_groups
 from qtrace.quantizing.reporting import Reporter
-from qtrace.quantizing.structure import hash_structure
+from qtrace.quantizing.structure import hash_structure, is_in_float
 from qtrace.quantizing.times import MeasuredLabelling, Times
 from qtrace.storage.cache import read_cached, write_cached
 
@@ -322,10 +322,14 @@ class _Bench:
         speeds = self._time(files, extent.seconds)
         return tuple(
             MeasuredLabelling(
-                name, _integers(outcome), *predict(outcome.point), speed, noise, self.structures[name]
+                name, _integers(outcome), *predict(outcome.point), speed, noise, self._told_structure(name)
             )
             for (name, outcome), speed, noise in zip(pair.items(), speeds, noises, strict=True)
         )
+
+    def _told_structure(self, name: str) -> str:
+        """Returns the structure of a file; "" for that of float if rules keep something on integers in it."""
+        return self.structures[name] if name != FLOAT or is_in_float(self.files[name]) else ""
 
     def _count_samples(self) -> int:
         """Returns the number of samples to calibrate on; 0 if it is not known."""

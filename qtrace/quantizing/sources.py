@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from megengine.module import Module
 
 from qtrace.data import Batch, DataSource
@@ -75,30 +76,47 @@ def _read_file(path: Path, data: DataSource, shapes: Shapes | None, allow: Seque
 def open_shapes(path: str | os.PathLike[str], batch: Batch) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the inputs that an ONNX file leaves open, of one sample of a batch.
 
-    One sample has size 1 on the first axis of each input, and wherever the file names an axis alike: a
-    recurrent state counts the samples on its second axis. What is named elsewhere, too, but not as the first
-    axis of the first input, is no batch, such as the edges of a graph, and has the size of the data.
+    One sample has size 1 on the first axis of each input. An input whose first axis is another one may count
+    the samples further behind, as a recurrent state does: where the file names an axis like the batch, and
+    the data have as many. What is named elsewhere, too, but not as the first axis of an input before, is no
+    batch, such as the edges of a graph, and has the size of the data. Some exporters name all axes alike.
 
     Raises:
         DataError: when the batch lacks such an input.
     """
     declared = declared_axes(path)
-    first = next((sizes[0] for sizes in declared.values() if sizes), "") or None
+    opened = [(i, key, s[0]) for i, (key, s) in enumerate(declared.items()) if s and isinstance(s[0], str)]
+    first = next((size for *_, size in opened if size), None)
+    counted = next((_array(batch, i, key) for i, key, size in opened if size == first), None)
+    count = 0 if counted is None else len(counted)
     inner = {size for sizes in declared.values() for size in (sizes or ())[1:]} - {first, ""}
-    shapes = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for index, (key, sizes) in enumerate(declared.items()):
         if sizes is not None and not any(isinstance(size, str) for size in sizes):
             continue
-        array = batch.get(key) if isinstance(batch, dict) else batch[index] if index < len(batch) else None
+        array = _array(batch, index, key)
         if array is None:
             raise DataError(f"the data have no input {key!r} of {path}: name it so, or give its shape.")
         if sizes is None or len(sizes) != array.ndim:
             sizes = ("",) * array.ndim
+        if not sizes:  # a setting
+            shapes[key] = ()
+            continue
+        one = {0} if not isinstance(sizes[0], int) and sizes[0] not in inner else set[int]()
+        if first is not None and sizes[0] != first:
+            one |= {a for a, size in enumerate(sizes) if a and size == first and array.shape[a] == count}
         shapes[key] = tuple(
-            size if isinstance(size, int) else n if size in inner or (axis and size != first) else 1
+            size if isinstance(size, int) else 1 if axis in one else n
             for axis, (size, n) in enumerate(zip(sizes, array.shape, strict=True))
         )
     return shapes
+
+
+def _array(batch: Batch, index: int, key: str) -> np.ndarray | None:
+    """Returns the array of an input in a batch; None if it has none."""
+    if isinstance(batch, dict):
+        return batch.get(key)
+    return batch[index] if index < len(batch) else None
 
 
 def _example(module: Any, batch: Batch) -> tuple[Any, ...]:

@@ -7,8 +7,11 @@ import math
 from pathlib import Path
 from typing import Any
 
-__all__ = ["has_same_nodes", "hash_structure"]
+import numpy as np
 
+__all__ = ["has_same_nodes", "hash_structure", "is_in_float"]
+
+_INTEGER_OPS = ("ConvInteger", "MatMulInteger", "MatMulNBits")
 _SMALL = 64  # elements of an initializer that may be the sizes, scales or axes of a node
 _TRAINED = {
     "BatchNormalization": (1, 2, 3, 4),
@@ -31,7 +34,7 @@ def hash_structure(path: Path) -> str:
 
     The values of weights, biases, scales and zero points do not count: a network trained or calibrated anew
     has the same hash. Of scales counts which are equal, as a rounding to the scale that a tensor has is no
-    work, and of zero points which are 0: two are often equal by chance.
+    work, and of zero points which are 0 or the least integer: two others are often equal by chance.
 
     Returns:
         Two hashes with a dot between: of all but the equal scales, and of these.
@@ -57,7 +60,10 @@ def hash_structure(path: Path) -> str:
             elif tensor.name in scales:
                 equals.update(f"{equal.setdefault(content, len(equal))} ".encode())
             else:
-                digest.update(str(any(content)).encode())
+                values = onnx.numpy_helper.to_array(tensor, str(path.parent))
+                lowest = np.iinfo(values.dtype).min if values.dtype.kind in "iu" else 0
+                # A zero point at the lower end makes a rounding clip at 0, as a ReLU does.
+                digest.update(f"{(values == 0).all()}{(values == lowest).all()}".encode())
     for value in model.graph.input:
         numbers[value.name] = len(numbers)
         digest.update(value.type.SerializeToString(deterministic=True))
@@ -69,6 +75,14 @@ def hash_structure(path: Path) -> str:
         digest.update(f"{node.domain}:{node.op_type}{ends}{attributes}".encode())
     digest.update(repr([numbers.get(value.name, -1) for value in model.graph.output]).encode())
     return f"{digest.hexdigest()[:32]}.{equals.hexdigest()[:16]}"
+
+
+def is_in_float(path: Path) -> bool:
+    """Returns whether no op of an ONNX file rounds floats to integers, or reads rounded weights."""
+    import onnx
+
+    nodes = onnx.load(path, load_external_data=False).graph.node
+    return not any("Quantize" in node.op_type or node.op_type in _INTEGER_OPS for node in nodes)
 
 
 def has_same_nodes(first: str, second: str) -> bool:

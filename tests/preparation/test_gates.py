@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import megengine as mge
 import megengine.functional as F
 import megengine.module as M
 import numpy as np
@@ -29,6 +30,12 @@ GATES: dict[str, Callable[[Any], Any]] = {
     "signs": lambda y: F.sign(y),
 }
 PIECES: dict[str, Callable[[Any], Any]] = {
+    "product with its sign": lambda y: y * (y > 0),
+    "product with a cast": lambda y: (y >= 0).astype("float32") * y,
+    "signed root": lambda y: F.sign(y) * F.sqrt(F.abs(y)),
+    "zero of a tensor": lambda y: F.where(y > mge.Tensor(0.0), y, y * 0.1),
+    "the other way round": lambda y: F.where((y > 0) == False, y * 0.1, y),  # noqa: E712
+    "one sign for two": lambda y: (lambda m: F.where(m, y, y * 0.1) + F.where(m, y * 0.5, y * 0.2))(y > 0),
     "leaky": lambda y: F.where(y > 0, y, F.minimum(y, 0) * 0.3 - 0.01 * y),
     "elu": lambda y: F.where(y <= 0, F.exp(F.minimum(y, 0)) - 1, y),
 }

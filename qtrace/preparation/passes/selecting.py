@@ -10,10 +10,12 @@ All is found by structure. Rules with ``quantize: true``, and ``placement: every
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
 from qtrace.config import QConfig
+from qtrace.graph.dataflow import evaluate_fixed
 from qtrace.graph.opaque import opaque_calls
 from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, is_float_tensor, tensor_inputs
@@ -29,6 +31,7 @@ _PICKS = frozenset(("getitem", "gather", "indexing_one_hot", "embedding", "cond_
 _COMPARISONS = frozenset(("less", "less_equal", "greater", "greater_equal", "equal", "not_equal"))
 # Ops that decide by the size of a float; a cast does so if it gives no floats.
 _GATES = _COMPARISONS | {"floor", "ceil", "round", "sign", "floor_div", "mod", "astype"}
+_SMALL = 4096  # elements of a constant threshold that is looked at
 # Ops that read other values at positions which the rows give: what they give are no rows of a selection.
 _REGIONS = frozenset(("roi_align", "roi_pooling", "remap", "grid_sample", "deformable_conv2d"))
 
@@ -59,24 +62,39 @@ def leave_selecting(traced: TracedModule, qconfig: QConfig, unlike: Unlike) -> U
 def _is_gate(view: View, expr: Expr) -> bool:
     """Returns whether ``expr`` decides by the size of computed floats, unless a function in pieces does so.
 
-    A function in pieces, such as ``where(x > 0, x, 0.1 * x)``, joins its pieces at 0: there a small error
-    stays small.
+    A function in pieces joins them at 0, such as ``where(x > 0, x, 0.1 * x)``, ``x * (x > 0)`` or
+    ``sign(x) * sqrt(abs(x))``: there a small error stays small.
     """
-    call = view.calls.get(expr)
     kind = kind_of(expr)
-    floats = [node for node in expr.inputs if view.is_data(node)]
-    if call is None or kind not in _GATES or not floats:
+    floats = [node for node in tensor_inputs(expr) if view.is_data(node) and is_float_tensor(node)]
+    if expr not in view.calls or kind not in _GATES or not floats:
         return False
     if kind == "astype":
         return not is_float_tensor(expr.outputs[0])
-    users = expr.outputs[0].users
-    at_zero = kind in _COMPARISONS and any(_is_zero(value) for value in (*expr.args, *expr.kwargs.values()))
-    joined = (kind_of(user) == "where" and floats[0] in user.inputs for user in users)
-    return not (at_zero and users and all(joined))
+    at_zero = kind == "sign" or (kind in _COMPARISONS and _compares_with_zero(view, expr))
+    return not (at_zero and _meets_its_value(view, expr, floats[0]))
 
 
-def _is_zero(value: object) -> bool:
-    return isinstance(value, (int, float)) and value == 0
+def _compares_with_zero(view: View, expr: Expr) -> bool:
+    numbers = [v for v in (*expr.args, *expr.kwargs.values()) if isinstance(v, (int, float))]
+    constants = [n for n in tensor_inputs(expr) if n in view.fixed and n.shape is not None]
+    small = [n for n in constants if math.prod(map(int, n.shape)) <= _SMALL]
+    values = evaluate_fixed(view.traced, small).values() if small else ()
+    return any(number == 0 for number in numbers) or any(not value.numpy().any() for value in values)
+
+
+def _meets_its_value(view: View, expr: Expr, value: Node) -> bool:
+    """Returns whether all that is computed with the decision of ``expr`` is a function of ``value``, too."""
+    own, signs = {value}, {expr.outputs[0]}
+    for later in view.order[view.order.index(value.expr) + 1 :] if value.expr in view.order else view.order:
+        read = {node for node in tensor_inputs(later) if node not in view.static}
+        if read and read <= signs:
+            signs.update(later.outputs)
+        elif read and read <= own | signs and all(n.shape == value.shape for n in later.outputs):
+            own.update(n for n in later.outputs if n not in signs)
+    users = [user for node in signs for user in node.users]
+    ends = [node for node in signs if not node.users or node in view.outputs]
+    return not ends and all(set(user.outputs) <= own | signs for user in users)
 
 
 def _selecting(traced: TracedModule) -> tuple[Expr, ...]:

@@ -104,6 +104,23 @@ def test_shapes_of_a_sample_follow_the_names_of_axes(tmp_path: Path) -> None:
     assert shapes == {"rates": (1, 3), "pairs": (2, 7), "kinds": (7, 3)}
 
 
+@pytest.mark.parametrize(
+    "sizes", [["?", 3, "?", "?"], ["N", 3, "N", "N"], ["n", 3, 32, "n"], ["N", 3, "H", "W"]]
+)
+@pytest.mark.parametrize("count", [4, 32])
+def test_an_image_has_its_size_where_a_file_names_all_axes_alike(tmp_path: Path, sizes, count: int) -> None:
+    path = save(model([node("Relu", "x", "y")], {"x": sizes}), tmp_path)
+    batch = (np.ones((count, 3, 32, 32), np.float32),)
+    assert sources.open_shapes(path, batch) == {"x": (1, 3, 32, 32)}
+
+
+def test_a_state_before_the_samples_counts_them_on_its_second_axis(tmp_path: Path) -> None:
+    path = save(model([node("Relu", "x", "y")], {"h": [1, "N", 8], "x": ["N", 3, 16]}), tmp_path)
+    for count in (1, 4):
+        batch = {"h": np.ones((1, count, 8), np.float32), "x": np.ones((count, 3, 16), np.float32)}
+        assert sources.open_shapes(path, batch) == {"h": (1, 1, 8), "x": (1, 3, 16)}
+
+
 def test_a_number_beside_arrays_is_a_setting() -> None:
     x = np.ones((6, 2), np.float32)
     for data in (

@@ -82,6 +82,8 @@ class _Graph:
         self.inputs = {value.name for value in self.graph.input}
         self.readers = Counter(name for node in self.graph.node for name in read_names(node))
         self._copies: dict[str, Any] = {}  # result of a pooling -> the node that copies it
+        self._names = {n for node in self.graph.node for n in (node.name, *node.output, *read_names(node))}
+        self._names |= {*self.constants, *self.inputs}
 
     def read_once(self, name: str) -> bool:
         """Whether one node alone reads a tensor, and the file does not give it."""
@@ -136,7 +138,11 @@ class _Graph:
 
     def hold(self, name: str, readers: Iterable[Any]) -> None:
         """Lets ``readers`` read a copy of a tensor, which onnxruntime moves no rounding across."""
-        copy = helper.make_node("Max", [name], [f"{name}_pooled"], name=f"{name}_pooled")
+        new = f"{name}_pooled"
+        while new in self._names:
+            new += "_"
+        self._names.add(new)
+        copy = helper.make_node("Max", [name], [new], name=new)
         self._copies[name] = self.producers[copy.output[0]] = copy
         for reader in readers:
             self.read(reader, copy.output[0])
@@ -151,6 +157,7 @@ class _Graph:
         read, kept = set(self.outputs), []
         for node in reversed(self.graph.node):
             copies = [self._copies[name] for name in node.output if name in self._copies]
+            copies = [copy for copy in copies if read.intersection(copy.output)]
             kept += copies
             read.update(name for copy in copies for name in copy.input)
             if read.intersection(node.output):

@@ -127,8 +127,19 @@ def _batch_norm(b: Builder, op: FusedOp) -> None:
 
 
 def _parameter(b: Builder, value: Any) -> np.ndarray | None:
+    """Returns the value of a norm's parameter; None where it has none.
+
+    Raises:
+        ExportError: when it is computed from an input of the graph.
+    """
     if isinstance(value, TensorNode):
-        return b.value(value)
+        known = b.value(value)
+        if known is None:
+            raise ExportError(
+                f"{value.name}: a norm whose parameters are computed from an input has no TFLite form: write "
+                "it as a product and a sum"
+            )
+        return known
     return None if value is None else np.asarray(value.numpy())
 
 

@@ -215,3 +215,55 @@ def test_a_file_that_rounds_behind_a_pooling_is_verified(backend: str, activatio
     assert kinds[kinds.index("MaxPool") + 1 :][: len(behind)] == behind
     assert kinds[kinds.index("MaxPool") - 1] != "DequantizeLinear"
     assert qtrace.verify(path, converted, [x]).passed
+
+
+def test_a_copy_behind_a_pooling_takes_no_name_of_the_graph(tmp_path: Path) -> None:
+    """Pools behind pools, whose results are named as copies would be, and one that other pools read alone."""
+    x = images(2, 3, 16, 16)
+    weights = {n: np.random.default_rng(1).normal(size=s).astype(np.float32) / 4 for n, s in _SIZES.items()}
+    pool = {"kernel_shape": [3, 3], "pads": [1] * 4}
+    nodes = [
+        helper.make_node("Conv", ["x", "v"], ["c"], pads=[1] * 4),
+        helper.make_node("Sigmoid", ["c"], ["s"]),
+        helper.make_node("Mul", ["c", "s"], ["t"]),
+        helper.make_node("MaxPool", ["t"], ["feat"], **pool),
+        helper.make_node("MaxPool", ["feat"], ["feat_pooled"], **pool),
+        helper.make_node("MaxPool", ["feat_pooled"], ["feat_pooled_pooled"], **pool),
+        helper.make_node("Concat", ["t", "feat", "feat_pooled", "feat_pooled_pooled"], ["j"], axis=1),
+        helper.make_node("Conv", ["j", "w"], ["y"]),
+    ]
+    path = tmp_path / "net.onnx"
+    onnx.save(_model(nodes, weights, ("N", 3, 16, 16)), path)  # type: ignore[arg-type]
+    converted = _converted(qtrace.from_onnx(path, {"x": (2, 3, 16, 16)}), x)
+    out = qtrace.export(converted, tmp_path / "out.onnx")
+    graph = onnx.load(out).graph
+    names = [name for node in graph.node for name in node.output]
+    assert len(names) == len(set(names))
+    read = {name for node in graph.node for name in node.input} | {value.name for value in graph.output}
+    assert set(names) <= read
+    assert qtrace.verify(out, converted, [x]).passed
+
+
+_SIZES = {"v": (4, 3, 3, 3), "w": (4, 16, 1, 1)}
+
+
+def test_a_copy_that_a_second_pooling_reads_through_is_left_out(tmp_path: Path) -> None:
+    layers = {"c": M.Conv2d(3, 3, 3, padding=1)}
+
+    def forward(self, x):
+        twice = F.max_pool2d(F.max_pool2d(x, 2, 2), 2, 2)
+        return self.c(twice) + F.max_pool2d(self.c(x), 2, 2)[:, :, :1, :1]
+
+    x = images(2, 3, 16, 16)
+    converted = _converted(qtrace.trace(net(forward, **layers), x, check=False), x)
+    out = qtrace.export(converted, tmp_path / "out.onnx")
+    graph = onnx.load(out).graph
+    read = {name for node in graph.node for name in node.input} | {value.name for value in graph.output}
+    assert {name for node in graph.node for name in node.output} <= read
+    assert qtrace.verify(out, converted, [x]).passed
+
+
+def _converted(traced, x: np.ndarray):
+    prepared = qtrace.prepare(traced, {"placement": "everything", "backend": "onnxruntime"})
+    qtrace.calibrate(prepared, [x], progress=False)
+    return qtrace.convert(prepared)

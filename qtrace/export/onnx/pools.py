@@ -28,6 +28,9 @@ from qtrace.onnxfile.bodies import read_names
 __all__ = ["write_fast_poolings"]
 
 _LOWEST = float(np.finfo(np.float32).min)
+_UNLIKE_PADS, _KEEPS_PADS = 19, 21
+"""The opset from which on onnxruntime 1.23 averages wrong where padding differs at both ends, and the one
+from which on it no longer merges such a padding itself."""
 _OF_INTEGERS_ALONE = "Conv ConvTranspose Gemm MatMul Add Sub Mul Div Concat"
 """Ops whose integer kernels take no float operand, not even a stored one."""
 
@@ -76,6 +79,7 @@ class _Graph:
 
     def __init__(self, model: Any) -> None:
         self.graph = model.graph
+        self.opset = max((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), default=0)
         self.producers = {name: node for node in self.graph.node for name in node.output}
         self.constants = {t.name: t for t in self.graph.initializer}
         self.outputs = {value.name for value in self.graph.output}
@@ -171,7 +175,10 @@ class _Graph:
 
 
 def _merge_padding(graph: _Graph, pool: Any) -> bool:
-    """Makes the padding that a pooling or convolution reads its own; whether there was one that could be."""
+    """Makes the padding that a pooling or convolution reads its own; returns whether the graph has changed.
+
+    Where the runtime would do so itself, and wrong, a copy stands between.
+    """
     between = graph.rounding(pool.input[0])
     name = pool.input[0] if between is None else between.source
     pad = graph.producers.get(name)
@@ -190,6 +197,15 @@ def _merge_padding(graph: _Graph, pool: Any) -> bool:
     kernel = [*attributes.get("kernel_shape", ())] * 2
     if pool.op_type != "Conv" and any(p >= k for p, k in zip(pads, kernel, strict=True)):
         return False
+    if (
+        pool.op_type == "AveragePool"
+        and graph.opset >= _UNLIKE_PADS
+        and pads[: len(pads) // 2] != pads[len(pads) // 2 :]
+    ):
+        apart = between is None and graph.opset < _KEEPS_PADS
+        if apart:
+            graph.hold(name, [pool])
+        return apart
     changes: dict[str, Any] = {"pads": pads}
     if pool.op_type == "AveragePool":
         changes["count_include_pad"] = 1

@@ -244,6 +244,24 @@ def test_a_copy_behind_a_pooling_takes_no_name_of_the_graph(tmp_path: Path) -> N
     assert qtrace.verify(out, converted, [x]).passed
 
 
+@pytest.mark.parametrize("opset", [13, 18, 19, 20, 21])
+@pytest.mark.parametrize("on_integers", [False, True])
+def test_an_average_is_right_where_padding_differs_at_both_ends(
+    tmp_path: Path, opset: int, on_integers: bool
+) -> None:
+    """onnxruntime 1.23 divides wrong from opset 19 on, and merges such a padding itself at 19 and 20."""
+
+    def forward(self, x):
+        return self.b(F.avg_pool2d(F.pad(F.relu(self.a(x)), ((0, 0), (0, 0), (0, 1), (0, 1))), 3, 2))
+
+    x = images(2, 3, 10, 11)
+    layers = {"a": M.Conv2d(3, 8, 3), "b": M.Conv2d(8, 4, 1)}
+    traced = qtrace.trace(net(forward, **layers), x, check=False)
+    graph = _converted(traced, x) if on_integers else traced
+    path = qtrace.export(graph, tmp_path / "net.onnx", opset=opset)
+    assert qtrace.verify(path, graph, [x]).passed
+
+
 _SIZES = {"v": (4, 3, 3, 3), "w": (4, 16, 1, 1)}
 
 

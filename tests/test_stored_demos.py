@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import deployed
+from benchmarks import deployed, torch_files
 from benchmarks.deployed import runtimes, tuning
+from benchmarks.shipped import rows as shipped
 from examples.ocr import dropin
 from scripts import demos, onnx_coverage, onnx_open_axes, stored
 from scripts.site import measured
@@ -41,6 +42,8 @@ def test_every_stored_file_is_one_of_a_demo_or_of_a_benchmark() -> None:
         onnx_open_axes.FILE.name,
         runtimes.RESULTS.name,
         tuning.RESULTS.name,
+        shipped.RESULTS.name,
+        torch_files.RESULTS.name,
     }
     assert {path.name for path in stored.RESULTS.iterdir()} == names
 

@@ -147,13 +147,14 @@ def test_what_a_script_starts_counts_and_ends_with_it(tmp_path: Path, script: Pa
 
 def test_an_interrupted_request_leaves_no_answer_and_no_process(script: Path) -> None:
     code = (
-        "import signal, sys, threading, time\n"
+        "import sys, threading, time\n"
         "from qtrace.runtimes.child import Child\n"
         "child = Child([sys.executable, '-I', sys.argv[1]], 'a runtime')\n"
         "print(child.ask({'command': 'double'})[0], flush=True)\n"
         "other = Child([sys.executable, '-I', sys.argv[1]], 'a runtime')\n"
         "print(other.ask({'command': 'double'})[0], flush=True)\n"
-        "other._exchange = lambda *_: signal.raise_signal(signal.SIGINT)\n"
+        "def interrupt(*_): raise KeyboardInterrupt\n"
+        "other._exchange = interrupt\n"
         "try:\n"
         "    other.ask({})\n"
         "except KeyboardInterrupt:\n"

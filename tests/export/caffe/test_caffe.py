@@ -151,7 +151,12 @@ def test_names_of_parameter_files_are_blobs_and_layers(params: str, tmp_path: Pa
 def test_an_ncnn_table_for_a_net(tmp_path: Path) -> None:
     x = images(2, 4, 8, 8)
     module = net(lambda self, x: self.b(F.relu(self.a(x))), a=_conv(), b=M.Conv2d(4, 4, 3, groups=4))
-    qtrace.export(_converted(module, x, "backend/ncnn"), tmp_path / "m.prototxt", params="ncnn")
+    rules = [
+        {"match": {}, "quantize_output": False},
+        {"match": {"name": "b"}, "quantize": True},
+    ]  # it has groups
+    config = {"backend": "ncnn", "rules": rules}
+    qtrace.export(_converted(module, x, config), tmp_path / "m.prototxt", params="ncnn")
     lines = [line.split() for line in (tmp_path / "m.table").read_text().splitlines()]
     assert [(line[0], len(line)) for line in lines] == [
         ("a_out_param_0", 5),

@@ -205,7 +205,9 @@ def _plain() -> M.Module:
 
 
 def test_an_ncnn_table_has_the_numbers_of_every_layer(tmp_path: Path) -> None:
-    converted = _converted(_plain(), images(2, 3, 16, 16), "backend/ncnn")
+    grouped = {"match": {"name": "b"}, "quantize": True}
+    config = QConfig(backend="ncnn", rules=[{"match": {}, "quantize_output": False}, grouped])
+    converted = _converted(_plain(), images(2, 3, 16, 16), config)
     text = _text(converted, "ncnn", tmp_path)
     assert re.fullmatch(r"(\S+( [0-9.e+-]+)+\n)+", text)
     lines = {name: np.array(rest, float) for name, *rest in (line.split() for line in text.splitlines())}
@@ -224,10 +226,12 @@ def test_an_ncnn_table_has_a_number_for_each_channel_or_group(tmp_path: Path) ->
     layers = {"a": M.Conv2d(3, 6, 3), "b": M.Conv2d(6, 8, 3, groups=2)}
     module = net(lambda self, x: self.b(F.relu(self.a(x))), **layers)
     x = images(2, 3, 16, 16)
+    in_float, grouped = {"match": {}, "quantize_output": False}, {"match": {"name": "b"}, "quantize": True}
     with pytest.raises(ExportError, match=r"one scale for each of the 2 groups .*axis: null\} for b"):
-        _text(_converted(module, x, "backend/ncnn"), "ncnn", tmp_path)
+        _text(_converted(module, x, QConfig(backend="ncnn", rules=[in_float, grouped])), "ncnn", tmp_path)
     assert not list(tmp_path.iterdir())
     rules = [
+        grouped,
         {"match": {"op": "conv2d"}, "weight": {"axis": None}},
         {"match": {"name": "b"}, "quantize_output": False},
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import os
 import zipfile
@@ -62,9 +63,12 @@ class _Array:
             size: samples per batch.
             archive: the open .npz file that holds the array; None for an .npy file.
         """
-        total = self.shape[0]
         with _open(self.path, self.member, archive) as stream:
             stream.read(self.offset)
+            if not self.shape:  # a setting, which every batch has
+                data = stream.read(self.dtype.itemsize)
+                yield from itertools.repeat(np.frombuffer(data, self.dtype).reshape(()))
+            total = self.shape[0]
             if self.fortran:  # the samples are interleaved
                 whole = self._read(stream, total)
                 for start in range(0, total, size):
@@ -84,7 +88,10 @@ class _Array:
 
 
 class ArraySource(SizedSource):
-    """The arrays of one .npy or .npz file; the first axis counts the samples."""
+    """The arrays of one .npy or .npz file; the first axis counts the samples.
+
+    A single number beside arrays, such as a sample rate, is given with each batch.
+    """
 
     def __init__(
         self,
@@ -101,7 +108,13 @@ class ArraySource(SizedSource):
         self._path, self._zipped = path, path.suffix.lower() == ".npz"
         arrays = _npz_headers(path) if self._zipped else [_header(path, None, None)]
         self._arrays = self._without_labels(arrays)
-        _check_samples(self.source, self._arrays, shape)
+        counted = [array for array in self._arrays if array.shape]
+        if not counted:
+            raise DataError(
+                f"{self._arrays[0].label} is a single number; the first axis must count the samples."
+            )
+        self._samples = counted[0].shape[0]
+        _check_samples(self.source, counted, shape)
         self.pixels = any(self._is_pixels(array) for array in self._arrays)
         for array in self._arrays:
             if self._is_pixels(array):
@@ -120,7 +133,7 @@ class ArraySource(SizedSource):
         return self._preprocess is not None and array.dtype == np.uint8 and len(array.shape) == 4
 
     def _count(self) -> int:
-        return math.ceil(self._arrays[0].shape[0] / self._batch_size)
+        return math.ceil(self._samples / self._batch_size)
 
     def identity(self) -> str:
         """Returns the path with size and time of change."""
@@ -179,9 +192,7 @@ def _header(path: Path, info: zipfile.ZipInfo | None, archive: zipfile.ZipFile |
         raise DataError(f"{label} holds Python objects, which only pickle could load; store plain numbers.")
     check_dtype(dtype, label)
     check_rank(len(shape), label)
-    if not shape:
-        raise DataError(f"{label} is a single number; the first axis must count the samples.")
-    if min(shape) <= 0:
+    if min(shape, default=1) <= 0:
         raise DataError(f"{label} is empty: its shape is {shape}.")
     declared = offset + math.prod(shape) * dtype.itemsize
     stored = info.file_size if info else path.stat().st_size

@@ -131,6 +131,8 @@ class Quantized(Displayed):
         """Returns file, verdict with its causes, and what the runtime computed, a line each."""
         diagnosis, sentence = self.judgement.diagnosis, self.delivery.sentence()
         judged = list(diagnosis.lines()) if diagnosis is not None else ["no verdict"]
+        if not any(fake_quants(self.prepared)):
+            judged.append("no op of the file is on integers: `explain()` says why for each")
         if self.raised:
             judged.append(f"in float to keep the metric: {', '.join(self.raised)}")
         if self.delivery.in_float:

@@ -145,3 +145,14 @@ def test_inputs_whose_second_axis_differs_have_one_channel() -> None:
     assert statistics.samples == 6
     np.testing.assert_allclose(statistics.mean, [values.mean()], rtol=1e-4)
     np.testing.assert_allclose(statistics.deviation, [values.std()], rtol=1e-4)
+
+
+def test_a_number_in_an_npz_is_given_with_each_batch(tmp_path: Path) -> None:
+    path = tmp_path / "data.npz"
+    np.savez(path, sr=np.int64(16000), x=np.arange(15, dtype=np.float32).reshape(5, 3))
+    batches = list(open_data(str(path), batch_size=2))
+    assert [batch["x"].shape for batch in batches] == [(2, 3), (2, 3), (1, 3)]
+    assert all(batch["sr"].shape == () and batch["sr"] == 16000 for batch in batches)
+    np.savez(path, sr=np.int64(16000))
+    with pytest.raises(DataError, match=r"data\.npz\[sr\] is a single number"):
+        open_data(str(path), batch_size=2)

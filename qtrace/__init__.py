@@ -123,8 +123,18 @@ _HOME = {
     "verify": "verification.verify",
 }
 
-_WITHOUT_ENGINE = {"QConfig", "QParams", "QScheme", "QtraceError", "RuntimeHost", "bench", "check"} | {
-    *("fakequant", "observers", "quiet", "recipes")
+_WITHOUT_ENGINE = {
+    "QConfig",
+    "QParams",
+    "QScheme",
+    "QtraceError",
+    "RuntimeHost",
+    "bench",
+    "check",
+    "fakequant",
+    "observers",
+    "quiet",
+    "recipes",
 }
 """The names that do not load MegEngine."""
 

@@ -175,12 +175,12 @@ def fitted_table(measure: Measure = measure_cases) -> CostTable:
 
 def fit(table: CostTable, measured: Sequence[Measurement]) -> dict[tuple[str, str], Trend]:
     """Returns for each class and form how many times as long its kernels take as ``table`` says."""
-    found: dict[tuple[str, str], list[tuple[float, OpShape]]] = {}
+    factors: dict[tuple[str, str], list[tuple[float, OpShape]]] = {}
     for own in measured:
         expected = table.seconds(own.op, own.form)
         if expected:
-            found.setdefault((_class(own.op), own.form), []).append((own.seconds / expected, own.op))
-    return {key: Trend.of(*zip(*pairs, strict=True)) for key, pairs in found.items()}
+            factors.setdefault((_class(own.op), own.form), []).append((own.seconds / expected, own.op))
+    return {key: Trend.of(*zip(*pairs, strict=True)) for key, pairs in factors.items()}
 
 
 def scale(table: CostTable, factors: Mapping[tuple[str, str], Trend], machine: Machine) -> CostTable:

@@ -189,16 +189,15 @@ def summarize(rounds: Sequence[Sequence[Sequence[float]]], busy: bool = False) -
         busy: whether other programs kept the machine busy.
     """
     speeds = []
-    wider = _BUSY_RANGE if busy else 1.0
     for index in range(len(rounds[0])):
         times = [seconds for each in rounds for seconds in each[index]]
         ratios = [[f / o for f, o in zip(each[0], each[index], strict=True)] for each in rounds]
         ranges = [_range_of_median(part) for part in ratios]
         ratio = statistics.median([r for part in ratios for r in part])
+        disturbed = busy and index > 0  # the first file is beside itself
+        wider = _BUSY_RANGE if disturbed else 1.0
         low, high = min(r[0] for r in ranges) / wider, max(r[1] for r in ranges) * wider
-        if index == 0:  # beside itself
-            low, high = ratio, ratio
-        speeds.append(Speed(statistics.median(times), ratio, low, high, len(times), busy and index > 0))
+        speeds.append(Speed(statistics.median(times), ratio, low, high, len(times), disturbed))
     return speeds
 
 

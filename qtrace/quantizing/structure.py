@@ -54,13 +54,13 @@ def hash_structure(path: Path) -> str:
             math.prod(tensor.dims) <= _SMALL
             or tensor.data_type in (onnx.TensorProto.INT32, onnx.TensorProto.INT64)
         ):
-            content = onnx.numpy_helper.to_array(tensor, str(path.parent)).tobytes()
+            values = onnx.numpy_helper.to_array(tensor, str(path.parent))
+            content = values.tobytes()
             if tensor.name in arguments:
                 digest.update(content)
             elif tensor.name in scales:
                 equals.update(f"{equal.setdefault(content, len(equal))} ".encode())
             else:
-                values = onnx.numpy_helper.to_array(tensor, str(path.parent))
                 lowest = np.iinfo(values.dtype).min if values.dtype.kind in "iu" else 0
                 # A zero point at the lower end makes a rounding clip at 0, as a ReLU does.
                 digest.update(f"{(values == 0).all()}{(values == lowest).all()}".encode())

@@ -21,7 +21,7 @@ from qtrace.benchmarking import graphs
 from qtrace.benchmarking.graphs import Surroundings
 from qtrace.calibration.calibrate import calibrate
 from qtrace.config import QConfig
-from qtrace.costs import FLOAT, INTEGER, PLAIN_MAX_POOL, OpShape
+from qtrace.costs import FLOAT, INTEGER, INTEGER_7, PLAIN_MAX_POOL, OpShape
 from qtrace.export import export
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.passes.convert import convert
@@ -140,7 +140,7 @@ def export_kernels(
         return export(traced, path)
     plain = {"activation": "minmax", "weight": "minmax"}
     settings = {"backend": backend, "observers": plain, "rules": rules or []}
-    if backend == "openvino":  # takes its integer kernels then, even where products saturate
+    if backend == "openvino" or form == INTEGER_7:  # takes the kernels whose products saturate, exactly
         settings["weight"] = {"bits": 7}
     config = QConfig.model_validate(settings)
     batch = feeds(_inputs(traced))

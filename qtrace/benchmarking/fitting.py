@@ -1,7 +1,8 @@
 """Fits a packaged cost table to this processor: a dozen kernels scale the times of all of their class.
 
 Processors differ by class of kernel: without VNNI instructions integer convolutions take three times as long,
-while additions take as long as before. Of convolutions they differ by size, too: large ones on integers took
+while additions take as long as before. Those of weights of 7 bits do not saturate there, and take less time:
+they are measured, too. Of convolutions they differ by size, too: large ones on integers took
 6 times as long, those of maps of 4 x 4 pixels 2.5 times. The factors are remembered for processor and
 runtime, those that were measured beside other programs for an hour.
 """
@@ -20,13 +21,15 @@ from qtrace.benchmarking.cases import Case, alone, between_convs, boundaries, co
 from qtrace.benchmarking.kernels import measure_cases
 from qtrace.benchmarking.load import watched_load
 from qtrace.benchmarking.machine import describe_machine
-from qtrace.costs import FLOAT, INTEGER, LOOKUP, CostTable, Machine, Measurement, OpShape
+from qtrace.costs import FLOAT, INTEGER, INTEGER_7, LOOKUP, CostTable, Machine, Measurement, OpShape
+from qtrace.onnxfile.saturation import SAFE_BITS, products_saturate
 from qtrace.storage.cache import read_cached, write_cached
 
 __all__ = ["ProcessorFit", "Trend", "fit", "fit_processor", "fitted_table", "scale"]
 
 _RUNTIME = "onnxruntime"
-_KERNELS = "by size"  # changes with the kernels that are timed, whose factors are not those of others
+# Changes with the kernels that are timed, whose factors are not those of others.
+_KERNELS = "by size, weights of 7 bits"
 _LEAST, _MOST = 0.1, 10.0  # of a factor: what lies beyond was disturbed
 _LEAST_KERNELS = 5  # of a class, from which on its factor depends on their sizes
 Measure = Callable[[Sequence[Case]], list[Measurement]]
@@ -90,10 +93,24 @@ class ProcessorFit:
     machine: Machine
     factors: Mapping[tuple[str, str], Trend]
 
-    def table(self) -> CostTable:
-        """Returns the packaged table of onnxruntime, scaled to the processor."""
+    def table(self, weight_bits: int = 8) -> CostTable:
+        """Returns the packaged table of onnxruntime, scaled to the processor.
+
+        Args:
+            weight_bits: the bits of weights: 7 or fewer take other kernels where products saturate.
+        """
         table = CostTable.load(_RUNTIME)
-        return table if self.machine == table.machine else scale(table, self.factors, self.machine)
+        if self.machine == table.machine:
+            return table
+        factors = dict(self.factors)
+        if weight_bits <= SAFE_BITS:
+            factors |= {(kind, INTEGER): f for (kind, form), f in factors.items() if form == INTEGER_7}
+        return scale(table, factors, self.machine)
+
+    @property
+    def gains_by_fewer_bits(self) -> bool:
+        """Whether weights of 7 bits take other kernels than those of 8."""
+        return any(form == INTEGER_7 for _, form in self.factors)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fit as plain data."""
@@ -161,23 +178,24 @@ def _read_factors(stored: Mapping[str, Any]) -> dict[tuple[str, str], Trend]:
     return factors
 
 
-def fitted_table(measure: Measure = measure_cases) -> CostTable:
+def fitted_table(measure: Measure = measure_cases, weight_bits: int = 8) -> CostTable:
     """Returns the packaged table of onnxruntime, scaled to this processor if it was measured on another one.
 
     Args:
         measure: times kernels; see `fit_processor`.
+        weight_bits: the bits of weights, as for `ProcessorFit.table`.
 
     Raises:
         ExportError: when the runtime is not installed.
     """
-    return fit_processor(measure).table()
+    return fit_processor(measure).table(weight_bits)
 
 
 def fit(table: CostTable, measured: Sequence[Measurement]) -> dict[tuple[str, str], Trend]:
     """Returns for each class and form how many times as long its kernels take as ``table`` says."""
     factors: dict[tuple[str, str], list[tuple[float, OpShape]]] = {}
     for own in measured:
-        expected = table.seconds(own.op, own.form)
+        expected = table.seconds(own.op, INTEGER if own.form == INTEGER_7 else own.form)
         if expected:
             factors.setdefault((_class(own.op), own.form), []).append((own.seconds / expected, own.op))
     return {key: Trend.of(*zip(*pairs, strict=True)) for key, pairs in factors.items()}
@@ -211,7 +229,8 @@ def _class(op: OpShape) -> str:
 
 def _cases() -> list[Case]:
     """Returns the kernels that are timed, those of one form in one network."""
-    return [*(join(tuple(_in_form(form))) for form in (FLOAT, INTEGER)), boundaries(64, 28)]
+    cases = [*(join(tuple(_in_form(form))) for form in (FLOAT, INTEGER)), boundaries(64, 28)]
+    return [*cases, join(tuple(_layers(INTEGER_7)))] if products_saturate() else cases
 
 
 # Input and output channels, kernel and height of convolutions from small ones to large ones.
@@ -227,10 +246,15 @@ _CONVS = (
 
 def _in_form(form: str) -> Iterator[Case]:
     shape, pooled = (1, 64, 28, 28), (1, 64, 14, 14)
-    for channels, size, kernel, pixels in _CONVS:
-        yield conv(form, channels, size, kernel, pixels)
+    yield from _layers(form)
     yield conv(form, 96, 96, 3, 28, 96)
     yield between_convs(OpShape("add", (shape, shape), (shape,)), form)
     yield between_convs(OpShape("max_pool2d", (shape,), (pooled,), (3, 3), (2, 2)), form)
     yield between_convs(OpShape("sigmoid", (shape,), (shape,)), FLOAT if form == FLOAT else LOOKUP)
+
+
+def _layers(form: str) -> Iterator[Case]:
+    """Yields the layers whose integer kernels depend on the bits of their weights."""
+    for channels, size, kernel, pixels in _CONVS:
+        yield conv(form, channels, size, kernel, pixels)
     yield alone(OpShape("linear", ((1, 100, 256),), ((1, 100, 256),), weight=(256, 256)), form)

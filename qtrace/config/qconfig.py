@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, field_validator, model_validator
 
+from qtrace.config import backends
 from qtrace.config.rule import Method, Observers, Placement, Rule, SchemePatch, known_backend
 from qtrace.config.spec import AlgorithmSpec, FakeQuantSpec, Spec
 from qtrace.display import Displayed
@@ -363,6 +364,12 @@ class QConfig(Displayed, OptionModel):
         """
         *leading, option = keys
         return self.place(*(f"{key}.{option}" for key in leading), *leading)
+
+    @property
+    def weight_bits(self) -> int:
+        """The bits of weights of which no rule says others."""
+        own = None if self.weight is None else self.weight.bits
+        return own or backends.get(self.backend).weight.bits
 
     def without_placement(self) -> QConfig:
         """Returns a copy of the config that quantizes everything that can run on integers."""

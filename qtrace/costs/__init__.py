@@ -6,7 +6,7 @@ of one op, and to predict the time of a whole network before it is exported.
 
 from __future__ import annotations
 
-from qtrace.costs.shape import FLOAT, FORMS, INTEGER, LOOKUP, PLAIN_MAX_POOL, OpShape
+from qtrace.costs.shape import FLOAT, FORMS, INTEGER, INTEGER_7, LOOKUP, PLAIN_MAX_POOL, OpShape
 from qtrace.costs.table import FITTED, CostTable, Machine, Measurement
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "FLOAT",
     "FORMS",
     "INTEGER",
+    "INTEGER_7",
     "LOOKUP",
     "PLAIN_MAX_POOL",
     "CostTable",

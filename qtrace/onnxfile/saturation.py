@@ -10,7 +10,10 @@ import numpy as np
 from qtrace.onnxfile.sessions import SessionSettings, open_session
 from qtrace.runtimes.host import RuntimeHost
 
-__all__ = ["products_saturate"]
+__all__ = ["SAFE_BITS", "products_saturate"]
+
+SAFE_BITS = 7
+"""The bits of weights of which two products with uint8 fit into 16 bits."""
 
 
 @functools.cache

@@ -67,8 +67,11 @@ def decide(
             unlike = leave_selecting(model, config, find_unlike(model, config, run))
         else:
             unlike = facts.unlike.find(model)
-        placing = place(model, config, run, unlike, outcome, fitted)
-        facts = GraphFacts(run.measured(), UnlikeNames.of(unlike))  # by the names of nodes as they are now
+        noise = None if facts is None else facts.noise
+        placing = place(model, config, run, unlike, outcome, fitted, noise)
+        found = None if placing is None or placing.outcome is None else placing.outcome.noise
+        # By the names of nodes as they are now.
+        facts = GraphFacts(run.measured(), UnlikeNames.of(unlike), noise or found)
     if outcome is None:
         return_free_memory()  # of rounded weights, which runs of the graph have read
     changed: tuple[str, ...] = ()

@@ -32,6 +32,7 @@ class Figures:
         placement: the predicted time; None for a graph without a placement.
         backend: the name of the backend; "" for a plain traced module.
         cost_table: the file of times that the config names; "" for the packaged one.
+        weight_bits: the bits of weights of which no rule says others.
     """
 
     bytes: int
@@ -41,6 +42,7 @@ class Figures:
     placement: PlacementNote | None = None
     backend: str = ""
     cost_table: str = ""
+    weight_bits: int = 8
 
 
 def read_figures(model: TracedModule) -> Figures:
@@ -65,4 +67,5 @@ def read_figures(model: TracedModule) -> Figures:
         placement=quantized.annotation.placement,
         backend=quantized.annotation.backend,
         cost_table=quantized.config.cost_table or "",
+        weight_bits=quantized.config.weight_bits,
     )

@@ -18,6 +18,7 @@ from qtrace.preparation.passes.biases import broadcast_biases
 from qtrace.preparation.passes.compose import compose_pieces
 from qtrace.preparation.passes.expand import expand
 from qtrace.preparation.passes.unlike import UnlikeNames
+from qtrace.preparation.placement.noise import OutputNoise
 from qtrace.preparation.placement.reference import Measured
 from qtrace.preparation.samples import first_calls, holds_infinite_data, read_calls
 
@@ -61,10 +62,12 @@ class GraphFacts:
     Attributes:
         measured: what was measured in the graph; None if nothing was.
         unlike: what stays in float whatever the placement.
+        noise: what every rounding costs; None if it was not measured.
     """
 
     measured: Measured | None
     unlike: UnlikeNames
+    noise: OutputNoise | None = None
 
 
 class FloatSource:
@@ -89,7 +92,11 @@ class FloatSource:
         return self._graph.samples
 
     def copy(self, config: QConfig) -> FloatGraph:
-        """Returns a graph to be changed, for a config that differs in observers and late algorithms alone."""
+        """Returns a graph to be changed.
+
+        Args:
+            config: differs in observers, late algorithms and bits of weights alone.
+        """
         graph = self._graph
         if graph.located is not None:
             config, _ = native.without_refitting(config, graph.located)

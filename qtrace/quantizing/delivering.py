@@ -90,7 +90,8 @@ def prepare_in_float(traced: TracedModule, config: QConfig) -> TracedModule:
     """Prepares a network as ``config`` says, but with every op in float."""
     rule = Rule.model_validate({"match": {"name": "*"}, "quantize": False}).with_origin("the measured speed")
     plain = config.without_placement()
-    return prepare(traced, plain.model_copy(update={"rules": (*plain.rules, rule), "ptq": None}))
+    changes = {"rules": (*plain.rules, rule), "ptq": None, "placement": "everything"}
+    return prepare(traced, plain.model_copy(update=changes))
 
 
 def timed_settings(traced: TracedModule, suffix: str = ".onnx") -> RunnerSettings:

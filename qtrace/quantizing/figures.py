@@ -183,7 +183,7 @@ def _read_costs(figures: Figures) -> CostTable | None:
         return table if table.machine.runtime == _FLOAT_RUNTIME else None
     if figures.placement is not None and figures.placement.table == FITTED:
         try:
-            return fitted_table()
+            return fitted_table(weight_bits=figures.weight_bits)
         except ExportError:  # prepared elsewhere: the runtime is not here
             return CostTable.load(_FLOAT_RUNTIME)
     runtime = backends.get(figures.backend or _FLOAT_RUNTIME).cost_table

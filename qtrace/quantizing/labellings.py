@@ -21,6 +21,7 @@ __all__ = [
     "describe_labellings",
     "find_competitor",
     "find_labellings",
+    "is_doubtful",
     "predict",
 ]
 
@@ -34,10 +35,16 @@ _INCOMPARABLE = 1.0  # the noise of a predicted choice that has none, as others 
 _LEAST_TIME_ERROR = 0.1  # of the time of the ops with other labels: that of predictions that look right
 _LEAST_NOISE_ERROR = 2.0  # dB, likewise
 _NEARLY_EXACT = 1e-12
+_DOUBTFUL_NOISE = 6.0  # dB that a predicted choice has more than predicted
 
 
-def find_labellings(outcome: SearchOutcome) -> dict[str, SearchOutcome]:
-    """Returns the labellings in question: predicted choice, fastest, two between, and float, by name."""
+def find_labellings(outcome: SearchOutcome, other: SearchOutcome | None = None) -> dict[str, SearchOutcome]:
+    """Returns the labellings in question: predicted choice, fastest, two between, and float, by name.
+
+    Args:
+        outcome: the search.
+        other: a search in the same network with other bits of weights, whose choice is in question, too.
+    """
     in_float = outcome.instead(outcome.float_labels)
     limit = in_float.point.energy.seconds
     usable = [p for p in outcome.frontier if any(p.labels.values()) and p.energy.seconds < limit]
@@ -53,6 +60,8 @@ def find_labellings(outcome: SearchOutcome) -> dict[str, SearchOutcome]:
     for name, point in points.items():
         if all(dict(point.labels) != dict(other.point.labels) for other in different.values()):
             different[name] = outcome.instead(point.labels)
+    if other is not None and any(other.point.labels.values()) and different:
+        different[f"weights of {other.weight_bits} bits"] = other
     if any(outcome.point.labels.values()):
         different[FLOAT] = in_float
     return different
@@ -126,13 +135,26 @@ def find_competitor(
     return name
 
 
+def is_doubtful(measured: Sequence[MeasuredLabelling]) -> bool:
+    """Returns whether the predicted choice is far from its prediction: slower than float, or much noisier.
+
+    Args:
+        measured: what was measured: the predicted choice first, and float.
+    """
+    first = measured[0]
+    whole = next((m for m in measured if m.name == FLOAT), first)
+    noise = sum(first.noise) / max(len(first.noise), 1)
+    lost = first.predicted_db + 10 * math.log10(max(noise, _NEARLY_EXACT))
+    return whole.speed.ratio > first.speed.ratio or lost > _DOUBTFUL_NOISE
+
+
 def _expect_at_best(measured: Sequence[MeasuredLabelling], outcome: SearchOutcome) -> tuple[float, float]:
     """Returns how many times as fast as the first labelling another one may be, and its SQNR in dB."""
     first = measured[0]
     seconds, decibels = predict(outcome.point)
     time_errors, noise_errors = [_LEAST_TIME_ERROR], [_LEAST_NOISE_ERROR]
     for other in measured:
-        distance = _distance(outcome.problem, first.integers, other.integers)
+        distance = _distance(outcome.problem, first, other.integers, other.weight_bits)
         if distance > 0:
             predicted = math.log(first.predicted_seconds / other.predicted_seconds)
             time_errors.append(abs(math.log(other.speed.ratio) - predicted) / distance)
@@ -140,13 +162,16 @@ def _expect_at_best(measured: Sequence[MeasuredLabelling], outcome: SearchOutcom
         if other.name != FLOAT and 0 < noise < math.inf:
             noise_errors.append(abs(-10 * math.log10(noise) - other.predicted_db))
     integers = [name for name, on_integers in outcome.point.labels.items() if on_integers]
-    error = max(time_errors) * _distance(outcome.problem, first.integers, integers)
+    error = max(time_errors) * _distance(outcome.problem, first, integers, outcome.weight_bits)
     return first.predicted_seconds / seconds * math.exp(error), decibels + max(noise_errors)
 
 
-def _distance(problem: Problem, integers: Iterable[str], others: Iterable[str]) -> float:
-    """Returns the time of the ops whose labels differ between two labellings, relative to that of all ops."""
-    changed = set(integers) ^ set(others)
+def _distance(problem: Problem, first: MeasuredLabelling, integers: Iterable[str], bits: int) -> float:
+    """Returns the share of the time that is of ops whose kernels differ from those of ``first``."""
+    others = set(integers)
+    changed = others ^ set(first.integers)
+    if bits != first.weight_bits:
+        changed |= others
     seconds = {unit.name: max(unit.float_seconds, unit.integer_seconds or 0.0) for unit in problem.units}
     return sum(seconds[name] for name in changed if name in seconds) / max(sum(seconds.values()), 1e-12)
 
@@ -162,7 +187,10 @@ def describe_labellings(measured: Sequence[MeasuredLabelling], chosen: int, left
     whole = next((m for m in measured if m.name == FLOAT), None)
     parts = []
     for labelling in measured:
-        text = f"{labelling.name} {1e3 * labelling.speed.seconds:.3g} ms"
+        name = labelling.name
+        if labelling.weight_bits < 8 and "weights" not in name and labelling is not whole:
+            name += f" with weights of {labelling.weight_bits} bits"
+        text = f"{name} {1e3 * labelling.speed.seconds:.3g} ms"
         if whole is not None and labelling is not whole:
             faster = labelling.speed.ratio / whole.speed.ratio
             predicted = whole.predicted_seconds / labelling.predicted_seconds

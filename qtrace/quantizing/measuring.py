@@ -24,6 +24,7 @@ from qtrace.benchmarking.turns import FEWEST_RUNS, LEAST_RUNS, Speed, compare_fi
 from qtrace.calibration.calibrate import calibrate
 from qtrace.calibration.known_ranges import from_ranges, measure_ranges
 from qtrace.config import QConfig, backends
+from qtrace.costs import CostTable
 from qtrace.data.batches import as_arguments
 from qtrace.errors import QtraceError
 from qtrace.export.converted.graph import ConvertedGraph
@@ -32,9 +33,11 @@ from qtrace.export.onnx.exporter import OnnxOptions, files_with
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.twin import late_algorithms
+from qtrace.onnxfile.saturation import SAFE_BITS
 from qtrace.onnxfile.sessions import OrtSession, SessionSettings, dtype_of, open_session
 from qtrace.outputs.selections import reaching
 from qtrace.preparation.passes.convert import convert
+from qtrace.preparation.placement.frontier import price
 from qtrace.preparation.prepare import FloatSource, SearchOutcome, prepare_placed, read_request
 from qtrace.preparation.record import fake_quants, read_record, write_record
 from qtrace.process.thread import on_engine_thread
@@ -45,12 +48,14 @@ from qtrace.quantizing.labellings import (
     describe_labellings,
     find_competitor,
     find_labellings,
+    is_doubtful,
     predict,
 )
 from qtrace.quantizing.output_noise import Outputs, measure_noise, measure_row_noise, output_groups
 from qtrace.quantizing.reporting import Reporter
 from qtrace.quantizing.structure import hash_structure, is_in_float
 from qtrace.quantizing.times import MeasuredLabelling, Times
+from qtrace.quantizing.weight_bits import with_fewer_bits
 from qtrace.storage.cache import read_cached, write_cached
 
 __all__ = [
@@ -69,6 +74,7 @@ _TIMING_SECONDS = 1.2  # of two files
 _TIMED_RUNS = 3
 _ONE_THREAD = SessionSettings(threads=1)
 _RANGE_BATCHES = 2  # where the ranges of the search are not enough
+_MOST_IN_DOUBT = 4  # labellings that are measured, whatever time it takes
 _LEAST_SAMPLES, _MOST_SAMPLES = 4, 16  # of those held back, two to eight in each half
 
 
@@ -107,47 +113,144 @@ def prepare_measured(
         reporter: takes the notes.
     """
     config = read_request(traced, config, samples=samples)
-    fitted = None
     if measurement is not None:
         measurement.times.bind(traced, config)
         try:
             if not measurement.times.fixed:
                 measurement.times.fit = fit_costs(config)
-            fitted = measurement.times.fit.table() if measurement.times.fit else None
         except (QtraceError, ImportError) as error:  # the runtime is not here
             reporter.note(f"placement: by predicted times, as none can be measured here: {error}")
             measurement = None
     if measurement is None:
         return prepare_placed(traced, config, samples, config, progress=reporter.progress)[0]
     start = time.process_time()
-    source = FloatSource(traced, config, samples)
-    request = (traced, config, samples, config)
-    prepared, outcome = prepare_placed(*request, fitted=fitted, progress=reporter.progress, source=source)
-    if outcome is None:
-        return prepared
+    placer = _Placer(traced, samples, FloatSource(traced, config, samples), measurement, reporter)
+    first = placer.search(config)
+    if first.outcome is None:
+        return first.prepared
     times = measurement.times
-    if not times.fixed and _is_measurable(config, outcome):
+    searches = {first.outcome.weight_bits: first}
+    if _may_have_fewer_bits(measurement, config) and (fewer := with_fewer_bits(config)) is not None:
+        searches[SAFE_BITS] = placer.search(fewer)
+    if not times.fixed and (labellings := _labellings(config, searches)):
         seconds = time.process_time() - start
-        bench = _Bench(traced, config, samples, held_back, measurement, reporter, seconds, source)
-        times.labellings, times.left_out = bench.measure(find_labellings(outcome))
+        bench = _Bench(placer, searches, held_back, seconds)
+        times.labellings, times.left_out = bench.measure(labellings)
     chosen = choose_labelling(times.labellings, measurement.in_float) if times.labellings else 0
     if not times.fixed:
-        integers = times.labellings[chosen].integers if times.labellings else _integers(outcome)
-        times.integers = tuple(integers)
+        taken = times.labellings[chosen] if times.labellings else None
+        times.integers = _integers(first.outcome) if taken is None else taken.integers
+        times.weight_bits = first.outcome.weight_bits if taken is None else taken.weight_bits
     if times.integers is None:  # the given times are those of files alone
+        return first.prepared
+    return placer.take(times, chosen, searches, first)
+
+
+@dataclass(frozen=True)
+class _Searched:
+    """A search for a labelling under a config.
+
+    Attributes:
+        config: the config.
+        fitted: the cost table.
+        prepared: the graph with the labelling that was found.
+        outcome: the labellings in question; None without a choice.
+    """
+
+    config: QConfig
+    fitted: CostTable | None
+    prepared: TracedModule
+    outcome: SearchOutcome | None
+
+
+@dataclass(frozen=True)
+class _Placer:
+    """Searches for labellings, and prepares the one that is taken.
+
+    Attributes:
+        traced: the float network.
+        samples: the batches to calibrate on.
+        source: the float graph, which all searches share.
+        measurement: how to measure.
+        reporter: takes the notes.
+    """
+
+    traced: TracedModule
+    samples: Iterable[Any]
+    source: FloatSource
+    measurement: TimingPlan
+    reporter: Reporter
+
+    def search(self, config: QConfig) -> _Searched:
+        """Searches under a config, with the times of kernels for weights of its bits."""
+        fit = self.measurement.times.fit
+        fitted = None if fit is None else fit.table(config.weight_bits)
+        progress = self.reporter.progress
+        prepared, outcome = prepare_placed(
+            self.traced, config, self.samples, config, fitted=fitted, progress=progress, source=self.source
+        )
+        return _Searched(config, fitted, prepared, outcome)
+
+    def take(
+        self, times: Times, chosen: int, searches: Mapping[int, _Searched], first: _Searched
+    ) -> TracedModule:
+        """Returns the graph with the labelling of the times that is chosen.
+
+        Args:
+            times: the measured times.
+            chosen: the number of a measured labelling; 0 if none was measured.
+            searches: bits of weights -> the search with them.
+            first: the search under the given config.
+        """
+        text = "the ops are those of the given times"
+        # A file that may be in float and a graph to train on take other labellings of the same times.
+        integers, bits = times.integers or (), times.weight_bits
+        if times.labellings:
+            text = describe_labellings(times.labellings, chosen, times.left_out)
+            self.reporter.note(f"placement: {text}")
+            taken = times.labellings[chosen]
+            integers, bits = taken.integers, taken.weight_bits
+        search = searches.get(bits, first)
+        prepared, outcome = search.prepared, search.outcome
+        assert outcome is not None
+        labels = {name: name in integers or fixed for name, fixed in outcome.float_labels.items()}
+        if labels != dict(outcome.point.labels):
+            prepared, _ = prepare_placed(
+                self.traced,
+                search.config,
+                self.samples,
+                search.config,
+                outcome.instead(labels, text),
+                search.fitted,
+                source=self.source,
+            )
+        if search is not first and any(labels.values()):
+            self.reporter.note(
+                f"weights have {bits} bits: onnxruntime's fast products of uint8 and int8 are exact with "
+                "them on this processor, and saturate with 8; `weight: {bits: 8}` in the recipe keeps 8"
+            )
+        if times.labellings:
+            _write_measured(prepared, text)
         return prepared
-    text = "the ops are those of the given times"
-    if times.labellings:
-        text = describe_labellings(times.labellings, chosen, times.left_out)
-        reporter.note(f"placement: {text}")
-    # A file that may be in float and a graph to train on take other labellings of the same times.
-    integers = times.labellings[chosen].integers if times.labellings else times.integers
-    labels = {name: name in integers or fixed for name, fixed in outcome.float_labels.items()}
-    if labels != dict(outcome.point.labels):
-        prepared, _ = prepare_placed(*request, outcome.instead(labels, text), fitted, source=source)
-    if times.labellings:
-        _write_measured(prepared, text)
-    return prepared
+
+
+def _may_have_fewer_bits(measurement: TimingPlan, config: QConfig) -> bool:
+    """Whether weights of fewer bits are in question: for a file, where they take kernels of their own."""
+    times = measurement.times
+    if times.fixed:
+        return SAFE_BITS in (times.weight_bits, *(labelling.weight_bits for labelling in times.labellings))
+    gains = times.fit is not None and times.fit.gains_by_fewer_bits
+    return measurement.in_float and gains and config.effective_placement == "balanced"
+
+
+def _labellings(config: QConfig, searches: Mapping[int, _Searched]) -> dict[str, SearchOutcome]:
+    """Returns the labellings that can be measured, those of the bits with the better prediction first."""
+    found = [search.outcome for search in searches.values() if search.outcome is not None]
+    outcomes = [outcome for outcome in found if _is_measurable(config, outcome)]
+    if not outcomes:
+        return {}
+    outcomes.sort(key=lambda o: price(o.point.energy.seconds, o.point.energy.noise))
+    return find_labellings(*outcomes)
 
 
 def _write_measured(prepared: TracedModule, text: str) -> None:
@@ -229,35 +332,24 @@ class _Bench:
     """Exports labellings and measures them, each beside the predicted choice.
 
     Args:
-        traced: the float network.
-        config: its config.
-        samples: the batches to calibrate on.
+        placer: has made the searches.
+        searches: bits of weights -> the search with them.
         held_back: reads the batches on which the noise is measured.
-        measurement: how to measure.
-        reporter: takes the notes.
-        search: the seconds that the search for a placement took.
-        source: the float graph, in which the search was made.
+        seconds: how long the searches took.
     """
 
     def __init__(
         self,
-        traced: TracedModule,
-        config: QConfig,
-        samples: Iterable[Any],
+        placer: _Placer,
+        searches: Mapping[int, _Searched],
         held_back: Callable[[], Sequence[Any]],
-        measurement: TimingPlan,
-        reporter: Reporter,
-        search: float,
-        source: FloatSource,
+        seconds: float,
     ) -> None:
-        self.source, self.search = source, search
-        self.traced, self.samples, self.held_back = traced, samples, held_back
-        self.timer, self.reporter = measurement.timer or compare_files, reporter
-        self.in_float = measurement.in_float
-        late = late_algorithms(config)
-        early = [s for s in config.to_dict().get("ptq", ["fuse_bn"]) if _name_of(s) not in late]
-        observers = {"activation": "minmax", "weight": "minmax"}
-        self.config = QConfig.model_validate({**config.to_dict(), "ptq": early, "observers": observers})
+        self.source, self.search = placer.source, seconds
+        self.traced, self.samples, self.held_back = placer.traced, placer.samples, held_back
+        self.timer, self.reporter = placer.measurement.timer or compare_files, placer.reporter
+        self.in_float = placer.measurement.in_float
+        self.configs = {bits: _plain(search.config) for bits, search in searches.items()}
         self.axes = SharedAxes()
         self.feeds: list[list[np.ndarray]] = []  # of each batch that is held back
         self.files: dict[str, Path] = {}
@@ -304,7 +396,11 @@ class _Bench:
         while (other := find_competitor(measured, waiting, self.in_float)) is not None:
             spent = time.process_time() - start
             # Float is not what was asked for: a file is in float only if a competitor was measured, too.
-            in_doubt = len(measured) == 2 and choose_labelling(measured, self.in_float) == 1
+            # A predicted choice that is far from its prediction does not stay for want of time, either.
+            in_float = choose_labelling(measured, self.in_float) == 1
+            in_doubt = (len(measured) == 2 and in_float) or (
+                len(measured) < _MOST_IN_DOUBT and is_doubtful(measured)
+            )
             if spent * (len(measured) + 1) / len(measured) > limit and not in_doubt:  # with another one
                 return tuple(measured), _list_left_out(waiting, labellings, "for want of time")
             both = {first: labellings[first], other: waiting.pop(other)}
@@ -322,7 +418,13 @@ class _Bench:
         speeds = self._time(files, extent.seconds)
         return tuple(
             MeasuredLabelling(
-                name, _integers(outcome), *predict(outcome.point), speed, noise, self._told_structure(name)
+                name,
+                _integers(outcome),
+                *predict(outcome.point),
+                speed,
+                noise,
+                self._told_structure(name),
+                outcome.weight_bits,
             )
             for (name, outcome), speed, noise in zip(pair.items(), speeds, noises, strict=True)
         )
@@ -352,9 +454,8 @@ class _Bench:
 
     def _export(self, name: str, outcome: SearchOutcome, folder: Path) -> None:
         """Writes the file of a labelling, with plain ranges."""
-        prepared, _ = prepare_placed(
-            self.traced, self.config, self.samples, self.config, outcome, source=self.source
-        )
+        config = self.configs[outcome.weight_bits]
+        prepared, _ = prepare_placed(self.traced, config, self.samples, config, outcome, source=self.source)
         if any(fake_quants(prepared)):
             self._set_ranges(prepared)
         converted = convert(prepared)
@@ -426,6 +527,14 @@ class _Bench:
                 results.append(session.run(None, dict(zip(names, feeds, strict=True))))
             samples -= rows or 1
         return results
+
+
+def _plain(config: QConfig) -> QConfig:
+    """Returns the config of a labelling that is measured: plain ranges, and no algorithm behind them."""
+    late = late_algorithms(config)
+    early = [s for s in config.to_dict().get("ptq", ["fuse_bn"]) if _name_of(s) not in late]
+    observers = {"activation": "minmax", "weight": "minmax"}
+    return QConfig.model_validate({**config.to_dict(), "ptq": early, "observers": observers})
 
 
 def _list_left_out(names: Iterable[str], labellings: Mapping[str, SearchOutcome], reason: str) -> str:

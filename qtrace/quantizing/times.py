@@ -33,6 +33,7 @@ class MeasuredLabelling:
         speed: its speed beside the predicted choice.
         noise: for each half of the samples, the noise power at the outputs relative to theirs.
         structure: what the time of its file depends on, see `hash_structure`; "" if that is not known.
+        weight_bits: the bits of weights of which no rule says others.
     """
 
     name: str
@@ -42,6 +43,7 @@ class MeasuredLabelling:
     speed: Speed
     noise: tuple[float, ...]
     structure: str = ""
+    weight_bits: int = 8
 
 
 @dataclass
@@ -55,6 +57,7 @@ class Times:
         files: the speed of the float file and of the quantized one; () if they were not measured.
         fixed: whether the times were read, so that nothing is measured.
         integers: the ops that are placed on integers; None if nothing was placed by measured times.
+        weight_bits: the bits of their weights of which no rule says others.
         network: what the times were measured of: a hash of ops, shapes, target and placement.
         fit: the fit of the packaged cost table by which times were predicted; None for the table as it is.
     """
@@ -67,6 +70,7 @@ class Times:
     network: str = ""
     fit: ProcessorFit | None = None
     left_out: str = ""
+    weight_bits: int = 8
 
     @classmethod
     def open(cls, path: Path | None) -> Times:
@@ -94,10 +98,11 @@ class Times:
             )
             files = tuple(Speed(**entry) for entry in data["files"])
             integers = None if data["integers"] is None else tuple(map(str, data["integers"]))
-            # Files of earlier versions have no fit, and left nothing out.
+            # Files of earlier versions have no fit, left nothing out, and have weights of 8 bits.
             fit = None if data.get("fit") is None else ProcessorFit.from_dict(data["fit"])
             left_out = str(data.get("left_out", ""))
-            return cls(path, labellings, files, True, integers, str(data["network"]), fit, left_out)
+            bits = int(data.get("weight_bits", 8))
+            return cls(path, labellings, files, True, integers, str(data["network"]), fit, left_out, bits)
         except OSError as error:
             raise ConfigError(f"the times {path} cannot be read: {error.strerror}.") from error
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -137,6 +142,7 @@ class Times:
             "network": self.network,
             "fit": None if self.fit is None else self.fit.to_dict(),
             "integers": None if self.integers is None else list(self.integers),
+            "weight_bits": self.weight_bits,
             "labellings": [asdict(labelling) for labelling in self.labellings],
             "left_out": self.left_out,
             "files": [asdict(speed) for speed in self.files],

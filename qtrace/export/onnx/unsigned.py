@@ -24,14 +24,12 @@ import numpy as np
 from qtrace.graph.names import unused_name
 
 __all__ = [
-    "SAFE_BITS",
     "products_that_may_saturate",
     "weights_behind_joined_rows",
     "weights_that_saturate",
     "write_unsigned_weights",
 ]
 
-SAFE_BITS = 7  # of weights of which two products with uint8 fit into 16 bits
 _SAFE = 64
 _SHIFT = 128
 

@@ -11,13 +11,12 @@ from qtrace.errors import ExportError
 from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.converted.plain_graph import PlainGraph
 from qtrace.export.onnx.unsigned import (
-    SAFE_BITS,
     products_that_may_saturate,
     weights_behind_joined_rows,
     weights_that_saturate,
     write_unsigned_weights,
 )
-from qtrace.onnxfile.saturation import products_saturate
+from qtrace.onnxfile.saturation import SAFE_BITS, products_saturate
 
 __all__ = ["kinds_in_float", "stores_unsigned", "write_weight_types"]
 

@@ -29,6 +29,7 @@ from qtrace.preparation.passes._problem import build_problem, has_pieces
 from qtrace.preparation.passes._view import Unlike, View, read_view
 from qtrace.preparation.passes.base import PassResult
 from qtrace.preparation.passes.search import Search, SearchOutcome
+from qtrace.preparation.placement.noise import OutputNoise
 from qtrace.preparation.placement.problem import Neighbourhoods, evaluate, find_float_results
 from qtrace.preparation.placement.reference import MeasuredRun
 from qtrace.preparation.placement.trials import LabellingTrial
@@ -71,6 +72,7 @@ def place(
     unlike: Unlike | None = None,
     outcome: SearchOutcome | None = None,
     fitted: CostTable | None = None,
+    noise: OutputNoise | None = None,
 ) -> Placing | None:
     """Chooses the ops that stay float; None if the config asks for no choice or no times are known.
 
@@ -85,6 +87,7 @@ def place(
         unlike: the ops and results that one grid would spoil, which stay float; None for none.
         outcome: the labelling of an earlier search in the same network; None to search.
         fitted: the packaged table, fitted to this processor; None for the table as it is packaged.
+        noise: what every rounding costs, as an earlier search has measured it; None to measure it.
     """
     placements = {qconfig.effective_placement, *(rule.placement or "everything" for rule in qconfig.rules)}
     backend = backends.get(qconfig.backend)
@@ -96,7 +99,8 @@ def place(
     chains = find_chains(view)
     mode = "fastest" if placements.isdisjoint(("balanced", "small")) else "balanced"
     if outcome is None:
-        outcome = Search(view, build_problem(view, chains, table), run, mode).choose()
+        search = Search(view, build_problem(view, chains, table), run, mode, noise)
+        outcome = replace(search.choose(), weight_bits=qconfig.weight_bits)
     explainer = _Explainer(outcome, mode)
     shown = FITTED if table is fitted else Path(table_name).name
     note = _write_note(explainer, shown, synthetic=run.synthetic)

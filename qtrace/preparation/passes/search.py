@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from qtrace.graph.types import Node
+from qtrace.graph.types import Expr, Node
 from qtrace.graph.walk import exprs
 from qtrace.outputs.selections import reaching
 from qtrace.preparation.passes._view import View
@@ -19,11 +19,12 @@ from qtrace.preparation.placement.frontier import (
     find_frontier,
     find_smaller,
 )
-from qtrace.preparation.placement.noise import measure_noise
+from qtrace.preparation.placement.noise import OutputNoise, OwnSchemes, measure_noise
 from qtrace.preparation.placement.problem import Problem, evaluate, find_rounded
 from qtrace.preparation.placement.quieter import quieten
 from qtrace.preparation.placement.reference import MeasuredRun
 from qtrace.preparation.placement.trials import LabellingTrial, Trials, round_weights
+from qtrace.scheme import QScheme
 
 __all__ = ["Search", "SearchOutcome"]
 
@@ -53,6 +54,8 @@ class SearchOutcome:
         refused: what the first labelling does that gains time, if it spoils an output.
         frontier: the best labellings for many prices of noise, the fastest first; () for ``fastest``.
         measured: how the labels were chosen, if by measured times and noise.
+        noise: what every rounding costs, where that was measured.
+        weight_bits: the bits of weights of which no rule of the config says others.
     """
 
     problem: Problem
@@ -62,6 +65,8 @@ class SearchOutcome:
     refused: LabellingTrial | None = None
     frontier: tuple[Point, ...] = ()
     measured: str = ""
+    noise: OutputNoise | None = None
+    weight_bits: int = 8
 
     def instead(self, labels: Mapping[str, bool], measured: str = "") -> SearchOutcome:
         """Returns the outcome with other labels, which were not rounded on the images.
@@ -88,10 +93,14 @@ class Search:
         problem: its units and tensors, without noise.
         run: the graph on a few images.
         mode: "balanced" or "fastest".
+        noise: what every rounding costs, as an earlier search with other weights has measured it; None to
+            measure it.
     """
 
-    def __init__(self, view: View, problem: Problem, run: MeasuredRun, mode: str) -> None:
-        self.view, self.run, self.mode = view, run, mode
+    def __init__(
+        self, view: View, problem: Problem, run: MeasuredRun, mode: str, noise: OutputNoise | None = None
+    ) -> None:
+        self.view, self.run, self.mode, self.noise = view, run, mode, noise
         self.frontier: list[Point] = []
         self.problem = problem if mode == "fastest" else self._with_noise(problem)
 
@@ -104,7 +113,8 @@ class Search:
             if enough and trial.selected >= _LEAST_ROWS:
                 if self._selects and self.mode == "balanced" and mode == self.mode:
                     point, trial = self._keep_rows(point, trial)
-                return SearchOutcome(self.problem, point, mode, trial, refused, tuple(self.frontier))
+                found = SearchOutcome(self.problem, point, mode, trial, refused, tuple(self.frontier))
+                return replace(found, noise=self.noise)
             refused = refused or (None if mode == "smaller" else trial)
         labels = {unit.name: bool(unit.fixed) for unit in self.problem.units}
         mode, last = self.mode if any(labels.values()) else "float", self._try(labels)
@@ -158,9 +168,16 @@ class Search:
     def _with_noise(self, problem: Problem) -> Problem:
         """Returns ``problem`` with the noise of every value and weight that may be rounded."""
         view = self.view
-        schemes = view.backend.activation, view.backend.weight
-        noise = measure_noise(self.run, view.calls, *schemes, probes=_PROBES, names=_find_candidates(problem))
-        return problem.with_noise(noise.values, noise.weights)
+        if self.noise is None:
+            schemes = view.backend.activation, view.backend.weight
+            names = _find_candidates(problem)
+            self.noise = measure_noise(
+                self.run, view.calls, *schemes, probes=_PROBES, names=names, own=self._schemes
+            )
+        else:
+            bits = {expr.outputs[0].name: scheme.bits for expr, scheme in self._schemes.weights.items()}
+            self.noise = self.noise.with_bits({name: bits[name] for name in self.noise.bits if name in bits})
+        return problem.with_noise(self.noise.values, self.noise.weights)
 
     def _try(self, labels: Mapping[str, bool]) -> LabellingTrial:
         """Rounds what ``labels`` put on integers."""
@@ -169,8 +186,25 @@ class Search:
         rounded = find_rounded(self.problem, labels)
         weights = {e: weight for e, weight in self._weights.items() if labels.get(e.outputs[0].name)}
         return self._trials.round(
-            [node for node in self._nodes if node.name in rounded], self.view.backend.activation, weights
+            [node for node in self._nodes if node.name in rounded],
+            self.view.backend.activation,
+            weights,
+            self._schemes.values,
         )
+
+    @cached_property
+    def _schemes(self) -> OwnSchemes:
+        """The schemes of the config, an op's for what it reads, else for its result."""
+        values: dict[Node, QScheme] = {}
+        weights: dict[Expr, QScheme] = {}
+        for expr, call in self.view.calls.items():
+            choice = self.view.choices[expr]
+            if call.weight is not None:
+                weights[expr] = choice.weight.replace(block=None)
+            for node in expr.outputs:
+                values.setdefault(node, choice.output or choice.activation)
+            values.update(dict.fromkeys(call.inputs, choice.activation))
+        return OwnSchemes(values, weights)
 
     @cached_property
     def _nodes(self) -> list[Node]:
@@ -181,7 +215,8 @@ class Search:
     @cached_property
     def _weights(self) -> Mapping[Any, Any]:
         names = {unit.name for unit in self.problem.units if unit.integer_seconds is not None}
-        return round_weights(self.view.traced, self.view.calls, self.view.backend.weight, names)
+        view = self.view
+        return round_weights(view.traced, view.calls, view.backend.weight, names, self._schemes.weights)
 
     @cached_property
     def _trials(self) -> Trials:

@@ -88,12 +88,20 @@ class RangeStatistics(Run):
         return super().on_node(node, value)
 
 
-def choose_qparams(ranges: Mapping[Node, tuple[float, float]], scheme: QScheme) -> dict[Node, QParams]:
-    """Returns the parameters of each node whose range ``scheme``, read as one per tensor, can cover."""
+def choose_qparams(
+    ranges: Mapping[Node, tuple[float, float]], scheme: QScheme, own: Mapping[Node, QScheme] | None = None
+) -> dict[Node, QParams]:
+    """Returns the parameters of each node whose range its scheme, read as one per tensor, can cover.
+
+    Args:
+        ranges: node -> its smallest and largest value.
+        scheme: the scheme of nodes without one of their own.
+        own: node -> its scheme.
+    """
     covered = {}
     for node, (low, high) in ranges.items():
         try:
-            covered[node] = choose(low, high, scheme.replace(axis=None))
+            covered[node] = choose(low, high, (own or {}).get(node, scheme).replace(axis=None))
         except SchemeError:  # a range that is not finite, or too wide
             continue
     return covered

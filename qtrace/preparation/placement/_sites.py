@@ -38,7 +38,11 @@ class Sites:
 
 
 def find_sites(
-    model: TracedModule, calls: Mapping[Expr, OpCall], scheme: QScheme, names: Container[str] | None = None
+    model: TracedModule,
+    calls: Mapping[Expr, OpCall],
+    scheme: QScheme,
+    names: Container[str] | None = None,
+    own: Mapping[Expr, QScheme] | None = None,
 ) -> Sites:
     """Finds what can be measured.
 
@@ -48,7 +52,9 @@ def find_sites(
         scheme: the scheme of weights.
         names: the names of the nodes whose values, and of the layers' results whose weights are rounded;
             None for all.
+        own: expr of a layer -> the scheme of its weight, where it is another one.
     """
+    own = own or {}
     fixed = fixed_nodes(model)
     layers = {e: c.weight for e, c in calls.items() if c.weight is not None and c.weight in fixed}
     exact = evaluate_fixed(model, layers.values())
@@ -57,7 +63,7 @@ def find_sites(
     for expr, node in layers.items():
         if names is not None and expr.outputs[0].name not in names:
             continue
-        rounded = _round_weight(read_array(exact[node]), calls[expr].channel_axes, scheme)
+        rounded = _round_weight(read_array(exact[node]), calls[expr].channel_axes, own.get(expr, scheme))
         if rounded is not None and is_float_tensor(expr.outputs[0]):
             weights[expr] = (node, stored_tensor(rounded, trainable=False))
             frees.note(4 * rounded.nbytes)  # of the steps of rounding

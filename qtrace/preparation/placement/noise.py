@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from qtrace.data.batches import count_samples, evaluating
@@ -30,7 +30,20 @@ from qtrace.preparation.placement._sites import find_sites
 from qtrace.preparation.placement.reference import MeasuredRun
 from qtrace.scheme import QScheme
 
-__all__ = ["OutputNoise", "measure_noise"]
+__all__ = ["OutputNoise", "OwnSchemes", "measure_noise"]
+
+
+@dataclass(frozen=True)
+class OwnSchemes:
+    """The schemes that a config gives single values and weights.
+
+    Attributes:
+        values: node -> the scheme of its value.
+        weights: expr of a layer -> the scheme of its weight.
+    """
+
+    values: Mapping[Node, QScheme] = field(default_factory=dict)
+    weights: Mapping[Expr, QScheme] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -48,12 +61,26 @@ class OutputNoise:
         weights: name of a layer's output node -> noise if the layer's weight is rounded.
         samples: number of samples that it was measured on.
         synthetic: whether the samples were random inputs instead of data.
+        bits: name of a layer's output node -> the bits that its weight was rounded to.
     """
 
     values: Mapping[str, float]
     weights: Mapping[str, float]
     samples: int
     synthetic: bool
+    bits: Mapping[str, int] = field(default_factory=dict)
+
+    def with_bits(self, bits: Mapping[str, int]) -> OutputNoise:
+        """Returns the noise with weights of other bits: its power grows with the square of their step.
+
+        Args:
+            bits: name of a layer's output node -> the bits of its weight.
+        """
+        weights = {}
+        for name, noise in self.weights.items():
+            steps = [2 ** (count - 1) - 1 for count in (self.bits[name], bits.get(name, self.bits[name]))]
+            weights[name] = noise * (steps[0] / max(steps[1], 0.5)) ** 2
+        return replace(self, weights=weights, bits={**self.bits, **bits})
 
 
 def measure_noise(
@@ -64,6 +91,7 @@ def measure_noise(
     probes: int = 4,
     exact: int = 0,
     names: Container[str] | None = None,
+    own: OwnSchemes | None = None,
 ) -> OutputNoise:
     """Measures the noise of rounding each value and weight, one at a time.
 
@@ -78,15 +106,16 @@ def measure_noise(
             forward pass of every batch: large steps lead far from the point of the gradient. Values whose
             real rounding selects other rows or gives infinity keep their estimate.
         names: names of the values, and of the results of the layers, that are rounded; None for all.
+        own: the schemes of single values and weights; None where all have the same two.
 
     Returns:
         The noise of every value and weight on which an output depends by a gradient.
     """
     model, rng = run.model, run.generator()
-    values, weights = Totals(), Totals()
+    values, weights, own = Totals(), Totals(), own or OwnSchemes()
     with evaluating(model), quiet_engine(model):
-        sites = find_sites(model, calls, weight, names)
-        qparams = choose_qparams(run.ranges(sites.values), activation)
+        sites = find_sites(model, calls, weight, names, own.weights)
+        qparams = choose_qparams(run.ranges(sites.values), activation, own.values)
         groups = run.groups
 
         def compute_errors(inputs: Sequence[Any]) -> RoundingErrors:
@@ -108,6 +137,7 @@ def measure_noise(
         {node.name: power / (probes * len(groups)) for node, power in weights.powers().items()},
         sum(count_samples((tuple(inputs[1:]), {})) for inputs in run.batches),
         run.synthetic,
+        {node.name: own.weights.get(node.expr, weight).bits for node in weights.powers()},
     )
 
 

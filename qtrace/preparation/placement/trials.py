@@ -82,6 +82,7 @@ class Trials:
         nodes: Iterable[Node],
         scheme: QScheme,
         weights: Mapping[Expr, tuple[Node, Tensor]] | None = None,
+        own: Mapping[Node, QScheme] | None = None,
     ) -> LabellingTrial:
         """Rounds values, each to a grid that covers its range, and weights; returns the worst group.
 
@@ -89,8 +90,9 @@ class Trials:
             nodes: the values; those without a finite range stay as they are.
             scheme: the scheme of the values, read as one per tensor.
             weights: expr of a layer -> the node of its weight and the rounded weight.
+            own: node -> the scheme of its value, where it is another one.
         """
-        rounded = choose_qparams(self.ranges(nodes), scheme)
+        rounded = choose_qparams(self.ranges(nodes), scheme, own)
         sites = Sites(frozenset(), {}, self.run.ends)
         shares = SelectedShares.of(self.model, self.run.ends)
         totals = dict.fromkeys(self.groups, 0.0)
@@ -147,14 +149,18 @@ class Trials:
 
 
 def round_weights(
-    model: TracedModule, calls: Mapping[Expr, OpCall], scheme: QScheme, names: Container[str]
+    model: TracedModule,
+    calls: Mapping[Expr, OpCall],
+    scheme: QScheme,
+    names: Container[str],
+    own: Mapping[Expr, QScheme] | None = None,
 ) -> Mapping[Expr, tuple[Node, Tensor]]:
-    """Rounds the weights of the layers whose results have the ``names``.
+    """Rounds the weights of the layers whose results have the ``names``, each by ``own`` or ``scheme``.
 
     Returns:
         expr of a layer -> the node of its weight and the rounded weight.
     """
-    return find_sites(model, calls, scheme, names).weights
+    return find_sites(model, calls, scheme, names, own).weights
 
 
 class _RoundedGraph(Run):

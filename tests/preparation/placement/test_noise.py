@@ -14,6 +14,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from qtrace import ops
 from qtrace.config import backends
+from qtrace.config.recipe import as_qconfig
 from qtrace.data.batches import as_arguments
 from qtrace.graph.flatten import flatten
 from qtrace.graph.tracing.trace import trace
@@ -23,6 +24,7 @@ from qtrace.preparation.passes.expand import expand
 from qtrace.preparation.placement._runs import RoundingError, Run
 from qtrace.preparation.placement.noise import OutputNoise, measure_noise
 from qtrace.preparation.placement.reference import MeasuredRun
+from qtrace.preparation.prepare import prepare_placed
 from qtrace.scheme import QScheme
 from tests.nets import images, net
 
@@ -309,3 +311,37 @@ def test_leaves_the_model_and_the_inputs_as_they_were() -> None:
     assert x.grad is None
     assert all(p.grad is None for p in flat.parameters())
     assert mge.config.async_level == level
+
+
+def _found(config: dict[str, Any]) -> OutputNoise:
+    traced, data = trace(_small_net(), images(1, 3, 12, 12), check=False), [images(4, 3, 12, 12)]
+    _, outcome = prepare_placed(traced, as_qconfig({"placement": "balanced", **config}), data)
+    assert outcome is not None
+    assert outcome.noise is not None
+    return outcome.noise
+
+
+@pytest.mark.parametrize(("bits", "factor"), [(7, 2.0), (4, 4.0)])
+def test_the_noise_of_a_search_is_that_of_the_weights_of_the_config(bits: int, factor: float) -> None:
+    """It grows with the square of the step: that is how another search in the network takes it over."""
+    eight, fewer = _found({}), _found({"weight": {"bits": bits}})
+    scaled = eight.with_bits(dict.fromkeys(eight.bits, bits))
+    noise, expected = sum(fewer.weights.values()), sum(scaled.weights.values())
+    assert expected / factor < noise < expected * factor
+    for name in fewer.weights:
+        assert (eight.bits[name], fewer.bits[name], scaled.bits[name]) == (8, bits, bits)
+        assert scaled.weights[name] == pytest.approx(eight.weights[name] * (127 / (2 ** (bits - 1) - 1)) ** 2)
+    assert fewer.values == eight.values
+    assert eight.with_bits({}) == eight
+
+
+def test_the_noise_of_a_search_is_that_of_the_values_of_the_config() -> None:
+    eight, wide = _found({}), _found({"activation": {"bits": 16}})
+    assert all(1000 * wide.values[name] < noise for name, noise in eight.values.items() if noise > 0)
+
+
+def test_a_rule_for_one_layer_changes_its_noise_alone() -> None:
+    rule = {"match": {"op": "conv2d", "position": "first"}, "weight": {"bits": 4}}
+    all_eight, one = _found({}), _found({"rules": [rule]})
+    changed = {name for name, noise in one.weights.items() if noise != all_eight.weights[name]}
+    assert [one.bits[name] for name in changed] == [4]

@@ -139,8 +139,9 @@ def prepare_measured(
     chosen = choose_labelling(times.labellings, measurement.in_float) if times.labellings else 0
     if not times.fixed:
         taken = times.labellings[chosen] if times.labellings else None
-        times.integers = _integers(first.outcome) if taken is None else taken.integers
-        times.weight_bits = first.outcome.weight_bits if taken is None else taken.weight_bits
+        predicted = _predicted(config, searches)
+        times.integers = _integers(predicted) if taken is None else taken.integers
+        times.weight_bits = predicted.weight_bits if taken is None else taken.weight_bits
     if times.integers is None:  # the given times are those of files alone
         return first.prepared
     return placer.take(times, chosen, searches, first)
@@ -240,7 +241,15 @@ def _may_have_fewer_bits(measurement: TimingPlan, config: QConfig) -> bool:
     if times.fixed:
         return SAFE_BITS in (times.weight_bits, *(labelling.weight_bits for labelling in times.labellings))
     gains = times.fit is not None and times.fit.gains_by_fewer_bits
-    return measurement.in_float and gains and config.effective_placement == "balanced"
+    return measurement.in_float and gains and config.effective_placement in ("balanced", "fastest")
+
+
+def _predicted(config: QConfig, searches: Mapping[int, _Searched]) -> SearchOutcome:
+    """Returns what is taken without a measurement: by the bits of the config, or by the least time alone."""
+    outcomes = [search.outcome for search in searches.values() if search.outcome is not None]
+    if config.effective_placement == "fastest":
+        return min(outcomes, key=lambda outcome: outcome.point.energy.seconds)
+    return outcomes[0]
 
 
 def _labellings(config: QConfig, searches: Mapping[int, _Searched]) -> dict[str, SearchOutcome]:

@@ -14,6 +14,7 @@ import pytest
 import qtrace
 from qtrace.benchmarking.fitting import ProcessorFit, Trend
 from qtrace.benchmarking.turns import Speed
+from qtrace.config import QConfig
 from qtrace.config.recipe import as_qconfig
 from qtrace.costs import FLOAT, INTEGER, INTEGER_7, CostTable
 from qtrace.preparation.model import QuantizedModel
@@ -78,7 +79,9 @@ def _fit(seven: float) -> ProcessorFit:
     return ProcessorFit(machine, {key: Trend.of([factor], []) for key, factor in factors.items()})
 
 
-def _prepare(path: Path, monkeypatch, fit: ProcessorFit, fewer: float, in_float: bool = True):
+def _prepare(
+    path: Path, monkeypatch, fit: ProcessorFit, fewer: float, in_float: bool = True, config: QConfig = CONFIG
+):
     """Prepares where labellings with weights of 7 bits are ``fewer`` times as fast as those of 8."""
     monkeypatch.setattr(measuring, "find_labellings", find_labellings)
     monkeypatch.setattr(measuring, "fit_costs", lambda config: fit)
@@ -91,7 +94,7 @@ def _prepare(path: Path, monkeypatch, fit: ProcessorFit, fewer: float, in_float:
 
     times = Times.open(path)
     plan = TimingPlan(times, timer, in_float)
-    prepared = prepare_measured(_traced(), CONFIG, [DATA[:4]], lambda: [DATA[4:]], plan, LogReporter())
+    prepared = prepare_measured(_traced(), config, [DATA[:4]], lambda: [DATA[4:]], plan, LogReporter())
     times.write()
     return prepared
 
@@ -150,3 +153,12 @@ def test_where_only_7_bits_gain_time_they_are_in_question(tmp_path, monkeypatch)
     }
     prepared = _prepare(tmp_path / "times.json", monkeypatch, replace(fit, factors=slow), 1.5)
     assert 7 in _bits(prepared).values()
+
+
+@pytest.mark.parametrize(("seven", "bits"), [(0.5, 7), (2.5, 8)])
+def test_the_fastest_placement_has_the_bits_of_the_least_time(tmp_path, monkeypatch, seven, bits) -> None:
+    config, path = as_qconfig({"placement": "fastest"}), tmp_path / "times.json"
+    for _ in range(2):  # the second time by the file
+        prepared = _prepare(path, monkeypatch, _fit(seven), 1.0, config=config)
+        assert (7 in _bits(prepared).values()) == (bits == 7)
+        assert json.loads(path.read_text())["weight_bits"] == bits

@@ -149,10 +149,14 @@ def files_with(
     if unsigned:
         options = replace(options, floats=options.floats | kinds_in_float(converted))
     exporter, model = write_model(converted, options)
+    from qtrace.export.onnx.float_layers import hold_float_layers
     from qtrace.export.onnx.pools import write_fast_poolings
 
     plain = isinstance(converted, PlainGraph)
-    write_fast_poolings(model, held=not plain and converted.annotation.backend == "onnxruntime")
+    runs_it = not plain and converted.annotation.backend == "onnxruntime"
+    write_fast_poolings(model, held=runs_it)
+    if runs_it or (not plain and converted.annotation.backend == "generic"):
+        hold_float_layers(model)
     if exporter.writer.version_change:
         _LOG.info(exporter.writer.version_change)
     write_weight_types(converted, model, weights, unsigned)

@@ -1,0 +1,101 @@
+"""Layers in float between roundings, which onnxruntime would put on integers.
+
+onnxruntime rounds the float weight of a ``Conv``, ``ConvTranspose`` or ``Gemm`` to int8 by itself, with one
+scale for all of it, where the layer reads dequantized values and its result is quantized at once
+("WeightBiasQuantization", seen in 1.23): neither the placement nor the user wanted integers there. A
+``LeakyRelu`` of slope 1 behind the layer changes no value and keeps it in float; onnxruntime computes it in
+the kernel of a convolution or a ``Gemm``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from onnx import helper
+
+from qtrace.graph.names import unused_name
+from qtrace.onnxfile.bodies import read_names
+
+__all__ = ["hold_float_layers"]
+
+_LAYERS = ("Conv", "ConvTranspose", "Gemm")
+_MOVES = {
+    *("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Identity", "MaxPool", "Gather"),
+    "Split",
+}
+"""What onnxruntime moves roundings across, or leaves out."""
+_MERGED = {*_MOVES, "Relu", "Clip", "Add", "Sub", "Mul", "Div", "BatchNormalization", "Dropout", "Cast"}
+"""What onnxruntime merges into a layer or a rounding behind it, or moves roundings across."""
+
+
+def hold_float_layers(model: Any) -> int:
+    """Keeps layers with float weights in float where onnxruntime would round their weights.
+
+    Args:
+        model: an ONNX model with its tensors; it is changed in place.
+
+    Returns:
+        The number of layers.
+    """
+    graph = model.graph
+    producers = {name: node for node in graph.node for name in node.output}
+    readers: dict[str, list[Any]] = {}
+    for node in graph.node:
+        for name in read_names(node):
+            readers.setdefault(name, []).append(node)
+    stored = _constants(graph)
+    names = {*stored, *producers, *readers, *(node.name for node in graph.node)}
+    held = {}
+    for node in graph.node:
+        layer = node.op_type in _LAYERS and node.input[1] in stored
+        if layer and _reads_rounded(node, producers) and _is_rounded(node.output[0], readers):
+            held[id(node)] = _hold(node, readers.get(node.output[0], ()), names)
+    if held:
+        nodes = [each for node in graph.node for each in (node, held.get(id(node))) if each is not None]
+        del graph.node[:]
+        graph.node.extend(nodes)
+    return len(held)
+
+
+def _constants(graph: Any) -> set[str]:
+    """Returns the names of tensors that depend on no input and that no DequantizeLinear gives."""
+    stored = {tensor.name for tensor in graph.initializer}
+    for node in graph.node:
+        if node.op_type != "DequantizeLinear" and all(name in stored for name in read_names(node)):
+            stored.update(node.output)
+    return stored
+
+
+def _reads_rounded(layer: Any, producers: Mapping[str, Any]) -> bool:
+    """Whether a layer reads dequantized values, moved or not."""
+    node = producers.get(layer.input[0])
+    while node is not None and node.op_type in _MOVES:
+        node = producers.get(node.input[0])
+    return node is not None and node.op_type == "DequantizeLinear"
+
+
+def _is_rounded(name: str, readers: Mapping[str, list[Any]]) -> bool:
+    """Whether a reader of a tensor quantizes it, at once or behind what merges with either of them."""
+    waiting, seen = [name], {name}
+    while waiting:
+        for node in readers.get(waiting.pop(), ()):
+            if node.op_type == "QuantizeLinear":
+                return True
+            if node.op_type in _MERGED:
+                new = [output for output in node.output if output not in seen]
+                seen.update(new)
+                waiting += new
+    return False
+
+
+def _hold(layer: Any, readers: Iterable[Any], names: set[str]) -> Any:
+    """Lets the readers of a layer's result read a copy, and returns the node that makes it."""
+    name = layer.output[0]
+    new = unused_name(f"{name}_float", names.__contains__)
+    names.add(new)
+    for reader in readers:
+        for index, read in enumerate(reader.input):
+            if read == name:
+                reader.input[index] = new
+    return helper.make_node("LeakyRelu", [name], [new], name=new, alpha=1.0)

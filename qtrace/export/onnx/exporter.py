@@ -152,7 +152,7 @@ def files_with(
     from qtrace.export.onnx.pools import write_fast_poolings
 
     plain = isinstance(converted, PlainGraph)
-    write_fast_poolings(model, held=not plain and converted.annotation.backend == "onnxruntime")
+    write_fast_poolings(model, in_onnxruntime=not plain and converted.annotation.backend == "onnxruntime")
     if exporter.writer.version_change:
         _LOG.info(exporter.writer.version_change)
     write_weight_types(converted, model, weights, unsigned)

@@ -3,6 +3,9 @@
 After each fault an output is what it was before or what it was to become, byte for byte; a killed
 calibration, resumed, gives the same bytes as one that was left alone. Commands run in children of a process
 that has imported everything and used nothing, so that most of their time is work.
+
+Commands are killed, and interrupted twice, at changes of files: before each name changes, and before the
+change behind that. These instants are the same in every run (`changes.py`). ``--kills`` adds random ones.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from benchmarks.changes import read_changes, record_changes, signal_before, turning_points
 
 CAPABILITY_VERSION_3, CAP_DAC_OVERRIDE = 0x20080522, 1
 PATIENCE = 300.0  # seconds until a command counts as hanging
@@ -55,6 +60,7 @@ class Work:
         old: a copy of the output before the command.
         new: a copy of the output after the command.
         again: the arguments that go on after a kill.
+        changes: the changes of files that it makes, in order.
     """
 
     name: str
@@ -63,6 +69,7 @@ class Work:
     old: Path
     new: Path
     again: tuple[str, ...]
+    changes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -88,7 +95,6 @@ def command(
         hit: called in this process with the child's id, to disturb it.
     """
     output = Path("said.txt")
-    Path("begun").unlink(missing_ok=True)
     start = time.monotonic()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     child = os.fork()
@@ -133,7 +139,7 @@ def _child(args: tuple[str, ...], output: Path, before: Callable[[], None] | Non
 
 
 def _begin(program: Any, args: tuple[str, ...]) -> None:
-    """Runs main; whoever sends Ctrl-C waits until it has begun, as it does where a shell starts it."""
+    """Runs main, which reads Ctrl-C as it does where a shell starts it."""
     real = program._run
 
     def run(args: tuple[str, ...]) -> int:
@@ -142,8 +148,6 @@ def _begin(program: Any, args: tuple[str, ...]) -> None:
         return code
 
     program._run = run
-    with contextlib.suppress(OSError):
-        Path("begun").touch()
     program.main(args)
 
 
@@ -167,8 +171,8 @@ def _copy(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def _must(*args: str) -> None:
-    ended = command(args)
+def _must(*args: str, before: Callable[[], None] | None = None) -> None:
+    ended = command(args, before=before)
     if ended.code:
         raise SystemExit(f"{' '.join(args)} ended with {ended.code}: {ended.output}")
 
@@ -198,11 +202,10 @@ def prepare() -> list[Work]:
         ("export", "net.onnx", export, (*export, "-f", "onnx_float"), ()),
     ):
         for kind, args in (("old", old), ("new", new)):
-            _must(*args)
+            _must(*args, before=record_changes)
             _copy(Path(target), Path(f"{kind}-{target}"))
-        works.append(
-            Work(name, new, Path(target), Path(f"old-{target}"), Path(f"new-{target}"), (*new, *more))
-        )
+        copies = Path(f"old-{target}"), Path(f"new-{target}")
+        works.append(Work(name, new, Path(target), *copies, (*new, *more), read_changes()))
         if state(works[-1].old) == state(works[-1].new):
             raise SystemExit(f"{name}: both states are the same, so that nothing could be seen")
     return works
@@ -255,16 +258,36 @@ def kills(works: list[Work], count: int, rng: random.Random) -> Counter[str]:
                 raise SystemExit(f"{work.name}: exit code {ended.code} before it was killed: {ended.output}")
             counts["killed"] += 1
             counts[f"{work.name} killed: {outcome}"] += 1
-        again = command(work.again)
-        if again.code or _check(work, "resumed") != "new":
-            raise SystemExit(f"{work.name}: resuming ended with {again.code}: {again.output}")
-        if work.name == "calibrate":
-            _clean(work, "resumed")
-        for left in Path().glob(".*.tmp"):
-            shutil.rmtree(left)
+        _resume(work, f"killed after {wait:.3f} s")
         if ended.code and counts["killed"] % 20 == 0:
             print(f"{counts['killed']} kills", file=sys.stderr, flush=True)
     return counts
+
+
+def kills_at_changes(works: list[Work]) -> Counter[str]:
+    """Kills each command at the turning points of its files; then runs it to its end."""
+    counts: Counter[str] = Counter()
+    for work in works:
+        for number in turning_points(work.changes):
+            fault = f"killed before change {number}, {work.changes[number]}"
+            _copy(work.old, work.target)
+            ended = command(work.args, before=signal_before([number], signal.SIGKILL))
+            if ended.code != -signal.SIGKILL:
+                raise SystemExit(f"{work.name}: not {fault}, but ended with {ended.code}: {ended.output}")
+            counts[f"{work.name} killed at a change: {_check(work, fault)}"] += 1
+            _resume(work, fault)
+    return counts
+
+
+def _resume(work: Work, fault: str) -> None:
+    """Runs a killed command to its end, and removes what an end by force may leave."""
+    again = command(work.again)
+    if again.code or _check(work, f"{fault}, resumed") != "new":
+        raise SystemExit(f"{work.name}, {fault}: resuming ended with {again.code}: {again.output}")
+    if work.name == "calibrate":
+        _clean(work, f"{fault}, resumed")
+    for left in Path().glob(".*.tmp"):
+        shutil.rmtree(left)
 
 
 def _refused(work: Work, fault: str, ended: Ended, codes: tuple[int, ...] = (2,)) -> str:
@@ -284,21 +307,17 @@ def others(works: list[Work], rounds: int, rng: random.Random) -> Counter[str]:
     counts: Counter[str] = Counter()
     for work in works * rounds:
         largest = max(p.stat().st_size for p in (work.new.rglob("*") if work.new.is_dir() else [work.new]))
-        size, handles, wait, second = (
-            rng.randrange(largest),
-            rng.randrange(4, 40),
-            rng.random(),
-            rng.random() * 0.05,
-        )
-        for fault, before, hit, codes in (
-            (f"files of at most {size} bytes", lambda s=size: _limit(resource.RLIMIT_FSIZE, s), None, (2,)),
-            (f"{handles} handles", lambda n=handles: _limit(resource.RLIMIT_NOFILE, n), None, (0, 2)),
-            ("a folder that is read-only", _read_only, None, (2,)),
-            ("Ctrl-C twice", None, lambda child, w=wait, s=second: _interrupt(child, w, s), (0, 130)),
+        size, handles = rng.randrange(largest), rng.randrange(4, 40)
+        number = rng.choice(turning_points(work.changes))
+        for fault, before, codes in (
+            (f"files of at most {size} bytes", lambda s=size: _limit(resource.RLIMIT_FSIZE, s), (2,)),
+            (f"{handles} handles", lambda n=handles: _limit(resource.RLIMIT_NOFILE, n), (0, 2)),
+            ("a folder that is read-only", _read_only, (2,)),
+            ("Ctrl-C twice", signal_before([number, number + 1], signal.SIGINT), (0, 130)),
         ):
             _copy(work.old, work.target)
             with _lent() if before is _read_only else contextlib.nullcontext():
-                ended = command(work.args, before=before, hit=hit)
+                ended = command(work.args, before=before)
             outcome = _refused(work, fault, ended, codes)
             kind = fault if not fault[0].isdigit() and not fault.startswith("files") else fault.split()[-1]
             counts[f"{work.name}, {kind}: {outcome}"] += 1
@@ -333,21 +352,12 @@ def _read_only() -> None:
     libc.capset(head, sets)
 
 
-def _interrupt(child: int, wait: float, second: float) -> None:
-    while not Path("begun").exists():
-        time.sleep(0.001)
-    for pause in (wait, second):
-        time.sleep(pause)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child, signal.SIGINT)
-
-
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.faults", description=__doc__)
-    parser.add_argument("--kills", type=int, default=200, help="kill -9 at so many random instants")
+    parser.add_argument("--kills", type=int, default=200, help="kill -9 at so many random instants, too")
     parser.add_argument("--rounds", type=int, default=5, help="so many rounds of the other faults")
-    parser.add_argument("--seed", type=int, default=0, help="of the instants")
+    parser.add_argument("--seed", type=int, default=0, help="of what is random")
     options = parser.parse_args(arguments)
     _import_all()
     # MegEngine's CUDA stub writes to file descriptor 2 at every fork; Python's stderr goes on as it was.
@@ -359,11 +369,13 @@ def main(arguments: list[str] | None = None) -> int:
         os.chmod(folder, 0o755)
         os.chdir(folder)
         works = prepare()
+        at_changes = kills_at_changes(works)
+        _print_counts(at_changes)
         _print_counts(kills(works, options.kills, rng))
         _print_counts(others(works, options.rounds, rng))
         os.chdir("/")
     print(
-        f"{options.kills} kills and {4 * len(works) * options.rounds} other faults in "
+        f"{options.kills + at_changes.total()} kills and {4 * len(works) * options.rounds} other faults in "
         f"{time.monotonic() - start:.0f} s: every output old or new, every killed command run to the same end"
     )
     return 0

@@ -147,3 +147,21 @@ def test_observers_and_help_do_without_megengine() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip().endswith("False")
+
+
+@pytest.mark.parametrize("package", ["qtrace.graph", "qtrace.data", "qtrace.ptq"])
+def test_the_names_of_a_package_are_loaded_when_they_are_used(package: str) -> None:
+    run = _run(
+        "import importlib, sys, types\n"
+        f"package = importlib.import_module({package!r})\n"
+        f"assert not [m for m in sys.modules if m.startswith({package!r} + '.')]\n"
+        "homes = package._HOMES\n"
+        "assert sorted(package.__all__) == sorted(n for names in homes.values() for n in names.split())\n"
+        "assert {*package.__all__} <= {*dir(package)}\n"
+        "for module in homes:\n"
+        "    importlib.import_module(module)\n"  # some have the name of a function of theirs
+        "for name in package.__all__:\n"
+        "    assert not isinstance(getattr(package, name), types.ModuleType), name\n"
+        "print(hasattr(package, 'of_no_such_name'))"
+    )
+    assert run.stdout == "False\n"

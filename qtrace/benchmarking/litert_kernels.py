@@ -1,4 +1,9 @@
-"""Times the ops of a cost table in LiteRT, with the kernels that it chooses by default."""
+"""Times the ops of a cost table in LiteRT, with the kernels that it chooses by default.
+
+An export has some ops in another form than is timed here: a padding in front of a stride is a PAD of its own,
+an inner product on integers has a scale for each channel, an average pooling with a stride on integers is a
+depthwise convolution, that of a whole image in float an AVERAGE_POOL_2D, and a slice a STRIDED_SLICE.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +16,7 @@ from qtrace.benchmarking.copies import PASSES, Run, least_time, measure_copies
 from qtrace.benchmarking.grid_small import small_grid
 from qtrace.benchmarking.litert_net import LiteNet
 from qtrace.costs import FLOAT, INTEGER, LOOKUP, Measurement, OpShape
+from qtrace.export.tflite.writer import FileTensor, Inputs
 
 __all__ = ["grid", "measure", "open_network"]
 
@@ -93,7 +99,7 @@ def _last(shape: Shape) -> Shape:
     return (shape[0], *shape[2:], shape[1]) if len(shape) == 4 else shape
 
 
-def _op(net: LiteNet, op: OpShape, sources: list[int], integer: bool) -> int | None:
+def _op(net: LiteNet, op: OpShape, sources: list[FileTensor], integer: bool) -> FileTensor | None:
     """Adds an op; returns None for one that LiteRT cannot express."""
     kind = op.kind
     if kind in ("quantize", "dequantize"):
@@ -112,14 +118,14 @@ def _op(net: LiteNet, op: OpShape, sources: list[int], integer: bool) -> int | N
     return _other(net, op, sources, integer)
 
 
-def _unary(net: LiteNet, op: OpShape, sources: list[int], integer: bool) -> int:
+def _unary(net: LiteNet, op: OpShape, sources: list[FileTensor], integer: bool) -> FileTensor:
     code, options, values = _UNARY[op.kind]
     scale, zero = {"sigmoid": (1 / 256, -128), "tanh": (1 / 128, 0)}.get(op.kind, (0.05, 0))
     output = net.tensor(_last(op.outputs[0]), integer, scale, zero)
     return net.op(code, sources, output, options, **values)
 
 
-def _gate(net: LiteNet, op: OpShape, sources: list[int], integer: bool) -> int | None:
+def _gate(net: LiteNet, op: OpShape, sources: list[FileTensor], integer: bool) -> FileTensor | None:
     """Adds x * sigmoid(x), which has no operator of its own."""
     if op.kind != "silu" or integer:  # on integers qtrace writes it as one look-up of another kind
         return None
@@ -128,7 +134,7 @@ def _gate(net: LiteNet, op: OpShape, sources: list[int], integer: bool) -> int |
     return net.op("MUL", [*sources, gate], net.tensor(shape, False), "MulOptions")
 
 
-def _conv(net: LiteNet, op: OpShape, sources: list[int], integer: bool) -> int:
+def _conv(net: LiteNet, op: OpShape, sources: list[FileTensor], integer: bool) -> FileTensor:
     outputs, inputs, height, width = op.weight
     output = net.tensor(_last(op.outputs[0]), integer, zero=-128)
     bias = net.bias(outputs, integer)
@@ -148,11 +154,12 @@ def _steps(op: OpShape, padding: int) -> dict[str, int]:
     return {"padding": padding, "strideH": op.stride[0], "strideW": op.stride[1]}
 
 
-def _other(net: LiteNet, op: OpShape, sources: list[int], integer: bool) -> int | None:
+def _other(net: LiteNet, op: OpShape, sources: list[FileTensor], integer: bool) -> FileTensor | None:
     shape, kind = _last(op.outputs[0]), op.kind
     if kind == "softmax":
         output = net.tensor(shape, integer, 1 / 256, -128)
         return net.op("SOFTMAX", sources, output, "SoftmaxOptions", beta=1.0)
+    inputs: Inputs
     output = net.tensor(shape, integer)
     if kind == "linear":
         weight = net.weight(op.weight, integer, per_channel=False)
@@ -165,19 +172,19 @@ def _other(net: LiteNet, op: OpShape, sources: list[int], integer: bool) -> int 
         code = "MAX_POOL_2D" if kind == "max_pool2d" else "AVERAGE_POOL_2D"
         return net.op(code, sources, output, "Pool2DOptions", **window)
     if kind in ("mean", "adaptive_avg_pool2d"):
-        inputs = [*sources, net.numbers([1, 2])]
+        inputs = [*sources, (1, 2)]
         return net.op("MEAN", inputs, output, "ReducerOptions", keepDims=True)
     if kind == "concat":
         return net.op("CONCATENATION", sources, output, "ConcatenationOptions", axis=3)
     if kind == "reshape":
-        inputs = [*sources, net.numbers(shape)]
+        inputs = [*sources, shape]
         return net.op("RESHAPE", inputs, output, "ReshapeOptions", newShape=np.array(shape, np.int32))
     if kind == "transpose":
         sizes = op.inputs[0]
         output = net.tensor(sizes, integer)  # the channels move to the front
-        return net.op("TRANSPOSE", [*sources, net.numbers([0, 3, 1, 2])], output, "TransposeOptions")
+        return net.op("TRANSPOSE", [*sources, (0, 3, 1, 2)], output, "TransposeOptions")
     if kind == "split":
-        places = [net.numbers([0] * 4), net.numbers(shape)]
+        places = [(0,) * 4, shape]
         return net.op("SLICE", [*sources, *places], output, "SliceOptions")
     if kind.startswith("interpolate"):
         code, name = (
@@ -186,13 +193,11 @@ def _other(net: LiteNet, op: OpShape, sources: list[int], integer: bool) -> int 
             else ("RESIZE_NEAREST_NEIGHBOR", "NearestNeighbor")
         )
         options = {"halfPixelCenters": "bilinear" in kind}
-        inputs = [*sources, net.numbers(shape[1:3])]
+        inputs = [*sources, shape[1:3]]
         return net.op(code, inputs, output, f"Resize{name}Options", **options)
     if kind == "conv_transpose2d":
         depth, channels, rows, columns = op.weight
         weight = net.weight((channels, rows, columns, depth), integer)
         window = _steps(op, _VALID)
-        return net.op(
-            "TRANSPOSE_CONV", [net.numbers(shape), weight, *sources], output, "TransposeConvOptions", **window
-        )
+        return net.op("TRANSPOSE_CONV", [shape, weight, *sources], output, "TransposeConvOptions", **window)
     return None

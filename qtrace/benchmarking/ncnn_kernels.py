@@ -5,7 +5,6 @@ A float image passes a ReLU in front of the copies, which leaves it in the layou
 
 from __future__ import annotations
 
-import struct
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,11 +15,10 @@ import numpy as np
 from qtrace.benchmarking.copies import PASSES, Run, least_time, measure_copies, time_apart
 from qtrace.benchmarking.grid_small import small_grid
 from qtrace.costs import FLOAT, INTEGER, Measurement, OpShape
+from qtrace.export.ncnn.writer import NcnnLayer, NcnnWriter, floats, integers, tagged
 
 __all__ = ["grid", "measure", "open_network"]
 
-_MAGIC = "7767517"
-_INT8 = 0x000D4B38
 _INTEGER_KINDS = ("conv2d", "linear")
 # A convolution that reads and writes integers, with a scale for each channel or for each group.
 _DENSE, _DEPTHWISE, _LINEAR = 102, 101, 2
@@ -50,56 +48,48 @@ _UNARY: dict[str, tuple[str, dict[int, Any]]] = {
 
 
 class _NcnnNet:
-    """An ncnn net under construction: the lines of the ``.param`` and the parts of the ``.bin``."""
+    """An ncnn net under construction; the exporter's writer writes it."""
 
     def __init__(self) -> None:
-        self._lines: list[str] = []
-        self._parts: list[bytes] = []
-        self._blobs = 0
+        self._writer = NcnnWriter(batch=1)
+        self._weights: list[bytes] = []  # of the next layer
         self._random = np.random.default_rng(0)
 
     def layer(
         self, kind: str, bottoms: Sequence[str], params: dict[int, Any] | None = None, tops: int = 1
     ) -> list[str]:
-        """Adds a layer and returns its blobs."""
-        names = [f"b{self._blobs + index}" for index in range(tops)]
-        self._blobs += tops
-        words = [kind, f"l{len(self._lines)}", str(len(bottoms)), str(tops), *bottoms, *names]
-        values = [f"{key}={_text(value)}" for key, value in (params or {}).items()]
-        self._lines.append(" ".join([*words, *values]))
+        """Adds a layer, whose parameters were added before, and returns its blobs."""
+        names = [self._writer.fresh("b") for _ in range(tops)]
+        self._writer.layers.append(NcnnLayer(kind, list(bottoms), names, params or {}, self._weights))
+        self._weights = []
         return names
 
     def floats(self, count: int, value: float | None = None) -> None:
         """Adds float parameters without a mark: random ones, or all of one value."""
-        numbers = self._random.normal(0, 0.1, count) if value is None else np.full(count, value)
-        self._parts.append(numbers.astype(np.float32).tobytes())
+        self._weights.append(floats(self._normal(count) if value is None else np.full(count, value)))
 
     def weight(self, count: int, integer: bool) -> None:
         """Adds a weight with the mark of its type."""
-        self._parts.append(struct.pack("<I", _INT8 if integer else 0))
-        if not integer:
-            self.floats(count)
-            return
-        data = self._random.integers(-127, 128, count).astype(np.int8).tobytes()
-        self._parts.append(data + b"\0" * (-len(data) % 4))
+        if integer:
+            self._weights.append(integers(self._random.integers(-127, 128, count).astype(np.int8)))
+        else:
+            self._weights.append(tagged(self._normal(count)))
+
+    def _normal(self, count: int) -> np.ndarray:
+        return self._random.normal(0, 0.1, count)
 
     def load(self) -> Any:
         """Returns the loaded net; None if ncnn refuses it."""
         import ncnn
 
-        text = "\n".join([_MAGIC, f"{len(self._lines)} {self._blobs}", *self._lines, ""])
         net = ncnn.Net()
         net.opt.num_threads = 1
         with tempfile.TemporaryDirectory() as folder:
             param, weights = Path(folder) / "net.param", Path(folder) / "net.bin"
-            param.write_text(text, encoding="utf-8")
-            weights.write_bytes(b"".join(self._parts))
+            param.write_bytes(self._writer.param())
+            weights.write_bytes(self._writer.bin())
             refused = net.load_param(str(param)) or net.load_model(str(weights))
         return None if refused else net
-
-
-def _text(value: Any) -> str:
-    return f"{value:.8e}" if isinstance(value, float) else str(value)
 
 
 def grid() -> list[tuple[OpShape, str]]:
@@ -134,8 +124,8 @@ def open_network(op: OpShape, form: str, copies: int) -> Run | None:
         (blob,) = net.layer("Input", [])
         (blob,) = net.layer("ReLU", [blob]) if op.kind != "matmul" else (blob,)
         if integer:
-            (blob,) = net.layer("Quantize", [blob], {0: 1})
             net.floats(1, 20.0)
+            (blob,) = net.layer("Quantize", [blob], {0: 1})
         sources.append(net.layer("Split", [blob], tops=copies) if copies > 1 else [blob])
     outputs = []
     for operands in zip(*sources, strict=True):
@@ -217,8 +207,8 @@ def _conv(net: _NcnnNet, op: OpShape, sources: list[str], integer: bool) -> str:
 def _binary(net: _NcnnNet, op: OpShape, sources: list[str]) -> str:
     code = _BINARY[op.kind]
     if op.stored:
-        (other,) = net.layer("MemoryData", [], {0: 1, 1: 1, 2: op.inputs[1][1]})
         net.floats(op.inputs[1][1])
+        (other,) = net.layer("MemoryData", [], {0: 1, 1: 1, 2: op.inputs[1][1]})
         sources = [*sources, other]
     return net.layer("BinaryOp", sources, {0: code})[0]
 
@@ -233,7 +223,7 @@ def _other(net: _NcnnNet, op: OpShape, sources: list[str]) -> str | None:
         params = {0: int(op.kind == "avg_pool2d"), 1: window, 2: stride, 3: (window - 1) // 2, 5: 2}
         return net.layer("Pooling", sources, params)[0]
     if op.kind == "split":
-        return net.layer("Crop", sources, {-23309: "1,0", -23310: f"1,{op.outputs[0][1]}", -23311: "1,0"})[0]
+        return net.layer("Crop", sources, {-23309: [0], -23310: [op.outputs[0][1]], -23311: [0]})[0]
     if op.kind == "conv_transpose2d":
         inputs, outputs, window, _ = op.weight
         count = inputs * outputs * window**2

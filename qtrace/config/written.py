@@ -76,27 +76,27 @@ def _entries(
 
 def _comment(tree: Tree, lines: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
     """The comment right above the line where ``tree`` was written."""
-    found: list[str] = []
+    comment: list[str] = []
     for line in reversed(lines.get(tree.file, ())[: tree.line - 1]):
         text = line.strip()
         if not text.startswith("#"):
             break
-        found.insert(0, text[1:].strip())
-    return tuple(found)
+        comment.insert(0, text[1:].strip())
+    return tuple(comment)
 
 
-def render(found: Sequence[Entry], schema: str) -> str:
+def render(values: Sequence[Entry], schema: str) -> str:
     """A recipe file that says the same, with the comments, and the origin of every value as one.
 
     Args:
-        found: as `entries` gives them.
+        values: as `entries` gives them.
         schema: what the file begins with.
     """
     lines = [f"schema: {schema}"]
-    if ("backend",) not in [entry.keys for entry in found]:
+    if ("backend",) not in [entry.keys for entry in values]:
         lines.append(f"# backend: {QConfig().backend}  # the default")
     opened: tuple[str, ...] = ()
-    for entry in _once(found):
+    for entry in _once(values):
         parents = entry.keys if entry.keys == ("rules",) else entry.keys[:-1]
         if not parents or entry.comment:
             lines.append("")
@@ -110,10 +110,10 @@ def render(found: Sequence[Entry], schema: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _once(found: Sequence[Entry]) -> Iterator[Entry]:
+def _once(values: Sequence[Entry]) -> Iterator[Entry]:
     """The entries; of those on one line of a file only the first keeps the comment above it."""
     last: Entry | None = None
-    for entry in found:
+    for entry in values:
         again = last is not None and (last.origin, last.comment) == (entry.origin, entry.comment)
         yield replace(entry, comment=()) if again else entry
         last = entry

@@ -12,6 +12,7 @@ import numpy as np
 from qtrace.export.converted.document import DocumentOp, GraphDocument, TensorQuantization, Value, read_graph
 from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.format import Format
+from qtrace.graph.dot import quote
 from qtrace.storage.ownership import WRITTEN
 
 __all__ = ["FORMAT"]
@@ -28,14 +29,14 @@ def files(converted: ConvertedGraph, path: Path) -> dict[Path, bytes]:
     """
     graph = read_graph(converted)
     lines = [
-        f"digraph {_quoted(graph.name)} {{",
+        f"digraph {quote(graph.name)} {{",
         f'  comment="{WRITTEN}";',
-        f"  label={_quoted(f'{graph.name}, quantized for {graph.backend}')};",
+        f"  label={quote(f'{graph.name}, quantized for {graph.backend}')};",
         '  node [shape=box, style="rounded,filled", fontname="Helvetica", fontsize=10];',
         '  edge [fontname="Helvetica", fontsize=8];',
     ]
     for op in graph.ops:
-        lines.append(f"  {_quoted(op.name)} [label={_box(op)}, fillcolor={_quoted(_fill(op))}];")
+        lines.append(f"  {quote(op.name)} [label={_box(op)}, fillcolor={quote(_fill(op))}];")
         lines += [f"  {_edge(value, op.name)}" for value in op.inputs if value.producer]
     lines += _ends(graph)
     return {path: ("\n".join([*lines, "}"]) + "\n").encode()}
@@ -48,9 +49,7 @@ def _ends(graph: GraphDocument) -> list[str]:
     lines = []
     for index, value in enumerate(graph.outputs):
         name = f"output {index}" if len(graph.outputs) > 1 else "output"
-        lines.append(
-            f"  {_quoted(f'->{index}')} [label={_quoted(name)}, shape=oval, fillcolor={_quoted(_END)}];"
-        )
+        lines.append(f"  {quote(f'->{index}')} [label={quote(name)}, shape=oval, fillcolor={quote(_END)}];")
         if value.producer:
             lines.append(f"  {_edge(value, f'->{index}')}")
     return lines
@@ -68,7 +67,7 @@ def _box(op: DocumentOp) -> str:
         sizes = "x".join(map(str, value.shape))
         kind = value.dtype if value.quantized is None else _numbers(value.quantized)
         lines.append(f"{key} {sizes} {kind}")
-    return _quoted("\n".join(lines))
+    return quote("\n".join(lines))
 
 
 def _edge(value: Value, reader: str) -> str:
@@ -79,8 +78,8 @@ def _edge(value: Value, reader: str) -> str:
     elif value.dtype != "float32":
         text = f"{value.dtype}\n{text}"
     return (
-        f"{_quoted(value.producer)} -> {_quoted(reader)} "
-        f"[label={_quoted(text)}, color={_quoted(color)}, fontcolor={_quoted(color)}];"
+        f"{quote(value.producer)} -> {quote(reader)} "
+        f"[label={quote(text)}, color={quote(color)}, fontcolor={quote(color)}];"
     )
 
 
@@ -95,8 +94,3 @@ def _range(values: np.ndarray) -> str:
     """Formats one number, or the smallest and the largest of several."""
     ends = dict.fromkeys((values.min().item(), values.max().item()))
     return "..".join(f"{v:.4g}" for v in ends)
-
-
-def _quoted(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    return f'"{escaped}"'

@@ -1,33 +1,41 @@
-"""The graph layer: the only room that touches the internals of MegEngine's traced modules."""
+"""The graph layer: the only room that touches the internals of MegEngine's traced modules.
+
+Its public names are loaded when they are first used: who edits a graph does not load the tracer and MSCGraph.
+"""
 
 from __future__ import annotations
 
-from qtrace.display import format_table
-from qtrace.graph.builder import GraphBuilder
-from qtrace.graph.composites import compose
-from qtrace.graph.dot import dot
-from qtrace.graph.edit import GraphEditor
-from qtrace.graph.files.serialize import load, save
-from qtrace.graph.find import find
-from qtrace.graph.flatten import flatten
-from qtrace.graph.function_rule import AnyNumber, function_rule
-from qtrace.graph.interpreter import Interpreter, locate_failure
-from qtrace.graph.lint import LintProblem, check, lint
-from qtrace.graph.module_tree import add_submodule, delete_attribute, set_parameter
-from qtrace.graph.msc import MSCGraph, MSCNode, MSCPrim, MSCTensor, from_msc, to_traced
-from qtrace.graph.node_meta import meta
-from qtrace.graph.parts import Composition, split
-from qtrace.graph.passes import FoldConstants, MergeCommonSubexpressions, RemoveDeadCode, run_passes
-from qtrace.graph.pattern import Anything, Const, Mismatch, Op, Param, PatternMatch, match
-from qtrace.graph.propagate import propagate_shapes, set_input_shapes
-from qtrace.graph.rewrite import RewriteRule, RuleResult, apply_rules
-from qtrace.graph.samples import SampleDifference, SamplesReport, check_samples
-from qtrace.graph.source import PythonSource, to_source
-from qtrace.graph.table import table
-from qtrace.graph.tracing.trace import trace
-from qtrace.graph.tracing.tracer import Tracer
-from qtrace.graph.transformer import Transformer
-from qtrace.graph.walk import exprs, users
+from typing import TYPE_CHECKING
+
+from qtrace.plugins.lazy_package import load_when_used
+
+if TYPE_CHECKING:
+    from qtrace.display import format_table
+    from qtrace.graph.builder import GraphBuilder
+    from qtrace.graph.composites import compose
+    from qtrace.graph.dot import dot
+    from qtrace.graph.edit import GraphEditor
+    from qtrace.graph.files.serialize import load, save
+    from qtrace.graph.find import find
+    from qtrace.graph.flatten import flatten
+    from qtrace.graph.function_rule import AnyNumber, function_rule
+    from qtrace.graph.interpreter import Interpreter, locate_failure
+    from qtrace.graph.lint import LintProblem, check, lint
+    from qtrace.graph.module_tree import add_submodule, delete_attribute, set_parameter
+    from qtrace.graph.msc import MSCGraph, MSCNode, MSCPrim, MSCTensor, from_msc, to_traced
+    from qtrace.graph.node_meta import meta
+    from qtrace.graph.parts import Composition, split
+    from qtrace.graph.passes import FoldConstants, MergeCommonSubexpressions, RemoveDeadCode, run_passes
+    from qtrace.graph.pattern import Anything, Const, Mismatch, Op, Param, PatternMatch, match
+    from qtrace.graph.propagate import propagate_shapes, set_input_shapes
+    from qtrace.graph.rewrite import RewriteRule, RuleResult, apply_rules
+    from qtrace.graph.samples import SampleDifference, SamplesReport, check_samples
+    from qtrace.graph.source import PythonSource, to_source
+    from qtrace.graph.table import table
+    from qtrace.graph.tracing.trace import trace
+    from qtrace.graph.tracing.tracer import Tracer
+    from qtrace.graph.transformer import Transformer
+    from qtrace.graph.walk import exprs, users
 
 __all__ = [
     "AnyNumber",
@@ -86,3 +94,34 @@ __all__ = [
     "trace",
     "users",
 ]
+
+_HOMES = {
+    "qtrace.display": "format_table",
+    "qtrace.graph.builder": "GraphBuilder",
+    "qtrace.graph.composites": "compose",
+    "qtrace.graph.dot": "dot",
+    "qtrace.graph.edit": "GraphEditor",
+    "qtrace.graph.files.serialize": "load save",
+    "qtrace.graph.find": "find",
+    "qtrace.graph.flatten": "flatten",
+    "qtrace.graph.function_rule": "AnyNumber function_rule",
+    "qtrace.graph.interpreter": "Interpreter locate_failure",
+    "qtrace.graph.lint": "LintProblem check lint",
+    "qtrace.graph.module_tree": "add_submodule delete_attribute set_parameter",
+    "qtrace.graph.msc": "MSCGraph MSCNode MSCPrim MSCTensor from_msc to_traced",
+    "qtrace.graph.node_meta": "meta",
+    "qtrace.graph.parts": "Composition split",
+    "qtrace.graph.passes": "FoldConstants MergeCommonSubexpressions RemoveDeadCode run_passes",
+    "qtrace.graph.pattern": "Anything Const Mismatch Op Param PatternMatch match",
+    "qtrace.graph.propagate": "propagate_shapes set_input_shapes",
+    "qtrace.graph.rewrite": "RewriteRule RuleResult apply_rules",
+    "qtrace.graph.samples": "SampleDifference SamplesReport check_samples",
+    "qtrace.graph.source": "PythonSource to_source",
+    "qtrace.graph.table": "table",
+    "qtrace.graph.tracing.trace": "trace",
+    "qtrace.graph.tracing.tracer": "Tracer",
+    "qtrace.graph.transformer": "Transformer",
+    "qtrace.graph.walk": "exprs users",
+}
+
+load_when_used(__name__, _HOMES)

@@ -9,7 +9,7 @@ from megengine.traced_module.node import Node, TensorNode
 from qtrace.graph.walk import module_path, op_label
 from qtrace.storage.ownership import WRITTEN
 
-__all__ = ["dot"]
+__all__ = ["dot", "quote"]
 
 
 def dot(traced: TracedModule) -> str:
@@ -24,15 +24,15 @@ def dot(traced: TracedModule) -> str:
     drawn = {e: f"op{index}" for index, e in enumerate(ops)}
     ends: dict[Node, str] = {n: f"in{i}" for i, n in enumerate(graph._inputs[1:])}
     lines = [
-        f"digraph {_quoted(graph._name)} {{",
+        f"digraph {quote(graph._name)} {{",
         f'  comment="{WRITTEN}";',
         '  node [shape=box, style="rounded,filled", fillcolor="#eef3fb", fontname="Helvetica", fontsize=10];',
         '  edge [fontname="Helvetica", fontsize=8, color="#999999"];',
     ]
-    lines += [f"  {end} [label={_quoted(f'input {node._name}')}, shape=oval];" for node, end in ends.items()]
+    lines += [f"  {end} [label={quote(f'input {node._name}')}, shape=oval];" for node, end in ends.items()]
     sources = {**ends, **{n: name for e, name in drawn.items() for n in e.outputs}}
     for expr, name in drawn.items():
-        lines.append(f"  {name} [label={_quoted(_label(expr))}];")
+        lines.append(f"  {name} [label={quote(_label(expr))}];")
         lines += _edges(dict.fromkeys(expr.inputs), sources, name)
     for index, node in enumerate(graph._outputs):
         lines.append(f'  out{index} [label="output {index}", shape=oval];')
@@ -42,7 +42,7 @@ def dot(traced: TracedModule) -> str:
 
 def _edges(nodes: dict[Node, None], sources: dict[Node, str], reader: str) -> list[str]:
     return [
-        f"  {sources[node]} -> {reader} [label={_quoted(_shape(node))}];" for node in nodes if node in sources
+        f"  {sources[node]} -> {reader} [label={quote(_shape(node))}];" for node in nodes if node in sources
     ]
 
 
@@ -59,6 +59,7 @@ def _shape(node: Node) -> str:
     return text if dtype == "float32" else f"{dtype} {text}"
 
 
-def _quoted(text: str) -> str:
+def quote(text: str) -> str:
+    """Returns ``text`` as a string of a DOT file."""
     escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'"{escaped}"'

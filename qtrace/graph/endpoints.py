@@ -165,16 +165,16 @@ def _without_output(traced: TracedModule, node: Node) -> Any:
     """
     result = _current_outputs(traced)
     if isinstance(result, dict):
-        kept: Any = {k: v for k, v in result.items() if v is not node}
+        remaining: Any = {k: v for k, v in result.items() if v is not node}
     elif type(result) in (list, tuple):
-        kept = type(result)(v for v in result if v is not node)
+        remaining = type(result)(v for v in result if v is not node)
     else:
         raise GraphError(f"remove_output: {node.name} cannot go, since forward returns one tensor.")
-    if len(kept) == len(result):
+    if len(remaining) == len(result):
         raise GraphError(f"remove_output: {node.name} is no value of the {type(result).__name__} of forward.")
-    if not kept:
+    if not remaining:
         raise GraphError(f"remove_output: {node.name} is the last output.")
-    return kept
+    return remaining
 
 
 def _current_outputs(traced: TracedModule) -> Any:

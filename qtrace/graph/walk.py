@@ -56,7 +56,7 @@ def modules_of(root: Module) -> list[Module]:
 
     MegEngine looks for tensors as well, and sorts all attributes by name.
     """
-    found: dict[int, Module] = {id(root): root}
+    modules: dict[int, Module] = {id(root): root}
     stack: list[Any] = [root]
     while stack:
         value = stack.pop()
@@ -70,10 +70,10 @@ def modules_of(root: Module) -> list[Module]:
         for part in reversed(inside):
             if isinstance(part, (list, tuple, dict)):
                 stack.append(part)
-            elif isinstance(part, Module) and id(part) not in found:
-                found[id(part)] = part
+            elif isinstance(part, Module) and id(part) not in modules:
+                modules[id(part)] = part
                 stack.append(part)
-    return list(found.values())
+    return list(modules.values())
 
 
 def users(node: Node) -> Iterator[Expr]:

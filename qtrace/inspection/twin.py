@@ -56,12 +56,12 @@ def describe_changed_weights(model: QuantizedModel, remedy: str) -> str:
     return f"{changed} changed the weights: 'float' is the graph with these, not the network; {remedy}"
 
 
-def float_twin(model: QuantizedModel, given: TracedModule | None = None) -> TracedModule:
+def float_twin(model: QuantizedModel, network: TracedModule | None = None) -> TracedModule:
     """Returns a graph with the nodes of ``model`` that computes what the float network computes.
 
     Args:
         model: the quantized graph.
-        given: the network as traced, or a graph that was prepared from it; it is not changed. None for
+        network: the network as traced, or a graph that was prepared from it; it is not changed. None for
             ``model``, which is prepared then.
 
     Returns:
@@ -70,15 +70,15 @@ def float_twin(model: QuantizedModel, given: TracedModule | None = None) -> Trac
     Raises:
         ConfigError: when the config does not fit the network, or names code of its own in a module that
             nobody has imported.
-        GraphError: when ``given`` is no traced module, or is converted.
+        GraphError: when ``network`` is no traced module, or is converted.
     """
-    if given is None:
+    if network is None:
         twin = model.view(flatten(model.module))
-    elif is_quantized(given):
-        twin = QuantizedModel(flatten(given), "prepared")
+    elif is_quantized(network):
+        twin = QuantizedModel(flatten(network), "prepared")
     else:
         check_imported(spec for _, spec in specs(model.config))
-        prepared = prepare(given, model.config.without_placement(), progress=False)
+        prepared = prepare(network, model.config.without_placement(), progress=False)
         write_same_activations(prepared, model.module)
         twin = QuantizedModel(prepared, "prepared")
     switch_phase("float", twin)

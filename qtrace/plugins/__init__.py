@@ -142,7 +142,7 @@ def load_installed(group: str, kind: type) -> tuple[Any, ...]:
     Raises:
         ConfigError: when a module cannot be imported, or an object is of another class.
     """
-    found: list[Any] = []
+    objects: list[Any] = []
     for value in installed(group).values():
         plugin = _import_value(value, f"an object of {kind.__name__}")
         several = plugin if isinstance(plugin, tuple) else (plugin,)
@@ -152,8 +152,8 @@ def load_installed(group: str, kind: type) -> tuple[Any, ...]:
                 f"{type(wrong[0]).__name__}: define it as an object of "
                 f"{kind.__module__}.{kind.__qualname__}, or as a tuple of such."
             )
-        found += several
-    return tuple(found)
+        objects += several
+    return tuple(objects)
 
 
 def name_of(cls: type) -> str:

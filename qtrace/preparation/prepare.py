@@ -99,7 +99,7 @@ def prepare_placed(
     traced: TracedModule,
     config: QConfig,
     samples: Iterable[Any] | None,
-    given: object = None,
+    request: object = None,
     outcome: SearchOutcome | None = None,
     fitted: CostTable | None = None,
     progress: bool = False,
@@ -111,7 +111,7 @@ def prepare_placed(
         traced: a traced module.
         config: the whole config.
         samples: as for `prepare`.
-        given: the config as the user gave it, for notes.
+        request: the config as the user gave it, for notes.
         outcome: a labelling of an earlier search in the same network, which is taken; None to search.
         fitted: the packaged cost table, fitted to this processor; None for the table as it is packaged.
         progress: as for `prepare`.
@@ -130,7 +130,7 @@ def prepare_placed(
         check(graph.model, types=False)  # the editor renewed them
         record = _record(graph, decision, scales)
         write_record(graph.model, record)
-        _note_placement(given, record)
+        _note_placement(request, record)
         if outcome is None:  # else it was said of an earlier labelling
             _warn_of_fallback(record.annotation)
         _take_over(graph.model, scales)
@@ -206,14 +206,14 @@ def _record(graph: FloatGraph, decision: Decision, scales: native.NativeParamete
     )
 
 
-def _note_placement(given: object, record: Record) -> None:
+def _note_placement(request: object, record: Record) -> None:
     """Says what a user may not expect: a graph in float throughout, or a config that places everything."""
     placement = record.annotation.placement
     backend = backends.get(record.annotation.backend)
-    silent = isinstance(given, (QConfig, Mapping)) and "placement" not in record.qconfig
+    silent = isinstance(request, (QConfig, Mapping)) and "placement" not in record.qconfig
     unread = record.qconfig.get("method", "static") != "static"
     has_static = any(rule.get("method") == "static" for rule in record.qconfig.get("rules", ()))
-    if isinstance(given, Mapping) and unread and {"activation", "method"} <= {*given} and not has_static:
+    if isinstance(request, Mapping) and unread and {"activation", "method"} <= {*request} and not has_static:
         _LOG.warning(
             f"activation has no effect with method: {record.qconfig['method']}, which rounds no activation "
             "by a scheme of the config: leave it out."
@@ -251,15 +251,15 @@ def _warn_of_fallback(annotation: Annotation) -> None:
     )
 
 
-def _take_over(model: TracedModule, given: native.NativeParameters) -> None:
+def _take_over(model: TracedModule, scales: native.NativeParameters) -> None:
     """Sets the scales that the model brings; names the sites that it brings none for."""
     view = QuantizedModel(model, "prepared")
-    native.set_ranges(view, given)
-    if given.missing:
-        names = f"{', '.join(given.missing[:_SHOWN])}{' and others' if len(given.missing) > _SHOWN else ''}"
+    native.set_ranges(view, scales)
+    if scales.missing:
+        names = f"{', '.join(scales.missing[:_SHOWN])}{' and others' if len(scales.missing) > _SHOWN else ''}"
         _LOG.warning(
-            f"{len(given.missing)} of {len(view.fake_quants)} groups of sites have no scale of the model's "
+            f"{len(scales.missing)} of {len(view.fake_quants)} groups of sites have no scale of the model's "
             f"own quantization: {names}. qtrace.calibrate sets these from data and keeps the others."
         )
-    elif given.qparams:
+    elif scales.qparams:
         switch_phase("quantize", view)

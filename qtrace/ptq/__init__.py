@@ -5,8 +5,9 @@ The base classes for your own algorithms are names of this package, loaded when 
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from qtrace.plugins.lazy_package import load_when_used
 
 if TYPE_CHECKING:
     from qtrace.ptq.base import (
@@ -20,12 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["CalibratedAlgorithm", "CalibratedTask", "FloatAlgorithm", "FloatTask", "Left", "Report"]
 
+_HOMES = {"qtrace.ptq.base": "CalibratedAlgorithm CalibratedTask FloatAlgorithm FloatTask Left Report"}
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'qtrace.ptq' has no attribute {name!r}")
-    return getattr(importlib.import_module("qtrace.ptq.base"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+load_when_used(__name__, _HOMES)

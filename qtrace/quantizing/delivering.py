@@ -37,8 +37,6 @@ __all__ = [
 
 _CHOOSING = ("balanced", "fastest")
 """The placements that round for speed: a file that is slower than float is not what they ask for."""
-_MEASURED_RECIPES = ("backend/ncnn",)
-"""The packaged recipes whose placement nobody asked for: it is kept where it is faster than float."""
 
 Timer = Callable[..., list[Speed]]
 """Measures files in turns, as `qtrace.benchmarking.turns.compare_files` does."""
@@ -193,9 +191,10 @@ def _speeds_of(path: Path, labellings: Sequence[MeasuredLabelling]) -> tuple[Spe
 
 def _rounds_for_speed(config: QConfig) -> bool:
     """Returns whether a config asks for integers only where they are faster, not for their size."""
+    backend = backends.get(config.backend)
     stem = config.place("placement").rpartition(".yaml")[0]
-    packaged = stem.endswith(tuple(f"recipes/{name}" for name in _MEASURED_RECIPES))
-    return config.effective_placement in _CHOOSING or packaged
+    packaged = stem.endswith(f"recipes/backend/{backend.name}")
+    return config.effective_placement in _CHOOSING or (packaged and backend.rounds_for_speed)
 
 
 def fixed_timer(speeds: Sequence[Speed]) -> Timer:

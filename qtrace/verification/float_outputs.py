@@ -85,7 +85,7 @@ class FloatOutputs:
         """
         if not places and self._last is not None and self._last[0] == number:
             return self._last[1], []
-        run = FirstOfEquals(self.network, given=places)
+        run = FirstOfEquals(self.network, places=places)
         with self._in_float(), translate_errors(self.network, (args, kwargs), number):
             outputs = [t.numpy() for t in leaves(run.run(*args, **kwargs))]
         expected = len(self.model.module.graph.outputs)
@@ -98,13 +98,13 @@ class FloatOutputs:
             self.keep(number, outputs)
         return outputs, run.tape.shares
 
-    def lane(self, given: Sequence[np.ndarray]) -> FloatLane | None:
+    def lane(self, places: Sequence[np.ndarray]) -> FloatLane | None:
         """Returns a lane beside the graph's; None if another network computes the outputs.
 
         Args:
-            given: the places that the graph selects, to which it may add until the lane needs them.
+            places: the places that the graph selects, to which it may add until the lane needs them.
         """
-        return FloatLane(self.network, given=given) if self.network is self.model.module else None
+        return FloatLane(self.network, places=places) if self.network is self.model.module else None
 
     def keep(self, number: int, outputs: list[np.ndarray]) -> None:
         """Keeps the outputs of one batch, where nothing selects, for who asks for them next."""

@@ -120,16 +120,16 @@ class Lanes:
             differs = held is not first and any(node in held for node in expr.inputs)
             own = [_read(held, first, node) for node in expr.inputs] if differs else inputs
             if nested:
-                given = lane.run_expr(expr, own)
+                outputs = lane.run_expr(expr, own)
             else:
-                given = computed
+                outputs = computed
                 phased = self._phased.get(expr, ()) if isinstance(lane, FloatLane) else ()
                 if differs or phased:
                     with _float_phase(phased):
-                        given = interpret(expr, own)
+                        outputs = interpret(expr, own)
                 if follows:
-                    given = lane.follow(expr, own, given)
-            results.append(() if given is None else given)
+                    outputs = lane.follow(expr, own, outputs)
+            results.append(() if outputs is None else outputs)
         _give(lanes, values, expr.outputs, results)
 
     def _plan(self, graph: Any) -> _Plan:

@@ -411,7 +411,7 @@ class GraphRun(FirstOfEquals):
         model: the converted graph.
         nodes: names of nodes that hold dequantized integers.
         first_of_equals: whether the first one of equal scores comes first.
-        given: the places that its selections give; None for its own.
+        places: the places that its selections give; None for its own.
     """
 
     def __init__(
@@ -419,9 +419,9 @@ class GraphRun(FirstOfEquals):
         model: QuantizedModel,
         nodes: Collection[str],
         first_of_equals: bool = True,
-        given: Sequence[np.ndarray] | None = None,
+        places: Sequence[np.ndarray] | None = None,
     ) -> None:
-        super().__init__(model.module, first_of_equals, given)
+        super().__init__(model.module, first_of_equals, places)
         self.nodes, self.qparams = nodes, integer_qparams(model)
         self.integers: dict[str, np.ndarray] = {}
         self.inputs: list[np.ndarray] = []
@@ -482,8 +482,8 @@ class SameRows:
 class EndToEnd(GraphRun):
     """Runs the graph alone, to compare it with a run of the runtime."""
 
-    def __init__(self, file: File, given: Sequence[np.ndarray] | None = None) -> None:
-        super().__init__(file.model, file.names, file.first_of_equals, given)
+    def __init__(self, file: File, places: Sequence[np.ndarray] | None = None) -> None:
+        super().__init__(file.model, file.names, file.first_of_equals, places)
         self.names, self.ends = file.names, file.ends
         self.order = Unsettled()
         self._latest: tuple[Node, Any] | None = None

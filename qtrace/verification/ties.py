@@ -57,7 +57,7 @@ class FirstOfEquals(Interpreter):
     Args:
         traced: the traced module.
         first_of_equals: whether they do; False for the order of MegEngine's kernels.
-        given: the places of another run to replay in the place of its own; None for its own.
+        places: the places of another run to replay in the place of its own; None for its own.
 
     Attributes:
         tape: the selections of the run.
@@ -68,10 +68,10 @@ class FirstOfEquals(Interpreter):
         self,
         traced: TracedModule,
         first_of_equals: bool = True,
-        given: Sequence[np.ndarray] | None = None,
+        places: Sequence[np.ndarray] | None = None,
     ) -> None:
         super().__init__(traced)
-        self.tape = SelectionTape(given)
+        self.tape = SelectionTape(places)
         self.first_of_equals = first_of_equals
         self.tied: dict[Node, Ranked | None] = {}
 

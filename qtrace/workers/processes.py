@@ -79,17 +79,17 @@ class Processes:
 
     def _do(self, number: int, task: Any, news: News) -> Outcome:
         """Gives a task to an idle worker and waits for its end."""
-        worker, told = self._idle.get(), 0
+        worker, count = self._idle.get(), 0
         _send(worker, task)
         try:
             assert worker.stdout is not None
             while not isinstance(outcome := read_message(worker.stdout), Outcome):
-                told += 1
+                count += 1
                 news(outcome)
         except (EOFError, OSError):
             code = worker.wait()
             ending = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            text = self._job.describe_end(number, ending, told)
+            text = self._job.describe_end(number, ending, count)
             outcome = Outcome(problem=(QtraceError.__name__, text))
         finally:
             self._idle.put(worker)

@@ -53,20 +53,20 @@ class RayTasks:
         remote = ray.remote(num_cpus=1, max_retries=2)(do_elsewhere)
         for number, waiting in enumerate([remote.remote(stored, task) for task in tasks]):
             try:
-                ended, told = ray.get(waiting)
+                ended, messages = ray.get(waiting)
             except ray.exceptions.RayError as error:
                 line = self._job.describe_failure(number, _first_line(error))
                 yield Outcome(problem=(QtraceError.__name__, line))
                 continue
-            for item in told:
+            for item in messages:
                 news(item)
             yield ended
 
 
 def do_elsewhere(job: Job, task: Any) -> tuple[Outcome, list[Any]]:
     """Does a task on a node of the cluster; returns its end and its news."""
-    told: list[Any] = []
-    return attempt(lambda: job.open()(task, told.append)), told
+    messages: list[Any] = []
+    return attempt(lambda: job.open()(task, messages.append)), messages
 
 
 def _first_line(error: Exception) -> str:

@@ -13,7 +13,7 @@ import qtrace
 from qtrace.benchmarking.turns import Speed, summarize
 from qtrace.config.recipe import as_qconfig
 from qtrace.quantizing import delivering
-from qtrace.quantizing.delivering import measure_file, timed_settings
+from qtrace.quantizing.delivering import is_float_better, measure_file, timed_settings
 from qtrace.quantizing.structure import hash_structure
 from qtrace.quantizing.times import MeasuredLabelling
 from tests.nets import images, net
@@ -67,6 +67,22 @@ def test_what_is_delivered_and_said(tmp_path: Path, timed, speed, options, in_fl
     facts = result.delivery.to_dict()
     assert facts["delivered"] == ("float" if in_float else "quantized")
     assert ("speed" in "\n".join(result.summary())) is (facts["speed"] is not None)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "in_float"),
+    [
+        ("backend/ncnn", True),
+        ("backend/tflite", False),
+        ("backend/openvino", False),
+        ("backend/esp_dl", False),
+    ],
+)
+def test_the_packaged_recipe_of_ncnn_rounds_everything_for_speed(recipe: str, in_float: bool) -> None:
+    config = as_qconfig(recipe)
+    assert is_float_better(SLOWER, config) == in_float
+    assert not is_float_better(SAME, config)
+    assert not is_float_better(SLOWER, as_qconfig({"backend": config.backend, "placement": "everything"}))
 
 
 def test_what_cannot_be_timed_is_delivered_with_the_reason(tmp_path: Path) -> None:

@@ -30,6 +30,8 @@ class Echo:
         return self._do
 
     def _do(self, task: Any, news: Callable[[Any], None]) -> Any:
+        if isinstance(task, tuple):
+            return self._wait(task, news)
         news(("begun", task))
         match task:
             case "fail":
@@ -38,12 +40,15 @@ class Echo:
                 os.kill(os.getpid(), signal.SIGKILL)
             case "print":
                 print("a print of the user's")
-            case ("wait", path):
-                try:
-                    time.sleep(300)
-                finally:
-                    Path(path).write_text("saved")
         return task
+
+    def _wait(self, task: tuple[str, str], news: Callable[[Any], None]) -> Any:
+        """Waits for the end, and saves then; whoever reads the news knows that it will."""
+        try:
+            news(("begun", task))
+            time.sleep(3000)
+        finally:
+            Path(task[1]).write_text("saved")
 
     def describe_end(self, number: int, ending: str, news: int) -> str:
         return f"task {number} {ending} after {news} news."

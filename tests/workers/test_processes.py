@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,7 @@ def test_the_first_failure_ends_workers_that_save_and_is_the_cause_of_all(tmp_pa
     with Processes(Echo(), 2, saves=True) as pool:
         outcomes = pool.run([("wait", str(saved)), "fail"], told)
         assert [str(outcome.error) for outcome in outcomes] == ["it is bad"] * 2
-    assert saved.exists() == (len(begun) == 2)  # the first may have been ended before its task
+    assert saved.exists() or len(begun) < 2  # the first may have been ended before its task
 
 
 def test_what_a_worker_says_after_it_was_told_to_end_is_no_cause() -> None:
@@ -91,8 +90,7 @@ def test_a_worker_ends_with_its_parent_and_saves_before(tmp_path: Path) -> None:
     assert read_message(worker.stdout) == Outcome(1)
     write_message(worker.stdin, ("wait", str(tmp_path / "saved")))
     assert read_message(worker.stdout)[0] == "begun"
-    time.sleep(0.05)
     worker.stdin.close()
-    assert worker.wait(60) == 143
+    assert worker.wait(600) == 143
     assert (tmp_path / "saved").exists()
     worker.stdout.close()

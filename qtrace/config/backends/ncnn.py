@@ -43,5 +43,6 @@ BACKEND = Backend(
     },
     float_results=frozenset({"conv2d", "linear"}),
     cost_table="ncnn",
+    rounds_for_speed=True,
     slower=_slower,
 )

@@ -153,9 +153,9 @@ def files_with(
     from qtrace.export.onnx.pools import write_fast_poolings
 
     plain = isinstance(converted, PlainGraph)
-    runs_it = not plain and converted.annotation.backend == "onnxruntime"
-    write_fast_poolings(model, held=runs_it)
-    if runs_it or (not plain and converted.annotation.backend == "generic"):
+    target = "" if plain else converted.annotation.backend
+    write_fast_poolings(model, in_onnxruntime=target == "onnxruntime")
+    if target in ("onnxruntime", "generic"):
         hold_float_layers(model)
     if exporter.writer.version_change:
         _LOG.info(exporter.writer.version_change)

@@ -35,7 +35,7 @@ _OF_INTEGERS_ALONE = "Conv ConvTranspose Gemm MatMul Add Sub Mul Div Concat"
 """Ops whose integer kernels take no float operand, not even a stored one."""
 
 
-def write_fast_poolings(model: Any, held: bool = False) -> int:
+def write_fast_poolings(model: Any, in_onnxruntime: bool = False) -> int:
     """Merges paddings into the poolings that alone read them, and rounds behind poolings of floats.
 
     The file computes the same values. A padding before max pooling is merged if no value is below its
@@ -43,19 +43,19 @@ def write_fast_poolings(model: Any, held: bool = False) -> int:
 
     Args:
         model: an ONNX model with its tensors; it is changed in place.
-        held: whether onnxruntime runs the file, which is kept from rounding in front of a pooling. A pooling
-            of floats is then worth its rounding even if others read the integers in front of it. Paddings
-            with zeros become those of convolutions, too.
+        in_onnxruntime: whether onnxruntime runs the file, which is kept from rounding in front of a pooling.
+            A pooling of floats is then worth its rounding even if others read the integers in front of it.
+            Paddings with zeros become those of convolutions, too.
 
     Returns:
         The number of poolings and convolutions that were changed.
     """
     graph = _Graph(model)
     changed = 0
-    kinds = ("MaxPool", "AveragePool", *(("Conv",) if held else ()))
+    kinds = ("MaxPool", "AveragePool", *(("Conv",) if in_onnxruntime else ()))
     for node in [n for n in model.graph.node if n.op_type in kinds]:
         merged = _merge_padding(graph, node)
-        moved = node.op_type == "MaxPool" and _round_behind(graph, node, held)
+        moved = node.op_type == "MaxPool" and _round_behind(graph, node, in_onnxruntime)
         changed += merged or moved
     if changed:
         graph.drop_unread()
@@ -250,7 +250,7 @@ def _read_padding(graph: _Graph, pad: Any, pool: Any, attributes: dict[str, Any]
     return [*sizes[2:axes], *sizes[axes + 2 :]] if fits else None
 
 
-def _round_behind(graph: _Graph, pool: Any, held: bool) -> bool:
+def _round_behind(graph: _Graph, pool: Any, in_onnxruntime: bool) -> bool:
     """Lets max pooling read floats if a float op writes what it reads, and the result is rounded alike."""
     before = graph.rounding(pool.input[0])
     if before is None or graph.rounding(before.source) is not None:
@@ -259,9 +259,9 @@ def _round_behind(graph: _Graph, pool: Any, held: bool) -> bool:
     source = graph.uncopied(before.source)
     origin = graph.producers.get(source)
     if origin is None:
-        in_float = held and source in graph.inputs
+        in_float = in_onnxruntime and source in graph.inputs
     else:
-        in_float = (held or alone) and not _is_integer_op(graph, origin)
+        in_float = (in_onnxruntime or alone) and not _is_integer_op(graph, origin)
     if not in_float:
         return False
     readers = list(graph.readers_of(pool.output[0]))
@@ -271,7 +271,7 @@ def _round_behind(graph: _Graph, pool: Any, held: bool) -> bool:
         if reader.op_type != "QuantizeLinear" or not graph.same_rounding(before, _Rounding(reader, reader)):
             return False
     graph.read(pool, source)
-    if held:
+    if in_onnxruntime:
         graph.hold(pool.output[0], readers)
     return True
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from qtrace.graph.dot import quote
 from qtrace.inspection.explanation._index import Index
 from qtrace.preparation.annotation import ExprNote, Site
 from qtrace.storage.ownership import WRITTEN
@@ -159,6 +160,5 @@ class _Drawing:
 
 
 def _quoted(*lines: str) -> str:
-    """Text as a quoted string of Graphviz, which knows backslashes as escapes of its own."""
-    escaped = (line.replace("\\", "\\\\").replace('"', '\\"').replace("\n", " ") for line in lines)
-    return '"' + "\\n".join(escaped) + '"'
+    """Returns lines as one string of a DOT file."""
+    return quote("\n".join(line.replace("\n", " ") for line in lines))

@@ -205,9 +205,9 @@ def write_same_activations(traced: TracedModule, pattern: TracedModule) -> tuple
 class _Explainer:
     """Says what an op would cost with the other label, all else as it is."""
 
-    def __init__(self, outcome: SearchOutcome, asked: str) -> None:
+    def __init__(self, outcome: SearchOutcome, requested: str) -> None:
         self.outcome, self.problem, self.point = outcome, outcome.problem, outcome.point
-        self.mode = asked if outcome.mode == "float" else outcome.mode
+        self.mode = requested if outcome.mode == "float" else outcome.mode
         self.units = {unit.name: unit for unit in self.problem.units}
         self.neighbourhoods = Neighbourhoods(self.problem)
 

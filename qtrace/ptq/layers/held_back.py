@@ -158,15 +158,15 @@ def compare(before: Mapping[int, OutputErrors], after: Mapping[int, OutputErrors
     return Gain.of([(before[n].noise(means[0]), after[n].noise(means[1])) for n in before])
 
 
-def gain_text(before: float, after: float, held: Sequence[int]) -> str:
+def gain_text(before: float, after: float, batches: Sequence[int]) -> str:
     """Describes how an error changes on the batches held back, as a clause; "" if none is held back."""
-    if not held:
+    if not batches:
         return ""
-    plural = "" if len(held) == 1 else "es"
+    where = f"on {len(batches)} held-back batch{'' if len(batches) == 1 else 'es'}"
     if not before or not after:
-        return f"on {len(held)} held-back batch{plural} the error goes from {before:.3g} to {after:.3g}"
+        return f"{where} the error goes from {before:.3g} to {after:.3g}"
     change = 10 * np.log10(before / after)
     if abs(change) < _SMALLEST_CHANGE:
-        return f"on {len(held)} held-back batch{plural} the error changes by less than {_SMALLEST_CHANGE} dB"
+        return f"{where} the error changes by less than {_SMALLEST_CHANGE} dB"
     verb = "falls" if change > 0 else "rises"
-    return f"on {len(held)} held-back batch{plural} the error {verb} by {abs(change):.2f} dB"
+    return f"{where} the error {verb} by {abs(change):.2f} dB"

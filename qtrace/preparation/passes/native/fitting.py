@@ -24,67 +24,67 @@ class Fit(NamedTuple):
     note: str
 
 
-def fit(given: QParams, planned: QScheme, problem: Callable[[QScheme], str | None], fixed: bool) -> Fit:
-    """Writes ``given`` on the integers of a target.
+def fit(source: QParams, planned: QScheme, problem: Callable[[QScheme], str | None], fixed: bool) -> Fit:
+    """Writes ``source`` on the integers of a target.
 
     The planned scheme is kept if it has the same levels, such as uint8 with the zero point 128 for int8.
     Else the given scheme is, if ``problem`` allows it. Else the nearest parameters are derived, with a note.
 
     Args:
-        given: the parameters of one tensor, one scale.
+        source: the parameters of one tensor, one scale.
         planned: the scheme that the config wants there, per tensor.
         problem: says why another scheme than ``planned`` may not be used; None if it may.
         fixed: whether the integers of a narrower type may stay as they are in a wider one: those of a
-            parameter that is clipped to the range of ``given``.
+            parameter that is clipped to the range of ``source``.
     """
-    own = given.scheme.replace(rounding=planned.rounding)
+    own = source.scheme.replace(rounding=planned.rounding)
     other = own.replace(signed=not own.signed, symmetric=False)
     runs = [s for s in (planned, own, other) if s is planned or problem(s) is None]
     for scheme in runs:
-        if (qparams := _shifted(given, scheme)) is not None and scheme.narrow == own.narrow:
+        if (qparams := _shifted(source, scheme)) is not None and scheme.narrow == own.narrow:
             return Fit(qparams, "")
     target = planned.describe()
     for scheme in (*runs, *(s.replace(narrow=not s.narrow) for s in (own, other))):
         if scheme not in runs and problem(scheme) is not None:
             continue
-        if (qparams := _shifted(given, scheme)) is not None:
+        if (qparams := _shifted(source, scheme)) is not None:
             step = "one step less" if scheme.narrow else "one step more"
             return Fit(qparams, f"{_name(own)} became {_name(scheme)}: {step} at the lower end")
-    wide = _widened(given, planned) if fixed else None
+    wide = _widened(source, planned) if fixed else None
     if wide is not None:
         return Fit(wide, f"{_name(own)} became {_name(planned)}: the same integers, of {own.bits} bits")
-    derived = choose(*span(given), planned)
+    derived = choose(*span(source), planned)
     return Fit(derived, f"{_name(own)} cannot be used ({problem(own)}): its range was written as {target}")
 
 
-def span(given: QParams) -> tuple[float, float]:
-    """Returns the lowest and the highest number that ``given`` stands for."""
-    scale, zero = float(given.scale), int(given.zero_point)
-    return (given.scheme.qmin - zero) * scale, (given.scheme.qmax - zero) * scale
+def span(source: QParams) -> tuple[float, float]:
+    """Returns the lowest and the highest number that ``source`` stands for."""
+    scale, zero = float(source.scale), int(source.zero_point)
+    return (source.scheme.qmin - zero) * scale, (source.scheme.qmax - zero) * scale
 
 
 def _name(scheme: QScheme) -> str:
     return scheme.describe().replace(" half-away", "")
 
 
-def _shifted(given: QParams, scheme: QScheme) -> QParams | None:
+def _shifted(source: QParams, scheme: QScheme) -> QParams | None:
     """Returns the parameters of ``scheme`` with the same scale and the same number at its middle, if any."""
-    own = given.scheme
+    own = source.scheme
     if scheme.bits != own.bits:
         return None
     shift = (1 << (own.bits - 1)) * (own.signed - scheme.signed)
     try:
-        return QParams(scheme, given.scale, given.zero_point + shift)
+        return QParams(scheme, source.scale, source.zero_point + shift)
     except SchemeError:  # a zero point that a symmetric scheme lacks, or a scale that is no power of two
         return None
 
 
-def _widened(given: QParams, scheme: QScheme) -> QParams | None:
+def _widened(source: QParams, scheme: QScheme) -> QParams | None:
     """Returns the same integers as those of a wider ``scheme``, if it has them all."""
-    own = given.scheme
+    own = source.scheme
     if scheme.bits <= own.bits or scheme.signed != own.signed:
         return None
     try:
-        return QParams(scheme, given.scale, given.zero_point)
+        return QParams(scheme, source.scale, source.zero_point)
     except SchemeError:
         return None

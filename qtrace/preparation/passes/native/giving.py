@@ -68,17 +68,17 @@ def bring_scales(model: TracedModule, annotation: Annotation, located: Located |
     return replace(scales, notes=[*located.notes, *scales.notes])
 
 
-def set_ranges(view: QuantizedModel, given: NativeParameters) -> None:
-    """Sets the parameters of ``given`` in a prepared module.
+def set_ranges(view: QuantizedModel, parameters: NativeParameters) -> None:
+    """Sets the quantization parameters that the model brings in a prepared module.
 
     Args:
         view: the prepared module.
-        given: the parameters; those of the biases follow.
+        parameters: the parameters; those of the biases follow.
     """
     fake_quants = view.fake_quants
-    for group, qparams in given.qparams.items():
+    for group, qparams in parameters.qparams.items():
         fake_quants[group].set_qparams(qparams)
-    for path, (low, high) in given.clipped.items():
+    for path, (low, high) in parameters.clipped.items():
         parameter: Parameter = get_module(view.module, path)
         parameter[...] = np.clip(parameter.numpy(), np.float32(low), np.float32(high))
 
@@ -92,13 +92,13 @@ class _Giver:
         self.nodes: dict[str, Node] = {n.name: n for n in model.graph.inputs}
         self.nodes.update((n.name, n) for e in exprs(model) for n in e.outputs)
         self.order = {name: index for index, name in enumerate(self.nodes)}
-        self.given = NativeParameters(annotation)
+        self.parameters = NativeParameters(annotation)
         self.used: set[str] = set()
         self.changed: dict[str, list[str]] = {}  # what was changed -> the groups
 
     def run(self) -> NativeParameters:
         """Returns the parameters of all groups."""
-        annotation, given = self.given.annotation, self.given
+        annotation, parameters = self.parameters.annotation, self.parameters
         groups: dict[str, list[Site]] = {}
         for site in annotation.sites:
             if site.plan is not None:
@@ -109,13 +109,13 @@ class _Giver:
         for group, sites in groups.items():
             origins = list(self._origins(sites, carried.get(group, ())))
             if not origins:
-                given.missing.append(group)
+                parameters.missing.append(group)
                 continue
             self._give(group, sites, origins)
-        given.annotation = self._with_schemes(annotation)
-        given.notes += (f"{', '.join(groups)}: {note}" for note, groups in self.changed.items())
-        given.notes += self._unused()
-        return given
+        parameters.annotation = self._with_schemes(annotation)
+        parameters.notes += (f"{', '.join(groups)}: {note}" for note, groups in self.changed.items())
+        parameters.notes += self._unused()
+        return parameters
 
     def _origins(self, sites: list[Site], carried: list[str] | tuple[str, ...]) -> Iterator[Origin]:
         """Yields the parameters that the tensors of a group bring; those of the group's last tensor first."""
@@ -136,7 +136,7 @@ class _Giver:
 
     def _unscaled(self, name: str) -> Origin:
         """Returns the parameters of a node that carries integers, at the scale of the site before it."""
-        origin, factor = self.located.activations[name], self.given.annotation.factors.get(name, 1.0)
+        origin, factor = self.located.activations[name], self.parameters.annotation.factors.get(name, 1.0)
         own = origin.qparams
         return replace(origin, qparams=QParams(own.scheme, own.scale / np.float32(factor), own.zero_point))
 
@@ -166,7 +166,7 @@ class _Giver:
 
     def _give(self, group: str, sites: list[Site], origins: list[Origin]) -> None:
         """Gives ``group`` the first of ``origins``."""
-        given, origin, site = self.given, origins[0], sites[0]
+        parameters, origin, site = self.parameters, origins[0], sites[0]
         self.used.update((o.layer if site.sort == "weight" else f"{o.layer}:result") for o in origins)
         plan, weight = site.plan, site.sort == "weight"
         assert plan is not None
@@ -179,24 +179,24 @@ class _Giver:
             return asked or self.backend.problem(sort, scheme)
 
         fitted: Fit = fit(origin.qparams, planned, problem, weight and asked is None)
-        given.qparams[group] = fitted.qparams
+        parameters.qparams[group] = fitted.qparams
         tensor = "the weight" if weight else "the result"
-        given.scales[group] = NativeScale(f"{tensor} of {origin.label}", float(fitted.qparams.scale))
+        parameters.scales[group] = NativeScale(f"{tensor} of {origin.label}", float(fitted.qparams.scale))
         if fitted.note:
             self.changed.setdefault(fitted.note, []).append(group)
         others = [o for o in origins[1:] if o.qparams != origin.qparams]
         for other in {o.label: o for o in others}.values():
-            given.notes.append(
+            parameters.notes.append(
                 f"{group}: {self.backend.name} ties its sites, so {other.label} gets the scale of "
                 f"{origin.label}"
             )
         expr = self.nodes[site.node].expr
         if weight and span(fitted.qparams) != span(origin.qparams) and isinstance(expr, GetAttr):
-            given.clipped[expr.name] = span(origin.qparams)
+            parameters.clipped[expr.name] = span(origin.qparams)
 
     def _with_schemes(self, annotation: Annotation) -> Annotation:
         """Returns ``annotation`` with the schemes of the given parameters."""
-        schemes = {group: q.scheme for group, q in self.given.qparams.items()}
+        schemes = {group: q.scheme for group, q in self.parameters.qparams.items()}
         sites = []
         for site in annotation.sites:
             if site.group in schemes and site.plan is not None:

@@ -52,7 +52,14 @@ _OCR = {
     ),
 }
 _ZOO = (
-    *("unet_transposed", "bisenet", "resnet_basic", "mobilenet_v2_relu6", "mobilenet_v3", "shufflenet_v2"),
+    *(
+        "unet_transposed",
+        "bisenet",
+        "resnet_bottleneck",
+        "mobilenet_v2_relu6",
+        "mobilenet_v3",
+        "shufflenet_v2",
+    ),
     *("regnet_y", "efficientnet_b0", "repvgg_deploy", "hrnet", "densenet", "ghostnet", "deeplab"),
 )
 _BATCHES = (1, 3, 5, 4)

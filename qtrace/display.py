@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import inspect
+import itertools
 import re
 import sys
 import warnings
@@ -21,6 +22,7 @@ _MAX_LINES, _TAIL = 36, 12  # of a repr: a screen, and its end
 _MAX_LINE = 400
 _MAX_WIDTH = 160
 _TABLE_STYLE = "border-collapse:collapse;font-size:90%"
+_CELL_STYLE = "padding:1px 8px"
 _SCROLL_STYLE = "max-height:32em;overflow:auto"
 
 
@@ -72,7 +74,8 @@ def _blocks_as_html(text: str) -> Iterator[str]:
             yield from _plain(plain)
             plain = []
             end = index + 2
-            while end < len(lines) and lines[end].strip():
+            spans = _columns(lines[index + 1])
+            while end < len(lines) and _is_row(lines[end], spans):
                 end += 1
             yield _as_html(lines[index], lines[index + 1], lines[index + 2 : end])
             index = end
@@ -82,6 +85,17 @@ def _blocks_as_html(text: str) -> Iterator[str]:
     yield from _plain(plain)
 
 
+def _columns(rule: str) -> list[tuple[int, int]]:
+    """Returns where the columns of a table begin and end, which are as wide as the runs of dashes."""
+    return [match.span() for match in re.finditer("-+", rule)]
+
+
+def _is_row(line: str, columns: Sequence[tuple[int, int]]) -> bool:
+    """Whether a line has nothing between the columns; a sentence behind a table has."""
+    gaps = itertools.pairwise(columns)
+    return bool(line.strip()) and not any(line[end:start].strip() for (_, end), (start, _) in gaps)
+
+
 def _plain(lines: Sequence[str]) -> Iterator[str]:
     text = "\n".join(lines).strip("\n")
     if text:
@@ -89,15 +103,15 @@ def _plain(lines: Sequence[str]) -> Iterator[str]:
 
 
 def _as_html(header: str, rule: str, rows: Sequence[str]) -> str:
-    """Returns a table whose columns are as wide as the runs of dashes in ``rule``."""
-    spans = [match.span() for match in re.finditer("-+", rule)]
+    """Returns a table with the columns of ``rule``."""
+    spans = _columns(rule)
     last = len(spans) - 1
 
     def cells(line: str, tag: str) -> str:
         parts = [line[a : None if i == last else b].strip() for i, (a, b) in enumerate(spans)]
         sides = ["right" if _NUMBER.match(part) else "left" for part in parts]
         return "".join(
-            f'<{tag} style="text-align:{side}">{html.escape(part)}</{tag}>'
+            f'<{tag} style="text-align:{side};{_CELL_STYLE}">{html.escape(part)}</{tag}>'
             for part, side in zip(parts, sides, strict=True)
         )
 

@@ -72,6 +72,13 @@ def test_html_has_the_cells_of_the_text(rows: list[list[str]]) -> None:
     assert "before &lt;b&gt;" in shown._repr_html_()
 
 
+def test_sentences_right_behind_a_table_are_no_rows() -> None:
+    table = format_table(("site", "values", "equal"), [("x_q", 384, "100.0%"), ("y_q", "", "inf")], None)
+    shown = _Shown(f"{table}\nop by op: worst 0 LSB, all equal over 2 sites\npassed")
+    assert _rows(shown) == [["site", "values", "equal"], ["x_q", "384", "100.0%"], ["y_q", "", "inf"]]
+    assert "op by op: worst 0 LSB, all equal over 2 sites\npassed</pre>" in shown._repr_html_()
+
+
 def test_a_long_table_is_cut_in_the_middle() -> None:
     lines = [f"line {i} {'x' * 900}" for i in range(300)]
     shown = repr(_Shown("\n".join(lines))).splitlines()
@@ -96,17 +103,23 @@ class _Net(M.Module):
 X = np.random.RandomState(0).randn(2, 3, 8, 8).astype("float32")
 
 
+# On its own, a small network stays in float, of which there is little to show.
+_EVERYTHING = {"placement": "everything"}
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the public functions give for a network of 20 layers."""
     folder: Path = tmp_path_factory.mktemp("shown")
     traced = qtrace.trace(_Net(), X, check=False)
-    prepared = qtrace.prepare(traced, {})
+    prepared = qtrace.prepare(traced, _EVERYTHING)
     qtrace.calibrate(prepared, [X], progress=False)
     converted = qtrace.convert(prepared)
     file = qtrace.export(converted, folder / "net.onnx")
-    quantized = qtrace.quantize(traced, [X, X], folder / "one.onnx", progress=False)
-    tuned = qtrace.tune(traced, qtrace.QConfig(), [X, X], folder / "tuned", TuneSettings(trials=1))
+    quantized = qtrace.quantize(traced, [X, X], folder / "one.onnx", recipe=_EVERYTHING, progress=False)
+    tuned = qtrace.tune(
+        traced, qtrace.QConfig(**_EVERYTHING), [X, X], folder / "tuned", TuneSettings(trials=1)
+    )
     return {
         "explain": qtrace.explain(prepared),
         "why": qtrace.explain(prepared).why("*")[0],
@@ -116,7 +129,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "diagnose": qtrace.diagnose(prepared, [X], progress=False),
         "verify": qtrace.verify(file, converted, [X]),
         "diff": qtrace.diff(prepared, converted),
-        "diff of files": qtrace.diff(file, folder / "one.onnx"),
+        "diff of files": qtrace.diff(qtrace.export(traced, folder / "float.onnx"), file),
         "check": qtrace.check(file, "onnxruntime"),
         "bench": qtrace.bench(file, seconds=0.01, progress=False),
         "split": qtrace.split(traced, by=lambda node: 0),
@@ -163,6 +176,8 @@ def test_every_report_is_html(results: dict[str, Any]) -> None:
             assert result._text(None).strip(), name
             _rows(result)
     assert len(_rows(results["compare"])) > 40
+    assert {len(row) for row in _rows(results["verify"])} == {6}
+    assert _rows(results["verify"])[-1][0] == "relu_out_19_q"
     assert "<svg" in results["compare"]._repr_html_()
 
 

@@ -60,7 +60,7 @@ class Preprocess(OptionModel):
         fill_at: for ``letterbox``, where they are: on both sides, ``around`` the image, or at its ``end``, to
             the right and below, as YOLOX has it.
         interpolation: the interpolation of resizing, as in OpenCV.
-        layout: the axes of uint8 arrays of pixels in a file: ``nchw``, or ``nhwc`` for channels last.
+        layout: the axes of uint8 arrays of pixels: ``nchw``, or ``nhwc`` for channels last.
 
     Example:
         ```yaml

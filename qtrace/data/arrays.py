@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from qtrace.data.base import Batch, SizedSource, check_dtype, check_rank, file_identity, to_input
-from qtrace.data.pixels import normalize
+from qtrace.data.pixels import are_pixels, check_channels, convert
 from qtrace.errors import DataError
 
 if TYPE_CHECKING:
@@ -117,8 +117,8 @@ class ArraySource(SizedSource):
         _check_samples(self.source, counted, shape)
         self.pixels = any(self._is_pixels(array) for array in self._arrays)
         for array in self._arrays:
-            if self._is_pixels(array):
-                _check_channels(array, preprocess)
+            if preprocess is not None and self._is_pixels(array):
+                check_channels(array.shape, array.label, preprocess)
 
     def _without_labels(self, arrays: list[_Array]) -> list[_Array]:
         if len(arrays) == 1:
@@ -130,7 +130,7 @@ class ArraySource(SizedSource):
         return inputs
 
     def _is_pixels(self, array: _Array) -> bool:
-        return self._preprocess is not None and array.dtype == np.uint8 and len(array.shape) == 4
+        return are_pixels(array.dtype, len(array.shape), self._preprocess)
 
     def _count(self) -> int:
         return math.ceil(self._samples / self._batch_size)
@@ -155,9 +155,7 @@ class ArraySource(SizedSource):
 
     def _input(self, array: _Array, rows: np.ndarray) -> np.ndarray:
         if self._preprocess is not None and self._is_pixels(array):
-            if _is_nhwc(self._preprocess):
-                rows = np.ascontiguousarray(rows.transpose(0, 3, 1, 2))
-            return normalize(to_input(rows, array.label), self._preprocess)
+            return convert(rows, self._preprocess)
         return to_input(rows, array.label)
 
 
@@ -260,27 +258,6 @@ def _check_samples(source: str, arrays: list[_Array], shape: tuple[int, ...] | N
         )
     if shape is not None and arrays[0].shape[1:] != shape:
         raise DataError(f"{arrays[0].label} has samples of shape {arrays[0].shape[1:]}, not {shape}.")
-
-
-def _check_channels(array: _Array, preprocess: Preprocess | None) -> None:
-    if preprocess is None:
-        return
-    channels, last = preprocess.size[0], _is_nhwc(preprocess)
-    if array.shape[3 if last else 1] != channels:
-        axes, other = ("N x H x W x C", "nchw") if last else ("N x C x H x W", "nhwc")
-        advice = (
-            f"say preprocess.layout: {other}"
-            if array.shape[1 if last else 3] == channels
-            else (f"store pixels as {axes}, or floats that need no preprocessing")
-        )
-        raise DataError(
-            f"{array.label} holds uint8 pixels of shape {array.shape}, but preprocess.size has {channels} "
-            f"channel(s), and its layout is {axes}: {advice}."
-        )
-
-
-def _is_nhwc(preprocess: Preprocess) -> bool:
-    return preprocess.layout == "nhwc"
 
 
 def _check_memory(size: int, label: str) -> None:

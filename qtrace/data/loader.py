@@ -10,13 +10,17 @@ import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from qtrace import plugins
 from qtrace.data.base import Batch, DataSource, SizedSource, to_input
+from qtrace.data.pixels import are_pixels, check_channels, convert
 from qtrace.errors import DataError, QtraceError, Terminated
+
+if TYPE_CHECKING:
+    from qtrace.config import Preprocess
 
 __all__ = ["blame", "import_object", "is_installed", "is_object_name", "open_batches", "open_loader"]
 
@@ -75,18 +79,21 @@ def blame(name: str, doing: str, error: BaseException) -> str:
     return f"{name}: {doing} raised {type(error).__name__}{f': {detail}' if detail else ''}{line}."
 
 
-def open_loader(name: str, max_batches: int | None) -> DataSource:
+def open_loader(name: str, max_batches: int | None, preprocess: Preprocess | None = None) -> DataSource:
     """Opens the batches of ``pkg.mod:name``, an iterable or a callable that returns one."""
-    return open_batches(name, import_object(name), max_batches)
+    return open_batches(name, import_object(name), max_batches, preprocess)
 
 
-def open_batches(name: str, target: Any, max_batches: int | None) -> DataSource:
+def open_batches(
+    name: str, target: Any, max_batches: int | None, preprocess: Preprocess | None = None
+) -> DataSource:
     """Opens ``target``, an iterable of batches or a callable that returns one.
 
     Args:
         name: what messages call it.
         target: the iterable or the callable.
         max_batches: the largest number of batches.
+        preprocess: the recipe's ``preprocess``, which converts uint8 arrays of four axes; None for none.
 
     Raises:
         DataError: when ``target`` is neither, or can be iterated only once.
@@ -97,9 +104,9 @@ def open_batches(name: str, target: Any, max_batches: int | None) -> DataSource:
                 f"{name} can be iterated only once; name the function that makes it, to be called again."
             )
         kind = _SizedLoaderSource if hasattr(target, "__len__") else _LoaderSource
-        return kind(name, lambda: target, max_batches)
+        return kind(name, lambda: target, max_batches, preprocess)
     if callable(target):
-        return _LoaderSource(name, target, max_batches)
+        return _LoaderSource(name, target, max_batches, preprocess)
     raise DataError(f"{name} is neither iterable nor a function that returns batches.")
 
 
@@ -108,9 +115,11 @@ def _is_iterable(value: Any) -> bool:
 
 
 class _LoaderSource(DataSource):
-    def __init__(self, name: str, make: Callable[[], Any], max_batches: int | None) -> None:
+    def __init__(
+        self, name: str, make: Callable[[], Any], max_batches: int | None, preprocess: Preprocess | None
+    ) -> None:
         super().__init__(name, max_batches)
-        self._make = make
+        self._make, self._preprocess = make, preprocess
 
     def _batches(self, selects: Callable[[int], bool]) -> Iterator[tuple[int, Batch]]:
         batches = self._call("calling it", self._make)
@@ -121,7 +130,33 @@ class _LoaderSource(DataSource):
             batch = self._call(f"making batch {index}", lambda: next(iterator, _END))
             if batch is _END:
                 return
-            yield index, _to_batch(batch, f"{self.source}, batch {index}")
+            yield index, self._to_batch(batch, f"{self.source}, batch {index}")
+
+    def _to_batch(self, batch: Any, label: str) -> Batch:
+        if isinstance(batch, Mapping):
+            inputs = {str(key): self._to_input(value, f"{label}[{key!r}]") for key, value in batch.items()}
+            if not inputs:
+                raise DataError(f"{label} is an empty dict.")
+            _refuse_single_numbers(list(inputs.values()), label)
+            return inputs
+        if isinstance(batch, list | tuple):
+            if not batch:
+                raise DataError(f"{label} is an empty {type(batch).__name__}.")
+            values = tuple(self._to_input(value, f"{label}[{index}]") for index, value in enumerate(batch))
+            _refuse_single_numbers(values, label)
+            return values
+        value = self._to_input(batch, label)
+        _refuse_single_numbers([value], label)
+        return (value,)
+
+    def _to_input(self, value: Any, label: str) -> np.ndarray:
+        """Converts what a loader gives to an input."""
+        array = _to_array(value, label)
+        if self._preprocess is None or not are_pixels(array.dtype, array.ndim, self._preprocess):
+            return to_input(array, label)
+        self.pixels = True
+        check_channels(array.shape, label, self._preprocess)
+        return convert(array, self._preprocess)
 
     def _call(self, doing: str, call: Callable[[], Any]) -> Any:
         """Calls the user's code, and translates its errors."""
@@ -138,24 +173,6 @@ class _SizedLoaderSource(_LoaderSource, SizedSource):
         return len(self._make())
 
 
-def _to_batch(batch: Any, label: str) -> Batch:
-    if isinstance(batch, Mapping):
-        inputs = {str(key): _to_array(value, f"{label}[{key!r}]") for key, value in batch.items()}
-        if not inputs:
-            raise DataError(f"{label} is an empty dict.")
-        _refuse_single_numbers(list(inputs.values()), label)
-        return inputs
-    if isinstance(batch, list | tuple):
-        if not batch:
-            raise DataError(f"{label} is an empty {type(batch).__name__}.")
-        values = tuple(_to_array(value, f"{label}[{index}]") for index, value in enumerate(batch))
-        _refuse_single_numbers(values, label)
-        return values
-    value = _to_array(batch, label)
-    _refuse_single_numbers([value], label)
-    return (value,)
-
-
 def _refuse_single_numbers(values: Sequence[np.ndarray], label: str) -> None:
     """Refuses a batch of single numbers alone; beside arrays they are settings, such as a sample rate."""
     if not any(value.ndim for value in values):
@@ -163,7 +180,7 @@ def _refuse_single_numbers(values: Sequence[np.ndarray], label: str) -> None:
 
 
 def _to_array(value: Any, label: str) -> np.ndarray:
-    """Converts a numpy array, a number, or any tensor with ``numpy()``, to an input."""
+    """Converts a number, or any tensor with ``numpy()``, to a numpy array."""
     if isinstance(value, (int, float, np.number, np.bool_)):
         value = np.asarray(value)
     if not isinstance(value, np.ndarray):
@@ -179,4 +196,4 @@ def _to_array(value: Any, label: str) -> np.ndarray:
             raise DataError(blame(label, "numpy()", error)) from error
     if not value.size:
         raise DataError(f"{label} has shape {value.shape}; the first axis must count at least one sample.")
-    return to_input(value, label)
+    return value

@@ -46,9 +46,9 @@ def open_data(
     * what is in memory: an array or a dict of arrays, whose first axis counts the samples; a list of batches,
       an object whose ``__iter__`` begins anew, or a function that returns an iterable.
 
-    Inputs get a dtype of MegEngine: floats and uint8 become float32. Four-dimensional uint8 arrays in a file
-    are raw pixels in the model's order of channels, and normalized if there is a ``preprocess``:
-    N x C x H x W, or N x H x W x C if its ``layout`` says so.
+    Inputs get a dtype of MegEngine: floats and uint8 become float32. Four-dimensional uint8 arrays, in a
+    file or in memory, are raw pixels in the model's order of channels, and normalized if there is a
+    ``preprocess``: N x C x H x W, or N x H x W x C if its ``layout`` says so.
 
     Args:
         source: one of the forms above.
@@ -69,7 +69,7 @@ def open_data(
         if value is not None and value < 1:
             raise DataError(f"{name} must be at least 1, not {value}.")
     if not isinstance(source, (str, os.PathLike)):
-        return open_values(source, batch_size=batch_size, max_batches=max_batches)
+        return open_values(source, batch_size=batch_size, max_batches=max_batches, preprocess=preprocess)
     source = os.fspath(source)
     path = Path(source)
     if source and path.is_dir():
@@ -81,7 +81,7 @@ def open_data(
             path, batch_size=batch_size, max_batches=max_batches, shape=shape, preprocess=preprocess
         )
     if is_object_name(source) and not path.exists():
-        return open_loader(source, max_batches)
+        return open_loader(source, max_batches, preprocess)
     problem = "cannot be read as data" if source and path.exists() else "does not exist"
     raise DataError(f"{source!r} {problem}; give {_FORMS}.")
 

@@ -1,10 +1,14 @@
-"""Decoding, resizing and normalization of images; pixels are H x W x C, blue first, as in OpenCV."""
+"""Decoding, resizing and normalization of images; pixels are H x W x C, blue first, as in OpenCV.
+
+Arrays of pixels are batches of images that are resized already, with channels in the model's order.
+"""
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,7 +19,7 @@ from qtrace.process.stderr import caught_lines
 if TYPE_CHECKING:
     from qtrace.config import Preprocess  # it loads MegEngine, which data can do without
 
-__all__ = ["decode", "fit", "normalize"]
+__all__ = ["are_pixels", "check_channels", "convert", "decode", "fit", "normalize"]
 
 # Larger than any image of MOST_PIXELS, even without compression.
 _MAX_BYTES = 2**31
@@ -173,3 +177,32 @@ def normalize(batch: np.ndarray, preprocess: Preprocess) -> np.ndarray:
         for value in (preprocess.mean, preprocess.std)
     )
     return (batch.astype(np.float32) * np.float32(preprocess.scale) - mean) / std
+
+
+def are_pixels(dtype: np.dtype[Any], rank: int, preprocess: Preprocess | None) -> bool:
+    """Whether an array holds pixels that ``preprocess`` converts: uint8 with four axes."""
+    return preprocess is not None and dtype == np.uint8 and rank == 4
+
+
+def check_channels(shape: Sequence[int], label: str, preprocess: Preprocess) -> None:
+    """Refuses an array of pixels that has not the recipe's number of channels, or has them elsewhere."""
+    channels, last = preprocess.size[0], preprocess.layout == "nhwc"
+    if shape[3 if last else 1] == channels:
+        return
+    axes, other = ("N x H x W x C", "nchw") if last else ("N x C x H x W", "nhwc")
+    advice = (
+        f"say preprocess.layout: {other}"
+        if shape[1 if last else 3] == channels
+        else (f"store pixels as {axes}, or floats that need no preprocessing")
+    )
+    raise DataError(
+        f"{label} holds uint8 pixels of shape {tuple(shape)}, but preprocess.size has {channels} channel(s), "
+        f"and its layout is {axes}: {advice}."
+    )
+
+
+def convert(pixels: np.ndarray, preprocess: Preprocess) -> np.ndarray:
+    """Converts an array of pixels to an input: N x C x H x W, normalized."""
+    if preprocess.layout == "nhwc":
+        pixels = np.ascontiguousarray(pixels.transpose(0, 3, 1, 2))
+    return normalize(pixels, preprocess)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,10 +12,15 @@ from qtrace.data.foreign import read_array, what_is_no_iterable
 from qtrace.data.loader import open_batches
 from qtrace.errors import DataError
 
+if TYPE_CHECKING:
+    from qtrace.config import Preprocess
+
 __all__ = ["find_labels", "open_values", "without_labels"]
 
 
-def open_values(data: Any, *, batch_size: int, max_batches: int | None) -> DataSource:
+def open_values(
+    data: Any, *, batch_size: int, max_batches: int | None, preprocess: Preprocess | None = None
+) -> DataSource:
     """Opens data that is in memory.
 
     Args:
@@ -25,17 +30,18 @@ def open_values(data: Any, *, batch_size: int, max_batches: int | None) -> DataS
             single number beside arrays, such as a sample rate, is given with each batch.
         batch_size: samples per batch of an array.
         max_batches: the largest number of batches.
+        preprocess: the recipe's ``preprocess``, which converts uint8 arrays of four axes; None for none.
 
     Raises:
         DataError: when ``data`` is none of these, or an iterator, which cannot begin anew.
     """
     if hasattr(data, "shape") and hasattr(data, "dtype"):
-        return open_batches("the array", _cut({"": data}, batch_size, named=False), max_batches)
+        return open_batches("the array", _cut({"": data}, batch_size, named=False), max_batches, preprocess)
     if isinstance(data, Mapping):
-        return open_batches("the arrays", _cut(data, batch_size, named=True), max_batches)
+        return open_batches("the arrays", _cut(data, batch_size, named=True), max_batches, preprocess)
     if problem := what_is_no_iterable(data):
         raise DataError(f"data is {problem}.")
-    return open_batches("the data", data, max_batches)
+    return open_batches("the data", data, max_batches, preprocess)
 
 
 def _cut(arrays: Mapping[Any, Any], size: int, *, named: bool) -> list[Any]:

@@ -21,6 +21,7 @@ __all__ = [
     "FileNorm",
     "FileOrigin",
     "FileParameter",
+    "FileRemark",
     "FileResult",
     "copy_origin",
     "move_results",
@@ -30,7 +31,10 @@ __all__ = [
 
 _ATTRIBUTE = "onnx_origin"
 _MAX_VERSION = 2**63 - 1  # of a number in a protobuf file
-_OF_TORCH = ("norms", "computed", "tied")  # keys that other networks do not have
+# Keys that most networks do not have.
+_RARE = ("norms", "computed", "tied", "graph_facts", "end_facts", "output_axes", "node_remarks")
+
+Facts = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,19 @@ class FileResult:
     tensor: str
     node: str
     op: str
+
+
+@dataclass(frozen=True)
+class FileRemark:
+    """What the file says of a node.
+
+    Attributes:
+        doc: the document string.
+        facts: keys and values of its metadata.
+    """
+
+    doc: str = ""
+    facts: Facts = ()
 
 
 @dataclass(frozen=True)
@@ -93,6 +110,10 @@ class FileOrigin:
         opset: the version of ONNX's own ops.
         ir_version: the version of the file format.
         end_docs: name of an input or output -> its document string.
+        graph_facts: keys and values of the graph's own metadata, beside those of the model.
+        end_facts: name of an input or output -> keys and values of its metadata.
+        output_axes: name of an output -> the names of its axes; "" for one without.
+        node_remarks: name of a node -> what the file says of it.
         results: name of a node of the traced graph -> the result of a node of the file.
         parameters: path of a parameter -> the stored tensor of the file.
         norms: path of the weight of a layer -> the BatchNorm behind it; of networks from torch only.
@@ -113,6 +134,10 @@ class FileOrigin:
     opset: int = 0
     ir_version: int = 0
     end_docs: Mapping[str, str] = field(default_factory=dict)
+    graph_facts: Facts = ()
+    end_facts: Mapping[str, Facts] = field(default_factory=dict)
+    output_axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    node_remarks: Mapping[str, FileRemark] = field(default_factory=dict)
     results: Mapping[str, FileResult] = field(default_factory=dict)
     parameters: Mapping[str, FileParameter] = field(default_factory=dict)
     norms: Mapping[str, FileNorm] = field(default_factory=dict)
@@ -125,6 +150,10 @@ class FileOrigin:
             raise GraphError(f"the versions of an imported file are whole numbers, not {numbers}.")
         texts = [self.graph, self.doc, self.graph_doc, self.producer, self.domain]
         texts += [text for pair in self.end_docs.items() for text in pair]
+        texts += [text for name, axes in self.output_axes.items() for text in (name, *axes)]
+        texts += [*self.end_facts, *self.node_remarks, *(r.doc for r in self.node_remarks.values())]
+        groups = (self.graph_facts, *self.end_facts.values(), *(r.facts for r in self.node_remarks.values()))
+        texts += [text for facts in groups for pair in facts for text in pair]
         for result in self.results.values():
             texts += [result.tensor, result.node, result.op]
         texts += [parameter.tensor for parameter in self.parameters.values()]
@@ -146,7 +175,9 @@ class FileOrigin:
         }
         document["norms"] = {key: [n.bias, n.eps, list(n.tensors)] for key, n in self.norms.items()}
         document["computed"], document["tied"] = dict(self.computed), dict(self.tied)
-        for key in _OF_TORCH:
+        document["end_facts"], document["output_axes"] = dict(self.end_facts), dict(self.output_axes)
+        document["node_remarks"] = {name: [r.doc, r.facts] for name, r in self.node_remarks.items()}
+        for key in _RARE:
             if not document[key]:
                 del document[key]
         return json.dumps(document, ensure_ascii=True, sort_keys=True)
@@ -160,8 +191,9 @@ class FileOrigin:
         """
         with parsing("the model's record of the file that it was imported from is", "import the file again"):
             document = json.loads(text)
-            if {*document, *_OF_TORCH} != {f.name for f in fields(cls)}:
+            if {*document, *_RARE} != {f.name for f in fields(cls)}:
                 raise ValueError("it has other keys")
+            graph_facts = document.pop("graph_facts", ())
             results = {key: FileResult(*item) for key, item in document.pop("results").items()}
             parameters = {
                 key: FileParameter(tensor, tuple(int(n) for n in shape), parse_moves(*moves))
@@ -171,7 +203,26 @@ class FileOrigin:
                 key: FileNorm(bias, float(eps), _four(tensors))
                 for key, (bias, eps, tensors) in document.pop("norms", {}).items()
             }
-            return cls(**document, results=results, parameters=parameters, norms=norms)
+            ends = {name: _pairs(facts) for name, facts in document.pop("end_facts", {}).items()}
+            remarks = {
+                name: FileRemark(doc, _pairs(facts))
+                for name, (doc, facts) in document.pop("node_remarks", {}).items()
+            }
+            axes = {name: tuple(texts) for name, texts in document.pop("output_axes", {}).items()}
+            return cls(
+                **document,
+                output_axes=axes,
+                graph_facts=_pairs(graph_facts),
+                end_facts=ends,
+                node_remarks=remarks,
+                results=results,
+                parameters=parameters,
+                norms=norms,
+            )
+
+
+def _pairs(items: Sequence[Sequence[str]]) -> Facts:
+    return tuple((key, value) for key, value in items)
 
 
 def _four(texts: Sequence[str]) -> tuple[str, str, str, str]:

@@ -9,9 +9,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from qtrace.data.base import Batch, DataSource, batch_length
 from qtrace.data.batches import as_arguments
-from qtrace.errors import QtraceError
+from qtrace.errors import CalibrationError, QtraceError
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.twin import float_twin, late_algorithms
 from qtrace.preparation.model import QuantizedModel
@@ -25,6 +27,7 @@ __all__ = [
     "Acceptance",
     "EvaluationData",
     "Judgement",
+    "check_values",
     "choose_evaluation",
     "conclude",
     "copy_float",
@@ -38,6 +41,7 @@ _MOST_BATCHES = 8
 _LEAST_BATCHES = 8  # from which one is held back
 _MANY_BATCHES = 16  # from which two are held back
 _INPUT_SAMPLES = 32
+_LEAST_VALUES = 16  # of all inputs, which should differ
 
 
 @dataclass(frozen=True)
@@ -159,6 +163,37 @@ def choose_evaluation(
         return EvaluationData(whole, first, "samples that were held back", first)
     words = f"samples of the calibration data; {spell('evaluation')} gives others"
     return EvaluationData(whole, 0, words, limit)
+
+
+def check_values(source: DataSource, spell: Callable[[str], str]) -> None:
+    """Refuses data in which each input is one number everywhere: no range of a network follows from them.
+
+    Reads the data up to the first value that differs. Outputs of a graph that was calibrated on zeros are
+    exact for zeros, so that no verdict would show it.
+
+    Args:
+        source: the data, without labels.
+        spell: writes the names of options, see `qtrace.storage.outputs.argument`.
+
+    Raises:
+        CalibrationError: when no value differs.
+    """
+    numbers: dict[int | str, float] = {}
+    count = 0
+    for batch in source:
+        for key, array in batch.items() if isinstance(batch, dict) else enumerate(batch):
+            first = array.flat[0]
+            if numbers.setdefault(key, first) != first or not np.all(array == first):
+                return
+            count += array.size
+    if count < _LEAST_VALUES:
+        return
+    single = len(numbers) == 1
+    shown = (f"{'the input' if single else f'input {key}'} is {n:g}" for key, n in numbers.items())
+    raise CalibrationError(
+        f"nothing was written, as {', '.join(shown)} everywhere in {source.source}: look at what reads the "
+        f"data, or write the file all the same with {spell('allow_broken')}."
+    )
 
 
 def copy_float(prepared: TracedModule) -> TracedModule | None:

@@ -32,6 +32,7 @@ from qtrace.quantizing.judging import (
     Acceptance,
     EvaluationData,
     Judgement,
+    check_values,
     choose_evaluation,
     conclude,
     copy_float,
@@ -224,7 +225,8 @@ def quantize(
             precision, such as ``w8a8``, asks for it, too.
         times: a file of measured times. If it exists, they decide, and nothing is measured, so that another
             machine gives the same file; else what is measured is written there.
-        allow_broken: whether to write the file though the verdict is ``broken``.
+        allow_broken: whether to write the file though the verdict is ``broken``, or all values of the data
+            are alike.
         force: whether to replace a file that qtrace did not write.
         progress: whether to show progress bars on stderr.
         allow: the user's classes that an .mge file may name.
@@ -232,7 +234,8 @@ def quantize(
         spell: writes the names of options in messages; see `qtrace.storage.outputs.argument`.
 
     Raises:
-        CalibrationError: when the verdict is ``broken``, or a limit does not hold.
+        CalibrationError: when the verdict is ``broken``, a limit does not hold, or all values of the data are
+            alike.
         ExportError: when the graph has no such form, or the runtime computes something else.
         QtraceError: when network, data, recipe or path are at fault.
     """
@@ -248,6 +251,8 @@ def quantize(
         reading = DataReading(batch_size, max_batches, skip_bad)
         opened = _open(source, data, evaluation, reading, config, reporter, spell)
         stages = opened.times
+        if not allow_broken:
+            check_values(opened.calibration, spell)
         with stages.measure("import"):
             traced = read_network(source, opened.calibration, shapes, allow)
         acceptance = Acceptance(metric, at_least)
@@ -308,8 +313,8 @@ def _open(
 ) -> _Data:
     """Opens the data without labels, and holds batches back for the verdict."""
     opened = open_source(data, reporter, config, reading)
-    note_pixels(opened, config.preprocess, reporter)
     labels = labels_of(source, next(iter(opened)))
+    note_pixels(opened, config.preprocess, reporter)
     if labels:
         shown = ", ".join(f"value {label}" if isinstance(label, int) else label for label in labels)
         reporter.warn(f"{opened.source}: taken for labels and left out of each batch: {shown}")

@@ -97,7 +97,13 @@ def open_shapes(path: str | os.PathLike[str], batch: Batch) -> dict[str, tuple[i
         array = _array(batch, index, key)
         if array is None:
             raise DataError(f"the data have no input {key!r} of {path}: name it so, or give its shape.")
-        if sizes is None or len(sizes) != array.ndim:
+        if sizes is not None and len(sizes) != array.ndim:
+            raise DataError(
+                f"a batch of the data gives {key!r} of shape {array.shape}, but {path} declares the axes "
+                f"({', '.join(str(size) or '?' for size in sizes)}): give batches with all of them, such as "
+                "numpy.stack of samples."
+            )
+        if sizes is None:
             sizes = ("",) * array.ndim
         if not sizes:  # a setting
             shapes[key] = ()

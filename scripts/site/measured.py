@@ -10,6 +10,8 @@ from benchmarks.deployed import checks
 from benchmarks.deployed import rows as deployed_rows
 from benchmarks.deployed import runtimes as other_runtimes
 from benchmarks.deployed import tuning as searches
+from benchmarks.kept import FILE as KEPT
+from benchmarks.kept import KeptRow
 from benchmarks.limits import limit
 from benchmarks.shipped import rows as shipped_rows
 from benchmarks.torch_families import NETWORKS
@@ -40,6 +42,7 @@ __all__ = [
     "families",
     "family_recipes",
     "figures",
+    "kept",
     "ocr_client",
     "onnx_kinds",
     "onnx_open_axes",
@@ -415,6 +418,12 @@ def onnx_open_axes() -> str:
     header = ("op", "tests", "axes that stay open", "why others do not")
     when = f"onnx {stored['onnx']}, {stored['measured']}."
     return f"{_rows(header, onnx_open_axes_of.rows(stored['ops']))}\n\n{when}"
+
+
+def kept() -> str:
+    """The table of what quantized files keep of their own."""
+    rows = [KeptRow(**row) for row in _stored(KEPT.name)]
+    return _rows(KeptRow.HEADER, [row.cells() for row in rows])
 
 
 def onnx_ops() -> str:

@@ -125,6 +125,8 @@ def test_data_in_every_form_and_labels_are_said_once(here, caplog, data, labels)
         ({"data": "gone.npz"}, DataError, "There is no file gone.npz"),
         ({"data": DATA[:0]}, DataError, "above 0"),
         ({"data": [(DATA, DATA)]}, QtraceError, "cannot be called with 2 example"),
+        ({"data": DATA * 0}, CalibrationError, "as the input is 0 everywhere in the array: look at what"),
+        ({"data": [{"x": DATA * 0 + 3}] * 2}, CalibrationError, "the input is 3 everywhere in the data"),
         ({"source": 3}, GraphError, "type int: give the path"),
         ({"source": "net.pth"}, GraphError, "net.pth is no network"),
         ({"source": "gone.onnx"}, QtraceError, "gone.onnx"),
@@ -136,6 +138,51 @@ def test_mistakes_are_a_sentence_and_leave_nothing(here, change, error, message)
     with pytest.raises(error, match=message):
         qtrace.quantize(options.pop("source"), options.pop("data"), options.pop("out"), **options)
     assert list(here.iterdir()) == []
+
+
+def test_constant_data_are_written_if_asked_for_and_one_constant_input_of_several_always(here) -> None:
+    options = {"verify": False, "measure": False, "progress": False}
+    qtrace.quantize(_module(), DATA * 0, "a.onnx", allow_broken=True, **options)
+    module = net(lambda self, x, state: F.relu(self.a(x)) + state, a=M.Conv2d(3, 8, 3))
+    state = np.zeros((16, 8, 6, 6), np.float32)
+    qtrace.quantize(module, [(DATA, state)], "b.onnx", **options)
+    assert sorted(file.name for file in here.iterdir()) == ["a.onnx", "b.onnx"]
+
+
+def test_samples_in_the_place_of_batches_are_a_sentence(here, onnx_file) -> None:
+    text = r"gives 'x' of shape \(3, 8, 8\), but .*net.onnx declares the axes \(.*, 3, 8, 8\): .*numpy.stack"
+    with pytest.raises(DataError, match=text):
+        qtrace.quantize(onnx_file, list(DATA), "out.onnx", progress=False)
+
+
+_PREPROCESS = {"size": [3, 8, 8], "mean": [120, 110, 99], "std": [50, 60, 70]}
+_PIXELS = {"backend": "onnxruntime", "preprocess": _PREPROCESS}
+
+
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+@pytest.mark.parametrize("form", [lambda p: p, lambda p: {"x": p}, lambda p: [(p,)], lambda p: lambda: [p]])
+def test_pixels_in_memory_are_what_pixels_in_a_file_are(here, form, layout, caplog) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (16, 3, 8, 8), dtype=np.uint8)
+    recipe = {**_PIXELS, "preprocess": {**_PREPROCESS, "layout": layout}}
+    stored = pixels if layout == "nchw" else np.ascontiguousarray(pixels.transpose(0, 2, 3, 1))
+    np.save("pixels.npy", stored)
+    found = []
+    for data in ("pixels.npy", form(stored)):
+        options = {"recipe": recipe, "verify": False, "measure": False, "progress": False}
+        with caplog.at_level(logging.INFO, "qtrace"):
+            result = qtrace.quantize(_module(), data, "out.onnx", **options)
+        found.append([float(q.qparams().scale.mean()) for q in fake_quants(result.prepared)])
+    assert found[0] == found[1]
+    assert len([line for line in caplog.messages if ": inputs are " in line]) == 2
+    assert not [line for line in caplog.messages if "raw pixels" in line]
+
+
+def test_pixels_in_memory_with_other_axes_are_a_sentence(here) -> None:
+    pixels = np.zeros((16, 8, 8, 3), np.uint8)
+    with pytest.raises(
+        DataError, match="the array, batch 0 holds uint8 pixels of shape .* say preprocess.layout: nhwc"
+    ):
+        qtrace.quantize(_module(), pixels, "out.onnx", recipe=_PIXELS, progress=False)
 
 
 def test_a_prepared_network_is_refused(here) -> None:

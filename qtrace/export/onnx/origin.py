@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from onnx import ModelProto, NodeProto
 
 from qtrace.export.onnx.writer import OnnxWriter
-from qtrace.graph.origin import FileOrigin, FileParameter, FileResult
+from qtrace.graph.origin import Facts, FileOrigin, FileParameter, FileRemark, FileResult
 
 __all__ = ["PRODUCER", "OwnNames", "describe"]
 
@@ -23,10 +24,12 @@ class OwnNames:
     Attributes:
         results: a node of the model, the position of a result, and the result in the file.
         parameters: a stored tensor of the model, and that of the file.
+        remarks: name of a node of the file -> what the file says of it.
     """
 
     results: tuple[tuple[NodeProto, int, FileResult], ...]
     parameters: tuple[tuple[str, FileParameter], ...]
+    remarks: Mapping[str, FileRemark]
 
     @classmethod
     def find(cls, writer: OnnxWriter, origin: FileOrigin, paths: Mapping[str, str]) -> OwnNames:
@@ -44,13 +47,14 @@ class OwnNames:
             if name in origin.results
         )
         pairs = ((name, origin.parameters.get(path)) for name, path in paths.items())
-        return cls(results, tuple((name, known) for name, known in pairs if known is not None))
+        parameters = tuple((name, known) for name, known in pairs if known is not None)
+        return cls(results, parameters, origin.node_remarks)
 
     def restore(self, writer: OnnxWriter, ends: Iterable[str]) -> None:
         """Renames the nodes and tensors; a name that another tensor has stays with that one.
 
-        A node gets its name back if it is of the type that it was in the file. A weight that is stored as
-        integers gives its name to the tensor that is dequantized from them.
+        A node gets its name back, and what the file says of it, if it is of the type that it was in the file.
+        A weight that is stored as integers gives its name to the tensor that is dequantized from them.
 
         Args:
             writer: the writer of the model.
@@ -68,9 +72,13 @@ class OwnNames:
         writer.rename(names)
         used = {node.name for node in writer.nodes}
         for node, place, result in self.results:
-            if place == 0 and result.node and node.op_type == result.op and result.node not in used:
+            free = result.node == node.name or result.node not in used
+            if place == 0 and result.node and node.op_type == result.op and free:
                 node.name = result.node
                 used.add(result.node)
+                remark = self.remarks.get(result.node, FileRemark())
+                node.doc_string = remark.doc
+                _add_facts(node, remark.facts)
 
     def _parameter_names(self, writer: OnnxWriter) -> list[tuple[str, str]]:
         readers = {node.input[0]: node for node in writer.nodes if node.op_type == "DequantizeLinear"}
@@ -82,7 +90,7 @@ class OwnNames:
 
 
 def describe(model: ModelProto, origin: FileOrigin) -> None:
-    """Gives a model the document strings, the domain, the versions and the graph's name of its origin."""
+    """Gives a model what its origin says of it: document strings, metadata, versions, the graph's name."""
     model.doc_string, model.graph.doc_string = origin.doc, origin.graph_doc
     model.domain, model.model_version = origin.domain, origin.model_version
     if origin.graph:
@@ -90,3 +98,18 @@ def describe(model: ModelProto, origin: FileOrigin) -> None:
     for value in (*model.graph.input, *model.graph.output):
         if not value.doc_string:
             value.doc_string = origin.end_docs.get(value.name, "")
+        _add_facts(value, origin.end_facts.get(value.name, ()))
+    _add_facts(model.graph, origin.graph_facts)
+    known = {axis.dim_param for value in model.graph.input for axis in value.type.tensor_type.shape.dim}
+    for value in model.graph.output:
+        axes, names = value.type.tensor_type.shape.dim, origin.output_axes.get(value.name, ())
+        for axis, name in zip(axes, names, strict=False):
+            # An axis of an input that has this name may have another size.
+            if axis.dim_param and name and name not in known:
+                axis.dim_param = name
+
+
+def _add_facts(part: Any, facts: Facts) -> None:
+    """Adds metadata to a graph, a node or a value."""
+    for key, value in facts:
+        part.metadata_props.add(key=key, value=value)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import onnx
 
 from qtrace.graph.interface import read_interface, write_interface
-from qtrace.graph.origin import FileOrigin, FileParameter, read_origin, write_origin
+from qtrace.graph.origin import Facts, FileOrigin, FileParameter, FileRemark, read_origin, write_origin
 from qtrace.graph.types import Input, TracedModule
 from qtrace.importing.onnx.importer import Importer
 from qtrace.importing.onnx.model import Graph
@@ -46,7 +48,12 @@ def keep_own(traced: TracedModule, model: onnx.ModelProto) -> None:
         return
     producer = f"{model.producer_name} {model.producer_version}".strip()
     opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 0)
-    ends = {value.name: value.doc_string for value in (*model.graph.input, *model.graph.output)}
+    values = (*model.graph.input, *model.graph.output)
+    ends = {value.name: value.doc_string for value in values}
+    end_facts = {value.name: _facts(value) for value in values}
+    output_axes = {
+        v.name: tuple(axis.dim_param for axis in v.type.tensor_type.shape.dim) for v in model.graph.output
+    }
     said = FileOrigin(
         graph=model.graph.name,
         doc=model.doc_string,
@@ -57,5 +64,23 @@ def keep_own(traced: TracedModule, model: onnx.ModelProto) -> None:
         opset=max(int(opset), 0),
         ir_version=max(int(model.ir_version), 0),
         end_docs={name: text for name, text in ends.items() if text},
+        graph_facts=_facts(model.graph),
+        end_facts={name: facts for name, facts in end_facts.items() if facts},
+        output_axes={name: axes for name, axes in output_axes.items() if any(axes)},
+        node_remarks=_node_remarks(model.graph.node, {r.node for r in origin.results.values()}),
     )
     write_origin(traced, replace(said, results=origin.results, parameters=origin.parameters))
+
+
+def _node_remarks(nodes: Iterable[onnx.NodeProto], names: set[str]) -> dict[str, FileRemark]:
+    """Returns what the file says of the nodes of some names."""
+    remarks: dict[str, FileRemark] = {}
+    for node in nodes:
+        if node.name in names and (node.doc_string or node.metadata_props):
+            remarks.setdefault(node.name, FileRemark(node.doc_string, _facts(node)))
+    return remarks
+
+
+def _facts(part: Any) -> Facts:
+    """Returns the metadata of a graph, a node or a value."""
+    return tuple((fact.key, fact.value) for fact in part.metadata_props)

@@ -46,7 +46,9 @@ def note_state(traced: TracedModule, state: Mapping[str, Any]) -> None:
     norms = _norms(traced, checked)
     _tie(traced, checked)
     tied = _tied_names(state, {parameter.tensor for parameter in checked.values()})
-    write_origin(traced, replace(origin, parameters=checked, norms=norms, computed=computed, tied=tied))
+    known = replace(origin, parameters=checked, norms=norms, computed=computed, tied=tied)
+    # torch's exporter notes lines of the user's source in its file, which nobody has asked to keep.
+    write_origin(traced, replace(known, graph_facts=(), end_facts={}, output_axes={}, node_remarks={}))
 
 
 def _tie(traced: TracedModule, parameters: Mapping[str, FileParameter]) -> None:

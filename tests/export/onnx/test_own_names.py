@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from onnx import TensorProto, helper, numpy_helper
 import qtrace
 from qtrace.errors import GraphError
 from qtrace.graph.flatten import flatten
-from qtrace.graph.origin import FileOrigin, FileResult
+from qtrace.graph.origin import FileOrigin, FileRemark, FileResult
 from qtrace.graph.parts import split
 from qtrace.graph.types import TracedModule
 
@@ -105,6 +106,53 @@ def test_a_file_says_of_itself_what_the_imported_one_said(form: str, tmp_path: P
     facts = {entry.key: entry.value for entry in written.metadata_props}
     assert (facts["character"], facts["stride"]) == ("a\nb", "32")
     assert (written.producer_name, facts["qtrace.producer"]) == ("qtrace", "paddle 2.6")
+
+
+@pytest.mark.parametrize("form", ONNX_FORMS)
+def test_nodes_graph_and_ends_have_their_own_documents_and_metadata(form: str, tmp_path: Path) -> None:
+    source = _model(21, 10)
+    helper.set_model_props(source.graph, {"signature": "x -> y"})
+    helper.set_model_props(source.graph.input[0], {"kind": "USER_INPUT"})
+    helper.set_model_props(source.graph.output[0], {"unit": "%"})
+    for node in source.graph.node:
+        node.doc_string = f"about {node.name}"
+        helper.set_model_props(node, {"scope": node.name, "trace": "net.py:3\nü"})
+    graph = onnx.load(_exported(form, source, tmp_path)[1]).graph
+    facts = [[(f.key, f.value) for f in part.metadata_props] for part in (graph, *graph.input, *graph.output)]
+    assert facts == [[("signature", "x -> y")], [("kind", "USER_INPUT")], [("unit", "%")]]
+    nodes = {node.name: node for node in graph.node}
+    for name in ("/b/Conv", "/b/Relu", "/flat", "/head/Gemm", "/head/Softmax"):
+        assert nodes[name].doc_string == f"about {name}"
+        found = [(f.key, f.value) for f in nodes[name].metadata_props]
+        assert found == [("scope", name), ("trace", "net.py:3\nü")]
+    others = {n.doc_string for n in graph.node if n.op_type in ("QuantizeLinear", "DequantizeLinear")}
+    assert others <= {""}
+
+
+@pytest.mark.parametrize("form", ONNX_FORMS)
+def test_axes_of_outputs_have_their_own_names(form: str, tmp_path: Path) -> None:
+    nodes = [
+        _node("Conv", "conv", ["x", "w"], ["c"], strides=[2, 2], pads=[1] * 4),
+        _node("Relu", "relu", ["c"], ["y"]),
+        _node("GlobalAveragePool", "pool", ["c"], ["z"]),
+    ]
+    ends = {"x": ["n", 3, "h", "w"], "y": ["n", 4, "h/2", "w"], "z": ["rows", 4, 1, 1]}
+    infos = {name: helper.make_tensor_value_info(name, TensorProto.FLOAT, ends[name]) for name in ends}
+    weight = numpy_helper.from_array(_weights(4, 3, 3, 3), "w")
+    graph = helper.make_graph(nodes, "g", [infos["x"]], [infos["y"], infos["z"]], [weight])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    onnx.save(model, tmp_path / "net.onnx")
+    traced = qtrace.from_onnx(tmp_path / "net.onnx", {"x": X.shape})
+    if form != "float":
+        traced = qtrace.convert(qtrace.calibrate(qtrace.prepare(traced), [X], progress=False))
+    options = {} if form == "float" else {"format": form}
+    written = onnx.load(qtrace.export(traced, tmp_path / "out.onnx", **options)).graph
+    axes = {
+        v.name: [d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim]
+        for v in (*written.input, *written.output)
+    }
+    # The file calls half the width "w" as well: a runtime that believes it would take both for equal.
+    assert axes == ends | {"y": ["n", 4, "h/2", "y_3"]}
 
 
 def test_the_producer_of_the_first_file_survives_two_round_trips(tmp_path: Path) -> None:
@@ -252,8 +300,19 @@ def test_a_damaged_origin_is_refused(damage: Callable[[str], str], tmp_path: Pat
 
 def test_an_origin_comes_back_from_its_text() -> None:
     results = {"r0": FileResult("r:0", "", "Conv")}
-    origin = FileOrigin(graph="g", opset=17, end_docs={"x": "pixels"}, results=results)
+    facts = (("key", "value"), ("other", ""))
+    origin = FileOrigin(
+        graph="g",
+        opset=17,
+        end_docs={"x": "pixels"},
+        graph_facts=facts,
+        end_facts={"x": facts},
+        output_axes={"y": ("n", "", "2*h")},
+        node_remarks={"n": FileRemark("text", facts)},
+        results=results,
+    )
     assert FileOrigin.from_json(origin.to_json()) == origin
+    assert "node_remarks" not in replace(origin, node_remarks={}).to_json()
 
 
 def test_a_part_of_a_network_keeps_what_the_file_says(tmp_path: Path) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from qtrace.calibration.base import Arguments, Watched, watched
 from qtrace.calibration.choice import Chosen, ExplainedEngine, choose_engine
@@ -14,7 +17,7 @@ from qtrace.calibration.nonfinite import refuse_nonfinite_output
 from qtrace.calibration.observing import Observing
 from qtrace.calibration.spoiled import refuse_spoiled
 from qtrace.calibration.statistics import Statistics, fresh, no_statistics
-from qtrace.data.batches import as_arguments, evaluating, refuse_nan
+from qtrace.data.batches import as_arguments, evaluating, find_values, refuse_nan
 from qtrace.data.unusual import find_unusual
 from qtrace.display import progress_bar
 from qtrace.errors import CalibrationError
@@ -117,10 +120,11 @@ def collect(
                     unusual = find_unusual(arguments, module, model.config.preprocess)
                 engine = engine or _choose(model, observed, options, arguments)
                 observing.begin(index, batch)
-                engine.run(arguments, index, observing.observe)
-                for name in observing.nonfinite:
-                    refuse_nonfinite_output(module, arguments, index, model.nodes[name])
-                refuse_nan(arguments, index)  # a ReLU may have made numbers of it
+                refuse_nan(arguments, index)  # a ReLU would make numbers of it
+                with _naming_infinity(arguments):
+                    engine.run(arguments, index, observing.observe)
+                    for name in observing.nonfinite:
+                        refuse_nonfinite_output(module, arguments, index, model.nodes[name])
                 observing.commit()
                 after(Collected(observing.statistics, engine.chosen))
         sited = {group: far for group, far in observing.far.items() if group not in model.record.native}
@@ -129,6 +133,18 @@ def collect(
             _LOG.warning(f"batch 0: {problem}.")
         engine = engine or _choose(model, observed, options)
         return Collected(observing.statistics, engine.chosen)
+
+
+@contextmanager
+def _naming_infinity(arguments: Arguments) -> Iterator[None]:
+    """Adds to an error where the batch itself holds infinity, which a mask may mean."""
+    try:
+        yield
+    except CalibrationError as error:
+        place = find_values(arguments, np.isinf)
+        if not place:
+            raise
+        raise CalibrationError(f"{error} The batch itself holds infinity, first in {place}.") from error
 
 
 def _choose(

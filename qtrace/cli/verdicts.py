@@ -76,6 +76,8 @@ class NextCommand:
             stem = Path(given["model"].rpartition(":")[2]).stem
             name = f"{stem}-int8{suffix_of(backend)}"
             return shlex.join(["qtrace", "export", f"{out}/quantized.mge", "-o", name])
+        if diagnosis.verdict.doubted and not diagnosis.bad_data:
+            return self._calibrate_on_other_data("too-few-samples")
         if diagnosis.bad_data:
             return self._calibrate_on_other_data(diagnosis.causes[0].name)
         if diagnosis.recipe():

@@ -25,6 +25,7 @@ __all__ = [
     "check_batches",
     "count_samples",
     "evaluating",
+    "find_values",
     "first_samples",
     "refuse_nan",
     "translate_errors",
@@ -100,9 +101,28 @@ def refuse_nan(arguments: _Arguments, index: int) -> None:
     Raises:
         CalibrationError: when a value is NaN.
     """
-    for value in _values(arguments):
-        if value.dtype.kind == "f" and np.isnan(value).any():
-            raise CalibrationError(f"batch {index} holds NaN, which has no integer: repair the data.")
+    if place := find_values(arguments, np.isnan):
+        raise CalibrationError(
+            f"batch {index} holds NaN, which has no integer, first in {place}: repair the data; where NaN "
+            "marks what is missing, give a number instead, or leave the sample out."
+        )
+
+
+def find_values(arguments: _Arguments, test: Callable[[np.ndarray], np.ndarray]) -> str:
+    """Returns where the first value of a batch stands that a test holds for; "" if there is none.
+
+    Args:
+        arguments: the result of `as_arguments`.
+        test: returns a boolean for each value of an array of floats.
+    """
+    args, kwargs = arguments
+    named = [(f"input {i}", value) for i, value in enumerate(args)]
+    for name, argument in [*named, *((f"input {key}", value) for key, value in kwargs.items())]:
+        for value in _values(argument):
+            if value.dtype.kind == "f" and value.size and (found := test(value)).any():
+                place = [int(axis[0]) for axis in np.nonzero(found)]
+                return f"{name} at {place}" + (f" (sample {place[0]})" if place else "")
+    return ""
 
 
 def _values(value: Any) -> Iterator[np.ndarray]:

@@ -38,7 +38,7 @@ __all__ = [
 _BATCHES = 2
 _SAMPLES = 8  # of a batch
 _MOST_BATCHES = 8
-_LEAST_BATCHES = 8  # from which one is held back
+_LEAST_BATCHES = 4  # from which one is held back
 _MANY_BATCHES = 16  # from which two are held back
 _INPUT_SAMPLES = 32
 _LEAST_VALUES = 16  # of all inputs, which should differ
@@ -55,6 +55,7 @@ class EvaluationData:
         max_batches: the most batches to calibrate on, less those that are held back.
         more_data: whether the data of calibration has more batches than the user lets through.
         other_data: whether these are other data than those of calibration.
+        seen: whether these are samples of the calibration.
     """
 
     source: DataSource
@@ -63,6 +64,7 @@ class EvaluationData:
     max_batches: int | None
     more_data: bool = False
     other_data: bool = False
+    seen: bool = False
 
     def read(self, model: TracedModule) -> list[Batch]:
         """Reads the samples for ``model``."""
@@ -162,7 +164,7 @@ def choose_evaluation(
         first = count - (2 if count >= _MANY_BATCHES else 1)
         return EvaluationData(whole, first, "samples that were held back", first)
     words = f"samples of the calibration data; {spell('evaluation')} gives others"
-    return EvaluationData(whole, 0, words, limit)
+    return EvaluationData(whole, 0, words, limit, seen=True)
 
 
 def check_values(source: DataSource, spell: Callable[[str], str]) -> None:
@@ -229,12 +231,15 @@ def conclude(
         QtraceError: when the graph cannot be judged, and there is a limit.
     """
     try:
+        if evaluation.seen:
+            samples = _count_samples(calibration)
+        batches = evaluation.read(prepared)
         inputs = measure_inputs(_first_batches(calibration)) if evaluation.other_data else ()
         diagnosis = diagnose(
             prepared,
-            evaluation.read(prepared),
+            batches,
             twin=twin,
-            calibrated=Calibrated(samples, inputs),
+            calibrated=Calibrated(samples, inputs, evaluation.seen),
             metric=acceptance.metric,
             measured_on=evaluation.measured_on,
             at_least=acceptance.at_least,
@@ -266,6 +271,18 @@ def shorten(batch: Batch, model: TracedModule, index: int, samples: int = _SAMPL
     if isinstance(batch, dict):
         return {key: value[:samples] for key, value in batch.items()}
     return tuple(value[:samples] for value in batch)
+
+
+def _count_samples(source: DataSource) -> int | None:
+    """Returns the number of samples of the last iteration over a source; None if there was none.
+
+    All batches of a loader without a length count like its first one.
+    """
+    given = source.given  # before it is read again
+    if hasattr(source, "__len__"):
+        return sum(map(batch_length, source))
+    first = next(iter(source), None)
+    return given * batch_length(first) if given and first is not None else None
 
 
 def _first_batches(source: DataSource) -> list[Batch]:

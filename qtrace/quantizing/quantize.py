@@ -212,7 +212,7 @@ def quantize(
         at_least: the smallest value of ``metric``, or of the SQNR in dB without one.
         max_drop: how far ``metric`` may be below its value in float: layers are raised to float until it
             holds.
-        evaluation: other data to judge and verify on; None for batches that are held back if there are 8 or
+        evaluation: other data to judge and verify on; None for batches that are held back if there are 4 or
             more, else for the first ones.
         batch_size: samples in a batch of arrays, files and images.
         max_batches: the most batches to calibrate on; None for all.

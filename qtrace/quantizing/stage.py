@@ -130,7 +130,7 @@ def calibrate_to_folder(
         out: the folder to write.
         recipe: the config, as for ``qtrace.prepare``.
         reading: how ``data`` is read.
-        evaluation: data for the verdict; None for batches that are held back if there are 8 or more.
+        evaluation: data for the verdict; None for batches that are held back if there are 4 or more.
         acceptance: the user's metric, and the smallest value.
         settings: engine, workers and checkpoints.
         learning_engine: computes the steps of ``adaround`` and ``reconstruct``, as for ``qtrace.calibrate``.

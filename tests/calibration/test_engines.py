@@ -313,9 +313,22 @@ def test_a_nan_in_the_data_is_refused_where_no_site_sees_it(engine: str) -> None
     prepared = _prepared(module, qconfig=qtrace.QConfig(backend="onnxruntime", rules=[rule]))
     spoiled = _X.copy()
     spoiled[2, 1, 0, 0] = np.nan
-    with pytest.raises(CalibrationError, match="batch 1 holds NaN"):
+    place = r"batch 1 holds NaN, which has no integer, first in input 0 at \[2, 1, 0, 0\] \(sample 2\)"
+    with pytest.raises(CalibrationError, match=place):
         qtrace.calibrate(prepared, [_X, spoiled], progress=False, engine=engine)
     assert {fq.phase for fq in fake_quants(prepared)} == {"float"}
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_the_place_of_a_bad_value_in_the_data_is_named(bad: float) -> None:
+    module = net(lambda self, x, y: self.c(x + y), c=M.Conv2d(3, 4, 1))
+    spoiled = _X.copy()
+    spoiled[1, 2, 0, 1] = bad
+    traced = qtrace.trace(module, mge.tensor(_X), mge.tensor(_X), check=False)
+    prepared = qtrace.prepare(traced, "onnxruntime")
+    with pytest.raises(CalibrationError, match=r"batch 1.* at \[1, 2, 0, 1\] \(sample 1\)") as caught:
+        qtrace.calibrate(prepared, [{"x": _X, "y": _X}, {"x": _X, "y": spoiled}], progress=False)
+    assert "first in input y" in str(caught.value) or "first in input 1" in str(caught.value)
 
 
 @pytest.mark.parametrize("engine", ["megengine", "onnxruntime"])

@@ -54,3 +54,27 @@ def test_columns_that_are_kept_are_good(run, packed) -> None:
     assert "verdict: good: output SQNR" in text
     assert "next: qtrace export" in text
     assert len(data["verdict"]["groups"]) == 2
+
+
+def test_samples_of_the_calibration_are_not_enough_and_more_are_asked_for(run, packed) -> None:
+    words = [
+        "calibrate",
+        "float.mge",
+        "-d",
+        "x.npy",
+        "-r",
+        "float_end.yaml",
+        "-o",
+        "out",
+        "--batch-size",
+        "64",
+    ]
+    text = run(*words).err
+    assert "verdict: check: output SQNR" in text
+    assert "dB, as it was calibrated on these, on" in text
+    assert "next: qtrace calibrate float.mge --data MORE_DATA --recipe float_end.yaml" in text
+    data = json.loads(Path("out/verdict.json").read_text())["verdict"]
+    assert data["doubted"]
+    assert data["seen"]
+    assert data["low_db"] <= data["sqnr_db"] - 30
+    assert not Path("out/cure.yaml").exists()

@@ -53,7 +53,8 @@ def test_a_module_becomes_a_verified_file_of_each_format(here, name, target, bac
     result = qtrace.quantize(_module(), DATA, name, target=target, progress=False)
     assert result.path == Path(name)
     assert Path(name).is_file()
-    assert result.verdict.word == "good"
+    assert (result.verdict.word, result.verdict.seen, result.verdict.doubted) == ("check", True, True)
+    assert result.verdict.sqnr_db > 20  # it was calibrated on the samples that it is judged on
     assert result.verify.passed
     assert QuantizedModel(result.prepared).annotation.backend == backend
     assert len(repr(result).splitlines()) <= 20

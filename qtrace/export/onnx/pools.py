@@ -10,7 +10,8 @@ Integers are pooled fast with the channels last, the layout in which integer con
 times as slowly in the plain one. A maximum and a rounding can change places, as rounding keeps the order:
 where the pooling reads what a float op or an input gives, it pools floats, and the few values that are left
 are rounded behind it. onnxruntime would move that rounding to the front again if nothing stood between: for
-it, a maximum of one tensor does, which is a copy.
+it, a maximum of one tensor does, which is a copy. So it would where the places of the largest values are
+read, too, and a rounding makes other values the first of the largest.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def write_fast_poolings(model: Any, in_onnxruntime: bool = False) -> int:
     for node in [n for n in model.graph.node if n.op_type in kinds]:
         merged = _merge_padding(graph, node)
         moved = node.op_type == "MaxPool" and _round_behind(graph, node, in_onnxruntime)
-        changed += merged or moved
+        apart = in_onnxruntime and node.op_type == "MaxPool" and _keep_places(graph, node)
+        changed += merged or moved or apart
     if changed:
         graph.drop_unread()
     return changed
@@ -250,10 +252,28 @@ def _read_padding(graph: _Graph, pad: Any, pool: Any, attributes: dict[str, Any]
     return [*sizes[2:axes], *sizes[axes + 2 :]] if fits else None
 
 
+def _keep_places(graph: _Graph, pool: Any) -> bool:
+    """Keeps roundings behind a pooling whose places are read, as for an unpooling.
+
+    In front of it they would make values equal, and the first of them would be the largest.
+    """
+    if not _gives_places(pool):
+        return False
+    rounding = [node for node in graph.readers_of(pool.output[0]) if node.op_type == "QuantizeLinear"]
+    if rounding:
+        graph.hold(pool.output[0], rounding)
+    return bool(rounding)
+
+
+def _gives_places(pool: Any) -> bool:
+    """Whether a max pooling gives the places of the largest values, too."""
+    return len(pool.output) > 1 and bool(pool.output[1])
+
+
 def _round_behind(graph: _Graph, pool: Any, in_onnxruntime: bool) -> bool:
     """Lets max pooling read floats if a float op writes what it reads, and the result is rounded alike."""
     before = graph.rounding(pool.input[0])
-    if before is None or graph.rounding(before.source) is not None:
+    if before is None or graph.rounding(before.source) is not None or _gives_places(pool):
         return False
     alone = graph.read_once(pool.input[0]) and graph.read_once(before.quantize.output[0])
     source = graph.uncopied(before.source)

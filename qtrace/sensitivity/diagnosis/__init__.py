@@ -8,6 +8,7 @@ ranked by the noise at the outputs: an error that the network hides, or one that
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -25,6 +26,7 @@ from qtrace.sensitivity.diagnosis.cures import Cure, cure_recipe, find_cure
 from qtrace.sensitivity.diagnosis.evidence import SiteEvidence
 from qtrace.sensitivity.diagnosis.inputs import OTHER_DATA, InputStatistics, compare_inputs, measure_inputs
 from qtrace.sensitivity.diagnosis.measuring import measure_output_noise, measure_sites
+from qtrace.sensitivity.diagnosis.samples import MANY_SAMPLES, measure_samples, seen_margin_db
 from qtrace.sensitivity.diagnosis.verdict import GOOD_FROM_DB, GroupVerdict, Verdict, judge
 from qtrace.sensitivity.metrics import agreement, choose, column_errors, integer_errors
 from qtrace.sensitivity.simulation import Simulation
@@ -44,7 +46,6 @@ __all__ = [
 
 _SUSPECTS = 8
 _CAUSES = 3
-_MANY_SAMPLES = 64
 _LEAST_SHARE = 0.05
 
 
@@ -55,10 +56,17 @@ class Calibrated:
     Attributes:
         samples: the number of samples; None if unknown.
         inputs: the distribution of their inputs.
+        judged: whether the graph is judged on samples of the calibration.
     """
 
     samples: int | None = None
     inputs: tuple[InputStatistics, ...] = ()
+    judged: bool = False
+
+    @property
+    def margin_db(self) -> float:
+        """How far the SQNR that the graph is judged by may be above that of other samples, in dB."""
+        return seen_margin_db(self.samples) if self.judged else 0.0
 
 
 @dataclass(frozen=True, repr=False)
@@ -95,12 +103,13 @@ class Diagnosis(Displayed):
         return bool(self.cures) and self.cures[0] is not None and self.cures[0].data
 
     def recipe(self, importing: str | None = None) -> str:
-        """Returns the recipe that cures the causes; "" for a good verdict, or if no recipe does.
+        """Returns the recipe that cures the causes; "" if none does, or nothing but samples is missing.
 
         Args:
             importing: the recipe to change, as the new file names it; None for the lines to add to it.
         """
-        return "" if self.verdict.word == "good" else cure_recipe(self.causes, self.cures, importing)
+        good = self.verdict.word == "good" or self.verdict.doubted
+        return "" if good else cure_recipe(self.causes, self.cures, importing)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the diagnosis as plain data."""
@@ -139,9 +148,9 @@ def diagnose(
     simulation = Simulation(view, batches, twin=twin)
     known = calibrated or Calibrated()
     values = _metric_values(view, simulation.batches, twin, metric)
-    verdict = _judge(view, simulation, values, measured_on, at_least)
+    verdict = _judge(view, simulation, values, measured_on, at_least, known)
     evidence = measure_sites(view, twin or model, simulation.batches)
-    if verdict.word != "good":
+    if verdict.word != "good" and not verdict.doubted:
         evidence = measure_output_noise(simulation, evidence, _suspects(evidence), progress=progress)
     causes = _rank(evidence, known, simulation.batches)
     if verdict.word == "good" and any(cause.name in OTHER_DATA for cause in causes):
@@ -171,13 +180,17 @@ def _judge(
     values: tuple[float, float] | None,
     measured_on: str,
     at_least: float | None,
+    known: Calibrated,
 ) -> Verdict:
     reference, outputs, selected = simulation.quantized()
     errors = column_errors(reference, outputs, simulation.groups)
     first = reference[0][0]
     classes = first.ndim == 2 and first.shape[1] > 1 and comparable(first, outputs[0][0])
     same = agreement(reference, outputs) / 100.0 if classes else None
-    samples = sum(count_samples(as_arguments(b, view.module, i)) for i, b in enumerate(simulation.batches))
+    counts = [count_samples(as_arguments(b, view.module, i)) for i, b in enumerate(simulation.batches)]
+    by_sample = measure_samples(simulation.groups, reference, outputs, counts)
+    low_db = _lowest([errors.low_db() - known.margin_db for errors in by_sample])
+    worst_sample_db = _lowest([errors.worst_db() for errors in by_sample])
     quantized, in_float = values or (None, None)
     groups = tuple(map(GroupVerdict.of, errors.errors()))
     lost = any(not group.informative for group in groups)
@@ -187,7 +200,8 @@ def _judge(
     uncompared = tuple(index for index, unequal in errors.unequal.items() if unequal == count)
     decibels = errors.sqnr_db() if groups or not uncompared else math.nan
     rows = selected.worst()
-    word = judge(
+    judged = functools.partial(
+        judge,
         decibels,
         quantized,
         in_float,
@@ -195,21 +209,33 @@ def _judge(
         equal=equal,
         compared=not uncompared,
         rows=rows,
+        worst_sample_db=worst_sample_db,
     )
+    word = judged(low_db=low_db)
     return Verdict(
         word,
         decibels,
         same,
         quantized,
         in_float,
-        samples,
+        sum(counts),
         measured_on,
         at_least,
         groups,
         equal,
         uncompared,
         rows,
+        low_db,
+        worst_sample_db,
+        known.judged,
+        word != judged(),
     )
+
+
+def _lowest(figures: Sequence[float]) -> float | None:
+    """Returns the lowest of some ratios in dB; None if all are infinite."""
+    finite = [figure for figure in figures if math.isfinite(figure)]
+    return min(finite, default=None)
 
 
 def _suspects(evidence: Sequence[SiteEvidence]) -> list[str]:
@@ -281,7 +307,7 @@ def _few_samples(
     named = bool(causes) and causes[0].name == "unseen-values"
     if not beyond or not (named or len(beyond) * 3 >= len(activations)):
         return None
-    if known.samples is not None and known.samples > _MANY_SAMPLES:
+    if known.samples is not None and known.samples > MANY_SAMPLES:
         return None
     count = "few" if known.samples is None else str(known.samples)
     worst = max(beyond, key=lambda e: e.beyond_observed)

@@ -82,6 +82,10 @@ class Verdict(Displayed):
         uncompared: the places of the outputs that had other rows than float's in every batch.
         rows: of the rows that the graph selects, by a top-k, an arg-max or a suppression, the share that
             float selects, too, at the worst output; the other figures compare these. None if nothing selects.
+        low_db: the SQNR that other samples may have by what these tell, in dB; None where they are exact.
+        worst_sample_db: the SQNR of the worst sample, in dB; None where all are exact.
+        seen: whether the samples are those of the calibration.
+        doubted: whether the graph would be good if other samples were like these.
     """
 
     word: str
@@ -96,6 +100,10 @@ class Verdict(Displayed):
     equal: float | None = None
     uncompared: tuple[int, ...] = ()
     rows: float | None = None
+    low_db: float | None = None
+    worst_sample_db: float | None = None
+    seen: bool = False
+    doubted: bool = False
 
     def _text(self, max_width: int | None) -> str:
         return self.line()
@@ -120,7 +128,7 @@ class Verdict(Displayed):
 
     def line(self) -> str:
         """Returns the verdict in a line."""
-        parts = [self._headline()]
+        parts = [self._headline(), *self._doubts()]
         if self.uncompared and not math.isnan(self.sqnr_db):
             plural = "s" if len(self.uncompared) > 1 else ""
             places = ", ".join(map(str, self.uncompared))
@@ -153,6 +161,20 @@ class Verdict(Displayed):
         lost = self.worst is not None and not self.worst.informative
         return f"output SQNR {self.sqnr_db:.1f} dB{self._place()}{', no information is left' if lost else ''}"
 
+    def _doubts(self) -> list[str]:
+        """Returns what keeps the figure from standing for every sample: few of them, and a bad one."""
+        doubts = []
+        if self.metric is None and self._is_above(GOOD_FROM_DB, self.low_db):
+            reason = "it was calibrated on these" if self.seen else "these are few and unlike"
+            doubts.append(f"other samples may have {self.low_db:.1f} dB, as {reason}")
+        if any(self._is_above(limit, self.worst_sample_db) for limit in (GOOD_FROM_DB, BROKEN_BELOW_DB)):
+            doubts.append(f"{self.worst_sample_db:.1f} dB in the worst sample")
+        return doubts
+
+    def _is_above(self, limit: float, other_db: float | None) -> bool:
+        """Whether the SQNR reaches a limit that another figure does not."""
+        return other_db is not None and math.isfinite(self.sqnr_db) and other_db < limit <= self.sqnr_db
+
     def _place(self) -> str:
         if self.worst is None or len(self.groups) < 2:
             return ""
@@ -170,6 +192,8 @@ def judge(
     equal: float | None = None,
     compared: bool = True,
     rows: float | None = None,
+    low_db: float | None = None,
+    worst_sample_db: float | None = None,
 ) -> str:
     """Returns good, check or broken.
 
@@ -181,13 +205,17 @@ def judge(
         equal: the share of equal values of the worst output of integers; None for none.
         compared: whether every float output could be compared; if not, a graph is good by a metric alone.
         rows: the share of selected rows that float selects, too; None if nothing selects.
+        low_db: the SQNR that other samples may have; a graph is good if it is, or by a metric.
+        worst_sample_db: the SQNR of the worst sample; if it is broken, a graph is good by a metric alone.
     """
     if rows is not None and metric is None:
         equal = rows if equal is None else min(rows, equal)
     if not informative or (equal is not None and equal < _BROKEN_EQUAL):
         return "broken"
     word = _judge_values(sqnr_db, metric, float_metric)
-    if word == "good" and metric is None and not compared:
+    doubtful = low_db is not None and low_db < GOOD_FROM_DB
+    lost = worst_sample_db is not None and worst_sample_db < BROKEN_BELOW_DB
+    if word == "good" and metric is None and (not compared or doubtful or lost):
         return "check"
     return "check" if word == "good" and equal is not None and equal < _GOOD_EQUAL else word
 

@@ -285,3 +285,37 @@ def _converted(traced, x: np.ndarray):
     prepared = qtrace.prepare(traced, {"placement": "everything", "backend": "onnxruntime"})
     qtrace.calibrate(prepared, [x], progress=False)
     return qtrace.convert(prepared)
+
+
+def _unpooled() -> tuple[list, dict[str, np.ndarray]]:
+    """A convolution, a pooling with places, a convolution, and an unpooling to these places."""
+    rng = np.random.default_rng(1)
+    shapes = {"v": (8, 3, 3, 3), "w": (8, 8, 3, 3), "u": (4, 8, 3, 3)}
+    weights = {name: rng.normal(size=shape).astype(np.float32) / 5 for name, shape in shapes.items()}
+    nodes = [
+        helper.make_node("Conv", ["x", "v"], ["c"], pads=[1] * 4, name="first"),
+        helper.make_node("Relu", ["c"], ["a"]),
+        helper.make_node("MaxPool", ["a"], ["p", "i"], kernel_shape=[2, 2], strides=[2, 2]),
+        helper.make_node("Conv", ["p", "w"], ["d"], pads=[1] * 4, name="second"),
+        helper.make_node("MaxUnpool", ["d", "i"], ["b"], kernel_shape=[2, 2], strides=[2, 2]),
+        helper.make_node("Conv", ["b", "u"], ["y"], pads=[1] * 4, name="third"),
+    ]
+    return nodes, weights
+
+
+@pytest.mark.parametrize("in_float", [("conv2d", "relu"), ("conv2d",), ()], ids=str)
+def test_places_of_the_largest_values_are_those_of_the_graph(
+    tmp_path: Path, in_float: tuple[str, ...]
+) -> None:
+    rng = np.random.default_rng(0)
+    source, out = tmp_path / "source.onnx", tmp_path / "out.onnx"
+    onnx.save(_model(*_unpooled(), (4, 3, 16, 16)), source)
+    batches = [rng.normal(size=(4, 3, 16, 16)).astype(np.float32) for _ in range(2)]
+    names = {"conv2d": "first", "relu": "a"}
+    rules = [{"match": {"op": op, "name": names[op]}, "quantize": False} for op in in_float]
+    prepared = qtrace.prepare(qtrace.from_onnx(source), {"placement": "everything", "rules": rules})
+    qtrace.calibrate(prepared, batches, progress=False)
+    converted = qtrace.convert(prepared)
+    qtrace.export(converted, out)
+    report = qtrace.verify(out, converted, batches)
+    assert report.passed, report.table()

@@ -9,12 +9,14 @@ from typing import Any
 import megengine as mge
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 import qtrace
 from qtrace.errors import GraphError, ImportingError
+from qtrace.graph.opaque import opaque_calls
 from qtrace.graph.walk import exprs, op_label
 from tests.importing.onnx.judging import difference, import_and_run
 from tests.importing.onnx.networks import model, node, save
@@ -161,15 +163,55 @@ def test_booleans_are_chosen_and_infinities_told_apart(tmp_path: Path) -> None:
         check(tmp_path, "IsInf", {"x": values}, opset=20, **attributes)
 
 
+def check_as_onnxruntime(folder: Path, op: str, x: np.ndarray, opset: int, **attributes: Any) -> str:
+    """Compares with onnxruntime on the file itself; returns "kept" if the node stays as in the file."""
+    path = write(folder / "m.onnx", op, {"x": x}, opset=opset, expected=[x], **attributes)
+    file = onnx.load(path)
+    file.graph.output[0].type.tensor_type.ClearField("shape")
+    onnx.save(file, path)
+    (expected,) = onnxruntime.InferenceSession(path).run(None, {"x": x})
+    (result,) = import_and_run(path, {"x": x})
+    assert difference(result, expected) == ""
+    return "kept" if any(opaque_calls(qtrace.from_onnx(path))) else "lowered"
+
+
 @pytest.mark.parametrize("counts", [0, 1])
 @pytest.mark.parametrize("ceil", [0, 1])
-@pytest.mark.parametrize("pads", [[0, 0, 1, 1], [1, 0, 0, 1], [1, 1, 1, 1]])
-def test_averages_count_the_places_that_onnx_counts(
-    tmp_path: Path, counts: int, ceil: int, pads: list[int]
+@pytest.mark.parametrize("pads", [[0, 0, 1, 1], [1, 0, 0, 1], [1, 1, 1, 1], [1, 0, 1, 0], [0, 0, 0, 0]])
+@pytest.mark.parametrize("opset", [11, 19, 22])
+def test_averages_count_the_places_that_onnxruntime_counts(
+    tmp_path: Path, counts: int, ceil: int, pads: list[int], opset: int
 ) -> None:
-    x = RNG.normal(size=(2, 3, 7, 8)).astype(F32)
+    x = RNG.normal(size=(2, 3, 7, 8)).astype(F32) + 2
     options = {"kernel_shape": [3, 3], "strides": [2, 2], "pads": pads, "ceil_mode": ceil}
-    check(tmp_path, "AveragePool", {"x": x}, opset=19, count_include_pad=counts, **options)
+    form = check_as_onnxruntime(tmp_path, "AveragePool", x, opset, count_include_pad=counts, **options)
+    assert counts or form == "lowered"
+
+
+AMBIGUOUS = {  # what ONNX and onnxruntime, or two versions of onnxruntime, count otherwise
+    "1-D": ([5], 11, {"kernel_shape": [3], "strides": [2], "pads": [1, 0], "ceil_mode": 1}),
+    "valid": ([5, 9], 11, {"kernel_shape": [3, 2], "strides": [1, 2], "auto_pad": "VALID", "ceil_mode": 1}),
+    "one side": ([4, 4], 19, {"kernel_shape": [4, 4], "strides": [3, 3], "pads": [3, 0, 3, 3]}),
+    "one axis": ([6, 8], 22, {"kernel_shape": [4, 1], "strides": [1, 2], "pads": [1, 0, 1, 0]}),
+}
+
+
+@pytest.mark.parametrize("name", AMBIGUOUS)
+def test_counts_on_which_runtimes_disagree_stay_as_in_the_file(tmp_path: Path, name: str) -> None:
+    size, opset, options = AMBIGUOUS[name]
+    x = RNG.normal(size=(2, 3, *size)).astype(F32) + 2
+    assert check_as_onnxruntime(tmp_path, "AveragePool", x, opset, count_include_pad=1, **options) == "kept"
+
+
+@pytest.mark.parametrize("op", ["MaxPool", "AveragePool", "LpPool", "Conv"])
+@pytest.mark.parametrize("automatic", ["SAME_UPPER", "SAME_LOWER"])
+def test_strides_beyond_the_kernel_skip_the_places_that_onnxruntime_skips(
+    tmp_path: Path, op: str, automatic: str
+) -> None:
+    x = RNG.normal(size=(2, 3, 8, 9)).astype(F32)
+    stored = {"w": RNG.normal(size=(4, 3, 1, 2)).astype(F32)} if op == "Conv" else {}
+    options = {"kernel_shape": [1, 2], "strides": [4, 2], "auto_pad": automatic}
+    check_as_onnxruntime(tmp_path, op, x, 11, stored=stored, **options)
 
 
 def test_weights_may_be_computed(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from qtrace.importing.onnx.values import Stored
 
 __all__ = ["LOWERINGS"]
 
+_CUTS_WINDOWS = 19  # the opset from which AveragePool counts no place behind the padding
+
 
 def _max_pool(call: Call) -> Any:
     window = _window(call)
@@ -35,6 +37,8 @@ def _average_pool(call: Call) -> Any:
     if any(d != 1 for d in window.dilation):
         call.refuse("has dilations, which MegEngine's avg_pool2d has not")
     ceiled = _ceiled(call, window)
+    if counts:
+        _refuse_disputed_counts(call, window, ceiled)
     if ceiled != window or not (window.symmetric or counts):
         return _averaged(call, window, ceiled, counts)
     x, padding = call.tensor(0), window.before
@@ -42,6 +46,27 @@ def _average_pool(call: Call) -> Any:
         x, padding = pad(call, x, window.before, window.after), (0, 0)
     mode = "average" if counts else "average_count_exclude_padding"
     return _pooled(call, F.avg_pool2d, x, window, padding, mode=mode)
+
+
+def _refuse_disputed_counts(call: Call, window: Window, ceiled: Window) -> None:
+    """Refuses averages that count padding where versions of onnxruntime divide by other numbers.
+
+    The last windows may reach behind the padding. ONNX, and onnxruntime 1.32, count the places up to the end
+    of the padding. onnxruntime 1.23 counts the whole kernel in opsets below 19, and from 19 on cuts the
+    windows of axis i at the size plus ``pads[2 * i + 1]``, which is another axis' padding if there are more.
+    """
+    pads = (*window.before, *window.after)
+    for i, kernel in enumerate(window.kernel):
+        after = window.after[i]
+        end = min(pads[2 * i + 1], after) if call.version >= _CUTS_WINDOWS else after + kernel
+        for shape in call.shapes(0):
+            size = shape[i + 2]
+            padded = size + window.before[i] + ceiled.after[i]
+            last = (padded - kernel) // window.stride[i] * window.stride[i] - window.before[i] + kernel
+            if min(last, size + after) != min(last, size + end):
+                call.refuse("counts padding that versions of onnxruntime count otherwise")
+        if end < after and len({shape[i + 2] for shape in call.shapes(0)}) > 1:
+            call.refuse("counts padding that versions of onnxruntime count otherwise")
 
 
 def _averaged(call: Call, window: Window, ceiled: Window, counts: bool) -> Any:

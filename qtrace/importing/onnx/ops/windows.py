@@ -57,6 +57,9 @@ def read_window(call: Call, kernel: Sequence[int]) -> Window:
         if any(s != 1 for s in stride):
             call.refuse_open(0, range(2, call.rank(0)), f"has auto_pad {automatic} and strides for an input")
         pads = _same(call.shape(0)[2:], kernel, stride, dilation, automatic == "SAME_UPPER")
+        if any(n < 0 for n in pads[:count]):
+            call.refuse(f"has auto_pad {automatic} with strides by which its first window begins inside")
+        pads = [max(n, 0) for n in pads]
     elif automatic == "VALID":
         pads = [0] * 2 * count
     elif automatic != "NOTSET":
@@ -69,11 +72,14 @@ def read_window(call: Call, kernel: Sequence[int]) -> Window:
 def _same(
     sizes: Sequence[int], kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], upper: bool
 ) -> list[int]:
-    """Returns the pads with which the result has the size of the image divided by the stride, rounded up."""
+    """Returns the pads with which the result has the size of the image divided by the stride, rounded up.
+
+    Where the stride exceeds the kernel, they are negative: onnxruntime skips places at both ends.
+    """
     before, after = [], []
     for size, k, s, d in zip(sizes, kernel, stride, dilation, strict=True):
-        total = max((-(-size // s) - 1) * s + (k - 1) * d + 1 - size, 0)
-        before.append(total // 2 if upper else total - total // 2)
+        total = (-(-size // s) - 1) * s + (k - 1) * d + 1 - size
+        before.append(int((total if upper else total + 1) / 2))  # towards 0, as in C
         after.append(total - before[-1])
     return [*before, *after]
 

@@ -1,0 +1,166 @@
+"""A verdict is no better than what other samples show: few samples, seen ones, and a bad one among many."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import megengine as mge
+import megengine.functional as F
+import megengine.module as M
+import numpy as np
+import pytest
+
+import qtrace
+from qtrace.outputs import find_groups
+from qtrace.quantizing.judging import choose_evaluation
+from qtrace.sensitivity.diagnosis import Calibrated, diagnose
+from qtrace.sensitivity.diagnosis.samples import SampleErrors, measure_samples, seen_margin_db
+from qtrace.sensitivity.diagnosis.verdict import Verdict, judge
+from tests import selecting_nets
+from tests.nets import net, randomize
+
+F32 = np.float32
+
+
+def _waves(count: int, seed: int) -> np.ndarray:
+    """Series of unlike loudness."""
+    rng = np.random.default_rng(seed)
+    loudness = np.exp(rng.normal(size=(count, 1, 1)))
+    return (rng.normal(size=(count, 8, 4)) * loudness).astype(F32)
+
+
+def _points(count: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_t(3, (count, 16)).astype(F32)
+
+
+def _recurrent_mask() -> M.Module:
+    def forward(self, x):
+        state, masks = F.zeros((x.shape[0], 8)), []
+        for step in range(4):
+            state = F.tanh(self.read(x[:, :, step]) + self.keep(state))
+            masks.append(F.sigmoid(self.mask(state)))
+        return x * F.stack(masks, axis=2)
+
+    return net(forward, read=M.Linear(8, 8), keep=M.Linear(8, 8), mask=M.Linear(8, 8))
+
+
+def _difference() -> M.Module:
+    def forward(self, x):
+        return F.mean((x - self.b(F.relu(self.a(x)))) ** 2, axis=1)
+
+    return net(forward, a=M.Linear(16, 12), b=M.Linear(12, 16))
+
+
+def _embedding() -> M.Module:
+    return net(
+        lambda self, x: F.normalize(self.b(F.relu(self.a(x))), axis=1), a=M.Linear(16, 32), b=M.Linear(32, 8)
+    )
+
+
+def _restored() -> M.Module:
+    def forward(self, x):
+        mean = F.mean(x, axis=1, keepdims=True)
+        spread = F.sqrt(F.mean((x - mean) ** 2, axis=1, keepdims=True) + 1e-5)
+        return self.b(F.relu(self.a((x - mean) / spread))) * spread + mean
+
+    return net(forward, a=M.Linear(16, 32), b=M.Linear(32, 4))
+
+
+KINDS: dict[str, tuple[Callable[[], M.Module], Callable[[int, int], np.ndarray]]] = {
+    "experts": (lambda: selecting_nets.build("experts"), selecting_nets.pictures),
+    "masked": (lambda: selecting_nets.build("masked"), selecting_nets.pictures),
+    "recurrent mask": (_recurrent_mask, _waves),
+    "score of a difference": (_difference, _points),
+    "embedding": (_embedding, _points),
+    "restored scale": (_restored, _points),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_verdict_is_better_than_what_other_samples_show(kind: str) -> None:
+    build, draw = KINDS[kind]
+    seen, others = draw(8, 1), draw(48, 2)
+    traced = qtrace.trace(
+        randomize(build()) if kind not in selecting_nets.NETS else build(), mge.tensor(seen), check=False
+    )
+    prepared = qtrace.prepare(traced, {"backend": "onnxruntime", "placement": "everything"})
+    qtrace.calibrate(prepared, [seen], progress=False)
+    told = diagnose(prepared, [seen], calibrated=Calibrated(8, judged=True), progress=False).verdict
+    true = diagnose(prepared, [others], progress=False).verdict
+    assert told.seen
+    assert not true.seen
+    assert told.low_db is not None
+    assert told.low_db <= true.sqnr_db
+    assert told.word == "check"
+    assert f"other samples may have {told.low_db:.1f} dB, as it was calibrated on these" in told.line()
+
+
+def _measured(noise: list[float], values: int = 100, signal: float = 1.0) -> SampleErrors:
+    """Samples of a signal of 1 and the given noise."""
+    return SampleErrors(np.full(len(noise), signal), np.array(noise), values)
+
+
+def test_alike_samples_leave_no_doubt_and_unlike_ones_do() -> None:
+    alike, unlike = _measured([0.004] * 8), _measured([0.0005] * 7 + [0.0285])
+    assert alike.low_db() == pytest.approx(10 * math.log10(250))
+    assert unlike.signal.sum() / unlike.noise.sum() == pytest.approx(250)
+    assert unlike.low_db() < 20.0
+    assert judge(24.0, low_db=alike.low_db()) == "good"
+    assert judge(24.0, low_db=unlike.low_db()) == "check"
+    assert judge(34.0, low_db=34.0 - seen_margin_db(8)) == "check"
+    assert judge(34.0, low_db=34.0 - seen_margin_db(None)) == "check"
+    assert judge(34.0, low_db=34.0 - seen_margin_db(64)) == "good"
+    assert judge(24.0, 0.9, 0.9, low_db=15.0, worst_sample_db=3.0) == "good"  # the user's metric decides
+    assert _measured([0.0, 0.0]).low_db() == math.inf
+    assert _measured([0.001]).low_db() == pytest.approx(30.0)
+
+
+def test_a_broken_sample_keeps_a_graph_from_being_good() -> None:
+    errors = _measured([1e-4] * 63 + [0.3])
+    assert errors.worst_db() == pytest.approx(10 * math.log10(1 / 0.3))
+    assert judge(23.2, low_db=20.5, worst_sample_db=errors.worst_db()) == "check"
+    line = Verdict("check", 23.2, None, None, None, 64, "samples", worst_sample_db=5.2).line()
+    assert "output SQNR 23.2 dB, 5.2 dB in the worst sample, on 64 samples" in line
+    exact = Verdict("good", 23.2, None, None, None, 64, "samples", low_db=22.0, worst_sample_db=21.0).line()
+    assert "worst sample" not in exact
+    assert "may have" not in exact
+
+
+def test_quiet_samples_and_single_numbers_count_by_the_mean_signal() -> None:
+    signal, noise = np.array([1.0] * 15 + [1e-6]), np.full(16, 1e-4)
+    assert SampleErrors(signal, noise, 100).worst_db() > 20.0
+    assert SampleErrors(np.array([1.0, 0.001]), np.array([1e-3, 1e-3]), 1).worst_db() > 25.0
+
+
+def test_samples_are_those_of_the_first_axis_and_batches_otherwise() -> None:
+    rng = np.random.default_rng(0)
+    reference = [[rng.normal(size=(4, 3)), rng.normal(size=(7, 3))] for _ in range(2)]
+    outputs = [[value + 0.01 for value in batch] for batch in reference]
+    outputs[1][0][2] += 5.0
+    outputs[0][1][0, 0] = math.inf
+    groups = find_groups(None, reference)
+    by_sample, by_batch = measure_samples(groups, reference, outputs, [4, 4])
+    assert by_sample.signal.shape == (8,)
+    assert by_sample.noise.argmax() == 6
+    assert by_batch.noise.shape == (2,)
+    assert by_batch.noise[0] == math.inf
+    assert math.isfinite(by_batch.noise[1])
+
+
+class _Counted:
+    """A source of some batches."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.max_batches = count, None
+
+    def __len__(self) -> int:
+        return self.count
+
+
+@pytest.mark.parametrize(("count", "first"), [(1, 0), (3, 0), (4, 3), (7, 6), (8, 7), (16, 14)])
+def test_a_quarter_at_most_is_held_back(count: int, first: int) -> None:
+    source = _Counted(count)
+    chosen = choose_evaluation(source, lambda: source, None, str)  # type: ignore[arg-type, return-value]
+    assert (chosen.first, chosen.max_batches) == (first, first or None)
+    assert chosen.seen == (first == 0)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from scripts.families import NETWORKS, main, measure
-from scripts.stored import ExportRow, FamilyRow, RecipeRow, load, measured_when, store, table
+from scripts.stored import ExportRow, FamilyRow, RecipeRow, TorchRow, load, measured_when, store, table
 
 ROWS = {row.network: row for row in load(FamilyRow)}
 
@@ -52,6 +52,16 @@ def test_a_recipe_that_loses_or_takes_longer_is_worse() -> None:
         dataclasses.replace(row, milliseconds=[1.1] * 3, everywhere=True).cells()[-1]
         == "rounded everywhere, -0.2 dB in 1.100 of the time"
     )
+
+
+def test_networks_of_torch_are_whole_and_their_outputs_depend_on_the_image() -> None:
+    rows = load(TorchRow)
+    assert sum(row.whole for row in rows) >= 54
+    assert all(row.refusal for row in rows if not row.whole)
+    row = TorchRow("timm", "net", 64, error=1e-6, spread=0.1, verified=True)
+    assert row.whole
+    assert not dataclasses.replace(row, spread=1e-3).whole  # whatever the network computes would be as near
+    assert not dataclasses.replace(row, spread=0.0, error=0.0).whole
 
 
 def test_rows_are_replaced_by_network_and_read_back(tmp_path: Path) -> None:

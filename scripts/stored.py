@@ -232,6 +232,7 @@ class TorchRow:
         size: height and width of the images.
         opened: whether the batch stays open.
         error: the largest difference to torch, of the largest value of the outputs; None if not imported.
+        spread: the largest difference between the outputs of two images, of the same value.
         converted: whether it was calibrated and converted.
         verified: whether onnxruntime computes the integers of the graph.
         returned: whether the converted graph gives back every tensor of the module's state.
@@ -245,6 +246,7 @@ class TorchRow:
     size: int
     opened: bool = False
     error: float | None = None
+    spread: float = 0.0
     converted: bool = False
     verified: bool = False
     returned: bool = False
@@ -258,7 +260,17 @@ class TorchRow:
     @property
     def whole(self) -> bool:
         """Whether import, conversion and verification succeeded, with outputs equal to 1e-4."""
-        return self.verified and self.error is not None and self.error <= 1e-4
+        return self.verified and self.difference is not None and self.difference <= 1e-4
+
+    @property
+    def difference(self) -> float | None:
+        """The largest difference to torch, of that between the outputs of two images; None if not imported.
+
+        Outputs that hardly depend on the image agree whatever the network in between computes.
+        """
+        if self.error is None:
+            return None
+        return self.error / self.spread if self.spread else float("inf")
 
     def cells(self) -> tuple[str, ...]:
         """The row as text."""
@@ -268,7 +280,7 @@ class TorchRow:
             self.network,
             str(self.size),
             "" if self.error is None else "open" if self.opened else "fixed",
-            "" if self.error is None else f"{self.error:.1e}",
+            "" if self.difference is None else f"{self.difference:.1e}",
             "yes" if self.verified else "no",
             "whole" if self.returned else "",
             f"{refusal[:120]}..." if len(refusal) > 120 else refusal,

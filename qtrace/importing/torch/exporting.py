@@ -24,6 +24,11 @@ Dynamic = Mapping[str, Mapping[int, str]]
 
 _EXTERNAL = 2**30  # bytes of weights above which they lie beside the file: protobuf holds 2 GB
 _SCRIPT_OPSET = 17  # the newest that all of the older exporter's ops are written for
+# What to do with networks that select by values, such as torchvision's detectors.
+_OLDER = (
+    "give torch.jit.trace(module, example) in its place, which torch's older exporter writes with the "
+    "branches of the example"
+)
 # A place in the text of torch's errors: "(net.py:12 in forward)", 'File "net.py", line 12, in forward'.
 _PLACE = re.compile(r'\(([^()\s]+\.py):(\d+) in \w+\)|File "([^"\n]+\.py)", line (\d+), in \w+')
 
@@ -273,10 +278,11 @@ def _eval_mode(network: Network) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps torch's log of the export away: what it says of a failure is in the error."""
+    """Keeps what torch logs and prints of the export away: what it says of a failure is in the error."""
     loggers = [logging.getLogger(name) for name in ("torch", "torch.onnx", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+    sink = io.StringIO()
+    with warnings.catch_warnings(), contextlib.redirect_stdout(sink), contextlib.redirect_stderr(sink):
         warnings.simplefilter("ignore")
         try:
             for logger in loggers:
@@ -296,9 +302,10 @@ def _describe(network: Network, error: BaseException) -> str:
         cause = cause.__cause__ or cause.__context__
     place = next((text for text in map(_place, reversed(causes)) if text), "")
     where = f" (at {place})" if place else ""
+    older = "" if network.is_program or network.is_script else f", or {_OLDER}"
     return (
         f"torch cannot export {network.name}{where}: {_line(causes[-1])}. What depends on values of the data "
-        "belongs behind the network: export the part before it, or write it without a branch."
+        f"belongs behind the network: export the part before it, or write it without a branch{older}."
     )
 
 

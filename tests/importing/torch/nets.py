@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["Block", "Branching", "Encoder", "Sorted", "Tied"]
+__all__ = ["Block", "Branching", "Detector", "Encoder", "Sorted", "Tied"]
 
 
 class Block(torch.nn.Module):
@@ -70,6 +70,26 @@ class Sorted(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.nonzero(x).sum(1)
+
+
+class Detector(torch.nn.Module):
+    """Selects boxes by their scores, in one of two ways that depend on their number, as torchvision does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = torch.nn.Conv2d(3, 8, 3, padding=1)
+        self.head = torch.nn.Conv2d(8, 5, 1)
+        settle(self)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = self.head(torch.relu(self.body(x))).permute(0, 2, 3, 1).reshape(-1, 5)
+        scores, boxes = rows[:, 4].sigmoid(), rows[:, :4]
+        kept = torch.where(scores > 0.5)[0]
+        scores, boxes = scores[kept], boxes[kept]
+        if boxes.numel() > 8:
+            order = scores.argsort(descending=True)
+            return scores[order], boxes[order]
+        return scores, boxes
 
 
 def settle(module: torch.nn.Module) -> None:

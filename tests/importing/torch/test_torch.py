@@ -161,6 +161,26 @@ def test_torchscript_comes_in_under_the_names_of_its_state(kind: str, tmp_path: 
     assert set(dict(traced.named_parameters())) == {name for name, _ in module.named_parameters()}
 
 
+def test_a_detector_that_the_newer_exporter_refuses_comes_in_as_a_trace(tmp_path: Path) -> None:
+    module, image = nets.Detector().eval(), X[:1]
+    with pytest.raises(ImportingError, match=r"cannot export Detector.* give torch\.jit\.trace\(module"):
+        qtrace.from_torch(module, image, dynamic={})
+    script = torch.jit.trace(module, torch.from_numpy(image))
+    traced = qtrace.from_torch(script, image, dynamic={})
+    assert opaque_calls(traced)
+    for batch in (image, X[1:2]):
+        with torch.no_grad():
+            expected = module(torch.from_numpy(batch))
+        assert len(expected[0]) > 1
+        for got, want in zip(traced(Tensor(batch)), expected, strict=True):
+            np.testing.assert_allclose(got.numpy(), want.numpy(), atol=1e-5)
+    prepared = qtrace.prepare(traced, "backend/onnxruntime")
+    qtrace.calibrate(prepared, [image], progress=False)
+    converted = qtrace.convert(prepared)
+    qtrace.export(converted, tmp_path / "net.onnx")
+    assert qtrace.verify(tmp_path / "net.onnx", converted, [image]).passed
+
+
 def test_a_trace_that_holds_its_batch_has_it_fixed(caplog: pytest.LogCaptureFixture) -> None:
     class Held(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

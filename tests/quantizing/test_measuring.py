@@ -509,7 +509,9 @@ def test_without_the_runtime_nothing_is_fitted_or_measured(monkeypatch) -> None:
     times, notes, config = Times(), _Notes(), as_qconfig({"placement": "balanced"})
     prepare_measured(_traced(), config, [DATA[:4]], list, TimingPlan(times, _refuse), notes)
     assert any("none can be measured here: onnxruntime cannot be imported" in text for text in notes.texts)
-    placed = SimpleNamespace(cost_table=None, placement=SimpleNamespace(table=FITTED), backend="onnxruntime")
+    placed = SimpleNamespace(
+        cost_table=None, weight_bits=8, placement=SimpleNamespace(table=FITTED), backend="onnxruntime"
+    )
     table = figures._read_costs(placed)  # of a graph that was prepared where the runtime is
     assert table is not None
     assert table.machine == CostTable.load("onnxruntime").machine

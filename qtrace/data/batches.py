@@ -7,9 +7,10 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import megengine as mge
+import megengine.functional as F
 import numpy as np
 from megengine import Tensor
-from megengine.module import LSTM, RNN
+from megengine.module import LSTM, RNN, Module
 
 from qtrace.data.declared import cast_to_declared, check_declared, cures_for_shapes, name_arguments
 from qtrace.data.foreign import read_array, what_is_no_iterable
@@ -31,6 +32,7 @@ __all__ = [
     "translate_errors",
 ]
 
+_RACING = (F.gather, F.linspace, F.arange)
 _INT32 = np.iinfo(np.int32)
 _SHOWN_ITEMS = 3  # of a list in a batch, in a message
 
@@ -208,18 +210,29 @@ def translate_errors(model: TracedModule, arguments: _Arguments, index: int) -> 
 def evaluating(model: TracedModule) -> Iterator[None]:
     """Puts the model in eval mode and gives every module its training flag back in the end.
 
-    Within the block MegEngine's recurrent layers refuse inputs of wrong shapes, which their kernels misread.
+    Within the block MegEngine's recurrent layers refuse inputs of wrong shapes, which their kernels misread,
+    and graphs that read places by ``F.gather`` run without a queue, in which it gives other rows at random.
     """
     flags = [(module, module.training) for module in modules_of(model)]
     for module, _ in flags:
         module.train(False, recursive=False)
     recurrent = any(isinstance(module, (LSTM, RNN)) for module, _ in flags)
+    level = mge.config.async_level
+    if any(_races(module) for module, _ in flags):
+        mge.config.async_level = 0
     try:
         with checked_shapes() if recurrent else nullcontext():
             yield
     finally:
+        mge.config.async_level = level
         for module, training in flags:
             module.training = training
+
+
+def _races(module: Module) -> bool:
+    """Whether a graph of a module calls a function whose kernels race with each other in a queue."""
+    graphs = module.argdef_graph_map.values() if isinstance(module, TracedModule) else ()
+    return any(getattr(expr, "func", None) in _RACING for graph in graphs for expr in graph._exprs)
 
 
 def _map_values(value: Any, change: Callable[[Any], Any]) -> Any:

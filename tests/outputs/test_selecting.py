@@ -23,6 +23,7 @@ from qtrace.preparation.placement.trials import LabellingTrial
 from qtrace.sensitivity.diagnosis import diagnose
 from qtrace.sensitivity.diagnosis.verdict import Verdict, judge
 from qtrace.sensitivity.metrics import Outputs
+from qtrace.sensitivity.running import outputs_of
 from qtrace.sensitivity.simulation import Simulation
 from tests.nets import net
 from tests.selecting_nets import build, pictures
@@ -296,3 +297,18 @@ def test_a_threshold_from_the_best_scores_selects_nothing_by_its_places() -> Non
     kept = run.run(mge.Tensor(scores), mge.Tensor(rows)).numpy()
     np.testing.assert_array_equal(kept.any(axis=2), scores >= 100.5)
     assert not run.tape.places
+
+
+def test_rows_are_the_same_in_every_run_whatever_queue_the_caller_has() -> None:
+    module = build("centernet")
+    traced = qtrace.trace(module, mge.Tensor(pictures(1, 1)), check=False)
+    batches = [pictures(4, 2)] * 6
+    level, mge.config.async_level = mge.config.async_level, 2
+    try:
+        outputs = outputs_of(traced, batches)
+        assert mge.config.async_level == 2
+    finally:
+        mge.config.async_level = level
+    for batch in outputs[1:]:
+        for value, first in zip(batch, outputs[0], strict=True):
+            np.testing.assert_array_equal(value, first)

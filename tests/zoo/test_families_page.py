@@ -13,9 +13,16 @@ from scripts.stored import ExportRow, FamilyRow, RecipeRow, TorchRow, load, meas
 ROWS = {row.network: row for row in load(FamilyRow)}
 
 # RepVGG merges its branches before they are rounded, which takes 0.7 of the time for 0.4 dB less. What comes
-# behind the last layers of U-Net and RetinaNet stays in float by rule, for 0.2 to 0.3 % of the time. The maps
-# of SimpleBaseline leave in float, for 2.1 dB more in 1.7 % more of the time.
-MISSED = {"RepVGG, 32 wide", "U-Net, 16 wide", "RetinaNet, decoded, 8 wide", "SimpleBaseline, 8 wide"}
+# behind the last layers of U-Net, RetinaNet, FCOS and YOLOv3 stays in float by rule, for 0.2 to 1.0 % of the
+# time. The maps of SimpleBaseline leave in float, for 2.1 dB more in 1.7 % more of the time.
+MISSED = {
+    "RepVGG, 32 wide",
+    "U-Net, 16 wide",
+    "RetinaNet, decoded, 8 wide",
+    "FCOS, decoded, 8 wide",
+    "YOLOv3, decoded, 8 wide",
+    "SimpleBaseline, 8 wide",
+}
 
 
 def test_every_network_is_stored_with_its_recipe_above_its_floor() -> None:
@@ -58,6 +65,7 @@ def test_a_recipe_that_loses_or_takes_longer_is_worse() -> None:
 def test_networks_of_torch_are_whole_and_their_outputs_depend_on_the_image() -> None:
     rows = load(TorchRow)
     assert sum(row.whole for row in rows) >= 54
+    assert sum(not row.whole for row in rows) <= 6  # of sixty
     assert all(row.refusal for row in rows if not row.whole)
     row = TorchRow("timm", "net", 64, error=1e-6, spread=0.1, verified=True)
     assert row.whole

@@ -552,7 +552,9 @@ def _list_left_out(names: Iterable[str], labellings: Mapping[str, SearchOutcome]
     parts = []
     for name in names:
         own, decibels = predict(labellings[name].point)
-        parts.append(f"{name} (predicted {seconds / own:.2f}x, {decibels:.1f} dB)")
+        bits = labellings[name].weight_bits
+        with_bits = f" with weights of {bits} bits" if bits < 8 and "weights" not in name else ""
+        parts.append(f"{name}{with_bits} (predicted {seconds / own:.2f}x, {decibels:.1f} dB)")
     return f"not measured, {reason}: {', '.join(parts)}" if parts else ""
 
 

@@ -262,6 +262,9 @@ def quantize(
         if max_drop is not None:
             with stages.measure("raise layers"):
                 result = _keep_metric(traced, config, opened, acceptance, max_drop, reporter, result)
+            if result.raised:
+                taken.forget_placement()
+                reporter.note("the measured placement is left, as layers were raised to float")
         _check(result.judgement, allow_broken, spell)
         with stages.measure("export"):
             converted = convert(result.prepared)

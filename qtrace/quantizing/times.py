@@ -19,6 +19,8 @@ from qtrace.storage.files import replacing
 __all__ = ["SCHEMA", "MeasuredLabelling", "Times"]
 
 SCHEMA = "qtrace-times/1"
+_SCHEMES = ("activation", "weight", "output", "method", "quantize", "quantize_output")
+"""What decides by which kernels an op runs."""
 
 
 @dataclass(frozen=True)
@@ -124,10 +126,14 @@ class Times:
         network = _fingerprint(traced, config)
         if self.fixed and self.network != network:
             raise ConfigError(
-                f"{self.path} has the times of another network, other shapes, another target or placement: "
-                "give the name of a new file to measure them."
+                f"{self.path} has the times of another network, other shapes, another target or placement, "
+                "or other bits: give the name of a new file to measure them."
             )
         self.network = network
+
+    def forget_placement(self) -> None:
+        """Drops what was measured of labellings, where the file is another one."""
+        self.labellings, self.left_out, self.integers, self.weight_bits = (), "", None, 8
 
     def write(self) -> None:
         """Writes the file, if there is one and it was not read.
@@ -155,12 +161,16 @@ class Times:
 
 
 def _fingerprint(traced: TracedModule, config: QConfig) -> str:
-    """Returns a hash of the ops of a network, names and shapes of their results, target and placement."""
+    """Returns a hash of a network and of what its config says of target, placement and schemes."""
     ops = [
         (type(expr).__name__, op_label(expr), [(node.name, list(node.shape or ())) for node in expr.outputs])
         for expr in exprs(traced)
         if expr.outputs and all(isinstance(node, TensorNode) for node in expr.outputs)
     ]
     inputs = [(name, list(shape)) for name, shape in list_inputs(traced)]
-    text = json.dumps([config.backend, config.effective_placement, inputs, ops], default=str)
+    told = config.to_dict()
+    schemes = [told.get(key) for key in _SCHEMES]
+    rules = [[rule["match"], *map(rule.get, _SCHEMES)] for rule in told.get("rules", ())]
+    kinds = [config.backend, config.effective_placement, schemes, rules]
+    text = json.dumps([*kinds, inputs, ops], default=str, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]

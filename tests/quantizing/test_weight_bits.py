@@ -17,6 +17,7 @@ from qtrace.benchmarking.turns import Speed
 from qtrace.config import QConfig
 from qtrace.config.recipe import as_qconfig
 from qtrace.costs import FLOAT, INTEGER, INTEGER_7, CostTable
+from qtrace.errors import ConfigError
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.record import read_record
 from qtrace.quantizing import measuring
@@ -162,3 +163,21 @@ def test_the_fastest_placement_has_the_bits_of_the_least_time(tmp_path, monkeypa
         prepared = _prepare(path, monkeypatch, _fit(seven), 1.0, config=config)
         assert (7 in _bits(prepared).values()) == (bits == 7)
         assert json.loads(path.read_text())["weight_bits"] == bits
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        {"weight": {"bits": 8}},
+        {"activation": {"bits": 16}},
+        {"method": "weight_only"},
+        {"rules": [{"match": {"op": "conv2d"}, "weight": {"bits": 4}}]},
+    ],
+)
+def test_times_of_other_bits_are_refused(tmp_path, monkeypatch, says) -> None:
+    path = tmp_path / "times.json"
+    _prepare(path, monkeypatch, _fit(1.0), 1.5)
+    with pytest.raises(ConfigError, match="or other bits"):
+        _prepare(path, monkeypatch, _fit(1.0), 1.5, config=as_qconfig({"placement": "balanced", **says}))
+    observers = {"placement": "balanced", "observers": {"activation": "minmax"}}
+    _prepare(path, monkeypatch, _fit(1.0), 1.5, config=as_qconfig(observers))  # the same kernels

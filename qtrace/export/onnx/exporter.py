@@ -149,13 +149,13 @@ def files_with(
     if unsigned:
         options = replace(options, floats=options.floats | kinds_in_float(converted))
     exporter, model = write_model(converted, options)
-    from qtrace.export.onnx.float_layers import hold_float_layers
+    from qtrace.export.onnx.float_layers import TARGETS, hold_float_layers
     from qtrace.export.onnx.pools import write_fast_poolings
 
     plain = isinstance(converted, PlainGraph)
     target = "" if plain else converted.annotation.backend
     write_fast_poolings(model, in_onnxruntime=target == "onnxruntime")
-    if target in ("onnxruntime", "generic"):
+    if target in TARGETS:
         hold_float_layers(model)
     if exporter.writer.version_change:
         _LOG.info(exporter.writer.version_change)

@@ -3,8 +3,9 @@
 onnxruntime rounds the float weight of a ``Conv``, ``ConvTranspose`` or ``Gemm`` to int8 by itself, with one
 scale for all of it, where the layer reads dequantized values and its result is quantized at once
 ("WeightBiasQuantization", seen in 1.23): neither the placement nor the user wanted integers there. A
-``LeakyRelu`` of slope 1 behind the layer changes no value and keeps it in float; onnxruntime computes it in
-the kernel of a convolution or a ``Gemm``.
+``LeakyRelu`` of slope 1 behind the layer changes no value and keeps it in float; where nothing else reads
+the result, onnxruntime computes it in the kernel of a convolution or a ``Gemm``. A ``MatMul`` and the ``Add``
+of a stored bias become a ``Gemm`` before.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from onnx import helper
 from qtrace.graph.names import unused_name
 from qtrace.onnxfile.bodies import read_names
 
-__all__ = ["hold_float_layers"]
+__all__ = ["TARGETS", "hold_float_layers"]
 
+TARGETS = ("onnxruntime", "generic", "qnn", "ryzenai", "ryzenai_xint8")
+"""The backends whose files onnxruntime opens."""
 _LAYERS = ("Conv", "ConvTranspose", "Gemm")
 _MOVES = {
     *("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Identity", "MaxPool", "Gather"),
@@ -26,7 +29,9 @@ _MOVES = {
 }
 """What onnxruntime moves roundings across, or leaves out."""
 _MERGED = {*_MOVES, "Relu", "Clip", "Add", "Sub", "Mul", "Div", "BatchNormalization", "Dropout", "Cast"}
-"""What onnxruntime merges into a layer or a rounding behind it, or moves roundings across."""
+"""What onnxruntime merges into a layer or a rounding behind it, leaves out, or moves roundings across."""
+_IN_FRONT = {*_MERGED, "Pad"}
+"""What may vanish between a DequantizeLinear and a layer."""
 
 
 def hold_float_layers(model: Any) -> int:
@@ -48,9 +53,9 @@ def hold_float_layers(model: Any) -> int:
     names = {*stored, *producers, *readers, *(node.name for node in graph.node)}
     held = {}
     for node in graph.node:
-        layer = node.op_type in _LAYERS and node.input[1] in stored
-        if layer and _reads_rounded(node, producers) and _is_rounded(node.output[0], readers):
-            held[id(node)] = _hold(node, readers.get(node.output[0], ()), names)
+        last = _last_node(node, readers, stored)
+        if last is not None and _reads_rounded(node, producers, stored) and _is_rounded(last, readers):
+            held[id(last)] = _hold(last, readers.get(last.output[0], ()), names)
     if held:
         nodes = [each for node in graph.node for each in (node, held.get(id(node))) if each is not None]
         del graph.node[:]
@@ -67,17 +72,28 @@ def _constants(graph: Any) -> set[str]:
     return stored
 
 
-def _reads_rounded(layer: Any, producers: Mapping[str, Any]) -> bool:
-    """Whether a layer reads dequantized values, moved or not."""
+def _last_node(node: Any, readers: Mapping[str, list[Any]], stored: set[str]) -> Any:
+    """Returns the node that gives the result of a layer with a float weight; None where there is none."""
+    if node.op_type in _LAYERS and node.input[1] in stored:
+        return node
+    if node.op_type == "MatMul" and node.input[1] in stored:
+        adds = [n for n in readers.get(node.output[0], ()) if n.op_type == "Add"]
+        return next((n for n in adds if not stored.isdisjoint(n.input)), None)
+    return None
+
+
+def _reads_rounded(layer: Any, producers: Mapping[str, Any], stored: set[str]) -> bool:
+    """Whether a layer reads dequantized values, at once or through what moves them or may vanish."""
     node = producers.get(layer.input[0])
-    while node is not None and node.op_type in _MOVES:
-        node = producers.get(node.input[0])
+    while node is not None and node.op_type in _IN_FRONT:
+        computed = [name for name in node.input if name and name not in stored]
+        node = producers.get(computed[0]) if len(computed) == 1 else None
     return node is not None and node.op_type == "DequantizeLinear"
 
 
-def _is_rounded(name: str, readers: Mapping[str, list[Any]]) -> bool:
-    """Whether a reader of a tensor quantizes it, at once or behind what merges with either of them."""
-    waiting, seen = [name], {name}
+def _is_rounded(layer: Any, readers: Mapping[str, list[Any]]) -> bool:
+    """Whether a reader of a layer's result quantizes it, at once or behind what merges with one of them."""
+    waiting, seen = [layer.output[0]], {layer.output[0]}
     while waiting:
         for node in readers.get(waiting.pop(), ()):
             if node.op_type == "QuantizeLinear":

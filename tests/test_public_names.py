@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import pickle
 import subprocess
 import sys
 
@@ -165,3 +167,10 @@ def test_the_names_of_a_package_are_loaded_when_they_are_used(package: str) -> N
         "print(hasattr(package, 'of_no_such_name'))"
     )
     assert run.stdout == "False\n"
+
+
+@pytest.mark.parametrize("name", ["graph", "data", "ptq"])
+def test_a_package_is_sent_by_its_name(name: str) -> None:
+    """As cloudpickle and Ray send the modules that a function uses."""
+    package = importlib.import_module(f"qtrace.{name}")
+    assert pickle.loads(pickle.dumps(package)) is package

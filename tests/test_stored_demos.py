@@ -39,6 +39,7 @@ def test_every_stored_file_is_one_of_a_demo_or_of_a_benchmark() -> None:
         "family_recipes.json",
         stored.ToolsRow.FILE,
         "measured.json",
+        "kept.json",
         onnx_open_axes.FILE.name,
         runtimes.RESULTS.name,
         tuning.RESULTS.name,

@@ -62,7 +62,7 @@ _OPTIONS: tuple[tuple[str, Any, str], ...] = (
     ("scale", _Numbers(), "What pixels, 0 to 255, are multiplied by first, such as 1/255."),
     ("channels", click.Choice(["bgr", "rgb"]), "The order of channels that the model takes."),
     ("resize", click.Choice(["stretch", "center_crop", "letterbox"]), "How images get their size."),
-    ("layout", click.Choice(["nchw", "nhwc"]), "The axes of uint8 arrays of pixels in a file."),
+    ("layout", click.Choice(["nchw", "nhwc"]), "The axes of uint8 arrays of pixels."),
 )
 
 

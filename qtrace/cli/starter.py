@@ -79,7 +79,7 @@ _PIXELS = {
     "fill": ("for letterbox: the value of the pixels that are filled up, 0 to 255", "114"),
     "fill_at": ("for letterbox: on both sides, around the image, or at its end as YOLOX has it", "around"),
     "interpolation": ("how images are resized, as in OpenCV: nearest, linear, cubic or area", "linear"),
-    "layout": ("the axes of uint8 arrays of pixels in a file: nchw, or nhwc for channels last", "nchw"),
+    "layout": ("the axes of uint8 arrays of pixels: nchw, or nhwc for channels last", "nchw"),
 }
 _OF_RESIZE = {"crop_fraction": "center_crop", "fill": "letterbox", "fill_at": "letterbox"}
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from qtrace import plugins
 from qtrace.data.base import Batch, DataSource, SizedSource, to_input
-from qtrace.data.pixels import are_pixels, check_channels, convert
+from qtrace.data.pixels import check_channels, convert, find_pixels
 from qtrace.errors import DataError, QtraceError, Terminated
 
 if TYPE_CHECKING:
@@ -134,29 +134,31 @@ class _LoaderSource(DataSource):
 
     def _to_batch(self, batch: Any, label: str) -> Batch:
         if isinstance(batch, Mapping):
-            inputs = {str(key): self._to_input(value, f"{label}[{key!r}]") for key, value in batch.items()}
-            if not inputs:
+            if not batch:
                 raise DataError(f"{label} is an empty dict.")
-            _refuse_single_numbers(list(inputs.values()), label)
-            return inputs
+            labels = [f"{label}[{key!r}]" for key in batch]
+            inputs = self._to_inputs(list(batch.values()), labels, label)
+            return dict(zip(map(str, batch), inputs, strict=True))
         if isinstance(batch, list | tuple):
             if not batch:
                 raise DataError(f"{label} is an empty {type(batch).__name__}.")
-            values = tuple(self._to_input(value, f"{label}[{index}]") for index, value in enumerate(batch))
-            _refuse_single_numbers(values, label)
-            return values
-        value = self._to_input(batch, label)
-        _refuse_single_numbers([value], label)
-        return (value,)
+            return tuple(self._to_inputs(batch, [f"{label}[{index}]" for index in range(len(batch))], label))
+        return tuple(self._to_inputs([batch], [label], label))
 
-    def _to_input(self, value: Any, label: str) -> np.ndarray:
-        """Converts what a loader gives to an input."""
-        array = _to_array(value, label)
-        if self._preprocess is None or not are_pixels(array.dtype, array.ndim, self._preprocess):
-            return to_input(array, label)
-        self.pixels = True
-        check_channels(array.shape, label, self._preprocess)
-        return convert(array, self._preprocess)
+    def _to_inputs(self, values: Sequence[Any], labels: Sequence[str], batch: str) -> list[np.ndarray]:
+        """Converts what a loader gives to inputs."""
+        arrays = [_to_array(value, label) for value, label in zip(values, labels, strict=True)]
+        found = None if self._preprocess is None else find_pixels(arrays, self._preprocess)
+        inputs = []
+        for number, (array, label) in enumerate(zip(arrays, labels, strict=True)):
+            if number == found and self._preprocess is not None:
+                self.pixels = True
+                check_channels(array.shape, label, self._preprocess)
+                inputs.append(convert(array, self._preprocess))
+            else:
+                inputs.append(to_input(array, label))
+        _refuse_single_numbers(inputs, batch)
+        return inputs
 
     def _call(self, doing: str, call: Callable[[], Any]) -> Any:
         """Calls the user's code, and translates its errors."""

@@ -19,7 +19,7 @@ from qtrace.process.stderr import caught_lines
 if TYPE_CHECKING:
     from qtrace.config import Preprocess  # it loads MegEngine, which data can do without
 
-__all__ = ["are_pixels", "check_channels", "convert", "decode", "fit", "normalize"]
+__all__ = ["are_pixels", "check_channels", "convert", "decode", "find_pixels", "fit", "normalize"]
 
 # Larger than any image of MOST_PIXELS, even without compression.
 _MAX_BYTES = 2**31
@@ -182,6 +182,22 @@ def normalize(batch: np.ndarray, preprocess: Preprocess) -> np.ndarray:
 def are_pixels(dtype: np.dtype[Any], rank: int, preprocess: Preprocess | None) -> bool:
     """Whether an array holds pixels that ``preprocess`` converts: uint8 with four axes."""
     return preprocess is not None and dtype == np.uint8 and rank == 4
+
+
+def find_pixels(arrays: Sequence[np.ndarray], preprocess: Preprocess) -> int | None:
+    """Returns the number of the array of a batch that ``preprocess`` converts; None if there is none.
+
+    It is the first one with four axes and the recipe's channels, if that is uint8: a mask beside an image, or
+    beside one that is normalized already, stays as it is.
+    """
+    channels, axis = preprocess.size[0], 3 if preprocess.layout == "nhwc" else 1
+    for number, array in enumerate(arrays):
+        if are_pixels(array.dtype, array.ndim, preprocess):
+            if array.shape[axis] == channels or len(arrays) == 1:
+                return number
+        elif array.ndim == 4 and channels in (array.shape[1], array.shape[axis]):
+            return None
+    return None
 
 
 def check_channels(shape: Sequence[int], label: str, preprocess: Preprocess) -> None:

@@ -34,6 +34,9 @@ def load_when_used(package: str, homes: Mapping[str, str]) -> None:
             is_home = isinstance(value, types.ModuleType) and home_of.get(name) == value.__name__
             super().__setattr__(name, getattr(value, name) if is_home else value)
 
+        def __reduce__(self) -> tuple[Any, ...]:
+            return importlib.import_module, (package,)  # cloudpickle knows modules by their exact type alone
+
         def __dir__(self) -> list[str]:
             return sorted({*super().__dir__(), *home_of})
 

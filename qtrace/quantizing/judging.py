@@ -31,6 +31,7 @@ __all__ = [
     "choose_evaluation",
     "conclude",
     "copy_float",
+    "estimate_samples",
     "select_samples",
     "shorten",
 ]
@@ -283,6 +284,12 @@ def _count_samples(source: DataSource) -> int | None:
         return sum(map(batch_length, source))
     first = next(iter(source), None)
     return given * batch_length(first) if given and first is not None else None
+
+
+def estimate_samples(source: DataSource) -> int | None:
+    """Returns the number of samples of data, if all batches are like the first; None without a length."""
+    batches = len(source) if hasattr(source, "__len__") else None
+    return None if batches is None else batches * batch_length(next(iter(source), ()))
 
 
 def _first_batches(source: DataSource) -> list[Batch]:

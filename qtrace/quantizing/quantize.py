@@ -36,6 +36,7 @@ from qtrace.quantizing.judging import (
     choose_evaluation,
     conclude,
     copy_float,
+    estimate_samples,
     shorten,
 )
 from qtrace.quantizing.measuring import TimingPlan, prepare_measured
@@ -354,7 +355,7 @@ def _judge(prepared: TracedModule, data: _Data, acceptance: Acceptance, reporter
     twin = copy_float(prepared)
     with data.times.measure("calibrate"):
         calibrate(prepared, source, progress=reporter.progress)
-    samples = len(source) * data.batch_size if hasattr(source, "__len__") else None
+    samples = estimate_samples(source)
     with data.times.measure("judge"):
         judgement = conclude(
             prepared, data.evaluation, acceptance, reporter, twin=twin, samples=samples, calibration=source

@@ -30,6 +30,7 @@ from qtrace.quantizing.judging import (
     choose_evaluation,
     conclude,
     copy_float,
+    estimate_samples,
 )
 from qtrace.quantizing.measuring import TimingPlan, prepare_measured
 from qtrace.quantizing.reporting import LogReporter, Reporter
@@ -179,7 +180,7 @@ def calibrate_to_folder(
         summary = {**(about or {}), **collection}
         write_folder(folder, prepared, summary)
         figures = note_graph(prepared, reporter)
-        samples = collection["batches"] * reading.batch_size if hasattr(source, "__len__") else None
+        samples = estimate_samples(source)
         judgement = conclude(
             prepared,
             chosen,

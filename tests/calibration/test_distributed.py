@@ -90,7 +90,7 @@ def test_a_rank_that_fails_fails_both(monkeypatch: pytest.MonkeyPatch) -> None:
     data = [[_BATCHES[0]], [_BATCHES[1] * np.nan]]
     for error in _in_turns(lambda rank: _calibrated(traced, data[rank.rank], rank, monkeypatch)):
         assert isinstance(error, CalibrationError)
-        assert str(error).startswith("rank 1: site ")
+        assert str(error).startswith("rank 1: batch 1 holds NaN")
 
 
 def test_ranks_with_different_weights_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

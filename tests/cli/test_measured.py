@@ -66,7 +66,7 @@ def test_a_model_whose_batch_is_fixed_is_judged_on_whole_batches(run, here):
     words = ("fixed.mge", "-d", "x.npy", "-r", "onnxruntime", "--batch-size", 16, "-o", "int8")
     result = run("calibrate", *words)
     assert (result.code, "there is no verdict" in result.err) == (0, False), result.err
-    assert "on 16 samples of the calibration data" in result.err
+    assert "on 16 samples that were held back" in result.err
     compared = run("compare", "int8", "-d", "x.npy", "--batch-size", 16)
     assert "on 16 samples at the beginning of --data" in compared.out
     assert Path("int8/verdict.json").exists()

@@ -135,7 +135,7 @@ def test_what_qtrace_wrote_is_replaced_without_force(run, files):
 
 
 def test_calibrate_offers_a_name_of_its_own(run, files):
-    np.save("x.npy", np.random.default_rng(0).standard_normal((16, 3, 8, 8), np.float32))
+    np.save("x.npy", np.random.default_rng(0).standard_normal((64, 3, 8, 8), np.float32))
     before = Path("net.onnx").read_bytes()
     result = run("calibrate", "net.onnx", "-d", "x.npy", "-r", "onnxruntime", "-o", "out")
     assert "next: qtrace export out/quantized.mge -o net-int8.onnx" in result.err

@@ -74,14 +74,14 @@ def test_three_lines_give_a_verified_file_and_its_verdict(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     build, shape, form, suffix = NETWORKS[name]
-    data = np.random.default_rng(0).normal(size=(8, *shape)).astype(np.float32)
+    data = np.random.default_rng(0).normal(size=(32, *shape)).astype(np.float32)
     out = tmp_path / f"int8{suffix}"
     names = {"network": _given(form, build(), data[:2], tmp_path), "data": data, "out": out}
     exec(LINES, names)
     result = names["result"]
     assert result.path == out
     assert out.stat().st_size > 0
-    assert result.verdict.word in ("good", "fair")
+    assert result.verdict.word in ("good", "check")  # the transformer has 26 dB
     assert result.verify.passed
     printed = capsys.readouterr().out
     assert printed.splitlines()[0] == str(out)

@@ -77,7 +77,8 @@ class OwnNames:
                 node.name = result.node
                 used.add(result.node)
                 remark = self.remarks.get(result.node, FileRemark())
-                node.doc_string = remark.doc
+                if remark.doc:
+                    node.doc_string = remark.doc
                 _add_facts(node, remark.facts)
 
     def _parameter_names(self, writer: OnnxWriter) -> list[tuple[str, str]]:
@@ -96,8 +97,8 @@ def describe(model: ModelProto, origin: FileOrigin) -> None:
     if origin.graph:
         model.graph.name = origin.graph
     for value in (*model.graph.input, *model.graph.output):
-        if not value.doc_string:
-            value.doc_string = origin.end_docs.get(value.name, "")
+        if not value.doc_string and origin.end_docs.get(value.name):
+            value.doc_string = origin.end_docs[value.name]
         _add_facts(value, origin.end_facts.get(value.name, ()))
     _add_facts(model.graph, origin.graph_facts)
     known = {axis.dim_param for value in model.graph.input for axis in value.type.tensor_type.shape.dim}

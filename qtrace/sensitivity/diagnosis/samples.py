@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scipy import special
 
 from qtrace.metrics import comparable, decibels
 from qtrace.outputs import ColumnGroup
@@ -19,7 +20,8 @@ MANY_SAMPLES = 64
 # How far figures of samples that a graph was calibrated on were above those of others, for data with heavy
 # tails: 4 to 35 dB with 8 and 24 samples, 0 to 22 dB with 64.
 _SEEN_DB, _SEEN_MANY_DB = 30.0, 10.0
-_STANDARD_ERRORS = 2.0
+_CONFIDENCE = 0.975
+_ONE_DB = 10.0  # that one sample alone may be above others
 _QUIET = 0.03  # of the mean signal: quieter samples are compared with this
 _LEAST_VALUES = 64  # of a sample, from which its own signal is its measure: one of few values may be near 0
 
@@ -39,15 +41,19 @@ class SampleErrors:
     values: int
 
     def low_db(self) -> float:
-        """Returns the SQNR in dB that other samples may have: two standard errors below that of these."""
+        """Returns the SQNR in dB that other samples may have.
+
+        It is below that of these by the error of their mean at 97.5 % (Student's t); one sample has none, and
+        may be above others by as much as samples of the calibration.
+        """
         signal, noise = float(self.signal.sum()), float(self.noise.sum())
         if not math.isfinite(noise) or noise == 0.0 or signal == 0.0:
             return decibels(signal, noise)
         count, ratio = len(self.signal), noise / signal
         if count > 1:
             spread = np.sqrt(np.sum((self.noise - ratio * self.signal) ** 2) * count / (count - 1)) / signal
-            ratio += _STANDARD_ERRORS * float(spread)
-        return decibels(1.0, ratio)
+            ratio += float(special.stdtrit(count - 1, _CONFIDENCE)) * float(spread)
+        return decibels(1.0, ratio) - (_ONE_DB if count == 1 else 0.0)
 
     def worst_db(self) -> float:
         """Returns the SQNR of the worst sample in dB; a quiet one counts by a share of the mean signal."""

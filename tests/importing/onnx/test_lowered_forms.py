@@ -192,6 +192,11 @@ AMBIGUOUS = {  # what ONNX and onnxruntime, or two versions of onnxruntime, coun
     "1-D": ([5], 11, {"kernel_shape": [3], "strides": [2], "pads": [1, 0], "ceil_mode": 1}),
     "valid": ([5, 9], 11, {"kernel_shape": [3, 2], "strides": [1, 2], "auto_pad": "VALID", "ceil_mode": 1}),
     "one side": ([4, 4], 19, {"kernel_shape": [4, 4], "strides": [3, 3], "pads": [3, 0, 3, 3]}),
+    "other axis": (
+        [6, 6],
+        19,
+        {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [0, 1, 0, 1], "ceil_mode": 1},
+    ),
     "one axis": ([6, 8], 22, {"kernel_shape": [4, 1], "strides": [1, 2], "pads": [1, 0, 1, 0]}),
 }
 

@@ -113,7 +113,9 @@ def test_alike_samples_leave_no_doubt_and_unlike_ones_do() -> None:
     assert judge(34.0, low_db=34.0 - seen_margin_db(64)) == "good"
     assert judge(24.0, 0.9, 0.9, low_db=15.0, worst_sample_db=3.0) == "good"  # the user's metric decides
     assert _measured([0.0, 0.0]).low_db() == math.inf
-    assert _measured([0.001]).low_db() == pytest.approx(30.0)
+    assert _measured([0.001]).low_db() == pytest.approx(20.0)  # one sample tells little of others
+    few, many = _measured([0.001, 0.003]), _measured([0.001, 0.003] * 8)
+    assert few.low_db() < 20.0 < many.low_db()
 
 
 def test_a_broken_sample_keeps_a_graph_from_being_good() -> None:

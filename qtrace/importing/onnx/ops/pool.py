@@ -58,14 +58,14 @@ def _refuse_disputed_counts(call: Call, window: Window, ceiled: Window) -> None:
     pads = (*window.before, *window.after)
     for i, kernel in enumerate(window.kernel):
         after = window.after[i]
-        end = min(pads[2 * i + 1], after) if call.version >= _CUTS_WINDOWS else after + kernel
+        end = pads[2 * i + 1] if call.version >= _CUTS_WINDOWS else after + kernel
         for shape in call.shapes(0):
             size = shape[i + 2]
             padded = size + window.before[i] + ceiled.after[i]
             last = (padded - kernel) // window.stride[i] * window.stride[i] - window.before[i] + kernel
             if min(last, size + after) != min(last, size + end):
                 call.refuse("counts padding that versions of onnxruntime count otherwise")
-        if end < after and len({shape[i + 2] for shape in call.shapes(0)}) > 1:
+        if end != after and len({shape[i + 2] for shape in call.shapes(0)}) > 1:
             call.refuse("counts padding that versions of onnxruntime count otherwise")
 
 

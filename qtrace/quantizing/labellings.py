@@ -22,6 +22,7 @@ __all__ = [
     "find_competitor",
     "find_labellings",
     "is_doubtful",
+    "name_with_bits",
     "predict",
 ]
 
@@ -176,6 +177,11 @@ def _distance(problem: Problem, first: MeasuredLabelling, integers: Iterable[str
     return sum(seconds[name] for name in changed if name in seconds) / max(sum(seconds.values()), 1e-12)
 
 
+def name_with_bits(name: str, bits: int) -> str:
+    """Returns the name of a labelling with the bits of its weights, if they are fewer than 8."""
+    return f"{name} with weights of {bits} bits" if bits < 8 and "weights" not in name else name
+
+
 def describe_labellings(measured: Sequence[MeasuredLabelling], chosen: int, left_out: str = "") -> str:
     """Says what was measured of each labelling, beside what was predicted.
 
@@ -187,9 +193,7 @@ def describe_labellings(measured: Sequence[MeasuredLabelling], chosen: int, left
     whole = next((m for m in measured if m.name == FLOAT), None)
     parts = []
     for labelling in measured:
-        name = labelling.name
-        if labelling.weight_bits < 8 and "weights" not in name and labelling is not whole:
-            name += f" with weights of {labelling.weight_bits} bits"
+        name = labelling.name if labelling is whole else name_with_bits(labelling.name, labelling.weight_bits)
         text = f"{name} {1e3 * labelling.speed.seconds:.3g} ms"
         if whole is not None and labelling is not whole:
             faster = labelling.speed.ratio / whole.speed.ratio

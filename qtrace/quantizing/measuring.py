@@ -49,6 +49,7 @@ from qtrace.quantizing.labellings import (
     find_competitor,
     find_labellings,
     is_doubtful,
+    name_with_bits,
     predict,
 )
 from qtrace.quantizing.output_noise import Outputs, measure_noise, measure_row_noise, output_groups
@@ -552,9 +553,8 @@ def _list_left_out(names: Iterable[str], labellings: Mapping[str, SearchOutcome]
     parts = []
     for name in names:
         own, decibels = predict(labellings[name].point)
-        bits = labellings[name].weight_bits
-        with_bits = f" with weights of {bits} bits" if bits < 8 and "weights" not in name else ""
-        parts.append(f"{name}{with_bits} (predicted {seconds / own:.2f}x, {decibels:.1f} dB)")
+        label = name_with_bits(name, labellings[name].weight_bits)
+        parts.append(f"{label} (predicted {seconds / own:.2f}x, {decibels:.1f} dB)")
     return f"not measured, {reason}: {', '.join(parts)}" if parts else ""
 
 

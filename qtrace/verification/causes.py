@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -79,13 +80,14 @@ def optimized_kernel_cause(runtime: str, kind: str, side: Mapping[str, Any] | No
     """
     flags = set(side["flags"]) if side else _read_cpu_flags()
     if runtime == "onnxruntime" and kind in _MATRIX_PRODUCTS and "amx_int8" in flags:
-        version = side["version"] if side else importlib.import_module("onnxruntime").__version__
-        return (
-            f"onnxruntime {version}'s integer kernel for this CPU (AMX, flag amx_int8), which is known to be "
-            "wrong for some numbers of output channels (onnxruntime issue 26324): the file is right with "
-            "optimizations off. Run it with optimizations disabled, on a CPU without AMX, or keep this op "
-            "in float by a rule"
-        )
+        version = str(side["version"] if side else importlib.import_module("onnxruntime").__version__)
+        if re.match(r"1\.2[1-4]\.", version):
+            return (
+                f"onnxruntime {version}'s integer kernel for this CPU (AMX, flag amx_int8), which is wrong "
+                "for some numbers of columns (onnxruntime issue 26324): the file is right with optimizations "
+                "off. Export it with amx=true, run it by onnxruntime 1.25 or later, with optimizations "
+                "disabled or on a CPU without AMX, or keep this op in float by a rule"
+            )
     # A host is no more asked here: a processor with VNNI, or one that is not x86, adds up in 32 bits.
     saturates = "avx2" in flags and not any("vnni" in flag for flag in flags) if side else products_saturate()
     if runtime in ("onnxruntime", "openvino") and kind in _MATRIX_PRODUCTS and saturates:

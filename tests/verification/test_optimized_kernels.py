@@ -194,7 +194,8 @@ def _computes_wrong_here() -> bool:
 
 
 @pytest.mark.skipif(not _computes_wrong_here(), reason="onnxruntime's kernels are right on this CPU")
-def test_the_real_fault_is_named(converted: TracedModule, path: Path) -> None:
+def test_the_real_fault_is_named(converted: TracedModule, tmp_path: Path) -> None:
+    path = qtrace.export(converted, tmp_path / "plain.onnx", amx=False)
     difference = qtrace.bisect(path, converted, [BATCH])
     assert difference is not None
     assert difference.stage == "optimized"

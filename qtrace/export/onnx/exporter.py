@@ -95,6 +95,7 @@ def files(
     preprocess: bool = False,
     nms: Any = None,
     weights: str = "auto",
+    amx: bool | None = None,
 ) -> dict[Path, Content]:
     """Returns a module as an ONNX file and, if it is large, a file with its tensors.
 
@@ -121,20 +122,23 @@ def files(
             onnxruntime and openvino ``uint8`` for weights of more than 7 bits if products of uint8 and int8
             saturate on this processor (x86 without VNNI), and for those of `weights_behind_joined_rows`; else
             ``int8``. With ``uint8``, openvino gets the weights of transposed convolutions as floats.
+        amx: whether layers on integers get as many columns as onnxruntime 1.21 to 1.24 computes right on
+            processors with AMX, as `write_whole_columns` does; None: for backends onnxruntime and generic, if
+            such a version is installed here on such a processor.
 
     Raises:
         ExportError: when a node has no ONNX form or rounds in another way than ONNX, naming it, an option has
             no such value, or onnx is not installed.
     """
-    for name, value in (("packed", packed), ("external", external), ("preprocess", preprocess)):
-        if not (isinstance(value, bool) or (name == "external" and value is None)):
+    for name, value in (("packed", packed), ("external", external), ("preprocess", preprocess), ("amx", amx)):
+        if not (isinstance(value, bool) or (name in ("external", "amx") and value is None)):
             raise ExportError(f"{name}={value!r} is no choice of the ONNX export: choose true or false.")
     if opset is not None and (type(opset) is not int or not 13 <= opset <= 21):
         raise ExportError(f"opset={opset!r} is no choice of the ONNX export: choose one from 13 to 21.")
     suppression = None if nms is None else Suppression.of(nms)
     ends = (input_names, output_names)
     options = OnnxOptions(packed, float_kinds(allow_float), opset, ends, preprocess, suppression)
-    return files_with(options, converted, path, weights, external)
+    return files_with(options, converted, path, weights, external, amx)
 
 
 def files_with(
@@ -143,6 +147,7 @@ def files_with(
     path: Path,
     weights: str = "auto",
     external: bool | None = None,
+    amx: bool | None = None,
 ) -> dict[Path, Content]:
     """Returns what `files` does, which has the other arguments, by options that users do not all have."""
     unsigned = stores_unsigned(converted, weights)
@@ -151,6 +156,7 @@ def files_with(
     exporter, model = write_model(converted, options)
     from qtrace.export.onnx.float_layers import TARGETS, hold_float_layers
     from qtrace.export.onnx.pools import write_fast_poolings
+    from qtrace.export.onnx.whole_columns import choose_columns
 
     plain = isinstance(converted, PlainGraph)
     target = "" if plain else converted.annotation.backend
@@ -160,6 +166,7 @@ def files_with(
     if exporter.writer.version_change:
         _LOG.info(exporter.writer.version_change)
     write_weight_types(converted, model, weights, unsigned)
+    choose_columns(model, target, amx)
     check(model)
     return contents_of(model, path, external)
 
@@ -202,7 +209,7 @@ FORMAT = Format(
     suffixes=(".onnx",),
     options=(
         *("packed", "external", "allow_float", "opset", "input_names", "output_names", "preprocess", "nms"),
-        "weights",
+        *("weights", "amx"),
     ),
     float_options=("external", "opset", "input_names", "output_names", "nms"),
     has_composites=True,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from qtrace import plugins
 from qtrace.errors import ExportError, install
-from qtrace.onnxfile.saturation import products_saturate
+from qtrace.onnxfile.saturation import loses_columns, products_saturate
 from qtrace.plugins.installed import RUNTIMES, installed, refuse_clashes
 from qtrace.runtimes.host import RuntimeHost
 from qtrace.verification.runtimes.base import Runtime
@@ -67,8 +67,8 @@ def get(path: Path, name: str | None = None, host: RuntimeHost | None = None) ->
 def runs_optimized(runtime: Runtime, backend: str) -> bool:
     """Returns whether a file also runs with the optimizations of ``runtime``.
 
-    Where the products of CPU runtimes saturate, their optimized kernels say nothing about a file for another
-    target, which they only stand in for.
+    Where the products of CPU runtimes saturate, or lose columns, their optimized kernels say nothing about a
+    file for another target, which they only stand in for.
 
     Args:
         runtime: the runtime.
@@ -76,7 +76,10 @@ def runs_optimized(runtime: Runtime, backend: str) -> bool:
     """
     if not runtime.optimizes:
         return False
-    return not (backend not in ("", *_ON_CPU) and runtime.name in _ON_CPU and products_saturate(runtime.host))
+    if backend in ("", *_ON_CPU) or runtime.name not in _ON_CPU:
+        return True
+    in_onnxruntime = runtime.name == "onnxruntime" and backend != "generic"  # whose files have whole columns
+    return not (products_saturate(runtime.host) or (in_onnxruntime and loses_columns(runtime.host)))
 
 
 def _load(name: str) -> Runtime:

@@ -75,6 +75,7 @@ def with_integer_outputs(path: Path) -> Exposed:
 
     from qtrace.export.onnx.detections import without_detections
     from qtrace.export.onnx.ends import without_preprocessing
+    from qtrace.export.onnx.whole_columns import WHOLE
 
     model, folder = load_model(path)
     changed = [without_preprocessing(model), without_detections(model)]
@@ -84,7 +85,8 @@ def with_integer_outputs(path: Path) -> Exposed:
     tensors: list[str] = []
     stored = {t.name: t.data_type for t in model.graph.initializer}
     for node in model.graph.node:
-        if node.op_type == "QuantizeLinear":
+        # Integers with columns of zeros come again without them.
+        if node.op_type == "QuantizeLinear" and f"_int{WHOLE}" not in node.output[0]:
             name = node.output[0]
             # Other tools name the integers otherwise: their site has the name of the tensor that is rounded.
             site = name if name.endswith("_int") else re.sub(r"\W", "_", node.input[0])

@@ -1,0 +1,343 @@
+"""Layers with as many columns as onnxruntime's kernels for AMX compute right.
+
+On processors with AMX, onnxruntime 1.21 to 1.24 computes the product of a block of 32 rows by 17 to 31
+columns wrong in its last row, from the 17th column on (corrected by its pull request 27671). A convolution is
+one such product per group, whose columns are its output channels. A matrix product is split at multiples of
+32 columns, and between threads at multiples of 16, so that any rest may be a part of a wrong block.
+
+A layer gets columns of zeros up to the next number that is right, and a ``Slice``, or a ``Gather`` behind
+groups, takes them away behind its rounding. The integers of the others stay. A product of two activations,
+whose columns are those of the data, is kept in float instead: a ``LeakyRelu`` of slope 1 changes no value,
+and no kernel of integers reads across it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from onnx import helper, numpy_helper
+
+from qtrace.graph.names import unused_name
+from qtrace.onnxfile import external_data
+from qtrace.onnxfile.bodies import read_names
+from qtrace.onnxfile.saturation import loses_columns
+
+__all__ = ["WHOLE", "choose_columns", "write_whole_columns"]
+
+WHOLE = "_whole"
+"""What stands behind the name of a result that has columns of zeros."""
+
+_LOG = logging.getLogger("qtrace")
+_TARGETS = ("onnxruntime", "generic")  # whose files onnxruntime's kernels of integers run
+_TILE, _BLOCK = 16, 32
+_FUSED = ("Relu", "Clip")
+
+
+def choose_columns(model: Any, target: str, amx: bool | None) -> None:
+    """Writes whole columns where they are asked for, or needed on this processor.
+
+    Args:
+        model: an ONNX model with its tensors; it is changed in place.
+        target: the backend of the file; "" for a float file.
+        amx: whether they are written; None: if the target's kernels here need them.
+    """
+    if amx is None and not (target in _TARGETS and loses_columns()):
+        return
+    if amx is not False and (changed := write_whole_columns(model)) and amx is None:
+        _LOG.info(
+            f"{changed} layers of the file have columns of zeros, or stay in float, since onnxruntime here "
+            "computes them wrong on this processor (AMX): for others, or onnxruntime 1.25 and later, export "
+            "with amx=false."
+        )
+
+
+def write_whole_columns(model: Any) -> int:
+    """Gives layers on integers as many columns as are right on processors with AMX.
+
+    Args:
+        model: an ONNX model with its tensors; it is changed in place.
+
+    Returns:
+        The number of layers that were changed.
+    """
+    graph = _Graph(model)
+    changed = sum(graph.widen(node) for node in list(model.graph.node))
+    held = graph.hold(_products_of_odd_columns(model, graph))
+    graph.finish()
+    return changed + held
+
+
+def _products_of_odd_columns(model: Any, graph: _Graph) -> list[Any]:
+    """Returns the products of two dequantized activations whose columns may be a part of a wrong block."""
+    import onnx
+
+    products = [n for n in model.graph.node if n.op_type == "MatMul" and graph.multiplies_activations(n)]
+    if not products:
+        return []
+    inferred = onnx.shape_inference.infer_shapes(external_data.skeleton(model)).graph
+    values = (*inferred.value_info, *inferred.input, *inferred.output)
+    shapes = {value.name: _sizes(value.type.tensor_type.shape.dim) for value in values}
+    return [node for node in products if not _is_right(*(shapes.get(name) for name in node.input))]
+
+
+def _sizes(dims: Any) -> list[int | None]:
+    return [dim.dim_value if dim.HasField("dim_value") else None for dim in dims]
+
+
+def _is_right(left: list[int | None] | None, right: list[int | None] | None) -> bool:
+    """Whether a product has fewer rows than a block, or columns that fill tiles."""
+    rows = left[-2] if left and len(left) > 1 else None
+    columns = right[-1] if right else None
+    return (rows is not None and rows < _BLOCK) or (columns is not None and _fills(columns))
+
+
+def _fills(columns: int) -> bool:
+    return columns <= _TILE or columns % _TILE == 0
+
+
+class _Graph:
+    """A model whose layers get more columns.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.graph = model.graph
+        self.tensors = {tensor.name: tensor for tensor in self.graph.initializer}
+        self.producers = {name: node for node in self.graph.node for name in node.output}
+        self.readers: dict[str, list[Any]] = {}
+        for node in self.graph.node:
+            for name in read_names(node):
+                self.readers.setdefault(name, []).append(node)
+        self.names = {*self.tensors, *self.producers, *self.readers, *(n.name for n in self.graph.node)}
+        self.outputs = {value.name for value in self.graph.output}
+        self.added: dict[int, list[Any]] = {}  # a node -> itself and the new nodes behind it
+        self.replaced: set[str] = set()
+
+    def widen(self, node: Any) -> bool:
+        """Gives a layer columns of zeros, if it needs them; returns whether it did."""
+        if node.op_type == "MatMulInteger":
+            return self._widen_dynamic(node)
+        if node.op_type not in ("Conv", "MatMul", "Gemm"):
+            return False
+        weight = self._dequantized(node.input[1])
+        integer = self.tensors.get(weight.input[0]) if weight is not None else None
+        if integer is None or self._dequantized(node.input[0]) is None:
+            return False
+        axis, groups = _axis_and_groups(node)
+        last = self._end_of_kernel(node)
+        if last is None or len(integer.dims) < 2:
+            return False
+        columns = integer.dims[axis] // groups
+        whole = _wanted(node.op_type, columns, groups, integer)
+        if whole == columns:
+            return False
+        pad = _Padding(axis, groups, columns, whole)
+        self._replace_dequantized(node, 1, weight, pad)
+        if len(node.input) > 2 and node.input[2]:
+            self._replace_bias(node, pad)
+        self._cut(last, 1 if node.op_type == "Conv" else -1, pad)
+        return True
+
+    def multiplies_activations(self, node: Any) -> bool:
+        """Whether a node reads two dequantized values of which none is stored."""
+        sources = [self._dequantized(name) for name in node.input]
+        return all(s is not None and s.input[0] not in self.tensors for s in sources)
+
+    def hold(self, nodes: list[Any]) -> int:
+        """Keeps products in float; returns how many."""
+        for node in nodes:
+            read = node.input[0]
+            copy = self._fresh(f"{read}_float")
+            node.input[0] = copy
+            hold = helper.make_node("LeakyRelu", [read], [copy], name=copy, alpha=1.0)
+            source = self.producers[read]
+            self.added.setdefault(id(source), [source]).append(hold)
+        return len(nodes)
+
+    def finish(self) -> None:
+        """Puts new nodes in their places, and drops the weights that no node reads any more."""
+        if self.added:
+            nodes = [each for node in self.graph.node for each in self.added.get(id(node), (node,))]
+            del self.graph.node[:]
+            self.graph.node.extend(nodes)
+        read = {name for node in self.graph.node for name in read_names(node)}
+        unread = self.replaced - read
+        for index in reversed(range(len(self.graph.node))):
+            if unread.intersection(self.graph.node[index].output):
+                unread.update(self.graph.node[index].input)
+                del self.graph.node[index]
+        read = {name for node in self.graph.node for name in read_names(node)}
+        for index in reversed(range(len(self.graph.initializer))):
+            if self.graph.initializer[index].name in unread - read:
+                del self.graph.initializer[index]
+
+    def _dequantized(self, name: str) -> Any:
+        """Returns the DequantizeLinear that gives a tensor; None if another node does."""
+        node = self.producers.get(name)
+        return node if node is not None and node.op_type == "DequantizeLinear" else None
+
+    def _end_of_kernel(self, node: Any) -> Any:
+        """Returns the last node of a layer's kernel of integers; None where it has none."""
+        last = node
+        while (
+            len(readers := self.readers.get(last.output[0], [])) == 1 and last.output[0] not in self.outputs
+        ):
+            if readers[0].op_type == "QuantizeLinear":
+                return readers[0]
+            if readers[0].op_type not in _FUSED:
+                break
+            last = readers[0]
+        return None if node.op_type == "Conv" else node  # products of integers may give floats
+
+    def _widen_dynamic(self, node: Any) -> bool:
+        """Gives a product of integers whose scale is that of the batch more columns."""
+        weight = self.tensors.get(node.input[1])
+        if weight is None or len(weight.dims) != 2 or _fills(weight.dims[1]):
+            return False
+        columns = weight.dims[1]
+        pad = _Padding(1, 1, columns, -(-columns // _TILE) * _TILE)
+        zero = self._number(node.input[3]) if len(node.input) > 3 else None
+        node.input[1] = self._padded(node.input[1], pad, 0 if zero is None else zero.flat[0])
+        if zero is not None and zero.size > 1:
+            node.input[3] = self._padded(node.input[3], pad.flat(), zero.flat[0])
+        self._cut(node, -1, pad)
+        return True
+
+    def _replace_dequantized(self, node: Any, index: int, dequantize: Any, pad: _Padding) -> None:
+        """Lets an input of a node read a dequantized tensor with more columns."""
+        inputs = list(dequantize.input)
+        zero = self._number(inputs[2]) if len(inputs) > 2 else None
+        inputs[0] = self._padded(inputs[0], pad, 0 if zero is None else zero.flat[0])
+        flat = pad.flat()
+        for place, fill in ((1, 1.0), (2, None if zero is None else zero.flat[0])):
+            if place < len(inputs) and self.tensors[inputs[place]].dims not in ([], [1]):
+                inputs[place] = self._padded(inputs[place], flat, fill)
+        name = self._fresh(f"{dequantize.output[0]}_whole")
+        wide = helper.make_node("DequantizeLinear", inputs, [name], name=name)
+        wide.attribute.extend(dequantize.attribute)
+        self.added.setdefault(id(dequantize), [dequantize]).append(wide)
+        self.replaced.add(dequantize.output[0])
+        node.input[index] = name
+
+    def _replace_bias(self, node: Any, pad: _Padding) -> None:
+        """Gives the bias of a layer more columns, be it stored as floats or dequantized."""
+        name, flat = node.input[2], pad.flat()
+        dequantize = self._dequantized(name)
+        if dequantize is not None:
+            if math.prod(self.tensors[dequantize.input[0]].dims) > 1:
+                self._replace_dequantized(node, 2, dequantize, flat)
+        elif math.prod(self.tensors[name].dims) > 1:
+            node.input[2] = self._padded(name, flat, 0)
+
+    def _cut(self, last: Any, axis: int, pad: _Padding) -> None:
+        """Takes the columns of zeros away behind a node, under the name of its result.
+
+        Integers are taken through a pair of roundings, which onnxruntime leaves out, so that targets and
+        checks find no other form of a file.
+        """
+        name = last.output[0]
+        wide = last.output[0] = self._fresh(f"{name}{WHOLE}")
+        if last.op_type != "QuantizeLinear":
+            self.added.setdefault(id(last), [last]).append(self._cutting(wide, name, axis, pad))
+            return
+        values, kept = self._fresh(f"{wide}_dq"), self._fresh(f"{name}_columns")
+        grid = last.input[1:]
+        self.added.setdefault(id(last), [last]).extend(
+            (
+                helper.make_node("DequantizeLinear", [wide, *grid], [values], name=values),
+                self._cutting(values, kept, axis, pad),
+                helper.make_node("QuantizeLinear", [kept, *grid], [name], name=f"{name}_again"),
+            )
+        )
+
+    def _cutting(self, wide: str, kept: str, axis: int, pad: _Padding) -> Any:
+        """Returns the node that keeps the columns of a result that are not new."""
+        if pad.groups > 1:
+            indices = self._stored(pad.kept(), f"{kept}_indices")
+            return helper.make_node("Gather", [wide, indices], [kept], name=kept, axis=axis)
+        numbers = {"starts": [0], "ends": [pad.columns], "axes": [axis]}
+        inputs = [self._stored(np.array(v, np.int64), f"{kept}_{key}") for key, v in numbers.items()]
+        return helper.make_node("Slice", [wide, *inputs], [kept], name=kept)
+
+    def _padded(self, name: str, pad: _Padding, fill: Any) -> str:
+        """Stores a copy of a tensor with more columns; returns its name."""
+        array = numpy_helper.to_array(self.tensors[name])
+        self.replaced.add(name)
+        return self._stored(pad.apply(array, fill), f"{name}_whole")
+
+    def _number(self, name: str) -> np.ndarray | None:
+        return numpy_helper.to_array(self.tensors[name]) if name in self.tensors else None
+
+    def _stored(self, array: np.ndarray, name: str) -> str:
+        name = self._fresh(name)
+        tensor = numpy_helper.from_array(array, name)
+        self.tensors[name] = tensor
+        self.graph.initializer.append(tensor)
+        return name
+
+    def _fresh(self, name: str) -> str:
+        new = unused_name(name, self.names.__contains__)
+        self.names.add(new)
+        return new
+
+
+@dataclass(frozen=True)
+class _Padding:
+    """Columns of zeros behind those of each group.
+
+    Attributes:
+        axis: the axis of the columns in the weight.
+        groups: how many groups of columns there are.
+        columns: how many a group has.
+        whole: how many it gets.
+    """
+
+    axis: int
+    groups: int
+    columns: int
+    whole: int
+
+    def flat(self) -> _Padding:
+        """Returns the padding of what has one number, or one row of numbers, for each column."""
+        return replace(self, axis=-1)
+
+    def apply(self, array: np.ndarray, fill: Any) -> np.ndarray:
+        """Returns an array with more columns."""
+        moved = np.moveaxis(array, self.axis, 0)
+        grouped = moved.reshape(self.groups, self.columns, *moved.shape[1:])
+        new = np.full((self.groups, self.whole - self.columns, *moved.shape[1:]), fill, array.dtype)
+        joined = np.concatenate([grouped, new], axis=1).reshape(self.groups * self.whole, *moved.shape[1:])
+        return np.ascontiguousarray(np.moveaxis(joined, 0, self.axis))
+
+    def kept(self) -> np.ndarray:
+        """Returns the indices of the columns that are not new."""
+        return (
+            np.arange(self.groups * self.whole)
+            .reshape(self.groups, self.whole)[:, : self.columns]
+            .reshape(-1)
+        )
+
+
+def _axis_and_groups(node: Any) -> tuple[int, int]:
+    """Returns the axis of a weight's columns and the number of groups."""
+    numbers = {a.name: a.i for a in node.attribute}
+    if node.op_type == "Conv":
+        return 0, numbers.get("group", 1)
+    return (0 if numbers.get("transB") else 1), 1
+
+
+def _wanted(kind: str, columns: int, groups: int, weight: Any) -> int:
+    """Returns the number of columns that is computed right: no smaller one than there are."""
+    if kind != "Conv":
+        return columns if _fills(columns) else -(-columns // _TILE) * _TILE
+    if not _TILE < columns < _BLOCK:
+        return columns
+    # Another kernel multiplies signed weights of whole quads of channels.
+    quads = groups == 1 and columns % 4 == 0 and weight.dims[1] % 4 == 0
+    return columns if quads and weight.data_type == weight.INT8 else _BLOCK

@@ -1,0 +1,159 @@
+"""Files are right on processors with AMX, where onnxruntime 1.21 to 1.24 computes some columns wrong."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import megengine as mge
+import megengine.functional as F
+import megengine.module as M
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+
+import qtrace
+from qtrace.errors import ExportError
+from qtrace.export.onnx import whole_columns
+from qtrace.onnxfile.saturation import loses_columns
+from tests.nets import images, net, randomize
+
+X = images(4, 3, 16, 16)
+
+
+def _conv(channels: int, behind: Any = F.relu, **options: Any) -> tuple[Any, dict[str, M.Module]]:
+    layers = {"a": M.Conv2d(3, channels, 3), "b": M.Conv2d(channels, channels, 3, **options)}
+    return lambda self, x: F.avg_pool2d(behind(self.b(F.relu(self.a(x)))), 2), layers
+
+
+def _rows(self: M.Module, x: mge.Tensor) -> mge.Tensor:
+    return self.b(F.relu(self.a(F.transpose(F.reshape(x, (-1, 12, 64)), (0, 2, 1)))))
+
+
+def _attention(self: M.Module, x: mge.Tensor) -> mge.Tensor:
+    rows = F.transpose(F.reshape(x, (-1, 16, 48)), (0, 2, 1))[:, :40]
+    scores = F.matmul(self.a(rows), F.transpose(self.b(rows), (0, 2, 1)))
+    return F.matmul(F.softmax(scores * 0.1, axis=2), rows)
+
+
+NETWORKS: dict[str, tuple[Any, dict[str, M.Module]]] = {
+    "conv": _conv(24),
+    "odd": _conv(17, behind=lambda y: y),
+    "clamped": _conv(31, behind=F.relu6),
+    "without a bias": _conv(20, bias=False),
+    "grouped": _conv(48, groups=2),
+    "wide": _conv(40),  # a convolution is wrong for 17 to 31 columns alone
+    "linear": (
+        lambda self, x: F.relu(self.b(F.relu(self.a(F.flatten(x, 1))))),
+        {"a": M.Linear(768, 40), "b": M.Linear(40, 24, bias=False)},
+    ),
+    "rows": (_rows, {"a": M.Linear(12, 50), "b": M.Linear(50, 23)}),
+    "attention": (_attention, {"a": M.Linear(16, 16), "b": M.Linear(16, 16)}),
+}
+
+
+def _converted(name: str, recipe: dict[str, Any] | None = None) -> tuple[Any, np.ndarray]:
+    forward, layers = NETWORKS[name]
+    model = randomize(net(forward, **layers))
+    x = np.concatenate([X] * 8) if name == "linear" else X  # blocks have 32 rows
+    traced = qtrace.trace(model, x[:1], check=False)
+    prepared = qtrace.prepare(traced, recipe or {"backend": "onnxruntime"}, samples=[x[:1]])
+    return qtrace.convert(qtrace.calibrate(prepared, [x], progress=False)), x
+
+
+def _run(path: Path, x: np.ndarray, optimized: bool) -> np.ndarray:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    if not optimized:
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    (result,) = session.run(None, {session.get_inputs()[0].name: x})
+    return np.asarray(result)
+
+
+@pytest.mark.parametrize("weights", ["int8", "uint8"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_file_computes_the_same_with_more_columns(tmp_path: Path, name: str, weights: str) -> None:
+    converted, x = _converted(name)
+    plain = qtrace.export(converted, tmp_path / "plain.onnx", amx=False, weights=weights)
+    whole = qtrace.export(converted, tmp_path / "whole.onnx", amx=True, weights=weights)
+    np.testing.assert_array_equal(_run(plain, x, optimized=False), _run(whole, x, optimized=False))
+    assert qtrace.verify(whole, converted, [x]).passed
+    if weights == "uint8" or name == "attention":
+        assert (plain.read_bytes() == whole.read_bytes()) == (name == "wide")
+
+
+@pytest.mark.skipif(not loses_columns(), reason="this processor or onnxruntime computes all columns right")
+@pytest.mark.parametrize("name", ["odd", "grouped", "linear", "rows"])
+def test_and_is_right_where_it_was_wrong(tmp_path: Path, name: str) -> None:
+    """A recogniser of text and GhostNet differed by up to 255 LSB, and `quantize` wrote no file."""
+    converted, x = _converted(name)
+    plain = qtrace.export(converted, tmp_path / "plain.onnx", amx=False)
+    assert not qtrace.verify(plain, converted, [x]).passed
+    assert qtrace.verify(qtrace.export(converted, tmp_path / "auto.onnx"), converted, [x]).passed
+
+
+def test_dynamic_layers_get_them_too(tmp_path: Path) -> None:
+    """Their kernel of integers runs without optimizations, too."""
+    converted, x = _converted("rows", {"backend": "onnxruntime", "method": "dynamic"})
+    whole = qtrace.export(converted, tmp_path / "whole.onnx", amx=True)
+    stored = onnx.load(whole).graph.initializer
+    columns = [tensor.dims[1] for tensor in stored if tensor.data_type in (2, 3) and tensor.dims]
+    assert columns == [64, 32]
+    np.testing.assert_allclose(converted(mge.Tensor(x)).numpy(), _run(whole, x, optimized=True), atol=1e-4)
+    assert qtrace.verify(whole, converted, [x]).passed
+
+
+def test_layers_stay_on_integers(tmp_path: Path) -> None:
+    """The columns are taken away between integers, without one more rounding."""
+    converted, _ = _converted("odd")
+    path = qtrace.export(converted, tmp_path / "net.onnx", amx=True)
+    options = ort.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    kinds = [node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node]
+    assert kinds.count("QLinearConv") == 2
+    assert kinds.count("Slice") == 2
+    assert (kinds.count("QuantizeLinear"), kinds.count("DequantizeLinear")) == (1, 1)
+
+
+def test_no_weight_is_stored_twice(tmp_path: Path) -> None:
+    converted, _ = _converted("odd")
+    model = onnx.load(qtrace.export(converted, tmp_path / "net.onnx", amx=True))
+    read = {name for node in model.graph.node for name in node.input}
+    assert {tensor.name for tensor in model.graph.initializer} <= read
+    assert {name for node in model.graph.node for name in node.output} <= read | {
+        "out",
+        model.graph.output[0].name,
+    }
+
+
+@pytest.mark.parametrize(
+    ("backend", "here", "changed"),
+    [
+        ("onnxruntime", True, True),
+        ("generic", True, True),
+        ("onnxruntime", False, False),
+        ("qnn", True, False),
+    ],
+)
+def test_the_processor_decides(
+    tmp_path: Path, monkeypatch: Any, caplog: Any, backend: str, here: bool, changed: bool
+) -> None:
+    monkeypatch.setattr(whole_columns, "loses_columns", lambda: here)
+    converted, _ = _converted("odd", {"backend": backend})
+    with caplog.at_level(logging.INFO, logger="qtrace"):
+        path = qtrace.export(converted, tmp_path / "net.onnx")
+    kinds = [node.op_type for node in onnx.load(path).graph.node]
+    assert ("Slice" in kinds) is changed
+    assert ("columns of zeros" in caplog.text) is changed
+
+
+def test_the_option_is_a_choice(tmp_path: Path) -> None:
+    converted, _ = _converted("odd")
+    with pytest.raises(
+        ExportError, match=r"amx='no' is no choice of the ONNX export: choose true or false\."
+    ):
+        qtrace.export(converted, tmp_path / "net.onnx", amx="no")

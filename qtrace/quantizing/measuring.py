@@ -33,8 +33,9 @@ from qtrace.export.onnx.exporter import OnnxOptions, files_with
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.twin import late_algorithms
+from qtrace.onnxfile.local_session import OrtSession, SessionSettings, dtype_of
 from qtrace.onnxfile.saturation import SAFE_BITS
-from qtrace.onnxfile.sessions import OrtSession, SessionSettings, dtype_of, open_session
+from qtrace.onnxfile.sessions import open_session
 from qtrace.outputs.selections import reaching
 from qtrace.preparation.passes.convert import convert
 from qtrace.preparation.placement.frontier import price

@@ -17,7 +17,8 @@ from qtrace.benchmarking.onnx_ops import read_graph
 from qtrace.benchmarking.prediction import predict
 from qtrace.costs import CostTable
 from qtrace.metrics import ErrorSums
-from qtrace.onnxfile.sessions import OrtSession, SessionSettings, open_session
+from qtrace.onnxfile.local_session import OrtSession, SessionSettings
+from qtrace.onnxfile.sessions import open_session
 
 __all__ = ["File", "faster", "judge_parity", "measure_noise", "measure_speed", "predict_milliseconds"]
 

@@ -20,7 +20,8 @@ from qtrace.benchmarking import graphs
 from qtrace.benchmarking.cases import Case, Slot, feeds
 from qtrace.benchmarking.sessions import NodeRun, ProfiledSession
 from qtrace.costs import FLOAT, Measurement, OpShape
-from qtrace.onnxfile.sessions import SessionSettings, open_session
+from qtrace.onnxfile.local_session import SessionSettings
+from qtrace.onnxfile.sessions import open_session
 
 __all__ = ["PASSES", "measure_cases", "measure_run"]
 

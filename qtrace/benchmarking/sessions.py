@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.onnxfile.sessions import SessionSettings, open_session
+from qtrace.onnxfile.local_session import SessionSettings
+from qtrace.onnxfile.sessions import open_session
 from qtrace.runtimes.host import RuntimeHost
 
 __all__ = ["NodeRun", "ProfiledSession"]

@@ -15,8 +15,8 @@ from qtrace.calibration.choice import Chosen
 from qtrace.calibration.statistics import Statistics, no_statistics
 from qtrace.errors import CalibrationError, ConfigError
 from qtrace.graph.types import TracedModule
+from qtrace.preparation.identity import hash_tensors
 from qtrace.preparation.model import QuantizedModel
-from qtrace.preparation.record import hash_tensors
 from qtrace.storage import checkpoints
 from qtrace.storage.outputs import PART
 

@@ -21,7 +21,8 @@ from qtrace.export.onnx.activations import activations
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.graph.walk import exprs
-from qtrace.onnxfile.sessions import OrtSession, SessionError, SessionSettings, open_session
+from qtrace.onnxfile.local_session import OrtSession, SessionError, SessionSettings
+from qtrace.onnxfile.sessions import open_session
 from qtrace.runtimes.host import RuntimeHost, describe_side
 
 __all__ = ["OnnxRuntime", "ahead", "count_threads", "run_session", "start_session"]

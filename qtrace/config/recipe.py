@@ -19,7 +19,7 @@ import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +27,19 @@ from qtrace.config import QConfig, backends, native
 from qtrace.config.precision import SYMMETRIC, check_precision, is_precision, lacks_zero_points
 from qtrace.config.spec import specs
 from qtrace.config.tree import Tree, dump, merge, read
-from qtrace.config.written import Entry, entries, render
 from qtrace.errors import ConfigError
 from qtrace.plugins.arguments import check_arguments
 
 __all__ = [
     "DEFAULT_RECIPE",
     "SCHEMA",
-    "Resolved",
+    "WHOLE",
     "as_qconfig",
     "config_or_default",
     "dump_recipe",
     "load_recipe",
+    "read_recipe",
     "recipe_names",
-    "resolve_recipe",
 ]
 
 SCHEMA = "qtrace/1"
@@ -56,10 +55,10 @@ _MAX_IMPORTS = 100  # of one file
 _MAX_FILES = 200
 _MAX_DEPTH = 30
 
-# Plugins with their options, which are not merged with another plugin's.
-_WHOLE = frozenset(
+WHOLE = frozenset(
     {("observers", "activation"), ("observers", "weight"), ("fakequant",), ("qat", "fakequant")}
 )
+"""Plugins with their options, which are not merged with another plugin's."""
 
 # Keys whose lines `prepare` may report.
 _REPORTED_KEYS = (
@@ -73,25 +72,6 @@ _REPORTED_KEYS = (
     "region",
     "cost_table",
 )
-
-
-@dataclass(frozen=True)
-class Resolved:
-    """A recipe with its imports merged.
-
-    Attributes:
-        config: the config.
-        file: the recipe's file, as messages name it.
-        entries: every value and rule with its place and its comment.
-    """
-
-    config: QConfig
-    file: str
-    entries: tuple[Entry, ...]
-
-    def text(self) -> str:
-        """Writes a recipe file of the config, with the reason and the place of each value as comments."""
-        return render(self.entries, SCHEMA)
 
 
 @check_arguments
@@ -110,25 +90,11 @@ def load_recipe(name_or_path: str | Path, *, allow_code: bool = False) -> QConfi
     Raises:
         ConfigError: with one line for each mistake, ``FILE:LINE: ...``.
     """
-    return _read(name_or_path, allow_code)[0]
+    return read_recipe(name_or_path, allow_code)[0]
 
 
-def resolve_recipe(name_or_path: str | Path, *, allow_code: bool = False) -> Resolved:
-    """Reads a recipe as `load_recipe` does, and keeps the place of every value.
-
-    Args:
-        name_or_path: the recipe, see `load_recipe`.
-        allow_code: whether it may name code, see `load_recipe`.
-
-    Raises:
-        ConfigError: with one line for each mistake, ``FILE:LINE: ...``.
-    """
-    config, tree, texts = _read(name_or_path, allow_code)
-    return Resolved(config, tree.file, entries(tree, _WHOLE, texts))
-
-
-def _read(name_or_path: str | Path, allow_code: bool) -> tuple[QConfig, Tree, dict[str, str]]:
-    """Reads the config, the merged tree, and the text of each file."""
+def read_recipe(name_or_path: str | Path, allow_code: bool = False) -> tuple[QConfig, Tree, dict[str, str]]:
+    """Returns the config, the merged tree, and the text of each file; reads them as `load_recipe` does."""
     if not isinstance(name_or_path, (str, Path)):
         raise ConfigError(f"a recipe is named by text or a path, not by {type(name_or_path).__name__}.")
     reading = _Reading()
@@ -440,7 +406,7 @@ class _Reading:
 
 
 def _on_top(base: Tree, over: Tree) -> Tree:
-    merged = merge(base, over, _WHOLE)
+    merged = merge(base, over, WHOLE)
     first, second = base.value.get("rules"), over.value.get("rules")
     if first is not None and second is not None:
         wrong = [tree for tree in (first, second) if not isinstance(tree.value, (list, type(None)))]

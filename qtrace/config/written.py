@@ -6,13 +6,15 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from qtrace.config.qconfig import QConfig
+from qtrace.config.recipe import SCHEMA, WHOLE, read_recipe
 from qtrace.config.tree import Tree, dump
 from qtrace.plugins.options import Loc, known_keys
 
-__all__ = ["Entry", "entries", "render"]
+__all__ = ["Entry", "Resolved", "entries", "render", "resolve_recipe"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,39 @@ class Entry:
             "origin": self.origin,
             "comment": " ".join(self.comment),
         }
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A recipe with its imports merged.
+
+    Attributes:
+        config: the config.
+        file: the recipe's file, as messages name it.
+        entries: every value and rule with its place and its comment.
+    """
+
+    config: QConfig
+    file: str
+    entries: tuple[Entry, ...]
+
+    def text(self) -> str:
+        """Writes a recipe file of the config, with the reason and the place of each value as comments."""
+        return render(self.entries, SCHEMA)
+
+
+def resolve_recipe(name_or_path: str | Path, *, allow_code: bool = False) -> Resolved:
+    """Reads a recipe as `load_recipe` does, and keeps the place of every value.
+
+    Args:
+        name_or_path: the recipe, see `load_recipe`.
+        allow_code: whether it may name code, see `load_recipe`.
+
+    Raises:
+        ConfigError: with one line for each mistake, ``FILE:LINE: ...``.
+    """
+    config, tree, texts = read_recipe(name_or_path, allow_code)
+    return Resolved(config, tree.file, entries(tree, WHOLE, texts))
 
 
 def entries(tree: Tree, whole: frozenset[Loc], texts: Mapping[str, str]) -> tuple[Entry, ...]:

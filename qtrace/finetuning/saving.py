@@ -14,7 +14,7 @@ from qtrace.errors import TrainingError
 from qtrace.finetuning.data import Data
 from qtrace.finetuning.settings import FinetuneSettings
 from qtrace.graph.types import TracedModule
-from qtrace.preparation.record import graph_hash
+from qtrace.preparation.identity import graph_hash
 from qtrace.storage import checkpoints
 
 __all__ = ["identity_of", "pack_state", "read_checkpoint", "restore_state", "write_checkpoint"]

@@ -11,7 +11,7 @@ import numpy as np
 
 from qtrace.errors import ExportError
 from qtrace.onnxfile.divisions import describe_division_fault, divides_by_inputs
-from qtrace.onnxfile.sessions import OrtSession, SessionError, SessionSettings, dtype_of, open_session
+from qtrace.onnxfile.local_session import LocalSession, SessionError, SessionSettings, dtype_of
 
 __all__ = ["Fragment", "FragmentTensor", "check_fragment", "infer_outputs", "operators_of"]
 
@@ -67,7 +67,7 @@ class Fragment:
 
         self._bytes = model
         self._model = onnx.ModelProto.FromString(model)
-        self._session: OrtSession | None = None
+        self._session: LocalSession | None = None
         self._inferred: dict[tuple[Shape, ...], tuple[FragmentTensor, ...]] = {}
 
     @property
@@ -96,7 +96,7 @@ class Fragment:
                 survive a division by 0.
         """
         if self._session is None:
-            self._session = open_session(self._bytes, _SETTINGS, operators_of(self._model))
+            self._session = LocalSession(self._bytes, _SETTINGS, operators_of(self._model))
         names = [value.name for value in self._model.graph.input]
         feeds = dict(zip(names, values, strict=True))
         if fault := describe_division_fault(self._model, feeds):
@@ -145,7 +145,7 @@ def infer_outputs(model: Any, shapes: Sequence[Sequence[int | None] | None]) -> 
         ExportError: when onnxruntime is not installed, or cannot run the nodes.
     """
     light = _without_weights(model, shapes)
-    session = open_session(light.SerializeToString(), _SETTINGS, operators_of(model))
+    session = LocalSession(light.SerializeToString(), _SETTINGS, operators_of(model))
     count = len(model.graph.output)
     outputs = [
         FragmentTensor(value.name, value.type, tuple(n if isinstance(n, int) else None for n in value.shape))
@@ -211,7 +211,7 @@ def _ranks(model: Any, outputs: Sequence[FragmentTensor]) -> dict[str, int]:
         longer.graph.node.append(helper.make_node("Shape", [value.name], [name]))
         longer.graph.output.append(onnx.ValueInfoProto(name=name))
     try:
-        session = open_session(longer.SerializeToString(), _SETTINGS, operators_of(model))
+        session = LocalSession(longer.SerializeToString(), _SETTINGS, operators_of(model))
     except SessionError:
         return {}
     ranks = {}

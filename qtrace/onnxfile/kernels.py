@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from qtrace.onnxfile.local_session import SessionSettings
 from qtrace.onnxfile.reading import read_model
 from qtrace.onnxfile.saturation import products_saturate
-from qtrace.onnxfile.sessions import SessionSettings, open_session
+from qtrace.onnxfile.sessions import open_session
 from qtrace.runtimes.host import RuntimeHost
 
 __all__ = ["Kernels", "find_kernels"]

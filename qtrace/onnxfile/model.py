@@ -71,6 +71,11 @@ class OnnxModel:
         """The names of the outputs."""
         return [value.name for value in self.graph.output]
 
+    def names(self) -> set[str]:
+        """Returns the names that tensors and nodes of the graph have."""
+        nodes = {node.name for node in self.graph.node}
+        return {*self.stored, *self.producers, *self.readers, *nodes, *(v.name for v in self.graph.input)}
+
     def nodes(self, *kinds: str) -> list[NodeProto]:
         """Returns the nodes of these types, in order; all nodes without types."""
         return [node for node in self.graph.node if not kinds or node.op_type in kinds]

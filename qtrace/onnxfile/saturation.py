@@ -7,7 +7,8 @@ import importlib.util
 
 import numpy as np
 
-from qtrace.onnxfile.sessions import SessionSettings, open_session
+from qtrace.onnxfile.local_session import SessionSettings
+from qtrace.onnxfile.sessions import open_session
 from qtrace.runtimes.host import RuntimeHost
 
 __all__ = ["SAFE_BITS", "loses_columns", "products_saturate"]

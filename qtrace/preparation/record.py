@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-from megengine import Tensor
 from megengine.module import Module
 
 from qtrace.errors import ConfigError, GraphError
@@ -22,11 +20,9 @@ from qtrace.fakequant.following.bn_fold import BnFold
 from qtrace.fakequant.following.dynamic import DynamicQuant
 from qtrace.graph.edit import RECORD_ATTRIBUTE
 from qtrace.graph.paths import describe_path
-from qtrace.graph.tensors import read_array
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.annotation import Annotation
 from qtrace.preparation.passes.insert import CONTAINER
-from qtrace.storage.hashing import hash_arrays
 
 __all__ = [
     "NativeScale",
@@ -34,8 +30,6 @@ __all__ = [
     "check_quantized",
     "fake_quants",
     "followers",
-    "graph_hash",
-    "hash_tensors",
     "is_quantized",
     "read_record",
     "remove_record",
@@ -158,21 +152,6 @@ def _parse(text: str) -> Record:
     native = {str(g): NativeScale(str(s["origin"]), float(s["scale"])) for g, s in brought}
     notes = tuple(str(note) for note in data.get("native_notes", ()))
     return Record(data["stage"], annotation, data["qconfig"], log, ptq, native, notes)
-
-
-def graph_hash(model: TracedModule) -> str:
-    """Computes the SHA-256, in hex, of a graph's record and tensors: parameters, scales, zero points.
-
-    A copy or a reloaded module has the same hash; another calibration gives another hash.
-    """
-    # Not by state_dict, whose time is quadratic in the number of modules.
-    return hash_tensors(getattr(model, RECORD_ATTRIBUTE, ""), model.named_tensors())
-
-
-def hash_tensors(text: str, tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Computes the SHA-256, in hex, of a text and of named tensors, independent of their order."""
-    ordered = sorted(tensors, key=lambda named: named[0])
-    return hash_arrays(text, ((name, np.atleast_1d(read_array(tensor))) for name, tensor in ordered))
 
 
 def is_quantized(model: Module) -> bool:

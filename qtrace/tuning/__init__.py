@@ -19,7 +19,7 @@ from qtrace.data.batches import check_batches
 from qtrace.errors import ConfigError, QtraceError
 from qtrace.graph.types import TracedModule
 from qtrace.plugins.arguments import check_arguments
-from qtrace.preparation.record import hash_tensors
+from qtrace.preparation.identity import hash_tensors
 from qtrace.tuning.folder import BEST, PAGE, SUMMARY, TRIALS, search_folder, write_text
 from qtrace.tuning.judge import Judge, Metric, RungData
 from qtrace.tuning.judging import Here, Subject

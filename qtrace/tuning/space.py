@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from qtrace.config import QConfig, backends
-from qtrace.config.recipe import load_recipe, resolve_recipe
+from qtrace.config.recipe import load_recipe
+from qtrace.config.written import resolve_recipe
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.prepare import plan
 from qtrace.sensitivity.diagnosis import Diagnosis

@@ -21,8 +21,8 @@ from qtrace.metrics import sqnr_db
 from qtrace.numerics import dequantize, quantize
 from qtrace.outputs import ColumnGroup
 from qtrace.outputs.replay import SelectedShares, Share
+from qtrace.preparation.identity import graph_hash
 from qtrace.preparation.model import QuantizedModel, QuantizedSite
-from qtrace.preparation.record import graph_hash
 from qtrace.scheme import QParams
 from qtrace.verification.crosscheck import Disagreement, RuntimeValues
 from qtrace.verification.float_outputs import FloatOutputs

@@ -12,8 +12,9 @@ import yaml
 from qtrace.config import QConfig, backends
 from qtrace.config.linting import mistakes
 from qtrace.config.precision import SYMMETRIC
-from qtrace.config.recipe import load_recipe, recipe_names, resolve_recipe
+from qtrace.config.recipe import load_recipe, recipe_names
 from qtrace.config.tree import Tree, read
+from qtrace.config.written import resolve_recipe
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parents[1] / "golden" / "recipes.yaml"

@@ -14,14 +14,8 @@ from hypothesis import strategies as st
 
 from qtrace.config import QConfig, Spec, recipe
 from qtrace.config.precision import is_precision
-from qtrace.config.recipe import (
-    as_qconfig,
-    config_or_default,
-    dump_recipe,
-    load_recipe,
-    recipe_names,
-    resolve_recipe,
-)
+from qtrace.config.recipe import as_qconfig, config_or_default, dump_recipe, load_recipe, recipe_names
+from qtrace.config.written import resolve_recipe
 from qtrace.errors import ConfigError, QtraceError
 
 RECIPES = Path(__file__).parents[2] / "recipes"

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from qtrace.config.recipe import SCHEMA, load_recipe, recipe_names, resolve_recipe
-from qtrace.config.written import Entry, render
+from qtrace.config.recipe import SCHEMA, load_recipe, recipe_names
+from qtrace.config.written import Entry, render, resolve_recipe
 
 HEAD = "schema: qtrace/1\n"
 

@@ -27,8 +27,9 @@ from qtrace.finetuning.running import TuningRun
 from qtrace.finetuning.training import Trainer
 from qtrace.finetuning.units import Units, range_unit, size_of
 from qtrace.graph.types import TracedModule
+from qtrace.preparation.identity import graph_hash
 from qtrace.preparation.model import QuantizedModel
-from qtrace.preparation.record import fake_quants, graph_hash
+from qtrace.preparation.record import fake_quants
 from tests.nets import net
 
 LOSS_FACTOR = 2.0  # what the loss may rise by in the first steps, against its largest value without learning

@@ -20,7 +20,8 @@ from qtrace.finetuning.training import Trainer
 from qtrace.finetuning.units import size_of
 from qtrace.finetuning.watching import MovingTensors
 from qtrace.graph.types import TracedModule
-from qtrace.preparation.record import fake_quants, followers, graph_hash, read_record, write_record
+from qtrace.preparation.identity import graph_hash
+from qtrace.preparation.record import fake_quants, followers, read_record, write_record
 from tests.nets import net
 
 W3 = {"backend": "generic", "fakequant": "lsq", "weight": {"bits": 3}, "activation": {"bits": 4}}

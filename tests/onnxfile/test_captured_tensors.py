@@ -13,7 +13,8 @@ from qtrace.export.onnx.pools import write_fast_poolings
 from qtrace.export.onnx.unsigned import write_unsigned_weights
 from qtrace.export.onnx_float import _name_parameters
 from qtrace.onnxfile.contracts.qdq_graph import QdqGraph
-from qtrace.onnxfile.sessions import SessionSettings, open_session
+from qtrace.onnxfile.local_session import SessionSettings
+from qtrace.onnxfile.sessions import open_session
 
 SCALE = {"scale": np.float32(0.1), "zero": np.uint8(0)}
 

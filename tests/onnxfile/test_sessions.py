@@ -9,7 +9,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from qtrace.onnxfile.sessions import SessionError, SessionSettings, open_session
+from qtrace.onnxfile.local_session import SessionError, SessionSettings
+from qtrace.onnxfile.sessions import open_session
 
 
 def _model() -> bytes:

@@ -15,8 +15,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from qtrace.errors import ConfigError, ExportError
+from qtrace.onnxfile.local_session import SessionError, SessionSettings
 from qtrace.onnxfile.openvino import OpenvinoFile
-from qtrace.onnxfile.sessions import SessionError, SessionSettings, open_session
+from qtrace.onnxfile.sessions import open_session
 from qtrace.runtimes import connection, tunnel, worker
 from qtrace.runtimes.files import RuntimeChild
 from qtrace.runtimes.host import RuntimeHost, describe_side

@@ -7,7 +7,7 @@ import numpy as np
 from megengine import Parameter, Tensor
 
 from qtrace.finetuning.data import Batch, Samples
-from qtrace.preparation.record import graph_hash
+from qtrace.preparation.identity import graph_hash
 from qtrace.storage.hashing import hash_arrays
 
 A = np.arange(6, dtype=np.float32).reshape(2, 3)

@@ -16,8 +16,8 @@ import qtrace
 from qtrace.errors import ExportError
 from qtrace.graph.types import TracedModule
 from qtrace.onnxfile.kernels import find_kernels
+from qtrace.onnxfile.local_session import onnxruntime_errors
 from qtrace.onnxfile.saturation import products_saturate
-from qtrace.onnxfile.sessions import onnxruntime_errors
 from qtrace.runtimes import worker
 from qtrace.verification import causes
 from qtrace.verification.runtimes import litert, onnxruntime, openvino

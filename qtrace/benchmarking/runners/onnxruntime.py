@@ -9,7 +9,8 @@ import numpy as np
 from qtrace.benchmarking.runners.base import Load, RunnerSettings, fixed_shape, random_values
 from qtrace.benchmarking.sessions import NodeRun, ProfiledSession
 from qtrace.errors import ExportError
-from qtrace.onnxfile.sessions import SessionError, SessionSettings, open_session
+from qtrace.onnxfile.local_session import SessionError, SessionSettings
+from qtrace.onnxfile.sessions import open_session
 
 __all__ = ["LOAD", "OnnxRunner"]
 

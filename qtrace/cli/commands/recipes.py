@@ -78,7 +78,7 @@ def show(name: str, allow_code: bool, console: Console) -> None:
     name or a YAML file.
     """
     with console.work():
-        from qtrace.config.recipe import resolve_recipe
+        from qtrace.config.written import resolve_recipe
 
         resolved = resolve_recipe(name, allow_code=allow_code)
         text = resolved.text().rstrip("\n")

@@ -18,8 +18,8 @@ from qtrace.graph.tensors import read_array
 from qtrace.graph.types import Constant, Expr, GetAttr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs
 from qtrace.ops import OpCall
+from qtrace.preparation.identity import graph_hash
 from qtrace.preparation.model import QuantizedModel, QuantizedSite
-from qtrace.preparation.record import graph_hash
 from qtrace.scheme import QParams
 
 __all__ = ["ConvertedGraph", "ConvertedOp", "StoredValues"]

@@ -16,13 +16,14 @@ from qtrace.graph.tracing.refusals import debugging_marks, native_quantization
 from qtrace.graph.types import Expr, GetAttr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module, module_path, owner
 from qtrace.preparation.annotation import Annotation
+from qtrace.preparation.identity import graph_hash
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.passes.biases import broadcast_biases
 from qtrace.preparation.passes.compose import write_pieces
 from qtrace.preparation.passes.expand import expand
 from qtrace.preparation.passes.fuse_bn import fuse_bn
 from qtrace.preparation.passes.fuse_scale import fuse_scale
-from qtrace.preparation.record import Record, graph_hash, is_quantized
+from qtrace.preparation.record import Record, is_quantized
 
 __all__ = ["PlainGraph", "is_plain"]
 

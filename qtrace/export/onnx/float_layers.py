@@ -17,6 +17,7 @@ from onnx import helper
 
 from qtrace.graph.names import unused_name
 from qtrace.onnxfile.bodies import read_names
+from qtrace.onnxfile.model import OnnxModel
 
 __all__ = ["TARGETS", "hold_float_layers"]
 
@@ -43,18 +44,13 @@ def hold_float_layers(model: Any) -> int:
     Returns:
         The number of layers.
     """
-    graph = model.graph
-    producers = {name: node for node in graph.node for name in node.output}
-    readers: dict[str, list[Any]] = {}
-    for node in graph.node:
-        for name in read_names(node):
-            readers.setdefault(name, []).append(node)
-    stored = _constants(graph)
-    names = {*stored, *producers, *readers, *(node.name for node in graph.node)}
+    index = OnnxModel(model)
+    graph, readers, names = index.graph, index.readers, index.names()
+    stored = _constants(index)
     held = {}
     for node in graph.node:
         last = _last_node(node, readers, stored)
-        if last is not None and _reads_rounded(node, producers, stored) and _is_rounded(last, readers):
+        if last is not None and _reads_rounded(node, index.producers, stored) and _is_rounded(last, readers):
             held[id(last)] = _hold(last, readers.get(last.output[0], ()), names)
     if held:
         nodes = [each for node in graph.node for each in (node, held.get(id(node))) if each is not None]
@@ -63,10 +59,10 @@ def hold_float_layers(model: Any) -> int:
     return len(held)
 
 
-def _constants(graph: Any) -> set[str]:
+def _constants(index: OnnxModel) -> set[str]:
     """Returns the names of tensors that depend on no input and that no DequantizeLinear gives."""
-    stored = {tensor.name for tensor in graph.initializer}
-    for node in graph.node:
+    stored = set(index.stored)
+    for node in index.graph.node:
         if node.op_type != "DequantizeLinear" and all(name in stored for name in read_names(node)):
             stored.update(node.output)
     return stored

@@ -16,15 +16,16 @@ read, too, and a rounding makes other values the first of the largest.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from onnx import helper, numpy_helper
+from onnx import helper
 
+from qtrace.graph.names import unused_name
 from qtrace.onnxfile.bodies import read_names
+from qtrace.onnxfile.model import OnnxModel
 
 __all__ = ["write_fast_poolings"]
 
@@ -76,29 +77,19 @@ class _Rounding:
         return str(self.quantize.input[0])
 
 
-class _Graph:
-    """Producers, readers and constants of a model."""
+class _Graph(OnnxModel):
+    """A model in which poolings read other tensors."""
 
     def __init__(self, model: Any) -> None:
-        self.graph = model.graph
-        self.opset = max((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), default=0)
-        self.producers = {name: node for node in self.graph.node for name in node.output}
-        self.constants = {t.name: t for t in self.graph.initializer}
-        self.outputs = {value.name for value in self.graph.output}
-        self.inputs = {value.name for value in self.graph.input}
-        self.readers = Counter(name for node in self.graph.node for name in read_names(node))
+        super().__init__(model)
+        self.input_names = {value.name for value in self.inputs}
+        self.given = set(self.output_names)
         self._copies: dict[str, Any] = {}  # result of a pooling -> the node that copies it
-        self._names = {n for node in self.graph.node for n in (node.name, *node.output, *read_names(node))}
-        self._names |= {*self.constants, *self.inputs}
+        self._names = self.names()
 
     def read_once(self, name: str) -> bool:
         """Whether one node alone reads a tensor, and the file does not give it."""
-        return self.readers[name] == 1 and name not in self.outputs
-
-    def value(self, name: str) -> np.ndarray | None:
-        """Returns the value of a constant; None for a computed tensor."""
-        tensor = self.constants.get(name)
-        return None if tensor is None else numpy_helper.to_array(tensor)
+        return len(self.readers.get(name, ())) == 1 and name not in self.given
 
     def rounding(self, name: str) -> _Rounding | None:
         """Returns the rounding that gives a tensor; None if no rounding does."""
@@ -132,21 +123,20 @@ class _Graph:
             return _LOWEST
         return float(np.float32(int(np.iinfo(zero.dtype).min) - int(zero)) * np.float32(scale))
 
-    def readers_of(self, name: str) -> Iterator[Any]:
-        """Yields the nodes that read a tensor, in their bodies, too."""
-        return (node for node in self.graph.node if name in read_names(node))
+    def readers_of(self, name: str) -> list[Any]:
+        """Returns the nodes that read a tensor, in their bodies, too."""
+        return list({id(node): node for node in self.readers.get(name, ())}.values())
 
     def read(self, node: Any, name: str) -> None:
         """Lets ``node`` read another tensor as its first operand."""
-        self.readers[node.input[0]] -= 1
-        self.readers[name] += 1
+        before = self.readers[node.input[0]]
+        before.remove(node)
+        self.readers.setdefault(name, []).append(node)
         node.input[0] = name
 
     def hold(self, name: str, readers: Iterable[Any]) -> None:
         """Lets ``readers`` read a copy of a tensor, which onnxruntime moves no rounding across."""
-        new = f"{name}_pooled"
-        while new in self._names:
-            new += "_"
+        new = unused_name(f"{name}_pooled", self._names.__contains__)
         self._names.add(new)
         copy = helper.make_node("Max", [name], [new], name=new)
         self._copies[name] = self.producers[copy.output[0]] = copy
@@ -160,7 +150,7 @@ class _Graph:
 
     def drop_unread(self) -> None:
         """Leaves out the nodes and constants that nothing reads any more, and adds the copies."""
-        read, kept = set(self.outputs), []
+        read, kept = set(self.given), []
         for node in reversed(self.graph.node):
             copies = [self._copies[name] for name in node.output if name in self._copies]
             copies = [copy for copy in copies if read.intersection(copy.output)]
@@ -279,13 +269,13 @@ def _round_behind(graph: _Graph, pool: Any, in_onnxruntime: bool) -> bool:
     source = graph.uncopied(before.source)
     origin = graph.producers.get(source)
     if origin is None:
-        in_float = in_onnxruntime and source in graph.inputs
+        in_float = in_onnxruntime and source in graph.input_names
     else:
         in_float = (in_onnxruntime or alone) and not _is_integer_op(graph, origin)
     if not in_float:
         return False
-    readers = list(graph.readers_of(pool.output[0]))
-    if not readers or pool.output[0] in graph.outputs:
+    readers = graph.readers_of(pool.output[0])
+    if not readers or pool.output[0] in graph.given:
         return False
     for reader in readers:
         if reader.op_type != "QuantizeLinear" or not graph.same_rounding(before, _Rounding(reader, reader)):
@@ -304,7 +294,7 @@ def _is_integer_op(graph: _Graph, node: Any) -> bool:
         data = node.input if node.op_type == "Concat" else node.input[:2]
         return all(_is_dequantized(graph, name) for name in data)
     data = [name for name in node.input[:2] if name]
-    return any(_is_dequantized(graph, name) for name in data if name not in graph.constants)
+    return any(_is_dequantized(graph, name) for name in data if name not in graph.stored)
 
 
 def _is_dequantized(graph: _Graph, name: str) -> bool:

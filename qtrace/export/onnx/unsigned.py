@@ -140,18 +140,12 @@ class _Weights:
     """
 
     def __init__(self, model: Any) -> None:
-        from qtrace.onnxfile.bodies import read_names
+        from qtrace.onnxfile.model import OnnxModel
 
-        self.graph = model.graph
+        index = OnnxModel(model)
+        self.graph, self.names = index.graph, index.names()
         self.tensors = {tensor.name: tensor for tensor in self.graph.initializer}
-        self.names = {
-            *self.tensors,
-            *(n for node in self.graph.node for n in (*read_names(node), *node.output)),
-        }
-        self.readers: dict[str, set[str]] = {}
-        for node in self.graph.node:
-            for name in read_names(node):
-                self.readers.setdefault(name, set()).add(node.op_type)
+        self.readers = {name: {node.op_type for node in nodes} for name, nodes in index.readers.items()}
         self.changed: set[str] = set()
         self._replaced: set[str] = set()
 

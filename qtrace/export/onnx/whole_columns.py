@@ -24,6 +24,7 @@ from onnx import helper, numpy_helper
 from qtrace.graph.names import unused_name
 from qtrace.onnxfile import external_data
 from qtrace.onnxfile.bodies import read_names
+from qtrace.onnxfile.model import OnnxModel
 from qtrace.onnxfile.saturation import loses_columns
 
 __all__ = ["WHOLE", "choose_columns", "write_whole_columns"]
@@ -107,15 +108,9 @@ class _Graph:
     """
 
     def __init__(self, model: Any) -> None:
-        self.graph = model.graph
-        self.tensors = {tensor.name: tensor for tensor in self.graph.initializer}
-        self.producers = {name: node for node in self.graph.node for name in node.output}
-        self.readers: dict[str, list[Any]] = {}
-        for node in self.graph.node:
-            for name in read_names(node):
-                self.readers.setdefault(name, []).append(node)
-        self.names = {*self.tensors, *self.producers, *self.readers, *(n.name for n in self.graph.node)}
-        self.outputs = {value.name for value in self.graph.output}
+        index = OnnxModel(model)
+        self.graph, self.producers, self.readers = index.graph, index.producers, index.readers
+        self.tensors, self.names, self.outputs = index.stored, index.names(), set(index.output_names)
         self.added: dict[int, list[Any]] = {}  # a node -> itself and the new nodes behind it
         self.replaced: set[str] = set()
 

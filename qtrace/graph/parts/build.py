@@ -27,7 +27,7 @@ from qtrace.graph.interpreter import IN_PLACE
 from qtrace.graph.node_meta import own_meta
 from qtrace.graph.origin import copy_origin
 from qtrace.graph.parts.composition import Composition, GraphPart
-from qtrace.graph.passes.purity import find_written, is_pure
+from qtrace.graph.purity import find_written, is_pure
 from qtrace.graph.source_lines import copy_line
 from qtrace.graph.walk import exprs, get_module
 

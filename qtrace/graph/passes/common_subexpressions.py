@@ -14,7 +14,7 @@ from qtrace.graph.equality import freeze
 from qtrace.graph.operations import canonical_call
 from qtrace.graph.passes.base import FLAT, SOUND, Condition, GraphPass, PassReport
 from qtrace.graph.passes.dead_code import NO_DEAD_CODE
-from qtrace.graph.passes.purity import find_written, is_pure
+from qtrace.graph.purity import find_written, is_pure
 from qtrace.graph.walk import exprs, owner
 
 __all__ = ["NO_COMMON_SUBEXPRESSIONS", "MergeCommonSubexpressions"]

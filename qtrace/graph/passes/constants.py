@@ -13,7 +13,7 @@ from qtrace.graph.module_tree import set_parameter
 from qtrace.graph.names import unused_name
 from qtrace.graph.passes.base import FLAT, SOUND, Condition, GraphPass, PassReport
 from qtrace.graph.passes.dead_code import NO_DEAD_CODE, RemoveDeadCode
-from qtrace.graph.passes.purity import find_written, is_pure
+from qtrace.graph.purity import find_written, is_pure
 from qtrace.graph.walk import exprs, get_module
 
 __all__ = ["CONSTANTS_FOLDED", "FoldConstants"]

@@ -36,7 +36,7 @@ from qtrace.importing.onnx.values import (
 )
 from qtrace.onnxfile.bodies import captured_names, own_operators, rename_tensors
 from qtrace.onnxfile.fragment import Fragment, FragmentTensor, infer_outputs
-from qtrace.onnxfile.sessions import SessionError
+from qtrace.onnxfile.local_session import SessionError
 
 __all__ = ["OpaqueNodes"]
 

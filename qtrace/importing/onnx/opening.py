@@ -27,7 +27,8 @@ from qtrace.graph.opaque import divides_by_inputs
 from qtrace.graph.open_axes import FixedAxis, OpenAxes, OpenAxis, growth
 from qtrace.graph.types import Node, TensorNode, TracedModule
 from qtrace.importing.onnx.inputs import InputShape, fix_axes, open_sizes
-from qtrace.onnxfile.sessions import OrtSession, SessionError, SessionSettings, open_session
+from qtrace.onnxfile.local_session import OrtSession, SessionError, SessionSettings
+from qtrace.onnxfile.sessions import open_session
 
 __all__ = ["Opened", "UnsupportedNodesError", "build_open", "open_axes_of"]
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from qtrace.config import QConfig
-from qtrace.config.recipe import config_or_default, resolve_recipe
+from qtrace.config.recipe import config_or_default
+from qtrace.config.written import resolve_recipe
 from qtrace.display import Displayed
 from qtrace.graph.garbage import paused_collector
 from qtrace.graph.open_shapes import describe_sizes

@@ -18,10 +18,10 @@ from qtrace.preparation.placement.frontier import (
     choose_fastest,
     find_frontier,
     find_smaller,
+    quieten,
 )
-from qtrace.preparation.placement.noise import OutputNoise, OwnSchemes, measure_noise
+from qtrace.preparation.placement.noise import OutputNoise, PlannedSchemes, measure_noise
 from qtrace.preparation.placement.problem import Problem, evaluate, find_rounded
-from qtrace.preparation.placement.quieter import quieten
 from qtrace.preparation.placement.reference import MeasuredRun
 from qtrace.preparation.placement.trials import LabellingTrial, Trials, round_weights
 from qtrace.scheme import QScheme
@@ -169,11 +169,8 @@ class Search:
         """Returns ``problem`` with the noise of every value and weight that may be rounded."""
         view = self.view
         if self.noise is None:
-            schemes = view.backend.activation, view.backend.weight
             names = _find_candidates(problem)
-            self.noise = measure_noise(
-                self.run, view.calls, *schemes, probes=_PROBES, names=names, own=self._schemes
-            )
+            self.noise = measure_noise(self.run, view.calls, self._schemes, probes=_PROBES, names=names)
         else:
             bits = {expr.outputs[0].name: scheme.bits for expr, scheme in self._schemes.weights.items()}
             self.noise = self.noise.with_bits({name: bits[name] for name in self.noise.bits if name in bits})
@@ -185,15 +182,11 @@ class Search:
             return LabellingTrial()
         rounded = find_rounded(self.problem, labels)
         weights = {e: weight for e, weight in self._weights.items() if labels.get(e.outputs[0].name)}
-        return self._trials.round(
-            [node for node in self._nodes if node.name in rounded],
-            self.view.backend.activation,
-            weights,
-            self._schemes.values,
-        )
+        values = {n: self._schemes.of_value(n) for n in self._nodes if n.name in rounded}
+        return self._trials.round(values, weights)
 
     @cached_property
-    def _schemes(self) -> OwnSchemes:
+    def _schemes(self) -> PlannedSchemes:
         """The schemes of the config, an op's for what it reads, else for its result."""
         values: dict[Node, QScheme] = {}
         weights: dict[Expr, QScheme] = {}
@@ -204,7 +197,8 @@ class Search:
             for node in expr.outputs:
                 values.setdefault(node, choice.output or choice.activation)
             values.update(dict.fromkeys(call.inputs, choice.activation))
-        return OwnSchemes(values, weights)
+        backend = self.view.backend
+        return PlannedSchemes(backend.activation, backend.weight, values, weights)
 
     @cached_property
     def _nodes(self) -> list[Node]:
@@ -216,7 +210,7 @@ class Search:
     def _weights(self) -> Mapping[Any, Any]:
         names = {unit.name for unit in self.problem.units if unit.integer_seconds is not None}
         view = self.view
-        return round_weights(view.traced, view.calls, view.backend.weight, names, self._schemes.weights)
+        return round_weights(view.traced, view.calls, self._schemes, names)
 
     @cached_property
     def _trials(self) -> Trials:

@@ -326,7 +326,7 @@ class _Decision:
         groups = [group for group in self.trials.groups if group.end is output]
         if len(groups) < 2 or not self._is_spoiled(value):
             return
-        trial = self.trials.round([value], self.finder.scheme(value))
+        trial = self.trials.round({value: self.finder.scheme(value)})
         reason = f"{trial.describe()} on one grid with the other columns"
         if self.view.calls[value.expr].role is Role.CONCAT:
             self._leave_join(value, reason)
@@ -432,7 +432,7 @@ class _Decision:
     def _is_spoiled(self, value: TensorNode) -> bool:
         """Returns whether rounding ``value`` alone costs a group of columns of an output too much."""
         if value not in self._spoiled:
-            trial = None if self.trials is None else self.trials.round([value], self.finder.scheme(value))
+            trial = None if self.trials is None else self.trials.round({value: self.finder.scheme(value)})
             self._spoiled[value] = trial is not None and not trial.keeps(_HARMLESS)
         return self._spoiled[value]
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from qtrace.graph.types import Node, TracedModule
-from qtrace.outputs import ColumnGroup, find_groups
+from qtrace.outputs.groups import ColumnGroup, find_groups
 
 __all__ = ["EndGroup", "find_end_groups"]
 

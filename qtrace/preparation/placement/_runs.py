@@ -89,19 +89,18 @@ class RangeStatistics(Run):
 
 
 def choose_qparams(
-    ranges: Mapping[Node, tuple[float, float]], scheme: QScheme, own: Mapping[Node, QScheme] | None = None
+    ranges: Mapping[Node, tuple[float, float]], schemes: Mapping[Node, QScheme]
 ) -> dict[Node, QParams]:
     """Returns the parameters of each node whose range its scheme, read as one per tensor, can cover.
 
     Args:
         ranges: node -> its smallest and largest value.
-        scheme: the scheme of nodes without one of their own.
-        own: node -> its scheme.
+        schemes: node -> its scheme.
     """
     covered = {}
     for node, (low, high) in ranges.items():
         try:
-            covered[node] = choose(low, high, (own or {}).get(node, scheme).replace(axis=None))
+            covered[node] = choose(low, high, schemes[node].replace(axis=None))
         except SchemeError:  # a range that is not finite, or too wide
             continue
     return covered

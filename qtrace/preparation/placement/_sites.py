@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from megengine import Tensor
@@ -19,7 +19,32 @@ from qtrace.outputs.selections import SORTS, find_selecting, read_places
 from qtrace.process.memory import LargeFrees
 from qtrace.scheme import QScheme
 
-__all__ = ["Sites", "find_ends", "find_scores", "find_sites"]
+__all__ = ["PlannedSchemes", "Sites", "find_ends", "find_scores", "find_sites"]
+
+
+@dataclass(frozen=True)
+class PlannedSchemes:
+    """The scheme of each value and each weight that may be rounded.
+
+    Attributes:
+        activation: the scheme of values without one of their own, read as one per tensor.
+        weight: the scheme of weights without one of their own, per channel or per tensor.
+        values: node -> the scheme of its value.
+        weights: expr of a layer -> the scheme of its weight.
+    """
+
+    activation: QScheme
+    weight: QScheme
+    values: Mapping[Node, QScheme] = field(default_factory=dict)
+    weights: Mapping[Expr, QScheme] = field(default_factory=dict)
+
+    def of_value(self, node: Node) -> QScheme:
+        """Returns the scheme of the value of a node."""
+        return self.values.get(node, self.activation)
+
+    def of_weight(self, expr: Expr) -> QScheme:
+        """Returns the scheme of the weight of a layer."""
+        return self.weights.get(expr, self.weight)
 
 
 @dataclass(frozen=True)
@@ -40,21 +65,18 @@ class Sites:
 def find_sites(
     model: TracedModule,
     calls: Mapping[Expr, OpCall],
-    scheme: QScheme,
+    schemes: PlannedSchemes,
     names: Container[str] | None = None,
-    own: Mapping[Expr, QScheme] | None = None,
 ) -> Sites:
     """Finds what can be measured.
 
     Args:
         model: a flat, expanded float graph.
         calls: expr -> the `OpCall` that it is read as.
-        scheme: the scheme of weights.
+        schemes: the schemes of the weights.
         names: the names of the nodes whose values, and of the layers' results whose weights are rounded;
             None for all.
-        own: expr of a layer -> the scheme of its weight, where it is another one.
     """
-    own = own or {}
     fixed = fixed_nodes(model)
     layers = {e: c.weight for e, c in calls.items() if c.weight is not None and c.weight in fixed}
     exact = evaluate_fixed(model, layers.values())
@@ -63,7 +85,7 @@ def find_sites(
     for expr, node in layers.items():
         if names is not None and expr.outputs[0].name not in names:
             continue
-        rounded = _round_weight(read_array(exact[node]), calls[expr].channel_axes, own.get(expr, scheme))
+        rounded = _round_weight(read_array(exact[node]), calls[expr].channel_axes, schemes.of_weight(expr))
         if rounded is not None and is_float_tensor(expr.outputs[0]):
             weights[expr] = (node, stored_tensor(rounded, trainable=False))
             frees.note(4 * rounded.nbytes)  # of the steps of rounding

@@ -26,24 +26,10 @@ from qtrace.ops import OpCall
 from qtrace.preparation.placement._groups import EndGroup
 from qtrace.preparation.placement._regions import before_regions
 from qtrace.preparation.placement._runs import Probe, RoundedRun, RoundingErrors, Totals, choose_qparams
-from qtrace.preparation.placement._sites import find_sites
+from qtrace.preparation.placement._sites import PlannedSchemes, find_sites
 from qtrace.preparation.placement.reference import MeasuredRun
-from qtrace.scheme import QScheme
 
-__all__ = ["OutputNoise", "OwnSchemes", "measure_noise"]
-
-
-@dataclass(frozen=True)
-class OwnSchemes:
-    """The schemes that a config gives single values and weights.
-
-    Attributes:
-        values: node -> the scheme of its value.
-        weights: expr of a layer -> the scheme of its weight.
-    """
-
-    values: Mapping[Node, QScheme] = field(default_factory=dict)
-    weights: Mapping[Expr, QScheme] = field(default_factory=dict)
+__all__ = ["OutputNoise", "PlannedSchemes", "measure_noise"]
 
 
 @dataclass(frozen=True)
@@ -86,12 +72,10 @@ class OutputNoise:
 def measure_noise(
     run: MeasuredRun,
     calls: Mapping[Expr, OpCall],
-    activation: QScheme,
-    weight: QScheme,
+    schemes: PlannedSchemes,
     probes: int = 4,
     exact: int = 0,
     names: Container[str] | None = None,
-    own: OwnSchemes | None = None,
 ) -> OutputNoise:
     """Measures the noise of rounding each value and weight, one at a time.
 
@@ -99,23 +83,22 @@ def measure_noise(
         run: a flat, expanded float graph on a few small batches; more samples bring more than more probes,
             since a few samples may cause most of the noise. Equal runs give equal results.
         calls: expr -> the `OpCall` that it is read as.
-        activation: the scheme of values, read as one per tensor.
-        weight: the scheme of weights, per channel or per tensor.
+        schemes: the schemes of the values and weights.
         probes: number of random vectors, each a forward and a backward pass of every batch.
         exact: number of values with the largest noise that are measured again by real rounding, each by a
             forward pass of every batch: large steps lead far from the point of the gradient. Values whose
             real rounding selects other rows or gives infinity keep their estimate.
         names: names of the values, and of the results of the layers, that are rounded; None for all.
-        own: the schemes of single values and weights; None where all have the same two.
 
     Returns:
         The noise of every value and weight on which an output depends by a gradient.
     """
     model, rng = run.model, run.generator()
-    values, weights, own = Totals(), Totals(), own or OwnSchemes()
+    values, weights = Totals(), Totals()
     with evaluating(model), quiet_engine(model):
-        sites = find_sites(model, calls, weight, names, own.weights)
-        qparams = choose_qparams(run.ranges(sites.values), activation, own.values)
+        sites = find_sites(model, calls, schemes, names)
+        planned = {node: schemes.of_value(node) for node in sites.values}
+        qparams = choose_qparams(run.ranges(sites.values), planned)
         groups = run.groups
 
         def compute_errors(inputs: Sequence[Any]) -> RoundingErrors:
@@ -137,7 +120,7 @@ def measure_noise(
         {node.name: power / (probes * len(groups)) for node, power in weights.powers().items()},
         sum(count_samples((tuple(inputs[1:]), {})) for inputs in run.batches),
         run.synthetic,
-        {node.name: own.weights.get(node.expr, weight).bits for node in weights.powers()},
+        {node.name: schemes.of_weight(node.expr).bits for node in weights.powers()},
     )
 
 

@@ -20,7 +20,7 @@ from qtrace.ops import OpCall
 from qtrace.outputs.replay import LEAST_SHARE, SelectedShares, SelectionTape
 from qtrace.preparation.placement._groups import find_end_groups
 from qtrace.preparation.placement._runs import Run, choose_qparams
-from qtrace.preparation.placement._sites import Sites, find_sites
+from qtrace.preparation.placement._sites import PlannedSchemes, Sites, find_sites
 from qtrace.preparation.placement.reference import MeasuredRun
 from qtrace.scheme import QParams, QScheme
 
@@ -79,20 +79,17 @@ class Trials:
 
     def round(
         self,
-        nodes: Iterable[Node],
-        scheme: QScheme,
+        values: Mapping[Node, QScheme],
         weights: Mapping[Expr, tuple[Node, Tensor]] | None = None,
-        own: Mapping[Node, QScheme] | None = None,
     ) -> LabellingTrial:
         """Rounds values, each to a grid that covers its range, and weights; returns the worst group.
 
         Args:
-            nodes: the values; those without a finite range stay as they are.
-            scheme: the scheme of the values, read as one per tensor.
+            values: node -> the scheme of its value, read as one per tensor; values without a finite range
+                stay as they are.
             weights: expr of a layer -> the node of its weight and the rounded weight.
-            own: node -> the scheme of its value, where it is another one.
         """
-        rounded = choose_qparams(self.ranges(nodes), scheme, own)
+        rounded = choose_qparams(self.ranges(values), values)
         sites = Sites(frozenset(), {}, self.run.ends)
         shares = SelectedShares.of(self.model, self.run.ends)
         totals = dict.fromkeys(self.groups, 0.0)
@@ -151,16 +148,15 @@ class Trials:
 def round_weights(
     model: TracedModule,
     calls: Mapping[Expr, OpCall],
-    scheme: QScheme,
+    schemes: PlannedSchemes,
     names: Container[str],
-    own: Mapping[Expr, QScheme] | None = None,
 ) -> Mapping[Expr, tuple[Node, Tensor]]:
-    """Rounds the weights of the layers whose results have the ``names``, each by ``own`` or ``scheme``.
+    """Rounds the weights of the layers whose results have the ``names``, each by its scheme.
 
     Returns:
         expr of a layer -> the node of its weight and the rounded weight.
     """
-    return find_sites(model, calls, scheme, names, own).weights
+    return find_sites(model, calls, schemes, names).weights
 
 
 class _RoundedGraph(Run):

@@ -20,7 +20,8 @@ from qtrace.graph.failures import short
 from qtrace.graph.types import Node, TensorNode, TracedModule
 from qtrace.graph.walk import op_label, owner
 from qtrace.numerics import quantize
-from qtrace.onnxfile.sessions import SessionError, SessionSettings, open_session
+from qtrace.onnxfile.local_session import SessionError, SessionSettings
+from qtrace.onnxfile.sessions import open_session
 from qtrace.scheme import QParams
 from qtrace.verification.crosscheck._segment import Arguments, Recording, RuntimeValues, Segment, Split
 from qtrace.verification.tallies import CrossCheck

@@ -14,7 +14,8 @@ import numpy as np
 
 from qtrace.errors import ExportError
 from qtrace.onnxfile.kernels import find_kernels
-from qtrace.onnxfile.sessions import SessionSettings, open_session
+from qtrace.onnxfile.local_session import SessionSettings
+from qtrace.onnxfile.sessions import open_session
 from qtrace.process.memory import return_free_memory
 from qtrace.runtimes.host import RuntimeHost
 from qtrace.verification.runtimes._onnx import as_declared, check_samples, with_integer_outputs

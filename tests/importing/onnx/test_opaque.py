@@ -19,7 +19,8 @@ from qtrace.graph.opaque import OpaqueOp, opaque_calls, say_stopped_gradients
 from qtrace.graph.types import TracedModule
 from qtrace.onnxfile.bodies import captured_names, rename_tensors
 from qtrace.onnxfile.fragment import check_fragment
-from qtrace.onnxfile.sessions import SessionSettings, open_session
+from qtrace.onnxfile.local_session import SessionSettings
+from qtrace.onnxfile.sessions import open_session
 from tests.importing.onnx import opaque_flows, opaque_layers
 from tests.importing.onnx.opaque_net import SHAPE, Net
 

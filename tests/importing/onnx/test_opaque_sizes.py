@@ -13,7 +13,8 @@ from onnx import ModelProto
 import qtrace
 from qtrace.errors import GraphError, ImportingError
 from qtrace.graph.opaque import OpaqueOp, opaque_calls
-from qtrace.onnxfile.sessions import SessionSettings, open_session
+from qtrace.onnxfile.local_session import SessionSettings
+from qtrace.onnxfile.sessions import open_session
 from tests.importing.onnx.opaque_net import SHAPE, Net
 
 

@@ -16,7 +16,7 @@ import qtrace
 from qtrace.data.batches import as_arguments
 from qtrace.graph.open_axes import read_open_axes
 from qtrace.importing.onnx import opening
-from qtrace.onnxfile.sessions import OrtSession
+from qtrace.onnxfile.local_session import OrtSession
 from tests.importing.onnx.networks import model, node, save, weights
 
 IMAGE = {"x": ["batch", 2, "rows.0", "?"]}

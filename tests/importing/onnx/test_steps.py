@@ -13,7 +13,8 @@ from qtrace.data import open_data
 from qtrace.errors import DataError
 from qtrace.graph.open_axes import read_open_axes
 from qtrace.graph.open_shapes import open_shapes, types_at_other_sizes
-from qtrace.onnxfile.sessions import SessionSettings, open_session
+from qtrace.onnxfile.local_session import SessionSettings
+from qtrace.onnxfile.sessions import open_session
 from qtrace.quantizing import sources
 from qtrace.sensitivity.diagnosis import measure_inputs
 from tests.importing.onnx.networks import model, node, save, weights

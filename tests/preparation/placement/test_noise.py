@@ -22,7 +22,7 @@ from qtrace.graph.walk import exprs
 from qtrace.numerics import choose, fake_quantize
 from qtrace.preparation.passes.expand import expand
 from qtrace.preparation.placement._runs import RoundingError, Run
-from qtrace.preparation.placement.noise import OutputNoise, measure_noise
+from qtrace.preparation.placement.noise import OutputNoise, PlannedSchemes, measure_noise
 from qtrace.preparation.placement.reference import MeasuredRun
 from qtrace.preparation.prepare import prepare_placed
 from qtrace.scheme import QScheme
@@ -45,7 +45,7 @@ def _measure(
     calls = {e: c for e in exprs(flat) if (c := ops.read(e)) is not None}
     samples = None if batches is None else [as_arguments(b, flat) for b in batches]
     run = MeasuredRun(flat, samples, options.pop("seed", 0))
-    return measure_noise(run, calls, BACKEND.activation, weight, **options), flat
+    return measure_noise(run, calls, PlannedSchemes(BACKEND.activation, weight), **options), flat
 
 
 def _forward(self: M.Module, x: mge.Tensor) -> mge.Tensor:

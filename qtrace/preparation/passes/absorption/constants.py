@@ -8,7 +8,7 @@ import numpy as np
 
 from qtrace.graph.dataflow import evaluate_fixed, fixed_nodes
 from qtrace.graph.operations import is_stored, numbers_of
-from qtrace.graph.passes.purity import is_pure
+from qtrace.graph.purity import is_pure
 from qtrace.graph.types import GetAttr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, is_float_tensor, owner
 from qtrace.ops import OpCall

@@ -1,0 +1,233 @@
+"""A model in onnxruntime on CPU in this process: its settings, its values and its errors."""
+
+from __future__ import annotations
+
+import abc
+import importlib.util
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from qtrace.errors import ExportError, install
+from qtrace.runtimes import worker
+
+if TYPE_CHECKING:
+    from qtrace.runtimes.host import RuntimeHost
+
+__all__ = [
+    "LocalSession",
+    "OrtSession",
+    "SessionError",
+    "SessionSettings",
+    "SessionValue",
+    "dtype_of",
+    "onnxruntime_errors",
+]
+
+
+class SessionError(ExportError):
+    """onnxruntime refuses a model or an input.
+
+    Attributes:
+        reason: what onnxruntime says, in one line and without a full stop.
+    """
+
+    def __init__(self, subject: str, error: Exception | str) -> None:
+        self.reason = " ".join(str(error).split())[:300].rstrip(".")
+        super().__init__(f"onnxruntime {subject}: {self.reason}.")
+
+
+@dataclass(frozen=True)
+class SessionSettings:
+    """How onnxruntime runs a model.
+
+    Attributes:
+        optimize: whether ops are fused and laid out as in a deployment; else each computes on its own.
+        threads: the number of threads of an op; None for all cores.
+        fuse_integers: whether ops between roundings may run on integers, with other last bits than in float.
+        as_megengine: whether denormal numbers are zero, as in MegEngine.
+        spin: whether the threads wait actively between two runs, which takes the cores from others.
+        profile: whether the times of nodes are recorded, for `OrtSession.end_profile`.
+        optimized: whether the optimized model is kept, for `OrtSession.optimized`.
+        tensors: the folder of the external tensors of a model that is given as bytes.
+        host: the interpreter or machine that has onnxruntime; None for this process.
+    """
+
+    optimize: bool = True
+    threads: int | None = None
+    fuse_integers: bool = True
+    as_megengine: bool = False
+    spin: bool = True
+    profile: bool = False
+    optimized: bool = False
+    tensors: Path | None = None
+    host: RuntimeHost | None = None
+
+    def request(self, tensors: str = "") -> dict[str, Any]:
+        """Returns the settings as `worker.Onnxruntime` takes them.
+
+        Args:
+            tensors: the folder of the external tensors where the session runs.
+        """
+        entries = {
+            "session.disable_quant_qdq": "" if self.fuse_integers else "1",
+            "session.set_denormal_as_zero": "1" if self.as_megengine else "",
+            "session.force_spinning_stop": "" if self.spin else "1",
+            "session.model_external_initializers_file_folder_path": tensors,
+        }
+        return {
+            "optimize": self.optimize,
+            "threads": self.threads,
+            "profile": self.profile,
+            "optimized": self.optimized,
+            "entries": {key: value for key, value in entries.items() if value},
+        }
+
+
+@dataclass(frozen=True)
+class SessionValue:
+    """An input or output of a session.
+
+    Attributes:
+        name: its name.
+        type: its type as onnxruntime writes it, such as ``tensor(float)``.
+        shape: its sizes; names, or None, for open ones.
+    """
+
+    name: str
+    type: str
+    shape: list[Any]
+
+
+_DTYPES = {
+    "tensor(float)": "float32",
+    "tensor(float16)": "float16",
+    "tensor(double)": "float64",
+    "tensor(bool)": "bool",
+    **{f"tensor({kind})": kind for kind in ("int8", "int16", "int32", "int64")},
+    **{f"tensor({kind})": kind for kind in ("uint8", "uint16", "uint32", "uint64")},
+}
+
+
+def dtype_of(kind: str) -> np.dtype[Any] | None:
+    """Returns the numpy dtype of a type as onnxruntime writes it; None if numpy has none."""
+    name = _DTYPES.get(kind)
+    return None if name is None else np.dtype(name)
+
+
+class OrtSession(abc.ABC):
+    """A model in onnxruntime, in this process or in that of a host.
+
+    Attributes:
+        inputs: its inputs.
+        outputs: its outputs.
+        side: the runtime's version, the interpreter and the machine of a host; empty for this process.
+    """
+
+    side: Mapping[str, Any]
+
+    def __init__(self, facts: Mapping[str, Any]) -> None:
+        self.inputs = [SessionValue(**each) for each in facts["inputs"]]
+        self.outputs = [SessionValue(**each) for each in facts["outputs"]]
+
+    @abc.abstractmethod
+    def run(self, names: Sequence[str] | None, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+        """Runs the model once.
+
+        Args:
+            names: the outputs; None for all of them.
+            feeds: input -> its value.
+
+        Raises:
+            SessionError: when onnxruntime refuses the inputs.
+            ExportError: when the process of a host does not survive them, or the connection is lost.
+        """
+
+    @abc.abstractmethod
+    def time(self, feeds: Mapping[str, np.ndarray]) -> float:
+        """Returns the seconds of a run, by the clock of the machine that it runs on.
+
+        Args:
+            feeds: input -> its value; in the process of a host, those of the last run are taken.
+
+        Raises:
+            SessionError: when onnxruntime refuses the inputs.
+        """
+
+    @abc.abstractmethod
+    def memory(self) -> int | None:
+        """Returns the bytes that the model added to the process of a host at most; None for this process."""
+
+    @abc.abstractmethod
+    def end_profile(self) -> bytes:
+        """Ends the profile and returns it, as JSON."""
+
+    @abc.abstractmethod
+    def optimized(self) -> bytes:
+        """Returns the model as onnxruntime optimized it, without its large tensors."""
+
+
+class LocalSession(OrtSession):
+    """A model in onnxruntime, in this process.
+
+    Args:
+        model: a serialized model, or the path of a file.
+        settings: how it runs; the host plays no part.
+        subject: the model in words, for messages.
+
+    Raises:
+        SessionError: when onnxruntime cannot load the model.
+        ExportError: when onnxruntime is not installed.
+    """
+
+    def __init__(self, model: bytes | Path, settings: SessionSettings, subject: str) -> None:
+        if importlib.util.find_spec("onnxruntime") is None:
+            raise ExportError(f"running ONNX files needs the package onnxruntime: run {install('onnx')}.")
+        request = settings.request(str(settings.tensors or ""))
+        path = "" if isinstance(model, bytes) else str(model)
+        try:
+            self._file = worker.Onnxruntime({**request, "path": path}, [model])
+        except onnxruntime_errors() as error:
+            raise SessionError(f"cannot run {subject}", error) from error
+        self.side = {}
+        super().__init__(self._file.facts)
+
+    def run(self, names: Sequence[str] | None, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+        """See `OrtSession.run`."""
+        try:
+            values: list[np.ndarray] = self._file.session.run(names, dict(feeds))
+        except onnxruntime_errors() as error:
+            raise SessionError("refused the input", error) from error
+        return values
+
+    def time(self, feeds: Mapping[str, np.ndarray]) -> float:
+        """See `OrtSession.time`."""
+        start = time.perf_counter()
+        self.run(None, feeds)
+        return time.perf_counter() - start
+
+    def memory(self) -> None:
+        """See `OrtSession.memory`."""
+        return None
+
+    def end_profile(self) -> bytes:
+        """See `OrtSession.end_profile`."""
+        return self._file.profile()
+
+    def optimized(self) -> bytes:
+        """See `OrtSession.optimized`."""
+        return self._file.optimized()
+
+
+def onnxruntime_errors() -> tuple[type[Exception], ...]:
+    """Returns the exceptions that onnxruntime raises; its own have no base class but `Exception`."""
+    if importlib.util.find_spec("onnxruntime") is None:  # it may be in an interpreter of its own alone
+        return (RuntimeError, ValueError)
+    from onnxruntime.capi import onnxruntime_pybind11_state as state
+
+    own = (t for t in vars(state).values() if isinstance(t, type) and issubclass(t, Exception))
+    return (*own, RuntimeError, ValueError)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ __all__ = [
     "Delivery",
     "Timer",
     "choose_delivery",
+    "compare_with_own",
     "fixed_timer",
     "is_float_better",
     "measure_file",
@@ -37,6 +38,13 @@ __all__ = [
 
 _CHOOSING = ("balanced", "fastest")
 """The placements that round for speed: a file that is slower than float is not what they ask for."""
+
+_FOLDED = {
+    *("BatchNormalization", "Cast", "Clip", "Constant", "ConstantOfShape", "Dropout", "Expand", "Flatten"),
+    *("Gather", "Identity", "Pad", "Range", "Relu", "Reshape", "Shape", "Slice", "Squeeze", "Transpose"),
+    "Unsqueeze",
+}
+"""Types of ops that an import or an export leaves out, or writes otherwise at no cost."""
 
 Timer = Callable[..., list[Speed]]
 """Measures files in turns, as `qtrace.benchmarking.turns.compare_files` does."""
@@ -53,6 +61,7 @@ class Delivery:
         prepared: the graph in float that is delivered; None for the quantized one.
         float_seconds: the median time of a run of the float file.
         files: the speeds of the float file and of the quantized one, as they were measured.
+        beside_own: the speed of what is delivered beside the user's own file; None if it was not measured.
     """
 
     speed: Speed | None = None
@@ -61,27 +70,35 @@ class Delivery:
     prepared: TracedModule | None = None
     float_seconds: float = 0.0
     files: tuple[Speed, ...] = ()
+    beside_own: Speed | None = None
 
     def sentence(self) -> str:
         """Says what was measured and delivered; "" if nothing was measured."""
+        own = ""
+        if self.beside_own is not None and self.beside_own.slower:
+            own = (
+                f"; the network's own file is {1 / self.beside_own.ratio:.2f}x as fast as this one, by ops "
+                "that qtrace takes apart: keep that one for speed"
+            )
         if self.speed is None:
-            return f"speed: not measured, {self.untimed}" if self.untimed else ""
+            return f"speed: not measured, {self.untimed}{own}" if self.untimed else ""
         times = f"{1e3 * self.speed.seconds:.3g} ms, {1e3 * self.float_seconds:.3g} ms in float"
         text = f"speed: {self.speed.describe()}: {times}, one thread"
         if self.in_float:
-            return (
-                f"{text}; the quantized file is slower than float here, so the file is in float: "
+            text += (
+                "; the quantized file is slower than float here, so the file is in float: "
                 "`placement: small` in the recipe writes the quantized one for its size"
             )
-        if self.speed.slower:
-            return f"{text}; the file is slower than float here, and gains its size alone"
-        return text
+        elif self.speed.slower:
+            text += "; the file is slower than float here, and gains its size alone"
+        return text + own
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the figures, for JSON."""
         speed = None if self.speed is None else {**self.speed.to_dict(), "float_seconds": self.float_seconds}
         form = "float" if self.in_float else "quantized"
-        return {"speed": speed, "not_timed": self.untimed, "delivered": form}
+        own = None if self.beside_own is None else self.beside_own.to_dict()
+        return {"speed": speed, "beside_own_file": own, "not_timed": self.untimed, "delivered": form}
 
 
 def prepare_in_float(traced: TracedModule, config: QConfig) -> TracedModule:
@@ -152,6 +169,38 @@ def measure_file(
     except QtraceError as error:
         return Delivery(untimed=str(error).rstrip("."))
     return choose_delivery(first, own, config, in_float if replaceable else None)
+
+
+def compare_with_own(
+    delivery: Delivery, path: Path, own: Path, traced: TracedModule, config: QConfig
+) -> Delivery:
+    """Measures the file that is delivered beside the ONNX file of the user, where that may be faster.
+
+    It may be where it has ops that the export has not: an import or an export takes some apart that a runtime
+    has one kernel for.
+
+    Args:
+        delivery: what was measured so far; without a speed nothing more is.
+        path: the file that is delivered.
+        own: the user's file.
+        traced: the float network.
+        config: the config.
+    """
+    if config.backend != "onnxruntime" or path.suffix != ".onnx" or not _has_other_ops(own, path):
+        return delivery
+    try:
+        speeds = compare_files([own, path], settings=timed_settings(traced, path.suffix))
+    except QtraceError:  # such as a file that onnxruntime runs on other processors alone
+        return delivery
+    return replace(delivery, beside_own=speeds[1])
+
+
+def _has_other_ops(own: Path, path: Path) -> bool:
+    """Returns whether a file has types of ops that another one lacks, beside those that an import folds."""
+    from qtrace.onnxfile.reading import read_model
+
+    kinds = [{(n.domain, n.op_type) for n in read_model(file).graph.node} for file in (own, path)]
+    return any(kind not in _FOLDED or domain for domain, kind in kinds[0] - kinds[1])
 
 
 def choose_delivery(in_float: Speed, own: Speed, config: QConfig, prepared: TracedModule | None) -> Delivery:

@@ -27,7 +27,7 @@ from qtrace.preparation.prepare import prepare
 from qtrace.preparation.record import fake_quants
 from qtrace.process.thread import on_engine_thread
 from qtrace.quantizing.card import Card, make_card
-from qtrace.quantizing.delivering import Delivery, fixed_timer, measure_file
+from qtrace.quantizing.delivering import Delivery, compare_with_own, fixed_timer, measure_file
 from qtrace.quantizing.judging import (
     Acceptance,
     EvaluationData,
@@ -41,7 +41,7 @@ from qtrace.quantizing.judging import (
 )
 from qtrace.quantizing.measuring import TimingPlan, prepare_measured
 from qtrace.quantizing.reporting import LogReporter, Reporter
-from qtrace.quantizing.sources import labels_of, read_network
+from qtrace.quantizing.sources import labels_of, own_file, read_network
 from qtrace.quantizing.stage import DataReading, note_pixels, open_source
 from qtrace.quantizing.stages import StageTimes
 from qtrace.quantizing.targets import choose_config, format_of
@@ -291,6 +291,10 @@ def quantize(
             converted = convert(delivery.prepared)
             export(converted, partial, format=format_of(config))
             report = _verify(partial, path, converted, delivery.prepared, opened) if verify else None
+        own = own_file(source)
+        if measure and own is not None and not taken.fixed:
+            with stages.measure("measure the file"):
+                delivery = compare_with_own(delivery, partial, own, traced, config)
     origin = opened.calibration.source
     return Quantized(
         path,

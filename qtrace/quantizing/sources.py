@@ -23,7 +23,7 @@ from qtrace.importing.onnx import declared_axes, declared_inputs, from_onnx, ope
 from qtrace.importing.torch import from_torch, is_torch_module
 from qtrace.preparation.record import is_quantized
 
-__all__ = ["labels_of", "open_shapes", "read_network"]
+__all__ = ["labels_of", "open_shapes", "own_file", "read_network"]
 
 Shapes = Mapping[str, Sequence[int]]
 
@@ -60,6 +60,12 @@ def read_network(source: Any, data: DataSource, shapes: Shapes | None, allow: Se
             "export for a prepared one."
         )
     return traced
+
+
+def own_file(source: Any) -> Path | None:
+    """Returns the ONNX file that a network comes from; None if it comes from elsewhere."""
+    own = isinstance(source, (str, os.PathLike)) and Path(source).suffix.lower() == ".onnx"
+    return Path(source) if own else None
 
 
 def _read_file(path: Path, data: DataSource, shapes: Shapes | None, allow: Sequence[str]) -> TracedModule:

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import megengine.functional as F
 import megengine.module as M
+import numpy as np
 import onnx
 import pytest
+from onnx import helper, numpy_helper
 
 import qtrace
 from qtrace.benchmarking.turns import Speed, summarize
@@ -177,3 +179,58 @@ def test_a_network_of_a_real_size_is_timed_and_delivered_faster_than_float(tmp_p
     assert speed is not None
     assert speed.low <= speed.ratio <= speed.high
     assert result.delivery.in_float is speed.slower
+
+
+def _own_file(folder: Path, op: str, domain: str) -> Path:
+    """Writes a network between whose convolutions stands an op of ONNX, or of another domain."""
+    rng = np.random.default_rng(0)
+    weights = {"a": (16, 3, 3, 3), "b": (8, 16, 1, 1)}
+    stored = [numpy_helper.from_array(rng.normal(size=s).astype("float32"), n) for n, s in weights.items()]
+    nodes = [
+        helper.make_node("Conv", ["x", "a"], ["h"]),
+        helper.make_node(op, ["h"], ["g"], domain=domain),
+        helper.make_node("Conv", ["g", "b"], ["y"]),
+    ]
+    ends = [
+        helper.make_tensor_value_info("x", 1, ["N", 3, 8, 8]),
+        helper.make_tensor_value_info("y", 1, None),
+    ]
+    graph = helper.make_graph(nodes, "own", ends[:1], ends[1:], stored)
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), folder / "own.onnx")
+    return folder / "own.onnx"
+
+
+@pytest.mark.parametrize("placement", ["everything", "balanced"])  # integers, and float
+@pytest.mark.parametrize(
+    ("op", "domain", "own", "ratio"),
+    [
+        ("HardSwish", "", SLOWER, 0.77),
+        ("HardSwish", "", FASTER, 1.5),
+        ("Relu", "", SLOWER, None),  # nothing is taken apart: the own file is float as exported
+        ("Gelu", "com.microsoft", SLOWER, None),  # it is kept
+    ],
+)
+def test_the_file_is_measured_beside_that_of_the_user_too(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    placement: str,
+    op: str,
+    domain: str,
+    own: Speed,
+    ratio: float | None,
+) -> None:
+    """The float file of an export has in pieces what other tools fuse, and is slower than the user's."""
+    source = _own_file(tmp_path, op, domain)
+
+    def compare(files: list[Path], **options: object) -> list[Speed]:
+        return [IN_FLOAT, own if files[0] == source else FASTER]
+
+    monkeypatch.setattr(delivering, "compare_files", compare)
+    config = {"placement": placement}
+    result = qtrace.quantize(source, DATA, tmp_path / "out.onnx", recipe=config, progress=False)
+    beside = result.delivery.beside_own
+    assert (beside.ratio if beside is not None else None) == ratio
+    assert (result.to_dict()["beside_own_file"] or {}).get("ratio") == ratio
+    assert ("keep that one for speed" in result.delivery.sentence()) == (ratio == 0.77)
+    assert ("1.30x as fast as this one" in "\n".join(result.summary())) == (ratio == 0.77)

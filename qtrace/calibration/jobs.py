@@ -1,15 +1,15 @@
-"""The share of a worker, and the collection that it runs, on this machine or on a cluster."""
+"""The jobs of the workers of a collection: how they are made, and what a worker does with one."""
 
 from __future__ import annotations
 
 import dataclasses
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qtrace.calibration.checkpoint import Cadence, Part, write_part
+from qtrace.calibration.checkpoint import Cadence, Part, StoredParts, write_part
 from qtrace.calibration.choice import Chosen
 from qtrace.calibration.collecting import Collected, CollectOptions, collect
 from qtrace.calibration.statistics import arrays, checksum
@@ -24,8 +24,10 @@ __all__ = [
     "PeriodicWriter",
     "RemoteCollection",
     "RemotePart",
+    "RunSettings",
     "Source",
     "WorkerJob",
+    "make_jobs",
     "run_job",
 ]
 
@@ -61,6 +63,33 @@ class Source:
 
 
 @dataclass(frozen=True)
+class RunSettings:
+    """The settings of `qtrace.calibration.running.collect_all`.
+
+    Attributes:
+        engine: one of `qtrace.calibration.choice.ENGINES`.
+        threads: number of threads that compute in each process; None for all cores.
+        workers: number of processes.
+        ray: the address of a Ray cluster, "" for a local one; None for processes of this machine.
+        every: number of batches between checkpoints; None for any number.
+        seconds: time between checkpoints; None for any time.
+        progress: whether to show a progress bar.
+        allow: the user's classes that workers may load with the model.
+        runtime_host: the interpreter or machine whose onnxruntime computes; None for that of each process.
+    """
+
+    engine: str = "auto"
+    threads: int | None = None
+    workers: int = 1
+    ray: str | None = None
+    every: int | None = None
+    seconds: float | None = 60.0
+    progress: bool = False
+    allow: tuple[str, ...] = field(default=())
+    runtime_host: RuntimeHost | None = None
+
+
+@dataclass(frozen=True)
 class WorkerJob:
     """The share of one worker: the batches whose number is ``shard`` modulo ``shards``, without ``done``.
 
@@ -93,6 +122,39 @@ class WorkerJob:
     every: int | None = None
     seconds: float | None = None
     host: RuntimeHost | None = None
+
+
+def make_jobs(
+    model: Path, source: Source, whole: Part, parts: StoredParts, settings: RunSettings
+) -> list[WorkerJob]:
+    """Makes a job for each worker: its share of the batches that were not observed yet.
+
+    Args:
+        model: the file of the prepared model.
+        source: the data.
+        whole: the statistics so far, with the engine of all workers.
+        parts: the files to which the workers write theirs.
+        settings: how the workers run.
+    """
+    assert whole.chosen is not None
+    return [
+        WorkerJob(
+            str(model),
+            settings.allow,
+            source,
+            shard,
+            settings.workers,
+            tuple(whole.statistics.batches),
+            whole.chosen,
+            settings.threads,
+            str(parts.path(f"worker-{shard}")),
+            parts.identity,
+            settings.every,
+            settings.seconds,
+            settings.runtime_host,
+        )
+        for shard in range(settings.workers)
+    ]
 
 
 def run_job(job: WorkerJob, on_batch: Callable[[int], None] = lambda number: None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ from qtrace.calibration.jobs import (
     PeriodicWriter,
     RemoteCollection,
     RemotePart,
+    RunSettings,
     Source,
-    WorkerJob,
+    make_jobs,
 )
 from qtrace.calibration.statistics import arrays, checksum
 from qtrace.data import DataSource, SizedSource
@@ -26,39 +27,11 @@ from qtrace.errors import CalibrationError
 from qtrace.graph.files.serialize import save
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.model import QuantizedModel
-from qtrace.runtimes.host import RuntimeHost
 from qtrace.workers.job import Outcome, Pool, attempt
 from qtrace.workers.processes import Processes
 from qtrace.workers.ray import RayTasks
 
 __all__ = ["Result", "RunSettings", "collect_all"]
-
-
-@dataclass(frozen=True)
-class RunSettings:
-    """The settings of `collect_all`.
-
-    Attributes:
-        engine: one of `qtrace.calibration.choice.ENGINES`.
-        threads: number of threads that compute in each process; None for all cores.
-        workers: number of processes.
-        ray: the address of a Ray cluster, "" for a local one; None for processes of this machine.
-        every: number of batches between checkpoints; None for any number.
-        seconds: time between checkpoints; None for any time.
-        progress: whether to show a progress bar.
-        allow: the user's classes that workers may load with the model.
-        runtime_host: the interpreter or machine whose onnxruntime computes; None for that of each process.
-    """
-
-    engine: str = "auto"
-    threads: int | None = None
-    workers: int = 1
-    ray: str | None = None
-    every: int | None = None
-    seconds: float | None = 60.0
-    progress: bool = False
-    allow: tuple[str, ...] = field(default=())
-    runtime_host: RuntimeHost | None = None
 
 
 @dataclass(frozen=True)
@@ -190,26 +163,9 @@ class _CollectionRun:
         """Collects the remaining batches in workers."""
         if whole.chosen is None:
             return whole
-        settings, shards = self.settings, self.settings.workers
+        settings = self.settings
         save(self.prepared.module, self.model_file)
-        jobs = [
-            WorkerJob(
-                str(self.model_file),
-                settings.allow,
-                self.described,
-                shard,
-                shards,
-                tuple(whole.statistics.batches),
-                whole.chosen,
-                settings.threads,
-                str(self.parts.path(f"worker-{shard}")),
-                self.parts.identity,
-                settings.every,
-                settings.seconds,
-                settings.runtime_host,
-            )
-            for shard in range(shards)
-        ]
+        jobs = make_jobs(self.model_file, self.described, whole, self.parts, settings)
         start = len(whole.statistics.batches)
         with progress_bar(
             total=self.count, initial=start, desc="calibrate", unit="batch", disable=not settings.progress

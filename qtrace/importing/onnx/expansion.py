@@ -15,7 +15,7 @@ import onnx
 
 from qtrace.importing.onnx.model import OnnxNode
 
-__all__ = ["Expansion", "expand", "has_body", "titled_parts"]
+__all__ = ["Expansion", "expand", "titled_parts"]
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,6 @@ class Expansion:
     opsets: Mapping[str, int]
     inputs: Mapping[str, int]
     outputs: tuple[str, ...]
-
-
-def has_body(node: OnnxNode) -> bool:
-    """Returns whether ONNX defines the op by a body, at least for some types."""
-    if node.domain:
-        return False
-    schema: Any = onnx.defs.get_schema(node.op, node.version)
-    return bool(schema.has_function or schema.has_context_dependent_function)
 
 
 def expand(

@@ -10,15 +10,14 @@ and Zabih, What Energy Functions Can Be Minimized via Graph Cuts?, TPAMI 2004).
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from qtrace.preparation.placement.problem import Problem, Tensor, Unit, evaluate
+from qtrace.preparation.placement.problem import Problem, Tensor, Unit
 
-__all__ = ["Cuts", "minimize", "minimize_by_enumeration"]
+__all__ = ["Cuts", "minimize"]
 
 _UNBOUNDED = 2**30  # capacity of an arc that no minimum cut takes; finite costs add up to less
 _RESOLUTION = 2**28  # the sum of all finite costs in the integers of scipy's maximum flow
@@ -31,17 +30,6 @@ def minimize(problem: Problem, weight: float) -> dict[str, bool]:
     integer ops is chosen.
     """
     return Cuts(problem).minimize(weight)
-
-
-def minimize_by_enumeration(problem: Problem, weight: float) -> dict[str, bool]:
-    """Does what `minimize` does by trying all labellings: the reference for small graphs."""
-    free = [unit.name for unit in problem.units if unit.fixed is None]
-    fixed = {unit.name: bool(unit.fixed) for unit in problem.units if unit.fixed is not None}
-    labellings = (
-        {**fixed, **dict(zip(free, values, strict=True))}
-        for values in itertools.product((False, True), repeat=len(free))
-    )
-    return min(labellings, key=lambda labels: evaluate(problem, labels).total(weight))
 
 
 class Cuts:

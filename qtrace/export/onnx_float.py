@@ -17,7 +17,8 @@ from qtrace.errors import ExportError
 from qtrace.export.converted.float_graph import float_graph
 from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.format import Content, Format
-from qtrace.export.onnx.exporter import OnnxOptions, check, contents_of, write_model
+from qtrace.export.onnx.exporter import OnnxOptions, write_model
+from qtrace.export.onnx.files import check, contents_of
 from qtrace.export.parameters.base import beside, parameter_file
 from qtrace.export.parameters.sites import Names, ParameterLayer, site_table
 from qtrace.ops import OpCall

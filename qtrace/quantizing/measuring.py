@@ -25,11 +25,13 @@ from qtrace.calibration.calibrate import calibrate
 from qtrace.calibration.known_ranges import from_ranges, measure_ranges
 from qtrace.config import QConfig, backends
 from qtrace.costs import CostTable
+from qtrace.data.base import batch_length
 from qtrace.data.batches import as_arguments
 from qtrace.errors import QtraceError
 from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.converted.open_axes import SharedAxes
-from qtrace.export.onnx.exporter import OnnxOptions, files_with
+from qtrace.export.onnx.exporter import OnnxOptions
+from qtrace.export.onnx.files import files_with
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.twin import late_algorithms
@@ -447,12 +449,12 @@ class _Bench:
     def _count_samples(self) -> int:
         """Returns the number of samples to calibrate on; 0 if it is not known."""
         batches = len(self.samples) if isinstance(self.samples, Sized) else 0
-        return batches * max((len(values[0]) if values[0].ndim else 1) for values in self.feeds)
+        return batches * max(batch_length(tuple(values)) for values in self.feeds)
 
     def _noises(self, files: Mapping[str, Path], samples: int) -> list[tuple[float, ...]]:
         """Returns the noise of each file, on the first samples that were held back."""
         if FLOAT in self.selecting and all(name in self.selecting for name in files):
-            counts = [len(values[0]) if values[0].ndim else 1 for values in self.feeds]
+            counts = [batch_length(tuple(values)) for values in self.feeds]
             batches = [b for i, b in enumerate(self.held_back()) if sum(counts[:i]) < samples]
             graphs = (self.selecting[name] for name in files)
             return [measure_row_noise(self.selecting[FLOAT], graph, batches) for graph in graphs]

@@ -13,7 +13,8 @@ import qtrace
 from qtrace.export.converted import open_axes
 from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.converted.open_axes import SharedAxes
-from qtrace.export.onnx.exporter import OnnxOptions, files_with
+from qtrace.export.onnx.exporter import OnnxOptions
+from qtrace.export.onnx.files import files_with
 from qtrace.graph.open_axes import OpenAxes, OpenAxis, write_open_axes
 from tests.nets import images, net
 

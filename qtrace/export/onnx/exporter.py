@@ -14,9 +14,7 @@ import logging
 from collections import ChainMap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,30 +22,27 @@ import numpy as np
 from qtrace import ops
 from qtrace.config import backends
 from qtrace.errors import ExportError, install
-from qtrace.export.converted.allow_float import float_kinds, only_floats_read
 from qtrace.export.converted.graph import ConvertedGraph, ConvertedOp
 from qtrace.export.converted.located import located, site_expr
 from qtrace.export.converted.open_axes import SharedAxes, Types, find_declared_axes, resized
 from qtrace.export.converted.plain_graph import PlainGraph
-from qtrace.export.detections import Suppression
-from qtrace.export.format import Content, Format
 from qtrace.export.onnx.kernels import softmax_overflows
-from qtrace.export.onnx.weight_types import kinds_in_float, stores_unsigned, write_weight_types
+from qtrace.export.onnx.site_writer import SiteWriter
 from qtrace.graph.dataflow import static_nodes
 from qtrace.graph.interface import Interface, read_interface
 from qtrace.graph.opaque import OpaqueOp
 from qtrace.graph.origin import FileOrigin, read_origin
 from qtrace.graph.types import Expr, GetAttr, Node, TensorNode
 from qtrace.graph.walk import is_float_tensor, op_label, output_index, owner
-from qtrace.onnxfile import external_data
 from qtrace.ops import OpCall
 from qtrace.preparation.model import QuantizedSite
 from qtrace.scheme import QParams
 
 if TYPE_CHECKING:
+    from qtrace.export.detections import Suppression
     from qtrace.export.onnx.origin import OwnNames
 
-__all__ = ["FORMAT", "OnnxExporter", "OnnxOptions", "check", "contents_of", "write_model"]
+__all__ = ["OnnxExporter", "OnnxOptions", "write_model"]
 
 _LOG = logging.getLogger("qtrace")
 
@@ -81,154 +76,6 @@ class OnnxOptions:
     names_parameters: bool = True
     contrib: bool = True
     axes: SharedAxes | None = None
-
-
-def files(
-    converted: ConvertedGraph,
-    path: Path,
-    packed: bool = False,
-    external: bool | None = None,
-    allow_float: Iterable[str] = (),
-    opset: int | None = None,
-    input_names: Iterable[str] | None = None,
-    output_names: Iterable[str] | None = None,
-    preprocess: bool = False,
-    nms: Any = None,
-    weights: str = "auto",
-) -> dict[Path, Content]:
-    """Returns a module as an ONNX file and, if it is large, a file with its tensors.
-
-    Args:
-        converted: the graph of a converted module, or of a plain one, which is written in float.
-        path: the path of the model; the file of its tensors has that name with ``.data`` behind it.
-        packed: whether weights of 4 bits and less are stored two in a byte, which needs opset 21. Otherwise
-            they are int8 values of a small range, for which runtimes have integer kernels.
-        external: whether tensors are in a file of their own; None: if the model exceeds 2 GB, the most that
-            one file holds.
-        allow_float: kinds of layers, such as ``conv2d``, whose weights and biases are stored as floats (those
-            that the graph rounded to), so that runtimes compute the layer in float.
-        opset: the opset of the file, from 13 to 21; None for that of the file that the graph was imported
-            from, or the lowest that its ops and types need. In a float file, LayerNorm is one node from
-            opset 17 on, and GroupNorm from 21 on.
-        input_names: names for all inputs of the file, in order; None for those of the traced arguments.
-        output_names: names for all outputs of the file, in order; None for those of the nodes.
-        preprocess: whether the file takes uint8 pixels (N, H, W, C) and normalizes them itself, as the recipe
-            says; images are resized before.
-        nms: how the file of a detector chooses boxes, as a mapping of `Suppression`; None for a file with the
-            outputs of the graph alone. The boxes are further outputs.
-        weights: the type of the integers of weights: ``int8``; ``uint8`` with zero point 128, the same
-            numbers, for which onnxruntime has exact kernels on every processor; or ``auto``: for backends
-            onnxruntime and openvino ``uint8`` for weights of more than 7 bits if products of uint8 and int8
-            saturate on this processor (x86 without VNNI), and for those of `weights_behind_joined_rows`; else
-            ``int8``. With ``uint8``, openvino gets the weights of transposed convolutions as floats.
-
-    Raises:
-        ExportError: when a node has no ONNX form or rounds in another way than ONNX, naming it, an option has
-            no such value, or onnx is not installed.
-    """
-    for name, value in (("packed", packed), ("external", external), ("preprocess", preprocess)):
-        if not (isinstance(value, bool) or (name == "external" and value is None)):
-            raise ExportError(f"{name}={value!r} is no choice of the ONNX export: choose true or false.")
-    if opset is not None and (type(opset) is not int or not 13 <= opset <= 21):
-        raise ExportError(f"opset={opset!r} is no choice of the ONNX export: choose one from 13 to 21.")
-    suppression = None if nms is None else Suppression.of(nms)
-    ends = (input_names, output_names)
-    options = OnnxOptions(packed, float_kinds(allow_float), opset, ends, preprocess, suppression)
-    return files_with(options, converted, path, weights, external)
-
-
-def files_with(
-    options: OnnxOptions,
-    converted: ConvertedGraph,
-    path: Path,
-    weights: str = "auto",
-    external: bool | None = None,
-) -> dict[Path, Content]:
-    """Returns what `files` does, which has the other arguments, by options that users do not all have."""
-    unsigned = stores_unsigned(converted, weights)
-    if unsigned:
-        options = replace(options, floats=options.floats | kinds_in_float(converted))
-    exporter, model = write_model(converted, options)
-    from qtrace.export.onnx.float_layers import TARGETS, hold_float_layers
-    from qtrace.export.onnx.pools import write_fast_poolings
-
-    plain = isinstance(converted, PlainGraph)
-    target = "" if plain else converted.annotation.backend
-    write_fast_poolings(model, in_onnxruntime=target == "onnxruntime")
-    if target in TARGETS:
-        hold_float_layers(model)
-    if exporter.writer.version_change:
-        _LOG.info(exporter.writer.version_change)
-    write_weight_types(converted, model, weights, unsigned)
-    check(model)
-    return contents_of(model, path, external)
-
-
-def contents_of(model: Any, path: Path, external: bool | None = None) -> dict[Path, Content]:
-    """Returns a model as the contents of its files.
-
-    Args:
-        model: the model, which must not be changed until the files are written.
-        path: its path; the file of its tensors has that name with ``.data`` behind it.
-        external: whether its large tensors are in a file of their own; None: if one file cannot hold them.
-
-    Raises:
-        ExportError: when the model is too large for one file, and ``external`` is False.
-    """
-    size, beside = external_data.tensor_bytes(model), path.with_name(f"{path.name}.data")
-    too_large = external is None and size >= external_data.LIMIT
-    if external is False and size >= external_data.FILE_LIMIT:
-        raise ExportError(
-            f"{path.name} would have {size / 1e9:.1f} GB of tensors, more than one ONNX file holds: leave "
-            "out external=false."
-        )
-    if external or too_large:
-        light, pieces = external_data.split_off(model, beside.name)
-        if light is not model:
-            if external is None:
-                _LOG.warning(
-                    f"{path.name} has {size / 1e9:.1f} GB of tensors, more than one ONNX file holds: "
-                    f"they are in {beside.name}, which stays beside it. A copy of {path.name} reads the "
-                    f"{beside.name} beside the copy: copy both into a folder of their own, since another "
-                    f"export to {path.name} changes what a copy here computes."
-                )
-            return {beside: pieces, path: bytes(light.SerializeToString())}
-    return {path: bytes(model.SerializeToString())}
-
-
-FORMAT = Format(
-    "onnx",
-    files,
-    suffixes=(".onnx",),
-    options=(
-        *("packed", "external", "allow_float", "opset", "input_names", "output_names", "preprocess", "nms"),
-        "weights",
-    ),
-    float_options=("external", "opset", "input_names", "output_names", "nms"),
-    has_composites=True,
-)
-
-
-def check(model: Any) -> None:
-    """Refuses a model that is not valid ONNX.
-
-    Raises:
-        ExportError: with the first line of the checker's message.
-    """
-    import onnx
-
-    skeleton, full = external_data.skeleton(model), True
-    for value in skeleton.graph.output:
-        if not value.type.tensor_type.HasField("shape"):  # values decide the number of axes
-            value.type.tensor_type.shape.SetInParent()
-            full = False
-    try:
-        onnx.checker.check_model(skeleton, full_check=full)
-    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-        line = str(error).strip().splitlines()[0]
-        raise ExportError(
-            f"the graph makes no valid ONNX model: {line}. End the graph before the op that it names."
-        ) from error
 
 
 def _rank_of_opaque(node: TensorNode) -> int | None:
@@ -295,6 +142,7 @@ class OnnxExporter:
         source = SourceVersions() if origin is None else SourceVersions(origin.opset, origin.ir_version)
         whole_norms = (options.opset or source.writable or HIGHEST) if plain else 0
         self.writer = OnnxWriter(options.packed, naming, options.opset, whole_norms, source)
+        self.sites = SiteWriter(converted, self.writer, options.floats, options.contrib)
 
     def run(self) -> Any:
         """Returns the model."""
@@ -469,7 +317,7 @@ class OnnxExporter:
         """Writes an op or a rounding."""
         if isinstance(step, QuantizedSite):
             with located(site_expr(step.source, step.value)):
-                self._emit_site(step)
+                self.sites.write(step)
         elif not self._emit_rescaled(step):
             self._emit_op(step)
 
@@ -531,74 +379,3 @@ class OnnxExporter:
         """Writes the integers of a node that carries them; with equal parameters nothing is rounded again."""
         w = self.writer
         w.names[node] = w.quantize_dequantize(w.name(node), node.name, f"{node.name}_dq", qparams)
-
-    def _emit_site(self, site: QuantizedSite) -> None:
-        value = self.writer.value(site.source)
-        try:
-            if site.sort == "bias":
-                self._emit_bias(site, value)
-            elif site.sort == "weight" and value is not None:
-                self._emit_weight(site, value)
-            elif value is not None:
-                axis = site.qparams.scheme.axis or 0
-                integers = site.integers(value)
-                integers = integers.reshape(-1) if self._is_bias(site) else integers
-                parts = (site.name, integers, site.qparams, axis, site.value.name)
-                self.writer.names[site.value] = self.writer.dequantize(*parts)
-            else:
-                self._emit_computed(site)
-        except ExportError as error:
-            raise ExportError(f"site {site.name}: {error}.") from error
-
-    def _is_bias(self, site: QuantizedSite) -> bool:
-        """Whether layers read the value as their bias, which ONNX has as a vector."""
-        calls = (self.graph.call(user) for user in site.consumers)
-        return any(call is not None and call.bias is site.value for call in calls)
-
-    def _emit_computed(self, site: QuantizedSite) -> None:
-        w, axes = self.writer, site.decision.channel_axes
-        name = w.name(site.source)
-        if axes == (0, 1):  # a grouped convolution's weight: ONNX knows one axis of channels
-            name = w.node("Reshape", [name, w.ints([-1, *site.source.shape[2:]])], w.fresh(site.source.name))
-            w.laid_out.add(site.value)
-            axes = (0,)
-        axis = axes[0] if axes else 0
-        rounded = w.quantize_dequantize(name, site.name, site.value.name, site.qparams, axis)
-        w.names[site.value] = rounded
-        if not axes:
-            w.rounded_to[site.source] = w.integers[rounded]
-
-    def _emit_weight(self, site: QuantizedSite, value: np.ndarray) -> None:
-        from qtrace.export.onnx.stored_weights import store_weight
-
-        store_weight(self.writer, site, value, self._layer(site), self._weight_forms.get(site.name, ""))
-
-    @cached_property
-    def _weight_forms(self) -> dict[str, str]:
-        from qtrace.export.onnx.stored_weights import find_forms
-
-        return find_forms(self.graph.annotation, self.options.contrib)
-
-    def _layer(self, site: QuantizedSite) -> OpCall:
-        for user in site.consumers:
-            call = self.graph.call(user)
-            if call is not None:
-                return call
-        raise ExportError(f"{site.value.name} is a weight that no layer reads: set quantize: false for it")
-
-    def _emit_bias(self, site: QuantizedSite, value: np.ndarray | None) -> None:
-        w, out = self.writer, site.value
-        if value is None:
-            if not only_floats_read(out, self.options.floats):
-                raise ExportError(
-                    "its bias is computed, which int32 storage cannot express: set quantize: false for its "
-                    "layer, or name the kind of the layer in allow_float, and the bias stays as computed"
-                )
-            w.names[out] = w.name(site.source)
-            return
-        scale = site.bias_scale
-        stored = w.constant(f"{site.name}_int", site.integers(value))
-        factor = w.constant(f"{site.name}_scale", scale)
-        zero = w.constant(f"{site.name}_zero_point", np.zeros(scale.shape, np.int32))
-        extra = {"axis": 0} if scale.ndim else {}
-        w.names[out] = w.node("DequantizeLinear", [stored, factor, zero], out.name, **extra)

@@ -1,0 +1,171 @@
+"""The format ``onnx``: its options, and what is done to a written model before it is the content of files."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from qtrace.errors import ExportError
+from qtrace.export.converted.allow_float import float_kinds
+from qtrace.export.converted.graph import ConvertedGraph
+from qtrace.export.converted.plain_graph import PlainGraph
+from qtrace.export.detections import Suppression
+from qtrace.export.format import Content, Format
+from qtrace.export.onnx.exporter import OnnxOptions, write_model
+from qtrace.export.onnx.weight_types import kinds_in_float, stores_unsigned, write_weight_types
+from qtrace.onnxfile import external_data
+
+__all__ = ["FORMAT", "check", "contents_of", "files_with"]
+
+_LOG = logging.getLogger("qtrace")
+
+
+def files(
+    converted: ConvertedGraph,
+    path: Path,
+    packed: bool = False,
+    external: bool | None = None,
+    allow_float: Iterable[str] = (),
+    opset: int | None = None,
+    input_names: Iterable[str] | None = None,
+    output_names: Iterable[str] | None = None,
+    preprocess: bool = False,
+    nms: Any = None,
+    weights: str = "auto",
+) -> dict[Path, Content]:
+    """Returns a module as an ONNX file and, if it is large, a file with its tensors.
+
+    Args:
+        converted: the graph of a converted module, or of a plain one, which is written in float.
+        path: the path of the model; the file of its tensors has that name with ``.data`` behind it.
+        packed: whether weights of 4 bits and less are stored two in a byte, which needs opset 21. Otherwise
+            they are int8 values of a small range, for which runtimes have integer kernels.
+        external: whether tensors are in a file of their own; None: if the model exceeds 2 GB, the most that
+            one file holds.
+        allow_float: kinds of layers, such as ``conv2d``, whose weights and biases are stored as floats (those
+            that the graph rounded to), so that runtimes compute the layer in float.
+        opset: the opset of the file, from 13 to 21; None for that of the file that the graph was imported
+            from, or the lowest that its ops and types need. In a float file, LayerNorm is one node from
+            opset 17 on, and GroupNorm from 21 on.
+        input_names: names for all inputs of the file, in order; None for those of the traced arguments.
+        output_names: names for all outputs of the file, in order; None for those of the nodes.
+        preprocess: whether the file takes uint8 pixels (N, H, W, C) and normalizes them itself, as the recipe
+            says; images are resized before.
+        nms: how the file of a detector chooses boxes, as a mapping of `Suppression`; None for a file with the
+            outputs of the graph alone. The boxes are further outputs.
+        weights: the type of the integers of weights: ``int8``; ``uint8`` with zero point 128, the same
+            numbers, for which onnxruntime has exact kernels on every processor; or ``auto``: for backends
+            onnxruntime and openvino ``uint8`` for weights of more than 7 bits if products of uint8 and int8
+            saturate on this processor (x86 without VNNI), and for those of `weights_behind_joined_rows`; else
+            ``int8``. With ``uint8``, openvino gets the weights of transposed convolutions as floats.
+
+    Raises:
+        ExportError: when a node has no ONNX form or rounds in another way than ONNX, naming it, an option has
+            no such value, or onnx is not installed.
+    """
+    for name, value in (("packed", packed), ("external", external), ("preprocess", preprocess)):
+        if not (isinstance(value, bool) or (name == "external" and value is None)):
+            raise ExportError(f"{name}={value!r} is no choice of the ONNX export: choose true or false.")
+    if opset is not None and (type(opset) is not int or not 13 <= opset <= 21):
+        raise ExportError(f"opset={opset!r} is no choice of the ONNX export: choose one from 13 to 21.")
+    suppression = None if nms is None else Suppression.of(nms)
+    ends = (input_names, output_names)
+    options = OnnxOptions(packed, float_kinds(allow_float), opset, ends, preprocess, suppression)
+    return files_with(options, converted, path, weights, external)
+
+
+def files_with(
+    options: OnnxOptions,
+    converted: ConvertedGraph,
+    path: Path,
+    weights: str = "auto",
+    external: bool | None = None,
+) -> dict[Path, Content]:
+    """Returns what `files` does, which has the other arguments, by options that users do not all have."""
+    unsigned = stores_unsigned(converted, weights)
+    if unsigned:
+        options = replace(options, floats=options.floats | kinds_in_float(converted))
+    exporter, model = write_model(converted, options)
+    from qtrace.export.onnx.float_layers import TARGETS, hold_float_layers
+    from qtrace.export.onnx.pools import write_fast_poolings
+
+    plain = isinstance(converted, PlainGraph)
+    target = "" if plain else converted.annotation.backend
+    write_fast_poolings(model, in_onnxruntime=target == "onnxruntime")
+    if target in TARGETS:
+        hold_float_layers(model)
+    if exporter.writer.version_change:
+        _LOG.info(exporter.writer.version_change)
+    write_weight_types(converted, model, weights, unsigned)
+    check(model)
+    return contents_of(model, path, external)
+
+
+def contents_of(model: Any, path: Path, external: bool | None = None) -> dict[Path, Content]:
+    """Returns a model as the contents of its files.
+
+    Args:
+        model: the model, which must not be changed until the files are written.
+        path: its path; the file of its tensors has that name with ``.data`` behind it.
+        external: whether its large tensors are in a file of their own; None: if one file cannot hold them.
+
+    Raises:
+        ExportError: when the model is too large for one file, and ``external`` is False.
+    """
+    size, beside = external_data.tensor_bytes(model), path.with_name(f"{path.name}.data")
+    too_large = external is None and size >= external_data.LIMIT
+    if external is False and size >= external_data.FILE_LIMIT:
+        raise ExportError(
+            f"{path.name} would have {size / 1e9:.1f} GB of tensors, more than one ONNX file holds: leave "
+            "out external=false."
+        )
+    if external or too_large:
+        light, pieces = external_data.split_off(model, beside.name)
+        if light is not model:
+            if external is None:
+                _LOG.warning(
+                    f"{path.name} has {size / 1e9:.1f} GB of tensors, more than one ONNX file holds: "
+                    f"they are in {beside.name}, which stays beside it. A copy of {path.name} reads the "
+                    f"{beside.name} beside the copy: copy both into a folder of their own, since another "
+                    f"export to {path.name} changes what a copy here computes."
+                )
+            return {beside: pieces, path: bytes(light.SerializeToString())}
+    return {path: bytes(model.SerializeToString())}
+
+
+FORMAT = Format(
+    "onnx",
+    files,
+    suffixes=(".onnx",),
+    options=(
+        *("packed", "external", "allow_float", "opset", "input_names", "output_names", "preprocess", "nms"),
+        "weights",
+    ),
+    float_options=("external", "opset", "input_names", "output_names", "nms"),
+    has_composites=True,
+)
+
+
+def check(model: Any) -> None:
+    """Refuses a model that is not valid ONNX.
+
+    Raises:
+        ExportError: with the first line of the checker's message.
+    """
+    import onnx
+
+    skeleton, full = external_data.skeleton(model), True
+    for value in skeleton.graph.output:
+        if not value.type.tensor_type.HasField("shape"):  # values decide the number of axes
+            value.type.tensor_type.shape.SetInParent()
+            full = False
+    try:
+        onnx.checker.check_model(skeleton, full_check=full)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        line = str(error).strip().splitlines()[0]
+        raise ExportError(
+            f"the graph makes no valid ONNX model: {line}. End the graph before the op that it names."
+        ) from error

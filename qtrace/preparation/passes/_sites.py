@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from qtrace.graph.types import Constant, Expr, GetAttr, Node, TensorNode
 from qtrace.graph.walk import module_path
 from qtrace.ops import Role
-from qtrace.preparation.annotation import Plan, Site, free_name
+from qtrace.preparation.annotation import DynamicInput, Plan, Site, free_name
 from qtrace.preparation.passes._chains import Chain, Chains, find_summands, output_choice, output_plan
 from qtrace.preparation.passes._view import View, distinct
 from qtrace.preparation.passes._wants import Wants
 
-__all__ = ["Placement", "place_sites", "tie_sites"]
+__all__ = ["Placement", "place_dynamic", "place_sites", "tie_sites"]
 
 
 @dataclass(frozen=True)
@@ -204,3 +204,24 @@ def _shared(view: View, chains: Chains, placement: Placement) -> Iterator[tuple[
         for first_input, node in zip(view.calls[first.head].inputs, call.inputs, strict=False):
             yield placement.group_read(first.head, first_input), placement.group_read(expr, node)
         yield placement.groups.get(first.output, ""), placement.groups.get(chain.output, "")
+
+
+def place_dynamic(view: View, placement: Placement, weights: Mapping[Expr, Site]) -> tuple[DynamicInput, ...]:
+    """Places one rounding before all layers with method ``dynamic`` that read the same value.
+
+    Args:
+        view: the graph under its config.
+        placement: the activation sites.
+        weights: layer -> the site of its weight.
+    """
+    readers: dict[TensorNode, list[str]] = {}
+    for expr in weights:
+        if view.method(expr) == "dynamic":
+            readers.setdefault(view.calls[expr].inputs[0], []).append(expr.outputs[0].name)
+    used_names = {*placement.sites, *(site.name for site in weights.values())}
+    dynamic = []
+    for node, names in readers.items():
+        name = free_name(f"{node.name}_dynamic", used_names, view.node_names)
+        used_names.add(name)
+        dynamic.append(DynamicInput(name, node.name, tuple(names)))
+    return tuple(dynamic)

@@ -12,10 +12,9 @@ from qtrace.config import QConfig
 from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.preparation.annotation import Annotation
 from qtrace.preparation.passes._chains import find_chains
-from qtrace.preparation.passes._dynamic import place_dynamic
 from qtrace.preparation.passes._notes import write_notes
 from qtrace.preparation.passes._parameters import find_folds, place_biases, place_weights
-from qtrace.preparation.passes._sites import place_sites, tie_sites
+from qtrace.preparation.passes._sites import place_dynamic, place_sites, tie_sites
 from qtrace.preparation.passes._view import Unlike, read_view
 from qtrace.preparation.passes._wants import propagate_wants
 from qtrace.preparation.passes.place import Placing

@@ -18,10 +18,10 @@ from qtrace.preparation.placement.frontier import (
     choose_fastest,
     find_frontier,
     find_smaller,
+    quieten,
 )
 from qtrace.preparation.placement.noise import OutputNoise, PlannedSchemes, measure_noise
 from qtrace.preparation.placement.problem import Problem, evaluate, find_rounded
-from qtrace.preparation.placement.quieter import quieten
 from qtrace.preparation.placement.reference import MeasuredRun
 from qtrace.preparation.placement.trials import LabellingTrial, Trials, round_weights
 from qtrace.scheme import QScheme

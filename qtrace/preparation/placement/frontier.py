@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from qtrace.preparation.placement.labelling import Cuts, minimize
 from qtrace.preparation.placement.problem import Energy, Neighbourhoods, Problem, evaluate
 
-__all__ = ["Point", "choose_balanced", "choose_fastest", "find_frontier", "find_smaller", "price"]
+__all__ = ["Point", "choose_balanced", "choose_fastest", "find_frontier", "find_smaller", "price", "quieten"]
 
 
 # Weights of the noise, in units of the float time: from "time alone" to "noise alone".
@@ -26,6 +26,8 @@ _WORTHS = tuple(4.0**exponent for exponent in range(-3, 5))
 _WORTH_OF_NOISE = (0.0, *(10.0**exponent for exponent in range(-3, 3)))
 # Steps of `_refine`: many more than it takes, as each must improve.
 _MAX_STEPS = 1000
+# The least time that a single change of `quieten` counts as.
+_LEAST_SECONDS = 1e-9
 
 
 @dataclass(frozen=True)
@@ -156,3 +158,35 @@ def price(seconds: float, noise: float) -> float:
     """
     decibels = 10 * math.log10(max(noise, 0.0) + _NEGLIGIBLE_NOISE)
     return math.log(max(seconds, 1e-12)) + _PRICE_OF_A_DB * decibels
+
+
+def quieten(problem: Problem, point: Point, noise: float) -> Point | None:
+    """Returns a labelling with at most ``noise`` that is still faster than float; None if there is none.
+
+    Single changes make it quieter: each costs the least time for the noise that it removes.
+
+    Args:
+        problem: the units and tensors, with noise.
+        point: the labelling to begin with.
+        noise: the noise power to reach.
+    """
+    neighbourhoods = Neighbourhoods(problem)
+    in_float = evaluate(problem, {unit.name: bool(unit.fixed) for unit in problem.units})
+    labels = dict(point.labels)
+    energy = evaluate(problem, labels)
+    free = [unit.name for unit in problem.units if unit.fixed is None and labels[unit.name]]
+    while energy.noise > noise and free:
+        changes = {name: neighbourhoods.flip(labels, name) for name in free}
+        prices = {
+            name: max(change.seconds, _LEAST_SECONDS) / -change.noise
+            for name, change in changes.items()
+            if change.noise < 0
+        }
+        if not prices:
+            return None
+        name = min(prices, key=prices.__getitem__)
+        labels[name] = False
+        free.remove(name)
+        energy = evaluate(problem, labels)
+    fits = energy.noise <= noise and energy.seconds < in_float.seconds and any(labels.values())
+    return Point(labels, energy) if fits else None

@@ -77,22 +77,25 @@ class NextCommand:
             name = f"{stem}-int8{suffix_of(backend)}"
             return shlex.join(["qtrace", "export", f"{out}/quantized.mge", "-o", name])
         if diagnosis.verdict.doubted and not diagnosis.bad_data:
-            return self._calibrate_on_other_data("too-few-samples")
+            return self._calibrate_on_other_data("too-few-samples", diagnosis.verdict.seen)
         if diagnosis.bad_data:
-            return self._calibrate_on_other_data(diagnosis.causes[0].name)
+            return self._calibrate_on_other_data(diagnosis.causes[0].name, diagnosis.verdict.seen)
         if diagnosis.recipe():
             return self._calibrate(given["data"], f"{out}/{CURE}", given["max_batches"])
         words = ["qtrace", "sensitivity", given["model"], "--data", given["data"]]
         return shlex.join([*words, "--recipe", given["recipe"], *chosen_words()])
 
-    def _calibrate_on_other_data(self, cause: str) -> str:
+    def _calibrate_on_other_data(self, cause: str, seen: bool) -> str:
+        """Returns the command for the data of the verdict, or for more if calibration has read these."""
         given = self.options
         limit = -(-_ENOUGH_SAMPLES // given["batch_size"])
         if cause == "too-few-samples" and self.more_data:
             return self._calibrate(
                 given["data"], given["recipe"], max(limit, 2 * (given["max_batches"] or 0))
             )
-        return self._calibrate(self.judged["evaluation"] or "MORE_DATA", given["recipe"], limit)
+        return self._calibrate(
+            (not seen and self.judged["evaluation"]) or "MORE_DATA", given["recipe"], limit
+        )
 
     def _calibrate(self, data: str, recipe: str, max_batches: int | None) -> str:
         given = self.options
@@ -122,7 +125,7 @@ def judge_comparison(model: Any, network: Any, source: DataSource, console: Cons
     """
     from qtrace.inspection.twin import float_twin
     from qtrace.preparation.model import QuantizedModel
-    from qtrace.quantizing.judging import select_samples
+    from qtrace.quantizing.evaluation import select_samples
     from qtrace.sensitivity.diagnosis import diagnose
 
     try:

@@ -103,6 +103,7 @@ class ArraySource(SizedSource):
         preprocess: Preprocess | None,
     ) -> None:
         super().__init__(str(path), max_batches)
+        self.cut = True
         self._batch_size = batch_size
         self._preprocess = preprocess
         self._path, self._zipped = path, path.suffix.lower() == ".npz"

@@ -29,6 +29,8 @@ class DataSource(abc.ABC):
         given: the number of batches of the current or last iteration so far.
         pixels: whether its values are pixels that ``preprocess`` converts.
         skipped: unreadable images that ``skip_bad`` left out so far, or label arrays of an ``.npz``.
+        cut: whether its batches are cut from arrays whose first axis counts the samples.
+        listeners: functions that are called with number and batch, for each batch that is given.
     """
 
     def __init__(self, source: str, max_batches: int | None) -> None:
@@ -36,7 +38,9 @@ class DataSource(abc.ABC):
         self.max_batches = max_batches
         self.given = 0
         self.pixels = False
+        self.cut = False
         self.skipped: list[str] = []
+        self.listeners: list[Callable[[int, Batch], None]] = []
 
     def __iter__(self) -> Iterator[Batch]:
         for _, batch in self.numbered():
@@ -61,6 +65,8 @@ class DataSource(abc.ABC):
                 return
             if selects(number):
                 self.given += 1
+                for listener in self.listeners:
+                    listener(number, batch)
                 yield number, batch
             else:
                 passed(number, batch)

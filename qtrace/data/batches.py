@@ -93,20 +93,22 @@ def check_batches(batches: Any, name: str = "batches", reader: str = "") -> None
         )
 
 
-def refuse_nan(arguments: _Arguments, index: int) -> None:
+def refuse_nan(arguments: _Arguments, index: int, source: str = "") -> None:
     """Refuses a batch with NaN, which each runtime maps to another integer, unlike infinity.
 
     Args:
         arguments: the result of `as_arguments`.
         index: the number of the batch.
+        source: the name of the data, where there are others; "" for none.
 
     Raises:
         CalibrationError: when a value is NaN.
     """
     if place := find_values(arguments, np.isnan):
         raise CalibrationError(
-            f"batch {index} holds NaN, which has no integer, first in {place}: repair the data; where NaN "
-            "marks what is missing, give a number instead, or leave the sample out."
+            f"{source}{', ' if source else ''}batch {index} holds NaN, which has no integer, first in "
+            f"{place}: repair the data; where NaN marks what is missing, give a number "
+            "instead, or leave the sample out."
         )
 
 

@@ -35,10 +35,12 @@ def open_values(
     Raises:
         DataError: when ``data`` is none of these, or an iterator, which cannot begin anew.
     """
-    if hasattr(data, "shape") and hasattr(data, "dtype"):
-        return open_batches("the array", _cut({"": data}, batch_size, named=False), max_batches, preprocess)
-    if isinstance(data, Mapping):
-        return open_batches("the arrays", _cut(data, batch_size, named=True), max_batches, preprocess)
+    single = hasattr(data, "shape") and hasattr(data, "dtype")
+    if single or isinstance(data, Mapping):
+        batches = _cut({"": data} if single else data, batch_size, named=not single)
+        source = open_batches(f"the array{'' if single else 's'}", batches, max_batches, preprocess)
+        source.cut = True
+        return source
     if problem := what_is_no_iterable(data):
         raise DataError(f"data is {problem}.")
     return open_batches("the data", data, max_batches, preprocess)
@@ -93,6 +95,7 @@ class _Unlabelled(DataSource):
     def __init__(self, source: DataSource, labels: frozenset[int | str]) -> None:
         super().__init__(source.source, source.max_batches)
         self._whole, self._labels, self.pixels = source, labels, source.pixels
+        self.cut = source.cut
 
     def identity(self) -> str:
         """Returns the identity of the whole data."""

@@ -11,11 +11,11 @@ import numpy as np
 
 from qtrace.onnxfile.local_session import SessionSettings
 from qtrace.onnxfile.reading import read_model
-from qtrace.onnxfile.saturation import products_saturate
+from qtrace.onnxfile.saturation import products_are_wrong, products_saturate
 from qtrace.onnxfile.sessions import open_session
 from qtrace.runtimes.host import RuntimeHost
 
-__all__ = ["Kernels", "find_kernels"]
+__all__ = ["Kernels", "find_kernels", "has_large_signed_weights"]
 
 _INT8 = 3  # TensorProto.DataType.INT8
 # The ops that compute. Ops that only move values run on any type.
@@ -36,12 +36,14 @@ class Kernels:
         integer: names of the results that integer kernels compute.
         floats: result, op and reason for those that run in float between rounded tensors.
         saturates: whether products of the file's types saturate on the processor that it runs on.
+        wrong: whether its integer products are wrong there for some shapes, a known fault with AMX.
         side: versions and machine of a runtime on another host; empty for one in this interpreter.
     """
 
     integer: tuple[str, ...]
     floats: tuple[tuple[str, str, str], ...]
     saturates: bool = False
+    wrong: bool = False
     side: Mapping[str, Any] = field(default_factory=dict)
 
     def describe(self) -> list[str]:
@@ -88,11 +90,12 @@ def find_kernels(path: Path, host: RuntimeHost | None = None) -> Kernels:
             names.append(node.output[0])
         else:
             floats.append((node.output[0], node.op_type, _explain_float(node, producers, readers)))
-    saturates = _has_large_signed_weights(model.model) and products_saturate(host)
-    return Kernels(tuple(names), tuple(floats), saturates, side)
+    saturates = has_large_signed_weights(model.model) and products_saturate(host)
+    wrong = bool(names) and products_are_wrong(host)
+    return Kernels(tuple(names), tuple(floats), saturates, wrong, side)
 
 
-def _has_large_signed_weights(model: Any) -> bool:
+def has_large_signed_weights(model: Any) -> bool:
     """Returns whether a stored tensor of int8 is read as the integers of a weight, and passes 7 bits."""
     signed = {tensor.name for tensor in model.graph.initializer if tensor.dims and _passes_7_bits(tensor)}
     kinds: tuple[str, ...] = ("QLinear", "MatMulInteger", "ConvInteger")

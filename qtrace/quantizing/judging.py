@@ -1,23 +1,21 @@
-"""The verdict on a calibrated graph: the samples that it is measured on, and what it finds."""
+"""The verdict on a calibrated graph, and what the user asks of it."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from qtrace.data.base import Batch, DataSource, batch_length
-from qtrace.data.batches import as_arguments
-from qtrace.errors import CalibrationError, QtraceError
+from qtrace.data.base import DataSource
+from qtrace.data.fingerprints import SampleRecord
+from qtrace.errors import QtraceError
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.twin import float_twin, late_algorithms
 from qtrace.preparation.model import QuantizedModel
-from qtrace.preparation.samples import cut_call
+from qtrace.quantizing.evaluation import EvaluationData, count_samples, first_batches
 from qtrace.quantizing.folder import CURE, VERDICT
 from qtrace.quantizing.reporting import Reporter
 from qtrace.sensitivity.diagnosis import Calibrated, Diagnosis, diagnose, measure_inputs
@@ -25,53 +23,13 @@ from qtrace.sensitivity.diagnosis.verdict import Verdict
 
 __all__ = [
     "Acceptance",
-    "EvaluationData",
     "Judgement",
-    "check_values",
-    "choose_evaluation",
     "conclude",
     "copy_float",
-    "estimate_samples",
-    "select_samples",
-    "shorten",
 ]
 
-_BATCHES = 2
-_SAMPLES = 8  # of a batch
-_MOST_BATCHES = 8
-_LEAST_BATCHES = 4  # from which one is held back
-_MANY_BATCHES = 16  # from which two are held back
-_INPUT_SAMPLES = 32
-_LEAST_VALUES = 16  # of all inputs, which should differ
 
-
-@dataclass(frozen=True)
-class EvaluationData:
-    """The samples of a verdict.
-
-    Attributes:
-        source: the data.
-        first: the number of the first batch that is used.
-        measured_on: what these samples are, in words.
-        max_batches: the most batches to calibrate on, less those that are held back.
-        more_data: whether the data of calibration has more batches than the user lets through.
-        other_data: whether these are other data than those of calibration.
-        seen: whether these are samples of the calibration.
-    """
-
-    source: DataSource
-    first: int
-    measured_on: str
-    max_batches: int | None
-    more_data: bool = False
-    other_data: bool = False
-    seen: bool = False
-
-    def read(self, model: TracedModule) -> list[Batch]:
-        """Reads the samples for ``model``."""
-        return select_samples(
-            (batch for _, batch in self.source.numbered(lambda number: number >= self.first)), model
-        )
+_SEEN_SHARE = 0.5  # of the samples of a verdict, above which it is one on samples of the calibration
 
 
 @dataclass(frozen=True)
@@ -139,66 +97,6 @@ def _finite_value(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def choose_evaluation(
-    source: DataSource,
-    reopen: Callable[[], DataSource],
-    evaluation: DataSource | None,
-    spell: Callable[[str], str],
-) -> EvaluationData:
-    """Chooses the batches of the verdict; holds some of the calibration data back if there are enough.
-
-    Args:
-        source: the calibration data.
-        reopen: opens the same data without a limit on the number of batches.
-        evaluation: other data to judge on; None for none.
-        spell: writes the names of options, see `qtrace.storage.outputs.flag`.
-    """
-    count = len(source) if hasattr(source, "__len__") else None
-    whole = source if count is None else reopen()
-    limit, more = source.max_batches, count is not None and len(whole) > count  # type: ignore[arg-type]
-    if evaluation is not None:
-        words = f"samples of {spell('evaluation')}"
-        return EvaluationData(evaluation, 0, words, limit, more, other_data=True)
-    if more:
-        return EvaluationData(whole, count or 0, f"samples behind {spell('max_batches')}", limit, more)
-    if count is not None and count >= _LEAST_BATCHES:
-        first = count - (2 if count >= _MANY_BATCHES else 1)
-        return EvaluationData(whole, first, "samples that were held back", first)
-    words = f"samples of the calibration data; {spell('evaluation')} gives others"
-    return EvaluationData(whole, 0, words, limit, seen=True)
-
-
-def check_values(source: DataSource, spell: Callable[[str], str]) -> None:
-    """Refuses data in which each input is one number everywhere: no range of a network follows from them.
-
-    Reads the data up to the first value that differs. Outputs of a graph that was calibrated on zeros are
-    exact for zeros, so that no verdict would show it.
-
-    Args:
-        source: the data, without labels.
-        spell: writes the names of options, see `qtrace.storage.outputs.argument`.
-
-    Raises:
-        CalibrationError: when no value differs.
-    """
-    numbers: dict[int | str, float] = {}
-    count = 0
-    for batch in source:
-        for key, array in batch.items() if isinstance(batch, dict) else enumerate(batch):
-            first = array.flat[0]
-            if numbers.setdefault(key, first) != first or not np.all(array == first):
-                return
-            count += array.size
-    if count < _LEAST_VALUES:
-        return
-    single = len(numbers) == 1
-    shown = (f"{'the input' if single else f'input {key}'} is {n:g}" for key, n in numbers.items())
-    raise CalibrationError(
-        f"nothing was written, as {', '.join(shown)} everywhere in {source.source}: look at what reads the "
-        f"data, or write the file all the same with {spell('allow_broken')}."
-    )
-
-
 def copy_float(prepared: TracedModule) -> TracedModule | None:
     """Copies the float graph if an algorithm of the recipe is going to change its weights; else None."""
     view = QuantizedModel(prepared)
@@ -214,6 +112,7 @@ def conclude(
     twin: TracedModule | None,
     samples: int | None,
     calibration: DataSource,
+    record: SampleRecord | None = None,
     importing: str | None = None,
 ) -> Judgement:
     """Judges a calibrated graph.
@@ -226,23 +125,28 @@ def conclude(
         twin: the float graph as it was before algorithms of the recipe changed weights, from `copy_float`.
         samples: the number of samples of the calibration; None if it is not known.
         calibration: the data of the calibration.
+        record: the samples that the calibration has read; None if they are not known.
         importing: the recipe, as the cure names it; None for a cure that imports none.
 
     Raises:
         QtraceError: when the graph cannot be judged, and there is a limit.
     """
     try:
-        if evaluation.seen:
-            samples = _count_samples(calibration)
+        seen = evaluation.seen
+        if seen:
+            samples = count_samples(calibration)
         batches = evaluation.read(prepared)
-        inputs = measure_inputs(_first_batches(calibration)) if evaluation.other_data else ()
+        words = evaluation.measured_on
+        if not seen and record is not None and record.share(batches) > _SEEN_SHARE:
+            seen, words = True, f"{words} and are among those of the calibration"
+        inputs = measure_inputs(first_batches(calibration)) if evaluation.other_data else ()
         diagnosis = diagnose(
             prepared,
             batches,
             twin=twin,
-            calibrated=Calibrated(samples, inputs, evaluation.seen),
+            calibrated=Calibrated(samples, inputs, seen),
             metric=acceptance.metric,
-            measured_on=evaluation.measured_on,
+            measured_on=words,
             at_least=acceptance.at_least,
             progress=reporter.progress,
         )
@@ -252,52 +156,3 @@ def conclude(
         reporter.warn(f"there is no verdict: {error}")
         return Judgement()
     return Judgement(diagnosis, diagnosis.recipe(importing))
-
-
-def select_samples(batches: Iterable[Batch], model: TracedModule) -> list[Batch]:
-    """Returns the first samples of the data, at most `_SAMPLES` of a batch if ``model`` runs on so few."""
-    selected, samples = [], 0
-    for index, batch in enumerate(batches):
-        selected.append(shorten(batch, model, index))
-        samples += batch_length(selected[-1])
-        if samples >= _BATCHES * _SAMPLES or len(selected) == _MOST_BATCHES:
-            break
-    return selected
-
-
-def shorten(batch: Batch, model: TracedModule, index: int, samples: int = _SAMPLES) -> Batch:
-    """Cuts a batch to its first ``samples``; a model whose batch is fixed gets all of it."""
-    if cut_call(as_arguments(batch, model, index), samples, model) is None:
-        return batch
-    if isinstance(batch, dict):
-        return {key: value[:samples] for key, value in batch.items()}
-    return tuple(value[:samples] for value in batch)
-
-
-def _count_samples(source: DataSource) -> int | None:
-    """Returns the number of samples of the last iteration over a source; None if there was none.
-
-    All batches of a loader without a length count like its first one.
-    """
-    given = source.given  # before it is read again
-    if hasattr(source, "__len__"):
-        return sum(map(batch_length, source))
-    first = next(iter(source), None)
-    return given * batch_length(first) if given and first is not None else None
-
-
-def estimate_samples(source: DataSource) -> int | None:
-    """Returns the number of samples of data, if all batches are like the first; None without a length."""
-    batches = len(source) if hasattr(source, "__len__") else None
-    return None if batches is None else batches * batch_length(next(iter(source), ()))
-
-
-def _first_batches(source: DataSource) -> list[Batch]:
-    """Returns the first batches of the data, of about `_INPUT_SAMPLES` samples."""
-    batches, samples = [], 0
-    for batch in source:
-        batches.append(batch)
-        samples += batch_length(batch)
-        if samples >= _INPUT_SAMPLES:
-            break
-    return batches

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from qtrace.config import QConfig
 from qtrace.config.precision import is_precision
 from qtrace.data import Batch, DataSource
 from qtrace.data.base import batch_length
+from qtrace.data.fingerprints import SampleRecord
 from qtrace.data.values import without_labels
 from qtrace.display import Displayed
 from qtrace.errors import CalibrationError, ConfigError, ExportError
@@ -28,17 +29,15 @@ from qtrace.preparation.record import fake_quants
 from qtrace.process.thread import on_engine_thread
 from qtrace.quantizing.card import Card, make_card
 from qtrace.quantizing.delivering import Delivery, compare_with_own, fixed_timer, measure_file
-from qtrace.quantizing.judging import (
-    Acceptance,
+from qtrace.quantizing.evaluation import (
     EvaluationData,
-    Judgement,
     check_values,
     choose_evaluation,
-    conclude,
-    copy_float,
     estimate_samples,
+    hold_back_samples,
     shorten,
 )
+from qtrace.quantizing.judging import Acceptance, Judgement, conclude, copy_float
 from qtrace.quantizing.measuring import TimingPlan, prepare_measured
 from qtrace.quantizing.reporting import LogReporter, Reporter
 from qtrace.quantizing.sources import labels_of, own_file, read_network
@@ -156,6 +155,19 @@ class _Data:
     batch_size: int
     times: StageTimes
 
+    def with_samples_held_back(self, model: TracedModule) -> _Data:
+        """Holds samples back where no batch could be, and checks those of the verdict.
+
+        Raises:
+            CalibrationError: when a batch of the verdict does not fit the model, or holds NaN or infinity.
+        """
+        data = self
+        if self.evaluation.seen and (parts := hold_back_samples(self.calibration, model)) is not None:
+            data = replace(self, calibration=parts[0], evaluation=parts[1])
+        if not data.evaluation.seen:
+            data.evaluation.check(model, data.calibration)
+        return data
+
 
 @dataclass(frozen=True)
 class _Calibrated:
@@ -213,8 +225,8 @@ def quantize(
         at_least: the smallest value of ``metric``, or of the SQNR in dB without one.
         max_drop: how far ``metric`` may be below its value in float: layers are raised to float until it
             holds.
-        evaluation: other data to judge and verify on; None for batches that are held back if there are 4 or
-            more, else for the first ones.
+        evaluation: other data to judge and verify on; None for a batch that is held back if there are 4 or
+            more, or for a quarter of the samples of arrays, 8 at least, else for the first batches.
         batch_size: samples in a batch of arrays, files and images.
         max_batches: the most batches to calibrate on; None for all.
         skip_bad: whether to leave out unreadable images.
@@ -256,6 +268,7 @@ def quantize(
             check_values(opened.calibration, spell)
         with stages.measure("import"):
             traced = read_network(source, opened.calibration, shapes, allow)
+            opened = opened.with_samples_held_back(traced)
         acceptance = Acceptance(metric, at_least)
         taken = Times.open(None if times is None else Path(times))
         measurement = TimingPlan(taken) if measure else None
@@ -356,13 +369,20 @@ def _calibrate(
 def _judge(prepared: TracedModule, data: _Data, acceptance: Acceptance, reporter: Reporter) -> _Calibrated:
     """Calibrates and judges a prepared graph."""
     source = data.calibration
-    twin = copy_float(prepared)
+    twin, record = copy_float(prepared), SampleRecord(source)
     with data.times.measure("calibrate"):
         calibrate(prepared, source, progress=reporter.progress)
     samples = estimate_samples(source)
     with data.times.measure("judge"):
         judgement = conclude(
-            prepared, data.evaluation, acceptance, reporter, twin=twin, samples=samples, calibration=source
+            prepared,
+            data.evaluation,
+            acceptance,
+            reporter,
+            twin=twin,
+            samples=samples,
+            calibration=source,
+            record=record,
         )
     return _Calibrated(prepared, judgement)
 
@@ -429,8 +449,7 @@ def _check(judgement: Judgement, allow_broken: bool, spell: Callable[[str], str]
 def _verified_batches(data: _Data, prepared: TracedModule) -> list[Batch]:
     """Returns the batches of the verdict, then those of the calibration, up to the bounds of verification."""
     judged, calibrated = data.evaluation.read(prepared), data.calibration
-    same = data.evaluation.first == 0 and not data.evaluation.other_data
-    rest = calibrated.numbered(lambda number: not same or number >= len(judged))
+    rest = calibrated.numbered(lambda number: not data.evaluation.seen or number >= len(judged))
     share = len(calibrated) // _CALIBRATED_PER_VERIFIED if hasattr(calibrated, "__len__") else 0
     count = max(_LEAST_VERIFIED, len(judged), share)
     chosen, values = list[Batch](), 0

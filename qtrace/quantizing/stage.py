@@ -14,6 +14,7 @@ from qtrace.calibration.running import Result, RunSettings, collect_all
 from qtrace.config import Preprocess, QConfig
 from qtrace.config.recipe import config_or_default
 from qtrace.data import Batch, DataSource, open_data
+from qtrace.data.fingerprints import SampleRecord
 from qtrace.display import Displayed
 from qtrace.errors import CalibrationError, QtraceError
 from qtrace.graph.types import TracedModule
@@ -21,17 +22,15 @@ from qtrace.inspection.explanation import explain
 from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.model import QuantizedModel
 from qtrace.process.thread import on_engine_thread
+from qtrace.quantizing.evaluation import (
+    EvaluationData,
+    choose_evaluation,
+    estimate_samples,
+    hold_back_samples,
+)
 from qtrace.quantizing.figures import note_graph
 from qtrace.quantizing.folder import CURE, FILES, VERDICT, write_folder
-from qtrace.quantizing.judging import (
-    Acceptance,
-    EvaluationData,
-    Judgement,
-    choose_evaluation,
-    conclude,
-    copy_float,
-    estimate_samples,
-)
+from qtrace.quantizing.judging import Acceptance, Judgement, conclude, copy_float
 from qtrace.quantizing.measuring import TimingPlan, prepare_measured
 from qtrace.quantizing.reporting import LogReporter, Reporter
 from qtrace.quantizing.times import Times
@@ -131,7 +130,7 @@ def calibrate_to_folder(
         out: the folder to write.
         recipe: the config, as for ``qtrace.prepare``.
         reading: how ``data`` is read.
-        evaluation: data for the verdict; None for batches that are held back if there are 4 or more.
+        evaluation: data for the verdict; None for what is held back, as in ``qtrace.quantize``.
         acceptance: the user's metric, and the smallest value.
         settings: engine, workers and checkpoints.
         learning_engine: computes the steps of ``adaround`` and ``reconstruct``, as for ``qtrace.calibrate``.
@@ -163,6 +162,12 @@ def calibrate_to_folder(
     )
     with work as (folder, checkpoints):
         traced = model(source) if callable(model) and not isinstance(model, TracedModule) else model
+        elsewhere = settings.workers > 1 or settings.ray is not None
+        if chosen.seen and not elsewhere and (parts := hold_back_samples(source, traced)) is not None:
+            source, chosen = parts
+        if not chosen.seen:
+            chosen.check(traced, source)  # before the calibration, which takes time
+        record = SampleRecord(source)
         # A run that goes on takes the choice of the one that was interrupted.
         taken = Times.open(checkpoints / _TIMES if times is None else Path(times))
         measurement = TimingPlan(taken, in_float=False) if measure else None
@@ -189,6 +194,7 @@ def calibrate_to_folder(
             twin=twin,
             samples=samples,
             calibration=source,
+            record=record,
             importing=_importable(importing or recipe, folder_name),
         )
         judgement.write(folder, figures)

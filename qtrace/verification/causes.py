@@ -13,7 +13,13 @@ import numpy as np
 from qtrace.onnxfile.saturation import products_saturate
 from qtrace.scheme import QParams
 
-__all__ = ["SATURATION", "likely_causes", "optimized_kernel_cause"]
+__all__ = [
+    "SATURATION",
+    "SATURATION_ELSEWHERE",
+    "WRONG_PRODUCTS",
+    "likely_causes",
+    "optimized_kernel_cause",
+]
 
 SATURATION = (
     "products with int8 weights saturate in onnxruntime and OpenVINO on this processor, which has no VNNI: "
@@ -21,6 +27,21 @@ SATURATION = (
     "(the same numbers, exact and slower; for unsigned activations), or give weights 7 bits, which fit"
 )
 """Why an int8 file computes other integers with optimizations on a processor without VNNI, and what to do."""
+
+SATURATION_ELSEWHERE = (
+    "this file is for no runtime in particular (backend generic), and on x86 processors without VNNI its "
+    "products with int8 weights saturate in onnxruntime and OpenVINO, which this run does not show: prepare "
+    "for the runtime that it is for, export it with weights=uint8, or give weights 7 bits"
+)
+"""What may become of a file for an unknown processor that is right here."""
+
+WRONG_PRODUCTS = (
+    "onnxruntime's products of integers are wrong on this processor (AMX, onnxruntime issue 26324) from the "
+    "32nd row on where a layer has 17 to 31 outputs, or so many more than a multiple of 32; bisect names the "
+    "first: export with amx=true, run the file by onnxruntime 1.25 or later or on a CPU without AMX, or keep "
+    "such layers in float by a rule"
+)
+"""Why a right file computes other integers with optimizations on a processor with AMX, and what to do."""
 
 # The kinds of ops that onnxruntime computes as products of integer matrices.
 _MATRIX_PRODUCTS = ("conv1d", "conv2d", "conv3d", "linear", "matmul")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from qtrace.verification.causes import SATURATION
+from qtrace.verification.causes import SATURATION, SATURATION_ELSEWHERE, WRONG_PRODUCTS
 from qtrace.verification.selections import describe_rows
 from qtrace.verification.tallies import Tallies
 
@@ -13,7 +13,8 @@ __all__ = ["remarks"]
 
 def remarks(tallies: Tallies) -> list[str]:
     """Returns the remarks on what verify has counted, a sentence each."""
-    return [*_explain(tallies), *_order_remarks(tallies)]
+    elsewhere = [SATURATION_ELSEWHERE] if tallies.unknown_processor else []
+    return [*_explain(tallies), *_order_remarks(tallies), *elsewhere]
 
 
 def _explain(tallies: Tallies) -> list[str]:
@@ -38,6 +39,8 @@ def _explain(tallies: Tallies) -> list[str]:
         right = f"no op is wrong with the runtime's optimizations off: {within}"
         if tallies.kernels is not None and tallies.kernels.saturates:
             return [right, SATURATION]
+        if tallies.kernels is not None and tallies.kernels.wrong:
+            return [right, WRONG_PRODUCTS]
         return [right, "only the optimized form falls short of the limit: bisect compares that op by op, too"]
     if any(not math.isfinite(tallies.sqnr_db(mode)) for mode in weak):
         return [f"{within}: an output is not finite on one side, from end to end only"]

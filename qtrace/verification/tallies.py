@@ -112,6 +112,8 @@ class Tallies:
         outputs: mode -> column group of an output -> its noise; "op_by_op" starts at the runtime's own
             integers, so it shows whether both sides compute alike what follows the last site, in float.
         kernels: which ops the runtime computes on integers when it is deployed; None where that is unknown.
+        unknown_processor: whether the file is for no runtime in particular, and its products saturate on some
+            processors, whatever the one is that verify runs on.
         cross_check: the first node that differs by more than is allowed, op by op, and the second evaluation
             that says which side is wrong there; None where no node does.
         end_to_end_db: smallest ratio of the runtime's outputs to the graph's allowed end to end, in dB; None
@@ -142,6 +144,7 @@ class Tallies:
     sites: dict[str, dict[str, DifferenceTally]] = field(default_factory=lambda: {m: {} for m in MODES})
     outputs: dict[str, dict[str, ErrorSums]] = field(default_factory=dict)
     kernels: Kernels | None = None
+    unknown_processor: bool = False
     cross_check: tuple[str, CrossCheck] | None = None
     end_to_end_db: float | None = None
     float_source: str = ""

@@ -20,6 +20,8 @@ from qtrace.errors import CalibrationError
 from qtrace.export.converted.plain_graph import PlainGraph, is_plain
 from qtrace.graph.types import TracedModule
 from qtrace.metrics import ErrorSums
+from qtrace.onnxfile.kernels import has_large_signed_weights
+from qtrace.onnxfile.reading import read_model
 from qtrace.outputs.replay import SelectedShares, Share, differ
 from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.model import QuantizedModel
@@ -114,6 +116,8 @@ def verify(
         report.selected = selected
     if deployed is not None and not plain and chosen.kernels is not None:
         report.kernels = chosen.kernels(path)
+    if backend == "generic" and path.suffix == ".onnx":
+        report.unknown_processor = has_large_signed_weights(read_model(path))
     return_free_memory()  # of sessions that were opened
     empty = True
     batches = iter(batches)

@@ -12,7 +12,7 @@ from qtrace.data import batches
 from qtrace.graph.open_axes import OpenAxes, OpenAxis, write_open_axes
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.samples import first_calls
-from qtrace.quantizing.judging import shorten
+from qtrace.quantizing.evaluation import shorten
 from tests.nets import images, net
 
 DATA = images(8, 3, 8, 8)

@@ -17,7 +17,7 @@ from qtrace.errors import ExportError
 from qtrace.graph.types import TracedModule
 from qtrace.onnxfile.kernels import find_kernels
 from qtrace.onnxfile.local_session import onnxruntime_errors
-from qtrace.onnxfile.saturation import products_saturate
+from qtrace.onnxfile.saturation import products_are_wrong
 from qtrace.runtimes import worker
 from qtrace.verification import causes
 from qtrace.verification.runtimes import litert, onnxruntime, openvino
@@ -173,27 +173,7 @@ def test_a_bug_surfaces_in_the_cross_check(monkeypatch: pytest.MonkeyPatch) -> N
         crosscheck._run_onnxruntime(b"", {})
 
 
-def _computes_wrong_here() -> bool:
-    """Whether this onnxruntime has the fault of AMX on this CPU, by a product of integers without qtrace."""
-    from onnx import TensorProto, helper, numpy_helper
-
-    random = np.random.default_rng(0)
-    x = random.integers(0, 256, (64, 64)).astype(np.uint8)
-    w = random.integers(-127, 128, (64, 19)).astype(np.int8)
-    graph = helper.make_graph(
-        [helper.make_node("MatMulInteger", ["x", "w"], ["y"])],
-        "product",
-        [helper.make_tensor_value_info("x", TensorProto.UINT8, x.shape)],
-        [helper.make_tensor_value_info("y", TensorProto.INT32, (64, 19))],
-        [numpy_helper.from_array(w, "w")],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
-    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    (y,) = session.run(None, {"x": x})
-    return not products_saturate() and not np.array_equal(y, x.astype(np.int32) @ w.astype(np.int32))
-
-
-@pytest.mark.skipif(not _computes_wrong_here(), reason="onnxruntime's kernels are right on this CPU")
+@pytest.mark.skipif(not products_are_wrong(), reason="onnxruntime's kernels are right on this CPU")
 def test_the_real_fault_is_named(converted: TracedModule, tmp_path: Path) -> None:
     path = qtrace.export(converted, tmp_path / "plain.onnx", amx=False)
     difference = qtrace.bisect(path, converted, [BATCH])
@@ -201,3 +181,5 @@ def test_the_real_fault_is_named(converted: TracedModule, tmp_path: Path) -> Non
     assert difference.stage == "optimized"
     assert "AMX" in difference.causes[0]
     assert "amx_int8" in difference.table()
+    report = qtrace.verify(path, converted, [BATCH])
+    assert causes.WRONG_PRODUCTS in report.summary()

@@ -75,7 +75,7 @@ def calibrate(
     says.
 
     The end is a verdict: good, check or broken, the worst layers with the cause of each, and the command to
-    run next. It is measured on --evaluation, or on batches that are held back if there are 4 or more. The
+    run next. It is measured on --evaluation, or on data that are held back if there is enough. The
     exit code is 1 if a limit of the recipe's `expect` is broken.
     """
     metric = judged["metric"]

@@ -16,9 +16,17 @@ from qtrace.export.onnx.unsigned import (
     weights_that_saturate,
     write_unsigned_weights,
 )
+from qtrace.onnxfile.kernels import has_large_signed_weights
 from qtrace.onnxfile.saturation import SAFE_BITS, products_saturate
 
-__all__ = ["kinds_in_float", "stores_unsigned", "write_weight_types"]
+__all__ = ["SATURATING_FILE", "kinds_in_float", "stores_unsigned", "write_weight_types"]
+
+SATURATING_FILE = (
+    "the file is for no runtime in particular (backend generic), and its products of uint8 and int8 saturate "
+    "in onnxruntime and OpenVINO on x86 processors without VNNI: prepare for the runtime that it is for, "
+    "export with weights=uint8, or give weights 7 bits."
+)
+"""What is said of a file with 8-bit weights for an unknown processor."""
 
 _LOG = logging.getLogger("qtrace")
 
@@ -82,6 +90,23 @@ def write_weight_types(converted: ConvertedGraph, model: Any, weights: str, unsi
         _write_unsigned(converted, model, weights)
     elif weights == "auto" and _may_be_unsigned(converted):
         write_unsigned_weights(model, weights_behind_joined_rows(model))
+    _tell_of_saturation(converted, model, weights)
+
+
+def _tell_of_saturation(converted: ConvertedGraph, model: Any, weights: str) -> None:
+    """Says for which processors int8 weights are wrong that nobody has asked for."""
+    if weights != "auto" or isinstance(converted, PlainGraph):
+        return
+    backend = converted.annotation.backend
+    if backend not in ("generic", "onnxruntime", "openvino") or not has_large_signed_weights(model):
+        return
+    if backend == "generic":
+        _LOG.warning(SATURATING_FILE)
+    elif not products_saturate():
+        _LOG.info(
+            "weights are stored as int8, whose products with uint8 do not saturate on this processor; for "
+            "x86 without VNNI, export with weights=uint8."
+        )
 
 
 def kinds_in_float(converted: ConvertedGraph) -> frozenset[str]:

@@ -25,7 +25,7 @@ from qtrace.graph.names import unused_name
 from qtrace.onnxfile import external_data
 from qtrace.onnxfile.bodies import read_names
 from qtrace.onnxfile.model import OnnxModel
-from qtrace.onnxfile.saturation import loses_columns
+from qtrace.onnxfile.saturation import products_are_wrong
 
 __all__ = ["WHOLE", "choose_columns", "write_whole_columns"]
 
@@ -46,7 +46,7 @@ def choose_columns(model: Any, target: str, amx: bool | None) -> None:
         target: the backend of the file; "" for a float file.
         amx: whether they are written; None: if the target's kernels here need them.
     """
-    if amx is None and not (target in _TARGETS and loses_columns()):
+    if amx is None and not (target in _TARGETS and products_are_wrong()):
         return
     if amx is not False and (changed := write_whole_columns(model)) and amx is None:
         _LOG.info(

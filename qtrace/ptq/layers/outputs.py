@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from megengine import Tensor
 
-from qtrace.data.batches import count_samples, evaluating, first_samples
+from qtrace.data.batches import evaluating, first_samples
 from qtrace.errors import QtraceError
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.stepping import SegmentEngine, Stepper, as_array
@@ -119,9 +119,10 @@ class CalibrationOutputs:
         arguments = next(iter(batches.spread(_MAX_SAMPLES)))
         self.arguments = first_samples(arguments, _MAX_SAMPLES, model.module) or arguments
         self.model, self.engine = model.module, engine
+        first = Interpreter(self.model).bind(*self.arguments)[1][1]
         self.exact = self._compute(reference)
         self.names = [model.unrounded_name(node) for node in self.model.graph.outputs]
-        count = count_samples(self.arguments)
+        count = int(first.shape[0]) if first.ndim else 1
         self.measured = f"{count} sample{'' if count == 1 else 's'} of the calibration data"
 
     def ratios(self) -> Ratios:

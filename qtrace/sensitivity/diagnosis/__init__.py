@@ -24,7 +24,14 @@ from qtrace.process.thread import on_engine_thread
 from qtrace.sensitivity.diagnosis.causes import Cause, find_cause, observes_too_little
 from qtrace.sensitivity.diagnosis.cures import Cure, cure_recipe, find_cure
 from qtrace.sensitivity.diagnosis.evidence import SiteEvidence
-from qtrace.sensitivity.diagnosis.inputs import OTHER_DATA, InputStatistics, compare_inputs, measure_inputs
+from qtrace.sensitivity.diagnosis.inputs import (
+    OTHER_DATA,
+    InputStatistics,
+    are_one_number,
+    compare_inputs,
+    find_repeated,
+    measure_inputs,
+)
 from qtrace.sensitivity.diagnosis.measuring import measure_output_noise, measure_sites
 from qtrace.sensitivity.diagnosis.samples import MANY_SAMPLES, measure_samples, seen_margin_db
 from qtrace.sensitivity.diagnosis.verdict import GOOD_FROM_DB, GroupVerdict, Verdict, judge
@@ -188,7 +195,10 @@ def _judge(
     classes = first.ndim == 2 and first.shape[1] > 1 and comparable(first, outputs[0][0])
     same = agreement(reference, outputs) / 100.0 if classes else None
     counts = [count_samples(as_arguments(b, view.module, i)) for i, b in enumerate(simulation.batches)]
-    by_sample = measure_samples(simulation.groups, reference, outputs, counts)
+    by_sample = measure_samples(
+        simulation.groups, reference, outputs, counts, find_repeated(simulation.batches)
+    )
+    one_number = are_one_number(simulation.batches)
     low_db = _lowest([errors.low_db() - known.margin_db for errors in by_sample])
     worst_sample_db = _lowest([errors.worst_db() for errors in by_sample])
     quantized, in_float = values or (None, None)
@@ -211,7 +221,7 @@ def _judge(
         rows=rows,
         worst_sample_db=worst_sample_db,
     )
-    word = judged(low_db=low_db)
+    word = judged(low_db=low_db, one_number=one_number)
     return Verdict(
         word,
         decibels,
@@ -229,6 +239,7 @@ def _judge(
         worst_sample_db,
         known.judged,
         word != judged(),
+        one_number,
     )
 
 

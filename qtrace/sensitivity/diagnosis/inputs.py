@@ -9,9 +9,17 @@ from typing import Any
 
 import numpy as np
 
+from qtrace.data.fingerprints import fingerprint_samples
 from qtrace.sensitivity.diagnosis.causes import Cause
 
-__all__ = ["OTHER_DATA", "InputStatistics", "compare_inputs", "measure_inputs"]
+__all__ = [
+    "OTHER_DATA",
+    "InputStatistics",
+    "are_one_number",
+    "compare_inputs",
+    "find_repeated",
+    "measure_inputs",
+]
 
 OTHER_DATA = ("channel-order", "normalization")
 """The names of the causes that `compare_inputs` gives."""
@@ -21,6 +29,7 @@ _STANDARD_ERRORS = 5.0
 _UNLIKE_SCALE = 1.5
 _UNLIKE_MEAN = 0.5  # of the standard deviation
 _MAX_PERMUTED = 4
+_LEAST_VALUES = 16  # of all inputs, which should differ
 
 
 @dataclass(frozen=True)
@@ -49,16 +58,56 @@ def measure_inputs(batches: Iterable[Any]) -> tuple[InputStatistics, ...]:
     """Measures the float inputs of batches, which are a tuple of arrays or a dict of arrays by name."""
     values: dict[str, list[np.ndarray]] = {}
     for batch in batches:
-        if isinstance(batch, Mapping):
-            items = [(str(key), value) for key, value in batch.items()]
-        else:
-            inputs = batch if isinstance(batch, tuple | list) else (batch,)
-            items = [(str(index), value) for index, value in enumerate(inputs)]
-        for name, value in items:
-            array = np.asarray(value.numpy() if hasattr(value, "numpy") else value)
+        for name, array in _inputs_of(batch):
             if array.dtype.kind == "f" and array.ndim >= 2 and array.size:
                 values.setdefault(name, []).append(array)
     return tuple(_measure(name, arrays) for name, arrays in values.items())
+
+
+def are_one_number(batches: Iterable[Any]) -> bool:
+    """Whether each input is one number everywhere: what a graph computes for such samples shows nothing.
+
+    Args:
+        batches: arrays or Tensors, tuples of them, or dicts of them by name. Reads up to the first value that
+            differs.
+    """
+    numbers: dict[Any, Any] = {}
+    count = 0
+    for batch in batches:
+        for key, array in _inputs_of(batch):
+            if not array.size:
+                continue
+            first = array.flat[0]
+            if numbers.setdefault(key, first) != first or not np.all(array == first):
+                return False
+            count += array.size
+    return count >= _LEAST_VALUES
+
+
+def find_repeated(batches: Iterable[Any]) -> list[list[bool]]:
+    """Returns for each batch which of its samples are the same as one before; [] where that is not known."""
+    known: set[bytes] = set()
+    repeated = []
+    for batch in batches:
+        flags = []
+        for sample in fingerprint_samples(batch):
+            flags.append(sample in known)
+            known.add(sample)
+        repeated.append(flags)
+    return repeated
+
+
+def _inputs_of(batch: Any) -> list[tuple[str, np.ndarray]]:
+    """Returns the inputs of a batch by name or number; those in lists and dicts are left out."""
+    if isinstance(batch, Mapping):
+        items = [(str(key), value) for key, value in batch.items()]
+    else:
+        inputs = batch if isinstance(batch, tuple | list) else (batch,)
+        items = [(str(index), value) for index, value in enumerate(inputs)]
+    arrays = [
+        (name, np.asarray(value.numpy() if hasattr(value, "numpy") else value)) for name, value in items
+    ]
+    return [(name, array) for name, array in arrays if array.dtype != object]
 
 
 def _measure(name: str, arrays: list[np.ndarray]) -> InputStatistics:

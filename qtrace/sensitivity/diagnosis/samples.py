@@ -73,7 +73,11 @@ def seen_margin_db(calibrated: int | None) -> float:
 
 
 def measure_samples(
-    groups: Sequence[ColumnGroup], reference: Outputs, outputs: Outputs, counts: Sequence[int]
+    groups: Sequence[ColumnGroup],
+    reference: Outputs,
+    outputs: Outputs,
+    counts: Sequence[int],
+    repeated: Sequence[Sequence[bool]] | None = None,
 ) -> list[SampleErrors]:
     """Measures the samples of each group that has a signal and values to compare.
 
@@ -83,18 +87,24 @@ def measure_samples(
         outputs: the outputs in their place.
         counts: the number of samples of each batch. An output whose first axis does not count them is one
             sample a batch.
+        repeated: for each batch which of its samples are the same as one before, which counts once; None if
+            none is.
     """
+    firsts = [~np.array(flags, bool) for flags in repeated or [()] * len(counts)]
     measured = []
     for group in groups:
         parts = []
-        for exact, rounded, count in zip(reference, outputs, counts, strict=True):
+        for exact, rounded, count, first in zip(reference, outputs, counts, firsts, strict=True):
             f, q = exact[group.output], rounded[group.output]
             if comparable(f, q) and f.size:
                 f, q = group.select(f), group.select(q)
-                parts.append(_sums(f, q, count if f.ndim and len(f) == count else 1))
+                signal, noise, values = _sums(f, q, count if f.ndim and len(f) == count else 1)
+                if len(first) == len(signal):
+                    signal, noise = signal[first], noise[first]
+                parts.append((signal, noise, values))
         if parts:
             signal, noise = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
-            if signal.sum() > 0:
+            if signal.size and signal.sum() > 0:
                 measured.append(SampleErrors(signal, noise, parts[0][2]))
     return measured
 

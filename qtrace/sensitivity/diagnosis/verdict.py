@@ -86,6 +86,7 @@ class Verdict(Displayed):
         worst_sample_db: the SQNR of the worst sample, in dB; None where all are exact.
         seen: whether the samples are those of the calibration.
         doubted: whether the graph would be good if other samples were like these.
+        one_number: whether each input of the samples is one number everywhere, so that they show nothing.
     """
 
     word: str
@@ -104,6 +105,7 @@ class Verdict(Displayed):
     worst_sample_db: float | None = None
     seen: bool = False
     doubted: bool = False
+    one_number: bool = False
 
     def _text(self, max_width: int | None) -> str:
         return self.line()
@@ -164,6 +166,8 @@ class Verdict(Displayed):
     def _doubts(self) -> list[str]:
         """Returns what keeps the figure from standing for every sample: few of them, and a bad one."""
         doubts = []
+        if self.one_number:
+            doubts.append("inputs that are one number everywhere, which show nothing of other samples")
         if self.metric is None and self._is_above(GOOD_FROM_DB, self.low_db):
             reason = "it was calibrated on these" if self.seen else "these are few and unlike"
             doubts.append(f"other samples may have {self.low_db:.1f} dB, as {reason}")
@@ -194,6 +198,7 @@ def judge(
     rows: float | None = None,
     low_db: float | None = None,
     worst_sample_db: float | None = None,
+    one_number: bool = False,
 ) -> str:
     """Returns good, check or broken.
 
@@ -207,6 +212,7 @@ def judge(
         rows: the share of selected rows that float selects, too; None if nothing selects.
         low_db: the SQNR that other samples may have; a graph is good if it is, or by a metric.
         worst_sample_db: the SQNR of the worst sample; if it is broken, a graph is good by a metric alone.
+        one_number: whether each input is one number everywhere; if so, a graph is good by a metric alone.
     """
     if rows is not None and metric is None:
         equal = rows if equal is None else min(rows, equal)
@@ -215,7 +221,7 @@ def judge(
     word = _judge_values(sqnr_db, metric, float_metric)
     doubtful = low_db is not None and low_db < GOOD_FROM_DB
     lost = worst_sample_db is not None and worst_sample_db < BROKEN_BELOW_DB
-    if word == "good" and metric is None and (not compared or doubtful or lost):
+    if word == "good" and metric is None and (not compared or doubtful or lost or one_number):
         return "check"
     return "check" if word == "good" and equal is not None and equal < _GOOD_EQUAL else word
 

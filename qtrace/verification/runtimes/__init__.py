@@ -11,7 +11,7 @@ from pathlib import Path
 
 from qtrace import plugins
 from qtrace.errors import ExportError, install
-from qtrace.onnxfile.saturation import loses_columns, products_saturate
+from qtrace.onnxfile.saturation import products_are_wrong, products_saturate
 from qtrace.plugins.installed import RUNTIMES, installed, refuse_clashes
 from qtrace.runtimes.host import RuntimeHost
 from qtrace.verification.runtimes.base import Runtime
@@ -79,7 +79,7 @@ def runs_optimized(runtime: Runtime, backend: str) -> bool:
     if backend in ("", *_ON_CPU) or runtime.name not in _ON_CPU:
         return True
     in_onnxruntime = runtime.name == "onnxruntime" and backend != "generic"  # whose files have whole columns
-    return not (products_saturate(runtime.host) or (in_onnxruntime and loses_columns(runtime.host)))
+    return not (products_saturate(runtime.host) or (in_onnxruntime and products_are_wrong(runtime.host)))
 
 
 def _load(name: str) -> Runtime:

@@ -17,7 +17,7 @@ import qtrace
 from qtrace.errors import ExportError
 from qtrace.export.onnx import weight_types
 from qtrace.onnxfile.saturation import products_saturate
-from qtrace.verification.causes import SATURATION
+from qtrace.verification.causes import SATURATION, SATURATION_ELSEWHERE
 from tests.nets import images, net
 
 X = images(2, 3, 8, 8)
@@ -203,3 +203,30 @@ def test_openvino_computes_the_file_for_a_processor_that_saturates(
     compiled = openvino.Core().compile_model(str(path), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
     (result,) = compiled([BRIGHT]).values()
     np.testing.assert_allclose(result, exact, atol=0.02 * np.abs(exact).max())
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "told"),
+    [
+        ({}, {}, True),
+        ({"weight": {"bits": 7}}, {}, False),
+        ({}, {"weights": "uint8"}, False),
+        ({"method": "weight_only"}, {}, False),  # floats multiply the weights
+        ({"backend": "onnxruntime"}, {"weights": "int8"}, False),
+    ],
+)
+@pytest.mark.parametrize("saturate", [True, False])
+def test_a_file_for_no_runtime_says_where_it_saturates(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch, config, options, told, saturate
+) -> None:
+    """Verify sees nothing of it: here nothing saturates, or the file runs without optimizations."""
+    monkeypatch.setattr(weight_types, "products_saturate", lambda: saturate)
+    model = net(lambda self, x: F.relu(self.conv(x)), conv=M.Conv2d(3, 8, 3))
+    prepared = qtrace.prepare(qtrace.trace(model, X), {"backend": "generic", **config})
+    converted = qtrace.convert(qtrace.calibrate(prepared, [X], progress=False))
+    path = qtrace.export(converted, tmp_path / "m.onnx", **options)
+    assert (weight_types.SATURATING_FILE in caplog.messages) == told
+    report = qtrace.verify(path, converted, [X])
+    assert report.passed
+    assert (SATURATION_ELSEWHERE in report.remarks()) == told
+    assert (SATURATION_ELSEWHERE in report.summary()) == told

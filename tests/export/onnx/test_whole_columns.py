@@ -17,7 +17,7 @@ import pytest
 import qtrace
 from qtrace.errors import ExportError
 from qtrace.export.onnx import whole_columns
-from qtrace.onnxfile.saturation import loses_columns
+from qtrace.onnxfile.saturation import products_are_wrong
 from tests.nets import images, net, randomize
 
 X = images(4, 3, 16, 16)
@@ -85,7 +85,7 @@ def test_the_file_computes_the_same_with_more_columns(tmp_path: Path, name: str,
         assert (plain.read_bytes() == whole.read_bytes()) == (name == "wide")
 
 
-@pytest.mark.skipif(not loses_columns(), reason="this processor or onnxruntime computes all columns right")
+@pytest.mark.skipif(not products_are_wrong(), reason="all columns are computed right here")
 @pytest.mark.parametrize("name", ["odd", "grouped", "linear", "rows"])
 def test_and_is_right_where_it_was_wrong(tmp_path: Path, name: str) -> None:
     """A recogniser of text and GhostNet differed by up to 255 LSB, and `quantize` wrote no file."""
@@ -142,7 +142,7 @@ def test_no_weight_is_stored_twice(tmp_path: Path) -> None:
 def test_the_processor_decides(
     tmp_path: Path, monkeypatch: Any, caplog: Any, backend: str, here: bool, changed: bool
 ) -> None:
-    monkeypatch.setattr(whole_columns, "loses_columns", lambda: here)
+    monkeypatch.setattr(whole_columns, "products_are_wrong", lambda: here)
     converted, _ = _converted("odd", {"backend": backend})
     with caplog.at_level(logging.INFO, logger="qtrace"):
         path = qtrace.export(converted, tmp_path / "net.onnx")

@@ -13,7 +13,7 @@ import pytest
 
 import qtrace
 from qtrace.outputs import find_groups
-from qtrace.quantizing.judging import choose_evaluation
+from qtrace.quantizing.evaluation import choose_evaluation
 from qtrace.sensitivity.diagnosis import Calibrated, diagnose
 from qtrace.sensitivity.diagnosis.samples import SampleErrors, measure_samples, seen_margin_db
 from qtrace.sensitivity.diagnosis.verdict import Verdict, judge

@@ -1,0 +1,227 @@
+"""The samples that a verdict is measured on: other data, what is held back, or those of the calibration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from qtrace.data.base import Batch, DataSource, SizedSource, batch_length
+from qtrace.data.batches import as_arguments, find_values, refuse_nan
+from qtrace.data.ranges import SampleRange
+from qtrace.errors import CalibrationError
+from qtrace.graph.types import TracedModule
+from qtrace.preparation.samples import cut_call, holds_infinite_data
+
+__all__ = [
+    "EvaluationData",
+    "check_values",
+    "choose_evaluation",
+    "count_samples",
+    "estimate_samples",
+    "first_batches",
+    "hold_back_samples",
+    "select_samples",
+    "shorten",
+]
+
+_BATCHES = 2
+_SAMPLES = 8  # of a batch
+_MOST_BATCHES = 8
+_LEAST_BATCHES = 4  # from which one is held back
+_MANY_BATCHES = 16  # from which two are held back
+_LEAST_SAMPLES = 8  # from which some are held back where there are fewer batches
+_INPUT_SAMPLES = 32
+_LEAST_VALUES = 16  # of all inputs, which should differ
+
+
+@dataclass(frozen=True)
+class EvaluationData:
+    """The samples of a verdict.
+
+    Attributes:
+        source: the data.
+        first: the number of the first batch that is used.
+        measured_on: what these samples are, in words.
+        max_batches: the most batches to calibrate on, less those that are held back.
+        more_data: whether the data of calibration has more batches than the user lets through.
+        other_data: whether these are other data than those of calibration.
+        seen: whether these are samples of the calibration.
+    """
+
+    source: DataSource
+    first: int
+    measured_on: str
+    max_batches: int | None
+    more_data: bool = False
+    other_data: bool = False
+    seen: bool = False
+
+    def read(self, model: TracedModule) -> list[Batch]:
+        """Reads the samples for ``model``.
+
+        Raises:
+            CalibrationError: for a batch that does not fit the model, or holds NaN; it has its number.
+        """
+        return [batch for _, batch in self._numbered(model)]
+
+    def check(self, model: TracedModule, calibration: DataSource) -> None:
+        """Refuses samples that the verdict could not be measured on, before the calibration takes its time.
+
+        Raises:
+            CalibrationError: for a batch that does not fit the model, or holds NaN, or infinity among other
+                numbers where the data of the calibration have none.
+        """
+        first = next(iter(calibration))
+        if holds_infinite_data(as_arguments(first, model)):
+            return
+        for number, batch in self._numbered(model):
+            arguments = as_arguments(batch, model, number)
+            if holds_infinite_data(arguments):
+                raise CalibrationError(
+                    f"{self.source.source}, batch {number} holds infinity among other numbers, first in "
+                    f"{find_values(arguments, np.isinf)}: repair the data, or leave the sample out."
+                )
+
+    def _numbered(self, model: TracedModule) -> Iterator[tuple[int, Batch]]:
+        for number, batch in _select(self.source.numbered(lambda number: number >= self.first), model):
+            refuse_nan(as_arguments(batch, model, number), number, self.source.source)
+            yield number, batch
+
+
+def choose_evaluation(
+    source: DataSource,
+    reopen: Callable[[], DataSource],
+    evaluation: DataSource | None,
+    spell: Callable[[str], str],
+) -> EvaluationData:
+    """Chooses the batches of the verdict; holds some of the calibration data back if there are enough.
+
+    Args:
+        source: the calibration data.
+        reopen: opens the same data without a limit on the number of batches.
+        evaluation: other data to judge on; None for none.
+        spell: writes the names of options, see `qtrace.storage.outputs.flag`.
+    """
+    count = len(source) if hasattr(source, "__len__") else None
+    whole = source if count is None else reopen()
+    limit, more = source.max_batches, count is not None and len(whole) > count  # type: ignore[arg-type]
+    if evaluation is not None:
+        words = f"samples of {spell('evaluation')}"
+        return EvaluationData(evaluation, 0, words, limit, more, other_data=True)
+    if more:
+        return EvaluationData(whole, count or 0, f"samples behind {spell('max_batches')}", limit, more)
+    if count is not None and count >= _LEAST_BATCHES:
+        first = count - (2 if count >= _MANY_BATCHES else 1)
+        return EvaluationData(whole, first, "samples that were held back", first)
+    words = f"samples of the calibration data; {spell('evaluation')} gives others"
+    return EvaluationData(whole, 0, words, limit, seen=True)
+
+
+def hold_back_samples(source: DataSource, model: TracedModule) -> tuple[DataSource, EvaluationData] | None:
+    """Holds the last quarter of the samples back, where there are too few batches to hold one back.
+
+    Args:
+        source: data cut from arrays.
+        model: the network.
+
+    Returns:
+        The samples to calibrate on, and those of the verdict; None if there are too few, or the model takes
+        batches of one size alone.
+    """
+    if not source.cut or not isinstance(source, SizedSource) or len(source) >= _LEAST_BATCHES:
+        return None
+    batches = list(source)
+    total = sum(map(batch_length, batches))
+    kept = total - total // _LEAST_BATCHES
+    if total < _LEAST_SAMPLES or cut_call(as_arguments(batches[0], model), 1, model) is None:
+        return None
+    words = "samples that were held back"
+    held = SampleRange(source, kept, total)
+    return SampleRange(source, 0, kept), EvaluationData(held, 0, words, None)
+
+
+def check_values(source: DataSource, spell: Callable[[str], str]) -> None:
+    """Refuses data in which each input is one number everywhere: no range of a network follows from them.
+
+    Reads the data up to the first value that differs. Outputs of a graph that was calibrated on zeros are
+    exact for zeros, so that no verdict would show it.
+
+    Args:
+        source: the data, without labels.
+        spell: writes the names of options, see `qtrace.storage.outputs.argument`.
+
+    Raises:
+        CalibrationError: when no value differs.
+    """
+    numbers: dict[int | str, float] = {}
+    count = 0
+    for batch in source:
+        for key, array in batch.items() if isinstance(batch, dict) else enumerate(batch):
+            first = array.flat[0]
+            if numbers.setdefault(key, first) != first or not np.all(array == first):
+                return
+            count += array.size
+    if count < _LEAST_VALUES:
+        return
+    single = len(numbers) == 1
+    shown = (f"{'the input' if single else f'input {key}'} is {n:g}" for key, n in numbers.items())
+    raise CalibrationError(
+        f"nothing was written, as {', '.join(shown)} everywhere in {source.source}: look at what reads the "
+        f"data, or write the file all the same with {spell('allow_broken')}."
+    )
+
+
+def select_samples(batches: Iterable[Batch], model: TracedModule) -> list[Batch]:
+    """Returns the first samples of the data, at most `_SAMPLES` of a batch if ``model`` runs on so few."""
+    return [batch for _, batch in _select(enumerate(batches), model)]
+
+
+def _select(numbered: Iterable[tuple[int, Batch]], model: TracedModule) -> Iterator[tuple[int, Batch]]:
+    """Yields the first batches with their numbers, cut as `select_samples` says."""
+    samples = 0
+    for count, (number, batch) in enumerate(numbered, 1):
+        selected = shorten(batch, model, number)
+        yield number, selected
+        samples += batch_length(selected)
+        if samples >= _BATCHES * _SAMPLES or count == _MOST_BATCHES:
+            break
+
+
+def shorten(batch: Batch, model: TracedModule, index: int, samples: int = _SAMPLES) -> Batch:
+    """Cuts a batch to its first ``samples``; a model whose batch is fixed gets all of it."""
+    if cut_call(as_arguments(batch, model, index), samples, model) is None:
+        return batch
+    if isinstance(batch, dict):
+        return {key: value[:samples] for key, value in batch.items()}
+    return tuple(value[:samples] for value in batch)
+
+
+def count_samples(source: DataSource) -> int | None:
+    """Returns the number of samples of the last iteration over a source; None if there was none.
+
+    All batches of a loader without a length count like its first one.
+    """
+    given = source.given  # before it is read again
+    if hasattr(source, "__len__"):
+        return sum(map(batch_length, source))
+    first = next(iter(source), None)
+    return given * batch_length(first) if given and first is not None else None
+
+
+def estimate_samples(source: DataSource) -> int | None:
+    """Returns the number of samples of data, if all batches are like the first; None without a length."""
+    batches = len(source) if hasattr(source, "__len__") else None
+    return None if batches is None else batches * batch_length(next(iter(source), ()))
+
+
+def first_batches(source: DataSource) -> list[Batch]:
+    """Returns the first batches of the data, of about `_INPUT_SAMPLES` samples."""
+    batches, samples = [], 0
+    for batch in source:
+        batches.append(batch)
+        samples += batch_length(batch)
+        if samples >= _INPUT_SAMPLES:
+            break
+    return batches

@@ -1,0 +1,150 @@
+"""The samples of a verdict: held back, seen before, one number everywhere, or not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import megengine.functional as F
+import megengine.module as M
+import numpy as np
+import pytest
+
+import qtrace
+from qtrace.data import open_data
+from qtrace.errors import CalibrationError
+from qtrace.quantizing.evaluation import hold_back_samples
+from qtrace.sensitivity.diagnosis.verdict import Verdict
+from tests.nets import images, net
+
+DATA = images(64, 3, 8, 8)
+
+
+def _module() -> M.Module:
+    def forward(self: M.Module, x: Any) -> Any:
+        return self.b(F.relu(self.a(x))).mean(axis=(2, 3))
+
+    return net(forward, a=M.Conv2d(3, 8, 3), b=M.Conv2d(8, 4, 1))
+
+
+def _one_call(data: Any, path: Path, evaluation: Any = None) -> Verdict:
+    options = {"verify": False, "measure": False, "progress": False, "recipe": "w8a8"}
+    verdict = qtrace.quantize(_module(), data, path / "a.onnx", evaluation=evaluation, **options).verdict
+    assert verdict is not None
+    return verdict
+
+
+def _folder(data: Any, path: Path, evaluation: Any = None) -> Verdict:
+    traced = qtrace.trace(_module(), DATA[:8])
+    done = qtrace.calibrate_to_folder(
+        traced, data, path / "a", recipe="w8a8", evaluation=evaluation, measure=False, progress=False
+    )
+    assert done.judgement.verdict is not None
+    return done.judgement.verdict
+
+
+Judged = Callable[..., Verdict]
+both = pytest.mark.parametrize("judged", [_one_call, _folder])
+
+
+@both
+@pytest.mark.parametrize("number", [0.0, 1.0])
+def test_samples_of_one_number_are_never_good(judged: Judged, number: float, tmp_path: Path) -> None:
+    verdict = judged(DATA, tmp_path, np.full_like(DATA[:16], number))
+    assert verdict.word != "good"
+    assert verdict.one_number
+    assert "one number everywhere, which show nothing" in verdict.line()
+
+
+@both
+def test_held_back_samples_of_one_number_are_never_good(judged: Judged, tmp_path: Path) -> None:
+    verdict = judged(np.concatenate([DATA[:56], 0 * DATA[:8]]), tmp_path)
+    assert (verdict.word, verdict.one_number, verdict.doubted) == ("check", True, True)
+
+
+def test_a_folder_of_data_that_is_one_number_is_no_good(tmp_path: Path) -> None:
+    assert _folder(0 * DATA, tmp_path).word == "check"
+
+
+@both
+@pytest.mark.parametrize("evaluation", [DATA, DATA[10:30].copy(), [DATA[5:9]]])
+def test_samples_of_the_calibration_get_its_margin(judged: Judged, evaluation: Any, tmp_path: Path) -> None:
+    verdict = judged(DATA[:40], tmp_path, evaluation)
+    assert verdict.seen
+    assert verdict.low_db is not None
+    assert verdict.low_db < verdict.sqnr_db - 30
+    assert "are among those of the calibration" in verdict.line()
+
+
+@both
+def test_other_samples_and_labels_beside_them_get_none(judged: Judged, tmp_path: Path) -> None:
+    labelled = (
+        [(DATA[i : i + 8], np.arange(8)) for i in range(0, 32, 8)] if judged is _one_call else DATA[:32]
+    )
+    assert not judged(labelled, tmp_path, DATA[32:]).seen
+
+
+@both
+def test_held_back_samples_that_were_read_before_get_the_margin(judged: Judged, tmp_path: Path) -> None:
+    verdict = judged(np.concatenate([DATA[:8]] * 8), tmp_path)
+    assert verdict.seen
+
+
+def test_a_sample_that_is_given_again_counts_once(tmp_path: Path) -> None:
+    verdict = _one_call(DATA[:32], tmp_path, np.repeat(DATA[40:41], 16, axis=0))
+    assert verdict.low_db == pytest.approx(verdict.worst_sample_db - 10)  # as for one sample
+
+
+@both
+@pytest.mark.parametrize(("bad", "words"), [(np.nan, "holds NaN"), (np.inf, "holds infinity")])
+def test_a_bad_value_in_samples_held_back_has_the_number_of_its_batch(
+    judged: Judged, bad: float, words: str, tmp_path: Path
+) -> None:
+    spoiled = DATA.copy()
+    spoiled[60, 1, 2, 3] = bad
+    with pytest.raises(CalibrationError, match=rf"the array, batch 7 {words}.* input 0 at \[4, 1, 2, 3\]"):
+        judged(spoiled, tmp_path)
+    with pytest.raises(CalibrationError, match=rf"batch 1 {words}"):
+        judged(DATA, tmp_path, spoiled[52:])
+    assert list(tmp_path.glob("*.onnx")) == []
+
+
+@both
+def test_few_samples_are_held_back_from_arrays(judged: Judged, tmp_path: Path) -> None:
+    verdict = judged(DATA[:24], tmp_path)
+    assert (verdict.samples, verdict.measured_on, verdict.seen) == (6, "samples that were held back", False)
+    assert not verdict.doubted
+
+
+@pytest.mark.parametrize(
+    ("data", "count"),
+    [
+        (DATA[:7], None),  # too few
+        ([DATA[:8], DATA[8:16]], None),  # batches, whose first axis is the caller's
+        (DATA[:8], (6, 2)),
+        ({"x": DATA[:20]}, (15, 5)),
+        (DATA[:32], None),  # a batch is held back
+    ],
+)
+def test_a_quarter_of_few_samples_is_held_back(data: Any, count: tuple[int, int] | None) -> None:
+    source = open_data(data, batch_size=8)
+    parts = hold_back_samples(source, qtrace.trace(_module(), DATA[:8]))
+    if count is None:
+        assert parts is None
+        return
+    assert parts is not None
+    read = [
+        [next(iter(b.values())) if isinstance(b, dict) else b[0] for b in s]
+        for s in (parts[0], parts[1].source)
+    ]
+    assert tuple(sum(map(len, side)) for side in read) == count
+    np.testing.assert_array_equal(np.concatenate([*read[0], *read[1]]), DATA[: sum(count)])
+
+
+def test_nothing_is_cut_for_a_network_of_one_batch_size() -> None:
+    def forward(self: M.Module, x: Any) -> Any:
+        return self.b(self.a(x).reshape(8, -1))
+
+    traced = qtrace.trace(net(forward, a=M.Conv2d(3, 4, 8), b=M.Linear(4, 2)), DATA[:8])
+    assert hold_back_samples(open_data(DATA[:16], batch_size=8), traced) is None

@@ -7,18 +7,20 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.torch_families import NETWORKS as TORCH_NETWORKS
 from scripts.families import NETWORKS, main, measure
 from scripts.stored import ExportRow, FamilyRow, RecipeRow, TorchRow, load, measured_when, store, table
 
 ROWS = {row.network: row for row in load(FamilyRow)}
 
 # RepVGG merges its branches before they are rounded, which takes 0.7 of the time for 0.4 dB less. What comes
-# behind the last layers of U-Net, RetinaNet, FCOS and YOLOv3 stays in float by rule, for 0.2 to 1.0 % of the
-# time. The maps of SimpleBaseline leave in float, for 2.1 dB more in 1.7 % more of the time.
+# behind the last layers of U-Net, RetinaNet, ATSS, FCOS and YOLOv3 stays in float by rule, for 0.2 to 1.0 %
+# of the time. The maps of SimpleBaseline leave in float, for 2.1 dB more in 1.7 % more of the time.
 MISSED = {
     "RepVGG, 32 wide",
     "U-Net, 16 wide",
     "RetinaNet, decoded, 8 wide",
+    "ATSS, decoded, 8 wide",
     "FCOS, decoded, 8 wide",
     "YOLOv3, decoded, 8 wide",
     "SimpleBaseline, 8 wide",
@@ -64,9 +66,10 @@ def test_a_recipe_that_loses_or_takes_longer_is_worse() -> None:
 
 def test_networks_of_torch_are_whole_and_their_outputs_depend_on_the_image() -> None:
     rows = load(TorchRow)
+    assert sorted(row.network for row in rows) == sorted(network.name for network in TORCH_NETWORKS)
     assert sum(row.whole for row in rows) >= 54
-    assert sum(not row.whole for row in rows) <= 6  # of sixty
     assert all(row.refusal for row in rows if not row.whole)
+    assert all(row.returned or row.absent for row in rows if row.converted)  # what is missing has names
     row = TorchRow("timm", "net", 64, error=1e-6, spread=0.1, verified=True)
     assert row.whole
     assert not dataclasses.replace(row, spread=1e-3).whole  # whatever the network computes would be as near

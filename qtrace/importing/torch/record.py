@@ -18,7 +18,7 @@ import numpy as np
 from megengine import Parameter
 
 from qtrace.graph.module_tree import set_parameter
-from qtrace.graph.moves import places_of, reshaped_to, taken_at
+from qtrace.graph.moves import Move, places_of, reshaped_to, taken_at
 from qtrace.graph.origin import FileNorm, FileParameter, read_origin, write_origin
 from qtrace.graph.types import CallMethod, GetAttr, ModuleNode, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module
@@ -85,25 +85,24 @@ def _kept_tables(
             continue
         for path in own:
             values = get_module(traced, path).numpy().astype(np.float32)
-            places = _places_in(_numbers(tensor), values, (1, int(tensor.shape[0])))
-            if places is not None:
-                moves = reshaped_to((-1,)), taken_at(0, places), reshaped_to(values.shape)
+            moves = _moves_from(_numbers(tensor), values, (int(tensor.shape[0]), 1))
+            if moves is not None:
                 found[path] = FileParameter(name, tuple(int(n) for n in tensor.shape), moves)
     return found
 
 
-def _places_in(numbers: np.ndarray, values: np.ndarray, counts: Sequence[int]) -> np.ndarray | None:
-    """Returns where each of some values stands among numbers, all of which are there.
+def _moves_from(numbers: np.ndarray, values: np.ndarray, counts: Sequence[int]) -> tuple[Move, ...] | None:
+    """Returns the moves that make some values of numbers, all of which are among them.
 
     Args:
         numbers: the numbers.
         values: the values.
-        counts: numbers of equal rows, of which each row of values may have its own numbers.
+        counts: numbers of equal rows, each row of values having its own numbers.
 
     Returns:
-        The places in the order of the values; None if there is no one way.
+        The moves; None if there is no one way, or one that lists too many places.
     """
-    if not 0 < values.size <= _MAX_PLACES or not np.isfinite(numbers).all():
+    if not values.size or not np.isfinite(numbers).all():
         return None
     for count in counts:
         if values.size % count or numbers.size % count:
@@ -115,10 +114,17 @@ def _places_in(numbers: np.ndarray, values: np.ndarray, counts: Sequence[int]) -
             continue
         at = [np.searchsorted(row, each) for row, each in zip(ordered, own, strict=True)]
         at = np.minimum(np.stack(at), rows.shape[1] - 1)
-        same = np.array_equal(np.take_along_axis(ordered, at, 1), own)
-        places = np.take_along_axis(order, at, 1) + rows.shape[1] * np.arange(count)[:, None]
-        if same and np.unique(places).size == numbers.size:
-            return places.reshape(-1)
+        places = np.take_along_axis(order, at, 1)
+        if not np.array_equal(np.take_along_axis(rows, places, 1), own):
+            continue
+        if any(np.unique(row).size < rows.shape[1] for row in places):
+            continue
+        alike = (places == places[0]).all()
+        if not alike:
+            places = places + rows.shape[1] * np.arange(count)[:, None]
+        taken = taken_at(1, places[0]) if alike else taken_at(1, places.reshape(-1))
+        if len(taken[1]) <= _MAX_PLACES:
+            return reshaped_to((count if alike else 1, -1)), taken, reshaped_to(values.shape)
     return None
 
 

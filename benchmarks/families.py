@@ -4,6 +4,7 @@
     python -m benchmarks.families resnet vit   # some families
     python -m benchmarks.families --missing    # networks without a stored row
     python -m benchmarks.families --rules vit  # and the recipe without each file of rules
+    python -m benchmarks.families --rounded    # each rule where everything is rounded; rows are stored before
 
 The networks are those of the zoo, wider where their classes can be: on a few channels nothing gains by
 integers. What is too narrow all the same is rounded everywhere, by both recipes. Weights are random, three
@@ -17,7 +18,7 @@ import statistics
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import megengine as mge
@@ -49,7 +50,7 @@ from tests.zoo.detectors.entry import bounded, trained
 from tests.zoo.parts import Gate, pictures, settle
 from tests.zoo.transformers import swin, vit
 
-__all__ = ["NETWORKS", "Net", "main", "measure"]
+__all__ = ["NETWORKS", "Net", "main", "measure", "measure_rounded"]
 
 SEEDS = (0, 1, 2)
 # Samples: half of them to calibrate on, and as many others to measure.
@@ -148,9 +149,29 @@ def _trial(net: Net, seed: int) -> _Trial:
     return _Trial(traced, RungData(calibration, ((net.images(seed + 20),),)))
 
 
-def _without(config: QConfig, part: str) -> QConfig:
-    others = tuple(rule for rule in config.rules if not rule.origin.startswith(part))
+def _without(config: QConfig, part: str, exactly: bool = False) -> QConfig:
+    others = tuple(
+        rule
+        for rule in config.rules
+        if not (rule.origin == part if exactly else rule.origin.startswith(part))
+    )
     return config.model_copy(update={"rules": others})
+
+
+def measure_rounded(net: Net, row: RecipeRow) -> RecipeRow:
+    """Adds the dB of a recipe without each of its rules, where everything is rounded, to a stored row.
+
+    That is what a rule does for targets without a placement; where there is one, it keeps in float what costs
+    more noise than its time is worth, with the rule or without it.
+    """
+    trials = [_trial(net, seed) for seed in SEEDS]
+    recipe, default = (qtrace.load_recipe(name).without_placement() for name in (net.recipe, DEFAULT_RECIPE))
+    common = {rule.origin for rule in default.rules}
+    here = [r for r in recipe.rules if r.backends is None or "onnxruntime" in r.backends]
+    origins = list(dict.fromkeys(rule.origin for rule in here if rule.origin not in common))
+    without = {o: [trial.judge(_without(recipe, o, exactly=True))[0] for trial in trials] for o in origins}
+    own = [trial.judge(recipe)[0] for trial in trials]
+    return replace(row, rounded_db=own, rounded_without=without)
 
 
 def _parts(recipe: QConfig, default: QConfig) -> list[str]:
@@ -186,11 +207,16 @@ def measure(net: Net, rules: bool = False) -> RecipeRow:
     )
 
 
+def _each(values: list[float]) -> str:
+    return " ".join(f"{value:.1f}" for value in values)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """The command; the exit code is 1 if a recipe is worse than the default."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.families", description=__doc__)
     parser.add_argument("family", nargs="*", help="the recipes to measure; all without")
     parser.add_argument("--rules", action="store_true", help="measure without each rule, too")
+    parser.add_argument("--rounded", action="store_true", help="add each rule's dB where all is rounded")
     parser.add_argument("--missing", action="store_true", help="only networks without a stored row")
     parser.add_argument("--folder", type=Path, default=RESULTS, help="the folder of the stored rows")
     options = parser.parse_args(arguments)
@@ -198,12 +224,16 @@ def main(arguments: list[str] | None = None) -> int:
     engine.quiet()
     mge.config.async_level = 0  # F.arange races when several are queued
     worse = False
-    known = {row.network for row in load(RecipeRow, options.folder)} if options.missing else set()
+    rows = {row.network: row for row in load(RecipeRow, options.folder)} if options.folder.exists() else {}
+    known = rows if options.missing else {}
     for net in NETWORKS:
         if (options.family and net.recipe not in options.family) or net.name in known:
             continue
         try:
-            row = measure(net, options.rules)
+            if options.rounded:
+                row = measure_rounded(net, rows[net.name])
+            else:
+                row = measure(net, options.rules)
         except QtraceError as error:
             print(f"{net.name}: {error}", file=sys.stderr, flush=True)
             worse = True
@@ -212,6 +242,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"| {' | '.join(row.cells())} |", flush=True)
         for origin, (db, time) in row.without.items():
             print(f"  without {origin}: {db:.1f} dB, {time:.3g} ms", flush=True)
+        for origin, values in row.rounded_without.items():
+            print(f"  rounded: {_each(row.rounded_db)} dB, {_each(values)} without {origin}", flush=True)
         worse |= not row.met
     return int(worse)
 

@@ -3,11 +3,13 @@
     python -m benchmarks.torch_families                # all of them: hours on one core
     python -m benchmarks.torch_families resnet18 vit   # those whose names begin so
     python -m benchmarks.torch_families --missing      # those without a stored row
+    python -m benchmarks.torch_families --runtime-python VENV/bin/python  # onnxruntime of another environment
 
 Weights are random; where the outputs hardly depend on the image, BatchNorms get the statistics of a batch,
 and scales of layers that begin at nearly zero are drawn. A network is imported with an open batch, compared
 with torch on two batches, calibrated on two, converted, exported for onnxruntime and verified. Each has a
-process of its own, one after the other; rows are stored as they come.
+process of its own, one after the other; rows are stored as they come. On a CPU with AMX the integer kernels
+of onnxruntime 1.23 are wrong: verify with a newer one there.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from qtrace.runtimes.host import RuntimeHost
 from scripts.stored import TorchRow, load, store, today
 
 __all__ = ["NETWORKS", "TorchNetwork", "main", "measure"]
@@ -121,8 +124,13 @@ def _networks() -> tuple[TorchNetwork, ...]:
 NETWORKS = _networks()
 
 
-def measure(network: TorchNetwork) -> TorchRow:
-    """Imports, converts and verifies a network in this process."""
+def measure(network: TorchNetwork, host: RuntimeHost | None = None) -> TorchRow:
+    """Imports, converts and verifies a network in this process.
+
+    Args:
+        network: the network.
+        host: the interpreter that has the onnxruntime to verify with; None for this one.
+    """
     import megengine as mge
     import numpy as np
     import torch
@@ -154,12 +162,14 @@ def measure(network: TorchNetwork) -> TorchRow:
         prepared = qtrace.prepare(traced, "backend/onnxruntime")
         qtrace.calibrate(prepared, batches, progress=False)
         converted = qtrace.convert(prepared)
-        row = dataclasses.replace(row, converted=True, returned=_returned(converted, module))
+        absent = _absent(converted, module)
+        row = dataclasses.replace(row, converted=True, returned=not absent, absent=absent)
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "network.onnx"
             qtrace.export(converted, file)
-            report = qtrace.verify(file, converted, batches[:1])
-        row = dataclasses.replace(row, verified=bool(report.passed))
+            report = qtrace.verify(file, converted, batches[:1], runtime_host=host)
+        failure = "" if report.passed else next(t for t in str(report).splitlines() if t.startswith("FAILED"))
+        row = dataclasses.replace(row, verified=bool(report.passed), refusal=failure)
     except QtraceError as error:
         row = dataclasses.replace(row, refusal=str(error)[:1500])
     return dataclasses.replace(row, seconds=round(time.perf_counter() - start))
@@ -213,25 +223,25 @@ def _draw_zeros(module: Any) -> None:
                 parameter.normal_(std=0.02)
 
 
-def _returned(converted: Any, module: Any) -> bool:
-    """Returns whether the state of the converted graph fits the module."""
+def _absent(converted: Any, module: Any) -> list[str]:
+    """Returns the tensors of a module that its converted graph does not give back."""
     import qtrace
     from qtrace.errors import ImportingError
 
     try:
         state = qtrace.to_torch_state(converted)
-    except ImportingError:
-        return False
+    except ImportingError as error:
+        return [str(error)]
     own = module.state_dict()
-    needed = {name for name in own if not name.endswith("num_batches_tracked")}
-    return set(state) <= set(own) and needed <= set(state)
+    strangers = [f"{name}, which the module lacks" for name in state if name not in own]
+    return strangers + [name for name in own if name not in state and own[name].is_floating_point()]
 
 
-def _child(network: TorchNetwork, connection: Any) -> None:
+def _child(network: TorchNetwork, host: RuntimeHost | None, connection: Any) -> None:
     with open(os.devnull, "w") as sink, contextlib.redirect_stdout(sink):
         warnings.simplefilter("ignore")
         try:
-            row = measure(network)
+            row = measure(network, host)
         except BaseException as error:
             row = TorchRow(network.package, network.name, network.size, measured=today())
             row = dataclasses.replace(row, refusal=f"FAULT {type(error).__name__}: {error}"[:1500])
@@ -239,11 +249,11 @@ def _child(network: TorchNetwork, connection: Any) -> None:
     connection.close()
 
 
-def _run(network: TorchNetwork) -> TorchRow:
+def _run(network: TorchNetwork, host: RuntimeHost | None) -> TorchRow:
     """Measures a network in a process of its own, forked from this one, which has loaded torch."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(network, sender))
+    process = context.Process(target=_child, args=(network, host, sender))
     process.start()
     sender.close()
     row = TorchRow(network.package, network.name, network.size, measured=today(), seconds=SECONDS)
@@ -274,14 +284,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("names", nargs="*", help="beginnings of names; all networks without them")
     parser.add_argument("--missing", action="store_true", help="only networks without a stored row")
+    parser.add_argument("--runtime-python", default="", help="the interpreter that has the onnxruntime")
     options = parser.parse_args(arguments)
+    host = RuntimeHost(python=options.runtime_python) if options.runtime_python else None
     stored = {row.network: row for row in load(TorchRow)}
     chosen = [n for n in NETWORKS if not options.names or n.name.startswith(tuple(options.names))]
     if options.missing:
         chosen = [n for n in chosen if n.name not in stored]
     _warm_up()
     for network in chosen:
-        row = _run(network)
+        row = _run(network, host)
         stored[row.network] = row
         print(" | ".join(row.cells()), flush=True)
         store([stored[n.name] for n in NETWORKS if n.name in stored], TorchRow)

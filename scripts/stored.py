@@ -9,7 +9,7 @@ import dataclasses
 import datetime
 import json
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -77,6 +77,8 @@ class RecipeRow:
         default_milliseconds: the same by the default.
         samples: the number of images to calibrate on, and of others to measure.
         without: a file of rules, or a rule as FILE:LINE -> the medians of dB and milliseconds without it.
+        rounded_db: the SQNR by the recipe for each seed where everything is rounded, without a placement.
+        rounded_without: a rule as FILE:LINE -> the same without it.
         measured: the day.
     """
 
@@ -90,6 +92,8 @@ class RecipeRow:
     default_milliseconds: list[float]
     samples: int
     without: dict[str, list[float]] = field(default_factory=dict)
+    rounded_db: list[float] = field(default_factory=list)
+    rounded_without: dict[str, list[float]] = field(default_factory=dict)
     measured: str = ""
 
     HEADER = ("family", "network", "pixels", "recipe, dB", "default, dB", "recipe, ms", "default, ms", "")
@@ -236,6 +240,7 @@ class TorchRow:
         converted: whether it was calibrated and converted.
         verified: whether onnxruntime computes the integers of the graph.
         returned: whether the converted graph gives back every tensor of the module's state.
+        absent: the tensors that it does not give back, or the sentence by which it refuses the state.
         refusal: why a step failed; "" if none did.
         seconds: the time of all steps, with torch's export.
         measured: the day of the measurement.
@@ -250,6 +255,7 @@ class TorchRow:
     converted: bool = False
     verified: bool = False
     returned: bool = False
+    absent: Sequence[str] = ()
     refusal: str = ""
     seconds: int = 0
     measured: str = ""
@@ -282,7 +288,7 @@ class TorchRow:
             "" if self.error is None else "open" if self.opened else "fixed",
             "" if self.difference is None else f"{self.difference:.1e}",
             "yes" if self.verified else "no",
-            "whole" if self.returned else "",
+            "whole" if self.returned else f"all but {len(self.absent)}" if self.absent else "",
             f"{refusal[:120]}..." if len(refusal) > 120 else refusal,
         )
 

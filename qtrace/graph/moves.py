@@ -12,10 +12,12 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Move", "parse_moves", "part_of", "places_of", "reshaped_to", "transposed_by"]
+__all__ = ["Move", "parse_moves", "part_of", "places_of", "reshaped_to", "taken_at", "transposed_by"]
 
-# The kind, and its numbers: ("transpose", axes), ("reshape", sizes), ("part", (axis, first, end)).
+# The kind, and its numbers: ("transpose", axes), ("reshape", sizes), ("part", (axis, first, end)),
+# ("take", (axis, *places)).
 Move = tuple[str, tuple[int, ...]]
+_KINDS = ("transpose", "reshape", "part", "take")
 
 
 def transposed_by(axes: Sequence[int]) -> Move:
@@ -31,6 +33,11 @@ def reshaped_to(sizes: Sequence[int]) -> Move:
 def part_of(axis: int, first: int, end: int) -> Move:
     """Returns the move that takes the places from ``first`` up to ``end`` of an axis."""
     return "part", (int(axis), int(first), int(end))
+
+
+def taken_at(axis: int, places: Iterable[int]) -> Move:
+    """Returns the move that takes places of an axis in any order, one of them several times or not at all."""
+    return "take", (int(axis), *(int(place) for place in places))
 
 
 def places_of(shape: Sequence[int], moves: Iterable[Move]) -> np.ndarray:
@@ -52,9 +59,15 @@ def places_of(shape: Sequence[int], moves: Iterable[Move]) -> np.ndarray:
             places = places.transpose(numbers)
         elif kind == "reshape":
             places = places.reshape(numbers)
-        else:
+        elif kind == "part":
             axis, first, end = numbers
             places = places.take(range(first, end), axis)
+        else:
+            axis, *taken = numbers
+            try:
+                places = places.take(np.array(taken, np.int64), axis)
+            except IndexError as error:
+                raise ValueError(f"no such places on axis {axis} of a stored tensor") from error
     return places
 
 
@@ -65,6 +78,6 @@ def parse_moves(items: Any = ()) -> tuple[Move, ...]:
         ValueError: when they are none.
     """
     moves = tuple((str(kind), tuple(int(n) for n in numbers)) for kind, numbers in items)
-    if any(kind not in ("transpose", "reshape", "part") for kind, _ in moves):
+    if any(kind not in _KINDS for kind, _ in moves):
         raise ValueError("no such move of a stored tensor")
     return moves

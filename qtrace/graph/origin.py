@@ -32,7 +32,7 @@ __all__ = [
 _ATTRIBUTE = "onnx_origin"
 _MAX_VERSION = 2**63 - 1  # of a number in a protobuf file
 # Keys that most networks do not have.
-_RARE = ("norms", "computed", "tied", "graph_facts", "end_facts", "output_axes", "node_remarks")
+_RARE = ("norms", "computed", "tied", "absent", "graph_facts", "end_facts", "output_axes", "node_remarks")
 
 Facts = tuple[tuple[str, str], ...]
 
@@ -120,6 +120,8 @@ class FileOrigin:
         computed: path of a parameter that is no tensor of the state, such as one that the import computed
             from it -> hash of its values; of networks from torch only.
         tied: another name of a stored tensor in torch's state -> its name in ``parameters``.
+        absent: the tensors of numbers in torch's state that the graph does not hold, since the network reads
+            none of them or the import computed other tensors from them.
 
     Raises:
         GraphError: for anything but text and whole numbers of 64 bits.
@@ -143,6 +145,7 @@ class FileOrigin:
     norms: Mapping[str, FileNorm] = field(default_factory=dict)
     computed: Mapping[str, str] = field(default_factory=dict)
     tied: Mapping[str, str] = field(default_factory=dict)
+    absent: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         numbers = (self.model_version, self.opset, self.ir_version)
@@ -156,7 +159,7 @@ class FileOrigin:
         texts += [text for facts in groups for pair in facts for text in pair]
         for result in self.results.values():
             texts += [result.tensor, result.node, result.op]
-        texts += [parameter.tensor for parameter in self.parameters.values()]
+        texts += [*self.absent, *(parameter.tensor for parameter in self.parameters.values())]
         texts += [text for pair in (*self.computed.items(), *self.tied.items()) for text in pair]
         texts += [text for norm in self.norms.values() for text in (norm.bias, *norm.tensors)]
         if not all(isinstance(text, str) and _is_utf8(text) for text in texts):
@@ -194,6 +197,7 @@ class FileOrigin:
             if {*document, *_RARE} != {f.name for f in fields(cls)}:
                 raise ValueError("it has other keys")
             graph_facts = document.pop("graph_facts", ())
+            absent = tuple(document.pop("absent", ()))
             results = {key: FileResult(*item) for key, item in document.pop("results").items()}
             parameters = {
                 key: FileParameter(tensor, tuple(int(n) for n in shape), parse_moves(*moves))
@@ -212,6 +216,7 @@ class FileOrigin:
             return cls(
                 **document,
                 output_axes=axes,
+                absent=absent,
                 graph_facts=_pairs(graph_facts),
                 end_facts=ends,
                 node_remarks=remarks,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from typing import Any
 
 from benchmarks.deployed import checks
@@ -41,6 +42,7 @@ __all__ = [
     "fake_quants",
     "families",
     "family_recipes",
+    "family_rules",
     "figures",
     "kept",
     "ocr_client",
@@ -56,6 +58,7 @@ __all__ = [
     "tuned",
 ]
 
+_LEAST_GAIN = 0.05  # dB: what is less shows as 0.0
 _VERDICT = {True: "met", False: "**missed**", None: ""}
 
 
@@ -152,6 +155,25 @@ def family_recipes() -> str:
     """The table of `python -m benchmarks.families`."""
     rows = load(RecipeRow)
     return f"{table(rows, RecipeRow)}\n\n{measured_when(rows)}"
+
+
+def family_rules() -> str:
+    """What rules change where everything is rounded, by `python -m benchmarks.families --rounded`."""
+    rows = [row for row in load(RecipeRow) if row.rounded_without]
+    cells: list[tuple[str, ...]] = []
+    idle: dict[str, list[str]] = {}
+    for row in rows:
+        for rule, without in row.rounded_without.items():
+            gains = [own - other for own, other in zip(row.rounded_db, without, strict=True)]
+            name = rule.removeprefix("qtrace/recipes/").replace(".yaml:", ":")
+            if max(map(abs, gains)) < _LEAST_GAIN:
+                idle.setdefault(name, []).append(row.network)
+            else:
+                shown = " ".join(f"{gain:+.1f}" for gain in gains)
+                cells.append((f"`{name}`", row.network, shown, f"{statistics.median(gains):+.1f}"))
+    body = _rows(("rule", "network", "gain of three seeds, dB", "median, dB"), sorted(cells))
+    lines = "\n".join(f"- `{rule}`: {'; '.join(networks)}" for rule, networks in sorted(idle.items()))
+    return f"{body}\n\nMeasured on {len(rows)} networks. Rules without an effect on some of them:\n\n{lines}"
 
 
 def transformers() -> str:

@@ -7,8 +7,9 @@ checked by value: a parameter that is not what its moves make of the state's ten
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 from megengine import Parameter
 
 from qtrace.graph.module_tree import set_parameter
-from qtrace.graph.moves import places_of
+from qtrace.graph.moves import Move, places_of, reshaped_to, taken_at
 from qtrace.graph.origin import FileNorm, FileParameter, read_origin, write_origin
 from qtrace.graph.types import CallMethod, GetAttr, ModuleNode, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module
@@ -26,6 +27,7 @@ __all__ = ["hash_values", "note_state"]
 
 _LAYERS = (M.Conv1d, M.Conv2d, M.ConvTranspose2d, M.Linear)
 _NORMS = (M.BatchNorm1d, M.BatchNorm2d)
+_MAX_PLACES = 2**17  # of the numbers of a tensor that are listed one by one
 
 
 def note_state(traced: TracedModule, state: Mapping[str, Any]) -> None:
@@ -39,16 +41,100 @@ def note_state(traced: TracedModule, state: Mapping[str, Any]) -> None:
     assert origin is not None
     stored = set(_stored_paths(traced))
     parameters = {path: parameter for path, parameter in origin.parameters.items() if path in stored}
-    checked = {
-        path: parameter for path, parameter in parameters.items() if _is_state(traced, path, parameter, state)
-    }
+    checked = _covered({path: own for path, own in parameters.items() if _is_state(traced, path, own, state)})
+    checked.update(_kept_tables(traced, stored - set(checked), checked, state))
     computed = {path: hash_values(get_module(traced, path).numpy()) for path in stored - set(checked)}
     norms = _norms(traced, checked)
     _tie(traced, checked)
-    tied = _tied_names(state, {parameter.tensor for parameter in checked.values()})
-    known = replace(origin, parameters=checked, norms=norms, computed=computed, tied=tied)
+    held = {parameter.tensor for parameter in checked.values()}
+    tied = _tied_names(state, held)
+    absent = tuple(n for n, own in state.items() if n not in held and n not in tied and _is_float(own))
+    known = replace(origin, parameters=checked, norms=norms, computed=computed, tied=tied, absent=absent)
     # torch's exporter notes lines of the user's source in its file, which nobody has asked to keep.
     write_origin(traced, replace(known, graph_facts=(), end_facts={}, output_axes={}, node_remarks={}))
+
+
+def _covered(parameters: Mapping[str, FileParameter]) -> dict[str, FileParameter]:
+    """Returns the parameters whose tensors are in the graph whole, be it in parts."""
+    places: dict[str, list[np.ndarray]] = {}
+    for parameter in parameters.values():
+        own = places_of(parameter.shape, parameter.moves).reshape(-1)
+        places.setdefault(parameter.tensor, []).append(own)
+    whole = {
+        parameter.tensor
+        for parameter in parameters.values()
+        if np.unique(np.concatenate(places[parameter.tensor])).size == math.prod(parameter.shape)
+    }
+    return {path: parameter for path, parameter in parameters.items() if parameter.tensor in whole}
+
+
+def _kept_tables(
+    traced: TracedModule, paths: set[str], known: Mapping[str, FileParameter], state: Mapping[str, Any]
+) -> dict[str, FileParameter]:
+    """Returns tensors that a module had taken from one of its own before the export, and kept as a constant.
+
+    timm's LeViT keeps its biases at all pairs of places so, once it has run. The file does not say where such
+    a constant comes from, but numbers that are all different do, or those of each row.
+    """
+    held = {parameter.tensor for parameter in known.values()}
+    found: dict[str, FileParameter] = {}
+    for name, tensor in state.items():
+        owner = name.rpartition(".")[0]
+        own = [path for path in sorted(paths) if path.rpartition(".")[0] == owner]
+        if not own or name in held or not _is_float(tensor) or tensor.numel() < 2:
+            continue
+        for path in own:
+            values = get_module(traced, path).numpy().astype(np.float32)
+            moves = _moves_from(_numbers(tensor), values, (int(tensor.shape[0]), 1))
+            if moves is not None:
+                found[path] = FileParameter(name, tuple(int(n) for n in tensor.shape), moves)
+    return found
+
+
+def _moves_from(numbers: np.ndarray, values: np.ndarray, counts: Sequence[int]) -> tuple[Move, ...] | None:
+    """Returns the moves that make some values of numbers, all of which are among them.
+
+    Args:
+        numbers: the numbers.
+        values: the values.
+        counts: numbers of equal rows, each row of values having its own numbers.
+
+    Returns:
+        The moves; None if there is no one way, or one that lists too many places.
+    """
+    if not values.size or not np.isfinite(numbers).all():
+        return None
+    for count in counts:
+        if values.size % count or numbers.size % count:
+            continue
+        rows, own = numbers.reshape(count, -1), values.reshape(count, -1)
+        order = np.argsort(rows, axis=1, kind="stable")
+        ordered = np.take_along_axis(rows, order, 1)
+        if not (np.diff(ordered, axis=1) > 0).all():
+            continue
+        at = [np.searchsorted(row, each) for row, each in zip(ordered, own, strict=True)]
+        at = np.minimum(np.stack(at), rows.shape[1] - 1)
+        places = np.take_along_axis(order, at, 1)
+        if not np.array_equal(np.take_along_axis(rows, places, 1), own):
+            continue
+        if any(np.unique(row).size < rows.shape[1] for row in places):
+            continue
+        alike = (places == places[0]).all()
+        if not alike:
+            places = places + rows.shape[1] * np.arange(count)[:, None]
+        taken = taken_at(1, places[0]) if alike else taken_at(1, places.reshape(-1))
+        if len(taken[1]) <= _MAX_PLACES:
+            return reshaped_to((count if alike else 1, -1)), taken, reshaped_to(values.shape)
+    return None
+
+
+def _numbers(tensor: Any) -> np.ndarray:
+    flat: np.ndarray = tensor.detach().cpu().float().numpy().reshape(-1)
+    return flat
+
+
+def _is_float(tensor: Any) -> bool:
+    return bool(tensor.dtype.is_floating_point)
 
 
 def _tie(traced: TracedModule, parameters: Mapping[str, FileParameter]) -> None:
@@ -95,7 +181,7 @@ def _is_state(traced: TracedModule, path: str, parameter: FileParameter, state: 
     tensor = state.get(parameter.tensor)
     if tensor is None or tuple(tensor.shape) != parameter.shape:
         return False
-    flat = tensor.detach().cpu().float().numpy().reshape(-1)
+    flat = _numbers(tensor)
     own = get_module(traced, path).numpy().reshape(-1)
     try:
         places = places_of(parameter.shape, parameter.moves).reshape(-1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from qtrace.importing.torch.record import hash_values
 
 __all__ = ["state_arrays", "to_torch_state"]
 
+_LOG = logging.getLogger("qtrace")
 _SHOWN = 5
 _FAKE_QUANTS = "qsites"  # the submodule of a prepared graph that holds its fake quants
 
@@ -24,8 +27,10 @@ def to_torch_state(traced: TracedModule) -> dict[str, Any]:
 
     ``module.load_state_dict(state, strict=False)`` then gives torch the float network that qtrace quantizes:
     what `finetune` or a training loop learned, and folded weights. A BatchNorm that `prepare` folded into its
-    layer becomes one that only adds the layer's bias. Tensors that the graph does not hold, such as
-    ``num_batches_tracked``, are left out.
+    layer becomes one that only adds the layer's bias. Counters, such as ``num_batches_tracked``, are left
+    out, and so are tensors that the graph does not hold, since the network does not read them or the import
+    computed others from them, as from weights that the module standardizes. The logger ``qtrace`` names
+    these; the module's own are still right.
 
     Args:
         traced: the network of `from_torch`, before or after `prepare`, `calibrate`, `finetune` and `convert`.
@@ -38,7 +43,15 @@ def to_torch_state(traced: TracedModule) -> dict[str, Any]:
             where torch's module has no place for it; the message names it.
     """
     torch = import_torch()
-    return {name: torch.from_numpy(array) for name, array in state_arrays(traced).items()}
+    state = {name: torch.from_numpy(array) for name, array in state_arrays(traced).items()}
+    absent = origin.absent if (origin := read_origin(traced)) is not None else ()
+    if absent:
+        _LOG.warning(
+            "the state has no %s: the graph does not hold them, since the network does not read them or the "
+            "import computed other tensors from them. Those of the module itself are still right.",
+            _listed(absent),
+        )
+    return state
 
 
 def state_arrays(traced: TracedModule) -> dict[str, np.ndarray]:
@@ -68,19 +81,28 @@ def state_arrays(traced: TracedModule) -> dict[str, np.ndarray]:
                 f"{parameter.tensor}, and differ in value: take the state before what changed one of them."
             )
         array.reshape(-1)[places] = own
+        if not np.array_equal(array.reshape(-1)[places], own, equal_nan=True):
+            raise ImportingError(
+                f"{path} holds numbers of {parameter.tensor} several times, and they differ after training: "
+                "take the state before it, or keep this parameter fixed in training."
+            )
         known[places] = True
     norms = _write_norms(values, origin, state)
     _check_others(values, origin, {*origin.parameters, *norms})
     missing = {p.tensor for path, p in origin.parameters.items() if path not in values} - set(state)
     missing |= {name for name, known in written.items() if not known.all()}
     if missing:
-        shown = ", ".join(sorted(missing)[:_SHOWN]) + (" and others" if len(missing) > _SHOWN else "")
         raise ImportingError(
-            f"the graph no longer holds {shown}, which a pass folded into other parameters: take the state "
-            "before prepare, or leave that algorithm out."
+            f"the graph no longer holds {_listed(sorted(missing))}, which a pass folded into other "
+            "parameters: take the state before prepare, or leave that algorithm out."
         )
     state.update({name: state[own] for name, own in origin.tied.items() if own in state})
     return state
+
+
+def _listed(names: Sequence[str]) -> str:
+    rest = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {rest} others" if rest > 0 else "")
 
 
 def _check_others(values: dict[str, np.ndarray], origin: FileOrigin, known: set[str]) -> None:
@@ -97,10 +119,10 @@ def _check_others(values: dict[str, np.ndarray], origin: FileOrigin, known: set[
         if np.any(value) if own is None else hash_values(value) != own:
             lost.append(path)
     if lost:
-        shown = ", ".join(sorted(lost)[:_SHOWN]) + (" and others" if len(lost) > _SHOWN else "")
         raise ImportingError(
-            f"{shown} changed, and torch's module has no tensor for it: the module computes it from others, "
-            "or a pass added it. Take the state before that pass, or keep this parameter fixed in training."
+            f"{_listed(sorted(lost))} changed, and torch's module has no tensor for it: the module computes "
+            "it from others, or a pass added it. Take the state before that pass, or keep this parameter "
+            "fixed in training."
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["Block", "Branching", "Detector", "Encoder", "Sorted", "Tied"]
+__all__ = ["Block", "Branching", "Detector", "Encoder", "Sorted", "Tables", "Tied"]
 
 
 class Block(torch.nn.Module):
@@ -54,6 +54,33 @@ class Tied(torch.nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.out(torch.relu(self.fc(self.words(ids))))
+
+
+class Tables(torch.nn.Module):
+    """A norm that torch's exporter writes in pieces, a table read at places, and a standardized weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.GroupNorm(1, 8)
+        self.conv = torch.nn.Conv2d(8, 8, 1)
+        self.biases = torch.nn.Parameter(torch.zeros(8, 9))
+        self.shift = torch.nn.Parameter(torch.zeros(1, 1, 8, 8))
+        self.gain = torch.nn.Parameter(torch.zeros(8, 1, 1, 1))
+        self.last = torch.nn.Conv2d(8, 8, 1)
+        self.register_buffer("places", torch.arange(64).reshape(8, 8) % 9, persistent=False)
+        self.kept: torch.Tensor | None = None
+        settle(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        table = self.biases[:, self.places] if self.kept is None else self.kept
+        x = self.conv(self.norm(x)) + table[None] + self.shift.expand(1, 8, 8, 8)
+        weight = self.last.weight
+        weight = (weight - weight.mean((1, 2, 3), keepdim=True)) * self.gain
+        return torch.nn.functional.conv2d(x, weight, self.last.bias)
+
+    def keep(self) -> None:
+        """Keeps the table as read, as timm's LeViT does once it has run."""
+        self.kept = self.biases[:, self.places].detach()
 
 
 class Branching(torch.nn.Module):

@@ -216,6 +216,33 @@ def test_tied_weights_stay_one_and_come_back_under_both_names(kind: str) -> None
     np.testing.assert_allclose(tuned(ids).detach().numpy(), result, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("kept", [False, True])
+def test_tables_read_at_places_come_back_and_what_does_not_is_named(
+    kept: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    module, images = nets.Tables().eval(), np.repeat(X, 3, 1)[:, :8]
+    if kept:
+        module.keep()
+    traced = qtrace.from_torch(module, images)
+    np.testing.assert_allclose(traced(Tensor(images)).numpy(), _expected(module, images), atol=1e-5)
+    prepared = qtrace.prepare(traced, "backend/onnxruntime")
+    qtrace.calibrate(prepared, [images], progress=False)
+    own = module.state_dict()
+    trained = {"norm.weight", "norm.bias", "shift"} | (set() if kept else {"biases"})
+    assert trained <= dict(traced.named_parameters()).keys()  # no constants
+    for net in (traced, prepared, qtrace.convert(prepared)):
+        caplog.clear()
+        state = qtrace.to_torch_state(net)
+        assert set(own) - set(state) == {"gain", "last.weight"}  # the module computes a weight from both
+        assert "the state has no gain, last.weight" in caplog.text
+        assert all(torch.equal(tensor, own[name]) for name, tensor in state.items())
+    stored = {**dict(traced.named_parameters()), **dict(traced.named_buffers())}
+    table = next(p for name, p in stored.items() if p.numpy().size == 8 * 64 and name != "shift")
+    table[...] = table + np.arange(8 * 64, dtype=np.float32).reshape(table.shape)
+    with pytest.raises(ImportingError, match="holds numbers of biases several times, and they differ"):
+        qtrace.to_torch_state(traced)
+
+
 def test_quantize_takes_a_module_of_torch(tmp_path: Path) -> None:
     result = qtrace.quantize(nets.Block(), [X, X], tmp_path / "net.onnx", recipe="backend/onnxruntime")
     assert result.path.exists()

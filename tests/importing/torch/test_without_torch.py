@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import megengine as mge
 import numpy as np
@@ -10,8 +11,8 @@ import pytest
 
 import qtrace
 from qtrace.errors import GraphError, ImportingError
-from qtrace.graph.moves import part_of, places_of, reshaped_to, transposed_by
-from qtrace.graph.origin import FileNorm, FileOrigin, FileParameter
+from qtrace.graph.moves import part_of, places_of, reshaped_to, taken_at, transposed_by
+from qtrace.graph.origin import FileNorm, FileOrigin, FileParameter, read_origin
 from qtrace.importing.torch import exporting
 from qtrace.importing.torch.record import note_state
 from qtrace.importing.torch.state import state_arrays
@@ -23,11 +24,15 @@ class _Tensor:
 
     def __init__(self, array: np.ndarray) -> None:
         self.array, self.shape = array, array.shape
+        self.dtype = SimpleNamespace(is_floating_point=array.dtype.kind == "f")
 
     def detach(self) -> _Tensor:
         return self
 
     cpu = float = detach
+
+    def numel(self) -> int:
+        return self.array.size
 
     def numpy(self) -> np.ndarray:
         return self.array
@@ -46,6 +51,10 @@ def test_moves_say_where_each_number_stands() -> None:
     stored = weights(6, 4)
     moves = (part_of(0, 2, 4), transposed_by((1, 0)), reshaped_to((2, 4)))
     np.testing.assert_array_equal(stored.reshape(-1)[places_of((6, 4), moves)], stored[2:4].T.reshape(2, 4))
+    taken = (taken_at(-1, [3, 0, 3]),)
+    np.testing.assert_array_equal(stored.reshape(-1)[places_of((6, 4), taken)], stored[:, [3, 0, 3]])
+    with pytest.raises(ValueError, match="no such places on axis 1"):
+        places_of((6, 4), (taken_at(1, [4]),))
 
 
 def test_a_transposed_and_divided_weight_comes_back_whole(tmp_path: Path) -> None:
@@ -84,6 +93,59 @@ def test_a_tensor_times_one_keeps_its_name(
     stored = {"alpha": weights(1, 4), "const_1": np.float32(number)}
     traced, state = _imported(model(nodes, {"x": (2, 4)}, ["y"], stored), tmp_path)
     np.testing.assert_array_equal(state_arrays(traced)["alpha"], state["alpha"])
+
+
+@pytest.mark.parametrize(
+    ("op", "others", "whole"),
+    [
+        ("Gather", {"at": np.array([[3, 0], [1, -2]])}, True),
+        ("Gather", {"at": np.array([[3, 0], [1, 1]])}, False),
+        ("GatherND", {"at": np.array([[3], [0], [1], [-2]])}, True),
+        ("GatherND", {"at": np.stack(np.indices((4, 4))[:, ::-1, ::-1], -1)}, True),
+        ("GatherND", {"at": np.array([[3, 1], [0, 0]])}, False),
+        ("Slice", {"starts": np.array([3]), "ends": np.array([-9]), "axes": [0], "steps": [-1]}, True),
+        ("Slice", {"starts": np.array([0, 0]), "ends": np.array([9, 4])}, True),
+        ("Slice", {"starts": np.array([0]), "ends": np.array([4]), "axes": [1], "steps": [2]}, False),
+        ("Slice", {"starts": np.array([1]), "ends": np.array([4])}, False),
+        ("Expand", {"shape": np.array([2, 4, 4])}, True),
+        ("Tile", {"repeats": np.array([2, 3])}, True),
+        ("CastLike", {"like": np.zeros(1, np.float32)}, True),
+    ],
+)
+def test_a_tensor_that_is_read_at_places_comes_back_if_all_of_it_is(
+    op: str, others: dict[str, object], whole: bool, tmp_path: Path
+) -> None:
+    named = {name: np.asarray(value) for name, value in others.items()}
+    nodes = [node(op, " ".join(["table", *named]), "read"), node("Add", "read x", "y")]
+    stored = {"table": weights(4, 4), **named}
+    traced, state = _imported(model(nodes, {"x": ()}, ["y"], stored, opset=17), tmp_path)
+    if not whole:
+        assert read_origin(traced).absent == ("table",)
+        with pytest.raises(ImportingError, match="no names of torch's state"):
+            state_arrays(traced)
+        return
+    np.testing.assert_array_equal(state_arrays(traced)["table"], state["table"])
+    (parameter,) = traced.parameters()
+    parameter[...] = parameter * 2.0
+    np.testing.assert_array_equal(state_arrays(traced)["table"], 2 * state["table"])
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+def test_a_constant_that_a_module_took_of_its_table_comes_back(repeated: bool, tmp_path: Path) -> None:
+    """Numbers that are equal in two rows are told apart by their rows; two in one row cannot be."""
+    table = np.arange(8, dtype=np.float32).reshape(2, 4)
+    table[1, 0] = table[0, 2]
+    if repeated:
+        table[0, 1] = table[0, 0]
+    read = table[:, [[0, 3, 1], [2, 1, 0]]]
+    nodes = [node("Add", "net.kept x", "y")]
+    proto = model(nodes, {"x": ()}, ["y"], {"net.kept": read})
+    traced = qtrace.from_onnx(save(proto, tmp_path))
+    note_state(traced, {"net.table": _Tensor(table), "net.rest": _Tensor(table + 9)})
+    origin = read_origin(traced)
+    assert origin.absent == (("net.table", "net.rest") if repeated else ("net.rest",))
+    if not repeated:
+        np.testing.assert_array_equal(state_arrays(traced)["net.table"], table)
 
 
 def test_a_tensor_times_two_is_computed(tmp_path: Path) -> None:
@@ -129,7 +191,7 @@ def test_a_folded_norm_comes_back_as_the_bias_of_its_layer(tmp_path: Path) -> No
 def test_an_origin_with_moves_and_norms_is_read_back() -> None:
     parameters = {"a.weight": FileParameter("w", (2, 3), (transposed_by((1, 0)),))}
     norms = {"a.weight": FileNorm("a.bias", 1e-3, ("g", "b", "m", "v"))}
-    origin = FileOrigin(graph="g", parameters=parameters, norms=norms)
+    origin = FileOrigin(graph="g", parameters=parameters, norms=norms, absent=("c", "d"))
     assert FileOrigin.from_json(origin.to_json()) == origin
     broken = origin.to_json().replace("transpose", "twist")
     with pytest.raises(GraphError, match="damaged"):

@@ -144,7 +144,10 @@ def _cast_like(call: Call) -> Any:
     call.attribute("round_mode", "up")
     value, target = call.values[0], call.dtype(1)
     if isinstance(value, Stored) and target.name in (*_FLOATS, *_INTEGERS):
-        return Stored(value.array.astype(target), call.name)
+        same = (
+            value.learned and value.array.dtype == target
+        )  # as torch's exporter writes a GroupNorm's weight
+        return value if same else Stored(value.array.astype(target), call.name)
     return _converted(call, target)
 
 

@@ -157,7 +157,7 @@ def follow_stored(
     if not (known or (source.learned and not is_anonymous(source.name))):
         return results
     followed: list[Value] = []
-    for result, moves in zip(results, moves_of(node, source, results), strict=True):
+    for result, moves in zip(results, moves_of(node, values, results), strict=True):
         if not isinstance(result, Stored) or moves is None or (known and node.op in PARTS):
             followed.append(result)
         else:

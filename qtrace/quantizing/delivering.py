@@ -39,12 +39,12 @@ __all__ = [
 _CHOOSING = ("balanced", "fastest")
 """The placements that round for speed: a file that is slower than float is not what they ask for."""
 
-_FOLDED = {
-    *("BatchNormalization", "Cast", "Clip", "Constant", "ConstantOfShape", "Dropout", "Expand", "Flatten"),
-    *("Gather", "Identity", "Pad", "Range", "Relu", "Reshape", "Shape", "Slice", "Squeeze", "Transpose"),
-    "Unsqueeze",
+_COMPOSITES = {
+    *("Attention", "Einsum", "Gelu", "GroupNormalization", "HardSwish", "InstanceNormalization"),
+    *("LayerNormalization", "LogSoftmax", "LpNormalization", "MeanVarianceNormalization", "Mish"),
+    *("RMSNormalization", "RotaryEmbedding", "Swish"),
 }
-"""Types of ops that an import or an export leaves out, or writes otherwise at no cost."""
+"""Types of ops that an import or an export may write in pieces, and a runtime has one kernel for."""
 
 Timer = Callable[..., list[Speed]]
 """Measures files in turns, as `qtrace.benchmarking.turns.compare_files` does."""
@@ -186,7 +186,7 @@ def compare_with_own(
         traced: the float network.
         config: the config.
     """
-    if config.backend != "onnxruntime" or path.suffix != ".onnx" or not _has_other_ops(own, path):
+    if config.backend != "onnxruntime" or path.suffix != ".onnx" or not _has_composites(own, path):
         return delivery
     try:
         speeds = compare_files([own, path], settings=timed_settings(traced, path.suffix))
@@ -195,12 +195,12 @@ def compare_with_own(
     return replace(delivery, beside_own=speeds[1])
 
 
-def _has_other_ops(own: Path, path: Path) -> bool:
-    """Returns whether a file has types of ops that another one lacks, beside those that an import folds."""
+def _has_composites(own: Path, path: Path) -> bool:
+    """Returns whether a file has composite ops, or ops of other domains, that another one lacks."""
     from qtrace.onnxfile.reading import read_model
 
     kinds = [{(n.domain, n.op_type) for n in read_model(file).graph.node} for file in (own, path)]
-    return any(kind not in _FOLDED or domain for domain, kind in kinds[0] - kinds[1])
+    return any(domain or kind in _COMPOSITES for domain, kind in kinds[0] - kinds[1])
 
 
 def choose_delivery(in_float: Speed, own: Speed, config: QConfig, prepared: TracedModule | None) -> Delivery:

@@ -173,7 +173,14 @@ def _ends(a: OnnxSide, b: OnnxSide) -> Iterator[_Entry]:
 
 
 def _described(value: ValueInfoProto) -> str:
-    return describe_value(value) + (f" ({_short(value.doc_string)})" if value.doc_string else "")
+    doc = f" ({_short(value.doc_string)})" if value.doc_string else ""
+    notes = ", ".join(f"{key}: {text}" for key, text in sorted(_notes(value).items()))
+    return describe_value(value) + doc + (f" [{notes}]" if notes else "")
+
+
+def _notes(part: NodeProto | ValueInfoProto) -> dict[str, str]:
+    """Returns the metadata of a node, an input or an output: key -> text."""
+    return {entry.key: _short(entry.value) for entry in part.metadata_props}
 
 
 def _pair(a: OnnxSide, b: OnnxSide) -> dict[int, NodeProto]:
@@ -249,6 +256,20 @@ def _changed(a: OnnxSide, b: OnnxSide, node: NodeProto, other: NodeProto) -> Ite
         for name in sorted({*before, *after}):
             if before.get(name) != after.get(name) and name != "kernel_shape":
                 yield f"{name} is {_written(after.get(name))}, not {_written(before.get(name))}"
+    yield from _changed_notes(node, other)
+
+
+def _changed_notes(node: NodeProto, other: NodeProto) -> Iterator[str]:
+    """Yields which metadata and document string of a node are others."""
+    old, new = _notes(node), _notes(other)
+    for notes, part in ((old, node), (new, other)):
+        if part.doc_string:
+            notes["doc_string"] = _short(part.doc_string)
+    for key in dict.fromkeys((*old, *new)):
+        if key not in new:
+            yield f"has no {key} any more"
+        elif old.get(key) != new[key]:
+            yield f"{key} is {new[key]}" + (f", not {old[key]}" if key in old else "")
 
 
 def _written(value: Any) -> str:

@@ -142,6 +142,38 @@ def test_each_kind_of_change_is_a_line(edit: Any, section: str, line: str, tmp_p
     assert line in _lines(_compare(tmp_path, second), section)
 
 
+def _annotate(model: onnx.ModelProto) -> None:
+    part: Any
+    for part in (model.graph.node[0], model.graph.output[0]):
+        part.metadata_props.add(key="layer", value="stem")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "sign"),
+    [(False, True, "layer is 'stem'"), (True, False, "has no layer any more"), (True, True, None)],
+)
+def test_metadata_of_nodes_and_ends_are_compared(
+    tmp_path: Path, first: bool, second: bool, sign: str | None
+) -> None:
+    models = [_model(), _model()]
+    for model, noted in zip(models, (first, second), strict=True):
+        if noted:
+            _annotate(model)
+    difference = _compare(tmp_path, models[1], models[0])
+    assert _lines(difference, "nodes") == ([f"~ Conv /conv: {sign}"] if sign else [])
+    ends = _lines(difference, "inputs and outputs")
+    assert len(ends) == (1 if sign else 0)
+    assert all("[layer: 'stem']" in line for line in ends)
+
+
+def test_a_changed_document_string_of_a_node_is_a_line(tmp_path: Path) -> None:
+    models = [_model(), _model()]
+    models[0].graph.node[2].doc_string = "as trained"
+    models[1].graph.node[2].doc_string = "pruned"
+    (line,) = _lines(_compare(tmp_path, models[1], models[0]), "nodes")
+    assert line == "~ Relu /relu: doc_string is 'pruned', not 'as trained'"
+
+
 def test_names_alone_do_not_make_stored_tensors_differ(tmp_path: Path) -> None:
     second = _model()
     second.graph.initializer[0].name = second.graph.node[0].input[1] = "other"

@@ -23,7 +23,7 @@ from onnx import helper, numpy_helper
 
 from qtrace.graph.names import unused_name
 from qtrace.onnxfile import external_data
-from qtrace.onnxfile.bodies import read_names
+from qtrace.onnxfile.bodies import read_names, rename_tensors
 from qtrace.onnxfile.model import OnnxModel
 from qtrace.onnxfile.saturation import products_are_wrong
 
@@ -112,7 +112,7 @@ class _Graph:
         self.graph, self.producers, self.readers = index.graph, index.producers, index.readers
         self.tensors, self.names, self.outputs = index.stored, index.names(), set(index.output_names)
         self.added: dict[int, list[Any]] = {}  # a node -> itself and the new nodes behind it
-        self.replaced: set[str] = set()
+        self.copies: dict[str, str] = {}  # a tensor with more columns -> that without them
 
     def widen(self, node: Any) -> bool:
         """Gives a layer columns of zeros, if it needs them; returns whether it did."""
@@ -124,20 +124,55 @@ class _Graph:
         integer = self.tensors.get(weight.input[0]) if weight is not None else None
         if integer is None or self._dequantized(node.input[0]) is None:
             return False
-        axis, groups = _axis_and_groups(node)
-        last = self._end_of_kernel(node)
-        if last is None or len(integer.dims) < 2:
+        axis, groups = _axis_and_groups(node, len(integer.dims))
+        add, bias = self._bias(node)
+        last = self._end_of_kernel(node, add)
+        if last is None or len(integer.dims) < 2 or self._is_blocked(weight):
             return False
         columns = integer.dims[axis] // groups
         whole = _wanted(node.op_type, columns, groups, integer)
         if whole == columns:
             return False
+        if not (self._grows(node.input[1], groups * columns) and self._grows(bias, groups * columns)):
+            return self.hold([node]) > 0
         pad = _Padding(axis, groups, columns, whole)
         self._replace_dequantized(node, 1, weight, pad)
-        if len(node.input) > 2 and node.input[2]:
-            self._replace_bias(node, pad)
+        if bias:
+            self._replace_bias(add, list(add.input).index(bias), pad)
         self._cut(last, 1 if node.op_type == "Conv" else -1, pad)
         return True
+
+    def _bias(self, node: Any) -> tuple[Any, str]:
+        """Returns the node that adds the bias of a layer, and the bias; the layer itself and "" for none."""
+        if node.op_type != "MatMul":
+            return node, node.input[2] if len(node.input) > 2 else ""
+        readers = self.readers.get(node.output[0], [])
+        if len(readers) == 1 and readers[0].op_type == "Add" and node.output[0] not in self.outputs:
+            other = next((name for name in readers[0].input if name != node.output[0]), "")
+            if self._stored_of(other) is not None:
+                return readers[0], other
+        return node, ""
+
+    def _stored_of(self, name: str) -> Any:
+        """Returns the stored tensor that a name is, or is dequantized from; None if it is computed."""
+        source = self._dequantized(name)
+        return self.tensors.get(name if source is None else source.input[0])
+
+    def _is_blocked(self, dequantize: Any) -> bool:
+        """Whether a weight has scales of blocks, which no kernel of integers multiplies."""
+        scale = self._number(dequantize.input[1])
+        return scale is None or scale.ndim > 1
+
+    def _grows(self, name: str, columns: int) -> bool:
+        """Whether a weight or bias has one number, or one along its last axis, for each column."""
+        tensor = self._stored_of(name)
+        if not name or tensor is None:
+            return not name
+        source = self._dequantized(name)
+        if source is None:
+            return math.prod(tensor.dims) == 1 or tensor.dims[-1] == columns
+        numbers = [self._number(other) for other in source.input[1:]]
+        return all(n is not None and n.size in (1, columns) for n in numbers)
 
     def multiplies_activations(self, node: Any) -> bool:
         """Whether a node reads two dequantized values of which none is stored."""
@@ -162,7 +197,7 @@ class _Graph:
             del self.graph.node[:]
             self.graph.node.extend(nodes)
         read = {name for node in self.graph.node for name in read_names(node)}
-        unread = self.replaced - read
+        unread = set(self.copies.values()) - read
         for index in reversed(range(len(self.graph.node))):
             if unread.intersection(self.graph.node[index].output):
                 unread.update(self.graph.node[index].input)
@@ -171,15 +206,28 @@ class _Graph:
         for index in reversed(range(len(self.graph.initializer))):
             if self.graph.initializer[index].name in unread - read:
                 del self.graph.initializer[index]
+        self._give_names_back(unread - read)
+
+    def _give_names_back(self, free: set[str]) -> None:
+        """Gives what was copied once the name of the original, where that is gone."""
+        copies: dict[str, list[str]] = {}
+        for new, old in self.copies.items():
+            copies.setdefault(old, []).append(new)
+        names = {new[0]: old for old, new in copies.items() if len(new) == 1 and old in free}
+        for node in self.graph.node:
+            rename_tensors(node, names)
+            node.name = names.get(node.name, node.name)
+        for tensor in self.graph.initializer:
+            tensor.name = names.get(tensor.name, tensor.name)
 
     def _dequantized(self, name: str) -> Any:
         """Returns the DequantizeLinear that gives a tensor; None if another node does."""
         node = self.producers.get(name)
         return node if node is not None and node.op_type == "DequantizeLinear" else None
 
-    def _end_of_kernel(self, node: Any) -> Any:
-        """Returns the last node of a layer's kernel of integers; None where it has none."""
-        last = node
+    def _end_of_kernel(self, node: Any, add: Any) -> Any:
+        """Returns the last node of a layer's kernel of integers, behind its bias; None where it has none."""
+        last = add
         while (
             len(readers := self.readers.get(last.output[0], [])) == 1 and last.output[0] not in self.outputs
         ):
@@ -188,7 +236,7 @@ class _Graph:
             if readers[0].op_type not in _FUSED:
                 break
             last = readers[0]
-        return None if node.op_type == "Conv" else node  # products of integers may give floats
+        return None if node.op_type == "Conv" else add  # products of integers may give floats
 
     def _widen_dynamic(self, node: Any) -> bool:
         """Gives a product of integers whose scale is that of the batch more columns."""
@@ -210,25 +258,27 @@ class _Graph:
         zero = self._number(inputs[2]) if len(inputs) > 2 else None
         inputs[0] = self._padded(inputs[0], pad, 0 if zero is None else zero.flat[0])
         flat = pad.flat()
-        for place, fill in ((1, 1.0), (2, None if zero is None else zero.flat[0])):
-            if place < len(inputs) and self.tensors[inputs[place]].dims not in ([], [1]):
-                inputs[place] = self._padded(inputs[place], flat, fill)
-        name = self._fresh(f"{dequantize.output[0]}_whole")
+        for place in range(1, len(inputs)):  # the last scale: a bias keeps the product of two scales
+            numbers = self._number(inputs[place])
+            if numbers is not None and numbers.size > 1:
+                inputs[place] = self._padded(inputs[place], flat, numbers.flat[-1])
+        name = self._fresh(f"{dequantize.output[0]}{WHOLE}")
         wide = helper.make_node("DequantizeLinear", inputs, [name], name=name)
         wide.attribute.extend(dequantize.attribute)
         self.added.setdefault(id(dequantize), [dequantize]).append(wide)
-        self.replaced.add(dequantize.output[0])
+        self.copies[name] = dequantize.output[0]
         node.input[index] = name
 
-    def _replace_bias(self, node: Any, pad: _Padding) -> None:
+    def _replace_bias(self, node: Any, index: int, pad: _Padding) -> None:
         """Gives the bias of a layer more columns, be it stored as floats or dequantized."""
-        name, flat = node.input[2], pad.flat()
+        name = node.input[index]
+        if math.prod(self._stored_of(name).dims) == 1:
+            return
         dequantize = self._dequantized(name)
         if dequantize is not None:
-            if math.prod(self.tensors[dequantize.input[0]].dims) > 1:
-                self._replace_dequantized(node, 2, dequantize, flat)
-        elif math.prod(self.tensors[name].dims) > 1:
-            node.input[2] = self._padded(name, flat, 0)
+            self._replace_dequantized(node, index, dequantize, pad.flat())
+        else:
+            node.input[index] = self._padded(name, pad.flat(), 0)
 
     def _cut(self, last: Any, axis: int, pad: _Padding) -> None:
         """Takes the columns of zeros away behind a node, under the name of its result.
@@ -241,7 +291,7 @@ class _Graph:
         if last.op_type != "QuantizeLinear":
             self.added.setdefault(id(last), [last]).append(self._cutting(wide, name, axis, pad))
             return
-        values, kept = self._fresh(f"{wide}_dq"), self._fresh(f"{name}_columns")
+        values, kept = self._fresh(f"{wide}_dq"), self._fresh(f"{name}_kept")
         grid = last.input[1:]
         self.added.setdefault(id(last), [last]).extend(
             (
@@ -253,18 +303,20 @@ class _Graph:
 
     def _cutting(self, wide: str, kept: str, axis: int, pad: _Padding) -> Any:
         """Returns the node that keeps the columns of a result that are not new."""
+        name = self._fresh(f"{kept}_columns")
         if pad.groups > 1:
             indices = self._stored(pad.kept(), f"{kept}_indices")
-            return helper.make_node("Gather", [wide, indices], [kept], name=kept, axis=axis)
+            return helper.make_node("Gather", [wide, indices], [kept], name=name, axis=axis)
         numbers = {"starts": [0], "ends": [pad.columns], "axes": [axis]}
         inputs = [self._stored(np.array(v, np.int64), f"{kept}_{key}") for key, v in numbers.items()]
-        return helper.make_node("Slice", [wide, *inputs], [kept], name=kept)
+        return helper.make_node("Slice", [wide, *inputs], [kept], name=name)
 
     def _padded(self, name: str, pad: _Padding, fill: Any) -> str:
         """Stores a copy of a tensor with more columns; returns its name."""
         array = numpy_helper.to_array(self.tensors[name])
-        self.replaced.add(name)
-        return self._stored(pad.apply(array, fill), f"{name}_whole")
+        new = self._stored(pad.apply(array, fill), f"{name}{WHOLE}")
+        self.copies[new] = name
+        return new
 
     def _number(self, name: str) -> np.ndarray | None:
         return numpy_helper.to_array(self.tensors[name]) if name in self.tensors else None
@@ -319,12 +371,12 @@ class _Padding:
         )
 
 
-def _axis_and_groups(node: Any) -> tuple[int, int]:
-    """Returns the axis of a weight's columns and the number of groups."""
+def _axis_and_groups(node: Any, axes: int) -> tuple[int, int]:
+    """Returns the axis of the columns in a weight of so many axes, and the number of groups."""
     numbers = {a.name: a.i for a in node.attribute}
     if node.op_type == "Conv":
         return 0, numbers.get("group", 1)
-    return (0 if numbers.get("transB") else 1), 1
+    return (0 if numbers.get("transB") else axes - 1), 1
 
 
 def _wanted(kind: str, columns: int, groups: int, weight: Any) -> int:

@@ -13,6 +13,8 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+from onnx import helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
 
 import qtrace
 from qtrace.errors import ExportError
@@ -157,3 +159,102 @@ def test_the_option_is_a_choice(tmp_path: Path) -> None:
         ExportError, match=r"amx='no' is no choice of the ONNX export: choose true or false\."
     ):
         qtrace.export(converted, tmp_path / "net.onnx", amx="no")
+
+
+class _Qdq:
+    """Writes a model of integers, node by node."""
+
+    def __init__(self) -> None:
+        self.random = np.random.default_rng(0)
+        self.nodes: list[Any] = []
+        self.stored: list[Any] = []
+
+    def keep(self, name: str, value: Any) -> str:
+        self.stored.append(numpy_helper.from_array(np.asarray(value), name))
+        return name
+
+    def add(self, kind: str, inputs: list[str], out: str, **attributes: Any) -> str:
+        self.nodes.append(helper.make_node(kind, inputs, [out], name=out, **attributes))
+        return out
+
+    def rounded(self, name: str) -> str:
+        grid = [self.keep(f"{name}_s", np.float32(0.05)), self.keep(f"{name}_z", np.uint8(120))]
+        return self.add(
+            "DequantizeLinear",
+            [self.add("QuantizeLinear", [name, *grid], f"{name}_int"), *grid],
+            f"{name}_dq",
+        )
+
+    def weight(self, name: str, *shape: int, axis: int | None = None) -> str:
+        self.keep(f"{name}_int", self.random.integers(-90, 90, shape).astype(np.int8))
+        scale = 0.01 if axis is None else self.random.uniform(0.005, 0.02, shape[axis])
+        grid = [
+            self.keep(f"{name}_s", np.float32(scale)),
+            self.keep(f"{name}_z", np.int8(np.zeros(np.shape(scale)))),
+        ]
+        return self.add(
+            "DequantizeLinear", [f"{name}_int", *grid], name, **({} if axis is None else {"axis": axis})
+        )
+
+    def model(self, outputs: list[str]) -> Any:
+        ends = [helper.make_tensor_value_info("x", 1, [40, 12])]
+        results = [helper.make_tensor_value_info(name, 1, None) for name in outputs]
+        graph = helper.make_graph(self.nodes, "net", ends, results, self.stored)
+        return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+
+
+def _shared(q: _Qdq) -> list[str]:
+    x, w = q.rounded("x"), q.weight("w", 12, 20, axis=1)
+    y = q.rounded(q.add("MatMul", [x, w], "y"))
+    return [q.add("Identity", [y], "a"), q.add("MatMul", [q.rounded(q.add("Relu", ["x"], "r")), w], "b")]
+
+
+def _scalar_bias(q: _Qdq) -> list[str]:
+    bias = q.keep("c", np.float32([0.5]))
+    return [q.add("Gemm", [q.rounded("x"), q.weight("w", 20, 12, axis=0), bias], "y", transB=1, alpha=0.5)]
+
+
+def _bias_of_rows(q: _Qdq) -> list[str]:
+    bias = q.keep("c", q.random.normal(size=(40, 1)).astype(np.float32))
+    return [q.add("Gemm", [q.rounded("x"), q.weight("w", 12, 20), bias], "y")]
+
+
+def _bias_with_an_axis(q: _Qdq) -> list[str]:
+    bias = q.keep("c", q.random.normal(size=(1, 20)).astype(np.float32))
+    y = q.add("Add", [bias, q.add("MatMul", [q.rounded("x"), q.weight("w", 12, 20)], "p")], "y")
+    return [q.rounded(q.add("Relu", [y], "r"))]
+
+
+def _many_weights(q: _Qdq) -> list[str]:
+    rows = q.add("Reshape", [q.rounded("x"), q.keep("shape", np.array([1, 40, 12]))], "rows")
+    return [q.add("MatMul", [q.rounded(rows), q.weight("w", 3, 12, 20)], "y")]
+
+
+def _read_twice(q: _Qdq) -> list[str]:
+    y = q.add("MatMul", [q.rounded("x"), q.weight("w", 12, 20)], "y")
+    return [y, q.rounded(y), q.add("Sigmoid", [y], "s")]
+
+
+@pytest.mark.parametrize(
+    "write", [_shared, _scalar_bias, _bias_of_rows, _bias_with_an_axis, _many_weights, _read_twice]
+)
+def test_unusual_layers_compute_the_same(tmp_path: Path, write: Any) -> None:
+    q = _Qdq()
+    model = q.model(write(q))
+    x = q.random.normal(size=(40, 12)).astype(np.float32)
+    want = ReferenceEvaluator(model).run(None, {"x": x})
+    assert whole_columns.write_whole_columns(model) > 0
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    for wanted, got in zip(want, session.run(None, {"x": x}), strict=True):
+        np.testing.assert_allclose(got, wanted, atol=0.0501)  # a step, where a sum lies between two
+
+
+def test_a_weight_keeps_its_name(tmp_path: Path) -> None:
+    converted, _ = _converted("odd")
+    names = [
+        {tensor.name for tensor in onnx.load(qtrace.export(converted, path, amx=amx)).graph.initializer}
+        for path, amx in ((tmp_path / "plain.onnx", False), (tmp_path / "whole.onnx", True))
+    ]
+    assert names[0] <= names[1]

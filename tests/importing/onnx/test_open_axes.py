@@ -16,7 +16,7 @@ import qtrace
 from qtrace.data.batches import as_arguments
 from qtrace.graph.open_axes import read_open_axes
 from qtrace.importing.onnx import opening
-from qtrace.onnxfile.local_session import OrtSession
+from qtrace.onnxfile.local_session import LocalSession
 from tests.importing.onnx.networks import model, node, save, weights
 
 IMAGE = {"x": ["batch", 2, "rows.0", "?"]}
@@ -234,13 +234,13 @@ def test_a_coarse_map_is_open_at_a_width_that_no_power_of_two_divides(tmp_path: 
 
 def test_the_proof_at_other_sizes_takes_few_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = []
-    run = OrtSession.run
+    run = LocalSession.run
 
-    def spy(self: OrtSession, names: object, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+    def spy(self: LocalSession, names: object, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
         shapes.append(feeds["x"].shape)
         return run(self, names, feeds)
 
-    monkeypatch.setattr(OrtSession, "run", spy)
+    monkeypatch.setattr(LocalSession, "run", spy)
     path = save(convolutional(), tmp_path)
     qtrace.from_onnx(path, {"x": (1, 2, 640, 640)})
     assert shapes == [(2, 2, 128, 160), (2, 2, 127, 159)]

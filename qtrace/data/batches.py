@@ -23,6 +23,7 @@ from qtrace.graph.walk import modules_of
 
 __all__ = [
     "as_arguments",
+    "can_run",
     "check_batches",
     "count_samples",
     "evaluating",
@@ -157,11 +158,11 @@ def first_samples(arguments: _Arguments, count: int, model: TracedModule | None 
     samples = _map_values(arguments, cut)
     if len(sizes) != 1 or sizes.pop() <= count:
         return None
-    return samples if model is None or _runs(model, samples) else None
+    return samples if model is None or can_run(model, samples) else None
 
 
-def _runs(model: TracedModule, arguments: _Arguments) -> bool:
-    """Returns whether ``model`` can be called with ``arguments``."""
+def can_run(model: TracedModule, arguments: _Arguments) -> bool:
+    """Returns whether ``model`` can be called with ``arguments``, the result of `as_arguments`."""
     level, mge.config.async_level = mge.config.async_level, 0
     try:
         with evaluating(model):

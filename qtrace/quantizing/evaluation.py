@@ -31,7 +31,7 @@ _SAMPLES = 8  # of a batch
 _MOST_BATCHES = 8
 _LEAST_BATCHES = 4  # from which one is held back
 _MANY_BATCHES = 16  # from which two are held back
-_LEAST_SAMPLES = 8  # from which some are held back where there are fewer batches
+_LEAST_SAMPLES = 8  # from which some are held back where there are fewer batches, and of many small ones
 _INPUT_SAMPLES = 32
 _LEAST_VALUES = 16  # of all inputs, which should differ
 
@@ -113,10 +113,18 @@ def choose_evaluation(
     if more:
         return EvaluationData(whole, count or 0, f"samples behind {spell('max_batches')}", limit, more)
     if count is not None and count >= _LEAST_BATCHES:
-        first = count - (2 if count >= _MANY_BATCHES else 1)
+        first = count - _count_held(source, count)
         return EvaluationData(whole, first, "samples that were held back", first)
     words = f"samples of the calibration data; {spell('evaluation')} gives others"
     return EvaluationData(whole, 0, words, limit, seen=True)
+
+
+def _count_held(source: DataSource, count: int) -> int:
+    """Returns how many batches are held back: more of many small ones, such as of single samples."""
+    if count < _MANY_BATCHES:
+        return 1
+    size = max(batch_length(next(iter(source))), 1)
+    return max(2, min(count // _LEAST_SAMPLES, -(-_LEAST_SAMPLES // size)))
 
 
 def hold_back_samples(source: DataSource, model: TracedModule) -> tuple[DataSource, EvaluationData] | None:

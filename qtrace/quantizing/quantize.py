@@ -40,7 +40,7 @@ from qtrace.quantizing.evaluation import (
 from qtrace.quantizing.judging import Acceptance, Judgement, conclude, copy_float
 from qtrace.quantizing.measuring import TimingPlan, prepare_measured
 from qtrace.quantizing.reporting import LogReporter, Reporter
-from qtrace.quantizing.sources import labels_of, own_file, read_network
+from qtrace.quantizing.sources import fixed_batch, labels_of, own_file, read_network
 from qtrace.quantizing.stage import DataReading, note_pixels, open_source
 from qtrace.quantizing.stages import StageTimes
 from qtrace.quantizing.targets import choose_config, format_of
@@ -268,6 +268,14 @@ def quantize(
             check_values(opened.calibration, spell)
         with stages.measure("import"):
             traced = read_network(source, opened.calibration, shapes, allow)
+            size = fixed_batch(traced, next(iter(opened.calibration)))
+            if size is not None:
+                reading = replace(reading, batch_size=size)
+                opened = replace(
+                    _open(source, data, evaluation, reading, config, reporter, spell), times=stages
+                )
+                shown = "one sample" if size == 1 else f"{size} samples"
+                reporter.note(f"a batch has {shown}, as the network takes no others")
             opened = opened.with_samples_held_back(traced)
         acceptance = Acceptance(metric, at_least)
         taken = Times.open(None if times is None else Path(times))

@@ -12,10 +12,11 @@ import numpy as np
 from megengine.module import Module
 
 from qtrace.data import Batch, DataSource
+from qtrace.data.batches import as_arguments, can_run
 from qtrace.data.values import find_labels
-from qtrace.errors import DataError, GraphError
+from qtrace.errors import CalibrationError, DataError, GraphError
 from qtrace.graph.files.serialize import load
-from qtrace.graph.interface import read_inputs
+from qtrace.graph.interface import read_inputs, read_interface
 from qtrace.graph.signature import argument_names
 from qtrace.graph.tracing.trace import trace
 from qtrace.graph.types import TracedModule
@@ -23,7 +24,7 @@ from qtrace.importing.onnx import declared_axes, declared_inputs, from_onnx, ope
 from qtrace.importing.torch import from_torch, is_torch_module
 from qtrace.preparation.record import is_quantized
 
-__all__ = ["labels_of", "open_shapes", "own_file", "read_network"]
+__all__ = ["fixed_batch", "labels_of", "open_shapes", "own_file", "read_network"]
 
 Shapes = Mapping[str, Sequence[int]]
 
@@ -66,6 +67,29 @@ def own_file(source: Any) -> Path | None:
     """Returns the ONNX file that a network comes from; None if it comes from elsewhere."""
     own = isinstance(source, (str, os.PathLike)) and Path(source).suffix.lower() == ".onnx"
     return Path(source) if own else None
+
+
+def fixed_batch(traced: TracedModule, batch: Batch) -> int | None:
+    """Returns the batch that an ONNX file fixes, if its graph cannot run on a batch of the data instead.
+
+    Some exporters write the batch into the network, as the first size of a Reshape.
+
+    Args:
+        traced: the network.
+        batch: a batch of the data.
+    """
+    interface = read_interface(traced)
+    shapes = {} if interface is None else {info.name: info.sizes for info in interface.inputs}
+    fixed = {sizes[0] for sizes in shapes.values() if sizes}
+    if len(fixed) != 1 or (size := fixed.pop()) is None:
+        return None
+    arrays = [_array(batch, index, name) for index, name in enumerate(shapes)]
+    if all(array is not None and array.ndim and len(array) == size for array in arrays):
+        return None
+    try:
+        return None if can_run(traced, as_arguments(batch, traced)) else size
+    except CalibrationError:  # the batch is no input of the network at all, which is said where it is read
+        return None
 
 
 def _read_file(path: Path, data: DataSource, shapes: Shapes | None, allow: Sequence[str]) -> TracedModule:

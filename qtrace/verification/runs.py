@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -134,14 +134,36 @@ class File:
             CalibrationError: when a batch does not fit the model or holds NaN.
         """
         numbers = itertools.count()
-        for batch in batches:
-            yield self._run_batch(next(numbers), batch, op_by_op, exact)
+        for number, batch in enumerate(batches):
+            for part in self._parts(batch, number):
+                yield self._run_batch(next(numbers), part, op_by_op, exact)
         for choice in others():
             for batch in choice:
                 run = self._run_if_possible(next(numbers), batch, op_by_op, exact)
                 if run is not None:
                     yield run
                     break
+
+    def _parts(self, batch: Any, number: int) -> Sequence[Any]:
+        """Cuts a batch into those of the size that the file fixes; one that is no multiple stays whole."""
+        fixed: Mapping[str, int] = getattr(self.session, "fixed_samples", {})
+        if not fixed:
+            return [batch]
+        try:
+            arguments = as_arguments(batch, self.model.module, number)
+            inputs = self._check_sizes(arguments, number)
+        except QtraceError:  # it is said where the batch is run
+            return [batch]
+        names = getattr(self.session, "input_names", ())
+        own = [fixed.get(name, 0) if x.ndim else 0 for name, x in zip(names, inputs, strict=True)]
+        count = max((len(x) // n for n, x in zip(own, inputs, strict=True) if n), default=1)
+        if count < 2 or any(n and len(x) not in (n, n * count) for n, x in zip(own, inputs, strict=True)):
+            return [batch]
+        split = [n if n and len(x) != n else 0 for n, x in zip(own, inputs, strict=True)]
+        return [
+            tuple(x[i * n : (i + 1) * n] if n else x for n, x in zip(split, inputs, strict=True))
+            for i in range(count)
+        ]
 
     def _run_if_possible(
         self,

@@ -225,7 +225,7 @@ def test_a_file_that_fails_its_verification_is_not_left_and_the_old_one_stays(he
 
 
 @pytest.mark.parametrize(
-    ("count", "size", "most", "verified"), [(64, 1, None, 15), (9, 2, None, 2), (9, 2, 400, 2)]
+    ("count", "size", "most", "verified"), [(64, 1, None, 14), (9, 2, None, 2), (9, 2, 400, 2)]
 )
 def test_a_file_is_verified_on_a_quarter_of_the_calibration(
     here, monkeypatch, count, size, most, verified

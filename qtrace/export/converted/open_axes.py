@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from qtrace.export.converted.batch import find_open_batch
 from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.graph.inference import OpError, TensorType
+from qtrace.graph.interface import read_interface
 from qtrace.graph.open_axes import BATCH, OpenAxes, OpenAxis, other_sizes, read_open_axes
 from qtrace.graph.open_shapes import SizedTypes
 from qtrace.graph.renewal import write_type
@@ -36,18 +37,22 @@ class DeclaredAxes:
     outputs: Mapping[Node, Mapping[int, str | None]] = field(default_factory=dict)
 
 
-def find_declared_axes(graph: ConvertedGraph, problem_at: Problem) -> DeclaredAxes:
+def find_declared_axes(graph: ConvertedGraph, problem_at: Problem, keeps_batch: bool = True) -> DeclaredAxes:
     """Infers the shapes of ``graph`` at other sizes of the open axes that it records.
 
     An axis at which an op cannot run, or cannot be written, is fixed; the logger ``qtrace`` says why. A graph
-    that records no open axes has an open batch, if it can run at other batch sizes.
+    that records no open axes has an open batch, if it can run at other batch sizes; one of an ONNX file that
+    fixes the batch keeps that size.
 
     Args:
         graph: the graph.
         problem_at: says why the graph cannot be written for types at other sizes; "" if it can.
+        keeps_batch: whether a batch that an ONNX file fixes stays fixed.
     """
     record = read_open_axes(graph.module)
     if record is None or not record.axes:
+        if keeps_batch and _fixes_batch(graph):
+            return DeclaredAxes()
         batch = find_open_batch(graph)
         outputs = {
             node: {axis: BATCH if is_batch else None for axis, is_batch in axes.items()}
@@ -69,6 +74,13 @@ def find_declared_axes(graph: ConvertedGraph, problem_at: Problem) -> DeclaredAx
     return DeclaredAxes(inputs, outputs)
 
 
+def _fixes_batch(graph: ConvertedGraph) -> bool:
+    """Whether a graph is that of an ONNX file whose inputs have a number for their first axis."""
+    interface = read_interface(graph.module)
+    sizes = [] if interface is None else [tensor.sizes for tensor in interface.inputs]
+    return bool(sizes) and all(own is not None and (not own or own[0] is not None) for own in sizes)
+
+
 class SharedAxes:
     """The open axes of several files of one network, which are found in the first one that is written.
 
@@ -82,7 +94,8 @@ class SharedAxes:
     def find(self, graph: ConvertedGraph, problem_at: Problem) -> DeclaredAxes:
         """Returns the open axes of a file; see `find_declared_axes` for the arguments."""
         if self._outputs is None:
-            found = find_declared_axes(graph, problem_at)
+            # Files that are thrown away may run on batches of any size.
+            found = find_declared_axes(graph, problem_at, keeps_batch=False)
             self._inputs = {node.name: own for node, own in found.inputs.items()}
             self._outputs = [found.outputs.get(node, {}) for node in graph.outputs]
             return found

@@ -1,0 +1,97 @@
+"""A file that fixes the batch keeps it, whatever batches the data come in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import helper, numpy_helper
+
+import qtrace
+from qtrace.errors import CalibrationError, ExportError
+from tests.nets import images
+
+DATA = images(32, 3, 8, 8)
+EVERYTHING = {"placement": "everything"}
+
+
+def _write(folder: Path, batch: int | str, *, reshape: bool) -> Path:
+    """Writes a network; with ``reshape`` the batch is a number in it, as some exporters have it."""
+    rng = np.random.default_rng(0)
+    weights = {"w": rng.normal(size=(8, 3, 3, 3)), "v": rng.normal(size=(4, 8, 1, 1))}
+    stored = [numpy_helper.from_array(value.astype("float32"), name) for name, value in weights.items()]
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["c"]),
+        helper.make_node("Relu", ["c"], ["r"]),
+        helper.make_node("GlobalAveragePool", ["r"], ["p"]),
+        helper.make_node("Conv", ["p", "v"], ["s" if reshape else "y"]),
+    ]
+    if reshape:
+        stored.append(numpy_helper.from_array(np.array([batch, 4], np.int64), "shape"))
+        nodes.append(helper.make_node("Reshape", ["s", "shape"], ["y"]))
+    shapes = (("x", 1, [batch, 3, 8, 8]), ("y", 1, [batch, 4] if reshape else [batch, 4, 1, 1]))
+    ends = [helper.make_tensor_value_info(*end) for end in shapes]
+    graph = helper.make_graph(nodes, "net", ends[:1], ends[1:], stored)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    onnx.save(model, folder / "net.onnx")
+    return folder / "net.onnx"
+
+
+def _declared(path: Path) -> list[Any]:
+    graph = onnx.load(path).graph
+    dims = (value.type.tensor_type.shape.dim[0] for value in (*graph.input, *graph.output))
+    return [dim.dim_value or dim.dim_param for dim in dims]
+
+
+@pytest.mark.parametrize("placement", ["everything", "balanced"])
+@pytest.mark.parametrize("reshape", [False, True])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_the_file_keeps_its_batch(tmp_path: Path, batch: int, reshape: bool, placement: str) -> None:
+    """A client makes its arrays by the declared shape; the file declared ``N``."""
+    source = _write(tmp_path, batch, reshape=reshape)
+    config = {"placement": placement}
+    result = qtrace.quantize(source, DATA, tmp_path / "out.onnx", recipe=config, progress=False)
+    assert _declared(result.path) == [batch, batch]
+    assert result.verify is not None
+    assert result.verify.passed
+    assert result.verify.max_lsb == 1
+    session = ort.InferenceSession(result.path, providers=["CPUExecutionProvider"])
+    declared = session.get_inputs()[0].shape
+    (got,) = session.run(None, {"x": np.zeros(declared, np.float32)})
+    assert got.shape[0] == batch
+
+
+def test_an_open_batch_stays_open(tmp_path: Path) -> None:
+    source = _write(tmp_path, "samples", reshape=False)
+    result = qtrace.quantize(source, DATA, tmp_path / "out.onnx", recipe=EVERYTHING, progress=False)
+    assert _declared(result.path) == ["samples", "samples"]
+
+
+def test_batches_of_another_size_are_cut_to_verify(tmp_path: Path) -> None:
+    traced = qtrace.from_onnx(_write(tmp_path, 2, reshape=False))
+    converted = qtrace.convert(
+        qtrace.calibrate(qtrace.prepare(traced, EVERYTHING), [DATA[:8]], progress=False)
+    )
+    path = qtrace.export(converted, tmp_path / "out.onnx")
+    report = qtrace.verify(path, converted, [DATA[:8], {"x": DATA[8:12]}])
+    assert report.passed
+    with pytest.raises(ExportError, match="give batches of 2"):
+        qtrace.verify(path, converted, [DATA[:3]])
+
+
+def test_a_batch_that_cannot_be_cut_is_refused_by_its_shape(tmp_path: Path) -> None:
+    source = _write(tmp_path, 1, reshape=True)
+    batches = [DATA[:8], DATA[8:16]]  # they are the user's
+    with pytest.raises(CalibrationError, match=r"so give such shapes"):
+        qtrace.quantize(source, batches, tmp_path / "out.onnx", recipe=EVERYTHING, progress=False)
+
+
+def test_many_single_samples_are_held_back_as_a_batch_would_be(tmp_path: Path) -> None:
+    source = _write(tmp_path, 1, reshape=True)
+    data = np.concatenate([DATA, images(32, 3, 8, 8, seed=1)])
+    result = qtrace.quantize(source, data, tmp_path / "out.onnx", recipe=EVERYTHING, progress=False)
+    assert "on 8 samples that were held back" in "\n".join(result.summary())

@@ -92,11 +92,11 @@ def test_samples_in_dicts_and_lists_are_counted(arguments: Any, count: int) -> N
 
 
 def test_no_more_batches_of_dicts_are_read_than_needed() -> None:
-    traced = qtrace.trace(net(lambda self, x: F.relu(x["a"]) + x["b"]), _named(4, 0))
-    calls = first_calls(traced, [_named(4, seed) for seed in range(5)], 8)
+    traced = qtrace.trace(net(lambda self, x: F.relu(x["a"]) + x["b"]), _named(4, 0)[0][0])
+    calls = first_calls([_named(4, seed) for seed in range(5)], 8, traced)
     assert [count_samples(call) for call in calls] == [4, 4]
 
 
 def _named(samples: int, seed: int) -> tuple[Any, ...]:
     rng = np.random.default_rng(seed)
-    return ({name: Tensor(rng.normal(size=(samples, 3)).astype(np.float32)) for name in "ab"},)
+    return ({name: Tensor(rng.normal(size=(samples, 3)).astype(np.float32)) for name in "ab"},), {}

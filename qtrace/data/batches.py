@@ -180,9 +180,12 @@ def can_run(model: TracedModule, arguments: _Arguments) -> bool:
 
 
 def count_samples(arguments: _Arguments) -> int:
-    """Returns the length of the first axis of the first tensor that has one; 1 without one."""
-    args, kwargs = arguments
-    shapes = (tuple(getattr(value, "shape", ())) for value in (*args, *kwargs.values()))
+    """Returns the length of the first axis of the first tensor that has one; 1 without one.
+
+    Tensors in dicts, tuples and lists count as those outside of them.
+    """
+    shapes: list[tuple[int, ...]] = []
+    _map_values(arguments, lambda value: shapes.append(tuple(getattr(value, "shape", ()))))
     return next((int(shape[0]) for shape in shapes if shape), 1)
 
 

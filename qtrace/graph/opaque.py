@@ -26,7 +26,7 @@ from megengine.traced_module.node import Node, TensorNode
 from qtrace.errors import ExportError, GraphError, QtraceWarning
 from qtrace.graph.walk import exprs, get_module, owner
 from qtrace.onnxfile.fragment import Fragment, operators_of
-from qtrace.onnxfile.selecting import RankedPlaces, SelectingFragment, selecting_nodes, selects_inside
+from qtrace.onnxfile.selecting import Replayed, SelectingFragment, selecting_nodes, selects_inside
 
 __all__ = [
     "OpaqueOp",
@@ -79,7 +79,7 @@ class OpaqueOp(Module):
 
     @property
     def selects_inside(self) -> bool:
-        """Whether a body or a function of the nodes selects, where no run tells its places."""
+        """Whether the body of a loop or a function of the nodes selects, where no run tells its places."""
         return selects_inside(self.fragment.model)
 
     @property
@@ -96,18 +96,16 @@ class OpaqueOp(Module):
         with self._located():
             return self.selecting.places(self._arrays(inputs))
 
-    def rankings(self, own: np.ndarray, given: np.ndarray, *inputs: mge.Tensor) -> dict[int, RankedPlaces]:
-        """Returns the rankings among the selections; see `SelectingFragment.rankings`."""
-        assert self.selecting is not None
-        with self._located():
-            return self.selecting.rankings(self._arrays(inputs), own, given)
+    def replay(self, places: np.ndarray, *inputs: mge.Tensor) -> tuple[tuple[mge.Tensor, ...], Replayed]:
+        """Computes the outputs for the places of another run.
 
-    def with_places(self, places: np.ndarray, *inputs: mge.Tensor) -> tuple[mge.Tensor, ...]:
-        """Computes the outputs for the places of another run."""
+        Returns:
+            The outputs, and what `SelectingFragment.replay` gives.
+        """
         assert self.selecting is not None
         with self._located():
-            results = self.selecting.run(self._arrays(inputs), places)
-        return self._tensors(results)
+            replayed = self.selecting.replay(self._arrays(inputs), places)
+        return self._tensors(replayed.outputs), replayed
 
     def forward(self, *inputs: mge.Tensor) -> Any:
         """Computes the outputs: a tensor, or a tuple of several.

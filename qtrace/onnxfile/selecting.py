@@ -6,8 +6,9 @@ Its outputs alone do not tell which boxes they are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,14 +16,16 @@ import numpy as np
 from qtrace.onnxfile.bodies import bodies_of, own_operators, read_names
 from qtrace.onnxfile.fragment import Fragment
 
-__all__ = ["RankedPlaces", "SelectingFragment", "selecting_nodes", "selects_inside"]
+__all__ = ["RankedPlaces", "Replayed", "SelectingFragment", "selecting_nodes", "selects_inside"]
 
-# Op -> the output that has the places; of Compress the mask among its inputs has them.
+# Op -> the output that has the places; of those with a mask among their inputs, which input it is.
 _PLACES = {"NonMaxSuppression": 0, "NonZero": 0, "TopK": 1, "ArgMax": 0, "ArgMin": 0}
-_MASKED = "Compress"
-_LISTS = ("NonMaxSuppression", "NonZero", _MASKED)
+_MASKED = {"Compress": 1, "If": 0}
+_LISTS = ("NonMaxSuppression", "NonZero", *_MASKED)
 _OWN = ("", "ai.onnx")
 _WIDTH = 10  # numbers of a place: the selection, then an index of up to eight, and a number
+# The places of a list in a branch of an If that was not taken.
+_NOWHERE = {"NonMaxSuppression": (0, 3), "NonZero": (1, 0)}
 
 
 @dataclass(frozen=True)
@@ -30,15 +33,13 @@ class _Selection:
     """A node that selects.
 
     Attributes:
-        index: its place among the nodes.
-        kind: its op.
+        kind: its op; an If selects the branch, where one of its branches selects.
         name: the tensor of its places.
         axis: the axis along which it ranks; 0 for one that lists places.
         scores: the tensor that it ranks; "" for one that lists places.
         falling: whether the largest score is the best.
     """
 
-    index: int
     kind: str
     name: str
     axis: int = 0
@@ -51,7 +52,7 @@ class _Selection:
             return places.T
         if self.kind == "NonMaxSuppression":
             return places
-        if self.kind == _MASKED:
+        if self.kind in _MASKED:
             return np.flatnonzero(places)[:, None]
         indices = np.indices(places.shape).reshape(places.ndim, places.size)
         return np.concatenate([indices, places.reshape(1, -1)]).T
@@ -60,54 +61,77 @@ class _Selection:
         """Returns the places of a ranking of ``rank`` axes with those of one order on the last axis."""
         return np.moveaxis(places, self.axis, -1) if places.ndim == rank else places[..., None]
 
-    def places(self, rows: np.ndarray, like: np.ndarray) -> np.ndarray:
-        """Returns the places of ``rows``, which may be more or fewer than those of this run, ``like``."""
+    def places(self, rows: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        """Returns the places of this shape that ``rows`` are made of."""
         if self.kind == "NonZero":
-            return np.ascontiguousarray(rows[:, : len(like)].T)
+            return np.ascontiguousarray(rows[:, : shape[0]].T)
         if self.kind == "NonMaxSuppression":
             return rows[:, :3]
-        if self.kind == _MASKED:
-            mask = np.zeros(like.shape, np.int64)
-            mask[rows[rows[:, 0] < len(mask), 0]] = 1
-            return mask
-        if not len(rows):
-            return np.zeros(like.shape if not like.size else (0, *like.shape[1:]), np.int64)
-        indices = rows[:, : like.ndim]
-        whole = np.zeros(indices.max(axis=0) + 1, np.int64)
-        whole[tuple(indices.T)] = rows[:, like.ndim]
+        whole = np.zeros(shape, np.int64)
+        if self.kind in _MASKED:
+            whole.reshape(-1)[rows[:, 0]] = 1
+        else:
+            whole[tuple(rows[:, : len(shape)].T)] = rows[:, len(shape)]
         return whole
 
 
 def selecting_nodes(model: Any) -> tuple[_Selection, ...]:
-    """Returns the nodes of a model that pick places by the order or the size of values, in order."""
-    read = {name for node in model.graph.node for name in read_names(node)}
-    read |= {value.name for value in model.graph.output}
-    selections = []
-    for index, node in enumerate(model.graph.node):
-        if node.domain not in _OWN:
-            continue
-        if node.op_type == _MASKED:
-            selections.append(_Selection(index, _MASKED, node.input[1]))
-            continue
-        place = _PLACES.get(node.op_type)
-        name = node.output[place] if place is not None and place < len(node.output) else ""
-        if not name or name not in read:
-            continue
-        if node.op_type in _LISTS:
-            selections.append(_Selection(index, node.op_type, name))
-            continue
-        attributes = {a.name: a.i for a in node.attribute}
-        axis = attributes.get("axis", -1 if node.op_type == "TopK" else 0)
-        falling = node.op_type == "ArgMax" or (node.op_type == "TopK" and attributes.get("largest", 1) == 1)
-        selections.append(_Selection(index, node.op_type, name, axis, node.input[0], falling))
-    return tuple(selections)
+    """Returns the nodes of a model that pick places by the order or the size of values, in order.
+
+    Those in the branches of an If come behind it. Bodies of loops are not looked into: they run many times.
+    """
+    return tuple(_find(model.graph))
+
+
+def _find(graph: Any) -> Iterator[_Selection]:
+    read = _read_in(graph)
+    for node in graph.node:
+        selection = _selection_of(node, read)
+        if selection is not None:
+            yield selection
+            if selection.kind == "If":
+                for body in bodies_of(node):
+                    yield from _find(body)
+
+
+def _read_in(graph: Any) -> set[str]:
+    """Returns the tensors of a graph that its nodes read, or that leave it."""
+    return {name for node in graph.node for name in read_names(node)} | {v.name for v in graph.output}
+
+
+def _selection_of(node: Any, read: set[str]) -> _Selection | None:
+    """Returns what a node selects; None if it selects nothing, or if nobody reads its places."""
+    if node.domain not in _OWN:
+        return None
+    if node.op_type in _MASKED:
+        if node.op_type == "If" and not any(True for body in bodies_of(node) for _ in _find(body)):
+            return None
+        return _Selection(node.op_type, node.input[_MASKED[node.op_type]])
+    place = _PLACES.get(node.op_type)
+    name = node.output[place] if place is not None and place < len(node.output) else ""
+    if not name or name not in read:
+        return None
+    if node.op_type in _LISTS:
+        return _Selection(node.op_type, name)
+    attributes = {a.name: a.i for a in node.attribute}
+    axis = attributes.get("axis", -1 if node.op_type == "TopK" else 0)
+    falling = node.op_type == "ArgMax" or (node.op_type == "TopK" and attributes.get("largest", 1) == 1)
+    return _Selection(node.op_type, name, axis, node.input[0], falling)
 
 
 def selects_inside(model: Any) -> bool:
-    """Returns whether a body of control flow or a function selects, where no run tells its places."""
-    bodies = [body for node in model.graph.node for body in bodies_of(node)]
-    kinds = {kind for body in (*bodies, *model.functions) for kind in own_operators(body)}
-    return bool(kinds & {*_PLACES, _MASKED})
+    """Returns whether the body of a loop or a function selects, where no run tells its places."""
+    kinds = {kind for function in model.functions for kind in own_operators(function)}
+    return bool(kinds & {*_PLACES, "Compress"}) or _loops_select(model.graph)
+
+
+def _loops_select(graph: Any) -> bool:
+    for node in graph.node:
+        for body in bodies_of(node):
+            kinds = () if node.op_type == "If" and node.domain in _OWN else own_operators(body)
+            if {*kinds} & {*_PLACES, "Compress"} or _loops_select(body):
+                return True
+    return False
 
 
 class RankedPlaces(NamedTuple):
@@ -124,8 +148,27 @@ class RankedPlaces(NamedTuple):
     given: np.ndarray
 
 
+class Replayed(NamedTuple):
+    """A run of a fragment with the places of another run.
+
+    Attributes:
+        outputs: the outputs of the fragment.
+        own: the table of the places that this run's values pick, behind the given places of all selections
+            before.
+        rankings: the rankings among the selections, by their numbers; one of which the other run has another
+            number of places is left out.
+    """
+
+    outputs: list[np.ndarray]
+    own: np.ndarray
+    rankings: dict[int, RankedPlaces]
+
+
 class SelectingFragment:
     """Runs a fragment and tells its places, or takes given ones.
+
+    Places are a table with one row for each: the number of the selection, then its numbers, then -1. One more
+    row for each selection has -1 minus its number, and the shape of its places.
 
     Args:
         model: the model of the fragment, which has nodes that select; it is not changed.
@@ -133,98 +176,216 @@ class SelectingFragment:
 
     def __init__(self, model: Any) -> None:
         self._selections = selecting_nodes(model)
-        self._telling = Fragment(_told(model, self._selections))
-        self._taking = Fragment(_taken(model, self._selections))
+        self._ranking = [number for number, selection in enumerate(self._selections) if selection.scores]
+        self._outputs = len(model.graph.output)
+        self._telling = Fragment(_rewritten(model, replays=False))
+        self._taking = Fragment(_rewritten(model, replays=True))
 
     def places(self, values: Sequence[np.ndarray]) -> np.ndarray:
-        """Returns the places, one a row, of all selections by the values: the selection, then its numbers."""
+        """Returns the table of the places of all selections by the values."""
+        return self._table(self._telling.run(values))
+
+    def takes(self, table: np.ndarray) -> bool:
+        """Returns whether ``table`` has the places of as many selections as there are."""
+        whole = table.ndim == 2 and table.shape[1] == _WIDTH
+        return whole and sorted(-1 - table[table[:, 0] < 0, 0]) == list(range(len(self._selections)))
+
+    def replay(self, values: Sequence[np.ndarray], table: np.ndarray) -> Replayed:
+        """Computes the outputs for the places of another run, as `places` gives them.
+
+        No node reads a place that the values of this run would pick: it may be one of another number of rows
+        than the inputs have, which come from the other run's places, too.
+        """
+        given = [
+            selection.places(table[table[:, 0] == number, 1:], _shape_in(table, number))
+            for number, selection in enumerate(self._selections)
+        ]
+        run = self._taking.run([*values, *given])
+        outputs, told = run[: self._outputs], run[self._outputs :]
+        rankings = {}
+        for number, scores in zip(self._ranking, told[len(given) :], strict=True):
+            selection, both = self._selections[number], (told[number], given[number])
+            same = both[0].shape == both[1].shape and both[0].size
+            if same and both[1].max() < scores.shape[selection.axis]:
+                columns = [selection.columns(places, scores.ndim) for places in both]
+                ranked = np.moveaxis(scores if selection.falling else -scores, selection.axis, -1)
+                rankings[number] = RankedPlaces(ranked, columns[0], columns[1])
+        return Replayed(outputs, self._table(told), rankings)
+
+    def _table(self, told: Sequence[np.ndarray]) -> np.ndarray:
         tables = []
-        for number, (own, places) in enumerate(zip(self._selections, self._told(values), strict=True)):
-            rows = own.rows(places)
-            table = np.full((len(rows), _WIDTH), -1, np.int64)
-            table[:, 0], table[:, 1 : 1 + rows.shape[1]] = number, rows
+        for number, (selection, places) in enumerate(zip(self._selections, told, strict=False)):
+            rows = selection.rows(places)
+            table = np.full((len(rows) + 1, _WIDTH), -1, np.int64)
+            table[:-1, 0], table[:-1, 1 : 1 + rows.shape[1]] = number, rows
+            table[-1, 0], table[-1, 1 : 1 + places.ndim] = -1 - number, places.shape
             tables.append(table)
         return np.concatenate(tables)
 
-    def rankings(
-        self, values: Sequence[np.ndarray], own: np.ndarray, given: np.ndarray
-    ) -> dict[int, RankedPlaces]:
-        """Returns the rankings among the selections, by their numbers, with the places of two tables.
 
-        Args:
-            values: the values that are ranked.
-            own: the places by these values.
-            given: the places of another run; a ranking of so many others is left out.
-        """
-        numbers = [number for number, selection in enumerate(self._selections) if selection.scores]
-        if not numbers:
-            return {}
-        run = self._telling.run(values)[-len(self._selections) - len(numbers) :]
-        rankings = {}
-        for number, scores in zip(numbers, run[len(self._selections) :], strict=True):
-            selection, like = self._selections[number], run[number]
-            tables = [table[table[:, 0] == number, 1:] for table in (own, given)]
-            both = [selection.places(rows, like) for rows in tables]
-            if (
-                both[0].shape != both[1].shape
-                or not both[0].size
-                or both[1].max() >= scores.shape[selection.axis]
-            ):
-                continue
-            columns = [selection.columns(places, scores.ndim) for places in both]
-            ranked = np.moveaxis(scores if selection.falling else -scores, selection.axis, -1)
-            rankings[number] = RankedPlaces(ranked, columns[0], columns[1])
-        return rankings
-
-    def run(self, values: Sequence[np.ndarray], table: np.ndarray) -> list[np.ndarray]:
-        """Computes the outputs for the places of another run, as `places` gives them."""
-        told = self._told(values)
-        given = [
-            own.places(table[table[:, 0] == number, 1:], like)
-            for number, (own, like) in enumerate(zip(self._selections, told, strict=True))
-        ]
-        return self._taking.run([*values, *given])
-
-    def _told(self, values: Sequence[np.ndarray]) -> list[np.ndarray]:
-        rankings = sum(1 for selection in self._selections if selection.scores)
-        told = self._telling.run(values)
-        return told[len(told) - rankings - len(self._selections) : len(told) - rankings]
+def _shape_in(table: np.ndarray, number: int) -> tuple[int, ...]:
+    """Returns the shape of the places of a selection, as its own row of a table has it."""
+    (row,) = table[table[:, 0] == -1 - number, 1:]
+    return tuple(int(size) for size in row if size >= 0)
 
 
-def _told(model: Any, selections: Sequence[_Selection]) -> bytes:
-    """Returns the model with the places as further outputs, behind its own, and behind these the scores."""
-    from onnx import TensorProto, helper
+def _rewritten(model: Any, replays: bool) -> bytes:
+    """Returns a model that gives its places, and behind these the scores that it ranks.
 
+    Args:
+        model: the model, which is not changed.
+        replays: whether it also has its own outputs, before the places, and takes places as further inputs,
+            behind its own; if not, it computes nothing but what selects.
+    """
     changed = type(model).FromString(model.SerializeToString())
-    places = [(own.name, TensorProto.INT64) for own in selections]
-    scores = [(own.scores, TensorProto.FLOAT) for own in selections if own.scores]
-    for number, (tensor, kind) in enumerate([*places, *scores]):
-        name = f"{tensor}__told_{number}"
-        changed.graph.node.append(helper.make_node("Cast", [tensor], [name], to=kind))
+    writer = _Writer(replays)
+    told = writer.rewrite(changed.graph)
+    if not replays:
+        del changed.graph.output[:]
+    for name, kind in _cast(
+        changed.graph, sorted(told, key=lambda entry: (bool(entry.scores), entry.number))
+    ):
         changed.graph.output.append(_described(name, kind))
+    changed.graph.input.extend(_described(name, writer.int64) for name in writer.inputs)
+    if not replays:
+        _drop_unread(changed.graph)
     return bytes(changed.SerializeToString())
 
 
-def _taken(model: Any, selections: Sequence[_Selection]) -> bytes:
-    """Returns the model with the places as further inputs, behind its own, in the place of the nodes."""
-    from onnx import TensorProto, helper
+@dataclass(frozen=True)
+class _Told:
+    """A tensor that a rewritten graph tells: the places of a selection, or the scores that it ranks."""
 
-    changed = type(model).FromString(model.SerializeToString())
-    nodes = [[node] for node in changed.graph.node]
-    for number, own in enumerate(selections):
-        (node,), name = nodes[own.index], f"{own.name}__given_{number}"
-        changed.graph.input.append(_described(name, TensorProto.INT64))
-        if own.kind == _MASKED:
-            node.input[1] = f"{name}_mask"
-            nodes[own.index].insert(0, helper.make_node("Cast", [name], [node.input[1]], to=TensorProto.BOOL))
-            continue
-        nodes[own.index] = [helper.make_node("Identity", [name], [own.name])]
-        if own.kind == "TopK" and node.output[0]:
-            values = [node.input[0], name], [node.output[0]]
-            nodes[own.index].append(helper.make_node("GatherElements", *values, axis=own.axis))
-    del changed.graph.node[:]
-    changed.graph.node.extend(node for group in nodes for node in group)
-    return bytes(changed.SerializeToString())
+    number: int
+    selection: _Selection
+    tensor: str
+    scores: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name under which it leaves the graph, and those around it."""
+        return f"{self.selection.name}__{'scores' if self.scores else 'told'}_{self.number}"
+
+
+class _Writer:
+    """Rewrites the selections of a graph and of the branches in it, in the order of `selecting_nodes`.
+
+    Args:
+        replays: whether places are given.
+
+    Attributes:
+        inputs: the names of the given places.
+    """
+
+    def __init__(self, replays: bool) -> None:
+        from onnx import TensorProto
+
+        self.replays, self.int64, self.bool = replays, TensorProto.INT64, TensorProto.BOOL
+        self.inputs: list[str] = []
+        self._numbers = itertools.count()
+
+    def rewrite(self, graph: Any) -> list[_Told]:
+        """Changes the graph; returns what it tells."""
+        read, told, nodes = _read_in(graph), list[_Told](), list[Any]()
+        for node in graph.node:
+            selection = _selection_of(node, read)
+            if selection is None:
+                nodes.append(node)
+                continue
+            number = next(self._numbers)
+            places = selection.name
+            if self.replays:
+                before, places, behind = self._give(node, selection, number)
+            else:
+                before, behind = [], []
+            told.append(_Told(number, selection, places))
+            if selection.scores:
+                told.append(_Told(number, selection, selection.scores, scores=True))
+            if selection.kind == "If":
+                told += self._open(node)
+            nodes += [*before, node, *behind]
+        _set(graph.node, nodes)
+        return told
+
+    def _give(self, node: Any, selection: _Selection, number: int) -> tuple[list[Any], str, list[Any]]:
+        """Lets what follows ``node`` read given places.
+
+        Returns:
+            The nodes before it, the tensor with the places that it picks itself, and the nodes behind it.
+        """
+        from onnx import helper
+
+        given, own = f"{selection.name}__given_{number}", f"{selection.name}__own_{number}"
+        self.inputs.append(given)
+        if selection.kind in _MASKED:
+            node.input[_MASKED[selection.kind]] = f"{given}_mask"
+            return [helper.make_node("Cast", [given], [f"{given}_mask"], to=self.bool)], selection.name, []
+        behind = [helper.make_node("Identity", [given], [selection.name])]
+        if selection.kind == "TopK" and node.output[0]:
+            best = node.output[0]
+            behind.append(
+                helper.make_node("GatherElements", [node.input[0], given], [best], axis=selection.axis)
+            )
+            node.output[0] = f"{best}__own_{number}"
+        node.output[_PLACES[selection.kind]] = own
+        return [], own, behind
+
+    def _open(self, node: Any) -> list[_Told]:
+        """Lets an If give what its branches tell; a branch that is not taken tells that nothing is picked."""
+        from onnx import helper
+
+        branches = list(bodies_of(node))
+        inside = [self.rewrite(branch) for branch in branches]
+        for own in inside:
+            for branch, others in zip(branches, inside, strict=True):
+                if others is own:
+                    tensors = _cast(branch, own)
+                else:
+                    tensors = []
+                    for entry in own:
+                        shape = (0,) if entry.scores else _NOWHERE.get(entry.selection.kind, (0,))
+                        kind = _kind_of(entry)
+                        value = helper.make_tensor(f"{entry.name}_nowhere", kind, shape, [])
+                        branch.node.append(helper.make_node("Constant", [], [value.name], value=value))
+                        tensors.append((value.name, kind))
+                branch.output.extend(_described(name, kind) for name, kind in tensors)
+            node.output.extend(entry.name for entry in own)
+        return [replace(entry, tensor=entry.name) for own in inside for entry in own]
+
+
+def _kind_of(entry: _Told) -> int:
+    from onnx import TensorProto
+
+    return int(TensorProto.FLOAT if entry.scores else TensorProto.INT64)
+
+
+def _cast(graph: Any, told: Sequence[_Told]) -> list[tuple[str, int]]:
+    """Adds casts of what a graph tells; returns their results with their types."""
+    from onnx import helper
+
+    results = [(f"{entry.name}_out", _kind_of(entry)) for entry in told]
+    for entry, (name, kind) in zip(told, results, strict=True):
+        graph.node.append(helper.make_node("Cast", [entry.tensor], [name], to=kind))
+    return results
+
+
+def _drop_unread(graph: Any) -> None:
+    """Drops the nodes and constants of a graph on which no output depends."""
+    needed, nodes = {value.name for value in graph.output}, []
+    for node in reversed(graph.node):
+        if not needed.isdisjoint(node.output):
+            needed.update(read_names(node))
+            nodes.append(node)
+    stored = [tensor for tensor in graph.initializer if tensor.name in needed]
+    for field, kept in ((graph.node, nodes[::-1]), (graph.initializer, stored), (graph.value_info, [])):
+        _set(field, kept)
+
+
+def _set(field: Any, messages: Sequence[Any]) -> None:
+    """Sets a repeated field to messages, some of which are its own and live no longer than it has them."""
+    kept = [type(message).FromString(message.SerializeToString()) for message in messages]
+    del field[:]
+    field.extend(kept)
 
 
 def _described(name: str, kind: int) -> Any:

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from qtrace.graph.interpreter import Interpreter, interpret
+from qtrace.graph.opaque import OpaqueOp
 from qtrace.graph.types import Expr, Node, TracedModule
 from qtrace.graph.walk import called_graph, op_label
 from qtrace.metrics import decibels
@@ -85,44 +86,83 @@ class SelectionTape:
         self.places: list[np.ndarray] = []
         self.shares: list[Share] = []
 
+    def replays_whole(self, expr: Expr) -> bool:
+        """Returns whether `follow` computes ``expr`` by itself, which cannot be run by its own selections.
+
+        An opaque node selects and goes on with what it has selected. Of its inputs those behind other
+        selections have as many rows as the other run has picked, and its own places may be more or fewer.
+        """
+        if self._next_given() is None:
+            return False
+        op = opaque_selection(expr)
+        return op is not None and self._given_to(op) is not None
+
+    def run(self, expr: Expr, inputs: Sequence[Any]) -> Sequence[Any] | None:
+        """Computes ``expr``: with the replayed places if it selects."""
+        return self.follow(expr, inputs, None if self.replays_whole(expr) else interpret(expr, inputs))
+
     def follow(
         self, expr: Expr, inputs: Sequence[Any], results: Sequence[Any] | None
     ) -> Sequence[Any] | None:
-        """Returns the results of ``expr``: with the replayed places if it selects."""
+        """Returns the results of ``expr``: with the replayed places if it selects.
+
+        Args:
+            expr: the expr.
+            inputs: its inputs.
+            results: what it gives by its own selections; they are not read where `replays_whole`.
+        """
+        op = opaque_selection(expr)
+        if op is not None:
+            given = self._given_to(op)
+            if given is None:
+                self._note_unjudged()
+                self.places.append(op.places(*inputs[1:]))
+                return results
+            outputs, replayed = op.replay(given, *inputs[1:])
+            self.shares.append(_share_of_worst(replayed.own, given, replayed.rankings))
+            self.places.append(given)
+            return outputs
         call = read_places(expr)
         if results is None or (call is None and not selects(expr)):
             return results
-        number = len(self.places)
         if call is not None:
             own = results[-1].numpy()
-            given = self._given(number, own, same_shape=True)
+            given = self._given(own, same_shape=True)
             if given is not None:
                 rows = score_rows(call, dict(zip(expr.inputs, inputs, strict=True)))
                 results = self._rank(call, rows, own, given, results)
-        elif (op := opaque_selection(expr)) is not None:
-            tensors = inputs[1:]
-            own = op.places(*tensors)
-            given = self._given(number, own, same_shape=False)
-            if given is not None:
-                self.shares.append(_share_of_worst(own, given, op.rankings(own, given, *tensors)))
-                results = op.with_places(given, *tensors)
         else:
             place = mask_of(expr)
             own = (results[-1] if place is None else inputs[place]).numpy()
-            given = self._given(number, own, same_shape=place is not None)
+            given = self._given(own, same_shape=place is not None)
             if given is not None:
                 self.shares.append(_share_of_rows(own, given))
                 results = _pick(expr, inputs, results, place, given)
-        if given is None and self.given is not None:
-            self.shares.append(Share(0, 0))  # not to be judged, and the others keep their numbers
+        if given is None:
+            self._note_unjudged()
         self.places.append(own if given is None else given)
         return results
 
-    def _given(self, number: int, own: np.ndarray, same_shape: bool) -> np.ndarray | None:
-        if self.given is None or number >= len(self.given):
+    def _next_given(self) -> np.ndarray | None:
+        """Returns the given places of the next selection; None without any."""
+        number = len(self.places)
+        return None if self.given is None or number >= len(self.given) else self.given[number]
+
+    def _given_to(self, op: OpaqueOp) -> np.ndarray | None:
+        """Returns the given places of ``op``, the next selection; None without any that it can take."""
+        given, fragment = self._next_given(), op.selecting
+        return given if given is not None and fragment is not None and fragment.takes(given) else None
+
+    def _given(self, own: np.ndarray, same_shape: bool) -> np.ndarray | None:
+        given = self._next_given()
+        if given is None or given.ndim != own.ndim:
             return None
-        given = self.given[number]
-        return given if given.ndim == own.ndim and (given.shape == own.shape or not same_shape) else None
+        return given if given.shape == own.shape or not same_shape else None
+
+    def _note_unjudged(self) -> None:
+        """Notes in a replay that a selection is not judged; the others keep their numbers."""
+        if self.given is not None:
+            self.shares.append(Share(0, 0))
 
     def _rank(
         self, call: OpCall, rows: np.ndarray, own: np.ndarray, given: np.ndarray, results: Sequence[Any]
@@ -221,12 +261,13 @@ def _share_of_worst(own: np.ndarray, given: np.ndarray, rankings: Mapping[int, R
     Behind a suppression others rank what it has kept: their places agree, whatever that is.
 
     Args:
-        own: the places that float picks, one a row, the number of the selection first.
+        own: the places that float picks behind the given ones, one a row, the number of the selection first;
+            below 0 that of a row that is no place.
         given: the places that are judged.
         rankings: number of a selection that ranks -> its scores, and both places.
     """
     shares = []
-    for number in np.union1d(own[:, 0], given[:, 0]).tolist():
+    for number in np.union1d(own[own[:, 0] >= 0, 0], given[given[:, 0] >= 0, 0]).tolist():
         if number in rankings:
             shares.append(replace(_share_of_places(*rankings[number], None), wrong=None))
         else:
@@ -255,7 +296,7 @@ class TapedRun(Interpreter):
         if graph is not None:
             values = self._execute(graph, list(inputs), None)
             return [values[node] for node in graph._outputs]
-        return self.tape.follow(expr, inputs, interpret(expr, inputs))
+        return self.tape.run(expr, inputs)
 
 
 @dataclass

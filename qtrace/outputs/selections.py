@@ -79,7 +79,7 @@ def opaque_selection(expr: Expr) -> OpaqueOp | None:
 
 
 def selects_untold(expr: Expr) -> bool:
-    """Whether ``expr`` is an opaque node that selects in a body of control flow, which no run replays."""
+    """Whether ``expr`` is an opaque node that selects in the body of a loop, which no run replays."""
     op = owner(expr)
     return isinstance(op, OpaqueOp) and op.selects_inside
 

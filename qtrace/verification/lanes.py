@@ -124,7 +124,9 @@ class Lanes:
             else:
                 outputs = computed
                 phased = self._phased.get(expr, ()) if isinstance(lane, FloatLane) else ()
-                if differs or phased:
+                if lane.tape.replays_whole(expr):
+                    outputs = None
+                elif differs or phased:
                     with _float_phase(phased):
                         outputs = interpret(expr, own)
                 if follows:

@@ -10,8 +10,9 @@ import pytest
 from megengine import Tensor
 
 import qtrace
-from qtrace.data.batches import as_arguments, first_samples
+from qtrace.data.batches import as_arguments, count_samples, first_samples
 from qtrace.errors import CalibrationError
+from qtrace.preparation.samples import first_calls
 from tests.nets import net
 
 
@@ -73,3 +74,29 @@ def test_integers_of_32_bits_are_taken_and_larger_ones_refused(dtype: Any) -> No
     if dtype is np.int64:
         with pytest.raises(CalibrationError, match="holds the integer -2147483649, "):
             as_arguments(np.array([0, -(2**31) - 1], dtype), traced)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "count"),
+    [
+        (((_tensor(4, 3),), {}), 4),
+        ((({"a": _tensor(4, 3), "b": _tensor(4)},), {}), 4),
+        (([_tensor(), (_tensor(5), _tensor(2))], {}), 5),
+        (((), {"x": {"inner": [{"a": _tensor(6, 1)}]}}), 6),
+        (((1, None, {"a": 2}), {"flag": True}), 1),
+        (((_tensor(), {"a": _tensor()}), {}), 1),
+    ],
+)
+def test_samples_in_dicts_and_lists_are_counted(arguments: Any, count: int) -> None:
+    assert count_samples(arguments) == count
+
+
+def test_no_more_batches_of_dicts_are_read_than_needed() -> None:
+    traced = qtrace.trace(net(lambda self, x: F.relu(x["a"]) + x["b"]), _named(4, 0)[0][0])
+    calls = first_calls([_named(4, seed) for seed in range(5)], 8, traced)
+    assert [count_samples(call) for call in calls] == [4, 4]
+
+
+def _named(samples: int, seed: int) -> tuple[Any, ...]:
+    rng = np.random.default_rng(seed)
+    return ({name: Tensor(rng.normal(size=(samples, 3)).astype(np.float32)) for name in "ab"},), {}

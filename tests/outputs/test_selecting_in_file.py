@@ -40,6 +40,11 @@ _PICKED = [
 _BOXES = np.array([[[0, 0, 1, 1], [0, 0, 1.1, 1], [4, 4, 5, 5], [8, 8, 9, 9]]], np.float32)
 
 
+def _places(table: np.ndarray) -> np.ndarray:
+    """The rows of a table that are places."""
+    return table[table[:, 0] >= 0]
+
+
 def _scores(*values: float) -> np.ndarray:
     return np.array([[values]], np.float32)
 
@@ -57,8 +62,8 @@ def test_a_suppression_is_told_and_replayed_with_what_follows_it() -> None:
     assert [own.kind for own in selecting_nodes(file)] == ["NonMaxSuppression", "TopK"]
     fragment = SelectingFragment(file)
     other = fragment.places([_BOXES, _scores(0.5, 0.9, 0.8, 0.0)])
-    assert other[:, :4].tolist() == [[0, 0, 0, 1], [0, 0, 0, 2], [1, 0, 0, -1]]
-    picked, out, score = fragment.run([_BOXES, _scores(0.9, 0.5, 0.1, 0.7)], other)
+    assert _places(other)[:, :4].tolist() == [[0, 0, 0, 1], [0, 0, 0, 2], [1, 0, 0, -1]]
+    picked, out, score = fragment.replay([_BOXES, _scores(0.9, 0.5, 0.1, 0.7)], other).outputs
     np.testing.assert_array_equal(picked, _BOXES[0, [1, 2]])
     np.testing.assert_array_equal(out, _BOXES[0, [1]])
     np.testing.assert_array_equal(score, np.float32([0.5]))  # its score in this run
@@ -79,8 +84,8 @@ def test_places_keep_their_form(own: onnx.NodeProto, ranks: object) -> None:
     )
     table = fragment.places([scores])
     wanted = np.array(np.nonzero(scores)) if ranks is None else np.array(ranks)
-    np.testing.assert_array_equal(fragment.run([scores], table)[0], wanted)
-    np.testing.assert_array_equal(fragment.run([scores[:, ::-1] * 2 + 1], table)[0], wanted)
+    np.testing.assert_array_equal(fragment.replay([scores], table).outputs[0], wanted)
+    np.testing.assert_array_equal(fragment.replay([scores[:, ::-1] * 2 + 1], table).outputs[0], wanted)
 
 
 def test_what_nothing_reads_selects_nothing() -> None:
@@ -137,7 +142,7 @@ def test_rows_of_another_run_are_those_that_float_is_asked_for(tmp_path: Path) -
     replay = TapedRun(traced, taped.tape.places)
     rows = replay.run(image).numpy()
     boxes = TapedRun(traced).run_until(next(n for n in _nodes(traced) if n.name == "boxes"), image).numpy()
-    np.testing.assert_array_equal(rows, boxes[0, taped.tape.places[0][:, 3]])
+    np.testing.assert_array_equal(rows, boxes[0, _places(taped.tape.places[0])[:, 3]])
     shares = SelectedShares.of(traced)
     shares.add(replay.tape.shares)
     assert 0 <= shares.worst() < 1
@@ -181,10 +186,10 @@ def test_a_ranking_behind_a_suppression_takes_the_places_of_another_number_of_bo
     # onnxruntime's TopK ends the process where there is no row.
     for given, own in itertools.permutations((many, few, none) if kind == "ArgMax" else (many, few), 2):
         places = fragment.places([_APART, given, _CLASSES])
-        (label,) = fragment.run([_APART, own, _CLASSES], places)
+        (label,) = fragment.replay([_APART, own, _CLASSES], places).outputs
         kept = int((given > 0.5).sum())
         assert label.shape == (kept, *shape[1:])
-        (expected,) = fragment.run([_APART, given, _CLASSES], places)
+        (expected,) = fragment.replay([_APART, given, _CLASSES], places).outputs
         assert np.array_equal(label, expected)
 
 
@@ -193,9 +198,9 @@ def test_the_share_is_that_of_the_worst_selection_of_a_node() -> None:
     fragment = _behind_suppression("TopK", 1)
     first, other = (np.array([[row]], np.float32) for row in ([0.9, 0.8, 0, 0], [0, 0, 0.9, 0.8]))
     same = np.repeat(_CLASSES[:, :1], 4, axis=1)
-    own, given = (fragment.places([_APART, scores, same]) for scores in (first, other))
-    rankings = fragment.rankings([_APART, first, same], own, given)
-    share = replay._share_of_worst(own, given, rankings)
+    given = fragment.places([_APART, other, same])
+    run = fragment.replay([_APART, first, same], given)
+    share = replay._share_of_worst(run.own, given, run.rankings)
     assert (share.right, share.places) == (0, 4)
 
 
@@ -215,8 +220,9 @@ def test_a_ranking_in_a_file_takes_near_scores_for_equal(
     file = model([own], {"scores": (3, 1)}, ("kept",), _STORED, dtypes={"kept": np.int64})
     fragment = SelectingFragment(file)
     values = np.array(scores, np.float32)[:, None]
-    places, others = fragment.places([values]), fragment.places([values[[1, 0, 2]]])
-    share = replay._share_of_worst(places, others, fragment.rankings([values], places, others))
+    others = fragment.places([values[[1, 0, 2]]])
+    run = fragment.replay([values], others)
+    share = replay._share_of_worst(run.own, others, run.rankings)
     assert (share.right, share.places) == (1 - wrong, 1)
 
 
@@ -231,8 +237,8 @@ def test_rows_behind_a_mask_are_told_and_replayed() -> None:
     rows = np.arange(8, dtype=np.float32).reshape(4, 2)
     first, other = np.float32([0.5, 0, 0.3, 0]), np.float32([0, 0.2, 0.3, 0.4])
     table = fragment.places([other, rows])
-    assert table[:, 1].tolist() == [1, 2, 3]
-    np.testing.assert_array_equal(fragment.run([first, rows], table)[0], rows[1:])
+    assert _places(table)[:, 1].tolist() == [1, 2, 3]
+    np.testing.assert_array_equal(fragment.replay([first, rows], table).outputs[0], rows[1:])
     share = replay._share_of_worst(fragment.places([first, rows]), table, {})
     assert (share.right, share.places) == (1, 4)
 
@@ -275,3 +281,134 @@ def test_scores_of_a_selection_in_a_body_stay_in_float(tmp_path: Path) -> None:
     prepared = qtrace.prepare(traced, {"placement": "fastest"}, samples=batches)
     notes = {note.name: note for note in explain(prepared).annotation.notes}
     assert "selection" in notes["rows"].causes
+
+
+def _branch(name: str, *nodes: onnx.NodeProto) -> onnx.GraphProto:
+    """A branch of an If that gives the positions ``places``."""
+    result = onnx.helper.make_tensor_value_info("places", onnx.TensorProto.INT64, None)
+    return onnx.helper.make_graph(list(nodes), name, [], [result])
+
+
+_NONE_OR_SUPPRESSED = node(
+    "If",
+    "none",
+    "places",
+    then_branch=_branch("then", node("Slice", "first first first", "places")),
+    else_branch=_branch("else", *_PICKED[:3]),
+)
+
+
+def test_places_in_a_branch_are_replayed_with_the_branch() -> None:
+    nodes = [
+        _NONE_OR_SUPPRESSED,
+        node("Squeeze", "boxes first", "rows"),
+        node("Gather", "rows places", "out"),
+    ]
+    file = model(
+        nodes, {"boxes": (1, 4, 4), "scores": (1, 1, 4), "none": ()}, ("out",), _STORED, dtypes={"none": bool}
+    )
+    fragment = SelectingFragment(file)
+    assert [own.kind for own in selecting_nodes(file)] == ["If", "NonMaxSuppression"]
+    some, others = _scores(0.9, 0.5, 0.1, 0.7), _scores(0.5, 0.9, 0.8, 0.0)
+    taken, left = np.array(False), np.array(True)
+    table, nothing = (fragment.places([_BOXES, others, none]) for none in (taken, left))
+    for none in (taken, left):
+        run = fragment.replay([_BOXES, some, none], table)
+        np.testing.assert_array_equal(run.outputs[0], _BOXES[0, [1, 2]])
+        assert _places(run.own)[-2:, :4].tolist() == [[1, 0, 0, 0], [1, 0, 0, 3]]
+        assert fragment.replay([_BOXES, some, none], nothing).outputs[0].shape == (0, 4)
+    assert _places(nothing)[:, :2].tolist() == [[0, 0]]
+
+
+def test_a_selection_is_judged_behind_the_rows_of_the_other_run() -> None:
+    """Its own places are those among as many rows as the other run has picked before."""
+    nodes = [
+        node("Greater", "scores least", "mask"),
+        node("Compress", "scores mask", "picked", axis=0),
+        node("Greater", "picked half", "high"),
+        node("NonZero", "high", "places"),
+        node("ConstantOfShape", "count", "zeros"),
+        node("Add", "picked zeros", "sum"),
+    ]
+    stored = {**_STORED, "half": np.array([0.5], np.float32)}
+    dtypes = {"places": np.int64, "count": np.int64}
+    file = model(nodes, {"scores": (4,), "count": (1,)}, ("places", "sum"), stored, dtypes=dtypes)
+    fragment = SelectingFragment(file)
+    first, other = np.float32([0.9, 0, 0.8, 0]), np.float32([0.2, 0.3, 0.9, 0])
+    given = fragment.places([other, np.array([3])])
+    places, added = fragment.replay([first, np.array([3])], given).outputs
+    assert (places.tolist(), added.tolist()) == ([[2]], first[:3].tolist())
+    own = _places(fragment.replay([first, np.array([3])], given).own)
+    assert own[own[:, 0] == 1, 1].tolist() == [0, 2]
+
+
+def _counted(path: Path, picks: str) -> TracedModule:
+    """Picked rows of a map joined with as many rows of zeros; another node of the graph counts the rows.
+
+    torchvision's pooling of regions is written so: rows are picked, counted, sorted by level and joined.
+    """
+    rng = np.random.default_rng(1)
+    front = [
+        node("Conv", "x w", "map", pads=[1, 1, 1, 1]),
+        node("Reshape", "map sizes", "flat"),
+        node("Transpose", "flat", "rows", perm=[1, 0]),
+        node("Split", "rows split", "corners lengths score", axis=1),
+        node("Abs", "lengths", "long"),
+        node("Add", "corners long", "ends"),
+        node("Concat", "corners ends", "flat_boxes", axis=1),
+        node("Transpose", "score", "scores_row", perm=[1, 0]),
+        node("Unsqueeze", "flat_boxes first", "boxes"),
+        node("Unsqueeze", "scores_row first", "scores"),
+    ]
+    by_size = [
+        node("Greater", "scores_row least", "mask"),
+        node("NonZero", "mask", "found"),
+        node("Gather", "found second", "column", axis=0),
+        node("Squeeze", "column first", "places"),
+    ]
+    by_overlap = [
+        node("Shape", "boxes", "all"),
+        node("ReduceProd", "all", "elements", keepdims=0),
+        node("Equal", "elements zero", "none"),
+        _NONE_OR_SUPPRESSED,
+    ]
+    behind = [
+        node("Gather", "flat_boxes places", "picked", axis=0),
+        node("Shape", "picked", "shape"),
+        node("ConstantOfShape", "shape", "zeros"),
+        node("Gather", "picked third", "sizes_of", axis=1),
+        node("Greater", "sizes_of least", "large"),
+        node("Not", "large", "small"),
+        node("NonZero", "large", "at_large"),
+        node("NonZero", "small", "at_small"),
+        node("Concat", "at_large at_small", "order", axis=1),
+        node("Squeeze", "order first", "level_order"),
+        node("Gather", "picked level_order", "sorted", axis=0),
+        node("Concat", "sorted zeros", "joined", axis=1),
+    ]
+    stored = {
+        **_STORED,
+        "limit": np.array([200]),
+        "least": np.array([0.0], np.float32),
+        "zero": np.array(0),
+        "third": np.array(3),
+        "sizes": np.array([5, -1]),
+        "split": np.array([2, 2, 1]),
+        "w": rng.standard_normal((5, 3, 3, 3)).astype(np.float32),
+    }
+    nodes = [*front, *(by_overlap if picks == "If" else by_size), *behind]
+    onnx.save(model(nodes, {"x": (1, 3, 16, 16)}, ("joined",), stored), path)
+    return qtrace.from_onnx(path)
+
+
+@pytest.mark.parametrize("picks", ["NonZero", "If"])
+def test_rows_that_several_nodes_of_a_file_count_are_compared(picks: str, tmp_path: Path) -> None:
+    traced = _counted(tmp_path / "float.onnx", picks)
+    batches = [pictures(1, seed, 16) for seed in range(3)]
+    prepared = qtrace.prepare(traced, {"placement": "everything", "weight": {"bits": 4}})
+    qtrace.calibrate(prepared, batches, progress=False)
+    (output,) = qtrace.compare(prepared, batches).outputs
+    assert 0 < output.selected < 1
+    converted = qtrace.convert(prepared)
+    report = qtrace.verify(qtrace.export(converted, tmp_path / "m.onnx"), converted, batches)
+    assert 0 < report.selected.worst() < 1

@@ -10,12 +10,13 @@ from collections.abc import Set as AbstractSet
 from typing import Any
 
 import megengine as mge
+import numpy as np
 from megengine.module import Module
 from megengine.traced_module.traced_module import InternalGraph
 
 from qtrace.errors import GraphError
 from qtrace.graph.names import unused_name
-from qtrace.graph.source.literals import Literals, expression_of_op, without_defaults
+from qtrace.graph.source.literals import Literals, expression_of_op, shorten_eps, shortest, without_defaults
 from qtrace.graph.types import Apply, CallFunction, CallMethod, Constant, Expr, GetAttr, Node
 from qtrace.graph.walk import called_graph, owner
 
@@ -45,6 +46,8 @@ _BINARY = {
 _REFLECTED = {f"__r{name[2:]}": sign for name, sign in list(_BINARY.items())[:13]}
 _IN_PLACE = {f"__i{name[2:]}": sign for name, sign in list(_BINARY.items())[:13]}
 _UNARY = {"__neg__": "-", "__invert__": "~", "__pos__": "+"}
+# They make a float32 of a number beside a tensor of float32.
+_ARITHMETIC = frozenset((*_BINARY, *_REFLECTED, *_IN_PLACE))
 _LONG = 60  # characters of a target on one line
 _MODULE_NAMES = frozenset(("M", "F", "mge", "np", "apply", "builtin", "Group", "made", "Path", "load"))
 # Builtins that the statements of a body use; a parameter may have the name of any other.
@@ -140,6 +143,7 @@ class Body:
         elif isinstance(expr, CallFunction):
             function = self._literals.name(expr.func)
             arguments, options = without_defaults(expr.func, list(expr.args), expr.kwargs)
+            arguments, options = shorten_eps(expr.func, arguments, options)
             self._assign(expr, self._literals.call(function, arguments, options, self.names))
         elif isinstance(expr, CallMethod):
             self._method(expr)
@@ -172,6 +176,8 @@ class Body:
 
     def _tensor_method(self, expr: CallMethod, this: str, arguments: list[Any]) -> None:
         method = expr.method
+        if method in _ARITHMETIC and np.dtype(expr.inputs[0].dtype) == np.float32:
+            arguments = [shortest(value) for value in arguments]
         if method == "__setitem__":
             self.lines.append(
                 f"{this}[{self._literals.index(arguments[0], self.names)}] = {self._value(arguments[1])}"

@@ -11,7 +11,7 @@ import numpy as np
 from megengine.module import Module
 
 from qtrace.errors import GraphError
-from qtrace.graph.source.literals import Literals
+from qtrace.graph.source.literals import Literals, shorten_eps
 from qtrace.observers.base import Observer
 
 __all__ = ["Construction", "construct", "empty_tensor"]
@@ -62,7 +62,8 @@ def construct(layer: Module, literals: Literals) -> Construction:
         changes = _changes(layer, trial)
         if changes is not None and (not squeeze or not changes):
             written = tuple((name, _expression(value, literals)) for name, value in changes.items())
-            return Construction(literals.call(literals.name(kind), required, options), written)
+            call = literals.call(literals.name(kind), required, shorten_eps(kind, (), options)[1])
+            return Construction(call, written)
     return _made_by_hand(layer, literals)
 
 

@@ -7,7 +7,7 @@ import enum
 import inspect
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import megengine.functional as F
@@ -21,7 +21,7 @@ from qtrace.gradients import plain
 from qtrace.graph.types import Node
 from qtrace.observers.base import Observer
 
-__all__ = ["Literals", "expression_of_op", "indent", "without_defaults"]
+__all__ = ["Literals", "expression_of_op", "indent", "shorten_eps", "shortest", "without_defaults"]
 
 _PLAIN = (bool, int, bytes, type(None))
 _WIDTH = 100  # characters of a call on one line
@@ -188,6 +188,40 @@ def _number(value: float | np.generic) -> str:
     if isinstance(number, float) and not math.isfinite(number):
         return f'float("{number}")'
     return repr(number)
+
+
+def shortest(value: Any) -> Any:
+    """Returns the shortest number of the same float32, such as 0.001 for a 0.0010000000474974513 of a file.
+
+    Other numbers, and what is no number, are returned as they are.
+    """
+    if type(value) is not float or not math.isfinite(value) or float(np.float32(value)) != value:
+        return value
+    return float(str(np.float32(value)))
+
+
+def shorten_eps(
+    function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Returns the arguments of a call with the shortest ``eps``; an option that is the default is left out.
+
+    MegEngine's kernels read it as a float32; what others make of theirs is not known.
+    """
+    arguments, options = list(arguments), dict(options)
+    if str(function.__module__).partition(".")[0] != "megengine":
+        return arguments, options
+    try:
+        parameters = inspect.signature(plain(function)).parameters
+    except (TypeError, ValueError):
+        return arguments, options
+    place = [*parameters].index("eps") if "eps" in parameters else len(arguments)
+    if place < len(arguments):
+        arguments[place] = shortest(arguments[place])
+    if "eps" in options:
+        options["eps"] = shortest(options["eps"])
+        if "eps" in parameters and _equal(options["eps"], parameters["eps"].default):
+            del options["eps"]
+    return arguments, options
 
 
 def _text(value: str) -> str:

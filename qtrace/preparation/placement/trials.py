@@ -12,7 +12,6 @@ from megengine import Tensor
 
 from qtrace.data.batches import evaluating
 from qtrace.graph.engine import quiet_engine
-from qtrace.graph.interpreter import interpret
 from qtrace.graph.types import Expr, Node, TracedModule
 from qtrace.metrics import decibels
 from qtrace.numerics import fake_quantize
@@ -184,4 +183,4 @@ class _RoundedGraph(Run):
         if expr in self.weights:
             node, weight = self.weights[expr]
             inputs = [weight if n is node else v for n, v in zip(expr.inputs, inputs, strict=True)]
-        return self.tape.follow(expr, inputs, interpret(expr, inputs))
+        return self.tape.run(expr, inputs)

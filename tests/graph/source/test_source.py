@@ -131,6 +131,39 @@ def test_a_module_with_all_spellings(tmp_path: Path) -> None:
     assert "device=None" not in code  # a function takes it by itself
 
 
+class Norms(M.Module):
+    """Numbers as an imported file gives them: those of its float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.usual = M.BatchNorm2d(3, eps=float(np.float32(1e-5)))
+        self.other = M.BatchNorm2d(3, eps=float(np.float32(1e-3)))
+        self.double = M.BatchNorm2d(3, eps=1.00000000001e-3)
+        self.wide = M.LayerNorm(4, eps=float(np.float32(2e-6)))
+
+    def forward(self, x: Any) -> Any:
+        x = self.double(self.other(self.usual(x)))
+        y = self.wide(x) * float(np.float32(0.1)) + float(np.float32(1 / 3))
+        return float(np.float32(0.7)) - F.layer_norm(y, (4,), False, eps=float(np.float32(1e-7))), y > 0.1
+
+
+def test_numbers_of_float32_are_written_short(tmp_path: Path) -> None:
+    x = images(2, 3, 4, 4)
+    code = check(qtrace.trace(randomize(Norms()), x), (x,), tmp_path)
+    for line in (
+        "self.usual = M.BatchNorm2d(3)\n",
+        "self.other = M.BatchNorm2d(3, eps=0.001)",
+        "self.double = M.BatchNorm2d(3, eps=0.00100000000001)",
+        "self.wide = M.LayerNorm((4,), eps=2e-06)",
+        " * 0.1\n",
+        " + 0.33333334\n",
+        "= 0.7 - ",
+        ", 1e-07)",
+        "> 0.1",
+    ):
+        assert line in code, line
+
+
 class Arguments(M.Module):
     def forward(self, pair: Any, mode: Any, x: Any, *, mask: Any) -> Any:
         return pair["left"] * x + pair["right"][0] * mask

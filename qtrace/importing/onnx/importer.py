@@ -158,8 +158,10 @@ class Importer:
             return [quantization.lower_pair(node, values, self.layers)]
         if all(value is None or isinstance(value, (Stored, Sizes)) for value in values):
             opened = any(isinstance(value, Sizes) for value in values)
-            # Numbers whose count depends on a size: only MegEngine's own op gives them for every size.
-            if not opened or (node.op in FOLDED and not node.domain and not _is_expanded(node, values)):
+            # Numbers whose count or place depends on a size: only MegEngine's own op gives them at any size.
+            if not opened or (
+                node.op in FOLDED and not node.domain and not _is_placed_by_sizes(node, values)
+            ):
                 return quantization.follow_stored(node, values, self._fold(node, values), self.layers)
         floats, moved = quantization.unwrap(node, values)
         return quantization.wrap(self._lower(node, floats), moved)
@@ -286,7 +288,7 @@ def _placed(node: OnnxNode) -> str:
     return f"{node.label} ({line})" if line else node.label
 
 
-def _is_expanded(node: OnnxNode, values: Sequence[Value | None]) -> bool:
-    """Returns whether a node repeats numbers as often as a size says."""
-    repeats = {"Expand": 1, "Tile": 1, "Reshape": 1}.get(node.op)
-    return repeats is not None and repeats < len(values) and isinstance(values[repeats], Sizes)
+def _is_placed_by_sizes(node: OnnxNode, values: Sequence[Value | None]) -> bool:
+    """Returns whether sizes say how often a node repeats numbers, or which of them it takes."""
+    first = {"Expand": 1, "Tile": 1, "Reshape": 1, "Slice": 1, "Gather": 1}.get(node.op)
+    return first is not None and any(isinstance(value, Sizes) for value in values[first:])

@@ -182,6 +182,70 @@ def test_numbers_are_counted_filled_and_cut_by_sizes(tmp_path: Path) -> None:
     check_sizes(exported, net)
 
 
+# A row of numbers as long as the last axis of x, from "w", its size, and "w1", its size as a vector.
+ROWS = {
+    "the first rows of a table": [node("Slice", "table zero w1 zero", "row")],
+    "the last rows of a table": [
+        node("Sub", "end w1", "begin"), node("Slice", "table begin end zero", "row"),
+    ],
+    "one row of a table": [node("Sub", "w three", "place"), node("Gather", "table place", "row", axis=0)],
+    "numbers from the last one back": [
+        node("Sub", "w back", "last"), node("Neg", "w", "negative"), node("Add", "last negative", "stop"),
+        node("Add", "last w", "begin"), node("Sub", "stop negative", "end2"),
+        node("Range", "begin end2 minus", "places"), node("Cast", "places", "row", to=1),
+    ],
+    "whole numbers in float32": [
+        node("Cast", "w", "f", to=1), node("Range", "none f step", "row"),
+    ],
+    "steps of two from three on in float32": [
+        node("Add", "w w", "twice"), node("Add", "twice three", "stop"), node("Cast", "stop", "f", to=1),
+        node("Range", "begun f two", "row"),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_is_taken_or_counted_by_a_size(tmp_path: Path, name: str) -> None:
+    nodes = [
+        node("Shape", "x", "s"),
+        node("Gather", "s three", "w", axis=0),
+        node("Unsqueeze", "w zero", "w1"),
+        *ROWS[name],
+        node("Add", "x row", "y"),
+    ]
+    stored = {
+        **{"three": np.array(3), "zero": np.array([0]), "end": np.array([64]), "table": weights(64)},
+        **{"none": np.float32(0), "step": np.float32(1), "begun": np.float32(3), "two": np.float32(2)},
+        **{"back": np.array(1), "minus": np.array(-1)},
+    }
+    read = {i for n in nodes for i in n.input}
+    stored = {k: v for k, v in stored.items() if k in read}
+    path = save(model(nodes, IMAGE, stored=stored), tmp_path)
+    net = qtrace.from_onnx(path, SHAPE)
+    record = read_open_axes(net)
+    assert record is not None
+    assert not record.fixed
+    check_sizes(path, net)
+    exported = qtrace.export(net, tmp_path / "again.onnx")
+    assert declared(exported)[0] == ["batch", 2, "rows.0", "?"]
+    check_sizes(exported, net)
+
+
+def test_fractions_up_to_a_size_fix_its_axis(tmp_path: Path) -> None:
+    nodes = [
+        node("Shape", "x", "s"),
+        node("Gather", "s three", "w", axis=0),
+        node("Cast", "w", "f", to=1),
+        node("Range", "half f one", "row"),
+        node("Add", "x row", "y"),
+    ]
+    stored = {"three": np.array(3), "half": np.float32(0.5), "one": np.float32(1)}
+    path = save(model(nodes, IMAGE, stored=stored), tmp_path)
+    record = read_open_axes(qtrace.from_onnx(path, SHAPE))
+    assert record is not None
+    assert ["counts in fractions" in item.reason for item in record.fixed] == [True]
+
+
 FIXING = {
     "Add 'y'": ([node("Add", "x table", "y")], {"table": weights(1, 2, 16, 24)}),
     "Reshape 'y'": ([node("Reshape", "x t", "y")], {"t": np.array([0, 2, 16, 24])}),

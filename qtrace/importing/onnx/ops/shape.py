@@ -103,17 +103,24 @@ def _tile(call: Call) -> Any:
 
 
 def _range(call: Call) -> Any:
-    """Counts up to a size that depends on an open axis."""
-    ends = [_one(call, i) for i in range(3)]
-    start, stop, step = (call.layers.size(n) for n in ends)
-    return call.function(F.arange, start, stop, step, dtype="int32")
+    """Counts up to a size that depends on an open axis; whole numbers in float32 are counted as integers."""
+    kind = call.dtype(0).name
+    if kind not in ("int64", "int32", "float32"):
+        call.refuse(f"counts in {kind} up to a size of an open axis")
+    start, stop, step = (call.layers.size(_one(call, i)) for i in range(3))
+    places = call.function(F.arange, start, stop, step, dtype="int32")
+    return call.method("astype", places, "float32") if kind == "float32" else places
 
 
 def _one(call: Call, index: int) -> int | Size:
-    if call.dtype(index).kind not in "iu":
-        call.refuse("counts in fractions up to a size of an open axis")
-    (number,) = call.sizes(index)
-    return number
+    value = call.values[index]
+    if isinstance(value, Stored) and value.array.dtype.kind == "f":
+        number = float(call.scalar(index))
+        if not number.is_integer():
+            call.refuse("counts in fractions up to a size of an open axis")
+        return int(number)
+    (size,) = call.sizes(index)
+    return size
 
 
 def _constant_of_shape(call: Call) -> Any:

@@ -37,7 +37,7 @@ _ARITHMETIC = {"Add", "Sub", "Mul", "Div", "Mod", "Min", "Max"}
 _ROUNDINGS = {"Floor", "Ceil", "Round"}
 _REDUCTIONS = {"ReduceProd": "Mul", "ReduceSum": "Add", "ReduceMax": "Max", "ReduceMin": "Min"}
 _COMPARISONS = {"Equal", "Less", "Greater", "LessOrEqual", "GreaterOrEqual"}
-FOLDED = {*_MOVES, *_ARITHMETIC, *_ROUNDINGS, *_REDUCTIONS, *_COMPARISONS, "Cast", "Abs"}
+FOLDED = {*_MOVES, *_ARITHMETIC, *_ROUNDINGS, *_REDUCTIONS, *_COMPARISONS, "Cast", "Abs", "Neg"}
 
 _Value = Stored | Sizes | None
 
@@ -143,6 +143,8 @@ def _computed(node: OnnxNode, values: Sequence[_Value]) -> np.ndarray:
         return _reduced(node, arrays, integers)
     if node.op == "Abs":
         return _elementwise(absolute, arrays[0])
+    if node.op == "Neg":
+        return _elementwise(lambda n: _arithmetic("Sub", 0, n, integers), arrays[0])
     if node.op == "Cast":
         to_integer = _kind(node, values).kind in "iu"
         return _elementwise(lambda n: _cast(n, to_integer), arrays[0])

@@ -317,8 +317,8 @@ def measure_speed(
     if device or path.suffix not in TIMED:
         return None, f"no runtime here runs it as {device or 'its target'} does"
     format_name, runtime, package = TIMED[path.suffix]
-    if backend == "openvino":
-        runtime = package = "openvino"
+    if backends.get(backend).runtime:
+        runtime = package = backends.get(backend).runtime
     record = read_open_axes(traced)
     shapes = {name: tuple(int(n) for n in shape) for name, shape in list_inputs(traced)}
     open_sizes = record is not None and not record.only_batch()

@@ -158,7 +158,7 @@ def measure_file(
         if replaceable and is_float_better(known[1], config):
             in_float = prepare_in_float(traced, config)
         return choose_delivery(*known, config, in_float)
-    runtime = "openvino" if config.backend == "openvino" else runtime
+    runtime = backend.runtime or runtime
     try:
         with tempfile.TemporaryDirectory(prefix="qtrace-speed-") as folder:
             twin = Path(folder) / f"float{path.suffix}"

@@ -55,6 +55,7 @@ from qtrace.quantizing.labellings import (
     name_with_bits,
     predict,
 )
+from qtrace.quantizing.openvino_runs import OpenvinoRuns
 from qtrace.quantizing.output_noise import Outputs, measure_noise, measure_row_noise, output_groups
 from qtrace.quantizing.reporting import Reporter
 from qtrace.quantizing.structure import hash_structure, is_in_float
@@ -77,6 +78,7 @@ _RUNS_OF_A_SAMPLE = 2.0  # in a calibration, beside what takes as long as the se
 _TIMING_SECONDS = 1.2  # of two files
 _TIMED_RUNS = 3
 _ONE_THREAD = SessionSettings(threads=1)
+_MEASURED = ("onnxruntime", "openvino")  # the backends whose runtimes the labellings are measured in
 _RANGE_BATCHES = 2  # where the ranges of the search are not enough
 _MOST_IN_DOUBT = 4  # labellings that are measured, whatever time it takes
 _LEAST_SAMPLES, _MOST_SAMPLES = 4, 16  # of those held back, two to eight in each half
@@ -293,7 +295,7 @@ def fit_costs(config: QConfig) -> ProcessorFit | None:
 
 def _is_measurable(config: QConfig, outcome: SearchOutcome) -> bool:
     """Whether the runtime of the config runs here, and there is a choice to be made by time and noise."""
-    return config.backend == "onnxruntime" and outcome.mode == "balanced" and len(outcome.frontier) > 1
+    return config.backend in _MEASURED and outcome.mode == "balanced" and len(outcome.frontier) > 1
 
 
 @dataclass(frozen=True)
@@ -362,12 +364,14 @@ class _Bench:
         self.traced, self.samples, self.held_back = placer.traced, placer.samples, held_back
         self.timer, self.reporter = placer.measurement.timer or compare_files, placer.reporter
         self.in_float = placer.measurement.in_float
+        backend = next(iter(searches.values())).config.backend
+        self.runtime = backends.get(backend).runtime or "onnxruntime"
         self.configs = {bits: _plain(search.config) for bits, search in searches.items()}
         self.axes = SharedAxes()
         self.feeds: list[list[np.ndarray]] = []  # of each batch that is held back
         self.files: dict[str, Path] = {}
         self.structures: dict[str, str] = {}
-        self.sessions: dict[str, OrtSession] = {}
+        self.sessions: dict[str, OrtSession | OpenvinoRuns] = {}
         self.outputs: dict[str, Outputs] = {}
         self.selecting: dict[str, TracedModule] = {}  # the graphs of the labellings, if they select
 
@@ -397,7 +401,7 @@ class _Bench:
         first = next(iter(labellings))
         for name in (first, FLOAT):
             self._export(name, labellings[name], folder)
-        run = _time_run(self.files[first], timed_settings(self.traced))
+        run = _time_run(self.files[first], self.runtime, timed_settings(self.traced))
         limit = limit_seconds(self.search, self._count_samples(), run)
         count = sum(_rows(self._session(first), values) or 1 for values in self.feeds)
         extent = limit_measurement(count, run, limit)
@@ -490,10 +494,11 @@ class _Bench:
     def _time(self, files: Mapping[str, Path], most: float) -> list[Speed]:
         """Returns the speeds of files beside the first one; those of like structure are remembered."""
         settings = timed_settings(self.traced)
-        machine = describe_machine("onnxruntime", "onnxruntime", settings.threads)
+        machine = describe_machine(self.runtime, self.runtime, settings.threads)
         key = {
             "files": [self.structures[name] for name in files],
             "machine": [
+                machine.runtime,
                 machine.version,
                 machine.processor,
                 list(machine.flags),
@@ -505,7 +510,7 @@ class _Bench:
             return [Speed(**entry) for entry in stored]
         seconds = min(_TIMING_SECONDS, most)
         paths = list(files.values())
-        speeds = self.timer(paths, runtime="onnxruntime", settings=settings, seconds=seconds, most=most)
+        speeds = self.timer(paths, runtime=self.runtime, settings=settings, seconds=seconds, most=most)
         if self.timer is compare_files and not any(speed.busy for speed in speeds):
             write_cached("labellings", key, [speed.to_dict() for speed in speeds])
         return speeds
@@ -521,12 +526,14 @@ class _Bench:
             self.outputs[name] = self._run(self._session(name), samples)
         return self.outputs[name]
 
-    def _session(self, name: str) -> OrtSession:
+    def _session(self, name: str) -> OrtSession | OpenvinoRuns:
         if name not in self.sessions:
-            self.sessions[name] = open_session(self.files[name], _ONE_THREAD)
+            path = self.files[name]
+            own = self.runtime == "openvino"
+            self.sessions[name] = OpenvinoRuns(path) if own else open_session(path, _ONE_THREAD)
         return self.sessions[name]
 
-    def _run(self, session: OrtSession, samples: int) -> list[list[np.ndarray]]:
+    def _run(self, session: OrtSession | OpenvinoRuns, samples: int) -> list[list[np.ndarray]]:
         names = [info.name for info in session.inputs]
         results = []
         for batch in self.feeds:
@@ -569,16 +576,16 @@ def _write(converted: TracedModule, path: Path, axes: SharedAxes) -> None:
             stream.writelines([content] if isinstance(content, bytes) else content)
 
 
-def _rows(session: OrtSession, values: Sequence[np.ndarray]) -> int:
+def _rows(session: OrtSession | OpenvinoRuns, values: Sequence[np.ndarray]) -> int:
     """Returns the number of samples of a batch that a file can compute apart; 0 if it takes all at once."""
     counts = {len(value) if value.ndim else 0 for value in values}
     is_open = all(info.shape and not isinstance(info.shape[0], int) for info in session.inputs)
     return counts.pop() if is_open and len(counts) == 1 else 0
 
 
-def _time_run(path: Path, settings: RunnerSettings) -> float:
+def _time_run(path: Path, runtime: str, settings: RunnerSettings) -> float:
     """Returns the seconds of one run of a file, the shortest of a few: other programs slow some."""
-    runner = open_file(path, "onnxruntime", settings)
+    runner = open_file(path, runtime, settings)
     return min(runner.run() for _ in range(_TIMED_RUNS))
 
 

@@ -140,7 +140,7 @@ def bisect(
         converted: the converted module.
         batches: inputs as for ``qtrace.calibrate``.
         runtime: the name of the runtime, or a `Runtime`, such as `dumped_tensors` returns; None for the one
-            that the file is meant for.
+            that the file is meant for, or onnxruntime without optimizations if that is not installed here.
         runtime_host: the interpreter or machine that has the runtime; None for this one.
         max_lsb: largest difference allowed at any site.
         min_equal: smallest share of equal integers allowed in a batch; below it, the first op whose own share
@@ -163,7 +163,7 @@ def bisect(
     chosen = (
         runtime.at(runtime_host)
         if isinstance(runtime, Runtime)
-        else get_runtime(Path(path), runtime, runtime_host)
+        else get_runtime(Path(path), runtime, runtime_host, model.annotation.backend)
     )
     unequal = None
     stages = 2 if runs_optimized(chosen, model.annotation.backend) else 1

@@ -34,6 +34,7 @@ class VerifyReport(Displayed, Tallies):
         """Returns the report as plain data."""
         return {
             "path": self.path,
+            "runtime": self.runtime,
             "runtime_host": dict(self.side) or None,
             "passed": self.passed,
             "problems": self.problems(),

@@ -41,6 +41,7 @@ def summarize(tallies: Tallies) -> str:
         f"outputs: {ratios}; same prediction {tallies.agreement():.2%}",
         *_closeness(tallies),
         *(tallies.kernels.describe() if tallies.kernels is not None else ()),
+        *([f"in {tallies.runtime}"] if tallies.runtime else ()),
         *([f"runtime: {describe_side(tallies.side)}"] if tallies.side else ()),
         _outcome(tallies),
         *remarks(tallies),

@@ -133,6 +133,8 @@ class Tallies:
             equal, and all within ``max_lsb``.
         groups: the column groups of the outputs; () for each output as a whole.
         side: versions and machine of a runtime on another host; empty for one in this interpreter.
+        runtime: that the file ran in the runtime of its backend, or which one stood in for that; "" where the
+            runtime is the usual one or was named.
         selected: how many of the rows that the graph selects are float's; None where nothing selects.
         runtime_selected: mode -> how many of the rows that the runtime selects are float's.
     """
@@ -158,6 +160,7 @@ class Tallies:
     inexact: Collection[str] = frozenset()
     groups: tuple[ColumnGroup, ...] = ()
     side: Mapping[str, Any] = field(default_factory=dict)
+    runtime: str = ""
     selected: SelectedShares | None = None
     runtime_selected: dict[str, SelectedShares] = field(default_factory=dict)
 

@@ -33,8 +33,8 @@ from qtrace.verification.float_outputs import FloatOutputs
 from qtrace.verification.other_sizes import at_other_sizes
 from qtrace.verification.report import VerifyReport
 from qtrace.verification.runs import BatchRun, EndToEnd, File, OpByOp, SameRows
+from qtrace.verification.runtimes import describe_choice, runs_optimized
 from qtrace.verification.runtimes import get as get_runtime
-from qtrace.verification.runtimes import runs_optimized
 from qtrace.verification.runtimes.base import Runtime, RuntimeRun, Session
 from qtrace.verification.tallies import DifferenceTally
 
@@ -75,10 +75,10 @@ def verify(
         float_model: the float network as traced, or prepared, which outputs are compared to from end to end;
             None for ``converted`` without its roundings: another network if training or ``ptq`` changed it.
         runtime: the name of the runtime, or a `Runtime`, such as `dumped_tensors` returns; None for the one
-            that the file is meant for.
+            that the file is meant for, or onnxruntime without optimizations if that is not installed here.
         runtime_host: the interpreter or machine that has the runtime; None for this one.
         optimized: whether to also run the file with all graph optimizations, as it will be deployed. A file
-            for another target than onnxruntime is not run so where onnxruntime's own products saturate.
+            that was not written for onnxruntime is not run so in onnxruntime.
         max_lsb: largest difference allowed at any site, op by op.
         min_equal: smallest share of equal values allowed over all sites, op by op.
         min_sqnr_db: smallest signal-to-noise ratio allowed at each column group of the outputs, computed from
@@ -100,15 +100,18 @@ def verify(
     plain = is_plain(converted)
     limit = min_sqnr_db if min_sqnr_db is not None else _PLAIN_SQNR_DB if plain else _SQNR_DB
     path = Path(path)
-    chosen = (
-        runtime.at(runtime_host) if isinstance(runtime, Runtime) else get_runtime(path, runtime, runtime_host)
-    )
     model = PlainGraph(converted).model if plain else QuantizedModel(converted, "converted")
-    file = File(path, model, chosen.open(path, False))
     backend = "" if plain else model.annotation.backend
+    chosen = (
+        runtime.at(runtime_host)
+        if isinstance(runtime, Runtime)
+        else get_runtime(path, runtime, runtime_host, backend)
+    )
+    file = File(path, model, chosen.open(path, False))
     deployed = chosen.open(path, True) if optimized and runs_optimized(chosen, backend) else None
     report = file.report(max_lsb, min_equal, limit)
     report.side = getattr(file.session, "side", {})
+    report.runtime = describe_choice(chosen, backend) if runtime is None else ""
     report.end_to_end_db = limit if plain else min_sqnr_db
     exact = None if plain else FloatOutputs(model, float_model)
     report.float_source = "" if exact is None else exact.source

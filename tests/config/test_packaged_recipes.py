@@ -29,7 +29,6 @@ FAMILIES = tuple(
 WITHOUT_RULES = ("darknet53", "densenet", "hrnet", "regnet_x", "vgg")
 UNCHECKED = {
     "ncnn",
-    "openvino",
     "openvino_avx2",
     "tflite",
 }  # their measured times were not right, or not tried, on whole networks

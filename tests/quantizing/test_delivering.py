@@ -76,11 +76,12 @@ def test_what_is_delivered_and_said(tmp_path: Path, timed, speed, options, in_fl
     [
         ("backend/ncnn", True),
         ("backend/tflite", False),
-        ("backend/openvino", False),
+        ("backend/openvino", True),
+        ("backend/openvino_avx2", False),
         ("backend/esp_dl", False),
     ],
 )
-def test_the_packaged_recipe_of_ncnn_rounds_everything_for_speed(recipe: str, in_float: bool) -> None:
+def test_the_packaged_recipe_says_whether_speed_is_asked_for(recipe: str, in_float: bool) -> None:
     config = as_qconfig(recipe)
     assert is_float_better(SLOWER, config) == in_float
     assert not is_float_better(SAME, config)

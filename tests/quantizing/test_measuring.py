@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import math
@@ -17,6 +18,7 @@ import megengine.module as M
 import numpy as np
 import onnx
 import pytest
+from onnx import TensorProto, helper
 
 import qtrace
 from qtrace.benchmarking.fitting import ProcessorFit, Trend
@@ -39,6 +41,7 @@ from qtrace.quantizing.measuring import (
     limit_seconds,
     prepare_measured,
 )
+from qtrace.quantizing.openvino_runs import OpenvinoRuns
 from qtrace.quantizing.output_noise import measure_noise, measure_row_noise, output_groups
 from qtrace.quantizing.reporting import LogReporter
 from qtrace.quantizing.structure import hash_structure
@@ -257,14 +260,18 @@ def test_times_of_another_network_and_damaged_ones_are_a_sentence(tmp_path: Path
     assert not Times.open(tmp_path / "new.json").fixed
 
 
-def test_what_is_measured_decides_and_is_written(tmp_path: Path, monkeypatch) -> None:
-    """By a timer that gives times: the labellings are exported and run, for their noise."""
+@pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])
+def test_what_is_measured_decides_and_is_written(tmp_path: Path, monkeypatch, backend: str) -> None:
+    """By a timer that gives times: the labellings are exported and run in their runtime, for their noise."""
     monkeypatch.setattr(measuring, "find_labellings", find_labellings)  # those of the search
-    traced, config = _traced(), as_qconfig({"placement": "balanced"})
+    other = "open_session" if backend == "openvino" else "OpenvinoRuns"
+    monkeypatch.setattr(measuring, other, _refuse)  # it runs files in the other runtime
+    traced, config = _traced(), as_qconfig({"backend": backend, "placement": "balanced"})
     asked: list[int] = []
 
     def timer(paths, **options):
         asked.append(len(paths))
+        assert options["runtime"] == backend
         return [Speed(1e-3, 1.0, 1.0, 1.0, 9), *[Speed(1e-3, 0.5, 0.5, 0.5, 9)] * (len(paths) - 1)]
 
     times = Times(tmp_path / "times.json")
@@ -500,6 +507,45 @@ def test_without_samples_or_time_the_prediction_stays(monkeypatch, held_back, se
     assert times.labellings == ()
     (text,) = [text for text in notes.texts if "none could be measured" in text]
     assert re.search(note, text)
+
+
+def test_without_openvino_the_prediction_stays(monkeypatch) -> None:
+    monkeypatch.setattr(measuring, "find_labellings", find_labellings)
+    installed = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == "openvino" else installed(name)
+    )
+    config = as_qconfig({"backend": "openvino", "placement": "balanced"})
+    times, notes = Times(), _Notes()
+    prepare_measured(_traced(), config, [DATA[:4]], lambda: [DATA[4:]], TimingPlan(times, _refuse), notes)
+    assert times.labellings == ()
+    assert any("in openvino, the package openvino is needed" in text for text in notes.texts)
+
+
+def test_the_inputs_of_a_file_in_openvino_are_those_of_the_file(tmp_path: Path) -> None:
+    """OpenVINO has no port for an input that nothing reads, and takes integers as the file declares them."""
+    kinds = {"unread": TensorProto.FLOAT, "row": TensorProto.INT64, "x": TensorProto.FLOAT}
+    shapes = {"unread": ["n", 2], "row": [1], "x": ["n", 3]}
+    declared = [helper.make_tensor_value_info(name, kinds[name], shapes[name]) for name in kinds]
+    nodes = [helper.make_node("Gather", ["x", "row"], ["y"], axis=1)]
+    out = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+    model = helper.make_model(
+        helper.make_graph(nodes, "g", declared, [out]),
+        opset_imports=[helper.make_opsetid("", 13)],
+        ir_version=8,
+    )
+    onnx.save(model, tmp_path / "m.onnx")
+    runs = OpenvinoRuns(tmp_path / "m.onnx")
+    assert [(value.name, value.shape) for value in runs.inputs] == [
+        ("unread", [None, 2]),
+        ("row", [1]),
+        ("x", [None, 3]),
+    ]
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    for count in (2, 1):
+        feeds = {"unread": x[:count, :2], "row": np.array([2], np.int32), "x": x[:count]}
+        (y,) = runs.run(None, feeds)
+        assert np.array_equal(y, x[:count, 2:])
 
 
 def test_without_the_runtime_nothing_is_fitted_or_measured(monkeypatch) -> None:

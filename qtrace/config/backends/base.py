@@ -99,6 +99,8 @@ class Backend:
         integer_layers: whether the kernels of layers give integers alone: a layer whose result must not be
             rounded is computed in float.
         cost_table: name of the measured times of its runtime; "" if there are none.
+        runtime: the runtime that its files are for, where that is not the usual one of their suffix; "" for
+            that one.
         rounds_for_speed: whether the packaged recipe of the target rounds everything since whole networks
             are faster so: a file that is slower than float is then not what it asks for.
         biases: how a layer adds its bias: as an int32 at the scale of the accumulator, as a float, or rounded
@@ -145,6 +147,7 @@ class Backend:
     float_results: frozenset[str] = frozenset()
     integer_layers: bool = False
     cost_table: str = ""
+    runtime: str = ""
     rounds_for_speed: bool = False
     biases: Literal["int32", "float"] | QScheme = "int32"
     computed_weights: Literal["rounded", "float", "refused"] = "rounded"

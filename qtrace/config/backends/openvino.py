@@ -34,4 +34,5 @@ BACKEND = Backend(
     float_results=frozenset({"conv1d", "conv2d", "linear"}),
     slower_with_zero_point=frozenset({"conv1d", "conv2d", "conv_transpose2d", "linear"}),
     cost_table="openvino",
+    runtime="openvino",
 )

@@ -1,65 +1,18 @@
-"""The ranges that a target fixes, bounds, or runs faster, for the qparams of a calibrated model."""
+"""The ranges that a target fixes or bounds, for the qparams of a calibrated model."""
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 
 import numpy as np
 
 from qtrace.config import backends
 from qtrace.fakequant.base import FakeQuant
-from qtrace.graph.walk import users
 from qtrace.numerics import choose
 from qtrace.preparation.model import QuantizedModel
 from qtrace.scheme import QParams, QScheme
 
-__all__ = ["centre_ranges", "limit_ranges"]
-
-_LARGEST_STEP = 1.25  # of a symmetric range, in steps of the affine one: 1.9 dB at the site
-
-
-def centre_ranges(model: QuantizedModel) -> tuple[str, ...]:
-    """Makes nearly symmetric ranges symmetric where layers are slower with a zero point other than 0.
-
-    The zero point of such an unsigned range is its middle, so that `convert` can store it as signed integers
-    with zero point 0. Ranges from 0 on stay. So do those of which symmetric ones would be much coarser, as it
-    is behind SiLU, unless the placement is ``fastest``.
-
-    Args:
-        model: a prepared model; its fake quants are changed in place. Those without qparams are skipped, and
-            those whose scales the model brings.
-
-    Returns:
-        The groups that were changed.
-    """
-    layers = backends.get(model.annotation.backend).slower_with_zero_point
-    if not layers:
-        return ()
-    kinds = {note.name: note.kind for note in model.annotation.notes}
-    readers = [(site.group, site.consumers) for site in model.sites if site.sort == "activation"]
-    carried = model.annotation.carried.items()
-    readers += [(group, tuple(users(model.nodes[name]))) for name, group in carried]
-    read = {
-        group
-        for group, exprs in readers
-        if any(kinds.get(out.name) in layers for expr in exprs for out in expr.outputs)
-    }
-    largest_step = math.inf if model.record.qconfig.get("placement") == "fastest" else _LARGEST_STEP
-    changed = []
-    for group in sorted(read - set(model.record.native)):
-        fake_quant = model.fake_quants[group]
-        scheme = fake_quant.scheme
-        if scheme.signed or scheme.symmetric or scheme.per_channel or not fake_quant.calibrated:
-            continue
-        qparams = fake_quant.qparams()
-        scale, zero_point = float(qparams.scale), int(qparams.zero_point)
-        ends = (-zero_point * scale, (scheme.qmax - zero_point) * scale)
-        wanted = choose(*ends, scheme.replace(symmetric=True))
-        if zero_point and qparams.zero_point != wanted.zero_point and wanted.scale <= largest_step * scale:
-            fake_quant.set_qparams(QParams(scheme, wanted.scale, wanted.zero_point))
-            changed.append(group)
-    return tuple(changed)
+__all__ = ["limit_ranges"]
 
 
 def limit_ranges(model: QuantizedModel) -> tuple[str, ...]:

@@ -1,11 +1,9 @@
 """OpenVINO on Intel CPUs, which reads the QuantizeLinear and DequantizeLinear nodes of an ONNX file.
 
 Schemes are onnxruntime's. What differs is that its kernels compute any activation function in float before
-they round, so none of them needs a rounding of its own after a layer. The parts of a concat share one range:
-otherwise the plugin rounds each part again before the next layer. A zero point other than 0 makes a padded
-convolution take up to twice as long, and others a tenth to a fifth longer (measured with AMX). As it runs by
-default it may drop the rounding on one branch of a sum and be 3 steps off; compare it with
-``LP_TRANSFORMS_MODE=NO`` and the precision hint f32, where it is at most one step off.
+they round, so none of them needs a rounding of its own after a layer. As it runs by default it may drop the
+rounding on one branch of a sum and be 3 steps off; compare it with ``LP_TRANSFORMS_MODE=NO`` and the
+precision hint f32, where it is at most one step off.
 """
 
 from qtrace.config.backends.base import Backend, Limits
@@ -23,7 +21,7 @@ BACKEND = Backend(
     weight=QScheme(bits=8, signed=True, symmetric=True, narrow=True, axis=0, rounding="half_even"),
     ops=frozenset(f"{_HEADS} {_FUNCTIONS} div maximum minimum concat stack".split()),
     fused=dict.fromkeys(_HEADS.split(), frozenset(_FUNCTIONS.split())),
-    ties_concat=True,
+    ties_concat=False,
     rounds_around_float=True,
     limits={
         "activation": Limits(bits=(8,), per_channel=False, affine=True, narrow=False),
@@ -32,7 +30,6 @@ BACKEND = Backend(
     },
     without_kernels=frozenset({"HardSigmoid"}),
     float_results=frozenset({"conv1d", "conv2d", "linear"}),
-    slower_with_zero_point=frozenset({"conv1d", "conv2d", "conv_transpose2d", "linear"}),
     cost_table="openvino",
     runtime="openvino",
 )

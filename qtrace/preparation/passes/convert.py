@@ -11,7 +11,6 @@ from megengine.core.tensor.dtype import QuantDtypeMeta, _builtin_quant_dtypes
 from megengine.quantization.utils import QParams as NodeQParams
 from megengine.quantization.utils import QuantMode, create_qparams
 
-from qtrace.config import backends
 from qtrace.errors import ConfigError
 from qtrace.fakequant.base import FakeQuant
 from qtrace.fakequant.fixed import FixedFakeQuant
@@ -65,11 +64,8 @@ def convert(prepared: TracedModule) -> TracedModule:
     annotation = write_computed(model, before.annotation)
     view = QuantizedModel(model, record=dataclasses.replace(before.record, annotation=annotation))
     _write_transforms(view)
-    is_signed = bool(backends.get(annotation.backend).slower_with_zero_point)
     for name, fq in view.fake_quants.items():
-        setattr(container, name, _freeze(fq, signed=is_signed))
-    annotation = _with_schemes(view) if is_signed else annotation
-    view = QuantizedModel(model, record=dataclasses.replace(before.record, annotation=annotation))
+        setattr(container, name, _freeze(fq))
     limit_ranges(view)
     limit_paddings(view)
     for module in view.followers:
@@ -86,50 +82,19 @@ def convert(prepared: TracedModule) -> TracedModule:
     return model
 
 
-def _freeze(fq: FakeQuant, signed: bool) -> FixedFakeQuant:
-    """Returns a fake quant without what was learned or observed.
-
-    Args:
-        fq: a calibrated fake quant.
-        signed: whether an unsigned range with its zero point in the middle becomes a signed one with zero
-            point 0, whose values are the same.
-    """
-    qparams = fq.qparams()
-    if signed and not fq.static:
-        qparams = _as_signed(qparams)
+def _freeze(fq: FakeQuant) -> FixedFakeQuant:
     frozen = FixedFakeQuant(
         fq.site,
-        qparams.scheme,
+        fq.scheme,
         shape=fq.shape,
         static=fq.static,
         numel=fq.numel,
         channel_axes=fq.counted_axes,
     )
-    frozen.set_qparams(qparams)
+    frozen.set_qparams(fq.qparams())
     frozen.phase = "quantize"
     frozen.training = fq.training
     return frozen
-
-
-def _with_schemes(model: QuantizedModel) -> Annotation:
-    """Returns the annotation with the schemes that the fake quants have."""
-    sites = []
-    for site in model.annotation.sites:
-        if site.plan is not None and site.sort == "activation":
-            scheme = model.fake_quants[site.group].scheme
-            site = dataclasses.replace(site, plan=dataclasses.replace(site.plan, scheme=scheme))
-        sites.append(site)
-    return dataclasses.replace(model.annotation, sites=tuple(sites))
-
-
-def _as_signed(qparams: QParams) -> QParams:
-    """Returns the qparams with signed integers and zero point 0 if these stand for the same values."""
-    scheme = qparams.scheme
-    middle = 1 << (scheme.bits - 1)
-    if scheme.signed or scheme.narrow or np.any(qparams.zero_point != middle):
-        return qparams
-    signed = scheme.replace(signed=True, symmetric=True)
-    return QParams(signed, qparams.scale, np.zeros_like(qparams.zero_point))
 
 
 def _write_transforms(model: QuantizedModel) -> None:

@@ -12,8 +12,8 @@ from qtrace.data.base import Batch, DataSource, batch_length
 
 __all__ = ["SampleRecord", "fingerprint_samples"]
 
-_READ_VALUES = 4096  # of an input of a sample, evenly spread: two samples that differ do so in one of these
-_LEAST_VALUES = 16  # of a sample: a few numbers may be alike by chance
+_READ_VALUES = 4096  # of an input of a sample, evenly spread
+_LEAST_VALUES, _LEAST_FLOATS = 16, 4  # of a sample: a few numbers may be alike by chance
 
 
 def fingerprint_samples(batch: Any) -> list[bytes]:
@@ -29,7 +29,8 @@ def fingerprint_samples(batch: Any) -> list[bytes]:
     arrays = [np.asarray(value.numpy() if hasattr(value, "numpy") else value) for value in listed]
     count = batch_length(tuple(arrays))
     counted = [array for array in arrays if array.ndim and len(array) == count]
-    if sum(array[0].size for array in counted if count) < _LEAST_VALUES:
+    floats = any(array.dtype.kind == "f" for array in counted)
+    if sum(array[0].size for array in counted if count) < (_LEAST_FLOATS if floats else _LEAST_VALUES):
         return []
     return [_fingerprint([array[index] for array in counted]) for index in range(count)]
 

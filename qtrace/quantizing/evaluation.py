@@ -121,9 +121,15 @@ def choose_evaluation(
 
 def _count_held(source: DataSource, count: int) -> int:
     """Returns how many batches are held back: more of many small ones, such as of single samples."""
-    if count < _MANY_BATCHES:
-        return 1
+    if source.cut:  # the last batch may have a single sample
+        lengths = [batch_length(batch) for batch in source]
+        least, held = min(_LEAST_SAMPLES, sum(lengths) // _LEAST_BATCHES), 1 if count < _MANY_BATCHES else 2
+        while sum(lengths[-held:]) < least and held < count // 2:
+            held += 1
+        return held
     size = max(batch_length(next(iter(source))), 1)
+    if count < _MANY_BATCHES:
+        return 2 if size == 1 and count >= 2 * _LEAST_BATCHES else 1
     return max(2, min(count // _LEAST_SAMPLES, -(-_LEAST_SAMPLES // size)))
 
 

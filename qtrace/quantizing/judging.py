@@ -138,7 +138,7 @@ def conclude(
         batches = evaluation.read(prepared)
         words = evaluation.measured_on
         if not seen and record is not None and record.share(batches) > _SEEN_SHARE:
-            seen, words = True, f"{words} and are among those of the calibration"
+            seen, words = True, f"{words}, which the calibration has read"
         inputs = measure_inputs(first_batches(calibration)) if evaluation.other_data else ()
         diagnosis = diagnose(
             prepared,

@@ -349,11 +349,15 @@ def _open(
         reporter.warn(f"{opened.source}: taken for labels and left out of each batch: {shown}")
 
     def reopen(values: Any) -> DataSource:
-        return without_labels(open_source(values, LogReporter(), config, reading.whole), labels)
+        return open_source(values, LogReporter(), config, reading.whole)
 
     calibration = without_labels(opened, labels)
-    other = None if evaluation is None else reopen(evaluation)
-    chosen = choose_evaluation(calibration, lambda: reopen(data), other, spell)
+    other = None
+    if evaluation is not None:  # it may have labels where the data have none
+        other = reopen(evaluation)
+        first = next(iter(other), None)
+        other = without_labels(other, () if first is None else labels_of(source, first))
+    chosen = choose_evaluation(calibration, lambda: without_labels(reopen(data), labels), other, spell)
     calibration.max_batches = chosen.max_batches
     return _Data(calibration, chosen, reading.batch_size, StageTimes())
 

@@ -38,8 +38,8 @@ SATURATION_ELSEWHERE = (
 WRONG_PRODUCTS = (
     "onnxruntime's products of integers are wrong on this processor (AMX, onnxruntime issue 26324) from the "
     "32nd row on where a layer has 17 to 31 outputs, or so many more than a multiple of 32; bisect names the "
-    "first: export with amx=true, run the file by onnxruntime 1.25 or later or on a CPU without AMX, or keep "
-    "such layers in float by a rule"
+    "first: run the file by onnxruntime 1.25 or later or on a CPU without AMX, keep such layers in float by "
+    "a rule, or export with amx=true where the file was made elsewhere"
 )
 """Why a right file computes other integers with optimizations on a processor with AMX, and what to do."""
 
@@ -106,8 +106,8 @@ def optimized_kernel_cause(runtime: str, kind: str, side: Mapping[str, Any] | No
             return (
                 f"onnxruntime {version}'s integer kernel for this CPU (AMX, flag amx_int8), which is wrong "
                 "for some numbers of columns (onnxruntime issue 26324): the file is right with optimizations "
-                "off. Export it with amx=true, run it by onnxruntime 1.25 or later, with optimizations "
-                "disabled or on a CPU without AMX, or keep this op in float by a rule"
+                "off. Run it by onnxruntime 1.25 or later, with optimizations disabled or on a CPU without "
+                "AMX, keep this op in float by a rule, or export it with amx=true if it was made elsewhere"
             )
     # A host is no more asked here: a processor with VNNI, or one that is not x86, adds up in 32 bits.
     saturates = "avx2" in flags and not any("vnni" in flag for flag in flags) if side else products_saturate()

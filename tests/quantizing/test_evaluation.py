@@ -54,7 +54,7 @@ def test_samples_of_one_number_are_never_good(judged: Judged, number: float, tmp
     verdict = judged(DATA, tmp_path, np.full_like(DATA[:16], number))
     assert verdict.word != "good"
     assert verdict.one_number
-    assert "one number everywhere, which show nothing" in verdict.line()
+    assert "one number everywhere and show nothing" in verdict.line()
 
 
 @both
@@ -74,7 +74,7 @@ def test_samples_of_the_calibration_get_its_margin(judged: Judged, evaluation: A
     assert verdict.seen
     assert verdict.low_db is not None
     assert verdict.low_db < verdict.sqnr_db - 30
-    assert "are among those of the calibration" in verdict.line()
+    assert "which the calibration has read" in verdict.line()
 
 
 @both
@@ -148,3 +148,28 @@ def test_nothing_is_cut_for_a_network_of_one_batch_size() -> None:
 
     traced = qtrace.trace(net(forward, a=M.Conv2d(3, 4, 8), b=M.Linear(4, 2)), DATA[:8])
     assert hold_back_samples(open_data(DATA[:16], batch_size=8), traced) is None
+
+
+@pytest.mark.parametrize(("count", "least"), [(25, 6), (33, 8), (32, 8), (64, 8)])
+def test_a_short_last_batch_is_not_all_that_is_held_back(count: int, least: int, tmp_path: Path) -> None:
+    """With 25 samples the verdict rested on the one that batches of eight leave over."""
+    verdict = _one_call(DATA[:count], tmp_path)
+    assert "that were held back" in verdict.line()
+    assert int(verdict.line().split(" on ")[1].split()[0]) >= least
+
+
+def test_rows_of_few_numbers_are_recognised(tmp_path: Path) -> None:
+    table = np.random.default_rng(0).normal(size=(40, 8)).astype(np.float32)
+    model = M.Sequential(M.Linear(8, 16), M.ReLU(), M.Linear(16, 3))
+    options = {"verify": False, "measure": False, "progress": False, "recipe": "w8a8"}
+    result = qtrace.quantize(model, table, tmp_path / "a.onnx", evaluation=table, **options)
+    assert result.verdict is not None
+    assert result.verdict.seen
+
+
+def test_labels_of_the_evaluation_alone_are_left_out(tmp_path: Path) -> None:
+    pairs = [(DATA[i : i + 8], np.arange(8)) for i in (40, 48)]
+    assert (
+        _one_call(DATA[:40], tmp_path, pairs).line()
+        == _one_call(DATA[:40], tmp_path, [x for x, _ in pairs]).line()
+    )

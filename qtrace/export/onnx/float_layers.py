@@ -19,17 +19,17 @@ from qtrace.graph.names import unused_name
 from qtrace.onnxfile.bodies import read_names
 from qtrace.onnxfile.model import OnnxModel
 
-__all__ = ["TARGETS", "hold_float_layers"]
+__all__ = ["MOVES", "TARGETS", "hold_float_layers"]
 
 TARGETS = ("onnxruntime", "generic", "qnn", "ryzenai", "ryzenai_xint8")
 """The backends whose files onnxruntime opens."""
 _LAYERS = ("Conv", "ConvTranspose", "Gemm")
-_MOVES = {
+MOVES = {
     *("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Identity", "MaxPool", "Gather"),
     "Split",
 }
 """What onnxruntime moves roundings across, or leaves out."""
-_MERGED = {*_MOVES, "Relu", "Clip", "Add", "Sub", "Mul", "Div", "BatchNormalization", "Dropout", "Cast"}
+_MERGED = {*MOVES, "Relu", "Clip", "Add", "Sub", "Mul", "Div", "BatchNormalization", "Dropout", "Cast"}
 """What onnxruntime merges into a layer or a rounding behind it, leaves out, or moves roundings across."""
 _IN_FRONT = {*_MERGED, "Pad"}
 """What may vanish between a DequantizeLinear and a layer."""

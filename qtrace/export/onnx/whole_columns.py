@@ -1,14 +1,15 @@
 """Layers with as many columns as onnxruntime's kernels for AMX compute right.
 
-On processors with AMX, onnxruntime 1.21 to 1.24 computes the product of a block of 32 rows by 17 to 31
-columns wrong in its last row, from the 17th column on (corrected by its pull request 27671). A convolution is
-one such product per group, whose columns are its output channels. A matrix product is split at multiples of
-32 columns, and between threads at multiples of 16, so that any rest may be a part of a wrong block.
+On processors with AMX, onnxruntime 1.21 to 1.24 computes the last row of each block of 32 rows wrong in the
+last block of columns, from its 17th on, where that has 17 to 31 (corrected by its pull request 27671). A
+convolution is one such product per group, whose columns are its output channels. A matrix product is split
+between threads, too, at multiples of 16, so that any rest may be a part of a wrong block.
 
-A layer gets columns of zeros up to the next number that is right, and a ``Slice``, or a ``Gather`` behind
-groups, takes them away behind its rounding. The integers of the others stay. A product of two activations,
-whose columns are those of the data, is kept in float instead: a ``LeakyRelu`` of slope 1 changes no value,
-and no kernel of integers reads across it.
+A layer gets columns of zeros up to the next multiple of 16, and a ``Slice``, or a ``Gather`` behind groups,
+takes them away behind its rounding. The integers of the others stay. A product whose columns are not those
+of a stored weight, as of two activations, is kept in float instead: a ``LeakyRelu`` of slope 1 changes no
+value, and no kernel of integers reads across it. onnxruntime moves roundings across what only moves values,
+so that a product that reads or gives moved integers counts, too.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import numpy as np
 from onnx import helper, numpy_helper
 
+from qtrace.export.onnx.float_layers import MOVES
 from qtrace.graph.names import unused_name
 from qtrace.onnxfile import external_data
 from qtrace.onnxfile.bodies import read_names, rename_tensors
@@ -50,9 +52,8 @@ def choose_columns(model: Any, target: str, amx: bool | None) -> None:
         return
     if amx is not False and (changed := write_whole_columns(model)) and amx is None:
         _LOG.info(
-            f"{changed} layers of the file have columns of zeros, or stay in float, since onnxruntime here "
-            "computes them wrong on this processor (AMX): for others, or onnxruntime 1.25 and later, export "
-            "with amx=false."
+            "layers that have columns of zeros, or stay in float, since onnxruntime computes them wrong on "
+            f"this processor (AMX): {changed}. Elsewhere, or from onnxruntime 1.25 on, export with amx=false."
         )
 
 
@@ -67,33 +68,48 @@ def write_whole_columns(model: Any) -> int:
     """
     graph = _Graph(model)
     changed = sum(graph.widen(node) for node in list(model.graph.node))
-    held = graph.hold(_products_of_odd_columns(model, graph))
+    held = graph.hold(_odd_products(model, graph))
     graph.finish()
     return changed + held
 
 
-def _products_of_odd_columns(model: Any, graph: _Graph) -> list[Any]:
-    """Returns the products of two dequantized activations whose columns may be a part of a wrong block."""
+def _odd_products(model: Any, graph: _Graph) -> list[Any]:
+    """Returns the products on integers whose columns may be a part of a wrong block, and are not widened."""
     import onnx
 
-    products = [n for n in model.graph.node if n.op_type == "MatMul" and graph.multiplies_activations(n)]
+    products = [node for node in model.graph.node if graph.is_left(node)]
     if not products:
         return []
     inferred = onnx.shape_inference.infer_shapes(external_data.skeleton(model)).graph
     values = (*inferred.value_info, *inferred.input, *inferred.output)
     shapes = {value.name: _sizes(value.type.tensor_type.shape.dim) for value in values}
-    return [node for node in products if not _is_right(*(shapes.get(name) for name in node.input))]
+    shapes |= {name: list(tensor.dims) for name, tensor in graph.tensors.items()}
+    return [node for node in products if not _is_right(node, *(shapes.get(name) for name in node.input[:2]))]
 
 
 def _sizes(dims: Any) -> list[int | None]:
     return [dim.dim_value if dim.HasField("dim_value") else None for dim in dims]
 
 
-def _is_right(left: list[int | None] | None, right: list[int | None] | None) -> bool:
-    """Whether a product has fewer rows than a block, or columns that fill tiles."""
-    rows = left[-2] if left and len(left) > 1 else None
-    columns = right[-1] if right else None
-    return (rows is not None and rows < _BLOCK) or (columns is not None and _fills(columns))
+def _is_right(node: Any, left: list[int | None] | None, right: list[int | None] | None) -> bool:
+    """Whether a product has fewer rows than a block, or columns that fill tiles.
+
+    onnxruntime joins a batch with the rows where the right operand has none.
+    """
+    numbers = {a.name: a.i for a in node.attribute}
+    if not right:
+        return False
+    if node.op_type == "Conv":  # its weight is moved
+        groups = numbers.get("group", 1)
+        columns = None if right[0] is None else right[0] // groups
+        return columns is not None and _wanted("Conv", columns, groups, None) == columns
+    columns = right[0 if numbers.get("transB") else -1]
+    if columns is not None and _fills(columns):
+        return True
+    if not left or any(size is None for size in left):
+        return False
+    sizes = [size or 0 for size in left]
+    return (sizes[1] if numbers.get("transA") else math.prod(sizes[:-1])) < _BLOCK
 
 
 def _fills(columns: int) -> bool:
@@ -122,7 +138,7 @@ class _Graph:
             return False
         weight = self._dequantized(node.input[1])
         integer = self.tensors.get(weight.input[0]) if weight is not None else None
-        if integer is None or self._dequantized(node.input[0]) is None:
+        if integer is None or not self._is_moved(node.input[0]):
             return False
         axis, groups = _axis_and_groups(node, len(integer.dims))
         add, bias = self._bias(node)
@@ -174,10 +190,23 @@ class _Graph:
         numbers = [self._number(other) for other in source.input[1:]]
         return all(n is not None and n.size in (1, columns) for n in numbers)
 
-    def multiplies_activations(self, node: Any) -> bool:
-        """Whether a node reads two dequantized values of which none is stored."""
-        sources = [self._dequantized(name) for name in node.input]
-        return all(s is not None and s.input[0] not in self.tensors for s in sources)
+    def is_left(self, node: Any) -> bool:
+        """Whether a node multiplies dequantized values, if they are moved before, and was not widened."""
+        if node.op_type not in ("Conv", "MatMul", "Gemm"):
+            return False
+        direct = self._dequantized(node.input[1])
+        if direct is not None and direct.input[0] in self.tensors:
+            return False  # it was looked at
+        if node.op_type == "Conv" and self._end_of_kernel(node, node) is None:
+            return False
+        return all(self._is_moved(name) for name in node.input[:2])
+
+    def _is_moved(self, name: str) -> bool:
+        """Whether a tensor is dequantized, at once or before what only moves values."""
+        node = self.producers.get(name)
+        while node is not None and node.op_type in MOVES:
+            node = self.producers.get(node.input[0])
+        return node is not None and node.op_type == "DequantizeLinear"
 
     def hold(self, nodes: list[Any]) -> int:
         """Keeps products in float; returns how many."""
@@ -233,6 +262,8 @@ class _Graph:
         ):
             if readers[0].op_type == "QuantizeLinear":
                 return readers[0]
+            if readers[0].op_type in MOVES and node.op_type == "Conv":
+                return last  # the rounding behind what moves values comes in front of it
             if readers[0].op_type not in _FUSED:
                 break
             last = readers[0]
@@ -381,10 +412,11 @@ def _axis_and_groups(node: Any, axes: int) -> tuple[int, int]:
 
 def _wanted(kind: str, columns: int, groups: int, weight: Any) -> int:
     """Returns the number of columns that is computed right: no smaller one than there are."""
+    whole = -(-columns // _TILE) * _TILE
     if kind != "Conv":
-        return columns if _fills(columns) else -(-columns // _TILE) * _TILE
-    if not _TILE < columns < _BLOCK:
+        return columns if _fills(columns) else whole
+    if columns % _BLOCK <= _TILE:  # no threads share the columns of a convolution
         return columns
     # Another kernel multiplies signed weights of whole quads of channels.
-    quads = groups == 1 and columns % 4 == 0 and weight.dims[1] % 4 == 0
-    return columns if quads and weight.data_type == weight.INT8 else _BLOCK
+    quads = weight is not None and groups == 1 and columns % 4 == 0 and weight.dims[1] % 4 == 0
+    return columns if quads and weight.data_type == weight.INT8 else whole

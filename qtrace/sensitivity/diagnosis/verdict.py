@@ -167,7 +167,7 @@ class Verdict(Displayed):
         """Returns what keeps the figure from standing for every sample: few of them, and a bad one."""
         doubts = []
         if self.one_number:
-            doubts.append("inputs that are one number everywhere, which show nothing of other samples")
+            doubts.append("the inputs are one number everywhere and show nothing of other samples")
         if self.metric is None and self._is_above(GOOD_FROM_DB, self.low_db):
             reason = "it was calibrated on these" if self.seen else "these are few and unlike"
             doubts.append(f"other samples may have {self.low_db:.1f} dB, as {reason}")

@@ -40,13 +40,33 @@ def _attention(self: M.Module, x: mge.Tensor) -> mge.Tensor:
     return F.matmul(F.softmax(scores * 0.1, axis=2), rows)
 
 
+def _heads(self: M.Module, x: mge.Tensor) -> mge.Tensor:
+    """Attention as it is usual: heads are cut and moved between roundings and products."""
+    rows = F.reshape(x[:, :, :, :15], (-1, 3 * 240 // 48, 48))
+    rows = F.concat([rows, rows, rows, rows], 1)[:, :50]
+    keys = F.transpose(F.reshape(self.a(rows), (-1, 50, 2, 2, 24)), (2, 0, 3, 1, 4))
+    queries = F.transpose(F.reshape(self.b(rows), (-1, 50, 2, 24)), (0, 2, 1, 3))
+    scores = F.softmax(F.matmul(queries, F.transpose(keys[0], (0, 1, 3, 2))) * 0.2, -1)
+    return F.reshape(F.transpose(F.matmul(scores, keys[1]), (0, 2, 1, 3)), (-1, 50, 48))
+
+
 NETWORKS: dict[str, tuple[Any, dict[str, M.Module]]] = {
     "conv": _conv(24),
     "odd": _conv(17, behind=lambda y: y),
     "clamped": _conv(31, behind=F.relu6),
     "without a bias": _conv(20, bias=False),
     "grouped": _conv(48, groups=2),
-    "wide": _conv(40),  # a convolution is wrong for 17 to 31 columns alone
+    "wide": _conv(40),  # no threads share the columns of a convolution
+    "behind SiLU": _conv(50, behind=F.silu),
+    "head of a detector": (
+        lambda self, x: self.b(F.silu(self.a(x))),
+        {"a": M.Conv2d(3, 18, 3), "b": M.Conv2d(18, 85, 1)},
+    ),
+    "moved behind": (
+        lambda self, x: F.transpose(F.reshape(self.b(F.silu(self.a(x))), (-1, 17, 196)), (0, 2, 1)),
+        {"a": M.Conv2d(3, 18, 3), "b": M.Conv2d(18, 17, 1)},
+    ),
+    "heads": (_heads, {"a": M.Linear(48, 96), "b": M.Linear(48, 48)}),
     "linear": (
         lambda self, x: F.relu(self.b(F.relu(self.a(F.flatten(x, 1))))),
         {"a": M.Linear(768, 40), "b": M.Linear(40, 24, bias=False)},
@@ -83,12 +103,14 @@ def test_the_file_computes_the_same_with_more_columns(tmp_path: Path, name: str,
     whole = qtrace.export(converted, tmp_path / "whole.onnx", amx=True, weights=weights)
     np.testing.assert_array_equal(_run(plain, x, optimized=False), _run(whole, x, optimized=False))
     assert qtrace.verify(whole, converted, [x]).passed
-    if weights == "uint8" or name == "attention":
+    if weights == "uint8" or name in ("attention", "heads"):
         assert (plain.read_bytes() == whole.read_bytes()) == (name == "wide")
 
 
 @pytest.mark.skipif(not products_are_wrong(), reason="all columns are computed right here")
-@pytest.mark.parametrize("name", ["odd", "grouped", "linear", "rows"])
+@pytest.mark.parametrize(
+    "name", ["odd", "grouped", "linear", "rows", "behind SiLU", "head of a detector", "heads"]
+)
 def test_and_is_right_where_it_was_wrong(tmp_path: Path, name: str) -> None:
     """A recogniser of text and GhostNet differed by up to 255 LSB, and `quantize` wrote no file."""
     converted, x = _converted(name)
@@ -230,13 +252,45 @@ def _many_weights(q: _Qdq) -> list[str]:
     return [q.add("MatMul", [q.rounded(rows), q.weight("w", 3, 12, 20)], "y")]
 
 
+def _moved_weight(q: _Qdq) -> list[str]:
+    w = q.add("Transpose", [q.weight("w", 20, 12)], "moved", perm=[1, 0])
+    return [q.rounded(q.add("MatMul", [q.rounded("x"), w], "y"))]
+
+
+def _stored_left(q: _Qdq) -> list[str]:
+    x = q.add("Concat", ["x", "x"], "wide", axis=1)  # 24 columns
+    return [q.rounded(q.add("MatMul", [q.weight("w", 40, 40), q.rounded(x)], "y"))]
+
+
+def _joined_batch(q: _Qdq) -> list[str]:
+    rows = q.add("Reshape", [q.rounded("x"), q.keep("shape", np.array([4, 20, 6]))], "rows")
+    right = q.add(
+        "Reshape", [q.rounded(q.add("Relu", ["x"], "r")), q.keep("other", np.array([6, 80]))], "all"
+    )
+    cut = q.add(
+        "Slice", [right, *(q.keep(n, np.array([v])) for n, v in (("b", 0), ("e", 24), ("a", 1)))], "cut"
+    )
+    return [q.rounded(q.add("MatMul", [rows, cut], "y"))]
+
+
 def _read_twice(q: _Qdq) -> list[str]:
     y = q.add("MatMul", [q.rounded("x"), q.weight("w", 12, 20)], "y")
     return [y, q.rounded(y), q.add("Sigmoid", [y], "s")]
 
 
 @pytest.mark.parametrize(
-    "write", [_shared, _scalar_bias, _bias_of_rows, _bias_with_an_axis, _many_weights, _read_twice]
+    "write",
+    [
+        _shared,
+        _scalar_bias,
+        _bias_of_rows,
+        _bias_with_an_axis,
+        _many_weights,
+        _read_twice,
+        _moved_weight,
+        _stored_left,
+        _joined_batch,
+    ],
 )
 def test_unusual_layers_compute_the_same(tmp_path: Path, write: Any) -> None:
     q = _Qdq()

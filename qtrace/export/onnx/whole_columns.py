@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,9 +28,10 @@ from qtrace.graph.names import unused_name
 from qtrace.onnxfile import external_data
 from qtrace.onnxfile.bodies import read_names, rename_tensors
 from qtrace.onnxfile.model import OnnxModel
+from qtrace.onnxfile.reading import load_model
 from qtrace.onnxfile.saturation import products_are_wrong
 
-__all__ = ["WHOLE", "choose_columns", "write_whole_columns"]
+__all__ = ["WHOLE", "choose_columns", "has_odd_columns", "write_whole_columns"]
 
 WHOLE = "_whole"
 """What stands behind the name of a result that has columns of zeros."""
@@ -55,6 +57,11 @@ def choose_columns(model: Any, target: str, amx: bool | None) -> None:
             "layers that have columns of zeros, or stay in float, since onnxruntime computes them wrong on "
             f"this processor (AMX): {changed}. Elsewhere, or from onnxruntime 1.25 on, export with amx=false."
         )
+
+
+def has_odd_columns(path: Path) -> bool:
+    """Returns whether layers of a file would get more columns: those that AMX's kernels may compute wrong."""
+    return write_whole_columns(load_model(path)[0]) > 0
 
 
 def write_whole_columns(model: Any) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import megengine as mge
 import megengine.functional as F
@@ -154,10 +154,13 @@ class _Counted:
     """A source of some batches."""
 
     def __init__(self, count: int) -> None:
-        self.count, self.max_batches = count, None
+        self.count, self.max_batches, self.cut = count, None, False
 
     def __len__(self) -> int:
         return self.count
+
+    def __iter__(self) -> Iterator[tuple[np.ndarray]]:
+        return iter([(np.zeros((8, 1)),)] * self.count)
 
 
 @pytest.mark.parametrize(("count", "first"), [(1, 0), (3, 0), (4, 3), (7, 6), (8, 7), (16, 14)])

@@ -30,7 +30,11 @@ def test_further_files_have_the_axes_of_the_first_without_another_search(
     write_open_axes(traced, AXES)
     searches = []
     search = open_axes.find_declared_axes
-    monkeypatch.setattr(open_axes, "find_declared_axes", lambda *given: searches.append(1) or search(*given))
+    monkeypatch.setattr(
+        open_axes,
+        "find_declared_axes",
+        lambda *given, **options: searches.append(1) or search(*given, **options),
+    )
     axes, models = SharedAxes(), []
     for config in ({"placement": "everything"}, {"rules": [{"match": {"name": "*"}, "quantize": False}]}):
         prepared = qtrace.prepare(traced, config)

@@ -33,8 +33,8 @@ def test_a_batch_is_cut_without_a_run_where_it_is_recorded_as_open(
     opened: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = []
-    run = batches._runs
-    monkeypatch.setattr(batches, "_runs", lambda *given: runs.append(1) or run(*given))
+    run = batches.can_run
+    monkeypatch.setattr(batches, "can_run", lambda *given: runs.append(1) or run(*given))
     calls = first_calls([((Tensor(DATA),), {})], 4, _traced(None, opened))
     assert [call[0][0].shape[0] for call in calls] == [4]
     assert bool(runs) is not opened

@@ -122,9 +122,11 @@ def choose_evaluation(
 def _count_held(source: DataSource, count: int) -> int:
     """Returns how many batches are held back: more of many small ones, such as of single samples."""
     if source.cut:  # the last batch may have a single sample
-        lengths = [batch_length(batch) for batch in source]
-        least, held = min(_LEAST_SAMPLES, sum(lengths) // _LEAST_BATCHES), 1 if count < _MANY_BATCHES else 2
-        while sum(lengths[-held:]) < least and held < count // 2:
+        ends = source.numbered(lambda number: number in (0, count - 1))
+        size, last = (batch_length(batch) for _, batch in ends)
+        least = min(_LEAST_SAMPLES, (size * (count - 1) + last) // _LEAST_BATCHES)
+        held = 1 if count < _MANY_BATCHES else 2
+        while size * (held - 1) + last < least and held < count // 2:
             held += 1
         return held
     size = max(batch_length(next(iter(source))), 1)

@@ -133,6 +133,7 @@ class _Graph:
     def __init__(self, model: Any) -> None:
         index = OnnxModel(model)
         self.graph, self.producers, self.readers = index.graph, index.producers, index.readers
+        self._number = index.value  # of a stored tensor, those that are added included; None for others
         self.tensors, self.names, self.outputs = index.stored, index.names(), set(index.output_names)
         self.added: dict[int, list[Any]] = {}  # a node -> itself and the new nodes behind it
         self.copies: dict[str, str] = {}  # a tensor with more columns -> that without them
@@ -282,7 +283,7 @@ class _Graph:
         if weight is None or len(weight.dims) != 2 or _fills(weight.dims[1]):
             return False
         columns = weight.dims[1]
-        pad = _Padding(1, 1, columns, -(-columns // _TILE) * _TILE)
+        pad = _Padding(1, 1, columns, _wanted(node.op_type, columns, 1, weight))
         zero = self._number(node.input[3]) if len(node.input) > 3 else None
         node.input[1] = self._padded(node.input[1], pad, 0 if zero is None else zero.flat[0])
         if zero is not None and zero.size > 1:
@@ -355,9 +356,6 @@ class _Graph:
         new = self._stored(pad.apply(array, fill), f"{name}{WHOLE}")
         self.copies[new] = name
         return new
-
-    def _number(self, name: str) -> np.ndarray | None:
-        return numpy_helper.to_array(self.tensors[name]) if name in self.tensors else None
 
     def _stored(self, array: np.ndarray, name: str) -> str:
         name = self._fresh(name)

@@ -29,7 +29,7 @@ def folder(run, here):
 
 
 def test_calibrate(folder):
-    assert f"on 4 samples that were held back {_GRAPH}" in folder
+    assert f"on 8 samples that were held back {_GRAPH}" in folder
 
 
 def test_compare_tells_the_samples_of_its_verdict_from_those_of_its_table(run, folder):

@@ -72,10 +72,11 @@ def test_a_flat_copy_takes_no_memory_for_weights_and_is_independent() -> None:
     weights = 2 * 4 * 2048**2
     drop_read_values(traced)
     before = _resident()
-    copies = [flatten(traced) for _ in range(4)]
+    copies = [flatten(traced) for _ in range(8)]
     for flat in copies:
         read_array(flat.a.weight)
-    assert _resident() - before < weights
+    # What was read is given back to the allocator, which may keep two arrays of it for the next request.
+    assert _resident() - before < 2 * weights
     kept = traced.a.weight.numpy().copy()
     copies[0].a.weight[...] = 0.0
     np.testing.assert_array_equal(copies[1].a.weight.numpy(), kept)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from qtrace.benchmarking.onnx_ops import OnnxGraph, TimedNode
 from qtrace.costs import FLOAT, INTEGER, LOOKUP
-from qtrace.onnxfile.layouts import STEM_CHANNELS, stays_blocked
+from qtrace.onnxfile.kernel_layouts import STEM_CHANNELS, stays_blocked
 
 __all__ = ["LayoutChanges"]
 

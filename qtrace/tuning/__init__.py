@@ -21,8 +21,8 @@ from qtrace.graph.types import TracedModule
 from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.identity import hash_tensors
 from qtrace.tuning.folder import BEST, PAGE, SUMMARY, TRIALS, search_folder, write_text
+from qtrace.tuning.jobs import Here, Subject
 from qtrace.tuning.judge import Judge, Metric, RungData
-from qtrace.tuning.judging import Here, Subject
 from qtrace.tuning.pareto import CostLimits, certainty, choose
 from qtrace.tuning.report import Tuning, recipe_text, render_page
 from qtrace.tuning.search import TuneSettings, find_limits, judged_in_full, search, split

@@ -22,8 +22,8 @@ from qtrace.errors import CalibrationError, ConfigError, GraphError, QtraceError
 from qtrace.preparation.model import QuantizedModel
 from qtrace.sensitivity.diagnosis import diagnose
 from qtrace.sensitivity.simulation import Simulation
+from qtrace.tuning.jobs import Here, Task
 from qtrace.tuning.judge import Judge, Judged, RungData
-from qtrace.tuning.judging import Here, Task
 from qtrace.tuning.pareto import CostLimits, rank
 from qtrace.tuning.space import first_suggestions, mutate, suggest_cures, suggest_float_tail
 from qtrace.tuning.trials import Layer, Suggestion, Trial, TrialLog, digest_of

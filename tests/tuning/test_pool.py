@@ -16,8 +16,8 @@ import qtrace
 from qtrace.errors import ConfigError, QtraceError
 from qtrace.tuning import TuneSettings, Tuning, tune
 from qtrace.tuning.folder import TRIALS
+from qtrace.tuning.jobs import Here, Subject, Task
 from qtrace.tuning.judge import Judge
-from qtrace.tuning.judging import Here, Subject, Task
 from qtrace.tuning.search import split
 from qtrace.tuning.space import as_recipe
 from qtrace.workers import processes

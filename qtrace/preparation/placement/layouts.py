@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from qtrace.graph.types import Expr, Node
 from qtrace.graph.walk import shape_of
-from qtrace.onnxfile.layouts import STEM_CHANNELS, stays_blocked
+from qtrace.onnxfile.kernel_layouts import STEM_CHANNELS, stays_blocked
 from qtrace.ops import OpCall
 
 __all__ = ["FloatLayouts"]

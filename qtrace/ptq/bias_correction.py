@@ -42,7 +42,7 @@ class BiasCorrection(CalibratedAlgorithm):
             twins.advance(layer.call.expr)
             before = layer_errors(twins, layer)
             numbers = held_back(twins.count)
-            fitted = summed(before, [number for number in before if number not in numbers])
+            fitted = summed(before, [number for number in before if number not in numbers]).mean
             held_errors = {number: before[number] for number in numbers}
             largest, held = correct_bias(task.model, layer, summed(before), fitted, held_errors)
             twins.quantized.changed()

@@ -4,11 +4,11 @@ The error of a layer's output is ``(w - w~) H (w - w~)`` for each row w of its w
 its inputs. Rounding to nearest minimizes it only if H is diagonal. GPTQ rounds the columns in turn and
 adjusts the columns that are still free to compensate the error (Frantar et al. 2022, "GPTQ: Accurate
 Post-Training Quantization for Generative Pre-trained Transformers", section 3, after Hassibi and Stork 1993,
-"Optimal Brain Surgeon"): with U the upper Cholesky factor of the inverse of H, rounding column i to q moves
-the columns j > i by ``-(w_i - q) U_ij / U_ii``. Nothing is learned: each layer costs a pass over the data and
-a factorization. Layers are rounded in graph order, each on inputs from the quantized layers before it. A
-layer that is called several times, as the head of a detector is for each level, is rounded once, by the sum
-of H over its calls.
+"Optimal Brain Surgeon"). In the form of Chee et al. 2023, "QuIP", theorem 6: with ``H = R R^T`` and R upper
+triangular, an error ``w_i - q_i`` of column i moves the columns j > i by its share ``R_ij / R_jj``. Nothing
+is learned: each layer costs a pass over the data and a factorization. Layers are rounded in graph order, each
+on inputs from the quantized layers before it. A layer that is called several times, as the head of a detector
+is for each level, is rounded once, by the sum of H over its calls.
 
 The statistics of a layer are collected once; the error of each candidate is algebra on them, see
 `qtrace.ptq.layers.statistics`.
@@ -51,7 +51,7 @@ from qtrace.ptq.layers.second_order import (
     rounded,
     rounded_groups,
 )
-from qtrace.ptq.layers.statistics import HELD
+from qtrace.ptq.layers.statistics import HELD, WeightErrors
 
 __all__ = ["Gptq"]
 
@@ -164,50 +164,52 @@ class _LayerRounding:
     def run(self) -> _Outcome:
         """Chooses the weights and the bias, and writes those that change."""
         layer = self.layer
-        near = self._nearest() - self.rows if self.supported else None
-        change, clause, reason = (near, "", "") if near is None else self._choose(near)
-        before, after = (self.statistics.errors(c) for c in (near, change))
-        if clause and change is not None:
-            write(self.model, layer.weight, (self.rows + change).reshape(self.weight.shape))
+        if self.supported:
+            near = WeightErrors(self.statistics, self._nearest() - self.rows)
+            chosen, clause, reason = self._choose(near)
+        else:
+            near = chosen = WeightErrors(self.statistics, None)
+            clause, reason = "", ""
+        if clause and chosen.change is not None:
+            write(self.model, layer.weight, (self.rows + chosen.change).reshape(self.weight.shape))
         held = ""
         if self.options.refit and layer.bias is not None:
-            fitted = self.statistics.errors(change, (0, 1))
-            moved, held = correct_bias(self.model, layer, after, fitted, self.statistics.held_errors(change))
+            moved, held = correct_bias(self.model, layer, chosen.total, chosen.fitted_mean, chosen.held)
             clause = _with_bias(clause, reason, moved is not None, held)
-        ratios = (e.decibels(e.centered_noise) for e in (before, after))
+        ratios = (e.decibels(e.centered_noise) for e in (near.total, chosen.total))
         return _Outcome(clause, reason or f"its bias stays: {held}", SiteNoise(layer.name, *ratios))
 
-    def _choose(self, near: np.ndarray) -> tuple[np.ndarray, str, str]:
+    def _choose(self, near: WeightErrors) -> tuple[WeightErrors, str, str]:
         """Chooses the weights.
 
         Args:
-            near: the change of the weights by rounding them to nearest.
+            near: the weights rounded to nearest.
 
         Returns:
-            The change of the weights, a clause on it ("" if they are rounded to nearest), and why that stays.
+            The weights, a clause on them ("" if they are rounded to nearest), and why those stay.
         """
-        statistics, reason = self.statistics, "rounding to nearest is better"
+        reason, fitted, text = "rounding to nearest is better", None, ""
         halves = [self._moments([fold]) for fold in (0, 1)]
         halves[1] = halves[1] or [0 * m for m in halves[0]]  # of a single sample
-        if self.options.refit and not statistics.wide:
-            _, self.damping = correction(halves[0][0], halves[1][0])
-        text = ""
+        if self.options.refit and not self.statistics.wide:
+            fitted, self.damping = correction(halves[0][0], halves[1][0])
         if self.held:
-            tried = self._rounded(added(*halves)) - self.rows
-            gain = compare(statistics.held_errors(near), statistics.held_errors(tried))
+            tried = self._errors_of(added(*halves), fitted)
+            gain = compare(near.held, tried.held)
             text = gain_text(*gain.noises, self.held)
             if not gain.supported:
                 return near, "", f"{reason}: {text}"
-        change = self._rounded(self._moments((0, 1, HELD))) - self.rows
-        before, after = (statistics.errors(c).centered_noise for c in (near, change))
-        if not after < before:
+        new = self._errors_of(self._moments((0, 1, HELD)))
+        if not new.total.centered_noise < near.total.centered_noise:
             return near, "", f"{reason}: {text}" if text else reason
+        assert new.change is not None
+        assert near.change is not None
         scale = self.grid[0].reshape(len(self.rows), -1, self.grid[0].shape[1])
-        count = int((np.abs(change - near) > 0.5 * scale).sum())
+        count = int((np.abs(new.change - near.change) > 0.5 * scale).sum())
         clauses = [f"{count} weights are not rounded to nearest"]
         if self.damping is not None:
             clauses.append(f"fitted to what is read with damping {self.damping:g}")
-        return change, ", ".join(clauses) + (f"; {text}" if text else ""), ""
+        return new, ", ".join(clauses) + (f"; {text}" if text else ""), ""
 
     @cached_property
     def grid(self) -> Grid:
@@ -218,12 +220,22 @@ class _LayerRounding:
         flat = self.rows.reshape(-1, self.rows.shape[-1])
         return nearest(flat, *self.grid).reshape(self.rows.shape)
 
-    def _rounded(self, sums: list[SecondMoments]) -> np.ndarray:
-        """Returns weights that are fitted and rounded by ``sums``."""
+    def _errors_of(self, sums: list[SecondMoments], fitted: np.ndarray | None = None) -> WeightErrors:
+        """Returns weights that are fitted and rounded by ``sums``, with their errors; see `_rounded`."""
+        return WeightErrors(self.statistics, self._rounded(sums, fitted) - self.rows)
+
+    def _rounded(self, sums: list[SecondMoments], fitted: np.ndarray | None) -> np.ndarray:
+        """Returns weights that are fitted and rounded by ``sums``.
+
+        Args:
+            sums: the moments.
+            fitted: the correction by these moments, (G, D, O), where it is known.
+        """
         rows = self.rows
         scale, zero_point, qparams = self.grid
         if self.damping is not None:
-            rows = rows + ridge(sums[0], self.damping).transpose(0, 2, 1)
+            change = ridge(sums[0], self.damping) if fitted is None else fitted
+            rows = rows + change.transpose(0, 2, 1)
         if len(rows) > 1 and len(sums) == 1:
             return rounded_groups(rows, sums[0].square, self.grid, self.options.damp)
         new = np.empty_like(rows)

@@ -59,7 +59,7 @@ def correct_bias(
     model: TracedModule,
     layer: QuantizedLayer,
     errors: OutputErrors,
-    fitted: OutputErrors,
+    fitted: np.ndarray,
     held: Mapping[int, OutputErrors],
 ) -> tuple[float | None, str]:
     """Adds the mean error of each channel to the bias, unless that raises the error on held-back batches.
@@ -68,7 +68,7 @@ def correct_bias(
         model: the quantized graph.
         layer: a layer with a bias.
         errors: the errors of the layer's output in all batches.
-        fitted: those in the batches that are not held back.
+        fitted: the mean error of each channel, (C,), in the batches that are not held back.
         held: those in each batch that is held back.
 
     Returns:
@@ -76,7 +76,7 @@ def correct_bias(
     """
     text = ""
     if held:
-        gain = Gain.of([(e.noise(), e.noise(fitted.mean)) for e in held.values()])
+        gain = Gain.of([(e.noise(), e.noise(fitted)) for e in held.values()])
         text = gain_text(*gain.noises, tuple(held))
         if not gain.supported:
             return None, text

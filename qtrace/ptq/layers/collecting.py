@@ -72,9 +72,9 @@ class StatisticsCollector:
         if (layer.call.expr, 0) not in self._references:
             self._run_float(self._next_run(layer))
         self.quantized.advance(layer.call.expr)
-        weight = read_array(get_module(self.model, layer.weight)).astype(np.float64)
+        weight = grouped(read_array(get_module(self.model, layer.weight)).astype(np.float32, copy=False))
         reads = layer.call.kind in self._supported
-        statistics = LayerStatistics(layer, grouped(weight).shape[-1] if reads else 0)
+        statistics = LayerStatistics(layer, weight.shape[-1] if reads else 0)
         for call in layer.calls:
             for batch in range(self.count):
                 reference = self._references.pop((call.expr, batch))
@@ -109,18 +109,21 @@ class StatisticsCollector:
         weight: np.ndarray,
         reads: bool,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns what a call reads, and what it misses."""
+        """Returns what a call reads, and what it misses with its weight (G, O, D)."""
         if not reads:
             value = as_array(self.quantized.outputs(call.expr, batch, range(self.count))[0])
             rows = result_rows(value, layer.axis, 1, reference.positions)
             return np.empty((*rows.shape[:2], 0), np.float32), reference.rows - rows
         x = as_array(self.quantized.value(call.inputs[0], batch))
-        read = read_rows(x, call, weight.shape, reference.positions)
-        missed: np.ndarray = reference.rows - read @ grouped(weight).transpose(0, 2, 1).astype(np.float32)
+        read = read_rows(x, call, self._shape(layer), reference.positions)
+        missed: np.ndarray = reference.rows - read @ weight.transpose(0, 2, 1)
         if call.bias is not None:
             bias = as_array(self.quantized.value(call.bias, batch)).reshape(reference.rows.shape[0], 1, -1)
             missed -= bias
         return read, missed
+
+    def _shape(self, layer: QuantizedLayer) -> tuple[int, ...]:
+        return tuple(int(n) for n in get_module(self.model, layer.weight).shape)
 
     def _count_places(self, shape: tuple[int, ...]) -> int:
         """Returns the most positions that count: more where a row is short, which cost no more."""
@@ -131,7 +134,7 @@ class StatisticsCollector:
         """Returns the layers from ``first`` on whose float outputs are computed in one run."""
         start, sizes, weights = self._waiting.index(first), [0.0, 0.0], 0.0
         for stop, layer in enumerate(self._waiting[start:], start):
-            shape = tuple(int(n) for n in get_module(self.model, layer.weight).shape)
+            shape = self._shape(layer)
             for call in layer.calls:
                 size = 4 * float(np.prod(call.out.shape))
                 rows = min(self._count_places(shape) / max(float(np.prod(call.out.shape[2:])), 1.0), 1.0)
@@ -151,7 +154,7 @@ class StatisticsCollector:
             for (layer, call), value in zip(calls, values, strict=True):
                 axes = value.shape[1:-1] if layer.axis == -1 else value.shape[2:]
                 size = int(np.prod(axes))
-                shape = tuple(int(n) for n in get_module(self.model, layer.weight).shape)
+                shape = self._shape(layer)
                 positions = draw_positions(size, self._count_places(shape), (batch, index[call.expr]))
                 groups = shape[0] if call.kind in self._supported and len(shape) == 5 else 1
                 rows = result_rows(value, layer.axis, groups, positions)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 from scipy.linalg import LinAlgError, cho_factor, cho_solve
 
-from qtrace.ptq.layers.second_order import SecondMoments
+from qtrace.ptq.layers.second_order import SecondMoments, add_to_diagonals
 
 __all__ = ["DAMPINGS", "correction", "ridge"]
 
@@ -45,7 +45,8 @@ def ridge(sums: SecondMoments, damping: float) -> np.ndarray:
     """Solves for D (G, D, O) that minimizes ``|missed - D read|^2 + damping * mean(diagonal) |D|^2``."""
     size = sums.square.shape[-1]
     power = np.trace(sums.square, axis1=1, axis2=2) / size
-    damped = sums.square + np.where(power > 0, damping * power, 1.0)[:, None, None] * np.eye(size)
+    damped = sums.square.copy()
+    add_to_diagonals(damped, np.where(power > 0, damping * power, 1.0))
     if len(damped) > 1:  # many small systems, of the groups of a convolution
         return np.asarray(np.linalg.solve(damped, sums.cross))
     solved = [_solve(matrix, right) for matrix, right in zip(damped, sums.cross, strict=True)]

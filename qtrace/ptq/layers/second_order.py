@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from scipy.linalg import LinAlgError, cholesky
-from scipy.linalg.lapack import dtrtri
 
 from qtrace.numerics import round_to
 from qtrace.scheme import QParams
@@ -15,6 +14,7 @@ __all__ = [
     "MAX_JOINT_INPUTS",
     "Grid",
     "SecondMoments",
+    "add_to_diagonals",
     "added",
     "grouped",
     "nearest",
@@ -23,8 +23,10 @@ __all__ = [
     "rounded_groups",
 ]
 
-# Columns that are rounded before the others are updated, in one large matrix product.
+# Columns that are rounded before the others are updated, in one large matrix product; and those before the
+# others of their block are: one by one, updates are bound by memory.
 _BLOCK_COLUMNS = 128
+_STEP_COLUMNS = 16
 
 # Inputs that compensate each other. It limits the cost of a factorization, which grows with the cube.
 MAX_JOINT_INPUTS = 1152
@@ -58,6 +60,17 @@ class SecondMoments:
         sums = (part.sum(axis=1, dtype=np.float64) for part in (read, missed))
         return cls(read.shape[1], *sums, *((turned @ part).astype(np.float64) for part in (read, missed)))
 
+    def with_rows(self, read: np.ndarray, missed: np.ndarray, weight: float) -> SecondMoments:
+        """Adds ``weight`` times the moments of further rows, in the arrays of this object: it is used up."""
+        if weight != 1:
+            return self + weight * SecondMoments.of(read, missed)
+        turned = read.transpose(0, 2, 1)
+        for products, part in ((self.square, read), (self.cross, missed)):
+            products += turned @ part
+        first, second = (part.sum(axis=1, dtype=np.float64) for part in (read, missed))
+        sums = (self.read + first, self.missed + second)
+        return SecondMoments(self.count + read.shape[1], *sums, self.square, self.cross)
+
     def __add__(self, other: SecondMoments) -> SecondMoments:
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
         return SecondMoments(*(first + second for first, second in pairs))
@@ -69,11 +82,15 @@ class SecondMoments:
         """Returns the moments about the means, which a bias takes."""
         mean = self.read / max(self.count, 1)
         square = self.square - mean[:, :, None] * self.read[:, None, :]
-        square += (_CENTERING_ERROR * (mean * self.read).mean(axis=1))[:, None, None] * np.eye(
-            square.shape[-1]
-        )
+        add_to_diagonals(square, _CENTERING_ERROR * (mean * self.read).mean(axis=1))
         cross = self.cross - mean[:, :, None] * self.missed[:, None, :]
         return SecondMoments(self.count, 0 * self.read, 0 * self.missed, square, cross)
+
+
+def add_to_diagonals(matrices: np.ndarray, values: np.ndarray) -> None:
+    """Adds a value (G,) to the diagonal of each of the matrices (G, D, D)."""
+    index = np.arange(matrices.shape[-1])
+    matrices[:, index, index] += values[:, None]
 
 
 Grid = tuple[np.ndarray, np.ndarray, QParams]
@@ -135,20 +152,24 @@ def _round_part(rows: np.ndarray, hessian: np.ndarray, grid: Grid, damp: float) 
         return nearest(rows, *grid)
     # The inputs that count most are rounded first, while many others can compensate their errors.
     order = np.argsort(-diagonal, kind="stable")
-    upper = _damped_factor(hessian[np.ix_(order, order)], damp)
+    shares = _damped_shares(hessian[np.ix_(order, order)], damp)
     # Transposed, so that the weights of an input are contiguous.
-    free, result = np.ascontiguousarray(rows[:, order].T), np.empty_like(rows)
+    exact = np.ascontiguousarray(rows[:, order].T)
+    free, near, errors = exact.copy(), np.empty_like(exact), np.empty_like(exact)
     scale, zero = (np.ascontiguousarray(_columns(part, order).T) for part in grid[:2])
     for start in range(0, len(order), _BLOCK_COLUMNS):
         stop = min(start + _BLOCK_COLUMNS, len(order))
-        errors = np.empty((stop - start, len(rows)))
-        for i in range(start, stop):
-            at = i if len(scale) > 1 else 0
-            near = nearest(free[i], scale[at], zero[at], grid[2])
-            result[:, order[i]] = near
-            error = errors[i - start] = (free[i] - near) / upper[i, i]
-            free[i + 1 : stop] -= upper[i, i + 1 : stop, None] * error
-        free[stop:] -= upper[start:stop, stop:].T @ errors
+        for first in range(start, stop, _STEP_COLUMNS):
+            last = min(first + _STEP_COLUMNS, stop)
+            for i in range(first, last):
+                at = i if len(scale) > 1 else 0
+                near[i] = nearest(free[i], scale[at], zero[at], grid[2])
+                np.subtract(exact[i], near[i], out=errors[i])
+                free[i + 1 : last] += shares[i, i + 1 : last, None] * errors[i]
+            free[last:stop] += shares[first:last, last:stop].T @ errors[first:last]
+        free[stop:] += shares[start:stop, stop:].T @ errors[start:stop]
+    result = np.empty_like(rows)
+    result[:, order] = near.T
     return result
 
 
@@ -168,52 +189,57 @@ def rounded_groups(rows: np.ndarray, hessians: np.ndarray, grid: Grid, damp: flo
     squares = np.where(used[:, None, None], hessians, np.eye(inputs))
     order = np.argsort(-np.diagonal(squares, axis1=1, axis2=2), axis=1, kind="stable")
     squares = np.take_along_axis(np.take_along_axis(squares, order[:, :, None], 1), order[:, None, :], 2)
-    upper = _damped_factors(squares, damp)
-    free = np.take_along_axis(rows, order[:, None, :], 2).transpose(2, 0, 1).copy()
+    shares = _all_damped_shares(squares, damp)
+    exact = np.take_along_axis(rows, order[:, None, :], 2).transpose(2, 0, 1)
+    free = exact.copy()
     scale, zero = (part.reshape(groups, outputs) for part in grid[:2])
     result = np.empty_like(free)
     for i in range(inputs):
         result[i] = nearest(free[i], scale, zero, grid[2])
-        error = (free[i] - result[i]) / upper[:, i, i, None]
-        free[i + 1 :] -= upper[:, i, i + 1 :].T[:, :, None] * error
+        free[i + 1 :] += shares[:, i, i + 1 :].T[:, :, None] * (exact[i] - result[i])
     new = np.empty_like(rows)
     np.put_along_axis(new, order[:, None, :].repeat(outputs, 1), result.transpose(1, 2, 0), 2)
     return new
 
 
-def _damped_factors(matrices: np.ndarray, damp: float) -> np.ndarray:
-    """Computes `_damped_factor` of many small matrices (G, D, D)."""
-    shifts = damp * np.abs(np.diagonal(matrices, axis1=1, axis2=2)).mean(axis=1)
-    damped = matrices + shifts[:, None, None] * np.eye(matrices.shape[-1])
+def _all_damped_shares(matrices: np.ndarray, damp: float) -> np.ndarray:
+    """Computes `_damped_shares` of many small matrices (G, D, D)."""
+    damped = matrices.copy()
+    add_to_diagonals(damped, damp * np.abs(np.diagonal(matrices, axis1=1, axis2=2)).mean(axis=1))
     try:
         factors = np.linalg.cholesky(damped[:, ::-1, ::-1])[:, ::-1, ::-1]
-        return np.asarray(np.linalg.inv(factors))
     except np.linalg.LinAlgError:
-        return np.stack([_damped_factor(matrix, damp) for matrix in matrices])
+        return np.stack([_damped_shares(matrix, damp) for matrix in matrices])
+    return np.asarray(factors / np.diagonal(factors, axis1=1, axis2=2)[:, None, :])
 
 
-def _damped_factor(matrix: np.ndarray, damp: float) -> np.ndarray:
-    """Computes `_factor` of a matrix with ``damp`` of its mean diagonal added to the diagonal, or more.
+def _damped_shares(matrix: np.ndarray, damp: float) -> np.ndarray:
+    """Computes `_shares` of a matrix with ``damp`` of its mean diagonal added to the diagonal, or more.
 
     The centered moments of constant inputs are rounding errors of the sums, and need not be positive
     definite. The damping then grows until the factor exists.
     """
     shift = damp * float(np.abs(np.diagonal(matrix)).mean())
     while True:
+        damped = matrix.copy()
+        add_to_diagonals(damped[None], np.array([shift]))
         try:
-            return _factor(matrix + shift * np.eye(len(matrix)))
+            return _shares(damped)
         except LinAlgError:
             shift *= 10.0
 
 
-def _factor(matrix: np.ndarray) -> np.ndarray:
-    """Computes the upper Cholesky factor U of the inverse ``U^T U``: the inverse of R in ``R R^T``.
+def _shares(matrix: np.ndarray) -> np.ndarray:
+    """Computes what part of the error of an input i each input j behind it takes over, (D, D) at (i, j > i).
 
-    R is upper, too: with rows and columns reversed, it is the Cholesky factor of the reversed matrix.
+    With ``matrix = R R^T`` for an upper triangular R they are ``R_ij / R_jj``. They weigh errors against the
+    exact weights, where GPTQ weighs those against the moved ones by the factor of the inverse matrix; both
+    round alike (Chee et al. 2023, "QuIP: 2-Bit Quantization of Large Language Models With Guarantees",
+    theorem 6). With rows and columns reversed, R is the Cholesky factor of the reversed matrix.
     """
-    reversed_factor = cholesky(matrix[::-1, ::-1], lower=True)
-    inverse, _ = dtrtri(reversed_factor[::-1, ::-1])
-    return np.ascontiguousarray(inverse)
+    reversed_factor = cholesky(matrix.T[::-1, ::-1], lower=True, check_finite=False)
+    factor = reversed_factor[::-1, ::-1]
+    return np.ascontiguousarray(factor) / np.diagonal(factor)
 
 
 def nearest(rows: np.ndarray, scale: np.ndarray, zero: np.ndarray, qparams: QParams) -> np.ndarray:

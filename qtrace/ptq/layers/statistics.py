@@ -8,7 +8,7 @@ which cross-validate, and for those that are held back. Of the latter, and of la
 are rounded jointly, the rows themselves are kept.
 
 Products are summed in float32 over at most 1024 rows, and in float64 from there on. One layer is in memory
-at a time: for D inputs and O outputs three times ``8 D (min(D, 1152) + O)`` bytes, and ``4 D`` for each kept
+at a time: for D inputs and O outputs four times ``8 D (min(D, 1152) + O)`` bytes, and ``4 D`` for each kept
 row.
 """
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -24,10 +25,12 @@ from qtrace.ptq.layers.held_back import OutputErrors
 from qtrace.ptq.layers.quantized import QuantizedLayer
 from qtrace.ptq.layers.second_order import SecondMoments, added, parts
 
-__all__ = ["HELD", "LayerStatistics", "RowSums", "fold_of"]
+__all__ = ["HELD", "LayerStatistics", "RowSums", "WeightErrors", "fold_of"]
 
 HELD = 2
 """The fold of the samples that are held back; 0 and 1 are the halves of all others."""
+
+_FOLDS = (0, 1, HELD)
 
 # Rows that are multiplied at once: sums in float32 stay exact enough, and more rows take no less time.
 _PRODUCT_ROWS = 1024
@@ -99,8 +102,13 @@ class RowSums:
         for start in range(0, read.shape[1], _PRODUCT_ROWS):
             piece = slice(start, start + _PRODUCT_ROWS)
             crossed = missed[:, piece] if whole else missed[:, piece, :0]
-            sums = [SecondMoments.of(np.ascontiguousarray(read[:, piece, p]), crossed) for p in split]
-            self.moments = added(self.moments, sums if weight == 1 else [weight * m for m in sums])
+            rows = [np.ascontiguousarray(read[:, piece, p]) for p in split]
+            if self.moments:
+                pairs = zip(self.moments, rows, strict=True)
+                self.moments = [moments.with_rows(row, crossed, weight) for moments, row in pairs]
+            else:
+                sums = [SecondMoments.of(row, crossed) for row in rows]
+                self.moments = sums if weight == 1 else [weight * m for m in sums]
         self._waiting, self._size = [], 0
 
 
@@ -156,54 +164,93 @@ class LayerStatistics:
                 )
 
     def moments(self, folds: Sequence[int]) -> list[SecondMoments]:
-        """Returns the moments of some folds; [] if they have no samples."""
+        """Returns the moments of some folds, which are not to be changed; [] if they have no samples."""
+        return self._whole if tuple(folds) == _FOLDS else self._moments(folds)
+
+    @cached_property
+    def _whole(self) -> list[SecondMoments]:
+        return self._moments(_FOLDS)
+
+    def _moments(self, folds: Sequence[int]) -> list[SecondMoments]:
         total: list[SecondMoments] = []
         for fold in folds:
             if fold in self.folds:
                 total = added(total, self.folds[fold].moments)
         return total
 
-    def errors(self, change: np.ndarray | None, folds: Sequence[int] = (0, 1, HELD)) -> OutputErrors:
-        """Computes the errors of the output in some folds, with the weight changed.
 
-        Args:
-            change: the change of the weight, (G, O, D); None for none.
-            folds: the folds.
-        """
-        sums = [self.folds[fold] for fold in folds if fold in self.folds]
-        if change is not None and (self.wide or list(folds) == [HELD]):
-            return _total([e for s in sums for e in _errors_by_rows(s, change).values()])
-        return _total([_errors_by_moments(s, change) for s in sums])
+class WeightErrors:
+    """The errors of a layer's output with its weight changed, each of which is computed once.
 
-    def held_errors(self, change: np.ndarray | None) -> dict[int, OutputErrors]:
-        """Computes the errors of the output in each batch that is held back."""
-        return _errors_by_rows(self.folds[HELD], change) if self.held else {}
+    Attributes:
+        change: as the argument.
+
+    Args:
+        statistics: the sums of the layer.
+        change: the change of the weight, (G, O, D), which stays as it is meanwhile; None for none.
+    """
+
+    def __init__(self, statistics: LayerStatistics, change: np.ndarray | None) -> None:
+        self._statistics, self.change = statistics, change
+        self._rows: dict[int, dict[int, OutputErrors]] = {}
+
+    @cached_property
+    def total(self) -> OutputErrors:
+        """The errors in all samples."""
+        folds = [fold for fold in _FOLDS if fold in self._statistics.folds]
+        if self._by_rows:
+            return _total([e for fold in folds for e in self._in_batches(fold).values()])
+        sums = [self._statistics.folds[fold] for fold in folds]
+        square, signal = (sum(getattr(s, name) for s in sums) for name in ("square", "signal"))
+        missed, count = self._missed(_FOLDS)
+        if self.change is not None:
+            moments = self._statistics.moments(_FOLDS)[0]
+            crossed = np.einsum("god,gdo->", self.change, moments.cross)
+            bent = np.einsum("god,god->", self.change @ moments.square, self.change)
+            square = float(square - 2 * crossed + bent)
+        return OutputErrors(count, missed, square, signal)
+
+    @property
+    def fitted_mean(self) -> np.ndarray:
+        """The mean error of each channel in the samples that are not held back, (C,)."""
+        if self._by_rows:
+            folds = [fold for fold in (0, 1) if fold in self._statistics.folds]
+            return _total([e for fold in folds for e in self._in_batches(fold).values()]).mean
+        missed, count = self._missed((0, 1))
+        return missed / max(count, 1)
+
+    @property
+    def held(self) -> dict[int, OutputErrors]:
+        """The errors in each batch that is held back."""
+        return self._in_batches(HELD) if self._statistics.held else {}
+
+    @property
+    def _by_rows(self) -> bool:
+        return self.change is not None and self._statistics.wide
+
+    def _in_batches(self, fold: int) -> dict[int, OutputErrors]:
+        if fold not in self._rows:
+            self._rows[fold] = _errors_by_rows(self._statistics.folds[fold], self.change)
+        return self._rows[fold]
+
+    def _missed(self, folds: Sequence[int]) -> tuple[np.ndarray, float]:
+        """Returns the sums of what each channel misses, (C,), and the number of positions."""
+        moments = self._statistics.moments(folds)
+        first, count = moments[0], moments[0].count
+        if not first.missed.size:  # of a wide layer, or of one whose inputs do not count
+            sums = [self._statistics.folds[fold] for fold in folds if fold in self._statistics.folds]
+            rows = [r for s in sums for batch in s.batches.values() for r in batch]
+            totals = [r.weight * r.missed.sum(axis=1, dtype=np.float64) for r in rows]
+            return np.sum(totals, axis=0).reshape(-1), count
+        total = sum((m.missed for m in moments[1:]), first.missed)
+        if self.change is not None:
+            total = total - np.einsum("god,gd->go", self.change, first.read)
+        return total.reshape(-1), count
 
 
 def _total(errors: Sequence[OutputErrors]) -> OutputErrors:
     first, *others = errors
     return sum(others, first)
-
-
-def _errors_by_moments(sums: RowSums, change: np.ndarray | None) -> OutputErrors:
-    moments = sums.moments[0]
-    total = sum((m.missed for m in sums.moments[1:]), moments.missed) if moments.missed.size else None
-    count = moments.count
-    if change is None:
-        return OutputErrors(count, _flat(total, sums), sums.square, sums.signal)
-    assert total is not None
-    crossed = np.einsum("god,gdo->", change, moments.cross)
-    bent = np.einsum("god,god->", change @ moments.square, change)
-    total = total - np.einsum("god,gd->go", change, moments.read)
-    return OutputErrors(count, total.reshape(-1), float(sums.square - 2 * crossed + bent), sums.signal)
-
-
-def _flat(total: np.ndarray | None, sums: RowSums) -> np.ndarray:
-    """Returns the sums of what is missed, (C,); those of a wide layer are added up from its rows."""
-    if total is not None:
-        return total.reshape(-1)
-    rows = [r for batch in sums.batches.values() for r in batch]
-    return np.sum([r.weight * r.missed.sum(axis=1, dtype=np.float64) for r in rows], axis=0).reshape(-1)
 
 
 def _errors_by_rows(sums: RowSums, change: np.ndarray | None) -> dict[int, OutputErrors]:

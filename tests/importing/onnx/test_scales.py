@@ -82,6 +82,27 @@ def test_numbers_of_another_composite_leave_no_parameter(tmp_path: Path) -> None
     assert net.state_dict() == {}
 
 
+def test_constants_that_a_composite_took_leave_no_tensor(tmp_path: Path) -> None:
+    """As a Gelu that an exporter writes as the function that it is in ONNX, with its numbers cast like x."""
+    numbers = {"half": 0.5, "one": 1.0, "two": 2.0}
+    constants = [
+        helper.make_node("Constant", [], [f"{name}_0"], value=numpy_helper.from_array(np.float32(number)))
+        for name, number in numbers.items()
+    ]
+    casts = [node("CastLike", f"{name}_0 x", name) for name in numbers]
+    nodes = [
+        node("Sqrt", "two", "root"),
+        node("Div", "x root", "d"),
+        node("Erf", "d", "e"),
+        node("Sum", "one e", "s"),
+        node("Mul", "x s", "p"),
+        node("Mul", "half p", "y"),
+    ]
+    net = qtrace.from_onnx(save(model([*constants, *casts, *nodes], {"x": X.shape}), tmp_path))
+    assert _labels(net) == ["F.gelu"]
+    assert net.state_dict() == {}
+
+
 def test_a_factor_with_the_name_of_a_layers_tensor_is_a_parameter(tmp_path: Path) -> None:
     """As the scale of each level in the head of FCOS."""
     stored = {"head.scales.0.scale": np.float32([1.5]), "model/mul/y": np.float32([0.5])}

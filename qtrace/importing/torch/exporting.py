@@ -306,8 +306,8 @@ def _describe(network: Network, error: BaseException) -> str:
     where = f" (at {place})" if place else ""
     if missing := next((m for c in causes if (m := _NO_FUNCTION.search(str(c)))), None):
         return (
-            f"torch cannot export {network.name}{where}: its exporter has no ONNX form of {missing[1]}. Compute "
-            "it by other ops, or export the part of the network before it."
+            f"torch cannot export {network.name}{where}: its exporter has no ONNX form of {missing[1]}. "
+            "Compute it by other ops, or export the part of the network before it."
         )
     older = "" if network.is_program or network.is_script else f", or {_OLDER}"
     return (

@@ -27,7 +27,7 @@ from qtrace.graph.source.literals import (
 )
 from qtrace.graph.source.sizes import find_plain_shapes
 from qtrace.graph.types import Apply, CallFunction, CallMethod, Constant, Expr, GetAttr, Node, TensorNode
-from qtrace.graph.walk import called_graph, owner
+from qtrace.graph.walk import called_graph, owner, reads_shape
 
 __all__ = ["Body", "identifier", "is_reserved"]
 
@@ -82,6 +82,12 @@ def identifier(name: str) -> str:
 def _plain_name(node: Node, name: str) -> str:
     """Returns the name of a node, or ``name`` for one that is called like the op of MegEngine."""
     return name if _OF_OPS.match(node._name) else node._name
+
+
+def _reads_size(expr: CallMethod) -> bool:
+    """Whether an expr takes one size of a shape."""
+    shape, index = expr.args
+    return isinstance(shape, Node) and reads_shape(shape.expr) and bool(shape.shape) and type(index) is int
 
 
 class Body:
@@ -161,7 +167,9 @@ class Body:
             op = expression_of_op(expr.opdef, self._literals)
             value = f"apply({', '.join([op, *(self.names[n] for n in expr.inputs)])})"  # a list, always
             if len(expr.outputs) == 1:
-                self.lines.append(f"{self.variable(expr.outputs[0])} = {value}[0]")
+                (node,) = expr.outputs
+                name = _plain_name(node, "shape") if reads_shape(expr) else node._name or "value"
+                self.lines.append(f"{self._named(node, name, self._used)} = {value}[0]")
             else:
                 self.lines += self.unpack(list(expr.outputs), value)
         elif isinstance(expr, CallFunction):
@@ -248,7 +256,7 @@ class Body:
         elif method in _IN_PLACE and this.isidentifier():
             self.lines.append(f"{this} {_IN_PLACE[method]}= {self._value(arguments[0])}")
             self.names[expr.outputs[0]] = this
-        elif method == "__getitem__" and expr.args[0] in self._plain_shapes and type(arguments[0]) is int:
+        elif method == "__getitem__" and _reads_size(expr):
             self._size(expr)
         elif method == "__getitem__":
             self._assign(expr, f"{this}[{self._literals.index(arguments[0], self.names)}]")

@@ -75,7 +75,7 @@ class Literals:
             (np.dtype, lambda dtype: _text(dtype.name)),
             (np.ndarray, self._array),
             (type, self._type),
-            (Observer, lambda o: self._call(self.name(type(o)), [o.scheme], o.options, names)),
+            (Observer, self._observer),
         )
         for kinds, writer in writers:
             if isinstance(value, kinds):
@@ -83,6 +83,13 @@ class Literals:
         if dataclasses.is_dataclass(value):
             return self._dataclass(value)
         raise GraphError(f"no Python expression gives {value!r}, a {type(value).__name__}")
+
+    def _observer(self, value: Observer) -> str:
+        fields = type(value).Options.model_fields
+        changed = {
+            name: each for name, each in value.options.items() if not _equal(each, fields[name].default)
+        }
+        return self._call(self.name(type(value)), [value.scheme], changed, None)
 
     def _dataclass(self, value: Any) -> str:
         own = {f.name: (getattr(value, f.name), f.default) for f in dataclasses.fields(value)}

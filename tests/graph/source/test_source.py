@@ -446,12 +446,14 @@ def test_an_imported_file_with_odd_names(tmp_path: Path) -> None:
 def test_a_prepared_graph(tmp_path: Path, fakequant: str) -> None:
     net = randomize(M.Sequential(M.Conv2d(3, 4, 3), M.BatchNorm2d(4), M.ReLU(), M.Conv2d(4, 2, 1)))
     x = images(2, 3, 6, 6)
-    config = {"fakequant": fakequant, "qat": {"bn": {"fold": True}}}
+    observers = {"activation": {"mse": {"candidates": 32}}}
+    config = {"fakequant": fakequant, "qat": {"bn": {"fold": True}}, "observers": observers}
     prepared = qtrace.prepare(qtrace.trace(net, x), config)
     qtrace.calibrate(prepared, [(x,)], progress=False)
     code = check(prepared, (x,), tmp_path)
     assert "self.qsites = Group()" in code
     assert "QScheme(" in code
+    assert "MeanSquaredError(QScheme(), candidates=32)" in code  # without options that are the default
 
 
 def test_a_converted_and_an_edited_graph(tmp_path: Path) -> None:

@@ -45,7 +45,9 @@ def _explain(tallies: Tallies) -> list[str]:
     if any(not math.isfinite(tallies.sqnr_db(mode)) for mode in weak):
         return [f"{within}: an output is not finite on one side, from end to end only"]
     remedy = "what to do: measure the accuracy of the task with the file"
-    if tallies.end_to_end_db is not None:
+    if tallies.end_to_end_db is None:
+        remedy += ", or verify more samples: on few, two runs of one network differ in noise by chance"
+    else:
         remedy += ", and where it holds, call qtrace.verify without min_sqnr_db, which compares both to float"
     return [
         f"no op is wrong: {within} when both read the same integers",

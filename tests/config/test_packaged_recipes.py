@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from functools import lru_cache
 from pathlib import Path
 
@@ -128,6 +129,13 @@ def test_only_the_target_with_times_that_were_checked_is_placed() -> None:
     for target in TARGETS:
         placed = load_recipe(f"resnet+{target}").placement
         assert placed == ("everything" if target.removeprefix("backend/") in UNCHECKED else "balanced")
+
+
+def test_a_target_that_rounds_everything_says_so_in_a_line() -> None:
+    for name in TARGETS:
+        if load_recipe(name).placement != "balanced":
+            text = (ROOT / "recipes" / "backend" / f"{name.removeprefix('backend/')}.yaml").read_text("utf-8")
+            assert any(re.match("# .*[Rr]ounds everything", line) for line in text.splitlines()), name
 
 
 @pytest.mark.parametrize("family", FAMILIES)

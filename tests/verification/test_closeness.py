@@ -170,6 +170,7 @@ def test_noise_in_one_direction_fails_where_the_graph_has_none() -> None:
     report = _report("reference", EXACT, EXACT, EXACT * 0.99)
     assert not report.passed
     assert "from end to end single LSBs (ties, the order of sums) add up" in report.summary()
+    assert "or verify more samples: on few, two runs of one network differ in noise" in report.summary()
 
 
 def test_values_that_are_not_finite_on_one_side_fail() -> None:

@@ -83,8 +83,9 @@ def to_source(traced: TracedModule, name: str = "Net") -> PythonSource:
     """Writes a traced module as Python code that can be read, changed and trained.
 
     Each traced submodule is a class, ``Sequential`` stays one, layers are made by their constructors, and
-    variables are called like the nodes. Parameters and buffers keep their paths. What the code gives, traced
-    again, computes the same bits.
+    variables are called like the nodes. Parameters and buffers keep their paths. Sizes are read from
+    ``x.shape``; where an op computes with them, MegEngine's op gives them as a Tensor. What the code gives,
+    traced again, computes the same bits.
 
     Args:
         traced: a traced module: of ``trace`` or ``from_onnx``, edited, prepared or converted.

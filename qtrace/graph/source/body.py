@@ -5,20 +5,29 @@ from __future__ import annotations
 import builtins
 import keyword
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
 import megengine as mge
+import megengine.functional as F
 import numpy as np
 from megengine.module import Module
 from megengine.traced_module.traced_module import InternalGraph
 
 from qtrace.errors import GraphError
 from qtrace.graph.names import unused_name
-from qtrace.graph.source.literals import Literals, expression_of_op, shorten_eps, shortest, without_defaults
-from qtrace.graph.types import Apply, CallFunction, CallMethod, Constant, Expr, GetAttr, Node
-from qtrace.graph.walk import called_graph, owner
+from qtrace.graph.source.literals import (
+    WIDTH,
+    Literals,
+    expression_of_op,
+    shorten_eps,
+    shortest,
+    without_defaults,
+)
+from qtrace.graph.source.sizes import find_plain_shapes
+from qtrace.graph.types import Apply, CallFunction, CallMethod, Constant, Expr, GetAttr, Node, TensorNode
+from qtrace.graph.walk import called_graph, owner, reads_shape
 
 __all__ = ["Body", "identifier", "is_reserved"]
 
@@ -45,9 +54,12 @@ _BINARY = {
 }
 _REFLECTED = {f"__r{name[2:]}": sign for name, sign in list(_BINARY.items())[:13]}
 _IN_PLACE = {f"__i{name[2:]}": sign for name, sign in list(_BINARY.items())[:13]}
+_OPERATORS = {F.add: "+", F.sub: "-", F.mul: "*", F.div: "/", F.matmul: "@"}
 _UNARY = {"__neg__": "-", "__invert__": "~", "__pos__": "+"}
 # They make a float32 of a number beside a tensor of float32.
 _ARITHMETIC = frozenset((*_BINARY, *_REFLECTED, *_IN_PLACE))
+# Names of nodes that say no more than that a shape is read.
+_OF_OPS = re.compile(r"(getvarshape|getitem)_out(_\d+)?$")
 _LONG = 60  # characters of a target on one line
 _MODULE_NAMES = frozenset(("M", "F", "mge", "np", "apply", "builtin", "Group", "made", "Path", "load"))
 # Builtins that the statements of a body use; a parameter may have the name of any other.
@@ -65,6 +77,17 @@ def identifier(name: str) -> str:
     """Returns ``name`` with what no identifier of Python has replaced by underscores."""
     name = re.sub(r"\W", "_", name, flags=re.ASCII) or "_"
     return f"_{name}" if name[0].isdigit() or keyword.iskeyword(name) else name
+
+
+def _plain_name(node: Node, name: str) -> str:
+    """Returns the name of a node, or ``name`` for one that is called like the op of MegEngine."""
+    return name if _OF_OPS.match(node._name) else node._name
+
+
+def _reads_size(expr: CallMethod) -> bool:
+    """Whether an expr takes one size of a shape."""
+    shape, index = expr.args
+    return isinstance(shape, Node) and reads_shape(shape.expr) and bool(shape.shape) and type(index) is int
 
 
 class Body:
@@ -99,6 +122,7 @@ class Body:
         self.names: dict[Node, str] = {graph._inputs[0]: "self"}
         self.inputs = tuple(graph._inputs[1:])
         self._literals, self._reach, self._callee = literals, reach, callee
+        self._plain_shapes = find_plain_shapes(graph)
         self._used, self._attributes = set(_RESERVED | taken), attributes | set(dir(Module))
         self._own: set[str] = set()  # names of parameters and variables
 
@@ -136,19 +160,45 @@ class Body:
             self.names[expr.outputs[0]] = self._reach(base.owner, self.names[base], expr.name)
         elif isinstance(expr, Constant):
             self._constant(expr)
+        elif isinstance(expr, Apply) and expr.outputs[0] in self._plain_shapes:
+            self._shape(expr)
         elif isinstance(expr, Apply):
             self._literals.use("from megengine.core._imperative_rt.core2 import apply")
             op = expression_of_op(expr.opdef, self._literals)
-            self._assign(expr, f"apply({', '.join([op, *(self.names[n] for n in expr.inputs)])})")
+            value = f"apply({', '.join([op, *(self.names[n] for n in expr.inputs)])})"  # a list, always
+            if len(expr.outputs) == 1:
+                (node,) = expr.outputs
+                name = _plain_name(node, "shape") if reads_shape(expr) else node._name or "value"
+                self.lines.append(f"{self._named(node, name, self._used)} = {value}[0]")
+            else:
+                self.lines += self.unpack(list(expr.outputs), value)
         elif isinstance(expr, CallFunction):
             function = self._literals.name(expr.func)
             arguments, options = without_defaults(expr.func, list(expr.args), expr.kwargs)
             arguments, options = shorten_eps(expr.func, arguments, options)
-            self._assign(expr, self._literals.call(function, arguments, options, self.names))
+            if not options and (text := self._operator(expr, arguments)):
+                self._assign(expr, text)
+                return
+            self._call(expr, function, arguments, options)
         elif isinstance(expr, CallMethod):
             self._method(expr)
         else:
             raise GraphError(f"a {type(expr).__name__} has no source")
+
+    def _operator(self, expr: CallFunction, arguments: list[Any]) -> str:
+        """Writes a function of float32 tensors and numbers as its operator; "" if it has none."""
+        sign = _OPERATORS.get(expr.func)
+        if sign is None or len(arguments) != 2 or type(arguments[0]) is bool or type(arguments[1]) is bool:
+            return ""
+        dtypes = {np.dtype(node.dtype) for node in arguments if isinstance(node, TensorNode)}
+        if dtypes != {np.dtype(np.float32)} or not all(isinstance(a, (Node, float, int)) for a in arguments):
+            return ""
+        left, right = (self._value(shortest(a)) for a in arguments)
+        left = f"({left})" if left.startswith("-") else left
+        line = f"{left} {sign} {right}"
+        if len(expr.outputs[0]._name) + len(line) < WIDTH:
+            return line
+        return f"(\n    {left}\n    {sign} {right}\n)"
 
     def _constant(self, expr: Constant) -> None:
         node = expr.outputs[0]
@@ -157,6 +207,26 @@ class Body:
         self.constants[name] = expr.value
         self.names[node] = f"self.{name}"
 
+    def _shape(self, expr: Apply) -> None:
+        """Writes a shape as ``x.shape``: where it is read, if that is one place, and no write precedes it."""
+        (node,), (shape,) = expr.inputs, expr.outputs
+        value = f"{self.names[node]}.shape"
+        methods = (user.method for user in node.users if isinstance(user, CallMethod))
+        if len(shape.users) == 1 and not any(m in _IN_PLACE or m == "__setitem__" for m in methods):
+            self.names[shape] = value
+        else:
+            self.lines.append(f"{self._named(shape, _plain_name(shape, 'shape'), self._used)} = {value}")
+
+    def _size(self, expr: CallMethod) -> None:
+        """Writes one size of a shape: where it is read, if that is one place."""
+        (size,), index = expr.outputs, expr.args[1]
+        value = f"{self.names[expr.args[0]]}[{index}]"
+        if len(size.users) == 1:
+            self.names[size] = value
+        else:
+            name = _plain_name(size, f"size_{index}" if index >= 0 else "size_last")
+            self.lines.append(f"{self._named(size, name, self._used)} = {value}")
+
     def _method(self, expr: CallMethod) -> None:
         this, *arguments = expr.args
         if called_graph(expr) is not None:
@@ -164,13 +234,13 @@ class Body:
             self._assign(expr, f"{self._callee(expr, self.names[this])}({tensors})")
         elif owner(expr) is not None:
             function = self.names[this] + ("" if expr.method == "__call__" else f".{expr.method}")
-            self._assign(expr, self._literals.call(function, arguments, expr.kwargs, self.names))
+            self._call(expr, function, arguments, expr.kwargs)
         elif isinstance(this, type):
             self._literals.use("import megengine as mge")
             constructor = "mge.Parameter" if issubclass(this, mge.Parameter) else "mge.Tensor"
             if expr.method not in ("__new__", "__call__"):
                 constructor = f"{constructor}.{expr.method}"
-            self._assign(expr, self._literals.call(constructor, arguments, expr.kwargs, self.names))
+            self._call(expr, constructor, arguments, expr.kwargs)
         else:
             self._tensor_method(expr, self.names[this], arguments)
 
@@ -186,6 +256,8 @@ class Body:
         elif method in _IN_PLACE and this.isidentifier():
             self.lines.append(f"{this} {_IN_PLACE[method]}= {self._value(arguments[0])}")
             self.names[expr.outputs[0]] = this
+        elif method == "__getitem__" and _reads_size(expr):
+            self._size(expr)
         elif method == "__getitem__":
             self._assign(expr, f"{this}[{self._literals.index(arguments[0], self.names)}]")
         elif method in _BINARY:
@@ -199,10 +271,14 @@ class Body:
         elif method in _UNARY:
             self._assign(expr, f"{_UNARY[method]}{this}")
         else:
-            self._assign(expr, self._literals.call(f"{this}.{method}", arguments, expr.kwargs, self.names))
+            self._call(expr, f"{this}.{method}", arguments, expr.kwargs)
 
     def _value(self, value: Any) -> str:
         return self._literals.write(value, self.names)
+
+    def _call(self, expr: Expr, function: str, arguments: list[Any], options: Mapping[str, Any]) -> None:
+        target = f"{expr.outputs[0]._name} = " if len(expr.outputs or ()) == 1 else ""
+        self._assign(expr, self._literals.call(function, arguments, options, self.names, target))
 
     def _assign(self, expr: Expr, value: str) -> None:
         outputs = list(expr.outputs or ())

@@ -110,8 +110,8 @@ class Classes:
 
     def _members(self, module: Module, this: str, path: str) -> Iterator[str]:
         """The statements that give ``this`` its tensors and modules."""
-        for name, value in vars(module).items():
-            place = _join(path, name)
+        for name in _in_order_of_use(module):
+            value, place = vars(module)[name], _join(path, name)
             target = self._reach(module, this, name)
             if isinstance(value, mge.Tensor):
                 if not self._stands(value, place):
@@ -274,6 +274,31 @@ def _set(target: str, value: str) -> str:
 
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
+
+
+def _in_order_of_use(module: Module) -> list[str]:
+    """The attributes of a module in the order in which its graphs use them, the others behind them.
+
+    A trace has its attributes, and the exprs that read them, in no order.
+    """
+    graphs = module.argdef_graph_map.values() if isinstance(module, TracedModule) else ()
+    used: dict[str, None] = {}
+    for graph in graphs:
+        for expr in graph._exprs:
+            if not isinstance(expr, GetAttr):
+                used.update(
+                    dict.fromkeys(name for node in expr.inputs for name in _attribute_of(node, graph))
+                )
+    others = sorted(vars(module), key=lambda name: (len(name), name) if name.isdecimal() else (0, ""))
+    return [name for name in dict.fromkeys([*used, *others]) if name in vars(module)]
+
+
+def _attribute_of(node: Node, graph: InternalGraph) -> Iterator[str]:
+    """Yields the attribute of the graph's own module that a node is, or is part of."""
+    while isinstance(node.expr, GetAttr):
+        name, node = node.expr.name, node.expr.inputs[0]
+        if node is graph._inputs[0]:
+            yield name.partition(".")[0]
 
 
 def _has_graph(module: Module) -> bool:

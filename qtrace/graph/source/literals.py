@@ -21,10 +21,11 @@ from qtrace.gradients import plain
 from qtrace.graph.types import Node
 from qtrace.observers.base import Observer
 
-__all__ = ["Literals", "expression_of_op", "indent", "shorten_eps", "shortest", "without_defaults"]
+__all__ = ["WIDTH", "Literals", "expression_of_op", "indent", "shorten_eps", "shortest", "without_defaults"]
 
 _PLAIN = (bool, int, bytes, type(None))
-_WIDTH = 100  # characters of a call on one line
+WIDTH = 100
+"""The characters of a statement on one line, without its indentation."""
 
 
 class Literals:
@@ -74,7 +75,7 @@ class Literals:
             (np.dtype, lambda dtype: _text(dtype.name)),
             (np.ndarray, self._array),
             (type, self._type),
-            (Observer, lambda o: self._call(self.name(type(o)), [o.scheme], o.options, names)),
+            (Observer, self._observer),
         )
         for kinds, writer in writers:
             if isinstance(value, kinds):
@@ -83,17 +84,33 @@ class Literals:
             return self._dataclass(value)
         raise GraphError(f"no Python expression gives {value!r}, a {type(value).__name__}")
 
+    def _observer(self, value: Observer) -> str:
+        fields = type(value).Options.model_fields
+        changed = {
+            name: each for name, each in value.options.items() if not _equal(each, fields[name].default)
+        }
+        return self._call(self.name(type(value)), [value.scheme], changed, None)
+
     def _dataclass(self, value: Any) -> str:
         own = {f.name: (getattr(value, f.name), f.default) for f in dataclasses.fields(value)}
         changed = {name: each for name, (each, default) in own.items() if each != default}
         return self._call(self.name(type(value)), [], changed, None)
 
-    def call(self, function: str, arguments: list[Any], options: Mapping[str, Any], names: Any = None) -> str:
-        """Writes a call; over several lines if it is long."""
-        return self._call(function, arguments, options, names)
+    def call(
+        self,
+        function: str,
+        arguments: list[Any],
+        options: Mapping[str, Any],
+        names: Any = None,
+        target: str = "",
+    ) -> str:
+        """Writes a call; over several lines if it is long with the ``target`` that it is assigned to."""
+        return self._call(function, arguments, options, names, len(target))
 
     def index(self, value: Any, names: Mapping[Node, str] | None = None) -> str:
         """Writes what stands between the brackets of an index, such as ``:, 0, ::2``."""
+        if isinstance(value, tuple) and len(value) == 1 and isinstance(value[0], (int, slice)):
+            return self.index(value[0], names)
         if isinstance(value, tuple) and value:
             text = ", ".join(self.index(each, names) for each in value)
             return text if len(value) > 1 else f"{text},"
@@ -102,10 +119,12 @@ class Literals:
             return ":".join(ends if value.step is None else [*ends, self.write(value.step, names)])
         return self.write(value, names)
 
-    def _call(self, function: str, arguments: list[Any], options: Mapping[str, Any], names: Any) -> str:
+    def _call(
+        self, function: str, arguments: list[Any], options: Mapping[str, Any], names: Any, taken: int = 0
+    ) -> str:
         written = [self.write(each, names) for each in arguments]
         written += [f"{key}={self.write(each, names)}" for key, each in options.items()]
-        return self.join(f"{function}(", written, ")")
+        return self.join(f"{function}(", written, ")", taken)
 
     def name(self, thing: Any) -> str:
         """Writes the name of a class or function, and imports it.
@@ -158,10 +177,10 @@ class Literals:
         )
 
     @staticmethod
-    def join(left: str, parts: list[str], right: str) -> str:
-        """Writes parts between brackets; over several lines if they are long."""
+    def join(left: str, parts: list[str], right: str, taken: int = 0) -> str:
+        """Writes parts between brackets; over several lines if they are long on one with ``taken`` others."""
         line = f"{left}{', '.join(parts)}{right}"
-        return f"{left}\n{indent(_filled(parts))}\n{right}" if parts and len(line) > _WIDTH else line
+        return f"{left}\n{indent(_filled(parts))}\n{right}" if parts and len(line) + taken > WIDTH else line
 
     def _array(self, value: np.ndarray) -> str:
         self.use("import numpy as np")
@@ -172,7 +191,7 @@ def _filled(arguments: list[str]) -> str:
     """Arguments, as many on a line as fit."""
     lines = [""]
     for each in arguments:
-        if lines[-1] and ("\n" in each or len(lines[-1]) + len(each) + 2 > _WIDTH - 8):
+        if lines[-1] and ("\n" in each or len(lines[-1]) + len(each) + 2 > WIDTH - 8):
             lines.append("")
         lines[-1] += f"{' ' if lines[-1] else ''}{each},"
     return "\n".join(lines)

@@ -66,7 +66,7 @@ class Layers:
         paths: name of stored integers -> the path of their parameter, where the file says it.
         roundings: the number of roundings of activations.
         learnable: names of single numbers that stay tensors.
-        kept: the paths of these tensors.
+        kept: the paths of these tensors and of constants of one number, which a composite may take.
         sources: path of a parameter -> the stored tensor that it was made of.
         frees: gives back the memory of stored tensors that became parameters.
     """
@@ -184,7 +184,7 @@ class Layers:
             release(stored.array)
             self.frees.note(array.nbytes)
             self._note_source(path, stored)
-            if kept:
+            if kept or (array.size == 1 and not trainable):
                 self.kept.add(path)
             if stored.name in self.grids:
                 self.parameters[path] = self.grids[stored.name]

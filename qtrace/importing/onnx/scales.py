@@ -69,8 +69,12 @@ def _is_number(dtype: np.dtype, size: int) -> bool:
 
 
 def drop_unread(traced: TracedModule, paths: Collection[str]) -> None:
-    """Deletes the tensors at ``paths`` that no op reads, since a composite took them as its numbers."""
+    """Deletes the tensors at ``paths`` that no op reads, since a composite took them as its numbers.
+
+    A path may have no tensor any more: nothing read that of an op which was refused and kept as in the file.
+    """
     read = {expr.name for expr in exprs(traced) if isinstance(expr, GetAttr)}
+    present = {path for path, _ in traced.named_tensors()}
     for path in paths:
-        if path not in read:
+        if path in present and path not in read:
             delete_attribute(traced, path)

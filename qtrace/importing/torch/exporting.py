@@ -29,6 +29,8 @@ _OLDER = (
     "give torch.jit.trace(module, example) in its place, which torch's older exporter writes with the "
     "branches of the example"
 )
+# What torch's exporter says of an op that it lacks.
+_NO_FUNCTION = re.compile(r"No ONNX function found for <OpOverload\(op='([\w.]+)'")
 # A place in the text of torch's errors: "(net.py:12 in forward)", 'File "net.py", line 12, in forward'.
 _PLACE = re.compile(r'\(([^()\s]+\.py):(\d+) in \w+\)|File "([^"\n]+\.py)", line (\d+), in \w+')
 
@@ -300,8 +302,13 @@ def _describe(network: Network, error: BaseException) -> str:
     while cause is not None and cause not in causes:
         causes.append(cause)
         cause = cause.__cause__ or cause.__context__
-    place = next((text for text in map(_place, reversed(causes)) if text), "")
+    place = next((text for find in (_place, _node_place) for text in map(find, reversed(causes)) if text), "")
     where = f" (at {place})" if place else ""
+    if missing := next((m for c in causes if (m := _NO_FUNCTION.search(str(c)))), None):
+        return (
+            f"torch cannot export {network.name}{where}: its exporter has no ONNX form of {missing[1]}. "
+            "Compute it by other ops, or export the part of the network before it."
+        )
     older = "" if network.is_program or network.is_script else f", or {_OLDER}"
     return (
         f"torch cannot export {network.name}{where}: {_line(causes[-1])}. What depends on values of the data "
@@ -317,6 +324,18 @@ def _place(error: BaseException) -> str:
         own = [frame for frame in frames if _is_own(frame[0])]
         if own:
             return ":".join(own[-1])
+    return ""
+
+
+def _node_place(error: BaseException) -> str:
+    """Returns ``FILE:LINE`` of the node of torch's program at which its exporter failed."""
+    trace = error.__traceback__
+    while trace is not None:
+        stack = getattr(trace.tb_frame.f_locals.get("node"), "stack_trace", None)
+        named = [(a or c, b or d) for a, b, c, d in _PLACE.findall(stack or "")]
+        if own := [frame for frame in named if _is_own(frame[0])]:
+            return ":".join(own[-1])
+        trace = trace.tb_next
     return ""
 
 

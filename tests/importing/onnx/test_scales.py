@@ -82,6 +82,48 @@ def test_numbers_of_another_composite_leave_no_parameter(tmp_path: Path) -> None
     assert net.state_dict() == {}
 
 
+def test_constants_that_a_composite_took_leave_no_tensor(tmp_path: Path) -> None:
+    """As a Gelu that an exporter writes as the function that it is in ONNX, with its numbers cast like x."""
+    numbers = {"half": 0.5, "one": 1.0, "two": 2.0}
+    constants = [
+        helper.make_node("Constant", [], [f"{name}_0"], value=numpy_helper.from_array(np.float32(number)))
+        for name, number in numbers.items()
+    ]
+    casts = [node("CastLike", f"{name}_0 x", name) for name in numbers]
+    nodes = [
+        node("Sqrt", "two", "root"),
+        node("Div", "x root", "d"),
+        node("Erf", "d", "e"),
+        node("Sum", "one e", "s"),
+        node("Mul", "x s", "p"),
+        node("Mul", "half p", "y"),
+    ]
+    net = qtrace.from_onnx(save(model([*constants, *casts, *nodes], {"x": X.shape}), tmp_path))
+    assert _labels(net) == ["F.gelu"]
+    assert net.state_dict() == {}
+
+
+def test_a_constant_of_an_op_that_is_kept_as_in_the_file_leaves_no_tensor(tmp_path: Path) -> None:
+    """As in torchvision's detectors, whose boxes are numbered up to a count that the data decide."""
+    names = [f"/heads/Constant_{number}_output_0" for number in range(2)]
+    constants = [
+        helper.make_node("Constant", [], [name], value=numpy_helper.from_array(np.array(number, np.int64)))
+        for number, name in enumerate(names)
+    ]
+    nodes = [
+        node("NonZero", "x", "places"),
+        node("Shape", "places", "shape"),
+        node("Gather", "shape one", "count"),
+        node("Range", f"{names[0]} count {names[1]}", "y"),
+    ]
+    stored = {"one": np.array(1, np.int64)}
+    proto = model([*constants, *nodes], {"x": (2, 3)}, ["y"], stored, dtypes={"y": np.int64})
+    net = qtrace.from_onnx(save(proto, tmp_path))
+    assert not [name for name in net.state_dict() if "Constant" in name]
+    values = np.float32([[1, 0, 2], [0, 3, 0]])
+    np.testing.assert_array_equal(net(mge.Tensor(values)).numpy(), [0, 1, 2])
+
+
 def test_a_factor_with_the_name_of_a_layers_tensor_is_a_parameter(tmp_path: Path) -> None:
     """As the scale of each level in the head of FCOS."""
     stored = {"head.scales.0.scale": np.float32([1.5]), "model/mul/y": np.float32([0.5])}

@@ -92,6 +92,13 @@ class Branching(torch.nn.Module):
         return x
 
 
+class Decomposing(torch.nn.Module):
+    """Has an op of which torch's exporter knows no form."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.qr(x.mean((0, 1)))[0]  # the line that the refusal names
+
+
 class Sorted(torch.nn.Module):
     """Has an op that MegEngine has not."""
 

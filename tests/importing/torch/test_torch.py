@@ -122,6 +122,16 @@ def test_refusals_name_the_line_of_the_source() -> None:
     assert opaque_calls(qtrace.from_torch(nets.Sorted(), X, dynamic={}))  # NonZero is kept as in the file
 
 
+def test_an_op_that_torchs_exporter_lacks_is_named_with_its_line() -> None:
+    lines, first = inspect.getsourcelines(nets.Decomposing)
+    place = first + next(i for i, line in enumerate(lines) if "linalg.qr" in line)
+    with pytest.raises(
+        ImportingError, match=rf"Decomposing \(at .*nets\.py:{place}\).* no ONNX form of aten\.linalg_qr\."
+    ) as refusal:
+        qtrace.from_torch(nets.Decomposing(), X)
+    assert "values of the data" not in str(refusal.value)
+
+
 def test_what_is_no_network_of_torch(tmp_path: Path) -> None:
     (tmp_path / "net.pt").write_bytes(b"PK")
     (tmp_path / "net.pt2").write_bytes(b"PK")

@@ -11,6 +11,7 @@ import megengine.functional as F
 import numpy as np
 from megengine import Tensor
 from megengine.module import LSTM, RNN, Module
+from megengine.traced_module.pytree import tree_flatten
 
 from qtrace.data.declared import cast_to_declared, check_declared, cures_for_shapes, name_arguments
 from qtrace.data.foreign import read_array, what_is_no_iterable
@@ -63,7 +64,7 @@ def as_arguments(batch: Any, model: TracedModule, index: int = 0) -> _Arguments:
     for args, kwargs in candidates:
         if has_traced_structure(model, args, kwargs):
             check_declared(model, args, kwargs, index)
-            return cast_to_declared(model, args, kwargs)
+            return cast_to_declared(model, args, kwargs, index)
     raise CalibrationError(
         f"batch {index} gives {_describe_batch(*candidates[-1])}, but the model takes "
         f"{_describe_inputs(batch, list_inputs(model))}."
@@ -161,12 +162,18 @@ def first_samples(arguments: _Arguments, count: int, model: TracedModule | None 
     return samples if model is None or can_run(model, samples) else None
 
 
-def can_run(model: TracedModule, arguments: _Arguments) -> bool:
-    """Returns whether ``model`` can be called with ``arguments``, the result of `as_arguments`."""
+def can_run(model: TracedModule, arguments: _Arguments, samples: int | None = None) -> bool:
+    """Returns whether ``model`` can be called with ``arguments``, the result of `as_arguments`.
+
+    Args:
+        model: the module.
+        arguments: its arguments.
+        samples: the number of samples that every result must have; None for any.
+    """
     level, mge.config.async_level = mge.config.async_level, 0
     try:
         with evaluating(model):
-            model(*arguments[0], **arguments[1])
+            results = tree_flatten(model(*arguments[0], **arguments[1]))[0]
     except (
         AssertionError,
         TypeError,
@@ -176,7 +183,8 @@ def can_run(model: TracedModule, arguments: _Arguments) -> bool:
         return False
     finally:
         mge.config.async_level = level
-    return True
+    tensors = (value for value in results if isinstance(value, Tensor))
+    return samples is None or all(value.ndim and len(value) == samples for value in tensors)
 
 
 def count_samples(arguments: _Arguments) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 from megengine.module import Module
 
 from qtrace.data import Batch, DataSource
+from qtrace.data.base import batch_length
 from qtrace.data.batches import as_arguments, can_run
 from qtrace.data.values import find_labels
 from qtrace.errors import CalibrationError, DataError, GraphError
@@ -72,7 +73,8 @@ def own_file(source: Any) -> Path | None:
 def fixed_batch(traced: TracedModule, batch: Batch) -> int | None:
     """Returns the batch that an ONNX file fixes, if its graph cannot run on a batch of the data instead.
 
-    Some exporters write the batch into the network, as the first size of a Reshape.
+    Some exporters write the batch into the network, as the first size of a Reshape. A network that takes the
+    first sample of its batch, as detectors do before a suppression, runs on more and does not look at them.
 
     Args:
         traced: the network.
@@ -87,7 +89,7 @@ def fixed_batch(traced: TracedModule, batch: Batch) -> int | None:
     if all(array is not None and array.ndim and len(array) == size for array in arrays):
         return None
     try:
-        return None if can_run(traced, as_arguments(batch, traced)) else size
+        return None if can_run(traced, as_arguments(batch, traced), samples=batch_length(batch)) else size
     except CalibrationError:  # the batch is no input of the network at all, which is said where it is read
         return None
 

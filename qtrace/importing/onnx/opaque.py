@@ -142,7 +142,7 @@ class OpaqueNodes:
                 raise Refusal(f"cannot be kept as in the file ({str(error).rstrip('.')})") from error
 
     def _kinds_of(self, value: Value) -> Sequence[Any]:
-        """Returns type and shape of a value for each probe; an array for one that is stored."""
+        """Returns type and shape of a value for each probe; an array for one that is stored, or of sizes."""
         if isinstance(value, Kept):
             return value.kinds
         if isinstance(value, Stored):
@@ -151,7 +151,7 @@ class OpaqueNodes:
             dtype = value.dtype
             return [(dtype, shape) for shape in self._layers.builder.shapes(value.node)]
         if isinstance(value, Sizes):
-            return [(array.dtype, array.shape) for array in value.arrays]
+            return value.arrays
         assert isinstance(value, SplitTensors)
         return [[self._kinds_of(item) for item in value.values]]
 
@@ -215,10 +215,13 @@ class OpaqueNodes:
         For all nodes at once less may be known: that a TopK of as many values as others decide has seven.
         """
         shapes = [self._layers.builder.shapes(node) for node in inputs]
+        values = [self._layers.builder.known_values(node) for node in inputs]
         probes = max((len(part.kinds) for part, _ in targets), default=1)
-        for probe in range(max([probes, *map(len, shapes)])):
+        for probe in range(max([probes, *map(len, shapes), *map(len, values)])):
             outputs = [_kind_of(part, place, probe) for part, place in targets]
-            op.fragment.learn([several[min(probe, len(several) - 1)] for several in shapes], outputs)
+            known = {i: several[min(probe, len(several) - 1)] for i, several in enumerate(values) if several}
+            sizes = [several[min(probe, len(several) - 1)] for several in shapes]
+            op.fragment.learn(sizes, outputs, known)
 
     def _model(
         self, targets: Sequence[tuple[_Part, int]], opsets: Mapping[str, int]

@@ -11,7 +11,6 @@ import megengine.functional as F
 import numpy as np
 from megengine import Tensor
 from megengine.module import LSTM, RNN, Module
-from megengine.traced_module.pytree import tree_flatten
 
 from qtrace.data.declared import cast_to_declared, check_declared, cures_for_shapes, name_arguments
 from qtrace.data.foreign import read_array, what_is_no_iterable
@@ -26,6 +25,7 @@ __all__ = [
     "as_arguments",
     "can_run",
     "check_batches",
+    "check_run",
     "count_samples",
     "evaluating",
     "find_values",
@@ -170,10 +170,11 @@ def can_run(model: TracedModule, arguments: _Arguments, samples: int | None = No
         arguments: its arguments.
         samples: the number of samples that every result must have; None for any.
     """
+    results: list[Tensor] = []
     level, mge.config.async_level = mge.config.async_level, 0
     try:
         with evaluating(model):
-            results = tree_flatten(model(*arguments[0], **arguments[1]))[0]
+            _map_values(model(*arguments[0], **arguments[1]), results.append)
     except (
         AssertionError,
         TypeError,
@@ -183,8 +184,26 @@ def can_run(model: TracedModule, arguments: _Arguments, samples: int | None = No
         return False
     finally:
         mge.config.async_level = level
-    tensors = (value for value in results if isinstance(value, Tensor))
-    return samples is None or all(value.ndim and len(value) == samples for value in tensors)
+    return samples is None or all(value.ndim and len(value) == samples for value in results)
+
+
+def check_run(model: TracedModule, arguments: _Arguments, index: int) -> None:
+    """Runs ``model`` on a batch, to refuse one on which it fails.
+
+    Args:
+        model: the module.
+        arguments: its arguments, the result of `as_arguments`.
+        index: the number of the batch.
+
+    Raises:
+        CalibrationError: when it fails.
+    """
+    level, mge.config.async_level = mge.config.async_level, 0
+    try:
+        with evaluating(model), translate_errors(model, arguments, index):
+            model(*arguments[0], **arguments[1])
+    finally:
+        mge.config.async_level = level
 
 
 def count_samples(arguments: _Arguments) -> int:

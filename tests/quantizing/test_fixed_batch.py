@@ -142,3 +142,28 @@ def test_open_sizes_are_verified_beside_a_fixed_batch(tmp_path: Path, batch: int
     assert result.verify is not None
     assert result.verify.passed
     assert onnx.load(result.path).graph.input[0].type.tensor_type.shape.dim[0].dim_value == batch
+
+
+@pytest.mark.parametrize("suffix", [".onnx", ".tflite"])
+def test_only_an_onnx_file_keeps_an_open_resize(
+    tmp_path: Path, suffix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Other formats have a form of it at the size of the data alone."""
+    rng = np.random.default_rng(0)
+    stored = [
+        numpy_helper.from_array(rng.normal(size=(4, 3, 3, 3)).astype("float32"), "w"),
+        numpy_helper.from_array(np.float32([1, 1, 2, 2]), "factors"),
+    ]
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["c"]),
+        helper.make_node("Resize", ["c", "", "factors"], ["y"], mode="cubic"),
+    ]
+    ends = [helper.make_tensor_value_info("x", 1, ["n", 3, "h", "w"])]
+    ends.append(helper.make_tensor_value_info("y", 1, None))
+    graph = helper.make_graph(nodes, "net", ends[:1], ends[1:], stored)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    onnx.save(model, tmp_path / "net.onnx")
+    with caplog.at_level("WARNING", "qtrace"):
+        out = tmp_path / f"out{suffix}"
+        qtrace.quantize(tmp_path / "net.onnx", DATA, out, verify=False, measure=False, progress=False)
+    assert ("such as y have forms for open sizes in ONNX files alone" in caplog.text) == (suffix != ".onnx")

@@ -186,7 +186,7 @@ def infer_outputs(
         FragmentTensor(value.name, value.type, tuple(n if isinstance(n, int) else None for n in value.shape))
         for value in session.outputs[:count]
     ]
-    inferred = _inferred_by_onnx(light)
+    inferred = {**_inferred_by_onnx(light), **_shaped_like_inputs(light)}
     ranks = _ranks(light, [value for value in outputs if not value.shape and value.name not in inferred])
     results = []
     for value in outputs:
@@ -223,6 +223,25 @@ def _inferred_by_onnx(model: Any) -> dict[str, tuple[int | None, ...]]:
             sizes = tuple(d.dim_value if d.HasField("dim_value") else None for d in tensor.shape.dim)
             shapes[value.name] = sizes
     return shapes
+
+
+# Ops of ai.onnx.ml whose result has the shape of their input, of which ONNX's rules say nothing.
+_ELEMENTWISE_ML = ("Binarizer", "Imputer", "Normalizer", "Scaler")
+
+
+def _shaped_like_inputs(model: Any) -> dict[str, tuple[int | None, ...]]:
+    """Returns output -> shape where the only node of a model gives the shape of its input."""
+    if len(model.graph.node) != 1:
+        return {}
+    (node,) = model.graph.node
+    if node.domain != "ai.onnx.ml" or node.op_type not in _ELEMENTWISE_ML:
+        return {}
+    types = {value.name: value.type.tensor_type for value in model.graph.input}
+    kind = types.get(node.input[0])
+    if kind is None or not kind.HasField("shape"):
+        return {}
+    sizes = tuple(d.dim_value if d.HasField("dim_value") else None for d in kind.shape.dim)
+    return {node.output[0]: sizes}
 
 
 def _ranks(model: Any, outputs: Sequence[FragmentTensor]) -> dict[str, int]:

@@ -121,7 +121,7 @@ class OpaqueNodes:
             return list(values)
         for value, name in kept:
             if carried_dtype(value.kinds[0].dtype) is None:
-                raise Refusal(f"output {name!r} is {value.kinds[0].kind}, which MegEngine has not")
+                raise Refusal(_say_foreign(name, value))
         nodes = self._call([(v.part, v.index) for v, _ in kept], [name for _, name in kept], "kept", opsets)
         for (value, _), result in zip(kept, nodes, strict=True):
             if isinstance(result, Computed) and any(kind.fixed_shape is None for kind in value.kinds):
@@ -240,6 +240,16 @@ class OpaqueNodes:
             writer.write(part)
         outputs = [(writer.names[part, place], _kind_of(part, place)) for part, place in targets]
         return writer.model(outputs, opsets), list(writer.nodes)
+
+
+def _say_foreign(name: str, value: Kept) -> str:
+    """Says that an output is no tensor of MegEngine's, and how a file without it is made."""
+    proto = value.part.proto
+    source = next(filter(None, proto.input), "")
+    cure = f"read the file up to {source!r} by from_onnx(outputs=)" if source else "write the file without it"
+    if proto.op_type == "ZipMap":
+        cure = f"write the file without ZipMap (options={{'zipmap': False}} of skl2onnx), or {cure}"
+    return f"output {name!r} is {value.kinds[0].kind}, which MegEngine has not: {cure}"
 
 
 _BEFORE: Any = object()  # the result of the node before, of two that were joined

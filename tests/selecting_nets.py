@@ -259,8 +259,12 @@ def _adopt_statistics(network: M.Module, images: np.ndarray) -> None:
         norm.momentum = 0.0
         norm.training = True
     size = 1 if isinstance(network, Suppressed) else len(images)
-    for start in range(0, len(images), size):
-        network(Tensor(images[start : start + size]))
+    level, mge.config.async_level = mge.config.async_level, 0  # F.gather aborts in a queue
+    try:
+        for start in range(0, len(images), size):
+            network(Tensor(images[start : start + size]))
+    finally:
+        mge.config.async_level = level
     for norm in norms:
         norm.momentum = 0.9
     network.eval()

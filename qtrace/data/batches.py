@@ -25,6 +25,7 @@ __all__ = [
     "as_arguments",
     "can_run",
     "check_batches",
+    "check_run",
     "count_samples",
     "evaluating",
     "find_values",
@@ -63,7 +64,7 @@ def as_arguments(batch: Any, model: TracedModule, index: int = 0) -> _Arguments:
     for args, kwargs in candidates:
         if has_traced_structure(model, args, kwargs):
             check_declared(model, args, kwargs, index)
-            return cast_to_declared(model, args, kwargs)
+            return cast_to_declared(model, args, kwargs, index)
     raise CalibrationError(
         f"batch {index} gives {_describe_batch(*candidates[-1])}, but the model takes "
         f"{_describe_inputs(batch, list_inputs(model))}."
@@ -161,12 +162,19 @@ def first_samples(arguments: _Arguments, count: int, model: TracedModule | None 
     return samples if model is None or can_run(model, samples) else None
 
 
-def can_run(model: TracedModule, arguments: _Arguments) -> bool:
-    """Returns whether ``model`` can be called with ``arguments``, the result of `as_arguments`."""
+def can_run(model: TracedModule, arguments: _Arguments, samples: int | None = None) -> bool:
+    """Returns whether ``model`` can be called with ``arguments``, the result of `as_arguments`.
+
+    Args:
+        model: the module.
+        arguments: its arguments.
+        samples: the number of samples that every result must have; None for any.
+    """
+    results: list[Tensor] = []
     level, mge.config.async_level = mge.config.async_level, 0
     try:
         with evaluating(model):
-            model(*arguments[0], **arguments[1])
+            _map_values(model(*arguments[0], **arguments[1]), results.append)
     except (
         AssertionError,
         TypeError,
@@ -176,7 +184,26 @@ def can_run(model: TracedModule, arguments: _Arguments) -> bool:
         return False
     finally:
         mge.config.async_level = level
-    return True
+    return samples is None or all(value.ndim and len(value) == samples for value in results)
+
+
+def check_run(model: TracedModule, arguments: _Arguments, index: int) -> None:
+    """Runs ``model`` on a batch, to refuse one on which it fails.
+
+    Args:
+        model: the module.
+        arguments: its arguments, the result of `as_arguments`.
+        index: the number of the batch.
+
+    Raises:
+        CalibrationError: when it fails.
+    """
+    level, mge.config.async_level = mge.config.async_level, 0
+    try:
+        with evaluating(model), translate_errors(model, arguments, index):
+            model(*arguments[0], **arguments[1])
+    finally:
+        mge.config.async_level = level
 
 
 def count_samples(arguments: _Arguments) -> int:

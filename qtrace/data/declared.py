@@ -16,7 +16,6 @@ from qtrace.graph.types import TracedModule
 
 __all__ = ["cast_to_declared", "check_declared", "cure_for_shape", "cures_for_shapes", "name_arguments"]
 
-_NARROW = ("uint16", "int16", "uint8", "int8")  # integers that int32 holds
 _SAMPLES = "the first axis counts the samples"
 
 
@@ -74,17 +73,22 @@ def check_declared(model: TracedModule, args: Sequence[Any], kwargs: Mapping[str
 
 
 def cast_to_declared(
-    model: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]
+    model: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any], index: int = 0
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Casts inputs to the types as which the graph carries those of the file from which it was imported.
 
-    Integers that the file takes as uint16, say, become int32. The graph carries float16 as float32: such
-    inputs are rounded to float16, so that it computes on what an exported file computes on.
+    Integers that the file takes as uint16, say, become int32, and pixels, which are read as float32, uint8
+    again where the file takes these. The graph carries float16 as float32: such inputs are rounded to
+    float16, so that it computes on what an exported file computes on.
 
     Args:
         model: the module that will be called.
         args: its positional arguments.
         kwargs: its keyword arguments.
+        index: the number of the batch, for messages.
+
+    Raises:
+        CalibrationError: when the type of the file does not have the numbers of an input.
     """
     declared = read_inputs(model)
     if not declared:
@@ -97,9 +101,18 @@ def cast_to_declared(
         if info.dtype == "float16":
             with np.errstate(over="ignore"):  # a number beyond float16 is infinite, which the caller refuses
                 return Tensor(value.numpy().astype(np.float16).astype(np.float32))
-        if info.carried_dtype == "int32" and np.dtype(value.dtype).name in _NARROW:
-            return Tensor(value.numpy().astype(np.int32))
-        return value
+        if np.dtype(value.dtype).name == info.carried_dtype:
+            return value
+        given = value.numpy()
+        with np.errstate(invalid="ignore"):
+            carried = given.astype(info.carried_dtype)
+        if carried.dtype.kind != "f" and not np.array_equal(carried, given):
+            raise CalibrationError(
+                f"batch {index} gives {info.name!r} numbers that {info.dtype} has not, such as "
+                f"{given[carried != given].flat[0]:g}, but the file that the model was imported from takes "
+                f"{info.dtype}: give the numbers that it takes."
+            )
+        return Tensor(carried)
 
     names = [*argument_names(model), *("" for _ in args)]
     return (

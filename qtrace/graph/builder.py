@@ -126,6 +126,14 @@ class GraphBuilder:
         shapes = self._shapes[node]
         return shapes if len(shapes) == self._probes else shapes * self._probes
 
+    def known_values(self, node: TensorNode) -> tuple[np.ndarray, ...]:
+        """Returns the values of ``node`` as recorded, and at the other sizes; () if inputs decide them.
+
+        Args:
+            node: a node of this graph.
+        """
+        return tuple(value.numpy() for value in self._values.get(node, ()))
+
     def parameter(self, path: str, value: np.ndarray, trainable: bool = True) -> TensorNode:
         """Adds a tensor to the module at the dotted ``path``, and reads it.
 
@@ -358,7 +366,8 @@ class GraphBuilder:
                 tensors = [zeros(v) if isinstance(v, TensorType) else v for v in values]
                 op = tensors[0] if tensors else None
                 if isinstance(op, OpaqueOp):
-                    result = op(*tensors[1:]) if known else op.stand_in(*tensors[1:])
+                    stored = [i for i, v in enumerate(values[1:]) if not isinstance(v, TensorType)]
+                    result = op(*tensors[1:]) if known else op.stand_in(*tensors[1:], known=stored)
                 else:
                     result = _call(expr, tensors)
                 leaves, structure = tree_flatten(result)

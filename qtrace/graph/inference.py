@@ -255,7 +255,8 @@ def _opaque_types(inputs: Sequence[Any]) -> list[Any] | None:
     """Returns the types of the results of an opaque node; None where onnxruntime is not installed."""
     op, *values = inputs
     try:
-        kinds = op.infer([value.shape for value in values])
+        known = {i: value.numpy() for i, value in enumerate(values) if isinstance(value, RawTensor)}
+        kinds = op.infer([value.shape for value in values], known)
     except ExportError:
         return None
     return [None if shape is None else TensorType(shape, dtype) for shape, dtype in kinds]

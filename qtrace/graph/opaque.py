@@ -10,7 +10,7 @@ import contextlib
 import copy
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -161,29 +161,40 @@ class OpaqueOp(Module):
             )
         return np.ascontiguousarray(array.astype(dtype)).reshape(array.shape)
 
-    def infer(self, shapes: Sequence[Sequence[int]]) -> list[tuple[tuple[int, ...] | None, np.dtype[Any]]]:
+    def infer(
+        self, shapes: Sequence[Sequence[int]], values: Mapping[int, np.ndarray] | None = None
+    ) -> list[tuple[tuple[int, ...] | None, np.dtype[Any]]]:
         """Returns shape and dtype of each output for inputs of these shapes.
 
-        A shape is None where it depends on the values of the inputs.
+        A shape is None where it depends on values of the inputs that are not known.
+
+        Args:
+            shapes: the shape of each input.
+            values: place of an input -> its values, where these are known.
 
         Raises:
             ExportError: when onnxruntime is not installed, or refuses inputs of these shapes.
         """
         results = []
-        for tensor in self.fragment.infer([tuple(shape) for shape in shapes]):
+        for tensor in self.fragment.infer([tuple(shape) for shape in shapes], values):
             results.append((tensor.fixed_shape, carried_dtype(tensor.dtype) or np.dtype(np.float32)))
         return results
 
-    def stand_in(self, *inputs: mge.Tensor) -> Any:
+    def stand_in(self, *inputs: mge.Tensor, known: Collection[int] = ()) -> Any:
         """Returns zeros of the shapes and dtypes of the outputs.
 
-        A size that the values decide is 1: the nodes may refuse zeros in place of the values.
+        A size that unknown values decide is 1: the nodes may refuse zeros in place of the values.
+
+        Args:
+            *inputs: the inputs.
+            known: the places of those whose values are known.
 
         Raises:
             GraphError: when onnxruntime refuses inputs of these shapes.
         """
         try:
-            kinds = self.fragment.infer([tuple(int(n) for n in x.shape) for x in inputs])
+            values = {place: inputs[place].numpy() for place in known}
+            kinds = self.fragment.infer([tuple(int(n) for n in x.shape) for x in inputs], values)
         except ExportError as error:
             raise GraphError(f"{self.operators}: {error}") from error
         sizes = ([1 if n is None else n for n in kind.shape or ()] for kind in kinds)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ _SMALL = 4096  # elements: larger initializers hold weights, not sizes
 _MAX_BYTES = 2**31 - 1  # of a protobuf message
 
 Shape = tuple[int, ...]
+_Key = tuple[tuple[Shape, ...], tuple[tuple[str, tuple[int, ...]], ...]]
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Fragment:
         self._bytes = model
         self._model = onnx.ModelProto.FromString(model)
         self._session: LocalSession | None = None
-        self._inferred: dict[tuple[Shape, ...], tuple[FragmentTensor, ...]] = {}
+        self._inferred: dict[_Key, tuple[FragmentTensor, ...]] = {}
 
     @property
     def model(self) -> Any:
@@ -108,31 +109,64 @@ class Fragment:
         """Whether it divides by integers that are inputs, of which `run` refuses 0."""
         return divides_by_inputs(self._model)
 
-    def infer(self, shapes: Sequence[Shape]) -> tuple[FragmentTensor, ...]:
+    def infer(
+        self, shapes: Sequence[Shape], values: Mapping[int, np.ndarray] | None = None
+    ) -> tuple[FragmentTensor, ...]:
         """Returns type and shape of each output for inputs of these shapes.
+
+        Args:
+            shapes: the shape of each input.
+            values: place of an input -> its values, where these are known: sizes that the nodes read.
 
         Raises:
             ExportError: when onnxruntime is not installed, or refuses the nodes for these shapes.
         """
-        key = tuple(tuple(int(n) for n in shape) for shape in shapes)
+        known, key = self._known(values), self._key(shapes, values)
         if key not in self._inferred:
-            self._inferred[key] = infer_outputs(self._model, key)
+            self._inferred[key] = infer_outputs(self._model, key[0], known)
         return self._inferred[key]
 
-    def learn(self, shapes: Sequence[Shape], outputs: Sequence[FragmentTensor]) -> None:
+    def learn(
+        self,
+        shapes: Sequence[Shape],
+        outputs: Sequence[FragmentTensor],
+        values: Mapping[int, np.ndarray] | None = None,
+    ) -> None:
         """Sets what `infer` returns for inputs of these shapes.
 
         Args:
             shapes: the shapes.
             outputs: type and shape of each output; the names are those of the model.
+            values: the known values of inputs, see `infer`.
         """
         names = [value.name for value in self._model.graph.output]
-        key = tuple(tuple(int(n) for n in shape) for shape in shapes)
         named = zip(names, outputs, strict=True)
-        self._inferred[key] = tuple(FragmentTensor(name, own.kind, own.shape) for name, own in named)
+        kinds = tuple(FragmentTensor(name, own.kind, own.shape) for name, own in named)
+        self._inferred[self._key(shapes, values)] = kinds
+
+    def _known(self, values: Mapping[int, np.ndarray] | None) -> dict[str, np.ndarray]:
+        """Returns the known values by the name of the input, in its dtype: small integers alone."""
+        inputs = [value.name for value in self._model.graph.input]
+        dtypes = self.input_dtypes
+        return {
+            inputs[place]: np.asarray(array).astype(dtypes[place])
+            for place, array in sorted((values or {}).items())
+            if dtypes[place].kind in "iu" and np.size(array) <= _SMALL
+        }
+
+    def _key(self, shapes: Sequence[Shape], values: Mapping[int, np.ndarray] | None) -> _Key:
+        known = self._known(values).items()
+        return (
+            tuple(tuple(int(n) for n in shape) for shape in shapes),
+            tuple((name, tuple(array.reshape(-1).tolist())) for name, array in known),
+        )
 
 
-def infer_outputs(model: Any, shapes: Sequence[Sequence[int | None] | None]) -> tuple[FragmentTensor, ...]:
+def infer_outputs(
+    model: Any,
+    shapes: Sequence[Sequence[int | None] | None],
+    known: Mapping[str, np.ndarray] | None = None,
+) -> tuple[FragmentTensor, ...]:
     """Infers type and shape of the outputs of a model, by ONNX's rules and by those of onnxruntime.
 
     A size counts as known only if it is the same for all values of the inputs.
@@ -140,26 +174,27 @@ def infer_outputs(model: Any, shapes: Sequence[Sequence[int | None] | None]) -> 
     Args:
         model: a model; large initializers count by their shapes alone.
         shapes: the shape of each input that is a tensor.
+        known: input -> its values, where these are known.
 
     Raises:
         ExportError: when onnxruntime is not installed, or cannot run the nodes.
     """
-    light = _without_weights(model, shapes)
+    light = _without_weights(model, shapes, known or {})
     session = LocalSession(light.SerializeToString(), _SETTINGS, operators_of(model))
     count = len(model.graph.output)
     outputs = [
         FragmentTensor(value.name, value.type, tuple(n if isinstance(n, int) else None for n in value.shape))
         for value in session.outputs[:count]
     ]
-    known = _inferred_by_onnx(light)
-    ranks = _ranks(light, [value for value in outputs if not value.shape and value.name not in known])
+    inferred = {**_inferred_by_onnx(light), **_shaped_like_inputs(light)}
+    ranks = _ranks(light, [value for value in outputs if not value.shape and value.name not in inferred])
     results = []
     for value in outputs:
         shape: tuple[int | None, ...] | None = value.shape
         if not value.kind.startswith("tensor("):
             shape = None
-        elif value.name in known:
-            own = known[value.name]
+        elif value.name in inferred:
+            own = inferred[value.name]
             shape = own if not value.shape else _merged(own, value.shape)
         elif not value.shape and ranks.get(value.name) != 0:
             shape = None
@@ -188,6 +223,25 @@ def _inferred_by_onnx(model: Any) -> dict[str, tuple[int | None, ...]]:
             sizes = tuple(d.dim_value if d.HasField("dim_value") else None for d in tensor.shape.dim)
             shapes[value.name] = sizes
     return shapes
+
+
+# Ops of ai.onnx.ml whose result has the shape of their input, of which ONNX's rules say nothing.
+_ELEMENTWISE_ML = ("Binarizer", "Imputer", "Normalizer", "Scaler")
+
+
+def _shaped_like_inputs(model: Any) -> dict[str, tuple[int | None, ...]]:
+    """Returns output -> shape where the only node of a model gives the shape of its input."""
+    if len(model.graph.node) != 1:
+        return {}
+    (node,) = model.graph.node
+    if node.domain != "ai.onnx.ml" or node.op_type not in _ELEMENTWISE_ML:
+        return {}
+    types = {value.name: value.type.tensor_type for value in model.graph.input}
+    kind = types.get(node.input[0])
+    if kind is None or not kind.HasField("shape"):
+        return {}
+    sizes = tuple(d.dim_value if d.HasField("dim_value") else None for d in kind.shape.dim)
+    return {node.output[0]: sizes}
 
 
 def _ranks(model: Any, outputs: Sequence[FragmentTensor]) -> dict[str, int]:
@@ -221,8 +275,13 @@ def _ranks(model: Any, outputs: Sequence[FragmentTensor]) -> dict[str, int]:
     return ranks
 
 
-def _without_weights(model: Any, shapes: Sequence[Sequence[int | None] | None]) -> Any:
-    """Copies a model with inputs of these shapes, and with inputs in place of large initializers."""
+def _without_weights(
+    model: Any, shapes: Sequence[Sequence[int | None] | None], known: Mapping[str, np.ndarray]
+) -> Any:
+    """Copies a model with inputs of these shapes, and with inputs in place of large initializers.
+
+    Inputs whose values are known become initializers.
+    """
     import onnx
 
     light = onnx.ModelProto(ir_version=model.ir_version)
@@ -231,11 +290,14 @@ def _without_weights(model: Any, shapes: Sequence[Sequence[int | None] | None]) 
     graph = light.graph
     graph.name = model.graph.name or "fragment"
     graph.node.extend(model.graph.node)
-    graph.input.extend(model.graph.input)
     graph.output.extend(onnx.ValueInfoProto(name=value.name) for value in model.graph.output)
-    for value, shape in zip(graph.input, shapes, strict=True):
-        if value.type.HasField("tensor_type"):
-            _set_shape(value.type.tensor_type, shape)
+    for source, shape in zip(model.graph.input, shapes, strict=True):
+        if source.name in known:
+            graph.initializer.append(onnx.numpy_helper.from_array(known[source.name], source.name))
+            continue
+        graph.input.append(source)
+        if source.type.HasField("tensor_type"):
+            _set_shape(graph.input[-1].type.tensor_type, shape)
     for tensor in model.graph.initializer:
         if int(np.prod(tensor.dims, dtype=np.int64)) <= _SMALL:
             graph.initializer.append(tensor)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from qtrace.fakequant.base import FakeQuant
+from qtrace.graph.interface import read_interface
 from qtrace.graph.types import Node, TracedModule
 from qtrace.graph.walk import owner
 from qtrace.outputs.columns import group_columns, measure_columns
@@ -100,7 +101,8 @@ def find_groups(
         model: the graph, in float, prepared or converted; None to look at the values alone.
         reference: for each batch the float values of every output.
         ends: the nodes whose values ``reference`` has, in order; None for the outputs of ``model``.
-        names: the names of the outputs for texts; () for those of the nodes.
+        names: the names of the outputs for texts; () for those of the file that the graph was imported from,
+            or of the nodes.
         every_column: whether columns that tell nothing count like others.
 
     Returns:
@@ -110,7 +112,7 @@ def find_groups(
     parts: Sequence[Parts | None] = [None] * count
     if model is not None:
         nodes = list(model.graph.outputs) if ends is None else list(ends)
-        names = names or output_names(nodes)
+        names = names or (_file_names(model) if ends is None else ()) or output_names(nodes)
         if len(nodes) == count:
             parts = find_parts(model, nodes)
     if every_column:
@@ -120,6 +122,11 @@ def find_groups(
         label = names[index] if index < len(names) else f"output {index}"
         groups += _groups_of_output(index, label, [batch[index] for batch in reference], parts[index])
     return tuple(groups)
+
+
+def _file_names(model: TracedModule) -> list[str]:
+    interface = read_interface(model)
+    return [] if interface is None else [tensor.name for tensor in interface.outputs]
 
 
 def output_names(nodes: Sequence[Node]) -> list[str]:

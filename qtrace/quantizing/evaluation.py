@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from qtrace.data.base import Batch, DataSource, SizedSource, batch_length
-from qtrace.data.batches import as_arguments, find_values, refuse_nan
+from qtrace.data.batches import as_arguments, check_run, find_values, refuse_nan
 from qtrace.data.ranges import SampleRange
 from qtrace.errors import CalibrationError
 from qtrace.graph.types import TracedModule
@@ -71,13 +71,16 @@ class EvaluationData:
 
         Raises:
             CalibrationError: for a batch that does not fit the model, or holds NaN, or infinity among other
-                numbers where the data of the calibration have none.
+                numbers where the data of the calibration have none; for other data than those also where the
+                network fails on them.
         """
         first = next(iter(calibration))
         if holds_infinite_data(as_arguments(first, model)):
             return
         for number, batch in self._numbered(model):
             arguments = as_arguments(batch, model, number)
+            if self.other_data and number == self.first:
+                check_run(model, arguments, number)
             if holds_infinite_data(arguments):
                 raise CalibrationError(
                     f"{self.source.source}, batch {number} holds infinity among other numbers, first in "

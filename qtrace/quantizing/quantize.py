@@ -267,7 +267,8 @@ def quantize(
         if not allow_broken:
             check_values(opened.calibration, spell)
         with stages.measure("import"):
-            traced = read_network(source, opened.calibration, shapes, allow)
+            keeps_nodes = path.suffix.lower() == ".onnx"
+            traced = read_network(source, opened.calibration, shapes, allow, keeps_nodes)
             size = fixed_batch(traced, next(iter(opened.calibration)))
             if size is not None:
                 reading = replace(reading, batch_size=size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,11 +13,13 @@ import numpy as np
 from megengine.module import Module
 
 from qtrace.data import Batch, DataSource
+from qtrace.data.base import batch_length
 from qtrace.data.batches import as_arguments, can_run
 from qtrace.data.values import find_labels
 from qtrace.errors import CalibrationError, DataError, GraphError
 from qtrace.graph.files.serialize import load
 from qtrace.graph.interface import read_inputs, read_interface
+from qtrace.graph.opaque import opaque_calls
 from qtrace.graph.signature import argument_names
 from qtrace.graph.tracing.trace import trace
 from qtrace.graph.types import TracedModule
@@ -26,10 +29,14 @@ from qtrace.preparation.record import is_quantized
 
 __all__ = ["fixed_batch", "labels_of", "open_shapes", "own_file", "read_network"]
 
+_LOG = logging.getLogger("qtrace")
+
 Shapes = Mapping[str, Sequence[int]]
 
 
-def read_network(source: Any, data: DataSource, shapes: Shapes | None, allow: Sequence[str]) -> TracedModule:
+def read_network(
+    source: Any, data: DataSource, shapes: Shapes | None, allow: Sequence[str], keeps_nodes: bool = True
+) -> TracedModule:
     """Returns a network as a traced module.
 
     Args:
@@ -38,12 +45,13 @@ def read_network(source: Any, data: DataSource, shapes: Shapes | None, allow: Se
         data: the calibration data.
         shapes: the shapes of inputs that an ONNX file leaves open; None for those of the first batch.
         allow: the user's classes that a file may name.
+        keeps_nodes: whether the file that is to be written has nodes as an ONNX file has them.
 
     Raises:
         GraphError: when ``source`` is none of these, or a network that is quantized already.
     """
     if isinstance(source, (str, os.PathLike)):
-        traced = _read_file(Path(source), data, shapes, allow)
+        traced = _read_file(Path(source), data, shapes, allow, keeps_nodes)
     elif isinstance(source, TracedModule):
         traced = source
     elif isinstance(source, Module):
@@ -72,7 +80,8 @@ def own_file(source: Any) -> Path | None:
 def fixed_batch(traced: TracedModule, batch: Batch) -> int | None:
     """Returns the batch that an ONNX file fixes, if its graph cannot run on a batch of the data instead.
 
-    Some exporters write the batch into the network, as the first size of a Reshape.
+    Some exporters write the batch into the network, as the first size of a Reshape. A network that takes the
+    first sample of its batch, as detectors do before a suppression, runs on more and does not look at them.
 
     Args:
         traced: the network.
@@ -87,20 +96,40 @@ def fixed_batch(traced: TracedModule, batch: Batch) -> int | None:
     if all(array is not None and array.ndim and len(array) == size for array in arrays):
         return None
     try:
-        return None if can_run(traced, as_arguments(batch, traced)) else size
+        return None if can_run(traced, as_arguments(batch, traced), samples=batch_length(batch)) else size
     except CalibrationError:  # the batch is no input of the network at all, which is said where it is read
         return None
 
 
-def _read_file(path: Path, data: DataSource, shapes: Shapes | None, allow: Sequence[str]) -> TracedModule:
+def _read_file(
+    path: Path, data: DataSource, shapes: Shapes | None, allow: Sequence[str], keeps_nodes: bool
+) -> TracedModule:
     if path.suffix.lower() == ".onnx":
         known = dict(shapes or {})
         if any(name not in known for name in open_inputs(path)):
             known = {**open_shapes(path, next(iter(data))), **known}
-        return from_onnx(path, known or None)
+        traced = from_onnx(path, known or None)
+        return traced if keeps_nodes else _without_kept(traced, path, known)
     if path.suffix.lower() == ".mge":
         return load(path, allow=allow)
     raise GraphError(f"{path} is no network: give an .onnx file, or an .mge file that qtrace.save wrote.")
+
+
+def _without_kept(traced: TracedModule, path: Path, shapes: Shapes) -> TracedModule:
+    """Reads a file with fixed axes if some of its nodes are kept only because axes are open."""
+    kept = opaque_calls(traced)
+    if not kept:
+        return traced
+    closed = from_onnx(path, shapes or None, fixed=True)
+    if len(opaque_calls(closed)) >= len(kept):
+        return traced
+    _LOG.warning(
+        "%s: all axes but the batch are fixed at the size of the data, as nodes such as %s have forms for "
+        "open sizes in ONNX files alone",
+        path,
+        kept[0].outputs[0].name,
+    )
+    return closed
 
 
 def open_shapes(path: str | os.PathLike[str], batch: Batch) -> dict[str, tuple[int, ...]]:
@@ -109,7 +138,8 @@ def open_shapes(path: str | os.PathLike[str], batch: Batch) -> dict[str, tuple[i
     One sample has size 1 on the first axis of each input. An input whose first axis is another one may count
     the samples further behind, as a recurrent state does: where the file names an axis like the batch, and
     the data have as many. What is named elsewhere, too, but not as the first axis of an input before, is no
-    batch, such as the edges of a graph, and has the size of the data. Some exporters name all axes alike.
+    batch, such as the edges of a graph, and has the size of the data. Nor is any first axis where an input of
+    places has no axis of the samples, as the pairs of nodes in a graph. Some exporters name all axes alike.
 
     Raises:
         DataError: when the batch lacks such an input.
@@ -119,6 +149,7 @@ def open_shapes(path: str | os.PathLike[str], batch: Batch) -> dict[str, tuple[i
     first = next((size for *_, size in opened if size), None)
     counted = next((_array(batch, i, key) for i, key, size in opened if size == first), None)
     count = 0 if counted is None else len(counted)
+    pairs = any(_holds_places(_array(batch, i, k), s, first) for i, (k, s) in enumerate(declared.items()))
     inner = {size for sizes in declared.values() for size in (sizes or ())[1:]} - {first, ""}
     shapes: dict[str, tuple[int, ...]] = {}
     for index, (key, sizes) in enumerate(declared.items()):
@@ -138,7 +169,8 @@ def open_shapes(path: str | os.PathLike[str], batch: Batch) -> dict[str, tuple[i
         if not sizes:  # a setting
             shapes[key] = ()
             continue
-        one = {0} if not isinstance(sizes[0], int) and sizes[0] not in inner else set[int]()
+        counts = not isinstance(sizes[0], int) and sizes[0] not in inner and not pairs
+        one = {0} if counts else set[int]()
         if first is not None and sizes[0] != first:
             one |= {a for a, size in enumerate(sizes) if a and size == first and array.shape[a] == count}
         shapes[key] = tuple(
@@ -146,6 +178,13 @@ def open_shapes(path: str | os.PathLike[str], batch: Batch) -> dict[str, tuple[i
             for axis, (size, n) in enumerate(zip(sizes, array.shape, strict=True))
         )
     return shapes
+
+
+def _holds_places(array: np.ndarray | None, sizes: Sequence[int | str] | None, samples: str | None) -> bool:
+    """Whether an input of integers has several axes, the first one a number and none of the samples."""
+    if array is None or array.dtype.kind not in "iu" or not sizes or len(sizes) < 2 or not samples:
+        return False
+    return isinstance(sizes[0], int) and sizes[0] > 1 and samples not in sizes
 
 
 def _array(batch: Batch, index: int, key: str) -> np.ndarray | None:

@@ -139,7 +139,8 @@ class File:
                 yield self._run_batch(next(numbers), part, op_by_op, exact)
         for choice in others():
             for batch in choice:
-                run = self._run_if_possible(next(numbers), batch, op_by_op, exact)
+                number = next(numbers)
+                run = self._run_if_possible(number, self._parts(batch, number)[0], op_by_op, exact)
                 if run is not None:
                     yield run
                     break

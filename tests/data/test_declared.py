@@ -14,6 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 import qtrace
 from qtrace.data.batches import as_arguments
 from qtrace.data.declared import cure_for_shape
+from qtrace.data.opening import open_data
 from qtrace.errors import CalibrationError
 from qtrace.graph.types import TracedModule
 from tests.nets import net
@@ -171,3 +172,41 @@ def test_integers_in_the_type_of_the_file_become_those_of_the_graph(
     for batch in (x, {"x": x}):
         args, kwargs = as_arguments(batch, traced)
         assert np.array_equal(traced(*args, **kwargs).numpy(), expected)
+
+
+def _net_of(path: Path, dtype: str) -> qtrace.TracedModule:
+    kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    graph = helper.make_graph(
+        [helper.make_node("Cast", ["x"], ["y"], to=TensorProto.FLOAT)],
+        "g",
+        [helper.make_tensor_value_info("x", kind, ["N", 4])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["N", 4])],
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    return qtrace.from_onnx(path)
+
+
+@pytest.mark.parametrize("given", ["uint8", "int64", "float64", "bool", "int8"])
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "int64", "bool", "float32", "float16"])
+def test_inputs_have_the_type_of_the_file(dtype: str, given: str, tmp_path: Path) -> None:
+    """Sources of data read pixels as float32, and masks come as integers and floats."""
+    traced = _net_of(tmp_path / "net.onnx", dtype)
+    source = open_data([np.array([[0, 1, 1, 0]], given)])
+    for args, _ in (
+        as_arguments(np.array([[0, 1, 1, 0]], given), traced),
+        as_arguments(next(iter(source)), traced),
+    ):
+        assert np.dtype(args[0].dtype) == np.dtype(traced.graph.inputs[1].dtype)
+        assert args[0].numpy().tolist() == [[0, 1, 1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "number"), [("uint8", 0.5), ("uint8", 256), ("int8", 200), ("int64", 0.5), ("bool", 255)]
+)
+def test_numbers_that_the_type_of_the_file_has_not_are_refused(
+    dtype: str, number: float, tmp_path: Path
+) -> None:
+    traced = _net_of(tmp_path / "net.onnx", dtype)
+    given = np.array([[0, 1, 1, number]], np.float32 if number == 0.5 else np.int32)
+    with pytest.raises(CalibrationError, match=f"batch 3 gives 'x' .* such as {number:g}, .* takes {dtype}"):
+        as_arguments(given, traced, 3)

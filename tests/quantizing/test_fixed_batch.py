@@ -95,3 +95,75 @@ def test_many_single_samples_are_held_back_as_a_batch_would_be(tmp_path: Path) -
     data = np.concatenate([DATA, images(32, 3, 8, 8, seed=1)])
     result = qtrace.quantize(source, data, tmp_path / "out.onnx", recipe=EVERYTHING, progress=False)
     assert "on 8 samples that were held back" in "\n".join(result.summary())
+
+
+def _write_detector(folder: Path, batch: int, sizes: list[Any]) -> Path:
+    """Writes a network that looks at the first sample alone, and keeps the rows above a score."""
+    rng = np.random.default_rng(0)
+    weights = {"w": rng.normal(size=(8, 3, 3, 3)), "v": rng.normal(size=(4, 8, 1, 1))}
+    stored = [numpy_helper.from_array(value.astype("float32"), name) for name, value in weights.items()]
+    stored.append(numpy_helper.from_array(np.array(0, np.int64), "first"))
+    stored.append(numpy_helper.from_array(np.array([4, -1], np.int64), "shape"))
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["c"]),
+        helper.make_node("Relu", ["c"], ["r"]),
+        helper.make_node("Conv", ["r", "v"], ["s"]),
+        helper.make_node("Gather", ["s", "first"], ["one"], axis=0),
+        helper.make_node("Reshape", ["one", "shape"], ["columns"]),
+        helper.make_node("Transpose", ["columns"], ["y"], perm=[1, 0]),
+    ]
+    ends = [
+        helper.make_tensor_value_info("x", 1, [batch, 3, *sizes]),
+        helper.make_tensor_value_info("y", 1, None),
+    ]
+    graph = helper.make_graph(nodes, "net", ends[:1], ends[1:], stored)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    onnx.save(model, folder / "net.onnx")
+    return folder / "net.onnx"
+
+
+def test_a_network_that_looks_at_one_sample_sees_every_sample(tmp_path: Path) -> None:
+    """It runs on eight, of which seven had no part in the ranges and the verdict."""
+    source = _write_detector(tmp_path, 1, [8, 8])
+    files = [
+        qtrace.quantize(
+            source, DATA, tmp_path / f"{size}.onnx", recipe=EVERYTHING, batch_size=size, progress=False
+        ).path
+        for size in (8, 1)
+    ]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_open_sizes_are_verified_beside_a_fixed_batch(tmp_path: Path, batch: int) -> None:
+    """The batches at other sizes had all samples of the first one."""
+    source = _write_detector(tmp_path, batch, ["h", "w"])
+    result = qtrace.quantize(source, DATA, tmp_path / "out.onnx", recipe=EVERYTHING, progress=False)
+    assert result.verify is not None
+    assert result.verify.passed
+    assert onnx.load(result.path).graph.input[0].type.tensor_type.shape.dim[0].dim_value == batch
+
+
+@pytest.mark.parametrize("suffix", [".onnx", ".tflite"])
+def test_only_an_onnx_file_keeps_an_open_resize(
+    tmp_path: Path, suffix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Other formats have a form of it at the size of the data alone."""
+    rng = np.random.default_rng(0)
+    stored = [
+        numpy_helper.from_array(rng.normal(size=(4, 3, 3, 3)).astype("float32"), "w"),
+        numpy_helper.from_array(np.float32([1, 1, 2, 2]), "factors"),
+    ]
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["c"]),
+        helper.make_node("Resize", ["c", "", "factors"], ["y"], mode="cubic"),
+    ]
+    ends = [helper.make_tensor_value_info("x", 1, ["n", 3, "h", "w"])]
+    ends.append(helper.make_tensor_value_info("y", 1, None))
+    graph = helper.make_graph(nodes, "net", ends[:1], ends[1:], stored)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    onnx.save(model, tmp_path / "net.onnx")
+    with caplog.at_level("WARNING", "qtrace"):
+        out = tmp_path / f"out{suffix}"
+        qtrace.quantize(tmp_path / "net.onnx", DATA, out, verify=False, measure=False, progress=False)
+    assert ("such as y have forms for open sizes in ONNX files alone" in caplog.text) == (suffix != ".onnx")

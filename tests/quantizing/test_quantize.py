@@ -156,6 +156,25 @@ def test_samples_in_the_place_of_batches_are_a_sentence(here, onnx_file) -> None
         qtrace.quantize(onnx_file, list(DATA), "out.onnx", progress=False)
 
 
+@pytest.mark.parametrize("shape", [(8, 4, 8, 8), (8, 3, 8)])
+def test_other_data_on_which_the_network_fails_are_refused_before_the_calibration(
+    here, shape, monkeypatch
+) -> None:
+    """Without a verification the file was written, with a warning that there is no verdict."""
+    monkeypatch.setattr(room, "calibrate", lambda *_, **__: pytest.fail("it calibrates"))
+    with pytest.raises(CalibrationError, match=r"does not fit the model: it was traced with x of shape"):
+        qtrace.quantize(
+            _module(),
+            DATA,
+            "out.onnx",
+            evaluation=images(*shape),
+            verify=False,
+            measure=False,
+            progress=False,
+        )
+    assert not Path("out.onnx").exists()
+
+
 _PREPROCESS = {"size": [3, 8, 8], "mean": [120, 110, 99], "std": [50, 60, 70]}
 _PIXELS = {"backend": "onnxruntime", "preprocess": _PREPROCESS}
 

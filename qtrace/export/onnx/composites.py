@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from qtrace.export.onnx.norms import write_square
 from qtrace.export.onnx.types import Emitter, operand, unary
 from qtrace.export.onnx.writer import OnnxWriter
 from qtrace.ops import OpCall
@@ -32,7 +33,7 @@ def _mish(w: OnnxWriter, call: OpCall) -> None:
 
 def _rms_norm(w: OnnxWriter, call: OpCall) -> None:
     a, x, base = call.attrs, w.name(call.inputs[0]), call.out.name
-    square = w.node("Mul", [x, x], w.fresh(base))
+    square = write_square(w, x, [a["axis"]], len(call.inputs[0].shape), base)
     mean = w.node("ReduceMean", [square], w.fresh(base), axes=[a["axis"]], keepdims=1)
     spread = w.node("Sqrt", [w.node("Add", [mean, w.scalar(a["eps"])], w.fresh(base))], w.fresh(base))
     if a["weight"] is None:

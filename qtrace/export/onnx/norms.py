@@ -16,7 +16,7 @@ from qtrace.graph.types import TensorNode
 from qtrace.graph.walk import get_module, owner
 from qtrace.ops import OpCall
 
-__all__ = ["NORMS"]
+__all__ = ["NORMS", "write_square"]
 
 
 def _batch_norm(w: OnnxWriter, call: OpCall) -> None:
@@ -96,11 +96,21 @@ def _normalize(w: OnnxWriter, call: OpCall) -> None:
     w.emit("Div", [w.name(call.inputs[0]), floor], call.out)
 
 
-def _standardized(w: OnnxWriter, x: str, axes: Sequence[int], eps: float, base: str) -> str:
-    """Writes (x - mean) / sqrt(variance + eps) over ``axes``."""
+def write_square(w: OnnxWriter, x: str, axes: Sequence[int], rank: int, base: str) -> str:
+    """Writes x * x, whose mean over ``axes`` follows.
+
+    onnxruntime joins the nodes of a norm over the last axes into one kernel where the square is a Pow, not
+    where it is a Mul; on its own a Mul takes less time.
+    """
+    last = sorted(axis % rank for axis in axes) == list(range(rank - len(axes), rank))
+    return w.node("Pow", [x, w.scalar(2.0)], w.fresh(base)) if last else w.node("Mul", [x, x], w.fresh(base))
+
+
+def _standardized(w: OnnxWriter, x: str, axes: Sequence[int], rank: int, eps: float, base: str) -> str:
+    """Writes (x - mean) / sqrt(variance + eps) over ``axes`` of a tensor of ``rank`` axes."""
     mean = w.node("ReduceMean", [x], w.fresh(base), axes=list(axes), keepdims=1)
     apart = w.node("Sub", [x, mean], w.fresh(base))
-    square = w.node("Mul", [apart, apart], w.fresh(base))
+    square = write_square(w, apart, axes, rank, base)
     variance = w.node("ReduceMean", [square], w.fresh(base), axes=list(axes), keepdims=1)
     spread = w.node("Sqrt", [w.node("Add", [variance, w.scalar(eps)], w.fresh(base))], w.fresh(base))
     return w.node("Div", [apart, spread], w.fresh(base))
@@ -159,14 +169,14 @@ def _layer_norm(w: OnnxWriter, call: OpCall) -> None:
     axes = list(range(len(shape) - count, len(shape)))
     if _emit_whole(w, call, "LayerNormalization", shape[-count:], axis=-count):
         return
-    x = _standardized(w, w.name(call.inputs[0]), axes, call.attrs["eps"], call.out.name)
+    x = _standardized(w, w.name(call.inputs[0]), axes, len(shape), call.attrs["eps"], call.out.name)
     _finish(w, call, x, shape[-count:])
 
 
 def _general_norm(w: OnnxWriter, call: OpCall) -> None:
     shape = [int(n) for n in call.inputs[0].shape]
     axes = axes_of(call, "normalized_axis")
-    x = _standardized(w, w.name(call.inputs[0]), axes, call.attrs["eps"], call.out.name)
+    x = _standardized(w, w.name(call.inputs[0]), axes, len(shape), call.attrs["eps"], call.out.name)
     _finish(w, call, x, [n if i in axes else 1 for i, n in enumerate(shape)])
 
 

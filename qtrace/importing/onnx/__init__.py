@@ -241,7 +241,9 @@ class _Building:
     closed: Sequence[InputShape]
 
     def build(self, inputs: Sequence[InputShape]) -> TracedModule:
-        """Returns the graph. An open axis is fixed rather than that a node is kept as in the file for it.
+        """Returns the graph.
+
+        An open axis is fixed rather than that a node is kept as in the file for it, unless the node resizes.
 
         Raises:
             UnsupportedNodesError: when nodes can neither be written in MegEngine nor be kept.

@@ -42,6 +42,10 @@ from qtrace.importing.onnx.values import (
 
 __all__ = ["Importer"]
 
+# Kept as in the file where their lowering needs the size of an open axis: no layer is among them, so that an
+# axis that stays open is worth more than a form of MegEngine's.
+_KEPT_WHERE_OPEN = {("", "Resize"), ("", "Upsample"), ("", "GridSample")}
+
 
 class Importer:
     """Adds the nodes of a graph to a builder, and collects the nodes that have no equal.
@@ -51,7 +55,8 @@ class Importer:
         opsets: the versions of the domains that the model imports.
         path: the file.
         source: the input whose axis is the batch, and that axis, if no other axis is open.
-        keepable: gives the first outputs of the nodes that may be kept as in the file; None for all.
+        keepable: gives the first outputs of the nodes that may be kept as in the file, besides those that
+            resize; None for all.
 
     Attributes:
         opaque: the nodes that are kept as in the file.
@@ -130,7 +135,11 @@ class Importer:
         first = next((name for name in node.outputs if name), "")
         self.builder.release_names(added)
         try:
-            if self._keepable is None or first in self._keepable():
+            if (
+                self._keepable is None
+                or (node.domain, node.op) in _KEPT_WHERE_OPEN
+                or first in self._keepable()
+            ):
                 results = self.opaque.add(node, values, scope, self.opsets)
                 self.kept.add(first)
                 return results

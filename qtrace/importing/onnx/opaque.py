@@ -121,7 +121,7 @@ class OpaqueNodes:
             return list(values)
         for value, name in kept:
             if carried_dtype(value.kinds[0].dtype) is None:
-                raise Refusal(f"output {name!r} is {value.kinds[0].kind}, which MegEngine has not")
+                raise Refusal(_say_foreign(name, value))
         nodes = self._call([(v.part, v.index) for v, _ in kept], [name for _, name in kept], "kept", opsets)
         for (value, _), result in zip(kept, nodes, strict=True):
             if isinstance(result, Computed) and any(kind.fixed_shape is None for kind in value.kinds):
@@ -142,7 +142,7 @@ class OpaqueNodes:
                 raise Refusal(f"cannot be kept as in the file ({str(error).rstrip('.')})") from error
 
     def _kinds_of(self, value: Value) -> Sequence[Any]:
-        """Returns type and shape of a value for each probe; an array for one that is stored."""
+        """Returns type and shape of a value for each probe; an array for one that is stored, or of sizes."""
         if isinstance(value, Kept):
             return value.kinds
         if isinstance(value, Stored):
@@ -151,7 +151,7 @@ class OpaqueNodes:
             dtype = value.dtype
             return [(dtype, shape) for shape in self._layers.builder.shapes(value.node)]
         if isinstance(value, Sizes):
-            return [(array.dtype, array.shape) for array in value.arrays]
+            return value.arrays
         assert isinstance(value, SplitTensors)
         return [[self._kinds_of(item) for item in value.values]]
 
@@ -215,10 +215,13 @@ class OpaqueNodes:
         For all nodes at once less may be known: that a TopK of as many values as others decide has seven.
         """
         shapes = [self._layers.builder.shapes(node) for node in inputs]
+        values = [self._layers.builder.known_values(node) for node in inputs]
         probes = max((len(part.kinds) for part, _ in targets), default=1)
-        for probe in range(max([probes, *map(len, shapes)])):
+        for probe in range(max([probes, *map(len, shapes), *map(len, values)])):
             outputs = [_kind_of(part, place, probe) for part, place in targets]
-            op.fragment.learn([several[min(probe, len(several) - 1)] for several in shapes], outputs)
+            known = {i: several[min(probe, len(several) - 1)] for i, several in enumerate(values) if several}
+            sizes = [several[min(probe, len(several) - 1)] for several in shapes]
+            op.fragment.learn(sizes, outputs, known)
 
     def _model(
         self, targets: Sequence[tuple[_Part, int]], opsets: Mapping[str, int]
@@ -237,6 +240,16 @@ class OpaqueNodes:
             writer.write(part)
         outputs = [(writer.names[part, place], _kind_of(part, place)) for part, place in targets]
         return writer.model(outputs, opsets), list(writer.nodes)
+
+
+def _say_foreign(name: str, value: Kept) -> str:
+    """Says that an output is no tensor of MegEngine's, and how a file without it is made."""
+    proto = value.part.proto
+    source = next(filter(None, proto.input), "")
+    cure = f"read the file up to {source!r} by from_onnx(outputs=)" if source else "write the file without it"
+    if proto.op_type == "ZipMap":
+        cure = f"write the file without ZipMap (options={{'zipmap': False}} of skl2onnx), or {cure}"
+    return f"output {name!r} is {value.kinds[0].kind}, which MegEngine has not: {cure}"
 
 
 _BEFORE: Any = object()  # the result of the node before, of two that were joined

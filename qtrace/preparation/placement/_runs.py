@@ -15,7 +15,9 @@ from megengine.core.autodiff.grad import Grad
 from qtrace.errors import SchemeError
 from qtrace.gradients import conv2d
 from qtrace.graph.interpreter import Interpreter, interpret
+from qtrace.graph.opaque import OpaqueOp
 from qtrace.graph.types import CallFunction, Expr, Node, TracedModule
+from qtrace.graph.walk import owner
 from qtrace.numerics import choose
 from qtrace.preparation.placement._groups import EndGroup
 from qtrace.preparation.placement._regions import is_roi_align
@@ -273,8 +275,7 @@ class Probe(Run):
         """Computes ``expr``, and what its rounded weight changes."""
         results = self._run_differentiably(expr, inputs)
         if self.is_first:
-            without_gradients = [v.detach() if isinstance(v, Tensor) else v for v in inputs]
-            self.errors.add_weight(expr, without_gradients, results, self._run_differentiably)
+            self.errors.add_weight(expr, _detached(inputs), results, self._run_differentiably)
         return results
 
     def _run_differentiably(self, expr: Expr, inputs: Sequence[Any]) -> Sequence[Any] | None:
@@ -284,7 +285,11 @@ class Probe(Run):
             return (conv2d(*args, **kwargs),)
         if is_roi_align(expr):
             # Its gradient is added to memory that nothing has cleared: what is before it is measured apart.
-            return interpret(expr, [v.detach() if isinstance(v, Tensor) else v for v in inputs])
+            return interpret(expr, _detached(inputs))
+        if isinstance(op := owner(expr), OpaqueOp):
+            # It has no gradient, of which it would warn as if parameters were to learn.
+            results = interpret(expr, _detached(inputs))
+            return None if results is None else _with_slopes(op, inputs, results)
         return interpret(expr, inputs)
 
     def _draw(self, node: Node, value: Any) -> Tensor:
@@ -324,3 +329,21 @@ class RoundedRun(Run):
             groups: the groups of columns to measure at.
         """
         return sum(g.noise(exact[g.end].numpy(), self.ends[g.end].numpy()) for g in groups)
+
+
+def _detached(inputs: Sequence[Any]) -> list[Any]:
+    return [value.detach() if isinstance(value, Tensor) else value for value in inputs]
+
+
+def _with_slopes(op: OpaqueOp, inputs: Sequence[Any], results: Sequence[Any]) -> Sequence[Any]:
+    """Gives the result of a node that resizes images, and is kept as in the file, a gradient.
+
+    It is that of bilinear resizing: near enough for an estimate, where none would mean that what is before
+    the node had no noise.
+    """
+    image, result = inputs[1], results[0]
+    resizes = op.operators in ("Resize", "Upsample") and isinstance(result, Tensor)
+    if not resizes or len(image.shape) != 4 or tuple(image.shape[:2]) != tuple(result.shape[:2]):
+        return results
+    near = F.nn.interpolate(image, size=tuple(int(n) for n in result.shape[2:]), mode="bilinear")
+    return (near + (result - near).detach(),)

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import pytest
 from megengine import Tensor
-from onnx import ModelProto
+from onnx import ModelProto, helper
 
 import qtrace
 from qtrace.errors import GraphError, ImportingError
@@ -136,3 +136,34 @@ def test_a_kept_node_that_fails_hides_no_other_problem(
         qtrace.from_onnx(tmp_path / "net.onnx")
     assert "the nodes fail" in str(caught.value)
     assert "own.ops.Frobnicate" in str(caught.value)
+
+
+@pytest.mark.parametrize("op", ["Scaler", "Imputer", "Binarizer", "Normalizer"])
+def test_layers_behind_an_op_of_scikit_learn_are_no_part_of_it(op: str, tmp_path: Path) -> None:
+    """ONNX's rules say nothing of its shape: the whole network was kept with it, and stayed in float."""
+    net = Net()
+    options = {
+        "Scaler": {"offset": [1.0], "scale": [0.5]},
+        "Imputer": {"imputed_value_floats": [0.0], "replaced_value_float": 0.25},
+        "Binarizer": {"threshold": 0.5},
+        "Normalizer": {"norm": "L2"},
+    }
+    rows = net.add("Reshape", [net.features, net.ints(-1, 8)])
+    y = net.add(op, [rows], domain="ai.onnx.ml", **options[op])
+    onnx.save(_open(net, net.add("Relu", [net.add("MatMul", [y, net.weights(8, 6)])])), tmp_path / "net.onnx")
+    _check(tmp_path / "net.onnx", tmp_path / "out.onnx")
+    module = qtrace.from_onnx(tmp_path / "net.onnx")
+    assert [expr.inputs[0].owner.operators for expr in opaque_calls(module)] == [f"ai.onnx.ml.{op}"]
+
+
+def test_the_refusal_of_an_output_that_is_no_tensor_has_a_cure(tmp_path: Path) -> None:
+    net = Net()
+    rows = net.add("Softmax", [net.add("Reshape", [net.features, net.ints(-1, 2)])])
+    labels = net.add("ZipMap", [rows], domain="ai.onnx.ml", classlabels_int64s=[3, 5])
+    model = net.model(rows, labels)
+    keys = helper.make_map_type_proto(onnx.TensorProto.INT64, helper.make_tensor_type_proto(1, None))
+    model.graph.output[1].type.CopyFrom(helper.make_sequence_type_proto(keys))
+    onnx.save(model, tmp_path / "net.onnx")
+    with pytest.raises(ImportingError, match=rf"zipmap.*up to '{rows}' by from_onnx\(outputs=\)"):
+        qtrace.from_onnx(tmp_path / "net.onnx")
+    assert qtrace.from_onnx(tmp_path / "net.onnx", outputs=[rows]).graph.outputs[0].shape[1] == 2

@@ -256,6 +256,55 @@ FIXING = {
 }  # fmt: skip
 
 
+# Forms of ops that need the number where MegEngine computes them, and are kept as in the file instead.
+KEPT = {
+    "cubic factor": node("Resize", "x _ factors", "y", mode="cubic"),
+    "cubic sizes": node("Resize", "x _ _ twice", "y", mode="cubic"),
+    "fractions": node(
+        "Resize", "x _ fractions", "y", mode="linear", coordinate_transformation_mode="asymmetric"
+    ),
+    "nearest sizes": node("Resize", "x _ _ half", "y", mode="nearest", nearest_mode="ceil"),
+    "smoothed": node("Resize", "x _ _ half", "y", mode="linear", antialias=1),
+}
+
+
+@pytest.mark.parametrize("form", KEPT)
+def test_an_image_is_resized_as_in_the_file_where_its_size_is_open(tmp_path: Path, form: str) -> None:
+    """Sizes that are computed from open axes are known to what follows, also in a graph that was loaded."""
+    nodes = [
+        *(
+            node("Shape", "x", "s"),
+            node("Slice", "s zero two", "front"),
+            node("Slice", "s two four", "image"),
+        ),
+        *(node("Mul", "image two", "double"), node("Div", "image two", "single")),
+        *(node("Concat", "front double", "twice", axis=0), node("Concat", "front single", "half", axis=0)),
+        *(KEPT[form], node("Conv", "y w", "c", pads=[1, 1, 1, 1]), node("Relu", "c", "z")),
+    ]
+    factors = {"factors": np.float32([1, 1, 2, 2]), "fractions": np.float32([1, 1, 1.5, 0.7])}
+    numbers = {"zero": np.array([0]), "two": np.array([2]), "four": np.array([4])}
+    stored = {**factors, **numbers, "w": weights(2, 2, 3, 3)}
+    used = {name for each in nodes for name in each.input}
+    stored = {name: array for name, array in stored.items() if name in used}
+    path = save(model(nodes, IMAGE, ("z",), stored, opset=18), tmp_path)
+    check_stays_open(path, tmp_path)
+    qtrace.save(qtrace.from_onnx(path, SHAPE), tmp_path / "net.mge")
+    prepared = qtrace.prepare(qtrace.load(tmp_path / "net.mge"), {"placement": "everything"})
+    qtrace.calibrate(prepared, [weights(2, 2, 16, 8 + 8 * i, seed=i) for i in range(4)], progress=False)
+    converted = qtrace.convert(prepared)
+    exported = qtrace.export(converted, tmp_path / "int8.onnx")
+    assert declared(exported)[0] == ["batch", 2, "rows.0", "?"]
+    assert all(isinstance(size, str) for size in declared(exported)[1][2:])
+    assert qtrace.verify(exported, converted, [weights(*shape) for shape in SIZES]).passed
+
+
+@pytest.mark.parametrize("axis", [1, 2, 3])
+def test_the_largest_along_and_beside_open_axes(tmp_path: Path, axis: int) -> None:
+    """Routers choose among experts, beside an open batch and an open number of tokens."""
+    nodes = [node("TopK", "x k", "y i", axis=axis)]
+    check_stays_open(save(model(nodes, IMAGE, stored={"k": np.array([2])}), tmp_path), tmp_path)
+
+
 @pytest.mark.parametrize("reason", FIXING)
 def test_what_needs_a_number_fixes_its_axis_and_is_named(
     tmp_path: Path, reason: str, caplog: pytest.LogCaptureFixture

@@ -103,6 +103,14 @@ def test_shapes_of_a_sample_follow_the_names_of_axes(tmp_path: Path) -> None:
     }
     shapes = sources.open_shapes(save(proto, tmp_path, "graph.onnx"), batch)
     assert shapes == {"rates": (1, 3), "pairs": (2, 7), "kinds": (7, 3)}
+    nodes = {"atoms": ["nodes", 4], "pairs": [2, "edges"], "kinds": ["edges", 3]}
+    path = save(
+        model([node("Relu", "atoms", "y")], nodes, dtypes={"pairs": np.int64}), tmp_path, "nodes.onnx"
+    )
+    batch = {"atoms": np.ones((5, 4)), "pairs": np.ones((2, 7), np.int64), "kinds": np.ones((7, 3))}
+    assert sources.open_shapes(path, batch) == {"atoms": (5, 4), "pairs": (2, 7), "kinds": (7, 3)}
+    batch["pairs"] = np.ones((2, 7))  # no places: the first axis of the others may count samples
+    assert sources.open_shapes(path, batch)["atoms"] == (1, 4)
 
 
 @pytest.mark.parametrize(

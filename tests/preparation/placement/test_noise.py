@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import megengine as mge
@@ -12,12 +14,16 @@ import numpy as np
 import pytest
 from numpy.lib.stride_tricks import sliding_window_view
 
+import qtrace
 from qtrace import ops
 from qtrace.config import backends
 from qtrace.config.recipe import as_qconfig
 from qtrace.data.batches import as_arguments
+from qtrace.errors import QtraceWarning
 from qtrace.graph.flatten import flatten
+from qtrace.graph.opaque import opaque_calls
 from qtrace.graph.tracing.trace import trace
+from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import exprs
 from qtrace.numerics import choose, fake_quantize
 from qtrace.preparation.passes.expand import expand
@@ -26,6 +32,7 @@ from qtrace.preparation.placement.noise import OutputNoise, PlannedSchemes, meas
 from qtrace.preparation.placement.reference import MeasuredRun
 from qtrace.preparation.prepare import prepare_placed
 from qtrace.scheme import QScheme
+from tests.importing.onnx.networks import model, node, save, weights
 from tests.nets import images, net
 
 BACKEND = backends.get("onnxruntime")
@@ -40,7 +47,13 @@ def _measure(
 ) -> tuple[OutputNoise, Any]:
     example = batches[0] if example is None and batches else example
     inputs = example if isinstance(example, tuple) else (example,)
-    flat = flatten(trace(module, *inputs, check=False))
+    return _measure_traced(trace(module, *inputs, check=False), batches, weight, **options)
+
+
+def _measure_traced(
+    traced: TracedModule, batches: list[Any] | None, weight: QScheme = BACKEND.weight, **options: Any
+) -> tuple[OutputNoise, Any]:
+    flat = flatten(traced)
     expand(flat)
     calls = {e: c for e in exprs(flat) if (c := ops.read(e)) is not None}
     samples = None if batches is None else [as_arguments(b, flat) for b in batches]
@@ -345,3 +358,26 @@ def test_a_rule_for_one_layer_changes_its_noise_alone() -> None:
     all_eight, one = _found({}), _found({"rules": [rule]})
     changed = {name for name, noise in one.weights.items() if noise != all_eight.weights[name]}
     assert [one.bits[name] for name in changed] == [4]
+
+
+@pytest.mark.parametrize("mode", ["cubic", "linear"])
+def test_what_is_before_a_kept_resize_has_noise(tmp_path: Path, mode: str) -> None:
+    """Without a gradient through the node it had none, and all of it was placed on integers."""
+    nodes = [
+        node("Conv", "x w", "a", pads=[1, 1, 1, 1]),
+        node("Resize", "a _ factors", "b", mode=mode),
+        node("Conv", "b v", "y", pads=[1, 1, 1, 1]),
+    ]
+    stored = {"w": weights(8, 3, 3, 3), "v": weights(4, 8, 3, 3), "factors": np.float32([1, 1, 1.5, 1.5])}
+    path = save(model(nodes, {"x": ["N", 3, "h", "w"]}, stored=stored), tmp_path)
+    measured = []
+    for fixed in (True, False):
+        traced = qtrace.from_onnx(path, {"x": (1, 3, 16, 16)}, fixed=fixed)
+        assert bool(opaque_calls(traced)) != fixed
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", QtraceWarning)
+            measured.append(_measure_traced(traced, [images(2, 3, 16, 16)])[0])
+    whole, kept = measured
+    for name in ("x", "a", "y"):
+        assert 0.25 * whole.values[name] < kept.values[name] < 4 * whole.values[name]
+    assert 0.25 * whole.weights["a"] < kept.weights["a"] < 4 * whole.weights["a"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import megengine.functional as F
@@ -144,28 +144,22 @@ def _top_k(call: Call) -> Any:
         return call.builder.call_function(F.topk, call.tensor(0), count, name=names, **options)
     order = list(range(rank))
     order[axis], order[-1] = order[-1], axis  # its own inverse
-    sizes = _sizes_of_rows(call, order)
+    *rows, last = [call.layers.size(call.size(0, a)) for a in order]
+    opened = [a for a in order[:-1] if len({shape[a] for shape in call.shapes(0)}) > 1]
+    if len(opened) == 1:  # follows from the number of values
+        rows[order.index(opened[0])] = -1
     x = call.tensor(0)
     if axis != rank - 1:
         x = call.function(F.transpose, x, tuple(order), name=f"{call.name}_turned")
     if rank > 2:
-        x = call.function(F.reshape, x, (-1, call.shape(0)[axis]), name=f"{call.name}_rows")
+        x = call.function(F.reshape, x, (-1, last), name=f"{call.name}_rows")
     names = [f"{name}_of_rows" for name in names]
     results = call.builder.call_function(F.topk, x, count, name=names, **options)
     if rank > 2:
-        results = [call.function(F.reshape, node, (*sizes, count), name=f"{node.name}_") for node in results]
+        results = [call.function(F.reshape, node, (*rows, count), name=f"{node.name}_") for node in results]
     if axis != rank - 1:
         results = [call.function(F.transpose, node, tuple(order), name=f"{node.name}_") for node in results]
     return tuple(results)
-
-
-def _sizes_of_rows(call: Call, order: Sequence[int]) -> list[int]:
-    """Returns the sizes of all axes but the last of ``order``, -1 for an open one."""
-    pairs = [{shape[axis] for shape in call.shapes(0)} for axis in order]
-    sizes = [-1 if len(pair) > 1 else pair.pop() for pair in pairs]
-    if sizes[-1] == -1 or sizes.count(-1) > 1:
-        call.refuse("finds the largest along an open axis, or beside two of them")
-    return sizes[:-1]
 
 
 LOWERINGS: dict[str, Lowering] = {

@@ -51,7 +51,7 @@ class _NcnnNet:
     """An ncnn net under construction; the exporter's writer writes it."""
 
     def __init__(self) -> None:
-        self._writer = NcnnWriter(batch=1)
+        self._writer = NcnnWriter()
         self._weights: list[bytes] = []  # of the next layer
         self._random = np.random.default_rng(0)
 

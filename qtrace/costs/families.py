@@ -28,6 +28,7 @@ _BINARY = (
 # A kind -> the kind whose kernel computes it in every form.
 ALIKE = {
     "conv1d": "conv2d",
+    "conv3d": "conv2d",
     "relu6": "clip",
     "hard_sigmoid": "hsigmoid",
     "stack": "concat",

@@ -253,7 +253,7 @@ class Ncnn:
     """An ncnn net: the paths ``param`` and ``bin``, and the names of its ``inputs`` and ``outputs``.
 
     ``light`` says whether blobs are freed as soon as they are read, as ncnn does by default, and ``options``
-    has further ones of ncnn by name.
+    has further ones of ncnn by name. ``indices`` names the inputs that it reads as integers.
     """
 
     def __init__(self, request: dict[str, Any], arrays: Sequence[Any]) -> None:
@@ -293,8 +293,10 @@ class Ncnn:
         extractor = self.net.create_extractor()
         extractor.set_light_mode(self.request.get("light", False))
         # Each Mat shares the memory of its array, which must outlive it.
-        arrays = [np.ascontiguousarray(value, np.float32) for value in values]
-        for number, name in enumerate(self.request["inputs"]):
+        names, indices = self.request["inputs"], self.request.get("indices", ())
+        dtypes = [np.int32 if name in indices else np.float32 for name in names]
+        arrays = [np.ascontiguousarray(value, dtype) for value, dtype in zip(values, dtypes)]
+        for number, name in enumerate(names):
             if extractor.input(name, self.package.Mat(arrays[number])):
                 raise ValueError(f"the net has no input {name!r}.")
         results = []

@@ -30,6 +30,7 @@ from qtrace.verification.runs import BatchRun, File, OpByOp
 from qtrace.verification.runtimes import get as get_runtime
 from qtrace.verification.runtimes import runs_optimized
 from qtrace.verification.runtimes.base import Runtime
+from qtrace.verification.samples import by_sample
 from qtrace.verification.tallies import CrossCheck
 
 __all__ = ["FirstDifference", "bisect"]
@@ -168,7 +169,7 @@ def bisect(
     unequal = None
     stages = 2 if runs_optimized(chosen, model.annotation.backend) else 1
     for stage, optimize in (("plain", False), ("optimized", True))[:stages]:
-        file = File(Path(path), model, chosen.open(Path(path), optimize))
+        file = File(Path(path), model, by_sample(chosen.open(Path(path), optimize), model))
         side = getattr(file.session, "side", {})
         with evaluating(converted):
             exact = FloatOutputs(model, None)

@@ -37,6 +37,7 @@ from qtrace.verification.runs import BatchRun, EndToEnd, File, OpByOp, SameRows
 from qtrace.verification.runtimes import describe_choice, runs_optimized
 from qtrace.verification.runtimes import get as get_runtime
 from qtrace.verification.runtimes.base import Runtime, RuntimeRun, Session
+from qtrace.verification.samples import by_sample
 from qtrace.verification.tallies import DifferenceTally
 
 __all__ = ["verify"]
@@ -108,8 +109,10 @@ def verify(
         if isinstance(runtime, Runtime)
         else get_runtime(path, runtime, runtime_host, backend)
     )
-    file = File(path, model, chosen.open(path, False))
-    deployed = chosen.open(path, True) if optimized and runs_optimized(chosen, backend) else None
+    file = File(path, model, by_sample(chosen.open(path, False), model))
+    deployed = None
+    if optimized and runs_optimized(chosen, backend):
+        deployed = by_sample(chosen.open(path, True), model)
     report = file.report(max_lsb, min_equal, limit)
     report.side = getattr(file.session, "side", {})
     report.runtime = describe_choice(chosen, backend) if runtime is None else ""

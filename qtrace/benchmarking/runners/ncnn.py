@@ -12,7 +12,7 @@ import numpy as np
 from qtrace.benchmarking.runners.base import Load, RunnerSettings, random_values
 from qtrace.errors import ExportError
 from qtrace.runtimes.files import RuntimeChild
-from qtrace.runtimes.ncnn_net import read_blobs
+from qtrace.runtimes.ncnn_net import read_blobs, read_index_inputs
 
 __all__ = ["LOAD"]
 
@@ -27,6 +27,7 @@ class NcnnRunner:
         if not weights.is_file():
             raise ExportError(f"{weights} does not exist: it belongs beside {path.name}.")
         inputs, outputs, _ = read_blobs(path)
+        indices = read_index_inputs(path)
         shapes = [_shape(name, settings) for name in inputs]
         child = RuntimeChild("ncnn", "ncnn", path, settings.host)
         self._file, _ = child.open(
@@ -37,8 +38,11 @@ class NcnnRunner:
             light=True,
             inputs=inputs,
             outputs=outputs,
+            indices=indices,
         )
-        self._file.run([random_values(shape, np.dtype(np.float32)) for shape in shapes])
+        dtypes = (np.int32 if name in indices else np.float32 for name in inputs)
+        pairs = zip(shapes, dtypes, strict=True)
+        self._file.run([random_values(shape, np.dtype(dtype)) for shape, dtype in pairs])
         self.side = child.side if settings.host is not None else {}
         self.samples = next((shape[0] for shape in shapes if shape), 1)
 

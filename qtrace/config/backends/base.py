@@ -126,7 +126,7 @@ class Backend:
             DynamicQuantizeLinear does: uint8 with a zero point.
         slower: the reason why an op of `ops` is no faster on integers, "" if it is. The second argument says
             whether no other layer computes before the op. Such an op stays in float unless a rule says
-            ``quantize: true``.
+            ``quantize: true``. For an op that is not in `ops`, it is the reason why.
     """
 
     name: str

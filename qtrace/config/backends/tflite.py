@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # A clip is a fused RELU6 or RELU_N1_TO_1 when its bounds are those; they are in the nets that have one.
 _CLAMPS = frozenset({"relu", "relu6", "clip"})
-_HEADS = "conv2d conv_transpose2d linear add sub mul"
+_HEADS = "conv1d conv2d conv_transpose2d linear add sub mul"
 _FUNCTIONS = "leaky_relu prelu sigmoid silu hswish hsigmoid hard_sigmoid mish tanh"
 _OTHERS = "matmul div neg avg_pool2d adaptive_avg_pool2d interpolate mean sum concat stack"
 

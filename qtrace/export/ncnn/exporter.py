@@ -24,6 +24,7 @@ from qtrace.export.converted.plain_graph import PlainGraph
 from qtrace.export.format import Format
 from qtrace.export.ncnn.fuse import fuse_activations, fuse_roundings, sink_unread, split_branches
 from qtrace.export.ncnn.ops import EMITTERS
+from qtrace.export.ncnn.samples import fold, one_sample
 from qtrace.export.ncnn.writer import NcnnLayer, NcnnWriter, Rounded, Weight
 from qtrace.graph.dataflow import needed_nodes
 from qtrace.graph.names import unused_name
@@ -102,26 +103,35 @@ def find_fixing_layer(converted: ConvertedGraph | PlainGraph, floats: frozenset[
 class NcnnExporter:
     def __init__(self, converted: ConvertedGraph, floats: frozenset[str]) -> None:
         self.graph, self.floats = converted, floats
-        first = next(iter(self.graph.inputs), None)
-        self.writer = NcnnWriter(int(first.shape[0]) if first is not None and first.shape else 1)
+        self.writer = NcnnWriter()
         self.writer.values.update(self.graph.values)
 
     def run(self) -> NcnnWriter:
         """Writes all layers and returns their writer."""
         w = self.writer
-        for node, name in self.graph.inputs.items():
-            w.shape(node)
-            w.names[node] = w.layer("Input", [], name)
-        needed = needed_nodes(self.graph.module)
-        for step in self.graph.steps:
-            if any(node in needed for node in step.expr.outputs):
-                self._emit(step)
-        outputs = self._outputs()
+        with one_sample(self.graph) as w.samples:
+            for node, name in self.graph.inputs.items():
+                w.names[node] = w.layer("Input", [], name)
+            needed = needed_nodes(self.graph.module)
+            shaping = needed_nodes(self.graph.module, shapes=True)
+            for step in self.graph.steps:
+                results = set(step.expr.outputs)
+                if results & shaping and not self._fold(step) and results & needed:
+                    self._emit(step)
+            outputs = self._outputs()
         w.layers = fuse_activations(w.layers, outputs)
         w.layers = fuse_roundings(w.layers, outputs)
         w.layers += sink_unread(w.layers, outputs)
         w.layers = split_branches(w.layers)
         return w
+
+    def _fold(self, step: ConvertedOp | QuantizedSite) -> bool:
+        """Computes an op that reads no input of the graph; returns whether it is one."""
+        results = fold(step, self.writer.values) if isinstance(step, ConvertedOp) else None
+        if results is None:
+            return False
+        self.writer.values.update(zip(step.expr.outputs, results, strict=True))
+        return True
 
     def _emit(self, step: ConvertedOp | QuantizedSite) -> None:
         expr = step.expr
@@ -143,6 +153,7 @@ class NcnnExporter:
         w.moving = op.expr.outputs[0].name in self.graph.carried
         EMITTERS[call.kind](w, call)
         w.moving = False
+        w.samples.follow(call)
         for node in op.expr.outputs:
             qparams = self.graph.carried.get(node.name)
             if qparams is not None:
@@ -150,12 +161,16 @@ class NcnnExporter:
 
     def _emit_site(self, site: QuantizedSite) -> None:
         w, out, value = self.writer, site.value, self.writer.value(site.source)
+        if site.source in w.samples.inside:
+            w.samples.inside[out] = w.samples.inside[site.source]
         if site.sort == "activation":
             if value is not None:
                 w.values[out] = dequantize(site.integers(value), site.qparams)
                 return
             _check(site.name, site.qparams.scheme, 8)
-            w.names[out] = w.name(site.source)
+            w.names[out] = w.raw(site.source)
+            if site.source in w.packed:
+                w.packed[out] = w.packed[site.source]
             w.rounded[out] = Rounded(site.name, site.qparams)
             w.integer_blob(out)
             return

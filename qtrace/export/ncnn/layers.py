@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from qtrace.errors import ExportError
 from qtrace.export.ncnn.writer import NcnnWriter, Weight, floats, integers, scale_of, tagged
-from qtrace.ops import OpCall
+from qtrace.graph.types import TensorNode
+from qtrace.graph.walk import users
+from qtrace.ops import OpCall, read
 
 __all__ = ["LAYERS"]
 
@@ -20,12 +23,16 @@ def _bias(w: NcnnWriter, call: OpCall) -> np.ndarray | None:
     return None if call.bias is None else w.stored(call.bias, "bias").reshape(-1)
 
 
-def _input(w: NcnnWriter, call: OpCall) -> tuple[str, Weight | None, np.ndarray]:
-    """Returns a layer's input blob, its weight if the layer computes on 8 bits, and the weight's numbers."""
-    weight = w.weights.get(call.weight)
-    if weight is None or call.inputs[0] not in w.rounded:
-        return w.name(call.inputs[0]), None, w.stored(call.weight, "weight")
-    return w.integer_blob(call.inputs[0]), weight, weight.integers
+def _input(w: NcnnWriter, call: OpCall, rows: int = 0) -> tuple[str, Weight | None, np.ndarray]:
+    """Returns a layer's input blob, its weight if the layer computes on 8 bits, and the weight's numbers.
+
+    With ``rows``, a blob of more than two axes is read as a matrix of so many rows.
+    """
+    weight, x = w.weights.get(call.weight), call.inputs[0]
+    matrix = (rows, w.dims(x)[-1]) if rows and len(w.dims(x)) > 2 else w.dims(x)
+    if weight is None or x not in w.rounded:
+        return w.view(x, matrix), None, w.stored(call.weight, "weight")
+    return w.integer_blob(x, matrix), weight, weight.integers
 
 
 def _conv(w: NcnnWriter, call: OpCall) -> None:
@@ -97,13 +104,73 @@ def _transposed(w: NcnnWriter, call: OpCall) -> None:
 
 
 def _linear(w: NcnnWriter, call: OpCall) -> None:
-    if len(w.shape(call.inputs[0])) > 2:
-        raise ExportError("ncnn has linear layers of vectors and matrices only: reshape before it")
-    source, weight, value = _input(w, call)
+    """Writes a linear layer of vectors or of the rows of a matrix; more axes become rows before it."""
+    x = call.inputs[0]
+    w.place(x, -1)
+    rows = prod(w.dims(x)[:-1])
+    source, weight, value = _input(w, call, rows)
     params = {0: len(value), 1: int(call.bias is not None), 2: value.size}
     if weight is not None:
         params[8] = 2
-    w.emit("InnerProduct", call, params, _parts(w, call, value, weight, slice(None)), [source])
+    parts, dims = _parts(w, call, value, weight, slice(None)), w.dims(x)
+    if len(dims) <= 2:
+        w.emit("InnerProduct", call, params, parts, [source], everywhere=True)
+        return
+    result = w.layer("InnerProduct", [source], w.fresh(call.out.name), params, parts)
+    w.put(call.out, result, (rows, len(value)))
+
+
+def _matmul(w: NcnnWriter, call: OpCall) -> None:
+    """Multiplies matrices, or stacks of them, of as many axes on both sides."""
+    x, y = call.inputs
+    ranks = [len(node.shape) for node in (x, y)]
+    if min(ranks) < 2:
+        raise ExportError("ncnn multiplies matrices: give vectors another axis, of size 1")
+    for node, flip, inner in ((x, call.attrs["transpose_a"], -1), (y, call.attrs["transpose_b"], -2)):
+        axis = (-3 - inner if flip else inner) % len(node.shape)
+        if w.samples.holds(node, axis):
+            raise ExportError("it sums over the batch, which ncnn does not see: use another axis")
+    out = w.dims(call.out)
+    axes = max(2, *(len(w.dims(node)) for node in (x, y)), len(out))
+    if axes > 4:
+        raise ExportError("ncnn multiplies stacks of matrices with 4 axes at most: join some axes")
+    blobs = []
+    for node in (x, y):
+        shape = [1] * max(ranks) + [int(n) for n in node.shape]
+        blobs.append(w.view(node, shape[-axes:]))
+    if call.attrs["transpose_a"]:
+        swapped = {2: 1, 3: 1, 4: 1}[axes]  # the last two axes, whatever is in front
+        blobs[0] = w.layer("Permute", [blobs[0]], w.fresh(call.out.name), {0: swapped})
+    flipped = int(call.attrs["transpose_b"])
+    result = [1] * axes + [int(n) for n in call.out.shape]
+    top = call.out.name if tuple(result[-axes:]) == out else w.fresh(call.out.name)
+    w.put(call.out, w.layer("MatMul", blobs, top, {0: flipped}), result[-axes:])
+
+
+def _conv1d(w: NcnnWriter, call: OpCall) -> None:
+    """Writes a convolution of sequences, in float; ncnn's blobs of them have channels and length."""
+    value = w.stored(call.weight, "weight")
+    (stride,), (padding,), (dilation,) = (call.attrs[n] for n in ("stride", "padding", "dilation"))
+    params = {0: len(value), 1: value.shape[-1], 2: dilation, 3: stride, 4: padding}
+    params.update({5: int(call.bias is not None), 6: value.size})
+    w.shape(call.inputs[0])
+    w.emit("Convolution1D", call, params, _parts(w, call, value, None, slice(None)))
+
+
+def _embedding(w: NcnnWriter, call: OpCall) -> None:
+    """Looks up rows of a table; ncnn reads the bits of its input as integers."""
+    index, table = call.attrs["index"], call.attrs["weight"]
+    if any(reader is None or reader.kind != "embedding" for reader in map(read, users(index))):
+        raise ExportError(
+            f"{index.name} is read by other ops, too, and ncnn reads an embedding's input as integers, any "
+            "other one as floats: give the module two inputs"
+        )
+    stored = w.stored(table, "weight") if isinstance(table, TensorNode) else table.numpy()
+    value = np.asarray(stored, np.float32)
+    params = {0: value.shape[1], 1: value.shape[0], 2: 0, 3: value.size}
+    count = prod(w.dims(index))
+    blob = w.layer("Embed", [w.view(index, (count,))], w.fresh(call.out.name), params, [tagged(value)])
+    w.put(call.out, blob, (count, value.shape[1]))
 
 
 def _pool(kind: int) -> Emitter:
@@ -141,7 +208,10 @@ def _interpolate(w: NcnnWriter, call: OpCall) -> None:
 LAYERS: dict[str, Emitter] = {
     "conv2d": _conv,
     "conv_transpose2d": _transposed,
+    "conv1d": _conv1d,
     "linear": _linear,
+    "matmul": _matmul,
+    "embedding": _embedding,
     "max_pool2d": _pool(0),
     "avg_pool2d": _pool(1),
     "adaptive_max_pool2d": _adaptive(0),

@@ -1,17 +1,17 @@
-"""ncnn layers without weights: arithmetic, activation functions, reductions and moves."""
+"""ncnn layers without weights: arithmetic, activation functions and reductions."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from qtrace.errors import ExportError
 from qtrace.export.ncnn.layers import LAYERS
+from qtrace.export.ncnn.moves import MOVES
+from qtrace.export.ncnn.norms import NORMS
 from qtrace.export.ncnn.writer import NcnnWriter, floats
-from qtrace.graph.types import TensorNode
 from qtrace.ops import OpCall
 
 __all__ = ["EMITTERS"]
@@ -31,7 +31,7 @@ def _layer(kind: str, params: Callable[[OpCall], dict[int, Any]] = lambda call: 
     """Emits a layer of one input, with parameters by ncnn's numbers."""
 
     def emit(w: NcnnWriter, call: OpCall) -> None:
-        w.emit(kind, call, params(call))
+        w.emit(kind, call, params(call), everywhere=True)
 
     return emit
 
@@ -41,139 +41,132 @@ def _prelu(w: NcnnWriter, call: OpCall) -> None:
     w.emit("PReLU", call, {0: slope.size}, [floats(slope)])
 
 
+def _pixel_shuffle(w: NcnnWriter, call: OpCall) -> None:
+    w.emit("PixelShuffle", call, {0: call.attrs["factor"]})
+
+
 def _bounds(call: OpCall) -> dict[int, Any]:
     low, high = (0.0, 6.0) if call.kind == "relu6" else (call.attrs["lower"], call.attrs["upper"])
     return {0: -_LARGEST if low is None else float(low), 1: _LARGEST if high is None else float(high)}
 
 
-def _axis(call: OpCall, axis: int) -> int:
-    """Returns the axis of a sample that is ``axis`` of the batch."""
-    place = axis % len(call.inputs[0].shape) - 1
-    if place < 0:
-        raise ExportError("it works along the batch, which ncnn does not see: use another axis")
-    return place
-
-
-def _softmax(call: OpCall) -> dict[int, Any]:
-    (axis,) = call.attrs["axis"]
-    return {0: _axis(call, axis), 1: 1}
-
-
-def _batch_norm(w: NcnnWriter, call: OpCall) -> None:
-    parameters = w.batch_norm(call)
-    mean = parameters["running_mean"]
-    assert mean is not None
-    defaults = {"weight": np.ones_like(mean), "bias": np.zeros_like(mean)}
-    names = ("weight", "running_mean", "running_var", "bias")
-    vectors = [defaults[n] if parameters[n] is None else parameters[n] for n in names]
-    w.emit("BatchNorm", call, {0: mean.size, 1: float(call.attrs["eps"])}, [floats(v) for v in vectors])
-
-
 def _binary(w: NcnnWriter, call: OpCall) -> None:
-    code, base = _BINARY[call.kind], call.out.name
+    code = _BINARY[call.kind]
     if "scalar" in call.attrs:
         code = _REVERSED[code] if call.attrs["side"] == "left" else code
-        w.emit("BinaryOp", call, {0: code, 1: 1, 2: float(call.attrs["scalar"])})
+        w.emit("BinaryOp", call, {0: code, 1: 1, 2: float(call.attrs["scalar"])}, everywhere=True)
         return
-    names = []
-    for operand in call.attrs["operands"]:
-        value = operand if isinstance(operand, np.ndarray) else w.value(operand)
-        if value is None:
-            names.append(_same_rank(w, operand, call))
-        else:
-            names.append(w.memory(_sample(value, call), w.fresh(base)))
-    w.emit("BinaryOp", call, {0: code}, bottoms=names)
+    names = [_operand(w, call, operand) for operand in call.attrs["operands"]]
+    w.emit("BinaryOp", call, {0: code}, bottoms=names, everywhere=True)
 
 
-def _sample(value: np.ndarray, call: OpCall) -> np.ndarray:
-    """Returns a stored operand without the batch, with as many axes as a sample of the result."""
-    rank = len(call.out.shape)
-    full = value.reshape((1,) * (rank - value.ndim) + value.shape)
-    if len(full) != 1:
+# Powers that are written as products; the others are for positive numbers.
+_MOST_FACTORS = 8
+_SMALLEST = float(np.finfo(np.float32).tiny)
+
+
+def _pow(w: NcnnWriter, call: OpCall) -> None:
+    """Writes a power as products where it has a whole exponent.
+
+    ncnn's own is that of a logarithm: infinite for 0 and for negative numbers (1.0.20261020, measured).
+    """
+    if call.attrs.get("side") == "left" and call.attrs["scalar"] > 0:
+        _binary(w, call)
+        return
+    exponent = call.attrs.get("scalar")
+    if exponent is None or call.attrs["side"] == "left":
+        raise ExportError(
+            "ncnn raises positive numbers alone to computed powers: write it as exp(log(x) * y)"
+        )
+    x, base, count = w.name(call.inputs[0]), call.out.name, abs(int(exponent))
+    if exponent != int(exponent) or not 1 <= count <= _MOST_FACTORS:
+        positive = w.layer("BinaryOp", [x], w.fresh(base), {0: _BINARY["maximum"], 1: 1, 2: _SMALLEST})
+        power = {0: _BINARY["pow"], 1: 1, 2: float(exponent)}
+        w.emit("BinaryOp", call, power, bottoms=[positive], everywhere=True)
+        return
+    product = x
+    for _ in range(count - 1):
+        product = w.layer("BinaryOp", [product, x], w.fresh(base), {0: _BINARY["mul"]})
+    last = {0: _REVERSED[_BINARY["div"]], 1: 1, 2: 1.0} if exponent < 0 else {0: _BINARY["mul"], 1: 1, 2: 1.0}
+    w.emit("BinaryOp", call, last, bottoms=[product], everywhere=True)
+
+
+def _operand(w: NcnnWriter, call: OpCall, operand: Any) -> str:
+    """Returns a blob with an operand, in as many axes as the result has."""
+    own = len(w.dims(call.out))
+    value = operand if isinstance(operand, np.ndarray) else w.value(operand)
+    shape = tuple(int(n) for n in (operand.shape if value is None else value.shape))
+    full = (1,) * (len(call.out.shape) - len(shape)) + shape
+    if value is None:
+        return w.view(operand, full[len(full) - own :])
+    if any(n > 1 and w.samples.holds(call.out, axis) for axis, n in enumerate(full)):
         raise ExportError(
             "a stored operand has a value for each sample of the batch, which ncnn cannot know: "
             "give it 1 in the first axis"
         )
-    return full[0]
+    return w.memory(value.reshape(full[len(full) - own :]), w.fresh(call.out.name))
 
 
-def _same_rank(w: NcnnWriter, node: TensorNode, call: OpCall) -> str:
-    if len(node.shape) != len(call.out.shape):
-        raise ExportError(
-            f"ncnn cannot {call.kind} tensors with {len(node.shape)} and {len(call.out.shape)} axes: give "
-            "both the same number"
-        )
-    return w.name(node)
+_REDUCTIONS = {"sum": 0, "mean": 3, "max": 4, "min": 5, "prod": 6}
+_NORMS = {1: 7, 2: 8}
 
 
 def _reduce(operation: int) -> Emitter:
     def emit(w: NcnnWriter, call: OpCall) -> None:
-        x, axes = call.inputs[0], call.attrs["axis"]
+        axes = call.attrs["axis"]
         if axes is None:
             raise ExportError("it reduces the batch, which ncnn does not see: name the axes")
-        places = sorted(_axis(call, a) for a in axes)
-        keeps_axes = int(len(call.out.shape) == len(x.shape))
-        # 5: the axes are counted in a sample.
-        params = {0: operation, 1: 0, -23303: places, 4: keeps_axes, 5: 1}
-        w.emit("Reduction", call, params)
+        _reduced(w, call, operation, axes, len(call.out.shape) == len(call.inputs[0].shape))
 
     return emit
 
 
-def _concat(w: NcnnWriter, call: OpCall) -> None:
-    names = [w.name(n) for n in call.attrs["parts"]]
-    w.emit("Concat", call, {0: _axis(call, call.attrs["axis"])}, bottoms=names)
+def _reduced(w: NcnnWriter, call: OpCall, operation: int, axes: Sequence[int], keeps_axes: bool) -> None:
+    x = call.inputs[0]
+    places = sorted(w.place(x, a) for a in axes)
+    # 5: the axes are counted in a sample.
+    params = {0: operation, 1: 0, -23303: places, 4: int(keeps_axes), 5: 1}
+    dims = [1 if n in places else size for n, size in enumerate(w.dims(x))]
+    kept = dims if keeps_axes else [size for n, size in enumerate(dims) if n not in places] or [1]
+    same = tuple(kept) == w.dims(call.out)
+    top = call.out.name if same else w.fresh(call.out.name)
+    w.put(call.out, w.layer("Reduction", [w.name(x)], top, params), kept)
 
 
-def _split(w: NcnnWriter, call: OpCall) -> None:
-    axis = _axis(call, call.attrs["axis"])
-    sizes = [w.shape(n)[axis] for n in call.outputs]
-    w.slice(w.name(call.inputs[0]), [n.name for n in call.outputs], sizes, axis)
-    w.names.update((n, n.name) for n in call.outputs)
+def _norm_axes(call: OpCall) -> tuple[list[int], int]:
+    """Returns the axes of a vector norm and ncnn's number for it."""
+    order, axis = call.attrs.get("ord"), call.attrs["axis"]
+    axes = list(axis) if isinstance(axis, (tuple, list)) else [axis]
+    operation = _NORMS.get(2 if order is None else order)
+    if operation is None or None in axes:
+        raise ExportError("ncnn has norms of order 1 and 2 over named axes: use one of them")
+    return axes, operation
 
 
-def _reshape(w: NcnnWriter, call: OpCall) -> None:
-    """Reshapes to the traced shape, last axis first."""
-    w.shape(call.inputs[0])
-    shape = w.shape(call.out)
-    if len(shape) > 4:
-        raise ExportError(f"ncnn has blobs of 1 to 4 axes, not {len(shape)}: join some axes")
-    keys = {1: (0,), 2: (0, 1), 3: (0, 1, 2), 4: (0, 1, 11, 2)}[len(shape)]
-    w.emit("Reshape", call, dict(zip(keys, reversed(shape), strict=True)))
+def _norm(w: NcnnWriter, call: OpCall) -> None:
+    axes, operation = _norm_axes(call)
+    _reduced(w, call, operation, axes, bool(call.attrs["keepdims"]))
 
 
-# The order of the axes of a sample -> ncnn's number for it.
-_ORDERS = {order: n for rank in (2, 3) for n, order in enumerate(itertools.permutations(range(rank)))}
-
-
-def _transpose(w: NcnnWriter, call: OpCall) -> None:
-    rank = len(call.inputs[0].shape)
-    pattern = call.attrs["pattern"] or tuple(reversed(range(rank)))
-    places = tuple(p % rank - 1 for p in pattern) if all(isinstance(p, int) for p in pattern) else ()
-    if len(places) != rank or places[0] != -1 or places[1:] not in _ORDERS:
-        raise ExportError(f"ncnn cannot transpose by {pattern!r}: keep the batch, and use up to 3 other axes")
-    w.emit("Permute", call, {0: _ORDERS[places[1:]]})
-
-
-def _pad(w: NcnnWriter, call: OpCall) -> None:
-    width = [*call.attrs["width"], *[(0, 0)] * (len(call.out.shape) - len(call.attrs["width"]))]
-    modes = {"constant": 0, "replicate": 1, "reflect": 2}
-    if len(width) != 4 or any(any(pair) for pair in width[:2]):
-        raise ExportError("ncnn pads the height and width of images only: leave the other axes")
-    (top, bottom), (left, right) = width[2:]
-    params = {0: top, 1: bottom, 2: left, 3: right, 4: modes[call.attrs["mode"]]}
-    value = min(max(float(call.attrs["value"]), -_LARGEST), _LARGEST)  # ncnn reads no infinity
-    w.emit("Padding", call, {**params, 5: value})
-
-
-def _identity(w: NcnnWriter, call: OpCall) -> None:
-    w.names[call.out] = w.name(call.inputs[0])
+def _normalize(w: NcnnWriter, call: OpCall) -> None:
+    """Divides by the vector norm, which is ``eps`` at least."""
+    axes, operation = _norm_axes(call)
+    x, base = call.inputs[0], call.out.name
+    places = sorted(w.place(x, a) for a in axes)
+    source = w.name(x)
+    length = w.layer("Reduction", [source], w.fresh(base), {0: operation, 1: 0, -23303: places, 4: 1, 5: 1})
+    least = {0: _BINARY["maximum"], 1: 1, 2: float(call.attrs["eps"])}
+    divisor = w.layer("BinaryOp", [length], w.fresh(base), least)
+    w.emit("BinaryOp", call, {0: _BINARY["div"]}, bottoms=[source, divisor], everywhere=True)
 
 
 _GATE = {0: 1.0 / 6.0, 1: 0.5}
 EMITTERS: dict[str, Emitter] = {
     **LAYERS,
+    **MOVES,
+    **NORMS,
     **dict.fromkeys(_BINARY, _binary),
+    "pow": _pow,
     **dict.fromkeys(_UNARY, _layer("UnaryOp", lambda call: {0: _UNARY[call.kind]})),
     **dict.fromkeys(("relu6", "clip"), _layer("Clip", _bounds)),
     "relu": _layer("ReLU"),
@@ -188,15 +181,8 @@ EMITTERS: dict[str, Emitter] = {
     "mish": _layer("Mish"),
     "gelu_tanh": _layer("GELU", lambda call: {0: 1}),
     "hswish": _layer("HardSwish", lambda call: dict(_GATE)),
-    "softmax": _layer("Softmax", _softmax),
-    "batch_norm": _batch_norm,
-    "sum": _reduce(0),
-    "mean": _reduce(3),
-    "concat": _concat,
-    "split": _split,
-    **dict.fromkeys(("reshape", "flatten", "expand_dims", "squeeze"), _reshape),
-    **dict.fromkeys(("transpose", "swapaxes"), _transpose),
-    **dict.fromkeys(("identity", "dropout"), _identity),
-    "pad": _pad,
-    "pixel_shuffle": _layer("PixelShuffle", lambda call: {0: call.attrs["factor"]}),
+    **{kind: _reduce(operation) for kind, operation in _REDUCTIONS.items()},
+    "norm": _norm,
+    "normalize": _normalize,
+    "pixel_shuffle": _pixel_shuffle,
 }

@@ -11,6 +11,7 @@ import numpy as np
 
 from qtrace.errors import ExportError
 from qtrace.export.layer_net import LayerNetWriter
+from qtrace.export.ncnn.samples import SampleAxes
 from qtrace.graph.types import Node, TensorNode
 from qtrace.ops import OpCall
 from qtrace.scheme import QParams
@@ -19,6 +20,8 @@ __all__ = ["NcnnLayer", "NcnnWriter", "Weight", "floats", "integers", "scale_of"
 
 _MAGIC = "7767517"
 _INT8 = 0x000D4B38
+# ncnn's numbers of the sizes of a blob with 1, 2, 3 and 4 axes, the last axis first.
+_AXES = ((0,), (0, 1), (0, 1, 2), (0, 1, 11, 2))
 
 
 @dataclass
@@ -69,23 +72,31 @@ class Rounded:
 
 
 class NcnnWriter(LayerNetWriter):
-    """Collects the layers of one ncnn net, whose blobs have no axis for the batch.
+    """Collects the layers of one ncnn net, which computes one sample.
+
+    The nodes of the graph have the shapes of one sample meanwhile, and a blob leaves out a first axis of size
+    1. So the batch may be anywhere in a graph, also as part of an axis, as long as no op mixes samples.
 
     A rounded node keeps its blob from before the rounding. A layer of 8 bits reads its integers. An op that
     only moves values reads the blob, because rounding before or after the move gives the same. Any other op
     reads the dequantized integers.
+
+    Attributes:
+        samples: where the samples of a batch are in the graph.
+        packed: a node with more axes than ncnn has -> the axes of its blob; the values have the same order.
     """
 
     runtime = "ncnn"
 
-    def __init__(self, batch: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.batch = batch
+        self.samples = SampleAxes()
         self.layers: list[NcnnLayer] = []
         self.weights: dict[Node, Weight] = {}
         self.rounded: dict[Node, Rounded] = {}
         self.moving = False
         self.integer_blobs: dict[str, str] = {}
+        self.packed: dict[Node, tuple[int, ...]] = {}
 
     def shape(self, node: TensorNode) -> list[int]:
         """Returns the shape of a sample.
@@ -94,25 +105,92 @@ class NcnnWriter(LayerNetWriter):
             ExportError: when the node's first axis is not the batch.
         """
         shape = [int(n) for n in node.shape or ()]
-        if len(shape) < 2 or shape[0] != self.batch:
+        if len(shape) < 2 or shape[0] != 1 or any(self.samples.holds(node, a) for a in range(1, len(shape))):
             raise ExportError(
-                f"{node.name} has shape {tuple(shape)}, and ncnn computes sample by sample: leave axis 0 to "
-                f"the batch of {self.batch}"
+                f"{node.name} has shape {tuple(shape)} for one sample, and ncnn computes sample by sample: "
+                "leave axis 0 to the batch"
             )
         return shape[1:]
 
+    def dims(self, node: TensorNode) -> tuple[int, ...]:
+        """Returns the axes that a blob has for ``node``: all of one sample, without a first one of size 1."""
+        shape = tuple(int(n) for n in node.shape or ())
+        return shape[1:] if len(shape) > 1 and shape[0] == 1 else shape
+
+    def place(self, node: TensorNode, axis: int) -> int:
+        """Returns the axis of a blob that is ``axis`` of its node.
+
+        Raises:
+            ExportError: when samples lie along the axis.
+        """
+        rank = len(node.shape)
+        place = axis % rank - (rank - len(self.dims(node)))
+        if place < 0 or self.samples.holds(node, axis % rank):
+            raise ExportError("it works along the batch, which ncnn does not see: use another axis")
+        return place
+
     def name(self, node: Any) -> str:
         """Returns the blob that an op reads for ``node``: for a rounded node, the dequantized integers."""
-        blob = super().name(node)
-        return blob if self.moving or node not in self.rounded else self._dequantized(node)
+        if node in self.packed:
+            raise _too_many(f"{node.name} has {len(self.dims(node))} axes in a sample")
+        return self.raw(node)
 
-    def integer_blob(self, node: TensorNode) -> str:
-        """Returns the blob with the integers of a rounded node, and adds it when it is first read."""
+    def raw(self, node: Any) -> str:
+        """Returns the blob that an op reads which moves values, whatever the axes of the blob are."""
+        blob = super().name(node)
+        if self.moving or node not in self.rounded:
+            return blob
+        if node in self.packed:
+            raise _too_many(f"{node.name} has {len(self.dims(node))} axes in a sample")
+        return self._dequantized(node)
+
+    def view(self, node: TensorNode, dims: Sequence[int]) -> str:
+        """Returns a blob with the values of ``node`` in other axes; a stored value gets a blob of its own."""
+        value = self.value(node)
+        if value is not None:
+            return self.memory(value.reshape(dims), self.fresh(str(node.name)))
+        blob, own = self.raw(node), self.packed.get(node, self.dims(node))
+        return blob if own == tuple(dims) else self.reshape(blob, dims, self.fresh(str(node.name)))
+
+    def reshape(self, blob: str, dims: Sequence[int], top: str) -> str:
+        """Adds a layer that gives a blob other axes.
+
+        Raises:
+            ExportError: when these are more than 4.
+        """
+        if not 1 <= len(dims) <= len(_AXES):
+            raise _too_many(f"{top} has {len(dims)} axes")
+        keys = _AXES[len(dims) - 1]
+        return self.layer("Reshape", [blob], top, dict(zip(keys, reversed(dims), strict=True)))
+
+    def put(self, node: TensorNode, blob: str, dims: Sequence[int]) -> None:
+        """Makes a blob the value of ``node``, in the node's axes where ncnn has as many."""
+        own = self.dims(node)
+        if own == tuple(dims):
+            self.names[node] = blob
+        elif len(own) <= len(_AXES):
+            self.names[node] = self.reshape(blob, own, str(node.name))
+        else:
+            self.names[node], self.packed[node] = blob, tuple(dims)
+
+    def integer_blob(self, node: TensorNode, dims: Sequence[int] = ()) -> str:
+        """Returns the blob with the integers of a rounded node, and adds it when it is first read.
+
+        Args:
+            node: the node.
+            dims: other axes than the node's: floats get them, as ncnn does not survive a Reshape of integers
+                (1.0.20261020, measured).
+        """
         rounded = self.rounded[node]
-        blob = f"{rounded.name}_int"
+        own = self.packed.get(node, self.dims(node))
+        other = bool(dims) and tuple(dims) != own
+        blob = f"{rounded.name}_int_{'x'.join(map(str, dims))}" if other else f"{rounded.name}_int"
         if blob not in self.integer_blobs:
             scale = floats(np.float32(1) / rounded.qparams.scale)
-            self.integer_blobs[blob] = self.layer("Quantize", [self.names[node]], blob, {0: 1}, [scale])
+            source = self.names[node]
+            if other:
+                source = self.reshape(source, dims, self.fresh(rounded.name))
+            self.integer_blobs[blob] = self.layer("Quantize", [source], blob, {0: 1}, [scale])
         return blob
 
     def _dequantized(self, node: Node) -> str:
@@ -145,9 +223,23 @@ class NcnnWriter(LayerNetWriter):
         params: dict[int, Any],
         weights: Sequence[bytes] = (),
         bottoms: Sequence[str] = (),
+        everywhere: bool = False,
     ) -> None:
-        """Adds a layer that computes an op; without ``bottoms``, it reads the first input of the op."""
-        self.shape(call.out)
+        """Adds a layer that computes an op; without ``bottoms``, it reads the first input of the op.
+
+        Args:
+            kind: the kind of the layer.
+            call: the op.
+            params: its parameters, by ncnn's numbers.
+            weights: its parts of the ``.bin``.
+            bottoms: the blobs that it reads.
+            everywhere: whether it computes the same wherever the samples are, as functions of each value do;
+                else the first axis must be the batch.
+        """
+        if not everywhere:
+            self.shape(call.out)
+        if len(self.dims(call.out)) > len(_AXES):
+            raise _too_many(f"its result has {len(self.dims(call.out))} axes in a sample")
         read = bottoms or [self.name(call.inputs[0])]
         self.names[call.out] = self.layer(kind, read, call.out.name, params, weights)
 
@@ -157,11 +249,9 @@ class NcnnWriter(LayerNetWriter):
 
     def memory(self, value: np.ndarray, name: str) -> str:
         """Adds a stored blob, of a shape without the batch."""
-        if value.ndim not in (1, 2, 3):
-            raise ExportError(
-                f"ncnn stores blobs of 1 to 3 axes, and {name} has {value.ndim}: drop axes of size 1"
-            )
-        sizes = dict(zip((0, 1, 2), reversed(value.shape), strict=False))
+        if not 1 <= value.ndim <= len(_AXES):
+            raise _too_many(f"{name} has {value.ndim} axes")
+        sizes = dict(zip(_AXES[value.ndim - 1], reversed(value.shape), strict=True))
         return self.layer("MemoryData", [], name, sizes, [floats(value)])
 
     def param(self) -> bytes:
@@ -173,6 +263,10 @@ class NcnnWriter(LayerNetWriter):
     def bin(self) -> bytes:
         """Returns the content of the ``.bin``."""
         return b"".join(part for layer in self.layers for part in layer.weights)
+
+
+def _too_many(subject: str) -> ExportError:
+    return ExportError(f"{subject}, and ncnn has blobs of 1 to 4: join some axes")
 
 
 def floats(value: Any) -> bytes:

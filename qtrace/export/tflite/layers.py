@@ -16,7 +16,7 @@ from qtrace.export.tflite.writer import FileTensor
 from qtrace.graph.types import TensorNode
 from qtrace.ops import OpCall
 
-__all__ = ["INEXACT", "LAYERS", "PADDING", "padded", "windows"]
+__all__ = ["FLOAT_LAYERS", "INEXACT", "LAYERS", "PADDING", "padded", "windows"]
 
 # XNNPACK multiplies no two affine operands. LiteRT's own kernel rounds twice: one off in 0.3 % of the values.
 INEXACT = frozenset({"matmul"})
@@ -25,12 +25,12 @@ PADDING = {"SAME": 0, "VALID": 1}
 
 
 def padded(b: Builder, x: FileTensor, pads: list[tuple[int, int]], lowest: bool = False) -> FileTensor:
-    """Pads an image (N, H, W, C).
+    """Pads an image (N, H, W, C), or a volume (N, D, H, W, C).
 
     Args:
         b: the file.
         x: the image.
-        pads: the number of rows, then of columns, added before and behind.
+        pads: the number of places added before and behind along each axis between N and C.
         lowest: whether to pad with the lowest number of the type, as a maximum needs, instead of zeros.
     """
     widths = [(0, 0), *pads, (0, 0)]
@@ -109,7 +109,8 @@ class _Layer:
 def windows(b: Builder, call: OpCall, kernel: tuple[int, ...]) -> tuple[str, list[tuple[int, int]]]:
     """Returns TFLite's padding mode, or "" with the padding of each axis that an operator must add."""
     a, shapes = call.attrs, (b.shape(call.inputs[0])[2:], b.shape(call.out)[2:])
-    sides = (*shapes, kernel, a["stride"], a["padding"], a.get("dilation", (1, 1)))
+    dilation = a.get("dilation", (1,) * len(kernel))
+    sides = (*shapes, kernel, a["stride"], a["padding"], dilation)
     axes = [window_pads(*numbers) for numbers in zip(*sides, strict=True)]
     names = {name for name, _ in axes}
     # An axis without padding may be SAME as well, where SAME adds nothing.
@@ -142,6 +143,65 @@ def _conv(b: Builder, op: FusedOp) -> None:
         stored = layer.stored_weight(weight.transpose(0, 2, 3, 1), 0)
         code, kind, version = "CONV_2D", "Conv2DOptions", 6 if a["groups"] > 1 else 0
     b.writer.op(code, [x, stored, layer.bias(count)], [target.tensor], kind, version, **options)
+    b.finish(op, target)
+
+
+# Of sequences (N, C, L) and of volumes (N, C, D, H, W): the orders with the channels last.
+_SEQUENCE: Order = (0, 2, 1)
+_VOLUME: Order = (0, 2, 3, 4, 1)
+
+
+def _conv1d(b: Builder, op: FusedOp) -> None:
+    """Writes a convolution of sequences as one of images of one row."""
+    layer, call, a = _Layer(b, op), op.call, op.call.attrs
+    x = layer.read(_SEQUENCE)
+    count, length, channels = x.shape
+    x = layer.use(b.reshaped(x, (count, 1, length, channels), 0))
+    weight = layer.weight()[:, :, None]
+    padding, pads = windows(b, call, weight.shape[3:])
+    if pads:
+        x, padding = padded(b, x, [(0, 0), *pads]), "VALID"
+    target = b.target(op, _SEQUENCE)
+    options = {
+        "padding": PADDING[padding],
+        **dict(zip(("strideH", "strideW"), (1, *a["stride"]), strict=True)),
+        **dict(zip(("dilationHFactor", "dilationWFactor"), (1, *a["dilation"]), strict=True)),
+        "fusedActivationFunction": target.activation,
+    }
+    stored = layer.stored_weight(weight.transpose(0, 2, 3, 1), 0)
+    _, steps, outside = target.tensor.shape
+    row = b.like(target.tensor, f"{call.out.name}_row", (count, 1, steps, outside))
+    b.writer.op("CONV_2D", [x, stored, layer.bias(outside)], [row], "Conv2DOptions", **options)
+    shape = [-1, steps, outside]
+    reshape: dict[str, Any] = {"newShape": np.array(shape, np.int32)}
+    b.writer.op("RESHAPE", [row, shape], [target.tensor], "ReshapeOptions", **reshape)
+    b.finish(op, target)
+
+
+def _conv3d(b: Builder, op: FusedOp) -> None:
+    """Writes a convolution of volumes in float; CONV_3D has no groups."""
+    layer, call, a = _Layer(b, op), op.call, op.call.attrs
+    if a["groups"] > 1:
+        raise ExportError(
+            f"{call.out.name}: a grouped convolution of volumes has no TFLite form: use groups=1, or end "
+            "the graph before it"
+        )
+    x = layer.read(_VOLUME)
+    weight = layer.weight()
+    padding, pads = windows(b, call, weight.shape[2:])
+    if pads:
+        x, padding = padded(b, x, pads), "VALID"
+    target = b.target(op, _VOLUME)
+    axes = "DHW"
+    options: dict[str, Any] = {
+        "padding": PADDING[padding],
+        **{f"stride{axis}": n for axis, n in zip(axes, a["stride"], strict=True)},
+        **{f"dilation{axis}Factor": n for axis, n in zip(axes, a["dilation"], strict=True)},
+        "fusedActivationFunction": target.activation,
+    }
+    stored = layer.stored_weight(weight.transpose(2, 3, 4, 1, 0), 4)
+    inputs = [x, stored, layer.bias(len(weight))]
+    b.writer.op("CONV_3D", inputs, [target.tensor], "Conv3DOptions", **options)
     b.finish(op, target)
 
 
@@ -242,8 +302,11 @@ def _matmul(b: Builder, op: FusedOp) -> None:
 
 # On integers where the result has a site, else in float.
 LAYERS: dict[str, Emitter] = {
+    "conv1d": _conv1d,
     "conv2d": _conv,
     "conv_transpose2d": _conv_transpose,
     "linear": _linear,
     "matmul": _matmul,
 }
+# CONV_3D reads floats alone.
+FLOAT_LAYERS: dict[str, Emitter] = {"conv3d": _conv3d}

@@ -12,7 +12,7 @@ from qtrace.export.tflite.arithmetic import FLOAT_ARITHMETIC, INTEGER_ARITHMETIC
 from qtrace.export.tflite.build import Builder, Emitter
 from qtrace.export.tflite.functions import FLOAT_FUNCTIONS, FUNCTIONS, NATIVE, table
 from qtrace.export.tflite.index import FLOAT_INDEXING, INDEXING
-from qtrace.export.tflite.layers import INEXACT, LAYERS
+from qtrace.export.tflite.layers import FLOAT_LAYERS, INEXACT, LAYERS
 from qtrace.export.tflite.logic import FLOAT_LOGIC
 from qtrace.export.tflite.moves import MOVES as MOVING
 from qtrace.export.tflite.plan import FusedOp, reads_values
@@ -46,6 +46,7 @@ INTEGER: dict[str, Emitter] = {
 }
 FLOAT: dict[str, Emitter] = {
     **LAYERS,
+    **FLOAT_LAYERS,
     **FLOAT_WINDOWS,
     **FLOAT_FUNCTIONS,
     **FLOAT_REDUCTIONS,

@@ -21,7 +21,7 @@ __all__ = ["FUSED", "FusedOp", "KernelPlan", "bounds", "reads_values"]
 CLAMPS = ("relu", "relu6", "clip")
 # Bounds of the activation functions that an operator fuses -> the schema's number of the function.
 FUSED: dict[tuple[Any, Any], int] = {(0.0, None): 1, (-1.0, 1.0): 2, (0.0, 6.0): 3}
-_FUSING = frozenset({"conv2d", "linear", "add", "sub", "mul", "div"})
+_FUSING = frozenset({"conv1d", "conv2d", "conv3d", "linear", "add", "sub", "mul", "div"})
 """The kinds whose operators fuse an activation function in float."""
 
 

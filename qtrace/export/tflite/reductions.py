@@ -8,7 +8,7 @@ import numpy as np
 
 from qtrace.errors import ExportError
 from qtrace.export.tflite.build import Builder, Emitter
-from qtrace.export.tflite.layout import Order, file_shape
+from qtrace.export.tflite.layout import Order, file_shape, natural
 from qtrace.export.tflite.plan import FusedOp
 from qtrace.export.tflite.store import OrderedTensor
 from qtrace.export.tflite.writer import FileTensor
@@ -82,6 +82,33 @@ def _argument(code: str, kind: str) -> Emitter:
         b.put(call.out, positions, order)
 
     return emit
+
+
+def _ranked(b: Builder, op: FusedOp) -> None:
+    """Writes TOPK_V2 for ``topk``, ``sort`` and ``argsort``: the largest first, or those of the negative."""
+    call, a = op.call, op.call.attrs
+    source = b.floats(b.get(call.inputs[0]))
+    order = natural(len(source.order))
+    x, base = b.arrange(source, order), call.out.name
+    size = x.shape[-1]
+    count = min(b.number(a["k"], f"{base}: its k"), size) if "k" in a else size
+    if a["descending"] not in (True, False):
+        raise ExportError(f"{base}: an order that is computed has no TFLite form: use True or False")
+    if not a["descending"]:
+        x = b.add("NEG", [x], f"{base}_negative", x.shape, kind="NegOptions")
+    shape = (*x.shape[:-1], count)
+    best, places = b.like(x, f"{base}_best", shape), b.writer.tensor(f"{base}_places", shape, np.int32)
+    number = b.writer.constant("k", np.array([count], np.int32))
+    b.writer.op("TOPK_V2", [x, number], [best, places], "TopKV2Options")
+    if not a["descending"]:
+        best = b.add("NEG", [best], f"{base}_ranked", shape, kind="NegOptions")
+    results = [places] if len(call.outputs) == 1 else [best, places]
+    for node, result in zip(call.outputs, results, strict=True):
+        if a.get("kth_only"):
+            last = b.like(result, f"{node.name}_last", (*shape[:-1], 1))
+            b.cut(result, last, {len(shape) - 1: (count - 1, count, 1)})
+            result = b.reshaped(last, b.shape(node), 0)
+        b.put(node, result, natural(b.rank(node)))
 
 
 def _along_last_axis(code: str, kind: str = "", **options: Any) -> Emitter:
@@ -244,6 +271,7 @@ FLOAT_REDUCTIONS: dict[str, Emitter] = {
     **INTEGER_REDUCTIONS,
     "prod": _reduced("REDUCE_PROD"),
     "argmax": _argument("ARG_MAX", "ArgMaxOptions"),
+    **dict.fromkeys(("topk", "sort", "argsort"), _ranked),
     "argmin": _argument("ARG_MIN", "ArgMinOptions"),
     "softmax": _along_last_axis("SOFTMAX", "SoftmaxOptions", beta=1.0),
     "logsoftmax": _along_last_axis("LOG_SOFTMAX"),

@@ -283,7 +283,8 @@ class View:
         """Returns the cause that the backend has no kernel, unless it rounds around the float op instead."""
         if self.backend.rounds_around_float and (choice.quantize or call.role is Role.FLOAT):
             return []
-        reason = f"backend {self.backend.name} has no integer kernel for {call.kind}"
+        slower = "" if self.backend.slower is None else self.backend.slower(call, False)
+        reason = slower or f"backend {self.backend.name} has no integer kernel for {call.kind}"
         if choice.quantize and not already_float:
             raise ConfigError(
                 f"{choice.decided}: {reason} ({call.out.name}), so quantize: true cannot be had; drop it."

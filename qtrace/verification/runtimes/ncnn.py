@@ -14,7 +14,7 @@ import numpy as np
 from qtrace.errors import ExportError
 from qtrace.runtimes.files import RuntimeChild
 from qtrace.runtimes.host import RuntimeHost
-from qtrace.runtimes.ncnn_net import read_blobs
+from qtrace.runtimes.ncnn_net import read_blobs, read_index_inputs
 from qtrace.verification.runtimes.base import Runtime, RuntimeRun
 
 __all__ = ["RUNTIME"]
@@ -22,6 +22,8 @@ __all__ = ["RUNTIME"]
 
 class NcnnSession:
     """Runs a net on CPU, sample by sample."""
+
+    by_sample = True
 
     def __init__(self, path: Path, optimize: bool, host: RuntimeHost | None = None) -> None:
         weights = path.with_suffix(".bin")
@@ -36,6 +38,7 @@ class NcnnSession:
             bin=child.place(weights),
             optimize=optimize,
             inputs=self.input_names,
+            indices=read_index_inputs(path),
             outputs=[*self.output_names, *self.blobs],
         )
         self.side = child.side if host is not None else {}

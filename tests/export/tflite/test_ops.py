@@ -70,6 +70,7 @@ def _parts(y: mge.Tensor) -> mge.Tensor:
 
 # name -> the net, and the operators of the file beside QUANTIZE and DEQUANTIZE at its ends.
 CASES: dict[str, tuple[M.Module, str]] = {
+    "conv1d": (net(lambda self, x: self.a(F.flatten(x, 2)), a=M.Conv1d(4, 6, 3)), None),
     "conv2d": (_single_layer(_conv()), "CONV_2D"),
     "conv2d_nobias": (_single_layer(_conv(bias=False)), "CONV_2D"),
     "conv2d_valid": (_single_layer(M.Conv2d(4, 6, 3)), "CONV_2D"),

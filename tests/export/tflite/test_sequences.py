@@ -1,0 +1,113 @@
+"""Convolutions of sequences and volumes, and rankings, in LiteRT as in the graph."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import megengine.functional as F
+import megengine.module as M
+import numpy as np
+import pytest
+
+import qtrace
+from qtrace.errors import ExportError
+from tests.export.tflite.files import kinds
+from tests.nets import net, randomize
+
+SEQUENCE, VOLUME, SCORES = (2, 6, 20), (2, 3, 6, 8, 7), (2, 30)
+
+
+def _exported(module: M.Module, shape: tuple[int, ...], folder: Path) -> tuple[Any, Path, Any]:
+    batches = [np.random.default_rng(n).normal(size=shape).astype(np.float32) for n in range(2)]
+    config = {"backend": "tflite"}
+    prepared = qtrace.prepare(qtrace.trace(randomize(module, 0), batches[0], check=False), config)
+    converted = qtrace.convert(qtrace.calibrate(prepared, batches, progress=False))
+    path = qtrace.export(converted, folder / "m.tflite")
+    return converted, path, qtrace.verify(path, converted, batches)
+
+
+def _stack(self: Any, x: Any) -> Any:
+    return F.flatten(self.c(F.relu(self.b(F.relu6(self.a(x))))), 1)
+
+
+SEQUENCES: dict[str, tuple[M.Module, str]] = {
+    "same": (net(lambda self, x: self.a(x), a=M.Conv1d(6, 8, 3, padding=1)), "RESHAPE CONV_2D"),
+    "valid": (net(lambda self, x: self.a(x), a=M.Conv1d(6, 8, 5)), "RESHAPE CONV_2D"),
+    "strided": (net(lambda self, x: self.a(x), a=M.Conv1d(6, 8, 3, 2, 1)), "RESHAPE PAD CONV_2D"),
+    "dilated": (net(lambda self, x: self.a(x), a=M.Conv1d(6, 8, 3, 1, 2, 2, bias=False)), "RESHAPE CONV_2D"),
+    "three": (
+        net(_stack, a=M.Conv1d(6, 8, 3, padding=1), b=M.Conv1d(8, 8, 3, 2), c=M.Conv1d(8, 4, 1)),
+        "RESHAPE CONV_2D",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_conv1d_is_a_convolution_of_one_row_on_integers(name: str, tmp_path: Path) -> None:
+    module, operators = SEQUENCES[name]
+    converted, path, report = _exported(module, SEQUENCE, tmp_path)
+    assert report.passed, report.table()
+    assert report.worst_lsb() <= 1
+    states = [note.state for note in qtrace.explain(converted).annotation.notes if note.kind == "conv1d"]
+    assert states
+    assert set(states) <= {"int", "fused"}
+    assert set(operators.split()) <= set(kinds(path))
+
+
+def test_conv1d_in_float(tmp_path: Path) -> None:
+    module, x = randomize(SEQUENCES["three"][0], 0), np.ones(SEQUENCE, np.float32)
+    traced = qtrace.trace(module, x, check=False)
+    path = qtrace.export(traced, tmp_path / "m.tflite")
+    assert qtrace.verify(path, traced, [x]).passed
+
+
+VOLUMES = {
+    "same": M.Conv3d(3, 4, 3, padding=1),
+    "valid": M.Conv3d(3, 4, (1, 3, 2)),
+    "strided": M.Conv3d(3, 4, 3, 2, 1),
+    "dilated": M.Conv3d(3, 4, 2, 1, (1, 0, 2), (2, 1, 2), bias=False),
+}
+
+
+@pytest.mark.parametrize("name", VOLUMES)
+def test_conv3d_is_in_float(name: str, tmp_path: Path) -> None:
+    module = net(
+        lambda self, x: self.b(F.flatten(F.relu(self.a(x)), 3)), a=VOLUMES[name], b=M.Conv2d(4, 5, 1)
+    )
+    _, path, report = _exported(module, VOLUME, tmp_path)
+    assert report.passed, report.table()
+    assert "CONV_3D" in kinds(path)
+
+
+def test_grouped_conv3d_is_refused(tmp_path: Path) -> None:
+    module = net(
+        lambda self, x: self.b(F.flatten(self.a(x), 3)), a=M.Conv3d(3, 3, 1, groups=3), b=M.Conv2d(3, 5, 1)
+    )
+    with pytest.raises(ExportError, match="a_out: a grouped convolution of volumes"):
+        _exported(module, VOLUME, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def _positions(self: Any, x: Any) -> Any:
+    values, places = F.topk(self.fc(x), 5, descending=True)
+    return values, places
+
+
+RANKINGS = {
+    "topk": _positions,
+    "topk, smallest": lambda self, x: F.topk(self.fc(x), 4),
+    "topk of more": lambda self, x: F.topk(self.fc(x), 99, descending=True),
+    "kth": lambda self, x: F.topk(self.fc(x), 3, descending=True, kth_only=True)[0],
+    "sort": lambda self, x: F.sort(self.fc(x)),
+    "sort, descending": lambda self, x: F.sort(self.fc(x), descending=True),
+    "argsort": lambda self, x: F.argsort(self.fc(x)),
+}
+
+
+@pytest.mark.parametrize("name", RANKINGS)
+def test_rankings(name: str, tmp_path: Path) -> None:
+    module = net(RANKINGS[name], fc=M.Linear(30, 12))
+    _, path, report = _exported(module, SCORES, tmp_path)
+    assert report.passed, report.table()
+    assert "TOPK_V2" in kinds(path)

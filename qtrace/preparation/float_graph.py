@@ -14,7 +14,7 @@ from qtrace.graph.renewal import renew_all
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.float_stage import change_float, reads_samples
 from qtrace.preparation.passes import native
-from qtrace.preparation.passes.biases import broadcast_biases
+from qtrace.preparation.passes.biases import align_biases
 from qtrace.preparation.passes.compose import compose_pieces
 from qtrace.preparation.passes.expand import expand
 from qtrace.preparation.passes.unlike import UnlikeNames
@@ -127,11 +127,11 @@ def make_float_graph(
     expanded = expand(model)
     composed = compose_pieces(model, config, located.activations if located is not None else ())
     changed = [*expanded.changed, *composed.changed]
-    changed += broadcast_biases(model, before_norms=False).changed
+    changed += align_biases(model, before_norms=False).changed
     count = _READ_SAMPLES if reads_samples(config) else _MEASURED_SAMPLES
     calls = None if samples is None else read_calls(samples, model, count) or None
     reports = change_float(model, config, calls or ())
-    changed += broadcast_biases(model).changed
+    changed += align_biases(model).changed
     left = tuple(str(reason) for reason in (*expanded.left, *composed.left))
     measured = None if calls is None else first_calls(calls, _MEASURED_SAMPLES, model)
     if measured is not None and any(map(holds_infinite_data, measured)):

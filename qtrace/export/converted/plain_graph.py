@@ -18,7 +18,7 @@ from qtrace.graph.walk import exprs, get_module, module_path, owner
 from qtrace.preparation.annotation import Annotation
 from qtrace.preparation.identity import graph_hash
 from qtrace.preparation.model import QuantizedModel
-from qtrace.preparation.passes.biases import broadcast_biases
+from qtrace.preparation.passes.biases import align_biases
 from qtrace.preparation.passes.compose import write_pieces
 from qtrace.preparation.passes.expand import expand
 from qtrace.preparation.passes.fuse_bn import fuse_bn
@@ -60,7 +60,7 @@ class PlainGraph(ConvertedGraph):
         expand(flat)
         if pieces:
             write_pieces(flat)
-        broadcast_biases(flat)
+        align_biases(flat)
         self._unfolded = graph_hash(flat) if folded else ""
         if folded:
             fuse_scale(flat, fuse_bn(flat).norms)

@@ -73,6 +73,8 @@ def _flat(w: OnnxWriter, bias: TensorNode) -> str:
     value = w.value(bias)
     if value is not None and value.ndim > 1:
         return w.parameter(bias, f"{bias.name}_flat", value.reshape(-1))
+    if len(bias.shape) > 1 and bias not in w.laid_out:  # a computed one
+        return w.node("Reshape", [w.name(bias), w.ints([-1])], w.fresh(bias.name))
     return w.name(bias)
 
 

@@ -46,7 +46,9 @@ class SiteWriter:
             elif value is not None:
                 axis = site.qparams.scheme.axis or 0
                 integers = site.integers(value)
-                integers = integers.reshape(-1) if self._is_bias(site) else integers
+                if self._is_bias(site):
+                    integers = integers.reshape(-1)
+                    self._writer.laid_out.add(site.value)
                 parts = (site.name, integers, site.qparams, axis, site.value.name)
                 self._writer.names[site.value] = self._writer.dequantize(*parts)
             else:
@@ -101,6 +103,7 @@ class SiteWriter:
             w.names[out] = w.name(site.source)
             return
         scale = site.bias_scale
+        w.laid_out.add(out)
         stored = w.constant(f"{site.name}_int", site.integers(value))
         factor = w.constant(f"{site.name}_scale", scale)
         zero = w.constant(f"{site.name}_zero_point", np.zeros(scale.shape, np.int32))

@@ -69,7 +69,7 @@ class OnnxWriter:
         self._constants: dict[str, list[str]] = {}  # a name that was asked for -> the initializers of it
         self.names: dict[Node, str] = {}
         self.values: MutableMapping[Node, np.ndarray] = {}
-        self.laid_out: set[Node] = set()  # weights whose integers are stored in ONNX's layout
+        self.laid_out: set[Node] = set()  # weights and biases whose integers are stored in ONNX's layout
         self.blocked: dict[Node, tuple[str, str, int]] = {}  # weights in blocks, as `stored_weights` has them
         self.dynamic: dict[Node, tuple[str, str, str]] = {}  # rounded by the batch, in three parts
         self.integer_weights: dict[Node, tuple[str, str, str]] = {}  # the weights of `dynamic`, likewise

@@ -1,12 +1,15 @@
-"""Folds a stored scale and shift into the conv or linear layer before it.
+"""Folds a stored scale, shift, or both into the conv or linear layer before it.
 
 ``conv(x) * s + t = conv(x; w * s) + (b * s + t)``, where ``s`` and ``t`` are one number or one for each
-output channel, as in PP-LCNetV3's LearnableAffineBlock and in a frozen BatchNorm. Computed in float64.
+output channel, as in PP-LCNetV3's LearnableAffineBlock and in a frozen BatchNorm. A shift alone is a bias
+that the network adds behind the layer, as Paddle's exports do in squeeze-excitation blocks: on integers the
+result would be rounded before it, too. Computed in float64.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,15 +17,33 @@ from qtrace import ops
 from qtrace.graph.edit import GraphEditor
 from qtrace.graph.module_tree import delete_attribute
 from qtrace.graph.origin import move_results
-from qtrace.graph.types import Expr, GetAttr, Node, TensorNode, TracedModule
+from qtrace.graph.types import Expr, GetAttr, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module
 from qtrace.ops import OpCall
+from qtrace.preparation.passes._infinity import find_infinite
 from qtrace.preparation.passes.base import Left, PassResult
 from qtrace.preparation.passes.fuse_bn import Affine, fold_affine
 
 __all__ = ["fuse_scale"]
 
 _LAYERS = ("conv1d", "conv2d", "conv_transpose2d", "linear")
+
+
+@dataclass(frozen=True)
+class _Scaled:
+    """A layer and the ops with stored tensors that directly follow it.
+
+    Attributes:
+        layer: the layer.
+        ops: the product, the sum, or both in this order.
+        scale: the stored factor; None without a product.
+        shift: the stored summand; None without a sum.
+    """
+
+    layer: OpCall
+    ops: tuple[OpCall, ...]
+    scale: TensorNode | None
+    shift: TensorNode | None
 
 
 def fuse_scale(
@@ -43,27 +64,29 @@ def fuse_scale(
     left: list[Left] = []
     moved: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     folded: dict[str, str] = {}
+    candidates = [s for call in calls.values() if (s := _read_scaled(calls, call)) is not None]
+    infinite = find_infinite(traced, calls) if candidates else set()
     with GraphEditor(traced) as editor:
-        for total in calls.values():
-            pair = _read_pair(calls, total)
-            if pair is None:
-                continue
-            layer, product, scale, shift = pair
-            obstacle = _find_obstacle(traced, layer, product, scale, shift)
+        for scaled in candidates:
+            layer, last = scaled.layer, scaled.ops[-1]
+            if any(call.expr in infinite for call in scaled.ops):
+                continue  # such as the mask of an attention, which would spoil the range of the bias
+            obstacle = _find_obstacle(traced, scaled)
             if obstacle is not None:
-                left.append(Left(total.out.name, obstacle))
+                left.append(Left(last.out.name, obstacle))
                 continue
-            gain, offset = (_per_channel(traced, layer, n) for n in (scale, shift))
+            gain = _per_channel(traced, layer, scaled.scale, 1.0)
+            offset = _per_channel(traced, layer, scaled.shift, 0.0)
             name = layer.out.name
             if norms is not None and name in norms:
                 mean, deviation = norms[name]
                 moved[name] = mean * gain + offset, deviation * np.abs(gain)
             fold_affine(traced, editor, layer, Affine(gain, offset))
-            editor.replace_uses(total.out, layer.out)
-            editor.remove(total.expr)
-            folded[total.out.name] = name
-            editor.remove(product.expr)
-            changed.append(f"{name}: folded the scale and shift {total.out.name}")
+            editor.replace_uses(last.out, layer.out)
+            folded[last.out.name] = name
+            for call in reversed(scaled.ops):
+                editor.remove(call.expr)
+            changed.append(f"{name}: folded the {_describe(scaled)} {last.out.name}")
     move_results(traced, folded)
     used = {e.name for e in exprs(traced) if isinstance(e, GetAttr)}
     stored = {n.expr.name for c in calls.values() for n in c.inputs if isinstance(n.expr, GetAttr)}
@@ -72,19 +95,51 @@ def fuse_scale(
     return PassResult(tuple(changed), tuple(left), moved)
 
 
-def _read_pair(
-    calls: Mapping[Expr, OpCall], total: OpCall
-) -> tuple[OpCall, OpCall, TensorNode, TensorNode] | None:
-    """Returns the layer, the product, its scale and the shift of a sum; None if ``total`` is no such sum."""
-    sum_parts = _split(total, "add")
-    product = None if sum_parts is None else calls.get(sum_parts[0].expr)
-    product_parts = None if product is None else _split(product, "mul")
-    if sum_parts is None or product is None or product_parts is None:
+def _read_scaled(calls: Mapping[Expr, OpCall], last: OpCall) -> _Scaled | None:
+    """Returns the layer that ``last`` scales or shifts, with all ops between both; None if it does neither.
+
+    A product whose one reader shifts it belongs to that sum.
+    """
+    parts = _split(last, "mul")
+    if parts is not None:
+        users = last.out.users
+        if len(users) == 1 and (user := calls.get(users[0])) is not None and _split(user, "add") is not None:
+            return None
+        return _scaled_layer(calls, parts[0], (last,), parts[1], None)
+    parts = _split(last, "add")
+    if parts is None:
         return None
-    layer = calls.get(product_parts[0].expr)
+    product = calls.get(parts[0].expr)
+    factors = None if product is None else _split(product, "mul")
+    if product is None or factors is None:
+        return _scaled_layer(calls, parts[0], (last,), None, parts[1])
+    return _scaled_layer(calls, factors[0], (product, last), factors[1], parts[1])
+
+
+def _scaled_layer(
+    calls: Mapping[Expr, OpCall],
+    x: TensorNode,
+    read: tuple[OpCall, ...],
+    scale: TensorNode | None,
+    shift: TensorNode | None,
+) -> _Scaled | None:
+    """Returns the layer that computes ``x`` with what follows it; None if no layer does.
+
+    A stored tensor alone, such as an embedding of positions, is taken only if it has one number a channel.
+    """
+    layer = calls.get(x.expr)
     if layer is None or layer.kind not in _LAYERS:
         return None
-    return layer, product, product_parts[1], sum_parts[1]
+    stored = scale if shift is None else shift
+    if len(read) == 1 and (stored is None or not _is_per_channel(layer, stored)):
+        return None
+    return _Scaled(layer, read, scale, shift)
+
+
+def _describe(scaled: _Scaled) -> str:
+    if scaled.shift is None:
+        return "scale"
+    return "shift" if scaled.scale is None else "scale and shift"
 
 
 def _split(call: OpCall, kind: str) -> tuple[TensorNode, TensorNode] | None:
@@ -98,11 +153,10 @@ def _split(call: OpCall, kind: str) -> tuple[TensorNode, TensorNode] | None:
     return x, number
 
 
-def _find_obstacle(
-    traced: TracedModule, layer: OpCall, product: OpCall, scale: TensorNode, shift: TensorNode
-) -> str | None:
-    """Returns the reason why a scale and shift cannot be folded into ``layer``, as a clause, or None."""
-    for node in (layer.out, product.out):
+def _find_obstacle(traced: TracedModule, scaled: _Scaled) -> str | None:
+    """Returns the reason why a scale and shift cannot be folded into their layer, as a clause, or None."""
+    layer = scaled.layer
+    for node in (layer.out, *(call.out for call in scaled.ops[:-1])):
         if len(node.users) > 1 or any(node is n for n in traced.graph.outputs):
             return f"{node.name} is also used elsewhere"
     for parameter in (layer.weight, layer.bias):
@@ -112,8 +166,8 @@ def _find_obstacle(
             return f"{parameter.name} is computed, not a parameter"
         if len(parameter.users) > 1:
             return f"{parameter.expr.name} is shared with another layer"
-    for node in (scale, shift):
-        if not _is_per_channel(layer, node):
+    for node in (scaled.scale, scaled.shift):
+        if node is not None and not _is_per_channel(layer, node):
             return f"{node.expr.name} is not one number for each channel"
     return None
 
@@ -125,7 +179,10 @@ def _is_per_channel(layer: OpCall, node: TensorNode) -> bool:
     return len(own) == len(full) and all(n == 1 or (i == axis and n == full[axis]) for i, n in enumerate(own))
 
 
-def _per_channel(traced: TracedModule, layer: OpCall, node: Node) -> np.ndarray:
+def _per_channel(traced: TracedModule, layer: OpCall, node: TensorNode | None, default: float) -> np.ndarray:
+    """Returns the number of each channel in a stored tensor; ``default`` without one."""
     channels = int(layer.out.shape[-1 if layer.kind == "linear" else 1])
+    if node is None:
+        return np.full(channels, default)
     values = get_module(traced, node.expr.name).numpy().astype(np.float64).reshape(-1)
     return np.broadcast_to(values, (channels,))

@@ -64,6 +64,52 @@ def test_it_is_folded(name: str) -> None:
     )
 
 
+SINGLE: dict[str, Callable[[Any, mge.Tensor], mge.Tensor]] = {
+    "shift": lambda self, x: F.relu(self.layer(x) + self.t),
+    "shift first": lambda self, x: F.relu(self.t + self.layer(x)),
+    "scale": lambda self, x: F.relu(self.layer(x) * self.s),
+}
+
+
+@pytest.mark.parametrize("form", SINGLE)
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_shift_or_a_scale_alone_is_folded(name: str, form: str) -> None:
+    attributes, x = LAYERS[name]
+    traced = qtrace.trace(net(SINGLE[form], **attributes), x)
+    prepared = qtrace.prepare(traced)
+    assert not {"mul", "add"} & set(_kinds(prepared))
+    expected = traced(mge.Tensor(x)).numpy()
+    np.testing.assert_allclose(
+        prepared(mge.Tensor(x)).numpy(), expected, rtol=0, atol=2e-6 * np.abs(expected).max()
+    )
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 4, 4), (2, 8, 1, 1), (4,)], ids=str)
+def test_what_is_not_a_number_a_channel_stays_a_sum(shape: tuple[int, ...]) -> None:
+    module = net(lambda self, x: self.layer(x) + self.t, layer=M.Conv2d(4, 8, 3), t=_parameter(*shape))
+    traced = flatten(qtrace.trace(module, X))
+    expand(traced)
+    result = fuse_scale(traced)
+    assert not result.changed
+    assert not result.left
+    assert _kinds(traced) == ["conv2d", "add"]
+
+
+def test_a_layer_that_others_read_keeps_its_result() -> None:
+    module = net(_read_twice, layer=M.Conv2d(4, 8, 3), t=_parameter(1, 8, 1, 1))
+    traced = flatten(qtrace.trace(module, X))
+    expected = traced(mge.Tensor(X)).numpy()
+    expand(traced)
+    result = fuse_scale(traced)
+    assert [left.reason for left in result.left] == ["layer_out is also used elsewhere"]
+    np.testing.assert_array_equal(traced(mge.Tensor(X)).numpy(), expected)
+
+
+def _read_twice(self: Any, x: mge.Tensor) -> mge.Tensor:
+    y = self.layer(x)
+    return (y + self.t) * y
+
+
 def test_it_is_folded_behind_a_batch_norm_and_moves_its_statistics() -> None:
     attributes = _behind(lambda: M.Conv2d(4, 8, 1), (8, 1, 1), (1,))
     module = net(lambda self, x: self.bn(self.layer(x)) * self.s + self.t, **attributes, bn=M.BatchNorm2d(8))

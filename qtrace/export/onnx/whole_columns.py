@@ -51,6 +51,11 @@ def choose_columns(model: Any, target: str, amx: bool | None) -> None:
         amx: whether they are written; None: if the target's kernels here need them.
     """
     if amx is None and not (target in _TARGETS and products_are_wrong()):
+        if target in _TARGETS and (count := _count_odd(model)):
+            _LOG.info(
+                "layers that onnxruntime 1.21 to 1.24 computes wrong on processors with AMX (Intel's servers "
+                f"since 2023): {count}. For those, export with amx=true."
+            )
         return
     if amx is not False and (changed := write_whole_columns(model)) and amx is None:
         _LOG.info(
@@ -78,6 +83,13 @@ def write_whole_columns(model: Any) -> int:
     held = graph.hold(_odd_products(model, graph))
     graph.finish()
     return changed + held
+
+
+def _count_odd(model: Any) -> int:
+    """Returns how many layers `write_whole_columns` would change; changes nothing."""
+    graph = _Graph(model)
+    layers = sum(graph.plan(node) is not None or graph.is_odd_dynamic(node) for node in model.graph.node)
+    return layers + len(_odd_products(model, graph))
 
 
 def _odd_products(model: Any, graph: _Graph) -> list[Any]:
@@ -142,29 +154,36 @@ class _Graph:
         """Gives a layer columns of zeros, if it needs them; returns whether it did."""
         if node.op_type == "MatMulInteger":
             return self._widen_dynamic(node)
-        if node.op_type not in ("Conv", "MatMul", "Gemm"):
+        layer = self.plan(node)
+        if layer is None:
             return False
+        total = layer.pad.groups * layer.pad.columns
+        if not (self._grows(node.input[1], total) and self._grows(layer.bias, total)):
+            return self.hold([node]) > 0
+        self._replace_dequantized(node, 1, layer.weight, layer.pad)
+        if layer.bias:
+            self._replace_bias(layer.add, list(layer.add.input).index(layer.bias), layer.pad)
+        self._cut(layer.last, 1 if node.op_type == "Conv" else -1, layer.pad)
+        return True
+
+    def plan(self, node: Any) -> _OddLayer | None:
+        """Returns what has to be done for a layer with a stored weight; None if its columns are right."""
+        if node.op_type not in ("Conv", "MatMul", "Gemm"):
+            return None
         weight = self._dequantized(node.input[1])
         integer = self.tensors.get(weight.input[0]) if weight is not None else None
         if integer is None or not self._is_moved(node.input[0]):
-            return False
+            return None
         axis, groups = _axis_and_groups(node, len(integer.dims))
         add, bias = self._bias(node)
         last = self._end_of_kernel(node, add)
         if last is None or len(integer.dims) < 2 or self._is_blocked(weight):
-            return False
+            return None
         columns = integer.dims[axis] // groups
         whole = _wanted(node.op_type, columns, groups, integer)
         if whole == columns:
-            return False
-        if not (self._grows(node.input[1], groups * columns) and self._grows(bias, groups * columns)):
-            return self.hold([node]) > 0
-        pad = _Padding(axis, groups, columns, whole)
-        self._replace_dequantized(node, 1, weight, pad)
-        if bias:
-            self._replace_bias(add, list(add.input).index(bias), pad)
-        self._cut(last, 1 if node.op_type == "Conv" else -1, pad)
-        return True
+            return None
+        return _OddLayer(weight, add, bias, last, _Padding(axis, groups, columns, whole))
 
     def _bias(self, node: Any) -> tuple[Any, str]:
         """Returns the node that adds the bias of a layer, and the bias; the layer itself and "" for none."""
@@ -277,11 +296,16 @@ class _Graph:
             last = readers[0]
         return None if node.op_type == "Conv" else add  # products of integers may give floats
 
+    def is_odd_dynamic(self, node: Any) -> bool:
+        """Whether a node is a product of integers with a stored weight whose columns may be wrong."""
+        weight = self.tensors.get(node.input[1]) if node.op_type == "MatMulInteger" else None
+        return weight is not None and len(weight.dims) == 2 and not _fills(weight.dims[1])
+
     def _widen_dynamic(self, node: Any) -> bool:
         """Gives a product of integers whose scale is that of the batch more columns."""
-        weight = self.tensors.get(node.input[1])
-        if weight is None or len(weight.dims) != 2 or _fills(weight.dims[1]):
+        if not self.is_odd_dynamic(node):
             return False
+        weight = self.tensors[node.input[1]]
         columns = weight.dims[1]
         pad = _Padding(1, 1, columns, _wanted(node.op_type, columns, 1, weight))
         zero = self._number(node.input[3]) if len(node.input) > 3 else None
@@ -425,3 +449,22 @@ def _wanted(kind: str, columns: int, groups: int, weight: Any) -> int:
     # Another kernel multiplies signed weights of whole quads of channels.
     quads = weight is not None and groups == 1 and columns % 4 == 0 and weight.dims[1] % 4 == 0
     return columns if quads and weight.data_type == weight.INT8 else whole
+
+
+@dataclass(frozen=True)
+class _OddLayer:
+    """A layer on integers that needs columns of zeros.
+
+    Attributes:
+        weight: the node that dequantizes its weight.
+        add: the node that adds its bias.
+        bias: the bias; "" for none.
+        last: the last node of its kernel.
+        pad: the columns.
+    """
+
+    weight: Any
+    add: Any
+    bias: str
+    last: Any
+    pad: _Padding

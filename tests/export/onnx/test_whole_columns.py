@@ -173,6 +173,23 @@ def test_the_processor_decides(
     kinds = [node.op_type for node in onnx.load(path).graph.node]
     assert ("Slice" in kinds) is changed
     assert ("columns of zeros" in caplog.text) is changed
+    assert ("wrong on processors with AMX" in caplog.text) is (backend != "qnn" and not here)
+
+
+@pytest.mark.parametrize("name", [*NETWORKS, "even"])
+def test_elsewhere_the_log_counts_the_layers(
+    tmp_path: Path, monkeypatch: Any, caplog: Any, name: str
+) -> None:
+    monkeypatch.setitem(NETWORKS, "even", _conv(32))
+    converted, _ = _converted(name)
+    path = qtrace.export(converted, tmp_path / "net.onnx", amx=False)
+    count = whole_columns.write_whole_columns(onnx.load(path))
+    monkeypatch.setattr(whole_columns, "products_are_wrong", lambda: False)
+    with caplog.at_level(logging.INFO, logger="qtrace"):
+        qtrace.export(converted, path)
+    told = f"with AMX (Intel's servers since 2023): {count}. For those, export with amx=true."
+    assert (told in caplog.text, "AMX" in caplog.text) == (count > 0, count > 0)
+    assert (count == 0) is (name in ("even", "wide"))
 
 
 def test_the_option_is_a_choice(tmp_path: Path) -> None:

@@ -393,3 +393,17 @@ def test_a_product_and_a_sum_are_one_linear_layer(tmp_path, order):
         model([*nodes, node("Relu", "product", "z")], {"x": [2, 5, 4]}, ["y", "z"], stored), tmp_path
     )
     check_equal(shared, qtrace.from_onnx(shared), {"x": weights(2, 5, 4)})
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float64], ids=["float16", "float64"])
+def test_a_type_lasts_through_a_linear_layer(tmp_path, dtype):
+    """With its bias it became float32, which the next constant did not fit: the file was refused."""
+    nodes = [node("MatMul", "x w", "m"), node("Add", "m b", "h"), node("Div", "h two", "y")]
+    arrays = {"w": weights(4, 4), "b": weights(4), "two": np.array(2)}
+    stored = {name: array.astype(dtype) for name, array in arrays.items()}
+    proto = model(nodes, {"x": ["N", 3, 4]}, stored=stored, dtypes={"x": dtype, "y": dtype})
+    net = qtrace.from_onnx(save(proto, tmp_path), {"x": (1, 3, 4)})
+    x = weights(2, 3, 4).astype(dtype)
+    expected = (x.astype(np.float64) @ stored["w"] + stored["b"]) / 2
+    np.testing.assert_allclose(net(mge.Tensor(x.astype(np.float32))).numpy(), expected, atol=1e-5)
+    assert read_interface(net).outputs[0].dtype == np.dtype(dtype).name

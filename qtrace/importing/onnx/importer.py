@@ -42,6 +42,8 @@ from qtrace.importing.onnx.values import (
 
 __all__ = ["Importer"]
 
+_FLOAT32 = np.dtype(np.float32)
+
 # Kept as in the file where their lowering needs the size of an open axis: no layer is among them, so that an
 # axis that stays open is worth more than a form of MegEngine's.
 _KEPT_WHERE_OPEN = {("", "Resize"), ("", "Upsample"), ("", "GridSample")}
@@ -258,14 +260,22 @@ class Importer:
         results = results if isinstance(results, (tuple, list)) else [results]
         if sum(1 for name in node.outputs if name) > len(results):
             raise Refusal(f"gives {len(node.outputs)} results, of which qtrace computes {len(results)}")
+        floats = (call.dtype(i) for i in range(len(call.values)) if call.has(i) and call.is_float(i))
+        kind = next(floats, _FLOAT32)
         named = zip(node.outputs, results, strict=False)
-        return [self._computed(name, result, inferred) for name, result in named]
+        return [self._computed(name, result, inferred, kind) for name, result in named]
 
-    def _computed(self, name: str, result: Any, inferred: Mapping[str, Any]) -> Value:
-        """Returns the value of a result, whose shape must be the one that ONNX infers."""
+    def _computed(
+        self, name: str, result: Any, inferred: Mapping[str, Any], kind: np.dtype = _FLOAT32
+    ) -> Value:
+        """Returns the value of a result, whose shape must be the one that ONNX infers.
+
+        A float of which ONNX infers no type, as for ops of other domains, has the type ``kind``.
+        """
         if not isinstance(result, TensorNode):
             return result
-        unknown = (np.dtype(result.dtype), None)
+        carried = np.dtype(result.dtype)
+        unknown = (kind if carried == _FLOAT32 else carried, None)
         dtype, shape = inferred.get(name, unknown) if name else unknown  # several results may have no name
         if shape == () and tuple(result.shape) == (1,):  # MegEngine compares scalars to a vector
             result = self.builder.call_function(F.squeeze, result, 0, name=name)

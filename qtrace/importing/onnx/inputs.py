@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -174,7 +175,7 @@ def _resolve(
         sizes = value.sizes or ()
         shape = tuple(size if isinstance(size, int) and size > 0 else 1 for size in sizes)
     else:
-        shape = tuple(int(n) for n in user_shape)
+        shape = _sizes(value, user_shape)
         _check_given(value, shape, axis)
     if len(shape) > _MAX_RANK:
         raise ImportingError(
@@ -195,6 +196,17 @@ def _resolve(
     }
     opened = {} if axis is None else {axis: names.get(axis) or "N"}
     return InputShape(value.name, value.dtype, shape, axis, tuple(declared), opened, names)
+
+
+def _sizes(value: GraphInput, user_shape: object) -> tuple[int, ...]:
+    """Returns a shape that the user gave as numbers."""
+    try:
+        return tuple(operator.index(n) for n in user_shape)  # type: ignore[attr-defined]
+    except TypeError:
+        raise ImportingError(
+            f"the shape of input {value.name!r} is a sequence of whole numbers, not {user_shape!r}: an axis that "
+            "the file leaves open stays open, and its number is the size in the trace."
+        ) from None
 
 
 def _check_given(value: GraphInput, shape: tuple[int, ...], batch_axis: int | None) -> None:

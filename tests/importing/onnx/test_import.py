@@ -370,6 +370,9 @@ def test_wrong_names_and_shapes_are_refused(tmp_path):
         ImportingError, match=r"cannot have the shape \[1, 4, 4, 4\]: the file declares \[n, 3, h, w\]"
     ):
         qtrace.from_onnx(path, {"x": (1, 4, 4, 4)})
+    for shape in (["n", 3, "h", "w"], (1, 3, None, 4), "1x3x4x4", 4, (1, 3, 4.5, 4)):
+        with pytest.raises(ImportingError, match=r"the shape of input 'x' is a sequence of whole numbers, not "):
+            qtrace.from_onnx(path, {"x": shape})
     with pytest.raises(ImportingError, match=r"batch='q:0' names no axis of an input: write it as 'x:0'"):
         qtrace.from_onnx(path, {"x": (1, 3, 4, 4)}, batch="q:0")
     with pytest.raises(ImportingError, match="is not a file"):
@@ -393,3 +396,17 @@ def test_a_product_and_a_sum_are_one_linear_layer(tmp_path, order):
         model([*nodes, node("Relu", "product", "z")], {"x": [2, 5, 4]}, ["y", "z"], stored), tmp_path
     )
     check_equal(shared, qtrace.from_onnx(shared), {"x": weights(2, 5, 4)})
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float64], ids=["float16", "float64"])
+def test_a_type_lasts_through_a_linear_layer(tmp_path, dtype):
+    """With its bias it became float32, which the next constant did not fit: the file was refused."""
+    nodes = [node("MatMul", "x w", "m"), node("Add", "m b", "h"), node("Div", "h two", "y")]
+    arrays = {"w": weights(4, 4), "b": weights(4), "two": np.array(2)}
+    stored = {name: array.astype(dtype) for name, array in arrays.items()}
+    proto = model(nodes, {"x": ["N", 3, 4]}, stored=stored, dtypes={"x": dtype, "y": dtype})
+    net = qtrace.from_onnx(save(proto, tmp_path), {"x": (1, 3, 4)})
+    x = weights(2, 3, 4).astype(dtype)
+    expected = (x.astype(np.float64) @ stored["w"] + stored["b"]) / 2
+    np.testing.assert_allclose(net(mge.Tensor(x.astype(np.float32))).numpy(), expected, atol=1e-5)
+    assert read_interface(net).outputs[0].dtype == np.dtype(dtype).name

@@ -371,7 +371,9 @@ def test_wrong_names_and_shapes_are_refused(tmp_path):
     ):
         qtrace.from_onnx(path, {"x": (1, 4, 4, 4)})
     for shape in (["n", 3, "h", "w"], (1, 3, None, 4), "1x3x4x4", 4, (1, 3, 4.5, 4)):
-        with pytest.raises(ImportingError, match=r"the shape of input 'x' is a sequence of whole numbers, not "):
+        with pytest.raises(
+            ImportingError, match=r"the shape of input 'x' is a sequence of whole numbers, not "
+        ):
             qtrace.from_onnx(path, {"x": shape})
     with pytest.raises(ImportingError, match=r"batch='q:0' names no axis of an input: write it as 'x:0'"):
         qtrace.from_onnx(path, {"x": (1, 3, 4, 4)}, batch="q:0")

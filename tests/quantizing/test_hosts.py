@@ -87,7 +87,7 @@ def test_labellings_are_timed_and_computed_there(tmp_path: Path, monkeypatch: py
     module = net(lambda self, x: self.b(F.relu(self.a(x))), a=M.Conv2d(3, 64, 3), b=M.Conv2d(64, 64, 3))
     data = images(16, 3, 32, 32)
     result = qtrace.quantize(
-        module, data, tmp_path / "m.onnx", verify=False, runtime_host=HERE, progress=False
+        module, data, tmp_path / "m.onnx", recipe="int8", verify=False, runtime_host=HERE, progress=False
     )
     placement = read_record(result.prepared).annotation.placement
     assert placement is not None

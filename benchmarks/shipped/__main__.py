@@ -70,7 +70,7 @@ def measure(
             exact = make_float(network, runtime, folder)
         except qtrace.QtraceError as error:
             return [ShippedRow(name, runtime, FLOAT, reason=" ".join(str(error).split())[:160], measured=day)]
-        made = [Made(FLOAT, exact), *make_others(network, runtime, exact, folder, peer)]
+        made = [Made(FLOAT, exact), *make_others(network, runtime, exact, folder, peer, host)]
         rows = {each.variant: _row(name, runtime, each) for each in made}
         sides: dict[str, Side] = {}
         for each in made:

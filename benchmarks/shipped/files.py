@@ -14,6 +14,7 @@ import qtrace
 from benchmarks.accuracy.peers import quantize_by_nncf, quantize_by_onnxruntime
 from benchmarks.deployed.networks import Network
 from benchmarks.shipped.rows import OWN, RUNTIMES
+from qtrace.runtimes.host import RuntimeHost
 
 __all__ = ["Made", "make_float", "make_others"]
 
@@ -49,7 +50,12 @@ def make_float(network: Network, runtime: str, folder: Path) -> Path:
 
 
 def make_others(
-    network: Network, runtime: str, exact: Path, folder: Path, peer: str | None
+    network: Network,
+    runtime: str,
+    exact: Path,
+    folder: Path,
+    peer: str | None,
+    host: RuntimeHost | None,
 ) -> Iterator[Made]:
     """Yields qtrace's file, by the default of the target, and those of the peers.
 
@@ -59,9 +65,10 @@ def make_others(
         exact: the float file.
         folder: the folder for the files.
         peer: an interpreter that has the peer of the runtime; None to leave it out.
+        host: the interpreter that has the runtime, and measures placements; None for this one.
     """
     samples = network.calibration[:_CALIBRATED]
-    yield _own(network, runtime, samples, folder)
+    yield _own(network, runtime, samples, folder, host)
     if runtime == "ncnn":
         yield Made(RUNTIMES[runtime][0], exact)
     elif runtime == "onnxruntime":
@@ -75,7 +82,7 @@ def make_others(
         yield from _ai_edge(exact, samples, folder, peer)
 
 
-def _own(network: Network, runtime: str, samples: np.ndarray, folder: Path) -> Made:
+def _own(network: Network, runtime: str, samples: np.ndarray, folder: Path, host: RuntimeHost | None) -> Made:
     file = folder / f"qtrace{_SUFFIXES[runtime]}"
     try:
         result = qtrace.quantize(
@@ -86,6 +93,7 @@ def _own(network: Network, runtime: str, samples: np.ndarray, folder: Path) -> M
             batch_size=1,
             allow_broken=True,
             progress=False,
+            runtime_host=host,
         )
     except qtrace.QtraceError as error:
         return Made(OWN, None, " ".join(str(error).split())[:_LONGEST_REASON])

@@ -113,7 +113,8 @@ def store(file: Path, rows: Sequence[ShippedRow]) -> None:
 
 def headers() -> tuple[str, ...]:
     """The heads of the columns of a table."""
-    return ("network", "file", "dB by output group", "task", "ms", "against float", "qtrace against it", "kB")
+    figures = ("dB by output group", "task", "ms", "against float", "qtrace against it", "kB")
+    return ("network", "file", *figures, "version, processor")
 
 
 def cells(row: ShippedRow, own: ShippedRow | None = None) -> tuple[str, ...]:
@@ -136,6 +137,7 @@ def cells(row: ShippedRow, own: ShippedRow | None = None) -> tuple[str, ...]:
         _ratio(row.speed),
         _ratio(beside),
         "" if row.kilobytes is None else f"{row.kilobytes:.0f}",
+        f"{row.version.partition('-')[0]}, {row.processor}",
     )
 
 

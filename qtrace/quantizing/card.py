@@ -30,6 +30,7 @@ from qtrace.preparation.figures import read_figures
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.precision import count_precisions
 from qtrace.quantizing.files import bench
+from qtrace.runtimes.host import RuntimeHost
 from qtrace.sensitivity.diagnosis.verdict import Verdict
 from qtrace.storage.files import replacing
 from qtrace.verification.report import VerifyReport
@@ -249,6 +250,7 @@ def make_card(
     data: str,
     seconds: float = 1.0,
     stages: Mapping[str, float] | None = None,
+    host: RuntimeHost | None = None,
 ) -> Card:
     """Makes the card of an exported file, and measures its time beside that of float.
 
@@ -262,9 +264,10 @@ def make_card(
         data: the name of the calibration data.
         seconds: how long each of both files runs, in seconds.
         stages: stage of the run that made the file -> its time in seconds.
+        host: the interpreter or machine that has the runtime; None for this one.
     """
     view, figures = QuantizedModel(converted), read_figures(converted)
-    timing, untimed = measure_speed(path, traced, view.config.backend, seconds)
+    timing, untimed = measure_speed(path, traced, view.config.backend, seconds, host)
     floats = explanation.to_dict()["summary"]["floats"]
     judged = "" if verdict is None else f"; judged on {verdict.samples} {verdict.measured_on}"
     return Card(
@@ -300,7 +303,11 @@ def _versions() -> dict[str, str]:
 
 
 def measure_speed(
-    path: Path, traced: TracedModule, backend: str, seconds: float = 1.0
+    path: Path,
+    traced: TracedModule,
+    backend: str,
+    seconds: float = 1.0,
+    host: RuntimeHost | None = None,
 ) -> tuple[Timing | None, str]:
     """Measures a file and its float twin in turns, on one thread.
 
@@ -309,6 +316,7 @@ def measure_speed(
         traced: the float network.
         backend: the backend of the file.
         seconds: how long each file runs, in seconds.
+        host: the interpreter or machine that has the runtime; None for this one.
 
     Returns:
         The times; or None, and why they were not measured.
@@ -329,20 +337,24 @@ def measure_speed(
                 twin,
                 path,
                 runtime=runtime,
-                shapes=shapes if open_sizes else None,
+                shapes=shapes if open_sizes or path.suffix == ".param" else None,
                 seconds=seconds,
                 progress=False,
+                runtime_host=host,
             )
     except QtraceError as error:
         return None, str(error).rstrip(".")
-    machine = describe_machine(runtime, package, report.threads)
+    side = report.files[0].side
+    if not side:
+        machine = describe_machine(runtime, package, report.threads)
+        side = {"version": machine.version, "processor": machine.processor}
     float_seconds, own_seconds = (file.latency.median for file in report.files)
     return (
         Timing(
             1e3 * float_seconds,
             1e3 * own_seconds,
-            f"{runtime} {machine.version}",
-            machine.processor,
+            f"{runtime} {side['version']}",
+            str(side["processor"]),
             report.threads,
         ),
         "",

@@ -23,6 +23,8 @@ from qtrace.quantizing.card import TIMED
 from qtrace.quantizing.labellings import FLOAT
 from qtrace.quantizing.structure import has_same_nodes, hash_structure
 from qtrace.quantizing.times import MeasuredLabelling
+from qtrace.runtimes.child import MissingPackageError
+from qtrace.runtimes.host import RuntimeHost
 
 __all__ = [
     "Delivery",
@@ -62,6 +64,7 @@ class Delivery:
         float_seconds: the median time of a run of the float file.
         files: the speeds of the float file and of the quantized one, as they were measured.
         beside_own: the speed of what is delivered beside the user's own file; None if it was not measured.
+        host: the interpreter or command by which the files were measured; "" for this interpreter.
     """
 
     speed: Speed | None = None
@@ -71,6 +74,7 @@ class Delivery:
     float_seconds: float = 0.0
     files: tuple[Speed, ...] = ()
     beside_own: Speed | None = None
+    host: str = ""
 
     def sentence(self) -> str:
         """Says what was measured and delivered; "" if nothing was measured."""
@@ -84,6 +88,7 @@ class Delivery:
             return f"speed: not measured, {self.untimed}{own}" if self.untimed else ""
         times = f"{1e3 * self.speed.seconds:.3g} ms, {1e3 * self.float_seconds:.3g} ms in float"
         text = f"speed: {self.speed.describe()}: {times}, one thread"
+        text += f", by {self.host}" if self.host else ""
         if self.in_float:
             text += (
                 "; the quantized file is slower than float here, so the file is in float: "
@@ -98,7 +103,8 @@ class Delivery:
         speed = None if self.speed is None else {**self.speed.to_dict(), "float_seconds": self.float_seconds}
         form = "float" if self.in_float else "quantized"
         own = None if self.beside_own is None else self.beside_own.to_dict()
-        return {"speed": speed, "beside_own_file": own, "not_timed": self.untimed, "delivered": form}
+        facts = {"speed": speed, "beside_own_file": own, "not_timed": self.untimed, "delivered": form}
+        return {**facts, "measured_by": self.host} if self.host else facts
 
 
 def prepare_in_float(traced: TracedModule, config: QConfig) -> TracedModule:
@@ -109,18 +115,21 @@ def prepare_in_float(traced: TracedModule, config: QConfig) -> TracedModule:
     return prepare(traced, plain.model_copy(update=changes))
 
 
-def timed_settings(traced: TracedModule, suffix: str = ".onnx") -> RunnerSettings:
+def timed_settings(
+    traced: TracedModule, suffix: str = ".onnx", host: RuntimeHost | None = None
+) -> RunnerSettings:
     """Returns how a file of a network is run to be timed: one thread, and the traced sizes for open axes.
 
     Args:
         traced: the network.
         suffix: that of the file: a ``.param`` has no shapes, and a ``.tflite`` is fixed to the traced ones,
             in another order of axes.
+        host: the interpreter or machine that has the runtime; None for this one.
     """
     record = read_open_axes(traced)
     is_open = suffix == ".onnx" and record is not None and not record.only_batch()
     shapes = {name: tuple(int(n) for n in shape) for name, shape in list_inputs(traced)}
-    return RunnerSettings(1, 1, shapes if is_open or suffix == ".param" else {})
+    return RunnerSettings(1, 1, shapes if is_open or suffix == ".param" else {}, host)
 
 
 def measure_file(
@@ -132,6 +141,7 @@ def measure_file(
     keep: bool = False,
     timer: Timer | None = None,
     labellings: Sequence[MeasuredLabelling] = (),
+    host: RuntimeHost | None = None,
 ) -> Delivery:
     """Measures a quantized file beside the float file of its network, and says which is to be delivered.
 
@@ -144,7 +154,11 @@ def measure_file(
         config: the config.
         keep: whether the quantized file is delivered, however slow it is.
         timer: measures files in turns; None for `compare_files`.
-        labellings: those that were measured on this machine, the predicted choice first.
+        labellings: those that were measured, the predicted choice first.
+        host: the interpreter or machine that has the runtime; None for this one.
+
+    Raises:
+        MissingPackageError: when the host lacks the runtime.
     """
     backend = backends.get(config.backend)
     if not any(fake_quants(prepared)):
@@ -157,22 +171,34 @@ def measure_file(
         in_float = None
         if replaceable and is_float_better(known[1], config):
             in_float = prepare_in_float(traced, config)
-        return choose_delivery(*known, config, in_float)
+        return replace(choose_delivery(*known, config, in_float), host=_name(host))
     runtime = backend.runtime or runtime
     try:
         with tempfile.TemporaryDirectory(prefix="qtrace-speed-") as folder:
             twin = Path(folder) / f"float{path.suffix}"
             in_float = prepare_in_float(traced, config)
             export(convert(in_float) if form is None else traced, twin, format=form)
-            settings = timed_settings(traced, path.suffix)
+            settings = timed_settings(traced, path.suffix, host)
             first, own = (timer or compare_files)([twin, path], runtime=runtime, settings=settings)
     except QtraceError as error:
+        if host is not None and isinstance(error, MissingPackageError):
+            raise
         return Delivery(untimed=str(error).rstrip("."))
-    return choose_delivery(first, own, config, in_float if replaceable else None)
+    delivery = choose_delivery(first, own, config, in_float if replaceable else None)
+    return replace(delivery, host=_name(host))
+
+
+def _name(host: RuntimeHost | None) -> str:
+    return "" if host is None else str(host)
 
 
 def compare_with_own(
-    delivery: Delivery, path: Path, own: Path, traced: TracedModule, config: QConfig
+    delivery: Delivery,
+    path: Path,
+    own: Path,
+    traced: TracedModule,
+    config: QConfig,
+    host: RuntimeHost | None = None,
 ) -> Delivery:
     """Measures the file that is delivered beside the ONNX file of the user, where that may be faster.
 
@@ -185,11 +211,12 @@ def compare_with_own(
         own: the user's file.
         traced: the float network.
         config: the config.
+        host: the interpreter or machine that has the runtime; None for this one.
     """
     if config.backend != "onnxruntime" or path.suffix != ".onnx" or not _has_composites(own, path):
         return delivery
     try:
-        speeds = compare_files([own, path], settings=timed_settings(traced, path.suffix))
+        speeds = compare_files([own, path], settings=timed_settings(traced, path.suffix, host))
     except QtraceError:  # such as a file that onnxruntime runs on other processors alone
         return delivery
     return replace(delivery, beside_own=speeds[1])

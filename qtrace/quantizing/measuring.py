@@ -61,6 +61,8 @@ from qtrace.quantizing.reporting import Reporter
 from qtrace.quantizing.structure import hash_structure, is_in_float
 from qtrace.quantizing.times import MeasuredLabelling, Times
 from qtrace.quantizing.weight_bits import with_fewer_bits
+from qtrace.runtimes.child import MissingPackageError
+from qtrace.runtimes.host import RuntimeHost
 from qtrace.storage.cache import read_cached, write_cached
 
 __all__ = [
@@ -92,11 +94,13 @@ class TimingPlan:
         times: takes what is measured, or holds times that are taken instead.
         timer: measures files in turns; None for `compare_files`.
         in_float: whether float may be chosen: for a file, and not for a graph to train on.
+        host: the interpreter or machine that has the runtime; None for this one.
     """
 
     times: Times
     timer: Timer | None = None
     in_float: bool = True
+    host: RuntimeHost | None = None
 
 
 @on_engine_thread
@@ -117,12 +121,16 @@ def prepare_measured(
         held_back: reads the batches on which the noise is measured.
         measurement: how to measure; None for the predicted choice.
         reporter: takes the notes.
+
+    Raises:
+        MissingPackageError: when the host of the measurement lacks the runtime.
     """
     config = read_request(traced, config, samples=samples)
     if measurement is not None:
         measurement.times.bind(traced, config)
         try:
-            if not measurement.times.fixed:
+            remote = measurement.host is not None and measurement.host.runner
+            if not measurement.times.fixed and not remote:  # kernels are timed on this machine
                 measurement.times.fit = fit_costs(config)
         except (QtraceError, ImportError) as error:  # the runtime is not here
             reporter.note(f"placement: by predicted times, as none can be measured here: {error}")
@@ -363,7 +371,8 @@ class _Bench:
         self.source, self.search = placer.source, seconds
         self.traced, self.samples, self.held_back = placer.traced, placer.samples, held_back
         self.timer, self.reporter = placer.measurement.timer or compare_files, placer.reporter
-        self.in_float = placer.measurement.in_float
+        self.in_float, self.host = placer.measurement.in_float, placer.measurement.host
+        self.remembers = self.timer is compare_files and self.host is None  # the cache is of this machine
         backend = next(iter(searches.values())).config.backend
         self.runtime = backends.get(backend).runtime or "onnxruntime"
         self.configs = {bits: _plain(search.config) for bits, search in searches.items()}
@@ -391,6 +400,8 @@ class _Bench:
                     return (), ""
                 return self._measure(labellings, Path(folder))
             except QtraceError as error:  # a labelling that cannot be exported or run decides nothing
+                if self.host is not None and isinstance(error, MissingPackageError):
+                    raise
                 self._note(str(error))
                 return (), ""
 
@@ -401,7 +412,7 @@ class _Bench:
         first = next(iter(labellings))
         for name in (first, FLOAT):
             self._export(name, labellings[name], folder)
-        run = _time_run(self.files[first], self.runtime, timed_settings(self.traced))
+        run = _time_run(self.files[first], self.runtime, timed_settings(self.traced, host=self.host))
         limit = limit_seconds(self.search, self._count_samples(), run)
         count = sum(_rows(self._session(first), values) or 1 for values in self.feeds)
         extent = limit_measurement(count, run, limit)
@@ -493,7 +504,7 @@ class _Bench:
 
     def _time(self, files: Mapping[str, Path], most: float) -> list[Speed]:
         """Returns the speeds of files beside the first one; those of like structure are remembered."""
-        settings = timed_settings(self.traced)
+        settings = timed_settings(self.traced, host=self.host)
         machine = describe_machine(self.runtime, self.runtime, settings.threads)
         key = {
             "files": [self.structures[name] for name in files],
@@ -506,12 +517,12 @@ class _Bench:
                 sorted(settings.shapes.items()),
             ],
         }
-        if self.timer is compare_files and (stored := read_cached("labellings", key)) is not None:
+        if self.remembers and (stored := read_cached("labellings", key)) is not None:
             return [Speed(**entry) for entry in stored]
         seconds = min(_TIMING_SECONDS, most)
         paths = list(files.values())
         speeds = self.timer(paths, runtime=self.runtime, settings=settings, seconds=seconds, most=most)
-        if self.timer is compare_files and not any(speed.busy for speed in speeds):
+        if self.remembers and not any(speed.busy for speed in speeds):
             write_cached("labellings", key, [speed.to_dict() for speed in speeds])
         return speeds
 
@@ -530,7 +541,8 @@ class _Bench:
         if name not in self.sessions:
             path = self.files[name]
             own = self.runtime == "openvino"
-            self.sessions[name] = OpenvinoRuns(path) if own else open_session(path, _ONE_THREAD)
+            settings = replace(_ONE_THREAD, host=self.host)
+            self.sessions[name] = OpenvinoRuns(path, self.host) if own else open_session(path, settings)
         return self.sessions[name]
 
     def _run(self, session: OrtSession | OpenvinoRuns, samples: int) -> list[list[np.ndarray]]:

@@ -10,6 +10,7 @@ import numpy as np
 from qtrace.onnxfile.local_session import SessionValue
 from qtrace.onnxfile.openvino import OpenvinoFile
 from qtrace.onnxfile.reading import read_model
+from qtrace.runtimes.host import RuntimeHost
 
 __all__ = ["OpenvinoRuns"]
 
@@ -22,6 +23,7 @@ class OpenvinoRuns:
 
     Args:
         path: the file.
+        host: the interpreter or machine that has OpenVINO; None for this one.
 
     Attributes:
         inputs: the inputs that the file declares, without their types.
@@ -30,7 +32,7 @@ class OpenvinoRuns:
         ExportError: when OpenVINO cannot load the file.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, host: RuntimeHost | None = None) -> None:
         graph = read_model(path).graph
         stored = {tensor.name for tensor in graph.initializer}
         self.inputs = [
@@ -38,7 +40,7 @@ class OpenvinoRuns:
             for value in graph.input
             if value.name not in stored
         ]
-        self._file = OpenvinoFile(path, _SETTINGS, path)
+        self._file = OpenvinoFile(path, _SETTINGS, path, host)
 
     def run(self, names: None, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         """Runs the file once and returns all of its outputs.

@@ -45,6 +45,8 @@ from qtrace.quantizing.stage import DataReading, note_pixels, open_source
 from qtrace.quantizing.stages import StageTimes
 from qtrace.quantizing.targets import choose_config, format_of
 from qtrace.quantizing.times import Times
+from qtrace.runtimes.files import check_host
+from qtrace.runtimes.host import RuntimeHost
 from qtrace.sensitivity.diagnosis.verdict import Verdict
 from qtrace.sensitivity.mixed import mixed_precision
 from qtrace.sensitivity.searching import Goal
@@ -78,6 +80,7 @@ class Quantized(Displayed):
         delivery: what was measured of the quantized file beside float, and which of both was written: float
             if it is faster here, unless the config asks for the quantized one.
         seconds: name of a stage -> its time in seconds.
+        runtime_host: the interpreter or machine that has the runtime; None for this one.
     """
 
     path: Path
@@ -90,6 +93,7 @@ class Quantized(Displayed):
     data: str = ""
     delivery: Delivery = field(default_factory=Delivery)
     seconds: Mapping[str, float] = field(default_factory=dict)
+    runtime_host: RuntimeHost | None = None
 
     @cached_property
     def card(self) -> Card:
@@ -104,6 +108,7 @@ class Quantized(Displayed):
             verify=self.verify,
             data=self.data,
             stages=self.seconds,
+            host=self.runtime_host,
         )
 
     def _text(self, max_width: int | None) -> str:
@@ -201,6 +206,7 @@ def quantize(
     force: bool = False,
     progress: bool = True,
     allow: Sequence[str] = (),
+    runtime_host: RuntimeHost | None = None,
     reporter: Reporter | None = None,
     spell: Callable[[str], str] = argument,
 ) -> Quantized:
@@ -243,6 +249,8 @@ def quantize(
         force: whether to replace a file that qtrace did not write.
         progress: whether to show progress bars on stderr.
         allow: the user's classes that an .mge file may name.
+        runtime_host: the interpreter or machine that has the runtime: placements and the file are measured
+            there, and the file is verified there. None for this interpreter.
         reporter: takes notes and warnings; None for the logger ``qtrace``.
         spell: writes the names of options in messages; see `qtrace.storage.outputs.argument`.
 
@@ -260,6 +268,8 @@ def quantize(
         )
     if max_drop is not None and metric is None:
         raise ConfigError(f"{spell('max_drop')} limits what a metric loses: give {spell('metric')}, too.")
+    if runtime_host is not None:
+        check_host(runtime_host, path)
     with output_file(path, force=force) as partial:
         reading = DataReading(batch_size, max_batches, skip_bad)
         opened = _open(source, data, evaluation, reading, config, reporter, spell)
@@ -280,7 +290,7 @@ def quantize(
             opened = opened.with_samples_held_back(traced)
         acceptance = Acceptance(metric, at_least)
         taken = Times.open(None if times is None else Path(times))
-        measurement = TimingPlan(taken) if measure else None
+        measurement = TimingPlan(taken, host=runtime_host) if measure else None
         result = _calibrate(traced, config, opened, acceptance, reporter, measurement)
         if max_drop is not None:
             with stages.measure("raise layers"):
@@ -292,7 +302,7 @@ def quantize(
         with stages.measure("export"):
             converted = convert(result.prepared)
             export(converted, partial, format=format_of(config))
-        report = _verify(partial, path, converted, result.prepared, opened) if verify else None
+        report = _verify(partial, path, converted, result.prepared, opened, runtime_host) if verify else None
         delivery = Delivery()
         if measure:
             kept = keep or is_precision(recipe)
@@ -306,17 +316,19 @@ def quantize(
                     keep=kept,
                     timer=timer,
                     labellings=taken.labellings,
+                    host=runtime_host,
                 )
             taken.files = delivery.files
             taken.write()
         if delivery.prepared is not None:
             converted = convert(delivery.prepared)
             export(converted, partial, format=format_of(config))
-            report = _verify(partial, path, converted, delivery.prepared, opened) if verify else None
+            if verify:
+                report = _verify(partial, path, converted, delivery.prepared, opened, runtime_host)
         own = own_file(source)
         if measure and own is not None and not taken.fixed:
             with stages.measure("measure the file"):
-                delivery = compare_with_own(delivery, partial, own, traced, config)
+                delivery = compare_with_own(delivery, partial, own, traced, config, runtime_host)
     origin = opened.calibration.source
     return Quantized(
         path,
@@ -329,6 +341,7 @@ def quantize(
         origin,
         delivery,
         stages.seconds,
+        runtime_host,
     )
 
 
@@ -480,7 +493,12 @@ def _count_values(batch: Batch) -> int:
 
 
 def _verify(
-    partial: Path, path: Path, converted: TracedModule, prepared: TracedModule, data: _Data
+    partial: Path,
+    path: Path,
+    converted: TracedModule,
+    prepared: TracedModule,
+    data: _Data,
+    host: RuntimeHost | None,
 ) -> VerifyReport:
     """Runs the file beside the graph.
 
@@ -488,7 +506,8 @@ def _verify(
         ExportError: when the runtime computes something else.
     """
     with data.times.measure("verify"):
-        report = verify_file(partial, converted, _verified_batches(data, prepared))
+        batches = _verified_batches(data, prepared)
+        report = verify_file(partial, converted, batches, runtime_host=host)
     if not report.passed:
         raise ExportError(
             f"{path.name} was not written, as its runtime computes something else than the graph:\n"

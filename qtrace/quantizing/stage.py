@@ -170,7 +170,7 @@ def calibrate_to_folder(
         record = SampleRecord(source)
         # A run that goes on takes the choice of the one that was interrupted.
         taken = Times.open(checkpoints / _TIMES if times is None else Path(times))
-        measurement = TimingPlan(taken, in_float=False) if measure else None
+        measurement = TimingPlan(taken, in_float=False, host=settings.runtime_host) if measure else None
         prepared = prepare_measured(
             traced, qconfig, _Samples(source), lambda: chosen.read(traced), measurement, reporter
         )

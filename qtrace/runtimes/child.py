@@ -92,7 +92,7 @@ class Child:
             reason = getattr(error, "strerror", None) or error
             raise ExportError(
                 f"{subject} needs a process of its own, and {command[0]!r} does not start: {reason}."
-            ) from error
+            ) from None  # no fault of a file that is being written
         if self._own_session:  # ctrl-C of a terminal does not reach it, so this ends it at the exit, too
             self._kill = weakref.finalize(self, _kill_session, self._process.pid, os.getpid())
         os.set_blocking(self._pipe("stdin").fileno(), False)

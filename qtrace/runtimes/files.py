@@ -19,7 +19,7 @@ from qtrace.runtimes.child import Child, MissingPackageError
 from qtrace.runtimes.connection import OLDEST_PYTHON, Connection, too_old
 from qtrace.runtimes.host import RuntimeHost
 
-__all__ = ["RuntimeChild", "RuntimeFile"]
+__all__ = ["RuntimeChild", "RuntimeFile", "check_host"]
 
 _PIECE = 8 << 20  # bytes of a file in one request
 _SECONDS = 600.0
@@ -137,7 +137,7 @@ class RuntimeChild:
             if self.host is None:
                 raise
             package = _DISTRIBUTIONS[self.runtime]
-            raise ExportError(
+            raise MissingPackageError(
                 f"the Python of {self.host} cannot import {self.title}: install it there, as by "
                 f"`{self.host} -m pip install {package}`."
             ) from error
@@ -229,6 +229,19 @@ class RuntimeChild:
                 return facts
         self.close()
         raise ExportError(f"{self.host} prints without end instead of running Python.")
+
+
+def check_host(host: RuntimeHost, path: Path) -> None:
+    """Checks that a host starts Python, before work that takes time.
+
+    Args:
+        host: the interpreter or machine.
+        path: the file that will run there, for messages.
+
+    Raises:
+        ExportError: when no such process can be started, or its Python is too old or has no numpy.
+    """
+    RuntimeChild("", "the runtime", path, host).close()
 
 
 def _start(host: RuntimeHost | None, subject: str) -> Child:

@@ -252,7 +252,7 @@ def test_a_file_is_verified_on_a_quarter_of_the_calibration(
     """A fault that few values show, such as sums that saturate, needs more data than the verdict does."""
     given = []
 
-    def verify(path, converted, batches):
+    def verify(path, converted, batches, **options):
         given.extend(batches)
         return _Failed()
 
@@ -270,7 +270,7 @@ def test_a_file_is_verified_on_a_quarter_of_the_calibration(
 def test_batches_of_large_images_are_cut_before_they_are_verified(here, monkeypatch) -> None:
     given = []
 
-    def verify(path, converted, batches):
+    def verify(path, converted, batches, **options):
         given.extend(batches)
         return _Failed()
 

@@ -7,12 +7,13 @@ from typing import Any
 
 import click
 
-from qtrace.cli import help, models, options, targets
+from qtrace.cli import help, hosts, models, options, targets
 from qtrace.cli.console import Console
 from qtrace.cli.gates import check_graph, note_checks
 from qtrace.cli.images import change_config, warn_unused
 from qtrace.cli.verdicts import import_metric, judging
 from qtrace.quantizing.figures import note_file
+from qtrace.runtimes.host import RuntimeHost
 from qtrace.storage.outputs import flag
 
 __all__ = ["quantize"]
@@ -44,6 +45,7 @@ __all__ = ["quantize"]
     "--no-measure", is_flag=True, help="Measure no times: neither those of placements nor of float."
 )
 @options.times
+@hosts.runtime_host
 @click.option("--keep", is_flag=True, help="Write the quantized file though it is slower than float here.")
 @click.option(
     "--card", is_flag=True, help="Also write OUT.card.json and OUT.card.html, which describe the file."
@@ -73,6 +75,7 @@ def quantize(
     card: bool,
     allow_broken: bool,
     allow: tuple[str, ...],
+    runtime_host: RuntimeHost | None,
     console: Console,
 ) -> int:
     """Quantize a network to a verified file in one step.
@@ -122,6 +125,7 @@ def quantize(
             allow_broken=allow_broken,
             force=force,
             allow=allow,
+            runtime_host=runtime_host,
             reporter=console,
             spell=flag,
         )

@@ -63,6 +63,8 @@ def _unaligned_biases(traced: TracedModule) -> Iterator[tuple[OpCall, TensorNode
         call = ops.read(expr)
         if call is None or call.weight is None or call.bias is None or len(call.out.shape or ()) < 2:
             continue
+        if call.inputs[0].shape is None or call.bias.shape is None:  # later stages name what has no shape
+            continue
         own, shape = tuple(int(n) for n in call.bias.shape), _bias_shape(call)
         rank = len(call.inputs[0].shape)
         padded = (1,) * (rank - len(own)) + own

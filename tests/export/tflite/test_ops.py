@@ -131,7 +131,7 @@ CASES: dict[str, tuple[M.Module, str]] = {
         net(
             lambda self, x: self.conv(x) + self.table,
             conv=_conv(),
-            table=mge.Parameter(images(1, 6, 1, 1)[0]),
+            table=mge.Parameter(images(1, 6, 8, 1)[0]),  # one number for each row: no part of the layer
         ),
         "CONV_2D ADD",
     ),

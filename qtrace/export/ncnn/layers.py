@@ -157,6 +157,24 @@ def _conv1d(w: NcnnWriter, call: OpCall) -> None:
     w.emit("Convolution1D", call, params, _parts(w, call, value, None, slice(None)))
 
 
+def _conv3d(w: NcnnWriter, call: OpCall) -> None:
+    """Writes a convolution of volumes, in float."""
+    groups = call.attrs["groups"]
+    value = w.stored(call.weight, "weight")
+    value = value.reshape(-1, *value.shape[-4:])
+    params: dict[int, Any] = {0: len(value)}
+    for place, axis in enumerate((2, 1, 0)):  # width, height, depth
+        params[1 + 10 * place] = value.shape[2 + axis]
+        for key, name in ((2, "dilation"), (3, "stride"), (4, "padding")):
+            params[key + 10 * place] = call.attrs[name][axis]
+    params.update({5: int(call.bias is not None), 6: value.size})
+    if groups > 1:
+        params[7] = groups
+    w.shape(call.inputs[0])
+    kind = "Convolution3D" if groups == 1 else "ConvolutionDepthWise3D"
+    w.emit(kind, call, params, _parts(w, call, value, None, slice(None)))
+
+
 def _embedding(w: NcnnWriter, call: OpCall) -> None:
     """Looks up rows of a table; ncnn reads the bits of its input as integers."""
     index, table = call.attrs["index"], call.attrs["weight"]
@@ -209,6 +227,7 @@ LAYERS: dict[str, Emitter] = {
     "conv2d": _conv,
     "conv_transpose2d": _transposed,
     "conv1d": _conv1d,
+    "conv3d": _conv3d,
     "linear": _linear,
     "matmul": _matmul,
     "embedding": _embedding,

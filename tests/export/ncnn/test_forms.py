@@ -146,6 +146,11 @@ SEQUENCES: dict[str, M.Module] = {
             F.transpose(y.reshape(-1, 10, 2, 8), (0, 2, 1, 3)).reshape(-1, 10, 8).reshape(-1, 10, 16)
         )
     ),
+    "conv3d": _between(
+        lambda y, self: F.flatten(self.d(F.relu(self.c(y.reshape(-1, 2, 5, 4, 4)))), 2)[:, :, :16],
+        c=M.Conv3d(2, 6, 3, 1, (1, 1, 2)),
+        d=M.Conv3d(6, 4, (2, 1, 3), (1, 2, 1), dilation=(2, 1, 1), groups=2, bias=False),
+    ),
     "batch_inside": _between(
         lambda y, self: F.transpose(
             F.exp(F.transpose(y, (1, 0, 2)).reshape(-1, 16)).reshape(10, -1, 16), (1, 0, 2)

@@ -94,7 +94,16 @@ def _positions(self: Any, x: Any) -> Any:
     return values, places
 
 
+def _taken(self: Any, x: Any) -> Any:
+    """Rows by computed positions, as detectors take those of the best scores, and single values."""
+    rows = F.transpose(self.fc(x).reshape(x.shape[0], 3, 4), (0, 2, 1))
+    _, places = F.topk(F.max(rows, 2), 2, descending=True)
+    wide = F.broadcast_to(F.expand_dims(places, 2), (x.shape[0], 2, 3))
+    return self.out(F.flatten(F.gather(rows, 1, wide), 1)), F.gather(self.fc(x), 1, places)
+
+
 RANKINGS = {
+    "rows of the best": _taken,
     "topk": _positions,
     "topk, smallest": lambda self, x: F.topk(self.fc(x), 4),
     "topk of more": lambda self, x: F.topk(self.fc(x), 99, descending=True),
@@ -107,7 +116,7 @@ RANKINGS = {
 
 @pytest.mark.parametrize("name", RANKINGS)
 def test_rankings(name: str, tmp_path: Path) -> None:
-    module = net(RANKINGS[name], fc=M.Linear(30, 12))
+    module = net(RANKINGS[name], fc=M.Linear(30, 12), out=M.Linear(6, 2))
     _, path, report = _exported(module, SCORES, tmp_path)
     assert report.passed, report.table()
     assert "TOPK_V2" in kinds(path)

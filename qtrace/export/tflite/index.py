@@ -96,7 +96,24 @@ def _items(index: Any, rank: int) -> list[_AxisIndex]:
     return items
 
 
+def _looked_up(b: Builder, op: FusedOp) -> bool:
+    """Writes ``table[ids]`` with computed ids; returns whether an index is one."""
+    call, index = op.call, op.call.attrs["index"]
+    if isinstance(index, tuple) and len(index) == 1:
+        (index,) = index
+    if not isinstance(index, TensorNode) or b.value(index) is not None or b.rank(index) == 0:
+        return False
+    if np.dtype(index.dtype).kind not in "iu":
+        return False
+    order = natural(b.rank(call.inputs[0]))
+    x, ids = b.arrange(b.get(call.inputs[0]), order), b.ordered(index, natural(b.rank(index)))
+    b.emit(op.out, natural(b.rank(call.out)), "GATHER", [x, ids], "GatherOptions", x, axis=0)
+    return True
+
+
 def _getitem(b: Builder, op: FusedOp) -> None:
+    if _looked_up(b, op):
+        return
     call, source = op.call, b.get(op.call.inputs[0])
     items = [_fixed(b, i, call) for i in _items(call.attrs["index"], len(source.order))]
     gathers = [i for i in items if isinstance(i.value, np.ndarray)]

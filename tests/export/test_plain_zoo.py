@@ -85,7 +85,7 @@ def test_network(case: Case, tmp_path: Path) -> None:
 
 
 # The graphs that no TFLite file holds, in float or in integers.
-REFUSED = {"faster_rcnn:box": "roi_align_out", "clip": "its index is computed from values"}
+REFUSED = {"faster_rcnn:box": "roi_align_out"}
 
 
 @pytest.mark.parametrize("case", parameters(NETWORKS, ("resnet_basic",)), indirect=True, scope="module")

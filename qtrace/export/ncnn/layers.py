@@ -157,20 +157,73 @@ def _conv1d(w: NcnnWriter, call: OpCall) -> None:
     w.emit("Convolution1D", call, params, _parts(w, call, value, None, slice(None)))
 
 
+def _conv3d(w: NcnnWriter, call: OpCall) -> None:
+    """Writes a convolution of volumes, in float."""
+    groups = call.attrs["groups"]
+    value = w.stored(call.weight, "weight")
+    value = value.reshape(-1, *value.shape[-4:])
+    params: dict[int, Any] = {0: len(value)}
+    for place, axis in enumerate((2, 1, 0)):  # width, height, depth
+        params[1 + 10 * place] = value.shape[2 + axis]
+        for key, name in ((2, "dilation"), (3, "stride"), (4, "padding")):
+            params[key + 10 * place] = call.attrs[name][axis]
+    params.update({5: int(call.bias is not None), 6: value.size})
+    if groups > 1:
+        params[7] = groups
+    w.shape(call.inputs[0])
+    kind = "Convolution3D" if groups == 1 else "ConvolutionDepthWise3D"
+    w.emit(kind, call, params, _parts(w, call, value, None, slice(None)))
+
+
 def _embedding(w: NcnnWriter, call: OpCall) -> None:
     """Looks up rows of a table; ncnn reads the bits of its input as integers."""
-    index, table = call.attrs["index"], call.attrs["weight"]
-    if any(reader is None or reader.kind != "embedding" for reader in map(read, users(index))):
+    table = call.attrs["weight"]
+    stored = w.stored(table, "weight") if isinstance(table, TensorNode) else table.numpy()
+    look_up(w, call, call.attrs["index"], stored)
+
+
+# What an input of ids may be read by besides look-ups, and what may stand between them.
+_RESHAPES = ("reshape", "flatten", "expand_dims", "squeeze")
+
+
+def look_up(w: NcnnWriter, call: OpCall, index: TensorNode, table: np.ndarray) -> None:
+    """Writes the rows of a table at the ids that an input of the graph holds.
+
+    Nothing may stand between the two in the file: on ARM, ncnn turns what a Reshape reads into 16-bit floats.
+    """
+    while index not in w.names:
+        reshape = None if index.expr is None else read(index.expr)
+        if reshape is None or reshape.kind not in _RESHAPES:
+            raise ExportError("its ids are computed, and ncnn looks up those of an input: make them an input")
+        (index,) = reshape.inputs
+    dims = w.dims(index)
+    if np.dtype(index.dtype).kind not in "iu" or len(dims) != 1:
+        raise ExportError(
+            f"{index.name} has {len(dims)} axes of {np.dtype(index.dtype).name} in a sample: ncnn reads "
+            "one axis of integers: give it so"
+        )
+    if not _holds_ids(index):
         raise ExportError(
             f"{index.name} is read by other ops, too, and ncnn reads an embedding's input as integers, any "
             "other one as floats: give the module two inputs"
         )
-    stored = w.stored(table, "weight") if isinstance(table, TensorNode) else table.numpy()
-    value = np.asarray(stored, np.float32)
+    value = np.asarray(table, np.float32).reshape(len(table), -1)
     params = {0: value.shape[1], 1: value.shape[0], 2: 0, 3: value.size}
-    count = prod(w.dims(index))
-    blob = w.layer("Embed", [w.view(index, (count,))], w.fresh(call.out.name), params, [tagged(value)])
-    w.put(call.out, blob, (count, value.shape[1]))
+    blob = w.layer("Embed", [w.names[index]], w.fresh(call.out.name), params, [tagged(value)])
+    w.put(call.out, blob, (*dims, value.shape[1]))
+
+
+def _holds_ids(node: TensorNode) -> bool:
+    """Returns whether all readers of an input look up by it, or read its shape."""
+    return all(
+        call is not None
+        and (
+            call.kind in ("embedding", "shape")
+            or (call.kind == "getitem" and call.attrs["index"] is node)
+            or (call.kind in _RESHAPES and all(_holds_ids(n) for n in call.outputs))
+        )
+        for call in map(read, users(node))
+    )
 
 
 def _pool(kind: int) -> Emitter:
@@ -209,6 +262,7 @@ LAYERS: dict[str, Emitter] = {
     "conv2d": _conv,
     "conv_transpose2d": _transposed,
     "conv1d": _conv1d,
+    "conv3d": _conv3d,
     "linear": _linear,
     "matmul": _matmul,
     "embedding": _embedding,

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import ExportError
+from qtrace.export.ncnn.layers import look_up
 from qtrace.export.ncnn.writer import NcnnWriter
 from qtrace.graph.types import TensorNode
 from qtrace.ops import OpCall
@@ -217,6 +218,10 @@ def _fixed(w: NcnnWriter, value: Any) -> Any:
 
 def _getitem(w: NcnnWriter, call: OpCall) -> None:
     x, index = call.inputs[0], call.attrs["index"]
+    table = w.value(x)
+    if isinstance(index, TensorNode) and w.value(index) is None and table is not None:
+        look_up(w, call, index, table)
+        return
     entries = list(index) if isinstance(index, tuple) else [index]
     rank = len(_sizes(x))
     used = sum(v is not None and v is not Ellipsis for v in entries)

@@ -96,7 +96,24 @@ def _items(index: Any, rank: int) -> list[_AxisIndex]:
     return items
 
 
+def _looked_up(b: Builder, op: FusedOp) -> bool:
+    """Writes ``table[ids]`` with computed ids; returns whether an index is one."""
+    call, index = op.call, op.call.attrs["index"]
+    if isinstance(index, tuple) and len(index) == 1:
+        (index,) = index
+    if not isinstance(index, TensorNode) or b.value(index) is not None or b.rank(index) == 0:
+        return False
+    if np.dtype(index.dtype).kind not in "iu":
+        return False
+    order = natural(b.rank(call.inputs[0]))
+    x, ids = b.arrange(b.get(call.inputs[0]), order), b.ordered(index, natural(b.rank(index)))
+    b.emit(op.out, natural(b.rank(call.out)), "GATHER", [x, ids], "GatherOptions", x, axis=0)
+    return True
+
+
 def _getitem(b: Builder, op: FusedOp) -> None:
+    if _looked_up(b, op):
+        return
     call, source = op.call, b.get(op.call.inputs[0])
     items = [_fixed(b, i, call) for i in _items(call.attrs["index"], len(source.order))]
     gathers = [i for i in items if isinstance(i.value, np.ndarray)]
@@ -238,6 +255,24 @@ def _spread(b: Builder, op: FusedOp, value: Any, source: OrderedTensor, shape: l
     return result
 
 
+def _gather(b: Builder, op: FusedOp) -> None:
+    """Takes a value for each position of an index of as many axes, by the coordinates of each."""
+    call = op.call
+    rank, shape = b.rank(call.out), b.shape(call.out)
+    order, axis = natural(rank), call.attrs["axis"] % rank
+    x, index = b.arrange(b.get(call.inputs[0]), order), call.attrs["index"]
+    if isinstance(index, TensorNode):
+        positions = b.ordered(index, order)
+    else:
+        positions = b.writer.constant("positions", np.asarray(index.numpy(), np.int32))
+    grids = np.indices(shape, np.int32)
+    parts = [positions if a == axis else b.writer.constant("grid", grids[a]) for a in range(rank)]
+    places = b.writer.tensor(f"{call.out.name}_places", (*shape, rank), np.int32)
+    b.writer.op("PACK", parts, [places], "PackOptions", axis=rank, valuesCount=rank)
+    b.emit(op.out, order, "GATHER_ND", [x, places], "GatherNdOptions", x)
+    b.fixed = b.fixed or call.out.name  # the coordinates have the traced sizes
+
+
 def _embedding(b: Builder, op: FusedOp) -> None:
     call, table = op.call, op.call.attrs["weight"]
     if isinstance(table, TensorNode):
@@ -250,5 +285,10 @@ def _embedding(b: Builder, op: FusedOp) -> None:
     b.put(call.out, out, natural(b.rank(call.out)))
 
 
-INDEXING: dict[str, Emitter] = {"concat": _concat, "stack": _stack, "getitem": _getitem}
+INDEXING: dict[str, Emitter] = {
+    "concat": _concat,
+    "stack": _stack,
+    "getitem": _getitem,
+    "gather": _gather,
+}
 FLOAT_INDEXING: dict[str, Emitter] = {"embedding": _embedding, "setitem": _setitem}

@@ -265,6 +265,34 @@ def _by_length(b: Builder, op: FusedOp) -> None:
     b.put(call.out, result, order)
 
 
+def _norm(b: Builder, op: FusedOp) -> None:
+    """Writes a vector norm: the root of a sum of squares, or a sum of absolute values."""
+    call = op.call
+    power, axis = call.attrs.get("ord"), call.attrs["axis"]
+    if power not in (None, 1, 2) or axis is None:
+        raise ExportError(
+            f"{call.out.name}: a norm of order {power} over the axis {axis} has no TFLite form: use 1 or "
+            "2 over named axes"
+        )
+    source = b.floats(b.get(call.inputs[0]))
+    x, rank = source.tensor, len(source.order)
+    axes = tuple(int(a) % rank for a in np.atleast_1d(axis))
+    keeps = b.rank(call.out) == rank
+    places = b.writer.ints(sorted(source.order.index(a) for a in axes))
+    name = f"{call.out.name}_terms"
+    terms = (
+        b.add("ABS", [x], name, x.shape)
+        if power == 1
+        else b.add("MUL", [x, x], name, x.shape, kind="MulOptions")
+    )
+    out = b.result(call.out, order := _left(source.order, axes, keeps))
+    total = out if power == 1 else b.like(out, f"{call.out.name}_sum", out.shape)
+    b.writer.op("SUM", [terms, places], [total], "ReducerOptions", keepDims=keeps)
+    if power != 1:
+        b.writer.op("SQRT", [total], [out])
+    b.put(call.out, out, order)
+
+
 INTEGER_REDUCTIONS: dict[str, Emitter] = {"mean": _reduced("MEAN"), "sum": _reduced("SUM")}
 MOVING_REDUCTIONS: dict[str, Emitter] = {"max": _extreme("REDUCE_MAX"), "min": _extreme("REDUCE_MIN")}
 FLOAT_REDUCTIONS: dict[str, Emitter] = {
@@ -276,6 +304,7 @@ FLOAT_REDUCTIONS: dict[str, Emitter] = {
     "softmax": _along_last_axis("SOFTMAX", "SoftmaxOptions", beta=1.0),
     "logsoftmax": _along_last_axis("LOG_SOFTMAX"),
     "batch_norm": _batch_norm,
+    "norm": _norm,
     "layer_norm": _layer_norm,
     "group_norm": _group_norm,
     "instance_norm": _group_norm,

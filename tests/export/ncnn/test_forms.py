@@ -146,6 +146,11 @@ SEQUENCES: dict[str, M.Module] = {
             F.transpose(y.reshape(-1, 10, 2, 8), (0, 2, 1, 3)).reshape(-1, 10, 8).reshape(-1, 10, 16)
         )
     ),
+    "conv3d": _between(
+        lambda y, self: F.flatten(self.d(F.relu(self.c(y.reshape(-1, 2, 5, 4, 4)))), 2)[:, :, :16],
+        c=M.Conv3d(2, 6, 3, 1, (1, 1, 2)),
+        d=M.Conv3d(6, 4, (2, 1, 3), (1, 2, 1), dilation=(2, 1, 1), groups=2, bias=False),
+    ),
     "batch_inside": _between(
         lambda y, self: F.transpose(
             F.exp(F.transpose(y, (1, 0, 2)).reshape(-1, 16)).reshape(10, -1, 16), (1, 0, 2)
@@ -176,15 +181,51 @@ def test_sequences(name: str, tmp_path: Path) -> None:
     _verified(SEQUENCES[name], TOKENS, tmp_path)
 
 
-def test_an_embedding_reads_integers(tmp_path: Path) -> None:
+LOOK_UPS: dict[str, Callable[..., Any]] = {
+    "an embedding": lambda self, t: self.table(t),
+    "an index": lambda self, t: self.rows[t],
+    "a flat index": lambda self, t: self.rows[t.reshape(-1)].reshape(t.shape[0], 7, 8),
+}
+
+
+@pytest.mark.parametrize("case", LOOK_UPS)
+def test_a_look_up_reads_integers(case: str, tmp_path: Path) -> None:
     tokens = [np.random.default_rng(n).integers(0, 20, (3, 7)).astype(np.int32) for n in range(2)]
-    tables = {"table": M.Embedding(20, 8), "places": mge.Parameter(_input((7, 8), 5))}
-    module = net(lambda self, t: self.fc(F.mean(self.table(t) + self.places, 1)), fc=M.Linear(8, 4), **tables)
+    rows, places = mge.Parameter(_input((20, 8), 3)), mge.Parameter(_input((7, 8), 5))
+    parts = {"table": M.Embedding(20, 8), "rows": rows, "places": places, "fc": M.Linear(8, 4)}
+    module = net(lambda self, t: self.fc(F.mean(LOOK_UPS[case](self, t) + self.places, 1)), **parts)
     prepared = qtrace.prepare(qtrace.trace(module, tokens[0], check=False), RECIPE)
     converted = qtrace.convert(qtrace.calibrate(prepared, tokens, progress=False))
     path = qtrace.export(converted, tmp_path / "m.param")
     report = qtrace.verify(path, converted, tokens, min_sqnr_db=60)
     assert report.passed, report.table()
+
+
+NO_LOOK_UPS: dict[str, tuple[Callable[..., Any], tuple[int, ...], str]] = {
+    "ids that others read": (
+        lambda self, t: self.table(t) * F.expand_dims(t, 2),
+        (3, 7),
+        "is read by other ops",
+    ),
+    "ids of two axes": (
+        lambda self, t: F.mean(self.table(t), 1),
+        (3, 7, 2),
+        "has 2 axes of int32 in a sample",
+    ),
+    "computed ids": (lambda self, t: self.table(t + 1), (3, 7), "its ids are computed"),
+}
+
+
+@pytest.mark.parametrize("case", NO_LOOK_UPS)
+def test_other_look_ups_are_refused(case: str, tmp_path: Path) -> None:
+    function, shape, problem = NO_LOOK_UPS[case]
+    tokens = np.random.default_rng(0).integers(0, 20, shape).astype(np.int32)
+    module = net(lambda self, t: self.fc(function(self, t)), table=M.Embedding(30, 8), fc=M.Linear(8, 4))
+    prepared = qtrace.prepare(qtrace.trace(module, tokens, check=False), RECIPE)
+    converted = qtrace.convert(qtrace.calibrate(prepared, [tokens], progress=False))
+    with pytest.raises(ExportError, match=problem):
+        qtrace.export(converted, tmp_path / "m.param")
+    assert not list(tmp_path.iterdir())
 
 
 def _mean_of_samples(y: Any, self: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import megengine as mge
 import megengine.functional as F
 import megengine.module as M
 import numpy as np
@@ -94,7 +95,16 @@ def _positions(self: Any, x: Any) -> Any:
     return values, places
 
 
+def _taken(self: Any, x: Any) -> Any:
+    """Rows by computed positions, as detectors take those of the best scores, and single values."""
+    rows = F.transpose(self.fc(x).reshape(x.shape[0], 3, 4), (0, 2, 1))
+    _, places = F.topk(F.max(rows, 2), 2, descending=True)
+    wide = F.broadcast_to(F.expand_dims(places, 2), (x.shape[0], 2, 3))
+    return self.out(F.flatten(F.gather(rows, 1, wide), 1)), F.gather(self.fc(x), 1, places)
+
+
 RANKINGS = {
+    "rows of the best": _taken,
     "topk": _positions,
     "topk, smallest": lambda self, x: F.topk(self.fc(x), 4),
     "topk of more": lambda self, x: F.topk(self.fc(x), 99, descending=True),
@@ -107,7 +117,47 @@ RANKINGS = {
 
 @pytest.mark.parametrize("name", RANKINGS)
 def test_rankings(name: str, tmp_path: Path) -> None:
-    module = net(RANKINGS[name], fc=M.Linear(30, 12))
+    module = net(RANKINGS[name], fc=M.Linear(30, 12), out=M.Linear(6, 2))
     _, path, report = _exported(module, SCORES, tmp_path)
     assert report.passed, report.table()
     assert "TOPK_V2" in kinds(path)
+
+
+NORMS: dict[str, Any] = {
+    "two": lambda self, x: F.norm(self.fc(x), axis=1),
+    "one, kept": lambda self, x: F.norm(self.fc(x), ord=1, axis=1, keepdims=True),
+    "an image": lambda self, x: F.norm(F.transpose(self.fc(x).reshape(2, 3, 2, 2), (0, 2, 3, 1)), axis=3),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_vector_norms(name: str, tmp_path: Path) -> None:
+    _, _, report = _exported(net(NORMS[name], fc=M.Linear(30, 12)), SCORES, tmp_path)
+    assert report.passed, report.table()
+
+
+def test_other_norms_are_refused(tmp_path: Path) -> None:
+    module = net(lambda self, x: F.norm(self.fc(x), ord=3, axis=1), fc=M.Linear(30, 12))
+    with pytest.raises(ExportError, match="norm_out: a norm of order 3"):
+        _exported(module, SCORES, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_rows_of_a_table_at_other_batches(flat: bool, tmp_path: Path) -> None:
+    def forward(self: Any, ids: Any) -> Any:
+        rows = self.rows[ids.reshape(-1)].reshape(ids.shape[0], 7, 8) if flat else self.rows[ids]
+        return self.fc(F.mean(rows, 1))
+
+    table = mge.Parameter(np.random.default_rng(0).normal(size=(20, 8)).astype(np.float32))
+    module = net(forward, rows=table, fc=M.Linear(8, 4))
+    ids = [
+        np.random.default_rng(n).integers(0, 20, (count, 7)).astype(np.int32)
+        for n, count in enumerate((3, 5))
+    ]
+    prepared = qtrace.prepare(qtrace.trace(module, ids[0], check=False), {"backend": "tflite"})
+    converted = qtrace.convert(qtrace.calibrate(prepared, ids, progress=False))
+    path = qtrace.export(converted, tmp_path / "m.tflite")
+    assert "GATHER" in kinds(path)
+    report = qtrace.verify(path, converted, ids)
+    assert report.passed, report.table()

@@ -31,6 +31,7 @@ class OpenvinoFile:
     Attributes:
         inputs: ``name``, ``names``, ``shape`` and ``dtype`` of each input.
         side: the version, the interpreter and the machine of a host; empty for this process.
+        rounds_floats: whether the processor computes floats as bfloat16, unless the settings forbid it.
 
     Raises:
         ExportError: when OpenVINO cannot load the model, or the host cannot be reached.
@@ -66,6 +67,7 @@ class OpenvinoFile:
                 raise
             self.side = child.side
         self.inputs: Sequence[Mapping[str, Any]] = self._file.facts["inputs"]
+        self.rounds_floats: bool = self._file.facts["bfloat16"]
 
     def run(self, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Runs the model and returns its outputs.

@@ -148,7 +148,8 @@ class Quantized(Displayed):
             lines = [f"{self.path}", *judged, *([sentence] if sentence else [])]
         if self.verify is None:
             return [*lines, "verify: not run"]
-        return [*lines, "verify: the runtime computes what the graph computes"]
+        client = [f"  {self.verify.client}"] if self.verify.client else []
+        return [*lines, "verify: the runtime computes what the graph computes", *client]
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,9 @@ class Openvino:
         self.reshape = request.get("reshape", False)
         self.last: list[np.ndarray] = []
         self.request: Any = None if self.reshape else self._compile()
-        self.facts = {
+        self.facts: dict[str, Any] = {
+            # Where the processor has it, floats are bfloat16 unless a setting says otherwise.
+            "bfloat16": "BF16" in self.core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"),
             "inputs": [
                 {
                     "name": port.get_any_name(),
@@ -147,7 +149,7 @@ class Openvino:
                     "dtype": np.dtype(port.element_type.to_dtype()).str,
                 }
                 for port in self.ports
-            ]
+            ],
         }
 
     @property

@@ -14,6 +14,7 @@ from qtrace.onnxfile.saturation import products_saturate
 from qtrace.scheme import QParams
 
 __all__ = [
+    "BFLOAT16",
     "SATURATION",
     "SATURATION_ELSEWHERE",
     "WRONG_PRODUCTS",
@@ -34,6 +35,12 @@ SATURATION_ELSEWHERE = (
     "for the runtime that it is for, export it with weights=uint8, or give weights 7 bits"
 )
 """What may become of a file for an unknown processor that is right here."""
+
+BFLOAT16 = (
+    "on this processor OpenVINO computes floats as bfloat16 unless it is told otherwise, and outputs are "
+    'then others than verified: compile the file with {"INFERENCE_PRECISION_HINT": "f32"}, as this run did'
+)
+"""What a client of OpenVINO has to set so that it computes what was verified."""
 
 WRONG_PRODUCTS = (
     "onnxruntime's products of integers are wrong on this processor (AMX, onnxruntime issue 26324) from the "

@@ -14,7 +14,8 @@ __all__ = ["remarks"]
 def remarks(tallies: Tallies) -> list[str]:
     """Returns the remarks on what verify has counted, a sentence each."""
     elsewhere = [SATURATION_ELSEWHERE] if tallies.unknown_processor else []
-    return [*_explain(tallies), *_order_remarks(tallies), *elsewhere]
+    client = [tallies.client] if tallies.client else []
+    return [*_explain(tallies), *_order_remarks(tallies), *elsewhere, *client]
 
 
 def _explain(tallies: Tallies) -> list[str]:

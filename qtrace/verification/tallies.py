@@ -133,6 +133,7 @@ class Tallies:
             equal, and all within ``max_lsb``.
         groups: the column groups of the outputs; () for each output as a whole.
         side: versions and machine of a runtime on another host; empty for one in this interpreter.
+        client: what a client has to do so that it computes the same; "" for nothing.
         runtime: that the file ran in the runtime of its backend, or which one stood in for that; "" where the
             runtime is the usual one or was named.
         selected: how many of the rows that the graph selects are float's; None where nothing selects.
@@ -160,6 +161,7 @@ class Tallies:
     inexact: Collection[str] = frozenset()
     groups: tuple[ColumnGroup, ...] = ()
     side: Mapping[str, Any] = field(default_factory=dict)
+    client: str = ""
     runtime: str = ""
     selected: SelectedShares | None = None
     runtime_selected: dict[str, SelectedShares] = field(default_factory=dict)

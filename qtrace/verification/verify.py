@@ -114,7 +114,7 @@ def verify(
     if optimized and runs_optimized(chosen, backend):
         deployed = by_sample(chosen.open(path, True), model)
     report = file.report(max_lsb, min_equal, limit)
-    report.side = getattr(file.session, "side", {})
+    report.side, report.client = getattr(file.session, "side", {}), getattr(file.session, "remark", "")
     report.runtime = describe_choice(chosen, backend) if runtime is None else ""
     report.end_to_end_db = limit if plain else min_sqnr_db
     exact = None if plain else FloatOutputs(model, float_model)

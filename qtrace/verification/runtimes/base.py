@@ -35,7 +35,8 @@ class Session(Protocol):
 
     With an attribute ``partial`` that is true, sites may be missing; with an attribute ``first_of_equals``
     that is false, equal scores are ranked in the order of MegEngine's kernels. An attribute ``inexact`` names
-    the sites whose kernels do not round ties as the graph does, ``side`` what ran where on another host.
+    the sites whose kernels do not round ties as the graph does, ``side`` what ran where on another host, and
+    ``remark`` says what a client has to do so that it computes the same.
     """
 
     @property

@@ -15,6 +15,7 @@ import numpy as np
 from qtrace.errors import ExportError
 from qtrace.onnxfile.openvino import OpenvinoFile
 from qtrace.runtimes.host import RuntimeHost
+from qtrace.verification.causes import BFLOAT16
 from qtrace.verification.runtimes._onnx import as_declared, check_samples, with_integer_outputs
 from qtrace.verification.runtimes._spelled import spell_out_roundings
 from qtrace.verification.runtimes.base import Runtime, RuntimeRun
@@ -52,6 +53,7 @@ class OpenvinoSession:
         self.compiled = OpenvinoFile(data, settings, path, host)
         self.deployed = OpenvinoFile(model.deployed or path, settings, path, host) if optimize else None
         self.side = self.compiled.side
+        self.remark = BFLOAT16 if self.compiled.rounds_floats else ""
 
     def run(self, inputs: list[np.ndarray]) -> RuntimeRun:
         """Runs the model; see `Session`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import megengine.functional as F
 import megengine.module as M
@@ -14,6 +15,8 @@ from megengine import Parameter
 from onnx import TensorProto, helper, numpy_helper
 
 import qtrace
+from qtrace.runtimes import worker
+from qtrace.verification.causes import BFLOAT16
 from qtrace.verification.runtimes._spelled import spell_out_roundings
 from tests.nets import images, net, randomize
 
@@ -56,6 +59,30 @@ def test_a_right_file_passes(model, recipe: str, tmp_path: Path) -> None:
     assert report.worst_lsb() <= 1, report.table()
     assert report.passed, report.table()
     assert qtrace.bisect(path, converted, [X], runtime="openvino") is None
+
+
+@pytest.mark.parametrize("lowered", [True, False])
+def test_a_processor_with_bfloat16_needs_a_setting(monkeypatch: Any, tmp_path: Path, lowered: bool) -> None:
+    compiled, opened = [], worker.Openvino.__init__
+
+    def init(self: Any, request: Any, arrays: Any) -> None:
+        opened(self, request, arrays)
+        compiled.append(self.compiled.get_property("INFERENCE_PRECISION_HINT").to_string())
+        assert self.facts["bfloat16"] == (
+            "BF16" in self.core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+        )
+        self.facts["bfloat16"] = lowered
+
+    monkeypatch.setattr(worker.Openvino, "__init__", init)
+    prepared = qtrace.prepare(qtrace.trace(randomize(_norm_between()), X), "backend/openvino")
+    converted = qtrace.convert(qtrace.calibrate(prepared, [X], progress=False))
+    report = qtrace.verify(qtrace.export(converted, tmp_path / "m.onnx"), converted, [X])
+    assert report.passed
+    assert set(compiled) == {"f32"}
+    assert (BFLOAT16 in report.remarks(), BFLOAT16 in report.summary()) == (lowered, lowered)
+    whole = np.concatenate([X] * 4)
+    result = qtrace.quantize(_norm_between(), whole, tmp_path / "q.onnx", target="openvino", measure=False)
+    assert (f"  {BFLOAT16}" in result.summary()) is lowered
 
 
 def _model(axis: int | None, kind: int) -> onnx.ModelProto:

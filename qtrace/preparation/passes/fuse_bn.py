@@ -28,7 +28,9 @@ __all__ = ["Affine", "affine", "bias_shape", "drop_dead_norms", "fold_affine", "
 _BIAS_SHAPES = {  # -1 stands for the channels
     "conv1d": (1, -1, 1),
     "conv2d": (1, -1, 1, 1),
+    "conv3d": (1, -1, 1, 1, 1),
     "conv_transpose2d": (1, -1, 1, 1),
+    "conv_transpose3d": (1, -1, 1, 1, 1),
     "linear": (-1,),
 }
 
@@ -53,7 +55,7 @@ class _Norm(Affine):
 
 
 def fuse_bn(traced: TracedModule) -> PassResult:
-    """Folds every BatchNorm that directly follows a conv1d, conv2d, conv_transpose2d or linear function.
+    """Folds every BatchNorm that directly follows a convolution or a linear function.
 
     Args:
         traced: a flat, expanded traced module; graph and parameters are edited in place.

@@ -26,7 +26,7 @@ from qtrace.preparation.passes.fuse_bn import Affine, fold_affine
 
 __all__ = ["fuse_scale"]
 
-_LAYERS = ("conv1d", "conv2d", "conv_transpose2d", "linear")
+_LAYERS = ("conv1d", "conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d", "linear")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,10 @@ from typing import Any
 import megengine.functional as F
 import megengine.module as M
 import numpy as np
+import onnx
+import onnxruntime as ort
 import pytest
+from onnx import TensorProto, helper, numpy_helper
 
 import qtrace
 from qtrace.graph.types import TracedModule
@@ -74,3 +77,30 @@ def test_openvino_leaves_them_in_float() -> None:
     notes = [n for n in qtrace.explain(converted).annotation.notes if n.kind == "conv3d"]
     assert [n.state for n in notes] == ["float", "float"]
     assert all("OpenVINO computes 3-D convolutions no faster" in n.reason for n in notes)
+
+
+def test_a_norm_of_a_file_is_folded(tmp_path: Path) -> None:
+    """An imported BatchNorm of five axes is a product and a sum, which the convolution before it takes."""
+    random = np.random.default_rng(0)
+    stored = {"w": random.normal(size=(24, 16, 3, 3, 3)) * 0.1}
+    stored |= {name: np.abs(random.normal(size=24)) + 0.2 for name in ("g", "b", "m", "v")}
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["c"], kernel_shape=[3, 3, 3], pads=[1] * 6),
+        helper.make_node("BatchNormalization", ["c", "g", "b", "m", "v"], ["n"]),
+        helper.make_node("Relu", ["n"], ["y"]),
+    ]
+    ends = [helper.make_tensor_value_info("x", TensorProto.FLOAT, SHAPE)]
+    ends.append(helper.make_tensor_value_info("y", TensorProto.FLOAT, None))
+    tensors = [numpy_helper.from_array(v.astype(np.float32), name) for name, v in stored.items()]
+    graph = helper.make_graph(nodes, "volume", ends[:1], ends[1:], tensors)
+    onnx.save(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8),
+        tmp_path / "f.onnx",
+    )
+    x = random.normal(size=SHAPE).astype(np.float32)
+    prepared = qtrace.prepare(qtrace.from_onnx(tmp_path / "f.onnx"), "backend/onnxruntime", samples=[x])
+    path = qtrace.export(qtrace.convert(qtrace.calibrate(prepared, [x], progress=False)), tmp_path / "m.onnx")
+    kinds = [n.op_type for n in onnx.load(path).graph.node if "Linear" not in n.op_type]
+    assert kinds == ["Conv", "Relu"]
+    (exact,), (rounded,) = (ort.InferenceSession(p).run(None, {"x": x}) for p in (tmp_path / "f.onnx", path))
+    assert 10 * np.log10((exact**2).mean() / ((exact - rounded) ** 2).mean()) > 30

@@ -22,6 +22,7 @@ from tests.nets import net
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((2, 4, 6, 6)).astype(np.float32)
+VOLUME = np.random.default_rng(5).standard_normal((2, 4, 3, 5, 4)).astype(np.float32)
 
 
 def _parameter(*shape: int) -> mge.Parameter:
@@ -43,6 +44,13 @@ LAYERS: dict[str, tuple[dict[str, Any], np.ndarray]] = {
     "groups": (_behind(lambda: M.Conv2d(4, 8, 3, groups=2), (1, 8, 1, 1), (1,)), X),
     "transposed": (_behind(lambda: M.ConvTranspose2d(4, 8, 3), (1, 8, 1, 1), (8, 1, 1)), X),
     "linear": (_behind(lambda: M.Linear(6, 8), (8,), (1,)), X),
+    "row": (_behind(lambda: M.Conv1d(4, 8, 3), (1, 8, 1), (8, 1)), X[:, :, 0]),
+    "volume": (_behind(lambda: M.Conv3d(4, 8, 3, padding=1), (1, 8, 1, 1, 1), (8, 1, 1, 1)), VOLUME),
+    "volume in groups": (
+        _behind(lambda: M.Conv3d(4, 8, 3, groups=2, bias=False), (1,), (1, 8, 1, 1, 1)),
+        VOLUME,
+    ),
+    "transposed volume": (_behind(lambda: M.ConvTranspose3d(4, 8, 3), (1, 8, 1, 1, 1), (1,)), VOLUME),
 }
 
 

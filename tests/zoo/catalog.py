@@ -147,7 +147,7 @@ CNN: tuple[Entry, ...] = (
     _entry("densenet", densenet.densenet, 36),
     _entry("hardnet", densenet.hardnet, 33, slow=True, plain=True),
     _entry("ghostnet", ghostnet.ghostnet, 34),
-    _entry("convnext", convnext.convnext, 36),
+    _entry("convnext", convnext.convnext, 34),
     _entry("van", convnext.van, 24, slow=True, plain=True),
     _entry("csp_darknet", darknet.csp_darknet, 22),
     _entry("csp_darknet", darknet.csp_darknet_relu, 23, slow=True),

@@ -274,7 +274,7 @@ class Case:
         assert all(np.isfinite(y).all() for y in after)
 
     def folded(self) -> set[str]:
-        """The parameters of BatchNorms and of RepVGG's smaller branches that went into other layers."""
+        """Parameters of BatchNorms, layer scales and RepVGG's smaller branches where layers took them."""
         left = {name for name, _ in self.calibrated.named_modules()}
         norms = [
             name
@@ -283,7 +283,9 @@ class Case:
         ]
         branches = [n for n, m in self.module.named_modules() if isinstance(m, repvgg.Branches)]
         merged = [f"{name}.point" for name in branches if f"{name}.point" not in left]
-        return {f"{name}.{tensor}" for name in (*norms, *merged) for tensor in ("weight", "bias")}
+        stored = {name for name, _ in self.calibrated.named_parameters()}
+        scales = {name for name, _ in self.module.named_parameters() if name.endswith(".gamma")} - stored
+        return scales | {f"{name}.{tensor}" for name in (*norms, *merged) for tensor in ("weight", "bias")}
 
     def check_files(self, folder: Path) -> None:
         qtrace.save(self.calibrated, folder / "m.mge")

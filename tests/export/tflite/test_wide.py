@@ -50,7 +50,12 @@ def _functions(self: Any, x: mge.Tensor) -> mge.Tensor:
     return self.last(total)
 
 
+def _row(self: Any, x: mge.Tensor) -> mge.Tensor:
+    return self.b(F.relu(self.a(F.flatten(x, 2))))
+
+
 NETS = {
+    "row": net(_row, a=M.Conv1d(4, 6, 3, padding=1), b=M.Conv1d(6, 5, 3, stride=2)),
     "layers": net(
         _layers,
         conv=M.Conv2d(4, 6, 3, padding=1),

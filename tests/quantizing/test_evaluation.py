@@ -63,6 +63,32 @@ def test_held_back_samples_of_one_number_are_never_good(judged: Judged, tmp_path
     assert (verdict.word, verdict.one_number, verdict.doubted) == ("check", True, True)
 
 
+@pytest.mark.parametrize("form", ["saturated", "dead", "one of two"])
+def test_outputs_that_never_change_are_not_good(form: str, tmp_path: Path) -> None:
+    def forward(self: Any, x: Any) -> Any:
+        y = self.conv(x)
+        if form == "saturated":
+            return F.sigmoid(y + 9000)
+        dead = F.relu(y - 1000)
+        return dead if form == "dead" else (dead, y)
+
+    module = net(forward, conv=M.Conv2d(3, 4, 3))
+    options = {"verify": False, "measure": False, "progress": False, "recipe": "w8a8"}
+    verdict = qtrace.quantize(module, DATA, tmp_path / "a.onnx", **options).verdict
+    assert verdict is not None
+    alive = form == "one of two"
+    assert (verdict.word, verdict.constant, verdict.doubted) == (
+        ("good", False, False) if alive else ("check", True, True)
+    )
+    assert ("float gives the same outputs for every sample" in verdict.line()) is not alive
+
+
+def test_a_single_sample_does_not_say_that_outputs_never_change(tmp_path: Path) -> None:
+    for data in (DATA[:1], np.repeat(DATA[:1], 8, 0)):
+        assert not _one_call(data, tmp_path).constant
+        (tmp_path / "a.onnx").unlink()
+
+
 def test_a_folder_of_data_that_is_one_number_is_no_good(tmp_path: Path) -> None:
     assert _folder(0 * DATA, tmp_path).word == "check"
 

@@ -27,6 +27,7 @@ from qtrace.sensitivity.diagnosis.evidence import SiteEvidence
 from qtrace.sensitivity.diagnosis.inputs import (
     OTHER_DATA,
     InputStatistics,
+    are_constant,
     are_one_number,
     compare_inputs,
     find_repeated,
@@ -195,10 +196,10 @@ def _judge(
     classes = first.ndim == 2 and first.shape[1] > 1 and comparable(first, outputs[0][0])
     same = agreement(reference, outputs) / 100.0 if classes else None
     counts = [count_samples(as_arguments(b, view.module, i)) for i, b in enumerate(simulation.batches)]
-    by_sample = measure_samples(
-        simulation.groups, reference, outputs, counts, find_repeated(simulation.batches)
-    )
+    repeated = find_repeated(simulation.batches)
+    by_sample = measure_samples(simulation.groups, reference, outputs, counts, repeated)
     one_number = are_one_number(simulation.batches)
+    constant = not one_number and are_constant(reference, repeated)
     low_db = _lowest([errors.low_db() - known.margin_db for errors in by_sample])
     worst_sample_db = _lowest([errors.worst_db() for errors in by_sample])
     quantized, in_float = values or (None, None)
@@ -221,7 +222,7 @@ def _judge(
         rows=rows,
         worst_sample_db=worst_sample_db,
     )
-    word = judged(low_db=low_db, one_number=one_number)
+    word = judged(low_db=low_db, shows_nothing=one_number or constant)
     return Verdict(
         word,
         decibels,
@@ -240,6 +241,7 @@ def _judge(
         known.judged,
         word != judged(),
         one_number,
+        constant,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from qtrace.sensitivity.diagnosis.causes import Cause
 __all__ = [
     "OTHER_DATA",
     "InputStatistics",
+    "are_constant",
     "are_one_number",
     "compare_inputs",
     "find_repeated",
@@ -82,6 +83,26 @@ def are_one_number(batches: Iterable[Any]) -> bool:
                 return False
             count += array.size
     return count >= _LEAST_VALUES
+
+
+def are_constant(outputs: Sequence[Sequence[np.ndarray]], repeated: Sequence[Sequence[bool]]) -> bool:
+    """Whether every output is the same for all samples, of which at least two differ.
+
+    Args:
+        outputs: the outputs for each batch, the samples on their first axis.
+        repeated: which samples of each batch are the same as one before, as `find_repeated` says.
+    """
+    if sum(not same for batch in repeated for same in batch) < 2:
+        return False
+    first = outputs[0]
+    return all(
+        value.ndim > 0
+        and value.shape[0] == len(same)
+        and value.shape[1:] == like.shape[1:]
+        and np.array_equal(value, np.broadcast_to(like[:1], value.shape))
+        for batch, same in zip(outputs, repeated, strict=True)
+        for value, like in zip(batch, first, strict=True)
+    )
 
 
 def find_repeated(batches: Iterable[Any]) -> list[list[bool]]:

@@ -87,6 +87,7 @@ class Verdict(Displayed):
         seen: whether the samples are those of the calibration.
         doubted: whether the graph would be good if other samples were like these.
         one_number: whether each input of the samples is one number everywhere, so that they show nothing.
+        constant: whether float gives the same outputs for all samples, which are not all the same.
     """
 
     word: str
@@ -106,6 +107,7 @@ class Verdict(Displayed):
     seen: bool = False
     doubted: bool = False
     one_number: bool = False
+    constant: bool = False
 
     def _text(self, max_width: int | None) -> str:
         return self.line()
@@ -168,6 +170,8 @@ class Verdict(Displayed):
         doubts = []
         if self.one_number:
             doubts.append("the inputs are one number everywhere and show nothing of other samples")
+        if self.constant:
+            doubts.append("float gives the same outputs for every sample, which show nothing of the network")
         if self.metric is None and self._is_above(GOOD_FROM_DB, self.low_db):
             reason = "it was calibrated on these" if self.seen else "these are few and unlike"
             doubts.append(f"other samples may have {self.low_db:.1f} dB, as {reason}")
@@ -198,7 +202,7 @@ def judge(
     rows: float | None = None,
     low_db: float | None = None,
     worst_sample_db: float | None = None,
-    one_number: bool = False,
+    shows_nothing: bool = False,
 ) -> str:
     """Returns good, check or broken.
 
@@ -212,7 +216,8 @@ def judge(
         rows: the share of selected rows that float selects, too; None if nothing selects.
         low_db: the SQNR that other samples may have; a graph is good if it is, or by a metric.
         worst_sample_db: the SQNR of the worst sample; if it is broken, a graph is good by a metric alone.
-        one_number: whether each input is one number everywhere; if so, a graph is good by a metric alone.
+        shows_nothing: whether each input is one number everywhere, or float's outputs are the same for all
+            samples; if so, a graph is good by a metric alone.
     """
     if rows is not None and metric is None:
         equal = rows if equal is None else min(rows, equal)
@@ -221,7 +226,7 @@ def judge(
     word = _judge_values(sqnr_db, metric, float_metric)
     doubtful = low_db is not None and low_db < GOOD_FROM_DB
     lost = worst_sample_db is not None and worst_sample_db < BROKEN_BELOW_DB
-    if word == "good" and metric is None and (not compared or doubtful or lost or one_number):
+    if word == "good" and metric is None and (not compared or doubtful or lost or shows_nothing):
         return "check"
     return "check" if word == "good" and equal is not None and equal < _GOOD_EQUAL else word
 

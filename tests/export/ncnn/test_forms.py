@@ -202,6 +202,20 @@ def test_a_look_up_reads_integers(case: str, tmp_path: Path) -> None:
     assert report.passed, report.table()
 
 
+PARTS: dict[str, Callable[..., Any]] = {
+    "crop": lambda self, x: self.conv(x[:, :, 1:]),
+    "channels": lambda self, x: self.conv(x[:, 1:4]),
+    "concat": lambda self, x: self.conv(F.concat([x[:, 3:], x[:, :2]], 1)),
+}
+
+
+@pytest.mark.parametrize("case", PARTS)
+def test_parts_of_an_input_whose_channels_are_no_multiple_of_16_bytes(case: str, tmp_path: Path) -> None:
+    channels = 4 if case == "crop" else 3
+    module = randomize(net(PARTS[case], conv=M.Conv2d(channels, 5, 3)), 0)
+    _verified(module, (3, 4, 5, 5), tmp_path)
+
+
 @pytest.mark.parametrize(
     "exponent", [0, 1, 2, 3, 8, 9, 10, 13, 40, -1, -2, -9, 0.5, 0.3, 1.5, 8.4, -0.5, -0.3, -9.5]
 )

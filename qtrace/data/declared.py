@@ -107,9 +107,19 @@ def cast_to_declared(
         with np.errstate(invalid="ignore"):
             carried = given.astype(info.carried_dtype)
         if carried.dtype.kind != "f" and not np.array_equal(carried, given):
+            number = given[carried != given].flat[0]
+            with np.errstate(invalid="ignore"):
+                beyond = np.trunc(number).astype(np.dtype(info.dtype)) == number
+            if beyond:
+                limits = np.iinfo(info.carried_dtype)
+                raise CalibrationError(
+                    f"batch {index} gives {info.name!r} numbers such as {number:.0f}, which {info.dtype} "
+                    f"has, but MegEngine computes with {limits.bits} bits: give integers from {limits.min} "
+                    f"to {limits.max}."
+                )
             raise CalibrationError(
                 f"batch {index} gives {info.name!r} numbers that {info.dtype} has not, such as "
-                f"{given[carried != given].flat[0]:g}, but the file that the model was imported from takes "
+                f"{number:g}, but the file that the model was imported from takes "
                 f"{info.dtype}: give the numbers that it takes."
             )
         return Tensor(carried)

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.graph.inference import OpError, TensorType, TypeInference, recorded_type
+from qtrace.graph.open_shapes import infer_types
 from qtrace.graph.types import Node, TensorNode, TracedModule
 
-__all__ = ["OpenBatch", "find_open_batch"]
+__all__ = ["OpenBatch", "find_open_batch", "find_sample_axes"]
 
 _MORE = (1, 2)  # samples more than traced: no number of a graph fits both by chance
 
@@ -49,6 +50,30 @@ def find_open_batch(graph: ConvertedGraph) -> OpenBatch:
         if (open_batch := _compare(graph, tried, batch, shapes)) is not None:
             return open_batch
     return OpenBatch()
+
+
+def find_sample_axes(graph: ConvertedGraph) -> dict[Node, int]:
+    """Returns the axis of each node that grows with the batch, for nodes of which one axis does."""
+    nodes = list(graph.inputs)
+    batch = int(nodes[0].shape[0]) if nodes and nodes[0].shape else 0
+    shapes = {str(node.name): tuple(int(n) for n in node.shape or ()) for node in nodes}
+    larger = {
+        name: (batch + _MORE[0], *shape[1:]) if shape and shape[0] == batch else shape
+        for name, shape in shapes.items()
+    }
+    try:
+        known, other = (infer_types(graph.module, sizes) for sizes in (shapes, larger))
+    except OpError:
+        return {}
+    axes: dict[Node, int] = {}
+    for node, kind in known.items():
+        more = other.get(node)
+        if kind is None or more is None or len(kind.shape) != len(more.shape):
+            continue
+        grown = [i for i, pair in enumerate(zip(kind.shape, more.shape, strict=True)) if pair[0] != pair[1]]
+        if len(grown) == 1:
+            axes[node] = grown[0]
+    return axes
 
 
 def _compare(

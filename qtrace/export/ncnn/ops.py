@@ -60,35 +60,70 @@ def _binary(w: NcnnWriter, call: OpCall) -> None:
     w.emit("BinaryOp", call, {0: code}, bottoms=names, everywhere=True)
 
 
-# Powers that are written as products; the others are for positive numbers.
-_MOST_FACTORS = 8
+# The largest exponent: a whole one becomes up to two products for each of its binary digits.
+_LARGEST_EXPONENT = 1024
 _SMALLEST = float(np.finfo(np.float32).tiny)
 
 
 def _pow(w: NcnnWriter, call: OpCall) -> None:
-    """Writes a power as products where it has a whole exponent.
+    """Writes a power as products, or with a root, where the base may be 0 or negative.
 
-    ncnn's own is that of a logarithm: infinite for 0 and for negative numbers (1.0.20261020, measured).
+    ncnn's own is that of a logarithm: 2.4e38 for 0 and for negative numbers (1.0.20261020, measured). Its
+    square root is right for both, and with ``root`` for that of x: x ** 1.7 = root * x ** 1.2, and
+    x ** -1.7 = x ** -1.2 / root. A negative power of 0 is NaN, as each division by 0 is in ncnn.
     """
-    if call.attrs.get("side") == "left" and call.attrs["scalar"] > 0:
+    exponent = call.attrs.get("scalar")
+    if exponent is not None and call.attrs["side"] == "left" and exponent > 0:
         _binary(w, call)
         return
-    exponent = call.attrs.get("scalar")
     if exponent is None or call.attrs["side"] == "left":
         raise ExportError(
             "ncnn raises positive numbers alone to computed powers: write it as exp(log(x) * y)"
         )
-    x, base, count = w.name(call.inputs[0]), call.out.name, abs(int(exponent))
-    if exponent != int(exponent) or not 1 <= count <= _MOST_FACTORS:
-        positive = w.layer("BinaryOp", [x], w.fresh(base), {0: _BINARY["maximum"], 1: 1, 2: _SMALLEST})
-        power = {0: _BINARY["pow"], 1: 1, 2: float(exponent)}
-        w.emit("BinaryOp", call, power, bottoms=[positive], everywhere=True)
-        return
-    product = x
-    for _ in range(count - 1):
-        product = w.layer("BinaryOp", [product, x], w.fresh(base), {0: _BINARY["mul"]})
-    last = {0: _REVERSED[_BINARY["div"]], 1: 1, 2: 1.0} if exponent < 0 else {0: _BINARY["mul"], 1: 1, 2: 1.0}
-    w.emit("BinaryOp", call, last, bottoms=[product], everywhere=True)
+    if not abs(exponent) <= _LARGEST_EXPONENT:
+        raise ExportError(
+            f"it raises to {exponent:g}, and powers are written for ncnn with exponents from "
+            f"-{_LARGEST_EXPONENT} to {_LARGEST_EXPONENT}"
+        )
+    x, count = w.name(call.inputs[0]), abs(int(exponent))
+    factor, divides = None, False
+    if exponent != int(exponent):
+        divides = exponent < 0
+        value = w.layer("UnaryOp", [x], w.fresh(call.out.name), {0: _UNARY["sqrt"]})
+        if abs(exponent) != 0.5:
+            factor = _positive_power(w, call, x, float(exponent - np.copysign(0.5, exponent)))
+    elif exponent == 0:
+        value = _positive_power(w, call, x, 0.0)
+    elif exponent == -1:
+        value, divides = x, True
+    else:
+        if exponent < 0:  # before the products, which are infinite for smaller values
+            inverse = {0: _REVERSED[_BINARY["div"]], 1: 1, 2: 1.0}
+            x = w.layer("BinaryOp", [x], w.fresh(call.out.name), inverse)
+        powers = {1: x}
+        value = _product(w, call, powers, max(count // 2, 1))
+        factor = _product(w, call, powers, count - count // 2) if count > 1 else None
+    code = _BINARY["div" if divides else "mul"]
+    if factor is None:
+        w.emit("BinaryOp", call, {0: _REVERSED[code], 1: 1, 2: 1.0}, bottoms=[value], everywhere=True)
+    else:
+        w.emit("BinaryOp", call, {0: code}, bottoms=[factor, value], everywhere=True)
+
+
+def _product(w: NcnnWriter, call: OpCall, powers: dict[int, str], count: int) -> str:
+    """Returns the blob of a power of ``powers[1]``, and adds the products that it is made of."""
+    if count not in powers:
+        halves = [_product(w, call, powers, n) for n in (count // 2, count - count // 2)]
+        powers[count] = w.layer("BinaryOp", halves, w.fresh(call.out.name), {0: _BINARY["mul"]})
+    return powers[count]
+
+
+def _positive_power(w: NcnnWriter, call: OpCall, x: str, exponent: float) -> str:
+    """Returns the blob of a power of ``x``, which stands for the smallest number where it is not positive."""
+    least = {0: _BINARY["maximum"], 1: 1, 2: _SMALLEST}
+    positive = w.layer("BinaryOp", [x], w.fresh(call.out.name), least)
+    power = {0: _BINARY["pow"], 1: 1, 2: exponent}
+    return w.layer("BinaryOp", [positive], w.fresh(call.out.name), power)
 
 
 def _operand(w: NcnnWriter, call: OpCall, operand: Any) -> str:

@@ -17,7 +17,6 @@ from qtrace.export.onnx.types import (
 )
 from qtrace.export.onnx.writer import OnnxWriter
 from qtrace.graph.types import TensorNode
-from qtrace.graph.walk import users
 from qtrace.ops import OpCall
 
 __all__ = ["REDUCTIONS"]
@@ -107,18 +106,16 @@ def _size(w: OnnxWriter, x: TensorNode, axis: int, base: str) -> str:
 
 
 def _kth(w: OnnxWriter, call: OpCall) -> None:
-    """Writes the k-th value, as the last of the first k."""
+    """Writes the k-th value and its position, as the last of the first k."""
     value, position = call.outputs
-    if any(users(position)):
-        raise ExportError(
-            f"{call.out.name}: the position of a k-th value has no ONNX form: take it from F.topk"
-        )
     outputs = [w.fresh(value.name), w.fresh(value.name)]
     options = {"axis": -1, "largest": int(bool(call.attrs["descending"])), "sorted": 1}
     inputs = [w.name(call.inputs[0]), scalar_int64(w, call.attrs["k"])]
     outputs = emit_several(w, "TopK", inputs, outputs, **options)
     last = w.constant("const_axis_-1", np.array(-1, np.int64))
     w.emit("Gather", [outputs[0], last], value, axis=-1)
+    place = w.node("Gather", [outputs[1], last], w.fresh(position.name), axis=-1)
+    w.names[position] = cast(w, place, position.dtype, position.name)
 
 
 def _sort(w: OnnxWriter, call: OpCall) -> None:

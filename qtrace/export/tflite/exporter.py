@@ -13,7 +13,7 @@ import numpy as np
 
 from qtrace import ops
 from qtrace.errors import ExportError
-from qtrace.export.converted.batch import find_open_batch
+from qtrace.export.converted.batch import find_open_batch, find_sample_axes
 from qtrace.export.converted.graph import ConvertedGraph, ConvertedOp
 from qtrace.export.converted.located import located, site_expr
 from qtrace.export.tflite import ops as forms
@@ -49,6 +49,7 @@ class Exporter:
         self.batch = sizes.pop() if len(sizes) == 1 else 0
         self.build = Builder(self.plan, options, self.batch)
         self.build.values.update(self.graph.values)
+        self.build.sample_axes.update(find_sample_axes(self.graph) if self.batch else {})
         self.orders: dict[Node, Order] = {}
 
     def run(self) -> bytes:

@@ -267,7 +267,7 @@ def _linear(b: Builder, op: FusedOp) -> None:
     ):  # the features stand in the order in which the file joins them: the weight follows
         order, places = shuffle
         weight = weight[:, places]
-        free = next((i for i, a in enumerate(order) if (0, 0) in moved.axes[a]), None)
+        free = next((i for i, a in enumerate(order) if moved.batch in moved.axes[a]), None)
         x = layer.use(b.reshaped(source.tensor, file_shape(moved.shape, order), free))
     else:
         last = len(moved.axes) - 1

@@ -25,17 +25,19 @@ class Moved:
         order: the order of the source's axes in the file.
         cuts: for each axis of the source, the sizes of its atoms, from the outermost on.
         axes: for each axis of this tensor, its atoms as (axis of the source, number).
+        batch: the atom that grows with the batch.
     """
 
     order: Order
     cuts: tuple[tuple[int, ...], ...]
     axes: tuple[tuple[tuple[int, int], ...], ...]
+    batch: tuple[int, int] = (0, 0)
 
     @classmethod
-    def of(cls, shape: Sequence[int], order: Order) -> Moved:
-        """Returns the axes of the source itself."""
+    def of(cls, shape: Sequence[int], order: Order, batch: int = 0) -> Moved:
+        """Returns the axes of the source itself, of which ``batch`` grows with the batch."""
         rank = range(len(shape))
-        return cls(order, tuple((int(n),) for n in shape), tuple(((axis, 0),) for axis in rank))
+        return cls(order, tuple((int(n),) for n in shape), tuple(((axis, 0),) for axis in rank), (batch, 0))
 
     def size(self, atom: tuple[int, int]) -> int:
         """Returns the number of places of an atom."""
@@ -43,7 +45,7 @@ class Moved:
 
     def transposed(self, pattern: Sequence[int]) -> Moved:
         """Transposes the axes."""
-        return Moved(self.order, self.cuts, tuple(self.axes[i] for i in pattern))
+        return Moved(self.order, self.cuts, tuple(self.axes[i] for i in pattern), self.batch)
 
     def reshaped(self, shape: Sequence[int]) -> Moved | None:
         """Reshapes; None when no cut of the source's axes gives ``shape``."""
@@ -59,7 +61,7 @@ class Moved:
                 if left % size == 0:
                     queue.pop(0)
                     part, left = size, left // size
-                elif size % left == 0 and atom != (0, 0):  # the batch is never cut
+                elif size % left == 0 and atom != self.batch:  # the batch is never cut
                     queue[0] = (atom, number + 1, size // left)
                     part, left = left, 1
                 else:
@@ -88,7 +90,7 @@ class Moved:
                 new.extend(parts[axis, number])
             cuts.append(tuple(new))
         axes = tuple(tuple((atom[0], first[atom] + number) for atom, number in axis) for axis in new_axes)
-        return Moved(self.order, tuple(cuts), axes)
+        return Moved(self.order, tuple(cuts), axes, self.batch)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -102,7 +104,7 @@ class Moved:
 
     def wide(self, atom: tuple[int, int]) -> bool:
         """Whether an atom has more than one place, or is the batch, whose size may change."""
-        return atom == (0, 0) or self.size(atom) != 1
+        return atom == self.batch or self.size(atom) != 1
 
     def nearest(self) -> Order:
         """Returns the order of this tensor's axes that moves least: by their first atoms in the file."""

@@ -18,11 +18,14 @@ __all__ = ["MOVES", "reshape"]
 def reshape(b: Builder, node: TensorNode, source: OrderedTensor, moved: Moved) -> None:
     """Makes ``node`` the moved values of ``source`` in the node's shape."""
     shape = list(b.shape(node))
-    reshaped = moved.reshaped(shape)
-    if reshaped is None:  # the axes have no common parts with those of the source: the values move first
+    reshaped, batch = moved.reshaped(shape), b.sample_axes.get(node, 0)
+    apart = reshaped is not None and node in b.sample_axes and moved.batch not in reshaped.axes[batch]
+    # The axes have no common parts with those of the source, or of an axis with samples and more only the
+    # samples go on as an axis: the values move first.
+    if reshaped is None or apart:
         natural_order = natural(len(moved.axes))
         tensor = b.materialized(node.name, source, moved, natural_order)
-        b.put(node, b.reshaped(tensor, shape, 0, _name(node, source)), natural(len(shape)))
+        b.put(node, b.reshaped(tensor, shape, batch, _name(node, source)), natural(len(shape)))
         return
     b.move(node, source, reshaped)
 

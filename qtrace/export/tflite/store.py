@@ -69,6 +69,7 @@ class Store:
         shifted: node -> its value for another batch size, for constants that depend on the batch size.
         integers: node -> the integers of a constant and their grid.
         batch: the size of the batch axis.
+        sample_axes: node -> the axis that grows with the batch; another node has the first one, if any.
         layers: the result of a layer with a weight -> its parameters in the file.
         fixed: the node that makes the file work for this batch size alone; "" for none.
     """
@@ -83,6 +84,7 @@ class Store:
         self.integers: dict[Node, tuple[np.ndarray, Grid]] = {}
         self.layers: dict[TensorNode, StoredLayer] = {}
         self.fixed = ""
+        self.sample_axes: dict[Node, int] = {}
         self.moved: dict[Node, tuple[OrderedTensor, Moved]] = {}
         self._materialized: dict[tuple[Node, Order], FileTensor] = {}
         self._arranged: dict[tuple[Node, Order, Order], FileTensor] = {}
@@ -198,7 +200,7 @@ class Store:
         """Returns the tensor with the values of ``node``, and the moves that are not written yet."""
         if node in self.node_tensors or node not in self.moved:
             source = self.get(node)
-            return source, Moved.of(source.shape, source.order)
+            return source, Moved.of(source.shape, source.order, self.sample_axes.get(node, 0))
         return self.moved[node]
 
     def move(self, node: TensorNode, source: OrderedTensor, moved: Moved) -> None:
@@ -222,7 +224,9 @@ class Store:
         tensor, now = source.tensor, moved.file_atoms
         if [a for a in now if moved.wide(a)] != [a for a in atoms if moved.wide(a)]:
             now, atoms = ([a for a in side if moved.wide(a)] for side in (now, atoms))
-            tensor = self.reshaped(tensor, [moved.size(a) for a in now], _batch(now))
+            tensor = self.reshaped(
+                tensor, [moved.size(a) for a in now], now.index(moved.batch) if moved.batch in now else None
+            )
             moves = [now.index(a) for a in atoms]
             shape = [tensor.shape[i] for i in moves]
             if tensor.value is not None:
@@ -231,7 +235,7 @@ class Store:
                 tensor = self.add(
                     "TRANSPOSE", [tensor, moves], f"{name}_moved", shape, kind="TransposeOptions"
                 )
-        free = next((i for i, axis in enumerate(order) if (0, 0) in moved.axes[axis]), None)
+        free = next((i for i, axis in enumerate(order) if moved.batch in moved.axes[axis]), None)
         return self.reshaped(tensor, file_shape(moved.shape, order), free, name)
 
     def reshaped(
@@ -278,10 +282,6 @@ class Store:
     def put(self, node: TensorNode, tensor: FileTensor, order: Order) -> None:
         """Makes ``tensor`` the value of ``node``."""
         self.node_tensors[node] = OrderedTensor(tensor, order)
-
-
-def _batch(atoms: list[tuple[int, int]]) -> int | None:
-    return atoms.index((0, 0)) if (0, 0) in atoms else None
 
 
 def _plain(value: np.ndarray) -> np.ndarray:

@@ -15,6 +15,7 @@ import pytest
 import qtrace
 from qtrace.errors import ExportError
 from qtrace.graph import functions
+from qtrace.runtimes.worker import Ncnn
 from tests.nets import net, randomize
 
 RECIPE = "backend/ncnn"
@@ -201,6 +202,37 @@ def test_a_look_up_reads_integers(case: str, tmp_path: Path) -> None:
     assert report.passed, report.table()
 
 
+PARTS: dict[str, Callable[..., Any]] = {
+    "crop": lambda self, x: self.conv(x[:, :, 1:]),
+    "channels": lambda self, x: self.conv(x[:, 1:4]),
+    "concat": lambda self, x: self.conv(F.concat([x[:, 3:], x[:, :2]], 1)),
+}
+
+
+@pytest.mark.parametrize("case", PARTS)
+def test_parts_of_an_input_whose_channels_are_no_multiple_of_16_bytes(case: str, tmp_path: Path) -> None:
+    channels = 4 if case == "crop" else 3
+    module = randomize(net(PARTS[case], conv=M.Conv2d(channels, 5, 3)), 0)
+    _verified(module, (3, 4, 5, 5), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "exponent", [0, 1, 2, 3, 8, 9, 10, 13, 40, -1, -2, -9, 0.5, 0.3, 1.5, 8.4, -0.5, -0.3, -9.5]
+)
+def test_powers_of_numbers_of_either_sign_and_of_0(exponent: float, tmp_path: Path) -> None:
+    x = np.array([[-2.0, -1.5, -1.0, -0.3, 0.0, 0.4, 1.0, 1.1, 3.0, 40.0, 1e6]], np.float32)
+    traced = qtrace.trace(net(lambda self, x: x**exponent), x, check=False)
+    path = qtrace.export(traced, tmp_path / "m.param")
+    (output,) = (node.name for node in traced.graph.outputs)
+    request = {"param": str(path), "bin": str(path.with_suffix(".bin")), "optimize": False}
+    (values,) = Ncnn(request | {"inputs": ["x"], "outputs": [output]}, []).run([x], {})
+    with np.errstate(all="ignore"):
+        expected = np.power(x, np.float32(exponent))
+    if exponent < 0:
+        expected[x == 0] = np.nan  # as ncnn divides
+    np.testing.assert_allclose(values, expected, rtol=1e-4, atol=1e-30)
+
+
 NO_LOOK_UPS: dict[str, tuple[Callable[..., Any], tuple[int, ...], str]] = {
     "ids that others read": (
         lambda self, t: self.table(t) * F.expand_dims(t, 2),
@@ -284,6 +316,14 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
         "getitem_out: .*no look-up by positions",
     ),
     "a computed power": (lambda y, self: F.exp(y) ** y, "pow_out: .*write it as exp"),
+    "a large exponent": (
+        lambda y, self: F.sigmoid(y) ** 2000,
+        "pow_out: it raises to 2000, .*from -1024 to 1024",
+    ),
+    "an infinite exponent": (
+        lambda y, self: F.sigmoid(y) ** float("inf"),
+        "pow_out: it raises to inf, .*to 1024",
+    ),
     "six axes": (lambda y, self: F.exp(y.reshape(-1, 3, 2, 3, 2, 8)), _AXES),
     "a norm of order 3": (lambda y, self: F.norm(y, ord=3, axis=1), "norm_out: .*norms of order 1 and 2"),
 }

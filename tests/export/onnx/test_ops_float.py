@@ -135,6 +135,8 @@ CASES: dict[str, tuple[M.Module, tuple[int, ...]]] = {
     "topk": _f(lambda x: F.topk(x, 3, descending=True), ROWS),
     "topk_of_fewer": _f(lambda x: F.topk(x, 1000, descending=True), ROWS),
     "topk_smallest": _f(lambda x: F.topk(x, 3, descending=False), ROWS),
+    "topk_kth_of_both": _f(lambda x: F.topk(x, 3, descending=True, kth_only=True), ROWS),
+    "topk_kth_place": _f(lambda x: F.topk(x, 2, kth_only=True)[1] * 2, ROWS),
     "topk_kth": _f(lambda x: F.topk(x, 3, descending=True, kth_only=True)[0], ROWS),
     "sort": _f(lambda x: (F.sort(x), F.argsort(x, descending=True)), ROWS),
     "one_hot": _f(lambda x: F.nn.one_hot(F.argmax(x, 1), 12), ROWS),

@@ -10,6 +10,7 @@ import megengine.functional as F
 import megengine.module as M
 import numpy as np
 import pytest
+from ai_edge_litert.interpreter import Interpreter
 
 import qtrace
 from qtrace.errors import ExportError
@@ -161,3 +162,40 @@ def test_rows_of_a_table_at_other_batches(flat: bool, tmp_path: Path) -> None:
     assert "GATHER" in kinds(path)
     report = qtrace.verify(path, converted, ids)
     assert report.passed, report.table()
+
+
+def _turned(x: Any, *order: int) -> Any:
+    return F.transpose(x, order)
+
+
+AXES_OF_SAMPLES: dict[str, Any] = {
+    "rows": lambda x: _turned(F.relu(_turned(x, 0, 2, 1).reshape(-1, 6)).reshape(-1, 10, 6), 0, 2, 1),
+    "rows in order": lambda x: F.relu(x.reshape(-1, 10)).reshape(-1, 6, 10),
+    "second axis": lambda x: F.relu(_turned(x, 1, 0, 2)).reshape(6, -1, 2, 5).transpose(1, 0, 2, 3) + 1.0,
+    "last axis": lambda x: F.relu(_turned(x, 1, 2, 0)).reshape(3, 20, -1).transpose(2, 0, 1) * 2.0,
+    "largest": lambda x: F.topk(_turned(x, 0, 2, 1).reshape(-1, 6), 3, descending=True)[0].reshape(-1, 10, 3),
+    "heads": lambda x: (
+        F.relu(_turned(x.reshape(-1, 6, 2, 5), 2, 0, 1, 3).reshape(-1, 6, 5))
+        .reshape(2, -1, 6, 5)
+        .transpose(1, 0, 2, 3)
+    ),
+}
+
+
+@pytest.mark.parametrize("traced", [1, 3])
+@pytest.mark.parametrize("case", AXES_OF_SAMPLES)
+def test_samples_stay_apart_on_any_axis_at_other_batches(case: str, traced: int, tmp_path: Path) -> None:
+    function = AXES_OF_SAMPLES[case]
+    module = net(lambda self, x: function(x))
+    x, y = (np.random.default_rng(n).normal(size=(n, 6, 10)).astype(np.float32) for n in (traced, 4))
+    path = qtrace.export(qtrace.trace(module, x, check=False), tmp_path / "m.tflite")
+    interpreter = Interpreter(str(path))
+    (source,), (target,) = interpreter.get_input_details(), interpreter.get_output_details()
+    assert source["shape_signature"][0] == -1
+    interpreter.resize_tensor_input(source["index"], y.shape)
+    interpreter.allocate_tensors()
+    interpreter.set_tensor(source["index"], y)
+    interpreter.invoke()
+    result, expected = interpreter.get_tensor(target["index"]), module(mge.Tensor(y)).numpy()
+    assert result.shape == expected.shape
+    np.testing.assert_allclose(result, expected, rtol=1e-5)

@@ -19,7 +19,7 @@ from qtrace.data.values import find_labels
 from qtrace.errors import CalibrationError, DataError, GraphError
 from qtrace.graph.files.serialize import load
 from qtrace.graph.interface import read_inputs, read_interface
-from qtrace.graph.opaque import opaque_calls
+from qtrace.graph.opaque import cure_for_kept, opaque_calls
 from qtrace.graph.signature import argument_names
 from qtrace.graph.tracing.trace import trace
 from qtrace.graph.types import TracedModule
@@ -49,7 +49,8 @@ def read_network(
         keeps_nodes: whether the file that is to be written has nodes as an ONNX file has them.
 
     Raises:
-        GraphError: when ``source`` is none of these, or a network that is quantized already.
+        GraphError: when ``source`` is none of these, a network that is quantized already, or one with nodes
+            that such a file cannot have for their open axes.
     """
     if isinstance(source, (str, os.PathLike)):
         traced = _read_file(Path(source), data, shapes, allow, keeps_nodes)
@@ -69,7 +70,20 @@ def read_network(
             "the network is quantized already: give the float network, or use qtrace.calibrate, convert and "
             "export for a prepared one."
         )
+    if not keeps_nodes:
+        _refuse_kept(traced)
     return traced
+
+
+def _refuse_kept(traced: TracedModule) -> None:
+    """Refuses nodes that a file of another format would have if the axes were fixed, before any work.
+
+    Raises:
+        GraphError: naming the first one.
+    """
+    for expr in opaque_calls(traced):
+        if cure := cure_for_kept(expr):
+            raise GraphError(f"{expr.outputs[0].name} has a form in ONNX files alone: {cure}.")
 
 
 def own_file(source: Any) -> Path | None:

@@ -142,12 +142,9 @@ class Importer:
         first = next((name for name in node.outputs if name), "")
         self.builder.release_names(added)
         try:
-            if (
-                self._keepable is None
-                or (node.domain, node.op) in KEPT_WHERE_OPEN
-                or first in self._keepable()
-            ):
-                results = self.opaque.add(node, values, scope, self.opsets)
+            always = self._keepable is None or first in self._keepable()
+            if always or (node.domain, node.op) in KEPT_WHERE_OPEN:
+                results = self.opaque.add(node, values, scope, self.opsets, for_open_axes=not always)
                 self.kept.add(first)
                 return results
         except (Refusal, GraphError) as refusal:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,11 @@ import pytest
 from onnx import helper, numpy_helper
 
 import qtrace
+from qtrace.errors import ExportError, GraphError, QtraceError
+from qtrace.graph.opaque import opaque_calls, say_stopped_gradients
 from qtrace.graph.open_axes import read_open_axes
+from qtrace.graph.types import TracedModule
+from qtrace.graph.walk import owner
 from qtrace.onnxfile.local_session import SessionSettings
 from qtrace.onnxfile.sessions import open_session
 
@@ -73,3 +78,63 @@ def test_a_resize_that_is_unlike_at_other_sizes_is_kept(
         files = (open_session(Path(name), SessionSettings(optimize=False)) for name in (path, written))
         expected, got = (file.run(None, {"x": x})[0] for file in files)
         np.testing.assert_allclose(got, expected, rtol=0, atol=1e-4)
+
+
+CURE = r"kept as in the file for its open axes alone, so import the file with fixed=True \(--fixed\)"
+
+
+def _imported(folder: Path, **options: Any) -> TracedModule:
+    path = _resized_file(folder / "net.onnx", "half", **options)
+    return qtrace.from_onnx(path, {"x": (1, 3, 16, 20)})
+
+
+@pytest.mark.parametrize("name", ["net.tflite", "net.param", "net.prototxt"])
+def test_formats_of_fixed_sizes_say_how_a_kept_resize_has_a_form(name: str, tmp_path: Path) -> None:
+    traced = _imported(tmp_path, mode="nearest")
+    qtrace.save(traced, tmp_path / "net.mge")
+    for net in (traced, qtrace.load(tmp_path / "net.mge")):
+        with pytest.raises(ExportError, match=f"{CURE}"):
+            qtrace.export(net, tmp_path / name)
+    fixed = qtrace.from_onnx(tmp_path / "net.onnx", {"x": (1, 3, 16, 20)}, fixed=True)
+    if name != "net.prototxt":  # Caffe has whole factors alone
+        qtrace.export(fixed, tmp_path / name)
+
+
+@pytest.mark.parametrize("source", ["graph", "file"])
+@pytest.mark.parametrize("name", ["out.tflite", "out.param", "out.mge"])
+def test_a_kept_resize_is_refused_before_the_calibration(
+    name: str, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net: Any = _imported(tmp_path, mode="nearest")
+    if source == "file":
+        qtrace.save(net, tmp_path / "net.mge")
+        net = tmp_path / "net.mge"
+    monkeypatch.setattr("qtrace.quantizing.quantize.calibrate", None)
+    data = np.random.default_rng(0).standard_normal((8, 3, 16, 20)).astype(np.float32)
+    with pytest.raises(GraphError, match=f"u has a form in ONNX files alone: it is {CURE}"):
+        qtrace.quantize(net, data, tmp_path / name, progress=False)
+
+
+def test_a_resize_without_a_form_at_fixed_sizes_has_no_such_cure(tmp_path: Path) -> None:
+    traced = _imported(tmp_path, mode="linear", antialias=1)
+    with pytest.raises(ExportError, match="has no ncnn form: end the graph before it"):
+        qtrace.export(traced, tmp_path / "net.param")
+    assert "fixed=True" not in say_stopped_gradients(traced)
+
+
+def test_the_warning_of_training_says_how_gradients_pass(tmp_path: Path) -> None:
+    traced = _imported(tmp_path, mode="nearest")
+    assert re.search(f"no gradient passes u, .* alone; it is {CURE}", say_stopped_gradients(traced))
+    assert not say_stopped_gradients(
+        qtrace.from_onnx(tmp_path / "net.onnx", {"x": (1, 3, 16, 20)}, fixed=True)
+    )
+
+
+def test_a_file_whose_kept_node_has_no_truth_value_is_refused(tmp_path: Path) -> None:
+    traced = _imported(tmp_path, mode="nearest")
+    (expr,) = opaque_calls(traced)
+    op: Any = owner(expr)
+    op.for_open_axes = "yes"
+    qtrace.save(traced, tmp_path / "net.mge")
+    with pytest.raises(QtraceError, match="for_open_axes that is no truth value"):
+        qtrace.load(tmp_path / "net.mge")

@@ -237,7 +237,10 @@ def opaque_calls(traced: TracedModule) -> list[Expr]:
     return [expr for expr in exprs(traced) if isinstance(owner(expr), OpaqueOp)]
 
 
-_CURE = "it is kept as in the file for its open axes alone, so import the file with fixed=True (--fixed)"
+_CURE = (
+    "it is kept as in the file for its open axes alone, so import the file with fixed=True (--fixed), or a "
+    "module of torch without dynamic axes"
+)
 
 
 def cure_for_kept(expr: Expr | None) -> str:

@@ -31,6 +31,7 @@ from qtrace.onnxfile.selecting import Replayed, SelectingFragment, selecting_nod
 __all__ = [
     "OpaqueOp",
     "carried_dtype",
+    "cure_for_kept",
     "divides_by_inputs",
     "opaque_calls",
     "say_stopped_gradients",
@@ -56,14 +57,19 @@ class OpaqueOp(Module):
 
     Args:
         model: a serialized ONNX model with these nodes and their constants, functions and opset imports.
+        for_open_axes: whether MegEngine has a form of these nodes for fixed sizes.
 
     Attributes:
         model: that model.
+        for_open_axes: see above.
     """
 
-    def __init__(self, model: bytes) -> None:
+    for_open_axes = False  # of files that were saved without it
+
+    def __init__(self, model: bytes, for_open_axes: bool = False) -> None:
         super().__init__()
         self.model = model
+        self.for_open_axes = for_open_axes
 
     @property
     def fragment(self) -> Fragment:
@@ -117,13 +123,14 @@ class OpaqueOp(Module):
                 results of one call for all.
         """
         if is_tracing() and not is_tracing_module():
+            cure = f"run the module without jit.trace{f'; {_CURE}' if self.for_open_axes else ''}"
             raise GraphError(
-                f"{self.operators} is run by onnxruntime, which jit.trace cannot capture: run the module "
-                "without jit.trace."
+                f"{self.operators} is run by onnxruntime, which jit.trace cannot capture: {cure}."
             )
         if get_grad_key(inputs) is not None and self.say_once():
             name = getattr(self, "_name", None) or self.operators
-            warnings.warn(_stopped_sentence(str(name)), QtraceWarning, stacklevel=_level_of_caller())
+            sentence = _stopped_sentence(str(name), _CURE if self.for_open_axes else "")
+            warnings.warn(sentence, QtraceWarning, stacklevel=_level_of_caller())
         with self._located():
             results = self.fragment.run(self._arrays(inputs))
         tensors = self._tensors(results)
@@ -230,6 +237,22 @@ def opaque_calls(traced: TracedModule) -> list[Expr]:
     return [expr for expr in exprs(traced) if isinstance(owner(expr), OpaqueOp)]
 
 
+_CURE = (
+    "it is kept as in the file for its open axes alone, so import the file with fixed=True (--fixed), or a "
+    "module of torch without dynamic axes"
+)
+
+
+def cure_for_kept(expr: Expr | None) -> str:
+    """Returns, as a clause, that the node of a call is kept for open axes, and how to get its form instead.
+
+    Returns:
+        The clause; "" for other exprs, and for nodes that MegEngine lacks at fixed sizes, too.
+    """
+    op = None if expr is None else owner(expr)
+    return _CURE if isinstance(op, OpaqueOp) and op.for_open_axes else ""
+
+
 def divides_by_inputs(traced: TracedModule) -> bool:
     """Returns whether an opaque node divides by integers of the graph, of which it refuses 0."""
     ops = (owner(expr) for expr in exprs(traced))
@@ -249,14 +272,16 @@ def say_stopped_gradients(traced: TracedModule) -> str:
         if isinstance(op, OpaqueOp):
             op.say_once()
     more = f" and {len(stopped) - 1} more" if len(stopped) > 1 else ""
-    return _stopped_sentence(f"{stopped[0].outputs[0].name}{more}")
+    cure = next(filter(None, map(cure_for_kept, stopped)), "")
+    return _stopped_sentence(f"{stopped[0].outputs[0].name}{more}", cure)
 
 
-def _stopped_sentence(names: str) -> str:
-    return (
+def _stopped_sentence(names: str, cure: str) -> str:
+    sentence = (
         f"no gradient passes {names}, kept as in the imported file: the parameters before it learn from "
-        "other paths alone."
+        "other paths alone"
     )
+    return f"{sentence}; {cure}." if cure else f"{sentence}."
 
 
 def _level_of_caller() -> int:

@@ -77,9 +77,12 @@ class EvaluationData:
         first = next(iter(calibration))
         if holds_infinite_data(as_arguments(first, model)):
             return
+        known = set()
         for number, batch in self._numbered(model):
             arguments = as_arguments(batch, model, number)
-            if self.other_data and number == self.first:
+            shapes = tuple(v.shape for v in (batch.values() if isinstance(batch, dict) else batch))
+            if self.other_data and shapes not in known:
+                known.add(shapes)
                 check_run(model, arguments, number)
             if holds_infinite_data(arguments):
                 raise CalibrationError(

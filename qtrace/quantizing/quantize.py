@@ -17,10 +17,12 @@ from qtrace.data import Batch, DataSource
 from qtrace.data.base import batch_length
 from qtrace.data.fingerprints import SampleRecord
 from qtrace.data.values import without_labels
+from qtrace.data.whole import describe_left_out, filled_batches, whole_batches
 from qtrace.display import Displayed
 from qtrace.errors import CalibrationError, ConfigError, ExportError
 from qtrace.export import export
 from qtrace.graph.types import TracedModule
+from qtrace.importing.onnx import declared_axes
 from qtrace.inspection.explanation import Explanation, explain
 from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.passes.convert import convert
@@ -40,7 +42,7 @@ from qtrace.quantizing.evaluation import (
 from qtrace.quantizing.judging import Acceptance, Judgement, conclude, copy_float
 from qtrace.quantizing.measuring import TimingPlan, prepare_measured
 from qtrace.quantizing.reporting import LogReporter, Reporter
-from qtrace.quantizing.sources import fixed_batch, labels_of, own_file, read_network
+from qtrace.quantizing.sources import fixed_batch, labels_of, only_batch, own_file, read_network
 from qtrace.quantizing.stage import DataReading, note_pixels, open_source
 from qtrace.quantizing.stages import StageTimes
 from qtrace.quantizing.targets import choose_config, format_of
@@ -52,6 +54,7 @@ from qtrace.sensitivity.mixed import mixed_precision
 from qtrace.sensitivity.searching import Goal
 from qtrace.storage.outputs import argument, output_file
 from qtrace.verification.report import VerifyReport
+from qtrace.verification.runtimes.litert import find_fixed_batch
 from qtrace.verification.verify import verify as verify_file
 
 __all__ = ["Quantized", "quantize"]
@@ -283,9 +286,11 @@ def quantize(
             size = fixed_batch(traced, next(iter(opened.calibration)))
             if size is not None:
                 reading = replace(reading, batch_size=size)
-                opened = replace(
-                    _open(source, data, evaluation, reading, config, reporter, spell), times=stages
-                )
+            else:
+                size = only_batch(traced, opened.calibration, opened.evaluation.source)
+            if size is not None:
+                opened = _open(source, data, evaluation, reading, config, reporter, spell, size)
+                opened = replace(opened, times=stages)
                 shown = "one sample" if size == 1 else f"{size} samples"
                 reporter.note(f"a batch has {shown}, as the network takes no others")
             opened = opened.with_samples_held_back(traced)
@@ -354,8 +359,13 @@ def _open(
     config: QConfig,
     reporter: Reporter,
     spell: Callable[[str], str],
+    size: int | None = None,
 ) -> _Data:
-    """Opens the data without labels, and holds batches back for the verdict."""
+    """Opens the data without labels, and holds batches back for the verdict.
+
+    With a ``size`` the batches that have another number of samples are left out. Batches of the user's own of
+    which already the first one has another one stay, to be refused as they are.
+    """
     opened = open_source(data, reporter, config, reading)
     labels = labels_of(source, next(iter(opened)))
     note_pixels(opened, config.preprocess, reporter)
@@ -367,14 +377,29 @@ def _open(
         return open_source(values, LogReporter(), config, reading.whole)
 
     calibration = without_labels(opened, labels)
+    if size is not None and not calibration.cut and batch_length(next(iter(calibration))) != size:
+        size = None
+    calibration = _in_whole_batches(calibration, size, reporter)
     other = None
     if evaluation is not None:  # it may have labels where the data have none
         other = reopen(evaluation)
         first = next(iter(other), None)
         other = without_labels(other, () if first is None else labels_of(source, first))
-    chosen = choose_evaluation(calibration, lambda: without_labels(reopen(data), labels), other, spell)
+        other = _in_whole_batches(other, size, reporter)
+
+    def whole() -> DataSource:
+        return whole_batches(without_labels(reopen(data), labels), size)
+
+    chosen = choose_evaluation(calibration, whole, other, spell)
     calibration.max_batches = chosen.max_batches
     return _Data(calibration, chosen, reading.batch_size, StageTimes())
+
+
+def _in_whole_batches(source: DataSource, size: int | None, reporter: Reporter) -> DataSource:
+    """Leaves out the batches that have other than ``size`` samples, with a note; none if it is None."""
+    if words := describe_left_out(source, size):
+        reporter.note(f"{source.source}: {words}")
+    return whole_batches(source, size)
 
 
 def _calibrate(
@@ -493,6 +518,17 @@ def _count_values(batch: Batch) -> int:
     return sum(array.size for array in (batch.values() if isinstance(batch, dict) else batch))
 
 
+def _batch_of_file(path: Path) -> int | None:
+    """Returns the batch that a file takes alone; None if it takes any, or its format runs single samples."""
+    if path.suffix.lower() == ".tflite":
+        return find_fixed_batch(path)
+    if path.suffix.lower() != ".onnx":
+        return None
+    firsts = {sizes[0] for sizes in declared_axes(path).values() if sizes}
+    size = firsts.pop() if len(firsts) == 1 else None
+    return size if isinstance(size, int) else None
+
+
 def _verify(
     partial: Path,
     path: Path,
@@ -508,6 +544,8 @@ def _verify(
     """
     with data.times.measure("verify"):
         batches = _verified_batches(data, prepared)
+        if (size := _batch_of_file(partial)) is not None:
+            batches = [part for batch in batches for part in filled_batches(batch, size)]
         report = verify_file(partial, converted, batches, runtime_host=host)
     if not report.passed:
         raise ExportError(

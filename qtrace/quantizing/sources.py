@@ -13,21 +13,22 @@ import numpy as np
 from megengine.module import Module
 
 from qtrace.data import Batch, DataSource
-from qtrace.data.base import batch_length
-from qtrace.data.batches import as_arguments, can_run
+from qtrace.data.base import SizedSource, batch_length
+from qtrace.data.batches import as_arguments, can_run, first_samples
 from qtrace.data.values import find_labels
 from qtrace.errors import CalibrationError, DataError, GraphError
 from qtrace.graph.files.serialize import load
 from qtrace.graph.interface import read_inputs, read_interface
-from qtrace.graph.opaque import opaque_calls
+from qtrace.graph.opaque import cure_for_kept, opaque_calls
 from qtrace.graph.signature import argument_names
 from qtrace.graph.tracing.trace import trace
 from qtrace.graph.types import TracedModule
 from qtrace.importing.onnx import declared_axes, declared_inputs, from_onnx, open_inputs
 from qtrace.importing.torch import from_torch, is_torch_module
 from qtrace.preparation.record import is_quantized
+from qtrace.preparation.samples import cut_call
 
-__all__ = ["fixed_batch", "labels_of", "open_shapes", "own_file", "read_network"]
+__all__ = ["fixed_batch", "labels_of", "only_batch", "open_shapes", "own_file", "read_network"]
 
 _LOG = logging.getLogger("qtrace")
 
@@ -48,7 +49,8 @@ def read_network(
         keeps_nodes: whether the file that is to be written has nodes as an ONNX file has them.
 
     Raises:
-        GraphError: when ``source`` is none of these, or a network that is quantized already.
+        GraphError: when ``source`` is none of these, a network that is quantized already, or one with nodes
+            that such a file cannot have for their open axes.
     """
     if isinstance(source, (str, os.PathLike)):
         traced = _read_file(Path(source), data, shapes, allow, keeps_nodes)
@@ -68,7 +70,20 @@ def read_network(
             "the network is quantized already: give the float network, or use qtrace.calibrate, convert and "
             "export for a prepared one."
         )
+    if not keeps_nodes:
+        _refuse_kept(traced)
     return traced
+
+
+def _refuse_kept(traced: TracedModule) -> None:
+    """Refuses nodes that a file of another format would have if the axes were fixed, before any work.
+
+    Raises:
+        GraphError: naming the first one.
+    """
+    for expr in opaque_calls(traced):
+        if cure := cure_for_kept(expr):
+            raise GraphError(f"{expr.outputs[0].name} has a form in ONNX files alone: {cure}.")
 
 
 def own_file(source: Any) -> Path | None:
@@ -87,18 +102,62 @@ def fixed_batch(traced: TracedModule, batch: Batch) -> int | None:
         traced: the network.
         batch: a batch of the data.
     """
-    interface = read_interface(traced)
-    shapes = {} if interface is None else {info.name: info.sizes for info in interface.inputs}
-    fixed = {sizes[0] for sizes in shapes.values() if sizes}
-    if len(fixed) != 1 or (size := fixed.pop()) is None:
+    size = _declared_batch(traced)
+    if size is None:
         return None
-    arrays = [_array(batch, index, name) for index, name in enumerate(shapes)]
+    arrays = [_array(batch, index, name) for index, name in enumerate(_declared_sizes(traced))]
     if all(array is not None and array.ndim and len(array) == size for array in arrays):
         return None
     try:
         return None if can_run(traced, as_arguments(batch, traced), samples=batch_length(batch)) else size
     except CalibrationError:  # the batch is no input of the network at all, which is said where it is read
         return None
+
+
+def only_batch(traced: TracedModule, *sources: DataSource) -> int | None:
+    """Returns the length of the first batch if the network takes no shorter one that the data may end with.
+
+    Args:
+        traced: the network.
+        *sources: the data of the calibration, and others that are read in such batches.
+    """
+    batch = next(iter(sources[0]))
+    size = batch_length(batch)
+    try:
+        arguments = as_arguments(batch, traced)
+    except CalibrationError:  # said where the data are read
+        return None
+    for rest in {_length_of_rest(source) for source in sources}:
+        few = first_samples(arguments, rest)
+        if few is None:
+            continue
+        if _declared_batch(traced) == size:  # it may look at its first sample alone
+            takes = can_run(traced, few, samples=rest)
+        else:
+            takes = cut_call(arguments, rest, traced) is not None
+        if not takes:
+            return size
+    return None
+
+
+def _length_of_rest(source: DataSource) -> int:
+    """Returns the number of samples of the last batch; 1 for a source of which it takes long to know."""
+    if not source.cut or not isinstance(source, SizedSource):
+        return 1
+    last = len(source) - 1
+    return max((batch_length(batch) for _, batch in source.numbered(lambda n: n == last)), default=1)
+
+
+def _declared_sizes(traced: TracedModule) -> dict[str, tuple[int | None, ...] | None]:
+    """Returns input -> its sizes in the ONNX file, None for an open one; {} for a network of no such file."""
+    interface = read_interface(traced)
+    return {} if interface is None else {info.name: info.sizes for info in interface.inputs}
+
+
+def _declared_batch(traced: TracedModule) -> int | None:
+    """Returns the batch that an ONNX file fixes; None if it leaves it open, or its inputs differ."""
+    fixed = {sizes[0] for sizes in _declared_sizes(traced).values() if sizes}
+    return fixed.pop() if len(fixed) == 1 else None
 
 
 def _read_file(

@@ -15,6 +15,7 @@ from qtrace.config import Preprocess, QConfig
 from qtrace.config.recipe import config_or_default
 from qtrace.data import Batch, DataSource, open_data
 from qtrace.data.fingerprints import SampleRecord
+from qtrace.data.whole import whole_batches
 from qtrace.display import Displayed
 from qtrace.errors import CalibrationError, QtraceError
 from qtrace.graph.types import TracedModule
@@ -33,6 +34,7 @@ from qtrace.quantizing.folder import CURE, FILES, VERDICT, write_folder
 from qtrace.quantizing.judging import Acceptance, Judgement, conclude, copy_float
 from qtrace.quantizing.measuring import TimingPlan, prepare_measured
 from qtrace.quantizing.reporting import LogReporter, Reporter
+from qtrace.quantizing.sources import only_batch
 from qtrace.quantizing.times import Times
 from qtrace.storage.outputs import argument, resumable_folder
 
@@ -163,6 +165,14 @@ def calibrate_to_folder(
     with work as (folder, checkpoints):
         traced = model(source) if callable(model) and not isinstance(model, TracedModule) else model
         elsewhere = settings.workers > 1 or settings.ray is not None
+        if not elsewhere and (size := only_batch(traced, source, chosen.source)) is not None:
+            reporter.note(
+                f"batches of other than {size} samples are left out, as the network takes no others"
+            )
+            source.max_batches = reading.max_batches
+            source = whole_batches(source, size)
+            chosen = _choose(source, data, evaluation, reporter, qconfig, reading, spell, size)
+            source.max_batches = chosen.max_batches
         if chosen.seen and not elsewhere and (parts := hold_back_samples(source, traced)) is not None:
             source, chosen = parts
         if not chosen.seen:
@@ -230,15 +240,19 @@ def _choose(
     qconfig: QConfig,
     reading: DataReading,
     spell: Callable[[str], str],
+    size: int | None = None,
 ) -> EvaluationData:
-    """Chooses the samples of the verdict."""
+    """Chooses the samples of the verdict, in batches of ``size`` samples alone if it is given."""
 
     def reopen() -> DataSource:
-        return open_data(
+        whole = open_data(
             data, preprocess=qconfig.preprocess, batch_size=reading.batch_size, skip_bad=reading.skip_bad
         )
+        return whole_batches(whole, size)
 
-    other = None if evaluation is None else open_source(evaluation, reporter, qconfig, reading.whole)
+    other = None
+    if evaluation is not None:
+        other = whole_batches(open_source(evaluation, reporter, qconfig, reading.whole), size)
     return choose_evaluation(source, reopen, other, spell)
 
 

@@ -83,6 +83,7 @@ class Fakes:
             "copy_float": lambda prepared: None,
             "conclude": lambda *args, **options: Judgement(),
             "hold_back_samples": lambda *args: None,
+            "only_batch": lambda *args: None,
         }
         for name, stand_in in stage.items():
             monkeypatch.setattr(f"qtrace.quantizing.stage.{name}", stand_in)

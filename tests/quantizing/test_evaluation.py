@@ -199,3 +199,22 @@ def test_labels_of_the_evaluation_alone_are_left_out(tmp_path: Path) -> None:
         _one_call(DATA[:40], tmp_path, pairs).line()
         == _one_call(DATA[:40], tmp_path, [x for x, _ in pairs]).line()
     )
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_every_shape_of_other_data_is_tried_before_the_calibration(
+    folder: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second batch failed behind the calibration."""
+
+    def forward(self: Any, x: Any) -> Any:
+        return self.b(F.flatten(self.a(x), 1))
+
+    traced = qtrace.trace(net(forward, a=M.Conv2d(3, 4, 3), b=M.Linear(144, 2)), DATA[:8])
+    monkeypatch.setattr("qtrace.quantizing.quantize.calibrate", None)
+    monkeypatch.setattr("qtrace.quantizing.stage._collect", None)
+    call: Any = qtrace.calibrate_to_folder if folder else qtrace.quantize
+    out = tmp_path / ("out" if folder else "out.onnx")
+    other = [DATA[:4], images(4, 3, 10, 10)]
+    with pytest.raises(CalibrationError, match=r"batch 1 gives .* \(4, 3, 10, 10\)"):
+        call(traced, DATA[:32], out, evaluation=other, measure=False, progress=False)

@@ -5,14 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import megengine.functional as F
+import megengine.module as M
 import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+from megengine import Tensor
 from onnx import helper, numpy_helper
 
 import qtrace
-from qtrace.errors import CalibrationError, ExportError
+from qtrace.errors import CalibrationError, DataError, ExportError
 from tests.nets import images
 
 DATA = images(32, 3, 8, 8)
@@ -167,3 +170,95 @@ def test_only_an_onnx_file_keeps_an_open_resize(
         out = tmp_path / f"out{suffix}"
         qtrace.quantize(tmp_path / "net.onnx", DATA, out, verify=False, measure=False, progress=False)
     assert ("such as y have forms for open sizes in ONNX files alone" in caplog.text) == (suffix != ".onnx")
+
+
+@pytest.mark.parametrize("count", [6, 10, 18])
+def test_the_rest_of_the_data_is_left_out(
+    tmp_path: Path, count: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The last batch of two ended a run behind its calibration."""
+    source = _write(tmp_path, 4, reshape=True)
+    with caplog.at_level("INFO", "qtrace"):
+        result = qtrace.quantize(
+            source,
+            DATA[:count],
+            tmp_path / "out.onnx",
+            recipe=EVERYTHING,
+            evaluation=DATA[8:14],
+            progress=False,
+        )
+    assert result.verify is not None
+    assert result.verify.passed
+    assert "on 4 samples of evaluation" in "\n".join(result.summary())
+    assert caplog.text.count("the last 2 samples are left out") == 2
+
+
+@pytest.mark.parametrize("suffix", [".onnx", ".mge"])
+def test_a_shorter_batch_of_the_users_own_is_left_out(tmp_path: Path, suffix: str) -> None:
+    source: Any = _write(tmp_path, 4, reshape=True)
+    if suffix == ".mge":
+        traced, source = qtrace.from_onnx(source), tmp_path / "net.mge"
+        qtrace.save(traced, source)
+    batches = [DATA[:4], DATA[4:8], DATA[8:12], DATA[12:16], DATA[16:18]]
+    result = qtrace.quantize(source, batches, tmp_path / "out.onnx", recipe=EVERYTHING, progress=False)
+    assert result.verify is not None
+    assert result.verify.passed
+    assert "on 4 samples that were held back" in "\n".join(result.summary())
+
+
+def test_too_few_samples_for_a_batch_are_refused_at_once(tmp_path: Path) -> None:
+    source = _write(tmp_path, 4, reshape=True)
+    out = tmp_path / "out.onnx"
+    with pytest.raises(DataError, match="no batch of 4 samples, but of 3"):
+        qtrace.quantize(source, DATA, out, recipe=EVERYTHING, evaluation=DATA[:3], progress=False)
+
+
+@pytest.mark.parametrize(("batch", "count"), [(8, 16), (4, 18), (4, 22)])
+@pytest.mark.parametrize("reads_first", [False, True])
+def test_a_file_that_fixes_what_its_graph_leaves_open_is_verified_on_filled_batches(
+    tmp_path: Path, batch: int, count: int, reads_first: bool
+) -> None:
+    """The graph runs on the few samples that are held back; the file was refused for its batch."""
+    if reads_first:
+        source = _write_detector(tmp_path, batch, [8, 8])
+    else:
+        source = _write(tmp_path, batch, reshape=False)
+    result = qtrace.quantize(
+        source, DATA[:count], tmp_path / "out.onnx", recipe=EVERYTHING, measure=False, progress=False
+    )
+    assert result.verify is not None
+    assert result.verify.passed
+
+
+class _FixedBatch(M.Module):
+    """Has the batch of its data in a reshape, as a traced ``int(x.shape[0])`` would."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = M.Conv2d(3, 8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.conv(x)).reshape(8, -1)
+
+
+def test_a_folder_leaves_the_rest_out(tmp_path: Path) -> None:
+    net = _FixedBatch()
+    net.eval()
+    traced = qtrace.trace(net, DATA[:8])
+    folder = qtrace.calibrate_to_folder(
+        traced, DATA[:20], tmp_path / "out", recipe=EVERYTHING, measure=False, progress=False
+    )
+    assert len(list(folder.source)) == 2
+
+
+@pytest.mark.parametrize("other", [None, 4])
+def test_a_tflite_file_of_one_batch_is_verified_on_filled_batches(tmp_path: Path, other: int | None) -> None:
+    """Its transposed convolution fixes the batch; a quarter of 16 samples is less than one of 8."""
+    net = M.Sequential(M.Conv2d(3, 4, 3, padding=1), M.ReLU(), M.ConvTranspose2d(4, 4, 2, stride=2))
+    net.eval()
+    evaluation = None if other is None else images(other, 3, 8, 8, seed=2)
+    result = qtrace.quantize(
+        net, DATA[:16], tmp_path / "out.tflite", evaluation=evaluation, measure=False, progress=False
+    )
+    assert result.verify is not None
+    assert result.verify.passed

@@ -23,6 +23,7 @@ from qtrace.export.parameters.base import beside, parameter_file
 from qtrace.export.parameters.sites import Names, ParameterLayer, site_table
 from qtrace.graph.dataflow import needed_nodes
 from qtrace.graph.names import unused_name
+from qtrace.graph.opaque import cure_for_kept
 from qtrace.graph.types import TensorNode
 from qtrace.graph.walk import is_float_tensor, op_label
 from qtrace.storage.ownership import WRITTEN
@@ -135,11 +136,8 @@ class CaffeExporter:
         if not any(is_float_tensor(n) for n in expr.outputs):
             return  # shapes: layers have those of the trace
         if call is None or call.kind not in EMITTERS:
-            raise refusal(
-                f"{name}: {label} has no Caffe form: end the graph before it, or write it with ops that "
-                "have one",
-                expr,
-            )
+            cure = cure_for_kept(expr) or "end the graph before it, or write it with ops that have one"
+            raise refusal(f"{name}: {label} has no Caffe form: {cure}", expr)
         try:
             EMITTERS[call.kind](self.writer, call)
         except ExportError as error:

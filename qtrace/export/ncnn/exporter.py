@@ -28,6 +28,7 @@ from qtrace.export.ncnn.samples import fold, one_sample
 from qtrace.export.ncnn.writer import NcnnLayer, NcnnWriter, Rounded, Weight
 from qtrace.graph.dataflow import needed_nodes
 from qtrace.graph.names import unused_name
+from qtrace.graph.opaque import cure_for_kept
 from qtrace.graph.open_axes import read_open_axes
 from qtrace.graph.open_shapes import types_at_other_sizes
 from qtrace.graph.walk import is_float_tensor
@@ -147,9 +148,8 @@ class NcnnExporter:
     def _emit_op(self, op: ConvertedOp) -> None:
         w, call = self.writer, op.call
         if call is None or call.kind not in EMITTERS:
-            raise ExportError(
-                "it has no ncnn form: end the graph before it, or write it with ops that have one"
-            )
+            cure = cure_for_kept(op.expr) or "end the graph before it, or write it with ops that have one"
+            raise ExportError(f"it has no ncnn form: {cure}")
         w.moving = op.expr.outputs[0].name in self.graph.carried
         EMITTERS[call.kind](w, call)
         w.moving = False

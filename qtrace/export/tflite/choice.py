@@ -9,6 +9,7 @@ from qtrace.export.tflite import ops as forms
 from qtrace.export.tflite.build import Builder, OpInFloat, allowing
 from qtrace.export.tflite.plan import FusedOp
 from qtrace.export.tflite.writer import Grid
+from qtrace.graph.opaque import cure_for_kept
 from qtrace.ops import OpCall, Role
 
 __all__ = ["emit_op"]
@@ -95,9 +96,9 @@ def _float(b: Builder, op: FusedOp, unable: str) -> None:
     """
     call = op.call
     if call.kind not in forms.FLOAT:
-        raise ExportError(
-            f"it has no TFLite form yet: end the graph before {call.out.name}, or write it with others"
-        )
+        cure = cure_for_kept(call.out.expr)
+        cure = cure or f"end the graph before {call.out.name}, or write it with others"
+        raise ExportError(f"it has no TFLite form yet: {cure}")
     allowed = _in_float(b, call.kind)
     # A sum whose result stays float in the graph is computed in float. A layer is refused,
     # because its weights would be floats too.

@@ -307,6 +307,8 @@ def _check_opaque(module: OpaqueOp, owner: str) -> None:
     model = vars(module).get("model")
     if type(model) is not bytes:
         raise RefusedError(f"{owner} has no bytes as its model")
+    if type(module.for_open_axes) is not bool:
+        raise RefusedError(f"{owner} has a for_open_axes that is no truth value")
     if wrong := check_fragment(model):
         raise RefusedError(f"{owner} has a model that {wrong}")
 

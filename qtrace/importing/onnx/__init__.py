@@ -240,15 +240,20 @@ class _Building:
     paths: Mapping[str, str]
     closed: Sequence[InputShape]
 
-    def build(self, inputs: Sequence[InputShape]) -> TracedModule:
+    def build(self, inputs: Sequence[InputShape], unlike: frozenset[str] = frozenset()) -> TracedModule:
         """Returns the graph.
 
         An open axis is fixed rather than that a node is kept as in the file for it, unless the node resizes.
 
+        Args:
+            inputs: the inputs.
+            unlike: see `Importer`.
+
         Raises:
             UnsupportedNodesError: when nodes can neither be written in MegEngine nor be kept.
         """
-        importer, results = self._walk(inputs, self._kept_if_fixed if open_sizes(inputs) else None)
+        keepable = self._kept_if_fixed if open_sizes(inputs) else None
+        importer, results = self._walk(inputs, keepable, unlike)
         outputs = [_output(importer, n, v) for n, v in zip(self.graph.outputs, results, strict=True)]
         origin = list_names(importer, self.graph)
         traced = importer.builder.finish(tuple(outputs) if len(outputs) > 1 else outputs[0])
@@ -275,11 +280,14 @@ class _Building:
         return self._kept
 
     def _walk(
-        self, inputs: Sequence[InputShape], keepable: Callable[[], Collection[str]] | None
+        self,
+        inputs: Sequence[InputShape],
+        keepable: Callable[[], Collection[str]] | None,
+        unlike: frozenset[str] = frozenset(),
     ) -> tuple[Importer, list[Value]]:
         builder = GraphBuilder(node_name(self.graph.name or self.file.stem))
         values, source = _add_inputs(builder, inputs)
-        importer = Importer(builder, self.opsets, self.file, source, keepable)
+        importer = Importer(builder, self.opsets, self.file, source, keepable, unlike)
         importer.layers.paths.update(self.paths)
         importer.layers.learnable = find_scales_and_shifts(self.graph)
         results = importer.run(self.graph, Scope(values))

@@ -40,13 +40,13 @@ from qtrace.importing.onnx.values import (
     is_float,
 )
 
-__all__ = ["Importer"]
+__all__ = ["KEPT_WHERE_OPEN", "Importer"]
 
 _FLOAT32 = np.dtype(np.float32)
 
 # Kept as in the file where their lowering needs the size of an open axis: no layer is among them, so that an
 # axis that stays open is worth more than a form of MegEngine's.
-_KEPT_WHERE_OPEN = {("", "Resize"), ("", "Upsample"), ("", "GridSample")}
+KEPT_WHERE_OPEN = {("", "Resize"), ("", "Upsample"), ("", "GridSample")}
 
 
 class Importer:
@@ -59,6 +59,8 @@ class Importer:
         source: the input whose axis is the batch, and that axis, if no other axis is open.
         keepable: gives the first outputs of the nodes that may be kept as in the file, besides those that
             resize; None for all.
+        unlike: the first outputs of nodes whose lowering was found to compute other values at other sizes;
+            those that resize are kept.
 
     Attributes:
         opaque: the nodes that are kept as in the file.
@@ -72,6 +74,7 @@ class Importer:
         path: Path,
         source: tuple[TensorNode, int] | None = None,
         keepable: Callable[[], Collection[str]] | None = None,
+        unlike: frozenset[str] = frozenset(),
     ) -> None:
         self.builder = builder
         self.opsets = opsets
@@ -79,7 +82,7 @@ class Importer:
         self.layers = Layers(builder, source)
         self.opaque = OpaqueNodes(self.layers)
         self.kept: set[str] = set()
-        self._keepable = keepable
+        self._keepable, self._unlike = keepable, unlike
         self.problems: list[str] = []
         self.results: dict[TensorNode, FileResult] = {}  # the first of the file that each node stands for
 
@@ -116,6 +119,8 @@ class Importer:
         values = [scope[name] if name else None for name in node.inputs]
         added = self.builder.mark()
         try:
+            if (node.domain, node.op) in KEPT_WHERE_OPEN and not self._unlike.isdisjoint(node.outputs):
+                raise Refusal("computes other values at another size of an open axis")
             results = self._results(node, values, scope)
         except Contradiction as refusal:
             self.problems.append(f"{_placed(node)} {refusal}")
@@ -137,12 +142,9 @@ class Importer:
         first = next((name for name in node.outputs if name), "")
         self.builder.release_names(added)
         try:
-            if (
-                self._keepable is None
-                or (node.domain, node.op) in _KEPT_WHERE_OPEN
-                or first in self._keepable()
-            ):
-                results = self.opaque.add(node, values, scope, self.opsets)
+            always = self._keepable is None or first in self._keepable()
+            if always or (node.domain, node.op) in KEPT_WHERE_OPEN:
+                results = self.opaque.add(node, values, scope, self.opsets, for_open_axes=not always)
                 self.kept.add(first)
                 return results
         except (Refusal, GraphError) as refusal:

@@ -57,6 +57,7 @@ class _Part:
         inputs: the value of each input; None for one that is left out.
         captured: name -> value that its bodies read of the graph around.
         kinds: type and shape of each output, for each probe of open axes.
+        for_open_axes: whether MegEngine has a form of it for fixed sizes.
     """
 
     order: int
@@ -64,6 +65,7 @@ class _Part:
     inputs: list[Value | None]
     captured: dict[str, Value]
     kinds: list[tuple[FragmentTensor, ...]] = field(default_factory=list)
+    for_open_axes: bool = False
 
     def read(self) -> list[Value]:
         """Returns the values that it reads."""
@@ -82,9 +84,21 @@ class OpaqueNodes:
         self._order = itertools.count()
 
     def add(
-        self, node: OnnxNode, values: Sequence[Value | None], scope: Scope, opsets: Mapping[str, int]
+        self,
+        node: OnnxNode,
+        values: Sequence[Value | None],
+        scope: Scope,
+        opsets: Mapping[str, int],
+        for_open_axes: bool = False,
     ) -> list[Value]:
         """Adds a node; returns what its outputs stand for.
+
+        Args:
+            node: the node.
+            values: the values of its inputs.
+            scope: the values of the graph.
+            opsets: the versions of the domains that the model imports.
+            for_open_axes: whether MegEngine has a form of it for fixed sizes.
 
         Raises:
             Refusal: when onnxruntime cannot run the node, or is not installed.
@@ -104,6 +118,7 @@ class OpaqueNodes:
             part = _Part(
                 next(self._order), proto, [results[0] if v is _BEFORE else v for v in inputs], captured
             )
+            part.for_open_axes = for_open_axes
             self._infer(part, opsets)
             results = self._results(part, node, opsets)
         return results
@@ -200,7 +215,7 @@ class OpaqueNodes:
         model, inputs = self._model(targets, opsets)
         if path == "kept":
             path = self._layers.names.tensor(path)
-        op = OpaqueOp(model)
+        op = OpaqueOp(model, all(part.for_open_axes for part, _ in targets))
         self._tell_outputs(op, targets, inputs)
         nodes = self._layers.builder.call_module(path, op, *inputs, name=list(names))
         found = nodes if isinstance(nodes, tuple) else (nodes,)

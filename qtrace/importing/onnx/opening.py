@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import megengine as mge
 import numpy as np
@@ -25,7 +25,9 @@ from qtrace.graph.engine import quiet_engine
 from qtrace.graph.interpreter import ENGINE_ERRORS, Interpreter, locate_failure
 from qtrace.graph.opaque import divides_by_inputs
 from qtrace.graph.open_axes import FixedAxis, OpenAxes, OpenAxis, growth
+from qtrace.graph.origin import read_origin
 from qtrace.graph.types import Node, TensorNode, TracedModule
+from qtrace.importing.onnx.importer import KEPT_WHERE_OPEN
 from qtrace.importing.onnx.inputs import InputShape, fix_axes, open_sizes
 from qtrace.onnxfile.local_session import OrtSession, SessionError, SessionSettings
 from qtrace.onnxfile.sessions import open_session
@@ -45,7 +47,14 @@ _MOST_REFUSALS = 3
 # Values below it have too few digits to compare if they are rounded to the precision of 1.
 _LEAST_VALUE = 1e-3
 
-Build = Callable[[Sequence[InputShape]], TracedModule]
+_KEPT = {op for domain, op in KEPT_WHERE_OPEN if not domain}
+
+
+class Build(Protocol):
+    """Builds the graph of a file for some inputs."""
+
+    def __call__(self, inputs: Sequence[InputShape], unlike: frozenset[str] = frozenset()) -> TracedModule:
+        """Returns the graph, in which nodes that resize are kept whose first outputs are ``unlike``."""
 
 
 class UnsupportedNodesError(ImportingError):
@@ -155,22 +164,42 @@ def _attempt(
     inputs: Sequence[InputShape], build: Build, runtime: _FileRuns
 ) -> tuple[TracedModule | None, str]:
     """Builds the graph with open axes and checks it; returns why it cannot be so if it fails."""
-    try:
-        traced = build(inputs)
-    except UnsupportedNodesError as error:
-        return None, error.problems[0]
-    except (ImportingError, GraphError) as error:
-        return None, str(error).rstrip(".")
-    reason = _differs(traced, inputs, build, runtime)
-    return (traced, "") if not reason else (None, reason)
+    difference, unlike = _SAME, frozenset[str]()
+    while True:
+        try:
+            traced = build(inputs, unlike)
+        except UnsupportedNodesError as error:
+            return None, difference.reason or error.problems[0]
+        except (ImportingError, GraphError) as error:
+            return None, difference.reason or str(error).rstrip(".")
+        difference = _differs(traced, inputs, build, runtime)
+        if not difference.reason:
+            return traced, ""
+        if not difference.resized or difference.resized in unlike:
+            return None, difference.reason
+        unlike |= {difference.resized}
 
 
-def _differs(traced: TracedModule, inputs: Sequence[InputShape], build: Build, runtime: _FileRuns) -> str:
-    """Compares the graph at other sizes with the file; where it differs, with graphs for these sizes alone.
+@dataclass(frozen=True)
+class _Difference:
+    """How a graph differs from the file at another size.
 
-    Returns:
-        How the graph differs; "" if it does not.
+    Attributes:
+        reason: a clause; "" if it does not differ.
+        resized: the result of the node of the file that is to blame, if it is one that can be kept instead.
     """
+
+    reason: str = ""
+    resized: str = ""
+
+
+_SAME = _Difference()
+
+
+def _differs(
+    traced: TracedModule, inputs: Sequence[InputShape], build: Build, runtime: _FileRuns
+) -> _Difference:
+    """Compares the graph at other sizes with the file; where it differs, with graphs for each of them."""
     tried: list[dict[str, tuple[int, ...]]] = []
     refused = 0
     for candidates in (_even, _odd):
@@ -192,10 +221,11 @@ def _differs(traced: TracedModule, inputs: Sequence[InputShape], build: Build, r
             except (ImportingError, GraphError, _NoSuchSizeError) as error:
                 refused += isinstance(error, _NoSuchSizeError)
                 continue
-            if reason := _compare(traced, reference, fixed, arrays):
-                return reason
+            difference = _compare(traced, reference, fixed, arrays)
+            if difference.reason:
+                return difference
             break
-    return ""
+    return _SAME
 
 
 def _even(size: int, order: int, least: int | None) -> int:
@@ -298,20 +328,39 @@ def _compare(
     reference: TracedModule,
     inputs: Sequence[InputShape],
     arrays: Sequence[np.ndarray],
-) -> str:
-    """Runs both graphs on random numbers; returns how the first one differs, "" if it does not."""
+) -> _Difference:
+    """Runs both graphs on random numbers; returns how the first one differs."""
     shown = ", ".join(f"{item.name} {list(item.shape)}" for item in inputs)
     with quiet_engine(traced), quiet_engine(reference):
         expected = _outputs(reference, arrays)
         if expected is None:
-            return ""
+            return _SAME
         results = _outputs(traced, arrays)
         if results is None:
-            return f"{locate_failure(traced, *map(mge.Tensor, arrays))} (at {shown})"
+            reason = f"{locate_failure(traced, *map(mge.Tensor, arrays))} (at {shown})"
+            return _Difference(reason, _resized_apart(traced, reference, ()))
         if all(_is_equal(a, b) for a, b in zip(results, expected, strict=True)):
-            return ""
-        node = _first_difference(traced, reference, arrays)
-    return f"{node} computes other values than the file at {shown}"
+            return _SAME
+        nodes = _different_nodes(traced, reference, arrays)
+    reason = f"{f'node {nodes[0]}' if nodes else 'the graph'} computes other values than the file at {shown}"
+    return _Difference(reason, _resized_apart(traced, reference, nodes))
+
+
+def _resized_apart(traced: TracedModule, reference: TracedModule, nodes: Sequence[str]) -> str:
+    """Returns the result of the node of the file that is to blame for a difference, if it resizes; else "".
+
+    Args:
+        traced: the graph with open axes.
+        reference: the graph of the same file for the size at which they differ.
+        nodes: the nodes that differ, in order. The first one that gives a result of the file is to blame; or
+            a node that resizes in the reference alone, as the other graph had nothing to change.
+    """
+    own, others = (origin.results if (origin := read_origin(g)) else {} for g in (traced, reference))
+    first = next((own[node] for node in nodes if node in own), None)
+    if first is not None and first.op in _KEPT:
+        return first.tensor
+    tensors = {result.tensor for result in own.values()}
+    return next((r.tensor for r in others.values() if r.op in _KEPT and r.tensor not in tensors), "")
 
 
 def _random_inputs(inputs: Sequence[InputShape]) -> list[np.ndarray]:
@@ -354,7 +403,8 @@ class _Values(Interpreter):
     def __init__(self, traced: TracedModule, expected: dict[str, np.ndarray] | None = None) -> None:
         super().__init__(traced)
         self.values: dict[str, np.ndarray] = {}
-        self.expected, self.first = expected, ""
+        self.expected = expected
+        self.different: list[str] = []
 
     def on_node(self, node: Node, value: Any) -> Any:
         """Keeps or compares a float tensor; sizes have other nodes in graphs for fixed sizes."""
@@ -362,16 +412,18 @@ class _Values(Interpreter):
             return value
         if self.expected is None:
             self.values[str(node.name)] = value.numpy()
-        elif not self.first and node.name in self.expected:
-            equal = _is_equal(value.numpy(), self.expected[str(node.name)])
-            self.first = "" if equal else str(node.name)
+        elif node.name in self.expected and not _is_equal(value.numpy(), self.expected[str(node.name)]):
+            self.different.append(str(node.name))
         return value
 
 
-def _first_difference(traced: TracedModule, reference: TracedModule, arrays: Sequence[np.ndarray]) -> str:
+def _different_nodes(
+    traced: TracedModule, reference: TracedModule, arrays: Sequence[np.ndarray]
+) -> list[str]:
+    """Returns the nodes of one name that have other values in both graphs, in order."""
     tensors = [mge.Tensor(array) for array in arrays]
     known = _Values(reference)
     known.run(*tensors)
     run = _Values(traced, known.values)
     run.run(*tensors)
-    return f"node {run.first}" if run.first else "the graph"
+    return run.different

@@ -8,6 +8,7 @@ of the values. LiteRT aborts its process for some files (a constant of -1e37), s
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import struct
 from collections.abc import Iterable
@@ -23,7 +24,7 @@ from qtrace.runtimes.host import RuntimeHost
 from qtrace.storage.files import check_size
 from qtrace.verification.runtimes.base import Runtime, RuntimeRun
 
-__all__ = ["RUNTIME"]
+__all__ = ["RUNTIME", "find_fixed_batch"]
 
 
 class _Interpreter:
@@ -162,6 +163,23 @@ def find_kernels(path: Path) -> Kernels:
         if code not in (codes.QUANTIZE, codes.DEQUANTIZE) and _only_integers(tensors):
             integer.append(graph.tensors[operator.outputs[0]].name.decode())
     return Kernels(tuple(integer), tuple((name, kind, why) for name, kind, why in facts.get("floats", ())))
+
+
+def find_fixed_batch(path: Path) -> int | None:
+    """Returns the batch that a file takes alone, the first size of its first input in the graph's layout.
+
+    None where it takes any, or LiteRT's schema is not installed, which is said where the file is run.
+
+    Raises:
+        ExportError: when the file is no export of qtrace.
+    """
+    if importlib.util.find_spec("ai_edge_litert") is None:
+        return None
+    model, facts = _read(path.read_bytes(), path)
+    graph = model.subgraphs[0]
+    if facts["free_batch"] or not len(graph.inputs) or not facts["inputs"][0]:
+        return None
+    return int(graph.tensors[graph.inputs[0]].shape[facts["inputs"][0].index(0)])
 
 
 def _only_integers(tensors: Iterable[Any]) -> bool:

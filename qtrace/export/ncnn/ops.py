@@ -83,7 +83,7 @@ def _pow(w: NcnnWriter, call: OpCall) -> None:
     if not abs(exponent) <= _LARGEST_EXPONENT:
         raise ExportError(
             f"it raises to {exponent:g}, and powers are written for ncnn with exponents from "
-            f"-{_LARGEST_EXPONENT} to {_LARGEST_EXPONENT}"
+            f"-{_LARGEST_EXPONENT} to {_LARGEST_EXPONENT}: end the graph before it, or clip the exponent"
         )
     x, count = w.name(call.inputs[0]), abs(int(exponent))
     factor, divides = None, False

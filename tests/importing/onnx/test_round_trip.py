@@ -20,7 +20,7 @@ from tests.zoo.detectors.entries import DETECTORS
 from tests.zoo.quick import one_of_each, parameters
 from tests.zoo.transformers.entries import TRANSFORMERS
 
-# An op that changes nothing (an identity, a join of one tensor), or a view of a parameter such as VAN's scales,
+# An op that changes nothing (an identity, a join of one tensor), or a view of a parameter (VAN's scales),
 # parts what the import fuses: fewer sites.
 WITHOUT_IDENTITIES = {
     **dict.fromkeys(("repvgg_train", "repvgg_deploy"), 5),

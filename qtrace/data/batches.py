@@ -14,7 +14,7 @@ from megengine.module import LSTM, RNN, Module
 
 from qtrace.data.declared import cast_to_declared, check_declared, cures_for_shapes, name_arguments
 from qtrace.data.foreign import read_array, what_is_no_iterable
-from qtrace.errors import CalibrationError
+from qtrace.errors import CalibrationError, GraphError
 from qtrace.gradients.recurrent import checked_shapes
 from qtrace.graph.failures import short
 from qtrace.graph.signature import has_traced_structure, list_inputs
@@ -175,12 +175,9 @@ def can_run(model: TracedModule, arguments: _Arguments, samples: int | None = No
     try:
         with evaluating(model):
             _map_values(model(*arguments[0], **arguments[1]), results.append)
-    except (
-        AssertionError,
-        TypeError,
-        RuntimeError,
-        ValueError,
-    ):  # MegEngine's errors have no class of their own
+    except (AssertionError, TypeError, RuntimeError, ValueError):  # MegEngine's have no class of their own
+        return False
+    except GraphError:  # of a node that is kept as in the file
         return False
     finally:
         mge.config.async_level = level

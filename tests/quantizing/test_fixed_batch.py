@@ -12,7 +12,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 from megengine import Tensor
-from onnx import helper, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 
 import qtrace
 from qtrace.errors import CalibrationError, DataError, ExportError
@@ -260,5 +260,28 @@ def test_a_tflite_file_of_one_batch_is_verified_on_filled_batches(tmp_path: Path
     result = qtrace.quantize(
         net, DATA[:16], tmp_path / "out.tflite", evaluation=evaluation, measure=False, progress=False
     )
+    assert result.verify is not None
+    assert result.verify.passed
+
+
+def test_a_kept_node_that_takes_whole_batches_alone(tmp_path: Path) -> None:
+    """A grid of four samples is stored beside a GridSample, which onnxruntime refuses for fewer."""
+    random = np.random.default_rng(0)
+    stored = {
+        "w": random.normal(size=(4, 3, 1, 1)).astype(np.float32),
+        "grid": random.uniform(-1, 1, (4, 6, 6, 2)).astype(np.float32),
+    }
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["c"]),
+        helper.make_node("GridSample", ["c", "grid"], ["y"], mode="nearest", padding_mode="reflection"),
+    ]
+    ends = [helper.make_tensor_value_info("x", TensorProto.FLOAT, [4, 3, 6, 6])]
+    ends.append(helper.make_tensor_value_info("y", TensorProto.FLOAT, None))
+    tensors = [numpy_helper.from_array(value, name) for name, value in stored.items()]
+    graph = helper.make_graph(nodes, "grid", ends[:1], ends[1:], tensors)
+    path = tmp_path / "f.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 16)], ir_version=8), path)
+    x = random.normal(size=(18, 3, 6, 6)).astype(np.float32)
+    result = qtrace.quantize(path, x, tmp_path / "q.onnx", batch_size=4, measure=False, progress=False)
     assert result.verify is not None
     assert result.verify.passed

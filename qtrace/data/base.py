@@ -94,6 +94,12 @@ class SizedSource(DataSource):
         """Returns the number of all batches, regardless of ``max_batches``."""
 
 
+def length_of_last(source: SizedSource) -> int:
+    """Returns the number of samples in the last batch of a source; 0 if it has none."""
+    last = len(source) - 1
+    return sum(batch_length(batch) for _, batch in source.numbered(lambda number: number == last))
+
+
 def batch_length(batch: Batch) -> int:
     """Returns the number of samples of a batch: the length of its first array that is no single number."""
     values = batch.values() if isinstance(batch, dict) else batch

@@ -171,16 +171,12 @@ def can_run(model: TracedModule, arguments: _Arguments, samples: int | None = No
         samples: the number of samples that every result must have; None for any.
     """
     results: list[Tensor] = []
-    level, mge.config.async_level = mge.config.async_level, 0
     try:
-        with evaluating(model):
-            _map_values(model(*arguments[0], **arguments[1]), results.append)
+        _map_values(_call_at_once(model, arguments), results.append)
     except (AssertionError, TypeError, RuntimeError, ValueError):  # MegEngine's have no class of their own
         return False
     except GraphError:  # of a node that is kept as in the file
         return False
-    finally:
-        mge.config.async_level = level
     return samples is None or all(value.ndim and len(value) == samples for value in results)
 
 
@@ -195,10 +191,16 @@ def check_run(model: TracedModule, arguments: _Arguments, index: int) -> None:
     Raises:
         CalibrationError: when it fails.
     """
+    with translate_errors(model, arguments, index):
+        _call_at_once(model, arguments)
+
+
+def _call_at_once(model: TracedModule, arguments: _Arguments) -> Any:
+    """Calls ``model`` in eval mode without a queue, so that an error of a kernel is raised here."""
     level, mge.config.async_level = mge.config.async_level, 0
     try:
-        with evaluating(model), translate_errors(model, arguments, index):
-            model(*arguments[0], **arguments[1])
+        with evaluating(model):
+            return model(*arguments[0], **arguments[1])
     finally:
         mge.config.async_level = level
 

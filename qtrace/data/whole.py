@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from qtrace.data.base import Batch, DataSource, SizedSource, batch_length
+from qtrace.data.base import Batch, DataSource, SizedSource, batch_length, length_of_last
 from qtrace.errors import DataError
 
 __all__ = ["describe_left_out", "filled_batches", "whole_batches"]
@@ -38,8 +38,7 @@ def describe_left_out(source: DataSource, size: int | None) -> str:
         return ""
     if not source.cut or not isinstance(source, SizedSource):
         return f"batches of other than {size} samples are left out"
-    last = len(source) - 1
-    left = sum(batch_length(batch) for _, batch in source.numbered(lambda number: number == last)) % size
+    left = length_of_last(source) % size
     several = "samples are" if left > 1 else "sample is"
     return f"the last {f'{left} ' if left > 1 else ''}{several} left out" if left else ""
 
@@ -97,10 +96,8 @@ class _SizedWhole(_Whole, SizedSource):
 
     def _count(self) -> int:
         if self._known is None:
-            last = len(self._sized) - 1
             if self.cut:
-                ends = self._sized.numbered(lambda number: number == last)
-                self._known = last + sum(self._is_whole(batch) for _, batch in ends)
+                self._known = len(self._sized) - 1 + (length_of_last(self._sized) == self._size)
             else:
                 self._known = sum(1 for _ in self._batches(lambda number: True))
         return self._known

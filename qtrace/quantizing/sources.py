@@ -13,7 +13,7 @@ import numpy as np
 from megengine.module import Module
 
 from qtrace.data import Batch, DataSource
-from qtrace.data.base import SizedSource, batch_length
+from qtrace.data.base import SizedSource, batch_length, length_of_last
 from qtrace.data.batches import as_arguments, can_run, first_samples
 from qtrace.data.values import find_labels
 from qtrace.errors import CalibrationError, DataError, GraphError
@@ -144,8 +144,7 @@ def _length_of_rest(source: DataSource) -> int:
     """Returns the number of samples of the last batch; 1 for a source of which it takes long to know."""
     if not source.cut or not isinstance(source, SizedSource):
         return 1
-    last = len(source) - 1
-    return max((batch_length(batch) for _, batch in source.numbered(lambda n: n == last)), default=1)
+    return length_of_last(source) or 1
 
 
 def _declared_sizes(traced: TracedModule) -> dict[str, tuple[int | None, ...] | None]:

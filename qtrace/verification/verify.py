@@ -144,9 +144,8 @@ def verify(
     if report.kernels is not None and report.kernels.wrong and not report.passed:
         from qtrace.export.onnx.whole_columns import has_odd_columns
 
-        report.kernels = replace(
-            report.kernels, wrong=has_odd_columns(path)
-        )  # else another kernel is at fault
+        # Without such columns another kernel is at fault.
+        report.kernels = replace(report.kernels, wrong=has_odd_columns(path))
     if empty:
         raise CalibrationError("verification data has no batches: give at least one.")
     return report

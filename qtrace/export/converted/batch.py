@@ -10,7 +10,7 @@ from qtrace.graph.inference import OpError, TensorType, TypeInference, recorded_
 from qtrace.graph.open_shapes import infer_types
 from qtrace.graph.types import Node, TensorNode, TracedModule
 
-__all__ = ["OpenBatch", "find_open_batch", "find_sample_axes"]
+__all__ = ["OpenBatch", "find_open_batch", "find_sample_axes", "grown_axes"]
 
 _MORE = (1, 2)  # samples more than traced: no number of a graph fits both by chance
 
@@ -65,14 +65,19 @@ def find_sample_axes(graph: ConvertedGraph) -> dict[Node, int]:
         known, other = (infer_types(graph.module, sizes) for sizes in (shapes, larger))
     except OpError:
         return {}
-    axes: dict[Node, int] = {}
+    return {node: next(iter(axes)) for node, axes in grown_axes(known, other).items() if len(axes) == 1}
+
+
+def grown_axes(
+    known: Mapping[Node, TensorType | None], other: Mapping[Node, TensorType | None]
+) -> dict[Node, frozenset[int]]:
+    """Returns the axes of each node that have another size in ``other``; no node of unknown or other rank."""
+    axes = {}
     for node, kind in known.items():
         more = other.get(node)
-        if kind is None or more is None or len(kind.shape) != len(more.shape):
-            continue
-        grown = [i for i, pair in enumerate(zip(kind.shape, more.shape, strict=True)) if pair[0] != pair[1]]
-        if len(grown) == 1:
-            axes[node] = grown[0]
+        if kind is not None and more is not None and len(kind.shape) == len(more.shape):
+            sizes = enumerate(zip(kind.shape, more.shape, strict=True))
+            axes[node] = frozenset(axis for axis, (size, larger) in sizes if size != larger)
     return axes
 
 

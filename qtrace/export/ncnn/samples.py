@@ -11,6 +11,7 @@ import megengine as mge
 import numpy as np
 
 from qtrace.errors import ExportError
+from qtrace.export.converted.batch import grown_axes
 from qtrace.export.converted.graph import ConvertedGraph, ConvertedOp
 from qtrace.export.converted.open_axes import resized
 from qtrace.graph.inference import OpError, TensorType
@@ -90,14 +91,8 @@ def one_sample(graph: ConvertedGraph) -> Iterator[SampleAxes]:
             "with one sample, or reshape with -1 in the place of the batch"
         )
     several = _types(graph, batch if batch > 1 else 2) or {}
-    axes = {}
-    for node, kind in single.items():
-        other = several.get(node)
-        if kind is not None and other is not None and len(kind.shape) == len(other.shape):
-            sizes = enumerate(zip(kind.shape, other.shape, strict=True))
-            axes[node] = frozenset(axis for axis, (one, more) in sizes if one != more)
     with resized(single):
-        yield SampleAxes(axes)
+        yield SampleAxes(grown_axes(single, several))
 
 
 def shapes_of_one_sample(graph: ConvertedGraph, nodes: Sequence[Node]) -> list[tuple[int, ...]] | None:

@@ -23,9 +23,18 @@ from qtrace.graph.walk import exprs, get_module, owner, users
 from qtrace.ops import OpCall
 from qtrace.preparation.passes.base import Left, PassResult
 
-__all__ = ["Affine", "affine", "bias_shape", "drop_dead_norms", "fold_affine", "free_bias", "fuse_bn"]
+__all__ = [
+    "BIAS_SHAPES",
+    "Affine",
+    "affine",
+    "bias_shape",
+    "drop_dead_norms",
+    "fold_affine",
+    "free_bias",
+    "fuse_bn",
+]
 
-_BIAS_SHAPES = {  # -1 stands for the channels
+BIAS_SHAPES = {
     "conv1d": (1, -1, 1),
     "conv2d": (1, -1, 1, 1),
     "conv3d": (1, -1, 1, 1, 1),
@@ -33,6 +42,7 @@ _BIAS_SHAPES = {  # -1 stands for the channels
     "conv_transpose3d": (1, -1, 1, 1, 1),
     "linear": (-1,),
 }
+"""Kind of a layer that takes what follows it -> the shape of its bias, with -1 for the channels."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +106,7 @@ def fuse_bn(traced: TracedModule) -> PassResult:
 def _find_own_obstacle(traced: TracedModule, calls: dict[Expr, OpCall], bn: OpCall) -> str | None:
     """Returns the reason in ``bn`` and its layer why ``bn`` cannot be folded, as a clause, or None."""
     layer = calls.get(bn.inputs[0].expr)
-    if layer is None or layer.kind not in _BIAS_SHAPES:
+    if layer is None or layer.kind not in BIAS_SHAPES:
         return "no conv or linear layer stands directly before it"
     if len(layer.out.users) > 1 or any(layer.out is n for n in traced.graph.outputs):
         return f"the output of {layer.out.name} is also used elsewhere"
@@ -186,7 +196,7 @@ def fold_affine(
         set_parameter(traced, path, Parameter((weight * outer.gain.reshape(shape)).astype(np.float32)))
         old = get_module(traced, bias_path).numpy() if layer.bias is not None else np.zeros(1, np.float32)
         bias = old.astype(np.float64).reshape(-1) * outer.gain + outer.shift
-        form = _BIAS_SHAPES[layer.kind]
+        form = BIAS_SHAPES[layer.kind]
         set_parameter(traced, bias_path, Parameter(bias.astype(np.float32).reshape(form)))
     if layer.bias is None:
         editor.set_argument(layer.expr, "bias", editor.get_attr(bias_path))
@@ -195,7 +205,7 @@ def fold_affine(
 
 def bias_shape(kind: str) -> tuple[int, ...]:
     """Returns the shape of the bias of a kind of layer, with -1 for the channels."""
-    return _BIAS_SHAPES[kind]
+    return BIAS_SHAPES[kind]
 
 
 def free_bias(traced: TracedModule, weight_path: str) -> str:

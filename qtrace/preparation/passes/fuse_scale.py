@@ -22,11 +22,9 @@ from qtrace.graph.walk import exprs, get_module
 from qtrace.ops import OpCall
 from qtrace.preparation.passes._infinity import find_infinite
 from qtrace.preparation.passes.base import Left, PassResult
-from qtrace.preparation.passes.fuse_bn import Affine, fold_affine
+from qtrace.preparation.passes.fuse_bn import BIAS_SHAPES, Affine, fold_affine
 
 __all__ = ["fuse_scale"]
-
-_LAYERS = ("conv1d", "conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d", "linear")
 
 
 @dataclass(frozen=True)
@@ -128,7 +126,7 @@ def _scaled_layer(
     A stored tensor alone, such as an embedding of positions, is taken only if it has one number a channel.
     """
     layer = calls.get(x.expr)
-    if layer is None or layer.kind not in _LAYERS:
+    if layer is None or layer.kind not in BIAS_SHAPES:
         return None
     stored = scale if shift is None else shift
     if len(read) == 1 and (stored is None or not _is_per_channel(layer, stored)):

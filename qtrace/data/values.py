@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from qtrace.data.arrays import LABELS
 from qtrace.data.base import Batch, DataSource, SizedSource
 from qtrace.data.foreign import read_array, what_is_no_iterable
 from qtrace.data.loader import open_batches
@@ -15,7 +16,9 @@ from qtrace.errors import DataError
 if TYPE_CHECKING:
     from qtrace.config import Preprocess
 
-__all__ = ["find_labels", "open_values", "without_labels"]
+__all__ = ["find_labels", "names_labels", "open_values", "without_labels"]
+
+_LABELS = LABELS | {"gt", "truth"}
 
 
 def open_values(
@@ -81,6 +84,11 @@ def find_labels(batch: Batch, inputs: Sequence[str]) -> tuple[int | str, ...]:
     axes = next((value.ndim for key, value in values.items() if key not in keys), 0)
     look = all(values[key].dtype.kind in "iub" or values[key].ndim < axes for key in keys)
     return tuple(keys) if look else ()
+
+
+def names_labels(name: str) -> bool:
+    """Returns whether an argument that may be left out is for labels by its name, as ``gt_boxes`` is."""
+    return not _LABELS.isdisjoint(name.lower().split("_"))
 
 
 def without_labels(source: DataSource, labels: tuple[int | str, ...]) -> DataSource:

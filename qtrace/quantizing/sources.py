@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from megengine.module import Module
 from qtrace.data import Batch, DataSource
 from qtrace.data.base import SizedSource, batch_length, length_of_last
 from qtrace.data.batches import as_arguments, can_run, first_samples
-from qtrace.data.values import find_labels
+from qtrace.data.values import find_labels, names_labels
 from qtrace.errors import CalibrationError, DataError, GraphError
 from qtrace.graph.files.serialize import load
 from qtrace.graph.interface import read_inputs, read_interface
@@ -57,9 +58,14 @@ def read_network(
     elif isinstance(source, TracedModule):
         traced = source
     elif isinstance(source, Module):
-        traced = trace(source, *_example(source, next(iter(data))))
+        args, keywords = _example(source, next(iter(data)))
+        traced = trace(source, *args, gradients=False, **keywords)
     elif is_torch_module(source):
-        traced = from_torch(source, _example(source, next(iter(data))))
+        args, keywords = _example(source, next(iter(data)))
+        names = _parameters(source) if keywords else ()
+        traced = from_torch(
+            source, {**dict(zip(names, args, strict=False)), **keywords} if keywords else args
+        )
     else:
         raise GraphError(
             f"the network is of type {type(source).__name__}: give the path of an .onnx or .mge file, a "
@@ -252,17 +258,19 @@ def _array(batch: Batch, index: int, key: str) -> np.ndarray | None:
     return batch[index] if index < len(batch) else None
 
 
-def _example(module: Any, batch: Batch) -> tuple[Any, ...]:
-    """Returns a batch as positional inputs of ``module``."""
+def _example(module: Any, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns a batch as inputs of ``module``: by position up to one that is left out, then by name."""
     if isinstance(batch, tuple):
-        return batch
+        return batch, {}
     names = _parameters(module)
-    if set(names[: len(batch)]) != set(batch):
+    if not set(batch) <= set(names):
         raise DataError(
             f"the data have the inputs {', '.join(batch)}, but {type(module).__name__}.forward takes "
-            f"{', '.join(names)}: name the arrays after its first parameters."
+            f"{', '.join(names)}: name the arrays after its parameters."
         )
-    return tuple(batch[name] for name in names[: len(batch)])
+    first = list(itertools.takewhile(batch.__contains__, names))
+    rest = [name for name in names if name in batch and name not in first]
+    return tuple(batch[name] for name in first), {name: batch[name] for name in rest}
 
 
 def _parameters(module: Any) -> list[str]:
@@ -271,6 +279,9 @@ def _parameters(module: Any) -> list[str]:
 
 def labels_of(source: Any, batch: Batch) -> tuple[int | str, ...]:
     """Returns what a batch holds beside the inputs of a network and looks like labels.
+
+    An argument of a module that may be left out, such as a mask, is an input if the batch has it by name,
+    unless the name is one of labels.
 
     Args:
         source: the network, as for `read_network`; of an .mge file the inputs are not known yet.
@@ -289,5 +300,8 @@ def labels_of(source: Any, batch: Batch) -> tuple[int | str, ...]:
         parameters = inspect.signature(source.forward).parameters.values()
         positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         required = [p.name for p in parameters if p.kind in positional and p.default is p.empty]
-        return find_labels(batch, required) if required else ()
+        given = [p.name for p in parameters if isinstance(batch, dict) and p.name in batch]
+        optional = [name for name in given if name not in required and not names_labels(name)]
+        inputs = [*required, *optional]
+        return find_labels(batch, inputs) if inputs else ()
     return ()

@@ -10,6 +10,7 @@ import megengine.module as M
 import numpy as np
 import pytest
 from megengine import Tensor
+from megengine.autodiff import Function
 
 import qtrace
 from qtrace.errors import CalibrationError, ConfigError, DataError, ExportError, GraphError, QtraceError
@@ -109,6 +110,54 @@ def test_data_in_every_form_and_labels_are_said_once(here, caplog, data, labels)
     said = [line for line in caplog.messages if "taken for labels" in line]
     assert len(said) == bool(labels)
     assert all(line.endswith(labels) for line in said)
+
+
+class _Masked(M.Module):
+    """Takes a mask and more that may be left out, as BERT does; ``labels`` are for training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = M.Linear(8, 8)
+
+    def forward(self, x, scale=None, mask=None, labels=None):
+        y = self.fc(x)
+        y = y if scale is None else y * scale
+        y = y if mask is None else y * F.expand_dims(mask.astype("float32"), -1)
+        return y if labels is None else (y, F.sum(y * F.expand_dims(labels.astype("float32"), -1)))
+
+
+def test_masks_that_may_be_left_out_are_inputs_and_labels_are_not(here, caplog) -> None:
+    rng = np.random.default_rng(3)
+    mask = (rng.random((16, 5)) > 0.4).astype("int32")
+    data = {"x": rng.normal(size=(16, 5, 8)).astype("float32"), "mask": mask, "labels": 1 - mask}
+    with caplog.at_level(logging.WARNING, "qtrace"):
+        result = qtrace.quantize(_Masked(), data, "out.onnx", measure=False, progress=False)
+    assert [line for line in caplog.messages if "taken for labels" in line] == [
+        "the arrays: taken for labels and left out of each batch: labels"
+    ]
+    assert result.verify.passed
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession("out.onnx")
+    assert [i.name for i in session.get_inputs()] == ["x", "mask"]
+    (y,) = session.run(None, {"x": data["x"], "mask": mask})
+    assert np.abs(y[mask == 0]).max() == 0
+    assert np.abs(y[mask == 1]).max() > 0.1
+
+
+class _Rounds(Function):
+    def forward(self, x):
+        return F.round(x * 8) / 8
+
+    def backward(self, grad):
+        return grad
+
+
+def test_a_module_with_a_gradient_of_its_own_needs_none_for_a_file(here) -> None:
+    module = net(
+        lambda self, x: F.relu(self.b(_Rounds()(self.a(x)))), a=M.Conv2d(3, 8, 3), b=M.Conv2d(8, 4, 1)
+    )
+    assert qtrace.quantize(module, DATA, "out.onnx", measure=False, progress=False).verify.passed
 
 
 @pytest.mark.parametrize(

@@ -221,6 +221,7 @@ def _judge(
         compared=not uncompared,
         rows=rows,
         worst_sample_db=worst_sample_db,
+        predictions=None if same is None else (same, sum(counts)),
     )
     word = judged(low_db=low_db, shows_nothing=one_number or constant)
     return Verdict(

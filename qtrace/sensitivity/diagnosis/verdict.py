@@ -18,6 +18,7 @@ BROKEN_BELOW_DB = 10.0
 FAKE_QUANTS = "graph with fake quants"
 """What computes the figures that are no runtime's."""
 _GOOD_EQUAL, _BROKEN_EQUAL = 0.9, 0.5  # shares of an output of integers; an index is right or wrong
+_GOOD_SAME, _FEW_CHANGED = 0.9, 2  # share of equal predictions; fewer changed ones tell of no share
 _GOOD_LOSS = 0.01  # of the metric in float
 _BROKEN_LOSS = 0.05
 
@@ -203,6 +204,7 @@ def judge(
     low_db: float | None = None,
     worst_sample_db: float | None = None,
     shows_nothing: bool = False,
+    predictions: tuple[float, int] | None = None,
 ) -> str:
     """Returns good, check or broken.
 
@@ -218,6 +220,9 @@ def judge(
         worst_sample_db: the SQNR of the worst sample; if it is broken, a graph is good by a metric alone.
         shows_nothing: whether each input is one number everywhere, or float's outputs are the same for all
             samples; if so, a graph is good by a metric alone.
+        predictions: the share of samples with float's prediction, and the number of samples; None for outputs
+            that are no scores of classes. If two or more samples and a tenth of all have another prediction,
+            a graph is good by a metric alone.
     """
     if rows is not None and metric is None:
         equal = rows if equal is None else min(rows, equal)
@@ -226,9 +231,14 @@ def judge(
     word = _judge_values(sqnr_db, metric, float_metric)
     doubtful = low_db is not None and low_db < GOOD_FROM_DB
     lost = worst_sample_db is not None and worst_sample_db < BROKEN_BELOW_DB
-    if word == "good" and metric is None and (not compared or doubtful or lost or shows_nothing):
+    changed = predictions is not None and _are_changed(*predictions)
+    if word == "good" and metric is None and (not compared or doubtful or lost or shows_nothing or changed):
         return "check"
     return "check" if word == "good" and equal is not None and equal < _GOOD_EQUAL else word
+
+
+def _are_changed(same: float, samples: int) -> bool:
+    return same < _GOOD_SAME and round((1.0 - same) * samples) >= _FEW_CHANGED
 
 
 def _judge_values(sqnr_db: float, metric: float | None, float_metric: float | None) -> str:

@@ -118,6 +118,22 @@ def test_alike_samples_leave_no_doubt_and_unlike_ones_do() -> None:
     assert few.low_db() < 20.0 < many.low_db()
 
 
+@pytest.mark.parametrize(
+    ("same", "samples", "word"),
+    [
+        (1.0, 8, "good"),
+        (0.875, 8, "good"),  # one sample is no share
+        (0.75, 8, "check"),
+        (0.96, 100, "good"),
+        (0.88, 100, "check"),
+    ],
+)
+def test_other_predictions_keep_a_graph_from_being_good(same: float, samples: int, word: str) -> None:
+    assert judge(30.0, predictions=(same, samples)) == word
+    assert judge(30.0, 0.9, 0.9, predictions=(same, samples)) == "good"  # the user's metric decides
+    assert judge(5.0, predictions=(same, samples)) == "broken"
+
+
 def test_a_broken_sample_keeps_a_graph_from_being_good() -> None:
     errors = _measured([1e-4] * 63 + [0.3])
     assert errors.worst_db() == pytest.approx(10 * math.log10(1 / 0.3))

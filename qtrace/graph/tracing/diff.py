@@ -31,7 +31,12 @@ def values(result: Any) -> list[Any]:
 
 
 def output_mismatch(left: list[Any], right: list[Any]) -> str | None:
-    """Describes how ``right`` differs from ``left``, both from ``values``; None if equal. NaN equals NaN."""
+    """Describes how ``right`` differs from ``left``, both from ``values``; None if equal. NaN equals NaN.
+
+    ``right`` may lack what is no array: a trace returns tensors alone.
+    """
+    if len(left) != len(right):
+        left = [value for value in left if isinstance(value, np.ndarray)]
     if len(left) != len(right):
         return f"it returns {len(right)} values instead of {len(left)}"
     for index, (x, y) in enumerate(zip(left, right, strict=True)):

@@ -8,7 +8,7 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType
@@ -25,6 +25,7 @@ from megengine.traced_module.node import ModuleNode, TensorNode
 
 __all__ = [
     "changed_state",
+    "forget",
     "hooked_modules",
     "lost_parameters",
     "read_parameters",
@@ -83,6 +84,15 @@ def changed_state(before: Module, after: Module) -> dict[str, Tensor | None]:
     changed: dict[str, Tensor | None] = {p: None for p in old if p not in new}
     changed.update((p, t) for p, t in new.items() if p not in old or not _same_bits(old[p], t))
     return changed
+
+
+def forget(root: Module, paths: Iterable[str]) -> None:
+    """Deletes the attributes at ``paths`` below ``root``; leaves what is in a list or dict, or not there."""
+    modules = dict(root.named_modules())
+    for path in paths:
+        owner, _, name = path.rpartition(".")
+        if name in vars(modules.get(owner, root)) and owner in modules:
+            delattr(modules[owner], name)
 
 
 def with_place(root: Module, path: str) -> str:

@@ -1,7 +1,8 @@
 """Changes MegEngine's tracer while qtrace traces.
 
 The tracer then records the source line of each expr, records attention in parts, and accepts a forward that
-returns None among tensors: the graph returns the tensors.
+returns None or numbers among tensors: the graph returns the tensors. What called a submodule has such a value
+from the submodule itself, as any other Python value.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import megengine.functional as F
+import numpy as np
 from megengine.core._imperative_rt import OpDef
 from megengine.traced_module import TracedModule, traced_module
 from megengine.traced_module.expr import Apply
@@ -23,21 +25,38 @@ from qtrace.graph.source_lines import name_with_line, recorded_lines
 from qtrace.graph.tracing.attention import attention_in_parts
 from qtrace.graph.tracing.tracer import Tracer, find_replacements, recorded_as
 
-__all__ = ["NONE_IS_DROPPED", "check_kernels", "holds_none", "recording", "without_none"]
+__all__ = [
+    "NONE_IS_DROPPED",
+    "VALUES_ARE_DROPPED",
+    "check_kernels",
+    "holds_none",
+    "recording",
+    "without_none",
+]
 
 NONE_IS_DROPPED = "forward returns None among tensors: the trace returns the tensors alone."
+VALUES_ARE_DROPPED = (
+    "forward returns Python values among tensors, such as numbers: the trace returns the tensors alone."
+)
 _KNOWN_COMPILED = ("Where",)  # `expand` writes it as a function
+_VALUES = (type(None), bool, int, float, str, bytes, np.generic, np.ndarray, np.dtype)
+"""Types of the values that a graph does not compute."""
 _CALL = TracedModuleBuilder.__call__.__code__  # `watch_reads` replaces the method while it watches
 
 
 def without_none(result: Any) -> Any:
     """Returns ``result`` without None in its dicts, lists and tuples."""
+    return _without(result, type(None))
+
+
+def _without(result: Any, kinds: type | tuple[type, ...]) -> Any:
+    """Returns ``result`` without values of ``kinds`` in its dicts, lists and tuples."""
     if type(result) in (list, tuple):
-        return type(result)(without_none(v) for v in result if v is not None)
+        return type(result)(_without(v, kinds) for v in result if not isinstance(v, kinds))
     if isinstance(result, dict):
         tensors = copy.copy(result)  # keeps the kind of dict
         tensors.clear()
-        tensors.update((k, without_none(v)) for k, v in result.items() if v is not None)
+        tensors.update((k, _without(v, kinds)) for k, v in result.items() if not isinstance(v, kinds))
         return tensors
     return result
 
@@ -61,8 +80,8 @@ def recording(tracer: Tracer) -> Iterator[None]:
     def flatten_results(values: Any, *args: Any, **kwargs: Any) -> Any:
         caller = sys._getframe(1)
         of_module = caller.f_code is _CALL and "is_leaf" in kwargs
-        if of_module and not caller.f_locals["self"]._is_builtin:
-            values = without_none(values)
+        if of_module and not (builder := caller.f_locals["self"])._is_builtin:
+            values = () if isinstance(values, _VALUES) and not builder._is_top else _without(values, _VALUES)
         return flatten(values, *args, **kwargs)
 
     def wrap_function(function: Callable[..., Any]) -> Callable[..., Any]:

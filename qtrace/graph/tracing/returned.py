@@ -42,7 +42,7 @@ def _ordered(tree: TreeDef, order: Any, start: int) -> tuple[TreeDef, list[int]]
     for key, child in zip(keys, tree.children_defs, strict=True):
         children[key] = _ordered(child, order[key], start)
         start += child.num_leaves
-    ordered_keys = tuple(order) if isinstance(order, dict) else keys
+    ordered_keys = tuple(key for key in order if key in children) if isinstance(order, dict) else keys
     leaves = [leaf for key in ordered_keys for leaf in children[key][1]]
     data = ordered_keys if isinstance(order, dict) else tree.aux_data
     return TreeDef(tree.type, data, [children[key][0] for key in ordered_keys]), leaves
@@ -52,7 +52,7 @@ def _keys(tree: TreeDef, order: Any) -> tuple[Any, ...] | None:
     """Returns the keys of the children of ``tree``; None for a leaf or if ``order`` does not fit."""
     if isinstance(tree, LeafDef):
         return None
-    if issubclass(tree.type, dict) and isinstance(order, dict) and set(tree.aux_data) == set(order):
+    if issubclass(tree.type, dict) and isinstance(order, dict) and set(tree.aux_data) <= set(order):
         return tuple(tree.aux_data)
     same = tree.type in (list, tuple) and isinstance(order, list) and len(order) == len(tree.children_defs)
     return tuple(range(len(order))) if same else None

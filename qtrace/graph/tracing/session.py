@@ -18,10 +18,17 @@ from qtrace.graph.tracing import diff, example_inputs, hazards, reads
 from qtrace.graph.tracing.copies import Copy, describe_places, find_copies, insert_copies, report_copies
 from qtrace.graph.tracing.example_inputs import Arguments
 from qtrace.graph.tracing.nonfinite import nonfinite_results
-from qtrace.graph.tracing.recording import NONE_IS_DROPPED, check_kernels, holds_none, recording, without_none
+from qtrace.graph.tracing.recording import (
+    NONE_IS_DROPPED,
+    VALUES_ARE_DROPPED,
+    check_kernels,
+    holds_none,
+    recording,
+    without_none,
+)
 from qtrace.graph.tracing.returned import key_order, restore_key_order
 from qtrace.graph.tracing.running import copy_module, engine_for_tracing
-from qtrace.graph.tracing.source_names import restore_names
+from qtrace.graph.tracing.source_names import restore_input_names, restore_names
 from qtrace.graph.tracing.tracer import Tracer, chosen_leaves, name_own_classes
 
 __all__ = ["Tracing"]
@@ -51,6 +58,7 @@ class Tracing:
         allow_branch: the lines that may read a value of the data.
         also: other examples that the trace must serve, each with its title.
         tracer: says what is a leaf, and what a call is recorded as.
+        gradients: whether custom autodiff Functions are refused, as a trace loses their gradients.
     """
 
     def __init__(
@@ -61,8 +69,9 @@ class Tracing:
         allow_branch: tuple[str, ...],
         also: Sequence[tuple[str, Arguments]],
         tracer: Tracer,
+        gradients: bool = True,
     ) -> None:
-        self.source, self.also, self.tracer = source, also, tracer
+        self.source, self.also, self.tracer, self.gradients = source, also, tracer, gradients
         self.allow_branch = allow_branch
         self.reads: list[reads.PythonRead] = []
         self.method = method
@@ -71,6 +80,7 @@ class Tracing:
         self.module = copy_module(source, method)
         self.order: Any = None
         self.drops_none = False
+        self.unread: dict[str, str] = {}
         self.copies: list[Copy] = []
 
     def _results(self, inputs: Arguments) -> list[Any]:
@@ -121,6 +131,8 @@ class Tracing:
             problem = _run_and_compare(traced, inputs, expected)
             report_copies(self.name, describe_places(self.copies), problem)
         notes = [NONE_IS_DROPPED] if self.drops_none else []
+        notes += [VALUES_ARE_DROPPED] if len(traced.graph.outputs) < len(expected) else []
+        notes += [_describe_unread(list(self.unread.values()))] if self.unread else []
         notes += reads.describe_unused(self.reads, self.allow_branch)
         notes += self._wrong_sizes(traced) if check and not self.also else []
         notes += nonfinite_results(traced, *example_inputs.fresh(self.inputs)) if check else []
@@ -192,12 +204,16 @@ class Tracing:
         return inputs, expected
 
     def _check_functions(self, functions: dict[str, str]) -> None:
-        if functions:
-            calls = ", ".join(f"{name} in {_place(path)}" for name, path in functions.items())
+        if not functions:
+            return
+        calls = ", ".join(f"{name} in {_place(path)}" for name, path in functions.items())
+        lost = f"{self.name} calls a custom autodiff Function, whose gradient a trace loses: {calls}"
+        if self.gradients:
             raise TraceError(
-                f"{self.name} calls a custom autodiff Function, whose gradient a trace loses: {calls}. Put "
-                "the call in a module of its own and give its class to trace in leaves=[...]."
+                f"{lost}. Put the call in a module of its own and give its class to trace in leaves=[...]; "
+                "or trace with gradients=False, if nothing trains the graph."
             )
+        _log.info("%s. What is not trained needs none.", lost)
 
     def _check_state(self) -> None:
         changed = hazards.changed_state(self.source, self.module)
@@ -210,7 +226,10 @@ class Tracing:
             again = hazards.changed_state(before, self.module)
         except _ForwardError:
             again = changed
-        if again or any(isinstance(t, mge.Parameter) for t in changed.values()):
+        of_parameters = any(isinstance(t, mge.Parameter) for t in changed.values())
+        if again and not of_parameters and self._state_is_unread():
+            self.unread = {path: hazards.with_place(self.module, path) for path in changed}
+        elif again or of_parameters:
             named = [path for path in changed if path in again] or list(changed)
             places = [hazards.with_place(self.module, path) for path in named[:5]]
             more = f" and {len(named) - 5} more" if len(named) > 5 else ""
@@ -221,9 +240,19 @@ class Tracing:
             )
         self.module = copy_module(self.source, self.method)
 
+    def _state_is_unread(self) -> bool:
+        """Whether the state that a call on other inputs left changes no result, as a kept attention."""
+        try:
+            later = self._results(self.inputs)
+            self.module = copy_module(self.source, self.method)
+            return diff.output_mismatch(self._results(self.inputs), later) is None
+        except _ForwardError:
+            return False
+
     def _trace(self, inputs: Arguments) -> TracedModule:
         args, kwargs = example_inputs.fresh(inputs)
         try:
+            hazards.forget(self.module, self.unread)  # the tracer takes no tensor where another one stands
             leaves, record = chosen_leaves(self.module, self.tracer), recording(self.tracer)
             with leaves as own, record, reads.watch_reads() as self.reads:
                 traced = trace_module(self.module, *args, **kwargs)
@@ -235,8 +264,10 @@ class Tracing:
                 raise failures.explain(error, self.module, self.name) from error
             finally:
                 failures.clean_up(error)
+        hazards.forget(traced, self.unread)
         check_kernels(traced, self.name)
         restore_names(self.module, traced)
+        restore_input_names(traced)
         restore_key_order(traced, self.order)
         return traced
 
@@ -365,6 +396,14 @@ def _run_and_compare(traced: TracedModule, inputs: Arguments, expected: list[Any
     except Exception as error:
         return f"{_FAILS} {failures.short(error)}"
     return diff.output_mismatch(expected, results)
+
+
+def _describe_unread(places: list[str]) -> str:
+    more = f" and {len(places) - 5} more" if len(places) > 5 else ""
+    return (
+        f"forward keeps values that it does not read again, and the trace does not have them: "
+        f"{', '.join(places[:5])}{more}. Return what code outside of forward needs as an output."
+    )
 
 
 def _place(path: str) -> str:

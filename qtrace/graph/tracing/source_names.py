@@ -15,10 +15,11 @@ from megengine.module import Module
 from megengine.module.module import _expand_structure
 from megengine.traced_module import TracedModule
 from megengine.traced_module.expr import CallMethod, Expr, GetAttr, is_call_module
-from megengine.traced_module.node import ModuleNode, Node
+from megengine.traced_module.node import ModuleNode, Node, TensorNode
+from megengine.traced_module.pytree import LeafDef, TreeDef
 from megengine.traced_module.traced_module import InternalGraph
 
-__all__ = ["restore_names"]
+__all__ = ["restore_input_names", "restore_names"]
 
 
 def restore_names(source: Module, traced: TracedModule) -> None:
@@ -38,6 +39,48 @@ def restore_names(source: Module, traced: TracedModule) -> None:
         if isinstance(module, TracedModule):
             for graph in module.argdef_graph_map.values():
                 _requalify(graph, traced.graph._qualname, renamed)
+
+
+def restore_input_names(traced: TracedModule) -> None:
+    """Names the inputs of ``traced`` after the arguments of forward that they are.
+
+    MegEngine counts tensors alone where it looks for the names: behind an argument that is left out, each
+    input gets the name of another one.
+    """
+    ((arg_def, graph),) = traced.argdef_graph_map.items()
+    args, kwargs = arg_def.children_defs
+    spec = traced.argspec
+    names = [] if spec is None else spec.args[1:]
+    trees = [*zip(names, args.children_defs[1:], strict=False)]
+    trees += zip(kwargs.aux_data or (), kwargs.children_defs, strict=True)
+    found = [name for argument, tree in trees for name in _input_names(str(argument), tree)]
+    nodes = [node for node in graph.inputs if isinstance(node, TensorNode)]
+    if len(found) != len(nodes):  # arguments beyond those with names
+        return
+    wrong = [(node, name) for node, name in zip(nodes, found, strict=True) if node._name != name]
+    for node, _ in wrong:
+        graph._namespace.unassociate_name_with_obj(node)
+    for node, name in wrong:
+        node._name = graph._namespace.create_unique_name(name, node)
+
+
+def _input_names(argument: str, tree: TreeDef) -> Iterator[str]:
+    """Yields the names of the tensors in an argument: its own, or with the number of the value within it."""
+    if isinstance(tree, LeafDef):
+        yield from [argument] if Tensor in tree.type else []
+        return
+    leaves = [leaf for child in tree.children_defs for leaf in _leaves(child)]
+    for number, leaf in enumerate(leaves):
+        if Tensor in leaf.type:
+            yield f"{argument}_{number}"
+
+
+def _leaves(tree: TreeDef) -> Iterator[LeafDef]:
+    if isinstance(tree, LeafDef):
+        yield tree
+        return
+    for child in tree.children_defs:
+        yield from _leaves(child)
 
 
 def _second_names(source: Module, traced: Module, path: str) -> Iterator[tuple[str, str]]:

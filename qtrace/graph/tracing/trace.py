@@ -39,6 +39,7 @@ def trace(
     *example: Any,
     method: str = "forward",
     check: bool = True,
+    gradients: bool = True,
     allow_branch: Sequence[str] = (),
     leaves: Sequence[type[Module] | Callable[..., Any]] = (),
     also: Sequence[Any] = (),
@@ -66,6 +67,8 @@ def trace(
             boxes are decoded. It may call ``self.forward``.
         check: whether to compare module and trace on two other inputs: other values, and another batch size
             where the module itself accepts one. Costs about five forwards.
+        gradients: whether the trace must have the gradients of the module. False for a trace that is never
+            trained: custom autodiff Functions are traced through, and their own gradients are lost.
         allow_branch: lines of ``forward``, as ``FILE:LINE``, that may read a value of the data as a Python
             value, such as in ``if x.max() > 1``: the trace keeps what it is for the example. Where one does,
             ``check`` compares on the example only.
@@ -87,11 +90,13 @@ def trace(
             options above is given by position.
 
     Returns:
-        The trace, in eval mode. Where forward returns None among tensors, it returns the tensors alone.
+        The trace, in eval mode. Where forward returns None or numbers among tensors, it returns the tensors
+        alone.
 
     Warns:
-        QtraceWarning: when None is omitted, a leaf is never called, an op gives NaN or infinity for finite
-            inputs on the example, or the trace holds a size as a number and is wrong at other sizes.
+        QtraceWarning: when None or a number is omitted, a value that forward keeps on itself is lost, a leaf
+            is never called, an op gives NaN or infinity for finite inputs on the example, or the trace holds
+            a size as a number and is wrong at other sizes.
 
     Raises:
         TraceError: when the module cannot be traced faithfully, or one graph cannot serve all examples; the
@@ -134,7 +139,7 @@ def trace(
         others += other_examples(source, method, inputs, axes)
     with keep_leaves(leaves):
         traced, notes = _traced(
-            check, source, inputs, method, tuple(allow_branch), others, tracer or Tracer()
+            check, source, inputs, method, tuple(allow_branch), others, tracer or Tracer(), gradients
         )
     notes += [f"{type(source).__name__}: {note}" for note in describe_unused_leaves(traced, leaves)]
     if ranges is not None:

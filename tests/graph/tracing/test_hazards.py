@@ -10,6 +10,7 @@ import pytest
 from megengine.autodiff import Function
 from megengine.traced_module.module_tracer import module_tracer
 
+from qtrace.errors import QtraceWarning
 from qtrace.graph.tracing.trace import trace
 from tests.graph.planted import (
     GLOBAL,
@@ -202,13 +203,18 @@ def append(self, x):
     return x
 
 
+def add_up(self, x):
+    self.seen.append(x.mean())
+    return x + sum(self.seen)
+
+
 @pytest.mark.parametrize("check", [True, False])
 @pytest.mark.parametrize(
     ("forward", "attributes", "path"),
     [
         (write_slice, {"buf": buffer()}, "'body.part.buf'"),
         (assign, {"buf": buffer()}, "'body.part.buf'"),
-        (append, {"seen": []}, "'body.part.seen[0]'"),
+        (add_up, {"seen": []}, "'body.part.seen[0]'"),
     ],
 )
 def test_state_updated_in_forward_is_named(forward, attributes, path, check):
@@ -223,16 +229,24 @@ def keep_scores(self, x):
     return F.matmul(self.scores, F.transpose(x, (1, 0)))
 
 
-def test_a_value_kept_on_self_is_named_with_its_line_and_the_way_out():
-    message = failure(holder(net(keep_scores, scores=None)), ROWS)
-    line = keep_scores.__code__.co_firstlineno + 1
-    assert f"'body.part.scores' (test_hazards.py:{line})" in message
-    assert "Use a local variable" in message
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize(("forward", "start"), [(keep_scores, {"scores": None}), (append, {"seen": []})])
+def test_a_value_kept_on_self_that_nothing_reads_is_named_and_left_out(forward, start, check):
+    model = holder(net(forward, **start))
+    with pytest.warns(QtraceWarning, match="keeps values that it does not read again") as caught:
+        traced = trace(model, ROWS, check=check)
+    np.testing.assert_allclose(traced(mge.Tensor(ROWS)).numpy(), model(mge.Tensor(ROWS)).numpy(), rtol=1e-6)
+    (message,) = (str(w.message) for w in caught)
+    line = forward.__code__.co_firstlineno + 1
+    place = f"'body.part.scores' (test_hazards.py:{line})" if forward is keep_scores else "'body.part.seen["
+    assert place in message
+    assert "Return what code outside of forward needs as an output" in message
+    assert not any(True for _ in traced.named_tensors())
 
 
 @pytest.mark.parametrize(
     ("forward", "attributes", "has_line"),
-    [(write_slice, {"buf": buffer()}, True), (append, {"seen": []}, False)],
+    [(write_slice, {"buf": buffer()}, True), (add_up, {"seen": []}, False)],
 )
 def test_only_an_assignment_has_a_line(forward, attributes, has_line):
     message = failure(holder(net(forward, **attributes)), ROWS)

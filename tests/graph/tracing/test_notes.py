@@ -90,6 +90,42 @@ def test_a_forward_that_returns_nothing_is_refused() -> None:
         qtrace.trace(net(lambda self, x: None), TOKENS)
 
 
+def _with_numbers(self: M.Module, x: mge.Tensor) -> Any:
+    """Returns as RIFE's IFNet does: lists of tensors, tensors, None and a loss that is the number 0."""
+    y = self.fc(x)
+    return {"scale": 2, "outputs": [y, y + 1], "name": "flow", "a": y * 2, "none": None, "loss": 0.0}
+
+
+def test_numbers_are_left_out_of_the_result() -> None:
+    module = net(_with_numbers, fc=M.Linear(8, 8))
+    with pytest.warns(
+        QtraceWarning, match="Python values among tensors, such as numbers: the trace returns the"
+    ):
+        traced = qtrace.trace(module, TOKENS)
+    result, expected = flatten(traced)(mge.Tensor(TOKENS)), module(mge.Tensor(TOKENS))
+    assert list(result) == ["outputs", "a"]
+    for value, other in zip(
+        [*result["outputs"], result["a"]], [*expected["outputs"], expected["a"]], strict=True
+    ):
+        np.testing.assert_allclose(value.numpy(), other.numpy(), rtol=1e-6)
+
+
+def test_a_submodule_may_return_numbers_among_tensors_or_alone() -> None:
+    inner = net(lambda self, x: (x * 2, 3, {"power": 2.0, "x": x + 1}))
+    alone = net(lambda self, x: 0.5)
+
+    def forward(self: M.Module, x: mge.Tensor) -> mge.Tensor:
+        y, times, more = self.inner(x)
+        return y * times + more["x"] ** more["power"] * self.alone(x)
+
+    module = net(forward, inner=inner, alone=alone)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        traced = qtrace.trace(module, TOKENS)
+    x = mge.Tensor(TOKENS + 1)
+    np.testing.assert_allclose(flatten(traced)(x).numpy(), module(x).numpy(), rtol=1e-6)
+
+
 # -- attention -----------------------------------------------------------------------------------------
 
 
@@ -240,3 +276,31 @@ def test_calibration_names_op_and_line() -> None:
     prepared = qtrace.prepare(qtrace.trace(module, TOKENS))
     with pytest.raises(qtrace.errors.CalibrationError, match=r"softmax_out \(F.softmax, .*py:\d+\)"):
         qtrace.calibrate(prepared, [TOKENS * 0 - 95], progress=False)
+
+
+# -- names of inputs -----------------------------------------------------------------------------------
+
+
+def _many(
+    self: M.Module, x: Any, scale: Any = None, mask: Any = None, pair: Any = None, last: Any = 2
+) -> Any:
+    y = self.fc(x) if scale is None else self.fc(x) * scale
+    y = y if mask is None else y + mask
+    return (y if pair is None else y * pair[1] + pair[0]["a"]) * last
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        ({"mask": TOKENS}, ["x", "mask"]),
+        ({"pair": ({"a": TOKENS}, TOKENS), "mask": TOKENS}, ["x", "mask", "pair_0", "pair_1"]),
+        ({"pair": ({"a": TOKENS, "b": None}, TOKENS)}, ["x", "pair_0", "pair_2"]),
+        ({"last": TOKENS, "scale": TOKENS}, ["x", "scale", "last"]),
+        ({"scale": 2.0, "last": TOKENS}, ["x", "last"]),
+    ],
+)
+def test_inputs_behind_one_that_is_left_out_keep_their_names(given: dict[str, Any], names: list[str]) -> None:
+    module = net(_many, fc=M.Linear(8, 8))
+    traced = qtrace.trace(module, TOKENS, **given)
+    assert [node.name for node in traced.graph.inputs[1:]] == names
+    assert [node.name for node in flatten(traced).graph.inputs[1:]] == names

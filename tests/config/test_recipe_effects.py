@@ -320,16 +320,17 @@ def test_maps_of_scores_leave_in_float(planned: Any, family: str) -> None:
     assert [site.node for site in _activations(annotation)] == ["x", "relu_out"]
 
 
-def test_branches_of_repvgg_become_one_convolution() -> None:
+@pytest.mark.parametrize("recipe", ["repvgg", "int8", "resnet+openvino"])
+def test_branches_of_repvgg_become_one_convolution(recipe: str) -> None:
     def forward(self: M.Module, x: mge.Tensor) -> mge.Tensor:
         return F.relu(self.bn3(self.c3(x)) + self.bn1(self.c1(x)) + self.bn0(x))
 
     norms = {f"bn{i}": M.BatchNorm2d(4) for i in (0, 1, 3)}
     module = net(forward, c3=_conv(bias=False), c1=M.Conv2d(4, 4, 1, bias=False), **norms)
     traced = _trace(module)
-    kinds = [n.kind for n in plan(traced, "repvgg").notes if n.state != "shape"]
+    kinds = [n.kind for n in plan(traced, recipe).notes if n.state != "shape"]
     assert kinds == ["conv2d", "relu"]
-    prepared = qtrace.prepare(traced, "repvgg")
+    prepared = qtrace.prepare(traced, recipe)
     got, want = prepared(mge.Tensor(X)).numpy(), module(mge.Tensor(X)).numpy()
     np.testing.assert_allclose(got, want, atol=1e-5)
 

@@ -35,6 +35,10 @@ def _inverse(self: Any, x: mge.Tensor) -> mge.Tensor:
     return F.matinv(self.conv(x))
 
 
+def _values(self: Any, x: mge.Tensor) -> mge.Tensor:
+    return F.svd(self.conv(x))[1]
+
+
 def _bordered(self: Any, x: mge.Tensor) -> mge.Tensor:
     return F.nn.pad(self.conv(x), ((0, 0), (0, 0), (1, 1), (1, 1)), mode="replicate")
 
@@ -62,7 +66,9 @@ def _line(forward: Callable[..., Any], part: str) -> int:
 
 # suffix, config, forward, begin of the message, source text of the line that the message names
 REFUSED: dict[str, tuple[str, Any, Callable[..., Any], str, str]] = {
-    "onnx": ("onnx", "backend/onnxruntime", _inverse, "matinv_out: ", "F.matinv"),
+    "onnx": ("onnx", "backend/onnxruntime", _values, "svd_out", "F.svd"),
+    "openvino": ("onnx", "backend/openvino", _inverse, "matinv_out: ", "F.matinv"),
+    "tensorrt": ("onnx", "backend/tensorrt", _inverse, "matinv_out: ", "F.matinv"),
     "onnx, an index": ("onnx", "backend/onnxruntime", _written_by_positions, "setitem_out: ", "= 0.0"),
     "tflite": ("tflite", "backend/tflite", _bordered, "pad_out: ", "F.nn.pad"),
     "tflite, an index": ("tflite", "backend/tflite", _written_by_positions, "setitem_out: ", "= 0.0"),
@@ -109,9 +115,9 @@ def test_a_batch_norm_with_a_computed_weight_is_refused(tmp_path: Path, suffix: 
 
 
 def test_the_line_is_known_after_a_file(tmp_path: Path) -> None:
-    converted = _converted(_inverse, "backend/onnxruntime")
+    converted = _converted(_values, "backend/onnxruntime")
     qtrace.save(converted, tmp_path / "m.mge")
-    with pytest.raises(ExportError, match=rf"{HERE}:{_line(_inverse, 'F.matinv')}"):
+    with pytest.raises(ExportError, match=rf"{HERE}:{_line(_values, 'F.svd')}"):
         qtrace.export(qtrace.load(tmp_path / "m.mge"), tmp_path / "m.onnx")
 
 

@@ -93,8 +93,8 @@ class Backend:
         any_rounding: whether schemes may round otherwise than the default ones.
         float_kernels: the ops among ``ops`` that the runtime computes in float between rounded tensors, with
             the same resulting integers.
-        without_kernels: the types of ONNX nodes that the runtime computes slowly, by a reference, so that the
-            file has simpler ones in their place.
+        without_kernels: the types of ONNX nodes that the runtime computes slowly, by a reference, or not at
+            all, so that the file has simpler ones in their place or is refused.
         float_results: the ops whose integer kernels write floats at no cost, where no function follows.
         integer_layers: whether the kernels of layers give integers alone: a layer whose result must not be
             rounded is computed in float.

@@ -40,6 +40,7 @@ BACKEND = Backend(
     ops=frozenset(f"{_HEADS} {_OTHERS}".split()),
     fused={"conv2d": frozenset({"relu"}), "linear": frozenset({"relu"})},
     ties_concat=True,
+    without_kernels=frozenset({"Inverse"}),
     limits={
         "activation": _LIMITS,
         "weight": Limits(bits=(8,), per_channel=True, affine=False, signed=True, only_power_of_two=True),

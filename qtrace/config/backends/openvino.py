@@ -44,7 +44,7 @@ BACKEND = Backend(
         # Weights of fewer bits fit into int8.
         "weight": Limits(bits=(2, 3, 4, 5, 6, 7, 8), per_channel=True, affine=False, signed=True),
     },
-    without_kernels=frozenset({"HardSigmoid"}),
+    without_kernels=frozenset({"HardSigmoid", "Inverse"}),
     float_results=frozenset({"conv1d", "conv2d", "linear"}),
     cost_table="openvino",
     runtime="openvino",

@@ -23,6 +23,7 @@ BACKEND = Backend(
     fused=dict.fromkeys(_HEADS.split(), frozenset(_FUNCTIONS.split())),
     ties_concat=True,
     rounds_around_float=True,
+    without_kernels=frozenset({"Inverse"}),
     limits={
         "activation": Limits(bits=(8,), per_channel=False, affine=False, signed=True, narrow=False),
         # Weights of fewer bits fit into int8.

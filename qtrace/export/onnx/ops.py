@@ -18,7 +18,7 @@ from qtrace.export.onnx.recurrent import RECURRENT
 from qtrace.export.onnx.reductions import REDUCTIONS
 from qtrace.export.onnx.sampling import SAMPLING
 from qtrace.export.onnx.shapes import SHAPES
-from qtrace.export.onnx.stored_weights import emit_product
+from qtrace.export.onnx.stored_weights import CONTRIB, emit_product
 from qtrace.export.onnx.types import Emitter, operand, unary
 from qtrace.export.onnx.weight_layouts import CONVS, TRANSPOSED, has_blocks, only_matrices, weight_layout
 from qtrace.export.onnx.windows import WINDOWS
@@ -159,6 +159,17 @@ def _prelu(w: OnnxWriter, call: OpCall) -> None:
     w.emit("PRelu", [w.name(x), name], call.out)
 
 
+def _inverse(w: OnnxWriter, call: OpCall) -> None:
+    """Writes onnxruntime's own op: ONNX has none, and other ops choose no pivots."""
+    if "Inverse" in w.in_pieces:
+        raise ExportError(
+            f"{call.out.name}: {call.kind} has no ONNX form: {_OLD}, and the target does not know that "
+            "of onnxruntime; end the graph before it"
+        )
+    w.versions.use(CONTRIB, 1)
+    w.emit("Inverse", [w.name(call.inputs[0])], call.out, domain=CONTRIB)
+
+
 _OLD = "ONNX has no op for it"
 _LAYER = "its weights have an order of MegEngine's own (linear layers have a form)"
 
@@ -170,7 +181,6 @@ WITHOUT: dict[str, str] = {
     "deformable_psroi_pooling": _OLD,
     "diag": _OLD,
     "local_conv2d": _OLD,
-    "matinv": _OLD,
     "multi_head_attention": _LAYER,
     "nvof": _OLD,
     "region_restricted_conv": _OLD,
@@ -212,6 +222,7 @@ EMITTERS: dict[str, Emitter] = {
     "clip": _clip,
     "leaky_relu": _leaky_relu,
     "prelu": _prelu,
+    "matinv": _inverse,
     "sigmoid": unary("Sigmoid"),
     "tanh": unary("Tanh"),
     "silu": _silu,

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import megengine as mge
 import megengine.functional as F
 import megengine.module as M
+import numpy as np
+import onnxruntime as ort
 import pytest
 
 import qtrace
@@ -28,8 +31,26 @@ def test_no_kind_has_two_emitters() -> None:
 
 def test_a_kind_without_a_form_is_refused_with_its_reason(tmp_path: Path) -> None:
     x = images(2, 4, 8, 8)
-    module = net(lambda self, x: F.matinv(self.conv(x)), conv=M.Conv2d(4, 4, 1))
+    module = net(lambda self, x: F.svd(self.conv(x))[1], conv=M.Conv2d(4, 4, 1))
     prepared = qtrace.prepare(qtrace.trace(module, x, check=False))
     converted = qtrace.convert(qtrace.calibrate(prepared, [x], progress=False))
-    with pytest.raises(ExportError, match=r"matinv_out: matinv has no ONNX form: ONNX has no op for it;"):
+    with pytest.raises(ExportError, match=r"svd_out(_1)?: svd has no ONNX form: ONNX has no op for it;"):
         qtrace.export(converted, tmp_path / "m.onnx")
+
+
+def test_an_inverse_is_that_of_onnxruntime(tmp_path: Path) -> None:
+    """NBNet projects onto the columns of V by (V^T V)^-1."""
+
+    def forward(self: M.Module, x: mge.Tensor) -> mge.Tensor:
+        v = F.reshape(self.conv(x), (-1, 4, 64))
+        product = F.matmul(v, F.transpose(v, (0, 2, 1))) + self.eye
+        return F.matmul(F.matinv(product), v)
+
+    x = images(2, 4, 8, 8)
+    module = net(forward, conv=M.Conv2d(4, 4, 1), eye=mge.Tensor(np.eye(4, dtype=np.float32)))
+    converted = qtrace.convert(qtrace.calibrate(qtrace.prepare(qtrace.trace(module, x)), [x], progress=False))
+    path = qtrace.export(converted, tmp_path / "m.onnx")
+    assert qtrace.verify(path, converted, [x]).passed
+    session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    (got,) = session.run(None, {session.get_inputs()[0].name: x[:1]})  # the batch is open
+    np.testing.assert_allclose(got, converted(mge.Tensor(x)).numpy()[:1], rtol=1e-3, atol=1e-4)

@@ -17,6 +17,7 @@ from qtrace.preparation.passes import native
 from qtrace.preparation.passes.biases import align_biases
 from qtrace.preparation.passes.compose import compose_pieces
 from qtrace.preparation.passes.expand import expand
+from qtrace.preparation.passes.neutral import drop_neutral
 from qtrace.preparation.passes.unlike import UnlikeNames
 from qtrace.preparation.placement.noise import OutputNoise
 from qtrace.preparation.placement.reference import Measured
@@ -125,8 +126,9 @@ def make_float_graph(
         drop_ranges(model)
         config, dropped = native.without_refitting(config, located)
     expanded = expand(model)
+    neutral = drop_neutral(model).changed if located is None else ()
     composed = compose_pieces(model, config, located.activations if located is not None else ())
-    changed = [*expanded.changed, *composed.changed]
+    changed = [*expanded.changed, *neutral, *composed.changed]
     changed += align_biases(model, before_norms=False).changed
     count = _READ_SAMPLES if reads_samples(config) else _MEASURED_SAMPLES
     calls = None if samples is None else read_calls(samples, model, count) or None

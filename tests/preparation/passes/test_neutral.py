@@ -1,0 +1,76 @@
+"""Ops that change no value leave the graph, and nothing else does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import megengine as mge
+import megengine.functional as F
+import megengine.module as M
+import numpy as np
+import pytest
+
+import qtrace
+from qtrace.graph import exprs
+from qtrace.ops import read
+from tests.nets import images, net
+
+X = images(4, 3, 8, 8)
+
+NEUTRAL: dict[str, Callable[[Any], Any]] = {
+    "0 + y": lambda y: 0 + y,
+    "y + 0.0": lambda y: y + 0.0,
+    "y - 0": lambda y: y - 0,
+    "1 * y": lambda y: 1 * y,
+    "y / 1": lambda y: y / 1,
+    "y ** 1": lambda y: y**1,
+    "sum": lambda y: sum([y]),
+    "a constant": lambda y: F.mul(y, mge.Tensor(1.0)),
+    "several": lambda y: sum([(y * 1) ** 1.0, 0]) / 1.0,
+}
+OTHER: dict[str, Callable[[Any], Any]] = {
+    "0 - y": lambda y: 0 - y,
+    "1 / y": lambda y: 1 / (y + 9),
+    "1 ** y": lambda y: 1**y,
+    "y + 1": lambda y: y + 1,
+    "wider": lambda y: F.reshape(y, (4, 8, 8, 8)) * mge.Tensor(np.ones((2, 1, 1, 1, 1), np.float32)),
+    "another type": lambda y: F.argmax(y, axis=1) * 1.0,
+}
+
+
+def _kinds(way: Callable[[Any], Any]) -> list[str]:
+    module = net(lambda self, x: F.relu(way(self.conv(x))), conv=M.Conv2d(3, 8, 3, padding=1))
+    prepared = qtrace.prepare(qtrace.trace(module, X), "w8a8")
+    np.testing.assert_allclose(prepared(mge.Tensor(X)).numpy(), module(mge.Tensor(X)).numpy(), atol=1e-5)
+    return [call.kind for call in map(read, exprs(prepared)) if call is not None]
+
+
+@pytest.mark.parametrize("way", NEUTRAL)
+def test_what_changes_no_value_goes(way: str) -> None:
+    assert _kinds(NEUTRAL[way]) == ["conv2d", "relu"]
+
+
+@pytest.mark.parametrize("way", OTHER)
+def test_what_changes_values_shapes_or_types_stays(way: str) -> None:
+    assert len(_kinds(OTHER[way])) > 2
+
+
+def test_a_result_keeps_its_name() -> None:
+    module = net(lambda self, x: self.conv(x) + 0, conv=M.Conv2d(3, 8, 3))
+    traced = qtrace.trace(module, X)
+    prepared = qtrace.prepare(traced, "w8a8")
+    (result,), (rounded,) = traced.graph.outputs, prepared.graph.outputs
+    assert rounded.name == f"{result.name}_q"
+
+
+def test_the_branches_of_a_block_of_repvgg_that_has_no_third_one_are_one_layer() -> None:
+    def forward(self: M.Module, x: mge.Tensor) -> mge.Tensor:
+        return F.relu(self.c3(x) + self.c1(x) + 0)
+
+    module = net(forward, c3=M.Conv2d(3, 8, 3, stride=2, padding=1), c1=M.Conv2d(3, 8, 1, stride=2))
+    prepared = qtrace.prepare(qtrace.trace(module, X), {"ptq": ["fuse_bn", "reparameterize"]})
+    calls = [call for call in map(read, exprs(prepared)) if call is not None]
+    assert [call.kind for call in calls] == ["conv2d", "relu"]
+    sites = qtrace.explain(prepared).annotation.sites
+    assert [site.node for site in sites if site.sort == "activation"] == ["x", "relu_out"]

@@ -193,27 +193,28 @@ def _pairs(w: OnnxWriter, gathers: list[_IndexItem], out: str) -> str:
 
 
 def _masked(w: OnnxWriter, source: str, items: list[_IndexItem], out: str) -> str:
-    """Writes ``x[mask]`` with a mask over the first axes."""
-    mask = items[0].value
-    if not _is_mask(mask) or not all(i.whole for i in items[1:]):
-        raise ExportError(f"{out}: a mask has an ONNX form only as the whole index: index twice")
-    flat = w.node("Reshape", [operand(w, mask, np.bool_), w.ints([-1])], w.fresh(out))
-    count = rank(mask)
+    """Writes ``x[..., mask, ...]``: the axes of the mask become one, of which it says what stays."""
+    item = _only_mask(items, out)
+    assert item.axis is not None
+    flat = w.node("Reshape", [operand(w, item.value, np.bool_), w.ints([-1])], w.fresh(out))
+    first, count = item.axis, rank(item.value)
     if count > 1:
-        tail = w.node("Shape", [source], w.fresh(out))
-        tail = w.node("Slice", [tail, w.ints([count]), w.ints([_END])], w.fresh(out))
-        shape = (
-            w.node("Concat", [w.ints([-1]), tail], w.fresh(out), axis=0) if len(items) > 1 else w.ints([-1])
-        )
+        sizes = w.node("Shape", [source], w.fresh(out))
+        before = [w.node("Slice", [sizes, w.ints([0]), w.ints([first])], w.fresh(out))] if first else []
+        behind = items[-1] is not item
+        ends = [w.ints([first + count]), w.ints([_END])]
+        tail = [w.node("Slice", [sizes, *ends], w.fresh(out))] if behind else []
+        parts = [*before, w.ints([-1]), *tail]
+        shape = parts[0] if len(parts) == 1 else w.node("Concat", parts, w.fresh(out), axis=0)
         source = w.node("Reshape", [source, shape], w.fresh(out))
-    return w.node("Compress", [source, flat], out, axis=0)
+    return w.node("Compress", [source, flat], out, axis=first)
 
 
 def _setitem(w: OnnxWriter, call: OpCall) -> None:
     """Writes ``x[index] = value`` as a choice between the old values and the new ones."""
     x, out = call.expr.args[0], call.out
     items = [_at_traced_size(i, out) for i in _items(call.attrs["index"], len(x.shape))]
-    if _is_mask(items[0].value):
+    if any(_is_mask(i.value) for i in items):
         chosen, value = _mask_everywhere(w, items, rank(x), out.name), _plain(w, call)
     elif any(i.axis is None or i.gathers or isinstance(i.value, TensorNode) or _computed(i) for i in items):
         raise ExportError(
@@ -263,12 +264,21 @@ def _plain(w: OnnxWriter, call: OpCall) -> str:
 
 
 def _mask_everywhere(w: OnnxWriter, items: list[_IndexItem], axes: int, out: str) -> str:
-    mask = items[0].value
-    if not all(i.whole for i in items[1:]):
-        raise ExportError(f"{out}: a mask has an ONNX form only as the whole index: index twice")
-    name = operand(w, mask, np.bool_)
-    count = rank(mask)
-    return name if count == axes else w.node("Unsqueeze", [name, w.ints(range(count, axes))], w.fresh(out))
+    """Returns the mask with an axis of size 1 for each axis of the source behind its own."""
+    item = _only_mask(items, out)
+    assert item.axis is not None
+    name = operand(w, item.value, np.bool_)
+    count = rank(item.value)
+    behind = axes - item.axis - count
+    return w.node("Unsqueeze", [name, w.ints(range(count, count + behind))], w.fresh(out)) if behind else name
+
+
+def _only_mask(items: list[_IndexItem], out: str) -> _IndexItem:
+    """Returns the mask of an index that keeps all other axes whole."""
+    masks = [i for i in items if _is_mask(i.value)]
+    if len(masks) != 1 or not all(i.whole for i in items if i is not masks[0]):
+        raise ExportError(f"{out}: a mask has an ONNX form only beside whole axes: index twice")
+    return masks[0]
 
 
 def _region(w: OnnxWriter, call: OpCall, items: list[_IndexItem]) -> tuple[str, str]:

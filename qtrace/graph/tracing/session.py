@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from qtrace.errors import GraphError, TraceError
 from qtrace.graph import failures
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.tracing import diff, example_inputs, hazards, reads
+from qtrace.graph.tracing.batch_sizes import open_reshapes
 from qtrace.graph.tracing.copies import Copy, describe_places, find_copies, insert_copies, report_copies
 from qtrace.graph.tracing.example_inputs import Arguments
 from qtrace.graph.tracing.nonfinite import nonfinite_results
@@ -120,6 +122,8 @@ class Tracing:
                         expected = self._results(other)
                 except _ForwardError:  # nothing to compare
                     continue
+                if extra and _run_and_compare(traced, other, expected) is not None:
+                    self._open_batch(traced, other)
                 self._compare(traced, other, expected, batch if extra else None)
                 inputs = other
                 break
@@ -137,6 +141,11 @@ class Tracing:
         notes += self._wrong_sizes(traced) if check and not self.also else []
         notes += nonfinite_results(traced, *example_inputs.fresh(self.inputs)) if check else []
         return traced, [f"{self.name}: {note}" for note in notes]
+
+    def _open_batch(self, traced: TracedModule, other: Arguments) -> None:
+        """Opens the batch that reshapes hold, if that is all in which a trace at another one differs."""
+        with contextlib.suppress(TraceError):  # said where the difference is looked for
+            open_reshapes(traced, self._trace(other))
 
     def _wrong_sizes(self, traced: TracedModule) -> list[str]:
         """Returns a sentence if the trace computes something else than the module at another size."""

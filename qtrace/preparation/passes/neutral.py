@@ -1,7 +1,8 @@
 """Removes ops that change no value, such as ``x + 0``.
 
-They come from Python: ``sum(branches)`` begins with 0, and RepVGG's blocks add 0 in the place of a branch that
-they do not have. Left in the graph, they stand between a layer and what is fused into it, and cost a rounding.
+They come from Python: ``sum(branches)`` begins with 0, and RepVGG's blocks add 0 in the place of a branch
+that they do not have. Left in the graph, they stand between a layer and what is fused into it,
+and cost a rounding.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from qtrace import ops
 from qtrace.graph.edit import GraphEditor
-from qtrace.graph.origin import move_results
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import exprs
 from qtrace.ops import OpCall
@@ -38,7 +37,6 @@ def drop_neutral(traced: TracedModule) -> PassResult:
             (source,) = call.inputs
             editor.replace_uses(call.out, source)
             changed[call.out.name] = source.name
-    move_results(traced, changed)
     return PassResult(tuple(f"{out}: is {source}" for out, source in changed.items()), ())
 
 

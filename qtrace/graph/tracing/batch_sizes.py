@@ -1,8 +1,8 @@
 """Opens the batch of reshapes that hold the example's as a number.
 
 A forward may compute the batch as a Python number, as Swin's window_reverse does by dividing the number of
-windows; a trace keeps the number. Traces at two batch sizes show which sizes of a reshape follow the batch: if
-it is one of them, the reshape can find it out by itself.
+windows; a trace keeps the number. Traces at two batch sizes show which sizes of a reshape follow the batch:
+if it is one of them, the reshape can find it out by itself.
 """
 
 from __future__ import annotations

@@ -89,6 +89,9 @@ def watch_reads() -> Iterator[list[PythonRead]]:
             if line:
                 of_data = _is_of_data(node, known, passed)
                 note(PythonRead(line, how, f"{node.name} ({op_label(node.expr)})", of_data))
+                truth = None if of_data or how != _METHODS["__bool__"] else _compare_shapes(node, tensor)
+                if truth is not None:
+                    return truth
             return original(tensor, *args, **kwargs)
 
         return read
@@ -116,6 +119,18 @@ def watch_reads() -> Iterator[list[PythonRead]]:
                 delattr(Tensor, name)
             else:
                 setattr(Tensor, name, method)
+
+
+def _compare_shapes(node: Node, tensor: Tensor) -> bool | None:
+    """Returns what a comparison of two shapes is to Python, which a trace has as a tensor of several values.
+
+    ``x.shape == y.shape`` compares tuples in a forward; None for other nodes and single values.
+    """
+    method = getattr(node.expr, "method", "")
+    if method not in ("__eq__", "__ne__") or tensor.size == 1:
+        return None
+    values = tensor.numpy()
+    return bool(values.all() if method == "__eq__" else values.any())
 
 
 @contextmanager

@@ -304,3 +304,33 @@ def test_inputs_behind_one_that_is_left_out_keep_their_names(given: dict[str, An
     traced = qtrace.trace(module, TOKENS, **given)
     assert [node.name for node in traced.graph.inputs[1:]] == names
     assert [node.name for node in flatten(traced).graph.inputs[1:]] == names
+
+
+# -- comparisons of shapes -----------------------------------------------------------------------------
+
+
+def _compares(self: M.Module, x: mge.Tensor) -> mge.Tensor:
+    y = self.fc(x)
+    assert y.shape == x.shape
+    assert y.shape[:-1] == x.shape[:-1]
+    if y.shape[1:] != x.shape[1:]:
+        y = y * 5
+    if y.shape != (1, 2, 3):
+        y = y * 2
+    if y.shape[-2:] == x.shape[:2]:
+        y = y * 7
+    return y + x if y.shape == x.shape else y
+
+
+def test_shapes_are_compared_as_python_compares_them() -> None:
+    module = net(_compares, fc=M.Linear(8, 8))
+    traced, x = qtrace.trace(module, TOKENS), mge.Tensor(TOKENS)
+    np.testing.assert_allclose(flatten(traced)(x).numpy(), module(x).numpy(), rtol=1e-6)
+
+
+def test_values_are_not_compared_as_shapes_are() -> None:
+    def forward(self: M.Module, x: mge.Tensor) -> mge.Tensor:
+        return x * 2 if bool((x == x).all()) else x
+
+    with pytest.raises(TraceError, match="uses values of its data as Python values|fails on the example"):
+        qtrace.trace(net(forward), TOKENS)

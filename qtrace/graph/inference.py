@@ -222,6 +222,8 @@ class TypeInference:
             try:
                 with _silent_log():
                     leaves, structure = _call(expr, [_variable(value, self._network) for value in inputs])
+                if any(isinstance(leaf, RawTensor) for leaf in leaves):
+                    raise TypeError("a tensor that holds a variable, as detach gives it, has no value")
                 values = [_deduced_value(leaf) for leaf in leaves]
                 if all(value is None or value.shape != (1,) for value in values):
                     return values, structure

@@ -94,9 +94,11 @@ def _split(w: OnnxWriter, call: OpCall) -> None:
     ):
         _split_computed(w, call, axis, sections)
         return
-    sizes = [int(n.shape[axis]) for n in call.outputs]
     outputs = [n.name for n in call.outputs]
-    names = emit_several(w, "Split", [source, w.ints(sizes)], outputs, axis=axis)
+    # Equal parts need no sizes, which would hold the batch.
+    equal = isinstance(sections, (int, np.integer))
+    sizes = [] if equal else [w.ints([int(n.shape[axis]) for n in call.outputs])]
+    names = emit_several(w, "Split", [source, *sizes], outputs, axis=axis)
     w.names.update(zip(call.outputs, names, strict=True))
 
 

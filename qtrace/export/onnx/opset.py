@@ -119,6 +119,8 @@ def at_opset(nodes: list[NodeProto], opset: int) -> tuple[list[NodeProto], list[
     for node in nodes:
         if node.op_type == "GridSample" and opset >= 20:
             node = _renamed_mode(node)
+        if node.op_type == "Split" and len(node.input) == 1:
+            node.attribute.append(helper.make_attribute("num_outputs", len(node.output)))
         axes = next((list(a.ints) for a in node.attribute if a.name == "axes"), None)
         if node.op_type not in _REDUCTIONS or axes is None:
             changed.append(node)

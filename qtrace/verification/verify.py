@@ -32,6 +32,7 @@ from qtrace.runtimes.host import RuntimeHost
 from qtrace.verification.crosscheck import cross_check
 from qtrace.verification.float_outputs import FloatOutputs
 from qtrace.verification.other_sizes import at_other_sizes
+from qtrace.verification.places import read_runtime_places
 from qtrace.verification.report import VerifyReport
 from qtrace.verification.runs import BatchRun, EndToEnd, File, OpByOp, SameRows
 from qtrace.verification.runtimes import describe_choice, runs_optimized
@@ -168,7 +169,7 @@ def _compare_outputs(
     rows = _Rows(file, run, exact)
     if report.selected is not None:
         report.selected.add(rows.shares)
-    places = run.single.tape.places
+    places = _runtime_places(file, file.session, run.runtime, run.single.tape.places)
     run.graph.tally(run.runtime, "end_to_end", report, file.output_names, rows.of(places))
     if deployed is not None:
         optimized = deployed.run(run.graph.inputs)
@@ -176,9 +177,17 @@ def _compare_outputs(
             single = OpByOp(file, optimized.integers, file.report(report.max_lsb, report.min_equal, 0.0))
             single.run(*run.arguments[0], **run.arguments[1])
             places = single.tape.places
+        places = _runtime_places(file, deployed, optimized, places)
         run.graph.tally(optimized, "deployed", report, file.output_names, rows.of(places))
         if _ratio_to_graph(run, optimized.outputs) < _SQNR_DB:
             _check_optimized(file, run, optimized, report)
+
+
+def _runtime_places(
+    file: File, session: Session, run: RuntimeRun, own: Sequence[np.ndarray]
+) -> Sequence[np.ndarray]:
+    """Returns what a runtime has picked for its outputs; ``own`` where it does not tell."""
+    return read_runtime_places(file.model.module, getattr(session, "place_kinds", ()), run.places, own)
 
 
 class _Rows:

@@ -1,7 +1,7 @@
 """Tries `qtrace.from_torch` on torchvision's detectors whole, selections included, with random weights.
 
     python -m benchmarks.torch_detectors fasterrcnn_mobilenet_v3_large_320_fpn   # minutes
-    python -m benchmarks.torch_detectors               # SSDLite too, which takes very long to prepare
+    python -m benchmarks.torch_detectors               # SSDLite too, whose classes select one by one
 
 A detector branches on values of the data, so torch's newer exporter refuses it: its trace is imported. Each
 is compared with the trace on another image, converted by the recipe ``backend/onnxruntime``, exported and

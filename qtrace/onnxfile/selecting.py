@@ -7,6 +7,7 @@ Its outputs alone do not tell which boxes they are.
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -16,14 +17,21 @@ import numpy as np
 from qtrace.onnxfile.bodies import bodies_of, own_operators, read_names
 from qtrace.onnxfile.fragment import Fragment
 
-__all__ = ["RankedPlaces", "Replayed", "SelectingFragment", "selecting_nodes", "selects_inside"]
+__all__ = [
+    "RankedPlaces",
+    "Replayed",
+    "SelectingFragment",
+    "expose_places",
+    "selecting_nodes",
+    "selects_inside",
+    "split_places",
+]
 
 # Op -> the output that has the places; of those with a mask among their inputs, which input it is.
 _PLACES = {"NonMaxSuppression": 0, "NonZero": 0, "TopK": 1, "ArgMax": 0, "ArgMin": 0}
 _MASKED = {"Compress": 1, "If": 0}
 _LISTS = ("NonMaxSuppression", "NonZero", *_MASKED)
 _OWN = ("", "ai.onnx")
-_WIDTH = 10  # numbers of a place: the selection, then an index of up to eight, and a number
 # The places of a list in a branch of an If that was not taken.
 _NOWHERE = {"NonMaxSuppression": (0, 3), "NonZero": (1, 0)}
 
@@ -134,6 +142,24 @@ def _loops_select(graph: Any) -> bool:
     return False
 
 
+def expose_places(model: Any) -> tuple[list[str], list[str]]:
+    """Adds the places that the nodes of a model pick to its outputs, each under a name of its own.
+
+    Args:
+        model: the model, which is changed; not if a branch of an If selects, as a run tells but one of them.
+
+    Returns:
+        The ops of the nodes that select, and the names of the new outputs, which are as many.
+    """
+    selections = selecting_nodes(model)
+    if any(selection.kind == "If" for selection in selections):
+        return [], []
+    told = [_Told(number, selection, selection.name) for number, selection in enumerate(selections)]
+    outputs = _cast(model.graph, told)
+    model.graph.output.extend(_described(name, kind) for name, kind in outputs)
+    return [selection.kind for selection in selections], [name for name, _ in outputs]
+
+
 class RankedPlaces(NamedTuple):
     """What one node ranks, and two selections of it.
 
@@ -167,8 +193,8 @@ class Replayed(NamedTuple):
 class SelectingFragment:
     """Runs a fragment and tells its places, or takes given ones.
 
-    Places are a table with one row for each: the number of the selection, then its numbers, then -1. One more
-    row for each selection has -1 minus its number, and the shape of its places.
+    Places are a table with one row for each: the number of the selection, then its numbers, then -1 up to the
+    width of the widest. One more row for each selection has -1 minus its number, and the shape of its places.
 
     Args:
         model: the model of the fragment, which has nodes that select; it is not changed.
@@ -185,10 +211,20 @@ class SelectingFragment:
         """Returns the table of the places of all selections by the values."""
         return self._table(self._telling.run(values))
 
+    @property
+    def kinds(self) -> list[str]:
+        """The ops of the nodes that select, in order."""
+        return [selection.kind for selection in self._selections]
+
+    def table(self, told: Sequence[np.ndarray]) -> np.ndarray:
+        """Returns the table of places that another runtime tells for each of the selections, in order."""
+        return self._table(told)
+
     def takes(self, table: np.ndarray) -> bool:
         """Returns whether ``table`` has the places of as many selections as there are."""
-        whole = table.ndim == 2 and table.shape[1] == _WIDTH
-        return whole and sorted(-1 - table[table[:, 0] < 0, 0]) == list(range(len(self._selections)))
+        return table.ndim == 2 and sorted(-1 - table[table[:, 0] < 0, 0]) == list(
+            range(len(self._selections))
+        )
 
     def replay(self, values: Sequence[np.ndarray], table: np.ndarray) -> Replayed:
         """Computes the outputs for the places of another run, as `places` gives them.
@@ -196,8 +232,9 @@ class SelectingFragment:
         No node reads a place that the values of this run would pick: it may be one of another number of rows
         than the inputs have, which come from the other run's places, too.
         """
+        rows = split_places(table)
         given = [
-            selection.places(table[table[:, 0] == number, 1:], _shape_in(table, number))
+            selection.places(rows[number], _read_shape(rows[-1 - number]))
             for number, selection in enumerate(self._selections)
         ]
         run = self._taking.run([*values, *given])
@@ -213,19 +250,37 @@ class SelectingFragment:
         return Replayed(outputs, self._table(told), rankings)
 
     def _table(self, told: Sequence[np.ndarray]) -> np.ndarray:
-        tables = []
-        for number, (selection, places) in enumerate(zip(self._selections, told, strict=False)):
-            rows = selection.rows(places)
-            table = np.full((len(rows) + 1, _WIDTH), -1, np.int64)
-            table[:-1, 0], table[:-1, 1 : 1 + rows.shape[1]] = number, rows
-            table[-1, 0], table[-1, 1 : 1 + places.ndim] = -1 - number, places.shape
-            tables.append(table)
-        return np.concatenate(tables)
+        pairs = list(zip(self._selections, told, strict=False))
+        rows = [selection.rows(places) for selection, places in pairs]
+        width = 1 + max(max(own.shape[1], places.ndim) for own, (_, places) in zip(rows, pairs, strict=True))
+        table, end = np.full((sum(map(len, rows)) + len(rows), width), -1, np.int64), 0
+        for number, (own, (_, places)) in enumerate(zip(rows, pairs, strict=True)):
+            start, end = end, end + len(own)
+            table[start:end, 0], table[start:end, 1 : 1 + own.shape[1]] = number, own
+            table[end, 0], table[end, 1 : 1 + places.ndim] = -1 - number, places.shape
+            end += 1
+        return table
 
 
-def _shape_in(table: np.ndarray, number: int) -> tuple[int, ...]:
+def split_places(table: np.ndarray) -> defaultdict[int, np.ndarray]:
+    """Splits a table of places by selection, in one pass over it.
+
+    Returns:
+        The first number of a row -> the rest of its rows, in their order; none for a number that has none.
+    """
+    starts = np.flatnonzero(np.diff(table[:, 0])) + 1
+    runs: dict[int, list[np.ndarray]] = {}
+    for first, rows in zip([0, *starts.tolist()], np.split(table[:, 1:], starts), strict=True):
+        if len(rows):
+            runs.setdefault(int(table[first, 0]), []).append(rows)
+    empty = table[:0, 1:]
+    parts = {number: rows[0] if len(rows) == 1 else np.concatenate(rows) for number, rows in runs.items()}
+    return defaultdict(lambda: empty, parts)
+
+
+def _read_shape(rows: np.ndarray) -> tuple[int, ...]:
     """Returns the shape of the places of a selection, as its own row of a table has it."""
-    (row,) = table[table[:, 0] == -1 - number, 1:]
+    (row,) = rows
     return tuple(int(size) for size in row if size >= 0)
 
 

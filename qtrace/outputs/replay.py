@@ -25,7 +25,7 @@ from qtrace.graph.opaque import OpaqueOp
 from qtrace.graph.types import Expr, Node, TracedModule
 from qtrace.graph.walk import called_graph, op_label
 from qtrace.metrics import decibels
-from qtrace.onnxfile.selecting import RankedPlaces
+from qtrace.onnxfile.selecting import RankedPlaces, split_places
 from qtrace.ops import OpCall
 from qtrace.outputs.selections import (
     SORTS,
@@ -249,10 +249,27 @@ def _share_of_rows(own: np.ndarray, given: np.ndarray) -> Share:
     """Counts the rows that both masks, or both lists of positions, pick, among those that either picks."""
     if own.dtype == np.bool_:
         return Share(int((own & given).sum()), int((own | given).sum()))
-    rows, others = (
-        set(map(tuple, np.reshape(v, (len(v), math.prod(v.shape[1:]))).tolist())) for v in (own, given)
-    )
-    return Share(len(rows & others), len(rows | others))
+    rows = [np.reshape(places, (len(places), math.prod(places.shape[1:]))) for places in (own, given)]
+    if np.array_equal(own, given):
+        count = len(np.unique(_row_keys(rows[0].astype(np.int64))))
+        return Share(count, count)
+    keys = _row_keys(np.concatenate(rows).astype(np.int64))
+    mine, others = np.unique(keys[: len(own)]), np.unique(keys[len(own) :])
+    both = len(np.intersect1d(mine, others, assume_unique=True))
+    return Share(both, len(mine) + len(others) - both)
+
+
+def _row_keys(rows: np.ndarray) -> np.ndarray:
+    """Numbers the rows of integers, equal rows alike: faster by far than a set of tuples."""
+    if not rows.size:
+        return np.zeros(len(rows), np.int64)
+    low = rows.min(axis=0)
+    sizes = [int(size) for size in rows.max(axis=0) - low + 1]
+    if math.prod(sizes) >= 2**62:
+        return np.unique(rows, axis=0, return_inverse=True)[1]
+    strides = np.array([math.prod(sizes[place + 1 :]) for place in range(len(sizes))], np.int64)
+    keys: np.ndarray = (rows - low) @ strides
+    return keys
 
 
 def _share_of_worst(own: np.ndarray, given: np.ndarray, rankings: Mapping[int, RankedPlaces]) -> Share:
@@ -266,12 +283,12 @@ def _share_of_worst(own: np.ndarray, given: np.ndarray, rankings: Mapping[int, R
         given: the places that are judged.
         rankings: number of a selection that ranks -> its scores, and both places.
     """
-    shares = []
-    for number in np.union1d(own[own[:, 0] >= 0, 0], given[given[:, 0] >= 0, 0]).tolist():
+    shares, mine, others = [], split_places(own), split_places(given)
+    for number in sorted(number for number in {*mine, *others} if number >= 0):
         if number in rankings:
             shares.append(replace(_share_of_places(*rankings[number], None), wrong=None))
         else:
-            shares.append(_share_of_rows(own[own[:, 0] == number], given[given[:, 0] == number]))
+            shares.append(_share_of_rows(mine[number], others[number]))
     return min(shares, key=lambda share: share.right / max(share.places, 1), default=Share(0, 0))
 
 

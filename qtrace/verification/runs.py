@@ -44,7 +44,11 @@ __all__ = [
     "activations",
     "integer_qparams",
     "output_names",
+    "tied_inputs",
 ]
+
+# How far from the middle of two integers a tie may lie, as a share of a step: the error of a division.
+_TIE = 1e-3
 
 
 @dataclass
@@ -351,6 +355,33 @@ def integer_qparams(converted: QuantizedModel) -> dict[str, QParams]:
     return {**{name: site.qparams for name, site in sites}, **converted.carried_qparams()}
 
 
+def tied_inputs(file: File, graph: EndToEnd, runtime: RuntimeRun) -> dict[str, np.ndarray]:
+    """Returns the runtime's integers of the inputs that it rounds otherwise than the graph, at ties alone.
+
+    A value half a step from two integers is as near to either. Data that are clipped have many at their ends,
+    such as 1.5 in a range of -1.5 to 1.5, and all of them go one way.
+
+    Args:
+        file: the file.
+        graph: a run of the graph alone.
+        runtime: the run of the runtime on the same inputs.
+    """
+    values = dict(zip(file.model.module.graph.inputs[1:], graph.inputs, strict=False))
+    tied = {}
+    for node, site in activations(file.model).items():
+        x, own, name = values.get(site.source), graph.integers.get(node), file.names.get(node)
+        if x is None or own is None or name not in runtime.integers:
+            continue
+        other, qparams = runtime.integers[name], site.qparams
+        if other.shape != own.shape or np.array_equal(own, other):
+            continue
+        apart = [np.abs(x - dequantize(levels.astype(np.int32), qparams)) for levels in (own, other)]
+        step = np.abs(dequantize(own.astype(np.int32), qparams) - dequantize(other.astype(np.int32), qparams))
+        if (np.abs(apart[0] - apart[1]) <= _TIE * step).all():
+            tied[node] = other
+    return tied
+
+
 class OpByOp(FirstOfEquals):
     """Compares at every site, then goes on with the runtime's integers.
 
@@ -503,16 +534,31 @@ class SameRows:
 
 
 class EndToEnd(GraphRun):
-    """Runs the graph alone, to compare it with a run of the runtime."""
+    """Runs the graph alone, to compare it with a run of the runtime.
 
-    def __init__(self, file: File, places: Sequence[np.ndarray] | None = None) -> None:
+    Args:
+        file: the file.
+        places: the places that its selections give; None for its own.
+        given: the integers of some sites, which are taken in the place of its own.
+    """
+
+    def __init__(
+        self,
+        file: File,
+        places: Sequence[np.ndarray] | None = None,
+        given: Mapping[str, np.ndarray] | None = None,
+    ) -> None:
         super().__init__(file.model, file.names, file.first_of_equals, places)
         self.names, self.ends = file.names, file.ends
+        self.given = given or {}
         self.order = Unsettled()
         self._latest: tuple[Node, Any] | None = None
 
     def on_node(self, node: Node, value: Any) -> Any:
         """Follows equal scores to the outputs; keeps what is compared."""
+        given = self.given.get(node.name)
+        if given is not None:
+            value = type(value)(dequantize(given, self.qparams[node.name]))
         self.order.follow(node, node in self.tied, False)
         self._latest = (node, value)
         return super().on_node(node, value)

@@ -14,7 +14,7 @@ import qtrace
 from qtrace.graph import flatten
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.explanation import explain
-from qtrace.onnxfile.selecting import SelectingFragment, selecting_nodes
+from qtrace.onnxfile.selecting import SelectingFragment, selecting_nodes, split_places
 from qtrace.outputs import replay
 from qtrace.outputs.replay import SelectedShares, TapedRun
 from qtrace.outputs.selections import find_selecting
@@ -202,6 +202,25 @@ def test_the_share_is_that_of_the_worst_selection_of_a_node() -> None:
     run = fragment.replay([_APART, first, same], given)
     share = replay._share_of_worst(run.own, given, run.rankings)
     assert (share.right, share.places) == (0, 4)
+
+
+@pytest.mark.parametrize("largest", [3, 2**40])
+def test_lists_of_rows_are_compared_as_sets(largest: int) -> None:
+    rng = np.random.default_rng(0)
+    mine, others = (rng.choice([-1, 0, 1, largest], (count, 3)) for count in (40, 60))
+    sets = [set(map(tuple, rows.tolist())) for rows in (mine, others)]
+    share = replay._share_of_rows(mine, others)
+    assert (share.right, share.places) == (len(sets[0] & sets[1]), len(sets[0] | sets[1]))
+    share = replay._share_of_rows(mine, mine[:0])
+    assert (share.right, share.places) == (0, len(sets[0]))
+    assert replay._share_of_rows(mine[:0], mine[:0]).places == 0
+
+
+def test_a_table_is_split_by_selection_with_its_rows_in_order() -> None:
+    table = np.random.default_rng(0).integers(-3, 4, (50, 10))
+    parts = split_places(table)
+    for number in range(-4, 5):
+        np.testing.assert_array_equal(parts[number], table[table[:, 0] == number, 1:])
 
 
 @pytest.mark.parametrize(

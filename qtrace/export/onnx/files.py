@@ -94,6 +94,7 @@ def files_with(
     if unsigned:
         options = replace(options, floats=options.floats | kinds_in_float(converted))
     exporter, model = write_model(converted, options)
+    from qtrace.export.onnx.biases_apart import write_biases_apart
     from qtrace.export.onnx.float_layers import TARGETS, hold_float_layers
     from qtrace.export.onnx.pools import write_fast_poolings
     from qtrace.export.onnx.whole_columns import choose_columns
@@ -107,6 +108,8 @@ def files_with(
         _LOG.info(exporter.writer.version_change)
     write_weight_types(converted, model, weights, unsigned)
     choose_columns(model, target, amx)
+    if target == "openvino":
+        write_biases_apart(model)
     check(model)
     return contents_of(model, path, external)
 

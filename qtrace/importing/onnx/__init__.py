@@ -28,6 +28,7 @@ from qtrace.graph.open_axes import OpenAxes, OpenAxis, other_sizes, write_open_a
 from qtrace.graph.origin import write_origin
 from qtrace.graph.passes.dead_code import RemoveDeadCode
 from qtrace.graph.types import TensorNode, TracedModule
+from qtrace.importing.onnx.channel_bias import join_channel_biases
 from qtrace.importing.onnx.cutting import cut
 from qtrace.importing.onnx.identities import store_copies
 from qtrace.importing.onnx.importer import Importer
@@ -139,7 +140,7 @@ def read_onnx(
         shapes = {name: shape for name, shape in (shapes or {}).items() if name not in gone}
     inputs = resolve_inputs(graph, shapes, batch, fixed)
     graph = with_float_weights(store_copies(name_by_scopes(graph)), opsets)
-    graph = join_biases(with_pairs(graph, opsets))
+    graph = join_biases(join_channel_biases(with_pairs(graph, opsets)))
     paths = _parameter_paths(model)
     building = _Building(graph, opsets, file, paths, fix_axes(inputs, set(open_sizes(inputs))))
     compared = file if outputs is None else None

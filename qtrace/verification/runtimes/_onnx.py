@@ -11,6 +11,7 @@ import numpy as np
 
 from qtrace.errors import ExportError
 from qtrace.onnxfile.reading import load_model
+from qtrace.onnxfile.selecting import expose_places
 
 __all__ = ["Exposed", "as_declared", "check_samples", "with_integer_outputs"]
 
@@ -34,10 +35,13 @@ class Exposed:
         outputs: names of the model's own outputs.
         integers: names of the sites.
         tensors: the name of the integer tensor of each site; these outputs follow the model's own.
+        places: the tensors with the places that nodes select; these outputs follow the integers.
+        kinds: the ops of the nodes that select.
         folder: the folder of the external tensors that ``data`` refers to; None without such tensors.
         graph_hash: the hash of the exported graph; "" where the file does not store it.
         deployed: the serialized model without the integers as outputs if it is not the file as it is, because
-            it is verified without the preprocessing in the file; else b"".
+            it is verified without the preprocessing in the file, or selects, and its places are outputs that
+            follow its own; else b"".
         fixed_samples: input -> the size of its first axis, where the file fixes that.
     """
 
@@ -45,6 +49,8 @@ class Exposed:
     outputs: list[str]
     integers: list[str]
     tensors: list[str]
+    places: list[str] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)
     folder: Path | None = None
     graph_hash: str = ""
     deployed: bytes = b""
@@ -66,7 +72,7 @@ def as_declared(inputs: Sequence[np.ndarray], types: Sequence[str]) -> list[np.n
 
 
 def with_integer_outputs(path: Path) -> Exposed:
-    """Reads an ONNX file and adds the result of every QuantizeLinear to its outputs.
+    """Reads an ONNX file and adds the result of every QuantizeLinear, and all places, to its outputs.
 
     Raises:
         ExportError: when the file, or the file of its tensors, is missing, damaged or of another kind.
@@ -79,8 +85,10 @@ def with_integer_outputs(path: Path) -> Exposed:
 
     model, folder = load_model(path)
     changed = [without_preprocessing(model), without_detections(model)]
-    deployed = model.SerializeToString() if any(changed) else b""
     outputs = [o.name for o in model.graph.output]
+    kinds, places = expose_places(model)
+    deployed = model.SerializeToString() if any(changed) or places else b""
+    told = [model.graph.output.pop() for _ in places][::-1]
     integers: list[str] = []
     tensors: list[str] = []
     stored = {t.name: t.data_type for t in model.graph.initializer}
@@ -103,13 +111,25 @@ def with_integer_outputs(path: Path) -> Exposed:
                 name = wide
             model.graph.output.append(onnx.helper.make_tensor_value_info(name, kind, None))
             tensors.append(name)
+    model.graph.output.extend(told)
     facts = {p.key: p.value for p in model.metadata_props}
     data = model.SerializeToString()
     fixed = {i.name: i.type.tensor_type.shape.dim[:1] for i in model.graph.input}
     sizes = {
         name: axes[0].dim_value for name, axes in fixed.items() if axes and axes[0].HasField("dim_value")
     }
-    return Exposed(data, outputs, integers, tensors, folder, facts.get("qtrace.graph", ""), deployed, sizes)
+    return Exposed(
+        data,
+        outputs,
+        integers,
+        tensors,
+        places,
+        kinds,
+        folder,
+        facts.get("qtrace.graph", ""),
+        deployed,
+        sizes,
+    )
 
 
 def check_samples(fixed: Mapping[str, int], names: Sequence[str], inputs: Sequence[np.ndarray]) -> None:

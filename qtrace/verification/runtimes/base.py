@@ -24,10 +24,12 @@ class RuntimeRun:
         outputs: the model's outputs, in the order and layout of the graph's; None for one that a device has
             not dumped.
         integers: name of a site, or of a node that carries integers -> its integers, in the graph's layout.
+        places: what each node of the file that selects has picked for these outputs; () if that is not known.
     """
 
     outputs: list[np.ndarray]
     integers: dict[str, np.ndarray]
+    places: Sequence[np.ndarray] = ()
 
 
 class Session(Protocol):
@@ -35,8 +37,9 @@ class Session(Protocol):
 
     With an attribute ``partial`` that is true, sites may be missing; with an attribute ``first_of_equals``
     that is false, equal scores are ranked in the order of MegEngine's kernels. An attribute ``inexact`` names
-    the sites whose kernels do not round ties as the graph does, ``side`` what ran where on another host, and
-    ``remark`` says what a client has to do so that it computes the same.
+    the sites whose kernels do not round ties as the graph does, ``side`` what ran where on another host,
+    ``place_kinds`` the ops of the nodes that select, and ``remark`` says what a client has to do so that it
+    computes the same.
     """
 
     @property

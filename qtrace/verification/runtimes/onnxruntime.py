@@ -35,6 +35,7 @@ class OnnxSession:
         model = with_integer_outputs(path)
         self.output_names, self.tensor_names = model.outputs, model.tensors
         self.integer_names: Sequence[str] = model.integers
+        self.place_names, self.place_kinds = model.places, model.kinds
         self.graph_hash, self.fixed_samples = model.graph_hash, model.fixed_samples
         settings = SessionSettings(optimize, tensors=model.folder, host=host)
         self.session = open_session(model.data, settings, str(path))
@@ -51,15 +52,16 @@ class OnnxSession:
         if len(inputs) != len(self.input_names):
             raise ExportError(f"the model takes {len(self.input_names)} inputs, not {len(inputs)}.")
         check_samples(self.fixed_samples, self.input_names, inputs)
-        names = [*self.output_names, *self.tensor_names]
+        names = [*self.output_names, *self.tensor_names, *self.place_names]
         feeds = dict(zip(self.input_names, as_declared(inputs, self.input_types), strict=True))
         values = self.session.run(names, feeds)
-        outputs = None if self.deployed is None else self.deployed.run(self.output_names, feeds)
-        count = len(self.output_names)
-        return RuntimeRun(
-            values[:count] if outputs is None else outputs,
-            dict(zip(self.integer_names, values[count:], strict=True)),
-        )
+        count, end = len(self.output_names), len(self.output_names) + len(self.tensor_names)
+        outputs, places = values[:count], values[end:]
+        if self.deployed is not None:
+            deployed = self.deployed.run([*self.output_names, *self.place_names], feeds)
+            outputs, places = deployed[:count], deployed[count:]
+        integers = dict(zip(self.integer_names, values[count:end], strict=True))
+        return RuntimeRun(outputs, integers, places)
 
 
 def runtime(host: RuntimeHost | None = None) -> Runtime:

@@ -44,6 +44,7 @@ class OpenvinoSession:
         model = with_integer_outputs(path)
         self.output_names = model.outputs
         self.integer_names: Sequence[str] = model.integers
+        self.place_kinds = model.kinds
         self.graph_hash, self.fixed_samples = model.graph_hash, model.fixed_samples
         if model.folder is not None:
             raise ExportError(f"{path} has more than 2 GB of tensors: verify it in onnxruntime.")
@@ -63,10 +64,12 @@ class OpenvinoSession:
         feeds = dict(zip(self.input_names, inputs, strict=True))
         values = _infer(self.compiled, feeds)
         deployed = None if self.deployed is None else _infer(self.deployed, feeds)
-        count = len(self.output_names)
-        outputs = values[:count] if deployed is None else deployed[:count]
-        integers = [v if v.dtype.kind in "iu" else np.rint(v).astype(np.int32) for v in values[count:]]
-        return RuntimeRun(outputs, dict(zip(self.integer_names, integers, strict=True)))
+        count, end = len(self.output_names), len(self.output_names) + len(self.integer_names)
+        outputs, places = values[:count], values[end:]
+        if deployed is not None:
+            outputs, places = deployed[:count], deployed[count:]
+        integers = [v if v.dtype.kind in "iu" else np.rint(v).astype(np.int32) for v in values[count:end]]
+        return RuntimeRun(outputs, dict(zip(self.integer_names, integers, strict=True)), places)
 
 
 def _infer(file: OpenvinoFile, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:

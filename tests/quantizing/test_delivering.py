@@ -75,7 +75,7 @@ def test_what_is_delivered_and_said(tmp_path: Path, timed, speed, options, in_fl
     ("recipe", "in_float"),
     [
         ("backend/ncnn", True),
-        ("backend/tflite", False),
+        ("backend/tflite", True),
         ("backend/openvino", True),
         ("backend/openvino_avx2", False),
         ("backend/esp_dl", False),

@@ -262,25 +262,25 @@ class _Placer:
         """
         text = "the ops are those of the given times"
         # A file that may be in float and a graph to train on take other labellings of the same times.
-        integers, bits = times.integers or (), times.weight_bits
+        integers, bits, centred = times.integers or (), times.weight_bits, False
         if times.labellings:
             text = describe_labellings(times.labellings, chosen, times.left_out)
             self.reporter.note(f"placement: {text}")
             taken = times.labellings[chosen]
             if taken.name == EVERYTHING and self.everything is not None:
                 return self.round_everything()
-            integers, bits = taken.integers, taken.weight_bits
+            integers, bits, centred = taken.integers, taken.weight_bits, taken.centred
         search = searches.get(bits, first)
         prepared, outcome = search.prepared, search.outcome
         assert outcome is not None
         labels = {name: name in integers or fixed for name, fixed in outcome.float_labels.items()}
-        if labels != dict(outcome.point.labels):
+        if centred or labels != dict(outcome.point.labels):
             prepared, _ = prepare_placed(
                 self.traced,
                 search.config,
                 self.samples,
                 search.config,
-                outcome.instead(labels, text),
+                replace(outcome.instead(labels, text), centred=centred),
                 search.fitted,
                 source=self.source,
             )
@@ -458,6 +458,7 @@ class _Bench:
         self.runtime, self.suffix = _runtime_of(backend), suffix_of(backend)
         self.configs = {bits: _plain(search.config) for bits, search in searches.items()}
         self.everything = None if placer.everything is None else _plain(placer.everything)
+        self.may_centre = bool(backends.get(backend).slower_with_zero_point)
         self.axes = SharedAxes()
         self.feeds: list[list[np.ndarray]] = []  # of each batch that is held back
         self.files: dict[str, Path] = {}
@@ -502,6 +503,28 @@ class _Bench:
             self._note(f"a run takes {run:.3g} s, and {limit:.3g} s are too little to compare")
             return (), ""
         measured = list(self._compare({name: labellings[name] for name in (first, FLOAT)}, extent))
+        left_out = self._measure_others(labellings, measured, extent, folder, (start, limit))
+        self._measure_centred(labellings, measured, extent, folder)
+        return tuple(measured), left_out
+
+    def _measure_others(
+        self,
+        labellings: Mapping[str, SearchOutcome],
+        measured: list[MeasuredLabelling],
+        extent: Extent,
+        folder: Path,
+        time_limit: tuple[float, float],
+    ) -> str:
+        """Measures each labelling that could be better than what was measured; says which were left out.
+
+        Args:
+            labellings: those in question.
+            measured: what was measured, which grows.
+            extent: what there is time to measure of two files.
+            folder: the folder for the files.
+            time_limit: when the measurement began, and the seconds that it may take, of processor time.
+        """
+        (start, limit), first = time_limit, measured[0].name
         waiting = {name: o for name, o in labellings.items() if name not in self.files}
         while (other := find_competitor(measured, waiting, self.in_float)) is not None:
             spent = time.process_time() - start
@@ -512,14 +535,34 @@ class _Bench:
                 len(measured) < _MOST_IN_DOUBT and is_doubtful(measured)
             )
             if spent * (len(measured) + 1) / len(measured) > limit and not in_doubt:  # with another one
-                return tuple(measured), _list_left_out(waiting, labellings, "for want of time")
+                return _list_left_out(waiting, labellings, "for want of time")
             both = {first: labellings[first], other: waiting.pop(other)}
             try:
                 self._export(other, both[other], folder)
                 measured.append(self._compare(both, extent)[1])
             except QtraceError as error:
                 self.reporter.note(f"placement: {other} could not be measured: {error}")
-        return tuple(measured), _list_left_out(waiting, labellings, "as they could hardly be better")
+        return _list_left_out(waiting, labellings, "as they could hardly be better")
+
+    def _measure_centred(
+        self,
+        labellings: Mapping[str, SearchOutcome],
+        measured: list[MeasuredLabelling],
+        extent: Extent,
+        folder: Path,
+    ) -> None:
+        """Measures the best labelling with integers without zero points, if layers are slower with them."""
+        best = measured[choose_labelling(measured, in_float=False)]
+        if not self.may_centre or best.name == FLOAT:
+            return
+        first, name = measured[0].name, f"{best.name} without zero points"
+        both = {first: labellings[first], name: replace(labellings[best.name], centred=True)}
+        try:
+            self._export(name, both[name], folder)
+            if self.structures[name] != self.structures[best.name]:
+                measured.append(self._compare(both, extent)[1])
+        except QtraceError as error:
+            self.reporter.note(f"placement: {name} could not be measured: {error}")
 
     def _compare(self, pair: Mapping[str, SearchOutcome], extent: Extent) -> tuple[MeasuredLabelling, ...]:
         """Measures two labellings, the first of which is the predicted choice."""
@@ -535,6 +578,7 @@ class _Bench:
                 noise,
                 self._told_structure(name),
                 outcome.weight_bits,
+                outcome.centred,
             )
             for (name, outcome), speed, noise in zip(pair.items(), speeds, noises, strict=True)
         )

@@ -291,9 +291,37 @@ def test_what_is_measured_decides_and_is_written(tmp_path: Path, monkeypatch, ba
     by_name = {labelling.name: labelling for labelling in times.labellings}
     assert by_name["float"].noise == (0.0, 0.0)
     assert 1e-6 < by_name["predicted"].noise[0] < 1e-2
-    assert "the predicted choice stays" in str(qtrace.explain(prepared))
+    assert "the predicted choice stays" in " ".join(str(qtrace.explain(prepared)).split())
     times.write()
     assert Times.open(times.path).labellings == times.labellings
+
+
+@pytest.mark.parametrize(("ratio", "chosen"), [(2.0, True), (1.0, False)])
+def test_in_openvino_a_labelling_without_zero_points_is_in_question(
+    tmp_path: Path, monkeypatch, ratio: float, chosen: bool
+) -> None:
+    """Noise is the price of it; given times decide alike, and the file is verified."""
+    monkeypatch.setattr(measuring, "find_labellings", find_labellings)
+    monkeypatch.setenv("QTRACE_CACHE", str(tmp_path / "cache"))
+
+    def timer(paths, **options):
+        speed = 0.5 if paths[1].stem == "1" else ratio
+        return [Speed(1e-3, 1.0, 1.0, 1.0, 9), Speed(1e-3 / speed, speed, speed, speed, 9)]
+
+    monkeypatch.setattr(measuring, "compare_files", timer)
+    path, data = tmp_path / "times.json", [DATA[:4] + 0.5, DATA[4:] + 0.5]
+    for number in range(2):
+        monkeypatch.setattr(measuring, "compare_files", timer if number == 0 else _refuse)
+        options = {"target": "openvino", "times": path, "progress": False, "force": True}
+        result = qtrace.quantize(_traced(), data, tmp_path / "net.onnx", **options)
+        assert ("without zero points is chosen" in " ".join(str(result.explain()).split())) is chosen
+        types = {tensor.data_type for tensor in onnx.load(result.path).graph.initializer if not tensor.dims}
+        assert (TensorProto.INT8 in types) is chosen
+        assert result.verify is not None
+        assert result.verify.passed
+    last = Times.open(path).labellings[-1]
+    assert last.centred
+    assert last.noise > Times.open(path).labellings[0].noise
 
 
 @pytest.mark.parametrize(

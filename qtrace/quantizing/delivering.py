@@ -96,8 +96,9 @@ class Delivery:
         text = f"speed: {self.speed.describe()}: {times}, one thread"
         text += f", by {self.host}" if self.host else ""
         if self.in_float:
+            probably = "" if self.speed.slower else "probably "
             text += (
-                "; the quantized file is slower than float here, so the file is in float: "
+                f"; the quantized file is {probably}slower than float here, so the file is in float: "
                 "`placement: small` in the recipe writes the quantized one for its size"
             )
         elif self.speed.slower:
@@ -265,7 +266,7 @@ def choose_delivery(in_float: Speed, own: Speed, config: QConfig, prepared: Trac
 
 def is_float_better(own: Speed, config: QConfig) -> bool:
     """Returns whether a file is slower than float beyond the spread, and the config rounds for speed."""
-    return own.slower and _rounds_for_speed(config)
+    return own.probably_slower and _rounds_for_speed(config)
 
 
 def _speeds_of(path: Path, labellings: Sequence[MeasuredLabelling]) -> tuple[Speed, Speed] | None:

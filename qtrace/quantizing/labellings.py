@@ -108,7 +108,8 @@ def choose_labelling(measured: Sequence[MeasuredLabelling], in_float: bool = Tru
 
     Another one is better if its price is lower at the slow end of its measured range, on both halves of the
     samples, and it spoils no output. Float is taken for its time alone: plain ranges show more noise than the
-    algorithms of the recipe leave, and no file in float is what was asked for if integers are faster.
+    algorithms of the recipe leave, and no file in float is what was asked for if integers are faster. What
+    other programs may have shifted does not count for it: a file that is probably slower is not asked for.
     """
     return _find_best(measured, in_float)[0]
 
@@ -117,11 +118,12 @@ def _find_best(measured: Sequence[MeasuredLabelling], in_float: bool) -> tuple[i
     """Returns the number of the best labelling, and its price beside the first; the lower is better."""
     best, lowest = 0, -_MARGIN
     for number, other in enumerate(measured[1:], 1):
-        if other.name == FLOAT and (other.speed.low < 1 or not in_float):
+        speed = other.speed.steady_low if other.name == FLOAT else other.speed.low
+        if other.name == FLOAT and (speed < 1 or not in_float):
             continue
         if max(other.noise) >= _SPOILED:
             continue
-        difference = _compare(measured[0], other.speed.low, other.noise)
+        difference = _compare(measured[0], speed, other.noise)
         if difference < lowest:
             best, lowest = number, difference
     return best, lowest

@@ -100,6 +100,16 @@ def test_a_difference_within_the_spread_decides_nothing() -> None:
         assert not delivering.choose_delivery(IN_FLOAT, speed, config, None).in_float
 
 
+@pytest.mark.parametrize(("high", "in_float"), [(0.93, True), (0.99, False)])
+def test_beside_other_programs_what_is_probably_slower_is_not_delivered(high: float, in_float: bool) -> None:
+    """The range is wider by what they may shift, to either side."""
+    config, prepared = as_qconfig({"placement": "balanced"}), qtrace.trace(_module(), DATA[:1])
+    speed = Speed(1e-3, 0.85, 0.75, high * 1.1, 40, busy=True)
+    delivery = delivering.choose_delivery(IN_FLOAT, speed, config, prepared)
+    assert delivery.in_float is in_float
+    assert ("is probably slower than float here, so the file is in float" in delivery.sentence()) is in_float
+
+
 def test_the_range_of_a_ratio_covers_both_rounds_and_outliers_do_not_count() -> None:
     quiet, loud = [1.0] * 30, [1.0] * 28 + [9.0] * 2
     reference, own = summarize([[quiet, [0.5] * 30], [loud, [0.8] * 30]])

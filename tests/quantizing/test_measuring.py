@@ -85,6 +85,14 @@ def test_another_labelling_is_taken_only_if_it_is_better_for_certain(others, cho
     assert choose_labelling([_measured("predicted", 1.0), *others]) == chosen
 
 
+def test_float_that_is_probably_faster_beside_other_programs_is_taken() -> None:
+    """They widen the range of 1.12 to 1.2 by a tenth at each end."""
+    busy = Speed(1e-3, 1.16, 1.12 / 1.1, 1.2 * 1.1, 30, busy=True)
+    for speed, chosen in ((busy, 1), (replace(busy, low=0.99 / 1.1), 0)):
+        in_float = replace(_measured("float", 1.0, 0.0, 0.0), speed=speed)
+        assert choose_labelling([_measured("predicted", 1.0), in_float]) == chosen
+
+
 def test_a_choice_that_cannot_be_compared_stays_if_no_other_one_can() -> None:
     lost = _measured("predicted", 1.0, math.inf, math.inf)
     assert choose_labelling([lost, _measured("fastest", 1.5, math.inf, math.inf)]) == 0

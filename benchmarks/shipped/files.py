@@ -97,7 +97,7 @@ def _own(network: Network, runtime: str, samples: np.ndarray, folder: Path, host
         )
     except qtrace.QtraceError as error:
         return Made(OWN, None, " ".join(str(error).split())[:_LONGEST_REASON])
-    return Made(OWN, file, on_integers=not result.delivery.in_float)
+    return Made(OWN, file, on_integers=result.delivery.to_dict()["delivered"] == "quantized")
 
 
 def _ai_edge(exact: Path, samples: np.ndarray, folder: Path, peer: str) -> Iterator[Made]:

@@ -72,6 +72,19 @@ class Speed:
         """Whether the file is faster than the first one beyond the spread of the measurement."""
         return self.low > 1 / NO_SLOWER
 
+    @property
+    def steady_low(self) -> float:
+        """The lower end of the range without what other programs may have shifted."""
+        return self.low * (_BUSY_RANGE if self.busy else 1.0)
+
+    @property
+    def probably_slower(self) -> bool:
+        """Whether the file is slower than the first one beyond the spread, if other programs shift nothing.
+
+        They may as well hide a difference as make one, so that it decides where one of two files is taken.
+        """
+        return self.high / (_BUSY_RANGE if self.busy else 1.0) < NO_SLOWER
+
     def describe(self) -> str:
         """Says how fast the file is, such as ``1.52x (1.48 to 1.55)``."""
         spread = f"{self.ratio:.2f}x ({self.low:.2f} to {self.high:.2f})"

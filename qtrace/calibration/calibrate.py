@@ -26,7 +26,7 @@ from qtrace.graph.types import TracedModule
 from qtrace.learning.choice import choose_learning
 from qtrace.numerics import SMALLEST_SCALE
 from qtrace.plugins.arguments import check_arguments
-from qtrace.preparation.limits import limit_ranges
+from qtrace.preparation.limits import centre_ranges, limit_ranges
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import switch_phase
 from qtrace.process.memory import return_free_memory, returns_memory
@@ -191,6 +191,7 @@ def _apply(prepared: QuantizedModel, statistics: Statistics) -> None:
         if name in parameters:
             fq.set_qparams(parameters[name])
     limit_ranges(prepared)
+    centre_ranges(prepared)
     _fit_biases(prepared)
     switch_phase("quantize", prepared)
 

@@ -227,6 +227,8 @@ class PlacementNote:
         times: name of an op -> its predicted milliseconds in float and on integers; None without a kernel.
         reasons: name of an op -> why it runs as it does.
         measured: what labellings took and kept when they were measured in turns; "" if they were not.
+        centred: whether ranges are symmetric where layers are slower if their input has a zero point, and the
+            parts of a concat share theirs.
     """
 
     mode: str
@@ -240,6 +242,7 @@ class PlacementNote:
     times: dict[str, tuple[float, float | None]] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     measured: str = ""
+    centred: bool = False
 
     @property
     def conclusion(self) -> str:
@@ -295,6 +298,8 @@ class Annotation:
         data = dict(vars(self))
         if self.placement is None:  # as in annotations of before there were placements, whose hashes stay
             del data["placement"]
+        elif not self.placement.centred:
+            data["placement"] = {k: v for k, v in vars(self.placement).items() if k != "centred"}
         if not self.dynamic:
             del data["dynamic"]
         return json.dumps(data, default=_plain, sort_keys=True)  # asdict would copy every value first

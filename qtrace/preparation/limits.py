@@ -1,4 +1,4 @@
-"""The ranges that a target fixes or bounds, for the qparams of a calibrated model."""
+"""The ranges that a target fixes, bounds or runs faster, for the qparams of a calibrated model."""
 
 from __future__ import annotations
 
@@ -8,11 +8,58 @@ import numpy as np
 
 from qtrace.config import backends
 from qtrace.fakequant.base import FakeQuant
+from qtrace.graph.walk import users
 from qtrace.numerics import choose
 from qtrace.preparation.model import QuantizedModel
 from qtrace.scheme import QParams, QScheme
 
-__all__ = ["limit_ranges"]
+__all__ = ["centre_ranges", "limit_ranges"]
+
+
+def centre_ranges(model: QuantizedModel) -> tuple[str, ...]:
+    """Makes ranges symmetric where the placement says so, and layers are slower with a zero point.
+
+    The zero point of such an unsigned range is its middle, so that `convert` can store it as signed integers
+    with zero point 0. Ranges from 0 on have none.
+
+    Args:
+        model: a prepared model; its fake quants are changed in place. Those without qparams are skipped, and
+            those whose scales the model brings.
+
+    Returns:
+        The groups that were changed.
+    """
+    placement = model.annotation.placement
+    if placement is None or not placement.centred:
+        return ()
+    changed = []
+    for group in sorted(_read_by_layers(model) - set(model.record.native)):
+        fake_quant = model.fake_quants[group]
+        scheme = fake_quant.scheme
+        if scheme.signed or scheme.symmetric or scheme.per_channel or not fake_quant.calibrated:
+            continue
+        qparams = fake_quant.qparams()
+        scale, zero_point = float(qparams.scale), int(qparams.zero_point)
+        ends = (-zero_point * scale, (scheme.qmax - zero_point) * scale)
+        wanted = choose(*ends, scheme.replace(symmetric=True))
+        if zero_point and qparams.zero_point != wanted.zero_point:
+            fake_quant.set_qparams(QParams(scheme, wanted.scale, wanted.zero_point))
+            changed.append(group)
+    return tuple(changed)
+
+
+def _read_by_layers(model: QuantizedModel) -> set[str]:
+    """Returns the groups that layers read which are slower with a zero point."""
+    layers = backends.get(model.annotation.backend).slower_with_zero_point
+    kinds = {note.name: note.kind for note in model.annotation.notes}
+    readers = [(site.group, site.consumers) for site in model.sites if site.sort == "activation"]
+    carried = model.annotation.carried.items()
+    readers += [(group, tuple(users(model.nodes[name]))) for name, group in carried]
+    return {
+        group
+        for group, exprs in readers
+        if any(kinds.get(out.name) in layers for expr in exprs for out in expr.outputs)
+    }
 
 
 def limit_ranges(model: QuantizedModel) -> tuple[str, ...]:

@@ -104,6 +104,7 @@ def prepare_placed(
     fitted: CostTable | None = None,
     progress: bool = False,
     source: FloatSource | None = None,
+    quiet: bool = False,
 ) -> tuple[TracedModule, SearchOutcome | None]:
     """Prepares a module, and returns the labellings that its placement chose between, too.
 
@@ -116,6 +117,7 @@ def prepare_placed(
         fitted: the packaged cost table, fitted to this processor; None for the table as it is packaged.
         progress: as for `prepare`.
         source: makes the float graph, and keeps what is measured in it; None to make it here.
+        quiet: whether nothing is said of the placement: the graph is one of several in question.
 
     Returns:
         The prepared module, and the outcome of the search; None without a choice.
@@ -130,8 +132,9 @@ def prepare_placed(
         check(graph.model, types=False)  # the editor renewed them
         record = _record(graph, decision, scales)
         write_record(graph.model, record)
-        _note_placement(request, record)
-        if outcome is None:  # else it was said of an earlier labelling
+        if not quiet:
+            _note_placement(request, record)
+        if outcome is None and not quiet:  # else it was said of an earlier labelling
             _warn_of_fallback(record.annotation)
         _take_over(graph.model, scales)
     return graph.model, decision.outcome

@@ -37,11 +37,11 @@ from qtrace.verification.report import VerifyReport
 
 __all__ = ["TIMED", "Card", "FloatOps", "Timing", "make_card", "measure_speed"]
 
-# Suffix of a file that a runtime runs here -> the format of its float twin, the runtime and its package.
+# Suffix of a file that a runtime runs here -> the runtime and its package.
 TIMED = {
-    ".onnx": (None, "onnxruntime", "onnxruntime"),
-    ".tflite": ("tflite", "litert", "ai-edge-litert"),
-    ".param": (None, "ncnn", "ncnn"),
+    ".onnx": ("onnxruntime", "onnxruntime"),
+    ".tflite": ("litert", "ai-edge-litert"),
+    ".param": ("ncnn", "ncnn"),
 }
 _PACKAGES = ("qtrace", "megengine", "numpy", "onnx", "onnxruntime", "openvino", "ai-edge-litert", "ncnn")
 
@@ -324,7 +324,7 @@ def measure_speed(
     device = backends.get(backend).device
     if device or path.suffix not in TIMED:
         return None, f"no runtime here runs it as {device or 'its target'} does"
-    format_name, runtime, package = TIMED[path.suffix]
+    runtime, package = TIMED[path.suffix]
     if backends.get(backend).runtime:
         runtime = package = backends.get(backend).runtime
     record = read_open_axes(traced)
@@ -332,7 +332,7 @@ def measure_speed(
     open_sizes = record is not None and not record.only_batch()
     try:
         with tempfile.TemporaryDirectory(prefix="qtrace-card-") as folder:
-            twin = export(traced, Path(folder) / f"float{path.suffix}", format=format_name)
+            twin = export(traced, Path(folder) / f"float{path.suffix}")
             report = bench(
                 twin,
                 path,

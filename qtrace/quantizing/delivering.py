@@ -35,6 +35,7 @@ __all__ = [
     "is_float_better",
     "measure_file",
     "prepare_in_float",
+    "rounds_for_speed_by_default",
     "timed_settings",
 ]
 
@@ -65,6 +66,7 @@ class Delivery:
         files: the speeds of the float file and of the quantized one, as they were measured.
         beside_own: the speed of what is delivered beside the user's own file; None if it was not measured.
         host: the interpreter or command by which the files were measured; "" for this interpreter.
+        placed: what was measured of integers, where the placement found float better; "" elsewhere.
     """
 
     speed: Speed | None = None
@@ -75,6 +77,7 @@ class Delivery:
     files: tuple[Speed, ...] = ()
     beside_own: Speed | None = None
     host: str = ""
+    placed: str = ""
 
     def sentence(self) -> str:
         """Says what was measured and delivered; "" if nothing was measured."""
@@ -84,14 +87,18 @@ class Delivery:
                 f"; the network's own file is {1 / self.beside_own.ratio:.2f}x as fast as this one, by ops "
                 "that qtrace takes apart: keep that one for speed"
             )
+        if self.placed:
+            place = f", by {self.host}" if self.host else ""
+            return f"speed: the file is in float: {self.placed}, one thread{place}{own}"
         if self.speed is None:
             return f"speed: not measured, {self.untimed}{own}" if self.untimed else ""
         times = f"{1e3 * self.speed.seconds:.3g} ms, {1e3 * self.float_seconds:.3g} ms in float"
         text = f"speed: {self.speed.describe()}: {times}, one thread"
         text += f", by {self.host}" if self.host else ""
         if self.in_float:
+            probably = "" if self.speed.slower else "probably "
             text += (
-                "; the quantized file is slower than float here, so the file is in float: "
+                f"; the quantized file is {probably}slower than float here, so the file is in float: "
                 "`placement: small` in the recipe writes the quantized one for its size"
             )
         elif self.speed.slower:
@@ -101,7 +108,7 @@ class Delivery:
     def to_dict(self) -> dict[str, Any]:
         """Returns the figures, for JSON."""
         speed = None if self.speed is None else {**self.speed.to_dict(), "float_seconds": self.float_seconds}
-        form = "float" if self.in_float else "quantized"
+        form = "float" if self.in_float or self.placed else "quantized"
         own = None if self.beside_own is None else self.beside_own.to_dict()
         facts = {"speed": speed, "beside_own_file": own, "not_timed": self.untimed, "delivered": form}
         return {**facts, "measured_by": self.host} if self.host else facts
@@ -162,30 +169,43 @@ def measure_file(
     """
     backend = backends.get(config.backend)
     if not any(fake_quants(prepared)):
-        return Delivery(untimed="the file is in float")
+        placed = _describe_float(labellings)
+        untimed = "" if placed else "the file is in float"
+        return Delivery(untimed=untimed, placed=placed, host=_name(host) if placed else "")
     if backend.device or path.suffix not in TIMED:
         return Delivery(untimed=f"no runtime here runs it as {backend.device or 'its target'} does")
-    form, runtime, _ = TIMED[path.suffix]
-    replaceable = form is None and not keep
     if timer is None and (known := _speeds_of(path, labellings)) is not None:
         in_float = None
-        if replaceable and is_float_better(known[1], config):
+        if not keep and is_float_better(known[1], config):
             in_float = prepare_in_float(traced, config)
         return replace(choose_delivery(*known, config, in_float), host=_name(host))
-    runtime = backend.runtime or runtime
+    runtime = backend.runtime or TIMED[path.suffix][0]
     try:
         with tempfile.TemporaryDirectory(prefix="qtrace-speed-") as folder:
             twin = Path(folder) / f"float{path.suffix}"
             in_float = prepare_in_float(traced, config)
-            export(convert(in_float) if form is None else traced, twin, format=form)
+            export(convert(in_float), twin)
             settings = timed_settings(traced, path.suffix, host)
             first, own = (timer or compare_files)([twin, path], runtime=runtime, settings=settings)
     except QtraceError as error:
         if host is not None and isinstance(error, MissingPackageError):
             raise
         return Delivery(untimed=str(error).rstrip("."))
-    delivery = choose_delivery(first, own, config, in_float if replaceable else None)
+    delivery = choose_delivery(first, own, config, None if keep else in_float)
     return replace(delivery, host=_name(host))
+
+
+def _describe_float(labellings: Sequence[MeasuredLabelling]) -> str:
+    """Says what was measured of a file with integers in the place of one in float; "" if nothing was."""
+    in_float = next((labelling for labelling in labellings if labelling.name == FLOAT), None)
+    others = [labelling for labelling in labellings if labelling is not in_float]
+    if in_float is None or not others:
+        return ""
+    fastest = max(others, key=lambda labelling: labelling.speed.ratio)
+    beside = fastest.speed.ratio / in_float.speed.ratio
+    return (
+        f"with integers it took {1e3 * fastest.speed.seconds:.3g} ms at least, {beside:.2f}x as fast as float"
+    )
 
 
 def _name(host: RuntimeHost | None) -> str:
@@ -246,7 +266,7 @@ def choose_delivery(in_float: Speed, own: Speed, config: QConfig, prepared: Trac
 
 def is_float_better(own: Speed, config: QConfig) -> bool:
     """Returns whether a file is slower than float beyond the spread, and the config rounds for speed."""
-    return own.slower and _rounds_for_speed(config)
+    return own.probably_slower and _rounds_for_speed(config)
 
 
 def _speeds_of(path: Path, labellings: Sequence[MeasuredLabelling]) -> tuple[Speed, Speed] | None:
@@ -267,10 +287,14 @@ def _speeds_of(path: Path, labellings: Sequence[MeasuredLabelling]) -> tuple[Spe
 
 def _rounds_for_speed(config: QConfig) -> bool:
     """Returns whether a config asks for integers only where they are faster, not for their size."""
+    return config.effective_placement in _CHOOSING or rounds_for_speed_by_default(config)
+
+
+def rounds_for_speed_by_default(config: QConfig) -> bool:
+    """Returns whether the packaged recipe of the target says so that a config rounds everything for speed."""
     backend = backends.get(config.backend)
     stem = config.place("placement").rpartition(".yaml")[0]
-    packaged = stem.endswith(f"recipes/backend/{backend.name}")
-    return config.effective_placement in _CHOOSING or (packaged and backend.rounds_for_speed)
+    return backend.rounds_for_speed and stem.endswith(f"recipes/backend/{backend.name}")
 
 
 def fixed_timer(speeds: Sequence[Speed]) -> Timer:

@@ -16,6 +16,7 @@ from qtrace.preparation.prepare import SearchOutcome
 from qtrace.quantizing.times import MeasuredLabelling
 
 __all__ = [
+    "EVERYTHING",
     "FLOAT",
     "choose_labelling",
     "describe_labellings",
@@ -24,10 +25,13 @@ __all__ = [
     "is_doubtful",
     "name_with_bits",
     "predict",
+    "with_everything",
 ]
 
 FLOAT = "float"
 """The name of the labelling with every op in float."""
+EVERYTHING = "everything"
+"""The name of the labelling that rounds all that the target can, whatever single kernels take."""
 _BETWEEN = "between"
 _SHARES = (0.25, 0.5)  # of the way from the fastest predicted time to that of float
 _MARGIN = 0.01  # of the price: what is worth less is no reason to leave the predicted choice
@@ -68,6 +72,32 @@ def find_labellings(outcome: SearchOutcome, other: SearchOutcome | None = None) 
     return different
 
 
+def with_everything(
+    labellings: Mapping[str, SearchOutcome], outcome: SearchOutcome, first: bool
+) -> dict[str, SearchOutcome]:
+    """Adds the labelling that rounds everything, and float if it is missing.
+
+    Args:
+        labellings: the labellings in question.
+        outcome: the search.
+        first: whether rounding everything takes the place of the predicted choice, as what stays unless
+            another labelling is better.
+    """
+    labels = {unit.name: unit.fixed is not False for unit in outcome.problem.units}
+    if not any(labels.values()):
+        return dict(labellings)
+    whole = {EVERYTHING: outcome.instead(labels)}
+    others = {
+        name: other
+        for name, other in labellings.items()
+        if name != FLOAT and any(other.point.labels.values()) and dict(other.point.labels) != labels
+    }
+    if not first and len(others) < len(set(labellings) - {FLOAT}):
+        return dict(labellings)  # it is one of them
+    in_float = {FLOAT: outcome.instead(outcome.float_labels)}
+    return {**whole, **others, **in_float} if first else {**others, **whole, **in_float}
+
+
 def predict(point: Point) -> tuple[float, float]:
     """Returns the predicted seconds of a labelling, and the predicted SQNR of its outputs in dB."""
     return point.energy.seconds, -10 * math.log10(max(point.energy.noise, _NEARLY_EXACT))
@@ -78,7 +108,8 @@ def choose_labelling(measured: Sequence[MeasuredLabelling], in_float: bool = Tru
 
     Another one is better if its price is lower at the slow end of its measured range, on both halves of the
     samples, and it spoils no output. Float is taken for its time alone: plain ranges show more noise than the
-    algorithms of the recipe leave, and no file in float is what was asked for if integers are faster.
+    algorithms of the recipe leave, and no file in float is what was asked for if integers are faster. What
+    other programs may have shifted does not count for it: a file that is probably slower is not asked for.
     """
     return _find_best(measured, in_float)[0]
 
@@ -87,11 +118,12 @@ def _find_best(measured: Sequence[MeasuredLabelling], in_float: bool) -> tuple[i
     """Returns the number of the best labelling, and its price beside the first; the lower is better."""
     best, lowest = 0, -_MARGIN
     for number, other in enumerate(measured[1:], 1):
-        if other.name == FLOAT and (other.speed.low < 1 or not in_float):
+        speed = other.speed.steady_low if other.name == FLOAT else other.speed.low
+        if other.name == FLOAT and (speed < 1 or not in_float):
             continue
         if max(other.noise) >= _SPOILED:
             continue
-        difference = _compare(measured[0], other.speed.low, other.noise)
+        difference = _compare(measured[0], speed, other.noise)
         if difference < lowest:
             best, lowest = number, difference
     return best, lowest
@@ -163,8 +195,14 @@ def _expect_at_best(measured: Sequence[MeasuredLabelling], outcome: SearchOutcom
         if other.name != FLOAT and 0 < noise < math.inf:
             noise_errors.append(abs(-10 * math.log10(noise) - other.predicted_db))
     integers = [name for name, on_integers in outcome.point.labels.items() if on_integers]
-    error = max(time_errors) * _distance(outcome.problem, first, integers, outcome.weight_bits)
-    return first.predicted_seconds / seconds * math.exp(error), decibels + max(noise_errors)
+
+    def beside(known: MeasuredLabelling) -> float:
+        distance = _distance(outcome.problem, known, integers, outcome.weight_bits)
+        return known.speed.ratio * known.predicted_seconds / seconds * math.exp(max(time_errors) * distance)
+
+    # Rounding everything was not predicted to be good: float may lie nearer to what is.
+    anchors = [m for m in measured if m is first or (m.name == FLOAT and first.name == EVERYTHING)]
+    return max(map(beside, anchors)), decibels + max(noise_errors)
 
 
 def _distance(problem: Problem, first: MeasuredLabelling, integers: Iterable[str], bits: int) -> float:

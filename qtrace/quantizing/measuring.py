@@ -8,6 +8,8 @@ by. The algorithms of the config then run on the chosen labelling alone.
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
@@ -19,7 +21,7 @@ import numpy as np
 
 from qtrace.benchmarking.fitting import ProcessorFit, fit_processor
 from qtrace.benchmarking.machine import describe_machine
-from qtrace.benchmarking.runners import RunnerSettings, open_file
+from qtrace.benchmarking.runners import RunnerSettings, find_package, open_file
 from qtrace.benchmarking.turns import FEWEST_RUNS, LEAST_RUNS, Speed, compare_files
 from qtrace.calibration.calibrate import calibrate
 from qtrace.calibration.known_ranges import from_ranges, measure_ranges
@@ -28,6 +30,7 @@ from qtrace.costs import CostTable
 from qtrace.data.base import batch_length
 from qtrace.data.batches import as_arguments
 from qtrace.errors import QtraceError
+from qtrace.export import export
 from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.converted.open_axes import SharedAxes
 from qtrace.export.onnx.exporter import OnnxOptions
@@ -44,8 +47,11 @@ from qtrace.preparation.placement.frontier import price
 from qtrace.preparation.prepare import FloatSource, SearchOutcome, prepare_placed, read_request
 from qtrace.preparation.record import fake_quants, read_record, write_record
 from qtrace.process.thread import on_engine_thread
-from qtrace.quantizing.delivering import Timer, timed_settings
+from qtrace.quantizing.card import TIMED
+from qtrace.quantizing.delivering import Timer, rounds_for_speed_by_default, timed_settings
+from qtrace.quantizing.labelling_runs import LabellingRuns
 from qtrace.quantizing.labellings import (
+    EVERYTHING,
     FLOAT,
     choose_labelling,
     describe_labellings,
@@ -54,11 +60,13 @@ from qtrace.quantizing.labellings import (
     is_doubtful,
     name_with_bits,
     predict,
+    with_everything,
 )
 from qtrace.quantizing.openvino_runs import OpenvinoRuns
 from qtrace.quantizing.output_noise import Outputs, measure_noise, measure_row_noise, output_groups
 from qtrace.quantizing.reporting import Reporter
 from qtrace.quantizing.structure import hash_structure, is_in_float
+from qtrace.quantizing.suffixes import suffix_of
 from qtrace.quantizing.times import MeasuredLabelling, Times
 from qtrace.quantizing.weight_bits import with_fewer_bits
 from qtrace.runtimes.child import MissingPackageError
@@ -80,10 +88,15 @@ _RUNS_OF_A_SAMPLE = 2.0  # in a calibration, beside what takes as long as the se
 _TIMING_SECONDS = 1.2  # of two files
 _TIMED_RUNS = 3
 _ONE_THREAD = SessionSettings(threads=1)
-_MEASURED = ("onnxruntime", "openvino")  # the backends whose runtimes the labellings are measured in
+# The backends whose runtimes the labellings are measured in, and those among them whose whole networks may be
+# faster rounded everywhere than by the times of single kernels.
+_MEASURED = ("onnxruntime", "openvino", "tflite", "ncnn")
+_MEASURED_WHOLE = ("openvino", "tflite", "ncnn")
 _RANGE_BATCHES = 2  # where the ranges of the search are not enough
 _MOST_IN_DOUBT = 4  # labellings that are measured, whatever time it takes
 _LEAST_SAMPLES, _MOST_SAMPLES = 4, 16  # of those held back, two to eight in each half
+
+_Runs = OrtSession | OpenvinoRuns | LabellingRuns
 
 
 @dataclass(frozen=True)
@@ -95,12 +108,19 @@ class TimingPlan:
         timer: measures files in turns; None for `compare_files`.
         in_float: whether float may be chosen: for a file, and not for a graph to train on.
         host: the interpreter or machine that has the runtime; None for this one.
+        keep: whether a file with integers is asked for, however slow it is.
     """
 
     times: Times
     timer: Timer | None = None
     in_float: bool = True
     host: RuntimeHost | None = None
+    keep: bool = False
+
+    @property
+    def may_be_float(self) -> bool:
+        """Whether float may be chosen."""
+        return self.in_float and not self.keep
 
 
 @on_engine_thread
@@ -125,9 +145,10 @@ def prepare_measured(
     Raises:
         MissingPackageError: when the host of the measurement lacks the runtime.
     """
-    config = read_request(traced, config, samples=samples)
+    asked = read_request(traced, config, samples=samples)
+    config, everything = _search_configs(asked, measurement)
     if measurement is not None:
-        measurement.times.bind(traced, config)
+        measurement.times.bind(traced, asked)
         try:
             remote = measurement.host is not None and measurement.host.runner
             if not measurement.times.fixed and not remote:  # kernels are timed on this machine
@@ -136,21 +157,24 @@ def prepare_measured(
             reporter.note(f"placement: by predicted times, as none can be measured here: {error}")
             measurement = None
     if measurement is None:
-        return prepare_placed(traced, config, samples, config, progress=reporter.progress)[0]
+        return prepare_placed(traced, asked, samples, asked, progress=reporter.progress)[0]
     start = time.process_time()
-    placer = _Placer(traced, samples, FloatSource(traced, config, samples), measurement, reporter)
-    first = placer.search(config)
+    source = FloatSource(traced, config, samples)
+    placer = _Placer(traced, samples, source, measurement, reporter, everything)
+    first = placer.search(config, quiet=config is not asked)
     if first.outcome is None:
-        return first.prepared
+        return first.prepared if config is asked else placer.round_everything()
     times = measurement.times
     searches = {first.outcome.weight_bits: first}
     if _may_have_fewer_bits(measurement, config) and (fewer := with_fewer_bits(config)) is not None:
         searches[SAFE_BITS] = placer.search(fewer)
-    if not times.fixed and (labellings := _labellings(config, searches)):
+    if not times.fixed and (labellings := _labellings(config, searches, everything, config is not asked)):
         seconds = time.process_time() - start
         bench = _Bench(placer, searches, held_back, seconds)
         times.labellings, times.left_out = bench.measure(labellings)
-    chosen = choose_labelling(times.labellings, measurement.in_float) if times.labellings else 0
+    chosen = choose_labelling(times.labellings, measurement.may_be_float) if times.labellings else 0
+    if config is not asked and not times.labellings:
+        return placer.round_everything()
     if not times.fixed:
         taken = times.labellings[chosen] if times.labellings else None
         predicted = _predicted(config, searches)
@@ -188,6 +212,7 @@ class _Placer:
         source: the float graph, which all searches share.
         measurement: how to measure.
         reporter: takes the notes.
+        everything: the config that rounds everything, if that is in question.
     """
 
     traced: TracedModule
@@ -195,16 +220,34 @@ class _Placer:
     source: FloatSource
     measurement: TimingPlan
     reporter: Reporter
+    everything: QConfig | None = None
 
-    def search(self, config: QConfig) -> _Searched:
-        """Searches under a config, with the times of kernels for weights of its bits."""
+    def search(self, config: QConfig, quiet: bool = False) -> _Searched:
+        """Searches under a config, with the times of kernels for weights of its bits.
+
+        Args:
+            config: the config.
+            quiet: whether nothing is said of the result, as the config is not the one that was asked for.
+        """
         fit = self.measurement.times.fit
         fitted = None if fit is None else fit.table(config.weight_bits)
-        progress = self.reporter.progress
         prepared, outcome = prepare_placed(
-            self.traced, config, self.samples, config, fitted=fitted, progress=progress, source=self.source
+            self.traced,
+            config,
+            self.samples,
+            config,
+            fitted=fitted,
+            progress=self.reporter.progress,
+            source=self.source,
+            quiet=quiet,
         )
         return _Searched(config, fitted, prepared, outcome)
+
+    def round_everything(self) -> TracedModule:
+        """Returns the graph of the config that rounds everything."""
+        assert self.everything is not None
+        config = self.everything
+        return prepare_placed(self.traced, config, self.samples, config, source=self.source)[0]
 
     def take(
         self, times: Times, chosen: int, searches: Mapping[int, _Searched], first: _Searched
@@ -219,23 +262,25 @@ class _Placer:
         """
         text = "the ops are those of the given times"
         # A file that may be in float and a graph to train on take other labellings of the same times.
-        integers, bits = times.integers or (), times.weight_bits
+        integers, bits, centred = times.integers or (), times.weight_bits, False
         if times.labellings:
             text = describe_labellings(times.labellings, chosen, times.left_out)
             self.reporter.note(f"placement: {text}")
             taken = times.labellings[chosen]
-            integers, bits = taken.integers, taken.weight_bits
+            if taken.name == EVERYTHING and self.everything is not None:
+                return self.round_everything()
+            integers, bits, centred = taken.integers, taken.weight_bits, taken.centred
         search = searches.get(bits, first)
         prepared, outcome = search.prepared, search.outcome
         assert outcome is not None
         labels = {name: name in integers or fixed for name, fixed in outcome.float_labels.items()}
-        if labels != dict(outcome.point.labels):
+        if centred or labels != dict(outcome.point.labels):
             prepared, _ = prepare_placed(
                 self.traced,
                 search.config,
                 self.samples,
                 search.config,
-                outcome.instead(labels, text),
+                replace(outcome.instead(labels, text), centred=centred),
                 search.fitted,
                 source=self.source,
             )
@@ -247,6 +292,30 @@ class _Placer:
         if times.labellings:
             _write_measured(prepared, text)
         return prepared
+
+
+def _search_configs(asked: QConfig, measurement: TimingPlan | None) -> tuple[QConfig, QConfig | None]:
+    """Returns the config to search under, and the one that rounds everything if that is in question.
+
+    A packaged recipe that rounds everything for speed is searched as if it were balanced, and its own
+    placement stays unless another one is measured to be better.
+    """
+    mixed = any(rule.placement for rule in asked.rules)
+    if measurement is None or mixed or asked.backend not in _MEASURED_WHOLE:
+        return asked, None
+    if measurement.may_be_float and rounds_for_speed_by_default(asked):
+        elsewhere = measurement.host is not None or measurement.times.fixed
+        package = find_package(_runtime_of(asked.backend))
+        if elsewhere or importlib.util.find_spec(package) is not None:
+            return asked.model_copy(update={"placement": "balanced"}), asked
+    elif asked.effective_placement == "balanced":
+        return asked, asked.model_copy(update={"placement": "everything"})
+    return asked, None
+
+
+def _runtime_of(backend: str) -> str:
+    """Returns the name of the runtime that files of a backend are for."""
+    return backends.get(backend).runtime or TIMED[suffix_of(backend)][0]
 
 
 def _may_have_fewer_bits(measurement: TimingPlan, config: QConfig) -> bool:
@@ -266,14 +335,26 @@ def _predicted(config: QConfig, searches: Mapping[int, _Searched]) -> SearchOutc
     return outcomes[0]
 
 
-def _labellings(config: QConfig, searches: Mapping[int, _Searched]) -> dict[str, SearchOutcome]:
-    """Returns the labellings that can be measured, those of the bits with the better prediction first."""
+def _labellings(
+    config: QConfig, searches: Mapping[int, _Searched], everything: QConfig | None, by_default: bool
+) -> dict[str, SearchOutcome]:
+    """Returns the labellings that can be measured, those of the bits with the better prediction first.
+
+    Args:
+        config: the config of the search.
+        searches: bits of weights -> the search with them.
+        everything: the config that rounds everything, if that is in question.
+        by_default: whether rounding everything stays unless another labelling is better.
+    """
     found = [search.outcome for search in searches.values() if search.outcome is not None]
-    outcomes = [outcome for outcome in found if _is_measurable(config, outcome)]
+    outcomes = [o for o in found if _is_measurable(config, o) or (by_default and config.backend in _MEASURED)]
     if not outcomes:
         return {}
     outcomes.sort(key=lambda o: price(o.point.energy.seconds, o.point.energy.noise))
-    return find_labellings(*outcomes)
+    labellings = find_labellings(*outcomes)
+    if everything is None or not labellings:
+        return labellings
+    return with_everything(labellings, outcomes[0], by_default)
 
 
 def _write_measured(prepared: TracedModule, text: str) -> None:
@@ -371,16 +452,18 @@ class _Bench:
         self.source, self.search = placer.source, seconds
         self.traced, self.samples, self.held_back = placer.traced, placer.samples, held_back
         self.timer, self.reporter = placer.measurement.timer or compare_files, placer.reporter
-        self.in_float, self.host = placer.measurement.in_float, placer.measurement.host
+        self.in_float, self.host = placer.measurement.may_be_float, placer.measurement.host
         self.remembers = self.timer is compare_files and self.host is None  # the cache is of this machine
         backend = next(iter(searches.values())).config.backend
-        self.runtime = backends.get(backend).runtime or "onnxruntime"
+        self.runtime, self.suffix = _runtime_of(backend), suffix_of(backend)
         self.configs = {bits: _plain(search.config) for bits, search in searches.items()}
+        self.everything = None if placer.everything is None else _plain(placer.everything)
+        self.may_centre = bool(backends.get(backend).slower_with_zero_point)
         self.axes = SharedAxes()
         self.feeds: list[list[np.ndarray]] = []  # of each batch that is held back
         self.files: dict[str, Path] = {}
         self.structures: dict[str, str] = {}
-        self.sessions: dict[str, OrtSession | OpenvinoRuns] = {}
+        self.sessions: dict[str, _Runs] = {}
         self.outputs: dict[str, Outputs] = {}
         self.selecting: dict[str, TracedModule] = {}  # the graphs of the labellings, if they select
 
@@ -412,7 +495,7 @@ class _Bench:
         first = next(iter(labellings))
         for name in (first, FLOAT):
             self._export(name, labellings[name], folder)
-        run = _time_run(self.files[first], self.runtime, timed_settings(self.traced, host=self.host))
+        run = _time_run(self.files[first], self.runtime, self._settings())
         limit = limit_seconds(self.search, self._count_samples(), run)
         count = sum(_rows(self._session(first), values) or 1 for values in self.feeds)
         extent = limit_measurement(count, run, limit)
@@ -420,6 +503,28 @@ class _Bench:
             self._note(f"a run takes {run:.3g} s, and {limit:.3g} s are too little to compare")
             return (), ""
         measured = list(self._compare({name: labellings[name] for name in (first, FLOAT)}, extent))
+        left_out = self._measure_others(labellings, measured, extent, folder, (start, limit))
+        self._measure_centred(labellings, measured, extent, folder)
+        return tuple(measured), left_out
+
+    def _measure_others(
+        self,
+        labellings: Mapping[str, SearchOutcome],
+        measured: list[MeasuredLabelling],
+        extent: Extent,
+        folder: Path,
+        time_limit: tuple[float, float],
+    ) -> str:
+        """Measures each labelling that could be better than what was measured; says which were left out.
+
+        Args:
+            labellings: those in question.
+            measured: what was measured, which grows.
+            extent: what there is time to measure of two files.
+            folder: the folder for the files.
+            time_limit: when the measurement began, and the seconds that it may take, of processor time.
+        """
+        (start, limit), first = time_limit, measured[0].name
         waiting = {name: o for name, o in labellings.items() if name not in self.files}
         while (other := find_competitor(measured, waiting, self.in_float)) is not None:
             spent = time.process_time() - start
@@ -430,14 +535,34 @@ class _Bench:
                 len(measured) < _MOST_IN_DOUBT and is_doubtful(measured)
             )
             if spent * (len(measured) + 1) / len(measured) > limit and not in_doubt:  # with another one
-                return tuple(measured), _list_left_out(waiting, labellings, "for want of time")
+                return _list_left_out(waiting, labellings, "for want of time")
             both = {first: labellings[first], other: waiting.pop(other)}
             try:
                 self._export(other, both[other], folder)
                 measured.append(self._compare(both, extent)[1])
             except QtraceError as error:
                 self.reporter.note(f"placement: {other} could not be measured: {error}")
-        return tuple(measured), _list_left_out(waiting, labellings, "as they could hardly be better")
+        return _list_left_out(waiting, labellings, "as they could hardly be better")
+
+    def _measure_centred(
+        self,
+        labellings: Mapping[str, SearchOutcome],
+        measured: list[MeasuredLabelling],
+        extent: Extent,
+        folder: Path,
+    ) -> None:
+        """Measures the best labelling with integers without zero points, if layers are slower with them."""
+        best = measured[choose_labelling(measured, in_float=False)]
+        if not self.may_centre or best.name == FLOAT:
+            return
+        first, name = measured[0].name, f"{best.name} without zero points"
+        both = {first: labellings[first], name: replace(labellings[best.name], centred=True)}
+        try:
+            self._export(name, both[name], folder)
+            if self.structures[name] != self.structures[best.name]:
+                measured.append(self._compare(both, extent)[1])
+        except QtraceError as error:
+            self.reporter.note(f"placement: {name} could not be measured: {error}")
 
     def _compare(self, pair: Mapping[str, SearchOutcome], extent: Extent) -> tuple[MeasuredLabelling, ...]:
         """Measures two labellings, the first of which is the predicted choice."""
@@ -453,13 +578,19 @@ class _Bench:
                 noise,
                 self._told_structure(name),
                 outcome.weight_bits,
+                outcome.centred,
             )
             for (name, outcome), speed, noise in zip(pair.items(), speeds, noises, strict=True)
         )
 
     def _told_structure(self, name: str) -> str:
-        """Returns the structure of a file; "" for that of float if rules keep something on integers in it."""
+        """Returns the structure of an ONNX file; "" for that of float if rules keep something on integers."""
+        if self.suffix != ".onnx":
+            return ""
         return self.structures[name] if name != FLOAT or is_in_float(self.files[name]) else ""
+
+    def _settings(self) -> RunnerSettings:
+        return timed_settings(self.traced, self.suffix, self.host)
 
     def _count_samples(self) -> int:
         """Returns the number of samples to calibrate on; 0 if it is not known."""
@@ -483,15 +614,26 @@ class _Bench:
     def _export(self, name: str, outcome: SearchOutcome, folder: Path) -> None:
         """Writes the file of a labelling, with plain ranges."""
         config = self.configs[outcome.weight_bits]
-        prepared, _ = prepare_placed(self.traced, config, self.samples, config, outcome, source=self.source)
+        labelling: SearchOutcome | None = outcome
+        if name == EVERYTHING and self.everything is not None:
+            config, labelling = self.everything, None
+        prepared, _ = prepare_placed(
+            self.traced, config, self.samples, config, labelling, source=self.source, quiet=True
+        )
         if any(fake_quants(prepared)):
             self._set_ranges(prepared)
         converted = convert(prepared)
-        path = folder / f"{len(self.files)}.onnx"
-        _write(converted, path, self.axes)
+        path = folder / f"{len(self.files)}{self.suffix}"
         if any(reaching(converted)):
             self.selecting[name] = converted
-        self.files[name], self.structures[name] = path, hash_structure(path)
+        if self.suffix == ".onnx":
+            _write(converted, path, self.axes)
+            self.structures[name] = hash_structure(path)
+        else:
+            export(converted, path)
+            self.structures[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+            self.sessions[name] = LabellingRuns(path, converted, self.host)
+        self.files[name] = path
 
     def _set_ranges(self, prepared: TracedModule) -> None:
         """Calibrates by the ranges that the search has found on its images."""
@@ -504,9 +646,21 @@ class _Bench:
 
     def _time(self, files: Mapping[str, Path], most: float) -> list[Speed]:
         """Returns the speeds of files beside the first one; those of like structure are remembered."""
-        settings = timed_settings(self.traced, host=self.host)
-        machine = describe_machine(self.runtime, self.runtime, settings.threads)
-        key = {
+        settings = self._settings()
+        key = self._key(files, settings) if self.remembers else {}
+        if self.remembers and (stored := read_cached("labellings", key)) is not None:
+            return [Speed(**entry) for entry in stored]
+        seconds = min(_TIMING_SECONDS, most)
+        paths = list(files.values())
+        speeds = self.timer(paths, runtime=self.runtime, settings=settings, seconds=seconds, most=most)
+        if self.remembers and not any(speed.busy for speed in speeds):
+            write_cached("labellings", key, [speed.to_dict() for speed in speeds])
+        return speeds
+
+    def _key(self, files: Iterable[str], settings: RunnerSettings) -> dict[str, Any]:
+        """Returns what the speeds of files depend on here."""
+        machine = describe_machine(self.runtime, find_package(self.runtime), settings.threads)
+        return {
             "files": [self.structures[name] for name in files],
             "machine": [
                 machine.runtime,
@@ -517,14 +671,6 @@ class _Bench:
                 sorted(settings.shapes.items()),
             ],
         }
-        if self.remembers and (stored := read_cached("labellings", key)) is not None:
-            return [Speed(**entry) for entry in stored]
-        seconds = min(_TIMING_SECONDS, most)
-        paths = list(files.values())
-        speeds = self.timer(paths, runtime=self.runtime, settings=settings, seconds=seconds, most=most)
-        if self.remembers and not any(speed.busy for speed in speeds):
-            write_cached("labellings", key, [speed.to_dict() for speed in speeds])
-        return speeds
 
     def _values(self, batch: Any, number: int) -> list[np.ndarray]:
         """Returns the values of a file's inputs for a batch."""
@@ -537,7 +683,7 @@ class _Bench:
             self.outputs[name] = self._run(self._session(name), samples)
         return self.outputs[name]
 
-    def _session(self, name: str) -> OrtSession | OpenvinoRuns:
+    def _session(self, name: str) -> _Runs:
         if name not in self.sessions:
             path = self.files[name]
             own = self.runtime == "openvino"
@@ -545,7 +691,7 @@ class _Bench:
             self.sessions[name] = OpenvinoRuns(path, self.host) if own else open_session(path, settings)
         return self.sessions[name]
 
-    def _run(self, session: OrtSession | OpenvinoRuns, samples: int) -> list[list[np.ndarray]]:
+    def _run(self, session: _Runs, samples: int) -> list[list[np.ndarray]]:
         names = [info.name for info in session.inputs]
         results = []
         for batch in self.feeds:
@@ -588,7 +734,7 @@ def _write(converted: TracedModule, path: Path, axes: SharedAxes) -> None:
             stream.writelines([content] if isinstance(content, bytes) else content)
 
 
-def _rows(session: OrtSession | OpenvinoRuns, values: Sequence[np.ndarray]) -> int:
+def _rows(session: _Runs, values: Sequence[np.ndarray]) -> int:
     """Returns the number of samples of a batch that a file can compute apart; 0 if it takes all at once."""
     counts = {len(value) if value.ndim else 0 for value in values}
     is_open = all(info.shape and not isinstance(info.shape[0], int) for info in session.inputs)

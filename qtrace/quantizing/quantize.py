@@ -296,7 +296,8 @@ def quantize(
             opened = opened.with_samples_held_back(traced)
         acceptance = Acceptance(metric, at_least)
         taken = Times.open(None if times is None else Path(times))
-        measurement = TimingPlan(taken, host=runtime_host) if measure else None
+        kept = keep or is_precision(recipe)
+        measurement = TimingPlan(taken, host=runtime_host, keep=kept) if measure else None
         result = _calibrate(traced, config, opened, acceptance, reporter, measurement)
         if max_drop is not None:
             with stages.measure("raise layers"):
@@ -311,7 +312,6 @@ def quantize(
         report = _verify(partial, path, converted, result.prepared, opened, runtime_host) if verify else None
         delivery = Delivery()
         if measure:
-            kept = keep or is_precision(recipe)
             timer = fixed_timer(taken.files) if taken.fixed else None
             with stages.measure("measure the file"):
                 delivery = measure_file(

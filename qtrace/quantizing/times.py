@@ -28,7 +28,7 @@ class MeasuredLabelling:
     """One labelling as it was measured.
 
     Attributes:
-        name: how it came into question: ``predicted``, ``fastest``, ``between`` or ``float``.
+        name: how it came into question: ``predicted``, ``everything``, ``fastest``, ``between`` or ``float``.
         integers: the ops on integers.
         predicted_seconds: the time that the cost table predicts.
         predicted_db: the predicted SQNR of the outputs, a sum over single roundings.
@@ -36,6 +36,7 @@ class MeasuredLabelling:
         noise: for each half of the samples, the noise power at the outputs relative to theirs.
         structure: what the time of its file depends on, see `hash_structure`; "" if that is not known.
         weight_bits: the bits of weights of which no rule says others.
+        centred: whether layers read no zero point other than 0, see `SearchOutcome`.
     """
 
     name: str
@@ -46,6 +47,7 @@ class MeasuredLabelling:
     noise: tuple[float, ...]
     structure: str = ""
     weight_bits: int = 8
+    centred: bool = False
 
 
 @dataclass

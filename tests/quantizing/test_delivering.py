@@ -75,7 +75,7 @@ def test_what_is_delivered_and_said(tmp_path: Path, timed, speed, options, in_fl
     ("recipe", "in_float"),
     [
         ("backend/ncnn", True),
-        ("backend/tflite", False),
+        ("backend/tflite", True),
         ("backend/openvino", True),
         ("backend/openvino_avx2", False),
         ("backend/esp_dl", False),
@@ -98,6 +98,16 @@ def test_a_difference_within_the_spread_decides_nothing() -> None:
     config = as_qconfig({"placement": "balanced"})
     for speed in (Speed(1e-3, 0.9, 0.7, 1.1, 14), Speed(1e-3, 0.975, 0.97, 0.985, 400)):
         assert not delivering.choose_delivery(IN_FLOAT, speed, config, None).in_float
+
+
+@pytest.mark.parametrize(("high", "in_float"), [(0.93, True), (0.99, False)])
+def test_beside_other_programs_what_is_probably_slower_is_not_delivered(high: float, in_float: bool) -> None:
+    """The range is wider by what they may shift, to either side."""
+    config, prepared = as_qconfig({"placement": "balanced"}), qtrace.trace(_module(), DATA[:1])
+    speed = Speed(1e-3, 0.85, 0.75, high * 1.1, 40, busy=True)
+    delivery = delivering.choose_delivery(IN_FLOAT, speed, config, prepared)
+    assert delivery.in_float is in_float
+    assert ("is probably slower than float here, so the file is in float" in delivery.sentence()) is in_float
 
 
 def test_the_range_of_a_ratio_covers_both_rounds_and_outliers_do_not_count() -> None:

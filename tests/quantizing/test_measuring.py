@@ -31,8 +31,14 @@ from qtrace.preparation.placement.frontier import Point
 from qtrace.preparation.placement.problem import Energy, Problem, Unit, evaluate
 from qtrace.preparation.placement.trials import LabellingTrial
 from qtrace.preparation.prepare import SearchOutcome
-from qtrace.quantizing import figures, measuring
-from qtrace.quantizing.labellings import choose_labelling, find_competitor, find_labellings, predict
+from qtrace.quantizing import delivering, figures, measuring
+from qtrace.quantizing.labellings import (
+    choose_labelling,
+    find_competitor,
+    find_labellings,
+    predict,
+    with_everything,
+)
 from qtrace.quantizing.measuring import (
     Extent,
     TimingPlan,
@@ -77,6 +83,14 @@ def _measured(name: str, ratio: float, *noise: float, spread: float = 0.01) -> M
 )
 def test_another_labelling_is_taken_only_if_it_is_better_for_certain(others, chosen) -> None:
     assert choose_labelling([_measured("predicted", 1.0), *others]) == chosen
+
+
+def test_float_that_is_probably_faster_beside_other_programs_is_taken() -> None:
+    """They widen the range of 1.12 to 1.2 by a tenth at each end."""
+    busy = Speed(1e-3, 1.16, 1.12 / 1.1, 1.2 * 1.1, 30, busy=True)
+    for speed, chosen in ((busy, 1), (replace(busy, low=0.99 / 1.1), 0)):
+        in_float = replace(_measured("float", 1.0, 0.0, 0.0), speed=speed)
+        assert choose_labelling([_measured("predicted", 1.0), in_float]) == chosen
 
 
 def test_a_choice_that_cannot_be_compared_stays_if_no_other_one_can() -> None:
@@ -260,18 +274,22 @@ def test_times_of_another_network_and_damaged_ones_are_a_sentence(tmp_path: Path
     assert not Times.open(tmp_path / "new.json").fixed
 
 
-@pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])
+_OPENERS = {"onnxruntime": "open_session", "openvino": "OpenvinoRuns"}
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "openvino", "tflite", "ncnn"])
 def test_what_is_measured_decides_and_is_written(tmp_path: Path, monkeypatch, backend: str) -> None:
     """By a timer that gives times: the labellings are exported and run in their runtime, for their noise."""
     monkeypatch.setattr(measuring, "find_labellings", find_labellings)  # those of the search
-    other = "open_session" if backend == "openvino" else "OpenvinoRuns"
-    monkeypatch.setattr(measuring, other, _refuse)  # it runs files in the other runtime
+    own = _OPENERS.get(backend, "LabellingRuns")
+    for other in {*_OPENERS.values(), "LabellingRuns"} - {own}:
+        monkeypatch.setattr(measuring, other, _refuse)  # it runs files in another runtime
     traced, config = _traced(), as_qconfig({"backend": backend, "placement": "balanced"})
     asked: list[int] = []
 
     def timer(paths, **options):
         asked.append(len(paths))
-        assert options["runtime"] == backend
+        assert options["runtime"] == {"tflite": "litert"}.get(backend, backend)
         return [Speed(1e-3, 1.0, 1.0, 1.0, 9), *[Speed(1e-3, 0.5, 0.5, 0.5, 9)] * (len(paths) - 1)]
 
     times = Times(tmp_path / "times.json")
@@ -281,9 +299,37 @@ def test_what_is_measured_decides_and_is_written(tmp_path: Path, monkeypatch, ba
     by_name = {labelling.name: labelling for labelling in times.labellings}
     assert by_name["float"].noise == (0.0, 0.0)
     assert 1e-6 < by_name["predicted"].noise[0] < 1e-2
-    assert "the predicted choice stays" in str(qtrace.explain(prepared))
+    assert "the predicted choice stays" in " ".join(str(qtrace.explain(prepared)).split())
     times.write()
     assert Times.open(times.path).labellings == times.labellings
+
+
+@pytest.mark.parametrize(("ratio", "chosen"), [(2.0, True), (1.0, False)])
+def test_in_openvino_a_labelling_without_zero_points_is_in_question(
+    tmp_path: Path, monkeypatch, ratio: float, chosen: bool
+) -> None:
+    """Noise is the price of it; given times decide alike, and the file is verified."""
+    monkeypatch.setattr(measuring, "find_labellings", find_labellings)
+    monkeypatch.setenv("QTRACE_CACHE", str(tmp_path / "cache"))
+
+    def timer(paths, **options):
+        speed = 0.5 if paths[1].stem == "1" else ratio
+        return [Speed(1e-3, 1.0, 1.0, 1.0, 9), Speed(1e-3 / speed, speed, speed, speed, 9)]
+
+    monkeypatch.setattr(measuring, "compare_files", timer)
+    path, data = tmp_path / "times.json", [DATA[:4] + 0.5, DATA[4:] + 0.5]
+    for number in range(2):
+        monkeypatch.setattr(measuring, "compare_files", timer if number == 0 else _refuse)
+        options = {"target": "openvino", "times": path, "progress": False, "force": True}
+        result = qtrace.quantize(_traced(), data, tmp_path / "net.onnx", **options)
+        assert ("without zero points is chosen" in " ".join(str(result.explain()).split())) is chosen
+        types = {tensor.data_type for tensor in onnx.load(result.path).graph.initializer if not tensor.dims}
+        assert (TensorProto.INT8 in types) is chosen
+        assert result.verify is not None
+        assert result.verify.passed
+    last = Times.open(path).labellings[-1]
+    assert last.centred
+    assert last.noise > Times.open(path).labellings[0].noise
 
 
 @pytest.mark.parametrize(
@@ -319,10 +365,103 @@ def test_a_labelling_that_may_be_better_is_measured_or_named(
     assert said in texts[1]
 
 
+def _quantize_by_default(tmp_path: Path, monkeypatch, suffix: str, speeds: list[float], **options):
+    """Quantizes by the default of a target, with the speeds of all on integers, of float, and of others."""
+    monkeypatch.setattr(measuring, "find_labellings", lambda outcome: _some(outcome, "b_out"))
+    asked: list[list[str]] = []
+
+    def timer(paths, **options):
+        asked.append([path.stem for path in paths])
+        own = [speeds[min(int(path.stem), 2)] for path in paths]
+        return [Speed(1e-3 / speed, *[speed / own[0]] * 3, 9) for speed in own]
+
+    def delivered(paths, **options):
+        return [Speed(1e-3, 1.0, 1.0, 1.0, 9), Speed(1e-3, 2.0, 2.0, 2.0, 9)]
+
+    monkeypatch.setattr(measuring, "compare_files", timer)
+    monkeypatch.setattr(delivering, "compare_files", delivered)
+    path, times = tmp_path / f"out{suffix}", tmp_path / "times.json"
+    data = [DATA[:4], DATA[4:]]
+    options = {"times": times, "batch_size": 1, "force": True, **options}
+    result = qtrace.quantize(_traced(), data, path, progress=False, **options)
+    states = {note.name: note.state for note in QuantizedModel(result.prepared).annotation.notes}
+    return result, [states[name] for name in ("a_out", "b_out", "c_out")], asked
+
+
+@pytest.mark.parametrize(
+    ("suffix", "speeds", "states", "said"),
+    [
+        (".tflite", [2.0, 1.0, 1.5], ["int", "int", "int"], "speed: 2.00x"),
+        (".param", [2.0, 1.0, 1.5], ["int", "int", "int"], "speed: 2.00x"),
+        (".tflite", [0.8, 1.0, 0.9], ["float", "float", "float"], "ms at least, 0.90x as fast as float"),
+        (".param", [0.8, 1.0, 0.9], ["float", "float", "float"], "ms at least, 0.80x as fast as float"),
+        (".tflite", [0.8, 1.0, 1.6], ["float", "int", "float"], "speed: 2.00x"),
+    ],
+)
+def test_the_default_that_rounds_everything_for_speed_is_measured(
+    tmp_path: Path, monkeypatch, suffix: str, speeds: list[float], states: list[str], said: str
+) -> None:
+    """It stays, float is delivered, or what lies between; given times decide alike."""
+    monkeypatch.setenv("QTRACE_CACHE", str(tmp_path / "cache"))
+    for number in range(2):
+        result, found, asked = _quantize_by_default(tmp_path, monkeypatch, suffix, speeds)
+        assert found == states
+        assert any(said in line for line in result.summary())
+        assert bool(asked) is (number == 0)
+        assert result.verify is not None
+        assert result.verify.passed
+
+
+@pytest.mark.parametrize(
+    ("options", "states"),
+    [
+        ({"target": "ncnn"}, ["int", "int", "int"]),
+        ({"recipe": {"backend": "tflite", "placement": "balanced"}}, ["int", "int", "int"]),
+    ],
+)
+def test_who_keeps_the_quantized_file_gets_integers(tmp_path: Path, monkeypatch, options, states) -> None:
+    monkeypatch.setenv("QTRACE_CACHE", str(tmp_path / "cache"))
+    speeds = [0.8, 1.0, 0.9]
+    suffix = ".param" if "target" in options else ".tflite"
+    result, found, _ = _quantize_by_default(tmp_path, monkeypatch, suffix, speeds, keep=True, **options)
+    assert found == states
+    assert result.to_dict()["delivered"] == "quantized"
+
+
+@pytest.mark.parametrize("target", ["tflite", "ncnn"])
+def test_without_its_runtime_the_default_rounds_everything(monkeypatch, target: str) -> None:
+    installed, absent = importlib.util.find_spec, {"tflite": "ai_edge_litert", "ncnn": "ncnn"}[target]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == absent else installed(name))
+    monkeypatch.setattr(measuring, "find_labellings", _refuse)
+    config, notes = as_qconfig(f"backend/{target}"), _Notes()
+    plan = TimingPlan(Times())
+    prepared = prepare_measured(_traced(), config, [DATA[:4]], lambda: [DATA[4:]], plan, notes)
+    states = {note.name: note.state for note in QuantizedModel(prepared).annotation.notes}
+    assert [states[name] for name in ("a_out", "b_out", "c_out")] == ["int"] * 3
+    assert plan.times.labellings == ()
+
+
+def test_everything_is_one_of_the_labellings_once() -> None:
+    outcome = _outcome()
+    found = find_labellings(outcome)
+    names = list(with_everything(found, outcome, first=True))
+    assert (names[0], names[-1]) == ("everything", "float")
+    assert "fastest" not in names  # it has the same labels
+    assert list(with_everything(found, outcome, first=False)) == list(found)
+    some = {name: found[name] for name in ("predicted", "float")}
+    assert list(with_everything(some, outcome, first=False)) == ["predicted", "everything", "float"]
+    in_float = {"predicted": outcome.instead(outcome.float_labels)}
+    assert list(with_everything(in_float, outcome, first=True)) == ["everything", "float"]
+
+
 def _between_all_and_float(outcome: SearchOutcome) -> dict[str, SearchOutcome]:
+    return _some(outcome, next(iter(outcome.float_labels)))
+
+
+def _some(outcome: SearchOutcome, op: str) -> dict[str, SearchOutcome]:
     """Returns a labelling with one op on integers, one with all, and float."""
     names = list(outcome.float_labels)
-    one = {name: name == names[0] for name in names}
+    one = {name: name == op for name in names}
     labellings = {"predicted": one, "wider": dict.fromkeys(names, True), "float": outcome.float_labels}
     return {name: outcome.instead(labels) for name, labels in labellings.items()}
 

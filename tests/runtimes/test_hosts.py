@@ -164,6 +164,18 @@ def test_files_and_their_tensors_are_copied(tmp_path: Path, far: Path) -> None:
         open_session(model.SerializeToString(), outside)
 
 
+@pytest.mark.parametrize(("threads", "clock"), [("1", time.process_time), ("2", time.perf_counter)])
+def test_openvino_on_one_thread_takes_the_time_of_the_processor(threads: str, clock: object) -> None:
+    """As in the other runtimes, the turns of other programs do not count then."""
+    pytest.importorskip("openvino")
+    content = np.frombuffer(_model(), np.uint8)
+    file = worker.Openvino({"config": {"INFERENCE_NUM_THREADS": threads}}, [content])
+    file.run([_X], {})
+    assert file.clock is clock
+    assert 0 <= file.time() < 10
+    assert worker.Openvino({"config": {}}, [content]).clock is time.perf_counter
+
+
 def test_openvino_elsewhere_has_the_tensors_and_says_its_reason(tmp_path: Path, far: Path) -> None:
     pytest.importorskip("openvino")
     host = _runner(tmp_path, far)

@@ -11,12 +11,17 @@ from pathlib import Path
 from qtrace.benchmarking.runners.base import Load, Runner, RunnerSettings
 from qtrace.errors import ExportError, install
 
-__all__ = ["Load", "Runner", "RunnerSettings", "known", "open_file"]
+__all__ = ["Load", "Runner", "RunnerSettings", "find_package", "known", "open_file"]
 
 
 def known() -> tuple[str, ...]:
     """Returns the names of all runtimes whose files can be timed, sorted."""
     return tuple(sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name != "base"))
+
+
+def find_package(runtime: str) -> str:
+    """Returns the name by which the Python package of a runtime is imported."""
+    return _load(runtime).package
 
 
 def open_file(path: Path, runtime: str | None = None, settings: RunnerSettings | None = None) -> Runner:

@@ -116,6 +116,8 @@ class Backend:
             the target has no kernel of its own and rounds between them.
         fixed_results: op kind -> bits -> the ends of the range that its result has at these bits.
         smallest_range: the smallest range of an activation; smaller ones are widened.
+        slower_with_zero_point: the layers whose kernels are slower if their input has a zero point other than
+            0. A labelling in which such ranges are symmetric is then in question, too.
         device: what the target runs on, if no runtime of `qtrace.verification` is that of the device and
             nothing was run there; else "".
         floats_run_on: where ops run that the device has no integers for; "" if it computes floats, too.
@@ -156,6 +158,7 @@ class Backend:
     pieces: Mapping[str, str] = field(default_factory=dict)
     fixed_results: Mapping[str, Mapping[int, tuple[float, float]]] = field(default_factory=dict)
     smallest_range: float = 0.0
+    slower_with_zero_point: frozenset[str] = frozenset()
     device: str = ""
     floats_run_on: str = ""
     weight_only: frozenset[str] = frozenset()

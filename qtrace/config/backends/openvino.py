@@ -5,6 +5,10 @@ they round, so none of them needs a rounding of its own after a layer. As it run
 rounding on one branch of a sum and be 3 steps off; compare it with ``LP_TRANSFORMS_MODE=NO`` and the
 precision hint f32, where it is at most one step off.
 
+A zero point other than 0 makes a padded convolution take up to twice as long, and others a tenth to a fifth
+longer (measured with AMX); the parts of a concat that have scales of their own are rounded again, one by one.
+A labelling without both is measured beside the others.
+
 3-D convolutions stay in float: on integers they are 0.6 to 1.7 times as fast (2026.4.1, AMX, six shapes),
 and a file with a grouped one does not load.
 """
@@ -46,6 +50,7 @@ BACKEND = Backend(
     },
     without_kernels=frozenset({"HardSigmoid", "Inverse"}),
     float_results=frozenset({"conv1d", "conv2d", "linear"}),
+    slower_with_zero_point=frozenset({"conv1d", "conv2d", "conv_transpose2d", "linear"}),
     cost_table="openvino",
     runtime="openvino",
     slower=_slower,

@@ -56,6 +56,7 @@ BACKEND = Backend(
         "weight": Limits(bits=(8,), per_channel=True, affine=False, signed=True, wide=False),
     },
     cost_table="litert",
+    rounds_for_speed=True,
     integer_layers=True,
     # Two floats between integers, a sigmoid and a product, are no look-up: a sigmoid alone is one.
     pieces={"silu": "silu"},

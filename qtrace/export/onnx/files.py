@@ -95,6 +95,7 @@ def files_with(
         options = replace(options, floats=options.floats | kinds_in_float(converted))
     exporter, model = write_model(converted, options)
     from qtrace.export.onnx.biases_apart import write_biases_apart
+    from qtrace.export.onnx import forked_layers
     from qtrace.export.onnx.float_layers import TARGETS, hold_float_layers
     from qtrace.export.onnx.pools import write_fast_poolings
     from qtrace.export.onnx.whole_columns import choose_columns
@@ -104,6 +105,8 @@ def files_with(
     write_fast_poolings(model, in_onnxruntime=target == "onnxruntime")
     if target in TARGETS:
         hold_float_layers(model)
+    if target in forked_layers.TARGETS:
+        forked_layers.hold_forked_layers(model)
     if exporter.writer.version_change:
         _LOG.info(exporter.writer.version_change)
     write_weight_types(converted, model, weights, unsigned)

@@ -64,8 +64,11 @@ def convert(prepared: TracedModule) -> TracedModule:
     annotation = write_computed(model, before.annotation)
     view = QuantizedModel(model, record=dataclasses.replace(before.record, annotation=annotation))
     _write_transforms(view)
+    centred = annotation.placement is not None and annotation.placement.centred
     for name, fq in view.fake_quants.items():
-        setattr(container, name, _freeze(fq))
+        setattr(container, name, _freeze(fq, signed=centred))
+    annotation = _with_schemes(view) if centred else annotation
+    view = QuantizedModel(model, record=dataclasses.replace(before.record, annotation=annotation))
     limit_ranges(view)
     limit_paddings(view)
     for module in view.followers:
@@ -82,19 +85,50 @@ def convert(prepared: TracedModule) -> TracedModule:
     return model
 
 
-def _freeze(fq: FakeQuant) -> FixedFakeQuant:
+def _freeze(fq: FakeQuant, signed: bool) -> FixedFakeQuant:
+    """Returns a fake quant without what was learned or observed.
+
+    Args:
+        fq: a calibrated fake quant.
+        signed: whether an unsigned range with its zero point in the middle becomes a signed one with zero
+            point 0, whose values are the same.
+    """
+    qparams = fq.qparams()
+    if signed and not fq.static:
+        qparams = _as_signed(qparams)
     frozen = FixedFakeQuant(
         fq.site,
-        fq.scheme,
+        qparams.scheme,
         shape=fq.shape,
         static=fq.static,
         numel=fq.numel,
         channel_axes=fq.counted_axes,
     )
-    frozen.set_qparams(fq.qparams())
+    frozen.set_qparams(qparams)
     frozen.phase = "quantize"
     frozen.training = fq.training
     return frozen
+
+
+def _with_schemes(model: QuantizedModel) -> Annotation:
+    """Returns the annotation with the schemes that the fake quants have."""
+    sites = []
+    for site in model.annotation.sites:
+        if site.plan is not None and site.sort == "activation":
+            scheme = model.fake_quants[site.group].scheme
+            site = dataclasses.replace(site, plan=dataclasses.replace(site.plan, scheme=scheme))
+        sites.append(site)
+    return dataclasses.replace(model.annotation, sites=tuple(sites))
+
+
+def _as_signed(qparams: QParams) -> QParams:
+    """Returns the qparams with signed integers and zero point 0 if these stand for the same values."""
+    scheme = qparams.scheme
+    middle = 1 << (scheme.bits - 1)
+    if scheme.signed or scheme.narrow or np.any(qparams.zero_point != middle):
+        return qparams
+    signed = scheme.replace(signed=True, symmetric=True)
+    return QParams(signed, qparams.scale, np.zeros_like(qparams.zero_point))
 
 
 def _write_transforms(model: QuantizedModel) -> None:

@@ -62,7 +62,10 @@ class Placing:
 
     def view(self, traced: TracedModule, qconfig: QConfig, unlike: Unlike | None = None) -> View:
         """Returns the graph under the config and the placement, with what `find_unlike` leaves in float."""
-        return read_view(traced, qconfig, self.choices, self.reasons, unlike)
+        view = read_view(traced, qconfig, self.choices, self.reasons, unlike)
+        if self.note is not None and self.note.centred:
+            return replace(view, backend=replace(view.backend, ties_concat=True))
+        return view
 
 
 def place(
@@ -241,6 +244,7 @@ def _write_note(explainer: _Explainer, table: str, synthetic: bool) -> Placement
         },
         reasons={unit.name: explainer.reason(unit.name) for unit in problem.units if point.labels[unit.name]},
         measured=explainer.outcome.measured,
+        centred=explainer.outcome.centred,
     )
 
 

@@ -56,6 +56,8 @@ class SearchOutcome:
         measured: how the labels were chosen, if by measured times and noise.
         noise: what every rounding costs, where that was measured.
         weight_bits: the bits of weights of which no rule of the config says others.
+        centred: whether ranges are symmetric where layers are slower if their input has a zero point, and the
+            parts of a concat share theirs.
     """
 
     problem: Problem
@@ -67,6 +69,7 @@ class SearchOutcome:
     measured: str = ""
     noise: OutputNoise | None = None
     weight_bits: int = 8
+    centred: bool = False
 
     def instead(self, labels: Mapping[str, bool], measured: str = "") -> SearchOutcome:
         """Returns the outcome with other labels, which were not rounded on the images.

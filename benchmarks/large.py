@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from onnx import TensorProto, helper
 
-__all__ = ["Layout", "Peaks", "main", "write_network"]
+__all__ = ["Layout", "Peaks", "load_libraries", "main", "resident", "restart_peak", "write_network"]
 
 _MB = 1e6
 
@@ -109,7 +109,7 @@ class Peaks:
     """
 
     def __init__(self) -> None:
-        self._base = _resident("VmRSS")
+        self._base = resident("VmRSS")
         self.peaks: dict[str, int] = {}
         self.after: dict[str, int] = {}
         self.seconds: dict[str, float] = {}
@@ -117,12 +117,12 @@ class Peaks:
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Measures the block."""
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        restart_peak()
         start = time.perf_counter()
         yield
         self.seconds[name] = time.perf_counter() - start
-        self.peaks[name] = _resident("VmHWM") - self._base
-        self.after[name] = _resident("VmRSS") - self._base
+        self.peaks[name] = resident("VmHWM") - self._base
+        self.after[name] = resident("VmRSS") - self._base
         print(f"{name}: {self.peaks[name] / _MB:,.0f} MB, {self.seconds[name]:.0f} s", flush=True)
 
     def table(self, weights: int) -> str:
@@ -139,8 +139,17 @@ class Peaks:
         return "\n".join(lines)
 
 
-def _resident(key: str) -> int:
-    """Returns a line of the kernel's account of this process's memory, in bytes."""
+def restart_peak() -> None:
+    """Lets the peak of the resident memory of this process begin anew."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def resident(key: str) -> int:
+    """Returns a line of the kernel's account of this process's memory, in bytes.
+
+    Args:
+        key: ``VmRSS`` for the present memory, ``VmHWM`` for its peak.
+    """
     status = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) for line in status if line.startswith(key)) * 1024
 
@@ -163,7 +172,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{size / _MB:,.0f} MB of weights\n\n{peaks.table(size)}")
 
 
-def _load_libraries() -> Any:
+def load_libraries() -> Any:
     """Loads what takes memory of its own, and returns qtrace."""
     import megengine as mge
     import onnxruntime
@@ -179,7 +188,7 @@ def _load_libraries() -> Any:
 
 def _one_call(source: Path, samples: np.ndarray, options: Any) -> Peaks:
     """Measures the one call, with its stages as it reports them."""
-    qtrace = _load_libraries()
+    qtrace = load_libraries()
     peaks = Peaks()
     with peaks.stage("quantize"):
         out = source.with_name("net-int8.onnx")
@@ -190,7 +199,7 @@ def _one_call(source: Path, samples: np.ndarray, options: Any) -> Peaks:
 
 def _stages(source: Path, samples: np.ndarray, options: Any) -> Peaks:
     """Measures the stages one by one, as a script that keeps the float network has them."""
-    qtrace = _load_libraries()
+    qtrace = load_libraries()
     batches = [samples[start : start + 8] for start in range(0, len(samples), 8)]
     out, peaks = source.with_name("net-int8.onnx"), Peaks()
     with peaks.stage("from_onnx"):

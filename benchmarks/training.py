@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import megengine
 import megengine.functional as F
@@ -18,24 +19,28 @@ import qtrace
 from benchmarks.nets import NativeResNet18, ResNet18, image_batches, settle
 from benchmarks.rows import Row, Size
 from benchmarks.timing import Samples, take_turns
+from examples.detector.net import pretrained
 from qtrace.gradients import fast_gradients
 
 __all__ = ["run"]
 
 _TARGETS = {"fixed": 1.25, "lsq": 1.35}
 _OF_NATIVE = 0.35
+_DETECTOR_TARGET = 1.5
+_DETECTOR_SHAPE = (16, 3, 64, 64)
 
 
 def run(size: Size) -> Iterator[Row]:
     """Times forward, backward and optimizer step of all networks, in turns."""
     level, megengine.config.async_level = megengine.config.async_level, 0  # else gradients race on CPU
     try:
-        samples = take_turns(
-            _sides(size), size.slow_repeats, warm_up=2
-        )  # jit.trace compiles at the second call
+        # jit.trace compiles at the second call.
+        samples = take_turns(_sides(size), size.slow_repeats, warm_up=2)
+        detector = take_turns(_detector_sides(size), 3 * size.slow_repeats, warm_up=2)
     finally:
         megengine.config.async_level = level
     yield from _rows(f"{size.net}: ", samples)
+    yield from _detector_rows(detector)
 
 
 def _sides(size: Size) -> dict[str, Callable[[], object]]:
@@ -53,6 +58,37 @@ def _sides(size: Size) -> dict[str, Callable[[], object]]:
     sides["original, fast"] = _fast(net, batch)
     sides["native"] = _step(quantize_qat(native, inplace=False), batch)
     return sides
+
+
+def _detector_sides(size: Size) -> dict[str, Callable[[], object]]:
+    """The steps of the detector of the examples, whose tensors are small."""
+    shape = _DETECTOR_SHAPE if size.width == 64 else (2, *_DETECTOR_SHAPE[1:])
+    batch = image_batches(1, shape)[0]
+    traced = qtrace.trace(pretrained(), batch[:1], check=False)
+
+    def step(kind: str) -> Callable[[], None]:
+        return _step(_prepared(traced, kind, batch), batch, _mean_square)
+
+    sides: dict[str, Callable[[], object]] = {kind: step(kind) for kind in ("float", "fixed", "lsq")}
+    if size.traced:
+        sides.update({f"{k}, traced": trace(step(k), symbolic=True) for k in ("float", "lsq")})
+    return sides
+
+
+def _mean_square(maps: Sequence[Tensor]) -> Tensor:
+    return sum((m**2).mean() for m in maps)
+
+
+def _detector_rows(samples: Samples) -> Iterator[Row]:
+    net = f"small detector {'x'.join(map(str, _DETECTOR_SHAPE))}: "
+    for kind in ("fixed", "lsq"):
+        ratio = samples.ratio(kind, "float")
+        yield Row(f"{net}QAT step / float step, {kind}", ratio, "x", _DETECTOR_TARGET, "eager")
+    if "lsq, traced" in samples.by_side:
+        ratio = samples.ratio("lsq, traced", "float, traced")
+        yield Row(f"{net}QAT step / float step under jit.trace, lsq", ratio, "x")
+    for side in samples.by_side:
+        yield Row(f"{net}step, {side}", samples.seconds(side), "s")
 
 
 def _rows(net: str, samples: Samples) -> Iterator[Row]:
@@ -81,7 +117,10 @@ def _prepared(traced: Module, kind: str, batch: Tensor) -> Module:
     return prepared
 
 
-def _step(module: Module, batch: Tensor) -> Callable[[], None]:
+def _step(
+    module: Module, batch: Tensor, loss_of: Callable[[Any], Tensor] | None = None
+) -> Callable[[], None]:
+    """Returns a step on a batch; its loss is ``loss_of`` the result, or the cross entropy of classes."""
     module.train()
     parameters = list(module.parameters())
     manager = GradManager().attach(parameters)
@@ -91,7 +130,8 @@ def _step(module: Module, batch: Tensor) -> Callable[[], None]:
 
     def step() -> None:
         with manager:
-            loss = F.nn.cross_entropy(module(batch), labels)
+            result = module(batch)
+            loss = F.nn.cross_entropy(result, labels) if loss_of is None else loss_of(result)
             manager.backward(loss)
         optimizer.step().clear_grad()
 

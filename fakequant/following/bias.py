@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import megengine.functional as F
+import numpy as np
 from megengine import Tensor
 from megengine.module import Module
 
 from qtrace.fakequant.base import FakeQuant, builtin
 from qtrace.fakequant.kernels.kernel import Levels, quant_dequant
+from qtrace.fakequant.kernels.programs import as_tensor, fits
 from qtrace.numerics import SMALLEST_NORMAL
 
 __all__ = ["BIAS_LIMIT", "BIAS_QMAX", "BiasQuant"]
@@ -56,7 +58,9 @@ class BiasQuant(Module):
             activation: the input's scale, shape ``()``; the magnitude of both scales is applied.
             weight: the weight's scale, per tensor or in the weight's broadcast shape.
         """
-        scale, shape = self._product(activation, weight)
+        scale, shape = (
+            self._product_of_arrays(activation, weight) if fits(bias) else self._product(activation, weight)
+        )
         # Ties may go either way, as the exporter writes the integers. They go away from zero, since the fast
         # rounding half to even fails beyond 2**22.
         levels = Levels(-BIAS_QMAX, BIAS_QMAX, rounding="half_away", zero=0, min_scale=SMALLEST_NORMAL)
@@ -69,6 +73,12 @@ class BiasQuant(Module):
         if self.factor != 1.0:
             activation = activation * self.factor
         return (activation * weight).reshape(shape), shape
+
+    def _product_of_arrays(self, activation: Tensor, weight: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+        """Computes `_product` in numpy, without a gradient: a bias gives none to its scale."""
+        shape = self.shape if weight.ndim > 1 else ()
+        product = activation.numpy() * np.float32(self.factor) * weight.numpy()
+        return as_tensor(product.reshape(shape), weight), shape
 
     def scale(self, activation: FakeQuant, weight: FakeQuant) -> tuple[Tensor, tuple[int, ...]]:
         """Returns the scale that `forward` uses with two fake quants, and its shape."""

@@ -20,34 +20,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import megengine.functional as F
 import numpy as np
 from megengine import Tensor
 from megengine.autodiff import Function
+from megengine.core._imperative_rt.core2 import get_grad_key
 
-from qtrace.fakequant.kernels.programs import Levels, of_magnitude, programs
+from qtrace.fakequant.kernels.programs import (
+    Learn,
+    Levels,
+    as_tensor,
+    differentiate,
+    fits,
+    of_magnitude,
+    programs,
+    round_array,
+)
 from qtrace.numerics import SMALLEST_SCALE
 
 __all__ = ["Learn", "Levels", "QuantDequant", "as_float32", "positive", "quant_dequant", "straight_through"]
-
-
-@dataclass(frozen=True)
-class Learn:
-    """Selects the gradients of scale and zero point.
-
-    Attributes:
-        gain: factor on the gradients of scale and zero point.
-        residual: True if values inside the range add their rounding to the gradient (LSQ), False if only
-            values outside count, with the level they clip to (PACT).
-        zero_point: whether the zero point gets a gradient.
-    """
-
-    gain: float = 1.0
-    residual: bool = True
-    zero_point: bool = False
 
 
 class QuantDequant(Function):
@@ -57,11 +50,14 @@ class QuantDequant(Function):
         levels: the integer levels.
         shape: shape of the scale.
         learn: the gradients of scale and zero point; None when both are fixed.
+        of_x: whether the values need a gradient.
     """
 
-    def __init__(self, levels: Levels, shape: tuple[int, ...], learn: Learn | None) -> None:
+    def __init__(
+        self, levels: Levels, shape: tuple[int, ...], learn: Learn | None, of_x: bool = True
+    ) -> None:
         super().__init__()
-        self.levels, self.shape, self.learn = levels, shape, learn
+        self.levels, self.shape, self.learn, self.of_x = levels, shape, learn, of_x
 
     def forward(self, x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
         """Computes ``clip(round(x / |scale|), qmin - zp, qmax - zp) * |scale|``.
@@ -71,12 +67,20 @@ class QuantDequant(Function):
             scale: float32, broadcastable to ``x``.
             zero_point: float32 holding integers, of the shape of ``scale``.
         """
+        self.arrays: tuple[np.ndarray, ...] | None = None
+        if fits(x):
+            arrays = x.numpy(), scale.numpy().reshape(self.shape), zero_point.numpy().reshape(self.shape)
+            rounded = round_array(*arrays, self.levels)
+            self.arrays = (*arrays, rounded)
+            return as_tensor(rounded, x)
         (y,) = programs(self.levels, str(x.device)).round(x, scale, zero_point)
         self.saved = (x, scale, zero_point, None if self.learn is None else y)
         return y
 
     def backward(self, grad: Tensor) -> tuple[Any, Any, Any]:
         """Returns the gradients of x, of the scale and of the zero point (None if it is not learned)."""
+        if self.arrays is not None:
+            return self._by_arrays(grad, self.arrays)
         x, scale, zero_point, y = self.saved
         kernels, learn = programs(self.levels, str(grad.device)), self.learn
         if learn is None:
@@ -90,6 +94,11 @@ class QuantDequant(Function):
         if learn.zero_point:
             grad_zero = F.abs(scale) * _sum_to(grad - grad_x, self.shape) * -learn.gain
         return grad_x, grad_scale, grad_zero
+
+    def _by_arrays(self, grad: Tensor, arrays: tuple[np.ndarray, ...]) -> tuple[Any, Any, Any]:
+        gradients = differentiate(arrays, grad.numpy(), self.levels, self.learn, self.of_x)
+        x, scale, zero = (None if g is None else as_tensor(g, grad) for g in gradients)
+        return x, scale, zero
 
 
 def _sum_to(a: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -129,7 +138,8 @@ def quant_dequant(
         zero_point = scale  # a placeholder that is not read
     if x.dtype != np.float32:
         x = x.astype("float32")
-    return QuantDequant(levels, shape, learn)(x, scale, zero_point)
+    of_x = get_grad_key((x,)) is not None
+    return QuantDequant(levels, shape, learn, of_x)(x, scale, zero_point)
 
 
 class _Positive(Function):

@@ -1,26 +1,42 @@
 """The elementwise arithmetic of quantize-dequantize, each direction as one op of several kernels.
 
 On small tensors, one op per kernel would take longer than the kernels: on CPU, MegEngine needs about 70 us to
-pass an op to its threads.
+pass an op to its threads. In eager mode and without a queue, small tensors are therefore computed in numpy,
+whose calls take a microsecond: bit by bit the same but for sums.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from megengine import Tensor
+from megengine import Tensor, config
 from megengine.core._imperative_rt.common import CompNode
 from megengine.core.ops.builtin import Elemwise
 from megengine.core.tensor.utils import subgraph_fn
+from megengine.jit.tracing import is_tracing
 
+from qtrace.gradients.conv import CPUS
 from qtrace.numerics import SMALLEST_SCALE
 from qtrace.scheme import QScheme, Rounding
 
-__all__ = ["MARGIN_SHARE", "Levels", "Programs", "of_magnitude", "programs"]
+__all__ = [
+    "MARGIN_SHARE",
+    "Gradients",
+    "Learn",
+    "Levels",
+    "Programs",
+    "as_tensor",
+    "differentiate",
+    "fits",
+    "of_magnitude",
+    "programs",
+    "round_array",
+]
 
 # Adding 1.5 * 2**23 leaves a float32 no fraction bits: the FPU rounds half to even. Three passes of
 # 0.35 ms for 1.6 M values instead of 6.5 ms for F.round. The upper clip must be between the addition
@@ -30,6 +46,9 @@ _ROUNDING_OFFSET = 12582912.0
 # Values beyond the ends by this share of the range count as inside. It exceeds the rounding error of `_line`
 # in float32, so that the ends themselves are inside.
 MARGIN_SHARE = 2.0**-20
+
+# An array is a copy, which lives until the gradients are computed: larger tensors would take much memory.
+_MOST_VALUES = 1 << 18
 
 Program = Callable[..., Sequence[Tensor]]
 
@@ -60,6 +79,22 @@ class Levels:
 
 
 @dataclass(frozen=True)
+class Learn:
+    """Selects the gradients of scale and zero point.
+
+    Attributes:
+        gain: factor on the gradients of scale and zero point.
+        residual: True if values inside the range add their rounding to the gradient (LSQ), False if only
+            values outside count, with the level they clip to (PACT).
+        zero_point: whether the zero point gets a gradient.
+    """
+
+    gain: float = 1.0
+    residual: bool = True
+    zero_point: bool = False
+
+
+@dataclass(frozen=True)
 class Programs:
     """The programs of one quantizer. Their first three inputs are x, scale and zero point.
 
@@ -77,6 +112,13 @@ class Programs:
     pass_inside: Program
     with_residual: Program
     without_residual: Program
+
+
+def _line_of(levels: Levels) -> tuple[float, float]:
+    """Returns slope and offset of a line in ``x / scale + zero`` that is in [0, 6] inside the range."""
+    low, high = levels.qmin, levels.qmax
+    slope = 6.0 / ((high - low) * (1.0 + 2.0 * MARGIN_SHARE))
+    return slope, 3.0 - slope * (low + high) / 2
 
 
 @lru_cache(maxsize=256)
@@ -165,9 +207,7 @@ class _ProgramBuilder:
 
         It masks by vectorised float kernels: comparisons, casts and abs are ten times slower on CPU.
         """
-        low, high, fixed = self.levels.qmin, self.levels.qmax, self.levels.zero
-        slope = 6.0 / ((high - low) * (1.0 + 2.0 * MARGIN_SHARE))
-        middle = 3.0 - slope * (low + high) / 2
+        (slope, middle), fixed = _line_of(self.levels), self.levels.zero
         if fixed is None:
             offset = f(_FMA, zero, c(slope), c(middle))
         else:
@@ -175,6 +215,146 @@ class _ProgramBuilder:
         size = _magnitude(scale, self.levels.min_scale, f, c)
         # Not fused: with one number per channel, the fused kernel takes four times as long.
         return f(_ADD, f(_MUL, x, f(_DIV, c(slope), size)), offset)
+
+
+def fits(x: Tensor) -> bool:
+    """Whether arrays are computed in the place of a tensor: it is small, and on a CPU without a queue.
+
+    A trace records ops, and behind a queue an array has to wait for all of it.
+    """
+    if is_tracing() or config.async_level != 0:
+        return False
+    shape = x._tuple_shape
+    if shape is None or not 0 < math.prod(shape) <= _MOST_VALUES:
+        return False
+    return x.format != "nhwc" and _is_cpu(x.device)
+
+
+def as_tensor(values: np.ndarray, like: Tensor) -> Tensor:
+    """Returns a tensor of ``values`` on the device of ``like``, which keeps no array of them."""
+    return Tensor(values, device=like.device, no_cache=True)
+
+
+@lru_cache(maxsize=64)
+def _is_cpu(device: Any) -> bool:
+    return str(device.physical_name).startswith(CPUS)
+
+
+@lru_cache(maxsize=256)
+def _numbers(levels: Levels) -> tuple[np.float32, ...]:
+    """Returns the ends of the range in float32, the upper one with the rounding offset, too."""
+    fixed = levels.zero or 0
+    low, high = levels.qmin - fixed, levels.qmax - fixed
+    upper = levels.qmax + _ROUNDING_OFFSET - fixed
+    return np.float32(low), np.float32(high), np.float32(upper)
+
+
+def _size(scale: np.ndarray, levels: Levels) -> np.ndarray:
+    return np.maximum(np.abs(scale), np.float32(levels.min_scale))
+
+
+@np.errstate(all="ignore")  # as MegEngine computes
+def round_array(x: np.ndarray, scale: np.ndarray, zero: np.ndarray, levels: Levels) -> np.ndarray:
+    """Computes ``clip(round(x / |scale|), qmin - zero, qmax - zero) * |scale|``.
+
+    Args:
+        x: float32.
+        scale: float32, broadcastable to ``x``.
+        zero: float32 holding integers, of the shape of ``scale``; it is not read if ``levels`` has it.
+        levels: the integer levels.
+    """
+    size = _size(scale, levels)
+    ends: Any = _numbers(levels)
+    if levels.zero is None:
+        ends = [end - zero for end in ends]
+    low, high, upper = ends
+    y = np.asarray(np.divide(x, size))
+    np.fmax(y, low, out=y)
+    if levels.rounding == "half_even":
+        y += np.float32(_ROUNDING_OFFSET)
+        np.minimum(y, upper, out=y)
+        y -= np.float32(_ROUNDING_OFFSET)
+    elif levels.rounding == "half_away":
+        np.minimum(y, high, out=y)
+        whole = np.trunc(y)
+        np.add(whole, np.copysign(np.abs(y - whole) >= 0.5, y), out=y)
+    else:
+        np.minimum(y, high, out=y)
+        whole = np.floor(y)
+        fraction = y - whole
+        fraction += fraction
+        np.minimum(np.floor(fraction), np.float32(1), out=fraction)
+        np.add(whole, fraction, out=y)
+    y *= size
+    return y
+
+
+class Gradients(NamedTuple):
+    """The gradients of one call.
+
+    Attributes:
+        x: that of the values; None if nobody asked for it.
+        scale: that of the scale; None if it is not learned.
+        zero: that of the zero point; None if it is not learned.
+    """
+
+    x: np.ndarray | None
+    scale: np.ndarray | None = None
+    zero: np.ndarray | None = None
+
+
+@np.errstate(all="ignore")
+def differentiate(
+    saved: tuple[np.ndarray, ...], grad: np.ndarray, levels: Levels, learn: Learn | None, of_x: bool = True
+) -> Gradients:
+    """Computes the gradients of `round_array`.
+
+    Args:
+        saved: x, scale and zero point as for `round_array`, and its result.
+        grad: the gradient of the result.
+        levels: the integer levels.
+        learn: the gradients of scale and zero point; None when both are fixed.
+        of_x: whether the values need a gradient.
+    """
+    x, scale, zero, y = saved
+    size, (slope, middle) = _size(scale, levels), _line_of(levels)
+    line = x * (np.float32(slope) / size)
+    if levels.zero is None:
+        line += zero * np.float32(slope) + np.float32(middle)
+    else:
+        line += np.float32(levels.zero * slope + middle)
+    outside = line <= 0
+    outside |= line >= 6
+    mask = outside.astype(np.int32)
+    mask -= 1
+    asked = of_x or learn is None or learn.zero_point
+    passed = _selected(grad, mask) if asked else None
+    if learn is None:
+        return Gradients(passed)
+    terms = y - _selected(x if learn.residual else y, mask)
+    terms *= grad
+    if levels.min_scale != SMALLEST_SCALE:
+        size = np.maximum(np.abs(scale), np.float32(SMALLEST_SCALE))
+    of_scale = _sum_to(terms, scale.shape) / size * np.float32(learn.gain) * (scale / size)
+    if passed is None or not learn.zero_point:
+        return Gradients(passed, of_scale)
+    of_zero = np.abs(scale) * _sum_to(grad - passed, scale.shape) * np.float32(-learn.gain)
+    return Gradients(passed, of_scale, of_zero)
+
+
+def _selected(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """Returns ``values`` where ``mask`` is -1, and 0 where it is 0, infinite ones too.
+
+    A tenth of the time of `numpy.where`.
+    """
+    return (np.ascontiguousarray(values).view(np.int32) & mask).view(np.float32)
+
+
+def _sum_to(values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Sums over the axes along which an array of ``shape`` was broadcast."""
+    missing = values.ndim - len(shape)
+    axes = (*range(missing), *(missing + i for i, size in enumerate(shape) if size == 1))
+    return np.asarray(values.sum(axis=axes, dtype=np.float32)).reshape(shape)
 
 
 _ADD, _SUB, _MUL, _DIV = (Elemwise(mode=mode) for mode in ("ADD", "SUB", "MUL", "TRUE_DIV"))

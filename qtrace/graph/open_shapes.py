@@ -26,6 +26,7 @@ Shape = tuple[int | str, ...]
 """The sizes of a tensor; an open one is its name, or -1 where it is computed from open sizes."""
 
 _COMPUTED = -1
+_LARGER_BATCH = 8  # by how much the second batch is larger than the recorded one
 
 
 def infer_types(traced: TracedModule, shapes: Mapping[str, Sequence[int]]) -> dict[Node, TensorType | None]:
@@ -62,9 +63,16 @@ class SizedTypes:
         return self._types[key]
 
     def at_other_sizes(self, axes: Sequence[OpenAxis]) -> list[dict[Node, TensorType | None]]:
-        """Infers the types at up to three other sizes of some open axes, see `types_at_other_sizes`."""
+        """Infers the types at two or three other sizes of some open axes, see `types_at_other_sizes`."""
         types = []
-        for shapes in other_sizes(_input_shapes(self.traced), axes, 3):
+        inputs = _input_shapes(self.traced)
+        batches = all(axis.axis == 0 for axis in axes)
+        sizes = (
+            other_sizes(inputs, axes, _LARGER_BATCH)[:: _LARGER_BATCH - 1]
+            if batches
+            else other_sizes(inputs, axes, 3)
+        )
+        for shapes in sizes:
             with contextlib.suppress(OpError):
                 types.append(self.infer(shapes))
         return types
@@ -88,6 +96,8 @@ class SizedTypes:
 
 
 def _type(value: object) -> TensorType | None:
+    if isinstance(value, TensorType):
+        return value
     shape = getattr(value, "shape", None)
     if shape is None:
         return None
@@ -99,7 +109,8 @@ def types_at_other_sizes(
 ) -> list[dict[Node, TensorType | None]]:
     """Infers the types of all tensors of a flat graph at up to three other sizes of some open axes.
 
-    A size at which an op cannot run is left out: a file may leave an axis open of which few sizes run.
+    Two sizes are enough where only batches are open, as one of them is larger than what an op may cut a batch
+    to. A size at which an op cannot run is left out: a file may leave an axis open of which few sizes run.
     """
     return SizedTypes(traced).at_other_sizes(axes)
 

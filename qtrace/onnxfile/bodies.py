@@ -9,12 +9,20 @@ from onnx import AttributeProto, GraphProto, NodeProto
 __all__ = ["bodies_of", "captured_names", "own_operators", "read_names", "rename_tensors"]
 
 _OWN_DOMAINS = ("", "ai.onnx")
+# The types of attributes that most nodes have, none of which is a graph.
+_PLAIN = frozenset(
+    AttributeProto.AttributeType.Value(name)
+    for name in ("FLOAT", "INT", "STRING", "TENSOR", "FLOATS", "INTS", "STRINGS", "TENSORS")
+)
 
 
 def bodies_of(node: NodeProto) -> Iterator[GraphProto]:
     """Yields the graphs in the attributes of a node."""
     for attribute in node.attribute:
-        if attribute.type == AttributeProto.GRAPH:
+        kind = attribute.type
+        if kind in _PLAIN:
+            continue
+        if kind == AttributeProto.GRAPH:
             yield attribute.g
         yield from attribute.graphs
 

@@ -14,7 +14,8 @@ import pytest
 import qtrace
 from qtrace.graph import flatten, inference
 from qtrace.graph.inference import TypeInference
-from qtrace.graph.open_shapes import SizedTypes
+from qtrace.graph.open_axes import OpenAxes, OpenAxis, read_open_axes, write_open_axes
+from qtrace.graph.open_shapes import SizedTypes, open_shapes, types_at_other_sizes
 from tests.nets import net
 
 X = np.linspace(-1, 1, 24, dtype="float32").reshape(2, 3, 4)
@@ -106,3 +107,23 @@ def test_integers_that_are_data_do_not_decide_a_shape() -> None:
     *known, chosen = [found[node] for node in types.traced.graph.outputs]
     assert [kind and kind.shape for kind in known] == [(2,), (), (3,), ()]
     assert chosen is None
+
+
+def _with_open_axes(forward: Any, *axes: int) -> Any:
+    flat = flatten(qtrace.trace(net(forward), X[:1], check=False))
+    write_open_axes(flat, OpenAxes(tuple(OpenAxis("x", axis, f"size {axis}", "NCH"[axis]) for axis in axes)))
+    return flat
+
+
+def test_two_sizes_are_inferred_where_only_the_batch_is_open() -> None:
+    for axes, count in (((0,), 2), ((0, 1), 3), ((2,), 3)):
+        flat = _with_open_axes(lambda self, x: F.relu(x), *axes)
+        assert len(types_at_other_sizes(flat, read_open_axes(flat).axes)) == count
+
+
+@pytest.mark.parametrize("cut", [2, 3, 4, 8])
+def test_a_batch_that_is_cut_has_not_the_name_of_the_batch(cut: int) -> None:
+    flat = _with_open_axes(lambda self, x: (F.relu(x), x[:cut]), 0)
+    whole, part = (node.name for node in flat.graph.outputs)
+    assert open_shapes(flat)[whole] == ("N", 3, 4)
+    assert open_shapes(flat)[part] == (-1, 3, 4)

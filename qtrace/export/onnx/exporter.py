@@ -138,7 +138,7 @@ class OnnxExporter:
         self._sizes = {n for n in static if n.dtype is not None and np.dtype(n.dtype).kind in "iu"}
         plain = isinstance(converted, PlainGraph)
         naming = ModuleNames(converted) if isinstance(converted, PlainGraph) else OutputNames()
-        origin = self._origin()
+        self._origin = origin = self._read_origin()
         source = SourceVersions() if origin is None else SourceVersions(origin.opset, origin.ir_version)
         # Behind a DequantizeLinear, onnxruntime joins the pieces of a LayerNorm in part only; it has no
         # kernel for the GroupNormalization of opset 21.
@@ -156,7 +156,7 @@ class OnnxExporter:
         inputs = self.graph.inputs
         shared = self.options.axes
         declared = (find_declared_axes if shared is None else shared.find)(self.graph, self._problem_at)
-        origin = self._origin()
+        origin = self._origin
         own_names = None if origin is None else OwnNames.find(self.writer, origin, self._origin_paths())
         infos = [self._value_info(n, name, declared.inputs.get(n, {})) for n, name in inputs.items()]
         used_names = set(inputs.values())
@@ -244,7 +244,7 @@ class OnnxExporter:
         """Returns the interface that the file gets; None for the names and types of the graph."""
         return read_interface(self.graph.module)
 
-    def _origin(self) -> FileOrigin | None:
+    def _read_origin(self) -> FileOrigin | None:
         """Returns the file that the graph was imported from; None for the names of the graph."""
         return read_origin(self.graph.module) if self._interface() is not None else None
 

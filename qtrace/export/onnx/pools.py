@@ -52,6 +52,8 @@ def write_fast_poolings(model: Any, in_onnxruntime: bool = False) -> int:
     Returns:
         The number of poolings and convolutions that were changed.
     """
+    if {"MaxPool", "Pad"}.isdisjoint(node.op_type for node in model.graph.node):
+        return 0
     graph = _Graph(model)
     changed = 0
     kinds = ("MaxPool", "AveragePool", *(("Conv",) if in_onnxruntime else ()))

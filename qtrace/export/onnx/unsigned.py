@@ -117,6 +117,8 @@ def write_unsigned_weights(model: Any, chosen: Collection[str] | None = None) ->
     Returns:
         The number of weights that were changed.
     """
+    if chosen is not None and not chosen:
+        return 0
     weights = _Weights(model)
     rounded = {n.input[0] for n in model.graph.node if chosen is not None and n.output[0] in chosen}
     for node in model.graph.node:

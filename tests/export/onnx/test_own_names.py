@@ -16,6 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import qtrace
 from qtrace.errors import GraphError
+from qtrace.export.onnx import exporter
 from qtrace.graph.flatten import flatten
 from qtrace.graph.origin import FileOrigin, FileRemark, FileResult
 from qtrace.graph.parts import split
@@ -321,3 +322,13 @@ def test_a_part_of_a_network_keeps_what_the_file_says(tmp_path: Path) -> None:
     written = onnx.load(qtrace.export(parts[-1].module, tmp_path / "head.onnx"))
     assert {node.name for node in written.graph.node} == {"/head/Gemm", "/head/Softmax"}
     assert "character" in {entry.key for entry in written.metadata_props}
+
+
+def test_an_export_reads_the_record_of_the_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    onnx.save(_model(), tmp_path / "net.onnx")
+    traced = qtrace.from_onnx(tmp_path / "net.onnx", {"input:0": X.shape})
+    reads: list[TracedModule] = []
+    read = exporter.read_origin
+    monkeypatch.setattr(exporter, "read_origin", lambda module: reads.append(module) or read(module))
+    qtrace.export(traced, tmp_path / "float.onnx")
+    assert len(reads) == 1

@@ -111,7 +111,7 @@ def prepare_in_float(traced: TracedModule, config: QConfig) -> TracedModule:
     """Prepares a network as ``config`` says, but with every op in float."""
     rule = Rule.model_validate({"match": {"name": "*"}, "quantize": False}).with_origin("the measured speed")
     plain = config.without_placement()
-    changes = {"rules": (*plain.rules, rule), "ptq": None, "placement": "everything"}
+    changes = {"rules": (*plain.rules, rule), "ptq": None, "placement": "everything", "float": None}
     return prepare(traced, plain.model_copy(update=changes))
 
 
@@ -166,7 +166,7 @@ def measure_file(
     if backend.device or path.suffix not in TIMED:
         return Delivery(untimed=f"no runtime here runs it as {backend.device or 'its target'} does")
     form, runtime, _ = TIMED[path.suffix]
-    replaceable = form is None and not keep
+    replaceable = form is None and not keep and config.effective_float == "fp32"  # here, CPUs are measured
     if timer is None and (known := _speeds_of(path, labellings)) is not None:
         in_float = None
         if replaceable and is_float_better(known[1], config):

@@ -51,24 +51,31 @@ def note_graph(model: Any, reporter: Reporter) -> dict[str, Any]:
 
 
 def note_precision(model: Any, reporter: Reporter) -> dict[str, Any]:
-    """Notes the precision that a graph really has.
+    """Notes the precision that a graph really has, and which ops in float are in float16 if that was asked.
 
     Args:
         model: a module; nothing is noted of a plain one.
         reporter: prints the note.
 
     Returns:
-        The number of layers by precision, for JSON.
+        The number of layers by precision, and of ops in float16, for JSON.
     """
+    from qtrace.preparation.float16 import choose_float16, describe_float16, uses_float16
     from qtrace.preparation.model import QuantizedModel
     from qtrace.preparation.precision import count_precisions, describe_precision
     from qtrace.preparation.record import is_quantized
 
     if not is_quantized(model):
         return {}
-    annotation = QuantizedModel(model).annotation
-    reporter.note(describe_precision(annotation))
-    return {"precision": count_precisions(annotation)}
+    view = QuantizedModel(model)
+    reporter.note(describe_precision(view.annotation))
+    facts: dict[str, Any] = {"precision": count_precisions(view.annotation)}
+    if uses_float16(view) and view.record.float_ranges:
+        choices = choose_float16(view)
+        for line in describe_float16(choices):
+            reporter.note(line)
+        facts["float16"] = sum(not choice.reason for choice in choices)
+    return facts
 
 
 def note_device(model: Any, path: Path, reporter: Reporter) -> dict[str, Any]:

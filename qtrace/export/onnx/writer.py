@@ -18,7 +18,10 @@ from qtrace.graph.types import GetAttr, Node, TensorNode
 from qtrace.onnxfile.bodies import read_names, rename_tensors
 from qtrace.scheme import QParams, QScheme
 
-__all__ = ["OnnxWriter", "integer_type"]
+__all__ = ["FLOAT16_MARK", "OnnxWriter", "integer_type"]
+
+FLOAT16_MARK = "qtrace.float16:"
+"""Begins the document string of a node of an op that is to be in float16, until the model is complete."""
 
 _FLOAT = TensorProto.FLOAT
 
@@ -210,6 +213,16 @@ class OnnxWriter:
     def emit(self, op: str, inputs: Sequence[str], node: TensorNode, **attributes: Any) -> None:
         """Adds a node that computes the graph's ``node``."""
         self.names[node] = self.node(op, inputs, node.name, **attributes)
+
+    def mark_float16(self, first: int, op: str) -> None:
+        """Marks the nodes from the place ``first`` on: `write_float16` writes them in float16.
+
+        Args:
+            first: the place of the first of the nodes that the op has become.
+            op: the name of the op's first output in the graph.
+        """
+        for node in self.nodes[first:]:
+            node.doc_string = f"{FLOAT16_MARK}{op}"
 
     def output(self, name: str, new_name: str, used: set[str]) -> str:
         """Makes the tensor ``name`` an output of the model and returns the output's name.

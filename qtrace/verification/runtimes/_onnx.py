@@ -39,6 +39,7 @@ class Exposed:
         deployed: the serialized model without the integers as outputs if it is not the file as it is, because
             it is verified without the preprocessing in the file; else b"".
         fixed_samples: input -> the size of its first axis, where the file fixes that.
+        float16: the ops of the graph that the file has in float16.
     """
 
     data: bytes
@@ -49,6 +50,7 @@ class Exposed:
     graph_hash: str = ""
     deployed: bytes = b""
     fixed_samples: Mapping[str, int] = field(default_factory=dict)
+    float16: tuple[str, ...] = ()
 
 
 def as_declared(inputs: Sequence[np.ndarray], types: Sequence[str]) -> list[np.ndarray]:
@@ -75,6 +77,7 @@ def with_integer_outputs(path: Path) -> Exposed:
 
     from qtrace.export.onnx.detections import without_detections
     from qtrace.export.onnx.ends import without_preprocessing
+    from qtrace.export.onnx.float16 import FLOAT16_KEY
     from qtrace.export.onnx.whole_columns import WHOLE
 
     model, folder = load_model(path)
@@ -109,7 +112,8 @@ def with_integer_outputs(path: Path) -> Exposed:
     sizes = {
         name: axes[0].dim_value for name, axes in fixed.items() if axes and axes[0].HasField("dim_value")
     }
-    return Exposed(data, outputs, integers, tensors, folder, facts.get("qtrace.graph", ""), deployed, sizes)
+    graph, halves = facts.get("qtrace.graph", ""), tuple(facts.get(FLOAT16_KEY, "").split())
+    return Exposed(data, outputs, integers, tensors, folder, graph, deployed, sizes, halves)
 
 
 def check_samples(fixed: Mapping[str, int], names: Sequence[str], inputs: Sequence[np.ndarray]) -> None:

@@ -36,6 +36,7 @@ class OnnxSession:
         self.output_names, self.tensor_names = model.outputs, model.tensors
         self.integer_names: Sequence[str] = model.integers
         self.graph_hash, self.fixed_samples = model.graph_hash, model.fixed_samples
+        self.float16 = model.float16
         settings = SessionSettings(optimize, tensors=model.folder, host=host)
         self.session = open_session(model.data, settings, str(path))
         deployed: bytes | Path = model.deployed or path

@@ -16,7 +16,7 @@ from math import prod
 import numpy as np
 
 from qtrace import ops
-from qtrace.graph.dataflow import evaluate_fixed, fixed_nodes, static_nodes
+from qtrace.graph.dataflow import evaluate_fixed, fixed_nodes
 from qtrace.graph.tensors import read_array
 from qtrace.graph.types import Expr, Node, TensorNode
 from qtrace.graph.walk import exprs, is_float_tensor
@@ -54,7 +54,8 @@ _FUNCTIONS_TEXT = (
     "silu hsigmoid hard_sigmoid hswish gelu gelu_tanh erf softmax interpolate avg_pool2d adaptive_avg_pool2d"
 )
 _LAYERS = frozenset(_LAYERS_TEXT.split())
-_KINDS = _LAYERS | frozenset((*_MOVES_TEXT.split(), *_FUNCTIONS_TEXT.split()))
+_MOVES = frozenset(_MOVES_TEXT.split()) - {"embedding"}
+_KINDS = _LAYERS | _MOVES | {"embedding", *_FUNCTIONS_TEXT.split()}
 _TOO_LARGE = "its values come near 65504, where float16 ends"
 _TOO_SMALL = "its values are so small that float16 has few of their digits"
 _SUMS = "it adds up many values, which float16 loses or cannot hold"
@@ -115,8 +116,8 @@ def uses_float16(model: QuantizedModel) -> bool:
 def float_values(model: QuantizedModel) -> list[str]:
     """Returns the names of the nodes whose ranges decide what is computed in float16, in graph order.
 
-    Those are what the ops in float read and give, as far as it depends on the batch; none if the config does
-    not ask for float16.
+    Those are what the ops in float read and give, but for stored values; none if the config does not ask for
+    float16.
     """
     return _Graph(model).values if uses_float16(model) else []
 
@@ -172,7 +173,7 @@ class _Graph:
     def __init__(self, model: QuantizedModel) -> None:
         self.model, self.ranges = model, model.record.float_ranges
         self.fixed = fixed_nodes(model.module)
-        self._static = static_nodes(model.module)
+        self._parameters: dict[Node, tuple[float, bool]] = {}
 
     @cached_property
     def floats(self) -> dict[Expr, ExprNote]:
@@ -188,15 +189,25 @@ class _Graph:
 
     @cached_property
     def values(self) -> list[str]:
-        """The names of the float nodes that the ops read and give, as far as they depend on the batch."""
+        """The names of the float nodes that the ops read and give, but for stored ones."""
         read = [e for e, call in self.calls.items() if call is not None and call.kind in _KINDS]
         nodes = (n for e in read for n in (*e.inputs, *e.outputs))
-        names = {self.model.unrounded_name(n) for n in nodes if is_float_tensor(n) and n not in self._static}
+        names = {self.model.unrounded_name(n) for n in nodes if is_float_tensor(n) and n not in self.fixed}
         return [name for name in self.model.nodes if name in names]
 
     def range_of(self, node: Node) -> float | None:
-        """Returns the largest magnitude of a computed node; None where it was not observed."""
+        """Returns the largest magnitude of a node; None where it is not known."""
+        if node in self.fixed:
+            return self._parameter(node)[0]
         return self.ranges.get(self.model.unrounded_name(node))
+
+    def _parameter(self, node: Node) -> tuple[float, bool]:
+        """Returns the largest magnitude of a stored value, and whether float16 loses too much of it."""
+        if node not in self._parameters:
+            value = read_array(evaluate_fixed(self.model.module, [node])[node])
+            largest = float(np.abs(value).max(initial=0.0))
+            self._parameters[node] = largest, value.ndim > 1 and loses(value)
+        return self._parameters[node]
 
     def reason(self, expr: Expr) -> str:
         """Returns why one op stays float32 for what it computes; "" if nothing is in the way."""
@@ -231,11 +242,10 @@ class _Graph:
         return ""
 
     def _parameter_problem(self, node: TensorNode) -> str:
-        value = read_array(evaluate_fixed(self.model.module, [node])[node])
-        largest = float(np.abs(value).max(initial=0.0))
+        largest, small = self._parameter(node)
         if largest > LARGEST:
             return f"{_TOO_LARGE}: {node.name} has {largest:.4g}"
-        if value.ndim > 1 and loses(value):
+        if small:
             return f"{_TOO_SMALL}: {node.name} has at most {largest:.2g}"
         return ""
 

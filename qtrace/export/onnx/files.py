@@ -116,7 +116,7 @@ def files_with(
     if options.float16:
         from qtrace.export.onnx.float16 import write_float16
 
-        write_float16(model, exporter.tensor_types())
+        write_float16(model, exporter.writer.float16_tensors, exporter.tensor_types())
     check(model)
     return contents_of(model, path, external)
 

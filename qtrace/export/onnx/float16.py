@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from onnx import NodeProto, TensorProto, helper, numpy_helper, shape_inference
 
-from qtrace.export.onnx.writer import FLOAT16_MARK
 from qtrace.graph.names import unused_name
 from qtrace.onnxfile import external_data
 from qtrace.onnxfile.bodies import read_names, rename_tensors
@@ -38,13 +37,14 @@ _IN_FLOAT32 = {("Resize", 1), ("Resize", 2)}
 """Inputs that ONNX has in float32 whatever the type of the values."""
 
 
-def write_float16(model: Any, kinds: Mapping[str, Any]) -> list[str]:
-    """Writes the marked nodes of a model in float16, and lists their ops in its metadata.
+def write_float16(model: Any, marked: Mapping[str, str], kinds: Mapping[str, Any]) -> list[str]:
+    """Writes nodes of a model in float16, and lists their ops in its metadata.
 
     An op stays float32 where a node of it has no float16 form, or float16 cannot hold one of its numbers.
 
     Args:
-        model: an ONNX model with its tensors; it is changed in place, and its marks are removed.
+        model: an ONNX model with its tensors; it is changed in place.
+        marked: first result of a node -> the op of the graph that it is of.
         kinds: tensor -> its numpy type, where the graph knows it.
 
     Returns:
@@ -52,9 +52,8 @@ def write_float16(model: Any, kinds: Mapping[str, Any]) -> list[str]:
     """
     groups: dict[str, list[NodeProto]] = defaultdict(list)
     for node in model.graph.node:
-        if node.doc_string.startswith(FLOAT16_MARK):
-            groups[node.doc_string.removeprefix(FLOAT16_MARK)].append(node)
-            node.doc_string = ""
+        if node.output[0] in marked:
+            groups[marked[node.output[0]]].append(node)
     if not groups:
         return []
     writer = _Writer(model, _types(model, kinds))
@@ -212,7 +211,8 @@ def _without_detours(nodes: list[NodeProto], halves: Container[str], outputs: se
     """Leaves out Casts from float16 to float32 and back, as at the ends of a file that was in float16."""
     casts = (node for node in nodes if _is_cast(node, _FLOAT))
     sources = {node.output[0]: node.input[0] for node in casts if node.input[0] in halves}
-    kept, same = list[NodeProto](), dict[str, str]()
+    computed = {name for node in nodes for name in node.output}
+    kept, same, ends = list[NodeProto](), dict[str, str](), dict[str, str]()
     for node in nodes:
         if same:
             rename_tensors(node, same)
@@ -221,7 +221,12 @@ def _without_detours(nodes: list[NodeProto], halves: Container[str], outputs: se
             if node.output[0] not in outputs:
                 same[node.output[0]] = node.input[0]
                 continue
+            if node.input[0] in computed and node.input[0] not in ends:
+                ends[node.input[0]] = node.output[0]
+                continue
             node = helper.make_node("Identity", [node.input[0]], [node.output[0]], name=node.name)
         kept.append(node)
+    for node in kept if ends else ():
+        rename_tensors(node, ends)
     read = {name for node in kept for name in read_names(node)} | outputs
     return [node for node in kept if node.output[0] not in sources or node.output[0] in read]

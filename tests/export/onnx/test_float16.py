@@ -431,3 +431,73 @@ def test_a_wrong_integer_behind_float16_is_noticed(convs: TracedModule, tmp_path
     tensor.CopyFrom(numpy_helper.from_array(values.astype(np.float16), tensor.name))
     onnx.save(model, tmp_path / "net.onnx")
     assert not _verified(tmp_path, converted, X).passed
+
+
+# -- files --------------------------------------------------------------------------------------------
+
+
+def _file(
+    folder: Path, kind: int, *nodes: Any, outputs: tuple[str, ...] = ("y",), **stored: np.ndarray
+) -> Path:
+    dtype = np.float16 if kind == TensorProto.FLOAT16 else np.float32
+    tensors = [
+        numpy_helper.from_array(v.astype(dtype) if v.dtype.kind == "f" else v, n) for n, v in stored.items()
+    ]
+    ends = [onnx.helper.make_tensor_value_info("x", kind, ["N", 8, 6, 6])]
+    results = [onnx.helper.make_tensor_value_info(name, kind, None) for name in outputs]
+    graph = onnx.helper.make_graph(list(nodes), "net", ends, results, tensors)
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8)
+    onnx.save(model, folder / "source.onnx")
+    return folder / "source.onnx"
+
+
+MAPS = np.random.default_rng(3).normal(size=(4, 8, 6, 6)).astype(np.float32)
+KERNEL = np.random.default_rng(4).normal(size=(8, 8, 3, 3)).astype(np.float32) / 8
+_node = onnx.helper.make_node
+
+
+def test_a_file_in_float16_comes_out_as_one(tmp_path: Path) -> None:
+    """Without Casts at its ends, which files in float32 need to keep their types."""
+    nodes = [
+        _node("Conv", ["x", "w"], ["a"], pads=[1, 1, 1, 1]),
+        _node("Relu", ["a"], ["b"], name="named", doc_string="of the file"),
+        _node("Conv", ["b", "v"], ["y"], pads=[1, 1, 1, 1]),
+    ]
+    path = _file(tmp_path, TensorProto.FLOAT16, *nodes, w=KERNEL, v=KERNEL)
+    converted = _converted(qtrace.from_onnx(path, {"x": (2, 8, 6, 6)}), MAPS, ALL_FLOAT)
+    model = _export(converted, tmp_path)
+    assert [node.op_type for node in model.graph.node] == ["Conv", "Relu", "Conv"]
+    assert [node.doc_string for node in model.graph.node] == ["", "of the file", ""]
+    ends = (*model.graph.input, *model.graph.output)
+    assert {end.type.tensor_type.elem_type for end in ends} == {TensorProto.FLOAT16}
+    assert {t.data_type for t in model.graph.initializer} == {TensorProto.FLOAT16}
+    for runtime in RUNTIMES:
+        report = _verified(tmp_path, converted, MAPS, runtime)
+        assert report.passed, report.summary()
+    wide = _export(converted, tmp_path, "wide.onnx", float="fp32")
+    assert [node.op_type for node in wide.graph.node] == ["Cast", "Conv", "Relu", "Conv", "Cast"]
+
+
+def test_kept_nodes_and_branches_read_float32(tmp_path: Path) -> None:
+    """A node that is kept as in the file, and a body that reads a tensor around it."""
+    inside = onnx.helper.make_tensor_value_info("t", TensorProto.FLOAT, None)
+    other = onnx.helper.make_tensor_value_info("e", TensorProto.FLOAT, None)
+    then = onnx.helper.make_graph([_node("Neg", ["b"], ["t"])], "then", [], [inside])
+    orelse = onnx.helper.make_graph([_node("Identity", ["b"], ["e"])], "else", [], [other])
+    nodes = [
+        _node("Conv", ["x", "w"], ["a"], pads=[1, 1, 1, 1]),
+        _node("Relu", ["a"], ["b"]),
+        _node("ReduceMax", ["b"], ["m"], keepdims=0),
+        _node("Greater", ["m", "bound"], ["large"]),
+        _node("If", ["large"], ["c"], then_branch=then, else_branch=orelse),
+        _node("Conv", ["c", "v"], ["y"], pads=[1, 1, 1, 1]),
+    ]
+    bound = np.array(0.1, np.float32)
+    path = _file(tmp_path, TensorProto.FLOAT, *nodes, w=KERNEL, v=KERNEL, bound=bound)
+    converted = _converted(qtrace.from_onnx(path, {"x": (2, 8, 6, 6)}), MAPS, ALL_FLOAT)
+    model = _export(converted, tmp_path)
+    assert "If" in {node.op_type for node in model.graph.node}
+    assert "Conv" in _halves(model)
+    for runtime in ("onnxruntime",):
+        report = _verified(tmp_path, converted, MAPS, runtime)
+        assert report.passed, report.summary()

@@ -27,7 +27,7 @@ from qtrace.graph.types import TracedModule
 from qtrace.learning.choice import choose_learning
 from qtrace.numerics import SMALLEST_SCALE
 from qtrace.plugins.arguments import check_arguments
-from qtrace.preparation.float16 import float_values
+from qtrace.preparation.float16 import float_values, uses_float16
 from qtrace.preparation.limits import limit_ranges
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import switch_phase
@@ -115,7 +115,8 @@ def calibrate(
             return_free_memory()
             run_calibrated(model, algorithms, data, progress, checkpoint, segments, learning)
             _fit_biases(model.view(prepared))  # learned scales may have become smaller
-    _record_ranges(prepared, statistics)
+    if uses_float16(model):
+        _record_ranges(prepared, statistics)
     return prepared
 
 
@@ -129,8 +130,7 @@ def _record_ranges(prepared: TracedModule, statistics: Statistics) -> None:
         for name, observer in observers.items()
         if observer is not None and not observer.empty
     }
-    if ranges or record.float_ranges:
-        write_record(prepared, dataclasses.replace(record, float_ranges=ranges))
+    write_record(prepared, dataclasses.replace(record, float_ranges=ranges))
 
 
 def _with_parameters(model: QuantizedModel, statistics: Statistics) -> Statistics:

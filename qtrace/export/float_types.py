@@ -11,7 +11,10 @@ from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.converted.plain_graph import PlainGraph
 from qtrace.preparation.float16 import float_values, uses_float16
 
-__all__ = ["asks_float16", "check_float_type"]
+__all__ = ["FLOAT16_KEY", "asks_float16", "check_float_type"]
+
+FLOAT16_KEY = "qtrace.float16"
+"""The metadata of an ONNX file that list the ops of the graph that it has in float16."""
 
 
 def check_float_type(converted: ConvertedGraph, format: str, known: Sequence[str], float: Any) -> None:

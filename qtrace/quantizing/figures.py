@@ -80,7 +80,7 @@ def note_precision(model: Any, reporter: Reporter, path: Path | None = None) -> 
 
 
 def _has_float16(path: Path) -> bool:
-    from qtrace.export.onnx.float16 import FLOAT16_KEY
+    from qtrace.export.float_types import FLOAT16_KEY
     from qtrace.onnxfile.reading import read_model
 
     return path.suffix == ".onnx" and any(p.key == FLOAT16_KEY for p in read_model(path).metadata_props)

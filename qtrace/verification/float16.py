@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from qtrace.export.float_types import FLOAT16_KEY
 from qtrace.graph.types import Constant, GetAttr, Node, TensorNode
 from qtrace.graph.walk import exprs, is_float_tensor
 from qtrace.numerics import quantize
@@ -20,11 +21,17 @@ from qtrace.scheme import QParams
 from qtrace.verification.lanes import Lanes
 from qtrace.verification.ties import FirstOfEquals
 
-__all__ = ["Float16Rounding"]
+__all__ = ["Float16Rounding", "read_float16_ops"]
 
-# A value may be off by so many times the largest difference that float16 makes in the graph on the first
-# batch: other batches have larger ones, and the runtime rounds elsewhere.
+# A value may be off by so many times the largest difference that float16 makes in the graph, as the runtime
+# rounds elsewhere.
 _ALLOWED = 4.0
+
+
+def read_float16_ops(model: Any) -> tuple[str, ...]:
+    """Returns the ops of the graph that an ONNX model has in float16, by the names of their first outputs."""
+    listed = next((entry.value for entry in model.metadata_props if entry.key == FLOAT16_KEY), "")
+    return tuple(listed.split())
 
 
 class Float16Rounding:
@@ -37,11 +44,12 @@ class Float16Rounding:
     Attributes:
         parameters: the names of the parameters that are in float16.
         sources: node of a rounded value -> the node that is rounded, for those that depend on float16.
-        tolerances: node of a rounded value -> how far what is rounded may be off; empty until `measure`.
+        tolerances: node of a rounded value -> how far what is rounded may be off in the batch of `measure`.
+        count: the number of ops in float16.
     """
 
     def __init__(self, model: QuantizedModel, ops: Sequence[str]) -> None:
-        self.model, self.tolerances = model, dict[str, float]()
+        self.model, self.tolerances, self.count = model, dict[str, float](), len(ops)
         chosen = {e for e in exprs(model.module) if e.outputs and e.outputs[0].name in set(ops)}
         results = {node for expr in chosen for node in expr.outputs if is_float_tensor(node)}
         read = {node for expr in chosen for node in expr.inputs if is_float_tensor(node)}
@@ -66,7 +74,7 @@ class Float16Rounding:
         return self._last[1]
 
     def measure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Measures how far float16 changes what the sites round, each from the same integers before it."""
+        """Measures how far float16 changes what sites round in a batch, each from the same integers."""
         exact = _Exact(self)
         rounded = _Rounded(self, exact)
         Lanes(self.model.module, {*self.parameters, *self.sources}).run([exact, rounded], args, kwargs)

@@ -19,13 +19,14 @@ from qtrace.graph.interpreter import ENGINE_ERRORS, Interpreter
 from qtrace.graph.types import Input, Node, TensorNode
 from qtrace.metrics import sqnr_db
 from qtrace.numerics import dequantize, quantize
+from qtrace.onnxfile.reading import read_model
 from qtrace.outputs import ColumnGroup
 from qtrace.outputs.replay import SelectedShares, Share
 from qtrace.preparation.identity import graph_hash
 from qtrace.preparation.model import QuantizedModel, QuantizedSite
 from qtrace.scheme import QParams
 from qtrace.verification.crosscheck import Disagreement, RuntimeValues
-from qtrace.verification.float16 import Float16Rounding
+from qtrace.verification.float16 import Float16Rounding, read_float16_ops
 from qtrace.verification.float_outputs import FloatOutputs
 from qtrace.verification.lanes import Lanes, leaves
 from qtrace.verification.other_sizes import open_in_file, runs_at, say_other_size
@@ -93,7 +94,7 @@ class File:
         self.output_names = output_names(model)
         self.first_of_equals: bool = getattr(session, "first_of_equals", True)
         self.open_axes = open_in_file(path, model.module)
-        ops = getattr(session, "float16", ())
+        ops = _float16_ops(path, session)
         self.float16 = Float16Rounding(model, ops) if ops else None
         watched = () if self.float16 is None else self.float16.parameters
         self.lanes = Lanes(model.module, {*self.names, *watched})
@@ -118,7 +119,7 @@ class File:
             groups=self.groups,
             wide=wide,
             inexact=getattr(self.session, "inexact", frozenset()),
-            float16=len(getattr(self.session, "float16", ())),
+            float16=0 if self.float16 is None else self.float16.count,
         )
 
     def run(
@@ -229,7 +230,7 @@ class File:
             runtime = self.session.run(inputs)
             single = op_by_op(self, runtime.integers)
             single.beside = graph
-            if self.float16 is not None and number == 0:
+            if self.float16 is not None:
                 self.float16.measure(args, kwargs)
             lanes = [graph, single, *([] if lane is None else [lane])]
             values = self.lanes.run(lanes, args, kwargs)
@@ -301,6 +302,14 @@ class File:
             if any(sqnr_db(g.select(graph), g.select(runtime)) < min_sqnr_db for g in groups):
                 return Disagreement(node.name, graph, runtime)
         return None
+
+
+def _float16_ops(path: Path, session: Session) -> Sequence[str]:
+    """Returns the ops that a file has in float16, which a session of dumped tensors does not know."""
+    known: Sequence[str] | None = getattr(session, "float16", None)
+    if known is not None:
+        return known
+    return read_float16_ops(read_model(path)) if path.suffix == ".onnx" and path.is_file() else ()
 
 
 def _by_name(origins: dict[Node, str], ends: Sequence[tuple[str, Node]]) -> dict[str, str]:

@@ -13,15 +13,14 @@ from typing import Any
 import numpy as np
 from onnx import NodeProto, TensorProto, helper, numpy_helper, shape_inference
 
+from qtrace.export.float_types import FLOAT16_KEY
 from qtrace.graph.names import unused_name
 from qtrace.onnxfile import external_data
 from qtrace.onnxfile.bodies import read_names, rename_tensors
 from qtrace.preparation.float16 import loses
 
-__all__ = ["FLOAT16_KEY", "write_float16"]
+__all__ = ["write_float16"]
 
-FLOAT16_KEY = "qtrace.float16"
-"""The metadata that lists the ops of the graph that a file has in float16."""
 _FLOAT, _HALF = TensorProto.FLOAT, TensorProto.FLOAT16
 _LARGEST = float(np.finfo(np.float16).max)
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from qtrace.errors import ExportError
 from qtrace.onnxfile.reading import load_model
+from qtrace.verification.float16 import read_float16_ops
 
 __all__ = ["Exposed", "as_declared", "check_samples", "with_integer_outputs"]
 
@@ -77,7 +78,6 @@ def with_integer_outputs(path: Path) -> Exposed:
 
     from qtrace.export.onnx.detections import without_detections
     from qtrace.export.onnx.ends import without_preprocessing
-    from qtrace.export.onnx.float16 import FLOAT16_KEY
     from qtrace.export.onnx.whole_columns import WHOLE
 
     model, folder = load_model(path)
@@ -112,7 +112,7 @@ def with_integer_outputs(path: Path) -> Exposed:
     sizes = {
         name: axes[0].dim_value for name, axes in fixed.items() if axes and axes[0].HasField("dim_value")
     }
-    graph, halves = facts.get("qtrace.graph", ""), tuple(facts.get(FLOAT16_KEY, "").split())
+    graph, halves = facts.get("qtrace.graph", ""), read_float16_ops(model)
     return Exposed(data, outputs, integers, tensors, folder, graph, deployed, sizes, halves)
 
 

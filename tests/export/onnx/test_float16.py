@@ -18,8 +18,11 @@ from qtrace.calibration.checkpoint import fingerprint
 from qtrace.calibration.collecting import collect
 from qtrace.errors import ExportError
 from qtrace.graph.types import TracedModule
+from qtrace.onnxfile.contracts import check_contract
 from qtrace.preparation.float16 import choose_float16
 from qtrace.preparation.model import QuantizedModel
+from qtrace.verification.device import dumped_tensors
+from qtrace.verification.runtimes import get as get_runtime
 from tests.nets import net
 
 X = np.random.default_rng(0).normal(size=(4, 3, 16, 16)).astype(np.float32)
@@ -501,3 +504,42 @@ def test_kept_nodes_and_branches_read_float32(tmp_path: Path) -> None:
     for runtime in ("onnxruntime",):
         report = _verified(tmp_path, converted, MAPS, runtime)
         assert report.passed, report.summary()
+
+
+@pytest.mark.parametrize("factor", [1.0, 40.0])
+def test_a_batch_of_larger_values_has_a_tolerance_of_its_own(
+    factor: float, convs: TracedModule, tmp_path: Path
+) -> None:
+    converted = _converted(convs, X * factor, {"match": {"name": ["b*", "c*"]}, "quantize": False})
+    _export(converted, tmp_path)
+    report = qtrace.verify(tmp_path / "net.onnx", converted, [X * 0.01, X * factor])
+    assert report.passed, report.table()
+
+
+def test_dumped_tensors_of_a_float16_file(convs: TracedModule, tmp_path: Path) -> None:
+    """A device dumps integers; which ops are in float16 is read from the file."""
+    converted = _converted(convs, X, {"match": {"name": ["b*", "c*"]}, "quantize": False})
+    path = qtrace.export(converted, tmp_path / "net.onnx")
+    session = get_runtime(path, "onnxruntime").open(path, False)
+    run = session.run([X])
+    arrays = {f"sites/{name}": value for name, value in run.integers.items()}
+    np.savez(tmp_path / "dump.npz", **arrays)
+    report = qtrace.verify(path, converted, [X], runtime=dumped_tensors(tmp_path / "dump.npz", converted))
+    assert report.float16 == 2
+    assert report.passed, report.table()
+
+
+def test_preprocessing_and_targets(convs: TracedModule, tmp_path: Path) -> None:
+    """Pixels in, and the contracts of targets."""
+    preprocess = {"size": [3, 16, 16], "mean": [0, 0, 0], "std": [1, 1, 1], "scale": 0.01}
+    converted = _converted(convs, X, ALL_FLOAT, preprocess=preprocess)
+    model = _export(converted, tmp_path, preprocess=True)
+    assert model.graph.input[0].type.tensor_type.elem_type == TensorProto.UINT8
+    assert _verified(tmp_path, converted, X).passed
+    rule = {"match": {"name": ["b*", "c*"]}, "quantize": False}
+    for target in ("tensorrt", "qnn", "ryzenai"):
+        converted = _converted(convs, X, rule, backend=target)
+        path = qtrace.export(converted, tmp_path / f"{target}.onnx")
+        assert "Conv" in _halves(onnx.load(path))
+        assert check_contract(path, target).passed
+        assert qtrace.verify(path, converted, [X]).passed

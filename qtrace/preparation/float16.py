@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -34,7 +35,8 @@ __all__ = [
     "uses_float16",
 ]
 
-LARGEST = 65504.0 / 4
+_END = 65504.0
+LARGEST = _END / 4
 """The largest magnitude that was observed of a value in float16: other data may have larger ones."""
 _SMALLEST = 2.0**-10
 """The least magnitude that the largest value of a tensor has: float16 has few digits below 2**-14."""
@@ -201,10 +203,15 @@ class _Graph:
             return self._parameter(node)[0]
         return self.ranges.get(self.model.unrounded_name(node))
 
+    @cached_property
+    def _stored(self) -> dict[Node, Any]:
+        read = (n for expr in self.floats for n in expr.inputs if is_float_tensor(n) and n in self.fixed)
+        return evaluate_fixed(self.model.module, [n for n in read if isinstance(n, TensorNode)])
+
     def _parameter(self, node: Node) -> tuple[float, bool]:
         """Returns the largest magnitude of a stored value, and whether float16 loses too much of it."""
         if node not in self._parameters:
-            value = read_array(evaluate_fixed(self.model.module, [node])[node])
+            value = read_array(self._stored[node])
             largest = float(np.abs(value).max(initial=0.0))
             self._parameters[node] = largest, value.ndim > 1 and loses(value)
         return self._parameters[node]
@@ -252,6 +259,8 @@ class _Graph:
     def _inside_problem(self, call: OpCall) -> str:
         """Says what inside of an op float16 does not hold; "" if it holds all of it."""
         largest = max((self.range_of(n) or 0.0 for n in call.inputs if n not in self.fixed), default=0.0)
+        if call.kind in _LAYERS and (sums := self._sums(call, largest)) > _END:
+            return f"{_TOO_LARGE}: its products may add up to {sums:.4g}"
         if call.kind == "div" and not self._divides_by_number(call):
             return "it divides by computed values, which may be too small for float16"
         if call.kind in ("avg_pool2d", "adaptive_avg_pool2d"):
@@ -259,20 +268,38 @@ class _Graph:
         if call.kind == "softmax":
             axes = call.attrs["axis"]
             return "" if len(axes) == 1 else _SUMS
-        if call.kind == "scaled_dot_product_attention":
-            query, key = (self.range_of(node) for node in call.inputs[:2])
-            sums = int(call.inputs[0].shape[-1]) * (query or np.inf) * (key or np.inf)
-            return "" if sums <= LARGEST else f"{_TOO_LARGE}: its scores may reach {sums:.4g}"
         if call.kind == "gelu_tanh" and 0.05 * largest**3 > LARGEST:
             return f"{_TOO_LARGE}: the cube of {largest:.4g}"
         if call.kind in ("hswish", "hsigmoid", "hard_sigmoid") and largest > LARGEST / 8:
             return f"{_TOO_LARGE}: it multiplies {largest:.4g} before it divides"
         return ""
 
+    def _sums(self, call: OpCall, largest: float) -> float:
+        """Returns how far the products of a layer may add up: some engines add them up in float16."""
+        if call.weight is not None and call.weight in self.fixed:
+            return self._weight_sum(call) * largest
+        factors = [self.range_of(node) for node in call.inputs[:2]]
+        if call.weight is not None:
+            factors = [largest, self.range_of(call.weight)]
+        inner = prod(int(n) for n in call.weight.shape[1:]) if call.weight is not None else _inner_size(call)
+        return inner * float(prod(factor if factor is not None else np.inf for factor in factors))
+
+    def _weight_sum(self, call: OpCall) -> float:
+        """Returns the largest sum of magnitudes of the weights that give one result."""
+        assert call.weight is not None
+        value = np.abs(read_array(self._stored[call.weight]))
+        axes = tuple(axis for axis in range(value.ndim) if axis not in call.channel_axes)
+        return float(value.sum(axis=axes, dtype=np.float64).max(initial=0.0))
+
     def _divides_by_number(self, call: OpCall) -> bool:
         operands = call.attrs.get("operands", ())
         divisor = operands[1] if len(operands) > 1 else None
         return divisor is not None and (not isinstance(divisor, TensorNode) or divisor in self.fixed)
+
+
+def _inner_size(call: OpCall) -> int:
+    """Returns how many products one result of a product of two tensors adds up."""
+    return int(call.inputs[0].shape[-2 if call.attrs.get("transpose_a") else -1])
 
 
 def _window(call: OpCall) -> int:

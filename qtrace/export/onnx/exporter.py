@@ -200,7 +200,7 @@ class OnnxExporter:
         """Returns which node would be written otherwise for other sizes; "" if there is none."""
         from qtrace.export.onnx.sized import first_difference
 
-        other = OnnxExporter(self.graph, self.options)
+        other = OnnxExporter(self.graph, replace(self.options, float16=False))
         other.writer.known = self.writer.initializers
         with resized(types):
             try:

@@ -543,3 +543,25 @@ def test_preprocessing_and_targets(convs: TracedModule, tmp_path: Path) -> None:
         assert "Conv" in _halves(onnx.load(path))
         assert check_contract(path, target).passed
         assert qtrace.verify(path, converted, [X]).passed
+
+
+def test_products_that_may_add_up_too_far_stay_float32() -> None:
+    """The results are small, as the terms have both signs; an accumulator of float16 overflows on the way."""
+    forward = lambda self, x: (self.a(x), F.matmul(x * 300.0, x * 300.0, transpose_b=True))  # noqa: E731
+    traced = _traced(forward, ROWS, a=M.Linear(32, 4))
+    traced.a.weight._reset(mge.Parameter(np.tile([900.0, -900.0], (4, 16)).astype(np.float32)))
+    pairs = np.repeat(ROWS[..., ::2], 2, -1)
+    reasons = {
+        choice.op: choice for choice in choose_float16(QuantizedModel(_converted(traced, pairs, ALL_FLOAT)))
+    }
+    assert reasons["a_out"].detail.startswith("its products may add up to ")
+    assert reasons["matmul_out"].reason == reasons["a_out"].reason
+
+
+def test_compared_values_and_recurrent_layers_stay_float32() -> None:
+    forward = lambda self, x: (F.where(self.a(x) > 0.1, x, -x), self.r(self.b(x))[0])  # noqa: E731
+    layers = {"a": M.Linear(32, 32), "b": M.Linear(32, 32), "r": M.LSTM(32, 8)}
+    reasons = _reasons(_converted(_traced(forward, ROWS, **layers), ROWS, ALL_FLOAT))
+    assert reasons["a_out"] == "its values become positions, counts or choices"
+    assert reasons["b_out"] == ""
+    assert "it has no form in float16 here" in reasons.values()

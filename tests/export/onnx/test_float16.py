@@ -565,3 +565,16 @@ def test_compared_values_and_recurrent_layers_stay_float32() -> None:
     assert reasons["a_out"] == "its values become positions, counts or choices"
     assert reasons["b_out"] == ""
     assert "it has no form in float16 here" in reasons.values()
+
+
+def test_a_quantized_file_comes_in_again(convs: TracedModule, tmp_path: Path) -> None:
+    """With its integers; what was float16 is float32 in the next file."""
+    converted = _converted(convs, X, {"match": {"name": ["b*", "c*"]}, "quantize": False})
+    path = qtrace.export(converted, tmp_path / "net.onnx")
+    again = qtrace.convert(qtrace.from_onnx(path, {"x": X.shape}))
+    model = _export(again, tmp_path, "again.onnx")
+    assert _halves(model) == set()
+    report = qtrace.verify(tmp_path / "again.onnx", again, [X])
+    assert (report.passed, report.worst_lsb()) == (True, 0)
+    first, second = (module(mge.Tensor(X)).numpy() for module in (converted, again))
+    assert np.abs(first - second).max() < 0.02 * np.abs(first).max()

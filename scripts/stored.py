@@ -19,6 +19,7 @@ __all__ = [
     "ExportRow",
     "FakeQuantRow",
     "FamilyRow",
+    "Float16Row",
     "RecipeRow",
     "ToolFile",
     "ToolsRow",
@@ -60,6 +61,41 @@ class FamilyRow:
         islands = ", ".join(f"{n} x {kinds}" for kinds, n in self.islands.items())
         share, recipe = f"{100 * self.share:.1f} %", f"`{self.recipe}`"
         return self.family, recipe, self.network, share, f"{self.sqnr:.1f}", islands or "none"
+
+
+@dataclass(frozen=True)
+class Float16Row:
+    """A file whose floats are in float16, beside that in float32.
+
+    Attributes:
+        network: the network, and what of it is on integers.
+        halves: the number of ops in float16.
+        floats: the number of ops that stay float.
+        float32_bytes: the size of the file in float32.
+        float16_bytes: the size of the file in float16.
+        db: the ratio of the outputs in float32 to what float16 changes, of the weakest output, in dB.
+        passed: whether `qtrace.verify` passed.
+        measured: the day.
+    """
+
+    network: str
+    halves: int
+    floats: int
+    float32_bytes: int
+    float16_bytes: int
+    db: float
+    passed: bool
+    measured: str = ""
+
+    HEADER = ("network", "ops in float16", "float32, kB", "float16, kB", "dB", "verify")
+    FILE = "float16.json"
+
+    def cells(self) -> tuple[str, ...]:
+        """The row as text."""
+        sizes = (f"{size / 1000:.0f}" for size in (self.float32_bytes, self.float16_bytes))
+        ratio = "equal" if self.db == float("inf") else f"{self.db:.1f}"
+        counts = f"{self.halves} of {self.floats}"
+        return self.network, counts, *sizes, ratio, "passed" if self.passed else "**failed**"
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ def test_every_stored_file_is_one_of_a_demo_or_of_a_benchmark() -> None:
         "torch_families.json",
         "family_recipes.json",
         stored.ToolsRow.FILE,
+        stored.Float16Row.FILE,
         "measured.json",
         "kept.json",
         onnx_open_axes.FILE.name,

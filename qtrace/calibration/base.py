@@ -15,6 +15,7 @@ from qtrace.graph.dataflow import evaluate_fixed, static_nodes
 from qtrace.graph.tensors import read_array
 from qtrace.graph.types import TensorNode
 from qtrace.graph.walk import is_float_tensor
+from qtrace.preparation.float16 import float_values, uses_float16
 from qtrace.preparation.model import QuantizedModel, QuantizedSite
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "Observe",
     "Watched",
     "check_sites",
+    "range_group",
     "watched",
 ]
 
@@ -66,23 +68,27 @@ class Watched:
     batch, as they do.
 
     Attributes:
-        nodes: node -> its groups, for the nodes that depend on the batch, in graph order. A graph output that
-            is no site has no group: it is only checked for NaN and infinity.
+        nodes: node -> its groups, for the nodes that depend on the batch, in graph order: those of its sites,
+            and its `range_group` if float16 asks for its range. A graph output that is no site may have none.
         constants: group and value of each parameter that belongs to a group with activations.
         parameters: group of each other parameter, and what reads its value, when it is needed: all values at
             once would be the network once more.
         folded: group -> the axes that count its channels, if there are several.
+        ends: the graph outputs that are no sites: they are checked for NaN and infinity.
     """
 
     nodes: dict[str, tuple[str, ...]]
     constants: tuple[tuple[str, np.ndarray], ...]
     parameters: tuple[tuple[str, Callable[[], np.ndarray]], ...]
     folded: dict[str, tuple[int, ...]]
+    ends: frozenset[str] = frozenset()
 
     @property
     def unobserved(self) -> frozenset[str]:
-        """The graph outputs that are no sites."""
-        return frozenset(name for name, groups in self.nodes.items() if not groups)
+        """The nodes that are no sites."""
+        return frozenset(
+            node for node, groups in self.nodes.items() if all(group == range_group(node) for group in groups)
+        )
 
 
 def watched(prepared: QuantizedModel) -> Watched:
@@ -101,12 +107,22 @@ def watched(prepared: QuantizedModel) -> Watched:
                 parameters.append((site.group, read))
         else:
             groups.setdefault(site.node.name, []).append(site.group)
-    names = groups.keys() | _dynamic_outputs(prepared)
+    ends = _dynamic_outputs(prepared)
+    no_sites = frozenset(ends - groups.keys())
+    for name in float_values(prepared):
+        groups.setdefault(name, []).append(range_group(name))
+    names = groups.keys() | ends
     nodes = {name: tuple(groups.get(name, ())) for name in prepared.nodes if name in names}
     fake_quants = prepared.fake_quants
-    axes = {group: fake_quants[group].folded_axes for members in nodes.values() for group in members}
+    members = [group for own in nodes.values() for group in own if group in fake_quants]
+    axes = {group: fake_quants[group].folded_axes for group in members}
     folded = {group: channel_axes for group, channel_axes in axes.items() if channel_axes}
-    return Watched(nodes, tuple(constants), tuple(parameters), folded)
+    return Watched(nodes, tuple(constants), tuple(parameters), folded, no_sites)
+
+
+def range_group(node: str) -> str:
+    """Returns the name under which the range of a node in float is observed, which no group of sites has."""
+    return f"range of {node}"
 
 
 def _read_parameter(site: QuantizedSite, value: Tensor) -> np.ndarray:
@@ -123,12 +139,15 @@ def _dynamic_outputs(prepared: QuantizedModel) -> set[str]:
 def check_sites(prepared: QuantizedModel) -> None:
     """Checks that a prepared graph has a site, since a calibration would leave it in float otherwise.
 
-    A graph that its placement leaves in float may have none: it becomes a float file.
+    A graph that its placement leaves in float may have none: it becomes a float file. So may a graph whose
+    floats become float16, which needs their ranges.
 
     Raises:
         CalibrationError: when the graph has no site, and not by a placement.
     """
     placement = prepared.annotation.placement
+    if uses_float16(prepared) and float_values(prepared):
+        return  # the ranges of what is in float are calibrated
     if not prepared.fake_quants and (placement is None or placement.mode != "float"):
         by_method = [note for note in prepared.annotation.notes if "method" in note.causes]
         if by_method:

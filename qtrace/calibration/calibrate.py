@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 from collections.abc import Iterable, Iterator
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from qtrace.calibration.algorithms import calibrated_algorithms, restoring, run_calibrated
-from qtrace.calibration.base import check_sites
+from qtrace.calibration.base import check_sites, range_group
 from qtrace.calibration.choice import Chosen, choose_segments
 from qtrace.calibration.collecting import CollectOptions, collect, observe_parameters
 from qtrace.calibration.distributed import Collective, common_statistics, current
@@ -26,9 +27,11 @@ from qtrace.graph.types import TracedModule
 from qtrace.learning.choice import choose_learning
 from qtrace.numerics import SMALLEST_SCALE
 from qtrace.plugins.arguments import check_arguments
+from qtrace.preparation.float16 import float_values, uses_float16
 from qtrace.preparation.limits import centre_ranges, limit_ranges
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import switch_phase
+from qtrace.preparation.record import read_record, write_record
 from qtrace.process.memory import return_free_memory, returns_memory
 from qtrace.process.thread import on_engine_thread
 from qtrace.ptq.base import Batches
@@ -112,7 +115,22 @@ def calibrate(
             return_free_memory()
             run_calibrated(model, algorithms, data, progress, checkpoint, segments, learning)
             _fit_biases(model.view(prepared))  # learned scales may have become smaller
+    if uses_float16(model):
+        _record_ranges(prepared, statistics)
     return prepared
+
+
+def _record_ranges(prepared: TracedModule, statistics: Statistics) -> None:
+    """Keeps the ranges of what stays float, which decide what an export computes in float16."""
+    record = read_record(prepared, "prepared")
+    names = float_values(QuantizedModel(prepared, record=record))
+    observers = {name: statistics.observers.get(range_group(name)) for name in names}
+    ranges = {
+        name: float(max(np.abs(end).max() for end in observer.range()))
+        for name, observer in observers.items()
+        if observer is not None and not observer.empty
+    }
+    write_record(prepared, dataclasses.replace(record, float_ranges=ranges))
 
 
 def _with_parameters(model: QuantizedModel, statistics: Statistics) -> Statistics:

@@ -15,6 +15,7 @@ from qtrace.calibration.choice import Chosen
 from qtrace.calibration.statistics import Statistics, no_statistics
 from qtrace.errors import CalibrationError, ConfigError
 from qtrace.graph.types import TracedModule
+from qtrace.preparation.float16 import float_values, uses_float16
 from qtrace.preparation.identity import hash_tensors
 from qtrace.preparation.model import QuantizedModel
 from qtrace.storage import checkpoints
@@ -78,7 +79,8 @@ class Cadence:
 def fingerprint(prepared: TracedModule | QuantizedModel, *others: Any) -> str:
     """Hashes everything on which the statistics depend: graph, decisions, weights, and ``others``."""
     model = QuantizedModel.of(prepared, "prepared")
-    text = json.dumps([model.annotation.to_json(), others], sort_keys=True)
+    ranges = [float_values(model)] if uses_float16(model) else []
+    text = json.dumps([model.annotation.to_json(), others, *ranges], sort_keys=True)
     return hash_tensors(text, model.float_tensors())
 
 

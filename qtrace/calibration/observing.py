@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.calibration.base import Watched
+from qtrace.calibration.base import Watched, range_group
 from qtrace.calibration.spoiled import FAR, Values, read_far
 from qtrace.calibration.statistics import Statistics, arrays, checksum, fresh
 from qtrace.errors import CalibrationError
@@ -63,9 +63,12 @@ class Observing:
             CalibrationError: when an observer refuses the value; it names site, batch, op and line.
         """
         groups = self._watched.nodes[node]
-        if not groups and not np.isfinite(value).all():
+        if node in self._watched.ends and not np.isfinite(value).all():
             self.nonfinite.append(node)
         for group in groups:
+            if group == range_group(node):
+                self._observe_range(group, value)
+                continue
             try:
                 observer = self._observe(group, fold_channels(value, self._watched.folded.get(group, ())))
             except CalibrationError as error:
@@ -82,9 +85,15 @@ class Observing:
         self.statistics = self.statistics.plus(self._observed, {self._batch: self._checksum})
         self._observed = {}
 
+    def _observe_range(self, group: str, value: np.ndarray) -> None:
+        """Observes the range of a node in float; what is not finite counts as the largest number."""
+        if value.size:
+            most = float(np.finfo(np.float32).max)
+            self._observe(group, np.nan_to_num(value, nan=most, posinf=most, neginf=-most))
+
     def _observe(self, group: str, value: np.ndarray) -> Observer:
         observer = fresh(self.statistics.observers[group])
-        observer.observe(value, batch=self._batch, site=self._sites[group])
+        observer.observe(value, batch=self._batch, site=self._sites.get(group, group))
         self._observed.setdefault(group, []).append(observer)
         return observer
 

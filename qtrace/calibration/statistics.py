@@ -10,10 +10,14 @@ from typing import Any
 import numpy as np
 from megengine import Tensor
 
+from qtrace.calibration.base import range_group
 from qtrace.data.foreign import read_array
 from qtrace.errors import CalibrationError
 from qtrace.observers.base import Observer
+from qtrace.observers.minmax import MinMax
+from qtrace.preparation.float16 import float_values
 from qtrace.preparation.model import QuantizedModel
+from qtrace.scheme import QScheme
 
 __all__ = ["Statistics", "arrays", "checksum", "fresh", "no_statistics"]
 
@@ -25,7 +29,8 @@ class Statistics:
     """Immutable, mergeable statistics of a prepared graph.
 
     Attributes:
-        observers: group -> its observer.
+        observers: group of sites -> its observer; and `range_group` of a node in float -> that of its range,
+            if the config asks for float16.
         batches: number of each observed batch -> a checksum of its values.
     """
 
@@ -60,7 +65,9 @@ def fresh(observer: Observer) -> Observer:
 def no_statistics(prepared: QuantizedModel) -> Statistics:
     """Builds the statistics of a prepared graph before its first batch."""
     fakes = prepared.fake_quants.items()
-    return Statistics({name: fresh(fq.observer) for name, fq in fakes if fq.observer is not None})
+    ranges = {range_group(name): MinMax(QScheme()) for name in float_values(prepared)}
+    observers = {name: fresh(fq.observer) for name, fq in fakes if fq.observer is not None}
+    return Statistics({**observers, **ranges})
 
 
 def arrays(batch: Any) -> list[np.ndarray]:

@@ -125,6 +125,13 @@ def recipe(default: str | None = None) -> Callable[..., Any]:
     )
 
 
+float_type = click.option(
+    "--float",
+    "float_type",
+    type=click.Choice(["fp32", "fp16"]),
+    help="The type of what stays float in .onnx files: fp16 where ranges allow it. Default: the recipe's.",
+)
+
 example = click.option(
     "--shape",
     "shapes",

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, field_validator, model_validator
 
 from qtrace.config import backends
-from qtrace.config.rule import Method, Observers, Placement, Rule, SchemePatch, known_backend
+from qtrace.config.rule import FloatType, Method, Observers, Placement, Rule, SchemePatch, known_backend
 from qtrace.config.spec import AlgorithmSpec, FakeQuantSpec, Spec
 from qtrace.display import Displayed
 from qtrace.plugins.options import Bool, Float, Int, OptionModel, Text, Texts, show
@@ -249,6 +249,8 @@ class QConfig(Displayed, OptionModel):
         method: how a layer with a weight is quantized: ``static`` rounds what it reads by scales of the
             calibration; ``dynamic`` rounds it by the range of each batch, and ``weight_only`` rounds the
             weight alone. With the last two, everything but the layers stays in float. None for ``static``.
+        float: the type of what stays float in ONNX files: ``fp32``, or ``fp16``, which is float16 where the
+            ranges of the calibration allow it. None for ``fp32``.
         cost_table: the file of times that ``placement`` goes by, of ``qtrace bench --kernels`` on the device;
             its path is relative to the recipe. None for the packaged table of the backend.
         ptq: algorithms applied after training, with their options, in order; None for fuse_bn.
@@ -269,6 +271,7 @@ class QConfig(Displayed, OptionModel):
         region: {outputs: head}
         placement: balanced
         method: static
+        float: fp16
         cost_table: device.json
         ptq: [fuse_bn, bias_correction]
         qat: {epochs: 10}
@@ -291,6 +294,7 @@ class QConfig(Displayed, OptionModel):
     region: Region | None = None
     placement: Placement | None = None
     method: Method | None = None
+    float: FloatType | None = None
     cost_table: Text | None = None
     ptq: tuple[AlgorithmSpec, ...] | None = None
     qat: Qat | None = None
@@ -328,6 +332,11 @@ class QConfig(Displayed, OptionModel):
     def effective_method(self) -> Method:
         """The method for layers that no rule changes; ``static`` unless given."""
         return self.method or "static"
+
+    @property
+    def effective_float(self) -> FloatType:
+        """The type of what stays float; ``fp32`` unless given."""
+        return self.float or "fp32"
 
     @property
     def ptq_entries(self) -> tuple[tuple[int, Spec], ...]:

@@ -69,6 +69,7 @@ _REPORTED_KEYS = (
     "fakequant",
     "qat.fakequant",
     "method",
+    "float",
     "region",
     "cost_table",
 )

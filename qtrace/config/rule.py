@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from qtrace.scheme import QScheme
 
 __all__ = [
+    "FLOAT_TYPES",
+    "FloatType",
     "Match",
     "Method",
     "Observers",
@@ -205,6 +207,10 @@ Placement = Literal["everything", "balanced", "fastest", "small"]
 # Where the scales of what a layer with a weight reads come from: calibration, each batch, or nowhere, as only
 # its weight is rounded.
 Method = Literal["static", "dynamic", "weight_only"]
+
+# The type of what stays float, in files of formats that have both.
+FloatType = Literal["fp32", "fp16"]
+FLOAT_TYPES: tuple[str, ...] = get_args(FloatType)
 
 _CHANGES = ("activation", "weight", "output", "observers", "fakequant")
 

@@ -20,6 +20,7 @@ from qtrace.errors import ExportError
 from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.converted.located import locate_by_name
 from qtrace.export.converted.plain_graph import PlainGraph, is_plain
+from qtrace.export.float_types import check_float_type
 from qtrace.export.format import Content, Format
 from qtrace.graph.opaque import OpaqueOp
 from qtrace.graph.open_axes import read_open_axes
@@ -78,7 +79,8 @@ def export(
         format: the name of the format, or ``pkg.mod:NAME`` of your own; None takes it from the suffix of
             ``path``.
         force: whether to replace a file that qtrace did not write, too.
-        **options: the options of the format.
+        **options: the options of the format. All formats know ``float="fp32"``, which writes what stays float
+            in float32 though the recipe says ``float: fp16``.
 
     Returns:
         The path of the file.
@@ -103,7 +105,11 @@ def export(
     )
     if not target.parent.is_dir():
         raise ExportError(f"{target.parent} is not a folder: make it first.")
+    float_type = options.get("float")
+    if not plain and "float" not in chosen.options:  # every format knows float32
+        options.pop("float", None)
     _check_options(chosen, options, plain)
+    check_float_type(graph, chosen.name, chosen.float_types, float_type)
     if not force:
         _check_foreign(target, ())
     try:

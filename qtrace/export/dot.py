@@ -42,7 +42,7 @@ def files(converted: ConvertedGraph, path: Path) -> dict[Path, bytes]:
     return {path: ("\n".join([*lines, "}"]) + "\n").encode()}
 
 
-FORMAT = Format("dot", files, suffixes=(".dot", ".gv"))
+FORMAT = Format("dot", files, suffixes=(".dot", ".gv"), float_types=())
 
 
 def _ends(graph: GraphDocument) -> list[str]:

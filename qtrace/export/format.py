@@ -32,6 +32,8 @@ class Format:
             runtime computes them one by one otherwise.
         has_composites: whether it has forms for attention, channel shuffle and the other composites that
             `qtrace.preparation.passes.compose.write_pieces` writes in pieces for other formats.
+        float_types: the types in which it writes what stays float; () for a format that is a drawing, or the
+            graph itself.
     """
 
     name: str
@@ -44,3 +46,4 @@ class Format:
     fixes_sizes: bool = False
     folds_norms: bool = False
     has_composites: bool = False
+    float_types: tuple[str, ...] = ("fp32",)

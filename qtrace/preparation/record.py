@@ -63,6 +63,8 @@ class Record:
         native: group -> the scale that the model brought for it.
         native_notes: a line for each scale of the model that was changed or is not used, and for each
             algorithm that did not run because of them.
+        float_ranges: node -> its largest magnitude in the calibration, for what ops in float read and give;
+            empty unless the config asks for float16.
     """
 
     stage: str
@@ -72,6 +74,7 @@ class Record:
     ptq: tuple[dict[str, Any], ...] = ()
     native: Mapping[str, NativeScale] = field(default_factory=dict)
     native_notes: tuple[str, ...] = ()
+    float_ranges: Mapping[str, float] = field(default_factory=dict)
 
 
 def write_record(model: TracedModule, record: Record) -> None:
@@ -86,6 +89,8 @@ def write_record(model: TracedModule, record: Record) -> None:
     if record.native or record.native_notes:  # other records stay as they were, and their hashes too
         document["native"] = {group: vars(scale) for group, scale in record.native.items()}
         document["native_notes"] = list(record.native_notes)
+    if record.float_ranges:
+        document["float_ranges"] = dict(record.float_ranges)
     setattr(model, RECORD_ATTRIBUTE, json.dumps(document, sort_keys=True))
 
 
@@ -151,7 +156,8 @@ def _parse(text: str) -> Record:
     brought = data.get("native", {}).items()
     native = {str(g): NativeScale(str(s["origin"]), float(s["scale"])) for g, s in brought}
     notes = tuple(str(note) for note in data.get("native_notes", ()))
-    return Record(data["stage"], annotation, data["qconfig"], log, ptq, native, notes)
+    ranges = {str(node): float(largest) for node, largest in data.get("float_ranges", {}).items()}
+    return Record(data["stage"], annotation, data["qconfig"], log, ptq, native, notes, ranges)
 
 
 def is_quantized(model: Module) -> bool:

@@ -118,7 +118,7 @@ def prepare_in_float(traced: TracedModule, config: QConfig) -> TracedModule:
     """Prepares a network as ``config`` says, but with every op in float."""
     rule = Rule.model_validate({"match": {"name": "*"}, "quantize": False}).with_origin("the measured speed")
     plain = config.without_placement()
-    changes = {"rules": (*plain.rules, rule), "ptq": None, "placement": "everything"}
+    changes = {"rules": (*plain.rules, rule), "ptq": None, "placement": "everything", "float": None}
     return prepare(traced, plain.model_copy(update=changes))
 
 
@@ -174,9 +174,10 @@ def measure_file(
         return Delivery(untimed=untimed, placed=placed, host=_name(host) if placed else "")
     if backend.device or path.suffix not in TIMED:
         return Delivery(untimed=f"no runtime here runs it as {backend.device or 'its target'} does")
+    replaceable = not keep and config.effective_float == "fp32"  # here, CPUs are measured
     if timer is None and (known := _speeds_of(path, labellings)) is not None:
         in_float = None
-        if not keep and is_float_better(known[1], config):
+        if replaceable and is_float_better(known[1], config):
             in_float = prepare_in_float(traced, config)
         return replace(choose_delivery(*known, config, in_float), host=_name(host))
     runtime = backend.runtime or TIMED[path.suffix][0]
@@ -191,7 +192,7 @@ def measure_file(
         if host is not None and isinstance(error, MissingPackageError):
             raise
         return Delivery(untimed=str(error).rstrip("."))
-    delivery = choose_delivery(first, own, config, None if keep else in_float)
+    delivery = choose_delivery(first, own, config, in_float if replaceable else None)
     return replace(delivery, host=_name(host))
 
 

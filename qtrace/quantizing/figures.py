@@ -50,25 +50,40 @@ def note_graph(model: Any, reporter: Reporter) -> dict[str, Any]:
     return {**facts, "predicted_seconds": seconds, "predicted_float_seconds": in_float}
 
 
-def note_precision(model: Any, reporter: Reporter) -> dict[str, Any]:
-    """Notes the precision that a graph really has.
+def note_precision(model: Any, reporter: Reporter, path: Path | None = None) -> dict[str, Any]:
+    """Notes the precision that a graph really has, and which ops in float are in float16 if that was asked.
 
     Args:
         model: a module; nothing is noted of a plain one.
         reporter: prints the note.
+        path: a file of the module, which may be in float32 all the same; None for none.
 
     Returns:
-        The number of layers by precision, for JSON.
+        The number of layers by precision, and of ops in float16, for JSON.
     """
+    from qtrace.preparation.float16 import choose_float16, describe_float16, uses_float16
     from qtrace.preparation.model import QuantizedModel
     from qtrace.preparation.precision import count_precisions, describe_precision
     from qtrace.preparation.record import is_quantized
 
     if not is_quantized(model):
         return {}
-    annotation = QuantizedModel(model).annotation
-    reporter.note(describe_precision(annotation))
-    return {"precision": count_precisions(annotation)}
+    view = QuantizedModel(model)
+    reporter.note(describe_precision(view.annotation))
+    facts: dict[str, Any] = {"precision": count_precisions(view.annotation)}
+    if uses_float16(view) and view.record.float_ranges and (path is None or _has_float16(path)):
+        choices = choose_float16(view)
+        for line in describe_float16(choices):
+            reporter.note(line)
+        facts["float16"] = sum(not choice.reason for choice in choices)
+    return facts
+
+
+def _has_float16(path: Path) -> bool:
+    from qtrace.export.float_types import FLOAT16_KEY
+    from qtrace.onnxfile.reading import read_model
+
+    return path.suffix == ".onnx" and any(p.key == FLOAT16_KEY for p in read_model(path).metadata_props)
 
 
 def note_device(model: Any, path: Path, reporter: Reporter) -> dict[str, Any]:
@@ -145,7 +160,7 @@ def note_file(model: Any, path: Path, reporter: Reporter) -> dict[str, Any]:
 
     figures, size = read_figures(model), file_size(path)
     text, facts = f"size {format_bytes(size)}; {_show_macs(figures)}", {"bytes": size, **_macs(figures)}
-    facts |= note_precision(model, reporter)
+    facts |= note_precision(model, reporter, path)
     costs = _read_costs(figures) if path.suffix == ".onnx" else None
     try:
         graph = None if costs is None else read_graph(path)

@@ -52,6 +52,7 @@ class VerifyReport(Displayed, Tallies):
             "float_source": self.float_source,
             "lost_groups": {name: finite_or_none(ratio) for name, ratio in self.lost_groups().items()},
             "selected_rows": None if self.selected is None else self.selected.worst(),
+            **({"float16": self.float16} if self.float16 else {}),
             "unequal_rows": self.unequal,
             "reordered_ties": self.reordered,
             "kernels": None if self.kernels is None else asdict(self.kernels),

@@ -19,12 +19,14 @@ from qtrace.graph.interpreter import ENGINE_ERRORS, Interpreter
 from qtrace.graph.types import Input, Node, TensorNode
 from qtrace.metrics import sqnr_db
 from qtrace.numerics import dequantize, quantize
+from qtrace.onnxfile.reading import read_model
 from qtrace.outputs import ColumnGroup
 from qtrace.outputs.replay import SelectedShares, Share
 from qtrace.preparation.identity import graph_hash
 from qtrace.preparation.model import QuantizedModel, QuantizedSite
 from qtrace.scheme import QParams
 from qtrace.verification.crosscheck import Disagreement, RuntimeValues
+from qtrace.verification.float16 import Float16Rounding, read_float16_ops
 from qtrace.verification.float_outputs import FloatOutputs
 from qtrace.verification.lanes import Lanes, leaves
 from qtrace.verification.other_sizes import open_in_file, runs_at, say_other_size
@@ -83,6 +85,9 @@ class File:
         model: the converted graph.
         session: the session, with the runtime's optimizations or without.
 
+    Attributes:
+        float16: rounds what the file has in float16; None for nothing.
+
     Raises:
         ExportError: when the file is not an export of the graph.
     """
@@ -93,7 +98,10 @@ class File:
         self.output_names = output_names(model)
         self.first_of_equals: bool = getattr(session, "first_of_equals", True)
         self.open_axes = open_in_file(path, model.module)
-        self.lanes = Lanes(model.module, self.names)
+        ops = _float16_ops(path, session)
+        self.float16 = Float16Rounding(model, ops) if ops else None
+        watched = () if self.float16 is None else self.float16.parameters
+        self.lanes = Lanes(model.module, {*self.names, *watched})
         self.groups: tuple[ColumnGroup, ...] = ()  # of the outputs; as a whole until they are known
         ends = list(zip(self.output_names, model.module.graph.outputs, strict=True))
         self.ends = ends
@@ -115,6 +123,7 @@ class File:
             groups=self.groups,
             wide=wide,
             inexact=getattr(self.session, "inexact", frozenset()),
+            float16=0 if self.float16 is None else self.float16.count,
         )
 
     def run(
@@ -225,6 +234,8 @@ class File:
             runtime = self.session.run(inputs)
             single = op_by_op(self, runtime.integers)
             single.beside = graph
+            if self.float16 is not None:
+                self.float16.measure(args, kwargs)
             lanes = [graph, single, *([] if lane is None else [lane])]
             values = self.lanes.run(lanes, args, kwargs)
             graph.outputs, outputs, *others = ([t.numpy() for t in own] for own in values)
@@ -295,6 +306,14 @@ class File:
             if any(sqnr_db(g.select(graph), g.select(runtime)) < min_sqnr_db for g in groups):
                 return Disagreement(node.name, graph, runtime)
         return None
+
+
+def _float16_ops(path: Path, session: Session) -> Sequence[str]:
+    """Returns the ops that a file has in float16, which a session of dumped tensors does not know."""
+    known: Sequence[str] | None = getattr(session, "float16", None)
+    if known is not None:
+        return known
+    return read_float16_ops(read_model(path)) if path.suffix == ".onnx" and path.is_file() else ()
 
 
 def _by_name(origins: dict[Node, str], ends: Sequence[tuple[str, Node]]) -> dict[str, str]:
@@ -406,9 +425,17 @@ class OpByOp(FirstOfEquals):
         self.beside: EndToEnd | None = None
         self.rows, self.order = Unsettled(), Unsettled()
         self._selecting = file.lanes.selecting
+        self._float16, self._unrounded = file.float16, dict[str, Any]()
+        sources = {} if file.float16 is None else file.float16.sources
+        self._sources = {name: source.name for name, source in sources.items()}
+        self._kept = frozenset(self._sources.values())
 
     def on_node(self, node: Node, value: Any) -> Any:
         """Replaces the graph's value at a site by what the runtime computed there."""
+        if self._float16 is not None:
+            value = self._float16.round(node, value)
+            if node.name in self._kept:
+                self._unrounded[node.name] = value
         name = self.names.get(node.name)
         selected = self.rows.follow(node, node.expr in self._selecting, name is not None)
         ranked = self.order.follow(node, node in self.tied, name is not None)
@@ -419,6 +446,9 @@ class OpByOp(FirstOfEquals):
         graph = None if self.beside is None else self.beside.integers_of(node, value)
         if graph is None:
             graph = quantize(value.numpy(), qparams)
+        if self._float16 is not None:
+            unrounded = self._unrounded.get(self._sources.get(node.name, ""))
+            graph = self._float16.nearest(node, unrounded, graph, runtime, qparams)
         if not self.report.compares("op_by_op", f"site {node.name}", graph, runtime):
             self.rows.differ(node)
             return value
@@ -549,7 +579,7 @@ class EndToEnd(GraphRun):
         given: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         super().__init__(file.model, file.names, file.first_of_equals, places)
-        self.names, self.ends = file.names, file.ends
+        self.names, self.ends, self._float16 = file.names, file.ends, file.float16
         self.given = given or {}
         self.order = Unsettled()
         self._latest: tuple[Node, Any] | None = None
@@ -560,6 +590,8 @@ class EndToEnd(GraphRun):
         if given is not None:
             value = type(value)(dequantize(given, self.qparams[node.name]))
         self.order.follow(node, node in self.tied, False)
+        if self._float16 is not None:
+            value = self._float16.round(node, value)
         self._latest = (node, value)
         return super().on_node(node, value)
 

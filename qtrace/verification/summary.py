@@ -38,6 +38,11 @@ def summarize(tallies: Tallies) -> str:
         f"over {count} sites{_differences(tallies)}"
         if count
         else "a float file: its outputs are compared",
+        *(
+            [f"float16: {tallies.float16} ops of the file, as the graph rounds them"]
+            if tallies.float16
+            else ()
+        ),
         f"outputs: {ratios}; same prediction {tallies.agreement():.2%}",
         *_closeness(tallies),
         *(tallies.kernels.describe() if tallies.kernels is not None else ()),

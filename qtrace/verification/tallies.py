@@ -138,6 +138,8 @@ class Tallies:
             runtime is the usual one or was named.
         selected: how many of the rows that the graph selects are float's; None where nothing selects.
         runtime_selected: mode -> how many of the rows that the runtime selects are float's.
+        float16: the number of ops that the file has in float16. Op by op, an integer behind them counts as
+            the graph's if float16 explains the difference of what is rounded.
     """
 
     path: str
@@ -165,6 +167,7 @@ class Tallies:
     runtime: str = ""
     selected: SelectedShares | None = None
     runtime_selected: dict[str, SelectedShares] = field(default_factory=dict)
+    float16: int = 0
 
     def add(self, mode: str, node: str, graph: np.ndarray, runtime: np.ndarray) -> int:
         """Counts the differences at one site in one batch; returns the largest, or 0 for other rows.

@@ -23,6 +23,7 @@ from scripts.stored import (
     ExportRow,
     FakeQuantRow,
     FamilyRow,
+    Float16Row,
     RecipeRow,
     ToolsRow,
     TorchRow,
@@ -44,6 +45,7 @@ __all__ = [
     "family_recipes",
     "family_rules",
     "figures",
+    "float16",
     "kept",
     "ocr_client",
     "onnx_kinds",
@@ -133,6 +135,12 @@ def exports() -> str:
     """The table of scripts/verify_networks.py."""
     rows = load(ExportRow)
     return f"{table(rows, ExportRow)}\n\n{measured_when(rows)}"
+
+
+def float16() -> str:
+    """The table of benchmarks/float16.py."""
+    rows = load(Float16Row)
+    return f"{table(rows, Float16Row)}\n\n{measured_when(rows)}"
 
 
 def families() -> str:

@@ -462,7 +462,7 @@ def test_every_mistake_has_a_line():
         "unknown key 'qq' in rules[1]; known: match, quantize, activation, weight, output, quantize_output, "
         "observers, fakequant, share, placement, method, backends, optional.",
         "unknown key 'zzz'; known: name, description, backend, preprocess, activation, weight, observers, "
-        "fakequant, rules, region, placement, method, cost_table, ptq, qat, expect.",
+        "fakequant, rules, region, placement, method, float, cost_table, ptq, qat, expect.",
     ]
 
 

@@ -245,3 +245,22 @@ def test_the_file_is_measured_beside_that_of_the_user_too(
     assert (result.to_dict()["beside_own_file"] or {}).get("ratio") == ratio
     assert ("keep that one for speed" in result.delivery.sentence()) == (ratio == 0.77)
     assert ("1.30x as fast as this one" in "\n".join(result.summary())) == (ratio == 0.77)
+
+
+def test_a_float16_file_is_not_replaced_for_its_speed_on_a_cpu(tmp_path: Path) -> None:
+    """Its ops gain their time elsewhere; the float file that is measured beside it is in float32."""
+    traced = qtrace.trace(_module(), DATA[:2])
+    rules = [{"match": {"name": "b*"}, "quantize": False}]
+    config = as_qconfig({"placement": "fastest", "float": "fp16", "rules": rules})
+    rounding = config.model_copy(update={"placement": None})
+    prepared = qtrace.calibrate(qtrace.prepare(traced, rounding), [DATA], progress=False)
+    path = qtrace.export(qtrace.convert(prepared), tmp_path / "net.onnx")
+
+    def slow(files: list[Path], **_: object) -> list[Speed]:
+        halves = [any(t.data_type == 10 for t in onnx.load(file).graph.initializer) for file in files]
+        assert halves == [False, True]
+        return [IN_FLOAT, SLOWER]
+
+    for float_type, in_float in (("fp16", False), (None, True)):
+        changed = config.model_copy(update={"float": float_type})
+        assert measure_file(path, prepared, traced, changed, timer=slow).in_float == in_float

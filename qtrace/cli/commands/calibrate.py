@@ -26,6 +26,7 @@ __all__ = ["calibrate"]
 @options.data(required=True)
 @options.recipe("int8")
 @targets.folder_to_write("The folder to write.")
+@options.float_type
 @judging
 @options.collecting
 @hosts.runtime_host
@@ -52,6 +53,7 @@ def calibrate(
     recipe: str,
     allow_code: bool,
     out: Path,
+    float_type: str | None,
     collecting: dict[str, Any],
     runtime_host: RuntimeHost | None,
     learning_engine: str,
@@ -86,6 +88,8 @@ def calibrate(
         from qtrace.quantizing.stage import DataReading, calibrate_to_folder
 
         qconfig = models.load_recipe(recipe, allow_code)
+        if float_type is not None:
+            qconfig = qconfig.model_copy(update={"float": float_type})
         warn_unused(data, qconfig, console)
         acceptance = Acceptance(None if metric is None else import_metric(metric), judged["at_least"])
         traced = None if models.needs_example(model) else models.load_model(model, allow)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -34,6 +34,7 @@ __all__ = ["quantize"]
     "--out", "-o", required=True, help="The file to write: .onnx, .tflite, .param or .mge."
 )
 @options.input_shapes
+@options.float_type
 @judging
 @click.option(
     "--max-drop",
@@ -64,6 +65,7 @@ def quantize(
     allow_code: bool,
     target: str | None,
     out: Path,
+    float_type: Literal["fp32", "fp16"] | None,
     force: bool,
     shapes: dict[str, tuple[int, ...]],
     judged: dict[str, Any],
@@ -98,7 +100,7 @@ def quantize(
         loaded: Any = recipe
         if recipe is not None and not is_precision(recipe):
             loaded = qtrace.load_recipe(recipe, allow_code=allow_code)
-        qconfig = change_config(choose_config(target, loaded, out))
+        qconfig = change_config(choose_config(target, loaded, out, float_type))
         warn_unused(data, qconfig, console)
         source: Any = model
         if models.is_factory(model):

@@ -74,7 +74,7 @@ def files(converted: ConvertedGraph, path: Path, free_batch: bool = False) -> di
 
 
 # Named by format=: many documents end in .json.
-FORMAT = Format("msc", files, options=("free_batch",), float_options=("free_batch",))
+FORMAT = Format("msc", files, options=("free_batch",), float_options=("free_batch",), float_types=())
 
 
 class _Writer:

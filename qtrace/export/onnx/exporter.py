@@ -35,6 +35,7 @@ from qtrace.graph.origin import FileOrigin, read_origin
 from qtrace.graph.types import Expr, GetAttr, Node, TensorNode
 from qtrace.graph.walk import is_float_tensor, op_label, output_index, owner
 from qtrace.ops import OpCall
+from qtrace.preparation.float16 import choose_float16
 from qtrace.preparation.model import QuantizedSite
 from qtrace.scheme import QParams
 
@@ -65,6 +66,7 @@ class OnnxOptions:
         contrib: whether weights may have forms that onnxruntime alone has.
         axes: the open axes that the file has in common with others of its network, which are measured and
             thrown away: it does not say what it was made of. None to find its own.
+        float16: whether ops that stay float are in float16 where the ranges of the calibration allow it.
     """
 
     packed: bool = False
@@ -76,6 +78,7 @@ class OnnxOptions:
     names_parameters: bool = True
     contrib: bool = True
     axes: SharedAxes | None = None
+    float16: bool = False
 
 
 def _rank_of_opaque(node: TensorNode) -> int | None:
@@ -146,6 +149,8 @@ class OnnxExporter:
         whole_norms = known or HIGHEST if plain else min(known, HIGHEST - 1)
         self.writer = OnnxWriter(options.packed, naming, options.opset, whole_norms, source)
         self.sites = SiteWriter(converted, self.writer, options.floats, options.contrib)
+        choices = choose_float16(converted.model) if options.float16 else ()
+        self._float16 = {choice.op for choice in choices if not choice.reason}
 
     def run(self) -> Any:
         """Returns the model."""
@@ -195,7 +200,7 @@ class OnnxExporter:
         """Returns which node would be written otherwise for other sizes; "" if there is none."""
         from qtrace.export.onnx.sized import first_difference
 
-        other = OnnxExporter(self.graph, self.options)
+        other = OnnxExporter(self.graph, replace(self.options, float16=False))
         other.writer.known = self.writer.initializers
         with resized(types):
             try:
@@ -239,6 +244,15 @@ class OnnxExporter:
                 if len(source.users) == 1 and source not in self.graph.outputs:
                     rounded.add(source)
         return frozenset(rounded)
+
+    def tensor_types(self) -> dict[str, Any]:
+        """Returns the ONNX type of each tensor that holds a node of the graph."""
+        from onnx import helper
+
+        named = (
+            (name, node.dtype) for node, name in self.writer.names.items() if isinstance(node, TensorNode)
+        )
+        return {name: helper.np_dtype_to_tensor_dtype(np.dtype(dtype)) for name, dtype in named if dtype}
 
     def _interface(self) -> Interface | None:
         """Returns the interface that the file gets; None for the names and types of the graph."""
@@ -329,6 +343,8 @@ class OnnxExporter:
         first = len(self.writer.nodes)
         with located(op.expr):
             self._emit_call(op.expr, op.call)
+        if op.expr.outputs and op.expr.outputs[0].name in self._float16:
+            self.writer.mark_float16(first, op.expr.outputs[0].name)
         if self._sizes.issuperset(op.expr.outputs):
             self.writer.sizes.update(name for node in self.writer.nodes[first:] for name in node.output)
         for node in op.expr.outputs:

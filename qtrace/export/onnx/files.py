@@ -13,6 +13,7 @@ from qtrace.export.converted.allow_float import float_kinds
 from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.converted.plain_graph import PlainGraph
 from qtrace.export.detections import Suppression
+from qtrace.export.float_types import asks_float16
 from qtrace.export.format import Content, Format
 from qtrace.export.onnx.exporter import OnnxOptions, write_model
 from qtrace.export.onnx.weight_types import kinds_in_float, stores_unsigned, write_weight_types
@@ -36,6 +37,7 @@ def files(
     nms: Any = None,
     weights: str = "auto",
     amx: bool | None = None,
+    float: str | None = None,
 ) -> dict[Path, Content]:
     """Returns a module as an ONNX file and, if it is large, a file with its tensors.
 
@@ -65,6 +67,8 @@ def files(
         amx: whether layers on integers get as many columns as onnxruntime 1.21 to 1.24 computes right on
             processors with AMX, as `write_whole_columns` does; None: for backends onnxruntime and generic, if
             such a version is installed here on such a processor.
+        float: the type of what stays float: ``fp32``; ``fp16`` for float16 where the calibrated ranges allow
+            it; None for what the recipe says. Inputs and outputs keep their types.
 
     Raises:
         ExportError: when a node has no ONNX form or rounds in another way than ONNX, naming it, an option has
@@ -77,7 +81,9 @@ def files(
         raise ExportError(f"opset={opset!r} is no choice of the ONNX export: choose one from 13 to 21.")
     suppression = None if nms is None else Suppression.of(nms)
     ends = (input_names, output_names)
-    options = OnnxOptions(packed, float_kinds(allow_float), opset, ends, preprocess, suppression)
+    halves = asks_float16(converted, float)
+    kinds = float_kinds(allow_float)
+    options = OnnxOptions(packed, kinds, opset, ends, preprocess, suppression, float16=halves)
     return files_with(options, converted, path, weights, external, amx)
 
 
@@ -94,8 +100,8 @@ def files_with(
     if unsigned:
         options = replace(options, floats=options.floats | kinds_in_float(converted))
     exporter, model = write_model(converted, options)
-    from qtrace.export.onnx.biases_apart import write_biases_apart
     from qtrace.export.onnx import forked_layers
+    from qtrace.export.onnx.biases_apart import write_biases_apart
     from qtrace.export.onnx.float_layers import TARGETS, hold_float_layers
     from qtrace.export.onnx.pools import write_fast_poolings
     from qtrace.export.onnx.whole_columns import choose_columns
@@ -113,6 +119,10 @@ def files_with(
     choose_columns(model, target, amx)
     if target == "openvino":
         write_biases_apart(model)
+    if options.float16:
+        from qtrace.export.onnx.float16 import write_float16
+
+        write_float16(model, exporter.writer.float16_tensors, exporter.tensor_types())
     check(model)
     return contents_of(model, path, external)
 
@@ -155,10 +165,11 @@ FORMAT = Format(
     suffixes=(".onnx",),
     options=(
         *("packed", "external", "allow_float", "opset", "input_names", "output_names", "preprocess", "nms"),
-        *("weights", "amx"),
+        *("weights", "amx", "float"),
     ),
     float_options=("external", "opset", "input_names", "output_names", "nms"),
     has_composites=True,
+    float_types=("fp32", "fp16"),
 )
 
 

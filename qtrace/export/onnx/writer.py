@@ -20,6 +20,7 @@ from qtrace.scheme import QParams, QScheme
 
 __all__ = ["OnnxWriter", "integer_type"]
 
+
 _FLOAT = TensorProto.FLOAT
 
 
@@ -88,6 +89,7 @@ class OnnxWriter:
         self.wider: dict[str, tuple[str, str]] = {}  # a converted tensor -> the one before, and its dtype
         self.number_kinds = frozenset(("add", "mul"))  # ops whose stored number becomes an integer
         self.in_pieces: frozenset[str] = frozenset()  # types of nodes that are written as simpler ones
+        self._float16: list[tuple[onnx.NodeProto, str]] = []
         self.known: Mapping[str, onnx.TensorProto] = {}  # tensors of another writer, which are used if equal
 
     def name(self, node: Node) -> str:
@@ -210,6 +212,20 @@ class OnnxWriter:
     def emit(self, op: str, inputs: Sequence[str], node: TensorNode, **attributes: Any) -> None:
         """Adds a node that computes the graph's ``node``."""
         self.names[node] = self.node(op, inputs, node.name, **attributes)
+
+    def mark_float16(self, first: int, op: str) -> None:
+        """Keeps the nodes from the place ``first`` on as those of an op in float16.
+
+        Args:
+            first: the place of the first of the nodes that the op has become.
+            op: the name of the op's first output in the graph.
+        """
+        self._float16 += [(node, op) for node in self.nodes[first:]]
+
+    @property
+    def float16_tensors(self) -> dict[str, str]:
+        """Result of a node that is to be in float16 -> the op of the graph, by the present names."""
+        return {node.output[0]: op for node, op in self._float16}
 
     def output(self, name: str, new_name: str, used: set[str]) -> str:
         """Makes the tensor ``name`` an output of the model and returns the output's name.

@@ -54,7 +54,7 @@ def files(converted: ConvertedGraph, path: Path) -> dict[Path, bytes]:
 
 
 # Chosen by name: .mge stands for a model that qtrace.save wrote.
-FORMAT = Format("traced", files, runs_graph=True)
+FORMAT = Format("traced", files, runs_graph=True, float_types=())
 
 
 def write_functions(flat: TracedModule) -> None:

@@ -26,6 +26,7 @@ from qtrace.inspection.explanation._table import op_table
 from qtrace.inspection.explanation._why import Explainer, NodeExplanation
 from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.annotation import Annotation
+from qtrace.preparation.float16 import Float16Choice, choose_float16, describe_float16, uses_float16
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.prepare import plan
 from qtrace.preparation.record import is_quantized
@@ -47,6 +48,8 @@ class Explanation(Displayed):
         native: group -> the layer of MegEngine's own quantization that its scale comes from.
         native_notes: a line for each scale of the model that was changed or is not used.
         sizes: which axes of the inputs are open, in words.
+        float16: which of the ops that stay float are in float16, and why others are not; None if the config
+            does not ask for it, or the graph is not calibrated.
     """
 
     annotation: Annotation
@@ -57,6 +60,7 @@ class Explanation(Displayed):
     native: Mapping[str, str] = field(default_factory=dict)
     native_notes: tuple[str, ...] = ()
     sizes: tuple[str, ...] = ()
+    float16: tuple[Float16Choice, ...] | None = None
 
     @cached_property
     def _index(self) -> Index:
@@ -84,7 +88,16 @@ class Explanation(Displayed):
             max_width: the largest width in characters; None for no limit.
         """
         algorithms = ["", "Post-training algorithms:", *self.algorithms()] if self.ptq else []
-        return "\n".join([self._summary.text(max_width), *self._native(), *algorithms])
+        return "\n".join([self._summary.text(max_width), *self._halves(), *self._native(), *algorithms])
+
+    def _halves(self) -> list[str]:
+        """Says how many of the ops that stay float are in float16, and why the others are not."""
+        if self.float16 is not None:
+            return ["", *describe_float16(self.float16)]
+        asked = self.qconfig.effective_float == "fp16"
+        return (
+            ["", "float16: the ranges of a calibration decide which ops in float have it."] if asked else []
+        )
 
     def _native(self) -> list[str]:
         """Says how many scales are the model's own, and which were changed or are not used."""
@@ -112,7 +125,9 @@ class Explanation(Displayed):
         Raises:
             GraphError: when nothing matches; the message lists the nearest names.
         """
-        return Explainer(self._index, self.qconfig, self.numbers, self.comments, self.native).explain(name)
+        halves = {choice.op: choice for choice in self.float16 or ()}
+        explainer = Explainer(self._index, self.qconfig, self.numbers, self.comments, self.native, halves)
+        return explainer.explain(name)
 
     def dot(self, *, every: bool = False) -> str:
         """Returns the graph for Graphviz: ops coloured by state, sites as diamonds.
@@ -133,7 +148,9 @@ class Explanation(Displayed):
             plain["qparams"] = _numbers.of_site(numbers, site)
             if site.group in self.native:
                 plain["native"] = self.native[site.group]
-        own = {"native_notes": list(self.native_notes)} if self.native_notes else {}
+        own: dict[str, Any] = {"native_notes": list(self.native_notes)} if self.native_notes else {}
+        if self.float16 is not None:
+            own["float16"] = [vars(choice) for choice in self.float16]
         return {"summary": self._summary.to_dict(), "ptq": list(self.ptq), **own, **data}
 
 
@@ -164,6 +181,7 @@ def explain(
             native=_numbers.describe_native(view),
             native_notes=record.native_notes,
             sizes=tuple(describe_sizes(model)),
+            float16=choose_float16(view) if uses_float16(view) and record.float_ranges else None,
         )
     comments: tuple[str, ...] = ()
     if isinstance(qconfig, (str, Path)):

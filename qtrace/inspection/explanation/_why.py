@@ -18,6 +18,7 @@ from qtrace.inspection.explanation._index import Index, shorten_list
 from qtrace.inspection.explanation._proposals import Proposals
 from qtrace.inspection.explanation._rules import Changes
 from qtrace.preparation.annotation import DYNAMIC, ExprNote, Site, site_name
+from qtrace.preparation.float16 import Float16Choice
 from qtrace.scheme import QParams
 
 __all__ = ["Explainer", "NodeExplanation"]
@@ -86,6 +87,7 @@ class Explainer:
         numbers: group -> its parameters, if calibrated; None for a graph that is not prepared.
         comments: the comment above each rule of the recipe; empty if unknown.
         native: group -> the layer of MegEngine's own quantization that its scale comes from.
+        float16: name of an op that stays float -> whether it is in float16; empty if that was not decided.
     """
 
     index: Index
@@ -93,6 +95,7 @@ class Explainer:
     numbers: Mapping[str, QParams] | None
     comments: tuple[str, ...] = ()
     native: Mapping[str, str] = field(default_factory=dict)
+    float16: Mapping[str, Float16Choice] = field(default_factory=dict)
 
     def explain(self, name: str) -> list[NodeExplanation]:
         """Explains every op, site or input that ``name`` matches.
@@ -223,6 +226,11 @@ class Explainer:
         if proposal is not None:
             yield "To quantize it:"
             yield from proposal.lines
+        choice = self.float16.get(note.name)
+        if choice is not None and choice.reason:
+            yield f"ONNX files have it in float32, not in float16: {choice.text}."
+        elif choice is not None:
+            yield "ONNX files have it in float16."
         if remark:
             yield f"{remark[0].upper()}{remark[1:]}."
 

@@ -12,6 +12,7 @@ import numpy as np
 from qtrace.errors import ExportError
 from qtrace.onnxfile.reading import load_model
 from qtrace.onnxfile.selecting import expose_places
+from qtrace.verification.float16 import read_float16_ops
 
 __all__ = ["Exposed", "as_declared", "check_samples", "with_integer_outputs"]
 
@@ -43,6 +44,7 @@ class Exposed:
             it is verified without the preprocessing in the file, or selects, and its places are outputs that
             follow its own; else b"".
         fixed_samples: input -> the size of its first axis, where the file fixes that.
+        float16: the ops of the graph that the file has in float16.
     """
 
     data: bytes
@@ -55,6 +57,7 @@ class Exposed:
     graph_hash: str = ""
     deployed: bytes = b""
     fixed_samples: Mapping[str, int] = field(default_factory=dict)
+    float16: tuple[str, ...] = ()
 
 
 def as_declared(inputs: Sequence[np.ndarray], types: Sequence[str]) -> list[np.ndarray]:
@@ -118,18 +121,8 @@ def with_integer_outputs(path: Path) -> Exposed:
     sizes = {
         name: axes[0].dim_value for name, axes in fixed.items() if axes and axes[0].HasField("dim_value")
     }
-    return Exposed(
-        data,
-        outputs,
-        integers,
-        tensors,
-        places,
-        kinds,
-        folder,
-        facts.get("qtrace.graph", ""),
-        deployed,
-        sizes,
-    )
+    graph, halves = facts.get("qtrace.graph", ""), read_float16_ops(model)
+    return Exposed(data, outputs, integers, tensors, places, kinds, folder, graph, deployed, sizes, halves)
 
 
 def check_samples(fixed: Mapping[str, int], names: Sequence[str], inputs: Sequence[np.ndarray]) -> None:

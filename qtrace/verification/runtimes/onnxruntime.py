@@ -37,6 +37,7 @@ class OnnxSession:
         self.integer_names: Sequence[str] = model.integers
         self.place_names, self.place_kinds = model.places, model.kinds
         self.graph_hash, self.fixed_samples = model.graph_hash, model.fixed_samples
+        self.float16 = model.float16
         settings = SessionSettings(optimize, tensors=model.folder, host=host)
         self.session = open_session(model.data, settings, str(path))
         deployed: bytes | Path = model.deployed or path

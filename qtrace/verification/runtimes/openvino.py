@@ -46,6 +46,7 @@ class OpenvinoSession:
         self.integer_names: Sequence[str] = model.integers
         self.place_kinds = model.kinds
         self.graph_hash, self.fixed_samples = model.graph_hash, model.fixed_samples
+        self.float16 = model.float16
         if model.folder is not None:
             raise ExportError(f"{path} has more than 2 GB of tensors: verify it in onnxruntime.")
         self.input_names = _declared_inputs(model.data)

@@ -14,10 +14,13 @@ from megengine.traced_module import TracedModule
 from megengine.traced_module.expr import CallFunction, CallMethod, Expr
 from megengine.traced_module.traced_module import InternalGraph
 
-__all__ = ["open_reshapes"]
+__all__ = ["close_reshapes", "open_reshapes"]
+
+Opened = dict[Expr, list[tuple[int, Any]]]
+"""Each reshape that was opened, with the sizes that it had."""
 
 
-def open_reshapes(traced: TracedModule, other: TracedModule) -> bool:
+def open_reshapes(traced: TracedModule, other: TracedModule) -> Opened:
     """Lets the reshapes of a trace find out the one size in which a trace at another batch size differs.
 
     Args:
@@ -25,23 +28,30 @@ def open_reshapes(traced: TracedModule, other: TracedModule) -> bool:
         other: a trace of the same module at another batch size.
 
     Returns:
-        Whether every difference is such a size, and there is one.
+        The reshapes with the sizes that they had; none if there is another difference.
     """
     found: list[tuple[Expr, dict[int, int]]] = []
     for a, b in _pairs(traced.graph, other.graph, set()):
         constants, others = dict(a.const_val or ()), dict(b.const_val or ())
         if constants.keys() != others.keys():
-            return False
+            return {}
         differing = [leaf for leaf, value in constants.items() if _differs(value, others[leaf])]
         if not differing:
             continue
         sizes = _open(a, b, constants, differing)
         if sizes is None:
-            return False
+            return {}
         found.append((a, sizes))
+    before = {expr: list(expr.const_val) for expr, _ in found}
     for expr, sizes in found:
         expr.const_val = [(leaf, sizes.get(leaf, value)) for leaf, value in expr.const_val]
-    return bool(found)
+    return before
+
+
+def close_reshapes(opened: Opened) -> None:
+    """Gives reshapes the sizes that they had."""
+    for expr, constants in opened.items():
+        expr.const_val = constants
 
 
 def _pairs(old: InternalGraph, new: InternalGraph, seen: set[InternalGraph]) -> Iterator[tuple[Expr, Expr]]:

@@ -27,7 +27,14 @@ _RTOL = 1e-5  # of the largest value of the output; both sides run the same kern
 def values(result: Any) -> list[Any]:
     """Returns the leaves of a forward's result, tensors as arrays, after every op has run."""
     leaves = tree_flatten(result, is_leaf=lambda _: True)[0]
-    return [leaf.numpy() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return [_plain_leaf(leaf) for leaf in leaves]
+
+
+def _plain_leaf(leaf: Any) -> Any:
+    """Returns a tensor as an array, and an array, which is no tensor of the result, as a list."""
+    if isinstance(leaf, Tensor):
+        return leaf.numpy()
+    return leaf.tolist() if isinstance(leaf, np.ndarray) else leaf
 
 
 def output_mismatch(left: list[Any], right: list[Any]) -> str | None:

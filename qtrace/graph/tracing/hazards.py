@@ -27,6 +27,7 @@ __all__ = [
     "changed_state",
     "forget",
     "hooked_modules",
+    "kept_attributes",
     "lost_parameters",
     "read_parameters",
     "tensors_in",
@@ -93,6 +94,13 @@ def forget(root: Module, paths: Iterable[str]) -> None:
         owner, _, name = path.rpartition(".")
         if name in vars(modules.get(owner, root)) and owner in modules:
             delattr(modules[owner], name)
+
+
+def kept_attributes(root: Module, paths: Iterable[str]) -> set[tuple[int, str]]:
+    """Returns the owner and the name of each attribute at ``paths``; leaves out what is in a list or dict."""
+    modules = dict(root.named_modules())
+    places = [path.rpartition(".")[::2] for path in paths]
+    return {(id(modules[owner]), name) for owner, name in places if owner in modules and "[" not in name}
 
 
 def with_place(root: Module, path: str) -> str:

@@ -7,7 +7,7 @@ A branch or an index by a value of the data is wrong on other inputs, whether or
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,8 +62,12 @@ class PythonRead:
 
 
 @contextmanager
-def watch_reads() -> Iterator[list[PythonRead]]:
+def watch_reads(kept: Collection[tuple[int, str]] = ()) -> Iterator[list[PythonRead]]:
     """Collects the reads in code outside of MegEngine and qtrace that a trace within the block fixes.
+
+    Args:
+        kept: owner and name of the attributes that forward assigns tensors to. It reads what it assigned
+            last, or what the module has; the tracer alone refuses a tensor in the place of another value.
 
     Yields:
         The reads, each line and kind once, in order; filled while the block runs.
@@ -104,6 +108,10 @@ def watch_reads() -> Iterator[list[PythonRead]]:
             line = _user_line(sys._getframe(1))
             if line:
                 note(PythonRead(line, "self.training"))
+        if kept and (id(get_attribute(builder, "_mod")), name) in kept:
+            assigned, before = get_attribute(builder, "__dict__"), vars(get_attribute(builder, "_mod"))
+            if name in assigned or not isinstance(before.get(name), Tensor):
+                return assigned.get(name, before.get(name))
         return get_attribute(builder, name)
 
     for name, how in _METHODS.items():

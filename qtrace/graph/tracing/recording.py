@@ -24,11 +24,14 @@ from qtrace.errors import TraceError
 from qtrace.graph.source_lines import name_with_line, recorded_lines
 from qtrace.graph.tracing.attention import attention_in_parts
 from qtrace.graph.tracing.tracer import Tracer, find_replacements, recorded_as
+from qtrace.graph.walk import op_label
 
 __all__ = [
     "NONE_IS_DROPPED",
+    "PYTHON_VALUES",
     "VALUES_ARE_DROPPED",
     "check_kernels",
+    "check_readers",
     "holds_none",
     "recording",
     "without_none",
@@ -39,7 +42,7 @@ VALUES_ARE_DROPPED = (
     "forward returns Python values among tensors, such as numbers: the trace returns the tensors alone."
 )
 _KNOWN_COMPILED = ("Where",)  # `expand` writes it as a function
-_VALUES = (type(None), bool, int, float, str, bytes, np.generic, np.ndarray, np.dtype)
+PYTHON_VALUES = (type(None), bool, int, float, str, bytes, np.generic, np.ndarray, np.dtype)
 """Types of the values that a graph does not compute."""
 _CALL = TracedModuleBuilder.__call__.__code__  # `watch_reads` replaces the method while it watches
 
@@ -81,7 +84,11 @@ def recording(tracer: Tracer) -> Iterator[None]:
         caller = sys._getframe(1)
         of_module = caller.f_code is _CALL and "is_leaf" in kwargs
         if of_module and not (builder := caller.f_locals["self"])._is_builtin:
-            values = () if isinstance(values, _VALUES) and not builder._is_top else _without(values, _VALUES)
+            values = (
+                ()
+                if isinstance(values, PYTHON_VALUES) and not builder._is_top
+                else _without(values, PYTHON_VALUES)
+            )
         return flatten(values, *args, **kwargs)
 
     def wrap_function(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -117,6 +124,27 @@ def check_kernels(traced: TracedModule, name: str) -> None:
                         "no file and no export can hold: write it with functions of megengine.functional, "
                         "such as reshape, transpose and matmul, called by their names in forward."
                     )
+
+
+def check_readers(traced: TracedModule, name: str) -> None:
+    """Refuses an op that reads a tensor which another module computed and did not return.
+
+    Raises:
+        TraceError: for such an op, with its line and the line that computes the tensor.
+    """
+    for module in traced.modules():
+        graphs: Any = getattr(module, "argdef_graph_map", None) or {}
+        for graph in graphs.values():
+            known = set(graph._inputs)
+            for expr in graph._exprs:
+                for node in expr.inputs:
+                    if node not in known:
+                        raise TraceError(
+                            f"{name}: {name_with_line(expr, op_label(expr))} reads a tensor that a "
+                            f"submodule keeps on itself, {name_with_line(node.expr, op_label(node.expr))}, "
+                            "which a trace does not pass on: return it from the submodule as an output."
+                        )
+                known.update(expr.outputs)
 
 
 def _is_compiled(expr: Any) -> bool:

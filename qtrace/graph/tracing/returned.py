@@ -7,15 +7,19 @@ from typing import Any
 from megengine.traced_module import TracedModule
 from megengine.traced_module.pytree import LeafDef, TreeDef
 
+from qtrace.graph.tracing.recording import PYTHON_VALUES
+
 __all__ = ["key_order", "restore_key_order"]
 
 
 def key_order(result: Any) -> Any:
-    """Returns the dicts, lists and tuples of ``result`` with None in the place of every leaf."""
+    """Returns the dicts, lists and tuples of ``result`` with None in the place of every tensor."""
     if isinstance(result, dict):
-        return {key: key_order(value) for key, value in result.items()}
+        return {
+            key: key_order(value) for key, value in result.items() if not isinstance(value, PYTHON_VALUES)
+        }
     if isinstance(result, (list, tuple)):
-        return [key_order(value) for value in result]
+        return [key_order(value) for value in result if not isinstance(value, PYTHON_VALUES)]
     return None
 
 

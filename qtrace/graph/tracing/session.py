@@ -15,8 +15,9 @@ from megengine.traced_module import TracedModule, trace_module
 from qtrace.errors import GraphError, TraceError
 from qtrace.graph import failures
 from qtrace.graph.interpreter import Interpreter
+from qtrace.graph.source_lines import name_with_line
 from qtrace.graph.tracing import diff, example_inputs, hazards, reads
-from qtrace.graph.tracing.batch_sizes import open_reshapes
+from qtrace.graph.tracing.batch_sizes import close_reshapes, open_reshapes
 from qtrace.graph.tracing.copies import Copy, describe_places, find_copies, insert_copies, report_copies
 from qtrace.graph.tracing.example_inputs import Arguments
 from qtrace.graph.tracing.nonfinite import nonfinite_results
@@ -24,6 +25,7 @@ from qtrace.graph.tracing.recording import (
     NONE_IS_DROPPED,
     VALUES_ARE_DROPPED,
     check_kernels,
+    check_readers,
     holds_none,
     recording,
     without_none,
@@ -32,6 +34,7 @@ from qtrace.graph.tracing.returned import key_order, restore_key_order
 from qtrace.graph.tracing.running import copy_module, engine_for_tracing
 from qtrace.graph.tracing.source_names import restore_input_names, restore_names
 from qtrace.graph.tracing.tracer import Tracer, chosen_leaves, name_own_classes
+from qtrace.graph.walk import op_label
 
 __all__ = ["Tracing"]
 
@@ -83,6 +86,7 @@ class Tracing:
         self.order: Any = None
         self.drops_none = False
         self.unread: dict[str, str] = {}
+        self.opened: list[str] = []
         self.copies: list[Copy] = []
 
     def _results(self, inputs: Arguments) -> list[Any]:
@@ -143,21 +147,32 @@ class Tracing:
         return traced, [f"{self.name}: {note}" for note in notes]
 
     def _open_batch(self, traced: TracedModule, other: Arguments) -> None:
-        """Opens the batch that reshapes hold, if that is all in which a trace at another one differs."""
-        with contextlib.suppress(TraceError):  # said where the difference is looked for
-            open_reshapes(traced, self._trace(other))
+        """Opens the batch that reshapes hold, if that is all in which traces at other ones differ."""
+        try:
+            changed = open_reshapes(traced, self._trace(other))
+        except TraceError:  # said where the difference is looked for
+            return
+        batch = example_inputs.batch_size(self.inputs) or 1
+        extras = {1 - batch, batch + 2, 3 * batch} - {0} if changed else set()
+        for extra in sorted(extras):
+            more = example_inputs.vary(self.inputs, high=False, extra=extra)
+            with contextlib.suppress(_ForwardError), engine_for_tracing(async_level=0):
+                if _run_and_compare(traced, more, self._results(more)) is not None:
+                    close_reshapes(changed)
+                    return
+        self.opened = [name_with_line(expr, op_label(expr)) for expr in changed]
 
     def _wrong_sizes(self, traced: TracedModule) -> list[str]:
         """Returns a sentence if the trace computes something else than the module at another size."""
         sizes = [read for read in self.reads if read.node and not read.of_data]
-        if not sizes or self.copies:
+        if (not sizes and not self.opened) or self.copies:
             return []
         other = example_inputs.enlarge(self.inputs)
         try:
             with engine_for_tracing(async_level=0):
                 expected = self._results(other)
         except _ForwardError:  # the module has this size, too
-            return []
+            return self._wrongly_open(traced, other)
         problem = _run_and_compare(traced, other, expected)
         if problem is None or problem.startswith(_FAILS):  # a failure is no silent one
             return []
@@ -166,6 +181,17 @@ class Tracing:
             f"the trace holds a size of the example as a number ({lines}) and computes something else than "
             f"the model at other sizes, such as {size}. Use it at the example's sizes only, or compute with "
             "tensor operations; dynamic= or also= refuse such a trace."
+        ]
+
+    def _wrongly_open(self, traced: TracedModule, other: Arguments) -> list[str]:
+        """Returns a sentence if a trace whose batch was opened runs at a size at which the module fails."""
+        problem = _run_and_compare(traced, other, []) if self.opened else None
+        if problem is None or problem.startswith(_FAILS):
+            return []
+        return [
+            f"forward computes the batch as a number, which {self.opened[0]} finds out by itself in the "
+            f"trace: at another size than the example's, such as {example_inputs.describe(other)}, the model "
+            "fails there and the trace does not. Use it at the example's size."
         ]
 
     def _also_agrees(self, traced: TracedModule, title: str, inputs: Arguments) -> list[Any]:
@@ -236,7 +262,8 @@ class Tracing:
         except _ForwardError:
             again = changed
         of_parameters = any(isinstance(t, mge.Parameter) for t in changed.values())
-        if again and not of_parameters and self._state_is_unread():
+        same = all(path in changed for path in again)  # a list that grows has new paths
+        if again and same and not of_parameters and self._state_is_unread():
             self.unread = {path: hazards.with_place(self.module, path) for path in changed}
         elif again or of_parameters:
             named = [path for path in changed if path in again] or list(changed)
@@ -261,9 +288,9 @@ class Tracing:
     def _trace(self, inputs: Arguments) -> TracedModule:
         args, kwargs = example_inputs.fresh(inputs)
         try:
-            hazards.forget(self.module, self.unread)  # the tracer takes no tensor where another one stands
             leaves, record = chosen_leaves(self.module, self.tracer), recording(self.tracer)
-            with leaves as own, record, reads.watch_reads() as self.reads:
+            kept = hazards.kept_attributes(self.module, self.unread)
+            with leaves as own, record, reads.watch_reads(kept) as self.reads:
                 traced = trace_module(self.module, *args, **kwargs)
                 name_own_classes(traced, own)
         except TraceError:  # a choice of the tracer
@@ -275,6 +302,7 @@ class Tracing:
                 failures.clean_up(error)
         hazards.forget(traced, self.unread)
         check_kernels(traced, self.name)
+        check_readers(traced, self.name)
         restore_names(self.module, traced)
         restore_input_names(traced)
         restore_key_order(traced, self.order)
@@ -410,7 +438,8 @@ def _run_and_compare(traced: TracedModule, inputs: Arguments, expected: list[Any
 def _describe_unread(places: list[str]) -> str:
     more = f" and {len(places) - 5} more" if len(places) > 5 else ""
     return (
-        f"forward keeps values that it does not read again, and the trace does not have them: "
+        "forward keeps values on which the results of other calls do not depend, as far as three calls "
+        "show, and the trace does not have them: "
         f"{', '.join(places[:5])}{more}. Return what code outside of forward needs as an output."
     )
 

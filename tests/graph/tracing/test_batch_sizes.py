@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import qtrace
-from qtrace.errors import TraceError
+from qtrace.errors import QtraceWarning, TraceError
 from qtrace.graph.flatten import flatten
 from tests.nets import images, net
 
@@ -45,6 +45,25 @@ def test_a_batch_in_a_reshape_stays_open(inside: bool) -> None:
 
 def _two(x: Any, n: int) -> Any:
     return F.reshape(x, (n, 4 if n == 4 else 3, -1))
+
+
+def _groups(self: M.Module, x: mge.Tensor) -> mge.Tensor:
+    """Groups of at most four, as StyleGAN's deviation within minibatches has them."""
+    groups = F.reshape(x, (min(int(x.shape[0]), 4), -1, 6))
+    return F.reshape(groups.mean(axis=0), (-1, 6))
+
+
+def test_a_size_that_follows_the_batch_for_a_while_is_not_opened() -> None:
+    with pytest.raises(TraceError, match=r"of another batch size \(3 instead of 2\)"):
+        qtrace.trace(net(_groups), np.random.default_rng(0).normal(size=(2, 6)).astype(np.float32))
+
+
+def test_an_opened_batch_that_takes_other_axes_in_is_said() -> None:
+    module = net(lambda self, x: F.reshape(self.conv(x), (int(x.shape[0]), 8, 64)), conv=M.Conv2d(3, 8, 1))
+    with pytest.warns(
+        QtraceWarning, match=r"such as 4x3x16x16, the model fails there and the trace does not"
+    ):
+        qtrace.trace(module, X)
 
 
 REFUSED: dict[str, Any] = {

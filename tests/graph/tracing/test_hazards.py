@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import megengine as mge
 import megengine.functional as F
 import megengine.module as M
@@ -215,6 +217,7 @@ def add_up(self, x):
         (write_slice, {"buf": buffer()}, "'body.part.buf'"),
         (assign, {"buf": buffer()}, "'body.part.buf'"),
         (add_up, {"seen": []}, "'body.part.seen[0]'"),
+        (append, {"seen": []}, "'body.part.seen[0]'"),  # from some length on, something may read it
     ],
 )
 def test_state_updated_in_forward_is_named(forward, attributes, path, check):
@@ -229,16 +232,46 @@ def keep_scores(self, x):
     return F.matmul(self.scores, F.transpose(x, (1, 0)))
 
 
+def keep_named(self, x):
+    if self.seen is not None:
+        self.seen["a"] = F.exp(x)
+    return x * 2
+
+
+def keep_and_clear(self, x):
+    if self.scores is not None:
+        self.scores = None
+    self.scores = F.softmax(x, axis=-1)
+    return F.matmul(self.scores, F.transpose(x, (1, 0)))
+
+
+def test_an_attribute_that_is_kept_may_be_read_before_it_is_assigned():
+    model = holder(net(keep_and_clear, scores=None))
+    with pytest.warns(QtraceWarning, match="keeps values on which"):
+        traced = trace(model, ROWS)
+    np.testing.assert_allclose(traced(mge.Tensor(ROWS)).numpy(), model(mge.Tensor(ROWS)).numpy(), rtol=1e-6)
+
+
+def test_a_value_that_another_module_reads_in_the_same_call_is_named():
+    inner = net(keep_scores, scores=None)
+    message = failure(net(lambda self, x: self.inner(x) + self.inner.scores.sum(), inner=inner), ROWS)
+    assert "reads a tensor that a submodule keeps on itself, softmax_out (F.softmax" in message
+    assert "return it from the submodule as an output" in message
+
+
 @pytest.mark.parametrize("check", [True, False])
-@pytest.mark.parametrize(("forward", "start"), [(keep_scores, {"scores": None}), (append, {"seen": []})])
+@pytest.mark.parametrize(("forward", "start"), [(keep_scores, {"scores": None}), (keep_named, {"seen": {}})])
 def test_a_value_kept_on_self_that_nothing_reads_is_named_and_left_out(forward, start, check):
-    model = holder(net(forward, **start))
-    with pytest.warns(QtraceWarning, match="keeps values that it does not read again") as caught:
+    model = holder(net(forward, **copy.deepcopy(start)))
+    with pytest.warns(
+        QtraceWarning, match="keeps values on which the results of other calls do not"
+    ) as caught:
         traced = trace(model, ROWS, check=check)
     np.testing.assert_allclose(traced(mge.Tensor(ROWS)).numpy(), model(mge.Tensor(ROWS)).numpy(), rtol=1e-6)
     (message,) = (str(w.message) for w in caught)
     line = forward.__code__.co_firstlineno + 1
-    place = f"'body.part.scores' (test_hazards.py:{line})" if forward is keep_scores else "'body.part.seen["
+    path = "'body.part.scores'" if forward is keep_scores else "\"body.part.seen['a']\""
+    place = f"{path} (test_hazards.py:{line})" if forward is keep_scores else path
     assert place in message
     assert "Return what code outside of forward needs as an output" in message
     assert not any(True for _ in traced.named_tensors())

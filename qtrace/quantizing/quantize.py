@@ -40,9 +40,10 @@ from qtrace.quantizing.evaluation import (
     shorten,
 )
 from qtrace.quantizing.judging import Acceptance, Judgement, conclude, copy_float
+from qtrace.quantizing.labels import labels_of
 from qtrace.quantizing.measuring import TimingPlan, prepare_measured
 from qtrace.quantizing.reporting import LogReporter, Reporter
-from qtrace.quantizing.sources import fixed_batch, labels_of, only_batch, own_file, read_network
+from qtrace.quantizing.sources import fixed_batch, only_batch, own_file, read_network
 from qtrace.quantizing.stage import DataReading, note_pixels, open_source
 from qtrace.quantizing.stages import StageTimes
 from qtrace.quantizing.targets import choose_config, format_of

@@ -16,20 +16,18 @@ from megengine.module import Module
 from qtrace.data import Batch, DataSource
 from qtrace.data.base import SizedSource, batch_length, length_of_last
 from qtrace.data.batches import as_arguments, can_run, first_samples
-from qtrace.data.values import find_labels, names_labels
 from qtrace.errors import CalibrationError, DataError, GraphError
 from qtrace.graph.files.serialize import load
-from qtrace.graph.interface import read_inputs, read_interface
+from qtrace.graph.interface import read_interface
 from qtrace.graph.opaque import cure_for_kept, opaque_calls
-from qtrace.graph.signature import argument_names
 from qtrace.graph.tracing.trace import trace
 from qtrace.graph.types import TracedModule
-from qtrace.importing.onnx import declared_axes, declared_inputs, from_onnx, open_inputs
+from qtrace.importing.onnx import declared_axes, from_onnx, open_inputs
 from qtrace.importing.torch import from_torch, is_torch_module
 from qtrace.preparation.record import is_quantized
 from qtrace.preparation.samples import cut_call
 
-__all__ = ["fixed_batch", "labels_of", "only_batch", "open_shapes", "own_file", "read_network"]
+__all__ = ["fixed_batch", "only_batch", "open_shapes", "own_file", "read_network"]
 
 _LOG = logging.getLogger("qtrace")
 
@@ -275,33 +273,3 @@ def _example(module: Any, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]
 
 def _parameters(module: Any) -> list[str]:
     return list(inspect.signature(module.forward).parameters)
-
-
-def labels_of(source: Any, batch: Batch) -> tuple[int | str, ...]:
-    """Returns what a batch holds beside the inputs of a network and looks like labels.
-
-    An argument of a module that may be left out, such as a mask, is an input if the batch has it by name,
-    unless the name is one of labels.
-
-    Args:
-        source: the network, as for `read_network`; of an .mge file the inputs are not known yet.
-        batch: the first batch.
-
-    Raises:
-        ImportingError: when an ONNX file is missing, damaged or hostile.
-    """
-    if isinstance(source, (str, os.PathLike)) and Path(source).suffix.lower() == ".onnx":
-        return find_labels(batch, list(declared_inputs(source)))
-    if isinstance(source, TracedModule):
-        declared = list(read_inputs(source))
-        names = argument_names(source)
-        return find_labels(batch, declared or names) or find_labels(batch, names)
-    if isinstance(source, Module) or is_torch_module(source):
-        parameters = inspect.signature(source.forward).parameters.values()
-        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        required = [p.name for p in parameters if p.kind in positional and p.default is p.empty]
-        given = [p.name for p in parameters if isinstance(batch, dict) and p.name in batch]
-        optional = [name for name in given if name not in required and not names_labels(name)]
-        inputs = [*required, *optional]
-        return find_labels(batch, inputs) if inputs else ()
-    return ()

@@ -58,10 +58,13 @@ def restore_input_names(traced: TracedModule) -> None:
     if len(found) != len(nodes):  # arguments beyond those with names
         return
     wrong = [(node, name) for node, name in zip(nodes, found, strict=True) if node._name != name]
-    for node, _ in wrong:
-        graph._namespace.unassociate_name_with_obj(node)
-    for node, name in wrong:
-        node._name = graph._namespace.create_unique_name(name, node)
+    names = graph._namespace
+    holders = [(names.used_names.get(name), name) for _, name in wrong]
+    others = [(other, name) for other, name in holders if other is not None and other not in nodes]
+    for node in (*(node for node, _ in wrong), *(other for other, _ in others)):
+        names.unassociate_name_with_obj(node)
+    for node, name in (*wrong, *others):  # a result of an op that has the name of an input gets another one
+        node._name = names.create_unique_name(name, node)
 
 
 def _input_names(argument: str, tree: TreeDef) -> Iterator[str]:

@@ -110,6 +110,14 @@ def test_numbers_are_left_out_of_the_result() -> None:
         np.testing.assert_allclose(value.numpy(), other.numpy(), rtol=1e-6)
 
 
+def test_results_beside_numbers_keep_their_order() -> None:
+    module = net(lambda self, x: [3, {"z": x, "a": x * 2}, np.zeros(4), "flow"])
+    with pytest.warns(QtraceWarning, match="Python values among tensors"):
+        traced = qtrace.trace(module, TOKENS)
+    (result,) = traced(mge.Tensor(TOKENS))
+    assert list(result) == ["z", "a"]
+
+
 def test_a_submodule_may_return_numbers_among_tensors_or_alone() -> None:
     inner = net(lambda self, x: (x * 2, 3, {"power": 2.0, "x": x + 1}))
     alone = net(lambda self, x: 0.5)
@@ -304,6 +312,15 @@ def test_inputs_behind_one_that_is_left_out_keep_their_names(given: dict[str, An
     traced = qtrace.trace(module, TOKENS, **given)
     assert [node.name for node in traced.graph.inputs[1:]] == names
     assert [node.name for node in flatten(traced).graph.inputs[1:]] == names
+
+
+def test_an_input_keeps_a_name_that_a_result_of_an_op_has() -> None:
+    def forward(self: M.Module, x: Any, add_out: Any = None, mul_out: Any = None) -> Any:
+        return (x + x) * x + mul_out
+
+    traced = qtrace.trace(net(forward), TOKENS, mul_out=TOKENS)
+    for model in (traced, flatten(traced)):
+        assert [node.name for node in model.graph.inputs[1:]] == ["x", "mul_out"]
 
 
 # -- comparisons of shapes -----------------------------------------------------------------------------

@@ -222,8 +222,6 @@ class TypeInference:
             try:
                 with _silent_log():
                     leaves, structure = _call(expr, [_variable(value, self._network) for value in inputs])
-                if any(isinstance(leaf, RawTensor) for leaf in leaves):
-                    raise TypeError("a tensor that holds a variable, as detach gives it, has no value")
                 values = [_deduced_value(leaf) for leaf in leaves]
                 if all(value is None or value.shape != (1,) for value in values):
                     return values, structure
@@ -377,7 +375,8 @@ def _deduced_value(leaf: Any) -> Any:
     if isinstance(leaf, VarNode):
         shape = leaf.shape
         return None if shape is None else TensorType(tuple(int(n) for n in shape), leaf.dtype)
-    return summarize(leaf)
+    # A tensor that holds a variable, as detach gives it, has a type and no value.
+    return type_of(leaf) if isinstance(leaf, RawTensor) else summarize(leaf)
 
 
 def summarize(value: Any) -> Any:

@@ -16,6 +16,7 @@ from qtrace.graph import flatten, inference
 from qtrace.graph.inference import TypeInference
 from qtrace.graph.open_axes import OpenAxes, OpenAxis, read_open_axes, write_open_axes
 from qtrace.graph.open_shapes import SizedTypes, open_shapes, types_at_other_sizes
+from qtrace.graph.renewal import renew_all
 from tests.nets import net
 
 X = np.linspace(-1, 1, 24, dtype="float32").reshape(2, 3, 4)
@@ -127,3 +128,12 @@ def test_a_batch_that_is_cut_has_not_the_name_of_the_batch(cut: int) -> None:
     whole, part = (node.name for node in flat.graph.outputs)
     assert open_shapes(flat)[whole] == ("N", 3, 4)
     assert open_shapes(flat)[part] == (-1, 3, 4)
+
+
+@pytest.mark.parametrize("shape", [(-1, 4, 1), (2, 2, 8)])
+def test_a_detached_tensor_has_a_type_for_what_reads_it(shape: tuple[int, ...]) -> None:
+    module = net(lambda self, x: F.reshape(self.fc(x).detach(), shape) * 2, fc=M.Linear(8, 8))
+    flat = flatten(qtrace.trace(module, np.zeros((4, 8), np.float32), check=False))
+    renew_all(flat)
+    (result,) = flat.graph.outputs
+    assert tuple(result.shape) == tuple(module(mge.Tensor(np.zeros((4, 8), np.float32))).shape)

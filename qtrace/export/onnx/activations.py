@@ -78,7 +78,7 @@ def activations(prepared: TracedModule, nodes: Sequence[str], axes: SharedAxes |
     names, known = exporter.writer.names, exporter.graph.nodes
     inputs = tuple(i.name for i in model.graph.input)
     if missing := [name for name in nodes if known[name] not in names]:
-        raise ExportError(f"{missing[0]} is no tensor of the file.")
+        raise ExportError(f"{missing[0]} is no tensor of the file: collect with engine megengine.")
     tensors = {name: names[known[name]] for name in nodes}
     graph_inputs = {name: tensor for name, tensor in tensors.items() if tensor in inputs}
     outputs = {name: tensor for name, tensor in tensors.items() if name not in graph_inputs}

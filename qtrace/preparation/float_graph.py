@@ -21,7 +21,7 @@ from qtrace.preparation.passes.neutral import drop_neutral
 from qtrace.preparation.passes.unlike import UnlikeNames
 from qtrace.preparation.placement.noise import OutputNoise
 from qtrace.preparation.placement.reference import Measured
-from qtrace.preparation.samples import first_calls, holds_infinite_data, read_calls
+from qtrace.preparation.samples import cut_images, first_calls, holds_infinite_data, read_calls
 
 __all__ = ["FloatGraph", "FloatSource", "GraphFacts", "make_float_graph"]
 
@@ -135,7 +135,7 @@ def make_float_graph(
     reports = change_float(model, config, calls or ())
     changed += align_biases(model).changed
     left = tuple(str(reason) for reason in (*expanded.left, *composed.left))
-    measured = None if calls is None else first_calls(calls, _MEASURED_SAMPLES, model)
+    measured = None if calls is None else cut_images(first_calls(calls, _MEASURED_SAMPLES, model), model)
     if measured is not None and any(map(holds_infinite_data, measured)):
         measured = None  # they measure nothing: `calibrate` refuses them and says where
     return FloatGraph(model, config, measured, tuple(changed), left, reports, located, dropped)

@@ -14,7 +14,10 @@ from qtrace.graph.open_axes import read_open_axes
 from qtrace.graph.open_shapes import infer_types
 from qtrace.graph.types import TensorNode, TracedModule
 
-__all__ = ["cut_call", "first_calls", "holds_infinite_data", "read_calls"]
+__all__ = ["cut_call", "cut_images", "first_calls", "holds_infinite_data", "read_calls"]
+
+_MOST_PIXELS = 1 << 20
+_CUT_SIDE = 960  # a multiple of the strides of detectors
 
 
 def read_calls(samples: Iterable[Any], model: TracedModule, count: int) -> list[Any]:
@@ -57,6 +60,35 @@ def cut_call(arguments: Any, count: int, model: TracedModule) -> Any:
     few = first_samples(arguments, count)
     known = few is not None and _is_known_to_take(few, model)
     return few if known else first_samples(arguments, count, model)
+
+
+def cut_images(calls: list[Any], model: TracedModule) -> list[Any]:
+    """Cuts the middle out of images of more than a million pixels, if the network takes any size.
+
+    A run that follows roundings keeps every tensor of a network: at 1760x1760 more than 8 GB for a small one.
+    """
+    record = read_open_axes(model)
+    nodes = [node for node in model.graph.inputs if isinstance(node, TensorNode)]
+    if record is None or len(nodes) != 1 or not {2, 3} <= set(record.of(nodes[0])):
+        return calls
+    return [_cut_image(call, nodes[0], model) for call in calls]
+
+
+def _cut_image(call: Any, node: TensorNode, model: TracedModule) -> Any:
+    args, kwargs = call
+    values = [*args, *kwargs.values()]
+    if len(values) != 1 or values[0].ndim != 4:
+        return call
+    height, width = (int(n) for n in values[0].shape[2:])
+    if height * width <= _MOST_PIXELS:
+        return call
+    top, left = max(0, height - _CUT_SIDE) // 2, max(0, width - _CUT_SIDE) // 2
+    part = values[0][:, :, top : top + _CUT_SIDE, left : left + _CUT_SIDE]
+    try:
+        infer_types(model, {node.name: tuple(map(int, part.shape))})
+    except OpError:
+        return call
+    return (part,) if args else (), dict.fromkeys(kwargs, part)
 
 
 def _is_known_to_take(arguments: Any, model: TracedModule) -> bool:

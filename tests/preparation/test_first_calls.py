@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import megengine.functional as F
 import megengine.module as M
+import numpy as np
 import pytest
 from megengine import Tensor
 
 import qtrace
 from qtrace.data import batches
+from qtrace.graph.flatten import flatten
 from qtrace.graph.open_axes import OpenAxes, OpenAxis, write_open_axes
 from qtrace.graph.types import TracedModule
-from qtrace.preparation.samples import first_calls
+from qtrace.preparation.samples import cut_images, first_calls
 from qtrace.quantizing.evaluation import shorten
 from tests.nets import images, net
 
@@ -45,3 +47,24 @@ def test_a_batch_stays_whole_where_an_edit_has_fixed_what_is_recorded_as_open() 
     calls = first_calls([((Tensor(DATA),), {})], 4, traced)
     assert [call[0][0].shape[0] for call in calls] == [8]
     assert shorten((DATA,), traced, 0, 4)[0].shape[0] == 8  # the verdict's batches, too
+
+
+def _large(axes: tuple[int, ...], shape: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
+    """Returns the shape of one image that is measured on, and its first value."""
+    module = net(lambda self, x: F.relu(self.conv(x)), conv=M.Conv2d(1, 2, 3, stride=32))
+    model = flatten(qtrace.trace(module, np.zeros((1, 1, 64, 64), np.float32)))
+    name = model.graph.inputs[1].name
+    write_open_axes(
+        model, OpenAxes(tuple(OpenAxis(name, axis, f"size {axis}", "NCHW"[axis]) for axis in axes))
+    )
+    image = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    ((call,), _) = cut_images([((Tensor(image),), {})], model)[0]
+    return tuple(map(int, call.shape)), int(call.numpy()[0, 0, 0, 0])
+
+
+def test_large_images_are_cut_where_the_network_takes_any_size() -> None:
+    assert _large((0, 2, 3), (1, 1, 1760, 1760)) == ((1, 1, 960, 960), 400 * 1760 + 400)
+    assert _large((0, 2, 3), (1, 1, 600, 2000)) == ((1, 1, 600, 960), 520)
+    assert _large((0, 2, 3), (1, 1, 1000, 1000))[0] == (1, 1, 1000, 1000)
+    assert _large((0, 2), (1, 1, 1760, 1760))[0] == (1, 1, 1760, 1760)
+    assert _large((0,), (1, 1, 1760, 1760))[0] == (1, 1, 1760, 1760)

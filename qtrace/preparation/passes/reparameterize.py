@@ -140,6 +140,8 @@ def _add_branches(traced: TracedModule, branches: dict[Node, _Branch], call: OpC
     (kh, kw), (h, w) = large.weight.shape[3:], small.weight.shape[3:]
     if top < 0 or side < 0 or top + h > kh or side + w > kw:
         return "one kernel does not lie within the other"
+    if (kh - h, kw - w) != (2 * top, 2 * side):
+        return "its branches give maps of different sizes"  # one is broadcast, at this size or another
     widths = ((0, 0), (0, 0), (0, 0), (top, kh - h - top), (side, kw - w - side))
     weight = large.weight + np.pad(small.weight, widths)
     return replace(large, weight=weight, bias=large.bias + small.bias, parts=(*large.parts, *small.parts))

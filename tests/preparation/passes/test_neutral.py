@@ -56,6 +56,64 @@ def test_what_changes_values_shapes_or_types_stays(way: str) -> None:
     assert len(_kinds(OTHER[way])) > 2
 
 
+def _written(self: M.Module, x: Any) -> Any:
+    y = self.conv(x)
+    z = y * 1
+    z[:, :2] = 0.5
+    return z + y
+
+
+def _written_by_plus(self: M.Module, x: Any) -> Any:
+    y = self.conv(x)
+    z = y + 0
+    z += 1.5
+    return z * y
+
+
+def _source_written(self: M.Module, x: Any) -> Any:
+    y = self.conv(x)
+    z = y - 0
+    y[:, :2] = 0.5
+    return z * y
+
+
+def _written_under_another_name(self: M.Module, x: Any) -> Any:
+    y = self.conv(x)
+    z = self.drop(y / 1)
+    z[:, :2] = 0.5
+    return z + y
+
+
+def _input_written(self: M.Module, x: Any) -> Any:
+    z = x * 1
+    z[:, :2] = 0.5
+    return self.conv(z) + F.mean(x)
+
+
+WRITES = [_written, _written_by_plus, _source_written, _written_under_another_name, _input_written]
+
+
+@pytest.mark.parametrize("forward", WRITES)
+def test_a_copy_before_a_write_stays(forward: Callable[[Any, Any], Any]) -> None:
+    module = net(forward, conv=M.Conv2d(3, 8, 3, padding=1), drop=M.Dropout(0.5))
+    expected = module(mge.Tensor(X)).numpy()
+    prepared = qtrace.prepare(qtrace.trace(module, X), "w8a8")
+    x = mge.Tensor(X)
+    np.testing.assert_allclose(prepared(x).numpy(), expected, atol=1e-5)
+    np.testing.assert_array_equal(x.numpy(), X)  # the caller's own tensor
+
+
+def test_a_sum_with_zero_in_place_writes_nothing() -> None:
+    def forward(self: M.Module, x: mge.Tensor) -> mge.Tensor:
+        y = self.conv(x)
+        y += 0
+        return F.relu(y)
+
+    module = net(forward, conv=M.Conv2d(3, 8, 3, padding=1))
+    prepared = qtrace.prepare(qtrace.trace(module, X), "w8a8")
+    assert [call.kind for call in map(read, exprs(prepared)) if call is not None] == ["conv2d", "relu"]
+
+
 def test_a_result_keeps_its_name() -> None:
     module = net(lambda self, x: self.conv(x) + 0, conv=M.Conv2d(3, 8, 3))
     traced = qtrace.trace(module, X)

@@ -113,3 +113,15 @@ def test_branches_of_different_tensors_and_shared_weights_are_no_branches() -> N
     )
     result = _merged(module)[1]
     assert result.changed == result.left == ()
+
+
+def test_a_norm_that_another_tensor_passes_too_stays_a_norm() -> None:
+    module = net(
+        lambda self, x: F.relu(self.norm(x) + self.a(x)) + self.norm(F.exp(x)),
+        a=M.Conv2d(4, 4, 3, padding=1),
+        norm=M.BatchNorm2d(4),
+    )
+    expected = module(mge.Tensor(X)).numpy()
+    flat, result = _merged(module)
+    np.testing.assert_array_equal(flat(mge.Tensor(X)).numpy(), expected)
+    assert result.changed == ()

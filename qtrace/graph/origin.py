@@ -32,7 +32,17 @@ __all__ = [
 _ATTRIBUTE = "onnx_origin"
 _MAX_VERSION = 2**63 - 1  # of a number in a protobuf file
 # Keys that most networks do not have.
-_RARE = ("norms", "computed", "tied", "absent", "graph_facts", "end_facts", "output_axes", "node_remarks")
+_RARE = (
+    "norms",
+    "computed",
+    "tied",
+    "absent",
+    "merged",
+    "graph_facts",
+    "end_facts",
+    "output_axes",
+    "node_remarks",
+)
 
 Facts = tuple[tuple[str, str], ...]
 
@@ -122,6 +132,8 @@ class FileOrigin:
         tied: another name of a stored tensor in torch's state -> its name in ``parameters``.
         absent: the tensors of numbers in torch's state that the graph does not hold, since the network reads
             none of them or the import computed other tensors from them.
+        merged: path of a parameter of a layer that was merged into another one, and is no longer in the
+            graph -> the number with which the layer adds nothing, and how many of it the parameter held.
 
     Raises:
         GraphError: for anything but text and whole numbers of 64 bits.
@@ -146,6 +158,7 @@ class FileOrigin:
     computed: Mapping[str, str] = field(default_factory=dict)
     tied: Mapping[str, str] = field(default_factory=dict)
     absent: tuple[str, ...] = ()
+    merged: Mapping[str, tuple[float, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         numbers = (self.model_version, self.opset, self.ir_version)
@@ -161,6 +174,7 @@ class FileOrigin:
             texts += [result.tensor, result.node, result.op]
         texts += [*self.absent, *(parameter.tensor for parameter in self.parameters.values())]
         texts += [text for pair in (*self.computed.items(), *self.tied.items()) for text in pair]
+        texts += [*self.merged]
         texts += [text for norm in self.norms.values() for text in (norm.bias, *norm.tensors)]
         if not all(isinstance(text, str) and _is_utf8(text) for text in texts):
             raise GraphError(
@@ -177,6 +191,7 @@ class FileOrigin:
             for key, p in self.parameters.items()
         }
         document["norms"] = {key: [n.bias, n.eps, list(n.tensors)] for key, n in self.norms.items()}
+        document["merged"] = {path: [number, count] for path, (number, count) in self.merged.items()}
         document["computed"], document["tied"] = dict(self.computed), dict(self.tied)
         document["end_facts"], document["output_axes"] = dict(self.end_facts), dict(self.output_axes)
         document["node_remarks"] = {name: [r.doc, r.facts] for name, r in self.node_remarks.items()}
@@ -198,6 +213,7 @@ class FileOrigin:
                 raise ValueError("it has other keys")
             graph_facts = document.pop("graph_facts", ())
             absent = tuple(document.pop("absent", ()))
+            merged = {path: _fill(*pair) for path, pair in document.pop("merged", {}).items()}
             results = {key: FileResult(*item) for key, item in document.pop("results").items()}
             parameters = {
                 key: FileParameter(tensor, tuple(int(n) for n in shape), parse_moves(*moves))
@@ -217,6 +233,7 @@ class FileOrigin:
                 **document,
                 output_axes=axes,
                 absent=absent,
+                merged=merged,
                 graph_facts=_pairs(graph_facts),
                 end_facts=ends,
                 node_remarks=remarks,
@@ -228,6 +245,12 @@ class FileOrigin:
 
 def _pairs(items: Sequence[Sequence[str]]) -> Facts:
     return tuple((key, value) for key, value in items)
+
+
+def _fill(number: float, count: int) -> tuple[float, int]:
+    if number not in (0, 1) or count < 0:
+        raise ValueError("a merged layer is filled with other numbers than 0 and 1")
+    return float(number), int(count)
 
 
 def _four(texts: Sequence[str]) -> tuple[str, str, str, str]:

@@ -12,7 +12,7 @@ from qtrace.graph.flatten import flatten
 from qtrace.graph.native import drop_ranges, lower, write_ranges
 from qtrace.graph.renewal import renew_all
 from qtrace.graph.types import TracedModule
-from qtrace.preparation.float_stage import change_float, reads_samples
+from qtrace.preparation.float_stage import change_float, copy_views, reads_samples
 from qtrace.preparation.passes import native
 from qtrace.preparation.passes.biases import align_biases
 from qtrace.preparation.passes.compose import compose_pieces
@@ -127,6 +127,8 @@ def make_float_graph(
         config, dropped = native.without_refitting(config, located)
     expanded = expand(model)
     neutral = drop_neutral(model).changed if located is None else ()
+    if neutral:
+        copy_views(model)
     composed = compose_pieces(model, config, located.activations if located is not None else ())
     changed = [*expanded.changed, *neutral, *composed.changed]
     changed += align_biases(model, before_norms=False).changed

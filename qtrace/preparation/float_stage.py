@@ -11,10 +11,11 @@ import numpy as np
 
 from qtrace.config import QConfig
 from qtrace.config.algorithm import Algorithm, algorithms
+from qtrace.graph.tracing.copies import find_copies, insert_copies
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.passes.base import Left
 
-__all__ = ["FloatTask", "Report", "SiteNoise", "change_float", "named_report", "reads_samples"]
+__all__ = ["FloatTask", "Report", "SiteNoise", "change_float", "copy_views", "named_report", "reads_samples"]
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,8 @@ def change_float(
 ) -> tuple[dict[str, Any], ...]:
     """Runs the algorithms of the float stage on a flat, expanded graph; returns their reports.
 
-    Algorithms of the calibrated stage prepare the graph for what they will do after calibration.
+    Algorithms of the calibrated stage prepare the graph for what they will do after calibration. Views that
+    MegEngine's kernels misread once an op between is gone are copied, as in a trace.
 
     Args:
         model: the graph; it is changed in place.
@@ -108,8 +110,16 @@ def change_float(
         if algorithm.stage == "calibrated":
             algorithm.ready(task)
         else:
-            reports.append(named_report(algorithm.apply(task), name, algorithm))
+            report = algorithm.apply(task)
+            if report.changed:
+                copy_views(model)  # at once: the next algorithm may run the graph
+            reports.append(named_report(report, name, algorithm))
     return tuple(reports)
+
+
+def copy_views(model: TracedModule) -> None:
+    """Inserts the copies that MegEngine's kernels need where a pass removed what stood behind a view."""
+    insert_copies(model, find_copies(model))
 
 
 def named_report(report: Report, name: str, algorithm: Algorithm) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,10 +27,11 @@ def to_torch_state(traced: TracedModule) -> dict[str, Any]:
 
     ``module.load_state_dict(state, strict=False)`` then gives torch the float network that qtrace quantizes:
     what `finetune` or a training loop learned, and folded weights. A BatchNorm that `prepare` folded into its
-    layer becomes one that only adds the layer's bias. Counters, such as ``num_batches_tracked``, are left
-    out, and so are tensors that the graph does not hold, since the network does not read them or the import
-    computed others from them, as from weights that the module standardizes. The logger ``qtrace`` names
-    these; the module's own are still right.
+    layer becomes one that only adds the layer's bias. Of convolutions that `prepare` merged into one, the
+    largest has the sum of all; the others, and merged BatchNorms, add nothing. Counters, such as
+    ``num_batches_tracked``, are left out, and so are tensors that the graph does not hold, since the network
+    does not read them or the import computed others from them, as from weights that the module standardizes.
+    The logger ``qtrace`` names these; the module's own are still right.
 
     Args:
         traced: the network of `from_torch`, before or after `prepare`, `calibrate`, `finetune` and `convert`.
@@ -65,6 +66,7 @@ def state_arrays(traced: TracedModule) -> dict[str, np.ndarray]:
         raise ImportingError("the network has no names of torch's state: import it by qtrace.from_torch.")
     values = {name: tensor.numpy() for name, tensor in traced.named_parameters()}
     values.update({name: tensor.numpy() for name, tensor in traced.named_buffers()})
+    values.update(_merged_values(origin, values))
     state: dict[str, np.ndarray] = {}
     written: dict[str, np.ndarray] = {}
     for path, parameter in origin.parameters.items():
@@ -98,6 +100,23 @@ def state_arrays(traced: TracedModule) -> dict[str, np.ndarray]:
         )
     state.update({name: state[own] for name, own in origin.tied.items() if own in state})
     return state
+
+
+def _merged_values(origin: FileOrigin, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns the parameters of merged layers with which these add nothing.
+
+    Raises:
+        ImportingError: for one that torch's module computes from others, lacks, or reads elsewhere, too.
+    """
+    biases = {norm.bias for weight, norm in origin.norms.items() if weight in origin.merged}
+    lost = ({*origin.merged} - {*origin.parameters} - biases) | ({*origin.merged} & {*values})
+    if lost:
+        raise ImportingError(
+            f"reparameterize merged the layer of {_listed(sorted(lost))} into another one, and no values of "
+            "torch's module leave it out: take the state before prepare, or give prepare a config whose "
+            "`ptq` has no reparameterize."
+        )
+    return {path: np.full(count, number, np.float32) for path, (number, count) in origin.merged.items()}
 
 
 def _listed(names: Sequence[str]) -> str:

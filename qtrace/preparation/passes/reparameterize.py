@@ -8,6 +8,7 @@ section 3.3). Computed in float64.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,7 +17,7 @@ from megengine import Parameter
 from qtrace import ops
 from qtrace.graph.edit import GraphEditor
 from qtrace.graph.module_tree import delete_attribute, set_parameter
-from qtrace.graph.origin import move_results
+from qtrace.graph.origin import FileOrigin, move_results, read_origin, write_origin
 from qtrace.graph.types import GetAttr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module, owner
 from qtrace.ops import OpCall
@@ -79,10 +80,12 @@ def reparameterize(traced: TracedModule) -> PassResult:
                     merged.pop(node, None)
         elif (branch := _read_branch(traced, call)) is not None:
             branches[call.out] = branch
+    biases: list[tuple[_Branch, str]] = []
     with GraphEditor(traced) as editor:
         for call, branch in merged.values():
-            _write(traced, editor, call, branch)
+            biases.append((branch, _write(traced, editor, call, branch)))
     move_results(traced, {call.out.name: _conv(b).out.name for call, b in merged.values()})
+    _note_merged(traced, biases)
     dead = {n.expr.name for call, b in merged.values() for n in _parameters(b.parts)}
     _delete(traced, dead)
     drop_dead_norms(traced, [p for _, b in merged.values() for p in b.parts])
@@ -97,7 +100,8 @@ def _describe(branch: _Branch) -> str:
 def _read_branch(traced: TracedModule, call: OpCall) -> _Branch | None:
     """Reads ``call`` as a convolution with parameters that nothing else reads; None if it is not one."""
     if call.kind == "batch_norm":
-        if owner(call.expr) is None or len(call.inputs[0].shape) != 4:
+        module = owner(call.expr)
+        if module is None or len(call.inputs[0].shape) != 4 or len(call.expr.inputs[0].users) > 1:
             return None
         norm = affine(traced, call)
         return _Branch(call.inputs[0], norm.gain, norm.shift, (0, 0), (1, 1), None, (call,))
@@ -140,6 +144,8 @@ def _add_branches(traced: TracedModule, branches: dict[Node, _Branch], call: OpC
     (kh, kw), (h, w) = large.weight.shape[3:], small.weight.shape[3:]
     if top < 0 or side < 0 or top + h > kh or side + w > kw:
         return "one kernel does not lie within the other"
+    if (kh - h, kw - w) != (2 * top, 2 * side):
+        return "its branches give maps of different sizes"  # one is broadcast, at this size or another
     widths = ((0, 0), (0, 0), (0, 0), (top, kh - h - top), (side, kw - w - side))
     weight = large.weight + np.pad(small.weight, widths)
     return replace(large, weight=weight, bias=large.bias + small.bias, parts=(*large.parts, *small.parts))
@@ -159,7 +165,8 @@ def _conv(branch: _Branch) -> OpCall:
     return branch.conv
 
 
-def _write(traced: TracedModule, editor: GraphEditor, call: OpCall, branch: _Branch) -> None:
+def _write(traced: TracedModule, editor: GraphEditor, call: OpCall, branch: _Branch) -> str:
+    """Writes a merged layer in the place of the sum ``call``; returns the path of its bias."""
     conv = _conv(branch)
     assert conv.weight is not None
     path = conv.weight.expr.name
@@ -171,6 +178,69 @@ def _write(traced: TracedModule, editor: GraphEditor, call: OpCall, branch: _Bra
         editor.set_argument(conv.expr, "bias", editor.get_attr(bias_path))
     editor.replace_uses(call.out, conv.out)
     editor.remove(call.expr)
+    return bias_path
+
+
+def _note_merged(traced: TracedModule, biases: Sequence[tuple[_Branch, str]]) -> None:
+    """Records in the origin which parameters were merged, so that the file's layers can be filled in again.
+
+    The layer that stays has the sum of the weights, the others add nothing. The sum of the biases belongs to
+    the bias of the layer that stays or to its BatchNorm, or else to those of another branch.
+
+    Args:
+        traced: the module, with the parameters that were merged.
+        biases: the merged branches, each with the path of its bias.
+    """
+    origin = read_origin(traced)
+    if origin is None:
+        return
+    for branch, bias in biases:
+        merged = dict(origin.merged)
+        own = {norm.bias for norm in origin.norms.values()} | {*origin.parameters}
+        for path in (path for part in branch.parts if part is not branch.conv for path in _stored(part)):
+            values = get_module(traced, path)
+            if values is None or path in own or np.any(values.numpy()):
+                count = 0 if values is None else int(values.numpy().size)
+                merged[path] = float(path.endswith(".running_var")), count
+        origin = _keep_bias(replace(origin, merged=merged), branch, bias)
+    write_origin(traced, origin)
+
+
+def _stored(part: OpCall) -> list[str]:
+    """Returns the paths of the parameters and statistics that ``part`` reads.
+
+    A BatchNorm without a gain has the path of one: nothing but a gain of 0 makes it add nothing.
+    """
+    if part.kind != "batch_norm":
+        return [node.expr.name for node in _parameters((part,))]
+    path, module = part.expr.inputs[0].expr.name, owner(part.expr)
+    bias = [] if getattr(module, "bias", None) is None else ["bias"]
+    return [f"{path}.{name}" for name in ("weight", *bias, "running_mean", "running_var")]
+
+
+def _keep_bias(origin: FileOrigin, branch: _Branch, bias: str) -> FileOrigin:
+    """Gives the bias of a merged layer a place among the file's tensors, if it has none of its own."""
+    weight = _weight_path(_conv(branch))
+    parameters, norms, merged = dict(origin.parameters), dict(origin.norms), dict(origin.merged)
+    if bias in parameters or weight in norms:
+        return origin
+    for part in branch.parts:
+        norm = norms.pop(_weight_path(part), None)
+        if norm is not None:
+            norms[weight] = replace(norm, bias=bias)
+            if norm.bias not in parameters:
+                merged.pop(norm.bias, None)
+            break
+        own = next((path for path in _stored(part) if path in parameters and path.endswith("bias")), None)
+        if own is not None:
+            parameters[bias] = parameters.pop(own)
+            del merged[own]
+            break
+    return replace(origin, parameters=parameters, norms=norms, merged=merged)
+
+
+def _weight_path(part: OpCall) -> str:
+    return "" if part.kind == "batch_norm" or part.weight is None else str(part.weight.expr.name)
 
 
 def _parameters(calls: tuple[OpCall, ...]) -> list[TensorNode]:

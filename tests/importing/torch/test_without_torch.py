@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -192,10 +193,11 @@ def test_an_origin_with_moves_and_norms_is_read_back() -> None:
     parameters = {"a.weight": FileParameter("w", (2, 3), (transposed_by((1, 0)),))}
     norms = {"a.weight": FileNorm("a.bias", 1e-3, ("g", "b", "m", "v"))}
     origin = FileOrigin(graph="g", parameters=parameters, norms=norms, absent=("c", "d"))
+    origin = replace(origin, merged={"b.running_var": (1.0, 3)})
     assert FileOrigin.from_json(origin.to_json()) == origin
-    broken = origin.to_json().replace("transpose", "twist")
-    with pytest.raises(GraphError, match="damaged"):
-        FileOrigin.from_json(broken)
+    for own, other in (("transpose", "twist"), ("[1.0, 3]", "[7.0, 3]"), ("[1.0, 3]", "[1.0, -3]")):
+        with pytest.raises(GraphError, match="damaged"):
+            FileOrigin.from_json(origin.to_json().replace(own, other))
 
 
 def test_networks_that_torch_did_not_give_have_no_state(tmp_path: Path) -> None:

@@ -56,6 +56,94 @@ def test_what_changes_values_shapes_or_types_stays(way: str) -> None:
     assert len(_kinds(OTHER[way])) > 2
 
 
+def _written(self: M.Module, x: Any) -> Any:
+    y = self.conv(x)
+    z = y * 1
+    z[:, :2] = 0.5
+    return z + y
+
+
+def _written_by_plus(self: M.Module, x: Any) -> Any:
+    y = self.conv(x)
+    z = y + 0
+    z += 1.5
+    return z * y
+
+
+def _source_written(self: M.Module, x: Any) -> Any:
+    y = self.conv(x)
+    z = y - 0
+    y[:, :2] = 0.5
+    return z * y
+
+
+def _written_under_another_name(self: M.Module, x: Any) -> Any:
+    y = self.conv(x)
+    z = self.drop(y / 1)
+    z[:, :2] = 0.5
+    return z + y
+
+
+def _input_written(self: M.Module, x: Any) -> Any:
+    z = x * 1
+    z[:, :2] = 0.5
+    return self.conv(z) + F.mean(x)
+
+
+WRITES = [_written, _written_by_plus, _source_written, _written_under_another_name, _input_written]
+
+
+@pytest.mark.parametrize("forward", WRITES)
+def test_a_copy_before_a_write_stays(forward: Callable[[Any, Any], Any]) -> None:
+    module = net(forward, conv=M.Conv2d(3, 8, 3, padding=1), drop=M.Dropout(0.5))
+    expected = module(mge.Tensor(X)).numpy()
+    prepared = qtrace.prepare(qtrace.trace(module, X), "w8a8")
+    x = mge.Tensor(X)
+    np.testing.assert_allclose(prepared(x).numpy(), expected, atol=1e-5)
+    np.testing.assert_array_equal(x.numpy(), X)  # the caller's own tensor
+
+
+def test_a_sum_with_zero_in_place_writes_nothing() -> None:
+    def forward(self: M.Module, x: mge.Tensor) -> mge.Tensor:
+        y = self.conv(x)
+        y += 0
+        return F.relu(y)
+
+    module = net(forward, conv=M.Conv2d(3, 8, 3, padding=1))
+    prepared = qtrace.prepare(qtrace.trace(module, X), "w8a8")
+    assert [call.kind for call in map(read, exprs(prepared)) if call is not None] == ["conv2d", "relu"]
+
+
+def _behind_a_view(self: M.Module, x: Any) -> Any:
+    y = self.fc(x)
+    return F.concat([y[..., :2] * 1.0 + self.grid, y[..., 2:]], axis=-1)
+
+
+def _behind_a_view_by_a_parameter(self: M.Module, x: Any) -> Any:
+    y = self.fc(x)
+    return F.concat([y[..., :2] * self.stride + self.grid, y[..., 2:]], axis=-1)
+
+
+@pytest.mark.parametrize("forward", [_behind_a_view, _behind_a_view_by_a_parameter])
+def test_a_kernel_that_misreads_views_gets_a_copy_in_place_of_the_op_that_went(
+    forward: Callable[[Any, Any], Any],
+) -> None:
+    rng = np.random.default_rng(0)
+    module = net(
+        forward,
+        fc=M.Linear(6, 8),
+        grid=mge.Parameter(10 * rng.normal(size=(64, 2)).astype(np.float32)),
+        stride=mge.Parameter(np.float32(2)),
+    )
+    x = rng.normal(size=(4, 64, 6)).astype(np.float32)
+    expected = module(mge.Tensor(x)).numpy()
+    algorithms = ["fuse_bn", "absorb"]  # the latter takes the product with `stride`
+    prepared = qtrace.prepare(qtrace.trace(module, x), {"ptq": algorithms})
+    kinds = [call.kind for call in map(read, exprs(prepared)) if call is not None]
+    assert "mul" not in kinds
+    np.testing.assert_allclose(prepared(mge.Tensor(x)).numpy(), expected, atol=1e-4)
+
+
 def test_a_result_keeps_its_name() -> None:
     module = net(lambda self, x: self.conv(x) + 0, conv=M.Conv2d(3, 8, 3))
     traced = qtrace.trace(module, X)

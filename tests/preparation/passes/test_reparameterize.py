@@ -80,6 +80,9 @@ def test_prepare_does_it_by_name() -> None:
         (lambda self, x: (lambda y: self.a(x) + y + F.exp(y))(self.b(x)), "b_out is also used elsewhere"),
         (lambda self, x: self.s(x) + self.p(x), "does not lie within"),
         (lambda self, x: self.a(x) + self.g(x), "channels or groups of its branches differ"),
+        (lambda self, x: self.b(x) + self.whole(x), "maps of different sizes"),
+        (lambda self, x: self.whole_norm(x) + self.whole(x), "maps of different sizes"),
+        (lambda self, x: self.even(x) + self.point(x), "maps of different sizes"),  # 1 and 2 wide of 3
     ],
 )
 def test_what_cannot_be_merged_is_left_with_the_reason(forward: Any, reason: str) -> None:
@@ -90,6 +93,10 @@ def test_what_cannot_be_merged_is_left_with_the_reason(forward: Any, reason: str
         g=M.Conv2d(4, 4, 1, groups=2),
         s=M.Conv2d(4, 4, 3, stride=5),
         p=M.Conv2d(4, 4, 2, stride=5, padding=1),
+        whole=M.Conv2d(4, 4, 8),
+        whole_norm=M.BatchNorm2d(4),
+        even=M.Conv2d(4, 4, 2, stride=2),
+        point=M.Conv2d(4, 4, 1, stride=2),
     )
     expected = module(mge.Tensor(X)).numpy()
     flat, result = _merged(module)
@@ -106,3 +113,15 @@ def test_branches_of_different_tensors_and_shared_weights_are_no_branches() -> N
     )
     result = _merged(module)[1]
     assert result.changed == result.left == ()
+
+
+def test_a_norm_that_another_tensor_passes_too_stays_a_norm() -> None:
+    module = net(
+        lambda self, x: F.relu(self.norm(x) + self.a(x)) + self.norm(F.exp(x)),
+        a=M.Conv2d(4, 4, 3, padding=1),
+        norm=M.BatchNorm2d(4),
+    )
+    expected = module(mge.Tensor(X)).numpy()
+    flat, result = _merged(module)
+    np.testing.assert_array_equal(flat(mge.Tensor(X)).numpy(), expected)
+    assert result.changed == ()

@@ -95,3 +95,36 @@ def test_float_biases_are_taken_out_where_a_shape_is_read(reads_shape: bool) -> 
     assert write_biases_apart(file) == (2 if reads_shape else 0)
     for own, exact in zip(open_session(file.SerializeToString()).run(None, feeds), before, strict=True):
         np.testing.assert_allclose(own, exact, atol=1e-5)
+
+
+def _one_in_float(self: M.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    y = self.first(x)  # two read it, in float
+    return self.last(F.sigmoid(self.alone(F.relu(y)))), y, F.broadcast_to(self.queries, (x.shape[0], 4))
+
+
+@pytest.mark.parametrize("bias", ["some", "none", "zeros"])
+def test_layers_in_float16_and_those_that_two_read_keep_their_forms(bias: str, tmp_path: Path) -> None:
+    parts = {"first": M.Conv2d(3, 6, 3, bias=bias != "none"), "alone": M.Conv2d(6, 6, 3)}
+    module = randomize(
+        net(_one_in_float, **parts, last=M.Conv2d(6, 4, 1), queries=M.Linear(4, 1, bias=False))
+    )
+    module.queries = module.queries.weight
+    if bias == "zeros":
+        module.first.bias._reset(module.first.bias * 0)
+    x = images(4, 3, 12, 12)
+    rules = [
+        {"match": {"name": "alone"}, "quantize": False},
+        {"match": {"name": "first"}, "quantize_output": False},
+    ]
+    config = {"backend": "openvino", "placement": "everything", "float": "fp16", "rules": rules}
+    prepared = qtrace.prepare(qtrace.trace(module, x[:1], check=False), config)
+    converted = qtrace.convert(qtrace.calibrate(prepared, [x], progress=False))
+    path = qtrace.export(converted, tmp_path / "m.onnx")
+    graph = onnx.load(path).graph
+    kinds = {tensor.name: tensor.data_type for tensor in graph.initializer}
+    weights = [kinds[n.input[1]] for n in graph.node if n.op_type == "Conv" and n.input[1] in kinds]
+    assert weights == [onnx.TensorProto.FLOAT16]
+    assert qtrace.verify(path, converted, [x], runtime="openvino").passed
+    deployed = OpenvinoSession(path, True).run([x]).outputs
+    for own, exact in zip(deployed, converted(Tensor(x)), strict=True):
+        np.testing.assert_allclose(own, exact.numpy(), atol=0.02 * np.abs(exact.numpy()).max())

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from qtrace.export.converted.graph import ConvertedGraph
-from qtrace.graph.inference import OpError, TensorType, TypeInference, recorded_type
-from qtrace.graph.open_shapes import infer_types
-from qtrace.graph.types import Node, TensorNode, TracedModule
+from qtrace.graph.inference import OpError, TensorType
+from qtrace.graph.open_shapes import SizedTypes, infer_types
+from qtrace.graph.types import Node, TensorNode
 
 __all__ = ["OpenBatch", "find_open_batch", "find_sample_axes", "grown_axes"]
 
@@ -22,10 +22,12 @@ class OpenBatch:
     Attributes:
         inputs: the inputs whose first axis is the batch; none if the graph runs at one size only.
         outputs: output -> its open axes -> whether the size of the axis is the batch itself.
+        types: the types of all tensors at another batch.
     """
 
     inputs: frozenset[Node] = frozenset()
     outputs: Mapping[Node, Mapping[int, bool]] = field(default_factory=dict)
+    types: Mapping[Node, TensorType | None] = field(default_factory=dict)
 
     @property
     def is_leading(self) -> bool:
@@ -45,9 +47,10 @@ def find_open_batch(graph: ConvertedGraph) -> OpenBatch:
         return OpenBatch()
     batch = int(first.shape[0])
     alike = [node for node in nodes if node.shape and int(node.shape[0]) == batch]
+    sized = SizedTypes(graph.module)
     for tried in (alike, [first]):
-        shapes = [_output_shapes(graph.module, tried, more) for more in _MORE]
-        if (open_batch := _compare(graph, tried, batch, shapes)) is not None:
+        types = [_types(sized, graph, tried, more) for more in _MORE]
+        if (open_batch := _compare(graph, tried, batch, types)) is not None:
             return open_batch
     return OpenBatch()
 
@@ -85,19 +88,19 @@ def _compare(
     graph: ConvertedGraph,
     tried: Sequence[TensorNode],
     batch: int,
-    shapes: Sequence[dict[Node, tuple[int, ...] | None] | None],
+    types: Sequence[Mapping[Node, TensorType | None]],
 ) -> OpenBatch | None:
     """Returns the open axes by the outputs' shapes at each larger batch; None for a closed batch."""
-    if any(known is None for known in shapes):
+    if not all(types):
         return None
     outputs: dict[Node, dict[int, bool]] = {}
     for node in graph.outputs:
         traced = tuple(int(n) for n in node.shape or ())
-        others = [known[node] for known in shapes if known is not None]
-        if any(other is None for other in others):  # values decide the shape
+        kinds = [known[node] for known in types]
+        sizes = [tuple(int(n) for n in kind.shape) for kind in kinds if kind is not None]
+        if len(sizes) < len(kinds):  # values decide the shape
             outputs[node] = {0: traced[0] == batch} if traced else {}
             continue
-        sizes = [other for other in others if other is not None]
         if any(len(other) != len(traced) for other in sizes):
             return None
         axes = {
@@ -108,22 +111,18 @@ def _compare(
         if 0 not in axes and not all(axes.values()):  # the samples were joined along another axis
             return None
         outputs[node] = axes
-    return OpenBatch(frozenset(tried), outputs)
+    return OpenBatch(frozenset(tried), outputs, types[0])
 
 
-def _output_shapes(
-    model: TracedModule, opened: Sequence[TensorNode], more: int
-) -> dict[Node, tuple[int, ...] | None] | None:
-    """Returns output -> its shape, None where values decide it; None if an op cannot run."""
-    values: list[object] = [model]
-    for node in model.graph.inputs[1:]:
-        kind = recorded_type(node)
-        if kind is not None and node in opened:
-            kind = TensorType((kind.shape[0] + more, *kind.shape[1:]), kind.dtype)
-        values.append(kind)
+def _types(
+    sized: SizedTypes, graph: ConvertedGraph, opened: Sequence[TensorNode], more: int
+) -> Mapping[Node, TensorType | None]:
+    """Returns the types of all tensors by batches that are larger by ``more``; none if an op cannot run."""
+    shapes = {str(node.name): tuple(int(n) for n in node.shape or ()) for node in graph.inputs}
+    for node in opened:
+        batch, *others = shapes[str(node.name)]
+        shapes[str(node.name)] = (batch + more, *others)
     try:
-        results = TypeInference(model).run_graph(model.graph, values)
+        return sized.infer(shapes)
     except OpError:
-        return None
-    shapes = [None if result is None else tuple(int(n) for n in result.shape) for result in results]
-    return dict(zip(model.graph.outputs, shapes, strict=True))
+        return {}

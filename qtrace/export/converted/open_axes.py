@@ -21,7 +21,7 @@ __all__ = ["DeclaredAxes", "SharedAxes", "find_declared_axes", "open_axes_of", "
 _LOG = logging.getLogger("qtrace")
 
 Types = Mapping[Node, TensorType | None]
-Problem = Callable[[Types], str]
+Problem = Callable[[Types, bool], str]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ def find_declared_axes(graph: ConvertedGraph, problem_at: Problem, keeps_batch: 
 
     Args:
         graph: the graph.
-        problem_at: says why the graph cannot be written for types at other sizes; "" if it can.
+        problem_at: says why the graph cannot be written for types at other sizes, of which the second
+            argument says whether batches alone differ; "" if it can.
         keeps_batch: whether a batch that an ONNX file fixes stays fixed.
     """
     record = read_open_axes(graph.module)
@@ -54,6 +55,11 @@ def find_declared_axes(graph: ConvertedGraph, problem_at: Problem, keeps_batch: 
         if keeps_batch and _fixes_batch(graph):
             return DeclaredAxes()
         batch = find_open_batch(graph)
+        if batch.inputs and (problem := problem_at(batch.types, True)):
+            for node in graph.inputs:
+                if node in batch.inputs:
+                    _warn(node.name, 0, "", problem)
+            return DeclaredAxes()
         outputs = {
             node: {axis: BATCH if is_batch else None for axis, is_batch in axes.items()}
             for node, axes in batch.outputs.items()
@@ -123,7 +129,7 @@ def open_axes_of(graph: ConvertedGraph) -> tuple[OpenAxis, ...]:
     return (
         ()
         if record is None or not record.axes
-        else _writable(graph, SizedTypes(graph.module), record, lambda types: "")
+        else _writable(graph, SizedTypes(graph.module), record, lambda types, only_batch: "")
     )
 
 
@@ -144,11 +150,13 @@ def _writable(
         problems, remaining = dict.fromkeys(sizes, problem), []
     for axis in axes:
         if axis not in remaining:
-            shown = f" ({axis.name})" if axis.name else ""
-            _LOG.warning(
-                "the file fixes axis %d%s of input %s: %s", axis.axis, shown, axis.input, problems[axis.size]
-            )
+            _warn(axis.input, axis.axis, axis.name, problems[axis.size])
     return tuple(remaining)
+
+
+def _warn(source: str, axis: int, name: str, problem: str) -> None:
+    shown = f" ({name})" if name else ""
+    _LOG.warning("the file fixes axis %d%s of input %s: %s", axis, shown, source, problem)
 
 
 def _problem(graph: ConvertedGraph, sized: SizedTypes, axes: Sequence[OpenAxis], problem_at: Problem) -> str:
@@ -157,9 +165,7 @@ def _problem(graph: ConvertedGraph, sized: SizedTypes, axes: Sequence[OpenAxis],
         types = sized.infer(shapes)
     except OpError as error:
         return str(error).rstrip(".")
-    if all(axis.axis == 0 for axis in axes):
-        return ""
-    return problem_at(types)
+    return problem_at(types, all(axis.axis == 0 for axis in axes))
 
 
 def _shapes(graph: ConvertedGraph) -> dict[str, tuple[int, ...]]:

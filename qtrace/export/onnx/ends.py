@@ -1,8 +1,8 @@
-"""The ends of an ONNX file: names that the user chose, and preprocessing as nodes of the file."""
+"""The ends of an ONNX file: names that the user chose, sizes, and preprocessing as nodes of the file."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,9 +11,11 @@ from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
 from qtrace.errors import ExportError
 from qtrace.export.onnx.writer import OnnxWriter
 from qtrace.graph.interface import Interface, TensorInfo
+from qtrace.graph.opaque import OpaqueOp
 from qtrace.graph.types import TensorNode
+from qtrace.graph.walk import output_index, owner
 
-__all__ = ["PREPROCESS", "add_preprocessing", "choose_names", "without_preprocessing"]
+__all__ = ["PREPROCESS", "add_preprocessing", "choose_names", "declare", "without_preprocessing"]
 
 PREPROCESS = "qtrace.preprocess"
 """The metadata property of files with preprocessing: the name of the tensor that it computes."""
@@ -147,3 +149,24 @@ def without_preprocessing(model: ModelProto) -> bool:
     del model.graph.input[:]
     model.graph.input.append(helper.make_tensor_value_info(inner, TensorProto.FLOAT, shape))
     return True
+
+
+def declare(node: TensorNode, name: str, axes: Mapping[int, str | None]) -> Any:
+    """Declares a tensor with open ``axes``, each with the name of its size; None for one of its own."""
+    kind = helper.np_dtype_to_tensor_dtype(np.dtype(node.dtype))
+    if node.shape is None:  # the values decide it
+        rank = _rank_of_opaque(node)
+        sizes = None if rank is None else [f"{name}_{axis}" for axis in range(rank)]
+        return helper.make_tensor_value_info(name, kind, sizes)
+    dims: list[Any] = [int(n) for n in node.shape]
+    for axis, size in axes.items():
+        dims[axis] = size or f"{name}_{axis}"
+    return helper.make_tensor_value_info(name, kind, dims)
+
+
+def _rank_of_opaque(node: TensorNode) -> int | None:
+    """Returns the number of axes of a result of an opaque node; None if the values decide it."""
+    op = owner(node.expr)
+    assert isinstance(op, OpaqueOp)
+    tensor = op.fragment.model.graph.output[output_index(node)].type.tensor_type
+    return len(tensor.shape.dim) if tensor.HasField("shape") else None

@@ -12,7 +12,8 @@ import importlib.util
 import json
 import logging
 from collections import ChainMap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from copy import copy
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -24,16 +25,15 @@ from qtrace.config import backends
 from qtrace.errors import ExportError, install
 from qtrace.export.converted.graph import ConvertedGraph, ConvertedOp
 from qtrace.export.converted.located import located, site_expr
-from qtrace.export.converted.open_axes import SharedAxes, Types, find_declared_axes, resized
+from qtrace.export.converted.open_axes import SharedAxes, Types, find_declared_axes
 from qtrace.export.converted.plain_graph import PlainGraph
 from qtrace.export.onnx.kernels import softmax_overflows
 from qtrace.export.onnx.site_writer import SiteWriter
 from qtrace.graph.dataflow import static_nodes
 from qtrace.graph.interface import Interface, read_interface
-from qtrace.graph.opaque import OpaqueOp
 from qtrace.graph.origin import FileOrigin, read_origin
 from qtrace.graph.types import Expr, GetAttr, Node, TensorNode
-from qtrace.graph.walk import is_float_tensor, op_label, output_index, owner
+from qtrace.graph.walk import is_float_tensor, op_label
 from qtrace.ops import OpCall
 from qtrace.preparation.float16 import choose_float16
 from qtrace.preparation.model import QuantizedSite
@@ -81,14 +81,6 @@ class OnnxOptions:
     float16: bool = False
 
 
-def _rank_of_opaque(node: TensorNode) -> int | None:
-    """Returns the number of axes of a result of an opaque node; None if the values decide it."""
-    op = owner(node.expr)
-    assert isinstance(op, OpaqueOp)
-    tensor = op.fragment.model.graph.output[output_index(node)].type.tensor_type
-    return len(tensor.shape.dim) if tensor.HasField("shape") else None
-
-
 def write_model(converted: ConvertedGraph, options: OnnxOptions) -> tuple[OnnxExporter, Any]:
     """Writes a graph, once more if nodes that are copied are to be converted to the opset that it needs.
 
@@ -129,44 +121,51 @@ class OnnxExporter:
         if importlib.util.find_spec("onnx") is None:
             raise ExportError(f"ONNX export needs the package onnx: run {install('onnx')}.")
         from qtrace.export.onnx.moves import MOVES
-        from qtrace.export.onnx.naming import ModuleNames, OutputNames
         from qtrace.export.onnx.ops import EMITTERS
-        from qtrace.export.onnx.opset import HIGHEST, SourceVersions
-        from qtrace.export.onnx.writer import OnnxWriter
 
         self.graph = converted
-        self.options = options = OnnxOptions() if options is None else options
+        self.options = OnnxOptions() if options is None else options
         self.emitters = {**EMITTERS, **MOVES}
         static = static_nodes(converted.module)
         self._sizes = {n for n in static if n.dtype is not None and np.dtype(n.dtype).kind in "iu"}
-        plain = isinstance(converted, PlainGraph)
-        naming = ModuleNames(converted) if isinstance(converted, PlainGraph) else OutputNames()
-        self._origin = origin = self._read_origin()
+        self._origin = self._read_origin()
+        self._start()
+        choices = choose_float16(converted.model) if self.options.float16 else ()
+        self._float16 = {choice.op for choice in choices if not choice.reason}
+
+    def _start(self) -> None:
+        """Begins with an empty file."""
+        from qtrace.export.onnx.naming import ModuleNames, OutputNames
+        from qtrace.export.onnx.opset import HIGHEST, SourceVersions
+        from qtrace.export.onnx.writer import OnnxWriter
+
+        graph, options, origin = self.graph, self.options, self._origin
+        plain = isinstance(graph, PlainGraph)
+        naming = ModuleNames(graph) if isinstance(graph, PlainGraph) else OutputNames()
         source = SourceVersions() if origin is None else SourceVersions(origin.opset, origin.ir_version)
         # Behind a DequantizeLinear, onnxruntime joins the pieces of a LayerNorm in part only; it has no
         # kernel for the GroupNormalization of opset 21.
         known = options.opset or source.writable
         whole_norms = known or HIGHEST if plain else min(known, HIGHEST - 1)
         self.writer = OnnxWriter(options.packed, naming, options.opset, whole_norms, source)
-        self.sites = SiteWriter(converted, self.writer, options.floats, options.contrib)
-        choices = choose_float16(converted.model) if options.float16 else ()
-        self._float16 = {choice.op for choice in choices if not choice.reason}
+        self.sites = SiteWriter(graph, self.writer, options.floats, options.contrib)
 
     def run(self) -> Any:
         """Returns the model."""
+        from qtrace.export.onnx.ends import declare
         from qtrace.export.onnx.origin import PRODUCER, OwnNames, describe
 
         self._check_rounding()
-        self._emit_all()
+        self.emit_all()
         inputs = self.graph.inputs
         shared = self.options.axes
         declared = (find_declared_axes if shared is None else shared.find)(self.graph, self._problem_at)
         origin = self._origin
         own_names = None if origin is None else OwnNames.find(self.writer, origin, self._origin_paths())
-        infos = [self._value_info(n, name, declared.inputs.get(n, {})) for n, name in inputs.items()]
+        infos = [declare(n, name, declared.inputs.get(n, {})) for n, name in inputs.items()]
         used_names = set(inputs.values())
         outputs = [
-            self._value_info(n, self._name_output(n, used_names), declared.outputs.get(n, {}))
+            declare(n, self._name_output(n, used_names), declared.outputs.get(n, {}))
             for n in self.graph.outputs
         ]
         own, name = version("qtrace"), self.graph.module.graph.name or "qtrace"
@@ -181,11 +180,16 @@ class OnnxExporter:
             describe(model, origin)
         return model
 
-    def _emit_all(self) -> None:
+    def emit_all(self) -> None:
         """Writes all ops and roundings."""
-        inputs = self.graph.inputs
-        self.writer.names.update(inputs)
-        self.writer.reserve(inputs.values())
+        self.writer.names.update(self.graph.inputs)
+        self.writer.reserve(self.graph.inputs.values())
+        self.prepare_writer()
+        for step in self.graph.steps:
+            self.emit(step)
+
+    def prepare_writer(self) -> None:
+        """Tells the writer what the forms of ops depend on."""
         own = dict(self.writer.values)  # alone is written
         self.writer.values = ChainMap(own, self.graph.values)  # type: ignore[arg-type]
         self.writer.rounded = self._rounded_results()
@@ -193,22 +197,20 @@ class OnnxExporter:
         self.writer.number_kinds |= _ARITHMETIC & on_integers
         if not isinstance(self.graph, PlainGraph):
             self.writer.in_pieces = backends.get(self.graph.annotation.backend).without_kernels
-        for step in self.graph.steps:
-            self.emit(step)
 
-    def _problem_at(self, types: Types) -> str:
+    def _problem_at(self, types: Types, only_batch: bool) -> str:
         """Returns which node would be written otherwise for other sizes; "" if there is none."""
-        from qtrace.export.onnx.sized import first_difference
+        from qtrace.export.onnx.sized import batch_problem, size_problem
 
-        other = OnnxExporter(self.graph, replace(self.options, float16=False))
-        other.writer.known = self.writer.initializers
-        with resized(types):
-            try:
-                other._emit_all()
-            except ExportError as error:
-                return str(error).rstrip(".")
-        node = first_difference(self.writer, other.writer)
-        return f"{node} is written for this size alone" if node else ""
+        if only_batch:
+            return batch_problem(self.twin(), self.twin(), types)
+        return size_problem(self, self.twin(), types)
+
+    def twin(self) -> OnnxExporter:
+        """Returns an exporter of the same graph that has written nothing."""
+        twin = copy(self)
+        twin._start()
+        return twin
 
     def _finish_ends(
         self, infos: list[Any], outputs: list[Any], own_names: OwnNames | None
@@ -314,21 +316,6 @@ class OnnxExporter:
         name = self.writer.output(self.writer.name(node), self.graph.model.unrounded_name(node), used_names)
         used_names.add(name)
         return name
-
-    @staticmethod
-    def _value_info(node: TensorNode, name: str, axes: Mapping[int, str | None]) -> Any:
-        """Declares a tensor with open ``axes``, each with the name of its size; None for one of its own."""
-        from onnx import helper
-
-        kind = helper.np_dtype_to_tensor_dtype(np.dtype(node.dtype))
-        if node.shape is None:  # the values decide it
-            rank = _rank_of_opaque(node)
-            sizes = None if rank is None else [f"{name}_{axis}" for axis in range(rank)]
-            return helper.make_tensor_value_info(name, kind, sizes)
-        dims: list[Any] = [int(n) for n in node.shape]
-        for axis, size in axes.items():
-            dims[axis] = size or f"{name}_{axis}"
-        return helper.make_tensor_value_info(name, kind, dims)
 
     def emit(self, step: ConvertedOp | QuantizedSite) -> None:
         """Writes an op or a rounding."""

@@ -117,12 +117,12 @@ def files_with(
         _LOG.info(exporter.writer.version_change)
     write_weight_types(converted, model, weights, unsigned)
     choose_columns(model, target, amx)
-    if target == "openvino":
-        write_biases_apart(model)
     if options.float16:
         from qtrace.export.onnx.float16 import write_float16
 
         write_float16(model, exporter.writer.float16_tensors, exporter.tensor_types())
+    if target == "openvino":
+        write_biases_apart(model)  # behind it, since the sum takes the name of the layer's result
     check(model)
     return contents_of(model, path, external)
 

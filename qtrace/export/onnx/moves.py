@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -87,30 +88,31 @@ def _meets_max_pool(node: TensorNode) -> bool:
 
 
 def _split(w: OnnxWriter, call: OpCall) -> None:
-    axis, sections = call.attrs["axis"], call.attrs["sections"]
-    source = w.name(call.inputs[0])
-    if isinstance(sections, TensorNode) or (
-        isinstance(sections, (tuple, list)) and any(isinstance(s, TensorNode) for s in sections)
-    ):
-        _split_computed(w, call, axis, sections)
-        return
-    outputs = [n.name for n in call.outputs]
-    # Equal parts need no sizes, which would hold the batch.
-    equal = isinstance(sections, (int, np.integer))
-    sizes = [] if equal else [w.ints([int(n.shape[axis]) for n in call.outputs])]
-    names = emit_several(w, "Split", [source, *sizes], outputs, axis=axis)
-    w.names.update(zip(call.outputs, names, strict=True))
-
-
-def _split_computed(w: OnnxWriter, call: OpCall, axis: int, sections: Any) -> None:
-    """Writes a slice for each part, between computed places."""
+    sections = call.attrs["sections"]
+    axis = call.attrs["axis"] % len(call.inputs[0].shape)
     if isinstance(sections, TensorNode):
         raise ExportError(
             f"{call.out.name}: a split into a computed number of parts has no ONNX form: fix it"
         )
+    equal = isinstance(sections, (int, np.integer))
+    # The size of the last of unequal parts would hold the batch.
+    if not equal and (axis == 0 or any(isinstance(s, TensorNode) for s in sections)):
+        _split_at(w, call, axis, sections)
+        return
+    # Equal parts need no sizes, which would hold the batch.
+    sizes = [] if equal else [w.ints([int(n.shape[axis]) for n in call.outputs])]
+    names = emit_several(
+        w, "Split", [w.name(call.inputs[0]), *sizes], [n.name for n in call.outputs], axis=axis
+    )
+    w.names.update(zip(call.outputs, names, strict=True))
+
+
+def _split_at(w: OnnxWriter, call: OpCall, axis: int, sections: Sequence[Any]) -> None:
+    """Writes a slice for each part, between places that may be computed."""
+    source = w.name(call.inputs[0])
     places = [w.ints([0]), *(scalar_int64(w, s) for s in sections), w.ints([_END])]
     for node, start, end in zip(call.outputs, places, places[1:], strict=False):
-        w.emit("Slice", [w.name(call.inputs[0]), start, end, w.ints([axis])], node)
+        w.emit("Slice", [source, start, end, w.ints([axis])], node)
 
 
 def _broadcast_to(w: OnnxWriter, call: OpCall) -> None:

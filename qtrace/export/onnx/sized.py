@@ -3,13 +3,91 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import onnx
 
+from qtrace.errors import ExportError
+from qtrace.export.converted.graph import ConvertedOp
+from qtrace.export.converted.open_axes import Types, resized
+from qtrace.export.onnx.weight_layouts import CONVS, TRANSPOSED
 from qtrace.export.onnx.writer import OnnxWriter
+from qtrace.graph.inference import TensorType
+from qtrace.graph.types import Node, TensorNode
 from qtrace.onnxfile.bodies import read_names
 
-__all__ = ["first_difference"]
+if TYPE_CHECKING:
+    from qtrace.export.onnx.exporter import OnnxExporter
+
+__all__ = ["batch_problem", "first_difference", "size_problem"]
+
+# Kinds whose ONNX form depends on no batch: most of a network, with nearly all of its numbers.
+_WITHOUT_SIZES = frozenset((*CONVS, *TRANSPOSED, "linear", "matmul", "batch_norm", "relu", "relu6", "clip"))
+_WITHOUT_SIZES |= {"add", "sub", "mul", "div"}
+
+
+def size_problem(first: OnnxExporter, other: OnnxExporter, types: Types) -> str:
+    """Says which node of a file would be another one at other sizes.
+
+    Args:
+        first: what has written the file.
+        other: an exporter of the same graph that has written nothing.
+        types: the types of all tensors at other sizes.
+
+    Returns:
+        The end of a sentence; "" if the file holds for these sizes.
+    """
+    other.writer.known = first.writer.initializers
+    with resized(types):
+        try:
+            other.emit_all()
+        except ExportError as error:
+            return str(error).rstrip(".")
+    return _describe(first_difference(first.writer, other.writer))
+
+
+def batch_problem(first: OnnxExporter, other: OnnxExporter, types: Types) -> str:
+    """Says what `size_problem` does, for another batch, by the ops alone that may hold the size of one.
+
+    Args:
+        first: an exporter of the graph that has written nothing.
+        other: another one.
+        types: the types of all tensors at another batch.
+    """
+    grown = {node for node, kind in types.items() if isinstance(node, TensorNode) and _differs(node, kind)}
+    steps = [step for step in first.graph.steps if isinstance(step, ConvertedOp) and _may_hold(step, grown)]
+    if not steps:
+        return ""
+    for pieces in (first, other):
+        # Each op is written alone, as if all others were there.
+        pieces.prepare_writer()
+        written = (node for step in pieces.graph.steps for node in step.expr.outputs)
+        pieces.writer.names.update((node, node.name) for node in (*pieces.graph.inputs, *written))
+    for step in steps:
+        first.emit(step)
+    other.writer.known = first.writer.initializers
+    with resized(types):
+        try:
+            for step in steps:
+                other.emit(step)
+        except ExportError as error:
+            return str(error).rstrip(".")
+    return _describe(first_difference(first.writer, other.writer))
+
+
+def _differs(node: TensorNode, kind: TensorType | None) -> bool:
+    return kind is None or tuple(kind.shape) != tuple(node.shape or ())
+
+
+def _may_hold(step: ConvertedOp, grown: set[Node]) -> bool:
+    """Whether an op may be written with a size of tensors of which some have another one."""
+    if step.call is None or step.call.kind in _WITHOUT_SIZES:
+        return False
+    return not grown.isdisjoint((*step.expr.inputs, *step.expr.outputs))
+
+
+def _describe(node: str) -> str:
+    return f"{node} is written for this size alone" if node else ""
 
 
 def first_difference(first: OnnxWriter, second: OnnxWriter) -> str:

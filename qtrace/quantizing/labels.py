@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from megengine import Tensor
 from megengine.module import Module
-from megengine.traced_module import TracedModule
 
 from qtrace.data import Batch
 from qtrace.data.values import find_labels, names_labels
 from qtrace.graph.interface import read_inputs
 from qtrace.graph.signature import argument_names
+from qtrace.graph.types import TracedModule
 from qtrace.importing.onnx import declared_inputs
 from qtrace.importing.torch import is_torch_module
 

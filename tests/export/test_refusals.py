@@ -68,6 +68,7 @@ def _line(forward: Callable[..., Any], part: str) -> int:
 REFUSED: dict[str, tuple[str, Any, Callable[..., Any], str, str]] = {
     "onnx": ("onnx", "backend/onnxruntime", _values, "svd_out", "F.svd"),
     "openvino": ("onnx", "backend/openvino", _inverse, "matinv_out: ", "F.matinv"),
+    "generic": ("onnx", QConfig(backend="generic"), _inverse, "matinv_out: ", "F.matinv"),
     "tensorrt": ("onnx", "backend/tensorrt", _inverse, "matinv_out: ", "F.matinv"),
     "onnx, an index": ("onnx", "backend/onnxruntime", _written_by_positions, "setitem_out: ", "= 0.0"),
     "tflite": ("tflite", "backend/tflite", _bordered, "pad_out: ", "F.nn.pad"),

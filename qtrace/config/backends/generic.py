@@ -25,6 +25,7 @@ BACKEND = Backend(
     ties_concat=False,
     rounds_around_float=True,
     limits={"activation": _ANY, "weight": replace(_ANY, blocks=(16, 32, 64, 128, 256))},
+    without_kernels=frozenset({"Inverse"}),
     any_rounding=True,
     dynamic=frozenset({"linear"}),
     weight_only=frozenset(["linear", "conv1d", "conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d"]),

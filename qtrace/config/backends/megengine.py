@@ -15,6 +15,7 @@ BACKEND = Backend(
     computed_weights="float",
     ties_concat=True,
     integer_layers=True,
+    without_kernels=frozenset({"Inverse"}),
     limits={
         "activation": Limits(bits=(8,), per_channel=False, affine=False, signed=True, narrow=False),
         "weight": Limits(bits=(8,), per_channel=False, affine=False, signed=True),

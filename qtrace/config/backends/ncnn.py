@@ -37,6 +37,7 @@ BACKEND = Backend(
     fused=dict.fromkeys(("conv2d", "linear"), frozenset(_FUNCTIONS.split())),
     computed_weights="refused",
     ties_concat=False,
+    without_kernels=frozenset({"Inverse"}),
     limits={
         "activation": Limits(bits=(8,), per_channel=False, affine=False, signed=True, wide=False),
         "weight": Limits(bits=(8,), per_channel=True, affine=False, signed=True, wide=False),

@@ -48,6 +48,7 @@ BACKEND = Backend(
     ties_concat=True,
     keeps_grid=_keeps_grid,
     rounds_around_float=True,
+    without_kernels=frozenset({"Inverse"}),
     limits={
         # Integers of 16 bits have no zero point there; weights keep 8, and a kernel has one width.
         "activation": Limits(

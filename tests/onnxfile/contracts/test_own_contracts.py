@@ -247,7 +247,7 @@ def test_a_join_that_only_float_layers_read_is_not_rounded_on_tensorrt(
 def test_stored_numbers_are_integers_where_a_target_computes_on_them(target: str, tmp_path: Path) -> None:
     def forward(self: M.Module, x: mge.Tensor) -> mge.Tensor:
         x = self.a(x)
-        return self.b(1.0 - (0.0 + x) / 3.0 - 0.5)
+        return self.b(1.0 - (0.25 + x) / 3.0 - 0.5)
 
     module = net(forward, a=M.Conv2d(3, 8, 3), b=M.Conv2d(8, 8, 1))
     _, model = _check_file(module, target, tmp_path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import onnx
 
@@ -16,9 +16,6 @@ from qtrace.graph.inference import TensorType
 from qtrace.graph.types import Node, TensorNode
 from qtrace.onnxfile.bodies import read_names
 
-if TYPE_CHECKING:
-    from qtrace.export.onnx.exporter import OnnxExporter
-
 __all__ = ["batch_problem", "first_difference", "size_problem"]
 
 # Kinds whose ONNX form depends on no batch: most of a network, with nearly all of its numbers.
@@ -26,7 +23,23 @@ _WITHOUT_SIZES = frozenset((*CONVS, *TRANSPOSED, "linear", "matmul", "batch_norm
 _WITHOUT_SIZES |= {"add", "sub", "mul", "div"}
 
 
-def size_problem(first: OnnxExporter, other: OnnxExporter, types: Types) -> str:
+class OpWriter(Protocol):
+    """What writes the ops of a graph."""
+
+    writer: OnnxWriter
+    graph: Any
+
+    def prepare_writer(self) -> None:
+        """Gives the writer what it needs before an op is written."""
+
+    def emit(self, step: Any) -> None:
+        """Writes one op or rounding."""
+
+    def emit_all(self) -> None:
+        """Writes all ops and roundings."""
+
+
+def size_problem(first: OpWriter, other: OpWriter, types: Types) -> str:
     """Says which node of a file would be another one at other sizes.
 
     Args:
@@ -46,7 +59,7 @@ def size_problem(first: OnnxExporter, other: OnnxExporter, types: Types) -> str:
     return _describe(first_difference(first.writer, other.writer))
 
 
-def batch_problem(first: OnnxExporter, other: OnnxExporter, types: Types) -> str:
+def batch_problem(first: OpWriter, other: OpWriter, types: Types) -> str:
     """Says what `size_problem` does, for another batch, by the ops alone that may hold the size of one.
 
     Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,9 @@ import qtrace
 from qtrace.errors import ExportError
 from tests.nets import net
 
+# MegEngine writes at masks wrongly where ops are queued.
+pytestmark = pytest.mark.usefixtures("synchronous")
+
 X = np.random.default_rng(4).normal(size=(3, 4, 5, 6)).astype(np.float32)
 
 MASKS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
@@ -26,15 +29,6 @@ MASKS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "the second": ((slice(None),), lambda x: x[0, :, 0, 0] > 0),
     "two in the middle": ((slice(None),), lambda x: x[0, :, :, 0] > 0),
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_op_at_a_time() -> Iterator[None]:
-    """MegEngine writes at masks wrongly where ops are queued."""
-    level = mge.config.async_level
-    mge.config.async_level = 0
-    yield
-    mge.config.async_level = level
 
 
 def _write(self: Any, x: mge.Tensor) -> mge.Tensor:

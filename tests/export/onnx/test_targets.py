@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import megengine as mge
 import pytest
 
 import qtrace
@@ -19,7 +17,7 @@ from tests.zoo.parts import pictures
 from tests.zoo.quick import one_of_each
 from tests.zoo.transformers.entries import TRANSFORMERS
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("synchronous")]
 
 TARGETS = ("tensorrt", "qnn", "ryzenai")
 # Each family on each target, and each of its other networks on one of them in turn.
@@ -31,14 +29,6 @@ CASES = [
     for number, target in enumerate(TARGETS)
     if entry in SHOWN or number == index % len(TARGETS)
 ]
-
-
-@pytest.fixture(autouse=True)
-def _one_op_at_a_time() -> Iterator[None]:
-    level = mge.config.async_level
-    mge.config.async_level = 0
-    yield
-    mge.config.async_level = level
 
 
 @pytest.mark.parametrize(("entry", "target"), CASES, ids=[f"{e.name}-{target}" for e, target in CASES])

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import megengine as mge
 import megengine.module as M
 import onnxruntime as ort
 import pytest
@@ -22,7 +21,7 @@ from tests.zoo.parts import pictures
 from tests.zoo.quick import one_of_each
 from tests.zoo.transformers.entries import TRANSFORMERS
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("synchronous")]
 
 Made = Callable[[], tuple[M.Module, tuple[Any, ...], str, Any]]
 
@@ -39,14 +38,6 @@ NETS: dict[str, Made] = {e.name: _cnn(e) for e in one_of_each(CNN)}
 NETS.update((e.name, _other(e)) for e in (*DETECTORS, *TRANSFORMERS))
 
 OPS = {**CASES, **KERNELS, **SIBLINGS}
-
-
-@pytest.fixture(autouse=True)
-def _one_op_at_a_time() -> Iterator[None]:
-    level = mge.config.async_level
-    mge.config.async_level = 0
-    yield
-    mge.config.async_level = level
 
 
 def _converted(module: M.Module, args: tuple[Any, ...], recipe: str, ends: Any) -> TracedModule:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import megengine as mge
 import numpy as np
 import pytest
 
@@ -31,17 +29,11 @@ WITHOUT_IDENTITIES = {
 IN_PIECES = ("convnext", "van")
 # One of each kind: the others take minutes.
 OTHERS = tuple(e for e in (*DETECTORS, *TRANSFORMERS) if e.name in ("yolov3", "vit"))
+pytestmark = pytest.mark.usefixtures("synchronous")
+
 QUICK = ("resnet_basic", "mobilenet_v3_composed", "repvgg_deploy", "alexnet")
 ONE_OF_EACH = {entry.name for entry in one_of_each(CNN)}
 NETWORKS = [entry for entry in CNN if entry.name in ONE_OF_EACH or entry.name in QUICK]
-
-
-@pytest.fixture(autouse=True)
-def _one_op_at_a_time() -> Iterator[None]:
-    level = mge.config.async_level
-    mge.config.async_level = 0
-    yield
-    mge.config.async_level = level
 
 
 @pytest.mark.parametrize("entry", parameters((*NETWORKS, *OTHERS), QUICK))

@@ -22,12 +22,11 @@ from qtrace.fakequant.following.bias import BiasQuant
 from qtrace.graph.engine import quiet_engine
 from qtrace.graph.op_failure import describe_failure
 from qtrace.graph.tensors import PART_BYTES, large_reads
-from qtrace.graph.walk import called_graph, owner, updates_inputs
+from qtrace.graph.walk import IN_PLACE, called_graph, owner, updates_inputs
 from qtrace.process.memory import LargeFrees
 
 __all__ = [
     "ENGINE_ERRORS",
-    "IN_PLACE",
     "Interpreter",
     "interpret",
     "last_uses",
@@ -38,8 +37,6 @@ __all__ = [
 
 # What MegEngine raises where an op does not take its inputs.
 ENGINE_ERRORS = (AssertionError, RuntimeError, TypeError, ValueError)
-_ARITHMETIC = "add sub mul matmul truediv floordiv mod pow lshift rshift and or xor"
-IN_PLACE = {f"__i{name}__": f"__{name}__" for name in _ARITHMETIC.split()}
 
 
 class Interpreter:

@@ -7,7 +7,7 @@ from megengine.traced_module.expr import Apply, CallFunction, CallMethod, Consta
 from megengine.traced_module.node import Node
 
 from qtrace.gradients import plain
-from qtrace.graph.walk import op_label, owner, updates_inputs
+from qtrace.graph.walk import op_label, owner, updates_inputs, writes_into
 
 __all__ = ["find_written", "is_pure"]
 
@@ -22,25 +22,6 @@ _RANDOM = (
     "dropout",
     "multinomial",
 )
-_IN_PLACE = "__setitem__"
-_WRITES = {
-    f"__i{n}__"
-    for n in [
-        "add",
-        "sub",
-        "mul",
-        "matmul",
-        "truediv",
-        "floordiv",
-        "mod",
-        "pow",
-        "lshift",
-        "rshift",
-        "and",
-        "or",
-        "xor",
-    ]
-}
 
 
 def is_pure(expr: Expr) -> bool:
@@ -57,7 +38,7 @@ def is_pure(expr: Expr) -> bool:
     if module is not None:
         return _is_plain(module)
     if isinstance(expr, CallMethod):
-        return expr.method not in _WRITES and expr.method != _IN_PLACE
+        return not writes_into(expr)
     if isinstance(expr, CallFunction):
         return str(plain(expr.func).__module__).startswith(("megengine", "qtrace"))
     return isinstance(expr, Apply)
@@ -65,10 +46,7 @@ def is_pure(expr: Expr) -> bool:
 
 def find_written(order: list[Expr]) -> set[Node]:
     """Returns the nodes whose tensors a later expr writes into."""
-    writing = (
-        e for e in order if isinstance(e, CallMethod) and (e.method in _WRITES or e.method == _IN_PLACE)
-    )
-    return {e.inputs[0] for e in writing}
+    return {e.inputs[0] for e in order if isinstance(e, CallMethod) and writes_into(e)}
 
 
 def _is_random(expr: Expr) -> bool:

@@ -28,7 +28,12 @@ from qtrace.graph.types import (
 # Types of most attributes, which are told apart at once.
 _WITHOUT_MODULES = frozenset((bool, float, int, str, type(None), np.ndarray, Parameter, Tensor))
 
+_ARITHMETIC = "add sub mul matmul truediv floordiv mod pow lshift rshift and or xor"
+IN_PLACE = {f"__i{name}__": f"__{name}__" for name in _ARITHMETIC.split()}
+"""Method that writes its result into its tensor -> the method that gives a new one."""
+
 __all__ = [
+    "IN_PLACE",
     "called_graph",
     "exprs",
     "get_module",
@@ -43,6 +48,7 @@ __all__ = [
     "shape_of",
     "updates_inputs",
     "users",
+    "writes_into",
 ]
 
 
@@ -165,6 +171,11 @@ def tensor_inputs(expr: Expr) -> list[TensorNode]:
 def reads_shape(expr: Expr) -> bool:
     """Returns whether ``expr`` reads the shape of its input, or part of it, and none of its values."""
     return isinstance(expr, Apply) and type(expr.opdef).__name__ == "GetVarShape"
+
+
+def writes_into(call: CallMethod) -> bool:
+    """Returns whether a method writes into its own tensor, as ``x[0] = y`` and ``x += y`` do."""
+    return call.method in IN_PLACE or call.method == "__setitem__"
 
 
 def updates_inputs(expr: Expr) -> bool:

@@ -23,13 +23,12 @@ from qtrace.graph.edit import RECORD_ATTRIBUTE
 from qtrace.graph.finish import finish
 from qtrace.graph.flatten import flatten
 from qtrace.graph.interface import Interface, TensorInfo, read_interface, write_interface
-from qtrace.graph.interpreter import IN_PLACE
 from qtrace.graph.node_meta import own_meta
 from qtrace.graph.origin import copy_origin
 from qtrace.graph.parts.composition import Composition, GraphPart
 from qtrace.graph.purity import find_written, is_pure
 from qtrace.graph.source_lines import copy_line
-from qtrace.graph.walk import exprs, get_module
+from qtrace.graph.walk import IN_PLACE, exprs, get_module
 
 __all__ = ["build_parts", "copyable_exprs", "flat_copy"]
 

@@ -267,11 +267,10 @@ class Tracing:
             self.unread = {path: hazards.with_place(self.module, path) for path in changed}
         elif again or of_parameters:
             named = [path for path in changed if path in again] or list(changed)
-            places = [hazards.with_place(self.module, path) for path in named[:5]]
-            more = f" and {len(named) - 5} more" if len(named) > 5 else ""
+            places = [hazards.with_place(self.module, path) for path in named]
             raise TraceError(
                 f"{self.name}.forward updates its own state in eval mode, which a trace drops: "
-                f"{', '.join(places)}{more}. Use a local variable for a value that only forward needs; else "
+                f"{_first(places)}. Use a local variable for a value that only forward needs; else "
                 "return the new value as an output, or update it outside of forward."
             )
         self.module = copy_module(self.source, self.method)
@@ -436,11 +435,10 @@ def _run_and_compare(traced: TracedModule, inputs: Arguments, expected: list[Any
 
 
 def _describe_unread(places: list[str]) -> str:
-    more = f" and {len(places) - 5} more" if len(places) > 5 else ""
     return (
         "forward keeps values on which the results of other calls do not depend, as far as three calls "
         "show, and the trace does not have them: "
-        f"{', '.join(places[:5])}{more}. Return what code outside of forward needs as an output."
+        f"{_first(places)}. Return what code outside of forward needs as an output."
     )
 
 
@@ -448,7 +446,11 @@ def _place(path: str) -> str:
     return f"submodule {path!r}" if path else "its own forward"
 
 
-def _names(names: Any, limit: int = 5) -> str:
-    listed = [str(n) for n in names]
-    more = f" and {len(listed) - limit} more" if len(listed) > limit else ""
-    return ", ".join(repr(n) for n in listed[:limit]) + more
+def _names(names: Any) -> str:
+    return _first([repr(str(name)) for name in names])
+
+
+def _first(texts: Sequence[str], limit: int = 5) -> str:
+    """Lists the first of some texts, and says how many more there are."""
+    more = f" and {len(texts) - limit} more" if len(texts) > limit else ""
+    return ", ".join(texts[:limit]) + more

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from qtrace import ops
 from qtrace.graph.edit import GraphEditor
-from qtrace.graph.interpreter import IN_PLACE
 from qtrace.graph.purity import find_written
 from qtrace.graph.types import CallMethod, Expr, Node, TracedModule
-from qtrace.graph.walk import exprs, tensor_inputs
+from qtrace.graph.walk import exprs, tensor_inputs, writes_into
 from qtrace.ops import OpCall, Role
 from qtrace.preparation.passes.base import PassResult
 
@@ -36,19 +35,20 @@ def drop_neutral(traced: TracedModule) -> PassResult:
     Args:
         traced: a flat, expanded traced module; it is edited in place.
     """
-    changed: dict[str, str] = {}
-    written = _find_written(exprs(traced))
+    order = exprs(traced)
+    calls = [call for call in map(ops.read, order) if call is not None and _is_neutral(call)]
+    if not calls:
+        return PassResult((), ())
+    written = _find_written(order, {call.expr for call in calls})
+    sources: dict[Node, Node] = {}
     with GraphEditor(traced) as editor:
-        for expr in exprs(traced):
-            call = ops.read(expr)
-            if call is None or not _is_neutral(call) or any(call.out is n for n in traced.graph.outputs):
-                continue
-            (source,) = call.inputs
-            if call.out in written or source in written:
-                continue
-            editor.replace_uses(call.out, source)
-            changed[call.out.name] = source.name
-    return PassResult(tuple(f"{out}: is {source}" for out, source in changed.items()), ())
+        for call in calls:
+            source = sources.get(call.inputs[0], call.inputs[0])
+            ends = any(call.out is node for node in traced.graph.outputs)
+            if not ends and call.out not in written and source not in written:
+                editor.replace_uses(call.out, source)
+                sources[call.out] = source
+    return PassResult(tuple(f"{out.name}: is {source.name}" for out, source in sources.items()), ())
 
 
 def _is_neutral(call: OpCall) -> bool:
@@ -61,9 +61,8 @@ def _is_neutral(call: OpCall) -> bool:
     return bool(source.dtype == call.out.dtype and tuple(source.shape) == tuple(call.out.shape))
 
 
-def _find_written(order: list[Expr]) -> set[Node]:
+def _find_written(order: list[Expr], neutral: set[Expr]) -> set[Node]:
     """Returns the nodes whose Tensor an expr may write into, be it under the name of another node."""
-    neutral = {e for e in order if (call := ops.read(e)) is not None and _is_neutral(call)}
     written = find_written([e for e in order if e not in neutral])  # x += 0 writes what stands there
     if not written:
         return set()
@@ -85,7 +84,7 @@ def _find_written(order: list[Expr]) -> set[Node]:
 
 def _may_give_its_input(expr: Expr) -> bool:
     """Returns whether a result of ``expr`` may be a Tensor that it reads."""
-    if isinstance(expr, CallMethod) and (expr.method in IN_PLACE or expr.method == "__setitem__"):
-        return expr.method in IN_PLACE  # the reader of the result of a __setitem__ reads what was written
+    if isinstance(expr, CallMethod) and writes_into(expr):
+        return expr.method != "__setitem__"  # the reader of its result reads what was written
     call = ops.read(expr)
     return call is None or call.role not in _COMPUTING

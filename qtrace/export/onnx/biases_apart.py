@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from qtrace.graph.names import unused_name
+from qtrace.onnxfile.model import OnnxModel
 
 __all__ = ["write_biases_apart"]
 
@@ -30,15 +31,10 @@ def write_biases_apart(model: Any) -> int:
     graph = model.graph
     if not any(node.op_type == "Shape" for node in graph.node):
         return 0
-    stored = {tensor.name: tensor for tensor in graph.initializer}
-    dequantized = {
-        n.output[0]: n for n in graph.node if n.op_type == "DequantizeLinear" and n.input[0] in stored
-    }
-    readers: dict[str, list[Any]] = {}
-    for node in graph.node:
-        for name in node.input:
-            readers.setdefault(name, []).append(node)
-    names = {name for node in graph.node for name in (*node.input, *node.output)}
+    index = OnnxModel(model)
+    readers, names = index.readers, index.names()
+    stored = {tensor.name: tensor for tensor in graph.initializer}  # alone get another shape
+    dequantized = {n.output[0]: n for n in index.nodes("DequantizeLinear") if n.input[0] in stored}
     sums = dict[str, Any]()  # result of a layer -> the node that adds its bias
     for bias in list(readers):
         source = dequantized.get(bias)

@@ -10,8 +10,7 @@ from collections import Counter
 
 import numpy as np
 
-from qtrace.importing.onnx.model import Graph, OnnxNode
-from qtrace.onnxfile.bodies import captured_names
+from qtrace.importing.onnx.model import Graph, OnnxNode, count_readers
 
 __all__ = ["join_channel_biases"]
 
@@ -22,9 +21,7 @@ def join_channel_biases(graph: Graph) -> Graph:
     Args:
         graph: the graph; pairs whose convolution is read elsewhere stay.
     """
-    readers = Counter(name for node in graph.nodes for name in node.inputs)
-    readers.update(name for node in graph.nodes for name in captured_names(node.proto))
-    readers.update(graph.outputs)
+    readers = count_readers(graph)
     layers = {
         node.outputs[0]: node
         for node in graph.nodes

@@ -6,12 +6,10 @@ Exporters write a linear layer on more than two axes as MatMul and Add, since Ge
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Mapping
 
-from qtrace.importing.onnx.model import Graph, OnnxNode
+from qtrace.importing.onnx.model import Graph, OnnxNode, count_readers
 from qtrace.importing.onnx.values import is_float
-from qtrace.onnxfile.bodies import captured_names
 
 __all__ = ["LINEAR", "join_biases"]
 
@@ -25,9 +23,7 @@ def join_biases(graph: Graph) -> Graph:
     Args:
         graph: the graph; pairs whose product is read elsewhere stay.
     """
-    readers = Counter(name for node in graph.nodes for name in node.inputs)
-    readers.update(name for node in graph.nodes for name in captured_names(node.proto))
-    readers.update(graph.outputs)
+    readers = count_readers(graph)
     shapes = _stored_shapes(graph)
     products = {node.outputs[0]: node for node in graph.nodes if _is_product(node, shapes)}
     joined: dict[str, OnnxNode] = {}  # by the name of the sum

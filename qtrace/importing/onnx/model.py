@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import onnx
 
 from qtrace.errors import ImportingError
+from qtrace.onnxfile.bodies import captured_names
 
 __all__ = [
     "DYNAMIC",
@@ -127,6 +129,14 @@ class Graph:
     outputs: tuple[str, ...]
     output_dtypes: tuple[np.dtype[Any] | None, ...]
     stored: Mapping[str, np.ndarray]
+
+
+def count_readers(graph: Graph) -> Counter[str]:
+    """Counts who reads each tensor of a graph: nodes, the bodies of nodes, and the graph's outputs."""
+    readers = Counter(name for node in graph.nodes for name in node.inputs)
+    readers.update(name for node in graph.nodes for name in captured_names(node.proto))
+    readers.update(graph.outputs)
+    return readers
 
 
 def read_graph(

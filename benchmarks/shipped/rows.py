@@ -27,7 +27,16 @@ __all__ = [
 ]
 
 RESULTS = Path(__file__).parent.parent / "results" / "shipped.json"
-NETS = (*TRAINED_NETS, "ResNet-18 96", "MobileNetV2 96", "MobileNetV3 96", "YOLOX-nano 96")
+NETS = (
+    *TRAINED_NETS,
+    "ResNet-18 96",
+    "ResNet-50 224",
+    "MobileNetV2 96",
+    "MobileNetV3 96",
+    "YOLOX-nano 96",
+    "YOLOX-nano 256",
+    "YOLOX-tiny 416",
+)
 """Trained networks, and those of published sizes with random weights: of these only the times count."""
 
 FLOAT, OWN = "float", "qtrace"

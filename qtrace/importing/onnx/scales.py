@@ -7,7 +7,6 @@ scales of FCOS' heads): it stays a parameter under the name of the file.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterator
 
 import numpy as np
@@ -16,7 +15,7 @@ import onnx
 from qtrace.graph.module_tree import delete_attribute
 from qtrace.graph.types import GetAttr, TracedModule
 from qtrace.graph.walk import exprs
-from qtrace.importing.onnx.model import Graph, OnnxNode
+from qtrace.importing.onnx.model import Graph, OnnxNode, count_readers
 from qtrace.importing.onnx.naming import is_anonymous, names_tensor
 
 __all__ = ["drop_unread", "find_scales_and_shifts"]
@@ -31,8 +30,7 @@ def find_scales_and_shifts(graph: Graph) -> frozenset[str]:
     Args:
         graph: the graph; a product that is read elsewhere is no scale and shift.
     """
-    readers = Counter(name for node in graph.nodes for name in node.inputs)
-    readers.update(graph.outputs)
+    readers = count_readers(graph)
     numbers = {name for name, array in graph.stored.items() if _is_number(array.dtype, array.size)}
     numbers.update(node.outputs[0] for node in graph.nodes if _is_constant_number(node))
     numbers = {name for name in numbers if not is_anonymous(name)}

@@ -13,6 +13,8 @@ from onnx import helper, numpy_helper
 
 import qtrace
 from qtrace.graph.walk import exprs, op_label
+from qtrace.importing.onnx.model import read_graph
+from qtrace.importing.onnx.scales import find_scales_and_shifts
 from tests.importing.onnx.networks import model, node, save, weights
 
 X = weights(1, 4, 5, 5, seed=3)
@@ -164,3 +166,23 @@ def test_other_products_and_sums_have_constant_arguments(tmp_path: Path, name: s
     net = qtrace.from_onnx(save(model(nodes, {"x": X.shape}, outputs.split(), stored), tmp_path))
     assert _labels(net) == ["F.mul", "F.add"]
     assert net.state_dict() == {}
+
+
+def test_a_product_that_the_body_of_a_node_reads_is_no_scale() -> None:
+    """As a branch of torch's `if` that looks at a value from outside."""
+    body = helper.make_graph(
+        [node("Identity", "m", "inside")],
+        "branch",
+        [],
+        [helper.make_tensor_value_info("inside", onnx.TensorProto.FLOAT, None)],
+    )
+    nodes = [
+        node("Mul", "x s.factor", "m"),
+        node("Add", "m t.shift", "y"),
+        helper.make_node("If", ["condition"], ["z"], then_branch=body, else_branch=body),
+    ]
+    stored = {"s.factor": STORED["lab.scale"], "t.shift": STORED["lab.bias"]}
+    proto = model(nodes[:2], {"x": X.shape}, ["y"], stored)
+    assert find_scales_and_shifts(read_graph(proto.graph, {"": 17}, stored)) == set(stored)
+    proto.graph.node.append(nodes[2])
+    assert find_scales_and_shifts(read_graph(proto.graph, {"": 17}, stored)) == set()

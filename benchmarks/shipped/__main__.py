@@ -2,8 +2,8 @@
 
 Each network becomes a file by qtrace's default for the target, and by the runtime's own quantizer: those of
 onnxruntime, NNCF for OpenVINO, ai-edge-quantizer for LiteRT. ncnn has float files with and without 16 bits.
-All files run in one interpreter (``--runtime-python``), on one thread, in turns. ``--write`` puts the stored
-rows on the page ``docs/measured/runtimes.md`` by way of the docs' own build; nothing is measured then.
+All files run in one interpreter (``--runtime-python``), on one thread, in turns. The
+docs' own build puts the stored rows on the page ``docs/measured/runtimes.md``; ``--table`` prints them.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from megengine.traced_module.traced_module import InternalGraph
 import qtrace
 from qtrace.graph.flatten import flatten
 from qtrace.graph.located_graph import LocatedGraph
+from tests.native_nets import one_kernel_at_a_time
 from tests.nets import images, net
 
 X, WRONG = images(2, 3, 8, 8), images(2, 3, 8, 10)
@@ -47,22 +48,18 @@ def traced(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 
 def test_the_op_and_its_line_are_named(traced: Any) -> None:
     assert traced(mge.Tensor(X)).shape == (2, 4, 8, 4)
-    level, mge.config.async_level = mge.config.async_level, 0
-    try:
-        with pytest.raises(
-            RuntimeError, match=r"matmul_out \(F.matmul, tests/graph/test_located_graph.py:\d+\)"
-        ):
-            traced(mge.Tensor(WRONG))
-    finally:
-        mge.config.async_level = level
+    with (
+        one_kernel_at_a_time(),
+        pytest.raises(RuntimeError, match=r"matmul_out \(F.matmul, tests/graph/test_located_graph.py:\d+\)"),
+    ):
+        traced(mge.Tensor(WRONG))
     assert traced(mge.Tensor(X)).shape == (2, 4, 8, 4)
 
 
 @pytest.mark.parametrize("phase", ["float", "observe", "train", "converted", "flat"])
 def test_the_op_is_named_in_every_stage(phase: str) -> None:
     model = _traced()
-    level, mge.config.async_level = mge.config.async_level, 0
-    try:
+    with one_kernel_at_a_time():
         if phase == "flat":
             model = flatten(model)
         else:
@@ -70,8 +67,6 @@ def test_the_op_is_named_in_every_stage(phase: str) -> None:
             model = qtrace.convert(model) if phase == "converted" else qtrace.set_phase(model, phase) or model
         with pytest.raises(RuntimeError, match=r"\w+_out \(F.matmul, tests/.*:\d+\) fails on"):
             model(mge.Tensor(WRONG))
-    finally:
-        mge.config.async_level = level
     assert model(mge.Tensor(X)).shape == (2, 4, 8, 4)
 
 

@@ -54,17 +54,14 @@ def _wrong_shapes(traced: TracedModule, x: np.ndarray) -> list[Any]:
     return wrong
 
 
+@pytest.mark.usefixtures("synchronous")
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in NETWORKS]
 )
 def test_recorded_shapes_are_those_of_values(name: str) -> None:
     build, size = NETWORKS[name]
-    level, mge.config.async_level = mge.config.async_level, 0
-    try:
-        x = images(2, 3, size, size)
-        prepared = qtrace.prepare(qtrace.trace(build(), x, check=False))
-        assert _wrong_shapes(prepared, x) == []
-        converted = qtrace.convert(qtrace.calibrate(prepared, [x], progress=False))
-        assert _wrong_shapes(converted, x) == []
-    finally:
-        mge.config.async_level = level
+    x = images(2, 3, size, size)
+    prepared = qtrace.prepare(qtrace.trace(build(), x, check=False))
+    assert _wrong_shapes(prepared, x) == []
+    converted = qtrace.convert(qtrace.calibrate(prepared, [x], progress=False))
+    assert _wrong_shapes(converted, x) == []

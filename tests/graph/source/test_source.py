@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -495,16 +494,8 @@ def _entry(name: str) -> Any:
     return next(entry for entry in (*CNN, *TRANSFORMERS, *DETECTORS) if entry.name == name)
 
 
-@pytest.fixture
-def synchronous() -> Iterator[None]:
-    """`F.arange` races when several are queued."""
-    level, mge.config.async_level = mge.config.async_level, 0
-    yield
-    mge.config.async_level = level
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("synchronous")
+@pytest.mark.usefixtures("synchronous")  # F.arange races when several are queued
 @pytest.mark.parametrize(
     "name",
     ["mobilenet_v3", "shufflenet_v2", "hrnet", "deeplab", "swin", "clip", "uniformer", "atss:infer", "detr"],
@@ -518,7 +509,7 @@ def test_networks_of_the_zoo(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("synchronous")
+@pytest.mark.usefixtures("synchronous")  # F.arange races when several are queued
 @pytest.mark.parametrize("network", ["mobilenet_v3", "hrnet", "vit", "yolox"])
 def test_imported_networks_stay_open(tmp_path: Path, network: str) -> None:
     entry = _entry(network)

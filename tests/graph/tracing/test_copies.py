@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from qtrace.graph.tracing.trace import trace
 from qtrace.graph.types import CallFunction, TracedModule
 from tests.graph.planted import peek
 from tests.nets import images, net
+
+pytestmark = pytest.mark.usefixtures("synchronous")
 
 RNG = np.random.default_rng(0)
 GRID = np.abs(RNG.normal(size=(1, 10, 2))).astype(np.float32) + 0.5
@@ -45,13 +47,6 @@ VIEWS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "every second sample": (np.s_[::2], (1, 10, 6)),
     "a new axis": (np.s_[:, None, :, :2], (1, 1, 10, 2)),
 }
-
-
-@pytest.fixture(autouse=True)
-def _serial() -> Iterator[None]:
-    level, mge.config.async_level = mge.config.async_level, 0
-    yield
-    mge.config.async_level = level
 
 
 def _copies(traced: TracedModule) -> int:

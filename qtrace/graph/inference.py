@@ -31,7 +31,7 @@ from megengine.utils.network_node import VarNode
 from qtrace.errors import ExportError, GraphError
 from qtrace.fakequant.base import FakeQuant
 from qtrace.fakequant.following.bias import BiasQuant
-from qtrace.fakequant.following.bn_fold import BnFold
+from qtrace.fakequant.following.bn_fold import LAYERS, BnFold
 from qtrace.fakequant.following.dynamic import DynamicQuant
 from qtrace.gradients import plain
 from qtrace.graph.engine import quiet_engine
@@ -188,8 +188,8 @@ class TypeInference:
             return [summarize(get_module(inputs[0], expr.name))], None
         if isinstance(owner(expr), (FakeQuant, BiasQuant, DynamicQuant)):
             return [inputs[1]], None
-        if isinstance(owner(expr), BnFold):  # it updates statistics of its own
-            return None, None
+        if isinstance(fold := owner(expr), BnFold):
+            return [self._layer_type(expr, fold, inputs)], None
         if inputs and isinstance(inputs[0], OpaqueOp):  # in a graph that is built its node has no owner yet
             return _opaque_types(inputs), None
         graph = called_graph(expr)
@@ -207,6 +207,14 @@ class TypeInference:
         if key is not None:
             self._known[key] = deduced
         return deduced
+
+    def _layer_type(self, expr: Expr, fold: BnFold, inputs: Sequence[Any]) -> TensorType:
+        """Returns the type of the result of a `BnFold`: that of its layer, as a call updates statistics."""
+        args = expr.unflatten_args([_as_variable(value, self._network) for value in inputs])[0]
+        x, weight, bias = args[1:4]
+        result = _deduced_value(LAYERS[fold.kind](x, weight, bias, **fold.options))
+        assert isinstance(result, TensorType)
+        return result
 
     def run_graph(self, graph: Any, inputs: list[Any]) -> list[Any]:
         """Returns the values of the outputs of ``graph``, of a submodule, for the values of its inputs."""
@@ -249,6 +257,12 @@ def _variable(value: Any, network: Network) -> Any:
         for key, tensor in large
     }
     return copy.deepcopy(value, variables)
+
+
+def _as_variable(value: Any, network: Network) -> Any:
+    """Returns a variable of the type of a tensor, and anything else as it is."""
+    kind = value if isinstance(value, TensorType) else type_of(value)
+    return value if kind is None else _variable(kind, network)
 
 
 def _opaque_types(inputs: Sequence[Any]) -> list[Any] | None:

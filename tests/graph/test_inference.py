@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 
 import qtrace
+from qtrace.fakequant.following.bn_fold import BnFold
 from qtrace.graph import flatten, inference
 from qtrace.graph.inference import TypeInference
 from qtrace.graph.open_axes import OpenAxes, OpenAxis, read_open_axes, write_open_axes
 from qtrace.graph.open_shapes import SizedTypes, open_shapes, types_at_other_sizes
+from qtrace.graph.propagate import set_input_shapes
 from qtrace.graph.renewal import renew_all
 from tests.nets import net
 
@@ -137,3 +139,29 @@ def test_a_detached_tensor_has_a_type_for_what_reads_it(shape: tuple[int, ...]) 
     renew_all(flat)
     (result,) = flat.graph.outputs
     assert tuple(result.shape) == tuple(module(mge.Tensor(np.zeros((4, 8), np.float32))).shape)
+
+
+@pytest.mark.parametrize("size", [24, 16])
+def test_the_shapes_behind_a_norm_that_trains_are_known_at_another_size(size: int) -> None:
+    """Gptq read none behind a BatchNorm that a layer did not take in, and ended in a TypeError."""
+    layers = {
+        "a": M.Conv2d(3, 8, 3, padding=1),
+        "an": M.BatchNorm2d(8),
+        "b": M.ConvTranspose2d(8, 8, 2, stride=2),
+        "bn": M.BatchNorm2d(8),
+        "c": M.Linear(8, 6),
+        "cn": M.BatchNorm1d(6),
+    }
+
+    def forward(self: Any, x: Any) -> Any:
+        y = F.relu(self.an(self.a(x)))
+        return F.relu(self.bn(self.b(y))), F.relu(self.cn(self.c(y.mean(axis=(2, 3)))))
+
+    module = net(forward, **layers)
+    module.eval()
+    traced = qtrace.trace(module, np.ones((1, 3, 16, 16), np.float32), check=False)
+    prepared = qtrace.prepare(traced, {"backend": "generic", "ptq": []})
+    assert sum(isinstance(module, BnFold) for module in prepared.modules()) == 3
+    set_input_shapes(prepared, {"x": (1, 3, size, size)})
+    assert [tuple(node.shape) for node in prepared.graph.outputs] == [(1, 8, 2 * size, 2 * size), (1, 6)]
+    assert not [n.name for e in prepared.graph._exprs for n in e.outputs if getattr(n, "shape", 0) is None]

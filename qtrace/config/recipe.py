@@ -37,6 +37,7 @@ __all__ = [
     "as_qconfig",
     "config_or_default",
     "dump_recipe",
+    "is_packaged",
     "load_recipe",
     "read_recipe",
     "recipe_names",
@@ -70,6 +71,7 @@ _REPORTED_KEYS = (
     "qat.fakequant",
     "method",
     "float",
+    "placement",
     "region",
     "cost_table",
 )
@@ -196,6 +198,14 @@ def config_or_default(obj: QConfig | str | Path | Mapping[str, Any] | None) -> Q
 def recipe_names() -> tuple[str, ...]:
     """Lists the names of the packaged recipes, sorted: ``resnet50``, ``backend/ncnn``."""
     return tuple(sorted(_name(path) for path in _HOME.rglob("*.yaml")))
+
+
+def is_packaged(recipe: object) -> bool:
+    """Returns whether ``recipe`` is the name of a packaged recipe, or names joined by ``+``."""
+    if not isinstance(recipe, str) or recipe.endswith(_SUFFIXES):
+        return False
+    names = recipe_names()
+    return all({text.strip(), f"{_TARGETS}/{text.strip()}"} & set(names) for text in recipe.split("+"))
 
 
 def dump_recipe(qconfig: QConfig) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from qtrace.config import QConfig, backends
 from qtrace.config.precision import is_precision
-from qtrace.config.recipe import as_qconfig, config_or_default
+from qtrace.config.recipe import DEFAULT_RECIPE, as_qconfig, is_packaged
 from qtrace.config.rule import FloatType
 from qtrace.errors import ConfigError
 from qtrace.quantizing.suffixes import suffix_of, target_of
@@ -22,7 +22,7 @@ def choose_config(target: str | None, recipe: Any, out: Path, float_type: FloatT
 
     Args:
         target: the name of a backend; None for that of the recipe, or else that of the suffix of ``out``.
-        recipe: the config, as for ``qtrace.prepare``; None for the default one of the target.
+        recipe: the config, as for ``qtrace.prepare``; None for the default recipe with this target.
         out: the file to write.
         float_type: the type of what stays float; None for that of the recipe.
 
@@ -30,23 +30,12 @@ def choose_config(target: str | None, recipe: Any, out: Path, float_type: FloatT
         ConfigError: for an unknown target, one that is not the recipe's, or one that takes other files; and
             for float16 in a file that has no form of it.
     """
-    name = target or (target_of(out.suffix) if recipe is None or is_precision(recipe) else None)
-    if name is not None:
-        backends.get(name)
-    if is_precision(recipe):
-        config = as_qconfig(f"{recipe}+{name}" if name in backends.packaged() else str(recipe))
-    elif recipe is not None:
-        config = as_qconfig(recipe)
-        if name is not None and config.backend != name:
-            if "backend" in config.model_fields_set:
-                raise ConfigError(
-                    f"the recipe is for {config.backend}, and target says {name}: leave out one of the two."
-                )
-            config = config.model_copy(update={"backend": name})
-    elif name is None or name == "onnxruntime":
-        config = config_or_default(None)
+    if target is not None:
+        backends.get(target)
+    if recipe is None or is_precision(recipe) or recipe == DEFAULT_RECIPE:
+        config = _default(recipe, target or target_of(out.suffix))
     else:
-        config = as_qconfig(f"backend/{name}" if name in backends.packaged() else {"backend": name})
+        config = _with_target(recipe, target, out)
     if float_type is not None:
         config = config.model_copy(update={"float": float_type})
     if config.effective_float == "fp16" and out.suffix != ".onnx":
@@ -61,6 +50,45 @@ def choose_config(target: str | None, recipe: Any, out: Path, float_type: FloatT
             "another target."
         )
     return config
+
+
+def _default(precision: str | None, name: str | None) -> QConfig:
+    """Returns the default recipe, with the bits of a precision, for a target.
+
+    Args:
+        precision: the short name of a precision; None, or the name of the default recipe, for its own bits.
+        name: the name of a backend; None for that of the default recipe.
+    """
+    parts = [DEFAULT_RECIPE, *([] if precision in (None, DEFAULT_RECIPE) else [precision])]
+    if name in backends.packaged() and name != "onnxruntime":
+        return as_qconfig("+".join([*parts, name]))
+    config = as_qconfig("+".join(parts))
+    return config if name is None else config.model_copy(update={"backend": name})
+
+
+def _with_target(recipe: Any, target: str | None, out: Path) -> QConfig:
+    """Returns the config of a recipe for a target: a family by its name takes the target's own recipe, too.
+
+    Args:
+        recipe: the config, or the name or path of a recipe.
+        target: the name of a backend; None for that of the recipe, or else that of the suffix of ``out``.
+        out: the file to write.
+
+    Raises:
+        ConfigError: when the recipe is for another target.
+    """
+    config = as_qconfig(recipe)
+    is_set = "backend" in config.model_fields_set
+    name = target or (None if is_set else target_of(out.suffix))
+    if name is None or config.backend == name:
+        return config
+    if is_set:
+        raise ConfigError(
+            f"the recipe is for {config.backend}, and target says {name}: leave out one of the two."
+        )
+    if is_packaged(recipe) and name in backends.packaged():
+        return as_qconfig(f"{recipe}+{name}")
+    return config.model_copy(update={"backend": name})
 
 
 def format_of(config: QConfig) -> str | None:

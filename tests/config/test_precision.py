@@ -82,7 +82,7 @@ def test_the_sentence_names_all_widths() -> None:
 )
 def test_the_target_of_a_call_is_that_of_the_precision(target: str | None, out: str, backend: str) -> None:
     config = choose_config(target, "w8a16", Path(out))
-    assert config == qtrace.load_recipe(f"w8a16+{backend}")
+    assert config == qtrace.load_recipe(f"int8+w8a16+{backend}")
 
 
 def test_the_precision_in_words_is_the_one_that_is_used(traced: TracedModule) -> None:

@@ -95,10 +95,11 @@ def quantize(
     with console.work():
         import qtrace
         from qtrace.config.precision import is_precision
+        from qtrace.config.recipe import is_packaged
         from qtrace.quantizing.targets import choose_config
 
         loaded: Any = recipe
-        if recipe is not None and not is_precision(recipe):
+        if recipe is not None and not is_packaged(recipe):
             loaded = qtrace.load_recipe(recipe, allow_code=allow_code)
         qconfig = change_config(choose_config(target, loaded, out, float_type))
         warn_unused(data, qconfig, console)

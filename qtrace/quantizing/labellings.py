@@ -23,6 +23,7 @@ __all__ = [
     "find_competitor",
     "find_labellings",
     "is_doubtful",
+    "is_noisy",
     "name_with_bits",
     "predict",
     "with_everything",
@@ -41,6 +42,7 @@ _LEAST_TIME_ERROR = 0.1  # of the time of the ops with other labels: that of pre
 _LEAST_NOISE_ERROR = 2.0  # dB, likewise
 _NEARLY_EXACT = 1e-12
 _DOUBTFUL_NOISE = 6.0  # dB that a predicted choice has more than predicted
+_NOISY = 0.01  # relative to the worst group of columns: with more noise than this predictions change
 
 
 def find_labellings(outcome: SearchOutcome, other: SearchOutcome | None = None) -> dict[str, SearchOutcome]:
@@ -168,12 +170,22 @@ def find_competitor(
     return name
 
 
-def is_doubtful(measured: Sequence[MeasuredLabelling]) -> bool:
-    """Returns whether the predicted choice is far from its prediction: slower than float, or much noisier.
+def is_noisy(labelling: MeasuredLabelling) -> bool:
+    """Returns whether a labelling has less than 20 dB by plain ranges: a quieter one is worth a look."""
+    return labelling.name != FLOAT and max(labelling.noise) > _NOISY
+
+
+def is_doubtful(measured: Sequence[MeasuredLabelling], in_float: bool = True) -> bool:
+    """Returns whether the predicted choice is far from its prediction, or the best labelling is noisy.
+
+    It is far from its prediction if it is slower than float, or has much more noise.
 
     Args:
         measured: what was measured: the predicted choice first, and float.
+        in_float: whether float may be chosen.
     """
+    if is_noisy(measured[choose_labelling(measured, in_float)]):
+        return True
     first = measured[0]
     whole = next((m for m in measured if m.name == FLOAT), first)
     noise = sum(first.noise) / max(len(first.noise), 1)

@@ -36,6 +36,7 @@ from qtrace.quantizing.labellings import (
     choose_labelling,
     find_competitor,
     find_labellings,
+    is_doubtful,
     predict,
     with_everything,
 )
@@ -330,6 +331,39 @@ def test_in_openvino_a_labelling_without_zero_points_is_in_question(
     last = Times.open(path).labellings[-1]
     assert last.centred
     assert last.noise > Times.open(path).labellings[0].noise
+
+
+@pytest.mark.parametrize(("is_noisy", "count"), [(True, 2), (False, 1)])
+def test_where_the_best_is_noisy_quieter_ones_are_tried_without_zero_points_too(
+    tmp_path: Path, monkeypatch, is_noisy: bool, count: int
+) -> None:
+    """Files 0 and 1 are one op on integers and float; 2 is wider, twice as fast; the others are without."""
+    monkeypatch.setattr(measuring, "find_labellings", _between_all_and_float)
+    monkeypatch.setattr(measuring, "is_noisy", lambda labelling: is_noisy)
+    ratios = {"1": 0.5, "2": 2.0, "3": 4.0, "4": 1.5}
+
+    def timer(paths, **options):
+        ratio = ratios[paths[1].stem]
+        return [Speed(1e-3, 1.0, 1.0, 1.0, 9), Speed(1e-3 / ratio, ratio, ratio, ratio, 9)]
+
+    config = as_qconfig({"backend": "openvino", "placement": "balanced"})
+    times, data = Times(tmp_path / "times.json"), [DATA[:4] + 0.5]
+    plan = TimingPlan(times, timer)
+    prepare_measured(_traced(), config, data, lambda: [DATA[4:] + 0.5], plan, LogReporter())
+    assert [m.name for m in times.labellings if m.centred] == [
+        "wider without zero points",
+        "predicted without zero points",
+    ][:count]
+
+
+def test_a_noisy_choice_is_in_doubt() -> None:
+    """As predicted, and faster than float: 15 dB alone are the reason to look further."""
+    whole, power = _measured("float", 0.5, 0.0, 0.0), 10**-1.5
+    noisy = replace(_measured("predicted", 1.0, power, power), predicted_db=15.0)
+    quiet = replace(_measured("between", 0.99, 1e-3, 1e-3), predicted_db=30.0)
+    assert is_doubtful([noisy, whole])
+    assert not is_doubtful([noisy, whole, quiet])
+    assert not is_doubtful([replace(quiet, name="predicted"), whole])
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from qtrace.config import QConfig, backends
+from qtrace.config import recipe as recipes
 from qtrace.config.precision import is_precision
-from qtrace.config.recipe import DEFAULT_RECIPE, as_qconfig, is_packaged
+from qtrace.config.recipe import as_qconfig, is_packaged
 from qtrace.config.rule import FloatType
 from qtrace.errors import ConfigError
 from qtrace.quantizing.suffixes import suffix_of, target_of
@@ -32,7 +33,7 @@ def choose_config(target: str | None, recipe: Any, out: Path, float_type: FloatT
     """
     if target is not None:
         backends.get(target)
-    if recipe is None or is_precision(recipe) or recipe == DEFAULT_RECIPE:
+    if recipe is None or is_precision(recipe) or recipe == recipes.DEFAULT_RECIPE:
         config = _default(recipe, target or target_of(out.suffix))
     else:
         config = _with_target(recipe, target, out)
@@ -59,7 +60,8 @@ def _default(precision: str | None, name: str | None) -> QConfig:
         precision: the short name of a precision; None, or the name of the default recipe, for its own bits.
         name: the name of a backend; None for that of the default recipe.
     """
-    parts = [DEFAULT_RECIPE, *([] if precision in (None, DEFAULT_RECIPE) else [precision])]
+    own = recipes.DEFAULT_RECIPE
+    parts = [own, *([] if precision in (None, own) else [precision])]
     if name in backends.packaged() and name != "onnxruntime":
         return as_qconfig("+".join([*parts, name]))
     config = as_qconfig("+".join(parts))

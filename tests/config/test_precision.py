@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import qtrace
-from qtrace.config import backends
+from qtrace.config import backends, recipe
 from qtrace.config.recipe import config_or_default
 from qtrace.errors import ConfigError
 from qtrace.graph.types import TracedModule
@@ -80,7 +80,10 @@ def test_the_sentence_names_all_widths() -> None:
 @pytest.mark.parametrize(
     ("target", "out", "backend"), [("qnn", "a.onnx", "qnn"), (None, "a.tflite", "tflite")]
 )
-def test_the_target_of_a_call_is_that_of_the_precision(target: str | None, out: str, backend: str) -> None:
+def test_the_target_of_a_call_is_that_of_the_precision(
+    target: str | None, out: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recipe, "DEFAULT_RECIPE", "int8")
     config = choose_config(target, "w8a16", Path(out))
     assert config == qtrace.load_recipe(f"int8+w8a16+{backend}")
 

@@ -12,7 +12,7 @@ import pytest
 from megengine import Tensor
 
 import qtrace
-from qtrace.config import backends
+from qtrace.config import backends, recipe
 from qtrace.errors import ConfigError
 from qtrace.quantizing.targets import choose_config
 from tests.nets import net
@@ -20,6 +20,11 @@ from tests.nets import net
 BACKEND = backends.get("generic")
 TARGET = f"{__name__}:BACKEND"
 GPTQ = {"gptq": {"refit": True}}
+
+
+@pytest.fixture(autouse=True)
+def real_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipe, "DEFAULT_RECIPE", "int8")
 
 
 @pytest.mark.parametrize("target", backends.packaged())
@@ -45,10 +50,10 @@ def test_a_target_of_ones_own_has_them_too() -> None:
     assert config.to_dict()["ptq"][-1] == GPTQ
 
 
-@pytest.mark.parametrize("recipe", [None, "int8", "resnet50", "w8a16", {"placement": "everything"}])
+@pytest.mark.parametrize("given", [None, "int8", "resnet50", "w8a16", {"placement": "everything"}])
 @pytest.mark.parametrize("target", ["tflite", None])
-def test_the_file_says_the_target_where_nothing_else_does(target: str | None, recipe: Any) -> None:
-    assert choose_config(target, recipe, Path("net.tflite")).backend == "tflite"
+def test_the_file_says_the_target_where_nothing_else_does(target: str | None, given: Any) -> None:
+    assert choose_config(target, given, Path("net.tflite")).backend == "tflite"
 
 
 def test_a_family_by_its_name_takes_the_recipe_of_the_target() -> None:
@@ -56,10 +61,10 @@ def test_a_family_by_its_name_takes_the_recipe_of_the_target() -> None:
     assert choose_config("tflite", "resnet50", Path("a.tflite")) == qtrace.load_recipe("resnet50+tflite")
 
 
-@pytest.mark.parametrize("recipe", ["backend/openvino", {"backend": "openvino"}])
-def test_two_targets_are_refused(recipe: Any) -> None:
+@pytest.mark.parametrize("given", ["backend/openvino", {"backend": "openvino"}])
+def test_two_targets_are_refused(given: Any) -> None:
     with pytest.raises(ConfigError, match="the recipe is for openvino, and target says qnn: leave out one"):
-        choose_config("qnn", recipe, Path("net.onnx"))
+        choose_config("qnn", given, Path("net.onnx"))
 
 
 def test_weights_are_rounded_together_for_another_target(tmp_path: Path) -> None:
@@ -72,9 +77,9 @@ def test_weights_are_rounded_together_for_another_target(tmp_path: Path) -> None
         net(lambda self, x: self.b(F.relu(self.a(x))), a=M.Linear(32, 32), b=M.Linear(32, 8)), mixed[:1]
     )
     noise = {}
-    for recipe in (None, "backend/tensorrt"):
-        options = {"recipe": recipe} if recipe else {"target": "tensorrt"}
+    for given in (None, "backend/tensorrt"):
+        options = {"recipe": given} if given else {"target": "tensorrt"}
         result = qtrace.quantize(traced, mixed, tmp_path / "a.onnx", progress=False, force=True, **options)
         exact = traced(Tensor(mixed)).numpy()
-        noise[recipe] = float(((result.converted(Tensor(mixed)).numpy() - exact) ** 2).mean())
+        noise[given] = float(((result.converted(Tensor(mixed)).numpy() - exact) ** 2).mean())
     assert noise[None] < 0.9 * noise["backend/tensorrt"]

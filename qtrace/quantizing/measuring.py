@@ -28,19 +28,15 @@ from qtrace.calibration.known_ranges import from_ranges, measure_ranges
 from qtrace.config import QConfig, backends
 from qtrace.costs import CostTable
 from qtrace.data.base import batch_length
-from qtrace.data.batches import as_arguments
 from qtrace.errors import QtraceError
 from qtrace.export import export
 from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.converted.open_axes import SharedAxes
 from qtrace.export.onnx.exporter import OnnxOptions
 from qtrace.export.onnx.files import files_with
-from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.twin import late_algorithms
-from qtrace.onnxfile.local_session import OrtSession, SessionSettings, dtype_of
 from qtrace.onnxfile.saturation import SAFE_BITS
-from qtrace.onnxfile.sessions import open_session
 from qtrace.outputs.selections import reaching
 from qtrace.preparation.passes.convert import convert
 from qtrace.preparation.placement.frontier import price
@@ -49,7 +45,7 @@ from qtrace.preparation.record import fake_quants, read_record, write_record
 from qtrace.process.thread import on_engine_thread
 from qtrace.quantizing.card import TIMED
 from qtrace.quantizing.delivering import Timer, rounds_for_speed_by_default, timed_settings
-from qtrace.quantizing.labelling_runs import LabellingRuns
+from qtrace.quantizing.file_runs import FileRuns, input_values, open_runs, run_batch
 from qtrace.quantizing.labellings import (
     EVERYTHING,
     FLOAT,
@@ -63,7 +59,6 @@ from qtrace.quantizing.labellings import (
     predict,
     with_everything,
 )
-from qtrace.quantizing.openvino_runs import OpenvinoRuns
 from qtrace.quantizing.output_noise import Outputs, measure_noise, measure_row_noise, output_groups
 from qtrace.quantizing.reporting import Reporter
 from qtrace.quantizing.structure import hash_structure, is_in_float
@@ -88,7 +83,6 @@ _SHARE = 1 / 3  # of the time that the calibration is expected to take
 _RUNS_OF_A_SAMPLE = 2.0  # in a calibration, beside what takes as long as the search for a placement
 _TIMING_SECONDS = 1.2  # of two files
 _TIMED_RUNS = 3
-_ONE_THREAD = SessionSettings(threads=1)
 # The backends whose runtimes the labellings are measured in, and those among them whose whole networks may be
 # faster rounded everywhere than by the times of single kernels.
 _MEASURED = ("onnxruntime", "openvino", "tflite", "ncnn")
@@ -97,8 +91,6 @@ _RANGE_BATCHES = 2  # where the ranges of the search are not enough
 _MOST_CENTRED = 3  # labellings that are measured without zero points, too
 _MOST_IN_DOUBT = 4  # labellings that are measured, whatever time it takes
 _LEAST_SAMPLES, _MOST_SAMPLES = 4, 16  # of those held back, two to eight in each half
-
-_Runs = OrtSession | OpenvinoRuns | LabellingRuns
 
 
 @dataclass(frozen=True)
@@ -456,7 +448,7 @@ class _Bench:
         self.timer, self.reporter = placer.measurement.timer or compare_files, placer.reporter
         self.in_float, self.host = placer.measurement.may_be_float, placer.measurement.host
         self.remembers = self.timer is compare_files and self.host is None  # the cache is of this machine
-        backend = next(iter(searches.values())).config.backend
+        self.backend = backend = next(iter(searches.values())).config.backend
         self.runtime, self.suffix = _runtime_of(backend), suffix_of(backend)
         self.configs = {bits: _plain(search.config) for bits, search in searches.items()}
         self.everything = None if placer.everything is None else _plain(placer.everything)
@@ -465,7 +457,7 @@ class _Bench:
         self.feeds: list[list[np.ndarray]] = []  # of each batch that is held back
         self.files: dict[str, Path] = {}
         self.structures: dict[str, str] = {}
-        self.sessions: dict[str, _Runs] = {}
+        self.sessions: dict[str, FileRuns] = {}
         self.outputs: dict[str, Outputs] = {}
         self.selecting: dict[str, TracedModule] = {}  # the graphs of the labellings, if they select
 
@@ -479,7 +471,9 @@ class _Bench:
             return (), ""
         with tempfile.TemporaryDirectory(prefix="qtrace-labellings-") as folder:
             try:
-                self.feeds = [self._values(batch, number) for number, batch in enumerate(self.held_back())]
+                self.feeds = [
+                    input_values(self.traced, batch, number) for number, batch in enumerate(self.held_back())
+                ]
                 if not self.feeds:
                     self._note("no samples are held back")
                     return (), ""
@@ -658,7 +652,7 @@ class _Bench:
         else:
             export(converted, path)
             self.structures[name] = hashlib.sha256(path.read_bytes()).hexdigest()
-            self.sessions[name] = LabellingRuns(path, converted, self.host)
+            self.sessions[name] = open_runs(path, converted, self.backend, self.host)
         self.files[name] = path
 
     def _set_ranges(self, prepared: TracedModule) -> None:
@@ -698,37 +692,24 @@ class _Bench:
             ],
         }
 
-    def _values(self, batch: Any, number: int) -> list[np.ndarray]:
-        """Returns the values of a file's inputs for a batch."""
-        args, kwargs = as_arguments(batch, self.traced, number)
-        return [value.numpy() for value in Interpreter(self.traced).bind(args, kwargs)[1][1:]]
-
     def _outputs(self, name: str, samples: int) -> Outputs:
         """Returns the outputs of a file for the first samples that were held back, of each batch."""
         if name not in self.outputs:
             self.outputs[name] = self._run(self._session(name), samples)
         return self.outputs[name]
 
-    def _session(self, name: str) -> _Runs:
+    def _session(self, name: str) -> FileRuns:
         if name not in self.sessions:
-            path = self.files[name]
-            own = self.runtime == "openvino"
-            settings = replace(_ONE_THREAD, host=self.host)
-            self.sessions[name] = OpenvinoRuns(path, self.host) if own else open_session(path, settings)
+            self.sessions[name] = open_runs(self.files[name], None, self.backend, self.host)
         return self.sessions[name]
 
-    def _run(self, session: _Runs, samples: int) -> list[list[np.ndarray]]:
-        names = [info.name for info in session.inputs]
+    def _run(self, session: FileRuns, samples: int) -> list[list[np.ndarray]]:
         results = []
-        for batch in self.feeds:
-            values = [
-                value.astype(dtype_of(info.type) or value.dtype)
-                for value, info in zip(batch, session.inputs, strict=True)
-            ]
+        for values in self.feeds:
             rows = _rows(session, values)
             if samples > 0:
-                feeds = [value[:samples] for value in values] if rows > samples else values
-                results.append(session.run(None, dict(zip(names, feeds, strict=True))))
+                kept = [value[:samples] for value in values] if rows > samples else values
+                results.append(run_batch(session, kept))
             samples -= rows or 1
         return results
 
@@ -760,7 +741,7 @@ def _write(converted: TracedModule, path: Path, axes: SharedAxes) -> None:
             stream.writelines([content] if isinstance(content, bytes) else content)
 
 
-def _rows(session: _Runs, values: Sequence[np.ndarray]) -> int:
+def _rows(session: FileRuns, values: Sequence[np.ndarray]) -> int:
     """Returns the number of samples of a batch that a file can compute apart; 0 if it takes all at once."""
     counts = {len(value) if value.ndim else 0 for value in values}
     is_open = all(info.shape and not isinstance(info.shape[0], int) for info in session.inputs)

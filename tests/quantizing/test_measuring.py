@@ -31,7 +31,7 @@ from qtrace.preparation.placement.frontier import Point
 from qtrace.preparation.placement.problem import Energy, Problem, Unit, evaluate
 from qtrace.preparation.placement.trials import LabellingTrial
 from qtrace.preparation.prepare import SearchOutcome
-from qtrace.quantizing import delivering, figures, measuring
+from qtrace.quantizing import delivering, figures, file_runs, measuring
 from qtrace.quantizing.labellings import (
     choose_labelling,
     find_competitor,
@@ -284,7 +284,7 @@ def test_what_is_measured_decides_and_is_written(tmp_path: Path, monkeypatch, ba
     monkeypatch.setattr(measuring, "find_labellings", find_labellings)  # those of the search
     own = _OPENERS.get(backend, "LabellingRuns")
     for other in {*_OPENERS.values(), "LabellingRuns"} - {own}:
-        monkeypatch.setattr(measuring, other, _refuse)  # it runs files in another runtime
+        monkeypatch.setattr(file_runs, other, _refuse)  # it runs files in another runtime
     traced, config = _traced(), as_qconfig({"backend": backend, "placement": "balanced"})
     asked: list[int] = []
 

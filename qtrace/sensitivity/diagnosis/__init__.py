@@ -8,7 +8,6 @@ ranked by the noise at the outputs: an error that the network hides, or one that
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -17,31 +16,31 @@ from typing import Any
 from qtrace.data.batches import as_arguments, count_samples
 from qtrace.display import Displayed
 from qtrace.graph.types import TracedModule
-from qtrace.metrics import comparable
 from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.model import QuantizedModel
 from qtrace.process.thread import on_engine_thread
 from qtrace.sensitivity.diagnosis.causes import Cause, find_cause, observes_too_little
+from qtrace.sensitivity.diagnosis.compared import Compared, judge_outputs
 from qtrace.sensitivity.diagnosis.cures import Cure, cure_recipe, find_cure
 from qtrace.sensitivity.diagnosis.evidence import SiteEvidence
 from qtrace.sensitivity.diagnosis.inputs import (
     OTHER_DATA,
     InputStatistics,
-    are_constant,
     are_one_number,
     compare_inputs,
     find_repeated,
     measure_inputs,
 )
 from qtrace.sensitivity.diagnosis.measuring import measure_output_noise, measure_sites
-from qtrace.sensitivity.diagnosis.samples import MANY_SAMPLES, measure_samples, seen_margin_db
-from qtrace.sensitivity.diagnosis.verdict import GOOD_FROM_DB, GroupVerdict, Verdict, judge
-from qtrace.sensitivity.metrics import agreement, choose, column_errors, integer_errors
+from qtrace.sensitivity.diagnosis.samples import MANY_SAMPLES, seen_margin_db
+from qtrace.sensitivity.diagnosis.verdict import GroupVerdict, Verdict
+from qtrace.sensitivity.metrics import choose
 from qtrace.sensitivity.simulation import Simulation
 
 __all__ = [
     "Calibrated",
     "Cause",
+    "Compared",
     "Cure",
     "Diagnosis",
     "GroupVerdict",
@@ -49,6 +48,8 @@ __all__ = [
     "SiteEvidence",
     "Verdict",
     "diagnose",
+    "find_repeated",
+    "judge_outputs",
     "measure_inputs",
 ]
 
@@ -191,65 +192,17 @@ def _judge(
     known: Calibrated,
 ) -> Verdict:
     reference, outputs, selected = simulation.quantized()
-    errors = column_errors(reference, outputs, simulation.groups)
-    first = reference[0][0]
-    classes = first.ndim == 2 and first.shape[1] > 1 and comparable(first, outputs[0][0])
-    same = agreement(reference, outputs) / 100.0 if classes else None
     counts = [count_samples(as_arguments(b, view.module, i)) for i, b in enumerate(simulation.batches)]
-    repeated = find_repeated(simulation.batches)
-    by_sample = measure_samples(simulation.groups, reference, outputs, counts, repeated)
-    one_number = are_one_number(simulation.batches)
-    constant = not one_number and are_constant(reference, repeated)
-    low_db = _lowest([errors.low_db() - known.margin_db for errors in by_sample])
-    worst_sample_db = _lowest([errors.worst_db() for errors in by_sample])
-    quantized, in_float = values or (None, None)
-    groups = tuple(map(GroupVerdict.of, errors.errors()))
-    lost = any(not group.informative for group in groups)
-    integers = integer_errors(reference, outputs)
-    equal = min((e.equal for e in integers if e.sqnr_db < GOOD_FROM_DB), default=None)
-    count = len(simulation.batches)
-    uncompared = tuple(index for index, unequal in errors.unequal.items() if unequal == count)
-    decibels = errors.sqnr_db() if groups or not uncompared else math.nan
-    rows = selected.worst()
-    judged = functools.partial(
-        judge,
-        decibels,
-        quantized,
-        in_float,
-        informative=not lost,
-        equal=equal,
-        compared=not uncompared,
-        rows=rows,
-        worst_sample_db=worst_sample_db,
-        predictions=None if same is None else (same, sum(counts)),
+    compared = Compared(
+        simulation.groups,
+        reference,
+        outputs,
+        counts,
+        find_repeated(simulation.batches),
+        are_one_number(simulation.batches),
+        selected.worst(),
     )
-    word = judged(low_db=low_db, shows_nothing=one_number or constant)
-    return Verdict(
-        word,
-        decibels,
-        same,
-        quantized,
-        in_float,
-        sum(counts),
-        measured_on,
-        at_least,
-        groups,
-        equal,
-        uncompared,
-        rows,
-        low_db,
-        worst_sample_db,
-        known.judged,
-        word != judged(),
-        one_number,
-        constant,
-    )
-
-
-def _lowest(figures: Sequence[float]) -> float | None:
-    """Returns the lowest of some ratios in dB; None if all are infinite."""
-    finite = [figure for figure in figures if math.isfinite(figure)]
-    return min(finite, default=None)
+    return judge_outputs(compared, measured_on, values, at_least, known.margin_db, known.judged)
 
 
 def _suspects(evidence: Sequence[SiteEvidence]) -> list[str]:

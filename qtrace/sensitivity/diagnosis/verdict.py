@@ -89,6 +89,7 @@ class Verdict(Displayed):
         doubted: whether the graph would be good if other samples were like these.
         one_number: whether each input of the samples is one number everywhere, so that they show nothing.
         constant: whether float gives the same outputs for all samples, which are not all the same.
+        computed_by: what has computed the outputs, in words.
     """
 
     word: str
@@ -109,6 +110,7 @@ class Verdict(Displayed):
     doubted: bool = False
     one_number: bool = False
     constant: bool = False
+    computed_by: str = FAKE_QUANTS
 
     def _text(self, max_width: int | None) -> str:
         return self.line()
@@ -148,7 +150,7 @@ class Verdict(Displayed):
             parts.append(f"metric {self.metric:.4g} ({self.float_metric:.4g} in float)")
         if self.at_least is not None:
             parts.append(f"{'at' if self.passed else 'not at'} least {self.at_least:g}")
-        where = f"on {self.samples} {self.measured_on} ({FAKE_QUANTS})"
+        where = f"on {self.samples} {self.measured_on} ({self.computed_by})"
         return f"verdict: {self.word}: {', '.join(parts)}, {where}"
 
     def _headline(self) -> str:

@@ -1,0 +1,119 @@
+"""The verdict on outputs beside those of float, whatever has computed them."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from qtrace.metrics import comparable
+from qtrace.outputs import ColumnGroup
+from qtrace.sensitivity.diagnosis.inputs import are_constant
+from qtrace.sensitivity.diagnosis.samples import measure_samples
+from qtrace.sensitivity.diagnosis.verdict import FAKE_QUANTS, GOOD_FROM_DB, GroupVerdict, Verdict, judge
+from qtrace.sensitivity.metrics import Outputs, agreement, column_errors, integer_errors
+
+__all__ = ["Compared", "judge_outputs"]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Outputs beside those of float.
+
+    Attributes:
+        groups: the column groups of the outputs.
+        reference: for each batch the float outputs.
+        outputs: the outputs in their place.
+        counts: the number of samples of each batch.
+        repeated: for each batch which of its samples are the same as one before.
+        one_number: whether each input of the samples is one number everywhere.
+        rows: the share of selected rows that float selects, too; None if nothing selects.
+    """
+
+    groups: Sequence[ColumnGroup]
+    reference: Outputs
+    outputs: Outputs
+    counts: Sequence[int]
+    repeated: Sequence[Sequence[bool]]
+    one_number: bool = False
+    rows: float | None = None
+
+
+def judge_outputs(
+    compared: Compared,
+    measured_on: str,
+    values: tuple[float, float] | None = None,
+    at_least: float | None = None,
+    margin_db: float = 0.0,
+    seen: bool = False,
+    computed_by: str = FAKE_QUANTS,
+) -> Verdict:
+    """Returns the verdict on outputs.
+
+    Args:
+        compared: the outputs.
+        measured_on: what the samples are, in words.
+        values: the user's metric of the quantized graph and of the float graph; None without one.
+        at_least: the limit for the metric, or for the SQNR in dB.
+        margin_db: how far the SQNR may be above that of other samples, in dB.
+        seen: whether the samples are those of the calibration.
+        computed_by: what has computed the outputs, in words.
+    """
+    reference, outputs = compared.reference, compared.outputs
+    errors = column_errors(reference, outputs, compared.groups)
+    first = reference[0][0]
+    classes = first.ndim == 2 and first.shape[1] > 1 and comparable(first, outputs[0][0])
+    same = agreement(reference, outputs) / 100.0 if classes else None
+    by_sample = measure_samples(compared.groups, reference, outputs, compared.counts, compared.repeated)
+    constant = not compared.one_number and are_constant(reference, compared.repeated)
+    low_db = _lowest([errors.low_db() - margin_db for errors in by_sample])
+    worst_sample_db = _lowest([errors.worst_db() for errors in by_sample])
+    quantized, in_float = values or (None, None)
+    groups = tuple(map(GroupVerdict.of, errors.errors()))
+    lost = any(not group.informative for group in groups)
+    integers = integer_errors(reference, outputs)
+    equal = min((e.equal for e in integers if e.sqnr_db < GOOD_FROM_DB), default=None)
+    uncompared = tuple(index for index, unequal in errors.unequal.items() if unequal == len(reference))
+    decibels = errors.sqnr_db() if groups or not uncompared else math.nan
+    samples = sum(compared.counts)
+    judged = functools.partial(
+        judge,
+        decibels,
+        quantized,
+        in_float,
+        informative=not lost,
+        equal=equal,
+        compared=not uncompared,
+        rows=compared.rows,
+        worst_sample_db=worst_sample_db,
+        predictions=None if same is None else (same, samples),
+    )
+    word = judged(low_db=low_db, shows_nothing=compared.one_number or constant)
+    return Verdict(
+        word,
+        decibels,
+        same,
+        quantized,
+        in_float,
+        samples,
+        measured_on,
+        at_least,
+        groups,
+        equal,
+        uncompared,
+        compared.rows,
+        low_db,
+        worst_sample_db,
+        seen,
+        word != judged(),
+        compared.one_number,
+        constant,
+        computed_by,
+    )
+
+
+def _lowest(figures: Sequence[float]) -> float | None:
+    """Returns the lowest of some ratios in dB; None if all are infinite."""
+    finite = [figure for figure in figures if math.isfinite(figure)]
+    return min(finite, default=None)

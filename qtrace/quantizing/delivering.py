@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,16 +9,14 @@ from typing import Any
 
 from qtrace.benchmarking.runners import RunnerSettings
 from qtrace.benchmarking.turns import Speed, compare_files
-from qtrace.config import QConfig, Rule, backends
+from qtrace.config import QConfig, backends
 from qtrace.errors import ExportError, QtraceError
-from qtrace.export import export
 from qtrace.graph.open_axes import read_open_axes
 from qtrace.graph.signature import list_inputs
 from qtrace.graph.types import TracedModule
-from qtrace.preparation.passes.convert import convert
-from qtrace.preparation.prepare import prepare
 from qtrace.preparation.record import fake_quants
 from qtrace.quantizing.card import TIMED
+from qtrace.quantizing.float_file import FloatFile
 from qtrace.quantizing.labellings import FLOAT
 from qtrace.quantizing.structure import has_same_nodes, hash_structure
 from qtrace.quantizing.times import MeasuredLabelling
@@ -34,7 +31,6 @@ __all__ = [
     "fixed_timer",
     "is_float_better",
     "measure_file",
-    "prepare_in_float",
     "rounds_for_speed_by_default",
     "timed_settings",
 ]
@@ -114,14 +110,6 @@ class Delivery:
         return {**facts, "measured_by": self.host} if self.host else facts
 
 
-def prepare_in_float(traced: TracedModule, config: QConfig) -> TracedModule:
-    """Prepares a network as ``config`` says, but with every op in float."""
-    rule = Rule.model_validate({"match": {"name": "*"}, "quantize": False}).with_origin("the measured speed")
-    plain = config.without_placement()
-    changes = {"rules": (*plain.rules, rule), "ptq": None, "placement": "everything", "float": None}
-    return prepare(traced, plain.model_copy(update=changes))
-
-
 def timed_settings(
     traced: TracedModule, suffix: str = ".onnx", host: RuntimeHost | None = None
 ) -> RunnerSettings:
@@ -142,9 +130,9 @@ def timed_settings(
 def measure_file(
     path: Path,
     prepared: TracedModule,
-    traced: TracedModule,
     config: QConfig,
     *,
+    twin: FloatFile,
     keep: bool = False,
     timer: Timer | None = None,
     labellings: Sequence[MeasuredLabelling] = (),
@@ -157,8 +145,8 @@ def measure_file(
     Args:
         path: the quantized file.
         prepared: the graph that it was exported from, before `convert`.
-        traced: the float network.
         config: the config.
+        twin: the float file, which is written if it is needed.
         keep: whether the quantized file is delivered, however slow it is.
         timer: measures files in turns; None for `compare_files`.
         labellings: those that were measured, the predicted choice first.
@@ -178,21 +166,17 @@ def measure_file(
     if timer is None and (known := _speeds_of(path, labellings)) is not None:
         in_float = None
         if replaceable and is_float_better(known[1], config):
-            in_float = prepare_in_float(traced, config)
+            in_float = twin.prepared
         return replace(choose_delivery(*known, config, in_float), host=_name(host))
     runtime = backend.runtime or TIMED[path.suffix][0]
     try:
-        with tempfile.TemporaryDirectory(prefix="qtrace-speed-") as folder:
-            twin = Path(folder) / f"float{path.suffix}"
-            in_float = prepare_in_float(traced, config)
-            export(convert(in_float), twin)
-            settings = timed_settings(traced, path.suffix, host)
-            first, own = (timer or compare_files)([twin, path], runtime=runtime, settings=settings)
+        settings = timed_settings(twin.traced, path.suffix, host)
+        first, own = (timer or compare_files)([twin.path, path], runtime=runtime, settings=settings)
     except QtraceError as error:
         if host is not None and isinstance(error, MissingPackageError):
             raise
         return Delivery(untimed=str(error).rstrip("."))
-    delivery = choose_delivery(first, own, config, in_float if replaceable else None)
+    delivery = choose_delivery(first, own, config, twin.prepared if replaceable else None)
     return replace(delivery, host=_name(host))
 
 

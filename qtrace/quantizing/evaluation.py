@@ -19,6 +19,7 @@ __all__ = [
     "check_values",
     "choose_evaluation",
     "count_samples",
+    "count_values",
     "estimate_samples",
     "first_batches",
     "hold_back_samples",
@@ -209,6 +210,11 @@ def _select(numbered: Iterable[tuple[int, Batch]], model: TracedModule) -> Itera
         samples += batch_length(selected)
         if samples >= _BATCHES * _SAMPLES or count == _MOST_BATCHES:
             break
+
+
+def count_values(batch: Batch) -> int:
+    """Returns the number of values of all inputs of a batch."""
+    return sum(array.size for array in (batch.values() if isinstance(batch, dict) else batch))
 
 
 def shorten(batch: Batch, model: TracedModule, index: int, samples: int = _SAMPLES) -> Batch:

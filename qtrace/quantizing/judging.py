@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,14 @@ class Judgement:
     def verdict(self) -> Verdict | None:
         """The verdict; None if the graph could not be judged."""
         return None if self.diagnosis is None else self.diagnosis.verdict
+
+    def with_file(self, verdict: Verdict) -> Judgement:
+        """Returns the judgement with the verdict on the finished file."""
+        if self.diagnosis is None:
+            return self
+        return replace(
+            self, diagnosis=replace(self.diagnosis, verdict=self.diagnosis.verdict.with_file(verdict))
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Returns verdict and causes as plain data, in which numbers that JSON does not know are None."""

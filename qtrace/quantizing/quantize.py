@@ -35,11 +35,14 @@ from qtrace.quantizing.evaluation import (
     EvaluationData,
     check_values,
     choose_evaluation,
+    count_values,
     estimate_samples,
     hold_back_samples,
     shorten,
 )
+from qtrace.quantizing.float_file import FloatFile
 from qtrace.quantizing.judging import Acceptance, Judgement, conclude, copy_float
+from qtrace.quantizing.judging_file import judge_file, pick_batches
 from qtrace.quantizing.labels import labels_of
 from qtrace.quantizing.measuring import TimingPlan, prepare_measured
 from qtrace.quantizing.reporting import LogReporter, Reporter
@@ -311,27 +314,31 @@ def quantize(
             converted = convert(result.prepared)
             export(converted, partial, format=format_of(config))
         report = _verify(partial, path, converted, result.prepared, opened, runtime_host) if verify else None
-        delivery = Delivery()
-        if measure:
-            timer = fixed_timer(taken.files) if taken.fixed else None
-            with stages.measure("measure the file"):
-                delivery = measure_file(
-                    partial,
-                    result.prepared,
-                    traced,
-                    config,
-                    keep=kept,
-                    timer=timer,
-                    labellings=taken.labellings,
-                    host=runtime_host,
-                )
-            taken.files = delivery.files
-            taken.write()
-        if delivery.prepared is not None:
-            converted = convert(delivery.prepared)
-            export(converted, partial, format=format_of(config))
-            if verify:
-                report = _verify(partial, path, converted, delivery.prepared, opened, runtime_host)
+        with FloatFile(traced, config, path.suffix) as twin:
+            delivery = Delivery()
+            if measure:
+                timer = fixed_timer(taken.files) if taken.fixed else None
+                with stages.measure("measure the file"):
+                    delivery = measure_file(
+                        partial,
+                        result.prepared,
+                        config,
+                        twin=twin,
+                        keep=kept,
+                        timer=timer,
+                        labellings=taken.labellings,
+                        host=runtime_host,
+                    )
+                taken.files = delivery.files
+                taken.write()
+            if delivery.prepared is not None:
+                converted = convert(delivery.prepared)
+                export(converted, partial, format=format_of(config))
+                if verify:
+                    report = _verify(partial, path, converted, delivery.prepared, opened, runtime_host)
+            elif verify and metric is None:
+                result = _judge_file(partial, converted, twin, opened, result, runtime_host)
+                _check(result.judgement, allow_broken, spell)
         own = own_file(source)
         if measure and own is not None and not taken.fixed:
             with stages.measure("measure the file"):
@@ -499,6 +506,24 @@ def _check(judgement: Judgement, allow_broken: bool, spell: Callable[[str], str]
         raise CalibrationError(f"nothing was written, as a limit does not hold ({verdict.line()}).")
 
 
+def _judge_file(
+    partial: Path,
+    converted: TracedModule,
+    twin: FloatFile,
+    data: _Data,
+    result: _Calibrated,
+    host: RuntimeHost | None,
+) -> _Calibrated:
+    """Judges the file on more samples than the graph; the worse word is that of both."""
+    judgement = result.judgement
+    if judgement.verdict is None or not any(fake_quants(result.prepared)):
+        return result
+    with data.times.measure("judge the file"):
+        batches = pick_batches(data.evaluation, data.calibration, result.prepared)
+        verdict = judge_file(partial, converted, twin, batches, host, _batch_of_file(partial))
+    return result if verdict is None else replace(result, judgement=judgement.with_file(verdict))
+
+
 def _verified_batches(data: _Data, prepared: TracedModule) -> list[Batch]:
     """Returns the batches of the verdict, then those of the calibration, up to the bounds of verification."""
     judged, calibrated = data.evaluation.read(prepared), data.calibration
@@ -507,16 +532,12 @@ def _verified_batches(data: _Data, prepared: TracedModule) -> list[Batch]:
     count = max(_LEAST_VERIFIED, len(judged), share)
     chosen, values = list[Batch](), 0
     for index, batch in enumerate(itertools.chain(judged, (batch for _, batch in rest))):
-        most = _VERIFIED_VALUES // _LEAST_VERIFIED * batch_length(batch) // max(_count_values(batch), 1)
+        most = _VERIFIED_VALUES // _LEAST_VERIFIED * batch_length(batch) // max(count_values(batch), 1)
         chosen.append(shorten(batch, prepared, index, max(most, _LEAST_SAMPLES)))
-        values += _count_values(chosen[-1])
+        values += count_values(chosen[-1])
         if len(chosen) >= _LEAST_VERIFIED and (values >= _VERIFIED_VALUES or len(chosen) >= count):
             break
     return chosen
-
-
-def _count_values(batch: Batch) -> int:
-    return sum(array.size for array in (batch.values() if isinstance(batch, dict) else batch))
 
 
 def _batch_of_file(path: Path) -> int | None:

@@ -16,6 +16,7 @@ from qtrace.benchmarking.turns import Speed, summarize
 from qtrace.config.recipe import as_qconfig
 from qtrace.quantizing import delivering
 from qtrace.quantizing.delivering import is_float_better, measure_file, timed_settings
+from qtrace.quantizing.float_file import FloatFile
 from qtrace.quantizing.structure import hash_structure
 from qtrace.quantizing.times import MeasuredLabelling
 from tests.nets import images, net
@@ -130,6 +131,11 @@ def _labellings(structure: str, float_speed: Speed) -> list[MeasuredLabelling]:
     return [own, MeasuredLabelling("float", (), 2e-3, 99.0, float_speed, (0.0, 0.0), "other")]
 
 
+def _measure(path: Path, prepared, traced, config, **options) -> delivering.Delivery:
+    with FloatFile(traced, config, path.suffix) as twin:
+        return measure_file(path, prepared, config, twin=twin, **options)
+
+
 @pytest.mark.parametrize(
     ("float_speed", "ratio", "in_float"),
     [(Speed(2e-3, 0.5, 0.4, 0.625, 9, busy=True), 2.0, False), (Speed(5e-4, 2.0, 1.6, 2.5, 9), 0.5, True)],
@@ -146,12 +152,12 @@ def test_a_file_that_was_measured_as_a_labelling_is_not_measured_again(
         qtrace.calibrate(prepared[-1], [DATA * (number + 1.5)], progress=False)
         qtrace.export(qtrace.convert(prepared[-1]), path)
     labellings = _labellings(hash_structure(paths[0]), float_speed)
-    found = measure_file(paths[1], prepared[1], traced, config, labellings=labellings)
+    found = _measure(paths[1], prepared[1], traced, config, labellings=labellings)
     assert found.speed == Speed(1e-3, ratio, 1 / float_speed.high, 1 / float_speed.low, 9, float_speed.busy)
     assert found.float_seconds == float_speed.seconds
     assert found.in_float is in_float
     assert (found.prepared is None) is not in_float
-    kept = measure_file(paths[1], prepared[1], traced, config, keep=True, labellings=labellings)
+    kept = _measure(paths[1], prepared[1], traced, config, keep=True, labellings=labellings)
     assert not kept.in_float
 
 
@@ -164,7 +170,7 @@ def test_another_file_than_the_labelling_is_measured(tmp_path: Path, timed) -> N
     nodes = hash_structure(path).partition(".")[0]
     others = [_labellings("another", FASTER), _labellings(hash_structure(path), FASTER)[:1]]
     for labellings in ((), *others, _labellings(f"{nodes}.other", FASTER)):
-        assert measure_file(path, prepared, traced, config, labellings=labellings).speed == FASTER
+        assert _measure(path, prepared, traced, config, labellings=labellings).speed == FASTER
 
 
 @pytest.mark.parametrize(("suffix", "given"), [(".onnx", True), (".param", True), (".tflite", False)])
@@ -263,4 +269,4 @@ def test_a_float16_file_is_not_replaced_for_its_speed_on_a_cpu(tmp_path: Path) -
 
     for float_type, in_float in (("fp16", False), (None, True)):
         changed = config.model_copy(update={"float": float_type})
-        assert measure_file(path, prepared, traced, changed, timer=slow).in_float == in_float
+        assert _measure(path, prepared, traced, changed, timer=slow).in_float == in_float

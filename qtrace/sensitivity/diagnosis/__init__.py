@@ -47,6 +47,7 @@ __all__ = [
     "InputStatistics",
     "SiteEvidence",
     "Verdict",
+    "are_one_number",
     "diagnose",
     "find_repeated",
     "judge_outputs",

@@ -22,6 +22,7 @@ MANY_SAMPLES = 64
 _SEEN_DB, _SEEN_MANY_DB = 30.0, 10.0
 _CONFIDENCE = 0.975
 _ONE_DB = 10.0  # that one sample alone may be above others
+_TWO = 1.5  # effective samples, below which one counts as if it were alone
 _QUIET = 0.03  # of the mean signal: quieter samples are compared with this
 _LEAST_VALUES = 64  # of a sample, from which its own signal is its measure: one of few values may be near 0
 
@@ -44,16 +45,19 @@ class SampleErrors:
         """Returns the SQNR in dB that other samples may have.
 
         It is below that of these by the error of their mean at 97.5 % (Student's t); one sample has none, and
-        may be above others by as much as samples of the calibration.
+        may be 10 dB above others. Samples count by their signal: where one has nearly all of it, such as the
+        only one with an event, it is as if it were alone.
         """
         signal, noise = float(self.signal.sum()), float(self.noise.sum())
         if not math.isfinite(noise) or noise == 0.0 or signal == 0.0:
             return decibels(signal, noise)
         count, ratio = len(self.signal), noise / signal
+        effective = signal**2 / float(np.square(self.signal).sum())  # Kish's size of a weighted sample
         if count > 1:
             spread = np.sqrt(np.sum((self.noise - ratio * self.signal) ** 2) * count / (count - 1)) / signal
-            ratio += float(special.stdtrit(count - 1, _CONFIDENCE)) * float(spread)
-        return decibels(1.0, ratio) - (_ONE_DB if count == 1 else 0.0)
+            freedom = max(effective - 1.0, 1.0)
+            ratio += float(special.stdtrit(freedom, _CONFIDENCE)) * float(spread)
+        return decibels(1.0, ratio) - (_ONE_DB if effective < _TWO else 0.0)
 
     def worst_db(self) -> float:
         """Returns the SQNR of the worst sample in dB; a quiet one counts by a share of the mean signal."""

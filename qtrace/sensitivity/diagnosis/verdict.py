@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from qtrace.display import Displayed
 from qtrace.metrics import decibels
 from qtrace.outputs import GroupFigures
 
-__all__ = ["BROKEN_BELOW_DB", "FAKE_QUANTS", "GOOD_FROM_DB", "GroupVerdict", "Verdict", "judge"]
+__all__ = [
+    "BROKEN_BELOW_DB",
+    "FAKE_QUANTS",
+    "GOOD_FROM_DB",
+    "GroupVerdict",
+    "Verdict",
+    "judge",
+]
 
 GOOD_FROM_DB = 20.0
 """From this SQNR of the worst column group on, a graph is called good: noise is at most 1 % of the signal."""
@@ -21,6 +28,9 @@ _GOOD_EQUAL, _BROKEN_EQUAL = 0.9, 0.5  # shares of an output of integers; an ind
 _GOOD_SAME, _FEW_CHANGED = 0.9, 2  # share of equal predictions; fewer changed ones tell of no share
 _GOOD_LOSS = 0.01  # of the metric in float
 _BROKEN_LOSS = 0.05
+_WORDS = ("broken", "check", "good")
+_NOTABLE_DB = 3.0  # that a file has less than the graph, on other samples
+_PLENTY_DB = 40.0  # of which nobody needs to know the difference
 
 
 @dataclass(frozen=True)
@@ -90,6 +100,9 @@ class Verdict(Displayed):
         one_number: whether each input of the samples is one number everywhere, so that they show nothing.
         constant: whether float gives the same outputs for all samples, which are not all the same.
         computed_by: what has computed the outputs, in words.
+        file: the verdict on the finished file and more samples; None if there is none. The worse word is that
+            of both.
+        lowered: whether the word is that of the file alone.
     """
 
     word: str
@@ -111,6 +124,8 @@ class Verdict(Displayed):
     one_number: bool = False
     constant: bool = False
     computed_by: str = FAKE_QUANTS
+    file: Verdict | None = None
+    lowered: bool = False
 
     def _text(self, max_width: int | None) -> str:
         return self.line()
@@ -151,7 +166,30 @@ class Verdict(Displayed):
         if self.at_least is not None:
             parts.append(f"{'at' if self.passed else 'not at'} least {self.at_least:g}")
         where = f"on {self.samples} {self.measured_on} ({self.computed_by})"
-        return f"verdict: {self.word}: {', '.join(parts)}, {where}"
+        again = f"; {self.file._beside()}" if self.file is not None and self._is_notable(self.file) else ""
+        return f"verdict: {self.word}: {', '.join(parts)}, {where}{again}"
+
+    def with_file(self, file: Verdict) -> Verdict:
+        """Returns the verdict with that on the finished file: the worse of both words.
+
+        Args:
+            file: the verdict on the file and more samples, without a metric.
+        """
+        word = min(self.word, file.word, key=_WORDS.index)
+        return replace(self, word=word, file=file, lowered=word != self.word)
+
+    def _is_notable(self, file: Verdict) -> bool:
+        """Whether the figures of the file change what is thought of it."""
+        return self.lowered or file.sqnr_db < min(self.sqnr_db - _NOTABLE_DB, _PLENTY_DB)
+
+    def _beside(self) -> str:
+        """Returns the figures of a file behind those of the graph that it was exported from."""
+        parts = [self._headline(), *self._doubts()]
+        if self.equal is not None:
+            parts.append(f"equal integers {self.equal:.1%}")
+        if self.agreement is not None and self.agreement < 1.0:
+            parts.append(f"same prediction {self.agreement:.1%}")
+        return f"{self.computed_by} has {', '.join(parts)}, on {self.samples} {self.measured_on}"
 
     def _headline(self) -> str:
         """Returns the figure of the worst column group; names the group if there are others."""

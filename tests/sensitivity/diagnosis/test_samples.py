@@ -114,6 +114,8 @@ def test_alike_samples_leave_no_doubt_and_unlike_ones_do() -> None:
     assert judge(24.0, 0.9, 0.9, low_db=15.0, worst_sample_db=3.0) == "good"  # the user's metric decides
     assert _measured([0.0, 0.0]).low_db() == math.inf
     assert _measured([0.001]).low_db() == pytest.approx(20.0)  # one sample tells little of others
+    alone = SampleErrors(np.array([1.0] + [1e-6] * 7), np.array([0.001] + [1e-9] * 7), 100)
+    assert alone.low_db() == pytest.approx(20.0, abs=0.5)  # nor does the only one with a signal
     few, many = _measured([0.001, 0.003]), _measured([0.001, 0.003] * 8)
     assert few.low_db() < 20.0 < many.low_db()
 

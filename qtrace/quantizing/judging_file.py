@@ -1,0 +1,107 @@
+"""The verdict once more, on the finished file beside the float file, and on more samples.
+
+The graph is judged on the few samples that were held back, as its interpreter is slow. Heavy tails, rare
+events and a soft-argmax that jumps show on more of them. The samples of the calibration are among those: a
+file that has lost something on them has lost it on others, too.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from qtrace.data.base import Batch, batch_length
+from qtrace.data.whole import filled_batches
+from qtrace.errors import QtraceError
+from qtrace.graph.types import TracedModule
+from qtrace.outputs.selections import reaching
+from qtrace.quantizing.evaluation import EvaluationData, count_values, shorten
+from qtrace.quantizing.file_runs import FileRuns, input_values, open_runs, run_batch
+from qtrace.quantizing.float_file import FloatFile
+from qtrace.quantizing.output_noise import output_groups
+from qtrace.runtimes.host import RuntimeHost
+from qtrace.sensitivity.diagnosis import Compared, are_one_number, find_repeated, judge_outputs
+from qtrace.sensitivity.diagnosis.verdict import Verdict
+
+__all__ = ["judge_file", "pick_batches"]
+
+# Counts of samples and values, not a time: the verdict is the same on a busy machine.
+_MOST_SAMPLES, _LEAST_SAMPLES = 64, 8
+_MOST_VALUES = 64 * 3 * 224 * 224  # of all inputs
+
+
+def judge_file(
+    path: Path,
+    converted: TracedModule,
+    twin: FloatFile,
+    batches: Iterable[Batch],
+    host: RuntimeHost | None = None,
+    size: int | None = None,
+) -> Verdict | None:
+    """Returns the verdict on a file beside the float file of its network.
+
+    Args:
+        path: the file.
+        converted: the graph that it was exported from.
+        twin: the network in float.
+        batches: the samples, those that were held back first; up to 64 are read.
+        host: the interpreter or machine that has the runtime; None for this one.
+        size: the number of samples that the file takes alone; None if it takes any.
+
+    Returns:
+        The verdict; None where rows are selected, whose places a file does not tell, and where no runtime
+        here runs the file.
+    """
+    if any(reaching(converted)) or (host is not None and host.runner):
+        return None
+    try:
+        own = open_runs(path, converted, twin.config.backend, host)
+        exact = open_runs(twin.path, twin.converted, twin.config.backend, host)
+        return _judge(own, exact, twin.traced, list(_cut(batches, twin.traced, size)))
+    except (QtraceError, ImportError):  # `verify` says what is wrong with a file that does not run
+        return None
+
+
+def _judge(own: FileRuns, exact: FileRuns, traced: TracedModule, batches: Sequence[Batch]) -> Verdict | None:
+    if not batches:
+        return None
+    values = [input_values(traced, batch, number) for number, batch in enumerate(batches)]
+    reference = [run_batch(exact, inputs) for inputs in values]
+    compared = Compared(
+        output_groups(traced, reference),
+        reference,
+        [run_batch(own, inputs) for inputs in values],
+        [batch_length(batch) for batch in batches],
+        find_repeated(batches),
+        are_one_number(batches),
+    )
+    return judge_outputs(compared, "samples, those of the calibration among them", computed_by="the file")
+
+
+def _cut(batches: Iterable[Batch], traced: TracedModule, size: int | None) -> Iterator[Batch]:
+    """Yields batches of `_MOST_SAMPLES` samples together, fewer if they are large, of the size of a file."""
+    taken = values = 0
+    for number, batch in enumerate(batches):
+        count = max(batch_length(batch), 1)
+        fitting = max((_MOST_VALUES - values) * count // max(count_values(batch), 1), _LEAST_SAMPLES - taken)
+        most = min(_MOST_SAMPLES - taken, fitting)
+        if most <= 0:
+            return
+        kept = shorten(batch, traced, number, most) if count > most else batch
+        taken, values = taken + batch_length(kept), values + count_values(kept)
+        yield from [kept] if size is None else filled_batches(kept, size)
+
+
+def pick_batches(evaluation: EvaluationData, calibration: Any, model: TracedModule) -> Iterator[Batch]:
+    """Yields the batches of the verdict, then those of the calibration.
+
+    Args:
+        evaluation: the samples of the verdict.
+        calibration: the data of the calibration.
+        model: the network.
+    """
+    judged = evaluation.read(model)
+    rest = calibration.numbered(lambda number: not evaluation.seen or number >= len(judged))
+    return itertools.chain(judged, (batch for _, batch in rest))

@@ -1,0 +1,118 @@
+"""The verdict on the finished file and more samples: what few held-back samples do not show is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import megengine.functional as F
+import megengine.module as M
+import numpy as np
+import onnxruntime
+import pytest
+from megengine import Tensor
+
+import qtrace
+from qtrace.errors import CalibrationError
+from qtrace.quantizing import judging_file
+from tests.nets import net
+
+SUFFIXES = {
+    "onnxruntime": ".onnx",
+    "openvino": ".onnx",
+    "tensorrt": ".onnx",
+    "tflite": ".tflite",
+    "ncnn": ".param",
+}
+
+
+def _events(count: int, seed: int = 0) -> np.ndarray:
+    """Images without an event but for the first 16: those that are held back are the last ones."""
+    values = np.random.default_rng(seed).uniform(-0.2, 0.2, (count, 3, 16, 16)).astype("float32")
+    values[:16] *= 5
+    return values
+
+
+def _network() -> Any:
+    """Gives more than 0 only where a value exceeds what quiet images reach, and a little of it."""
+    rng = np.random.default_rng(1)
+    module = net(
+        lambda self, x: F.relu(self.b(F.relu(self.a(x))) - 1.2) * 10,
+        a=M.Conv2d(3, 8, 3, padding=1),
+        b=M.Conv2d(8, 2, 3, padding=1),
+    )
+    for name, parameter in module.named_parameters():
+        scale = 0.25 if name.endswith("weight") else 0.0
+        parameter[...] = (scale * rng.normal(size=parameter.shape)).astype("float32")
+    return module
+
+
+def _quantize(tmp_path: Path, target: str = "onnxruntime", **options: Any) -> Any:
+    options = {"target": target, "progress": False, "allow_broken": True, **options}
+    return qtrace.quantize(_network(), _events(32), tmp_path / f"net{SUFFIXES[target]}", **options)
+
+
+@pytest.mark.parametrize("target", SUFFIXES)
+def test_events_that_no_held_back_sample_has_are_judged(tmp_path: Path, target: str) -> None:
+    verdict = _quantize(tmp_path, target).verdict
+    assert verdict.sqnr_db == np.inf
+    assert verdict.file is not None
+    assert verdict.file.samples == 32
+    assert verdict.file.sqnr_db < 40
+    assert verdict.word == "check"
+    assert f"the file has output SQNR {verdict.file.sqnr_db:.1f} dB" in verdict.line()
+    assert "on 32 samples, those of the calibration among them" in verdict.line()
+
+
+def test_what_is_measured_on_the_file_is_what_the_file_gives(tmp_path: Path) -> None:
+    result = _quantize(tmp_path)
+    data = _events(32)
+    session = onnxruntime.InferenceSession(str(result.path))
+    rounded = session.run(None, {session.get_inputs()[0].name: data})[0].astype(np.float64)
+    exact = result.traced(Tensor(data)).numpy().astype(np.float64)
+    expected = 10 * np.log10((exact**2).sum() / ((exact - rounded) ** 2).sum())
+    assert result.verdict.file.sqnr_db == pytest.approx(expected, abs=0.05)
+
+
+def test_a_file_that_is_broken_is_not_written(tmp_path: Path) -> None:
+    """Two bits of weights: the quiet images that are held back give nothing, in float and rounded."""
+    recipe = {"weight": {"bits": 2}, "activation": {"bits": 2}, "backend": "generic"}
+    data, out = _events(32), tmp_path / "net.onnx"
+    said = r"the graph is useless \(verdict: broken: outputs are exact.*the file"
+    with pytest.raises(CalibrationError, match=said):
+        qtrace.quantize(_network(), data, out, recipe=recipe, progress=False)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("options", [{"verify": False}, {"metric": lambda graph: 1.0}])
+def test_a_metric_decides_alone_and_no_file_runs_without_verify(tmp_path: Path, options: Any) -> None:
+    assert _quantize(tmp_path, **options).verdict.file is None
+
+
+def test_samples_are_counted_not_timed() -> None:
+    """64 small ones, those that fit of large ones, and 8 of huge ones; held-back ones first."""
+
+    def count(shape: tuple[int, ...], size: int | None = None) -> list[int]:
+        traced = qtrace.trace(M.Identity(), np.zeros((1, *shape), "float32"), check=False)
+        batches = [(np.broadcast_to(np.float32(i), (16, *shape)),) for i in range(8)]
+        return [len(batch[0]) for batch in judging_file._cut(batches, traced, size)]
+
+    assert count((3, 8, 8)) == [16, 16, 16, 16]
+    assert sum(count((3, 320, 320))) == 31
+    assert sum(count((3, 1024, 1024))) == 8
+    assert count((3, 8, 8), size=1) == [1] * 64
+
+
+def test_the_held_back_samples_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[np.ndarray] = []
+    cut = judging_file._cut
+
+    def keep(batches: Any, *args: Any) -> Any:
+        for batch in cut(batches, *args):
+            seen.append(batch[0])
+            yield batch
+
+    monkeypatch.setattr(judging_file, "_cut", keep)
+    _quantize(tmp_path)
+    order = np.concatenate(seen)
+    assert np.array_equal(order, np.concatenate([_events(32)[24:], _events(32)[:24]]))

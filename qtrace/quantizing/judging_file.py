@@ -22,7 +22,7 @@ from qtrace.quantizing.file_runs import FileRuns, input_values, open_runs, run_b
 from qtrace.quantizing.float_file import FloatFile
 from qtrace.quantizing.output_noise import output_groups
 from qtrace.runtimes.host import RuntimeHost
-from qtrace.sensitivity.diagnosis import Compared, are_one_number, find_repeated, judge_outputs
+from qtrace.sensitivity.diagnosis import JudgedOutputs, are_one_number, find_repeated, judge_outputs
 from qtrace.sensitivity.diagnosis.verdict import Verdict
 
 __all__ = ["judge_file", "pick_batches"]
@@ -69,7 +69,7 @@ def _judge(own: FileRuns, exact: FileRuns, traced: TracedModule, batches: Sequen
         return None
     values = [input_values(traced, batch, number) for number, batch in enumerate(batches)]
     reference = [run_batch(exact, inputs) for inputs in values]
-    compared = Compared(
+    compared = JudgedOutputs(
         output_groups(traced, reference),
         reference,
         [run_batch(own, inputs) for inputs in values],

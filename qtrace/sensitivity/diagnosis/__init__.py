@@ -20,7 +20,6 @@ from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.model import QuantizedModel
 from qtrace.process.thread import on_engine_thread
 from qtrace.sensitivity.diagnosis.causes import Cause, find_cause, observes_too_little
-from qtrace.sensitivity.diagnosis.compared import Compared, judge_outputs
 from qtrace.sensitivity.diagnosis.cures import Cure, cure_recipe, find_cure
 from qtrace.sensitivity.diagnosis.evidence import SiteEvidence
 from qtrace.sensitivity.diagnosis.inputs import (
@@ -31,6 +30,7 @@ from qtrace.sensitivity.diagnosis.inputs import (
     find_repeated,
     measure_inputs,
 )
+from qtrace.sensitivity.diagnosis.judged_outputs import JudgedOutputs, judge_outputs
 from qtrace.sensitivity.diagnosis.measuring import measure_output_noise, measure_sites
 from qtrace.sensitivity.diagnosis.samples import MANY_SAMPLES, seen_margin_db
 from qtrace.sensitivity.diagnosis.verdict import GroupVerdict, Verdict
@@ -40,11 +40,11 @@ from qtrace.sensitivity.simulation import Simulation
 __all__ = [
     "Calibrated",
     "Cause",
-    "Compared",
     "Cure",
     "Diagnosis",
     "GroupVerdict",
     "InputStatistics",
+    "JudgedOutputs",
     "SiteEvidence",
     "Verdict",
     "are_one_number",
@@ -194,7 +194,7 @@ def _judge(
 ) -> Verdict:
     reference, outputs, selected = simulation.quantized()
     counts = [count_samples(as_arguments(b, view.module, i)) for i, b in enumerate(simulation.batches)]
-    compared = Compared(
+    compared = JudgedOutputs(
         simulation.groups,
         reference,
         outputs,

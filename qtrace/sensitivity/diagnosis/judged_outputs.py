@@ -14,11 +14,11 @@ from qtrace.sensitivity.diagnosis.samples import measure_samples
 from qtrace.sensitivity.diagnosis.verdict import FAKE_QUANTS, GOOD_FROM_DB, GroupVerdict, Verdict, judge
 from qtrace.sensitivity.metrics import Outputs, agreement, column_errors, integer_errors
 
-__all__ = ["Compared", "judge_outputs"]
+__all__ = ["JudgedOutputs", "judge_outputs"]
 
 
 @dataclass(frozen=True)
-class Compared:
+class JudgedOutputs:
     """Outputs beside those of float.
 
     Attributes:
@@ -41,7 +41,7 @@ class Compared:
 
 
 def judge_outputs(
-    compared: Compared,
+    compared: JudgedOutputs,
     measured_on: str,
     values: tuple[float, float] | None = None,
     at_least: float | None = None,

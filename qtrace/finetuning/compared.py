@@ -14,7 +14,7 @@ from qtrace.graph.types import TracedModule
 from qtrace.numerics import SMALLEST_NORMAL
 from qtrace.outputs import ColumnGroup, find_groups
 
-__all__ = ["BothGraphs", "JudgedOutputs", "Values", "choose_compared"]
+__all__ = ["BothGraphs", "Compared", "Values", "choose_compared"]
 
 Values = tuple[list[np.ndarray], dict[str, np.ndarray]]
 """The outputs of a graph, and the values of the named nodes."""
@@ -31,7 +31,7 @@ class BothGraphs(Protocol):
 
 
 @dataclass(frozen=True)
-class JudgedOutputs:
+class Compared:
     """The outputs and nodes that are compared, and the mean squares by which errors are divided.
 
     Attributes:
@@ -54,7 +54,7 @@ class JudgedOutputs:
 
 def choose_compared(
     twins: BothGraphs, blocks: Sequence[str], batches: Sequence[Batch], model: TracedModule | None = None
-) -> JudgedOutputs:
+) -> Compared:
     """Chooses the outputs that can be compared, and measures mean squares of outputs and blocks in float.
 
     Args:
@@ -113,13 +113,13 @@ def choose_compared(
     groups = tuple(group for group in find_groups(model, exact) if group.output in outputs)
     weights = _column_weights(groups, exact)
     classes = tuple(sorted(flat & set(outputs) - set(weights)))  # columns of several sorts are no classes
-    return JudgedOutputs(outputs, classes, inside_powers, tuple(left.values()), groups, weights)
+    return Compared(outputs, classes, inside_powers, tuple(left.values()), groups, weights)
 
 
 def _column_weights(
     groups: Sequence[ColumnGroup], exact: Sequence[Sequence[np.ndarray]]
 ) -> dict[int, np.ndarray]:
-    """Returns the weights of outputs with several column groups; see `JudgedOutputs`."""
+    """Returns the weights of outputs with several column groups; see `Compared`."""
     weights: dict[int, np.ndarray] = {}
     for group in groups:
         if group.axis is None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.finetuning.compared import BothGraphs, JudgedOutputs
+from qtrace.finetuning.compared import BothGraphs, Compared
 from qtrace.finetuning.data import Samples
 from qtrace.graph.types import TracedModule
 from qtrace.metrics import ErrorSums
@@ -78,7 +78,7 @@ class _Noise:
 
 
 def evaluate(
-    model: TracedModule, twins: BothGraphs, compared: JudgedOutputs, samples: Samples, size: int
+    model: TracedModule, twins: BothGraphs, compared: Compared, samples: Samples, size: int
 ) -> EvaluationFigures:
     """Compares the outputs of both graphs in the phase ``quantize``, as the model is deployed.
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from qtrace.calibration.nonfinite import nonfinite_origins
 from qtrace.errors import TrainingError
-from qtrace.finetuning.compared import JudgedOutputs
+from qtrace.finetuning.compared import Compared
 from qtrace.finetuning.data import Batch, Samples, unpack
 from qtrace.finetuning.learner import Learner
 from qtrace.finetuning.pacing import Pace
@@ -42,7 +42,7 @@ class Trainer:
         self,
         prepared: QuantizedModel,
         twins: Twins,
-        compared: JudgedOutputs,
+        compared: Compared,
         samples: Samples,
         settings: FinetuneSettings,
         pace: Pace,

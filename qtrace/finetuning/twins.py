@@ -12,7 +12,7 @@ import numpy as np
 from megengine import Parameter, Tensor
 
 from qtrace.data.batches import translate_errors
-from qtrace.finetuning.compared import JudgedOutputs, Values
+from qtrace.finetuning.compared import Compared, Values
 from qtrace.finetuning.data import Batch, unpack
 from qtrace.finetuning.settings import FinetuneSettings
 from qtrace.graph.interpreter import Interpreter
@@ -98,7 +98,7 @@ class Twins(abc.ABC):
         """Returns the outputs and block outputs of the quantized graph, in its current phase."""
         return _arrays(*self._run(True, batch))
 
-    def losses(self, batch: Batch, compared: JudgedOutputs, settings: FinetuneSettings) -> list[Any]:
+    def losses(self, batch: Batch, compared: Compared, settings: FinetuneSettings) -> list[Any]:
         """Computes the loss of a batch and its parts, each a scalar, in the order of `PARTS`."""
         maths = self._arithmetic
         references, reference_blocks = self._run(False, batch)
@@ -120,14 +120,14 @@ class Twins(abc.ABC):
         total = parts[0] + settings.kl_weight * parts[1] + settings.block_weight * parts[2]
         return [total, *parts]
 
-    def loss(self, batch: Batch, compared: JudgedOutputs, settings: FinetuneSettings) -> float:
+    def loss(self, batch: Batch, compared: Compared, settings: FinetuneSettings) -> float:
         """Computes the loss of a batch."""
         return float(self.losses(batch, compared, settings)[0].item())
 
     def gradients(
         self,
         batch: Batch,
-        compared: JudgedOutputs,
+        compared: Compared,
         settings: FinetuneSettings,
         parameters: Sequence[Parameter],
         values: Mapping[int, np.ndarray],

@@ -9,6 +9,8 @@ a concatenation, a stack or a sum over the first axes.
 LayerNorm's gradient asserts that its input is laid out as its result: it stops with an AsyncError at the view
 ``x[:, 0:1]`` of a single sample.
 
+Poolings, transposed convolutions and RoIAlign assert that their input is contiguous.
+
 A copy is ``F.nn.pad`` by zero elements. It changes no bit and has a gradient. ``F.copy`` keeps the view, and
 ``jit.trace`` removes ``x * 1.0``.
 """

@@ -39,6 +39,11 @@ _KEEPS_LAYOUT |= {
     "TypeCvt",
 }
 _NORMS = {"layer_norm", "LayerNorm"}
+# Kernels that assert that their first input is contiguous.
+_CONTIGUOUS = {"max_pool2d", "avg_pool2d", "MaxPool2d", "AvgPool2d", "Pooling", "roi_align", "ROIAlign"}
+_CONTIGUOUS |= {"conv_transpose2d", "conv_transpose3d", "ConvTranspose2d", "ConvTranspose3d"}
+_CONTIGUOUS |= {"ConvTransposeRelu2d", "ConvTransposeBn2d", "ConvTransposeBnRelu2d"}
+_CONTIGUOUS |= {"ConvolutionBackwardData", "Convolution3DBackwardData"}
 _REPEATS = {"broadcast_to", "_broadcast", "Broadcast", "repeat", "tile"}
 _SUMS = {"sum", "mean"}
 
@@ -72,8 +77,8 @@ def is_product(expr: Expr) -> bool:
 
 
 def refuses_views(expr: Expr) -> bool:
-    """Returns whether the gradient kernel of ``expr`` stops at a view, such as one row of a sample."""
-    return _name(expr) in _NORMS
+    """Returns whether the kernel of ``expr``, or that of its gradient, stops at a view."""
+    return _name(expr) in _NORMS or _name(expr) in _CONTIGUOUS
 
 
 def reads_only_shape(expr: Expr) -> bool:

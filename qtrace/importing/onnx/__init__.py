@@ -27,6 +27,7 @@ from qtrace.graph.interface import Interface, TensorInfo, read_interface, write_
 from qtrace.graph.open_axes import OpenAxes, OpenAxis, other_sizes, write_open_axes
 from qtrace.graph.origin import write_origin
 from qtrace.graph.passes.dead_code import RemoveDeadCode
+from qtrace.graph.tracing.copies import find_copies, insert_copies
 from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.importing.onnx.channel_bias import join_channel_biases
 from qtrace.importing.onnx.cutting import cut
@@ -264,6 +265,7 @@ class _Building:
             RemoveDeadCode().change(traced)  # what was added before a node was refused
         compose(traced)
         drop_unread(traced, importer.layers.kept)
+        insert_copies(traced, find_copies(traced))  # kernels take or refuse views by their batch
         write_interface(traced, _interface(self.graph, inputs, results))
         if importer.layers.roundings or importer.layers.parameters:
             return quantize_given(traced, importer.layers.parameters)

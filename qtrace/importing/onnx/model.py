@@ -16,6 +16,7 @@ from qtrace.onnxfile.bodies import captured_names
 __all__ = [
     "DYNAMIC",
     "LATEST_OPSET",
+    "OF_ONNXRUNTIME",
     "UNCHANGED",
     "Graph",
     "GraphInput",
@@ -26,6 +27,8 @@ __all__ = [
 
 DYNAMIC = -1  # the size of an axis that the file leaves open
 _DEFAULT_DOMAINS = ("", "ai.onnx")
+OF_ONNXRUNTIME = {"LayerNormalization": 17}
+"""Ops that onnxruntime has in ONNX's own domain at every opset -> the first opset of ONNX that has them."""
 LATEST_OPSET = 23  # nodes with later definitions are kept as they are, since their meaning may differ
 # Ops whose definitions since then, up to opset 28, differ by the types that they take alone.
 UNCHANGED = {
@@ -179,6 +182,7 @@ def read_version(op: str, domain: str, opset: int) -> int | None:
     """Returns the opset that defined the op as a model of ``opset`` means it; None if there is none."""
     if domain:
         return opset
+    opset = max(opset, OF_ONNXRUNTIME.get(op, opset))
     try:
         return int(onnx.defs.get_schema(op, max_inclusive_version=opset, domain=domain).since_version)
     except onnx.defs.SchemaError:

@@ -11,6 +11,7 @@ import onnx
 import onnx.inliner
 
 from qtrace.errors import ExportError, ImportingError
+from qtrace.importing.onnx.model import OF_ONNXRUNTIME
 from qtrace.onnxfile.external_data import count_bytes, map_tensor, without_large_values
 from qtrace.onnxfile.reading import read_model
 from qtrace.storage.files import problem
@@ -18,6 +19,7 @@ from qtrace.storage.files import problem
 __all__ = ["MAX_ELEMENTS", "array_of", "load_model", "load_structure", "stored_tensors"]
 
 MAX_ELEMENTS = 2**31 - 1  # of one tensor
+_ANY_DOMAIN = "qtrace.onnxruntime"
 _MAX_NODES = 200_000
 _MAX_DEPTH = 16  # of functions and bodies inside of each other
 _OPSETS = range(6, 29)
@@ -60,11 +62,30 @@ def _read(path: Path) -> tuple[onnx.ModelProto, onnx.ModelProto]:
     for value in (*checked.graph.input, *checked.graph.output):
         if value.type.HasField("tensor_type"):  # runtimes leave the shape of an output to inference
             value.type.tensor_type.shape.SetInParent()
+    _leave_to_onnxruntime(checked)
     try:
         onnx.checker.check_model(checked)
     except (onnx.checker.ValidationError, ValueError, RuntimeError) as error:
         raise ImportingError(f"{path} is not a valid ONNX model: {_line(error)}.") from error
     return model, _inlined(without_large_values(model), path)
+
+
+def _leave_to_onnxruntime(checked: onnx.ModelProto) -> None:
+    """Takes the nodes out of the check that onnxruntime has in ONNX's own domain at every opset.
+
+    Its optimizer writes LayerNormalization into files of opsets before 17, which has it.
+    """
+    opset = next((o.version for o in checked.opset_import if o.domain in ("", "ai.onnx")), 0)
+    own = [
+        node
+        for node in _all_nodes(checked.graph, 0)
+        if node.domain in ("", "ai.onnx") and opset < OF_ONNXRUNTIME.get(node.op_type, 0)
+    ]
+    if not own:
+        return
+    for node in own:
+        node.domain = _ANY_DOMAIN
+    checked.opset_import.append(onnx.helper.make_opsetid(_ANY_DOMAIN, 1))
 
 
 def _inlined(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:

@@ -412,3 +412,21 @@ def test_a_type_lasts_through_a_linear_layer(tmp_path, dtype):
     expected = (x.astype(np.float64) @ stored["w"] + stored["b"]) / 2
     np.testing.assert_allclose(net(mge.Tensor(x.astype(np.float32))).numpy(), expected, atol=1e-5)
     assert read_interface(net).outputs[0].dtype == np.dtype(dtype).name
+
+
+@pytest.mark.parametrize("opset", [12, 14, 16])
+def test_a_normalization_that_onnxruntime_has_fused_is_read(tmp_path, opset):
+    """Its optimizer writes LayerNormalization into files whose opset has no such op."""
+    nodes = [
+        node("MatMul", "x w", "m"),
+        node("LayerNormalization", "m scale bias", "y", epsilon=1e-5),
+    ]
+    stored = {"w": weights(8, 6), "scale": weights(6), "bias": weights(6)}
+    proto = model(nodes, {"x": ["N", 8]}, ["y"], stored, opset=opset)
+    path = save(proto, tmp_path)
+    net = qtrace.from_onnx(path)
+    assert any(isinstance(module, M.LayerNorm) for module in net.modules())
+    check_equal(path, net, {"x": weights(4, 8)})
+    proto.graph.node[1].op_type = "GroupNormalization"  # of opset 18, which onnxruntime has not before
+    with pytest.raises(ImportingError, match="not a valid ONNX model"):
+        qtrace.from_onnx(save(proto, tmp_path))

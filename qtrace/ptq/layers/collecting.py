@@ -182,18 +182,21 @@ class StatisticsCollector:
     def _run_float(self, layers: Sequence[QuantizedLayer]) -> None:
         """Computes the float outputs of some layers, and keeps some positions of them."""
         calls = [(layer, call) for layer in layers for call in layer.calls]
-        index = {call.expr: i for i, (_, call) in enumerate(calls)}
+        shapes = [self._shape(layer) for layer, _ in calls]
+
+        def reference(batch: int, number: int, value: np.ndarray) -> _Reference:
+            (layer, call), shape = calls[number], shapes[number]
+            axes = value.shape[1:-1] if layer.axis == -1 else value.shape[2:]
+            size = int(np.prod(axes))
+            positions = draw_positions(size, self._count_places(shape), (batch, number))
+            groups = shape[0] if call.kind in self._supported and len(shape) == 5 else 1
+            rows = result_rows(value, layer.axis, groups, positions)
+            weight = spacing(size, positions) if len(layer.calls) > 1 else 1
+            return _Reference(positions, rows, weight)
 
         def sample(batch: int, values: list[np.ndarray]) -> None:
-            for (layer, call), value in zip(calls, values, strict=True):
-                axes = value.shape[1:-1] if layer.axis == -1 else value.shape[2:]
-                size = int(np.prod(axes))
-                shape = self._shape(layer)
-                positions = draw_positions(size, self._count_places(shape), (batch, index[call.expr]))
-                groups = shape[0] if call.kind in self._supported and len(shape) == 5 else 1
-                rows = result_rows(value, layer.axis, groups, positions)
-                weight = spacing(size, positions) if len(layer.calls) > 1 else 1
-                self._references[call.expr, batch] = _Reference(positions, rows, weight)
+            made = self._together.map(lambda item: reference(batch, *item), enumerate(values))
+            self._references.update({(call.expr, batch): r for (_, call), r in zip(calls, made, strict=True)})
 
         nodes: list[TensorNode] = [self._twin[call.expr].outputs[0] for _, call in calls]
         last = max((self._twin[call.expr] for _, call in calls), key=self.float.position)

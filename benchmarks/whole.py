@@ -75,6 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", action="append", choices=VARIANTS, help="one variant; may be repeated")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each variant (3)")
     options = parser.parse_args(arguments)
+    # A user's second run has the bytecode of all modules, whatever the tool; without, imports take a second.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     chosen = [v for v in VARIANTS if not options.only or v in options.only]
     with tempfile.TemporaryDirectory(prefix="qtrace-whole-") as name:
         folder, samples = Path(name), Path(name) / "samples.npy"

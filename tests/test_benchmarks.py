@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from benchmarks import beside, whole
@@ -105,3 +107,19 @@ def test_whole_runs_are_shown_with_their_ratios_and_stages():
     lines = [line.split() for line in whole.table(runs).splitlines()]
     assert ["default", "/", "NNCF", "full", "2.00", "2.00"] in lines
     assert ["prepare", "2.0", "(1.5", "to", "2.5)", "2.0", "(2.0", "to", "2.0)"] in lines
+
+
+def test_whole_runs_of_every_tool_have_the_bytecode_of_modules(tmp_path, monkeypatch):
+    seen = []
+
+    def run():
+        seen.append(os.environ.get("PYTHONDONTWRITEBYTECODE"))
+        return whole.Run(1.0, 1.0)
+
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.setattr(whole, "_own", lambda variant, *others: {variant: run})
+    monkeypatch.setattr(whole, "_peer", lambda *arguments: run)
+    np.save(tmp_path / "samples.npy", np.zeros((2, 1)))
+    arguments = ["network.onnx", str(tmp_path / "samples.npy"), "--rounds", "1"]
+    assert whole.main([*arguments, "--only", "default", "--only", "onnxruntime MinMax"]) == 0
+    assert seen == [None, None]

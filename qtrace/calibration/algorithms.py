@@ -63,6 +63,7 @@ def run_calibrated(
     checkpoint: Checkpoint | None = None,
     engine: SegmentEngine | None = None,
     learning: LearningEngine | None = None,
+    threads: int | None = None,
 ) -> None:
     """Runs the algorithms of the calibrated stage and writes their reports into the record.
 
@@ -74,6 +75,7 @@ def run_calibrated(
         checkpoint: the storage of learned blocks; None to store none.
         engine: computes the values of layers where it can; None for MegEngine.
         learning: computes the steps of what is learned where it can; None for MegEngine.
+        threads: number of threads that compute; None for all cores.
     """
     if not selected:
         return
@@ -86,7 +88,7 @@ def run_calibrated(
         assert isinstance(algorithm, CalibratedAlgorithm)
         subset = batches.spread(algorithm.samples)
         report = algorithm.apply(
-            CalibratedTask(model.module, reference, subset, progress, checkpoint, engine, learning)
+            CalibratedTask(model.module, reference, subset, progress, checkpoint, engine, learning, threads)
         )
         after = outputs.ratios() if report.changed else before
         report = dataclasses.replace(report, outputs=output_errors(before, after), measured=outputs.measured)

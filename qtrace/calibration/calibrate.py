@@ -81,7 +81,7 @@ def calibrate(
         state: a folder, created if missing, in which algorithms that learn (``adaround``, ``reconstruct``)
             save each block. An interrupted calibration goes on after these blocks, to the same result. Files
             of another model, other data or options are ignored.
-        threads: number of threads of onnxruntime; None for all cores.
+        threads: number of threads of onnxruntime, and of ``gptq``; None for all cores.
         learning_engine: computes the steps of ``adaround`` and ``reconstruct``: ``megengine``, ``torch`` (the
             extra ``torch``), or ``auto`` for torch where it is installed and agrees with MegEngine.
         runtime_host: the interpreter or machine whose onnxruntime computes the activations that are observed;
@@ -113,7 +113,7 @@ def calibrate(
         if algorithms:
             segments = _segments(model, chosen, data, threads)
             return_free_memory()
-            run_calibrated(model, algorithms, data, progress, checkpoint, segments, learning)
+            run_calibrated(model, algorithms, data, progress, checkpoint, segments, learning, threads)
             _fit_biases(model.view(prepared))  # learned scales may have become smaller
     if uses_float16(model):
         _record_ranges(prepared, statistics)

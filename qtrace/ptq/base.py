@@ -100,6 +100,7 @@ class CalibratedTask:
             MegEngine.
         learning: computes the steps of what is learned faster than MegEngine, where it can (a
             `qtrace.learning.engine.LearningEngine`); None for MegEngine.
+        threads: number of threads that compute; None for all cores.
     """
 
     model: TracedModule
@@ -109,6 +110,7 @@ class CalibratedTask:
     checkpoint: Checkpoint | None = None
     engine: SegmentEngine | None = None
     learning: Any = None
+    threads: int | None = None
 
 
 class FloatAlgorithm(Algorithm):

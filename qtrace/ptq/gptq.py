@@ -20,7 +20,7 @@ batches is held back and decides for each layer whether its new weights and its 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, ClassVar
@@ -36,6 +36,7 @@ from qtrace.numerics import expand_blocks
 from qtrace.plugins.options import Float, Int
 from qtrace.process.blas import one_blas_thread
 from qtrace.process.memory import LargeFrees
+from qtrace.process.together import Together
 from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, FloatTask, Left, Report, SiteNoise
 from qtrace.ptq.layers.biases import add_biases, correct_bias
 from qtrace.ptq.layers.collecting import StatisticsCollector
@@ -84,10 +85,10 @@ class Gptq(CalibratedAlgorithm):
 
     def apply(self, task: CalibratedTask) -> Report:
         # More threads add up products of matrices in another order, and weights then round otherwise.
-        with one_blas_thread():
-            return self._apply(task)
+        with one_blas_thread(), Together(task.threads) as together:
+            return self._apply(task, together)
 
-    def _apply(self, task: CalibratedTask) -> Report:
+    def _apply(self, task: CalibratedTask, together: Together) -> Report:
         quantized, left = quantized_layers(task.model, shared=True)
         layers = []
         for layer in quantized:
@@ -96,10 +97,10 @@ class Gptq(CalibratedAlgorithm):
                 left.append(Left(layer.title, f"weights of {layer.call.kind} are rounded to nearest"))
             if supported or (self.refit and layer.bias is not None):
                 layers.append(layer)
-        collector = StatisticsCollector(task, layers, self.places, _KINDS)
+        collector = StatisticsCollector(task, layers, self.places, _KINDS, together)
         changed, errors, frees = [], [], LargeFrees()
         for layer in progress_bar(layers, desc="gptq", unit="layer", disable=not task.progress):
-            rounding = _LayerRounding(self, task.model, layer, collector)
+            rounding = _LayerRounding(self, task.model, layer, collector, together)
             outcome = rounding.run()
             collector.quantized.changed()
             frees.note(_FREED * rounding.weight.nbytes)
@@ -148,12 +149,18 @@ class _LayerRounding:
         model: the quantized graph.
         layer: the layer.
         collector: collects the statistics of the layer.
+        together: the threads that compute.
     """
 
     def __init__(
-        self, options: Gptq, model: TracedModule, layer: QuantizedLayer, collector: StatisticsCollector
+        self,
+        options: Gptq,
+        model: TracedModule,
+        layer: QuantizedLayer,
+        collector: StatisticsCollector,
+        together: Together,
     ) -> None:
-        self.options, self.model, self.layer = options, model, layer
+        self.options, self.model, self.layer, self._together = options, model, layer, together
         self.statistics = collector.collect(layer)
         self.held = collector.held
         self.weight = read_array(get_module(model, layer.weight)).astype(np.float64)
@@ -189,17 +196,23 @@ class _LayerRounding:
             The weights, a clause on them ("" if they are rounded to nearest), and why those stay.
         """
         reason, fitted, text = "rounding to nearest is better", None, ""
+        known: list[WeightErrors] = []
         halves = [self._moments([fold]) for fold in (0, 1)]
         halves[1] = halves[1] or [0 * m for m in halves[0]]  # of a single sample
         if self.options.refit and not self.statistics.wide:
-            fitted, self.damping = correction(halves[0][0], halves[1][0])
+            fitted, self.damping = correction(halves[0][0], halves[1][0], self._together)
+        whole = self._moments((0, 1, HELD))
+
+        calls: list[Callable[[], WeightErrors]] = [lambda: self._errors_of(whole).compute(), near.compute]
         if self.held:
-            tried = self._errors_of(added(*halves), fitted)
+            tries = [lambda: self._errors_of(added(*halves), fitted).compute(whole=False)]
+            # On several threads, what is asked next is computed meanwhile.
+            tried, *known = self._together.run([*tries, *(calls if self._together.threads > 1 else [])])
             gain = compare(near.held, tried.held)
             text = gain_text(*gain.noises, self.held)
             if not gain.supported:
                 return near, "", f"{reason}: {text}"
-        new = self._errors_of(self._moments((0, 1, HELD)))
+        new, _ = known or self._together.run(calls)
         if not new.total.centered_noise < near.total.centered_noise:
             return near, "", f"{reason}: {text}" if text else reason
         assert new.change is not None
@@ -243,7 +256,7 @@ class _LayerRounding:
             members = slice(group * len(part), (group + 1) * len(part))
             hessians = [m.square[group] for m in sums]
             grid = (scale[members], zero_point[members], qparams)
-            new[group] = rounded(part, hessians, *grid, self.options.damp)
+            new[group] = rounded(part, hessians, *grid, self.options.damp, self._together)
         return new
 
     def _moments(self, folds: Sequence[int]) -> list[SecondMoments]:

@@ -36,6 +36,7 @@ from qtrace.export.onnx.exporter import OnnxOptions
 from qtrace.export.onnx.files import files_with
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.twin import late_algorithms
+from qtrace.onnxfile.local_session import LocalSession
 from qtrace.onnxfile.saturation import SAFE_BITS
 from qtrace.outputs.selections import reaching
 from qtrace.preparation.passes.convert import convert
@@ -43,6 +44,7 @@ from qtrace.preparation.placement.frontier import price
 from qtrace.preparation.prepare import FloatSource, SearchOutcome, prepare_placed, read_request
 from qtrace.preparation.record import fake_quants, read_record, write_record
 from qtrace.process.thread import on_engine_thread
+from qtrace.process.together import Together
 from qtrace.quantizing.card import TIMED
 from qtrace.quantizing.delivering import Timer, rounds_for_speed_by_default, timed_settings
 from qtrace.quantizing.file_runs import FileRuns, input_values, open_runs, run_batch
@@ -624,9 +626,10 @@ class _Bench:
             batches = [b for i, b in enumerate(self.held_back()) if sum(counts[:i]) < samples]
             graphs = (self.selecting[name] for name in files)
             return [measure_row_noise(self.selecting[FLOAT], graph, batches) for graph in graphs]
-        exact = self._outputs(FLOAT, samples)
+        self._run_files((FLOAT, *files), samples)
+        exact = self.outputs[FLOAT]
         groups = output_groups(self.traced, exact)
-        return [measure_noise(groups, exact, self._outputs(name, samples)) for name in files]
+        return [measure_noise(groups, exact, self.outputs[name]) for name in files]
 
     def _note(self, reason: str) -> None:
         self.reporter.note(f"placement: by predicted times, as none could be measured: {reason}")
@@ -692,11 +695,17 @@ class _Bench:
             ],
         }
 
-    def _outputs(self, name: str, samples: int) -> Outputs:
-        """Returns the outputs of a file for the first samples that were held back, of each batch."""
-        if name not in self.outputs:
-            self.outputs[name] = self._run(self._session(name), samples)
-        return self.outputs[name]
+    def _run_files(self, names: Iterable[str], samples: int) -> None:
+        """Runs files that have not run yet on the first samples that were held back, of each batch.
+
+        Each takes one thread of onnxruntime, so they run beside each other.
+        """
+        missing = [name for name in dict.fromkeys(names) if name not in self.outputs]
+        sessions = [self._session(name) for name in missing]
+        local = all(isinstance(session, LocalSession) for session in sessions)
+        with Together(None if local else 1) as together:
+            made = together.map(lambda session: self._run(session, samples), sessions)
+        self.outputs.update(zip(missing, made, strict=True))
 
     def _session(self, name: str) -> FileRuns:
         if name not in self.sessions:

@@ -89,6 +89,22 @@ def test_threads_of_blas_and_of_onnxruntime_do_not_matter() -> None:
     assert len(printed) == 1, printed
 
 
+@pytest.mark.parametrize("engine", ["onnxruntime", "megengine"])
+def test_gptq_gives_the_same_weights_and_report_on_any_number_of_threads(engine: str) -> None:
+    """The first layer's inputs are more than are rounded jointly, and every fourth batch is held back."""
+    module = net(
+        lambda self, x: self.b(F.relu(self.a(x).reshape(-1, 8, 6, 6))),
+        a=M.Linear(1200, 288),
+        b=M.Conv2d(8, 16, 3, padding=1),
+    )
+    mixing = images(1, 1, 40, 1200)[0, 0]  # inputs that depend on each other compensate errors
+    batches = [images(1, 1, 64, 40, seed=s)[0] @ mixing for s in range(8)]
+    ones, threes = (_calibrated(randomize(module), batches, threads, engine) for threads in (1, 3))
+    assert _digest(ones) == _digest(threes)
+    assert str(qtrace.explain(ones)) == str(qtrace.explain(threes))
+    assert "better (a_out" in str(qtrace.explain(ones))
+
+
 def test_last_bits_of_what_layers_read_and_give_decide_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     module = net(
         lambda self, x: self.b(F.relu(self.a(x))), a=M.Conv2d(4, 8, 3, padding=1), b=M.Conv2d(8, 6, 1)

@@ -31,6 +31,7 @@ from qtrace.preparation.placement.frontier import Point
 from qtrace.preparation.placement.problem import Energy, Problem, Unit, evaluate
 from qtrace.preparation.placement.trials import LabellingTrial
 from qtrace.preparation.prepare import SearchOutcome
+from qtrace.process.together import Together
 from qtrace.quantizing import delivering, figures, file_runs, measuring
 from qtrace.quantizing.labellings import (
     choose_labelling,
@@ -354,6 +355,33 @@ def test_where_the_best_is_noisy_quieter_ones_are_tried_without_zero_points_too(
         "wider without zero points",
         "predicted without zero points",
     ][:count]
+
+
+@pytest.mark.parametrize(
+    ("backend", "beside"), [("onnxruntime", True), ("openvino", False), ("tflite", False)]
+)
+def test_files_run_beside_each_other_in_onnxruntime_with_the_same_noise(
+    monkeypatch, backend: str, beside: bool
+) -> None:
+    monkeypatch.setattr(measuring, "find_labellings", find_labellings)  # those of the search
+    used, noises = set(), []
+
+    def measure(count: int) -> None:
+        def together(threads: int | None) -> Together:
+            used.add(threads)
+            return Together(threads or count)
+
+        monkeypatch.setattr(measuring, "Together", together)
+        config, times = as_qconfig({"backend": backend, "placement": "balanced"}), Times()
+        plan = TimingPlan(times, lambda paths, **options: [Speed(1e-3, 1.0, 1.0, 1.0, 9) for _ in paths])
+        prepare_measured(_traced(), config, [DATA[:4]], lambda: [DATA[4:]], plan, LogReporter())
+        noises.append([labelling.noise for labelling in times.labellings])
+
+    for count in (1, 3):
+        measure(count)
+    assert used == {None if beside else 1}
+    assert noises[0] == noises[1]
+    assert max(map(max, noises[0])) > 0
 
 
 def test_a_noisy_choice_is_in_doubt() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from qtrace.graph.tensors import PART_BYTES, read_array
 from qtrace.graph.types import Expr, TensorNode
 from qtrace.graph.walk import exprs, get_module
 from qtrace.ops import OpCall
+from qtrace.process.together import Together
 from qtrace.ptq.base import CalibratedTask
 from qtrace.ptq.layers.held_back import held_back
 from qtrace.ptq.layers.positions import draw_positions, read_rows, result_rows
@@ -49,15 +51,22 @@ class StatisticsCollector:
         layers: the layers, in the order of `quantized_layers`.
         places: the most positions of each sample that count.
         supported: the kinds of layers whose inputs count; of others the outputs do.
+        together: the threads that compute.
     """
 
     def __init__(
-        self, task: CalibratedTask, layers: Sequence[QuantizedLayer], places: int, supported: Sequence[str]
+        self,
+        task: CalibratedTask,
+        layers: Sequence[QuantizedLayer],
+        places: int,
+        supported: Sequence[str],
+        together: Together,
     ) -> None:
         twin = {n.name: e for e in exprs(task.reference) for n in e.outputs}
         self._twin = {call.expr: twin[call.out.name] for layer in layers for call in layer.calls}
         groups = call_groups(layers)
         self.model, self._places, self._supported = task.model, places, supported
+        self._together = together
         self.quantized = Stepper(task.model, task.batches, groups, task.engine)
         self.float = Stepper(
             task.reference, task.batches, [[self._twin[e] for e in g] for g in groups], task.engine
@@ -76,12 +85,59 @@ class StatisticsCollector:
         reads = layer.call.kind in self._supported
         statistics = LayerStatistics(layer, weight.shape[-1] if reads else 0)
         for call in layer.calls:
-            for batch in range(self.count):
-                reference = self._references.pop((call.expr, batch))
-                read, missed = self._rows(layer, call, batch, reference, weight, reads)
-                self._add(statistics, batch, read, missed, reference)
-        statistics.finish()
+            self._collect_call(statistics, call, weight, reads)
+        statistics.finish(self._together)
         return statistics
+
+    def _collect_call(
+        self, statistics: LayerStatistics, call: OpCall, weight: np.ndarray, reads: bool
+    ) -> None:
+        """Adds the rows of all batches, those of each fold beside those of the others.
+
+        Args:
+            statistics: what the rows are added to.
+            call: a call of the layer.
+            weight: the weight of the layer (G, O, D).
+            reads: whether the inputs of the layer count.
+        """
+        batches = range(self.count)
+        references = [self._references.pop((call.expr, batch)) for batch in batches]
+        values = [self._value(call, batch, reads) for batch in batches]
+        biases = [self._bias(call, batch) if reads else None for batch in batches]
+        shape, axis = self._shape(statistics.layer), statistics.layer.axis
+
+        def add(batch: int) -> None:
+            reference, x = references[batch], as_array(values[batch])
+            if reads:
+                read, missed = _read(x, call, shape, reference, weight, biases[batch])
+            else:
+                rows = result_rows(x, axis, 1, reference.positions)
+                read, missed = np.empty((*rows.shape[:2], 0), np.float32), reference.rows - rows
+            self._add(statistics, batch, read, missed, reference)
+
+        def add_all(batches: Iterable[int]) -> None:
+            for batch in batches:
+                add(batch)
+
+        if not all(isinstance(value, np.ndarray) for value in values):  # MegEngine's, for this thread alone
+            add_all(batches)
+            return
+        folds: dict[int, list[int]] = {}
+        for batch in batches:
+            folds.setdefault(fold_of(batch, self.count, self.held), []).append(batch)
+        if self.count > 1:
+            for fold in folds:
+                statistics.open(fold)  # in the order of the batches
+        self._together.map(add_all, folds.values())
+
+    def _value(self, call: OpCall, batch: int, reads: bool) -> Any:
+        """Returns what a call reads in a batch; what it gives if its inputs do not count."""
+        if reads:
+            return self.quantized.value(call.inputs[0], batch)
+        return self.quantized.outputs(call.expr, batch, range(self.count))[0]
+
+    def _bias(self, call: OpCall, batch: int) -> np.ndarray | None:
+        return None if call.bias is None else as_array(self.quantized.value(call.bias, batch))
 
     def _add(
         self,
@@ -99,28 +155,6 @@ class StatisticsCollector:
         for fold, part in halves:
             rows = reference.rows[:, part]
             statistics.add(fold, batch, read[:, part], missed[:, part], rows, reference.weight)
-
-    def _rows(
-        self,
-        layer: QuantizedLayer,
-        call: OpCall,
-        batch: int,
-        reference: _Reference,
-        weight: np.ndarray,
-        reads: bool,
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns what a call reads, and what it misses with its weight (G, O, D)."""
-        if not reads:
-            value = as_array(self.quantized.outputs(call.expr, batch, range(self.count))[0])
-            rows = result_rows(value, layer.axis, 1, reference.positions)
-            return np.empty((*rows.shape[:2], 0), np.float32), reference.rows - rows
-        x = as_array(self.quantized.value(call.inputs[0], batch))
-        read = read_rows(x, call, self._shape(layer), reference.positions)
-        missed: np.ndarray = reference.rows - read @ weight.transpose(0, 2, 1)
-        if call.bias is not None:
-            bias = as_array(self.quantized.value(call.bias, batch)).reshape(reference.rows.shape[0], 1, -1)
-            missed -= bias
-        return read, missed
 
     def _shape(self, layer: QuantizedLayer) -> tuple[int, ...]:
         return tuple(int(n) for n in get_module(self.model, layer.weight).shape)
@@ -148,22 +182,41 @@ class StatisticsCollector:
     def _run_float(self, layers: Sequence[QuantizedLayer]) -> None:
         """Computes the float outputs of some layers, and keeps some positions of them."""
         calls = [(layer, call) for layer in layers for call in layer.calls]
-        index = {call.expr: i for i, (_, call) in enumerate(calls)}
+        shapes = [self._shape(layer) for layer, _ in calls]
+
+        def reference(batch: int, number: int, value: np.ndarray) -> _Reference:
+            (layer, call), shape = calls[number], shapes[number]
+            axes = value.shape[1:-1] if layer.axis == -1 else value.shape[2:]
+            size = int(np.prod(axes))
+            positions = draw_positions(size, self._count_places(shape), (batch, number))
+            groups = shape[0] if call.kind in self._supported and len(shape) == 5 else 1
+            rows = result_rows(value, layer.axis, groups, positions)
+            weight = spacing(size, positions) if len(layer.calls) > 1 else 1
+            return _Reference(positions, rows, weight)
 
         def sample(batch: int, values: list[np.ndarray]) -> None:
-            for (layer, call), value in zip(calls, values, strict=True):
-                axes = value.shape[1:-1] if layer.axis == -1 else value.shape[2:]
-                size = int(np.prod(axes))
-                shape = self._shape(layer)
-                positions = draw_positions(size, self._count_places(shape), (batch, index[call.expr]))
-                groups = shape[0] if call.kind in self._supported and len(shape) == 5 else 1
-                rows = result_rows(value, layer.axis, groups, positions)
-                weight = spacing(size, positions) if len(layer.calls) > 1 else 1
-                self._references[call.expr, batch] = _Reference(positions, rows, weight)
+            made = self._together.map(lambda item: reference(batch, *item), enumerate(values))
+            self._references.update({(call.expr, batch): r for (_, call), r in zip(calls, made, strict=True)})
 
         nodes: list[TensorNode] = [self._twin[call.expr].outputs[0] for _, call in calls]
         last = max((self._twin[call.expr] for _, call in calls), key=self.float.position)
         self.float.watch(last, nodes, sample)
+
+
+def _read(
+    x: np.ndarray,
+    call: OpCall,
+    shape: tuple[int, ...],
+    reference: _Reference,
+    weight: np.ndarray,
+    bias: np.ndarray | None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns what a call reads, and what it misses with its weight (G, O, D) and its bias."""
+    read = read_rows(x, call, shape, reference.positions)
+    missed: np.ndarray = reference.rows - read @ weight.transpose(0, 2, 1)
+    if bias is not None:
+        missed -= bias.reshape(reference.rows.shape[0], 1, -1)
+    return read, missed
 
 
 def spacing(size: int, positions: np.ndarray) -> float:

@@ -9,9 +9,12 @@ Weights that compensate errors of their inputs as well are called "asymmetric" r
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 from scipy.linalg import LinAlgError, cho_factor, cho_solve
 
+from qtrace.process.together import Together
 from qtrace.ptq.layers.second_order import SecondMoments, add_to_diagonals
 
 __all__ = ["DAMPINGS", "correction", "ridge"]
@@ -20,20 +23,23 @@ __all__ = ["DAMPINGS", "correction", "ridge"]
 DAMPINGS = (10.0, 1.0, 0.1, 0.01, 0.001, 0.0001)
 
 
-def correction(first: SecondMoments, second: SecondMoments) -> tuple[np.ndarray, float | None]:
+def correction(
+    first: SecondMoments, second: SecondMoments, together: Together | None = None
+) -> tuple[np.ndarray, float | None]:
     """Computes a correction of a weight, with the damping that is best in two-fold cross-validation.
 
     Args:
         first: the sums of one half of the samples, about the means if a bias takes these.
         second: the sums of the other half.
+        together: the threads that compute; None for this one.
 
     Returns:
         The correction, float64 (G, D, O), fitted to both halves, and its damping; zeros and None if no
         damping lowers the error.
     """
-    smallest, chosen = 0.0, None
+    together, smallest, chosen = together or Together(1), 0.0, None
     for damping in DAMPINGS:  # in falling order, until the error rises
-        error = _change(ridge(first, damping), second) + _change(ridge(second, damping), first)
+        error = sum(together.map(functools.partial(_crossed, damping), ((first, second), (second, first))))
         if not error < smallest:
             break
         smallest, chosen = error, damping
@@ -62,6 +68,12 @@ def _solve(matrix: np.ndarray, right: np.ndarray) -> np.ndarray:
         return np.asarray(cho_solve(cho_factor(matrix, lower=True), right))
     except LinAlgError:
         return np.linalg.solve(matrix, right)
+
+
+def _crossed(damping: float, halves: tuple[SecondMoments, SecondMoments]) -> float:
+    """Returns the growth of the squared error on one half by a correction that is fitted to the other one."""
+    fitted, other = halves
+    return _change(ridge(fitted, damping), other)
 
 
 def _change(fitted: np.ndarray, other: SecondMoments) -> float:

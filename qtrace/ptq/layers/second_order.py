@@ -8,6 +8,7 @@ import numpy as np
 from scipy.linalg import LinAlgError, cholesky
 
 from qtrace.numerics import round_to
+from qtrace.process.together import Together
 from qtrace.scheme import QParams
 
 __all__ = [
@@ -122,6 +123,7 @@ def rounded(
     zero: np.ndarray,
     qparams: QParams,
     damp: float,
+    together: Together | None = None,
 ) -> np.ndarray:
     """Rounds the rows of a weight so that their outputs change little.
 
@@ -132,13 +134,16 @@ def rounded(
         zero: the zero points, of the shape of ``scale``.
         qparams: the parameters with the scheme of the weight.
         damp: the damping of `Gptq`.
+        together: the threads that compute; None for this one.
     """
+
+    def run(pair: tuple[slice, np.ndarray]) -> np.ndarray:
+        part, hessian = pair
+        grid = (_columns(scale, part), _columns(zero, part), qparams)
+        return _round_part(rows[:, part], hessian, grid, damp)
+
     pairs = zip(parts(rows.shape[1]), hessians, strict=True)
-    rounds = [
-        _round_part(rows[:, p], hessian, (_columns(scale, p), _columns(zero, p), qparams), damp)
-        for p, hessian in pairs
-    ]
-    return np.concatenate(rounds, axis=1)
+    return np.concatenate((together or Together(1)).map(run, pairs), axis=1)
 
 
 def _columns(grid: np.ndarray, part: slice | np.ndarray) -> np.ndarray:

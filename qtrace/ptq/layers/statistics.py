@@ -21,6 +21,7 @@ from functools import cached_property
 import numpy as np
 
 from qtrace.errors import CalibrationError
+from qtrace.process.together import Together
 from qtrace.ptq.layers.held_back import OutputErrors
 from qtrace.ptq.layers.quantized import QuantizedLayer
 from qtrace.ptq.layers.second_order import SecondMoments, added, parts
@@ -145,18 +146,25 @@ class LayerStatistics:
         weight: float,
     ) -> None:
         """Adds the rows of a batch to a fold; see `RowSums.add`."""
+        self.open(fold).add(batch, read, missed, reference, weight)
+
+    def open(self, fold: int) -> RowSums:
+        """Returns the sums of a fold, which has samples."""
         if fold not in self.folds:
             self.folds[fold] = RowSums(self.inputs, self.wide or fold == HELD)
-        self.folds[fold].add(batch, read, missed, reference, weight)
+        return self.folds[fold]
 
-    def finish(self) -> None:
+    def finish(self, together: Together) -> None:
         """Adds up what waits.
+
+        Args:
+            together: the threads that compute.
 
         Raises:
             CalibrationError: when a value is not finite.
         """
+        together.map(RowSums.flush, self.folds.values())
         for sums in self.folds.values():
-            sums.flush()
             if not np.isfinite(sums.square + sums.signal):
                 raise CalibrationError(
                     f"{self.layer.name} has values that are NaN or infinite: the model is left as it was; "
@@ -193,10 +201,28 @@ class WeightErrors:
     def __init__(self, statistics: LayerStatistics, change: np.ndarray | None) -> None:
         self._statistics, self.change = statistics, change
         self._rows: dict[int, dict[int, OutputErrors]] = {}
+        self._total: OutputErrors | None = None
 
-    @cached_property
+    @property
     def total(self) -> OutputErrors:
         """The errors in all samples."""
+        if self._total is None:  # no cached_property, whose lock all objects share
+            self._total = self._sum()
+        return self._total
+
+    def compute(self, whole: bool = True) -> WeightErrors:
+        """Computes the errors before they are asked for; returns this object.
+
+        Args:
+            whole: whether to compute ``total``, too, beside ``held``.
+        """
+        if whole:
+            self._total = self._sum()
+        if self._statistics.held:
+            self._in_batches(HELD)
+        return self
+
+    def _sum(self) -> OutputErrors:
         folds = [fold for fold in _FOLDS if fold in self._statistics.folds]
         if self._by_rows:
             return _total([e for fold in folds for e in self._in_batches(fold).values()])

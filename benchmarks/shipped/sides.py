@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from qtrace.benchmarking.latency import order_turn
 from qtrace.runtimes.files import RuntimeChild, RuntimeFile
 from qtrace.runtimes.host import RuntimeHost
 from qtrace.verification.runtimes.litert import LitertSession
@@ -136,16 +137,15 @@ def take_turns(sides: Sequence[Side], batch: np.ndarray, turns: int) -> list[lis
     """Returns the times of each file, one a turn.
 
     The first runs after those of another file find cold caches: ResNet-18 at 96x96 took 2.9 ms at first and
-    1.4 ms from the sixth run on. So a turn begins with runs that do not count, and each turn begins with the
-    next file: of turns forwards and backwards, the files at both ends ran twice in a row and looked faster.
+    1.4 ms from the sixth run on. So a turn begins with runs that do not count, and no file runs in two
+    turns in a row: in turns forwards and backwards those at both ends did, and looked faster.
     """
     for side in sides:
         side.run(batch)
         side.time()
     times: list[list[float]] = [[] for _ in sides]
     for number in range(turns):
-        for place in range(len(sides)):
-            index = (number + place) % len(sides)
+        for index in order_turn(len(sides), number):
             runs = _runs_in(_SETTLING, sides[index].time())
             for _ in range(runs - 1):
                 sides[index].time()

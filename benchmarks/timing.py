@@ -67,7 +67,7 @@ class Samples:
 def take_turns(sides: Mapping[str, Call], repeats: int, warm_up: int = 1) -> Samples:
     """Calls all sides in turns, ``repeats`` times.
 
-    No side runs twice in a row, when it would find its own data in the caches.
+    No side runs twice in a row, when it would be faster.
 
     Args:
         sides: name -> what to measure.

@@ -136,7 +136,7 @@ def _ncnn(child: RuntimeChild, path: Path, plain: bool) -> Side:
 def take_turns(sides: Sequence[Side], batch: np.ndarray, turns: int) -> list[list[float]]:
     """Returns the times of each file, one a turn.
 
-    The first runs after those of another file find cold caches: ResNet-18 at 96x96 took 2.9 ms at first and
+    The first runs after those of another file are slower: ResNet-18 at 96x96 took 2.9 ms at first and
     1.4 ms from the sixth run on. So a turn begins with runs that do not count, and no file runs in two
     turns in a row: in turns forwards and backwards those at both ends did, and looked faster.
     """

@@ -36,7 +36,7 @@ class _Files:
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
-def test_a_file_that_finds_its_own_data_in_the_caches_has_no_better_place(monkeypatch, count: int) -> None:
+def test_a_file_that_would_be_faster_after_itself_has_no_better_place(monkeypatch, count: int) -> None:
     files = _Files(monkeypatch, *(0.01,) * count)
     files.cold, files.wobble = 1.5, 0.001
     speeds = turns.compare_files(files.paths)

@@ -49,9 +49,9 @@ class Latency:
 def order_turn(count: int, number: int) -> list[int]:
     """Returns the order in which files run in a turn, which lets none run twice in a row.
 
-    A file that does is faster, probably as caches have its data: ResNet-18 at 96x96 took 2.9 ms after another file, and
-    1.4 ms after five runs of its own. Each turn begins with the next file, so that a machine that slows down
-    steadily favours none; of two files one would then run twice in a row, so that their order stays.
+    A file that does is faster, probably as caches have its data: ResNet-18 at 96x96 took 2.9 ms after another
+    file, and 1.4 ms after five runs of its own. Each turn begins with the next file, so that a machine that
+    slows down steadily favours none; of two files one would then run twice in a row: their order stays.
 
     Args:
         count: the number of files.

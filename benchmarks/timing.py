@@ -11,6 +11,8 @@ from typing import Any
 
 import megengine
 
+from qtrace.benchmarking.latency import order_turn
+
 __all__ = ["Sample", "Samples", "Spread", "take_turns"]
 
 Call = Callable[[], Any]
@@ -65,8 +67,7 @@ class Samples:
 def take_turns(sides: Mapping[str, Call], repeats: int, warm_up: int = 1) -> Samples:
     """Calls all sides in turns, ``repeats`` times.
 
-    Every other round goes backwards, so that a machine that slows down steadily favours no side; the first
-    one goes forwards.
+    No side runs twice in a row, when it would be faster.
 
     Args:
         sides: name -> what to measure.
@@ -80,7 +81,8 @@ def take_turns(sides: Mapping[str, Call], repeats: int, warm_up: int = 1) -> Sam
             # Garbage of one side must not be collected at the cost of another.
             gc.collect()
             gc.disable()
-            for name in list(sides)[:: 1 if number % 2 == 0 else -1]:
+            names = list(sides)
+            for name in (names[index] for index in order_turn(len(names), number)):
                 sample = _measure(sides[name])
                 if number >= warm_up:
                     samples[name].append(sample)

@@ -62,8 +62,11 @@ def test_ratio_is_the_median_of_the_ratios_of_each_round():
 def test_sides_take_turns_and_warm_up_does_not_count():
     calls = []
     samples = take_turns({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 2, warm_up=1)
-    assert "".join(calls) == "ab" + "ba" + "ab"
+    assert "".join(calls) == "ab" * 3  # neither runs twice in a row
     assert [len(s) for s in samples.by_side.values()] == [2, 2]
+    calls.clear()
+    take_turns({name: lambda name=name: calls.append(name) for name in "abc"}, 2, warm_up=1)
+    assert "".join(calls) == "abc" + "bca" + "cab"
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,78 @@ def test_the_command_stores_rows_and_prints_them(monkeypatch, tmp_path: Path, ca
     assert "31.0, 28.0" in capsys.readouterr().out
 
 
+class _Process:
+    """A process whose memory lies well or badly: it takes one time for as long as it lives."""
+
+    opened: list[str] = []
+    alive = 0
+
+    def __init__(self, name: str, seconds: float) -> None:
+        self.opened.append(name)
+        self.seconds = seconds
+        _Process.alive += 1
+
+    def run(self, batch: np.ndarray) -> None:
+        assert batch.shape == (1, 3)
+
+    def time(self) -> float:
+        return self.seconds
+
+    def close(self) -> None:
+        _Process.alive -= 1
+
+
+def test_files_are_loaded_anew_and_the_range_holds_what_a_start_changes(monkeypatch) -> None:
+    monkeypatch.setattr(_Process, "opened", [])
+    lucky = iter([0.020, 0.014, 0.017])
+    openers = [
+        lambda: _Process("float", 0.034),
+        lambda: _Process("qtrace", 0.017),
+        lambda: _Process("peer", next(lucky)),
+    ]
+    rounds = sides.take_rounds(openers, np.zeros((1, 3)), turns=7, starts=3)
+    assert _Process.opened == [
+        "float",
+        "qtrace",
+        "peer",
+        "qtrace",
+        "peer",
+        "float",
+        "peer",
+        "float",
+        "qtrace",
+    ]
+    assert _Process.alive == 0
+    rows = {name: replace(EXACT, variant=name) for name in (FLOAT, OWN, PEER)}
+    benchmark._add_times([FLOAT, OWN, PEER], rounds, rows)
+    assert rows[OWN].speed == pytest.approx((2.0, 2.0, 2.0))
+    assert rows[OWN].against[PEER] == pytest.approx((1.0, 14 / 17, 20 / 17))
+
+
+class _Cooling:
+    """A file whose runs are slow until it has run some times in a row."""
+
+    last: object = None
+    settled = 0
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def run(self, batch: np.ndarray) -> None:
+        pass
+
+    def time(self) -> float:
+        _Cooling.settled = _Cooling.settled + 1 if _Cooling.last is self else 0
+        _Cooling.last = self
+        return self.seconds * max(1.0, 2.0 - 0.2 * _Cooling.settled)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_no_place_in_the_turns_makes_a_file_faster(count: int) -> None:
+    times = sides.take_turns([_Cooling(0.0015) for _ in range(count)], np.zeros((1, 3)), turns=9)
+    assert np.median(times, axis=1) == pytest.approx([0.0015] * count)
+
+
 def test_integers_at_the_ends_of_a_file_are_floats_outside() -> None:
     detail = {"dtype": "|i1", "quantization": [0.5, -3]}
     values = np.float32([-100.0, -0.25, 0.75, 1.2, 100.0])

@@ -2,8 +2,9 @@
 
 Each network becomes a file by qtrace's default for the target, and by the runtime's own quantizer: those of
 onnxruntime, NNCF for OpenVINO, ai-edge-quantizer for LiteRT. ncnn has float files with and without 16 bits.
-All files run in one interpreter (``--runtime-python``), on one thread, in turns. The
-docs' own build puts the stored rows on the page ``docs/measured/runtimes.md``; ``--table`` prints them.
+All files run in one interpreter (``--runtime-python``), on one thread, in turns, and are loaded
+anew ``--starts`` times. The docs' own build puts the stored rows on the page ``docs/measured/runtimes.md``;
+``--table`` prints them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import datetime
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -39,19 +41,24 @@ from benchmarks.shipped.rows import (  # noqa: E402
     summary,
     table,
 )
-from benchmarks.shipped.sides import Side, load, take_turns  # noqa: E402
+from benchmarks.shipped.sides import Side, load, take_rounds  # noqa: E402
 from qtrace.benchmarking.turns import Speed, summarize  # noqa: E402
 from qtrace.outputs import GroupedErrors, find_groups  # noqa: E402
 from qtrace.runtimes.host import RuntimeHost  # noqa: E402
 
 __all__ = ["main", "measure"]
 
-_TURNS, _TESTED = 41, 24
+_TURNS, _STARTS, _TESTED = 15, 6, 24
 _NO_ERROR_DB = 300.0  # JSON has no infinity
 
 
 def measure(
-    name: str, runtime: str, peer: str | None, host: RuntimeHost | None, turns: int = _TURNS
+    name: str,
+    runtime: str,
+    peer: str | None,
+    host: RuntimeHost | None,
+    turns: int = _TURNS,
+    starts: int = _STARTS,
 ) -> list[ShippedRow]:
     """Returns the rows of a network in a runtime.
 
@@ -60,7 +67,8 @@ def measure(
         runtime: the runtime.
         peer: an interpreter that has the runtime's peer; None for none.
         host: the interpreter that has the runtime; None for this one.
-        turns: how often each file runs in turn.
+        turns: how often each file runs in turn after a start.
+        starts: how often all files are loaded anew in processes of their own.
     """
     network, busy = networks.load(name), machine.load()
     day = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
@@ -73,18 +81,23 @@ def measure(
         made = [Made(FLOAT, exact), *make_others(network, runtime, exact, folder, peer, host)]
         rows = {each.variant: _row(name, runtime, each) for each in made}
         sides: dict[str, Side] = {}
+        openers: dict[str, Callable[[], Side]] = {}
         for each in made:
             plain = runtime == "ncnn" and each.variant == FLOAT
             try:
                 if each.file is not None:
-                    sides[each.variant] = load(runtime, each.file, exact, host, plain)
+                    openers[each.variant] = partial(load, runtime, each.file, exact, host, plain)
+                    sides[each.variant] = openers[each.variant]()
                     sides[each.variant].run(network.test[:1])
             except qtrace.QtraceError as error:
                 sides.pop(each.variant, None)
                 text = " ".join(f"its file does not run: {error}".split())[:160]
                 rows[each.variant] = dataclasses.replace(rows[each.variant], reason=text)
         _judge(network, sides, rows)
-        _time(sides, rows, network.test[:1], turns)
+        for side in sides.values():
+            side.close()
+        rounds = take_rounds([openers[variant] for variant in sides], network.test[:1], turns, starts)
+        _add_times(list(sides), rounds, rows)
     return [dataclasses.replace(row, load=busy, measured=day) for row in rows.values()]
 
 
@@ -130,16 +143,18 @@ def _judge(network: networks.Network, sides: dict[str, Side], rows: dict[str, Sh
         )
 
 
-def _time(sides: dict[str, Side], rows: dict[str, ShippedRow], batch: np.ndarray, turns: int) -> None:
+def _add_times(names: list[str], rounds: list[list[list[float]]], rows: dict[str, ShippedRow]) -> None:
     """Adds times to the rows, and the peers' beside qtrace's own."""
-    names = list(sides)
-    times = dict(zip(names, take_turns(list(sides.values()), batch, turns), strict=True))
+
+    def beside(other: str, name: str) -> Speed:
+        pair = names.index(other), names.index(name)
+        return summarize([[times[index] for index in pair] for times in rounds])[1]
+
     for name in names:
-        _, own = summarize([[times[FLOAT], times[name]]])
+        own = beside(FLOAT, name)
         against = {}
         if name == OWN:
-            others = [other for other in names if other not in (FLOAT, OWN)]
-            against = {o: _three(summarize([[times[o], times[OWN]]])[1]) for o in others}
+            against = {o: _three(beside(o, OWN)) for o in names if o not in (FLOAT, OWN)}
         rows[name] = dataclasses.replace(
             rows[name], milliseconds=1e3 * own.seconds, speed=_three(own), against=against
         )
@@ -156,7 +171,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--runtime", action="append", choices=tuple(RUNTIMES), help="one runtime")
     parser.add_argument("--peer", metavar="PYTHON", help="an interpreter that has the runtime's peer")
     parser.add_argument("--runtime-python", metavar="PYTHON", help="the interpreter that has the runtime")
-    parser.add_argument("--turns", type=int, default=_TURNS, help=f"runs of each file in turn ({_TURNS})")
+    parser.add_argument("--turns", type=int, default=_TURNS, help=f"runs of each file a start ({_TURNS})")
+    parser.add_argument("--starts", type=int, default=_STARTS, help=f"how often files load anew ({_STARTS})")
     parser.add_argument("--json", type=Path, default=RESULTS, help="where the rows are kept")
     parser.add_argument("--table", action="store_true", help="only print the stored rows")
     options = parser.parse_args(arguments)
@@ -166,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for runtime in chosen:
             for net in options.net or NETS:
                 print(f"{net}: {runtime}", file=sys.stderr, flush=True)
-                new = measure(net, runtime, options.peer, host, options.turns)
+                new = measure(net, runtime, options.peer, host, options.turns, options.starts)
                 store(options.json, merged(read(options.json), new))
     rows = [row for row in read(options.json) if row.runtime in chosen]
     print(table([row for row in rows if not options.net or row.net in options.net]))

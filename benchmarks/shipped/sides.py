@@ -8,13 +8,15 @@ from typing import Any
 
 import numpy as np
 
+from qtrace.benchmarking.latency import order_turn
 from qtrace.runtimes.files import RuntimeChild, RuntimeFile
 from qtrace.runtimes.host import RuntimeHost
 from qtrace.verification.runtimes.litert import LitertSession
 from qtrace.verification.runtimes.ncnn import NcnnSession
 
-__all__ = ["Side", "load", "take_turns"]
+__all__ = ["Side", "load", "take_rounds", "take_turns"]
 
+_SETTLING, _TIMED = 0.02, 0.01  # seconds of the runs of a turn that do not count, and of those that do
 _PLAIN_NCNN = ("use_fp16_packed", "use_fp16_storage", "use_fp16_arithmetic")
 
 
@@ -38,6 +40,7 @@ class Side:
         **options: Any,
     ) -> None:
         self._file, self._lay_out, self._read, self._options = file, lay_out, read, options
+        self._child = child
         self.version, self.processor = str(child.side["version"]), str(child.side["processor"])
 
     def run(self, batch: np.ndarray) -> list[np.ndarray]:
@@ -49,6 +52,10 @@ class Side:
     def time(self) -> float:
         """Runs the file again on its last batch and returns the seconds."""
         return self._file.time()
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._child.close()
 
 
 def load(runtime: str, path: Path, exact: Path, host: RuntimeHost | None, plain: bool = False) -> Side:
@@ -127,14 +134,51 @@ def _ncnn(child: RuntimeChild, path: Path, plain: bool) -> Side:
 
 
 def take_turns(sides: Sequence[Side], batch: np.ndarray, turns: int) -> list[list[float]]:
-    """Returns the times of each file, one a turn; every other turn goes backwards."""
+    """Returns the times of each file, one a turn.
+
+    The first runs after those of another file are slower: ResNet-18 at 96x96 took 2.9 ms at first and
+    1.4 ms from the sixth run on. So a turn begins with runs that do not count, and no file runs in two
+    turns in a row: in turns forwards and backwards those at both ends did, and looked faster.
+    """
     for side in sides:
         side.run(batch)
         side.time()
     times: list[list[float]] = [[] for _ in sides]
     for number in range(turns):
-        order = range(len(sides))
-        for index in order if number % 2 == 0 else reversed(order):
-            runs = max(1, min(10, int(0.01 / max(times[index][-1], 1e-6)))) if times[index] else 1
+        for index in order_turn(len(sides), number):
+            runs = _runs_in(_SETTLING, sides[index].time())
+            for _ in range(runs - 1):
+                sides[index].time()
+            runs = _runs_in(_TIMED, times[index][-1]) if times[index] else 1
             times[index].append(sorted(sides[index].time() for _ in range(runs))[runs // 2])
     return times
+
+
+def _runs_in(seconds: float, run: float) -> int:
+    """Returns how many runs fit into a time, from 1 to 10."""
+    return max(1, min(10, int(seconds / max(run, 1e-6))))
+
+
+def take_rounds(
+    openers: Sequence[Callable[[], Side]], batch: np.ndarray, turns: int, starts: int
+) -> list[list[list[float]]]:
+    """Returns the times of each file in every start, one a turn.
+
+    Where the memory of a process lies makes it some percent faster or slower for as long as it lives. So each
+    start loads the files anew, another one first.
+
+    Args:
+        openers: what loads each file in a process of its own.
+        batch: what the files run on.
+        turns: the turns of a start.
+        starts: how often the files are loaded.
+    """
+    rounds = []
+    for start in range(starts):
+        order = [(start + number) % len(openers) for number in range(len(openers))]
+        sides = {index: openers[index]() for index in order}
+        times = dict(zip(order, take_turns([sides[index] for index in order], batch, turns), strict=True))
+        rounds.append([times[index] for index in range(len(openers))])
+        for side in sides.values():
+            side.close()
+    return rounds

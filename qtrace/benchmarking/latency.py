@@ -14,7 +14,7 @@ import numpy as np
 
 from qtrace.benchmarking.runners import Runner
 
-__all__ = ["Latency", "file_size", "take_turns"]
+__all__ = ["Latency", "file_size", "order_turn", "take_turns"]
 
 _LEAST_ROUNDS, _MOST_ROUNDS = 9, 2000
 
@@ -46,12 +46,27 @@ class Latency:
         return dict(vars(self))
 
 
+def order_turn(count: int, number: int) -> list[int]:
+    """Returns the order in which files run in a turn, which lets none run twice in a row.
+
+    A file that does is faster, probably as caches have its data: ResNet-18 at 96x96 took 2.9 ms after another
+    file, and 1.4 ms after five runs of its own. Each turn begins with the next file, so that a machine that
+    slows down steadily favours none; of two files one would then run twice in a row: their order stays.
+
+    Args:
+        count: the number of files.
+        number: the number of the turn.
+    """
+    start = number % count if count > 2 else 0
+    return [*range(start, count), *range(start)]
+
+
 def take_turns(
     runners: Sequence[Runner], seconds: float, tick: Callable[[], None] = lambda: None
 ) -> list[Latency]:
     """Runs all files in turns and returns the latency of each.
 
-    Every other round goes backwards, so that a machine that slows down steadily favours no file.
+    The order is that of `order_turn`.
 
     Args:
         runners: the files, the first of which is the reference of the ratios.
@@ -63,8 +78,7 @@ def take_turns(
     times: list[list[float]] = [[] for _ in runners]
     end = time.perf_counter() + seconds
     for number in range(_MOST_ROUNDS):
-        order = range(len(runners))
-        for index in order if number % 2 == 0 else reversed(order):
+        for index in order_turn(len(runners), number):
             times[index].append(runners[index].run())
         tick()
         if number + 1 >= _LEAST_ROUNDS and time.perf_counter() > end:

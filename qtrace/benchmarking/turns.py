@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from qtrace.benchmarking.files import NO_SLOWER
+from qtrace.benchmarking.latency import order_turn
 from qtrace.benchmarking.load import watched_load
 from qtrace.benchmarking.runners import Runner, RunnerSettings, open_file
 from qtrace.errors import ExportError
@@ -165,7 +166,7 @@ def _clock(runners: Sequence[Runner], settings: RunnerSettings) -> Callable[[Run
 def _take_turns(
     runners: Sequence[Runner], clock: Callable[[Runner], float], seconds: float, latest: float
 ) -> list[list[float]]:
-    """Returns the times of each file, one a turn; every other turn goes backwards."""
+    """Returns the times of each file, one a turn, in the order of `order_turn`."""
     first = [clock(runner) for runner in runners]  # allocates, too
     first = [t if t > _LONG_RUN else min(t, clock(runner)) for t, runner in zip(first, runners, strict=True)]
     repeats = [max(1, min(_MOST_RUNS, int(_TURN / max(t, 1e-7)))) for t in first]
@@ -173,8 +174,7 @@ def _take_turns(
     end = time.perf_counter() + seconds
     for number in range(_MOST_TURNS):
         began = time.perf_counter()
-        order = range(len(runners))
-        for index in order if number % 2 == 0 else reversed(order):
+        for index in order_turn(len(runners), number):
             runs = [clock(runners[index]) for _ in range(repeats[index])]
             times[index].append(statistics.median(runs))
         now = time.perf_counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -42,12 +43,20 @@ class Logged:
         return self.seconds
 
 
-def test_files_take_turns_forwards_and_backwards():
+def test_two_files_run_one_after_the_other():
     log, ticks = [], []
     latencies = take_turns([Logged("a", log), Logged("b", log)], 0.0, lambda: ticks.append(1))
-    assert "".join(log) == "ab" + "abba" * 4 + "ab"
+    assert "".join(log) == "ab" * 10
     assert [latency.runs for latency in latencies] == [9, 9]
     assert len(ticks) == 9
+
+
+@pytest.mark.parametrize("names", ["abc", "abcd"])
+def test_no_file_runs_twice_in_a_row(names):
+    log = []
+    take_turns([Logged(name, log) for name in names], 0.0)
+    runs = log[len(names) :]
+    assert all(one != other for one, other in itertools.pairwise(runs))
 
 
 def test_the_ratio_is_the_speed_against_the_first_file():

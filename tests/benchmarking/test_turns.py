@@ -16,6 +16,7 @@ class _Files:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
         self.now, self.runs, self.seconds, self.wobble = 0.0, 0, seconds, 0.01
+        self.cold, self.last = 1.0, ""  # how many times as long a run takes after one of another file
         clock = SimpleNamespace(perf_counter=lambda: self.now, thread_time=lambda: self.now)
         monkeypatch.setattr(turns, "time", clock)
         monkeypatch.setattr(turns, "open_file", self._open)
@@ -25,11 +26,21 @@ class _Files:
         def run() -> float:
             self.runs += 1
             taken = self.seconds[int(path.stem)] * (1 + self.wobble * (self.runs % 3))
+            taken *= 1.0 if self.last == path.stem else self.cold
+            self.last = path.stem
             self.now += taken
             return taken
 
         run()
         return SimpleNamespace(run=run, in_thread=True)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_a_file_that_would_be_faster_after_itself_has_no_better_place(monkeypatch, count: int) -> None:
+    files = _Files(monkeypatch, *(0.01,) * count)
+    files.cold, files.wobble = 1.5, 0.001
+    speeds = turns.compare_files(files.paths)
+    assert [speed.ratio for speed in speeds] == pytest.approx([1.0] * count, rel=0.02)
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,7 @@ _TIMED_RUNS = 3
 # faster rounded everywhere than by the times of single kernels.
 _MEASURED = ("onnxruntime", "openvino", "tflite", "ncnn")
 _MEASURED_WHOLE = ("openvino", "tflite", "ncnn")
+_TURNS = 2  # the way in which files take turns: times that were measured otherwise are not remembered
 _RANGE_BATCHES = 2  # where the ranges of the search are not enough
 _MOST_CENTRED = 3  # labellings that are measured without zero points, too
 _MOST_IN_DOUBT = 4  # labellings that are measured, whatever time it takes
@@ -685,6 +686,7 @@ class _Bench:
         machine = describe_machine(self.runtime, find_package(self.runtime), settings.threads)
         return {
             "files": [self.structures[name] for name in files],
+            "turns": _TURNS,
             "machine": [
                 machine.runtime,
                 machine.version,

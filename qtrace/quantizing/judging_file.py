@@ -30,6 +30,7 @@ __all__ = ["judge_file", "pick_batches"]
 # Counts of samples and values, not a time: the verdict is the same on a busy machine.
 _MOST_SAMPLES, _LEAST_SAMPLES = 64, 8
 _MOST_VALUES = 32 * 3 * 224 * 224  # of all inputs
+_MOST_OUTPUTS = 1 << 26  # values of the float file, which are kept
 
 
 def judge_file(
@@ -67,12 +68,19 @@ def judge_file(
 def _judge(own: FileRuns, exact: FileRuns, traced: TracedModule, batches: Sequence[Batch]) -> Verdict | None:
     if not batches:
         return None
-    values = [input_values(traced, batch, number) for number, batch in enumerate(batches)]
-    reference = [run_batch(exact, inputs) for inputs in values]
+    reference, outputs, taken, size = [], [], 0, 0
+    for number, batch in enumerate(batches):
+        values = input_values(traced, batch, number)
+        reference.append(run_batch(exact, values))
+        outputs.append(run_batch(own, values))
+        taken, size = taken + batch_length(batch), size + sum(value.size for value in reference[-1])
+        if size > _MOST_OUTPUTS and taken >= _LEAST_SAMPLES:
+            break
+    batches = batches[: len(reference)]
     compared = JudgedOutputs(
         output_groups(traced, reference),
         reference,
-        [run_batch(own, inputs) for inputs in values],
+        outputs,
         [batch_length(batch) for batch in batches],
         find_repeated(batches),
         are_one_number(batches),

@@ -496,6 +496,11 @@ def _check(judgement: Judgement, allow_broken: bool, spell: Callable[[str], str]
         return
     verdict = diagnosis.verdict
     if verdict.word == "broken" and not allow_broken:
+        if verdict.lowered:  # the causes are those of a graph that was not found to be broken
+            raise CalibrationError(
+                f"nothing was written, as the file is useless ({verdict.line()}): calibrate on more samples "
+                f"like those that it loses, or write it all the same with {spell('allow_broken')}."
+            )
         recipe = diagnosis.recipe()
         cure = f" A recipe that cures it:\n{recipe}" if recipe else ""
         raise CalibrationError(

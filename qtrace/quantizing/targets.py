@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,8 @@ def choose_config(target: str | None, recipe: Any, out: Path, float_type: FloatT
     """
     if target is not None:
         backends.get(target)
-    if recipe is None or is_precision(recipe) or recipe == recipes.DEFAULT_RECIPE:
-        config = _default(recipe, target or target_of(out.suffix))
+    if (bits := _precisions(recipe)) is not None:
+        config = _default(bits, target or target_of(out.suffix))
     else:
         config = _with_target(recipe, target, out)
     if float_type is not None:
@@ -53,15 +54,23 @@ def choose_config(target: str | None, recipe: Any, out: Path, float_type: FloatT
     return config
 
 
-def _default(precision: str | None, name: str | None) -> QConfig:
-    """Returns the default recipe, with the bits of a precision, for a target.
+def _precisions(recipe: Any) -> list[str] | None:
+    """Returns the precisions of the default recipe that a name asks for; None if it is another recipe."""
+    if recipe is None:
+        return []
+    parts = [part.strip() for part in recipe.split("+")] if isinstance(recipe, str) else [""]
+    bits = [part for part in parts if part != recipes.DEFAULT_RECIPE]
+    return bits if all(map(is_precision, bits)) else None
+
+
+def _default(precisions: Sequence[str], name: str | None) -> QConfig:
+    """Returns the default recipe, with the bits of precisions, for a target.
 
     Args:
-        precision: the short name of a precision; None, or the name of the default recipe, for its own bits.
+        precisions: the short names of precisions; none for its own bits.
         name: the name of a backend; None for that of the default recipe.
     """
-    own = recipes.DEFAULT_RECIPE
-    parts = [own, *([] if precision in (None, own) else [precision])]
+    parts = [recipes.DEFAULT_RECIPE, *precisions]
     if name in backends.packaged() and name != "onnxruntime":
         return as_qconfig("+".join([*parts, name]))
     config = as_qconfig("+".join(parts))

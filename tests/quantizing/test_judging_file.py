@@ -15,6 +15,7 @@ from megengine import Tensor
 import qtrace
 from qtrace.errors import CalibrationError
 from qtrace.quantizing import judging_file
+from qtrace.sensitivity.diagnosis.verdict import Verdict
 from tests.nets import net
 
 SUFFIXES = {
@@ -78,7 +79,7 @@ def test_a_file_that_is_broken_is_not_written(tmp_path: Path) -> None:
     """Two bits of weights: the quiet images that are held back give nothing, in float and rounded."""
     recipe = {"weight": {"bits": 2}, "activation": {"bits": 2}, "backend": "generic"}
     data, out = _events(32), tmp_path / "net.onnx"
-    said = r"the graph is useless \(verdict: broken: outputs are exact.*the file"
+    said = r"the file is useless \(verdict: broken: outputs are exact.*the file"
     with pytest.raises(CalibrationError, match=said):
         qtrace.quantize(_network(), data, out, recipe=recipe, progress=False)
     assert not list(tmp_path.iterdir())
@@ -116,3 +117,18 @@ def test_the_held_back_samples_come_first(tmp_path: Path, monkeypatch: pytest.Mo
     _quantize(tmp_path)
     order = np.concatenate(seen)
     assert np.array_equal(order, np.concatenate([_events(32)[24:], _events(32)[:24]]))
+
+
+def test_a_limit_holds_for_the_file_too() -> None:
+    """A limit between the figure of the graph and that of the file is broken, and the line says by what."""
+    graph = Verdict("good", 38.3, None, None, None, 8, "samples", at_least=37.0)
+    judged = graph.with_file(Verdict("good", 35.7, None, None, None, 32, "samples", computed_by="the file"))
+    assert graph.passed
+    assert not judged.passed
+    assert "the file has output SQNR 35.7 dB" in judged.line()
+    assert "not at least 37" in judged.line()
+
+
+def test_outputs_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judging_file, "_MOST_OUTPUTS", 1)
+    assert _quantize(tmp_path).verdict.file.samples == 8

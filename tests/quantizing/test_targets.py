@@ -50,7 +50,9 @@ def test_a_target_of_ones_own_has_them_too() -> None:
     assert config.to_dict()["ptq"][-1] == GPTQ
 
 
-@pytest.mark.parametrize("given", [None, "int8", "resnet50", "w8a16", {"placement": "everything"}])
+@pytest.mark.parametrize(
+    "given", [None, "int8", "resnet50", "w8a16", "int8+w8a16", "w8a16+int8", {"placement": "everything"}]
+)
 @pytest.mark.parametrize("target", ["tflite", None])
 def test_the_file_says_the_target_where_nothing_else_does(target: str | None, given: Any) -> None:
     assert choose_config(target, given, Path("net.tflite")).backend == "tflite"

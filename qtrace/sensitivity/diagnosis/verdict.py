@@ -144,9 +144,10 @@ class Verdict(Displayed):
 
     @property
     def passed(self) -> bool:
-        """Whether the metric, or the SQNR without one, reaches the user's limit."""
+        """Whether the metric, or the SQNR without one, reaches the user's limit, that of the file too."""
         value = self.counted_db if self.metric is None else self.metric
-        return self.at_least is None or value >= self.at_least
+        own = self.at_least is None or value >= self.at_least
+        return own and (self.file is None or self.file.passed)
 
     def line(self) -> str:
         """Returns the verdict in a line."""
@@ -176,11 +177,13 @@ class Verdict(Displayed):
             file: the verdict on the file and more samples, without a metric.
         """
         word = min(self.word, file.word, key=_WORDS.index)
-        return replace(self, word=word, file=file, lowered=word != self.word)
+        held = replace(file, at_least=self.at_least)
+        return replace(self, word=word, file=held, lowered=word != self.word)
 
     def _is_notable(self, file: Verdict) -> bool:
         """Whether the figures of the file change what is thought of it."""
-        return self.lowered or file.sqnr_db < min(self.sqnr_db - _NOTABLE_DB, _PLENTY_DB)
+        lower = file.sqnr_db < min(self.sqnr_db - _NOTABLE_DB, _PLENTY_DB)
+        return self.lowered or lower or not file.passed or self.doubted
 
     def _beside(self) -> str:
         """Returns the figures of a file behind those of the graph that it was exported from."""

@@ -205,7 +205,7 @@ def is_packaged(recipe: object) -> bool:
     if not isinstance(recipe, str) or recipe.endswith(_SUFFIXES):
         return False
     names = recipe_names()
-    return all({text.strip(), f"{_TARGETS}/{text.strip()}"} & set(names) for text in recipe.split("+"))
+    return all(_packaged(part, names) is not None for part in _split(recipe))
 
 
 def dump_recipe(qconfig: QConfig) -> str:
@@ -232,8 +232,8 @@ def _parts(name_or_path: str | Path) -> list[str]:
         return []
     names = recipe_names()
     parts = []
-    for part in (text.strip() for text in name_or_path.split("+")):
-        name = next((name for name in (part, f"{_TARGETS}/{part}") if name in names), None)
+    for part in _split(name_or_path):
+        name = _packaged(part, names)
         if name is None:
             raise ConfigError(_describe_unknown(name_or_path, part, names))
         parts.append(name)
@@ -244,6 +244,16 @@ def _parts(name_or_path: str | Path) -> list[str]:
     ):
         parts.append(SYMMETRIC)
     return parts
+
+
+def _split(text: str) -> list[str]:
+    """Returns the names that are joined by ``+``."""
+    return [part.strip() for part in text.split("+")]
+
+
+def _packaged(part: str, names: Sequence[str]) -> str | None:
+    """Returns the packaged recipe that a part of a name means; None if there is none."""
+    return next((name for name in (part, f"{_TARGETS}/{part}") if name in names), None)
 
 
 def _is_target(name: str, names: Sequence[str]) -> bool:

@@ -130,9 +130,8 @@ def timed_settings(
 def measure_file(
     path: Path,
     prepared: TracedModule,
-    config: QConfig,
-    *,
     twin: FloatFile,
+    *,
     keep: bool = False,
     timer: Timer | None = None,
     labellings: Sequence[MeasuredLabelling] = (),
@@ -145,8 +144,7 @@ def measure_file(
     Args:
         path: the quantized file.
         prepared: the graph that it was exported from, before `convert`.
-        config: the config.
-        twin: the float file, which is written if it is needed.
+        twin: the float file beside it, which is written if it is needed.
         keep: whether the quantized file is delivered, however slow it is.
         timer: measures files in turns; None for `compare_files`.
         labellings: those that were measured, the predicted choice first.
@@ -155,6 +153,7 @@ def measure_file(
     Raises:
         MissingPackageError: when the host lacks the runtime.
     """
+    config = twin.config
     backend = backends.get(config.backend)
     if not any(fake_quants(prepared)):
         placed = _describe_float(labellings)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,6 +66,15 @@ class EvaluationData:
             CalibrationError: for a batch that does not fit the model, or holds NaN; it has its number.
         """
         return [batch for _, batch in self._numbered(model)]
+
+    def unread(self, calibration: DataSource, judged: Sequence[Batch]) -> Iterator[Batch]:
+        """Yields the batches of the calibration that are not those of the verdict.
+
+        Args:
+            calibration: the data of the calibration.
+            judged: the batches of the verdict.
+        """
+        return (b for _, b in calibration.numbered(lambda number: not self.seen or number >= len(judged)))
 
     def check(self, model: TracedModule, calibration: DataSource) -> None:
         """Refuses samples that the verdict could not be measured on, before the calibration takes its time.

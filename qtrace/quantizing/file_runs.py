@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.config import backends
 from qtrace.data.batches import as_arguments
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import TracedModule
@@ -33,7 +31,7 @@ _ONE_THREAD = SessionSettings(threads=1)
 def open_runs(
     path: Path, converted: TracedModule | None, backend: str, host: RuntimeHost | None = None
 ) -> FileRuns:
-    """Opens a file on one thread: an ONNX file in OpenVINO if it is for it, else in onnxruntime.
+    """Opens a file on one thread: an ONNX file in the runtime of its backend, else in onnxruntime.
 
     Files whose numbers onnxruntime's optimizations would change run without them.
 
@@ -49,11 +47,10 @@ def open_runs(
     if path.suffix != ".onnx":
         assert converted is not None
         return LabellingRuns(path, converted, host)
-    installed = host is not None or importlib.util.find_spec("openvino") is not None
-    if installed and backends.get(backend).runtime == "openvino":
+    runtime = runtimes.get(path, None, host, backend)
+    if runtime.name == "openvino":
         return OpenvinoRuns(path, host)
-    optimize = runs_optimized(runtimes.get(path, "onnxruntime", host), backend)
-    return open_session(path, replace(_ONE_THREAD, optimize=optimize, host=host))
+    return open_session(path, replace(_ONE_THREAD, optimize=runs_optimized(runtime, backend), host=host))
 
 
 def input_values(traced: TracedModule, batch: Any, number: int) -> list[np.ndarray]:

@@ -14,7 +14,7 @@ from qtrace.graph.types import TracedModule
 from qtrace.preparation.passes.convert import convert
 from qtrace.preparation.prepare import prepare
 
-__all__ = ["FloatFile", "prepare_in_float"]
+__all__ = ["FloatFile"]
 
 
 class FloatFile:
@@ -41,7 +41,11 @@ class FloatFile:
     @functools.cached_property
     def prepared(self) -> TracedModule:
         """The graph of the file, before `convert`."""
-        return prepare_in_float(self.traced, self.config)
+        rule = Rule.model_validate({"match": {"name": "*"}, "quantize": False})
+        plain = self.config.without_placement()
+        rules = (*plain.rules, rule.with_origin("the measured speed"))
+        changes = {"rules": rules, "ptq": None, "placement": "everything", "float": None}
+        return prepare(self.traced, plain.model_copy(update=changes))
 
     @functools.cached_property
     def converted(self) -> TracedModule:
@@ -58,11 +62,3 @@ class FloatFile:
         path = Path(self._folder.name) / f"float{self.suffix}"
         export(self.converted, path)
         return path
-
-
-def prepare_in_float(traced: TracedModule, config: QConfig) -> TracedModule:
-    """Prepares a network as ``config`` says, but with every op in float."""
-    rule = Rule.model_validate({"match": {"name": "*"}, "quantize": False}).with_origin("the measured speed")
-    plain = config.without_placement()
-    changes = {"rules": (*plain.rules, rule), "ptq": None, "placement": "everything", "float": None}
-    return prepare(traced, plain.model_copy(update=changes))

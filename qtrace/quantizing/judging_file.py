@@ -7,17 +7,15 @@ file that has lost something on them has lost it on others, too.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from qtrace.data.base import Batch, batch_length
 from qtrace.data.whole import filled_batches
 from qtrace.errors import QtraceError
 from qtrace.graph.types import TracedModule
 from qtrace.outputs.selections import reaching
-from qtrace.quantizing.evaluation import EvaluationData, count_values, shorten
+from qtrace.quantizing.evaluation import count_values, shorten
 from qtrace.quantizing.file_runs import FileRuns, input_values, open_runs, run_batch
 from qtrace.quantizing.float_file import FloatFile
 from qtrace.quantizing.output_noise import output_groups
@@ -25,7 +23,7 @@ from qtrace.runtimes.host import RuntimeHost
 from qtrace.sensitivity.diagnosis import JudgedOutputs, are_one_number, find_repeated, judge_outputs
 from qtrace.sensitivity.diagnosis.verdict import Verdict
 
-__all__ = ["judge_file", "pick_batches"]
+__all__ = ["judge_file"]
 
 # Counts of samples and values, not a time: the verdict is the same on a busy machine.
 _MOST_SAMPLES, _LEAST_SAMPLES = 64, 8
@@ -68,13 +66,13 @@ def judge_file(
 def _judge(own: FileRuns, exact: FileRuns, traced: TracedModule, batches: Sequence[Batch]) -> Verdict | None:
     if not batches:
         return None
-    reference, outputs, taken, size = [], [], 0, 0
+    reference, outputs, samples, values = [], [], 0, 0
     for number, batch in enumerate(batches):
-        values = input_values(traced, batch, number)
-        reference.append(run_batch(exact, values))
-        outputs.append(run_batch(own, values))
-        taken, size = taken + batch_length(batch), size + sum(value.size for value in reference[-1])
-        if size > _MOST_OUTPUTS and taken >= _LEAST_SAMPLES:
+        inputs = input_values(traced, batch, number)
+        reference.append(run_batch(exact, inputs))
+        outputs.append(run_batch(own, inputs))
+        samples, values = samples + batch_length(batch), values + sum(v.size for v in reference[-1])
+        if values > _MOST_OUTPUTS and samples >= _LEAST_SAMPLES:
             break
     batches = batches[: len(reference)]
     compared = JudgedOutputs(
@@ -90,26 +88,13 @@ def _judge(own: FileRuns, exact: FileRuns, traced: TracedModule, batches: Sequen
 
 def _cut(batches: Iterable[Batch], traced: TracedModule, size: int | None) -> Iterator[Batch]:
     """Yields batches of `_MOST_SAMPLES` samples together, fewer if they are large, of the size of a file."""
-    taken = values = 0
+    samples = values = 0
     for number, batch in enumerate(batches):
         count = max(batch_length(batch), 1)
-        fitting = max((_MOST_VALUES - values) * count // max(count_values(batch), 1), _LEAST_SAMPLES - taken)
-        most = min(_MOST_SAMPLES - taken, fitting)
+        fitting = (_MOST_VALUES - values) * count // max(count_values(batch), 1)
+        most = min(_MOST_SAMPLES - samples, max(fitting, _LEAST_SAMPLES - samples))
         if most <= 0:
             return
-        kept = shorten(batch, traced, number, most) if count > most else batch
-        taken, values = taken + batch_length(kept), values + count_values(kept)
-        yield from [kept] if size is None else filled_batches(kept, size)
-
-
-def pick_batches(evaluation: EvaluationData, calibration: Any, model: TracedModule) -> Iterator[Batch]:
-    """Yields the batches of the verdict, then those of the calibration.
-
-    Args:
-        evaluation: the samples of the verdict.
-        calibration: the data of the calibration.
-        model: the network.
-    """
-    judged = evaluation.read(model)
-    rest = calibration.numbered(lambda number: not evaluation.seen or number >= len(judged))
-    return itertools.chain(judged, (batch for _, batch in rest))
+        shortened = shorten(batch, traced, number, most) if count > most else batch
+        samples, values = samples + batch_length(shortened), values + count_values(shortened)
+        yield from [shortened] if size is None else filled_batches(shortened, size)

@@ -706,8 +706,8 @@ class _Bench:
         sessions = [self._session(name) for name in missing]
         local = all(isinstance(session, LocalSession) for session in sessions)
         with Together(None if local else 1) as together:
-            made = together.map(lambda session: self._run(session, samples), sessions)
-        self.outputs.update(zip(missing, made, strict=True))
+            outputs = together.map(lambda session: self._run(session, samples), sessions)
+        self.outputs.update(zip(missing, outputs, strict=True))
 
     def _session(self, name: str) -> FileRuns:
         if name not in self.sessions:
@@ -719,8 +719,8 @@ class _Bench:
         for values in self.feeds:
             rows = _rows(session, values)
             if samples > 0:
-                kept = [value[:samples] for value in values] if rows > samples else values
-                results.append(run_batch(session, kept))
+                inputs = [value[:samples] for value in values] if rows > samples else values
+                results.append(run_batch(session, inputs))
             samples -= rows or 1
         return results
 

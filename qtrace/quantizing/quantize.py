@@ -42,7 +42,7 @@ from qtrace.quantizing.evaluation import (
 )
 from qtrace.quantizing.float_file import FloatFile
 from qtrace.quantizing.judging import Acceptance, Judgement, conclude, copy_float
-from qtrace.quantizing.judging_file import judge_file, pick_batches
+from qtrace.quantizing.judging_file import judge_file
 from qtrace.quantizing.labels import labels_of
 from qtrace.quantizing.measuring import TimingPlan, prepare_measured
 from qtrace.quantizing.reporting import LogReporter, Reporter
@@ -322,8 +322,7 @@ def quantize(
                     delivery = measure_file(
                         partial,
                         result.prepared,
-                        config,
-                        twin=twin,
+                        twin,
                         keep=kept,
                         timer=timer,
                         labellings=taken.labellings,
@@ -524,7 +523,8 @@ def _judge_file(
     if judgement.verdict is None or not any(fake_quants(result.prepared)):
         return result
     with data.times.measure("judge the file"):
-        batches = pick_batches(data.evaluation, data.calibration, result.prepared)
+        judged = data.evaluation.read(result.prepared)
+        batches = itertools.chain(judged, data.evaluation.unread(data.calibration, judged))
         verdict = judge_file(partial, converted, twin, batches, host, _batch_of_file(partial))
     return result if verdict is None else replace(result, judgement=judgement.with_file(verdict))
 
@@ -532,11 +532,10 @@ def _judge_file(
 def _verified_batches(data: _Data, prepared: TracedModule) -> list[Batch]:
     """Returns the batches of the verdict, then those of the calibration, up to the bounds of verification."""
     judged, calibrated = data.evaluation.read(prepared), data.calibration
-    rest = calibrated.numbered(lambda number: not data.evaluation.seen or number >= len(judged))
     share = len(calibrated) // _CALIBRATED_PER_VERIFIED if hasattr(calibrated, "__len__") else 0
     count = max(_LEAST_VERIFIED, len(judged), share)
     chosen, values = list[Batch](), 0
-    for index, batch in enumerate(itertools.chain(judged, (batch for _, batch in rest))):
+    for index, batch in enumerate(itertools.chain(judged, data.evaluation.unread(calibrated, judged))):
         most = _VERIFIED_VALUES // _LEAST_VERIFIED * batch_length(batch) // max(count_values(batch), 1)
         chosen.append(shorten(batch, prepared, index, max(most, _LEAST_SAMPLES)))
         values += count_values(chosen[-1])

@@ -133,7 +133,7 @@ def _labellings(structure: str, float_speed: Speed) -> list[MeasuredLabelling]:
 
 def _measure(path: Path, prepared, traced, config, **options) -> delivering.Delivery:
     with FloatFile(traced, config, path.suffix) as twin:
-        return measure_file(path, prepared, config, twin=twin, **options)
+        return measure_file(path, prepared, twin, **options)
 
 
 @pytest.mark.parametrize(

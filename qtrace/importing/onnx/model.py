@@ -14,6 +14,7 @@ from qtrace.errors import ImportingError
 from qtrace.onnxfile.bodies import captured_names
 
 __all__ = [
+    "DEFAULT_DOMAINS",
     "DYNAMIC",
     "LATEST_OPSET",
     "OF_ONNXRUNTIME",
@@ -23,10 +24,12 @@ __all__ = [
     "OnnxNode",
     "read_graph",
     "read_version",
+    "standard_opset",
 ]
 
 DYNAMIC = -1  # the size of an axis that the file leaves open
-_DEFAULT_DOMAINS = ("", "ai.onnx")
+DEFAULT_DOMAINS = ("", "ai.onnx")
+"""The names of ONNX's own domain."""
 OF_ONNXRUNTIME = {"LayerNormalization": 17}
 """Ops that onnxruntime has in ONNX's own domain at every opset -> the first opset of ONNX that has them."""
 LATEST_OPSET = 23  # nodes with later definitions are kept as they are, since their meaning may differ
@@ -142,6 +145,11 @@ def count_readers(graph: Graph) -> Counter[str]:
     return readers
 
 
+def standard_opset(model: onnx.ModelProto) -> int | None:
+    """Returns the opset of ONNX's own domain that a model imports; None if it imports none."""
+    return next((o.version for o in model.opset_import if o.domain in DEFAULT_DOMAINS), None)
+
+
 def read_graph(
     proto: onnx.GraphProto, opsets: Mapping[str, int], stored: Mapping[str, np.ndarray], body: bool = False
 ) -> Graph:
@@ -159,7 +167,7 @@ def read_graph(
     nodes, problems = [], []
     for index, node in enumerate(proto.node):
         name = node.name or next((o for o in node.output if o), f"node {index}")
-        domain = "" if node.domain in _DEFAULT_DOMAINS else node.domain
+        domain = "" if node.domain in DEFAULT_DOMAINS else node.domain
         version = read_version(node.op_type, domain, opsets.get(domain, 1))
         if version is None:
             problems.append(f"{node.op_type} {name!r}")

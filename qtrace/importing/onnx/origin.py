@@ -12,7 +12,7 @@ from qtrace.graph.interface import read_interface, write_interface
 from qtrace.graph.origin import Facts, FileOrigin, FileParameter, FileRemark, read_origin, write_origin
 from qtrace.graph.types import Input, TracedModule
 from qtrace.importing.onnx.importer import Importer
-from qtrace.importing.onnx.model import Graph
+from qtrace.importing.onnx.model import Graph, standard_opset
 
 __all__ = ["keep_own", "list_names"]
 
@@ -47,7 +47,7 @@ def keep_own(traced: TracedModule, model: onnx.ModelProto) -> None:
     if origin is None:
         return
     producer = f"{model.producer_name} {model.producer_version}".strip()
-    opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 0)
+    opset = standard_opset(model) or 0
     values = (*model.graph.input, *model.graph.output)
     ends = {value.name: value.doc_string for value in values}
     end_facts = {value.name: _facts(value) for value in values}

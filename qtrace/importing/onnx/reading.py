@@ -11,7 +11,7 @@ import onnx
 import onnx.inliner
 
 from qtrace.errors import ExportError, ImportingError
-from qtrace.importing.onnx.model import OF_ONNXRUNTIME
+from qtrace.importing.onnx.model import DEFAULT_DOMAINS, OF_ONNXRUNTIME, standard_opset
 from qtrace.onnxfile.external_data import count_bytes, map_tensor, without_large_values
 from qtrace.onnxfile.reading import read_model
 from qtrace.storage.files import problem
@@ -75,11 +75,11 @@ def _leave_to_onnxruntime(checked: onnx.ModelProto) -> None:
 
     Its optimizer writes LayerNormalization into files of opsets before 17, which has it.
     """
-    opset = next((o.version for o in checked.opset_import if o.domain in ("", "ai.onnx")), 0)
+    opset = standard_opset(checked) or 0
     own = [
         node
         for node in _all_nodes(checked.graph, 0)
-        if node.domain in ("", "ai.onnx") and opset < OF_ONNXRUNTIME.get(node.op_type, 0)
+        if node.domain in DEFAULT_DOMAINS and opset < OF_ONNXRUNTIME.get(node.op_type, 0)
     ]
     if not own:
         return
@@ -96,7 +96,7 @@ def _inlined(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
         except (RuntimeError, ValueError) as error:
             raise ImportingError(f"{path}: its functions cannot be inlined: {_line(error)}.") from error
         _check_size(path, model)
-    opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), None)
+    opset = standard_opset(model)
     if opset is not None and opset not in _OPSETS:
         raise ImportingError(
             f"{path} has opset {opset}; qtrace reads opsets {_OPSETS[0]} to 23, and later ones where no op "

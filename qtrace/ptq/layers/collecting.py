@@ -195,8 +195,9 @@ class StatisticsCollector:
             return _Reference(positions, rows, weight)
 
         def sample(batch: int, values: list[np.ndarray]) -> None:
-            made = self._together.map(lambda item: reference(batch, *item), enumerate(values))
-            self._references.update({(call.expr, batch): r for (_, call), r in zip(calls, made, strict=True)})
+            sampled = self._together.map(lambda item: reference(batch, *item), enumerate(values))
+            pairs = zip(calls, sampled, strict=True)
+            self._references.update({(call.expr, batch): rows for (_, call), rows in pairs})
 
         nodes: list[TensorNode] = [self._twin[call.expr].outputs[0] for _, call in calls]
         last = max((self._twin[call.expr] for _, call in calls), key=self.float.position)

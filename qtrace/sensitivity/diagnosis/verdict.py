@@ -177,8 +177,8 @@ class Verdict(Displayed):
             file: the verdict on the file and more samples, without a metric.
         """
         word = min(self.word, file.word, key=_WORDS.index)
-        held = replace(file, at_least=self.at_least)
-        return replace(self, word=word, file=held, lowered=word != self.word)
+        limited = replace(file, at_least=self.at_least)
+        return replace(self, word=word, file=limited, lowered=word != self.word)
 
     def _is_notable(self, file: Verdict) -> bool:
         """Whether the figures of the file change what is thought of it."""

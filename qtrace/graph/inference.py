@@ -188,8 +188,6 @@ class TypeInference:
             return [summarize(get_module(inputs[0], expr.name))], None
         if isinstance(owner(expr), (FakeQuant, BiasQuant, DynamicQuant)):
             return [inputs[1]], None
-        if isinstance(fold := owner(expr), BnFold):
-            return [self._layer_type(expr, fold, inputs)], None
         if inputs and isinstance(inputs[0], OpaqueOp):  # in a graph that is built its node has no owner yet
             return _opaque_types(inputs), None
         graph = called_graph(expr)
@@ -208,14 +206,6 @@ class TypeInference:
             self._known[key] = deduced
         return deduced
 
-    def _layer_type(self, expr: Expr, fold: BnFold, inputs: Sequence[Any]) -> TensorType:
-        """Returns the type of the result of a `BnFold`: that of its layer, as a call updates statistics."""
-        args = expr.unflatten_args([_as_variable(value, self._network) for value in inputs])[0]
-        x, weight, bias = args[1:4]
-        result = _deduced_value(LAYERS[fold.kind](x, weight, bias, **fold.options))
-        assert isinstance(result, TensorType)
-        return result
-
     def run_graph(self, graph: Any, inputs: list[Any]) -> list[Any]:
         """Returns the values of the outputs of ``graph``, of a submodule, for the values of its inputs."""
         values: dict[Node, Any] = dict(zip(graph._inputs, inputs, strict=True))
@@ -225,6 +215,8 @@ class TypeInference:
         return [values[node] for node in graph._outputs]
 
     def _deduced(self, expr: Expr, inputs: Sequence[Any]) -> tuple[list[Any] | None, TreeDef | None]:
+        if isinstance(fold := owner(expr), BnFold):
+            return [self._layer_type(expr, fold, inputs)], None
         types = [value for value in inputs if isinstance(value, TensorType)]
         if types and not reads_shape(expr) and _op_name(expr) not in _COMPUTED and all(map(_is_plain, types)):
             try:
@@ -240,6 +232,13 @@ class TypeInference:
         leaves, structure = _call(expr, [zeros(v) if isinstance(v, TensorType) else v for v in inputs])
         exact = not types or reads_shape(expr)
         return [summarize(leaf) if exact else type_of(leaf) for leaf in leaves], structure
+
+    def _layer_type(self, expr: Expr, fold: BnFold, inputs: Sequence[Any]) -> Any:
+        """Returns the type of the result of a `BnFold`: that of its layer, as a call updates statistics."""
+        args = expr.unflatten_args([_as_variable(value, self._network) for value in inputs])[0]
+        x, weight, bias = args[1:4]
+        with _silent_log():
+            return _deduced_value(LAYERS[fold.kind](x, weight, bias, **fold.options))
 
 
 def _variable(value: Any, network: Network) -> Any:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import qtrace
+from qtrace.errors import GraphError
 from qtrace.fakequant.following.bn_fold import BnFold
 from qtrace.graph import flatten, inference
 from qtrace.graph.inference import TypeInference
@@ -165,3 +166,5 @@ def test_the_shapes_behind_a_norm_that_trains_are_known_at_another_size(size: in
     set_input_shapes(prepared, {"x": (1, 3, size, size)})
     assert [tuple(node.shape) for node in prepared.graph.outputs] == [(1, 8, 2 * size, 2 * size), (1, 6)]
     assert not [n.name for e in prepared.graph._exprs for n in e.outputs if getattr(n, "shape", 0) is None]
+    with pytest.raises(GraphError, match=r"a_out_bn|an_out"):
+        set_input_shapes(prepared, {"x": (1, 4, size, size)})

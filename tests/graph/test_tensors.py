@@ -93,7 +93,7 @@ def test_a_flat_copy_takes_no_memory_for_weights() -> None:
     run = subprocess.run([sys.executable, "-c", COPIES], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     weights = 2 * 4 * 2048**2
-    # What was read is given back to the allocator, which may keep some arrays of it; eight copies would be 8 * weights.
+    # The allocator may keep some arrays of what was read; eight copies that share nothing have 8 * weights.
     assert int(run.stdout) < 4 * weights
 
 

@@ -259,6 +259,10 @@ class Tracing:
         try:
             self._results(example_inputs.vary(self.inputs, high=True))
             again = hazards.changed_state(before, self.module)
+            if not again:  # perhaps as the values of the first call were extreme
+                self.module = copy_module(self.source, self.method)
+                self._results(example_inputs.vary(self.inputs, high=True))
+                again = hazards.changed_state(before, self.module)
         except _ForwardError:
             again = changed
         of_parameters = any(isinstance(t, mge.Parameter) for t in changed.values())

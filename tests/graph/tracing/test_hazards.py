@@ -237,6 +237,11 @@ def assign_floor(self, x):
     return x - self.peak
 
 
+def reset_floor(self, x):
+    self.peak._reset(F.minimum(self.peak, x.min()))
+    return x - self.peak
+
+
 def reset_peak(self, x):
     self.peak._reset(F.maximum(self.peak, x.max()))
     return x / self.peak
@@ -248,10 +253,10 @@ def write_peak(self, x):
 
 
 @pytest.mark.parametrize("initial", [0.0, 1.0])
-@pytest.mark.parametrize("forward", [assign_peak, assign_floor, reset_peak, write_peak])
+@pytest.mark.parametrize("forward", [assign_peak, assign_floor, reset_peak, reset_floor, write_peak])
 def test_a_running_maximum_is_named_though_the_example_has_the_largest_value(forward, initial):
     values = ROWS * np.float32(255)
-    if forward is assign_floor:
+    if forward in (assign_floor, reset_floor):
         values, initial = -values, 1e4 + initial
     model = holder(net(forward, peak=mge.Tensor(np.full(1, initial, np.float32))))
     message = failure(model, values)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from qtrace.metrics import comparable
 from qtrace.outputs import ColumnGroup
 from qtrace.sensitivity.diagnosis.inputs import are_constant
-from qtrace.sensitivity.diagnosis.samples import measure_samples
+from qtrace.sensitivity.diagnosis.samples import measure_differences, measure_samples
 from qtrace.sensitivity.diagnosis.verdict import FAKE_QUANTS, GOOD_FROM_DB, GroupVerdict, Verdict, judge
 from qtrace.sensitivity.metrics import Outputs, agreement, column_errors, integer_errors
 
@@ -66,6 +66,9 @@ def judge_outputs(
     classes = first.ndim == 2 and first.shape[1] > 1 and comparable(first, outputs[0][0])
     same = agreement(reference, outputs) / 100.0 if classes else None
     by_sample = measure_samples(compared.groups, reference, outputs, compared.counts, compared.repeated)
+    differences = measure_differences(compared.groups, reference, outputs, compared.counts, compared.repeated)
+    between_db = _lowest([errors.sqnr_db() for errors in differences])
+    between_low_db = _lowest([errors.low_db() for errors in differences])
     constant = not compared.one_number and are_constant(reference, compared.repeated)
     low_db = _lowest([errors.low_db() - margin_db for errors in by_sample])
     worst_sample_db = _lowest([errors.worst_db() for errors in by_sample])
@@ -88,8 +91,10 @@ def judge_outputs(
         rows=compared.rows,
         worst_sample_db=worst_sample_db,
         predictions=None if same is None else (same, samples),
+        between_low_db=between_db,
     )
-    word = judged(low_db=low_db, shows_nothing=compared.one_number or constant)
+    shows_nothing = compared.one_number or constant
+    word = judged(low_db=low_db, between_low_db=between_low_db, shows_nothing=shows_nothing)
     return Verdict(
         word,
         decibels,
@@ -110,6 +115,8 @@ def judge_outputs(
         compared.one_number,
         constant,
         computed_by,
+        between_db=between_db,
+        between_low_db=between_low_db,
     )
 
 

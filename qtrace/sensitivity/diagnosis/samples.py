@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from scipy import special
@@ -13,7 +14,7 @@ from qtrace.metrics import comparable, decibels
 from qtrace.outputs import ColumnGroup
 from qtrace.sensitivity.metrics import Outputs
 
-__all__ = ["MANY_SAMPLES", "SampleErrors", "measure_samples", "seen_margin_db"]
+__all__ = ["MANY_SAMPLES", "SampleErrors", "measure_differences", "measure_samples", "seen_margin_db"]
 
 MANY_SAMPLES = 64
 """From this number of calibration samples on, their own figure tells more of that of others."""
@@ -24,6 +25,7 @@ _CONFIDENCE = 0.975
 _ONE_DB = 10.0  # that one sample alone may be above others
 _TWO = 1.5  # effective samples, below which one counts as if it were alone
 _QUIET = 0.03  # of the mean signal: quieter samples are compared with this
+_LEAST_VARIATION = 1e-8  # of the signal, below which samples are called equal
 _LEAST_VALUES = 64  # of a sample, from which its own signal is its measure: one of few values may be near 0
 
 
@@ -40,6 +42,10 @@ class SampleErrors:
     signal: np.ndarray
     noise: np.ndarray
     values: int
+
+    def sqnr_db(self) -> float:
+        """Returns the SQNR of all samples together in dB."""
+        return decibels(float(self.signal.sum()), float(self.noise.sum()))
 
     def low_db(self) -> float:
         """Returns the SQNR in dB that other samples may have.
@@ -94,18 +100,9 @@ def measure_samples(
         repeated: for each batch which of its samples are the same as one before, which counts once; None if
             none is.
     """
-    firsts = [~np.array(flags, bool) for flags in repeated or [()] * len(counts)]
     measured = []
     for group in groups:
-        parts = []
-        for exact, rounded, count, first in zip(reference, outputs, counts, firsts, strict=True):
-            f, q = exact[group.output], rounded[group.output]
-            if comparable(f, q) and f.size:
-                f, q = group.select(f), group.select(q)
-                signal, noise, values = _sums(f, q, count if f.ndim and len(f) == count else 1)
-                if len(first) == len(signal):
-                    signal, noise = signal[first], noise[first]
-                parts.append((signal, noise, values))
+        parts = [_sums(samples) for samples in _read_samples(group, reference, outputs, counts, repeated)]
         if parts:
             signal, noise = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
             if signal.size and signal.sum() > 0:
@@ -113,14 +110,106 @@ def measure_samples(
     return measured
 
 
-def _sums(reference: np.ndarray, test: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """Returns signal and noise of each sample, and the number of values of one.
+def measure_differences(
+    groups: Sequence[ColumnGroup],
+    reference: Outputs,
+    outputs: Outputs,
+    counts: Sequence[int],
+    repeated: Sequence[Sequence[bool]] | None = None,
+) -> list[SampleErrors]:
+    """Measures what differs between samples: each value without the mean of its place over all samples.
+
+    A box beside the corner of its grid, or a score that one class always has, is a large signal that every
+    network keeps, whatever its input: an error beside it looks small.
+
+    Args:
+        groups, reference, outputs, counts, repeated: as for `measure_samples`.
+
+    Returns:
+        The errors of each group whose values differ between samples, of two samples or more; none of a group
+        whose batches have unlike sizes.
+    """
+    measured = []
+    for group in groups:
+        means = _means(_read_samples(group, reference, outputs, counts, repeated))
+        if means is None:
+            continue
+        # Read again: the values of all batches at once, in float64, would take the memory of many of them.
+        parts = list(map(means.without, _read_samples(group, reference, outputs, counts, repeated)))
+        signal, noise = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
+        if signal.sum() > _LEAST_VARIATION * means.power:
+            measured.append(SampleErrors(signal, noise, len(means.reference)))
+    return measured
+
+
+class _Means(NamedTuple):
+    """The mean of each place over all samples, of float's values and of the differences; float's squares."""
+
+    reference: np.ndarray
+    error: np.ndarray
+    power: float
+
+    def without(self, samples: _Samples) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the squares of each sample without these means."""
+        f, e = samples.reference - self.reference, samples.error - self.error
+        return np.square(f).sum(axis=1), np.square(e).sum(axis=1)
+
+
+def _means(parts: Iterable[_Samples]) -> _Means | None:
+    """Returns the means of two or more samples of one size that are finite on both sides; None of others."""
+    count, power = 0, 0.0
+    f_sum = e_sum = np.zeros(0)
+    for part in parts:
+        if part.lost.any() or (count and len(f_sum) != part.reference.shape[1]):
+            return None
+        f, e = part.reference.sum(axis=0), part.error.sum(axis=0)
+        f_sum, e_sum = (f_sum + f, e_sum + e) if count else (f, e)
+        count, power = count + len(part.reference), power + float(np.square(part.reference).sum())
+    return _Means(f_sum / count, e_sum / count, power) if count > 1 else None
+
+
+class _Samples(NamedTuple):
+    """The samples of one batch in a column group, in float64; 0 where a value is not finite.
+
+    Attributes:
+        reference: float's values, a row for each sample.
+        error: the differences of the values in their place.
+        lost: whether a sample has values that are not finite on one side alone.
+    """
+
+    reference: np.ndarray
+    error: np.ndarray
+    lost: np.ndarray
+
+
+def _read_samples(
+    group: ColumnGroup,
+    reference: Outputs,
+    outputs: Outputs,
+    counts: Sequence[int],
+    repeated: Sequence[Sequence[bool]] | None,
+) -> Iterator[_Samples]:
+    """Yields the samples of each batch that has values to compare, without those that come again.
 
     Values that are not finite count as in `qtrace.metrics.ErrorSums`.
     """
-    f, q = (value.reshape(count, -1).astype(np.float64) for value in (reference, test))
-    finite = np.isfinite(f) & np.isfinite(q)
-    lost = (~finite & ~((f == q) | (np.isnan(f) & np.isnan(q)))).any(axis=1)
-    f, q = np.where(finite, f, 0.0), np.where(finite, q, 0.0)
-    noise = np.square(q - f).sum(axis=1)
-    return np.square(f).sum(axis=1), np.where(lost, math.inf, noise), f.shape[1]
+    flags = repeated or [()] * len(counts)
+    for exact, rounded, count, same in zip(reference, outputs, counts, flags, strict=True):
+        f, q = exact[group.output], rounded[group.output]
+        if not comparable(f, q) or not f.size:
+            continue
+        f, q = group.select(f), group.select(q)
+        rows = count if f.ndim and len(f) == count else 1
+        f, q = (value.reshape(rows, -1).astype(np.float64) for value in (f, q))
+        finite = np.isfinite(f) & np.isfinite(q)
+        lost = (~finite & ~((f == q) | (np.isnan(f) & np.isnan(q)))).any(axis=1)
+        f, q = np.where(finite, f, 0.0), np.where(finite, q, 0.0)
+        first = ~np.array(same, bool) if len(same) == rows else np.ones(rows, bool)
+        yield _Samples(f[first], (q - f)[first], lost[first])
+
+
+def _sums(samples: _Samples) -> tuple[np.ndarray, np.ndarray, int]:
+    """Returns signal and noise of each sample, and the number of values of one."""
+    noise = np.square(samples.error).sum(axis=1)
+    signal = np.square(samples.reference).sum(axis=1)
+    return signal, np.where(samples.lost, math.inf, noise), samples.reference.shape[1]

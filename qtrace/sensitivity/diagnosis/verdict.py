@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from qtrace.display import Displayed
 from qtrace.metrics import decibels
-from qtrace.outputs import GroupFigures
+from qtrace.outputs import NO_INFORMATION_DB, GroupFigures
 
 __all__ = [
     "BROKEN_BELOW_DB",
@@ -103,6 +103,9 @@ class Verdict(Displayed):
         file: the verdict on the finished file and more samples; None if there is none. The worse word is that
             of both.
         lowered: whether the word is that of the file alone.
+        between_db: the SQNR of what differs between samples, of the worst column group, in dB; None where
+            nothing differs, or all are exact.
+        between_low_db: the same that other samples may have.
     """
 
     word: str
@@ -126,6 +129,8 @@ class Verdict(Displayed):
     computed_by: str = FAKE_QUANTS
     file: Verdict | None = None
     lowered: bool = False
+    between_db: float | None = None
+    between_low_db: float | None = None
 
     def _text(self, max_width: int | None) -> str:
         return self.line()
@@ -221,6 +226,10 @@ class Verdict(Displayed):
             doubts.append(f"other samples may have {self.low_db:.1f} dB, as {reason}")
         if any(self._is_above(limit, self.worst_sample_db) for limit in (GOOD_FROM_DB, BROKEN_BELOW_DB)):
             doubts.append(f"{self.worst_sample_db:.1f} dB in the worst sample")
+        if self.metric is None and self._is_above(BROKEN_BELOW_DB, self.between_low_db):
+            between_db = round(self.between_db or 0.0, 1) + 0.0  # which is no -0.0
+            lost = ", which is lost or hardly anything" if between_db < NO_INFORMATION_DB else ""
+            doubts.append(f"{between_db:.1f} dB in what differs between samples{lost}")
         return doubts
 
     def _is_above(self, limit: float, other_db: float | None) -> bool:
@@ -248,6 +257,7 @@ def judge(
     worst_sample_db: float | None = None,
     shows_nothing: bool = False,
     predictions: tuple[float, int] | None = None,
+    between_low_db: float | None = None,
 ) -> str:
     """Returns good, check or broken.
 
@@ -266,6 +276,8 @@ def judge(
         predictions: the share of samples with float's prediction, and the number of samples; None for outputs
             that are no scores of classes. If two or more samples and a tenth of all have another prediction,
             a graph is good by a metric alone.
+        between_low_db: the SQNR of what differs between samples that others may have; if it is broken, a
+            graph is good by a metric alone: the samples may be alike, or what is left of them a constant.
     """
     if rows is not None and metric is None:
         equal = rows if equal is None else min(rows, equal)
@@ -273,7 +285,7 @@ def judge(
         return "broken"
     word = _judge_values(sqnr_db, metric, float_metric)
     doubtful = low_db is not None and low_db < GOOD_FROM_DB
-    lost = worst_sample_db is not None and worst_sample_db < BROKEN_BELOW_DB
+    lost = any(f is not None and f < BROKEN_BELOW_DB for f in (worst_sample_db, between_low_db))
     changed = predictions is not None and _are_changed(*predictions)
     if word == "good" and metric is None and (not compared or doubtful or lost or shows_nothing or changed):
         return "check"

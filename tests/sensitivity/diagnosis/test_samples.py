@@ -14,8 +14,13 @@ import pytest
 import qtrace
 from qtrace.outputs import find_groups
 from qtrace.quantizing.evaluation import choose_evaluation
-from qtrace.sensitivity.diagnosis import Calibrated, diagnose
-from qtrace.sensitivity.diagnosis.samples import SampleErrors, measure_samples, seen_margin_db
+from qtrace.sensitivity.diagnosis import Calibrated, JudgedOutputs, diagnose, judge_outputs
+from qtrace.sensitivity.diagnosis.samples import (
+    SampleErrors,
+    measure_differences,
+    measure_samples,
+    seen_margin_db,
+)
 from qtrace.sensitivity.diagnosis.verdict import Verdict, judge
 from tests import selecting_nets
 from tests.nets import net, randomize
@@ -166,6 +171,72 @@ def test_samples_are_those_of_the_first_axis_and_batches_otherwise() -> None:
     assert by_batch.noise.shape == (2,)
     assert by_batch.noise[0] == math.inf
     assert math.isfinite(by_batch.noise[1])
+
+
+def _judged(reference: np.ndarray, outputs: np.ndarray, size: int = 8) -> Verdict:
+    """The verdict on one output of some samples, in batches."""
+    exact, rounded = ([[v[i : i + size]] for i in range(0, len(v), size)] for v in (reference, outputs))
+    counts = [len(batch[0]) for batch in exact]
+    repeated = [[False] * count for count in counts]
+    return judge_outputs(
+        JudgedOutputs(find_groups(None, exact), exact, rounded, counts, repeated), "unseen samples"
+    )
+
+
+def test_what_is_the_same_for_all_samples_hides_no_loss() -> None:
+    """Boxes beside the corners of their grid: 40 dB, and nothing of the network is left."""
+    rng = np.random.default_rng(0)
+    grid = np.linspace(100.0, 600.0, 24)[None, :, None]
+    boxes = (grid + 4.0 * rng.normal(size=(32, 24, 2))).astype(F32)
+    dead = np.broadcast_to(boxes.mean(axis=0), boxes.shape) + 1e-3 * rng.normal(size=boxes.shape)
+    verdict = _judged(boxes, dead.astype(F32))
+    assert verdict.sqnr_db > 38.0
+    assert verdict.between_db == pytest.approx(0.0, abs=0.1)
+    assert (verdict.word, verdict.doubted) == ("check", False)
+    assert "0.0 dB in what differs between samples, which is lost or hardly anything" in verdict.line()
+    close = _judged(boxes, (boxes + 0.4 * rng.normal(size=boxes.shape)).astype(F32))
+    assert close.between_db == pytest.approx(20.0, abs=0.5)
+    assert close.word == "good"
+    assert "differs" not in close.line()
+
+
+def test_a_few_samples_that_differ_leave_a_doubt() -> None:
+    """A saturated score is 0.99 for nearly all samples: two of them tell of all others."""
+    rng = np.random.default_rng(1)
+    scores = np.full((32, 10), 1e-3) + 1e-4 * rng.normal(size=(32, 10))
+    scores[:, 3] += 0.99
+    scores[[4, 20], 3], scores[[4, 20], 5] = 0.7, 0.3
+    noisy = scores.copy()
+    noisy[20, 3:6:2] += (0.12, -0.12)
+    verdict = _judged(scores.astype(F32), noisy.astype(F32))
+    assert verdict.sqnr_db > 29.0
+    assert verdict.between_db is not None
+    assert verdict.between_low_db is not None
+    assert verdict.between_low_db < 10.0 < verdict.between_db
+    assert (verdict.word, verdict.doubted) == ("check", True)
+    assert judge(30.0, 0.9, 0.9, between_low_db=-5.0) == "good"  # the user's metric decides
+
+
+def test_differences_count_samples_of_one_size_once() -> None:
+    """Against the definition in numpy; equal samples differ in nothing, and repeated ones count once."""
+    rng = np.random.default_rng(2)
+    reference = [[rng.normal(size=(4, 3)) + 50.0] for _ in range(2)]
+    outputs = [[value + rng.normal(size=value.shape) * 0.1 + 1.0] for (value,) in reference]
+    groups = find_groups(None, reference)
+    flags = [[False] * 4, [False, True, False, False]]
+    (errors,) = measure_differences(groups, reference, outputs, [4, 4], flags)
+    f, q = (
+        np.delete(np.concatenate([batch[0] for batch in side]), 5, axis=0) for side in (reference, outputs)
+    )
+    np.testing.assert_allclose(errors.signal, np.square(f - f.mean(axis=0)).sum(axis=1))
+    np.testing.assert_allclose(errors.noise, np.square((q - f) - (q - f).mean(axis=0)).sum(axis=1))
+    equal = [[np.ones((4, 3))], [np.ones((4, 3))]]
+    assert measure_differences(groups, equal, equal, [4, 4]) == []
+    unlike = [[np.ones((4, 3))], [np.ones((4, 5))]]
+    assert measure_differences(find_groups(None, unlike), unlike, unlike, [4, 4]) == []
+    lost = [[outputs[0][0].copy()], outputs[1]]
+    lost[0][0][0, 0] = math.nan
+    assert measure_differences(groups, reference, lost, [4, 4]) == []
 
 
 class _Counted:

@@ -15,6 +15,9 @@ from megengine.traced_module import expr
 
 __all__ = ["check_op", "refuse_divisions_by_zero"]
 
+# What a wrapper takes over of a C++ function, whose module is None.
+_NAMES = ("__name__", "__doc__")
+
 
 def refuse_divisions_by_zero() -> None:
     """Makes MegEngine's adaptive poolings raise a ValueError for a size at which their kernel has stride 0.
@@ -26,12 +29,12 @@ def refuse_divisions_by_zero() -> None:
         return
     pool, apply = nn.adaptive_pool2d_cpp, expr.apply
 
-    @functools.wraps(pool)
+    @functools.wraps(pool, assigned=_NAMES)
     def checked_pool(inp: Any, oshp: Any, mode: Any) -> Any:
         _check_pooled_size(inp, oshp)
         return pool(inp, oshp, mode)
 
-    @functools.wraps(apply)
+    @functools.wraps(apply, assigned=_NAMES)
     def checked_apply(op: Any, *inputs: Any) -> Any:
         check_op(op, inputs)
         return apply(op, *inputs)

@@ -133,7 +133,7 @@ class Faithfulness:
         for index, (first, second) in enumerate(zip(expected, outputs, strict=True)):
             if first.shape != second.shape:
                 return f"{self._named(index)} has the shape {first.shape}, and {second.shape} in the graph"
-            difference = _distance(first, second)
+            difference = _distance(first, second, original.granularity)
             if first.dtype.kind in "iub" and difference > _UNEQUAL:
                 return f"{self._named(index)} differs in {difference:.0%} of its numbers"
             if first.dtype.kind not in "iub" and difference > _ALLOWED * original.precision:
@@ -202,10 +202,10 @@ def _largest(expected: Outputs, outputs: Outputs) -> float:
     return max((_distance(e, o) for e, o in zip(expected, outputs, strict=True)), default=0.0)
 
 
-def _distance(expected: np.ndarray, output: np.ndarray) -> float:
+def _distance(expected: np.ndarray, output: np.ndarray, granularity: float = 0.0) -> float:
     """Returns the largest difference relative to the largest value, and for integers the share that differs.
 
-    Values that are infinite or NaN in the network itself do not count.
+    Values that are infinite or NaN in the network itself do not count, nor what is below the granularity.
     """
     if not expected.size:
         return 0.0
@@ -214,7 +214,7 @@ def _distance(expected: np.ndarray, output: np.ndarray) -> float:
     finite = np.isfinite(expected)
     first, second = expected[finite].astype(np.float64), output[finite].astype(np.float64)
     largest = max(float(np.abs(first).max(initial=0)), _LEAST_RANGE)
-    difference = float(np.abs(first - second).max(initial=0)) / largest
+    difference = max(float(np.abs(first - second).max(initial=0)) - granularity, 0.0) / largest
     return difference if np.isfinite(difference) else np.inf
 
 

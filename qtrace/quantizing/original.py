@@ -20,6 +20,7 @@ from qtrace.data import Batch
 from qtrace.data.batches import as_arguments, evaluating
 from qtrace.graph.engine import quiet_engine
 from qtrace.graph.interface import read_interface
+from qtrace.graph.native import lower
 from qtrace.graph.opaque import divides_by_inputs
 from qtrace.graph.tensors import shared_copies
 from qtrace.graph.tracing.diff import values
@@ -45,11 +46,13 @@ class Original(abc.ABC):
         name: the network in words.
         keeps_state: whether a call may change the results of the next ones.
         precision: the relative error of one operation.
+        granularity: the absolute error of activations that are close to 0.
     """
 
     name: str
     keeps_state: bool = False
     precision: float = 2.0**-23
+    granularity: float = 0.0
 
     @abc.abstractmethod
     def start(self) -> Run:
@@ -89,7 +92,8 @@ class _Graph(Original):
     name = "the graph that was given"
 
     def __init__(self, traced: TracedModule) -> None:
-        self._traced = traced
+        # MegEngine's own fake quants are no part of the float network.
+        self._traced = lower(traced)[0]
 
     def start(self) -> Run:
         return lambda batch: run_graph(self._traced, batch)
@@ -100,7 +104,7 @@ class _Module(Original):
 
     def __init__(self, module: Module, traced: TracedModule) -> None:
         self.name = type(module).__name__
-        self._module, self._traced = module, traced
+        self._module, self._traced = lower(module)[0], traced
 
     def start(self) -> Run:
         module = copy.deepcopy(self._module, shared_copies(self._module))
@@ -148,6 +152,8 @@ class _TorchModule(Original):
 
 class _File(Original):
     """An ONNX file in onnxruntime, whose weights are in memory while a run of it is."""
+
+    granularity = 2.0**-21  # of its sigmoid, which is computed as 0.5 and a difference
 
     def __init__(self, path: Path, traced: TracedModule) -> None:
         self.name, self._path, self._traced = str(path), path, traced

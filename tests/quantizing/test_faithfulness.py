@@ -11,12 +11,15 @@ import megengine.functional as F
 import megengine.module as M
 import numpy as np
 import pytest
+from megengine.quantization import ema_fakequant_qconfig, quantize_qat
+from megengine.traced_module import trace_module
 
 import qtrace
 from qtrace.data import open_data
 from qtrace.errors import GraphError
 from qtrace.graph.module_tree import set_parameter
 from qtrace.ptq.base import FloatAlgorithm
+from qtrace.quantizing import faithfulness
 from qtrace.quantizing import quantize as room
 from qtrace.quantizing.faithfulness import Faithfulness
 from qtrace.quantizing.original import open_original, run_graph
@@ -169,6 +172,28 @@ def test_a_network_of_random_numbers_is_not_compared(
     assert "draws random numbers" in caplog.text
 
 
+@pytest.mark.parametrize("source", ["module", "trace"])
+def test_fake_quants_of_megengine_are_no_part_of_the_float_network(source: str) -> None:
+    module = net(
+        lambda self, x: self.dequant(self.b(self.a(self.quant(x)))),
+        quant=M.QuantStub(),
+        a=M.ConvBnRelu2d(3, 8, 3),
+        b=M.Conv2d(8, 4, 1),
+        dequant=M.DequantStub(),
+    )
+    trained = quantize_qat(module, qconfig=ema_fakequant_qconfig)
+    trained.train()
+    trained(mge.Tensor(DATA))
+    trained.eval()
+    plain = qtrace.trace(trained, DATA[:2])
+    batch = (DATA[:1],)
+    result = trained(mge.Tensor(DATA[:1])).numpy()
+    assert np.abs(result - run_graph(plain, batch)[0]).max() > 2e-3 * np.abs(result).max()
+    if source == "trace":
+        trained = trace_module(trained, mge.Tensor(DATA[:2]))
+    Faithfulness(trained, plain, open_data(DATA)).check(_prepared(plain))
+
+
 def test_rounding_that_the_network_enlarges_is_no_difference() -> None:
     def steep(self, x):
         return F.sin(self.bn(self.a(x)) * 3e5)
@@ -193,6 +218,19 @@ def test_infinite_values_and_outputs_close_to_zero_are_compared_with_care(larges
     module = _module(forward)
     traced = qtrace.trace(module, DATA[:2])
     Faithfulness(module, traced, open_data(DATA)).check(_prepared(traced))
+
+
+@pytest.mark.parametrize("offset", [-12, -16, -20, -25, -40])
+def test_sigmoids_of_files_that_are_close_to_zero_are_no_difference(
+    offset: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = {"w": weights(4, 3, 3, 3), "b": np.full(4, offset, np.float32)}
+    nodes = [node("Conv", "x w b", "c", kernel_shape=[3, 3]), node("Sigmoid", "c", "y")]
+    path = save(model(nodes, {"x": (1, 3, 8, 8)}, ["y"], stored), tmp_path)
+    traced = qtrace.from_onnx(path)
+    compared = Faithfulness(path, traced, open_data(DATA * np.float32(0.3), batch_size=1))
+    monkeypatch.setattr(faithfulness, "_is_rounding", lambda *_: False)
+    compared.check(_prepared(traced))
 
 
 def test_a_file_in_half_precision_is_compared_with_its_own_precision(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""MegEngine's engine while a graph is run for its shapes: errors come at once, and no statistics change."""
+"""MegEngine's engine while a graph is run for its shapes: errors come at once, and no statistics change.
+
+Whoever runs graphs loads this file, and with it the refusals of calls at which a kernel ends the process.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,12 @@ from contextlib import contextmanager
 import megengine as mge
 from megengine.module import Module
 
+from qtrace.graph.kernels import refuse_divisions_by_zero
 from qtrace.graph.walk import modules_of
 
 __all__ = ["quiet_engine"]
+
+refuse_divisions_by_zero()
 
 
 @contextmanager

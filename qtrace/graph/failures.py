@@ -22,7 +22,7 @@ __all__ = ["LIBRARIES", "clean_up", "explain", "short", "user_line"]
 
 # Beginnings of the paths of files that are not the user's code.
 LIBRARIES = (
-    str(Path(__file__).parent),
+    *(str(Path(__file__).parents[1] / room) for room in ("graph", "gradients")),
     str(Path(megengine.__file__).parent.parent),
     sysconfig.get_path("stdlib"),
     sysconfig.get_path("purelib"),

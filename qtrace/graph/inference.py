@@ -36,6 +36,7 @@ from qtrace.fakequant.following.dynamic import DynamicQuant
 from qtrace.gradients import plain
 from qtrace.graph.engine import quiet_engine
 from qtrace.graph.equality import freeze
+from qtrace.graph.kernels import check_op
 from qtrace.graph.op_failure import describe_failure
 from qtrace.graph.opaque import OpaqueOp
 from qtrace.graph.tensors import holds_large_tensors, shared_copies
@@ -281,6 +282,7 @@ def _call(expr: Expr, values: Sequence[Any]) -> tuple[list[Any], TreeDef]:
     level, mge.config.async_level = mge.config.async_level, 0
     try:
         if isinstance(expr, Apply):
+            check_op(expr.opdef, values)
             result: Any = tuple(apply(expr.opdef, *values))
         elif module is not None:
             if not type(module).__module__.startswith(_STATELESS):  # its forward may change its attributes

@@ -38,6 +38,7 @@ _RARE = (
     "tied",
     "absent",
     "merged",
+    "frozen",
     "graph_facts",
     "end_facts",
     "output_axes",
@@ -134,6 +135,8 @@ class FileOrigin:
             none of them or the import computed other tensors from them.
         merged: path of a parameter of a layer that was merged into another one, and is no longer in the
             graph -> the number with which the layer adds nothing, and how many of it the parameter held.
+        frozen: a stored tensor from which the import computed numbers that stay as they are -> hash of its
+            values, "" until they are known; of networks from torch only.
 
     Raises:
         GraphError: for anything but text and whole numbers of 64 bits.
@@ -159,6 +162,7 @@ class FileOrigin:
     tied: Mapping[str, str] = field(default_factory=dict)
     absent: tuple[str, ...] = ()
     merged: Mapping[str, tuple[float, int]] = field(default_factory=dict)
+    frozen: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         numbers = (self.model_version, self.opset, self.ir_version)
@@ -173,7 +177,8 @@ class FileOrigin:
         for result in self.results.values():
             texts += [result.tensor, result.node, result.op]
         texts += [*self.absent, *(parameter.tensor for parameter in self.parameters.values())]
-        texts += [text for pair in (*self.computed.items(), *self.tied.items()) for text in pair]
+        pairs = (*self.computed.items(), *self.tied.items(), *self.frozen.items())
+        texts += [text for pair in pairs for text in pair]
         texts += [*self.merged]
         texts += [text for norm in self.norms.values() for text in (norm.bias, *norm.tensors)]
         if not all(isinstance(text, str) and _is_utf8(text) for text in texts):
@@ -193,6 +198,7 @@ class FileOrigin:
         document["norms"] = {key: [n.bias, n.eps, list(n.tensors)] for key, n in self.norms.items()}
         document["merged"] = {path: [number, count] for path, (number, count) in self.merged.items()}
         document["computed"], document["tied"] = dict(self.computed), dict(self.tied)
+        document["frozen"] = dict(self.frozen)
         document["end_facts"], document["output_axes"] = dict(self.end_facts), dict(self.output_axes)
         document["node_remarks"] = {name: [r.doc, r.facts] for name, r in self.node_remarks.items()}
         for key in _RARE:

@@ -40,6 +40,7 @@ from qtrace.quantizing.evaluation import (
     hold_back_samples,
     shorten,
 )
+from qtrace.quantizing.faithfulness import Faithfulness
 from qtrace.quantizing.float_file import FloatFile
 from qtrace.quantizing.judging import Acceptance, Judgement, conclude, copy_float
 from qtrace.quantizing.judging_file import judge_file
@@ -266,6 +267,8 @@ def quantize(
         CalibrationError: when the verdict is ``broken``, a limit does not hold, or all values of the data are
             alike.
         ExportError: when the graph has no such form, or the runtime computes something else.
+        GraphError: when the float graph computes something else than the network on samples of the data, or
+            a call of the network changes the results of the next ones.
         QtraceError: when network, data, recipe or path are at fault.
     """
     reporter, path = reporter or LogReporter(progress), Path(out)
@@ -298,14 +301,17 @@ def quantize(
                 shown = "one sample" if size == 1 else f"{size} samples"
                 reporter.note(f"a batch has {shown}, as the network takes no others")
             opened = opened.with_samples_held_back(traced)
+            original = Faithfulness(source, traced, opened.calibration)
         acceptance = Acceptance(metric, at_least)
         taken = Times.open(None if times is None else Path(times))
         kept = keep or is_precision(recipe)
         measurement = TimingPlan(taken, host=runtime_host, keep=kept) if measure else None
-        result = _calibrate(traced, config, opened, acceptance, reporter, measurement)
+        result = _calibrate(traced, config, opened, acceptance, reporter, measurement, original)
         if max_drop is not None:
             with stages.measure("raise layers"):
-                result = _keep_metric(traced, config, opened, acceptance, max_drop, reporter, result)
+                result = _keep_metric(
+                    traced, config, opened, acceptance, max_drop, reporter, result, original
+                )
             if result.raised:
                 taken.forget_placement()
                 reporter.note("the measured placement is left, as layers were raised to float")
@@ -416,12 +422,14 @@ def _calibrate(
     acceptance: Acceptance,
     reporter: Reporter,
     measurement: TimingPlan | None,
+    original: Faithfulness,
 ) -> _Calibrated:
     """Prepares, calibrates and judges."""
     with data.times.measure("prepare"):
         prepared = prepare_measured(
             traced, config, data.calibration, lambda: data.evaluation.read(traced), measurement, reporter
         )
+        original.check(prepared)
     return _judge(prepared, data, acceptance, reporter)
 
 
@@ -454,6 +462,7 @@ def _keep_metric(
     max_drop: float,
     reporter: Reporter,
     result: _Calibrated,
+    original: Faithfulness,
 ) -> _Calibrated:
     """Raises layers to float until the metric is at most ``max_drop`` below its value in float."""
     verdict = result.judgement.verdict
@@ -484,6 +493,7 @@ def _keep_metric(
             f"the metric is within {max_drop:g} of {found.in_float:.4g} only with every layer in float: "
             "nothing was written."
         )
+    original.check(prepared)
     again = _judge(prepared, data, acceptance, reporter)
     return _Calibrated(again.prepared, again.judgement, raised)
 

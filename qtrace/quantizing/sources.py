@@ -27,7 +27,7 @@ from qtrace.importing.torch import from_torch, is_torch_module
 from qtrace.preparation.record import is_quantized
 from qtrace.preparation.samples import cut_call
 
-__all__ = ["fixed_batch", "only_batch", "open_shapes", "own_file", "read_network"]
+__all__ = ["example_inputs", "fixed_batch", "only_batch", "open_shapes", "own_file", "read_network"]
 
 _LOG = logging.getLogger("qtrace")
 
@@ -56,10 +56,10 @@ def read_network(
     elif isinstance(source, TracedModule):
         traced = source
     elif isinstance(source, Module):
-        args, keywords = _example(source, next(iter(data)))
+        args, keywords = example_inputs(source, next(iter(data)))
         traced = trace(source, *args, gradients=False, **keywords)
     elif is_torch_module(source):
-        args, keywords = _example(source, next(iter(data)))
+        args, keywords = example_inputs(source, next(iter(data)))
         names = _parameters(source) if keywords else ()
         traced = from_torch(
             source, {**dict(zip(names, args, strict=False)), **keywords} if keywords else args
@@ -256,7 +256,7 @@ def _array(batch: Batch, index: int, key: str) -> np.ndarray | None:
     return batch[index] if index < len(batch) else None
 
 
-def _example(module: Any, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def example_inputs(module: Any, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns a batch as inputs of ``module``: by position up to one that is left out, then by name."""
     if isinstance(batch, tuple):
         return batch, {}

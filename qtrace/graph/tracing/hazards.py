@@ -8,7 +8,7 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType
@@ -30,6 +30,7 @@ __all__ = [
     "kept_attributes",
     "lost_parameters",
     "read_parameters",
+    "shift_state",
     "tensors_in",
     "watch_functions",
     "with_place",
@@ -85,6 +86,23 @@ def changed_state(before: Module, after: Module) -> dict[str, Tensor | None]:
     changed: dict[str, Tensor | None] = {p: None for p in old if p not in new}
     changed.update((p, t) for p, t in new.items() if p not in old or not _same_bits(old[p], t))
     return changed
+
+
+def shift_state(root: Module, paths: Collection[str], upwards: bool) -> None:
+    """Changes every number of the tensors at ``paths`` in place, floats by more than the largest of theirs.
+
+    Integers, which may be places in a table, change by 1.
+    """
+    for path, tensor, _ in tensors_in(root):
+        if path not in paths:
+            continue
+        values = tensor.numpy()
+        if values.dtype.kind == "b":
+            tensor._reset(Tensor(~values))
+            continue
+        finite = np.abs(values[np.isfinite(values)])
+        step = 1 + 2 * finite.max(initial=0) if values.dtype.kind == "f" else 1
+        tensor._reset(Tensor((values + (step if upwards else -step)).astype(values.dtype)))
 
 
 def forget(root: Module, paths: Iterable[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import megengine as mge
@@ -259,11 +259,15 @@ class Tracing:
         try:
             self._results(example_inputs.vary(self.inputs, high=True))
             again = hazards.changed_state(before, self.module)
+            if not again:  # perhaps as the values of the first call were extreme
+                self.module = copy_module(self.source, self.method)
+                self._results(example_inputs.vary(self.inputs, high=True))
+                again = hazards.changed_state(before, self.module)
         except _ForwardError:
             again = changed
         of_parameters = any(isinstance(t, mge.Parameter) for t in changed.values())
         same = all(path in changed for path in again)  # a list that grows has new paths
-        if again and same and not of_parameters and self._state_is_unread():
+        if again and same and not of_parameters and self._state_is_unread(changed):
             self.unread = {path: hazards.with_place(self.module, path) for path in changed}
         elif again or of_parameters:
             named = [path for path in changed if path in again] or list(changed)
@@ -275,14 +279,21 @@ class Tracing:
             )
         self.module = copy_module(self.source, self.method)
 
-    def _state_is_unread(self) -> bool:
-        """Whether the state that a call on other inputs left changes no result, as a kept attention."""
+    def _state_is_unread(self, paths: Collection[str]) -> bool:
+        """Whether the state that a call on other inputs left changes no result, as a kept attention.
+
+        A running maximum changes none either where the example has a larger one: other values do.
+        """
         try:
-            later = self._results(self.inputs)
+            later = [self._results(self.inputs)]
+            for upwards in (True, False):
+                hazards.shift_state(self.module, paths, upwards)
+                later.append(self._results(self.inputs))
             self.module = copy_module(self.source, self.method)
-            return diff.output_mismatch(self._results(self.inputs), later) is None
+            first = self._results(self.inputs)
         except _ForwardError:
             return False
+        return all(diff.output_mismatch(first, results) is None for results in later)
 
     def _trace(self, inputs: Arguments) -> TracedModule:
         args, kwargs = example_inputs.fresh(inputs)

@@ -126,7 +126,7 @@ def read_onnx(
         batch: see `from_onnx`.
         fixed: see `from_onnx`.
         outputs: see `from_onnx`.
-        source: the name of the network in the log; "" for that of the file.
+        source: the name of the network of another framework that wrote the file; "" for a file by itself.
 
     Raises:
         ImportingError: see `from_onnx`.
@@ -147,7 +147,7 @@ def read_onnx(
     compared = file if outputs is None else None
     opened = build_open(inputs, building.build, compared, batch_stays=batch != "auto")
     traced = _record(opened, source or str(file))
-    keep_own(traced, model)
+    keep_own(traced, model, of_module=bool(source))
     return traced
 
 

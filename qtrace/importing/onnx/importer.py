@@ -48,6 +48,9 @@ _FLOAT32 = np.dtype(np.float32)
 # axis that stays open is worth more than a form of MegEngine's.
 KEPT_WHERE_OPEN = {("", "Resize"), ("", "Upsample"), ("", "GridSample")}
 
+# Op -> of how many of its inputs it reads the numbers, where it reads but shape or type of the others.
+_NUMBERS_READ = {"Shape": 0, "Size": 0, "CastLike": 1}
+
 
 class Importer:
     """Adds the nodes of a graph to a builder, and collects the nodes that have no equal.
@@ -118,6 +121,7 @@ class Importer:
         """Adds one node, or folds it; a node that has no equal becomes a problem."""
         values = [scope[name] if name else None for name in node.inputs]
         added = self.builder.mark()
+        read, self.layers.read = self.layers.read, set()
         try:
             if (node.domain, node.op) in KEPT_WHERE_OPEN and not self._unlike.isdisjoint(node.outputs):
                 raise Refusal("computes other values at another size of an open axis")
@@ -129,6 +133,8 @@ class Importer:
             results = self._keep(node, values, scope, f" {refusal}", added)
         except GraphError as error:
             results = self._keep(node, values, scope, f": {error}", added)
+        self.layers.note_frozen(_numbers_read(node, values), results, self.layers.read)
+        self.layers.read |= read
         for name, result in zip(node.outputs, results, strict=False):
             if name:
                 scope.values[name] = result
@@ -175,7 +181,7 @@ class Importer:
             if not opened or (
                 node.op in FOLDED and not node.domain and not _is_placed_by_sizes(node, values)
             ):
-                return quantization.follow_stored(node, values, self._fold(node, values), self.layers)
+                return self._folded(node, values)
         floats, moved = quantization.unwrap(node, values)
         return quantization.wrap(self._lower(node, floats), moved)
 
@@ -200,6 +206,11 @@ class Importer:
         total = np.empty((), object)
         total[()] = product(sizes.tolist())
         return [sizes_of(total, np.dtype(np.int64), node.outputs[0])]
+
+    def _folded(self, node: OnnxNode, values: Sequence[Value | None]) -> Sequence[Value]:
+        results = quantization.follow_stored(node, values, self._fold(node, values), self.layers)
+        self.layers.note_frozen(_numbers_read(node, values), results)
+        return results
 
     def _fold(self, node: OnnxNode, values: Sequence[Value | None]) -> Sequence[Value]:
         known = [value if isinstance(value, (Stored, Sizes)) else None for value in values]
@@ -307,6 +318,11 @@ def _placed(node: OnnxNode) -> str:
     """Returns the kind and name of a node for messages, and its line in the source if that is known."""
     line = source_line(node.proto)
     return f"{node.label} ({line})" if line else node.label
+
+
+def _numbers_read(node: OnnxNode, values: Sequence[Value | None]) -> Sequence[Value | None]:
+    """Returns the inputs of which a node reads the numbers, and not but shape or type."""
+    return values[: _NUMBERS_READ.get(node.op, len(values))]
 
 
 def _is_placed_by_sizes(node: OnnxNode, values: Sequence[Value | None]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from qtrace.graph.types import TensorNode
 from qtrace.importing.onnx.model import OnnxNode
 from qtrace.importing.onnx.naming import LayerPaths, is_anonymous
 from qtrace.importing.onnx.sizes.size import Number, Size, SizeError, axis_size, whole
-from qtrace.importing.onnx.values import Sizes, Stored
+from qtrace.importing.onnx.values import Sizes, Stored, Value
 from qtrace.onnxfile.external_data import release
 from qtrace.preparation.passes.given.tensors import GivenGrid
 from qtrace.process.memory import LargeFrees
@@ -68,6 +68,8 @@ class Layers:
         learnable: names of single numbers that stay tensors.
         kept: the paths of these tensors and of constants of one number, which a composite may take.
         sources: path of a parameter -> the stored tensor that it was made of.
+        read: names of the stored tensors that became parameters as they are.
+        frozen: names of the learned tensors from which numbers were computed that stay as they are.
         frees: gives back the memory of stored tensors that became parameters.
     """
 
@@ -79,6 +81,8 @@ class Layers:
         self.learnable: frozenset[str] = frozenset()
         self.kept: set[str] = set()
         self.sources: dict[str, StoredSource] = {}
+        self.read: set[str] = set()
+        self.frozen: set[str] = set()
         self.builder = builder
         self._source = source
         self.names = LayerPaths()
@@ -175,6 +179,7 @@ class Layers:
         """
         array = _carried(stored.array, stored.name)
         key = (stored.identity, array.dtype.name)
+        self.read.add(stored.name)
         if key not in self._tensors:
             path = self.names.tensor(stored.name)
             kept = stored.name in self.learnable
@@ -198,6 +203,7 @@ class Layers:
         """Returns the node of the module parameter that was made of a stored tensor; None without one."""
         path = self._parameters.get(stored.identity) if stored.name else None
         node = None if path is None else self.builder.attribute(path)
+        self.read.add(stored.name)
         return node if isinstance(node, TensorNode) else None
 
     def module(
@@ -215,6 +221,7 @@ class Layers:
             name: the name of the result.
         """
         key = _module_key(module, tensors)
+        self.read.update(stored.name for stored in tensors.values())
         if self.has_module(module, tensors):
             return self.builder.call_module(self._modules[key], None, *args, name=name)
         for attribute, stored in tensors.items():
@@ -234,6 +241,20 @@ class Layers:
         grids = {f"{path}.{key}": self.grids.get(stored.name) for key, stored in tensors.items()}
         self.parameters.update({name: grid for name, grid in grids.items() if grid is not None})
         return self.builder.call_module(path, module, *args, name=name)
+
+    def note_frozen(
+        self, values: Sequence[Value | None], results: Sequence[Value], read: Set[str] = frozenset()
+    ) -> None:
+        """Notes the learned tensors of which a node made other numbers: its results have none of their names.
+
+        Args:
+            values: the inputs of the node.
+            results: its results.
+            read: names of the tensors that became parameters as they are.
+        """
+        learned = {value.name for value in values if isinstance(value, Stored) and value.learned}
+        moved = {result.name for result in results if isinstance(result, Stored) and result.learned}
+        self.frozen |= learned - moved - read
 
     def _note_source(self, path: str, stored: Stored) -> None:
         if stored.name:

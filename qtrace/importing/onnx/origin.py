@@ -34,11 +34,18 @@ def list_names(importer: Importer, graph: Graph) -> FileOrigin:
         stored = graph.stored.get(source.name)
         shape = source.shape if stored is None else stored.shape
         parameters[path] = FileParameter(source.name, shape, source.moves)
-    return FileOrigin(results=results, parameters=parameters)
+    frozen = dict.fromkeys(sorted(importer.layers.frozen), "")
+    return FileOrigin(results=results, parameters=parameters, frozen=frozen)
 
 
-def keep_own(traced: TracedModule, model: onnx.ModelProto) -> None:
-    """Adds what the model says of itself to the interface and the origin of ``traced``."""
+def keep_own(traced: TracedModule, model: onnx.ModelProto, of_module: bool) -> None:
+    """Adds what the model says of itself to the interface and the origin of ``traced``.
+
+    Args:
+        traced: the imported graph.
+        model: the file.
+        of_module: whether the parameters may be given back to a module, which must know the frozen ones.
+    """
     facts = {fact.key: fact.value for fact in model.metadata_props}
     own = tuple((key, value) for key, value in facts.items() if not key.startswith("qtrace."))
     interface, origin = read_interface(traced), read_origin(traced)
@@ -69,7 +76,8 @@ def keep_own(traced: TracedModule, model: onnx.ModelProto) -> None:
         output_axes={name: axes for name, axes in output_axes.items() if any(axes)},
         node_remarks=_node_remarks(model.graph.node, {r.node for r in origin.results.values()}),
     )
-    write_origin(traced, replace(said, results=origin.results, parameters=origin.parameters))
+    frozen = origin.frozen if of_module else {}
+    write_origin(traced, replace(said, results=origin.results, parameters=origin.parameters, frozen=frozen))
 
 
 def _node_remarks(nodes: Iterable[onnx.NodeProto], names: set[str]) -> dict[str, FileRemark]:

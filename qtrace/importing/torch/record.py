@@ -23,7 +23,10 @@ from qtrace.graph.origin import FileNorm, FileParameter, read_origin, write_orig
 from qtrace.graph.types import CallMethod, GetAttr, ModuleNode, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module
 
-__all__ = ["hash_values", "note_state"]
+__all__ = ["FAKE_QUANTS", "hash_values", "layers_with_norms", "note_state"]
+
+FAKE_QUANTS = "qsites"
+"""The submodule of a prepared graph that holds its fake quants."""
 
 _LAYERS = (M.Conv1d, M.Conv2d, M.ConvTranspose2d, M.Linear)
 _NORMS = (M.BatchNorm1d, M.BatchNorm2d)
@@ -49,7 +52,17 @@ def note_state(traced: TracedModule, state: Mapping[str, Any]) -> None:
     held = {parameter.tensor for parameter in checked.values()}
     tied = _tied_names(state, held)
     absent = tuple(n for n, own in state.items() if n not in held and n not in tied and _is_float(own))
-    known = replace(origin, parameters=checked, norms=norms, computed=computed, tied=tied, absent=absent)
+    other = {own.tensor for path, own in origin.parameters.items() if path not in checked}
+    frozen = {name: _hash(state[name]) for name in sorted(held & ({*origin.frozen} | other))}
+    known = replace(
+        origin,
+        parameters=checked,
+        norms=norms,
+        computed=computed,
+        tied=tied,
+        absent=absent,
+        frozen=frozen,
+    )
     # torch's exporter notes lines of the user's source in its file, which nobody has asked to keep.
     write_origin(traced, replace(known, graph_facts=(), end_facts={}, output_axes={}, node_remarks={}))
 
@@ -133,6 +146,10 @@ def _numbers(tensor: Any) -> np.ndarray:
     return flat
 
 
+def _hash(tensor: Any) -> str:
+    return hash_values(_numbers(tensor))
+
+
 def _is_float(tensor: Any) -> bool:
     return bool(tensor.dtype.is_floating_point)
 
@@ -206,6 +223,32 @@ def _norms(traced: TracedModule, parameters: Mapping[str, FileParameter]) -> dic
         eps = float(get_module(traced, path).eps)
         norms[f"{layer}.weight"] = FileNorm(f"{layer}.bias", eps, (gamma, beta, mean, variance))
     return norms
+
+
+def layers_with_norms(traced: TracedModule) -> set[str]:
+    """Returns the paths of the weights and biases of the layers behind which a BatchNorm still stands."""
+    paths: set[str] = set()
+    for expr in exprs(traced):
+        if not any(isinstance(n, ModuleNode) and n.module_type in _NORMS for n in expr.inputs):
+            continue
+        # A BatchNorm that is called reads the layer's result; one that is an argument is folded on the way.
+        layer = expr if _called(expr, _NORMS) is None else _before_roundings(expr.inputs[1]).expr
+        module = _called(layer, _LAYERS)
+        if module is not None:
+            paths.add(f"{module}.weight")
+        sources = (_before_roundings(node).expr for node in layer.inputs)
+        paths.update(str(source.name) for source in sources if isinstance(source, GetAttr))
+    return paths
+
+
+def _before_roundings(node: Any) -> Any:
+    """Returns the node that is rounded to ``node``; ``node`` itself if none is."""
+    while isinstance(node.expr, CallMethod):
+        module = getattr(node.expr.inputs[0], "expr", None)
+        if not isinstance(module, GetAttr) or module.name.split(".")[0] != FAKE_QUANTS:
+            break
+        node = node.expr.inputs[1]
+    return node
 
 
 def _called(expr: Any, kinds: tuple[type, ...]) -> str | None:

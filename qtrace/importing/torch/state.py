@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -13,13 +13,12 @@ from qtrace.graph.moves import places_of
 from qtrace.graph.origin import FileNorm, FileOrigin, read_origin
 from qtrace.graph.types import TracedModule
 from qtrace.importing.torch.exporting import import_torch
-from qtrace.importing.torch.record import hash_values
+from qtrace.importing.torch.record import FAKE_QUANTS, hash_values, layers_with_norms
 
 __all__ = ["state_arrays", "to_torch_state"]
 
 _LOG = logging.getLogger("qtrace")
 _SHOWN = 5
-_FAKE_QUANTS = "qsites"  # the submodule of a prepared graph that holds its fake quants
 
 
 def to_torch_state(traced: TracedModule) -> dict[str, Any]:
@@ -40,8 +39,9 @@ def to_torch_state(traced: TracedModule) -> dict[str, Any]:
         Name -> float32 tensor on the CPU.
 
     Raises:
-        ImportingError: when the network does not come from torch, torch is missing, or a parameter was folded
-            where torch's module has no place for it; the message names it.
+        ImportingError: when the network does not come from torch, torch is missing, a parameter was folded
+            where torch's module has no place for it, or one that changed is also read elsewhere in the
+            module; the message names it.
     """
     torch = import_torch()
     state = {name: torch.from_numpy(array) for name, array in state_arrays(traced).items()}
@@ -89,7 +89,8 @@ def state_arrays(traced: TracedModule) -> dict[str, np.ndarray]:
                 "take the state before it, or keep this parameter fixed in training."
             )
         known[places] = True
-    norms = _write_norms(values, origin, state)
+    norms = _write_norms(values, origin, state, layers_with_norms(traced))
+    _check_frozen(origin, state)
     _check_others(values, origin, {*origin.parameters, *norms})
     missing = {p.tensor for path, p in origin.parameters.items() if path not in values} - set(state)
     missing |= {name for name, known in written.items() if not known.all()}
@@ -132,7 +133,7 @@ def _check_others(values: dict[str, np.ndarray], origin: FileOrigin, known: set[
     """
     lost = []
     for path, value in values.items():
-        if path in known or _FAKE_QUANTS in path.split("."):
+        if path in known or FAKE_QUANTS in path.split("."):
             continue
         own = origin.computed.get(path)
         if np.any(value) if own is None else hash_values(value) != own:
@@ -145,30 +146,67 @@ def _check_others(values: dict[str, np.ndarray], origin: FileOrigin, known: set[
         )
 
 
-def _write_norms(values: dict[str, np.ndarray], origin: FileOrigin, state: dict[str, np.ndarray]) -> set[str]:
+def _write_norms(
+    values: dict[str, np.ndarray], origin: FileOrigin, state: dict[str, np.ndarray], standing: Set[str]
+) -> set[str]:
     """Writes the BatchNorms that were folded into their layers, and the layers' biases; returns their paths.
 
     A folded BatchNorm keeps neither mean nor gain. With the mean 0 and ``gamma = sqrt(variance + eps)`` it
     adds ``beta`` alone. One without a gain has the variance ``1 - eps``, one without a shift the mean
     ``-bias``.
+
+    Raises:
+        ImportingError: for a tensor that belongs to several layers, and would need another value for each.
     """
-    known = {parameter.tensor for path, parameter in origin.parameters.items() if path in values}
+    there = {path: own.tensor for path, own in origin.parameters.items() if path in values}
+    folded = {weight: norm for weight, norm in origin.norms.items() if weight in {*values} - standing}
+    biases = {norm.bias for norm in folded.values()}
+    fixed = {tensor for path, tensor in there.items() if path not in biases}
     paths: set[str] = set()
-    for weight, norm in origin.norms.items():
-        if weight not in values or norm.tensors[2] in known:
-            continue  # the BatchNorm is still there
+    for norm in folded.values():
         bias = values.get(norm.bias)
         if bias is None:
             continue
         own = origin.parameters.get(norm.bias)
         if own is not None:
-            state[own.tensor] = np.zeros(own.shape, np.float32)
-        _write_norm(norm, bias.reshape(-1).astype(np.float32), state)
+            unit = {own.tensor: np.zeros(own.shape, np.float32)}
+        else:
+            unit = {}
+        unit.update(_unit_norm(norm, bias.reshape(-1).astype(np.float32)))
+        for name, array in unit.items():
+            if name in fixed and not np.array_equal(state[name], array, equal_nan=True):
+                raise ImportingError(
+                    f"{name} is read in several places of torch's module, and prepare folded it at one of "
+                    "them: take the state before prepare, or give prepare a config whose `ptq` has no "
+                    "fuse_bn."
+                )
+            state[name] = array
+        fixed |= unit.keys()
         paths.add(norm.bias)
     return paths
 
 
-def _write_norm(norm: FileNorm, bias: np.ndarray, state: dict[str, np.ndarray]) -> None:
+def _check_frozen(origin: FileOrigin, state: Mapping[str, np.ndarray]) -> None:
+    """Refuses tensors that changed where the graph also holds numbers that were computed from them.
+
+    Raises:
+        ImportingError: naming them.
+    """
+    changed = [n for n, own in origin.frozen.items() if n in state and hash_values(state[n]) != own]
+    if changed:
+        raise ImportingError(
+            f"{_listed(changed)} changed, and torch's module computes numbers from it elsewhere, too, which "
+            "the graph keeps as they were at the import: take the state before prepare and training, or "
+            "leave out the algorithm that changed it."
+        )
+
+
+def _unit_norm(norm: FileNorm, bias: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns the tensors of a BatchNorm that only adds ``bias``.
+
+    Raises:
+        ImportingError: for a BatchNorm without statistics.
+    """
     gamma, beta, mean, variance = norm.tensors
     if not mean or not variance:
         raise ImportingError(f"a BatchNorm was folded into {norm.bias}, and torch's one keeps no statistics.")
@@ -179,4 +217,4 @@ def _write_norm(norm: FileNorm, bias: np.ndarray, state: dict[str, np.ndarray]) 
         mean: 0 * ones if beta else -bias,
         variance: ones if gamma else ones - np.float32(norm.eps),
     }
-    state.update({name: array for name, array in unit.items() if name})
+    return {name: array for name, array in unit.items() if name}

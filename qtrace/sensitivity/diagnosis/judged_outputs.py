@@ -7,6 +7,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from qtrace.metrics import comparable
 from qtrace.outputs import ColumnGroup
 from qtrace.sensitivity.diagnosis.inputs import are_constant
@@ -117,7 +119,24 @@ def judge_outputs(
         computed_by,
         between_db=between_db,
         between_low_db=between_low_db,
+        silent=() if compared.one_number or constant else _silent(reference, compared.groups),
     )
+
+
+def _silent(reference: Outputs, groups: Sequence[ColumnGroup]) -> tuple[tuple[str, float], ...]:
+    """Returns the name and the number of each output that is one number everywhere, where others are not.
+
+    Masks, which may well be one value everywhere, are none of them.
+    """
+    labels = {group.output: group.label for group in groups}
+    numbers: list[tuple[str, float]] = []
+    for place, batches in enumerate(zip(*reference, strict=True)):
+        number = next((float(batch.flat[0]) for batch in batches if batch.size), math.nan)
+        several = sum(batch.size for batch in batches) > 1 and batches[0].dtype.kind != "b"
+        if several and all(bool(np.all(batch == number)) for batch in batches):
+            name = labels.get(place, f"output {place}")
+            numbers.append((name if name == f"output {place}" else f"output {name}", number))
+    return tuple(numbers) if len(numbers) < len(reference[0]) else ()
 
 
 def _lowest(figures: Sequence[float]) -> float | None:

@@ -106,6 +106,8 @@ class Verdict(Displayed):
         between_db: the SQNR of what differs between samples, of the worst column group, in dB; None where
             nothing differs, or all are exact.
         between_low_db: the same that other samples may have.
+        silent: the names of the outputs that are one number in float in all samples, and that number, beside
+            others that are not.
     """
 
     word: str
@@ -131,6 +133,7 @@ class Verdict(Displayed):
     lowered: bool = False
     between_db: float | None = None
     between_low_db: float | None = None
+    silent: tuple[tuple[str, float], ...] = ()
 
     def _text(self, max_width: int | None) -> str:
         return self.line()
@@ -230,6 +233,9 @@ class Verdict(Displayed):
             between_db = round(self.between_db or 0.0, 1) + 0.0  # which is no -0.0
             lost = ", which is lost or hardly anything" if between_db < NO_INFORMATION_DB else ""
             doubts.append(f"{between_db:.1f} dB in what differs between samples{lost}")
+        doubts += [
+            f"{name} is {number:g} in all samples, which show nothing of it" for name, number in self.silent
+        ]
         return doubts
 
     def _is_above(self, limit: float, other_db: float | None) -> bool:

@@ -227,6 +227,43 @@ def test_state_updated_in_forward_is_named(forward, attributes, path, check):
     assert "updates its own state" in message
 
 
+def assign_peak(self, x):
+    self.peak = F.maximum(self.peak, x.max())
+    return x / self.peak
+
+
+def assign_floor(self, x):
+    self.peak = F.minimum(self.peak, x.min())
+    return x - self.peak
+
+
+def reset_floor(self, x):
+    self.peak._reset(F.minimum(self.peak, x.min()))
+    return x - self.peak
+
+
+def reset_peak(self, x):
+    self.peak._reset(F.maximum(self.peak, x.max()))
+    return x / self.peak
+
+
+def write_peak(self, x):
+    self.peak[...] = F.maximum(self.peak, x.max())
+    return x / self.peak
+
+
+@pytest.mark.parametrize("initial", [0.0, 1.0])
+@pytest.mark.parametrize("forward", [assign_peak, assign_floor, reset_peak, reset_floor, write_peak])
+def test_a_running_maximum_is_named_though_the_example_has_the_largest_value(forward, initial):
+    values = ROWS * np.float32(255)
+    if forward in (assign_floor, reset_floor):
+        values, initial = -values, 1e4 + initial
+    model = holder(net(forward, peak=mge.Tensor(np.full(1, initial, np.float32))))
+    message = failure(model, values)
+    assert "'body.part.peak'" in message
+    assert "updates its own state" in message
+
+
 def keep_scores(self, x):
     self.scores = F.softmax(x, axis=-1)  # as attention layers keep their weights to be looked at
     return F.matmul(self.scores, F.transpose(x, (1, 0)))

@@ -1,0 +1,224 @@
+"""Compares the float graph of a network with the network itself, on samples of the user's data.
+
+Quantization is measured beside the float graph. If that computes something else than the network, every
+figure is about another network, and none of them shows it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import megengine.functional as F
+import numpy as np
+
+from qtrace.config.algorithm import algorithms, is_packaged
+from qtrace.data import Batch, DataSource
+from qtrace.data.base import batch_length
+from qtrace.data.batches import as_arguments
+from qtrace.errors import GraphError
+from qtrace.graph.interface import read_interface
+from qtrace.graph.types import CallFunction, TracedModule
+from qtrace.graph.walk import exprs
+from qtrace.preparation.model import QuantizedModel
+from qtrace.preparation.phases import in_phase
+from qtrace.preparation.samples import cut_call
+from qtrace.quantizing.original import Original, open_original, run_graph
+
+__all__ = ["Faithfulness"]
+
+_LOG = logging.getLogger("qtrace")
+
+# In units of the relative error of an operation: what the order of sums makes of deep networks is below the
+# first; a difference below the second times what the last bits of the inputs make of the outputs is rounding.
+_ALLOWED, _SENSITIVE = 2**13, 64
+_LEAST_RANGE = 1e-6  # the smallest magnitude of an output that a difference is relative to
+_UNEQUAL = 0.1  # the share of integers that may differ, such as places of maxima
+
+Outputs = list[np.ndarray]
+
+
+class Faithfulness:
+    """The outputs of a network for samples of the data, beside which its graph is compared.
+
+    Args:
+        source: the network, as for `read_network`.
+        traced: its graph.
+        data: the calibration data.
+
+    Raises:
+        GraphError: when the network keeps a state that changes its results.
+    """
+
+    def __init__(self, source: Any, traced: TracedModule, data: DataSource) -> None:
+        self._traced = traced
+        self._original = open_original(source, traced)
+        self._expected: list[tuple[Batch, Outputs]] = []
+        if self._original is None:
+            return
+        batches = _first_samples(data, traced, 2 if self._original.keeps_state else 1)
+        for candidate in (batches, [next(iter(data))]):
+            try:
+                self._expected = self._run(self._original, candidate)
+                break
+            except GraphError:
+                raise
+            except Exception as error:  # of the user's code, which may fail on a single sample
+                _LOG.debug("%s is not compared with its graph: %s", self._original.name, error)
+
+    def check(self, prepared: TracedModule) -> None:
+        """Compares a prepared graph, which algorithms of the config may have changed, in float.
+
+        Raises:
+            GraphError: when it computes something else than the network.
+        """
+        if self._original is None or not self._expected:
+            return
+        names = [name for name, _ in algorithms(QuantizedModel(prepared).config)]
+        if all(map(is_packaged, names)):  # one of the user's own may change values on purpose
+            with in_phase(prepared, "float"):
+                problem = self._difference(self._original, prepared)
+            if not problem:
+                return
+        if own := self._difference(self._original, self._traced):
+            raise GraphError(
+                f"the graph does not compute what {self._original.name} computes: on the first samples of "
+                f"the data {own}. Look for a value that it keeps between calls, or computes outside of the "
+                "graph, as in Python or numpy; if there is none, please report it."
+            )
+        if all(map(is_packaged, names)):
+            raise GraphError(
+                "prepare changed what the network computes in float: on the first samples of the data "
+                f"{problem}. Leave algorithms out of ptq ({', '.join(names)}), and please report it."
+            )
+
+    def _run(self, original: Original, batches: Sequence[Batch]) -> list[tuple[Batch, Outputs]]:
+        """Runs the network on batches in turn, and on the first one again; [] if it draws random numbers.
+
+        Raises:
+            GraphError: when a call changes the results of the next ones.
+        """
+        run = original.start()
+        results = [run(batch) for batch in batches]
+        if original.keeps_state and (problem := self._compared(original, results[0], run(batches[0]))):
+            if not self._compared(original, results[0], original.start()(batches[0])):
+                raise _refuse_state(original, problem)
+            return _are_random(original)
+        return list(zip(batches, results, strict=True))
+
+    def _difference(self, original: Original, model: TracedModule) -> str:
+        """Returns how a graph differs from the network; "" if it does not beyond rounding."""
+        for batch, expected in self._expected:
+            outputs = run_graph(model, batch)
+            problem = self._compared(original, expected, outputs)
+            if not problem:
+                continue
+            run = original.start()
+            # onnxruntime draws the same random numbers at the first run of each session.
+            repeated = (self._compared(original, run(batch), expected) for _ in range(2))
+            if other := next(filter(None, repeated), ""):
+                if original.keeps_state:
+                    raise _refuse_state(original, other)
+                self._expected = _are_random(original)
+                return ""
+            if not _has_copies(self._traced) and not _is_rounding(original, batch, expected, outputs):
+                return problem
+        return ""
+
+    def _compared(self, original: Original, expected: Outputs, outputs: Outputs) -> str:
+        """Says in words how outputs differ from the expected ones; "" if they do not."""
+        if len(expected) != len(outputs):
+            return f"it has {len(expected)} outputs, and the graph {len(outputs)}"
+        for index, (first, second) in enumerate(zip(expected, outputs, strict=True)):
+            if first.shape != second.shape:
+                return f"{self._named(index)} has the shape {first.shape}, and {second.shape} in the graph"
+            difference = _distance(first, second, original.granularity)
+            if first.dtype.kind in "iub" and difference > _UNEQUAL:
+                return f"{self._named(index)} differs in {difference:.0%} of its numbers"
+            if first.dtype.kind not in "iub" and difference > _ALLOWED * original.precision:
+                return f"{self._named(index)} differs by {difference:.2g} of its largest value"
+        return ""
+
+    def _named(self, index: int) -> str:
+        interface = read_interface(self._traced)
+        return f"output {index if interface is None else repr(interface.outputs[index].name)}"
+
+
+def _refuse_state(original: Original, problem: str) -> GraphError:
+    return GraphError(
+        f"a call of {original.name} changes the results of the next ones, as it keeps a state in eval mode, "
+        f"which a graph has not: in another call {problem}. Use a local variable for a value that only one "
+        "call needs; else return it as an output, or take it as an input."
+    )
+
+
+def _are_random(original: Original) -> list[tuple[Batch, Outputs]]:
+    _LOG.info("%s draws random numbers, and is not compared with its graph", original.name)
+    return []
+
+
+def _is_rounding(original: Original, batch: Batch, expected: Outputs, outputs: Outputs) -> bool:
+    """Whether a change in the last bits of the inputs changes the outputs about as much."""
+    noise = 0.0
+    for seed in range(3):
+        nudged = _nudged(batch, seed, original.precision)
+        noise = max(noise, _largest(expected, original.start()(nudged)))
+    return _largest(expected, outputs) <= _SENSITIVE * noise
+
+
+def _first_samples(data: DataSource, traced: TracedModule, count: int) -> list[Batch]:
+    """Returns the first samples, each as a batch; the first batch if the graph takes no single one."""
+    batch = next(iter(data))
+    if batch_length(batch) < 2 or cut_call(as_arguments(batch, traced), 1, traced) is None:
+        return [batch]
+    return [_part(batch, index) for index in range(count)]
+
+
+def _part(batch: Batch, index: int) -> Batch:
+    if isinstance(batch, dict):
+        return {key: value[index : index + 1] for key, value in batch.items()}
+    return tuple(value[index : index + 1] for value in batch)
+
+
+def _nudged(batch: Batch, seed: int, precision: float) -> Batch:
+    """Returns a batch whose floats differ in their last bits."""
+    random = np.random.default_rng(seed)
+
+    def nudge(value: np.ndarray) -> np.ndarray:
+        if value.dtype.kind != "f":
+            return value
+        signs = 2 * random.integers(0, 2, value.shape) - 1
+        return (value * (1 + 4 * precision * signs)).astype(value.dtype)
+
+    if isinstance(batch, dict):
+        return {key: nudge(value) for key, value in batch.items()}
+    return tuple(map(nudge, batch))
+
+
+def _largest(expected: Outputs, outputs: Outputs) -> float:
+    if [e.shape for e in expected] != [o.shape for o in outputs]:
+        return np.inf
+    return max((_distance(e, o) for e, o in zip(expected, outputs, strict=True)), default=0.0)
+
+
+def _distance(expected: np.ndarray, output: np.ndarray, granularity: float = 0.0) -> float:
+    """Returns the largest difference relative to the largest value, and for integers the share that differs.
+
+    Values that are infinite or NaN in the network itself do not count, nor what is below the granularity.
+    """
+    if not expected.size:
+        return 0.0
+    if expected.dtype.kind in "iub":
+        return float(np.mean(expected != output))
+    finite = np.isfinite(expected)
+    first, second = expected[finite].astype(np.float64), output[finite].astype(np.float64)
+    largest = max(float(np.abs(first).max(initial=0)), _LEAST_RANGE)
+    difference = max(float(np.abs(first - second).max(initial=0)) - granularity, 0.0) / largest
+    return difference if np.isfinite(difference) else np.inf
+
+
+def _has_copies(traced: TracedModule) -> bool:
+    """Whether the trace copies a view that kernels of MegEngine's misread in the module itself."""
+    pads = (e for e in exprs(traced) if isinstance(e, CallFunction) and e.func is F.nn.pad)
+    return any(expr.outputs[0].name.endswith("_copy") for expr in pads)

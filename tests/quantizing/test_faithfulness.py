@@ -1,0 +1,277 @@
+"""The float graph beside the network that the user gave: another network is an error, rounding is none."""
+
+from __future__ import annotations
+
+import logging
+import resource
+from pathlib import Path
+
+import megengine as mge
+import megengine.functional as F
+import megengine.module as M
+import numpy as np
+import pytest
+from megengine.quantization import ema_fakequant_qconfig, quantize_qat
+from megengine.traced_module import trace_module
+
+import qtrace
+from qtrace.data import open_data
+from qtrace.errors import GraphError
+from qtrace.graph.module_tree import set_parameter
+from qtrace.ptq.base import FloatAlgorithm
+from qtrace.quantizing import faithfulness
+from qtrace.quantizing import quantize as room
+from qtrace.quantizing.faithfulness import Faithfulness
+from qtrace.quantizing.original import open_original, run_graph
+from tests.importing.onnx.networks import model, node, save, weights
+from tests.nets import images, net
+
+DATA = images(16, 3, 8, 8)
+
+
+def _forward(self, x):
+    return self.b(F.relu(self.bn(self.a(x))))
+
+
+def _module(forward=_forward, **attributes) -> M.Module:
+    mge.random.seed(1)
+    layers = {"a": M.Conv2d(3, 8, 3), "bn": M.BatchNorm2d(8), "b": M.Conv2d(8, 4, 1)}
+    return net(forward, **layers, **attributes)
+
+
+def _change_weight(traced, name: str = "b.weight"):
+    """Scales one output channel of a layer."""
+    value = dict(traced.named_parameters())[name].numpy().copy()
+    value[..., 1, :, :, :] *= 1.5
+    set_parameter(traced, name, mge.Parameter(value))
+    return traced
+
+
+def _prepared(traced):
+    return qtrace.prepare(traced, {"ptq": ["fuse_bn"]})
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty current folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def onnx_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("onnx") / "net.onnx"
+    qtrace.export(qtrace.trace(_module(), DATA[:2]), path)
+    return path
+
+
+@pytest.mark.parametrize("source", ["module", "file"])
+def test_a_graph_that_computes_something_else_is_refused_before_it_is_calibrated(
+    source: str, here: Path, onnx_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = room.read_network
+    monkeypatch.setattr(room, "read_network", lambda *given: _change_weight(read(*given)))
+    monkeypatch.setattr(room, "calibrate", None)
+    given = _module() if source == "module" else onnx_file
+    name = "Net" if source == "module" else "net.onnx"
+    with pytest.raises(
+        GraphError, match=rf"does not compute what .*{name} computes: .* differs by 0\.\d+ of its"
+    ):
+        qtrace.quantize(given, DATA, "out.onnx", progress=False)
+    assert not list(here.iterdir())
+
+
+@pytest.mark.parametrize("source", ["module", "file", "trace", "saved"])
+def test_a_prepared_graph_that_computes_something_else_in_float_is_refused(
+    source: str, here: Path, onnx_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare = room.prepare_measured
+    monkeypatch.setattr(room, "prepare_measured", lambda *given: _change_weight(prepare(*given)))
+    monkeypatch.setattr(room, "calibrate", None)
+    traced = qtrace.trace(_module(), DATA[:2])
+    qtrace.save(traced, "net.mge")
+    given = {"module": _module(), "file": onnx_file, "trace": traced, "saved": "net.mge"}[source]
+    with pytest.raises(GraphError, match=r"prepare changed what the network computes in float: .*fuse_bn"):
+        qtrace.quantize(given, DATA, "out.onnx", progress=False)
+
+
+class Shrink(FloatAlgorithm):
+    """Changes a weight, as an algorithm of the user's own may."""
+
+    def apply(self, task):
+        _change_weight(task.model)
+        from qtrace.ptq.base import Report
+
+        return Report()
+
+
+def test_an_algorithm_of_the_users_own_may_change_values(here: Path) -> None:
+    recipe = {"ptq": [f"{__name__}:Shrink"]}
+    qtrace.quantize(_module(), DATA, "out.onnx", recipe=recipe, verify=False, measure=False, progress=False)
+    assert Path("out.onnx").is_file()
+
+
+def _keep_peak(self, x):
+    self.peak = F.maximum(self.peak, x.max())
+    return self.b(self.a(x / self.peak))
+
+
+def _reset_peak(self, x):
+    self.peak._reset(F.maximum(self.peak, x.max()))
+    return self.b(self.a(x / self.peak))
+
+
+def _count(self, x):
+    self.calls = self.__dict__.get("calls", 0) + 1
+    return self.b(self.a(x)) * (1 if self.calls < 2 else 0.5)
+
+
+def _cache(self, x):
+    if "seen" not in self.__dict__:
+        self.seen = x.mean()
+    return self.b(self.a(x - self.seen))
+
+
+@pytest.mark.parametrize("forward", [_keep_peak, _reset_peak, _count, _cache])
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_module_whose_calls_change_the_next_ones_is_refused(forward, order: int) -> None:
+    module = _module(forward, peak=mge.Tensor(np.ones(1, np.float32)))
+    data = DATA[:2] * np.float32([3, 9])[::order].reshape(2, 1, 1, 1)
+
+    def first_call(self, x):
+        if forward is _count:
+            return self.b(self.a(x))
+        if forward is _cache:
+            return self.b(self.a(x - x.mean()))
+        return self.b(self.a(x / F.maximum(self.peak, x.max())))
+
+    traced = qtrace.trace(_module(first_call, peak=module.peak), data)
+    before = module.peak.numpy()
+    with pytest.raises(
+        GraphError, match=r"a call of Net changes the results of the next ones, as it keeps a state"
+    ):
+        Faithfulness(module, traced, open_data(data)).check(_prepared(traced))
+    np.testing.assert_array_equal(module.peak.numpy(), before)
+    assert not {"calls", "seen"} & vars(module).keys()
+
+
+def test_a_network_of_random_numbers_is_not_compared(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes = [
+        node("Conv", "x w", "c", kernel_shape=[1, 1]),
+        node("RandomNormalLike", "c", "r"),
+        node("Add", "c r", "y"),
+    ]
+    path = save(model(nodes, {"x": (1, 3, 4, 4)}, ["y"], {"w": weights(2, 3, 1, 1)}), tmp_path)
+    data = open_data(images(4, 3, 4, 4), batch_size=1)
+    with caplog.at_level(logging.INFO, logger="qtrace"):
+        traced = qtrace.from_onnx(path)
+        compared = Faithfulness(path, traced, data)
+        compared.check(_prepared(traced))
+    assert "draws random numbers" in caplog.text
+
+
+@pytest.mark.parametrize("source", ["module", "trace"])
+def test_fake_quants_of_megengine_are_no_part_of_the_float_network(source: str) -> None:
+    module = net(
+        lambda self, x: self.dequant(self.b(self.a(self.quant(x)))),
+        quant=M.QuantStub(),
+        a=M.ConvBnRelu2d(3, 8, 3),
+        b=M.Conv2d(8, 4, 1),
+        dequant=M.DequantStub(),
+    )
+    trained = quantize_qat(module, qconfig=ema_fakequant_qconfig)
+    trained.train()
+    trained(mge.Tensor(DATA))
+    trained.eval()
+    plain = qtrace.trace(trained, DATA[:2])
+    batch = (DATA[:1],)
+    result = trained(mge.Tensor(DATA[:1])).numpy()
+    assert np.abs(result - run_graph(plain, batch)[0]).max() > 2e-3 * np.abs(result).max()
+    if source == "trace":
+        trained = trace_module(trained, mge.Tensor(DATA[:2]))
+    Faithfulness(trained, plain, open_data(DATA)).check(_prepared(plain))
+
+
+def test_rounding_that_the_network_enlarges_is_no_difference() -> None:
+    def steep(self, x):
+        return F.sin(self.bn(self.a(x)) * 3e5)
+
+    module = _module(steep)
+    data = open_data(DATA)
+    traced = qtrace.trace(module, DATA[:2])
+    prepared = qtrace.prepare(traced, {"ptq": ["fuse_bn"]})
+    batch = (DATA[:1],)
+    expected, outputs = run_graph(traced, batch)[0], run_graph(prepared, batch)[0]
+    assert np.abs(expected - outputs).max() > 0.01
+    compared = Faithfulness(module, traced, data)
+    compared.check(prepared)
+
+
+@pytest.mark.parametrize("largest", [1.0, 1e-12])
+def test_infinite_values_and_outputs_close_to_zero_are_compared_with_care(largest: float) -> None:
+    def forward(self, x):
+        y = self.b(self.a(x))
+        return F.where(y > 0, y * largest, F.full_like(y, -np.inf))
+
+    module = _module(forward)
+    traced = qtrace.trace(module, DATA[:2])
+    Faithfulness(module, traced, open_data(DATA)).check(_prepared(traced))
+
+
+@pytest.mark.parametrize("offset", [-12, -16, -20, -25, -40])
+def test_sigmoids_of_files_that_are_close_to_zero_are_no_difference(
+    offset: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = {"w": weights(4, 3, 3, 3), "b": np.full(4, offset, np.float32)}
+    nodes = [node("Conv", "x w b", "c", kernel_shape=[3, 3]), node("Sigmoid", "c", "y")]
+    path = save(model(nodes, {"x": (1, 3, 8, 8)}, ["y"], stored), tmp_path)
+    traced = qtrace.from_onnx(path)
+    compared = Faithfulness(path, traced, open_data(DATA * np.float32(0.3), batch_size=1))
+    monkeypatch.setattr(faithfulness, "_is_rounding", lambda *_: False)
+    compared.check(_prepared(traced))
+
+
+def test_a_file_in_half_precision_is_compared_with_its_own_precision(tmp_path: Path) -> None:
+    stored = {"w": weights(4, 3, 3, 3).astype(np.float16), "v": weights(4, 4, 3, 3).astype(np.float16)}
+    nodes = [
+        node("Cast", "x", "h", to=10),
+        node("Conv", "h w", "c", kernel_shape=[3, 3]),
+        node("Conv", "c v", "d", kernel_shape=[3, 3]),
+        node("Cast", "d", "y", to=1),
+    ]
+    path = save(model(nodes, {"x": (1, 3, 8, 8)}, ["y"], stored), tmp_path)
+    traced, data = qtrace.from_onnx(path), open_data(DATA, batch_size=1)
+    assert open_original(path, traced).precision == 2.0**-10
+    Faithfulness(path, traced, data).check(_prepared(traced))
+
+
+def test_a_module_that_fails_on_one_sample_is_compared_on_a_batch() -> None:
+    def forward(self, x):
+        if int(x.shape[0]) == 1:
+            raise ValueError("it needs two samples")
+        return self.b(self.a(x))
+
+    module = _module(forward)
+    traced = qtrace.trace(_module(lambda self, x: self.b(self.a(x))), DATA[:2])
+    compared = Faithfulness(module, traced, open_data(DATA, batch_size=4))
+    compared.check(_prepared(traced))
+    with pytest.raises(GraphError, match="does not compute what Net computes"):
+        compared.check(_prepared(_change_weight(traced)))
+
+
+def _resident() -> int:
+    """Returns the bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def test_the_copies_of_a_module_share_its_weights() -> None:
+    values = np.ones((4096, 4096), np.float32)
+    module = net(lambda self, x: F.matmul(x, self.w), w=mge.Parameter(values))
+    traced = qtrace.trace(module, np.ones((2, 4096), np.float32))
+    before = _resident()
+    runs = [open_original(module, traced).start() for _ in range(4)]
+    results = [run((np.ones((1, 4096), np.float32),))[0] for run in runs]
+    assert all((result == 4096).all() for result in results)
+    assert _resident() - before < values.nbytes

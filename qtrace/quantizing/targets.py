@@ -9,8 +9,9 @@ from typing import Any
 from qtrace.config import QConfig, backends
 from qtrace.config import recipe as recipes
 from qtrace.config.precision import is_precision
-from qtrace.config.recipe import as_qconfig, is_packaged
+from qtrace.config.recipe import as_qconfig
 from qtrace.config.rule import FloatType
+from qtrace.config.targeting import config_for_target, place_of_target
 from qtrace.errors import ConfigError
 from qtrace.quantizing.suffixes import suffix_of, target_of
 
@@ -78,7 +79,7 @@ def _default(precisions: Sequence[str], name: str | None) -> QConfig:
 
 
 def _with_target(recipe: Any, target: str | None, out: Path) -> QConfig:
-    """Returns the config of a recipe for a target: a family by its name takes the target's own recipe, too.
+    """Returns the config of a recipe for a target.
 
     Args:
         recipe: the config, or the name or path of a recipe.
@@ -89,17 +90,16 @@ def _with_target(recipe: Any, target: str | None, out: Path) -> QConfig:
         ConfigError: when the recipe is for another target.
     """
     config = as_qconfig(recipe)
-    is_set = "backend" in config.model_fields_set
-    name = target or (None if is_set else target_of(out.suffix))
+    place = place_of_target(config)
+    name = target or (None if place else target_of(out.suffix))
     if name is None or config.backend == name:
         return config
-    if is_set:
+    if place:
+        prefix = "" if place == config.origin else f"{place}: "
         raise ConfigError(
-            f"the recipe is for {config.backend}, and target says {name}: leave out one of the two."
+            f"{prefix}the recipe is for {config.backend}, and target says {name}: leave out one of the two."
         )
-    if is_packaged(recipe) and name in backends.packaged():
-        return as_qconfig(f"{recipe}+{name}")
-    return config.model_copy(update={"backend": name})
+    return config_for_target(config, name)
 
 
 def format_of(config: QConfig) -> str | None:

@@ -12,7 +12,7 @@ import pytest
 from megengine import Tensor
 
 import qtrace
-from qtrace.config import backends, recipe
+from qtrace.config import QConfig, backends, recipe
 from qtrace.errors import ConfigError
 from qtrace.quantizing.targets import choose_config
 from tests.nets import net
@@ -61,6 +61,89 @@ def test_the_file_says_the_target_where_nothing_else_does(target: str | None, gi
 def test_a_family_by_its_name_takes_the_recipe_of_the_target() -> None:
     """Its linear layers have one scale in LiteRT, and it rounds everything for speed."""
     assert choose_config("tflite", "resnet50", Path("a.tflite")) == qtrace.load_recipe("resnet50+tflite")
+
+
+def _write(text: str, name: str = "mine.yaml") -> str:
+    Path(name).write_text(f"schema: qtrace/1\n{text}")
+    return name
+
+
+def _settings(config: QConfig) -> dict[str, Any]:
+    return {key: value for key, value in config.to_dict().items() if key != "description"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("names", ["resnet", "int8", "w8a8+resnet", "efficientnet_b0+vit", "resnet+int8"])
+@pytest.mark.parametrize("target", backends.packaged())
+def test_a_file_that_imports_a_family_is_as_the_family_by_its_name(target: str, names: str) -> None:
+    out, imports = Path("net" + _suffix(target)), names.split("+")
+    named = choose_config(target, names, out)
+    file = choose_config(target, _write(f"imports: {imports}\n"), out)
+    mapping = choose_config(target, {"imports": imports}, out)
+    assert _settings(file) == _settings(mapping) == _settings(named)
+    if target != "onnxruntime":  # which is what the recipe says already
+        assert (file.origin, mapping.origin) == (f"mine.yaml+{target}", f"QConfig+{target}")
+
+
+@pytest.mark.usefixtures("folder")
+def test_the_precision_of_a_file_stays_behind_the_target() -> None:
+    """LiteRT's activations of 16 bits have no zero point, and a target clips its activations of 8 bits."""
+    config = choose_config("tflite", _write("imports: [w8a16, resnet]\n"), Path("a.tflite"))
+    assert _settings(config) == _settings(qtrace.load_recipe("resnet+w8a16+tflite"))
+    with pytest.raises(ConfigError, match="^ncnn has no w8a16: it runs weights of 8 bits"):
+        choose_config("ncnn", "mine.yaml", Path("a.param"))
+
+
+@pytest.mark.usefixtures("folder")
+def test_what_a_file_says_itself_wins_over_the_target() -> None:
+    _write("placement: balanced\n", "team.yaml")
+    own = "observers: {activation: minmax}\nrules: [{match: {op: linear}, weight: {axis: 0}}]\n"
+    config = choose_config("tflite", _write(f"imports: [resnet, team.yaml]\n{own}"), Path("a.tflite"))
+    assert (config.placement, config.activation_observer.name) == ("balanced", "minmax")
+    assert config.weight_observer.name == "minmax"  # of the target
+    assert config.place("placement") == "team.yaml:2"
+    assert [rule.origin.partition(":")[0] for rule in config.rules[-2:]] == [
+        "qtrace/recipes/backend/tflite.yaml",
+        "mine.yaml",
+    ]
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_changed_config_keeps_its_changes_for_a_target() -> None:
+    rule = QConfig(rules=[{"match": {"op": "conv2d"}, "quantize": False}]).rules[0]
+    loaded = qtrace.load_recipe(_write("imports: [resnet]\n"))
+    changed = loaded.model_copy(update={"placement": "fastest", "rules": (*loaded.rules, rule)})
+    config = choose_config("tflite", changed, Path("a.tflite"))
+    assert config.placement == "fastest"
+    assert config.observers == qtrace.load_recipe("backend/tflite").observers
+    assert config.rules == (*qtrace.load_recipe("resnet+tflite").rules, rule)
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_file_without_packaged_recipes_keeps_what_it_says() -> None:
+    config = choose_config("tflite", _write("placement: balanced\n"), Path("a.tflite"))
+    assert _settings(config) == {"backend": "tflite", "placement": "balanced"}
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(
+    ("text", "backend", "line"),
+    [
+        ("imports: [resnet, backend/openvino]\n", "openvino", 2),
+        ("imports: [int8]\nbackend: openvino\n", "openvino", 3),
+        ("imports:\n- resnet\n- w4a4_lsq\n", "onnxruntime", 4),
+        ("imports: [int8, onnxruntime]\n", "onnxruntime", 2),
+    ],
+)
+def test_a_file_for_another_target_is_refused_with_its_line(text: str, backend: str, line: int) -> None:
+    sentence = f"^mine.yaml:{line}: the recipe is for {backend}, and target says qnn: leave out one"
+    with pytest.raises(ConfigError, match=sentence):
+        choose_config("qnn", _write(text), Path("net.onnx"))
 
 
 @pytest.mark.parametrize("given", ["backend/openvino", {"backend": "openvino"}])

@@ -126,6 +126,7 @@ def read_recipe(name_or_path: str | Path, allow_code: bool = False) -> tuple[QCo
     reading = RecipeReader()
     parts = _parts(name_or_path)
     tree = reading.joined(os.fspath(name_or_path), parts) if parts else reading.file(_find(name_or_path))
+    tree = reading.completed(tree)
     config, tree = config_of(tree, reading, allow_code)
     check_precision(parts, config.backend)
     name = str(name_or_path) if is_packaged(name_or_path) else None
@@ -213,7 +214,8 @@ def as_qconfig(obj: QConfig | str | Path | Mapping[str, Any]) -> QConfig:
 def _read_mapping(mapping: Mapping[str, Any]) -> QConfig:
     """Reads a mapping with the keys of a recipe file, as `load_recipe` reads the file."""
     reading = RecipeReader()
-    config, tree = config_of(reading.mapping(mapping), reading, allow_code=False)
+    tree = reading.completed(reading.mapping(mapping))
+    config, tree = config_of(tree, reading, allow_code=False)
     return config.with_sources(Sources(tree, tuple(reading.named), frozenset(reading.files), None))
 
 
@@ -399,6 +401,15 @@ class RecipeReader:
     def packaged(self, name: str) -> Tree | None:
         """Merges a packaged recipe and its imports; None if it was read before."""
         return self.file(_HOME / f"{name}.yaml")
+
+    def completed(self, tree: Tree | None) -> Tree | None:
+        """Puts the default beneath a recipe that imports precisions alone: they say only the bits."""
+        names = [name for name, _ in self.named]
+        if tree is None or not names or not all(map(is_precision, names)) or "backend" in tree.value:
+            return tree
+        self.named.append((DEFAULT_RECIPE, tree.origin))
+        default = self.packaged(DEFAULT_RECIPE)
+        return tree if default is None else _on_top(default, tree)
 
     def mapping(self, mapping: Mapping[str, Any]) -> Tree | None:
         """Merges a mapping of Python with its imports; None if its schema is another one."""

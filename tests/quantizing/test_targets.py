@@ -100,6 +100,18 @@ def test_the_precision_of_a_file_stays_behind_the_target() -> None:
 
 
 @pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("target", [None, "tflite"])
+def test_a_precision_alone_is_the_default_in_a_file_too(target: str | None) -> None:
+    out = Path("a.onnx" if target is None else "a.tflite")
+    named = choose_config(target, "w8a16", out)
+    assert _settings(choose_config(target, _write("imports: [w8a16]\n"), out)) == _settings(named)
+    assert _settings(choose_config(target, {"imports": ["w8a16"]}, out)) == _settings(named)
+    assert "ptq" in _settings(named)
+    own = choose_config(None, _write("imports: [w8a16]\nbackend: tflite\n"), Path("a.tflite"))
+    assert "ptq" not in _settings(own)
+
+
+@pytest.mark.usefixtures("folder")
 def test_what_a_file_says_itself_wins_over_the_target() -> None:
     _write("placement: balanced\n", "team.yaml")
     own = "observers: {activation: minmax}\nrules: [{match: {op: linear}, weight: {axis: 0}}]\n"

@@ -248,7 +248,7 @@ def recipe_names() -> tuple[str, ...]:
 
 def is_packaged(recipe: object) -> bool:
     """Returns whether ``recipe`` is the name of a packaged recipe, or names joined by ``+``."""
-    if not isinstance(recipe, str) or recipe.endswith(_SUFFIXES):
+    if not isinstance(recipe, str) or recipe.lower().endswith(_SUFFIXES):
         return False
     names = recipe_names()
     return all(_packaged(part, names) is not None for part in _split(recipe))
@@ -274,7 +274,11 @@ def _parts(name_or_path: str | Path) -> list[str]:
     """
     if is_precision(name_or_path) and str(name_or_path) in recipe_names():
         name_or_path = f"{DEFAULT_RECIPE}+{name_or_path}"
-    if not isinstance(name_or_path, str) or "+" not in name_or_path or name_or_path.endswith(_SUFFIXES):
+    if (
+        not isinstance(name_or_path, str)
+        or "+" not in name_or_path
+        or name_or_path.lower().endswith(_SUFFIXES)
+    ):
         return []
     names = recipe_names()
     parts = []
@@ -328,7 +332,7 @@ def _find(name_or_path: str | Path, base: Path = Path()) -> Path:
         possible = False
     if not possible:
         raise ConfigError(f"{text!a} cannot be the name of a file.")
-    if text.endswith(_SUFFIXES):
+    if text.lower().endswith(_SUFFIXES):
         return base / text
     packaged = _HOME / f"{text}.yaml"
     if isinstance(name_or_path, str) and _NAME.fullmatch(text) and packaged.is_file():

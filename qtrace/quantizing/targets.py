@@ -13,7 +13,8 @@ from qtrace.config.recipe import as_qconfig
 from qtrace.config.rule import FloatType
 from qtrace.config.targeting import config_for_target, place_of_target
 from qtrace.errors import ConfigError
-from qtrace.quantizing.suffixes import suffix_of, target_of
+from qtrace.export import check_case, check_format
+from qtrace.quantizing.suffixes import describe_suffixes, suffix_of, target_of
 
 __all__ = ["choose_config", "format_of"]
 
@@ -30,11 +31,16 @@ def choose_config(target: str | None, recipe: Any, out: Path, float_type: FloatT
         float_type: the type of what stays float; None for that of the recipe.
 
     Raises:
-        ConfigError: for an unknown target, one that is not the recipe's, or one that takes other files; and
-            for float16 in a file that has no form of it.
+        ConfigError: for an unknown target, one that is not the recipe's, or one that takes other files; for
+            a folder, and for float16 in a file that has no form of it.
+        ExportError: for a suffix that no format has.
     """
     if target is not None:
         backends.get(target)
+    if out.is_dir():
+        example = out / f"net{suffix_of(target or '')}"
+        raise ConfigError(f"{out} is a folder: name a file to write, such as {example}.")
+    check_case(out)
     if (bits := _precisions(recipe)) is not None:
         config = _default(bits, target or target_of(out.suffix))
     else:
@@ -47,7 +53,11 @@ def choose_config(target: str | None, recipe: Any, out: Path, float_type: FloatT
             f"{place}float: fp16 has a form in .onnx files alone, and {out.name} is none: leave it out."
         )
     suffix = suffix_of(config.backend)
-    if config.backend not in _OWN_SUFFIXES and out.suffix != suffix and ":" not in config.backend:
+    if config.backend in _OWN_SUFFIXES or ":" in config.backend:
+        check_format(out, format_of(config))
+    elif out.suffix != suffix:
+        if target is None and place_of_target(config) is None:
+            raise ConfigError(describe_suffixes(out))
         raise ConfigError(
             f"{out.name} is no file for {config.backend}: name it {out.with_suffix(suffix).name}, or give "
             "another target."

@@ -13,7 +13,7 @@ from megengine import Tensor
 
 import qtrace
 from qtrace.config import QConfig, backends, recipe
-from qtrace.errors import ConfigError
+from qtrace.errors import ConfigError, ExportError
 from qtrace.quantizing.targets import choose_config
 from tests.nets import net
 
@@ -162,6 +162,47 @@ def test_a_file_for_another_target_is_refused_with_its_line(text: str, backend: 
 def test_two_targets_are_refused(given: Any) -> None:
     with pytest.raises(ConfigError, match="the recipe is for openvino, and target says qnn: leave out one"):
         choose_config("qnn", given, Path("net.onnx"))
+
+
+@pytest.mark.parametrize("recipe_or_name", [None, "w8a16", "resnet", {"imports": ["resnet"]}])
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("net.xml", "net.xml has the suffix .xml, which no target takes"),
+        ("net.XML", "net.XML has the suffix .XML, which no target takes"),
+        ("net", "net has no suffix"),
+    ],
+)
+def test_an_unknown_suffix_names_those_of_all_targets(name: str, what: str, recipe_or_name: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        choose_config(None, recipe_or_name, Path(name))
+    assert str(caught.value) == (
+        f"{what}: name the file with one of .mge (megengine), .onnx (esp_dl, esp_dl_s3, generic, "
+        "onnxruntime, openvino, qnn, ryzenai, ryzenai_xint8, tensorrt, tensorrt_10), .param (ncnn), "
+        ".tflite (tflite)."
+    )
+
+
+@pytest.mark.parametrize(("target", "given"), [("tflite", None), (None, "backend/tflite")])
+@pytest.mark.parametrize("name", ["net.xml", "net.onnx", "net"])
+def test_another_suffix_than_that_of_the_target(name: str, target: str | None, given: Any) -> None:
+    with pytest.raises(ConfigError, match=f"^{name} is no file for tflite: name it net.tflite, or give"):
+        choose_config(target, given, Path(name))
+
+
+@pytest.mark.parametrize("target", [None, "generic", TARGET])
+@pytest.mark.parametrize("suffix", [".onnx", ".tflite", ".param", ".mge"])
+def test_a_suffix_in_upper_case_is_refused(suffix: str, target: str | None) -> None:
+    with pytest.raises(ExportError, match=f"^a{suffix.upper()}: .* in lower case: name it a{suffix}.$"):
+        choose_config(target, None, Path(f"a{suffix.upper()}"))
+
+
+@pytest.mark.parametrize("target", ["generic", TARGET])
+def test_what_no_format_writes_is_refused_before_the_calibration(target: str) -> None:
+    """A target whose files may have any format."""
+    assert choose_config(target, None, Path("net.tflite")).backend == target
+    with pytest.raises(ExportError, match=r"no format has the suffix '.xml' of net.xml: there are .*\.onnx"):
+        choose_config(target, None, Path("net.xml"))
 
 
 def test_weights_are_rounded_together_for_another_target(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import onnx
 from qtrace.errors import ExportError
 from qtrace.onnxfile.bodies import read_names
 from qtrace.onnxfile.contracts.base import Contract, ContractRule, FloatOp, Violation
-from qtrace.onnxfile.contracts.prediction import count_conversions, predict_floats
+from qtrace.onnxfile.contracts.prediction import conversions, predict_floats
+from qtrace.onnxfile.contracts.price import price_run
 from qtrace.onnxfile.contracts.qdq_graph import FUNCTIONS, QUANTIZERS, QdqGraph, label
 from qtrace.onnxfile.contracts.report import ContractReport, Finding
 from qtrace.onnxfile.kernels import find_kernels
@@ -76,7 +77,8 @@ def check_model(
         tuple(floats),
         measured,
         fixed,
-        0 if contract.measured else count_conversions(graph),
+        0 if contract.measured else len(conversions(graph)),
+        None if contract.measured else price_run(graph, floats, path),
     )
 
 

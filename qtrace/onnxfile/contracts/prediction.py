@@ -10,7 +10,7 @@ from qtrace.onnxfile.bodies import read_names
 from qtrace.onnxfile.contracts.base import CPU, Contract, FloatOp
 from qtrace.onnxfile.contracts.qdq_graph import QUANTIZERS, QdqGraph
 
-__all__ = ["count_conversions", "predict_floats"]
+__all__ = ["conversions", "predict_floats"]
 
 # Ops that move values or compute shapes: they run on what they get.
 _MOVES = (
@@ -88,14 +88,16 @@ def _is_rounded(graph: QdqGraph, contract: Contract, node: NodeProto) -> bool:
     return all(reader.op_type == "QuantizeLinear" for reader in readers)
 
 
-def count_conversions(graph: QdqGraph) -> int:
-    """Counts the places where a tensor is rounded again to integers of another width, such as 16 bits to 8.
+def conversions(graph: QdqGraph) -> list[NodeProto]:
+    """Returns where a tensor is rounded again to integers of another width, such as 16 bits to 8.
 
-    A device computes each of them as an op of its own.
+    A device computes each of these QuantizeLinear as an op of its own.
     """
-    count = 0
-    for node in graph.nodes():
-        source = graph.producers.get(node.input[0]) if node.op_type == "QuantizeLinear" else None
-        if source is not None and source.op_type == "DequantizeLinear":
-            count += graph.type_of(source.input[0]) != graph.type_of(node.output[0])
-    return count
+    sources = ((node, graph.producers.get(node.input[0])) for node in graph.nodes("QuantizeLinear"))
+    return [
+        node
+        for node, source in sources
+        if source is not None
+        and source.op_type == "DequantizeLinear"
+        and graph.type_of(source.input[0]) != graph.type_of(node.output[0])
+    ]

@@ -8,6 +8,7 @@ from typing import Any
 
 from qtrace.display import Displayed
 from qtrace.onnxfile.contracts.base import FloatOp
+from qtrace.onnxfile.contracts.price import RunPrice
 
 __all__ = ["ContractReport", "Finding"]
 
@@ -45,6 +46,7 @@ class ContractReport(Displayed):
         measured: the runtime that told `floats`; "" if they are predicted.
         fixed: the sentences of the violations that were repaired before.
         conversions: the number of tensors that are rounded again to integers of another width.
+        price: what a run asks of the device; None for a runtime that is here, where times are measured.
     """
 
     target: str
@@ -54,6 +56,7 @@ class ContractReport(Displayed):
     measured: str = ""
     fixed: tuple[str, ...] = field(default=())
     conversions: int = 0
+    price: RunPrice | None = None
 
     def _text(self, max_width: int | None) -> str:
         return self.text()
@@ -78,6 +81,7 @@ class ContractReport(Displayed):
             "float_by": self.measured or "prediction",
             "fallback": self.fallback,
             "conversions": self.conversions,
+            "price": None if self.price is None else self.price.to_dict(),
             "fixed": list(self.fixed),
             "device": "" if self.measured else "not run on the device",
         }
@@ -114,6 +118,8 @@ class ContractReport(Displayed):
                 f"conversions: {self.conversions} {are} rounded again to integers of another width, each by "
                 "an op of its own"
             )
+        if self.price is not None:
+            lines.append(self.price.text())
         count = len(self.findings)
         verdict = "keeps" if not count else f"breaks at {count} {'places' if count > 1 else 'place'}"
         where = f"run in {self.measured}" if self.measured else "not run on the device"

@@ -8,6 +8,7 @@ from pathlib import Path
 import megengine as mge
 import megengine.functional as F
 import megengine.module as M
+import onnx
 import pytest
 
 import qtrace
@@ -42,6 +43,11 @@ def test_what_the_device_does_not_take_falls_back(tmp_path: Path) -> None:
     assert f"[runs on {CPU}]" in report.text()
     assert f"{sum(report.fallback.values())} ops leave the device for the CPU" in report.text()
     assert report.to_dict()["fallback"] == report.fallback
+    assert report.price is not None
+    assert set(report.price.products) == {"8"}
+    # An exp reads and writes 16 x 12 x 12 floats, and the top-k behind a reshape reads them.
+    assert report.price.copied_bytes >= 4 * 3 * 16 * 12 * 12
+    assert "between the device and the CPU" in report.text()
 
 
 def test_a_device_with_floats_keeps_what_its_provider_lists(tmp_path: Path) -> None:
@@ -72,6 +78,13 @@ def test_tensors_that_are_rounded_to_another_width_are_counted(tmp_path: Path, t
     assert report.conversions == 1
     assert "conversions: 1 tensor is rounded again" in report.text()
     assert report.to_dict()["conversions"] == 1
+    # Of 8 bits 14 x 14 results of 27 products for 16 channels; behind them, of 16 bits, 12 x 12 of 144.
+    assert report.price is not None
+    assert dict(report.price.products) == {"8": 16 * 14 * 14 * 27, "16": 16 * 12 * 12 * 144}
+    assert report.price.converted_bytes == 16 * 14 * 14 * 2
+    assert report.price.copied_bytes == report.price.unknown == 0
+    assert "0.0847 M of 8 bits (20%), 0.332 M of 16 bits (80%); 6.1 kB rounded again" in report.text()
+    assert report.to_dict()["price"]["converted_bytes"] == 16 * 14 * 14 * 2
 
 
 @pytest.mark.parametrize("target", ["qnn", "ryzenai"])
@@ -80,6 +93,29 @@ def test_16_bits_for_the_whole_graph_have_a_short_name(tmp_path: Path, target: s
     assert report.passed
     assert not report.conversions
     assert not report.fallback
+
+
+def test_sizes_that_a_file_leaves_open_are_not_counted(tmp_path: Path) -> None:
+    path = tmp_path / "net.onnx"
+    _check(tmp_path, "qnn", "backend/qnn")
+    model = onnx.load(str(path))
+    for axis in (2, 3):
+        model.graph.input[0].type.tensor_type.shape.dim[axis].dim_param = f"size{axis}"
+    onnx.save(model, str(path))
+    report = check_contract(path, "qnn")
+    assert report.price is not None
+    assert (dict(report.price.products), report.price.unknown) == ({}, 2)
+    assert "products: none; not counted, for want of sizes in the file: 2" in report.text()
+    here = check_contract(Path(_export_here(tmp_path)), "onnxruntime")
+    assert here.price is None  # times are measured there
+    assert here.to_dict()["price"] is None
+
+
+def _export_here(tmp_path: Path) -> str:
+    module = net(_chain, a=M.Conv2d(3, 16, 3), b=M.Conv2d(16, 16, 3))
+    prepared = qtrace.prepare(qtrace.trace(module, X[:1]), "backend/onnxruntime")
+    converted = qtrace.convert(qtrace.calibrate(prepared, [X], progress=False))
+    return str(qtrace.export(converted, tmp_path / "here.onnx"))
 
 
 @pytest.mark.parametrize(("target", "said"), [("ryzenai", True), ("qnn", True), ("onnxruntime", False)])

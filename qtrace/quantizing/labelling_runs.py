@@ -13,6 +13,7 @@ from qtrace.onnxfile.local_session import SessionValue
 from qtrace.preparation.model import QuantizedModel
 from qtrace.runtimes.host import RuntimeHost
 from qtrace.verification import runtimes
+from qtrace.verification.runtimes.base import run_outputs
 from qtrace.verification.samples import by_sample
 
 __all__ = ["LabellingRuns"]
@@ -53,4 +54,4 @@ class LabellingRuns:
         Raises:
             ExportError: when the runtime refuses the inputs.
         """
-        return self._session.run([feeds[value.name] for value in self.inputs]).outputs
+        return run_outputs(self._session, [feeds[value.name] for value in self.inputs])

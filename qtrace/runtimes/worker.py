@@ -257,10 +257,14 @@ class Ncnn:
     """An ncnn net: the paths ``param`` and ``bin``, and the names of its ``inputs`` and ``outputs``.
 
     ``light`` says whether blobs are freed as soon as they are read, as ncnn does by default, and ``options``
-    has further ones of ncnn by name. ``indices`` names the inputs that it reads as integers.
+    has further ones of ncnn by name. ``indices`` names the inputs that it reads as integers. With ``yields``,
+    idle threads sleep: else they spin, and each small layer waits for a turn of the processor on a busy
+    machine. A run may name fewer ``outputs``.
     """
 
     def __init__(self, request: dict[str, Any], arrays: Sequence[Any]) -> None:
+        if request.get("yields"):
+            os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read as ncnn is loaded
         import ncnn
 
         self.before, self.version = _kilobytes("VmRSS"), _version("ncnn", "ncnn")
@@ -284,8 +288,9 @@ class Ncnn:
     def run(self, arrays: Sequence[np.ndarray], request: dict[str, Any]) -> list[np.ndarray]:
         """Runs the net on each sample, and returns the values of each output for all samples."""
         self.last = arrays
-        samples = [self._run_sample([array[i] for array in arrays]) for i in range(len(arrays[0]))]
-        return [np.stack([sample[n] for sample in samples]) for n in range(len(self.request["outputs"]))]
+        outputs = request.get("outputs", self.request["outputs"])
+        samples = [self._run_sample([array[i] for array in arrays], outputs) for i in range(len(arrays[0]))]
+        return [np.stack([sample[n] for sample in samples]) for n in range(len(outputs))]
 
     def time(self) -> float:
         """Runs the net again on its inputs and returns the seconds."""
@@ -293,7 +298,7 @@ class Ncnn:
         self.run(self.last, {})
         return self.clock() - start
 
-    def _run_sample(self, values: list[np.ndarray]) -> list[np.ndarray]:
+    def _run_sample(self, values: list[np.ndarray], outputs: list[str]) -> list[np.ndarray]:
         extractor = self.net.create_extractor()
         extractor.set_light_mode(self.request.get("light", False))
         names, indices = self.request["inputs"], self.request.get("indices", ())
@@ -304,7 +309,7 @@ class Ncnn:
             if extractor.input(name, self.package.Mat(arrays[number]).clone()):
                 raise ValueError(f"the net has no input {name!r}.")
         results = []
-        for name in self.request["outputs"]:
+        for name in outputs:
             code, blob = extractor.extract(name)
             if code:
                 raise ValueError(f"it cannot compute {name!r} (code {code}): check the shapes of the inputs.")

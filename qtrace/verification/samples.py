@@ -12,7 +12,7 @@ from qtrace.errors import ExportError
 from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.ncnn.samples import shapes_of_one_sample
 from qtrace.preparation.model import QuantizedModel
-from qtrace.verification.runtimes.base import RuntimeRun, Session
+from qtrace.verification.runtimes.base import RuntimeRun, Session, run_outputs
 
 __all__ = ["by_sample"]
 
@@ -66,6 +66,11 @@ class _SampleSession:
         integers = {n: _reshaped(v, shapes[n]) if n in shapes else v for n, v in run.integers.items()}
         outputs = [_reshaped(v, shape) for v, shape in zip(run.outputs, self._outputs, strict=True)]
         return RuntimeRun(outputs, integers)
+
+    def run_outputs(self, inputs: list[np.ndarray]) -> list[np.ndarray]:
+        """Runs the model for its outputs alone; see `Session`."""
+        values = run_outputs(self._session, inputs)
+        return [_reshaped(v, shape) for v, shape in zip(values, self._outputs, strict=True)]
 
 
 def _reshaped(value: np.ndarray, shape: Shape) -> np.ndarray:

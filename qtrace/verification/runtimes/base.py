@@ -13,7 +13,7 @@ from qtrace.errors import ExportError
 from qtrace.onnxfile.kernels import Kernels
 from qtrace.runtimes.host import RuntimeHost
 
-__all__ = ["Runtime", "RuntimeRun", "Session"]
+__all__ = ["Runtime", "RuntimeRun", "Session", "run_outputs"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Session(Protocol):
     that is false, equal scores are ranked in the order of MegEngine's kernels. An attribute ``inexact`` names
     the sites whose kernels do not round ties as the graph does, ``side`` what ran where on another host,
     ``place_kinds`` the ops of the nodes that select, and ``remark`` says what a client has to do so that it
-    computes the same.
+    computes the same. A method ``run_outputs`` runs the model for its outputs alone.
     """
 
     @property
@@ -55,6 +55,21 @@ class Session(Protocol):
         Raises:
             ExportError: when the inputs do not fit the model.
         """
+
+
+def run_outputs(session: Session, inputs: list[np.ndarray]) -> list[np.ndarray]:
+    """Runs a loaded file for its outputs alone, without its integers where the runtime gives these apart.
+
+    Args:
+        session: the file.
+        inputs: as for `Session.run`.
+
+    Raises:
+        ExportError: when the inputs do not fit the model.
+    """
+    run = getattr(session, "run_outputs", None)
+    outputs: list[np.ndarray] = session.run(inputs).outputs if run is None else run(inputs)
+    return outputs
 
 
 @dataclass(frozen=True)

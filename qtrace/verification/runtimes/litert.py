@@ -11,7 +11,7 @@ import functools
 import importlib.util
 import json
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +72,7 @@ class LitertSession:
 
     def run(self, inputs: list[np.ndarray]) -> RuntimeRun:
         """Runs the model; see `Session`."""
-        orders = self.facts["inputs"]
-        if len(inputs) != len(orders):
-            raise ExportError(f"the model takes {len(orders)} inputs, not {len(inputs)}.")
-        arrays = [self._lay_out(number, value) for number, value in enumerate(inputs)]
+        arrays = self._arrays(inputs)
         values = self.full.run(arrays)
         count = len(values) - len(self.computed)
         tensors = {**self.constants, **dict(zip(self.computed, values[count:], strict=True))}
@@ -84,11 +81,25 @@ class LitertSession:
             for name, (tensor, order) in self.facts["integers"].items()
         }
         results = values[:count] if self.deployed is None else self.deployed.run(arrays)
-        outputs = [
+        return RuntimeRun(self._outputs(results), integers)
+
+    def run_outputs(self, inputs: list[np.ndarray]) -> list[np.ndarray]:
+        """Runs the model and returns its outputs alone."""
+        return self._outputs((self.deployed or self.full).run(self._arrays(inputs)))
+
+    def _arrays(self, inputs: list[np.ndarray]) -> list[np.ndarray]:
+        """Returns the inputs in the layouts of the file."""
+        count = len(self.facts["inputs"])
+        if len(inputs) != count:
+            raise ExportError(f"the model takes {count} inputs, not {len(inputs)}.")
+        return [self._lay_out(number, value) for number, value in enumerate(inputs)]
+
+    def _outputs(self, results: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Returns the outputs of the file as floats, in the layouts of the graph."""
+        return [
             _graph_layout(_as_floats(v, d), o)
             for v, d, o in zip(results, self.full.outputs, self.facts["outputs"], strict=False)
         ]
-        return RuntimeRun(outputs, integers)
 
     def _lay_out(self, number: int, value: np.ndarray) -> np.ndarray:
         """Transposes an input of the graph to the layout of the file."""

@@ -37,6 +37,7 @@ class NcnnSession:
             param=child.place(path),
             bin=child.place(weights),
             optimize=optimize,
+            yields=True,
             inputs=self.input_names,
             indices=read_index_inputs(path),
             outputs=[*self.output_names, *self.blobs],
@@ -45,12 +46,20 @@ class NcnnSession:
 
     def run(self, inputs: list[np.ndarray]) -> RuntimeRun:
         """Runs the model; see `Session`."""
-        if len(inputs) != len(self.input_names):
-            raise ExportError(f"the model takes {len(self.input_names)} inputs, not {len(inputs)}.")
+        self._check(inputs)
         values = self._file.run(inputs)
         count = len(self.output_names)
         integers = [value.astype(np.int32) for value in values[count:]]
         return RuntimeRun(values[:count], dict(zip(self.integer_names, integers, strict=True)))
+
+    def run_outputs(self, inputs: list[np.ndarray]) -> list[np.ndarray]:
+        """Runs the model and returns its outputs alone."""
+        self._check(inputs)
+        return self._file.run(inputs, outputs=self.output_names)
+
+    def _check(self, inputs: list[np.ndarray]) -> None:
+        if len(inputs) != len(self.input_names):
+            raise ExportError(f"the model takes {len(self.input_names)} inputs, not {len(inputs)}.")
 
 
 def runtime(host: RuntimeHost | None = None) -> Runtime:

@@ -18,6 +18,7 @@ import qtrace
 from qtrace.errors import ExportError
 from qtrace.graph.types import TracedModule
 from qtrace.verification import runtimes
+from qtrace.verification.runtimes.base import run_outputs
 from tests.export.tflite.files import load
 from tests.nets import images, net
 
@@ -129,6 +130,16 @@ def test_a_file_of_another_calibration_is_refused(path: Path, model: TracedModul
     prepared = qtrace.calibrate(qtrace.prepare(traced, "backend/tflite"), BATCHES, progress=False)
     with pytest.raises(ExportError, match="not an export of this module"):
         qtrace.verify(path, qtrace.convert(prepared), BATCHES)
+
+
+@pytest.mark.parametrize("optimize", [False, True])
+def test_outputs_alone_are_those_of_a_whole_run(path: Path, optimize: bool) -> None:
+    session = runtimes.get(path).open(path, optimize)
+    inputs = [images(3, 4, 8, 8)]
+    for own, whole in zip(run_outputs(session, inputs), session.run(inputs).outputs, strict=True):
+        np.testing.assert_array_equal(own, whole)
+    with pytest.raises(ExportError, match="takes 1 inputs, not 2"):
+        run_outputs(session, inputs * 2)
 
 
 def test_the_suffix_chooses(path: Path) -> None:

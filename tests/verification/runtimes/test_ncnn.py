@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import megengine.module as M
 import numpy as np
@@ -10,7 +12,10 @@ import pytest
 
 import qtrace
 from qtrace.errors import ExportError
+from qtrace.runtimes import worker
+from qtrace.runtimes.files import RuntimeChild
 from qtrace.verification import runtimes
+from qtrace.verification.runtimes.base import run_outputs
 from tests.nets import images, net
 
 
@@ -30,6 +35,16 @@ def test_integers_and_outputs_of_a_batch(exported: Path) -> None:
     assert run.integers["x"].dtype == np.int32
     assert np.abs(run.integers["x"]).max() == 127
     assert [o.shape for o in run.outputs] == [(3, 6, 6, 6)]
+
+
+@pytest.mark.parametrize("optimize", [False, True])
+def test_outputs_alone_are_those_of_a_whole_run(exported: Path, optimize: bool) -> None:
+    session = runtimes.get(exported).open(exported, optimize)
+    inputs = [images(3, 4, 8, 8)]
+    for own, whole in zip(run_outputs(session, inputs), session.run(inputs).outputs, strict=True):
+        np.testing.assert_array_equal(own, whole)
+    with pytest.raises(ExportError, match="takes 1 inputs, not 2"):
+        run_outputs(session, inputs * 2)
 
 
 def test_the_suffix_chooses(exported: Path) -> None:
@@ -55,3 +70,23 @@ def test_inputs_that_do_not_fit(exported: Path) -> None:
     x = images(1, 4, 8, 8)
     with pytest.raises(ExportError, match="takes 1 inputs, not 2"):
         session.run([x, x])
+
+
+def test_idle_threads_of_a_checked_net_sleep(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spinning ones wait for a turn of the processor at each layer: 50 ms, not 0.5, on a busy machine."""
+    opened, own = [], RuntimeChild.open
+
+    def recorded(child: RuntimeChild, *arrays: Any, **options: Any) -> Any:
+        opened.append(options)
+        return own(child, *arrays, **options)
+
+    monkeypatch.setattr(RuntimeChild, "open", recorded)
+    runtimes.get(exported).open(exported, True)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "")
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    paths = {"param": str(exported), "bin": str(exported.with_suffix(".bin"))}
+    worker.Ncnn({**opened[0], **paths}, [])
+    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    worker.Ncnn({**opened[0], **paths, "yields": False}, [])  # a benchmark runs it as it is deployed
+    assert "OMP_WAIT_POLICY" not in os.environ

@@ -21,6 +21,7 @@ import qtrace
 from qtrace.data import open_data
 from qtrace.errors import CalibrationError, ConfigError, GraphError, QtraceError, TraceError
 from qtrace.graph.types import TracedModule
+from qtrace.preparation.model import QuantizedModel
 from qtrace.storage import files
 from tests import faulty
 from tests.nets import images, net
@@ -293,9 +294,11 @@ def test_a_wrong_region_argument_is_blamed_with_the_nearest_names(traced: Traced
         qtrace.prepare(traced, {"region": {"outputs": "nowhere"}})
 
 
-def test_imports_of_a_mapping_belong_in_a_file(traced: TracedModule) -> None:
-    with pytest.raises(ConfigError, match="'imports' belongs in a recipe file: .* give the name"):
-        qtrace.prepare(traced, {"imports": ["resnet50"]})
+def test_imports_belong_in_a_file_or_a_mapping(traced: TracedModule) -> None:
+    with pytest.raises(ConfigError, match="'imports' belongs in a recipe file or in a mapping: .* the name"):
+        qtrace.QConfig(imports=["backend/generic"])
+    prepared = qtrace.prepare(traced, {"imports": ["backend/generic"]})
+    assert QuantizedModel(prepared).config.backend == "generic"
 
 
 OWN = (

@@ -95,5 +95,7 @@ def _summarize(own: Sequence[float], first: Sequence[float], samples: int) -> La
 
 def file_size(path: Path) -> int:
     """Returns the bytes of a model file and of the files of weights that stand beside it."""
-    beside = path.with_suffix(".bin") if path.suffix == ".param" else path.with_name(f"{path.name}.data")
+    beside = (
+        path.with_suffix(".bin") if path.suffix.lower() == ".param" else path.with_name(f"{path.name}.data")
+    )
     return sum(os.path.getsize(file) for file in (path, beside) if file.is_file())

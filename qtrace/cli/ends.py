@@ -21,7 +21,7 @@ def note_ends(model: Any, path: Path, console: Console) -> dict[str, list[dict[s
     Returns:
         The inputs and outputs as plain data; a free axis is the text that names it.
     """
-    ends = _of_onnx(path) if path.suffix == ".onnx" else _of_graph(model)
+    ends = _of_onnx(path) if path.suffix.lower() == ".onnx" else _of_graph(model)
     for kind, tensors in ends.items():
         shown = ", ".join(f"{t['name']} {t['dtype']} {'x'.join(map(str, t['shape']))}" for t in tensors)
         console.note(f"{kind}: {shown}")

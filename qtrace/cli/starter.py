@@ -131,7 +131,7 @@ def starter(
 
 def _relative_to(name: str, out: Path | None) -> str:
     """Returns the path of file ``name`` relative to the folder of ``out``; other names unchanged."""
-    if out is None or not name.endswith((".yaml", ".yml")):
+    if out is None or not name.lower().endswith((".yaml", ".yml")):
         return name
     return Path(os.path.relpath(name, out.parent)).as_posix()
 

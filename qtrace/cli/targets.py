@@ -97,7 +97,7 @@ def _inputs(option: str) -> Iterator[tuple[str, Path]]:
         for entry in value if isinstance(value, tuple) else (value,):
             if name == option or not isinstance(entry, str | Path) or not str(entry).strip("\0"):
                 continue
-            if name == "recipe" and not str(entry).endswith((".yaml", ".yml")):
+            if name == "recipe" and not str(entry).lower().endswith((".yaml", ".yml")):
                 continue  # the name of a recipe, which a folder may have, too
             path = Path(os.path.realpath(entry))
             if path.is_dir() and name not in _DATA:

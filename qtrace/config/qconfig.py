@@ -301,6 +301,7 @@ class QConfig(Displayed, OptionModel):
     expect: Expect | None = None
     _origin: str = PrivateAttr("QConfig")
     _places: dict[str, str] = PrivateAttr(default_factory=dict)
+    _sources: Any = PrivateAttr(None)
 
     @property
     def origin(self) -> str:
@@ -417,6 +418,17 @@ class QConfig(Displayed, OptionModel):
             changes["cost_table"] = os.path.abspath(os.path.join(os.path.dirname(file), self.cost_table))
         config = self.model_copy(update=changes)
         config._origin, config._places = origin, dict(places or {})
+        return config
+
+    @property
+    def sources(self) -> Any:
+        """What the config was read from, for `qtrace.config.targeting`; None for one made in Python."""
+        return self._sources
+
+    def with_sources(self, sources: Any) -> QConfig:
+        """Returns a copy of the config that keeps what it was read from."""
+        config = self.model_copy()
+        config._sources = sources
         return config
 
     @classmethod

@@ -18,25 +18,30 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from qtrace.config import QConfig, backends, native
 from qtrace.config.precision import SYMMETRIC, check_precision, is_precision, lacks_zero_points
 from qtrace.config.spec import specs
-from qtrace.config.tree import Tree, dump, merge, read
+from qtrace.config.tree import Tree, dump, merge, plant, read
 from qtrace.errors import ConfigError
 from qtrace.plugins.arguments import check_arguments
+from qtrace.plugins.options import OptionModel
 
 __all__ = [
     "DEFAULT_RECIPE",
     "SCHEMA",
     "WHOLE",
+    "RecipeReader",
+    "Sources",
     "as_qconfig",
+    "config_of",
     "config_or_default",
     "dump_recipe",
+    "is_own",
     "is_packaged",
     "load_recipe",
     "read_recipe",
@@ -48,6 +53,7 @@ SCHEMA = "qtrace/1"
 DEFAULT_RECIPE = "int8"
 
 _HOME = Path(__file__).parent.parent / "recipes"
+_SHOWN_HOME = "qtrace/recipes/"  # the same in messages
 _TARGETS = "backend"  # the folder of the targets
 _SUFFIXES = (".yaml", ".yml")
 _NAME = re.compile(r"\w+(/\w+)*")
@@ -77,6 +83,23 @@ _REPORTED_KEYS = (
 )
 
 
+@dataclass(frozen=True)
+class Sources:
+    """What a config was read from, by which it can be read again for a target.
+
+    Attributes:
+        tree: the recipe with its imports merged.
+        named: the packaged recipes that the user's files name, each with the place of its name.
+        files: the files that were read, by their real paths.
+        name: the name of a packaged recipe, or names joined by ``+``; None for a file or a mapping.
+    """
+
+    tree: Tree
+    named: tuple[tuple[str, str], ...]
+    files: frozenset[Path]
+    name: str | None
+
+
 @check_arguments
 def load_recipe(name_or_path: str | Path, *, allow_code: bool = False) -> QConfig:
     """Reads a recipe.
@@ -100,9 +123,24 @@ def read_recipe(name_or_path: str | Path, allow_code: bool = False) -> tuple[QCo
     """Returns the config, the merged tree, and the text of each file; reads them as `load_recipe` does."""
     if not isinstance(name_or_path, (str, Path)):
         raise ConfigError(f"a recipe is named by text or a path, not by {type(name_or_path).__name__}.")
-    reading = _Reading()
+    reading = RecipeReader()
     parts = _parts(name_or_path)
     tree = reading.joined(os.fspath(name_or_path), parts) if parts else reading.file(_find(name_or_path))
+    tree = reading.completed(tree)
+    config, tree = config_of(tree, reading, allow_code)
+    check_precision(parts, config.backend)
+    name = str(name_or_path) if is_packaged(name_or_path) else None
+    named = reading.named if parts or name is None else [(name, config.origin)]
+    sources = Sources(tree, tuple(named), frozenset(reading.files), name)
+    return config.with_sources(sources), tree, reading.texts
+
+
+def config_of(tree: Tree | None, reading: RecipeReader, allow_code: bool) -> tuple[QConfig, Tree]:
+    """Returns the config of what was read, and the same as a tree that is there.
+
+    Raises:
+        ConfigError: with one line for each mistake.
+    """
     problems = reading.problems
     config = None
     if tree is not None:
@@ -122,12 +160,11 @@ def read_recipe(name_or_path: str | Path, allow_code: bool = False) -> tuple[QCo
     listed = tree.value["ptq"].value if "ptq" in tree.value else None
     named = {**trees, **{f"ptq[{index}]": item for index, item in enumerate(listed or ())}}
     for key, child in named.items():
-        if child is not None:
+        if child is not None and child.line:
             places[key] = child.origin
             places.update(_option_places(key, child))
-    check_precision(parts, config.backend)
-    config = config.with_origin(tree.file, [rule.origin for rule in rules or ()], places)
-    return config, tree, reading.texts
+    origins = [rule.origin if rule.line else rule.path for rule in rules or ()]
+    return config.with_origin(tree.file, origins, places), tree
 
 
 def _line(sentence: str) -> str:
@@ -140,7 +177,7 @@ def _named_code(config: QConfig, tree: Tree) -> list[str]:
     """Writes a sentence for each class of the user, and for the user's backend, that a recipe names."""
     sentences = []
     for loc, name in (*((loc, spec.name) for loc, spec in specs(config)), (("backend",), config.backend)):
-        if ":" in name:
+        if ":" in name and ((written := tree.find(loc)) is None or written.line):
             prefix, path = tree.place(loc)
             sentences.append(
                 f"{prefix}{path} names code, {name!r}, which would be run: if you trust this recipe, "
@@ -159,6 +196,7 @@ def _option_places(key: str, plugin: Tree) -> Iterator[tuple[str, str]]:
 def as_qconfig(obj: QConfig | str | Path | Mapping[str, Any]) -> QConfig:
     """Converts a mapping, or the name or path of a recipe, to a config; returns a config unchanged.
 
+    A mapping may have ``imports``, as a recipe file has; their paths are relative to the working directory.
     Unlike a mapping, a recipe may not name code, see `load_recipe`.
 
     Raises:
@@ -169,8 +207,16 @@ def as_qconfig(obj: QConfig | str | Path | Mapping[str, Any]) -> QConfig:
     if isinstance(obj, (str, Path)):
         return load_recipe(obj)
     if isinstance(obj, Mapping):
-        return QConfig.model_validate(dict(obj))
+        return _read_mapping(obj) if {"imports", "schema"} & set(obj) else QConfig.model_validate(dict(obj))
     raise ConfigError(_describe_wrong(obj))
+
+
+def _read_mapping(mapping: Mapping[str, Any]) -> QConfig:
+    """Reads a mapping with the keys of a recipe file, as `load_recipe` reads the file."""
+    reading = RecipeReader()
+    tree = reading.completed(reading.mapping(mapping))
+    config, tree = config_of(tree, reading, allow_code=False)
+    return config.with_sources(Sources(tree, tuple(reading.named), frozenset(reading.files), None))
 
 
 def _describe_wrong(obj: object) -> str:
@@ -202,7 +248,7 @@ def recipe_names() -> tuple[str, ...]:
 
 def is_packaged(recipe: object) -> bool:
     """Returns whether ``recipe`` is the name of a packaged recipe, or names joined by ``+``."""
-    if not isinstance(recipe, str) or recipe.endswith(_SUFFIXES):
+    if not isinstance(recipe, str) or recipe.lower().endswith(_SUFFIXES):
         return False
     names = recipe_names()
     return all(_packaged(part, names) is not None for part in _split(recipe))
@@ -228,7 +274,11 @@ def _parts(name_or_path: str | Path) -> list[str]:
     """
     if is_precision(name_or_path) and str(name_or_path) in recipe_names():
         name_or_path = f"{DEFAULT_RECIPE}+{name_or_path}"
-    if not isinstance(name_or_path, str) or "+" not in name_or_path or name_or_path.endswith(_SUFFIXES):
+    if (
+        not isinstance(name_or_path, str)
+        or "+" not in name_or_path
+        or name_or_path.lower().endswith(_SUFFIXES)
+    ):
         return []
     names = recipe_names()
     parts = []
@@ -282,7 +332,7 @@ def _find(name_or_path: str | Path, base: Path = Path()) -> Path:
         possible = False
     if not possible:
         raise ConfigError(f"{text!a} cannot be the name of a file.")
-    if text.endswith(_SUFFIXES):
+    if text.lower().endswith(_SUFFIXES):
         return base / text
     packaged = _HOME / f"{text}.yaml"
     if isinstance(name_or_path, str) and _NAME.fullmatch(text) and packaged.is_file():
@@ -306,22 +356,25 @@ def _similar(text: str) -> str:
 def _shown(path: Path) -> str:
     """Returns a file's name for messages, which is the same on every machine for packaged recipes."""
     packaged = path.is_relative_to(_HOME)
-    return f"qtrace/recipes/{path.relative_to(_HOME).as_posix()}" if packaged else os.path.normpath(path)
+    return f"{_SHOWN_HOME}{path.relative_to(_HOME).as_posix()}" if packaged else os.path.normpath(path)
 
 
-class _Reading:
+class RecipeReader:
     """Reads one recipe with its imports.
 
     Attributes:
         problems: the mistakes, one sentence each.
         texts: the text of each file.
+        files: the files that were read, by their real paths.
+        named: the packaged recipes that the user's files name, each with the place of its name.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, files: Iterable[Path] = ()) -> None:
         self.problems: list[str] = []
         self.texts: dict[str, str] = {}
+        self.files = set(files)
+        self.named: list[tuple[str, str]] = []
         self._open: list[tuple[Path, str]] = []
-        self._files: set[Path] = set()
         self._full = False
 
     def file(self, path: Path, importer: str = "") -> Tree | None:
@@ -332,9 +385,9 @@ class _Reading:
             way = " -> ".join([name for _, name in self._open] + [shown])
             self.problems.append(f"{importer}the imports go in a circle: {way}.")
             return None
-        if real in self._files or self._is_full(importer):
+        if real in self.files or self._is_full(importer):
             return None
-        self._files.add(real)
+        self.files.add(real)
         try:
             text = _text(path, shown)
         except ConfigError as error:
@@ -349,6 +402,25 @@ class _Reading:
         self._open.pop()
         return tree
 
+    def packaged(self, name: str) -> Tree | None:
+        """Merges a packaged recipe and its imports; None if it was read before."""
+        return self.file(_HOME / f"{name}.yaml")
+
+    def completed(self, tree: Tree | None) -> Tree | None:
+        """Puts the default beneath a recipe that imports precisions alone: they say only the bits."""
+        names = [name for name, _ in self.named]
+        if tree is None or not names or not all(map(is_precision, names)) or "backend" in tree.value:
+            return tree
+        self.named.append((DEFAULT_RECIPE, tree.origin))
+        default = self.packaged(DEFAULT_RECIPE)
+        return tree if default is None else _on_top(default, tree)
+
+    def mapping(self, mapping: Mapping[str, Any]) -> Tree | None:
+        """Merges a mapping of Python with its imports; None if its schema is another one."""
+        options = {k: v.to_dict() if isinstance(v, OptionModel) else v for k, v in mapping.items()}
+        tree = plant({"schema": SCHEMA, **options}, QConfig.__name__)
+        return self._with_imports(tree, Path()) if self._is_recipe(tree) else None
+
     def joined(self, name: str, parts: Sequence[str]) -> Tree | None:
         """Merges packaged recipes as a file ``name`` does that imports them."""
         description = " + ".join(parts)
@@ -362,7 +434,7 @@ class _Reading:
         reason = ""
         if len(self._open) >= _MAX_DEPTH:
             reason = f"imports stand more than {_MAX_DEPTH} levels below each other"
-        elif len(self._files) >= _MAX_FILES:
+        elif len(self.files) >= _MAX_FILES:
             reason = f"the recipe has more than {_MAX_FILES} files"
         if reason and not self._full:
             self.problems.append(f"{importer}{reason}: put what belongs together into one file.")
@@ -409,7 +481,7 @@ class _Reading:
             if not isinstance(item.value, str):
                 self.problems.append(f"{item.origin}: {item.path} must be a recipe's name or path.")
                 continue
-            if Path(item.value).is_absolute():
+            if item.line and Path(item.value).is_absolute():
                 self.problems.append(
                     f"{item.origin}: {item.path} is the absolute path {item.value!r}: name the file relative "
                     "to this one, so that it is found on every machine."
@@ -420,10 +492,17 @@ class _Reading:
             except ConfigError as error:
                 self.problems.append(f"{item.origin}: {error}")
                 continue
+            if file.is_relative_to(_HOME) and not path.is_relative_to(_HOME):
+                self.named.append((_name(file), item.origin))
             imported = self.file(file, f"{item.origin}: ")
             if imported is not None:
                 trees.append(imported)
         return trees
+
+
+def is_own(tree: Tree) -> bool:
+    """Returns whether a value was written in a file of the user's."""
+    return not tree.file.startswith(_SHOWN_HOME)
 
 
 def _on_top(base: Tree, over: Tree) -> Tree:

@@ -7,15 +7,16 @@ plain data is read; a tag can construct nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import yaml
 
+from qtrace.errors import ConfigError
 from qtrace.plugins.options import Loc, show, spell
 
-__all__ = ["Tree", "dump", "merge", "read"]
+__all__ = ["Tree", "dump", "merge", "plant", "read"]
 
 _TAG = "tag:yaml.org,2002:"
 
@@ -82,7 +83,7 @@ class Tree:
     Attributes:
         value: a scalar, a dict of trees by key, or a list of trees.
         file: the file, as messages name it.
-        line: the line of its key, of its list item, or of itself at the top.
+        line: the line of its key, of its list item, or of itself at the top; 0 if no file has it.
         path: its location within the file, such as ``rules[0].weight``.
     """
 
@@ -93,8 +94,8 @@ class Tree:
 
     @property
     def origin(self) -> str:
-        """``FILE:LINE``."""
-        return f"{self.file}:{self.line}"
+        """``FILE:LINE``; the name alone of what stands in no file."""
+        return f"{self.file}:{self.line}" if self.line else self.file
 
     def plain(self) -> Any:
         """The same as dicts, lists and scalars."""
@@ -112,7 +113,10 @@ class Tree:
         return tree
 
     def place(self, loc: Loc) -> tuple[str, str]:
-        """``FILE:LINE: `` and the path of what stands at ``loc``, or of what is nearest around it."""
+        """``FILE:LINE: `` and the path of what stands at ``loc``, or of what is nearest around it.
+
+        What stands in no file has its path alone.
+        """
         tree, path = self, self.path
         for index, part in enumerate(loc):
             child = _child(tree.value, part)
@@ -120,7 +124,7 @@ class Tree:
                 path = spell((tree.path, *loc[index:]) if tree.path else loc[index:])
                 break
             tree, path = child, child.path
-        return f"{tree.origin}: ", path
+        return f"{tree.origin}: " if tree.line else "", path
 
 
 def _child(value: Any, part: int | str) -> Tree | None:
@@ -129,6 +133,30 @@ def _child(value: Any, part: int | str) -> Tree | None:
     if isinstance(value, list) and isinstance(part, int) and part < len(value):
         return value[part]
     return None
+
+
+def plant(value: Any, file: str, path: str = "", level: int = 0) -> Tree:
+    """Makes a tree of a value of Python, which stands in no file.
+
+    Args:
+        value: the value; mappings, lists and tuples become trees as deep as a file may be.
+        file: its name for messages.
+        path: its location, as in `Tree`.
+        level: how deep it stands.
+
+    Raises:
+        ConfigError: for a value that is nested deeper than a file may be.
+    """
+    if level > _MOST_LEVELS:
+        raise ConfigError(f"{file}: more than {_MOST_LEVELS} levels of nesting.")
+    if isinstance(value, Mapping):
+        value = {
+            key: plant(child, file, f"{path}.{key}".removeprefix("."), level + 1)
+            for key, child in value.items()
+        }
+    elif isinstance(value, (list, tuple)):
+        value = [plant(child, file, f"{path}[{i}]", level + 1) for i, child in enumerate(value)]
+    return Tree(value, file, 0, path)
 
 
 def read(text: str, file: str, problems: list[str]) -> Tree | None:
@@ -253,7 +281,14 @@ _SCALARS: dict[str, Callable[[str], Any]] = {
 _TAGS = {f"{_TAG}{kind}" for kind in (*_SCALARS, "map", "seq")}
 
 
-def merge(base: Tree, over: Tree, whole: frozenset[Loc], loc: Loc = ()) -> Tree:
+def merge(
+    base: Tree,
+    over: Tree,
+    whole: frozenset[Loc],
+    loc: Loc = (),
+    *,
+    keeps: Callable[[Tree], bool] = lambda _: False,
+) -> Tree:
     """``over`` on top of ``base``: mappings merge by key, anything else is replaced.
 
     Args:
@@ -261,12 +296,14 @@ def merge(base: Tree, over: Tree, whole: frozenset[Loc], loc: Loc = ()) -> Tree:
         over: what wins.
         whole: locations of mappings that are replaced rather than merged.
         loc: where the two stand.
+        keeps: whether a value of ``base`` stays as it is.
     """
     if not (isinstance(base.value, dict) and isinstance(over.value, dict)) or loc in whole:
-        return over
+        return base if keeps(base) else over
     merged = dict(base.value)
     for key, child in over.value.items():
-        merged[key] = merge(merged[key], child, whole, (*loc, key)) if key in merged else child
+        known = merged.get(key)
+        merged[key] = child if known is None else merge(known, child, whole, (*loc, key), keeps=keeps)
     return replace(over, value=merged)
 
 

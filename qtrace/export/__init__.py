@@ -34,7 +34,7 @@ from qtrace.process.thread import on_engine_thread
 from qtrace.storage.files import kind_of, problem, replacing
 from qtrace.storage.ownership import foreign_output
 
-__all__ = ["export", "formats"]
+__all__ = ["check_case", "check_format", "export", "formats"]
 
 _LOG = logging.getLogger("qtrace")
 
@@ -205,10 +205,36 @@ def _write(contents: Mapping[Path, Content]) -> None:
             file.writelines([data] if isinstance(data, bytes) else data)
 
 
+def check_case(path: Path) -> None:
+    """Refuses a suffix in upper case, as runtimes go by those in lower case.
+
+    Raises:
+        ExportError: naming the file in lower case.
+    """
+    lower = path.suffix.lower()
+    if lower != path.suffix and (
+        lower == ".mge" or any(lower in _load_format(n).suffixes for n in formats())
+    ):
+        raise ExportError(
+            f"{path.name}: runtimes know a file by a suffix in lower case: name it "
+            f"{path.with_suffix(lower).name}."
+        )
+
+
+def check_format(path: Path, name: str | None) -> None:
+    """Refuses a file whose suffix is that of no format, if none is named.
+
+    Raises:
+        ExportError: naming the formats.
+    """
+    _find_format(path, name)
+
+
 def _find_format(path: Path, name: str | None) -> Format:
     """Returns the format that a user named, or that has the suffix of `path`."""
     if name is not None:
         return _load_format(name)
+    check_case(path)
     for known in formats():
         chosen = _load_format(known)
         if path.suffix in chosen.suffixes:
@@ -223,9 +249,10 @@ def _find_format(path: Path, name: str | None) -> Format:
             f"{path.name} could be a model to work on, which qtrace.save writes, or a dump for "
             "MegEngine's runtime: name format='megengine' for the dump."
         )
+    suffixes = ", ".join(sorted(suffix for known in formats() for suffix in _load_format(known).suffixes))
     raise ExportError(
-        f"no format has the suffix {path.suffix!r} of {path.name}: "
-        f"name one with format= ({', '.join(formats())})."
+        f"no format has the suffix {path.suffix!r} of {path.name}: there are {suffixes}; "
+        f"or name one with format= ({', '.join(formats())})."
     )
 
 

@@ -214,8 +214,8 @@ def _sentence(error: Mapping[str, Any], model: type[BaseModel], place: Place) ->
     parent = place(loc[:-1])[1] if loc else ""
     if kind == "extra_forbidden" and loc in (("imports",), ("schema",)):
         return (
-            f"{prefix}{loc[0]!r} belongs in a recipe file: write the config into a .yaml file and give "
-            "its path, or give the name of a packaged recipe."
+            f"{prefix}{loc[0]!r} belongs in a recipe file or in a mapping: give one of these instead of a "
+            "QConfig, or give the name of a packaged recipe."
         )
     inside = f" in {parent}" if parent else ""
     if kind == "extra_forbidden":

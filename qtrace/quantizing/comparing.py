@@ -80,7 +80,7 @@ def _kind(side: Side) -> str:
     path = _path(side)
     if path.suffix.lower() == ".onnx":
         return "file"
-    if path.suffix in (".yaml", ".yml") or (not path.exists() and str(side) in recipe_names()):
+    if path.suffix.lower() in (".yaml", ".yml") or (not path.exists() and str(side) in recipe_names()):
         return "recipe"
     return "model"
 

@@ -83,7 +83,9 @@ def _has_float16(path: Path) -> bool:
     from qtrace.export.float_types import FLOAT16_KEY
     from qtrace.onnxfile.reading import read_model
 
-    return path.suffix == ".onnx" and any(p.key == FLOAT16_KEY for p in read_model(path).metadata_props)
+    return path.suffix.lower() == ".onnx" and any(
+        p.key == FLOAT16_KEY for p in read_model(path).metadata_props
+    )
 
 
 def note_device(model: Any, path: Path, reporter: Reporter) -> dict[str, Any]:
@@ -107,7 +109,12 @@ def note_device(model: Any, path: Path, reporter: Reporter) -> dict[str, Any]:
     if not backend.device:
         return {}
     note = f"not run on the device, {backend.device}"
-    contract = path.suffix == ".onnx" and backend.name in ("qnn", "ryzenai", "ryzenai_xint8", "tensorrt")
+    contract = path.suffix.lower() == ".onnx" and backend.name in (
+        "qnn",
+        "ryzenai",
+        "ryzenai_xint8",
+        "tensorrt",
+    )
     advice = f"; `qtrace check {path} --target {backend.name}` checks the file's form" if contract else ""
     reporter.note(f"{path}: {note}{advice}")
     return {"device": note}
@@ -127,7 +134,7 @@ def note_kernels(model: Any, path: Path, reporter: Reporter) -> dict[str, Any]:
     from qtrace.preparation.record import is_quantized
     from qtrace.verification.runtimes.litert import find_kernels
 
-    if path.suffix != ".tflite" or not is_quantized(model):
+    if path.suffix.lower() != ".tflite" or not is_quantized(model):
         return {}
     try:
         kernels = find_kernels(path)
@@ -161,7 +168,7 @@ def note_file(model: Any, path: Path, reporter: Reporter) -> dict[str, Any]:
     figures, size = read_figures(model), file_size(path)
     text, facts = f"size {format_bytes(size)}; {_show_macs(figures)}", {"bytes": size, **_macs(figures)}
     facts |= note_precision(model, reporter, path)
-    costs = _read_costs(figures) if path.suffix == ".onnx" else None
+    costs = _read_costs(figures) if path.suffix.lower() == ".onnx" else None
     try:
         graph = None if costs is None else read_graph(path)
     except ExportError:  # onnx cannot infer the shapes of every file that runs

@@ -44,7 +44,7 @@ def open_runs(
     Raises:
         ExportError: when the runtime is not installed, or cannot load the file.
     """
-    if path.suffix != ".onnx":
+    if path.suffix.lower() != ".onnx":
         assert converted is not None
         return LabellingRuns(path, converted, host)
     runtime = runtimes.get(path, None, host, backend)

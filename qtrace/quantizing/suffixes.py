@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-__all__ = ["suffix_of", "target_of"]
+from pathlib import Path
+
+from qtrace.config import backends
+
+__all__ = ["describe_suffixes", "suffix_of", "target_of"]
 
 _SUFFIXES = {"tflite": ".tflite", "ncnn": ".param", "megengine": ".mge"}
 
@@ -10,6 +14,16 @@ _SUFFIXES = {"tflite": ".tflite", "ncnn": ".param", "megengine": ".mge"}
 def suffix_of(backend: str) -> str:
     """Returns the suffix of the files for a backend."""
     return _SUFFIXES.get(backend, ".onnx")
+
+
+def describe_suffixes(out: Path) -> str:
+    """Says that no target takes a file by its name, and which suffixes there are."""
+    targets: dict[str, list[str]] = {}
+    for name in backends.packaged():
+        targets.setdefault(suffix_of(name), []).append(name)
+    known = ", ".join(f"{suffix} ({', '.join(names)})" for suffix, names in sorted(targets.items()))
+    what = f"the suffix {out.suffix}, which no target takes" if out.suffix else "no suffix"
+    return f"{out.name} has {what}: name the file with one of {known}."
 
 
 def target_of(suffix: str) -> str | None:

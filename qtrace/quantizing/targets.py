@@ -9,10 +9,12 @@ from typing import Any
 from qtrace.config import QConfig, backends
 from qtrace.config import recipe as recipes
 from qtrace.config.precision import is_precision
-from qtrace.config.recipe import as_qconfig, is_packaged
+from qtrace.config.recipe import as_qconfig
 from qtrace.config.rule import FloatType
+from qtrace.config.targeting import config_for_target, place_of_target
 from qtrace.errors import ConfigError
-from qtrace.quantizing.suffixes import suffix_of, target_of
+from qtrace.export import check_case, check_format
+from qtrace.quantizing.suffixes import describe_suffixes, suffix_of, target_of
 
 __all__ = ["choose_config", "format_of"]
 
@@ -29,11 +31,16 @@ def choose_config(target: str | None, recipe: Any, out: Path, float_type: FloatT
         float_type: the type of what stays float; None for that of the recipe.
 
     Raises:
-        ConfigError: for an unknown target, one that is not the recipe's, or one that takes other files; and
-            for float16 in a file that has no form of it.
+        ConfigError: for an unknown target, one that is not the recipe's, or one that takes other files; for
+            a folder, and for float16 in a file that has no form of it.
+        ExportError: for a suffix that no format has.
     """
     if target is not None:
         backends.get(target)
+    if out.is_dir():
+        example = out / f"net{suffix_of(target or '')}"
+        raise ConfigError(f"{out} is a folder: name a file to write, such as {example}.")
+    check_case(out)
     if (bits := _precisions(recipe)) is not None:
         config = _default(bits, target or target_of(out.suffix))
     else:
@@ -46,7 +53,11 @@ def choose_config(target: str | None, recipe: Any, out: Path, float_type: FloatT
             f"{place}float: fp16 has a form in .onnx files alone, and {out.name} is none: leave it out."
         )
     suffix = suffix_of(config.backend)
-    if config.backend not in _OWN_SUFFIXES and out.suffix != suffix and ":" not in config.backend:
+    if config.backend in _OWN_SUFFIXES or ":" in config.backend:
+        check_format(out, format_of(config))
+    elif out.suffix != suffix:
+        if target is None and place_of_target(config) is None:
+            raise ConfigError(describe_suffixes(out))
         raise ConfigError(
             f"{out.name} is no file for {config.backend}: name it {out.with_suffix(suffix).name}, or give "
             "another target."
@@ -78,7 +89,7 @@ def _default(precisions: Sequence[str], name: str | None) -> QConfig:
 
 
 def _with_target(recipe: Any, target: str | None, out: Path) -> QConfig:
-    """Returns the config of a recipe for a target: a family by its name takes the target's own recipe, too.
+    """Returns the config of a recipe for a target.
 
     Args:
         recipe: the config, or the name or path of a recipe.
@@ -89,17 +100,16 @@ def _with_target(recipe: Any, target: str | None, out: Path) -> QConfig:
         ConfigError: when the recipe is for another target.
     """
     config = as_qconfig(recipe)
-    is_set = "backend" in config.model_fields_set
-    name = target or (None if is_set else target_of(out.suffix))
+    place = place_of_target(config)
+    name = target or (None if place else target_of(out.suffix))
     if name is None or config.backend == name:
         return config
-    if is_set:
+    if place:
+        prefix = "" if place == config.origin else f"{place}: "
         raise ConfigError(
-            f"the recipe is for {config.backend}, and target says {name}: leave out one of the two."
+            f"{prefix}the recipe is for {config.backend}, and target says {name}: leave out one of the two."
         )
-    if is_packaged(recipe) and name in backends.packaged():
-        return as_qconfig(f"{recipe}+{name}")
-    return config.model_copy(update={"backend": name})
+    return config_for_target(config, name)
 
 
 def format_of(config: QConfig) -> str | None:

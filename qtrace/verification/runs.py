@@ -313,7 +313,7 @@ def _float16_ops(path: Path, session: Session) -> Sequence[str]:
     known: Sequence[str] | None = getattr(session, "float16", None)
     if known is not None:
         return known
-    return read_float16_ops(read_model(path)) if path.suffix == ".onnx" and path.is_file() else ()
+    return read_float16_ops(read_model(path)) if path.suffix.lower() == ".onnx" and path.is_file() else ()
 
 
 def _by_name(origins: dict[Node, str], ends: Sequence[tuple[str, Node]]) -> dict[str, str]:

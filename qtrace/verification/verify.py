@@ -124,7 +124,7 @@ def verify(
         report.selected = selected
     if deployed is not None and not plain and chosen.kernels is not None:
         report.kernels = chosen.kernels(path)
-    if backend == "generic" and path.suffix == ".onnx":
+    if backend == "generic" and path.suffix.lower() == ".onnx":
         report.unknown_processor = has_large_signed_weights(read_model(path))
     return_free_memory()  # of sessions that were opened
     empty = True

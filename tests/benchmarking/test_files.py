@@ -235,6 +235,7 @@ def test_shapes_that_the_file_does_not_take(pair):
         ("net.onnx", "litert", "litert does not run files like net.onnx; known: litert"),
         ("net.mge", None, "no runtime here runs files like net.mge"),
         ("net.onnx", None, "does not exist: export the module first"),
+        ("NET.ONNX", None, "does not exist: export the module first"),
     ],
 )
 def test_files_that_cannot_be_run(tmp_path, name, runtime, message):

@@ -104,6 +104,7 @@ EXPORTS: dict[str, tuple[tuple[str, ...], str]] = {
     "no such model": (("none.mge", "-o", "out.onnx"), r"none\.mge"),
     "cut model": (("cut_one.mge", "-o", "out.onnx"), r"cut_one\.mge"),
     "text": (("text.txt", "-o", "out.onnx"), r"text\.txt"),
+    "suffix in upper case": (("one.mge", "-o", "out.ONNX"), "in lower case: name it out.onnx"),
     "unknown suffix": (("one.mge", "-o", "out.xyz"), r"no format has the suffix '\.xyz'"),
     "weights of ncnn": (("one.mge", "-o", "out.bin"), r"name the model, out\.param\."),
     "weights of Caffe": (("one.mge", "-o", "out.caffemodel"), r"name the model, out\.prototxt\."),

@@ -383,6 +383,14 @@ def test_huge_file():
     assert _mistakes(b"#" * (1 << 20) + b"\n") == ["my.yaml: the file is larger than 1 MiB; recipes are not."]
 
 
+@pytest.mark.parametrize("name", ["MY.YAML", "My.Yml"])
+def test_a_suffix_in_upper_case(name):
+    _write("imports: [OTHER.YML]\n", name, HEAD)
+    _write("placement: balanced\n", "OTHER.YML", HEAD)
+    config = load_recipe(name)
+    assert (config.placement, config.origin) == ("balanced", name)
+
+
 @pytest.mark.parametrize("name", ["resnet", Path("no/such"), "no/such", "dir/resnet.txt"])
 def test_names_and_paths(name):
     if name == "resnet":

@@ -164,7 +164,9 @@ def test_a_module_with_a_gradient_of_its_own_needs_none_for_a_file(here) -> None
     ("change", "error", "message"),
     [
         ({"target": "tflite"}, ConfigError, "out.onnx is no file for tflite: name it out.tflite"),
-        ({"out": "out.bin"}, ConfigError, "out.bin is no file for onnxruntime: name it out.onnx"),
+        ({"out": "out.bin"}, ConfigError, "out.bin has the suffix .bin, which no target takes: name"),
+        ({"out": "out.ONNX"}, ExportError, "a suffix in lower case: name it out.onnx"),
+        ({"out": "."}, ConfigError, "is a folder: name a file to write, such as net.onnx"),
         ({"out": "out.tflite", "target": "onnxruntime"}, ConfigError, "is no file for onnxruntime"),
         ({"target": "nonsense"}, ConfigError, "nonsense"),
         ({"target": "ncnn", "recipe": "backend/tflite"}, ConfigError, "the recipe is for tflite"),

@@ -38,7 +38,7 @@ def open_file(path: Path, runtime: str | None = None, settings: RunnerSettings |
     if runtime is not None and runtime not in known():
         raise ExportError(f"files cannot be timed in {runtime!r}; known: {', '.join(known())}.")
     loads = {name: _load(name) for name in ([runtime] if runtime else known())}
-    fitting = [load for load in loads.values() if path.suffix in load.suffixes]
+    fitting = [load for load in loads.values() if path.suffix.lower() in load.suffixes]
     if not fitting:
         subject = f"{runtime} does not run" if runtime else "no runtime here runs"
         raise ExportError(f"{subject} files like {path.name}; known: {_describe(loads)}.")

@@ -200,7 +200,7 @@ def new(
         from qtrace.cli.starter import starter
         from qtrace.errors import ConfigError
 
-        if out is not None and out.suffix not in (".yaml", ".yml"):
+        if out is not None and out.suffix.lower() not in (".yaml", ".yml"):
             raise click.UsageError(f"{out}: the name of a recipe file ends with .yaml or .yml.")
         text = starter(names, out, allow_code=allow_code, for_images=for_images)
         if out is not None:

@@ -228,6 +228,6 @@ def _detection(arguments: dict[str, Any]) -> Any:
 
 def _importable(recipe: str, patch: Path | None) -> str:
     """Returns the name by which the patch imports the recipe: a file relative to the patch's folder."""
-    if patch is None or not recipe.endswith((".yaml", ".yml")):
+    if patch is None or not recipe.lower().endswith((".yaml", ".yml")):
         return recipe
     return os.path.relpath(recipe, patch.parent)

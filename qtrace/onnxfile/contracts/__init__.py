@@ -54,7 +54,7 @@ def _checked(
     path: Path, target: str, host: RuntimeHost | None, fixing: bool = False
 ) -> tuple[ContractReport, bytes]:
     """Reads a file, repairs it if asked to, and reports on what is left."""
-    if path.suffix != ".onnx":
+    if path.suffix.lower() != ".onnx":
         raise ExportError(f"{path} is not an ONNX file by its name: contracts are for files like model.onnx.")
     model, folder = load_model(path)
     if folder is not None:

@@ -26,6 +26,7 @@ _ONE_DB = 10.0  # that one sample alone may be above others
 _TWO = 1.5  # effective samples, below which one counts as if it were alone
 _QUIET = 0.03  # of the mean signal: quieter samples are compared with this
 _LEAST_VARIATION = 1e-8  # of the signal, below which samples are called equal
+_LEAST_SAMPLES = 4  # whose differences tell of those of others
 _LEAST_VALUES = 64  # of a sample, from which its own signal is its measure: one of few values may be near 0
 
 
@@ -126,7 +127,7 @@ def measure_differences(
         groups, reference, outputs, counts, repeated: as for `measure_samples`.
 
     Returns:
-        The errors of each group whose values differ between samples, of two samples or more; none of a group
+        The errors of each group whose values differ between samples, of four samples or more; none of a group
         whose batches have unlike sizes.
     """
     measured = []
@@ -156,7 +157,7 @@ class _Means(NamedTuple):
 
 
 def _means(parts: Iterable[_Samples]) -> _Means | None:
-    """Returns the means of two or more samples of one size that are finite on both sides; None of others."""
+    """Returns the means of four or more samples of one size that are finite on both sides; None of others."""
     count, power = 0, 0.0
     f_sum = e_sum = np.zeros(0)
     for part in parts:
@@ -165,7 +166,7 @@ def _means(parts: Iterable[_Samples]) -> _Means | None:
         f, e = part.reference.sum(axis=0), part.error.sum(axis=0)
         f_sum, e_sum = (f_sum + f, e_sum + e) if count else (f, e)
         count, power = count + len(part.reference), power + float(np.square(part.reference).sum())
-    return _Means(f_sum / count, e_sum / count, power) if count > 1 else None
+    return _Means(f_sum / count, e_sum / count, power) if count >= _LEAST_SAMPLES else None
 
 
 class _Samples(NamedTuple):

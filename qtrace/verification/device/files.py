@@ -50,7 +50,7 @@ class Sample:
             if file is None:
                 with np.load(self.path, allow_pickle=False) as archive:
                     return np.asarray(archive[name])
-            if file.suffix == ".npy":
+            if file.suffix.lower() == ".npy":
                 return np.asarray(np.load(file, allow_pickle=False))
             return decode(file.read_bytes())
         except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
@@ -113,7 +113,7 @@ def _tensor_files(folder: Path) -> Iterator[tuple[str, Path]]:
     names: dict[str, Path] = {}
     folders = [folder, *(folder / kind for kind in KINDS if (folder / kind).is_dir())]
     for path in sorted(path for inner in folders for path in inner.iterdir()):
-        if path.suffix not in (".npy", *_RAW) or not path.is_file():
+        if path.suffix.lower() not in (".npy", *_RAW) or not path.is_file():
             continue
         name = path.relative_to(folder).with_suffix("").as_posix()
         other = names.setdefault(name, path)

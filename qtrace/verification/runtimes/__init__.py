@@ -50,14 +50,14 @@ def get(path: Path, name: str | None = None, host: RuntimeHost | None = None, ba
         ExportError: when no runtime runs the file, or its package is not installed.
         ConfigError: when the runtime is the user's own and cannot be imported, or is no `Runtime`.
     """
-    own = _runtime_of(backend) if name is None else None
-    if own is not None and path.suffix in own.suffixes and (host is not None or _is_installed(own)):
+    own, suffix = _runtime_of(backend) if name is None else None, path.suffix.lower()
+    if own is not None and suffix in own.suffixes and (host is not None or _is_installed(own)):
         return own.at(host)
     runtimes = [_load(n) for n in ([name] if name else known())]
-    fitting = [runtime for runtime in runtimes if path.suffix in runtime.suffixes]
+    fitting = [runtime for runtime in runtimes if suffix in runtime.suffixes]
     if not fitting:
         for runtime in runtimes:
-            if path.suffix in runtime.companions:
+            if suffix in runtime.companions:
                 model = path.with_suffix(runtime.suffixes[0]).name
                 raise ExportError(f"{path.name} holds weights: name the model that belongs to it, {model}.")
         subject = f"{name} does not run" if name else "no runtime runs"

@@ -320,6 +320,8 @@ def _refused(edit: Callable[[onnx.ModelProto], None], folder: Path) -> Path:
 def test_files_that_are_none_of_a_kind_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=r"m\.onnx does not exist"):
         check_contract(tmp_path / "m.onnx", "qnn")
+    with pytest.raises(ExportError, match=r"M\.ONNX does not exist"):
+        check_contract(tmp_path / "M.ONNX", "qnn")
     with pytest.raises(ExportError, match=r"m\.mge is not an ONNX file by its name"):
         check_contract(tmp_path / "m.mge", "qnn")
     path = _refused(_no_rounding, tmp_path)

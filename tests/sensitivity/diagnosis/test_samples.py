@@ -234,6 +234,8 @@ def test_differences_count_samples_of_one_size_once() -> None:
     assert measure_differences(groups, equal, equal, [4, 4]) == []
     unlike = [[np.ones((4, 3))], [np.ones((4, 5))]]
     assert measure_differences(find_groups(None, unlike), unlike, unlike, [4, 4]) == []
+    few = [side[:1] for side in (reference, outputs)]
+    assert measure_differences(groups, *few, [4], [[False, True, False, False]]) == []
     lost = [[outputs[0][0].copy()], outputs[1]]
     lost[0][0][0, 0] = math.nan
     assert measure_differences(groups, reference, lost, [4, 4]) == []

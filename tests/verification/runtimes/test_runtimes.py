@@ -19,6 +19,8 @@ from tests.nets import MobileNetV2, ResNet, images, net, randomize
 def test_the_suffix_chooses_and_names_are_known() -> None:
     assert runtimes.get(Path("m.onnx")).name == "onnxruntime"
     assert runtimes.get(Path("m.onnx"), "openvino").name == "openvino"
+    assert runtimes.get(Path("M.ONNX"), backend="openvino").name == "openvino"
+    assert [runtimes.get(Path(name)).name for name in ("M.ONNX", "M.TFLITE")] == ["onnxruntime", "litert"]
     with pytest.raises(ExportError, match="unknown runtime 'openvin'; known: .*onnxruntime, openvino"):
         runtimes.get(Path("m.onnx"), "openvin")
     with pytest.raises(ExportError, match=r"no runtime runs files like m.xml; known: .*\(.onnx\)"):

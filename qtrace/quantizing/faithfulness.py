@@ -7,14 +7,14 @@ figure is about another network, and none of them shows it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import megengine.functional as F
 import numpy as np
 
 from qtrace.config.algorithm import algorithms, is_packaged
-from qtrace.data import Batch, DataSource
+from qtrace.data import Batch
 from qtrace.data.base import batch_length
 from qtrace.data.batches import as_arguments
 from qtrace.errors import GraphError
@@ -51,14 +51,15 @@ class Faithfulness:
         GraphError: when the network keeps a state that changes its results.
     """
 
-    def __init__(self, source: Any, traced: TracedModule, data: DataSource) -> None:
+    def __init__(self, source: Any, traced: TracedModule, data: Iterable[Batch]) -> None:
         self._traced = traced
         self._original = open_original(source, traced)
         self._expected: list[tuple[Batch, Outputs]] = []
-        if self._original is None:
+        batch = next(iter(data), None)
+        if self._original is None or batch is None:
             return
-        batches = _first_samples(data, traced, 2 if self._original.keeps_state else 1)
-        for candidate in (batches, [next(iter(data))]):
+        samples = _first_samples(batch, traced, 2 if self._original.keeps_state else 1)
+        for candidate in (samples, [batch]):
             try:
                 self._expected = self._run(self._original, candidate)
                 break
@@ -167,9 +168,8 @@ def _is_rounding(original: Original, batch: Batch, expected: Outputs, outputs: O
     return _largest(expected, outputs) <= _SENSITIVE * noise
 
 
-def _first_samples(data: DataSource, traced: TracedModule, count: int) -> list[Batch]:
-    """Returns the first samples, each as a batch; the first batch if the graph takes no single one."""
-    batch = next(iter(data))
+def _first_samples(batch: Batch, traced: TracedModule, count: int) -> list[Batch]:
+    """Returns the first samples of a batch, each as a batch; the batch if the graph takes no single one."""
     if batch_length(batch) < 2 or cut_call(as_arguments(batch, traced), 1, traced) is None:
         return [batch]
     return [_part(batch, index) for index in range(count)]

@@ -29,6 +29,7 @@ from qtrace.quantizing.evaluation import (
     estimate_samples,
     hold_back_samples,
 )
+from qtrace.quantizing.faithfulness import Faithfulness
 from qtrace.quantizing.figures import note_graph
 from qtrace.quantizing.folder import CURE, FILES, VERDICT, write_folder
 from qtrace.quantizing.judging import Acceptance, Judgement, conclude, copy_float
@@ -184,6 +185,7 @@ def calibrate_to_folder(
         prepared = prepare_measured(
             traced, qconfig, _Samples(source), lambda: chosen.read(traced), measurement, reporter
         )
+        Faithfulness(traced, traced, _Samples(source)).check(prepared)
         if measure:
             taken.write()
         label = os.fspath(data) if isinstance(data, (str, os.PathLike)) else source.source

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 
@@ -84,6 +85,7 @@ class Fakes:
             "conclude": lambda *args, **options: Judgement(),
             "hold_back_samples": lambda *args: None,
             "only_batch": lambda *args: None,
+            "Faithfulness": Mock(),
         }
         for name, stand_in in stage.items():
             monkeypatch.setattr(f"qtrace.quantizing.stage.{name}", stand_in)

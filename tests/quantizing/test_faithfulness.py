@@ -19,7 +19,7 @@ from qtrace.data import open_data
 from qtrace.errors import GraphError
 from qtrace.graph.module_tree import set_parameter
 from qtrace.ptq.base import FloatAlgorithm
-from qtrace.quantizing import faithfulness
+from qtrace.quantizing import faithfulness, stage
 from qtrace.quantizing import quantize as room
 from qtrace.quantizing.faithfulness import Faithfulness
 from qtrace.quantizing.original import open_original, run_graph
@@ -93,6 +93,16 @@ def test_a_prepared_graph_that_computes_something_else_in_float_is_refused(
     given = {"module": _module(), "file": onnx_file, "trace": traced, "saved": "net.mge"}[source]
     with pytest.raises(GraphError, match=r"prepare changed what the network computes in float: .*fuse_bn"):
         qtrace.quantize(given, DATA, "out.onnx", progress=False)
+
+
+def test_a_folder_is_made_of_no_graph_that_prepare_changed(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare = stage.prepare_measured
+    monkeypatch.setattr(stage, "prepare_measured", lambda *given: _change_weight(prepare(*given)))
+    with pytest.raises(GraphError, match="prepare changed what the network computes in float"):
+        qtrace.calibrate_to_folder(qtrace.trace(_module(), DATA[:2]), DATA, "folder", progress=False)
+    assert not Path("folder").exists()
 
 
 class Shrink(FloatAlgorithm):

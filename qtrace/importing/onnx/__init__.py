@@ -139,6 +139,8 @@ def read_onnx(
         whole, graph = graph, cut(graph, outputs)
         gone = {value.name for value in whole.inputs} - {value.name for value in graph.inputs}
         shapes = {name: shape for name, shape in (shapes or {}).items() if name not in gone}
+    if not graph.outputs:
+        raise ImportingError("the graph of the file names no output, so that there is nothing to compute.")
     inputs = resolve_inputs(graph, shapes, batch, fixed)
     graph = with_float_weights(store_copies(name_by_scopes(graph)), opsets)
     graph = join_biases(join_channel_biases(with_pairs(graph, opsets)))

@@ -348,8 +348,13 @@ def large_result(proto):
     proto.graph.initializer.add().CopyFrom(numpy_helper.from_array(np.array([10**6, 10**6, 4]), "big"))
 
 
+def no_output(proto):
+    del proto.graph.output[:]
+
+
 @pytest.mark.parametrize(
-    "edit", [huge_dims, negative_dims, cyclic, unknown_op, other_type, two_outputs, old, large_result]
+    "edit",
+    [huge_dims, negative_dims, cyclic, unknown_op, other_type, two_outputs, old, large_result, no_output],
 )
 def test_hostile_files_are_refused_in_a_sentence(tmp_path, edit):
     proto = model([node("Add", "x w", "y")], {"x": [4]}, stored={"w": weights(4)})

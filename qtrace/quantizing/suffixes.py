@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-
-from qtrace.config import backends
 
 __all__ = ["describe_suffixes", "suffix_of", "target_of"]
 
@@ -16,10 +15,10 @@ def suffix_of(backend: str) -> str:
     return _SUFFIXES.get(backend, ".onnx")
 
 
-def describe_suffixes(out: Path) -> str:
-    """Says that no target takes a file by its name, and which suffixes there are."""
+def describe_suffixes(out: Path, backends: Iterable[str]) -> str:
+    """Says that none of some backends takes a file by its name, and which suffixes they take."""
     targets: dict[str, list[str]] = {}
-    for name in backends.packaged():
+    for name in backends:
         targets.setdefault(suffix_of(name), []).append(name)
     known = ", ".join(f"{suffix} ({', '.join(names)})" for suffix, names in sorted(targets.items()))
     what = f"the suffix {out.suffix}, which no target takes" if out.suffix else "no suffix"

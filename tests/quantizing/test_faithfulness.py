@@ -276,6 +276,12 @@ def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
+def test_a_module_with_results_that_the_graph_has_not_is_not_compared() -> None:
+    traced = qtrace.trace(_module(), DATA[:2])
+    module = _module(lambda self, x: (self.a(x), self.b(self.a(x))))
+    Faithfulness(module, traced, open_data(DATA)).check(_prepared(traced))
+
+
 def test_the_copies_of_a_module_share_its_weights() -> None:
     values = np.ones((4096, 4096), np.float32)
     module = net(lambda self, x: F.matmul(x, self.w), w=mge.Parameter(values))

@@ -30,7 +30,7 @@ from qtrace.graph.passes.dead_code import RemoveDeadCode
 from qtrace.graph.tracing.copies import find_copies, insert_copies
 from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.importing.onnx.channel_bias import join_channel_biases
-from qtrace.importing.onnx.cutting import cut
+from qtrace.importing.onnx.cutting import cut, without_strings
 from qtrace.importing.onnx.identities import store_copies
 from qtrace.importing.onnx.importer import Importer
 from qtrace.importing.onnx.inputs import InputShape, fix_axes, open_sizes, resolve_inputs
@@ -139,6 +139,8 @@ def read_onnx(
         whole, graph = graph, cut(graph, outputs)
         gone = {value.name for value in whole.inputs} - {value.name for value in graph.inputs}
         shapes = {name: shape for name, shape in (shapes or {}).items() if name not in gone}
+    strings = {t.name for t in model.graph.initializer if t.data_type == onnx.TensorProto.STRING}
+    graph = without_strings(graph, strings)
     inputs = resolve_inputs(graph, shapes, batch, fixed)
     graph = with_float_weights(store_copies(name_by_scopes(graph)), opsets)
     graph = join_biases(join_channel_biases(with_pairs(graph, opsets)))

@@ -30,7 +30,7 @@ from qtrace.graph.passes.dead_code import RemoveDeadCode
 from qtrace.graph.tracing.copies import find_copies, insert_copies
 from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.importing.onnx.channel_bias import join_channel_biases
-from qtrace.importing.onnx.cutting import cut
+from qtrace.importing.onnx.cutting import cut, without_strings
 from qtrace.importing.onnx.identities import store_copies
 from qtrace.importing.onnx.importer import Importer
 from qtrace.importing.onnx.inputs import InputShape, fix_axes, open_sizes, resolve_inputs
@@ -141,6 +141,8 @@ def read_onnx(
         shapes = {name: shape for name, shape in (shapes or {}).items() if name not in gone}
     if not graph.outputs:
         raise ImportingError("the graph of the file names no output, so that there is nothing to compute.")
+    strings = {t.name for t in model.graph.initializer if t.data_type == onnx.TensorProto.STRING}
+    graph = without_strings(graph, strings)
     inputs = resolve_inputs(graph, shapes, batch, fixed)
     graph = with_float_weights(store_copies(name_by_scopes(graph)), opsets)
     graph = join_biases(join_channel_biases(with_pairs(graph, opsets)))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import onnx
 
 from qtrace.errors import ImportingError
 from qtrace.importing.onnx.model import Graph, OnnxNode
 
-__all__ = ["cut"]
+__all__ = ["cut", "without_strings"]
 
 
 def cut(graph: Graph, outputs: Sequence[str]) -> Graph:
@@ -48,6 +48,40 @@ def cut(graph: Graph, outputs: Sequence[str]) -> Graph:
         inputs=tuple(value for value in graph.inputs if value.name in needed),
         outputs=tuple(outputs),
         output_dtypes=tuple(dtypes.get(name) for name in outputs),
+    )
+
+
+def without_strings(graph: Graph, strings: Collection[str]) -> Graph:
+    """Returns a graph without nodes that read stored strings, as the names of classes behind a classifier.
+
+    Args:
+        graph: the graph.
+        strings: the initializers of its file that hold strings.
+
+    Raises:
+        ImportingError: when outputs need these nodes, with the tensors up to which the file can be read.
+    """
+    of_strings, last, first = set(strings), list[str](), ""
+    results = {name: node for node in graph.nodes for name in node.outputs}
+    for node in graph.nodes:
+        read = _read_by(node)
+        if of_strings.isdisjoint(read):
+            continue
+        first = first or min(read & of_strings)
+        of_strings.update(filter(None, node.outputs))
+        last += sorted(read - of_strings - set(graph.stored))
+    lost = [name for name in graph.outputs if name in of_strings]
+    if not lost:
+        nodes = tuple(node for node in graph.nodes if of_strings.isdisjoint(_read_by(node)))
+        return dataclasses.replace(graph, nodes=nodes)
+    kept = [name for name in graph.outputs if name not in of_strings]
+    # A ZipMap makes dictionaries of a tensor, which MegEngine has not either.
+    kept = [results[n].inputs[0] if n in results and results[n].op == "ZipMap" else n for n in kept]
+    names = list(dict.fromkeys([*kept, *last]))
+    cure = f"read the file by from_onnx(outputs={names}), and make the strings of what that gives"
+    raise ImportingError(
+        f"{first or lost[0]!r} holds strings, which MegEngine has not, and output {lost[0]!r} is made of "
+        f"them: {cure if names else 'write the file without it'}."
     )
 
 

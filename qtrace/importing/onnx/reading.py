@@ -29,15 +29,17 @@ def load_model(path: Path) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
     """Reads a model, checks its structure and inlines its functions.
 
     Returns:
-        The model without the values of its large tensors, and the values of its initializers. Those that lie
-        in other files are mapped into memory.
+        The model without the values of its large tensors, and the values of its initializers without those
+        that hold strings. Those that lie in other files are mapped into memory.
 
     Raises:
         ImportingError: when the file, or one of its tensors, is missing, is no ONNX model, or is damaged.
     """
     whole, model = _read(path)
+    numbers = (tensor for tensor in whole.graph.initializer if tensor.data_type != onnx.TensorProto.STRING)
     try:
-        return model, stored_tensors(whole.graph, path)
+        _refuse_sparse(whole.graph)
+        return model, {tensor.name: array_of(tensor, path) for tensor in numbers}
     except ImportingError as error:
         raise ImportingError(f"{path}: {error}") from error.__cause__
 
@@ -134,11 +136,15 @@ def stored_tensors(graph: onnx.GraphProto, path: Path) -> dict[str, np.ndarray]:
         ImportingError: when a tensor's data are missing, of another size than its shape says, or outside of
             the folder.
     """
+    _refuse_sparse(graph)
+    return {tensor.name: array_of(tensor, path) for tensor in graph.initializer}
+
+
+def _refuse_sparse(graph: onnx.GraphProto) -> None:
     if graph.sparse_initializer:
         raise ImportingError(
             f"{graph.sparse_initializer[0].values.name!r} is a sparse tensor: store it dense."
         )
-    return {tensor.name: array_of(tensor, path) for tensor in graph.initializer}
 
 
 def array_of(tensor: onnx.TensorProto, path: Path) -> np.ndarray:

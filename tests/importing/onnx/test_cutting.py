@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 from megengine import Tensor
 from onnx import TensorProto, helper
@@ -72,3 +73,58 @@ def test_inputs_that_nothing_needs_are_left_out(tmp_path: Path) -> None:
 def test_names_that_cannot_be_cut_at(outputs: list[str], words: str, tmp_path: Path) -> None:
     with pytest.raises(ImportingError, match=words):
         qtrace.from_onnx(save(_two_heads(), tmp_path), outputs=outputs)
+
+
+def _classifier(zipped: bool = False) -> onnx.ModelProto:
+    """A classifier whose labels are names, as scikit-learn's exports have them."""
+    nodes = [
+        node("MatMul", "x w", "scores"),
+        node("Softmax", "scores", "chances", axis=-1),
+        node("ArgMax", "chances", "place", axis=-1, keepdims=0),
+        node("Gather", "classes place", "name"),
+        node("Identity", "name", "label"),
+    ]
+    proto = model(nodes, {"x": ["N", 3]}, ["label", "chances"], {"w": weights(3, 4)})
+    proto.graph.initializer.append(helper.make_tensor("classes", TensorProto.STRING, [4], list("abcd")))
+    proto.graph.output[0].type.tensor_type.elem_type = TensorProto.STRING
+    if zipped:
+        proto.graph.node.append(
+            helper.make_node(
+                "ZipMap", ["chances"], ["map"], domain="ai.onnx.ml", classlabels_strings=[*"abcd"]
+            )
+        )
+        proto.opset_import.append(helper.make_opsetid("ai.onnx.ml", 1))
+        element = helper.make_tensor_type_proto(TensorProto.FLOAT, None)
+        kind = helper.make_sequence_type_proto(helper.make_map_type_proto(TensorProto.STRING, element))
+        proto.graph.output[1].CopyFrom(helper.make_value_info("map", kind))
+    return proto
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+def test_names_of_classes_are_refused_with_what_is_read_instead(zipped: bool, tmp_path: Path) -> None:
+    path = save(_classifier(zipped), tmp_path)
+    with pytest.raises(ImportingError) as caught:
+        qtrace.from_onnx(path)
+    assert str(caught.value) == (
+        f"{path}: 'classes' holds strings, which MegEngine has not, and output 'label' is made of them: read "
+        "the file by from_onnx(outputs=['chances', 'place']), and make the strings of what that gives."
+    )
+    x = weights(2, 3)
+    chances, place = qtrace.from_onnx(path, outputs=["chances", "place"])(Tensor(x))
+    np.testing.assert_array_equal(place.numpy(), chances.numpy().argmax(-1))
+    with pytest.raises(ImportingError, match=r"outputs=\['place'\]\)"):
+        qtrace.from_onnx(path, outputs=["label"])
+
+
+def test_strings_alone_are_left_out_of_the_file(tmp_path: Path) -> None:
+    proto = _classifier()
+    del proto.graph.node[3:]
+    proto.graph.output[0].name = "classes"
+    with pytest.raises(ImportingError, match=r"'classes' holds strings.*outputs=\['chances'\]\)"):
+        qtrace.from_onnx(save(proto, tmp_path))
+    del proto.graph.output[0]
+    dead = node("Gather", "classes place", "name")  # which no output needs
+    for more in ([], [dead]):
+        proto.graph.node.extend(more)
+        path = save(proto, tmp_path, f"unread{len(more)}.onnx")
+        assert qtrace.from_onnx(path)(Tensor(weights(2, 3))).shape == (2, 4)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from qtrace.preparation.model import QuantizedModel
 __all__ = ["OnnxSegments"]
 
 _LOG = logging.getLogger("qtrace")
+_Result = TypeVar("_Result")
 
 
 class OnnxSegments:
@@ -47,10 +48,29 @@ class OnnxSegments:
         use: Callable[[int, list[np.ndarray]], Any] = keep,
     ) -> list[Any] | None:
         """Computes ``outputs`` for every batch; None where MegEngine must compute them."""
+        run = self._unless_refused(outputs, lambda: self._compute(traced, exprs, fixed, batches, outputs))
+        if run is None:
+            return None
+        return self._unless_refused(outputs, lambda: [use(i, values) for i, values in enumerate(run())])
+
+    def begin(
+        self,
+        traced: TracedModule,
+        exprs: Sequence[Expr],
+        fixed: Mapping[Node, np.ndarray],
+        batches: Sequence[Mapping[TensorNode, np.ndarray]],
+        outputs: Sequence[TensorNode],
+    ) -> Callable[[], list[list[np.ndarray]] | None] | None:
+        """Writes the segment, and returns what computes it, on any thread; each may give None."""
+        run = self._unless_refused(outputs, lambda: self._compute(traced, exprs, fixed, batches, outputs))
+        return None if run is None else lambda: self._unless_refused(outputs, lambda: list(run()))
+
+    def _unless_refused(self, outputs: Sequence[TensorNode], step: Callable[[], _Result]) -> _Result | None:
+        """Returns the result of a step; None if onnxruntime cannot do it, which is remembered."""
         if any(node in self._refused for node in outputs):
             return None
         try:
-            return self._compute(traced, exprs, fixed, batches, outputs, use)
+            return step()
         except (EngineError, ExportError) as error:
             _LOG.info(f"MegEngine computes up to {outputs[-1].name}: {error}")
             self._refused.update(outputs)
@@ -63,21 +83,22 @@ class OnnxSegments:
         fixed: Mapping[Node, np.ndarray],
         batches: Sequence[Mapping[TensorNode, np.ndarray]],
         outputs: Sequence[TensorNode],
-        use: Callable[[int, list[np.ndarray]], Any],
-    ) -> list[Any]:
+    ) -> Callable[[], Iterator[list[np.ndarray]]]:
+        """Writes the segment; returns what opens it and yields the outputs of each batch."""
         if traced not in self._writers:
             self._writers[traced] = PreparedSegments(self._model.view(traced))
         inputs = {node: (value.dtype, _shape(node, batches)) for node, value in batches[0].items()}
         data, names, results = self._writers[traced].model(exprs, inputs, fixed, outputs)
-        session = start_session(data, fuse_integers=False)
-        del data  # the session has a copy of the weights
+        content = [data]
 
-        def run(values: Mapping[TensorNode, np.ndarray]) -> list[np.ndarray]:
-            pairs = zip(names, inputs, strict=True)
-            feeds = {name: np.ascontiguousarray(values[node]) for name, node in pairs}
-            return run_session(session, results, feeds)
+        def feeds_of(values: Mapping[TensorNode, np.ndarray]) -> dict[str, np.ndarray]:
+            return {name: np.ascontiguousarray(values[n]) for name, n in zip(names, inputs, strict=True)}
 
-        return [use(i, values) for i, values in enumerate(ahead(run, batches, self._threads))]
+        def run() -> Iterator[list[np.ndarray]]:
+            session = start_session(content.pop(), fuse_integers=False)  # which copies the weights
+            return ahead(lambda v: run_session(session, results, feeds_of(v)), batches, self._threads)
+
+        return run
 
 
 def _shape(node: TensorNode, batches: Sequence[Mapping[TensorNode, np.ndarray]]) -> list[Any]:

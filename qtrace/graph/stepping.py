@@ -54,6 +54,21 @@ class SegmentEngine(Protocol):
             The results of ``use`` for each batch; None if this engine cannot compute them.
         """
 
+    def begin(
+        self,
+        traced: TracedModule,
+        exprs: Sequence[Expr],
+        fixed: Mapping[Node, np.ndarray],
+        batches: Sequence[Mapping[TensorNode, np.ndarray]],
+        outputs: Sequence[TensorNode],
+    ) -> Callable[[], list[list[np.ndarray]] | None] | None:
+        """Begins to compute nodes, with the parameters and phases of this moment; see `compute`.
+
+        Returns:
+            A function that gives the nodes for each batch, to be called once, on any thread; or None. Either
+            is None if this engine cannot compute them.
+        """
+
 
 def as_array(value: Any) -> np.ndarray:
     """Returns a Tensor's value, or an array as it is."""

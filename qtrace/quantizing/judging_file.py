@@ -7,6 +7,7 @@ file that has lost something on them has lost it on others, too.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -14,7 +15,9 @@ from qtrace.data.base import Batch, batch_length
 from qtrace.data.whole import filled_batches
 from qtrace.errors import QtraceError
 from qtrace.graph.types import TracedModule
+from qtrace.onnxfile.local_session import LocalSession
 from qtrace.outputs.selections import reaching
+from qtrace.process.together import Together
 from qtrace.quantizing.evaluation import count_values, shorten
 from qtrace.quantizing.file_runs import FileRuns, input_values, open_runs, run_batch
 from qtrace.quantizing.float_file import FloatFile
@@ -67,13 +70,18 @@ def _judge(own: FileRuns, exact: FileRuns, traced: TracedModule, batches: Sequen
     if not batches:
         return None
     reference, outputs, samples, values = [], [], 0, 0
-    for number, batch in enumerate(batches):
-        inputs = input_values(traced, batch, number)
-        reference.append(run_batch(exact, inputs))
-        outputs.append(run_batch(own, inputs))
-        samples, values = samples + batch_length(batch), values + sum(v.size for v in reference[-1])
-        if values > _MOST_OUTPUTS and samples >= _LEAST_SAMPLES:
-            break
+    files = (exact, own)
+    # Each takes one thread, so they run beside each other; other runtimes may take all cores.
+    local = all(isinstance(file, LocalSession) for file in files)
+    with Together(None if local else 1) as together:
+        for number, batch in enumerate(batches):
+            inputs = input_values(traced, batch, number)
+            results = together.map(functools.partial(run_batch, values=inputs), files)
+            reference.append(results[0])
+            outputs.append(results[1])
+            samples, values = samples + batch_length(batch), values + sum(v.size for v in reference[-1])
+            if values > _MOST_OUTPUTS and samples >= _LEAST_SAMPLES:
+                break
     batches = batches[: len(reference)]
     compared = JudgedOutputs(
         output_groups(traced, reference),

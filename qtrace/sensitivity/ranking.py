@@ -120,7 +120,7 @@ def rank(simulation: Simulation, metric: str, groups: bool = False) -> Ranking:
     """
     rows = tuple(_row(simulation, layer) for layer in simulation.layers)
     names = _groups(simulation) if groups else ()
-    group_rows = tuple(GroupRow(name, simulation.only_group(name)) for name in names)
+    group_rows = tuple(map(GroupRow, names, simulation.only_groups(names)))
     quantized = simulation.answer()
     return Ranking(metric, quantized.value, rows, group_rows, quantized.parts)
 

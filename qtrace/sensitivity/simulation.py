@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +21,12 @@ from qtrace.sensitivity.detection import DetectionLoss, Parts
 from qtrace.sensitivity.layers import RaisableLayer, active_groups, find_layers
 from qtrace.sensitivity.metrics import Metric, Outputs, agreement, sqnr
 from qtrace.sensitivity.restored import FloatValues
-from qtrace.sensitivity.running import outputs_of, rows_of
+from qtrace.sensitivity.running import begin_outputs, outputs_of, rows_of
 
 __all__ = ["Answer", "Simulation"]
 
 
+_RUNS_AHEAD = 2  # each has its own copy of the weights that one part of the graph reads
 _SAME_DB = 80.0  # folding, and another order of sums, leave a higher SQNR
 
 
@@ -147,6 +150,40 @@ class Simulation:
         """Returns the metric with all sites but those of ``group`` in float."""
         return self._ask(frozenset({group}), [layer.name for layer in self.layers]).value
 
+    def only_groups(self, groups: Iterable[str]) -> Iterator[float]:
+        """Yields what `only_group` returns for each of ``groups``; an engine runs the next ones meanwhile."""
+        raised = [layer.name for layer in self.layers]
+        waiting: deque[tuple[str, Future[Outputs | None] | None]] = deque()
+        with ThreadPoolExecutor(_RUNS_AHEAD) as pool:
+            try:
+                for group in groups:
+                    begun = self._begin(frozenset({group}), raised)
+                    waiting.append((group, None if begun is None else pool.submit(begun)))
+                    if len(waiting) > _RUNS_AHEAD:
+                        yield self._end(*waiting.popleft())
+                while waiting:
+                    yield self._end(*waiting.popleft())
+            finally:
+                for _, future in waiting:
+                    if future is not None:
+                        future.cancel()
+
+    def _begin(self, active: Collection[str], raised: Collection[str]) -> Callable[[], Outputs | None] | None:
+        """Begins a run with some sites active; returns None where one engine does not run the whole graph."""
+        if self._engine is None or self.own is not None or self.selected:
+            return None
+        with in_phase(self.prepared, "float"), self._values.of(raised):
+            self._activate(active, raised)
+            return begin_outputs(self.prepared, self.batches, self._engine)
+
+    def _end(self, group: str, future: Future[Outputs | None] | None) -> float:
+        """Returns the metric of a run that `_begin` has begun, or runs now what was not begun."""
+        outputs = None if future is None else future.result()
+        if outputs is None:
+            return self.only_group(group)
+        self._ran()
+        return self._answer(self.reference, outputs, self.selected).value
+
     def noise(self, layer: RaisableLayer | None = None) -> float:
         """Returns the power of the noise relative to that of the signal, in the worst column group.
 
@@ -180,7 +217,10 @@ class Simulation:
             self._ran()
             return answer
         counted = self.metric in (sqnr, agreement)  # their lost rows count by their share
-        reference, outputs, selected = self._outputs(active, raised, both=counted)
+        return self._answer(*self._outputs(active, raised, both=counted))
+
+    def _answer(self, reference: Outputs, outputs: Outputs, selected: SelectedShares) -> Answer:
+        """Returns the metric of outputs beside float's, of the same rows, and its parts if it has any."""
         if self.metric is sqnr:
             return Answer(self._sqnr(reference, outputs, selected))
         if self.metric is agreement:

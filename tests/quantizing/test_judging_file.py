@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from threading import Barrier, get_ident
 from typing import Any
 
 import megengine.functional as F
@@ -132,3 +133,28 @@ def test_a_limit_holds_for_the_file_too() -> None:
 def test_outputs_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judging_file, "_MOST_OUTPUTS", 1)
     assert _quantize(tmp_path).verdict.file.samples == 8
+
+
+def test_both_files_of_onnxruntime_run_beside_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = _quantize(tmp_path).verdict.file
+    run, both = judging_file.run_batch, Barrier(2, timeout=30)  # which breaks where one runs after the other
+
+    def wait_for_the_other(session: Any, values: Any) -> Any:
+        both.wait()
+        return run(session, values)
+
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr(judging_file, "run_batch", wait_for_the_other)
+    assert _quantize(tmp_path).verdict.file == alone
+
+
+def test_files_of_other_runtimes_run_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, run = set(), judging_file.run_batch
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr(
+        judging_file, "run_batch", lambda *args, **named: threads.add(get_ident()) or run(*args, **named)
+    )
+    assert _quantize(tmp_path, "ncnn").verdict.file is not None
+    assert threads == {get_ident()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,10 +17,12 @@ import pytest
 
 import qtrace
 from qtrace import cli
+from qtrace.calibration.base import EngineError
 from qtrace.calibration.segments import OnnxSegments
 from qtrace.errors import CalibrationError, ConfigError, ExportError
 from qtrace.graph.types import TracedModule
 from qtrace.metrics import sqnr_db
+from qtrace.preparation.model import QuantizedModel
 from qtrace.sensitivity import Budget, Goal, analyze, mixed_precision, searching
 from qtrace.sensitivity.simulation import Simulation
 from tests.nets import net
@@ -432,6 +435,57 @@ def test_what_the_fast_engine_cannot_compute_is_left_to_megengine(
     ranking = analyze(prepared, _data(1), engine="onnxruntime")
     assert ranking == analyze(prepared, _data(1), engine="megengine")
     assert [r.getMessage() for r in caplog.records if "has no ONNX form" in r.getMessage()] != []
+
+
+def test_groups_are_measured_beside_each_other_and_alike(
+    traced: TracedModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = qtrace.calibrate(qtrace.prepare(traced, W4), _data(0), progress=False)
+    simulation = Simulation(prepared, [*_data(1), *_data(2)], engine="onnxruntime")
+    groups = list(QuantizedModel(prepared).fake_quants)[:4]
+    alone = [simulation.only_group(group) for group in groups]
+    begin, two, begun, waited = OnnxSegments.begin, Event(), [], []
+
+    def wait_for_the_next(*args: Any) -> Any:
+        finish = begin(*args)
+        begun.append(1)
+        if len(begun) == 2:
+            two.set()
+        return lambda: waited.append(two.wait(30)) or finish()
+
+    monkeypatch.setattr(OnnxSegments, "begin", wait_for_the_next)
+    assert list(simulation.only_groups(groups)) == alone
+    assert waited == [True] * len(groups)
+
+
+@pytest.mark.parametrize("part", [1, 1 << 30])
+def test_groups_of_a_network_in_parts_are_measured_alike(
+    part: int, traced: TracedModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = qtrace.calibrate(qtrace.prepare(traced, W4), _data(0), progress=False)
+    simulation = Simulation(prepared, _data(1), engine="onnxruntime")
+    groups = list(QuantizedModel(prepared).fake_quants)[:3]
+    monkeypatch.setattr("qtrace.graph.stepping.PART_BYTES", part)
+    runs, compute = [], OnnxSegments._compute
+    monkeypatch.setattr(OnnxSegments, "_compute", lambda *args: runs.append(1) or compute(*args))
+    assert list(simulation.only_groups(groups)) == [simulation.only_group(group) for group in groups]
+    assert (len(runs) > 2 * len(groups)) == (part == 1)
+
+
+def test_groups_that_the_engine_refuses_when_it_runs_are_left_to_megengine(
+    traced: TracedModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = qtrace.calibrate(qtrace.prepare(traced, W4), _data(0), progress=False)
+    groups = list(QuantizedModel(prepared).fake_quants)[:3]
+    slow = Simulation(prepared, _data(1), engine="megengine")
+    expected = [slow.only_group(group) for group in groups]
+    simulation = Simulation(prepared, _data(1), engine="onnxruntime")
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise EngineError("it refuses the graph")
+
+    monkeypatch.setattr("qtrace.calibration.segments.start_session", refuse)
+    assert list(simulation.only_groups(groups)) == pytest.approx(expected, abs=0.05)
 
 
 def _unlike(self: M.Module, x: mge.Tensor, z: mge.Tensor) -> mge.Tensor:

@@ -77,8 +77,9 @@ def measure_output_noise(
     Returns:
         The evidence, with the noise of the measured groups.
     """
-    bar = progress_bar(groups, desc="verdict", unit="site", disable=not progress)
-    noise = {group: float(10 ** (-simulation.only_group(group) / 10)) for group in bar}
+    measured = simulation.only_groups(groups)
+    bar = progress_bar(measured, total=len(groups), desc="verdict", unit="site", disable=not progress)
+    noise = {group: float(10 ** (-decibels / 10)) for group, decibels in zip(groups, bar, strict=True)}
     return [replace(e, output_noise=noise[e.group]) if e.group in noise else e for e in evidence]
 
 

@@ -243,6 +243,81 @@ def test_sigmoids_of_files_that_are_close_to_zero_are_no_difference(
     compared.check(_prepared(traced))
 
 
+def test_places_of_equal_values_may_be_others(tmp_path: Path) -> None:
+    """A detector that keeps the peaks of a map: behind them are zeros, among which runtimes pick any."""
+    stored = {
+        "w": weights(1, 3, 3, 3),
+        "s": weights(2, 3, 3, 3, seed=1),
+        "k": np.array([20]),
+        "flat": np.array([0, -1]),
+        "pairs": np.array([0, 2, -1]),
+        "one": np.array([1]),
+        "twice": np.array([1, 2, 1]),
+    }
+    nodes = [
+        node("Conv", "x w", "heat"),
+        node("MaxPool", "heat", "highest", kernel_shape=[3, 3], pads=[1] * 4),
+        node("Equal", "highest heat", "is_peak"),
+        node("Cast", "is_peak", "peak", to=1),
+        node("Mul", "heat peak", "peaks"),
+        node("Relu", "peaks", "scored"),
+        node("Reshape", "scored flat", "row"),
+        node("TopK", "row k", "scores places", axis=1),
+        node("Conv", "x s", "sizes"),
+        node("Reshape", "sizes pairs", "columns"),
+        node("Unsqueeze", "places one", "place"),
+        node("Tile", "place twice", "both"),
+        node("GatherElements", "columns both", "boxes", axis=2),
+    ]
+    path = save(model(nodes, {"x": ["N", 3, 16, 16]}, ["scores", "boxes"], stored), tmp_path)
+    traced = qtrace.from_onnx(path)
+    data = open_data(images(4, 3, 16, 16))
+    Faithfulness(path, traced, data).check(_prepared(traced))
+    with pytest.raises(GraphError):  # what is not behind these places is compared
+        Faithfulness(path, traced, data).check(_change_heat(_prepared(traced)))
+
+
+def _change_heat(prepared):
+    for name, value in list(prepared.named_parameters()):
+        if value.shape == (1, 3, 3, 3):
+            set_parameter(prepared, name, mge.Parameter(value.numpy() * 1.5))
+    return prepared
+
+
+def test_a_black_image_behind_norms_is_rounding(tmp_path: Path) -> None:
+    """A norm of a constant map makes much of its roundings, and a share of 0 has no last bits."""
+    stored, nodes, tensor = {}, [], "x"
+    for index, channels in enumerate((3, 8, 8, 8, 8)):
+        stored |= {
+            f"w{index}": weights(8, channels, 3, 3, seed=index),
+            f"b{index}": weights(8, seed=9 + index),
+        }
+        nodes += [
+            node("Conv", f"{tensor} w{index} b{index}", f"c{index}"),
+            node("InstanceNormalization", f"c{index} one zero", f"n{index}", epsilon=1e-5),
+            node("Relu", f"n{index}", f"r{index}"),
+        ]
+        tensor = f"r{index}"
+    stored |= {"one": np.ones(8, np.float32), "zero": np.zeros(8, np.float32)}
+    path = save(model(nodes, {"x": ["N", 3, 48, 48]}, [tensor], stored), tmp_path)
+    traced = qtrace.from_onnx(path)
+    data = images(4, 3, 48, 48)
+    data[:2] = 0.0
+    Faithfulness(path, traced, open_data(data)).check(_prepared(traced))
+
+
+def test_one_number_in_half_precision_hides_no_other_network(tmp_path: Path) -> None:
+    stored = {"w": weights(8, 3, 3, 3), "half": np.array(1, np.float16)}
+    nodes = [node("Conv", "x w", "c"), node("Cast", "half", "h", to=1), node("Mul", "c h", "y")]
+    path = save(model(nodes, {"x": ["N", 3, 8, 8]}, ["y"], stored), tmp_path)
+    traced = qtrace.from_onnx(path)
+    Faithfulness(path, traced, open_data(DATA)).check(_prepared(traced))
+    for name, value in list(traced.named_parameters()):
+        set_parameter(traced, name, mge.Parameter(value.numpy() * 3.0))
+    with pytest.raises(GraphError, match="does not compute"):
+        Faithfulness(path, traced, open_data(DATA)).check(_prepared(traced))
+
+
 def test_a_file_in_half_precision_is_compared_with_its_own_precision(tmp_path: Path) -> None:
     stored = {"w": weights(4, 3, 3, 3).astype(np.float16), "v": weights(4, 4, 3, 3).astype(np.float16)}
     nodes = [

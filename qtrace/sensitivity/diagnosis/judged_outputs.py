@@ -70,7 +70,6 @@ def judge_outputs(
     by_sample = measure_samples(compared.groups, reference, outputs, compared.counts, compared.repeated)
     differences = measure_differences(compared.groups, reference, outputs, compared.counts, compared.repeated)
     between_db = _lowest([errors.sqnr_db() for errors in differences])
-    between_low_db = _lowest([errors.low_db() for errors in differences])
     constant = not compared.one_number and are_constant(reference, compared.repeated)
     low_db = _lowest([errors.low_db() - margin_db for errors in by_sample])
     worst_sample_db = _lowest([errors.worst_db() for errors in by_sample])
@@ -93,10 +92,9 @@ def judge_outputs(
         rows=compared.rows,
         worst_sample_db=worst_sample_db,
         predictions=None if same is None else (same, samples),
-        between_low_db=between_db,
+        between_db=between_db,
     )
-    shows_nothing = compared.one_number or constant
-    word = judged(low_db=low_db, between_low_db=between_low_db, shows_nothing=shows_nothing)
+    word = judged(low_db=low_db, shows_nothing=compared.one_number or constant)
     return Verdict(
         word,
         decibels,
@@ -118,7 +116,6 @@ def judge_outputs(
         constant,
         computed_by,
         between_db=between_db,
-        between_low_db=between_low_db,
         silent=() if compared.one_number or constant else _silent(reference, compared.groups),
     )
 

@@ -11,6 +11,7 @@ from qtrace.outputs import NO_INFORMATION_DB, GroupFigures
 
 __all__ = [
     "BROKEN_BELOW_DB",
+    "DIFFERING_DB",
     "FAKE_QUANTS",
     "GOOD_FROM_DB",
     "GroupVerdict",
@@ -22,6 +23,8 @@ GOOD_FROM_DB = 20.0
 """From this SQNR of the worst column group on, a graph is called good: noise is at most 1 % of the signal."""
 BROKEN_BELOW_DB = 10.0
 """Below this SQNR a graph is called broken: the noise is more than 10 % of the signal."""
+DIFFERING_DB = 13.0
+"""Below this SQNR of what differs between samples a graph is not called good: noise is 5 % of that."""
 FAKE_QUANTS = "graph with fake quants"
 """What computes the figures that are no runtime's."""
 _GOOD_EQUAL, _BROKEN_EQUAL = 0.9, 0.5  # shares of an output of integers; an index is right or wrong
@@ -105,7 +108,6 @@ class Verdict(Displayed):
         lowered: whether the word is that of the file alone.
         between_db: the SQNR of what differs between samples, of the worst column group, in dB; None where
             nothing differs, or all are exact.
-        between_low_db: the same that other samples may have.
         silent: the names of the outputs that are one number in float in all samples, and that number, beside
             others that are not.
     """
@@ -132,7 +134,6 @@ class Verdict(Displayed):
     file: Verdict | None = None
     lowered: bool = False
     between_db: float | None = None
-    between_low_db: float | None = None
     silent: tuple[tuple[str, float], ...] = ()
 
     def _text(self, max_width: int | None) -> str:
@@ -229,7 +230,7 @@ class Verdict(Displayed):
             doubts.append(f"other samples may have {self.low_db:.1f} dB, as {reason}")
         if any(self._is_above(limit, self.worst_sample_db) for limit in (GOOD_FROM_DB, BROKEN_BELOW_DB)):
             doubts.append(f"{self.worst_sample_db:.1f} dB in the worst sample")
-        if self.metric is None and self._is_above(BROKEN_BELOW_DB, self.between_low_db):
+        if self.metric is None and self._is_above(DIFFERING_DB, self.between_db):
             between_db = round(self.between_db or 0.0, 1) + 0.0  # which is no -0.0
             lost = ", which is lost or hardly anything" if between_db < NO_INFORMATION_DB else ""
             doubts.append(f"{between_db:.1f} dB in what differs between samples{lost}")
@@ -263,7 +264,7 @@ def judge(
     worst_sample_db: float | None = None,
     shows_nothing: bool = False,
     predictions: tuple[float, int] | None = None,
-    between_low_db: float | None = None,
+    between_db: float | None = None,
 ) -> str:
     """Returns good, check or broken.
 
@@ -282,8 +283,8 @@ def judge(
         predictions: the share of samples with float's prediction, and the number of samples; None for outputs
             that are no scores of classes. If two or more samples and a tenth of all have another prediction,
             a graph is good by a metric alone.
-        between_low_db: the SQNR of what differs between samples that others may have; if it is broken, a
-            graph is good by a metric alone: the samples may be alike, or what is left of them a constant.
+        between_db: the SQNR of what differs between samples; if it is low, a graph is good by a metric alone:
+            the samples may be alike, or what is left of them a constant.
     """
     if rows is not None and metric is None:
         equal = rows if equal is None else min(rows, equal)
@@ -291,9 +292,14 @@ def judge(
         return "broken"
     word = _judge_values(sqnr_db, metric, float_metric)
     doubtful = low_db is not None and low_db < GOOD_FROM_DB
-    lost = any(f is not None and f < BROKEN_BELOW_DB for f in (worst_sample_db, between_low_db))
+    lost = worst_sample_db is not None and worst_sample_db < BROKEN_BELOW_DB
+    alike = between_db is not None and between_db < DIFFERING_DB
     changed = predictions is not None and _are_changed(*predictions)
-    if word == "good" and metric is None and (not compared or doubtful or lost or shows_nothing or changed):
+    if (
+        word == "good"
+        and metric is None
+        and any((not compared, doubtful, lost, alike, shows_nothing, changed))
+    ):
         return "check"
     return "check" if word == "good" and equal is not None and equal < _GOOD_EQUAL else word
 

@@ -563,7 +563,11 @@ CONFIGS = {
     "twice": {"ptq": ["fuse_bn", "fuse_bn"]},
     "long": {"qat": {"epochs": 10**5000}},
     "long option": {"observers": {"activation": {"mse": {"bins": 10**5000}}}},
-    "imports": {"imports": ["resnet"]},
+    "unknown import": {"imports": ["resnet_of_nobody"]},
+    "imports of a wrong type": {"imports": 3},
+    "imports that are no names": {"imports": [object()]},
+    "a wrong key beside imports": {"imports": ["resnet"], "observer": "mse"},
+    "code beside imports": {"imports": ["resnet"], "fakequant": "json:JSONDecoder"},
     "not plain data": {"observers": {"activation": {"mse": {"bins": object()}}}},
 }
 

@@ -372,11 +372,11 @@ _ACCURACY = (
 )
 
 
-# Runtime -> the quantizer whose first kind of file stands in the README, and the runtime in words.
+# Runtime -> its name; beside the first kind of file of its own quantizer.
 _SHIPPED = {
-    "onnxruntime": "onnxruntime.quantization in onnxruntime 1.32",
-    "openvino": "NNCF in OpenVINO",
-    "litert": "ai-edge-quantizer in LiteRT",
+    "onnxruntime": "onnxruntime 1.32",
+    "openvino": "OpenVINO",
+    "litert": "LiteRT",
 }
 
 
@@ -431,13 +431,13 @@ def _in_runtimes() -> tuple[str, str]:
             if (row.runtime, row.variant) == (runtime, shipped_rows.OWN) and peer in row.against
         ]
         medians = [own.against[peer][0] for own, _ in pairs]
-        counts.append(f"{title} ({len(pairs)} networks)")
+        counts.append(f"{title} ({len(pairs)})")
         speeds.append(f"{min(medians):.2f}x to {max(medians):.2f}x")
         less += [own.db[group] - theirs.db[group] for own, theirs in pairs for group in theirs.db]
     assert min(less) > 0, "the words below say that there is less noise"
     return (
-        f"speed beside the static int8 file of {', '.join(counts)}",
-        f"{', '.join(speeds)}; each with less noise, by {min(less):.1f} dB or more",
+        f"speed beside other tools' files (networks): {', '.join(counts)}",
+        f"{', '.join(speeds)}; {min(less):.1f} dB or more less noise",
     )
 
 

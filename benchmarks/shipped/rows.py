@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from benchmarks.deployed.rows import TRAINED_NETS
+from benchmarks.deployed.rows import TIMED, TRAINED_NETS
 from qtrace.display import format_table
 
 __all__ = [
@@ -27,16 +27,7 @@ __all__ = [
 ]
 
 RESULTS = Path(__file__).parent.parent / "results" / "shipped.json"
-NETS = (
-    *TRAINED_NETS,
-    "ResNet-18 96",
-    "ResNet-50 224",
-    "MobileNetV2 96",
-    "MobileNetV3 96",
-    "YOLOX-nano 96",
-    "YOLOX-nano 256",
-    "YOLOX-tiny 416",
-)
+NETS = (*TRAINED_NETS, *TIMED, "ResNet-50 224")
 """Trained networks, and those of published sizes with random weights: of these only the times count."""
 
 FLOAT, OWN = "float", "qtrace"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import string
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -131,9 +130,9 @@ def starter(
 
 def _relative_to(name: str, out: Path | None) -> str:
     """Returns the path of file ``name`` relative to the folder of ``out``; other names unchanged."""
-    if out is None or not name.lower().endswith((".yaml", ".yml")):
-        return name
-    return Path(os.path.relpath(name, out.parent)).as_posix()
+    from qtrace.config.recipe import importable
+
+    return name if out is None else importable(name, out.parent)
 
 
 def _flow(value: Any) -> str:

@@ -41,8 +41,10 @@ __all__ = [
     "config_of",
     "config_or_default",
     "dump_recipe",
+    "importable",
     "is_own",
     "is_packaged",
+    "is_recipe_file",
     "load_recipe",
     "read_recipe",
     "recipe_names",
@@ -246,9 +248,19 @@ def recipe_names() -> tuple[str, ...]:
     return tuple(sorted(_name(path) for path in _HOME.rglob("*.yaml")))
 
 
+def is_recipe_file(name: str) -> bool:
+    """Returns whether ``name`` is that of a recipe file, which ends with .yaml or .yml in any case."""
+    return name.lower().endswith(_SUFFIXES)
+
+
+def importable(name: str, folder: Path) -> str:
+    """Returns the name by which a file in ``folder`` imports a recipe: a file's path is relative to it."""
+    return Path(os.path.relpath(name, folder)).as_posix() if is_recipe_file(name) else name
+
+
 def is_packaged(recipe: object) -> bool:
     """Returns whether ``recipe`` is the name of a packaged recipe, or names joined by ``+``."""
-    if not isinstance(recipe, str) or recipe.lower().endswith(_SUFFIXES):
+    if not isinstance(recipe, str) or is_recipe_file(recipe):
         return False
     names = recipe_names()
     return all(_packaged(part, names) is not None for part in _split(recipe))
@@ -274,11 +286,7 @@ def _parts(name_or_path: str | Path) -> list[str]:
     """
     if is_precision(name_or_path) and str(name_or_path) in recipe_names():
         name_or_path = f"{DEFAULT_RECIPE}+{name_or_path}"
-    if (
-        not isinstance(name_or_path, str)
-        or "+" not in name_or_path
-        or name_or_path.lower().endswith(_SUFFIXES)
-    ):
+    if not isinstance(name_or_path, str) or "+" not in name_or_path or is_recipe_file(name_or_path):
         return []
     names = recipe_names()
     parts = []
@@ -332,7 +340,7 @@ def _find(name_or_path: str | Path, base: Path = Path()) -> Path:
         possible = False
     if not possible:
         raise ConfigError(f"{text!a} cannot be the name of a file.")
-    if text.lower().endswith(_SUFFIXES):
+    if is_recipe_file(text):
         return base / text
     packaged = _HOME / f"{text}.yaml"
     if isinstance(name_or_path, str) and _NAME.fullmatch(text) and packaged.is_file():

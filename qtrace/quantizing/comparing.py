@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Union
 
 from qtrace.config import QConfig
-from qtrace.config.recipe import load_recipe, recipe_names
+from qtrace.config.recipe import is_recipe_file, load_recipe, recipe_names
 from qtrace.errors import ConfigError, GraphError, QtraceError
 from qtrace.graph.files.serialize import load
 from qtrace.graph.types import TracedModule
@@ -80,7 +80,7 @@ def _kind(side: Side) -> str:
     path = _path(side)
     if path.suffix.lower() == ".onnx":
         return "file"
-    if path.suffix.lower() in (".yaml", ".yml") or (not path.exists() and str(side) in recipe_names()):
+    if is_recipe_file(path.name) or (not path.exists() and str(side) in recipe_names()):
         return "recipe"
     return "model"
 

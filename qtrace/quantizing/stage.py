@@ -12,7 +12,7 @@ from qtrace.calibration.calibrate import calibrate
 from qtrace.calibration.jobs import Source
 from qtrace.calibration.running import Result, RunSettings, collect_all
 from qtrace.config import Preprocess, QConfig
-from qtrace.config.recipe import config_or_default
+from qtrace.config.recipe import config_or_default, importable
 from qtrace.data import Batch, DataSource, open_data
 from qtrace.data.fingerprints import SampleRecord
 from qtrace.data.whole import whole_batches
@@ -335,5 +335,4 @@ def _importable(recipe: Any, out: Path) -> str | None:
     """Returns the recipe's name as a file in the folder ``out`` imports it; None for no recipe's name."""
     if not isinstance(recipe, (str, os.PathLike)):
         return None
-    name = os.fspath(recipe)
-    return os.path.relpath(name, out) if name.endswith((".yaml", ".yml")) else name
+    return importable(os.fspath(recipe), out)

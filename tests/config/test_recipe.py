@@ -730,3 +730,16 @@ def test_what_says_nothing_is_the_default_recipe(monkeypatch: pytest.MonkeyPatch
     explicit = QConfig(backend="onnxruntime")
     assert config_or_default(explicit) is explicit
     assert config_or_default("onnxruntime") == load_recipe("onnxruntime")
+
+
+@pytest.mark.parametrize(
+    ("name", "imported"),
+    [
+        ("mine.yaml", "../mine.yaml"),
+        ("MINE.YML", "../MINE.YML"),
+        ("resnet50", "resnet50"),
+        ("int8+qnn", "int8+qnn"),
+    ],
+)
+def test_a_file_is_imported_relative_to_the_folder_of_the_importing_one(name: str, imported: str) -> None:
+    assert recipe.importable(name, Path("int8")) == imported

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -228,6 +227,6 @@ def _detection(arguments: dict[str, Any]) -> Any:
 
 def _importable(recipe: str, patch: Path | None) -> str:
     """Returns the name by which the patch imports the recipe: a file relative to the patch's folder."""
-    if patch is None or not recipe.lower().endswith((".yaml", ".yml")):
-        return recipe
-    return os.path.relpath(recipe, patch.parent)
+    from qtrace.config.recipe import importable
+
+    return recipe if patch is None else importable(recipe, patch.parent)

@@ -24,7 +24,7 @@ from qtrace.benchmarking.load import watched_load
 from qtrace.benchmarking.runners import Runner, RunnerSettings, open_file
 from qtrace.errors import ExportError
 
-__all__ = ["FEWEST_RUNS", "LEAST_RUNS", "Speed", "compare_files", "summarize"]
+__all__ = ["FEWEST_RUNS", "LEAST_RUNS", "Settled", "Speed", "compare_files", "summarize"]
 
 _ROUNDS = 2
 _LEAST_TURNS, _MOST_TURNS = 7, 400  # of a round
@@ -97,6 +97,10 @@ class Speed:
         return dict(vars(self))
 
 
+Settled = Callable[[list[Speed]], bool]
+"""Says by the speeds of files whether they decide what they are measured for."""
+
+
 def compare_files(
     paths: Sequence[Path],
     *,
@@ -104,6 +108,7 @@ def compare_files(
     settings: RunnerSettings | None = None,
     seconds: float = 2.0,
     most: float = 30.0,
+    settled: Settled | None = None,
 ) -> list[Speed]:
     """Measures files in turns, the first of which is the reference.
 
@@ -115,11 +120,17 @@ def compare_files(
             earlier if the range of each ratio is narrower than 2 %.
         most: the seconds that slow files may take. Where seven turns take longer there are fewer, three at
             least, whose range is wider.
+        settled: says whether more turns would decide nothing else, by the speeds so far; a round ends then,
+            too, after seven turns. Each round is asked.
 
     Raises:
         ExportError: when a file cannot be run, or three turns take longer than ``most``.
     """
     settings = settings or RunnerSettings()
+
+    def is_enough(times: list[list[float]]) -> bool:
+        return _are_narrow(times) or (settled is not None and settled(summarize([*rounds, times])))
+
     start = time.perf_counter()
     end = start + most
     rounds: list[list[list[float]]] = []
@@ -132,7 +143,7 @@ def compare_files(
         runners += [open_file(path, runtime, settings) for path in paths[1:]]
         opened = time.perf_counter()
         with watched_load() as load:
-            rounds.append(_take_turns(runners, _clock(runners, settings), seconds / _ROUNDS, end))
+            rounds.append(_take_turns(runners, _clock(runners, settings), seconds / _ROUNDS, end, is_enough))
         busy = busy or (load.is_busy and settings.host is None)  # a host's own work is others', too
         now = time.perf_counter()
         least = LEAST_RUNS * (now - opened) / (len(rounds[-1][0]) + 1)  # at most two more runs than turns
@@ -164,9 +175,21 @@ def _clock(runners: Sequence[Runner], settings: RunnerSettings) -> Callable[[Run
 
 
 def _take_turns(
-    runners: Sequence[Runner], clock: Callable[[Runner], float], seconds: float, latest: float
+    runners: Sequence[Runner],
+    clock: Callable[[Runner], float],
+    seconds: float,
+    latest: float,
+    is_enough: Callable[[list[list[float]]], bool],
 ) -> list[list[float]]:
-    """Returns the times of each file, one a turn, in the order of `order_turn`."""
+    """Returns the times of each file, one a turn, in the order of `order_turn`.
+
+    Args:
+        runners: run the files.
+        clock: times a run.
+        seconds: how long to go on.
+        latest: when to end, by the clock, though there are fewer turns than otherwise.
+        is_enough: says by the times so far whether to end before.
+    """
     first = [clock(runner) for runner in runners]  # allocates, too
     first = [t if t > _LONG_RUN else min(t, clock(runner)) for t, runner in zip(first, runners, strict=True)]
     repeats = [max(1, min(_MOST_RUNS, int(_TURN / max(t, 1e-7)))) for t in first]
@@ -178,7 +201,7 @@ def _take_turns(
             runs = [clock(runners[index]) for _ in range(repeats[index])]
             times[index].append(statistics.median(runs))
         now = time.perf_counter()
-        if number + 1 >= _LEAST_TURNS and (now > end or _are_narrow(times)):
+        if number + 1 >= _LEAST_TURNS and (now > end or is_enough(times)):
             break
         if number + 1 >= _FEWEST_TURNS and now + (now - began) > latest:
             break

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
+from qtrace.benchmarking.turns import Speed
 from qtrace.preparation.placement.frontier import Point, price
 from qtrace.preparation.placement.problem import Problem
 from qtrace.preparation.prepare import SearchOutcome
@@ -24,6 +26,7 @@ __all__ = [
     "find_labellings",
     "is_doubtful",
     "is_noisy",
+    "is_settled",
     "name_with_bits",
     "predict",
     "with_everything",
@@ -42,6 +45,7 @@ _LEAST_TIME_ERROR = 0.1  # of the time of the ops with other labels: that of pre
 _LEAST_NOISE_ERROR = 2.0  # dB, likewise
 _NEARLY_EXACT = 1e-12
 _DOUBTFUL_NOISE = 6.0  # dB that a predicted choice has more than predicted
+_SETTLED_RANGE = 1.1  # the ends of a range of ratios, one over the other: wider ones say too little to show
 _NOISY = 0.01  # relative to the worst group of columns: with more noise than this predictions change
 
 
@@ -114,6 +118,28 @@ def choose_labelling(measured: Sequence[MeasuredLabelling], in_float: bool = Tru
     other programs may have shifted does not count for it: a file that is probably slower is not asked for.
     """
     return _find_best(measured, in_float)[0]
+
+
+def is_settled(
+    measured: Sequence[MeasuredLabelling], other: MeasuredLabelling, speed: Speed, in_float: bool = True
+) -> bool:
+    """Returns whether more turns of another labelling would decide nothing else.
+
+    They would not if the same labelling is chosen at both ends of its range. Of float, it must be known which
+    of both is faster, too, as the card of the file says.
+
+    Args:
+        measured: what was measured before: the predicted choice first.
+        other: the other labelling, with its noise.
+        speed: its speed beside the first one so far.
+        in_float: whether float may be chosen.
+    """
+    if speed.high > _SETTLED_RANGE * speed.low or (
+        other.name == FLOAT and not (speed.slower or speed.faster)
+    ):
+        return False
+    ends = (replace(other, speed=replace(speed, low=end, high=end)) for end in (speed.low, speed.high))
+    return len({choose_labelling([*measured, end], in_float) for end in ends}) == 1
 
 
 def _find_best(measured: Sequence[MeasuredLabelling], in_float: bool) -> tuple[int, float]:

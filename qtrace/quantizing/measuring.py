@@ -57,6 +57,7 @@ from qtrace.quantizing.labellings import (
     find_labellings,
     is_doubtful,
     is_noisy,
+    is_settled,
     name_with_bits,
     predict,
     with_everything,
@@ -89,7 +90,8 @@ _TIMED_RUNS = 3
 # faster rounded everywhere than by the times of single kernels.
 _MEASURED = ("onnxruntime", "openvino", "tflite", "ncnn")
 _MEASURED_WHOLE = ("openvino", "tflite", "ncnn")
-_TURNS = 2  # the way in which files take turns: times that were measured otherwise are not remembered
+_TURNS = 3  # the way in which files take turns: times that were measured otherwise are not remembered
+_UNTIMED = Speed(0.0, 1.0, 1.0, 1.0, 0)
 _RANGE_BATCHES = 2  # where the ranges of the search are not enough
 _MOST_CENTRED = 3  # labellings that are measured without zero points, too
 _MOST_IN_DOUBT = 4  # labellings that are measured, whatever time it takes
@@ -501,7 +503,7 @@ class _Bench:
         if extent is None:
             self._note(f"a run takes {run:.3g} s, and {limit:.3g} s are too little to compare")
             return (), ""
-        measured = list(self._compare({name: labellings[name] for name in (first, FLOAT)}, extent))
+        measured = self._compare({name: labellings[name] for name in (first, FLOAT)}, extent)
         left_out = self._measure_others(labellings, measured, extent, folder, (start, limit))
         self._measure_centred(labellings, measured, extent, folder)
         return tuple(measured), left_out
@@ -538,7 +540,7 @@ class _Bench:
             both = {first: labellings[first], other: waiting.pop(other)}
             try:
                 self._export(other, both[other], folder)
-                measured.append(self._compare(both, extent)[1])
+                measured.append(self._compare(both, extent, measured)[1])
             except QtraceError as error:
                 self.reporter.note(f"placement: {other} could not be measured: {error}")
         return _list_left_out(waiting, labellings, "as they could hardly be better")
@@ -581,30 +583,47 @@ class _Bench:
             self._export(name, both[name], folder)
             if self.structures[name] == self.structures[centred]:
                 return False
-            measured.append(self._compare(both, extent)[1])
+            measured.append(self._compare(both, extent, measured)[1])
         except QtraceError as error:
             self.reporter.note(f"placement: {name} could not be measured: {error}")
             return False
         return True
 
-    def _compare(self, pair: Mapping[str, SearchOutcome], extent: Extent) -> tuple[MeasuredLabelling, ...]:
-        """Measures two labellings, the first of which is the predicted choice."""
+    def _compare(
+        self,
+        pair: Mapping[str, SearchOutcome],
+        extent: Extent,
+        measured: Sequence[MeasuredLabelling] = (),
+    ) -> list[MeasuredLabelling]:
+        """Measures two labellings, the first of which is the predicted choice.
+
+        Args:
+            pair: the labellings.
+            extent: what there is time to measure.
+            measured: what was measured before.
+        """
         files = {name: self.files[name] for name in pair}
-        noises = self._noises(files, extent.samples)
-        speeds = self._time(files, extent.seconds)
-        return tuple(
+        quiet = [
             MeasuredLabelling(
                 name,
                 _integers(outcome),
                 *predict(outcome.point),
-                speed,
+                _UNTIMED,
                 noise,
                 self._told_structure(name),
                 outcome.weight_bits,
                 outcome.centred,
             )
-            for (name, outcome), speed, noise in zip(pair.items(), speeds, noises, strict=True)
-        )
+            for (name, outcome), noise in zip(pair.items(), self._noises(files, extent.samples), strict=True)
+        ]
+        first, other = quiet
+
+        def is_enough(speeds: Sequence[Speed]) -> bool:
+            known = measured or [replace(first, speed=speeds[0])]
+            return is_settled(known, other, speeds[1], self.in_float)
+
+        speeds = self._time(files, extent.seconds, is_enough)
+        return [replace(each, speed=speed) for each, speed in zip(quiet, speeds, strict=True)]
 
     def _told_structure(self, name: str) -> str:
         """Returns the structure of an ONNX file; "" for that of float if rules keep something on integers."""
@@ -668,17 +687,26 @@ class _Bench:
         batches = [batch for batch, _ in zip(self.samples, range(_RANGE_BATCHES), strict=False)]
         calibrate(prepared, batches, progress=False, statistics=statistics)
 
-    def _time(self, files: Mapping[str, Path], most: float) -> list[Speed]:
-        """Returns the speeds of files beside the first one; those of like structure are remembered."""
+    def _time(
+        self, files: Mapping[str, Path], most: float, settled: Callable[[Sequence[Speed]], bool]
+    ) -> list[Speed]:
+        """Returns the speeds of files beside the first one; those of like structure are remembered.
+
+        Speeds that were measured until they decided something else are measured again.
+        """
         settings = self._settings()
         key = self._key(files, settings) if self.remembers else {}
         if self.remembers and (stored := read_cached("labellings", key)) is not None:
-            return [Speed(**entry) for entry in stored]
-        seconds = min(_TIMING_SECONDS, most)
-        paths = list(files.values())
-        speeds = self.timer(paths, runtime=self.runtime, settings=settings, seconds=seconds, most=most)
+            speeds = [Speed(**entry) for entry in stored["speeds"]]
+            if stored["whole"] or settled(speeds):
+                return speeds
+        paths, seconds = list(files.values()), min(_TIMING_SECONDS, most)
+        speeds = self.timer(
+            paths, runtime=self.runtime, settings=settings, seconds=seconds, most=most, settled=settled
+        )
         if self.remembers and not any(speed.busy for speed in speeds):
-            write_cached("labellings", key, [speed.to_dict() for speed in speeds])
+            entries = [speed.to_dict() for speed in speeds]
+            write_cached("labellings", key, {"speeds": entries, "whole": not settled(speeds)})
         return speeds
 
     def _key(self, files: Iterable[str], settings: RunnerSettings) -> dict[str, Any]:

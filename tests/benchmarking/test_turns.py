@@ -81,6 +81,22 @@ def test_a_round_ends_where_all_ratios_are_narrow(monkeypatch) -> None:
     assert [speed.ratio for speed in speeds] == pytest.approx([1.0, 2.0], rel=0.01)
 
 
+def test_a_round_ends_where_its_speeds_decide(monkeypatch) -> None:
+    """After seven turns, and in each round: memory may lie otherwise in the second one."""
+    asked: list[int] = []
+
+    def is_enough(speeds: list[turns.Speed]) -> bool:
+        assert speeds[1].ratio == pytest.approx(2.0, rel=0.05)
+        asked.append(speeds[0].turns)
+        return len(asked) > 2
+
+    files = _Files(monkeypatch, 0.02, 0.01)
+    files.wobble = 0.02
+    speeds = turns.compare_files(files.paths, seconds=3.0, settled=is_enough)
+    assert asked == [7, 8, 9, 16]
+    assert [speed.turns for speed in speeds] == [16, 16]
+
+
 def test_few_turns_say_less() -> None:
     """Three ratios have a far wider range than nine; a clear difference stays clear."""
     own = [1.0, 1.01, 0.99]

@@ -38,6 +38,7 @@ from qtrace.quantizing.labellings import (
     find_competitor,
     find_labellings,
     is_doubtful,
+    is_settled,
     predict,
     with_everything,
 )
@@ -85,6 +86,34 @@ def _measured(name: str, ratio: float, *noise: float, spread: float = 0.01) -> M
 )
 def test_another_labelling_is_taken_only_if_it_is_better_for_certain(others, chosen) -> None:
     assert choose_labelling([_measured("predicted", 1.0), *others]) == chosen
+
+
+@pytest.mark.parametrize(
+    ("name", "noise", "low", "high", "settled"),
+    [
+        ("float", 0.0, 0.60, 0.65, True),
+        ("float", 0.0, 0.60, 0.67, False),  # too wide a range to show
+        ("float", 0.0, 0.97, 1.02, False),  # which of both is faster is not known
+        ("float", 0.0, 1.10, 1.15, True),
+        ("fastest", 1e-3, 1.02, 1.06, True),  # better at both ends
+        ("fastest", 1e-3, 0.99, 1.04, False),
+        ("fastest", 1e-3, 0.90, 0.98, True),  # worse at both
+        ("fastest", 5e-1, 0.97, 1.04, True),  # spoils outputs, however fast it is
+    ],
+)
+def test_turns_go_on_while_they_may_decide_otherwise(name, noise, low, high, settled) -> None:
+    first, other = _measured("predicted", 1.0, 1e-3, 1e-3), _measured(name, 1.0, noise, noise)
+    speed = Speed(1e-3, math.sqrt(low * high), low, high, 14)
+    assert is_settled([first], other, speed) is settled
+
+
+def test_turns_end_by_all_that_was_measured_before() -> None:
+    """Which of another labelling and float is better is open only where float may be taken."""
+    first, whole = _measured("predicted", 1.0, 1e-3, 1e-3), _measured("float", 1.05, 1e-3, 1e-3)
+    fastest, speed = _measured("fastest", 1.0, 1e-3, 1e-3), Speed(1e-3, 1.06, 1.03, 1.09, 14)
+    assert not is_settled([first, whole], fastest, speed)
+    assert is_settled([first, whole], fastest, speed, in_float=False)
+    assert is_settled([first, replace(whole, speed=replace(whole.speed, low=1.2))], fastest, speed)
 
 
 def test_float_that_is_probably_faster_beside_other_programs_is_taken() -> None:
@@ -681,6 +710,34 @@ def test_times_beside_other_programs_are_not_remembered(tmp_path: Path, monkeypa
     assert plan.times.labellings
     folder = tmp_path / "cache"
     assert bool(folder.exists() and list(folder.glob("labellings-*"))) is not busy
+
+
+def test_times_that_decided_something_else_are_not_remembered_for_it(tmp_path: Path, monkeypatch) -> None:
+    """A measurement that ended early is good for decisions that it settles; a whole one for all."""
+    monkeypatch.setenv("QTRACE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(measuring, "find_labellings", find_labellings)
+    speeds, config = (
+        [Speed(1e-3, 1.0, 1.0, 1.0, 9), Speed(2e-3, 0.5, 0.49, 0.51, 9)],
+        {"placement": "balanced"},
+    )
+    timed: list[object] = []
+
+    def timer(paths, **options):
+        timed.append(paths)
+        return speeds
+
+    monkeypatch.setattr(measuring, "compare_files", timer)
+
+    def run(is_enough: bool) -> int:
+        timed.clear()
+        monkeypatch.setattr(measuring, "is_settled", lambda *args: is_enough)
+        plan = TimingPlan(Times())
+        prepare_measured(_traced(), as_qconfig(config), [DATA[:4]], lambda: [DATA[4:]], plan, LogReporter())
+        return len(timed)
+
+    count = run(True)
+    assert count
+    assert [run(True), run(False), run(True), run(False)] == [0, count, 0, 0]
 
 
 class _Notes(LogReporter):

@@ -24,7 +24,7 @@ from qtrace.benchmarking.load import watched_load
 from qtrace.benchmarking.runners import Runner, RunnerSettings, open_file
 from qtrace.errors import ExportError
 
-__all__ = ["FEWEST_RUNS", "LEAST_RUNS", "Settled", "Speed", "compare_files", "summarize"]
+__all__ = ["FEWEST_RUNS", "LEAST_RUNS", "Settled", "Speed", "are_clear", "compare_files", "summarize"]
 
 _ROUNDS = 2
 _LEAST_TURNS, _MOST_TURNS = 7, 400  # of a round
@@ -36,6 +36,7 @@ LEAST_RUNS, FEWEST_RUNS = _LEAST_TURNS + _UNTIMED_RUNS, _FEWEST_TURNS + _UNTIMED
 # 0.89 to 0.93 beside eight programs on two cores.
 _BUSY_RANGE = 1.1
 _NARROW = 1.02  # the ends of a range of ratios, one over the other: more turns would decide nothing else
+_SHOWN_RANGE = 1.1  # likewise: a wider range says too little to show
 _LONG_RUN = 0.25  # seconds: files that take longer are opened once, and run seven times
 _TURN = 0.002  # seconds of a turn; shorter files run several times in it
 _MOST_RUNS = 20
@@ -72,6 +73,16 @@ class Speed:
     def faster(self) -> bool:
         """Whether the file is faster than the first one beyond the spread of the measurement."""
         return self.low > 1 / NO_SLOWER
+
+    @property
+    def narrow(self) -> bool:
+        """Whether the range of the ratio is narrow enough to be shown."""
+        return self.high <= _SHOWN_RANGE * self.low
+
+    @property
+    def clear(self) -> bool:
+        """Whether the range is narrow, and it is known which of both files is faster."""
+        return self.narrow and (self.slower or self.faster)
 
     @property
     def steady_low(self) -> float:
@@ -150,6 +161,11 @@ def compare_files(
         if max(min(own) for own in rounds[0]) > _LONG_RUN or now + opened - began + least > end:
             break
     return summarize(rounds, busy)
+
+
+def are_clear(speeds: Sequence[Speed]) -> bool:
+    """Returns whether the speed of each file beside the first one is clear."""
+    return all(speed.clear for speed in speeds[1:])
 
 
 def _refuse_slow(once: float, paths: Sequence[Path], most: float) -> None:

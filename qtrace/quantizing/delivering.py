@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from qtrace.benchmarking.runners import RunnerSettings
-from qtrace.benchmarking.turns import Speed, compare_files
+from qtrace.benchmarking.turns import Speed, are_clear, compare_files
 from qtrace.config import QConfig, backends
 from qtrace.errors import ExportError, QtraceError
 from qtrace.graph.open_axes import read_open_axes
@@ -170,7 +170,9 @@ def measure_file(
     runtime = backend.runtime or TIMED[path.suffix][0]
     try:
         settings = timed_settings(twin.traced, path.suffix, host)
-        first, own = (timer or compare_files)([twin.path, path], runtime=runtime, settings=settings)
+        first, own = (timer or compare_files)(
+            [twin.path, path], runtime=runtime, settings=settings, settled=are_clear
+        )
     except QtraceError as error:
         if host is not None and isinstance(error, MissingPackageError):
             raise
@@ -220,7 +222,8 @@ def compare_with_own(
     if config.backend != "onnxruntime" or path.suffix != ".onnx" or not _has_composites(own, path):
         return delivery
     try:
-        speeds = compare_files([own, path], settings=timed_settings(traced, path.suffix, host))
+        settings = timed_settings(traced, path.suffix, host)
+        speeds = compare_files([own, path], settings=settings, settled=are_clear)
     except QtraceError:  # such as a file that onnxruntime runs on other processors alone
         return delivery
     return replace(delivery, beside_own=speeds[1])

@@ -45,7 +45,6 @@ _LEAST_TIME_ERROR = 0.1  # of the time of the ops with other labels: that of pre
 _LEAST_NOISE_ERROR = 2.0  # dB, likewise
 _NEARLY_EXACT = 1e-12
 _DOUBTFUL_NOISE = 6.0  # dB that a predicted choice has more than predicted
-_SETTLED_RANGE = 1.1  # the ends of a range of ratios, one over the other: wider ones say too little to show
 _NOISY = 0.01  # relative to the worst group of columns: with more noise than this predictions change
 
 
@@ -134,9 +133,7 @@ def is_settled(
         speed: its speed beside the first one so far.
         in_float: whether float may be chosen.
     """
-    if speed.high > _SETTLED_RANGE * speed.low or (
-        other.name == FLOAT and not (speed.slower or speed.faster)
-    ):
+    if not (speed.clear if other.name == FLOAT else speed.narrow):
         return False
     ends = (replace(other, speed=replace(speed, low=end, high=end)) for end in (speed.low, speed.high))
     return len({choose_labelling([*measured, end], in_float) for end in ends}) == 1

@@ -97,6 +97,19 @@ def test_a_round_ends_where_its_speeds_decide(monkeypatch) -> None:
     assert [speed.turns for speed in speeds] == [16, 16]
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "clear"),
+    [(1.5, 1.6, True), (0.8, 0.87, True), (1.5, 1.7, False), (0.98, 1.04, False), (0.5, 0.6, False)],
+)
+def test_a_speed_is_clear_if_its_narrow_range_says_which_is_faster(
+    low: float, high: float, clear: bool
+) -> None:
+    whole, own = turns.Speed(1.0, 1.0, 1.0, 1.0, 14), turns.Speed(1.0, low, low, high, 14)
+    assert own.clear is clear
+    assert turns.are_clear([whole, own]) is clear
+    assert not turns.are_clear([whole, own, turns.Speed(1.0, 1.0, 0.99, 1.01, 14)])
+
+
 def test_few_turns_say_less() -> None:
     """Three ratios have a far wider range than nine; a clear difference stays clear."""
     own = [1.0, 1.01, 0.99]

@@ -220,15 +220,19 @@ def quantize(x: Any, qparams: QParams) -> np.ndarray:
     Raises:
         SchemeError: when x has no such axis or another number of channels.
     """
-    x, scheme = _floats(x), qparams.scheme
+    return _quantized(_floats(x), qparams).astype(np.int32)
+
+
+def _quantized(x: np.ndarray, qparams: QParams) -> np.ndarray:
+    """Returns what `quantize` does, as floats of the type of ``x``."""
+    scheme = qparams.scheme
     scale, zero_point = _broadcast_params(qparams, x)
     with np.errstate(over="ignore"):
         q = np.asarray(x / scale.astype(x.dtype))
     q = np.asarray(round_to(q, scheme.rounding))
     np.add(q, zero_point.astype(x.dtype), out=q)
     # fmax rather than clip: it takes NaN to qmin.
-    np.fmin(np.fmax(q, scheme.qmin, out=q), scheme.qmax, out=q)
-    return q.astype(np.int32)
+    return np.asarray(np.fmin(np.fmax(q, scheme.qmin, out=q), scheme.qmax, out=q))
 
 
 def quantize_bias(bias: np.ndarray, scale: np.ndarray, limit: int) -> np.ndarray:
@@ -276,7 +280,11 @@ def fake_quantize(x: Any, qparams: QParams) -> np.ndarray:
         SchemeError: when x has no such axis or another number of channels.
     """
     x = _floats(x)
-    return _dequantize(quantize(x, qparams), qparams, x.dtype)
+    # Integers of a scheme and their differences are exact as float32: int32 between would take longer.
+    values = _quantized(x, qparams)
+    scale, zero_point = _broadcast_params(qparams, values)
+    np.subtract(values, zero_point.astype(x.dtype), out=values)
+    return np.multiply(values, scale.astype(x.dtype), out=values)
 
 
 def _dequantize(q: np.ndarray, qparams: QParams, dtype: np.dtype) -> np.ndarray:

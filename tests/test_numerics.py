@@ -319,6 +319,24 @@ def test_dtypes_in_and_out():
     assert quantize(np.zeros((0, 3), np.float32), params).shape == (0, 3)
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("bits", [2, 4, 8, 16])
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize("axis", [None, 1])
+def test_fake_quantize_is_dequantize_of_quantize_bit_for_bit(dtype, bits, signed, axis) -> None:
+    rng = np.random.default_rng(bits)
+    x = (rng.standard_normal((5, 3, 64)) * [[[0.1], [1.0], [30.0]]]).astype(dtype)
+    x[0, 0, :8] = [np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-30, -1e-4, 60000.0]
+    scheme = QScheme(bits, signed=signed, axis=axis)
+    ends = (x[1:].min(axis=(0, 2)), x[1:].max(axis=(0, 2))) if axis else (x[1:].min(), x[1:].max())
+    qparams = choose(*ends, scheme)
+    found, integers = fake_quantize(x, qparams), quantize(x, qparams)
+    scale, zero_point = (expand(p, axis, 3) for p in (qparams.scale, qparams.zero_point))
+    assert found.dtype == (np.float64 if dtype is np.float64 else np.float32)
+    expected = (integers.astype(np.int64) - zero_point).astype(found.dtype) * scale.astype(found.dtype)
+    assert found.tobytes() == expected.tobytes()
+
+
 def test_wrong_channels_are_refused():
     params = choose([0, 0], [1, 2], QScheme(axis=1))
     for shape in ((2,), (2, 3)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from qtrace.quantizing.folder import CURE, VERDICT
 from qtrace.quantizing.reporting import Reporter
 from qtrace.sensitivity.diagnosis import Calibrated, Diagnosis, diagnose, measure_inputs
 from qtrace.sensitivity.diagnosis.verdict import Verdict
+from qtrace.sensitivity.metrics import Outputs
 
 __all__ = [
     "Acceptance",
@@ -122,6 +123,7 @@ def conclude(
     calibration: DataSource,
     record: SampleRecord | None = None,
     importing: str | None = None,
+    run_file: Callable[[Sequence[Any]], Outputs] | None = None,
 ) -> Judgement:
     """Judges a calibrated graph.
 
@@ -135,6 +137,7 @@ def conclude(
         calibration: the data of the calibration.
         record: the samples that the calibration has read; None if they are not known.
         importing: the recipe, as the cure names it; None for a cure that imports none.
+        run_file: returns the outputs of the file of the graph for batches; None to judge the graph itself.
 
     Raises:
         QtraceError: when the graph cannot be judged, and there is a limit.
@@ -156,6 +159,7 @@ def conclude(
             metric=acceptance.metric,
             measured_on=words,
             at_least=acceptance.at_least,
+            run_file=run_file,
             progress=reporter.progress,
         )
     except QtraceError as error:

@@ -8,7 +8,7 @@ file that has lost something on them has lost it on others, too.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from qtrace.data.base import Batch, batch_length
@@ -24,14 +24,53 @@ from qtrace.quantizing.float_file import FloatFile
 from qtrace.quantizing.output_noise import output_groups
 from qtrace.runtimes.host import RuntimeHost
 from qtrace.sensitivity.diagnosis import JudgedOutputs, are_one_number, find_repeated, judge_outputs
-from qtrace.sensitivity.diagnosis.verdict import Verdict
+from qtrace.sensitivity.diagnosis.verdict import THE_FILE, Verdict
+from qtrace.sensitivity.metrics import Outputs
 
-__all__ = ["judge_file"]
+__all__ = ["judge_file", "open_for_verdict"]
 
 # Counts of samples and values, not a time: the verdict is the same on a busy machine.
 _MOST_SAMPLES, _LEAST_SAMPLES = 64, 8
 _MOST_VALUES = 32 * 3 * 224 * 224  # of all inputs
 _MOST_OUTPUTS = 1 << 26  # values of the float file, which are kept
+
+
+def open_for_verdict(
+    path: Path,
+    converted: TracedModule,
+    backend: str,
+    host: RuntimeHost | None = None,
+    size: int | None = None,
+) -> Callable[[Sequence[Batch]], Outputs] | None:
+    """Returns what runs a file in the place of its graph for the verdict: it is what users get, and faster.
+
+    Args:
+        path: the file, which `verify` has passed.
+        converted: the graph that it was exported from.
+        backend: the name of the backend that it is for.
+        host: the interpreter or machine that has the runtime; None for this one.
+        size: the number of samples that the file takes alone; None if it takes any.
+
+    Returns:
+        A function from batches to the outputs of each; None where onnxruntime does not run the file here,
+        where the file takes one number of samples alone, and where rows are selected, as it does not tell
+        their places.
+    """
+    if host is not None or size is not None or any(reaching(converted)):
+        return None
+    try:
+        session = open_runs(path, converted, backend)
+    except (QtraceError, ImportError):
+        return None
+    if not isinstance(session, LocalSession):
+        return None
+
+    def run(batches: Sequence[Batch]) -> Outputs:
+        return [
+            run_batch(session, input_values(converted, batch, number)) for number, batch in enumerate(batches)
+        ]
+
+    return run
 
 
 def judge_file(
@@ -91,7 +130,7 @@ def _judge(own: FileRuns, exact: FileRuns, traced: TracedModule, batches: Sequen
         find_repeated(batches),
         are_one_number(batches),
     )
-    return judge_outputs(compared, "samples, those of the calibration among them", computed_by="the file")
+    return judge_outputs(compared, "samples, those of the calibration among them", computed_by=THE_FILE)
 
 
 def _cut(batches: Iterable[Batch], traced: TracedModule, size: int | None) -> Iterator[Batch]:

@@ -43,7 +43,7 @@ from qtrace.quantizing.evaluation import (
 from qtrace.quantizing.faithfulness import Faithfulness
 from qtrace.quantizing.float_file import FloatFile
 from qtrace.quantizing.judging import Acceptance, Judgement, conclude, copy_float
-from qtrace.quantizing.judging_file import judge_file
+from qtrace.quantizing.judging_file import judge_file, open_for_verdict
 from qtrace.quantizing.labels import labels_of
 from qtrace.quantizing.measuring import TimingPlan, prepare_measured
 from qtrace.quantizing.reporting import LogReporter, Reporter
@@ -55,6 +55,7 @@ from qtrace.quantizing.times import Times
 from qtrace.runtimes.files import check_host
 from qtrace.runtimes.host import RuntimeHost
 from qtrace.sensitivity.diagnosis.verdict import Verdict
+from qtrace.sensitivity.metrics import Outputs
 from qtrace.sensitivity.mixed import mixed_precision
 from qtrace.sensitivity.searching import Goal
 from qtrace.storage.outputs import argument, output_file
@@ -185,7 +186,11 @@ class _Data:
 
 @dataclass(frozen=True)
 class _Calibrated:
+    """A calibrated graph, its float copy and the samples that it has read, and what was found about it."""
+
     prepared: TracedModule
+    twin: TracedModule | None
+    record: SampleRecord
     judgement: Judgement = field(default_factory=Judgement)
     raised: tuple[str, ...] = ()
 
@@ -306,7 +311,10 @@ def quantize(
         taken = Times.open(None if times is None else Path(times))
         kept = keep or is_precision(recipe)
         measurement = TimingPlan(taken, host=runtime_host, keep=kept) if measure else None
-        result = _calibrate(traced, config, opened, acceptance, reporter, measurement, original)
+        result = _calibrate(traced, config, opened, reporter, measurement, original)
+        judges_graph = metric is not None or not verify
+        if judges_graph:
+            result = _judge(result, opened, acceptance, reporter)
         if max_drop is not None:
             with stages.measure("raise layers"):
                 result = _keep_metric(
@@ -320,6 +328,12 @@ def quantize(
             converted = convert(result.prepared)
             export(converted, partial, format=format_of(config))
         report = _verify(partial, path, converted, result.prepared, opened, runtime_host) if verify else None
+        if not judges_graph:
+            run_file = open_for_verdict(
+                partial, converted, config.backend, runtime_host, _batch_of_file(partial)
+            )
+            result = _judge(result, opened, acceptance, reporter, run_file)
+            _check(result.judgement, allow_broken, spell)
         with FloatFile(traced, config, path.suffix) as twin:
             delivery = Delivery()
             if measure:
@@ -419,39 +433,48 @@ def _calibrate(
     traced: TracedModule,
     config: QConfig,
     data: _Data,
-    acceptance: Acceptance,
     reporter: Reporter,
     measurement: TimingPlan | None,
     original: Faithfulness,
 ) -> _Calibrated:
-    """Prepares, calibrates and judges."""
+    """Prepares and calibrates."""
     with data.times.measure("prepare"):
         prepared = prepare_measured(
             traced, config, data.calibration, lambda: data.evaluation.read(traced), measurement, reporter
         )
         original.check(prepared)
-    return _judge(prepared, data, acceptance, reporter)
+    return _calibrate_prepared(prepared, data, reporter)
 
 
-def _judge(prepared: TracedModule, data: _Data, acceptance: Acceptance, reporter: Reporter) -> _Calibrated:
-    """Calibrates and judges a prepared graph."""
+def _calibrate_prepared(prepared: TracedModule, data: _Data, reporter: Reporter) -> _Calibrated:
     source = data.calibration
     twin, record = copy_float(prepared), SampleRecord(source)
     with data.times.measure("calibrate"):
         calibrate(prepared, source, progress=reporter.progress)
-    samples = estimate_samples(source)
+    return _Calibrated(prepared, twin, record)
+
+
+def _judge(
+    result: _Calibrated,
+    data: _Data,
+    acceptance: Acceptance,
+    reporter: Reporter,
+    run_file: Callable[[Sequence[Batch]], Outputs] | None = None,
+) -> _Calibrated:
+    """Judges a calibrated graph, by its file if that is there."""
     with data.times.measure("judge"):
         judgement = conclude(
-            prepared,
+            result.prepared,
             data.evaluation,
             acceptance,
             reporter,
-            twin=twin,
-            samples=samples,
-            calibration=source,
-            record=record,
+            twin=result.twin,
+            samples=estimate_samples(data.calibration),
+            calibration=data.calibration,
+            record=result.record,
+            run_file=run_file,
         )
-    return _Calibrated(prepared, judgement)
+    return replace(result, judgement=judgement)
 
 
 def _keep_metric(
@@ -494,8 +517,8 @@ def _keep_metric(
             "nothing was written."
         )
     original.check(prepared)
-    again = _judge(prepared, data, acceptance, reporter)
-    return _Calibrated(again.prepared, again.judgement, raised)
+    again = _judge(_calibrate_prepared(prepared, data, reporter), data, acceptance, reporter)
+    return replace(again, raised=raised)
 
 
 def _check(judgement: Judgement, allow_broken: bool, spell: Callable[[str], str]) -> None:

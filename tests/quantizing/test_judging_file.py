@@ -16,8 +16,9 @@ from megengine import Tensor
 import qtrace
 from qtrace.errors import CalibrationError
 from qtrace.quantizing import judging_file
-from qtrace.sensitivity.diagnosis.verdict import Verdict
-from tests.nets import net
+from qtrace.sensitivity.diagnosis.verdict import FAKE_QUANTS, Verdict
+from qtrace.sensitivity.simulation import Simulation
+from tests.nets import images, net
 
 SUFFIXES = {
     "onnxruntime": ".onnx",
@@ -130,6 +131,56 @@ def test_a_limit_holds_for_the_file_too() -> None:
     assert "not at least 37" in judged.line()
 
 
+def test_the_verdict_is_on_what_the_file_gives_for_what_was_held_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The graph does not run for it."""
+    monkeypatch.setattr(Simulation, "quantized", None)
+    data = images(32, 3, 16, 16)
+    result = qtrace.quantize(_network(), data, tmp_path / "net.onnx", progress=False, allow_broken=True)
+    session, held_back = onnxruntime.InferenceSession(str(result.path)), data[-8:]
+    rounded = session.run(None, {session.get_inputs()[0].name: held_back})[0].astype(np.float64)
+    exact = result.traced(Tensor(held_back)).numpy().astype(np.float64)
+    expected = 10 * np.log10((exact**2).sum() / ((exact - rounded) ** 2).sum())
+    assert result.verdict.sqnr_db == pytest.approx(expected, abs=1e-3)
+    assert "on 8 samples that were held back (the file)" in result.verdict.line()
+
+
+@pytest.mark.parametrize(
+    ("target", "options"),
+    [
+        ("onnxruntime", {"verify": False}),
+        ("onnxruntime", {"metric": lambda graph: 1.0}),
+        ("openvino", {}),
+        ("tflite", {}),
+        ("ncnn", {}),
+    ],
+)
+def test_elsewhere_the_graph_is_judged(tmp_path: Path, target: str, options: dict[str, Any]) -> None:
+    assert (
+        "on 8 samples that were held back (graph with"
+        in _quantize(tmp_path, target, **options).verdict.line()
+    )
+
+
+def test_a_file_of_one_batch_alone_is_not_run_in_the_place_of_its_graph(tmp_path: Path) -> None:
+    module = net(lambda self, x: F.reshape(F.relu(self.a(x)), (4, -1)), a=M.Conv2d(3, 4, 3))
+    result = qtrace.quantize(module, images(32, 3, 8, 8), tmp_path / "net.onnx", progress=False, batch_size=4)
+    assert result.verdict.computed_by == FAKE_QUANTS
+
+
+def test_a_broken_file_is_not_written_and_its_cause_is_told(tmp_path: Path) -> None:
+    """Judged by its file, behind the check of its integers."""
+    module = net(lambda self, x: self.b(F.relu(self.a(x))), a=M.Conv2d(3, 16, 3), b=M.Conv2d(16, 4, 1))
+    module.a.weight[3] *= 3000.0
+    module.b.weight[:, 3] *= 0.0
+    path = tmp_path / "net.onnx"
+    recipe = {"placement": "everything", "ptq": [], "observers": {"activation": "minmax"}}
+    with pytest.raises(CalibrationError, match=r"useless \(.* \(the file\); .*outlier-channels at relu_out"):
+        qtrace.quantize(module, images(32, 3, 8, 8), path, recipe=recipe, progress=False)
+    assert not path.exists()
+
+
 def test_outputs_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judging_file, "_MOST_OUTPUTS", 1)
     assert _quantize(tmp_path).verdict.file.samples == 8
@@ -144,6 +195,10 @@ def test_both_files_of_onnxruntime_run_beside_each_other(
     def wait_for_the_other(session: Any, values: Any) -> Any:
         both.wait()
         return run(session, values)
+
+    monkeypatch.setattr(
+        "qtrace.quantizing.quantize.open_for_verdict", lambda *_: None
+    )  # which runs one alone
 
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     monkeypatch.setattr(judging_file, "run_batch", wait_for_the_other)

@@ -33,8 +33,8 @@ from qtrace.sensitivity.diagnosis.inputs import (
 from qtrace.sensitivity.diagnosis.judged_outputs import JudgedOutputs, judge_outputs
 from qtrace.sensitivity.diagnosis.measuring import measure_output_noise, measure_sites
 from qtrace.sensitivity.diagnosis.samples import MANY_SAMPLES, seen_margin_db
-from qtrace.sensitivity.diagnosis.verdict import GroupVerdict, Verdict
-from qtrace.sensitivity.metrics import choose
+from qtrace.sensitivity.diagnosis.verdict import FAKE_QUANTS, THE_FILE, GroupVerdict, Verdict
+from qtrace.sensitivity.metrics import Outputs, choose
 from qtrace.sensitivity.simulation import Simulation
 
 __all__ = [
@@ -137,6 +137,7 @@ def diagnose(
     metric: Callable[[TracedModule], float] | None = None,
     measured_on: str = "samples",
     at_least: float | None = None,
+    run_file: Callable[[Sequence[Any]], Outputs] | None = None,
     progress: bool = True,
 ) -> Diagnosis:
     """Judges a quantized graph and finds the causes of its noise.
@@ -149,6 +150,8 @@ def diagnose(
         metric: the user's metric, which gets a graph and returns a number; more is better.
         measured_on: what the batches are, in words.
         at_least: the limit for the metric, or for the SQNR in dB.
+        run_file: returns the outputs of the file that was exported, for batches, which are judged in the
+            place of the graph's; None to run the graph. Behind a selection the graph runs, whose rows tell.
         progress: whether to show a progress bar on stderr while suspects are measured.
 
     Raises:
@@ -158,7 +161,7 @@ def diagnose(
     simulation = Simulation(view, batches, twin=twin)
     known = calibrated or Calibrated()
     values = _metric_values(view, simulation.batches, twin, metric)
-    verdict = _judge(view, simulation, values, measured_on, at_least, known)
+    verdict = _judge(view, simulation, values, measured_on, at_least, known, run_file)
     evidence = measure_sites(view, twin or model, simulation.batches)
     if verdict.word != "good" and not verdict.doubted:
         evidence = measure_output_noise(simulation, evidence, _suspects(evidence), progress=progress)
@@ -191,8 +194,14 @@ def _judge(
     measured_on: str,
     at_least: float | None,
     known: Calibrated,
+    run_file: Callable[[Sequence[Any]], Outputs] | None,
 ) -> Verdict:
-    reference, outputs, selected = simulation.quantized()
+    if run_file is None or simulation.selected:
+        reference, outputs, selected = simulation.quantized()
+        computed_by = FAKE_QUANTS
+    else:
+        reference, outputs, selected = simulation.reference, run_file(simulation.batches), simulation.selected
+        computed_by = THE_FILE
     counts = [count_samples(as_arguments(b, view.module, i)) for i, b in enumerate(simulation.batches)]
     compared = JudgedOutputs(
         simulation.groups,
@@ -203,7 +212,9 @@ def _judge(
         are_one_number(simulation.batches),
         selected.worst(),
     )
-    return judge_outputs(compared, measured_on, values, at_least, known.margin_db, known.judged)
+    return judge_outputs(
+        compared, measured_on, values, at_least, known.margin_db, known.judged, computed_by=computed_by
+    )
 
 
 def _suspects(evidence: Sequence[SiteEvidence]) -> list[str]:

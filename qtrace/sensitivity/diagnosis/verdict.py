@@ -14,6 +14,7 @@ __all__ = [
     "DIFFERING_DB",
     "FAKE_QUANTS",
     "GOOD_FROM_DB",
+    "THE_FILE",
     "GroupVerdict",
     "Verdict",
     "judge",
@@ -27,6 +28,8 @@ DIFFERING_DB = 13.0
 """Below this SQNR of what differs between samples a graph is not called good: noise is 5 % of that."""
 FAKE_QUANTS = "graph with fake quants"
 """What computes the figures that are no runtime's."""
+THE_FILE = "the file"
+"""What computes the figures of a finished file, in its runtime."""
 _GOOD_EQUAL, _BROKEN_EQUAL = 0.9, 0.5  # shares of an output of integers; an index is right or wrong
 _GOOD_SAME, _FEW_CHANGED = 0.9, 2  # share of equal predictions; fewer changed ones tell of no share
 _GOOD_LOSS = 0.01  # of the metric in float

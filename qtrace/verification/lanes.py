@@ -84,7 +84,7 @@ class Lanes:
         """Runs the graph on the arguments of one call; hooks see what is watched or depends on these.
 
         Args:
-            lanes: the lanes; the first one replaces no value in its hook.
+            lanes: the lanes; of several, the first one replaces no value in its hook.
             args: positional arguments.
             kwargs: keyword arguments.
 

@@ -18,7 +18,7 @@ from qtrace.graph.dataflow import needed_nodes
 from qtrace.graph.interpreter import ENGINE_ERRORS, Interpreter
 from qtrace.graph.types import Input, Node, TensorNode
 from qtrace.metrics import sqnr_db
-from qtrace.numerics import dequantize, quantize
+from qtrace.numerics import dequantize, exact_levels, quantize
 from qtrace.onnxfile.reading import read_model
 from qtrace.outputs import ColumnGroup
 from qtrace.outputs.replay import SelectedShares, Share
@@ -86,6 +86,7 @@ class File:
         session: the session, with the runtime's optimizations or without.
 
     Attributes:
+        qparams: what `integer_qparams` gives for the graph.
         float16: rounds what the file has in float16; None for nothing.
 
     Raises:
@@ -95,7 +96,7 @@ class File:
     def __init__(self, path: Path, model: QuantizedModel, session: Session) -> None:
         self.path, self.model, self.session = path, model, session
         self.names = _integer_names(model, path, session)
-        self.output_names = output_names(model)
+        self.output_names, self.qparams = output_names(model), integer_qparams(model)
         self.first_of_equals: bool = getattr(session, "first_of_equals", True)
         self.open_axes = open_in_file(path, model.module)
         ops = _float16_ops(path, session)
@@ -401,6 +402,16 @@ def tied_inputs(file: File, graph: EndToEnd, runtime: RuntimeRun) -> dict[str, n
     return tied
 
 
+def _read_levels(values: np.ndarray, qparams: QParams) -> tuple[np.ndarray, bool]:
+    """Returns the integers of a site in few bytes, and whether `values` are the floats of these integers."""
+    levels = exact_levels(values, qparams)
+    if levels is not None:
+        return levels, True
+    scheme = qparams.scheme
+    kind = np.min_scalar_type(scheme.qmin if scheme.qmin < 0 else scheme.qmax)
+    return quantize(values, qparams).astype(kind), False
+
+
 class OpByOp(FirstOfEquals):
     """Compares at every site, then goes on with the runtime's integers.
 
@@ -419,7 +430,7 @@ class OpByOp(FirstOfEquals):
     def __init__(self, file: File, integers: dict[str, np.ndarray], report: VerifyReport) -> None:
         super().__init__(file.model.module, file.first_of_equals)
         self.names, self.integers, self.report = file.names, integers, report
-        self.qparams = integer_qparams(file.model)
+        self.qparams = file.qparams
         self.values = RuntimeValues(self.names, integers, self.qparams)
         self.disagreement: Disagreement | None = None
         self.beside: EndToEnd | None = None
@@ -443,9 +454,9 @@ class OpByOp(FirstOfEquals):
             return value
         qparams = self.qparams[node.name]
         runtime = self.integers[name]
-        graph = None if self.beside is None else self.beside.integers_of(node, value)
-        if graph is None:
-            graph = quantize(value.numpy(), qparams)
+        known = None if self.beside is None else self.beside.integers_of(node, value)
+        graph, exact = known or _read_levels(value.numpy(), qparams)
+        same = exact and np.array_equal(graph, runtime)
         if self._float16 is not None:
             unrounded = self._unrounded.get(self._sources.get(node.name, ""))
             graph = self._float16.nearest(node, unrounded, graph, runtime, qparams)
@@ -462,9 +473,11 @@ class OpByOp(FirstOfEquals):
             self.order.differ()
         else:
             self.on_integers(value, Disagreement(node.name, graph, runtime, qparams))
-        values = dequantize(runtime, qparams)
         # The same tensor lets the next ops be computed once for both lanes.
-        return value if np.array_equal(values, value.numpy()) else type(value)(values)
+        if same:
+            return value
+        values = dequantize(runtime, qparams)
+        return value if not exact and np.array_equal(values, value.numpy()) else type(value)(values)
 
     def reordered_outputs(self, ends: Sequence[tuple[str, Node]], values: Sequence[np.ndarray]) -> set[str]:
         """Returns the names of outputs that may differ by the order of equal scores.
@@ -496,6 +509,7 @@ class GraphRun(FirstOfEquals):
         nodes: names of nodes that hold dequantized integers.
         first_of_equals: whether the first one of equal scores comes first.
         places: the places that its selections give; None for its own.
+        qparams: what `integer_qparams` gives for the graph, if it is known.
     """
 
     def __init__(
@@ -504,9 +518,10 @@ class GraphRun(FirstOfEquals):
         nodes: Collection[str],
         first_of_equals: bool = True,
         places: Sequence[np.ndarray] | None = None,
+        qparams: Mapping[str, QParams] | None = None,
     ) -> None:
         super().__init__(model.module, first_of_equals, places)
-        self.nodes, self.qparams = nodes, integer_qparams(model)
+        self.nodes, self.qparams = nodes, integer_qparams(model) if qparams is None else qparams
         self.integers: dict[str, np.ndarray] = {}
         self.inputs: list[np.ndarray] = []
         self.outputs: list[np.ndarray] = []
@@ -525,6 +540,11 @@ class GraphRun(FirstOfEquals):
     def compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Runs the graph on the arguments of one call."""
         self.outputs = [t.numpy() for t in leaves(self.run(*args, **kwargs))]
+
+    def compute_in(self, lanes: Lanes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Runs the graph as `compute` does, where lanes of it know what no batch changes."""
+        (outputs,) = lanes.run([self], args, kwargs)
+        self.outputs = [t.numpy() for t in outputs]
 
 
 @dataclass(frozen=True)
@@ -578,11 +598,12 @@ class EndToEnd(GraphRun):
         places: Sequence[np.ndarray] | None = None,
         given: Mapping[str, np.ndarray] | None = None,
     ) -> None:
-        super().__init__(file.model, file.names, file.first_of_equals, places)
+        super().__init__(file.model, file.names, file.first_of_equals, places, file.qparams)
         self.names, self.ends, self._float16 = file.names, file.ends, file.float16
         self.given = given or {}
         self.order = Unsettled()
         self._latest: tuple[Node, Any] | None = None
+        self._exact = False  # whether the latest value has the floats of its integers
 
     def on_node(self, node: Node, value: Any) -> Any:
         """Follows equal scores to the outputs; keeps what is compared."""
@@ -595,19 +616,15 @@ class EndToEnd(GraphRun):
         self._latest = (node, value)
         return super().on_node(node, value)
 
-    def integers_of(self, node: Node, value: Any) -> np.ndarray | None:
-        """Returns the integers of a node, if it was the last one and had this very value; else None."""
+    def integers_of(self, node: Node, value: Any) -> tuple[np.ndarray, bool] | None:
+        """Returns what `_read_levels` does, if a node was the last one and had this very value; else None."""
         same = self._latest is not None and self._latest[0] is node and self._latest[1] is value
-        return self.integers.get(node.name) if same else None
+        return (self.integers[node.name], self._exact) if same and node.name in self.integers else None
 
     def _quantize(self, name: str, value: Any) -> np.ndarray:
         """Returns the integers in few bytes: those of all sites are kept until the file is compared."""
-        scheme = self.qparams[name].scheme
-        return (
-            super()
-            ._quantize(name, value)
-            .astype(np.min_scalar_type(scheme.qmin if scheme.qmin < 0 else scheme.qmax))
-        )
+        levels, self._exact = _read_levels(value.numpy(), self.qparams[name])
+        return levels
 
     def tally(
         self,

@@ -175,7 +175,7 @@ def _compare_outputs(
         places = run.single.tape.places
         if run.graph.tape.places and optimized.integers:
             single = OpByOp(file, optimized.integers, file.report(report.max_lsb, report.min_equal, 0.0))
-            single.run(*run.arguments[0], **run.arguments[1])
+            file.lanes.run([single], *run.arguments)
             places = single.tape.places
         run = _compare_run(file, deployed, run, optimized, rows, "deployed", report, places)
         if _ratio(run.graph.outputs, optimized.outputs) < _SQNR_DB:
@@ -211,7 +211,7 @@ def _compare_run(
     tied = tied_inputs(file, run.graph, runtime)
     if tied:
         graph = EndToEnd(file, given=tied)
-        graph.compute(*run.arguments)
+        graph.compute_in(file.lanes, *run.arguments)
         run = replace(run, graph=graph, floats=None)
         rows = _Rows(file, run, rows.exact)
     own = run.single.tape.places if places is None else places
@@ -255,7 +255,7 @@ class _Rows:
             return SameRows(self.floats, self.floats, self.run.graph.outputs, self.shares, self.shares)
         args, kwargs = self.run.arguments
         graph = EndToEnd(self.file, places, self.run.graph.given)
-        graph.compute(args, kwargs)
+        graph.compute_in(self.file.lanes, args, kwargs)
         if self.exact is None:
             return SameRows((), (), graph.outputs)
         replayed, shares = self.exact.replay(args, kwargs, self.run.number, places)
@@ -274,7 +274,6 @@ def _ratio(graph: Sequence[np.ndarray], runtime: Sequence[np.ndarray]) -> float:
 def _check_optimized(file: File, run: BatchRun, optimized: RuntimeRun, report: VerifyReport) -> None:
     """Compares the optimized form op by op, too: from end to end, ties may hide a wrong kernel."""
     scratch = file.report(report.max_lsb, report.min_equal, report.min_sqnr_db)
-    args, kwargs = run.arguments
-    OpByOp(file, optimized.integers, scratch).run(*args, **kwargs)
+    file.lanes.run([OpByOp(file, optimized.integers, scratch)], *run.arguments)
     for node, tally in scratch.sites["op_by_op"].items():
         report.optimized.setdefault(node, DifferenceTally()).merge(tally)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from qtrace.outputs.replay import SelectedShares, Share
 from qtrace.preparation.identity import graph_hash
 from qtrace.preparation.model import QuantizedModel, QuantizedSite
 from qtrace.scheme import QParams
+from qtrace.verification.ahead import Ahead, look_ahead
 from qtrace.verification.crosscheck import Disagreement, RuntimeValues
 from qtrace.verification.float16 import Float16Rounding, read_float16_ops
 from qtrace.verification.float_outputs import FloatOutputs
@@ -52,6 +54,8 @@ __all__ = [
 # How far from the middle of two integers a tie may lie, as a share of a step: the error of a division.
 _TIE = 1e-3
 
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
 
 @dataclass
 class BatchRun:
@@ -66,15 +70,48 @@ class BatchRun:
         outputs: the outputs of `single`.
         floats: the outputs of the graph without roundings and with what the graph selects, and how many of
             the selected places are float's; None if another network has them, or nobody asked.
+        deployed: gives the run of the file with optimizations; None if no session was given for it.
     """
 
     number: int
-    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    arguments: _Arguments
     graph: EndToEnd
     runtime: RuntimeRun
     single: OpByOp
     outputs: list[np.ndarray]
     floats: tuple[list[np.ndarray], list[Share]] | None = None
+    deployed: Callable[[], RuntimeRun] | None = None
+
+
+class _Start:
+    """A batch that is checked, and begins to run in the runtime, before the graph runs it.
+
+    Args:
+        file: the file.
+        number: the number of the batch.
+        batch: the batch.
+        ahead: runs it in the sessions of the file.
+
+    Attributes:
+        arguments: the batch as arguments of a call, once it has begun.
+        runs: what gives the run of each session, once it has begun.
+    """
+
+    def __init__(self, file: File, number: int, batch: Any, ahead: Ahead) -> None:
+        self.number, self.batch = number, batch
+        self._file, self._ahead = file, ahead
+        self.arguments: _Arguments = ((), {})
+        self.runs: list[Callable[[], RuntimeRun]] = []
+
+    def begin(self) -> None:
+        """Checks the batch and begins to run it, if that was not done yet.
+
+        Raises:
+            CalibrationError: when the batch does not fit the model or holds NaN.
+        """
+        if not self.runs:
+            self.arguments, inputs = self._file.check(self.batch, self.number)
+            self.runs = self._ahead.begin(inputs)
 
 
 class File:
@@ -133,8 +170,11 @@ class File:
         op_by_op: Callable[[File, dict[str, np.ndarray]], OpByOp],
         exact: FloatOutputs | None = None,
         others: Callable[[], Iterable[Sequence[Any]]] = tuple,
+        deployed: Session | None = None,
     ) -> Iterator[BatchRun]:
         """Runs each batch on both sides; the graph must be in eval mode.
+
+        A runtime that can runs a batch while the graph runs the one before it.
 
         Args:
             batches: inputs as for ``qtrace.calibrate``.
@@ -143,21 +183,32 @@ class File:
                 they are known.
             others: gives batches at other sizes, several for each of which the first one counts at which the
                 graph runs; it is called behind all batches.
+            deployed: a session of the file with optimizations, for `BatchRun.deployed`; None for none.
 
         Raises:
             CalibrationError: when a batch does not fit the model or holds NaN.
         """
+        sessions = [self.session, *([] if deployed is None else [deployed])]
+        with Ahead(sessions) as ahead:
+            for starts, at_other_size in look_ahead(self._starts(batches, others, ahead), _begin):
+                for start in starts:
+                    if not at_other_size:
+                        yield self._run_batch(start, op_by_op, exact)
+                    elif (run := self._run_if_possible(start, op_by_op, exact)) is not None:
+                        yield run
+                        break
+
+    def _starts(
+        self, batches: Iterable[Any], others: Callable[[], Iterable[Sequence[Any]]], ahead: Ahead
+    ) -> Iterator[tuple[list[_Start], bool]]:
+        """Yields each batch, cut to the size that the file fixes, and then the choices of each other size."""
         numbers = itertools.count()
         for number, batch in enumerate(batches):
             for part in self._parts(batch, number):
-                yield self._run_batch(next(numbers), part, op_by_op, exact)
+                yield [_Start(self, next(numbers), part, ahead)], False
         for choice in others():
-            for batch in choice:
-                number = next(numbers)
-                run = self._run_if_possible(number, self._parts(batch, number)[0], op_by_op, exact)
-                if run is not None:
-                    yield run
-                    break
+            parts = (self._parts(batch, 0)[0] for batch in choice)
+            yield [_Start(self, next(numbers), part, ahead) for part in parts], True
 
     def _parts(self, batch: Any, number: int) -> Sequence[Any]:
         """Cuts a batch into those of the size that the file fixes; one that is no multiple stays whole."""
@@ -182,8 +233,7 @@ class File:
 
     def _run_if_possible(
         self,
-        number: int,
-        batch: tuple[np.ndarray, ...],
+        start: _Start,
         op_by_op: Callable[[File, dict[str, np.ndarray]], OpByOp],
         exact: FloatOutputs | None,
     ) -> BatchRun | None:
@@ -196,21 +246,37 @@ class File:
             return single
 
         try:
-            run = self._run_batch(number, batch, note, exact, explain=False)
+            run = self._run_batch(start, note, exact, explain=False)
         except (*ENGINE_ERRORS, QtraceError):
-            if runs_at(self.model.module, batch):
-                self._run_batch(number, batch, note, exact)
+            if runs_at(self.model.module, start.batch):
+                self._run_batch(start, note, exact)
                 raise
             for report, state in before:
                 vars(report).update(state)
             return None
-        say_other_size(self.path, batch)
+        say_other_size(self.path, start.batch)
         return run
+
+    def check(self, batch: Any, number: int) -> tuple[_Arguments, list[np.ndarray]]:
+        """Returns the arguments of a call with a batch, and the inputs of the file.
+
+        Raises:
+            CalibrationError: when the batch does not fit the model or holds NaN.
+        """
+        converted = self.model.module
+        args, kwargs = as_arguments(batch, converted, number)
+        refuse_nan((args, kwargs), number)
+        try:
+            return (args, kwargs), self._check_sizes((args, kwargs), number)
+        except CalibrationError:
+            if number == 0:  # the first batch shows whether data and network belong together at all
+                with translate_errors(converted, (args, kwargs), number):
+                    EndToEnd(self).compute(args, kwargs)
+            raise
 
     def _run_batch(
         self,
-        number: int,
-        batch: Any,
+        start: _Start,
         op_by_op: Callable[[File, dict[str, np.ndarray]], OpByOp],
         exact: FloatOutputs | None,
         explain: bool = True,
@@ -219,20 +285,13 @@ class File:
 
         Where the graph fails, its error comes before the runtime's, unless ``explain`` is False.
         """
-        converted = self.model.module
-        args, kwargs = as_arguments(batch, converted, number)
-        refuse_nan((args, kwargs), number)
-        try:
-            inputs = self._check_sizes((args, kwargs), number)
-        except CalibrationError:
-            if number == 0:  # the first batch shows whether data and network belong together at all
-                with translate_errors(converted, (args, kwargs), number):
-                    EndToEnd(self).compute(args, kwargs)
-            raise
+        start.begin()
+        number, (args, kwargs) = start.number, start.arguments
         graph = EndToEnd(self)
         lane = None if exact is None else exact.lane(graph.tape.places)
         try:
-            runtime = self.session.run(inputs)
+            self.lanes.prepare(args, kwargs)
+            runtime = start.runs[0]()
             single = op_by_op(self, runtime.integers)
             single.beside = graph
             if self.float16 is not None:
@@ -244,7 +303,7 @@ class File:
             if not explain:
                 raise
             # What is wrong in the graph comes first.
-            with translate_errors(converted, (args, kwargs), number):
+            with translate_errors(self.model.module, (args, kwargs), number):
                 EndToEnd(self).compute(args, kwargs)
             raise
         floats = None
@@ -262,11 +321,10 @@ class File:
             single.rows.among(self.ends),
             single.reordered_outputs(self.ends, runtime.outputs),
         )
-        return BatchRun(number, (args, kwargs), graph, runtime, single, outputs, floats)
+        deployed = start.runs[1] if len(start.runs) > 1 else None
+        return BatchRun(number, (args, kwargs), graph, runtime, single, outputs, floats, deployed)
 
-    def _check_sizes(
-        self, arguments: tuple[tuple[Any, ...], dict[str, Any]], number: int
-    ) -> list[np.ndarray]:
+    def _check_sizes(self, arguments: _Arguments, number: int) -> list[np.ndarray]:
         """Returns the inputs; refuses another size than was traced along axes that the file fixes.
 
         The first axis may always have another size.
@@ -315,6 +373,14 @@ def _float16_ops(path: Path, session: Session) -> Sequence[str]:
     if known is not None:
         return known
     return read_float16_ops(read_model(path)) if path.suffix.lower() == ".onnx" and path.is_file() else ()
+
+
+def _begin(starts: tuple[list[_Start], bool]) -> tuple[list[_Start], bool]:
+    """Begins with a batch, or with the first choice of another size, which need not run."""
+    (first, *_), at_other_size = starts
+    with contextlib.suppress(*((*ENGINE_ERRORS, QtraceError) if at_other_size else ())):
+        first.begin()
+    return starts
 
 
 def _by_name(origins: dict[Node, str], ends: Sequence[tuple[str, Node]]) -> dict[str, str]:

@@ -137,7 +137,11 @@ def verify(
             return at_other_sizes(path, converted, first[0]) if first and not own else []
 
         batches = itertools.chain(first, batches)
-        for run in file.run(batches, lambda file, integers: OpByOp(file, integers, report), floats, others):
+
+        def op_by_op(file: File, integers: dict[str, np.ndarray]) -> OpByOp:
+            return OpByOp(file, integers, report)
+
+        for run in file.run(batches, op_by_op, floats, others, deployed):
             empty = False
             if report.cross_check is None and not plain:
                 _cross_check(file, converted, run, limit, report)
@@ -170,8 +174,8 @@ def _compare_outputs(
     if report.selected is not None:
         report.selected.add(rows.shares)
     _compare_run(file, file.session, run, run.runtime, rows, "end_to_end", report)
-    if deployed is not None:
-        optimized = deployed.run(run.graph.inputs)
+    if deployed is not None and run.deployed is not None:
+        optimized = run.deployed()
         places = run.single.tape.places
         if run.graph.tape.places and optimized.integers:
             single = OpByOp(file, optimized.integers, file.report(report.max_lsb, report.min_equal, 0.0))

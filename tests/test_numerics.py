@@ -20,6 +20,7 @@ from qtrace.numerics import (
     alive,
     choose,
     dequantize,
+    exact_levels,
     expand,
     fake_quantize,
     quantize,
@@ -302,6 +303,46 @@ def test_float64_agrees_with_exact_arithmetic(scheme, values, a, b):
         ratio = Fraction(value) / scale + zero
         clipped = min(max(ratio, scheme.qmin), scheme.qmax)
         assert abs(integer - clipped) <= Fraction(1, 2) + abs(ratio) / 2**50
+
+
+@given(SCHEMES, st.floats(-40, 100), st.integers(0, 2**32 - 1))
+def test_levels_of_values_on_the_grid_are_those_of_quantize(scheme, power, seed):
+    rng = np.random.default_rng(seed)
+    size = 2.0**power
+    params = choose(-size * rng.random(), size, scheme)
+    q = np.arange(scheme.qmin, scheme.qmax + 1)
+    x = dequantize(rng.permutation(np.resize(q, max(q.size, 40_000))), params)  # more than a block
+    levels = exact_levels(x, params)
+    assert np.array_equal(levels, quantize(x, params))
+    assert levels.dtype.itemsize == (1 if scheme.bits <= 8 else 2)
+    assert np.array_equal(exact_levels(x[::2][None], params), levels[::2][None])
+    beyond = (scheme.qmax + 1 - params.zero_point) * params.scale
+    below = (scheme.qmin - 1 - params.zero_point) * params.scale
+    for other in (np.nan, np.inf, -np.inf, beyond, below, np.nextafter(x.max(), np.float32(np.inf))):
+        place = rng.integers(x.size)
+        kept, x[place] = x[place], other
+        assert exact_levels(x, params) is None
+        x[place] = kept
+
+
+def test_levels_are_found_of_float32_and_one_scale_alone():
+    params, x = choose(-1.0, 2.0, QScheme()), np.zeros((2, 3), np.float32)
+    assert exact_levels(x, params).shape == (2, 3)
+    assert exact_levels(np.zeros((0, 3), np.float32), params).shape == (0, 3)
+    assert exact_levels(x[0, 0, None].reshape(()), params).shape == ()
+    assert exact_levels(x.astype(np.float64), params) is None
+    assert exact_levels(x, choose([0, 0, 0], [1, 2, 3], QScheme(axis=1))) is None
+
+
+@pytest.mark.parametrize("axis", [None, 1])
+@pytest.mark.parametrize("kind", [np.uint8, np.int8, np.uint16, np.int16, np.int64])
+def test_integers_of_each_type_stand_for_the_same_values(kind, axis):
+    bits, signed = min(8 * np.dtype(kind).itemsize, 16), np.dtype(kind).kind == "i"
+    lo, hi = (-1.7, 2.9) if axis is None else ([-1.7, -0.1, 0.0], [2.9, 1.0, 3.3])
+    params = choose(lo, hi, QScheme(bits=bits, signed=signed, axis=axis))
+    info = np.iinfo(kind if bits == 8 * np.dtype(kind).itemsize else np.int16)
+    q = np.random.default_rng(0).integers(info.min, info.max, (4, 3, 99), endpoint=True).astype(kind)
+    assert dequantize(q, params).tobytes() == dequantize(q.astype(np.int32), params).tobytes()
 
 
 def test_dtypes_in_and_out():

@@ -84,7 +84,7 @@ class Lanes:
         """Runs the graph on the arguments of one call; hooks see what is watched or depends on these.
 
         Args:
-            lanes: the lanes; the first one replaces no value in its hook.
+            lanes: the lanes; of several, the first one replaces no value in its hook.
             args: positional arguments.
             kwargs: keyword arguments.
 
@@ -108,6 +108,14 @@ class Lanes:
             if expr in self._large:
                 self._memory.note(self._large[expr])
         return [[_read(held, values[0], node) for node in graph._outputs] for held in values]
+
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Begins to compute what no batch changes, for the graph of some arguments.
+
+        Raises:
+            GraphError: when the arguments do not have the structure that was traced.
+        """
+        self._plan(self.traced.argdef_graph_map[FirstOfEquals(self.traced).bind(args, kwargs)[0]])
 
     def _step(self, expr: Expr, lanes: Sequence[FirstOfEquals], values: Sequence[_Values]) -> None:
         """Computes one expr in all lanes."""

@@ -32,10 +32,12 @@ def read_runtime_places(
         own: the places of a run of the graph, whose shapes are taken, and which are returned if the nodes of
             the file are not those of the graph.
     """
+    if not kinds:
+        return own
     written = [(expr, _written_as(expr)) for expr in exprs(model)]
     expected = [kind for _, ops in written for kind in ops]
     selecting = find_selecting(model)
-    if expected != list(kinds) or not len(told) == len(kinds) > 0 or len(own) != len(selecting):
+    if expected != list(kinds) or len(told) != len(kinds) or len(own) != len(selecting):
         return own
     places, values, kept = list[np.ndarray](), iter(told), iter(own)
     for expr, ops in written:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -18,13 +19,14 @@ from qtrace.graph.dataflow import needed_nodes
 from qtrace.graph.interpreter import ENGINE_ERRORS, Interpreter
 from qtrace.graph.types import Input, Node, TensorNode
 from qtrace.metrics import sqnr_db
-from qtrace.numerics import dequantize, quantize
+from qtrace.numerics import dequantize, exact_levels, quantize
 from qtrace.onnxfile.reading import read_model
 from qtrace.outputs import ColumnGroup
 from qtrace.outputs.replay import SelectedShares, Share
 from qtrace.preparation.identity import graph_hash
 from qtrace.preparation.model import QuantizedModel, QuantizedSite
 from qtrace.scheme import QParams
+from qtrace.verification.ahead import Ahead, look_ahead
 from qtrace.verification.crosscheck import Disagreement, RuntimeValues
 from qtrace.verification.float16 import Float16Rounding, read_float16_ops
 from qtrace.verification.float_outputs import FloatOutputs
@@ -52,6 +54,8 @@ __all__ = [
 # How far from the middle of two integers a tie may lie, as a share of a step: the error of a division.
 _TIE = 1e-3
 
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
 
 @dataclass
 class BatchRun:
@@ -66,15 +70,48 @@ class BatchRun:
         outputs: the outputs of `single`.
         floats: the outputs of the graph without roundings and with what the graph selects, and how many of
             the selected places are float's; None if another network has them, or nobody asked.
+        deployed: gives the run of the file with optimizations; None if no session was given for it.
     """
 
     number: int
-    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    arguments: _Arguments
     graph: EndToEnd
     runtime: RuntimeRun
     single: OpByOp
     outputs: list[np.ndarray]
     floats: tuple[list[np.ndarray], list[Share]] | None = None
+    deployed: Callable[[], RuntimeRun] | None = None
+
+
+class _Start:
+    """A batch that is checked, and begins to run in the runtime, before the graph runs it.
+
+    Args:
+        file: the file.
+        number: the number of the batch.
+        batch: the batch.
+        ahead: runs it in the sessions of the file.
+
+    Attributes:
+        arguments: the batch as arguments of a call, once it has begun.
+        runs: what gives the run of each session, once it has begun.
+    """
+
+    def __init__(self, file: File, number: int, batch: Any, ahead: Ahead) -> None:
+        self.number, self.batch = number, batch
+        self._file, self._ahead = file, ahead
+        self.arguments: _Arguments = ((), {})
+        self.runs: list[Callable[[], RuntimeRun]] = []
+
+    def begin(self) -> None:
+        """Checks the batch and begins to run it, if that was not done yet.
+
+        Raises:
+            CalibrationError: when the batch does not fit the model or holds NaN.
+        """
+        if not self.runs:
+            self.arguments, inputs = self._file.check(self.batch, self.number)
+            self.runs = self._ahead.begin(inputs)
 
 
 class File:
@@ -86,6 +123,7 @@ class File:
         session: the session, with the runtime's optimizations or without.
 
     Attributes:
+        qparams: what `integer_qparams` gives for the graph.
         float16: rounds what the file has in float16; None for nothing.
 
     Raises:
@@ -95,7 +133,7 @@ class File:
     def __init__(self, path: Path, model: QuantizedModel, session: Session) -> None:
         self.path, self.model, self.session = path, model, session
         self.names = _integer_names(model, path, session)
-        self.output_names = output_names(model)
+        self.output_names, self.qparams = output_names(model), integer_qparams(model)
         self.first_of_equals: bool = getattr(session, "first_of_equals", True)
         self.open_axes = open_in_file(path, model.module)
         ops = _float16_ops(path, session)
@@ -132,8 +170,11 @@ class File:
         op_by_op: Callable[[File, dict[str, np.ndarray]], OpByOp],
         exact: FloatOutputs | None = None,
         others: Callable[[], Iterable[Sequence[Any]]] = tuple,
+        deployed: Session | None = None,
     ) -> Iterator[BatchRun]:
         """Runs each batch on both sides; the graph must be in eval mode.
+
+        A runtime that can runs a batch while the graph runs the one before it.
 
         Args:
             batches: inputs as for ``qtrace.calibrate``.
@@ -142,21 +183,32 @@ class File:
                 they are known.
             others: gives batches at other sizes, several for each of which the first one counts at which the
                 graph runs; it is called behind all batches.
+            deployed: a session of the file with optimizations, for `BatchRun.deployed`; None for none.
 
         Raises:
             CalibrationError: when a batch does not fit the model or holds NaN.
         """
+        sessions = [self.session, *([] if deployed is None else [deployed])]
+        with Ahead(sessions) as ahead:
+            for starts, at_other_size in look_ahead(self._starts(batches, others, ahead), _begin):
+                for start in starts:
+                    if not at_other_size:
+                        yield self._run_batch(start, op_by_op, exact)
+                    elif (run := self._run_if_possible(start, op_by_op, exact)) is not None:
+                        yield run
+                        break
+
+    def _starts(
+        self, batches: Iterable[Any], others: Callable[[], Iterable[Sequence[Any]]], ahead: Ahead
+    ) -> Iterator[tuple[list[_Start], bool]]:
+        """Yields each batch, cut to the size that the file fixes, and then the choices of each other size."""
         numbers = itertools.count()
         for number, batch in enumerate(batches):
             for part in self._parts(batch, number):
-                yield self._run_batch(next(numbers), part, op_by_op, exact)
+                yield [_Start(self, next(numbers), part, ahead)], False
         for choice in others():
-            for batch in choice:
-                number = next(numbers)
-                run = self._run_if_possible(number, self._parts(batch, number)[0], op_by_op, exact)
-                if run is not None:
-                    yield run
-                    break
+            parts = (self._parts(batch, 0)[0] for batch in choice)
+            yield [_Start(self, next(numbers), part, ahead) for part in parts], True
 
     def _parts(self, batch: Any, number: int) -> Sequence[Any]:
         """Cuts a batch into those of the size that the file fixes; one that is no multiple stays whole."""
@@ -181,8 +233,7 @@ class File:
 
     def _run_if_possible(
         self,
-        number: int,
-        batch: tuple[np.ndarray, ...],
+        start: _Start,
         op_by_op: Callable[[File, dict[str, np.ndarray]], OpByOp],
         exact: FloatOutputs | None,
     ) -> BatchRun | None:
@@ -195,21 +246,37 @@ class File:
             return single
 
         try:
-            run = self._run_batch(number, batch, note, exact, explain=False)
+            run = self._run_batch(start, note, exact, explain=False)
         except (*ENGINE_ERRORS, QtraceError):
-            if runs_at(self.model.module, batch):
-                self._run_batch(number, batch, note, exact)
+            if runs_at(self.model.module, start.batch):
+                self._run_batch(start, note, exact)
                 raise
             for report, state in before:
                 vars(report).update(state)
             return None
-        say_other_size(self.path, batch)
+        say_other_size(self.path, start.batch)
         return run
+
+    def check(self, batch: Any, number: int) -> tuple[_Arguments, list[np.ndarray]]:
+        """Returns the arguments of a call with a batch, and the inputs of the file.
+
+        Raises:
+            CalibrationError: when the batch does not fit the model or holds NaN.
+        """
+        converted = self.model.module
+        args, kwargs = as_arguments(batch, converted, number)
+        refuse_nan((args, kwargs), number)
+        try:
+            return (args, kwargs), self._check_sizes((args, kwargs), number)
+        except CalibrationError:
+            if number == 0:  # the first batch shows whether data and network belong together at all
+                with translate_errors(converted, (args, kwargs), number):
+                    EndToEnd(self).compute(args, kwargs)
+            raise
 
     def _run_batch(
         self,
-        number: int,
-        batch: Any,
+        start: _Start,
         op_by_op: Callable[[File, dict[str, np.ndarray]], OpByOp],
         exact: FloatOutputs | None,
         explain: bool = True,
@@ -218,20 +285,13 @@ class File:
 
         Where the graph fails, its error comes before the runtime's, unless ``explain`` is False.
         """
-        converted = self.model.module
-        args, kwargs = as_arguments(batch, converted, number)
-        refuse_nan((args, kwargs), number)
-        try:
-            inputs = self._check_sizes((args, kwargs), number)
-        except CalibrationError:
-            if number == 0:  # the first batch shows whether data and network belong together at all
-                with translate_errors(converted, (args, kwargs), number):
-                    EndToEnd(self).compute(args, kwargs)
-            raise
+        start.begin()
+        number, (args, kwargs) = start.number, start.arguments
         graph = EndToEnd(self)
         lane = None if exact is None else exact.lane(graph.tape.places)
         try:
-            runtime = self.session.run(inputs)
+            self.lanes.prepare(args, kwargs)
+            runtime = start.runs[0]()
             single = op_by_op(self, runtime.integers)
             single.beside = graph
             if self.float16 is not None:
@@ -243,7 +303,7 @@ class File:
             if not explain:
                 raise
             # What is wrong in the graph comes first.
-            with translate_errors(converted, (args, kwargs), number):
+            with translate_errors(self.model.module, (args, kwargs), number):
                 EndToEnd(self).compute(args, kwargs)
             raise
         floats = None
@@ -261,11 +321,10 @@ class File:
             single.rows.among(self.ends),
             single.reordered_outputs(self.ends, runtime.outputs),
         )
-        return BatchRun(number, (args, kwargs), graph, runtime, single, outputs, floats)
+        deployed = start.runs[1] if len(start.runs) > 1 else None
+        return BatchRun(number, (args, kwargs), graph, runtime, single, outputs, floats, deployed)
 
-    def _check_sizes(
-        self, arguments: tuple[tuple[Any, ...], dict[str, Any]], number: int
-    ) -> list[np.ndarray]:
+    def _check_sizes(self, arguments: _Arguments, number: int) -> list[np.ndarray]:
         """Returns the inputs; refuses another size than was traced along axes that the file fixes.
 
         The first axis may always have another size.
@@ -314,6 +373,14 @@ def _float16_ops(path: Path, session: Session) -> Sequence[str]:
     if known is not None:
         return known
     return read_float16_ops(read_model(path)) if path.suffix.lower() == ".onnx" and path.is_file() else ()
+
+
+def _begin(starts: tuple[list[_Start], bool]) -> tuple[list[_Start], bool]:
+    """Begins with a batch, or with the first choice of another size, which need not run."""
+    (first, *_), at_other_size = starts
+    with contextlib.suppress(*((*ENGINE_ERRORS, QtraceError) if at_other_size else ())):
+        first.begin()
+    return starts
 
 
 def _by_name(origins: dict[Node, str], ends: Sequence[tuple[str, Node]]) -> dict[str, str]:
@@ -401,6 +468,16 @@ def tied_inputs(file: File, graph: EndToEnd, runtime: RuntimeRun) -> dict[str, n
     return tied
 
 
+def _read_levels(values: np.ndarray, qparams: QParams) -> tuple[np.ndarray, bool]:
+    """Returns the integers of a site in few bytes, and whether `values` are the floats of these integers."""
+    levels = exact_levels(values, qparams)
+    if levels is not None:
+        return levels, True
+    scheme = qparams.scheme
+    kind = np.min_scalar_type(scheme.qmin if scheme.qmin < 0 else scheme.qmax)
+    return quantize(values, qparams).astype(kind), False
+
+
 class OpByOp(FirstOfEquals):
     """Compares at every site, then goes on with the runtime's integers.
 
@@ -419,7 +496,7 @@ class OpByOp(FirstOfEquals):
     def __init__(self, file: File, integers: dict[str, np.ndarray], report: VerifyReport) -> None:
         super().__init__(file.model.module, file.first_of_equals)
         self.names, self.integers, self.report = file.names, integers, report
-        self.qparams = integer_qparams(file.model)
+        self.qparams = file.qparams
         self.values = RuntimeValues(self.names, integers, self.qparams)
         self.disagreement: Disagreement | None = None
         self.beside: EndToEnd | None = None
@@ -443,9 +520,9 @@ class OpByOp(FirstOfEquals):
             return value
         qparams = self.qparams[node.name]
         runtime = self.integers[name]
-        graph = None if self.beside is None else self.beside.integers_of(node, value)
-        if graph is None:
-            graph = quantize(value.numpy(), qparams)
+        known = None if self.beside is None else self.beside.integers_of(node, value)
+        graph, exact = known or _read_levels(value.numpy(), qparams)
+        same = exact and np.array_equal(graph, runtime)
         if self._float16 is not None:
             unrounded = self._unrounded.get(self._sources.get(node.name, ""))
             graph = self._float16.nearest(node, unrounded, graph, runtime, qparams)
@@ -462,9 +539,11 @@ class OpByOp(FirstOfEquals):
             self.order.differ()
         else:
             self.on_integers(value, Disagreement(node.name, graph, runtime, qparams))
-        values = dequantize(runtime, qparams)
         # The same tensor lets the next ops be computed once for both lanes.
-        return value if np.array_equal(values, value.numpy()) else type(value)(values)
+        if same:
+            return value
+        values = dequantize(runtime, qparams)
+        return value if not exact and np.array_equal(values, value.numpy()) else type(value)(values)
 
     def reordered_outputs(self, ends: Sequence[tuple[str, Node]], values: Sequence[np.ndarray]) -> set[str]:
         """Returns the names of outputs that may differ by the order of equal scores.
@@ -496,6 +575,7 @@ class GraphRun(FirstOfEquals):
         nodes: names of nodes that hold dequantized integers.
         first_of_equals: whether the first one of equal scores comes first.
         places: the places that its selections give; None for its own.
+        qparams: what `integer_qparams` gives for the graph, if it is known.
     """
 
     def __init__(
@@ -504,9 +584,10 @@ class GraphRun(FirstOfEquals):
         nodes: Collection[str],
         first_of_equals: bool = True,
         places: Sequence[np.ndarray] | None = None,
+        qparams: Mapping[str, QParams] | None = None,
     ) -> None:
         super().__init__(model.module, first_of_equals, places)
-        self.nodes, self.qparams = nodes, integer_qparams(model)
+        self.nodes, self.qparams = nodes, integer_qparams(model) if qparams is None else qparams
         self.integers: dict[str, np.ndarray] = {}
         self.inputs: list[np.ndarray] = []
         self.outputs: list[np.ndarray] = []
@@ -525,6 +606,11 @@ class GraphRun(FirstOfEquals):
     def compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Runs the graph on the arguments of one call."""
         self.outputs = [t.numpy() for t in leaves(self.run(*args, **kwargs))]
+
+    def compute_in(self, lanes: Lanes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Runs the graph as `compute` does, where lanes of it know what no batch changes."""
+        (outputs,) = lanes.run([self], args, kwargs)
+        self.outputs = [t.numpy() for t in outputs]
 
 
 @dataclass(frozen=True)
@@ -578,11 +664,12 @@ class EndToEnd(GraphRun):
         places: Sequence[np.ndarray] | None = None,
         given: Mapping[str, np.ndarray] | None = None,
     ) -> None:
-        super().__init__(file.model, file.names, file.first_of_equals, places)
+        super().__init__(file.model, file.names, file.first_of_equals, places, file.qparams)
         self.names, self.ends, self._float16 = file.names, file.ends, file.float16
         self.given = given or {}
         self.order = Unsettled()
         self._latest: tuple[Node, Any] | None = None
+        self._exact = False  # whether the latest value has the floats of its integers
 
     def on_node(self, node: Node, value: Any) -> Any:
         """Follows equal scores to the outputs; keeps what is compared."""
@@ -595,19 +682,15 @@ class EndToEnd(GraphRun):
         self._latest = (node, value)
         return super().on_node(node, value)
 
-    def integers_of(self, node: Node, value: Any) -> np.ndarray | None:
-        """Returns the integers of a node, if it was the last one and had this very value; else None."""
+    def integers_of(self, node: Node, value: Any) -> tuple[np.ndarray, bool] | None:
+        """Returns what `_read_levels` does, if a node was the last one and had this very value; else None."""
         same = self._latest is not None and self._latest[0] is node and self._latest[1] is value
-        return self.integers.get(node.name) if same else None
+        return (self.integers[node.name], self._exact) if same and node.name in self.integers else None
 
     def _quantize(self, name: str, value: Any) -> np.ndarray:
         """Returns the integers in few bytes: those of all sites are kept until the file is compared."""
-        scheme = self.qparams[name].scheme
-        return (
-            super()
-            ._quantize(name, value)
-            .astype(np.min_scalar_type(scheme.qmin if scheme.qmin < 0 else scheme.qmax))
-        )
+        levels, self._exact = _read_levels(value.numpy(), self.qparams[name])
+        return levels
 
     def tally(
         self,

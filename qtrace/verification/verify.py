@@ -137,7 +137,11 @@ def verify(
             return at_other_sizes(path, converted, first[0]) if first and not own else []
 
         batches = itertools.chain(first, batches)
-        for run in file.run(batches, lambda file, integers: OpByOp(file, integers, report), floats, others):
+
+        def op_by_op(file: File, integers: dict[str, np.ndarray]) -> OpByOp:
+            return OpByOp(file, integers, report)
+
+        for run in file.run(batches, op_by_op, floats, others, deployed):
             empty = False
             if report.cross_check is None and not plain:
                 _cross_check(file, converted, run, limit, report)
@@ -170,12 +174,12 @@ def _compare_outputs(
     if report.selected is not None:
         report.selected.add(rows.shares)
     _compare_run(file, file.session, run, run.runtime, rows, "end_to_end", report)
-    if deployed is not None:
-        optimized = deployed.run(run.graph.inputs)
+    if deployed is not None and run.deployed is not None:
+        optimized = run.deployed()
         places = run.single.tape.places
         if run.graph.tape.places and optimized.integers:
             single = OpByOp(file, optimized.integers, file.report(report.max_lsb, report.min_equal, 0.0))
-            single.run(*run.arguments[0], **run.arguments[1])
+            file.lanes.run([single], *run.arguments)
             places = single.tape.places
         run = _compare_run(file, deployed, run, optimized, rows, "deployed", report, places)
         if _ratio(run.graph.outputs, optimized.outputs) < _SQNR_DB:
@@ -211,7 +215,7 @@ def _compare_run(
     tied = tied_inputs(file, run.graph, runtime)
     if tied:
         graph = EndToEnd(file, given=tied)
-        graph.compute(*run.arguments)
+        graph.compute_in(file.lanes, *run.arguments)
         run = replace(run, graph=graph, floats=None)
         rows = _Rows(file, run, rows.exact)
     own = run.single.tape.places if places is None else places
@@ -255,7 +259,7 @@ class _Rows:
             return SameRows(self.floats, self.floats, self.run.graph.outputs, self.shares, self.shares)
         args, kwargs = self.run.arguments
         graph = EndToEnd(self.file, places, self.run.graph.given)
-        graph.compute(args, kwargs)
+        graph.compute_in(self.file.lanes, args, kwargs)
         if self.exact is None:
             return SameRows((), (), graph.outputs)
         replayed, shares = self.exact.replay(args, kwargs, self.run.number, places)
@@ -274,7 +278,6 @@ def _ratio(graph: Sequence[np.ndarray], runtime: Sequence[np.ndarray]) -> float:
 def _check_optimized(file: File, run: BatchRun, optimized: RuntimeRun, report: VerifyReport) -> None:
     """Compares the optimized form op by op, too: from end to end, ties may hide a wrong kernel."""
     scratch = file.report(report.max_lsb, report.min_equal, report.min_sqnr_db)
-    args, kwargs = run.arguments
-    OpByOp(file, optimized.integers, scratch).run(*args, **kwargs)
+    file.lanes.run([OpByOp(file, optimized.integers, scratch)], *run.arguments)
     for node, tally in scratch.sites["op_by_op"].items():
         report.optimized.setdefault(node, DifferenceTally()).merge(tally)

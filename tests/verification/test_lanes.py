@@ -16,9 +16,10 @@ from onnx import helper, numpy_helper
 import qtrace
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.phases import in_phase
-from qtrace.verification import lanes
+from qtrace.verification import lanes, tallies
 from qtrace.verification.lanes import FloatLane, Lanes
 from qtrace.verification.other_sizes import _mirrored
+from qtrace.verification.tallies import DifferenceTally
 from qtrace.verification.ties import FirstOfEquals
 from tests.nets import images, net
 
@@ -128,3 +129,23 @@ def test_what_a_file_moves_of_a_parameter_is_compared_and_blamed_on_the_file(tmp
     assert any("transpose_out" in problem for problem in report.problems())
     assert report.cross_check is not None
     assert report.cross_check[1].side == "runtime"
+
+
+@pytest.mark.parametrize("most", [1, 1 << 17])
+def test_differences_are_counted_as_they_are_sorted(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tallies, "_MOST_STEPS", most)
+    graph = np.array([0, 0, 255, 7, 7, 7], np.uint8)
+    runtime = np.array([255, 0, 0, 9, 9, 6], np.uint8)
+    tally = DifferenceTally()
+    assert tally.add(graph, runtime) == 255
+    assert tally.add(graph, graph) == 0
+    assert (tally.values, tally.equal, tally.worst) == (12, 7, 255)
+    assert tally.histogram == {255: 1, -255: 1, 2: 2, -1: 1}
+
+
+def test_a_second_run_in_the_same_lanes_gives_what_a_run_alone_gives() -> None:
+    model, x = _converted(), Tensor(images(3, 3, 8, 8, seed=5))
+    run = Lanes(model)
+    run.run([FirstOfEquals(model), FloatLane(model)], (x,), {})
+    ((again,),) = run.run([_Shifted(model)], (x,), {})
+    np.testing.assert_array_equal(again.numpy(), _Shifted(model).run(x).numpy())

@@ -28,7 +28,8 @@ class OnnxSession:
     """Runs an ONNX file on CPU.
 
     With optimizations, the outputs come from the file as it is, and the integers from a copy in which they
-    are outputs, across which onnxruntime does not fuse.
+    are outputs, across which onnxruntime does not fuse. In this process it takes one thread, so that it runs
+    beside the graph.
     """
 
     def __init__(self, path: Path, optimize: bool, host: RuntimeHost | None = None) -> None:
@@ -38,7 +39,9 @@ class OnnxSession:
         self.place_names, self.place_kinds = model.places, model.kinds
         self.graph_hash, self.fixed_samples = model.graph_hash, model.fixed_samples
         self.float16 = model.float16
-        settings = SessionSettings(optimize, tensors=model.folder, host=host)
+        self.concurrent = host is None
+        threads = 1 if self.concurrent else None
+        settings = SessionSettings(optimize, threads, tensors=model.folder, host=host)
         self.session = open_session(model.data, settings, str(path))
         deployed: bytes | Path = model.deployed or path
         del model  # the session has copies of its weights

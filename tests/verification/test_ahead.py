@@ -1,0 +1,132 @@
+"""What runs in a runtime beside the graph, and a batch ahead."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import megengine.module as M
+import numpy as np
+import pytest
+from megengine import Tensor
+
+import qtrace
+from qtrace.errors import CalibrationError
+from qtrace.verification import ahead, verify
+from qtrace.verification.ahead import Ahead, look_ahead
+from qtrace.verification.runtimes.base import RuntimeRun
+from qtrace.verification.runtimes.onnxruntime import OnnxSession
+from tests.nets import images, net
+
+
+class _Session:
+    """Notes on which thread it runs."""
+
+    integer_names = ()
+
+    def __init__(self, concurrent: bool) -> None:
+        self.concurrent, self.threads = concurrent, list[int]()
+
+    def run(self, inputs: list[np.ndarray]) -> RuntimeRun:
+        self.threads.append(threading.get_ident())
+        if inputs[0].size == 3:
+            raise ValueError("three")
+        return RuntimeRun([inputs[0] + 1], {})
+
+
+def test_a_session_that_may_runs_on_a_thread_and_another_when_it_is_asked() -> None:
+    on_thread, in_turn = _Session(True), _Session(False)
+    with Ahead([on_thread, in_turn]) as runs:
+        begun = runs.begin([np.zeros(2)])
+        assert [float(run().outputs[0][0]) for run in begun] == [1.0, 1.0]
+        refused = runs.begin([np.zeros(3)])
+        for run in refused:
+            with pytest.raises(ValueError, match="three"):
+                run()
+    assert threading.get_ident() not in on_thread.threads
+    assert set(in_turn.threads) == {threading.get_ident()}
+
+
+def test_a_large_batch_runs_when_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "_MOST_VALUES", 4)
+    session = _Session(True)
+    with Ahead([session]) as runs:
+        large, small = runs.begin([np.zeros(5)]), runs.begin([np.zeros(4)])
+        small[0]()
+        assert len(session.threads) == 1
+        large[0]()
+    assert session.threads[1] == threading.get_ident()
+
+
+def test_the_next_item_begins_before_one_is_taken_and_an_error_comes_in_its_turn() -> None:
+    events: list[str] = []
+
+    def items() -> Iterator[int]:
+        yield from (0, 1)
+        raise ValueError("no third item")
+
+    def begin(item: int) -> int:
+        events.append(f"begin {item}")
+        return item
+
+    taken = (events.append(f"take {item}") for item in look_ahead(items(), begin))
+    with pytest.raises(ValueError, match="no third item"):
+        list(taken)
+    assert events == ["begin 0", "begin 1", "take 0", "take 1"]
+    assert list(look_ahead([], begin)) == []
+
+
+def _exported(folder: Path) -> tuple[Any, Path]:
+    traced = qtrace.trace(net(lambda self, x: self.a(x), a=M.Conv2d(3, 4, 3)), Tensor(images(2, 3, 8, 8)))
+    prepared = qtrace.prepare(traced, {"placement": "everything"})
+    converted = qtrace.convert(qtrace.calibrate(prepared, [images(2, 3, 8, 8)], progress=False))
+    return converted, qtrace.export(converted, folder / "m.onnx")
+
+
+def test_onnxruntime_runs_a_batch_before_the_graph_does_and_on_a_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    converted, path = _exported(tmp_path)
+    events: list[str] = []
+    threads = set[int]()
+    plain = OnnxSession.run
+
+    def run(session: Any, inputs: list[np.ndarray]) -> RuntimeRun:
+        threads.add(threading.get_ident())
+        return plain(session, inputs)
+
+    def batches() -> Iterator[np.ndarray]:
+        for number in range(3):
+            events.append(f"read {number}")
+            yield images(2, 3, 8, 8, seed=number)
+
+    monkeypatch.setattr(OnnxSession, "run", run)
+    compare = verify._compare_outputs
+
+    def note(*args: Any) -> None:
+        events.append(f"compare {args[1].number}")
+        compare(*args)
+
+    monkeypatch.setattr(verify, "_compare_outputs", note)
+    assert qtrace.verify(path, converted, batches()).passed
+    assert events == ["read 0", "read 1", "compare 0", "read 2", "compare 1", "compare 2"]
+    assert threads
+    assert threading.get_ident() not in threads
+
+
+def test_a_batch_that_is_read_ahead_is_the_one_that_is_compared(tmp_path: Path) -> None:
+    """A loader may fill the same array again for its next batch."""
+    converted, path = _exported(tmp_path)
+
+    def batches(last: float) -> Iterator[np.ndarray]:
+        shared = np.empty((2, 3, 8, 8), np.float32)
+        for value in (0.25, 0.5, last):
+            shared[:] = images(2, 3, 8, 8) * value
+            yield shared
+
+    apart = qtrace.verify(path, converted, [b.copy() for b in batches(1.0)]).to_dict()
+    assert qtrace.verify(path, converted, batches(1.0)).to_dict() == apart
+    with pytest.raises(CalibrationError, match="batch 2 holds NaN"):
+        qtrace.verify(path, converted, batches(np.nan))

@@ -82,23 +82,27 @@ def run_calibrated(
     reference = flatten(model.module)
     switch_phase("float", model.view(reference))
     reference.eval()
-    outputs = CalibrationOutputs(model, reference, batches, engine)
-    reports, before = [], outputs.ratios()
-    for name, algorithm in selected:
-        assert isinstance(algorithm, CalibratedAlgorithm)
-        subset = batches.spread(algorithm.samples)
-        report = algorithm.apply(
-            CalibratedTask(model.module, reference, subset, progress, checkpoint, engine, learning, threads)
-        )
-        after = outputs.ratios() if report.changed else before
-        report = dataclasses.replace(report, outputs=output_errors(before, after), measured=outputs.measured)
-        before = after
-        if len(subset) < len(batches):
-            reason = (
-                f"{len(subset)} of {len(batches)} batches were read, since samples is {algorithm.samples}"
+    reports, before = [], None
+    with CalibrationOutputs(model, reference, batches, engine, threads) as outputs:
+        for name, algorithm in selected:
+            assert isinstance(algorithm, CalibratedAlgorithm)
+            subset = batches.spread(algorithm.samples)
+            report = algorithm.apply(
+                CalibratedTask(
+                    model.module, reference, subset, progress, checkpoint, engine, learning, threads
+                )
             )
-            report = dataclasses.replace(report, left=(*report.left, Left("", reason)))
-        reports.append(named_report(report, name, algorithm))
+            before = outputs.before if before is None else before
+            after = outputs.ratios() if report.changed else before
+            errors = output_errors(before, after)
+            report = dataclasses.replace(report, outputs=errors, measured=outputs.measured)
+            before = after
+            if len(subset) < len(batches):
+                reason = (
+                    f"{len(subset)} of {len(batches)} batches were read, since samples is {algorithm.samples}"
+                )
+                report = dataclasses.replace(report, left=(*report.left, Left("", reason)))
+            reports.append(named_report(report, name, algorithm))
     model.add_reports(*reports)
 
 

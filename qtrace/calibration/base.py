@@ -59,6 +59,23 @@ class Engine(Protocol):
             EngineError: when this engine cannot run the batch.
         """
 
+    @property
+    def ahead(self) -> int:
+        """The number of batches that are worth beginning while another one runs; 0 for none."""
+
+    def begin(self, arguments: Arguments) -> None:
+        """Begins to compute a batch on another thread, unless it is begun or memory for its values is short.
+
+        Args:
+            arguments: the batch, which `run` or `drop` gets later; this very object.
+        """
+
+    def drop(self, arguments: Arguments) -> None:
+        """Gives up a batch that was begun, if it has not run."""
+
+    def close(self) -> None:
+        """Gives up all batches that were begun."""
+
 
 @dataclass(frozen=True)
 class Watched:

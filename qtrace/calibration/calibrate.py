@@ -103,7 +103,7 @@ def calibrate(
     learning = choose_learning(prepared, learning_engine) if algorithms else None
     chosen: str | Chosen = engine
     if statistics is None:
-        options = CollectOptions(engine, _count(batches, max_batches), threads, progress, runtime_host)
+        options = CollectOptions(engine, _count(batches, max_batches), threads, progress, runtime_host, True)
         statistics, chosen = _collect(model, itertools.islice(batches, max_batches), options, current())
     statistics = _with_parameters(model, statistics)
     with _undone_on_failure(model), evaluating(prepared):

@@ -177,6 +177,19 @@ class _FixedEngine(ExplainedEngine):
     def chosen(self) -> Chosen:
         return self._chosen
 
+    @property
+    def ahead(self) -> int:
+        return self._engine.ahead
+
+    def begin(self, arguments: Arguments) -> None:
+        self._engine.begin(arguments)
+
+    def drop(self, arguments: Arguments) -> None:
+        self._engine.drop(arguments)
+
+    def close(self) -> None:
+        self._engine.close()
+
     def run(self, arguments: Arguments, index: int, observe: Observe) -> None:
         try:
             self._engine.run(arguments, index, observe)
@@ -228,7 +241,28 @@ class _ComparedEngine(ExplainedEngine):
         """Why MegEngine runs all batches here, in workers and in later runs; "" if it does not."""
         return "" if self._earlier is not None else next(iter(self._reasons.values()), "")
 
+    @property
+    def ahead(self) -> int:
+        return 0 if self._refusal else self._fast.ahead
+
+    def begin(self, arguments: Arguments) -> None:
+        """Begins a batch in the fast engine, also where that is yet to be compared at its shapes."""
+        if not self._refusal and not self._reasons.get(self._shapes(arguments)):
+            self._fast.begin(arguments)
+
+    def drop(self, arguments: Arguments) -> None:
+        self._fast.drop(arguments)
+
+    def close(self) -> None:
+        self._fast.close()
+
     def run(self, arguments: Arguments, index: int, observe: Observe) -> None:
+        try:
+            self._run(arguments, index, observe)
+        finally:
+            self._fast.drop(arguments)
+
+    def _run(self, arguments: Arguments, index: int, observe: Observe) -> None:
         if self._refusal:
             self._megengine.run(arguments, index, observe)
             return

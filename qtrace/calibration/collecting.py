@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from qtrace.calibration.choice import Chosen, ExplainedEngine, choose_engine
 from qtrace.calibration.nonfinite import refuse_nonfinite_output
 from qtrace.calibration.observing import Observing
 from qtrace.calibration.spoiled import refuse_spoiled
-from qtrace.calibration.statistics import Statistics, fresh, no_statistics
+from qtrace.calibration.statistics import Statistics, arrays, checksum, fresh, no_statistics
 from qtrace.data.batches import as_arguments, evaluating, find_values, refuse_nan
 from qtrace.data.unusual import find_unusual
 from qtrace.display import progress_bar
@@ -45,6 +46,7 @@ class CollectOptions:
         batches: number of batches, those of ``start`` included; None if unknown.
         threads: number of threads that compute; None for all cores.
         progress: whether to show a progress bar on stderr.
+        ahead: whether to read batches while earlier ones are computed.
         host: the interpreter or machine whose onnxruntime computes; None for this process.
     """
 
@@ -53,6 +55,7 @@ class CollectOptions:
     threads: int | None = None
     progress: bool = False
     host: RuntimeHost | None = None
+    ahead: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,39 +103,119 @@ def collect(
     start = start or no_statistics(model)
     with in_phase(module, "float"), evaluating(module):
         sites = {name: fq.site for name, fq in model.fake_quants.items()}
-        silent = not options.progress
-        bar = progress_bar(
-            batches,
-            total=options.batches,
-            initial=len(start.batches),
-            desc="calibrate",
-            unit="batch",
-            disable=silent,
-        )
-        engine = None
-        unusual: list[str] = []
         places = _places(module, observed)
         observing = Observing(start, observed, sites, places)
-        with bar:
-            for index, batch in bar:
-                arguments = as_arguments(batch, module, index)
-                if index == 0:
-                    unusual = find_unusual(arguments, module, model.config.preprocess)
-                engine = engine or _choose(model, observed, options, arguments)
-                observing.begin(index, batch)
-                refuse_nan(arguments, index)  # a ReLU would make numbers of it
-                with _naming_infinity(arguments):
-                    engine.run(arguments, index, observing.observe)
-                    for name in observing.nonfinite:
-                        refuse_nonfinite_output(module, arguments, index, model.nodes[name])
-                observing.commit()
-                after(Collected(observing.statistics, engine.chosen))
+        with _Reader(model, observed, options) as reader:
+            bar = progress_bar(
+                reader.read(batches),
+                total=options.batches,
+                initial=len(start.batches),
+                desc="calibrate",
+                unit="batch",
+                disable=not options.progress,
+            )
+            with bar:
+                for batch in bar:
+                    index, arguments, engine = batch.number, batch.arguments, reader.engine()
+                    observing.begin(index, batch.checksum)
+                    with _naming_infinity(arguments):
+                        engine.run(arguments, index, observing.observe)
+                        for name in observing.nonfinite:
+                            refuse_nonfinite_output(module, arguments, index, model.nodes[name])
+                    observing.commit()
+                    after(Collected(observing.statistics, engine.chosen))
+            chosen = reader.engine().chosen
         sited = {group: far for group, far in observing.far.items() if group not in model.record.native}
         refuse_spoiled(sited, observing.statistics.observers, places, lambda node: _bound(model, node))
-        for problem in unusual:  # not beside an error, which matters more
+        for problem in reader.unusual:  # not beside an error, which matters more
             _LOG.warning(f"batch 0: {problem}.")
-        engine = engine or _choose(model, observed, options)
-        return Collected(observing.statistics, engine.chosen)
+        return Collected(observing.statistics, chosen)
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """A batch that was read.
+
+    Attributes:
+        number: its number.
+        arguments: the arguments of the call.
+        checksum: the checksum of its arrays.
+    """
+
+    number: int
+    arguments: Arguments
+    checksum: int
+
+
+class _Reader:
+    """Reads batches, chooses the engine by the first one, and lets it begin those that come next.
+
+    Attributes:
+        unusual: what is unusual about the values of batch 0.
+
+    Args:
+        model: the prepared model.
+        observed: the nodes and parameters that are observed.
+        options: the options of `collect`.
+    """
+
+    def __init__(self, model: QuantizedModel, observed: Watched, options: CollectOptions) -> None:
+        self._model, self._observed, self._options = model, observed, options
+        self._engine: ExplainedEngine | None = None
+        self.unusual: list[str] = []
+
+    def __enter__(self) -> _Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._engine is not None:
+            self._engine.close()
+
+    def engine(self, first: Arguments | None = None) -> ExplainedEngine:
+        """Returns the engine, which is chosen at the first call.
+
+        Args:
+            first: the arguments of the first batch; None to assume the shapes of the trace.
+        """
+        if self._engine is None:
+            engine, options = self._options.engine, self._options
+            self._engine = choose_engine(
+                self._model, self._observed, engine, options.batches, options.threads, first, options.host
+            )
+        return self._engine
+
+    def read(self, batches: Numbered) -> Iterator[_Batch]:
+        """Yields the batches in order; an error of one that was read ahead comes in its turn."""
+        source, waiting = iter(batches), deque[_Batch]()
+        ended, failure = False, None
+        while True:
+            while not ended and len(waiting) <= self._count_ahead():
+                try:
+                    number, batch = next(source, (None, None))
+                    if number is not None:
+                        waiting.append(self._prepare(number, batch))
+                    ended = number is None
+                except Exception as error:
+                    ended, failure = True, error
+            if not waiting:
+                break
+            for batch in waiting if self._options.ahead else ():
+                self.engine().begin(batch.arguments)
+            yield waiting.popleft()
+        if failure is not None:
+            raise failure
+
+    def _count_ahead(self) -> int:
+        return self._engine.ahead if self._options.ahead and self._engine is not None else 0
+
+    def _prepare(self, number: int, batch: Any) -> _Batch:
+        arguments = as_arguments(batch, self._model.module, number)
+        if number == 0:
+            self.unusual = find_unusual(arguments, self._model.module, self._model.config.preprocess)
+        self.engine(arguments)
+        read = _Batch(number, arguments, checksum(arrays(batch)))
+        refuse_nan(arguments, number)  # a ReLU would make numbers of it
+        return read
 
 
 @contextmanager
@@ -145,13 +228,6 @@ def _naming_infinity(arguments: Arguments) -> Iterator[None]:
         if not place:
             raise
         raise CalibrationError(f"{error} The batch itself holds infinity, first in {place}.") from error
-
-
-def _choose(
-    model: QuantizedModel, observed: Watched, options: CollectOptions, first: Arguments | None = None
-) -> ExplainedEngine:
-    engine, host = options.engine, options.host
-    return choose_engine(model, observed, engine, options.batches, options.threads, first, host)
 
 
 def _places(prepared: TracedModule, observed: Watched) -> dict[str, str]:

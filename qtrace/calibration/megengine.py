@@ -30,9 +30,19 @@ class MegEngine:
     """
 
     name = "megengine"
+    ahead = 0
 
     def __init__(self, prepared: TracedModule, nodes: Collection[str]) -> None:
         self._prepared, self._nodes = prepared, frozenset(nodes)
+
+    def begin(self, arguments: Arguments) -> None:
+        """Does nothing: MegEngine computes for one thread."""
+
+    def drop(self, arguments: Arguments) -> None:
+        """Does nothing, as `begin`."""
+
+    def close(self) -> None:
+        """Does nothing, as `begin`."""
 
     def run(self, arguments: Arguments, index: int, observe: Observe) -> None:
         """Runs one batch; see `Engine`."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
 from qtrace.calibration.base import Watched, range_group
 from qtrace.calibration.spoiled import FAR, Values, read_far
-from qtrace.calibration.statistics import Statistics, arrays, checksum, fresh
+from qtrace.calibration.statistics import Statistics, fresh
 from qtrace.errors import CalibrationError
 from qtrace.fakequant.base import fold_channels
 from qtrace.observers.base import Observer
@@ -45,14 +44,18 @@ class Observing:
         self.nonfinite: list[str] = []
         self.far: dict[str, Values] = {}
 
-    def begin(self, number: int, batch: Any) -> None:
+    def begin(self, number: int, checksum: int) -> None:
         """Begins a batch; what was observed since the last `commit` is dropped.
+
+        Args:
+            number: the number of the batch.
+            checksum: the checksum of its arrays.
 
         Raises:
             CalibrationError: when an observer refuses a parameter, naming site and batch.
         """
         self._observed, self.nonfinite = {}, []
-        self._batch, self._checksum = number, checksum(arrays(batch))
+        self._batch, self._checksum = number, checksum
         for group, value in self._watched.constants:
             self._observe(group, value)
 

@@ -9,6 +9,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -35,6 +36,17 @@ _LOG = logging.getLogger("qtrace")
 # A constant, not a share of the free memory: the outputs of the model decide what onnxruntime fuses, and
 # thereby the last bits of the values.
 _MAX_ACTIVATION_BYTES = 2 << 30
+# Bytes of activations of the batches that are computed beside the one that is observed.
+_MAX_BYTES_AHEAD = 512 << 20
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A batch that is computed on another thread, and the bytes of its values."""
+
+    arguments: Arguments
+    values: Future[list[np.ndarray]]
+    size: float
 
 
 class OnnxRuntime:
@@ -76,6 +88,8 @@ class OnnxRuntime:
             raise EngineError(f"the graph has no ONNX form: {str(error).rstrip('.')}") from error
         self._prepared, self._nodes, self._threads, self._limit = prepared, tuple(nodes), threads, limit
         self._host = host
+        self._pool: ThreadPoolExecutor | None = None
+        self._begun: dict[int, _Begun] = {}
         self._inputs = [n for n in prepared.graph.inputs if isinstance(n, TensorNode)]
         produced = [*self._inputs, *(n for e in exprs(prepared) for n in e.outputs)]
         self._bytes = {n.name: 4 * math.prod(n.shape or ()) for n in produced if isinstance(n, TensorNode)}
@@ -86,14 +100,53 @@ class OnnxRuntime:
 
     def run(self, arguments: Arguments, index: int, observe: Observe) -> None:
         """Runs one batch; see `Engine`."""
-        feeds = self._feeds(arguments)
+        feeds, begun = self._feeds(arguments), self._begun.pop(id(arguments), None)
         for part in self._split(next(iter(feeds.values()))):
-            names = [self._model.outputs[n] for n in part if n in self._model.outputs]
-            session = self._session(part)
-            values = run_session(session, names, feeds)[::-1] if session is not None else []
+            values = self._compute(part, feeds) if begun is None else begun.values.result()
+            values.reverse()
             for node in part:
                 source = self._model.input_nodes.get(node)
                 observe(node, feeds[source] if source is not None else values.pop())
+
+    @property
+    def ahead(self) -> int:
+        """The number of batches that are computed beside the one that is observed; see `Engine`."""
+        threads = count_threads(self._threads)
+        return threads if threads > 1 and self._host is None else 0
+
+    def begin(self, arguments: Arguments) -> None:
+        """Begins to compute a batch; see `Engine`."""
+        if not self.ahead or id(arguments) in self._begun:
+            return
+        feeds = self._feeds(arguments)
+        first = next(iter(feeds.values()))
+        parts, size = self._split(first), self._growth(first) * sum(self._bytes[node] for node in self._nodes)
+        waiting = sum(begun.size for begun in self._begun.values())
+        if len(parts) > 1 or waiting + size > _MAX_BYTES_AHEAD:
+            return
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self.ahead)
+        values = self._pool.submit(self._compute, parts[0], feeds)
+        self._begun[id(arguments)] = _Begun(arguments, values, size)
+
+    def drop(self, arguments: Arguments) -> None:
+        """Gives up a batch that was begun; see `Engine`."""
+        begun = self._begun.pop(id(arguments), None)
+        if begun is not None:
+            begun.values.cancel()
+
+    def close(self) -> None:
+        """Gives up all batches that were begun; see `Engine`."""
+        self._begun.clear()
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+            self._pool = None
+
+    def _compute(self, part: tuple[str, ...], feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+        """Computes the nodes of a part that are no inputs."""
+        session = self._session(part)
+        names = [self._model.outputs[n] for n in part if n in self._model.outputs]
+        return run_session(session, names, feeds) if session is not None else []
 
     def _feeds(self, arguments: Arguments) -> dict[str, np.ndarray]:
         args, kwargs = arguments
@@ -103,7 +156,7 @@ class OnnxRuntime:
 
     def _split(self, first: np.ndarray) -> list[tuple[str, ...]]:
         """Splits the watched nodes into parts whose values fit into memory; sizes grow as the first input."""
-        growth = first.nbytes / max(1, self._bytes[self._inputs[0].name])
+        growth = self._growth(first)
         parts: list[list[str]] = [[]]
         total = 0.0
         for node in self._nodes:
@@ -114,6 +167,10 @@ class OnnxRuntime:
             parts[-1].append(node)
             total += size
         return [tuple(part) for part in parts]
+
+    def _growth(self, first: np.ndarray) -> float:
+        """Returns the size of a batch as a multiple of the traced one."""
+        return first.nbytes / max(1, self._bytes[self._inputs[0].name])
 
     def _session(self, part: tuple[str, ...]) -> OrtSession | None:
         """Returns the session that computes the nodes of ``part``; None if all of them are inputs."""

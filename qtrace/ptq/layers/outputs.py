@@ -6,7 +6,10 @@ erase a channel of small weights that the next layer enlarges, and hardly change
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,6 +17,7 @@ from megengine import Tensor
 
 from qtrace.data.batches import evaluating, first_samples
 from qtrace.errors import QtraceError
+from qtrace.graph.begun import begin_run
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.stepping import SegmentEngine, Stepper, as_array
 from qtrace.graph.types import Node, TensorNode, TracedModule
@@ -21,6 +25,7 @@ from qtrace.metrics import finite_or_none
 from qtrace.outputs import GroupedErrors, find_groups
 from qtrace.preparation.annotation import Site
 from qtrace.preparation.model import QuantizedModel
+from qtrace.preparation.phases import in_phase
 from qtrace.ptq.base import Batches, SiteNoise
 from qtrace.ptq.layers.scaling import rounded_weight
 
@@ -102,11 +107,15 @@ def _rounding(site: Site) -> Callable[[np.ndarray], np.ndarray]:
 class CalibrationOutputs:
     """The SQNR of each output of the quantized graph, on up to 8 samples of the calibration data.
 
+    Outputs of the float graph, and those before any change, are computed beside what changes the graph, where
+    the engine can; leaving a ``with`` block ends it.
+
     Args:
         model: the calibrated graph, in the phase ``quantize`` and in eval mode.
-        reference: the float graph.
+        reference: the float graph, which nothing changes.
         batches: the calibration data.
         engine: computes the graphs where it can; None for MegEngine.
+        threads: number of threads; None for all cores.
     """
 
     def __init__(
@@ -115,19 +124,67 @@ class CalibrationOutputs:
         reference: TracedModule,
         batches: Batches,
         engine: SegmentEngine | None = None,
+        threads: int | None = None,
     ) -> None:
         arguments = next(iter(batches.spread(_MAX_SAMPLES)))
         self.arguments = first_samples(arguments, _MAX_SAMPLES, model.module) or arguments
         self.model, self.engine = model.module, engine
+        self._reference = reference
+        beside = engine is not None and (threads or os.cpu_count() or 1) > 1
+        # One thread, so that the values of one run are in memory beside those of the algorithms.
+        self._pool = ThreadPoolExecutor(1) if beside else None
         first = Interpreter(self.model).bind(*self.arguments)[1][1]
-        self.exact = self._compute(reference)
+        self._exact = self._begin(reference, "float")
+        self._before = self._begin(self.model, "quantize")
         self.names = [model.unrounded_name(node) for node in self.model.graph.outputs]
         count = int(first.shape[0]) if first.ndim else 1
         self.measured = f"{count} sample{'' if count == 1 else 's'} of the calibration data"
 
+    def __enter__(self) -> CalibrationOutputs:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    @cached_property
+    def exact(self) -> list[np.ndarray]:
+        """The outputs of the float graph."""
+        return self._exact()
+
+    @cached_property
+    def before(self) -> Ratios:
+        """The ratios of the quantized graph as it was given; see `ratios`."""
+        # The float graph is that graph as it was.
+        return _ratios(self._reference, self.names, self.exact, self._before())
+
     def ratios(self) -> Ratios:
         """Returns column group of an output -> SQNR in dB, None without an error."""
         return _ratios(self.model, self.names, self.exact, self._compute(self.model))
+
+    def _begin(self, graph: TracedModule, phase: str) -> Callable[[], list[np.ndarray]]:
+        """Begins to compute the outputs of a graph, which may then change; returns what gives them.
+
+        Args:
+            graph: the graph.
+            phase: its phase.
+        """
+        run = None
+        if self._pool is not None and self.engine is not None:
+            run = begin_run(graph, [self.arguments], self.engine)
+        if self._pool is None or run is None:
+            values = self._compute(graph)
+            return lambda: values
+        begun = self._pool.submit(run)
+
+        def finish() -> list[np.ndarray]:
+            computed = begun.result()
+            if computed is not None:
+                return computed[0]
+            with in_phase(self._reference, phase):  # it has the parameters from before
+                return self._compute(self._reference)
+
+        return finish
 
     def _compute(self, model: TracedModule) -> list[np.ndarray]:
         outputs = Stepper(model, [self.arguments], engine=self.engine).finish()

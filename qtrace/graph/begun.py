@@ -1,0 +1,148 @@
+"""Runs of whole graphs by a segment engine, which may be begun now and computed later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from qtrace.graph.stepping import SegmentEngine, Stepper, as_array, keep
+from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
+
+__all__ = ["RefusedRunError", "WholeEngine", "begin_run"]
+
+Ends = list[list[np.ndarray]]
+"""The outputs of a graph for each batch."""
+
+
+class RefusedRunError(Exception):
+    """The engine leaves the graph to MegEngine."""
+
+
+class WholeEngine:
+    """An engine that computes a graph as a whole or not at all.
+
+    Args:
+        engine: the engine.
+    """
+
+    def __init__(self, engine: SegmentEngine) -> None:
+        self._engine = engine
+
+    def compute(
+        self,
+        traced: TracedModule,
+        exprs: Sequence[Expr],
+        fixed: Mapping[Node, np.ndarray],
+        batches: Sequence[Mapping[TensorNode, np.ndarray]],
+        outputs: Sequence[TensorNode],
+        use: Callable[[int, list[np.ndarray]], Any] = keep,
+    ) -> list[Any]:
+        """Does what the engine does; see `SegmentEngine`.
+
+        Raises:
+            RefusedRunError: when the engine cannot.
+        """
+        results = self._engine.compute(traced, exprs, fixed, batches, outputs, use)
+        if results is None:
+            raise RefusedRunError
+        return results
+
+    def begin(
+        self,
+        traced: TracedModule,
+        exprs: Sequence[Expr],
+        fixed: Mapping[Node, np.ndarray],
+        batches: Sequence[Mapping[TensorNode, np.ndarray]],
+        outputs: Sequence[TensorNode],
+    ) -> Callable[[], list[list[np.ndarray]] | None] | None:
+        """Does what the engine does; see `SegmentEngine`."""
+        return self._engine.begin(traced, exprs, fixed, batches, outputs)
+
+
+def begin_run(
+    model: TracedModule,
+    batches: Iterable[tuple[tuple[Any, ...], dict[str, Any]]],
+    engine: SegmentEngine,
+) -> Callable[[], Ends | None] | None:
+    """Begins to compute the outputs of a graph with its present parameters and phases; these may then change.
+
+    Args:
+        model: a flat graph in eval mode.
+        batches: the arguments of each batch.
+        engine: computes the whole graph.
+
+    Returns:
+        A function that gives the outputs, to be called once, on any thread; or None. Either is None where the
+        engine cannot compute all of the graph, or not all that is left at once.
+    """
+    last = _Begun(engine, model.graph.outputs)
+    try:
+        stepper = Stepper(model, batches, engine=last)
+        ends = [stepper.finish(index) for index in range(stepper.count)]
+    except RefusedRunError:
+        return None
+    finish = last.finish
+    if finish is None:
+        return None
+    # Outputs that are inputs of the graph, or depend on parameters alone, are known.
+    known = [[v if isinstance(v, _Awaited) else as_array(v) for v in values] for values in ends]
+
+    def compute() -> Ends | None:
+        computed = finish()
+        if computed is None:
+            return None
+        return [
+            [own[value.index] if isinstance(value, _Awaited) else value for value in values]
+            for values, own in zip(known, computed, strict=True)
+        ]
+
+    return compute
+
+
+@dataclass(frozen=True)
+class _Awaited:
+    """The value of an output that is computed later.
+
+    Attributes:
+        index: its number among those of its batch.
+    """
+
+    index: int
+
+
+class _Begun(WholeEngine):
+    """An engine that begins the last part of a graph, and computes those before it.
+
+    Attributes:
+        finish: computes the values that are awaited; None if no part was begun.
+    """
+
+    def __init__(self, engine: SegmentEngine, ends: Sequence[Node]) -> None:
+        super().__init__(engine)
+        self._ends = frozenset(ends)
+        self.finish: Callable[[], list[list[np.ndarray]] | None] | None = None
+
+    def compute(
+        self,
+        traced: TracedModule,
+        exprs: Sequence[Expr],
+        fixed: Mapping[Node, np.ndarray],
+        batches: Sequence[Mapping[TensorNode, np.ndarray]],
+        outputs: Sequence[TensorNode],
+        use: Callable[[int, list[np.ndarray]], Any] = keep,
+    ) -> list[Any]:
+        """Gives awaited values where they are outputs of the graph that no other part reads.
+
+        Raises:
+            RefusedRunError: when the engine cannot compute the part.
+        """
+        is_last = self.finish is None and all(node in self._ends and not node.users for node in outputs)
+        if not is_last or use is not keep:
+            return super().compute(traced, exprs, fixed, batches, outputs, use)
+        self.finish = self.begin(traced, exprs, fixed, batches, outputs)
+        if self.finish is None:
+            raise RefusedRunError
+        return [[_Awaited(index) for index in range(len(outputs))] for _ in batches]

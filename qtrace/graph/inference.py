@@ -36,7 +36,7 @@ from qtrace.fakequant.following.dynamic import DynamicQuant
 from qtrace.gradients import plain
 from qtrace.graph.engine import quiet_engine
 from qtrace.graph.equality import freeze
-from qtrace.graph.kernels import check_op
+from qtrace.graph.kernels import check_op, divisor_of_integers
 from qtrace.graph.op_failure import describe_failure
 from qtrace.graph.opaque import OpaqueOp
 from qtrace.graph.tensors import holds_large_tensors, shared_copies
@@ -230,7 +230,8 @@ class TypeInference:
                 pass
         if not _zeros_show_shapes(expr, inputs):
             return None, None
-        leaves, structure = _call(expr, [zeros(v) if isinstance(v, TensorType) else v for v in inputs])
+        fill = zeros if divisor_of_integers(expr) is None else _ones
+        leaves, structure = _call(expr, [fill(v) if isinstance(v, TensorType) else v for v in inputs])
         exact = not types or reads_shape(expr)
         return [summarize(leaf) if exact else type_of(leaf) for leaf in leaves], structure
 
@@ -417,6 +418,10 @@ def zeros(kind: TensorType) -> mge.Tensor:
     if dtype.metadata is None:
         return mge.Tensor(np.zeros(kind.shape, dtype))
     return mge.Tensor(np.zeros(kind.shape, np.float32)).astype(kind.dtype)
+
+
+def _ones(kind: TensorType) -> mge.Tensor:
+    return mge.Tensor(np.ones(kind.shape, np.dtype(kind.dtype)))
 
 
 def _is_plain(kind: TensorType) -> bool:

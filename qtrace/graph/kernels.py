@@ -1,4 +1,4 @@
-"""Refuses calls of MegEngine's at which a kernel divides by 0 and thereby ends the process."""
+"""Refuses calls of MegEngine's at which a kernel divides by 0 or reads an empty map, and ends the process."""
 
 from __future__ import annotations
 
@@ -7,45 +7,199 @@ from collections.abc import Sequence
 from typing import Any
 
 import megengine.functional.nn as nn
+import megengine.functional.vision as vision
 import numpy as np
 from megengine.core._imperative_rt.core2 import Tensor
-from megengine.core.ops.builtin import AdaptivePooling
+from megengine.core.ops import builtin
+from megengine.core.tensor import array_method
 from megengine.jit.tracing import is_tracing
 from megengine.traced_module import expr
+from megengine.utils.network_node import VarNode
 
-__all__ = ["check_op", "refuse_divisions_by_zero"]
+__all__ = ["check_op", "divisor_of_integers", "refuse_divisions_by_zero"]
 
 # What a wrapper takes over of a C++ function, whose module is None.
 _NAMES = ("__name__", "__doc__")
 
+_STRIDES = {
+    builtin.Convolution: ("stride_h", "stride_w"),
+    builtin.ConvolutionBackwardData: ("stride_h", "stride_w"),
+    builtin.Convolution3D: ("stride_d", "stride_h", "stride_w"),
+    builtin.Convolution3DBackwardData: ("stride_d", "stride_h", "stride_w"),
+    builtin.ConvBias: ("stride_h", "stride_w"),
+    builtin.BatchConvBias: ("stride_h", "stride_w"),
+    builtin.DeformableConv: ("stride_h", "stride_w"),
+    builtin.GroupLocal: ("stride_h", "stride_w"),
+    builtin.RegionRestrictedConvolution: ("stride_h", "stride_w"),
+    builtin.RegionRestrictedConvolutionBackwardData: ("stride_h", "stride_w"),
+    builtin.Pooling: ("stride_h", "stride_w"),
+    builtin.Images2Neibs: ("stride_h", "stride_w"),
+    builtin.SlidingWindowTranspose: ("stride_h", "stride_w"),
+    builtin.Correlation: ("stride1", "stride2"),
+}
+_INTERPOLATIONS = (builtin.Resize, builtin.Remap, builtin.WarpPerspective)
+_FLOOR_DIV, _MOD = builtin.Elemwise.Mode.FLOOR_DIV, builtin.Elemwise.Mode.MOD
+_DIVIDING = {"__floordiv__", "__ifloordiv__", "__mod__", "__imod__", "floor_div", "mod"}
+_REVERSED = {"__rfloordiv__", "__rmod__"}
+_LOWEST = np.iinfo(
+    np.int32
+).min  # over -1; MegEngine computes narrower integers in 32 bits, and has no wider ones
+
 
 def refuse_divisions_by_zero() -> None:
-    """Makes MegEngine's adaptive poolings raise a ValueError for a size at which their kernel has stride 0.
+    """Makes MegEngine's functions and operators raise a ValueError where their kernel would end the process.
 
-    It replaces the C++ function behind ``F.adaptive_avg_pool2d``, ``F.adaptive_max_pool2d`` and their
-    modules, and the call of an op in a traced graph; all these stay as they are. A second call does nothing.
+    Those are strides of 0, adaptive poolings to a size at which the kernel's stride is 0, integers over 0,
+    sizes that a reshape divides by 0 to find, and interpolations of a map without pixels. It replaces the
+    functions of MegEngine's core that ``F``, the operators of a Tensor and the ops in a traced graph call;
+    all these stay as they are. A second call does nothing.
     """
     if hasattr(nn.adaptive_pool2d_cpp, "__wrapped__"):
         return
-    pool, apply = nn.adaptive_pool2d_cpp, expr.apply
+    pool, reshape, elementwise = nn.adaptive_pool2d_cpp, array_method.reshape_cpp, array_method._elwise_apply
 
     @functools.wraps(pool, assigned=_NAMES)
     def checked_pool(inp: Any, oshp: Any, mode: Any) -> Any:
         _check_pooled_size(inp, oshp)
         return pool(inp, oshp, mode)
 
+    @functools.wraps(reshape, assigned=_NAMES)
+    def checked_reshape(inp: Any, args: Any) -> Any:
+        _check_target(args)
+        return reshape(inp, args)
+
+    @functools.wraps(elementwise)
+    def checked_elementwise(args: Any, mode: Any) -> Any:
+        if mode is _FLOOR_DIV or mode is _MOD:
+            _check_division(mode, *args)
+        return elementwise(args, mode)
+
+    nn.adaptive_pool2d_cpp, array_method.reshape_cpp = checked_pool, checked_reshape
+    array_method._elwise_apply = checked_elementwise
+    for module in (nn, vision, expr):
+        module.apply = _checked(module.apply)
+
+
+def _checked(apply: Any) -> Any:
     @functools.wraps(apply, assigned=_NAMES)
     def checked_apply(op: Any, *inputs: Any) -> Any:
         check_op(op, inputs)
         return apply(op, *inputs)
 
-    nn.adaptive_pool2d_cpp, expr.apply = checked_pool, checked_apply
+    return checked_apply
 
 
 def check_op(op: Any, inputs: Sequence[Any]) -> None:
-    """Raises a ValueError if ``op``, an op of MegEngine's core, would divide by 0 on ``inputs``."""
-    if isinstance(op, AdaptivePooling):
+    """Raises a ValueError if ``op``, an op of MegEngine's core, would end the process on ``inputs``."""
+    kind = type(op)
+    if kind in _STRIDES:
+        if not all(getattr(op, name) for name in _STRIDES[kind]):
+            strides = tuple(int(getattr(op, name)) for name in _STRIDES[kind])
+            raise ValueError(f"{kind.__name__} with the strides {strides}: give strides of 1 or more")
+    elif kind is builtin.Elemwise:
+        if op.mode is _FLOOR_DIV or op.mode is _MOD:
+            _check_division(op.mode, *inputs)
+    elif kind is builtin.AdaptivePooling:
         _check_pooled_size(inputs[0], inputs[1] if len(inputs) > 1 else tuple(op.shape))
+    elif kind is builtin.Reshape:
+        if len(inputs) > 1:
+            _check_target(inputs[1:], op.axis)
+    elif kind in _INTERPOLATIONS:
+        shape = _shape(inputs[0])
+        if shape is not None and 0 in shape[1:]:
+            raise ValueError(f"interpolation of an empty map of shape {shape}: give one with pixels")
+
+
+def divisor_of_integers(call: expr.Expr) -> Any:
+    """Returns the divisor of a call that divides integers, a node or a value; None for other calls."""
+    if isinstance(call, expr.Apply):
+        op = call.opdef
+        dividing = type(op) is builtin.Elemwise and (op.mode is _FLOOR_DIV or op.mode is _MOD)
+        operands: Sequence[Any] = call.inputs if dividing else ()
+    elif isinstance(call, expr.CallFunction):
+        operands = call.args if call.func.__name__ in _DIVIDING else ()
+    elif isinstance(call, expr.CallMethod):
+        operands = call.args if call.method in _DIVIDING else ()
+        operands = call.args[::-1] if call.method in _REVERSED else operands
+    else:
+        operands = ()
+    if len(operands) != 2:
+        return None
+    return operands[1] if _is_integer(call.outputs[0]) else None
+
+
+def _check_division(mode: Any, dividend: Any, divisor: Any) -> None:
+    """Raises a ValueError for a division of integers by 0, or of the lowest one by -1."""
+    if not (_is_integer(dividend) and _is_integer(divisor)):  # a float over 0 is infinite or NaN
+        return
+    numbers = _values(divisor)
+    if numbers is None or not numbers.size or 0 in (_shape(dividend) or ()):
+        return
+    sign = "//" if mode is _FLOOR_DIV else "%"
+    if not numbers.all():
+        raise ValueError(f"a division of integers ({sign}) by 0: keep 0 out of the divisor, or divide floats")
+    if (numbers == -1).any():
+        over = _values(dividend)
+        if over is not None and ((numbers == -1) & (over == _LOWEST)).any():
+            raise ValueError(f"a division of {_LOWEST} ({sign}) by -1, which exceeds 32 bits: divide floats")
+
+
+def _check_target(args: Any, unknown: int | None = None) -> None:
+    """Raises a ValueError for a shape with a size to find and one of 0, which its kernel divides by.
+
+    Args:
+        args: the sizes, -1 for the one to find.
+        unknown: the place of the size to find whose number does not say so.
+    """
+    sizes = _sizes(args)
+    if sizes and unknown is not None and unknown < len(sizes):
+        sizes[unknown] = -1
+    if sizes and 0 in sizes and -1 in sizes:
+        raise ValueError(
+            f"a reshape to {tuple(sizes)}, where any size fits the -1 beside 0: give a number in its place"
+        )
+
+
+def _sizes(values: Any) -> list[int] | None:
+    """Returns the sizes in a sequence of numbers, tensors and sequences; None where one is not known."""
+    sizes: list[int] = []
+    for value in values:
+        if isinstance(value, (tuple, list)):
+            inner = _sizes(value)
+        else:
+            numbers = _values(value)
+            integers = numbers is not None and numbers.dtype.kind in "iu"
+            inner = numbers.reshape(-1).tolist() if numbers is not None and integers else None
+        if inner is None:
+            return None
+        sizes += inner
+    return sizes
+
+
+def _is_integer(value: Any) -> bool:
+    """Returns whether a tensor, or what an operator makes one of, has integers."""
+    dtype = getattr(value, "dtype", None)
+    if dtype is None:
+        return np.asarray(value).dtype.kind in "iub"
+    return np.dtype(dtype).kind in "iu"
+
+
+def _values(value: Any) -> np.ndarray | None:
+    """Returns the values of a tensor or number; None where a compiled graph computes them."""
+    if isinstance(value, VarNode):  # of a graph without values, but for those that sizes alone decide
+        try:
+            return np.asarray(value.numpy())
+        except RuntimeError:
+            return None
+    if isinstance(value, Tensor):
+        return None if is_tracing() else np.asarray(value.numpy())  # what is read there becomes a constant
+    return np.asarray(value)
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    """Returns the shape of a tensor; None where it is not known."""
+    shape = getattr(value, "_tuple_shape", None) if isinstance(value, Tensor) else np.shape(value)
+    return None if shape is None else tuple(map(int, shape))
 
 
 def _check_pooled_size(x: Any, size: Any) -> None:
@@ -53,10 +207,10 @@ def _check_pooled_size(x: Any, size: Any) -> None:
 
     MegEngine's stride is the rounded down quotient of both.
     """
-    given = _input_size(x)
-    pooled = _pooled_size(size)
-    if given is None or pooled is None:
+    shape, pooled = _shape(x), _pooled_size(size)
+    if shape is None or len(shape) != 4 or pooled is None:  # MegEngine itself refuses other numbers of axes
         return
+    given = shape[2:]
     if any(n < 1 for n in pooled):
         raise ValueError(f"adaptive pooling to {pooled} has an empty result: give a size of 1 or more")
     if any(out > n for out, n in zip(pooled, given, strict=True)):
@@ -66,25 +220,9 @@ def _check_pooled_size(x: Any, size: Any) -> None:
         )
 
 
-def _input_size(x: Any) -> tuple[int, int] | None:
-    """Returns height and width of a tensor; None where they are not known, or there are not two."""
-    shape = getattr(x, "_tuple_shape", None) if isinstance(x, Tensor) else getattr(x, "shape", None)
-    if shape is None or len(shape) != 4:  # MegEngine itself refuses other numbers of axes
-        return None
-    return int(shape[2]), int(shape[3])
-
-
 def _pooled_size(size: Any) -> tuple[int, int] | None:
     """Returns the height and width of the result; None where a compiled graph computes them."""
-    numbers = size if isinstance(size, (tuple, list)) else (size,)
-    values: list[int] = []
-    for number in numbers:
-        if isinstance(number, (int, np.integer)):
-            values.append(int(number))
-        elif isinstance(number, Tensor) and not is_tracing():  # a value that is read there becomes a constant
-            values += [int(n) for n in number.numpy().reshape(-1)]
-        else:
-            return None
-    if len(values) == 1:
-        values *= 2
-    return (values[0], values[1]) if len(values) == 2 else None
+    sizes = _sizes(size if isinstance(size, (tuple, list)) else (size,))
+    if sizes is None or len(sizes) not in (1, 2):
+        return None
+    return sizes[0], sizes[-1]

@@ -24,7 +24,8 @@ from megengine.traced_module.expr import Expr, GetAttr
 from megengine.traced_module.node import Node, TensorNode
 
 from qtrace.errors import ExportError, GraphError, QtraceWarning
-from qtrace.graph.walk import exprs, get_module, owner
+from qtrace.graph.kernels import divisor_of_integers
+from qtrace.graph.walk import exprs, get_module, owner, reads_shape
 from qtrace.onnxfile.fragment import Fragment, operators_of
 from qtrace.onnxfile.selecting import Replayed, SelectingFragment, selecting_nodes, selects_inside
 
@@ -254,9 +255,21 @@ def cure_for_kept(expr: Expr | None) -> str:
 
 
 def divides_by_inputs(traced: TracedModule) -> bool:
-    """Returns whether an opaque node divides by integers of the graph, of which it refuses 0."""
-    ops = (owner(expr) for expr in exprs(traced))
-    return any(isinstance(op, OpaqueOp) and op.fragment.divides_by_inputs for op in ops)
+    """Returns whether a graph divides integers by what it computes, of which onnxruntime survives no 0.
+
+    Divisors that depend on sizes alone are none of these.
+    """
+    computed: set[Node] = set(traced.graph.inputs[1:])
+    for expr in exprs(traced):
+        op = owner(expr)
+        if isinstance(op, OpaqueOp) and op.fragment.divides_by_inputs:
+            return True
+        divisor = divisor_of_integers(expr)
+        if isinstance(divisor, Node) and divisor in computed:
+            return True
+        if not (reads_shape(expr) or computed.isdisjoint(expr.inputs)):
+            computed.update(expr.outputs)
+    return False
 
 
 def say_stopped_gradients(traced: TracedModule) -> str:

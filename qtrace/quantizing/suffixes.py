@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["describe_suffixes", "suffix_of", "target_of"]
+__all__ = ["describe_suffixes", "suffix_of", "target_of", "with_suffix"]
 
 _SUFFIXES = {"tflite": ".tflite", "ncnn": ".param", "megengine": ".mge"}
 
@@ -13,6 +13,12 @@ _SUFFIXES = {"tflite": ".tflite", "ncnn": ".param", "megengine": ".mge"}
 def suffix_of(backend: str) -> str:
     """Returns the suffix of the files for a backend."""
     return _SUFFIXES.get(backend, ".onnx")
+
+
+def with_suffix(out: Path, suffix: str) -> str:
+    """Returns a name with another suffix, in the place of a format's, too, as in ``net.tflite.gz``."""
+    stem = Path(out.stem)
+    return (stem.stem if stem.suffix in (".onnx", *_SUFFIXES.values()) else stem.name) + suffix
 
 
 def describe_suffixes(out: Path, backends: Iterable[str]) -> str:

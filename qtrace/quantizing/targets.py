@@ -14,7 +14,7 @@ from qtrace.config.rule import FloatType
 from qtrace.config.targeting import config_for_target, place_of_target
 from qtrace.errors import ConfigError
 from qtrace.export import check_case, check_format
-from qtrace.quantizing.suffixes import describe_suffixes, suffix_of, target_of
+from qtrace.quantizing.suffixes import describe_suffixes, suffix_of, target_of, with_suffix
 
 __all__ = ["choose_config", "format_of"]
 
@@ -59,7 +59,7 @@ def choose_config(target: str | None, recipe: Any, out: Path, float_type: FloatT
         if target is None and place_of_target(config) is None:
             raise ConfigError(describe_suffixes(out, backends.packaged()))
         raise ConfigError(
-            f"{out.name} is no file for {config.backend}: name it {out.with_suffix(suffix).name}, or give "
+            f"{out.name} is no file for {config.backend}: name it {with_suffix(out, suffix)}, or give "
             "another target."
         )
     return config

@@ -184,7 +184,7 @@ def test_an_unknown_suffix_names_those_of_all_targets(name: str, what: str, reci
 
 
 @pytest.mark.parametrize(("target", "given"), [("tflite", None), (None, "backend/tflite")])
-@pytest.mark.parametrize("name", ["net.xml", "net.onnx", "net"])
+@pytest.mark.parametrize("name", ["net.xml", "net.onnx", "net", "net.onnx.gz", "net.tflite.zip"])
 def test_another_suffix_than_that_of_the_target(name: str, target: str | None, given: Any) -> None:
     with pytest.raises(ConfigError, match=f"^{name} is no file for tflite: name it net.tflite, or give"):
         choose_config(target, given, Path(name))

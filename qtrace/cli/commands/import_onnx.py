@@ -30,6 +30,12 @@ __all__ = ["import_onnx"]
     "the first input, if the file leaves it open.",
 )
 @click.option("--fixed", is_flag=True, help="Fix every axis but the batch at the size in --shape.")
+@click.option(
+    "--outputs",
+    metavar="TENSOR",
+    multiple=True,
+    help="Cut the file at this tensor: it is an output, and what it does not need is left out. Repeatable.",
+)
 @targets.file_to_write("--out", "-o", required=True, help="The file to write.")
 @options.output
 def import_onnx(
@@ -37,6 +43,7 @@ def import_onnx(
     shapes: dict[str, tuple[int, ...]],
     batch: str,
     fixed: bool,
+    outputs: tuple[str, ...],
     out: Path,
     force: bool,
     console: Console,
@@ -51,7 +58,8 @@ def import_onnx(
         import qtrace
 
         with output_file(out, force=force) as partial:
-            traced = qtrace.from_onnx(network, shapes, batch=None if batch == "none" else batch, fixed=fixed)
+            free = None if batch == "none" else batch
+            traced = qtrace.from_onnx(network, shapes, batch=free, fixed=fixed, outputs=outputs or None)
             qtrace.save(traced, partial)
         ends = note_ends(traced, out, console)
     console.result(str(out), {"model": str(out), **ends})

@@ -78,7 +78,7 @@ def without_strings(graph: Graph, strings: Collection[str]) -> Graph:
     # A ZipMap makes dictionaries of a tensor, which MegEngine has not either.
     kept = [results[n].inputs[0] if n in results and results[n].op == "ZipMap" else n for n in kept]
     names = list(dict.fromkeys([*kept, *last]))
-    cure = f"read the file by from_onnx(outputs={names}), and make the strings of what that gives"
+    cure = f"read the file by from_onnx(outputs={names}) (--outputs), and make the strings of what that gives"
     raise ImportingError(
         f"{first or lost[0]!r} holds strings, which MegEngine has not, and output {lost[0]!r} is made of "
         f"them: {cure if names else 'write the file without it'}."

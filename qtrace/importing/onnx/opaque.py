@@ -261,7 +261,11 @@ def _say_foreign(name: str, value: Kept) -> str:
     """Says that an output is no tensor of MegEngine's, and how a file without it is made."""
     proto = value.part.proto
     source = next(filter(None, proto.input), "")
-    cure = f"read the file up to {source!r} by from_onnx(outputs=)" if source else "write the file without it"
+    cure = (
+        f"read the file up to {source!r} by from_onnx(outputs=) (--outputs)"
+        if source
+        else "write the file without it"
+    )
     if proto.op_type == "ZipMap":
         cure = f"write the file without ZipMap (options={{'zipmap': False}} of skl2onnx), or {cure}"
     return f"output {name!r} is {value.kinds[0].kind}, which MegEngine has not: {cure}"

@@ -16,6 +16,7 @@ from qtrace.errors import GraphError
 from qtrace.graph.dataflow import evaluate_fixed, fixed_nodes
 from qtrace.graph.engine import quiet_engine
 from qtrace.graph.interpreter import Interpreter
+from qtrace.graph.opaque import divides_by_inputs
 from qtrace.graph.types import Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, is_float_tensor
 from qtrace.outputs.columns import LEAST_VALUES
@@ -198,14 +199,16 @@ def _synthetic_inputs(model: TracedModule, rng: np.random.Generator) -> list[Any
     """Generates a batch of the traced shapes, after the module itself, which is the graph's first input."""
     tensors = [node for node in model.graph.inputs if isinstance(node, TensorNode)]
     regions = region_inputs(model)
-    return [model, *(make_regions(n, rng) if n in regions else _synthetic(n, rng) for n in tensors)]
+    integer = int(divides_by_inputs(model))
+    return [model, *(make_regions(n, rng) if n in regions else _synthetic(n, rng, integer) for n in tensors)]
 
 
-def _synthetic(node: TensorNode, rng: np.random.Generator) -> Tensor:
+def _synthetic(node: TensorNode, rng: np.random.Generator, integer: int) -> Tensor:
     """Generates a tensor; an image has amplitudes that fall with the frequency f as 1/f, and variance 1.
 
     Field 1987, "Relations between the statistics of natural images and the response properties of cortical
-    cells", finds this spectrum. Integers are 0, a valid index of any table.
+    cells", finds this spectrum. Integers are ``integer``: 0, a valid index of any table, or 1 where the graph
+    divides by some.
     """
     if node.shape is None or node.dtype is None:
         raise GraphError(
@@ -214,7 +217,7 @@ def _synthetic(node: TensorNode, rng: np.random.Generator) -> Tensor:
         )
     shape, dtype = tuple(int(n) for n in node.shape), np.dtype(node.dtype)
     if dtype.kind != "f":
-        return Tensor(np.zeros(shape, dtype))
+        return Tensor(np.full(shape, integer, dtype))
     value = rng.standard_normal(shape)
     if len(shape) == 4:
         frequency = np.hypot(np.fft.fftfreq(shape[2])[:, None], np.fft.fftfreq(shape[3])[None, :])

@@ -107,7 +107,8 @@ def test_names_of_classes_are_refused_with_what_is_read_instead(zipped: bool, tm
         qtrace.from_onnx(path)
     assert str(caught.value) == (
         f"{path}: 'classes' holds strings, which MegEngine has not, and output 'label' is made of them: read "
-        "the file by from_onnx(outputs=['chances', 'place']), and make the strings of what that gives."
+        "the file by from_onnx(outputs=['chances', 'place']) (--outputs), and make the strings of what that "
+        "gives."
     )
     x = weights(2, 3)
     chances, place = qtrace.from_onnx(path, outputs=["chances", "place"])(Tensor(x))

@@ -17,7 +17,7 @@ from qtrace.graph.walk import exprs
 from qtrace.numerics import fake_quantize
 from qtrace.ops import OpCall
 from qtrace.preparation.record import read_record
-from qtrace.ptq.layers import second_order
+from qtrace.ptq.layers import collecting, second_order
 from qtrace.ptq.layers.positions import draw_positions, read_rows, result_rows
 from qtrace.ptq.layers.second_order import grouped, nearest, parts, rounded, rounded_groups
 from tests.nets import images, left_lines, net
@@ -88,6 +88,28 @@ def test_nearest_knows_a_zero_point() -> None:
     rows = np.random.RandomState(0).randn(2, 30)
     actual = nearest(rows, qparams.scale[:, None].astype(np.float64), qparams.zero_point[:, None], qparams)
     np.testing.assert_allclose(actual, fake_quantize(rows, qparams))
+
+
+def test_short_rows_of_all_groups_have_more_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A depthwise layer of many channels reads as much at a position as a layer of long rows."""
+    asked: list[int] = []
+
+    def draw(size: int, places: int, seed: tuple[int, ...]) -> np.ndarray:
+        asked.append(places)
+        return draw_positions(size, places, seed)
+
+    monkeypatch.setattr(collecting, "draw_positions", draw)
+    layers = {
+        "short": M.Conv2d(4, 32, 3, padding=1),  # 36 inputs
+        "depthwise": M.Conv2d(32, 32, 3, padding=1, groups=32),  # 9 of each of 32 groups
+        "pairs": M.Conv2d(32, 8, 1, groups=4),  # 8 of each of 4 groups
+        "long": M.Conv2d(8, 4, 7, padding=3),  # 392
+    }
+    module = net(lambda self, x: self.long(self.pairs(self.depthwise(self.short(x)))), **layers)
+    ptq = ["fuse_bn", {"gptq": {"places": 4}}]
+    prepared = qtrace.prepare(qtrace.trace(module, BATCHES[0]), {"placement": "everything", "ptq": ptq})
+    qtrace.calibrate(prepared, BATCHES[:1], progress=False)
+    assert asked == [4 * 7, 4 * 1, 4 * 8, 4 * 1]
 
 
 @pytest.mark.parametrize(

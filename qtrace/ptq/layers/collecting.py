@@ -160,8 +160,8 @@ class StatisticsCollector:
         return tuple(int(n) for n in get_module(self.model, layer.weight).shape)
 
     def _count_places(self, shape: tuple[int, ...]) -> int:
-        """Returns the most positions that count: more where a row is short, which cost no more."""
-        inputs = int(np.prod(shape[2:] if len(shape) == 5 else shape[1:]))
+        """Returns the most positions that count: more where rows are short, of all groups, at the same cost."""
+        inputs = int(np.prod(shape)) // (shape[1] if len(shape) == 5 else shape[0])
         return self._places * max(1, _LONG_ROW // max(inputs, 1))
 
     def _next_run(self, first: QuantizedLayer) -> list[QuantizedLayer]:

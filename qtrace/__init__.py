@@ -11,6 +11,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from qtrace.display import shorten_modules
+from qtrace.process.garbage import paused_collector
 
 if TYPE_CHECKING:
     from qtrace import fakequant, graph, observers, qat, recipes, sensitivity
@@ -140,6 +141,13 @@ _WITHOUT_ENGINE = {
 
 
 def __getattr__(name: str) -> Any:
+    with paused_collector():
+        value = _load(name)
+    globals()[name] = value
+    return value
+
+
+def _load(name: str) -> Any:
     if name in __all__ and name not in _WITHOUT_ENGINE:
         _load_engine()
     if name == "__version__":
@@ -153,7 +161,6 @@ def __getattr__(name: str) -> Any:
         value = importlib.import_module(f"qtrace.{name}")
     else:
         raise AttributeError(f"module 'qtrace' has no attribute {name!r}")
-    globals()[name] = value
     return value
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 import math
@@ -24,6 +25,8 @@ from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.graph.walk import exprs
 from qtrace.onnxfile.local_session import OrtSession, SessionError, SessionSettings
 from qtrace.onnxfile.sessions import open_session
+from qtrace.onnxfile.shared_arena import shrink_shared_arena
+from qtrace.process.memory import when_returning
 from qtrace.runtimes.host import RuntimeHost, describe_side
 
 __all__ = ["OnnxRuntime", "ahead", "count_threads", "run_session", "start_session"]
@@ -216,13 +219,26 @@ def start_session(
         EngineError: when onnxruntime refuses the model.
         ExportError: when the host cannot be reached, or does not survive the model.
     """
+    _return_shared_memory()
     settings = SessionSettings(
-        threads=1, fuse_integers=fuse_integers, as_megengine=True, spin=False, host=host, tensors=tensors
+        threads=1,
+        fuse_integers=fuse_integers,
+        as_megengine=True,
+        spin=False,
+        shared=True,
+        host=host,
+        tensors=tensors,
     )
     try:
         return open_session(data, settings)
     except SessionError as error:
         raise EngineError(f"onnxruntime refuses the graph: {error.reason}") from error
+
+
+@functools.cache
+def _return_shared_memory() -> None:
+    """Gives back what sessions share and have free with all other memory that is free."""
+    when_returning(shrink_shared_arena)
 
 
 def count_threads(threads: int | None) -> int:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qtrace.errors import ExportError, install
+from qtrace.onnxfile.shared_arena import USE_SHARED_ARENA, register_shared_arena
 from qtrace.runtimes import worker
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class SessionSettings:
         spin: whether the threads wait actively between two runs, which takes the cores from others.
         profile: whether the times of nodes are recorded, for `OrtSession.end_profile`.
         optimized: whether the optimized model is kept, for `OrtSession.optimized`.
+        shared: whether the session takes the memory that sessions of this process share, see `shared_arena`.
         tensors: the folder of the external tensors of a model that is given as bytes.
         host: the interpreter or machine that has onnxruntime; None for this process.
     """
@@ -64,6 +66,7 @@ class SessionSettings:
     spin: bool = True
     profile: bool = False
     optimized: bool = False
+    shared: bool = False
     tensors: Path | None = None
     host: RuntimeHost | None = None
 
@@ -188,6 +191,8 @@ class LocalSession(OrtSession):
         if importlib.util.find_spec("onnxruntime") is None:
             raise ExportError(f"running ONNX files needs the package onnxruntime: run {install('onnx')}.")
         request = settings.request(str(settings.tensors or ""))
+        if settings.shared and register_shared_arena():
+            request["entries"][USE_SHARED_ARENA] = "1"
         path = "" if isinstance(model, bytes) else str(model)
         try:
             self._file = worker.Onnxruntime({**request, "path": path}, [model])

@@ -18,7 +18,6 @@ from qtrace.config.recipe import config_or_default
 from qtrace.costs import CostTable
 from qtrace.data.batches import check_batches
 from qtrace.errors import GraphError
-from qtrace.graph.garbage import paused_collector
 from qtrace.graph.lint import check
 from qtrace.graph.paths import describe_path
 from qtrace.graph.tracing.refusals import debugging_marks
@@ -33,6 +32,7 @@ from qtrace.preparation.passes.insert import insert
 from qtrace.preparation.passes.search import SearchOutcome
 from qtrace.preparation.phases import switch_phase
 from qtrace.preparation.record import Record, is_quantized, write_record
+from qtrace.process.garbage import paused_collector
 from qtrace.process.memory import returns_memory
 from qtrace.process.thread import on_engine_thread
 

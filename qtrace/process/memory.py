@@ -10,11 +10,13 @@ from typing import ParamSpec, TypeVar
 
 from qtrace.process.engine import synchronize
 
-__all__ = ["LargeFrees", "return_free_memory", "returns_memory"]
+__all__ = ["LargeFrees", "return_free_memory", "returns_memory", "when_returning"]
 
 _MB = 2**20
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
+# What gives back the memory that other libraries keep.
+_others: list[Callable[[], None]] = []
 
 
 def return_free_memory() -> None:
@@ -25,8 +27,15 @@ def return_free_memory() -> None:
     so this waits for it: without, what it rounds of all weights is in memory at once.
     """
     synchronize()
+    for give_back in _others:
+        give_back()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def when_returning(give_back: Callable[[], None]) -> None:
+    """Adds a function that `return_free_memory` calls, for memory that another library keeps."""
+    _others.append(give_back)
 
 
 def returns_memory(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:

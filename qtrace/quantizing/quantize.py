@@ -28,6 +28,7 @@ from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.passes.convert import convert
 from qtrace.preparation.prepare import prepare
 from qtrace.preparation.record import fake_quants
+from qtrace.process.garbage import older_objects_spared
 from qtrace.process.thread import on_engine_thread
 from qtrace.quantizing.card import Card, make_card
 from qtrace.quantizing.delivering import Delivery, compare_with_own, fixed_timer, measure_file
@@ -197,6 +198,7 @@ class _Calibrated:
 
 @check_arguments
 @on_engine_thread
+@older_objects_spared()
 def quantize(
     source: Any,
     data: Any,

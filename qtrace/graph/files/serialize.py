@@ -32,12 +32,12 @@ from qtrace.graph.files.rules import Rules
 from qtrace.graph.files.seal import check_seal, sealing
 from qtrace.graph.files.unpickle import PickleMachine
 from qtrace.graph.files.validate import Validator
-from qtrace.graph.garbage import paused_collector
 from qtrace.graph.located_graph import name_failures
 from qtrace.graph.node_meta import attach_meta, detach_meta
 from qtrace.graph.source_lines import attach_lines, detach_lines
 from qtrace.graph.tracing.refusals import debugging_marks
 from qtrace.plugins.arguments import check_arguments
+from qtrace.process.garbage import paused_collector
 from qtrace.process.thread import on_engine_thread
 from qtrace.storage.files import kind_of, problem, replacing
 from qtrace.storage.ownership import foreign

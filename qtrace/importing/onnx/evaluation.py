@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 import onnx
 from onnx import numpy_helper, shape_inference
-from onnx.reference import ReferenceEvaluator
-from onnx.reference.ops import load_op
 
 from qtrace.importing.onnx.model import OnnxNode
 
@@ -71,6 +69,9 @@ def evaluate(
 
 
 def _run(node: OnnxNode, inputs: Sequence[Any], opsets: Mapping[str, int]) -> Sequence[Any]:
+    from onnx.reference import ReferenceEvaluator  # here: it loads slowly, and most files need none
+    from onnx.reference.ops import load_op
+
     if not node.domain:
         implementation = load_op(node.domain, node.op, node.version)
         if not getattr(implementation, "op_domain", "") and not hasattr(implementation, "evaluator_cls"):

@@ -7,8 +7,8 @@ inputs is another tensor there. Parameters, and what is computed from them alone
 computed once for all batches. MegEngine's kernels compute every value of the first lane and of float: the
 op-by-op lane takes the runtime's integers, and numpy rounds what it compares with them.
 
-Who reads a value waits for all that MegEngine was given. So the lane in float follows some exprs behind: its
-kernels run while integers are compared.
+Who reads a value waits for all that MegEngine was given. So the lane in float follows some exprs behind, and
+the first lane leads by some: their kernels run while integers are compared.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MOST_FIXED_BYTES = 128 << 20
 _Values = dict[Node, Any]
 
 
-# How many exprs, and bytes of their results as traced, a lane in float may be behind.
+# How many exprs, and bytes of their results as traced, a lane in float may be behind and the first one ahead.
 _MOST_WAITING, _MOST_WAITING_BYTES = 16, 32 << 20
 
 
@@ -132,8 +132,9 @@ class Lanes:
         _free(plan.frees[None], values)
         follower = _Follower(self, lanes, values, plan)
         leading = [i for i in range(len(lanes)) if i not in follower.places]
+        pace = _Pace(follower, _Leader(self, lanes[0], values[0], plan.steps))
         for expr in plan.steps:
-            computed = self._step(expr, [lanes[i] for i in leading], [values[i] for i in leading], follower)
+            computed = self._step(expr, [lanes[i] for i in leading], [values[i] for i in leading], pace)
             follower.add(expr, computed)
             if expr in self._large:
                 self._memory.note(self._large[expr])
@@ -153,7 +154,7 @@ class Lanes:
         expr: Expr,
         lanes: Sequence[FirstOfEquals],
         values: Sequence[_Values],
-        follower: _Follower | None = None,
+        pace: _Pace | None = None,
     ) -> Sequence[Any] | None:
         """Computes one expr in lanes, and returns what the first one shares with others.
 
@@ -161,12 +162,13 @@ class Lanes:
             expr: the expr.
             lanes: the lanes.
             values: the values of each lane.
-            follower: catches up before integers are compared; None for none.
+            pace: what MegEngine computes while integers are compared; None for nothing.
         """
         first = values[0]
         inputs = [first[node] for node in expr.inputs]
-        apart = expr in self._nested or _takes(lanes[0], expr)
-        computed = None if apart else interpret(expr, inputs)
+        computed: Sequence[Any] | None = None
+        if expr not in self._nested and not _takes(lanes[0], expr):
+            computed = interpret(expr, inputs) if pace is None else pace.leader.compute(expr, inputs)
         results: list[Sequence[Any]] = []
         taken: dict[int, Sequence[Any]] = {}
         for place, (lane, held) in enumerate(zip(lanes, values, strict=True)):
@@ -175,10 +177,11 @@ class Lanes:
                 results.append(())
             else:
                 results.append(self.compute(expr, lane, held, first, computed))
-        if follower is not None and (taken or self._is_watched(expr)):
+        if pace is not None and (taken or self.is_watched(expr)):
             for value in (*(own[-1] for own in taken.values()), *itertools.chain(*results)):
                 value.numpy()  # before more is given to MegEngine
-            follower.catch_up()
+            pace.follower.catch_up()
+            pace.leader.lead(expr, results[0])
         for place, own in taken.items():
             results[place] = (lanes[place].take(expr, own),)  # type: ignore[attr-defined]
         for lane, held, own in zip(lanes, values, results, strict=True):
@@ -213,6 +216,11 @@ class Lanes:
                 outputs = lane.follow(expr, own, outputs)
         return () if outputs is None else outputs
 
+    def may_lead(self, expr: Expr) -> bool:
+        """Returns whether an expr may be computed before its turn: it selects nothing, and is small."""
+        apart = expr in self._nested or expr in self._ranking or expr in self.selecting
+        return not apart and expr not in self._large
+
     def _plan(self, graph: Any) -> _Plan:
         """Returns the plan of a graph of the module."""
         if id(graph) not in self._plans:
@@ -238,7 +246,8 @@ class Lanes:
             if selects(expr):
                 self.selecting.add(expr)
 
-    def _is_watched(self, expr: Expr) -> bool:
+    def is_watched(self, expr: Expr) -> bool:
+        """Returns whether hooks see the results of an expr in every run."""
         return any(node.name in self._watched for node in expr.outputs)
 
     def _make(self, graph: Any) -> _Plan:
@@ -247,7 +256,7 @@ class Lanes:
         known = (
             set[Node]()
             if len(self.traced.argdef_graph_map) > 1
-            else fixed_nodes(self.traced, lambda expr: expr in kept_out or self._is_watched(expr))
+            else fixed_nodes(self.traced, lambda expr: expr in kept_out or self.is_watched(expr))
         )
         exprs = [e for e in graph._exprs if e.outputs and all(node in known for node in e.outputs)]
         if sum(_bytes(e) for e in exprs) > _MOST_FIXED_BYTES:
@@ -315,6 +324,67 @@ class _Follower:
             _free(self._plan.frees[expr], self._values)
         self._waiting.clear()
         self._bytes = 0
+
+
+class _Leader:
+    """Computes in the first lane what comes behind a value that is read, up to the next one.
+
+    Args:
+        owner: the lanes of the graph.
+        lane: the first lane. It leads if its attribute ``keeps_values`` is true: its hook replaces nothing.
+        first: its values.
+        steps: the exprs that the run computes.
+    """
+
+    def __init__(self, owner: Lanes, lane: FirstOfEquals, first: _Values, steps: Sequence[Expr]) -> None:
+        self._owner, self._first, self._steps = owner, first, steps
+        self._leads = bool(getattr(lane, "keeps_values", False))
+        self._places = {expr: place for place, expr in enumerate(steps)} if self._leads else {}
+        self._results: dict[Expr, Sequence[Any] | None] = {}
+        self._values: _Values = {}
+        self._read: Sequence[Node] = ()  # the nodes behind which it has led
+
+    def compute(self, expr: Expr, inputs: Sequence[Any]) -> Sequence[Any] | None:
+        """Returns the results of an expr, which may be there already."""
+        if expr not in self._results:
+            return interpret(expr, inputs)
+        for node in expr.outputs:
+            self._values.pop(node, None)
+        return self._results.pop(expr)
+
+    def lead(self, expr: Expr, results: Sequence[Any]) -> None:
+        """Computes the exprs behind one.
+
+        Args:
+            expr: the last expr that the first lane has computed.
+            results: its results.
+        """
+        if not self._leads:
+            return
+        for node in self._read:
+            self._values.pop(node, None)
+        self._read = expr.outputs
+        self._values.update(zip(expr.outputs, results, strict=True))
+        start, size = self._places[expr] + 1, 0
+        for behind in self._steps[start : start + _MOST_WAITING]:
+            size += _bytes(behind)
+            if behind in self._results:
+                continue
+            if size > _MOST_WAITING_BYTES or not self._owner.may_lead(behind):
+                return
+            outputs = interpret(behind, [_read(self._values, self._first, node) for node in behind.inputs])
+            self._results[behind] = outputs
+            self._values.update(zip(behind.outputs, outputs or (), strict=True))
+            if self._owner.is_watched(behind):
+                return
+
+
+@dataclass(frozen=True)
+class _Pace:
+    """What MegEngine is given between a value that is read and the comparison of its integers."""
+
+    follower: _Follower
+    leader: _Leader
 
 
 def _takes(lane: FirstOfEquals, expr: Expr) -> bool:

@@ -701,6 +701,7 @@ class EndToEnd(GraphRun):
         super().__init__(file.model, file.names, file.first_of_equals, places, file.qparams)
         self.names, self.ends, self._float16 = file.names, file.ends, file.float16
         self.given = given or {}
+        self.keeps_values = not self.given and self._float16 is None
         self.order = Unsettled()
         self._latest: tuple[Node, Any] | None = None
         self._exact = False  # whether the latest value has the floats of its integers

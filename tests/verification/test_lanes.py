@@ -209,11 +209,21 @@ def test_a_lane_takes_results_where_its_inputs_are_its_own(
     assert (alone.numpy() == 7.5).all()
 
 
-def test_float_is_computed_while_integers_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("keeps", [False, True])
+def test_what_megengine_computes_while_integers_are_compared(
+    keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What was given to MegEngine before a value is read keeps who reads it waiting."""
     model, x, events = _converted(), Tensor(images(3, 3, 8, 8, seed=5)), list[str]()
+    plain = lanes.interpret
+
+    def note(expr: Any, inputs: Any) -> Any:
+        events.append(f"compute {expr.outputs[0].name}")
+        return plain(expr, inputs)
 
     class Compared(FirstOfEquals):
+        keeps_values = keeps
+
         def on_node(self, node: Any, value: Any) -> Any:
             if node.name.endswith("out_q"):
                 events.append(f"compare {node.name}")
@@ -225,8 +235,16 @@ def test_float_is_computed_while_integers_are_compared(monkeypatch: pytest.Monke
                 events.append(f"float {node.name}")
             return value
 
-    Lanes(model, {"a_out_q", "relu_out_q"}).run([Compared(model), Exact(model)], (x,), {})
-    assert events.index("float a_out") < events.index("compare a_out_q") < events.index("float relu_out")
+    run = Lanes(model, {"a_out_q", "relu_out_q"})
+    run.prepare((x,), {})
+    monkeypatch.setattr(lanes, "interpret", note)
+    (rounded,), (exact,) = run.run([Compared(model), Exact(model)], (x,), {})
+    np.testing.assert_array_equal(rounded.numpy(), FirstOfEquals(model).run(x).numpy())
+    with in_phase(model, "float"):
+        np.testing.assert_array_equal(exact.numpy(), FirstOfEquals(model).run(x).numpy())
+    compared = events.index("compare a_out_q")
+    assert events.index("float a_out") < compared < events.index("float relu_out")
+    assert (events.index("compute relu_out") < compared) == keeps
 
 
 def test_roundings_by_numpy_count_what_megengine_rounds(

@@ -33,6 +33,7 @@ __all__ = [
     "round_half_even",
     "round_half_up",
     "round_to",
+    "smallest_type",
 ]
 
 # The smallest normal float32: runtimes, MegEngine among them, flush smaller ones to zero.
@@ -208,7 +209,7 @@ def _widen(lo: np.ndarray, hi: np.ndarray, scheme: QScheme) -> tuple[np.ndarray,
     return lo * factor, hi * factor
 
 
-def quantize(x: Any, qparams: QParams) -> np.ndarray:
+def quantize(x: Any, qparams: QParams, dtype: Any = np.int32) -> np.ndarray:
     """Computes ``saturate(round(x / scale) + zero_point)``, as ONNX's QuantizeLinear does.
 
     Infinities saturate; NaN becomes `qmin`, as in onnxruntime.
@@ -216,26 +217,46 @@ def quantize(x: Any, qparams: QParams) -> np.ndarray:
     Args:
         x: numbers of any shape; the arithmetic is float32, or float64 when x is.
         qparams: the parameters; per channel along ``qparams.scheme.axis``.
+        dtype: the type of the integers.
 
     Returns:
-        int32 in ``[qmin, qmax]``, of the shape of x.
+        Integers in ``[qmin, qmax]``, of the shape of x.
 
     Raises:
         SchemeError: when x has no such axis or another number of channels.
     """
-    return _quantized(_floats(x), qparams).astype(np.int32)
+    return _levels(_floats(x), qparams, dtype)
 
 
-def _quantized(x: np.ndarray, qparams: QParams) -> np.ndarray:
-    """Returns what `quantize` does, as floats of the type of ``x``."""
+def _levels(x: np.ndarray, qparams: QParams, dtype: np.dtype | type) -> np.ndarray:
+    """Returns the integers of floats in a type of integers or floats that has them."""
     scheme = qparams.scheme
-    scale, zero_point = _broadcast_params(qparams, x)
+    scale, zero_point = (param.astype(x.dtype) for param in _broadcast_params(qparams, x))
     with np.errstate(over="ignore"):
-        q = np.asarray(x / scale.astype(x.dtype))
-    q = np.asarray(round_to(q, scheme.rounding))
-    np.add(q, zero_point.astype(x.dtype), out=q)
+        if scale.ndim:
+            return _saturated(x, scale, zero_point, scheme, np.empty(x.shape, x.dtype)).astype(dtype)
+        values, levels = np.ascontiguousarray(x).reshape(-1), np.empty(x.size, dtype)
+        scratch = np.empty(min(x.size, _BLOCK), x.dtype)
+        for start in range(0, x.size, _BLOCK):
+            part = values[start : start + _BLOCK]
+            levels[start : start + _BLOCK] = _saturated(part, scale, zero_point, scheme, scratch[: part.size])
+        return levels.reshape(x.shape)
+
+
+def _saturated(
+    x: np.ndarray, scale: np.ndarray, zero_point: np.ndarray, scheme: QScheme, out: np.ndarray
+) -> np.ndarray:
+    """Computes the integers of x as floats, in ``out`` or in a new array."""
+    np.divide(x, scale, out=out)
+    q = np.rint(out, out=out) if scheme.rounding == "half_even" else round_to(out, scheme.rounding)
+    np.add(q, zero_point, out=q)
     # fmax rather than clip: it takes NaN to qmin.
-    return np.asarray(np.fmin(np.fmax(q, scheme.qmin, out=q), scheme.qmax, out=q))
+    return np.fmin(np.fmax(q, scheme.qmin, out=q), scheme.qmax, out=q)
+
+
+def smallest_type(scheme: QScheme) -> np.dtype:
+    """Returns the smallest type that has the integers of a scheme."""
+    return np.min_scalar_type(scheme.qmin if scheme.qmin < 0 else scheme.qmax)
 
 
 def quantize_bias(bias: np.ndarray, scale: np.ndarray, limit: int) -> np.ndarray:
@@ -284,7 +305,7 @@ def fake_quantize(x: Any, qparams: QParams) -> np.ndarray:
     """
     x = _floats(x)
     # Integers of a scheme and their differences are exact as float32: int32 between would take longer.
-    values = _quantized(x, qparams)
+    values = _levels(x, qparams, x.dtype)
     scale, zero_point = _broadcast_params(qparams, values)
     np.subtract(values, zero_point.astype(x.dtype), out=values)
     return np.multiply(values, scale.astype(x.dtype), out=values)
@@ -301,14 +322,14 @@ def exact_levels(x: np.ndarray, qparams: QParams) -> np.ndarray | None:
         qparams: the parameters; one scale for each channel gives None, too.
 
     Returns:
-        The integers, of the shape of x, in the smallest type that has the end of the range.
+        The integers, of the shape of x, in their `smallest_type`.
     """
     scheme = qparams.scheme
     if x.dtype != np.float32 or qparams.scale.ndim:
         return None
     low, high, zero = scheme.qmin, scheme.qmax, np.float32(qparams.zero_point)
     scale, values = np.float32(qparams.scale), np.ascontiguousarray(x).reshape(-1)
-    levels = np.empty(values.size, np.min_scalar_type(low if low < 0 else high))
+    levels = np.empty(values.size, smallest_type(scheme))
     scratch = np.empty((2, min(values.size, _BLOCK)), np.float32)
     with np.errstate(all="ignore"):  # what overflows is no value of an integer
         inverse = np.float32(1.0) / scale

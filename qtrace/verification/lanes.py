@@ -4,12 +4,17 @@ verify needs three runs of a graph for each batch: by itself, op by op on the ru
 float. Up to the first rounding all three have the same values, and up to the first integer that differs the
 first two have. The lanes take each expr together, so that a kernel runs again in a lane only where one of its
 inputs is another tensor there. Parameters, and what is computed from them alone, such as rounded weights, are
-computed once for all batches. MegEngine's kernels compute every value: none is taken from the runtime but the
-integers from which the op-by-op lane goes on.
+computed once for all batches. MegEngine's kernels compute every value of the first lane and of float: the
+op-by-op lane takes the runtime's integers, and numpy rounds what it compares with them.
+
+Who reads a value waits for all that MegEngine was given. So the lane in float follows some exprs behind, and
+the first lane leads by some: their kernels run while integers are compared.
 """
 
 from __future__ import annotations
 
+import abc
+import itertools
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +32,7 @@ from qtrace.preparation.record import fake_quants, followers, is_quantized
 from qtrace.process.memory import LargeFrees
 from qtrace.verification.ties import FirstOfEquals
 
-__all__ = ["FloatLane", "Lanes", "leaves"]
+__all__ = ["FloatLane", "Lanes", "TakingLane", "leaves"]
 
 # Of values that are computed from parameters alone. More of them are computed in each run, and freed there.
 _MOST_FIXED_BYTES = 128 << 20
@@ -35,8 +40,29 @@ _MOST_FIXED_BYTES = 128 << 20
 _Values = dict[Node, Any]
 
 
+# How many exprs, and bytes of their results as traced, a lane in float may be behind and the first one ahead.
+_MOST_WAITING, _MOST_WAITING_BYTES = 16, 32 << 20
+
+
 class FloatLane(FirstOfEquals):
     """Runs a graph without its roundings, beside a lane that rounds."""
+
+
+class TakingLane(FirstOfEquals, abc.ABC):
+    """Runs a graph, and takes some results from elsewhere where it has other inputs than the first lane."""
+
+    @abc.abstractmethod
+    def takes(self, expr: Expr) -> bool:
+        """Returns whether `take` gives the one result of an expr, whose last input is a Tensor."""
+
+    @abc.abstractmethod
+    def take(self, expr: Expr, inputs: Sequence[Any]) -> Any:
+        """Returns the result of an expr.
+
+        Args:
+            expr: the expr.
+            inputs: the values of ``expr.inputs``.
+        """
 
 
 @dataclass(frozen=True)
@@ -100,13 +126,19 @@ class Lanes:
         values = [plan.in_float.copy() if isinstance(lane, FloatLane) else {} for lane in lanes]
         values[0] = plan.fixed.copy()
         for node in graph._inputs:
-            _give(lanes, values, (node,), [(inputs.pop(0),)] * len(lanes))
+            value = inputs.pop(0)
+            for lane, held in zip(lanes, values, strict=True):
+                _keep(lane, held, values[0], (node,), (value,))
         _free(plan.frees[None], values)
+        follower = _Follower(self, lanes, values, plan)
+        leading = [i for i in range(len(lanes)) if i not in follower.places]
+        pace = _Pace(follower, _Leader(self, lanes[0], values[0], plan.steps))
         for expr in plan.steps:
-            self._step(expr, lanes, values)
-            _free(plan.frees[expr], values)
+            computed = self._step(expr, [lanes[i] for i in leading], [values[i] for i in leading], pace)
+            follower.add(expr, computed)
             if expr in self._large:
                 self._memory.note(self._large[expr])
+        follower.catch_up()
         return [[_read(held, values[0], node) for node in graph._outputs] for held in values]
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -117,30 +149,77 @@ class Lanes:
         """
         self._plan(self.traced.argdef_graph_map[FirstOfEquals(self.traced).bind(args, kwargs)[0]])
 
-    def _step(self, expr: Expr, lanes: Sequence[FirstOfEquals], values: Sequence[_Values]) -> None:
-        """Computes one expr in all lanes."""
+    def _step(
+        self,
+        expr: Expr,
+        lanes: Sequence[FirstOfEquals],
+        values: Sequence[_Values],
+        pace: _Pace | None = None,
+    ) -> Sequence[Any] | None:
+        """Computes one expr in lanes, and returns what the first one shares with others.
+
+        Args:
+            expr: the expr.
+            lanes: the lanes.
+            values: the values of each lane.
+            pace: what MegEngine computes while integers are compared; None for nothing.
+        """
         first = values[0]
         inputs = [first[node] for node in expr.inputs]
-        nested, follows = expr in self._nested, expr in self.selecting or expr in self._ranking
-        computed = None if nested else interpret(expr, inputs)
+        computed: Sequence[Any] | None = None
+        if expr not in self._nested and not _takes(lanes[0], expr):
+            computed = interpret(expr, inputs) if pace is None else pace.leader.compute(expr, inputs)
         results: list[Sequence[Any]] = []
-        for lane, held in zip(lanes, values, strict=True):
-            differs = held is not first and any(node in held for node in expr.inputs)
-            own = [_read(held, first, node) for node in expr.inputs] if differs else inputs
-            if nested:
-                outputs = lane.run_expr(expr, own)
+        taken: dict[int, Sequence[Any]] = {}
+        for place, (lane, held) in enumerate(zip(lanes, values, strict=True)):
+            if _takes(lane, expr) and (place == 0 or any(node in held for node in expr.inputs)):
+                taken[place] = [_read(held, first, node) for node in expr.inputs]
+                results.append(())
             else:
-                outputs = computed
-                phased = self._phased.get(expr, ()) if isinstance(lane, FloatLane) else ()
-                if lane.tape.replays_whole(expr):
-                    outputs = None
-                elif differs or phased:
-                    with _float_phase(phased):
-                        outputs = interpret(expr, own)
-                if follows:
-                    outputs = lane.follow(expr, own, outputs)
-            results.append(() if outputs is None else outputs)
-        _give(lanes, values, expr.outputs, results)
+                results.append(self.compute(expr, lane, held, first, computed))
+        if pace is not None and (taken or self.is_watched(expr)):
+            for value in (*(own[-1] for own in taken.values()), *itertools.chain(*results)):
+                value.numpy()  # before more is given to MegEngine
+            pace.follower.catch_up()
+            pace.leader.lead(expr, results[0])
+        for place, own in taken.items():
+            results[place] = (lanes[place].take(expr, own),)  # type: ignore[attr-defined]
+        for lane, held, own in zip(lanes, values, results, strict=True):
+            _keep(lane, held, first, expr.outputs, own)
+        return computed
+
+    def compute(
+        self, expr: Expr, lane: FirstOfEquals, held: _Values, first: _Values, computed: Sequence[Any] | None
+    ) -> Sequence[Any]:
+        """Returns the results of an expr in one lane.
+
+        Args:
+            expr: the expr.
+            lane: the lane.
+            held: the values of the lane that differ from those of the first lane; all of the first lane.
+            first: the values of the first lane.
+            computed: the results from these values; None if each lane computes the expr by itself.
+        """
+        differs = held is not first and any(node in held for node in expr.inputs)
+        own = [_read(held, first, node) for node in expr.inputs]
+        if expr in self._nested:
+            outputs = lane.run_expr(expr, own)
+        else:
+            outputs = computed
+            phased = self._phased.get(expr, ()) if isinstance(lane, FloatLane) else ()
+            if lane.tape.replays_whole(expr):
+                outputs = None
+            elif differs or phased or computed is None:
+                with _float_phase(phased):
+                    outputs = interpret(expr, own)
+            if expr in self.selecting or expr in self._ranking:
+                outputs = lane.follow(expr, own, outputs)
+        return () if outputs is None else outputs
+
+    def may_lead(self, expr: Expr) -> bool:
+        """Returns whether an expr may be computed before its turn: it selects nothing, and is small."""
+        apart = expr in self._nested or expr in self._ranking or expr in self.selecting
+        return not apart and expr not in self._large
 
     def _plan(self, graph: Any) -> _Plan:
         """Returns the plan of a graph of the module."""
@@ -167,7 +246,8 @@ class Lanes:
             if selects(expr):
                 self.selecting.add(expr)
 
-    def _is_watched(self, expr: Expr) -> bool:
+    def is_watched(self, expr: Expr) -> bool:
+        """Returns whether hooks see the results of an expr in every run."""
         return any(node.name in self._watched for node in expr.outputs)
 
     def _make(self, graph: Any) -> _Plan:
@@ -176,7 +256,7 @@ class Lanes:
         known = (
             set[Node]()
             if len(self.traced.argdef_graph_map) > 1
-            else fixed_nodes(self.traced, lambda expr: expr in kept_out or self._is_watched(expr))
+            else fixed_nodes(self.traced, lambda expr: expr in kept_out or self.is_watched(expr))
         )
         exprs = [e for e in graph._exprs if e.outputs and all(node in known for node in e.outputs)]
         if sum(_bytes(e) for e in exprs) > _MOST_FIXED_BYTES:
@@ -204,19 +284,121 @@ def leaves(value: Any) -> list[Any]:
     return [value]
 
 
-def _give(
-    lanes: Sequence[FirstOfEquals],
-    values: Sequence[_Values],
-    nodes: Sequence[Node],
-    results: Sequence[Sequence[Any]],
+class _Follower:
+    """Runs the lanes in float some exprs behind the others, and frees what all lanes are done with.
+
+    Args:
+        owner: the lanes of the graph.
+        lanes: all lanes.
+        values: the values of each.
+        plan: what all runs share.
+
+    Attributes:
+        places: the places of the lanes that follow.
+    """
+
+    def __init__(
+        self, owner: Lanes, lanes: Sequence[FirstOfEquals], values: Sequence[_Values], plan: _Plan
+    ) -> None:
+        self._owner, self._values, self._plan = owner, values, plan
+        self.places = [i for i, lane in enumerate(lanes) if i and isinstance(lane, FloatLane)]
+        self._lanes = [(lanes[i], values[i]) for i in self.places]
+        self._waiting: list[tuple[Expr, Sequence[Any] | None]] = []
+        self._bytes = 0
+
+    def add(self, expr: Expr, computed: Sequence[Any] | None) -> None:
+        """Takes an expr that the other lanes have computed, and what the first of them shares."""
+        self._waiting.append((expr, computed))
+        self._bytes += _bytes(expr)
+        behind = len(self._waiting) > _MOST_WAITING or self._bytes > _MOST_WAITING_BYTES
+        if behind or not self._lanes:
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        """Computes what the other lanes have computed."""
+        first = self._values[0]
+        for expr, computed in self._waiting:
+            for lane, held in self._lanes:
+                results = self._owner.compute(expr, lane, held, first, computed)
+                _keep(lane, held, first, expr.outputs, results)
+            _free(self._plan.frees[expr], self._values)
+        self._waiting.clear()
+        self._bytes = 0
+
+
+class _Leader:
+    """Computes in the first lane what comes behind a value that is read, up to the next one.
+
+    Args:
+        owner: the lanes of the graph.
+        lane: the first lane. It leads if its attribute ``keeps_values`` is true: its hook replaces nothing.
+        first: its values.
+        steps: the exprs that the run computes.
+    """
+
+    def __init__(self, owner: Lanes, lane: FirstOfEquals, first: _Values, steps: Sequence[Expr]) -> None:
+        self._owner, self._first, self._steps = owner, first, steps
+        self._leads = bool(getattr(lane, "keeps_values", False))
+        self._places = {expr: place for place, expr in enumerate(steps)} if self._leads else {}
+        self._results: dict[Expr, Sequence[Any] | None] = {}
+        self._values: _Values = {}
+        self._read: Sequence[Node] = ()  # the nodes behind which it has led
+
+    def compute(self, expr: Expr, inputs: Sequence[Any]) -> Sequence[Any] | None:
+        """Returns the results of an expr, which may be there already."""
+        if expr not in self._results:
+            return interpret(expr, inputs)
+        for node in expr.outputs:
+            self._values.pop(node, None)
+        return self._results.pop(expr)
+
+    def lead(self, expr: Expr, results: Sequence[Any]) -> None:
+        """Computes the exprs behind one.
+
+        Args:
+            expr: the last expr that the first lane has computed.
+            results: its results.
+        """
+        if not self._leads:
+            return
+        for node in self._read:
+            self._values.pop(node, None)
+        self._read = expr.outputs
+        self._values.update(zip(expr.outputs, results, strict=True))
+        start, size = self._places[expr] + 1, 0
+        for behind in self._steps[start : start + _MOST_WAITING]:
+            size += _bytes(behind)
+            if behind in self._results:
+                continue
+            if size > _MOST_WAITING_BYTES or not self._owner.may_lead(behind):
+                return
+            outputs = interpret(behind, [_read(self._values, self._first, node) for node in behind.inputs])
+            self._results[behind] = outputs
+            self._values.update(zip(behind.outputs, outputs or (), strict=True))
+            if self._owner.is_watched(behind):
+                return
+
+
+@dataclass(frozen=True)
+class _Pace:
+    """What MegEngine is given between a value that is read and the comparison of its integers."""
+
+    follower: _Follower
+    leader: _Leader
+
+
+def _takes(lane: FirstOfEquals, expr: Expr) -> bool:
+    return isinstance(lane, TakingLane) and lane.takes(expr)
+
+
+def _keep(
+    lane: FirstOfEquals, held: _Values, first: _Values, nodes: Sequence[Node], results: Sequence[Any]
 ) -> None:
-    """Shows new values to the hooks, and keeps those of the first lane, and others that differ from them."""
-    first = values[0]
-    for lane, held, own in zip(lanes, values, results, strict=True):
-        for node, result in zip(nodes, own, strict=True):
-            value = lane.on_node(node, result)
-            if held is first or value is not first[node]:
-                held[node] = value
+    """Shows new values to the hook of a lane; keeps those of the first lane, and what differs from them."""
+    for node, result in zip(nodes, results, strict=True):
+        value = lane.on_node(node, result)
+        if held is first or value is not first[node]:
+            held[node] = value
 
 
 def _read(held: _Values, first: _Values, node: Node) -> Any:

@@ -15,11 +15,12 @@ import numpy as np
 from qtrace import ops
 from qtrace.data.batches import as_arguments, refuse_nan, translate_errors
 from qtrace.errors import CalibrationError, ExportError, QtraceError
+from qtrace.fakequant.fixed import FixedFakeQuant
 from qtrace.graph.dataflow import needed_nodes
 from qtrace.graph.interpreter import ENGINE_ERRORS, Interpreter
-from qtrace.graph.types import Input, Node, TensorNode
+from qtrace.graph.types import Expr, Input, Node, TensorNode
 from qtrace.metrics import sqnr_db
-from qtrace.numerics import dequantize, exact_levels, quantize
+from qtrace.numerics import dequantize, exact_levels, quantize, smallest_type
 from qtrace.onnxfile.reading import read_model
 from qtrace.outputs import ColumnGroup
 from qtrace.outputs.replay import SelectedShares, Share
@@ -30,7 +31,7 @@ from qtrace.verification.ahead import Ahead, look_ahead
 from qtrace.verification.crosscheck import Disagreement, RuntimeValues
 from qtrace.verification.float16 import Float16Rounding, read_float16_ops
 from qtrace.verification.float_outputs import FloatOutputs
-from qtrace.verification.lanes import Lanes, leaves
+from qtrace.verification.lanes import Lanes, TakingLane, leaves
 from qtrace.verification.other_sizes import open_in_file, runs_at, say_other_size
 from qtrace.verification.report import VerifyReport
 from qtrace.verification.runtimes.base import RuntimeRun, Session
@@ -124,6 +125,8 @@ class File:
 
     Attributes:
         qparams: what `integer_qparams` gives for the graph.
+        roundings: expr -> the node that it rounds to integers of the runtime, one scale for all and ties to
+            even, where all of them can be compared.
         float16: rounds what the file has in float16; None for nothing.
 
     Raises:
@@ -145,6 +148,9 @@ class File:
         self.ends = ends
         self.selections = _by_name(find_selections(model.module), ends)
         self.rankings = _by_name(find_rankings(model.module), ends)
+        self.roundings: Mapping[Expr, str] = {}
+        if self.float16 is None and not self.selections and not self.rankings:
+            self.roundings = _plain_roundings(model, self.names)
 
     def report(self, max_lsb: int, min_equal: float, min_sqnr_db: float) -> VerifyReport:
         """Returns an empty report with these tolerances."""
@@ -424,6 +430,20 @@ def _is_pooled(site: QuantizedSite, known: Collection[str]) -> bool:
     )
 
 
+def _plain_roundings(model: QuantizedModel, names: Collection[str]) -> dict[Expr, str]:
+    """Finds the roundings that numpy computes bit by bit as MegEngine does."""
+    return {
+        site.expr: name
+        for name, site in activations(model).items()
+        if name in names
+        and type(site.fake_quant) is FixedFakeQuant
+        and site.fake_quant.phase == "quantize"
+        and not site.fake_quant.transforms
+        and not site.fake_quant.shape
+        and site.fake_quant.scheme.rounding == "half_even"
+    }
+
+
 def output_names(converted: QuantizedModel) -> list[str]:
     """Returns the names of the graph's outputs before rounding; a repeated name is numbered."""
     names = [converted.unrounded_name(node) for node in converted.module.graph.outputs]
@@ -473,12 +493,10 @@ def _read_levels(values: np.ndarray, qparams: QParams) -> tuple[np.ndarray, bool
     levels = exact_levels(values, qparams)
     if levels is not None:
         return levels, True
-    scheme = qparams.scheme
-    kind = np.min_scalar_type(scheme.qmin if scheme.qmin < 0 else scheme.qmax)
-    return quantize(values, qparams).astype(kind), False
+    return quantize(values, qparams, smallest_type(qparams.scheme)), False
 
 
-class OpByOp(FirstOfEquals):
+class OpByOp(TakingLane):
     """Compares at every site, then goes on with the runtime's integers.
 
     Where both sides select other rows from the same integers, or rank equal scores in another order, a site
@@ -506,9 +524,25 @@ class OpByOp(FirstOfEquals):
         sources = {} if file.float16 is None else file.float16.sources
         self._sources = {name: source.name for name, source in sources.items()}
         self._kept = frozenset(self._sources.values())
+        self._roundings, self._taken = file.roundings, ""
+
+    def takes(self, expr: Expr) -> bool:
+        """Returns whether an expr rounds a site to integers that the runtime has."""
+        return expr in self._roundings
+
+    def take(self, expr: Expr, inputs: Sequence[Any]) -> Any:
+        """Compares the integers of a site, and returns what the runtime computed there."""
+        name = self._taken = self._roundings[expr]
+        qparams, runtime, value = self.qparams[name], self.integers[self.names[name]], inputs[-1]
+        graph = quantize(value.numpy(), qparams, smallest_type(qparams.scheme))
+        self.report.compares("op_by_op", f"site {name}", graph, runtime)
+        self.on_integers(value, Disagreement(name, graph, runtime, qparams))
+        return type(value)(dequantize(runtime, qparams))
 
     def on_node(self, node: Node, value: Any) -> Any:
         """Replaces the graph's value at a site by what the runtime computed there."""
+        if node.name == self._taken:
+            return value
         if self._float16 is not None:
             value = self._float16.round(node, value)
             if node.name in self._kept:
@@ -561,7 +595,7 @@ class OpByOp(FirstOfEquals):
         return self.order.among(ends) - wrong
 
     def on_integers(self, value: Any, both: Disagreement) -> None:
-        """Counts the integers of a site on both sides; `value` is the graph's tensor."""
+        """Counts the integers of a site on both sides; `value` is the graph's tensor, rounded or not."""
         worst = self.report.add("op_by_op", both.node, both.graph, both.runtime)
         if self.disagreement is None and worst > self.report.max_lsb:
             self.disagreement = both
@@ -667,6 +701,7 @@ class EndToEnd(GraphRun):
         super().__init__(file.model, file.names, file.first_of_equals, places, file.qparams)
         self.names, self.ends, self._float16 = file.names, file.ends, file.float16
         self.given = given or {}
+        self.keeps_values = not self.given and self._float16 is None
         self.order = Unsettled()
         self._latest: tuple[Node, Any] | None = None
         self._exact = False  # whether the latest value has the floats of its integers

@@ -109,7 +109,7 @@ def test_short_rows_of_all_groups_have_more_positions(monkeypatch: pytest.Monkey
     ptq = ["fuse_bn", {"gptq": {"places": 4}}]
     prepared = qtrace.prepare(qtrace.trace(module, BATCHES[0]), {"placement": "everything", "ptq": ptq})
     qtrace.calibrate(prepared, BATCHES[:1], progress=False)
-    assert asked == [4 * 7, 4 * 1, 4 * 8, 4 * 1]
+    assert sorted(asked) == [4 * 1, 4 * 1, 4 * 7, 4 * 8]  # threads draw them
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,11 @@ from onnx import helper, numpy_helper
 import qtrace
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.phases import in_phase
-from qtrace.verification import lanes, tallies
-from qtrace.verification.lanes import FloatLane, Lanes
+from qtrace.verification import lanes, runs, tallies
+from qtrace.verification.lanes import FloatLane, Lanes, TakingLane
 from qtrace.verification.other_sizes import _mirrored
+from qtrace.verification.runtimes.base import RuntimeRun
+from qtrace.verification.runtimes.onnxruntime import OnnxSession
 from qtrace.verification.tallies import DifferenceTally
 from qtrace.verification.ties import FirstOfEquals
 from tests.nets import images, net
@@ -134,13 +136,30 @@ def test_what_a_file_moves_of_a_parameter_is_compared_and_blamed_on_the_file(tmp
 @pytest.mark.parametrize("most", [1, 1 << 17])
 def test_differences_are_counted_as_they_are_sorted(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tallies, "_MOST_STEPS", most)
-    graph = np.array([0, 0, 255, 7, 7, 7], np.uint8)
-    runtime = np.array([255, 0, 0, 9, 9, 6], np.uint8)
-    tally = DifferenceTally()
-    assert tally.add(graph, runtime) == 255
-    assert tally.add(graph, graph) == 0
-    assert (tally.values, tally.equal, tally.worst) == (12, 7, 255)
-    assert tally.histogram == {255: 1, -255: 1, 2: 2, -1: 1}
+    for kind in (np.uint8, np.uint16):
+        graph = np.array([0, 0, 255, 7, 7, 7, *[0] * 400], kind)
+        runtime = np.array([255, 0, 0, 9, 9, 6, *[0] * 400], kind)
+        tally = DifferenceTally()
+        assert tally.add(graph, runtime) == 255
+        assert tally.add(graph, graph) == 0
+        assert (tally.values, tally.equal, tally.worst) == (812, 807, 255)
+        assert tally.histogram == {255: 1, -255: 1, 2: 2, -1: 1}
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.int8])
+@pytest.mark.parametrize(("share", "spread"), [(0.02, 1.0), (0.3, 1.0), (0.9, 90.0)])
+def test_many_differences_are_counted_like_few(kind: Any, share: float, spread: float) -> None:
+    random, info = np.random.default_rng(3), np.iinfo(kind)
+    graph = random.integers(info.min, info.max, (3, 5, 7, 999), endpoint=True).astype(kind)
+    steps = np.where(random.random(graph.shape) < share, random.normal(0, spread, graph.shape).round(), 0)
+    runtime = np.clip(graph + steps, info.min, info.max).astype(kind)
+    whole, apart = DifferenceTally(), DifferenceTally()
+    worst = whole.add(graph, runtime)
+    for one, other in zip(graph.astype(np.int32), runtime.astype(np.int32), strict=True):
+        apart.add(one, other)
+    assert whole == apart
+    assert worst == whole.worst == np.abs(runtime.astype(int) - graph).max()
+    assert sum(whole.histogram.values()) == whole.values - whole.equal > 0
 
 
 def test_a_second_run_in_the_same_lanes_gives_what_a_run_alone_gives() -> None:
@@ -149,3 +168,118 @@ def test_a_second_run_in_the_same_lanes_gives_what_a_run_alone_gives() -> None:
     run.run([FirstOfEquals(model), FloatLane(model)], (x,), {})
     ((again,),) = run.run([_Shifted(model)], (x,), {})
     np.testing.assert_array_equal(again.numpy(), _Shifted(model).run(x).numpy())
+
+
+class _Taking(TakingLane):
+    """Takes the last rounding from elsewhere; goes on with other values behind the one before it if asked."""
+
+    shift = 0.0
+
+    def on_node(self, node: Any, value: Any) -> Any:
+        return value + self.shift if node.name == "relu_out_q" and self.shift else value
+
+    def takes(self, expr: Any) -> bool:
+        return bool(expr.outputs[0].name == "relu_out_1_q")
+
+    def take(self, expr: Any, inputs: Any) -> Any:
+        return inputs[-1] * 0.0 + 7.5
+
+
+class _ShiftedTaking(_Taking):
+    shift = 0.25
+
+
+@pytest.mark.parametrize("behind", [0, 3, 100])
+def test_a_lane_takes_results_where_its_inputs_are_its_own(
+    behind: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lanes, "_MOST_WAITING", behind)
+    model, x = _converted(), Tensor(images(3, 3, 8, 8, seed=5))
+    kinds = (FirstOfEquals, _ShiftedTaking, FloatLane, _Taking)
+    run = Lanes(model, {"relu_out_q", "relu_out_1_q"})
+    rounded, shifted, exact, same = (
+        own[0].numpy() for own in run.run([kind(model) for kind in kinds], (x,), {})
+    )
+    np.testing.assert_array_equal(rounded, FirstOfEquals(model).run(x).numpy())
+    np.testing.assert_array_equal(same, rounded)  # computed from the same values, once
+    assert (shifted == 7.5).all()
+    with in_phase(model, "float"):
+        np.testing.assert_array_equal(exact, FirstOfEquals(model).run(x).numpy())
+    ((alone,),) = run.run([_Taking(model)], (x,), {})
+    assert (alone.numpy() == 7.5).all()
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_what_megengine_computes_while_integers_are_compared(
+    keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was given to MegEngine before a value is read keeps who reads it waiting."""
+    model, x, events = _converted(), Tensor(images(3, 3, 8, 8, seed=5)), list[str]()
+    plain = lanes.interpret
+
+    def note(expr: Any, inputs: Any) -> Any:
+        events.append(f"compute {expr.outputs[0].name}")
+        return plain(expr, inputs)
+
+    class Compared(FirstOfEquals):
+        keeps_values = keeps
+
+        def on_node(self, node: Any, value: Any) -> Any:
+            if node.name.endswith("out_q"):
+                events.append(f"compare {node.name}")
+            return value
+
+    class Exact(FloatLane):
+        def on_node(self, node: Any, value: Any) -> Any:
+            if node.name.endswith("out"):
+                events.append(f"float {node.name}")
+            return value
+
+    run = Lanes(model, {"a_out_q", "relu_out_q"})
+    run.prepare((x,), {})
+    monkeypatch.setattr(lanes, "interpret", note)
+    (rounded,), (exact,) = run.run([Compared(model), Exact(model)], (x,), {})
+    np.testing.assert_array_equal(rounded.numpy(), FirstOfEquals(model).run(x).numpy())
+    with in_phase(model, "float"):
+        np.testing.assert_array_equal(exact.numpy(), FirstOfEquals(model).run(x).numpy())
+    compared = events.index("compare a_out_q")
+    assert events.index("float a_out") < compared < events.index("float relu_out")
+    assert (events.index("compute relu_out") < compared) == keeps
+
+
+def test_roundings_by_numpy_count_what_megengine_rounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forward(self: Any, x: Any) -> Any:
+        return F.relu(self.c(F.relu(self.b(F.relu(self.a(x))))))
+
+    module = net(forward, a=M.Conv2d(3, 8, 3), b=M.Conv2d(8, 8, 3), c=M.Conv2d(8, 4, 3))
+    prepared = qtrace.prepare(qtrace.trace(module, Tensor(images(2, 3, 16, 16))), {"placement": "everything"})
+    converted = qtrace.convert(qtrace.calibrate(prepared, [images(2, 3, 16, 16)], progress=False))
+    path = qtrace.export(converted, tmp_path / "m.onnx")
+    plain, taken = OnnxSession.run, list[str]()
+
+    def run(session: Any, inputs: list[np.ndarray]) -> RuntimeRun:
+        """Gives other integers, so that what is computed from them differs from the graph's by itself."""
+        found = plain(session, inputs)
+        for name in found.integers:
+            levels = found.integers[name]
+            random = np.random.default_rng(int(levels.sum()))  # runs may take turns in any order
+            found.integers[name] = levels ^ (random.random(levels.shape) < 0.3).astype(levels.dtype)
+        return found
+
+    def take(lane: Any, expr: Any, inputs: Any) -> Any:
+        taken.append(expr.outputs[0].name)
+        return before(lane, expr, inputs)
+
+    before = runs.OpByOp.take
+    monkeypatch.setattr(OnnxSession, "run", run)
+    monkeypatch.setattr(runs.OpByOp, "take", take)
+    batches = [images(2, 3, 16, 16, seed=number) * 3 for number in range(3)]
+    by_numpy = qtrace.verify(path, converted, batches, max_lsb=9, min_equal=0.0).to_dict()
+    assert len(set(taken)) >= 2
+    monkeypatch.setattr(runs, "_plain_roundings", lambda *args: {})
+    taken.clear()
+    assert qtrace.verify(path, converted, batches, max_lsb=9, min_equal=0.0).to_dict() == by_numpy
+    assert taken == []
+    assert by_numpy["histogram"]["op_by_op"]

@@ -401,6 +401,14 @@ def tied_inputs(file: File, graph: EndToEnd, runtime: RuntimeRun) -> dict[str, n
     return tied
 
 
+def _for_all_samples(integers: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+    """Returns the integers of a site, repeated where a file of fixed sizes has stored them for one sample."""
+    stored = integers.ndim == len(shape) and integers.shape[:1] == (1,) != tuple(shape[:1])
+    if stored and integers.shape[1:] == tuple(shape[1:]):
+        return np.broadcast_to(integers, tuple(shape))
+    return integers
+
+
 class OpByOp(FirstOfEquals):
     """Compares at every site, then goes on with the runtime's integers.
 
@@ -442,7 +450,7 @@ class OpByOp(FirstOfEquals):
         if name is None or node in self.rows.unequal or node in self.order.unequal:
             return value
         qparams = self.qparams[node.name]
-        runtime = self.integers[name]
+        runtime = self.integers[name] = _for_all_samples(self.integers[name], value.shape)
         graph = None if self.beside is None else self.beside.integers_of(node, value)
         if graph is None:
             graph = quantize(value.numpy(), qparams)
@@ -627,7 +635,8 @@ class EndToEnd(GraphRun):
             rows: the outputs of the float network, if both sides are compared to them.
         """
         for node, integers in self.integers.items():
-            report.add(mode, node, integers, run.integers[self.names[node]])
+            own = _for_all_samples(run.integers[self.names[node]], integers.shape)
+            report.add(mode, node, integers, own)
         name = "reference" if mode == "end_to_end" else mode
         order = self.order.among(self.ends)
         outputs = self.outputs if rows is None else rows.graph

@@ -21,6 +21,7 @@ from qtrace.data.whole import describe_left_out, filled_batches, whole_batches
 from qtrace.display import Displayed
 from qtrace.errors import CalibrationError, ConfigError, ExportError
 from qtrace.export import export
+from qtrace.graph.opaque import find_random
 from qtrace.graph.types import TracedModule
 from qtrace.importing.onnx import declared_axes
 from qtrace.inspection.explanation import Explanation, explain
@@ -315,7 +316,7 @@ def quantize(
             if result.raised:
                 taken.forget_placement()
                 reporter.note("the measured placement is left, as layers were raised to float")
-        _check(result.judgement, allow_broken, spell)
+        _check(result, allow_broken, spell)
         with stages.measure("export"):
             converted = convert(result.prepared)
             export(converted, partial, format=format_of(config))
@@ -343,7 +344,7 @@ def quantize(
                     report = _verify(partial, path, converted, delivery.prepared, opened, runtime_host)
             elif verify and metric is None:
                 result = _judge_file(partial, converted, twin, opened, result, runtime_host)
-                _check(result.judgement, allow_broken, spell)
+                _check(result, allow_broken, spell)
         own = own_file(source)
         if measure and own is not None and not taken.fixed:
             with stages.measure("measure the file"):
@@ -498,13 +499,19 @@ def _keep_metric(
     return _Calibrated(again.prepared, again.judgement, raised)
 
 
-def _check(judgement: Judgement, allow_broken: bool, spell: Callable[[str], str]) -> None:
+def _check(result: _Calibrated, allow_broken: bool, spell: Callable[[str], str]) -> None:
     """Refuses a graph that is broken, or that breaks a limit of the user."""
-    diagnosis = judgement.diagnosis
+    diagnosis = result.judgement.diagnosis
     if diagnosis is None:
         return
     verdict = diagnosis.verdict
     if verdict.word == "broken" and not allow_broken:
+        if name := find_random(result.prepared):
+            raise CalibrationError(
+                f"nothing was written, as {name} draws random numbers, which count as noise beside those of "
+                f"float ({verdict.line()}): make them an input of the network, or write it all the same with "
+                f"{spell('allow_broken')}."
+            )
         if verdict.lowered:  # the causes are those of a graph that was not found to be broken
             raise CalibrationError(
                 f"nothing was written, as the file is useless ({verdict.line()}): calibrate on more samples "
@@ -583,6 +590,12 @@ def _verify(
         if (size := _batch_of_file(partial)) is not None:
             batches = [part for batch in batches for part in filled_batches(batch, size)]
         report = verify_file(partial, converted, batches, runtime_host=host)
+    if not report.passed and (name := find_random(converted)):
+        raise ExportError(
+            f"{path.name} was not written, as {name} draws random numbers, of which no two runs have the "
+            "same, and the file cannot be compared with the graph: make them an input of the network, or "
+            "give verify=False (--no-verify)."
+        )
     if not report.passed:
         raise ExportError(
             f"{path.name} was not written, as its runtime computes something else than the graph:\n"

@@ -16,7 +16,7 @@ from megengine.traced_module import trace_module
 
 import qtrace
 from qtrace.data import open_data
-from qtrace.errors import GraphError
+from qtrace.errors import CalibrationError, ExportError, GraphError
 from qtrace.graph.module_tree import set_parameter
 from qtrace.ptq.base import FloatAlgorithm
 from qtrace.quantizing import faithfulness, stage
@@ -180,6 +180,32 @@ def test_a_network_of_random_numbers_is_not_compared(
         compared = Faithfulness(path, traced, data)
         compared.check(_prepared(traced))
     assert "draws random numbers" in caplog.text
+
+
+@pytest.mark.parametrize("source", ["file", "graph"])
+@pytest.mark.parametrize(
+    ("size", "options", "error", "cure"),
+    [
+        (0.03, {"verify": False}, ExportError, "of which no two runs have the same, .* or give verify=False"),
+        (1.0, {"verify": False, "allow_broken": True}, CalibrationError, "count as noise .* allow_broken=."),
+    ],
+)
+def test_random_numbers_are_named_where_they_are_all_that_differs(
+    tmp_path: Path, source: str, size: float, options: dict[str, bool], error: type[Exception], cure: str
+) -> None:
+    """The runtime was said to compute something else, and the graph to be useless."""
+    nodes = [
+        node("Conv", "x w", "c", kernel_shape=[1, 1]),
+        node("RandomNormalLike", "c", "noise", scale=size),
+        node("Add", "c noise", "y"),
+    ]
+    path = save(model(nodes, {"x": (1, 3, 8, 8)}, ["y"], {"w": weights(2, 3, 1, 1)}), tmp_path)
+    network = path if source == "file" else qtrace.from_onnx(path)
+    out, recipe = tmp_path / "net-int8.onnx", {"placement": "everything"}
+    with pytest.raises(error, match=rf"as noise draws random numbers, .*{cure}"):
+        qtrace.quantize(network, DATA, out, recipe=recipe)
+    assert not out.exists()
+    assert qtrace.quantize(network, DATA, out, recipe=recipe, **options).path == out
 
 
 @pytest.mark.parametrize("source", ["module", "trace"])

@@ -26,6 +26,7 @@ from qtrace.graph.types import TracedModule
 from qtrace.importing.onnx import declared_axes
 from qtrace.inspection.explanation import Explanation, explain
 from qtrace.plugins.arguments import check_arguments
+from qtrace.preparation.faithfulness import Faithfulness
 from qtrace.preparation.passes.convert import convert
 from qtrace.preparation.prepare import prepare
 from qtrace.preparation.record import fake_quants
@@ -41,12 +42,12 @@ from qtrace.quantizing.evaluation import (
     hold_back_samples,
     shorten,
 )
-from qtrace.quantizing.faithfulness import Faithfulness
 from qtrace.quantizing.float_file import FloatFile
 from qtrace.quantizing.judging import Acceptance, Judgement, conclude, copy_float
 from qtrace.quantizing.judging_file import judge_file
 from qtrace.quantizing.labels import labels_of
 from qtrace.quantizing.measuring import TimingPlan, prepare_measured
+from qtrace.quantizing.original import open_original
 from qtrace.quantizing.reporting import LogReporter, Reporter
 from qtrace.quantizing.sources import fixed_batch, only_batch, own_file, read_network
 from qtrace.quantizing.stage import DataReading, note_pixels, open_source
@@ -302,7 +303,7 @@ def quantize(
                 shown = "one sample" if size == 1 else f"{size} samples"
                 reporter.note(f"a batch has {shown}, as the network takes no others")
             opened = opened.with_samples_held_back(traced)
-            original = Faithfulness(source, traced, opened.calibration)
+            original = Faithfulness(open_original(source, traced), traced, opened.calibration)
         acceptance = Acceptance(metric, at_least)
         taken = Times.open(None if times is None else Path(times))
         kept = keep or is_precision(recipe)

@@ -426,3 +426,49 @@ def test_places_from_both_ends_of_an_open_axis_are_not_walked_back(tmp_path: Pat
     record = read_open_axes(qtrace.from_onnx(path, SHAPE))
     assert record is not None
     assert [(axis.axis, "both ends" in axis.reason) for axis in record.fixed] == [(3, True)]
+
+
+NORMS = {
+    # As torch writes its GroupNorm.
+    "groups joined": [
+        node("Reshape", "c split", "s"),
+        node("InstanceNormalization", "s ones zeros", "n"),
+        node("Shape", "c", "whole"),
+        node("Reshape", "n whole", "j"),
+        node("Mul", "j w4", "y"),
+    ],
+    "groups": [node("GroupNormalization", "c gain bias", "y", num_groups=2)],
+    "instance": [node("InstanceNormalization", "c gain bias", "y")],
+    "instance of rows": [
+        node("Reshape", "c rows", "s"),
+        node("InstanceNormalization", "s gain bias", "y"),
+    ],
+    "instance of volumes": [
+        node("Unsqueeze", "c last", "s"),
+        node("InstanceNormalization", "s gain bias", "y"),
+    ],
+    "groups of volumes": [
+        node("Unsqueeze", "c last", "s"),
+        node("GroupNormalization", "s gain bias", "y", num_groups=2),
+    ],
+}
+
+
+@pytest.mark.parametrize("nodes", NORMS.values(), ids=NORMS)
+def test_a_norm_of_channels_leaves_its_places_open(nodes: list[onnx.NodeProto], tmp_path: Path) -> None:
+    """A network with GroupNorm had fixed sizes in the file that was written."""
+    stored = {
+        "w": weights(4, 2, 3, 3),
+        "w4": weights(4, 1, 1),
+        "gain": weights(4) + 2,
+        "bias": weights(4, seed=1),
+        "ones": np.ones(2, np.float32),
+        "zeros": np.zeros(2, np.float32),
+        "split": np.int64([0, 2, -1]),
+        "rows": np.int64([0, 4, -1]),
+        "last": np.int64([4]),
+    }
+    read = {name for own in nodes for name in own.input}
+    kept = {name: value for name, value in stored.items() if name in read or name == "w"}
+    whole = [node("Conv", "x w", "c", pads=[1, 1, 1, 1], strides=[2, 2]), *nodes]
+    check_stays_open(save(model(whole, IMAGE, stored=kept, opset=21), tmp_path), tmp_path)

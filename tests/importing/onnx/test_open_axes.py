@@ -472,3 +472,29 @@ def test_a_norm_of_channels_leaves_its_places_open(nodes: list[onnx.NodeProto], 
     kept = {name: value for name, value in stored.items() if name in read or name == "w"}
     whole = [node("Conv", "x w", "c", pads=[1, 1, 1, 1], strides=[2, 2]), *nodes]
     check_stays_open(save(model(whole, IMAGE, stored=kept, opset=21), tmp_path), tmp_path)
+
+
+@pytest.mark.parametrize("upper", [0, 1])
+@pytest.mark.parametrize("offset", [-2, 0, 1, 30])
+@pytest.mark.parametrize("of", ["image", "mask", "infinity"])
+def test_a_triangle_of_open_axes(of: str, upper: int, offset: int, tmp_path: Path) -> None:
+    """Causal masks of text models are made so, which had a fixed length in the file that was written."""
+    triangle = {"image": "x", "mask": "above", "infinity": "lowest"}[of]
+    nodes = [
+        node("Trilu", f"{triangle} k", "t", upper=upper),
+        {
+            "image": node("Relu", "t", "y"),
+            "mask": node("Where", "t x zero", "y"),
+            "infinity": node("Max", "t x", "y"),
+        }[of],
+    ]
+    stored = {"k": np.int64(offset)}
+    if of == "mask":
+        nodes.insert(0, node("Greater", "x zero", "above"))
+        stored["zero"] = np.float32(0)
+    if of == "infinity":
+        nodes[:0] = [
+            node("Shape", "x", "sizes"),
+            node("ConstantOfShape", "sizes", "lowest", value=numpy_helper.from_array(np.float32([-np.inf]))),
+        ]
+    check_stays_open(save(model(nodes, IMAGE, stored=stored, opset=16), tmp_path), tmp_path)

@@ -20,7 +20,7 @@ from megengine.core._imperative_rt.core2 import get_grad_key, is_tracing_module
 from megengine.jit.tracing import is_tracing
 from megengine.module import Module
 from megengine.traced_module import TracedModule, register_as_builtin
-from megengine.traced_module.expr import Expr, GetAttr
+from megengine.traced_module.expr import Apply, Expr, GetAttr
 from megengine.traced_module.node import Node, TensorNode
 
 from qtrace.errors import ExportError, GraphError, QtraceWarning
@@ -34,6 +34,7 @@ __all__ = [
     "carried_dtype",
     "cure_for_kept",
     "divides_by_inputs",
+    "find_random",
     "opaque_calls",
     "say_stopped_gradients",
     "stopped_gradients",
@@ -252,6 +253,16 @@ def cure_for_kept(expr: Expr | None) -> str:
     """
     op = None if expr is None else owner(expr)
     return _CURE if isinstance(op, OpaqueOp) and op.for_open_axes else ""
+
+
+def find_random(traced: TracedModule) -> str:
+    """Returns the name of the first result in a graph that is drawn at random in each run; "" for none."""
+    for expr in exprs(traced):
+        op = owner(expr)
+        fragment = isinstance(op, OpaqueOp) and op.fragment.draws_numbers
+        if fragment or (isinstance(expr, Apply) and type(expr.opdef).__name__.endswith("RNG")):
+            return str(expr.outputs[0].name)
+    return ""
 
 
 def divides_by_inputs(traced: TracedModule) -> bool:

@@ -6,7 +6,12 @@ from collections.abc import Iterator, Mapping
 
 from onnx import AttributeProto, GraphProto, NodeProto
 
-__all__ = ["bodies_of", "captured_names", "own_operators", "read_names", "rename_tensors"]
+__all__ = ["RANDOM_OPS", "bodies_of", "captured_names", "own_operators", "read_names", "rename_tensors"]
+
+RANDOM_OPS = frozenset(
+    ("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Multinomial", "Bernoulli")
+)
+"""ONNX's ops whose results are drawn at random in each run."""
 
 _OWN_DOMAINS = ("", "ai.onnx")
 # The types of attributes that most nodes have, none of which is a graph.

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import ExportError
+from qtrace.onnxfile.bodies import RANDOM_OPS, own_operators
 from qtrace.onnxfile.divisions import describe_division_fault, divides_by_inputs
 from qtrace.onnxfile.local_session import LocalSession, SessionError, SessionSettings, dtype_of
 
@@ -108,6 +109,11 @@ class Fragment:
     def divides_by_inputs(self) -> bool:
         """Whether it divides by integers that are inputs, of which `run` refuses 0."""
         return divides_by_inputs(self._model)
+
+    @property
+    def draws_numbers(self) -> bool:
+        """Whether it draws random numbers, which are others in each run."""
+        return not RANDOM_OPS.isdisjoint(own_operators(self._model.graph))
 
     def infer(
         self, shapes: Sequence[Shape], values: Mapping[int, np.ndarray] | None = None

@@ -25,8 +25,10 @@ from qtrace.graph.types import TracedModule
 from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.annotation import Annotation
 from qtrace.preparation.decision import Decision, decide
+from qtrace.preparation.faithfulness import Faithfulness, read_batches
 from qtrace.preparation.float_graph import FloatGraph, FloatSource, make_float_graph
 from qtrace.preparation.model import QuantizedModel
+from qtrace.preparation.original import GivenGraph
 from qtrace.preparation.passes import native
 from qtrace.preparation.passes.insert import insert
 from qtrace.preparation.passes.search import SearchOutcome
@@ -76,8 +78,9 @@ def prepare(
         outputs: names or glob patterns of the nodes or modules with which the quantized region ends; None
             as for ``inputs``. Ops outside of the region stay float.
         samples: batches as `calibrate` takes them. On the first four images the ranges of the parts of joins,
-            slices and outputs are measured, and for a placement the noise of roundings at the outputs; None
-            for generated images. No iterator, which `calibrate` would go on reading behind them.
+            slices and outputs are measured, and for a placement the noise of roundings at the outputs; on
+            the first one the copy is compared with ``traced``. None for generated images. No iterator, which
+            `calibrate` would go on reading behind them.
         progress: whether to show a progress bar on stderr while the graph runs on ``samples``; none appears
             within the first second.
 
@@ -88,10 +91,14 @@ def prepare(
         CalibrationError: when ``samples`` are no batches that fit the model, or an iterator.
         ConfigError: for a config that is wrong or does not fit the graph.
         GraphError: when ``traced`` is not a traced module, or is prepared already, or an op of it cannot
-            run on the shapes of its inputs after a change of the module.
+            run on the shapes of its inputs after a change of the module; and when the copy computes
+            something else on ``samples``.
     """
     config = read_request(traced, qconfig, inputs, outputs, samples)
-    return prepare_placed(traced, config, samples, qconfig, progress=progress)[0]
+    prepared = prepare_placed(traced, config, samples, qconfig, progress=progress)[0]
+    if samples is not None:
+        Faithfulness(GivenGraph(traced), traced, read_batches(samples)).check(prepared)
+    return prepared
 
 
 @returns_memory

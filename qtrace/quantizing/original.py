@@ -6,10 +6,9 @@ the module or file itself runs on samples of the data. The copies of a module sh
 
 from __future__ import annotations
 
-import abc
 import copy
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,40 +29,11 @@ from qtrace.importing.torch import is_torch_module
 from qtrace.onnxfile.local_session import SessionSettings, dtype_of
 from qtrace.onnxfile.reading import read_model
 from qtrace.onnxfile.sessions import open_session
+from qtrace.preparation.original import GivenGraph, Original, Run, arrays_of
 from qtrace.quantizing.file_runs import input_values
 from qtrace.quantizing.sources import example_inputs
 
-__all__ = ["Original", "Run", "open_original", "run_graph"]
-
-Run = Callable[[Batch], list[np.ndarray]]
-"""A network that gives its outputs for a batch, and may keep a state from call to call."""
-
-
-class Original(abc.ABC):
-    """A network as the user gave it.
-
-    Attributes:
-        name: the network in words.
-        keeps_state: whether a call may change the results of the next ones.
-        precision: the relative error of one operation.
-        granularity: the absolute error of activations that are close to 0.
-    """
-
-    name: str
-    keeps_state: bool = False
-    precision: float = 2.0**-23
-    granularity: float = 0.0
-
-    @abc.abstractmethod
-    def start(self) -> Run:
-        """Returns the network in the state in which the user gave it."""
-
-
-def run_graph(model: TracedModule, batch: Batch) -> list[np.ndarray]:
-    """Returns the outputs of a graph for a batch."""
-    args, kwargs = as_arguments(batch, model)
-    with evaluating(model), quiet_engine(model):
-        return _arrays(values(model(*args, **kwargs)))
+__all__ = ["open_original"]
 
 
 def open_original(source: Any, traced: TracedModule) -> Original | None:
@@ -74,29 +44,18 @@ def open_original(source: Any, traced: TracedModule) -> Original | None:
         traced: its graph.
     """
     if isinstance(source, TracedModule):
-        return _Graph(source)
+        return GivenGraph(source)
     if isinstance(source, Module):
         return _Module(source, traced)
     if is_torch_module(source):
         return _TorchModule(source)
     if isinstance(source, (str, os.PathLike)):
         if Path(source).suffix.lower() != ".onnx":
-            return _Graph(traced)
+            return GivenGraph(traced)
         path = Path(source)
         # A division by 0 in an integer would end the process in onnxruntime.
         return None if read_interface(traced) is None or divides_by_inputs(traced) else _File(path, traced)
     return None
-
-
-class _Graph(Original):
-    name = "the graph that was given"
-
-    def __init__(self, traced: TracedModule) -> None:
-        # MegEngine's own fake quants are no part of the float network.
-        self._traced = lower(traced)[0]
-
-    def start(self) -> Run:
-        return lambda batch: run_graph(self._traced, batch)
 
 
 class _Module(Original):
@@ -113,7 +72,7 @@ class _Module(Original):
         def run(batch: Batch) -> list[np.ndarray]:
             args, kwargs = as_arguments(batch, self._traced)
             with evaluating(self._traced), quiet_engine(module):
-                return _arrays(values(without_none(module(*args, **kwargs))))
+                return arrays_of(values(without_none(module(*args, **kwargs))))
 
         return run
 
@@ -186,10 +145,6 @@ def _computes_in_half(path: Path) -> bool:
     casts = (a.i for n in graph.node if n.op_type == "Cast" for a in n.attribute if a.name == "to")
     ends = (value.type.tensor_type.elem_type for value in (*graph.input, *graph.output))
     return not half.isdisjoint([*casts, *ends, *(tensor.data_type for tensor in graph.initializer)])
-
-
-def _arrays(results: list[Any]) -> list[np.ndarray]:
-    return [value for value in results if isinstance(value, np.ndarray)]
 
 
 def _torch_arrays(result: Any) -> Iterator[np.ndarray]:

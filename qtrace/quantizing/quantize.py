@@ -21,10 +21,12 @@ from qtrace.data.whole import describe_left_out, filled_batches, whole_batches
 from qtrace.display import Displayed
 from qtrace.errors import CalibrationError, ConfigError, ExportError
 from qtrace.export import export
+from qtrace.graph.opaque import find_random
 from qtrace.graph.types import TracedModule
 from qtrace.importing.onnx import declared_axes
 from qtrace.inspection.explanation import Explanation, explain
 from qtrace.plugins.arguments import check_arguments
+from qtrace.preparation.faithfulness import Faithfulness
 from qtrace.preparation.passes.convert import convert
 from qtrace.preparation.prepare import prepare
 from qtrace.preparation.record import fake_quants
@@ -41,12 +43,12 @@ from qtrace.quantizing.evaluation import (
     hold_back_samples,
     shorten,
 )
-from qtrace.quantizing.faithfulness import Faithfulness
 from qtrace.quantizing.float_file import FloatFile
 from qtrace.quantizing.judging import Acceptance, Judgement, conclude, copy_float
 from qtrace.quantizing.judging_file import judge_file, open_for_verdict
 from qtrace.quantizing.labels import labels_of
 from qtrace.quantizing.measuring import TimingPlan, prepare_measured
+from qtrace.quantizing.original import open_original
 from qtrace.quantizing.reporting import LogReporter, Reporter
 from qtrace.quantizing.sources import fixed_batch, only_batch, own_file, read_network
 from qtrace.quantizing.stage import DataReading, note_pixels, open_source
@@ -308,7 +310,7 @@ def quantize(
                 shown = "one sample" if size == 1 else f"{size} samples"
                 reporter.note(f"a batch has {shown}, as the network takes no others")
             opened = opened.with_samples_held_back(traced)
-            original = Faithfulness(source, traced, opened.calibration)
+            original = Faithfulness(open_original(source, traced), traced, opened.calibration)
         acceptance = Acceptance(metric, at_least)
         taken = Times.open(None if times is None else Path(times))
         kept = keep or is_precision(recipe)
@@ -325,7 +327,7 @@ def quantize(
             if result.raised:
                 taken.forget_placement()
                 reporter.note("the measured placement is left, as layers were raised to float")
-        _check(result.judgement, allow_broken, spell)
+        _check(result, allow_broken, spell)
         with stages.measure("export"):
             converted = convert(result.prepared)
             export(converted, partial, format=format_of(config))
@@ -335,7 +337,7 @@ def quantize(
                 partial, converted, config.backend, runtime_host, _batch_of_file(partial)
             )
             result = _judge(result, opened, acceptance, reporter, run_file)
-            _check(result.judgement, allow_broken, spell)
+            _check(result, allow_broken, spell)
         with FloatFile(traced, config, path.suffix) as twin:
             delivery = Delivery()
             if measure:
@@ -359,7 +361,7 @@ def quantize(
                     report = _verify(partial, path, converted, delivery.prepared, opened, runtime_host)
             elif verify and metric is None:
                 result = _judge_file(partial, converted, twin, opened, result, runtime_host)
-                _check(result.judgement, allow_broken, spell)
+                _check(result, allow_broken, spell)
         own = own_file(source)
         if measure and own is not None and not taken.fixed:
             with stages.measure("measure the file"):
@@ -523,13 +525,19 @@ def _keep_metric(
     return replace(again, raised=raised)
 
 
-def _check(judgement: Judgement, allow_broken: bool, spell: Callable[[str], str]) -> None:
+def _check(result: _Calibrated, allow_broken: bool, spell: Callable[[str], str]) -> None:
     """Refuses a graph that is broken, or that breaks a limit of the user."""
-    diagnosis = judgement.diagnosis
+    diagnosis = result.judgement.diagnosis
     if diagnosis is None:
         return
     verdict = diagnosis.verdict
     if verdict.word == "broken" and not allow_broken:
+        if name := find_random(result.prepared):
+            raise CalibrationError(
+                f"nothing was written, as {name} draws random numbers, which count as noise beside those of "
+                f"float ({verdict.line()}): make them an input of the network, or write it all the same with "
+                f"{spell('allow_broken')}."
+            )
         if verdict.lowered:  # the causes are those of a graph that was not found to be broken
             raise CalibrationError(
                 f"nothing was written, as the file is useless ({verdict.line()}): calibrate on more samples "
@@ -608,6 +616,12 @@ def _verify(
         if (size := _batch_of_file(partial)) is not None:
             batches = [part for batch in batches for part in filled_batches(batch, size)]
         report = verify_file(partial, converted, batches, runtime_host=host)
+    if not report.passed and (name := find_random(converted)):
+        raise ExportError(
+            f"{path.name} was not written, as {name} draws random numbers, of which no two runs have the "
+            "same, and the file cannot be compared with the graph: make them an input of the network, or "
+            "give verify=False (--no-verify)."
+        )
     if not report.passed:
         raise ExportError(
             f"{path.name} was not written, as its runtime computes something else than the graph:\n"

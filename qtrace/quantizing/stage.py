@@ -21,7 +21,9 @@ from qtrace.errors import CalibrationError, QtraceError
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.explanation import explain
 from qtrace.plugins.arguments import check_arguments
+from qtrace.preparation.faithfulness import Faithfulness
 from qtrace.preparation.model import QuantizedModel
+from qtrace.preparation.original import GivenGraph
 from qtrace.process.thread import on_engine_thread
 from qtrace.quantizing.evaluation import (
     EvaluationData,
@@ -29,7 +31,6 @@ from qtrace.quantizing.evaluation import (
     estimate_samples,
     hold_back_samples,
 )
-from qtrace.quantizing.faithfulness import Faithfulness
 from qtrace.quantizing.figures import note_graph
 from qtrace.quantizing.folder import CURE, FILES, VERDICT, write_folder
 from qtrace.quantizing.judging import Acceptance, Judgement, conclude, copy_float
@@ -185,7 +186,7 @@ def calibrate_to_folder(
         prepared = prepare_measured(
             traced, qconfig, _Samples(source), lambda: chosen.read(traced), measurement, reporter
         )
-        Faithfulness(traced, traced, _Samples(source)).check(prepared)
+        Faithfulness(GivenGraph(traced), traced, _Samples(source)).check(prepared)
         if measure:
             taken.write()
         label = os.fspath(data) if isinstance(data, (str, os.PathLike)) else source.source

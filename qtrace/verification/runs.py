@@ -496,6 +496,14 @@ def _read_levels(values: np.ndarray, qparams: QParams) -> tuple[np.ndarray, bool
     return quantize(values, qparams, smallest_type(qparams.scheme)), False
 
 
+def _for_all_samples(integers: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+    """Returns the integers of a site, repeated where a file of fixed sizes has stored them for one sample."""
+    stored = integers.ndim == len(shape) and integers.shape[:1] == (1,) != tuple(shape[:1])
+    if stored and integers.shape[1:] == tuple(shape[1:]):
+        return np.broadcast_to(integers, tuple(shape))
+    return integers
+
+
 class OpByOp(TakingLane):
     """Compares at every site, then goes on with the runtime's integers.
 
@@ -553,7 +561,7 @@ class OpByOp(TakingLane):
         if name is None or node in self.rows.unequal or node in self.order.unequal:
             return value
         qparams = self.qparams[node.name]
-        runtime = self.integers[name]
+        runtime = self.integers[name] = _for_all_samples(self.integers[name], value.shape)
         known = None if self.beside is None else self.beside.integers_of(node, value)
         graph, exact = known or _read_levels(value.numpy(), qparams)
         same = exact and np.array_equal(graph, runtime)
@@ -745,7 +753,8 @@ class EndToEnd(GraphRun):
             rows: the outputs of the float network, if both sides are compared to them.
         """
         for node, integers in self.integers.items():
-            report.add(mode, node, integers, run.integers[self.names[node]])
+            own = _for_all_samples(run.integers[self.names[node]], integers.shape)
+            report.add(mode, node, integers, own)
         name = "reference" if mode == "end_to_end" else mode
         order = self.order.among(self.ends)
         outputs = self.outputs if rows is None else rows.graph

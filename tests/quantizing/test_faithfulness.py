@@ -16,13 +16,15 @@ from megengine.traced_module import trace_module
 
 import qtrace
 from qtrace.data import open_data
-from qtrace.errors import GraphError
+from qtrace.errors import CalibrationError, ExportError, GraphError
 from qtrace.graph.module_tree import set_parameter
+from qtrace.preparation import faithfulness
+from qtrace.preparation.faithfulness import Faithfulness
+from qtrace.preparation.original import run_graph
 from qtrace.ptq.base import FloatAlgorithm
-from qtrace.quantizing import faithfulness, stage
 from qtrace.quantizing import quantize as room
-from qtrace.quantizing.faithfulness import Faithfulness
-from qtrace.quantizing.original import open_original, run_graph
+from qtrace.quantizing import stage
+from qtrace.quantizing.original import open_original
 from tests.importing.onnx.networks import model, node, save, weights
 from tests.nets import images, net
 
@@ -160,7 +162,7 @@ def test_a_module_whose_calls_change_the_next_ones_is_refused(forward, order: in
     with pytest.raises(
         GraphError, match=r"a call of Net changes the results of the next ones, as it keeps a state"
     ):
-        Faithfulness(module, traced, open_data(data)).check(_prepared(traced))
+        Faithfulness(open_original(module, traced), traced, open_data(data)).check(_prepared(traced))
     np.testing.assert_array_equal(module.peak.numpy(), before)
     assert not {"calls", "seen"} & vars(module).keys()
 
@@ -177,9 +179,35 @@ def test_a_network_of_random_numbers_is_not_compared(
     data = open_data(images(4, 3, 4, 4), batch_size=1)
     with caplog.at_level(logging.INFO, logger="qtrace"):
         traced = qtrace.from_onnx(path)
-        compared = Faithfulness(path, traced, data)
+        compared = Faithfulness(open_original(path, traced), traced, data)
         compared.check(_prepared(traced))
     assert "draws random numbers" in caplog.text
+
+
+@pytest.mark.parametrize("source", ["file", "graph"])
+@pytest.mark.parametrize(
+    ("size", "options", "error", "cure"),
+    [
+        (0.03, {"verify": False}, ExportError, "of which no two runs have the same, .* or give verify=False"),
+        (1.0, {"verify": False, "allow_broken": True}, CalibrationError, "count as noise .* allow_broken=."),
+    ],
+)
+def test_random_numbers_are_named_where_they_are_all_that_differs(
+    tmp_path: Path, source: str, size: float, options: dict[str, bool], error: type[Exception], cure: str
+) -> None:
+    """The runtime was said to compute something else, and the graph to be useless."""
+    nodes = [
+        node("Conv", "x w", "c", kernel_shape=[1, 1]),
+        node("RandomNormalLike", "c", "noise", scale=size),
+        node("Add", "c noise", "y"),
+    ]
+    path = save(model(nodes, {"x": (1, 3, 8, 8)}, ["y"], {"w": weights(2, 3, 1, 1)}), tmp_path)
+    network = path if source == "file" else qtrace.from_onnx(path)
+    out, recipe = tmp_path / "net-int8.onnx", {"placement": "everything"}
+    with pytest.raises(error, match=rf"as noise draws random numbers, .*{cure}"):
+        qtrace.quantize(network, DATA, out, recipe=recipe)
+    assert not out.exists()
+    assert qtrace.quantize(network, DATA, out, recipe=recipe, **options).path == out
 
 
 @pytest.mark.parametrize("source", ["module", "trace"])
@@ -201,7 +229,7 @@ def test_fake_quants_of_megengine_are_no_part_of_the_float_network(source: str) 
     assert np.abs(result - run_graph(plain, batch)[0]).max() > 2e-3 * np.abs(result).max()
     if source == "trace":
         trained = trace_module(trained, mge.Tensor(DATA[:2]))
-    Faithfulness(trained, plain, open_data(DATA)).check(_prepared(plain))
+    Faithfulness(open_original(trained, plain), plain, open_data(DATA)).check(_prepared(plain))
 
 
 def test_rounding_that_the_network_enlarges_is_no_difference() -> None:
@@ -215,7 +243,7 @@ def test_rounding_that_the_network_enlarges_is_no_difference() -> None:
     batch = (DATA[:1],)
     expected, outputs = run_graph(traced, batch)[0], run_graph(prepared, batch)[0]
     assert np.abs(expected - outputs).max() > 0.01
-    compared = Faithfulness(module, traced, data)
+    compared = Faithfulness(open_original(module, traced), traced, data)
     compared.check(prepared)
 
 
@@ -227,7 +255,7 @@ def test_infinite_values_and_outputs_close_to_zero_are_compared_with_care(larges
 
     module = _module(forward)
     traced = qtrace.trace(module, DATA[:2])
-    Faithfulness(module, traced, open_data(DATA)).check(_prepared(traced))
+    Faithfulness(open_original(module, traced), traced, open_data(DATA)).check(_prepared(traced))
 
 
 @pytest.mark.parametrize("offset", [-12, -16, -20, -25, -40])
@@ -238,7 +266,8 @@ def test_sigmoids_of_files_that_are_close_to_zero_are_no_difference(
     nodes = [node("Conv", "x w b", "c", kernel_shape=[3, 3]), node("Sigmoid", "c", "y")]
     path = save(model(nodes, {"x": (1, 3, 8, 8)}, ["y"], stored), tmp_path)
     traced = qtrace.from_onnx(path)
-    compared = Faithfulness(path, traced, open_data(DATA * np.float32(0.3), batch_size=1))
+    data = open_data(DATA * np.float32(0.3), batch_size=1)
+    compared = Faithfulness(open_original(path, traced), traced, data)
     monkeypatch.setattr(faithfulness, "_is_rounding", lambda *_: False)
     compared.check(_prepared(traced))
 
@@ -272,9 +301,9 @@ def test_places_of_equal_values_may_be_others(tmp_path: Path) -> None:
     path = save(model(nodes, {"x": ["N", 3, 16, 16]}, ["scores", "boxes"], stored), tmp_path)
     traced = qtrace.from_onnx(path)
     data = open_data(images(4, 3, 16, 16))
-    Faithfulness(path, traced, data).check(_prepared(traced))
+    Faithfulness(open_original(path, traced), traced, data).check(_prepared(traced))
     with pytest.raises(GraphError):  # what is not behind these places is compared
-        Faithfulness(path, traced, data).check(_change_heat(_prepared(traced)))
+        Faithfulness(open_original(path, traced), traced, data).check(_change_heat(_prepared(traced)))
 
 
 def _change_heat(prepared):
@@ -303,7 +332,7 @@ def test_a_black_image_behind_norms_is_rounding(tmp_path: Path) -> None:
     traced = qtrace.from_onnx(path)
     data = images(4, 3, 48, 48)
     data[:2] = 0.0
-    Faithfulness(path, traced, open_data(data)).check(_prepared(traced))
+    Faithfulness(open_original(path, traced), traced, open_data(data)).check(_prepared(traced))
 
 
 def test_one_number_in_half_precision_hides_no_other_network(tmp_path: Path) -> None:
@@ -311,11 +340,11 @@ def test_one_number_in_half_precision_hides_no_other_network(tmp_path: Path) -> 
     nodes = [node("Conv", "x w", "c"), node("Cast", "half", "h", to=1), node("Mul", "c h", "y")]
     path = save(model(nodes, {"x": ["N", 3, 8, 8]}, ["y"], stored), tmp_path)
     traced = qtrace.from_onnx(path)
-    Faithfulness(path, traced, open_data(DATA)).check(_prepared(traced))
+    Faithfulness(open_original(path, traced), traced, open_data(DATA)).check(_prepared(traced))
     for name, value in list(traced.named_parameters()):
         set_parameter(traced, name, mge.Parameter(value.numpy() * 3.0))
     with pytest.raises(GraphError, match="does not compute"):
-        Faithfulness(path, traced, open_data(DATA)).check(_prepared(traced))
+        Faithfulness(open_original(path, traced), traced, open_data(DATA)).check(_prepared(traced))
 
 
 def test_a_file_in_half_precision_is_compared_with_its_own_precision(tmp_path: Path) -> None:
@@ -329,7 +358,7 @@ def test_a_file_in_half_precision_is_compared_with_its_own_precision(tmp_path: P
     path = save(model(nodes, {"x": (1, 3, 8, 8)}, ["y"], stored), tmp_path)
     traced, data = qtrace.from_onnx(path), open_data(DATA, batch_size=1)
     assert open_original(path, traced).precision == 2.0**-10
-    Faithfulness(path, traced, data).check(_prepared(traced))
+    Faithfulness(open_original(path, traced), traced, data).check(_prepared(traced))
 
 
 def test_a_module_that_fails_on_one_sample_is_compared_on_a_batch() -> None:
@@ -340,7 +369,7 @@ def test_a_module_that_fails_on_one_sample_is_compared_on_a_batch() -> None:
 
     module = _module(forward)
     traced = qtrace.trace(_module(lambda self, x: self.b(self.a(x))), DATA[:2])
-    compared = Faithfulness(module, traced, open_data(DATA, batch_size=4))
+    compared = Faithfulness(open_original(module, traced), traced, open_data(DATA, batch_size=4))
     compared.check(_prepared(traced))
     with pytest.raises(GraphError, match="does not compute what Net computes"):
         compared.check(_prepared(_change_weight(traced)))
@@ -354,7 +383,7 @@ def _resident() -> int:
 def test_a_module_with_results_that_the_graph_has_not_is_not_compared() -> None:
     traced = qtrace.trace(_module(), DATA[:2])
     module = _module(lambda self, x: (self.a(x), self.b(self.a(x))))
-    Faithfulness(module, traced, open_data(DATA)).check(_prepared(traced))
+    Faithfulness(open_original(module, traced), traced, open_data(DATA)).check(_prepared(traced))
 
 
 def test_the_copies_of_a_module_share_its_weights() -> None:

@@ -8,7 +8,7 @@ import pytest
 import qtrace
 from qtrace.data import open_data
 from qtrace.errors import GraphError
-from qtrace.quantizing.faithfulness import Faithfulness
+from qtrace.preparation.faithfulness import Faithfulness
 from qtrace.quantizing.original import open_original
 from tests.nets import images
 from tests.quantizing.test_faithfulness import _change_weight
@@ -49,7 +49,7 @@ def test_a_module_of_torch_is_compared_with_its_graph() -> None:
     module = Net()
     module.train()
     traced = _traced(module)
-    compared = Faithfulness(module, traced, open_data(DATA))
+    compared = Faithfulness(open_original(module, traced), traced, open_data(DATA))
     assert len(compared._expected[0][1]) == 3
     compared.check(_prepared(traced))
     assert module.training
@@ -65,7 +65,7 @@ def test_a_module_of_torch_that_keeps_a_state_is_refused_and_stays_as_it_is() ->
     traced = _traced(Net())
     data = open_data(DATA[:2] * np.float32([3, 9]).reshape(2, 1, 1, 1))
     with pytest.raises(GraphError, match="a call of Net changes the results of the next ones"):
-        Faithfulness(module, traced, data).check(_prepared(traced))
+        Faithfulness(open_original(module, traced), traced, data).check(_prepared(traced))
     assert module.peak == 1
 
 
@@ -85,4 +85,4 @@ def test_a_module_of_torchscript_is_run_itself() -> None:
 
     module = torch.jit.trace(Logits().eval(), torch.from_numpy(DATA[:2]))
     traced = _traced(module)
-    Faithfulness(module, traced, open_data(DATA)).check(_prepared(traced))
+    Faithfulness(open_original(module, traced), traced, open_data(DATA)).check(_prepared(traced))

@@ -98,12 +98,13 @@ def one_sample(graph: ConvertedGraph) -> Iterator[SampleAxes]:
 def shapes_of_one_sample(graph: ConvertedGraph, nodes: Sequence[Node]) -> list[tuple[int, ...]] | None:
     """Returns the shapes of some nodes for one sample; None if it is the first axis of each of them.
 
-    Blobs then have the same axes in ncnn: those of a sample, of which there are 4 at most.
+    Blobs then have the same axes in ncnn: those of a sample, of which there are 4 at most. One number for a
+    sample has none in the graph, and one in ncnn.
     """
     with one_sample(graph) as samples:
         shapes = [tuple(int(n) for n in node.shape or ()) for node in nodes if isinstance(node, TensorNode)]
     leading = (samples.axes.get(node, frozenset()) == {0} for node in nodes)
-    same = all(shape[:1] == (1,) and len(shape) <= 5 for shape in shapes)
+    same = all(shape[:1] == (1,) and 2 <= len(shape) <= 5 for shape in shapes)
     return None if all(leading) and same else shapes
 
 

@@ -15,19 +15,12 @@ import onnx
 from onnx import numpy_helper, shape_inference
 
 from qtrace.importing.onnx.model import OnnxNode
+from qtrace.onnxfile.bodies import RANDOM_OPS
 
 __all__ = ["CannotEvaluate", "evaluate", "infer_shapes"]
 
 _MAX_STORED = 2**27  # elements of a computed constant
 _SHOWN_TO_INFERENCE = 4096  # elements: larger arrays hold weights, not sizes
-_RANDOM = {
-    "RandomNormal",
-    "RandomNormalLike",
-    "RandomUniform",
-    "RandomUniformLike",
-    "Multinomial",
-    "Bernoulli",
-}
 
 
 class CannotEvaluate(Exception):
@@ -47,7 +40,7 @@ def evaluate(
     Raises:
         CannotEvaluate: when the node is random, has no reference, fails, or its result would be huge.
     """
-    if node.op in _RANDOM:
+    if node.op in RANDOM_OPS:
         raise CannotEvaluate("is random")
     known = {name: value for name, value in zip(node.inputs, inputs, strict=True) if value is not None}
     shapes = infer_shapes(node, {n: (v.dtype, v.shape) for n, v in known.items()}, known, opsets)

@@ -34,15 +34,12 @@ from qtrace.importing.onnx.values import (
     Stored,
     Value,
 )
-from qtrace.onnxfile.bodies import captured_names, own_operators, rename_tensors
+from qtrace.onnxfile.bodies import RANDOM_OPS, captured_names, own_operators, rename_tensors
 from qtrace.onnxfile.fragment import Fragment, FragmentTensor, infer_outputs
 from qtrace.onnxfile.local_session import SessionError
 
 __all__ = ["OpaqueNodes"]
 
-_RANDOM = {
-    *("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Multinomial", "Bernoulli"),
-}
 _MAX_MODEL = 2**31 - 2**20  # bytes: a protobuf message holds less than 2 GB
 _IR_VERSION = 11
 
@@ -171,7 +168,7 @@ class OpaqueNodes:
         return [[self._kinds_of(item) for item in value.values]]
 
     def _results(self, part: _Part, node: OnnxNode, opsets: Mapping[str, int]) -> list[Value]:
-        if not _depends_on_input(part) and part.proto.op_type not in _RANDOM:
+        if not _depends_on_input(part) and part.proto.op_type not in RANDOM_OPS:
             return self._computed_now(part, opsets)
         places = [i for i, name in enumerate(part.proto.output) if name]
         results: list[Value] = [Refused() for _ in part.proto.output]
@@ -319,7 +316,7 @@ def _depends_on_input(part: _Part) -> bool:
         if isinstance(value, SplitTensors):
             pending += value.values
         if isinstance(value, Kept):
-            if value.part.proto.op_type in _RANDOM:
+            if value.part.proto.op_type in RANDOM_OPS:
                 return True
             pending += value.part.read()
     return False

@@ -160,7 +160,7 @@ class StatisticsCollector:
         return tuple(int(n) for n in get_module(self.model, layer.weight).shape)
 
     def _count_places(self, shape: tuple[int, ...]) -> int:
-        """Returns the most positions that count: more where rows, of all groups, are short: they cost no more."""
+        """Returns the most positions that count: more where rows, of all groups, are short."""
         inputs = int(np.prod(shape)) // (shape[1] if len(shape) == 5 else shape[0])
         return self._places * max(1, _LONG_ROW // max(inputs, 1))
 

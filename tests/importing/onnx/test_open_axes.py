@@ -426,3 +426,75 @@ def test_places_from_both_ends_of_an_open_axis_are_not_walked_back(tmp_path: Pat
     record = read_open_axes(qtrace.from_onnx(path, SHAPE))
     assert record is not None
     assert [(axis.axis, "both ends" in axis.reason) for axis in record.fixed] == [(3, True)]
+
+
+NORMS = {
+    # As torch writes its GroupNorm.
+    "groups joined": [
+        node("Reshape", "c split", "s"),
+        node("InstanceNormalization", "s ones zeros", "n"),
+        node("Shape", "c", "whole"),
+        node("Reshape", "n whole", "j"),
+        node("Mul", "j w4", "y"),
+    ],
+    "groups": [node("GroupNormalization", "c gain bias", "y", num_groups=2)],
+    "instance": [node("InstanceNormalization", "c gain bias", "y")],
+    "instance of rows": [
+        node("Reshape", "c rows", "s"),
+        node("InstanceNormalization", "s gain bias", "y"),
+    ],
+    "instance of volumes": [
+        node("Unsqueeze", "c last", "s"),
+        node("InstanceNormalization", "s gain bias", "y"),
+    ],
+    "groups of volumes": [
+        node("Unsqueeze", "c last", "s"),
+        node("GroupNormalization", "s gain bias", "y", num_groups=2),
+    ],
+}
+
+
+@pytest.mark.parametrize("nodes", NORMS.values(), ids=NORMS)
+def test_a_norm_of_channels_leaves_its_places_open(nodes: list[onnx.NodeProto], tmp_path: Path) -> None:
+    """A network with GroupNorm had fixed sizes in the file that was written."""
+    stored = {
+        "w": weights(4, 2, 3, 3),
+        "w4": weights(4, 1, 1),
+        "gain": weights(4) + 2,
+        "bias": weights(4, seed=1),
+        "ones": np.ones(2, np.float32),
+        "zeros": np.zeros(2, np.float32),
+        "split": np.int64([0, 2, -1]),
+        "rows": np.int64([0, 4, -1]),
+        "last": np.int64([4]),
+    }
+    read = {name for own in nodes for name in own.input}
+    kept = {name: value for name, value in stored.items() if name in read or name == "w"}
+    whole = [node("Conv", "x w", "c", pads=[1, 1, 1, 1], strides=[2, 2]), *nodes]
+    check_stays_open(save(model(whole, IMAGE, stored=kept, opset=21), tmp_path), tmp_path)
+
+
+@pytest.mark.parametrize("upper", [0, 1])
+@pytest.mark.parametrize("offset", [-2, 0, 1, 30])
+@pytest.mark.parametrize("of", ["image", "mask", "infinity"])
+def test_a_triangle_of_open_axes(of: str, upper: int, offset: int, tmp_path: Path) -> None:
+    """Causal masks of text models are made so, which had a fixed length in the file that was written."""
+    triangle = {"image": "x", "mask": "above", "infinity": "lowest"}[of]
+    nodes = [
+        node("Trilu", f"{triangle} k", "t", upper=upper),
+        {
+            "image": node("Relu", "t", "y"),
+            "mask": node("Where", "t x zero", "y"),
+            "infinity": node("Max", "t x", "y"),
+        }[of],
+    ]
+    stored = {"k": np.int64(offset)}
+    if of == "mask":
+        nodes.insert(0, node("Greater", "x zero", "above"))
+        stored["zero"] = np.float32(0)
+    if of == "infinity":
+        nodes[:0] = [
+            node("Shape", "x", "sizes"),
+            node("ConstantOfShape", "sizes", "lowest", value=numpy_helper.from_array(np.float32([-np.inf]))),
+        ]
+    check_stays_open(save(model(nodes, IMAGE, stored=stored, opset=16), tmp_path), tmp_path)

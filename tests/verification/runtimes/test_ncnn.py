@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import megengine.functional as F
 import megengine.module as M
 import numpy as np
 import pytest
@@ -35,6 +36,25 @@ def test_integers_and_outputs_of_a_batch(exported: Path) -> None:
     assert run.integers["x"].dtype == np.int32
     assert np.abs(run.integers["x"]).max() == 127
     assert [o.shape for o in run.outputs] == [(3, 6, 6, 6)]
+
+
+SCORES = {
+    "mean": lambda self, x: F.mean(self.c(x), axis=(1, 2, 3)),
+    "distance": lambda self, x: F.sqrt(F.sum(F.mean(self.c(x), axis=(2, 3)) ** 2, axis=1)),
+    "maximum beside maps": lambda self, x: (self.c(x), F.max(F.flatten(self.c(x), 1), axis=1)),
+}
+
+
+@pytest.mark.parametrize("forward", SCORES.values(), ids=SCORES)
+def test_an_output_of_one_number_for_each_sample(tmp_path: Path, forward: Any) -> None:
+    """ncnn has it with an axis of its own, for which the net was refused."""
+    x = images(5, 4, 8, 8)
+    traced = qtrace.trace(net(forward, c=M.Conv2d(4, 6, 3)), x)
+    converted = qtrace.convert(qtrace.calibrate(qtrace.prepare(traced, "backend/ncnn"), [x], progress=False))
+    path = qtrace.export(converted, tmp_path / "m.param")
+    report = qtrace.verify(path, converted, [x])
+    assert report.passed
+    assert report.outputs["deployed"]
 
 
 @pytest.mark.parametrize("optimize", [False, True])

@@ -189,19 +189,33 @@ def _pad(call: Call) -> Any:
 def _triangle(call: Call) -> Any:
     """Keeps the upper or lower triangle of the last two axes, and sets the rest to 0."""
     upper, offset = bool(call.attribute("upper", 1)), int(call.scalar(1, 0))
-    rows, columns = call.shape(0)[-2:]
-    call.refuse_open(0, [call.rank(0) - 2, call.rank(0) - 1], "takes a triangle of an input")
-    ones = np.ones((rows, columns), bool)
-    triangle = np.triu(ones, offset) if upper else np.tril(ones, offset)
-    mask = call.layers.tensor(
-        Stored(triangle.reshape((1,) * (call.rank(0) - 2) + triangle.shape), f"{call.name}_mask")
-    )
+    if len({shape[-2:] for shape in call.shapes(0)}) > 1:
+        mask = _open_triangle(call, upper, offset)
+    else:
+        ones = np.ones(call.shape(0)[-2:], bool)
+        triangle = np.triu(ones, offset) if upper else np.tril(ones, offset)
+        shape = (1,) * (call.rank(0) - 2) + triangle.shape
+        mask = call.layers.tensor(Stored(triangle.reshape(shape), f"{call.name}_mask"))
     x = call.tensor(0)
     if call.dtype(0) == np.bool_:
         return call.function(F.logical_and, x, mask)
     zeros = call.function(F.zeros_like, x)
     sizes = [call.size(0, axis) for axis in range(call.rank(0))]
     return call.function(F.where, call.expanded(mask, sizes, call.shapes(0)), x, zeros)
+
+
+def _open_triangle(call: Call, upper: bool, offset: int) -> Any:
+    """Compares the places of rows and columns, whose numbers depend on open axes."""
+    rank = call.rank(0)
+    places = []
+    for axis in (rank - 2, rank - 1):
+        count = call.layers.size(call.size(0, axis))
+        own = call.function(F.arange, 0, count, 1, dtype="int32")
+        shape = [-1 if place == axis else 1 for place in range(rank)]
+        places.append(call.function(F.reshape, own, tuple(shape)))
+    rows, columns = places
+    compare = F.greater_equal if upper else F.less_equal
+    return call.function(compare, columns, call.function(F.add, rows, offset), name=f"{call.name}_mask")
 
 
 def _depth_to_space(call: Call) -> Any:

@@ -104,11 +104,15 @@ def _as_image(call: Call, module: M.Module, tensors: Mapping[str, Stored]) -> An
     if rank < 3:
         call.refuse(f"normalizes a tensor with {rank} axes, which has no places to normalize over")
     _, channels, *space = call.shape(0)
-    call.refuse_open(0, range(1, rank), "normalizes over an input")
-    image = (-1, channels, space[0], math.prod(space[1:]))
+    call.refuse_open(0, [1], "normalizes over an input")
+    image: tuple[Any, ...] = (-1, channels, space[0], math.prod(space[1:]))
+    whole: tuple[Any, ...] = (-1, channels, *space)
+    if len({shape[2:] for shape in call.shapes(0)}) > 1:  # the norm counts its places itself
+        whole = tuple(call.layers.size(call.size(0, axis)) for axis in range(rank))
+        image = (whole[0], channels, -1, 1)
     x = call.function(F.reshape, call.tensor(0), image, name=f"{call.name}_image")
     norm = call.module(module, tensors, x, name=f"{call.name}_norm")
-    return call.function(F.reshape, norm, (-1, channels, *space))
+    return call.function(F.reshape, norm, whole)
 
 
 def _group_normalization(call: Call) -> Any:

@@ -7,11 +7,12 @@ figure is about another network, and none of them shows it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import megengine.functional as F
 import numpy as np
+from megengine import Tensor
 
 from qtrace.config.algorithm import algorithms, is_packaged
 from qtrace.data import Batch
@@ -23,11 +24,11 @@ from qtrace.graph.types import CallFunction, Node, TracedModule
 from qtrace.graph.walk import exprs, tensor_inputs
 from qtrace.outputs.selections import SORTS, find_selecting, read_ranking
 from qtrace.preparation.model import QuantizedModel
+from qtrace.preparation.original import Original, run_graph
 from qtrace.preparation.phases import in_phase
 from qtrace.preparation.samples import cut_call
-from qtrace.quantizing.original import Original, open_original, run_graph
 
-__all__ = ["Faithfulness"]
+__all__ = ["Faithfulness", "read_batches"]
 
 _LOG = logging.getLogger("qtrace")
 
@@ -45,7 +46,7 @@ class Faithfulness:
     """The outputs of a network for samples of the data, beside which its graph is compared.
 
     Args:
-        source: the network, as for `read_network`.
+        original: the network; None for one that does not run here, which is not compared.
         traced: its graph.
         data: the calibration data.
 
@@ -53,9 +54,9 @@ class Faithfulness:
         GraphError: when the network keeps a state that changes its results.
     """
 
-    def __init__(self, source: Any, traced: TracedModule, data: Iterable[Batch]) -> None:
+    def __init__(self, original: Original | None, traced: TracedModule, data: Iterable[Batch]) -> None:
         self._traced = traced
-        self._original = open_original(source, traced)
+        self._original = original
         self._picked: tuple[bool, ...] = ()
         self._expected: list[tuple[Batch, Outputs]] = []
         batch = next(iter(data), None)
@@ -153,6 +154,28 @@ class Faithfulness:
     def _named(self, index: int) -> str:
         interface = read_interface(self._traced)
         return f"output {index if interface is None else repr(interface.outputs[index].name)}"
+
+
+def read_batches(samples: Iterable[Any]) -> Iterator[Batch]:
+    """Yields the batches of a user as tuples or dicts of arrays, up to one of another structure."""
+    for batch in samples:
+        if isinstance(batch, Mapping):
+            named = {str(name): _as_array(value) for name, value in batch.items()}
+            arrays = [value for value in named.values() if value is not None]
+        else:
+            given = batch if isinstance(batch, (tuple, list)) else (batch,)
+            arrays = [value for value in map(_as_array, given) if value is not None]
+            named = {}
+        if len(arrays) != (len(batch) if isinstance(batch, (Mapping, tuple, list)) else 1):
+            return
+        yield dict(zip(named, arrays, strict=True)) if named else tuple(arrays)
+
+
+def _as_array(value: Any) -> np.ndarray | None:
+    """Returns the array of a tensor or array; None for other values."""
+    if isinstance(value, np.ndarray):
+        return value
+    return np.asarray(value.numpy()) if isinstance(value, Tensor) else None
 
 
 def _refuse_state(original: Original, problem: str) -> GraphError:

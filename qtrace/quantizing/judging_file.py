@@ -10,6 +10,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from qtrace.data.base import Batch, batch_length
 from qtrace.data.whole import filled_batches
@@ -32,7 +35,7 @@ __all__ = ["judge_file", "open_for_verdict"]
 # Counts of samples and values, not a time: the verdict is the same on a busy machine.
 _MOST_SAMPLES, _LEAST_SAMPLES = 64, 8
 _MOST_VALUES = 32 * 3 * 224 * 224  # of all inputs
-_MOST_OUTPUTS = 1 << 26  # values of the float file, which are kept
+_MOST_OUTPUTS = 1 << 26  # values of either file, which are kept
 
 
 def open_for_verdict(
@@ -99,38 +102,58 @@ def judge_file(
         return None
     try:
         own = open_runs(path, converted, twin.config.backend, host)
-        exact = open_runs(twin.path, twin.converted, twin.config.backend, host)
-        return _judge(own, exact, twin.traced, list(_cut(batches, twin.traced, size)))
+        return _judge(own, twin, list(_cut(batches, twin.traced, size)), host)
     except (QtraceError, ImportError):  # `verify` says what is wrong with a file that does not run
         return None
 
 
-def _judge(own: FileRuns, exact: FileRuns, traced: TracedModule, batches: Sequence[Batch]) -> Verdict | None:
+def _judge(
+    own: FileRuns, twin: FloatFile, batches: Sequence[Batch], host: RuntimeHost | None
+) -> Verdict | None:
     if not batches:
         return None
-    reference, outputs, samples, values = [], [], 0, 0
-    files = (exact, own)
-    # Each takes one thread, so they run beside each other; other runtimes may take all cores.
-    local = all(isinstance(file, LocalSession) for file in files)
-    with Together(None if local else 1) as together:
-        for number, batch in enumerate(batches):
-            inputs = input_values(traced, batch, number)
-            results = together.map(functools.partial(run_batch, values=inputs), files)
-            reference.append(results[0])
-            outputs.append(results[1])
-            samples, values = samples + batch_length(batch), values + sum(v.size for v in reference[-1])
-            if values > _MOST_OUTPUTS and samples >= _LEAST_SAMPLES:
-                break
+    traced = twin.traced
+    inputs = [input_values(traced, batch, number) for number, batch in enumerate(batches)]
+    counts = [batch_length(batch) for batch in batches]
+    # A run takes one thread, so runs go beside each other, and beside MegEngine, which writes the float file
+    # in this thread; other runtimes may take all cores.
+    with Together(None if isinstance(own, LocalSession) else 1) as together:
+        calls: list[Callable[[], Any]] = [
+            lambda: open_runs(twin.path, twin.converted, twin.config.backend, host),
+            lambda: _run_all(own, inputs, counts),
+        ]
+        exact, outputs = together.run(calls)
+        reference = together.map(functools.partial(run_batch, exact), inputs[: len(outputs)])
     batches = batches[: len(reference)]
     compared = JudgedOutputs(
         output_groups(traced, reference),
         reference,
         outputs,
-        [batch_length(batch) for batch in batches],
+        counts[: len(reference)],
         find_repeated(batches),
         are_one_number(batches),
     )
     return judge_outputs(compared, "samples, those of the calibration among them", computed_by=THE_FILE)
+
+
+def _run_all(
+    file: FileRuns, inputs: Sequence[Sequence[np.ndarray]], counts: Sequence[int]
+) -> list[list[np.ndarray]]:
+    """Returns the outputs of a file for batches, up to a number of values that are kept.
+
+    Args:
+        file: the file.
+        inputs: the inputs of each batch.
+        counts: the number of samples of each batch.
+    """
+    outputs: list[list[np.ndarray]] = []
+    samples = values = 0
+    for feeds, count in zip(inputs, counts, strict=True):
+        outputs.append(run_batch(file, feeds))
+        samples, values = samples + count, values + sum(v.size for v in outputs[-1])
+        if values > _MOST_OUTPUTS and samples >= _LEAST_SAMPLES:
+            break
+    return outputs
 
 
 def _cut(batches: Iterable[Batch], traced: TracedModule, size: int | None) -> Iterator[Batch]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from threading import Barrier, get_ident
+from threading import Barrier, Event, get_ident
 from typing import Any
 
 import megengine.functional as F
@@ -186,14 +186,25 @@ def test_outputs_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert _quantize(tmp_path).verdict.file.samples == 8
 
 
-def test_both_files_of_onnxruntime_run_beside_each_other(
+def test_the_file_runs_while_that_in_float_is_made_whose_runs_go_beside_each_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = _quantize(tmp_path).verdict.file
-    run, both = judging_file.run_batch, Barrier(2, timeout=30)  # which breaks where one runs after the other
+    run, open_runs, begun = judging_file.run_batch, judging_file.open_runs, Event()
+    both = Barrier(2, timeout=30)  # which breaks where one runs after the other
+    in_float: list[Any] = []
+
+    def note_float(path: Path, *args: Any) -> Any:
+        session = open_runs(path, *args)
+        if path.stem == "float":
+            in_float.append(session)
+            assert begun.wait(30)
+        return session
 
     def wait_for_the_other(session: Any, values: Any) -> Any:
-        both.wait()
+        if session in in_float:
+            both.wait()
+        begun.set()
         return run(session, values)
 
     monkeypatch.setattr(
@@ -201,8 +212,10 @@ def test_both_files_of_onnxruntime_run_beside_each_other(
     )  # which runs one alone
 
     monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr(judging_file, "open_runs", note_float)
     monkeypatch.setattr(judging_file, "run_batch", wait_for_the_other)
     assert _quantize(tmp_path).verdict.file == alone
+    assert len(in_float) == 1
 
 
 def test_files_of_other_runtimes_run_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

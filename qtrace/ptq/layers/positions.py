@@ -9,7 +9,7 @@ from qtrace.ops import OpCall
 __all__ = ["draw_positions", "read_rows", "result_rows"]
 
 # One of as many positions in the padding is set to 0 by itself; more of them with all others.
-_FEW = 8
+_FEW = 24
 
 
 def draw_positions(size: int, places: int, seed: tuple[int, ...]) -> np.ndarray:

@@ -11,7 +11,7 @@ from qtrace.ptq.layers.positions import read_rows
 from tests.nets import images
 
 
-@pytest.mark.parametrize("size", [3, 5, 24])
+@pytest.mark.parametrize("size", [3, 5, 40])
 @pytest.mark.parametrize("groups", [1, 2, 6])
 @pytest.mark.parametrize(("padding", "stride", "dilation"), [(0, 1, 1), (1, 1, 1), (1, 2, 1), (2, 1, 2)])
 def test_rows_are_the_windows_of_the_padded_input(

@@ -8,6 +8,9 @@ from qtrace.ops import OpCall
 
 __all__ = ["draw_positions", "read_rows", "result_rows"]
 
+# One of as many positions in the padding is set to 0 by itself; more of them with all others.
+_FEW = 24
+
 
 def draw_positions(size: int, places: int, seed: tuple[int, ...]) -> np.ndarray:
     """Draws one position of each of ``places`` equal parts of a feature map; all if there are so few.
@@ -45,10 +48,18 @@ def read_rows(x: np.ndarray, call: OpCall, shape: tuple[int, ...], positions: np
     inside = ((down >= 0) & (down < height))[:, :, None] & ((across >= 0) & (across < width))[:, None, :]
     down, across = np.clip(down, 0, height - 1), np.clip(across, 0, width - 1)
     index = (down[:, :, None] * width + across[:, None, :]).reshape(-1)
-    windows = _take(x.reshape(samples, channels, -1), index)
-    if not inside.all():
+    groups, maps = shape[0] if len(shape) == 5 else 1, x.reshape(samples, channels, -1)
+    if groups == channels:
+        # The windows of a channel are then in the order of its rows, and larger than the map.
+        maps = np.ascontiguousarray(maps.transpose(1, 0, 2))
+    windows = _take(maps, index)
+    outside = np.flatnonzero(~inside)
+    if _FEW * len(outside) > len(index):
         windows *= inside.reshape(-1)
-    groups = shape[0] if len(shape) == 5 else 1
+    elif len(outside):
+        windows[:, :, outside] *= False
+    if groups == channels:
+        return windows.reshape(groups, samples * len(positions), -1)
     windows = windows.reshape(samples, groups, channels // groups, len(positions), -1)
     rows = windows.transpose(1, 0, 3, 2, 4)
     return rows.reshape(groups, samples * len(positions), -1)

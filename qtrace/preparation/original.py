@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -47,12 +48,16 @@ class GivenGraph(Original):
     name = "the graph that was given"
 
     def __init__(self, traced: TracedModule) -> None:
-        # MegEngine's own fake quants are no part of the float network.
-        self._traced = lower(traced)[0]
+        self._traced = traced
+
+    @cached_property
+    def _plain(self) -> TracedModule:
+        """The graph without MegEngine's own fake quants, which are no part of the float network."""
+        return lower(self._traced)[0]
 
     def start(self) -> Run:
         """Returns the graph, which keeps no state."""
-        return lambda batch: run_graph(self._traced, batch)
+        return lambda batch: run_graph(self._plain, batch)
 
 
 def run_graph(model: TracedModule, batch: Batch) -> list[np.ndarray]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from qtrace.errors import QtraceError
 
-__all__ = ["ErrorSums", "add_fields", "comparable", "decibels", "finite_or_none", "sqnr_db"]
+__all__ = ["ErrorSums", "add_fields", "comparable", "decibels", "finite_or_none", "inner", "sqnr_db"]
 
 
 if TYPE_CHECKING:
@@ -36,6 +36,16 @@ def decibels(signal: float, noise: float) -> float:
     if signal == 0.0 or not math.isfinite(noise):
         return -math.inf
     return 10.0 * (math.log10(signal) - math.log10(noise))
+
+
+def inner(a: np.ndarray, b: np.ndarray) -> float:
+    """Returns the inner product of two vectors, the same for any number of threads: BLAS splits long sums.
+
+    Args:
+        a: float64 (N,).
+        b: float64 (N,).
+    """
+    return float(np.einsum("i,i->", a, b))
 
 
 def finite_or_none(ratio: float) -> float | None:
@@ -119,11 +129,11 @@ class ErrorSums:
             if not np.array_equal(f[~finite], q[~finite], equal_nan=True):
                 self.noise = math.inf
             f, q = f[finite], q[finite]
-        self.signal += float(f @ f)
-        self.power += float(q @ q)
-        self.product += float(f @ q)
+        self.signal += inner(f, f)
+        self.power += inner(q, q)
+        self.product += inner(f, q)
         difference = q - f
-        self.noise += float(difference @ difference)
+        self.noise += inner(difference, difference)
 
     def __add__(self, other: ErrorSums) -> ErrorSums:
         """Merges two sums; commutative, and associative up to the rounding of float64."""

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from threadpoolctl import threadpool_limits
 
 from qtrace.errors import QtraceError
 from qtrace.metrics import ErrorSums, comparable, decibels, finite_or_none, sqnr_db
@@ -39,6 +40,20 @@ def test_sqnr():
     eight = sqnr_db(u, fake_quantize(u, choose(-1, 1, QScheme(bits=8))))
     nine = sqnr_db(u, fake_quantize(u, choose(-1, 1, QScheme(bits=9))))
     assert nine - eight == pytest.approx(6.02, abs=0.1)
+
+
+@pytest.mark.parametrize("size", [100, 20_000, 1_000_003])
+def test_sums_are_the_same_for_any_number_of_blas_threads(size: int) -> None:
+    """A file holds them, and has the same bytes then."""
+    rng = np.random.default_rng(size)
+    reference, test = (rng.normal(size=size).astype(np.float32) for _ in range(2))
+    found = []
+    for threads in (1, 2, 3):
+        with threadpool_limits(limits=threads, user_api="blas"):
+            found.append(_sums(reference, test))
+    assert found[0] == found[1] == found[2]
+    exact = math.fsum(float(value) ** 2 for value in reference)
+    assert found[0].signal == pytest.approx(exact, rel=1e-12)
 
 
 @st.composite

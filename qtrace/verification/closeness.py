@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.metrics import add_fields, decibels, finite_or_none
+from qtrace.metrics import add_fields, decibels, finite_or_none, inner
 from qtrace.outputs.replay import SelectedShares
 
 __all__ = ["Closeness", "fewer_rows", "sum_up"]
@@ -78,7 +78,7 @@ class Closeness:
         finite = np.isfinite(f) & np.isfinite(a) & np.isfinite(b) & np.isfinite(g)
         f, a, b, g = f[finite], a[finite], b[finite], g[finite]
         by_graph, by_runtime = np.square(a - f), np.square(b - g)
-        self.signal += float(f @ f)
+        self.signal += inner(f, f)
         self.graph += float(by_graph.sum())
         self.runtime += float(by_runtime.sum())
         self.difference += float(np.square(b - a).sum())

@@ -18,6 +18,7 @@ from qtrace.graph.interpreter import Interpreter, interpret
 from qtrace.graph.opaque import OpaqueOp
 from qtrace.graph.types import CallFunction, Expr, Node, TracedModule
 from qtrace.graph.walk import owner
+from qtrace.metrics import inner
 from qtrace.numerics import choose
 from qtrace.preparation.placement._groups import EndGroup
 from qtrace.preparation.placement._regions import is_roi_align
@@ -216,8 +217,8 @@ class Totals:
         else:
             products = np.einsum("ij,ij->i", rows, error.reshape(rows.shape)).astype(np.float64)
         sums = products.reshape(samples, channels).sum(axis=1)
-        self.channels[node] = self.channels.get(node, 0.0) + float(products @ products)
-        self.whole[node] = self.whole.get(node, 0.0) + float(sums @ sums)
+        self.channels[node] = self.channels.get(node, 0.0) + inner(products, products)
+        self.whole[node] = self.whole.get(node, 0.0) + inner(sums, sums)
 
     def powers(self) -> dict[Node, float]:
         """Returns the geometric mean of both sums of each node where they are finite."""

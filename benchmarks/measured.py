@@ -17,7 +17,8 @@ from pathlib import Path
 import qtrace
 from qtrace.benchmarking.machine import describe_machine
 from qtrace.quantizing.labellings import choose_labelling
-from qtrace.quantizing.measuring import TimingPlan, prepare_measured
+from qtrace.quantizing.measuring import prepare_measured
+from qtrace.quantizing.placing import TimingPlan
 from qtrace.quantizing.reporting import LogReporter
 from qtrace.quantizing.times import Times
 

@@ -47,8 +47,9 @@ from qtrace.quantizing.float_file import FloatFile
 from qtrace.quantizing.judging import Acceptance, Judgement, conclude, copy_float
 from qtrace.quantizing.judging_file import judge_file, open_for_verdict
 from qtrace.quantizing.labels import labels_of
-from qtrace.quantizing.measuring import TimingPlan, prepare_measured
+from qtrace.quantizing.measuring import prepare_measured
 from qtrace.quantizing.original import open_original
+from qtrace.quantizing.placing import TimingPlan
 from qtrace.quantizing.reporting import LogReporter, Reporter
 from qtrace.quantizing.sources import fixed_batch, only_batch, own_file, read_network
 from qtrace.quantizing.stage import DataReading, note_pixels, open_source

@@ -34,7 +34,8 @@ from qtrace.quantizing.evaluation import (
 from qtrace.quantizing.figures import note_graph
 from qtrace.quantizing.folder import CURE, FILES, VERDICT, write_folder
 from qtrace.quantizing.judging import Acceptance, Judgement, conclude, copy_float
-from qtrace.quantizing.measuring import TimingPlan, prepare_measured
+from qtrace.quantizing.measuring import prepare_measured
+from qtrace.quantizing.placing import TimingPlan
 from qtrace.quantizing.reporting import LogReporter, Reporter
 from qtrace.quantizing.sources import only_batch
 from qtrace.quantizing.times import Times

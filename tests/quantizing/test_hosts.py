@@ -17,7 +17,7 @@ from qtrace.benchmarking.turns import Speed
 from qtrace.errors import ExportError, QtraceError
 from qtrace.onnxfile import sessions
 from qtrace.preparation.record import read_record
-from qtrace.quantizing import delivering, labellings, measuring
+from qtrace.quantizing import bench, delivering, labellings, measuring
 from qtrace.runtimes.host import RuntimeHost
 from tests.nets import images, net
 
@@ -37,7 +37,7 @@ def _timed(_untimed: None, monkeypatch: pytest.MonkeyPatch) -> None:
         return turns.compare_files(paths, **{**options, "seconds": 0.1})
 
     monkeypatch.setattr(delivering, "compare_files", compare)
-    monkeypatch.setattr(measuring, "compare_files", compare)
+    monkeypatch.setattr(bench, "compare_files", compare)
     monkeypatch.setattr(measuring, "find_labellings", labellings.find_labellings)
 
 
@@ -81,7 +81,7 @@ def test_labellings_are_timed_and_computed_there(tmp_path: Path, monkeypatch: py
             opened.append(args[-1])
             super().__init__(*args)
 
-    monkeypatch.setattr(measuring, "compare_files", compare)
+    monkeypatch.setattr(bench, "compare_files", compare)
     monkeypatch.setattr(delivering, "compare_files", compare)
     monkeypatch.setattr(sessions, "HostedSession", Watched)
     module = net(lambda self, x: self.b(F.relu(self.a(x))), a=M.Conv2d(3, 64, 3), b=M.Conv2d(64, 64, 3))

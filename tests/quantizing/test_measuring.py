@@ -32,7 +32,8 @@ from qtrace.preparation.placement.problem import Energy, Problem, Unit, evaluate
 from qtrace.preparation.placement.trials import LabellingTrial
 from qtrace.preparation.prepare import SearchOutcome
 from qtrace.process.together import Together
-from qtrace.quantizing import delivering, figures, file_runs, measuring
+from qtrace.quantizing import bench, delivering, figures, file_runs, measuring
+from qtrace.quantizing.bench import Extent, limit_measurement, limit_seconds
 from qtrace.quantizing.labellings import (
     choose_labelling,
     find_competitor,
@@ -42,16 +43,10 @@ from qtrace.quantizing.labellings import (
     predict,
     with_everything,
 )
-from qtrace.quantizing.measuring import (
-    Extent,
-    TimingPlan,
-    fit_costs,
-    limit_measurement,
-    limit_seconds,
-    prepare_measured,
-)
+from qtrace.quantizing.measuring import fit_costs, prepare_measured
 from qtrace.quantizing.openvino_runs import OpenvinoRuns
 from qtrace.quantizing.output_noise import measure_noise, measure_row_noise, output_groups
+from qtrace.quantizing.placing import TimingPlan
 from qtrace.quantizing.reporting import LogReporter
 from qtrace.quantizing.structure import hash_structure
 from qtrace.quantizing.times import MeasuredLabelling, Times
@@ -347,10 +342,10 @@ def test_in_openvino_a_labelling_without_zero_points_is_in_question(
         speed = 0.5 if paths[1].stem == "1" else ratio
         return [Speed(1e-3, 1.0, 1.0, 1.0, 9), Speed(1e-3 / speed, speed, speed, speed, 9)]
 
-    monkeypatch.setattr(measuring, "compare_files", timer)
+    monkeypatch.setattr(bench, "compare_files", timer)
     path, data = tmp_path / "times.json", [DATA[:4] + 0.5, DATA[4:] + 0.5]
     for number in range(2):
-        monkeypatch.setattr(measuring, "compare_files", timer if number == 0 else _refuse)
+        monkeypatch.setattr(bench, "compare_files", timer if number == 0 else _refuse)
         options = {"target": "openvino", "times": path, "progress": False, "force": True}
         result = qtrace.quantize(_traced(), data, tmp_path / "net.onnx", **options)
         assert ("without zero points is chosen" in " ".join(str(result.explain()).split())) is chosen
@@ -369,7 +364,7 @@ def test_where_the_best_is_noisy_quieter_ones_are_tried_without_zero_points_too(
 ) -> None:
     """Files 0 and 1 are one op on integers and float; 2 is wider, twice as fast; the others are without."""
     monkeypatch.setattr(measuring, "find_labellings", _between_all_and_float)
-    monkeypatch.setattr(measuring, "is_noisy", lambda labelling: is_noisy)
+    monkeypatch.setattr(bench, "is_noisy", lambda labelling: is_noisy)
     ratios = {"1": 0.5, "2": 2.0, "3": 4.0, "4": 1.5}
 
     def timer(paths, **options):
@@ -400,7 +395,7 @@ def test_files_run_beside_each_other_in_onnxruntime_with_the_same_noise(
             used.add(threads)
             return Together(threads or count)
 
-        monkeypatch.setattr(measuring, "Together", together)
+        monkeypatch.setattr(bench, "Together", together)
         config, times = as_qconfig({"backend": backend, "placement": "balanced"}), Times()
         plan = TimingPlan(times, lambda paths, **options: [Speed(1e-3, 1.0, 1.0, 1.0, 9) for _ in paths])
         prepare_measured(_traced(), config, [DATA[:4]], lambda: [DATA[4:]], plan, LogReporter())
@@ -436,8 +431,8 @@ def test_a_labelling_that_may_be_better_is_measured_or_named(
 ) -> None:
     """The predicted choice is no faster than float, and another labelling is twice as fast."""
     monkeypatch.setattr(measuring, "find_labellings", _between_all_and_float)
-    monkeypatch.setattr(measuring, "limit_seconds", lambda *args: seconds)
-    monkeypatch.setattr(measuring.time, "process_time", iter(range(0, 10**6, 10)).__next__)
+    monkeypatch.setattr(bench, "limit_seconds", lambda *args: seconds)
+    monkeypatch.setattr(bench.time, "process_time", iter(range(0, 10**6, 10)).__next__)
     traced, config = _traced(), as_qconfig({"placement": "balanced"})
     ratios = iter((in_float, 2.0))
 
@@ -469,7 +464,7 @@ def _quantize_by_default(tmp_path: Path, monkeypatch, suffix: str, speeds: list[
     def delivered(paths, **options):
         return [Speed(1e-3, 1.0, 1.0, 1.0, 9), Speed(1e-3, 2.0, 2.0, 2.0, 9)]
 
-    monkeypatch.setattr(measuring, "compare_files", timer)
+    monkeypatch.setattr(bench, "compare_files", timer)
     monkeypatch.setattr(delivering, "compare_files", delivered)
     path, times = tmp_path / f"out{suffix}", tmp_path / "times.json"
     data = [DATA[:4], DATA[4:]]
@@ -703,7 +698,7 @@ def test_times_beside_other_programs_are_not_remembered(tmp_path: Path, monkeypa
     monkeypatch.setenv("QTRACE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(measuring, "find_labellings", find_labellings)
     speeds = [Speed(1e-3, 1.0, 1.0, 1.0, 9), Speed(2e-3, 0.5, 0.4, 0.6, 9, busy)]
-    monkeypatch.setattr(measuring, "compare_files", lambda *args, **options: speeds)
+    monkeypatch.setattr(bench, "compare_files", lambda *args, **options: speeds)
     plan = TimingPlan(Times())
     config = as_qconfig({"placement": "balanced"})
     prepare_measured(_traced(), config, [DATA[:4]], lambda: [DATA[4:]], plan, LogReporter())
@@ -726,11 +721,11 @@ def test_times_that_decided_something_else_are_not_remembered_for_it(tmp_path: P
         timed.append(paths)
         return speeds
 
-    monkeypatch.setattr(measuring, "compare_files", timer)
+    monkeypatch.setattr(bench, "compare_files", timer)
 
     def run(is_enough: bool) -> int:
         timed.clear()
-        monkeypatch.setattr(measuring, "is_settled", lambda *args: is_enough)
+        monkeypatch.setattr(bench, "is_settled", lambda *args: is_enough)
         plan = TimingPlan(Times())
         prepare_measured(_traced(), as_qconfig(config), [DATA[:4]], lambda: [DATA[4:]], plan, LogReporter())
         return len(timed)
@@ -759,7 +754,7 @@ def _refuse(*args: object, **options: object) -> list[Speed]:
 )
 def test_without_samples_or_time_the_prediction_stays(monkeypatch, held_back, seconds, note) -> None:
     monkeypatch.setattr(measuring, "find_labellings", find_labellings)
-    monkeypatch.setattr(measuring, "_time_run", lambda *args: seconds)
+    monkeypatch.setattr(bench, "_time_run", lambda *args: seconds)
     times, notes, config = Times(), _Notes(), as_qconfig({"placement": "balanced"})
     prepare_measured(_traced(), config, [DATA[:4]], lambda: held_back, TimingPlan(times, _refuse), notes)
     assert times.labellings == ()

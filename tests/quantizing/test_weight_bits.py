@@ -22,7 +22,8 @@ from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.record import read_record
 from qtrace.quantizing import measuring
 from qtrace.quantizing.labellings import find_labellings
-from qtrace.quantizing.measuring import TimingPlan, prepare_measured
+from qtrace.quantizing.measuring import prepare_measured
+from qtrace.quantizing.placing import TimingPlan
 from qtrace.quantizing.reporting import LogReporter
 from qtrace.quantizing.times import Times
 from qtrace.quantizing.weight_bits import with_fewer_bits

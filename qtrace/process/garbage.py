@@ -32,11 +32,15 @@ def older_objects_spared() -> Iterator[None]:
     """Collects within the block only what it makes; what was there before is looked at afterwards.
 
     The modules of MegEngine, onnx and qtrace have some 140,000 objects, which take a tenth of a second each
-    time. It does nothing where objects are spared already, by the caller or by a block around this one.
+    time. Graphs that were dropped before are freed first: a block that is entered again and again would spare
+    them for good. It does nothing where objects are spared already, by the caller or by a block around this
+    one.
     """
     if gc.get_freeze_count():
         yield
         return
+    if gc.isenabled():
+        gc.collect()
     gc.freeze()
     try:
         yield

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -34,8 +35,10 @@ def _unfrozen() -> Iterator[None]:
 
 
 def test_older_objects_are_spared_within_the_block_alone() -> None:
-    before = _garbage()
+    cycle = _Cycle()
+    before = weakref.ref(cycle)
     with older_objects_spared():
+        del cycle
         within = _garbage()
         with older_objects_spared():
             pass
@@ -44,6 +47,26 @@ def test_older_objects_are_spared_within_the_block_alone() -> None:
         assert within() is None
     gc.collect()
     assert before() is None
+
+
+def test_what_was_dropped_before_is_freed_each_time() -> None:
+    """A network a call would stay, as each call spares it before a collection of all objects comes."""
+    for _ in range(3):
+        before = _garbage()
+        with older_objects_spared():
+            assert before() is None
+            _garbage()
+
+
+def test_calls_of_quantize_keep_no_networks(tmp_path: Path) -> None:
+    left = []
+    for number in range(3):
+        traced = qtrace.trace(Chain(1, 3), images(1, 3, 8, 8), check=False)
+        options = {"progress": False, "verify": False, "measure": False, "force": True, "allow_broken": True}
+        qtrace.quantize(traced, images(4, 3, 8, 8, seed=number), tmp_path / "net.onnx", **options)
+        left.append(weakref.ref(traced))
+        del traced
+    assert sum(graph() is not None for graph in left[:-1]) == 0
 
 
 def test_objects_that_the_caller_spares_stay_so() -> None:

@@ -43,17 +43,13 @@ def _run_smallest(shrink: bool = False) -> None:
     Args:
         shrink: whether the memory then gives back what it has free.
     """
-    import onnxruntime as ort
-
-    options = ort.RunOptions()
-    if shrink:
-        options.add_run_config_entry(_SHRINK, "cpu:0")
-    session, feeds = _smallest_session()
-    session.run(None, feeds, options)
+    session, feeds, shrinking = _smallest_session()
+    session.run(None, feeds, shrinking if shrink else None)
 
 
 @functools.cache
-def _smallest_session() -> tuple[Any, dict[str, Any]]:
+def _smallest_session() -> tuple[Any, dict[str, Any], Any]:
+    """Returns a session, its inputs, and the options of a run behind which the memory gives back."""
     import numpy as np
     import onnxruntime as ort
     from onnx import TensorProto, helper
@@ -65,4 +61,6 @@ def _smallest_session() -> tuple[Any, dict[str, Any]]:
     options.intra_op_num_threads = options.inter_op_num_threads = 1
     options.add_session_config_entry(USE_SHARED_ARENA, "1")
     session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    return session, {"x": np.zeros(1, np.float32)}
+    shrinking = ort.RunOptions()
+    shrinking.add_run_config_entry(_SHRINK, "cpu:0")
+    return session, {"x": np.zeros(1, np.float32)}, shrinking

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -76,3 +77,11 @@ def test_without_the_package_onnx_no_memory_is_shared(monkeypatch: pytest.Monkey
     find_spec = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "onnx" else find_spec(name))
     assert not shared_arena.register_shared_arena.__wrapped__()
+
+
+def test_memory_is_given_back_though_onnxruntime_can_no_longer_be_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert shared_arena.register_shared_arena()
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    return_free_memory()

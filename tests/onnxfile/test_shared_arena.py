@@ -61,7 +61,7 @@ def test_what_a_session_has_freed_stays_for_the_next_one_until_it_is_given_back(
     assert results == [expected] * 3
     assert 60 < kept < 300
     return_free_memory()
-    assert _resident() - before < 20
+    assert _resident() - before < kept - 50  # what other parts of the process hold may change meanwhile
 
 
 def test_only_sessions_that_ask_for_it_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:

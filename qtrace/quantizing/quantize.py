@@ -229,7 +229,7 @@ def quantize(
     reporter: Reporter | None = None,
     spell: Callable[[str], str] = argument,
 ) -> Quantized:
-    """Quantizes a network to a file for a runtime: imports or traces, calibrates, judges, exports, verifies.
+    """Quantizes a network to a file for a runtime: imports or traces, calibrates, exports, verifies, judges.
 
     The file appears only if the verdict is not ``broken``, the limits hold, and the runtime computes what
     the graph computes. Values of a batch behind the inputs that look like labels are left out; the logger

@@ -287,7 +287,14 @@ def dequantize(q: Any, qparams: QParams) -> np.ndarray:
     Raises:
         SchemeError: when q has no such axis or another number of channels.
     """
-    return _dequantize(np.asarray(q), qparams, np.dtype(np.float32))
+    q = np.asarray(q)
+    scale, zero_point = _broadcast_params(qparams, q)
+    # The difference has at most 17 bits: exact as int32 and as float32.
+    if q.dtype.kind in "iu" and q.dtype.itemsize <= 2:
+        values = np.asarray(np.subtract(q, zero_point, dtype=np.float32, casting="unsafe"))
+    else:
+        values = np.asarray(q.astype(np.int32, copy=False) - zero_point).astype(np.float32)
+    return np.multiply(values, scale.astype(np.float32), out=values)
 
 
 def fake_quantize(x: Any, qparams: QParams) -> np.ndarray:
@@ -344,16 +351,6 @@ def exact_levels(x: np.ndarray, qparams: QParams) -> np.ndarray | None:
                 return None
             levels[start : start + _BLOCK] = steps
     return levels.reshape(x.shape)
-
-
-def _dequantize(q: np.ndarray, qparams: QParams, dtype: np.dtype) -> np.ndarray:
-    scale, zero_point = _broadcast_params(qparams, q)
-    # The difference has at most 17 bits: exact as int32 and as float32.
-    if q.dtype.kind in "iu" and q.dtype.itemsize <= 2:
-        values = np.asarray(np.subtract(q, zero_point, dtype=dtype, casting="unsafe"))
-    else:
-        values = np.asarray(q.astype(np.int32, copy=False) - zero_point).astype(dtype)
-    return np.multiply(values, scale.astype(dtype), out=values)
 
 
 def _floats(x: Any) -> np.ndarray:

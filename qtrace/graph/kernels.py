@@ -41,9 +41,8 @@ _INTERPOLATIONS = (builtin.Resize, builtin.Remap, builtin.WarpPerspective)
 _FLOOR_DIV, _MOD = builtin.Elemwise.Mode.FLOOR_DIV, builtin.Elemwise.Mode.MOD
 _DIVIDING = {"__floordiv__", "__ifloordiv__", "__mod__", "__imod__", "floor_div", "mod"}
 _REVERSED = {"__rfloordiv__", "__rmod__"}
-_LOWEST = np.iinfo(
-    np.int32
-).min  # over -1; MegEngine computes narrower integers in 32 bits, and has no wider ones
+# No kernel divides it by -1. MegEngine computes narrower integers in 32 bits, and has no wider ones.
+_LOWEST = np.iinfo(np.int32).min
 
 
 def refuse_divisions_by_zero() -> None:

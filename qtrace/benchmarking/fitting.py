@@ -1,5 +1,6 @@
 """Fits a packaged cost table to this processor: a dozen kernels scale the times of all of their class.
 
+Of the packaged tables of onnxruntime, the one is scaled whose kernels are most like those of this processor.
 Processors differ by class of kernel: without VNNI instructions integer convolutions take three times as long,
 while additions take as long as before. Those of weights of 7 bits do not saturate there, and take less time:
 they are measured, too. Of convolutions they differ by size, too: large ones on integers took
@@ -25,11 +26,11 @@ from qtrace.costs import FLOAT, INTEGER, INTEGER_7, LOOKUP, CostTable, Machine, 
 from qtrace.onnxfile.saturation import SAFE_BITS, products_saturate
 from qtrace.storage.cache import read_cached, write_cached
 
-__all__ = ["ProcessorFit", "Trend", "fit", "fit_processor", "fitted_table", "scale"]
+__all__ = ["ProcessorFit", "Trend", "fit", "fit_processor", "fitted_table", "nearest", "scale"]
 
 _RUNTIME = "onnxruntime"
 # Changes with the kernels that are timed, whose factors are not those of others.
-_KERNELS = "by size, weights of 7 bits"
+_KERNELS = "by size, weights of 7 bits, nearest table"
 _LEAST, _MOST = 0.1, 10.0  # of a factor: what lies beyond was disturbed
 _LEAST_KERNELS = 5  # of a class, from which on its factor depends on their sizes
 Measure = Callable[[Sequence[Case]], list[Measurement]]
@@ -88,18 +89,20 @@ class ProcessorFit:
     Attributes:
         machine: the machine that the factors were measured on.
         factors: class and form of kernels -> their factor; 1 for those that are absent.
+        base: the packaged table that is scaled, by its name in `CostTable.packaged`.
     """
 
     machine: Machine
     factors: Mapping[tuple[str, str], Trend]
+    base: str = _RUNTIME
 
     def table(self, weight_bits: int = 8) -> CostTable:
-        """Returns the packaged table of onnxruntime, scaled to the processor.
+        """Returns the packaged table, scaled to the processor.
 
         Args:
             weight_bits: the bits of weights: 7 or fewer take other kernels where products saturate.
         """
-        table = CostTable.load(_RUNTIME)
+        table = CostTable.packaged(_RUNTIME)[self.base]
         if self.machine == table.machine:
             return table
         factors = dict(self.factors)
@@ -114,45 +117,55 @@ class ProcessorFit:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fit as plain data."""
-        return {"machine": asdict(self.machine), "factors": _write_factors(self.factors)}
+        return {
+            "machine": asdict(self.machine),
+            "table": self.base,
+            "factors": _write_factors(self.factors),
+        }
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> ProcessorFit:
-        """Reads what `to_dict` returned."""
+        """Reads what `to_dict` returned, here or in earlier versions.
+
+        Raises:
+            ValueError: when the table that was scaled is not packaged.
+        """
         machine = Machine(**{**data["machine"], "flags": tuple(data["machine"]["flags"])})
-        return cls(machine, _read_factors(data["factors"]))
+        base = data.get("table", _RUNTIME)
+        if base not in CostTable.packaged(_RUNTIME):
+            raise ValueError(f"there is no packaged cost table {base!r}")
+        return cls(machine, _read_factors(data["factors"]), base)
 
 
 def fit_processor(measure: Measure = measure_cases) -> ProcessorFit:
-    """Returns the fit of the packaged table of onnxruntime to this processor.
+    """Returns the fit of a packaged table of onnxruntime to this processor.
 
     Args:
         measure: times kernels; it is called once for each processor and version of the runtime, and not at
-            all if the table was measured on this one.
+            all if a table was measured on this one.
 
     Raises:
         ExportError: when the runtime is not installed.
     """
-    table = CostTable.load(_RUNTIME)
+    tables = CostTable.packaged(_RUNTIME)
     here = describe_machine(_RUNTIME, _RUNTIME, 1)
-    if (here.processor, here.version, here.flags) == (
-        table.machine.processor,
-        table.machine.version,
-        table.machine.flags,
-    ):
-        return ProcessorFit(table.machine, {})
-    key = [_KERNELS, here.processor, here.version, list(here.flags), table.machine.date]
+    for name, table in tables.items():
+        if table.machine.runs_like(here):
+            return ProcessorFit(table.machine, {}, name)
+    dates = (table.machine.date for table in tables.values())
+    key = [_KERNELS, here.processor, here.version, list(here.flags), *dates]
     stored = read_cached("fit", key)
     if stored is None:
         stored = _read_of_this_hour(key)
     if stored is None:
         with watched_load() as others:
-            stored = _write_factors(fit(table, measure(_cases())))
+            base, factors = nearest(tables, measure(_cases()))
+        stored = {"table": base, "factors": _write_factors(factors)}
         if others.is_busy:
-            write_cached("busy-fit", key, {"hour": _hour(), "factors": stored})
+            write_cached("busy-fit", key, {"hour": _hour(), "fit": stored})
         else:
             write_cached("fit", key, stored)
-    return ProcessorFit(here, _read_factors(stored))
+    return ProcessorFit(here, _read_factors(stored["factors"]), stored["table"])
 
 
 def _hour() -> int:
@@ -160,9 +173,9 @@ def _hour() -> int:
 
 
 def _read_of_this_hour(key: Any) -> Any:
-    """Returns the factors that were measured beside other programs: a later hour measures them anew."""
+    """Returns the fit that was measured beside other programs: a later hour measures it anew."""
     stored = read_cached("busy-fit", key) or {}
-    return stored.get("factors") if stored.get("hour") == _hour() else None
+    return stored.get("fit") if stored.get("hour") == _hour() else None
 
 
 def _write_factors(factors: Mapping[tuple[str, str], Trend]) -> dict[str, dict[str, float]]:
@@ -179,7 +192,7 @@ def _read_factors(stored: Mapping[str, Any]) -> dict[tuple[str, str], Trend]:
 
 
 def fitted_table(measure: Measure = measure_cases, weight_bits: int = 8) -> CostTable:
-    """Returns the packaged table of onnxruntime, scaled to this processor if it was measured on another one.
+    """Returns a packaged table of onnxruntime, scaled to this processor if it was measured on another one.
 
     Args:
         measure: times kernels; see `fit_processor`.
@@ -191,12 +204,36 @@ def fitted_table(measure: Measure = measure_cases, weight_bits: int = 8) -> Cost
     return fit_processor(measure).table(weight_bits)
 
 
+def nearest(
+    tables: Mapping[str, CostTable], measured: Sequence[Measurement]
+) -> tuple[str, dict[tuple[str, str], Trend]]:
+    """Returns the table that differs least from the measured times once it is scaled, and its factors."""
+    factors = {name: fit(table, measured) for name, table in tables.items()}
+    best = min(tables, key=lambda name: _missed(tables[name], factors[name], measured))
+    return best, factors[best]
+
+
+def _missed(
+    table: CostTable, factors: Mapping[tuple[str, str], Trend], measured: Sequence[Measurement]
+) -> float:
+    """Returns the mean square of the logarithms by which a scaled table differs from measured times."""
+    misses = [
+        math.log(own.seconds / (expected * factors[_class(own.op), own.form].at(own.op))) ** 2
+        for own in measured
+        if (expected := _expected(table, own))
+    ]
+    return sum(misses) / max(len(misses), 1)
+
+
+def _expected(table: CostTable, own: Measurement) -> float | None:
+    return table.seconds(own.op, INTEGER if own.form == INTEGER_7 else own.form)
+
+
 def fit(table: CostTable, measured: Sequence[Measurement]) -> dict[tuple[str, str], Trend]:
     """Returns for each class and form how many times as long its kernels take as ``table`` says."""
     factors: dict[tuple[str, str], list[tuple[float, OpShape]]] = {}
     for own in measured:
-        expected = table.seconds(own.op, INTEGER if own.form == INTEGER_7 else own.form)
-        if expected:
+        if expected := _expected(table, own):
             factors.setdefault((_class(own.op), own.form), []).append((own.seconds / expected, own.op))
     return {key: Trend.of(*zip(*pairs, strict=True)) for key, pairs in factors.items()}
 

@@ -186,10 +186,10 @@ def _pixelwise(graph: GraphBuilder, x: TensorNode, shape: Shape, name: str) -> T
     Its results are not 0, so that they may be divided by.
     """
     channels = shape[1]
-    weight = graph.parameter(f"{name}_weight", np.full((channels, 1, 1, 1, 1), 0.1, np.float32))
-    bias = graph.parameter(
-        f"{name}_bias", np.ones((1, channels, 1, 1), np.float32)
-    )  # results may be divided by
+    # A convolution of one group has no axis of groups.
+    sizes = (channels, 1, 1, 1, 1) if channels > 1 else (1, 1, 1, 1)
+    weight = graph.parameter(f"{name}_weight", np.full(sizes, 0.1, np.float32))
+    bias = graph.parameter(f"{name}_bias", np.ones((1, channels, 1, 1), np.float32))
     y = graph.call_function(F.conv2d, x, weight, bias, groups=channels, name=name)
     return _node(graph.call_function(F.relu, y, name=f"{name}_relu"))
 

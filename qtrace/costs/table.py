@@ -42,6 +42,11 @@ class Machine:
     threads: int
     date: str
 
+    def runs_like(self, other: Machine) -> bool:
+        """Returns whether kernels of the same runtime run on processors of the same name."""
+        mine, others = ((m.runtime, m.version, m.processor, m.flags, m.threads) for m in (self, other))
+        return mine == others
+
 
 @dataclass(frozen=True)
 class Measurement:
@@ -69,11 +74,11 @@ class CostTable:
     @classmethod
     def known(cls) -> tuple[str, ...]:
         """Returns the runtimes that have a packaged table."""
-        return tuple(sorted(path.stem for path in _FOLDER.glob("*.json")))
+        return tuple(sorted({path.stem.partition(".")[0] for path in _FOLDER.glob("*.json")}))
 
     @classmethod
     def load(cls, runtime: str) -> CostTable:
-        """Returns the packaged table of a runtime.
+        """Returns the packaged table of a runtime, on every processor the same one.
 
         Raises:
             ConfigError: when the runtime has no packaged table.
@@ -84,6 +89,29 @@ class CostTable:
                 f"`qtrace bench --kernels --runtime {runtime}`."
             )
         return _read_packaged(runtime)
+
+    @classmethod
+    def packaged(cls, runtime: str) -> Mapping[str, CostTable]:
+        """Returns all packaged tables of a runtime by name: that of `load`, and those of other processors.
+
+        Raises:
+            ConfigError: when the runtime has no packaged table.
+        """
+        first = cls.load(runtime)
+        others = sorted(path.stem for path in _FOLDER.glob(f"{runtime}.*.json"))
+        return {runtime: first, **{name: _read_packaged(name) for name in others}}
+
+    @classmethod
+    def for_machine(cls, here: Machine) -> CostTable:
+        """Returns the packaged table of a processor like that of ``here``, else that of `load`.
+
+        Raises:
+            ConfigError: when the runtime has no packaged table.
+        """
+        tables = tuple(cls.packaged(here.runtime).values())
+        alike = [t for t in tables if (t.machine.processor, t.machine.flags) == (here.processor, here.flags)]
+        same = [t for t in alike if t.machine.runs_like(here)]
+        return (*same, *alike, *tables)[0]
 
     @classmethod
     def read(cls, path: Path) -> CostTable:
@@ -161,8 +189,8 @@ class CostTable:
 
 
 @functools.cache
-def _read_packaged(runtime: str) -> CostTable:
-    return CostTable.read(_FOLDER / f"{runtime}.json")
+def _read_packaged(name: str) -> CostTable:
+    return CostTable.read(_FOLDER / f"{name}.json")
 
 
 def _read_measurement(entry: dict[str, Any]) -> Measurement:

@@ -116,6 +116,45 @@ def test_kernels_are_timed_once_for_each_processor(tmp_path, monkeypatch) -> Non
     assert len(asked) == 1
 
 
+def _named(name: str, processor: str) -> CostTable:
+    """Returns a table where convolutions on integers take longer on large maps."""
+    points = [
+        Measurement(_conv(c, n), INTEGER, 1e-6 * n**exponent)
+        for c, n in ((16, 7), (64, 14), (128, 28), (32, 56))
+        for exponent in (1.0 if name == "onnxruntime" else 2.0,)
+    ]
+    return CostTable(replace(TABLE.machine, processor=processor), points)
+
+
+def test_the_packaged_table_that_is_most_like_the_processor_is_scaled(tmp_path, monkeypatch) -> None:
+    """The second one takes a third of the time for each shape; beside the first one that varies."""
+    monkeypatch.setenv("QTRACE_CACHE", str(tmp_path))
+    tables = {name: _named(name, name) for name in ("onnxruntime", "onnxruntime.second")}
+    monkeypatch.setattr(CostTable, "packaged", lambda runtime: tables)
+    here = replace(TABLE.machine, processor="another")
+    monkeypatch.setattr(fitting, "describe_machine", lambda *names: here)
+    second = tables["onnxruntime.second"]
+    measured = [replace(m, seconds=3 * m.seconds) for m in second.measurements]
+    for own in (measured, None):  # then what is remembered
+        fitted = fitting.fit_processor(lambda cases, own=own: own)
+        assert fitted.base == "onnxruntime.second"
+        assert ProcessorFit.from_dict(json.loads(json.dumps(fitted.to_dict()))) == fitted
+        for m in second.measurements:
+            assert fitted.table().seconds(m.op, m.form) == pytest.approx(3 * m.seconds)
+    with pytest.raises(ValueError, match="no packaged cost table 'onnxruntime.third'"):
+        ProcessorFit.from_dict({**fitted.to_dict(), "table": "onnxruntime.third"})
+
+
+@pytest.mark.parametrize("name", CostTable.packaged("onnxruntime"))
+def test_a_packaged_table_of_this_processor_is_taken_as_it_is(name: str, monkeypatch) -> None:
+    table = CostTable.packaged("onnxruntime")[name]
+    here = replace(table.machine, date="2100-01-01")
+    monkeypatch.setattr(fitting, "describe_machine", lambda *names: here)
+    fitted = fitting.fit_processor(lambda cases: pytest.fail("kernels are timed"))
+    assert fitted.base == name
+    assert fitted.table() is table
+
+
 def test_a_fit_beside_other_programs_is_kept_for_an_hour(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("QTRACE_CACHE", str(tmp_path))
     here, asked, share, hour = replace(TABLE.machine, processor="another"), [], [0.5], [7]

@@ -143,6 +143,15 @@ def test_every_kind_of_the_grid_is_written():
             assert "m0" in names, (kind, form)
 
 
+def test_ops_of_one_channel_are_written():
+    """A convolution of one channel by itself has one group, and no axis of groups."""
+    cases = reversed(list(other_cases()))
+    single = {s.op.kind: case for case in cases for s in case.slots if s.op.outputs[0][1:2] == (1,)}
+    assert "conv_transpose2d" in single
+    for kind, case in single.items():
+        assert case.write_onnx()[0], kind
+
+
 def test_a_table_of_some_cases(monkeypatch, tmp_path):
     cases = [conv(FLOAT, 16, 16, 1, 4), conv(INTEGER, 16, 16, 1, 4)]
     monkeypatch.setattr(tables, "conv_cases", lambda: cases)

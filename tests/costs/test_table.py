@@ -224,14 +224,37 @@ def test_kernels_of_another_sort_are_another_family():
     assert table.seconds(conv(64, 16, 16), FLOAT) == TABLE.seconds(conv(64, 16, 16), FLOAT)
 
 
+def test_onnxruntime_has_tables_of_an_intel_and_of_an_amd():
+    tables = CostTable.packaged("onnxruntime")
+    assert CostTable.known() == ("litert", "ncnn", "onnxruntime", "openvino")
+    assert tables["onnxruntime"] is CostTable.load("onnxruntime")
+    processors = [table.machine.processor.split()[0] for table in tables.values()]
+    assert processors == ["Intel(R)", "AMD"]
+    shapes = [{(m.op, m.form) for m in table.measurements} for table in tables.values()]
+    assert len(shapes[0] ^ shapes[1]) < 0.1 * len(shapes[0])
+
+
+def test_a_machine_has_the_table_of_its_processor():
+    tables = CostTable.packaged("onnxruntime")
+    for table in tables.values():
+        assert CostTable.for_machine(table.machine) is table
+        newer = replace(table.machine, version="9.9", date="2100-01-01")
+        assert CostTable.for_machine(newer) is table
+        assert not table.machine.runs_like(newer)
+    other = replace(MACHINE, runtime="onnxruntime", processor="another")
+    assert CostTable.for_machine(other) is CostTable.load("onnxruntime")
+
+
 def test_a_packaged_table_is_read_once():
     assert CostTable.load("onnxruntime") is CostTable.load("onnxruntime")
 
 
-@pytest.mark.parametrize("runtime", ["litert", "ncnn", "onnxruntime", "openvino"])
-def test_every_packaged_table_has_both_forms_of_layers_and_names_its_processor(runtime: str):
-    table = CostTable.load(runtime)
-    assert runtime in CostTable.known()
+@pytest.mark.parametrize(
+    ("runtime", "name"),
+    [(runtime, name) for runtime in CostTable.known() for name in CostTable.packaged(runtime)],
+)
+def test_every_packaged_table_has_both_forms_of_layers_and_names_its_processor(runtime: str, name: str):
+    table = CostTable.packaged(runtime)[name]
     assert table.machine.runtime == runtime
     assert "avx512_vnni" in table.machine.flags
     assert table.machine.threads == 1

@@ -141,9 +141,12 @@ def _check(config: Any, reports: Sequence[FileReport]) -> list[Expectations]:
 
 
 def _table(name: str) -> CostTable:
+    from qtrace.benchmarking.machine import describe_machine
     from qtrace.costs import CostTable
 
-    table = CostTable.load("onnxruntime") if name == _PACKAGED else CostTable.read(Path(name))
+    if name == _PACKAGED:
+        return CostTable.for_machine(describe_machine("onnxruntime", "onnxruntime", 1))
+    table = CostTable.read(Path(name))
     if table.machine.runtime != "onnxruntime":
         raise ConfigError(
             f"{name} has the times of {table.machine.runtime}: files are predicted for onnxruntime only. "

@@ -56,6 +56,11 @@ def choose_columns(model: Any, target: str, amx: bool | None) -> None:
                 "layers that onnxruntime 1.21 to 1.24 computes wrong on processors with AMX (Intel's servers "
                 f"since 2023): {count}. For those, export with amx=true."
             )
+        elif target and target not in _TARGETS and products_are_wrong() and (count := _count_odd(model)):
+            _LOG.info(
+                f"layers that onnxruntime computes wrong on this processor (AMX): {count}. The file is for "
+                f"{target}; to run it in onnxruntime here, export with amx=true."
+            )
         return
     if amx is not False and (changed := write_whole_columns(model)) and amx is None:
         _LOG.info(

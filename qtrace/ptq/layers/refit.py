@@ -10,6 +10,8 @@ Weights that compensate errors of their inputs as well are called "asymmetric" r
 from __future__ import annotations
 
 import functools
+import math
+from dataclasses import replace
 
 import numpy as np
 from scipy.linalg import LinAlgError, cho_factor, cho_solve
@@ -21,12 +23,19 @@ __all__ = ["DAMPINGS", "correction", "ridge"]
 
 # As shares of the mean of the diagonal; the first ones change hardly anything.
 DAMPINGS = (10.0, 1.0, 0.1, 0.01, 0.001, 0.0001)
+_MIDDLE = 2  # the damping that is tried first
+
+# Outputs whose errors choose the damping, which is one number for all: evenly spaced ones.
+_DECIDING = 64
 
 
 def correction(
     first: SecondMoments, second: SecondMoments, together: Together | None = None
 ) -> tuple[np.ndarray, float | None]:
     """Computes a correction of a weight, with the damping that is best in two-fold cross-validation.
+
+    The error falls with the damping and rises again where it is too small: it is followed from the middle of
+    `DAMPINGS` to its lowest point.
 
     Args:
         first: the sums of one half of the samples, about the means if a bias takes these.
@@ -37,43 +46,70 @@ def correction(
         The correction, float64 (G, D, O), fitted to both halves, and its damping; zeros and None if no
         damping lowers the error.
     """
-    together, smallest, chosen = together or Together(1), 0.0, None
-    for damping in DAMPINGS:  # in falling order, until the error rises
-        error = sum(together.map(functools.partial(_crossed, damping), ((first, second), (second, first))))
-        if not error < smallest:
-            break
-        smallest, chosen = error, damping
+    together = together or Together(1)
+    some = [_some_outputs(sums) for sums in (first, second)]
+    pairs = (some, some[::-1])
+
+    @functools.cache
+    def error(index: int) -> float:
+        return sum(together.map(functools.partial(_crossed, DAMPINGS[index]), pairs))
+
+    best = _MIDDLE
+    for step in (1, -1):
+        while 0 <= best + step < len(DAMPINGS) and error(best + step) < error(best):
+            best += step
     both = first + second
-    return (np.zeros_like(both.cross), None) if chosen is None else (ridge(both, chosen), chosen)
+    if not error(best) < 0:
+        return np.zeros_like(both.cross), None
+    return ridge(both, DAMPINGS[best]), DAMPINGS[best]
+
+
+def _some_outputs(sums: SecondMoments) -> SecondMoments:
+    """Returns the moments of the outputs of each group that choose the damping."""
+    apart = -(-sums.cross.shape[2] // _DECIDING)
+    return replace(sums, missed=sums.missed[:, ::apart], cross=sums.cross[:, :, ::apart])
 
 
 def ridge(sums: SecondMoments, damping: float) -> np.ndarray:
-    """Solves for D (G, D, O) that minimizes ``|missed - D read|^2 + damping * mean(diagonal) |D|^2``."""
+    """Solves for D (G, D, O) that minimizes ``|missed - D read|^2 + damping * mean(diagonal) |D|^2``.
+
+    The damping grows where it is too small for the rounding errors of the sums: the centered moments of
+    inputs that hardly change consist of these, and need not be positive definite.
+    """
+    while True:
+        try:
+            return _solve(sums, damping)
+        except LinAlgError:
+            damping *= 10.0
+
+
+def _solve(sums: SecondMoments, damping: float) -> np.ndarray:
+    """Solves as `ridge` does.
+
+    Raises:
+        LinAlgError: when a matrix is not positive definite.
+    """
     size = sums.square.shape[-1]
     power = np.trace(sums.square, axis1=1, axis2=2) / size
     damped = sums.square.copy()
     add_to_diagonals(damped, np.where(power > 0, damping * power, 1.0))
     if len(damped) > 1:  # many small systems, of the groups of a convolution
         return np.asarray(np.linalg.solve(damped, sums.cross))
-    solved = [_solve(matrix, right) for matrix, right in zip(damped, sums.cross, strict=True)]
+    pairs = zip(damped, sums.cross, strict=True)
+    solved = [cho_solve(cho_factor(matrix, lower=True), right) for matrix, right in pairs]
     return np.stack(solved) if solved else np.zeros_like(sums.cross)
 
 
-def _solve(matrix: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Solves a positive definite system, in half the time of a general one.
-
-    The centered moments of constant inputs are rounding errors of the sums, and need not be definite.
-    """
-    try:
-        return np.asarray(cho_solve(cho_factor(matrix, lower=True), right))
-    except LinAlgError:
-        return np.linalg.solve(matrix, right)
-
-
 def _crossed(damping: float, halves: tuple[SecondMoments, SecondMoments]) -> float:
-    """Returns the growth of the squared error on one half by a correction that is fitted to the other one."""
+    """Returns the growth of the squared error on one half by a correction that is fitted to the other one.
+
+    It is infinite where the damping is too small for the rounding errors of the sums; see `ridge`.
+    """
     fitted, other = halves
-    return _change(ridge(fitted, damping), other)
+    try:
+        return _change(_solve(fitted, damping), other)
+    except LinAlgError:
+        return math.inf
 
 
 def _change(fitted: np.ndarray, other: SecondMoments) -> float:

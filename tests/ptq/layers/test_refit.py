@@ -82,6 +82,36 @@ def test_the_damping_is_the_one_that_serves_best_on_the_other_half() -> None:
     assert len(chosen) > 1
 
 
+def test_some_outputs_choose_the_damping_and_all_are_fitted() -> None:
+    random = np.random.default_rng(3)
+    read = random.normal(size=(1, 60, 12))
+    missed = read @ random.normal(size=(1, 12, 200)) * 0.1 + random.normal(size=(1, 60, 200))
+    halves = [SecondMoments.of(read[:, part], missed[:, part]) for part in (slice(0, 30), slice(30, None))]
+    some = [SecondMoments.of(read[:, p], missed[:, p, ::4]) for p in (slice(0, 30), slice(30, None))]
+    moved, damping = correction(*halves)
+    assert damping is not None
+    assert damping == correction(*some)[1]
+    np.testing.assert_allclose(moved, ridge(SecondMoments.of(read, missed), damping))
+
+
+def test_sums_of_rounding_errors_want_more_damping() -> None:
+    """A matrix that is not positive definite has no least squares: the damping that makes it so is taken."""
+    random = np.random.default_rng(4)
+    read, missed = random.normal(size=(1, 80, 4)), random.normal(size=(1, 80, 3))
+    missed = missed + read[:, :, :3]
+    halves = [SecondMoments.of(read[:, part], missed[:, part]) for part in (slice(0, 40), slice(40, None))]
+    for m in halves:
+        m.square[0, 3, :] = m.square[0, :, 3] = 0
+        m.square[0, 3, 3] = -0.05 * np.trace(m.square[0])
+        m.cross[0, 3] = 0
+    moved, damping = correction(*halves)
+    assert damping is not None
+    assert damping >= 0.1
+    both = halves[0] + halves[1]
+    np.testing.assert_array_equal(ridge(both, 0.001), ridge(both, 1.0))
+    assert np.isfinite(moved).all()
+
+
 def test_a_planted_error_is_found_and_chance_is_not_followed() -> None:
     read, missed, planted = _values(1000, noise=0.01)
     halves = [SecondMoments.of(read[:, part], missed[:, part]) for part in (slice(0, 500), slice(500, None))]

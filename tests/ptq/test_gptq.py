@@ -112,6 +112,27 @@ def test_short_rows_of_all_groups_have_more_positions(monkeypatch: pytest.Monkey
     assert sorted(asked) == [4 * 1, 4 * 1, 4 * 7, 4 * 8]  # threads draw them
 
 
+@pytest.mark.parametrize(("count", "places"), [(2, 54), (6, 18), (7, 16)])
+def test_more_samples_have_fewer_positions_each(
+    monkeypatch: pytest.MonkeyPatch, count: int, places: int
+) -> None:
+    """8 rows for each of 27 inputs, of all samples, are 216."""
+    asked: list[int] = []
+
+    def draw(size: int, places: int, seed: tuple[int, ...]) -> np.ndarray:
+        asked.append(places)
+        return draw_positions(size, places, seed)
+
+    monkeypatch.setattr(collecting, "draw_positions", draw)
+    monkeypatch.setattr(collecting, "_LEAST_ROWS", 1)
+    batches = [images(2, 3, 20, 20, seed=number) for number in range(count)]
+    module = net(lambda self, x: self.layer(x), layer=M.Conv2d(3, 4, 3))
+    config = {"placement": "everything", "ptq": ["gptq"]}
+    prepared = qtrace.prepare(qtrace.trace(module, batches[0]), config)
+    qtrace.calibrate(prepared, batches, progress=False)
+    assert asked == [places] * count
+
+
 @pytest.mark.parametrize(
     ("groups", "kernel", "settings"),
     [

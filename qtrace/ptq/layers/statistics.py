@@ -23,6 +23,7 @@ import numpy as np
 from qtrace.errors import CalibrationError
 from qtrace.process.together import Together
 from qtrace.ptq.layers.held_back import OutputErrors
+from qtrace.ptq.layers.positions import products
 from qtrace.ptq.layers.quantized import QuantizedLayer
 from qtrace.ptq.layers.second_order import SecondMoments, added, parts
 
@@ -103,7 +104,7 @@ class RowSums:
         for start in range(0, read.shape[1], _PRODUCT_ROWS):
             piece = slice(start, start + _PRODUCT_ROWS)
             crossed = missed[:, piece] if whole else missed[:, piece, :0]
-            rows = [np.ascontiguousarray(read[:, piece, p]) for p in split]
+            rows = [read[:, piece, p] for p in split]
             if self.moments:
                 pairs = zip(self.moments, rows, strict=True)
                 self.moments = [moments.with_rows(row, crossed, weight) for moments, row in pairs]
@@ -280,13 +281,13 @@ def _total(errors: Sequence[OutputErrors]) -> OutputErrors:
 
 
 def _errors_by_rows(sums: RowSums, change: np.ndarray | None) -> dict[int, OutputErrors]:
-    turned = None if change is None else change.transpose(0, 2, 1).astype(np.float32)
+    weight = None if change is None else change.astype(np.float32)
     share = sums.signal / max(len(sums.batches), 1)
     result: dict[int, OutputErrors] = {}
     for batch, several in sums.batches.items():
         each = []
         for rows in several:
-            error = rows.missed if turned is None else rows.missed - rows.read @ turned
+            error = rows.missed if weight is None else rows.missed - products(rows.read, weight)
             total = rows.weight * error.sum(axis=1, dtype=np.float64).reshape(-1)
             count = rows.weight * error.shape[1]
             each.append(OutputErrors(count, total, rows.weight * _squared(error), share / len(several)))
@@ -295,5 +296,6 @@ def _errors_by_rows(sums: RowSums, change: np.ndarray | None) -> dict[int, Outpu
 
 
 def _squared(values: np.ndarray) -> float:
-    """Sums the squares of float32 values, row by row in float32 and the rows in float64."""
-    return float(np.einsum("gpo,gpo->gp", values, values).sum(dtype=np.float64))
+    """Sums the squares of float32 values: those side by side in memory in float32, their sums in float64."""
+    rows = values.transpose(0, 2, 1) if values.strides[2] > values.strides[1] else values
+    return float(np.einsum("gpo,gpo->gp", rows, rows).sum(dtype=np.float64))

@@ -9,12 +9,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from qtrace.calibration.base import EngineError
-from qtrace.calibration.onnxruntime import ahead, run_session, start_session
+from qtrace.calibration.onnxruntime import run_session, start_session
 from qtrace.errors import ExportError
 from qtrace.export.onnx.prepared_segment import PreparedSegments
 from qtrace.graph.stepping import GraphSegment, SegmentRun, Use
 from qtrace.graph.types import Node, TensorNode, TracedModule
 from qtrace.preparation.model import QuantizedModel
+from qtrace.process.together import map_ahead
 
 __all__ = ["OnnxSegments"]
 
@@ -77,7 +78,7 @@ class OnnxSegments:
 
         def run() -> Iterator[list[np.ndarray]]:
             session = start_session(content.pop(), fuse_integers=False)  # which copies the weights
-            return ahead(lambda v: run_session(session, results, feeds_of(v)), batches, self._threads)
+            return map_ahead(lambda v: run_session(session, results, feeds_of(v)), batches, self._threads)
 
         return run
 

@@ -15,7 +15,6 @@ import qtrace
 from qtrace import QConfig
 from qtrace.calibration import segments
 from qtrace.calibration.choice import Chosen, choose_segments
-from qtrace.calibration.onnxruntime import ahead
 from qtrace.calibration.segments import OnnxSegments
 from qtrace.errors import ConfigError, ExportError
 from qtrace.export.onnx.prepared_segment import PreparedSegments
@@ -23,6 +22,7 @@ from qtrace.graph import stepping
 from qtrace.graph.stepping import GraphSegment, keep
 from qtrace.graph.walk import exprs
 from qtrace.preparation.model import QuantizedModel
+from qtrace.process.together import map_ahead
 from qtrace.ptq.layers import collecting
 from tests.nets import images, net
 
@@ -158,9 +158,9 @@ def test_the_algorithms_compute_on_the_given_number_of_threads(monkeypatch: pyte
 
     def record(run: Any, items: Any, threads: int | None) -> Any:
         counts.append(threads)
-        return ahead(run, items, threads)
+        return map_ahead(run, items, threads)
 
-    monkeypatch.setattr(segments, "ahead", record)
+    monkeypatch.setattr(segments, "map_ahead", record)
     qtrace.calibrate(_prepared(), BATCHES, progress=False, engine="onnxruntime", threads=1)
     assert set(counts) == {1}
 

@@ -6,13 +6,10 @@ import functools
 import importlib.util
 import logging
 import math
-import os
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
@@ -27,12 +24,10 @@ from qtrace.onnxfile.local_session import OrtSession, SessionError, SessionSetti
 from qtrace.onnxfile.sessions import open_session
 from qtrace.onnxfile.shared_arena import shrink_shared_arena
 from qtrace.process.memory import when_returning
+from qtrace.process.together import count_threads
 from qtrace.runtimes.host import RuntimeHost, describe_side
 
-__all__ = ["OnnxRuntime", "ahead", "count_threads", "run_session", "start_session"]
-
-_T = TypeVar("_T")
-_R = TypeVar("_R")
+__all__ = ["OnnxRuntime", "run_session", "start_session"]
 
 _LOG = logging.getLogger("qtrace")
 
@@ -207,7 +202,7 @@ def start_session(
     """Opens a model that computes as MegEngine does, each batch on one thread.
 
     onnxruntime's last bits depend on the number of threads of an op. Batches run beside each other instead,
-    see `ahead`, so that the values are the same for any number of threads.
+    see `map_ahead`, so that the values are the same for any number of threads.
 
     Args:
         data: the ONNX file.
@@ -239,37 +234,6 @@ def start_session(
 def _return_shared_memory() -> None:
     """Gives back what sessions share and have free with all other memory that is free."""
     when_returning(shrink_shared_arena)
-
-
-def count_threads(threads: int | None) -> int:
-    """Returns the number of batches that run beside each other: ``threads``, or the cores of this process."""
-    return threads or os.cpu_count() or 1
-
-
-def ahead(run: Callable[[_T], _R], items: Iterable[_T], threads: int | None) -> Iterator[_R]:
-    """Yields the results of ``run`` in order, while threads compute those of the next items.
-
-    Args:
-        run: a function that releases Python's lock, as a session does.
-        items: its arguments.
-        threads: number of threads; None for all cores.
-    """
-    count = count_threads(threads)
-    if count == 1:
-        yield from map(run, items)
-        return
-    waiting: deque[Future[_R]] = deque()
-    with ThreadPoolExecutor(count) as pool:
-        try:
-            for item in items:
-                waiting.append(pool.submit(run, item))
-                if len(waiting) > count:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        finally:
-            for future in waiting:
-                future.cancel()
 
 
 def run_session(

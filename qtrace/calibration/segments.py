@@ -9,12 +9,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from qtrace.calibration.base import EngineError
-from qtrace.calibration.onnxruntime import ahead, run_session, start_session
+from qtrace.calibration.onnxruntime import run_session, start_session
 from qtrace.errors import ExportError
 from qtrace.export.onnx.prepared_segment import PreparedSegments
-from qtrace.graph.stepping import keep
-from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
+from qtrace.graph.stepping import GraphSegment, SegmentRun, Use
+from qtrace.graph.types import Node, TensorNode, TracedModule
 from qtrace.preparation.model import QuantizedModel
+from qtrace.process.together import map_ahead
 
 __all__ = ["OnnxSegments"]
 
@@ -38,32 +39,17 @@ class OnnxSegments:
         self._writers: dict[TracedModule, PreparedSegments] = {}
         self._refused: set[Node] = set()
 
-    def compute(
-        self,
-        traced: TracedModule,
-        exprs: Sequence[Expr],
-        fixed: Mapping[Node, np.ndarray],
-        batches: Sequence[Mapping[TensorNode, np.ndarray]],
-        outputs: Sequence[TensorNode],
-        use: Callable[[int, list[np.ndarray]], Any] = keep,
-    ) -> list[Any] | None:
-        """Computes ``outputs`` for every batch; None where MegEngine must compute them."""
-        run = self._unless_refused(outputs, lambda: self._compute(traced, exprs, fixed, batches, outputs))
+    def begin(self, segment: GraphSegment) -> SegmentRun | None:
+        """Writes the segment as a model, which its run opens; see `SegmentEngine`."""
+        outputs = segment.outputs
+        run = self._unless_refused(outputs, lambda: self._write(segment))
         if run is None:
             return None
-        return self._unless_refused(outputs, lambda: [use(i, values) for i, values in enumerate(run())])
 
-    def begin(
-        self,
-        traced: TracedModule,
-        exprs: Sequence[Expr],
-        fixed: Mapping[Node, np.ndarray],
-        batches: Sequence[Mapping[TensorNode, np.ndarray]],
-        outputs: Sequence[TensorNode],
-    ) -> Callable[[], list[list[np.ndarray]] | None] | None:
-        """Writes the segment, and returns what computes it, on any thread; each may give None."""
-        run = self._unless_refused(outputs, lambda: self._compute(traced, exprs, fixed, batches, outputs))
-        return None if run is None else lambda: self._unless_refused(outputs, lambda: list(run()))
+        def compute(use: Use) -> list[Any] | None:
+            return self._unless_refused(outputs, lambda: [use(i, values) for i, values in enumerate(run())])
+
+        return compute
 
     def _unless_refused(self, outputs: Sequence[TensorNode], step: Callable[[], _Result]) -> _Result | None:
         """Returns the result of a step; None if onnxruntime cannot do it, which is remembered."""
@@ -76,19 +62,15 @@ class OnnxSegments:
             self._refused.update(outputs)
             return None
 
-    def _compute(
-        self,
-        traced: TracedModule,
-        exprs: Sequence[Expr],
-        fixed: Mapping[Node, np.ndarray],
-        batches: Sequence[Mapping[TensorNode, np.ndarray]],
-        outputs: Sequence[TensorNode],
-    ) -> Callable[[], Iterator[list[np.ndarray]]]:
+    def _write(self, segment: GraphSegment) -> Callable[[], Iterator[list[np.ndarray]]]:
         """Writes the segment; returns what opens it and yields the outputs of each batch."""
+        traced, batches = segment.traced, segment.batches
         if traced not in self._writers:
             self._writers[traced] = PreparedSegments(self._model.view(traced))
         inputs = {node: (value.dtype, _shape(node, batches)) for node, value in batches[0].items()}
-        data, names, results = self._writers[traced].model(exprs, inputs, fixed, outputs)
+        data, names, results = self._writers[traced].model(
+            segment.exprs, inputs, segment.fixed, segment.outputs
+        )
         content = [data]
 
         def feeds_of(values: Mapping[TensorNode, np.ndarray]) -> dict[str, np.ndarray]:
@@ -96,7 +78,7 @@ class OnnxSegments:
 
         def run() -> Iterator[list[np.ndarray]]:
             session = start_session(content.pop(), fuse_integers=False)  # which copies the weights
-            return ahead(lambda v: run_session(session, results, feeds_of(v)), batches, self._threads)
+            return map_ahead(lambda v: run_session(session, results, feeds_of(v)), batches, self._threads)
 
         return run
 

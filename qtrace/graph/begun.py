@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from qtrace.graph.stepping import SegmentEngine, Stepper, as_array, keep
-from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
+from qtrace.graph.stepping import GraphSegment, SegmentEngine, Stepper, Use, as_array, keep
+from qtrace.graph.types import Node, TracedModule
 
 __all__ = ["RefusedRunError", "WholeEngine", "begin_run"]
 
@@ -31,35 +31,23 @@ class WholeEngine:
     def __init__(self, engine: SegmentEngine) -> None:
         self._engine = engine
 
-    def compute(
-        self,
-        traced: TracedModule,
-        exprs: Sequence[Expr],
-        fixed: Mapping[Node, np.ndarray],
-        batches: Sequence[Mapping[TensorNode, np.ndarray]],
-        outputs: Sequence[TensorNode],
-        use: Callable[[int, list[np.ndarray]], Any] = keep,
-    ) -> list[Any]:
+    def begin(self, segment: GraphSegment) -> Callable[[Use], list[Any]]:
         """Does what the engine does; see `SegmentEngine`.
 
         Raises:
-            RefusedRunError: when the engine cannot.
+            RefusedRunError: when the engine cannot compute the segment; the run raises it, too.
         """
-        results = self._engine.compute(traced, exprs, fixed, batches, outputs, use)
-        if results is None:
+        run = self._engine.begin(segment)
+        if run is None:
             raise RefusedRunError
-        return results
 
-    def begin(
-        self,
-        traced: TracedModule,
-        exprs: Sequence[Expr],
-        fixed: Mapping[Node, np.ndarray],
-        batches: Sequence[Mapping[TensorNode, np.ndarray]],
-        outputs: Sequence[TensorNode],
-    ) -> Callable[[], list[list[np.ndarray]] | None] | None:
-        """Does what the engine does; see `SegmentEngine`."""
-        return self._engine.begin(traced, exprs, fixed, batches, outputs)
+        def compute(use: Use) -> list[Any]:
+            results = run(use)
+            if results is None:
+                raise RefusedRunError
+            return results
+
+        return compute
 
 
 def begin_run(
@@ -91,8 +79,9 @@ def begin_run(
     known = [[v if isinstance(v, _Awaited) else as_array(v) for v in values] for values in ends]
 
     def compute() -> Ends | None:
-        computed = finish()
-        if computed is None:
+        try:
+            computed = finish(keep)
+        except RefusedRunError:
             return None
         return [
             [own[value.index] if isinstance(value, _Awaited) else value for value in values]
@@ -123,26 +112,19 @@ class _Begun(WholeEngine):
     def __init__(self, engine: SegmentEngine, ends: Sequence[Node]) -> None:
         super().__init__(engine)
         self._ends = frozenset(ends)
-        self.finish: Callable[[], list[list[np.ndarray]] | None] | None = None
+        self.finish: Callable[[Use], list[Any]] | None = None
 
-    def compute(
-        self,
-        traced: TracedModule,
-        exprs: Sequence[Expr],
-        fixed: Mapping[Node, np.ndarray],
-        batches: Sequence[Mapping[TensorNode, np.ndarray]],
-        outputs: Sequence[TensorNode],
-        use: Callable[[int, list[np.ndarray]], Any] = keep,
-    ) -> list[Any]:
+    def begin(self, segment: GraphSegment) -> Callable[[Use], list[Any]]:
         """Gives awaited values where they are outputs of the graph that no other part reads.
 
         Raises:
-            RefusedRunError: when the engine cannot compute the part.
+            RefusedRunError: when the engine cannot compute the segment.
         """
-        is_last = self.finish is None and all(node in self._ends and not node.users for node in outputs)
-        if not is_last or use is not keep:
-            return super().compute(traced, exprs, fixed, batches, outputs, use)
-        self.finish = self.begin(traced, exprs, fixed, batches, outputs)
-        if self.finish is None:
-            raise RefusedRunError
-        return [[_Awaited(index) for index in range(len(outputs))] for _ in batches]
+        run = super().begin(segment)
+        is_last = all(node in self._ends and not node.users for node in segment.outputs)
+        if self.finish is not None or not is_last:
+            return run
+        self.finish = run
+        awaited: list[Any] = [_Awaited(index) for index in range(len(segment.outputs))]
+        count = len(segment.batches)
+        return lambda use: [use(batch, awaited) for batch in range(count)]

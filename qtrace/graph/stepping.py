@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,7 +20,10 @@ from qtrace.graph.ordering import order_together
 from qtrace.graph.tensors import PART_BYTES, count_bytes, large_reads, read_array
 from qtrace.process.memory import LargeFrees
 
-__all__ = ["SegmentEngine", "Stepper", "as_array", "keep"]
+__all__ = ["GraphSegment", "SegmentEngine", "SegmentRun", "Stepper", "Use", "as_array", "keep"]
+
+Use = Callable[[int, list[np.ndarray]], Any]
+"""Maps the index of a batch and values of it to what is kept of them."""
 
 
 def keep(batch: int, values: list[np.ndarray]) -> list[np.ndarray]:
@@ -27,46 +31,39 @@ def keep(batch: int, values: list[np.ndarray]) -> list[np.ndarray]:
     return values
 
 
+@dataclass(frozen=True)
+class GraphSegment:
+    """Neighbouring exprs of a graph, with the values that they read.
+
+    Attributes:
+        traced: a flat traced module.
+        exprs: exprs of its graph, in the order of computation.
+        fixed: node that the exprs read -> its value, where it depends on parameters alone.
+        batches: for each batch, node that the exprs read from outside -> its value.
+        outputs: nodes that the exprs compute, and whose values are asked for.
+    """
+
+    traced: TracedModule
+    exprs: Sequence[Expr]
+    fixed: Mapping[Node, np.ndarray]
+    batches: Sequence[Mapping[TensorNode, np.ndarray]]
+    outputs: Sequence[TensorNode]
+
+
+SegmentRun = Callable[[Use], list[Any] | None]
+"""Computes a segment once, on any thread, and returns what a ``Use`` keeps of each batch.
+
+The ``Use`` is called in the order of the batches, on that thread. None where the engine cannot compute it."""
+
+
 class SegmentEngine(Protocol):
     """Computes neighbouring exprs of a graph at once, faster than MegEngine one by one."""
 
-    def compute(
-        self,
-        traced: TracedModule,
-        exprs: Sequence[Expr],
-        fixed: Mapping[Node, np.ndarray],
-        batches: Sequence[Mapping[TensorNode, np.ndarray]],
-        outputs: Sequence[TensorNode],
-        use: Callable[[int, list[np.ndarray]], Any] = keep,
-    ) -> list[Any] | None:
-        """Computes nodes for every batch.
-
-        Args:
-            traced: a flat traced module.
-            exprs: exprs of its graph, in the order of computation.
-            fixed: node that the exprs read -> its value, where it depends on parameters alone.
-            batches: for each batch, node that the exprs read from outside -> its value.
-            outputs: nodes that the exprs compute.
-            use: maps the index of a batch and its ``outputs`` to what is kept of them; it is called in the
-                order of the batches, on this thread.
+    def begin(self, segment: GraphSegment) -> SegmentRun | None:
+        """Begins to compute a segment, with the parameters and phases of this moment, which may then change.
 
         Returns:
-            The results of ``use`` for each batch; None if this engine cannot compute them.
-        """
-
-    def begin(
-        self,
-        traced: TracedModule,
-        exprs: Sequence[Expr],
-        fixed: Mapping[Node, np.ndarray],
-        batches: Sequence[Mapping[TensorNode, np.ndarray]],
-        outputs: Sequence[TensorNode],
-    ) -> Callable[[], list[list[np.ndarray]] | None] | None:
-        """Begins to compute nodes, with the parameters and phases of this moment; see `compute`.
-
-        Returns:
-            A function that gives the nodes for each batch, to be called once, on any thread; or None. Either
-            is None if this engine cannot compute them.
+            What computes the segment; None if this engine cannot.
         """
 
 
@@ -140,9 +137,7 @@ class Stepper:
             raise GraphError(f"{expr} lies behind: a stepper goes forward only.")
         self._advance_to(goal, known)
 
-    def watch(
-        self, last: Expr, nodes: Sequence[TensorNode], use: Callable[[int, list[np.ndarray]], Any]
-    ) -> list[Any]:
+    def watch(self, last: Expr, nodes: Sequence[TensorNode], use: Use) -> list[Any]:
         """Computes everything up to ``last``, itself included, and shows values to ``use``, batch by batch.
 
         The values are not kept, unless exprs behind ``last`` read them.
@@ -158,13 +153,13 @@ class Stepper:
         stop = self._order[last] + 1
         steps = [step for step in self._steps[self._at : stop] if step not in self._fixed]
         freed = {node for step in steps for node in self._frees[step]}
-        kept = [node for step in steps for node in step.outputs if node not in freed]
+        read_later = [node for step in steps for node in step.outputs if node not in freed]
         shown = len(nodes)
 
         def split(batch: int, values: list[np.ndarray]) -> tuple[Any, list[np.ndarray]]:
             return use(batch, values[:shown]), values[shown:]
 
-        wanted = [*nodes, *kept]
+        wanted = [*nodes, *read_later]
         computed = self._compute_at_once(
             _needed_steps(steps, wanted, set()), wanted, range(self.count), split
         )
@@ -176,17 +171,11 @@ class Stepper:
             results.append(result)
             for step in steps:
                 self._free(step, values)
-            values.update(zip(kept, alive, strict=True))
+            values.update(zip(read_later, alive, strict=True))
         self._pass_to(stop)
         return results
 
-    def _watch_one(
-        self,
-        batch: int,
-        steps: Sequence[Expr],
-        nodes: Sequence[Node],
-        use: Callable[[int, list[np.ndarray]], Any],
-    ) -> Any:
+    def _watch_one(self, batch: int, steps: Sequence[Expr], nodes: Sequence[Node], use: Use) -> Any:
         """Computes steps for one batch by MegEngine."""
         values, shown = self._values[batch], dict[Node, np.ndarray]()
         for step in steps:
@@ -252,12 +241,12 @@ class Stepper:
         while steps and all((steps[0], batch) in self._ahead for batch in range(self.count)):
             self._advance_one(steps.pop(0))
         freed = {node for step in steps for node in self._frees[step]}
-        kept = [node for step in steps for node in step.outputs if node not in freed]
+        read_later = [node for step in steps for node in step.outputs if node not in freed]
         own = {node for step in steps for node in step.outputs}
-        for values, given in zip(self._values, known, strict=False):
-            values.update((node, value) for node, value in given.items() if node in own)
+        for values, theirs in zip(self._values, known, strict=False):
+            values.update((node, value) for node, value in theirs.items() if node in own)
         provided = {node for node in own if known and node in known[0]}
-        missing = [node for node in kept if node not in provided]
+        missing = [node for node in read_later if node not in provided]
         needed = _needed_steps(steps, missing, provided)
         computed = self._compute_at_once(needed, missing, range(self.count))
         if computed is None:
@@ -273,19 +262,25 @@ class Stepper:
         steps: Sequence[Expr],
         nodes: Sequence[Node],
         batches: Sequence[int],
-        use: Callable[[int, list[np.ndarray]], Any] = keep,
+        use: Use = keep,
     ) -> list[Any] | None:
         """Computes ``nodes`` of ``batches`` by the engine; None if it cannot."""
         if self._engine is None or not all(isinstance(node, TensorNode) for node in nodes):
             return None
         if not nodes:
             return [use(batch, []) for batch in batches]
+        run = self._engine.begin(self._segment(steps, nodes, batches))
+        return None if run is None else run(use)
+
+    def _segment(
+        self, steps: Sequence[Expr], nodes: Sequence[TensorNode], batches: Sequence[int]
+    ) -> GraphSegment:
         own = {node for step in steps for node in step.outputs}
         read = [n for n in dict.fromkeys(_inputs(steps)) if n not in own]
         fixed = {n: as_array(self._get(n, self._values[0])) for n in read if n.expr in self._fixed}
         outside = [n for n in read if n not in fixed]
         inputs = [{n: as_array(self._values[i][n]) for n in outside} for i in batches]
-        return self._engine.compute(self.traced, steps, fixed, inputs, list(nodes), use)
+        return GraphSegment(self.traced, steps, fixed, inputs, nodes)
 
     def _free(self, step: Expr, values: dict[Node, Any]) -> None:
         for key in self._frees[step]:

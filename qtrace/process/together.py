@@ -1,24 +1,32 @@
-"""Work that is independent of each other, on several threads."""
+"""Work that is independent of each other, on several threads: at once, or ahead of what takes it."""
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import TypeVar
 
-__all__ = ["Together"]
+__all__ = ["Together", "count_threads", "look_ahead", "map_ahead"]
 
 _Result = TypeVar("_Result")
 _Item = TypeVar("_Item")
+_Begun = TypeVar("_Begun")
+
+
+def count_threads(threads: int | None) -> int:
+    """Returns ``threads``, or the number of cores where it is None."""
+    return threads or os.cpu_count() or 1
 
 
 class Together:
     """Threads that compute beside the calling one, within a ``with`` block.
 
-    What they run is numpy and scipy, which release Python's lock, and never MegEngine. A call computes on one
-    thread, whatever their number is, so that the results are the same for any.
+    What they run is numpy, scipy and sessions, which release Python's lock, and never MegEngine. A call
+    computes on one thread, whatever their number is, so that the results are the same for any.
 
     Args:
         threads: number of threads, the calling one included; None for all cores.
@@ -28,7 +36,7 @@ class Together:
     """
 
     def __init__(self, threads: int | None = None) -> None:
-        self.threads = threads or os.cpu_count() or 1
+        self.threads = count_threads(threads)
         self._pool: ThreadPoolExecutor | None = None
 
     def __enter__(self) -> Together:
@@ -42,6 +50,13 @@ class Together:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
             self._pool = None
+
+    def begin(self, call: Callable[[], _Result]) -> Callable[[], _Result]:
+        """Begins a call on another thread; returns what gives its result, or raises its error.
+
+        Without another thread, the call runs when its result is asked for.
+        """
+        return call if self._pool is None else self._pool.submit(call).result
 
     def run(self, calls: Iterable[Callable[[], _Result]]) -> list[_Result]:
         """Returns the results of some calls, in their order; a call may itself run others.
@@ -66,9 +81,51 @@ class Together:
 
     def map(self, function: Callable[[_Item], _Result], items: Iterable[_Item]) -> list[_Result]:
         """Returns what a function gives for each item."""
-        calls = [_bound(function, item) for item in items]
+        calls = [functools.partial(function, item) for item in items]
         return self.run(calls) if calls else []
 
 
-def _bound(function: Callable[[_Item], _Result], item: _Item) -> Callable[[], _Result]:
-    return lambda: function(item)
+def look_ahead(items: Iterable[_Item], begin: Callable[[_Item], _Begun], count: int = 1) -> Iterator[_Begun]:
+    """Yields what ``begin`` gives for each item, once it has begun the next ones, too.
+
+    An error of an item comes in its turn, when those before it are done.
+
+    Args:
+        items: the items, each of which is read when the one before it was begun.
+        begin: begins with an item.
+        count: number of items that have begun beside the one that is taken.
+    """
+    waiting: deque[_Begun] = deque()
+    failure: Exception | None = None
+    try:
+        for item in items:
+            waiting.append(begin(item))
+            if len(waiting) > count:
+                yield waiting.popleft()
+    except Exception as error:
+        failure = error
+    while waiting:
+        yield waiting.popleft()
+    if failure is not None:
+        raise failure
+
+
+def map_ahead(
+    function: Callable[[_Item], _Result], items: Iterable[_Item], threads: int | None
+) -> Iterator[_Result]:
+    """Yields the results of a function in order, while threads compute those of the next items.
+
+    Args:
+        function: a function that releases Python's lock, as a session does.
+        items: its arguments.
+        threads: number of threads; None for all cores. With one, each result is computed when it is taken.
+    """
+    count = count_threads(threads)
+    beside = count if count > 1 else 0
+    with Together(1 + beside) as together:
+        begun = look_ahead(items, lambda item: together.begin(functools.partial(function, item)), beside)
+        yield from map(_finish, begun)
+
+
+def _finish(begun: Callable[[], _Result]) -> _Result:
+    return begun()

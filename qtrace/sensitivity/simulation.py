@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,7 @@ from qtrace.outputs import find_groups
 from qtrace.outputs.replay import SelectedShares, SelectionTape
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import in_phase
+from qtrace.process.together import Together, look_ahead
 from qtrace.sensitivity.detection import DetectionLoss, Parts
 from qtrace.sensitivity.layers import RaisableLayer, active_groups, find_layers
 from qtrace.sensitivity.metrics import Metric, Outputs, agreement, sqnr
@@ -153,20 +153,13 @@ class Simulation:
     def only_groups(self, groups: Iterable[str]) -> Iterator[float]:
         """Yields what `only_group` returns for each of ``groups``; an engine runs the next ones meanwhile."""
         raised = [layer.name for layer in self.layers]
-        waiting: deque[tuple[str, Future[Outputs | None] | None]] = deque()
-        with ThreadPoolExecutor(_RUNS_AHEAD) as pool:
-            try:
-                for group in groups:
-                    begun = self._begin(frozenset({group}), raised)
-                    waiting.append((group, None if begun is None else pool.submit(begun)))
-                    if len(waiting) > _RUNS_AHEAD:
-                        yield self._end(*waiting.popleft())
-                while waiting:
-                    yield self._end(*waiting.popleft())
-            finally:
-                for _, future in waiting:
-                    if future is not None:
-                        future.cancel()
+        with Together(1 + _RUNS_AHEAD) as together:
+
+            def begin(group: str) -> tuple[str, Callable[[], Outputs | None] | None]:
+                run = self._begin(frozenset({group}), raised)
+                return group, None if run is None else together.begin(run)
+
+            yield from itertools.starmap(self._end, look_ahead(groups, begin, _RUNS_AHEAD))
 
     def _begin(self, active: Collection[str], raised: Collection[str]) -> Callable[[], Outputs | None] | None:
         """Begins a run with some sites active; returns None where one engine does not run the whole graph."""
@@ -176,9 +169,9 @@ class Simulation:
             self._activate(active, raised)
             return begin_outputs(self.prepared, self.batches, self._engine)
 
-    def _end(self, group: str, future: Future[Outputs | None] | None) -> float:
+    def _end(self, group: str, finish: Callable[[], Outputs | None] | None) -> float:
         """Returns the metric of a run that `_begin` has begun, or runs now what was not begun."""
-        outputs = None if future is None else future.result()
+        outputs = None if finish is None else finish()
         if outputs is None:
             return self.only_group(group)
         self._ran()

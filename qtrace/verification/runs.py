@@ -26,8 +26,9 @@ from qtrace.outputs import ColumnGroup
 from qtrace.outputs.replay import SelectedShares, Share
 from qtrace.preparation.identity import graph_hash
 from qtrace.preparation.model import QuantizedModel, QuantizedSite
+from qtrace.process.together import Together, look_ahead
 from qtrace.scheme import QParams
-from qtrace.verification.ahead import Ahead, look_ahead
+from qtrace.verification.ahead import Ahead, threads_for
 from qtrace.verification.crosscheck import Disagreement, RuntimeValues
 from qtrace.verification.float16 import Float16Rounding, read_float16_ops
 from qtrace.verification.float_outputs import FloatOutputs
@@ -195,7 +196,8 @@ class File:
             CalibrationError: when a batch does not fit the model or holds NaN.
         """
         sessions = [self.session, *([] if deployed is None else [deployed])]
-        with Ahead(sessions) as ahead:
+        with Together(threads_for(sessions)) as together:
+            ahead = Ahead(sessions, together)
             for starts, at_other_size in look_ahead(self._starts(batches, others, ahead), _begin):
                 for start in starts:
                     if not at_other_size:

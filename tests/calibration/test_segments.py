@@ -15,13 +15,14 @@ import qtrace
 from qtrace import QConfig
 from qtrace.calibration import segments
 from qtrace.calibration.choice import Chosen, choose_segments
-from qtrace.calibration.onnxruntime import ahead
 from qtrace.calibration.segments import OnnxSegments
 from qtrace.errors import ConfigError, ExportError
 from qtrace.export.onnx.prepared_segment import PreparedSegments
 from qtrace.graph import stepping
+from qtrace.graph.stepping import GraphSegment, keep
 from qtrace.graph.walk import exprs
 from qtrace.preparation.model import QuantizedModel
+from qtrace.process.together import map_ahead
 from qtrace.ptq.layers import collecting
 from tests.nets import images, net
 
@@ -55,17 +56,23 @@ def _calibrated(engine: str, **options: Any) -> Any:
     return prepared
 
 
-def _record_segments(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Records the arguments of all segments that onnxruntime computes."""
-    computed: list[tuple[Any, ...]] = []
-    compute = OnnxSegments._compute
+def _record_segments(monkeypatch: pytest.MonkeyPatch) -> list[GraphSegment]:
+    """Records all segments that onnxruntime computes."""
+    computed: list[GraphSegment] = []
+    write = OnnxSegments._write
 
-    def record(self: Any, *args: Any) -> Any:
-        computed.append(args)
-        return compute(self, *args)
+    def record(self: Any, segment: GraphSegment) -> Any:
+        computed.append(segment)
+        return write(self, segment)
 
-    monkeypatch.setattr(OnnxSegments, "_compute", record)
+    monkeypatch.setattr(OnnxSegments, "_write", record)
     return computed
+
+
+def _compute(engine: OnnxSegments, traced: Any, expr: Any, batches: Any) -> list[Any] | None:
+    """Returns the outputs of an expr for each batch; None if the engine leaves it to MegEngine."""
+    run = engine.begin(GraphSegment(traced, [expr], {}, batches, expr.outputs))
+    return None if run is None else run(keep)
 
 
 def _integers(prepared: Any) -> np.ndarray:
@@ -113,9 +120,9 @@ def test_what_no_rounding_precedes_is_computed_once(monkeypatch: pytest.MonkeyPa
     computed = _record_segments(monkeypatch)
     prepared = _calibrated("onnxruntime", stem_in_float=True)
     graphs = [
-        traced
-        for traced, exprs, *_ in computed
-        if len(exprs) < 5 and any(n.name == "stem_out" for e in exprs for n in e.outputs)
+        part.traced
+        for part in computed
+        if len(part.exprs) < 5 and any(n.name == "stem_out" for e in part.exprs for n in e.outputs)
     ]
     # gptq computes it once in each graph, bias_correction once for both.
     assert len(graphs) == 2
@@ -151,20 +158,20 @@ def test_the_algorithms_compute_on_the_given_number_of_threads(monkeypatch: pyte
 
     def record(run: Any, items: Any, threads: int | None) -> Any:
         counts.append(threads)
-        return ahead(run, items, threads)
+        return map_ahead(run, items, threads)
 
-    monkeypatch.setattr(segments, "ahead", record)
+    monkeypatch.setattr(segments, "map_ahead", record)
     qtrace.calibrate(_prepared(), BATCHES, progress=False, engine="onnxruntime", threads=1)
     assert set(counts) == {1}
 
 
 def test_batches_of_other_shapes_run_in_one_session() -> None:
     model = QuantizedModel(_prepared(), "prepared")
-    engine, traced = OnnxSegments(model), model.module
+    traced = model.module
     expr = next(e for e in exprs(traced) if e.outputs and e.outputs[0].name == "relu_out")
-    node, out = expr.inputs[-1], expr.outputs[0]
+    node = expr.inputs[-1]
     batches = [{node: images(2, 4, size, 8) - 0.5} for size in (8, 6)]
-    results = engine.compute(traced, [expr], {}, batches, [out])
+    results = _compute(OnnxSegments(model), traced, expr, batches)
     assert results is not None
     for values, (result,) in zip(batches, results, strict=True):
         np.testing.assert_array_equal(result, np.maximum(values[node], 0))
@@ -173,12 +180,12 @@ def test_batches_of_other_shapes_run_in_one_session() -> None:
 def test_a_batch_that_onnxruntime_refuses_is_left_to_megengine(caplog: pytest.LogCaptureFixture) -> None:
     model = QuantizedModel(_prepared(), "prepared")
     expr = next(e for e in exprs(model.module) if e.outputs and e.outputs[0].name == "relu_out")
-    node, out = expr.inputs[-1], expr.outputs[0]
+    node = expr.inputs[-1]
     for other in (np.zeros((2, 4), np.float32), np.zeros((2, 4, 8, 8), np.float64)):
         engine, batches = OnnxSegments(model), [{node: images(2, 4, 8, 8)}, {node: other}]
         with caplog.at_level(logging.INFO, "qtrace"):
-            assert engine.compute(model.module, [expr], {}, batches, [out]) is None
-        assert engine.compute(model.module, [expr], {}, batches[:1], [out]) is None  # once refused
+            assert _compute(engine, model.module, expr, batches) is None
+        assert _compute(engine, model.module, expr, batches[:1]) is None  # once refused
     assert "another number of axes" in caplog.text
     assert "onnxruntime refuses the batch" in caplog.text
 
@@ -189,9 +196,9 @@ def test_fake_quants_that_do_more_than_rounding_have_no_onnx_form() -> None:
     expr = next(e for e in exprs(prepared) if e.outputs and e.outputs[0].name == "x_q")
     batches = [{expr.args[1]: images(2, 4, 8, 8)}]
     qtrace.set_phase(prepared, "observe")
-    assert OnnxSegments(model).compute(prepared, [expr], {}, batches, [expr.outputs[0]]) is None
+    assert _compute(OnnxSegments(model), prepared, expr, batches) is None
     qtrace.set_phase(prepared, "float")
-    (result,), *_ = OnnxSegments(model).compute(prepared, [expr], {}, batches, [expr.outputs[0]]) or [()]
+    (result,), *_ = _compute(OnnxSegments(model), prepared, expr, batches) or [()]
     np.testing.assert_array_equal(result, images(2, 4, 8, 8))
 
 

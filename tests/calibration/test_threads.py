@@ -16,7 +16,6 @@ import pytest
 
 import qtrace
 from qtrace import QConfig
-from qtrace.calibration.onnxruntime import ahead
 from qtrace.graph.types import TracedModule
 from qtrace.ptq.layers import collecting
 from tests.nets import images, net, randomize
@@ -123,15 +122,3 @@ def test_last_bits_of_what_layers_read_and_give_decide_no_weight(monkeypatch: py
     for name in ("read_rows", "result_rows"):
         monkeypatch.setattr(collecting, name, disturbed(getattr(collecting, name)))
     assert _digest(_calibrated(module, batches, engine="megengine")) == _digest(exact)
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-def test_batches_that_run_beside_each_other_come_in_order(threads: int) -> None:
-    assert list(ahead(lambda n: n * n, range(20), threads)) == [n * n for n in range(20)]
-
-
-def test_an_error_of_a_batch_comes_in_its_turn() -> None:
-    results = ahead(lambda n: 6 // (3 - n), range(9), 2)
-    assert [next(results) for _ in range(3)] == [2, 3, 6]
-    with pytest.raises(ZeroDivisionError):
-        next(results)

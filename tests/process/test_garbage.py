@@ -104,7 +104,7 @@ def test_quantize_spares_what_was_there_before(tmp_path: object, monkeypatch: py
         counts.append(gc.get_freeze_count())
         raise ValueError("stopped")
 
-    monkeypatch.setattr("qtrace.quantizing.quantize._open", stop)
+    monkeypatch.setattr("qtrace.quantizing.call_data.DataOpener.open", stop)
     with pytest.raises(ValueError, match="stopped"):
         qtrace.quantize(Chain(1, 3), [np.asarray(images(1, 3, 8, 8))], f"{tmp_path}/net.onnx", progress=False)
     assert counts[0] > 50_000

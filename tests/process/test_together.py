@@ -1,13 +1,14 @@
-"""Threads that compute beside the calling one."""
+"""Threads that compute beside the calling one, and ahead of it."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 
-from qtrace.process.together import Together
+from qtrace.process.together import Together, look_ahead, map_ahead
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -53,3 +54,65 @@ def test_an_error_reaches_the_caller(threads: int, failing: int) -> None:
 
 def test_calls_run_in_order_in_this_thread_outside_of_the_block() -> None:
     assert Together(4).run([threading.get_ident] * 3) == [threading.get_ident()] * 3
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_call_that_was_begun_gives_its_result_or_its_error(threads: int) -> None:
+    def fail() -> int:
+        raise ValueError("a call")
+
+    with Together(threads) as together:
+        begun, failing = together.begin(threading.get_ident), together.begin(fail)
+        assert (begun() == threading.get_ident()) == (threads == 1)
+        with pytest.raises(ValueError, match="a call"):
+            failing()
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"),
+    [
+        (0, ["begin 0", "take 0", "begin 1", "take 1", "begin 2", "take 2"]),
+        (1, ["begin 0", "begin 1", "take 0", "begin 2", "take 1", "take 2"]),
+        (2, ["begin 0", "begin 1", "begin 2", "take 0", "take 1", "take 2"]),
+        (3, ["begin 0", "begin 1", "begin 2", "take 0", "take 1", "take 2"]),
+    ],
+)
+def test_the_next_items_begin_before_one_is_taken_and_an_error_comes_in_its_turn(
+    count: int, expected: list[str]
+) -> None:
+    events: list[str] = []
+
+    def items() -> Iterator[int]:
+        yield from (0, 1, 2)
+        raise ValueError("no fourth item")
+
+    def begin(item: int) -> int:
+        events.append(f"begin {item}")
+        return item
+
+    taken = (events.append(f"take {item}") for item in look_ahead(items(), begin, count))
+    with pytest.raises(ValueError, match="no fourth item"):
+        list(taken)
+    assert events == expected
+    assert list(look_ahead([], begin)) == []
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_results_come_in_order(threads: int) -> None:
+    assert list(map_ahead(lambda n: n * n, range(20), threads)) == [n * n for n in range(20)]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_an_error_of_a_result_comes_in_its_turn(threads: int) -> None:
+    results = map_ahead(lambda n: 6 // (3 - n), range(9), threads)
+    assert [next(results) for _ in range(3)] == [2, 3, 6]
+    with pytest.raises(ZeroDivisionError):
+        next(results)
+
+
+def test_results_are_computed_at_once_and_one_thread_computes_what_is_taken() -> None:
+    both = threading.Barrier(2)
+    list(map_ahead(lambda _: both.wait(10), range(4), 2))
+    computed: list[int] = []
+    assert next(map_ahead(lambda n: computed.append(n) or n, range(4), 1)) == 0
+    assert computed == [0]

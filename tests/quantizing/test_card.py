@@ -15,7 +15,7 @@ import pytest
 
 import qtrace
 from qtrace.quantizing.card import Card, measure_speed
-from qtrace.quantizing.quantize import Quantized
+from qtrace.quantizing.quantized import Quantized
 
 
 class _Net(M.Module):

@@ -211,7 +211,7 @@ def test_every_shape_of_other_data_is_tried_before_the_calibration(
         return self.b(F.flatten(self.a(x), 1))
 
     traced = qtrace.trace(net(forward, a=M.Conv2d(3, 4, 3), b=M.Linear(144, 2)), DATA[:8])
-    monkeypatch.setattr("qtrace.quantizing.quantize.calibrate", None)
+    monkeypatch.setattr("qtrace.quantizing.calibrator.calibrate", None)
     monkeypatch.setattr("qtrace.quantizing.stage._collect", None)
     call: Any = qtrace.calibrate_to_folder if folder else qtrace.quantize
     out = tmp_path / ("out" if folder else "out.onnx")

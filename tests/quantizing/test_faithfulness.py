@@ -22,8 +22,7 @@ from qtrace.preparation import faithfulness
 from qtrace.preparation.faithfulness import Faithfulness
 from qtrace.preparation.original import run_graph
 from qtrace.ptq.base import FloatAlgorithm
-from qtrace.quantizing import quantize as room
-from qtrace.quantizing import stage
+from qtrace.quantizing import calibrator, quantize, stage
 from qtrace.quantizing.original import open_original
 from tests.importing.onnx.networks import model, node, save, weights
 from tests.nets import images, net
@@ -71,9 +70,9 @@ def onnx_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_graph_that_computes_something_else_is_refused_before_it_is_calibrated(
     source: str, here: Path, onnx_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = room.read_network
-    monkeypatch.setattr(room, "read_network", lambda *given: _change_weight(read(*given)))
-    monkeypatch.setattr(room, "calibrate", None)
+    read = quantize.read_network
+    monkeypatch.setattr(quantize, "read_network", lambda *given: _change_weight(read(*given)))
+    monkeypatch.setattr(calibrator, "calibrate", None)
     given = _module() if source == "module" else onnx_file
     name = "Net" if source == "module" else "net.onnx"
     with pytest.raises(
@@ -87,9 +86,9 @@ def test_a_graph_that_computes_something_else_is_refused_before_it_is_calibrated
 def test_a_prepared_graph_that_computes_something_else_in_float_is_refused(
     source: str, here: Path, onnx_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepare = room.prepare_measured
-    monkeypatch.setattr(room, "prepare_measured", lambda *given: _change_weight(prepare(*given)))
-    monkeypatch.setattr(room, "calibrate", None)
+    prepare = calibrator.prepare_measured
+    monkeypatch.setattr(calibrator, "prepare_measured", lambda *given: _change_weight(prepare(*given)))
+    monkeypatch.setattr(calibrator, "calibrate", None)
     traced = qtrace.trace(_module(), DATA[:2])
     qtrace.save(traced, "net.mge")
     given = {"module": _module(), "file": onnx_file, "trace": traced, "saved": "net.mge"}[source]

@@ -118,7 +118,7 @@ def test_a_runtime_that_is_not_there_is_one_sentence(
 def test_an_interpreter_that_is_not_there_is_refused_before_calibration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qtrace.quantizing.quantize.open_source", lambda *args: pytest.fail("too late"))
+    monkeypatch.setattr("qtrace.quantizing.call_data.open_source", lambda *args: pytest.fail("too late"))
     with pytest.raises(
         QtraceError, match=r"m\.onnx needs a process of its own, and '/nowhere/python' does not"
     ):

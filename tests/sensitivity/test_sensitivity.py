@@ -411,8 +411,8 @@ def test_a_fast_engine_finds_what_megengine_does(
     prepared = qtrace.calibrate(qtrace.prepare(traced, W4), _data(0), progress=False)
     slow = analyze(prepared, _data(1), groups=True, engine="megengine")
     runs = []
-    compute = OnnxSegments._compute
-    monkeypatch.setattr(OnnxSegments, "_compute", lambda *args: runs.append(1) or compute(*args))
+    write = OnnxSegments._write
+    monkeypatch.setattr(OnnxSegments, "_write", lambda *args: runs.append(1) or write(*args))
     fast = analyze(prepared, _data(1), groups=True, engine="onnxruntime")
     assert len(runs) == 2 + 2 * len(fast.layers) + len(fast.groups)  # the float graph and the whole one, too
     for ours, theirs in zip((*fast.layers, *fast.groups), (*slow.layers, *slow.groups), strict=True):
@@ -428,7 +428,7 @@ def test_what_the_fast_engine_cannot_compute_is_left_to_megengine(
     def refuse(*_: Any) -> Any:
         raise ExportError("this op has no ONNX form")
 
-    monkeypatch.setattr(OnnxSegments, "_compute", refuse)
+    monkeypatch.setattr(OnnxSegments, "_write", refuse)
     caplog.set_level("INFO", "qtrace")
     prepared = qtrace.calibrate(qtrace.prepare(traced, W4), _data(0), progress=False)
     caplog.clear()
@@ -451,7 +451,7 @@ def test_groups_are_measured_beside_each_other_and_alike(
         begun.append(1)
         if len(begun) == 2:
             two.set()
-        return lambda: waited.append(two.wait(30)) or finish()
+        return lambda use: waited.append(two.wait(30)) or finish(use)
 
     monkeypatch.setattr(OnnxSegments, "begin", wait_for_the_next)
     assert list(simulation.only_groups(groups)) == alone
@@ -466,8 +466,8 @@ def test_groups_of_a_network_in_parts_are_measured_alike(
     simulation = Simulation(prepared, _data(1), engine="onnxruntime")
     groups = list(QuantizedModel(prepared).fake_quants)[:3]
     monkeypatch.setattr("qtrace.graph.stepping.PART_BYTES", part)
-    runs, compute = [], OnnxSegments._compute
-    monkeypatch.setattr(OnnxSegments, "_compute", lambda *args: runs.append(1) or compute(*args))
+    runs, write = [], OnnxSegments._write
+    monkeypatch.setattr(OnnxSegments, "_write", lambda *args: runs.append(1) or write(*args))
     assert list(simulation.only_groups(groups)) == [simulation.only_group(group) for group in groups]
     assert (len(runs) > 2 * len(groups)) == (part == 1)
 

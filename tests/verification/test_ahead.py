@@ -14,8 +14,9 @@ from megengine import Tensor
 
 import qtrace
 from qtrace.errors import CalibrationError
+from qtrace.process.together import Together
 from qtrace.verification import ahead, verify
-from qtrace.verification.ahead import Ahead, look_ahead
+from qtrace.verification.ahead import Ahead, threads_for
 from qtrace.verification.runtimes.base import RuntimeRun
 from qtrace.verification.runtimes.onnxruntime import OnnxSession
 from tests.nets import images, net
@@ -38,7 +39,9 @@ class _Session:
 
 def test_a_session_that_may_runs_on_a_thread_and_another_when_it_is_asked() -> None:
     on_thread, in_turn = _Session(True), _Session(False)
-    with Ahead([on_thread, in_turn]) as runs:
+    sessions = [on_thread, in_turn]
+    with Together(threads_for(sessions)) as together:
+        runs = Ahead(sessions, together)
         begun = runs.begin([np.zeros(2)])
         assert [float(run().outputs[0][0]) for run in begun] == [1.0, 1.0]
         refused = runs.begin([np.zeros(3)])
@@ -52,30 +55,13 @@ def test_a_session_that_may_runs_on_a_thread_and_another_when_it_is_asked() -> N
 def test_a_large_batch_runs_when_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "_MOST_VALUES", 4)
     session = _Session(True)
-    with Ahead([session]) as runs:
+    with Together(threads_for([session])) as together:
+        runs = Ahead([session], together)
         large, small = runs.begin([np.zeros(5)]), runs.begin([np.zeros(4)])
         small[0]()
         assert len(session.threads) == 1
         large[0]()
     assert session.threads[1] == threading.get_ident()
-
-
-def test_the_next_item_begins_before_one_is_taken_and_an_error_comes_in_its_turn() -> None:
-    events: list[str] = []
-
-    def items() -> Iterator[int]:
-        yield from (0, 1)
-        raise ValueError("no third item")
-
-    def begin(item: int) -> int:
-        events.append(f"begin {item}")
-        return item
-
-    taken = (events.append(f"take {item}") for item in look_ahead(items(), begin))
-    with pytest.raises(ValueError, match="no third item"):
-        list(taken)
-    assert events == ["begin 0", "begin 1", "take 0", "take 1"]
-    assert list(look_ahead([], begin)) == []
 
 
 def _exported(folder: Path) -> tuple[Any, Path]:

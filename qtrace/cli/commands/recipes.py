@@ -198,9 +198,10 @@ def new(
     """Begin a recipe that imports others, with comments on what it may change."""
     with console.work():
         from qtrace.cli.starter import starter
+        from qtrace.config.recipe import is_recipe_file
         from qtrace.errors import ConfigError
 
-        if out is not None and out.suffix.lower() not in (".yaml", ".yml"):
+        if out is not None and not is_recipe_file(out.name):
             raise click.UsageError(f"{out}: the name of a recipe file ends with .yaml or .yml.")
         text = starter(names, out, allow_code=allow_code, for_images=for_images)
         if out is not None:

@@ -6,7 +6,6 @@ erase a channel of small weights that the next layer enlarges, and hardly change
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -26,6 +25,7 @@ from qtrace.outputs import GroupedErrors, find_groups
 from qtrace.preparation.annotation import Site
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import in_phase
+from qtrace.process.together import count_threads
 from qtrace.ptq.base import Batches, SiteNoise
 from qtrace.ptq.layers.scaling import rounded_weight
 
@@ -130,7 +130,7 @@ class CalibrationOutputs:
         self.arguments = first_samples(arguments, _MAX_SAMPLES, model.module) or arguments
         self.model, self.engine = model.module, engine
         self._reference = reference
-        beside = engine is not None and (threads or os.cpu_count() or 1) > 1
+        beside = engine is not None and count_threads(threads) > 1
         # One thread, so that the values of one run are in memory beside those of the algorithms.
         self._pool = ThreadPoolExecutor(1) if beside else None
         first = Interpreter(self.model).bind(*self.arguments)[1][1]

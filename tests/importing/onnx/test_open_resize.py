@@ -109,7 +109,7 @@ def test_a_kept_resize_is_refused_before_the_calibration(
     if source == "file":
         qtrace.save(net, tmp_path / "net.mge")
         net = tmp_path / "net.mge"
-    monkeypatch.setattr("qtrace.quantizing.quantize.calibrate", None)
+    monkeypatch.setattr("qtrace.quantizing.calibrator.calibrate", None)
     data = np.random.default_rng(0).standard_normal((8, 3, 16, 20)).astype(np.float32)
     with pytest.raises(GraphError, match=f"u has a form in ONNX files alone: it is {CURE}"):
         qtrace.quantize(net, data, tmp_path / name, progress=False)

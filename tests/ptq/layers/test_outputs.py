@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import megengine as mge
@@ -12,6 +11,7 @@ import pytest
 import qtrace
 from qtrace.calibration.segments import OnnxSegments
 from qtrace.graph.flatten import flatten
+from qtrace.graph.stepping import GraphSegment
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import switch_phase
@@ -51,18 +51,18 @@ def test_the_ratios_before_a_change_are_computed_beside_it(
     engine, begun = OnnxSegments(graphs[0]), list[Any]()
     begin = engine.begin
 
-    def record(*args: Any) -> Callable[[], Any] | None:
-        begun.append(args[0])
-        return begin(*args)
+    def record(segment: GraphSegment) -> Any:
+        begun.append(segment.traced)
+        return begin(segment)
 
     engine.begin = record  # type: ignore[method-assign]
     with _outputs(graphs, engine=engine, threads=2) as beside:
+        assert begun == [graphs[1], graphs[0].module]
         alone = _outputs(graphs, engine=OnnxSegments(graphs[0]), threads=1)
         before = alone.ratios()
         _zero_weights(graphs[0].module)
         assert beside.before == alone.before == before
         assert beside.ratios() == alone.ratios() != before
-    assert begun == [graphs[1], graphs[0].module]
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -70,8 +70,7 @@ def test_what_the_engine_refuses_is_computed_by_megengine_as_it_was(
     graphs: tuple[QuantizedModel, TracedModule], late: bool
 ) -> None:
     engine = OnnxSegments(graphs[0])
-    engine.begin = lambda *args: (lambda: None) if late else None  # type: ignore[method-assign]
-    engine.compute = lambda *args: None  # type: ignore[method-assign]
+    engine.begin = lambda *_: (lambda use: None) if late else None  # type: ignore[method-assign]
     with _outputs(graphs, engine=engine, threads=2) as beside:
         alone = _outputs(graphs).ratios()
         _zero_weights(graphs[0].module)

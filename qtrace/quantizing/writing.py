@@ -1,0 +1,137 @@
+"""The file of a calibrated graph: written and verified, judged, and measured beside float."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from qtrace.export import export
+from qtrace.graph.types import TracedModule
+from qtrace.preparation.passes.convert import convert
+from qtrace.preparation.record import fake_quants
+from qtrace.quantizing.calibrator import CalibratedGraph, Calibrator
+from qtrace.quantizing.delivering import Delivery, fixed_timer, measure_file
+from qtrace.quantizing.float_file import FloatFile
+from qtrace.quantizing.judging_file import open_for_verdict
+from qtrace.quantizing.targets import format_of
+from qtrace.quantizing.times import Times
+from qtrace.quantizing.verifying import batch_of_file, verify_written
+from qtrace.runtimes.host import RuntimeHost
+from qtrace.verification.report import VerifyReport
+
+__all__ = ["FileWriter", "WrittenFile"]
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """A file that was written, and what is known about it.
+
+    Attributes:
+        result: the calibrated graph, and the verdict.
+        converted: the graph that the file was exported from.
+        report: the report of its run beside the graph; None if it was not run.
+        delivery: what was measured of it beside float, and which of both was written.
+    """
+
+    result: CalibratedGraph
+    converted: TracedModule
+    report: VerifyReport | None
+    delivery: Delivery = field(default_factory=Delivery)
+
+
+@dataclass(frozen=True)
+class FileWriter:
+    """Writes the file of a calibrated graph.
+
+    Attributes:
+        partial: the file.
+        path: the path that it gets once all is well.
+        calibrator: judges the graph by its file.
+        refuse: raises an error if a graph is not to be written.
+        times: what was measured; takes what is measured here.
+        verify: whether to run the file beside the graph.
+        measure: whether to measure the file beside float.
+        keep: whether to write the quantized file though it is slower than float.
+        host: the interpreter or machine that has the runtime; None for this one.
+    """
+
+    partial: Path
+    path: Path
+    calibrator: Calibrator
+    refuse: Callable[[CalibratedGraph], None]
+    times: Times
+    verify: bool
+    measure: bool
+    keep: bool
+    host: RuntimeHost | None
+
+    @property
+    def judges_file(self) -> bool:
+        """Whether the verdict is on the outputs of the file, not of the graph: a metric takes the graph."""
+        return self.verify and self.calibrator.acceptance.metric is None
+
+    def write(self, result: CalibratedGraph) -> WrittenFile:
+        """Writes the file, in float if that is faster and the quantized one is not asked for.
+
+        Raises:
+            CalibrationError: when the verdict on the file is refused.
+            ExportError: when the graph has no such form, or the runtime computes something else.
+        """
+        calibrator = self.calibrator
+        with calibrator.data.times.measure("export"):
+            converted = self._export(result.prepared)
+        report = self._verify(converted, result.prepared)
+        if self.judges_file:
+            result = self._judge(result, converted)
+        written = WrittenFile(result, converted, report)
+        with FloatFile(calibrator.traced, calibrator.config, self.path.suffix) as twin:
+            if self.measure:
+                written = replace(written, delivery=self._measure(result, twin))
+            if (prepared := written.delivery.prepared) is not None:
+                converted = self._export(prepared)
+                return replace(written, converted=converted, report=self._verify(converted, prepared))
+            if self.judges_file:
+                result = calibrator.judge_file(result, self.partial, converted, twin, self.host)
+                self.refuse(result)
+        return replace(written, result=result)
+
+    def _export(self, prepared: TracedModule) -> TracedModule:
+        """Writes a graph, and returns it as it was written."""
+        converted = convert(prepared)
+        export(converted, self.partial, format=format_of(self.calibrator.config))
+        return converted
+
+    def _verify(self, converted: TracedModule, prepared: TracedModule) -> VerifyReport | None:
+        if not self.verify:
+            return None
+        return verify_written(self.partial, self.path, converted, prepared, self.calibrator.data, self.host)
+
+    def _judge(self, result: CalibratedGraph, converted: TracedModule) -> CalibratedGraph:
+        """Judges the graph by its file, where that runs here."""
+        run_file, backend = None, self.calibrator.config.backend
+        if any(
+            fake_quants(result.prepared)
+        ):  # a graph in float is exact, and its file but for the order of sums
+            size = batch_of_file(self.partial)
+            run_file = open_for_verdict(self.partial, converted, backend, self.host, size)
+        result = self.calibrator.judge(result, run_file)
+        self.refuse(result)
+        return result
+
+    def _measure(self, result: CalibratedGraph, twin: FloatFile) -> Delivery:
+        """Measures the file beside float, or takes the times of the call, and keeps them."""
+        timer = fixed_timer(self.times.files) if self.times.fixed else None
+        with self.calibrator.data.times.measure("measure the file"):
+            delivery = measure_file(
+                self.partial,
+                result.prepared,
+                twin,
+                keep=self.keep,
+                timer=timer,
+                labellings=self.times.labellings,
+                host=self.host,
+            )
+        self.times.files = delivery.files
+        self.times.write()
+        return delivery

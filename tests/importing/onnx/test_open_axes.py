@@ -535,3 +535,19 @@ def test_the_recorded_size_is_smaller_only_if_no_larger_one_runs(
 ) -> None:
     net = qtrace.from_onnx(save(_text(table), tmp_path), {"ids": (1, given)})
     assert net.graph.inputs[1].shape == (1, recorded)
+
+
+def test_the_windows_of_a_signal_are_no_number(tmp_path: Path) -> None:
+    """Their hop is longer than the growth of a map: the same number of windows passed for a fixed one."""
+    nodes = [
+        node("Conv", "x w", "c", strides=[160]),
+        node("Transpose", "c", "t", perm=[2, 0, 1]),
+        node("Unsqueeze", "t one", "u"),
+        node("Reshape", "u shape", "y"),
+    ]
+    stored = {"w": weights(4, 1, 400), "one": np.array([1]), "shape": np.array([0, 0, -1])}
+    path = save(model(nodes, {"x": ["n", 1, "t"]}, stored=stored), tmp_path)
+    net = qtrace.from_onnx(path, {"x": (1, 1, 8000)})
+    written = qtrace.export(net, tmp_path / "again.onnx")
+    assert declared(written)[0] == ["n", 1, "t"]
+    check_sizes(written, net, ((2, 1, 12000), (1, 1, 3000)))

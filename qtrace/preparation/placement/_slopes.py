@@ -14,12 +14,17 @@ from megengine import Tensor
 
 from qtrace.graph.opaque import OpaqueOp
 
-__all__ = ["with_slopes"]
+__all__ = ["has_slopes", "with_slopes"]
 
 _RESIZING = ("Resize", "Upsample")
 # Each value of their results is a value of an input, or a constant.
 _MOVING = ("ScatterND", "ScatterElements", "Scatter", "GatherND", "MaxUnpool", "ReverseSequence", "Compress")
 _EXACT = 1 << 23  # float32 holds whole numbers up to twice that
+
+
+def has_slopes(op: object) -> bool:
+    """Returns whether the result of a node that is kept gets a gradient by `with_slopes`."""
+    return isinstance(op, OpaqueOp) and op.operators in (*_RESIZING, *_MOVING)
 
 
 def with_slopes(

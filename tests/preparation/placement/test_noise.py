@@ -413,3 +413,19 @@ def test_what_is_before_a_kept_node_that_moves_values_has_noise(op: str, tmp_pat
     for name in ("x", "a", "y"):
         assert 0.25 * whole.values[name] < kept.values[name] < 4 * whole.values[name]
     assert 0.25 * whole.weights["a"] < kept.weights["a"] < 4 * whole.weights["a"]
+
+
+def test_what_a_kept_node_without_a_gradient_reads_has_noise(tmp_path: Path) -> None:
+    """Everything before such a node was placed on integers, however far it was from float."""
+    nodes = [
+        node("MatMul", "x w", "a"),
+        node("Relu", "a", "r"),
+        node("LSTM", "r i h", "b", hidden_size=4, clip=2.0),
+        node("MatMul", "b v", "y"),
+    ]
+    stored = {"w": weights(6, 5), "i": weights(1, 16, 5), "h": weights(1, 16, 4), "v": weights(4, 3)}
+    traced = qtrace.from_onnx(save(model(nodes, {"x": [7, 2, 6]}, stored=stored), tmp_path))
+    assert opaque_calls(traced)
+    noise, _ = _measure_traced(traced, [images(7, 2, 6)])
+    assert all(noise.values[name] > 0 for name in ("x", "a", "r", "b", "y"))
+    assert noise.weights["a"] > 0

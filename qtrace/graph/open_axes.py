@@ -32,6 +32,8 @@ _ATTRIBUTE = "open_axes"
 BATCH = "N"  # the name of the batch where a file or a user gives none
 _LARGEST_POWER = 64
 _VISIBLE = 32  # by so much a map of one thirty-second of an input's size changes by one
+# An axis of more places is a signal, whose windows may be some hundred places apart: it grows by a share.
+_LONGEST_OF_MAPS, _VISIBLE_SHARE = 1024, 8
 
 
 @dataclass(frozen=True)
@@ -142,11 +144,13 @@ def growth(size: int) -> int:
     """Returns by how much a size grows to another one at which a network still runs, and computes otherwise.
 
     It is a multiple of the largest power of two that divides the size, up to 64, so that a network which
-    halves the size as often still runs. It is at least 32, or half of a small size: a smaller growth would
-    not change the size of a coarse map, whose number would pass for one that does not depend on the input.
+    halves the size as often still runs. It is at least 32, half of a small size, or an eighth of a long
+    signal: a smaller growth would not change the size of a coarse map or the number of a signal's windows,
+    which would pass for one that does not depend on the input.
     """
     power = min(size & -size, _LARGEST_POWER)
-    return power * max(1, -(-min(_VISIBLE, size // 2) // power))
+    visible = size // _VISIBLE_SHARE if size > _LONGEST_OF_MAPS else min(_VISIBLE, size // 2)
+    return power * max(1, -(-visible // power))
 
 
 def other_sizes(

@@ -19,6 +19,7 @@ from qtrace.fakequant.fixed import FixedFakeQuant
 from qtrace.graph.dataflow import needed_nodes
 from qtrace.graph.interpreter import ENGINE_ERRORS, Interpreter
 from qtrace.graph.types import Expr, Input, Node, TensorNode
+from qtrace.graph.walk import users
 from qtrace.metrics import sqnr_db
 from qtrace.numerics import dequantize, exact_levels, quantize, smallest_type
 from qtrace.onnxfile.reading import read_model
@@ -409,7 +410,9 @@ def _integer_names(converted: QuantizedModel, path: Path, session: Session) -> d
     known = set(session.integer_names)
     computed = {n: s.name for n, s in activations(converted).items() if not s.static}
     needed = {node.name for node in needed_nodes(converted.module)}
-    pooled = {s.name for s in activations(converted).values() if not s.static and _is_pooled(s, known)}
+    pooled = {
+        s.name for s in activations(converted).values() if not s.static and _is_pooled(s.consumers, known)
+    }
     missing = sorted({site for name, site in computed.items() if name in needed} - known - pooled)
     if missing and not getattr(session, "partial", False):
         raise ExportError(f"{path} is not an export of this module: it has no integers of {missing[0]!r}.")
@@ -423,11 +426,18 @@ def _integer_names(converted: QuantizedModel, path: Path, session: Session) -> d
     return {name: site for name, site in {**computed, **moved}.items() if site in known}
 
 
-def _is_pooled(site: QuantizedSite, known: Collection[str]) -> bool:
-    """Whether max poolings alone read a site, whose results the file has as integers."""
-    calls = [(expr, ops.read(expr)) for expr in site.consumers]
+def _is_pooled(readers: Iterable[Expr], known: Collection[str]) -> bool:
+    """Whether max poolings alone read a value, whose results the file has as integers.
+
+    A padding in front of a pooling is the pooling's own in the file.
+    """
+    calls = [(expr, ops.read(expr)) for expr in readers]
     return bool(calls) and all(
-        call is not None and call.kind == "max_pool2d" and expr.outputs[0].name in known
+        call is not None
+        and (
+            (call.kind == "max_pool2d" and expr.outputs[0].name in known)
+            or (call.kind == "pad" and _is_pooled(users(expr.outputs[0]), known))
+        )
         for expr, call in calls
     )
 

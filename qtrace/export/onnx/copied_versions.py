@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import onnx
 from onnx import helper
 
 from qtrace.errors import ExportError
 from qtrace.export.onnx.opset import LOWEST, SourceVersions
-from qtrace.onnxfile.bodies import own_operators
+from qtrace.onnxfile.bodies import bodies_of, own_operators
+from qtrace.onnxfile.model import OnnxModel
 
 __all__ = ["CopiedFormError", "CopiedVersions"]
 
 _OWN = ("", "ai.onnx")
+# The first opset in which a resize says how it finds its places. ONNX's converter leaves that out, though the
+# one way of older opsets is not the default of newer ones.
+_PLACED_RESIZE = 11
 
 
 class CopiedFormError(ExportError):
@@ -123,6 +128,9 @@ def _convert(model: Any, own: int, target: int, label: str) -> Any:
         f"choose opset={max(own, LOWEST)}, or end the graph before it."
     )
     try:
+        if own < _PLACED_RESIZE < target:
+            model = onnx.version_converter.convert_version(model, _PLACED_RESIZE)
+            _place_resizes(model.graph, OnnxModel(model))
         result = onnx.version_converter.convert_version(model, target)
     except (RuntimeError, ValueError) as error:
         raise refused from error
@@ -130,3 +138,27 @@ def _convert(model: Any, own: int, target: int, label: str) -> Any:
     if ends[0] != ends[1]:
         raise refused
     return result
+
+
+def _place_resizes(graph: Any, model: OnnxModel) -> None:
+    """Lets the resizes of a graph and of its bodies, which come from older opsets, find the places of these.
+
+    Raises:
+        ValueError: when one picks neighbours by a rule that no newer opset has.
+    """
+    for node in graph.node:
+        for body in bodies_of(node):
+            _place_resizes(body, model)
+        if node.op_type != "Resize" or node.domain not in _OWN:
+            continue
+        scales = model.value(node.input[2])
+        scales = np.ones(1) if scales is None else scales
+        smaller, larger = bool((scales < 1).any()), bool((scales > 1).any())
+        if smaller and larger and _mode(node) == "nearest":
+            raise ValueError("onnxruntime rounds up where an axis shrinks, and down where one grows")
+        node.attribute.append(helper.make_attribute("coordinate_transformation_mode", "asymmetric"))
+        node.attribute.append(helper.make_attribute("nearest_mode", "ceil" if smaller else "floor"))
+
+
+def _mode(node: Any) -> str:
+    return next((a.s.decode() for a in node.attribute if a.name == "mode"), "nearest")

@@ -253,15 +253,18 @@ class Importer:
         parts = titled_parts(node, read_graph(body.graph, body.opsets, {}, body=True).nodes)
         scope = Scope({name: value for name, i in body.inputs.items() if (value := values[i]) is not None})
         opsets, self.opsets = self.opsets, body.opsets
+        problems, self.problems = self.problems, []
         try:
             for part in parts:
                 try:
                     results = self._results(part, [scope[n] if n else None for n in part.inputs], scope)
                 except Refusal as refusal:
                     raise Refusal(f"is computed by {part.op}, which {refusal}") from refusal
+                if self.problems:  # of a node in a branch, where the op itself may yet be kept
+                    raise Refusal(f"is computed by {part.op}, in which {self.problems[0]}")
                 scope.values.update((n, r) for n, r in zip(part.outputs, results, strict=False) if n)
         finally:
-            self.opsets = opsets
+            self.opsets, self.problems = opsets, problems
         return [scope[name] if name else Refused() for name in body.outputs]
 
     def _lowered(self, lowering: Lowering, node: OnnxNode, values: Sequence[Value | None]) -> Sequence[Value]:

@@ -42,6 +42,9 @@ _TOLERANCE, _FILE_TOLERANCE = 1e-4, 1e-3
 _LEAST_STEPS = (3, 7, None)
 # The second one where the first one is recorded.
 _OTHER_BATCHES = (2, 3)
+# Of an open size, by its `growth`, at which types are inferred: three, and another one if two sizes are open.
+_MOST_GROWTHS = 4
+_LARGEST_POWER = 64
 # A file that refuses so many sizes takes no small one: the larger one of each kind is left to try.
 _MOST_REFUSALS = 3
 # Values below it have too few digits to compare if they are rounded to the precision of 1.
@@ -100,7 +103,7 @@ def build_open(
     """
     inputs, runtime = tuple(inputs), _FileRuns(file)
     try:
-        return _build_open(inputs, build, runtime)
+        return _build_below_limits(inputs, build, runtime)
     except (ImportingError, GraphError) as error:
         batches = {item.open[item.batch_axis] for item in inputs if item.batch_axis is not None}
         if batch_stays or not batches:
@@ -112,6 +115,63 @@ def build_open(
             raise error from None
         reason = error.problems[0] if isinstance(error, UnsupportedNodesError) else str(error).rstrip(".")
         return replace(opened, reasons={**opened.reasons, **dict.fromkeys(batches, reason)})
+
+
+def _build_below_limits(inputs: tuple[InputShape, ...], build: Build, runtime: _FileRuns) -> Opened:
+    """Builds a graph as `_build_open` does, recorded at smaller sizes where the file takes no larger ones.
+
+    Text that is padded to the length of a table of positions has the largest size: whether the axis can stay
+    open shows below it alone.
+    """
+    opened = _build_open(inputs, build, runtime)
+    smaller = inputs
+    limited = {s for s in open_sizes(inputs) if s in opened.reasons}
+    for size in limited:
+        smaller = _below_limit(smaller, size, runtime)
+    if smaller == inputs:
+        return opened
+    with contextlib.suppress(ImportingError, GraphError):
+        again = _build_open(smaller, build, runtime)
+        if limited.isdisjoint(again.reasons):
+            return again
+    return opened
+
+
+def _below_limit(inputs: tuple[InputShape, ...], size: str, runtime: _FileRuns) -> tuple[InputShape, ...]:
+    """Returns the inputs with an open size so small that all sizes at which graphs are inferred are possible.
+
+    They are as they were if the file takes larger sizes than the recorded one, or not the smaller one.
+    """
+    number = next(i.shape[axis] for i in inputs for axis, open_size in i.open.items() if open_size == size)
+    smaller = _sizes_below(number)
+    if smaller is None or runtime.takes(_at_size(inputs, size, number + growth(number))):
+        return inputs
+    lowered = _at_size(inputs, size, smaller)
+    return lowered if runtime.takes(lowered) else inputs
+
+
+def _sizes_below(number: int) -> int | None:
+    """Returns a size that grows some times without exceeding ``number``; None if there is none.
+
+    It can be halved as often as ``number`` if possible.
+    """
+    power = min(number & -number, _LARGEST_POWER)
+    while power:
+        for smaller in range(number - number % power - power, 0, -power):
+            if smaller + _MOST_GROWTHS * growth(smaller) <= number:
+                return smaller
+        power //= 2
+    return None
+
+
+def _at_size(inputs: tuple[InputShape, ...], size: str, number: int) -> tuple[InputShape, ...]:
+    """Returns the inputs with another number for an open size."""
+    return tuple(
+        replace(
+            item, shape=tuple(number if item.open.get(a) == size else n for a, n in enumerate(item.shape))
+        )
+        for item in inputs
+    )
 
 
 def _build_open(inputs: tuple[InputShape, ...], build: Build, runtime: _FileRuns) -> Opened:
@@ -278,6 +338,18 @@ class _FileRuns:
         self._file = file
         self._session: OrtSession | None = None
         self._opened = False
+
+    def takes(self, inputs: Sequence[InputShape]) -> bool:
+        """Returns whether the file runs at the recorded sizes; True if it cannot be run at any."""
+        session = self._open()
+        if session is None:
+            return True
+        feeds = {i.name: a.astype(i.dtype) for i, a in zip(inputs, _random_inputs(inputs), strict=True)}
+        try:
+            session.run(None, feeds)
+        except SessionError:
+            return False
+        return True
 
     def is_equal(
         self, traced: TracedModule, inputs: Sequence[InputShape], arrays: Sequence[np.ndarray]

@@ -23,6 +23,7 @@ from qtrace.numerics import choose
 from qtrace.preparation.placement._groups import EndGroup
 from qtrace.preparation.placement._regions import is_roi_align
 from qtrace.preparation.placement._sites import Sites
+from qtrace.preparation.placement._slopes import with_slopes
 from qtrace.scheme import QParams, QScheme
 
 __all__ = [
@@ -290,7 +291,9 @@ class Probe(Run):
         if isinstance(op := owner(expr), OpaqueOp):
             # It has no gradient, of which it would warn as if parameters were to learn.
             results = interpret(expr, _detached(inputs))
-            return None if results is None else _with_slopes(op, inputs, results)
+            if results is None:
+                return None
+            return with_slopes(op, inputs, results, lambda others: interpret(expr, _detached(others)) or ())
         return interpret(expr, inputs)
 
     def _draw(self, node: Node, value: Any) -> Tensor:
@@ -334,17 +337,3 @@ class RoundedRun(Run):
 
 def _detached(inputs: Sequence[Any]) -> list[Any]:
     return [value.detach() if isinstance(value, Tensor) else value for value in inputs]
-
-
-def _with_slopes(op: OpaqueOp, inputs: Sequence[Any], results: Sequence[Any]) -> Sequence[Any]:
-    """Gives the result of a node that resizes images, and is kept as in the file, a gradient.
-
-    It is that of bilinear resizing: near enough for an estimate, where none would mean that what is before
-    the node had no noise.
-    """
-    image, result = inputs[1], results[0]
-    resizes = op.operators in ("Resize", "Upsample") and isinstance(result, Tensor)
-    if not resizes or len(image.shape) != 4 or tuple(image.shape[:2]) != tuple(result.shape[:2]):
-        return results
-    near = F.nn.interpolate(image, size=tuple(int(n) for n in result.shape[2:]), mode="bilinear")
-    return (near + (result - near).detach(),)

@@ -10,16 +10,18 @@ import numpy as np
 from megengine import Tensor
 
 from qtrace.graph.dataflow import evaluate_fixed, fixed_nodes, needed_nodes, static_nodes
+from qtrace.graph.opaque import opaque_calls
 from qtrace.graph.tensors import count_bytes, read_array, stored_tensor
 from qtrace.graph.types import Expr, Input, Node, TensorNode, TracedModule
-from qtrace.graph.walk import exprs, is_float_tensor, reads_shape, tensor_inputs
+from qtrace.graph.walk import exprs, is_float_tensor, owner, reads_shape, tensor_inputs
 from qtrace.numerics import choose, fake_quantize
 from qtrace.ops import OpCall
 from qtrace.outputs.selections import SORTS, find_selecting, read_places
+from qtrace.preparation.placement._slopes import has_slopes
 from qtrace.process.memory import LargeFrees
 from qtrace.scheme import QScheme
 
-__all__ = ["PlannedSchemes", "Sites", "find_ends", "find_scores", "find_sites"]
+__all__ = ["PlannedSchemes", "Sites", "find_ends", "find_scores", "find_sites", "find_unseen"]
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ def find_sites(
     values = {n for n in nodes if is_float_tensor(n) and (n not in fixed or n in operands)}
     if names is not None:
         values = {node for node in values if node.name in names}
-    ends = dict.fromkeys((*find_ends(model), *find_scores(model)))
+    ends = dict.fromkeys((*find_ends(model), *find_scores(model), *find_unseen(model)))
     return Sites(frozenset(values), weights, tuple(ends))
 
 
@@ -123,6 +125,18 @@ def find_scores(model: TracedModule) -> tuple[Node, ...]:
     read = [e for e, call in rankings if call.kind in SORTS and not needed.isdisjoint(e.outputs)]
     scores = (n for e in read for n in tensor_inputs(e) if is_float_tensor(n) and n not in static)
     return tuple(dict.fromkeys(scores))
+
+
+def find_unseen(model: TracedModule) -> tuple[Node, ...]:
+    """Returns the values that nodes without a gradient read: no probe at the outputs sees their noise."""
+    static, needed = static_nodes(model), needed_nodes(model)
+    read = [
+        expr
+        for expr in opaque_calls(model)
+        if not has_slopes(owner(expr)) and any(n in needed and is_float_tensor(n) for n in expr.outputs)
+    ]
+    values = (n for e in read for n in tensor_inputs(e) if is_float_tensor(n) and n not in static)
+    return tuple(dict.fromkeys(values))
 
 
 def _round_weight(weight: np.ndarray, axes: tuple[int, ...], scheme: QScheme) -> np.ndarray | None:

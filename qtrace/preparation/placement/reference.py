@@ -23,7 +23,7 @@ from qtrace.outputs.columns import LEAST_VALUES
 from qtrace.preparation.placement._groups import EndGroup, find_end_groups
 from qtrace.preparation.placement._regions import make_regions, region_inputs
 from qtrace.preparation.placement._runs import RangeStatistics
-from qtrace.preparation.placement._sites import Sites, find_ends, find_scores
+from qtrace.preparation.placement._sites import Sites, find_ends, find_scores, find_unseen
 
 __all__ = ["Arguments", "Measured", "MeasuredRun"]
 
@@ -70,7 +70,8 @@ class MeasuredRun:
 
     Attributes:
         outputs: the nodes that stand for the outputs; without the scores of sorts, which are judged by rows.
-        ends: the nodes at which noise is measured: these, and the scores by which rows are selected.
+        ends: the nodes at which noise is measured: these, the scores by which rows are selected, and what
+            nodes without a gradient read.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class MeasuredRun:
     ) -> None:
         self.model, self.samples, self.advance = model, samples, advance
         ends, scores = find_ends(model), find_scores(model)
-        self.ends = tuple(dict.fromkeys((*ends, *scores)))
+        self.ends = tuple(dict.fromkeys((*ends, *scores, *find_unseen(model))))
         self.outputs = tuple(e for e in ends if e not in scores or e in model.graph.outputs) or ends
         self._generator = np.random.default_rng(seed)
         self._ranges: dict[Node, tuple[float, float]] = {}

@@ -77,6 +77,31 @@ def test_a_pooling_pads_by_itself_in_float_and_on_integers(tmp_path: Path, op, s
     assert report.passed, report.table()
 
 
+@pytest.mark.parametrize("op", ["LeakyRelu", "Tanh"])
+def test_a_file_rounds_behind_a_padded_pooling_of_floats(tmp_path: Path, op) -> None:
+    """The site in front of the padding has no integers of its own in the file."""
+    rng = np.random.default_rng(0)
+    weights = {n: rng.normal(size=(8, c, 3, 3)).astype(np.float32) / 5 for n, c in (("v", 3), ("w", 8))}
+    nodes = [
+        helper.make_node("Conv", ["x", "v"], ["a"], pads=[1] * 4),
+        helper.make_node(op, ["a"], ["r"]),
+        helper.make_node("MaxPool", ["r"], ["p"], kernel_shape=[3, 3], strides=[2, 2], auto_pad="SAME_UPPER"),
+        helper.make_node("Conv", ["p", "w"], ["y"], pads=[1] * 4),
+    ]
+    source, out = tmp_path / "source.onnx", tmp_path / "out.onnx"
+    onnx.save(_model(nodes, weights, (1, 3, 12, 12)), source)
+    x = [rng.normal(size=(1, 3, 12, 12)).astype(np.float32) for _ in range(4)]
+    rules = [{"match": {"name": "[ar]"}, "quantize": False}]
+    prepared = qtrace.prepare(qtrace.from_onnx(source), {"placement": "everything", "rules": rules})
+    qtrace.calibrate(prepared, x, progress=False)
+    converted = qtrace.convert(prepared)
+    qtrace.export(converted, out)
+    kinds = _kinds(onnx.load(out))
+    assert kinds.index("QuantizeLinear") > kinds.index("MaxPool")
+    report = qtrace.verify(out, converted, x)
+    assert report.passed, report.table()
+
+
 @pytest.mark.parametrize("first", [True, False], ids=["input", "layer"])
 @pytest.mark.parametrize("dilation", [1, 2])
 @pytest.mark.parametrize("widths", [(0, 0, 1, 1), (2, 0, 1, 3)])

@@ -21,7 +21,7 @@ from qtrace.onnxfile.bodies import captured_names, rename_tensors
 from qtrace.onnxfile.fragment import check_fragment
 from qtrace.onnxfile.local_session import SessionSettings
 from qtrace.onnxfile.sessions import open_session
-from tests.importing.onnx import opaque_flows, opaque_layers
+from tests.importing.onnx import networks, opaque_flows, opaque_layers
 from tests.importing.onnx.opaque_net import SHAPE, Net
 
 FORMS = {**opaque_layers.FORMS, **opaque_flows.FORMS}
@@ -378,3 +378,24 @@ def test_a_copy_is_a_graph_of_its_own(tmp_path: Path) -> None:
         assert_equal(run_graph(qtrace.prepare(net), batch(0)), run_graph(qtrace.prepare(net), batch(0)))
     stored = [numpy_helper.to_array(t) for t in onnx.load(tmp_path / "crnn.onnx").graph.initializer]
     assert len(stored) > 5
+
+
+@pytest.mark.parametrize("first", ["n", 1])
+@pytest.mark.parametrize("aligned", [0, 1])
+def test_a_grid_of_one_sample_is_kept(first: str | int, aligned: int, tmp_path: Path) -> None:
+    """ONNX's body of AffineGrid drops a batch of one, in a branch of it."""
+    nodes = [
+        networks.node("Shape", "x", "sizes"),
+        networks.node("AffineGrid", "theta sizes", "grid", align_corners=aligned),
+        networks.node("GridSample", "x grid", "y", align_corners=aligned),
+    ]
+    inputs = {"x": (first, 3, 8, 8), "theta": (first, 2, 3)}
+    source = networks.save(networks.model(nodes, inputs, opset=20), tmp_path)
+    written = qtrace.export(qtrace.from_onnx(source), tmp_path / "out.onnx")
+    rng = np.random.default_rng(0)
+    for count in (1,) if first == 1 else (1, 3):
+        x, shift = rng.normal(size=(count, 3, 8, 8)), rng.normal(size=(count, 2, 3)) * 0.1
+        feeds = {"x": x.astype(np.float32), "theta": (np.eye(2, 3) + shift).astype(np.float32)}
+        files = (open_session(path, SessionSettings(optimize=False)) for path in (source, written))
+        expected, got = (file.run(None, feeds) for file in files)
+        assert_equal(got, expected)

@@ -498,3 +498,56 @@ def test_a_triangle_of_open_axes(of: str, upper: int, offset: int, tmp_path: Pat
             node("ConstantOfShape", "sizes", "lowest", value=numpy_helper.from_array(np.float32([-np.inf]))),
         ]
     check_stays_open(save(model(nodes, IMAGE, stored=stored, opset=16), tmp_path), tmp_path)
+
+
+def _text(table: int) -> onnx.ModelProto:
+    """Adds the first rows of a table of positions to embeddings, as BERT does."""
+    nodes = [
+        node("Gather", "words ids", "e"),
+        node("Shape", "ids", "s", start=1),
+        node("Slice", "positions zero s zero", "p"),
+        node("Add", "e p", "x"),
+        node("MatMul", "x w", "y"),
+    ]
+    stored = {"words": weights(50, 8), "positions": weights(table, 8), "w": weights(8, 4)}
+    return model(
+        nodes, {"ids": ["n", "l"]}, stored=stored | {"zero": np.array([0])}, dtypes={"ids": np.int64}
+    )
+
+
+@pytest.mark.parametrize("length", [24, 77, 512])
+def test_an_axis_at_its_largest_size_stays_open(length: int, tmp_path: Path) -> None:
+    """It was fixed: a graph of a larger size cannot be inferred."""
+    path = save(_text(length), tmp_path)
+    ids = np.random.default_rng(0).integers(0, 50, (12, length))
+    qtrace.quantize(
+        path, ids, tmp_path / "int8.onnx", measure=False, recipe={"placement": "everything"}, progress=False
+    )
+    assert declared(tmp_path / "int8.onnx") == [["n", "l"], ["n", "l", 4]]
+    for size in (length, length - 7, 3):
+        (expected,), (got,) = (run_file(p, ids[:3, :size]) for p in (path, tmp_path / "int8.onnx"))
+        assert np.square(expected).sum() > 1000 * np.square(expected - got).sum()
+
+
+@pytest.mark.parametrize(("table", "given", "recorded"), [(64, 24, 24), (24, 21, 7), (24, 24, 4)])
+def test_the_recorded_size_is_smaller_only_if_no_larger_one_runs(
+    table: int, given: int, recorded: int, tmp_path: Path
+) -> None:
+    net = qtrace.from_onnx(save(_text(table), tmp_path), {"ids": (1, given)})
+    assert net.graph.inputs[1].shape == (1, recorded)
+
+
+def test_the_windows_of_a_signal_are_no_number(tmp_path: Path) -> None:
+    """Their hop is longer than the growth of a map: the same number of windows passed for a fixed one."""
+    nodes = [
+        node("Conv", "x w", "c", strides=[160]),
+        node("Transpose", "c", "t", perm=[2, 0, 1]),
+        node("Unsqueeze", "t one", "u"),
+        node("Reshape", "u shape", "y"),
+    ]
+    stored = {"w": weights(4, 1, 400), "one": np.array([1]), "shape": np.array([0, 0, -1])}
+    path = save(model(nodes, {"x": ["n", 1, "t"]}, stored=stored), tmp_path)
+    net = qtrace.from_onnx(path, {"x": (1, 1, 8000)})
+    written = qtrace.export(net, tmp_path / "again.onnx")
+    assert declared(written)[0] == ["n", 1, "t"]
+    check_sizes(written, net, ((2, 1, 12000), (1, 1, 3000)))

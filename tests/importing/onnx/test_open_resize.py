@@ -138,3 +138,45 @@ def test_a_file_whose_kept_node_has_no_truth_value_is_refused(tmp_path: Path) ->
     qtrace.save(traced, tmp_path / "net.mge")
     with pytest.raises(QtraceError, match="for_open_axes that is no truth value"):
         qtrace.load(tmp_path / "net.mge")
+
+
+@pytest.mark.parametrize(
+    ("op", "mode", "scales"),
+    [
+        ("Upsample", "linear", (1, 1, 2, 2)),
+        ("Resize", "linear", (1, 1, 2, 3)),
+        ("Resize", "linear", (1, 1, 0.4, 2)),
+        ("Resize", "nearest", (1, 1, 1.5, 1.5)),
+        ("Resize", "nearest", (1, 1, 0.4, 0.7)),
+    ],
+)
+def test_a_kept_resize_of_an_old_file_finds_the_same_places(
+    op: str, mode: str, scales: tuple[float, ...], tmp_path: Path
+) -> None:
+    """ONNX's converter gives it the places that are the default of newer opsets."""
+    source = _old_resize(tmp_path, op, mode, scales)
+    written = qtrace.export(qtrace.from_onnx(source), tmp_path / "out.onnx")
+    x = np.random.default_rng(0).standard_normal((2, 2, 7, 10)).astype(np.float32)
+    files = (open_session(path, SessionSettings(optimize=False)) for path in (source, written))
+    expected, got = (file.run(None, {"x": x})[0] for file in files)
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5)
+
+
+def test_a_resize_whose_places_no_newer_opset_has_is_refused(tmp_path: Path) -> None:
+    source = _old_resize(tmp_path, "Resize", "nearest", (1, 1, 0.4, 1.5))
+    with pytest.raises(ExportError, match="which has opset 10, and has no form of opset"):
+        qtrace.export(qtrace.from_onnx(source), tmp_path / "out.onnx")
+
+
+def _old_resize(folder: Path, op: str, mode: str, scales: tuple[float, ...]) -> Path:
+    """Writes a file of the last opset in which a resize does not say how it finds its places."""
+    stored = numpy_helper.from_array(np.array(scales, np.float32), "s")
+    node = helper.make_node(op, ["x", "s"], ["y"], mode=mode)
+    ends = [
+        helper.make_tensor_value_info("x", 1, ["n", 2, 7, 10]),
+        helper.make_tensor_value_info("y", 1, None),
+    ]
+    graph = helper.make_graph([node], "net", ends[:1], ends[1:], [stored])
+    imports = [helper.make_opsetid("", 9 if op == "Upsample" else 10)]
+    onnx.save(helper.make_model(graph, opset_imports=imports, ir_version=8), folder / "net.onnx")
+    return folder / "net.onnx"

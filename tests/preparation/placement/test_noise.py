@@ -381,3 +381,51 @@ def test_what_is_before_a_kept_resize_has_noise(tmp_path: Path, mode: str) -> No
     for name in ("x", "a", "y"):
         assert 0.25 * whole.values[name] < kept.values[name] < 4 * whole.values[name]
     assert 0.25 * whole.weights["a"] < kept.weights["a"] < 4 * whole.weights["a"]
+
+
+_MOVED = {
+    "ScatterND": [
+        node("Slice", "t zero two zero", "first"),
+        node("Neg", "first", "minus"),
+        node("ScatterND", "t rows minus", "b"),
+    ],
+    "ReverseSequence": [node("ReverseSequence", "t lengths", "b", batch_axis=1, time_axis=0)],
+}
+
+
+@pytest.mark.parametrize("op", list(_MOVED))
+def test_what_is_before_a_kept_node_that_moves_values_has_noise(op: str, tmp_path: Path) -> None:
+    """As boxes are decoded in place: of the scores beside them nothing was known."""
+    stored = {"w": weights(8, 3, 3, 3), "v": weights(8, 4), "zero": np.array([0]), "two": np.array([2])}
+    stored["lengths"] = np.array([8, 5])
+    batch = images(2, 3, 8, 8), np.array([[0], [1]], np.int32)
+    before = [node("Conv", "x w", "a", pads=[1, 1, 1, 1]), node("Transpose", "a", "t", perm=[1, 0, 2, 3])]
+    after = [node("Transpose", "b", "c", perm=[1, 2, 3, 0]), node("MatMul", "c v", "y")]
+    measured = []
+    for moved in (_MOVED[op], [node("Identity", "t", "b")]):
+        ends = {"x": [2, 3, 8, 8], "rows": [2, 1]}
+        nodes = [*before, *moved, *after]
+        path = save(model(nodes, ends, stored=stored, dtypes={"rows": np.int64}), tmp_path)
+        traced = qtrace.from_onnx(path)
+        assert bool(opaque_calls(traced)) == (moved is _MOVED[op])
+        measured.append(_measure_traced(traced, [batch])[0])
+    kept, whole = measured
+    for name in ("x", "a", "y"):
+        assert 0.25 * whole.values[name] < kept.values[name] < 4 * whole.values[name]
+    assert 0.25 * whole.weights["a"] < kept.weights["a"] < 4 * whole.weights["a"]
+
+
+def test_what_a_kept_node_without_a_gradient_reads_has_noise(tmp_path: Path) -> None:
+    """Everything before such a node was placed on integers, however far it was from float."""
+    nodes = [
+        node("MatMul", "x w", "a"),
+        node("Relu", "a", "r"),
+        node("LSTM", "r i h", "b", hidden_size=4, clip=2.0),
+        node("MatMul", "b v", "y"),
+    ]
+    stored = {"w": weights(6, 5), "i": weights(1, 16, 5), "h": weights(1, 16, 4), "v": weights(4, 3)}
+    traced = qtrace.from_onnx(save(model(nodes, {"x": [7, 2, 6]}, stored=stored), tmp_path))
+    assert opaque_calls(traced)
+    noise, _ = _measure_traced(traced, [images(7, 2, 6)])
+    assert all(noise.values[name] > 0 for name in ("x", "a", "r", "b", "y"))
+    assert noise.weights["a"] > 0

@@ -171,6 +171,7 @@ def test_large_maps_count_by_their_size_though_few_places_are_read(monkeypatch: 
         return self.a(x), self.a(F.avg_pool2d(x, 4) * 3)
 
     monkeypatch.setattr("qtrace.ptq.layers.collecting._LONG_ROW", 1)
+    monkeypatch.setattr("qtrace.ptq.layers.collecting._LEAST_ROWS", 1 << 20)  # the samples are few
     batches = [np.repeat(images(4, 4, 16, 4, seed=s), 4, axis=3) for s in range(3)]
 
     def fitted(places: int) -> Any:

@@ -160,12 +160,12 @@ def fit_processor(measure: Measure = measure_cases) -> ProcessorFit:
     if stored is None:
         with watched_load() as others:
             base, factors = nearest(tables, measure(_cases()))
-        stored = {"table": base, "factors": _write_factors(factors)}
+        stored = ProcessorFit(here, factors, base).to_dict()
         if others.is_busy:
             write_cached("busy-fit", key, {"hour": _hour(), "fit": stored})
         else:
             write_cached("fit", key, stored)
-    return ProcessorFit(here, _read_factors(stored["factors"]), stored["table"])
+    return replace(ProcessorFit.from_dict(stored), machine=here)
 
 
 def _hour() -> int:

@@ -23,6 +23,7 @@ __all__ = [
     "OpenAxis",
     "growth",
     "other_sizes",
+    "power_of_two",
     "read_open_axes",
     "repeat_to",
     "write_open_axes",
@@ -140,6 +141,11 @@ def repeat_to(array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
     return array
 
 
+def power_of_two(size: int) -> int:
+    """Returns the largest power of two that divides a size, up to 64: a network halves it so often."""
+    return min(size & -size, _LARGEST_POWER)
+
+
 def growth(size: int) -> int:
     """Returns by how much a size grows to another one at which a network still runs, and computes otherwise.
 
@@ -148,7 +154,7 @@ def growth(size: int) -> int:
     signal: a smaller growth would not change the size of a coarse map or the number of a signal's windows,
     which would pass for one that does not depend on the input.
     """
-    power = min(size & -size, _LARGEST_POWER)
+    power = power_of_two(size)
     visible = size // _VISIBLE_SHARE if size > _LONGEST_OF_MAPS else min(_VISIBLE, size // 2)
     return power * max(1, -(-visible // power))
 

@@ -24,7 +24,7 @@ from qtrace.errors import GraphError, ImportingError
 from qtrace.graph.engine import quiet_engine
 from qtrace.graph.interpreter import ENGINE_ERRORS, Interpreter, locate_failure
 from qtrace.graph.opaque import divides_by_inputs
-from qtrace.graph.open_axes import FixedAxis, OpenAxes, OpenAxis, growth
+from qtrace.graph.open_axes import FixedAxis, OpenAxes, OpenAxis, growth, power_of_two
 from qtrace.graph.origin import read_origin
 from qtrace.graph.types import Node, TensorNode, TracedModule
 from qtrace.importing.onnx.importer import KEPT_WHERE_OPEN
@@ -44,7 +44,6 @@ _LEAST_STEPS = (3, 7, None)
 _OTHER_BATCHES = (2, 3)
 # Of an open size, by its `growth`, at which types are inferred: three, and another one if two sizes are open.
 _MOST_GROWTHS = 4
-_LARGEST_POWER = 64
 # A file that refuses so many sizes takes no small one: the larger one of each kind is left to try.
 _MOST_REFUSALS = 3
 # Values below it have too few digits to compare if they are rounded to the precision of 1.
@@ -155,7 +154,7 @@ def _sizes_below(number: int) -> int | None:
 
     It can be halved as often as ``number`` if possible.
     """
-    power = min(number & -number, _LARGEST_POWER)
+    power = power_of_two(number)
     while power:
         for smaller in range(number - number % power - power, 0, -power):
             if smaller + _MOST_GROWTHS * growth(smaller) <= number:

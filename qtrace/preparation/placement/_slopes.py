@@ -64,15 +64,15 @@ def _moved(
     total = sum(sizes)
     if not 0 < total < _EXACT or not _is_float(result):
         return None
-    found = []
+    moved = []
     for first in (1, total + 1):
         numbers = np.split(np.arange(first, first + total, dtype=np.float32), np.cumsum(sizes)[:-1])
         others = list(inputs)
         for i, values in zip(places, numbers, strict=True):
             others[i] = Tensor(values.reshape(inputs[i].shape))
-        found.append(run(others)[0].numpy())
-    taken = found[1] - found[0] == total  # the others are constants of the node
-    chosen = np.where(taken, found[0] - 1, 0).astype(np.int32).reshape(-1)
+        moved.append(run(others)[0].numpy())
+    taken = moved[1] - moved[0] == total  # the others are constants of the node
+    chosen = np.where(taken, moved[0] - 1, 0).astype(np.int32).reshape(-1)
     values = F.concat([F.flatten(inputs[i]) for i in places])
     return F.reshape(values[Tensor(chosen)], result.shape) * Tensor(taken.astype(np.float32))
 

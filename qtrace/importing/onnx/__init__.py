@@ -133,6 +133,7 @@ def read_onnx(
         GraphError: when MegEngine refuses an op.
     """
     model, stored = load_model(file)
+    _tell_defaults(model, source or str(file))
     opsets = {"" if o.domain == "ai.onnx" else o.domain: int(o.version) for o in model.opset_import}
     graph = read_graph(model.graph, opsets, stored)
     if outputs is not None:
@@ -200,6 +201,23 @@ def declared_axes(path: str | os.PathLike[str]) -> dict[str, tuple[int | str, ..
 
 
 _EMPTY = np.zeros(0, np.float32)
+_INPUTS_HAVE_DEFAULTS = (
+    4  # the version of the format from which an initializer that is an input is no constant
+)
+_MOST_NAMED = 3
+
+
+def _tell_defaults(model: onnx.ModelProto, source: str) -> None:
+    """Says which inputs have default values, as these are what the network computes with from now on."""
+    stored = {tensor.name for tensor in model.graph.initializer}
+    names = [value.name for value in model.graph.input if value.name in stored]
+    if not names or model.ir_version < _INPUTS_HAVE_DEFAULTS:
+        return
+    shown, more = ", ".join(map(repr, names[:_MOST_NAMED])), len(names) - _MOST_NAMED
+    shown += f" and {more} more" if more > 0 else ""
+    have = f"input {shown} has a default value" if len(names) == 1 else f"inputs {shown} have default values"
+    what = "it is an input" if len(names) == 1 else "they are inputs"
+    _LOG.warning("%s: %s, which the network keeps: %s no longer", source, have, what)
 
 
 def _record(opened: Opened, source: str) -> TracedModule:

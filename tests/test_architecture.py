@@ -232,7 +232,7 @@ def files_reached(start: str) -> set[str]:
     return reached
 
 
-@pytest.mark.parametrize(("module", "most"), [("preparation.prepare", 188), ("calibration.calibrate", 194)])
+@pytest.mark.parametrize(("module", "most"), [("preparation.prepare", 189), ("calibration.calibrate", 195)])
 def test_a_stage_reaches_few_files(module, most):
     """A reader of a stage may have to follow it into each of them."""
     reached = files_reached(f"qtrace.{module}")

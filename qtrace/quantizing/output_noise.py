@@ -7,13 +7,14 @@ instead, and float computes the same rows: by position, a pair of exchanged rows
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from qtrace.graph.types import TracedModule
 from qtrace.outputs import ColumnGroup, GroupedErrors, find_groups
+from qtrace.outputs.counted import noise_weight
 from qtrace.outputs.replay import SelectedShares
 from qtrace.sensitivity.running import rows_of
 
@@ -43,6 +44,7 @@ def measure_noise(groups: Sequence[ColumnGroup], exact: Outputs, own: Outputs) -
     if any(not _alike(a, b) for a, b in pairs):
         return (math.inf, math.inf)
     samples = [_samples(batch, groups) for batch in exact]
+    weights = _weights(groups, exact, samples)
     middle, start = (sum(samples) + 1) // 2, 0
     halves: list[list[tuple[list[np.ndarray], list[np.ndarray]]]] = [[], []]
     for (a, b), count in zip(pairs, samples, strict=True):
@@ -53,7 +55,7 @@ def measure_noise(groups: Sequence[ColumnGroup], exact: Outputs, own: Outputs) -
             elif first < last:
                 half.append(([v[first:last] for v in a], [v[first:last] for v in b]))
         start += count
-    return tuple(_worst(groups, half or halves[0]) for half in halves)
+    return tuple(_worst(weights, half or halves[0]) for half in halves)
 
 
 def measure_row_noise(exact: TracedModule, graph: TracedModule, batches: Sequence[Any]) -> tuple[float, ...]:
@@ -69,6 +71,7 @@ def measure_row_noise(exact: TracedModule, graph: TracedModule, batches: Sequenc
     if any(not _alike(a, b) for a, b in zip(same, own, strict=True)):
         return (math.inf, math.inf)
     groups, selected = output_groups(exact, same), SelectedShares.of(exact)
+    weights = _weights(groups, same, [_samples(batch, groups) for batch in same])
     middle = (len(batches) + 1) // 2
     halves = [slice(0, middle), slice(middle, None)] if middle < len(batches) else [slice(None)] * 2
     noises = []
@@ -79,7 +82,7 @@ def measure_row_noise(exact: TracedModule, graph: TracedModule, batches: Sequenc
             blanked = ([shares.blank(i, v, tape.shares) for i, v in enumerate(side)] for side in (a, b))
             pairs.append((next(blanked), next(blanked)))
         lost = max(map(shares.lost, range(len(shares.reaching))), default=0.0)
-        noises.append(max(_worst(groups, pairs), lost))
+        noises.append(max(_worst(weights, pairs), lost))
     return tuple(noises)
 
 
@@ -106,11 +109,27 @@ def _samples(outputs: Sequence[np.ndarray], groups: Sequence[ColumnGroup]) -> in
     return max(counts.pop(), 1) if len(counts) == 1 and not columns and not scalars else 1
 
 
+def _weights(
+    groups: Sequence[ColumnGroup], exact: Outputs, counts: Sequence[int]
+) -> dict[ColumnGroup, float]:
+    """Returns for each group how much more its noise counts than beside its power."""
+    weights = {}
+    for group in groups:
+        parts = [group.select(batch[group.output]) for batch in exact]
+        weights[group] = noise_weight(parts, counts)
+    return weights
+
+
 def _worst(
-    groups: Sequence[ColumnGroup], pairs: Sequence[tuple[list[np.ndarray], list[np.ndarray]]]
+    weights: Mapping[ColumnGroup, float], pairs: Sequence[tuple[list[np.ndarray], list[np.ndarray]]]
 ) -> float:
-    """Returns the noise of the worst group, or the share of the integers of an output that differ."""
-    errors = GroupedErrors(groups)
+    """Returns the noise of the worst group, or the share of the integers of an output that differ.
+
+    Args:
+        weights: for each group how much more its noise counts than beside its power.
+        pairs: for each batch float's outputs and those in their place.
+    """
+    errors = GroupedErrors(tuple(weights))
     unequal: dict[int, list[int]] = {}
     for exact, own in pairs:
         errors.add(exact, own)
@@ -119,5 +138,6 @@ def _worst(
                 counts = unequal.setdefault(place, [0, 0])
                 counts[0] += int(np.count_nonzero(a != b))
                 counts[1] += a.size
-    noises = [*errors.shares().values(), *(count / max(size, 1) for count, size in unequal.values())]
+    noises = [share * weights[group] for group, share in errors.shares().items()]
+    noises += [count / max(size, 1) for count, size in unequal.values()]
     return max(noises, default=0.0)

@@ -604,6 +604,16 @@ def _noises(traced, exact, own):
     return measure_noise(output_groups(traced, exact), exact, own)
 
 
+def test_noise_counts_beside_what_differs_between_samples() -> None:
+    """Boxes of 4 pixels beside the corners of their grid: an error of 1 pixel is a loss of 12 dB of them."""
+    random = np.random.default_rng(0)
+    exact = np.linspace(100, 600, 200) + 4.0 * random.normal(size=(64, 200))
+    noisy = exact + random.normal(size=exact.shape)
+    assert np.square(noisy - exact).sum() / np.square(exact).sum() < 1e-5
+    expected = 1 / 16 / 10**0.7  # 7 dB less than beside the differences
+    assert _noises(None, [[exact]], [[noisy]]) == pytest.approx((expected, expected), rel=0.05)
+
+
 def test_the_worst_group_of_columns_is_the_noise() -> None:
     """Dead scores beside boxes: of all values their error is 26 dB below the power."""
     random = np.random.default_rng(0)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from qtrace.graph.types import Node, TracedModule
+from qtrace.outputs.counted import noise_weight
 from qtrace.outputs.groups import ColumnGroup, find_groups
 
 __all__ = ["EndGroup", "find_end_groups"]
@@ -22,7 +23,8 @@ class EndGroup:
     Attributes:
         end: the node at which noise is measured.
         columns: its columns.
-        power: the sum of their squares in all batches: neither 0 nor infinite.
+        power: the sum of their squares in all batches, neither 0 nor infinite; less where they hardly differ
+            between samples, see `qtrace.outputs.counted.noise_weight`.
     """
 
     end: Node
@@ -48,6 +50,7 @@ def find_end_groups(
     model: TracedModule,
     ends: Sequence[Node],
     exact: Sequence[Mapping[Node, np.ndarray]],
+    counts: Sequence[int],
     every_column: bool = False,
 ) -> tuple[EndGroup, ...]:
     """Finds the groups of all ends whose values are neither 0 everywhere nor infinite.
@@ -56,14 +59,15 @@ def find_end_groups(
         model: the graph.
         ends: the nodes at which noise is measured.
         exact: for each batch the values of the ends.
+        counts: the number of samples of each batch.
         every_column: whether columns that tell nothing count like others.
     """
     values = [[batch[end] for end in ends] for batch in exact]
     groups = []
     for columns in find_groups(model, values, ends=ends, every_column=every_column):
         end = ends[columns.output]
-        parts = (columns.select(batch[end]) for batch in exact)
+        parts = [columns.select(batch[end]) for batch in exact]
         power = sum(float(np.square(part, dtype=np.float64).sum()) for part in parts)
         if 0 < power < math.inf:
-            groups.append(EndGroup(end, columns, power))
+            groups.append(EndGroup(end, columns, power / noise_weight(parts, counts)))
     return tuple(groups)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from qtrace.data.batches import count_samples, evaluating
+from qtrace.data.batches import evaluating
 from qtrace.graph.engine import quiet_engine
 from qtrace.graph.types import Expr, Node
 from qtrace.ops import OpCall
@@ -37,9 +37,10 @@ class OutputNoise:
     """What rounding costs at the outputs of a float graph: noise power over the power of the outputs.
 
     Several outputs weigh alike, each relative to its own power, and so do the groups of columns of like range
-    of one output: the boxes and the scores that a detector packs into one. For an output of integers, such as
-    the result of an argmax, the float values that it is computed from count instead. A node is absent if none
-    of these depends on its value by a gradient, or if its values are not finite.
+    of one output: the boxes and the scores that a detector packs into one. Where outputs hardly differ
+    between samples, their noise counts more, see `qtrace.outputs.counted.noise_weight`. For an output of
+    integers, such as the result of an argmax, the float values that it is computed from count instead. A node
+    is absent if none of these depends on its value by a gradient, or if its values are not finite.
 
     Attributes:
         values: name of a node -> noise if the value is rounded to the activation scheme, with its observed
@@ -118,7 +119,7 @@ def measure_noise(
     return OutputNoise(
         {node.name: noise for node, noise in estimates.items()},
         {node.name: power / (probes * len(groups)) for node, power in weights.powers().items()},
-        sum(count_samples((tuple(inputs[1:]), {})) for inputs in run.batches),
+        sum(run.counts),
         run.synthetic,
         {node.name: schemes.of_weight(node.expr).bits for node in weights.powers()},
     )

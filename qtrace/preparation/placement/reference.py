@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from megengine import Tensor
 
-from qtrace.data.batches import evaluating, translate_errors
+from qtrace.data.batches import count_samples, evaluating, translate_errors
 from qtrace.errors import GraphError
 from qtrace.graph.dataflow import evaluate_fixed, fixed_nodes
 from qtrace.graph.engine import quiet_engine
@@ -128,6 +128,11 @@ class MeasuredRun:
         binder = Interpreter(self.model)
         return [binder.bind(args, kwargs)[1] for args, kwargs in self.samples]
 
+    @property
+    def counts(self) -> list[int]:
+        """The number of samples of each batch."""
+        return [count_samples((tuple(inputs[1:]), {})) for inputs in self.batches]
+
     def columns_are_known(self, node: TensorNode) -> bool:
         """Returns whether the columns of a layer's result may have enough values to have known ranges."""
         shape = node.shape
@@ -162,7 +167,7 @@ class MeasuredRun:
     @cached_property
     def groups(self) -> tuple[EndGroup, ...]:
         """The groups of columns of like range of the ends."""
-        return find_end_groups(self.model, self.ends, self.exact())
+        return find_end_groups(self.model, self.ends, self.exact(), self.counts)
 
     @cached_property
     def _fixed(self) -> set[Node]:

@@ -136,7 +136,7 @@ class Trials:
         """
         ranges: dict[Node, dict[str, tuple[float, float]]] = {}
         exact = self.run.exact(nodes)
-        for group in find_end_groups(self.model, nodes, exact, every_column=True):
+        for group in find_end_groups(self.model, nodes, exact, self.run.counts, every_column=True):
             if not group.columns.whole:
                 parts = [group.columns.select(batch[group.end]) for batch in exact]
                 low, high = min(float(p.min()) for p in parts), max(float(p.max()) for p in parts)

@@ -12,6 +12,7 @@ from scipy import special
 
 from qtrace.metrics import comparable, decibels
 from qtrace.outputs import ColumnGroup
+from qtrace.outputs.counted import FEWEST_SAMPLES, LEAST_VARIATION
 from qtrace.sensitivity.metrics import Outputs
 
 __all__ = ["MANY_SAMPLES", "SampleErrors", "measure_differences", "measure_samples", "seen_margin_db"]
@@ -25,8 +26,6 @@ _CONFIDENCE = 0.975
 _ONE_DB = 10.0  # that one sample alone may be above others
 _TWO = 1.5  # effective samples, below which one counts as if it were alone
 _QUIET = 0.03  # of the mean signal: quieter samples are compared with this
-_LEAST_VARIATION = 1e-8  # of the signal, below which samples are called equal
-_LEAST_SAMPLES = 4  # whose differences tell of those of others
 _LEAST_VALUES = 64  # of a sample, from which its own signal is its measure: one of few values may be near 0
 
 
@@ -138,7 +137,7 @@ def measure_differences(
         # Read again: the values of all batches at once, in float64, would take the memory of many of them.
         parts = list(map(means.without, _read_samples(group, reference, outputs, counts, repeated)))
         signal, noise = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
-        if signal.sum() > _LEAST_VARIATION * means.power:
+        if signal.sum() > LEAST_VARIATION * means.power:
             measured.append(SampleErrors(signal, noise, len(means.reference)))
     return measured
 
@@ -166,7 +165,7 @@ def _means(parts: Iterable[_Samples]) -> _Means | None:
         f, e = part.reference.sum(axis=0), part.error.sum(axis=0)
         f_sum, e_sum = (f_sum + f, e_sum + e) if count else (f, e)
         count, power = count + len(part.reference), power + float(np.square(part.reference).sum())
-    return _Means(f_sum / count, e_sum / count, power) if count >= _LEAST_SAMPLES else None
+    return _Means(f_sum / count, e_sum / count, power) if count >= FEWEST_SAMPLES else None
 
 
 class _Samples(NamedTuple):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from qtrace.display import Displayed
 from qtrace.metrics import decibels
 from qtrace.outputs import NO_INFORMATION_DB, GroupFigures
+from qtrace.outputs.counted import DIFFERING_MARGIN_DB
 
 __all__ = [
     "BROKEN_BELOW_DB",
@@ -24,7 +25,7 @@ GOOD_FROM_DB = 20.0
 """From this SQNR of the worst column group on, a graph is called good: noise is at most 1 % of the signal."""
 BROKEN_BELOW_DB = 10.0
 """Below this SQNR a graph is called broken: the noise is more than 10 % of the signal."""
-DIFFERING_DB = 13.0
+DIFFERING_DB = GOOD_FROM_DB - DIFFERING_MARGIN_DB
 """Below this SQNR of what differs between samples a graph is not called good: noise is 5 % of that."""
 FAKE_QUANTS = "graph with fake quants"
 """What computes the figures that are no runtime's."""
@@ -233,7 +234,8 @@ class Verdict(Displayed):
             doubts.append(f"other samples may have {self.low_db:.1f} dB, as {reason}")
         if any(self._is_above(limit, self.worst_sample_db) for limit in (GOOD_FROM_DB, BROKEN_BELOW_DB)):
             doubts.append(f"{self.worst_sample_db:.1f} dB in the worst sample")
-        if self.metric is None and self._is_above(DIFFERING_DB, self.between_db):
+        between = any(self._is_above(limit, self.between_db) for limit in (GOOD_FROM_DB, DIFFERING_DB))
+        if self.metric is None and between:
             between_db = round(self.between_db or 0.0, 1) + 0.0  # which is no -0.0
             lost = ", which is lost or hardly anything" if between_db < NO_INFORMATION_DB else ""
             doubts.append(f"{between_db:.1f} dB in what differs between samples{lost}")

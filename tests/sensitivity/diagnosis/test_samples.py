@@ -194,10 +194,13 @@ def test_what_is_the_same_for_all_samples_hides_no_loss() -> None:
     assert verdict.between_db == pytest.approx(0.0, abs=0.1)
     assert (verdict.word, verdict.doubted) == ("check", False)
     assert "0.0 dB in what differs between samples, which is lost or hardly anything" in verdict.line()
-    close = _judged(boxes, (boxes + 0.4 * rng.normal(size=boxes.shape)).astype(F32))
-    assert close.between_db == pytest.approx(20.0, abs=0.5)
+    close = _judged(boxes, (boxes + 0.3 * rng.normal(size=boxes.shape)).astype(F32))
+    assert close.between_db == pytest.approx(22.5, abs=0.5)
     assert close.word == "good"
     assert "differs" not in close.line()
+    far = _judged(boxes, (boxes + 0.7 * rng.normal(size=boxes.shape)).astype(F32))
+    assert far.word == "good"
+    assert f"{far.between_db:.1f} dB in what differs between samples" in far.line()  # 15: good, and told
 
 
 def test_a_saturated_score_hides_no_loss() -> None:

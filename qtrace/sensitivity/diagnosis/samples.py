@@ -116,7 +116,7 @@ def measure_differences(
     outputs: Outputs,
     counts: Sequence[int],
     repeated: Sequence[Sequence[bool]] | None = None,
-) -> list[SampleErrors]:
+) -> tuple[list[SampleErrors], bool]:
     """Measures what differs between samples: each value without the mean of its place over all samples.
 
     A box beside the corner of its grid, or a score that one class always has, is a large signal that every
@@ -126,20 +126,21 @@ def measure_differences(
         groups, reference, outputs, counts, repeated: as for `measure_samples`.
 
     Returns:
-        The errors of each group whose values differ between samples, of four samples or more; none of a group
-        whose batches have unlike sizes.
+        The errors of each group whose values differ between samples, of four samples or more, none of a group
+        whose batches have unlike sizes; and whether no group differs, by more than floats are rounded.
     """
-    measured = []
+    measured, alike = [], bool(groups)
     for group in groups:
         means = _means(_read_samples(group, reference, outputs, counts, repeated))
         if means is None:
+            alike = False
             continue
         # Read again: the values of all batches at once, in float64, would take the memory of many of them.
         parts = list(map(means.without, _read_samples(group, reference, outputs, counts, repeated)))
         signal, noise = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
         if signal.sum() > LEAST_VARIATION * means.power:
             measured.append(SampleErrors(signal, noise, len(means.reference)))
-    return measured
+    return measured, alike and not measured
 
 
 class _Means(NamedTuple):

@@ -238,21 +238,22 @@ def test_differences_count_samples_of_one_size_once() -> None:
     outputs = [[value + rng.normal(size=value.shape) * 0.1 + 1.0] for (value,) in reference]
     groups = find_groups(None, reference)
     flags = [[False] * 4, [False, True, False, False]]
-    (errors,) = measure_differences(groups, reference, outputs, [4, 4], flags)
+    (errors,), alike = measure_differences(groups, reference, outputs, [4, 4], flags)
+    assert not alike
     f, q = (
         np.delete(np.concatenate([batch[0] for batch in side]), 5, axis=0) for side in (reference, outputs)
     )
     np.testing.assert_allclose(errors.signal, np.square(f - f.mean(axis=0)).sum(axis=1))
     np.testing.assert_allclose(errors.noise, np.square((q - f) - (q - f).mean(axis=0)).sum(axis=1))
     equal = [[np.ones((4, 3))], [np.ones((4, 3))]]
-    assert measure_differences(groups, equal, equal, [4, 4]) == []
+    assert measure_differences(groups, equal, equal, [4, 4]) == ([], True)
     unlike = [[np.ones((4, 3))], [np.ones((4, 5))]]
-    assert measure_differences(find_groups(None, unlike), unlike, unlike, [4, 4]) == []
+    assert measure_differences(find_groups(None, unlike), unlike, unlike, [4, 4]) == ([], False)
     few = [side[:1] for side in (reference, outputs)]
-    assert measure_differences(groups, *few, [4], [[False, True, False, False]]) == []
+    assert measure_differences(groups, *few, [4], [[False, True, False, False]]) == ([], False)
     lost = [[outputs[0][0].copy()], outputs[1]]
     lost[0][0][0, 0] = math.nan
-    assert measure_differences(groups, reference, lost, [4, 4]) == []
+    assert measure_differences(groups, reference, lost, [4, 4]) == ([], False)
 
 
 class _Counted:

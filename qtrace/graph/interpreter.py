@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from qtrace.graph.engine import quiet_engine
 from qtrace.graph.op_failure import describe_failure
 from qtrace.graph.tensors import PART_BYTES, large_reads
 from qtrace.graph.walk import IN_PLACE, called_graph, owner, updates_inputs
+from qtrace.process.engine import synchronize
 from qtrace.process.memory import LargeFrees
 
 __all__ = [
@@ -56,16 +58,20 @@ class Interpreter:
 
     Args:
         traced: the traced module to run, flat or hierarchical.
+        waits: whether to wait for MegEngine now and then. It allocates the results of all ops that it is
+            given, long before it computes them and can free others: a batch of roundings takes ten times the
+            memory. A hook that reads values waits by itself.
 
     Raises:
         GraphError: when ``traced`` is not a traced module.
     """
 
-    def __init__(self, traced: TracedModule) -> None:
+    def __init__(self, traced: TracedModule, waits: bool = False) -> None:
         if not isinstance(traced, TracedModule):
             raise GraphError(f"an Interpreter runs a TracedModule, not a {type(traced).__name__}.")
         self.traced = traced
         self._memory = LargeFrees(PART_BYTES // 4)  # several times as much is on the way
+        self._waits, self._given = waits, 0
 
     def run_expr(self, expr: Expr, inputs: Sequence[Any]) -> Sequence[Any] | None:
         """Computes the outputs of ``expr``, in the order of ``expr.outputs``; None when it has none.
@@ -171,6 +177,15 @@ class Interpreter:
             )
         for node, value in zip(expr.outputs, outputs, strict=True):
             values[node] = self.on_node(node, value)
+            if self._waits and isinstance(value, RawTensor):
+                self._wait(math.prod(value.shape) * value.dtype.itemsize)
+
+    def _wait(self, given: int) -> None:
+        """Waits for MegEngine when it was given ops with ``PART_BYTES`` of results."""
+        self._given += given
+        if self._given >= PART_BYTES:
+            synchronize()
+            self._given = 0
 
 
 def round_late(steps: Sequence[Expr], large: Mapping[Expr, int]) -> Sequence[Expr]:

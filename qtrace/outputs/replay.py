@@ -304,7 +304,7 @@ class TapedRun(Interpreter):
     """
 
     def __init__(self, traced: TracedModule, given: Sequence[np.ndarray] | None = None) -> None:
-        super().__init__(traced)
+        super().__init__(traced, waits=True)
         self.tape = SelectionTape(given)
 
     def run_expr(self, expr: Expr, inputs: Sequence[Any]) -> Sequence[Any] | None:

@@ -12,6 +12,7 @@ import numpy as np
 from qtrace.data import Batch
 from qtrace.data.batches import as_arguments, evaluating
 from qtrace.graph.engine import quiet_engine
+from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.native import lower
 from qtrace.graph.tracing.diff import values
 from qtrace.graph.types import TracedModule
@@ -64,7 +65,7 @@ def run_graph(model: TracedModule, batch: Batch) -> list[np.ndarray]:
     """Returns the outputs of a graph for a batch."""
     args, kwargs = as_arguments(batch, model)
     with evaluating(model), quiet_engine(model):
-        return arrays_of(values(model(*args, **kwargs)))
+        return arrays_of(values(Interpreter(model, waits=True).run(*args, **kwargs)))
 
 
 def arrays_of(results: list[Any]) -> list[np.ndarray]:

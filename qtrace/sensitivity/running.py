@@ -9,6 +9,7 @@ import numpy as np
 
 from qtrace.data.batches import as_arguments, evaluating, translate_errors
 from qtrace.graph.begun import RefusedRunError, WholeEngine, begin_run
+from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.stepping import SegmentEngine, Stepper, as_array
 from qtrace.graph.types import TracedModule
 from qtrace.outputs.replay import SelectionTape, TapedRun
@@ -90,4 +91,4 @@ def rows_of(
 def _run(model: TracedModule, batch: Any, index: int) -> list[np.ndarray]:
     args, kwargs = as_arguments(batch, model, index)
     with translate_errors(model, (args, kwargs), index):
-        return [tensor.numpy() for tensor in leaves(model(*args, **kwargs))]
+        return [tensor.numpy() for tensor in leaves(Interpreter(model, waits=True).run(*args, **kwargs))]

@@ -16,6 +16,7 @@ from megengine.traced_module.pytree import tree_flatten
 
 import qtrace
 from qtrace.errors import GraphError
+from qtrace.graph import interpreter
 from qtrace.graph.edit import GraphEditor
 from qtrace.graph.flatten import flatten
 from qtrace.graph.interpreter import Interpreter, locate_failure, round_late
@@ -341,3 +342,16 @@ def test_only_roundings_of_large_parameters_wait_for_their_reader() -> None:
     ranks = [s for s in order if getattr(s, "func", None) in (F.argsort, F.argmax, F.topk)]
     assert ranks == [s for s in steps if s in ranks]
     assert waits in moved
+
+
+@pytest.mark.parametrize(("waits", "times"), [(False, 0), (True, 3)])
+def test_waits_for_large_results(monkeypatch: pytest.MonkeyPatch, waits: bool, times: int) -> None:
+    """MegEngine allocates the results of all ops that it is given, before it computes and frees them."""
+    waited = []
+    monkeypatch.setattr(interpreter, "synchronize", lambda: waited.append(1))
+    traced = chain(6)
+    batch = mge.Tensor(np.zeros((2, *traced.graph.inputs[1].shape[1:]), np.float32))
+    monkeypatch.setattr(interpreter, "PART_BYTES", 2 * batch.numpy().nbytes)
+    run = Interpreter(traced, waits=waits)
+    assert np.array_equal(run.run(batch).numpy(), traced(batch).numpy())
+    assert len(waited) == times

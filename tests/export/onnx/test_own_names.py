@@ -192,6 +192,20 @@ def test_sizes_that_a_file_fixes_beside_rows_that_values_decide(form: str, tmp_p
     assert [d.dim_param or d.dim_value for d in info.type.tensor_type.shape.dim] == ["k", 4]
 
 
+@pytest.mark.parametrize("form", ONNX_FORMS)
+def test_an_output_that_is_an_input_keeps_its_name(form: str, tmp_path: Path) -> None:
+    onnx.save(_picking(_PICKED, passed=True), tmp_path / "net.onnx")
+    traced = qtrace.from_onnx(tmp_path / "net.onnx")
+    if form != "float":
+        traced = qtrace.convert(qtrace.calibrate(qtrace.prepare(traced), [X[:1]], progress=False))
+    options = {} if form == "float" else {"format": form}
+    path = qtrace.export(traced, tmp_path / "out.onnx", **options)
+    session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
+    assert [value.name for value in session.get_outputs()] == ["y", "x"]
+    assert np.array_equal(session.run(["x"], {"x": X[:1]})[0], X[:1])
+    assert not any(node.op_type == "Identity" for node in onnx.load(path).graph.node)
+
+
 def test_the_producer_of_the_first_file_survives_two_round_trips(tmp_path: Path) -> None:
     again = onnx.load(_exported("float", _model(), tmp_path)[1])
     _, path = _exported("onnx", again, tmp_path)

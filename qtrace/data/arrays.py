@@ -16,7 +16,15 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from qtrace.data.base import Batch, SizedSource, check_dtype, check_rank, file_identity, to_input
+from qtrace.data.base import (
+    NO_EMPTY_AXES,
+    Batch,
+    SizedSource,
+    check_dtype,
+    check_rank,
+    file_identity,
+    to_input,
+)
 from qtrace.data.pixels import are_pixels, check_channels, convert
 from qtrace.errors import DataError
 
@@ -192,7 +200,7 @@ def _header(path: Path, info: zipfile.ZipInfo | None, archive: zipfile.ZipFile |
     check_dtype(dtype, label)
     check_rank(len(shape), label)
     if min(shape, default=1) <= 0:
-        raise DataError(f"{label} is empty: its shape is {shape}.")
+        raise DataError(f"{label} is empty: its shape is {shape}; {NO_EMPTY_AXES}.")
     declared = offset + math.prod(shape) * dtype.itemsize
     stored = info.file_size if info else path.stat().st_size
     if info and stored > max(info.compress_size * _MAX_DEFLATE_RATIO, 4096):

@@ -11,7 +11,21 @@ import numpy as np
 
 from qtrace.errors import DataError
 
-__all__ = ["Batch", "DataSource", "SizedSource", "batch_length", "check_rank", "file_identity", "to_input"]
+__all__ = [
+    "NO_EMPTY_AXES",
+    "Batch",
+    "DataSource",
+    "SizedSource",
+    "batch_length",
+    "check_rank",
+    "file_identity",
+    "to_input",
+]
+
+NO_EMPTY_AXES = (
+    "give data in which each axis has a size of 1 or more, for the cache of a decoder those of a later step"
+)
+"""What to do about an array without a value, behind a semicolon."""
 
 Batch = tuple[np.ndarray, ...] | dict[str, np.ndarray]
 """The inputs of one call of the model: by position, or by name."""

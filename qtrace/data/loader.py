@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qtrace import plugins
-from qtrace.data.base import Batch, DataSource, SizedSource, to_input
+from qtrace.data.base import NO_EMPTY_AXES, Batch, DataSource, SizedSource, to_input
 from qtrace.data.pixels import check_channels, convert, find_pixels
 from qtrace.errors import DataError, QtraceError, Terminated
 
@@ -196,6 +196,8 @@ def _to_array(value: Any, label: str) -> np.ndarray:
             raise
         except (Exception, SystemExit) as error:
             raise DataError(blame(label, "numpy()", error)) from error
-    if not value.size:
+    if value.shape and not value.shape[0]:
         raise DataError(f"{label} has shape {value.shape}; the first axis must count at least one sample.")
+    if not value.size:
+        raise DataError(f"{label} has shape {value.shape} without a value; {NO_EMPTY_AXES}.")
     return value

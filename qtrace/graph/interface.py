@@ -39,7 +39,7 @@ class TensorInfo:
         name: the name of the tensor in the file, any text.
         dtype: the numpy name of its type in the file, such as ``int64``.
         sizes: the size of each axis that the file fixes, and None for each axis that it leaves open; None
-            if they are unknown, as for outputs.
+            if they are unknown. An output has them where its values decide its shape.
 
     Raises:
         GraphError: for an empty name, a type that no traced module carries, or sizes that no tensor has.

@@ -171,7 +171,7 @@ class TestBrokenArrays:
     @pytest.mark.parametrize("shape", [(0, 3), (3, 0)])
     def test_empty(self, tmp_path, shape):
         np.save(tmp_path / "x.npy", np.zeros(shape))
-        with pytest.raises(DataError, match=re.escape(f"is empty: its shape is {shape}")):
+        with pytest.raises(DataError, match=re.escape(f"is empty: its shape is {shape}; give data in which")):
             open_data(str(tmp_path / "x.npy"))
 
     def test_a_single_number(self, tmp_path):
@@ -508,7 +508,11 @@ class TestLoader:
             ("def loader(): return [{'a': [1]}]", r"batch 0\['a'\] is of type list"),
             (
                 "import numpy\ndef loader(): return [(numpy.zeros((0, 3)),)]",
-                r"batch 0\[0\] has shape \(0, 3\)",
+                r"batch 0\[0\] has shape \(0, 3\); the first axis must count at least one sample",
+            ),
+            (
+                "import numpy\ndef loader(): return [(numpy.zeros((3, 2, 0)),)]",
+                r"batch 0\[0\] has shape \(3, 2, 0\) without a value; give data in which each axis has",
             ),
             ("import numpy\ndef loader(): return [numpy.array(['a'])]", "has dtype <U1"),
             ("def loader(x): return []", "calling it raised TypeError: loader.. missing"),

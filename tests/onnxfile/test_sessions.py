@@ -45,3 +45,16 @@ def test_every_setting_runs_the_model(settings: SessionSettings) -> None:
 def test_the_optimized_model_is_given() -> None:
     session = open_session(_model(), SessionSettings(optimized=True))
     assert len(onnx.load_from_string(session.optimized()).graph.node) == 1
+
+
+def test_an_output_that_is_an_input_does_not_change_with_the_array_that_was_given() -> None:
+    value = helper.make_tensor_value_info("x", TensorProto.FLOAT, [4])
+    out = helper.make_tensor_value_info("y", TensorProto.FLOAT, [4])
+    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "g", [value], [out, value])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    session = open_session(model.SerializeToString(), SessionSettings(), "net")
+    for names in (None, ["y", "x"]):
+        given = np.ones(4, np.float32)
+        passed = session.run(names, {"x": given})[1]
+        given[:] = 7
+        assert passed.tolist() == [1] * 4

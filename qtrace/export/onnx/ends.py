@@ -151,14 +151,30 @@ def without_preprocessing(model: ModelProto) -> bool:
     return True
 
 
-def declare(node: TensorNode, name: str, axes: Mapping[int, str | None]) -> Any:
-    """Declares a tensor with open ``axes``, each with the name of its size; None for one of its own."""
+def declare(
+    node: TensorNode,
+    name: str,
+    axes: Mapping[int, str | None],
+    fixed: Sequence[int | None] | None = None,
+) -> Any:
+    """Declares a tensor.
+
+    Args:
+        node: the node that carries it.
+        name: its name.
+        axes: the open axes, each with the name of its size; None for one of its own.
+        fixed: the sizes that the imported file fixes, if the values decide the shape: the graph has none.
+    """
     kind = helper.np_dtype_to_tensor_dtype(np.dtype(node.dtype))
+    dims: list[Any]
     if node.shape is None:  # the values decide it
         rank = _rank_of_opaque(node)
-        sizes = None if rank is None else [f"{name}_{axis}" for axis in range(rank)]
-        return helper.make_tensor_value_info(name, kind, sizes)
-    dims: list[Any] = [int(n) for n in node.shape]
+        if rank is None:
+            return helper.make_tensor_value_info(name, kind, None)
+        known = fixed if fixed is not None and len(fixed) == rank else [None] * rank
+        dims = [size or f"{name}_{axis}" for axis, size in enumerate(known)]
+        return helper.make_tensor_value_info(name, kind, dims)
+    dims = [int(n) for n in node.shape]
     for axis, size in axes.items():
         dims[axis] = size or f"{name}_{axis}"
     return helper.make_tensor_value_info(name, kind, dims)

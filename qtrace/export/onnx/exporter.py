@@ -164,12 +164,18 @@ class OnnxExporter:
         own_names = None if origin is None else OwnNames.find(self.writer, origin, self._origin_paths())
         infos = [declare(n, name, declared.inputs.get(n, {})) for n, name in inputs.items()]
         used_names = set(inputs.values())
+        interface = self._interface()
+        known = (None,) * len(self.graph.outputs) if interface is None else interface.outputs
         outputs = [
-            declare(n, self._name_output(n, used_names), declared.outputs.get(n, {}))
-            for n in self.graph.outputs
+            declare(
+                n,
+                self._name_output(n, used_names),
+                declared.outputs.get(n, {}),
+                None if info is None else info.sizes,
+            )
+            for n, info in zip(self.graph.outputs, known, strict=True)
         ]
         own, name = version("qtrace"), self.graph.module.graph.name or "qtrace"
-        interface = self._interface()
         imported = {} if interface is None else dict(interface.metadata)
         ends = self._finish_ends(infos, outputs, own_names)
         metadata = {**imported, **self._metadata(own), **ends}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 from onnx import NodeProto, ValueInfoProto, helper
@@ -10,6 +10,7 @@ from onnx import NodeProto, ValueInfoProto, helper
 from qtrace.export.onnx.writer import OnnxWriter
 from qtrace.graph.interface import Interface, TensorInfo
 from qtrace.graph.names import unused_name
+from qtrace.onnxfile.bodies import read_names
 
 __all__ = ["restore_interface"]
 
@@ -32,10 +33,19 @@ def restore_interface(
         inputs: the inputs of the model, in the order of the interface; they are changed.
         outputs: the outputs of the model, in the order of the interface; they are changed.
     """
-    given = {tensor.name for tensor in interface.inputs}
-    # ONNX gives every tensor one name: an output that has the name of an input gets another one.
-    results = [_without(tensor, given) for tensor in interface.outputs]
-    ends = [*zip(inputs, interface.inputs, strict=True), *zip(outputs, results, strict=True)]
+    given = {tensor.name: info for info, tensor in zip(inputs, interface.inputs, strict=True)}
+    passed = {
+        tensor.name: info
+        for info, tensor in zip(outputs, interface.outputs, strict=True)
+        if tensor.name in given and _take_copy(writer, info.name, given[tensor.name].name)
+    }
+    # ONNX gives every tensor one name: another output that has the name of an input gets another one.
+    results = [
+        (info, _without(tensor, given))
+        for info, tensor in zip(outputs, interface.outputs, strict=True)
+        if tensor.name not in passed
+    ]
+    ends = [*zip(inputs, interface.inputs, strict=True), *results]
     names = {info.name: tensor.name for info, tensor in ends if not _converts(tensor)}
     taken = {tensor.name for _, tensor in ends}
     used = taken | set(_tensors(writer, inputs))
@@ -46,15 +56,28 @@ def restore_interface(
     writer.rename(names)
     casts = [_cast(names.get(i.name, i.name), t) for i, t in zip(inputs, interface.inputs, strict=True)]
     writer.nodes[:0] = [node for node in casts if node is not None]
-    for info, tensor in zip(outputs, results, strict=True):
+    for info, tensor in results:
         if _converts(tensor):
             inner = names.get(info.name, info.name)
             writer.nodes.append(_node(inner, tensor.name, tensor.exported_dtype))
     for info, tensor in ends:
         _declare(info, tensor)
+    for name, info in passed.items():
+        info.CopyFrom(given[name])
 
 
-def _without(tensor: TensorInfo, names: set[str]) -> TensorInfo:
+def _take_copy(writer: OnnxWriter, output: str, source: str) -> bool:
+    """Removes the copy of an input that is an output, as the input itself may be one; whether it was one."""
+    copies = [node for node in writer.nodes if output in node.output]
+    if not copies or copies[0].op_type != "Identity" or copies[0].input[0] != source:
+        return False
+    if any(output in read_names(node) for node in writer.nodes):
+        return False
+    writer.nodes.remove(copies[0])
+    return True
+
+
+def _without(tensor: TensorInfo, names: Collection[str]) -> TensorInfo:
     if tensor.name not in names:
         return tensor
     return TensorInfo(unused_name(f"{tensor.name}_output", names.__contains__), tensor.dtype)

@@ -8,9 +8,9 @@ from typing import Any
 
 import onnx
 
-from qtrace.graph.interface import read_interface, write_interface
+from qtrace.graph.interface import TensorInfo, read_interface, write_interface
 from qtrace.graph.origin import Facts, FileOrigin, FileParameter, FileRemark, read_origin, write_origin
-from qtrace.graph.types import Input, TracedModule
+from qtrace.graph.types import Input, Node, TracedModule
 from qtrace.importing.onnx.importer import Importer
 from qtrace.importing.onnx.model import Graph, standard_opset
 
@@ -49,8 +49,10 @@ def keep_own(traced: TracedModule, model: onnx.ModelProto, of_module: bool) -> N
     facts = {fact.key: fact.value for fact in model.metadata_props}
     own = tuple((key, value) for key, value in facts.items() if not key.startswith("qtrace."))
     interface, origin = read_interface(traced), read_origin(traced)
-    if interface is not None and own:
-        write_interface(traced, replace(interface, metadata=own))
+    if interface is not None:
+        outputs = _with_fixed_sizes(interface.outputs, traced.graph.outputs, model.graph.output)
+        if own or outputs != interface.outputs:
+            write_interface(traced, replace(interface, outputs=outputs, metadata=own or interface.metadata))
     if origin is None:
         return
     producer = f"{model.producer_name} {model.producer_version}".strip()
@@ -78,6 +80,23 @@ def keep_own(traced: TracedModule, model: onnx.ModelProto, of_module: bool) -> N
     )
     frozen = origin.frozen if of_module else {}
     write_origin(traced, replace(said, results=origin.results, parameters=origin.parameters, frozen=frozen))
+
+
+def _with_fixed_sizes(
+    outputs: Iterable[TensorInfo], nodes: Iterable[Node], declared: Iterable[onnx.ValueInfoProto]
+) -> tuple[TensorInfo, ...]:
+    """Adds the sizes that the file fixes of outputs whose values decide their shape: the graph has none."""
+    sizes = {value.name: _fixed_sizes(value) for value in declared}
+    return tuple(
+        replace(info, sizes=sizes.get(info.name)) if getattr(node, "shape", ()) is None else info
+        for info, node in zip(outputs, nodes, strict=True)
+    )
+
+
+def _fixed_sizes(value: onnx.ValueInfoProto) -> tuple[int | None, ...] | None:
+    """Returns the sizes that the file fixes, None for the others; None if it fixes none."""
+    sizes = tuple(axis.dim_value or None for axis in value.type.tensor_type.shape.dim)
+    return sizes if any(size is not None and size > 0 for size in sizes) else None
 
 
 def _node_remarks(nodes: Iterable[onnx.NodeProto], names: set[str]) -> dict[str, FileRemark]:

@@ -12,9 +12,10 @@ import numpy as np
 from qtrace.metrics import comparable
 from qtrace.outputs import ColumnGroup
 from qtrace.sensitivity.diagnosis.inputs import are_constant
+from qtrace.sensitivity.diagnosis.integers import read_integers
 from qtrace.sensitivity.diagnosis.samples import measure_differences, measure_samples
-from qtrace.sensitivity.diagnosis.verdict import FAKE_QUANTS, GOOD_FROM_DB, GroupVerdict, Verdict, judge
-from qtrace.sensitivity.metrics import Outputs, agreement, column_errors, integer_errors
+from qtrace.sensitivity.diagnosis.verdict import FAKE_QUANTS, GroupVerdict, Verdict, judge
+from qtrace.sensitivity.metrics import Outputs, agreement, column_errors
 
 __all__ = ["JudgedOutputs", "judge_outputs"]
 
@@ -62,35 +63,33 @@ def judge_outputs(
         seen: whether the samples are those of the calibration.
         computed_by: what has computed the outputs, in words.
     """
-    reference, outputs = compared.reference, compared.outputs
+    counts, repeated = compared.counts, compared.repeated
+    integers = read_integers(compared.groups, compared.reference, compared.outputs, counts, repeated)
+    reference, outputs = integers.reference, integers.outputs
     errors = column_errors(reference, outputs, compared.groups)
-    first = reference[0][0]
+    first = compared.reference[0][0]
     classes = first.ndim == 2 and first.shape[1] > 1 and comparable(first, outputs[0][0])
-    same = agreement(reference, outputs) / 100.0 if classes else None
-    by_sample = measure_samples(compared.groups, reference, outputs, compared.counts, compared.repeated)
-    differences, alike = measure_differences(
-        compared.groups, reference, outputs, compared.counts, compared.repeated
-    )
-    between_db = _lowest([errors.sqnr_db() for errors in differences])
-    compared_exactly = [[v for v in batch if not alike or v.dtype.kind != "f"] for batch in reference]
-    constant = not compared.one_number and are_constant(compared_exactly, compared.repeated)
+    same = agreement(compared.reference, compared.outputs) / 100.0 if classes else None
+    by_sample = measure_samples(compared.groups, reference, outputs, counts, repeated)
+    differences, alike = measure_differences(compared.groups, reference, outputs, counts, repeated)
+    between_db = _lowest([*(errors.sqnr_db() for errors in differences), integers.lost_db])
+    exactly = [[v for v in batch if not alike or v.dtype.kind != "f"] for batch in compared.reference]
+    constant = not compared.one_number and are_constant(exactly, repeated)
     low_db = _lowest([errors.low_db() - margin_db for errors in by_sample])
     worst_sample_db = _lowest([errors.worst_db() for errors in by_sample])
     quantized, in_float = values or (None, None)
     groups = tuple(map(GroupVerdict.of, errors.errors()))
     lost = any(not group.informative for group in groups)
-    integers = integer_errors(reference, outputs)
-    equal = min((e.equal for e in integers if e.sqnr_db < GOOD_FROM_DB), default=None)
     uncompared = tuple(index for index, unequal in errors.unequal.items() if unequal == len(reference))
     decibels = errors.sqnr_db() if groups or not uncompared else math.nan
-    samples = sum(compared.counts)
+    samples = sum(counts)
     judged = functools.partial(
         judge,
         decibels,
         quantized,
         in_float,
         informative=not lost,
-        equal=equal,
+        equal=integers.equal,
         compared=not uncompared,
         rows=compared.rows,
         worst_sample_db=worst_sample_db,
@@ -108,7 +107,7 @@ def judge_outputs(
         measured_on,
         at_least,
         groups,
-        equal,
+        integers.equal,
         uncompared,
         compared.rows,
         low_db,
@@ -139,7 +138,7 @@ def _silent(reference: Outputs, groups: Sequence[ColumnGroup]) -> tuple[tuple[st
     return tuple(numbers) if len(numbers) < len(reference[0]) else ()
 
 
-def _lowest(figures: Sequence[float]) -> float | None:
+def _lowest(figures: Sequence[float | None]) -> float | None:
     """Returns the lowest of some ratios in dB; None if all are infinite."""
-    finite = [figure for figure in figures if math.isfinite(figure)]
+    finite = [figure for figure in figures if figure is not None and math.isfinite(figure)]
     return min(finite, default=None)

@@ -14,6 +14,7 @@ __all__ = [
     "BROKEN_BELOW_DB",
     "DIFFERING_DB",
     "FAKE_QUANTS",
+    "GOOD_EQUAL",
     "GOOD_FROM_DB",
     "THE_FILE",
     "GroupVerdict",
@@ -31,7 +32,10 @@ FAKE_QUANTS = "graph with fake quants"
 """What computes the figures that are no runtime's."""
 THE_FILE = "the file"
 """What computes the figures of a finished file, in its runtime."""
-_GOOD_EQUAL, _BROKEN_EQUAL = 0.9, 0.5  # shares of an output of integers; an index is right or wrong
+GOOD_EQUAL = 0.9
+"""From this share of equal integers on, a graph is good; an index is right or wrong."""
+_BROKEN_EQUAL = 0.5
+_NEARLY_ALL = 0.999  # the largest share below 100.0 %
 _GOOD_SAME, _FEW_CHANGED = 0.9, 2  # share of equal predictions; fewer changed ones tell of no share
 _GOOD_LOSS = 0.01  # of the metric in float
 _BROKEN_LOSS = 0.05
@@ -95,8 +99,8 @@ class Verdict(Displayed):
         at_least: the limit that the user gave for the metric, or for the SQNR without one; None for none.
             Lost rows count as noise there: see `counted_db`.
         groups: the column groups of the outputs.
-        equal: the share of equal values of the worst output of integers, such as indices, that are neither
-            equal nor close to float's; None for none.
+        equal: the share of equal values of the worst output of integers, such as indices; None if all are
+            equal. Those of which few are equal, while all are close, are numbers, compared like floats.
         uncompared: the places of the outputs that had other rows than float's in every batch.
         rows: of the rows that the graph selects, by a top-k, an arg-max or a suppression, the share that
             float selects, too, at the worst output; the other figures compare these. None if nothing selects.
@@ -172,7 +176,7 @@ class Verdict(Displayed):
         if self.rows is not None:
             parts.append(f"{self.rows:.1%} of the selected rows are float's")
         if self.equal is not None:
-            parts.append(f"equal integers {self.equal:.1%}")
+            parts.append(f"equal integers {_share(self.equal)}")
         if self.agreement is not None:
             parts.append(f"same prediction {self.agreement:.1%}")
         if self.metric is not None:
@@ -202,7 +206,7 @@ class Verdict(Displayed):
         """Returns the figures of a file behind those of the graph that it was exported from."""
         parts = [self._headline(), *self._doubts()]
         if self.equal is not None:
-            parts.append(f"equal integers {self.equal:.1%}")
+            parts.append(f"equal integers {_share(self.equal)}")
         if self.agreement is not None and self.agreement < 1.0:
             parts.append(f"same prediction {self.agreement:.1%}")
         return f"{self.computed_by} has {', '.join(parts)}, on {self.samples} {self.measured_on}"
@@ -218,7 +222,7 @@ class Verdict(Displayed):
         if not math.isfinite(self.sqnr_db) and self.rows is not None and self.rows < 1.0:
             return "no noise in the rows that are float's"
         if not math.isfinite(self.sqnr_db):
-            return "outputs are exact" if self.equal is None else "integers that are not float's"
+            return "outputs are exact" if self.equal is None else "some integers are not float's"
         lost = self.worst is not None and not self.worst.informative
         return f"output SQNR {self.sqnr_db:.1f} dB{self._place()}{', no information is left' if lost else ''}"
 
@@ -246,7 +250,7 @@ class Verdict(Displayed):
 
     def _is_above(self, limit: float, other_db: float | None) -> bool:
         """Whether the SQNR reaches a limit that another figure does not."""
-        return other_db is not None and math.isfinite(self.sqnr_db) and other_db < limit <= self.sqnr_db
+        return other_db is not None and other_db < limit <= self.sqnr_db
 
     def _place(self) -> str:
         if self.worst is None or len(self.groups) < 2:
@@ -254,6 +258,11 @@ class Verdict(Displayed):
         best = min(group.sqnr_db for group in self.groups if group is not self.worst)
         others = f"{best:.1f} dB or more" if math.isfinite(best) else "exact"
         return f" at {self.worst.name} (elsewhere {others})"
+
+
+def _share(equal: float) -> str:
+    """Returns a share that is no whole one."""
+    return f"{min(equal, _NEARLY_ALL):.1%}"
 
 
 def judge(
@@ -306,7 +315,7 @@ def judge(
         and any((not compared, doubtful, lost, alike, shows_nothing, changed))
     ):
         return "check"
-    return "check" if word == "good" and equal is not None and equal < _GOOD_EQUAL else word
+    return "check" if word == "good" and equal is not None and equal < GOOD_EQUAL else word
 
 
 def _are_changed(same: float, samples: int) -> bool:

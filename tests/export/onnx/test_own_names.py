@@ -156,6 +156,56 @@ def test_axes_of_outputs_have_their_own_names(form: str, tmp_path: Path) -> None
     assert axes == ends | {"y": ["n", 4, "h/2", "y_3"]}
 
 
+def _picking(stored: dict[str, np.ndarray], passed: bool = False) -> onnx.ModelProto:
+    """Rows of scores of which the values decide how many there are, if ``passed`` beside the input itself."""
+    nodes = [
+        _node("Conv", "conv", ["x", "w"], ["c"]),
+        _node("Reshape", "rows", ["c", "shape"], ["r"]),
+        _node("Gather", "scores", ["r", "first"], ["s"], axis=1),
+        _node("Greater", "hits", ["s", "zero"], ["h"]),
+        _node("Compress", "pick", ["r", "h"], ["y"], axis=0),
+    ]
+    infos = [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 3, 8, 8])]
+    infos.append(helper.make_tensor_value_info("y", TensorProto.FLOAT, ["k", 4]))
+    weights = [numpy_helper.from_array(value, name) for name, value in stored.items()]
+    ends = [infos[1], infos[0]] if passed else infos[1:]
+    graph = helper.make_graph(nodes, "g", infos[:1], ends, weights)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+_PICKED = {
+    "w": _weights(4, 3, 1, 1),
+    "shape": np.array([64, 4], np.int64),
+    "first": np.array(0, np.int64),
+    "zero": np.array(0, np.float32),
+}
+
+
+@pytest.mark.parametrize("form", ONNX_FORMS)
+def test_sizes_that_a_file_fixes_beside_rows_that_values_decide(form: str, tmp_path: Path) -> None:
+    onnx.save(_picking(_PICKED), tmp_path / "net.onnx")
+    traced = qtrace.from_onnx(tmp_path / "net.onnx")
+    if form != "float":
+        traced = qtrace.convert(qtrace.calibrate(qtrace.prepare(traced), [X[:1]], progress=False))
+    options = {} if form == "float" else {"format": form}
+    (info,) = onnx.load(qtrace.export(traced, tmp_path / "out.onnx", **options)).graph.output
+    assert [d.dim_param or d.dim_value for d in info.type.tensor_type.shape.dim] == ["k", 4]
+
+
+@pytest.mark.parametrize("form", ONNX_FORMS)
+def test_an_output_that_is_an_input_keeps_its_name(form: str, tmp_path: Path) -> None:
+    onnx.save(_picking(_PICKED, passed=True), tmp_path / "net.onnx")
+    traced = qtrace.from_onnx(tmp_path / "net.onnx")
+    if form != "float":
+        traced = qtrace.convert(qtrace.calibrate(qtrace.prepare(traced), [X[:1]], progress=False))
+    options = {} if form == "float" else {"format": form}
+    path = qtrace.export(traced, tmp_path / "out.onnx", **options)
+    session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
+    assert [value.name for value in session.get_outputs()] == ["y", "x"]
+    assert np.array_equal(session.run(["x"], {"x": X[:1]})[0], X[:1])
+    assert not any(node.op_type == "Identity" for node in onnx.load(path).graph.node)
+
+
 def test_the_producer_of_the_first_file_survives_two_round_trips(tmp_path: Path) -> None:
     again = onnx.load(_exported("float", _model(), tmp_path)[1])
     _, path = _exported("onnx", again, tmp_path)

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 import qtrace
+from qtrace.outputs import find_groups
 from qtrace.sensitivity.diagnosis import diagnose
+from qtrace.sensitivity.diagnosis.judged_outputs import JudgedOutputs, judge_outputs
 from qtrace.sensitivity.diagnosis.verdict import judge
 from qtrace.sensitivity.metrics import integer_errors
 from tests.nets import images, net
@@ -66,3 +68,47 @@ def test_batches_of_other_rows_are_left_out():
     test = [[np.arange(4)[::-1], np.zeros(2, np.float32)], [np.arange(2), np.zeros(2, np.float32)]]
     ((index, equal, _),) = [(e.output, e.equal, e.sqnr_db) for e in integer_errors(reference, test)]
     assert (index, equal) == (0, 0.0)
+
+
+def _judged(reference, outputs):
+    groups = find_groups(None, [[reference]], names=("y",))
+    compared = JudgedOutputs(groups, [[reference]], [[outputs]], [len(reference)], [()])
+    return judge_outputs(compared, "samples")
+
+
+_COUNTS = np.arange(48).reshape(8, 6) * 7 % 31 + 100
+
+
+def test_numbers_that_are_close_have_a_figure_and_are_not_exact():
+    verdict = _judged(_COUNTS, _COUNTS + (_COUNTS % 2))
+    assert verdict.word == "good"
+    assert "exact" not in verdict.line()
+    assert "output SQNR 4" in verdict.line()
+    nearly = _COUNTS + (_COUNTS == 100)
+    assert "equal integers 95.8%" in _judged(_COUNTS, nearly).line()
+    assert _judged(_COUNTS, _COUNTS).line().startswith("verdict: good: outputs are exact")
+
+
+def test_a_mask_of_which_nearly_all_is_right_is_not_exact():
+    mask = np.arange(80000).reshape(8, 10000) % 5 < 2
+    line = _judged(mask, mask ^ (np.arange(10000) == 7)).line()
+    assert "equal integers 99.9%" in line
+    assert "exact" not in line
+
+
+def test_numbers_far_from_0_are_not_good_if_they_tell_nothing_of_the_samples():
+    verdict = _judged(_COUNTS, np.full_like(_COUNTS, 115))
+    assert verdict.word != "good"
+    assert verdict.between_db < 3.0
+
+
+@pytest.mark.parametrize("kept", [0, 16])
+def test_rare_hits_of_a_mask_are_not_good_if_they_are_lost(kept):
+    hits = np.zeros((8, 200), bool)
+    hits[np.arange(16) % 8, np.arange(16) * 11] = True
+    mask = hits & (np.cumsum(hits.ravel()).reshape(hits.shape) <= kept)
+    mask[0, 5] = True  # is no hit
+    verdict = _judged(hits, mask)
+    assert verdict.equal > 0.98
+    assert verdict.word == ("good" if kept else "check")
+    assert ("in what differs between samples" in verdict.line()) is not bool(kept)

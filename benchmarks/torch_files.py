@@ -43,12 +43,14 @@ RESULTS = Path(__file__).parent / "results" / "torch_files.json"
 PAGE = Path(__file__).parents[1] / "docs" / "measured" / "torch-files.md"
 MARK = "<!-- table of benchmarks.torch_files -->"
 SPEECH = "speech"
+_IMAGE_NETS = (
+    "googlenet mobilevitv2_050 tf_efficientnet_lite0 mobilenetv4_conv_small pvt_v2_b0 mobilevit_xxs "
+    "convnext_atto edgenext_xx_small resnet18 squeezenet1_1 mobilenet_v2 mobilenet_v3_small mnasnet0_5 "
+    "shufflenet_v2_x0_5 regnet_x_400mf regnet_y_400mf densenet121 efficientnet_b0 seresnet18 lcnet_035 "
+    "ghostnet_050 repvgg_a0 vit_tiny_patch16_224 starnet_s1 poolformer_s12"
+)
 NETS: Mapping[str, tuple[int, ...]] = {
-    "googlenet": (3, 64, 64),
-    "mobilevitv2_050": (3, 64, 64),
-    "tf_efficientnet_lite0": (3, 64, 64),
-    "mobilenetv4_conv_small": (3, 64, 64),
-    "pvt_v2_b0": (3, 64, 64),
+    **dict.fromkeys(_IMAGE_NETS.split(), (3, 64, 64)),
     SPEECH: (1, 300, 120),
 }
 """Network -> the shape of a sample."""

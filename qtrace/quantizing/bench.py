@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -328,12 +328,13 @@ class Bench:
         if FLOAT in self.selecting and all(name in self.selecting for name in files):
             counts = [batch_length(tuple(values)) for values in self.feeds]
             batches = [b for i, b in enumerate(self.held_back()) if sum(counts[:i]) < samples]
-            graphs = (self.selecting[name] for name in files)
-            return [measure_row_noise(self.selecting[FLOAT], graph, batches) for graph in graphs]
+            counts, graphs = counts[: len(batches)], (self.selecting[name] for name in files)
+            return [measure_row_noise(self.selecting[FLOAT], graph, batches, counts) for graph in graphs]
         self._run_files((FLOAT, *files), samples)
         exact = self.outputs[FLOAT]
         groups = output_groups(self.traced, exact)
-        return [measure_noise(groups, exact, self.outputs[name]) for name in files]
+        counts = [batch_length(tuple(values)) for values in self._inputs(self._session(FLOAT), samples)]
+        return [measure_noise(groups, exact, self.outputs[name], counts) for name in files]
 
     def _note(self, reason: str) -> None:
         self.reporter.note(f"placement: by predicted times, as none could be measured: {reason}")
@@ -427,14 +428,15 @@ class Bench:
         return self.sessions[name]
 
     def _run(self, session: FileRuns, samples: int) -> list[list[np.ndarray]]:
-        results = []
+        return [run_batch(session, inputs) for inputs in self._inputs(session, samples)]
+
+    def _inputs(self, session: FileRuns, samples: int) -> Iterator[list[np.ndarray]]:
+        """Yields the inputs of each run of a file on the first samples."""
         for values in self.feeds:
             rows = _rows(session, values)
             if samples > 0:
-                inputs = [value[:samples] for value in values] if rows > samples else values
-                results.append(run_batch(session, inputs))
+                yield [value[:samples] for value in values] if rows > samples else values
             samples -= rows or 1
-        return results
 
 
 def _plain(config: QConfig) -> QConfig:

@@ -29,7 +29,9 @@ def output_groups(traced: TracedModule, exact: Outputs) -> tuple[ColumnGroup, ..
     return find_groups(traced, exact) if exact else ()
 
 
-def measure_noise(groups: Sequence[ColumnGroup], exact: Outputs, own: Outputs) -> tuple[float, ...]:
+def measure_noise(
+    groups: Sequence[ColumnGroup], exact: Outputs, own: Outputs, counts: Sequence[int]
+) -> tuple[float, ...]:
     """Returns for each half of the samples the noise of the worst group, relative to its power.
 
     Of integers it is the share of those that differ. It is infinite where outputs cannot be compared: other
@@ -39,12 +41,13 @@ def measure_noise(groups: Sequence[ColumnGroup], exact: Outputs, own: Outputs) -
         groups: the groups of columns of the float outputs.
         exact: the outputs of the float file.
         own: the outputs in their place.
+        counts: the number of samples of each batch.
     """
     pairs = list(zip(exact, own, strict=True))
     if any(not _alike(a, b) for a, b in pairs):
         return (math.inf, math.inf)
     samples = [_samples(batch, groups) for batch in exact]
-    weights = _weights(groups, exact, samples)
+    weights = _weights(groups, exact, counts)
     middle, start = (sum(samples) + 1) // 2, 0
     halves: list[list[tuple[list[np.ndarray], list[np.ndarray]]]] = [[], []]
     for (a, b), count in zip(pairs, samples, strict=True):
@@ -58,20 +61,23 @@ def measure_noise(groups: Sequence[ColumnGroup], exact: Outputs, own: Outputs) -
     return tuple(_worst(weights, half or halves[0]) for half in halves)
 
 
-def measure_row_noise(exact: TracedModule, graph: TracedModule, batches: Sequence[Any]) -> tuple[float, ...]:
+def measure_row_noise(
+    exact: TracedModule, graph: TracedModule, batches: Sequence[Any], counts: Sequence[int]
+) -> tuple[float, ...]:
     """Returns for each half of the batches the noise of the rows that a graph selects, or their lost share.
 
     Args:
         exact: the flat graph in float.
         graph: the graph in its place.
         batches: inputs as for `qtrace.calibrate`.
+        counts: the number of samples of each batch.
     """
     own, tapes = rows_of(graph, batches)
     same, replays = rows_of(exact, batches, [tape.places for tape in tapes])
     if any(not _alike(a, b) for a, b in zip(same, own, strict=True)):
         return (math.inf, math.inf)
     groups, selected = output_groups(exact, same), SelectedShares.of(exact)
-    weights = _weights(groups, same, [_samples(batch, groups) for batch in same])
+    weights = _weights(groups, same, counts)
     middle = (len(batches) + 1) // 2
     halves = [slice(0, middle), slice(middle, None)] if middle < len(batches) else [slice(None)] * 2
     noises = []

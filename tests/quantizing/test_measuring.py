@@ -601,7 +601,7 @@ def test_where_float_is_measured_best_the_file_is_in_float(tmp_path: Path, caplo
 
 
 def _noises(traced, exact, own):
-    return measure_noise(output_groups(traced, exact), exact, own)
+    return measure_noise(output_groups(traced, exact), exact, own, [len(batch[0]) for batch in exact])
 
 
 def test_noise_counts_beside_what_differs_between_samples() -> None:
@@ -612,6 +612,13 @@ def test_noise_counts_beside_what_differs_between_samples() -> None:
     assert np.square(noisy - exact).sum() / np.square(exact).sum() < 1e-5
     expected = 1 / 16 / 10**0.7  # 7 dB less than beside the differences
     assert _noises(None, [[exact]], [[noisy]]) == pytest.approx((expected, expected), rel=0.05)
+    # Beside a number, and in batches of one, it is the same: inputs tell how many samples there are.
+    number = np.float64(3.0)
+    for cut in (np.split(exact, 64), [exact]):
+        batches = [[part, np.asarray(number)] for part in cut]
+        own = [[part, np.asarray(number)] for part in (np.split(noisy, 64) if len(cut) > 1 else [noisy])]
+        noises = measure_noise(output_groups(None, batches), batches, own, [len(part) for part in cut])
+        assert noises == pytest.approx((expected, expected), rel=0.05)
 
 
 def test_the_worst_group_of_columns_is_the_noise() -> None:
@@ -652,7 +659,7 @@ def test_selected_rows_are_compared_with_the_same_rows(shift: list[float], noise
     scores = np.tile(np.float32([[0.0, 5.2, 5.0, 4.0, 1.0, 0.5]]), (2, 1))
     batches = [(scores, rng.normal(size=(2, 6, 4)).astype(np.float32)) for _ in range(3)]
     exact, graph = _selects_by([0.0] * 6), _selects_by(shift)
-    assert measure_row_noise(exact, graph, batches) == pytest.approx((noise, noise))
+    assert measure_row_noise(exact, graph, batches, [2] * 3) == pytest.approx((noise, noise))
     values = [[[t(*map(mge.Tensor, batch)).numpy()] for batch in batches] for t in (exact, graph)]
     assert min(_noises(None, *values)) > 0.1  # by their places
 

@@ -35,7 +35,7 @@ from qtrace.importing.onnx.identities import store_copies
 from qtrace.importing.onnx.importer import Importer
 from qtrace.importing.onnx.inputs import InputShape, fix_axes, open_sizes, resolve_inputs
 from qtrace.importing.onnx.linear_bias import join_biases
-from qtrace.importing.onnx.model import Graph, read_graph
+from qtrace.importing.onnx.model import Graph, count_readers, read_graph
 from qtrace.importing.onnx.naming import node_name
 from qtrace.importing.onnx.opening import Opened, UnsupportedNodesError, build_open, open_axes_of
 from qtrace.importing.onnx.origin import keep_own, list_names
@@ -133,7 +133,6 @@ def read_onnx(
         GraphError: when MegEngine refuses an op.
     """
     model, stored = load_model(file)
-    _tell_defaults(model, source or str(file))
     opsets = {"" if o.domain == "ai.onnx" else o.domain: int(o.version) for o in model.opset_import}
     graph = read_graph(model.graph, opsets, stored)
     if outputs is not None:
@@ -142,6 +141,7 @@ def read_onnx(
         shapes = {name: shape for name, shape in (shapes or {}).items() if name not in gone}
     if not graph.outputs:
         raise ImportingError("the graph of the file names no output, so that there is nothing to compute.")
+    _tell_defaults(graph, model, source or str(file))
     strings = {t.name for t in model.graph.initializer if t.data_type == onnx.TensorProto.STRING}
     graph = without_strings(graph, strings)
     inputs = resolve_inputs(graph, shapes, batch, fixed)
@@ -201,17 +201,21 @@ def declared_axes(path: str | os.PathLike[str]) -> dict[str, tuple[int | str, ..
 
 
 _EMPTY = np.zeros(0, np.float32)
-_INPUTS_HAVE_DEFAULTS = (
-    4  # the version of the format from which an initializer that is an input is no constant
-)
+# The version of the format from which an initializer that is an input, too, is no constant.
+_HAS_DEFAULTS = 4
+_LAYERS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 _MOST_NAMED = 3
 
 
-def _tell_defaults(model: onnx.ModelProto, source: str) -> None:
-    """Says which inputs have default values, as these are what the network computes with from now on."""
-    stored = {tensor.name for tensor in model.graph.initializer}
-    names = [value.name for value in model.graph.input if value.name in stored]
-    if not names or model.ir_version < _INPUTS_HAVE_DEFAULTS:
+def _tell_defaults(graph: Graph, model: onnx.ModelProto, source: str) -> None:
+    """Says which inputs have default values, as these are what the network computes with from now on.
+
+    Some exporters list all that is stored as inputs, too: where weights are among these, none is told.
+    """
+    read, stored = count_readers(graph), {tensor.name for tensor in model.graph.initializer}
+    names = [value.name for value in model.graph.input if value.name in stored and read[value.name]]
+    weights = {node.inputs[1] for node in graph.nodes if node.op in _LAYERS}
+    if not names or model.ir_version < _HAS_DEFAULTS or not weights.isdisjoint(names):
         return
     shown, more = ", ".join(map(repr, names[:_MOST_NAMED])), len(names) - _MOST_NAMED
     shown += f" and {more} more" if more > 0 else ""

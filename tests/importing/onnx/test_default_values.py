@@ -58,3 +58,20 @@ def test_stored_values_that_no_caller_can_replace_are_not_told(
     with caplog.at_level(logging.WARNING, logger="qtrace"):
         qtrace.from_onnx(_write(tmp_path / "n.onnx", names, ir_version))
     assert "default" not in caplog.text
+
+
+def test_settings_are_told_apart_from_weights_and_from_what_is_cut(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="qtrace"):
+        qtrace.from_onnx(_write(tmp_path / "n.onnx", ["c"]), outputs=["yb"])
+    assert "default" not in caplog.text  # nothing reads it any more
+    model = onnx.load(tmp_path / "n.onnx")
+    model.graph.initializer.append(numpy_helper.from_array(np.eye(4, dtype=np.float32), "w"))
+    model.graph.input.append(helper.make_tensor_value_info("w", TensorProto.FLOAT, [4, 4]))
+    model.graph.node.append(helper.make_node("MatMul", ["yd", "w"], ["z"]))
+    model.graph.output[0].name = "z"
+    onnx.save(model, tmp_path / "w.onnx")
+    with caplog.at_level(logging.WARNING, logger="qtrace"):
+        qtrace.from_onnx(tmp_path / "w.onnx")
+    assert "default" not in caplog.text  # an exporter that lists all that is stored

@@ -233,6 +233,14 @@ def test_an_end_of_zeros_and_values_without_limit_are_left_out() -> None:
     assert not [name for name in noise.values if name.startswith("where")]
 
 
+def test_random_inputs_tell_nothing_of_what_differs_between_samples() -> None:
+    module, x = net(lambda self, x: self.a(x) + 100.0, a=M.Conv2d(3, 4, 1)), images(8, 3, 8, 8)
+    flat = flatten(trace(module, x, check=False))
+    (own,), (random,) = (MeasuredRun(flat, samples).groups for samples in ([((mge.Tensor(x),), {})], None))
+    assert own.power < 0.01 * np.square(flat(mge.Tensor(x)).numpy()).sum()
+    assert random.power > 0.5 * 2 * 100.0**2 * 8 * 4 * 64  # two batches
+
+
 def test_without_samples_inputs_are_random_images_of_the_traced_shapes() -> None:
     def forward(self: M.Module, x: mge.Tensor, index: mge.Tensor) -> mge.Tensor:
         return F.flatten(self.a(x), 1).mean(axis=1) + self.table(index).mean(axis=1)

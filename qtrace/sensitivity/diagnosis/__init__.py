@@ -56,7 +56,6 @@ __all__ = [
 
 _SUSPECTS = 8
 _CAUSES = 3
-_ENOUGH = 4  # samples that tell which of the suspects is the worst
 _LEAST_SHARE = 0.05
 
 
@@ -165,9 +164,7 @@ def diagnose(
     verdict = _judge(view, simulation, values, measured_on, at_least, known, run_file)
     evidence = measure_sites(view, twin or model, simulation.batches)
     if verdict.word != "good" and not verdict.doubted:
-        few = _first_batches(view, simulation.batches)
-        alone = simulation if len(few) == len(simulation.batches) else Simulation(view, few, twin=twin)
-        evidence = measure_output_noise(alone, evidence, _suspects(evidence), progress=progress)
+        evidence = measure_output_noise(simulation, evidence, _suspects(evidence), progress=progress)
     causes = _rank(evidence, known, simulation.batches)
     if verdict.word == "good" and any(cause.name in OTHER_DATA for cause in causes):
         verdict = replace(
@@ -218,17 +215,6 @@ def _judge(
     return judge_outputs(
         compared, measured_on, values, at_least, known.margin_db, known.judged, computed_by=computed_by
     )
-
-
-def _first_batches(view: QuantizedModel, batches: Sequence[Any]) -> list[Any]:
-    """Returns the first batches with `_ENOUGH` samples together: suspects differ by more than samples do."""
-    few, samples = [], 0
-    for index, batch in enumerate(batches):
-        few.append(batch)
-        samples += count_samples(as_arguments(batch, view.module, index))
-        if samples >= _ENOUGH:
-            break
-    return few
 
 
 def _suspects(evidence: Sequence[SiteEvidence]) -> list[str]:

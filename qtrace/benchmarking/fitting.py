@@ -215,14 +215,17 @@ def nearest(
 
 def _missed(
     table: CostTable, factors: Mapping[tuple[str, str], Trend], measured: Sequence[Measurement]
-) -> float:
-    """Returns the mean square of the logarithms by which a scaled table differs from measured times."""
+) -> tuple[int, float]:
+    """Returns how many measured times a table lacks, and by how much it differs from the others once scaled.
+
+    The difference is the mean square of the logarithms.
+    """
     misses = [
         math.log(own.seconds / (expected * factors[_class(own.op), own.form].at(own.op))) ** 2
         for own in measured
         if (expected := _expected(table, own))
     ]
-    return sum(misses) / max(len(misses), 1)
+    return len(measured) - len(misses), sum(misses) / max(len(misses), 1)
 
 
 def _expected(table: CostTable, own: Measurement) -> float | None:

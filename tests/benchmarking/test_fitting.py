@@ -173,3 +173,10 @@ def test_a_fit_beside_other_programs_is_kept_for_an_hour(tmp_path, monkeypatch) 
     for hour[0] in (9, 10, 11):
         assert fitting.fit_processor(measure).factors
     assert asked == [7, 8, 9]
+
+
+def test_a_table_that_lacks_times_is_never_the_nearest() -> None:
+    full = _named("onnxruntime", "a")
+    tables = {"empty": CostTable(full.machine, []), "full": full}
+    measured = [replace(m, seconds=m.seconds * (1 + i)) for i, m in enumerate(full.measurements)]
+    assert fitting.nearest(tables, measured)[0] == "full"

@@ -77,6 +77,7 @@ class StatisticsCollector:
         )
         self.count = self.quantized.count
         self.held = held_back(self.count)
+        self._samples: dict[Expr, int] = {}  # of the first batch: those of a shorter last one weigh no more
         self._waiting = list(layers)
         self._references: dict[tuple[Expr, int], _Reference] = {}
 
@@ -172,7 +173,7 @@ class StatisticsCollector:
 
         Args:
             shape: the shape of the weight.
-            samples: the samples of a batch.
+            samples: the samples of a batch, the same number for all batches.
         """
         rows = max(_ROWS_OF_AN_INPUT * min(_inputs(shape), MAX_JOINT_INPUTS), _LEAST_ROWS)
         return -(-rows // (self.count * samples))
@@ -201,7 +202,8 @@ class StatisticsCollector:
             (layer, call), shape = calls[number], shapes[number]
             axes = value.shape[1:-1] if layer.axis == -1 else value.shape[2:]
             size = int(np.prod(axes))
-            places = min(self._count_places(shape), self._enough(shape, len(value)))
+            samples = self._samples.setdefault(call.expr, len(value))
+            places = min(self._count_places(shape), self._enough(shape, samples))
             positions = draw_positions(size, places, (batch, number))
             groups = shape[0] if call.kind in self._supported and len(shape) == 5 else 1
             rows = result_rows(value, layer.axis, groups, positions)

@@ -43,8 +43,8 @@ def correction(
         together: the threads that compute; None for this one.
 
     Returns:
-        The correction, float64 (G, D, O), fitted to both halves, and its damping; zeros and None if no
-        damping lowers the error.
+        The correction, float64 (G, D, O), fitted to both halves, and its damping; zeros and None if the best
+        damping does not lower the error of the outputs that decide.
     """
     together = together or Together(1)
     some = [_some_outputs(sums) for sums in (first, second)]
@@ -55,6 +55,8 @@ def correction(
         return sum(together.map(functools.partial(_crossed, DAMPINGS[index]), pairs))
 
     best = _MIDDLE
+    while best > 0 and math.isinf(error(best)):  # larger ones may not be
+        best -= 1
     for step in (1, -1):
         while 0 <= best + step < len(DAMPINGS) and error(best + step) < error(best):
             best += step
@@ -66,7 +68,7 @@ def correction(
 
 def _some_outputs(sums: SecondMoments) -> SecondMoments:
     """Returns the moments of the outputs of each group that choose the damping."""
-    apart = -(-sums.cross.shape[2] // _DECIDING)
+    apart = max(1, -(-sums.cross.shape[2] // _DECIDING))
     return replace(sums, missed=sums.missed[:, ::apart], cross=sums.cross[:, :, ::apart])
 
 
@@ -92,7 +94,7 @@ def _solve(sums: SecondMoments, damping: float) -> np.ndarray:
     size = sums.square.shape[-1]
     power = np.trace(sums.square, axis1=1, axis2=2) / size
     damped = sums.square.copy()
-    add_to_diagonals(damped, np.where(power > 0, damping * power, 1.0))
+    add_to_diagonals(damped, np.where(power > 0, power, 1.0) * damping)
     if len(damped) > 1:  # many small systems, of the groups of a convolution
         return np.asarray(np.linalg.solve(damped, sums.cross))
     pairs = zip(damped, sums.cross, strict=True)

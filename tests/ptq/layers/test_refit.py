@@ -256,3 +256,28 @@ def test_layers_whose_weights_are_left_and_those_without_a_bias_give_their_means
     pairs = [(module(mge.Tensor(x)).numpy(), refitted(mge.Tensor(x)).numpy()) for x in BATCHES]
     shift = np.mean([(expected - actual).mean(axis=(0, 2, 3)) for expected, actual in pairs], axis=0)
     assert np.abs(shift).max() < 1e-3 * max(np.abs(expected).max() for expected, _ in pairs)
+
+
+def test_sums_that_are_all_errors_end() -> None:
+    """No power is left to scale the damping by, which grows until the matrix is positive definite."""
+    sums = SecondMoments.of(np.zeros((1, 4, 2)), np.zeros((1, 4, 3)))
+    sums.square[:] = -10 * np.ones((1, 2, 2))
+    assert np.array_equal(ridge(sums, 0.01), np.zeros((1, 2, 3)))
+
+
+def test_a_layer_without_outputs_has_no_correction() -> None:
+    sums = SecondMoments.of(np.ones((1, 4, 2)), np.zeros((1, 4, 0)))
+    assert correction(sums, sums)[1] is None
+
+
+def test_a_larger_damping_is_found_behind_two_that_are_too_small() -> None:
+    """With 0.1 and 1 the matrices are not positive definite; 10 lowers the error all the same."""
+    random = np.random.default_rng(4)
+    read, missed = random.normal(size=(1, 80, 4)), random.normal(size=(1, 80, 3))
+    missed = missed + read[:, :, :3]
+    halves = [SecondMoments.of(read[:, part], missed[:, part]) for part in (slice(0, 40), slice(40, None))]
+    for m in halves:
+        m.square[0, 3, :] = m.square[0, :, 3] = 0
+        m.square[0, 3, 3] = -0.6 * np.trace(m.square[0, :3, :3])
+        m.cross[0, 3] = 0
+    assert correction(*halves)[1] == 10.0

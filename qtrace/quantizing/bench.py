@@ -47,7 +47,13 @@ from qtrace.quantizing.labellings import (
     name_with_bits,
     predict,
 )
-from qtrace.quantizing.output_noise import Outputs, measure_noise, measure_row_noise, output_groups
+from qtrace.quantizing.output_noise import (
+    Outputs,
+    group_weights,
+    measure_noise,
+    measure_row_noise,
+    output_groups,
+)
 from qtrace.quantizing.placing import Placer, Searched, integers_of, runtime_of
 from qtrace.quantizing.structure import hash_structure, is_in_float
 from qtrace.quantizing.suffixes import suffix_of
@@ -332,9 +338,9 @@ class Bench:
             return [measure_row_noise(self.selecting[FLOAT], graph, batches, counts) for graph in graphs]
         self._run_files((FLOAT, *files), samples)
         exact = self.outputs[FLOAT]
-        groups = output_groups(self.traced, exact)
         counts = [batch_length(tuple(values)) for values in self._inputs(self._session(FLOAT), samples)]
-        return [measure_noise(groups, exact, self.outputs[name], counts) for name in files]
+        weights = group_weights(output_groups(self.traced, exact), exact, counts)
+        return [measure_noise(weights, exact, self.outputs[name]) for name in files]
 
     def _note(self, reason: str) -> None:
         self.reporter.note(f"placement: by predicted times, as none could be measured: {reason}")

@@ -7,7 +7,7 @@ instead, and float computes the same rows: by position, a pair of exchanged rows
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from qtrace.outputs.counted import noise_weight
 from qtrace.outputs.replay import SelectedShares
 from qtrace.sensitivity.running import rows_of
 
-__all__ = ["Outputs", "measure_noise", "measure_row_noise", "output_groups"]
+__all__ = ["Outputs", "group_weights", "measure_noise", "measure_row_noise", "output_groups"]
 
 Outputs = Sequence[Sequence[np.ndarray]]
 """For each batch the values of every output."""
@@ -29,25 +29,38 @@ def output_groups(traced: TracedModule, exact: Outputs) -> tuple[ColumnGroup, ..
     return find_groups(traced, exact) if exact else ()
 
 
-def measure_noise(
-    groups: Sequence[ColumnGroup], exact: Outputs, own: Outputs, counts: Sequence[int]
-) -> tuple[float, ...]:
+def group_weights(
+    groups: Sequence[ColumnGroup], exact: Outputs, counts: Sequence[int]
+) -> dict[ColumnGroup, float]:
+    """Returns for each group how much more its noise counts than beside its power.
+
+    Args:
+        groups: the groups of columns of the float outputs.
+        exact: the outputs of the float file.
+        counts: the number of samples of each batch.
+    """
+    weights = {}
+    for group in groups:
+        parts = [group.select(batch[group.output]) for batch in exact]
+        weights[group] = noise_weight(parts, counts)
+    return weights
+
+
+def measure_noise(weights: Mapping[ColumnGroup, float], exact: Outputs, own: Outputs) -> tuple[float, ...]:
     """Returns for each half of the samples the noise of the worst group, relative to its power.
 
     Of integers it is the share of those that differ. It is infinite where outputs cannot be compared: other
     shapes or types, or values that float alone has finite.
 
     Args:
-        groups: the groups of columns of the float outputs.
+        weights: the groups of columns of the float outputs, from `group_weights`.
         exact: the outputs of the float file.
         own: the outputs in their place.
-        counts: the number of samples of each batch.
     """
     pairs = list(zip(exact, own, strict=True))
     if any(not _alike(a, b) for a, b in pairs):
         return (math.inf, math.inf)
-    samples = [_samples(batch, groups) for batch in exact]
-    weights = _weights(groups, exact, counts)
+    samples = [_samples(batch, weights) for batch in exact]
     middle, start = (sum(samples) + 1) // 2, 0
     halves: list[list[tuple[list[np.ndarray], list[np.ndarray]]]] = [[], []]
     for (a, b), count in zip(pairs, samples, strict=True):
@@ -77,7 +90,7 @@ def measure_row_noise(
     if any(not _alike(a, b) for a, b in zip(same, own, strict=True)):
         return (math.inf, math.inf)
     groups, selected = output_groups(exact, same), SelectedShares.of(exact)
-    weights = _weights(groups, same, counts)
+    weights = group_weights(groups, same, counts)
     middle = (len(batches) + 1) // 2
     halves = [slice(0, middle), slice(middle, None)] if middle < len(batches) else [slice(None)] * 2
     noises = []
@@ -107,23 +120,12 @@ def _alike(exact: Sequence[np.ndarray], own: Sequence[np.ndarray]) -> bool:
     return True
 
 
-def _samples(outputs: Sequence[np.ndarray], groups: Sequence[ColumnGroup]) -> int:
+def _samples(outputs: Sequence[np.ndarray], groups: Iterable[ColumnGroup]) -> int:
     """Returns the number of samples of a batch; 1 where the first axis is not that of samples."""
     counts = {len(value) if value.ndim else 1 for value in outputs}
     columns = any(group.axis == 0 for group in groups)
     scalars = any(not value.ndim for value in outputs)
     return max(counts.pop(), 1) if len(counts) == 1 and not columns and not scalars else 1
-
-
-def _weights(
-    groups: Sequence[ColumnGroup], exact: Outputs, counts: Sequence[int]
-) -> dict[ColumnGroup, float]:
-    """Returns for each group how much more its noise counts than beside its power."""
-    weights = {}
-    for group in groups:
-        parts = [group.select(batch[group.output]) for batch in exact]
-        weights[group] = noise_weight(parts, counts)
-    return weights
 
 
 def _worst(

@@ -45,7 +45,7 @@ from qtrace.quantizing.labellings import (
 )
 from qtrace.quantizing.measuring import fit_costs, prepare_measured
 from qtrace.quantizing.openvino_runs import OpenvinoRuns
-from qtrace.quantizing.output_noise import measure_noise, measure_row_noise, output_groups
+from qtrace.quantizing.output_noise import group_weights, measure_noise, measure_row_noise, output_groups
 from qtrace.quantizing.placing import TimingPlan
 from qtrace.quantizing.reporting import LogReporter
 from qtrace.quantizing.structure import hash_structure
@@ -601,7 +601,8 @@ def test_where_float_is_measured_best_the_file_is_in_float(tmp_path: Path, caplo
 
 
 def _noises(traced, exact, own):
-    return measure_noise(output_groups(traced, exact), exact, own, [len(batch[0]) for batch in exact])
+    weights = group_weights(output_groups(traced, exact), exact, [len(batch[0]) for batch in exact])
+    return measure_noise(weights, exact, own)
 
 
 def test_noise_counts_beside_what_differs_between_samples() -> None:
@@ -617,8 +618,8 @@ def test_noise_counts_beside_what_differs_between_samples() -> None:
     for cut in (np.split(exact, 64), [exact]):
         batches = [[part, np.asarray(number)] for part in cut]
         own = [[part, np.asarray(number)] for part in (np.split(noisy, 64) if len(cut) > 1 else [noisy])]
-        noises = measure_noise(output_groups(None, batches), batches, own, [len(part) for part in cut])
-        assert noises == pytest.approx((expected, expected), rel=0.05)
+        weights = group_weights(output_groups(None, batches), batches, [len(part) for part in cut])
+        assert measure_noise(weights, batches, own) == pytest.approx((expected, expected), rel=0.05)
 
 
 def test_the_worst_group_of_columns_is_the_noise() -> None:

@@ -94,16 +94,22 @@ def test_some_outputs_choose_the_damping_and_all_are_fitted() -> None:
     np.testing.assert_allclose(moved, ridge(SecondMoments.of(read, missed), damping))
 
 
-def test_sums_of_rounding_errors_want_more_damping() -> None:
-    """A matrix that is not positive definite has no least squares: the damping that makes it so is taken."""
+def _halves_with_errors(share: float) -> list[SecondMoments]:
+    """Sums of two halves whose fourth input has a negative power, as by rounding errors."""
     random = np.random.default_rng(4)
     read, missed = random.normal(size=(1, 80, 4)), random.normal(size=(1, 80, 3))
     missed = missed + read[:, :, :3]
     halves = [SecondMoments.of(read[:, part], missed[:, part]) for part in (slice(0, 40), slice(40, None))]
     for m in halves:
         m.square[0, 3, :] = m.square[0, :, 3] = 0
-        m.square[0, 3, 3] = -0.05 * np.trace(m.square[0])
+        m.square[0, 3, 3] = -share * np.trace(m.square[0])
         m.cross[0, 3] = 0
+    return halves
+
+
+def test_sums_of_rounding_errors_want_more_damping() -> None:
+    """A matrix that is not positive definite has no least squares: the damping that makes it so is taken."""
+    halves = _halves_with_errors(0.05)
     moved, damping = correction(*halves)
     assert damping is not None
     assert damping >= 0.1
@@ -272,12 +278,4 @@ def test_a_layer_without_outputs_has_no_correction() -> None:
 
 def test_a_larger_damping_is_found_behind_two_that_are_too_small() -> None:
     """With 0.1 and 1 the matrices are not positive definite; 10 lowers the error all the same."""
-    random = np.random.default_rng(4)
-    read, missed = random.normal(size=(1, 80, 4)), random.normal(size=(1, 80, 3))
-    missed = missed + read[:, :, :3]
-    halves = [SecondMoments.of(read[:, part], missed[:, part]) for part in (slice(0, 40), slice(40, None))]
-    for m in halves:
-        m.square[0, 3, :] = m.square[0, :, 3] = 0
-        m.square[0, 3, 3] = -0.6 * np.trace(m.square[0, :3, :3])
-        m.cross[0, 3] = 0
-    assert correction(*halves)[1] == 10.0
+    assert correction(*_halves_with_errors(0.6))[1] == 10.0

@@ -13,7 +13,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_CONSTRAINT := constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo detector-demo ocr-demo test test-slow test-long test-torch coverage bench fuzz lint format types wheel-check docs docs-serve notebooks lock clean distclean
+.PHONY: help setup demo detector-demo ocr-demo test test-slow test-long test-torch coverage bench fuzz lint format types wheel-check budget docs docs-serve notebooks lock clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -86,6 +86,9 @@ format: $(STAMP) ## Repair style with ruff
 
 types: $(STAMP) ## Check types with mypy
 	$(PY) -m mypy
+
+budget: $(STAMP) ## Show the size of each room next to its budget; ARGS=--lower writes what is less
+	$(PY) -m scripts.budget $(ARGS)
 
 wheel-check: $(STAMP) ## Build sdist and wheel, install the wheel elsewhere, and use it there
 	$(PY) scripts/check_wheel.py

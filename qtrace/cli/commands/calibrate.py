@@ -77,8 +77,8 @@ def calibrate(
     says.
 
     The end is a verdict: good, check or broken, the worst layers with the cause of each, and the command to
-    run next. It is measured on --evaluation, or on data that are held back if there is enough. The
-    exit code is 1 if a limit of the recipe's `expect` is broken.
+    run next. It is measured on --evaluation, or on data that are held back if there is enough. The exit code
+    is 1 if it is broken, or if --at-least or a limit of the recipe's `expect` does not hold.
     """
     metric = judged["metric"]
     with console.work():

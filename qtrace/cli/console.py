@@ -96,18 +96,22 @@ class Console:
 
 
 class _LogHandler(logging.Handler):
-    """Shows the library's log above a progress bar: warnings as warnings, all else as notes."""
+    """Shows the library's log above a progress bar: warnings as warnings, once each, all else as notes."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
         self.console = console
+        self.warned: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
         from tqdm import tqdm
 
+        message, warns = record.getMessage(), record.levelno >= logging.WARNING
+        if message in self.warned:  # data that are opened again have the same faults
+            return
+        self.warned |= {message} if warns else set()
         with tqdm.external_write_mode(file=sys.stderr):
-            show = self.console.warn if record.levelno >= logging.WARNING else self.console.note
-            show(record.getMessage())
+            (self.console.warn if warns else self.console.note)(message)
 
 
 def _plain(value: Any) -> Any:

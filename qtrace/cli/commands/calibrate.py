@@ -122,7 +122,6 @@ def calibrate(
         if (diagnosis := done.judgement.diagnosis) is not None:
             command = NextCommand(click.get_current_context().params, judged, done.more_data)
             following = command.after(diagnosis, QuantizedModel(done.prepared).annotation.backend)
-    models.note_skipped(done.source, console)
     facts = {**done.judgement.to_dict()}
     if diagnosis is not None:
         for line in (*diagnosis.lines(), f"next: {following}"):

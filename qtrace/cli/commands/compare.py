@@ -98,7 +98,6 @@ def compare(
             page = comparison.html(*_findings(diagnosis))
             with output_file(html, force=force) as partial:
                 partial.write_text(page, encoding="utf-8")
-    models.note_skipped(source, console)
     if html is not None:
         console.note(f"{html} is written: open it in a browser.")
     judged = {} if diagnosis is None else {"diagnosis": diagnosis.to_dict()}

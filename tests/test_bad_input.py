@@ -266,7 +266,7 @@ DATA = {
     "strings.npz": "no model input",
     "channels.npz": "does not fit",
     "nan.npz": "batch 0.*NaN",
-    "good": "a recipe with the key `preprocess` is needed",
+    "good": "give --size, --scale, --mean, --std and --channels, or a recipe with the key `preprocess`",
     f"{CODE}:nothing": "gives no batch",
     f"{CODE}:stops": "making batch 1 raised RuntimeError",
 }
@@ -424,7 +424,7 @@ def test_images(name: str, place: Path, capfd: pytest.CaptureFixture[str]) -> No
 
 
 def test_images_need_a_preprocess(place: Path) -> None:
-    refused("a recipe with the key `preprocess` is needed", *calibrate(data="good", recipe="onnxruntime"))
+    refused("or a recipe with the key `preprocess`", *calibrate(data="good", recipe="onnxruntime"))
 
 
 def test_bad_images_are_skipped_when_asked(place: Path, tmp_path: Path) -> None:
@@ -513,7 +513,7 @@ STAGES = {
     "float to compare": (("compare", "float.mge", "-d", "good"), "float.mge is traced, not quantized"),
     "float to verify with images": (
         ("verify", "model.onnx", "-m", "float.mge", "-d", "good"),
-        "a recipe with the key `preprocess` is needed",
+        "or a recipe with the key `preprocess`",
     ),
 }
 

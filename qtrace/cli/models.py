@@ -232,13 +232,13 @@ def check_size(model: Any, name: str, qconfig: Any, data: str) -> None:
         if read_inputs(model):
             raise ConfigError(
                 f"the recipe makes images {_format_shape(size)}, and {name} takes "
-                f"{_format_shape(shape[1:])}: give preprocess.size: {list(shape[1:])} in a recipe of yours, "
-                "or import a file that leaves the size open."
+                f"{_format_shape(shape[1:])}: give --image-size {_format_shape(shape[1:])}, or import a file "
+                "that leaves the size open."
             ) from error
         raise ConfigError(
             f"the recipe makes images {_format_shape(size)}, and {name}, which was traced with "
             f"{_format_shape(shape[1:])}, does not take them: trace it with --shape "
-            f"{_format_shape((1, *size))}, or give preprocess.size in a recipe of your own."
+            f"{_format_shape((1, *size))}, or give --image-size {_format_shape(shape[1:])}."
         ) from error
 
 

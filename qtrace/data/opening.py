@@ -89,7 +89,7 @@ def open_data(
 def _images(path: Path, preprocess: Preprocess | None, **options: Any) -> ImageSource:
     if preprocess is None:
         raise DataError(
-            f"{path} is a folder of images: give --size, --scale, --mean, --std and --channels, or a recipe with "
-            "the key `preprocess`."
+            f"{path} is a folder of images: give --size, --scale, --mean, --std and --channels, or a recipe "
+            "with the key `preprocess`."
         )
     return ImageSource(path, preprocess=preprocess, **options)

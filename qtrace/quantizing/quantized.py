@@ -113,9 +113,11 @@ class Quantized(Displayed):
 
     def _open_sizes(self) -> list[str]:
         """Returns a line for each input whose sizes the network leaves open, with those of the data."""
-        inputs = {} if self.traced is None else read_inputs(self.traced)
+        if self.traced is None or not (inputs := read_inputs(self.traced)):
+            return []
+        shapes = ("x".join(map(str, shape[1:])) for _, shape in list_inputs(self.traced))
         return [
-            f"size: {info.name} is {'x'.join(map(str, shape[1:]))} in the first batch, and open in the network"
-            for info, (_, shape) in zip(inputs.values(), list_inputs(self.traced) if inputs else (), strict=True)
+            f"size: {info.name} is {shape} in the first batch, and open in the network"
+            for info, shape in zip(inputs.values(), shapes, strict=True)
             if info.sizes and None in info.sizes[1:]
         ]

@@ -58,8 +58,8 @@ MISFITS = {
     ),
     "several other keys": (
         {"a": _X, "b": _X},
-        f"'a' of shape {{}} and 'b' of shape {{}}, but {TAKES}name one of them so, or give batches of several "
-        r"sizes as a list \(pkg.mod:loader\)",
+        f"'a' of shape {{}} and 'b' of shape {{}}, but {TAKES}name one of them so, or give batches of "
+        r"several sizes as a list \(pkg.mod:loader\)",
     ),
     "no key": ({}, f"nothing, but {TAKES}name them so"),
     "no input": ((), f"nothing, but {TAKES}give one array for each"),

@@ -198,7 +198,18 @@ def test_the_size_of_images_stands_in_the_summary_where_the_network_leaves_it_op
 ) -> None:
     monkeypatch.chdir(home)
     traced = qtrace.load("float.mge")
-    words = ["-d", "pictures", "--size", "12x14", "--mean", "0", "--std", "255", "--no-measure", "--no-verify"]
+    words = [
+        "-d",
+        "pictures",
+        "--size",
+        "12x14",
+        "--mean",
+        "0",
+        "--std",
+        "255",
+        "--no-measure",
+        "--no-verify",
+    ]
     for name, sizes, stands in (("open", {0: "n", 2: "h", 3: "w"}, True), ("fixed", {0: "n"}, False)):
         path = str(tmp_path / f"{name}.onnx")
         qtrace.export(traced, path)

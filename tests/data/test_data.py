@@ -393,8 +393,8 @@ class TestImages:
             assert data.skipped == [str(tmp_path / "b.jpg")]
             assert len(data) == 2
         assert [record.getMessage() for record in caplog.records] == [
-            f"left out: {tmp_path / 'b.jpg'} is not an image that qtrace reads (PNG, JPEG, BMP, WebP or PPM), "
-            "or its header is damaged."
+            f"left out: {tmp_path / 'b.jpg'} is not an image that qtrace reads (PNG, JPEG, BMP, WebP or "
+            "PPM), or its header is damaged."
         ]
 
     def test_numbered_batches_are_read_only_where_they_are_wanted(self, tmp_path):

@@ -106,7 +106,10 @@ def test_labels_are_reported(run, here, fakes):
         ({"-d": "text.npy"}, "is not an array in NumPy's .npy format"),
         ({"-d": "cut.npz"}, "is not a whole .npz file"),
         ({"-d": "objects.npy"}, "holds Python objects"),
-        ({"-d": "images"}, "give --size, --scale, --mean, --std and --channels, or a recipe with the key `preprocess`"),
+        (
+            {"-d": "images"},
+            "give --size, --scale, --mean, --std and --channels, or a recipe with the key `preprocess`",
+        ),
         ({"-d": "gone.module:loader"}, "there is no module 'gone'"),
         ({"-r": "bad"}, "error: there is no recipe 'bad': choose good."),
         ({"model": "gone.mge"}, "gone.mge cannot be read"),

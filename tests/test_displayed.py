@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 import qtrace
 from qtrace.display import Displayed, format_table, shorten_modules
+from qtrace.graph.edit import RECORD_ATTRIBUTE
 from qtrace.inspection.description import describe_graph
 from qtrace.tuning import TuneSettings
 from scripts.site import api
@@ -238,10 +239,31 @@ def test_a_notebook_shows_a_module_in_a_few_lines(monkeypatch: pytest.MonkeyPatc
     assert shell.written.splitlines()[:2] == ["TracedModule _Net of 60 exprs", "  inputs: x (2, 3, 8, 8)"]
     prepared = qtrace.prepare(traced, {})
     shell.function(prepared, shell, False)
-    assert "prepared for backend onnxruntime" in shell.written
+    assert "prepared, phase float: " in shell.written
     assert len(shell.written.splitlines()) < 10
     shell.function("no module", shell, False)
     assert shell.written == "'no module'"
+
+
+def test_a_quantized_module_begins_with_a_line_on_its_state(tmp_path: Path) -> None:
+    traced = qtrace.trace(_Net(), X, check=False)
+    plain = repr(traced)
+    assert plain.startswith("TracedModule(")
+    prepared = qtrace.prepare(traced, "w8a8", progress=False)
+    sites = len(qtrace.explain(prepared).annotation.sites)
+    recipe = f"{sites} sites, recipe onnxruntime + w8a8, backend onnxruntime"
+    line, first = repr(prepared).splitlines()[:2]
+    assert (line, first) == (f"prepared, phase float: {recipe}, not calibrated", "TracedModule(")
+    qtrace.calibrate(prepared, [X], progress=False)
+    assert repr(prepared).startswith(f"prepared, phase quantize: {recipe}, calibrated\nTracedModule(")
+    qtrace.save(qtrace.convert(prepared), tmp_path / "net.mge")
+    loaded = qtrace.load(tmp_path / "net.mge")
+    assert repr(loaded).startswith(f"converted, phase quantize: {recipe}, calibrated\nTracedModule(")
+    own = qtrace.prepare(traced, {"backend": "generic"}, progress=False)
+    assert "recipe without a name, backend generic, not calibrated" in repr(own)
+    setattr(own, RECORD_ATTRIBUTE, "damaged")
+    assert repr(own).startswith("TracedModule(")
+    assert repr(traced) == plain
 
 
 def test_sensitivity_is_function_and_package() -> None:

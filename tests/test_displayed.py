@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import sys
 from collections.abc import Callable
@@ -19,7 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import qtrace
-from qtrace.display import Displayed, format_table, shorten_modules
+from qtrace.cli.console import Console
+from qtrace.display import Displayed, format_table, progress_bar, shorten_modules
 from qtrace.graph.edit import RECORD_ATTRIBUTE
 from qtrace.inspection.description import describe_graph
 from qtrace.tuning import TuneSettings
@@ -264,6 +266,45 @@ def test_a_quantized_module_begins_with_a_line_on_its_state(tmp_path: Path) -> N
     setattr(own, RECORD_ATTRIBUTE, "damaged")
     assert repr(own).startswith("TracedModule(")
     assert repr(traced) == plain
+
+
+class _Stream(io.StringIO):
+    def __init__(self, terminal: bool) -> None:
+        super().__init__()
+        self.terminal = terminal
+
+    def isatty(self) -> bool:
+        return self.terminal
+
+
+@pytest.mark.parametrize(
+    ("terminal", "options", "drawn"),
+    [
+        (True, {}, True),
+        (True, {"progress": True}, True),
+        (True, {"progress": False}, False),
+        (False, {}, False),
+        (False, {"progress": True}, False),
+    ],
+)
+def test_bars_are_drawn_on_terminals_only(
+    terminal: bool, options: dict[str, bool], drawn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traced = qtrace.trace(lambda x: F.relu(x), X, check=False)
+    prepared = qtrace.prepare(traced, {"backend": "generic"}, progress=False)
+    monkeypatch.setattr(sys, "stderr", _Stream(terminal))
+    qtrace.calibrate(prepared, [X, X], **options)
+    assert ("calibrate" in sys.stderr.getvalue()) == drawn
+    assert not drawn or re.search(r"2/2 \[.* batch/s\]", sys.stderr.getvalue())
+
+
+@pytest.mark.parametrize("forced", [False, True])
+def test_a_command_draws_bars_in_a_log_only_if_forced(forced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", _Stream(False))
+    console = Console(forced=forced)
+    with console.work():
+        list(progress_bar(range(3), desc="gptq", unit="layer", disable=not console.progress))
+    assert ("gptq: 100%" in sys.stderr.getvalue()) == forced
 
 
 def test_sensitivity_is_function_and_package() -> None:

@@ -190,19 +190,27 @@ def _shorten(text: str, width: int) -> str:
     return text[:head] + _ELLIPSIS + text[len(text) - (width - 1 - head) :]
 
 
-def progress_bar(*args: Any, **options: Any) -> Any:
+def progress_bar(*args: Any, unit: str, disable: bool, **options: Any) -> Any:
     """Returns a bar of tqdm: a widget in a notebook that has ipywidgets, else a line on stderr.
 
     Args:
         *args: what the bar counts, as for ``tqdm``.
-        **options: the options of ``tqdm``.
+        unit: what one of them is, such as ``batch``.
+        disable: whether to draw no bar. None is drawn outside of terminals and IPython, such as in a log.
+        **options: other options of ``tqdm``.
     """
     from tqdm import TqdmWarning
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TqdmWarning)  # at its import, in a notebook without ipywidgets
         from tqdm.auto import tqdm
-    return tqdm(*args, **options)
+    disable = disable or not (sys.stderr.isatty() or _ipython())
+    return tqdm(*args, unit=f" {unit}", disable=disable, **options)
+
+
+def _ipython() -> Any:
+    """Returns the shell of IPython in which this process runs, such as that of a notebook; None outside."""
+    return getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
 
 
 def shorten_modules(describe: Callable[[Any], str]) -> None:
@@ -213,7 +221,7 @@ def shorten_modules(describe: Callable[[Any], str]) -> None:
     Args:
         describe: gives the text of a module; an error leaves MegEngine's.
     """
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    shell = _ipython()
     if shell is None:
         return
 

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 
 class QtraceError(Exception):
-    """Base of all errors caused by the user's input; the command line prints it and exits with 2."""
+    """Base of all errors that a user can cause; the command line prints it and exits with `exit_code`.
+
+    Attributes:
+        exit_code: 2 for a mistake in what was given, 1 for a result that fails a check.
+    """
+
+    exit_code = 2
 
 
 class SchemeError(QtraceError):
@@ -41,6 +47,18 @@ class ExportError(QtraceError):
 
 class DataError(QtraceError):
     """A data source cannot be read."""
+
+
+class LimitError(CalibrationError):
+    """A quantized network is useless, or breaks a limit of the user."""
+
+    exit_code = 1
+
+
+class VerifyError(ExportError):
+    """A runtime computes something else than the graph of its file."""
+
+    exit_code = 1
 
 
 class Terminated(SystemExit):

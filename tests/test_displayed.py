@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import sys
 from collections.abc import Callable
@@ -19,7 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import qtrace
-from qtrace.display import Displayed, format_table, shorten_modules
+from qtrace.cli.console import Console
+from qtrace.display import Displayed, format_table, progress_bar, shorten_modules
+from qtrace.graph.edit import RECORD_ATTRIBUTE
 from qtrace.inspection.description import describe_graph
 from qtrace.tuning import TuneSettings
 from scripts.site import api
@@ -238,10 +241,70 @@ def test_a_notebook_shows_a_module_in_a_few_lines(monkeypatch: pytest.MonkeyPatc
     assert shell.written.splitlines()[:2] == ["TracedModule _Net of 60 exprs", "  inputs: x (2, 3, 8, 8)"]
     prepared = qtrace.prepare(traced, {})
     shell.function(prepared, shell, False)
-    assert "prepared for backend onnxruntime" in shell.written
+    assert "prepared, phase float: " in shell.written
     assert len(shell.written.splitlines()) < 10
     shell.function("no module", shell, False)
     assert shell.written == "'no module'"
+
+
+def test_a_quantized_module_begins_with_a_line_on_its_state(tmp_path: Path) -> None:
+    traced = qtrace.trace(_Net(), X, check=False)
+    plain = repr(traced)
+    assert plain.startswith("TracedModule(")
+    prepared = qtrace.prepare(traced, "w8a8", progress=False)
+    sites = len(qtrace.explain(prepared).annotation.sites)
+    recipe = f"{sites} sites, recipe onnxruntime + w8a8, backend onnxruntime"
+    line, first = repr(prepared).splitlines()[:2]
+    assert (line, first) == (f"prepared, phase float: {recipe}, not calibrated", "TracedModule(")
+    qtrace.calibrate(prepared, [X], progress=False)
+    assert repr(prepared).startswith(f"prepared, phase quantize: {recipe}, calibrated\nTracedModule(")
+    qtrace.save(qtrace.convert(prepared), tmp_path / "net.mge")
+    loaded = qtrace.load(tmp_path / "net.mge")
+    assert repr(loaded).startswith(f"converted, phase quantize: {recipe}, calibrated\nTracedModule(")
+    own = qtrace.prepare(traced, {"backend": "generic"}, progress=False)
+    assert "recipe without a name, backend generic, not calibrated" in repr(own)
+    setattr(own, RECORD_ATTRIBUTE, "damaged")
+    assert repr(own).startswith("TracedModule(")
+    assert repr(traced) == plain
+
+
+class _Stream(io.StringIO):
+    def __init__(self, terminal: bool) -> None:
+        super().__init__()
+        self.terminal = terminal
+
+    def isatty(self) -> bool:
+        return self.terminal
+
+
+@pytest.mark.parametrize(
+    ("terminal", "options", "drawn"),
+    [
+        (True, {}, True),
+        (True, {"progress": True}, True),
+        (True, {"progress": False}, False),
+        (False, {}, False),
+        (False, {"progress": True}, False),
+    ],
+)
+def test_bars_are_drawn_on_terminals_only(
+    terminal: bool, options: dict[str, bool], drawn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traced = qtrace.trace(lambda x: F.relu(x), X, check=False)
+    prepared = qtrace.prepare(traced, {"backend": "generic"}, progress=False)
+    monkeypatch.setattr(sys, "stderr", _Stream(terminal))
+    qtrace.calibrate(prepared, [X, X], **options)
+    assert ("calibrate" in sys.stderr.getvalue()) == drawn
+    assert not drawn or re.search(r"2/2 \[.* batch/s\]", sys.stderr.getvalue())
+
+
+@pytest.mark.parametrize("forced", [False, True])
+def test_a_command_draws_bars_in_a_log_only_if_forced(forced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", _Stream(False))
+    console = Console(forced=forced)
+    with console.work():
+        list(progress_bar(range(3), desc="gptq", unit="layer", disable=not console.progress))
+    assert ("gptq: 100%" in sys.stderr.getvalue()) == forced
 
 
 def test_sensitivity_is_function_and_package() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from qtrace.calibration.base import check_sites
 from qtrace.calibration.checkpoint import Cadence, Part, StoredParts, fingerprint
@@ -171,7 +170,7 @@ class _CollectionRun:
             total=self.count, initial=start, desc="calibrate", unit="batch", disable=not settings.progress
         ) as bar:
             # A part of another machine is stored as it comes, so that an interruption keeps it.
-            outcomes = [_store(outcome) for outcome in pool.run(jobs, lambda number: _step(bar))]
+            outcomes = [_store(outcome) for outcome in pool.run(jobs, lambda number: bar.update())]
         for outcome in outcomes:
             outcome.get()
         gathered = self.parts.gather()
@@ -181,10 +180,6 @@ class _CollectionRun:
 def _store(outcome: Outcome) -> Outcome:
     """Writes a part that came from another machine into the checkpoint of this one."""
     return attempt(outcome.value.store) if isinstance(outcome.value, RemotePart) else outcome
-
-
-def _step(bar: Any) -> None:
-    bar.update()
 
 
 def _check_batch(number: int, value: int, whole: Part) -> None:

@@ -29,7 +29,7 @@ class Console:
     Attributes:
         quiet: write only results, warnings and errors.
         as_json: print the result as one JSON document.
-        forced: show progress bars even if stderr is no terminal.
+        forced: take stderr for a terminal, on which progress bars are drawn.
     """
 
     quiet: bool = False
@@ -38,8 +38,8 @@ class Console:
 
     @property
     def progress(self) -> bool:
-        """Whether to show a progress bar."""
-        return self.forced or (not self.quiet and sys.stderr.isatty())
+        """Whether to show progress bars, which `qtrace.display` draws on terminals only."""
+        return self.forced or not self.quiet
 
     @contextlib.contextmanager
     def work(self, log_level: int = logging.WARNING) -> Iterator[None]:
@@ -48,7 +48,12 @@ class Console:
         Args:
             log_level: the lowest level of the library's log that this command shows.
         """
-        with contextlib.redirect_stdout(sys.stderr), self._show_log(log_level):
+        stderr: Any = _Terminal(sys.stderr) if self.forced else sys.stderr
+        with (
+            contextlib.redirect_stdout(sys.stderr),
+            contextlib.redirect_stderr(stderr),
+            self._show_log(log_level),
+        ):
             engine.quiet()
             yield
             engine.synchronize()
@@ -70,9 +75,9 @@ class Console:
     @contextlib.contextmanager
     def bar(self, batches: DataSource, label: str) -> Iterator[Iterable[Batch]]:
         """Gives ``batches`` with a progress bar on stderr, whose line ends before an error is printed."""
-        from tqdm import tqdm
+        from qtrace.display import progress_bar
 
-        with tqdm(batches, desc=label, unit="batch", disable=not self.progress) as bar:
+        with progress_bar(batches, desc=label, unit="batch", disable=not self.progress) as bar:
             yield bar
 
     def note(self, text: str) -> None:
@@ -95,19 +100,37 @@ class Console:
             raise SystemExit(141) from None  # as a shell reports SIGPIPE; 1 is for failed checks
 
 
+class _Terminal:
+    """A stream that says that it is a terminal."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def isatty(self) -> bool:
+        """Returns True."""
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 class _LogHandler(logging.Handler):
-    """Shows the library's log above a progress bar: warnings as warnings, all else as notes."""
+    """Shows the library's log above a progress bar: warnings as warnings, once each, all else as notes."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
         self.console = console
+        self.warned: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
         from tqdm import tqdm
 
+        message, warns = record.getMessage(), record.levelno >= logging.WARNING
+        if message in self.warned:  # data that are opened again have the same faults
+            return
+        self.warned |= {message} if warns else set()
         with tqdm.external_write_mode(file=sys.stderr):
-            show = self.console.warn if record.levelno >= logging.WARNING else self.console.note
-            show(record.getMessage())
+            (self.console.warn if warns else self.console.note)(message)
 
 
 def _plain(value: Any) -> Any:

@@ -29,7 +29,6 @@ __all__ = [
     "load_recipe",
     "model_file",
     "needs_example",
-    "note_skipped",
     "open_source",
     "preprocessing",
     "trace_factory",
@@ -71,7 +70,7 @@ def model_file(model: str, file: str) -> str:
     Raises:
         UsageError: when the folder has no such file.
     """
-    if not model or not Path(model).is_dir():
+    if not Path(model).is_dir():
         return model
     path = Path(model) / file
     if not path.exists():
@@ -84,7 +83,7 @@ def model_file(model: str, file: str) -> str:
 
 def _check_no_folder(model: str) -> None:
     """Refuses a folder where a command takes the float model."""
-    if not model or not Path(model).is_dir():
+    if not Path(model).is_dir():
         return
     names = [name for name in MODEL_FILES if (Path(model) / name).exists()]
     if names:
@@ -182,13 +181,6 @@ def open_source(
     return data
 
 
-def note_skipped(data: DataSource, console: Console) -> None:
-    """Notes which images --skip-bad left out."""
-    if data.skipped and Path(data.source).is_dir():
-        shown = ", ".join(data.skipped[:5]) + (", ..." if len(data.skipped) > 5 else "")
-        console.note(f"{len(data.skipped)} unreadable images left out: {shown}")
-
-
 def check_stage(model: Any, name: str, stage: str | None = None) -> None:
     """Refuses a model of another stage before any data is read.
 
@@ -240,13 +232,13 @@ def check_size(model: Any, name: str, qconfig: Any, data: str) -> None:
         if read_inputs(model):
             raise ConfigError(
                 f"the recipe makes images {_format_shape(size)}, and {name} takes "
-                f"{_format_shape(shape[1:])}: give preprocess.size: {list(shape[1:])} in a recipe of yours, "
-                "or import a file that leaves the size open."
+                f"{_format_shape(shape[1:])}: give --image-size {_format_shape(shape[1:])}, or import a file "
+                "that leaves the size open."
             ) from error
         raise ConfigError(
             f"the recipe makes images {_format_shape(size)}, and {name}, which was traced with "
             f"{_format_shape(shape[1:])}, does not take them: trace it with --shape "
-            f"{_format_shape((1, *size))}, or give preprocess.size in a recipe of your own."
+            f"{_format_shape((1, *size))}, or give --image-size {_format_shape(shape[1:])}."
         ) from error
 
 

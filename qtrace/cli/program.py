@@ -160,7 +160,7 @@ def _report_interrupt() -> int:
 def _report_error(error: Exception) -> int:
     """Prints a message for ``error`` and returns the exit code."""
     if isinstance(error, QtraceError):
-        return _report_mistake(f"error: {' '.join(str(error).split())}")
+        return _report_mistake(f"error: {' '.join(str(error).split())}", error.exit_code)
     if isinstance(error, click.ClickException):
         _write_error(error.show)
         return error.exit_code
@@ -175,12 +175,12 @@ def _report_error(error: Exception) -> int:
     return INTERNAL_ERROR
 
 
-def _report_mistake(sentence: str) -> int:
-    """Prints ``sentence``, with --debug after a traceback, and returns exit code 2."""
+def _report_mistake(sentence: str, code: int = 2) -> int:
+    """Prints ``sentence``, with --debug after a traceback, and returns ``code``."""
     if _debug:
         _write_error(traceback.print_exc)
     _write_error(lambda: click.echo(sentence, err=True))
-    return 2
+    return code
 
 
 def _write_error(write: Callable[[], None]) -> None:

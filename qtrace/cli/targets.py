@@ -11,17 +11,13 @@ from typing import Any
 import click
 
 from qtrace.cli.naming import MODEL_FILES
+from qtrace.cli.options import file_or_folder
 from qtrace.errors import QtraceError
 from qtrace.storage.outputs import check_foreign
 
-__all__ = ["file_to_write", "folder_to_write", "target_path"]
+__all__ = ["file_to_write", "folder_to_write"]
 
 _DATA = ("data", "eval_data", "evaluation", "samples", "dumped")  # options that name whole folders
-
-
-def target_path() -> click.Path:
-    """A path that a command writes, as a Path."""
-    return click.Path(path_type=Path)
 
 
 def file_to_write(*flags: str, help: str, required: bool = False) -> Callable[..., Any]:
@@ -48,7 +44,7 @@ def file_to_write(*flags: str, help: str, required: bool = False) -> Callable[..
         forced = click.option(
             "--force", is_flag=True, help=f"Let {flags[0]} replace a file that qtrace did not write."
         )
-        option = click.option(*flags, type=target_path(), required=required, help=help)
+        option = click.option(*flags, type=file_or_folder(), required=required, help=help)
         return option(forced(command))
 
     return decorate
@@ -68,7 +64,7 @@ def folder_to_write(help: str) -> Callable[..., Any]:
                 _check_inputs(arguments["out"], "out")
             return function(**arguments)
 
-        return click.option("--out", "-o", type=target_path(), required=True, help=help)(command)
+        return click.option("--out", "-o", type=file_or_folder(), required=True, help=help)(command)
 
     return decorate
 

@@ -17,6 +17,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from qtrace.data.base import (
+    GIVE_BATCHES,
     NO_EMPTY_AXES,
     Batch,
     SizedSource,
@@ -263,7 +264,8 @@ def _check_samples(source: str, arrays: list[_Array], shape: tuple[int, ...] | N
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"{key}: {count}" for key, count in counts.items())
         raise DataError(
-            f"{source} has different numbers of samples ({listed}); keep only the model's inputs in the file."
+            f"{source} has different numbers of samples ({listed}): keep only the model's inputs in it, or "
+            f"{GIVE_BATCHES}."
         )
     if shape is not None and arrays[0].shape[1:] != shape:
         raise DataError(f"{arrays[0].label} has samples of shape {arrays[0].shape[1:]}, not {shape}.")

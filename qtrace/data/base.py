@@ -12,6 +12,7 @@ import numpy as np
 from qtrace.errors import DataError
 
 __all__ = [
+    "GIVE_BATCHES",
     "NO_EMPTY_AXES",
     "Batch",
     "DataSource",
@@ -26,6 +27,9 @@ NO_EMPTY_AXES = (
     "give data in which each axis has a size of 1 or more, for the cache of a decoder those of a later step"
 )
 """What to do about an array without a value, behind a semicolon."""
+
+GIVE_BATCHES = "give batches of several sizes as a list (pkg.mod:loader)"
+"""What to do with arrays that are batches and not the inputs of one call, behind "or"."""
 
 Batch = tuple[np.ndarray, ...] | dict[str, np.ndarray]
 """The inputs of one call of the model: by position, or by name."""

@@ -12,6 +12,7 @@ import numpy as np
 from megengine import Tensor
 from megengine.module import LSTM, RNN, Module
 
+from qtrace.data.base import GIVE_BATCHES
 from qtrace.data.declared import cast_to_declared, check_declared, cures_for_shapes, name_arguments
 from qtrace.data.foreign import read_array, what_is_no_iterable
 from qtrace.errors import CalibrationError, GraphError
@@ -306,7 +307,7 @@ def _describe_inputs(batch: Any, inputs: list[tuple[str, tuple[int, ...]]]) -> s
         more = ", ".join(sorted(repr(key) for key in set(batch) - names))
         advice = f"leave out what is no input, such as labels ({more})"
     elif isinstance(batch, Mapping) and set(batch) != names:
-        advice = "name them so"
+        advice = "name them so" if len(batch) <= len(inputs) else f"name one of them so, or {GIVE_BATCHES}"
     elif isinstance(batch, (tuple, list)) and batch and all(isinstance(i, (tuple, list)) for i in batch):
         advice = "make one array of each list of numbers"
     elif isinstance(batch, (tuple, list)) and len(batch) > len(inputs):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import logging
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from qtrace.config import Preprocess
 
 __all__ = ["SUFFIXES", "ImageSource", "find_images"]
+
+_LOG = logging.getLogger("qtrace")
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm")
 
@@ -76,6 +79,7 @@ class ImageSource(SizedSource):
                     "(--skip-bad, skip_bad=True)."
                 ) from error
             self.skipped.append(str(path))
+            _LOG.warning("left out: %s", error)
             return None
         return np.ascontiguousarray(fit(image, self._preprocess).transpose(2, 0, 1))
 

@@ -88,5 +88,8 @@ def open_data(
 
 def _images(path: Path, preprocess: Preprocess | None, **options: Any) -> ImageSource:
     if preprocess is None:
-        raise DataError(f"{path} is a folder of images: a recipe with the key `preprocess` is needed.")
+        raise DataError(
+            f"{path} is a folder of images: give --size, --scale, --mean, --std and --channels, or a recipe "
+            "with the key `preprocess`."
+        )
     return ImageSource(path, preprocess=preprocess, **options)

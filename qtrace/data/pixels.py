@@ -207,7 +207,7 @@ def check_channels(shape: Sequence[int], label: str, preprocess: Preprocess) -> 
         return
     axes, other = ("N x H x W x C", "nchw") if last else ("N x C x H x W", "nhwc")
     advice = (
-        f"say preprocess.layout: {other}"
+        f"give --layout {other} (preprocess.layout)"
         if shape[1 if last else 3] == channels
         else (f"store pixels as {axes}, or floats that need no preprocessing")
     )

@@ -102,8 +102,8 @@ def without_labels(source: DataSource, labels: tuple[int | str, ...]) -> DataSou
 class _Unlabelled(DataSource):
     def __init__(self, source: DataSource, labels: frozenset[int | str]) -> None:
         super().__init__(source.source, source.max_batches)
-        self._whole, self._labels, self.pixels = source, labels, source.pixels
-        self.cut = source.cut
+        self._whole, self._labels = source, labels
+        self.pixels, self.cut, self.skipped = source.pixels, source.cut, source.skipped
 
     def identity(self) -> str:
         """Returns the identity of the whole data."""

@@ -16,9 +16,9 @@ import numpy as np
 
 from qtrace.errors import GraphError
 from qtrace.graph.carried import parsing
-from qtrace.graph.types import Node, TensorNode, TracedModule
+from qtrace.graph.types import TensorNode, TracedModule
 
-__all__ = ["Interface", "TensorInfo", "file_names", "read_inputs", "read_interface", "write_interface"]
+__all__ = ["Interface", "TensorInfo", "read_inputs", "read_interface", "write_interface"]
 
 _ATTRIBUTE = "onnx_interface"
 
@@ -180,17 +180,6 @@ def read_inputs(traced: TracedModule) -> dict[str, TensorInfo]:
         return {}
     inputs, names = Interface.from_json(text).inputs, spec.args[1:]
     return dict(zip(names, inputs, strict=True)) if len(inputs) == len(names) else {}
-
-
-def file_names(traced: TracedModule) -> dict[str, Node]:
-    """Returns name in the file -> node, for the inputs and outputs that ``traced`` was imported with."""
-    interface = read_interface(traced)
-    if interface is None:
-        return {}
-    tensors = (*interface.outputs, *interface.inputs)
-    return {
-        t.name: n for t, n in zip(tensors, (*traced.graph.outputs, *traced.graph.inputs[1:]), strict=True)
-    }
 
 
 def _check(interface: Interface, traced: TracedModule) -> None:

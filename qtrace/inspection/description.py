@@ -26,8 +26,7 @@ def describe_graph(model: TracedModule) -> str:
         return "\n".join(
             [*lines, "  in float: qtrace.prepare(model) quantizes it; print(model) shows it whole"]
         )
-    view = QuantizedModel(model)
-    lines.append(f"  {view.stage} for backend {view.config.backend}: {len(view.sites)} sites")
+    lines.append(f"  {QuantizedModel(model).headline}")
     return "\n".join(
         [*lines, "  qtrace.explain(model) says what became of each op; print(model) shows it whole"]
     )

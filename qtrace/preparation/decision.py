@@ -59,7 +59,7 @@ def decide(
     """
     model, config = graph.model, graph.config
     with progress_bar(
-        desc="prepare", unit="run", disable=not progress, delay=_SHOWN_AFTER, leave=False
+        desc="prepare", unit="forward passes", disable=not progress, delay=_SHOWN_AFTER, leave=False
     ) as bar:
         known = None if facts is None else facts.measured
         run = MeasuredRun(model, graph.samples, advance=bar.update, measured=known)

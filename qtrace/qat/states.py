@@ -19,7 +19,8 @@ _BATCHNORM = ("running_mean", "running_var")
 def load_state(prepared: Module, state: Mapping[str, np.ndarray]) -> None:
     """Loads what ``state_dict()`` of a module that was prepared with the same config returned.
 
-    ``load_state_dict`` of MegEngine does the same, and raises a KeyError with the names of all tensors where
+    Averages of such states load, too: numbers stand for arrays without axes, and zero points are rounded.
+    ``load_state_dict`` of MegEngine refuses those, and raises a KeyError with the names of all tensors where
     the configs differ. Nothing is loaded if anything differs.
 
     Args:
@@ -58,7 +59,13 @@ def load_state(prepared: Module, state: Mapping[str, np.ndarray]) -> None:
             f"the state is of a graph that was prepared otherwise: {'; '.join(filter(None, problems))}. "
             f"Prepare the model with the config that the state is of{cause}, or calibrate this one."
         )
-    prepared.load_state_dict(dict(state))
+    prepared.load_state_dict({name: _as_own(name, state[name], value) for name, value in own.items()})
+
+
+def _as_own(name: str, value: np.ndarray, own: np.ndarray) -> np.ndarray:
+    """Returns a tensor of a state with the type and shape of the module's own; a zero point as an integer."""
+    array = np.asarray(value, np.float64)
+    return np.asarray(np.rint(array) if name.endswith(".zero_point") else array, own.dtype).reshape(own.shape)
 
 
 def _is_site(name: str) -> bool:

@@ -11,7 +11,7 @@ from qtrace.calibration.calibrate import calibrate
 from qtrace.config import QConfig
 from qtrace.data import Batch
 from qtrace.data.fingerprints import SampleRecord
-from qtrace.errors import CalibrationError
+from qtrace.errors import CalibrationError, LimitError
 from qtrace.graph.opaque import find_random
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.faithfulness import Faithfulness
@@ -147,7 +147,8 @@ class Calibrator:
         """Raises layers to float until the metric is at most ``max_drop`` below its value in float.
 
         Raises:
-            CalibrationError: when the metric is not known, or no choice of layers keeps it.
+            CalibrationError: when the metric is not known.
+            LimitError: when no choice of layers keeps it.
         """
         verdict = result.judgement.verdict
         if verdict is None or verdict.metric is None or verdict.float_metric is None:
@@ -166,7 +167,7 @@ class Calibrator:
             progress=self.reporter.progress,
         )
         if not mixed.passed:
-            raise CalibrationError(
+            raise LimitError(
                 f"no choice of layers in float keeps the metric within {max_drop:g} of {mixed.in_float:.4g}, "
                 f"the best has {mixed.reached:.4g}: nothing was written."
             )
@@ -174,7 +175,7 @@ class Calibrator:
         progress = self.reporter.progress
         prepared = prepare(self.traced, mixed.qconfig, samples=self.data.calibration, progress=progress)
         if not any(fake_quants(prepared)):
-            raise CalibrationError(
+            raise LimitError(
                 f"the metric is within {max_drop:g} of {mixed.in_float:.4g} only with every layer in float: "
                 "nothing was written."
             )
@@ -192,7 +193,7 @@ def refuse_broken(result: CalibratedGraph, allow_broken: bool, spell: Callable[[
         spell: writes the names of options in messages.
 
     Raises:
-        CalibrationError: when the graph is refused.
+        LimitError: when the graph is refused.
     """
     diagnosis = result.judgement.diagnosis
     if diagnosis is None:
@@ -200,21 +201,21 @@ def refuse_broken(result: CalibratedGraph, allow_broken: bool, spell: Callable[[
     verdict = diagnosis.verdict
     if verdict.word == "broken" and not allow_broken:
         if name := find_random(result.prepared):
-            raise CalibrationError(
+            raise LimitError(
                 f"nothing was written, as {name} draws random numbers, which count as noise beside those of "
                 f"float ({verdict.line()}): make them an input of the network, or write it all the same with "
                 f"{spell('allow_broken')}."
             )
         if verdict.lowered:  # the causes are those of a graph that was not found to be broken
-            raise CalibrationError(
+            raise LimitError(
                 f"nothing was written, as the file is useless ({verdict.line()}): calibrate on more samples "
                 f"like those that it loses, or write it all the same with {spell('allow_broken')}."
             )
         recipe = diagnosis.recipe()
         cure = f" A recipe that cures it:\n{recipe}" if recipe else ""
-        raise CalibrationError(
+        raise LimitError(
             f"nothing was written, as the graph is useless ({'; '.join(map(str.strip, diagnosis.lines()))}): "
             f"cure the first cause, or write it all the same with {spell('allow_broken')}.{cure}"
         )
     if not verdict.passed:
-        raise CalibrationError(f"nothing was written, as a limit does not hold ({verdict.line()}).")
+        raise LimitError(f"nothing was written, as a limit does not hold ({verdict.line()}).")

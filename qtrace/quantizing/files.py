@@ -88,7 +88,7 @@ def bench(
         raise ExportError("bench takes the paths of files, each by itself: bench('a.onnx', 'b.onnx').")
     sizes = {name: tuple(int(n) for n in shape) for name, shape in (shapes or {}).items()}
     settings = RunnerSettings(threads, batch, sizes, runtime_host)
-    with progress_bar(desc="bench", unit="round", disable=not progress) as bar:
+    with progress_bar(desc="bench", unit="runs of each file", disable=not progress) as bar:
         reports = bench_files(
             tuple(Path(file) for file in files),
             runtime=runtime,
@@ -96,13 +96,9 @@ def bench(
             seconds=seconds,
             by_op=by_op,
             table=predict,
-            tick=lambda: _advance(bar),
+            tick=bar.update,
         )
     return BenchReport(tuple(reports), threads, by_op)
-
-
-def _advance(bar: Any) -> None:
-    bar.update(1)
 
 
 @check_arguments

@@ -60,8 +60,9 @@ class Judgement:
 
     @property
     def passed(self) -> bool:
-        """Whether the user's limit is reached, if there is one."""
-        return self.diagnosis is None or self.diagnosis.verdict.passed
+        """Whether the graph is not broken, and the user's limit is reached, if there is one."""
+        verdict = self.verdict
+        return verdict is None or (verdict.word != "broken" and verdict.passed)
 
     @property
     def verdict(self) -> Verdict | None:

@@ -112,9 +112,10 @@ def quantize(
         spell: writes the names of options in messages; see `qtrace.storage.outputs.argument`.
 
     Raises:
-        CalibrationError: when the verdict is ``broken``, a limit does not hold, or all values of the data are
-            alike.
-        ExportError: when the graph has no such form, or the runtime computes something else.
+        CalibrationError: when all values of the data are alike.
+        LimitError: when the verdict is ``broken``, or a limit does not hold.
+        ExportError: when the graph has no such form.
+        VerifyError: when the runtime computes something else.
         GraphError: when the float graph computes something else than the network on samples of the data, or
             a call of the network changes the results of the next ones.
         QtraceError: when network, data, recipe or path are at fault.

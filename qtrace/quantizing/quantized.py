@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from qtrace.display import Displayed
+from qtrace.graph.interface import read_inputs
+from qtrace.graph.signature import list_inputs
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.explanation import Explanation, explain
 from qtrace.preparation.record import fake_quants
@@ -94,7 +96,7 @@ class Quantized(Displayed):
     def summary(self) -> list[str]:
         """Returns file, verdict with its causes, and what the runtime computed, a line each."""
         diagnosis, sentence = self.judgement.diagnosis, self.delivery.sentence()
-        judged = list(diagnosis.lines()) if diagnosis is not None else ["no verdict"]
+        judged = [*(diagnosis.lines() if diagnosis is not None else ["no verdict"]), *self._open_sizes()]
         if not any(fake_quants(self.prepared)):
             judged.append("no op of the file is on integers: `explain()` says why for each")
         if self.raised:
@@ -108,3 +110,14 @@ class Quantized(Displayed):
             return [*lines, "verify: not run"]
         client = [f"  {self.verify.client}"] if self.verify.client else []
         return [*lines, "verify: the runtime computes what the graph computes", *client]
+
+    def _open_sizes(self) -> list[str]:
+        """Returns a line for each input whose sizes the network leaves open, with those of the data."""
+        if self.traced is None or not (inputs := read_inputs(self.traced)):
+            return []
+        shapes = ("x".join(map(str, shape[1:])) for _, shape in list_inputs(self.traced))
+        return [
+            f"size: {info.name} is {shape} in the first batch, and open in the network"
+            for info, shape in zip(inputs.values(), shapes, strict=True)
+            if info.sizes and None in info.sizes[1:]
+        ]

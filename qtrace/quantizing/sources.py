@@ -14,7 +14,7 @@ import numpy as np
 from megengine.module import Module
 
 from qtrace.data import Batch, DataSource
-from qtrace.data.base import SizedSource, batch_length, length_of_last
+from qtrace.data.base import GIVE_BATCHES, SizedSource, batch_length, length_of_last
 from qtrace.data.batches import as_arguments, can_run, first_samples
 from qtrace.errors import CalibrationError, DataError, GraphError
 from qtrace.graph.files.serialize import load
@@ -219,7 +219,12 @@ def open_shapes(path: str | os.PathLike[str], batch: Batch) -> dict[str, tuple[i
             continue
         array = _array(batch, index, key)
         if array is None:
-            raise DataError(f"the data have no input {key!r} of {path}: name it so, or give its shape.")
+            names = [*batch] if isinstance(batch, dict) else [f"{len(batch)} without names"]
+            shown = ", ".join([*names[:5], "..."] if len(names) > 5 else names)
+            raise DataError(
+                f"the data have no input {key!r} of {path}, only the arrays {shown}: name one of them so, or "
+                f"{GIVE_BATCHES}."
+            )
         if sizes is not None and len(sizes) != array.ndim:
             raise DataError(
                 f"a batch of the data gives {key!r} of shape {array.shape}, but {path} declares the axes "

@@ -234,6 +234,11 @@ def note_pixels(source: DataSource, preprocess: Preprocess | None, reporter: Rep
     """Notes how images or pixels become inputs: what a network was not trained with spoils its ranges."""
     if preprocess is not None and source.pixels:
         reporter.note(f"{source.source}: inputs are {preprocess.describe()}")
+        if preprocess.scale == 1 and max(preprocess.std) < 1:
+            reporter.warn(
+                f"{source.source}: pixels are 0 to 255, and a std below 1 is for pixels of 0 to 1: give "
+                "--scale 1/255 (preprocess.scale)."
+            )
 
 
 def _choose(

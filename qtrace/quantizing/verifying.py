@@ -8,7 +8,7 @@ from pathlib import Path
 from qtrace.data import Batch
 from qtrace.data.base import batch_length
 from qtrace.data.whole import filled_batches
-from qtrace.errors import ExportError
+from qtrace.errors import ExportError, VerifyError
 from qtrace.graph.opaque import find_random
 from qtrace.graph.types import TracedModule
 from qtrace.importing.onnx import declared_axes
@@ -59,7 +59,7 @@ def verify_written(
         host: the interpreter or machine that has the runtime; None for this one.
 
     Raises:
-        ExportError: when the runtime computes something else.
+        VerifyError: when the runtime computes something else.
     """
     with data.times.measure("verify"):
         batches = _verified_batches(data, prepared)
@@ -73,7 +73,7 @@ def verify_written(
             "give verify=False (--no-verify)."
         )
     if not report.passed:
-        raise ExportError(
+        raise VerifyError(
             f"{path.name} was not written, as its runtime computes something else than the graph:\n"
             f"{report.table()}"
         )

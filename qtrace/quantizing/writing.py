@@ -75,8 +75,9 @@ class FileWriter:
         """Writes the file, in float if that is faster and the quantized one is not asked for.
 
         Raises:
-            CalibrationError: when the verdict on the file is refused.
-            ExportError: when the graph has no such form, or the runtime computes something else.
+            LimitError: when the verdict on the file is refused.
+            ExportError: when the graph has no such form.
+            VerifyError: when the runtime computes something else.
         """
         calibrator = self.calibrator
         with calibrator.data.times.measure("export"):

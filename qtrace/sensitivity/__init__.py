@@ -73,7 +73,7 @@ def analyze(
     twin = None if float_model is None else float_twin(model, float_model)
     note = "" if twin is not None else describe_changed_weights(model, "give that, too (float_model=).")
     network = None if float_model is None or is_quantized(float_model) else float_model
-    with progress_bar(desc="sensitivity", unit="run", disable=not progress) as bar:
+    with progress_bar(desc="sensitivity", unit="measurement", disable=not progress) as bar:
         simulation = Simulation(model, batches, compares, asks, twin, network, engine=engine, ran=bar.update)
         bar.total = count_runs(simulation, groups)
         return replace(rank(simulation, name, groups), note=note)

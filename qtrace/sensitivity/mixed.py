@@ -138,7 +138,7 @@ def mixed_precision(
     calibration = list(batches)
     measured = calibration if evaluation is None else list(evaluation)
     how, chosen = Raise.parse(raise_to), choose(metric, own)
-    with progress_bar(desc="sensitivity", unit="run", disable=not progress) as bar:
+    with progress_bar(desc="sensitivity", unit="measurement", disable=not progress) as bar:
         trial = _Trial(traced, base, how, calibration, measured, chosen, bar.update)
         result = trial.spend(goal) if isinstance(goal, Budget) else trial.reach(goal)
     origin = str(qconfig) if isinstance(qconfig, (str, Path)) else base.name or base.backend

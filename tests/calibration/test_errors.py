@@ -56,6 +56,11 @@ MISFITS = {
         f"'inp' of shape {{}} and 'label' of shape {{}}, but {TAKES}leave out what is no input, such "
         r"as labels \('label'\)",
     ),
+    "several other keys": (
+        {"a": _X, "b": _X},
+        f"'a' of shape {{}} and 'b' of shape {{}}, but {TAKES}name one of them so, or give batches of "
+        r"several sizes as a list \(pkg.mod:loader\)",
+    ),
     "no key": ({}, f"nothing, but {TAKES}name them so"),
     "no input": ((), f"nothing, but {TAKES}give one array for each"),
     "a list inside": ({"inp": [_X]}, f"'inp' of shape \\[{{}}\\], but {TAKES}give one array for each"),

@@ -18,6 +18,7 @@ def test_a_command_shows_warnings_of_the_library_also_if_quiet(
     with Console(quiet=quiet).work():
         logger.info("a detail that the user of this command does not need")
         logger.warning("%d layers are wrong", 3)
+        logger.warning("%d layers are wrong", 3)  # as data that are read again have the same faults
     printed = capsys.readouterr()
     assert (printed.out, printed.err) == ("", "warning: 3 layers are wrong\n")
     assert (logger.level, logger.propagate, logger.handlers) == before

@@ -11,6 +11,7 @@ import cv2
 import megengine.functional as F
 import megengine.module as M
 import numpy as np
+import onnx
 import pytest
 import yaml
 from click.testing import CliRunner
@@ -176,6 +177,54 @@ def test_calibrate_reads_images_as_the_options_say_and_later_commands_as_well(
     # The options are in the model: no command behind needs them again.
     again = run(capsys, "compare", out, "-d", data, "--batch-size", "4")
     assert again.code == 0, again.err
+
+
+@pytest.mark.parametrize("data", ["pictures", "nhwc.npy"])
+def test_a_std_below_1_on_bytes_without_a_scale_is_warned_of(
+    data: str, home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(home)
+    words = ["-d", data, "--size", "10x9", "--mean", "0.485,0.456,0.406", "--std", "0.229,0.224,0.225"]
+    words += ["--layout", "nhwc", "-r", "onnxruntime", "-o", str(tmp_path / "out.onnx"), "--force"]
+    command = ["quantize", "float.mge", "--no-measure", "--no-verify"]
+    warning = f"warning: {data}: pixels are 0 to 255, and a std below 1 is for pixels of 0 to 1: give --scale"
+    result = run(capsys, *command, *words)
+    assert result.err.count(warning) == 1, result.err
+    assert warning not in run(capsys, *command, *words, "--scale", "1/255").err
+
+
+def test_the_size_of_images_stands_in_the_summary_where_the_network_leaves_it_open(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(home)
+    traced = qtrace.load("float.mge")
+    words = [
+        "-d",
+        "pictures",
+        "--size",
+        "12x14",
+        "--mean",
+        "0",
+        "--std",
+        "255",
+        "--no-measure",
+        "--no-verify",
+    ]
+    for name, sizes, stands in (("open", {0: "n", 2: "h", 3: "w"}, True), ("fixed", {0: "n"}, False)):
+        path = str(tmp_path / f"{name}.onnx")
+        qtrace.export(traced, path)
+        model = onnx.load(path)
+        for axis, dim in enumerate(model.graph.input[0].type.tensor_type.shape.dim):
+            if axis in sizes:
+                dim.dim_param = sizes[axis]
+            elif axis > 1:
+                dim.dim_value = (12, 14)[axis - 2]
+        del model.graph.output[0].type.tensor_type.shape.dim[:]
+        onnx.save(model, path)
+        result = run(capsys, "quantize", path, *words, "-o", str(tmp_path / f"{name}-int8.onnx"))
+        assert result.code == 0, result.err
+        line = "size: x is 3x12x14 in the first batch, and open in the network"
+        assert (line in result.err) == stands, result.err
 
 
 def test_options_that_change_nothing_are_named(

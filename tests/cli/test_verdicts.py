@@ -36,7 +36,7 @@ def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def _calibrate(run, recipe: str):
     words = ["calibrate", "float.mge", "-d", "x.npy", "-r", recipe, "-o", "out", "--batch-size", "2"]
     result = run(*words)
-    assert result.code == 0, result.err
+    assert result.code == (1 if recipe == "tflite.yaml" else 0), result.err
     return result.err, json.loads(Path("out/verdict.json").read_text())
 
 
@@ -68,3 +68,43 @@ def test_samples_of_the_calibration_are_not_enough_and_more_are_asked_for(run, p
     assert data["seen"]
     assert data["low_db"] <= data["sqnr_db"] - 30
     assert not Path("out/cure.yaml").exists()
+
+
+_QUANTIZE = ("quantize", "float.mge", "-d", "x.npy", "-o", "out.tflite", "--no-verify", "--no-measure", "-q")
+_CLOSENESS = ("--metric", "metrics:closeness")
+
+
+@pytest.mark.parametrize(
+    ("given", "code", "said"),
+    [
+        (("-r", "tflite.yaml"), 1, "the graph is useless"),
+        (("-r", "tflite.yaml", "--allow-broken"), 0, ""),
+        (("-r", "float_end.yaml", "--at-least", "90"), 1, "a limit does not hold"),
+        (("-r", "tflite.yaml", "--allow-broken", *_CLOSENESS, "--max-drop", "1e-9"), 1, "in float"),
+        (("-r", "float_end.yaml", "--max-drop", "0"), 2, "give --metric, too"),
+        (("-r", "float_end.yaml", "--metric", "metrics:none"), 2, "metrics"),
+    ],
+)
+def test_quantize_ends_with_1_if_a_check_fails_and_with_2_if_a_mistake_was_given(
+    run, packed, given, code, said
+) -> None:
+    Path("metrics.py").write_text(
+        "import megengine as mge, numpy as np, qtrace\n"
+        "X = mge.Tensor(np.load('x.npy'))\n"
+        "Y = qtrace.load('float.mge')(X).numpy()\n"
+        "def closeness(graph):\n"
+        "    return -float(np.abs(graph(X).numpy() - Y).mean())\n"
+    )
+    result = run(*_QUANTIZE, *given)
+    assert (result.code, said in result.err) == (code, True), result.err
+    assert Path("out.tflite").exists() == (code == 0)
+
+
+def test_calibrate_and_compare_end_with_1_if_the_verdict_is_broken_or_a_limit_does_not_hold(
+    run, packed
+) -> None:
+    _calibrate(run, "tflite.yaml")
+    assert run("compare", "out", "-d", "x.npy", "-q").code == 1
+    words = ["calibrate", "float.mge", "-d", "x.npy", "-r", "float_end.yaml", "-o", "limited"]
+    assert run(*words, "--at-least", "90").code == 1
+    assert run("compare", "limited", "-d", "x.npy", "-q").code == 0

@@ -383,7 +383,7 @@ class TestImages:
         path.write_bytes(path.read_bytes() + b"a film that the camera adds")
         assert len(list(open_data(str(tmp_path), preprocess=preprocess()))) == 1
 
-    def test_skip_bad(self, tmp_path):
+    def test_skip_bad(self, tmp_path, caplog):
         for name in ("a.png", "c.png", "d.png"):
             self.write(tmp_path / name, np.zeros((8, 6, 3), np.uint8))
         (tmp_path / "b.jpg").write_bytes(b"nonsense")
@@ -392,6 +392,10 @@ class TestImages:
             assert [len(only(batch)) for batch in data] == [2, 1]  # it makes its batch smaller
             assert data.skipped == [str(tmp_path / "b.jpg")]
             assert len(data) == 2
+        assert [record.getMessage() for record in caplog.records] == [
+            f"left out: {tmp_path / 'b.jpg'} is not an image that qtrace reads (PNG, JPEG, BMP, WebP or "
+            "PPM), or its header is damaged."
+        ]
 
     def test_numbered_batches_are_read_only_where_they_are_wanted(self, tmp_path):
         for name in ("a.png", "c.png", "e.png"):

@@ -66,7 +66,8 @@ def test_an_image_with_filled_in_pixels_is_refused(tmp_path: Path, capfd: pytest
 
 def test_a_progress_bar_has_ended_when_an_error_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     def fail() -> None:
-        with Console(forced=True).bar([1, 2], "verify") as batches:  # type: ignore[arg-type]
+        console = Console(forced=True)
+        with console.work(), console.bar([1, 2], "verify") as batches:  # type: ignore[arg-type]
             next(iter(batches))
             raise DataError("what is wrong")
 

@@ -33,6 +33,34 @@ def test_a_state_of_the_same_config_is_loaded(traced):
         np.testing.assert_array_equal(second.state_dict()[name], value)
 
 
+@pytest.mark.parametrize(
+    "average",
+    [
+        lambda value: 0.3 * value + 0.7 * value,  # which makes scalars of arrays without axes
+        lambda value: np.float64(0.999) * value + 0.001 * value,
+        lambda value: value.tolist(),
+        mge.tensor,
+    ],
+    ids=["float32", "float64", "numbers", "tensors"],
+)
+@pytest.mark.parametrize("fakequant", ["lsq", "lsq_plus", "learned_range", "tqt"])
+def test_an_average_of_states_in_numpy_is_loaded(traced, average, fakequant):
+    config = {"fakequant": fakequant, "backend": "generic"}
+    if fakequant == "tqt":
+        config |= {"weight": {"power_of_two": True}, "activation": {"power_of_two": True}}
+    first = qtrace.calibrate(_prepare(traced, **config), [X], progress=False)
+    state = first.state_dict()
+    second = _prepare(traced, **config)
+    load_state(second, {name: average(value) for name, value in state.items()})
+    for name, value in second.state_dict().items():
+        assert (value.dtype, value.shape) == (state[name].dtype, state[name].shape)
+        np.testing.assert_allclose(value, state[name], rtol=1e-6, atol=1e-7)
+        if name.endswith(".zero_point"):
+            np.testing.assert_array_equal(value, state[name])
+    qtrace.set_phase(second, "quantize")
+    qtrace.convert(second)
+
+
 @pytest.mark.parametrize("observer", ["mse", "percentile", "kl"])
 @pytest.mark.parametrize("strict", [True, False])
 def test_a_state_of_other_observers_brings_its_ranges(traced, observer, strict):

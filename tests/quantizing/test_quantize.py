@@ -201,6 +201,15 @@ def test_constant_data_are_written_if_asked_for_and_one_constant_input_of_severa
     assert sorted(file.name for file in here.iterdir()) == ["a.onnx", "b.onnx"]
 
 
+def test_arrays_of_other_names_are_listed_and_batches_of_several_sizes_have_a_way(here, onnx_file) -> None:
+    np.savez("several.npz", **{f"line{width}": DATA[:1, :, :, :width] for width in range(3, 9)})
+    for data, names in (("several.npz", "line3, .*line7, ..."), ({"image": DATA}, "image")):
+        text = f"no input 'x' of .*net.onnx, only the arrays {names}: name one of them so, or give batches"
+        with pytest.raises(DataError, match=text):
+            qtrace.quantize(onnx_file, data, "out.onnx", progress=False)
+    Path("several.npz").unlink()
+
+
 def test_samples_in_the_place_of_batches_are_a_sentence(here, onnx_file) -> None:
     text = r"gives 'x' of shape \(3, 8, 8\), but .*net.onnx declares the axes \(.*, 3, 8, 8\): .*numpy.stack"
     with pytest.raises(DataError, match=text):
@@ -252,7 +261,7 @@ def test_pixels_in_memory_are_what_pixels_in_a_file_are(here, form, layout, capl
 def test_pixels_in_memory_with_other_axes_are_a_sentence(here) -> None:
     pixels = np.zeros((16, 8, 8, 3), np.uint8)
     with pytest.raises(
-        DataError, match="the array, batch 0 holds uint8 pixels of shape .* say preprocess.layout: nhwc"
+        DataError, match="the array, batch 0 holds uint8 pixels of shape .* give --layout nhwc"
     ):
         qtrace.quantize(_module(), pixels, "out.onnx", recipe=_PIXELS, progress=False)
 

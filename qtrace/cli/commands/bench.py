@@ -165,13 +165,12 @@ def _note_differences(table: CostTable, threads: int, console: Console) -> None:
 
 def _bench_kernels(runtime: str, out: Path, force: bool, console: Console) -> None:
     with console.work():
-        from tqdm import tqdm
-
         from qtrace.benchmarking.tables import measure_table
+        from qtrace.display import progress_bar
 
         with (
             output_file(out, force=force) as partial,
-            tqdm(desc="bench", unit="case", disable=not console.progress) as bar,
+            progress_bar(desc="bench", unit="measurement", disable=not console.progress) as bar,
         ):
 
             def advance(count: int, whole: int) -> None:

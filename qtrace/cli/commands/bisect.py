@@ -90,6 +90,5 @@ def bisect(
             if difference is None
             else difference.table()
         )
-    models.note_skipped(source, console)
     console.result(text, {"found": None if difference is None else difference.to_dict()})
     return 0 if difference is None else 1

@@ -77,8 +77,8 @@ def calibrate(
     says.
 
     The end is a verdict: good, check or broken, the worst layers with the cause of each, and the command to
-    run next. It is measured on --evaluation, or on data that are held back if there is enough. The
-    exit code is 1 if a limit of the recipe's `expect` is broken.
+    run next. It is measured on --evaluation, or on data that are held back if there is enough. The exit code
+    is 1 if it is broken, or if --at-least or a limit of the recipe's `expect` does not hold.
     """
     metric = judged["metric"]
     with console.work():
@@ -122,7 +122,6 @@ def calibrate(
         if (diagnosis := done.judgement.diagnosis) is not None:
             command = NextCommand(click.get_current_context().params, judged, done.more_data)
             following = command.after(diagnosis, QuantizedModel(done.prepared).annotation.backend)
-    models.note_skipped(done.source, console)
     facts = {**done.judgement.to_dict()}
     if diagnosis is not None:
         for line in (*diagnosis.lines(), f"next: {following}"):

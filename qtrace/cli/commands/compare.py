@@ -66,14 +66,15 @@ def compare(
     force: bool,
     allow: tuple[str, ...],
     console: Console,
-) -> None:
+) -> int:
     """Show where a quantized graph's error comes from, site by site.
 
     MODEL is a folder of `qtrace calibrate`, its prepared.mge or its quantized.mge. "own" is the error that
     arises at a site if all sites before it are float, "inherited" the error from those sites. Both are
     relative to the signal, in dB: higher is better. Use data that was not used to calibrate. The verdict
-    above the table is measured on some samples at the beginning of --data, the table on all of them. Images
-    and raw pixels are preprocessed by --recipe, or else by MODEL's own recipe.
+    above the table is measured on some samples at the beginning of --data, the table on all of them; the
+    exit code is 1 if it is broken. Images and raw pixels are preprocessed by --recipe, or else by MODEL's own
+    recipe.
     """
     model = models.model_file(model, CONVERTED)
     width = shutil.get_terminal_size().columns if on_terminal() else None
@@ -97,13 +98,13 @@ def compare(
             page = comparison.html(*_findings(diagnosis))
             with output_file(html, force=force) as partial:
                 partial.write_text(page, encoding="utf-8")
-    models.note_skipped(source, console)
     if html is not None:
         console.note(f"{html} is written: open it in a browser.")
     judged = {} if diagnosis is None else {"diagnosis": diagnosis.to_dict()}
     measured = f"{samples_of(counted.samples, '--data', max_batches)} ({FAKE_QUANTS})"
     text = f"{text_of(diagnosis)}sites and outputs: on {measured}\n{comparison.table(width, sort)}"
     console.result(text, {**judged, "measured_on": measured, **comparison.to_dict()})
+    return 0 if diagnosis is None or diagnosis.verdict.word != "broken" else 1
 
 
 def _findings(diagnosis: Diagnosis | None) -> tuple[list[str], list[ChannelRanges]]:

@@ -124,7 +124,6 @@ def finetune(
             )
             summary = {"model": model, "data": data, "finetuning": report.to_dict()}
             write_folder(folder, prepared, summary)
-    models.note_skipped(source, console)
     files = [str(out / name) for name in FILES]
     console.result("\n".join([report.table(), "", *files]), {**summary, "files": files})
 

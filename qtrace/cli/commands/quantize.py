@@ -89,7 +89,8 @@ def quantize(
     the measurement, the file is in float, unless the recipe asks for the quantized one. `qtrace calibrate`
     also writes what each op became, and a model to train on.
 
-    The exit code is 1 if a limit of the recipe's `expect` is broken; the file is written all the same.
+    The exit code is 1 if there is no file for one of these reasons. It is also 1 if a limit of the recipe's
+    `expect` is broken; the file is written all the same.
     """
     metric = judged["metric"]
     with console.work():

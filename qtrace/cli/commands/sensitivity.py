@@ -150,7 +150,6 @@ def sensitivity(
         if patch is not None:
             with output_file(patch, force=force) as partial:
                 partial.write_text(result.patch, encoding="utf-8")
-    models.note_skipped(source, console)
     width = shutil.get_terminal_size().columns if on_terminal() else None
     option = "--eval-data" if arguments["eval_data"] else "--data"
     measured = samples_of(sum(map(batch_length, evaluation)), option, max_batches)

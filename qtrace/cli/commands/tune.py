@@ -150,7 +150,6 @@ def tune(
             allow=allow,
             note=console.note,
         )
-    models.note_skipped(source, console)
     width = shutil.get_terminal_size().columns if on_terminal() else None
     console.result(result.table(width), result.to_dict())
     return 0 if result.best is not None else 1

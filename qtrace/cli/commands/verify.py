@@ -94,7 +94,6 @@ def verify(
                 runtime_host=runtime_host,
             )
         text, result = report.table(), report.to_dict()
-    models.note_skipped(source, console)
     measured = samples_of(counted.samples, "--data", max_batches)
     if is_quantized(loaded):
         measured += f" (graph: {FAKE_QUANTS}; the others: the runtime's outputs)"

@@ -10,12 +10,13 @@ from qtrace import ops
 from qtrace.config import Match, Rule
 from qtrace.errors import ConfigError
 from qtrace.graph.dataflow import static_nodes
-from qtrace.graph.interface import file_names
+from qtrace.graph.interface import read_interface
+from qtrace.graph.origin import read_origin
 from qtrace.graph.types import Constant, Expr, GetAttr, Node, TracedModule
 from qtrace.graph.walk import exprs, module_path, users
 from qtrace.ops import OpCall, Role
 
-__all__ = ["Selector", "computes", "tail"]
+__all__ = ["Selector", "any_matches", "closure", "computes", "expr_names", "tail"]
 
 _TRANSPARENT_ROLES = (Role.CARRY, Role.CONCAT, Role.ACTIVATION, Role.NORM)
 _SCALING_KINDS = ("add", "sub", "mul", "div")
@@ -42,7 +43,8 @@ class Selector:
             kinds = _check_kinds(match.op, rule.origin)
             selected = [e for e in selected if self.calls[e].kind in kinds]
         if match.name is not None:
-            selected = [e for e in selected if _has_name(e, match.name, self._file_names.get(e, ()))]
+            named = {e for e, names in self._names.items() if any_matches(match.name, names)}
+            selected = [e for e in selected if e in named]
         for value, predicate in self._predicates(match, rule.origin):
             selected = [e for e in selected if predicate(e) is value]
         if match.subgraph is not None:
@@ -51,12 +53,8 @@ class Selector:
         return selected
 
     @cached_property
-    def _file_names(self) -> dict[Expr, list[str]]:
-        """Expr -> the names that its results have in the file that the graph was imported from."""
-        names: dict[Expr, list[str]] = {}
-        for name, node in file_names(self.traced).items():
-            names.setdefault(node.expr, []).append(name)
-        return names
+    def _names(self) -> dict[Expr, list[str]]:
+        return expr_names(self.traced)
 
     def _predicates(self, match: Match, origin: str) -> list[tuple[bool, Callable[[Expr], bool | None]]]:
         """Lists the structural predicates of ``match``, each with the value that it must have."""
@@ -171,15 +169,14 @@ class Selector:
 
     def _between(self, start: str, end: str, origin: str) -> set[Expr]:
         """Finds the exprs on a path from node ``start`` to node ``end``, both ends included."""
-        nodes = {n.name: n for e in self.exprs for n in e.outputs}
-        nodes.update((n.name, n) for n in self.traced.graph.inputs)
-        for name in (start, end):
-            if name not in nodes:
+        ends = {end: [e for e, names in self._names.items() if end in names] for end in (start, end)}
+        for name, named in ends.items():
+            if not named:
                 raise ConfigError(
                     f"{origin}: subgraph names the node {name!r}, which this graph does not have."
                 )
-        after_start = closure([nodes[start].expr], self._readers)
-        before_end = closure([nodes[end].expr], lambda e: [n.expr for n in e.inputs])
+        after_start = closure(ends[start], self._readers)
+        before_end = closure(ends[end], lambda e: [n.expr for n in e.inputs])
         return after_start & before_end
 
 
@@ -271,6 +268,27 @@ def _check_kinds(kinds: Sequence[str], origin: str) -> frozenset[str]:
     return frozenset(kinds)
 
 
-def _has_name(expr: Expr, patterns: Sequence[str], file_names: Sequence[str]) -> bool:
-    names = [module_path(expr), *(n.name for n in expr.outputs), *file_names]
-    return any(name == p or fnmatch.fnmatchcase(name, p) for p in patterns for name in names)
+def any_matches(patterns: Sequence[str], names: Iterable[str]) -> bool:
+    """Returns whether one of ``names`` is one of ``patterns``, or matches it."""
+    return any(name == p or fnmatch.fnmatchcase(name, p) for name in names for p in patterns)
+
+
+def expr_names(traced: TracedModule) -> dict[Expr, list[str]]:
+    """Returns expr -> its names: of its module, its nodes, and of these in the file that was imported.
+
+    Args:
+        traced: a flat graph.
+    """
+    origin, interface = read_origin(traced), read_interface(traced)
+    results = {} if origin is None else origin.results
+    names: dict[Expr, list[str]] = {}
+    for expr in (*(n.expr for n in traced.graph.inputs), *exprs(traced)):
+        of_file = (results[n.name] for n in expr.outputs if n.name in results)
+        own = [module_path(expr), *(n.name for n in expr.outputs)]
+        own += (name for result in of_file for name in (result.tensor, result.node))
+        names[expr] = [name for name in own if name]
+    if interface is not None:
+        ends = zip(interface.inputs, traced.graph.inputs[1:], strict=True)
+        for tensor, node in (*ends, *zip(interface.outputs, traced.graph.outputs, strict=True)):
+            names[node.expr].append(tensor.name)
+    return names

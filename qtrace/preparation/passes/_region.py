@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import fnmatch
 from collections.abc import Callable, Sequence
 
 from qtrace.config import Region
 from qtrace.errors import ConfigError
-from qtrace.graph.interface import file_names
 from qtrace.graph.types import Expr, TracedModule
 from qtrace.graph.walk import exprs, module_path
-from qtrace.preparation.passes._matching import closure
+from qtrace.preparation.passes._matching import any_matches, closure, expr_names
 
 __all__ = ["find_region"]
 
@@ -50,20 +48,14 @@ def _subject(place: Callable[..., str], end: str) -> str:
 
 def _find_named(traced: TracedModule, patterns: Sequence[str], origin: str) -> list[Expr]:
     """Finds the exprs whose node or module a pattern matches, in the order of ``patterns``."""
-    sources = {n.expr for n in traced.graph.inputs}
     names: dict[str, list[Expr]] = {}
-    for expr in (*sources, *exprs(traced)):
-        for node in expr.outputs:
-            names.setdefault(node.name, []).append(expr)
-        path = module_path(expr)
-        while path:
-            names.setdefault(path, []).append(expr)
-            path = path.rpartition(".")[0]
-    for name, node in file_names(traced).items():
-        names.setdefault(name, []).append(node.expr)
+    for expr, own in expr_names(traced).items():
+        parts = module_path(expr).split(".")
+        for name in (*own, *(".".join(parts[:end]) for end in range(1, len(parts)))):
+            names.setdefault(name, []).append(expr)
     named: list[Expr] = []
     for pattern in patterns:
-        matched = [name for name in names if name == pattern or fnmatch.fnmatchcase(name, pattern)]
+        matched = [name for name in names if any_matches([pattern], [name])]
         if not matched:
             nearest = difflib.get_close_matches(pattern, names, n=_NEAREST_NAMES, cutoff=0.0)
             raise ConfigError(

@@ -10,12 +10,13 @@ import megengine.functional as F
 from megengine.module import Module
 
 from qtrace import ops, plugins
+from qtrace.errors import QtraceError
 from qtrace.fakequant.base import FakeQuant, builtin
 from qtrace.fakequant.following.bias import BiasQuant
 from qtrace.fakequant.following.bn_fold import BnFold
 from qtrace.fakequant.following.dynamic import DynamicQuant
 from qtrace.gradients import conv2d
-from qtrace.graph.edit import GraphEditor
+from qtrace.graph.edit import RECORD_ATTRIBUTE, GraphEditor
 from qtrace.graph.finish import exchange_function
 from qtrace.graph.types import Expr, TensorNode, TracedModule
 from qtrace.graph.walk import exprs
@@ -111,6 +112,23 @@ class Container(Module):
     def forward(self, *args: Any) -> None:
         """Raises `NotImplementedError`: the graph calls the children of the container instead."""
         raise NotImplementedError("qtrace's container of fake quants is not a layer")
+
+
+def _repr(module: TracedModule) -> str:
+    """Returns MegEngine's text of a graph, below a line on its quantization if there is one."""
+    from qtrace.preparation.model import QuantizedModel  # which reads what is inserted here
+
+    text = Module.__repr__(module)
+    if getattr(module, RECORD_ATTRIBUTE, None) is None:
+        return text
+    try:
+        return f"{QuantizedModel(module).headline}\n{text}"
+    except (QtraceError, AttributeError):  # a damaged record, and a graph that is being edited
+        return text
+
+
+# A class of its own could not be saved: MegEngine's pickles and qtrace's loader take graphs of this one.
+TracedModule.__repr__ = _repr  # type: ignore[method-assign]
 
 
 @functools.lru_cache(maxsize=64)

@@ -389,3 +389,65 @@ def test_what_a_kernel_takes_in_needs_no_kernel_of_its_own() -> None:
     annotation = _plan(module, backend="ncnn")
     assert _note(annotation, "relu_out").into == "a_out"
     assert set(_sites(annotation)) == {"x", "relu_out", "b_out"}
+
+
+def _file_of_exporter(path: Path) -> Path:
+    """Writes a network with the names of PyTorch's exporter: a layer, SiLU in pieces, and a linear layer."""
+    make = onnx.helper.make_node
+    nodes = [
+        make("Conv", ["x", "w"], ["/stem/Conv_output_0"], name="/stem/Conv", pads=[1] * 4),
+        make("Sigmoid", ["/stem/Conv_output_0"], ["/act/Sigmoid_output_0"], name="/act/Sigmoid"),
+        make("Mul", ["/stem/Conv_output_0", "/act/Sigmoid_output_0"], ["/act/Mul_output_0"], name="/act/Mul"),
+        make("GlobalAveragePool", ["/act/Mul_output_0"], ["p"], name="/pool/GlobalAveragePool"),
+        make("Flatten", ["p"], ["f"], name="/Flatten"),
+        make("MatMul", ["f", "m"], ["product"], name="/blocks.0/mlp/fc1/MatMul"),
+        make("Add", ["product", "b"], ["y"], name="/blocks.0/mlp/fc1/Add"),
+    ]
+    shapes = {"w": (4, 4, 3, 3), "m": (4, 6), "b": (6,)}
+    arrays = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+    graph = onnx.helper.make_graph(
+        nodes,
+        "g",
+        [onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["n", 4, 8, 8])],
+        [onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, None)],
+        [onnx.numpy_helper.from_array(array, name) for name, array in arrays.items()],
+    )
+    onnx.save(
+        onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8), path
+    )
+    return path
+
+
+def _saved_and_loaded(traced: TracedModule, folder: Path) -> TracedModule:
+    qtrace.save(traced, folder / "net.mge")
+    return qtrace.load(folder / "net.mge")
+
+
+@pytest.mark.parametrize("change", [lambda traced, _: traced, _saved_and_loaded])
+def test_nodes_and_tensors_of_the_file_are_names_of_its_ops(tmp_path: Path, change: Callable) -> None:
+    traced = change(qtrace.from_onnx(_file_of_exporter(tmp_path / "net.onnx")), tmp_path)
+    for match, kinds in (
+        ({"name": "/blocks.0/mlp/fc1/MatMul"}, {"linear"}),
+        ({"name": "/blocks.0/*"}, {"linear"}),
+        ({"name": ["/stem/Conv", "/pool/GlobalAveragePool"]}, {"conv2d", "adaptive_avg_pool2d"}),
+        ({"name": "/act/Mul_output_0"}, {"silu"}),
+        ({"subgraph": {"from": "/stem/Conv", "to": "/act/Mul"}}, {"conv2d", "silu"}),
+    ):
+        config = QConfig(rules=[{"match": match, "quantize": False}])
+        notes = [n for n in plan(traced, config).notes if "rules[0]" in n.matched]
+        assert {n.kind for n in notes} == kinds, match
+    match = {"subgraph": {"from": "/stem/Gemm", "to": "y"}}
+    config = QConfig(rules=[{"match": match, "quantize": False}])
+    with pytest.raises(ConfigError, match="subgraph names the node '/stem/Gemm', which this graph does not"):
+        plan(traced, config)
+
+
+def test_nodes_of_a_file_of_our_own_are_names_too(tmp_path: Path) -> None:
+    layers = {"conv": _conv(), "fc": M.Linear(4, 3)}
+    module = net(lambda self, x: self.fc(F.mean(F.relu(self.conv(x)), (2, 3))), **layers)
+    path = qtrace.export(qtrace.trace(module, X), tmp_path / "own.onnx")
+    names = {n.op_type: n.name for n in onnx.load(path).graph.node}
+    traced = qtrace.from_onnx(path)
+    for op, kind in (("Conv", "conv2d"), ("Relu", "relu"), ("ReduceMean", "mean"), ("Gemm", "linear")):
+        config = QConfig(rules=[{"match": {"name": names[op]}, "quantize": False}])
+        assert [n.kind for n in plan(traced, config).notes if "rules[0]" in n.matched] == [kind]

@@ -31,7 +31,7 @@ from qtrace.verification.runtimes import get as get_runtime
 from qtrace.verification.runtimes import runs_optimized
 from qtrace.verification.runtimes.base import Runtime
 from qtrace.verification.samples import by_sample
-from qtrace.verification.tallies import CrossCheck
+from qtrace.verification.tallies import CrossCheck, too_many
 
 __all__ = ["FirstDifference", "bisect"]
 
@@ -259,15 +259,12 @@ class _Search(OpByOp):
         if self.first is None:
             unrounded = self.unrounded.get(self.sources.get(both.node, ""), value).numpy()
             finding = _Finding(both.node, both, unrounded)
-            if self.many is None and self._too_many(both):
-                self.many = finding
+            if self.many is None:
+                differing = int(np.count_nonzero(both.graph != both.runtime))
+                if too_many(differing, both.graph.size, self.report.least_equal(both.node)):
+                    self.many = finding
             if self.disagreement is not None:
                 self.first = finding
-
-    def _too_many(self, both: Disagreement) -> bool:
-        """Whether the share of differing values exceeds the allowed share by more than chance."""
-        allowed = both.graph.size * (1 - self.report.least_equal(both.node))
-        return np.count_nonzero(both.graph != both.runtime) > allowed + 3 * np.sqrt(allowed) + 2
 
     def close(self) -> _Finding | None:
         """Returns the site at which the run, which is over, goes beyond the tolerance."""
@@ -275,9 +272,10 @@ class _Search(OpByOp):
         values = sum(t.values for t in tallies)
         # Sites that differ by more than ``max_lsb`` have a finding of their own.
         slight = sum(t.values - t.equal for t in tallies if t.worst <= self.report.max_lsb)
-        limit = 0.0 if self.many is None else self.report.least_equal(self.many.both.node)
-        too_many = self.many is not None and slight > values * (1 - limit)
-        return self.many if too_many else self.first
+        if self.many is None:
+            return self.first
+        limit = self.report.least_equal(self.many.both.node)
+        return self.many if too_many(slight, values, limit) else self.first
 
 
 # The side that is wrong -> the cause, where all integers agree and a float output does not.

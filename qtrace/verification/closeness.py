@@ -18,7 +18,7 @@ import numpy as np
 from qtrace.metrics import add_fields, decibels, finite_or_none, inner
 from qtrace.outputs.replay import SelectedShares
 
-__all__ = ["Closeness", "fewer_rows", "more_than_chance", "sum_up"]
+__all__ = ["Closeness", "fewer_rows", "is_as_wrong", "more_than_chance", "sum_up"]
 
 # How much more noise than the graph the runtime may have.
 _MAX_LOSS_DB = 1.0
@@ -129,6 +129,16 @@ class Closeness:
             "graph_agreeing": self.graph_agreeing,
             "runtime_agreeing": self.runtime_agreeing,
         }
+
+
+def is_as_wrong(float_db: float, file_db: float) -> bool:
+    """Returns whether a runtime computes a float network wrong, and by as much as a file of the network.
+
+    Args:
+        float_db: the ratio of the runtime's float outputs to another engine's.
+        file_db: the ratio of the file's outputs in the runtime to the graph's.
+    """
+    return float_db < _EQUAL_DB and float_db <= file_db + _MAX_LOSS_DB
 
 
 def more_than_chance(count: float, variance: float) -> bool:

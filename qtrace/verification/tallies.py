@@ -122,11 +122,11 @@ class CrossCheck:
 
     Attributes:
         side: the side that is wrong: "graph" (a kernel of MegEngine), "runtime" (the exported file, or a
-            kernel of the runtime), or "unknown".
+            kernel of the runtime), "float" (the runtime, in the float network, too), or "unknown".
         reason: the evidence, as a clause.
     """
 
-    side: Literal["graph", "runtime", "unknown"]
+    side: Literal["graph", "runtime", "float", "unknown"]
     reason: str
 
     def sentence(self) -> str:
@@ -137,6 +137,7 @@ class CrossCheck:
 _SIDES = {
     "graph": "the graph is wrong, not the file",
     "runtime": "the file or the runtime is wrong, not the graph",
+    "float": "the runtime is wrong, not the file",
     "unknown": "either side may be wrong",
 }
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.errors import ExportError
 from qtrace.onnxfile.external_data import tensor_files
 from qtrace.runtimes import worker
 from qtrace.runtimes.child import RefusalError
@@ -34,7 +33,8 @@ class OpenvinoFile:
         rounds_floats: whether the processor computes floats as bfloat16, unless the settings forbid it.
 
     Raises:
-        ExportError: when OpenVINO cannot load the model, or the host cannot be reached.
+        RefusalError: when OpenVINO cannot load the model.
+        ExportError: when the host cannot be reached.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class OpenvinoFile:
                 where = "" if isinstance(model, bytes) else str(model)
                 self._file = worker.Openvino({**request, "path": where}, [model])
             except RuntimeError as error:  # OpenVINO raises no other type
-                raise ExportError(f"OpenVINO cannot run {path}: {_shorten(error)}") from error
+                raise RefusalError(f"OpenVINO cannot run {path}", _shorten(error)) from error
         else:
             child = RuntimeChild("openvino", "OpenVINO", path, host)
             content = [np.frombuffer(model, np.uint8)] if isinstance(model, bytes) else []
@@ -76,7 +76,8 @@ class OpenvinoFile:
             inputs: an array for each of `inputs`.
 
         Raises:
-            ExportError: when OpenVINO refuses them, or a host does not survive them.
+            RefusalError: when OpenVINO refuses them.
+            ExportError: when a host does not survive them.
         """
         try:
             if isinstance(self._file, RuntimeFile):
@@ -85,7 +86,7 @@ class OpenvinoFile:
         except RefusalError:
             raise
         except RuntimeError as error:
-            raise ExportError(f"OpenVINO refused the input of {self._path}: {_shorten(error)}") from error
+            raise RefusalError(f"OpenVINO refused the input of {self._path}", _shorten(error)) from error
 
     def time(self) -> float:
         """Runs the model again on its last inputs and returns the seconds."""

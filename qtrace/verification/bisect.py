@@ -24,6 +24,7 @@ from qtrace.runtimes.host import RuntimeHost
 from qtrace.scheme import QParams
 from qtrace.verification.causes import likely_causes, optimized_kernel_cause
 from qtrace.verification.crosscheck import Disagreement, cross_check
+from qtrace.verification.float_check import FloatCheck
 from qtrace.verification.float_outputs import FloatOutputs
 from qtrace.verification.report import VerifyReport
 from qtrace.verification.runs import BatchRun, File, OpByOp
@@ -31,12 +32,13 @@ from qtrace.verification.runtimes import get as get_runtime
 from qtrace.verification.runtimes import runs_optimized
 from qtrace.verification.runtimes.base import Runtime
 from qtrace.verification.samples import by_sample
-from qtrace.verification.tallies import CrossCheck
+from qtrace.verification.tallies import CrossCheck, too_many
 
 __all__ = ["FirstDifference", "bisect"]
 
 _EXAMPLES = 5
 _MEGENGINE_CAUSE = "a kernel of MegEngine, which computes the graph; the file need not be changed"
+_RUNTIME_CAUSE = "the runtime, which computes the float network wrong, too"
 
 
 @dataclass(frozen=True, repr=False)
@@ -161,27 +163,28 @@ def bisect(
     inputs = list(batches)
     if not inputs:
         raise CalibrationError("bisect has no batches: give at least one.")
-    chosen = (
-        runtime.at(runtime_host)
-        if isinstance(runtime, Runtime)
-        else get_runtime(Path(path), runtime, runtime_host, model.annotation.backend)
-    )
+    chosen = get_runtime(Path(path), runtime, runtime_host, model.annotation.backend)
     unequal = None
     stages = 2 if runs_optimized(chosen, model.annotation.backend) else 1
-    for stage, optimize in (("plain", False), ("optimized", True))[:stages]:
-        file = File(Path(path), model, by_sample(chosen.open(Path(path), optimize), model))
-        side = getattr(file.session, "side", {})
-        with evaluating(converted):
-            exact = FloatOutputs(model, None)
-            for run in file.run(
-                inputs, lambda f, n: _Search(f, n, f.report(max_lsb, min_equal, min_sqnr_db)), exact
-            ):
-                assert isinstance(run.single, _Search)
-                finding = run.single.close() or _wrong_output(file, run, min_sqnr_db)
-                if finding is not None:
-                    check = cross_check(converted, run.arguments, run.single.values, finding.both)
-                    return _difference(model, finding, check, (stage, chosen.name), run, side)
-                unequal = unequal or _unequal_rows(file, run, stage)
+    float_check = FloatCheck(Path(path), converted, chosen, inputs)
+    with float_check.explain():
+        for stage, optimize in (("plain", False), ("optimized", True))[:stages]:
+            file = File(Path(path), model, by_sample(chosen.open(Path(path), optimize), model))
+            side = getattr(file.session, "side", {})
+            with evaluating(converted):
+                exact = FloatOutputs(model, None)
+                for run in file.run(
+                    inputs, lambda f, n: _Search(f, n, f.report(max_lsb, min_equal, min_sqnr_db)), exact
+                ):
+                    assert isinstance(run.single, _Search)
+                    finding = run.single.close() or _wrong_output(file, run, min_sqnr_db)
+                    if finding is not None:
+                        float_check.note(run)
+                        check = float_check.find_fault() or cross_check(
+                            converted, run.arguments, run.single.values, finding.both
+                        )
+                        return _difference(model, finding, check, (stage, chosen.name), run, side)
+                    unequal = unequal or _unequal_rows(file, run, stage)
     return unequal
 
 
@@ -259,15 +262,12 @@ class _Search(OpByOp):
         if self.first is None:
             unrounded = self.unrounded.get(self.sources.get(both.node, ""), value).numpy()
             finding = _Finding(both.node, both, unrounded)
-            if self.many is None and self._too_many(both):
-                self.many = finding
+            if self.many is None:
+                differing = int(np.count_nonzero(both.graph != both.runtime))
+                if too_many(differing, both.graph.size, self.report.least_equal(both.node)):
+                    self.many = finding
             if self.disagreement is not None:
                 self.first = finding
-
-    def _too_many(self, both: Disagreement) -> bool:
-        """Whether the share of differing values exceeds the allowed share by more than chance."""
-        allowed = both.graph.size * (1 - self.report.least_equal(both.node))
-        return np.count_nonzero(both.graph != both.runtime) > allowed + 3 * np.sqrt(allowed) + 2
 
     def close(self) -> _Finding | None:
         """Returns the site at which the run, which is over, goes beyond the tolerance."""
@@ -275,14 +275,16 @@ class _Search(OpByOp):
         values = sum(t.values for t in tallies)
         # Sites that differ by more than ``max_lsb`` have a finding of their own.
         slight = sum(t.values - t.equal for t in tallies if t.worst <= self.report.max_lsb)
-        limit = 0.0 if self.many is None else self.report.least_equal(self.many.both.node)
-        too_many = self.many is not None and slight > values * (1 - limit)
-        return self.many if too_many else self.first
+        if self.many is None:
+            return self.first
+        limit = self.report.least_equal(self.many.both.node)
+        return self.many if too_many(slight, values, limit) else self.first
 
 
 # The side that is wrong -> the cause, where all integers agree and a float output does not.
 _FLOAT_CAUSES = {
     "graph": _MEGENGINE_CAUSE,
+    "float": _RUNTIME_CAUSE,
     "runtime": "what follows the last integers: a weight, a bias or a scale there, since all sites agree",
     "unknown": "what follows the last integers, in the file or in MegEngine, since all sites agree",
 }
@@ -312,8 +314,8 @@ def _difference(
         weights = {site.name: site.qparams for site in model.sites if site.sort == "weight"}
         groups = _describe_inputs(model, note, {**run.single.qparams, **weights})
         causes = likely_causes(unrounded, graph, runtime.astype(np.int64), qparams)
-        if check.side == "graph":
-            causes = (_MEGENGINE_CAUSE,)
+        if check.side in ("graph", "float"):
+            causes = (_FLOAT_CAUSES[check.side],)
         elif stage == "optimized":
             causes = (optimized_kernel_cause(runtime_name, note.kind if note else "", side), *causes)
             causes = tuple(cause for cause in causes if not cause.startswith("unknown"))

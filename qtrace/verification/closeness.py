@@ -18,7 +18,7 @@ import numpy as np
 from qtrace.metrics import add_fields, decibels, finite_or_none, inner
 from qtrace.outputs.replay import SelectedShares
 
-__all__ = ["Closeness", "fewer_rows", "sum_up"]
+__all__ = ["Closeness", "fewer_rows", "is_as_wrong", "more_than_chance", "sum_up"]
 
 # How much more noise than the graph the runtime may have.
 _MAX_LOSS_DB = 1.0
@@ -114,7 +114,7 @@ class Closeness:
         # McNemar 1947, "Note on the sampling error of the difference between correlated proportions": were
         # both equally good, either side would have half of the discordant predictions.
         lost = self.graph_agreeing - self.runtime_agreeing
-        if lost > 1 + _DEVIATIONS * math.sqrt(self.discordant):
+        if more_than_chance(lost, self.discordant):
             yield (
                 f"has float's prediction {self.runtime_agreeing} times in the runtime and "
                 f"{self.graph_agreeing} times in the graph, of {self.predictions}"
@@ -129,6 +129,26 @@ class Closeness:
             "graph_agreeing": self.graph_agreeing,
             "runtime_agreeing": self.runtime_agreeing,
         }
+
+
+def is_as_wrong(float_db: float, file_db: float) -> bool:
+    """Returns whether a runtime computes a float network wrong, and by as much as a file of the network.
+
+    Args:
+        float_db: the ratio of the runtime's float outputs to another engine's.
+        file_db: the ratio of the file's outputs in the runtime to the graph's.
+    """
+    return float_db < _EQUAL_DB and float_db <= file_db + _MAX_LOSS_DB
+
+
+def more_than_chance(count: float, variance: float) -> bool:
+    """Returns whether a count is larger than chance explains.
+
+    Args:
+        count: how much larger the count is than expected.
+        variance: its variance; 0 where nothing happens by chance.
+    """
+    return count > (1 + _DEVIATIONS * math.sqrt(variance) if variance else 0)
 
 
 def sum_up(outputs: Iterable[Closeness]) -> Closeness:
@@ -151,7 +171,7 @@ def fewer_rows(graph: SelectedShares, runtime: SelectedShares, mode: str) -> Ite
         for (by_graph, of_graph), (by_runtime, of_runtime) in reversed(list(sides)):  # clear places first
             # Discordant rows are wrong on one side at least.
             discordant = (of_graph - by_graph) + (of_runtime - by_runtime)
-            if by_graph - by_runtime > 1 + _DEVIATIONS * math.sqrt(discordant):
+            if more_than_chance(by_graph - by_runtime, discordant):
                 yield (
                     f"{graph.names[number]} ({mode}) selects {by_runtime} of float's rows in the runtime and "
                     f"{by_graph} in the graph, of {of_runtime}"

@@ -22,11 +22,11 @@ def _explain(tallies: Tallies) -> list[str]:
     """Says what the problems mean, and what it means that rows differ."""
     if tallies.passed:
         return _row_remarks(tallies)
-    if not tallies.sites["op_by_op"]:
-        return [SATURATION] if tallies.kernels is not None and tallies.kernels.saturates else []
     if tallies.cross_check is not None:
         node, check = tallies.cross_check
         return [f"at {node}, {check.sentence()}"]
+    if not tallies.sites["op_by_op"]:
+        return [SATURATION] if tallies.kernels is not None and tallies.kernels.saturates else []
     floats = tallies.outputs.get("op_by_op", {}).values()
     if tallies.worst_lsb() > tallies.max_lsb or any(n.sqnr_db < tallies.min_sqnr_db for n in floats):
         return []

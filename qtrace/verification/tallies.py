@@ -15,10 +15,10 @@ from qtrace.metrics import ErrorSums, sqnr_db
 from qtrace.onnxfile.kernels import Kernels
 from qtrace.outputs import NO_INFORMATION_DB, ColumnGroup
 from qtrace.outputs.replay import SelectedShares, Share
-from qtrace.verification.closeness import Closeness, fewer_rows
+from qtrace.verification.closeness import Closeness, fewer_rows, more_than_chance
 from qtrace.verification.selections import Shape, describe_rows
 
-__all__ = ["MODES", "CrossCheck", "DifferenceTally", "Tallies", "at_same_precision"]
+__all__ = ["MODES", "CrossCheck", "DifferenceTally", "Tallies", "at_same_precision", "too_many"]
 
 # Of integers of 16 bits: kernels multiply by numbers of 15 bits, so that the last of 65,536 steps is off here
 # and there (TensorFlow Lite, "16x8 quantization"); it is worth 1/256 of a step of 8 bits.
@@ -122,11 +122,11 @@ class CrossCheck:
 
     Attributes:
         side: the side that is wrong: "graph" (a kernel of MegEngine), "runtime" (the exported file, or a
-            kernel of the runtime), or "unknown".
+            kernel of the runtime), "float" (the runtime, in the float network, too), or "unknown".
         reason: the evidence, as a clause.
     """
 
-    side: Literal["graph", "runtime", "unknown"]
+    side: Literal["graph", "runtime", "float", "unknown"]
     reason: str
 
     def sentence(self) -> str:
@@ -137,6 +137,7 @@ class CrossCheck:
 _SIDES = {
     "graph": "the graph is wrong, not the file",
     "runtime": "the file or the runtime is wrong, not the graph",
+    "float": "the runtime is wrong, not the file",
     "unknown": "either side may be wrong",
 }
 
@@ -371,7 +372,8 @@ class Tallies:
     def short_shares(self) -> list[tuple[float, float, str]]:
         """Returns the share of equal integers op by op, its limit, and which integers, where it is too small.
 
-        Integers of more than 8 bits are counted by themselves, and so are those whose ties go another way.
+        A share is too small if chance does not explain it, as one tie in 500 values. Integers of more than
+        8 bits are counted by themselves, and so are those whose ties go another way.
         """
         sites = self.sites["op_by_op"]
         inexact = [n for n in sites if n in self.inexact and n not in self.wide]
@@ -383,10 +385,10 @@ class Tallies:
         short = []
         for words, names in sides:
             values = sum(sites[name].values for name in names)
-            share = sum(sites[name].equal for name in names) / values if values else 1.0
+            equal = sum(sites[name].equal for name in names)
             limit = min(map(self.least_equal, names), default=0.0)
-            if share < limit:
-                short.append((share, limit, words))
+            if too_many(values - equal, values, limit):
+                short.append((equal / values, limit, words))
         return short
 
     def histogram(self, mode: str = "op_by_op") -> dict[int, int]:
@@ -497,6 +499,18 @@ class Tallies:
             for mode in MODES[1:]
         )
         return (plain, fused) if "deployed" in self.unequal and fused > plain + self.max_lsb else None
+
+
+def too_many(differing: int, values: int, least_equal: float) -> bool:
+    """Returns whether more values differ than a share of equal ones allows, and than chance explains.
+
+    Args:
+        differing: the number of values that differ.
+        values: the number of values.
+        least_equal: the smallest share of equal values allowed.
+    """
+    allowed = values * (1 - least_equal)
+    return more_than_chance(differing - allowed, allowed)
 
 
 def at_same_precision(graph: np.ndarray, runtime: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

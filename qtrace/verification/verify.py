@@ -30,6 +30,7 @@ from qtrace.process.memory import return_free_memory, returns_memory
 from qtrace.process.thread import on_engine_thread
 from qtrace.runtimes.host import RuntimeHost
 from qtrace.verification.crosscheck import cross_check
+from qtrace.verification.float_check import FloatCheck
 from qtrace.verification.float_outputs import FloatOutputs
 from qtrace.verification.other_sizes import at_other_sizes
 from qtrace.verification.places import read_runtime_places
@@ -105,54 +106,52 @@ def verify(
     path = Path(path)
     model = PlainGraph(converted).model if plain else QuantizedModel(converted, "converted")
     backend = "" if plain else model.annotation.backend
-    chosen = (
-        runtime.at(runtime_host)
-        if isinstance(runtime, Runtime)
-        else get_runtime(path, runtime, runtime_host, backend)
-    )
-    file = File(path, model, by_sample(chosen.open(path, False), model))
-    deployed = None
-    if optimized and runs_optimized(chosen, backend):
-        deployed = by_sample(chosen.open(path, True), model)
-    report = file.report(max_lsb, min_equal, limit)
-    report.side, report.client = getattr(file.session, "side", {}), getattr(file.session, "remark", "")
-    report.runtime = describe_choice(chosen, backend) if runtime is None else ""
-    report.end_to_end_db = limit if plain else min_sqnr_db
-    exact = None if plain else FloatOutputs(model, float_model)
-    report.float_source = "" if exact is None else exact.source
-    if exact is not None and (selected := SelectedShares.of(converted)):
-        report.selected = selected
-    if deployed is not None and not plain and chosen.kernels is not None:
-        report.kernels = chosen.kernels(path)
-    if backend == "generic" and path.suffix.lower() == ".onnx":
-        report.unknown_processor = has_large_signed_weights(read_model(path))
-    return_free_memory()  # of sessions that were opened
-    empty = True
+    chosen = get_runtime(path, runtime, runtime_host, backend)
     batches = iter(batches)
     first, own = list(itertools.islice(batches, 1)), isinstance(runtime, Runtime)
-    with evaluating(model.module):
-        floats = exact or FloatOutputs(model, None)
+    check = FloatCheck(path, converted, chosen, first)
+    with check.explain():
+        file = File(path, model, by_sample(chosen.open(path, False), model))
+        deployed = None
+        if optimized and runs_optimized(chosen, backend):
+            deployed = by_sample(chosen.open(path, True), model)
+        report = file.report(max_lsb, min_equal, limit)
+        report.side, report.client = getattr(file.session, "side", {}), getattr(file.session, "remark", "")
+        report.runtime = describe_choice(chosen, backend) if runtime is None else ""
+        report.end_to_end_db = limit if plain else min_sqnr_db
+        exact = None if plain else FloatOutputs(model, float_model)
+        report.float_source = "" if exact is None else exact.source
+        if exact is not None and (selected := SelectedShares.of(converted)):
+            report.selected = selected
+        if deployed is not None and not plain and chosen.kernels is not None:
+            report.kernels = chosen.kernels(path)
+        if backend == "generic" and path.suffix.lower() == ".onnx":
+            report.unknown_processor = has_large_signed_weights(read_model(path))
+        return_free_memory()  # of sessions that were opened
+        with evaluating(model.module):
+            floats = exact or FloatOutputs(model, None)
 
-        def others() -> list[list[tuple[np.ndarray, ...]]]:
-            return at_other_sizes(path, converted, first[0]) if first and not own else []
+            def others() -> list[list[tuple[np.ndarray, ...]]]:
+                return at_other_sizes(path, converted, first[0]) if first and not own else []
 
-        batches = itertools.chain(first, batches)
+            def op_by_op(file: File, integers: dict[str, np.ndarray]) -> OpByOp:
+                return OpByOp(file, integers, report)
 
-        def op_by_op(file: File, integers: dict[str, np.ndarray]) -> OpByOp:
-            return OpByOp(file, integers, report)
-
-        for run in file.run(batches, op_by_op, floats, others, deployed):
-            empty = False
-            if report.cross_check is None and not plain:
-                _cross_check(file, converted, run, limit, report)
-            _compare_outputs(file, run, deployed, exact, report)
+            for run in file.run(itertools.chain(first, batches), op_by_op, floats, others, deployed):
+                if report.cross_check is None and not plain:
+                    _cross_check(file, converted, run, limit, report)
+                _compare_outputs(file, run, deployed, exact, report)
+                check.note(run)
     if report.kernels is not None and report.kernels.wrong and not report.passed:
         from qtrace.export.onnx.whole_columns import has_odd_columns
 
         # Without such columns another kernel is at fault.
         report.kernels = replace(report.kernels, wrong=has_odd_columns(path))
-    if empty:
+    if not first:
         raise CalibrationError("verification data has no batches: give at least one.")
+    if not report.passed and (fault := check.find_fault()) is not None:
+        node, _ = report.cross_check or report.weakest_output()
+        report.cross_check = (node, fault)
     return report
 
 

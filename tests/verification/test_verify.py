@@ -304,6 +304,37 @@ def _report(
     return report
 
 
+@pytest.mark.parametrize(
+    ("values", "differing", "min_equal", "passed"),
+    [
+        (504, 1, 0.999, True),
+        (504, 5, 0.999, False),
+        (504, 1, 1.0, False),
+        (50_000, 60, 0.999, True),
+        (50_000, 80, 0.999, False),
+    ],
+)
+def test_a_share_fails_where_chance_does_not_explain_it(
+    values: int, differing: int, min_equal: float, passed: bool
+) -> None:
+    report = VerifyReport("m.onnx", 1, min_equal, 35.0)
+    runtime = np.zeros(values, np.int8)
+    runtime[:differing] = 1
+    report.add("op_by_op", "a_q", np.zeros(values, np.int8), runtime)
+    assert report.passed is passed, report.summary()
+
+
+def test_bisect_names_no_op_for_one_tie(tmp_path: Path) -> None:
+    batch = images(2, 3, 6, 6)
+    converted = _converted(randomize(net(lambda self, x: self.conv(x), conv=M.Conv2d(3, 4, 3))), [batch])
+    path = qtrace.export(converted, tmp_path / "m.onnx")
+    _edit(path, lambda m: _initializer(m, "conv_bias_int", lambda v: v + np.array([8, 0, 0, 0])))
+    report = qtrace.verify(path, converted, [batch])
+    differing = sum(report.histogram().values())
+    assert (differing, report.worst_lsb(), report.passed) == (1, 1, True), report.table()
+    assert qtrace.bisect(path, converted, [batch]) is None
+
+
 def test_a_good_file_below_a_limit_of_ones_own_is_told_that_no_op_is_wrong() -> None:
     report = _report({"reference": 34.7, "deployed": 33.9})
     assert report.passed

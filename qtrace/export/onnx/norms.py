@@ -51,11 +51,28 @@ def _softmax(w: OnnxWriter, call: OpCall) -> None:
     if len(axes) == 1:
         w.emit("Softmax", [w.name(x)], call.out, axis=axes[0])
         return
-    base = call.out.name
-    top = w.node("ReduceMax", [w.name(x)], w.fresh(base), axes=list(axes), keepdims=1)
-    powers = w.node("Exp", [w.node("Sub", [w.name(x), top], w.fresh(base))], w.fresh(base))
-    total = w.node("ReduceSum", [powers, w.ints(axes)], w.fresh(base), keepdims=1)
+    _, powers, total = _powers(w, call)
     w.emit("Div", [powers, total], call.out)
+
+
+def _powers(w: OnnxWriter, call: OpCall) -> tuple[str, str, str]:
+    """Writes the largest values over the axes, the powers of e of all values less these, and their sum."""
+    axes, x, base = axes_of(call), w.name(call.inputs[0]), call.out.name
+    top = w.node("ReduceMax", [x], w.fresh(base), axes=axes, keepdims=1)
+    largest = float(np.finfo(np.float32).max)  # infinities less infinities are NaN
+    top = w.node("Clip", [top, w.scalar(-largest), w.scalar(largest)], w.fresh(base))
+    powers = w.node("Exp", [w.node("Sub", [x, top], w.fresh(base))], w.fresh(base))
+    return top, powers, w.node("ReduceSum", [powers, w.ints(axes)], w.fresh(base), keepdims=1)
+
+
+def _log_sum(w: OnnxWriter, call: OpCall, output: str) -> str:
+    """Writes the logarithm of the sum of the powers of e, with the axes kept.
+
+    OpenVINO reads ReduceLogSumExp without its axes before opset 18, and onnxruntime takes 2 to 4 times as
+    long for it.
+    """
+    top, _, total = _powers(w, call)
+    return w.node("Add", [w.node("Log", [total], w.fresh(call.out.name)), top], output)
 
 
 def _logsoftmax(w: OnnxWriter, call: OpCall) -> None:
@@ -63,24 +80,29 @@ def _logsoftmax(w: OnnxWriter, call: OpCall) -> None:
     if len(axes) == 1:
         w.emit("LogSoftmax", [x], call.out, axis=axes[0])
         return
-    total = w.node("ReduceLogSumExp", [x], w.fresh(call.out.name), axes=axes, keepdims=1)
-    w.emit("Sub", [x, total], call.out)
+    w.emit("Sub", [x, _log_sum(w, call, w.fresh(call.out.name))], call.out)
 
 
 def _logsumexp(w: OnnxWriter, call: OpCall) -> None:
-    keep = int(bool(call.attrs["keepdims"]))
-    w.emit("ReduceLogSumExp", [w.name(call.inputs[0])], call.out, axes=axes_of(call), keepdims=keep)
+    if call.attrs["keepdims"]:
+        w.names[call.out] = _log_sum(w, call, call.out.name)
+    else:
+        total = _log_sum(w, call, w.fresh(call.out.name))
+        w.emit("Squeeze", [total, w.ints(axes_of(call))], call.out)
 
 
 def _power_sum(w: OnnxWriter, call: OpCall, keep: int, output: str) -> str:
     """Writes the vector norm over the axes."""
     order = 2.0 if call.attrs["ord"] is None else float(call.attrs["ord"])
     axes, x, base = axes_of(call), w.name(call.inputs[0]), call.out.name
-    if order in (1.0, 2.0):
-        return w.node(f"ReduceL{order:.0f}", [x], output, axes=axes, keepdims=keep)
+    if order == 2.0:
+        return w.node("ReduceL2", [x], output, axes=axes, keepdims=keep)
     if order <= 0.0 or math.isinf(order):
         raise ExportError(f"{base}: a norm of order {order:g} has no ONNX form: use order 1 or 2")
-    powers = w.node("Pow", [w.node("Abs", [x], w.fresh(base)), w.scalar(order)], w.fresh(base))
+    sizes = w.node("Abs", [x], w.fresh(base))
+    if order == 1.0:  # OpenVINO reads ReduceL1 without its axes before opset 18
+        return w.node("ReduceSum", [sizes, w.ints(axes)], output, keepdims=keep)
+    powers = w.node("Pow", [sizes, w.scalar(order)], w.fresh(base))
     total = w.node("ReduceSum", [powers, w.ints(axes)], w.fresh(base), keepdims=keep)
     return w.node("Pow", [total, w.scalar(1.0 / order)], output)
 

@@ -34,7 +34,9 @@ def known() -> tuple[str, ...]:
     return tuple(sorted((*own, *installed(RUNTIMES))))
 
 
-def get(path: Path, name: str | None = None, host: RuntimeHost | None = None, backend: str = "") -> Runtime:
+def get(
+    path: Path, name: str | Runtime | None = None, host: RuntimeHost | None = None, backend: str = ""
+) -> Runtime:
     """Returns the runtime called ``name``; without a name, the one that the file is meant for.
 
     That is the backend's own runtime. Where it is not installed here, the default one for files like
@@ -42,7 +44,7 @@ def get(path: Path, name: str | None = None, host: RuntimeHost | None = None, ba
 
     Args:
         path: the file.
-        name: the name of the runtime.
+        name: the name of the runtime, or the runtime itself.
         host: the interpreter or machine that has the runtime; None for this one.
         backend: the backend that the file is for; "" for a float file.
 
@@ -50,6 +52,8 @@ def get(path: Path, name: str | None = None, host: RuntimeHost | None = None, ba
         ExportError: when no runtime runs the file, or its package is not installed.
         ConfigError: when the runtime is the user's own and cannot be imported, or is no `Runtime`.
     """
+    if isinstance(name, Runtime):
+        return name.at(host)
     own, suffix = _runtime_of(backend) if name is None else None, path.suffix.lower()
     if own is not None and suffix in own.suffixes and (host is not None or _is_installed(own)):
         return own.at(host)

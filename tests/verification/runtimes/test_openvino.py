@@ -61,6 +61,27 @@ def test_a_right_file_passes(model, recipe: str, tmp_path: Path) -> None:
     assert qtrace.bisect(path, converted, [X], runtime="openvino") is None
 
 
+def test_reductions_keep_their_axes(tmp_path: Path) -> None:
+    def forward(self, x):
+        both = F.logsumexp(x, (2, 3)), F.logsumexp(x, 1, keepdims=True)
+        return (*both, F.logsoftmax(x, (1, 2)), F.norm(x, 1, 1))
+
+    traced = qtrace.trace(net(forward), X)
+    path = qtrace.export(traced, tmp_path / "m.onnx")
+    report = qtrace.verify(path, traced, [X], runtime="openvino")
+    assert report.passed, report.table()
+
+
+def test_the_logarithm_of_a_sum_takes_infinities(tmp_path: Path) -> None:
+    path = qtrace.export(qtrace.trace(lambda x: F.logsumexp(x, 1), X), tmp_path / "m.onnx")
+    x = X.copy()
+    x[0, :, 0, 0], x[0, 0, 0, 1] = -np.inf, np.inf
+    (y,) = ort.InferenceSession(str(path)).run(None, {"x": x})
+    assert y[0, 0, 0] == -np.inf
+    assert y[0, 0, 1] == np.inf
+    assert np.isfinite(y).sum() == y.size - 2
+
+
 @pytest.mark.parametrize("lowered", [True, False])
 def test_a_processor_with_bfloat16_needs_a_setting(monkeypatch: Any, tmp_path: Path, lowered: bool) -> None:
     compiled, opened = [], worker.Openvino.__init__

@@ -11,6 +11,7 @@ from megengine.traced_module.node import Node
 
 from qtrace.errors import GraphError
 from qtrace.graph.located_graph import name_failures
+from qtrace.graph.ordering import order_together
 
 __all__ = ["exchange_function", "finish", "write_order"]
 
@@ -18,26 +19,34 @@ __all__ = ["exchange_function", "finish", "write_order"]
 def write_order(traced: TracedModule, order: Sequence[Expr], removed: set[Expr]) -> None:
     """Makes ``order`` without ``removed`` the exprs of a flat graph, and drops dead ones.
 
+    An expr that reads what a later one computes moves after that.
+
     Raises:
-        GraphError: when an expr reads a node that is produced later, or a removed one's output is used.
+        GraphError: when an expr needs its own result, or a removed one's output is used.
     """
     graph = traced.graph
-    _check_order(order, removed)
-    graph._exprs = [expr for expr in order if expr not in removed]
+    kept = [expr for expr in order if expr not in removed]
+    late = _late_read(kept)
+    if late is not None:
+        kept = order_together(kept, ())
+    if kept is None:
+        raise GraphError(f"{late}: it would need its own result.")
+    graph._exprs = kept
     for expr in order:
         if expr in removed:
             _unlink(graph, expr, removed)
     finish(traced)
 
 
-def _check_order(order: Sequence[Expr], removed: set[Expr]) -> None:
-    """Refuses a node that is read before it is produced: dropping dead exprs would lose its producer."""
+def _late_read(order: Sequence[Expr]) -> str | None:
+    """Returns which expr reads a node that is produced later; None if there is none."""
     unproduced = {n for e in order for n in e.outputs}
     for expr in order:
         node = next((n for n in expr.inputs if n in unproduced), None)
-        if node is not None and expr not in removed:
-            raise GraphError(f"{expr} reads {node._name}, which is produced later: move it up.")
-        unproduced.difference_update(n for n in expr.outputs)
+        if node is not None:
+            return f"{expr} reads {node._name}, which is produced later"
+        unproduced.difference_update(expr.outputs)
+    return None
 
 
 def _unlink(graph: Any, expr: Expr, removed: set[Expr]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from qtrace.graph.types import Expr, Node
+from qtrace.graph.types import Expr
 
 __all__ = ["order_together"]
 
@@ -18,12 +18,12 @@ def order_together(exprs: Sequence[Expr], groups: Sequence[Sequence[Expr]]) -> l
     without outputs.
 
     Args:
-        exprs: all exprs of a flat graph, in an order in which they can be computed.
+        exprs: all exprs of a flat graph. One that reads what a later one computes moves after that.
         groups: exprs of the graph, none in two groups.
 
     Returns:
         The order; None if there is none, since a member of a group needs the result of another member,
-        directly or through a second group.
+        directly or through a second group, or an expr needs its own result.
     """
     place = {expr: i for i, expr in enumerate(exprs)}
     unit = list(range(len(exprs)))  # the place of the first member stands for a group
@@ -60,14 +60,13 @@ def _sorted(exprs: Sequence[Expr], unit: list[int], members: dict[int, list[int]
 def _needs(exprs: Sequence[Expr], unit: list[int]) -> dict[int, set[int]]:
     """Maps each unit to the units that it needs; a unit needs itself if a member needs another member."""
     needs: dict[int, set[int]] = {number: set() for number in unit}
-    producers: dict[Node, int] = {}
+    producers = {node: i for i, expr in enumerate(exprs) for node in expr.outputs}
     barrier: list[int] = []  # the last expr without outputs
     after_barrier: list[int] = []  # the exprs after it
     for i, expr in enumerate(exprs):
         needed = {producers[node] for node in expr.inputs if node in producers}
         needed.update(barrier if expr.outputs else (*barrier, *after_barrier))
         needs[unit[i]].update(unit[j] for j in needed)
-        producers.update((node, i) for node in expr.outputs)
         after_barrier.append(i)
         if not expr.outputs:
             barrier, after_barrier = [i], []

@@ -19,7 +19,7 @@ from megengine.traced_module.traced_module import InternalGraph
 
 from qtrace.graph.finish import finish
 from qtrace.graph.inference import recorded_type
-from qtrace.graph.node_meta import META, move_meta, own_meta
+from qtrace.graph.node_meta import move_meta, own_meta
 from qtrace.graph.renewal import InlinedCall, renew_calls, same_type
 from qtrace.graph.tensors import shared_copies, shared_copy
 from qtrace.graph.walk import called_graph, get_module
@@ -173,7 +173,7 @@ class _Emitter:
             expr = GetAttr(self.flat._inputs[0], type(node), path, name)
             new = expr.outputs[0]
             new.__dict__.update({k: v for k, v in node.__dict__.items() if k in _CARRIED})
-            own_meta(new)
+            move_meta(node, new)
             new._qualname = f"{self.flat._qualname}.{path}"
             self._name(new, node._name if self._keeps_names else name)
             self.flat._exprs.append(expr)
@@ -230,7 +230,7 @@ def _needs_own_shapes(recorded: Sequence[Node], arguments: Sequence[Node], again
     return False
 
 
-_CARRIED = ("_shape", "_dtype", "_qparams", "_device", "module_type", META)
+_CARRIED = ("_shape", "_dtype", "_qparams", "_device", "module_type")
 
 
 def _join(prefix: str, name: str) -> str:

@@ -19,7 +19,7 @@ from qtrace.graph.edit import GraphEditor
 from qtrace.graph.function_trace import AnyNumber, FunctionTrace, marker_of, trace_function
 from qtrace.graph.layer_calls import StoredTensor
 from qtrace.graph.operations import canonical_call
-from qtrace.graph.pattern import Const, Op, Pattern, PatternMatch
+from qtrace.graph.pattern import Const, Op, Outputs, Pattern, PatternMatch
 from qtrace.graph.rewrite import RewriteRule
 from qtrace.graph.source_lines import name_with_line
 from qtrace.graph.walk import op_label, output_index
@@ -49,7 +49,8 @@ def function_rule(
     the function writes itself must be equal. All spellings of an operation match: ``x + y`` and
     ``F.add(y, x)``; ``x.reshape(2, -1)`` and ``F.reshape(x, (2, -1))``; ``F.sigmoid(x)`` and
     ``M.Sigmoid()(x)``; ``F.conv2d(x, w, b)`` and a layer `M.Conv2d`, whose parameters ``w`` and ``b`` then
-    stand for. No call inside of a match may be used outside of it.
+    stand for. Only the results of a match may be used outside of it. A pattern with several results matches
+    once for all of them.
 
     Example:
         >>> rule = function_rule(lambda x: x * F.sigmoid(x), lambda x: F.silu(x), name="silu")
@@ -57,10 +58,12 @@ def function_rule(
         ['mul_out', 'mul_out_1']
 
     Args:
-        pattern: a function of tensors that returns one tensor; it calls functions of
-            ``megengine.functional``, methods of tensors, and layers without parameters.
-        replacement: a function of the same parameters that returns one tensor of the same shape and dtype.
-            It is called with tensors of the shapes of each match, and with the match's numbers.
+        pattern: a function of tensors that returns a tensor, or a tuple or list of tensors, each of which
+            shares an argument or a call with the others; it calls functions of ``megengine.functional``,
+            methods of tensors, and layers without parameters.
+        replacement: a function of the same parameters that returns as many tensors of the same shapes and
+            dtypes. It is called with tensors of the shapes of each match, and with the match's
+            numbers.
         example: a Tensor, a numpy array or an `AnyNumber` for each parameter, on which ``pattern`` runs;
             None for float32 tensors of shape (2, 4, 4, 4).
         check: takes a match, with tensors and numbers under the names of the parameters, and returns None
@@ -69,7 +72,7 @@ def function_rule(
 
     Raises:
         GraphError: when a function cannot be traced, ``pattern`` is more than operations on its parameters,
-            or the results of the two functions differ in shape or dtype.
+            or the results of the two functions differ in number, shape or dtype.
     """
     title = name or str(getattr(pattern, "__name__", type(pattern).__name__))
     names = _parameter_names(pattern, title)
@@ -83,7 +86,7 @@ def function_rule(
     tree = _PatternBuilder(trace, names, title).build()
     rule = _FunctionRule(title, tree, names, replacement, check)
     written = trace_function(replacement, values, f"rule {title}: the replacement")
-    problem = _difference(written.output, trace.output)
+    problem = _difference(written.outputs, trace.outputs)
     if problem is not None:
         raise GraphError(f"rule {title}: on the example, {problem}.")
     return rule
@@ -153,12 +156,13 @@ class _PatternBuilder:
             self.leaves[node] = _AnyTensor(names[index])
         self.used: set[str] = set()
 
-    def build(self) -> Op:
-        output = self.trace.output
-        if output in self.leaves:
-            raise self._error(f"the pattern returns its parameter {self.leaves[output].name} as it is")
-        tree = self._pattern(output)
-        assert isinstance(tree, Op)
+    def build(self) -> Outputs:
+        for output in self.trace.outputs:
+            if output in self.leaves:
+                raise self._error(f"the pattern returns its parameter {self.leaves[output].name} as it is")
+        tree = Outputs([self._call_pattern(output) for output in self.trace.outputs])
+        if not tree.is_connected():
+            raise self._error("the results of the pattern share no tensor: write a rule for each of them")
         missing = [name for name in self.names if name not in self.used]
         if missing:
             raise self._error(
@@ -174,9 +178,12 @@ class _PatternBuilder:
             leaf = self.leaves[value]
             self.used.add(str(leaf.name))
             return leaf
-        if value not in self.calls:
-            self.calls[value] = self._call(value)
-        return self.calls[value]
+        return self._call_pattern(value)
+
+    def _call_pattern(self, node: Node) -> Op:
+        if node not in self.calls:
+            self.calls[node] = self._call(node)
+        return self.calls[node]
 
     def _constant(self, value: Any) -> Pattern:
         index = marker_of(value)
@@ -200,6 +207,7 @@ class _PatternBuilder:
             *inputs,
             commutative=call.op.commutative and len(inputs) == 2,
             output=output_index(node) if len(expr.outputs) > 1 else None,
+            shared=node in self.trace.outputs,
         )
 
     def _error(self, problem: str) -> GraphError:
@@ -212,7 +220,7 @@ class _FunctionRule(RewriteRule):
     def __init__(
         self,
         title: str,
-        pattern: Op,
+        pattern: Outputs,
         names: Sequence[str],
         replacement: Callable[..., Any],
         check: Check | None,
@@ -232,10 +240,11 @@ class _FunctionRule(RewriteRule):
         if reason is not None:
             return reason
         unknown = [n for n in self._names if getattr(match[n], "shape", ()) is None]
-        if unknown or match.node.shape is None:
-            return f"the shape of {', '.join(unknown) or match.node.name} is not known"
+        unknown += [str(node.name) for node in match.outputs if node.shape is None]
+        if unknown:
+            return f"the shape of {', '.join(unknown)} is not known"
         trace = self._trace(match)
-        return trace if isinstance(trace, str) else _difference(trace.output, match.node)
+        return trace if isinstance(trace, str) else _difference(trace.outputs, match.outputs)
 
     def rewrite(self, match: PatternMatch, editor: GraphEditor) -> Mapping[Node, Node]:
         """Writes the replacement's calls."""
@@ -245,7 +254,7 @@ class _FunctionRule(RewriteRule):
         for expr in trace.exprs:
             copies = editor.copy_expr(expr, [nodes[n] for n in expr.inputs], after=match.exprs[0])
             nodes.update(zip(expr.outputs, copies, strict=True))
-        return {match.node: nodes[trace.output]}
+        return {old: nodes[new] for old, new in zip(match.outputs, trace.outputs, strict=True)}
 
     def _trace(self, match: PatternMatch) -> FunctionTrace | str:
         """Traces the replacement for the shapes and numbers of ``match``, once for equal ones."""
@@ -272,10 +281,15 @@ def _zeros(node: TensorNode | StoredTensor) -> Tensor:
     return Tensor(np.zeros(tuple(int(n) for n in node.shape), np.dtype(node.dtype)))
 
 
-def _difference(written: TensorNode, replaced: TensorNode) -> str | None:
-    """Returns how the replacement's result differs from what it replaces; None if it does not."""
-    sizes = [tuple(int(n) for n in node.shape) for node in (written, replaced)]
-    types = [np.dtype(node.dtype).name for node in (written, replaced)]
-    if sizes[0] == sizes[1] and types[0] == types[1]:
-        return None
-    return f"the replacement gives {sizes[0]} {types[0]}, the pattern {sizes[1]} {types[1]}"
+def _difference(written: Sequence[TensorNode], replaced: Sequence[TensorNode]) -> str | None:
+    """Returns how the replacement's results differ from what they replace; None if they do not."""
+    if len(written) != len(replaced):
+        return f"the replacement gives {len(written)} results, the pattern {len(replaced)}"
+    for new, old in zip(written, replaced, strict=True):
+        if (text := _type_text(new)) != _type_text(old):
+            return f"the replacement gives {text}, the pattern {_type_text(old)}"
+    return None
+
+
+def _type_text(node: TensorNode) -> str:
+    return f"{tuple(int(n) for n in node.shape)} {np.dtype(node.dtype).name}"

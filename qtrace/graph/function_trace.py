@@ -62,13 +62,13 @@ class FunctionTrace:
 
     Attributes:
         inputs: index of a tensor parameter -> its node.
-        exprs: the calls that the result needs, in order.
-        output: the node of the result.
+        exprs: the calls that the results need, in order.
+        outputs: the nodes of the results.
     """
 
     inputs: Mapping[int, TensorNode]
     exprs: tuple[Expr, ...]
-    output: TensorNode
+    outputs: tuple[TensorNode, ...]
 
 
 def trace_function(function: Callable[..., Any], arguments: Sequence[Any], title: str) -> FunctionTrace:
@@ -80,7 +80,7 @@ def trace_function(function: Callable[..., Any], arguments: Sequence[Any], title
         title: what the function is, as the subject of a message.
 
     Raises:
-        GraphError: when the function fails, does not return one tensor, or calls a module.
+        GraphError: when the function fails, does not return tensors, or calls a module.
     """
     values: list[Any] = [_mark(index, value) for index, value in enumerate(arguments)]
     tensors = {i: v for i, v in enumerate(values) if isinstance(v, Tensor)}
@@ -105,7 +105,7 @@ def trace_function(function: Callable[..., Any], arguments: Sequence[Any], title
     inputs = dict(zip(tensors, graph._inputs[1:], strict=True))
     if any(isinstance(node, ModuleNode) for e in graph._exprs for node in (*e.inputs, *e.outputs)):
         raise GraphError(f"{title} calls a module or reads a module's tensor: write it with functions alone.")
-    return FunctionTrace(inputs, tuple(graph._exprs), graph._outputs[0])
+    return FunctionTrace(inputs, tuple(graph._exprs), tuple(graph._outputs))
 
 
 def _mark(index: int, value: Any) -> Any:
@@ -121,17 +121,18 @@ def _module_of(
 ) -> Module:
     """Returns a module whose forward calls ``function`` with its inputs at ``places`` among ``values``."""
 
-    def call(inputs: Sequence[Tensor]) -> Tensor:
+    def call(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         arguments = list(values)
         for place, tensor in zip(places, inputs, strict=True):
             arguments[place] = tensor
         result = function(*arguments)
-        if isinstance(result, Tensor):
-            return result
-        kind = "several values" if isinstance(result, (tuple, list, dict)) else f"a {type(result).__name__}"
-        raise GraphError(f"{title} returns {kind}, but must return one tensor: return that tensor alone.")
+        results = tuple(result) if isinstance(result, (tuple, list)) else (result,)
+        if results and all(isinstance(each, Tensor) for each in results):
+            return results
+        kind = type(next((each for each in results if not isinstance(each, Tensor)), result)).__name__
+        raise GraphError(f"{title} returns a {kind}: it must return a tensor, or a tuple or list of tensors.")
 
-    def forward(self: Module, *inputs: Tensor) -> Tensor:
+    def forward(self: Module, *inputs: Tensor) -> tuple[Tensor, ...]:
         return call(inputs)
 
     # MegEngine's tracer sees the functions that the globals of forward name: these are those of the function.

@@ -1,33 +1,34 @@
 """Notes of a user on nodes, preserved by copies, edits, passes and files.
 
-MegEngine drops what it does not know of a node when it saves a model. So the notes are written into an
-attribute of the module that has the graph, as JSON text, and taken back when the file is loaded.
+MegEngine pickles a fixed list of a node's attributes. So nodes are pickled with one more: their notes as JSON
+text, which `meta` reads when it is first asked for them. Whoever pickles a model keeps its notes.
 """
 
 from __future__ import annotations
 
 import copy
+import copyreg
 import json
 from typing import Any
 
-from megengine.module import Module
-from megengine.traced_module.node import Node
-from megengine.traced_module.traced_module import InternalGraph
+from megengine.traced_module.node import ModuleNode, Node, TensorNode
 
 from qtrace.errors import GraphError
 
-__all__ = ["META", "attach_meta", "detach_meta", "meta", "move_meta", "own_meta"]
+__all__ = ["SAVED_META", "meta", "move_meta", "own_meta"]
 
-META = "_qtrace_meta"  # of a node, in memory
-_SAVED = "_qtrace_metas"  # of a module, in a file
+SAVED_META = "_qtrace_notes"
+"""The attribute of a node in a file that has its notes as text."""
+
+_META = "_qtrace_meta"  # in memory
 _MAX_DEPTH = 20
 
 
 def meta(node: Node) -> dict[str, Any]:
     """Returns the notes on a node: a dictionary of yours, empty at first.
 
-    It belongs to the node: what is written into it stays through copies, `flatten`, edits, ``prepare``,
-    ``convert``, `save` and `load`. What an edit or a pass puts in the place of a node takes its notes.
+    It belongs to the node: what is written into it stays through copies, pickles, `flatten`, edits,
+    `Transformer`, ``prepare``, ``convert``, `save` and `load`. What replaces a node takes its notes.
 
     Example:
         >>> meta(node)["stage"] = "backbone"
@@ -36,68 +37,51 @@ def meta(node: Node) -> dict[str, Any]:
         node: a node of a traced module.
 
     Returns:
-        The dictionary. A model is saved if it holds plain data alone: text, numbers, True, False, None, and
-        lists and dictionaries of them with text as keys.
+        The dictionary. A model is saved or pickled if it holds only plain data: text, numbers, True, False,
+        None, and lists and dictionaries of them with text as keys.
 
     Raises:
         GraphError: when ``node`` is no node.
     """
     if not isinstance(node, Node):
         raise GraphError(f"meta takes a node of a traced module, not {type(node).__name__}.")
-    notes: dict[str, Any] = node.__dict__.setdefault(META, {})
+    saved = node.__dict__.pop(SAVED_META, None)
+    notes: dict[str, Any] = node.__dict__.setdefault(_META, {} if saved is None else _parsed(saved))
     return notes
 
 
 def own_meta(node: Node) -> None:
     """Gives a copy of a node notes of its own, so that both change independently."""
-    if META in node.__dict__:
-        node.__dict__[META] = copy.deepcopy(node.__dict__[META])
+    if _META in node.__dict__:
+        node.__dict__[_META] = copy.deepcopy(node.__dict__[_META])
 
 
 def move_meta(old: Node, new: Node) -> None:
     """Gives ``new``, which takes the place of ``old``, the notes on ``old``."""
-    if notes := old.__dict__.get(META):
-        meta(new).update(copy.deepcopy(notes))
+    if {SAVED_META, _META} & old.__dict__.keys():
+        meta(new).update(copy.deepcopy(meta(old)))
 
 
-def attach_meta(root: Module) -> None:
-    """Writes the notes on all nodes below ``root`` into attributes of its modules, for a file.
+def _reduce(node: Node) -> tuple[Any, ...]:
+    """Tells pickle what a node is: what MegEngine says, and the notes on it.
 
     Raises:
-        GraphError: naming the node whose notes are not plain data.
+        GraphError: when the notes are not plain data.
     """
-    for module in root.modules():
-        graphs = (getattr(module, "argdef_graph_map", None) or {}).values()
-        notes = [
-            {str(i): _checked(n) for i, n in enumerate(_nodes(g)) if n.__dict__.get(META)} for g in graphs
-        ]
-        if any(notes):
-            setattr(module, _SAVED, json.dumps(notes))
+    state = node.__getstate__()
+    if SAVED_META in node.__dict__:
+        state[SAVED_META] = node.__dict__[SAVED_META]
+    elif node.__dict__.get(_META):
+        state[SAVED_META] = json.dumps(_checked(node))
+    return copyreg.__newobj__, (type(node),), state  # type: ignore[attr-defined]
 
 
-def detach_meta(root: Module) -> None:
-    """Moves the notes from the attributes that `attach_meta` wrote to the nodes.
-
-    Notes of a file that are anything but plain data are dropped: nothing of qtrace reads them.
-    """
-    for module in root.modules():
-        text = module.__dict__.pop(_SAVED, None)
-        if text is None:
-            continue
-        graphs = (getattr(module, "argdef_graph_map", None) or {}).values()
-        for graph, notes in zip(graphs, _parsed(text), strict=False):
-            nodes = _nodes(graph)
-            for index, own in notes.items():
-                if index.isdecimal() and int(index) < len(nodes) and isinstance(own, dict):
-                    nodes[int(index)].__dict__[META] = own
-
-
-def _nodes(graph: InternalGraph) -> list[Node]:
-    return [*graph._inputs, *(node for expr in graph._exprs for node in expr.outputs)]
+for _cls in (TensorNode, ModuleNode):
+    copyreg.pickle(_cls, _reduce)
 
 
 def _checked(node: Node) -> dict[str, Any]:
-    notes: dict[str, Any] = node.__dict__[META]
+    notes: dict[str, Any] = node.__dict__[_META]
     if not _is_plain(notes, 0):
         raise GraphError(
             f"the notes on node {node._name!r} are {notes!r}: a file holds text, numbers, True, False, None, "
@@ -116,10 +100,10 @@ def _is_plain(value: Any, depth: int) -> bool:
     return value is None or type(value) in (bool, int, float, str)
 
 
-def _parsed(text: Any) -> list[dict[str, Any]]:
+def _parsed(text: Any) -> dict[str, Any]:
+    """Returns the notes of a file; none if they are damaged, since nothing of qtrace reads them."""
     try:
-        saved = json.loads(text)
+        notes = json.loads(text)
     except (TypeError, ValueError, RecursionError):
-        return []
-    right = isinstance(saved, list) and all(isinstance(notes, dict) for notes in saved)
-    return saved if right else []
+        return {}
+    return notes if isinstance(notes, dict) else {}

@@ -39,6 +39,7 @@ _RARE = (
     "absent",
     "merged",
     "frozen",
+    "parts",
     "graph_facts",
     "end_facts",
     "output_axes",
@@ -137,6 +138,8 @@ class FileOrigin:
             graph -> the number with which the layer adds nothing, and how many of it the parameter held.
         frozen: a stored tensor from which the import computed numbers that stay as they are -> hash of its
             values, "" until they are known; of networks from torch only.
+        parts: a tensor of torch's state that is a part of a parameter, as of a recurrent layer -> the path of
+            the parameter in the place of a tensor's name, and the moves that take the part.
 
     Raises:
         GraphError: for anything but text and whole numbers of 64 bits.
@@ -163,6 +166,7 @@ class FileOrigin:
     absent: tuple[str, ...] = ()
     merged: Mapping[str, tuple[float, int]] = field(default_factory=dict)
     frozen: Mapping[str, str] = field(default_factory=dict)
+    parts: Mapping[str, FileParameter] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         numbers = (self.model_version, self.opset, self.ir_version)
@@ -176,7 +180,8 @@ class FileOrigin:
         texts += [text for facts in groups for pair in facts for text in pair]
         for result in self.results.values():
             texts += [result.tensor, result.node, result.op]
-        texts += [*self.absent, *(parameter.tensor for parameter in self.parameters.values())]
+        texts += [*self.absent, *self.parts]
+        texts += [own.tensor for own in (*self.parameters.values(), *self.parts.values())]
         pairs = (*self.computed.items(), *self.tied.items(), *self.frozen.items())
         texts += [text for pair in pairs for text in pair]
         texts += [*self.merged]
@@ -188,18 +193,17 @@ class FileOrigin:
 
     def to_json(self) -> str:
         """Returns the origin as JSON text."""
-        document: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        document["end_docs"] = dict(self.end_docs)
+        document: dict[str, Any] = {}
+        for key in (f.name for f in fields(self)):
+            value = getattr(self, key)
+            document[key] = dict(value) if isinstance(value, Mapping) else value
         document["results"] = {key: [r.tensor, r.node, r.op] for key, r in self.results.items()}
-        document["parameters"] = {
-            key: [p.tensor, list(p.shape), *([p.moves] if p.moves else [])]
-            for key, p in self.parameters.items()
-        }
+        for kind in ("parameters", "parts"):
+            document[kind] = {
+                key: [p.tensor, list(p.shape), *([p.moves] if p.moves else [])]
+                for key, p in document[kind].items()
+            }
         document["norms"] = {key: [n.bias, n.eps, list(n.tensors)] for key, n in self.norms.items()}
-        document["merged"] = {path: [number, count] for path, (number, count) in self.merged.items()}
-        document["computed"], document["tied"] = dict(self.computed), dict(self.tied)
-        document["frozen"] = dict(self.frozen)
-        document["end_facts"], document["output_axes"] = dict(self.end_facts), dict(self.output_axes)
         document["node_remarks"] = {name: [r.doc, r.facts] for name, r in self.node_remarks.items()}
         for key in _RARE:
             if not document[key]:
@@ -221,10 +225,7 @@ class FileOrigin:
             absent = tuple(document.pop("absent", ()))
             merged = {path: _fill(*pair) for path, pair in document.pop("merged", {}).items()}
             results = {key: FileResult(*item) for key, item in document.pop("results").items()}
-            parameters = {
-                key: FileParameter(tensor, tuple(int(n) for n in shape), parse_moves(*moves))
-                for key, (tensor, shape, *moves) in document.pop("parameters").items()
-            }
+            parameters, parts = (_tensors(document.pop(key, {})) for key in ("parameters", "parts"))
             norms = {
                 key: FileNorm(bias, float(eps), _four(tensors))
                 for key, (bias, eps, tensors) in document.pop("norms", {}).items()
@@ -245,12 +246,20 @@ class FileOrigin:
                 node_remarks=remarks,
                 results=results,
                 parameters=parameters,
+                parts=parts,
                 norms=norms,
             )
 
 
 def _pairs(items: Sequence[Sequence[str]]) -> Facts:
     return tuple((key, value) for key, value in items)
+
+
+def _tensors(items: Mapping[str, Sequence[Any]]) -> dict[str, FileParameter]:
+    return {
+        key: FileParameter(tensor, tuple(int(n) for n in shape), parse_moves(*moves))
+        for key, (tensor, shape, *moves) in items.items()
+    }
 
 
 def _fill(number: float, count: int) -> tuple[float, int]:

@@ -48,6 +48,7 @@ __all__ = [
     "Matcher",
     "Mismatch",
     "Op",
+    "Outputs",
     "Param",
     "PartialMatch",
     "Pattern",
@@ -176,13 +177,98 @@ class Op(Pattern):
         self.is_canonical = self.targets is not None and isinstance(self.targets[0], CanonicalOp)
 
 
+class Outputs(Compound):
+    """Several calls whose results may all be used outside of the match.
+
+    The first is matched where the search stands, and the others among the calls that read what is matched.
+
+    Args:
+        calls: a pattern of each result; ``shared``, if there are several.
+    """
+
+    def __init__(self, calls: Sequence[Op]) -> None:
+        super().__init__()
+        self.calls = tuple(dict.fromkeys(calls))
+        self.outputs, self.output = tuple(calls), calls[0].output
+
+    def is_connected(self) -> bool:
+        """Returns whether each call shares a tensor with calls before it."""
+        known: set[object] = set()
+        for call in self.calls:
+            keys = set(_tensor_keys(call))
+            if known and known.isdisjoint(keys):
+                return False
+            known |= keys
+        return True
+
+    def matches(self, matcher: Matcher, value: Any, state: PartialMatch) -> Iterator[PartialMatch]:
+        """Yields the ways in which ``value`` is the first result, and other nodes are the others."""
+        for inner in matcher.match_value(self.calls[0], value, state):
+            for full in self._others(self.calls[1:], matcher, inner):
+                if len(self.calls) > 1 and self._needs_itself(matcher, full):
+                    matcher.fail(
+                        show(value), "another call of the match needs it through calls outside", full
+                    )
+                else:
+                    yield full
+
+    def _others(self, calls: Sequence[Op], matcher: Matcher, state: PartialMatch) -> Iterator[PartialMatch]:
+        if not calls:
+            yield state
+            return
+        taken = [state.value(call) for call in self.calls if call is not calls[0]]
+        for node in _nodes_for(calls[0], state):
+            if node not in taken:
+                for inner in matcher.match_value(calls[0], node, state):
+                    yield from self._others(calls[1:], matcher, inner)
+
+    def _needs_itself(self, matcher: Matcher, state: PartialMatch) -> bool:
+        """Returns whether calls outside lead from a result to another call of the match."""
+        inside, seen = set(state.exprs), set(matcher.dead)
+        results = [state.value(call) for call in self.calls]
+        ahead = [user for node in results for user in users(node) if user not in inside]
+        while ahead:
+            expr = ahead.pop()
+            if expr in inside:
+                return True
+            if expr not in seen:
+                seen.add(expr)
+                ahead += [user for node in expr.outputs for user in users(node)]
+        return False
+
+
+def _tensor_keys(pattern: Pattern) -> Iterator[object]:
+    """Yields the keys of a pattern and of all below it that are no constants."""
+    if not isinstance(pattern, Const):
+        yield pattern.key
+    for each in getattr(pattern, "inputs", ()):
+        yield from _tensor_keys(each)
+
+
+def _nodes_for(pattern: Pattern, state: PartialMatch) -> list[Node]:
+    """Returns the nodes that may match a pattern: those that read what is bound below it."""
+    bound = state.value(pattern)
+    if bound is not UNSET:
+        return [bound] if isinstance(bound, Node) else []
+    for each in getattr(pattern, "inputs", ()):
+        readers = [user for node in _nodes_for(each, state) for user in users(node)]
+        if readers:
+            return list(dict.fromkeys(node for user in readers for node in user.outputs))
+    return []
+
+
 @dataclass(frozen=True)
 class PatternMatch:
-    """The node that a pattern matches, the calls (the first produces ``node``), and the named values."""
+    """The node that a pattern matches, the calls (the first produces ``node``), and the named values.
+
+    Attributes:
+        outputs: the nodes of all results: of an `Outputs`; ``node`` for any other pattern.
+    """
 
     node: TensorNode
     exprs: tuple[Expr, ...]
     bound: Mapping[str, Any]
+    outputs: tuple[TensorNode, ...] = ()
 
     def __getitem__(self, name: str) -> Any:
         return self.bound[name]
@@ -273,7 +359,8 @@ class Matcher:
             problem = self._used_outside(node, state)
             if problem is None:
                 named = {p.name: v for p, v in state.bound if p.name is not None}
-                yield PatternMatch(node, state.exprs, named)
+                results = tuple(state.value(call) for call in getattr(pattern, "outputs", ()))
+                yield PatternMatch(node, state.exprs, named, results or (node,))
             else:
                 self.fail(*problem, state)
 

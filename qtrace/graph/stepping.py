@@ -15,8 +15,8 @@ from megengine.traced_module.node import ModuleNode, Node, TensorNode
 
 from qtrace.errors import GraphError
 from qtrace.graph.dataflow import fixed_nodes
+from qtrace.graph.finish import order_together
 from qtrace.graph.interpreter import Interpreter, interpret, last_uses
-from qtrace.graph.ordering import order_together
 from qtrace.graph.tensors import PART_BYTES, count_bytes, large_reads, read_array
 from qtrace.process.memory import LargeFrees
 

@@ -15,6 +15,7 @@ from megengine.traced_module.pytree import tree_flatten
 from qtrace.errors import GraphError
 from qtrace.graph.builder import GraphBuilder
 from qtrace.graph.flatten import flatten
+from qtrace.graph.node_meta import move_meta
 from qtrace.graph.passes.dead_code import RemoveDeadCode
 from qtrace.graph.source_lines import copy_line, name_with_line
 from qtrace.graph.walk import get_module, op_label, owner
@@ -27,8 +28,9 @@ class Transformer:
 
     Each hook gets the op with the new nodes as its arguments, and returns the node of its result, or nodes
     in the structure of its result. It may write any number of ops with ``self.builder``, or none: ``return
-    args[0]`` drops an op. The node takes the name of the old one. Each op runs once on zeros of its inputs'
-    shapes. If no hook is overridden, the new graph computes what the old one does, bit for bit.
+    args[0]`` drops an op. A node that the hook writes takes the name and the notes (`meta`) of the old one.
+    Each op runs once on zeros of its inputs' shapes. If no hook is overridden, the new graph computes what
+    the old one does, bit for bit.
 
     Attributes that no expr reads are left out, as is all that is no tensor or module, such as the record of a
     prepared graph.
@@ -109,21 +111,25 @@ class Transformer:
         modules = [e for e in graph._exprs if isinstance(e, GetAttr) and isinstance(e.outputs[0], ModuleNode)]
         for expr in modules:  # before their parameters, which may be read by themselves
             self._new[expr.outputs[0]] = self.builder.add_module(expr.name, get_module(traced, expr.name))
+        for old, new in self._new.items():
+            move_meta(old, new)
         for expr in graph._exprs:
             if expr.outputs and expr.outputs[0] in self._new:
                 continue
             start = len(self.builder.graph._exprs)
             self.expr = expr
-            self._store(expr, self._map(expr))
-            for new in self.builder.graph._exprs[start:]:
+            result = self._map(expr)
+            written = self.builder.graph._exprs[start:]
+            self._store(expr, result, written)
+            for new in written:
                 copy_line(expr, new)
-        result = self.builder.finish(tuple(self._new[node] for node in graph._outputs))
+        mapped = self.builder.finish(tuple(self._new[node] for node in graph._outputs))
         ((arg_def, out_def),) = traced.argdef_outdef_map.items()
-        result.argdef_graph_map = {arg_def: self.builder.graph}
-        result.argdef_outdef_map = {arg_def: out_def}
-        result.argspec = traced.argspec
-        RemoveDeadCode().change(result)  # modules whose calls the hooks dropped
-        return result
+        mapped.argdef_graph_map = {arg_def: self.builder.graph}
+        mapped.argdef_outdef_map = {arg_def: out_def}
+        mapped.argspec = traced.argspec
+        RemoveDeadCode().change(mapped)  # modules whose calls the hooks dropped
+        return mapped
 
     def _map(self, expr: Expr) -> Any:
         """Calls the hook of ``expr`` on the new nodes."""
@@ -144,8 +150,8 @@ class Transformer:
             return self.call_module(expr.inputs[0].expr.name, module, args[1:], kwargs)
         return self.call_method(expr.method, args, kwargs)
 
-    def _store(self, expr: Expr, result: Any) -> None:
-        """Lets the results stand for the outputs of ``expr``, under their names."""
+    def _store(self, expr: Expr, result: Any, written: Sequence[Expr]) -> None:
+        """Lets the results stand for the outputs of ``expr``; those in ``written`` take names and notes."""
         leaves = _nodes(result)
         if len(leaves) != len(expr.outputs):
             where = name_with_line(expr, op_label(expr)) if expr.outputs else op_label(expr)
@@ -155,8 +161,9 @@ class Transformer:
             )
         for old, new in zip(expr.outputs, leaves, strict=True):
             self._new[old] = new
-            if not isinstance(new.expr, (GetAttr, Constant)) and new not in self.builder.graph._inputs:
+            if new.expr in written:
                 self._take_name(new, str(old._name))
+                move_meta(old, new)
 
     def _take_name(self, node: TensorNode, name: str) -> None:
         """Gives ``node`` the name ``name`` if no node of the new graph that stands for another has it."""

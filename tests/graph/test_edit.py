@@ -15,7 +15,7 @@ from qtrace.graph.lint import lint
 from qtrace.graph.module_tree import add_submodule, delete_attribute
 from qtrace.graph.tracing.trace import trace
 from qtrace.graph.types import TracedModule
-from qtrace.graph.walk import exprs
+from qtrace.graph.walk import exprs, op_label
 from tests.nets import images, net
 
 
@@ -151,12 +151,23 @@ def test_an_edited_graph_survives_deepcopy_and_deletes_empty_parents() -> None:
     assert lint(traced) == []
 
 
-def test_a_node_read_before_it_is_produced_is_refused_and_undone() -> None:
+def test_a_reader_moves_after_what_it_reads() -> None:
+    traced = flatten(trace(M.Sequential(M.ReLU(), M.Sigmoid()), np.ones((2, 3), "f4")))
+    first, last = [e for e in exprs(traced) if type(e).__name__ == "CallMethod"]
+    (x,) = traced.graph.inputs[1:]
+    with GraphEditor(traced) as editor:
+        new = editor.call_function(F.exp, x, after=last, like=x)
+        editor.replace_uses(first.outputs[0], new)
+    assert [problem.code for problem in lint(traced)] == ["stale-module"]
+    assert [op_label(e) for e in exprs(traced) if op_label(e) != "getattr"] == ["F.exp", "Sigmoid"]
+
+
+def test_a_node_that_would_need_itself_is_refused_and_undone() -> None:
     traced = flatten(trace(M.Sequential(M.ReLU(), M.Sigmoid()), np.ones((2, 3), "f4")))
     first, last = [e for e in exprs(traced) if type(e).__name__ == "CallMethod"]
     node = first.outputs[0]
-    with pytest.raises(GraphError, match="produced later"), GraphEditor(traced) as editor:
-        editor.replace_uses(node, editor.call_function(F.relu, node, after=last, like=node))
+    with pytest.raises(GraphError, match="produced later: it would need"), GraphEditor(traced) as editor:
+        editor.replace_uses(node, editor.call_function(F.relu, last.outputs[0], after=last, like=node))
     assert not lint(traced)
 
 

@@ -181,6 +181,75 @@ def test_a_replacement_may_return_a_parameter() -> None:
     assert labels(traced) == ["F.relu"]
 
 
+def test_a_pattern_with_several_results_is_replaced_as_a_whole() -> None:
+    def pattern(x: mge.Tensor, k: float) -> Any:
+        y = F.exp(x)
+        return y * k, y + k
+
+    def forward(x: mge.Tensor) -> Any:
+        y = F.exp(x)
+        z = y * 2
+        early = F.relu(z)  # reads a result before the other one is computed
+        other = F.neg(x)
+        w = 2 + y
+        return early + w, F.abs(z), other * w
+
+    def replacement(x: mge.Tensor, k: float) -> Any:
+        y = F.exp(x - 1) * np.e
+        return y * k, y + k
+
+    example = (IMAGE, AnyNumber(2))
+    traced = replaced(forward, pattern, replacement, count=1, example=example)
+    assert labels(traced).count("Tensor.__sub__") == 1
+    assert labels(traced).index("F.relu") > labels(traced).index("Tensor.__sub__")
+
+
+def test_results_may_share_arguments_only_and_be_steps_of_each_other() -> None:
+    def products(x: mge.Tensor, a: mge.Tensor, b: mge.Tensor) -> Any:
+        return F.matmul(x, a), F.matmul(x, b)
+
+    def merged(x: mge.Tensor, a: mge.Tensor, b: mge.Tensor) -> Any:
+        return F.split(F.matmul(x, F.concat([a, b], axis=3)), [a.shape[3]], axis=3)
+
+    shapes = ((2, 4, 6, 6), (2, 4, 6, 6), (2, 4, 6, 3))
+    example = [np.ones(shape, np.float32) for shape in shapes]
+    traced = replaced(
+        lambda x: (F.matmul(x, x + 1).sum(), F.relu(F.matmul(x, x[:, :, :, 3:]))),
+        products,
+        lambda x, a, b: tuple(merged(x, a, b)),
+        count=1,
+        example=example,
+    )
+    assert labels(traced).count("F.matmul") == 1
+
+    def steps(x: mge.Tensor) -> Any:
+        y = F.exp(x)
+        return F.neg(y), y
+
+    replaced(lambda x: F.exp(x) * 1 - F.neg(F.exp(x)), steps, lambda x: (-F.exp(x), F.exp(x)), count=1)
+    parts = replaced(
+        lambda x: F.split(F.abs(x), 2, 1)[1] - F.split(x, 2, axis=1)[0] * F.split(x, 2, 1)[1],
+        lambda x: F.split(x, 2, 1),
+        lambda x: (x[:, :2], x[:, 2:]),
+        count=3,
+    )
+    assert "F.split" not in labels(parts)
+
+
+def test_results_that_need_each_other_through_other_calls_stay() -> None:
+    pattern = (lambda x, y: (F.exp(x), x * y), lambda x, y: (F.exp(x), y * x))
+
+    def forward(x: mge.Tensor) -> mge.Tensor:
+        y = F.relu(x)
+        return y * F.sin(F.exp(y))
+
+    traced = function(forward)
+    before = labels(traced)
+    results = apply_rules(traced, [function_rule(*pattern)])
+    assert labels(traced) == before
+    assert "exp_out: another call of the match needs it through calls outside" in {r.reason for r in results}
+
+
 def test_two_inputs_and_a_shared_inner_node() -> None:
     def pattern(x: mge.Tensor, y: mge.Tensor) -> mge.Tensor:
         total = x - y
@@ -292,9 +361,12 @@ def test_a_replacement_has_the_source_line_of_what_it_replaces() -> None:
 @pytest.mark.parametrize(
     ("pattern", "replacement", "example", "message"),
     [
-        (lambda x: (x, x + 1), lambda x: x, None, "the pattern returns several values, but must return one"),
-        (lambda x: F.split(x, 2, 1), lambda x: x, None, "the pattern returns several values"),
-        (lambda x: 3, lambda x: x, None, "the pattern returns a int"),
+        (lambda x: (x, x + 1), lambda x: x, None, "the pattern returns its parameter x as it is"),
+        (lambda x: F.split(x, 2, 1), lambda x: x, None, "the replacement gives 1 results, the pattern 2"),
+        (lambda x, y: (-x, -y), lambda x, y: (x, y), None, "the results of the pattern share no tensor"),
+        (lambda x: 3, lambda x: x, None, "the pattern returns a int: it must return a tensor, or a tuple"),
+        (lambda x: {"y": -x}, lambda x: x, None, "the pattern returns a dict"),
+        (lambda x: (), lambda x: x, None, "the pattern returns a tuple"),
         (lambda x: x, lambda x: x, None, "the pattern returns its parameter x as it is"),
         (lambda x, y: x + 1, lambda x, y: x, None, "no call of the pattern reads y"),
         (lambda x, k: x * (2 * k), lambda x, k: x, (IMAGE, AnyNumber(2.0)), "no call of the pattern reads k"),

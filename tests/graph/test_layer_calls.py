@@ -36,6 +36,11 @@ MADE: dict[type, Callable[[], M.Module]] = {
     M.Conv2d: lambda: M.Conv2d(4, 6, 3, stride=(1, 2), padding=1, dilation=2, bias=False),
     M.Conv3d: lambda: M.Conv3d(2, 3, 2),
     M.ConvTranspose2d: lambda: M.ConvTranspose2d(4, 3, 3, stride=2, output_padding=1),
+    M.ConvTranspose3d: lambda: M.ConvTranspose3d(2, 3, 2, stride=2),
+    M.Embedding: lambda: M.Embedding(5, 3),
+    M.LocalResponseNorm: lambda: M.LocalResponseNorm(3, 1.0, 1e-3, 0.5),
+    M.SlidingWindow: lambda: M.SlidingWindow(2, 1, 2, 1),
+    M.SlidingWindowTranspose: lambda: M.SlidingWindowTranspose((4, 6), 2, 0, 2, 1),
     M.Linear: lambda: M.Linear(6, 3),
     M.PReLU: lambda: M.PReLU(4),
     M.LayerNorm: lambda: M.LayerNorm((6,)),
@@ -55,7 +60,9 @@ MADE: dict[type, Callable[[], M.Module]] = {
 INPUTS = {
     M.Conv1d: images(2, 4, 6),
     M.BatchNorm1d: images(2, 4, 6),
-    M.Conv3d: np.ones((1, 2, 3, 4, 4), np.float32),
+    **dict.fromkeys((M.Conv3d, M.ConvTranspose3d), np.ones((1, 2, 3, 4, 4), np.float32)),
+    M.Embedding: np.array([[0, 4, 2]], np.int32),
+    M.SlidingWindowTranspose: images(1, 2, 2, 3, 2, 2),
 }
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 from pathlib import Path
 from typing import Any
 
+import megengine as mge
 import megengine.functional as F
 import megengine.module as M
 import pytest
 
 import qtrace
 from qtrace.errors import GraphError
-from qtrace.graph import GraphEditor, exprs, flatten, load, meta, save, split
+from qtrace.graph import GraphEditor, Transformer, exprs, flatten, load, meta, save, split
 from qtrace.graph.files.seal import sealing
 from qtrace.graph.types import Node, TracedModule
 from qtrace.storage.files import replacing
@@ -69,6 +71,37 @@ def test_notes_survive_copies_and_files(tmp_path: Path) -> None:
             assert meta(node)["name"] == name
 
 
+def test_notes_survive_pickling_and_megengine_save() -> None:
+    flat = noted()
+    for other in (flat, pickle.loads(pickle.dumps(flat))):  # what was pickled is pickled again
+        assert_noted(pickle.loads(pickle.dumps(other)))
+    file = io.BytesIO()
+    mge.save(flat, file)
+    file.seek(0)
+    again = mge.load(file)
+    assert_noted(flatten(again))
+    assert_noted(again)
+    meta(nodes(flat)["block_out"])["value"] = object()
+    with pytest.raises(GraphError, match="the notes on node 'block_out' are"):
+        pickle.dumps(flat)
+
+
+def test_a_transformer_keeps_the_notes_of_what_it_writes() -> None:
+    class WithoutSigmoid(Transformer):
+        def call_function(self, function: Any, args: Any, kwargs: Any) -> Any:
+            return args[0] if function is F.sigmoid else super().call_function(function, args, kwargs)
+
+    flat = noted()
+    meta(flat.graph.inputs[1])["name"] = "input"
+    new = Transformer(flat).run()
+    assert nodes(new).keys() == nodes(flat).keys()
+    assert_noted(new)
+    assert meta(new.graph.inputs[1]) == {"name": "input"}
+    meta(new.graph.outputs[0])["name"] = "changed"
+    assert_noted(flat)
+    assert_noted(WithoutSigmoid(flat).run())
+
+
 def test_a_copy_has_notes_of_its_own() -> None:
     flat = noted()
     other = flatten(flat)
@@ -112,12 +145,11 @@ def test_notes_that_no_file_holds_are_refused(tmp_path: Path, value: Any) -> Non
         meta("block_out")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "text", ["{", "[[]]", '[{"x": {}, "99": {}, "1": 3}]', 7, "[" * 100_000], ids=range(5)
-)
+@pytest.mark.parametrize("text", ["{", "[[]]", "3", 7, {"x": 1}, "[" * 100_000], ids=range(6))
 def test_damaged_notes_of_a_file_are_dropped(tmp_path: Path, text: Any) -> None:
     flat = flatten(traced_blocks())
-    flat._qtrace_metas = text
+    for node in nodes(flat).values():
+        node._qtrace_notes = text
     with replacing(tmp_path / "net.mge") as (file,), sealing(file) as body:
         pickle.dump(flat, body)
     assert all(meta(node) == {} for node in nodes(load(tmp_path / "net.mge")).values())

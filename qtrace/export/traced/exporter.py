@@ -85,7 +85,7 @@ def _written(editor: GraphEditor, expr: Expr) -> TensorNode:
         copies = editor.copy_expr(call, [nodes[n] for n in call.inputs], after=after)
         nodes.update(zip(call.outputs, copies, strict=True))
         after = copies[0].expr
-    return nodes[trace.output]
+    return nodes[trace.outputs[0]]
 
 
 def _write_layer(editor: GraphEditor, expr: CallFunction) -> None:

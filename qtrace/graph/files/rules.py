@@ -34,14 +34,15 @@ from qtrace.graph.files.nesting import Keys
 from qtrace.graph.files.ops import make_op, op_state
 from qtrace.graph.files.plain_values import Rule
 from qtrace.graph.files.trees import Trees
+from qtrace.graph.node_meta import SAVED_META
 
 __all__ = ["Pending", "Rules"]
 
 _EXPR = "_id _disable_remove inputs outputs"
 _CALL = f"{_EXPR} const_val arg_def out_def version"
-_NODE = "expr users _id _name _qualname"
+_NODE = f"expr users _id _name _qualname {SAVED_META}"
 
-# The state that MegEngine writes for each part of a graph.
+# The state that MegEngine writes for each part of a graph, and the notes on nodes.
 FIELDS: dict[type, frozenset[str]] = {
     cls: frozenset(fields.split())
     for cls, fields in {

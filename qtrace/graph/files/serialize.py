@@ -33,7 +33,6 @@ from qtrace.graph.files.seal import check_seal, sealing
 from qtrace.graph.files.unpickle import PickleMachine
 from qtrace.graph.files.validate import Validator
 from qtrace.graph.located_graph import name_failures
-from qtrace.graph.node_meta import attach_meta, detach_meta
 from qtrace.graph.source_lines import attach_lines, detach_lines
 from qtrace.graph.tracing.refusals import debugging_marks
 from qtrace.plugins.arguments import check_arguments
@@ -141,7 +140,6 @@ def _finish(model: TracedModule, rules: Rules) -> None:
     for traced in rules.traced:
         check_calls(traced, rules.budget)
     detach_lines(model)
-    detach_meta(model)
     name_failures(model)
 
 
@@ -157,14 +155,12 @@ def dump(module: TracedModule, file: Any) -> None:
     """
     try:
         attach_lines(module)
-        attach_meta(module)
         with max_recursion_limit():  # the pickler recurses along the graph
             pickle.dump(module, file, pickle.DEFAULT_PROTOCOL)
     except (AssertionError, AttributeError, TypeError, pickle.PicklingError) as error:
         raise GraphError(f"the model cannot be saved: {error}") from error
     finally:
         detach_lines(module)
-        detach_meta(module)
         for part in _modules(module):
             part.__dict__.pop("_m_dump_modulestate", None)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,8 +19,9 @@ import numpy as np
 from megengine import Parameter
 
 from qtrace.graph.module_tree import set_parameter
-from qtrace.graph.moves import Move, places_of, reshaped_to, taken_at
+from qtrace.graph.moves import Move, part_of, places_of, reshaped_to, taken_at
 from qtrace.graph.origin import FileNorm, FileParameter, read_origin, write_origin
+from qtrace.graph.recurrent import OnnxRecurrent
 from qtrace.graph.types import CallMethod, GetAttr, ModuleNode, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module
 
@@ -30,6 +32,8 @@ FAKE_QUANTS = "qsites"
 
 _LAYERS = (M.Conv1d, M.Conv2d, M.ConvTranspose2d, M.Linear)
 _NORMS = (M.BatchNorm1d, M.BatchNorm2d)
+# Kind of a recurrent layer -> where ONNX has each of torch's gates.
+_GATES = {"lstm": (0, 2, 3, 1), "gru": (1, 0, 2), "rnn": (0,)}
 _MAX_PLACES = 2**17  # of the numbers of a tensor that are listed one by one
 
 
@@ -46,14 +50,16 @@ def note_state(traced: TracedModule, state: Mapping[str, Any]) -> None:
     parameters = {path: parameter for path, parameter in origin.parameters.items() if path in stored}
     checked = _covered({path: own for path, own in parameters.items() if _is_state(traced, path, own, state)})
     checked.update(_kept_tables(traced, stored - set(checked), checked, state))
-    computed = {path: hash_values(get_module(traced, path).numpy()) for path in stored - set(checked)}
+    parts = _recurrent_parts(traced, state)
+    other_paths = stored - {*checked, *(part.tensor for part in parts.values())}
+    computed = {path: hash_values(get_module(traced, path).numpy()) for path in other_paths}
     norms = _norms(traced, checked)
     _tie(traced, checked)
-    held = {parameter.tensor for parameter in checked.values()}
+    held = {*parts, *(parameter.tensor for parameter in checked.values())}
     tied = _tied_names(state, held)
     absent = tuple(n for n, own in state.items() if n not in held and n not in tied and _is_float(own))
     other = {own.tensor for path, own in origin.parameters.items() if path not in checked}
-    frozen = {name: _hash(state[name]) for name in sorted(held & ({*origin.frozen} | other))}
+    frozen = {name: _hash(state[name]) for name in sorted((held & ({*origin.frozen} | other)) - {*parts})}
     known = replace(
         origin,
         parameters=checked,
@@ -62,6 +68,7 @@ def note_state(traced: TracedModule, state: Mapping[str, Any]) -> None:
         tied=tied,
         absent=absent,
         frozen=frozen,
+        parts=parts,
     )
     # torch's exporter notes lines of the user's source in its file, which nobody has asked to keep.
     write_origin(traced, replace(known, graph_facts=(), end_facts={}, output_axes={}, node_remarks={}))
@@ -102,6 +109,44 @@ def _kept_tables(
             if moves is not None:
                 found[path] = FileParameter(name, tuple(int(n) for n in tensor.shape), moves)
     return found
+
+
+def _recurrent_parts(traced: TracedModule, state: Mapping[str, Any]) -> dict[str, FileParameter]:
+    """Returns the tensors of torch's recurrent layers, which ONNX's layers hold in another order of gates."""
+    first = re.compile(r"(.*)weight_ih_(l\d+)\Z")
+    stacks = [match.groups() for match in map(first.match, state) if match is not None]
+    parts: dict[str, FileParameter] = {}
+    for path, layer in traced.named_modules():
+        if isinstance(layer, OnnxRecurrent):
+            for owner, level in stacks:
+                own = _parts_of_layer(layer, path, owner, level)
+                if own.keys() <= state.keys() and all(
+                    np.array_equal(_numbers(state[name]), _values_at(traced, part).reshape(-1))
+                    for name, part in own.items()
+                ):
+                    parts.update(own)
+    return parts
+
+
+def _parts_of_layer(layer: OnnxRecurrent, path: str, owner: str, level: str) -> dict[str, FileParameter]:
+    order, size = _GATES[layer.kind], int(layer.recurrence.shape[-1])
+    rows = [gate * size + row for gate in order for row in range(size)]
+    sources = {"weight_ih": ("weight", 0), "weight_hh": ("recurrence", 0)}
+    if layer.bias is not None:
+        sources |= {"bias_ih": ("bias", 0), "bias_hh": ("bias", len(rows))}
+    parts = {}
+    for kind, (name, start) in sources.items():
+        shape = tuple(int(n) for n in getattr(layer, name).shape)
+        taken = taken_at(1, [start + row for row in rows])
+        for way, suffix in enumerate(("", "_reverse")[: shape[0]]):
+            moves = (part_of(0, way, way + 1), taken, reshaped_to((len(rows), *shape[2:])))
+            parts[f"{owner}{kind}_{level}{suffix}"] = FileParameter(f"{path}.{name}", shape, moves)
+    return parts
+
+
+def _values_at(traced: TracedModule, part: FileParameter) -> np.ndarray:
+    values: np.ndarray = get_module(traced, part.tensor).numpy().reshape(-1)
+    return values[places_of(part.shape, part.moves)]
 
 
 def _moves_from(numbers: np.ndarray, values: np.ndarray, counts: Sequence[int]) -> tuple[Move, ...] | None:

@@ -62,7 +62,7 @@ def state_arrays(traced: TracedModule) -> dict[str, np.ndarray]:
         ImportingError: see `to_torch_state`.
     """
     origin = read_origin(traced)
-    if origin is None or not any(origin.parameters):
+    if origin is None or not (origin.parameters or origin.parts):
         raise ImportingError("the network has no names of torch's state: import it by qtrace.from_torch.")
     values = {name: tensor.numpy() for name, tensor in traced.named_parameters()}
     values.update({name: tensor.numpy() for name, tensor in traced.named_buffers()})
@@ -89,11 +89,16 @@ def state_arrays(traced: TracedModule) -> dict[str, np.ndarray]:
                 "take the state before it, or keep this parameter fixed in training."
             )
         known[places] = True
+    for name, part in origin.parts.items():
+        if part.tensor in values:
+            state[name] = values[part.tensor].reshape(-1)[places_of(part.shape, part.moves)]
     norms = _write_norms(values, origin, state, layers_with_norms(traced))
     _check_frozen(origin, state)
-    _check_others(values, origin, {*origin.parameters, *norms})
+    own_parts = {part.tensor for part in origin.parts.values()}
+    _check_others(values, origin, {*origin.parameters, *own_parts, *norms})
     missing = {p.tensor for path, p in origin.parameters.items() if path not in values} - set(state)
     missing |= {name for name, known in written.items() if not known.all()}
+    missing |= {name for name, part in origin.parts.items() if part.tensor not in values}
     if missing:
         raise ImportingError(
             f"the graph no longer holds {_listed(sorted(missing))}, which a pass folded into other "

@@ -10,8 +10,8 @@ from megengine import Parameter
 from qtrace import ops
 from qtrace.fakequant.following.bias import BIAS_LIMIT, BiasQuant
 from qtrace.graph.edit import GraphEditor
+from qtrace.graph.finish import order_together
 from qtrace.graph.module_tree import set_parameter
-from qtrace.graph.ordering import order_together
 from qtrace.graph.types import GetAttr, TracedModule
 from qtrace.graph.walk import exprs, get_module, owner, users
 from qtrace.ops import OpCall

@@ -56,6 +56,32 @@ def test_names_are_those_of_the_state(block: tuple) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("layer", "options"),
+    [("LSTM", {"num_layers": 2, "bidirectional": True}), ("GRU", {"bias": False}), ("RNN", {})],
+)
+def test_weights_of_recurrent_layers_come_back(layer: str, options: dict) -> None:
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = getattr(torch.nn, layer)(5, 4, batch_first=True, **options)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.rnn(x)[0]
+
+    module, x = Net().eval(), torch.randn(2, 3, 5)
+    traced = qtrace.from_torch(module, (x,))
+    state = qtrace.to_torch_state(traced)
+    for name, value in module.state_dict().items():
+        assert torch.equal(state[name], value), name
+    prepared = qtrace.prepare(traced)
+    for parameter in prepared.parameters():  # as if trained
+        parameter[...] = parameter * 1.25
+    module.load_state_dict(qtrace.to_torch_state(prepared))
+    for name, value in module.state_dict().items():
+        torch.testing.assert_close(value, 1.25 * state[name], msg=name)
+
+
 def test_the_state_of_an_import_is_that_of_the_module(block: tuple) -> None:
     module, traced = block
     state, own = qtrace.to_torch_state(traced), module.state_dict()

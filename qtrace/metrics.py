@@ -16,7 +16,16 @@ import numpy as np
 
 from qtrace.errors import QtraceError
 
-__all__ = ["ErrorSums", "add_fields", "comparable", "decibels", "finite_or_none", "inner", "sqnr_db"]
+__all__ = [
+    "ErrorSums",
+    "add_fields",
+    "comparable",
+    "decibels",
+    "errors_of",
+    "finite_or_none",
+    "inner",
+    "sqnr_db",
+]
 
 
 if TYPE_CHECKING:
@@ -57,6 +66,14 @@ def add_fields(cls: type[_Sums], sums: Iterable[_Sums]) -> _Sums:
     """Returns the dataclass ``cls`` of sums whose fields are those of ``sums`` added up."""
     parts = list(sums)
     return cls(**{field.name: sum(getattr(part, field.name) for part in parts) for field in fields(cls)})
+
+
+def errors_of(reference: np.ndarray, test: np.ndarray) -> np.ndarray:
+    """Returns ``test - reference`` in float64; equal infinities and NaNs give 0, unequal ones infinity."""
+    f, q = reference.astype(np.float64), test.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        errors = np.nan_to_num(q - f, nan=np.inf, posinf=np.inf, neginf=-np.inf)
+    return np.where((f == q) | (np.isnan(f) & np.isnan(q)), 0.0, errors)
 
 
 def comparable(reference: np.ndarray, test: np.ndarray) -> bool:

@@ -12,7 +12,7 @@ from hypothesis.extra.numpy import arrays
 from threadpoolctl import threadpool_limits
 
 from qtrace.errors import QtraceError
-from qtrace.metrics import ErrorSums, comparable, decibels, finite_or_none, sqnr_db
+from qtrace.metrics import ErrorSums, comparable, decibels, errors_of, finite_or_none, sqnr_db
 from qtrace.numerics import choose, fake_quantize
 from qtrace.scheme import QScheme
 
@@ -115,6 +115,11 @@ def test_values_that_are_not_finite():
     assert sqnr_db(f, np.array([1.0, 2.0, np.nan, -np.inf])) == -np.inf  # finite on one side only
     assert sqnr_db(f, np.array([1.0, -np.inf, np.nan, -np.inf])) == -np.inf
     assert sqnr_db(f, np.array([1.5, np.inf, np.nan, -np.inf])) == pytest.approx(10 * math.log10(1 / 0.25))
+
+
+def test_errors_of_values_that_are_not_finite():
+    f, q = np.array([1, np.inf, np.nan, 1, np.nan, np.inf]), np.array([3, np.inf, np.nan, np.nan, 1, -np.inf])
+    np.testing.assert_array_equal(np.abs(errors_of(f, q)), [2, 0, 0, np.inf, np.inf, np.inf])
 
 
 def test_cosine_and_agreement():

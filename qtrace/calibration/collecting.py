@@ -14,7 +14,6 @@ import numpy as np
 
 from qtrace.calibration.base import Arguments, Watched, watched
 from qtrace.calibration.choice import Chosen, ExplainedEngine, choose_engine
-from qtrace.calibration.nonfinite import refuse_nonfinite_output
 from qtrace.calibration.observing import Observing
 from qtrace.calibration.spoiled import refuse_spoiled
 from qtrace.calibration.statistics import Statistics, arrays, checksum, fresh, no_statistics
@@ -22,8 +21,9 @@ from qtrace.data.batches import as_arguments, evaluating, find_values, refuse_na
 from qtrace.data.unusual import find_unusual
 from qtrace.display import progress_bar
 from qtrace.errors import CalibrationError
+from qtrace.graph.nonfinite import NonfiniteSearch, remedy_for
 from qtrace.graph.source_lines import name_with_line
-from qtrace.graph.types import TracedModule
+from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.graph.walk import exprs, op_label
 from qtrace.observers.base import Observer
 from qtrace.preparation.model import QuantizedModel
@@ -121,7 +121,7 @@ def collect(
                     with _naming_infinity(arguments):
                         engine.run(arguments, index, observing.observe)
                         for name in observing.nonfinite:
-                            refuse_nonfinite_output(module, arguments, index, model.nodes[name])
+                            _refuse_nonfinite_output(module, arguments, index, model.nodes[name])
                     observing.commit()
                     after(Collected(observing.statistics, engine.chosen))
             chosen = reader.engine().chosen
@@ -214,8 +214,34 @@ class _Reader:
             self.unusual = find_unusual(arguments, self._model.module, self._model.config.preprocess)
         self.engine(arguments)
         read = _Batch(number, arguments, checksum(arrays(batch)))
-        refuse_nan(arguments, number)  # a ReLU would make numbers of it
+        refuse_nan(arguments, number, self._model.module)  # a ReLU would make numbers of it
         return read
+
+
+def _refuse_nonfinite_output(
+    model: TracedModule, arguments: Arguments, index: int, output: TensorNode
+) -> None:
+    """Refuses a batch for which an output of the graph holds NaN or infinity that is not meant.
+
+    Args:
+        model: the prepared graph, in the phase float.
+        arguments: the arguments of its forward.
+        index: the number of the batch.
+        output: the node that held NaN or infinity.
+
+    Raises:
+        CalibrationError: names output, batch, and the op that produced NaN or infinity first.
+    """
+    search = NonfiniteSearch(model)
+    search.run(*arguments[0], **arguments[1])
+    origin = search.origins.get(output, output.expr)  # finite in MegEngine: another engine computed the value
+    if origin is None:
+        return
+    place = name_with_line(origin, op_label(origin))
+    remedy = remedy_for(origin) or "repair the data or the model"
+    raise CalibrationError(
+        f"output {output.name}, batch {index}: it holds NaN or infinity, which {place} gives first: {remedy}."
+    )
 
 
 @contextmanager

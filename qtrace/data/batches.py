@@ -18,6 +18,8 @@ from qtrace.data.foreign import read_array, what_is_no_iterable
 from qtrace.errors import CalibrationError, GraphError
 from qtrace.gradients.recurrent import checked_shapes
 from qtrace.graph.failures import short
+from qtrace.graph.flatten import flatten
+from qtrace.graph.nonfinite import NonfiniteSearch
 from qtrace.graph.signature import has_traced_structure, list_inputs
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import modules_of
@@ -96,22 +98,30 @@ def check_batches(batches: Any, name: str = "batches", reader: str = "") -> None
         )
 
 
-def refuse_nan(arguments: _Arguments, index: int, source: str = "") -> None:
-    """Refuses a batch with NaN, which each runtime maps to another integer, unlike infinity.
+def refuse_nan(arguments: _Arguments, index: int, model: TracedModule, source: str = "") -> None:
+    """Refuses a batch with NaN, which each runtime maps to another integer, unless it is meant.
+
+    It is meant if the graph moves it, asks for it, selects other values, or gives NaN at the same places.
 
     Args:
         arguments: the result of `as_arguments`.
         index: the number of the batch.
+        model: the graph that reads the batch.
         source: the name of the data, where there are others; "" for none.
 
     Raises:
-        CalibrationError: when a value is NaN.
+        CalibrationError: when a value is NaN, and an op or a rounding calculates with it.
     """
-    if place := find_values(arguments, np.isnan):
+    if not (place := find_values(arguments, np.isnan)):
+        return
+    flat = flatten(model)
+    search = NonfiniteSearch(flat)
+    with evaluating(flat), translate_errors(model, arguments, index):
+        search.run(*arguments[0], **arguments[1])
+    if search.calculates_with_nan():
         raise CalibrationError(
             f"{source}{', ' if source else ''}batch {index} holds NaN, which has no integer, first in "
-            f"{place}: repair the data; where NaN marks what is missing, give a number "
-            "instead, or leave the sample out."
+            f"{place}: repair the data; NaN that is meant needs F.isnan and prepare(samples=)."
         )
 
 

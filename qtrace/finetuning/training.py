@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from qtrace.calibration.nonfinite import nonfinite_origins
 from qtrace.errors import TrainingError
 from qtrace.finetuning.compared import Compared
 from qtrace.finetuning.data import Batch, Samples, unpack
@@ -17,6 +16,7 @@ from qtrace.finetuning.retreating import Retreat
 from qtrace.finetuning.settings import FinetuneSettings
 from qtrace.finetuning.twins import PARTS, Twins
 from qtrace.finetuning.watching import Watch
+from qtrace.graph.nonfinite import NonfiniteSearch
 from qtrace.preparation.model import QuantizedModel
 
 __all__ = ["Trainer"]
@@ -112,9 +112,10 @@ class Trainer:
         place = "all values of both graphs are finite"
         arguments = unpack(self.samples.form, list(self._batch(step).tensors().leaves))
         for graph, name in ((self.twins.student, "quantized"), (self.twins.teacher, "float")):
-            origin = next(filter(None, nonfinite_origins(graph, arguments).values()), None)
-            if origin is not None:
-                first = origin.outputs[0].name
+            search = NonfiniteSearch(graph)
+            search.run(*arguments[0], **arguments[1])
+            if search.origin is not None:
+                first = search.origin.outputs[0].name
                 place = f"the first value of the {name} graph that is not finite is {first}"
                 break
         return TrainingError(

@@ -1,4 +1,4 @@
-"""Turns an exception of MegEngine's tracer into one sentence that names the submodule and the remedy."""
+"""Failures in one sentence: of MegEngine's tracer, with submodule and remedy, and of an op of a graph."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ import inspect
 import re
 import sysconfig
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import megengine
 from megengine.module import Module
-from megengine.traced_module.expr import Constant
+from megengine.traced_module.expr import Constant, Expr
 from megengine.traced_module.node import ModuleNode, NodeMixin
 from megengine.traced_module.traced_module import InternalGraph, TracedModuleBuilder
 
 from qtrace.errors import TraceError
+from qtrace.graph.source_lines import name_with_line, source_line
+from qtrace.graph.walk import op_label
 
-__all__ = ["LIBRARIES", "clean_up", "explain", "short", "user_line"]
+__all__ = ["LIBRARIES", "clean_up", "describe_failure", "explain", "short", "user_line"]
 
 # Beginnings of the paths of files that are not the user's code.
 LIBRARIES = (
@@ -175,3 +178,28 @@ def short(error: BaseException) -> str:
     text = " ".join(str(error).split("backtrace:")[0].split())
     text = re.sub(r" failed at \S+:\d+:.*?(extra message:|$)", r" failed; \1", text).rstrip("; ")
     return f"{type(error).__name__}: {text[:300]}"
+
+
+def describe_failure(expr: Expr, inputs: Sequence[Any], error: Exception, advice: str = "") -> str:
+    """Returns a sentence about an op that fails, such as ``a_out (Conv2d, net.py:3) fails on x (1, 3): ...``.
+
+    Args:
+        expr: the op; it may have no outputs yet.
+        inputs: for each input of ``expr`` its value or its type; only those with shape and dtype are shown.
+        error: the exception of the op.
+        advice: what to do about the failure.
+    """
+    label = op_label(expr)
+    if expr.outputs:
+        place = name_with_line(expr, label)
+    else:
+        line = source_line(expr)
+        place = f"the inserted {label}{f' ({line})' if line else ''}"
+    tensors = [(node, v) for node, v in zip(expr.inputs, inputs, strict=True) if hasattr(v, "dtype")]
+    sizes = ", ".join(f"{n.name} {tuple(int(i) for i in v.shape)} {_dtype_name(v)}" for n, v in tensors)
+    cause = f"({short(error)})" if advice else short(error)
+    return f"{place} fails{f' on {sizes}' if sizes else ''}: {advice}{' ' if advice else ''}{cause}."
+
+
+def _dtype_name(value: Any) -> str:
+    return str(getattr(value.dtype, "name", value.dtype))

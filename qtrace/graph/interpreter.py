@@ -21,7 +21,7 @@ from qtrace.errors import GraphError
 from qtrace.fakequant.base import FakeQuant
 from qtrace.fakequant.following.bias import BiasQuant
 from qtrace.graph.engine import quiet_engine
-from qtrace.graph.op_failure import describe_failure
+from qtrace.graph.failures import describe_failure
 from qtrace.graph.tensors import PART_BYTES, large_reads
 from qtrace.graph.walk import IN_PLACE, called_graph, owner, updates_inputs
 from qtrace.process.engine import synchronize

@@ -13,8 +13,8 @@ from megengine.traced_module.node import Node, TensorNode
 
 from qtrace.errors import GraphError
 from qtrace.graph.engine import quiet_engine
+from qtrace.graph.failures import describe_failure
 from qtrace.graph.interpreter import Interpreter
-from qtrace.graph.op_failure import describe_failure
 from qtrace.graph.renewal import renew_all
 from qtrace.graph.tracing import example_inputs
 from qtrace.graph.walk import called_graph, updates_inputs

@@ -22,10 +22,9 @@ from qtrace.display import Displayed
 from qtrace.errors import GraphError
 from qtrace.graph.dataflow import static_nodes
 from qtrace.graph.engine import quiet_engine
-from qtrace.graph.failures import short
+from qtrace.graph.failures import describe_failure, short
 from qtrace.graph.flatten import flatten
 from qtrace.graph.interpreter import Interpreter, interpret, last_uses
-from qtrace.graph.op_failure import describe_failure
 from qtrace.graph.source_lines import source_line
 from qtrace.graph.tracing.diff import random_exprs
 from qtrace.graph.tracing.example_inputs import to_tensors

@@ -10,7 +10,7 @@ import megengine.module as M
 
 from qtrace.graph.types import Expr
 from qtrace.graph.walk import owner
-from qtrace.ops.arguments import UnreadableError, arguments, positional, tensors
+from qtrace.ops.arguments import UnreadableError, arguments, positional, tensors, traced_arguments
 from qtrace.ops.base import Reading, Role, op_rule
 from qtrace.ops.linear import weight_and_bias
 
@@ -24,13 +24,14 @@ def _conv(rank: int, transposed: bool = False) -> Callable[[Expr], Reading]:
         if a.get("conv_mode", "cross_correlation") != "cross_correlation":
             raise UnreadableError(f"conv_mode {a['conv_mode']!r} is not supported")
         names = ("stride", "padding", "dilation", *(("output_padding",) if transposed else ()))
-        attrs: dict[str, Any] = {n: a.integers(n, rank) for n in names}
-        attrs["groups"] = a.integer("groups")
+        numbers, fixed = traced_arguments({n: a[n] for n in (*names, "groups")})
+        attrs: dict[str, Any] = {n: numbers.integers(n, rank) for n in names}
+        attrs["groups"] = numbers.integer("groups")
         # A grouped weight has the groups as its first axis: (groups, out / groups, in / groups, ...), or
         # (groups, in / groups, out / groups, ...) if transposed.
         single, grouped = ((1,), (0, 2)) if transposed else ((0,), (0, 1))
         channels = grouped if len(weight.shape) == rank + 3 else single
-        return Reading((a.tensor(),), attrs, weight, bias, channels)
+        return Reading((a.tensor(),), attrs, weight, bias, channels, fixed=fixed)
 
     return read
 

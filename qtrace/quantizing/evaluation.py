@@ -102,7 +102,7 @@ class EvaluationData:
 
     def _numbered(self, model: TracedModule) -> Iterator[tuple[int, Batch]]:
         for number, batch in _select(self.source.numbered(lambda number: number >= self.first), model):
-            refuse_nan(as_arguments(batch, model, number), number, self.source.source)
+            refuse_nan(as_arguments(batch, model, number), number, model, self.source.source)
             yield number, batch
 
 

@@ -17,7 +17,7 @@ from qtrace.errors import ConfigError
 from qtrace.graph.flatten import flatten
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.twin import late_algorithms
-from qtrace.metrics import comparable
+from qtrace.metrics import comparable, errors_of
 from qtrace.outputs import ColumnGroup, find_groups
 from qtrace.preparation.figures import read_figures
 from qtrace.preparation.model import QuantizedModel
@@ -236,8 +236,6 @@ def _relative_noise(
             noise.append(np.zeros(count))
             continue
         f, q = (group.select(v).astype(np.float64).reshape(count, -1) for v in (reference, values))
-        with np.errstate(invalid="ignore", over="ignore"):
-            error = np.where(f == q, 0.0, q - f)
-            noise.append(np.nan_to_num((error**2).sum(axis=1), nan=_LARGEST_NOISE, posinf=_LARGEST_NOISE))
+        noise.append(np.minimum((errors_of(f, q) ** 2).sum(axis=1), _LARGEST_NOISE))
         signal += float((np.where(np.isfinite(f), f, 0.0) ** 2).sum())
     return np.minimum(np.concatenate(noise) / signal, _LARGEST_NOISE) if signal > 0 else None

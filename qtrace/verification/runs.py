@@ -274,7 +274,7 @@ class File:
         """
         converted = self.model.module
         args, kwargs = as_arguments(batch, converted, number)
-        refuse_nan((args, kwargs), number)
+        refuse_nan((args, kwargs), number, converted)
         try:
             return (args, kwargs), self._check_sizes((args, kwargs), number)
         except CalibrationError:

@@ -14,7 +14,7 @@ import onnx
 import pytest
 
 import qtrace
-from qtrace.errors import ExportError
+from qtrace.errors import ConfigError, ExportError
 from qtrace.graph.flatten import flatten
 from qtrace.graph.traced_sizes import traced_value
 from qtrace.graph.types import TracedModule
@@ -44,7 +44,7 @@ def _converted(module: M.Module, backend: str, x: np.ndarray = IMAGES) -> Traced
 
 def _verify(module: M.Module, backend: str, folder: Path, x: np.ndarray = IMAGES) -> Path:
     converted = _converted(module, backend, x)
-    path = qtrace.export(converted, folder / f"m{SUFFIXES[backend]}")
+    path = qtrace.export(converted, folder / f"m{SUFFIXES.get(backend, '.onnx')}")
     report = qtrace.verify(path, converted, [x])
     assert report.passed, report.table()
     return path
@@ -64,6 +64,45 @@ SIZES: dict[str, Forward] = {
     "adaptive_max_pool2d": lambda self, x: F.adaptive_max_pool2d(x, (x.shape[2] // 4, 2)),
     "pad": _doubled,
 }
+
+
+def _correlated(self: Any, x: mge.Tensor) -> mge.Tensor:
+    """Correlates each channel of each sample with a kernel of its own, as Siamese trackers do."""
+    batch, channels, height, width = (x.shape[axis] for axis in range(4))
+    kernels = F.adaptive_avg_pool2d(self.last(x), 3).reshape(batch * channels, 1, 1, 3, 3)
+    y = F.conv2d(x.reshape(1, batch * channels, height, width), kernels, groups=batch * channels)
+    return y.reshape(batch, channels, height - 2, width - 2)
+
+
+def _conditional(self: Any, x: mge.Tensor) -> mge.Tensor:
+    """Convolves each sample with a weight of its own, as CondConv does."""
+    weights = F.matmul(F.mean(x, (2, 3)), F.reshape(F.concat([self.last.weight] * 9), (4, 36)))
+    batch = x.shape[0]
+    kernels = F.repeat(F.expand_dims(weights.reshape(batch, 4, 3, 3), 1), 4, 1)
+    y = F.conv2d(x.reshape(1, batch * 4, 8, 8), kernels, padding=1, groups=batch)
+    return self.last(F.relu(y.reshape(batch, 4, 8, 8)))
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])
+@pytest.mark.parametrize("after", [_correlated, _conditional])
+def test_groups_that_come_from_the_batch_fix_it(after: Forward, backend: str, tmp_path: Path) -> None:
+    path = _verify(_net(after), backend, tmp_path)
+    (source,) = onnx.load(path).graph.input
+    assert [size.dim_value for size in source.type.tensor_type.shape.dim] == [2, 3, 8, 8]
+
+
+@pytest.mark.parametrize("backend", ["tflite", "ncnn"])
+def test_kernels_from_data_are_refused_before_the_calibration(backend: str) -> None:
+    traced = qtrace.trace(_net(_correlated), IMAGES)
+    with pytest.raises(ConfigError, match=f"conv2d_out: its weight is computed .* backend {backend} hold"):
+        qtrace.prepare(traced, f"backend/{backend}")
+
+
+def test_groups_computed_from_channels_leave_the_batch_open(tmp_path: Path) -> None:
+    module = _net(lambda self, x: F.conv2d(x, self.kernels, groups=x.shape[1]))
+    module.kernels = mge.Parameter(images(4, 1, 1, 3, 3))
+    (source,) = onnx.load(_verify(module, "onnxruntime", tmp_path)).graph.input
+    assert source.type.tensor_type.shape.dim[0].dim_param == "N"
 
 
 @pytest.mark.parametrize("backend", SUFFIXES)

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import onnx
 
+from qtrace import ops
 from qtrace.errors import ExportError
 from qtrace.export.converted.graph import ConvertedOp
 from qtrace.export.converted.open_axes import Types, resized
@@ -52,6 +53,8 @@ def size_problem(first: OpWriter, other: OpWriter, types: Types) -> str:
     """
     other.writer.known = first.writer.initializers
     with resized(types):
+        if problem := _other_numbers(first):
+            return problem
         try:
             other.emit_all()
         except ExportError as error:
@@ -67,6 +70,9 @@ def batch_problem(first: OpWriter, other: OpWriter, types: Types) -> str:
         other: another one.
         types: the types of all tensors at another batch.
     """
+    with resized(types):
+        if problem := _other_numbers(first):
+            return problem
     grown = {node for node, kind in types.items() if isinstance(node, TensorNode) and _differs(node, kind)}
     steps = [step for step in first.graph.steps if isinstance(step, ConvertedOp) and _may_hold(step, grown)]
     if not steps:
@@ -86,6 +92,16 @@ def batch_problem(first: OpWriter, other: OpWriter, types: Types) -> str:
         except ExportError as error:
             return str(error).rstrip(".")
     return _describe(first_difference(first.writer, other.writer))
+
+
+def _other_numbers(writer: OpWriter) -> str:
+    """Returns which op would be read with other numbers at the present sizes; "" if none."""
+    for step in writer.graph.steps:
+        if isinstance(step, ConvertedOp) and step.call is not None and step.call.fixed:
+            present = ops.read(step.expr)
+            if present is None or present.fixed != step.call.fixed:
+                return _describe(f"{step.call.kind} {step.call.out.name!r}")
+    return ""
 
 
 def _differs(node: TensorNode, kind: TensorType | None) -> bool:

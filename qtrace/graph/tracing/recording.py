@@ -16,8 +16,11 @@ from typing import Any
 import megengine.functional as F
 import numpy as np
 from megengine.core._imperative_rt import OpDef
+from megengine.core._imperative_rt.core2 import Tensor as RawTensor
 from megengine.traced_module import TracedModule, traced_module
 from megengine.traced_module.expr import Apply
+from megengine.traced_module.node import NodeMixin
+from megengine.traced_module.tm_config import _exclude_from_trace
 from megengine.traced_module.traced_module import TracedModuleBuilder
 
 from qtrace.errors import TraceError
@@ -80,10 +83,14 @@ def recording(tracer: Tracer) -> Iterator[None]:
     flatten, wrap = traced_module.tree_flatten, traced_module._wrapped_function
     replacements = find_replacements(tracer)
 
-    def flatten_results(values: Any, *args: Any, **kwargs: Any) -> Any:
+    def flatten_values(values: Any, *args: Any, **kwargs: Any) -> Any:
         caller = sys._getframe(1)
-        of_module = caller.f_code is _CALL and "is_leaf" in kwargs
-        if of_module and not (builder := caller.f_locals["self"])._is_builtin:
+        if caller.f_code is not _CALL:
+            return flatten(values, *args, **kwargs)
+        if "is_leaf" not in kwargs:
+            leaves, tree = flatten(values, *args, **kwargs)
+            return _distinct(leaves), tree
+        if not (builder := caller.f_locals["self"])._is_builtin:
             values = (
                 ()
                 if isinstance(values, PYTHON_VALUES) and not builder._is_top
@@ -97,12 +104,29 @@ def recording(tracer: Tracer) -> Iterator[None]:
         wrapped, other = wrap(function), replacements.get(id(function))
         return wrapped if other is None else recorded_as(other, wrapped, wrap)
 
-    traced_module.tree_flatten, traced_module._wrapped_function = flatten_results, wrap_function
+    traced_module.tree_flatten, traced_module._wrapped_function = flatten_values, wrap_function
     try:
         with recorded_lines():
             yield
     finally:
         traced_module.tree_flatten, traced_module._wrapped_function = flatten, wrap
+
+
+def _distinct(arguments: list[Any]) -> list[Any]:
+    """Returns the arguments of a submodule with a copy of each tensor that is given again.
+
+    MegEngine's tracer knows an argument by its object: it would record one argument for all places, and a
+    later call with other tensors would compute something else.
+    """
+    distinct: list[Any] = []
+    for argument in arguments:
+        node = NodeMixin.get(argument, None) if isinstance(argument, RawTensor) else None
+        if node is not None and any(argument is other for other in distinct):
+            with _exclude_from_trace():
+                argument = argument.detach()
+            NodeMixin.wrap_safe(argument, node)
+        distinct.append(argument)
+    return distinct
 
 
 _ATTENTION = F.nn.multi_head_attention

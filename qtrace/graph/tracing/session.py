@@ -15,12 +15,12 @@ from megengine.traced_module import TracedModule, trace_module
 from qtrace.errors import GraphError, TraceError
 from qtrace.graph import failures
 from qtrace.graph.interpreter import Interpreter
+from qtrace.graph.nonfinite import nonfinite_results
 from qtrace.graph.source_lines import name_with_line
 from qtrace.graph.tracing import diff, example_inputs, hazards, reads
 from qtrace.graph.tracing.batch_sizes import close_reshapes, open_reshapes
 from qtrace.graph.tracing.copies import Copy, describe_places, find_copies, insert_copies, report_copies
 from qtrace.graph.tracing.example_inputs import Arguments
-from qtrace.graph.tracing.nonfinite import nonfinite_results
 from qtrace.graph.tracing.recording import (
     NONE_IS_DROPPED,
     VALUES_ARE_DROPPED,

@@ -1,9 +1,10 @@
-"""Finds the numbers that stand for infinity, and the ops that read or write them.
+"""Finds the numbers that stand for infinity or for no value, and the ops that read or write them.
 
 A mask that attention adds to its scores, the padding of a max pooling and the filling of a `where` hold
 numbers such as -1e9, -65504 or -inf: a softmax, a maximum or a comparison ignores what they replace. A range
 that holds them has no integers left for anything else. So the ops that read or write them stay in float. A
-constant padding that only a maximum reads runs on integers: the tensor's lowest integer does the same.
+constant padding that only a maximum reads runs on integers: the tensor's lowest integer does the same. NaN
+stands for no value, and for it no integer stands either.
 
 How far a number must lie from all others depends on what reads it. Beyond 1e8 no reader has a use for
 integers. From 1e4 on, no reader may calculate with it, as a scaling of 16-bit images does. Smaller ones, such
@@ -27,7 +28,7 @@ from qtrace.ops import OpCall, Role
 
 __all__ = ["INFINITE", "Infinity", "find_infinite", "infinity_of", "read_paddings"]
 
-INFINITE = "it reads or writes a number that stands for infinity, for which no integer stands"
+INFINITE = "it reads or writes NaN or a number that stands for infinity, for which no integer stands"
 
 _FOR_ALL, _UNLESS_CALCULATED, _FOR_ORDER = 1e8, 1e4, 50.0
 _GAP = 8.0  # between the numbers that stand for infinity and all others
@@ -54,11 +55,12 @@ _MERGING = ("add", "sub", "minimum", "maximum", "where")  # ops that apply a mas
 
 
 class Infinity(enum.Flag):
-    """The infinities for which the values of a tensor stand."""
+    """The infinities for which the values of a tensor stand, and NaN."""
 
     NONE = 0
     LOW = enum.auto()
     HIGH = enum.auto()
+    NAN = enum.auto()
 
     @property
     def negated(self) -> Infinity:
@@ -86,15 +88,16 @@ def infinity_of(values: Any, smallest: float = _UNLESS_CALCULATED) -> Infinity:
             the others: the values of a continuous range count for themselves.
     """
     array = np.asarray(values, np.float64).reshape(-1)
+    infinity = Infinity.NAN if np.isnan(array).any() else Infinity.NONE
     array = array[~np.isnan(array)]
     sizes = np.abs(array)
     far = sizes >= smallest
     if not far.any():
-        return Infinity.NONE
+        return infinity
     if sizes.max() < _FOR_ALL and sizes[~far].max(initial=0.0) * _GAP > sizes[far].min():
-        return Infinity.NONE
+        return infinity
     low = Infinity.LOW if (array[far] < 0).any() else Infinity.NONE
-    return low | (Infinity.HIGH if (array[far] > 0).any() else Infinity.NONE)
+    return infinity | low | (Infinity.HIGH if (array[far] > 0).any() else Infinity.NONE)
 
 
 def read_paddings(traced: TracedModule, calls: Mapping[Expr, OpCall]) -> dict[Expr, OpCall]:
@@ -139,7 +142,7 @@ def find_infinite(
     Args:
         traced: a flat, expanded graph.
         calls: expr -> the `OpCall` that it is read as.
-        inputs: name of an input of the graph -> its values in samples.
+        inputs: name of an input of the graph, or of a node that holds NaN -> its values in samples.
     """
     finder = _Finder(traced, calls)
     found = finder.run(inputs or {})
@@ -185,7 +188,8 @@ class _Finder:
 
     def run(self, inputs: Mapping[str, np.ndarray]) -> dict[Node, Infinity]:
         """Returns the infinities of all nodes that have some."""
-        for node in self.traced.graph.inputs:
+        self._shown = {name for name, values in inputs.items() if np.isnan(values).any()}
+        for node in (*self.traced.graph.inputs, *(n for expr in self.order for n in expr.outputs)):
             if node.name in inputs:
                 self._source(node, self._judge(inputs[node.name], node, marked=False))
         self._find_masks()
@@ -314,10 +318,12 @@ class _Finder:
         union = Infinity.NONE
         for infinity in read:
             union |= infinity
+        nan = Infinity.NONE if self._shown else union & Infinity.NAN
+        union &= ~Infinity.NAN
         if call.kind in ("maximum", "minimum"):
-            return self._chosen(call, union)
+            return self._chosen(call, union) | nan
         if not union or not self._passes(call):
-            return Infinity.NONE
+            return nan if call.kind in _SATURATING or self._passes(call) else Infinity.NONE
         if call.kind == "neg" or (call.kind in _SCALING and call.attrs.get("scalar", 1.0) < 0):
             union = union.negated
         elif call.kind == "abs":
@@ -326,8 +332,8 @@ class _Finder:
             left, right = call.attrs["operands"]
             union = self._of(left) | self._of(right).negated
         elif call.kind == "div" and call.attrs.get("side") != "right":
-            return Infinity.NONE
-        return union & ~_removed(call)
+            return nan
+        return (union & ~_removed(call)) | nan
 
     def _of(self, operand: Any) -> Infinity:
         return (

@@ -23,6 +23,7 @@ import numpy as np
 
 from qtrace.config import QConfig
 from qtrace.errors import QtraceError
+from qtrace.graph.nonfinite import NonfiniteSearch
 from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs as exprs_of
 from qtrace.graph.walk import is_float_tensor
@@ -55,7 +56,8 @@ class UnlikeNames:
     Attributes:
         floats: name of the first result of an expr that stays in float -> why.
         results: name of a result that is not rounded -> why.
-        far: name of an input of the graph -> its values, where some may stand for infinity.
+        far: name of an input of the graph -> its values, where some may stand for infinity; name of a node
+            that holds NaN -> NaN.
         selecting: the first two again, of what stays in float on account of selections.
     """
 
@@ -108,7 +110,7 @@ def find_unlike(traced: TracedModule, qconfig: QConfig, run: MeasuredRun) -> Unl
     Raises:
         CalibrationError: when the graph does not run on samples.
     """
-    unlike = Unlike(far=_far_inputs(run))
+    unlike = Unlike(far=_far_values(run))
     view = read_view(traced, qconfig, unlike=unlike)
     finder = _Finder(view, find_chains(view))
     values, outputs, tails = finder.find_values(), finder.find_outputs(), finder.find_tails()
@@ -141,8 +143,8 @@ def _try(
         return None, {}
 
 
-def _far_inputs(run: MeasuredRun) -> dict[str, np.ndarray]:
-    """Returns the inputs of which a number in the samples may stand for infinity, with their values."""
+def _far_values(run: MeasuredRun) -> dict[str, np.ndarray]:
+    """Returns the inputs of which a number in the samples may stand for infinity, and nodes that hold NaN."""
     batches = [] if run.synthetic else run.batches
     far: dict[str, np.ndarray] = {}
     for index, node in enumerate(run.model.graph.inputs):
@@ -150,6 +152,11 @@ def _far_inputs(run: MeasuredRun) -> dict[str, np.ndarray]:
             values = [inputs[index].numpy().reshape(-1) for inputs in batches]
             if any(infinity_of(value) for value in values):
                 far[node.name] = np.concatenate(values)
+    if any(np.isnan(values).any() for values in far.values()):
+        for args, kwargs in run.samples or ():
+            search = NonfiniteSearch(run.model)
+            search.run(*args, **kwargs)
+            far |= {node.name: np.full(1, np.nan) for node in search.nan if node.name not in far}
     return far
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy import special
 
-from qtrace.metrics import comparable, decibels
+from qtrace.metrics import comparable, decibels, errors_of
 from qtrace.outputs import ColumnGroup
 from qtrace.outputs.counted import FEWEST_SAMPLES, LEAST_VARIATION
 from qtrace.sensitivity.metrics import Outputs
@@ -202,11 +202,11 @@ def _read_samples(
         f, q = group.select(f), group.select(q)
         rows = count if f.ndim and len(f) == count else 1
         f, q = (value.reshape(rows, -1).astype(np.float64) for value in (f, q))
-        finite = np.isfinite(f) & np.isfinite(q)
-        lost = (~finite & ~((f == q) | (np.isnan(f) & np.isnan(q)))).any(axis=1)
-        f, q = np.where(finite, f, 0.0), np.where(finite, q, 0.0)
+        errors = errors_of(f, q)
+        lost = np.isinf(errors)
+        f = np.where(np.isfinite(f) & ~lost, f, 0.0)
         first = ~np.array(same, bool) if len(same) == rows else np.ones(rows, bool)
-        yield _Samples(f[first], (q - f)[first], lost[first])
+        yield _Samples(f[first], np.where(lost, 0.0, errors)[first], lost.any(axis=1)[first])
 
 
 def _sums(samples: _Samples) -> tuple[np.ndarray, np.ndarray, int]:

@@ -19,6 +19,7 @@ from qtrace.fakequant.base import FakeQuant
 from qtrace.graph.failures import short
 from qtrace.graph.types import Node, TensorNode, TracedModule
 from qtrace.graph.walk import op_label, owner
+from qtrace.metrics import errors_of
 from qtrace.numerics import quantize
 from qtrace.onnxfile.local_session import SessionError, SessionSettings
 from qtrace.onnxfile.sessions import open_session
@@ -65,12 +66,12 @@ class Disagreement:
         value = value if self.qparams is None else quantize(value, self.qparams)
         if value.shape != self.graph.shape:
             return "neither"
-        distance = _distances(self.graph, self.runtime)
+        distance = np.abs(errors_of(self.graph, self.runtime))
         infinite = np.isinf(distance)
         compared = infinite if infinite.any() else distance > _COMPARED_SHARE * distance.max(initial=0.0)
         limit = np.minimum(_NEAR_SHARE * distance[compared], np.finfo(np.float64).max)
         for side, values in (("graph", self.graph), ("runtime", self.runtime)):
-            if np.mean(_distances(value, values)[compared] <= limit) >= _AGREEMENT_SHARE:
+            if np.mean(np.abs(errors_of(value, values))[compared] <= limit) >= _AGREEMENT_SHARE:
                 return side
         return "neither"
 
@@ -110,15 +111,6 @@ def cross_check(
     if verdict == "neither":
         return CrossCheck("unknown", f"{same}the op, exported anew, gives other values still in {evaluator}")
     return CrossCheck("unknown", f"{same}it could not be evaluated outside of MegEngine: {verdict}")
-
-
-def _distances(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Returns absolute differences in float64; equal infinities and NaNs give 0, unequal ones infinity."""
-    a, b = one.astype(np.float64), other.astype(np.float64)
-    same = (a == b) | (np.isnan(a) & np.isnan(b))
-    with np.errstate(invalid="ignore"):
-        difference = np.abs(a - b)
-    return np.where(same, 0.0, np.nan_to_num(difference, nan=np.inf, posinf=np.inf))
 
 
 def _evaluate_alone(
@@ -161,7 +153,7 @@ def _evaluate_alone(
 def _changed(together: np.ndarray, alone: np.ndarray) -> bool:
     """Whether two evaluations in float32 differ by more than the order of sums explains."""
     largest = np.abs(np.nan_to_num(together)).max(initial=0.0)
-    return bool(_distances(together, alone).max(initial=0.0) > _FLOAT_NOISE_SHARE * largest)
+    return bool(np.abs(errors_of(together, alone)).max(initial=0.0) > _FLOAT_NOISE_SHARE * largest)
 
 
 def _evaluate_in_onnx(
@@ -175,7 +167,7 @@ def _evaluate_in_onnx(
     """
     values = dict(inputs)
     if split is not None and (axis := split.axes[segment.target]) is not None:
-        distances = np.split(_distances(disagreement.graph, disagreement.runtime), split.count, axis)
+        distances = np.split(np.abs(errors_of(disagreement.graph, disagreement.runtime)), split.count, axis)
         worst = int(np.argmax([piece.max(initial=0.0) for piece in distances]))
         values = {key: split.sample(value, key, worst) for key, value in inputs.items()}
         graph, runtime = (

@@ -101,7 +101,7 @@ def _write_all(model: QuantizedModel, folder: Path, batches: Iterable[Any], coun
 def _run(model: QuantizedModel, batch: Any, number: int) -> GraphRun:
     """Runs the graph on one batch."""
     args, kwargs = as_arguments(batch, model.module, number)
-    refuse_nan((args, kwargs), number)
+    refuse_nan((args, kwargs), number, model.module)
     run = GraphRun(model, _written_nodes(model))
     with translate_errors(model.module, (args, kwargs), number):
         run.compute(args, kwargs)

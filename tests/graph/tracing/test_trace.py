@@ -236,3 +236,57 @@ def test_a_fault_of_qtrace_is_not_taken_for_one_of_the_module(monkeypatch):
     monkeypatch.setattr("qtrace.graph.tracing.session.key_order", lambda result: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         qtrace.trace(net(lambda self, x: x + 1), np.ones((2, 2), np.float32))
+
+
+def _cell(self, x, state):
+    h, c = state
+    c = F.tanh(self.fc(x) + h) + F.sigmoid(c)
+    return c * h + c, (c * 0.5, c)
+
+
+def _recurrent(self, x):
+    h = c = F.zeros_like(x)
+    for _ in range(3):
+        y, (h, c) = self.inner(x, state=(h, c))
+        x = x + y
+    return x
+
+
+def _attention(self, query, key=None, value=None):
+    return F.matmul(F.softmax(F.matmul(self.fc(query), key, transpose_b=True), -1), value)
+
+
+TWICE = {
+    "positions": (lambda self, a, b: F.relu(self.fc(a)) + b, lambda self, x: self.inner(self.inner(x, x), x)),
+    "names": (
+        lambda self, a, b: F.relu(self.fc(a)) - b,
+        lambda self, x: self.inner(b=x * 2, a=self.inner(a=x, b=x)),
+    ),
+    "containers": (
+        lambda self, d, pair: self.fc(d["a"]) - 2 * d["b"] + pair[0] * pair[1][0],
+        lambda self, x: self.inner({"a": self.inner({"a": x, "b": x}, [x, (x,)]), "b": x}, [x + 1, (x * 2,)]),
+    ),
+    "parameter": (
+        lambda self, a, b: self.fc(a) * b,
+        lambda self, x: (
+            self.inner(x, self.gain) + self.inner(self.gain, self.gain) + self.inner(self.gain, x)
+        ),
+    ),
+    "states": (_cell, _recurrent),
+    "attention": (
+        _attention,
+        lambda self, x: self.inner(self.inner(x, key=x, value=x), key=x + 1, value=x * 2),
+    ),
+}
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("case", TWICE)
+def test_a_module_may_read_one_tensor_several_times_and_others_later(case, depth):
+    inner, outer = TWICE[case]
+    module = net(outer, inner=net(inner, fc=M.Linear(4, 4)), gain=mge.Parameter(ROWS[0]))
+    if depth == 2:
+        module = net(lambda self, x: self.outer(x) + self.outer(x * 2), outer=module)
+    traced, x = trace(module, ROWS), mge.Tensor(ROWS[::-1] + 1)
+    np.testing.assert_allclose(traced(x), module(x), atol=1e-5)
+    np.testing.assert_allclose(qtrace.graph.flatten(traced)(x), module(x), atol=1e-5)

@@ -15,7 +15,9 @@ import pytest
 from onnx import helper, numpy_helper
 
 import qtrace
+from qtrace.errors import CalibrationError
 from qtrace.graph.types import TracedModule
+from qtrace.metrics import sqnr_db
 from qtrace.preparation.passes import _infinity
 from qtrace.preparation.passes._infinity import Infinity, infinity_of
 from qtrace.preparation.record import fake_quants
@@ -224,7 +226,7 @@ def _only(value: Any) -> Any:
 def test_numbers_of_a_continuous_range_count_for_themselves() -> None:
     assert infinity_of(np.arange(-30000, 30000, dtype=np.float32)) is Infinity.NONE
     assert infinity_of(np.array([0.0, 1.0, -1e4])) is Infinity.LOW
-    assert infinity_of(np.array([0.0, -INF, INF, np.nan])) is Infinity.LOW | Infinity.HIGH
+    assert infinity_of(np.array([0.0, -INF, INF, np.nan])) is Infinity.LOW | Infinity.HIGH | Infinity.NAN
     model = net(lambda self, x: self.c((x - 32768.0) / 32768.0), c=M.Conv2d(3, 2, 1))
     traced = qtrace.trace(model, images(1, 3, 4, 4) * 65535, check=False)
     notes = qtrace.explain(qtrace.prepare(traced, "megengine")).annotation.notes
@@ -279,3 +281,81 @@ def test_absorption_adds_no_number_that_stands_for_infinity_to_a_layer() -> None
     prepared = qtrace.calibrate(prepared, [batch], progress=False)
     assert _sqnr(model(mge.Tensor(batch)), prepared(mge.Tensor(batch))) > 28
     assert _largest_scale(prepared) < 1
+
+
+_CONSTANT = np.array([[True, False, True, True]])
+_NOTHING = mge.Tensor(np.full((1, 4), np.nan, np.float32))
+
+
+def _fill(self: M.Module, y: mge.Tensor, mask: Any, value: Any) -> mge.Tensor:
+    return F.where(F.broadcast_to(mask, y.shape), y, F.broadcast_to(value, y.shape))
+
+
+MISSING: dict[str, Callable[..., mge.Tensor]] = {
+    "constant mask": lambda self, x: _fill(self, self.a(x), mge.Tensor(_CONSTANT), self.nothing),
+    "computed mask": lambda self, x: _fill(self, (y := self.a(x)), y > 0, self.nothing),
+    "number": lambda self, x: F.where((y := self.a(x)) > 0, y, F.full_like(y, float("nan"))),
+    "scaled": lambda self, x: _fill(self, (y := self.a(x)), y > 0, self.nothing) * 2.0 + 1.0,
+    "moved": lambda self, x: F.concat([self.a(x), _fill(self, (y := self.b(x)), y > 0, self.nothing)], 1)[
+        :, 2:
+    ],
+    "input": lambda self, x: self.a(F.where(F.isnan(x), F.zeros_like(x), x)),
+    "scaled input": lambda self, x: self.a(F.where(F.isnan(z := x * 0.5), F.zeros_like(z), z)),
+    "compared input": lambda self, x: self.a(F.where(F.equal(x, x), x, F.zeros_like(x))),
+    "input filled in": lambda self, x: _fill(
+        self, self.a(F.where(F.isnan(x), F.zeros_like(x), x)), mge.Tensor(_CONSTANT), x[:, 2:6]
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISSING)
+def test_nan_that_means_no_value_is_as_in_float(case: str, tmp_path: Path) -> None:
+    module = net(MISSING[case], a=M.Linear(8, 4), b=M.Linear(8, 4), nothing=_NOTHING)
+    batches = [np.random.default_rng(seed).normal(size=(8, 8)).astype(np.float32) for seed in range(3)]
+    if "input" in case:
+        for batch in batches:
+            batch[::2, ::3] = np.nan
+    traced = qtrace.trace(module, batches[0], check=False)
+    config = {"backend": "onnxruntime", "placement": "everything", "ptq": ["gptq"]}
+    prepared = qtrace.prepare(traced, config, samples=batches)
+    qtrace.calibrate(prepared, batches, progress=False)
+    exact, rounded = (graph(mge.Tensor(batches[1])).numpy() for graph in (traced, prepared))
+    assert np.isnan(exact).any() == (case not in ("input", "scaled input", "compared input"))
+    np.testing.assert_array_equal(np.isnan(exact), np.isnan(rounded))
+    assert sqnr_db(exact, rounded) > 30
+    comparison = qtrace.compare(prepared, batches)
+    assert comparison.outputs[0].sqnr_db > 30
+    converted = qtrace.convert(prepared)
+    qtrace.export(converted, tmp_path / "m.onnx")
+    assert qtrace.verify(tmp_path / "m.onnx", converted, batches).passed
+
+
+@pytest.mark.parametrize("layer", ["weight", "bias", "data", "sum"])
+def test_nan_that_a_layer_makes_or_spreads_stays_an_error(layer: str) -> None:
+    def forward(self: M.Module, x: mge.Tensor) -> mge.Tensor:
+        z = F.where(x > 3, F.full_like(x, float("nan")), x) if layer == "data" else x
+        y = self.b(F.relu(self.a(x)))
+        return F.concat([y, F.sum(z / 0 * 0, 1, True) if layer == "sum" else F.linear(z, self.c.weight)], 1)
+
+    module = net(forward, a=M.Linear(8, 8), b=M.Linear(8, 4), c=M.Linear(8, 4))
+    x = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
+    x[0, 0] = 4.0
+    prepared = qtrace.prepare(
+        qtrace.trace(module, x, check=False),
+        {"rules": [{"match": {"name": ["linear_out"]}, "quantize": False, "optional": True}]},
+    )
+    if layer in ("weight", "bias"):
+        parameter = dict(prepared.named_parameters())[f"b.{layer}"]
+        parameter._reset(mge.Parameter(np.full(parameter.shape, np.nan, np.float32)))
+    with pytest.raises(CalibrationError, match="holds NaN"):
+        qtrace.calibrate(prepared, [x], progress=False)
+
+
+@pytest.mark.parametrize("reader", [F.relu, lambda x: x > 0, lambda x: F.maximum(x, 0.0)], ids=repr)
+def test_nan_in_the_data_that_the_graph_does_not_ask_for_is_refused(reader: Callable[..., Any]) -> None:
+    module = net(lambda self, x: self.a(reader(x).astype("float32")), a=M.Linear(8, 4))
+    x = np.ones((2, 8), np.float32)
+    traced = qtrace.trace(module, x, check=False)
+    x[1, 2] = np.nan
+    with pytest.raises(CalibrationError, match=r"batch 0 holds NaN.* at \[1, 2\] .*F\.isnan"):
+        qtrace.prepare(traced, "onnxruntime", samples=[x])

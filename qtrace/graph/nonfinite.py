@@ -1,0 +1,134 @@
+"""The origin of NaN and infinity: the first op on the way to a value that holds them.
+
+Both may be meant: -inf in a mask, NaN for "no value". An argument, a parameter or an input holds them then,
+and ops only move, select or ask for them, or calculate at the same places.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import megengine.functional as F
+import megengine.module as M
+import numpy as np
+from megengine.core.ops import builtin
+from megengine.traced_module import TracedModule
+from megengine.traced_module.expr import Apply, CallFunction, Expr, is_call_module
+from megengine.traced_module.node import Node, TensorNode
+
+from qtrace.gradients import plain
+from qtrace.graph.flatten import flatten
+from qtrace.graph.interpreter import Interpreter
+from qtrace.graph.source_lines import name_with_line
+from qtrace.graph.walk import op_label, owner, reads_shape
+
+__all__ = ["NonfiniteSearch", "nonfinite_results", "remedy_for"]
+
+_SOFTMAX = (
+    "MegEngine's softmax does so on CPU where all values along the axis are below -87.33. Subtract the "
+    "largest one first, which gives the same result: F.softmax(x - F.max(x, axis, keepdims=True), axis)"
+)
+_OTHER_REMEDY = (
+    "calibration refuses such values: trace with an example like real data, or limit what the op reads"
+)
+
+
+class NonfiniteSearch(Interpreter):
+    """Runs a flat graph and follows NaN and infinity from the expr that produced them first.
+
+    Args:
+        traced: the graph, in the phase to examine.
+
+    Attributes:
+        origins: node that holds NaN or infinity -> the expr that produced them first, in graph order; None
+            if they are meant.
+        nan: node that holds NaN -> the number of its values that are NaN.
+    """
+
+    def __init__(self, traced: TracedModule) -> None:
+        super().__init__(traced)
+        self.origins: dict[Node, Expr | None] = {}
+        self.nan: dict[Node, int] = {}
+
+    @property
+    def origin(self) -> Expr | None:
+        """The first expr that produced NaN or infinity that is not meant; None if there is none."""
+        return next(filter(None, self.origins.values()), None)
+
+    def on_node(self, node: Node, value: Any) -> Any:
+        """Finds the origin of a value that is not finite."""
+        if isinstance(node, TensorNode) and np.dtype(value.dtype).kind == "f":
+            array = value.numpy()
+            if not np.isfinite(array).all():
+                if count := int(np.isnan(array).sum()):
+                    self.nan[node] = count
+                self.origins[node] = self._origin(node)
+        return value
+
+    def _origin(self, node: Node) -> Expr | None:
+        expr = node.expr
+        tensors = [n for n in expr.inputs if isinstance(n, TensorNode)]
+        before = [self.origins[n] for n in tensors if n in self.origins]
+        if earlier := next(filter(None, before), None):
+            return earlier
+        if not tensors or any(isinstance(v, float) and not math.isfinite(v) for _, v in expr.const_val or ()):
+            return None
+        meant = bool(before)
+        if node in self.nan:  # infinities may become NaN, and NaN may spread
+            meant = any(n in self.nan for n in tensors) and self._keeps_nan(expr)
+        return None if meant else expr
+
+    def calculates_with_nan(self) -> bool:
+        """Returns whether an op made anything else of NaN than NaN at the same places."""
+        readers = [expr for node in self.nan for expr in node.users]
+        return self.origin is not None or not all(map(self._keeps_nan, readers))
+
+    def _keeps_nan(self, expr: Expr) -> bool:
+        """Returns whether ``expr`` moves NaN, selects other values, asks for it, or gives it in place."""
+        read = [self.nan.get(node, 0) for node in expr.inputs]
+        given = [self.nan.get(node, 0) for node in expr.outputs]
+        if is_call_module(expr):
+            return False
+        if len(read) == 2 and expr.inputs[0] is expr.inputs[1] and not any(given):  # x == x
+            return True
+        if isinstance(expr, CallFunction):
+            kind = plain(expr.func).__module__.rpartition(".")[-1]
+            activation = kind == "nn" and read == given
+            return (
+                expr.func is F.isnan or kind == "tensor" or activation or (kind == "elemwise" and all(given))
+            )
+        if isinstance(expr, Apply):
+            return reads_shape(expr) or (isinstance(expr.opdef, builtin.Elemwise) and all(given))
+        return expr.method in ("__getitem__", "__setitem__") or all(given)
+
+
+def nonfinite_results(traced: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """Runs ``traced`` once and checks every value.
+
+    Args:
+        traced: a traced module.
+        args: inputs of the traced module by position.
+        kwargs: inputs by name.
+
+    Returns:
+        A sentence that names the first op with a NaN or infinite result from finite inputs, its line, and
+        the remedy; empty if there is no such op.
+    """
+    search = NonfiniteSearch(flatten(traced))
+    search.run(*args, **kwargs)
+    expr = search.origin
+    if expr is None:
+        return []
+    kind = "NaN" if any(node in search.nan for node in expr.outputs) else "infinity"
+    problem = f"{name_with_line(expr, op_label(expr))} gives {kind} for finite inputs on the example"
+    return [f"{problem}: {remedy_for(expr) or _OTHER_REMEDY}."]
+
+
+def remedy_for(expr: Expr) -> str:
+    """Returns the remedy for an op that gives NaN for finite inputs; "" if there is no specific one."""
+    if isinstance(expr, CallFunction):
+        softmax = expr.func is F.softmax
+    else:
+        softmax = isinstance(expr, Apply) and isinstance(expr.opdef, builtin.Softmax)
+    return _SOFTMAX if softmax or isinstance(owner(expr), M.Softmax) else ""

@@ -25,6 +25,7 @@ from qtrace.graph.tensors import shared_copies
 from qtrace.graph.tracing.diff import values
 from qtrace.graph.tracing.recording import without_none
 from qtrace.graph.types import TracedModule
+from qtrace.importing.onnx.quantization.float_weights import read_unrounded
 from qtrace.importing.torch import is_torch_module
 from qtrace.onnxfile.local_session import SessionSettings, dtype_of
 from qtrace.onnxfile.reading import read_model
@@ -110,7 +111,10 @@ class _TorchModule(Original):
 
 
 class _File(Original):
-    """An ONNX file in onnxruntime, whose weights are in memory while a run of it is."""
+    """An ONNX file in onnxruntime, whose weights are in memory while a run of it is.
+
+    Rounding by the range of each batch is left out, as the import leaves it out.
+    """
 
     granularity = 2.0**-21  # of its sigmoid, which is computed as 0.5 and a difference
 
@@ -125,7 +129,8 @@ class _File(Original):
         inputs = [info.name for info in interface.inputs]
         outputs = [info.name for info in interface.outputs]
         # Op by op: what onnxruntime fuses has other last bits.
-        session = open_session(self._path, SessionSettings(optimize=False, as_megengine=True))
+        settings = SessionSettings(optimize=False, as_megengine=True)
+        session = open_session(read_unrounded(self._path) or self._path, settings, self.name)
         kinds = {info.name: dtype_of(info.type) for info in session.inputs}
 
         def run(batch: Batch) -> list[np.ndarray]:

@@ -10,9 +10,11 @@ import megengine as mge
 import megengine.functional as F
 import megengine.module as M
 import numpy as np
+import onnxruntime
 import pytest
 from megengine.quantization import ema_fakequant_qconfig, quantize_qat
 from megengine.traced_module import trace_module
+from onnxruntime.quantization import quantize_dynamic
 
 import qtrace
 from qtrace.data import open_data
@@ -401,3 +403,24 @@ def test_the_copies_of_a_module_share_its_weights() -> None:
     results = [run((np.ones((1, 4096), np.float32),))[0] for run in runs]
     assert all((result == 4096).all() for result in results)
     assert _resident() - before < values.nbytes
+
+
+@pytest.mark.parametrize("recipe", [None, {"rules": [{"match": {"op": "linear"}, "method": "dynamic"}]}])
+def test_files_that_round_by_the_range_of_each_batch_are_quantized(recipe, here: Path) -> None:
+    nodes = [
+        node("Conv", "x c cb", "u", pads=[1, 1]),
+        node("Transpose", "u", "t", perm=[2, 0, 1]),
+        node("LSTM", "t l r", "_ h", hidden_size=8),
+        node("Squeeze", "h first", "s"),
+        node("MatMul", "s m", "y"),
+    ]
+    stored = {"c": weights(6, 4, 3), "cb": weights(6), "l": weights(1, 32, 6), "r": weights(1, 32, 8)}
+    stored |= {"first": np.zeros(1, np.int64), "m": weights(8, 5)}
+    source = save(model(nodes, {"x": ["n", 4, 10]}, stored=stored), here)
+    quantize_dynamic(source, "dynamic.onnx")
+    data = images(32, 4, 10)
+    qtrace.quantize("dynamic.onnx", data, "q.onnx", recipe=recipe, progress=False, measure=False)
+    outputs = [
+        onnxruntime.InferenceSession(file).run(None, {"x": data[:8]})[0] for file in (source, "q.onnx")
+    ]
+    assert 10 * np.log10((outputs[0] ** 2).sum() / ((outputs[1] - outputs[0]) ** 2).sum()) > 28

@@ -71,8 +71,8 @@ def from_onnx(
     A quantized file (QuantizeLinear and DequantizeLinear, or ops such as QLinearConv) becomes a prepared and
     calibrated module with the sites, scales, zero points and integers of the file, as `prepare` and
     `calibrate` would have made it; `convert`, `verify`, `compare` and `finetune` take it. Layers whose
-    weights alone are integers (MatMulNBits) or which round by the range of each batch (DynamicQuantizeLinear
-    and MatMulInteger) become float layers with the weights of the file.
+    weights alone are integers (MatMulNBits) or which round by the range of each batch (MatMulInteger,
+    ConvInteger, DynamicQuantizeLSTM and others) become float layers with the weights of the file.
 
     Layers with stored weights become modules with parameters, in a tree that follows the names in the file.
     Ops that an exporter wrote in pieces become one call (`qtrace.graph.compose`). int64 is carried as int32,

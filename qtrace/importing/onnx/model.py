@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ __all__ = [
     "Graph",
     "GraphInput",
     "OnnxNode",
+    "node_like",
     "read_graph",
     "read_version",
     "standard_opset",
@@ -99,6 +100,33 @@ class OnnxNode:
         """The kind and the name for messages."""
         kind = f"{self.domain}.{self.op}" if self.domain else self.op
         return f"{kind} {self.name!r}"
+
+
+def node_like(
+    node: OnnxNode,
+    op: str,
+    inputs: Sequence[str],
+    outputs: str | Sequence[str],
+    opsets: Mapping[str, int],
+    **attributes: Any,
+) -> OnnxNode:
+    """Returns a node of ONNX's own that is written in the place of another one.
+
+    Args:
+        node: the node of the file.
+        op: the kind of the new node.
+        inputs: the names of its inputs; the last ones may be "".
+        outputs: the names of its outputs, or of the only one.
+        opsets: the versions that the model imports.
+        **attributes: its attributes.
+    """
+    names = (outputs,) if isinstance(outputs, str) else tuple(outputs)
+    given = tuple(inputs)
+    while given and not given[-1]:
+        given = given[:-1]
+    proto = onnx.helper.make_node(op, given, names, name=node.name, **attributes)
+    version = read_version(op, "", opsets.get("", 1)) or 1
+    return OnnxNode(op, "", node.name, given, names, attributes, version, proto, node.title)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ import qtrace
 from qtrace.graph.opaque import OpaqueOp
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.record import is_quantized
+from tests.importing.onnx.networks import model, node, save, weights
 from tests.nets import net
 
 X = np.random.default_rng(0).normal(size=(2, 5, 72)).astype(np.float32)
@@ -231,17 +232,64 @@ def test_the_log_says_what_a_file_with_static_layers_loses(
 
 
 def test_the_log_names_integer_nodes_that_stay(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    traced = qtrace.trace(
-        net(lambda self, x: F.relu(self.a(x)), a=M.Conv2d(3, 6, 3)), np.zeros((2, 3, 9, 9), "float32")
-    )
-    qtrace.export(traced, tmp_path / "float.onnx")
-    quantize_dynamic(tmp_path / "float.onnx", tmp_path / "net.onnx", weight_type=QuantType.QUInt8)
-    (node,) = [n for n in onnx.load(tmp_path / "net.onnx").graph.node if n.op_type == "ConvInteger"]
-    caplog.clear()
-    module = qtrace.from_onnx(tmp_path / "net.onnx")
-    assert any(isinstance(layer, OpaqueOp) for layer in module.modules())
+    nodes = [node("Cast", "x", "u", to=2), node("MatMulInteger", "u w", "i"), node("Cast", "i", "y", to=1)]
+    stored = {"w": np.arange(48, dtype=np.uint8).reshape(8, 6)}
+    module = qtrace.from_onnx(save(model(nodes, {"x": [3, 8]}, stored=stored), tmp_path))
+    assert any(isinstance(part, OpaqueOp) for part in module.modules())
     assert "1 nodes compute with integers" in caplog.text
-    assert f"ConvInteger {node.name!r}" in caplog.text
+    assert "MatMulInteger 'i'" in caplog.text
+
+
+TABLE = [node("Gather", "e i", "p"), node("MatMul", "p m", "y")]
+FORMS = {
+    "conv": [node("Conv", "x w b", "y", pads=[1, 1])],
+    "conv without bias": [node("Conv", "x w", "y")],
+    "groups": [node("Conv", "x half b", "y", group=2)],
+    "gemm": [node("Flatten", "x", "f"), node("Gemm", "f g b", "y", transB=1)],
+    "product": [node("MatMul", "x m", "p"), node("Add", "p mb", "y")],
+    "two results": [
+        node("MatMul", "x m", "p"),
+        node("Transpose", "x", "t", perm=[0, 2, 1]),
+        node("MatMul", "t p", "y"),
+    ],
+    "table": [node("Relu", "x", "z"), node("Cast", "z", "i", to=7), *TABLE],
+    "lstm": [node("LSTM", "x l r lb", "o", hidden_size=5, direction="bidirectional"), node("Relu", "o", "y")],
+    "lstm without bias": [
+        node("LSTM", "x l r", "o _ c", hidden_size=5, direction="bidirectional"),
+        node("Relu", "o", "p"),
+        node("Add", "p c", "y"),
+    ],
+}
+STORED = {
+    **{"w": weights(6, 4, 3), "half": weights(6, 2, 3), "b": weights(6), "g": weights(6, 32)},
+    **{"m": weights(8, 6), "mb": weights(6), "l": weights(2, 20, 8), "r": weights(2, 20, 5)},
+    **{"lb": weights(2, 40), "e": weights(9, 8)},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_all_forms_of_dynamic_layers_come_in_as_float_layers(form: str, tmp_path: Path) -> None:
+    read = {name for part in FORMS[form] for name in part.input}
+    stored = {name: array for name, array in STORED.items() if name in read}
+    source = save(model(FORMS[form], {"x": [3, 4, 8]}, stored=stored), tmp_path)
+    x = np.random.default_rng(3).normal(size=(3, 4, 8)).astype(np.float32)
+    expected = onnxruntime.InferenceSession(source).run(None, {"x": x})[0]
+    files = []
+    for per_channel in (False, True):
+        options = {"per_channel": per_channel, "extra_options": {"MatMulConstBOnly": False}}
+        files.append(tmp_path / f"{per_channel}.onnx")
+        quantize_dynamic(source, files[-1], **options)
+    if "Conv" not in {part.op_type for part in FORMS[form]}:  # has no kernel for these integers
+        settings = onnxruntime.SessionOptions()
+        settings.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+        settings.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+        onnxruntime.InferenceSession(files[0], settings)
+        files.append(tmp_path / "optimized.onnx")
+    for file in files:
+        module = qtrace.from_onnx(file)
+        assert not any(isinstance(part, OpaqueOp) for part in module.modules())
+        error = module(mge.Tensor(x)).numpy() - expected
+        assert 10 * np.log10((expected**2).sum() / (error**2).sum()) > 34
 
 
 def _config(recipe: str) -> dict[str, object]:

@@ -1,10 +1,11 @@
 """Layers whose weights alone are integers, or which round by the range of each batch, as float layers.
 
-MatMulNBits of the domain com.microsoft becomes a product with a float weight. So do DynamicQuantizeLinear and
-MatMulInteger with the Cast and the Mul behind it, as onnxruntime.quantization.quantize_dynamic writes them:
-nothing in such a file is rounded by a stored scale, so the network is a float one with rounded weights. A
-weight behind a Cast and a Mul becomes a stored float, and so does one behind a DequantizeLinear with blocks,
-or of 4 bits and less where no activation is rounded.
+MatMulNBits of the domain com.microsoft becomes a product with a float weight. So does all that
+onnxruntime.quantization.quantize_dynamic and the optimizer of onnxruntime make of layers: MatMulInteger and
+ConvInteger with the Cast and the Mul after them, DynamicQuantizeMatMul, MatMulIntegerToFloat and
+DynamicQuantizeLSTM. Nothing in such a file is rounded by a stored scale, so the network is a float one with
+rounded weights. A weight after a Cast and a Mul becomes a stored float, and so does one after a
+DequantizeLinear with blocks, or of 4 bits and less where no activation is rounded.
 """
 
 from __future__ import annotations
@@ -13,16 +14,18 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
+from onnx import numpy_helper
 
-from qtrace.importing.onnx.model import Graph, OnnxNode, read_version
+from qtrace.importing.onnx.model import Graph, OnnxNode, node_like, read_graph
 from qtrace.importing.onnx.quantization.grids import PACKED, bits_of
-from qtrace.onnxfile.bodies import captured_names
+from qtrace.importing.onnx.reading import load_model
+from qtrace.onnxfile.bodies import read_names
 
-__all__ = ["with_float_weights"]
+__all__ = ["read_unrounded", "with_float_weights"]
 
 _LOG = logging.getLogger("qtrace")
 _SHOWN = 10
@@ -31,6 +34,8 @@ _KEPT = {
     *("ConvInteger", "MatMulInteger", "MatMulNBits", "DynamicQuantizeLSTM", "DynamicQuantizeMatMul"),
     *("MatMulIntegerToFloat", "QAttention", "QEmbedLayerNormalization", "GatherBlockQuantized"),
 }
+_ROUNDS = {"DynamicQuantizeLinear", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM"}
+_FLOAT_OPS = {"MatMulInteger": "MatMul", "ConvInteger": "Conv"}
 
 
 def with_float_weights(graph: Graph, opsets: Mapping[str, int]) -> Graph:
@@ -41,14 +46,32 @@ def with_float_weights(graph: Graph, opsets: Mapping[str, int]) -> Graph:
         opsets: the versions that the model imports.
     """
     rewriter = _Rewriter(graph, opsets)
-    nodes = [part for node in graph.nodes for part in rewriter.rewritten(node)]
-    if rewriter.stored:
-        nodes = _without_unread(nodes, graph.outputs)
-    _log_counts(rewriter.counts, nodes)
-    _log_kept(nodes)
-    if not rewriter.stored:
-        return graph
-    return replace(graph, nodes=tuple(nodes), stored={**graph.stored, **rewriter.stored})
+    result = rewriter.graph_of_floats()
+    _log_counts(rewriter.counts, result.nodes)
+    _log_kept(result.nodes)
+    return result
+
+
+def read_unrounded(path: Path) -> bytes | None:
+    """Reads a file whose layers round what they read by the range of each batch, as the import reads it.
+
+    Returns:
+        The model with float layers in their place, serialized; None if the file has no such layer.
+
+    Raises:
+        ImportingError: when the file is missing or damaged.
+    """
+    model, stored = load_model(path)
+    if all(node.op_type not in _ROUNDS for node in model.graph.node):
+        return None
+    opsets = {"" if o.domain == "ai.onnx" else o.domain: int(o.version) for o in model.opset_import}
+    graph = _Rewriter(read_graph(model.graph, opsets, stored), opsets).graph_of_floats()
+    del model.graph.node[:], model.graph.initializer[:], model.graph.value_info[:]
+    model.graph.node.extend(node.proto for node in graph.nodes)
+    read = {name for node in model.graph.node for name in read_names(node)} | set(graph.outputs)
+    tensors = ((name, array) for name, array in graph.stored.items() if name in read)
+    model.graph.initializer.extend(numpy_helper.from_array(np.array(array), name) for name, array in tensors)
+    return bytes(model.SerializeToString())
 
 
 def _log_counts(counts: Mapping[str, int], nodes: Sequence[OnnxNode]) -> None:
@@ -66,7 +89,7 @@ def _log_counts(counts: Mapping[str, int], nodes: Sequence[OnnxNode]) -> None:
         _LOG.info(
             f"{count} layers of the file are quantized by {method}: they are imported as float layers with "
             f"the rounded weights of the file; a rule {{match: {{op: linear}}, method: {method}}} quantizes "
-            "them again."
+            "linear ones again."
         )
 
 
@@ -95,13 +118,25 @@ class _Rewriter:
         self.graph, self.opsets = graph, opsets
         self.producers = {name: node for node in graph.nodes for name in node.outputs}
         self.stored: dict[str, np.ndarray] = {}
+        self._taken: set[str] = set()
+        self._layouts: dict[tuple[str, ...], str] = {}
         self.counts: Counter[str] = Counter()
         self.is_static = any(is_static(node) for node in graph.nodes)
 
+    def graph_of_floats(self) -> Graph:
+        """Returns the graph with float layers."""
+        nodes = [part for node in self.graph.nodes for part in self.rewritten(node)]
+        if nodes == list(self.graph.nodes):
+            return self.graph
+        nodes = _without_unread(nodes, self.graph.outputs)
+        return replace(self.graph, nodes=tuple(nodes), stored={**self.graph.stored, **self.stored})
+
     def rewritten(self, node: OnnxNode) -> list[OnnxNode]:
         """Returns the nodes in the place of ``node``."""
-        if (node.domain, node.op) == ("com.microsoft", "MatMulNBits"):
-            return self._blocks(node) or [node]
+        writers = {"MatMulNBits": self._blocks, "DynamicQuantizeLSTM": self._lstm}
+        writers |= dict.fromkeys(("DynamicQuantizeMatMul", "MatMulIntegerToFloat"), self._whole)
+        if node.domain == "com.microsoft" and node.op in writers:
+            return writers[node.op](node) or [node]
         if (node.domain, node.op) == ("", "Mul"):
             return [] if self._stores_scaled(node) else self._dynamic(node) or [node]
         if node.op == "DequantizeLinear" and self._stores_dequantized(node):
@@ -159,8 +194,7 @@ class _Rewriter:
         self.counts["weight_only"] += 1
 
     def _blocks(self, node: OnnxNode) -> list[OnnxNode]:
-        inputs = [*node.inputs, *[""] * (6 - len(node.inputs))]
-        value, integers, scales, zeros, order, bias = inputs
+        value, integers, scales, zeros, order, bias = _inputs(node, 6)
         known = all(name in self.graph.stored for name in (integers, scales, *([zeros] if zeros else [])))
         if not known or order or node.attributes.get("bits", 4) not in (4, 8):
             return []
@@ -168,57 +202,150 @@ class _Rewriter:
         weight = _dequantized(node.attributes, stored[integers], stored[scales], stored.get(zeros))
         name = self._store(f"{integers}_float", weight)
         self.counts["weight_only"] += 1
-        if not bias:
-            return [self._node(node, "MatMul", [value, name], node.outputs[0])]
-        product = f"{node.outputs[0]}_product"
-        return [
-            self._node(node, "MatMul", [value, name], product),
-            self._node(node, "Add", [product, bias], node.outputs[0]),
-        ]
+        return self._with_bias(node, [value, name], bias)
 
     def _dynamic(self, node: OnnxNode) -> list[OnnxNode]:
-        """Returns the product for the Mul behind a MatMulInteger; [] if ``node`` is another one."""
+        """Returns the layer for the Mul after an op on integers; [] if ``node`` is another one."""
         for cast, factor in (node.inputs, node.inputs[::-1]):
-            product = self._before(self._before(cast, "Cast", 0), "MatMulInteger", 0)
-            scales = self.producers.get(factor)
-            if product is None or scales is None or (scales.domain, scales.op) != ("", "Mul"):
+            product = self._made_by(cast, "Cast")
+            layer = product and self._made_by(product.inputs[0], *_FLOAT_OPS)
+            if not layer:
                 continue
-            layer = self.producers[product]
-            rounding = self.producers.get(layer.inputs[0])
-            if rounding is None or rounding.op != "DynamicQuantizeLinear":
-                continue
-            scale = [name for name in scales.inputs if name != rounding.outputs[1]]
-            parts = (layer.inputs[1], *layer.inputs[3:4], *scale)
-            if len(scale) != 1 or layer.inputs[2:3] != rounding.outputs[2:3]:
-                continue
-            if all(name in self.graph.stored for name in parts):
-                integers = self.graph.stored[layer.inputs[1]].astype(np.float32)
-                zeros = self.graph.stored[layer.inputs[3]] if len(layer.inputs) > 3 else np.zeros(())
-                weight = (integers - zeros.astype(np.float32)) * self.graph.stored[scale[0]].astype(
-                    np.float32
-                )
-                name = self._store(f"{layer.inputs[1]}_float", weight)
+            scaling = self._made_by(factor, "Mul")
+            scales = [factor] if scaling is None else list(scaling.inputs)
+            op, moves = _FLOAT_OPS[layer.op], list[OnnxNode]()
+            zeros = _inputs(layer, 4)[2:]
+            inputs = [
+                self._operand(op, *parts, scales, moves) for parts in zip(layer.inputs, zeros, strict=False)
+            ]
+            if all(inputs) and not scales:
                 self.counts["dynamic"] += 1
-                return [self._node(layer, "MatMul", [rounding.inputs[0], name], node.outputs[0])]
+                float_layer = node_like(layer, op, inputs, node.outputs[0], self.opsets, **layer.attributes)
+                return [*moves, float_layer]
         return []
 
-    def _before(self, name: str | None, op: str, index: int) -> str | None:
-        """Returns the input of the node that makes ``name`` if it is a Cast, its result if it is ``op``."""
-        node = self.producers.get(name or "")
-        if node is None or (node.domain, node.op) != ("", op):
-            return None
-        return node.inputs[index] if op == "Cast" else name
+    def _whole(self, node: OnnxNode) -> list[OnnxNode]:
+        """Returns the product for one node that rounds or scales what it multiplies."""
+        moves: list[OnnxNode] = []
+        if node.op == "DynamicQuantizeMatMul":
+            value, weight, scale, zero, bias = _inputs(node, 5)
+        else:
+            integers, weight, own, scale, offset, zero, bias = _inputs(node, 7)
+            value = self._operand("MatMul", integers, offset, [own], moves)
+        weight = self._operand("MatMul", weight, zero, [scale], moves)
+        if not value or not weight:
+            return []
+        self.counts["dynamic"] += 1
+        return [*moves, *self._with_bias(node, [value, weight], bias)]
+
+    def _lstm(self, node: OnnxNode) -> list[OnnxNode]:
+        value, weight, recurrent, *others = _inputs(node, 12)
+        weights = [
+            self._floats(node.op, integers, zero, [scale])
+            for integers, scale, zero in ((weight, *others[5:7]), (recurrent, *others[7:]))
+        ]
+        if not all(weights):
+            return []
+        self.counts["dynamic"] += 1
+        inputs = [value, *weights, *others[:5]]
+        return [node_like(node, "LSTM", inputs, node.outputs, self.opsets, **node.attributes)]
+
+    def _operand(self, op: str, integers: str, zero: str, scales: list[str], moves: list[OnnxNode]) -> str:
+        """Returns the float of an input of a layer; "" without one.
+
+        Args:
+            op: the layer.
+            integers: the input.
+            zero: its zero point; "" for 0.
+            scales: the names of factors, of which that of the input is taken out.
+            moves: gets the node that moves the floats, if the file moves the integers.
+        """
+        move = self._made_by(integers, "Gather", "Transpose")
+        if move is None:
+            return self._rounded(integers, zero, scales) or self._floats(op, integers, zero, scales)
+        source, *places = move.inputs
+        source = self._rounded(source, zero, scales) or self._floats("", source, zero, scales)
+        name = self._unused(f"{integers}_float")
+        moves.append(node_like(move, move.op, [source, *places], name, self.opsets, **move.attributes))
+        return source and name
+
+    def _rounded(self, integers: str, zero: str, scales: list[str]) -> str:
+        """Returns what was rounded by its own range, and takes its scale out of ``scales``; "" if nothing."""
+        rounding = self._made_by(integers, "DynamicQuantizeLinear")
+        if rounding is None or rounding.outputs[2] != zero or rounding.outputs[1] not in scales:
+            return ""
+        scales.remove(rounding.outputs[1])
+        return rounding.inputs[0]
+
+    def _floats(self, op: str, integers: str, zero: str, scales: list[str]) -> str:
+        """Stores the floats of integers, and takes their scales out of ``scales``; "" if these do not fit.
+
+        Args:
+            op: the layer that reads them, which says what axis has the channels; "" if there is one scale.
+            integers: the name of the integers.
+            zero: the name of their zero points; "" for 0.
+            scales: the names of factors.
+        """
+        stored = self.graph.stored
+        own = [name for name in scales if name in stored and (op or stored[name].size == 1)]
+        if integers not in stored or (zero and zero not in stored):
+            return ""
+        levels = stored[integers].astype(np.float32)
+        if op == "DynamicQuantizeLSTM":
+            levels = levels.swapaxes(1, 2)
+        values = levels
+        for part in ([zero] if zero else []) + own:
+            numbers = _by_channel(op, stored[part].astype(np.float32), levels.shape)
+            of_columns = op == "Conv" and part != zero and stored[part].ndim == 1 < stored[part].size
+            if numbers is None or of_columns:
+                return ""
+            values = values - numbers if part == zero else values * numbers
+        scales[:] = [name for name in scales if name not in own]
+        key = (op, integers, zero, *own)
+        if key not in self._layouts:
+            self._layouts[key] = self._store(f"{integers}_float", values)
+        return self._layouts[key]
+
+    def _made_by(self, name: str, *ops: str) -> OnnxNode | None:
+        """Returns the node that gives ``name`` if it is one of these ops of ONNX's own."""
+        node = self.producers.get(name)
+        return node if node is not None and not node.domain and node.op in ops else None
+
+    def _unused(self, name: str) -> str:
+        """Returns a name that no tensor has, and takes it."""
+        while name in self.graph.stored or name in self.producers or name in self._taken:
+            name += "_"
+        self._taken.add(name)
+        return name
 
     def _store(self, name: str, weight: np.ndarray) -> str:
-        while name in self.graph.stored or name in self.producers:
-            name += "_"
+        name = self._unused(name)
         self.stored[name] = np.ascontiguousarray(weight, np.float32)
         return name
 
-    def _node(self, node: OnnxNode, op: str, inputs: list[str], output: str) -> OnnxNode:
-        proto = onnx.helper.make_node(op, inputs, [output], name=node.name)
-        version = read_version(op, "", self.opsets.get("", 1)) or 1
-        return OnnxNode(op, "", node.name, tuple(inputs), (output,), {}, version, proto, node.title)
+    def _with_bias(self, node: OnnxNode, inputs: list[str], bias: str) -> list[OnnxNode]:
+        """Returns the product of matrices, and the Add of a bias if there is one."""
+        output = node.outputs[0]
+        product = f"{output}_product" if bias else output
+        nodes = [node_like(node, "MatMul", inputs, product, self.opsets)]
+        return [*nodes, node_like(node, "Add", [product, bias], output, self.opsets)] if bias else nodes
+
+
+def _inputs(node: OnnxNode, count: int) -> list[str]:
+    """Returns the inputs of a node, with "" for those that are left out."""
+    return [*node.inputs, *[""] * (count - len(node.inputs))]
+
+
+def _by_channel(op: str, numbers: np.ndarray, shape: tuple[int, ...]) -> np.ndarray | None:
+    """Returns scales or zero points in a shape that goes with the weight; None if they do not fit."""
+    if numbers.size == 1:
+        return numbers.reshape(())
+    forms = {"MatMul": (-1,), "Conv": (-1, *[1] * (len(shape) - 1)), "DynamicQuantizeLSTM": (shape[0], -1, 1)}
+    if op not in forms or (numbers.size % shape[0] and op == "DynamicQuantizeLSTM"):
+        return None
+    spread = numbers.reshape(forms[op])
+    fits = all(own in (1, size) for own, size in zip(spread.shape[::-1], shape[::-1], strict=False))
+    return spread if fits else None
 
 
 def is_static(node: OnnxNode) -> bool:
@@ -280,10 +407,9 @@ def _without_unread(nodes: list[OnnxNode], outputs: tuple[str, ...]) -> list[Onn
     """Leaves out the roundings and products of integers that nothing reads any more."""
     read, kept = set(outputs), []
     for node in reversed(nodes):
-        ours = node.op in ("DynamicQuantizeLinear", "MatMulInteger", "Cast", "Mul")
+        ours = node.op in ("DynamicQuantizeLinear", *_FLOAT_OPS, "Cast", "Mul")
         if ours and read.isdisjoint(node.outputs):
             continue
-        read.update(node.inputs)
-        read.update(captured_names(node.proto))
+        read.update(read_names(node.proto))
         kept.append(node)
     return kept[::-1]

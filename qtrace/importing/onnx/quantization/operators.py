@@ -7,9 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import onnx
 
-from qtrace.importing.onnx.model import Graph, OnnxNode, read_version
+from qtrace.importing.onnx.model import Graph, OnnxNode, node_like
 
 __all__ = ["with_pairs"]
 
@@ -33,10 +32,8 @@ class _Rewriter:
 
     def add(self, op: str, inputs: list[str], output: str, **attributes: Any) -> str:
         """Adds a node of ONNX's own and returns its output."""
-        proto = onnx.helper.make_node(op, inputs, [output], name=self.node.name, **attributes)
-        version = read_version(op, "", self.opsets.get("", 1)) or 1
-        named = (op, "", self.node.name, tuple(inputs), (output,), attributes, version, proto)
-        self.nodes.append(OnnxNode(*named))
+        new = node_like(self.node, op, inputs, output, self.opsets, **attributes)
+        self.nodes.append(replace(new, title=""))
         return output
 
     def floats(self, index: int, axis: int = 1) -> str:
@@ -45,8 +42,6 @@ class _Rewriter:
         return self._dequantized(inputs, f"{self.node.outputs[0]}_input_{index}", axis)
 
     def _dequantized(self, inputs: list[str], output: str, axis: int) -> str:
-        while inputs and not inputs[-1]:
-            inputs.pop()
         return self.add("DequantizeLinear", inputs, output, axis=axis)
 
     def bias(self, index: int, scales: tuple[int, int]) -> list[str]:

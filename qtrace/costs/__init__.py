@@ -1,7 +1,7 @@
 """Cost tables: the seconds that an op takes in a runtime, by its shapes and its form, from measured points.
 
-A table holds what ``qtrace bench --kernels`` measured on one processor. Its times are used to compare forms
-of one op, and to predict the time of a whole network before it is exported.
+A table holds what ``python -m benchmarks.kernels`` measured on one processor. Its times compare forms of one
+op, and predict the time of a whole network before it is exported.
 """
 
 from __future__ import annotations

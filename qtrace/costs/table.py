@@ -86,7 +86,7 @@ class CostTable:
         if runtime not in cls.known():
             raise ConfigError(
                 f"there is no cost table for {runtime!r}; known: {', '.join(cls.known())}. Measure one with "
-                f"`qtrace bench --kernels --runtime {runtime}`."
+                f"`python -m benchmarks.kernels --runtime {runtime}` in a checkout."
             )
         return _read_packaged(runtime)
 

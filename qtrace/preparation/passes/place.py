@@ -130,7 +130,7 @@ def _read_table(qconfig: QConfig, backend: Backend) -> CostTable:
     if backend.cost_table and runtime != backend.cost_table:
         raise ConfigError(
             f"{place}cost_table {qconfig.cost_table} has times of {runtime}, but backend {backend.name} runs "
-            f"in {backend.cost_table}: measure with `qtrace bench --kernels --runtime {backend.cost_table}`."
+            f"in {backend.cost_table}: measure one with `python -m benchmarks.kernels`."
         )
     return table
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.benchmarking import graphs
-from qtrace.benchmarking.graphs import Surroundings
+from benchmarks.kernels import graphs
+from benchmarks.kernels.graphs import Surroundings
 from qtrace.calibration.calibrate import calibrate
 from qtrace.config import QConfig
 from qtrace.costs import FLOAT, INTEGER, INTEGER_7, PLAIN_MAX_POOL, OpShape

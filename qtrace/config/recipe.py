@@ -224,9 +224,12 @@ def _read_mapping(mapping: Mapping[str, Any]) -> QConfig:
 def _describe_wrong(obj: object) -> str:
     """Returns what to give instead of ``obj``, which is no config."""
     if native.is_native(obj):
+        fields, lost = native.describe_equivalent(obj)
+        words = "the nearest" if lost else "the same"
+        without = f" It has no equal of {'; '.join(lost)}." if lost else ""
         return (
-            "expected a QConfig of qtrace's, not one of MegEngine's own: the same in its words is "
-            f"{native.describe_equivalent(obj)}, a mapping that you can give instead."
+            f"expected a QConfig of qtrace's, not one of MegEngine's own: {words} in its words is {fields}, "
+            f"a mapping that you can give instead.{without}"
         )
     return f"expected a QConfig, a mapping, or a recipe's name or path, not {type(obj).__name__}."
 

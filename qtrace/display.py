@@ -184,21 +184,22 @@ def _shorten(text: str, width: int) -> str:
     return text[:head] + _ELLIPSIS + text[len(text) - (width - 1 - head) :]
 
 
-def progress_bar(*args: Any, unit: str, disable: bool, **options: Any) -> Any:
+def progress_bar(*args: Any, unit: str, disable: bool, **others: Any) -> Any:
     """Returns a bar of tqdm: a widget in a notebook that has ipywidgets, else a line on stderr.
 
     Args:
         *args: what the bar counts, as for ``tqdm``.
         unit: what one of them is, such as ``batch``.
         disable: whether to draw no bar. None is drawn outside of terminals and IPython, such as in a log.
-        **options: other options of ``tqdm``.
+        **others: other options of ``tqdm``.
     """
     from tqdm import TqdmWarning
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TqdmWarning)  # at its import, in a notebook without ipywidgets
         from tqdm.auto import tqdm
-    return tqdm(*args, unit=f" {unit}", disable=disable or not (sys.stderr.isatty() or _ipython()), **options)
+    others |= {"unit": f" {unit}", "disable": disable or not (sys.stderr.isatty() or _ipython())}
+    return tqdm(*args, **others)
 
 
 def _ipython() -> Any:

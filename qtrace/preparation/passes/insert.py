@@ -137,7 +137,7 @@ def _repr(module: TracedModule) -> str:
 
 
 # A class of its own could not be saved: MegEngine's pickles and qtrace's loader take graphs of this one.
-TracedModule.__repr__ = _repr  # type: ignore[method-assign]
+TracedModule.__repr__ = _repr
 
 
 @functools.lru_cache(maxsize=64)

@@ -14,7 +14,11 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+import re
 from functools import lru_cache
+
+from qtrace import plugins
+from qtrace.plugins.installed import OP_RULES, installed
 
 __all__ = [
     "FUNCTIONS",
@@ -26,6 +30,7 @@ __all__ = [
     "REDUCERS",
     "TENSOR_METHODS",
     "TYPES",
+    "installed_names",
     "qtrace_classes",
 ]
 
@@ -292,3 +297,23 @@ def qtrace_classes() -> frozenset[str]:
                 if inspect.isclass(member) and member.__module__ == plugin.__name__:
                     classes.add(f"{plugin.__name__}:{member.__qualname__}")
     return frozenset(classes)
+
+
+def installed_names(package: str) -> frozenset[str]:
+    """Returns the names of what an installed package declares as plugins that a model may hold.
+
+    These are observers, fake quants, and the functions and classes of op rules.
+
+    Args:
+        package: the top-level package of a name in a file; plugins of other packages are not imported.
+
+    Raises:
+        ConfigError: when a plugin of the package cannot be imported.
+    """
+    named: list[object] = []
+    for group in ("qtrace.fakequant", "qtrace.observers", OP_RULES):
+        own = (name for name, value in installed(group).items() if re.split("[.:]", value)[0] == package)
+        for plugin in (plugins.load_object(group, name, object) for name in own):
+            for item in plugin if isinstance(plugin, tuple) else (plugin,):
+                named += [target.callee for target in item.targets] if group == OP_RULES else [item]
+    return frozenset(f"{item.__module__}:{item.__qualname__}" for item in named if callable(item))

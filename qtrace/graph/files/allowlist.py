@@ -11,9 +11,6 @@ no patterns. Which list a name is on decides what a file can do with it:
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import pkgutil
 import re
 from functools import lru_cache
 
@@ -254,11 +251,13 @@ QTRACE_CLASSES = frozenset(
         "qtrace.scheme:QParams",
         "qtrace.scheme:QScheme",
         # Modules outside the plugin folders or in private files, which the enumeration below leaves out.
+        "qtrace.fakequant.base:FakeQuant",
         "qtrace.fakequant.following.bias:BiasQuant",
         "qtrace.fakequant.following.bn_fold:BnFold",
         "qtrace.fakequant.following.dynamic:DynamicQuant",
         "qtrace.graph.opaque:OpaqueOp",
         "qtrace.graph.recurrent:OnnxRecurrent",
+        "qtrace.observers.base:Observer",
         "qtrace.preparation.passes.insert:Container",
     }
 )
@@ -285,18 +284,9 @@ def current(key: str) -> str:
 @lru_cache(maxsize=1)
 def qtrace_classes() -> frozenset[str]:
     """The names of qtrace's own classes: ``QTRACE_CLASSES`` and what the installed plugin files export."""
-    classes = set(QTRACE_CLASSES)
-    for package_name in ("qtrace.fakequant", "qtrace.observers"):
-        package = importlib.import_module(package_name)
-        for info in pkgutil.iter_modules(package.__path__):
-            if info.name.startswith("_"):
-                continue
-            plugin = importlib.import_module(f"{package_name}.{info.name}")
-            for name in getattr(plugin, "__all__", ()):
-                member = getattr(plugin, name)
-                if inspect.isclass(member) and member.__module__ == plugin.__name__:
-                    classes.add(f"{plugin.__name__}:{member.__qualname__}")
-    return frozenset(classes)
+    folders = ("qtrace.fakequant", "qtrace.observers")
+    exported = (item for folder in folders for item in plugins.exported(folder, {}).items())
+    return QTRACE_CLASSES | {f"{module}:{name}" for name, module in exported}
 
 
 def installed_names(package: str) -> frozenset[str]:

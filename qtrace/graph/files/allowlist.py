@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
+from typing import Any
 
 from qtrace import plugins
 from qtrace.plugins.installed import OP_RULES, installed
@@ -300,7 +301,7 @@ def installed_names(package: str) -> frozenset[str]:
     Raises:
         ConfigError: when a plugin of the package cannot be imported.
     """
-    named: list[object] = []
+    named: list[Any] = []
     for group in ("qtrace.fakequant", "qtrace.observers", OP_RULES):
         own = (name for name, value in installed(group).items() if re.split("[.:]", value)[0] == package)
         for plugin in (plugins.load_object(group, name, object) for name in own):

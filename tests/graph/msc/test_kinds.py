@@ -334,10 +334,16 @@ def test_an_op_in_tvms_words_computes_what_numpy_does(case: Any) -> None:
 
 REFUSED = [
     ("nn.conv2d", {"data_layout": "NHWC"}, [IMAGE], {"weight": W2}, "its data_layout is 'NHWC'"),
-    ("nn.max_pool2d", {**_POOL, "dilation": "2,2"}, [IMAGE], {}, "pools have no dilation"),
+    (
+        "nn.max_pool2d",
+        {**_POOL, "dilation": "2,2"},
+        [IMAGE],
+        {},
+        "its dilation is '2,2', and MegEngine computes only",
+    ),
     ("nn.max_pool2d", {**_POOL, "padding": "0,0,1,1"}, [IMAGE], {}, "pools pad both ends alike"),
     ("image.resize2d", {"size": "4,4", "method": "nearest_neighbor"}, [IMAGE], {}, "pick other pixels"),
-    ("nn.leakyrelu", {"alpha": "0.1", "x": "1"}, [], {}, "it reads no more inputs"),
+    ("nn.prelu", {}, [ROWS], {}, "it reads no weight"),
     ("permute_dims", {"axes": "0,7"}, [ROWS], {}, "its axes is '0,7', which a tensor of rank 2 lacks"),
     ("split", {"axis": "0"}, [ROWS], {}, "it has no attribute 'indices_or_sections'"),
     (

@@ -32,10 +32,9 @@ from qtrace.export.format import Format
 from qtrace.export.msc.ops import in_words_of_msc, output_layout, weight_layout, weight_shape
 from qtrace.export.msc.sizes import DocumentSizes
 from qtrace.graph.msc import MSCGraph, MSCNode, MSCTensor
-from qtrace.graph.msc.calls import node_digest, same_call, write_call
+from qtrace.graph.msc.calls import StoredPlace, default_place, node_digest, same_call, write_call
 from qtrace.graph.msc.document import BLOCK
 from qtrace.graph.msc.kinds import standard_calls
-from qtrace.graph.msc.stored import StoredPlace, default_place
 from qtrace.graph.types import GetAttr
 from qtrace.graph.walk import owner
 from qtrace.storage.archives import pack_arrays

@@ -15,6 +15,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import megengine.functional as F
@@ -29,7 +30,61 @@ from qtrace.graph.msc.document import MSCNode
 from qtrace.graph.types import Apply, CallFunction, CallMethod, Expr, ModuleNode, Node
 from qtrace.graph.walk import owner
 
-__all__ = ["BOOKKEEPING", "node_digest", "read_dtype", "read_value", "same_call", "write_call"]
+__all__ = [
+    "BOOKKEEPING",
+    "StoredPlace",
+    "default_place",
+    "node_digest",
+    "read_dtype",
+    "read_value",
+    "same_call",
+    "stored_place",
+    "write_call",
+]
+
+_KINDS = ("parameter", "buffer", "constant")
+_BUFFERS = ("mean", "var")
+_ENDINGS = ("weight", "bias")
+
+
+@dataclass(frozen=True)
+class StoredPlace:
+    """Where a tensor is stored.
+
+    Attributes:
+        path: its path in the module.
+        kind: ``parameter``, ``buffer`` (no gradient), or ``constant`` of the graph.
+    """
+
+    path: str
+    kind: str
+
+
+def default_place(name: str, role: str) -> StoredPlace:
+    """Returns the place of a weight of which the node says nothing: ``conv_weight`` is ``conv.weight``."""
+    head, _, ending = name.rpartition("_")
+    path = f"{head}.{ending}" if head and ending in _ENDINGS else name
+    return StoredPlace(path, "buffer" if role in _BUFFERS else "parameter")
+
+
+def stored_place(node: MSCNode, role: str) -> StoredPlace:
+    """Returns the place of a weight.
+
+    Raises:
+        GraphError: when the node's attribute ``stored`` is damaged; the message is a clause.
+    """
+    default = default_place(node.weights[role].name, role)
+    if "stored" not in node.attrs:
+        return default
+    try:
+        places = json.loads(node.attrs["stored"])
+        path, kind = places.get(role, (default.path, default.kind))
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise GraphError(f"its attribute 'stored' is damaged ({type(error).__name__})") from error
+    if not isinstance(path, str) or kind not in _KINDS:
+        raise GraphError(f"its attribute 'stored' has no place for {role!r}")
+    return StoredPlace(path, kind)
+
 
 # Modules without attributes that call one of these functions.
 _MODULES = {
@@ -219,6 +274,8 @@ def _bound(call: Mapping[str, Any]) -> Any:
         key = _MODULES.get(call.get("module", ""), "")
     module, _, name = key.partition(":")
     function = getattr(sys.modules.get(module), name, None) if module.startswith(F.__name__) else None
+    if function is None:
+        return call
     try:
         bound = signature(inspect.unwrap(function)).bind(*call["args"], **call.get("kwargs", {}))
     except (TypeError, ValueError):

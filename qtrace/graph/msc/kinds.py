@@ -124,12 +124,16 @@ class Calls:
             )
         return tuple(n % rank for n in values)
 
-    def axis(self, key: str = "axis") -> int | None:
-        """Returns an attribute as one axis; None for none."""
+    def axis(self, key: str = "axis") -> int:
+        """Returns an attribute as one axis.
+
+        Raises:
+            GraphError: when it is no axis, or several.
+        """
         axes = self.axes(key)
-        if axes is not None and len(axes) != 1:
+        if axes is None or len(axes) != 1:
             raise GraphError(f"its {key} is {self.node.attrs.get(key)!r}: give one axis")
-        return None if axes is None else axes[0]
+        return axes[0]
 
     def require(self, key: str, *values: Any) -> None:
         """Refuses a value of an attribute other than these."""
@@ -542,8 +546,7 @@ def _clipped(own: slice, size: int) -> slice:
 
 def _flat_or_axis(c: Calls, x: dict[str, Any]) -> tuple[dict[str, Any], int]:
     """Returns the input and an axis: without one, all numbers in a row."""
-    axis = c.axis()
-    return (x, axis) if axis is not None else (c.call(F.reshape, x, (-1,)), 0)
+    return (c.call(F.reshape, x, (-1,)), 0) if c["axis"] is None else (x, c.axis())
 
 
 def _read_take(c: Calls) -> None:

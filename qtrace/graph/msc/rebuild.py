@@ -25,12 +25,11 @@ from qtrace.graph.builder import GraphBuilder
 from qtrace.graph.files import allowlist
 from qtrace.graph.files.module_attributes import check_attributes
 from qtrace.graph.files.names import ENTRY, AllowList, DamagedError, RefusedError, shown
-from qtrace.graph.files.ops import make_op, op_state
-from qtrace.graph.msc.calls import BOOKKEEPING, node_digest, read_dtype, read_value
+from qtrace.graph.files.plain_values import make_op, op_state
+from qtrace.graph.msc.calls import BOOKKEEPING, node_digest, read_dtype, read_value, stored_place
 from qtrace.graph.msc.document import MSCGraph, MSCNode, MSCTensor
 from qtrace.graph.msc.kinds import standard_calls
 from qtrace.graph.msc.roundings import Roundings
-from qtrace.graph.msc.stored import stored_place
 from qtrace.graph.open_axes import OpenAxes, OpenAxis, write_open_axes
 from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.process.thread import on_engine_thread

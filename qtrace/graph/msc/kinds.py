@@ -14,6 +14,7 @@ from math import prod
 from typing import Any
 
 import megengine.functional as F
+import numpy as np
 
 from qtrace.errors import GraphError
 from qtrace.gradients import plain
@@ -24,7 +25,7 @@ __all__ = ["KINDS", "Calls", "Kind", "find_kind", "standard_calls"]
 
 _LAYOUTS = {3: "NCW", 4: "NCHW", 5: "NCDHW"}
 _MODES = {"nearest": "nearest_neighbor", "bilinear": "linear", "bicubic": "cubic"}  # MegEngine's, TVM's
-_END = 2**31 - 1  # of a slice that goes as far as the axis
+_END = int(np.iinfo(np.int32).max)  # of a slice that goes as far as the axis
 _MISSING = object()
 
 Attributes = Mapping[str, Any]
@@ -405,7 +406,7 @@ def _norm(
 
 
 def _affine(node: MSCNode, a: Attributes) -> dict[str, Any]:
-    return {"epsilon": a["eps"], "center": int("beta" in node.weights), "scale": int("gamma" in node.weights)}
+    return {"center": int("beta" in node.weights), "scale": int("gamma" in node.weights)}
 
 
 def _layer_norm(c: Calls, x: Any, *affine: Any) -> dict[str, Any]:
@@ -622,7 +623,7 @@ def _write_dtype(key: str) -> Callable[[MSCNode, Attributes], Attributes]:
 
 
 _PLACE = "coordinate_transformation_mode"
-_AFFINE = {"epsilon": 1e-5, "center": 1, "scale": 1}
+_AFFINE = {"epsilon": Argument("eps", 1e-5), "center": 1, "scale": 1}
 _IMAGES = {"layout": Only("NCHW"), "out_layout": Only("NCHW")}
 _AXIS, _LAST = Argument("axis", None, one=True), Argument("axis", -1, one=True)
 _JOINED = {"axis": Argument("axis", 0)}

@@ -35,8 +35,8 @@ FAKE_QUANTS = "qsites"
 
 _LAYERS = (M.Conv1d, M.Conv2d, M.ConvTranspose2d, M.Linear)
 _NORMS = (M.BatchNorm1d, M.BatchNorm2d)
-# Kind of a recurrent layer -> where ONNX has each of torch's gates.
-_GATES = {"lstm": (0, 2, 3, 1), "gru": (1, 0, 2), "rnn": (0,)}
+# Kind of a recurrent layer -> the order of its gates in torch, and in ONNX.
+_GATES = {"lstm": ("ifgo", "iofg"), "gru": ("rzn", "zrn"), "rnn": ("h", "h")}
 _MAX_PLACES = 2**17  # of the numbers of a tensor that are listed one by one
 
 
@@ -132,8 +132,8 @@ def _recurrent_parts(traced: TracedModule, state: Mapping[str, Any]) -> dict[str
 
 
 def _parts_of_layer(layer: OnnxRecurrent, path: str, owner: str, level: str) -> dict[str, FileParameter]:
-    order, size = _GATES[layer.kind], int(layer.recurrence.shape[-1])
-    rows = [gate * size + row for gate in order for row in range(size)]
+    (gates, order), size = _GATES[layer.kind], int(layer.recurrence.shape[-1])
+    rows = [order.index(gate) * size + row for gate in gates for row in range(size)]
     sources = {"weight_ih": ("weight", 0), "weight_hh": ("recurrence", 0)}
     if layer.bias is not None:
         sources |= {"bias_ih": ("bias", 0), "bias_hh": ("bias", len(rows))}

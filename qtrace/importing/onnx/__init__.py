@@ -29,12 +29,11 @@ from qtrace.graph.origin import write_origin
 from qtrace.graph.passes.dead_code import RemoveDeadCode
 from qtrace.graph.tracing.copies import find_copies, insert_copies
 from qtrace.graph.types import TensorNode, TracedModule
-from qtrace.importing.onnx.channel_bias import join_channel_biases
 from qtrace.importing.onnx.cutting import cut, without_strings
 from qtrace.importing.onnx.identities import store_copies
 from qtrace.importing.onnx.importer import Importer
 from qtrace.importing.onnx.inputs import InputShape, axes_of, fix_axes, open_sizes, resolve_inputs
-from qtrace.importing.onnx.linear_bias import join_biases
+from qtrace.importing.onnx.linear_bias import join_biases, join_channel_biases
 from qtrace.importing.onnx.model import Graph, count_readers, read_graph
 from qtrace.importing.onnx.naming import node_name
 from qtrace.importing.onnx.opening import Opened, UnsupportedNodesError, build_open, open_axes_of

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 
 from qtrace import ops
-from qtrace.config import Match, Rule
+from qtrace.config import Match, Region, Rule
 from qtrace.errors import ConfigError
 from qtrace.graph.dataflow import static_nodes
 from qtrace.graph.interface import file_names
@@ -15,7 +16,9 @@ from qtrace.graph.types import Constant, Expr, GetAttr, Node, TracedModule
 from qtrace.graph.walk import exprs, module_path, users
 from qtrace.ops import OpCall, Role
 
-__all__ = ["Selector", "computes", "tail"]
+__all__ = ["Selector", "computes", "find_region", "tail"]
+
+_NEAREST_NAMES = 5  # in the message about a name that does not exist
 
 _TRANSPARENT_ROLES = (Role.CARRY, Role.CONCAT, Role.ACTIVATION, Role.NORM)
 _SCALING_KINDS = ("add", "sub", "mul", "div")
@@ -274,3 +277,59 @@ def _check_kinds(kinds: Sequence[str], origin: str) -> frozenset[str]:
 def _has_name(expr: Expr, patterns: Sequence[str], file_names: Sequence[str]) -> bool:
     names = [module_path(expr), *(n.name for n in expr.outputs), *file_names]
     return any(name == p or fnmatch.fnmatchcase(name, p) for p in patterns for name in names)
+
+
+def find_region(traced: TracedModule, region: Region, place: Callable[..., str]) -> set[Expr]:
+    """Finds the exprs of a region: those on a path from its inputs to its outputs, both ends included.
+
+    Args:
+        traced: a flat, expanded graph.
+        region: name patterns of the inputs and outputs of the region.
+        place: `QConfig.place`: gives the source of the region or of one of its ends, for messages.
+
+    Raises:
+        ConfigError: for a pattern that no node and no module has, or a region without an op.
+    """
+    order = exprs(traced)
+    members = set(order)
+    if region.outputs is not None:
+        ends = _find_named(traced, region.outputs, _subject(place, "outputs"))
+        members &= closure(ends, lambda e: [n.expr for n in e.inputs])
+    if region.inputs is not None:
+        starts = _find_named(traced, region.inputs, _subject(place, "inputs"))
+        members &= closure(starts, lambda e: [u for n in e.outputs for u in n.users])
+    if not any(e in members for e in order):
+        raise ConfigError(f"{place('region')}: no op lies between the inputs and the outputs of the region.")
+    return members
+
+
+def _subject(place: Callable[..., str], end: str) -> str:
+    """Returns the subject of a message about an end of the region: an argument, or a key with its file."""
+    source = place(f"region.{end}", "region")
+    return source if source == f"argument {end}" else f"{source}: region.{end}"
+
+
+def _find_named(traced: TracedModule, patterns: Sequence[str], origin: str) -> list[Expr]:
+    """Finds the exprs whose node or module a pattern matches, in the order of ``patterns``."""
+    sources = {n.expr for n in traced.graph.inputs}
+    names: dict[str, list[Expr]] = {}
+    for expr in (*sources, *exprs(traced)):
+        for node in expr.outputs:
+            names.setdefault(node.name, []).append(expr)
+        path = module_path(expr)
+        while path:
+            names.setdefault(path, []).append(expr)
+            path = path.rpartition(".")[0]
+    for name, node in file_names(traced).items():
+        names.setdefault(name, []).append(node.expr)
+    named: list[Expr] = []
+    for pattern in patterns:
+        matched = [name for name in names if name == pattern or fnmatch.fnmatchcase(name, pattern)]
+        if not matched:
+            nearest = difflib.get_close_matches(pattern, names, n=_NEAREST_NAMES, cutoff=0.0)
+            raise ConfigError(
+                f"{origin} names {pattern!r}, which is no node or module here; the nearest names are "
+                f"{', '.join(nearest)}."
+            )
+        named += [e for name in matched for e in names[name]]
+    return named

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import GraphError
-from qtrace.graph.carried import parsing
+from qtrace.graph.failures import parsing
 from qtrace.graph.types import Node, TensorNode, TracedModule
 
 __all__ = ["Interface", "TensorInfo", "file_names", "read_inputs", "read_interface", "write_interface"]

@@ -15,7 +15,7 @@ from functools import partial
 
 import numpy as np
 
-from qtrace.graph.carried import parsing
+from qtrace.graph.failures import parsing
 from qtrace.graph.types import Node, TensorNode, TracedModule
 
 __all__ = [

@@ -25,7 +25,6 @@ __all__ = [
     "other_example",
     "other_examples",
     "read_dynamic",
-    "resize_values",
     "to_tensors",
     "vary",
 ]
@@ -142,12 +141,12 @@ def enlarge(args: Arguments) -> Arguments:
         array = tensor.numpy()
         axes = range(2, array.ndim) if array.ndim > 3 else range(1, min(array.ndim, 2))
         shape = tuple(size * 2 if axis in axes else size for axis, size in enumerate(array.shape))
-        return type(tensor)(resize_values(array, shape), dtype=tensor.dtype, device=tensor.device)
+        return type(tensor)(_resize_values(array, shape), dtype=tensor.dtype, device=tensor.device)
 
     return _map_tensors(enlarge_tensor, args)
 
 
-def resize_values(array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+def _resize_values(array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
     """Returns the values of ``array`` in another shape; numbers with a fraction in another order.
 
     Values that merely repeat would hide a window of the example's size: its mean is that of the whole.
@@ -273,7 +272,7 @@ def other_examples(
     shapes = {axis.input: tuple(int(n) for n in bound[axis.input].shape) for axis in record.axes}
     examples = []
     for sizes in other_sizes(shapes, record.axes):
-        resized = {name: Tensor(resize_values(bound[name].numpy(), shape)) for name, shape in sizes.items()}
+        resized = {name: Tensor(_resize_values(bound[name].numpy(), shape)) for name, shape in sizes.items()}
         names = dict(zip(signature.parameters, args, strict=False))
         positional = tuple(resized.get(name, value) for name, value in names.items())
         positional += args[len(positional) :]

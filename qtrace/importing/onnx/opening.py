@@ -221,11 +221,11 @@ def _build_open(inputs: tuple[InputShape, ...], build: Build, runtime: _FileRuns
                 return Opened(traced, alone, reasons)
     remaining = [size for size in sizes if size not in reasons]
     while remaining:
-        opened = fix_axes(inputs, set(reasons))
+        fixed = fix_axes(inputs, set(reasons))
         if len(remaining) < len(sizes):
-            traced, reason = _attempt(opened, build, runtime)
+            traced, reason = _attempt(fixed, build, runtime)
             if traced is not None:
-                return Opened(traced, opened, reasons)
+                return Opened(traced, fixed, reasons)
         reasons[remaining.pop()] = reason
     closed = fix_axes(inputs, set(sizes))
     return Opened(build(closed), closed, reasons)

@@ -35,12 +35,11 @@ from qtrace.fakequant.following.bn_fold import LAYERS, BnFold
 from qtrace.fakequant.following.dynamic import DynamicQuant
 from qtrace.gradients import plain
 from qtrace.graph.engine import quiet_engine
-from qtrace.graph.equality import freeze
 from qtrace.graph.failures import describe_failure
 from qtrace.graph.kernels import check_op, divisor_of_integers
 from qtrace.graph.opaque import OpaqueOp
 from qtrace.graph.tensors import holds_large_tensors, shared_copies
-from qtrace.graph.walk import called_graph, get_module, owner, reads_shape, updates_inputs
+from qtrace.graph.walk import called_graph, freeze, get_module, owner, reads_shape, updates_inputs
 
 __all__ = ["OpError", "TensorType", "TypeInference", "recorded_type", "summarize", "type_of", "zeros"]
 

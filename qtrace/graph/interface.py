@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import GraphError
-from qtrace.graph.carried import parsing
+from qtrace.graph.failures import parsing
 from qtrace.graph.types import TensorNode, TracedModule
 
 __all__ = ["Interface", "TensorInfo", "read_inputs", "read_interface", "write_interface"]

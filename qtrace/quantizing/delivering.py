@@ -7,21 +7,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from qtrace.benchmarking.runners import RunnerSettings
 from qtrace.benchmarking.turns import Speed, are_clear, compare_files
 from qtrace.config import QConfig, backends
 from qtrace.errors import ExportError, QtraceError
-from qtrace.graph.open_axes import read_open_axes
-from qtrace.graph.signature import list_inputs
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.record import fake_quants
-from qtrace.quantizing.card import TIMED
+from qtrace.quantizing.card import TIMED, timed_settings
 from qtrace.quantizing.float_file import FloatFile
 from qtrace.quantizing.labellings import FLOAT
 from qtrace.quantizing.structure import has_same_nodes, hash_structure
 from qtrace.quantizing.times import MeasuredLabelling
 from qtrace.runtimes.child import MissingPackageError
 from qtrace.runtimes.host import RuntimeHost
+from qtrace.storage.files import naming
 
 __all__ = [
     "Delivery",
@@ -32,7 +30,6 @@ __all__ = [
     "is_float_better",
     "measure_file",
     "rounds_for_speed_by_default",
-    "timed_settings",
 ]
 
 _CHOOSING = ("balanced", "fastest")
@@ -110,23 +107,6 @@ class Delivery:
         return {**facts, "measured_by": self.host} if self.host else facts
 
 
-def timed_settings(
-    traced: TracedModule, suffix: str = ".onnx", host: RuntimeHost | None = None
-) -> RunnerSettings:
-    """Returns how a file of a network is run to be timed: one thread, and the traced sizes for open axes.
-
-    Args:
-        traced: the network.
-        suffix: that of the file: a ``.param`` has no shapes, and a ``.tflite`` is fixed to the traced ones,
-            in another order of axes.
-        host: the interpreter or machine that has the runtime; None for this one.
-    """
-    record = read_open_axes(traced)
-    is_open = suffix == ".onnx" and record is not None and not record.only_batch()
-    shapes = {name: tuple(int(n) for n in shape) for name, shape in list_inputs(traced)}
-    return RunnerSettings(1, 1, shapes if is_open or suffix == ".param" else {}, host)
-
-
 def measure_file(
     path: Path,
     prepared: TracedModule,
@@ -170,9 +150,10 @@ def measure_file(
     runtime = backend.runtime or TIMED[path.suffix][0]
     try:
         settings = timed_settings(twin.traced, path.suffix, host)
-        first, own = (timer or compare_files)(
-            [twin.path, path], runtime=runtime, settings=settings, settled=are_clear
-        )
+        with naming(twin.path.parent):
+            first, own = (timer or compare_files)(
+                [twin.path, path], runtime=runtime, settings=settings, settled=are_clear
+            )
     except QtraceError as error:
         if host is not None and isinstance(error, MissingPackageError):
             raise

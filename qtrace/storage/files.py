@@ -15,13 +15,24 @@ import glob
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from qtrace.errors import ExportError
+from qtrace.errors import ExportError, QtraceError
 
-__all__ = ["check_size", "claim", "kind_of", "problem", "replace_folder", "replacing", "sweep"]
+__all__ = [
+    "check_size",
+    "claim",
+    "kind_of",
+    "naming",
+    "problem",
+    "replace_folder",
+    "replacing",
+    "sweep",
+    "temporary_folder",
+]
 
 _ATTEMPTS = 100
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux' renameat2
@@ -74,6 +85,24 @@ def check_size(path: Path, kind: str) -> None:
             f"{path} has {size / 2**30:.1f} GiB, and an {kind} file less than {_MAX_BYTES >> 30} GiB: it is "
             "damaged or of another kind; export the module again."
         )
+
+
+@contextlib.contextmanager
+def naming(folder: Path, shown: Path = Path()) -> Iterator[None]:
+    """Names ``shown`` in errors in the place of a temporary folder; of its files only the names without."""
+    try:
+        yield
+    except QtraceError as error:
+        own = "" if shown == Path() else f"{shown}{os.sep}"
+        error.args = tuple(str(text).replace(f"{folder}{os.sep}", own) for text in error.args)
+        raise
+
+
+@contextlib.contextmanager
+def temporary_folder(prefix: str) -> Iterator[Path]:
+    """Yields a temporary folder, which errors do not name."""
+    with tempfile.TemporaryDirectory(prefix=prefix) as folder, naming(Path(folder)):
+        yield Path(folder)
 
 
 @contextlib.contextmanager

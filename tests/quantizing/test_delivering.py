@@ -15,7 +15,8 @@ import qtrace
 from qtrace.benchmarking.turns import Speed, summarize
 from qtrace.config.recipe import as_qconfig
 from qtrace.quantizing import delivering
-from qtrace.quantizing.delivering import is_float_better, measure_file, timed_settings
+from qtrace.quantizing.card import timed_settings
+from qtrace.quantizing.delivering import is_float_better, measure_file
 from qtrace.quantizing.float_file import FloatFile
 from qtrace.quantizing.structure import hash_structure
 from qtrace.quantizing.times import MeasuredLabelling

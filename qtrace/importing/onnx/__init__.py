@@ -24,17 +24,16 @@ from qtrace.errors import GraphError, ImportingError
 from qtrace.graph.builder import GraphBuilder
 from qtrace.graph.composites import compose
 from qtrace.graph.interface import Interface, TensorInfo, read_interface, write_interface
-from qtrace.graph.open_axes import OpenAxes, OpenAxis, other_sizes, write_open_axes
+from qtrace.graph.open_axes import OpenAxes, other_sizes, write_open_axes
 from qtrace.graph.origin import write_origin
 from qtrace.graph.passes.dead_code import RemoveDeadCode
 from qtrace.graph.tracing.copies import find_copies, insert_copies
 from qtrace.graph.types import TensorNode, TracedModule
-from qtrace.importing.onnx.channel_bias import join_channel_biases
 from qtrace.importing.onnx.cutting import cut, without_strings
 from qtrace.importing.onnx.identities import store_copies
 from qtrace.importing.onnx.importer import Importer
-from qtrace.importing.onnx.inputs import InputShape, fix_axes, open_sizes, resolve_inputs
-from qtrace.importing.onnx.linear_bias import join_biases
+from qtrace.importing.onnx.inputs import InputShape, axes_of, fix_axes, open_sizes, resolve_inputs
+from qtrace.importing.onnx.linear_bias import join_biases, join_channel_biases
 from qtrace.importing.onnx.model import Graph, count_readers, read_graph
 from qtrace.importing.onnx.naming import node_name
 from qtrace.importing.onnx.opening import Opened, UnsupportedNodesError, build_open, open_axes_of
@@ -332,8 +331,7 @@ def _add_inputs(
     values: dict[str, Value] = {}
     source = None
     shapes = {item.name: item.shape for item in inputs}
-    axes = [OpenAxis(item.name, axis, size, "") for item in inputs for axis, size in item.open.items()]
-    (others,) = other_sizes(shapes, axes, 1, distinct=False)
+    (others,) = other_sizes(shapes, axes_of(inputs), 1, distinct=False)
     for item in inputs:
         if len(item.open) > (item.batch_axis is not None):
             node = builder.input(item.name, item.shape, item.carried, other=others[item.name])

@@ -104,6 +104,7 @@ def files_with(
     from qtrace.export.onnx.biases_apart import write_biases_apart
     from qtrace.export.onnx.float_layers import TARGETS, hold_float_layers
     from qtrace.export.onnx.pools import write_fast_poolings
+    from qtrace.export.onnx.repeated import write_repeated
     from qtrace.export.onnx.whole_columns import choose_columns
 
     plain = isinstance(converted, PlainGraph)
@@ -123,6 +124,7 @@ def files_with(
         write_float16(model, exporter.writer.float16_tensors, exporter.tensor_types())
     if target == "openvino":
         write_biases_apart(model)  # behind it, since the sum takes the name of the layer's result
+    write_repeated(model, integers=target in TARGETS)
     check(model)
     return contents_of(model, path, external)
 

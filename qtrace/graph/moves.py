@@ -73,7 +73,7 @@ def undone(shape: Sequence[int], moves: Iterable[Move]) -> tuple[Move, ...] | No
     back, own = list[Move](), tuple(shape)
     for kind, numbers in moves:
         if kind == "transpose":
-            back.insert(0, transposed_by(np.argsort(numbers)))
+            back.insert(0, transposed_by(np.argsort(numbers).tolist()))
             own = tuple(own[axis] for axis in numbers)
         elif kind == "reshape":
             back.insert(0, reshaped_to(own))

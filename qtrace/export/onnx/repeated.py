@@ -36,7 +36,7 @@ def write_repeated(model: Any, integers: bool) -> None:
         if tensor.name in outputs or not readers or not {r.op_type for r in readers} <= _ELEMENTWISE:
             continue
         steps = _steps(numpy_helper.to_array(tensor))
-        stored, nodes = [], []
+        stored, nodes = list[Any](), list[Any]()
         for place, (op, arrays) in enumerate(steps):
             for part in arrays:
                 stored.append(numpy_helper.from_array(part, _claim(f"{tensor.name}_part", names)))

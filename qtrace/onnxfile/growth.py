@@ -13,8 +13,6 @@ from qtrace.onnxfile.reading import read_model
 
 __all__ = ["describe_growth"]
 
-_SHOWN = 3
-
 
 def describe_growth(path: Path, source: Path) -> str:
     """Says that a file is larger than its source, by how much, and through which tensors; "" if it is not.
@@ -34,8 +32,8 @@ def describe_growth(path: Path, source: Path) -> str:
     for tensor in graphs[0].initializer:
         equal = known[math.prod(tensor.dims)]
         grown.append((count_bytes(tensor) - (equal.pop() if equal else 0), tensor.name))
-    largest = sorted((pair for pair in grown if pair[0] > 0), reverse=True)[:_SHOWN]
-    shown = ", ".join(f"{name} (+{format_bytes(more)})" for more, name in largest) or "its nodes"
+    grown = sorted((pair for pair in grown if pair[0] > 0), reverse=True)
+    shown = ", ".join(f"{name} (+{format_bytes(more)})" for more, name in grown[:3]) or "its nodes"
     own, before = map(format_bytes, sizes)
     return f"size: {own}, {sizes[0] / sizes[1]:.2f} times the {before} of {source.name}, through {shown}"
 

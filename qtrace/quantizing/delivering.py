@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from qtrace.benchmarking.latency import file_size
 from qtrace.benchmarking.turns import Speed, are_clear, compare_files
 from qtrace.config import QConfig, backends
 from qtrace.errors import ExportError, QtraceError
@@ -60,6 +61,8 @@ class Delivery:
         beside_own: the speed of what is delivered beside the user's own file; None if it was not measured.
         host: the interpreter or command by which the files were measured; "" for this interpreter.
         placed: what was measured of integers, where the placement found float better; "" elsewhere.
+        growth: by how much the file is larger than the user's own, and why; "" if it is not.
+        smaller: whether the file is smaller than the float file.
     """
 
     speed: Speed | None = None
@@ -71,6 +74,8 @@ class Delivery:
     beside_own: Speed | None = None
     host: str = ""
     placed: str = ""
+    growth: str = ""
+    smaller: bool = True
 
     def sentence(self) -> str:
         """Says what was measured and delivered; "" if nothing was measured."""
@@ -95,7 +100,8 @@ class Delivery:
                 "`placement: small` in the recipe writes the quantized one for its size"
             )
         elif self.speed.slower:
-            text += "; the file is slower than float here, and gains its size alone"
+            gain = ", and gains its size alone" if self.smaller and not self.growth else ""
+            text += f"; the file is slower than float here{gain}"
         return text + own
 
     def to_dict(self) -> dict[str, Any]:
@@ -146,7 +152,7 @@ def measure_file(
         in_float = None
         if replaceable and is_float_better(known[1], config):
             in_float = twin.prepared
-        return replace(choose_delivery(*known, config, in_float), host=_name(host))
+        return _finished(choose_delivery(*known, config, in_float), path, twin, host)
     runtime = backend.runtime or TIMED[path.suffix][0]
     try:
         settings = timed_settings(twin.traced, path.suffix, host)
@@ -159,7 +165,14 @@ def measure_file(
             raise
         return Delivery(untimed=str(error).rstrip("."))
     delivery = choose_delivery(first, own, config, twin.prepared if replaceable else None)
-    return replace(delivery, host=_name(host))
+    return _finished(delivery, path, twin, host)
+
+
+def _finished(delivery: Delivery, path: Path, twin: FloatFile, host: RuntimeHost | None) -> Delivery:
+    """Adds the host, and whether a file that is slower than float is smaller."""
+    slower = delivery.speed is not None and delivery.speed.slower
+    smaller = not slower or file_size(path) < file_size(twin.path)
+    return replace(delivery, host=_name(host), smaller=smaller)
 
 
 def _describe_float(labellings: Sequence[MeasuredLabelling]) -> str:

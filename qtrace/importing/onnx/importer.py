@@ -101,6 +101,7 @@ class Importer:
         """
         for name, array in graph.stored.items():
             path = self.layers.paths.get(name, name)
+            self.layers.shapes.setdefault(path, array.shape)
             scope.values.setdefault(name, Stored(array, path, learned=is_float(array.dtype)))
         for node in graph.nodes:
             self.add(node, scope)

@@ -435,3 +435,74 @@ def test_a_normalization_that_onnxruntime_has_fused_is_read(tmp_path, opset):
     proto.graph.node[1].op_type = "GroupNormalization"  # of opset 18, which onnxruntime has not before
     with pytest.raises(ImportingError, match="not a valid ONNX model"):
         qtrace.from_onnx(save(proto, tmp_path))
+
+
+TIED = {
+    "look-up, then product": [
+        node("Gather", "e ids", "rows"),
+        node("Transpose", "e", "t", perm=[1, 0]),
+        node("MatMul", "rows t", "y"),
+    ],
+    "look-up, then Gemm": [
+        node("Gather", "e ids", "rows"),
+        node("ReduceMean", "rows", "mean", axes=[1], keepdims=0),
+        node("Gemm", "mean e", "y", transB=1),
+    ],
+    "product, then look-up": [
+        node("Gather", "f ids", "rows"),
+        node("MatMul", "rows e", "scores"),
+        node("ArgMax", "scores", "best", axis=2, keepdims=0),
+        node("Transpose", "e", "t", perm=[1, 0]),
+        node("Gather", "t best", "y"),
+    ],
+    "look-up, then a part": [
+        node("Gather", "e ids", "rows"),
+        node("Slice", "e zero two", "part"),
+        node("Add", "rows part", "y"),
+    ],
+    "copy of another name": [
+        node("Identity", "e", "copy"),
+        node("Gather", "e ids", "rows"),
+        node("ReduceMean", "rows", "mean", axes=[1], keepdims=0),
+        node("Gemm", "mean copy", "y", transB=1),
+    ],
+}
+
+
+@pytest.mark.parametrize("form", TIED)
+def test_one_initializer_is_one_parameter_and_one_tensor_of_the_files(form, tmp_path):
+    nodes = TIED[form]
+    stored = {"e": weights(48, 48), "f": weights(48, 48, seed=1), "zero": np.zeros(1, np.int64)}
+    stored |= {"two": np.full(1, 2)}
+    read = {name for part in nodes for name in part.input}
+    stored = {name: array for name, array in stored.items() if name in read}
+    proto = model(nodes, {"ids": ["n", 2]}, stored=stored, opset=13, dtypes={"ids": np.int64})
+    path, ids = save(proto, tmp_path), np.array([[0, 3], [39, 5], [7, 7]])
+    count = sum(array.size > 1000 for array in stored.values())
+    net = qtrace.from_onnx(path, {"ids": ids.shape})
+    check_equal(path, net, {"ids": ids})
+    assert sum(int(np.prod(p.shape)) > 1000 for p in net.parameters()) == count
+    layers = any(part.op_type in ("MatMul", "Gemm") for part in nodes)
+    for recipe in (None, "w8", "int8") if layers else (None,):
+        file = tmp_path / f"{recipe}.onnx"
+        written = net if recipe is None else qtrace.prepare(net, qtrace.load_recipe(recipe))
+        if recipe is not None:
+            written = qtrace.convert(qtrace.calibrate(written, [ids.astype(np.int32)], progress=False))
+        qtrace.export(written, file)
+        assert sum(np.prod(t.dims) > 1000 for t in onnx.load(file).graph.initializer) == count
+        expected, result = (run_file(name, {"ids": ids})[0] for name in (path, file))
+        if form != "product, then look-up" or recipe is None:  # close scores change places
+            assert np.abs(result - expected).max() < 0.06 * np.abs(expected).max()
+
+
+def test_layers_of_several_forms_share_a_kernel(tmp_path):
+    nodes = [
+        node("Conv", "x w", "a", pads=[1, 1, 1, 1]),
+        node("Conv", "x w", "b", pads=[2, 2, 2, 2], dilations=[2, 2]),
+        node("Add", "a b", "c"),
+        node("ConvTranspose", "c w", "y"),
+    ]
+    path = save(model(nodes, {"x": [2, 4, 9, 9]}, stored={"w": weights(4, 4, 3, 3)}), tmp_path)
+    net = qtrace.from_onnx(path)
+    check_equal(path, net, {"x": weights(2, 4, 9, 9)})
+    assert [tuple(p.shape) for p in net.parameters()] == [(4, 4, 3, 3)]

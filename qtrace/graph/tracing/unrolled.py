@@ -15,6 +15,8 @@ from megengine.traced_module.expr import CallMethod, Expr, is_call_module
 from megengine.traced_module.node import Node
 from megengine.traced_module.traced_module import InternalGraph
 
+from qtrace.graph.tracing.views import kernel_name
+
 __all__ = ["ExecutedExpr", "Unrolled"]
 
 
@@ -27,12 +29,14 @@ class ExecutedExpr:
         module: the traced module whose graph holds the expr.
         inputs: the values of ``expr.inputs``, as numbers.
         outputs: the values of ``expr.outputs``, as numbers.
+        name: the function, method or kernel that ``expr`` calls; see `kernel_name`.
     """
 
     expr: Expr
     module: TracedModule
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+    name: str
 
 
 class Unrolled:
@@ -61,7 +65,7 @@ class Unrolled:
             callee = _traced_callee(expr)
             if callee is None:
                 outputs = tuple(next(self._numbers) for _ in expr.outputs)
-                self.steps.append(ExecutedExpr(expr, module, read, outputs))
+                self.steps.append(ExecutedExpr(expr, module, read, outputs, kernel_name(expr)))
             else:
                 outputs = self._unroll(callee, callee.argdef_graph_map[expr.arg_def], read)
             numbers.update(zip(expr.outputs, outputs, strict=True))

@@ -48,6 +48,7 @@ from qtrace.importing.onnx.scopes import name_by_scopes
 from qtrace.importing.onnx.values import Computed, QuantizedIntegers, Sizes, Stored, Value
 from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.passes.given import quantize_given
+from qtrace.process.garbage import paused_collector
 from qtrace.process.thread import on_engine_thread
 
 __all__ = ["declared_axes", "declared_inputs", "from_onnx", "open_inputs", "read_onnx"]
@@ -268,6 +269,7 @@ class _Building:
     paths: Mapping[str, str]
     closed: Sequence[InputShape]
 
+    @paused_collector()
     def build(self, inputs: Sequence[InputShape], unlike: frozenset[str] = frozenset()) -> TracedModule:
         """Returns the graph.
 
@@ -284,7 +286,7 @@ class _Building:
         importer, results = self._walk(inputs, keepable, unlike)
         outputs = [_output(importer, n, v) for n, v in zip(self.graph.outputs, results, strict=True)]
         origin = list_names(importer, self.graph)
-        traced = importer.builder.finish(tuple(outputs) if len(outputs) > 1 else outputs[0])
+        traced = importer.builder.finish(tuple(outputs) if len(outputs) > 1 else outputs[0], copy_views=False)
         write_origin(traced, origin)
         importer.layers.frees.give_back()
         if importer.kept:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from qtrace.errors import GraphError
+from qtrace.graph.carried import parsing
 from qtrace.graph.types import Node, TensorNode, TracedModule
 
 __all__ = [
@@ -117,18 +117,13 @@ def read_open_axes(traced: TracedModule) -> OpenAxes | None:
     text = getattr(traced, _ATTRIBUTE, None)
     if text is None:
         return None
-    try:
+    with parsing("the open axes that the model carries are", "import or trace it again"):
         document = json.loads(text)
         axes = tuple(OpenAxis(**item) for item in document["axes"])
         fixed = tuple(FixedAxis(**item) for item in document["fixed"])
         texts = [t for a in axes for t in (a.input, a.size, a.name)]
         if not all(isinstance(t, str) for t in texts) or not all(isinstance(a.axis, int) for a in axes):
             raise ValueError("its names are no text")
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise GraphError(
-            f"the open axes that the model carries are damaged ({type(error).__name__}): "
-            "import or trace it again."
-        ) from error
     ranks = {n.name: len(n.shape or ()) for n in traced.graph.inputs if isinstance(n, TensorNode)}
     known = tuple(a for a in axes if 0 <= a.axis < ranks.get(a.input, 0))
     return OpenAxes(known, tuple(a for a in fixed if a.input in ranks))

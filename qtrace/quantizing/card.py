@@ -7,7 +7,6 @@ import html
 import json
 import os
 import platform
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -32,7 +31,7 @@ from qtrace.preparation.precision import count_precisions
 from qtrace.quantizing.files import bench
 from qtrace.runtimes.host import RuntimeHost
 from qtrace.sensitivity.diagnosis.verdict import Verdict
-from qtrace.storage.files import replacing
+from qtrace.storage.files import replacing, temporary_folder
 from qtrace.verification.report import VerifyReport
 
 __all__ = ["TIMED", "Card", "FloatOps", "Timing", "make_card", "measure_speed"]
@@ -331,8 +330,8 @@ def measure_speed(
     shapes = {name: tuple(int(n) for n in shape) for name, shape in list_inputs(traced)}
     open_sizes = record is not None and not record.only_batch()
     try:
-        with tempfile.TemporaryDirectory(prefix="qtrace-card-") as folder:
-            twin = export(traced, Path(folder) / f"float{path.suffix}")
+        with temporary_folder(path) as folder:
+            twin = export(traced, folder / f"float{path.suffix}")
             report = bench(
                 twin,
                 path,
@@ -342,7 +341,7 @@ def measure_speed(
                 progress=False,
                 runtime_host=host,
             )
-    except QtraceError as error:
+    except (QtraceError, OSError) as error:
         return None, str(error).rstrip(".")
     side = report.files[0].side
     if not side:

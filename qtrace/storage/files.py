@@ -21,7 +21,16 @@ from typing import BinaryIO
 
 from qtrace.errors import ExportError
 
-__all__ = ["check_size", "claim", "kind_of", "problem", "replace_folder", "replacing", "sweep"]
+__all__ = [
+    "check_size",
+    "claim",
+    "kind_of",
+    "problem",
+    "replace_folder",
+    "replacing",
+    "sweep",
+    "temporary_folder",
+]
 
 _ATTEMPTS = 100
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux' renameat2
@@ -157,6 +166,24 @@ def claim(target: Path, make: Callable[[Path], None]) -> tuple[Path, int]:
                 return path, handle
         os.close(handle)
     raise FileNotFoundError(f"{target.parent} does not keep a temporary file")
+
+
+@contextlib.contextmanager
+def temporary_folder(target: Path) -> Iterator[Path]:
+    """Yields a folder beside ``target``, which is removed at the end.
+
+    If this process is killed, the next one that writes to ``target`` removes it.
+
+    Raises:
+        OSError: when no folder can be made there.
+    """
+    sweep(target)
+    folder, lock = claim(target, Path.mkdir)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
 
 
 def sweep(target: Path) -> None:

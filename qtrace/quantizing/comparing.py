@@ -19,7 +19,7 @@ from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.record import check_quantized
 from qtrace.process.thread import on_engine_thread
 from qtrace.quantizing.folder import QUANTIZED, VERDICT
-from qtrace.storage.documents import parse_document
+from qtrace.storage.files import parse_document
 
 __all__ = ["diff"]
 

@@ -14,8 +14,7 @@ from qtrace.errors import ConfigError
 from qtrace.graph.signature import list_inputs
 from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.graph.walk import exprs, op_label
-from qtrace.storage.documents import parse_document
-from qtrace.storage.files import replacing
+from qtrace.storage.files import parse_document, replacing
 
 __all__ = ["SCHEMA", "MeasuredLabelling", "Times"]
 

@@ -9,8 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from qtrace.storage.documents import parse_document
-from qtrace.storage.files import replacing
+from qtrace.storage.files import parse_document, replacing
 
 __all__ = ["cache_folder", "read_cached", "write_cached"]
 

@@ -12,12 +12,13 @@ import contextlib
 import ctypes
 import fcntl
 import glob
+import json
 import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from qtrace.errors import ExportError
 
@@ -25,6 +26,7 @@ __all__ = [
     "check_size",
     "claim",
     "kind_of",
+    "parse_document",
     "problem",
     "replace_folder",
     "replacing",
@@ -184,6 +186,21 @@ def temporary_folder(target: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
+
+
+def parse_document(text: str | bytes) -> dict[str, Any]:
+    """Parses a JSON object.
+
+    Raises:
+        ValueError: when the text is anything else, such as lists that are nested too deeply.
+    """
+    try:
+        document = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if not isinstance(document, dict):
+        raise ValueError("it is no JSON object")
+    return document
 
 
 def sweep(target: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from qtrace.errors import QtraceError
-from qtrace.storage.documents import parse_document
+from qtrace.storage.files import parse_document
 
 __all__ = ["locked"]
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from qtrace.errors import QtraceError
-from qtrace.storage.documents import parse_document
-from qtrace.storage.files import replacing
+from qtrace.storage.files import parse_document, replacing
 from qtrace.storage.lock import locked
 
 __all__ = ["BEST", "FILES", "PAGE", "SEARCH", "SUMMARY", "TRIALS", "search_folder", "write_text"]

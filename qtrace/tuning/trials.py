@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from qtrace.errors import QtraceError
-from qtrace.storage.documents import parse_document
+from qtrace.storage.files import parse_document
 
 __all__ = ["Layer", "Suggestion", "Trial", "TrialLog", "digest_of"]
 

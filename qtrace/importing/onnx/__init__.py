@@ -10,7 +10,6 @@ collected, so that one error names them all. `opening` leaves the axes open that
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -50,6 +49,7 @@ from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.passes.given import quantize_given
 from qtrace.process.garbage import paused_collector
 from qtrace.process.thread import on_engine_thread
+from qtrace.storage.files import parse_document
 
 __all__ = ["declared_axes", "declared_inputs", "from_onnx", "open_inputs", "read_onnx"]
 
@@ -351,11 +351,9 @@ def _parameter_paths(model: onnx.ModelProto) -> dict[str, str]:
     """Returns name of stored integers -> path of their parameter, which files of qtrace have."""
     text = next((p.value for p in model.metadata_props if p.key == "qtrace.parameters"), "{}")
     try:
-        paths = json.loads(text)
-    except (ValueError, RecursionError):
+        return {name: path for name, path in parse_document(text).items() if isinstance(path, str)}
+    except ValueError:
         return {}
-    pairs = paths.items() if isinstance(paths, dict) else ()
-    return {str(name): path for name, path in pairs if isinstance(path, str)}
 
 
 def _output(importer: Importer, name: str, value: Value) -> object:

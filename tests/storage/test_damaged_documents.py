@@ -14,7 +14,7 @@ from qtrace.errors import QtraceError
 from qtrace.quantizing import comparing
 from qtrace.quantizing.times import Times
 from qtrace.storage import cache
-from qtrace.storage.documents import parse_document
+from qtrace.storage.files import parse_document
 from qtrace.tuning import folder
 from qtrace.tuning.trials import TrialLog
 from qtrace.verification.device import vectors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
@@ -165,7 +166,7 @@ class Bench:
         if len(labellings) < 2 or FLOAT not in labellings:  # else the prediction is float
             return (), ""
         try:
-            with temporary_folder("qtrace-labellings-") as folder:
+            with temporary_folder(Path(tempfile.gettempdir()) / "qtrace-labellings") as folder:
                 self.feeds = [
                     input_values(self.traced, batch, number) for number, batch in enumerate(self.held_back())
                 ]

@@ -345,7 +345,7 @@ def measure_speed(
     if backends.get(backend).runtime:
         runtime = package = backends.get(backend).runtime
     try:
-        with temporary_folder("qtrace-card-") as folder:
+        with temporary_folder(path) as folder:
             twin = export(traced, folder / f"float{path.suffix}")
             report = bench(
                 twin,
@@ -356,7 +356,7 @@ def measure_speed(
                 progress=False,
                 runtime_host=host,
             )
-    except QtraceError as error:
+    except (QtraceError, OSError) as error:
         return None, str(error).rstrip(".")
     side = report.files[0].side
     if not side:

@@ -102,8 +102,9 @@ def resumable_folder(
         except OSError as error:
             raise QtraceError(f"{path} cannot be written: {error.strerror}.") from error
         with contextlib.ExitStack() as stack:
+            stack.callback(_remove_empty, work, *([target] if created else []))
             stack.enter_context(locked(work / "lock", str(path), note))
-            stack.callback(_remove_work, target, work, created)
+            stack.callback(_remove_work, work)
             _check_checkpoints(path, work, force, resume, spell)
             before = _times(work)
             try:
@@ -141,14 +142,17 @@ def _check_checkpoints(
         entry.unlink(missing_ok=True)
 
 
-def _remove_work(target: Path, work: Path, created: bool) -> None:
-    """Removes ``work`` unless it holds checkpoints, and then ``target`` if it was ``created``."""
-    if not work.is_dir() or has_parts(work):
-        return
-    shutil.rmtree(work, ignore_errors=True)
-    if created:
+def _remove_work(work: Path) -> None:
+    """Removes ``work`` unless it holds checkpoints."""
+    if not has_parts(work):
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _remove_empty(*folders: Path) -> None:
+    """Removes those of some folders that are empty."""
+    for folder in folders:
         with contextlib.suppress(OSError):
-            target.rmdir()
+            folder.rmdir()
 
 
 def _replace(path: Path, target: Path, folder: Path) -> None:
@@ -260,6 +264,4 @@ def _workspace(path: Path, target: Path, shown: Path) -> Iterator[Path]:
         with undisturbed():
             shutil.rmtree(folder, ignore_errors=True)
             os.close(lock)
-            for parent in missing:  # if they stayed empty
-                with contextlib.suppress(OSError):
-                    parent.rmdir()
+            _remove_empty(*missing)

@@ -37,9 +37,10 @@ from qtrace.graph.tracing.views import (
     gives_view,
     is_arithmetic,
     is_product,
+    kernel_name,
     reads_only_shape,
     refuses_views,
-    returns_view,
+    returns_views,
 )
 
 __all__ = ["Copy", "describe_places", "find_copies", "insert_copies", "report_copies"]
@@ -143,11 +144,11 @@ def insert_copies(traced: TracedModule, copies: Iterable[Copy]) -> None:
 def _for_values(unrolled: _Unrolled, views: Mapping[int, bool], fixed: Mapping[int, bool]) -> Iterator[Copy]:
     """Yields a copy for each operand that a kernel would misread or refuse."""
     for step in unrolled.steps:
-        if refuses_views(step.expr):
+        if refuses_views(step.name):
             node, value = _operands(step)[0]
             if views[value]:
                 yield Copy(step.module, node, step.expr, step.expr)
-        if not is_arithmetic(step.expr):
+        if not is_arithmetic(step.name):
             continue
         operands = _operands(step)
         for node, value in operands:
@@ -163,7 +164,7 @@ def _for_gradients(unrolled: _Unrolled, fixed: Mapping[int, bool]) -> Iterator[C
     """Yields a copy for each result whose gradient would arrive as a view."""
     gradient_views = _gradient_views(unrolled)
     for step in unrolled.steps:
-        if not is_product(step.expr) or step.outputs[0] not in gradient_views:
+        if not is_product(step.name) or step.outputs[0] not in gradient_views:
             continue
         (out,), is_fixed = step.expr.outputs, fixed[step.outputs[0]]
         for other, number in _operands(step):
@@ -187,26 +188,25 @@ def _layouts(unrolled: _Unrolled) -> tuple[Mapping[int, bool], Mapping[int, bool
     fixed[unrolled.inputs[0]] = True  # the module itself
     for step in unrolled.steps:
         expr = step.expr
-        constant = isinstance(expr, (GetAttr, Constant)) or reads_only_shape(expr)
+        constant = isinstance(expr, (GetAttr, Constant)) or reads_only_shape(step.name)
         read = [(node, views[value]) for node, value in zip(expr.inputs, step.inputs, strict=True)]
         is_fixed = constant or all(fixed[value] for value in step.inputs)
-        for node, value in zip(expr.outputs, step.outputs, strict=True):
-            views[value] = not constant and gives_view(expr, node, read)
-            fixed[value] = is_fixed
+        views.update(dict.fromkeys(step.outputs, not constant and gives_view(expr, step.name, read)))
+        fixed.update(dict.fromkeys(step.outputs, is_fixed))
     return views, fixed
 
 
 def _gradient_views(unrolled: _Unrolled) -> set[int]:
     """Returns the values whose gradient may arrive as a view; a sum of several gradients is no view."""
     uses = Counter(unrolled.outputs)
+    uses.update(unrolled.outputs)  # so that one that is read, too, has several
     for step in unrolled.steps:
         uses.update(step.inputs)
     views: set[int] = set()
     for step in reversed(unrolled.steps):
-        arrives = any(value in views for value in step.outputs)
-        for node, value in zip(step.expr.inputs, step.inputs, strict=True):
-            if uses[value] == 1 and value not in unrolled.outputs and returns_view(step.expr, node, arrives):
-                views.add(value)
+        returned = returns_views(step.expr, step.name, not views.isdisjoint(step.outputs))
+        pairs = zip(step.inputs, returned, strict=True)
+        views.update(value for value, is_view in pairs if is_view and uses[value] == 1)
     return views
 
 
@@ -219,12 +219,14 @@ class _ExecutedExpr:
         module: the traced module whose graph holds the expr.
         inputs: the values of ``expr.inputs``, as numbers.
         outputs: the values of ``expr.outputs``, as numbers.
+        name: the function, method or kernel that ``expr`` calls; see `kernel_name`.
     """
 
     expr: Expr
     module: TracedModule
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+    name: str
 
 
 class _Unrolled:
@@ -255,7 +257,7 @@ class _Unrolled:
             callee = _traced_callee(expr)
             if callee is None:
                 outputs = tuple(next(self._numbers) for _ in expr.outputs)
-                self.steps.append(_ExecutedExpr(expr, module, read, outputs))
+                self.steps.append(_ExecutedExpr(expr, module, read, outputs, kernel_name(expr)))
             else:
                 outputs = self._unroll(callee, callee.argdef_graph_map[expr.arg_def], read)
             numbers.update(zip(expr.outputs, outputs, strict=True))

@@ -10,7 +10,6 @@ collected, so that one error names them all. `opening` leaves the axes open that
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -47,7 +46,9 @@ from qtrace.importing.onnx.scopes import name_by_scopes
 from qtrace.importing.onnx.values import Computed, QuantizedIntegers, Sizes, Stored, Value
 from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.passes.given import quantize_given
+from qtrace.process.garbage import paused_collector
 from qtrace.process.thread import on_engine_thread
+from qtrace.storage.files import parse_document
 
 __all__ = ["declared_axes", "declared_inputs", "from_onnx", "open_inputs", "read_onnx"]
 
@@ -267,6 +268,7 @@ class _Building:
     paths: Mapping[str, str]
     closed: Sequence[InputShape]
 
+    @paused_collector()
     def build(self, inputs: Sequence[InputShape], unlike: frozenset[str] = frozenset()) -> TracedModule:
         """Returns the graph.
 
@@ -283,7 +285,7 @@ class _Building:
         importer, results = self._walk(inputs, keepable, unlike)
         outputs = [_output(importer, n, v) for n, v in zip(self.graph.outputs, results, strict=True)]
         origin = list_names(importer, self.graph)
-        traced = importer.builder.finish(tuple(outputs) if len(outputs) > 1 else outputs[0])
+        traced = importer.builder.finish(tuple(outputs) if len(outputs) > 1 else outputs[0], copy_views=False)
         write_origin(traced, origin)
         importer.layers.frees.give_back()
         if importer.kept:
@@ -347,11 +349,9 @@ def _parameter_paths(model: onnx.ModelProto) -> dict[str, str]:
     """Returns name of stored integers -> path of their parameter, which files of qtrace have."""
     text = next((p.value for p in model.metadata_props if p.key == "qtrace.parameters"), "{}")
     try:
-        paths = json.loads(text)
-    except (ValueError, RecursionError):
+        return {name: path for name, path in parse_document(text).items() if isinstance(path, str)}
+    except ValueError:
         return {}
-    pairs = paths.items() if isinstance(paths, dict) else ()
-    return {str(name): path for name, path in pairs if isinstance(path, str)}
 
 
 def _output(importer: Importer, name: str, value: Value) -> object:

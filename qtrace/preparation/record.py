@@ -18,8 +18,8 @@ from qtrace.fakequant.base import FakeQuant
 from qtrace.fakequant.following.bias import BiasQuant
 from qtrace.fakequant.following.bn_fold import BnFold
 from qtrace.fakequant.following.dynamic import DynamicQuant
-from qtrace.graph.carried import parsing
 from qtrace.graph.edit import RECORD_ATTRIBUTE
+from qtrace.graph.failures import parsing
 from qtrace.graph.paths import describe_path
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.annotation import Annotation

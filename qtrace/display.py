@@ -74,20 +74,15 @@ def _blocks_as_html(text: str) -> Iterator[str]:
             yield from _plain(plain)
             plain = []
             end = index + 2
-            spans = _columns(lines[index + 1])
+            spans = [match.span() for match in re.finditer("-+", lines[index + 1])]
             while end < len(lines) and _is_row(lines[end], spans):
                 end += 1
-            yield _as_html(lines[index], lines[index + 1], lines[index + 2 : end])
+            yield _as_html(lines[index], spans, lines[index + 2 : end])
             index = end
         else:
             plain.append(lines[index])
             index += 1
     yield from _plain(plain)
-
-
-def _columns(rule: str) -> list[tuple[int, int]]:
-    """Returns where the columns of a table begin and end, which are as wide as the runs of dashes."""
-    return [match.span() for match in re.finditer("-+", rule)]
 
 
 def _is_row(line: str, columns: Sequence[tuple[int, int]]) -> bool:
@@ -102,9 +97,8 @@ def _plain(lines: Sequence[str]) -> Iterator[str]:
         yield f'<pre style="white-space:pre-wrap">{html.escape(text)}</pre>'
 
 
-def _as_html(header: str, rule: str, rows: Sequence[str]) -> str:
-    """Returns a table with the columns of ``rule``."""
-    spans = _columns(rule)
+def _as_html(header: str, spans: Sequence[tuple[int, int]], rows: Sequence[str]) -> str:
+    """Returns a table whose columns begin and end at ``spans``."""
     last = len(spans) - 1
 
     def cells(line: str, tag: str) -> str:
@@ -190,22 +184,22 @@ def _shorten(text: str, width: int) -> str:
     return text[:head] + _ELLIPSIS + text[len(text) - (width - 1 - head) :]
 
 
-def progress_bar(*args: Any, unit: str, disable: bool, **options: Any) -> Any:
+def progress_bar(*args: Any, unit: str, disable: bool, **others: Any) -> Any:
     """Returns a bar of tqdm: a widget in a notebook that has ipywidgets, else a line on stderr.
 
     Args:
         *args: what the bar counts, as for ``tqdm``.
         unit: what one of them is, such as ``batch``.
         disable: whether to draw no bar. None is drawn outside of terminals and IPython, such as in a log.
-        **options: other options of ``tqdm``.
+        **others: other options of ``tqdm``.
     """
     from tqdm import TqdmWarning
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TqdmWarning)  # at its import, in a notebook without ipywidgets
         from tqdm.auto import tqdm
-    disable = disable or not (sys.stderr.isatty() or _ipython())
-    return tqdm(*args, unit=f" {unit}", disable=disable, **options)
+    others |= {"unit": f" {unit}", "disable": disable or not (sys.stderr.isatty() or _ipython())}
+    return tqdm(*args, **others)
 
 
 def _ipython() -> Any:

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from scripts.style import measure_all as measure_style
+
 ROOT = Path(__file__).parent.parent
 DATA = "tests/budget.json"
 COLUMNS = ("lines", "files", "numbers", "functions", "classes")
@@ -78,6 +80,11 @@ def read_sources(root: Path = ROOT) -> list[SourceFile]:
             module = ".".join([prefix, *parts[: len(parts) - is_package]])
             sources.append(SourceFile(module, path.read_text(encoding="utf-8")))
     return sources
+
+
+def read_pages(root: Path = ROOT) -> list[Path]:
+    """Returns the Markdown files of the repository that its users and contributors read."""
+    return [root / "README.md", root / "ARCHITECTURE.md", *sorted((root / "docs").rglob("*.md"))]
 
 
 def count_lines(text: str, tree: ast.Module) -> int:
@@ -159,11 +166,16 @@ def reached_modules(start: str, imports: Mapping[str, set[str]]) -> set[str]:
     return reached
 
 
-def measure(sources: Sequence[SourceFile]) -> dict[str, dict[str, Any]]:
-    """Measures the package.
+def measure(sources: Sequence[SourceFile], pages: Sequence[Path]) -> dict[str, dict[str, Any]]:
+    """Measures the package and its docs.
+
+    Args:
+        sources: the files of the package.
+        pages: the Markdown files of the repository.
 
     Returns:
-        ``rooms``: room -> figure of `COLUMNS` -> count, ``total`` among the rooms; ``reach``: call -> files.
+        ``rooms``: room -> figure of `COLUMNS` -> count, ``total`` among the rooms; ``reach``: call -> files;
+        ``style``: docstrings, messages or pages -> what `scripts.style` counts -> count.
     """
     rooms: dict[str, Counter[str]] = {}
     for source in sources:
@@ -172,15 +184,17 @@ def measure(sources: Sequence[SourceFile]) -> dict[str, dict[str, Any]]:
             rooms.setdefault(room, Counter(dict.fromkeys(COLUMNS, 0))).update(figures)
     imports = {source.module: imported_names(source.text) for source in sources}
     reach = {call: len(reached_modules(module, imports)) for call, module in CALLS.items()}
-    return {"rooms": {room: dict(rooms[room]) for room in sorted(rooms)}, "reach": reach}
+    words = measure_style([source.text for source in sources], pages)
+    return {"rooms": {room: dict(rooms[room]) for room in sorted(rooms)}, "reach": reach, "style": words}
 
 
-def flatten(figures: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
+def flatten(figures: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     """Returns the figures by dotted names, such as ``rooms.graph.lines`` and ``reach.prepare``."""
-    rooms = {
-        f"rooms.{room}.{name}": count for room, row in figures["rooms"].items() for name, count in row.items()
-    }
-    return {**rooms, **{f"reach.{call}": count for call, count in figures["reach"].items()}}
+    flat = {f"reach.{call}": count for call, count in figures["reach"].items()}
+    for kind in ("rooms", "style"):
+        for group, row in figures.get(kind, {}).items():
+            flat |= {f"{kind}.{group}.{name}": count for name, count in row.items()}
+    return flat
 
 
 def exceeded(measured: Mapping[str, Any], budget: Mapping[str, Any]) -> list[str]:
@@ -237,24 +251,27 @@ def lower(measured: Mapping[str, Any], budget: Mapping[str, Any]) -> dict[str, A
     """Returns the budget with every figure that was measured lower; rooms that are gone are left out."""
     limits = flatten(budget)
 
-    def least(name: str, count: int) -> int:
-        return min(count, limits.get(name, count))
+    def least(kind: str) -> dict[str, dict[str, float]]:
+        return {
+            group: {
+                name: min(count, limits.get(f"{kind}.{group}.{name}", count)) for name, count in row.items()
+            }
+            for group, row in measured[kind].items()
+        }
 
-    rooms = {
-        room: {column: least(f"rooms.{room}.{column}", count) for column, count in row.items()}
-        for room, row in measured["rooms"].items()
+    reach = {
+        call: min(count, limits.get(f"reach.{call}", count)) for call, count in measured["reach"].items()
     }
-    reach = {call: least(f"reach.{call}", count) for call, count in measured["reach"].items()}
-    return {**budget, "rooms": rooms, "reach": reach}
+    return {"rooms": least("rooms"), "reach": reach, "style": least("style"), "raises": budget["raises"]}
 
 
 def describe(measured: Mapping[str, Any], budget: Mapping[str, Any]) -> str:
     """Returns the table: each figure, and its budget where it differs."""
     limits = flatten(budget)
 
-    def cell(name: str, count: int) -> str:
+    def cell(name: str, count: float) -> str:
         limit = limits.get(name, 0)
-        return str(count) if count == limit else f"{count}/{limit}"
+        return f"{count:g}" if count == limit else f"{count:g}/{limit:g}"
 
     rows = [("room", *HEADINGS)]
     for room, row in sorted(measured["rooms"].items(), key=lambda item: -item[1]["lines"]):
@@ -262,7 +279,13 @@ def describe(measured: Mapping[str, Any], budget: Mapping[str, Any]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in rows]
     reach = ", ".join(f"{call} {cell(f'reach.{call}', count)}" for call, count in measured["reach"].items())
-    return "\n".join([*lines, f"files that a call reaches: {reach}", "measured/budget where both differ"])
+    words = []
+    for kind, row in measured["style"].items():
+        counts = (f"{name} {cell(f'style.{kind}.{name}', count)}" for name, count in row.items())
+        words.append(f"{kind}: {', '.join(counts)}")
+    head = "words per 1,000 that readers trip over"
+    last = "measured/budget where both differ"
+    return "\n".join([*lines, f"files that a call reaches: {reach}", head, *words, last])
 
 
 def main() -> None:
@@ -270,7 +293,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lower", action="store_true", help="write what was measured where it is less")
     options = parser.parse_args()
-    measured, budget = measure(read_sources()), read_budget()
+    measured, budget = measure(read_sources(), read_pages()), read_budget()
     print(describe(measured, budget))
     if options.lower:
         text = json.dumps(lower(measured, budget), indent=1)

@@ -9,11 +9,11 @@ from scripts import budget
 
 def _figures(lines: int, **reach: int) -> dict[str, dict]:
     row = dict.fromkeys(budget.COLUMNS, 0)
-    return {"rooms": {"graph": {**row, "lines": lines}}, "reach": reach}
+    return {"rooms": {"graph": {**row, "lines": lines}}, "reach": reach, "style": {}}
 
 
 def test_no_figure_is_above_its_budget():
-    measured = budget.measure(budget.read_sources())
+    measured = budget.measure(budget.read_sources(), budget.read_pages())
     assert budget.exceeded(measured, budget.read_budget()) == []
 
 

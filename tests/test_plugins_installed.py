@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,9 +14,9 @@ import pytest
 from megengine.traced_module import wrap
 
 import qtrace
-from qtrace import ops, plugins
+from qtrace import cli, ops, plugins
 from qtrace.config import backends
-from qtrace.errors import ConfigError, ExportError
+from qtrace.errors import ConfigError, ExportError, UnsafeFileError
 from qtrace.export import formats
 from qtrace.graph import composites, exprs
 from qtrace.observers.base import Observer
@@ -51,6 +52,27 @@ def files(converted, path, note=""):
 
 FORMAT = Format("chip", files, suffixes=(".chip",), options=("note",))
 """
+OPS = """
+import megengine.functional as F
+from megengine.traced_module import wrap
+from qtrace.ops import Role
+from qtrace.ops.arguments import activation
+from qtrace.ops.base import op_rule, typed
+
+
+@wrap
+def swish(x):
+    return x * F.sigmoid(x)
+
+
+@wrap
+def other(x):
+    return x * 2
+
+
+_read = lambda expr: typed(expr, (activation(expr),))
+RULE = op_rule("swish", Role.FLOAT, _read, swish, reason="it needs floats")
+"""
 X = images(1, 3, 6, 6)
 
 
@@ -74,6 +96,7 @@ def chip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
         cache.cache_clear()
     yield install
     sys.modules.pop("chip_target", None)
+    sys.modules.pop("chip_ops", None)
     for cache in caches:
         cache.cache_clear()
 
@@ -169,6 +192,67 @@ def test_an_observer_by_its_entry_point(chip):
     assert "chip_range" in plugins.known("qtrace.observers")
     assert plugins.resolve("qtrace.observers", "chip_range", Observer).__name__ == "Range"
     assert _quantized({"observers": {"activation": "chip_range"}}) is not None
+
+
+@pytest.fixture
+def acme(chip, tmp_path: Path) -> np.ndarray:
+    """An installed package with the target of the page own-target.md; gives samples for its networks."""
+    page = (Path(__file__).parent.parent / "docs/guides/own-target.md").read_text()
+    (tmp_path / "mynpu.py").write_text(re.search(r'title="mynpu.py"\n(.*?)```', page, re.DOTALL)[1])
+    chip("acme", backends="acme=mynpu:BACKEND", formats="acme=mynpu:FORMAT", runtimes="acme=mynpu:RUNTIME")
+    yield images(16, 3, 6, 6)
+    sys.modules.pop("mynpu", None)
+
+
+def test_the_one_call_writes_and_verifies_for_a_target_of_a_package(acme, tmp_path):
+    result = qtrace.quantize(_conv(), acme, tmp_path / "q.mynpu", target="acme", progress=False)
+    assert result.verify.passed
+    assert result.verify.worst_lsb() == 0
+    with np.load(tmp_path / "q.mynpu") as layers:
+        assert layers["0.weight"].dtype.kind == "i"
+    by_recipe = qtrace.quantize(
+        _conv(), acme, tmp_path / "r.mynpu", recipe={"backend": "acme"}, progress=False
+    )
+    assert by_recipe.verify.passed
+    with pytest.raises(ConfigError, match=r"q.onnx is no file for acme: name it q.mynpu, or give another"):
+        qtrace.quantize(_conv(), acme, tmp_path / "q.onnx", target="acme")
+    with pytest.raises(
+        ConfigError, match=r"suffix .mynpu, which no target takes: .*, or give a target \(acme\)"
+    ):
+        qtrace.quantize(_conv(), acme, tmp_path / "q.mynpu")
+    assert qtrace.split(qtrace.trace(_conv(), X), by_backend="acme") is not None
+
+
+def test_the_command_writes_for_a_target_of_a_package(acme, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    qtrace.save(qtrace.trace(_conv(), X), "net.mge")
+    np.save("x.npy", acme)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["quantize", "net.mge", "--data", "x.npy", "--target", "acme", "-o", "q.mynpu"])
+    assert ended.value.code == 0, capsys.readouterr().err
+    assert Path("q.mynpu").is_file()
+
+
+def test_a_model_loads_the_plugins_of_a_package_and_nothing_else_of_it(chip, tmp_path):
+    (tmp_path / "chip_ops.py").write_text(OPS)
+    prepared = qtrace.prepare(qtrace.trace(_conv(), X), {"observers": {"activation": "chip_target:Range"}})
+    import chip_ops
+
+    for name, model in (
+        ("class", prepared),
+        ("function", qtrace.trace(lambda x: chip_ops.swish(x), X)),
+        ("other", qtrace.trace(lambda x: chip_ops.other(x), X)),
+    ):
+        qtrace.save(model, tmp_path / f"{name}.mge")
+        with pytest.raises(
+            UnsafeFileError, match="is not on the allow-list; if you trust the file, allow it"
+        ):
+            qtrace.load(tmp_path / f"{name}.mge")
+    chip(observers="range = chip_target:Range", op_rules="swish = chip_ops:RULE")
+    assert "conv2d" in str(qtrace.explain(qtrace.load(tmp_path / "class.mge")))
+    assert "it needs floats" in str(qtrace.explain(qtrace.load(tmp_path / "function.mge")))
+    with pytest.raises(UnsafeFileError, match="would call the function chip_ops:other"):
+        qtrace.load(tmp_path / "other.mge")
 
 
 def test_names_that_clash_are_refused(chip):

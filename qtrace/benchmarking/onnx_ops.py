@@ -172,7 +172,7 @@ def read_graph(path: Path, shapes: Mapping[str, Shape] | None = None) -> OnnxGra
 
     Args:
         path: the file.
-        shapes: input -> shape, for inputs whose sizes the file leaves open; 1 for other open sizes.
+        shapes: input -> shape, for inputs whose sizes the file leaves open; 1 for a batch without.
 
     Raises:
         ExportError: when the file is no ONNX file.

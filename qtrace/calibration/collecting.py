@@ -21,7 +21,7 @@ from qtrace.data.batches import as_arguments, evaluating, find_values, refuse_na
 from qtrace.data.unusual import find_unusual
 from qtrace.display import progress_bar
 from qtrace.errors import CalibrationError
-from qtrace.graph.nonfinite import NonfiniteSearch, remedy_for
+from qtrace.graph.nonfinite import remedy_for, search_nonfinite
 from qtrace.graph.source_lines import name_with_line
 from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.graph.walk import exprs, op_label
@@ -232,9 +232,8 @@ def _refuse_nonfinite_output(
     Raises:
         CalibrationError: names output, batch, and the op that produced NaN or infinity first.
     """
-    search = NonfiniteSearch(model)
-    search.run(*arguments[0], **arguments[1])
-    origin = search.origins.get(output, output.expr)  # finite in MegEngine: another engine computed the value
+    origins = search_nonfinite(model, *arguments).origins
+    origin = origins.get(output, output.expr)  # finite in MegEngine: another engine computed the value
     if origin is None:
         return
     place = name_with_line(origin, op_label(origin))

@@ -23,6 +23,7 @@ __all__ = [
     "data",
     "example",
     "file_or_folder",
+    "grouped",
     "importable",
     "input_shapes",
     "output",
@@ -84,6 +85,19 @@ def file_or_folder() -> click.Path:
 def _all(*options: Callable[..., Any]) -> Callable[..., Any]:
     """Combines options to one decorator; --help shows them in this order."""
     return lambda function: functools.reduce(lambda f, option: option(f), reversed(options), function)
+
+
+def grouped(key: str, *names: str) -> Callable[..., Any]:
+    """Gives a command the options ``names`` as one dict, its argument ``key``."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def command(**arguments: Any) -> Any:
+            return function(**{key: {name: arguments.pop(name) for name in names}}, **arguments)
+
+        return command
+
+    return decorate
 
 
 def importable(_: click.Context, __: click.Parameter, value: Any) -> Any:
@@ -159,7 +173,7 @@ input_shapes = click.option(
 
 
 def data(required: bool, batch_size: int = 8, reserved: Sequence[str] = ()) -> Callable[..., Any]:
-    """Adds --data, --batch-size, --max-batches, --skip-bad and the options of images.
+    """Adds --data and the options of images; --batch-size, --max-batches and --skip-bad as ``reading``.
 
     Args:
         required: whether --data must be given.
@@ -184,6 +198,7 @@ def data(required: bool, batch_size: int = 8, reserved: Sequence[str] = ()) -> C
         click.option("--max-batches", type=click.IntRange(1), help="Stop after this many batches."),
         click.option("--skip-bad", is_flag=True, help="Leave out unreadable images, and name them."),
         images(reserved),
+        grouped("reading", "batch_size", "max_batches", "skip_bad"),
     )
 
 
@@ -213,12 +228,6 @@ def output(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def collecting(function: Callable[..., Any]) -> Callable[..., Any]:
     """Adds the options of collecting statistics; the command gets them as the dict ``collecting``."""
-    names = ("engine", "threads", "workers", "ray", "every", "seconds")
-
-    @functools.wraps(function)
-    def command(**arguments: Any) -> Any:
-        return function(collecting={name: arguments.pop(name) for name in names}, **arguments)
-
     return _all(
         click.option(
             "--engine",
@@ -257,4 +266,5 @@ def collecting(function: Callable[..., Any]) -> Callable[..., Any]:
             show_default=True,
             help="Seconds between checkpoints.",
         ),
-    )(command)
+        grouped("collecting", "engine", "threads", "workers", "ray", "every", "seconds"),
+    )(function)

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -135,6 +136,14 @@ def _flushed(code: int) -> int:
 
 def _run(args: Sequence[str] | None) -> int:
     _open_streams()
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        os.chdir(os.sep)  # Python looks into the working folder for the modules that print
+        return _report_mistake("error: the working folder is deleted: change to another one.")
+    if any(action == "error" for action, *_ in warnings.filters):  # which is about qtrace's own modules
+        warnings.filterwarnings("ignore", module="(?!qtrace)")
+        warnings.filterwarnings("default", category=UserWarning, module="(?!qtrace)")
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup sets it
             signal.signal(number, _terminate)

@@ -13,6 +13,7 @@ import click
 
 from qtrace.cli.console import Console
 from qtrace.cli.images import chosen_words
+from qtrace.cli.options import grouped
 from qtrace.errors import ConfigError, QtraceError
 from qtrace.quantizing.folder import CURE
 from qtrace.quantizing.suffixes import suffix_of
@@ -28,12 +29,6 @@ _ENOUGH_SAMPLES = 128  # to calibrate on
 
 def judging(function: Callable[..., Any]) -> Callable[..., Any]:
     """Adds --evaluation, --metric and --at-least; the command gets them as the dict ``judged``."""
-    names = ("evaluation", "metric", "at_least")
-
-    @functools.wraps(function)
-    def command(**arguments: Any) -> Any:
-        return function(judged={name: arguments.pop(name) for name in names}, **arguments)
-
     added = (
         click.option(
             "--evaluation",
@@ -49,10 +44,9 @@ def judging(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--at-least", type=float, help="Exit with 1 if the metric, or the SQNR in dB, is below this."
         ),
+        grouped("judged", "evaluation", "metric", "at_least"),
     )
-    for option in reversed(added):
-        command = option(command)
-    return command
+    return functools.reduce(lambda command, add: add(command), reversed(added), function)
 
 
 @dataclass(frozen=True)

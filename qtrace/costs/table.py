@@ -124,7 +124,7 @@ class CostTable:
             data = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(f"the cost table {path} cannot be read: {error.strerror}.") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"the cost table {path} is damaged: {error}; measure it again.") from error
         if not isinstance(data, dict) or data.get("schema") != SCHEMA:
             raise ConfigError(f"{path} is no cost table: its schema is not {SCHEMA!r}.")

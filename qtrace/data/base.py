@@ -16,6 +16,7 @@ __all__ = [
     "NO_EMPTY_AXES",
     "Batch",
     "DataSource",
+    "DerivedSource",
     "SizedSource",
     "batch_length",
     "check_rank",
@@ -110,6 +111,23 @@ class SizedSource(DataSource):
     @abc.abstractmethod
     def _count(self) -> int:
         """Returns the number of all batches, regardless of ``max_batches``."""
+
+
+class DerivedSource(DataSource):
+    """Batches that are made of those of another source.
+
+    Args:
+        inner: the other source.
+    """
+
+    def __init__(self, inner: DataSource) -> None:
+        super().__init__(inner.source, inner.max_batches)
+        self.inner = inner
+        self.pixels, self.cut, self.skipped = inner.pixels, inner.cut, inner.skipped
+
+    def identity(self) -> str:
+        """Returns the identity of the other source."""
+        return self.inner.identity()
 
 
 def length_of_last(source: SizedSource) -> int:

@@ -19,7 +19,7 @@ from qtrace.errors import CalibrationError, GraphError
 from qtrace.gradients.recurrent import checked_shapes
 from qtrace.graph.failures import short
 from qtrace.graph.flatten import flatten
-from qtrace.graph.nonfinite import NonfiniteSearch
+from qtrace.graph.nonfinite import search_nonfinite
 from qtrace.graph.signature import has_traced_structure, list_inputs
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import modules_of
@@ -115,9 +115,8 @@ def refuse_nan(arguments: _Arguments, index: int, model: TracedModule, source: s
     if not (place := find_values(arguments, np.isnan)):
         return
     flat = flatten(model)
-    search = NonfiniteSearch(flat)
     with evaluating(flat), translate_errors(model, arguments, index):
-        search.run(*arguments[0], **arguments[1])
+        search = search_nonfinite(flat, *arguments)
     if search.calculates_with_nan():
         raise CalibrationError(
             f"{source}{', ' if source else ''}batch {index} holds NaN, which has no integer, first in "
@@ -133,12 +132,11 @@ def find_values(arguments: _Arguments, test: Callable[[np.ndarray], np.ndarray])
         test: returns a boolean for each value of an array of floats.
     """
     args, kwargs = arguments
-    named = [(f"input {i}", value) for i, value in enumerate(args)]
-    for name, argument in [*named, *((f"input {key}", value) for key, value in kwargs.items())]:
+    for key, argument in (*enumerate(args), *kwargs.items()):
         for value in _values(argument):
             if value.dtype.kind == "f" and value.size and (found := test(value)).any():
                 place = [int(axis[0]) for axis in np.nonzero(found)]
-                return f"{name} at {place}" + (f" (sample {place[0]})" if place else "")
+                return f"input {key} at {place}" + (f" (sample {place[0]})" if place else "")
     return ""
 
 

@@ -157,7 +157,8 @@ class _LoaderSource(DataSource):
                 inputs.append(convert(array, self._preprocess))
             else:
                 inputs.append(to_input(array, label))
-        _refuse_single_numbers(inputs, batch)
+        if not any(value.ndim for value in inputs):  # beside arrays they are settings, such as a sample rate
+            raise DataError(f"{batch} is a single number; the first axis must count at least one sample.")
         return inputs
 
     def _call(self, doing: str, call: Callable[[], Any]) -> Any:
@@ -173,12 +174,6 @@ class _LoaderSource(DataSource):
 class _SizedLoaderSource(_LoaderSource, SizedSource):
     def _count(self) -> int:
         return len(self._make())
-
-
-def _refuse_single_numbers(values: Sequence[np.ndarray], label: str) -> None:
-    """Refuses a batch of single numbers alone; beside arrays they are settings, such as a sample rate."""
-    if not any(value.ndim for value in values):
-        raise DataError(f"{label} is a single number; the first axis must count at least one sample.")
 
 
 def _to_array(value: Any, label: str) -> np.ndarray:

@@ -73,7 +73,14 @@ def open_data(
     source = os.fspath(source)
     path = Path(source)
     if source and path.is_dir():
-        return _images(path, preprocess, batch_size=batch_size, max_batches=max_batches, skip_bad=skip_bad)
+        if preprocess is None:
+            raise DataError(
+                f"{path} is a folder of images: give --size, --scale, --mean, --std and --channels, or a "
+                "recipe with the key `preprocess`."
+            )
+        return ImageSource(
+            path, preprocess=preprocess, batch_size=batch_size, max_batches=max_batches, skip_bad=skip_bad
+        )
     if path.suffix.lower() in (".npy", ".npz"):
         if not path.is_file():
             raise DataError(f"There is no file {source}; the data must be {_FORMS}.")
@@ -84,12 +91,3 @@ def open_data(
         return open_loader(source, max_batches, preprocess)
     problem = "cannot be read as data" if source and path.exists() else "does not exist"
     raise DataError(f"{source!r} {problem}; give {_FORMS}.")
-
-
-def _images(path: Path, preprocess: Preprocess | None, **options: Any) -> ImageSource:
-    if preprocess is None:
-        raise DataError(
-            f"{path} is a folder of images: give --size, --scale, --mean, --std and --channels, or a recipe "
-            "with the key `preprocess`."
-        )
-    return ImageSource(path, preprocess=preprocess, **options)

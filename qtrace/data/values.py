@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qtrace.data.arrays import LABELS
-from qtrace.data.base import Batch, DataSource, SizedSource
+from qtrace.data.base import Batch, DataSource, DerivedSource, SizedSource
 from qtrace.data.foreign import read_array, what_is_no_iterable
 from qtrace.data.loader import open_batches
 from qtrace.errors import DataError
@@ -99,18 +99,13 @@ def without_labels(source: DataSource, labels: tuple[int | str, ...]) -> DataSou
     return kind(source, frozenset(labels))
 
 
-class _Unlabelled(DataSource):
+class _Unlabelled(DerivedSource):
     def __init__(self, source: DataSource, labels: frozenset[int | str]) -> None:
-        super().__init__(source.source, source.max_batches)
-        self._whole, self._labels = source, labels
-        self.pixels, self.cut, self.skipped = source.pixels, source.cut, source.skipped
-
-    def identity(self) -> str:
-        """Returns the identity of the whole data."""
-        return self._whole.identity()
+        super().__init__(source)
+        self._labels = labels
 
     def _batches(self, selects: Callable[[int], bool]) -> Iterator[tuple[int, Batch]]:
-        for number, batch in self._whole._batches(selects):
+        for number, batch in self.inner._batches(selects):
             if isinstance(batch, dict):
                 yield number, {key: value for key, value in batch.items() if key not in self._labels}
             else:
@@ -119,5 +114,5 @@ class _Unlabelled(DataSource):
 
 class _SizedUnlabelled(_Unlabelled, SizedSource):
     def _count(self) -> int:
-        assert isinstance(self._whole, SizedSource)
-        return self._whole._count()
+        assert isinstance(self.inner, SizedSource)
+        return self.inner._count()

@@ -1,4 +1,4 @@
-"""Batches of one size, for a network that takes no others."""
+"""Batches of one size, for a network that takes no others, and ranges of samples."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from qtrace.data.base import Batch, DataSource, SizedSource, batch_length, length_of_last
+from qtrace.data.base import Batch, DataSource, DerivedSource, SizedSource, batch_length, length_of_last
 from qtrace.errors import DataError
 
-__all__ = ["describe_left_out", "filled_batches", "whole_batches"]
+__all__ = ["SampleRange", "describe_left_out", "filled_batches", "whole_batches"]
 
 
 def whole_batches(source: DataSource, size: int | None) -> DataSource:
@@ -62,24 +62,23 @@ def filled_batches(batch: Batch, size: int) -> list[Batch]:
     return batches
 
 
-class _Whole(DataSource):
+class _Whole(DerivedSource):
     """The batches of a source that have a number of samples, numbered anew."""
 
     def __init__(self, source: DataSource, size: int) -> None:
-        super().__init__(source.source, source.max_batches)
-        self._inner, self._size = source, size
-        self.pixels, self.cut, self.skipped = source.pixels, source.cut, source.skipped
+        super().__init__(source)
+        self._size = size
 
     def identity(self) -> str:
         """Returns the identity of the whole data, and the size."""
-        return f"{self._inner.identity()} {self._size}"
+        return f"{self.inner.identity()} {self._size}"
 
     def _batches(self, selects: Callable[[int], bool]) -> Iterator[tuple[int, Batch]]:
         if self.cut:  # all but the last one have one size, so that their numbers stay
-            numbered = self._inner.numbered(selects)
+            numbered = self.inner.numbered(selects)
             yield from ((number, batch) for number, batch in numbered if self._is_whole(batch))
             return
-        whole = (batch for _, batch in self._inner.numbered() if self._is_whole(batch))
+        whole = (batch for _, batch in self.inner.numbered() if self._is_whole(batch))
         yield from enumerate(whole)
 
     def _is_whole(self, batch: Batch) -> bool:
@@ -101,3 +100,40 @@ class _SizedWhole(_Whole, SizedSource):
             else:
                 self._known = sum(1 for _ in self._batches(lambda number: True))
         return self._known
+
+
+class SampleRange(DerivedSource, SizedSource):
+    """Samples ``start`` to ``stop`` of a source, in its batches; those at both ends are cut.
+
+    Args:
+        source: batches whose arrays have the samples on their first axis.
+        start, stop: the numbers of the first sample and of the one behind the last.
+    """
+
+    def __init__(self, source: SizedSource, start: int, stop: int) -> None:
+        super().__init__(source)
+        self.max_batches, self._start, self._stop = None, start, stop
+
+    def identity(self) -> str:
+        """Returns the identity of the whole data, and the range."""
+        return f"{self.inner.identity()} {self._start} {self._stop}"
+
+    def _count(self) -> int:
+        return sum(1 for _ in self._batches(lambda number: True))
+
+    def _batches(self, selects: Callable[[int], bool]) -> Iterator[tuple[int, Batch]]:
+        number = first = 0
+        for batch in self.inner:
+            count = batch_length(batch)
+            low, high = max(self._start - first, 0), min(self._stop - first, count)
+            first += count
+            if low < high:
+                yield number, _cut(batch, low, high)
+                number += 1
+
+
+def _cut(batch: Batch, low: int, high: int) -> Batch:
+    """Cuts the arrays of a batch; a single number stays whole."""
+    if isinstance(batch, dict):
+        return {key: value[low:high] if value.ndim else value for key, value in batch.items()}
+    return tuple(value[low:high] if value.ndim else value for value in batch)

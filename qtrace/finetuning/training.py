@@ -16,7 +16,7 @@ from qtrace.finetuning.retreating import Retreat
 from qtrace.finetuning.settings import FinetuneSettings
 from qtrace.finetuning.twins import PARTS, Twins
 from qtrace.finetuning.watching import Watch
-from qtrace.graph.nonfinite import NonfiniteSearch
+from qtrace.graph.nonfinite import search_nonfinite
 from qtrace.preparation.model import QuantizedModel
 
 __all__ = ["Trainer"]
@@ -112,10 +112,9 @@ class Trainer:
         place = "all values of both graphs are finite"
         arguments = unpack(self.samples.form, list(self._batch(step).tensors().leaves))
         for graph, name in ((self.twins.student, "quantized"), (self.twins.teacher, "float")):
-            search = NonfiniteSearch(graph)
-            search.run(*arguments[0], **arguments[1])
-            if search.origin is not None:
-                first = search.origin.outputs[0].name
+            origin = search_nonfinite(graph, *arguments).origin
+            if origin is not None:
+                first = origin.outputs[0].name
                 place = f"the first value of the {name} graph that is not finite is {first}"
                 break
         return TrainingError(

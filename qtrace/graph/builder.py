@@ -192,7 +192,7 @@ class GraphBuilder:
             GraphError: when the method fails on these shapes.
         """
         expr = CallMethod(args[0], method)
-        args[0].users.remove(expr)  # `set_arguments` adds it again
+        args[0].users.pop()  # `set_arguments` adds it again
         set_arguments(expr, args, kwargs)
         return self._add(expr, name or f"{method.strip('_')}_out", f"[method_{method.strip('_')}]")
 
@@ -285,17 +285,18 @@ class GraphBuilder:
         """
         callee = self._attribute(path) if module is None else self.add_module(path, module)
         expr = CallMethod(callee)
-        callee.users.remove(expr)
+        callee.users.pop()
         set_arguments(expr, (callee, *args), kwargs)
         return self._add(expr, name or f"{path.replace('.', '_')}_out", f"{path}.[out]")
 
-    def finish(self, outputs: Any) -> TracedModule:
+    def finish(self, outputs: Any, copy_views: bool = True) -> TracedModule:
         """Returns the module, in eval mode; the builder must not be used any more.
 
         Where a kernel of MegEngine's would compute wrong values from a view, the view is copied first.
 
         Args:
             outputs: what forward returns: a node, or tuples, lists and dicts of nodes.
+            copy_views: whether views are copied; else the caller does so, once the graph is changed.
 
         Raises:
             GraphError: when an output is no node of this graph.
@@ -315,8 +316,8 @@ class GraphBuilder:
         self.traced.argdef_outdef_map = {arg_def: out_def}
         self.traced.argspec = inspect.FullArgSpec(names, None, None, None, [], None, {})
         finish(self.traced)
-        copies = find_copies(self.traced)
-        insert_copies(self.traced, copies)
+        if copy_views:
+            insert_copies(self.traced, find_copies(self.traced))
         self.traced.eval()
         return self.traced
 
@@ -338,9 +339,9 @@ class GraphBuilder:
             if isinstance(leaf, RawTensor):
                 self._values[node] = values
             nodes.append(node)
-        expr.return_val = out_def.unflatten(nodes)
+        expr.outputs, expr.out_def = nodes, out_def
         self.graph._exprs.append(expr)
-        return expr.return_val
+        return nodes[0] if out_def is self._single else out_def.unflatten(nodes)
 
     def _runs(self, expr: Expr) -> int:
         counts = (max(len(self._shapes.get(n, ())), len(self._values.get(n, ()))) for n in expr.inputs)

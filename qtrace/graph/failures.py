@@ -1,4 +1,4 @@
-"""Failures in one sentence: of MegEngine's tracer, with submodule and remedy, and of an op of a graph."""
+"""Failures in one sentence: of MegEngine's tracer, with submodule and remedy, of an op, and of a record."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import inspect
 import re
 import sysconfig
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,11 +18,13 @@ from megengine.traced_module.expr import Constant, Expr
 from megengine.traced_module.node import ModuleNode, NodeMixin
 from megengine.traced_module.traced_module import InternalGraph, TracedModuleBuilder
 
-from qtrace.errors import TraceError
+from qtrace.errors import GraphError, SchemeError, TraceError
 from qtrace.graph.source_lines import name_with_line, source_line
 from qtrace.graph.walk import op_label
 
-__all__ = ["LIBRARIES", "clean_up", "describe_failure", "explain", "short", "user_line"]
+__all__ = ["LIBRARIES", "clean_up", "describe_failure", "explain", "parsing", "short", "user_line"]
+
+_DAMAGES = (ValueError, LookupError, TypeError, AttributeError, RecursionError, SchemeError)
 
 # Beginnings of the paths of files that are not the user's code.
 LIBRARIES = (
@@ -203,3 +206,17 @@ def describe_failure(expr: Expr, inputs: Sequence[Any], error: Exception, advice
 
 def _dtype_name(value: Any) -> str:
     return str(getattr(value.dtype, "name", value.dtype))
+
+
+@contextmanager
+def parsing(record: str, cure: str) -> Iterator[None]:
+    """Turns what a damaged record raises within the block into a `GraphError`.
+
+    Args:
+        record: the record and the verb, such as ``"the interface that the model carries is"``.
+        cure: what to do.
+    """
+    try:
+        yield
+    except _DAMAGES as error:
+        raise GraphError(f"{record} damaged ({type(error).__name__}): {cure}.") from error

@@ -27,11 +27,10 @@ def write_order(traced: TracedModule, order: Sequence[Expr], removed: set[Expr])
     graph = traced.graph
     kept = [expr for expr in order if expr not in removed]
     late = _late_read(kept)
-    if late is not None:
-        kept = order_together(kept, ())
-    if kept is None:
+    ordered = kept if late is None else order_together(kept, ())
+    if ordered is None:
         raise GraphError(f"{late}: it would need its own result.")
-    graph._exprs = kept
+    graph._exprs = ordered
     for expr in order:
         if expr in removed:
             _unlink(graph, expr, removed)

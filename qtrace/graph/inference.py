@@ -35,12 +35,11 @@ from qtrace.fakequant.following.bn_fold import LAYERS, BnFold
 from qtrace.fakequant.following.dynamic import DynamicQuant
 from qtrace.gradients import plain
 from qtrace.graph.engine import quiet_engine
-from qtrace.graph.equality import freeze
 from qtrace.graph.failures import describe_failure
 from qtrace.graph.kernels import check_op, divisor_of_integers
 from qtrace.graph.opaque import OpaqueOp
 from qtrace.graph.tensors import holds_large_tensors, shared_copies
-from qtrace.graph.walk import called_graph, get_module, owner, reads_shape, updates_inputs
+from qtrace.graph.walk import called_graph, freeze, get_module, owner, reads_shape, updates_inputs
 
 __all__ = ["OpError", "TensorType", "TypeInference", "recorded_type", "summarize", "type_of", "zeros"]
 
@@ -132,6 +131,8 @@ class TypeInference:
         self.values: dict[Node, Any] = {}
         self._network = Network()
         self._known: dict[Hashable, tuple[list[Any] | None, TreeDef | None]] = {}
+        self._arguments: dict[Hashable, int] = {}
+        self._last: tuple[Expr | None, int | None] = None, None
 
     def value(self, node: Node) -> Any:
         """Returns the value of ``node``, from what the nodes before it record.
@@ -196,9 +197,10 @@ class TypeInference:
             return self.run_graph(graph, list(inputs)), None
         if expr.outputs and isinstance(expr, CallMethod) and expr.method == "__setitem__":
             return [inputs[0]], None
-        key = _call_key(expr, inputs)
-        if key is not None and key in self._known:
-            return self._known[key]
+        key = self._call_key(expr, inputs)
+        known = None if key is None else self._known.get(key)
+        if known is not None:
+            return known
         try:
             deduced = self._deduced(expr, inputs)
         except Exception as error:  # MegEngine's errors have no class of their own
@@ -206,6 +208,21 @@ class TypeInference:
         if key is not None:
             self._known[key] = deduced
         return deduced
+
+    def _call_key(self, expr: Expr, inputs: Sequence[Any]) -> Hashable | None:
+        """Returns a key that calls on types share whose results have equal types; None for other calls."""
+        if not inputs or not all(isinstance(value, TensorType) and _is_plain(value) for value in inputs):
+            return None
+        if self._last[0] is not expr:  # it is called again for other sizes of open axes
+            try:
+                key = _argument_key(expr)
+            except TypeError:  # an argument without a value to compare
+                key = None
+            number = None if key is None else self._arguments.setdefault(key, len(self._arguments))
+            self._last = expr, number
+        if self._last[1] is None:
+            return None
+        return self._last[1], tuple((value.shape, np.dtype(value.dtype)) for value in inputs)
 
     def run_graph(self, graph: Any, inputs: list[Any]) -> list[Any]:
         """Returns the values of the outputs of ``graph``, of a submodule, for the values of its inputs."""
@@ -306,25 +323,21 @@ def _call(expr: Expr, values: Sequence[Any]) -> tuple[list[Any], TreeDef]:
     return list(leaves), structure
 
 
-def _call_key(expr: Expr, inputs: Sequence[Any]) -> Hashable | None:
-    """Returns a key that calls share whose results have equal types; None for one that is deduced by itself.
+def _argument_key(expr: Expr) -> Hashable | None:
+    """Returns a key of what ``expr`` calls and with which arguments; None without one.
 
-    Only MegEngine's functions and methods on types have one: layers and stored values differ from call to
-    call, and a function of the user's own may have a state.
+    Only MegEngine's functions and methods have one: layers and stored values differ from call to call, and a
+    function of the user's own may have a state.
     """
     if not isinstance(expr, (CallFunction, CallMethod)):
-        return None
-    if not inputs or not all(isinstance(value, TensorType) and _is_plain(value) for value in inputs):
         return None
     op = plain(expr.func) if isinstance(expr, CallFunction) else str(expr.method)
     if isinstance(expr, CallFunction) and not str(op.__module__).startswith("megengine."):
         return None
     places = {node: place for place, node in enumerate(expr.inputs)}
-    types = tuple((value.shape, np.dtype(value.dtype).name) for value in inputs)
-    try:
-        return op, types, freeze((expr.args, expr.kwargs), places.__getitem__)
-    except (AssertionError, TypeError):  # a damaged graph, or an argument without a value to compare
-        return None
+    key = op, tuple(places[n] for n in expr.inputs), expr.arg_def, freeze(expr.const_val, places.__getitem__)
+    hash(key)
+    return key
 
 
 def _zeros_show_shapes(expr: Expr, inputs: Sequence[Any]) -> bool:

@@ -8,6 +8,7 @@ module, as JSON text, which ``flatten``, ``prepare``, ``convert``, ``save`` and 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import GraphError
-from qtrace.graph.carried import parsing
+from qtrace.graph.failures import parsing
 from qtrace.graph.types import TensorNode, TracedModule
 
 __all__ = ["Interface", "TensorInfo", "read_inputs", "read_interface", "write_interface"]
@@ -100,8 +101,8 @@ class Interface:
         ):
             raise GraphError("the metadata of an interface are pairs of texts that UTF-8 can express.")
         for kind, tensors in (("inputs", self.inputs), ("outputs", self.outputs)):
-            names = [tensor.name for tensor in tensors]
-            if repeated := sorted({name for name in names if names.count(name) > 1}):
+            names = Counter(tensor.name for tensor in tensors)
+            if repeated := sorted((names - Counter(set(names))).keys()):
                 raise GraphError(f"two {kind} of an interface are called {repeated[0]!r}.")
 
     def to_json(self) -> str:

@@ -12,7 +12,18 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Move", "parse_moves", "part_of", "places_of", "reshaped_to", "taken_at", "transposed_by"]
+__all__ = [
+    "Move",
+    "joined",
+    "moved",
+    "parse_moves",
+    "part_of",
+    "places_of",
+    "reshaped_to",
+    "taken_at",
+    "transposed_by",
+    "undone",
+]
 
 # The kind, and its numbers: ("transpose", axes), ("reshape", sizes), ("part", (axis, first, end)),
 # ("take", (axis, *places)).
@@ -40,6 +51,38 @@ def taken_at(axis: int, places: Iterable[int]) -> Move:
     return "take", (int(axis), *(int(place) for place in places))
 
 
+def joined(moves: Sequence[Move], *more: Move) -> tuple[Move, ...]:
+    """Returns moves one after the other, of which a transpose and its inverse are none."""
+    result = list(moves)
+    for kind, numbers in more:
+        if kind == "transpose" and result and result[-1][0] == kind:
+            before = result.pop()[1]
+            numbers = tuple(before[axis] for axis in numbers)
+        if kind != "transpose" or numbers != tuple(range(len(numbers))):
+            result.append((kind, numbers))
+    return tuple(result)
+
+
+def undone(shape: Sequence[int], moves: Iterable[Move]) -> tuple[Move, ...] | None:
+    """Returns the moves that make the stored tensor of a parameter again; None if numbers are missing.
+
+    Args:
+        shape: the shape of the stored tensor.
+        moves: what made the parameter.
+    """
+    back, own = list[Move](), tuple(shape)
+    for kind, numbers in moves:
+        if kind == "transpose":
+            back.insert(0, transposed_by(np.argsort(numbers).tolist()))
+            own = tuple(own[axis] for axis in numbers)
+        elif kind == "reshape":
+            back.insert(0, reshaped_to(own))
+            own = np.empty(own, np.bool_).reshape(numbers).shape
+        else:
+            return None
+    return tuple(back)
+
+
 def places_of(shape: Sequence[int], moves: Iterable[Move]) -> np.ndarray:
     """Returns where each number of the result of some moves stands in the flattened stored tensor.
 
@@ -53,22 +96,30 @@ def places_of(shape: Sequence[int], moves: Iterable[Move]) -> np.ndarray:
     Raises:
         ValueError: when the moves do not fit the shape.
     """
-    places = np.arange(int(np.prod(shape, dtype=np.int64))).reshape(tuple(shape))
+    return moved(np.arange(int(np.prod(shape, dtype=np.int64))).reshape(tuple(shape)), moves)
+
+
+def moved(values: np.ndarray, moves: Iterable[Move]) -> np.ndarray:
+    """Returns the result of some moves of an array.
+
+    Raises:
+        ValueError: when the moves do not fit its shape.
+    """
     for kind, numbers in moves:
         if kind == "transpose":
-            places = places.transpose(numbers)
+            values = values.transpose(numbers)
         elif kind == "reshape":
-            places = places.reshape(numbers)
+            values = values.reshape(numbers)
         elif kind == "part":
             axis, first, end = numbers
-            places = places.take(range(first, end), axis)
+            values = values.take(range(first, end), axis)
         else:
             axis, *taken = numbers
             try:
-                places = places.take(np.array(taken, np.int64), axis)
+                values = values.take(np.array(taken, np.int64), axis)
             except IndexError as error:
                 raise ValueError(f"no such places on axis {axis} of a stored tensor") from error
-    return places
+    return values
 
 
 def parse_moves(items: Any = ()) -> tuple[Move, ...]:

@@ -23,7 +23,7 @@ from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.source_lines import name_with_line
 from qtrace.graph.walk import op_label, owner, reads_shape
 
-__all__ = ["NonfiniteSearch", "nonfinite_results", "remedy_for"]
+__all__ = ["NonfiniteSearch", "nonfinite_results", "remedy_for", "search_nonfinite"]
 
 _SOFTMAX = (
     "MegEngine's softmax does so on CPU where all values along the axis are below -87.33. Subtract the "
@@ -74,10 +74,9 @@ class NonfiniteSearch(Interpreter):
             return earlier
         if not tensors or any(isinstance(v, float) and not math.isfinite(v) for _, v in expr.const_val or ()):
             return None
-        meant = bool(before)
-        if node in self.nan:  # infinities may become NaN, and NaN may spread
-            meant = any(n in self.nan for n in tensors) and self._keeps_nan(expr)
-        return None if meant else expr
+        if node not in self.nan:
+            return None if before else expr
+        return None if any(n in self.nan for n in tensors) and self._keeps_nan(expr) else expr
 
     def calculates_with_nan(self) -> bool:
         """Returns whether an op made anything else of NaN than NaN at the same places."""
@@ -103,6 +102,13 @@ class NonfiniteSearch(Interpreter):
         return expr.method in ("__getitem__", "__setitem__") or all(given)
 
 
+def search_nonfinite(traced: TracedModule, args: Any, kwargs: Any) -> NonfiniteSearch:
+    """Runs a flat graph on the arguments of its forward, and returns where NaN and infinity come from."""
+    search = NonfiniteSearch(traced)
+    search.run(*args, **kwargs)
+    return search
+
+
 def nonfinite_results(traced: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
     """Runs ``traced`` once and checks every value.
 
@@ -115,8 +121,7 @@ def nonfinite_results(traced: TracedModule, args: tuple[Any, ...], kwargs: dict[
         A sentence that names the first op with a NaN or infinite result from finite inputs, its line, and
         the remedy; empty if there is no such op.
     """
-    search = NonfiniteSearch(flatten(traced))
-    search.run(*args, **kwargs)
+    search = search_nonfinite(flatten(traced), args, kwargs)
     expr = search.origin
     if expr is None:
         return []

@@ -8,12 +8,14 @@ and ``load`` keep.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import numpy as np
 
-from qtrace.graph.carried import parsing
+from qtrace.graph.failures import parsing
 from qtrace.graph.types import Node, TensorNode, TracedModule
 
 __all__ = [
@@ -26,6 +28,7 @@ __all__ = [
     "power_of_two",
     "read_open_axes",
     "repeat_to",
+    "resize_axes",
     "write_open_axes",
 ]
 
@@ -44,7 +47,7 @@ class OpenAxis:
     Attributes:
         input: the name of the input's node.
         axis: the axis.
-        size: what the axis shares its size with: axes with equal texts have one size.
+        size: what the axis shares its size with: axes with equal texts have one size, or keep their ratio.
         name: the name in files; "" if it has none.
     """
 
@@ -154,6 +157,31 @@ def growth(size: int) -> int:
     return power * max(1, -(-visible // power))
 
 
+def resize_axes(
+    shapes: Mapping[str, Sequence[int]], axes: Sequence[OpenAxis], resize: Callable[[int, int | None], int]
+) -> dict[str, tuple[int, ...]]:
+    """Returns shapes at other sizes of some open axes.
+
+    Axes that share their size keep their ratio: each is a whole multiple of a common unit.
+
+    Args:
+        shapes: input -> its shape.
+        axes: the open axes.
+        resize: returns another unit for a unit and its number; the number of a batch is None.
+    """
+    units: dict[str, int] = {}
+    for axis in axes:
+        units[axis.size] = math.gcd(units.get(axis.size, 0), int(shapes[axis.input][axis.axis]))
+    batches = {axis.size for axis in axes if axis.axis == 0}
+    order = [size for size in units if size not in batches]
+    others = {name: list(shape) for name, shape in shapes.items()}
+    for axis in axes:
+        unit, size = units[axis.size], others[axis.input][axis.axis]
+        number = None if axis.size in batches else order.index(axis.size)
+        others[axis.input][axis.axis] = size // unit * resize(unit, number)
+    return {name: tuple(shape) for name, shape in others.items()}
+
+
 def other_sizes(
     shapes: Mapping[str, Sequence[int]], axes: Sequence[OpenAxis], count: int = 2, distinct: bool = True
 ) -> list[dict[str, tuple[int, ...]]]:
@@ -167,16 +195,8 @@ def other_sizes(
         count: how many shapes to return for each input.
         distinct: whether each open size grows by another multiple.
     """
-    sizes = list(dict.fromkeys(axis.size for axis in axes))
-    first = {axis.size: (axis.axis, int(shapes[axis.input][axis.axis])) for axis in reversed(axes)}
-    results = []
-    for number in range(1, count + 1):
-        others = {name: list(shape) for name, shape in shapes.items()}
-        for axis in axes:
-            position, size = first[axis.size]
-            step = 1 if position == 0 else growth(size)
-            order = [s for s in sizes if first[s][0]] if position and distinct else [axis.size]
-            times = number + order.index(axis.size)
-            others[axis.input][axis.axis] = size + step * times
-        results.append({name: tuple(shape) for name, shape in others.items()})
-    return results
+
+    def grow(times: int, unit: int, number: int | None) -> int:
+        return unit + (times if number is None else growth(unit) * (times + number * distinct))
+
+    return [resize_axes(shapes, axes, partial(grow, times)) for times in range(1, count + 1)]

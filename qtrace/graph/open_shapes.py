@@ -19,7 +19,6 @@ __all__ = [
     "infer_types",
     "open_shapes",
     "show_shape",
-    "types_at_other_sizes",
 ]
 
 Shape = tuple[int | str, ...]
@@ -63,7 +62,12 @@ class SizedTypes:
         return self._types[key]
 
     def at_other_sizes(self, axes: Sequence[OpenAxis]) -> list[dict[Node, TensorType | None]]:
-        """Infers the types at two or three other sizes of some open axes, see `types_at_other_sizes`."""
+        """Infers the types of all tensors at up to three other sizes of some open axes.
+
+        Two sizes are enough where only batches are open, as one of them is larger than what an op may cut a
+        batch to. A size at which an op cannot run is left out: a file may leave an axis open of which few
+        sizes run.
+        """
         types = []
         inputs = _input_shapes(self.traced)
         batches = all(axis.axis == 0 for axis in axes)
@@ -104,17 +108,6 @@ def _type(value: object) -> TensorType | None:
     return TensorType(tuple(int(n) for n in shape), getattr(value, "dtype", None))
 
 
-def types_at_other_sizes(
-    traced: TracedModule, axes: Sequence[OpenAxis]
-) -> list[dict[Node, TensorType | None]]:
-    """Infers the types of all tensors of a flat graph at up to three other sizes of some open axes.
-
-    Two sizes are enough where only batches are open, as one of them is larger than what an op may cut a batch
-    to. A size at which an op cannot run is left out: a file may leave an axis open of which few sizes run.
-    """
-    return SizedTypes(traced).at_other_sizes(axes)
-
-
 def open_shapes(traced: TracedModule) -> dict[str, Shape]:
     """Returns the shapes of tensors that have open axes; none if the graph records no open axes.
 
@@ -128,7 +121,7 @@ def open_shapes(traced: TracedModule) -> dict[str, Shape]:
     record = read_open_axes(traced)
     if record is None or not record.axes:
         return {}
-    types = types_at_other_sizes(traced, record.axes)
+    types = SizedTypes(traced).at_other_sizes(record.axes)
     if not types:  # an edit of the graph has fixed an axis
         return {}
     names = _names_by_sizes(record, types)

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -344,6 +344,13 @@ class OperationReader:
     def __init__(self) -> None:
         self._operations: dict[Node, OperandForm | None] = {}
         self._numbers: dict[Node, float | None] = {}
+        self._kinds: dict[Expr, tuple[str, ...]] = {}
+
+    def kinds(self, exprs: Sequence[Expr]) -> Mapping[Expr, tuple[str, ...]]:
+        """Returns the possible kinds of all exprs of a graph; see `possible_kinds`."""
+        if not self._kinds:
+            self._kinds = {expr: possible_kinds(expr) for expr in exprs}
+        return self._kinds
 
     def operation(self, value: Any) -> OperandForm | None:
         """Reads the expr that produces ``value``; see `read_operation`."""
@@ -365,6 +372,7 @@ class OperationReader:
         """Forgets everything."""
         self._operations.clear()
         self._numbers.clear()
+        self._kinds = {}
 
 
 def _is_parameter(value: Any) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from qtrace.errors import GraphError
-from qtrace.graph.carried import parsing
+from qtrace.graph.failures import parsing
 from qtrace.graph.moves import Move, parse_moves
 from qtrace.graph.types import TracedModule
 

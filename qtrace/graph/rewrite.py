@@ -14,7 +14,7 @@ from megengine.traced_module.node import Node
 
 from qtrace.errors import GraphError
 from qtrace.graph.edit import GraphEditor
-from qtrace.graph.operations import OperationReader, possible_kinds
+from qtrace.graph.operations import OperationReader
 from qtrace.graph.pattern import Compound, Matcher, Pattern, PatternMatch
 from qtrace.graph.walk import exprs
 
@@ -109,7 +109,7 @@ def _sweep(
     results: list[RuleResult] = []
     rewritten: set[Expr] = set()
     dead: set[Expr] = set()
-    order = _candidates(traced, rule)[:: -1 if rule.from_outputs else 1]
+    order = _candidates(traced, rule, reader)[:: -1 if rule.from_outputs else 1]
     index = getattr(rule.pattern, "output", None) or 0
     with contextlib.ExitStack() as stack:
         editor: GraphEditor | None = None  # opened by the first match: it costs time linear in the graph
@@ -137,12 +137,12 @@ def _sweep(
     return results[:: -1 if rule.from_outputs else 1]
 
 
-def _candidates(traced: TracedModule, rule: RewriteRule) -> list[Expr]:
+def _candidates(traced: TracedModule, rule: RewriteRule, reader: OperationReader) -> list[Expr]:
     """Lists the exprs at which the pattern of ``rule`` may end, in the order of the graph."""
     if not isinstance(rule.pattern, Compound):
         return exprs(traced)
-    kinds = {expr: possible_kinds(expr) for expr in exprs(traced)}
-    if not rule.pattern.needs() <= {kind for names in kinds.values() for kind in names}:
+    kinds = reader.kinds(exprs(traced))
+    if not rule.pattern.needs() <= set(itertools.chain.from_iterable(kinds.values())):
         return []
     roots = rule.pattern.roots()
     return [expr for expr, names in kinds.items() if roots is None or not roots.isdisjoint(names)]

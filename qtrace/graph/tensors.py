@@ -22,7 +22,6 @@ from megengine.traced_module.traced_module import InternalGraph
 __all__ = [
     "PART_BYTES",
     "count_bytes",
-    "drop_read_values",
     "holds_large_tensors",
     "large_reads",
     "read_array",
@@ -99,13 +98,6 @@ def shared_copies(module: Module) -> dict[int, Any]:
 def holds_large_tensors(value: Any) -> bool:
     """Returns whether ``value`` is a module with tensors that are worth to be shared."""
     return isinstance(value, Module) and any(_is_large(tensor) for _, tensor in value.named_tensors())
-
-
-def drop_read_values(module: Module) -> None:
-    """Gives back the arrays that large tensors of a module keep since somebody has read them."""
-    for _, tensor in module.named_tensors():
-        if _is_large(tensor):
-            tensor._reset(_view(tensor))
 
 
 def _is_large(tensor: Tensor) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import numpy as np
 from megengine import Parameter, Tensor
+from megengine.core._imperative_rt.core2 import Tensor as RawTensor
 from megengine.module import Module
 from megengine.traced_module.traced_module import InternalGraph
 
@@ -36,6 +37,7 @@ __all__ = [
     "IN_PLACE",
     "called_graph",
     "exprs",
+    "freeze",
     "get_module",
     "is_float_tensor",
     "module_path",
@@ -191,3 +193,29 @@ def called_graph(expr: Expr) -> InternalGraph | None:
     if isinstance(module, TracedModule) and not module.is_qat:
         return module.argdef_graph_map[expr.arg_def]
     return None
+
+
+def freeze(value: Any, name: Callable[[Node], Hashable]) -> Hashable:
+    """Returns a hashable form of an argument, whose numbers keep their types: 1 is not 1.0.
+
+    Args:
+        value: an argument, or a tuple, list or dict of arguments.
+        name: gives what stands for a node.
+
+    Raises:
+        TypeError: when an argument's type has no value to compare.
+    """
+    if isinstance(value, Node):
+        return "node", name(value)
+    if isinstance(value, RawTensor):
+        value = value.numpy()
+    if isinstance(value, np.ndarray):
+        return "array", str(value.dtype), value.shape, value.tobytes()
+    if isinstance(value, (tuple, list)):
+        return "list", tuple(freeze(v, name) for v in value)
+    if isinstance(value, dict):
+        return "dict", tuple((key, freeze(v, name)) for key, v in value.items())
+    if isinstance(value, slice):
+        return "slice", tuple(freeze(v, name) for v in (value.start, value.stop, value.step))
+    hash(value)
+    return type(value).__name__, value if value == value else "nan"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from qtrace.graph.signature import list_inputs
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import exprs
-from qtrace.preparation.model import QuantizedModel
+from qtrace.preparation.passes.insert import headline
 from qtrace.preparation.record import is_quantized
 
 __all__ = ["describe_graph"]
@@ -26,7 +26,7 @@ def describe_graph(model: TracedModule) -> str:
         return "\n".join(
             [*lines, "  in float: qtrace.prepare(model) quantizes it; print(model) shows it whole"]
         )
-    lines.append(f"  {QuantizedModel(model).headline}")
+    lines.append(f"  {headline(model)}")
     return "\n".join(
         [*lines, "  qtrace.explain(model) says what became of each op; print(model) shows it whole"]
     )

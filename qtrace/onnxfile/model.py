@@ -111,17 +111,19 @@ def infer_shapes(model: ModelProto, sizes: Mapping[str, Sequence[int]], path: Pa
 
     Args:
         model: the model; it is changed.
-        sizes: input -> shape, for inputs whose sizes the file leaves open; 1 for other open sizes.
+        sizes: input -> shape, for inputs whose sizes the file leaves open; 1 for a batch without.
         path: its file, for messages.
 
     Raises:
-        ExportError: when shapes contradict each other.
+        ExportError: when shapes contradict each other, or a size besides the batch stays open.
     """
     for info in model.graph.input:
         shape = sizes.get(info.name)
         for axis, dim in enumerate(info.type.tensor_type.shape.dim):
             if shape is not None and axis < len(shape):
                 dim.dim_value = shape[axis]
+            elif not dim.dim_value and axis:
+                raise ExportError(f"axis {axis} of input {info.name!r} of {path} is open: give its shape.")
             elif not dim.dim_value:
                 dim.dim_value = 1
     for info in (*model.graph.output, *model.graph.value_info):

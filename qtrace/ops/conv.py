@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import megengine.functional as F
 import megengine.module as M
@@ -25,8 +24,7 @@ def _conv(rank: int, transposed: bool = False) -> Callable[[Expr], Reading]:
             raise UnreadableError(f"conv_mode {a['conv_mode']!r} is not supported")
         names = ("stride", "padding", "dilation", *(("output_padding",) if transposed else ()))
         numbers, fixed = traced_arguments({n: a[n] for n in (*names, "groups")})
-        attrs: dict[str, Any] = {n: numbers.integers(n, rank) for n in names}
-        attrs["groups"] = numbers.integer("groups")
+        attrs = {**{n: numbers.integers(n, rank) for n in names}, "groups": numbers.integer("groups")}
         # A grouped weight has the groups as its first axis: (groups, out / groups, in / groups, ...), or
         # (groups, in / groups, out / groups, ...) if transposed.
         single, grouped = ((1,), (0, 2)) if transposed else ((0,), (0, 1))

@@ -165,17 +165,6 @@ class QuantizedModel:
         return self.record.stage
 
     @property
-    def headline(self) -> str:
-        """The stage of the module, its phase, sites and recipe, and whether it is calibrated, in a line."""
-        fakes = self.fake_quants.values()
-        phases = sorted({module.phase for module in (*fakes, *self.followers)})
-        state = "calibrated" if all(fake.calibrated for fake in fakes) else "not calibrated"
-        described = self.config.name or (self.config.description or "without a name").partition(",")[0]
-        recipe = f"recipe {described}, backend {self.config.backend}"
-        sites = len(self.annotation.sites)
-        return f"{self.stage}, phase {' and '.join(phases)}: {sites} sites, {recipe}, {state}"
-
-    @property
     def annotation(self) -> Annotation:
         """The decisions that `insert` executed."""
         return self.record.annotation

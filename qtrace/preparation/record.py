@@ -19,6 +19,7 @@ from qtrace.fakequant.following.bias import BiasQuant
 from qtrace.fakequant.following.bn_fold import BnFold
 from qtrace.fakequant.following.dynamic import DynamicQuant
 from qtrace.graph.edit import RECORD_ATTRIBUTE
+from qtrace.graph.failures import parsing
 from qtrace.graph.paths import describe_path
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.annotation import Annotation
@@ -119,12 +120,8 @@ def read_record(model: Module, stage: str | None = None) -> Record:
             f"{type(model).__name__} is not a {stage or 'prepared'} module: "
             "call qtrace.prepare on a traced one first, or give a file that `qtrace calibrate` wrote."
         )
-    try:
+    with parsing("the quantization record of the model is", "make the model again"):
         record = _parse(text)
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise GraphError(
-            f"the quantization record of the model is damaged ({type(error).__name__}): make the model again."
-        ) from error
     _check_backend(record.annotation.backend)
     if stage is not None and record.stage != stage:
         todo = (

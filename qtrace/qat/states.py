@@ -12,7 +12,6 @@ from qtrace.preparation.passes.insert import CONTAINER
 
 __all__ = ["load_state"]
 
-_LISTED = 3  # names of each kind of difference
 _BATCHNORM = ("running_mean", "running_var")
 
 
@@ -41,22 +40,20 @@ def load_state(prepared: Module, state: Mapping[str, np.ndarray]) -> None:
     ]
     lost = [name for name in own if name not in state and not _is_site(name)]
     extra = [name for name in state if name not in own and not _is_site(name)]
-    problems = [
-        _listed("it has no values for the sites", [name for name in sites if name not in others]),
-        _listed("it has sites that this graph does not have", [name for name in others if name not in sites]),
-        _listed(
-            "other fake quants stood at",
-            [f"{name} ({', '.join(others[name])} instead of {', '.join(sites[name])})" for name in differing],
-        ),
-        _listed("it has no", lost),
-        _listed("it has parameters that this graph does not have", extra),
-        _listed("other shapes", shapes),
-    ]
-    if any(problems):
+    fakes = [f"{name} ({', '.join(others[name])} instead of {', '.join(sites[name])})" for name in differing]
+    differences = {
+        "it has no values for the sites": [name for name in sites if name not in others],
+        "it has sites that this graph does not have": [name for name in others if name not in sites],
+        "other fake quants stood at": fakes,
+        "it has no": lost,
+        "it has parameters that this graph does not have": extra,
+        "other shapes": shapes,
+    }
+    if problems := [_listed(subject, names) for subject, names in differences.items() if names]:
         norms = any(name.endswith(_BATCHNORM) for name in (*lost, *extra))
         cause = ", such as qat.bn.fold, which keeps or removes BatchNorms" if norms else ""
         raise ConfigError(
-            f"the state is of a graph that was prepared otherwise: {'; '.join(filter(None, problems))}. "
+            f"the state is of a graph that was prepared otherwise: {'; '.join(problems)}. "
             f"Prepare the model with the config that the state is of{cause}, or calibrate this one."
         )
     prepared.load_state_dict({name: _as_own(name, state[name], value) for name, value in own.items()})
@@ -72,13 +69,13 @@ def _is_site(name: str) -> bool:
     return name.startswith(f"{CONTAINER}.")
 
 
-def _groups(state: Mapping[str, object]) -> dict[str, tuple[str, ...]]:
+def _groups(state: Mapping[str, object]) -> dict[str, list[str]]:
     """Returns the names of the tensors of each site."""
     groups: dict[str, list[str]] = {}
-    for name in filter(_is_site, state):
+    for name in sorted(filter(_is_site, state)):
         site, _, tensor = name.removeprefix(f"{CONTAINER}.").rpartition(".")
         groups.setdefault(site, []).append(tensor)
-    return {site: tuple(sorted(tensors)) for site, tensors in groups.items()}
+    return groups
 
 
 def _shape(value: np.ndarray) -> str:
@@ -86,8 +83,6 @@ def _shape(value: np.ndarray) -> str:
 
 
 def _listed(subject: str, names: Sequence[str]) -> str:
-    """Names the first entries, and counts the others; "" for none."""
-    if not names:
-        return ""
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return f"{subject} {', '.join(names[:_LISTED])}{more}"
+    """Names the first entries, and counts the others."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{subject} {', '.join(names[:3])}{more}"

@@ -34,7 +34,7 @@ from qtrace.preparation.placement.frontier import price
 from qtrace.preparation.prepare import SearchOutcome, prepare_placed
 from qtrace.preparation.record import fake_quants
 from qtrace.process.together import Together
-from qtrace.quantizing.delivering import timed_settings
+from qtrace.quantizing.card import timed_settings
 from qtrace.quantizing.file_runs import FileRuns, input_values, open_runs, run_batch
 from qtrace.quantizing.labellings import (
     EVERYTHING,
@@ -60,6 +60,7 @@ from qtrace.quantizing.suffixes import suffix_of
 from qtrace.quantizing.times import MeasuredLabelling
 from qtrace.runtimes.child import MissingPackageError
 from qtrace.storage.cache import read_cached, write_cached
+from qtrace.storage.files import temporary_folder
 
 __all__ = ["Bench", "Extent", "limit_measurement", "limit_seconds"]
 
@@ -164,20 +165,20 @@ class Bench:
         """
         if len(labellings) < 2 or FLOAT not in labellings:  # else the prediction is float
             return (), ""
-        with tempfile.TemporaryDirectory(prefix="qtrace-labellings-") as folder:
-            try:
+        try:
+            with temporary_folder(Path(tempfile.gettempdir()) / "qtrace-labellings") as folder:
                 self.feeds = [
                     input_values(self.traced, batch, number) for number, batch in enumerate(self.held_back())
                 ]
                 if not self.feeds:
                     self._note("no samples are held back")
                     return (), ""
-                return self._measure(labellings, Path(folder))
-            except QtraceError as error:  # a labelling that cannot be exported or run decides nothing
-                if self.host is not None and isinstance(error, MissingPackageError):
-                    raise
-                self._note(str(error))
-                return (), ""
+                return self._measure(labellings, folder)
+        except QtraceError as error:  # a labelling that cannot be exported or run decides nothing
+            if self.host is not None and isinstance(error, MissingPackageError):
+                raise
+            self._note(str(error))
+            return (), ""
 
     def _measure(
         self, labellings: dict[str, SearchOutcome], folder: Path

@@ -7,7 +7,6 @@ import html
 import json
 import os
 import platform
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -16,6 +15,7 @@ from typing import Any
 
 from qtrace.benchmarking.latency import file_size
 from qtrace.benchmarking.machine import describe_machine
+from qtrace.benchmarking.runners.base import RunnerSettings
 from qtrace.config import backends
 from qtrace.config.recipe import dump_recipe
 from qtrace.display import Displayed, format_bytes, format_table
@@ -32,10 +32,10 @@ from qtrace.preparation.precision import count_precisions
 from qtrace.quantizing.files import bench
 from qtrace.runtimes.host import RuntimeHost
 from qtrace.sensitivity.diagnosis.verdict import Verdict
-from qtrace.storage.files import replacing
+from qtrace.storage.files import replacing, temporary_folder
 from qtrace.verification.report import VerifyReport
 
-__all__ = ["TIMED", "Card", "FloatOps", "Timing", "make_card", "measure_speed"]
+__all__ = ["TIMED", "Card", "FloatOps", "Timing", "make_card", "measure_speed", "timed_settings"]
 
 # Suffix of a file that a runtime runs here -> the runtime and its package.
 TIMED = {
@@ -302,6 +302,23 @@ def _versions() -> dict[str, str]:
     return versions
 
 
+def timed_settings(
+    traced: TracedModule, suffix: str = ".onnx", host: RuntimeHost | None = None
+) -> RunnerSettings:
+    """Returns how a file of a network is run to be timed: one thread, and the traced sizes for open axes.
+
+    Args:
+        traced: the network.
+        suffix: that of the file: a ``.param`` has no shapes, and a ``.tflite`` is fixed to the traced ones,
+            in another order of axes.
+        host: the interpreter or machine that has the runtime; None for this one.
+    """
+    record = read_open_axes(traced)
+    is_open = suffix == ".onnx" and record is not None and not record.only_batch()
+    shapes = {name: tuple(int(n) for n in shape) for name, shape in list_inputs(traced)}
+    return RunnerSettings(1, 1, shapes if is_open or suffix == ".param" else {}, host)
+
+
 def measure_speed(
     path: Path,
     traced: TracedModule,
@@ -327,22 +344,19 @@ def measure_speed(
     runtime, package = TIMED[path.suffix]
     if backends.get(backend).runtime:
         runtime = package = backends.get(backend).runtime
-    record = read_open_axes(traced)
-    shapes = {name: tuple(int(n) for n in shape) for name, shape in list_inputs(traced)}
-    open_sizes = record is not None and not record.only_batch()
     try:
-        with tempfile.TemporaryDirectory(prefix="qtrace-card-") as folder:
-            twin = export(traced, Path(folder) / f"float{path.suffix}")
+        with temporary_folder(path) as folder:
+            twin = export(traced, folder / f"float{path.suffix}")
             report = bench(
                 twin,
                 path,
                 runtime=runtime,
-                shapes=shapes if open_sizes or path.suffix == ".param" else None,
+                shapes=timed_settings(traced, path.suffix).shapes,
                 seconds=seconds,
                 progress=False,
                 runtime_host=host,
             )
-    except QtraceError as error:
+    except (QtraceError, OSError) as error:
         return None, str(error).rstrip(".")
     side = report.files[0].side
     if not side:

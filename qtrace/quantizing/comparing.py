@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.record import check_quantized
 from qtrace.process.thread import on_engine_thread
 from qtrace.quantizing.folder import QUANTIZED, VERDICT
+from qtrace.storage.files import parse_document
 
 __all__ = ["diff"]
 
@@ -141,7 +141,7 @@ def _read_verdict(side: Side) -> dict[str, float]:
     if file is None or not file.parent.is_dir() or not file.exists():
         return {}
     try:
-        verdict = json.loads(file.read_text(encoding="utf-8"))["verdict"]
+        verdict = parse_document(file.read_bytes())["verdict"]
         groups = verdict.get("groups", ())
         figures = {text: verdict.get(key) for key, text in _FIGURES.items()}
         if len(groups) > 1:

@@ -7,21 +7,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from qtrace.benchmarking.runners import RunnerSettings
+from qtrace.benchmarking.latency import file_size
 from qtrace.benchmarking.turns import Speed, are_clear, compare_files
 from qtrace.config import QConfig, backends
 from qtrace.errors import ExportError, QtraceError
-from qtrace.graph.open_axes import read_open_axes
-from qtrace.graph.signature import list_inputs
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.record import fake_quants
-from qtrace.quantizing.card import TIMED
+from qtrace.quantizing.card import TIMED, timed_settings
 from qtrace.quantizing.float_file import FloatFile
 from qtrace.quantizing.labellings import FLOAT
 from qtrace.quantizing.structure import has_same_nodes, hash_structure
 from qtrace.quantizing.times import MeasuredLabelling
 from qtrace.runtimes.child import MissingPackageError
 from qtrace.runtimes.host import RuntimeHost
+from qtrace.storage.files import naming
 
 __all__ = [
     "Delivery",
@@ -32,7 +31,6 @@ __all__ = [
     "is_float_better",
     "measure_file",
     "rounds_for_speed_by_default",
-    "timed_settings",
 ]
 
 _CHOOSING = ("balanced", "fastest")
@@ -63,6 +61,8 @@ class Delivery:
         beside_own: the speed of what is delivered beside the user's own file; None if it was not measured.
         host: the interpreter or command by which the files were measured; "" for this interpreter.
         placed: what was measured of integers, where the placement found float better; "" elsewhere.
+        growth: by how much the file is larger than the user's own, and why; "" if it is not.
+        smaller: whether the file is smaller than the float file.
     """
 
     speed: Speed | None = None
@@ -74,6 +74,8 @@ class Delivery:
     beside_own: Speed | None = None
     host: str = ""
     placed: str = ""
+    growth: str = ""
+    smaller: bool = True
 
     def sentence(self) -> str:
         """Says what was measured and delivered; "" if nothing was measured."""
@@ -98,7 +100,8 @@ class Delivery:
                 "`placement: small` in the recipe writes the quantized one for its size"
             )
         elif self.speed.slower:
-            text += "; the file is slower than float here, and gains its size alone"
+            gain = ", and gains its size alone" if self.smaller and not self.growth else ""
+            text += f"; the file is slower than float here{gain}"
         return text + own
 
     def to_dict(self) -> dict[str, Any]:
@@ -108,23 +111,6 @@ class Delivery:
         own = None if self.beside_own is None else self.beside_own.to_dict()
         facts = {"speed": speed, "beside_own_file": own, "not_timed": self.untimed, "delivered": form}
         return {**facts, "measured_by": self.host} if self.host else facts
-
-
-def timed_settings(
-    traced: TracedModule, suffix: str = ".onnx", host: RuntimeHost | None = None
-) -> RunnerSettings:
-    """Returns how a file of a network is run to be timed: one thread, and the traced sizes for open axes.
-
-    Args:
-        traced: the network.
-        suffix: that of the file: a ``.param`` has no shapes, and a ``.tflite`` is fixed to the traced ones,
-            in another order of axes.
-        host: the interpreter or machine that has the runtime; None for this one.
-    """
-    record = read_open_axes(traced)
-    is_open = suffix == ".onnx" and record is not None and not record.only_batch()
-    shapes = {name: tuple(int(n) for n in shape) for name, shape in list_inputs(traced)}
-    return RunnerSettings(1, 1, shapes if is_open or suffix == ".param" else {}, host)
 
 
 def measure_file(
@@ -166,19 +152,27 @@ def measure_file(
         in_float = None
         if replaceable and is_float_better(known[1], config):
             in_float = twin.prepared
-        return replace(choose_delivery(*known, config, in_float), host=_name(host))
+        return _finished(choose_delivery(*known, config, in_float), path, twin, host)
     runtime = backend.runtime or TIMED[path.suffix][0]
     try:
         settings = timed_settings(twin.traced, path.suffix, host)
-        first, own = (timer or compare_files)(
-            [twin.path, path], runtime=runtime, settings=settings, settled=are_clear
-        )
+        with naming(twin.path.parent):
+            first, own = (timer or compare_files)(
+                [twin.path, path], runtime=runtime, settings=settings, settled=are_clear
+            )
     except QtraceError as error:
         if host is not None and isinstance(error, MissingPackageError):
             raise
         return Delivery(untimed=str(error).rstrip("."))
     delivery = choose_delivery(first, own, config, twin.prepared if replaceable else None)
-    return replace(delivery, host=_name(host))
+    return _finished(delivery, path, twin, host)
+
+
+def _finished(delivery: Delivery, path: Path, twin: FloatFile, host: RuntimeHost | None) -> Delivery:
+    """Adds the host, and whether a file that is slower than float is smaller."""
+    slower = delivery.speed is not None and delivery.speed.slower
+    smaller = not slower or file_size(path) < file_size(twin.path)
+    return replace(delivery, host=_name(host), smaller=smaller)
 
 
 def _describe_float(labellings: Sequence[MeasuredLabelling]) -> str:

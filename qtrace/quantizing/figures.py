@@ -164,13 +164,14 @@ def note_file(model: Any, path: Path, reporter: Reporter) -> dict[str, Any]:
     from qtrace.benchmarking.onnx_ops import read_graph
     from qtrace.benchmarking.prediction import predict, predict_float
     from qtrace.preparation.figures import read_figures
+    from qtrace.quantizing.card import timed_settings
 
     figures, size = read_figures(model), file_size(path)
     text, facts = f"size {format_bytes(size)}; {_show_macs(figures)}", {"bytes": size, **_macs(figures)}
     facts |= note_precision(model, reporter, path)
     costs = _read_costs(figures) if path.suffix.lower() == ".onnx" else None
     try:
-        graph = None if costs is None else read_graph(path)
+        graph = None if costs is None else read_graph(path, timed_settings(model).shapes)
     except ExportError:  # onnx cannot infer the shapes of every file that runs
         graph = None
     if costs is None or graph is None:

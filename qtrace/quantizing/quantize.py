@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from qtrace.config import QConfig
 from qtrace.config.precision import is_precision
 from qtrace.errors import ConfigError
 from qtrace.graph.types import TracedModule
+from qtrace.onnxfile.growth import describe_growth
 from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.faithfulness import Faithfulness
 from qtrace.process.garbage import older_objects_spared
@@ -158,6 +160,8 @@ def quantize(
         if measure and own is not None and not measured.fixed:
             with stages.measure("measure the file"):
                 delivery = compare_with_own(delivery, partial, own, traced, config, runtime_host)
+        if own is not None and keeps_nodes:
+            delivery = replace(delivery, growth=describe_growth(partial, own))
     return Quantized(
         path,
         written.result.judgement,

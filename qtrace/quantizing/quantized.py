@@ -106,6 +106,7 @@ class Quantized(Displayed):
             lines = [f"{self.path}", sentence, *judged]
         else:
             lines = [f"{self.path}", *judged, *([sentence] if sentence else [])]
+        lines += [self.delivery.growth] if self.delivery.growth else []
         if self.verify is None:
             return [*lines, "verify: not run"]
         client = [f"  {self.verify.client}"] if self.verify.client else []

@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from qtrace import plugins
+from qtrace.export.format import Format
+from qtrace.plugins.installed import BACKENDS, FORMATS, installed
+
 __all__ = ["describe_suffixes", "suffix_of", "target_of", "with_suffix"]
 
 _SUFFIXES = {"tflite": ".tflite", "ncnn": ".param", "megengine": ".mge"}
 
 
 def suffix_of(backend: str) -> str:
-    """Returns the suffix of the files for a backend."""
+    """Returns the suffix of the files for a backend: that of the installed format with its name, if any."""
+    if backend in installed(FORMATS):
+        return next(iter(plugins.load_object(FORMATS, backend, Format).suffixes), "")
     return _SUFFIXES.get(backend, ".onnx")
 
 
@@ -28,7 +34,8 @@ def describe_suffixes(out: Path, backends: Iterable[str]) -> str:
         targets.setdefault(suffix_of(name), []).append(name)
     known = ", ".join(f"{suffix} ({', '.join(names)})" for suffix, names in sorted(targets.items()))
     what = f"the suffix {out.suffix}, which no target takes" if out.suffix else "no suffix"
-    return f"{out.name} has {what}: name the file with one of {known}."
+    own = f", or give a target ({', '.join(installed(BACKENDS))})" if installed(BACKENDS) else ""
+    return f"{out.name} has {what}: name the file with one of {known}{own}."
 
 
 def target_of(suffix: str) -> str | None:

@@ -13,12 +13,12 @@ from qtrace.config.recipe import as_qconfig
 from qtrace.config.rule import FloatType
 from qtrace.config.targeting import config_for_target, place_of_target
 from qtrace.errors import ConfigError
-from qtrace.export import check_case, check_format
+from qtrace.export import check_case, check_format, formats
 from qtrace.quantizing.suffixes import describe_suffixes, suffix_of, target_of, with_suffix
 
 __all__ = ["choose_config", "format_of"]
 
-_OWN_SUFFIXES = ("generic", "generic_shift", "generic_w4", "generic_w4a4")  # whose files are for any device
+_ANY_SUFFIX = ("generic", "generic_shift", "generic_w4", "generic_w4a4")  # whose files are for any device
 
 
 def choose_config(target: str | None, recipe: Any, out: Path, float_type: FloatType | None = None) -> QConfig:
@@ -52,8 +52,9 @@ def choose_config(target: str | None, recipe: Any, out: Path, float_type: FloatT
         raise ConfigError(
             f"{place}float: fp16 has a form in .onnx files alone, and {out.name} is none: leave it out."
         )
+    own = config.backend in (*backends.packaged(), *formats())
     suffix = suffix_of(config.backend)
-    if config.backend in _OWN_SUFFIXES or ":" in config.backend:
+    if config.backend in _ANY_SUFFIX or not (own and suffix):
         check_format(out, format_of(config))
     elif out.suffix != suffix:
         if target is None and place_of_target(config) is None:
@@ -113,5 +114,5 @@ def _with_target(recipe: Any, target: str | None, out: Path) -> QConfig:
 
 
 def format_of(config: QConfig) -> str | None:
-    """Returns the export format that the suffix does not say by itself; None for the suffix's."""
-    return "megengine" if config.backend == "megengine" else None
+    """Returns the export format of a target's name; None for that of the suffix."""
+    return config.backend if config.backend in formats() else None

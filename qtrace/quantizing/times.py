@@ -14,7 +14,7 @@ from qtrace.errors import ConfigError
 from qtrace.graph.signature import list_inputs
 from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.graph.walk import exprs, op_label
-from qtrace.storage.files import replacing
+from qtrace.storage.files import parse_document, replacing
 
 __all__ = ["SCHEMA", "MeasuredLabelling", "Times"]
 
@@ -86,7 +86,7 @@ class Times:
         if path is None or not path.exists():
             return cls(path)
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
+            data = parse_document(path.read_bytes())
             if data["schema"] != SCHEMA:
                 raise ValueError(f"its schema is not {SCHEMA}")
             labellings = tuple(

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from qtrace.storage.files import replacing
+from qtrace.storage.files import parse_document, replacing
 
 __all__ = ["cache_folder", "read_cached", "write_cached"]
 
@@ -32,7 +32,7 @@ def read_cached(kind: str, key: Any) -> Any:
     """
     path = _path(kind, key)
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = parse_document(path.read_bytes())
         if document["key"] != json.loads(json.dumps(key)):
             raise ValueError("it belongs to another key")
         return document["value"]

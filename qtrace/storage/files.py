@@ -12,16 +12,28 @@ import contextlib
 import ctypes
 import fcntl
 import glob
+import json
 import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from qtrace.errors import ExportError
+from qtrace.errors import ExportError, QtraceError
 
-__all__ = ["check_size", "claim", "kind_of", "problem", "replace_folder", "replacing", "sweep"]
+__all__ = [
+    "check_size",
+    "claim",
+    "kind_of",
+    "naming",
+    "parse_document",
+    "problem",
+    "replace_folder",
+    "replacing",
+    "sweep",
+    "temporary_folder",
+]
 
 _ATTEMPTS = 100
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux' renameat2
@@ -74,6 +86,17 @@ def check_size(path: Path, kind: str) -> None:
             f"{path} has {size / 2**30:.1f} GiB, and an {kind} file less than {_MAX_BYTES >> 30} GiB: it is "
             "damaged or of another kind; export the module again."
         )
+
+
+@contextlib.contextmanager
+def naming(folder: Path, shown: Path = Path()) -> Iterator[None]:
+    """Names ``shown`` in errors in the place of a temporary folder; of its files only the names without."""
+    try:
+        yield
+    except QtraceError as error:
+        own = "" if shown == Path() else f"{shown}{os.sep}"
+        error.args = tuple(str(text).replace(f"{folder}{os.sep}", own) for text in error.args)
+        raise
 
 
 @contextlib.contextmanager
@@ -157,6 +180,40 @@ def claim(target: Path, make: Callable[[Path], None]) -> tuple[Path, int]:
                 return path, handle
         os.close(handle)
     raise FileNotFoundError(f"{target.parent} does not keep a temporary file")
+
+
+@contextlib.contextmanager
+def temporary_folder(target: Path) -> Iterator[Path]:
+    """Yields a folder next to ``target``, which is removed at the end, and which errors do not name.
+
+    If this process is killed, the next one that writes to ``target`` removes it.
+
+    Raises:
+        OSError: when no folder can be made there.
+    """
+    sweep(target)
+    folder, lock = claim(target, Path.mkdir)
+    try:
+        with naming(folder):
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def parse_document(text: str | bytes) -> dict[str, Any]:
+    """Parses a JSON object.
+
+    Raises:
+        ValueError: when the text is anything else, such as lists that are nested too deeply.
+    """
+    try:
+        document = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if not isinstance(document, dict):
+        raise ValueError("it is no JSON object")
+    return document
 
 
 def sweep(target: Path) -> None:

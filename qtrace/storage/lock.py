@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from qtrace.errors import QtraceError
+from qtrace.storage.files import parse_document
 
 __all__ = ["locked"]
 
@@ -30,7 +31,8 @@ def locked(path: Path, subject: str, note: Callable[[str], None] = lambda text: 
         note: called with a message when a stale lock is taken over.
 
     Raises:
-        QtraceError: when another process holds the lock; the message names process and host.
+        QtraceError: when another process holds the lock; the message names process and host. Also when the
+            lock cannot be written.
     """
     handle = _open(path, subject)
     try:
@@ -52,14 +54,8 @@ def locked(path: Path, subject: str, note: Callable[[str], None] = lambda text: 
             )
         if owner:
             note(f"the lock of {_describe(owner)}, which has ended, was taken over")
-        record = {
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-        }
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, json.dumps(record).encode(), 0)
         try:
+            _write(handle, subject)
             yield
         finally:
             path.unlink(missing_ok=True)
@@ -74,12 +70,25 @@ def _open(path: Path, subject: str) -> int:
         raise QtraceError(f"{subject} cannot be locked: {error.strerror}.") from error
 
 
+def _write(handle: int, subject: str) -> None:
+    """Writes down who holds the lock."""
+    record = {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+    }
+    try:
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, json.dumps(record).encode(), 0)
+    except OSError as error:
+        raise QtraceError(f"{subject} cannot be locked: {error.strerror}.") from error
+
+
 def _read(handle: int) -> dict[str, Any]:
     try:
-        owner = json.loads(os.pread(handle, 4096, 0) or b"{}")
+        return parse_document(os.pread(handle, 4096, 0) or b"{}")
     except ValueError:
         return {"pid": "unknown", "host": socket.gethostname()}
-    return owner if isinstance(owner, dict) else {}
 
 
 def _describe(owner: dict[str, Any]) -> str:

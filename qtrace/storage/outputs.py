@@ -62,7 +62,7 @@ def output_folder(path: Path, *, names: tuple[str, ...], force: bool) -> Iterato
     """
     target = Path(os.path.realpath(path))
     _check_replaceable(path, target, names, force)
-    with _workspace(path, target) as folder:
+    with _workspace(path, target, path) as folder:
         yield folder
         _replace(path, target, folder)
 
@@ -95,15 +95,16 @@ def resumable_folder(
     """
     target = Path(os.path.realpath(path))
     _check_replaceable(path, target, (*names, WORK), force or _unfinished(target), spell)
-    with _workspace(path, target) as folder:
+    with _workspace(path, target, path) as folder:
         created, work = not target.exists(), target / WORK
         try:
             work.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise QtraceError(f"{path} cannot be written: {error.strerror}.") from error
         with contextlib.ExitStack() as stack:
+            stack.callback(_remove_empty, work, *([target] if created else []))
             stack.enter_context(locked(work / "lock", str(path), note))
-            stack.callback(_remove_work, target, work, created)
+            stack.callback(_remove_work, work)
             _check_checkpoints(path, work, force, resume, spell)
             before = _times(work)
             try:
@@ -141,14 +142,17 @@ def _check_checkpoints(
         entry.unlink(missing_ok=True)
 
 
-def _remove_work(target: Path, work: Path, created: bool) -> None:
-    """Removes ``work`` unless it holds checkpoints, and then ``target`` if it was ``created``."""
-    if not work.is_dir() or has_parts(work):
-        return
-    shutil.rmtree(work, ignore_errors=True)
-    if created:
+def _remove_work(work: Path) -> None:
+    """Removes ``work`` unless it holds checkpoints."""
+    if not has_parts(work):
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _remove_empty(*folders: Path) -> None:
+    """Removes those of some folders that are empty."""
+    for folder in folders:
         with contextlib.suppress(OSError):
-            target.rmdir()
+            folder.rmdir()
 
 
 def _replace(path: Path, target: Path, folder: Path) -> None:
@@ -198,7 +202,7 @@ def output_file(path: Path, *, force: bool = False) -> Iterator[Path]:
     if kind := files.kind_of(target, "a device or a pipe, which cannot be replaced"):
         raise QtraceError(f"{path} is {kind}; name a file.")
     check_foreign(path, force=force)
-    with _workspace(path, target) as folder:
+    with _workspace(path, target, path.parent) as folder:
         yield folder / target.name
         engine.synchronize()
         check_foreign(path, (path.parent / file.name for file in folder.iterdir()), force=force)
@@ -231,8 +235,11 @@ def _check_replaceable(
 
 
 @contextlib.contextmanager
-def _workspace(path: Path, target: Path) -> Iterator[Path]:
-    """Yields a folder beside the target, on the same file system, and removes it at the end."""
+def _workspace(path: Path, target: Path, shown: Path) -> Iterator[Path]:
+    """Yields a folder beside the target, on the same file system, and removes it at the end.
+
+    Errors name the folder ``shown`` in its place.
+    """
     missing = [parent for parent in target.parents if not parent.exists()]
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -249,13 +256,12 @@ def _workspace(path: Path, target: Path) -> Iterator[Path]:
             raise
         raise QtraceError(f"{path} cannot be written: {error.strerror or error}.") from error
     except QtraceError as error:
-        if not isinstance(cause := error.__cause__, OSError) or str(folder) not in str(error):
+        if isinstance(cause := error.__cause__, OSError) and str(folder) in str(error):
+            raise QtraceError(f"{path} cannot be written: {cause.strerror or cause}.") from error
+        with files.naming(folder, shown):
             raise
-        raise QtraceError(f"{path} cannot be written: {cause.strerror or cause}.") from error
     finally:
         with undisturbed():
             shutil.rmtree(folder, ignore_errors=True)
             os.close(lock)
-            for parent in missing:  # if they stayed empty
-                with contextlib.suppress(OSError):
-                    parent.rmdir()
+            _remove_empty(*missing)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from qtrace.errors import QtraceError
-from qtrace.storage.files import replacing
+from qtrace.storage.files import parse_document, replacing
 from qtrace.storage.lock import locked
 
 __all__ = ["BEST", "FILES", "PAGE", "SEARCH", "SUMMARY", "TRIALS", "search_folder", "write_text"]
@@ -72,10 +72,10 @@ def _compare(folder: Path, about: dict[str, Any]) -> None:
         write_text(path, json.dumps(about, indent=2) + "\n")
         return
     try:
-        before = json.loads(path.read_text(encoding="utf-8"))
+        before = parse_document(path.read_bytes())
     except (OSError, ValueError) as error:
         raise QtraceError(f"{path} cannot be read: begin anew with --force.") from error
-    keys = [key for key in about if not isinstance(before, dict) or before.get(key) != about[key]]
+    keys = [key for key in about if before.get(key) != about[key]]
     if keys:
         raise QtraceError(
             f"{folder} holds the trials of a search with another {keys[0]}: name another folder, or begin "

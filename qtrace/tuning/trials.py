@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from qtrace.errors import QtraceError
+from qtrace.storage.files import parse_document
 
 __all__ = ["Layer", "Suggestion", "Trial", "TrialLog", "digest_of"]
 
@@ -111,8 +112,8 @@ class Trial:
         Raises:
             ValueError: when the line is no trial.
         """
-        data = json.loads(line)
-        if not isinstance(data, dict) or set(data) != {f.name for f in fields(cls)}:
+        data = parse_document(line)
+        if set(data) != {f.name for f in fields(cls)}:
             raise ValueError("the line has other keys than a trial.")
         try:
             layers = tuple(Layer(**{**item, "nodes": tuple(item["nodes"])}) for item in data["layers"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ _MEGENGINE_CAUSE = "a kernel of MegEngine, which computes the graph; the file ne
 _RUNTIME_CAUSE = "the runtime, which computes the float network wrong, too"
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, kw_only=True)
 class FirstDifference(Displayed):
     """The first op at which graph and runtime differ.
 
@@ -71,16 +71,16 @@ class FirstDifference(Displayed):
 
     site: str
     op: str
-    path: str
+    path: str = ""
     stage: str
     batch: int
-    inputs: tuple[str, ...]
+    inputs: tuple[str, ...] = ()
     qparams: str
-    worst: int
-    differing: int
-    values: int
-    histogram: dict[int, int]
-    examples: tuple[tuple[str, float, float, float], ...]
+    worst: int = 0
+    differing: int = 0
+    values: int = 0
+    histogram: dict[int, int] = field(default_factory=dict)
+    examples: tuple[tuple[str, float, float, float], ...] = ()
     causes: tuple[str, ...]
     check: CrossCheck
     sqnr_db: float | None = None
@@ -222,16 +222,9 @@ def _unequal_rows(file: File, run: BatchRun, stage: str) -> FirstDifference | No
     return FirstDifference(
         site=name,
         op=file.selections[name],
-        path="",
         stage=stage,
         batch=run.number,
-        inputs=(),
         qparams="nothing that can be compared",
-        worst=0,
-        differing=0,
-        values=0,
-        histogram={},
-        examples=(),
         causes=tuple(causes),
         check=CrossCheck("unknown", "other rows cannot be compared"),
         rows=rows,

@@ -29,14 +29,13 @@ from qtrace.preparation.identity import graph_hash
 from qtrace.preparation.model import QuantizedModel, QuantizedSite
 from qtrace.process.together import Together, look_ahead
 from qtrace.scheme import QParams
-from qtrace.verification.ahead import Ahead, threads_for
 from qtrace.verification.crosscheck import Disagreement, RuntimeValues
 from qtrace.verification.float16 import Float16Rounding, read_float16_ops
 from qtrace.verification.float_outputs import FloatOutputs
 from qtrace.verification.lanes import Lanes, TakingLane, leaves
 from qtrace.verification.other_sizes import open_in_file, runs_at, say_other_size
 from qtrace.verification.report import VerifyReport
-from qtrace.verification.runtimes.base import RuntimeRun, Session
+from qtrace.verification.runtimes.base import Ahead, RuntimeRun, Session, threads_for
 from qtrace.verification.selections import Unsettled, find_selections
 from qtrace.verification.tallies import at_same_precision
 from qtrace.verification.ties import FirstOfEquals, find_rankings

@@ -28,10 +28,6 @@ _WIDE_EQUAL = 0.9
 _INEXACT_EQUAL = 0.7
 # Of the differences of one site: as many as integers of 16 bits may have.
 _MOST_STEPS = 1 << 17
-# Blocks of 8 bits are subtracted as a whole if they differ in a larger share of values.
-_DENSE_SHARE = 0.04
-_BYTE, _BLOCK = 255, 1 << 16
-_COMPARED_STEPS = 16
 MODES = ("op_by_op", "end_to_end", "deployed")
 
 
@@ -74,40 +70,10 @@ class DifferenceTally:
 
 def _count_steps(graph: np.ndarray, runtime: np.ndarray) -> dict[int, int]:
     """Counts each difference of two arrays of integers, without 0."""
-    if not runtime.dtype.itemsize == graph.dtype.itemsize == 1 or runtime.dtype != graph.dtype:
-        differs = runtime != graph
-        return _count_sparse(graph[differs], runtime[differs])
-    totals = np.zeros(2 * _BYTE + 1, np.int64)
-    pairs = runtime.reshape(-1), graph.reshape(-1)
-    size = min(graph.size, _BLOCK)
-    mask, scratch = np.empty(size, np.bool_), np.empty(size, np.int16)
-    for start in range(0, graph.size, _BLOCK):  # blocks stay in the cache
-        other, own = (part[start : start + _BLOCK] for part in pairs)
-        differs = np.not_equal(other, own, out=mask[: own.size])
-        different = int(np.count_nonzero(differs))
-        if different > _DENSE_SHARE * own.size:
-            _add_steps(np.subtract(other, own, out=scratch[: own.size], dtype=np.int16), totals)
-        elif different:
-            _add_steps(np.subtract(other[differs], own[differs], dtype=np.int16), totals)
-    totals[_BYTE] = 0
-    return {int(place) - _BYTE: int(totals[place]) for place in np.flatnonzero(totals)}
-
-
-def _add_steps(steps: np.ndarray, totals: np.ndarray) -> None:
-    """Adds how often each difference of integers of 8 bits comes; small ones are counted by comparisons."""
-    low, high = int(steps.min()), int(steps.max())
-    if high - low <= _COMPARED_STEPS:
-        for step in range(low, high + 1):
-            totals[step + _BYTE] += np.count_nonzero(steps == step)
-    else:
-        totals += np.bincount(steps + _BYTE, minlength=totals.size)
-
-
-def _count_sparse(graph: np.ndarray, runtime: np.ndarray) -> dict[int, int]:
-    """Counts the differences of two vectors of integers, which differ everywhere."""
-    if not graph.size:
+    differs = runtime != graph
+    if not differs.any():
         return {}
-    differences = runtime.astype(np.int64) - graph.astype(np.int64)
+    differences = np.subtract(runtime[differs], graph[differs], dtype=np.int64)
     low, high = int(differences.min()), int(differences.max())
     if high - low >= _MOST_STEPS:  # else counting is faster than sorting
         steps, counts = np.unique(differences, return_counts=True)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ import pytest
 
 import qtrace
 from qtrace import cli
+from qtrace.cli import program
 from qtrace.errors import DataError
 from tests.cli.fakes import calibrate_arguments
 
@@ -39,6 +41,30 @@ def test_usage_errors(run, args):
     assert result.code == 2
     assert result.out == ""
     assert "Usage: qtrace" in result.err
+
+
+def test_a_deleted_working_folder_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    os.rmdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        cli.main(["recipes", "list"])
+    assert end.value.code == 2
+    assert "error: the working folder is deleted: change to another one." in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("error")
+def test_warnings_of_other_packages_are_no_faults(monkeypatch, capsys):
+    def show(*_, **__):
+        warnings.warn_explicit("old", DeprecationWarning, "a.py", 1, module="pkg_resources")
+        warnings.warn_explicit("odd", UserWarning, "a.py", 2, module="numpy.core.getlimits")
+        warnings.warn_explicit("own", UserWarning, "a.py", 3, module="qtrace.cli")
+
+    monkeypatch.setattr(program.group, "main", show)
+    with warnings.catch_warnings(record=True) as caught, pytest.raises(SystemExit) as end:
+        cli.main(["recipes"])
+    assert [str(warning.message) for warning in caught] == ["odd"]
+    assert end.value.code == 70
+    assert "UserWarning: own" in capsys.readouterr().err
 
 
 def test_the_real_thing(run, here):

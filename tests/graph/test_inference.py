@@ -17,7 +17,7 @@ from qtrace.fakequant.following.bn_fold import BnFold
 from qtrace.graph import flatten, inference
 from qtrace.graph.inference import TypeInference
 from qtrace.graph.open_axes import OpenAxes, OpenAxis, read_open_axes, write_open_axes
-from qtrace.graph.open_shapes import SizedTypes, open_shapes, types_at_other_sizes
+from qtrace.graph.open_shapes import SizedTypes, open_shapes
 from qtrace.graph.propagate import set_input_shapes
 from qtrace.graph.renewal import renew_all
 from tests.nets import net
@@ -122,7 +122,7 @@ def _with_open_axes(forward: Any, *axes: int) -> Any:
 def test_two_sizes_are_inferred_where_only_the_batch_is_open() -> None:
     for axes, count in (((0,), 2), ((0, 1), 3), ((2,), 3)):
         flat = _with_open_axes(lambda self, x: F.relu(x), *axes)
-        assert len(types_at_other_sizes(flat, read_open_axes(flat).axes)) == count
+        assert len(SizedTypes(flat).at_other_sizes(read_open_axes(flat).axes)) == count
 
 
 @pytest.mark.parametrize("cut", [2, 3, 4, 8])

@@ -16,7 +16,7 @@ import pytest
 import qtrace
 from qtrace.errors import GraphError
 from qtrace.graph import GraphEditor, Transformer, exprs, flatten, load, meta, save, split
-from qtrace.graph.files.seal import sealing
+from qtrace.graph.files.serialize import sealing
 from qtrace.graph.types import Node, TracedModule
 from qtrace.storage.files import replacing
 from tests.nets import images, net, randomize

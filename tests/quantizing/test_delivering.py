@@ -10,15 +10,18 @@ import numpy as np
 import onnx
 import pytest
 from onnx import helper, numpy_helper
+from onnxruntime.quantization import quantize_dynamic
 
 import qtrace
 from qtrace.benchmarking.turns import Speed, summarize
 from qtrace.config.recipe import as_qconfig
 from qtrace.quantizing import delivering
-from qtrace.quantizing.delivering import is_float_better, measure_file, timed_settings
+from qtrace.quantizing.card import timed_settings
+from qtrace.quantizing.delivering import is_float_better, measure_file
 from qtrace.quantizing.float_file import FloatFile
 from qtrace.quantizing.structure import hash_structure
 from qtrace.quantizing.times import MeasuredLabelling
+from tests.importing.onnx.networks import model, node, save, weights
 from tests.nets import images, net
 
 DATA = images(16, 3, 8, 8)
@@ -49,10 +52,10 @@ def timed(monkeypatch: pytest.MonkeyPatch):
     [
         (SLOWER, {"recipe": "int8"}, True, "so the file is in float: `placement: small`"),
         (SLOWER, {"recipe": {"placement": "fastest"}}, True, "so the file is in float"),
-        (SLOWER, {"recipe": {"placement": "small"}}, False, "gains its size alone"),
-        (SLOWER, {"recipe": {"placement": "everything"}}, False, "gains its size alone"),
-        (SLOWER, {"recipe": "w8a8"}, False, "gains its size alone"),
-        (SLOWER, {"recipe": "int8", "keep": True}, False, "gains its size alone"),
+        (SLOWER, {"recipe": {"placement": "small"}}, False, "the file is slower than float here"),
+        (SLOWER, {"recipe": {"placement": "everything"}}, False, "the file is slower than float here"),
+        (SLOWER, {"recipe": "w8a8"}, False, "the file is slower than float here"),
+        (SLOWER, {"recipe": "int8", "keep": True}, False, "the file is slower than float here"),
         (SLOWER, {"recipe": "int8", "measure": False}, False, ""),
         (SAME, {"recipe": "int8"}, False, "no difference measured"),
         (FASTER, {"recipe": "int8"}, False, "speed: 1.50x (1.48 to 1.52)"),
@@ -270,3 +273,22 @@ def test_a_float16_file_is_not_replaced_for_its_speed_on_a_cpu(tmp_path: Path) -
     for float_type, in_float in (("fp16", False), (None, True)):
         changed = config.model_copy(update={"float": float_type})
         assert _measure(path, prepared, traced, changed, timer=slow).in_float == in_float
+
+
+def test_a_file_larger_than_its_source_says_by_how_much_and_why(tmp_path: Path, timed) -> None:
+    stored = {"w": weights(64, 64), "v": weights(64, 8)}
+    nodes = [node("MatMul", "x w", "h"), node("Relu", "h", "r"), node("MatMul", "r v", "y")]
+    source = save(model(nodes, {"x": ["n", 64]}, stored=stored), tmp_path)
+    quantize_dynamic(source, tmp_path / "dynamic.onnx")
+    timed(SLOWER)
+    data = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
+    options = {"recipe": "w8", "progress": False}
+    result = qtrace.quantize(tmp_path / "dynamic.onnx", data, tmp_path / "q.onnx", **options)
+    sizes = [(tmp_path / name).stat().st_size for name in ("q.onnx", "dynamic.onnx")]
+    (line,) = (line for line in result.summary() if line.startswith("size: "))
+    assert f"{sizes[0] / sizes[1]:.2f} times the" in line
+    assert "of dynamic.onnx, through " in line
+    assert "gains its size" not in str(result)
+    small = qtrace.quantize(source, data, tmp_path / "small.onnx", **options)
+    assert not any(line.startswith("size: ") for line in small.summary())
+    assert "gains its size alone" in str(small)

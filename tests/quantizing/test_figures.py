@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 import qtrace
+from qtrace.benchmarking.onnx_ops import read_graph
 from qtrace.cli.console import Console
+from qtrace.errors import ExportError
 from qtrace.quantizing.figures import note_file, note_graph
 
 
@@ -99,10 +101,21 @@ def test_a_float_file_has_one_time(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_a_file_whose_shapes_cannot_be_inferred_has_no_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(path: Path) -> None:
+    def refuse(*arguments: object) -> None:
         raise qtrace.errors.ExportError("no shapes")
 
     traced = qtrace.trace(Net(8), np.zeros((1, 3, 8, 8), "float32"))
     qtrace.export(traced, tmp_path / "net.onnx")
     monkeypatch.setattr("qtrace.benchmarking.onnx_ops.read_graph", refuse)
     assert "predicted_seconds" not in note_file(traced, tmp_path / "net.onnx", Console())
+
+
+def test_the_time_of_open_sizes_is_that_of_the_recorded_ones(tmp_path: Path) -> None:
+    seconds, x = {}, np.zeros((1, 3, 48, 48), "float32")
+    for name, dynamic in (("open", {"x": {0: "N", 2: "H", 3: "W"}}), ("fixed", None)):
+        traced = qtrace.trace(Net(32), x, dynamic=dynamic)
+        path = qtrace.export(traced, tmp_path / f"{name}.onnx")
+        seconds[name] = note_file(traced, path, Console(quiet=True))["predicted_seconds"]
+    assert seconds["open"] == pytest.approx(seconds["fixed"])
+    with pytest.raises(ExportError, match="axis 2 of input 'x' .* is open: give its shape"):
+        read_graph(tmp_path / "open.onnx")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from qtrace.storage.files import kind_of, replacing
+from qtrace.storage.files import claim, kind_of, replacing, temporary_folder
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
@@ -82,3 +82,13 @@ def test_the_kind_of_what_is_no_file(tmp_path: Path) -> None:
     kinds = [kind_of(tmp_path / name) for name in ("file", "nothing", "folder", "pipe")]
     assert kinds == ["", "", "a folder", "a device or a pipe"]
     assert kind_of(tmp_path / "pipe", "not a regular file") == "not a regular file"
+
+
+def test_a_temporary_folder_is_removed_and_so_is_that_of_a_killed_process(tmp_path: Path) -> None:
+    target = tmp_path / "net.onnx"
+    folder, lock = claim(target, Path.mkdir)
+    os.close(lock)  # as the system does for a killed process
+    with temporary_folder(target) as own:
+        (own / "twin.onnx").write_bytes(b"1")
+        assert not folder.exists()
+    assert list(tmp_path.iterdir()) == []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -12,6 +14,7 @@ import pytest
 
 from qtrace.errors import QtraceError
 from qtrace.storage.lock import locked
+from qtrace.storage.outputs import resumable_folder
 
 _HOLDER = """
 import sys, pathlib
@@ -52,13 +55,26 @@ def test_a_lock_of_another_host_is_not_taken_over(tmp_path: Path) -> None:
     assert path.exists()
 
 
-@pytest.mark.parametrize("content", ["", "{", "[1]"])
+@pytest.mark.parametrize("content", ["", "{", "[1]", "[" * 4096])
 def test_a_damaged_lock_is_a_stale_one(tmp_path: Path, content: str) -> None:
     path = tmp_path / "lock"
     path.write_text(content)
     with locked(path, "out"):
         pass
     assert not path.exists()
+
+
+def test_a_lock_on_a_full_disk_is_one_sentence_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    out = resumable_folder(tmp_path / "out", names=(), force=False, resume=False, note=print)
+    with pytest.raises(QtraceError, match="out cannot be locked: No space left on device"), out:
+        pass
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_no_folder_to_lock(tmp_path: Path) -> None:

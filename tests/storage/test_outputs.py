@@ -50,3 +50,17 @@ def test_a_folder_that_cannot_be_replaced_is_put_back(tmp_path, monkeypatch):
         (folder / "a").write_text("new")
     assert (target / "a").read_text() == "old"
     assert os.listdir(tmp_path) == ["out"]
+
+
+def test_an_error_names_the_output_and_no_temporary_file(tmp_path):
+    with pytest.raises(QtraceError) as caught, outputs.output_file(tmp_path / "m.onnx") as partial:
+        raise QtraceError(f"onnxruntime cannot run {partial} with {partial.parent / 'weights'}.")
+    assert str(caught.value) == f"onnxruntime cannot run {tmp_path / 'm.onnx'} with {tmp_path / 'weights'}."
+    with (
+        pytest.raises(QtraceError) as caught,
+        outputs.output_folder(tmp_path / "q", names=("a",), force=True) as folder,
+    ):
+        raise QtraceError(f"{folder / 'a'} is wrong: repair it.")
+    assert str(caught.value) == f"{tmp_path / 'q' / 'a'} is wrong: repair it."
+    with pytest.raises(QtraceError, match=r"^float\.onnx is wrong"), files.temporary_folder("x-") as folder:
+        raise QtraceError(f"{folder / 'float.onnx'} is wrong: repair it.")

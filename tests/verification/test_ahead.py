@@ -15,9 +15,9 @@ from megengine import Tensor
 import qtrace
 from qtrace.errors import CalibrationError
 from qtrace.process.together import Together
-from qtrace.verification import ahead, verify
-from qtrace.verification.ahead import Ahead, threads_for
-from qtrace.verification.runtimes.base import RuntimeRun
+from qtrace.verification import verify
+from qtrace.verification.runtimes import base
+from qtrace.verification.runtimes.base import Ahead, RuntimeRun, threads_for
 from qtrace.verification.runtimes.onnxruntime import OnnxSession
 from tests.nets import images, net
 
@@ -53,7 +53,7 @@ def test_a_session_that_may_runs_on_a_thread_and_another_when_it_is_asked() -> N
 
 
 def test_a_large_batch_runs_when_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "_MOST_VALUES", 4)
+    monkeypatch.setattr(base, "_MOST_VALUES", 4)
     session = _Session(True)
     with Together(threads_for([session])) as together:
         runs = Ahead([session], together)

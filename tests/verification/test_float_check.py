@@ -120,9 +120,7 @@ def test_other_shapes_in_float_are_the_runtimes_fault(tmp_path: Path) -> None:
     nodes = [helper.make_node("ReduceL1", ["x"], ["y"], axes=[2, 3])]  # OpenVINO reads no axes here
     source = _write(tmp_path / "source.onnx", nodes, [_input("x", ["n", 3, 8, 8])], {}, opset=13)
     traced = qtrace.from_onnx(source)
-    with pytest.raises(
-        ExportError, match=r"openvino is at fault, .* \(1, 1, 1, 1\) there, and \(2, 3, "
-    ):
+    with pytest.raises(ExportError, match=r"openvino is at fault, .* \(1, 1, 1, 1\) there, and \(2, 3, "):
         qtrace.verify(source, traced, [_normal(2, 3, 8, 8)], runtime="openvino")
 
 

@@ -140,7 +140,7 @@ def test_a_bug_surfaces_while_a_file_runs(path: Path, monkeypatch: pytest.Monkey
         with pytest.raises(ExportError, match="refused the input"):
             session.run([BATCH[:, :5]])
     session = onnxruntime.OnnxSession(path, False)
-    monkeypatch.setattr(session.session, "run", _raise_bug)
+    monkeypatch.setattr(session.compiled, "run", _raise_bug)
     with pytest.raises(LookupError, match="a bug"):
         session.run([BATCH])
     session = openvino.OpenvinoSession(path, False)

@@ -14,10 +14,10 @@ from megengine import Tensor
 
 import qtrace
 from qtrace.graph.types import TracedModule
-from qtrace.verification import places
-from qtrace.verification.places import read_runtime_places
+from qtrace.verification import selections
 from qtrace.verification.runtimes import onnxruntime
 from qtrace.verification.runtimes.base import RuntimeRun
+from qtrace.verification.selections import read_runtime_places
 from qtrace.verification.ties import FirstOfEquals
 from tests.nets import net
 from tests.outputs.test_selecting_in_file import _detector
@@ -103,7 +103,7 @@ def test_rows_of_the_deployed_file_meet_the_rows_that_it_picks(
     runtime = dataclasses.replace(onnxruntime.RUNTIME, open=_OtherIntegers)
     monkeypatch.setattr(onnxruntime, "RUNTIME", runtime)
     if not told:
-        monkeypatch.setattr(places, "_written_as", lambda expr: ["nothing"])
+        monkeypatch.setattr(selections, "_written_as", lambda expr: ["nothing"])
     traced, batches = _network("beam", tmp_path)
     converted = _converted(traced, batches, ["score"])  # scores of 8 bits are often equal
     path = qtrace.export(converted, tmp_path / "m.onnx")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -50,9 +51,7 @@ def bisect(
     dumps: dumped_tensors.Dumps | None,
     max_lsb: int,
     data: str,
-    batch_size: int,
-    max_batches: int | None,
-    skip_bad: bool,
+    reading: dict[str, Any],
     recipe: str | None,
     allow_code: bool,
     allow: tuple[str, ...],
@@ -73,9 +72,7 @@ def bisect(
         models.check_stage(loaded, model, "converted")
         qconfig = models.preprocessing(loaded, recipe, allow_code)
         models.check_size(loaded, model, qconfig, data)
-        source = models.open_source(
-            data, console, qconfig=qconfig, batch_size=batch_size, max_batches=max_batches, skip_bad=skip_bad
-        )
+        source = models.open_source(data, console, qconfig=qconfig, **reading)
         with console.bar(source, "bisect") as batches:
             difference = qtrace.bisect(
                 file,

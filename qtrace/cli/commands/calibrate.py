@@ -47,9 +47,7 @@ __all__ = ["calibrate"]
 def calibrate(
     model: str,
     data: str,
-    batch_size: int,
-    max_batches: int | None,
-    skip_bad: bool,
+    reading: dict[str, Any],
     recipe: str,
     allow_code: bool,
     out: Path,
@@ -101,7 +99,7 @@ def calibrate(
             out,
             recipe=qconfig,
             importing=recipe,
-            reading=DataReading(batch_size, max_batches, skip_bad),
+            reading=DataReading(**reading),
             evaluation=judged["evaluation"],
             acceptance=acceptance,
             settings=RunSettings(

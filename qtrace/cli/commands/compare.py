@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -55,9 +55,7 @@ _DRAWN = 10  # sites whose channels are drawn
 def compare(
     model: str,
     data: str,
-    batch_size: int,
-    max_batches: int | None,
-    skip_bad: bool,
+    reading: dict[str, Any],
     recipe: str | None,
     allow_code: bool,
     sort: str,
@@ -86,9 +84,7 @@ def compare(
         models.check_stage(loaded, model)
         qconfig = models.preprocessing(loaded, recipe, allow_code)
         models.check_size(loaded, model, qconfig, data)
-        source = models.open_source(
-            data, console, qconfig=qconfig, batch_size=batch_size, max_batches=max_batches, skip_bad=skip_bad
-        )
+        source = models.open_source(data, console, qconfig=qconfig, **reading)
         network = models.load_float(float_model, allow, loaded)
         with console.bar(source, "compare") as batches:
             counted = Counted(batches)
@@ -101,7 +97,7 @@ def compare(
     if html is not None:
         console.note(f"{html} is written: open it in a browser.")
     judged = {} if diagnosis is None else {"diagnosis": diagnosis.to_dict()}
-    measured = f"{samples_of(counted.samples, '--data', max_batches)} ({FAKE_QUANTS})"
+    measured = f"{samples_of(counted.samples, '--data', reading['max_batches'])} ({FAKE_QUANTS})"
     text = f"{text_of(diagnosis)}sites and outputs: on {measured}\n{comparison.table(width, sort)}"
     console.result(text, {**judged, "measured_on": measured, **comparison.to_dict()})
     return 0 if diagnosis is None or diagnosis.verdict.word != "broken" else 1

@@ -123,9 +123,7 @@ def export(
     example: bool,
     test_vectors: int | None,
     data: str | None,
-    batch_size: int,
-    max_batches: int | None,
-    skip_bad: bool,
+    reading: dict[str, Any],
     recipe: str | None,
     allow_code: bool,
     allow: tuple[str, ...],
@@ -172,14 +170,7 @@ def export(
         if test_vectors is not None and data is not None:
             qconfig = models.preprocessing(loaded, recipe, allow_code)
             models.check_size(loaded, model, qconfig, data)
-            source = models.open_source(
-                data,
-                console,
-                qconfig=qconfig,
-                batch_size=batch_size,
-                max_batches=max_batches,
-                skip_bad=skip_bad,
-            )
+            source = models.open_source(data, console, qconfig=qconfig, **reading)
             facts["vectors"] = str(_write_vectors(loaded, out, source, test_vectors))
             console.note(f"{facts['vectors']}: {test_vectors} test vectors")
     config = models.preprocessing(loaded, None)

@@ -79,7 +79,7 @@ _CHECKPOINT = "finetune.part.npz"
 def finetune(
     model: str,
     data: str,
-    batch_size: int,
+    reading: dict[str, Any],
     out: Path,
     resume: bool,
     force: bool,
@@ -99,17 +99,16 @@ def finetune(
     with console.work(logging.INFO):  # whose estimate of the time the user needs
         import qtrace
 
-        settings = _settings(arguments, batch_size)
+        settings = _settings(arguments, reading["batch_size"])
         prepared = models.load_model(model, arguments["allow"])
         teacher = models.load_float(arguments["teacher"], arguments["allow"], prepared)
         models.check_stage(prepared, model, "prepared")
         qconfig = models.preprocessing(prepared, arguments["recipe"])
         models.check_size(prepared, model, qconfig, data)
-        sizes = {name: arguments[name] for name in ("max_batches", "skip_bad")} | {"batch_size": batch_size}
-        source = models.open_source(data, console, qconfig=qconfig, **sizes)
+        source = models.open_source(data, console, qconfig=qconfig, **reading)
         unseen = None
         if arguments["eval_data"]:
-            unseen = models.open_source(arguments["eval_data"], console, qconfig=qconfig, **sizes)
+            unseen = models.open_source(arguments["eval_data"], console, qconfig=qconfig, **reading)
         work = resumable_folder(out, names=FILES, force=force, resume=resume, note=console.note)
         with work as (folder, checkpoints):
             report = qtrace.finetune(

@@ -51,8 +51,9 @@ def import_onnx(
     """Make a traced model of an ONNX file.
 
     Layers with stored weights become modules named as in the file, so that they can be trained and named in
-    recipes. A node without an equal in MegEngine is refused by name. Axes that the file leaves open stay open
-    as far as its nodes allow, which is checked at other sizes; --shape gives the sizes of the trace.
+    recipes. A node without an equal in MegEngine is kept as in the file, and runs in onnxruntime. Axes that
+    the file leaves open stay open as far as its nodes allow, which is checked at other sizes; --shape gives
+    the sizes of the trace.
     """
     with console.work():
         import qtrace

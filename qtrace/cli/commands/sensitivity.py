@@ -80,9 +80,7 @@ __all__ = ["sensitivity"]
 def sensitivity(
     model: str,
     data: str,
-    batch_size: int,
-    max_batches: int | None,
-    skip_bad: bool,
+    reading: dict[str, Any],
     recipe: str | None,
     allow_code: bool,
     patch: Path | None,
@@ -105,7 +103,6 @@ def sensitivity(
         from qtrace.sensitivity.diagnosis.verdict import FAKE_QUANTS
 
         qconfig = models.load_recipe(recipe or "onnxruntime", allow_code)
-        sizes: dict[str, Any] = {"batch_size": batch_size, "max_batches": max_batches, "skip_bad": skip_bad}
         goal, metric = _goal(arguments, qconfig), _metric(arguments)
         if patch is not None and goal is None:
             raise ConfigError("--patch is written by a search: give --at-least, --max-drop or --budget, too.")
@@ -114,11 +111,11 @@ def sensitivity(
         traced = None if models.needs_example(model) else models.load_model(model, allow)
         if traced is not None:
             models.check_size(traced, model, qconfig, data)
-        source = models.open_source(data, console, qconfig=qconfig, **sizes)
+        source = models.open_source(data, console, qconfig=qconfig, **reading)
         calibration = list(source)
         evaluation = calibration
         if arguments["eval_data"]:
-            evaluation = list(models.open_source(arguments["eval_data"], console, qconfig=qconfig, **sizes))
+            evaluation = list(models.open_source(arguments["eval_data"], console, qconfig=qconfig, **reading))
         if traced is None:
             traced = models.trace_factory(model, data=source)
         if goal is None:
@@ -152,7 +149,7 @@ def sensitivity(
                 partial.write_text(result.patch, encoding="utf-8")
     width = shutil.get_terminal_size().columns if on_terminal() else None
     option = "--eval-data" if arguments["eval_data"] else "--data"
-    measured = samples_of(sum(map(batch_length, evaluation)), option, max_batches)
+    measured = samples_of(sum(map(batch_length, evaluation)), option, reading["max_batches"])
     measured += "" if arguments["eval_data"] else ", which calibrate it, too"
     measured = f"{measured} ({FAKE_QUANTS})"
     text = f"{result.table(width)}\nmeasured on {measured}"

@@ -98,9 +98,7 @@ _SIZE = _Quantity("size", {"b": 1, "kb": 2**10, "mb": 2**20, "gb": 2**30}, "4MB"
 def tune(
     model: str,
     data: str,
-    batch_size: int,
-    max_batches: int | None,
-    skip_bad: bool,
+    reading: dict[str, Any],
     recipe: str,
     allow_code: bool,
     out: Path,
@@ -128,7 +126,6 @@ def tune(
         from qtrace.tuning.space import comments_of
 
         qconfig = models.load_recipe(recipe, allow_code)
-        reading: dict[str, Any] = {"batch_size": batch_size, "max_batches": max_batches, "skip_bad": skip_bad}
         function = None if metric is None else import_metric(metric)
         unseen = None if evaluation is None else _Unseen(evaluation, console, qconfig, reading)
         traced = None if models.needs_example(model) else models.load_model(model, allow)

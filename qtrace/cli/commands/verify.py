@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -49,9 +50,7 @@ def verify(
     runtime_host: RuntimeHost | None,
     dumps: dumped_tensors.Dumps | None,
     data: str,
-    batch_size: int,
-    max_batches: int | None,
-    skip_bad: bool,
+    reading: dict[str, Any],
     recipe: str | None,
     float_model: str | None,
     allow_code: bool,
@@ -80,9 +79,7 @@ def verify(
         network = models.load_float(float_model, allow, loaded)
         qconfig = models.preprocessing(loaded, recipe, allow_code)
         models.check_size(loaded, model, qconfig, data)
-        source = models.open_source(
-            data, console, qconfig=qconfig, batch_size=batch_size, max_batches=max_batches, skip_bad=skip_bad
-        )
+        source = models.open_source(data, console, qconfig=qconfig, **reading)
         with console.bar(source, "verify") as batches:
             counted = Counted(batches)
             report = qtrace.verify(
@@ -94,7 +91,7 @@ def verify(
                 runtime_host=runtime_host,
             )
         text, result = report.table(), report.to_dict()
-    measured = samples_of(counted.samples, "--data", max_batches)
+    measured = samples_of(counted.samples, "--data", reading["max_batches"])
     if is_quantized(loaded):
         measured += f" (graph: {FAKE_QUANTS}; the others: the runtime's outputs)"
     data_of = {"passed": bool(report.passed), "measured_on": measured, **result}

@@ -26,6 +26,7 @@ __all__ = [
     "Rounding",
     "TensorQuantization",
     "Value",
+    "is_plain",
     "read_graph",
 ]
 
@@ -224,7 +225,7 @@ class _DocumentReader:
             tuple(self._value(n) for n in read),
             tuple(self._result(n) for n in expr.outputs),
             weights,
-            {} if call is None else {k: v for k, v in call.attrs.items() if _plain(v)},
+            {} if call is None else dict(call.attrs),
             _forward_path(expr, stored),
             expr,
             operands,
@@ -355,8 +356,8 @@ def _forward_path(expr: Expr, stored: dict[str, ModuleTensor]) -> str:
     return path.rpartition(".")[0] if path in layers else path
 
 
-def _plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
     """Whether a document can hold ``value``: a number, a text, None, or a sequence of these."""
     if isinstance(value, (tuple, list)):
-        return all(_plain(v) for v in value)
+        return all(is_plain(v) for v in value)
     return value is None or isinstance(value, (bool, int, float, str))

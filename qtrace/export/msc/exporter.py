@@ -29,13 +29,12 @@ from qtrace.export.converted.document import (
 )
 from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.format import Format
-from qtrace.export.msc.ops import attributes, optype, output_layout, weight_layout, weight_shape
+from qtrace.export.msc.ops import in_words_of_msc, output_layout, weight_layout, weight_shape
 from qtrace.export.msc.sizes import DocumentSizes
 from qtrace.graph.msc import MSCGraph, MSCNode, MSCTensor
-from qtrace.graph.msc.calls import write_call
+from qtrace.graph.msc.calls import StoredPlace, default_place, node_digest, same_call, write_call
 from qtrace.graph.msc.document import BLOCK
-from qtrace.graph.msc.standard import node_digest, same_call, standard_call
-from qtrace.graph.msc.stored import StoredPlace, default_place
+from qtrace.graph.msc.kinds import standard_calls
 from qtrace.graph.types import GetAttr
 from qtrace.graph.walk import owner
 from qtrace.storage.archives import pack_arrays
@@ -115,14 +114,16 @@ class _Writer:
             index,
             op.name,
             "" if shared == op.name else shared,
-            optype(op),
+            op.kind,
             tuple(self.nodes[name] for name in dict.fromkeys(v.producer for v in op.inputs)),
             inputs,
             outputs,
-            {**attributes(op), **_qparams(op)},
+            {},
             weights,
             () if op.expr is None else (BLOCK, *(part for part in op.path.split(".") if part)),
         )
+        node = in_words_of_msc(op, node)
+        node = replace(node, attrs={**node.attrs, **_qparams(op)})
         return replace(node, attrs={**node.attrs, **self._way_back(op, node)})
 
     def _output(self, op: DocumentOp, value: Value, before: list[str]) -> MSCTensor:
@@ -140,7 +141,7 @@ class _Writer:
         if op.expr is not None:
             try:
                 call = _call(op, node)
-                if not same_call(call, standard_call(node)):
+                if not _is_standard(call, node):
                     texts["call"] = json.dumps({**call, "node": node_digest(node)})
             except GraphError as error:
                 texts["no_call"] = str(error)
@@ -155,6 +156,15 @@ class _Writer:
                 steps[f"graph_output_{index}"] = roundings
         named = {key: [_step(step) for step in each] for key, each in steps.items() if each}
         return json.dumps(named) if named else ""
+
+
+def _is_standard(call: dict[str, Any], node: MSCNode) -> bool:
+    """Returns whether the type and the attributes of a node say its call."""
+    try:
+        calls = standard_calls(node)
+    except GraphError:
+        return False
+    return calls.results is None and len(calls.steps) == 1 and same_call(call, calls.steps[0])
 
 
 def _step(rounding: Rounding) -> list[Any]:

@@ -2,36 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from qtrace.export.converted.document import DocumentOp, Value
+from qtrace.export.converted.document import DocumentOp, Value, is_plain
+from qtrace.graph.msc.document import MSCNode
+from qtrace.graph.msc.kinds import find_kind
 
-__all__ = ["attributes", "optype", "output_layout", "weight_layout", "weight_shape"]
+__all__ = ["in_words_of_msc", "output_layout", "weight_layout", "weight_shape"]
 
-_IN_NN = (
-    "conv1d conv2d conv3d relu prelu silu gelu softmax batch_norm layer_norm group_norm instance_norm "
-    "max_pool2d avg_pool2d adaptive_avg_pool2d pad pixel_shuffle"
-)
-# Op kind -> MSC's name of it; the other kinds have the same name in MSC.
-_OPTYPES = {
-    **{kind: f"nn.{kind}" for kind in _IN_NN.split()},
-    "conv_transpose2d": "nn.conv2d_transpose",
-    "linear": "msc.linear",
-    "embedding": "msc.embedding",
-    "relu6": "clip",
-    "leaky_relu": "nn.leakyrelu",
-    "sub": "subtract",
-    "mul": "multiply",
-    "div": "divide",
-    "pow": "power",
-    "neg": "negative",
-    "flatten": "reshape",
-    "transpose": "permute_dims",
-    "swapaxes": "permute_dims",
-    "interpolate": "image.resize2d",
-    "getitem": "strided_slice",
-}
-_WITH_BIAS = {"conv1d": "msc.conv1d_bias", "conv2d": "msc.conv2d_bias", "linear": "msc.linear_bias"}
 _SPATIAL = frozenset(
     {
         "conv2d",
@@ -46,40 +25,23 @@ _SPATIAL = frozenset(
 # Kinds after which the letters of a layout no longer apply.
 _MOVES = "reshape flatten getitem expand_dims squeeze broadcast_to tile repeat stack matmul"
 _RESHAPES = frozenset(_MOVES.split())
-_PLURAL = {"stride": "strides"}
 
 
-def optype(op: DocumentOp) -> str:
-    """Returns the type of a node; a kind that MSC does not know keeps qtrace's name."""
-    if "bias" in op.weights and op.kind in _WITH_BIAS:
-        return _WITH_BIAS[op.kind]
-    return _OPTYPES.get(op.kind) or op.kind or op.label
-
-
-def attributes(op: DocumentOp) -> dict[str, str]:
-    """Returns the arguments of a node as MSC writes them: text, with commas between numbers."""
-    texts = {_PLURAL.get(k, k): _text(v) for k, v in op.attrs.items()}
-    if op.kind == "relu6":
-        texts = {"min": "0", "max": "6"}
-    if op.kind == "clip":
-        texts = {"min": _text(op.attrs["lower"]), "max": _text(op.attrs["upper"])}
-    if "kernel" in texts:
-        texts["pool_size"] = texts.pop("kernel")
-    if op.kind in _SPATIAL:
-        padding = op.attrs.get("padding")
-        if padding is not None:
-            texts["padding"] = _text((*padding, *padding))
-        texts["data_layout" if "weight" in op.weights else "layout"] = "NCHW"
-        if "weight" in op.weights:
-            texts["kernel_layout"] = weight_layout(op.kind, op.weights["weight"])
-            texts["out_layout"], texts["out_dtype"] = "NCHW", op.outputs[0].dtype
-    return texts
+def in_words_of_msc(op: DocumentOp, node: MSCNode) -> MSCNode:
+    """Returns a node with MSC's type and attributes; a kind that MSC lacks keeps qtrace's words."""
+    found = find_kind(op.kind, node, op.attrs)
+    optype, values = op.kind or op.label, op.attrs
+    if found is not None:
+        optype, values = found[0], found[1].written(node, op.attrs)
+    texts = {key: _text(value) for key, value in values.items() if is_plain(value)}
+    return replace(node, optype=optype, attrs=texts)
 
 
 def _text(value: Any) -> str:
+    """Writes a value as TVM does: numbers with commas between them, and one after a single one of a list."""
     if isinstance(value, (tuple, list)):
-        return ",".join(_text(v) for v in value)
-    return str(int(value)) if isinstance(value, bool) else str(value)
+        return ",".join(map(_text, value)) + ("," if len(value) == 1 else "")
+    return "" if value is None else str(int(value)) if isinstance(value, bool) else str(value)
 
 
 def weight_layout(kind: str, value: Value) -> str:

@@ -15,7 +15,7 @@ from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.converted.open_axes import open_axes_of
 from qtrace.graph.inference import TensorType, recorded_type
 from qtrace.graph.msc import MSCPrim
-from qtrace.graph.open_axes import BATCH, OpenAxis, other_sizes
+from qtrace.graph.open_axes import BATCH, OpenAxis, other_sizes, resize_axes
 from qtrace.graph.open_shapes import infer_types
 from qtrace.graph.types import CallFunction, CallMethod, Node, TensorNode
 from qtrace.graph.walk import reads_shape
@@ -75,7 +75,8 @@ class DocumentSizes:
             except GraphError as error:
                 raise ExportError(f"format msc: the graph does not run at other sizes: {error}") from error
         try:  # sizes that halves and doubles do not give back, if the graph takes them
-            self._types.append(infer_types(graph.module, _odd_sizes(shapes, opened)))
+            odd = resize_axes(shapes, opened, lambda unit, number: unit + 2 * (number or 0) + 1)
+            self._types.append(infer_types(graph.module, odd))
         except GraphError:
             return
 
@@ -191,15 +192,6 @@ class DocumentSizes:
         return tuple(
             int(k.shape[axis]) if k is not None and len(k.shape) == rank > axis else -1 for k in kinds
         )
-
-
-def _odd_sizes(shapes: Mapping[str, tuple[int, ...]], axes: Sequence[OpenAxis]) -> dict[str, tuple[int, ...]]:
-    """Returns shapes whose open axes are longer by different odd numbers."""
-    order = list(dict.fromkeys(axis.size for axis in axes))
-    others = {name: list(shape) for name, shape in shapes.items()}
-    for axis in axes:
-        others[axis.input][axis.axis] += 2 * order.index(axis.size) + 1
-    return {name: tuple(shape) for name, shape in others.items()}
 
 
 def _outputs(graph: ConvertedGraph) -> list[TensorNode]:

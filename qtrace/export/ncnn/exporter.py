@@ -30,7 +30,7 @@ from qtrace.graph.dataflow import needed_nodes
 from qtrace.graph.names import unused_name
 from qtrace.graph.opaque import cure_for_kept
 from qtrace.graph.open_axes import read_open_axes
-from qtrace.graph.open_shapes import types_at_other_sizes
+from qtrace.graph.open_shapes import SizedTypes
 from qtrace.graph.walk import is_float_tensor
 from qtrace.numerics import dequantize
 from qtrace.preparation.model import QuantizedSite
@@ -89,7 +89,7 @@ def find_fixing_layer(converted: ConvertedGraph | PlainGraph, floats: frozenset[
     if not axes:
         return ""
     own = NcnnExporter(converted, floats).run().param().decode().splitlines()
-    for types in types_at_other_sizes(converted.module, axes):
+    for types in SizedTypes(converted.module).at_other_sizes(axes):
         with resized(types):
             try:
                 others = NcnnExporter(converted, floats).run().param().decode().splitlines()

@@ -104,6 +104,8 @@ def files_with(
     from qtrace.export.onnx.biases_apart import write_biases_apart
     from qtrace.export.onnx.float_layers import TARGETS, hold_float_layers
     from qtrace.export.onnx.pools import write_fast_poolings
+    from qtrace.export.onnx.repeated import write_repeated
+    from qtrace.export.onnx.tables import write_integer_tables
     from qtrace.export.onnx.whole_columns import choose_columns
 
     plain = isinstance(converted, PlainGraph)
@@ -123,6 +125,9 @@ def files_with(
         write_float16(model, exporter.writer.float16_tensors, exporter.tensor_types())
     if target == "openvino":
         write_biases_apart(model)  # behind it, since the sum takes the name of the layer's result
+    write_repeated(model, integers=target in TARGETS)
+    if plain or target in TARGETS:
+        write_integer_tables(model)
     check(model)
     return contents_of(model, path, external)
 

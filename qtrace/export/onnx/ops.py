@@ -20,7 +20,7 @@ from qtrace.export.onnx.sampling import SAMPLING
 from qtrace.export.onnx.shapes import SHAPES
 from qtrace.export.onnx.stored_weights import CONTRIB, emit_product
 from qtrace.export.onnx.types import Emitter, operand, unary
-from qtrace.export.onnx.weight_layouts import CONVS, TRANSPOSED, has_blocks, only_matrices, weight_layout
+from qtrace.export.onnx.weight_layouts import CONVS, TRANSPOSED, has_blocks, keeps_rows, weight_layout
 from qtrace.export.onnx.windows import WINDOWS
 from qtrace.export.onnx.writer import OnnxWriter
 from qtrace.graph.types import TensorNode
@@ -44,7 +44,7 @@ def _weight(w: OnnxWriter, call: OpCall) -> str:
     count = {**CONVS, **TRANSPOSED}.get(call.kind)
     if count is not None and len(shape) > count + 2:
         return w.node("Reshape", [w.name(node), w.ints([-1, *shape[2:]])], w.fresh(node.name))
-    if call.kind == "linear" and not only_matrices(call):
+    if call.kind == "linear" and not keeps_rows(call):
         return w.node("Transpose", [w.name(node)], w.fresh(node.name), perm=[1, 0])
     return w.name(node)
 
@@ -94,8 +94,11 @@ def _linear(w: OnnxWriter, call: OpCall) -> None:
     if len(x.shape) == 2 and not has_blocks(call):
         if call.bias is not None:
             inputs.append(w.name(call.bias))
-        w.emit("Gemm", inputs, call.out, transB=int(only_matrices(call)))
-    elif call.bias is None:
+        w.emit("Gemm", inputs, call.out, transB=int(keeps_rows(call)))
+        return
+    if keeps_rows(call):  # something else reads it, too: runtimes fold this when they load the file
+        inputs[1] = w.node("Transpose", inputs[1:], w.fresh(f"{call.out.name}_weight"), perm=[1, 0])
+    if call.bias is None:
         w.emit("MatMul", inputs, call.out)
     else:
         product = w.node("MatMul", inputs, w.fresh(call.out.name))

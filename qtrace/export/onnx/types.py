@@ -13,9 +13,9 @@ import numpy as np
 from onnx import helper
 
 from qtrace.errors import ExportError
-from qtrace.export.onnx.sizes import size_vector
 from qtrace.export.onnx.writer import OnnxWriter
-from qtrace.graph.types import GetAttr, TensorNode
+from qtrace.graph.types import CallMethod, GetAttr, TensorNode
+from qtrace.graph.walk import reads_shape
 from qtrace.ops import OpCall
 
 __all__ = [
@@ -35,6 +35,10 @@ __all__ = [
     "shape_vector",
     "unary",
 ]
+
+_ALL_AXES = 7  # the axis of a GetVarShape that reads the whole shape
+_OPERATORS = {"__mul__": "Mul", "__add__": "Add", "__sub__": "Sub"}
+_MAX_DEPTH = 16
 
 Emitter = Callable[[OnnxWriter, OpCall], None]
 
@@ -133,7 +137,7 @@ def scalar_int64(w: OnnxWriter, value: Any) -> str:
         return w.ints([int(value)])
     if value.shape is not None and tuple(value.shape) == (1,):
         return int64(w, value)
-    vector = size_vector(w, value)
+    vector = _size_vector(w, value)
     if vector is not None:
         return vector
     return w.node("Reshape", [int64(w, value), w.ints([1])], w.fresh(value.name))
@@ -153,3 +157,52 @@ def shape_vector(w: OnnxWriter, shape: Any) -> str:
             raise ExportError(f"{value.name} is no shape: it has {len(value.shape)} axes")
         parts.append(scalar_int64(w, value))
     return parts[0] if len(parts) == 1 else w.node("Concat", parts, w.fresh("shape"), axis=0)
+
+
+def _size_vector(w: OnnxWriter, value: TensorNode) -> str | None:
+    """Writes an integer that a graph computes from shapes as an int64 vector of length 1.
+
+    Args:
+        w: the writer.
+        value: a node without axes.
+
+    Returns:
+        The vector; None if the node is no axis of a shape, nor a product, sum or difference of such.
+    """
+    return _vector(w, value, _MAX_DEPTH) if tuple(value.shape or ()) == () else None
+
+
+def _vector(w: OnnxWriter, value: Any, depth: int) -> str | None:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return w.ints([value])
+    expr = getattr(value, "expr", None)
+    if not isinstance(expr, CallMethod) or expr.kwargs or not depth:
+        return None
+    known = w.size_vectors.get(value)
+    if known is not None:
+        return known
+    vector = None
+    if expr.method == "__getitem__":
+        vector = _axis(w, *expr.args)
+    elif expr.method in _OPERATORS and len(expr.args) == 2:
+        parts = [_vector(w, part, depth - 1) for part in expr.args]
+        if all(part is not None for part in parts):
+            inputs = [part for part in parts if part is not None]
+            vector = w.node(_OPERATORS[expr.method], inputs, w.fresh(value.name))
+    if vector is not None:
+        w.size_vectors[value] = vector
+    return vector
+
+
+def _axis(w: OnnxWriter, shape: Any, axis: Any) -> str | None:
+    """Writes the size of an axis of a tensor whose whole shape is read."""
+    expr: Any = getattr(shape, "expr", None)
+    if type(axis) is not int or expr is None or not reads_shape(expr) or int(expr.opdef.axis) != _ALL_AXES:
+        return None
+    node = expr.inputs[0]
+    if node not in w.names and w.value(node) is None:  # the tensor is not part of what is written
+        return None
+    source = w.rounded_to.get(node) or w.name(node)  # a second reader of floats would keep kernels apart
+    if source not in w.shape_vectors:
+        w.shape_vectors[source] = w.node("Shape", [source], w.fresh(shape.name))
+    return w.node("Gather", [w.shape_vectors[source], w.ints([axis])], w.fresh(shape.name), axis=0)

@@ -9,7 +9,7 @@ from qtrace.fakequant.base import FakeQuant
 from qtrace.graph.walk import owner, users
 from qtrace.ops import OpCall
 
-__all__ = ["CONVS", "TRANSPOSED", "has_blocks", "only_matrices", "weight_layout"]
+__all__ = ["CONVS", "TRANSPOSED", "has_blocks", "keeps_rows", "weight_layout"]
 
 # Kind -> the number of axes along which it moves its window.
 CONVS = {"conv1d": 1, "conv2d": 2, "conv3d": 3}
@@ -22,18 +22,22 @@ def weight_layout(call: OpCall, weight: np.ndarray) -> tuple[np.ndarray, int]:
         return weight.reshape(-1, *weight.shape[-CONVS[call.kind] - 1 :]), 0
     if call.kind in TRANSPOSED:
         return weight.reshape(-1, *weight.shape[-TRANSPOSED[call.kind] - 1 :]), 1
-    if call.kind == "linear" and not only_matrices(call):
+    if call.kind == "linear" and not keeps_rows(call):
         return weight.T, 1
     return weight, 0
 
 
-def only_matrices(call: OpCall) -> bool:
-    """Whether every linear layer that reads this weight has a matrix as its input, as Gemm requires."""
+def keeps_rows(call: OpCall) -> bool:
+    """Whether the weight of a linear layer is stored as MegEngine has it: outputs x inputs.
+
+    Gemm reads it so, and all that is no linear layer. Else it is stored as MatMul reads it.
+    """
     assert call.weight is not None
     if has_blocks(call):
         return False  # runtimes have kernels for blocks in the layout of MatMul
-    calls = [reader for user in users(call.weight) if (reader := ops.read(user)) is not None]
-    return all(len(c.inputs[0].shape) == 2 for c in calls if c.kind == "linear")
+    calls = [ops.read(user) for user in users(call.weight)]
+    matrices = [c is not None and c.weight is call.weight and len(c.inputs[0].shape) == 2 for c in calls]
+    return all(matrices) or any(c is None or c.weight is not call.weight for c in calls)
 
 
 def has_blocks(call: OpCall) -> bool:

@@ -23,8 +23,7 @@ from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.format import Format
 from qtrace.graph import recurrent
 from qtrace.graph.edit import GraphEditor
-from qtrace.graph.files.seal import sealing
-from qtrace.graph.files.serialize import dump
+from qtrace.graph.files.serialize import dump, sealing
 from qtrace.graph.function_trace import trace_function
 from qtrace.graph.types import CallFunction, Expr, GetAttr, TensorNode, TracedModule
 from qtrace.graph.walk import exprs

@@ -11,10 +11,12 @@ no patterns. Which list a name is on decides what a file can do with it:
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import pkgutil
+import re
 from functools import lru_cache
+from typing import Any
+
+from qtrace import plugins
+from qtrace.plugins.installed import OP_RULES, installed
 
 __all__ = [
     "FUNCTIONS",
@@ -26,6 +28,7 @@ __all__ = [
     "REDUCERS",
     "TENSOR_METHODS",
     "TYPES",
+    "installed_names",
     "qtrace_classes",
 ]
 
@@ -249,11 +252,13 @@ QTRACE_CLASSES = frozenset(
         "qtrace.scheme:QParams",
         "qtrace.scheme:QScheme",
         # Modules outside the plugin folders or in private files, which the enumeration below leaves out.
+        "qtrace.fakequant.base:FakeQuant",
         "qtrace.fakequant.following.bias:BiasQuant",
         "qtrace.fakequant.following.bn_fold:BnFold",
         "qtrace.fakequant.following.dynamic:DynamicQuant",
         "qtrace.graph.opaque:OpaqueOp",
         "qtrace.graph.recurrent:OnnxRecurrent",
+        "qtrace.observers.base:Observer",
         "qtrace.preparation.passes.insert:Container",
     }
 )
@@ -280,15 +285,26 @@ def current(key: str) -> str:
 @lru_cache(maxsize=1)
 def qtrace_classes() -> frozenset[str]:
     """The names of qtrace's own classes: ``QTRACE_CLASSES`` and what the installed plugin files export."""
-    classes = set(QTRACE_CLASSES)
-    for package_name in ("qtrace.fakequant", "qtrace.observers"):
-        package = importlib.import_module(package_name)
-        for info in pkgutil.iter_modules(package.__path__):
-            if info.name.startswith("_"):
-                continue
-            plugin = importlib.import_module(f"{package_name}.{info.name}")
-            for name in getattr(plugin, "__all__", ()):
-                member = getattr(plugin, name)
-                if inspect.isclass(member) and member.__module__ == plugin.__name__:
-                    classes.add(f"{plugin.__name__}:{member.__qualname__}")
-    return frozenset(classes)
+    folders = ("qtrace.fakequant", "qtrace.observers")
+    exported = (item for folder in folders for item in plugins.exported(folder, {}).items())
+    return QTRACE_CLASSES | {f"{module}:{name}" for name, module in exported}
+
+
+def installed_names(package: str) -> frozenset[str]:
+    """Returns the names of what an installed package declares as plugins that a model may hold.
+
+    These are observers, fake quants, and the functions and classes of op rules.
+
+    Args:
+        package: the top-level package of a name in a file; plugins of other packages are not imported.
+
+    Raises:
+        ConfigError: when a plugin of the package cannot be imported.
+    """
+    named: list[Any] = []
+    for group in ("qtrace.fakequant", "qtrace.observers", OP_RULES):
+        own = (name for name, value in installed(group).items() if re.split("[.:]", value)[0] == package)
+        for plugin in (plugins.load_object(group, name, object) for name in own):
+            for item in plugin if isinstance(plugin, tuple) else (plugin,):
+                named += [target.callee for target in item.targets] if group == OP_RULES else [item]
+    return frozenset(f"{item.__module__}:{item.__qualname__}" for item in named if callable(item))

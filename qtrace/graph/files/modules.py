@@ -9,11 +9,11 @@ from megengine.module import Module
 from megengine.traced_module import TracedModule
 
 from qtrace.errors import SchemeError
-from qtrace.graph.files.arrays import Pending
 from qtrace.graph.files.module_attributes import check_attributes
 from qtrace.graph.files.names import DEPTH, DamagedError, Ref, RefusedError, shown
-from qtrace.graph.files.nesting import CONTAINERS, DICTS, weigh
+from qtrace.graph.files.plain_values import Pending
 from qtrace.graph.files.rules import Rules
+from qtrace.graph.files.trees import CONTAINERS, DICTS, weigh
 from qtrace.scheme import QParams, QScheme
 
 __all__ = ["check_modules"]

@@ -125,7 +125,8 @@ class AllowList:
         """Returns the list of ``key``: extra, type, opdef, object, module, qtrace, reducer, or None."""
         own = allowlist.qtrace_classes() if key.startswith("qtrace.") else ()
         lists = {**_LISTS, "extra": self.extra, "qtrace": own}
-        return next((kind for kind, keys in lists.items() if key in keys), None)
+        kind = next((kind for kind, keys in lists.items() if key in keys), None)
+        return "qtrace" if kind is None and _is_installed(key) else kind
 
     def find(self, module: object, name: object) -> Any:
         """Returns what the unpickler puts on its stack for a global name: a harmless type, or a `Ref`.
@@ -149,7 +150,8 @@ class AllowList:
     def function(self, pair: object) -> Any:
         """The function of a CallFunction, held to the list before anything is imported."""
         key = _pair(pair, "the function of a CallFunction")
-        if key not in allowlist.FUNCTIONS | allowlist.QTRACE_FUNCTIONS and key not in self.extra:
+        listed = allowlist.FUNCTIONS | allowlist.QTRACE_FUNCTIONS | self.extra
+        if key not in listed and not _is_installed(key):
             raise refused("would call the function", key)
         return resolve(key)
 
@@ -166,6 +168,11 @@ class AllowList:
         if not isinstance(cls, type) or not issubclass(cls, Module):
             raise RefusedError(f"it names {shown(key)} as a module class, which it is not")
         return cls
+
+
+def _is_installed(key: str) -> bool:
+    """Returns whether a name is that of a plugin of an installed package, whose user needs no `allow`."""
+    return key in allowlist.installed_names(re.split("[.:]", key)[0])
 
 
 def refused(does: str, key: str) -> RefusedError:

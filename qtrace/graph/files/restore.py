@@ -33,7 +33,7 @@ from megengine.traced_module.traced_module import InternalGraph
 
 from qtrace.graph.files import allowlist
 from qtrace.graph.files.names import DEPTH, LoadBudget, RefusedError, shown
-from qtrace.graph.files.nesting import NODES
+from qtrace.graph.files.trees import NODES
 
 __all__ = ["check_calls", "restore"]
 

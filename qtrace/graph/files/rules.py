@@ -28,12 +28,19 @@ from megengine.traced_module.serialization import _ModuleState
 from megengine.traced_module.traced_module import InternalGraph, NameSpace
 
 from qtrace.graph.files import allowlist, plain_values
-from qtrace.graph.files.arrays import Pending, dtype_class, from_buffer, make_scalar, start_array, start_dtype
 from qtrace.graph.files.names import AllowList, LoadBudget, Ref, RefusedError, refused, shown
-from qtrace.graph.files.nesting import Keys
-from qtrace.graph.files.ops import make_op, op_state
-from qtrace.graph.files.plain_values import Rule
-from qtrace.graph.files.trees import Trees
+from qtrace.graph.files.plain_values import (
+    Pending,
+    Rule,
+    dtype_class,
+    from_buffer,
+    make_op,
+    make_scalar,
+    op_state,
+    start_array,
+    start_dtype,
+)
+from qtrace.graph.files.trees import Keys, Trees
 from qtrace.graph.node_meta import SAVED_META
 
 __all__ = ["Pending", "Rules"]

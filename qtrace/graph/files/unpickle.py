@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 from qtrace.graph.files.names import DamagedError, RefusedError
-from qtrace.graph.files.nesting import DICTS
 from qtrace.graph.files.rules import Pending, Rules
+from qtrace.graph.files.trees import DICTS
 
 Handler = Callable[[int], int]
 

@@ -26,8 +26,7 @@ from megengine.traced_module.serialization import FUNCTIONAL_LOADER
 from megengine.traced_module.traced_module import InternalGraph, NameSpace
 
 from qtrace.graph.files.names import LoadBudget, RefusedError, shown
-from qtrace.graph.files.nesting import EXPRS, NODES
-from qtrace.graph.files.trees import Trees
+from qtrace.graph.files.trees import EXPRS, NODES, Trees
 
 __all__ = ["Validator"]
 

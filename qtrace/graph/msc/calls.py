@@ -9,20 +9,90 @@ so that a document can name nothing else.
 from __future__ import annotations
 
 import enum
+import hashlib
+import inspect
+import json
 import math
+import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import megengine.functional as F
 import numpy as np
 from megengine.core.ops import builtin
 from megengine.module import Module
 
 from qtrace.errors import GraphError
 from qtrace.gradients import plain
+from qtrace.graph.arguments import signature
+from qtrace.graph.msc.document import MSCNode
 from qtrace.graph.types import Apply, CallFunction, CallMethod, Expr, ModuleNode, Node
 from qtrace.graph.walk import owner
 
-__all__ = ["BOOKKEEPING", "read_value", "write_call"]
+__all__ = [
+    "BOOKKEEPING",
+    "StoredPlace",
+    "default_place",
+    "node_digest",
+    "read_dtype",
+    "read_value",
+    "same_call",
+    "stored_place",
+    "write_call",
+]
+
+_KINDS = ("parameter", "buffer", "constant")
+_BUFFERS = ("mean", "var")
+_ENDINGS = ("weight", "bias")
+
+
+@dataclass(frozen=True)
+class StoredPlace:
+    """Where a tensor is stored.
+
+    Attributes:
+        path: its path in the module.
+        kind: ``parameter``, ``buffer`` (no gradient), or ``constant`` of the graph.
+    """
+
+    path: str
+    kind: str
+
+
+def default_place(name: str, role: str) -> StoredPlace:
+    """Returns the place of a weight of which the node says nothing: ``conv_weight`` is ``conv.weight``."""
+    head, _, ending = name.rpartition("_")
+    path = f"{head}.{ending}" if head and ending in _ENDINGS else name
+    return StoredPlace(path, "buffer" if role in _BUFFERS else "parameter")
+
+
+def stored_place(node: MSCNode, role: str) -> StoredPlace:
+    """Returns the place of a weight.
+
+    Raises:
+        GraphError: when the node's attribute ``stored`` is damaged; the message is a clause.
+    """
+    default = default_place(node.weights[role].name, role)
+    if "stored" not in node.attrs:
+        return default
+    try:
+        places = json.loads(node.attrs["stored"])
+        path, kind = places.get(role, (default.path, default.kind))
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise GraphError(f"its attribute 'stored' is damaged ({type(error).__name__})") from error
+    if not isinstance(path, str) or kind not in _KINDS:
+        raise GraphError(f"its attribute 'stored' has no place for {role!r}")
+    return StoredPlace(path, kind)
+
+
+# Modules without attributes that call one of these functions.
+_MODULES = {
+    f"megengine.module.activation:{name}": f"megengine.functional.nn:{name.lower()}"
+    for name in ("ReLU", "SiLU", "Sigmoid")
+}
+# Attributes that the way back reads whatever the call: an edit of them is followed.
+_FOLLOWED = ("call", "no_call", "stored", "roundings", "traced_shape")
 
 BOOKKEEPING = frozenset(
     {
@@ -162,14 +232,14 @@ def _read_array(content: Any, look_up: Callable[[dict[str, Any]], Any]) -> Any:
 
 
 def read_dtype(name: Any) -> np.dtype[Any]:
-    """Returns the dtype called ``name``.
+    """Returns the dtype called ``name``; int32 for int64, since MegEngine's integers have 32 bits.
 
     Raises:
         GraphError: when it is no dtype of MegEngine's plain tensors; the message is a clause.
     """
     if not isinstance(name, str) or name not in _DTYPES:
         raise GraphError(f"{ascii(name)[:60]} is no dtype of plain tensors")
-    return np.dtype(name)
+    return np.dtype("int32" if name == "int64" else name)
 
 
 _DTYPES = frozenset(
@@ -190,3 +260,42 @@ _READERS: dict[str, Callable[[Any, Callable[[dict[str, Any]], Any]], Any]] = {
     "float": lambda content, look_up: float(content),
     "array": _read_array,
 }
+
+
+def same_call(call: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Returns whether two calls compute the same; False may be said of calls that do, too."""
+    return _bound(call) == _bound(other)
+
+
+def _bound(call: Mapping[str, Any]) -> Any:
+    """Returns a call with all arguments of its function by name."""
+    key = call.get("function", "")
+    if not key and not call.get("attributes"):
+        key = _MODULES.get(call.get("module", ""), "")
+    module, _, name = key.partition(":")
+    function = getattr(sys.modules.get(module), name, None) if module.startswith(F.__name__) else None
+    if function is None:
+        return call
+    try:
+        bound = signature(inspect.unwrap(function)).bind(*call["args"], **call.get("kwargs", {}))
+    except (TypeError, ValueError):
+        return call
+    bound.apply_defaults()
+    return key, {name: _size(value) for name, value in bound.arguments.items()}
+
+
+def _size(value: Any) -> Any:
+    """Returns one number for equal sizes."""
+    sizes = value.get("tuple") if isinstance(value, dict) else None
+    return sizes[0] if sizes and sizes == [sizes[0]] * len(sizes) and type(sizes[0]) is int else value
+
+
+def node_digest(node: MSCNode) -> str:
+    """Returns a hash of what a node says of its op beside its attribute ``call``.
+
+    These are its type, its attributes, the number of its inputs and the types of its weights. A call is
+    stored with it, so that an edit of the node that the call does not follow is noticed.
+    """
+    own = {k: v for k, v in node.attrs.items() if k not in _FOLLOWED and not k.startswith("qparams_")}
+    said = [node.optype, sorted(own.items()), len(node.inputs), sorted(node.weights)]
+    return hashlib.blake2b(json.dumps(said).encode(), digest_size=8).hexdigest()

@@ -1,7 +1,9 @@
 """MSCGraph as data: tensors, nodes that know their parents and children, and the graph that finds them.
 
 The names of classes, attributes and methods are those of MSC's own Python classes
-(``tvm.contrib.msc.core.ir.graph``), so that code which reads graphs there reads them here.
+(``tvm.contrib.msc.core.ir.graph``), so that code which reads graphs there reads them here. So are the listing
+and the prototxt those of MSC's printers, the word ``CHILDERN`` included. A document is data from anywhere:
+what is wrong with it is one sentence that names the node and the key. Nothing in it is resolved or run here.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,11 +21,258 @@ import numpy as np
 
 from qtrace.display import Displayed
 from qtrace.errors import DataError, GraphError
-from qtrace.graph.msc import listing
-from qtrace.graph.msc.schema import parse
+from qtrace.plugins.arguments import check_arguments
+from qtrace.storage.archives import unpack_arrays
 from qtrace.storage.files import replacing
+from qtrace.storage.ownership import WRITTEN
 
-__all__ = ["BLOCK", "MSCGraph", "MSCNode", "MSCPrim", "MSCTensor"]
+__all__ = ["BLOCK", "MSCGraph", "MSCNode", "MSCPrim", "MSCTensor", "from_msc", "parse"]
+
+# MSC lists attributes in the order of a hash table: this is its order for a convolution. Others follow.
+_ORDER = "out_dtype strides kernel_layout groups padding data_layout dilation out_layout"
+_FIRST = {key: position for position, key in enumerate(_ORDER.split())}
+
+
+def tensor_text(tensor: Any) -> str:
+    """Returns ``x:0(x)<1,3,4,4|float32|NCHW>``, without an alias or a layout if there is none."""
+    alias = f"({tensor.alias})" if tensor.alias else ""
+    sizes = ",".join(map(str, tensor.shape))
+    layout = f"|{tensor.layout}" if tensor.layout else ""
+    return f"{tensor.name}{alias}<{sizes}{'|' if tensor.shape else ''}{tensor.dtype}{layout}>"
+
+
+def node_text(node: Any) -> str:
+    """Returns the paragraph of a node."""
+    lines = [_head("N", node, node.shared_ref)]
+    if node.inputs:
+        lines.append(f"  IN: {','.join(map(tensor_text, node.inputs))}")
+    lines += [f"  OUT: {','.join(map(tensor_text, node.outputs))}", f"  OPTYPE: {node.optype}"]
+    if node.scope:
+        lines.append(f"  SCOPE: {'.'.join(node.scope)}")
+    if node.attrs:
+        lines.append(f"  ATTRS: {_pairs(node.attrs.items())}")
+    if node.weights:
+        lines.append("  WEIGHTS: ")
+        lines += [f"    {kind}: {tensor_text(tensor)}" for kind, tensor in node.weights.items()]
+    return "\n".join(lines) + "\n"
+
+
+def prim_text(prim: Any) -> str:
+    """Returns the paragraph of a prim."""
+    lines = [_head("P", prim, ""), f"  OPTYPE: {prim.optype}"]
+    if prim.attrs:
+        lines.append(f"  ATTRS: {_pairs(prim.attrs.items())}")
+    return "\n".join(lines) + "\n"
+
+
+def _head(letter: str, member: Any, shared_ref: str) -> str:
+    shared = f"(M: {shared_ref})" if shared_ref else ""
+    parents, children = (",".join(m.name for m in each) for each in (member.parents, member.children))
+    return f"{letter}_{member.index} {member.name}{shared} <PARENTS: {parents}| CHILDERN: {children}>"
+
+
+def _pairs(pairs: Iterable[tuple[str, str]]) -> str:
+    ordered = sorted(pairs, key=lambda pair: _FIRST.get(pair[0], len(_FIRST)))
+    return "".join(f"{key}={text} " for key, text in ordered)
+
+
+def graph_text(graph: Any) -> str:
+    """Returns the listing of a graph: its ends, its prims and its nodes."""
+    inputs, outputs = ",".join(graph.inputs), ",".join(graph.outputs)
+    paragraphs = [*map(prim_text, graph.prims), *map(node_text, graph.nodes)]
+    return f"{graph.name} <INPUTS: {inputs}| OUTPUTS: {outputs}>\n" + "".join(f"{p}\n" for p in paragraphs)
+
+
+def prototxt(graph: Any) -> str:
+    """Writes the nodes as layers: viewers show bottoms and tops as edges, ``layer_param`` as a table."""
+    lines = [f"# {WRITTEN}.", f"name: {_quoted(graph.name)}"]
+    for node in graph.nodes:
+        kind = node.optype.replace(".", "_")
+        lines += ["layer {", f"  name: {_quoted(node.name)}", f"  type: {_quoted(kind)}"]
+        lines.append(f"  top: {_quoted(node.name)}")
+        lines += [f"  bottom: {_quoted(parent.name)}" for parent in node.parents]
+        lines += ["  layer_param {", f"    idx: {node.index}"]
+        rows = [(f"input_{i}", tensor_text(t)) for i, t in enumerate(node.inputs)]
+        rows += [(f"output_{i}", tensor_text(t)) for i, t in enumerate(node.outputs)]
+        rows += [(f"param_{key}", tensor_text(t)) for key, t in node.weights.items()]
+        rows += list(node.attrs.items())
+        lines += [f"    {key}: {_quoted(text)}" for key, text in rows]
+        lines += ["  }", "}"]
+    return "\n".join(lines) + "\n"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text)
+
+
+_LARGEST_SIZE = 2**63 - 1
+_SHOWN = 60  # characters of a value in a message
+
+
+def parse(text: str) -> dict[str, Any]:
+    """Parses and checks a document.
+
+    Keys that MSC's own reader does not need may be missing: ``alias``, ``layout``, ``prims``, ``shared_ref``.
+
+    Raises:
+        GraphError: when it is no MSCGraph; the message is a clause.
+    """
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise GraphError(f"it is no JSON ({type(error).__name__})") from error
+    if not isinstance(document, dict):
+        raise GraphError(f"it is a {type(document).__name__}, not an object")
+    graph = _Fields(document, "the graph")
+    result = {
+        "name": graph.text("name"),
+        "inputs": graph.texts("inputs"),
+        "outputs": graph.texts("outputs"),
+        "nodes": [_node(item, f"node {i}") for i, item in enumerate(graph.objects("nodes"))],
+        "prims": [_prim(item, f"prim {i}") for i, item in enumerate(graph.objects("prims", optional=True))],
+    }
+    _check_names(result)
+    return result
+
+
+class _Fields:
+    """The values of an object, held to types when they are read."""
+
+    def __init__(self, item: Any, about: str) -> None:
+        if not isinstance(item, dict):
+            raise GraphError(f"{about} is {_shown(item)}, not an object")
+        self.item, self.about = item, about
+
+    def _value(self, key: str, kind: type, default: Any) -> Any:
+        value = self.item.get(key, default)
+        if value is None and key not in self.item:
+            raise GraphError(f"{self.about} has no {key!r}")
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise GraphError(f"{self.about} has the {key} {_shown(value)}: it must be {_KINDS[kind]}")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        value: str = self._value(key, str, default)
+        return value
+
+    def integer(self, key: str) -> int:
+        value: int = self._value(key, int, None)
+        return value
+
+    def texts(self, key: str, optional: bool = False) -> list[str]:
+        return [self._item(key, v, str) for v in self._value(key, list, [] if optional else None)]
+
+    def sizes(self, key: str) -> list[int]:
+        sizes = [self._item(key, v, int) for v in self._value(key, list, None)]
+        if any(not -1 <= size <= _LARGEST_SIZE for size in sizes):
+            raise GraphError(f"{self.about} has the {key} {_shown(sizes)}: a size is -1, 0 or more")
+        return sizes
+
+    def objects(self, key: str, optional: bool = False) -> list[Any]:
+        value: list[Any] = self._value(key, list, [] if optional else None)
+        return value
+
+    def mapping(self, key: str) -> dict[str, Any]:
+        value: dict[str, Any] = self._value(key, dict, None)
+        return value
+
+    def text_mapping(self, key: str) -> dict[str, str]:
+        return {name: self._item(key, value, str) for name, value in self.mapping(key).items()}
+
+    def _item(self, key: str, value: Any, kind: type) -> Any:
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise GraphError(f"{self.about} has {_shown(value)} in its {key}: it must be {_KINDS[kind]}")
+        return value
+
+
+_KINDS = {str: "text", int: "an integer", list: "a list", dict: "an object"}
+
+
+def _shown(value: Any) -> str:
+    text = ascii(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def _node(item: Any, about: str) -> dict[str, Any]:
+    fields = _Fields(item, about)
+    name = fields.text("name")
+    fields.about = about = f"node {_shown(name)}"
+    return {
+        "index": fields.integer("index"),
+        "name": name,
+        "shared_ref": fields.text("shared_ref", ""),
+        "optype": fields.text("optype"),
+        "parents": fields.texts("parents"),
+        "inputs": fields.texts("inputs"),
+        "outputs": [_tensor(t, f"output {i} of {about}") for i, t in enumerate(fields.objects("outputs"))],
+        "attrs": fields.text_mapping("attrs"),
+        "weights": {k: _tensor(t, f"weight {k!r} of {about}") for k, t in fields.mapping("weights").items()},
+    }
+
+
+def _tensor(item: Any, about: str) -> dict[str, Any]:
+    fields = _Fields(item, about)
+    tensor = {
+        "name": fields.text("name"),
+        "alias": fields.text("alias", ""),
+        "dtype": fields.text("dtype"),
+        "layout": fields.text("layout", ""),
+        "shape": tuple(fields.sizes("shape")),
+        "prims": tuple(fields.texts("prims", optional=True)),
+    }
+    if len(tensor["prims"]) not in (0, len(tensor["shape"])):
+        raise GraphError(f"{about} has {len(tensor['prims'])} prims for {len(tensor['shape'])} axes")
+    return tensor
+
+
+def _prim(item: Any, about: str) -> dict[str, Any]:
+    fields = _Fields(item, about)
+    return {
+        "index": fields.integer("index"),
+        "name": fields.text("name"),
+        "optype": fields.text("optype"),
+        "parents": fields.texts("parents", optional=True),
+        "attrs": fields.text_mapping("attrs") if "attrs" in item else {},
+    }
+
+
+def _check_names(document: Mapping[str, Any]) -> None:
+    """Refuses names that two things have, and what is read before it is given: so there is no cycle."""
+    for sort in ("node", "prim"):
+        names = [member["name"] for member in document[f"{sort}s"]]
+        if len(set(names)) < len(names):
+            raise GraphError(f"two {sort}s have the name {next(n for n in names if names.count(n) > 1)}")
+    tensors: dict[str, str] = {}
+    for node in document["nodes"]:
+        _check_reads(node, tensors)
+        for tensor in node["outputs"]:
+            if tensor["name"] in tensors:
+                raise GraphError(f"the tensor {tensor['name']} is given twice")
+            tensors[tensor["name"]] = node["name"]
+    for sort in ("node", "prim"):
+        earlier: set[str] = set()
+        for member in document[f"{sort}s"]:
+            name = member["name"]
+            missing = [parent for parent in member["parents"] if parent not in earlier]
+            if missing:
+                raise GraphError(f"{sort} {name} names the parent {missing[0]}, which is no earlier {sort}")
+            earlier.add(name)
+    for node in document["nodes"]:  # `earlier` has the names of the prims
+        for tensor in node["outputs"]:
+            unknown = [p for p in tensor["prims"] if not p.isdecimal() and p not in earlier]
+            if unknown:
+                raise GraphError(f"tensor {tensor['name']} names the prim {unknown[0]}, which is not there")
+
+
+def _check_reads(node: Mapping[str, Any], tensors: Mapping[str, str]) -> None:
+    for name in node["inputs"]:
+        if name not in tensors:
+            raise GraphError(f"node {node['name']} reads {name}, which no earlier node gives")
+        if tensors[name] not in node["parents"]:
+            raise GraphError(
+                f"node {node['name']} reads {name}, and {tensors[name]} is not among its parents"
+            )
+
 
 BLOCK = "block"
 """The scope of what a function computes in its own body; MSC's documents have no key for scopes."""
@@ -87,7 +336,7 @@ class MSCTensor:
         return self.shape[position]
 
     def __str__(self) -> str:
-        return listing.tensor_text(self)
+        return tensor_text(self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,7 +434,7 @@ class MSCNode:
         return key in self.attrs
 
     def __str__(self) -> str:
-        return listing.node_text(self)
+        return node_text(self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,7 +458,7 @@ class MSCPrim:
     children: tuple[MSCPrim, ...] = field(default=(), init=False, repr=False)
 
     def __str__(self) -> str:
-        return listing.prim_text(self)
+        return prim_text(self)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -395,7 +644,7 @@ class MSCGraph(Displayed):
         Raises:
             GraphError: when the file cannot be written.
         """
-        text = listing.prototxt(self)
+        text = prototxt(self)
         if path is not None:
             try:
                 with replacing(Path(path)) as (file,):
@@ -405,7 +654,7 @@ class MSCGraph(Displayed):
         return text
 
     def __str__(self) -> str:
-        return listing.graph_text(self)
+        return graph_text(self)
 
     @cached_property
     def _nodes(self) -> dict[str, MSCNode]:
@@ -525,3 +774,36 @@ def _check_values(graph: MSCGraph) -> None:
                     f"weight {weight.name} of node {node.name} has shape {list(weight.shape)}, and its value "
                     f"{list(value.shape)}"
                 )
+
+
+@check_arguments
+def from_msc(path: str | os.PathLike[str]) -> MSCGraph:
+    """Reads an MSCGraph: the JSON document, and the values of weights from the ``.npz`` file beside it.
+
+    Args:
+        path: the JSON document. A document without ``.npz`` has no values.
+
+    Raises:
+        DataError: when a file is missing, damaged, or no MSCGraph.
+    """
+    source = Path(path)
+    try:
+        text = source.read_text(encoding="utf-8")
+        values = _read_values(source.with_suffix(".npz"))
+    except OSError as error:
+        raise DataError(f"{error.filename or path} cannot be read: {error.strerror or error}.") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is no MSCGraph, or damaged: it is no text.") from error
+    return MSCGraph.from_json(text, values, source=str(path))
+
+
+def _read_values(path: Path) -> dict[str, np.ndarray]:
+    if not path.exists():
+        return {}
+    try:
+        return unpack_arrays(path.read_bytes())
+    except ValueError as error:
+        raise DataError(
+            f"{path.with_suffix('.json')} is damaged: {path.name}, with the values of its weights, cannot be "
+            f"read ({error})."
+        ) from error

@@ -1,7 +1,7 @@
 """The way back from an MSCGraph: a traced module that runs, built op by op from the document.
 
-Each node becomes the call that its attribute ``call`` describes, or that its type says by itself
-(`qtrace.graph.msc.standard`). Parameters get the paths that they had. Where a converted graph rounds, a fake
+Each node becomes the call that its attribute ``call`` describes, or the calls that its type says by itself
+(`qtrace.graph.msc.kinds`). Parameters get the paths that they had. Where a converted graph rounds, a fake
 quant with the scale and zero point of the document stands in the graph. Callees are found in the allow-lists
 of model files, and by no other way: a document runs nothing that a saved model might not run.
 """
@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import megengine.functional as F
 import numpy as np
 from megengine import Parameter, Tensor
 from megengine.core._imperative_rt import ops as kernels
@@ -24,12 +25,11 @@ from qtrace.graph.builder import GraphBuilder
 from qtrace.graph.files import allowlist
 from qtrace.graph.files.module_attributes import check_attributes
 from qtrace.graph.files.names import ENTRY, AllowList, DamagedError, RefusedError, shown
-from qtrace.graph.files.ops import make_op, op_state
-from qtrace.graph.msc.calls import BOOKKEEPING, read_dtype, read_value
+from qtrace.graph.files.plain_values import make_op, op_state
+from qtrace.graph.msc.calls import BOOKKEEPING, node_digest, read_dtype, read_value, stored_place
 from qtrace.graph.msc.document import MSCGraph, MSCNode, MSCTensor
+from qtrace.graph.msc.kinds import standard_calls
 from qtrace.graph.msc.roundings import Roundings
-from qtrace.graph.msc.standard import node_digest, standard_call
-from qtrace.graph.msc.stored import stored_place
 from qtrace.graph.open_axes import OpenAxes, OpenAxis, write_open_axes
 from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.process.thread import on_engine_thread
@@ -50,8 +50,7 @@ def to_traced(graph: MSCGraph, allow: Iterable[str] = ()) -> TracedModule:
     or a tuple: how arguments and results were nested is not part of a document. That of a converted module
     rounds by fake quants below ``qsites``; the record that `qtrace.convert` leaves is not part of a document.
 
-    A document of another tool is taken as far as its types are layers, activation functions and arithmetic
-    that MegEngine has.
+    A document of another tool is taken as far as MegEngine has what its types and attributes say.
 
     Args:
         graph: the graph, with the values of its weights: of `from_msc`, for example.
@@ -123,21 +122,39 @@ class _Rebuilder:
         if node.optype == "constant":
             results = [self._weight(node, "const", None)]
         else:
-            described = _described_call(node)
-            results = self._call(node, described)
+            results = self._results(node)
         if len(results) != len(node.outputs):
             raise GraphError(f"it has {len(results)} results, and the document {len(node.outputs)}")
         path = ".".join(part for part in node.scope[1:] if part.isidentifier() or part.isdecimal())
         for tensor, result in zip(node.outputs, results, strict=True):
             _compare(tensor, result)
             self.tensors[tensor.name] = result
-            if node.optype != "constant":
+            if node.optype != "constant" and result not in self._inputs_of(node):
                 result._qualname = f"{self.builder.graph._name}.{path}{'.' if path else ''}[{node.name}]"
 
-    def _call(self, node: MSCNode, call: Mapping[str, Any]) -> list[TensorNode]:
-        def look_up(reference: Mapping[str, Any]) -> TensorNode:
-            return self._operand(node, reference)
+    def _inputs_of(self, node: MSCNode) -> list[TensorNode]:
+        return [self.tensors[tensor.name] for tensor in node.inputs]
 
+    def _results(self, node: MSCNode) -> list[TensorNode]:
+        """Adds the calls of a node; returns their results."""
+        described = _described_call(node)
+        if described is not None:
+            return self._call(node, described, lambda reference: self._operand(node, reference))
+        calls = standard_calls(node)
+        steps: dict[str, TensorNode] = {}
+
+        def look_up(reference: Mapping[str, Any]) -> TensorNode:
+            key = str(reference["ref"])
+            return steps[key] if key in steps else self._operand(node, reference)
+
+        results: list[TensorNode] = []
+        for index, call in enumerate(calls.steps):
+            results = self._call(node, call, look_up)
+            steps.update((f"step_{index}_{i}", result) for i, result in enumerate(results))
+            steps[f"step_{index}"] = results[0]
+        return results if calls.results is None else [look_up(reference) for reference in calls.results]
+
+    def _call(self, node: MSCNode, call: Mapping[str, Any], look_up: LookUp) -> list[TensorNode]:
         arguments, options = call.get("args", []), call.get("kwargs", {})
         if not isinstance(arguments, list) or not isinstance(options, dict):
             raise GraphError("its arguments are no list, or its options no object")
@@ -182,7 +199,8 @@ class _Rebuilder:
         number = re.fullmatch(r"input_(\d{1,6})", key) if isinstance(key, str) else None
         if number is not None and int(number[1]) < len(node.inputs):
             value = self.tensors[node.inputs[int(number[1])].name]
-            return self.roundings.apply(node, f"input_{int(number[1])}", value)
+            value = self.roundings.apply(node, f"input_{int(number[1])}", value)
+            return value if shape is None else self.builder.call_function(F.reshape, value, _sizes(shape))
         if not isinstance(key, str) or key not in node.weights:
             raise GraphError(f"it reads {shown(key)}, which is none of its inputs and weights")
         return self._weight(node, key, shape)
@@ -271,18 +289,24 @@ class _Rebuilder:
             write_open_axes(traced, OpenAxes(tuple(axes)))
 
 
-def _described_call(node: MSCNode) -> dict[str, Any]:
-    """Returns the call of a node: that of its attribute ``call``, or what its type says."""
+def _described_call(node: MSCNode) -> dict[str, Any] | None:
+    """Returns the call of a node that its attribute ``call`` has; None without one."""
     text = node.attrs.get("call")
-    call = standard_call(node) if text is None else _read_json(text, "call")
-    if call is None:
-        raise GraphError(f"the document does not say how it is called{_reason(node)}")
-    if text is not None and call.get("node", node_digest(node)) != node_digest(node):
+    if text is None and "no_call" in node.attrs:
+        raise GraphError(f"the document does not say how it is called, because {node.attrs['no_call']}")
+    call = None if text is None else _read_json(text, "call")
+    if call is not None and call.get("node", node_digest(node)) != node_digest(node):
         raise GraphError(
             "its type, attributes, inputs or weights were edited, and its attribute 'call' has the op as it "
             "was written: remove 'call' if the type says the op, or edit 'call' and remove its key 'node'"
         )
     return call
+
+
+def _sizes(shape: Any) -> tuple[int, ...]:
+    if not isinstance(shape, list) or not all(type(n) is int and n >= -1 for n in shape):
+        raise GraphError(f"it takes an input in the shape {shown(shape)}")
+    return tuple(shape)
 
 
 def _pair(key: Any) -> tuple[str, str]:
@@ -320,7 +344,7 @@ def _compare(tensor: MSCTensor, result: TensorNode) -> None:
     shape = tuple(int(n) for n in result.shape)
     fits = len(shape) == tensor.ndim and all(a in (b, -1) for a, b in zip(tensor.shape, shape, strict=True))
     dtype = np.dtype(result.dtype).name
-    if not fits or dtype != tensor.dtype:
+    if not fits or dtype != read_dtype(tensor.dtype).name:
         raise GraphError(
             f"it gives {list(shape)} {dtype}, and the document says {list(tensor.shape)} {tensor.dtype}"
         )
@@ -334,8 +358,3 @@ def _read_json(text: str, about: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise GraphError(f"its {about} is no object")
     return value
-
-
-def _reason(node: MSCNode) -> str:
-    reason = node.attrs.get("no_call", "")
-    return f", because {reason}" if reason else ""

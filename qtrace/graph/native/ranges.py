@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from qtrace.graph.carried import parsing
+from qtrace.graph.failures import parsing
 from qtrace.graph.types import TracedModule
 from qtrace.scheme import QParams
 

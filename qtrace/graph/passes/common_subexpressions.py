@@ -10,12 +10,11 @@ from megengine.traced_module.expr import Constant, Expr, GetAttr
 from megengine.traced_module.node import Node
 
 from qtrace.graph.edit import GraphEditor
-from qtrace.graph.equality import freeze
 from qtrace.graph.operations import canonical_call
 from qtrace.graph.passes.base import FLAT, SOUND, Condition, GraphPass, PassReport
 from qtrace.graph.passes.dead_code import NO_DEAD_CODE
 from qtrace.graph.purity import find_written, is_pure
-from qtrace.graph.walk import exprs, owner
+from qtrace.graph.walk import exprs, freeze, owner
 
 __all__ = ["NO_COMMON_SUBEXPRESSIONS", "MergeCommonSubexpressions"]
 

@@ -14,6 +14,7 @@ from qtrace.errors import GraphError
 from qtrace.graph.source.body import is_reserved
 from qtrace.graph.source.classes import Classes
 from qtrace.graph.types import TracedModule
+from qtrace.storage.archives import pack_arrays
 from qtrace.storage.files import replacing
 
 __all__ = ["PythonSource", "to_source"]
@@ -72,7 +73,7 @@ class PythonSource(Displayed):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(path.with_suffix(".npz"), path) as (weights, code):
-                np.savez(weights, **self.weights)
+                weights.write(pack_arrays(self.weights))
                 code.write(self.code.encode())
         except OSError as error:
             raise GraphError(f"{path}: the source cannot be written: {error.strerror or error}.") from error

@@ -17,30 +17,31 @@ A copy is ``F.nn.pad`` by zero elements. It changes no bit and has a gradient. `
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import megengine.functional as F
 import numpy as np
 from megengine.traced_module import TracedModule
-from megengine.traced_module.expr import Constant, Expr, GetAttr
-from megengine.traced_module.node import TensorNode
+from megengine.traced_module.expr import CallMethod, Constant, Expr, GetAttr, is_call_module
+from megengine.traced_module.node import Node, TensorNode
+from megengine.traced_module.traced_module import InternalGraph
 
 from qtrace.graph.edit import GraphEditor
 from qtrace.graph.source_lines import source_line
-from qtrace.graph.tracing.unrolled import ExecutedExpr, Unrolled
 from qtrace.graph.tracing.views import (
     broadcasts_first_axes,
     gives_view,
     is_arithmetic,
     is_product,
+    kernel_name,
     reads_only_shape,
     refuses_views,
-    returns_view,
+    returns_views,
 )
-from qtrace.graph.types import Node
 
 __all__ = ["Copy", "describe_places", "find_copies", "insert_copies", "report_copies"]
 
@@ -77,7 +78,7 @@ def find_copies(traced: TracedModule) -> list[Copy]:
     Args:
         traced: a traced module, flat or hierarchical; it is not changed.
     """
-    unrolled = Unrolled(traced)
+    unrolled = _Unrolled(traced)
     views, fixed = _layouts(unrolled)
     copies = (*_for_values(unrolled, views, fixed), *_for_gradients(unrolled, fixed))
     return list({(copy.node, copy.reader): copy for copy in copies}.values())
@@ -140,14 +141,14 @@ def insert_copies(traced: TracedModule, copies: Iterable[Copy]) -> None:
         traced.graph._reset_ids()
 
 
-def _for_values(unrolled: Unrolled, views: Mapping[int, bool], fixed: Mapping[int, bool]) -> Iterator[Copy]:
+def _for_values(unrolled: _Unrolled, views: Mapping[int, bool], fixed: Mapping[int, bool]) -> Iterator[Copy]:
     """Yields a copy for each operand that a kernel would misread or refuse."""
     for step in unrolled.steps:
-        if refuses_views(step.expr):
+        if refuses_views(step.name):
             node, value = _operands(step)[0]
             if views[value]:
                 yield Copy(step.module, node, step.expr, step.expr)
-        if not is_arithmetic(step.expr):
+        if not is_arithmetic(step.name):
             continue
         operands = _operands(step)
         for node, value in operands:
@@ -159,11 +160,11 @@ def _for_values(unrolled: Unrolled, views: Mapping[int, bool], fixed: Mapping[in
                     break
 
 
-def _for_gradients(unrolled: Unrolled, fixed: Mapping[int, bool]) -> Iterator[Copy]:
+def _for_gradients(unrolled: _Unrolled, fixed: Mapping[int, bool]) -> Iterator[Copy]:
     """Yields a copy for each result whose gradient would arrive as a view."""
     gradient_views = _gradient_views(unrolled)
     for step in unrolled.steps:
-        if not is_product(step.expr) or step.outputs[0] not in gradient_views:
+        if not is_product(step.name) or step.outputs[0] not in gradient_views:
             continue
         (out,), is_fixed = step.expr.outputs, fixed[step.outputs[0]]
         for other, number in _operands(step):
@@ -174,37 +175,98 @@ def _for_gradients(unrolled: Unrolled, fixed: Mapping[int, bool]) -> Iterator[Co
                 break
 
 
-def _operands(step: ExecutedExpr) -> list[tuple[TensorNode, int]]:
+def _operands(step: _ExecutedExpr) -> list[tuple[TensorNode, int]]:
     """Returns the tensors that a step reads, except for booleans, with the numbers of their values."""
     pairs = zip(step.expr.inputs, step.inputs, strict=True)
     return [(n, v) for n, v in pairs if isinstance(n, TensorNode) and np.dtype(n.dtype) != np.bool_]
 
 
-def _layouts(unrolled: Unrolled) -> tuple[Mapping[int, bool], Mapping[int, bool]]:
+def _layouts(unrolled: _Unrolled) -> tuple[Mapping[int, bool], Mapping[int, bool]]:
     """Maps each value to whether it may be a view, and to whether it is independent of the graph's inputs."""
     views = dict.fromkeys(unrolled.inputs, False)
     fixed = dict.fromkeys(unrolled.inputs, False)
     fixed[unrolled.inputs[0]] = True  # the module itself
     for step in unrolled.steps:
         expr = step.expr
-        constant = isinstance(expr, (GetAttr, Constant)) or reads_only_shape(expr)
+        constant = isinstance(expr, (GetAttr, Constant)) or reads_only_shape(step.name)
         read = [(node, views[value]) for node, value in zip(expr.inputs, step.inputs, strict=True)]
         is_fixed = constant or all(fixed[value] for value in step.inputs)
-        for node, value in zip(expr.outputs, step.outputs, strict=True):
-            views[value] = not constant and gives_view(expr, node, read)
-            fixed[value] = is_fixed
+        views.update(dict.fromkeys(step.outputs, not constant and gives_view(expr, step.name, read)))
+        fixed.update(dict.fromkeys(step.outputs, is_fixed))
     return views, fixed
 
 
-def _gradient_views(unrolled: Unrolled) -> set[int]:
+def _gradient_views(unrolled: _Unrolled) -> set[int]:
     """Returns the values whose gradient may arrive as a view; a sum of several gradients is no view."""
     uses = Counter(unrolled.outputs)
+    uses.update(unrolled.outputs)  # so that one that is read, too, has several
     for step in unrolled.steps:
         uses.update(step.inputs)
     views: set[int] = set()
     for step in reversed(unrolled.steps):
-        arrives = any(value in views for value in step.outputs)
-        for node, value in zip(step.expr.inputs, step.inputs, strict=True):
-            if uses[value] == 1 and value not in unrolled.outputs and returns_view(step.expr, node, arrives):
-                views.add(value)
+        returned = returns_views(step.expr, step.name, not views.isdisjoint(step.outputs))
+        pairs = zip(step.inputs, returned, strict=True)
+        views.update(value for value, is_view in pairs if is_view and uses[value] == 1)
     return views
+
+
+@dataclass(frozen=True)
+class _ExecutedExpr:
+    """One execution of an expr.
+
+    Attributes:
+        expr: the expr in the source's graph.
+        module: the traced module whose graph holds the expr.
+        inputs: the values of ``expr.inputs``, as numbers.
+        outputs: the values of ``expr.outputs``, as numbers.
+        name: the function, method or kernel that ``expr`` calls; see `kernel_name`.
+    """
+
+    expr: Expr
+    module: TracedModule
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    name: str
+
+
+class _Unrolled:
+    """The steps of a traced module in execution order; the steps of a submodule replace its call.
+
+    Nothing is copied: a step is an expr of the source with numbers for the values that it reads and gives.
+
+    Attributes:
+        steps: all steps.
+        inputs: the values of the graph's inputs.
+        outputs: the values that the graph returns.
+
+    Args:
+        traced: a traced module, flat or hierarchical.
+    """
+
+    def __init__(self, traced: TracedModule) -> None:
+        self.steps: list[_ExecutedExpr] = []
+        self._numbers = itertools.count()
+        graph = traced.graph
+        self.inputs = tuple(next(self._numbers) for _ in graph._inputs)
+        self.outputs = self._unroll(traced, graph, self.inputs)
+
+    def _unroll(self, module: TracedModule, graph: InternalGraph, inputs: Sequence[int]) -> tuple[int, ...]:
+        numbers: dict[Node, int] = dict(zip(graph._inputs, inputs, strict=True))
+        for expr in graph._exprs:
+            read = tuple(numbers[node] for node in expr.inputs)
+            callee = _traced_callee(expr)
+            if callee is None:
+                outputs = tuple(next(self._numbers) for _ in expr.outputs)
+                self.steps.append(_ExecutedExpr(expr, module, read, outputs, kernel_name(expr)))
+            else:
+                outputs = self._unroll(callee, callee.argdef_graph_map[expr.arg_def], read)
+            numbers.update(zip(expr.outputs, outputs, strict=True))
+        return tuple(numbers[node] for node in graph._outputs)
+
+
+def _traced_callee(expr: Expr) -> TracedModule | None:
+    """Returns the traced submodule that ``expr`` calls, if the submodule has a graph to unroll."""
+    if not (isinstance(expr, CallMethod) and is_call_module(expr)):
+        return None
+    callee = expr.inputs[0].owner
+    return callee if isinstance(callee, TracedModule) and not callee.is_qat else None

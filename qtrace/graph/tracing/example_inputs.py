@@ -1,31 +1,36 @@
-"""Example inputs of a trace, and other inputs of the same kind to check the trace with."""
+"""Example inputs of a trace, their open axes, and other inputs of the same kind to check the trace with."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from megengine import Tensor
+from megengine.module import Module
 from megengine.traced_module.pytree import tree_flatten
 
 from qtrace.errors import TraceError
-from qtrace.graph.open_axes import repeat_to
+from qtrace.graph.open_axes import OpenAxes, OpenAxis, other_sizes, repeat_to
 
 __all__ = [
     "Arguments",
+    "Dynamic",
     "batch_size",
     "describe",
     "enlarge",
     "fresh",
     "other_example",
-    "resize_values",
+    "other_examples",
+    "read_dynamic",
     "to_tensors",
     "vary",
 ]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # by position and by name
+Dynamic = Mapping[str, Mapping[int, str]]
 
 _SEED = 20130  # fixed: tracing the same model twice gives the same verdict
 
@@ -136,12 +141,12 @@ def enlarge(args: Arguments) -> Arguments:
         array = tensor.numpy()
         axes = range(2, array.ndim) if array.ndim > 3 else range(1, min(array.ndim, 2))
         shape = tuple(size * 2 if axis in axes else size for axis, size in enumerate(array.shape))
-        return type(tensor)(resize_values(array, shape), dtype=tensor.dtype, device=tensor.device)
+        return type(tensor)(_resize_values(array, shape), dtype=tensor.dtype, device=tensor.device)
 
     return _map_tensors(enlarge_tensor, args)
 
 
-def resize_values(array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+def _resize_values(array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
     """Returns the values of ``array`` in another shape; numbers with a fraction in another order.
 
     Values that merely repeat would hide a window of the example's size: its mean is that of the whole.
@@ -210,3 +215,68 @@ def _map_tensors(fn: Callable[[Tensor], Tensor], args: Arguments) -> Arguments:
     leaves, definition = tree_flatten(args)
     mapped = definition.unflatten([fn(v) if isinstance(v, Tensor) else v for v in leaves])
     return tuple(mapped[0]), dict(mapped[1])
+
+
+def read_dynamic(module: Module, method: str, inputs: Arguments, dynamic: Dynamic) -> OpenAxes | None:
+    """Returns the record of the open axes; None if `dynamic` names none.
+
+    Args:
+        module: the module.
+        method: its method that is traced.
+        inputs: the example.
+        dynamic: name of an input of the method -> axis -> name of its size; negative axes count from the end.
+            Axes of one name have one size.
+
+    Raises:
+        TraceError: for an input that the method does not have or that is no Tensor, an axis that it does not
+            have, or sizes of one name that differ in the example.
+    """
+    if not isinstance(dynamic, Mapping) or not all(isinstance(own, Mapping) for own in dynamic.values()):
+        raise TraceError(
+            f"dynamic takes names of axes by input, such as {{'x': {{0: 'N'}}}}, not {dynamic!r}."
+        )
+    args, kwargs = inputs
+    bound = inspect.signature(getattr(module, method)).bind(*args, **kwargs).arguments
+    axes: list[OpenAxis] = []
+    sizes: dict[str, tuple[int, str]] = {}
+    for name, own in dynamic.items():
+        if not isinstance(bound.get(name), Tensor):
+            tensors = ", ".join(key for key, value in bound.items() if isinstance(value, Tensor))
+            raise TraceError(
+                f"dynamic: {name!r} is no Tensor among the inputs; there are: {tensors or 'none'}."
+            )
+        shape = tuple(int(n) for n in bound[name].shape)
+        for axis, text in own.items():
+            if not isinstance(axis, int) or not -len(shape) <= axis < len(shape):
+                raise TraceError(f"dynamic: {name} has the shape {shape}, and no axis {axis!r}.")
+            if not isinstance(text, str) or not text:
+                raise TraceError(f"dynamic: axis {axis} of {name} needs a name such as 'H', not {text!r}.")
+            position = axis % len(shape)
+            size, other = sizes.setdefault(text, (shape[position], f"axis {position} of {name}"))
+            if size != shape[position]:
+                raise TraceError(
+                    f"dynamic: {text!r} is {size} at {other} and {shape[position]} at axis {position} of "
+                    f"{name}: axes of one name have one size."
+                )
+            axes.append(OpenAxis(name, position, text, text))
+    return OpenAxes(tuple(axes)) if axes else None
+
+
+def other_examples(
+    module: Module, method: str, inputs: Arguments, record: OpenAxes
+) -> list[tuple[str, Arguments]]:
+    """Returns a title and the inputs for two other sizes of the open axes, with the values of the example."""
+    signature = inspect.signature(getattr(module, method))
+    args, kwargs = inputs
+    bound = signature.bind(*args, **kwargs).arguments
+    shapes = {axis.input: tuple(int(n) for n in bound[axis.input].shape) for axis in record.axes}
+    examples = []
+    for sizes in other_sizes(shapes, record.axes):
+        resized = {name: Tensor(_resize_values(bound[name].numpy(), shape)) for name, shape in sizes.items()}
+        names = dict(zip(signature.parameters, args, strict=False))
+        positional = tuple(resized.get(name, value) for name, value in names.items())
+        positional += args[len(positional) :]
+        named = {name: resized.get(name, value) for name, value in kwargs.items()}
+        shown = ", ".join(f"{name} {list(shape)}" for name, shape in sizes.items())
+        examples.append((f"dynamic, at {shown},", (positional, named)))
+    return examples

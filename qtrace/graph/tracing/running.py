@@ -7,6 +7,7 @@ import difflib
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import megengine as mge
@@ -20,9 +21,25 @@ from qtrace.gradients.recurrent import checked_shapes
 from qtrace.graph import failures
 from qtrace.graph.tracing.attention import open_attention
 from qtrace.graph.tracing.forward import with_forward
-from qtrace.graph.tracing.subclasses import use_builtin_classes
 
 __all__ = ["check_signature", "copy_module", "engine_for_tracing"]
+
+# Names that a subclass may define without changing what its forward computes.
+_WITHOUT_EFFECT = {
+    "__abstractmethods__",
+    "__annotations__",
+    "__dict__",
+    "__doc__",
+    "__init__",
+    "__module__",
+    "__qualname__",
+    "__repr__",
+    "__slotnames__",
+    "__weakref__",
+    "_abc_impl",
+    "_module_info_string",
+    "reset_parameters",
+}
 
 
 def check_signature(module: Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -84,7 +101,7 @@ def copy_module(source: Module, method: str) -> Module:
             f"be copied out of its attributes ({failures.short(error)})."
         ) from error
     module.eval()
-    use_builtin_classes(module)
+    _use_builtin_classes(module)
     open_attention(module)
     own = type(module)
     if module_tracer.is_builtin(module):  # the tracer calls such a class as one op, which is no graph
@@ -97,3 +114,55 @@ def copy_module(source: Module, method: str) -> Module:
     if method != "forward":
         module.__class__ = with_forward(type(module), method)
     return module
+
+
+def _use_builtin_classes(root: Module) -> None:
+    """Sets the class of every submodule below ``root`` that computes the same as its base class to that base.
+
+    A tracer records the inside of every class that it does not know. A subclass that only fills in arguments,
+    such as a BatchNorm2d that is always frozen, would become functions, and no pass would recognize a layer.
+
+    Args:
+        root: a private copy of the user's module; its own class stays.
+    """
+    for module in root.modules():
+        if module_tracer.is_builtin(module):  # a leaf of the user's own, or a layer of MegEngine's
+            continue
+        base = _builtin_base(type(module))
+        if module is not root and base is not None and not (_is_hooked(module) or _is_patched(module, base)):
+            module.__class__ = base
+
+
+def _builtin_base(cls: type[Module]) -> type[Module] | None:
+    """Returns the MegEngine class whose ``forward`` ``cls`` runs unchanged.
+
+    None if ``cls`` is such a class itself, or if there is none.
+    """
+    for position, base in enumerate(cls.__mro__):
+        if base is Module:
+            return None
+        if base.__module__.startswith("megengine.module.") and base in module_tracer._opaque_types:
+            between = cls.__mro__[:position]
+            return base if between and all(_adds_nothing(c, base) for c in between) else None
+    return None
+
+
+def _adds_nothing(cls: type, base: type[Module]) -> bool:
+    return all(
+        name in _WITHOUT_EFFECT or _is_new_method(name, value, base) for name, value in vars(cls).items()
+    )
+
+
+def _is_new_method(name: str, value: Any, base: type[Module]) -> bool:
+    """Returns whether ``value`` is a method whose name ``base`` lacks, so that its forward never calls it."""
+    is_method = isinstance(value, (FunctionType, staticmethod, classmethod))
+    return is_method and not name.startswith("__") and not hasattr(base, name)
+
+
+def _is_hooked(module: Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def _is_patched(module: Module, base: type[Module]) -> bool:
+    """Returns whether ``module`` itself replaces a method of ``base``, as by ``self.forward = ...``."""
+    return any(callable(getattr(base, name, None)) for name in vars(module))

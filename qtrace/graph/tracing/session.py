@@ -27,10 +27,11 @@ from qtrace.graph.tracing.recording import (
     check_kernels,
     check_readers,
     holds_none,
+    key_order,
     recording,
+    restore_key_order,
     without_none,
 )
-from qtrace.graph.tracing.returned import key_order, restore_key_order
 from qtrace.graph.tracing.running import copy_module, engine_for_tracing
 from qtrace.graph.tracing.source_names import restore_input_names, restore_names
 from qtrace.graph.tracing.tracer import Tracer, chosen_leaves, name_own_classes

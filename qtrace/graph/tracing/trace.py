@@ -16,8 +16,13 @@ from qtrace.graph.native import lower, write_ranges
 from qtrace.graph.open_axes import write_open_axes
 from qtrace.graph.paths import describe_path
 from qtrace.graph.tracing import reads
-from qtrace.graph.tracing.dynamic import Dynamic, other_examples, read_dynamic
-from qtrace.graph.tracing.example_inputs import other_example, to_tensors
+from qtrace.graph.tracing.example_inputs import (
+    Dynamic,
+    other_example,
+    other_examples,
+    read_dynamic,
+    to_tensors,
+)
 from qtrace.graph.tracing.forward import fix_arguments
 from qtrace.graph.tracing.function_module import as_module
 from qtrace.graph.tracing.leaked_state import clear_leaked_state

@@ -15,9 +15,10 @@ __all__ = [
     "gives_view",
     "is_arithmetic",
     "is_product",
+    "kernel_name",
     "reads_only_shape",
     "refuses_views",
-    "returns_view",
+    "returns_views",
 ]
 
 _PRODUCTS = {"mul", "div", "truediv", "pow", "MUL", "TRUE_DIV", "POW"}
@@ -48,7 +49,7 @@ _REPEATS = {"broadcast_to", "_broadcast", "Broadcast", "repeat", "tile"}
 _SUMS = {"sum", "mean"}
 
 
-def _name(expr: Expr) -> str:
+def kernel_name(expr: Expr) -> str:
     """Returns the function, method or kernel that ``expr`` calls; ``add`` for all operators of addition."""
     if isinstance(expr, CallFunction):
         module = str(expr.func.__module__)
@@ -66,24 +67,24 @@ def _name(expr: Expr) -> str:
     return known if known and name.startswith("__") else name
 
 
-def is_arithmetic(expr: Expr) -> bool:
-    """Returns whether a kernel of ``expr`` may read a view as contiguous memory."""
-    return _name(expr) in _ARITHMETIC
+def is_arithmetic(name: str) -> bool:
+    """Returns whether a kernel of the call ``name`` may read a view as contiguous memory."""
+    return name in _ARITHMETIC
 
 
-def is_product(expr: Expr) -> bool:
-    """Returns whether such a kernel computes a gradient of ``expr`` from the gradient that arrives."""
-    return _name(expr) in _PRODUCTS
+def is_product(name: str) -> bool:
+    """Returns whether such a kernel computes a gradient of the call from the gradient that arrives."""
+    return name in _PRODUCTS
 
 
-def refuses_views(expr: Expr) -> bool:
-    """Returns whether the kernel of ``expr``, or that of its gradient, stops at a view."""
-    return _name(expr) in _NORMS or _name(expr) in _CONTIGUOUS
+def refuses_views(name: str) -> bool:
+    """Returns whether the kernel of the call ``name``, or that of its gradient, stops at a view."""
+    return name in _NORMS or name in _CONTIGUOUS
 
 
-def reads_only_shape(expr: Expr) -> bool:
-    """Returns whether the result of ``expr`` depends on the shape of its input only."""
-    return _name(expr) in ("GetVarShape", "zeros_like", "ones_like", "full_like")
+def reads_only_shape(name: str) -> bool:
+    """Returns whether the result of the call ``name`` depends on the shape of its input only."""
+    return name in ("GetVarShape", "zeros_like", "ones_like", "full_like")
 
 
 def broadcasts_first_axes(
@@ -117,15 +118,14 @@ def _spreads_then_same(axes: list[str]) -> bool:
     return 0 < spread < len(axes) and all(axis == "same" for axis in axes[spread:])
 
 
-def gives_view(expr: Expr, out: Node, inputs: Sequence[tuple[Node, bool]]) -> bool:
-    """Returns whether the tensor ``out`` may be a view whose rows are not contiguous.
+def gives_view(expr: Expr, name: str, inputs: Sequence[tuple[Node, bool]]) -> bool:
+    """Returns whether the results of ``expr`` may be views whose rows are not contiguous.
 
     Args:
         expr: the expr.
-        out: an output of ``expr``.
+        name: what it calls; see `kernel_name`.
         inputs: the nodes that ``expr`` reads, each with whether it may be such a view.
     """
-    name = _name(expr)
     if name in _REPEATS:
         return True
     if name in ("split", "Split"):
@@ -136,7 +136,7 @@ def gives_view(expr: Expr, out: Node, inputs: Sequence[tuple[Node, bool]]) -> bo
         return _cuts(expr.args[1], len(inputs[0][0].shape or ()), inputs[0][1])
     if name in _KEEPS_LAYOUT and inputs:
         source, is_view = next(pair for pair in inputs if isinstance(pair[0], TensorNode))
-        return is_view and source.dtype == out.dtype
+        return is_view and source.dtype == expr.outputs[0].dtype
     return False
 
 
@@ -167,22 +167,22 @@ def _is_number(item: Any) -> bool:
     return isinstance(item, TensorNode) and item.shape == ()
 
 
-def returns_view(expr: Expr, node: Node, arrives: bool) -> bool:
-    """Returns whether the gradient of ``expr`` for its input ``node`` may be a view without contiguous rows.
+def returns_views(expr: Expr, name: str, arrives: bool) -> list[bool]:
+    """Returns whether the gradient of ``expr`` for each of its inputs may be a view without contiguous rows.
 
     Args:
         expr: the expr.
-        node: an input of ``expr``.
-        arrives: whether the gradient of the output of ``expr`` is such a view.
+        name: what it calls; see `kernel_name`.
+        arrives: whether the gradient of an output of ``expr`` is such a view.
     """
-    name, (out, *_) = _name(expr), expr.outputs
-    if name in ("concat", "Concat", "stack"):
-        return arrives or _axis(expr, 1, len(out.shape or ())) != 0
     if name in _SUMS:
-        return _sums_first_axes(expr, len(node.shape or ()))
+        return [_sums_first_axes(expr, len(node.shape or ())) for node in expr.inputs]
     if name in ("add", "ADD", "sub", "SUB"):
-        return arrives and node.shape == out.shape
-    return name in _KEEPS_LAYOUT and arrives
+        return [arrives and node.shape == expr.outputs[0].shape for node in expr.inputs]
+    if name in ("concat", "Concat", "stack"):
+        joins_rows = _axis(expr, 1, len(expr.outputs[0].shape or ())) == 0
+        return [arrives or not joins_rows] * len(expr.inputs)
+    return [arrives and name in _KEEPS_LAYOUT] * len(expr.inputs)
 
 
 def _sums_first_axes(expr: Expr, rank: int) -> bool:

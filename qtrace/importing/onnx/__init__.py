@@ -10,7 +10,6 @@ collected, so that one error names them all. `opening` leaves the axes open that
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,17 +23,16 @@ from qtrace.errors import GraphError, ImportingError
 from qtrace.graph.builder import GraphBuilder
 from qtrace.graph.composites import compose
 from qtrace.graph.interface import Interface, TensorInfo, read_interface, write_interface
-from qtrace.graph.open_axes import OpenAxes, OpenAxis, other_sizes, write_open_axes
+from qtrace.graph.open_axes import OpenAxes, other_sizes, write_open_axes
 from qtrace.graph.origin import write_origin
 from qtrace.graph.passes.dead_code import RemoveDeadCode
 from qtrace.graph.tracing.copies import find_copies, insert_copies
 from qtrace.graph.types import TensorNode, TracedModule
-from qtrace.importing.onnx.channel_bias import join_channel_biases
 from qtrace.importing.onnx.cutting import cut, without_strings
 from qtrace.importing.onnx.identities import store_copies
 from qtrace.importing.onnx.importer import Importer
-from qtrace.importing.onnx.inputs import InputShape, fix_axes, open_sizes, resolve_inputs
-from qtrace.importing.onnx.linear_bias import join_biases
+from qtrace.importing.onnx.inputs import InputShape, axes_of, fix_axes, open_sizes, resolve_inputs
+from qtrace.importing.onnx.linear_bias import join_biases, join_channel_biases
 from qtrace.importing.onnx.model import Graph, count_readers, read_graph
 from qtrace.importing.onnx.naming import node_name
 from qtrace.importing.onnx.opening import Opened, UnsupportedNodesError, build_open, open_axes_of
@@ -48,7 +46,9 @@ from qtrace.importing.onnx.scopes import name_by_scopes
 from qtrace.importing.onnx.values import Computed, QuantizedIntegers, Sizes, Stored, Value
 from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.passes.given import quantize_given
+from qtrace.process.garbage import paused_collector
 from qtrace.process.thread import on_engine_thread
+from qtrace.storage.files import parse_document
 
 __all__ = ["declared_axes", "declared_inputs", "from_onnx", "open_inputs", "read_onnx"]
 
@@ -268,6 +268,7 @@ class _Building:
     paths: Mapping[str, str]
     closed: Sequence[InputShape]
 
+    @paused_collector()
     def build(self, inputs: Sequence[InputShape], unlike: frozenset[str] = frozenset()) -> TracedModule:
         """Returns the graph.
 
@@ -284,7 +285,7 @@ class _Building:
         importer, results = self._walk(inputs, keepable, unlike)
         outputs = [_output(importer, n, v) for n, v in zip(self.graph.outputs, results, strict=True)]
         origin = list_names(importer, self.graph)
-        traced = importer.builder.finish(tuple(outputs) if len(outputs) > 1 else outputs[0])
+        traced = importer.builder.finish(tuple(outputs) if len(outputs) > 1 else outputs[0], copy_views=False)
         write_origin(traced, origin)
         importer.layers.frees.give_back()
         if importer.kept:
@@ -332,8 +333,7 @@ def _add_inputs(
     values: dict[str, Value] = {}
     source = None
     shapes = {item.name: item.shape for item in inputs}
-    axes = [OpenAxis(item.name, axis, size, "") for item in inputs for axis, size in item.open.items()]
-    (others,) = other_sizes(shapes, axes, 1, distinct=False)
+    (others,) = other_sizes(shapes, axes_of(inputs), 1, distinct=False)
     for item in inputs:
         if len(item.open) > (item.batch_axis is not None):
             node = builder.input(item.name, item.shape, item.carried, other=others[item.name])
@@ -349,11 +349,9 @@ def _parameter_paths(model: onnx.ModelProto) -> dict[str, str]:
     """Returns name of stored integers -> path of their parameter, which files of qtrace have."""
     text = next((p.value for p in model.metadata_props if p.key == "qtrace.parameters"), "{}")
     try:
-        paths = json.loads(text)
-    except (ValueError, RecursionError):
+        return {name: path for name, path in parse_document(text).items() if isinstance(path, str)}
+    except ValueError:
         return {}
-    pairs = paths.items() if isinstance(paths, dict) else ()
-    return {str(name): path for name, path in pairs if isinstance(path, str)}
 
 
 def _output(importer: Importer, name: str, value: Value) -> object:

@@ -182,17 +182,21 @@ class Call:
             Refusal: see `tensor`.
         """
         value = self.values[index] if self.has(index) else None
-        others = [self.rank(i) for i in range(len(self.values)) if i != index and self.has(i)] or [0]
         if (
             isinstance(value, Stored)
             and value.array.size == 1
             and is_float(value.array.dtype)
-            and value.array.ndim <= max(others)
             and value.name not in self.layers.grids
             and value.name not in self.layers.learnable
+            and self._is_scalar_for_others(index, value.array.ndim)
         ):
             return float(value.array.reshape(()))
         return self.tensor(index)
+
+    def _is_scalar_for_others(self, index: int, rank: int) -> bool:
+        """Returns whether an input of ``rank`` axes and one value gives results no axes that others lack."""
+        others = (i for i in range(len(self.values)) if i != index and self.has(i))
+        return rank == 0 or any(self.rank(i) >= rank for i in others)
 
     def dtype(self, index: int) -> np.dtype:
         """Returns the dtype of an input in the file."""

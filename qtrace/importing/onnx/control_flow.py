@@ -8,14 +8,16 @@ from typing import Any
 import megengine.functional as F
 import numpy as np
 
+from qtrace.errors import ImportingError
 from qtrace.importing.onnx.layers import Refusal
 from qtrace.importing.onnx.model import OnnxNode
+from qtrace.importing.onnx.reading import MAX_NODES
 from qtrace.importing.onnx.scope import GraphRunner, Scope
 from qtrace.importing.onnx.values import Computed, Refused, Stored, Value
 
 __all__ = ["HANDLERS"]
 
-_MAX_ITERATIONS = 1000  # of a loop that is written out
+_MAX_WRITTEN = 20_000  # nodes of all loops that are written out
 
 
 def _branch(runner: GraphRunner, node: OnnxNode, values: Sequence[Value | None], scope: Scope) -> list[Value]:
@@ -35,8 +37,9 @@ def _loop(runner: GraphRunner, node: OnnxNode, values: Sequence[Value | None], s
     iteration = 0
     state: list[Value] = [value for value in carried if value is not None]
     while going and (trips is None or iteration < trips):
-        if iteration == _MAX_ITERATIONS:
-            raise Refusal(f"runs more than {_MAX_ITERATIONS} times")
+        runner.written += 1 + len(body.nodes)
+        if runner.written > _MAX_WRITTEN:
+            raise _too_long(node, trips, 1 + len(body.nodes), scope)
         counters = [Stored(np.array(iteration, np.int64), ""), Stored(np.array(True), "")]
         names = [value.name for value in body.inputs]
         results = runner.run(body, scope.inner(dict(zip(names, [*counters, *state], strict=True))))
@@ -49,6 +52,13 @@ def _loop(runner: GraphRunner, node: OnnxNode, values: Sequence[Value | None], s
         iteration += 1
     outputs = zip(collected, node.outputs[len(carried) :], strict=True)
     return [*state, *(_stacked(runner, items, name) for items, name in outputs)]
+
+
+def _too_long(node: OnnxNode, trips: int | None, nodes: int, scope: Scope) -> Exception:
+    """Returns a `Refusal` of a loop that a runtime can run; else an error, since the file may never end."""
+    if scope.outer is None and trips is not None and trips * nodes <= MAX_NODES:
+        return Refusal(f"runs {trips:,} times")
+    return ImportingError(f"{node.label}: its loops run more than {MAX_NODES:,} nodes: shorten or cut them.")
 
 
 def _stacked(runner: GraphRunner, items: Sequence[Value], name: str) -> Value:

@@ -17,10 +17,10 @@ from onnx import numpy_helper, shape_inference
 from qtrace.importing.onnx.model import OnnxNode
 from qtrace.onnxfile.bodies import RANDOM_OPS
 
-__all__ = ["CannotEvaluate", "evaluate", "infer_shapes"]
+__all__ = ["SHOWN_TO_INFERENCE", "CannotEvaluate", "evaluate", "infer_shapes"]
 
 _MAX_STORED = 2**27  # elements of a computed constant
-_SHOWN_TO_INFERENCE = 4096  # elements: larger arrays hold weights, not sizes
+SHOWN_TO_INFERENCE = 4096  # elements: larger arrays hold weights, not sizes
 
 
 class CannotEvaluate(Exception):
@@ -113,7 +113,7 @@ def infer_shapes(
         )
         for name, (d, shape) in types.items()
     }
-    data = {n: numpy_helper.from_array(v) for n, v in stored.items() if v.size <= _SHOWN_TO_INFERENCE}
+    data = {n: numpy_helper.from_array(v) for n, v in stored.items() if v.size <= SHOWN_TO_INFERENCE}
     imports = [onnx.helper.make_opsetid(domain, version) for domain, version in opsets.items()]
     try:
         outputs = shape_inference.infer_node_outputs(schema, node.proto, kinds, data, opset_imports=imports)

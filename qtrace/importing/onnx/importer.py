@@ -17,7 +17,7 @@ from qtrace.graph.origin import FileResult
 from qtrace.graph.types import TensorNode
 from qtrace.importing.onnx import control_flow, quantization
 from qtrace.importing.onnx.call import Call, Lowering
-from qtrace.importing.onnx.evaluation import CannotEvaluate, evaluate, infer_shapes
+from qtrace.importing.onnx.evaluation import SHOWN_TO_INFERENCE, CannotEvaluate, evaluate, infer_shapes
 from qtrace.importing.onnx.expansion import expand, titled_parts
 from qtrace.importing.onnx.layers import Contradiction, Layers, Refusal
 from qtrace.importing.onnx.model import Graph, OnnxNode, read_graph
@@ -68,6 +68,7 @@ class Importer:
     Attributes:
         opaque: the nodes that are kept as in the file.
         kept: the first outputs of these nodes.
+        written: how many nodes its loops have written out.
     """
 
     def __init__(
@@ -86,7 +87,9 @@ class Importer:
         self.opaque = OpaqueNodes(self.layers)
         self.kept: set[str] = set()
         self._keepable, self._unlike = keepable, unlike
+        self.written = 0
         self.problems: list[str] = []
+        self._inferred: dict[Any, list[Any]] = {}  # what `infer_shapes` gives for nodes alike
         self.results: dict[TensorNode, FileResult] = {}  # the first of the file that each node stands for
 
     def subgraph(self, proto: onnx.GraphProto) -> Graph:
@@ -101,6 +104,7 @@ class Importer:
         """
         for name, array in graph.stored.items():
             path = self.layers.paths.get(name, name)
+            self.layers.shapes.setdefault(path, array.shape)
             scope.values.setdefault(name, Stored(array, path, learned=is_float(array.dtype)))
         for node in graph.nodes:
             self.add(node, scope)
@@ -308,13 +312,28 @@ class Importer:
         }
         stored = {n: v.array for n, v in zip(node.inputs, call.values, strict=True) if isinstance(v, Stored)}
         try:
-            inferred = infer_shapes(node, inputs, stored, self.opsets)
+            inferred = self._infer(node, inputs, stored)
         except CannotEvaluate as reason:
             raise Contradiction(str(reason)) from reason
         for _, shape in inferred.values():
             if shape is not None and math.prod(shape) > MAX_ELEMENTS:
                 raise Refusal(f"would compute a tensor of the shape {list(shape)}, which no memory holds")
         return inferred
+
+    def _infer(
+        self, node: OnnxNode, inputs: Mapping[str, Any], stored: Mapping[str, np.ndarray]
+    ) -> dict[str, Any]:
+        """Infers once for all nodes that have equal attributes, types of inputs and shown values."""
+        shown = {n: v.tobytes() for n, v in stored.items() if v.size <= SHOWN_TO_INFERENCE}
+        read = tuple((inputs.get(name), shown.get(name)) for name in node.inputs)
+        attributes = tuple(attribute.SerializeToString() for attribute in node.proto.attribute)
+        given = tuple(map(bool, node.outputs))
+        key = (node.domain, node.op, node.version, *self.opsets.items(), attributes, read, given)
+        if key not in self._inferred:
+            inferred = infer_shapes(node, inputs, stored, self.opsets)
+            self._inferred[key] = [inferred.get(name) for name in node.outputs]
+        named = zip(node.outputs, self._inferred[key], strict=True)
+        return {name: kind for name, kind in named if kind is not None}
 
 
 def _placed(node: OnnxNode) -> str:

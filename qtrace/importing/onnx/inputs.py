@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from qtrace.errors import ImportingError
+from qtrace.graph.open_axes import OpenAxis, resize_axes
 from qtrace.importing.onnx.model import DYNAMIC, Graph, GraphInput
 from qtrace.importing.onnx.reading import MAX_ELEMENTS
 
-__all__ = ["InputShape", "fix_axes", "open_sizes", "resolve_inputs"]
+__all__ = ["InputShape", "axes_of", "fix_axes", "open_sizes", "resize_inputs", "resolve_inputs"]
 
 _MAX_RANK = 7  # of MegEngine's tensors
 _CARRIED = {
@@ -98,6 +99,19 @@ def open_sizes(inputs: Sequence[InputShape]) -> tuple[str, ...]:
     """Returns the sizes that stay open, without the batch."""
     batches = {item.open[item.batch_axis] for item in inputs if item.batch_axis is not None}
     return tuple(dict.fromkeys(s for item in inputs for s in item.open.values() if s not in batches))
+
+
+def axes_of(inputs: Sequence[InputShape]) -> list[OpenAxis]:
+    """Returns the open axes of the inputs, by the names of the file."""
+    return [OpenAxis(i.name, axis, size, i.names[axis]) for i in inputs for axis, size in i.open.items()]
+
+
+def resize_inputs(
+    inputs: Sequence[InputShape], resize: Callable[[int, int | None], int]
+) -> tuple[InputShape, ...]:
+    """Returns the inputs at other sizes of their open axes; see `qtrace.graph.open_axes.resize_axes`."""
+    shapes = resize_axes({item.name: item.shape for item in inputs}, axes_of(inputs), resize)
+    return tuple(replace(item, shape=shapes[item.name]) for item in inputs)
 
 
 def fix_axes(inputs: Sequence[InputShape], sizes: Container[str]) -> tuple[InputShape, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from megengine.core.ops.builtin import GetVarShape
 from megengine.module import Module
 
 from qtrace.graph.builder import GraphBuilder
-from qtrace.graph.moves import Move
+from qtrace.graph.moves import Move, joined, moved, reshaped_to, undone
 from qtrace.graph.tensors import stored_tensor
 from qtrace.graph.types import TensorNode
 from qtrace.importing.onnx.model import OnnxNode
@@ -70,6 +71,7 @@ class Layers:
         sources: path of a parameter -> the stored tensor that it was made of.
         read: names of the stored tensors that became parameters as they are.
         frozen: names of the learned tensors from which numbers were computed that stay as they are.
+        shapes: name of a stored tensor -> its shape in the file.
         frees: gives back the memory of stored tensors that became parameters.
     """
 
@@ -83,12 +85,13 @@ class Layers:
         self.sources: dict[str, StoredSource] = {}
         self.read: set[str] = set()
         self.frozen: set[str] = set()
+        self.shapes: dict[str, tuple[int, ...]] = {}
         self.builder = builder
         self._source = source
         self.names = LayerPaths()
         self._tensors: dict[Any, TensorNode] = {}
         self._modules: dict[Any, str] = {}
-        self._parameters: dict[Any, str] = {}
+        self._parameters: dict[str, tuple[str, tuple[Move, ...]]] = {}
         self._sizes: dict[Any, TensorNode] = {}
         self.frees = LargeFrees()
 
@@ -180,6 +183,8 @@ class Layers:
         array = _carried(stored.array, stored.name)
         key = (stored.identity, array.dtype.name)
         self.read.add(stored.name)
+        if key not in self._tensors and (shared := self.parameter_of(stored)) is not None:
+            self._tensors[key] = shared
         if key not in self._tensors:
             path = self.names.tensor(stored.name)
             kept = stored.name in self.learnable
@@ -189,6 +194,8 @@ class Layers:
             release(stored.array)
             self.frees.note(array.nbytes)
             self._note_source(path, stored)
+            if stored.learned and array.size > 1:
+                self._parameters.setdefault(stored.name, (path, stored.moves))
             if kept or (array.size == 1 and not trainable):
                 self.kept.add(path)
             if stored.name in self.grids:
@@ -200,11 +207,44 @@ class Layers:
         return _module_key(module, tensors) in self._modules and all(t.name for t in tensors.values())
 
     def parameter_of(self, stored: Stored) -> TensorNode | None:
-        """Returns the node of the module parameter that was made of a stored tensor; None without one."""
-        path = self._parameters.get(stored.identity) if stored.name else None
-        node = None if path is None else self.builder.attribute(path)
+        """Returns a stored tensor as a node that reads the parameter made of it; None without one."""
         self.read.add(stored.name)
+        path, moves = self._made_of(stored)
+        if not path:
+            return None
+        node: Any = self.builder.attribute(path)
+        for kind, numbers in moves:
+            name = f"{node.name}_{kind}"
+            if kind == "part":
+                places = (*[slice(None)] * numbers[0], slice(*numbers[1:]))
+                node = self.builder.call_method("__getitem__", node, places, name=name)
+            else:
+                function = F.transpose if kind == "transpose" else F.reshape
+                node = self.builder.call_function(function, node, numbers, name=name)
         return node if isinstance(node, TensorNode) else None
+
+    def owns(self, module: Module, tensors: Mapping[str, Stored]) -> bool:
+        """Returns whether a layer may be this module, as no other form of it reads its weight."""
+        return self.has_module(module, tensors) or not self._made_of(tensors["weight"])[0]
+
+    def _made_of(self, stored: Stored) -> tuple[str, tuple[Move, ...]]:
+        """Returns the path of the parameter made of a stored tensor, and what makes the tensor of it.
+
+        Bodies of control flow may have tensors of the same name and other numbers: those have "".
+        """
+        path, made = self._parameters.get(stored.name, ("", ()))
+        back = undone(self.shapes.get(stored.name, ()), made) if path else None
+        if back is None or not stored.learned:
+            return "", ()
+        moves = joined(back, *stored.moves)
+        if any(kind == "take" for kind, _ in moves):
+            return "", ()
+        parameter: Any = functools.reduce(getattr, path.split("."), self.builder.traced)
+        try:
+            values = moved(parameter.numpy(), moves)
+        except ValueError:
+            return "", ()
+        return (path, moves) if np.array_equal(values, stored.array) else ("", ())
 
     def module(
         self, node: OnnxNode, module: Module, tensors: Mapping[str, Stored], args: Sequence[Any], name: str
@@ -237,7 +277,9 @@ class Layers:
         self._modules[key] = path
         for attribute, stored in tensors.items():
             self._note_source(f"{path}.{attribute}", stored)
-            self._parameters.setdefault(stored.identity, f"{path}.{attribute}")
+            shape = tuple(int(n) for n in getattr(module, attribute).shape)
+            made = stored.moves if shape == stored.array.shape else (*stored.moves, reshaped_to(shape))
+            self._parameters.setdefault(stored.name, (f"{path}.{attribute}", made))
         grids = {f"{path}.{key}": self.grids.get(stored.name) for key, stored in tensors.items()}
         self.parameters.update({name: grid for name, grid in grids.items() if grid is not None})
         return self.builder.call_module(path, module, *args, name=name)

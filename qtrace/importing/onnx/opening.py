@@ -28,7 +28,7 @@ from qtrace.graph.open_axes import FixedAxis, OpenAxes, OpenAxis, growth, power_
 from qtrace.graph.origin import read_origin
 from qtrace.graph.types import Node, TensorNode, TracedModule
 from qtrace.importing.onnx.importer import KEPT_WHERE_OPEN
-from qtrace.importing.onnx.inputs import InputShape, fix_axes, open_sizes
+from qtrace.importing.onnx.inputs import InputShape, axes_of, fix_axes, open_sizes, resize_inputs
 from qtrace.onnxfile.local_session import OrtSession, SessionError, SessionSettings
 from qtrace.onnxfile.sessions import open_session
 
@@ -141,12 +141,11 @@ def _below_limit(inputs: tuple[InputShape, ...], size: str, runtime: _FileRuns) 
 
     They are as they were if the file takes larger sizes than the recorded one, or not the smaller one.
     """
-    number = next(i.shape[axis] for i in inputs for axis, open_size in i.open.items() if open_size == size)
-    smaller = _sizes_below(number)
-    if smaller is None or runtime.takes(_at_size(inputs, size, number + growth(number))):
+    others = fix_axes(inputs, {axis.size for axis in axes_of(inputs)} - {size})
+    lowered = resize_inputs(others, lambda unit, _: _sizes_below(unit) or unit)
+    if lowered == others or runtime.takes(_grown(inputs, [size])) or not runtime.takes(lowered):
         return inputs
-    lowered = _at_size(inputs, size, smaller)
-    return lowered if runtime.takes(lowered) else inputs
+    return tuple(replace(item, shape=low.shape) for item, low in zip(inputs, lowered, strict=True))
 
 
 def _sizes_below(number: int) -> int | None:
@@ -163,14 +162,38 @@ def _sizes_below(number: int) -> int | None:
     return None
 
 
-def _at_size(inputs: tuple[InputShape, ...], size: str, number: int) -> tuple[InputShape, ...]:
-    """Returns the inputs with another number for an open size."""
+def _grown(inputs: tuple[InputShape, ...], sizes: Sequence[str]) -> tuple[InputShape, ...]:
+    """Returns the inputs with larger numbers for some open sizes, which keep their ratio."""
+    opened = fix_axes(_joined(inputs, sizes), {axis.size for axis in axes_of(inputs)} - {sizes[0]})
+    return resize_inputs(opened, lambda unit, number: unit + (1 if number is None else growth(unit)))
+
+
+def _joined(inputs: tuple[InputShape, ...], sizes: Sequence[str]) -> tuple[InputShape, ...]:
+    """Returns the inputs with the first of some open sizes in the place of all of them."""
     return tuple(
-        replace(
-            item, shape=tuple(number if item.open.get(a) == size else n for a, n in enumerate(item.shape))
-        )
+        replace(item, open={axis: sizes[0] if size in sizes else size for axis, size in item.open.items()})
         for item in inputs
     )
+
+
+def _agreeing(inputs: tuple[InputShape, ...], runtime: _FileRuns) -> tuple[str, ...]:
+    """Returns the first open sizes that the file takes together only; () if it takes each without others.
+
+    They are equal, or in the ratio of the recorded ones. A size that the file refuses to grow is tried with
+    each other one, with all at the same position, and with all. The batch comes first, as it stays open.
+    """
+    axes = sorted(axes_of(inputs), key=lambda axis: axis.axis)
+    sizes = list(dict.fromkeys(axis.size for axis in axes))
+    for size in sizes:
+        if runtime.takes(_grown(inputs, [size])):
+            continue
+        position = next(axis.axis for axis in axes if axis.size == size)
+        same = [axis.size for axis in axes if axis.axis == position]
+        for group in (*([size, other] for other in sizes), same, sizes):
+            agreeing = tuple(s for s in sizes if s in group)
+            if len(agreeing) > 1 and runtime.takes(_grown(inputs, agreeing)):
+                return agreeing
+    return ()
 
 
 def _build_open(inputs: tuple[InputShape, ...], build: Build, runtime: _FileRuns) -> Opened:
@@ -178,9 +201,15 @@ def _build_open(inputs: tuple[InputShape, ...], build: Build, runtime: _FileRuns
     sizes = open_sizes(inputs)
     if not sizes:
         return Opened(build(inputs), inputs, {})
+    runtime.ran = False
     traced, reason = _attempt(inputs, build, runtime)
-    if traced is not None:
+    group = () if traced is not None and runtime.ran else _agreeing(inputs, runtime)
+    if traced is not None and not group:
         return Opened(traced, inputs, {})
+    if group:
+        opened = _build_open(_joined(inputs, group), build, runtime)
+        members = dict.fromkeys(group, opened.reasons[group[0]]) if group[0] in opened.reasons else {}
+        return replace(opened, reasons={**opened.reasons, **members})
     reasons: dict[str, str] = {}
     if len(sizes) > 1:
         for size in sizes:
@@ -192,11 +221,11 @@ def _build_open(inputs: tuple[InputShape, ...], build: Build, runtime: _FileRuns
                 return Opened(traced, alone, reasons)
     remaining = [size for size in sizes if size not in reasons]
     while remaining:
-        opened = fix_axes(inputs, set(reasons))
+        fixed = fix_axes(inputs, set(reasons))
         if len(remaining) < len(sizes):
-            traced, reason = _attempt(opened, build, runtime)
+            traced, reason = _attempt(fixed, build, runtime)
             if traced is not None:
-                return Opened(traced, opened, reasons)
+                return Opened(traced, fixed, reasons)
         reasons[remaining.pop()] = reason
     closed = fix_axes(inputs, set(sizes))
     return Opened(build(closed), closed, reasons)
@@ -309,17 +338,11 @@ def _odd(size: int, order: int, least: int | None) -> int:
 
 def _resized(inputs: Sequence[InputShape], resize: Callable[[int, int], int]) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the inputs with other sizes of their open axes, among them the batch."""
-    shapes = {item.name: list(item.shape) for item in inputs}
-    sizes = list(dict.fromkeys(size for item in inputs for size in item.open.values()))
-    batches = {item.open[0] for item in inputs if 0 in item.open}
-    for item in inputs:
-        for axis, size in item.open.items():
-            number = item.shape[axis]
-            if size in batches:
-                shapes[item.name][axis] = _OTHER_BATCHES[number == _OTHER_BATCHES[0]]
-            else:
-                shapes[item.name][axis] = resize(number, sizes.index(size))
-    return {name: tuple(shape) for name, shape in shapes.items()}
+
+    def other(unit: int, number: int | None) -> int:
+        return _OTHER_BATCHES[unit == _OTHER_BATCHES[0]] if number is None else resize(unit, number + 1)
+
+    return {item.name: item.shape for item in resize_inputs(inputs, other)}
 
 
 class _NoSuchSizeError(Exception):
@@ -331,12 +354,15 @@ class _FileRuns:
 
     Args:
         file: the file; None if nothing is to be run.
+
+    Attributes:
+        ran: whether the file has run at a size at which a graph is compared.
     """
 
     def __init__(self, file: Path | None) -> None:
         self._file = file
         self._session: OrtSession | None = None
-        self._opened = False
+        self._opened = self.ran = False
 
     def takes(self, inputs: Sequence[InputShape]) -> bool:
         """Returns whether the file runs at the recorded sizes; True if it cannot be run at any."""
@@ -374,6 +400,7 @@ class _FileRuns:
             expected = session.run(None, feeds)
         except SessionError as error:
             raise _NoSuchSizeError(str(error)) from error
+        self.ran = True
         with quiet_engine(traced):
             results = results or _outputs(traced, arrays)
         if results is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +16,11 @@ from qtrace.onnxfile.external_data import count_bytes, map_tensor, without_large
 from qtrace.onnxfile.reading import read_model
 from qtrace.storage.files import problem
 
-__all__ = ["MAX_ELEMENTS", "array_of", "load_model", "load_structure", "stored_tensors"]
+__all__ = ["MAX_ELEMENTS", "MAX_NODES", "array_of", "load_model", "load_structure", "stored_tensors"]
 
 MAX_ELEMENTS = 2**31 - 1  # of one tensor
 _ANY_DOMAIN = "qtrace.onnxruntime"
-_MAX_NODES = 200_000
+MAX_NODES = 50_000  # of a file, those of a function at each of its calls
 _MAX_DEPTH = 16  # of functions and bodies inside of each other
 _OPSETS = range(6, 29)
 
@@ -80,7 +80,7 @@ def _leave_to_onnxruntime(checked: onnx.ModelProto) -> None:
     opset = standard_opset(checked) or 0
     own = [
         node
-        for node in _all_nodes(checked.graph, 0)
+        for node in _all_nodes(checked.graph, {})
         if node.domain in DEFAULT_DOMAINS and opset < OF_ONNXRUNTIME.get(node.op_type, 0)
     ]
     if not own:
@@ -97,7 +97,6 @@ def _inlined(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
             model = onnx.inliner.inline_local_functions(model)
         except (RuntimeError, ValueError) as error:
             raise ImportingError(f"{path}: its functions cannot be inlined: {_line(error)}.") from error
-        _check_size(path, model)
     opset = standard_opset(model)
     if opset is not None and opset not in _OPSETS:
         raise ImportingError(
@@ -108,21 +107,27 @@ def _inlined(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
 
 
 def _check_size(path: Path, model: onnx.ModelProto) -> None:
-    for count, _ in enumerate(_all_nodes(model.graph, 0), 1):
-        if count > _MAX_NODES:
-            raise ImportingError(f"{path} has more than {_MAX_NODES:,} nodes: qtrace reads no more.")
+    """Refuses a model with too many nodes, those of a function counted at each of its calls."""
+    functions = {(f.domain, f.name, f.overload): f for f in model.functions}
+    for count, _ in enumerate(_all_nodes(model.graph, functions), 1):
+        if count > MAX_NODES:
+            raise ImportingError(f"{path} has more than {MAX_NODES:,} nodes: qtrace reads no more.")
 
 
-def _all_nodes(graph: onnx.GraphProto, depth: int) -> Iterator[onnx.NodeProto]:
+def _all_nodes(
+    graph: onnx.GraphProto | onnx.FunctionProto,
+    functions: Mapping[tuple[str, str, str], onnx.FunctionProto],
+    depth: int = 0,
+) -> Iterator[onnx.NodeProto]:
     if depth > _MAX_DEPTH:
-        raise ImportingError(f"graph {graph.name!r}: bodies are nested more than {_MAX_DEPTH} deep.")
+        raise ImportingError(f"{graph.name!r}: bodies and functions are nested more than {_MAX_DEPTH} deep.")
     for node in graph.node:
         yield node
-        for attribute in node.attribute:
-            if attribute.type == onnx.AttributeProto.GRAPH:
-                yield from _all_nodes(attribute.g, depth + 1)
-            for body in attribute.graphs:
-                yield from _all_nodes(body, depth + 1)
+        bodies = [a.g for a in node.attribute if a.type == onnx.AttributeProto.GRAPH]
+        bodies += [body for attribute in node.attribute for body in attribute.graphs]
+        called = functions.get((node.domain, node.op_type, node.overload))
+        for body in bodies if called is None else [*bodies, called]:
+            yield from _all_nodes(body, functions, depth + 1)
 
 
 def stored_tensors(graph: onnx.GraphProto, path: Path) -> dict[str, np.ndarray]:

@@ -45,10 +45,12 @@ class GraphRunner(Protocol):
     Attributes:
         builder: the graph that is built.
         layers: its layers and parameters.
+        written: how many nodes its loops have written out.
     """
 
     builder: GraphBuilder
     layers: Layers
+    written: int
 
     def subgraph(self, proto: onnx.GraphProto) -> Graph:
         """Reads the body of a control flow node."""

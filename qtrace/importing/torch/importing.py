@@ -15,7 +15,7 @@ from qtrace.graph.types import TracedModule
 from qtrace.importing.onnx import open_inputs, read_onnx
 from qtrace.importing.onnx.opening import UnsupportedNodesError
 from qtrace.importing.torch.exporting import Example, Network, export, open_network, read_example
-from qtrace.importing.torch.record import note_state
+from qtrace.importing.torch.state import note_state
 from qtrace.plugins.arguments import check_arguments
 from qtrace.process.thread import on_engine_thread
 

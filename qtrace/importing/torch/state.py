@@ -1,21 +1,312 @@
-"""Gives the parameters of a graph back as a state of torch."""
+"""Notes which parameter of an imported graph is which tensor of torch's state, and gives the state back.
+
+The names of the exported file are those of the state, and the moves say where each number stands. Both are
+checked by value: a parameter that is not what its moves make of the state's tensor is left out.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import math
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
 from typing import Any
 
+import megengine.module as M
 import numpy as np
+from megengine import Parameter
 
 from qtrace.errors import ImportingError
-from qtrace.graph.moves import places_of
-from qtrace.graph.origin import FileNorm, FileOrigin, read_origin
-from qtrace.graph.types import TracedModule
+from qtrace.graph.module_tree import set_parameter
+from qtrace.graph.moves import Move, part_of, places_of, reshaped_to, taken_at
+from qtrace.graph.origin import FileNorm, FileOrigin, FileParameter, read_origin, write_origin
+from qtrace.graph.recurrent import OnnxRecurrent
+from qtrace.graph.types import CallMethod, GetAttr, ModuleNode, TensorNode, TracedModule
+from qtrace.graph.walk import exprs, get_module
 from qtrace.importing.torch.exporting import import_torch
-from qtrace.importing.torch.record import FAKE_QUANTS, hash_values, layers_with_norms
 
-__all__ = ["state_arrays", "to_torch_state"]
+__all__ = ["note_state", "state_arrays", "to_torch_state"]
+
+FAKE_QUANTS = "qsites"
+"""The submodule of a prepared graph that holds its fake quants."""
+
+_LAYERS = (M.Conv1d, M.Conv2d, M.ConvTranspose2d, M.Linear)
+_NORMS = (M.BatchNorm1d, M.BatchNorm2d)
+# Kind of a recurrent layer -> the order of its gates in torch, and in ONNX.
+_GATES = {"lstm": ("ifgo", "iofg"), "gru": ("rzn", "zrn"), "rnn": ("h", "h")}
+_MAX_PLACES = 2**17  # of the numbers of a tensor that are listed one by one
+
+
+def note_state(traced: TracedModule, state: Mapping[str, Any]) -> None:
+    """Records the tensors of a state of torch, and the BatchNorms that `prepare` may fold into a layer.
+
+    Args:
+        traced: the imported graph.
+        state: the ``state_dict`` of the module.
+    """
+    origin = read_origin(traced)
+    assert origin is not None
+    stored = set(_stored_paths(traced))
+    parameters = {path: parameter for path, parameter in origin.parameters.items() if path in stored}
+    checked = _covered({path: own for path, own in parameters.items() if _is_state(traced, path, own, state)})
+    checked.update(_kept_tables(traced, stored - set(checked), checked, state))
+    parts = _recurrent_parts(traced, state)
+    other_paths = stored - {*checked, *(part.tensor for part in parts.values())}
+    computed = {path: hash_values(get_module(traced, path).numpy()) for path in other_paths}
+    norms = _norms(traced, checked)
+    _tie(traced, checked)
+    held = {*parts, *(parameter.tensor for parameter in checked.values())}
+    tied = _tied_names(state, held)
+    absent = tuple(n for n, own in state.items() if n not in held and n not in tied and _is_float(own))
+    other = {own.tensor for path, own in origin.parameters.items() if path not in checked}
+    frozen = {name: _hash(state[name]) for name in sorted((held & ({*origin.frozen} | other)) - {*parts})}
+    known = replace(
+        origin,
+        parameters=checked,
+        norms=norms,
+        computed=computed,
+        tied=tied,
+        absent=absent,
+        frozen=frozen,
+        parts=parts,
+    )
+    # torch's exporter notes lines of the user's source in its file, which nobody has asked to keep.
+    write_origin(traced, replace(known, graph_facts=(), end_facts={}, output_axes={}, node_remarks={}))
+
+
+def _covered(parameters: Mapping[str, FileParameter]) -> dict[str, FileParameter]:
+    """Returns the parameters whose tensors are in the graph whole, be it in parts."""
+    places: dict[str, list[np.ndarray]] = {}
+    for parameter in parameters.values():
+        own = places_of(parameter.shape, parameter.moves).reshape(-1)
+        places.setdefault(parameter.tensor, []).append(own)
+    whole = {
+        parameter.tensor
+        for parameter in parameters.values()
+        if np.unique(np.concatenate(places[parameter.tensor])).size == math.prod(parameter.shape)
+    }
+    return {path: parameter for path, parameter in parameters.items() if parameter.tensor in whole}
+
+
+def _kept_tables(
+    traced: TracedModule, paths: set[str], known: Mapping[str, FileParameter], state: Mapping[str, Any]
+) -> dict[str, FileParameter]:
+    """Returns tensors that a module had taken from one of its own before the export, and kept as a constant.
+
+    timm's LeViT keeps its biases at all pairs of places so, once it has run. The file does not say where such
+    a constant comes from, but numbers that are all different do, or those of each row.
+    """
+    held = {parameter.tensor for parameter in known.values()}
+    found: dict[str, FileParameter] = {}
+    for name, tensor in state.items():
+        owner = name.rpartition(".")[0]
+        own = [path for path in sorted(paths) if path.rpartition(".")[0] == owner]
+        if not own or name in held or not _is_float(tensor) or tensor.numel() < 2:
+            continue
+        for path in own:
+            values = get_module(traced, path).numpy().astype(np.float32)
+            moves = _moves_from(_numbers(tensor), values, (int(tensor.shape[0]), 1))
+            if moves is not None:
+                found[path] = FileParameter(name, tuple(int(n) for n in tensor.shape), moves)
+    return found
+
+
+def _recurrent_parts(traced: TracedModule, state: Mapping[str, Any]) -> dict[str, FileParameter]:
+    """Returns the tensors of torch's recurrent layers, which ONNX's layers hold in another order of gates."""
+    first = re.compile(r"(.*)weight_ih_(l\d+)\Z")
+    stacks = [match.groups() for match in map(first.match, state) if match is not None]
+    parts: dict[str, FileParameter] = {}
+    for path, layer in traced.named_modules():
+        if isinstance(layer, OnnxRecurrent):
+            for owner, level in stacks:
+                own = _parts_of_layer(layer, path, owner, level)
+                if own.keys() <= state.keys() and all(
+                    np.array_equal(_numbers(state[name]), _values_at(traced, part).reshape(-1))
+                    for name, part in own.items()
+                ):
+                    parts.update(own)
+    return parts
+
+
+def _parts_of_layer(layer: OnnxRecurrent, path: str, owner: str, level: str) -> dict[str, FileParameter]:
+    (gates, order), size = _GATES[layer.kind], int(layer.recurrence.shape[-1])
+    rows = [order.index(gate) * size + row for gate in gates for row in range(size)]
+    sources = {"weight_ih": ("weight", 0), "weight_hh": ("recurrence", 0)}
+    if layer.bias is not None:
+        sources |= {"bias_ih": ("bias", 0), "bias_hh": ("bias", len(rows))}
+    parts = {}
+    for kind, (name, start) in sources.items():
+        shape = tuple(int(n) for n in getattr(layer, name).shape)
+        taken = taken_at(1, [start + row for row in rows])
+        for way, suffix in enumerate(("", "_reverse")[: shape[0]]):
+            moves = (part_of(0, way, way + 1), taken, reshaped_to((len(rows), *shape[2:])))
+            parts[f"{owner}{kind}_{level}{suffix}"] = FileParameter(f"{path}.{name}", shape, moves)
+    return parts
+
+
+def _values_at(traced: TracedModule, part: FileParameter) -> np.ndarray:
+    values: np.ndarray = get_module(traced, part.tensor).numpy().reshape(-1)
+    return values[places_of(part.shape, part.moves)]
+
+
+def _moves_from(numbers: np.ndarray, values: np.ndarray, counts: Sequence[int]) -> tuple[Move, ...] | None:
+    """Returns the moves that make some values of numbers, all of which are among them.
+
+    Args:
+        numbers: the numbers.
+        values: the values.
+        counts: numbers of equal rows, each row of values having its own numbers.
+
+    Returns:
+        The moves; None if there is no one way, or one that lists too many places.
+    """
+    if not values.size or not np.isfinite(numbers).all():
+        return None
+    for count in counts:
+        if values.size % count or numbers.size % count:
+            continue
+        rows, own = numbers.reshape(count, -1), values.reshape(count, -1)
+        order = np.argsort(rows, axis=1, kind="stable")
+        ordered = np.take_along_axis(rows, order, 1)
+        if not (np.diff(ordered, axis=1) > 0).all():
+            continue
+        at = [np.searchsorted(row, each) for row, each in zip(ordered, own, strict=True)]
+        at = np.minimum(np.stack(at), rows.shape[1] - 1)
+        places = np.take_along_axis(order, at, 1)
+        if not np.array_equal(np.take_along_axis(rows, places, 1), own):
+            continue
+        if any(np.unique(row).size < rows.shape[1] for row in places):
+            continue
+        alike = (places == places[0]).all()
+        if not alike:
+            places = places + rows.shape[1] * np.arange(count)[:, None]
+        taken = taken_at(1, places[0]) if alike else taken_at(1, places.reshape(-1))
+        if len(taken[1]) <= _MAX_PLACES:
+            return reshaped_to((count if alike else 1, -1)), taken, reshaped_to(values.shape)
+    return None
+
+
+def _numbers(tensor: Any) -> np.ndarray:
+    flat: np.ndarray = tensor.detach().cpu().float().numpy().reshape(-1)
+    return flat
+
+
+def _hash(tensor: Any) -> str:
+    return hash_values(_numbers(tensor))
+
+
+def _is_float(tensor: Any) -> bool:
+    return bool(tensor.dtype.is_floating_point)
+
+
+def _tie(traced: TracedModule, parameters: Mapping[str, FileParameter]) -> None:
+    """Makes parameters one that hold one tensor of the state in the same order, as in torch's module."""
+    counts = Counter(parameter.tensor for parameter in parameters.values())
+    first: dict[tuple[str, tuple[int, ...], bytes], str] = {}
+    for path, parameter in sorted(parameters.items()):
+        if counts[parameter.tensor] == 1:
+            continue
+        own = get_module(traced, path)
+        places = places_of(parameter.shape, parameter.moves)
+        shape = tuple(int(n) for n in own.shape)
+        other = first.setdefault((parameter.tensor, shape, places.tobytes()), path)
+        if other != path and isinstance(own, Parameter):
+            set_parameter(traced, path, get_module(traced, other))
+
+
+def _tied_names(state: Mapping[str, Any], stored: set[str]) -> dict[str, str]:
+    """Returns the names of tensors that are stored under another name of theirs -> that name."""
+    names: dict[Any, list[str]] = {}
+    for name, tensor in state.items():
+        if hasattr(tensor, "data_ptr") and tensor.numel():
+            memory = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+            names.setdefault(memory, []).append(name)
+    tied = {}
+    for group in names.values():
+        own = next((name for name in group if name in stored), None)
+        if own is not None:
+            tied.update({name: own for name in group if name not in stored})
+    return tied
+
+
+def hash_values(array: np.ndarray) -> str:
+    """Returns a hash of the numbers of a parameter, whatever its shape."""
+    return hashlib.blake2b(np.ascontiguousarray(array, np.float32).tobytes(), digest_size=16).hexdigest()
+
+
+def _stored_paths(traced: TracedModule) -> list[str]:
+    return [name for name, _ in (*traced.named_parameters(), *traced.named_buffers())]
+
+
+def _is_state(traced: TracedModule, path: str, parameter: FileParameter, state: Mapping[str, Any]) -> bool:
+    """Returns whether a parameter is what its moves make of the tensor of the state."""
+    tensor = state.get(parameter.tensor)
+    if tensor is None or tuple(tensor.shape) != parameter.shape:
+        return False
+    flat = _numbers(tensor)
+    own = get_module(traced, path).numpy().reshape(-1)
+    try:
+        places = places_of(parameter.shape, parameter.moves).reshape(-1)
+    except ValueError:
+        return False
+    return places.shape == own.shape and bool(np.array_equal(flat[places], own.astype(np.float32)))
+
+
+def _norms(traced: TracedModule, parameters: Mapping[str, FileParameter]) -> dict[str, FileNorm]:
+    """Returns path of a layer's weight -> the BatchNorm module directly behind it."""
+    norms = {}
+    for expr in exprs(traced):
+        path = _called(expr, _NORMS)
+        source = expr.inputs[1] if path is not None else None
+        if not isinstance(source, TensorNode):
+            continue
+        layer = _called(source.expr, _LAYERS)
+        if path is None or layer is None:
+            continue
+        names = [f"{path}.{name}" for name in ("weight", "bias", "running_mean", "running_var")]
+        gamma, beta, mean, variance = (parameters[n].tensor if n in parameters else "" for n in names)
+        eps = float(get_module(traced, path).eps)
+        norms[f"{layer}.weight"] = FileNorm(f"{layer}.bias", eps, (gamma, beta, mean, variance))
+    return norms
+
+
+def layers_with_norms(traced: TracedModule) -> set[str]:
+    """Returns the paths of the weights and biases of the layers behind which a BatchNorm still stands."""
+    paths: set[str] = set()
+    for expr in exprs(traced):
+        if not any(isinstance(n, ModuleNode) and n.module_type in _NORMS for n in expr.inputs):
+            continue
+        # A BatchNorm that is called reads the layer's result; one that is an argument is folded on the way.
+        layer = expr if _called(expr, _NORMS) is None else _before_roundings(expr.inputs[1]).expr
+        module = _called(layer, _LAYERS)
+        if module is not None:
+            paths.add(f"{module}.weight")
+        sources = (_before_roundings(node).expr for node in layer.inputs)
+        paths.update(str(source.name) for source in sources if isinstance(source, GetAttr))
+    return paths
+
+
+def _before_roundings(node: Any) -> Any:
+    """Returns the node that is rounded to ``node``; ``node`` itself if none is."""
+    while isinstance(node.expr, CallMethod):
+        module = getattr(node.expr.inputs[0], "expr", None)
+        if not isinstance(module, GetAttr) or module.name.split(".")[0] != FAKE_QUANTS:
+            break
+        node = node.expr.inputs[1]
+    return node
+
+
+def _called(expr: Any, kinds: tuple[type, ...]) -> str | None:
+    """Returns the path of the module of one of some classes that ``expr`` calls; None if it calls another."""
+    if not isinstance(expr, CallMethod) or not isinstance(expr.inputs[0], ModuleNode):
+        return None
+    if expr.inputs[0].module_type not in kinds or not isinstance(expr.inputs[0].expr, GetAttr):
+        return None
+    return str(expr.inputs[0].expr.name)
+
 
 _LOG = logging.getLogger("qtrace")
 _SHOWN = 5

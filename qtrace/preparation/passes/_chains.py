@@ -7,13 +7,22 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from qtrace.graph.types import Expr, GetAttr, TensorNode
-from qtrace.graph.walk import owner
+from qtrace.graph.walk import is_float_tensor, owner
 from qtrace.ops import OpCall, Role
 from qtrace.preparation.annotation import Plan
 from qtrace.preparation.passes._choices import Choice
 from qtrace.preparation.passes._view import View, plan_of
 
-__all__ = ["Chain", "Chains", "Summand", "find_chains", "find_summands", "output_choice", "output_plan"]
+__all__ = [
+    "Chain",
+    "Chains",
+    "Summand",
+    "find_chains",
+    "find_summands",
+    "find_weights",
+    "output_choice",
+    "output_plan",
+]
 
 
 @dataclass(frozen=True)
@@ -45,6 +54,25 @@ class Chain:
 
 
 Chains: TypeAlias = Mapping[Expr, Chain]
+
+
+def find_weights(view: View, chains: Chains) -> dict[TensorNode, list[Expr]]:
+    """Returns the weights that are rounded -> the layers that round them."""
+    layers: dict[TensorNode, list[Expr]] = {}
+    for expr in view.order:
+        weight = view.calls[expr].weight if expr in view.calls else None
+        rounds = expr in chains and chains[expr].head is expr
+        if weight is not None and is_float_tensor(weight) and (rounds or view.method(expr)):
+            layers.setdefault(weight, []).append(expr)
+    return layers
+
+
+def reads_rounded(view: View, weights: Mapping[TensorNode, list[Expr]], expr: Expr) -> bool:
+    """Returns whether ``expr`` reads rounded weights as their layers do, so that each is stored once.
+
+    An op on integers rounds what it reads by itself, and so does a layer that reads the moved weight.
+    """
+    return not view.on_integers(expr) and weights.keys().isdisjoint(expr.outputs)
 
 
 def find_chains(view: View) -> dict[Expr, Chain]:

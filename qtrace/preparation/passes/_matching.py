@@ -1,13 +1,14 @@
-"""Matches the rules of a config with the ops of a graph: by kind, by name and by structure."""
+"""Matches the rules and the region of a config with the ops of a graph: by kind, name and structure."""
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 
 from qtrace import ops
-from qtrace.config import Match, Rule
+from qtrace.config import Match, Region, Rule
 from qtrace.errors import ConfigError
 from qtrace.graph.dataflow import static_nodes
 from qtrace.graph.interface import read_interface
@@ -16,7 +17,7 @@ from qtrace.graph.types import Constant, Expr, GetAttr, Node, TracedModule
 from qtrace.graph.walk import exprs, module_path, users
 from qtrace.ops import OpCall, Role
 
-__all__ = ["Selector", "any_matches", "closure", "computes", "expr_names", "tail"]
+__all__ = ["Selector", "computes", "find_region", "tail"]
 
 _TRANSPARENT_ROLES = (Role.CARRY, Role.CONCAT, Role.ACTIVATION, Role.NORM)
 _SCALING_KINDS = ("add", "sub", "mul", "div")
@@ -43,7 +44,7 @@ class Selector:
             kinds = _check_kinds(match.op, rule.origin)
             selected = [e for e in selected if self.calls[e].kind in kinds]
         if match.name is not None:
-            named = {e for e, names in self._names.items() if any_matches(match.name, names)}
+            named = {e for e, names in self._names.items() if _any_matches(match.name, names)}
             selected = [e for e in selected if e in named]
         for value, predicate in self._predicates(match, rule.origin):
             selected = [e for e in selected if predicate(e) is value]
@@ -54,7 +55,7 @@ class Selector:
 
     @cached_property
     def _names(self) -> dict[Expr, list[str]]:
-        return expr_names(self.traced)
+        return _expr_names(self.traced)
 
     def _predicates(self, match: Match, origin: str) -> list[tuple[bool, Callable[[Expr], bool | None]]]:
         """Lists the structural predicates of ``match``, each with the value that it must have."""
@@ -175,8 +176,8 @@ class Selector:
                 raise ConfigError(
                     f"{origin}: subgraph names the node {name!r}, which this graph does not have."
                 )
-        after_start = closure(ends[start], self._readers)
-        before_end = closure(ends[end], lambda e: [n.expr for n in e.inputs])
+        after_start = _closure(ends[start], self._readers)
+        before_end = _closure(ends[end], lambda e: [n.expr for n in e.inputs])
         return after_start & before_end
 
 
@@ -230,7 +231,7 @@ def computes(expr: Expr, calls: dict[Expr, OpCall]) -> bool:
     return source is None or source.kind != "softmax"
 
 
-def closure(starts: Iterable[Expr], neighbours: Callable[[Expr], Iterable[Expr]]) -> set[Expr]:
+def _closure(starts: Iterable[Expr], neighbours: Callable[[Expr], Iterable[Expr]]) -> set[Expr]:
     """Finds the exprs that ``starts`` reach through ``neighbours``, including ``starts``."""
     reached: set[Expr] = set()
     stack = list(starts)
@@ -268,12 +269,12 @@ def _check_kinds(kinds: Sequence[str], origin: str) -> frozenset[str]:
     return frozenset(kinds)
 
 
-def any_matches(patterns: Sequence[str], names: Iterable[str]) -> bool:
+def _any_matches(patterns: Sequence[str], names: Iterable[str]) -> bool:
     """Returns whether one of ``names`` is one of ``patterns``, or matches it."""
     return any(name == p or fnmatch.fnmatchcase(name, p) for name in names for p in patterns)
 
 
-def expr_names(traced: TracedModule) -> dict[Expr, list[str]]:
+def _expr_names(traced: TracedModule) -> dict[Expr, list[str]]:
     """Returns expr -> its names: of its module, its nodes, and of these in the file that was imported.
 
     Args:
@@ -292,3 +293,53 @@ def expr_names(traced: TracedModule) -> dict[Expr, list[str]]:
         for tensor, node in (*ends, *zip(interface.outputs, traced.graph.outputs, strict=True)):
             names[node.expr].append(tensor.name)
     return names
+
+
+def find_region(traced: TracedModule, region: Region, place: Callable[..., str]) -> set[Expr]:
+    """Finds the exprs of a region: those on a path from its inputs to its outputs, both ends included.
+
+    Args:
+        traced: a flat, expanded graph.
+        region: name patterns of the inputs and outputs of the region.
+        place: `QConfig.place`: gives the source of the region or of one of its ends, for messages.
+
+    Raises:
+        ConfigError: for a pattern that no node and no module has, or a region without an op.
+    """
+    order = exprs(traced)
+    members = set(order)
+    if region.outputs is not None:
+        ends = _find_named(traced, region.outputs, _subject(place, "outputs"))
+        members &= _closure(ends, lambda e: [n.expr for n in e.inputs])
+    if region.inputs is not None:
+        starts = _find_named(traced, region.inputs, _subject(place, "inputs"))
+        members &= _closure(starts, lambda e: [u for n in e.outputs for u in n.users])
+    if not any(e in members for e in order):
+        raise ConfigError(f"{place('region')}: no op lies between the inputs and the outputs of the region.")
+    return members
+
+
+def _subject(place: Callable[..., str], end: str) -> str:
+    """Returns the subject of a message about an end of the region: an argument, or a key with its file."""
+    source = place(f"region.{end}", "region")
+    return source if source == f"argument {end}" else f"{source}: region.{end}"
+
+
+def _find_named(traced: TracedModule, patterns: Sequence[str], origin: str) -> list[Expr]:
+    """Finds the exprs whose node or module a pattern matches, in the order of ``patterns``."""
+    names: dict[str, list[Expr]] = {}
+    for expr, own in _expr_names(traced).items():
+        parts = module_path(expr).split(".")
+        for name in (*own, *(".".join(parts[:end]) for end in range(1, len(parts)))):
+            names.setdefault(name, []).append(expr)
+    named: list[Expr] = []
+    for pattern in patterns:
+        matched = [name for name in names if _any_matches([pattern], [name])]
+        if not matched:
+            nearest = difflib.get_close_matches(pattern, names, n=5, cutoff=0.0)
+            raise ConfigError(
+                f"{origin} names {pattern!r}, which is no node or module here; the nearest names are "
+                f"{', '.join(nearest)}."
+            )
+        named += [e for name in matched for e in names[name]]
+    return named

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from qtrace.errors import ConfigError
-from qtrace.graph.types import Expr, Node, TensorNode
-from qtrace.graph.walk import is_float_tensor
-from qtrace.preparation.annotation import Fold, Plan, Site, free_name
-from qtrace.preparation.passes._chains import Chains
+from qtrace.graph.types import Expr, Node
+from qtrace.preparation.annotation import Fold, Site, free_name
+from qtrace.preparation.passes._chains import Chains, find_weights, reads_rounded
 from qtrace.preparation.passes._sites import Placement
 from qtrace.preparation.passes._view import View, distinct, plan_of
 from qtrace.scheme import QScheme
@@ -20,21 +19,24 @@ __all__ = ["find_folds", "place_biases", "place_weights"]
 def place_weights(view: View, chains: Chains, placement: Placement) -> dict[Expr, Site]:
     """Places one site at a weight for each different plan that its layers have for it.
 
+    What else reads the weight, such as the look-up of rows, reads it as the first layer does.
+
     Returns:
         layer -> the site of its weight, in the order of the sites.
     """
-    wants_of: dict[TensorNode, list[tuple[tuple[Plan, tuple[int, ...]], Expr]]] = {}
-    for expr in view.order:
-        weight = view.calls[expr].weight if expr in view.calls else None
-        rounds = expr in chains and chains[expr].head is expr
-        if weight is not None and is_float_tensor(weight) and (rounds or view.method(expr)):
-            wants_of.setdefault(weight, []).append((view.weight_plan(view.calls[expr]), expr))
     sites: dict[Expr, Site] = {}
     used_names = set(placement.sites)
-    for node, wants in wants_of.items():
+    weights = find_weights(view, chains)
+    for node, layers in weights.items():
+        wants = [(view.weight_plan(view.calls[expr]), expr) for expr in layers]
         for index, (plan, axes) in enumerate(distinct(want for want, _ in wants)):
             readers = [reader for want, reader in wants if want == (plan, axes)]
-            names = tuple(reader.outputs[0].name for reader in readers)
+            others = [
+                user for user in node.users if user not in layers and reads_rounded(view, weights, user)
+            ]
+            if index or len(axes) > 1:  # exports store several axes of channels as one
+                others = []
+            names = tuple(reader.outputs[0].name for reader in (*readers, *others))
             preferred = node.name if index == 0 else f"{node.name}__{names[0]}"
             name = free_name(preferred, used_names, view.node_names)
             used_names.add(name)

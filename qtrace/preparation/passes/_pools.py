@@ -1,17 +1,17 @@
-"""The times of max pooling, which gives integers on unchanged and belongs to no unit of the placement."""
+"""The shapes of ops as cost tables know them, and the times of max pooling, which belongs to no unit."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
-from qtrace.costs import FLOAT, INTEGER, PLAIN_MAX_POOL, CostTable
-from qtrace.graph.types import Expr, Node
-from qtrace.graph.walk import users
-from qtrace.ops import Role
+from qtrace.costs import FLOAT, INTEGER, PLAIN_MAX_POOL, CostTable, OpShape
+from qtrace.graph.types import Constant, Expr, GetAttr, Node
+from qtrace.graph.walk import shape_of, users
+from qtrace.ops import OpCall, Role
 from qtrace.preparation.passes._view import View
-from qtrace.preparation.placement.shapes import op_shape
 
-__all__ = ["PoolTimes", "time_pools"]
+__all__ = ["PoolTimes", "op_shape", "time_pools"]
 
 # Ops that read and write the plain layout.
 _PLAIN = (
@@ -106,3 +106,25 @@ def _leads_to_conv(view: View, start: Expr) -> bool:
                 seen.add(user)
                 ahead.append(user)
     return False
+
+
+def op_shape(call: OpCall) -> OpShape:
+    """Returns what the time of ``call`` depends on.
+
+    The weight of a grouped convolution loses its leading axis: it is (outputs, inputs / groups, height,
+    width), or (inputs, outputs / groups, height, width) if it is transposed, as runtimes store it.
+    """
+    groups = int(call.attrs.get("groups", 1))
+    weight = () if call.weight is None else shape_of(call.weight)
+    if groups > 1 and len(weight) > 3:
+        weight = (math.prod(weight[:2]), *weight[2:])
+    stride = call.attrs.get("stride", ())
+    return OpShape(
+        kind=call.kind,
+        inputs=tuple(shape_of(node) for node in call.inputs),
+        outputs=tuple(shape_of(node) for node in call.outputs),
+        weight=weight,
+        stride=tuple(int(n) for n in stride) if isinstance(stride, (tuple, list)) else (),
+        groups=groups,
+        stored="scalar" in call.attrs or any(isinstance(n.expr, (Constant, GetAttr)) for n in call.inputs),
+    )

@@ -13,11 +13,10 @@ from qtrace.ops import OpCall, Role
 from qtrace.preparation.passes._chains import Chains, output_choice
 from qtrace.preparation.passes._choices import Choice
 from qtrace.preparation.passes._pieces import PIECES
-from qtrace.preparation.passes._pools import PoolTimes, time_pools
+from qtrace.preparation.passes._pools import PoolTimes, op_shape, time_pools
 from qtrace.preparation.passes._view import View
 from qtrace.preparation.placement.layouts import FloatLayouts
 from qtrace.preparation.placement.problem import Layouts, Problem, Tensor, Unit
-from qtrace.preparation.placement.shapes import op_shape
 
 __all__ = ["add_pools", "build_problem", "has_pieces"]
 

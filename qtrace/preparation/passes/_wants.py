@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 from qtrace.graph.types import Expr, Node, TensorNode
 from qtrace.ops import Role
 from qtrace.preparation.annotation import Plan
-from qtrace.preparation.passes._chains import Chains, find_summands
+from qtrace.preparation.passes._chains import Chains, find_summands, find_weights, reads_rounded
 from qtrace.preparation.passes._view import View, distinct, plan_of
 
 __all__ = ["Want", "Wants", "propagate_wants"]
@@ -38,12 +38,14 @@ def propagate_wants(view: View, chains: Chains) -> dict[Node, list[Want]]:
         node -> the wants of the exprs that read it, in execution order.
     """
     wants: dict[Node, list[Want]] = {}
-    summands = find_summands(view, chains)
+    summands, weights = find_summands(view, chains), find_weights(view, chains)
     for expr in reversed(view.order):
         want = _want(view, chains, wants, expr)
         if want is not None:
             for node in dict.fromkeys(view.calls[expr].inputs):
                 if expr in summands and summands[expr].read is node:
+                    continue
+                if node in weights and reads_rounded(view, weights, expr):
                     continue
                 wants.setdefault(node, []).insert(0, want)
     return wants

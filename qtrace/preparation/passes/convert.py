@@ -11,6 +11,7 @@ from megengine.core.tensor.dtype import QuantDtypeMeta, _builtin_quant_dtypes
 from megengine.quantization.utils import QParams as NodeQParams
 from megengine.quantization.utils import QuantMode, create_qparams
 
+from qtrace import ops
 from qtrace.errors import ConfigError
 from qtrace.fakequant.base import FakeQuant
 from qtrace.fakequant.fixed import FixedFakeQuant
@@ -21,14 +22,13 @@ from qtrace.graph.edit import GraphEditor
 from qtrace.graph.finish import exchange_function
 from qtrace.graph.flatten import flatten
 from qtrace.graph.module_tree import delete_attribute, set_parameter
-from qtrace.graph.types import Constant, Expr, GetAttr, ModuleNode, TracedModule
+from qtrace.graph.types import CallFunction, Constant, Expr, GetAttr, ModuleNode, TracedModule
 from qtrace.graph.walk import exprs, get_module, owner
 from qtrace.preparation.annotation import Annotation, Fold, Site, free_name, value_name
 from qtrace.preparation.limits import limit_ranges
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.passes._computed import write_computed
 from qtrace.preparation.passes.insert import CONTAINER
-from qtrace.preparation.passes.paddings import limit_paddings
 from qtrace.preparation.record import write_record
 from qtrace.process.thread import on_engine_thread
 from qtrace.scheme import QParams, QScheme
@@ -70,7 +70,7 @@ def convert(prepared: TracedModule) -> TracedModule:
     annotation = _with_schemes(view) if centred else annotation
     view = QuantizedModel(model, record=dataclasses.replace(before.record, annotation=annotation))
     limit_ranges(view)
-    limit_paddings(view)
+    _limit_paddings(view)
     for module in view.followers:
         module.phase = "quantize"
     annotation = _write_folds(model, annotation)
@@ -253,3 +253,26 @@ def dtype_meta(scheme: QScheme) -> QuantDtypeMeta:
         return builtin
     name = f"q{'int' if scheme.signed else 'uint'}{scheme.bits}{'_narrow' if scheme.narrow else ''}"
     return QuantDtypeMeta(name, None, storage, scheme.qmin, scheme.qmax, not scheme.signed)
+
+
+def _limit_paddings(model: QuantizedModel) -> None:
+    """Pads integers that a maximum reads with the lowest one, instead of a number far below all of them.
+
+    The maximum is the same: no integer is smaller. A runtime has no other number for the padding, and some
+    fail on one that its scale does not hold. For a minimum, the padding is the largest integer.
+
+    Args:
+        model: a calibrated model; the arguments of its paddings are changed in place.
+    """
+    with GraphEditor(model.module, renews_record=True) as editor:
+        for name, qparams in model.carried_qparams().items():
+            expr = model.nodes[name].expr
+            call = ops.read(expr)
+            value = 0.0 if call is None or call.kind != "pad" else call.attrs.get("value", 0.0)
+            if not value or not isinstance(expr, CallFunction):
+                continue
+            scheme, zero_point = qparams.scheme, qparams.zero_point.astype(np.int64)
+            low = (scheme.qmin - zero_point) * qparams.scale
+            high = (scheme.qmax - zero_point) * qparams.scale
+            limited = np.clip(np.float32(value), np.float32(low.min()), np.float32(high.max()))
+            editor.set_argument(expr, "constant_value", float(limited))

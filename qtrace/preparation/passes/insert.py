@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 from typing import Any
 
@@ -10,7 +11,6 @@ import megengine.functional as F
 from megengine.module import Module
 
 from qtrace import ops, plugins
-from qtrace.errors import QtraceError
 from qtrace.fakequant.base import FakeQuant, builtin
 from qtrace.fakequant.following.bias import BiasQuant
 from qtrace.fakequant.following.bn_fold import BnFold
@@ -24,7 +24,7 @@ from qtrace.observers.base import Observer
 from qtrace.preparation.annotation import Annotation, Fold, Plan, Site, free_name, value_name
 from qtrace.preparation.passes.base import PassResult
 
-__all__ = ["CONTAINER", "insert"]
+__all__ = ["CONTAINER", "headline", "insert"]
 
 # The attribute of the prepared module below which all fake quants live.
 CONTAINER = "qsites"
@@ -114,21 +114,30 @@ class Container(Module):
         raise NotImplementedError("qtrace's container of fake quants is not a layer")
 
 
+def headline(module: TracedModule) -> str:
+    """Returns the stage, phase, sites and recipe of a quantized module, and whether it is calibrated."""
+    record = json.loads(getattr(module, RECORD_ATTRIBUTE))
+    config, sites = record["qconfig"], json.loads(record["annotation"])["sites"]
+    rounding = [child for child in getattr(module, CONTAINER).__dict__.values() if isinstance(child, Module)]
+    calibrated = all(child.calibrated for child in rounding if isinstance(child, FakeQuant))
+    named = config.get("name") or (config.get("description") or "without a name").partition(",")[0]
+    return (
+        f"{record['stage']}, phase {' and '.join(sorted({child.phase for child in rounding}))}: {len(sites)} "
+        f"sites, recipe {named}, backend {config.get('backend', 'onnxruntime')}, "
+        f"{'calibrated' if calibrated else 'not calibrated'}"
+    )
+
+
 def _repr(module: TracedModule) -> str:
     """Returns MegEngine's text of a graph, below a line on its quantization if there is one."""
-    from qtrace.preparation.model import QuantizedModel  # which reads what is inserted here
-
-    text = Module.__repr__(module)
-    if getattr(module, RECORD_ATTRIBUTE, None) is None:
-        return text
     try:
-        return f"{QuantizedModel(module).headline}\n{text}"
-    except (QtraceError, AttributeError):  # a damaged record, and a graph that is being edited
-        return text
+        return f"{headline(module)}\n{Module.__repr__(module)}"
+    except (AttributeError, LookupError, TypeError, ValueError):  # it is in float, edited or damaged
+        return Module.__repr__(module)
 
 
 # A class of its own could not be saved: MegEngine's pickles and qtrace's loader take graphs of this one.
-TracedModule.__repr__ = _repr  # type: ignore[method-assign]
+TracedModule.__repr__ = _repr
 
 
 @functools.lru_cache(maxsize=64)

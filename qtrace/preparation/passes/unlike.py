@@ -23,7 +23,7 @@ import numpy as np
 
 from qtrace.config import QConfig
 from qtrace.errors import QtraceError
-from qtrace.graph.nonfinite import NonfiniteSearch
+from qtrace.graph.nonfinite import search_nonfinite
 from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs as exprs_of
 from qtrace.graph.walk import is_float_tensor
@@ -154,9 +154,8 @@ def _far_values(run: MeasuredRun) -> dict[str, np.ndarray]:
                 far[node.name] = np.concatenate(values)
     if any(np.isnan(values).any() for values in far.values()):
         for args, kwargs in run.samples or ():
-            search = NonfiniteSearch(run.model)
-            search.run(*args, **kwargs)
-            far |= {node.name: np.full(1, np.nan) for node in search.nan if node.name not in far}
+            nodes = search_nonfinite(run.model, args, kwargs).nan
+            far |= {node.name: np.full(1, np.nan) for node in nodes if node.name not in far}
     return far
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,8 @@ from qtrace.graph.walk import op_label
 from qtrace.preparation.model import QuantizedModel
 from qtrace.process.thread import on_engine_thread
 from qtrace.scheme import QParams, QScheme
-from qtrace.storage.files import claim, replace_folder, sweep
+from qtrace.storage.archives import pack_arrays
+from qtrace.storage.files import parse_document, replace_folder, temporary_folder
 from qtrace.verification.device.files import KINDS, file_name
 from qtrace.verification.runs import GraphRun, activations, integer_qparams, output_names
 
@@ -56,14 +56,9 @@ def write_vectors(
     if target.exists() and not _holds_vectors(target):
         raise ExportError(f"{target} exists and holds no test vectors: name another folder.")
     try:
-        sweep(target)
-        partial, handle = claim(target, Path.mkdir)
-        try:
+        with temporary_folder(target) as partial:
             _write_all(model, partial, batches, count)
             replace_folder(target, partial)
-        finally:
-            os.close(handle)
-            shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
         raise ExportError(f"{target} cannot be written: {error.strerror or error}.") from error
     return target
@@ -72,10 +67,9 @@ def write_vectors(
 def _holds_vectors(folder: Path) -> bool:
     """Whether a folder has the index that `write_vectors` writes."""
     try:
-        index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
+        return parse_document((folder / "index.json").read_bytes()).get("schema") == SCHEMA
     except (OSError, ValueError):
         return False
-    return isinstance(index, dict) and index.get("schema") == SCHEMA
 
 
 def _write_all(model: QuantizedModel, folder: Path, batches: Iterable[Any], count: int) -> None:
@@ -93,7 +87,8 @@ def _write_all(model: QuantizedModel, folder: Path, batches: Iterable[Any], coun
     if len(inputs) < count:
         raise CalibrationError(f"there are {len(inputs)} batches for {count} test vectors: give more data.")
     stacked = (np.concatenate(values) for values in zip(*inputs, strict=True))
-    np.savez(folder / "inputs.npz", **dict(zip(_input_names(model), stacked, strict=True)))
+    arrays = pack_arrays(dict(zip(_input_names(model), stacked, strict=True)))
+    (folder / "inputs.npz").write_bytes(arrays)
     index = {"schema": SCHEMA, "vectors": [f"{n:04d}" for n in range(count)], "tensors": entries}
     (folder / "index.json").write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
 
@@ -160,7 +155,8 @@ def _storage(scheme: QScheme) -> Any:
 
 def _write_batch(folder: Path, name: str, tensors: dict[tuple[str, str], np.ndarray]) -> None:
     """Writes the tensors of a batch as one archive and as raw files."""
-    np.savez(folder / f"{name}.npz", **{f"{kind}/{file_name(n)}": v for (kind, n), v in tensors.items()})
+    arrays = pack_arrays({f"{kind}/{file_name(n)}": v for (kind, n), v in tensors.items()})
+    (folder / f"{name}.npz").write_bytes(arrays)
     for kind in KINDS:
         (folder / name / kind).mkdir(parents=True)
     for (kind, tensor), value in tensors.items():

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,8 +14,9 @@ from qtrace.errors import ExportError
 from qtrace.onnxfile.reading import load_model
 from qtrace.onnxfile.selecting import expose_places
 from qtrace.verification.float16 import read_float16_ops
+from qtrace.verification.runtimes.base import RuntimeRun
 
-__all__ = ["Exposed", "as_declared", "check_samples", "with_integer_outputs"]
+__all__ = ["Exposed", "ExposedSession", "as_declared", "with_integer_outputs"]
 
 # ONNX's number of a type of 4 bits -> that of the type of 8 bits with the same sign.
 _WIDER = {22: 3, 21: 2}  # int4 -> int8, uint4 -> uint8
@@ -125,20 +127,52 @@ def with_integer_outputs(path: Path) -> Exposed:
     return Exposed(data, outputs, integers, tensors, places, kinds, folder, graph, deployed, sizes, halves)
 
 
-def check_samples(fixed: Mapping[str, int], names: Sequence[str], inputs: Sequence[np.ndarray]) -> None:
-    """Refuses a batch of another size than the file fixes, as its graph takes no other one.
+class ExposedSession:
+    """Runs an exposed ONNX file; see `Session`.
 
-    Args:
-        fixed: `Exposed.fixed_samples`.
-        names: the names of the inputs.
-        inputs: one array for each input.
+    With optimizations, outputs and places come from the file as it is, and the integers from a copy in which
+    they are outputs, across which a runtime does not fuse.
 
-    Raises:
-        ExportError: naming the input and both sizes.
+    Attributes:
+        input_names: the names of the inputs.
+        compiled: what runs the file with its integers as outputs.
+        deployed: what runs the file as it is; None without optimizations.
     """
-    for name, x in zip(names, inputs, strict=True):
-        if name in fixed and x.ndim and x.shape[0] != fixed[name]:
-            raise ExportError(
-                f"{name} has shape {x.shape}, but the file fixes its first axis to {fixed[name]}, since the "
-                f"graph takes no other size: give batches of {fixed[name]}."
-            )
+
+    input_names: Sequence[str]
+    compiled: Any
+    deployed: Any
+
+    def __init__(self, model: Exposed) -> None:
+        self.output_names, self.place_kinds = model.outputs, model.kinds
+        self.integer_names: Sequence[str] = model.integers
+        self.graph_hash, self.fixed_samples = model.graph_hash, model.fixed_samples
+        self.float16 = model.float16
+
+    def infer(self, file: Any, inputs: list[np.ndarray]) -> list[np.ndarray]:
+        """Returns all outputs of `compiled` or `deployed`."""
+        raise NotImplementedError
+
+    def run(self, inputs: list[np.ndarray]) -> RuntimeRun:
+        """Runs the model; see `Session`.
+
+        Raises:
+            ExportError: for other inputs than those of the file, or a batch of another size than it fixes.
+        """
+        if len(inputs) != len(self.input_names):
+            raise ExportError(f"the model takes {len(self.input_names)} inputs, not {len(inputs)}.")
+        for name, x in zip(self.input_names, inputs, strict=True):
+            size = self.fixed_samples.get(name)
+            if size is not None and x.ndim and x.shape[0] != size:
+                raise ExportError(
+                    f"{name} has shape {x.shape}, but the file fixes its first axis to {size}, since the "
+                    f"graph takes no other size: give batches of {size}."
+                )
+        values = self.infer(self.compiled, inputs)
+        count, end = len(self.output_names), len(self.output_names) + len(self.integer_names)
+        outputs, places = values[:count], values[end:]
+        if self.deployed is not None:
+            deployed = self.infer(self.deployed, inputs)
+            outputs, places = deployed[:count], deployed[count:]
+        integers = [v if v.dtype.kind in "iu" else np.rint(v).astype(np.int32) for v in values[count:end]]
+        return RuntimeRun(outputs, dict(zip(self.integer_names, integers, strict=True)), places)

@@ -7,7 +7,6 @@ none of 150 files with bytes changed at random ended the process. A child would 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +15,9 @@ from qtrace.errors import ExportError
 from qtrace.onnxfile.openvino import OpenvinoFile
 from qtrace.runtimes.host import RuntimeHost
 from qtrace.verification.causes import BFLOAT16
-from qtrace.verification.runtimes._onnx import as_declared, check_samples, with_integer_outputs
+from qtrace.verification.runtimes._onnx import ExposedSession, as_declared, with_integer_outputs
 from qtrace.verification.runtimes._spelled import spell_out_roundings
-from qtrace.verification.runtimes.base import Runtime, RuntimeRun
+from qtrace.verification.runtimes.base import Runtime
 
 __all__ = ["RUNTIME"]
 
@@ -33,20 +32,12 @@ _PLAIN = {
 }
 
 
-class OpenvinoSession:
-    """Runs an ONNX file on CPU.
-
-    With optimizations, the outputs come from the file as it is, and the integers from a copy in which they
-    are outputs.
-    """
+class OpenvinoSession(ExposedSession):
+    """Runs an ONNX file on CPU."""
 
     def __init__(self, path: Path, optimize: bool, host: RuntimeHost | None = None) -> None:
         model = with_integer_outputs(path)
-        self.output_names = model.outputs
-        self.integer_names: Sequence[str] = model.integers
-        self.place_kinds = model.kinds
-        self.graph_hash, self.fixed_samples = model.graph_hash, model.fixed_samples
-        self.float16 = model.float16
+        super().__init__(model)
         if model.folder is not None:
             raise ExportError(f"{path} has more than 2 GB of tensors: verify it in onnxruntime.")
         self.input_names = _declared_inputs(model.data)
@@ -57,27 +48,12 @@ class OpenvinoSession:
         self.side = self.compiled.side
         self.remark = BFLOAT16 if self.compiled.rounds_floats else ""
 
-    def run(self, inputs: list[np.ndarray]) -> RuntimeRun:
-        """Runs the model; see `Session`."""
-        if len(inputs) != len(self.input_names):
-            raise ExportError(f"the model takes {len(self.input_names)} inputs, not {len(inputs)}.")
-        check_samples(self.fixed_samples, self.input_names, inputs)
+    def infer(self, file: OpenvinoFile, inputs: list[np.ndarray]) -> list[np.ndarray]:
+        """Returns all outputs of a compiled model, which has no input for a tensor that nothing reads."""
         feeds = dict(zip(self.input_names, inputs, strict=True))
-        values = _infer(self.compiled, feeds)
-        deployed = None if self.deployed is None else _infer(self.deployed, feeds)
-        count, end = len(self.output_names), len(self.output_names) + len(self.integer_names)
-        outputs, places = values[:count], values[end:]
-        if deployed is not None:
-            outputs, places = deployed[:count], deployed[count:]
-        integers = [v if v.dtype.kind in "iu" else np.rint(v).astype(np.int32) for v in values[count:end]]
-        return RuntimeRun(outputs, dict(zip(self.integer_names, integers, strict=True)), places)
-
-
-def _infer(file: OpenvinoFile, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    """Runs a compiled model, which has no input for a tensor that nothing reads."""
-    names = [next(name for name in feeds if name in port["names"]) for port in file.inputs]
-    types = [np.dtype(port["dtype"]).name for port in file.inputs]
-    return file.run(as_declared([feeds[name] for name in names], types))
+        names = [next(name for name in feeds if name in port["names"]) for port in file.inputs]
+        types = [np.dtype(port["dtype"]).name for port in file.inputs]
+        return file.run(as_declared([feeds[name] for name in names], types))
 
 
 def _declared_inputs(data: bytes) -> list[str]:

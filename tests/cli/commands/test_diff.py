@@ -43,7 +43,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
             words = ["calibrate", "float.mge", "-d", "x.npy", "-r", f"{name}.yaml", "-o", name]
             with pytest.raises(SystemExit) as caught:
                 cli.main([*words, "--batch-size", "2", "--quiet"])
-            assert caught.value.code == 0
+            assert caught.value.code == (name == "second")  # whose verdict is broken
     return home
 
 

@@ -21,8 +21,7 @@ from megengine.traced_module.expr import Apply, CallFunction, CallMethod, GetAtt
 import qtrace
 from qtrace.errors import DataError, QtraceError, UnsafeFileError
 from qtrace.fakequant.base import FakeQuant
-from qtrace.graph.files.seal import SIZE
-from qtrace.graph.files.serialize import load, save
+from qtrace.graph.files.serialize import SIZE, load, save
 from qtrace.scheme import QScheme
 from tests.fuzz.loading import verdict
 from tests.graph.files.hostile import net_input, refusal, text, traced_net

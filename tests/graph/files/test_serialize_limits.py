@@ -23,7 +23,7 @@ import qtrace
 from qtrace.errors import UnsafeFileError
 from qtrace.graph.files import allowlist
 from qtrace.graph.files.names import AllowList, LoadBudget, RefusedError, resolve
-from qtrace.graph.files.ops import make_op, op_state
+from qtrace.graph.files.plain_values import make_op, op_state
 from qtrace.graph.files.rules import Rules
 from qtrace.graph.files.serialize import load, save
 from tests.fuzz.loading import verdict

@@ -25,7 +25,7 @@ Edit = Callable[[Any], Any]
 @pytest.fixture(scope="module")
 def graph(tmp_path_factory: pytest.TempPathFactory) -> MSCGraph:
     module = net(
-        lambda self, x: F.softmax(self.bn(F.relu(self.conv(x))[:, 1:]), 1) + x.shape[1],
+        lambda self, x: F.softmax(self.bn(F.relu(self.conv(x))[:, 1:]), -3) + x.shape[1],
         conv=M.Conv2d(4, 4, 3),
         bn=M.BatchNorm2d(3),
     )
@@ -185,7 +185,7 @@ NO_GRAPH: dict[str, tuple[Edit, str]] = {
     ),
     "strides of text": (
         lambda d: _node(d, "msc.conv2d_bias")["attrs"].update(strides="a"),
-        "the document does not say how it is called",
+        "its strides is 'a': give 2 integers",
     ),
     "a scheme": (
         lambda d: _edited(d, "msc.conv2d_bias", "qparams_weight", lambda q: {**q, "scheme": "int99 sym"}),

@@ -234,9 +234,9 @@ EDITED = {
 
 
 def _called(folder: Path) -> tuple[M.Module, MSCGraph]:
-    """A module, and its graph with a call at each node: none of them is said by its type."""
+    """A module, and its graph with a call at each node: documents count axes from the first."""
     module = net(
-        lambda self, x: F.softmax(self.bn(self.conv(x)), 1), conv=M.Conv2d(4, 4, 1), bn=M.BatchNorm2d(4)
+        lambda self, x: F.softmax(self.bn(self.conv(x)), -3), conv=M.Conv2d(4, 4, 1), bn=M.BatchNorm2d(4)
     )
     traced = qtrace.trace(module, X, check=False)
     return module, from_msc(qtrace.export(traced, folder / "g.json", format="msc"))

@@ -20,6 +20,9 @@ from qtrace.graph import lint
 from qtrace.graph.interface import read_interface
 from qtrace.graph.opaque import opaque_calls
 from qtrace.graph.walk import owner
+from qtrace.importing.onnx import control_flow
+from qtrace.importing.onnx.ops import moves
+from tests.growth import assert_linear, calls_of
 from tests.importing.onnx.networks import conv_bn, model, node, save, weights
 
 
@@ -435,3 +438,169 @@ def test_a_normalization_that_onnxruntime_has_fused_is_read(tmp_path, opset):
     proto.graph.node[1].op_type = "GroupNormalization"  # of opset 18, which onnxruntime has not before
     with pytest.raises(ImportingError, match="not a valid ONNX model"):
         qtrace.from_onnx(save(proto, tmp_path))
+
+
+TIED = {
+    "look-up, then product": [
+        node("Gather", "e ids", "rows"),
+        node("Transpose", "e", "t", perm=[1, 0]),
+        node("MatMul", "rows t", "y"),
+    ],
+    "look-up, then Gemm": [
+        node("Gather", "e ids", "rows"),
+        node("ReduceMean", "rows", "mean", axes=[1], keepdims=0),
+        node("Gemm", "mean e", "y", transB=1),
+    ],
+    "product, then look-up": [
+        node("Gather", "f ids", "rows"),
+        node("MatMul", "rows e", "scores"),
+        node("ArgMax", "scores", "best", axis=2, keepdims=0),
+        node("Transpose", "e", "t", perm=[1, 0]),
+        node("Gather", "t best", "y"),
+    ],
+    "look-up, then a part": [
+        node("Gather", "e ids", "rows"),
+        node("Slice", "e zero two", "part"),
+        node("Add", "rows part", "y"),
+    ],
+    "copy of another name": [
+        node("Identity", "e", "copy"),
+        node("Gather", "e ids", "rows"),
+        node("ReduceMean", "rows", "mean", axes=[1], keepdims=0),
+        node("Gemm", "mean copy", "y", transB=1),
+    ],
+}
+
+
+@pytest.mark.parametrize("form", TIED)
+def test_one_initializer_is_one_parameter_and_one_tensor_of_the_files(form, tmp_path):
+    nodes = TIED[form]
+    stored = {"e": weights(48, 48), "f": weights(48, 48, seed=1), "zero": np.zeros(1, np.int64)}
+    stored |= {"two": np.full(1, 2)}
+    read = {name for part in nodes for name in part.input}
+    stored = {name: array for name, array in stored.items() if name in read}
+    proto = model(nodes, {"ids": ["n", 2]}, stored=stored, opset=13, dtypes={"ids": np.int64})
+    path, ids = save(proto, tmp_path), np.array([[0, 3], [39, 5], [7, 7]])
+    count = sum(array.size > 1000 for array in stored.values())
+    net = qtrace.from_onnx(path, {"ids": ids.shape})
+    check_equal(path, net, {"ids": ids})
+    assert sum(int(np.prod(p.shape)) > 1000 for p in net.parameters()) == count
+    layers = any(part.op_type in ("MatMul", "Gemm") for part in nodes)
+    for recipe in (None, "w8", "int8") if layers else (None,):
+        file = tmp_path / f"{recipe}.onnx"
+        written = net if recipe is None else qtrace.prepare(net, qtrace.load_recipe(recipe))
+        if recipe is not None:
+            written = qtrace.convert(qtrace.calibrate(written, [ids.astype(np.int32)], progress=False))
+        qtrace.export(written, file)
+        assert sum(np.prod(t.dims) > 1000 for t in onnx.load(file).graph.initializer) == count
+        expected, result = (run_file(name, {"ids": ids})[0] for name in (path, file))
+        if form != "product, then look-up" or recipe is None:  # close scores change places
+            assert np.abs(result - expected).max() < 0.06 * np.abs(expected).max()
+
+
+def test_layers_of_several_forms_share_a_kernel(tmp_path):
+    nodes = [
+        node("Conv", "x w", "a", pads=[1, 1, 1, 1]),
+        node("Conv", "x w", "b", pads=[2, 2, 2, 2], dilations=[2, 2]),
+        node("Add", "a b", "c"),
+        node("ConvTranspose", "c w", "y"),
+    ]
+    path = save(model(nodes, {"x": [2, 4, 9, 9]}, stored={"w": weights(4, 4, 3, 3)}), tmp_path)
+    net = qtrace.from_onnx(path)
+    check_equal(path, net, {"x": weights(2, 4, 9, 9)})
+    assert [tuple(p.shape) for p in net.parameters()] == [(4, 4, 3, 3)]
+
+
+def nested_functions(levels: int) -> onnx.ModelProto:
+    """A chain of functions each of which calls the next one twice."""
+    functions = []
+    for level in range(levels):
+        op, domain = (f"f{level + 1}", "f") if level + 1 < levels else ("Relu", "")
+        parts = [helper.make_node(op, [a], [b], domain=domain) for a, b in ("at", "tb")]
+        opsets = [helper.make_opsetid("", 17), helper.make_opsetid("f", 1)]
+        functions.append(helper.make_function("f", f"f{level}", ["a"], ["b"], parts, opsets))
+    ends = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["n", 4]) for name in "xy"]
+    call = helper.make_node("f0", ["x"], ["y"], domain="f")
+    graph = helper.make_graph([call], "net", ends[:1], ends[1:])
+    return helper.make_model(graph, functions=functions, opset_imports=opsets, ir_version=8)
+
+
+def nested_loops(depth: int, trips: int, end: str = "") -> list[onnx.NodeProto]:
+    """Loops inside of each other, each of which runs ``trips`` times."""
+    inside = [helper.make_node("Relu", [f"in{end}n"], [f"out{end}n"])]
+    if depth > 1:
+        inside = nested_loops(depth - 1, trips, f"{end}n")
+    values = ((f"k{end}", onnx.TensorProto.INT64, []), (f"go{end}", onnx.TensorProto.BOOL, []))
+    inputs = [helper.make_tensor_value_info(*value) for value in values]
+    state = helper.make_tensor_value_info(f"in{end}n", onnx.TensorProto.FLOAT, None)
+    results = [
+        helper.make_tensor_value_info(f"still{end}", onnx.TensorProto.BOOL, []),
+        helper.make_tensor_value_info(f"out{end}n", onnx.TensorProto.FLOAT, None),
+    ]
+    again = helper.make_node("Identity", [f"go{end}"], [f"still{end}"])
+    body = helper.make_graph([again, *inside], f"body{end}", [*inputs, state], results)
+    count = helper.make_node("Constant", [], [f"trips{end}"], value=numpy_helper.from_array(np.array(trips)))
+    return [count, helper.make_node("Loop", [f"trips{end}", "", f"in{end}"], [f"out{end}"], body=body)]
+
+
+@pytest.mark.parametrize("levels", [15, 34])
+def test_nodes_are_counted_before_functions_are_inlined(tmp_path, levels):
+    path = tmp_path / "functions.onnx"
+    onnx.save(nested_functions(levels), path)
+    with pytest.raises(ImportingError, match=r"more than 50,000 nodes|nested more than 16 deep"):
+        qtrace.from_onnx(path)
+
+
+def test_a_recursive_function_is_refused(tmp_path):
+    file = nested_functions(2)
+    file.functions[1].node[0].op_type, file.functions[1].node[0].domain = "f0", "f"
+    onnx.save(file, tmp_path / "net.onnx")
+    with pytest.raises(ImportingError, match="nested more than 16 deep"):
+        qtrace.from_onnx(tmp_path / "net.onnx")
+
+
+def test_loops_share_one_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(control_flow, "_MAX_WRITTEN", 100)
+    monkeypatch.setattr(control_flow, "MAX_NODES", 200)
+    ends = {"inputs": {"in": (1, 4)}, "outputs": ["out"]}
+    net = qtrace.from_onnx(save(model(nested_loops(1, 30), **ends), tmp_path, "short.onnx"))
+    assert not opaque_calls(net)
+    net = qtrace.from_onnx(save(model(nested_loops(1, 60), **ends), tmp_path, "kept.onnx"))
+    assert len(opaque_calls(net)) == 1
+    for depth, trips in ((2, 10), (1, 10**9)):
+        path = save(model(nested_loops(depth, trips), **ends), tmp_path, "long.onnx")
+        with pytest.raises(ImportingError, match="its loops run more than 200 nodes: shorten or cut them"):
+            qtrace.from_onnx(path)
+
+
+def wide(kind: str, size: int) -> dict:
+    """A node with many inputs or outputs."""
+    names = [f"v{i}" for i in range(size)]
+    column = dict.fromkeys(names, (2, 1))
+    split = helper.make_node("Split", ["x"], names, axis=1)
+    total, doubled = (helper.make_node("Sum", read, ["y"]) for read in (names, ["x"] * size))
+    joined = helper.make_node("Concat", names, ["y"], axis=1)
+    return {
+        "inputs": {"nodes": [total], "inputs": column, "outputs": ["y"]},
+        "repeated": {"nodes": [doubled], "inputs": {"x": (2, 1)}, "outputs": ["y"]},
+        "joined": {"nodes": [joined], "inputs": column, "outputs": ["y"]},
+        "outputs": {"nodes": [split], "inputs": {"x": (2, size)}, "outputs": names},
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", ["inputs", "repeated", "joined", "outputs"])
+def test_work_is_linear_in_the_values_of_a_node(tmp_path, kind):
+    paths = {n: save(model(opset=11, **wide(kind, n)), tmp_path, f"{n}.onnx") for n in (100, 400)}
+    qtrace.from_onnx(paths[100])
+    assert_linear({n: calls_of(lambda p=path: qtrace.from_onnx(p)) for n, path in paths.items()})
+
+
+def test_an_uneven_split_into_many_parts_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(moves, "_MAX_SECTIONS", 3)
+    for sizes, kept in (([1, 1, 2], 0), ([1, 1, 1, 2], 1), ([2] * 5, 0)):
+        names = [f"v{i}" for i in range(len(sizes))]
+        split = helper.make_node("Split", ["x"], names, axis=1, split=sizes)
+        path = save(model([split], {"x": (2, sum(sizes))}, names, opset=11), tmp_path)
+        net = qtrace.from_onnx(path)
+        assert len(opaque_calls(net)) == kept
+        check_equal(path, net, {"x": weights(2, sum(sizes))})

@@ -551,3 +551,83 @@ def test_the_windows_of_a_signal_are_no_number(tmp_path: Path) -> None:
     written = qtrace.export(net, tmp_path / "again.onnx")
     assert declared(written)[0] == ["n", 1, "t"]
     check_sizes(written, net, ((2, 1, 12000), (1, 1, 3000)))
+
+
+_PAIR = [node("Conv", "a w", "p"), node("Conv", "b w", "q"), node("Sub", "p q", "y")]
+_HALF = [
+    node("Conv", "a w", "p", strides=[2, 2], pads=[1] * 4),
+    node("Conv", "b w", "q", pads=[1] * 4),
+    node("Add", "p q", "y"),
+]
+_THREE = [*_PAIR[:2], node("Sub", "p q", "s"), node("Conv", "c w", "r"), node("Add", "s r", "y")]
+_MEAN = [*_THREE[:3], node("ReduceMean", "c", "r", axes=[1, 2, 3], keepdims=1), _THREE[-1]]
+_SQUARE = [node("Transpose", "a", "t", perm=[0, 1, 3, 2]), node("Add", "a t", "y")]
+_TEXT = [node("Unsqueeze", "b two", "m"), node("Mul", "a m", "y")]
+_HALVES = ([(1, 2, 16, 24), (1, 2, 8, 12)], [(2, 2, 10, 36), (2, 2, 5, 18)])
+_EQUAL = ([(1, 2, 8, 12)] * 2, [(2, 2, 14, 9)] * 2)
+# Nodes, the sizes that each input declares, the shapes to record, and others at which the file runs.
+AGREEING = {
+    "names": (_PAIR, {"a": "n 2 h w", "b": "n 2 h2 w2"}, *_EQUAL),
+    "no names": (_PAIR, {"a": "_ 2 _ _", "b": "_ 2 _ _"}, *_EQUAL),
+    "batches": (_PAIR, {"a": "n 2 h w", "b": "m 2 h w"}, *_EQUAL),
+    "only batches": (_PAIR, {"a": "n 2 8 8", "b": "m 2 8 8"}, [(1, 2, 8, 8)] * 2, [(3, 2, 8, 8)] * 2),
+    "2 to 1": (_HALF, {"a": "n 2 h w", "b": "n 2 h2 w2"}, *_HALVES),
+    "2 to 1 without names": (_HALF, {"a": "_ 2 _ _", "b": "_ 2 _ _"}, *_HALVES),
+    "three": (
+        _THREE, {name: f"n 2 h{name} w{name}" for name in "abc"}, [(1, 2, 8, 8)] * 3, [(2, 2, 14, 9)] * 3
+    ),
+    "one beside": (
+        _MEAN, {name: f"n 2 h{name} w{name}" for name in "abc"}, [(1, 2, 8, 8)] * 3,
+        [(2, 2, 14, 9), (2, 2, 14, 9), (2, 2, 7, 30)],
+    ),
+    "one input": (_SQUARE, {"a": "n 2 h w"}, [(1, 2, 8, 8)], [(2, 2, 14, 14)]),
+    "other places": (_TEXT, {"a": "n s 4", "b": "m t"}, [(2, 8, 4), (2, 8)], [(3, 14, 4), (3, 14)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", AGREEING)
+def test_sizes_that_must_agree_stay_open_together(tmp_path: Path, case: str) -> None:
+    nodes, declarations, recorded, others = AGREEING[case]
+    sizes = {
+        name: [None if n == "_" else int(n) if n.isdigit() else n for n in text.split()]
+        for name, text in declarations.items()
+    }
+    path = save(model(nodes, sizes, stored={"w": weights(3, 2, 3, 3), "two": np.array([2])}), tmp_path)
+    net = qtrace.from_onnx(path, dict(zip(sizes, recorded, strict=True)))
+    record = read_open_axes(net)
+    assert record is not None
+    assert not record.fixed
+    again = qtrace.export(net, tmp_path / "again.onnx")
+    feeds = {name: weights(*shape, seed=i) for i, (name, shape) in enumerate(zip(sizes, others, strict=True))}
+    expected, written = (
+        onnxruntime.InferenceSession(str(p), providers=["CPUExecutionProvider"]).run(None, feeds)[0]
+        for p in (path, again)
+    )
+    np.testing.assert_allclose(written, expected, atol=1e-5)
+    np.testing.assert_allclose(net(*map(mge.Tensor, feeds.values())).numpy(), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["names", "2 to 1"])
+def test_data_of_several_sizes_that_agree_are_quantized(tmp_path: Path, case: str) -> None:
+    nodes, declarations, recorded, others = AGREEING[case]
+    sizes = {
+        name: [int(n) if n.isdigit() else n for n in text.split()] for name, text in declarations.items()
+    }
+    path = save(model(nodes, sizes, stored={"w": weights(3, 2, 3, 3)}), tmp_path)
+    batches = [tuple(weights(*s, seed=i) for i, s in enumerate(shapes)) for shapes in (recorded, others)]
+    net = qtrace.from_onnx(path, dict(zip(sizes, recorded, strict=True)))
+    prepared = qtrace.prepare(net, "onnxruntime", samples=batches)
+    converted = qtrace.convert(qtrace.calibrate(prepared, batches, progress=False))
+    written = qtrace.export(converted, tmp_path / "int8.onnx")
+    assert declared(written)[:2] == list(sizes.values())
+    assert qtrace.verify(written, converted, batches).passed
+
+
+def test_a_size_that_no_other_one_helps_is_fixed(tmp_path: Path) -> None:
+    nodes = [*_THREE[:3], node("Add", "s k", "y")]
+    stored = {"w": weights(3, 2, 3, 3), "k": weights(1, 3, 1, 6)}
+    path = save(model(nodes, {"a": ["n", 2, "h", "w"], "b": ["n", 2, "i", "j"]}, stored=stored), tmp_path)
+    record = read_open_axes(qtrace.from_onnx(path, {"a": (1, 2, 8, 8), "b": (1, 2, 8, 8)}))
+    assert record is not None
+    assert {axis.name for axis in record.axes} == {"n", "h", "i"}
+    assert {axis.name for axis in record.fixed} == {"w", "j"}

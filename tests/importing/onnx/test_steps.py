@@ -12,7 +12,7 @@ import qtrace
 from qtrace.data import open_data
 from qtrace.errors import DataError
 from qtrace.graph.open_axes import read_open_axes
-from qtrace.graph.open_shapes import open_shapes, types_at_other_sizes
+from qtrace.graph.open_shapes import SizedTypes, open_shapes
 from qtrace.onnxfile.local_session import SessionSettings
 from qtrace.onnxfile.sessions import open_session
 from qtrace.quantizing import sources
@@ -85,7 +85,7 @@ def test_a_table_has_no_rows_for_some_sizes(tmp_path: Path, capfd: pytest.Captur
     record = read_open_axes(net)
     assert record is not None
     capfd.readouterr()
-    known = types_at_other_sizes(net, record.axes)
+    known = SizedTypes(net).at_other_sizes(record.axes)
     assert len(known) < 3
     assert open_shapes(net)[net.graph.outputs[0].name] == ("b", "steps", 6)
     assert "ERR" not in capfd.readouterr().err

@@ -11,8 +11,7 @@ import pytest
 
 import qtrace
 from qtrace.errors import ImportingError
-from qtrace.importing.torch.record import note_state
-from qtrace.importing.torch.state import state_arrays
+from qtrace.importing.torch.state import note_state, state_arrays
 from tests.importing.onnx.networks import model, node, save, weights
 from tests.importing.torch.test_without_torch import _Tensor
 

@@ -13,8 +13,7 @@ import qtrace
 from qtrace.errors import ImportingError
 from qtrace.graph.origin import FileOrigin, read_origin
 from qtrace.importing.onnx import read_onnx
-from qtrace.importing.torch.record import note_state
-from qtrace.importing.torch.state import state_arrays
+from qtrace.importing.torch.state import note_state, state_arrays
 from tests.importing.onnx.networks import model, node, save, weights
 from tests.importing.torch.test_without_torch import _Tensor
 

@@ -15,8 +15,7 @@ from qtrace.errors import GraphError, ImportingError
 from qtrace.graph.moves import part_of, places_of, reshaped_to, taken_at, transposed_by
 from qtrace.graph.origin import FileNorm, FileOrigin, FileParameter, read_origin
 from qtrace.importing.torch import exporting
-from qtrace.importing.torch.record import note_state
-from qtrace.importing.torch.state import state_arrays
+from qtrace.importing.torch.state import note_state, state_arrays
 from tests.importing.onnx.networks import conv_bn, model, node, save, weights
 
 

@@ -260,6 +260,16 @@ def test_ops_that_fall_back_to_float_are_predicted(tmp_path: Path) -> None:
     assert "not run on the device" in report.text()
 
 
+def test_a_float_layer_may_read_what_a_kernel_gives(tmp_path: Path) -> None:
+    model = build(FORMS["onnxruntime"])
+    planted.float_weight("y")(model)
+    assert [f.rule for f in check_contract(_write(model, tmp_path), "onnxruntime").findings] == [
+        "quantized-weights"
+    ]
+    model.graph.output[0].name = "y"  # which is not rounded then
+    assert check_contract(_write(model, tmp_path), "onnxruntime").findings == ()
+
+
 def test_the_prediction_for_onnxruntime_is_what_it_does(tmp_path: Path) -> None:
     """Ops that onnxruntime is said to compute in float by its contract alone, and by loading the file."""
     from qtrace.onnxfile.contracts.prediction import predict_floats

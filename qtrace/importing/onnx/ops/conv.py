@@ -33,12 +33,12 @@ def _conv(call: Call) -> Any:
     options = {"stride": window.stride, "padding": padding, "dilation": window.dilation}
     if count == 1 and groups > 1:
         return _signal(call, x, groups, options)
-    weight, bias = call.values[1], _bias(call)
-    if isinstance(weight, Stored) and (bias is None or isinstance(bias, Stored)):
-        sizes: dict[str, Any] = {"kernel_size": window.kernel, **options}
-        sizes = {key: value[0] if count == 1 else value for key, value in sizes.items()}
-        module = _MODULES[count](call.shape(0)[1], shape[0], groups=groups, bias=bias is not None, **sizes)
-        return call.module(module, _stored(weight, bias), x)
+    sizes: dict[str, Any] = {"kernel_size": window.kernel, **options}
+    sizes = {key: value[0] if count == 1 else value for key, value in sizes.items()}
+    result = _module(call, _MODULES[count], (call.shape(0)[1], shape[0]), {"groups": groups, **sizes}, x)
+    if result is not None:
+        return result
+    bias = _bias(call)
     axes = [1, shape[0], *[1] * count]
     flat = None if bias is None else call.function(F.reshape, call.tensor(2), axes, name=f"{call.name}_bias")
     filters = call.tensor(1)
@@ -60,27 +60,32 @@ def _bias(call: Call) -> Value | None:
 def _signal(call: Call, signal: Any, groups: int, options: dict[str, tuple[int, ...]]) -> Any:
     """Convolves groups of channels of a signal as an image of one column: Conv1d has no groups."""
     outputs, inputs, size = call.shape(1)
-    weight, bias = call.values[1], _bias(call)
     neutral = {"stride": 1, "padding": 0, "dilation": 1}
     sizes: dict[str, Any] = {name: (value[0], neutral[name]) for name, value in options.items()}
     image = call.function(F.expand_dims, signal, -1, name=f"{call.name}_image")
     column = f"{call.name}_column"
-    if isinstance(weight, Stored) and (bias is None or isinstance(bias, Stored)):
-        channels = (inputs * groups, outputs, (size, 1))
-        module = M.Conv2d(*channels, groups=groups, bias=bias is not None, **sizes)
-        result = call.module(module, _stored(weight, bias), image, name=column)
-    else:
+    channels = (inputs * groups, outputs, (size, 1))
+    result = _module(call, M.Conv2d, channels, {"groups": groups, **sizes}, image, column)
+    if result is None:
         form = (groups, outputs // groups, inputs, size, 1)
         filters = call.function(F.reshape, call.tensor(1), form, name=f"{call.name}_weight")
         flat = None
-        if bias is not None:
+        if _bias(call) is not None:
             flat = call.function(F.reshape, call.tensor(2), (1, outputs, 1, 1), name=f"{call.name}_bias")
         result = call.function(F.conv2d, image, filters, flat, groups=groups, name=column, **sizes)
     return call.function(F.squeeze, result, -1)
 
 
-def _stored(weight: Stored, bias: Stored | None) -> dict[str, Stored]:
-    return {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+def _module(
+    call: Call, kind: type[M.Module], sizes: tuple[Any, ...], options: dict[str, Any], x: Any, name: str = ""
+) -> Any:
+    """Calls a layer; None if weight or bias is computed, or something else reads the weight, too."""
+    weight, bias = call.values[1], _bias(call)
+    if not isinstance(weight, Stored) or not isinstance(bias, (Stored, type(None))):
+        return None
+    module = kind(*sizes, bias=bias is not None, **options)
+    tensors = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+    return call.module(module, tensors, x, name=name) if call.layers.owns(module, tensors) else None
 
 
 def _check(call: Call, window: Window, count: int, kinds: Any) -> None:
@@ -114,16 +119,16 @@ def _conv_transpose(call: Call) -> Any:
         "dilation": window.dilation,
     }
     options.update(output_padding=extra, groups=groups)
-    weight, bias = call.values[1], _bias(call)
-    if isinstance(weight, Stored) and (bias is None or isinstance(bias, Stored)):
-        module = _TRANSPOSED[count](shape[0], channels, window.kernel, bias=bias is not None, **options)
-        result = call.module(module, _stored(weight, bias), call.tensor(0))
-    else:
+    sizes = (shape[0], channels, window.kernel)
+    result = _module(call, _TRANSPOSED[count], sizes, options, call.tensor(0))
+    if result is None:
         filters = call.tensor(1)
         if groups > 1:
             grouped = (groups, shape[0] // groups, *shape[1:])
             filters = call.function(F.reshape, filters, grouped, name=f"{call.name}_weight")
-        flat = None if bias is None else call.function(F.reshape, call.tensor(2), (1, channels, *[1] * count))
+        flat = None
+        if _bias(call) is not None:
+            flat = call.function(F.reshape, call.tensor(2), (1, channels, *[1] * count))
         result = call.function(_TRANSPOSED_FUNCTIONS[count], call.tensor(0), filters, flat, **options)
     common = _common(window)
     cuts = [
@@ -137,21 +142,18 @@ def _conv_transpose(call: Call) -> Any:
 def _signal_transpose(call: Call, window: Window, extra: tuple[int, ...], groups: int) -> Any:
     """Transposes a convolution along one axis, as an image of one column."""
     inputs, outputs, size = call.shape(1)
-    weight, bias = call.values[1], _bias(call)
     options: dict[str, Any] = {"stride": (window.stride[0], 1), "dilation": (window.dilation[0], 1)}
     options.update(padding=(_common(window)[0], 0), output_padding=(extra[0], 0), groups=groups)
     image = call.function(F.expand_dims, call.tensor(0), -1, name=f"{call.name}_image")
-    if isinstance(weight, Stored) and (bias is None or isinstance(bias, Stored)):
-        sizes = (inputs, outputs * groups, (size, 1))
-        module = M.ConvTranspose2d(*sizes, bias=bias is not None, **options)
-        result = call.module(module, _stored(weight, bias), image, name=f"{call.name}_column")
-    else:
+    sizes, column = (inputs, outputs * groups, (size, 1)), f"{call.name}_column"
+    result = _module(call, M.ConvTranspose2d, sizes, options, image, column)
+    if result is None:
         form = (inputs, outputs, size, 1) if groups == 1 else (groups, inputs // groups, outputs, size, 1)
         filters = call.function(F.reshape, call.tensor(1), form, name=f"{call.name}_weight")
-        flat = None if bias is None else call.function(F.reshape, call.tensor(2), (1, outputs * groups, 1, 1))
-        result = call.function(
-            F.conv_transpose2d, image, filters, flat, name=f"{call.name}_column", **options
-        )
+        flat = None
+        if _bias(call) is not None:
+            flat = call.function(F.reshape, call.tensor(2), (1, outputs * groups, 1, 1))
+        result = call.function(F.conv_transpose2d, image, filters, flat, name=column, **options)
     common = _common(window)[0]
     cut = slice(window.before[0] - common, (common - window.after[0]) or None)
     if cut != slice(0, None):

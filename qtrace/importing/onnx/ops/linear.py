@@ -9,7 +9,7 @@ import megengine.functional as F
 import megengine.module as M
 import numpy as np
 
-from qtrace.graph.moves import transposed_by
+from qtrace.graph.moves import joined, transposed_by
 from qtrace.importing.onnx.call import Call, Lowering
 from qtrace.importing.onnx.values import Stored
 
@@ -56,13 +56,17 @@ def _laid_out(weight: Stored, transposed: bool) -> Stored:
     """Returns the weight as MegEngine's Linear stores it: outputs x inputs."""
     if transposed:
         return weight
-    return replace(weight, array=weight.array.T, moves=(*weight.moves, transposed_by((1, 0))))
+    return replace(weight, array=weight.array.T, moves=joined(weight.moves, transposed_by((1, 0))))
 
 
 def _linear(call: Call, weight: Stored, bias: Stored | None) -> Any:
     outputs, inputs = weight.array.shape
     tensors = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
-    return call.module(M.Linear(inputs, outputs, bias=bias is not None), tensors, call.tensor(0))
+    module = M.Linear(inputs, outputs, bias=bias is not None)
+    if call.layers.owns(module, tensors):
+        return call.module(module, tensors, call.tensor(0))
+    parts = [call.layers.tensor(part) for part in tensors.values()]
+    return call.function(F.linear, call.tensor(0), *parts)
 
 
 def lower_linear(call: Call) -> Any:

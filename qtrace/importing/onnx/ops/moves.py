@@ -16,6 +16,7 @@ __all__ = ["LOWERINGS"]
 
 _NOTHING = slice(0, 0)
 _LAST = 2**31 - 1  # a place from here on means the end of the axis
+_MAX_SECTIONS = 500  # of unlike sizes: MegEngine's time and memory grow with their square
 
 
 def _transpose(call: Call) -> Any:
@@ -44,12 +45,17 @@ def _split(call: Call) -> Any:
         call.contradict(f"splits an axis of size {total} into {parts}")
     call.refuse_open(0, [axis], "splits an input")
     filled = [i for i, size in enumerate(parts) if size]
-    names = [call.result_names[i] for i in filled]
+    result_names = call.result_names
+    names = [result_names[i] for i in filled]
+    sections: int | list[int] = len(filled)
+    if len({parts[i] for i in filled}) > 1:
+        if len(filled) > _MAX_SECTIONS:
+            call.refuse(f"splits an input into {len(filled)} parts of several sizes")
+        sections = list(itertools.accumulate(parts[i] for i in filled))[:-1]
     if len(filled) == 1:
         split = [call.tensor(0)]
     else:
-        ends = list(itertools.accumulate(parts[i] for i in filled))[:-1]
-        split = call.builder.call_function(F.split, call.tensor(0), ends, axis=axis, name=names)
+        split = call.builder.call_function(F.split, call.tensor(0), sections, axis=axis, name=names)
     computed = dict(zip(filled, split, strict=True))
     return [computed[i] if i in computed else _empty(call, axis) for i in range(count)]
 

@@ -14,6 +14,7 @@ import megengine.functional as F
 import megengine.module as M
 import numpy as np
 
+from qtrace.graph.moves import joined
 from qtrace.graph.types import CallFunction, CallMethod, TensorNode
 from qtrace.importing.onnx.call import Call
 from qtrace.importing.onnx.layers import Layers, Refusal
@@ -161,5 +162,5 @@ def follow_stored(
         if not isinstance(result, Stored) or moves is None or (known and node.op in PARTS):
             followed.append(result)
         else:
-            followed.append(replace(source, array=result.array, moves=(*source.moves, *moves)))
+            followed.append(replace(source, array=result.array, moves=joined(source.moves, *moves)))
     return followed

@@ -122,6 +122,8 @@ class _Rewriter:
         self._layouts: dict[tuple[str, ...], str] = {}
         self.counts: Counter[str] = Counter()
         self.is_static = any(is_static(node) for node in graph.nodes)
+        others = {name for n in graph.nodes if n.op != "Gather" for name in read_names(n.proto)}
+        self.tables = {n.inputs[0] for n in graph.nodes if n.op == "Gather"} - others - set(graph.outputs)
 
     def graph_of_floats(self) -> Graph:
         """Returns the graph with float layers."""
@@ -149,7 +151,8 @@ class _Rewriter:
         if not all(name in stored for name in node.inputs if name):
             return False
         integers, scale = stored[node.inputs[0]], stored[node.inputs[1]]
-        if not block and (integers.dtype.name not in PACKED or self.is_static):
+        table = node.outputs[0] in self.tables and (scale.size > 1 or not self.is_static)
+        if not block and not table and (integers.dtype.name not in PACKED or self.is_static):
             return False
         zero = (
             stored[node.inputs[2]] if node.inputs[2:] and node.inputs[2] else np.zeros(scale.shape, np.int64)

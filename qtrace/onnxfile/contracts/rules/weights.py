@@ -7,7 +7,7 @@ from onnx import NodeProto, TensorProto
 
 from qtrace.onnxfile.contracts.base import ContractRule, Violation, Violations
 from qtrace.onnxfile.contracts.grids import symmetric, type_name
-from qtrace.onnxfile.contracts.qdq_graph import LAYERS, Operand, QdqGraph, channel_axis
+from qtrace.onnxfile.contracts.qdq_graph import FUNCTIONS, LAYERS, Operand, QdqGraph, channel_axis
 
 __all__ = ["quantized_weights", "symmetric_weights", "weight_axis", "weight_bits", "weights_per_tensor"]
 
@@ -67,9 +67,9 @@ def weights_per_tensor(source: str, *kinds: str) -> ContractRule:
 
 
 def quantized_weights(source: str, per_tensor: tuple[str, ...] = ()) -> ContractRule:
-    """The weight of a layer is quantized if its input is quantized for nothing but such layers.
+    """The weight of a layer is quantized if its input and result are, the input for such layers only.
 
-    A float layer may read what others read as integers.
+    A float layer may read what others read as integers, and what a kernel before it gives as integers.
 
     Args:
         source: the document.
@@ -78,7 +78,7 @@ def quantized_weights(source: str, per_tensor: tuple[str, ...] = ()) -> Contract
 
     def find(graph: QdqGraph) -> Violations:
         for node, data, weight in graph.layers():
-            if data.dequantize is None or weight.dequantize is not None:
+            if data.dequantize is None or weight.dequantize is not None or not _is_rounded(graph, node):
                 continue
             readers = graph.readers.get(data.name, [])
             if any(not _is_half_quantized(graph, reader) for reader in readers):
@@ -90,6 +90,15 @@ def quantized_weights(source: str, per_tensor: tuple[str, ...] = ()) -> Contract
             yield Violation(node, "its input is quantized and its weight is float", "quantize both", repair)
 
     return ContractRule("quantized-weights", source, find)
+
+
+def _is_rounded(graph: QdqGraph, node: NodeProto) -> bool:
+    """Whether all that reads the result of a node, or of the function behind it, are QuantizeLinear nodes."""
+    readers = graph.readers.get(node.output[0], [])
+    if len(readers) == 1 and readers[0].op_type in FUNCTIONS:
+        return _is_rounded(graph, readers[0])
+    inside = bool(readers) and node.output[0] not in graph.output_names
+    return inside and all(reader.op_type == "QuantizeLinear" for reader in readers)
 
 
 def _is_half_quantized(graph: QdqGraph, node: NodeProto) -> bool:

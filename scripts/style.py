@@ -1,0 +1,87 @@
+"""Counts words and long sentences that readers trip over, in docstrings, messages and pages.
+
+``make budget`` shows them. A count of words is per 1,000 words. ``tests/budget.json`` holds the counts,
+which only go down.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+TRIPPING = {
+    "that of, those of": r"\b(?:that|those) of\b",
+    "behind, in front of": r"\b(?:behind|in front of)\b",
+    "alone": r"\balone\b",
+    "beside": r"\bbeside\b",
+    "has not, have no": r"\b(?:has|have) (?:not|no|none)\b",
+    "tells of": r"\b(?:tells?|told) of\b",
+}
+"""Name -> the pattern of the words."""
+LONG = "sentences over 25 words, %"
+_MOST_WORDS = 25
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+_CODE = re.compile(r"^ *```.*?^ *```", re.DOTALL | re.MULTILINE)
+_NOT_PROSE = re.compile(r"^(?:\||#|\s*<|---|\s*[\w.-]+:\s*$|    \S)")
+_SENTENCE_END = re.compile(r"(?<=[.!?:])\s+(?=[A-Z`*\[(])")
+
+
+def docstrings(text: str) -> Iterator[str]:
+    """Yields the docstrings of a file."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, _DOCUMENTED) and (docstring := ast.get_docstring(node)) is not None:
+            yield docstring
+
+
+def messages(text: str) -> Iterator[str]:
+    """Yields the messages of the errors that a file raises, with ``X`` for what a message fills in."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            for argument in node.exc.args[:1]:
+                if isinstance(argument, ast.JoinedStr):
+                    parts = [p.value if isinstance(p, ast.Constant) else "X" for p in argument.values]
+                    yield "".join(map(str, parts))
+                elif isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+                    yield argument.value
+
+
+def sentences(text: str) -> list[str]:
+    """Splits prose into sentences, without code, tables and headings."""
+    prose: list[str] = []
+    for block in re.split(r"\n\s*\n|\n(?=\s*[-*] )", _CODE.sub("", text)):
+        lines = [line for line in block.splitlines() if not _NOT_PROSE.match(line)]
+        prose += _SENTENCE_END.split(" ".join(" ".join(lines).split()))
+    return [sentence for sentence in prose if sentence]
+
+
+def measure(texts: Iterable[str]) -> dict[str, float]:
+    """Counts the words of `TRIPPING` per 1,000 words, and the share of long sentences.
+
+    Args:
+        texts: docstrings, messages or pages.
+    """
+    prose = [sentence for text in texts for sentence in sentences(text)]
+    words = max(sum(len(sentence.split()) for sentence in prose), 1)
+    counts = {
+        name: 1000 * sum(len(re.findall(pattern, s, re.IGNORECASE)) for s in prose) / words
+        for name, pattern in TRIPPING.items()
+    }
+    long = sum(len(sentence.split()) > _MOST_WORDS for sentence in prose)
+    return {**counts, LONG: 100 * long / max(len(prose), 1)}
+
+
+def measure_all(code: Sequence[str], pages: Sequence[Path]) -> dict[str, dict[str, float]]:
+    """Measures the docstrings and messages of source texts, and pages.
+
+    Args:
+        code: the texts of source files.
+        pages: Markdown files.
+    """
+    texts = {
+        "docstrings": [docstring for text in code for docstring in docstrings(text)],
+        "messages": [message for text in code for message in messages(text)],
+        "pages": [page.read_text(encoding="utf-8") for page in pages],
+    }
+    return {kind: {name: round(count, 2) for name, count in measure(t).items()} for kind, t in texts.items()}

@@ -1,0 +1,53 @@
+"""Stored tensors that repeat numbers, or count, are written computed where that is smaller."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import numpy_helper
+
+import qtrace
+from tests.importing.onnx.networks import model, node, save, weights
+
+SIZES = np.array([1, 4, 32, 32])
+HALF = numpy_helper.from_array(np.array([0.5], np.float32))
+FORMS = {
+    "Expand": ([node("Expand", "b sizes", "e")], {"b": weights(4, 1, 1), "sizes": SIZES}),
+    "Expand along one axis": ([node("Expand", "b sizes", "e")], {"b": weights(4, 32, 1), "sizes": SIZES}),
+    "Tile": ([node("Tile", "b times", "e")], {"b": weights(1, 4, 8, 8), "times": np.array([1, 1, 4, 4])}),
+    "ConstantOfShape": ([node("ConstantOfShape", "sizes", "e", value=HALF)], {"sizes": SIZES}),
+    "Range": (
+        [node("Range", "a b c", "r"), node("Reshape", "r s", "t"), node("Expand", "t sizes", "e")],
+        {
+            **{"a": np.float32(-3), "b": np.float32(61), "c": np.float32(2)},
+            **{"s": np.array([1, 1, 32, 1]), "sizes": SIZES},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_the_source_computes_is_written_computed(form: str, tmp_path: Path) -> None:
+    nodes, stored = FORMS[form]
+    nodes = [*nodes, node("Add", "x e", "y")]
+    source = save(model(nodes, {"x": ["n", 4, 32, 32]}, stored=stored, opset=13), tmp_path)
+    data = np.random.default_rng(1).normal(size=(8, 4, 32, 32)).astype(np.float32)
+    qtrace.export(qtrace.from_onnx(source, {"x": data.shape}), tmp_path / "float.onnx")
+    qtrace.quantize(source, data, tmp_path / "int8.onnx", recipe="w8a8", progress=False, measure=False)
+    expected = onnxruntime.InferenceSession(source).run(None, {"x": data})[0]
+    for name, tolerance in (("float.onnx", 1e-6), ("int8.onnx", 0.02)):
+        file = onnx.load(tmp_path / name)
+        assert max(np.prod(tensor.dims) for tensor in file.graph.initializer) <= 256
+        result = onnxruntime.InferenceSession(tmp_path / name).run(None, {"x": data})[0]
+        assert np.abs(result - expected).mean() <= tolerance * np.abs(expected).max()
+
+
+def test_kernels_stay_stored(tmp_path: Path) -> None:
+    stored = {"w": np.ones((4, 1, 9, 9), np.float32)}
+    source = save(model([node("Conv", "x w", "y", group=4)], {"x": [1, 4, 20, 20]}, stored=stored), tmp_path)
+    qtrace.export(qtrace.from_onnx(source), tmp_path / "float.onnx")
+    assert [n.op_type for n in onnx.load(tmp_path / "float.onnx").graph.node] == ["Conv"]

@@ -1,0 +1,55 @@
+"""JSON files of qtrace's own that are damaged: each reader ends in a sentence, or goes on without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from qtrace.costs.table import CostTable
+from qtrace.errors import QtraceError
+from qtrace.quantizing import comparing
+from qtrace.quantizing.times import Times
+from qtrace.storage import cache
+from qtrace.storage.files import parse_document
+from qtrace.tuning import folder
+from qtrace.tuning.trials import TrialLog
+from qtrace.verification.device import vectors
+
+DAMAGES = ("[" * 100_000, '{"a":' * 100_000, "[1]", "{", "\xff", "null")
+READERS: dict[str, Callable[[Path], Any]] = {
+    "times.json": Times.open,
+    "search.json": lambda path: folder._compare(path.parent, {"data": "x"}),
+    "trials.jsonl": TrialLog,
+    "verdict.json": lambda path: comparing._read_verdict(path.parent),
+    "table.json": CostTable.read,
+}
+
+
+@pytest.mark.parametrize("text", DAMAGES)
+def test_only_an_object_is_a_document(text: str) -> None:
+    with pytest.raises(ValueError, match=".") as caught:
+        parse_document(text.encode("latin-1"))
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("text", DAMAGES)
+@pytest.mark.parametrize("name", READERS)
+def test_a_damaged_file_is_one_sentence(name: str, text: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_bytes(text.encode("latin-1") + b"\n\n")
+    with pytest.raises(QtraceError, match=name):
+        READERS[name](path)
+
+
+@pytest.mark.parametrize("text", DAMAGES)
+def test_a_damaged_cache_and_index_are_passed_over(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "_path", lambda *_: tmp_path / "index.json")
+    (tmp_path / "index.json").write_bytes(text.encode("latin-1"))
+    assert cache.read_cached("times", SimpleNamespace()) is None
+    assert not vectors._holds_vectors(tmp_path)

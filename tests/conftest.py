@@ -75,28 +75,16 @@ def _untimed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
     What is marked ``slow`` may measure.
     """
-    names_of_rooms = [f"qtrace.quantizing.{name}" for name in ("delivering", "measuring")]
     if "megengine" in sys.modules:  # a room that the test itself loads would measure
-        for name in names_of_rooms:
-            importlib.import_module(name)
-    rooms = [sys.modules.get(name) for name in names_of_rooms]
-    if request.node.get_closest_marker("slow") is None:
-        for room, names in zip(rooms, (("compare_files",), ("find_labellings", "fit_costs")), strict=True):
-            for name in names if room is not None else ():
-                monkeypatch.setattr(room, name, _UNTIMED[name])
+        room = importlib.import_module("qtrace.quantizing.delivering")
+        if request.node.get_closest_marker("slow") is None:
+            monkeypatch.setattr(room, "compare_files", _refuse_to_time)
 
 
 def _refuse_to_time(*args: Any, **options: Any) -> Any:
     from qtrace.errors import ExportError
 
     raise ExportError("tests give the times")
-
-
-_UNTIMED = {
-    "compare_files": _refuse_to_time,
-    "find_labellings": lambda *outcomes: {},
-    "fit_costs": lambda config: None,
-}
 
 
 @pytest.fixture

@@ -193,9 +193,9 @@ def _read_costs(figures: Figures) -> CostTable | None:
 
     Files are predicted for onnxruntime only.
     """
-    from qtrace.benchmarking.fitting import fitted_table
     from qtrace.config import backends
-    from qtrace.costs import FITTED, CostTable
+    from qtrace.costs import CostTable
+    from qtrace.costs.processor import processor_flags
 
     if figures.cost_table:
         try:
@@ -203,13 +203,10 @@ def _read_costs(figures: Figures) -> CostTable | None:
         except ConfigError:  # the model file has come without it
             return None
         return table if table.machine.runtime == _FLOAT_RUNTIME else None
-    if figures.placement is not None and figures.placement.table == FITTED:
-        try:
-            return fitted_table(weight_bits=figures.weight_bits)
-        except ExportError:  # prepared elsewhere: the runtime is not here
-            return CostTable.load(_FLOAT_RUNTIME)
     runtime = backends.get(figures.backend or _FLOAT_RUNTIME).cost_table
-    return CostTable.load(runtime) if runtime == _FLOAT_RUNTIME else None
+    if runtime != _FLOAT_RUNTIME:
+        return None
+    return CostTable.packaged(runtime)[CostTable.nearest(runtime, processor_flags())]
 
 
 def _macs(figures: Figures) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import settings
 
 from qtrace.config import recipe
+from qtrace.costs import processor
 from qtrace.process import engine
 
 # Before anything else loads MegEngine: a thread of it would take a quarter of a core from the tests.
@@ -99,10 +100,11 @@ def synchronous() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def plain_default() -> Iterator[None]:
-    """Lets `prepare` without a config quantize everything that can run on integers, and learn nothing.
+    """Lets `prepare` without a config quantize everything, learn nothing, and place by one table.
 
     Most tests are about sites, and quick; tests/test_default.py is about the default that users meet.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recipe, "DEFAULT_RECIPE", "onnxruntime")
+        patch.setattr(processor, "processor_flags", lambda: ("avx2", "avx512_vnni", "amx_int8"))  # everywhere
         yield

@@ -14,11 +14,9 @@ from qtrace.costs.grid import MonotoneGrid
 from qtrace.costs.shape import FLOAT, FORMS, OpShape
 from qtrace.errors import ConfigError
 
-__all__ = ["FITTED", "SCHEMA", "CostTable", "Machine", "Measurement"]
+__all__ = ["SCHEMA", "CostTable", "Machine", "Measurement"]
 
 SCHEMA = "qtrace-costs/1"
-FITTED = "onnxruntime, fitted to this processor"
-"""The name of a fitted table, where a prediction says by what table it was made."""
 _FOLDER = Path(__file__).parent / "tables"
 
 

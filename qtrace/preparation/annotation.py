@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from megengine.module import Identity
 
+from qtrace.display import format_bytes
 from qtrace.graph.names import unused_name
 from qtrace.scheme import QScheme
 
@@ -259,6 +260,18 @@ class PlacementNote:
     centred: bool = False
     rows: tuple[PlacementRow, ...] = ()
     chosen: str = ""
+
+    def choice_lines(self) -> list[str]:
+        """Returns the rows as a table, the chosen one marked; nothing before there are any."""
+        prefer = {"fastest": "--prefer speed", "balanced": "", "float": "--prefer accuracy"}
+        lines = [f"{'choice':<12}  speed   SQNR      size"] if self.rows else []
+        for row in self.rows:
+            chosen = row.name == self.chosen
+            sqnr = "-" if row.sqnr is None else f"{row.sqnr:.1f}"
+            figures = f"{row.speed:>5.2f}x {sqnr:>6} {format_bytes(row.bytes):>9}"
+            line = f"{'*' if chosen else ' '} {row.name:<10} {figures}"
+            lines.append(line if chosen else f"{line}    {prefer[row.name]}".rstrip())
+        return lines
 
     @property
     def conclusion(self) -> str:

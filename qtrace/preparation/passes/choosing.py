@@ -145,7 +145,7 @@ class _Chooser:
         labels = {unit.name: unit.name in integer for unit in problem.units}
         self.problem = problem.within(labels)
         self.point = Point(labels, evaluate(self.problem, labels))
-        self.run = MeasuredRun(self.base, calls)
+        self.run = MeasuredRun(self.base, calls, ranges=False)
         self.noise: tuple[dict[str, float], dict[str, float]] = ({}, {})
         self.trials = Trials(self.run)
 

@@ -48,6 +48,7 @@ class MeasuredRun:
             was trained on other inputs.
         seed: seed of the random inputs.
         advance: is called after each run of a batch, by whoever runs one.
+        ranges: whether ranges will be asked for.
 
     Attributes:
         outputs: the nodes that stand for the outputs; without the scores of sorts, which are judged by rows.
@@ -61,8 +62,9 @@ class MeasuredRun:
         samples: Sequence[Arguments] | None,
         seed: int = 0,
         advance: Callable[[], object] = _nothing,
+        ranges: bool = True,
     ) -> None:
-        self.model, self.samples, self.advance = model, samples, advance
+        self.model, self.samples, self.advance, self._reads_ranges = model, samples, advance, ranges
         ends, scores = find_ends(model), find_scores(model)
         self.ends = tuple(dict.fromkeys((*ends, *scores, *find_unseen(model))))
         self.outputs = tuple(e for e in ends if e not in scores or e in model.graph.outputs) or ends
@@ -138,6 +140,7 @@ class MeasuredRun:
         graph = self.model.graph
         nodes = [*graph.inputs, *(node for expr in exprs(self.model) for node in expr.outputs)]
         values = frozenset(n for n in nodes if is_float_tensor(n) and n not in self._fixed)
+        values = values if self._reads_ranges else frozenset()
         with evaluating(self.model), quiet_engine(self.model):
             statistics = RangeStatistics(self.model, kept, values)
             for index, inputs in enumerate(self.batches):

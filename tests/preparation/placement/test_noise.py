@@ -67,8 +67,9 @@ def _measure_traced(
     """Estimates the noise of all values and weights, rounded to the ranges that they have."""
     flat = flatten(traced)
     expand(flat)
-    samples = None if batches is None else [as_arguments(b, flat) for b in batches] * probes
-    run = MeasuredRun(flat, samples, seed)
+    samples = None if batches is None else [as_arguments(b, flat) for b in batches]
+    runs = [MeasuredRun(flat, samples, seed + probes * number) for number in range(probes)]
+    run = runs[0]
     fixed = fixed_nodes(flat)
     layers = [c for e in exprs(flat) if (c := ops.read(e)) is not None and c.weight in fixed]
     stored = {c.weight for c in layers} | {c.bias for c in layers}
@@ -81,7 +82,9 @@ def _measure_traced(
         value = evaluate_fixed(flat, [call.weight])[call.weight].numpy()
         if np.isfinite(value).all():
             rounded[call.expr] = call.weight, mge.Tensor(_round_weight(value, call.channel_axes, weight))
-    return Noise(*estimate_noise(run, qparams, rounded)), flat
+    found = [estimate_noise(run, qparams, rounded) for run in runs]
+    kinds = ([own[kind] for own in found] for kind in (0, 1))
+    return Noise(*({name: sum(n[name] for n in k) / probes for name in k[0]} for k in kinds)), flat
 
 
 def _round_weight(value: np.ndarray, axes: tuple[int, ...], scheme: QScheme) -> np.ndarray:

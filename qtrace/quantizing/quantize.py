@@ -15,22 +15,21 @@ from qtrace.errors import ConfigError
 from qtrace.graph.types import TracedModule
 from qtrace.onnxfile.growth import describe_growth
 from qtrace.plugins.arguments import check_arguments
+from qtrace.preparation.annotation import Preference
 from qtrace.preparation.faithfulness import Faithfulness
 from qtrace.process.garbage import older_objects_spared
 from qtrace.process.thread import on_engine_thread
 from qtrace.quantizing.calibrator import Calibrator, refuse_broken
 from qtrace.quantizing.call_data import DataOpener
-from qtrace.quantizing.delivering import compare_with_own
 from qtrace.quantizing.evaluation import check_values
 from qtrace.quantizing.judging import Acceptance
 from qtrace.quantizing.original import open_original
-from qtrace.quantizing.placing import TimingPlan
 from qtrace.quantizing.quantized import Quantized
 from qtrace.quantizing.reporting import LogReporter, Reporter
 from qtrace.quantizing.sources import own_file, read_network
 from qtrace.quantizing.stage import DataReading
 from qtrace.quantizing.targets import choose_config
-from qtrace.quantizing.times import Times
+from qtrace.quantizing.weight_bits import prefer_placement, with_safe_bits
 from qtrace.quantizing.writing import FileWriter
 from qtrace.runtimes.files import check_host
 from qtrace.runtimes.host import RuntimeHost
@@ -60,7 +59,7 @@ def quantize(
     verify: bool = True,
     measure: bool = True,
     keep: bool = False,
-    times: str | os.PathLike[str] | None = None,
+    prefer: Preference | None = None,
     allow_broken: bool = False,
     force: bool = False,
     progress: bool = True,
@@ -96,20 +95,19 @@ def quantize(
         max_batches: the most batches to calibrate on; None for all.
         skip_bad: whether to leave out unreadable images.
         verify: whether to run the file in its runtime beside the graph.
-        measure: whether to measure where the runtime runs here: labellings of a ``balanced`` placement before
-            one of them is calibrated, and the file beside float. If it is slower beyond the spread, and the
-            placement is ``balanced`` or ``fastest``, the file is in float.
+        measure: whether to measure the file beside the user's own one, or else beside float. If it is slower
+            beyond doubt, and the placement is ``balanced`` or ``fastest``, the file is in float.
         keep: whether to write the quantized file though it is slower than float; a ``recipe`` that is a
             precision, such as ``w8a8``, asks for it, too.
-        times: a file of measured times. If it exists, they decide, and nothing is measured, so that another
-            machine gives the same file; else what is measured is written there.
+        prefer: ``speed`` keeps all on integers that gains time, ``balanced`` what is worth its noise, and
+            ``accuracy`` nothing; None for what ``placement`` of the recipe says.
         allow_broken: whether to write the file though the verdict is ``broken``, or all values of the data
             are alike.
         force: whether to replace a file that qtrace did not write.
         progress: whether to show progress bars on stderr.
         allow: the user's classes that an .mge file may name.
-        runtime_host: the interpreter or machine that has the runtime: placements and the file are measured
-            there, and the file is verified there. None for this interpreter.
+        runtime_host: the interpreter or machine with the runtime, where the file is measured and verified;
+            None for this interpreter.
         reporter: takes notes and warnings; None for the logger ``qtrace``.
         spell: writes the names of options in messages; see `qtrace.storage.outputs.argument`.
 
@@ -123,7 +121,7 @@ def quantize(
         QtraceError: when network, data, recipe or path are at fault.
     """
     reporter, path = reporter or LogReporter(progress), Path(out)
-    config = choose_config(target, recipe, path)
+    config = with_safe_bits(prefer_placement(choose_config(target, recipe, path), prefer, keep), runtime_host)
     _check_metric(metric, max_drop, spell)
     if runtime_host is not None:
         check_host(runtime_host, path)
@@ -139,27 +137,21 @@ def quantize(
             traced = read_network(source, opened.calibration, shapes, allow, keeps_nodes)
             opened = opener.open_for(traced, opened)
             original = Faithfulness(open_original(source, traced), traced, opened.calibration)
-        measured = Times.open(None if times is None else Path(times))
         keep = keep or is_precision(recipe)
-        plan = TimingPlan(measured, host=runtime_host, keep=keep) if measure else None
-        calibrator = Calibrator(traced, config, opened, Acceptance(metric, at_least), reporter, original)
+        acceptance = Acceptance(metric, at_least)
+        calibrator = Calibrator(traced, config, opened, acceptance, reporter, original, prefer)
         refuse = functools.partial(refuse_broken, allow_broken=allow_broken, spell=spell)
-        writer = FileWriter(partial, path, calibrator, refuse, measured, verify, measure, keep, runtime_host)
-        result = calibrator.calibrate(plan)
+        own = own_file(source)
+        writer = FileWriter(partial, path, calibrator, refuse, verify, measure, keep, own, runtime_host)
+        result = calibrator.calibrate()
         if not writer.judges_file:
             result = calibrator.judge(result)
         if max_drop is not None:
             with stages.measure("raise layers"):
                 result = calibrator.keep_metric(result, max_drop)
-            if result.raised:
-                measured.forget_placement()
-                reporter.note("the measured placement is left, as layers were raised to float")
         refuse(result)
         written = writer.write(result)
-        delivery, own = written.delivery, own_file(source)
-        if measure and own is not None and not measured.fixed:
-            with stages.measure("measure the file"):
-                delivery = compare_with_own(delivery, partial, own, traced, config, runtime_host)
+        delivery = written.delivery
         if own is not None and keeps_nodes:
             delivery = replace(delivery, growth=describe_growth(partial, own))
     return Quantized(

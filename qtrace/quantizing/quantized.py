@@ -13,7 +13,7 @@ from qtrace.graph.interface import read_inputs
 from qtrace.graph.signature import list_inputs
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.explanation import Explanation, explain
-from qtrace.preparation.record import fake_quants
+from qtrace.preparation.record import fake_quants, read_record
 from qtrace.quantizing.card import Card, make_card
 from qtrace.quantizing.delivering import Delivery
 from qtrace.quantizing.judging import Judgement
@@ -97,6 +97,8 @@ class Quantized(Displayed):
         """Returns file, verdict with its causes, and what the runtime computed, a line each."""
         diagnosis, sentence = self.judgement.diagnosis, self.delivery.sentence()
         judged = [*(diagnosis.lines() if diagnosis is not None else ["no verdict"]), *self._open_sizes()]
+        placement = read_record(self.prepared).annotation.placement
+        judged += placement.choice_lines() if placement is not None else []
         if not any(fake_quants(self.prepared)):
             judged.append("no op of the file is on integers: `explain()` says why for each")
         if self.raised:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,12 @@ from qtrace.display import Displayed
 from qtrace.errors import CalibrationError, QtraceError
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.explanation import explain
+from qtrace.inspection.twin import float_twin
 from qtrace.plugins.arguments import check_arguments
-from qtrace.preparation.faithfulness import Faithfulness
+from qtrace.preparation.annotation import Preference
 from qtrace.preparation.model import QuantizedModel
-from qtrace.preparation.original import GivenGraph
+from qtrace.preparation.passes.choosing import copy_with_weights
+from qtrace.preparation.prepare import prepare
 from qtrace.process.thread import on_engine_thread
 from qtrace.quantizing.evaluation import (
     EvaluationData,
@@ -34,16 +37,11 @@ from qtrace.quantizing.evaluation import (
 from qtrace.quantizing.figures import note_graph
 from qtrace.quantizing.folder import CURE, FILES, VERDICT, write_folder
 from qtrace.quantizing.judging import Acceptance, Judgement, conclude, copy_float
-from qtrace.quantizing.measuring import prepare_measured
-from qtrace.quantizing.placing import TimingPlan
 from qtrace.quantizing.reporting import LogReporter, Reporter
 from qtrace.quantizing.sources import only_batch
-from qtrace.quantizing.times import Times
 from qtrace.storage.outputs import argument, resumable_folder
 
 __all__ = ["CalibratedFolder", "DataReading", "calibrate_to_folder", "note_pixels", "open_source"]
-
-_TIMES = "times.json"
 
 
 @dataclass(frozen=True)
@@ -114,8 +112,7 @@ def calibrate_to_folder(
     learning_engine: str = "auto",
     resume: bool = False,
     force: bool = False,
-    measure: bool = True,
-    times: str | os.PathLike[str] | None = None,
+    prefer: Preference | None = None,
     about: Mapping[str, Any] | None = None,
     importing: str | Path | None = None,
     progress: bool = True,
@@ -141,8 +138,7 @@ def calibrate_to_folder(
         learning_engine: computes the steps of ``adaround`` and ``reconstruct``, as for ``qtrace.calibrate``.
         resume: whether to go on where an interrupted calibration stopped.
         force: whether to replace the folder of an earlier calibration.
-        measure: whether a ``balanced`` placement is decided by measured times where the runtime runs here.
-        times: a file of measured times, as for ``qtrace.quantize``.
+        prefer: the placement that is taken, as for ``qtrace.calibrate``.
         about: more entries of report.json, such as the names of model and data.
         importing: the name or file of ``recipe``, if that is a ``QConfig``, for the cure to import.
         progress: whether to show progress bars on stderr, if ``reporter`` is None.
@@ -181,21 +177,16 @@ def calibrate_to_folder(
         if not chosen.seen:
             chosen.check(traced, source)  # before the calibration, which takes time
         record = SampleRecord(source)
-        # A run that goes on takes the choice of the one that was interrupted.
-        taken = Times.open(checkpoints / _TIMES if times is None else Path(times))
-        measurement = TimingPlan(taken, in_float=False, host=settings.runtime_host) if measure else None
-        prepared = prepare_measured(
-            traced, qconfig, _Samples(source), lambda: chosen.read(traced), measurement, reporter
-        )
-        Faithfulness(GivenGraph(traced), traced, _Samples(source)).check(prepared)
-        if measure:
-            taken.write()
+        prepared = prepare(traced, qconfig, samples=_Samples(source), progress=reporter.progress)
         label = os.fspath(data) if isinstance(data, (str, os.PathLike)) else source.source
         reporter.note(f"calibrating on {label}")
         run = _Run(source, label, reading, checkpoints, settings)
         result = _collect(prepared, run, reporter)
         twin = copy_float(prepared)
-        collection = _finish(prepared, run, result, reporter, learning_engine)
+        held_back = itertools.chain.from_iterable(map(chosen.read, (traced,)))  # read if there is a choice
+        collection = _finish(prepared, run, result, reporter, learning_engine, held_back, prefer)
+        if twin is not None:
+            twin = float_twin(QuantizedModel(copy_with_weights(prepared, twin)))
         summary = {**(about or {}), **collection}
         write_folder(folder, prepared, summary)
         figures = note_graph(prepared, reporter)
@@ -309,7 +300,13 @@ def _collect(prepared: TracedModule, run: _Run, reporter: Reporter) -> Result:
 
 
 def _finish(
-    prepared: TracedModule, run: _Run, result: Result, reporter: Reporter, learning_engine: str
+    prepared: TracedModule,
+    run: _Run,
+    result: Result,
+    reporter: Reporter,
+    learning_engine: str,
+    held_back: Iterable[Batch],
+    prefer: Preference | None,
 ) -> dict[str, Any]:
     """Sets the ranges of ``prepared`` from the statistics in ``result``, and runs the recipe's algorithms.
 
@@ -327,6 +324,8 @@ def _finish(
         state=run.folder,
         threads=run.settings.threads,
         learning_engine=learning_engine,
+        held_back=held_back,
+        prefer=prefer,
     )
     for line in explain(prepared).algorithms():
         reporter.note(line)

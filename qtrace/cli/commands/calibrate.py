@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -39,8 +39,7 @@ __all__ = ["calibrate"]
 )
 @click.option("--resume", is_flag=True, help="Go on where an interrupted calibration stopped.")
 @click.option("--force", is_flag=True, help="Replace the output folder of an earlier calibration.")
-@click.option("--no-measure", is_flag=True, help="Choose a balanced placement by predicted times alone.")
-@options.times
+@options.prefer
 @options.allow
 @options.progress
 @options.output
@@ -57,8 +56,7 @@ def calibrate(
     learning_engine: str,
     resume: bool,
     force: bool,
-    no_measure: bool,
-    times: Path | None,
+    prefer: Literal["speed", "balanced", "accuracy"] | None,
     allow: tuple[str, ...],
     judged: dict[str, Any],
     console: Console,
@@ -108,8 +106,7 @@ def calibrate(
             learning_engine=learning_engine,
             resume=resume,
             force=force,
-            measure=not no_measure,
-            times=times,
+            prefer=prefer,
             about={"model": model, "data": data, "recipe": recipe},
             reporter=console,
             spell=flag,

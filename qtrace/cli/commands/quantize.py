@@ -42,10 +42,8 @@ __all__ = ["quantize"]
     help="How far the metric may be below its value in float: layers are raised to float until it holds.",
 )
 @click.option("--no-verify", is_flag=True, help="Do not run the file in its runtime.")
-@click.option(
-    "--no-measure", is_flag=True, help="Measure no times: neither those of placements nor of float."
-)
-@options.times
+@click.option("--no-measure", is_flag=True, help="Do not measure the file next to your own one, or float.")
+@options.prefer
 @hosts.runtime_host
 @click.option("--keep", is_flag=True, help="Write the quantized file though it is slower than float here.")
 @click.option(
@@ -70,7 +68,7 @@ def quantize(
     max_drop: float | None,
     no_verify: bool,
     no_measure: bool,
-    times: Path | None,
+    prefer: Literal["speed", "balanced", "accuracy"] | None,
     keep: bool,
     card: bool,
     allow_broken: bool,
@@ -120,7 +118,7 @@ def quantize(
             **reading,
             verify=not no_verify,
             measure=not no_measure,
-            times=times,
+            prefer=prefer,
             keep=keep or is_precision(recipe),
             allow_broken=allow_broken,
             force=force,

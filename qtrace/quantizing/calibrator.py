@@ -202,13 +202,13 @@ def refuse_broken(result: CalibratedGraph, allow_broken: bool, spell: Callable[[
         if name := find_random(result.prepared):
             raise CalibrationError(
                 f"nothing was written, as {name} draws random numbers, which count as noise beside those of "
-                f"float ({verdict.line()}): make them an input of the network, or write it all the same with "
-                f"{spell('allow_broken')}."
+                f"float ({verdict.describe()}): make them an input of the network, or write it all the same "
+                f"with {spell('allow_broken')}."
             )
-        if verdict.lowered:  # the causes are those of a graph that was not found to be broken
+        if verdict.has("file"):  # the causes are those of a graph that was not found to be broken
             raise CalibrationError(
-                f"nothing was written, as the file is useless ({verdict.line()}): calibrate on more samples "
-                f"like those that it loses, or write it all the same with {spell('allow_broken')}."
+                f"nothing was written, as the file is useless ({' '.join(verdict.lines())}): do so, or write "
+                f"it all the same with {spell('allow_broken')}."
             )
         recipe = diagnosis.recipe()
         cure = f" A recipe that cures it:\n{recipe}" if recipe else ""
@@ -217,4 +217,6 @@ def refuse_broken(result: CalibratedGraph, allow_broken: bool, spell: Callable[[
             f"cure the first cause, or write it all the same with {spell('allow_broken')}.{cure}"
         )
     if not verdict.passed:
-        raise CalibrationError(f"nothing was written, as a limit does not hold ({verdict.line()}).")
+        raise CalibrationError(
+            f"nothing was written, as a limit does not hold ({' '.join(verdict.lines())})."
+        )

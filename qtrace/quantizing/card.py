@@ -156,7 +156,7 @@ class Card(Displayed):
             ("size", f"{format_bytes(self.bytes)}; parameters {stored}, {in_float} in float"),
             ("MACs", f"{macs:,}, {integers / max(macs, 1):.1%} on integers"),
             ("time", self._time()),
-            ("verdict", "" if verdict is None else verdict.line().removeprefix("verdict: ")),
+            ("verdict", "" if verdict is None else verdict.describe()),
             ("metric", metric),
             ("data", self.data),
             ("verified", "" if self.verified is None else f"in its runtime, {self.verified} LSB at most"),

@@ -30,9 +30,6 @@ __all__ = [
 ]
 
 
-_SEEN_SHARE = 0.5  # of the samples of a verdict, above which it is one on samples of the calibration
-
-
 @dataclass(frozen=True)
 class Acceptance:
     """What the user asks of a calibrated graph.
@@ -53,10 +50,12 @@ class Judgement:
     Attributes:
         diagnosis: the diagnosis; None if the graph could not be judged.
         cure: the recipe that removes the causes; "" for none.
+        file: the verdict on the finished file and more samples; None if there is none.
     """
 
     diagnosis: Diagnosis | None = field(default=None, repr=False)
     cure: str = field(default="", repr=False)
+    file: Verdict | None = field(default=None, repr=False)
 
     @property
     def passed(self) -> bool:
@@ -72,9 +71,8 @@ class Judgement:
         """Returns the judgement with the verdict on the finished file."""
         if self.diagnosis is None:
             return self
-        return replace(
-            self, diagnosis=replace(self.diagnosis, verdict=self.diagnosis.verdict.with_file(verdict))
-        )
+        merged = self.diagnosis.verdict.with_file(verdict)
+        return replace(self, diagnosis=replace(self.diagnosis, verdict=merged), file=verdict)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns verdict and causes as plain data, in which numbers that JSON does not know are None."""
@@ -143,19 +141,19 @@ def conclude(
         QtraceError: when the graph cannot be judged, and there is a limit.
     """
     try:
-        seen = evaluation.seen
-        if seen:
+        if evaluation.seen:
             samples = count_samples(calibration)
         batches = evaluation.read(prepared)
-        words = evaluation.measured_on
-        if not seen and record is not None and record.share(batches) > _SEEN_SHARE:
-            seen, words = True, f"{words}, which the calibration has read"
+        words, read = evaluation.measured_on, 1.0
+        if not evaluation.seen:
+            read = 0.0 if record is None else record.share(batches)
+            words += f", {read:.0%} of which the calibration has read" if read else ""
         inputs = measure_inputs(first_batches(calibration)) if evaluation.other_data else ()
         diagnosis = diagnose(
             prepared,
             batches,
             twin=twin,
-            calibrated=Calibrated(samples, inputs, seen),
+            calibrated=Calibrated(samples, inputs, read),
             metric=acceptance.metric,
             measured_on=words,
             at_least=acceptance.at_least,

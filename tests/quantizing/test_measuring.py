@@ -597,7 +597,7 @@ def test_where_float_is_measured_best_the_file_is_in_float(tmp_path: Path, caplo
     assert any("between is chosen" in line for line in caplog.messages)
     assert "no op of the file is on integers: `explain()` says why for each" in result.summary()
     # The order of sums in the file is no noise of quantization.
-    assert result.verdict.line().startswith("verdict: good: outputs are exact")
+    assert result.verdict.line().startswith("verdict   good: outputs are exact")
 
 
 def _noises(traced, exact, own):

@@ -15,16 +15,12 @@ from qtrace.outputs import ColumnGroup
 from qtrace.outputs.counted import FEWEST_SAMPLES, LEAST_VARIATION
 from qtrace.sensitivity.metrics import Outputs
 
-__all__ = ["MANY_SAMPLES", "SampleErrors", "measure_differences", "measure_samples", "seen_margin_db"]
+__all__ = ["ENOUGH_SAMPLES", "SampleErrors", "measure_differences", "measure_samples"]
 
-MANY_SAMPLES = 64
-"""From this number of calibration samples on, their own figure tells more of that of others."""
-# How far figures of samples that a graph was calibrated on were above those of others, for data with heavy
-# tails: 4 to 35 dB with 8 and 24 samples, 0 to 22 dB with 64.
-_SEEN_DB, _SEEN_MANY_DB = 30.0, 10.0
-_CONFIDENCE = 0.975
-_ONE_DB = 10.0  # that one sample alone may be above others
-_TWO = 1.5  # effective samples, below which one counts as if it were alone
+ENOUGH_SAMPLES = 8
+"""Fewer samples do not speak for others: figures of one, two and four were 82, 37 and 28 dB too high."""
+_CONFIDENCE = 0.975  # of the error of a mean: two standard errors of many samples
+_TWO = 1.5  # effective samples, below which one has nearly all of the signal
 _QUIET = 0.03  # of the mean signal: quieter samples are compared with this
 _LEAST_VALUES = 64  # of a sample, from which its own signal is its measure: one of few values may be near 0
 
@@ -50,20 +46,28 @@ class SampleErrors:
     def low_db(self) -> float:
         """Returns the SQNR in dB that other samples may have.
 
-        It is below that of these by the error of their mean at 97.5 % (Student's t); one sample has none, and
-        may be 10 dB above others. Samples count by their signal: where one has nearly all of it, such as the
-        only one with an event, it is as if it were alone.
+        It is below that of these by the error of their mean at 97.5 % (Student's t). Samples count by their
+        signal. One sample has no such error: see `rests_on_one`.
         """
         signal, noise = float(self.signal.sum()), float(self.noise.sum())
         if not math.isfinite(noise) or noise == 0.0 or signal == 0.0:
             return decibels(signal, noise)
         count, ratio = len(self.signal), noise / signal
-        effective = signal**2 / float(np.square(self.signal).sum())  # Kish's size of a weighted sample
         if count > 1:
             spread = np.sqrt(np.sum((self.noise - ratio * self.signal) ** 2) * count / (count - 1)) / signal
-            freedom = max(effective - 1.0, 1.0)
+            freedom = max(self._effective - 1.0, 1.0)
             ratio += float(special.stdtrit(freedom, _CONFIDENCE)) * float(spread)
-        return decibels(1.0, ratio) - (_ONE_DB if effective < _TWO else 0.0)
+        return decibels(1.0, ratio)
+
+    @property
+    def _effective(self) -> float:
+        """Kish's size of a weighted sample."""
+        return float(self.signal.sum()) ** 2 / float(np.square(self.signal).sum())
+
+    @property
+    def rests_on_one(self) -> bool:
+        """Whether there is noise, and one sample has nearly all of the signal."""
+        return bool(self.noise.any()) and self._effective < _TWO
 
     def worst_db(self) -> float:
         """Returns the SQNR of the worst sample in dB; a quiet one counts by a share of the mean signal."""
@@ -71,15 +75,6 @@ class SampleErrors:
         least = mean * (_QUIET if self.values >= _LEAST_VALUES else 1.0)
         pairs = zip(self.signal.tolist(), self.noise.tolist(), strict=True)
         return min(decibels(max(signal, least), noise) for signal, noise in pairs)
-
-
-def seen_margin_db(calibrated: int | None) -> float:
-    """Returns how far the SQNR of samples that a graph was calibrated on may be above that of others, in dB.
-
-    Args:
-        calibrated: the number of samples of the calibration; None if unknown.
-    """
-    return _SEEN_DB if calibrated is None or calibrated < MANY_SAMPLES else _SEEN_MANY_DB
 
 
 def measure_samples(

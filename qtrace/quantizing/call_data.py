@@ -14,10 +14,9 @@ from qtrace.data.whole import describe_left_out, whole_batches
 from qtrace.graph.types import TracedModule
 from qtrace.quantizing.evaluation import EvaluationData, choose_evaluation, hold_back_samples
 from qtrace.quantizing.labels import labels_of
-from qtrace.quantizing.reporting import LogReporter, Reporter
+from qtrace.quantizing.reporting import LogReporter, Reporter, StageTimes
 from qtrace.quantizing.sources import fixed_batch, only_batch
 from qtrace.quantizing.stage import DataReading, note_pixels, open_source
-from qtrace.quantizing.stages import StageTimes
 
 __all__ = ["CallData", "DataOpener"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from qtrace.data.fingerprints import SampleRecord
 from qtrace.errors import QtraceError
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.twin import float_twin, late_algorithms
+from qtrace.metrics import finite_values
 from qtrace.preparation.model import QuantizedModel
 from qtrace.quantizing.evaluation import EvaluationData, count_samples, first_batches
 from qtrace.quantizing.folder import CURE, VERDICT
@@ -78,8 +78,12 @@ class Judgement:
         """Returns verdict and causes as plain data, in which numbers that JSON does not know are None."""
         if self.diagnosis is None:
             return {}
-        causes = [_finite(asdict(cause)) for cause in self.diagnosis.causes]
-        return {"verdict": _finite(asdict(self.diagnosis.verdict)), "causes": causes}
+        causes = [asdict(cause) for cause in self.diagnosis.causes]
+        file = {} if self.file is None else {"file_verdict": asdict(self.file)}
+        plain: dict[str, Any] = finite_values(
+            {"verdict": asdict(self.diagnosis.verdict), "causes": causes, **file}
+        )
+        return plain
 
     def write(self, folder: Path, figures: dict[str, Any]) -> None:
         """Writes the verdict with its causes and ``figures``, and the cure, into an unfinished folder."""
@@ -89,19 +93,6 @@ class Judgement:
         (folder / VERDICT).write_text(text + "\n", encoding="utf-8")
         if self.cure:
             (folder / CURE).write_text(self.cure, encoding="utf-8")
-
-
-def _finite(figures: dict[str, Any]) -> dict[str, Any]:
-    """Replaces numbers that JSON does not know by None, in nested data, too."""
-    return {key: _finite_value(value) for key, value in figures.items()}
-
-
-def _finite_value(value: Any) -> Any:
-    if isinstance(value, dict):
-        return _finite(value)
-    if isinstance(value, (list, tuple)):
-        return [_finite_value(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def copy_float(prepared: TracedModule) -> TracedModule | None:

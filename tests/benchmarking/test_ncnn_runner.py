@@ -56,7 +56,7 @@ def test_a_net_without_its_weights_is_refused(path: Path) -> None:
         (SLOWER, {}, True, "so the file is in float"),
         (SLOWER, {"keep": True}, False, "gains its size alone"),
         (SLOWER, {"recipe": {"backend": "ncnn", "placement": "everything"}}, False, "gains its size alone"),
-        (FASTER, {}, False, "speed: 1.50x"),
+        (FASTER, {}, False, "measured  1.50x"),
     ],
 )
 def test_the_default_is_float_where_integers_are_slower(

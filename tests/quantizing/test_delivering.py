@@ -55,7 +55,7 @@ def timed(monkeypatch: pytest.MonkeyPatch):
         (SLOWER, {"recipe": "int8", "keep": True}, False, "gains its size alone"),
         (SLOWER, {"recipe": "int8", "measure": False}, False, ""),
         (SAME, {"recipe": "int8"}, False, "no difference measured"),
-        (FASTER, {"recipe": "int8"}, False, "speed: 1.50x (1.48 to 1.52)"),
+        (FASTER, {"recipe": "int8"}, False, "measured  1.50x (1.48 to 1.52)"),
     ],
 )
 def test_what_is_delivered_and_said(tmp_path: Path, timed, speed, options, in_float, said) -> None:
@@ -69,7 +69,7 @@ def test_what_is_delivered_and_said(tmp_path: Path, timed, speed, options, in_fl
     assert result.verify.passed
     facts = result.delivery.to_dict()
     assert facts["delivered"] == ("float" if in_float else "quantized")
-    assert ("speed" in "\n".join(result.summary())) is (facts["speed"] is not None)
+    assert ("measured  " in "\n".join(result.summary())) is (facts["speed"] is not None)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_the_packaged_recipe_says_whether_speed_is_asked_for(recipe: str, in_flo
 
 def test_what_cannot_be_timed_is_delivered_with_the_reason(tmp_path: Path) -> None:
     result = qtrace.quantize(_module(), DATA, tmp_path / "out.onnx", target="qnn", progress=False)
-    assert "speed: not measured, no runtime here runs it as" in "\n".join(result.summary())
+    assert "measured  no: no runtime here runs it as" in "\n".join(result.summary())
     assert _rounds_in(result.path)
 
 

@@ -477,11 +477,11 @@ def _quantize_by_default(tmp_path: Path, monkeypatch, suffix: str, speeds: list[
 @pytest.mark.parametrize(
     ("suffix", "speeds", "states", "said"),
     [
-        (".tflite", [2.0, 1.0, 1.5], ["int", "int", "int"], "speed: 2.00x"),
-        (".param", [2.0, 1.0, 1.5], ["int", "int", "int"], "speed: 2.00x"),
+        (".tflite", [2.0, 1.0, 1.5], ["int", "int", "int"], "measured  2.00x"),
+        (".param", [2.0, 1.0, 1.5], ["int", "int", "int"], "measured  2.00x"),
         (".tflite", [0.8, 1.0, 0.9], ["float", "float", "float"], "ms at least, 0.90x as fast as float"),
         (".param", [0.8, 1.0, 0.9], ["float", "float", "float"], "ms at least, 0.80x as fast as float"),
-        (".tflite", [0.8, 1.0, 1.6], ["float", "int", "float"], "speed: 2.00x"),
+        (".tflite", [0.8, 1.0, 1.6], ["float", "int", "float"], "measured  2.00x"),
     ],
 )
 def test_the_default_that_rounds_everything_for_speed_is_measured(
@@ -595,7 +595,7 @@ def test_where_float_is_measured_best_the_file_is_in_float(tmp_path: Path, caplo
     assert result.verify is not None
     assert result.verify.passed
     assert any("between is chosen" in line for line in caplog.messages)
-    assert "no op of the file is on integers: `explain()` says why for each" in result.summary()
+    assert "  no op of the file is on integers: `explain()` says why for each" in result.summary()
     # The order of sums in the file is no noise of quantization.
     assert result.verdict.line().startswith("verdict   good: outputs are exact")
 

@@ -101,9 +101,9 @@ class Diagnosis(Displayed):
         return "\n".join(self.lines())
 
     def lines(self) -> list[str]:
-        """Returns the verdict, its doubts, and the worst sites with their causes, a line each."""
+        """Returns the verdict, its doubts and, unless it is good, the worst sites with their causes."""
         lines = self.verdict.lines()
-        for cause in self.causes:
+        for cause in () if self.verdict.word == "good" else self.causes:
             share = "" if cause.share is None else f" ({cause.share:.0%} of the noise)"
             place = f" at {cause.site}" if cause.site else ""
             lines.append(f"  {cause.name}{place}{share}: {cause.text}")

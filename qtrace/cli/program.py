@@ -33,6 +33,7 @@ from qtrace.cli.commands.split import split
 from qtrace.cli.commands.trace import trace
 from qtrace.cli.commands.tune import tune
 from qtrace.cli.commands.verify import verify
+from qtrace.cli.console import as_flags
 from qtrace.errors import QtraceError, Terminated
 
 __all__ = ["group", "main"]
@@ -160,7 +161,7 @@ def _report_interrupt() -> int:
 def _report_error(error: Exception) -> int:
     """Prints a message for ``error`` and returns the exit code."""
     if isinstance(error, QtraceError):
-        return _report_mistake(f"error: {' '.join(str(error).split())}")
+        return _report_mistake(as_flags(f"error: {' '.join(str(error).split())}", group))
     if isinstance(error, click.ClickException):
         _write_error(error.show)
         return error.exit_code

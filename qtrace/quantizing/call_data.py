@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,9 +13,10 @@ from qtrace.data.whole import describe_left_out, whole_batches
 from qtrace.graph.types import TracedModule
 from qtrace.quantizing.evaluation import EvaluationData, choose_evaluation, hold_back_samples
 from qtrace.quantizing.labels import labels_of
+from qtrace.quantizing.options import DataReading
 from qtrace.quantizing.reporting import LogReporter, Reporter, StageTimes
 from qtrace.quantizing.sources import fixed_batch, only_batch
-from qtrace.quantizing.stage import DataReading, note_pixels, open_source
+from qtrace.quantizing.stage import note_pixels, open_source
 
 __all__ = ["CallData", "DataOpener"]
 
@@ -60,7 +60,6 @@ class DataOpener:
         reading: how they are read.
         config: the config, whose preprocessing images take.
         reporter: takes notes and warnings.
-        spell: writes the names of options in messages.
     """
 
     source: Any
@@ -69,7 +68,6 @@ class DataOpener:
     reading: DataReading
     config: QConfig
     reporter: Reporter
-    spell: Callable[[str], str]
 
     def open(self, size: int | None = None) -> CallData:
         """Opens the data without labels, and holds batches back for the verdict.
@@ -102,7 +100,7 @@ class DataOpener:
         def whole() -> DataSource:
             return whole_batches(without_labels(reopen(self.data), labels), size)
 
-        chosen = choose_evaluation(calibration, whole, other, self.spell)
+        chosen = choose_evaluation(calibration, whole, other)
         calibration.max_batches = chosen.max_batches
         return CallData(calibration, chosen, StageTimes())
 

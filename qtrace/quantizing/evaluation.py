@@ -108,7 +108,6 @@ def choose_evaluation(
     source: DataSource,
     reopen: Callable[[], DataSource],
     evaluation: DataSource | None,
-    spell: Callable[[str], str],
 ) -> EvaluationData:
     """Chooses the batches of the verdict; holds some of the calibration data back if there are enough.
 
@@ -116,16 +115,14 @@ def choose_evaluation(
         source: the calibration data.
         reopen: opens the same data without a limit on the number of batches.
         evaluation: other data to judge on; None for none.
-        spell: writes the names of options, see `qtrace.storage.outputs.flag`.
     """
     count = len(source) if hasattr(source, "__len__") else None
     whole = source if count is None else reopen()
     limit, more = source.max_batches, count is not None and len(whole) > count  # type: ignore[arg-type]
     if evaluation is not None:
-        words = f"samples of {spell('evaluation')}"
-        return EvaluationData(evaluation, 0, words, limit, more, other_data=True)
+        return EvaluationData(evaluation, 0, "samples of the evaluation data", limit, more, other_data=True)
     if more:
-        return EvaluationData(whole, count or 0, f"samples after {spell('max_batches')}", limit, more)
+        return EvaluationData(whole, count or 0, "samples after the limit of batches", limit, more)
     if count is not None and count >= _QUARTER:
         first = count - _count_held(source, count)
         return EvaluationData(whole, first, "held-back samples", first)
@@ -164,7 +161,7 @@ def hold_back_samples(source: DataSource, model: TracedModule) -> tuple[DataSour
     return SampleRange(source, 0, kept), EvaluationData(held, 0, "held-back samples", None)
 
 
-def check_values(source: DataSource, spell: Callable[[str], str]) -> None:
+def check_values(source: DataSource) -> None:
     """Refuses data in which each input is one number everywhere: no range of a network follows from them.
 
     Reads the data up to the first value that differs. Outputs of a graph that was calibrated on zeros are
@@ -172,7 +169,6 @@ def check_values(source: DataSource, spell: Callable[[str], str]) -> None:
 
     Args:
         source: the data, without labels.
-        spell: writes the names of options, see `qtrace.storage.outputs.argument`.
 
     Raises:
         CalibrationError: when no value differs.
@@ -191,7 +187,7 @@ def check_values(source: DataSource, spell: Callable[[str], str]) -> None:
     shown = (f"{'the input' if single else f'input {key}'} is {n:g}" for key, n in numbers.items())
     raise CalibrationError(
         f"nothing was written, as {', '.join(shown)} everywhere in {source.source}: look at what reads the "
-        f"data, or write the file all the same with {spell('allow_broken')}."
+        f"data, or write the file all the same with allow_broken=True."
     )
 
 

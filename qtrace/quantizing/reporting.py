@@ -9,9 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["LogReporter", "Reporter", "StageTimes"]
+__all__ = ["NOTES", "LogReporter", "Reporter", "StageTimes"]
 
+NOTES = "qtrace.notes"
+"""The logger of what a run tells its user; commands show it."""
 _LOG = logging.getLogger("qtrace")
+_NOTES = logging.getLogger(NOTES)
 
 
 class Reporter(Protocol):
@@ -30,7 +33,7 @@ class Reporter(Protocol):
 
 @dataclass(frozen=True)
 class LogReporter:
-    """Writes notes (INFO) and warnings to the logger ``qtrace``.
+    """Writes notes (INFO) and warnings to the logger ``qtrace.notes``.
 
     Attributes:
         progress: whether to show progress bars on stderr.
@@ -40,11 +43,11 @@ class LogReporter:
 
     def note(self, text: str) -> None:
         """Logs a note."""
-        _LOG.info("%s", text)
+        _NOTES.info("%s", text)
 
     def warn(self, text: str) -> None:
         """Logs a warning."""
-        _LOG.warning("%s", text)
+        _NOTES.warning("%s", text)
 
 
 class StageTimes:

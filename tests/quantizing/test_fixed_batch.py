@@ -189,7 +189,7 @@ def test_the_rest_of_the_data_is_left_out(
         )
     assert result.verify is not None
     assert result.verify.passed
-    assert "on 4 samples of evaluation" in "\n".join(result.summary())
+    assert "on 4 samples of the evaluation data" in "\n".join(result.summary())
     assert caplog.text.count("the last 2 samples are left out") == 2
 
 

@@ -179,7 +179,7 @@ def test_batches_are_held_back_if_there_are_enough(folder):
     report = calibrate(command)  # 16 batches
     assert (report["batches"], report["verdict"]["measured_on"]) == (14, "held-back samples")
     report = calibrate(f"{command} --max-batches 3")
-    assert (report["batches"], report["verdict"]["measured_on"]) == (3, "samples after --max-batches")
+    assert (report["batches"], report["verdict"]["measured_on"]) == (3, "samples after the limit of batches")
     np.save("few.npy", planted.images(16))
     report = calibrate(command.replace("calibration.npy", "few.npy"))
     # Of two batches a quarter of the samples.

@@ -1,0 +1,90 @@
+"""The options of the calls that quantize, as frozen data, of which the commands are derived."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # at run time it loads numpy, which --help does without
+    from qtrace.runtimes.host import RuntimeHost
+
+__all__ = ["DataReading", "FolderOptions", "QuantizeOptions"]
+
+
+@dataclass(frozen=True)
+class DataReading:
+    """How calibration data is read.
+
+    Attributes:
+        batch_size: the number of samples in a batch.
+        max_batches: the most batches to calibrate on; None for all.
+        skip_bad: whether to leave out unreadable images.
+    """
+
+    batch_size: int = 8
+    max_batches: int | None = None
+    skip_bad: bool = False
+
+    @property
+    def whole(self) -> DataReading:
+        """The same, of all batches."""
+        return replace(self, max_batches=None)
+
+
+@dataclass(frozen=True)
+class QuantizeOptions(DataReading):
+    """The options of ``qtrace.quantize`` that few calls need, which are given by name.
+
+    Attributes:
+        batch_size: samples in a batch of arrays, files and images.
+        max_batches: the most batches to calibrate on; None for all.
+        skip_bad: whether to leave out unreadable images.
+        shapes: the shapes of inputs that an ONNX file leaves open; None for those of the first batch.
+        max_drop: how far ``metric`` may be below its value in float: layers are raised to float until it
+            holds.
+        verify: whether to run the file in its runtime beside the graph.
+        measure: whether to measure where the runtime runs here: labellings of a ``balanced`` placement before
+            one of them is calibrated, and the file beside float. If it is slower beyond the spread, and the
+            placement is ``balanced`` or ``fastest``, the file is in float.
+        keep: whether to write the quantized file though it is slower than float; a ``recipe`` that is a
+            precision, such as ``w8a8``, asks for it, too.
+        times: a file of measured times. If it exists, they decide, and nothing is measured, so that another
+            machine gives the same file; else what is measured is written there.
+        allow_broken: whether to write the file though the verdict is ``broken``, or all values of the data
+            are alike.
+        allow: the user's classes that an .mge file may name.
+        runtime_host: the interpreter or machine that has the runtime: placements and the file are measured
+            there, and the file is verified there. None for this interpreter.
+    """
+
+    shapes: Mapping[str, Sequence[int]] | None = None
+    max_drop: float | None = None
+    verify: bool = True
+    measure: bool = True
+    keep: bool = False
+    times: str | os.PathLike[str] | None = None
+    allow_broken: bool = False
+    allow: Sequence[str] = ()
+    runtime_host: RuntimeHost | None = None
+
+
+@dataclass(frozen=True)
+class FolderOptions:
+    """The options of ``qtrace.calibrate_to_folder`` that few calls need, which are given by name.
+
+    Attributes:
+        learning_engine: computes the steps of ``adaround`` and ``reconstruct``, as for ``qtrace.calibrate``.
+        measure: whether a ``balanced`` placement is decided by measured times where the runtime runs here.
+        times: a file of measured times, as for ``qtrace.quantize``.
+        about: more entries of report.json, such as the names of model and data.
+        importing: the name or file of ``recipe``, if that is a ``QConfig``, for the cure to import.
+    """
+
+    learning_engine: str = "auto"
+    measure: bool = True
+    times: str | os.PathLike[str] | None = None
+    about: Mapping[str, Any] | None = None
+    importing: str | Path | None = None

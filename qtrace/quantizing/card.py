@@ -11,14 +11,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from qtrace.display import Displayed, format_table
+from qtrace.display import Displayed, format_bytes, format_table
 from qtrace.errors import QtraceError
 from qtrace.metrics import finite_values
-from qtrace.quantizing.choice import Row, format_rows
 from qtrace.sensitivity.diagnosis.verdict import Verdict
 from qtrace.storage.files import replacing
 
-__all__ = ["TIMED", "Card", "FloatOps"]
+__all__ = ["TIMED", "Card", "ChoiceRow", "FloatOps", "format_rows"]
 
 # Suffix of a file that a runtime runs here -> the runtime and its package.
 TIMED = {
@@ -26,6 +25,44 @@ TIMED = {
     ".tflite": ("litert", "ai-edge-litert"),
     ".param": ("ncnn", "ncnn"),
 }
+
+
+@dataclass(frozen=True)
+class ChoiceRow:
+    """What one choice of ops on integers has, beside the others.
+
+    Attributes:
+        name: fastest, balanced or float.
+        speed: how many times as fast as float; None if it is not known.
+        sqnr_db: the SQNR of the worst column group on held-back samples, in dB; infinity for float.
+        bytes: the size of the file.
+        option: the option that takes this row, such as ``prefer="speed"``; "" for the row that is taken.
+        chosen: whether the file is this row.
+    """
+
+    name: str
+    speed: float | None
+    sqnr_db: float
+    bytes: int
+    option: str = ""
+    chosen: bool = False
+
+    def cells(self) -> tuple[str, str, str, str, str]:
+        """Returns name, speed, SQNR, size and option as texts."""
+        speed = "-" if self.speed is None else f"{self.speed:.2f}x"
+        sqnr = f"{self.sqnr_db:.1f}" if math.isfinite(self.sqnr_db) else "-"
+        return self.name, speed, sqnr, format_bytes(self.bytes), self.option
+
+
+def format_rows(rows: Sequence[ChoiceRow]) -> list[str]:
+    """Returns a line for each row below a line of headers, the chosen one marked; none without rows."""
+    header = "choice        speed   SQNR   size"
+    lines = []
+    for row in rows:
+        name, speed, sqnr, size, option = row.cells()
+        line = f"{'*' if row.chosen else ' '} {name:<10}{speed:>7}{sqnr:>7}   {size:<9} {option}"
+        lines.append(line.rstrip())
+    return [header, *lines] if lines else []
 
 
 @dataclass(frozen=True)
@@ -64,7 +101,7 @@ class Card(Displayed):
 
     file: str
     lines: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[ChoiceRow, ...]
     verdict: Verdict | None
     noise: Mapping[str, float]
     floats: tuple[FloatOps, ...]

@@ -23,8 +23,7 @@ from qtrace.preparation.figures import read_figures
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.precision import count_precisions
 from qtrace.preparation.record import fake_quants
-from qtrace.quantizing.card import Card, FloatOps
-from qtrace.quantizing.choice import Row, format_rows
+from qtrace.quantizing.card import Card, ChoiceRow, FloatOps, format_rows
 from qtrace.quantizing.delivering import Delivery
 from qtrace.quantizing.judging import Judgement
 from qtrace.runtimes.host import RuntimeHost
@@ -69,7 +68,7 @@ class Quantized(Displayed):
     delivery: Delivery = field(default_factory=Delivery)
     seconds: Mapping[str, float] = field(default_factory=dict)
     runtime_host: RuntimeHost | None = None
-    rows: tuple[Row, ...] = ()
+    rows: tuple[ChoiceRow, ...] = ()
 
     @cached_property
     def card(self) -> Card:

@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 
 import qtrace
-from qtrace.quantizing.card import Card
-from qtrace.quantizing.choice import Row, format_rows
+from qtrace.quantizing.card import Card, ChoiceRow, format_rows
 from qtrace.quantizing.quantized import Quantized
 
 
@@ -98,9 +97,9 @@ def test_the_layers_that_the_noise_comes_from_are_drawn(tmp_path: Path) -> None:
 
 def test_the_choice_is_shown_in_rows(result: Quantized) -> None:
     rows = (
-        Row("fastest", 1.55, 17.1, int(1.2 * 2**20), 'prefer="speed"'),
-        Row("balanced", 1.24, 26.5, int(1.6 * 2**20), chosen=True),
-        Row("float", 1.0, math.inf, int(4.7 * 2**20)),
+        ChoiceRow("fastest", 1.55, 17.1, int(1.2 * 2**20), 'prefer="speed"'),
+        ChoiceRow("balanced", 1.24, 26.5, int(1.6 * 2**20), chosen=True),
+        ChoiceRow("float", 1.0, math.inf, int(4.7 * 2**20)),
     )
     assert format_rows(rows) == [
         "choice        speed   SQNR   size",

@@ -30,8 +30,9 @@ from qtrace.sensitivity.diagnosis.inputs import (
     find_repeated,
     measure_inputs,
 )
-from qtrace.sensitivity.diagnosis.judged_outputs import JudgedOutputs, judge_outputs
+from qtrace.sensitivity.diagnosis.judged_outputs import judge_outputs
 from qtrace.sensitivity.diagnosis.measuring import measure_output_noise, measure_sites
+from qtrace.sensitivity.diagnosis.samples import JudgedOutputs
 from qtrace.sensitivity.diagnosis.verdict import Doubt, GroupVerdict, Verdict
 from qtrace.sensitivity.metrics import Outputs, choose
 from qtrace.sensitivity.simulation import Simulation

@@ -14,6 +14,7 @@ from qtrace.sensitivity.diagnosis.inputs import are_constant
 from qtrace.sensitivity.diagnosis.integers import read_integers
 from qtrace.sensitivity.diagnosis.samples import (
     ENOUGH_SAMPLES,
+    JudgedOutputs,
     SampleErrors,
     measure_differences,
     measure_samples,
@@ -30,43 +31,11 @@ from qtrace.sensitivity.diagnosis.verdict import (
 )
 from qtrace.sensitivity.metrics import Outputs, agreement, column_errors
 
-__all__ = ["JudgedOutputs", "judge_outputs"]
+__all__ = ["judge_outputs"]
 
 _FEW_CHANGED = 2  # one changed prediction tells of no share
 _LOST_EQUAL = 0.5  # below this share of right rows or indices, more are wrong than right
 _FOR_ENOUGH = 4 * ENOUGH_SAMPLES  # samples, a quarter of which is held back
-
-
-@dataclass(frozen=True)
-class JudgedOutputs:
-    """Outputs beside those of float.
-
-    Attributes:
-        groups: the column groups of the outputs.
-        reference: for each batch the float outputs.
-        outputs: the outputs in their place.
-        counts: the number of samples of each batch.
-        repeated: for each batch which of its samples are the same as one before.
-        one_number: whether each input of the samples is one number everywhere.
-        rows: the share of selected rows that float selects, too; None if nothing selects.
-        read: the share of the samples that the calibration has read.
-        rounded: whether anything is rounded at all; if not, no sample can show noise.
-    """
-
-    groups: Sequence[ColumnGroup]
-    reference: Outputs
-    outputs: Outputs
-    counts: Sequence[int]
-    repeated: Sequence[Sequence[bool]]
-    one_number: bool = False
-    rows: float | None = None
-    read: float = 0.0
-    rounded: bool = True
-
-    def count_new(self) -> int:
-        """Returns the number of samples that the calibration has not read, each counted once."""
-        again = sum(map(sum, self.repeated))
-        return round((sum(self.counts) - again) * (1.0 - self.read))
 
 
 def judge_outputs(
@@ -143,16 +112,15 @@ class _Measured:
     @classmethod
     def of(cls, compared: JudgedOutputs) -> _Measured:
         """Measures outputs."""
-        counts, repeated = compared.counts, compared.repeated
-        integers = read_integers(compared.groups, compared.reference, compared.outputs, counts, repeated)
-        reference, outputs = integers.reference, integers.outputs
-        errors = column_errors(reference, outputs, compared.groups)
+        integers = read_integers(compared)
+        read = integers.compared
+        errors = column_errors(read.reference, read.outputs, read.groups)
         first = compared.reference[0][0]
-        classes = first.ndim == 2 and first.shape[1] > 1 and comparable(first, outputs[0][0])
-        differences, alike = measure_differences(compared.groups, reference, outputs, counts, repeated)
+        classes = first.ndim == 2 and first.shape[1] > 1 and comparable(first, read.outputs[0][0])
+        differences, alike = measure_differences(read)
         exactly = [[v for v in batch if not alike or v.dtype.kind != "f"] for batch in compared.reference]
         groups = tuple(map(GroupVerdict.of, errors.errors()))
-        uncompared = tuple(i for i, unequal in errors.unequal.items() if unequal == len(reference))
+        uncompared = tuple(i for i, unequal in errors.unequal.items() if unequal == len(read.reference))
         return cls(
             compared,
             errors.sqnr_db() if groups or not uncompared else math.nan,
@@ -160,9 +128,9 @@ class _Measured:
             uncompared,
             agreement(compared.reference, compared.outputs) / 100.0 if classes else None,
             integers.equal,
-            measure_samples(compared.groups, reference, outputs, counts, repeated),
+            measure_samples(read),
             _lowest([*(e.sqnr_db() for e in differences), integers.lost_db]),
-            not compared.one_number and are_constant(exactly, repeated),
+            not compared.one_number and are_constant(exactly, compared.repeated),
         )
 
     def doubts(self) -> Iterator[Doubt]:

@@ -15,7 +15,7 @@ from qtrace.outputs import ColumnGroup
 from qtrace.outputs.counted import FEWEST_SAMPLES, LEAST_VARIATION
 from qtrace.sensitivity.metrics import Outputs
 
-__all__ = ["ENOUGH_SAMPLES", "SampleErrors", "measure_differences", "measure_samples"]
+__all__ = ["ENOUGH_SAMPLES", "JudgedOutputs", "SampleErrors", "measure_differences", "measure_samples"]
 
 ENOUGH_SAMPLES = 8
 """Fewer samples do not speak for others: figures of one, two and four were 82, 37 and 28 dB too high."""
@@ -23,6 +23,39 @@ _CONFIDENCE = 0.975  # of the error of a mean: two standard errors of many sampl
 _TWO = 1.5  # effective samples, below which one has nearly all of the signal
 _QUIET = 0.03  # of the mean signal: quieter samples are compared with this
 _LEAST_VALUES = 64  # of a sample, from which its own signal is its measure: one of few values may be near 0
+
+
+@dataclass(frozen=True)
+class JudgedOutputs:
+    """Outputs beside those of float.
+
+    Attributes:
+        groups: the column groups of the outputs.
+        reference: for each batch the float outputs.
+        outputs: the outputs in their place.
+        counts: the number of samples of each batch. An output whose first axis does not count them is one
+            sample a batch.
+        repeated: for each batch which of its samples were there before, and count no more; () for none.
+        one_number: whether each input of the samples is one number everywhere.
+        rows: the share of selected rows that float selects, too; None if nothing selects.
+        read: the share of the samples that the calibration has read.
+        rounded: whether anything is rounded at all; if not, no sample can show noise.
+    """
+
+    groups: Sequence[ColumnGroup]
+    reference: Outputs
+    outputs: Outputs
+    counts: Sequence[int]
+    repeated: Sequence[Sequence[bool]] = ()
+    one_number: bool = False
+    rows: float | None = None
+    read: float = 0.0
+    rounded: bool = True
+
+    def count_new(self) -> int:
+        """Returns the number of samples that the calibration has not read, each counted once."""
+        again = sum(map(sum, self.repeated))
+        return round((sum(self.counts) - again) * (1.0 - self.read))
 
 
 @dataclass(frozen=True)
@@ -77,27 +110,11 @@ class SampleErrors:
         return min(decibels(max(signal, least), noise) for signal, noise in pairs)
 
 
-def measure_samples(
-    groups: Sequence[ColumnGroup],
-    reference: Outputs,
-    outputs: Outputs,
-    counts: Sequence[int],
-    repeated: Sequence[Sequence[bool]] | None = None,
-) -> list[SampleErrors]:
-    """Measures the samples of each group that has a signal and values to compare.
-
-    Args:
-        groups: the column groups of the outputs.
-        reference: for each batch the float outputs.
-        outputs: the outputs in their place.
-        counts: the number of samples of each batch. An output whose first axis does not count them is one
-            sample a batch.
-        repeated: for each batch which of its samples are the same as one before, which counts once; None if
-            none is.
-    """
+def measure_samples(compared: JudgedOutputs) -> list[SampleErrors]:
+    """Measures the samples of each group that has a signal and values to compare."""
     measured = []
-    for group in groups:
-        parts = [_sums(samples) for samples in _read_samples(group, reference, outputs, counts, repeated)]
+    for group in compared.groups:
+        parts = [_sums(samples) for samples in _read_samples(group, compared)]
         if parts:
             signal, noise = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
             if signal.size and signal.sum() > 0:
@@ -105,33 +122,24 @@ def measure_samples(
     return measured
 
 
-def measure_differences(
-    groups: Sequence[ColumnGroup],
-    reference: Outputs,
-    outputs: Outputs,
-    counts: Sequence[int],
-    repeated: Sequence[Sequence[bool]] | None = None,
-) -> tuple[list[SampleErrors], bool]:
+def measure_differences(compared: JudgedOutputs) -> tuple[list[SampleErrors], bool]:
     """Measures what differs between samples: each value without the mean of its place over all samples.
 
     A box beside the corner of its grid, or a score that one class always has, is a large signal that every
     network keeps, whatever its input: an error beside it looks small.
 
-    Args:
-        groups, reference, outputs, counts, repeated: as for `measure_samples`.
-
     Returns:
         The errors of each group whose values differ between samples, of four samples or more, none of a group
         whose batches have unlike sizes; and whether no group differs, by more than floats are rounded.
     """
-    measured, alike = [], bool(groups)
-    for group in groups:
-        means = _means(_read_samples(group, reference, outputs, counts, repeated))
+    measured, alike = [], bool(compared.groups)
+    for group in compared.groups:
+        means = _means(_read_samples(group, compared))
         if means is None:
             alike = False
             continue
         # Read again: the values of all batches at once, in float64, would take the memory of many of them.
-        parts = list(map(means.without, _read_samples(group, reference, outputs, counts, repeated)))
+        parts = list(map(means.without, _read_samples(group, compared)))
         signal, noise = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
         if signal.sum() > LEAST_VARIATION * means.power:
             measured.append(SampleErrors(signal, noise, len(means.reference)))
@@ -178,19 +186,14 @@ class _Samples(NamedTuple):
     lost: np.ndarray
 
 
-def _read_samples(
-    group: ColumnGroup,
-    reference: Outputs,
-    outputs: Outputs,
-    counts: Sequence[int],
-    repeated: Sequence[Sequence[bool]] | None,
-) -> Iterator[_Samples]:
+def _read_samples(group: ColumnGroup, compared: JudgedOutputs) -> Iterator[_Samples]:
     """Yields the samples of each batch that has values to compare, without those that come again.
 
     Values that are not finite count as in `qtrace.metrics.ErrorSums`.
     """
-    flags = repeated or [()] * len(counts)
-    for exact, rounded, count, same in zip(reference, outputs, counts, flags, strict=True):
+    flags = compared.repeated or [()] * len(compared.counts)
+    batches = zip(compared.reference, compared.outputs, compared.counts, flags, strict=True)
+    for exact, rounded, count, same in batches:
         f, q = exact[group.output], rounded[group.output]
         if not comparable(f, q) or not f.size:
             continue

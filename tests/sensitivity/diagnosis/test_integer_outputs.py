@@ -9,8 +9,7 @@ import pytest
 
 import qtrace
 from qtrace.outputs import find_groups
-from qtrace.sensitivity.diagnosis import diagnose
-from qtrace.sensitivity.diagnosis.judged_outputs import JudgedOutputs, judge_outputs
+from qtrace.sensitivity.diagnosis import JudgedOutputs, diagnose, judge_outputs
 from qtrace.sensitivity.metrics import integer_errors
 from tests.nets import images, net
 

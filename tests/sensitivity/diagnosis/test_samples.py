@@ -184,7 +184,7 @@ def test_samples_are_those_of_the_first_axis_and_batches_otherwise() -> None:
     outputs[1][0][2] += 5.0
     outputs[0][1][0, 0] = math.inf
     groups = find_groups(None, reference)
-    by_sample, by_batch = measure_samples(groups, reference, outputs, [4, 4])
+    by_sample, by_batch = measure_samples(JudgedOutputs(groups, reference, outputs, [4, 4]))
     assert by_sample.signal.shape == (8,)
     assert by_sample.noise.argmax() == 6
     assert by_batch.noise.shape == (2,)
@@ -248,7 +248,7 @@ def test_differences_count_samples_of_one_size_once() -> None:
     outputs = [[value + rng.normal(size=value.shape) * 0.1 + 1.0] for (value,) in reference]
     groups = find_groups(None, reference)
     flags = [[False] * 4, [False, True, False, False]]
-    (errors,), alike = measure_differences(groups, reference, outputs, [4, 4], flags)
+    (errors,), alike = measure_differences(JudgedOutputs(groups, reference, outputs, [4, 4], flags))
     assert not alike
     f, q = (
         np.delete(np.concatenate([batch[0] for batch in side]), 5, axis=0) for side in (reference, outputs)
@@ -256,14 +256,16 @@ def test_differences_count_samples_of_one_size_once() -> None:
     np.testing.assert_allclose(errors.signal, np.square(f - f.mean(axis=0)).sum(axis=1))
     np.testing.assert_allclose(errors.noise, np.square((q - f) - (q - f).mean(axis=0)).sum(axis=1))
     equal = [[np.ones((4, 3))], [np.ones((4, 3))]]
-    assert measure_differences(groups, equal, equal, [4, 4]) == ([], True)
+    assert measure_differences(JudgedOutputs(groups, equal, equal, [4, 4])) == ([], True)
     unlike = [[np.ones((4, 3))], [np.ones((4, 5))]]
-    assert measure_differences(find_groups(None, unlike), unlike, unlike, [4, 4]) == ([], False)
+    sizes = JudgedOutputs(find_groups(None, unlike), unlike, unlike, [4, 4])
+    assert measure_differences(sizes) == ([], False)
     few = [side[:1] for side in (reference, outputs)]
-    assert measure_differences(groups, *few, [4], [[False, True, False, False]]) == ([], False)
+    three = JudgedOutputs(groups, *few, [4], [[False, True, False, False]])
+    assert measure_differences(three) == ([], False)
     lost = [[outputs[0][0].copy()], outputs[1]]
     lost[0][0][0, 0] = math.nan
-    assert measure_differences(groups, reference, lost, [4, 4]) == ([], False)
+    assert measure_differences(JudgedOutputs(groups, reference, lost, [4, 4])) == ([], False)
 
 
 class _Counted:
@@ -282,6 +284,6 @@ class _Counted:
 @pytest.mark.parametrize(("count", "first"), [(1, 0), (3, 0), (4, 3), (7, 6), (8, 7), (16, 14)])
 def test_a_quarter_at_most_is_held_back(count: int, first: int) -> None:
     source = _Counted(count)
-    chosen = choose_evaluation(source, lambda: source, None, str)  # type: ignore[arg-type, return-value]
+    chosen = choose_evaluation(source, lambda: source, None)  # type: ignore[arg-type, return-value]
     assert (chosen.first, chosen.max_batches) == (first, first or None)
     assert chosen.seen == (first == 0)

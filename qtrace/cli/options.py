@@ -28,9 +28,9 @@ __all__ = [
     "importable",
     "input_shapes",
     "output",
+    "prefer",
     "progress",
     "recipe",
-    "times",
 ]
 
 _MAX_VALUES = 2**30  # 4 GiB of float32
@@ -189,10 +189,10 @@ def data(required: bool, batch_size: int = 8, reserved: Sequence[str] = ()) -> C
     )
 
 
-times = click.option(
-    "--times",
-    type=file_or_folder(),
-    help="A file of measured times: those of it decide if it exists; else what is measured is written there.",
+prefer = click.option(
+    "--prefer",
+    type=click.Choice(["speed", "balanced", "accuracy"]),
+    help="Ops on integers: all that gain time, those worth their noise, or none; default: the recipe's.",
 )
 
 progress = click.option("--progress", is_flag=True, help="Show progress even if stderr is no terminal.")

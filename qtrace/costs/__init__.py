@@ -6,15 +6,13 @@ of one op, and to predict the time of a whole network before it is exported.
 
 from __future__ import annotations
 
-from qtrace.costs.shape import FLOAT, FORMS, INTEGER, INTEGER_7, LOOKUP, PLAIN_MAX_POOL, OpShape
-from qtrace.costs.table import FITTED, CostTable, Machine, Measurement
+from qtrace.costs.shape import FLOAT, FORMS, INTEGER, LOOKUP, PLAIN_MAX_POOL, OpShape
+from qtrace.costs.table import CostTable, Machine, Measurement
 
 __all__ = [
-    "FITTED",
     "FLOAT",
     "FORMS",
     "INTEGER",
-    "INTEGER_7",
     "LOOKUP",
     "PLAIN_MAX_POOL",
     "CostTable",

@@ -14,10 +14,11 @@ from typing import Any
 from qtrace.display import Displayed, format_bytes, format_table
 from qtrace.errors import QtraceError
 from qtrace.metrics import finite_values
+from qtrace.preparation.annotation import PlacementNote, PlacementRow
 from qtrace.sensitivity.diagnosis.verdict import Verdict
 from qtrace.storage.files import replacing
 
-__all__ = ["TIMED", "Card", "ChoiceRow", "FloatOps", "format_rows"]
+__all__ = ["TIMED", "Card", "FloatOps"]
 
 # Suffix of a file that a runtime runs here -> the runtime and its package.
 TIMED = {
@@ -25,44 +26,6 @@ TIMED = {
     ".tflite": ("litert", "ai-edge-litert"),
     ".param": ("ncnn", "ncnn"),
 }
-
-
-@dataclass(frozen=True)
-class ChoiceRow:
-    """What one choice of ops on integers has, beside the others.
-
-    Attributes:
-        name: fastest, balanced or float.
-        speed: how many times as fast as float; None if it is not known.
-        sqnr_db: the SQNR of the worst column group on held-back samples, in dB; infinity for float.
-        bytes: the size of the file.
-        option: the option that takes this row, such as ``prefer="speed"``; "" for the row that is taken.
-        chosen: whether the file is this row.
-    """
-
-    name: str
-    speed: float | None
-    sqnr_db: float
-    bytes: int
-    option: str = ""
-    chosen: bool = False
-
-    def cells(self) -> tuple[str, str, str, str, str]:
-        """Returns name, speed, SQNR, size and option as texts."""
-        speed = "-" if self.speed is None else f"{self.speed:.2f}x"
-        sqnr = f"{self.sqnr_db:.1f}" if math.isfinite(self.sqnr_db) else "-"
-        return self.name, speed, sqnr, format_bytes(self.bytes), self.option
-
-
-def format_rows(rows: Sequence[ChoiceRow]) -> list[str]:
-    """Returns a line for each row below a line of headers, the chosen one marked; none without rows."""
-    header = "choice        speed   SQNR   size"
-    lines = []
-    for row in rows:
-        name, speed, sqnr, size, option = row.cells()
-        line = f"{'*' if row.chosen else ' '} {name:<10}{speed:>7}{sqnr:>7}   {size:<9} {option}"
-        lines.append(line.rstrip())
-    return [header, *lines] if lines else []
 
 
 @dataclass(frozen=True)
@@ -89,7 +52,7 @@ class Card(Displayed):
     Attributes:
         file: the name of the file.
         lines: what the terminal shows of it: verdict, doubts, causes, choice, speed and verification.
-        rows: the choices, of which the file is one.
+        placement: the placements that there were, of which the file is one; None without a choice.
         verdict: how close the file is to float, by output group; None if it is in float or was not judged.
         noise: name of a layer -> its share of the noise, the largest first.
         floats: the ops in float, by reason.
@@ -101,7 +64,7 @@ class Card(Displayed):
 
     file: str
     lines: tuple[str, ...]
-    rows: tuple[ChoiceRow, ...]
+    placement: PlacementNote | None
     verdict: Verdict | None
     noise: Mapping[str, float]
     floats: tuple[FloatOps, ...]
@@ -122,6 +85,21 @@ class Card(Displayed):
             parts.append(format_table(("in float", "why"), self._floats(), None))
         return "\n\n".join(parts)
 
+    def _rows(self) -> tuple[PlacementRow, ...]:
+        return () if self.placement is None else self.placement.rows
+
+    def _choice(self) -> list[tuple[str, str, str, str]]:
+        chosen = "" if self.placement is None else self.placement.chosen
+        return [
+            (
+                f"* {row.name}" if row.name == chosen else row.name,
+                f"{row.speed:.2f}x",
+                "-" if row.sqnr is None else f"{row.sqnr:.1f}",
+                format_bytes(row.bytes),
+            )
+            for row in self._rows()
+        ]
+
     def _groups(self) -> list[tuple[str, str]]:
         groups = () if self.verdict is None else self.verdict.groups
         return [(g.name, f"{g.sqnr_db:.1f}" if math.isfinite(g.sqnr_db) else "exact") for g in groups]
@@ -135,7 +113,7 @@ class Card(Displayed):
             {
                 "file": self.file,
                 **self.figures,
-                "choice": [asdict(row) for row in self.rows],
+                "choice": [asdict(row) for row in self._rows()],
                 "verdict": None if self.verdict is None else asdict(self.verdict),
                 "noise": dict(self.noise),
                 "float": [{"ops": dict(ops.kinds), "reason": ops.reason} for ops in self.floats],
@@ -147,11 +125,11 @@ class Card(Displayed):
 
     def html(self) -> str:
         """Returns the card as one self-contained page."""
-        rows = [(("* " if row.chosen else "") + row.name, *row.cells()[1:4]) for row in self.rows]
+        choice = [] if self.placement is None else self.placement.choice_lines()
         word = "check" if self.verdict is None else self.verdict.word
-        told = "\n".join(line for line in self.lines if line not in format_rows(self.rows))
+        told = "\n".join(line for line in self.lines if line not in choice)
         measured = [
-            _as_table("Choice", ("", "speed", "SQNR dB", "size"), rows),
+            _as_table("Choice", ("", "speed", "SQNR dB", "size"), self._choice()),
             _as_table("Outputs", ("output", "SQNR dB"), self._groups()),
             _as_bars("Where the noise comes from", self.noise),
         ]

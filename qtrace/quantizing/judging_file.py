@@ -19,12 +19,12 @@ from qtrace.data.whole import filled_batches
 from qtrace.errors import QtraceError
 from qtrace.graph.types import TracedModule
 from qtrace.onnxfile.local_session import LocalSession
+from qtrace.outputs import find_groups
 from qtrace.outputs.selections import reaching
 from qtrace.process.together import Together
 from qtrace.quantizing.evaluation import count_values, shorten
 from qtrace.quantizing.file_runs import FileRuns, input_values, open_runs, run_batch
 from qtrace.quantizing.float_file import FloatFile
-from qtrace.quantizing.output_noise import output_groups
 from qtrace.runtimes.host import RuntimeHost
 from qtrace.sensitivity.diagnosis import JudgedOutputs, are_one_number, find_repeated, judge_outputs
 from qtrace.sensitivity.diagnosis.samples import ENOUGH_SAMPLES
@@ -127,7 +127,7 @@ def _judge(
         reference = together.map(functools.partial(run_batch, exact), inputs[: len(outputs)])
     batches = batches[: len(reference)]
     compared = JudgedOutputs(
-        output_groups(traced, reference),
+        find_groups(traced, reference),
         reference,
         outputs,
         counts[: len(reference)],

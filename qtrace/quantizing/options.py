@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # at run time it loads numpy, which --help does without
+if TYPE_CHECKING:  # at run time they load numpy, which --help does without
+    from qtrace.preparation.annotation import Preference
     from qtrace.runtimes.host import RuntimeHost
 
 __all__ = ["DataReading", "FolderOptions", "QuantizeOptions"]
@@ -46,18 +46,15 @@ class QuantizeOptions(DataReading):
         max_drop: how far ``metric`` may be below its value in float: layers are raised to float until it
             holds.
         verify: whether to run the file in its runtime beside the graph.
-        measure: whether to measure where the runtime runs here: labellings of a ``balanced`` placement before
-            one of them is calibrated, and the file beside float. If it is slower beyond the spread, and the
-            placement is ``balanced`` or ``fastest``, the file is in float.
+        measure: whether to measure the file beside the user's own one, or else beside float. If it is slower
+            beyond doubt, and the placement is ``balanced`` or ``fastest``, the file is in float.
         keep: whether to write the quantized file though it is slower than float; a ``recipe`` that is a
             precision, such as ``w8a8``, asks for it, too.
-        times: a file of measured times. If it exists, they decide, and nothing is measured, so that another
-            machine gives the same file; else what is measured is written there.
         allow_broken: whether to write the file though the verdict is ``broken``, or all values of the data
             are alike.
         allow: the user's classes that an .mge file may name.
-        runtime_host: the interpreter or machine that has the runtime: placements and the file are measured
-            there, and the file is verified there. None for this interpreter.
+        runtime_host: the interpreter or machine with the runtime, where the file is measured and verified;
+            None for this interpreter.
     """
 
     shapes: Mapping[str, Sequence[int]] | None = None
@@ -65,7 +62,6 @@ class QuantizeOptions(DataReading):
     verify: bool = True
     measure: bool = True
     keep: bool = False
-    times: str | os.PathLike[str] | None = None
     allow_broken: bool = False
     allow: Sequence[str] = ()
     runtime_host: RuntimeHost | None = None
@@ -77,14 +73,12 @@ class FolderOptions:
 
     Attributes:
         learning_engine: computes the steps of ``adaround`` and ``reconstruct``, as for ``qtrace.calibrate``.
-        measure: whether a ``balanced`` placement is decided by measured times where the runtime runs here.
-        times: a file of measured times, as for ``qtrace.quantize``.
+        prefer: the placement that is taken, as for ``qtrace.calibrate``.
         about: more entries of report.json, such as the names of model and data.
         importing: the name or file of ``recipe``, if that is a ``QConfig``, for the cure to import.
     """
 
     learning_engine: str = "auto"
-    measure: bool = True
-    times: str | os.PathLike[str] | None = None
+    prefer: Preference | None = None
     about: Mapping[str, Any] | None = None
     importing: str | Path | None = None

@@ -13,22 +13,21 @@ from qtrace.config.precision import is_precision
 from qtrace.errors import ConfigError
 from qtrace.graph.types import TracedModule
 from qtrace.plugins.arguments import check_arguments
+from qtrace.preparation.annotation import Preference
 from qtrace.preparation.faithfulness import Faithfulness
 from qtrace.process.garbage import older_objects_spared
 from qtrace.process.thread import on_engine_thread
 from qtrace.quantizing.calibrator import Calibrator, refuse_broken
 from qtrace.quantizing.call_data import DataOpener
-from qtrace.quantizing.delivering import compare_with_own
 from qtrace.quantizing.evaluation import check_values
 from qtrace.quantizing.judging import Acceptance
 from qtrace.quantizing.options import QuantizeOptions
 from qtrace.quantizing.original import open_original
-from qtrace.quantizing.placing import TimingPlan
 from qtrace.quantizing.quantized import Quantized
 from qtrace.quantizing.reporting import LogReporter
 from qtrace.quantizing.sources import own_file, read_network
 from qtrace.quantizing.targets import choose_config
-from qtrace.quantizing.times import Times
+from qtrace.quantizing.weight_bits import prefer_placement, with_safe_bits
 from qtrace.quantizing.writing import FileWriter
 from qtrace.runtimes.files import check_host
 from qtrace.storage.outputs import output_file
@@ -49,6 +48,7 @@ def quantize(
     metric: Callable[[TracedModule], float] | None = None,
     at_least: float | None = None,
     evaluation: Any = None,
+    prefer: Preference | None = None,
     force: bool = False,
     progress: bool = True,
     **options: Any,
@@ -73,6 +73,8 @@ def quantize(
         at_least: the smallest value of ``metric``, or of the SQNR in dB without one.
         evaluation: other data to judge and verify on; None for a batch that is held back if there are 4 or
             more, or for a quarter of the samples of arrays, 8 at least, else for the first batches.
+        prefer: ``speed`` keeps all on integers that gains time, ``balanced`` what is worth its noise, and
+            ``accuracy`` nothing; None for what ``placement`` of the recipe says.
         force: whether to replace a file that qtrace did not write.
         progress: whether to show progress bars on stderr.
         **options: more options, which are those of `QuantizeOptions`.
@@ -88,6 +90,7 @@ def quantize(
     given, reporter, path = QuantizeOptions(**options), LogReporter(progress), Path(out)
     host, max_drop = given.runtime_host, given.max_drop
     config = choose_config(target, recipe, path)
+    config = with_safe_bits(prefer_placement(config, prefer, given.keep), host)
     _check_metric(metric, max_drop)
     if host is not None:
         check_host(host, path)
@@ -102,29 +105,20 @@ def quantize(
             traced = read_network(source, opened.calibration, given.shapes, given.allow, keeps_nodes)
             opened = opener.open_for(traced, opened)
             original = Faithfulness(open_original(source, traced), traced, opened.calibration)
-        measured = Times.open(None if given.times is None else Path(given.times))
         keep = given.keep or is_precision(recipe)
-        plan = TimingPlan(measured, host=host, keep=keep) if given.measure else None
-        calibrator = Calibrator(traced, config, opened, Acceptance(metric, at_least), reporter, original)
+        acceptance = Acceptance(metric, at_least)
+        calibrator = Calibrator(traced, config, opened, acceptance, reporter, original, prefer)
         refuse = functools.partial(refuse_broken, allow_broken=given.allow_broken)
-        writer = FileWriter(
-            partial, path, calibrator, refuse, measured, given.verify, given.measure, keep, host
-        )
-        result = calibrator.calibrate(plan)
+        own = own_file(source)
+        writer = FileWriter(partial, path, calibrator, refuse, given.verify, given.measure, keep, own, host)
+        result = calibrator.calibrate()
         if not writer.judges_file:
             result = calibrator.judge(result)
         if max_drop is not None:
             with stages.measure("raise layers"):
                 result = calibrator.keep_metric(result, max_drop)
-            if result.raised:
-                measured.forget_placement()
-                reporter.note("the measured placement is left, as layers were raised to float")
         refuse(result)
         written = writer.write(result)
-        delivery, own = written.delivery, own_file(source)
-        if given.measure and own is not None and not measured.fixed:
-            with stages.measure("measure the file"):
-                delivery = compare_with_own(delivery, partial, own, traced, config, host)
     return Quantized(
         path,
         written.result.judgement,
@@ -134,7 +128,7 @@ def quantize(
         written.result.raised,
         traced,
         opened.calibration.source,
-        delivery,
+        written.delivery,
         stages.seconds,
         host,
     )

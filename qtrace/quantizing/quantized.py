@@ -5,8 +5,9 @@ from __future__ import annotations
 import datetime
 import math
 import platform
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,12 +19,12 @@ from qtrace.display import Displayed, format_bytes
 from qtrace.graph.signature import list_inputs
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.explanation import Explanation, explain
-from qtrace.metrics import finite_values
+from qtrace.preparation.annotation import PlacementNote
 from qtrace.preparation.figures import read_figures
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.precision import count_precisions
-from qtrace.preparation.record import fake_quants
-from qtrace.quantizing.card import Card, ChoiceRow, FloatOps, format_rows
+from qtrace.preparation.record import fake_quants, read_record
+from qtrace.quantizing.card import Card, FloatOps
 from qtrace.quantizing.delivering import Delivery
 from qtrace.quantizing.judging import Judgement
 from qtrace.runtimes.host import RuntimeHost
@@ -34,6 +35,7 @@ from qtrace.verification.report import VerifyReport
 __all__ = ["Quantized"]
 
 _PACKAGES = ("qtrace", "megengine", "numpy", "onnx", "onnxruntime", "openvino", "ai-edge-litert", "ncnn")
+_NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e-?\d+)?")
 _BARS = 10  # layers that are drawn, so that the card stays one page
 
 
@@ -54,7 +56,6 @@ class Quantized(Displayed):
             if it is faster here, unless the config asks for the quantized one.
         seconds: name of a stage -> its time in seconds.
         runtime_host: the interpreter or machine that has the runtime; None for this one.
-        rows: the choices that there were, of which the file is one.
     """
 
     path: Path
@@ -68,7 +69,6 @@ class Quantized(Displayed):
     delivery: Delivery = field(default_factory=Delivery)
     seconds: Mapping[str, float] = field(default_factory=dict)
     runtime_host: RuntimeHost | None = None
-    rows: tuple[ChoiceRow, ...] = ()
 
     @cached_property
     def card(self) -> Card:
@@ -95,8 +95,12 @@ class Quantized(Displayed):
         judged = self.judgement.to_dict()
         if self.delivery.in_float:
             judged = {"quantized_and_not_written": judged}
-        choice = {"choice": finite_values([asdict(row) for row in self.rows])} if self.rows else {}
-        return {**judged, **choice, **self.delivery.to_dict()}
+        return {**judged, **self.delivery.to_dict()}
+
+    @property
+    def placement(self) -> PlacementNote | None:
+        """The placements that the calibrated graph has chosen from; None if it had no choice."""
+        return read_record(self.prepared).annotation.placement
 
     def summary(self) -> list[str]:
         """Returns the file and `lines`."""
@@ -114,7 +118,8 @@ class Quantized(Displayed):
         if self.delivery.in_float:
             judged.insert(1, "  of the quantized file, which was not written")
         speed = [f"measured  {measured}"] if measured else []
-        return [*judged, *format_rows(self.rows), *speed, *self._verified()]
+        choice = [] if self.placement is None else self.placement.choice_lines()
+        return [*judged, *choice, *speed, *self._verified()]
 
     def _verified(self) -> list[str]:
         """Says what the runtime computed."""
@@ -166,7 +171,7 @@ def _make_card(result: Quantized) -> Card:
     return Card(
         result.path.name,
         tuple(result.lines()),
-        result.rows,
+        result.placement,
         None if in_float else result.verdict,
         {} if in_float or diagnosis is None else _noise(diagnosis.sites),
         _group_floats(result.explain()),
@@ -191,13 +196,25 @@ def _noise(sites: Sequence[SiteEvidence]) -> dict[str, float]:
 
 
 def _group_floats(explanation: Explanation) -> tuple[FloatOps, ...]:
-    """Returns the ops in float, those of one reason together."""
-    kinds: dict[str, dict[str, int]] = {}
+    """Returns the ops in float, those together whose reasons differ in numbers alone, which become ranges."""
+    kinds: dict[tuple[str, ...], dict[str, int]] = {}
+    numbers: dict[tuple[str, ...], list[list[str]]] = {}
     for entry in explanation.to_dict()["summary"]["floats"]:
-        own = kinds.setdefault(entry["reason"], {})
+        words = tuple(_NUMBER.split(entry["reason"]))
+        numbers.setdefault(words, []).append(_NUMBER.findall(entry["reason"]))
+        own = kinds.setdefault(words, {})
         for kind, count in entry["kinds"].items():
             own[kind] = own.get(kind, 0) + count
-    return tuple(FloatOps(own, reason) for reason, own in kinds.items())
+    return tuple(FloatOps(own, _with_ranges(words, numbers[words])) for words, own in kinds.items())
+
+
+def _with_ranges(words: Sequence[str], numbers: Sequence[Sequence[str]]) -> str:
+    """Returns the words with a number, or the range of several, between each two."""
+    text = words[0]
+    for word, column in zip(words[1:], zip(*numbers, strict=True), strict=True):
+        low, high = min(column, key=float), max(column, key=float)
+        text += (low if low == high else f"{low} to {high}") + word
+    return text
 
 
 def _today() -> str:

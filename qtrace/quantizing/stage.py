@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,12 @@ from qtrace.display import Displayed
 from qtrace.errors import CalibrationError, QtraceError
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.explanation import explain
+from qtrace.inspection.twin import float_twin
 from qtrace.plugins.arguments import check_arguments
-from qtrace.preparation.faithfulness import Faithfulness
+from qtrace.preparation.annotation import Preference
 from qtrace.preparation.model import QuantizedModel
-from qtrace.preparation.original import GivenGraph
+from qtrace.preparation.passes.choosing import copy_with_weights
+from qtrace.preparation.prepare import prepare
 from qtrace.process.thread import on_engine_thread
 from qtrace.quantizing.evaluation import (
     EvaluationData,
@@ -34,17 +37,12 @@ from qtrace.quantizing.evaluation import (
 from qtrace.quantizing.figures import note_graph
 from qtrace.quantizing.folder import CURE, FILES, VERDICT, write_folder
 from qtrace.quantizing.judging import Acceptance, Judgement, conclude, copy_float
-from qtrace.quantizing.measuring import prepare_measured
 from qtrace.quantizing.options import DataReading, FolderOptions
-from qtrace.quantizing.placing import TimingPlan
 from qtrace.quantizing.reporting import LogReporter, Reporter
 from qtrace.quantizing.sources import only_batch
-from qtrace.quantizing.times import Times
 from qtrace.storage.outputs import resumable_folder
 
 __all__ = ["CalibratedFolder", "calibrate_to_folder", "note_pixels", "open_source"]
-
-_TIMES = "times.json"
 
 
 @dataclass(frozen=True, repr=False)
@@ -148,21 +146,16 @@ def calibrate_to_folder(
         if not chosen.seen:
             chosen.check(traced, source)  # before the calibration, which takes time
         record = SampleRecord(source)
-        # A run that goes on takes the choice of the one that was interrupted.
-        taken = Times.open(checkpoints / _TIMES if given.times is None else Path(given.times))
-        measurement = TimingPlan(taken, in_float=False, host=settings.runtime_host) if given.measure else None
-        prepared = prepare_measured(
-            traced, qconfig, _Samples(source), lambda: chosen.read(traced), measurement, reporter
-        )
-        Faithfulness(GivenGraph(traced), traced, _Samples(source)).check(prepared)
-        if given.measure:
-            taken.write()
+        prepared = prepare(traced, qconfig, samples=_Samples(source), progress=reporter.progress)
         label = os.fspath(data) if isinstance(data, (str, os.PathLike)) else source.source
         reporter.note(f"calibrating on {label}")
         run = _Run(source, label, reading, checkpoints, settings)
         result = _collect(prepared, run, reporter)
         twin = copy_float(prepared)
-        collection = _finish(prepared, run, result, reporter, given.learning_engine)
+        held_back = itertools.chain.from_iterable(map(chosen.read, (traced,)))  # read if there is a choice
+        collection = _finish(prepared, run, result, reporter, given.learning_engine, held_back, given.prefer)
+        if twin is not None:
+            twin = float_twin(QuantizedModel(copy_with_weights(prepared, twin)))
         summary = {**(given.about or {}), **collection}
         write_folder(folder, prepared, summary)
         figures = note_graph(prepared, reporter)
@@ -270,7 +263,13 @@ def _collect(prepared: TracedModule, run: _Run, reporter: Reporter) -> Result:
 
 
 def _finish(
-    prepared: TracedModule, run: _Run, result: Result, reporter: Reporter, learning_engine: str
+    prepared: TracedModule,
+    run: _Run,
+    result: Result,
+    reporter: Reporter,
+    learning_engine: str,
+    held_back: Iterable[Batch],
+    prefer: Preference | None,
 ) -> dict[str, Any]:
     """Sets the ranges of ``prepared`` from the statistics in ``result``, and runs the recipe's algorithms.
 
@@ -288,6 +287,8 @@ def _finish(
         state=run.folder,
         threads=run.settings.threads,
         learning_engine=learning_engine,
+        held_back=held_back,
+        prefer=prefer,
     )
     for line in explain(prepared).algorithms():
         reporter.note(line)

@@ -10,7 +10,7 @@ import pytest
 
 import qtrace
 from qtrace.benchmarking import graphs, kernels, tables
-from qtrace.benchmarking.cases import alone, between_convs, boundaries, conv, conv_branches, join
+from qtrace.benchmarking.cases import alone, between_convs, boundaries, conv, conv_branches
 from qtrace.benchmarking.graphs import FUNCTIONS
 from qtrace.benchmarking.grid_convs import conv_cases
 from qtrace.benchmarking.grid_others import other_cases
@@ -64,13 +64,6 @@ def test_ops_that_move_integers_do_so_by_themselves():
     softmax = OpShape("softmax", ((1, 4, 8),), ((1, 4, 8),))
     measurements = measure_cases([alone(op, INTEGER) for op in (moved, plain, softmax)])
     assert _keys(measurements) == {("reshape", INTEGER), (PLAIN_MAX_POOL, INTEGER), ("softmax", INTEGER)}
-
-
-def test_cases_of_one_form_in_one_network_are_measured_one_by_one():
-    op = OpShape("add", (SHAPE, SHAPE), (SHAPE,))
-    joined = join([conv(INTEGER, 16, 16, 1, 6), between_convs(op, INTEGER)])
-    keys = {(m.op.kind, m.op.weight, m.form) for m in measure_cases([joined])}
-    assert keys == {("conv2d", (16, 16, 1, 1), INTEGER), ("add", (), INTEGER)}
 
 
 @pytest.mark.parametrize("form", [FLOAT, INTEGER])

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import html
 import json
-import math
 import os
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import megengine.functional as F
@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 
 import qtrace
-from qtrace.quantizing.card import Card, ChoiceRow, format_rows
-from qtrace.quantizing.quantized import Quantized
+from qtrace.preparation.annotation import PlacementNote, PlacementRow
+from qtrace.quantizing.card import Card
+from qtrace.quantizing.quantized import Quantized, _group_floats
 
 
 class _Net(M.Module):
@@ -85,6 +86,21 @@ def test_what_stays_in_float_is_grouped_by_reason(result: Quantized, card: Card)
     assert counted == sum(count for entry in entries for count in entry["kinds"].values())
 
 
+def test_reasons_that_differ_in_numbers_alone_are_one() -> None:
+    reasons = [
+        "on integers it takes 0.05 ms longer",
+        "it spans 8 bits",
+        "on integers it takes 2e-3 ms longer",
+    ]
+    floats = [{"reason": reason, "kinds": {"mul": 1}} for reason in reasons]
+    explanation = SimpleNamespace(to_dict=lambda: {"summary": {"floats": floats}})
+    grouped = {ops.reason: dict(ops.kinds) for ops in _group_floats(explanation)}
+    assert grouped == {
+        "it takes 2e-3 to 0.05 ms longer": {"mul": 2},
+        "it spans 8 bits": {"mul": 1},
+    }
+
+
 def test_the_layers_that_the_noise_comes_from_are_drawn(tmp_path: Path) -> None:
     options = {"measure": False, "verify": False, "progress": False, "recipe": "w8a8"}
     card = qtrace.quantize(_Net(), X, tmp_path / "net.onnx", **options).card
@@ -95,24 +111,17 @@ def test_the_layers_that_the_noise_comes_from_are_drawn(tmp_path: Path) -> None:
     assert "<details><summary>Recipe</summary>" in card.html()
 
 
-def test_the_choice_is_shown_in_rows(result: Quantized) -> None:
+def test_the_choice_is_shown_in_rows(result: Quantized, card: Card) -> None:
     rows = (
-        ChoiceRow("fastest", 1.55, 17.1, int(1.2 * 2**20), 'prefer="speed"'),
-        ChoiceRow("balanced", 1.24, 26.5, int(1.6 * 2**20), chosen=True),
-        ChoiceRow("float", 1.0, math.inf, int(4.7 * 2**20)),
+        PlacementRow("fastest", 1.55, 17.1, "y", int(1.2 * 2**20)),
+        PlacementRow("balanced", 1.24, 26.5, "y", int(1.6 * 2**20)),
+        PlacementRow("float", 1.0, None, "", int(4.7 * 2**20)),
     )
-    assert format_rows(rows) == [
-        "choice        speed   SQNR   size",
-        '  fastest     1.55x   17.1   1.20 MB   prefer="speed"',
-        "* balanced    1.24x   26.5   1.60 MB",
-        "  float       1.00x      -   4.70 MB",
-    ]
-    assert format_rows(()) == []
-    shown = replace(result, rows=rows)
-    assert format_rows(rows)[2] in shown.summary()
-    assert format_rows(rows)[2] in shown.card.lines
-    assert shown.to_dict()["choice"][2]["sqnr_db"] is None
-    assert "<td>* balanced</td><td>1.24x</td><td>26.5</td>" in shown.card.html()
+    shown = replace(card, placement=PlacementNote("balanced", "t", 1.0, 1.24, rows=rows, chosen="balanced"))
+    assert "<td>* balanced</td><td>1.24x</td><td>26.5</td><td>1.60 MB</td>" in shown.html()
+    assert [row["sqnr"] for row in shown.to_dict()["choice"]] == [17.1, 26.5, None]
+    if result.placement is not None:
+        assert all(line in result.summary() for line in result.placement.choice_lines())
 
 
 class _Tags(HTMLParser):

@@ -39,12 +39,12 @@ __all__ = ["calibrate"]
 )
 @click.option("--resume", is_flag=True, help="Go on where an interrupted calibration stopped.")
 @click.option("--force", is_flag=True, help="Replace the output folder of an earlier calibration.")
-@options.times
+@options.prefer
 @options.allow
 @options.progress
 @options.output
 @options.derived(DataReading, into="reading")
-@options.derived(FolderOptions, into="given", measure="Choose a balanced placement by predicted times alone.")
+@options.derived(FolderOptions, into="given")
 def calibrate(
     model: str,
     data: str,

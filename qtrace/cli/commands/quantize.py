@@ -35,7 +35,7 @@ __all__ = ["quantize"]
 @options.input_shapes
 @options.float_type
 @judging
-@options.times
+@options.prefer
 @hosts.runtime_host
 @click.option(
     "--card", is_flag=True, help="Also write OUT.card.json and OUT.card.html, which describe the file."
@@ -48,7 +48,7 @@ __all__ = ["quantize"]
     into="given",
     max_drop="How far the metric may be below its value in float: layers are raised to float until it holds.",
     verify="Do not run the file in its runtime.",
-    measure="Measure no times: neither those of placements nor of float.",
+    measure="Do not measure the file next to your own one, or float.",
     keep="Write the quantized file though it is slower than float here.",
     allow_broken="Write the file though the verdict is broken.",
 )
@@ -62,6 +62,7 @@ def quantize(
     float_type: Literal["fp32", "fp16"] | None,
     force: bool,
     judged: dict[str, Any],
+    prefer: Literal["speed", "balanced", "accuracy"] | None,
     card: bool,
     given: dict[str, Any],
     console: Console,
@@ -103,6 +104,7 @@ def quantize(
             metric=None if metric is None else import_metric(metric),
             at_least=judged["at_least"],
             evaluation=judged["evaluation"],
+            prefer=prefer,
             force=force,
             progress=console.progress,
             **given,

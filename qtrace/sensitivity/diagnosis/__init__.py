@@ -102,9 +102,10 @@ class Diagnosis(Displayed):
         return "\n".join(self.lines())
 
     def lines(self) -> list[str]:
-        """Returns the verdict, its doubts and, unless it is good, the worst sites with their causes."""
+        """Returns the verdict, its doubts and, if the graph is to blame, the worst sites with causes."""
         lines = self.verdict.lines()
-        for cause in () if self.verdict.word == "good" else self.causes:
+        blameless = self.verdict.word == "good" or self.verdict.doubted
+        for cause in () if blameless else self.causes:
             share = "" if cause.share is None else f" ({cause.share:.0%} of the noise)"
             place = f" at {cause.site}" if cause.site else ""
             lines.append(f"  {cause.name}{place}{share}: {cause.text}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ __all__ = [
     "allow_code",
     "collecting",
     "data",
+    "derived",
     "example",
     "file_or_folder",
     "grouped",
@@ -209,6 +211,38 @@ prefer = click.option(
 )
 
 progress = click.option("--progress", is_flag=True, help="Show progress even if stderr is no terminal.")
+
+
+def derived(cls: Any, into: str, **texts: str) -> Callable[..., Any]:
+    """Derives options from the fields of a dataclass; the command gets them as the dict ``into``.
+
+    Args:
+        cls: the dataclass. Fields that other decorators have declared are in the dict, too.
+        into: the name of the command's argument.
+        **texts: field -> its help; a switch that is on becomes ``--no-FIELD``, a number is 0 or more.
+    """
+    known = {field.name: field for field in dataclasses.fields(cls)}
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def command(**arguments: Any) -> Any:
+            given = {name: arguments.pop(name) for name in known if name in arguments}
+            return function(**{into: given}, **arguments)
+
+        return _all(*(_option_of(known[name], text) for name, text in texts.items()))(command)
+
+    return decorate
+
+
+def _option_of(field: dataclasses.Field[Any], text: str) -> Callable[..., Any]:
+    flag = field.name.replace("_", "-")
+    if field.type != "bool":
+        return click.option(f"--{flag}", type=click.FloatRange(0), help=text)
+    if field.default:
+        return click.option(
+            f"--no-{flag}", field.name, is_flag=True, flag_value=False, default=True, help=text
+        )
+    return click.option(f"--{flag}", is_flag=True, help=text)
 
 
 def output(function: Callable[..., Any]) -> Callable[..., Any]:

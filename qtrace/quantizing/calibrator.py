@@ -182,13 +182,12 @@ class Calibrator:
         return replace(self.judge(self._calibrate(prepared)), raised=raised)
 
 
-def refuse_broken(result: CalibratedGraph, allow_broken: bool, spell: Callable[[str], str]) -> None:
+def refuse_broken(result: CalibratedGraph, allow_broken: bool) -> None:
     """Refuses a graph that is broken, or that breaks a limit of the user.
 
     Args:
         result: the graph, and the verdict on it if there is one.
         allow_broken: whether to take a graph whose verdict is ``broken``.
-        spell: writes the names of options in messages.
 
     Raises:
         LimitError: when the graph is refused.
@@ -201,19 +200,19 @@ def refuse_broken(result: CalibratedGraph, allow_broken: bool, spell: Callable[[
         if name := find_random(result.prepared):
             raise LimitError(
                 f"nothing was written, as {name} draws random numbers, which count as noise beside those of "
-                f"float ({verdict.line()}): make them an input of the network, or write it all the same with "
-                f"{spell('allow_broken')}."
+                f"float ({verdict.describe()}): make them an input of the network, or write it all the same "
+                f"with allow_broken=True."
             )
-        if verdict.lowered:  # the causes are those of a graph that was not found to be broken
+        if verdict.has("file"):  # the causes are those of a graph that was not found to be broken
             raise LimitError(
-                f"nothing was written, as the file is useless ({verdict.line()}): calibrate on more samples "
-                f"like those that it loses, or write it all the same with {spell('allow_broken')}."
+                f"nothing was written, as the file is useless ({' '.join(verdict.lines())}): do so, or write "
+                f"it all the same with allow_broken=True."
             )
         recipe = diagnosis.recipe()
         cure = f" A recipe that cures it:\n{recipe}" if recipe else ""
         raise LimitError(
             f"nothing was written, as the graph is useless ({'; '.join(map(str.strip, diagnosis.lines()))}): "
-            f"cure the first cause, or write it all the same with {spell('allow_broken')}.{cure}"
+            f"cure the first cause, or write it all the same with allow_broken=True.{cure}"
         )
     if not verdict.passed:
-        raise LimitError(f"nothing was written, as a limit does not hold ({verdict.line()}).")
+        raise LimitError(f"nothing was written, as a limit does not hold ({' '.join(verdict.lines())}).")

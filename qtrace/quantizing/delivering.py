@@ -7,19 +7,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from qtrace.benchmarking.runners.base import RunnerSettings
 from qtrace.benchmarking.turns import Speed, are_clear, compare_files
 from qtrace.config import QConfig, backends
 from qtrace.errors import QtraceError
+from qtrace.graph.open_axes import read_open_axes
+from qtrace.graph.signature import list_inputs
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.placement.frontier import LEAST_GAIN
 from qtrace.preparation.record import fake_quants
-from qtrace.quantizing.card import TIMED, timed_settings
+from qtrace.quantizing.card import TIMED
 from qtrace.quantizing.float_file import FloatFile
 from qtrace.runtimes.child import MissingPackageError
 from qtrace.runtimes.host import RuntimeHost
 from qtrace.storage.files import naming
 
-__all__ = ["Delivery", "Timer", "is_too_slow", "measure_file", "rounds_for_speed"]
+__all__ = ["Delivery", "Timer", "is_too_slow", "measure_file", "rounds_for_speed", "timed_settings"]
 
 Timer = Callable[..., list[Speed]]
 """Measures files in turns, as `qtrace.benchmarking.turns.compare_files` does."""
@@ -76,6 +79,23 @@ class Delivery:
             facts["speed"] = {**self.speed.to_dict(), **seconds}
         facts["delivered"] = "float" if self.in_float else "quantized"
         return {**facts, "measured_by": self.host} if self.host else facts
+
+
+def timed_settings(
+    traced: TracedModule, suffix: str = ".onnx", host: RuntimeHost | None = None
+) -> RunnerSettings:
+    """Returns how a file of a network is run to be timed: one thread, and the traced sizes for open axes.
+
+    Args:
+        traced: the network.
+        suffix: the suffix of the file. A ``.param`` does not name shapes, and a ``.tflite`` is fixed to the
+            traced ones, in another order of axes.
+        host: the interpreter or machine that has the runtime; None for this one.
+    """
+    record = read_open_axes(traced)
+    is_open = suffix == ".onnx" and record is not None and not record.only_batch()
+    shapes = {name: tuple(int(n) for n in shape) for name, shape in list_inputs(traced)}
+    return RunnerSettings(1, 1, shapes if is_open or suffix == ".param" else {}, host)
 
 
 def measure_file(

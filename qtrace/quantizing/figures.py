@@ -166,7 +166,7 @@ def note_file(model: Any, path: Path, reporter: Reporter) -> dict[str, Any]:
     from qtrace.benchmarking.onnx_ops import read_graph
     from qtrace.benchmarking.prediction import predict, predict_float
     from qtrace.preparation.figures import read_figures
-    from qtrace.quantizing.card import timed_settings
+    from qtrace.quantizing.delivering import timed_settings
 
     figures, size = read_figures(model), file_size(path)
     text, facts = f"size {format_bytes(size)}; {_show_macs(figures)}", {"bytes": size, **_macs(figures)}

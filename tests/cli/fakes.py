@@ -137,6 +137,8 @@ class Fakes:
         progress=True,
         engine="auto",
         learning_engine="auto",
+        held_back=(),
+        prefer=None,
         statistics=None,
         state=None,
         threads=None,

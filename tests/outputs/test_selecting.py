@@ -15,13 +15,14 @@ import pytest
 import qtrace
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.comparison.output_tallies import OutputTallies
+from qtrace.outputs import find_groups
 from qtrace.outputs.replay import SelectedShares, Share, TapedRun
 from qtrace.outputs.selections import find_selecting
 from qtrace.preparation.annotation import ExprNote
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.placement.trials import RoundingTrial
-from qtrace.sensitivity.diagnosis import diagnose
-from qtrace.sensitivity.diagnosis.verdict import Verdict, judge
+from qtrace.sensitivity.diagnosis import JudgedOutputs, diagnose, judge_outputs
+from qtrace.sensitivity.diagnosis.verdict import Verdict
 from qtrace.sensitivity.metrics import Outputs
 from qtrace.sensitivity.running import outputs_of
 from qtrace.sensitivity.simulation import Simulation
@@ -132,13 +133,15 @@ def test_places_of_the_largest_are_judged_by_agreement() -> None:
     assert "of the rows are selected in float, too" in vector.lines()[0]
     verdict = diagnose(prepared, batches, progress=False).verdict
     assert verdict.rows == pytest.approx(index.selected, abs=0.1)
-    assert "of the selected rows are float's" in verdict.line()
+    assert "of the rows selected as in float" in verdict.line()
 
 
-def test_the_verdict_tells_rows_that_are_others() -> None:
-    assert judge(40.0, rows=0.95) == "good"
-    assert judge(40.0, rows=0.8) == "check"
-    assert judge(40.0, rows=0.3) == "broken"
+@pytest.mark.parametrize(("rows", "word"), [(0.95, "good"), (0.8, "check"), (0.3, "broken")])
+def test_the_verdict_tells_rows_that_are_others(rows: float, word: str) -> None:
+    values = [[np.random.default_rng(0).normal(size=(8, 40))]]
+    noisy = [[values[0][0] * 1.001]]
+    judged = JudgedOutputs(find_groups(None, values), values, noisy, [8], [()], rows=rows)
+    assert judge_outputs(judged, "samples").word == word
 
 
 def test_trace_runs_gather_without_a_queue() -> None:
@@ -199,10 +202,10 @@ def test_places_within_a_step_may_change() -> None:
 
 
 def test_the_verdict_holds_limits_to_lost_rows() -> None:
-    verdict = Verdict("broken", math.inf, None, None, None, 8, "samples", 20.0, rows=0.0)
+    verdict = Verdict("broken", math.inf, None, None, 0.0, None, 8, "samples").limited(20.0)
     assert not verdict.passed
     assert "exact" not in verdict.line()
-    assert replace(verdict, rows=1.0).passed
+    assert replace(verdict, rows=1.0).limited(20.0).passed
     assert replace(verdict, sqnr_db=40.0, rows=0.9).counted_db == pytest.approx(10.0)
     assert replace(verdict, sqnr_db=5.0, rows=0.9).counted_db == 5.0
     assert math.isnan(replace(verdict, sqnr_db=math.nan).counted_db)

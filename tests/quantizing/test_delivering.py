@@ -16,8 +16,7 @@ import qtrace
 from qtrace.benchmarking.turns import Speed, summarize
 from qtrace.config.recipe import as_qconfig
 from qtrace.quantizing import delivering
-from qtrace.quantizing.card import timed_settings
-from qtrace.quantizing.delivering import is_too_slow, measure_file, rounds_for_speed
+from qtrace.quantizing.delivering import is_too_slow, measure_file, rounds_for_speed, timed_settings
 from qtrace.quantizing.figures import note_graph
 from qtrace.quantizing.float_file import FloatFile
 from qtrace.quantizing.reporting import LogReporter
@@ -58,7 +57,7 @@ def timed(monkeypatch: pytest.MonkeyPatch):
         (SLOWER, {"recipe": "int8", "keep": True}, False, "is slower than float here"),
         (SLOWER, {"recipe": "int8", "measure": False}, False, ""),
         (SAME, {"recipe": "int8"}, False, "no difference measured"),
-        (FASTER, {"recipe": "int8"}, False, "speed: 1.50x (1.48 to 1.52)"),
+        (FASTER, {"recipe": "int8"}, False, "measured  1.50x (1.48 to 1.52)"),
     ],
 )
 def test_what_is_delivered_and_said(tmp_path: Path, timed, speed, options, in_float, said) -> None:
@@ -72,7 +71,7 @@ def test_what_is_delivered_and_said(tmp_path: Path, timed, speed, options, in_fl
     assert result.verify.passed
     facts = result.delivery.to_dict()
     assert facts["delivered"] == ("float" if in_float else "quantized")
-    assert ("speed" in "\n".join(result.summary())) is (facts["speed"] is not None)
+    assert ("measured  " in "\n".join(result.summary())) is (facts["speed"] is not None)
 
 
 @pytest.mark.parametrize(("prefer", "row"), [(None, "balanced"), ("speed", "fastest"), ("accuracy", "float")])
@@ -127,7 +126,7 @@ def test_a_file_is_too_slow_by_five_percent_beyond_doubt(speed: Speed, slow: boo
 
 def test_what_cannot_be_timed_is_delivered_with_the_reason(tmp_path: Path) -> None:
     result = qtrace.quantize(_module(), DATA, tmp_path / "out.onnx", target="qnn", progress=False)
-    assert "speed: not measured, no runtime here runs it as" in "\n".join(result.summary())
+    assert "measured  no: no runtime here runs it as" in "\n".join(result.summary())
     assert _rounds_in(result.path)
 
 

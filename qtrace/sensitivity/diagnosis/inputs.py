@@ -11,6 +11,7 @@ import numpy as np
 
 from qtrace.data.fingerprints import fingerprint_samples
 from qtrace.sensitivity.diagnosis.causes import Cause
+from qtrace.sensitivity.diagnosis.samples import ENOUGH_SAMPLES
 
 __all__ = [
     "OTHER_DATA",
@@ -25,7 +26,6 @@ __all__ = [
 OTHER_DATA = ("channel-order", "normalization")
 """The names of the causes that `compare_inputs` gives."""
 
-_LEAST_SAMPLES = 8
 _STANDARD_ERRORS = 5.0
 _UNLIKE_SCALE = 1.5
 _UNLIKE_MEAN = 0.5  # of the standard deviation
@@ -163,7 +163,7 @@ def compare_inputs(
         theirs = others.get(ours.name)
         if theirs is None or len(ours.mean) != len(theirs.mean):
             continue
-        if min(ours.samples, theirs.samples) < _LEAST_SAMPLES:
+        if min(ours.samples, theirs.samples) < ENOUGH_SAMPLES:
             continue
         cause = _other_order(ours, theirs) or _other_normalization(ours, theirs)
         if cause is not None:

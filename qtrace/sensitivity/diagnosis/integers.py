@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from qtrace.outputs import NO_INFORMATION_DB, ColumnGroup
-from qtrace.sensitivity.diagnosis.samples import measure_differences
+from qtrace.outputs import NO_INFORMATION_DB
+from qtrace.sensitivity.diagnosis.samples import JudgedOutputs, measure_differences
 from qtrace.sensitivity.diagnosis.verdict import GOOD_EQUAL, GOOD_FROM_DB
 from qtrace.sensitivity.metrics import Outputs, integer_errors
 
@@ -22,54 +22,42 @@ class ReadIntegers:
     """What the outputs of integers are.
 
     Attributes:
-        reference: for each batch the float outputs; numbers are floats there, too.
-        outputs: the outputs in their place.
+        compared: the outputs, in which numbers are floats.
         equal: the share of equal values of the worst output of those that are no numbers; None for none.
         lost_db: the SQNR of what differs between samples of one of these, if it is lost; None if none is.
     """
 
-    reference: Outputs
-    outputs: Outputs
+    compared: JudgedOutputs
     equal: float | None
     lost_db: float | None
 
 
-def read_integers(
-    groups: Sequence[ColumnGroup],
-    reference: Outputs,
-    outputs: Outputs,
-    counts: Sequence[int],
-    repeated: Sequence[Sequence[bool]],
-) -> ReadIntegers:
+def read_integers(compared: JudgedOutputs) -> ReadIntegers:
     """Tells numbers, such as counts and pixels, from indices and masks: they are close where few are equal.
 
     Of indices and masks the share of equal values counts. It says nothing of rare ones, such as the few hits
     of a mask: these are lost if what differs between samples is.
-
-    Args:
-        groups, reference, outputs, counts, repeated: as for `measure_differences`.
     """
-    unequal = [e for e in integer_errors(reference, outputs) if e.equal < 1.0]
+    unequal = [e for e in integer_errors(compared.reference, compared.outputs) if e.equal < 1.0]
     numbers = {e.output for e in unequal if e.sqnr_db >= GOOD_FROM_DB and e.equal < GOOD_EQUAL}
     others = {e.output: e.equal for e in unequal if e.output not in numbers}
-    own = [group for group in groups if group.output in others]
-    differences, _ = measure_differences(
-        own, _as_floats(reference, others), _as_floats(outputs, others), counts, repeated
-    )
+    own = [group for group in compared.groups if group.output in others]
+    differences, _ = measure_differences(replace(_as_floats(compared, others), groups=own))
     lost = [decibels for e in differences if (decibels := e.sqnr_db()) < NO_INFORMATION_DB]
     return ReadIntegers(
-        _as_floats(reference, numbers),
-        _as_floats(outputs, numbers),
-        min(others.values(), default=None),
-        min(lost, default=None),
+        _as_floats(compared, numbers), min(others.values(), default=None), min(lost, default=None)
     )
 
 
-def _as_floats(batches: Outputs, places: Collection[int]) -> Outputs:
+def _as_floats(compared: JudgedOutputs, places: Collection[int]) -> JudgedOutputs:
     """Returns the outputs with those at some places as floats."""
+
+    def convert(batches: Outputs) -> Outputs:
+        return [[_as_float(v) if i in places else v for i, v in enumerate(batch)] for batch in batches]
+
     if not places:
-        return batches
-    return [[_as_float(v) if i in places else v for i, v in enumerate(batch)] for batch in batches]
+        return compared
+    return replace(compared, reference=convert(compared.reference), outputs=convert(compared.outputs))
 
 
 def _as_float(value: np.ndarray) -> np.ndarray:

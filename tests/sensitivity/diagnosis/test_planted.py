@@ -120,7 +120,7 @@ def test_compare_begins_with_the_verdict(folder):
     calibrate(plant("plain", "outlier-channels"))
     _, out, _ = run("qtrace compare int8/quantized.mge --data evaluation.npy --float net.mge --max-batches 1")
     lines = out.splitlines()
-    assert lines[0].startswith(("verdict: check", "verdict: broken"))
+    assert lines[0].startswith(("verdict   check", "verdict   broken"))
     assert lines[1].startswith("  outlier-channels at relu_out_2 ")
     assert "    ptq: [fuse_bn, equalize]" in lines
     _, out, _ = run("qtrace compare int8/prepared.mge --data evaluation.npy --max-batches 1 --json")
@@ -177,13 +177,13 @@ def test_the_default_recipe_is_measured_against_float_weights(folder):
 def test_batches_are_held_back_if_there_are_enough(folder):
     command = plant("plain", "clipped-range")
     report = calibrate(command)  # 16 batches
-    assert (report["batches"], report["verdict"]["measured_on"]) == (14, "samples that were held back")
+    assert (report["batches"], report["verdict"]["measured_on"]) == (14, "held-back samples")
     report = calibrate(f"{command} --max-batches 3")
-    assert (report["batches"], report["verdict"]["measured_on"]) == (3, "samples behind --max-batches")
+    assert (report["batches"], report["verdict"]["measured_on"]) == (3, "samples after the limit of batches")
     np.save("few.npy", planted.images(16))
     report = calibrate(command.replace("calibration.npy", "few.npy"))
     # Of two batches a quarter of the samples.
-    assert (report["batches"], report["verdict"]["measured_on"]) == (2, "samples that were held back")
+    assert (report["batches"], report["verdict"]["measured_on"]) == (2, "held-back samples")
 
 
 def test_the_verdict_shows_its_progress(folder):

@@ -16,7 +16,9 @@ from qtrace.benchmarking.turns import Speed, summarize
 from qtrace.config.recipe import as_qconfig
 from qtrace.quantizing import delivering
 from qtrace.quantizing.delivering import is_too_slow, measure_file, rounds_for_speed, timed_settings
+from qtrace.quantizing.figures import note_graph
 from qtrace.quantizing.float_file import FloatFile
+from qtrace.quantizing.reporting import LogReporter
 from tests.nets import images, net
 
 DATA = images(16, 32, 16, 16)
@@ -68,6 +70,26 @@ def test_what_is_delivered_and_said(tmp_path: Path, timed, speed, options, in_fl
     facts = result.delivery.to_dict()
     assert facts["delivered"] == ("float" if in_float else "quantized")
     assert ("measured  " in "\n".join(result.summary())) is (facts["speed"] is not None)
+
+
+@pytest.mark.parametrize(("prefer", "row"), [(None, "balanced"), ("speed", "fastest"), ("accuracy", "float")])
+def test_the_three_rows_are_said_and_the_preferred_one_is_written(
+    tmp_path: Path, timed, prefer: str | None, row: str
+) -> None:
+    timed(FASTER)
+    path = tmp_path / "out.onnx"
+    result = qtrace.quantize(_module(), DATA, path, recipe="int8", prefer=prefer, progress=False)
+    lines = result.summary()
+    start = next(i for i, line in enumerate(lines) if line.startswith("choice"))
+    names = [line.lstrip("* ").split()[0] for line in lines[start + 1 : start + 4]]
+    assert names == ["fastest", "balanced", "float"]
+    assert [line.startswith("*") for line in lines[start + 1 : start + 4]] == [n == row for n in names]
+    assert _rounds_in(path) == (row != "float")
+    facts = note_graph(result.prepared, LogReporter())["choice"]
+    assert facts["chosen"] == row
+    assert [own["name"] for own in facts["rows"]] == names
+    assert facts["rows"][0]["speed"] > 1.05
+    assert facts["rows"][2]["sqnr"] is None
 
 
 @pytest.mark.parametrize(

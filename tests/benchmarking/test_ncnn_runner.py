@@ -54,13 +54,8 @@ def test_a_net_without_its_weights_is_refused(path: Path) -> None:
     ("speed", "options", "in_float", "said"),
     [
         (SLOWER, {}, True, "so the file is in float"),
-        (SLOWER, {"keep": True}, False, "is slower than float here"),
-        (
-            SLOWER,
-            {"recipe": {"backend": "ncnn", "placement": "everything"}},
-            False,
-            "is slower than float here",
-        ),
+        (SLOWER, {"keep": True}, False, "the file is slower than float here"),
+        (SLOWER, {"recipe": {"backend": "ncnn", "placement": "everything"}}, False, "slower than float here"),
         (FASTER, {}, False, "measured  1.50x"),
     ],
 )

@@ -96,7 +96,7 @@ def test_reasons_that_differ_in_numbers_alone_are_one() -> None:
     explanation = SimpleNamespace(to_dict=lambda: {"summary": {"floats": floats}})
     grouped = {ops.reason: dict(ops.kinds) for ops in _group_floats(explanation)}
     assert grouped == {
-        "it takes 2e-3 to 0.05 ms longer": {"mul": 2},
+        "on integers it takes 2e-3 to 0.05 ms longer": {"mul": 2},
         "it spans 8 bits": {"mul": 1},
     }
 

@@ -118,7 +118,7 @@ def quantize(
         QtraceError: when network, data, recipe or path are at fault.
     """
     reporter, path = reporter or LogReporter(progress), Path(out)
-    config = with_safe_bits(prefer_placement(choose_config(target, recipe, path), prefer, keep), runtime_host)
+    config = with_safe_bits(prefer_placement(choose_config(target, recipe, path), prefer), runtime_host)
     _check_metric(metric, max_drop, spell)
     if runtime_host is not None:
         check_host(runtime_host, path)

@@ -69,7 +69,7 @@ def test_what_is_delivered_and_said(tmp_path: Path, timed, speed, options, in_fl
     assert result.verify.passed
     facts = result.delivery.to_dict()
     assert facts["delivered"] == ("float" if in_float else "quantized")
-    assert ("speed" in "\n".join(result.summary())) is (facts["speed"] is not None)
+    assert ("speed:" in "\n".join(result.summary())) is (facts["speed"] is not None)
 
 
 @pytest.mark.parametrize(("prefer", "row"), [(None, "balanced"), ("speed", "fastest"), ("accuracy", "float")])

@@ -38,7 +38,7 @@ def _one_call(data: Any, path: Path, evaluation: Any = None) -> Verdict:
 def _folder(data: Any, path: Path, evaluation: Any = None) -> Verdict:
     traced = qtrace.trace(_module(), DATA[:8])
     done = qtrace.calibrate_to_folder(
-        traced, data, path / "a", recipe="w8a8", evaluation=evaluation, measure=False, progress=False
+        traced, data, path / "a", recipe="w8a8", evaluation=evaluation, progress=False
     )
     assert done.judgement.verdict is not None
     return done.judgement.verdict
@@ -222,4 +222,4 @@ def test_every_shape_of_other_data_is_tried_before_the_calibration(
     out = tmp_path / ("out" if folder else "out.onnx")
     other = [DATA[:4], images(4, 3, 10, 10)]
     with pytest.raises(CalibrationError, match=r"batch 1 gives .* \(4, 3, 10, 10\)"):
-        call(traced, DATA[:32], out, evaluation=other, measure=False, progress=False)
+        call(traced, DATA[:32], out, evaluation=other, progress=False)

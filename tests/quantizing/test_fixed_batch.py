@@ -246,7 +246,7 @@ def test_a_folder_leaves_the_rest_out(tmp_path: Path) -> None:
     net.eval()
     traced = qtrace.trace(net, DATA[:8])
     folder = qtrace.calibrate_to_folder(
-        traced, DATA[:20], tmp_path / "out", recipe=EVERYTHING, measure=False, progress=False
+        traced, DATA[:20], tmp_path / "out", recipe=EVERYTHING, progress=False
     )
     assert len(list(folder.source)) == 2
 

@@ -175,10 +175,10 @@ def first_samples(arguments: _Arguments, count: int, model: TracedModule | None 
 def split_samples(arguments: _Arguments) -> list[_Arguments]:
     """Returns a call for each sample of a batch whose Tensors share their first axis."""
 
-    def sample(index: int) -> _Arguments:
-        return _map_values(arguments, lambda value: value[index : index + 1] if value.ndim else value)
+    def sample(number: int) -> _Arguments:
+        return _map_values(arguments, lambda value: value[number : number + 1] if value.ndim else value)
 
-    return [sample(index) for index in range(count_samples(arguments))]
+    return [sample(number) for number in range(count_samples(arguments))]
 
 
 def can_run(model: TracedModule, arguments: _Arguments, samples: int | None = None) -> bool:

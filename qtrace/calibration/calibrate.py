@@ -19,6 +19,7 @@ from qtrace.calibration.choice import Chosen, choose_segments
 from qtrace.calibration.collecting import CollectOptions, collect, observe_parameters
 from qtrace.calibration.distributed import Collective, common_statistics, current
 from qtrace.calibration.statistics import Statistics
+from qtrace.config.algorithm import algorithms as algorithms_of
 from qtrace.data.batches import check_batches, evaluating
 from qtrace.errors import CalibrationError, QtraceError
 from qtrace.fakequant.following.bias import BIAS_LIMIT
@@ -26,6 +27,7 @@ from qtrace.graph.dataflow import evaluate_fixed
 from qtrace.graph.flatten import flatten
 from qtrace.graph.stepping import SegmentEngine
 from qtrace.graph.types import TracedModule
+from qtrace.graph.walk import get_module
 from qtrace.learning.choice import choose_learning
 from qtrace.numerics import SMALLEST_SCALE
 from qtrace.plugins.arguments import check_arguments
@@ -126,21 +128,43 @@ def calibrate(
     with _undone_on_failure(model), evaluating(prepared):
         _apply(model, statistics)
         count = len(statistics.batches)  # of all ranks
-        data = Batches(batches, prepared, min(_count(batches, max_batches) or count, count))
-        if algorithms:
-            segments = _segments(model, chosen, data, threads)
+        count = min(_count(batches, max_batches) or count, count)
+
+        def fit(own: QuantizedModel) -> None:
+            data = Batches(batches, own.module, count)
+            segments = _segments(own, chosen, data, threads)
             return_free_memory()
-            run_calibrated(model, algorithms, data, progress, checkpoint, segments, learning, threads)
-            _fit_biases(model.view(prepared))  # learned scales may have become smaller
+            run_calibrated(own, algorithms, data, progress, checkpoint, segments, learning, threads)
+            _fit_biases(own.view(own.module))  # learned scales may have become smaller
+
+        if algorithms:
+            fit(model)
         if model.annotation.placement is not None:
             from qtrace.preparation.passes.choosing import choose_row  # here: a third of `prepare`
 
-            choose_row(
-                prepared, reference, _choice_calls(batches if held_back is None else held_back, model), prefer
-            )
+            def refit(graph: TracedModule) -> None:
+                own = _unfitted(graph, reference, statistics)
+                if algorithms:
+                    fit(own)
+
+            calls = _choice_calls(batches if held_back is None else held_back, model)
+            choose_row(prepared, reference, calls, prefer, refit)
     if uses_float16(model):
         _record_ranges(prepared, statistics)
     return prepared
+
+
+def _unfitted(graph: TracedModule, reference: TracedModule, statistics: Statistics) -> QuantizedModel:
+    """Returns a graph as it was before any algorithm: with the weights of the network, and plain ranges."""
+    model = QuantizedModel(graph)
+    for name, tensor in model.float_tensors():
+        tensor._reset(get_module(reference, name))
+    late = {name for name, algorithm in algorithms_of(model.config) if algorithm.stage == "calibrated"}
+    reports = tuple(report for report in model.ptq if report["algorithm"] not in late)
+    write_record(graph, dataclasses.replace(model.record, ptq=reports))
+    model = QuantizedModel(graph)
+    _apply(model, statistics)
+    return model
 
 
 def _choice_calls(batches: Iterable[Any], model: QuantizedModel) -> list[Any]:
@@ -234,7 +258,7 @@ def _checkpoint(state: str | Path | None) -> Checkpoint | None:
 
 def _apply(prepared: QuantizedModel, statistics: Statistics) -> None:
     """Sets the parameters of all groups from their statistics; those that the model brings are kept."""
-    sites = prepared.fake_quants
+    sites = {name: fq for name, fq in prepared.fake_quants.items() if name in statistics.observers}
     observers = {name: statistics.observers[name] for name in sites}
     observed = (name for name, observer in observers.items() if not observer.empty)
     parameters = {name: observers[name].qparams() for name in observed if name not in prepared.record.native}

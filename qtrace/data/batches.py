@@ -165,10 +165,11 @@ def first_samples(arguments: _Arguments, count: int, model: TracedModule | None 
 
 def split_samples(arguments: _Arguments) -> list[_Arguments]:
     """Returns a call for each sample of a batch whose Tensors share their first axis."""
-    return [
-        _map_values(arguments, lambda value, i=i: value[i : i + 1] if value.ndim else value)
-        for i in range(count_samples(arguments))
-    ]
+
+    def sample(number: int) -> _Arguments:
+        return _map_values(arguments, lambda value: value[number : number + 1] if value.ndim else value)
+
+    return [sample(number) for number in range(count_samples(arguments))]
 
 
 def can_run(model: TracedModule, arguments: _Arguments, samples: int | None = None) -> bool:

@@ -90,7 +90,7 @@ def quantize(
     given, reporter, path = QuantizeOptions(**options), LogReporter(progress), Path(out)
     host, max_drop = given.runtime_host, given.max_drop
     config = choose_config(target, recipe, path)
-    config = with_safe_bits(prefer_placement(config, prefer, given.keep), host)
+    config = with_safe_bits(prefer_placement(config, prefer), host)
     _check_metric(metric, max_drop)
     if host is not None:
         check_host(host, path)

@@ -19,16 +19,8 @@ __all__ = ["prefer_placement", "with_fewer_bits", "with_safe_bits"]
 _ORIGIN = "weights of 7 bits"
 
 
-def prefer_placement(config: QConfig, prefer: Preference | None, keep: bool = False) -> QConfig:
-    """Returns the config with a placement that leaves the choice which a preference makes.
-
-    Args:
-        config: the config.
-        prefer: what the user prefers.
-        keep: whether integers are asked for though they gain no time.
-    """
-    if prefer is None and keep and config.effective_placement in ("balanced", "fastest"):
-        return config.model_copy(update={"placement": "small"})
+def prefer_placement(config: QConfig, prefer: Preference | None) -> QConfig:
+    """Returns the config with a placement that leaves the choice which a preference makes."""
     if prefer is None:
         return config
     return config.model_copy(update={"placement": "fastest" if prefer == "speed" else "balanced"})

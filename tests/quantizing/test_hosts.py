@@ -21,6 +21,7 @@ from tests.nets import images, net
 
 DATA = images(16, 3, 8, 8)
 HERE = RuntimeHost(sys.executable)
+_WHOLE = {"placement": "everything"}  # so small a network gains no time
 
 
 def _module() -> M.Module:
@@ -50,7 +51,9 @@ def _interpreter_without(package: str, tmp_path: Path) -> RuntimeHost:
 
 @pytest.mark.parametrize("name", ["m.onnx", "m.tflite", "m.param"])
 def test_the_file_is_measured_and_verified_there(tmp_path: Path, name: str) -> None:
-    result = qtrace.quantize(_module(), DATA, tmp_path / name, runtime_host=HERE, keep=True, progress=False)
+    result = qtrace.quantize(
+        _module(), DATA, tmp_path / name, runtime_host=HERE, recipe=_WHOLE, progress=False
+    )
     assert result.delivery.sentence().count(f"one thread, by {sys.executable}") == 1
     assert result.to_dict()["measured_by"] == sys.executable
     assert result.verify is not None

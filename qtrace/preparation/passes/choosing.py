@@ -8,7 +8,7 @@ too. What is switched off is in float as in the network: with its own weights, a
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -80,16 +80,20 @@ def choose_row(
     reference: TracedModule,
     calls: Sequence[Arguments],
     prefer: Preference | None = None,
+    refit: Callable[[TracedModule], object] = lambda graph: None,
 ) -> None:
     """Switches off what is not worth its noise in a calibrated graph, in place.
 
-    Nothing is chosen for a config that places everything, and in graphs whose BatchNorms train on.
+    Algorithms fit a layer to what the layers before it lose on integers. Where some of these are switched
+    off, the others are fitted anew: for half of a text recogniser that was worth 1.8 dB. Nothing is chosen
+    for a config that places everything, and in graphs whose BatchNorms train on.
 
     Args:
         prepared: the calibrated graph.
         reference: a copy of it from before any algorithm has changed its weights.
         calls: the arguments of calls with few samples each.
         prefer: a key of `PREFERENCES`; None for what the placement of the config says.
+        refit: runs the algorithms of the recipe in a graph that is switched off in part.
     """
     model = QuantizedModel(prepared, "prepared")
     note = model.annotation.placement
@@ -101,6 +105,9 @@ def choose_row(
     balanced = chooser.balance(fastest)
     candidates = {"fastest": fastest, "balanced": balanced, "float": chooser.nothing}
     chosen = candidates[row]
+    if chosen is not fastest and any(chosen.point.labels.values()):
+        refit(chosen.graph)
+        candidates[row] = chosen = chooser.measure(chosen.point, chosen.graph)
     rows = tuple(chooser.row(name, candidate) for name, candidate in candidates.items())
     if chosen is not fastest:
         prepared.__dict__.clear()
@@ -151,7 +158,7 @@ class _Chooser:
 
     def whole(self) -> _Candidate:
         """Returns the graph as it was calibrated."""
-        return self._measure(self.point, self.model.module)
+        return self.measure(self.point, self.model.module)
 
     @cached_property
     def nothing(self) -> _Candidate:
@@ -159,7 +166,7 @@ class _Chooser:
         point = in_float(self.problem)
         graph = self._switch(point)
         return (
-            self._measure(point, graph)
+            self.measure(point, graph)
             if any(point.labels.values())
             else _Candidate(point, graph, RoundingTrial())
         )
@@ -182,7 +189,7 @@ class _Chooser:
             point = choose_balanced(problem, 10 ** (-_WORTHLESS / 10))
             if point is None or any(point.labels == c.point.labels for c in candidates):
                 break
-            candidates.append(self._measure(point, self._switch(point)))
+            candidates.append(self.measure(point, self._switch(point)))
         good = [c for c in candidates if c.trial.keeps(_WORTHLESS)]
         return min([*good, self.nothing], key=lambda c: price(c.point.energy.seconds, c.trial.noise))
 
@@ -214,7 +221,7 @@ class _Chooser:
         values, weights = ({name: factor * power for name, power in noise.items()} for noise in self.noise)
         self.noise = values, weights
 
-    def _measure(self, point: Point, graph: TracedModule) -> _Candidate:
+    def measure(self, point: Point, graph: TracedModule) -> _Candidate:
         """Runs a labelling."""
         view = QuantizedModel(graph)
         rounded = {site.node.name: site.value for site in view.sites if site.decision.consumers is None}

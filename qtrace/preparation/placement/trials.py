@@ -110,9 +110,9 @@ class Trials:
                 run.execute([graph, *inputs[1:]])
                 self.run.advance()
                 changed = {end: run.values[node].numpy() for end, node in ends.items()}
-                same, changed = self._same_rows(inputs, exact, changed, run.tape, shares)
+                same, own = self._same_rows(inputs, exact, changed, run.tape, shares)
                 for group in totals:
-                    totals[group] += group.noise(same[group.end], changed[group.end])
+                    totals[group] += group.noise(same[group.end], own[group.end])
         lost = {group: noise for group, noise in totals.items() if 0 < noise < math.inf}
         worst_share = shares.worst()
         selected = 1.0 if worst_share is None else worst_share

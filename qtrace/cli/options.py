@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ __all__ = [
     "derived",
     "example",
     "file_or_folder",
+    "gathered",
     "importable",
     "input_shapes",
     "output",
@@ -207,14 +208,20 @@ def derived(cls: Any, into: str, **texts: str) -> Callable[..., Any]:
         **texts: field -> its help; a switch that is on becomes ``--no-FIELD``, a number is 0 or more.
     """
     known = {field.name: field for field in dataclasses.fields(cls)}
+    added = _all(*(_option_of(known[name], text) for name, text in texts.items()))
+    return lambda function: added(gathered(into, known)(function))
+
+
+def gathered(into: str, names: Iterable[str]) -> Callable[..., Any]:
+    """Gives a command those of its arguments that have these names as one dict, its argument ``into``."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def command(**arguments: Any) -> Any:
-            given = {name: arguments.pop(name) for name in known if name in arguments}
+            given = {name: arguments.pop(name) for name in names if name in arguments}
             return function(**{into: given}, **arguments)
 
-        return _all(*(_option_of(known[name], text) for name, text in texts.items()))(command)
+        return command
 
     return decorate
 
@@ -248,10 +255,6 @@ def output(function: Callable[..., Any]) -> Callable[..., Any]:
 def collecting(function: Callable[..., Any]) -> Callable[..., Any]:
     """Adds the options of collecting statistics; the command gets them as the dict ``collecting``."""
     names = ("engine", "threads", "workers", "ray", "every", "seconds")
-
-    @functools.wraps(function)
-    def command(**arguments: Any) -> Any:
-        return function(collecting={name: arguments.pop(name) for name in names}, **arguments)
 
     return _all(
         click.option(
@@ -291,4 +294,4 @@ def collecting(function: Callable[..., Any]) -> Callable[..., Any]:
             show_default=True,
             help="Seconds between checkpoints.",
         ),
-    )(command)
+    )(gathered("collecting", names)(function))

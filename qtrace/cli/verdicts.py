@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import click
 
 from qtrace.cli.console import Console
 from qtrace.cli.images import chosen_words
+from qtrace.cli.options import gathered
 from qtrace.errors import ConfigError, QtraceError
 from qtrace.quantizing.folder import CURE
 from qtrace.quantizing.suffixes import suffix_of
@@ -28,12 +28,7 @@ _ENOUGH_SAMPLES = 128  # to calibrate on
 
 def judging(function: Callable[..., Any]) -> Callable[..., Any]:
     """Adds --evaluation, --metric and --at-least; the command gets them as the dict ``judged``."""
-    names = ("evaluation", "metric", "at_least")
-
-    @functools.wraps(function)
-    def command(**arguments: Any) -> Any:
-        return function(judged={name: arguments.pop(name) for name in names}, **arguments)
-
+    command = gathered("judged", ("evaluation", "metric", "at_least"))(function)
     added = (
         click.option(
             "--evaluation",

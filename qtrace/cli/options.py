@@ -90,12 +90,13 @@ def _all(*options: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def grouped(key: str, *names: str) -> Callable[..., Any]:
-    """Gives a command the options ``names`` as one dict, its argument ``key``."""
+    """Gives a command those of the options ``names`` that it has as one dict, its argument ``key``."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def command(**arguments: Any) -> Any:
-            return function(**{key: {name: arguments.pop(name) for name in names}}, **arguments)
+            given = {name: arguments.pop(name) for name in names if name in arguments}
+            return function(**{key: given}, **arguments)
 
         return command
 
@@ -222,16 +223,8 @@ def derived(cls: Any, into: str, **texts: str) -> Callable[..., Any]:
         **texts: field -> its help; a switch that is on becomes ``--no-FIELD``, a number is 0 or more.
     """
     known = {field.name: field for field in dataclasses.fields(cls)}
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def command(**arguments: Any) -> Any:
-            given = {name: arguments.pop(name) for name in known if name in arguments}
-            return function(**{into: given}, **arguments)
-
-        return _all(*(_option_of(known[name], text) for name, text in texts.items()))(command)
-
-    return decorate
+    added = _all(*(_option_of(known[name], text) for name, text in texts.items()))
+    return lambda function: added(grouped(into, *known)(function))
 
 
 def _option_of(field: dataclasses.Field[Any], text: str) -> Callable[..., Any]:

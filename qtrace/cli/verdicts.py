@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

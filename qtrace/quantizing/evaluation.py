@@ -13,6 +13,7 @@ from qtrace.data.whole import SampleRange
 from qtrace.errors import CalibrationError
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.samples import cut_call, holds_infinite_data
+from qtrace.sensitivity.diagnosis.inputs import find_single_numbers
 from qtrace.sensitivity.diagnosis.samples import ENOUGH_SAMPLES
 
 __all__ = [
@@ -32,7 +33,6 @@ _BATCHES = 2  # of `ENOUGH_SAMPLES`, which a verdict reads at most: the graph ru
 _MOST_BATCHES = 8  # of fewer samples, such as large images
 _QUARTER = 4  # of the data is held back at most: ranges need the rest
 _INPUT_SAMPLES = 32  # whose means tell another preparation of the inputs
-_LEAST_VALUES = 16  # of all inputs, which should differ
 
 
 @dataclass(frozen=True)
@@ -173,15 +173,8 @@ def check_values(source: DataSource) -> None:
     Raises:
         CalibrationError: when no value differs.
     """
-    numbers: dict[int | str, float] = {}
-    count = 0
-    for batch in source:
-        for key, array in batch.items() if isinstance(batch, dict) else enumerate(batch):
-            first = array.flat[0]
-            if numbers.setdefault(key, first) != first or not np.all(array == first):
-                return
-            count += array.size
-    if count < _LEAST_VALUES:
+    numbers = find_single_numbers(source)
+    if not numbers:
         return
     single = len(numbers) == 1
     shown = (f"{'the input' if single else f'input {key}'} is {n:g}" for key, n in numbers.items())

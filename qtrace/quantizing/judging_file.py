@@ -26,7 +26,12 @@ from qtrace.quantizing.evaluation import count_values, shorten
 from qtrace.quantizing.file_runs import FileRuns, input_values, open_runs, run_batch
 from qtrace.quantizing.float_file import FloatFile
 from qtrace.runtimes.host import RuntimeHost
-from qtrace.sensitivity.diagnosis import JudgedOutputs, are_one_number, find_repeated, judge_outputs
+from qtrace.sensitivity.diagnosis import (
+    JudgedOutputs,
+    find_repeated,
+    find_single_numbers,
+    judge_outputs,
+)
 from qtrace.sensitivity.diagnosis.samples import ENOUGH_SAMPLES
 from qtrace.sensitivity.diagnosis.verdict import Verdict
 from qtrace.sensitivity.metrics import Outputs
@@ -132,7 +137,7 @@ def _judge(
         outputs,
         counts[: len(reference)],
         find_repeated(batches),
-        are_one_number(batches),
+        bool(find_single_numbers(batches)),
     )
     return judge_outputs(compared, "samples, those of the calibration too")
 

@@ -25,9 +25,9 @@ from qtrace.sensitivity.diagnosis.evidence import SiteEvidence
 from qtrace.sensitivity.diagnosis.inputs import (
     OTHER_DATA,
     InputStatistics,
-    are_one_number,
     compare_inputs,
     find_repeated,
+    find_single_numbers,
     measure_inputs,
 )
 from qtrace.sensitivity.diagnosis.judged_outputs import judge_outputs
@@ -48,9 +48,9 @@ __all__ = [
     "JudgedOutputs",
     "SiteEvidence",
     "Verdict",
-    "are_one_number",
     "diagnose",
     "find_repeated",
+    "find_single_numbers",
     "judge_outputs",
     "measure_inputs",
 ]
@@ -209,7 +209,7 @@ def _judge(
         outputs,
         counts,
         find_repeated(simulation.batches),
-        are_one_number(simulation.batches),
+        bool(find_single_numbers(simulation.batches)),
         selected.worst(),
         known.read,
         bool(view.rounded),

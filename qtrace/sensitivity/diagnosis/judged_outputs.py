@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from qtrace.metrics import comparable
 from qtrace.outputs import NO_INFORMATION_DB, ColumnGroup
 from qtrace.sensitivity.diagnosis.inputs import are_constant
-from qtrace.sensitivity.diagnosis.integers import read_integers
 from qtrace.sensitivity.diagnosis.samples import (
     ENOUGH_SAMPLES,
     JudgedOutputs,
@@ -29,12 +28,13 @@ from qtrace.sensitivity.diagnosis.verdict import (
     Verdict,
     judge,
 )
-from qtrace.sensitivity.metrics import Outputs, agreement, column_errors
+from qtrace.sensitivity.metrics import Outputs, agreement, column_errors, integer_errors
 
 __all__ = ["judge_outputs"]
 
 _FEW_CHANGED = 2  # one changed prediction tells of no share
 _LOST_EQUAL = 0.5  # below this share of right rows or indices, more are wrong than right
+_LARGEST_SMALL = 2  # bytes of an integer that float32 holds exactly
 _FOR_ENOUGH = 4 * ENOUGH_SAMPLES  # samples, a quarter of which is held back
 
 
@@ -112,7 +112,7 @@ class _Measured:
     @classmethod
     def of(cls, compared: JudgedOutputs) -> _Measured:
         """Measures outputs."""
-        integers = read_integers(compared)
+        integers = _read_integers(compared)
         read = integers.compared
         errors = column_errors(read.reference, read.outputs, read.groups)
         first = compared.reference[0][0]
@@ -216,3 +216,50 @@ def _lowest(figures: Sequence[float | None]) -> float:
     """Returns the lowest of some ratios in dB; infinity if all are infinite."""
     finite = [figure for figure in figures if figure is not None and math.isfinite(figure)]
     return min(finite, default=math.inf)
+
+
+@dataclass(frozen=True)
+class _Integers:
+    """What the outputs of integers are.
+
+    Attributes:
+        compared: the outputs, in which numbers are floats.
+        equal: the share of equal values of the worst output of those that are no numbers; None for none.
+        lost_db: the SQNR of what differs between samples of one of these, if it is lost; None if none is.
+    """
+
+    compared: JudgedOutputs
+    equal: float | None
+    lost_db: float | None
+
+
+def _read_integers(compared: JudgedOutputs) -> _Integers:
+    """Tells numbers, such as counts and pixels, from indices and masks: they are close where few are equal.
+
+    Of indices and masks the share of equal values counts. It says nothing of rare ones, such as the few hits
+    of a mask: these are lost if what differs between samples is.
+    """
+    unequal = [e for e in integer_errors(compared.reference, compared.outputs) if e.equal < 1.0]
+    numbers = {e.output for e in unequal if e.sqnr_db >= GOOD_FROM_DB and e.equal < GOOD_EQUAL}
+    others = {e.output: e.equal for e in unequal if e.output not in numbers}
+    own = [group for group in compared.groups if group.output in others]
+    differences, _ = measure_differences(replace(_as_floats(compared, others), groups=own))
+    lost = [decibels for e in differences if (decibels := e.sqnr_db()) < NO_INFORMATION_DB]
+    return _Integers(
+        _as_floats(compared, numbers), min(others.values(), default=None), min(lost, default=None)
+    )
+
+
+def _as_floats(compared: JudgedOutputs, places: Collection[int]) -> JudgedOutputs:
+    """Returns the outputs with those at some places as floats."""
+
+    def convert(batches: Outputs) -> Outputs:
+        return [[_as_float(v) if i in places else v for i, v in enumerate(batch)] for batch in batches]
+
+    if not places:
+        return compared
+    return replace(compared, reference=convert(compared.reference), outputs=convert(compared.outputs))
+
+
+def _as_float(value: np.ndarray) -> np.ndarray:
+    return value.astype(np.float32 if value.dtype.itemsize <= _LARGEST_SMALL else np.float64)

@@ -149,7 +149,7 @@ class _Chooser:
         self.view, self.chains = self._read(self.base)
         problem = build_problem(self.view, self.chains, self.table)
         integer = {note.name for note in model.annotation.notes if note.state == "int"}
-        labels = {unit.name: unit.name in integer for unit in problem.units}
+        labels = {unit.name: unit.fixed is not False and unit.name in integer for unit in problem.units}
         self.problem = problem.within(labels)
         self.point = Point(labels, evaluate(self.problem, labels))
         self.run = MeasuredRun(self.base, calls, ranges=False)

@@ -128,6 +128,22 @@ def test_rules_win_over_the_choice() -> None:
     assert _states(_calibrated(_module(), {**CONFIG, "rules": kept})) == ["float", "int", "int"]
 
 
+def test_layers_that_are_rounded_by_each_batch_take_no_part() -> None:
+    rules = [{"match": {"name": "b"}, "method": "dynamic"}, {"match": {"name": "c"}, "method": "weight_only"}]
+
+    def forward(self: M.Module, x: mge.Tensor) -> mge.Tensor:
+        return self.c(self.b(F.flatten(self.a(x), 1)))
+
+    module = randomize(net(forward, a=M.Conv2d(16, 4, 1), b=M.Linear(576, 16), c=M.Linear(16, 8)), 0)
+    config = {"placement": "balanced", "rules": rules}
+    for prefer, state in (("speed", "int"), ("accuracy", "float")):
+        model = _calibrated(module, config, prefer=prefer)
+        assert _states(model) == [state]
+        assert model.annotation.dynamic
+        assert {site.name for site in model.sites if site.sort == "weight"} >= {"b_weight", "c_weight"}
+        assert model.annotation.placement.rows[0].speed > 1.05
+
+
 def test_the_choice_does_not_depend_on_the_size_of_batches() -> None:
     config = {"placement": "balanced", "ptq": []}
     prepared = [

@@ -16,7 +16,6 @@ from qtrace.cli.images import chosen_words
 from qtrace.cli.options import grouped
 from qtrace.errors import ConfigError, QtraceError
 from qtrace.quantizing.folder import CURE
-from qtrace.quantizing.suffixes import suffix_of
 
 if TYPE_CHECKING:
     from qtrace.data import DataSource
@@ -67,6 +66,8 @@ class NextCommand:
         """Returns the command to run after a diagnosis of a graph for ``backend``."""
         given, out = self.options, self.options["out"]
         if diagnosis.verdict.word == "good" and diagnosis.verdict.passed:
+            from qtrace.quantizing.suffixes import suffix_of
+
             stem = Path(given["model"].rpartition(":")[2]).stem
             name = f"{stem}-int8{suffix_of(backend)}"
             return shlex.join(["qtrace", "export", f"{out}/quantized.mge", "-o", name])

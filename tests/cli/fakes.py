@@ -142,8 +142,6 @@ class Fakes:
         statistics=None,
         state=None,
         threads=None,
-        held_back=(),
-        prefer=None,
     ):
         assert engine == "megengine"  # the one that collected the statistics
         assert learning_engine == "auto"

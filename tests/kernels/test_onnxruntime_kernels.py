@@ -12,7 +12,7 @@ import qtrace
 from benchmarks.kernels import graphs, tables
 from benchmarks.kernels import onnxruntime_kernels as kernels
 from benchmarks.kernels.__main__ import main
-from benchmarks.kernels.cases import alone, between_convs, boundaries, conv, conv_branches, join
+from benchmarks.kernels.cases import alone, between_convs, boundaries, conv, conv_branches
 from benchmarks.kernels.graphs import FUNCTIONS
 from benchmarks.kernels.grid_convs import conv_cases
 from benchmarks.kernels.grid_others import other_cases
@@ -66,13 +66,6 @@ def test_ops_that_move_integers_do_so_by_themselves():
     softmax = OpShape("softmax", ((1, 4, 8),), ((1, 4, 8),))
     measurements = measure_cases([alone(op, INTEGER) for op in (moved, plain, softmax)])
     assert _keys(measurements) == {("reshape", INTEGER), (PLAIN_MAX_POOL, INTEGER), ("softmax", INTEGER)}
-
-
-def test_cases_of_one_form_in_one_network_are_measured_one_by_one():
-    op = OpShape("add", (SHAPE, SHAPE), (SHAPE,))
-    joined = join([conv(INTEGER, 16, 16, 1, 6), between_convs(op, INTEGER)])
-    keys = {(m.op.kind, m.op.weight, m.form) for m in measure_cases([joined])}
-    assert keys == {("conv2d", (16, 16, 1, 1), INTEGER), ("add", (), INTEGER)}
 
 
 @pytest.mark.parametrize("form", [FLOAT, INTEGER])

@@ -351,7 +351,9 @@ def test_nan_that_a_layer_makes_or_spreads_stays_an_error(layer: str) -> None:
         qtrace.calibrate(prepared, [x], progress=False)
 
 
-@pytest.mark.parametrize("reader", [F.relu, lambda x: x > 0, lambda x: F.maximum(x, 0.0)], ids=repr)
+@pytest.mark.parametrize(
+    "reader", [F.relu, lambda x: x > 0, lambda x: F.maximum(x, 0.0)], ids=["relu", "greater", "maximum"]
+)
 def test_nan_in_the_data_that_the_graph_does_not_ask_for_is_refused(reader: Callable[..., Any]) -> None:
     module = net(lambda self, x: self.a(reader(x).astype("float32")), a=M.Linear(8, 4))
     x = np.ones((2, 8), np.float32)

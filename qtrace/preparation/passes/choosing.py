@@ -106,8 +106,10 @@ def choose_row(
     candidates = {"fastest": fastest, "balanced": balanced, "float": chooser.nothing}
     chosen = candidates[row]
     if chosen is not fastest and any(chosen.point.labels.values()):
-        refit(chosen.graph)
-        candidates[row] = chosen = chooser.measure(chosen.point, chosen.graph)
+        fitted = flatten(chosen.graph)
+        refit(fitted)
+        others = [fastest] if row == "balanced" else []
+        candidates[row] = chosen = chooser.best([*others, chooser.measure(chosen.point, fitted), chosen])
     rows = tuple(chooser.row(name, candidate) for name, candidate in candidates.items())
     if chosen is not fastest:
         prepared.__dict__.clear()
@@ -190,15 +192,20 @@ class _Chooser:
             if point is None or any(point.labels == c.point.labels for c in candidates):
                 break
             candidates.append(self.measure(point, self._switch(point)))
-        good = [c for c in candidates if c.trial.keeps(_WORTHLESS)]
-        return min([*good, self.nothing], key=lambda c: price(c.point.energy.seconds, c.trial.noise))
+        return self.best([*candidates, self.nothing])
+
+    def best(self, candidates: Sequence[_Candidate]) -> _Candidate:
+        """Returns the candidate with the best price among those that are worth something; else the last."""
+        good = [c for c in candidates[:-1] if c.trial.keeps(_WORTHLESS)]
+        return min([*good, candidates[-1]], key=lambda c: price(c.point.energy.seconds, c.trial.noise))
 
     def row(self, name: str, candidate: _Candidate) -> PlacementRow:
         """Returns the figures of a row."""
         seconds, trial = candidate.point.energy.seconds, candidate.trial
         speed = in_float(self.problem).energy.seconds / max(seconds, 1e-12)
         size = read_figures(candidate.graph).bytes
-        return PlacementRow(name, speed, finite_or_none(trial.sqnr), trial.group, size)
+        group, sqnr = trial.shown
+        return PlacementRow(name, speed, finite_or_none(sqnr), group, size)
 
     def _estimate(self) -> tuple[dict[str, float], dict[str, float]]:
         """Estimates the noise of each rounding of the calibrated graph."""

@@ -23,13 +23,15 @@ class EndGroup:
     Attributes:
         end: the node at which noise is measured.
         columns: its columns.
-        power: the sum of their squares in all batches, neither 0 nor infinite; less where they hardly differ
-            between samples, see `qtrace.outputs.counted.noise_weight`.
+        power: the sum of their squares in all batches, neither 0 nor infinite, divided by ``weight``.
+        weight: how much the noise counts: more than 1 if the values hardly differ between samples; see
+            `qtrace.outputs.counted.noise_weight`.
     """
 
     end: Node
     columns: ColumnGroup
     power: float
+    weight: float
 
     def fill(self, values: np.ndarray, number: float) -> None:
         """Sets the columns of an array that has the end's shape."""
@@ -69,5 +71,6 @@ def find_end_groups(
         parts = [columns.select(batch[end]) for batch in exact]
         power = sum(float(np.square(part, dtype=np.float64).sum()) for part in parts)
         if 0 < power < math.inf:
-            groups.append(EndGroup(end, columns, power / noise_weight(parts, counts)))
+            weight = noise_weight(parts, counts)
+            groups.append(EndGroup(end, columns, power / weight, weight))
     return tuple(groups)

@@ -50,10 +50,12 @@ def estimate_noise(
         return {}, {}
     with evaluating(model), quiet_engine(model):
         probe = Probe(model, groups, qparams, weights, run.generator())
-        for inputs in run.batches[::2]:
+        half = run.batches[::2]
+        for inputs in half:
             probe.execute(inputs)
             run.advance()
+    share = len(run.batches) / len(half) / len(groups)
     values, layers = (
-        {node.name: power / len(groups) for node, power in totals.powers().items()} for totals in probe.totals
+        {node.name: share * power for node, power in totals.powers().items()} for totals in probe.totals
     )
     return values, layers

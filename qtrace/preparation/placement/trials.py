@@ -29,15 +29,17 @@ class RoundingTrial:
     """The outcome of rounding.
 
     Attributes:
-        sqnr: of the worst group of columns of any output, in dB; infinite where nothing is lost. Rows that a
-            selection picks are compared with the same rows.
+        sqnr: the counted SQNR of the worst group of columns of any output, in dB; infinite where nothing is
+            lost. Rows that a selection picks are compared with the same rows.
         group: the name of that group; "" without one.
         selected: the share of selected rows that float selects, too; of the worst end.
+        shown: the group with the lowest SQNR as the verdict measures it, without weights, and this SQNR.
     """
 
     sqnr: float = math.inf
     group: str = ""
     selected: float = 1.0
+    shown: tuple[str, float] = ("", math.inf)
 
     @property
     def noise(self) -> float:
@@ -119,7 +121,9 @@ class Trials:
         if not lost:
             return RoundingTrial(selected=selected)
         worst = max(lost, key=lost.__getitem__)
-        return RoundingTrial(decibels(1.0, lost[worst]), worst.columns.name, selected)
+        plain = {group.columns.name: decibels(1.0, noise / group.weight) for group, noise in lost.items()}
+        shown = min(plain.items(), key=lambda item: item[1])
+        return RoundingTrial(decibels(1.0, lost[worst]), worst.columns.name, selected, shown)
 
     def _same_rows(
         self,

@@ -31,10 +31,10 @@ from benchmarks.accuracy.peers import quantize_by_onnxruntime  # noqa: E402
 from benchmarks.deployed.judging import File  # noqa: E402
 from benchmarks.timing import take_turns  # noqa: E402
 from benchmarks.torch_families import TorchNetwork  # noqa: E402
-from qtrace.benchmarking.fitting import fitted_table  # noqa: E402
 from qtrace.benchmarking.machine import describe_machine  # noqa: E402
 from qtrace.benchmarking.onnx_ops import read_graph  # noqa: E402
 from qtrace.benchmarking.prediction import predict  # noqa: E402
+from qtrace.costs import CostTable  # noqa: E402
 from qtrace.metrics import ErrorSums  # noqa: E402
 
 __all__ = ["FileRow", "main", "measure", "table"]
@@ -155,7 +155,8 @@ def _measure_files(net: str, exact: Path, paths: dict[str, Path], test: np.ndarr
     files = {name: File(path) for name, path in {FLOAT: exact, **paths}.items()}
     runs = max(1, math.ceil(_TURN_SECONDS / _seconds(files[FLOAT], test[0])))
     samples = take_turns({n: _turn(f, test[0], runs) for n, f in files.items()}, _ROUNDS, warm_up=3)
-    costs, processor = fitted_table(), describe_machine("onnxruntime", "onnxruntime", 1).processor
+    machine = describe_machine("onnxruntime", "onnxruntime", 1)
+    costs, processor = CostTable.for_machine(machine), machine.processor
     # The float file as onnxruntime's tool has prepared it: constants are folded, so that shapes are known.
     prepared = paths[PEER].with_suffix(".prepared.onnx") if PEER in paths else exact
     shapes = {"x": test[0].shape}

@@ -103,13 +103,9 @@ def _own(
     trees = {variant: _HERE.parent, **({} if old is None else {f"{variant}, old": old})}
 
     def call(tree: Path) -> Run:
-        # Without what an earlier run has measured, except for the kernels that a machine is measured by once.
-        for stale in (folder / tree.name).glob("labellings-*"):
-            stale.unlink()
         environment = {
             **os.environ,
             "PYTHONPATH": str(tree.resolve()),
-            "QTRACE_CACHE": str(folder / tree.name),
         }
         out = folder / "own.onnx"
         command = [sys.executable, str(_WORKER), str(model.resolve()), str(samples), variant, str(out)]

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from qtrace.inspection.analysis import analyze as inspect
     from qtrace.inspection.comparison import compare
     from qtrace.inspection.explanation import explain
+    from qtrace.preparation.partition import split
     from qtrace.preparation.passes.convert import convert
     from qtrace.preparation.phases import set_phase
     from qtrace.preparation.prepare import prepare
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from qtrace.quantizing.files import bench
     from qtrace.quantizing.files import check_file_for as check
     from qtrace.quantizing.quantize import quantize
-    from qtrace.quantizing.splitting import split
     from qtrace.quantizing.stage import calibrate_to_folder
     from qtrace.runtimes.host import RuntimeHost
     from qtrace.scheme import QParams, QScheme
@@ -117,7 +117,7 @@ _HOME = {
     "quiet": "process.engine",
     "save": "graph.files.serialize",
     "set_phase": "preparation.phases",
-    "split": "quantizing.splitting",
+    "split": "preparation.partition",
     "to_torch_state": "importing.torch",
     "trace": "graph.tracing.trace",
     "tune": "tuning",

@@ -62,6 +62,15 @@ def finite_or_none(ratio: float) -> float | None:
     return ratio if math.isfinite(ratio) else None
 
 
+def finite_values(value: Any) -> Any:
+    """Returns plain data for JSON: lists for tuples, and None for numbers that are not finite."""
+    if isinstance(value, dict):
+        return {key: finite_values(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite_values(item) for item in value]
+    return finite_or_none(value) if isinstance(value, float) else value
+
+
 def add_fields(cls: type[_Sums], sums: Iterable[_Sums]) -> _Sums:
     """Returns the dataclass ``cls`` of sums whose fields are those of ``sums`` added up."""
     parts = list(sums)

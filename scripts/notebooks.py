@@ -70,7 +70,7 @@ def stable_text(cell: Any) -> str:
     """
     text = "\n".join(texts(cell)).strip()
     if VARIES in cell.metadata.get("tags", ()):
-        text = "\n".join([*text.splitlines()[:1], *re.findall(r"verdict: \w+", text)])
+        text = "\n".join([*text.splitlines()[:1], *re.findall(r"verdict +\w+", text)])
     return _GAPS.sub(" ", _NUMBER.sub("#", text)).strip()
 
 

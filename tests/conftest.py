@@ -13,6 +13,7 @@ import pytest
 from hypothesis import settings
 
 from qtrace.config import recipe
+from qtrace.costs import processor
 from qtrace.process import engine
 
 # Before anything else loads MegEngine: a thread of it would take a quarter of a core from the tests.
@@ -75,28 +76,16 @@ def _untimed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
     What is marked ``slow`` may measure.
     """
-    names_of_rooms = [f"qtrace.quantizing.{name}" for name in ("delivering", "measuring")]
     if "megengine" in sys.modules:  # a room that the test itself loads would measure
-        for name in names_of_rooms:
-            importlib.import_module(name)
-    rooms = [sys.modules.get(name) for name in names_of_rooms]
-    if request.node.get_closest_marker("slow") is None:
-        for room, names in zip(rooms, (("compare_files",), ("find_labellings", "fit_costs")), strict=True):
-            for name in names if room is not None else ():
-                monkeypatch.setattr(room, name, _UNTIMED[name])
+        room = importlib.import_module("qtrace.quantizing.delivering")
+        if request.node.get_closest_marker("slow") is None:
+            monkeypatch.setattr(room, "compare_files", _refuse_to_time)
 
 
 def _refuse_to_time(*args: Any, **options: Any) -> Any:
     from qtrace.errors import ExportError
 
     raise ExportError("tests give the times")
-
-
-_UNTIMED = {
-    "compare_files": _refuse_to_time,
-    "find_labellings": lambda *outcomes: {},
-    "fit_costs": lambda config: None,
-}
 
 
 @pytest.fixture
@@ -111,10 +100,11 @@ def synchronous() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def plain_default() -> Iterator[None]:
-    """Lets `prepare` without a config quantize everything that can run on integers, and learn nothing.
+    """Lets `prepare` without a config quantize everything, learn nothing, and place by one table.
 
     Most tests are about sites, and quick; tests/test_default.py is about the default that users meet.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recipe, "DEFAULT_RECIPE", "onnxruntime")
+        patch.setattr(processor, "processor_flags", lambda: ("avx2", "avx512_vnni", "amx_int8"))  # everywhere
         yield

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -72,3 +74,30 @@ def test_an_error_that_no_argument_explains_stays() -> None:
 def test_public_functions_name_a_wrong_argument(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(QtraceError, match=message):
         call()
+
+
+@dataclass(frozen=True)
+class _Options:
+    share: float = 1.0
+    names: Sequence[str] = ()
+
+
+@check_arguments(options=_Options)
+def halve(path: str, **options: Any) -> float:
+    given = _Options(**options)
+    return given.share / 2 + sum(len(name) for name in given.names)
+
+
+def test_options_of_a_dataclass_are_named_like_arguments() -> None:
+    assert halve("a", share=3.0) == 1.5
+    with pytest.raises(QtraceError, match="halve: share takes a number, not 'x'"):
+        halve("a", share="x")
+    with pytest.raises(QtraceError, match="halve: names takes a list whose entries are each a text, not 3"):
+        halve("a", names=[3])
+    with pytest.raises(TypeError, match="unexpected keyword argument 'shares'"):
+        halve("a", shares=2.0)
+
+
+@pytest.mark.parametrize("function", [qtrace.quantize, qtrace.calibrate_to_folder])
+def test_public_calls_have_at_most_twelve_arguments(function: Callable[..., Any]) -> None:
+    assert len(inspect.signature(function).parameters) <= 12

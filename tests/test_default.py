@@ -65,9 +65,10 @@ def test_the_default_quantizes_what_gains_and_says_so(tmp_path: Path) -> None:
     assert 10 * np.log10(np.square(exact).sum() / np.square(noise).sum()) > 30
 
 
-def test_a_network_too_small_to_gain_is_quantized_for_its_size() -> None:
+def test_a_network_too_small_to_gain_stays_in_float_unless_its_size_is_asked_for() -> None:
     module = randomize(net(lambda self, x: self.a(x), a=M.Conv2d(3, 4, 1)), 0)
-    prepared = qtrace.prepare(qtrace.trace(module, BATCHES[0], check=False))
-    model = QuantizedModel(prepared)
-    assert model.annotation.placement.mode == "smaller"
-    assert [note.state for note in model.annotation.notes] == ["int"]
+    traced = qtrace.trace(module, BATCHES[0], check=False)
+    for config, mode, state in ((None, "float", "float"), ({"placement": "small"}, "small", "int")):
+        model = QuantizedModel(qtrace.prepare(traced, config))
+        assert model.annotation.placement.mode == mode
+        assert [note.state for note in model.annotation.notes] == [state]

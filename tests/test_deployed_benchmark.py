@@ -169,10 +169,10 @@ def test_a_point_is_taken_between_the_fastest_and_float() -> None:
 
 
 def test_the_choice_of_the_placement_comes_back() -> None:
-    before = frontier.search.choose_balanced
+    before = frontier.choosing.choose_balanced
     with frontier.choose_between(0.5):
-        assert frontier.search.choose_balanced is not before
-    assert frontier.search.choose_balanced is before
+        assert frontier.choosing.choose_balanced is not before
+    assert frontier.choosing.choose_balanced is before
 
 
 @pytest.mark.slow  # matplotlib reads fonts

@@ -97,18 +97,25 @@ def test_readme_runs(folder: Path) -> None:
 def test_readme_is_short() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= LENGTH
-    (block,) = [b["code"].strip().splitlines() for b in BLOCK.finditer(text)]
-    assert len(block) <= 16
-    (commands,) = re.findall(r"^```\n(qtrace .*?)^```", text, re.DOTALL | re.MULTILINE)
-    assert len(commands.splitlines()) <= 9
+    blocks = [b["code"].strip().splitlines() for b in BLOCK.finditer(text)]
+    assert sum(map(len, blocks)) <= 16
+    assert len(_commands(ROOT / "docs" / "index.md").splitlines()) <= 9
 
 
-def test_readme_commands_exist() -> None:
-    """Every option of the README's commands is one of the command's."""
+def _commands(page: Path) -> str:
+    """Returns the commands of a page that has one block of them."""
+    (block,) = re.findall(
+        r"^```\n(qtrace .*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
+    return block
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_first_commands_exist(page: str) -> None:
+    """Every option of a command that a newcomer reads first is one of the command's."""
     from qtrace.cli import group
 
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"^```\n(qtrace .*?)^```", text, re.DOTALL | re.MULTILINE)
+    block = _commands(ROOT / page)
     lines = re.findall(r"^qtrace (\S+)(.*?)(?:#.*)?$", block, re.MULTILINE)
     assert len(lines) == len(block.splitlines())
     for name, rest in lines:
@@ -147,7 +154,7 @@ def resnet18():
 
 
 @pytest.mark.slow
-def test_commands_of_the_readme_run(folder: Path) -> None:
+def test_commands_of_the_first_page_run(folder: Path) -> None:
     import cv2
     import numpy as np
 
@@ -158,8 +165,7 @@ def test_commands_of_the_readme_run(folder: Path) -> None:
         for index in range(24):
             pixels = np.random.default_rng([number, index]).integers(0, 256, (256, 256, 3), np.uint8)
             cv2.imwrite(str(folder / name / f"{index}.png"), cv2.GaussianBlur(pixels, (31, 31), 0))
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"^```\n(qtrace .*?)^```", text, re.DOTALL | re.MULTILINE)
+    block = _commands(ROOT / "docs" / "index.md")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     for line in block.splitlines():
         words = line.partition("#")[0].split()

@@ -8,9 +8,9 @@ from pathlib import Path
 from unittest import mock
 
 from benchmarks.deployed.rows import PEERS, PLACEMENTS, POINTS, Row
-from qtrace.preparation.passes import search
-from qtrace.preparation.placement.frontier import Point
-from qtrace.preparation.placement.problem import Problem, evaluate
+from qtrace.preparation.passes import choosing
+from qtrace.preparation.placement.frontier import Point, find_frontier, in_float
+from qtrace.preparation.placement.problem import Problem
 
 __all__ = ["choose_between", "draw", "select"]
 
@@ -34,11 +34,17 @@ def select(frontier: Sequence[Point], float_seconds: float, share: float) -> Poi
 def choose_between(share: float) -> Iterator[None]:
     """Lets a balanced placement take the point of the frontier at ``share`` instead of its own choice."""
 
-    def choose(problem: Problem, frontier: list[Point]) -> Point:
-        in_float = {unit.name: bool(unit.fixed) for unit in problem.units}
-        return select(frontier, evaluate(problem, in_float).seconds, share)
+    taken: list[float] = []
 
-    with mock.patch.object(search, "choose_balanced", choose):
+    def choose(problem: Problem, most_noise: float) -> Point:
+        point = select(find_frontier(problem), in_float(problem).energy.seconds, share)
+        taken.append(point.energy.seconds)
+        return point
+
+    def price(seconds: float, noise: float) -> float:
+        return abs(seconds - taken[-1])
+
+    with mock.patch.multiple(choosing, choose_balanced=choose, price=price):
         yield
 
 

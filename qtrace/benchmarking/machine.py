@@ -6,15 +6,12 @@ import datetime
 import importlib
 import platform
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 from qtrace.costs import Machine
+from qtrace.costs.processor import processor_facts, processor_flags
 from qtrace.errors import ExportError
 
 __all__ = ["describe_machine", "differences"]
-
-_CPUINFO = Path("/proc/cpuinfo")
-_FLAGS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "asimd", "asimddp", "i8mm")
 
 
 def describe_machine(runtime: str, package: str, threads: int) -> Machine:
@@ -28,15 +25,11 @@ def describe_machine(runtime: str, package: str, threads: int) -> Machine:
     Raises:
         ExportError: when the runtime is not installed.
     """
-    lines = _CPUINFO.read_text(encoding="utf-8").splitlines() if _CPUINFO.exists() else []
-    pairs = [line.partition(":") for line in lines]
-    facts = {name.strip(): value.strip() for name, _, value in reversed(pairs)}
-    flags = (facts.get("flags") or facts.get("Features") or "").split()
     return Machine(
         runtime=runtime,
         version=_version(package),
-        processor=facts.get("model name") or platform.machine(),
-        flags=tuple(flag for flag in _FLAGS if flag in flags),
+        processor=processor_facts().get("model name") or platform.machine(),
+        flags=processor_flags(),
         threads=threads,
         date=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
     )

@@ -24,7 +24,7 @@ from qtrace.benchmarking.load import watched_load
 from qtrace.benchmarking.runners import Runner, RunnerSettings, open_file
 from qtrace.errors import ExportError
 
-__all__ = ["FEWEST_RUNS", "LEAST_RUNS", "Settled", "Speed", "are_clear", "compare_files", "summarize"]
+__all__ = ["LEAST_RUNS", "Settled", "Speed", "are_clear", "compare_files", "summarize"]
 
 _ROUNDS = 2
 _LEAST_TURNS, _MOST_TURNS = 7, 400  # of a round
@@ -83,19 +83,6 @@ class Speed:
     def clear(self) -> bool:
         """Whether the range is narrow, and it is known which of both files is faster."""
         return self.narrow and (self.slower or self.faster)
-
-    @property
-    def steady_low(self) -> float:
-        """The lower end of the range without what other programs may have shifted."""
-        return self.low * (_BUSY_RANGE if self.busy else 1.0)
-
-    @property
-    def probably_slower(self) -> bool:
-        """Whether the file is slower than the first one beyond the spread, if other programs shift nothing.
-
-        They may as well hide a difference as make one, so that it decides where one of two files is taken.
-        """
-        return self.high / (_BUSY_RANGE if self.busy else 1.0) < NO_SLOWER
 
     def describe(self) -> str:
         """Says how fast the file is, such as ``1.52x (1.48 to 1.55)``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import pickle
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,20 +19,25 @@ from qtrace.calibration.choice import Chosen, choose_segments
 from qtrace.calibration.collecting import CollectOptions, collect, observe_parameters
 from qtrace.calibration.distributed import Collective, common_statistics, current
 from qtrace.calibration.statistics import Statistics
+from qtrace.config.algorithm import algorithms as algorithms_of
 from qtrace.data.batches import check_batches, evaluating
 from qtrace.errors import CalibrationError, QtraceError
 from qtrace.fakequant.following.bias import BIAS_LIMIT
 from qtrace.graph.dataflow import evaluate_fixed
+from qtrace.graph.flatten import flatten
 from qtrace.graph.stepping import SegmentEngine
 from qtrace.graph.types import TracedModule
+from qtrace.graph.walk import get_module
 from qtrace.learning.choice import choose_learning
 from qtrace.numerics import SMALLEST_SCALE
 from qtrace.plugins.arguments import check_arguments
+from qtrace.preparation.annotation import Preference
 from qtrace.preparation.float16 import float_values, uses_float16
 from qtrace.preparation.limits import centre_ranges, limit_ranges
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import switch_phase
 from qtrace.preparation.record import read_record, write_record
+from qtrace.preparation.samples import cut_images, read_calls, split_calls
 from qtrace.process.memory import return_free_memory, returns_memory
 from qtrace.process.thread import on_engine_thread
 from qtrace.ptq.base import Batches
@@ -42,6 +48,7 @@ from qtrace.storage.checkpoints import Checkpoint
 __all__ = ["calibrate"]
 
 _LOG = logging.getLogger("qtrace")
+_CHOICE_SAMPLES = 8  # on which the noise of the graph is measured: their mean decides, not one of them
 
 
 @check_arguments
@@ -59,13 +66,17 @@ def calibrate(
     threads: int | None = None,
     learning_engine: str = "auto",
     runtime_host: RuntimeHost | None = None,
+    held_back: Iterable[Any] | None = None,
+    prefer: Preference | None = None,
 ) -> TracedModule:
     """Runs ``batches`` through the graph, observes every site and sets its quantization parameters.
 
     An earlier calibration is replaced; scales that the model brings from MegEngine's own quantization are
     kept. Algorithms of the config's ``ptq`` that need data (`bias_correction` ...) run at the end and read
-    the batches again; ``explain`` shows their reports. The batches run in eval mode, and training flags are
-    restored. The module ends in the phase ``quantize``; on an error or an interruption it is left as it was.
+    the batches again; ``explain`` shows their reports. If the config places ops by time and noise, groups of
+    sites that are not worth their noise are switched off at last, and ``explain`` shows the choice. The
+    batches run in eval mode, and training flags are restored. The module ends in the phase ``quantize``; on
+    an error or an interruption it is left as it was.
 
     Args:
         prepared: a module made by ``qtrace.prepare``; it is calibrated in place.
@@ -86,6 +97,10 @@ def calibrate(
             extra ``torch``), or ``auto`` for torch where it is installed and agrees with MegEngine.
         runtime_host: the interpreter or machine whose onnxruntime computes the activations that are observed;
             None for this process, in which algorithms compute in any case.
+        held_back: other batches, on the first samples of which the noise of the graph is measured; None for
+            the first samples of ``batches``.
+        prefer: ``speed`` keeps all that gains time on integers, ``balanced`` what is worth its noise, and
+            ``accuracy`` nothing; None for what ``placement`` of the config says.
 
     Returns:
         ``prepared``.
@@ -100,6 +115,10 @@ def calibrate(
     _check_arguments(batches, max_batches=max_batches, threads=threads)
     check_sites(model)
     algorithms, checkpoint = calibrated_algorithms(model, batches), _checkpoint(state)
+    if held_back is None and iter(batches) is batches:
+        first = list(itertools.islice(batches, _CHOICE_SAMPLES))
+        held_back, batches = first, itertools.chain(first, batches)
+    reference = flatten(prepared)
     learning = choose_learning(prepared, learning_engine) if algorithms else None
     chosen: str | Chosen = engine
     if statistics is None:
@@ -109,15 +128,54 @@ def calibrate(
     with _undone_on_failure(model), evaluating(prepared):
         _apply(model, statistics)
         count = len(statistics.batches)  # of all ranks
-        data = Batches(batches, prepared, min(_count(batches, max_batches) or count, count))
-        if algorithms:
-            segments = _segments(model, chosen, data, threads)
+        count = min(_count(batches, max_batches) or count, count)
+
+        def fit(own: QuantizedModel) -> None:
+            data = Batches(batches, own.module, count)
+            segments = _segments(own, chosen, data, threads)
             return_free_memory()
-            run_calibrated(model, algorithms, data, progress, checkpoint, segments, learning, threads)
-            _fit_biases(model.view(prepared))  # learned scales may have become smaller
+            run_calibrated(own, algorithms, data, progress, checkpoint, segments, learning, threads)
+            _fit_biases(own.view(own.module))  # learned scales may have become smaller
+
+        if algorithms:
+            fit(model)
+        if model.annotation.placement is not None:
+            from qtrace.preparation.passes.choosing import choose_row  # here: a third of `prepare`
+
+            def refit(graph: TracedModule) -> None:
+                own = _unfitted(graph, reference, statistics)
+                if algorithms:
+                    fit(own)
+
+            calls = _choice_calls(batches if held_back is None else held_back, model)
+            choose_row(prepared, reference, calls, prefer, refit)
     if uses_float16(model):
         _record_ranges(prepared, statistics)
     return prepared
+
+
+def _unfitted(graph: TracedModule, reference: TracedModule, statistics: Statistics) -> QuantizedModel:
+    """Returns a graph as it was before any algorithm: with the weights of the network, and plain ranges."""
+    model = QuantizedModel(graph)
+    for name, tensor in model.float_tensors():
+        tensor._reset(get_module(reference, name))
+    late = {name for name, algorithm in algorithms_of(model.config) if algorithm.stage == "calibrated"}
+    reports = tuple(report for report in model.ptq if report["algorithm"] not in late)
+    write_record(graph, dataclasses.replace(model.record, ptq=reports))
+    model = QuantizedModel(graph)
+    _apply(model, statistics)
+    return model
+
+
+def _choice_calls(batches: Iterable[Any], model: QuantizedModel) -> list[Any]:
+    """Returns the arguments of calls with single samples if the graph takes them, on all ranks the same."""
+    calls = read_calls(batches, model.module, _CHOICE_SAMPLES)
+    calls = cut_images(split_calls(calls, model.module), model.module)
+    ranks = current()
+    if ranks is None:
+        return calls
+    arrays: list[Any] = pickle.loads(ranks.gather(pickle.dumps(calls))[0])
+    return arrays
 
 
 def _record_ranges(prepared: TracedModule, statistics: Statistics) -> None:
@@ -200,7 +258,7 @@ def _checkpoint(state: str | Path | None) -> Checkpoint | None:
 
 def _apply(prepared: QuantizedModel, statistics: Statistics) -> None:
     """Sets the parameters of all groups from their statistics; those that the model brings are kept."""
-    sites = prepared.fake_quants
+    sites = {name: fq for name, fq in prepared.fake_quants.items() if name in statistics.observers}
     observers = {name: statistics.observers[name] for name in sites}
     observed = (name for name, observer in observers.items() if not observer.empty)
     parameters = {name: observers[name].qparams() for name in observed if name not in prepared.record.native}

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,11 +16,34 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from qtrace.process import engine
+from qtrace.quantizing.reporting import NOTES
 
 if TYPE_CHECKING:
     from qtrace.data import Batch, DataSource  # at run time it loads numpy, which --help does without
 
-__all__ = ["Console"]
+__all__ = ["Console", "as_flags"]
+
+_SPELLED = re.compile(r"""\b([a-z]\w*)=(?:True\b|"([\w-]+)"|(?![\w"\'(\[{.<-]))""")
+
+
+def as_flags(text: str, group: click.Command | None = None) -> str:
+    """Writes the options that a message names as the command line has them: ``--force`` for ``force=True``.
+
+    Args:
+        text: a message of the library, which names options as Python has them.
+        group: the program, whose commands have the options; None for that of the running command.
+    """
+    context = click.get_current_context(silent=True)
+    program = group if context is None else context.find_root().command
+    commands = program.commands.values() if isinstance(program, click.Group) else ()
+    options = [p for command in commands for p in command.params if isinstance(p, click.Option)]
+    flags = {option.name: max(option.opts, key=len) for option in options}
+
+    def spell(match: re.Match[str]) -> str:
+        flag = flags.get(match[1])
+        return match[0] if flag is None else f"{flag} {match[2]}" if match[2] else flag
+
+    return _SPELLED.sub(spell, text)
 
 
 @dataclass(frozen=True)
@@ -61,15 +85,18 @@ class Console:
     @contextlib.contextmanager
     def _show_log(self, level: int) -> Iterator[None]:
         logger, handler = logging.getLogger("qtrace"), _LogHandler(self)
-        before = logger.level, logger.propagate
+        notes = logging.getLogger(NOTES)
+        before = logger.level, logger.propagate, notes.level
         logger.addHandler(handler)
         logger.setLevel(level)
+        notes.setLevel(logging.INFO)
         logger.propagate = False
         try:
             yield
         finally:
             logger.removeHandler(handler)
             logger.setLevel(before[0])
+            notes.setLevel(before[2])
             logger.propagate = before[1]
 
     @contextlib.contextmanager
@@ -83,11 +110,11 @@ class Console:
     def note(self, text: str) -> None:
         """Prints ``text`` on stderr, unless the command is quiet."""
         if not self.quiet:
-            click.echo(text, err=True)
+            click.echo(as_flags(text), err=True)
 
     def warn(self, text: str) -> None:
         """Prints a warning on stderr, also if the command is quiet."""
-        click.echo(f"warning: {text}", err=True)
+        click.echo(as_flags(f"warning: {text}"), err=True)
 
     def result(self, text: str, data: Any) -> None:
         """Prints the result: ``text``, or ``data`` as JSON, in which numbers that are not finite are null."""

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-__all__ = ["Counted", "samples_of"]
+__all__ = ["FAKE_QUANTS", "Counted", "samples_of"]
+
+FAKE_QUANTS = "graph with fake quants"
+"""What computes the figures that are no runtime's."""
 
 
 class Counted:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -21,15 +22,16 @@ __all__ = [
     "allow_code",
     "collecting",
     "data",
+    "derived",
     "example",
     "file_or_folder",
     "grouped",
     "importable",
     "input_shapes",
     "output",
+    "prefer",
     "progress",
     "recipe",
-    "times",
 ]
 
 _MAX_VALUES = 2**30  # 4 GiB of float32
@@ -88,12 +90,13 @@ def _all(*options: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def grouped(key: str, *names: str) -> Callable[..., Any]:
-    """Gives a command the options ``names`` as one dict, its argument ``key``."""
+    """Gives a command those of the options ``names`` that it has as one dict, its argument ``key``."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def command(**arguments: Any) -> Any:
-            return function(**{key: {name: arguments.pop(name) for name in names}}, **arguments)
+            given = {name: arguments.pop(name) for name in names if name in arguments}
+            return function(**{key: given}, **arguments)
 
         return command
 
@@ -202,13 +205,37 @@ def data(required: bool, batch_size: int = 8, reserved: Sequence[str] = ()) -> C
     )
 
 
-times = click.option(
-    "--times",
-    type=file_or_folder(),
-    help="A file of measured times: those of it decide if it exists; else what is measured is written there.",
+prefer = click.option(
+    "--prefer",
+    type=click.Choice(["speed", "balanced", "accuracy"]),
+    help="Ops on integers: all that gain time, those worth their noise, or none; default: the recipe's.",
 )
 
 progress = click.option("--progress", is_flag=True, help="Show progress even if stderr is no terminal.")
+
+
+def derived(cls: Any, into: str, **texts: str) -> Callable[..., Any]:
+    """Derives options from the fields of a dataclass; the command gets them as the dict ``into``.
+
+    Args:
+        cls: the dataclass. Fields that other decorators have declared are in the dict, too.
+        into: the name of the command's argument.
+        **texts: field -> its help; a switch that is on becomes ``--no-FIELD``, a number is 0 or more.
+    """
+    known = {field.name: field for field in dataclasses.fields(cls)}
+    added = _all(*(_option_of(known[name], text) for name, text in texts.items()))
+    return lambda function: added(grouped(into, *known)(function))
+
+
+def _option_of(field: dataclasses.Field[Any], text: str) -> Callable[..., Any]:
+    flag = field.name.replace("_", "-")
+    if field.type != "bool":
+        return click.option(f"--{flag}", type=click.FloatRange(0), help=text)
+    if field.default:
+        return click.option(
+            f"--no-{flag}", field.name, is_flag=True, flag_value=False, default=True, help=text
+        )
+    return click.option(f"--{flag}", is_flag=True, help=text)
 
 
 def output(function: Callable[..., Any]) -> Callable[..., Any]:

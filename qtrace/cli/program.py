@@ -34,6 +34,7 @@ from qtrace.cli.commands.split import split
 from qtrace.cli.commands.trace import trace
 from qtrace.cli.commands.tune import tune
 from qtrace.cli.commands.verify import verify
+from qtrace.cli.console import as_flags
 from qtrace.errors import QtraceError, Terminated
 
 __all__ = ["group", "main"]
@@ -169,7 +170,8 @@ def _report_interrupt() -> int:
 def _report_error(error: Exception) -> int:
     """Prints a message for ``error`` and returns the exit code."""
     if isinstance(error, QtraceError):
-        return _report_mistake(f"error: {' '.join(str(error).split())}", error.exit_code)
+        message = as_flags(f"error: {' '.join(str(error).split())}", group)
+        return _report_mistake(message, error.exit_code)
     if isinstance(error, click.ClickException):
         _write_error(error.show)
         return error.exit_code

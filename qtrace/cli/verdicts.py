@@ -16,7 +16,6 @@ from qtrace.cli.images import chosen_words
 from qtrace.cli.options import grouped
 from qtrace.errors import ConfigError, QtraceError
 from qtrace.quantizing.folder import CURE
-from qtrace.quantizing.suffixes import suffix_of
 
 if TYPE_CHECKING:
     from qtrace.data import DataSource
@@ -67,29 +66,29 @@ class NextCommand:
         """Returns the command to run after a diagnosis of a graph for ``backend``."""
         given, out = self.options, self.options["out"]
         if diagnosis.verdict.word == "good" and diagnosis.verdict.passed:
+            from qtrace.quantizing.suffixes import suffix_of
+
             stem = Path(given["model"].rpartition(":")[2]).stem
             name = f"{stem}-int8{suffix_of(backend)}"
             return shlex.join(["qtrace", "export", f"{out}/quantized.mge", "-o", name])
-        if diagnosis.verdict.doubted and not diagnosis.bad_data:
-            return self._calibrate_on_other_data("too-few-samples", diagnosis.verdict.seen)
         if diagnosis.bad_data:
-            return self._calibrate_on_other_data(diagnosis.causes[0].name, diagnosis.verdict.seen)
+            return self._calibrate_on_other_data(diagnosis.causes[0].name, self.judged["evaluation"])
+        if diagnosis.verdict.doubted:
+            return self._calibrate_on_other_data("too-few-samples", None)
         if diagnosis.recipe():
             return self._calibrate(given["data"], f"{out}/{CURE}", given["max_batches"])
         words = ["qtrace", "sensitivity", given["model"], "--data", given["data"]]
         return shlex.join([*words, "--recipe", given["recipe"], *chosen_words()])
 
-    def _calibrate_on_other_data(self, cause: str, seen: bool) -> str:
-        """Returns the command for the data of the verdict, or for more if calibration has read these."""
+    def _calibrate_on_other_data(self, cause: str, data: str | None) -> str:
+        """Returns the command for other data, or for more of the same after a limit."""
         given = self.options
         limit = -(-_ENOUGH_SAMPLES // given["batch_size"])
         if cause == "too-few-samples" and self.more_data:
             return self._calibrate(
                 given["data"], given["recipe"], max(limit, 2 * (given["max_batches"] or 0))
             )
-        return self._calibrate(
-            (not seen and self.judged["evaluation"]) or "MORE_DATA", given["recipe"], limit
-        )
+        return self._calibrate(data or "MORE_DATA", given["recipe"], limit)
 
     def _calibrate(self, data: str, recipe: str, max_batches: int | None) -> str:
         given = self.options

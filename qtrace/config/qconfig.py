@@ -251,8 +251,8 @@ class QConfig(Displayed, OptionModel):
             weight alone. With the last two, everything but the layers stays in float. None for ``static``.
         float: the type of what stays float in ONNX files: ``fp32``, or ``fp16``, which is float16 where the
             ranges of the calibration allow it. None for ``fp32``.
-        cost_table: the file of times that ``placement`` goes by, of ``qtrace bench --kernels`` on the device;
-            its path is relative to the recipe. None for the packaged table of the backend.
+        cost_table: the file of times that ``placement`` goes by, which ``python -m benchmarks.kernels``
+            measures on the device; its path is relative to the recipe. None for the backend's packaged table.
         ptq: algorithms applied after training, with their options, in order; None for fuse_bn.
         qat: settings of the training.
         expect: the accuracy, size and time that the result must reach.

@@ -6,13 +6,11 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
-__all__ = ["FLOAT", "FORMS", "INTEGER", "INTEGER_7", "LOOKUP", "PLAIN_MAX_POOL", "OpShape", "numel"]
+__all__ = ["FLOAT", "FORMS", "INTEGER", "LOOKUP", "PLAIN_MAX_POOL", "OpShape", "numel"]
 
 FLOAT, INTEGER, LOOKUP = "float", "integer", "lookup"
 FORMS = (FLOAT, INTEGER, LOOKUP)
 """Float kernel, integer kernel, look-up table on integers."""
-INTEGER_7 = "integer of 7 bits"
-"""`INTEGER` with weights of 7 bits, where a processor has other kernels for 8: a form of fits alone."""
 PLAIN_MAX_POOL = "max_pool2d, plain"
 """The kind of max pooling on integers in the plain layout, which has a slow kernel in onnxruntime."""
 

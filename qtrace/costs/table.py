@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,9 @@ from qtrace.costs.grid import MonotoneGrid
 from qtrace.costs.shape import FLOAT, FORMS, OpShape
 from qtrace.errors import ConfigError
 
-__all__ = ["FITTED", "SCHEMA", "CostTable", "Machine", "Measurement"]
+__all__ = ["SCHEMA", "CostTable", "Machine", "Measurement"]
 
 SCHEMA = "qtrace-costs/1"
-FITTED = "onnxruntime, fitted to this processor"
-"""The name of a fitted table, where a prediction says by what table it was made."""
 _FOLDER = Path(__file__).parent / "tables"
 
 
@@ -86,7 +84,7 @@ class CostTable:
         if runtime not in cls.known():
             raise ConfigError(
                 f"there is no cost table for {runtime!r}; known: {', '.join(cls.known())}. Measure one with "
-                f"`qtrace bench --kernels --runtime {runtime}`."
+                f"`python -m benchmarks.kernels --runtime {runtime}` in a checkout."
             )
         return _read_packaged(runtime)
 
@@ -100,6 +98,20 @@ class CostTable:
         first = cls.load(runtime)
         others = sorted(path.stem for path in _FOLDER.glob(f"{runtime}.*.json"))
         return {runtime: first, **{name: _read_packaged(name) for name in others}}
+
+    @classmethod
+    def nearest(cls, runtime: str, flags: Sequence[str]) -> str:
+        """Returns the name of the packaged table of the processor whose instruction sets differ least.
+
+        Args:
+            runtime: the runtime.
+            flags: the instruction sets of the processor.
+
+        Raises:
+            ConfigError: when the runtime has no packaged table.
+        """
+        tables = cls.packaged(runtime)
+        return min(tables, key=lambda name: len({*tables[name].machine.flags} ^ {*flags}))
 
     @classmethod
     def for_machine(cls, here: Machine) -> CostTable:

@@ -34,6 +34,7 @@ __all__ = [
     "find_values",
     "first_samples",
     "refuse_nan",
+    "split_samples",
     "translate_errors",
 ]
 
@@ -169,6 +170,15 @@ def first_samples(arguments: _Arguments, count: int, model: TracedModule | None 
     if len(sizes) != 1 or sizes.pop() <= count:
         return None
     return samples if model is None or can_run(model, samples) else None
+
+
+def split_samples(arguments: _Arguments) -> list[_Arguments]:
+    """Returns a call for each sample of a batch whose Tensors share their first axis."""
+
+    def sample(number: int) -> _Arguments:
+        return _map_values(arguments, lambda value: value[number : number + 1] if value.ndim else value)
+
+    return [sample(number) for number in range(count_samples(arguments))]
 
 
 def can_run(model: TracedModule, arguments: _Arguments, samples: int | None = None) -> bool:

@@ -41,6 +41,7 @@ class ImageSource(SizedSource):
     ) -> None:
         super().__init__(str(folder), max_batches)
         self.pixels = True
+        self.cut = not skip_bad  # a bad image makes its batch smaller
         self._images = find_images(folder)
         self._preprocess = preprocess
         self._batch_size = batch_size

@@ -9,7 +9,8 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ParamSpec, TypeVar
+from dataclasses import fields
+from typing import Any, ParamSpec, TypeVar, overload
 
 import numpy as np
 
@@ -56,14 +57,33 @@ _PLAIN: dict[str, tuple[str, Callable[[Any], bool]]] = {
 _LISTED = re.compile(r"(?:Sequence|Iterable)\[(str|int|float)\]\Z")
 
 
-def check_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
+@overload
+def check_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]: ...
+
+
+@overload
+def check_arguments(*, options: type) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]: ...
+
+
+def check_arguments(function: Any = None, *, options: Any = None) -> Any:
     """Makes a public function name the argument that is not of its annotated type, where it fails on one.
 
     Plain types count: texts, paths, numbers, dicts, lists, functions, and classes of qtrace. What the
     function refuses itself keeps its own sentence, and an error that no argument explains stays as it is.
+
+    Args:
+        function: the function.
+        options: the dataclass whose fields the function takes by name, as ``**options``.
     """
+    if function is None:
+        return functools.partial(check_arguments, options=options)
+    return _checked(function, {} if options is None else {f.name: f.type for f in fields(options)})
+
+
+def _checked(function: Callable[_P, _R], options: Mapping[str, Any]) -> Callable[_P, _R]:
     signature = inspect.signature(function)
-    kinds = {name: _alternatives(str(p.annotation)) for name, p in signature.parameters.items()}
+    annotations = {name: p.annotation for name, p in signature.parameters.items()}
+    kinds = {name: _alternatives(str(kind)) for name, kind in {**annotations, **options}.items()}
     several = {n for n, p in signature.parameters.items() if p.kind is p.VAR_POSITIONAL}
 
     @functools.wraps(function)
@@ -75,7 +95,8 @@ def check_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
                 arguments = signature.bind(*args, **kwargs).arguments
             except TypeError:  # a name or a number of arguments, which Python has told
                 arguments = {}
-            for name, value in arguments.items():
+            named = arguments.get("options", {}) if options else {}
+            for name, value in {**arguments, **{n: v for n, v in named.items() if n in kinds}}.items():
                 for one in value if name in several else (value,):
                     if problem := _problem(function, one, kinds[name]):
                         raise QtraceError(f"{function.__name__}: {name} takes {problem}.") from error

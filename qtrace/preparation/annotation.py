@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Container
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from megengine.module import Identity
 
+from qtrace.display import format_bytes
 from qtrace.graph.names import unused_name
 from qtrace.scheme import QScheme
 
@@ -19,7 +20,9 @@ __all__ = [
     "ExprNote",
     "Fold",
     "PlacementNote",
+    "PlacementRow",
     "Plan",
+    "Preference",
     "Site",
     "Sort",
     "free_name",
@@ -28,6 +31,8 @@ __all__ = [
 ]
 
 Sort = Literal["activation", "weight", "bias"]
+Preference = Literal["speed", "balanced", "accuracy"]
+"""What a user prefers: all that gains time on integers, what is worth its noise, or float."""
 DYNAMIC = "uint8 affine, by the range of each batch"
 """What a layer with method ``dynamic`` asks for at its input, as `ExprNote.asks` has it."""
 
@@ -211,51 +216,73 @@ class ExprNote:
 
 
 @dataclass(frozen=True)
-class PlacementNote:
-    """The prediction behind a placement.
+class PlacementRow:
+    """One of the placements that a calibrated graph chooses from.
 
     Attributes:
-        mode: "balanced" or "fastest"; where no op gains time by integers "smaller", or "float" if rounding
-            would spoil the outputs, too.
+        name: "fastest", "balanced" or "float".
+        speed: how many times as fast as float it is predicted to be.
+        sqnr: the measured SQNR of the worst group of columns of an output in dB; None where nothing is lost.
+        group: the name of this group.
+        bytes: the bytes of its parameters.
+    """
+
+    name: str
+    speed: float
+    sqnr: float | None
+    group: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class PlacementNote:
+    """The prediction behind a placement, and what the calibrated graph has chosen from.
+
+    Attributes:
+        mode: "balanced", "fastest" or "small"; "float" where the whole graph stays in float.
         table: name of the measured times.
         milliseconds: predicted time of the graph, one thread.
         float_milliseconds: predicted time of the graph in float.
-        sqnr: predicted SQNR of the worst group of columns of an output in dB; None without noise.
-        group: the name of this group.
-        refused: what faster labellings would leave of an output, as a clause; "" if none was refused.
-        synthetic: whether the noise was measured on generated inputs.
         times: name of an op -> its predicted milliseconds in float and on integers; None without a kernel.
         reasons: name of an op -> why it runs as it does.
-        measured: what labellings took and kept when they were measured in turns; "" if they were not.
         centred: whether ranges are symmetric where layers are slower if their input has a zero point, and the
             parts of a concat share theirs.
+        rows: what the calibrated graph has chosen from, the fastest first; () before.
+        chosen: the name of the row that was taken; "" before.
     """
 
     mode: str
     table: str
     milliseconds: float
     float_milliseconds: float
-    sqnr: float | None = None
-    group: str = ""
-    refused: str = ""
-    synthetic: bool = False
     times: dict[str, tuple[float, float | None]] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
-    measured: str = ""
     centred: bool = False
+    rows: tuple[PlacementRow, ...] = ()
+    chosen: str = ""
+
+    def choice_lines(self) -> list[str]:
+        """Returns the rows as a table, the chosen one marked; nothing before there are any."""
+        prefer = {"fastest": "--prefer speed", "balanced": "", "float": "--prefer accuracy"}
+        lines = [f"{'choice':<12}  speed   SQNR      size"] if self.rows else []
+        for row in self.rows:
+            chosen = row.name == self.chosen
+            sqnr = "-" if row.sqnr is None else f"{row.sqnr:.1f}"
+            figures = f"{row.speed:>5.2f}x {sqnr:>6} {format_bytes(row.bytes):>9}"
+            line = f"{'*' if chosen else ' '} {row.name:<10} {figures}"
+            lines.append(line if chosen else f"{line}    {prefer[row.name]}".rstrip())
+        return lines
 
     @property
     def conclusion(self) -> str:
-        """Why it is not the labelling that takes the least time; "" if it is, or noise was weighed."""
-        if self.mode == "float" and self.measured:
-            return self.measured
-        gains = f"what gains time by integers spoils an output ({self.refused})" if self.refused else ""
-        reason = gains or "no op gains time by integers"
-        if self.mode == "smaller":
-            return f"{reason}, so layers run on them for the size of their weights alone"
-        if self.mode == "float":
-            return f"{reason}, and no file would be smaller at a low cost in time and accuracy"
-        return f"faster ones are left out, as they spoil an output ({self.refused})" if self.refused else ""
+        """Why the whole graph is in float; "" if it is not."""
+        if self.mode != "float":
+            return ""
+        lost = [row for row in self.rows if row.sqnr is not None]
+        if not lost:
+            return "integers gain too little time"
+        row = lost[-1]
+        return f"the time that integers gain is not worth their noise ({row.group} has {row.sqnr:.1f} dB)"
 
 
 @dataclass(frozen=True)
@@ -298,8 +325,6 @@ class Annotation:
         data = dict(vars(self))
         if self.placement is None:  # as in annotations of before there were placements, whose hashes stay
             del data["placement"]
-        elif not self.placement.centred:
-            data["placement"] = {k: v for k, v in vars(self.placement).items() if k != "centred"}
         if not self.dynamic:
             del data["dynamic"]
         return json.dumps(data, default=_plain, sort_keys=True)  # asdict would copy every value first
@@ -318,7 +343,7 @@ class Annotation:
             inputs=tuple(data["inputs"]),
             outputs=tuple(data["outputs"]),
             factors=data["factors"],
-            placement=None if (placement := data.get("placement")) is None else PlacementNote(**placement),
+            placement=None if (placement := data.get("placement")) is None else _placement(placement),
             dynamic=tuple(
                 DynamicInput(**{**d, "consumers": tuple(d["consumers"])}) for d in data.get("dynamic", ())
             ),
@@ -332,6 +357,13 @@ def _plain(value: Any) -> dict[str, Any]:
 def _note(data: dict[str, Any]) -> ExprNote:
     plain: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in data.items()}
     return ExprNote(**plain)
+
+
+def _placement(data: dict[str, Any]) -> PlacementNote:
+    """Reads a placement, also from an earlier version, which told other figures of it."""
+    known = {key.name for key in fields(PlacementNote)}
+    rows = tuple(PlacementRow(**row) for row in data.get("rows", ()))
+    return PlacementNote(**{**{key: value for key, value in data.items() if key in known}, "rows": rows})
 
 
 def _site(data: dict[str, Any]) -> Site:

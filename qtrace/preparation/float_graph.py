@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from qtrace.config import QConfig
@@ -18,14 +18,11 @@ from qtrace.preparation.passes.biases import align_biases
 from qtrace.preparation.passes.compose import compose_pieces
 from qtrace.preparation.passes.expand import expand
 from qtrace.preparation.passes.neutral import drop_neutral
-from qtrace.preparation.passes.unlike import UnlikeNames
-from qtrace.preparation.placement.noise import OutputNoise
-from qtrace.preparation.placement.reference import Measured
 from qtrace.preparation.samples import cut_images, first_calls, holds_infinite_data, read_calls
 
-__all__ = ["FloatGraph", "FloatSource", "GraphFacts", "make_float_graph"]
+__all__ = ["FloatGraph", "make_float_graph"]
 
-# Images on which the noise of each rounding is measured: their mean decides, not one of them.
+# Images on which ranges are measured: their mean decides, not one of them.
 _MEASURED_SAMPLES = 4
 # The samples that algorithms of the float stage read.
 _READ_SAMPLES = 32
@@ -54,54 +51,6 @@ class FloatGraph:
     reports: tuple[dict[str, Any], ...]
     located: native.Located | None
     dropped: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class GraphFacts:
-    """What was found in a float graph under its config, which holds for every copy, however it is placed.
-
-    Attributes:
-        measured: what was measured in the graph; None if nothing was.
-        unlike: what stays in float whatever the placement.
-        noise: what every rounding costs; None if it was not measured.
-    """
-
-    measured: Measured | None
-    unlike: UnlikeNames
-    noise: OutputNoise | None = None
-
-
-class FloatSource:
-    """The float graph of a network and what was found in it, both made once for several labellings.
-
-    Args:
-        traced: a traced module in float; it is not changed.
-        config: the config whose float algorithms run.
-        samples: the user's batches; None if there are none.
-
-    Attributes:
-        facts: what was found in a copy of the graph; None if nothing was yet.
-    """
-
-    def __init__(self, traced: TracedModule, config: QConfig, samples: Iterable[Any] | None = None) -> None:
-        self._graph = make_float_graph(traced, config, samples)
-        self.facts: GraphFacts | None = None
-
-    @property
-    def calls(self) -> Sequence[Any] | None:
-        """The arguments of the calls on which the graph is measured; None for generated images."""
-        return self._graph.samples
-
-    def copy(self, config: QConfig) -> FloatGraph:
-        """Returns a graph to be changed.
-
-        Args:
-            config: differs in observers, late algorithms and bits of weights alone.
-        """
-        graph = self._graph
-        if graph.located is not None:
-            config, _ = native.without_refitting(config, graph.located)
-        return replace(graph, model=flatten(graph.model), config=config)
 
 
 def make_float_graph(

@@ -6,18 +6,21 @@ ops that it does not, and run in their order: a part reads results of earlier pa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from qtrace import ops
 from qtrace.config import backends
+from qtrace.errors import GraphError
 from qtrace.graph.parts import Composition
 from qtrace.graph.parts.build import build_parts, copyable_exprs, flat_copy
+from qtrace.graph.parts.split import split as split_graph
 from qtrace.graph.types import Expr, Node, TracedModule
 from qtrace.graph.walk import exprs
+from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.prepare import plan
 from qtrace.process.thread import on_engine_thread
 
-__all__ = ["partition"]
+__all__ = ["partition", "split"]
 
 _SUPPORTED = frozenset({"int", "fused", "carried"})
 
@@ -101,3 +104,33 @@ def _find_support(flat: TracedModule, backend: str) -> dict[Expr, bool]:
     for expr in reversed(pieces):
         support[expr] = all(support.get(u, True) for n in expr.outputs for u in n.users)
     return support
+
+
+@check_arguments
+def split(
+    traced: TracedModule,
+    at: Sequence[str | Sequence[str]] | None = None,
+    *,
+    by: Callable[[Node], Hashable] | None = None,
+    by_backend: str | None = None,
+) -> Composition:
+    """Splits a model into parts that are calibrated and exported by themselves, as ``qtrace split`` does.
+
+    Args:
+        traced: a traced module; it is not changed and shares nothing with the parts.
+        at: the nodes behind which to cut, one name or several together for each cut, in the graph's order.
+        by: takes a node of the flat graph and returns the label of its part, as for `qtrace.graph.split`.
+        by_backend: the name of a backend, where support begins or ends for each part.
+
+    Returns:
+        The parts in the order in which they run; calling the result computes what ``traced`` computes.
+
+    Raises:
+        ConfigError: for an unknown backend.
+        GraphError: when not just one way to cut is given, or for cuts that the graph does not have.
+    """
+    if [at is None, by is None, by_backend is None].count(False) != 1:
+        raise GraphError("give one of at, by and by_backend.")
+    if by_backend is not None:
+        return partition(traced, by_backend)
+    return split_graph(traced, at, by=by)

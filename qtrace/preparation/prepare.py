@@ -15,7 +15,6 @@ from typing import Any
 from qtrace.config import QConfig, Region, backends
 from qtrace.config.checking import check_whole
 from qtrace.config.recipe import config_or_default
-from qtrace.costs import CostTable
 from qtrace.data.batches import check_batches
 from qtrace.errors import GraphError
 from qtrace.graph.lint import check
@@ -26,19 +25,18 @@ from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.annotation import Annotation
 from qtrace.preparation.decision import Decision, decide
 from qtrace.preparation.faithfulness import Faithfulness, read_batches
-from qtrace.preparation.float_graph import FloatGraph, FloatSource, make_float_graph
+from qtrace.preparation.float_graph import FloatGraph, make_float_graph
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.original import GivenGraph
 from qtrace.preparation.passes import native
 from qtrace.preparation.passes.insert import insert
-from qtrace.preparation.passes.search import SearchOutcome
 from qtrace.preparation.phases import switch_phase
 from qtrace.preparation.record import Record, is_quantized, write_record
 from qtrace.process.garbage import paused_collector
 from qtrace.process.memory import returns_memory
 from qtrace.process.thread import on_engine_thread
 
-__all__ = ["FloatSource", "SearchOutcome", "plan", "prepare", "prepare_placed", "read_request"]
+__all__ = ["plan", "prepare", "prepare_config", "read_request"]
 
 _LOG = logging.getLogger("qtrace")
 _SHOWN = 10
@@ -78,9 +76,8 @@ def prepare(
         outputs: names or glob patterns of the nodes or modules with which the quantized region ends; None
             as for ``inputs``. Ops outside of the region stay float.
         samples: batches as `calibrate` takes them. On the first four images the ranges of the parts of joins,
-            slices and outputs are measured, and for a placement the noise of roundings at the outputs; on
-            the first one the copy is compared with ``traced``. None for generated images. No iterator, which
-            `calibrate` would go on reading behind them.
+            slices and outputs are measured; on the first one the copy is compared with ``traced``. None for
+            generated images. No iterator, which `calibrate` would go on reading behind them.
         progress: whether to show a progress bar on stderr while the graph runs on ``samples``; none appears
             within the first second.
 
@@ -95,56 +92,41 @@ def prepare(
             something else on ``samples``.
     """
     config = read_request(traced, qconfig, inputs, outputs, samples)
-    prepared = prepare_placed(traced, config, samples, qconfig, progress=progress)[0]
+    prepared = prepare_config(traced, config, samples, qconfig, progress)
     if samples is not None:
         Faithfulness(GivenGraph(traced), traced, read_batches(samples)).check(prepared)
     return prepared
 
 
 @returns_memory
-def prepare_placed(
+def prepare_config(
     traced: TracedModule,
     config: QConfig,
     samples: Iterable[Any] | None,
     request: object = None,
-    outcome: SearchOutcome | None = None,
-    fitted: CostTable | None = None,
     progress: bool = False,
-    source: FloatSource | None = None,
-    quiet: bool = False,
-) -> tuple[TracedModule, SearchOutcome | None]:
-    """Prepares a module, and returns the labellings that its placement chose between, too.
+) -> TracedModule:
+    """Prepares a module by a whole config.
 
     Args:
         traced: a traced module.
         config: the whole config.
         samples: as for `prepare`.
         request: the config as the user gave it, for notes.
-        outcome: a labelling of an earlier search in the same network, which is taken; None to search.
-        fitted: the packaged cost table, fitted to this processor; None for the table as it is packaged.
         progress: as for `prepare`.
-        source: makes the float graph, and keeps what is measured in it; None to make it here.
-        quiet: whether nothing is said of the placement: the graph is one of several in question.
-
-    Returns:
-        The prepared module, and the outcome of the search; None without a choice.
     """
     with paused_collector():
-        graph = make_float_graph(traced, config, samples) if source is None else source.copy(config)
-        decision = decide(graph, outcome, fitted, progress, None if source is None else source.facts)
-        if source is not None:
-            source.facts = decision.facts
+        graph = make_float_graph(traced, config, samples)
+        decision = decide(graph, progress)
         scales = native.bring_scales(graph.model, decision.annotation, graph.located)
         insert(graph.model, scales.annotation)
         check(graph.model, types=False)  # the editor renewed them
         record = _record(graph, decision, scales)
         write_record(graph.model, record)
-        if not quiet:
-            _note_placement(request, record)
-        if outcome is None and not quiet:  # else it was said of an earlier labelling
-            _warn_of_fallback(record.annotation)
+        _note_placement(request, record)
+        _warn_of_fallback(record.annotation)
         _take_over(graph.model, scales)
-    return graph.model, decision.outcome
+    return graph.model
 
 
 @on_engine_thread

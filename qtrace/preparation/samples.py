@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.data.batches import as_arguments, count_samples, first_samples, refuse_nan
+from qtrace.data.batches import as_arguments, count_samples, first_samples, refuse_nan, split_samples
 from qtrace.graph.inference import OpError
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.open_axes import read_open_axes
 from qtrace.graph.open_shapes import infer_types
 from qtrace.graph.types import TensorNode, TracedModule
 
-__all__ = ["cut_call", "cut_images", "first_calls", "holds_infinite_data", "read_calls"]
+__all__ = ["cut_call", "cut_images", "first_calls", "holds_infinite_data", "read_calls", "split_calls"]
 
 _MOST_PIXELS = 1 << 20
 _CUT_SIDE = 960  # a multiple of the strides of detectors
@@ -60,6 +60,17 @@ def cut_call(arguments: Any, count: int, model: TracedModule) -> Any:
     few = first_samples(arguments, count)
     known = few is not None and _is_known_to_take(few, model)
     return few if known else first_samples(arguments, count, model)
+
+
+def split_calls(calls: Iterable[Any], model: TracedModule) -> list[Any]:
+    """Returns calls with single samples; those with several if ``model`` takes no others.
+
+    What is measured on them does not depend on the size of the user's batches then.
+    """
+    single: list[Any] = []
+    for arguments in calls:
+        single += split_samples(arguments) if cut_call(arguments, 1, model) is not None else [arguments]
+    return single
 
 
 def cut_images(calls: list[Any], model: TracedModule) -> list[Any]:

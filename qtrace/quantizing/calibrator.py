@@ -14,16 +14,18 @@ from qtrace.data.fingerprints import SampleRecord
 from qtrace.errors import CalibrationError, LimitError
 from qtrace.graph.opaque import find_random
 from qtrace.graph.types import TracedModule
+from qtrace.inspection.twin import float_twin
+from qtrace.preparation.annotation import Preference
 from qtrace.preparation.faithfulness import Faithfulness
-from qtrace.preparation.prepare import prepare
+from qtrace.preparation.model import QuantizedModel
+from qtrace.preparation.passes.choosing import copy_with_weights
+from qtrace.preparation.prepare import prepare_config, read_request
 from qtrace.preparation.record import fake_quants
 from qtrace.quantizing.call_data import CallData
 from qtrace.quantizing.evaluation import estimate_samples
 from qtrace.quantizing.float_file import FloatFile
 from qtrace.quantizing.judging import Acceptance, Judgement, conclude, copy_float
 from qtrace.quantizing.judging_file import judge_file
-from qtrace.quantizing.measuring import prepare_measured
-from qtrace.quantizing.placing import TimingPlan
 from qtrace.quantizing.reporting import Reporter
 from qtrace.quantizing.verifying import batch_of_file
 from qtrace.runtimes.host import RuntimeHost
@@ -64,6 +66,7 @@ class Calibrator:
         acceptance: the metric of the user, and its limit.
         reporter: takes notes and warnings.
         original: the network as it was given, beside which each prepared graph is checked.
+        prefer: the row that is taken, as for `calibrate`; None for what the config says.
     """
 
     traced: TracedModule
@@ -72,31 +75,29 @@ class Calibrator:
     acceptance: Acceptance
     reporter: Reporter
     original: Faithfulness
+    prefer: Preference | None = None
 
-    def calibrate(self, plan: TimingPlan | None) -> CalibratedGraph:
-        """Prepares and calibrates.
+    def calibrate(self) -> CalibratedGraph:
+        """Prepares and calibrates, and switches off what is not worth its noise."""
+        return self._calibrate(self._prepare(self.config))
 
-        Args:
-            plan: measures placements; None to predict their times.
-        """
-        evaluation = self.data.evaluation
+    def _prepare(self, config: QConfig) -> TracedModule:
         with self.data.times.measure("prepare"):
-            prepared = prepare_measured(
-                self.traced,
-                self.config,
-                self.data.calibration,
-                lambda: evaluation.read(self.traced),
-                plan,
-                self.reporter,
-            )
+            samples, progress = self.data.calibration, self.reporter.progress
+            config = read_request(self.traced, config, samples=samples)
+            prepared = prepare_config(self.traced, config, samples, config, progress)
             self.original.check(prepared)
-        return self._calibrate(prepared)
+        return prepared
 
     def _calibrate(self, prepared: TracedModule) -> CalibratedGraph:
-        source = self.data.calibration
+        source, progress = self.data.calibration, self.reporter.progress
         twin, record = copy_float(prepared), SampleRecord(source)
         with self.data.times.measure("calibrate"):
-            calibrate(prepared, source, progress=self.reporter.progress)
+            reads = map(self.data.evaluation.read, (self.traced,))
+            held_back = itertools.chain.from_iterable(reads)  # read if there is a choice
+            calibrate(prepared, source, progress=progress, held_back=held_back, prefer=self.prefer)
+        if twin is not None:
+            twin = float_twin(QuantizedModel(copy_with_weights(prepared, twin)))
         return CalibratedGraph(prepared, twin, record)
 
     def judge(
@@ -172,25 +173,21 @@ class Calibrator:
                 f"the best has {mixed.reached:.4g}: nothing was written."
             )
         raised = tuple(layer.name for layer in mixed.layers)
-        progress = self.reporter.progress
-        prepared = prepare(self.traced, mixed.qconfig, samples=self.data.calibration, progress=progress)
+        prepared = self._prepare(mixed.qconfig)
         if not any(fake_quants(prepared)):
             raise LimitError(
                 f"the metric is within {max_drop:g} of {mixed.in_float:.4g} only with every layer in float: "
                 "nothing was written."
             )
-        self.original.check(prepared)
-        again = self.judge(self._calibrate(prepared))
-        return replace(again, raised=raised)
+        return replace(self.judge(self._calibrate(prepared)), raised=raised)
 
 
-def refuse_broken(result: CalibratedGraph, allow_broken: bool, spell: Callable[[str], str]) -> None:
+def refuse_broken(result: CalibratedGraph, allow_broken: bool) -> None:
     """Refuses a graph that is broken, or that breaks a limit of the user.
 
     Args:
         result: the graph, and the verdict on it if there is one.
         allow_broken: whether to take a graph whose verdict is ``broken``.
-        spell: writes the names of options in messages.
 
     Raises:
         LimitError: when the graph is refused.
@@ -203,19 +200,19 @@ def refuse_broken(result: CalibratedGraph, allow_broken: bool, spell: Callable[[
         if name := find_random(result.prepared):
             raise LimitError(
                 f"nothing was written, as {name} draws random numbers, which count as noise beside those of "
-                f"float ({verdict.line()}): make them an input of the network, or write it all the same with "
-                f"{spell('allow_broken')}."
+                f"float ({verdict.describe()}): make them an input of the network, or write it all the same "
+                f"with allow_broken=True."
             )
-        if verdict.lowered:  # the causes are those of a graph that was not found to be broken
+        if verdict.has("file"):  # the causes are those of a graph that was not found to be broken
             raise LimitError(
-                f"nothing was written, as the file is useless ({verdict.line()}): calibrate on more samples "
-                f"like those that it loses, or write it all the same with {spell('allow_broken')}."
+                f"nothing was written, as the file is useless ({' '.join(verdict.lines())}): do so, or write "
+                f"it all the same with allow_broken=True."
             )
         recipe = diagnosis.recipe()
         cure = f" A recipe that cures it:\n{recipe}" if recipe else ""
         raise LimitError(
             f"nothing was written, as the graph is useless ({'; '.join(map(str.strip, diagnosis.lines()))}): "
-            f"cure the first cause, or write it all the same with {spell('allow_broken')}.{cure}"
+            f"cure the first cause, or write it all the same with allow_broken=True.{cure}"
         )
     if not verdict.passed:
-        raise LimitError(f"nothing was written, as a limit does not hold ({verdict.line()}).")
+        raise LimitError(f"nothing was written, as a limit does not hold ({' '.join(verdict.lines())}).")

@@ -1,41 +1,24 @@
-"""A card of a file: what it computes in, how close, how large and how fast it is, and how it was made."""
+"""A card of a file: one page for people who take it, with the numbers that the terminal shows."""
 
 from __future__ import annotations
 
-import datetime
 import html
 import json
+import math
 import os
-import platform
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from qtrace.benchmarking.latency import file_size
-from qtrace.benchmarking.machine import describe_machine
-from qtrace.benchmarking.runners.base import RunnerSettings
-from qtrace.config import backends
-from qtrace.config.recipe import dump_recipe
 from qtrace.display import Displayed, format_bytes, format_table
 from qtrace.errors import QtraceError
-from qtrace.export import export
-from qtrace.graph.open_axes import read_open_axes
-from qtrace.graph.signature import list_inputs
-from qtrace.graph.types import TracedModule
-from qtrace.inspection.explanation import Explanation
-from qtrace.metrics import finite_or_none
-from qtrace.preparation.figures import read_figures
-from qtrace.preparation.model import QuantizedModel
-from qtrace.preparation.precision import count_precisions
-from qtrace.quantizing.files import bench
-from qtrace.runtimes.host import RuntimeHost
+from qtrace.metrics import finite_values
+from qtrace.preparation.annotation import PlacementNote, PlacementRow
 from qtrace.sensitivity.diagnosis.verdict import Verdict
-from qtrace.storage.files import replacing, temporary_folder
-from qtrace.verification.report import VerifyReport
+from qtrace.storage.files import replacing
 
-__all__ = ["TIMED", "Card", "FloatOps", "Timing", "make_card", "measure_speed", "timed_settings"]
+__all__ = ["TIMED", "Card", "FloatOps"]
 
 # Suffix of a file that a runtime runs here -> the runtime and its package.
 TIMED = {
@@ -43,7 +26,6 @@ TIMED = {
     ".tflite": ("litert", "ai-edge-litert"),
     ".param": ("ncnn", "ncnn"),
 }
-_PACKAGES = ("qtrace", "megengine", "numpy", "onnx", "onnxruntime", "openvino", "ai-edge-litert", "ncnn")
 
 
 @dataclass(frozen=True)
@@ -58,29 +40,9 @@ class FloatOps:
     kinds: Mapping[str, int]
     reason: str
 
-
-@dataclass(frozen=True)
-class Timing:
-    """The measured times of the file and of its float twin, which took turns.
-
-    Attributes:
-        float_milliseconds: the median time of a run of the float file.
-        milliseconds: the median time of a run of the file.
-        runtime: the runtime with its version.
-        processor: the processor.
-        threads: the number of threads.
-    """
-
-    float_milliseconds: float
-    milliseconds: float
-    runtime: str
-    processor: str
-    threads: int
-
-    @property
-    def speed(self) -> float:
-        """How many times as fast as float the file is."""
-        return self.float_milliseconds / self.milliseconds
+    def names(self) -> str:
+        """Returns the kinds with their numbers in words."""
+        return ", ".join(f"{count} {kind}" for kind, count in self.kinds.items())
 
 
 @dataclass(frozen=True, repr=False)
@@ -89,124 +51,99 @@ class Card(Displayed):
 
     Attributes:
         file: the name of the file.
-        network: the name of the network.
-        target: the backend; what runs it where no runtime here does.
-        precision: precision, such as ``w8a8``, or ``float`` -> the number of layers.
-        floats: the ops in float, with the reasons.
-        bytes: the size of the file.
-        parameter_bytes: the size of the parameters as stored, and in float32.
-        macs: the multiply-accumulates at the traced shapes, and those on integers.
-        inputs: name -> shape at which the network was traced.
-        verdict: how close the graph is to float, by output group; None if it could not be judged.
-        data: the name of the calibration data, and the number of samples that were judged.
-        verified: what the runtime computed: None if the file was not run, else the largest difference in LSB.
-        timing: the measured times; None if they were not measured.
-        untimed: why they were not measured; "" if they were.
+        lines: what the terminal shows of it: verdict, doubts, causes, choice, speed and verification.
+        placement: the placements that there were, of which the file is one; None without a choice.
+        verdict: how close the file is to float, by output group; None if it is in float or was not judged.
+        noise: name of a layer -> its share of the noise, the largest first.
+        floats: the ops in float, by reason.
+        facts: the network, its inputs, sizes and MACs, in words.
+        figures: the same in numbers, and what was measured, for JSON.
         recipe: the config as a recipe.
-        versions: package -> version.
-        made: the day.
-        stages: stage of the run that made the file -> its time in seconds.
+        made: the day, the versions of packages, and the seconds of each stage.
     """
 
     file: str
-    network: str
-    target: str
-    precision: Mapping[str, int]
-    floats: tuple[FloatOps, ...]
-    bytes: int
-    parameter_bytes: tuple[int, int]
-    macs: tuple[int, int]
-    inputs: Mapping[str, tuple[int, ...]]
+    lines: tuple[str, ...]
+    placement: PlacementNote | None
     verdict: Verdict | None
-    data: str
-    verified: int | None
-    timing: Timing | None
-    untimed: str
+    noise: Mapping[str, float]
+    floats: tuple[FloatOps, ...]
+    facts: Mapping[str, str]
+    figures: Mapping[str, Any]
     recipe: str
-    versions: Mapping[str, str] = field(default_factory=dict)
-    made: str = ""
-    stages: Mapping[str, float] = field(default_factory=dict)
+    made: Mapping[str, Any]
 
     def table(self) -> str:
         """Returns the card as text."""
-        rows = [(name, value) for name, value in self._facts() if value]
-        parts = [format_table((self.file, ""), rows, None)]
-        if self.verdict is not None and self.verdict.groups:
-            groups = [(g.name, f"{g.sqnr_db:.1f}") for g in self.verdict.groups]
+        parts = ["\n".join(self.lines), format_table((self.file, ""), self.facts.items(), None)]
+        if groups := self._groups():
             parts.append(format_table(("output", "SQNR dB"), groups, None))
+        if self.noise:
+            shares = [(name, f"{share:.0%}") for name, share in self.noise.items()]
+            parts.append(format_table(("noise of", "share"), shares, None))
         if self.floats:
-            kinds = [(", ".join(f"{n} {k}" for k, n in f.kinds.items()), f.reason) for f in self.floats]
-            parts.append(format_table(("in float", "why"), kinds, None))
+            parts.append(format_table(("in float", "why"), self._floats(), None))
         return "\n\n".join(parts)
 
-    def _facts(self) -> list[tuple[str, str]]:
-        layers = sum(self.precision.values())
-        shares = ", ".join(f"{name} in {count} of {layers} layers" for name, count in self.precision.items())
-        stored, in_float = map(format_bytes, self.parameter_bytes)
-        macs, integers = self.macs
-        verdict = self.verdict
-        metric = "" if verdict is None or verdict.metric is None else f"{verdict.metric:.4g}"
-        if metric and verdict is not None and verdict.float_metric is not None:
-            metric += f", {verdict.float_metric:.4g} in float"
+    def _rows(self) -> tuple[PlacementRow, ...]:
+        return () if self.placement is None else self.placement.rows
+
+    def _choice(self) -> list[tuple[str, str, str, str]]:
+        chosen = "" if self.placement is None else self.placement.chosen
         return [
-            ("network", self.network),
-            ("inputs", ", ".join(f"{n} {'x'.join(map(str, s))}" for n, s in self.inputs.items())),
-            ("target", self.target),
-            ("precision", shares),
-            ("size", f"{format_bytes(self.bytes)}; parameters {stored}, {in_float} in float"),
-            ("MACs", f"{macs:,}, {integers / max(macs, 1):.1%} on integers"),
-            ("time", self._time()),
-            ("verdict", "" if verdict is None else verdict.line().removeprefix("verdict: ")),
-            ("metric", metric),
-            ("data", self.data),
-            ("verified", "" if self.verified is None else f"in its runtime, {self.verified} LSB at most"),
-            ("versions", ", ".join(f"{name} {number}" for name, number in self.versions.items())),
-            ("made", self.made),
-            ("stages", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.stages.items())),
+            (
+                f"* {row.name}" if row.name == chosen else row.name,
+                f"{row.speed:.2f}x",
+                "-" if row.sqnr is None else f"{row.sqnr:.1f}",
+                format_bytes(row.bytes),
+            )
+            for row in self._rows()
         ]
 
-    def _time(self) -> str:
-        if self.timing is None:
-            return f"not measured: {self.untimed}"
-        t = self.timing
-        threads = f"{t.threads} thread{'s' if t.threads > 1 else ''}"
-        times = f"{t.milliseconds:.3g} ms, {t.float_milliseconds:.3g} ms in float ({t.speed:.2f}x)"
-        return f"{times}, {t.runtime}, {threads}, {t.processor}"
+    def _groups(self) -> list[tuple[str, str]]:
+        groups = () if self.verdict is None else self.verdict.groups
+        return [(g.name, f"{g.sqnr_db:.1f}" if math.isfinite(g.sqnr_db) else "exact") for g in groups]
+
+    def _floats(self) -> list[tuple[str, str]]:
+        return [(ops.names(), ops.reason) for ops in self.floats]
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the card as plain data."""
-        data = {name: getattr(self, name) for name in ("file", "network", "target", "bytes", "data", "made")}
-        verdict = None if self.verdict is None else asdict(self.verdict)
-        if verdict is not None:
-            for group in verdict["groups"]:
-                group["sqnr_db"] = finite_or_none(group["sqnr_db"])
-                group["variation_db"] = finite_or_none(group["variation_db"])
-            verdict["sqnr_db"] = finite_or_none(verdict["sqnr_db"])
-        return {
-            **data,
-            "precision": dict(self.precision),
-            "float": [{"ops": dict(f.kinds), "reason": f.reason} for f in self.floats],
-            "parameter_bytes": self.parameter_bytes[0],
-            "float_parameter_bytes": self.parameter_bytes[1],
-            "macs": self.macs[0],
-            "integer_macs": self.macs[1],
-            "inputs": {name: list(shape) for name, shape in self.inputs.items()},
-            "verdict": verdict,
-            "worst_lsb": self.verified,
-            "time": None if self.timing is None else {**asdict(self.timing), "speed": self.timing.speed},
-            "not_timed": self.untimed,
-            "recipe": self.recipe,
-            "versions": dict(self.versions),
-            "stage_seconds": {name: round(seconds, 3) for name, seconds in self.stages.items()},
-        }
+        plain: dict[str, Any] = finite_values(
+            {
+                "file": self.file,
+                **self.figures,
+                "choice": [asdict(row) for row in self._rows()],
+                "verdict": None if self.verdict is None else asdict(self.verdict),
+                "noise": dict(self.noise),
+                "float": [{"ops": dict(ops.kinds), "reason": ops.reason} for ops in self.floats],
+                "recipe": self.recipe,
+                **self.made,
+            }
+        )
+        return plain
 
     def html(self) -> str:
         """Returns the card as one self-contained page."""
-        title, recipe = html.escape(f"{self.file}: card"), html.escape(self.recipe)
+        choice = [] if self.placement is None else self.placement.choice_lines()
+        word = "check" if self.verdict is None else self.verdict.word
+        told = "\n".join(line for line in self.lines if line not in choice)
+        measured = [
+            _as_table("Choice", ("", "speed", "SQNR dB", "size"), self._choice()),
+            _as_table("Outputs", ("output", "SQNR dB"), self._groups()),
+            _as_bars("Where the noise comes from", self.noise),
+        ]
+        parts = [
+            f'<pre class="{word}">{_escape(told)}</pre>',
+            f"<div>{''.join(measured)}</div>",
+            _as_table("In float", ("ops", "why"), self._floats()),
+            _as_table("File", (), list(self.facts.items())),
+            f"<details><summary>Recipe</summary><pre>{_escape(self.recipe)}</pre></details>",
+        ]
         return (
             '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-            f"<title>{title}</title><style>{_STYLE}</style></head><body><h1>{html.escape(self.file)}</h1>"
-            f"{self._body()}<h2>Recipe</h2><pre>{recipe}</pre></body></html>\n"
+            f"<title>{_escape(self.file)}: card</title><style>{_STYLE}</style></head>"
+            f"<body><h1>{_escape(self.file)}</h1>{''.join(parts)}</body></html>\n"
         )
 
     def save(self, path: str | os.PathLike[str]) -> tuple[Path, Path]:
@@ -232,144 +169,36 @@ class Card(Displayed):
         return data, page
 
 
-_STYLE = (
-    "body{font:15px/1.5 system-ui,sans-serif;max-width:62em;margin:2em auto;padding:0 1em}"
-    "td,th{padding:.2em .8em .2em 0;vertical-align:top}th{border-bottom:1px solid #999}"
-    "table{margin:1em 0}pre{background:#f4f4f4;padding:1em;overflow:auto}"
-)
+_STYLE = """
+body{font:14px/1.45 system-ui,sans-serif;max-width:60em;margin:1.5em auto;padding:0 1em;color:#222}
+h1{font-size:1.5em;margin:0 0 .5em}h2{font-size:1.05em;margin:1.2em 0 .3em}
+table{border-collapse:collapse}td,th{padding:.15em 1.5em .15em 0;text-align:left;vertical-align:top}
+th{border-bottom:1px solid #999;font-weight:600}td:first-child{white-space:nowrap}
+pre{background:#f4f4f4;padding:.7em 1em;white-space:pre-wrap;border-left:4px solid #999;margin:0}
+.good{border-color:#2a8a3e}.check{border-color:#d39b00}.broken{border-color:#c0392b}
+div{display:flex;flex-wrap:wrap;gap:0 4em}
+.bar{display:inline-block;height:.8em;background:#4a7ab5;margin-right:.5em}
+details{margin-top:1.2em}summary{cursor:pointer;font-weight:600}
+"""
 
 
-def make_card(
-    path: Path,
-    traced: TracedModule,
-    converted: TracedModule,
-    explanation: Explanation,
-    *,
-    verdict: Verdict | None,
-    verify: VerifyReport | None,
-    data: str,
-    seconds: float = 1.0,
-    stages: Mapping[str, float] | None = None,
-    host: RuntimeHost | None = None,
-) -> Card:
-    """Makes the card of an exported file, and measures its time beside that of float.
+def _escape(text: str) -> str:
+    return html.escape(text, quote=False)
 
-    Args:
-        path: the file.
-        traced: the float network.
-        converted: the graph that was exported.
-        explanation: what became of each op.
-        verdict: how close the graph is to float.
-        verify: the report of the file's run in its runtime.
-        data: the name of the calibration data.
-        seconds: how long each of both files runs, in seconds.
-        stages: stage of the run that made the file -> its time in seconds.
-        host: the interpreter or machine that has the runtime; None for this one.
-    """
-    view, figures = QuantizedModel(converted), read_figures(converted)
-    timing, untimed = measure_speed(path, traced, view.config.backend, seconds, host)
-    floats = explanation.to_dict()["summary"]["floats"]
-    judged = "" if verdict is None else f"; judged on {verdict.samples} {verdict.measured_on}"
-    return Card(
-        file=path.name,
-        network=str(traced.graph._qualname),
-        target=view.config.backend,
-        precision=count_precisions(view.annotation),
-        floats=tuple(FloatOps(entry["kinds"], entry["reason"]) for entry in floats),
-        bytes=file_size(path),
-        parameter_bytes=(figures.bytes, figures.float_bytes),
-        macs=(figures.macs, figures.integer_macs),
-        inputs={name: tuple(int(n) for n in shape) for name, shape in list_inputs(traced)},
-        verdict=verdict,
-        data=f"{data}{judged}",
-        verified=None if verify is None else verify.worst_lsb(),
-        timing=timing,
-        untimed=untimed,
-        recipe=dump_recipe(view.config),
-        versions=_versions(),
-        made=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        stages=dict(stages or {}),
+
+def _as_table(title: str, headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Returns a table as HTML below its title; "" without rows."""
+    listed = "".join(f"<tr>{''.join(f'<td>{_escape(c)}</td>' for c in row)}</tr>" for row in rows)
+    head = "".join(f"<th>{_escape(name)}</th>" for name in headers)
+    return f"<section><h2>{title}</h2><table><tr>{head}</tr>{listed}</table></section>" if listed else ""
+
+
+def _as_bars(title: str, shares: Mapping[str, float]) -> str:
+    """Returns a bar chart as HTML below its title; "" without shares."""
+    most = max(shares.values(), default=1.0)
+    rows = "".join(
+        f"<tr><td>{_escape(name)}</td><td><span class=bar style='width:{12 * share / most:.2f}em'></span>"
+        f"{share:.0%}</td></tr>"
+        for name, share in shares.items()
     )
-
-
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:  # an extra that is not installed
-            continue
-    return versions
-
-
-def timed_settings(
-    traced: TracedModule, suffix: str = ".onnx", host: RuntimeHost | None = None
-) -> RunnerSettings:
-    """Returns how a file of a network is run to be timed: one thread, and the traced sizes for open axes.
-
-    Args:
-        traced: the network.
-        suffix: that of the file: a ``.param`` has no shapes, and a ``.tflite`` is fixed to the traced ones,
-            in another order of axes.
-        host: the interpreter or machine that has the runtime; None for this one.
-    """
-    record = read_open_axes(traced)
-    is_open = suffix == ".onnx" and record is not None and not record.only_batch()
-    shapes = {name: tuple(int(n) for n in shape) for name, shape in list_inputs(traced)}
-    return RunnerSettings(1, 1, shapes if is_open or suffix == ".param" else {}, host)
-
-
-def measure_speed(
-    path: Path,
-    traced: TracedModule,
-    backend: str,
-    seconds: float = 1.0,
-    host: RuntimeHost | None = None,
-) -> tuple[Timing | None, str]:
-    """Measures a file and its float twin in turns, on one thread.
-
-    Args:
-        path: the file.
-        traced: the float network.
-        backend: the backend of the file.
-        seconds: how long each file runs, in seconds.
-        host: the interpreter or machine that has the runtime; None for this one.
-
-    Returns:
-        The times; or None, and why they were not measured.
-    """
-    device = backends.get(backend).device
-    if device or path.suffix not in TIMED:
-        return None, f"no runtime here runs it as {device or 'its target'} does"
-    runtime, package = TIMED[path.suffix]
-    if backends.get(backend).runtime:
-        runtime = package = backends.get(backend).runtime
-    try:
-        with temporary_folder(path) as folder:
-            twin = export(traced, folder / f"float{path.suffix}")
-            report = bench(
-                twin,
-                path,
-                runtime=runtime,
-                shapes=timed_settings(traced, path.suffix).shapes,
-                seconds=seconds,
-                progress=False,
-                runtime_host=host,
-            )
-    except (QtraceError, OSError) as error:
-        return None, str(error).rstrip(".")
-    side = report.files[0].side
-    if not side:
-        machine = describe_machine(runtime, package, report.threads)
-        side = {"version": machine.version, "processor": machine.processor}
-    float_seconds, own_seconds = (file.latency.median for file in report.files)
-    return (
-        Timing(
-            1e3 * float_seconds,
-            1e3 * own_seconds,
-            f"{runtime} {side['version']}",
-            str(side["processor"]),
-            report.threads,
-        ),
-        "",
-    )
+    return f"<section><h2>{title}</h2><table>{rows}</table></section>" if rows else ""

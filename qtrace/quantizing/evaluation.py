@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qtrace.data.base import Batch, DataSource, SizedSource, batch_length
+from qtrace.data.base import Batch, DataSource, SizedSource, batch_length, length_of_last
 from qtrace.data.batches import as_arguments, check_run, find_values, refuse_nan
 from qtrace.data.whole import SampleRange
 from qtrace.errors import CalibrationError
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.samples import cut_call, holds_infinite_data
+from qtrace.sensitivity.diagnosis.inputs import find_single_numbers
+from qtrace.sensitivity.diagnosis.samples import ENOUGH_SAMPLES
 
 __all__ = [
     "EvaluationData",
@@ -27,14 +29,10 @@ __all__ = [
     "shorten",
 ]
 
-_BATCHES = 2
-_SAMPLES = 8  # of a batch
-_MOST_BATCHES = 8
-_LEAST_BATCHES = 4  # from which one is held back
-_MANY_BATCHES = 16  # from which two are held back
-_LEAST_SAMPLES = 8  # from which some are held back where there are fewer batches, and of many small ones
-_INPUT_SAMPLES = 32
-_LEAST_VALUES = 16  # of all inputs, which should differ
+_BATCHES = 2  # of `ENOUGH_SAMPLES`, which a verdict reads at most: the graph runs slowly
+_MOST_BATCHES = 8  # of fewer samples, such as large images
+_QUARTER = 4  # of the data is held back at most: ranges need the rest
+_INPUT_SAMPLES = 32  # whose means tell another preparation of the inputs
 
 
 @dataclass(frozen=True)
@@ -110,7 +108,6 @@ def choose_evaluation(
     source: DataSource,
     reopen: Callable[[], DataSource],
     evaluation: DataSource | None,
-    spell: Callable[[str], str],
 ) -> EvaluationData:
     """Chooses the batches of the verdict; holds some of the calibration data back if there are enough.
 
@@ -118,63 +115,53 @@ def choose_evaluation(
         source: the calibration data.
         reopen: opens the same data without a limit on the number of batches.
         evaluation: other data to judge on; None for none.
-        spell: writes the names of options, see `qtrace.storage.outputs.flag`.
     """
     count = len(source) if hasattr(source, "__len__") else None
     whole = source if count is None else reopen()
     limit, more = source.max_batches, count is not None and len(whole) > count  # type: ignore[arg-type]
     if evaluation is not None:
-        words = f"samples of {spell('evaluation')}"
-        return EvaluationData(evaluation, 0, words, limit, more, other_data=True)
+        return EvaluationData(evaluation, 0, "samples of the evaluation data", limit, more, other_data=True)
     if more:
-        return EvaluationData(whole, count or 0, f"samples behind {spell('max_batches')}", limit, more)
-    if count is not None and count >= _LEAST_BATCHES:
+        return EvaluationData(whole, count or 0, "samples after the limit of batches", limit, more)
+    if count is not None and count >= _QUARTER:
         first = count - _count_held(source, count)
-        return EvaluationData(whole, first, "samples that were held back", first)
-    words = f"samples of the calibration data; {spell('evaluation')} gives others"
-    return EvaluationData(whole, 0, words, limit, seen=True)
+        return EvaluationData(whole, first, "held-back samples", first)
+    return EvaluationData(whole, 0, "samples of the calibration", limit, seen=True)
 
 
 def _count_held(source: DataSource, count: int) -> int:
-    """Returns how many batches are held back: more of many small ones, such as of single samples."""
-    if source.cut:  # the last batch may have a single sample
-        ends = source.numbered(lambda number: number in (0, count - 1))
-        size, last = (batch_length(batch) for _, batch in ends)
-        least = min(_LEAST_SAMPLES, (size * (count - 1) + last) // _LEAST_BATCHES)
-        held = 1 if count < _MANY_BATCHES else 2
-        while size * (held - 1) + last < least and held < count // 2:
-            held += 1
-        return held
-    size = max(batch_length(next(iter(source))), 1)
-    if count < _MANY_BATCHES:
-        return 2 if size == 1 and count >= 2 * _LEAST_BATCHES else 1
-    return max(2, min(count // _LEAST_SAMPLES, -(-_LEAST_SAMPLES // size)))
+    """Returns how many batches are held back: enough samples, a quarter at most; of many batches two."""
+    size = last = max(batch_length(next(iter(source))), 1)
+    if source.cut and isinstance(source, SizedSource):
+        last = length_of_last(source)  # which may be a single sample
+    least = min(ENOUGH_SAMPLES, (size * (count - 1) + last) // _QUARTER)
+    held = max(1, min(count // (2 * _QUARTER), _BATCHES))
+    return held + max(0, -(-(least - last - size * (held - 1)) // size))
 
 
 def hold_back_samples(source: DataSource, model: TracedModule) -> tuple[DataSource, EvaluationData] | None:
     """Holds the last quarter of the samples back, where there are too few batches to hold one back.
 
     Args:
-        source: data cut from arrays.
+        source: data whose batches qtrace makes, of arrays or images.
         model: the network.
 
     Returns:
         The samples to calibrate on, and those of the verdict; None if there are too few, or the model takes
         batches of one size alone.
     """
-    if not source.cut or not isinstance(source, SizedSource) or len(source) >= _LEAST_BATCHES:
+    if not source.cut or not isinstance(source, SizedSource) or len(source) >= _QUARTER:
         return None
     batches = list(source)
     total = sum(map(batch_length, batches))
-    kept = total - total // _LEAST_BATCHES
-    if total < _LEAST_SAMPLES or cut_call(as_arguments(batches[0], model), 1, model) is None:
+    kept = total - total // _QUARTER
+    if total < ENOUGH_SAMPLES or cut_call(as_arguments(batches[0], model), 1, model) is None:
         return None
-    words = "samples that were held back"
     held = SampleRange(source, kept, total)
-    return SampleRange(source, 0, kept), EvaluationData(held, 0, words, None)
+    return SampleRange(source, 0, kept), EvaluationData(held, 0, "held-back samples", None)
 
 
-def check_values(source: DataSource, spell: Callable[[str], str]) -> None:
+def check_values(source: DataSource) -> None:
     """Refuses data in which each input is one number everywhere: no range of a network follows from them.
 
     Reads the data up to the first value that differs. Outputs of a graph that was calibrated on zeros are
@@ -182,31 +169,23 @@ def check_values(source: DataSource, spell: Callable[[str], str]) -> None:
 
     Args:
         source: the data, without labels.
-        spell: writes the names of options, see `qtrace.storage.outputs.argument`.
 
     Raises:
         CalibrationError: when no value differs.
     """
-    numbers: dict[int | str, float] = {}
-    count = 0
-    for batch in source:
-        for key, array in batch.items() if isinstance(batch, dict) else enumerate(batch):
-            first = array.flat[0]
-            if numbers.setdefault(key, first) != first or not np.all(array == first):
-                return
-            count += array.size
-    if count < _LEAST_VALUES:
+    numbers = find_single_numbers(source)
+    if not numbers:
         return
     single = len(numbers) == 1
     shown = (f"{'the input' if single else f'input {key}'} is {n:g}" for key, n in numbers.items())
     raise CalibrationError(
         f"nothing was written, as {', '.join(shown)} everywhere in {source.source}: look at what reads the "
-        f"data, or write the file all the same with {spell('allow_broken')}."
+        f"data, or write the file all the same with allow_broken=True."
     )
 
 
 def select_samples(batches: Iterable[Batch], model: TracedModule) -> list[Batch]:
-    """Returns the first samples of the data, at most `_SAMPLES` of a batch if ``model`` runs on so few."""
+    """Returns the first samples, at most `ENOUGH_SAMPLES` of a batch if ``model`` runs on so few."""
     return [batch for _, batch in _select(enumerate(batches), model)]
 
 
@@ -217,7 +196,7 @@ def _select(numbered: Iterable[tuple[int, Batch]], model: TracedModule) -> Itera
         selected = shorten(batch, model, number)
         yield number, selected
         samples += batch_length(selected)
-        if samples >= _BATCHES * _SAMPLES or count == _MOST_BATCHES:
+        if samples >= _BATCHES * ENOUGH_SAMPLES or count == _MOST_BATCHES:
             break
 
 
@@ -226,7 +205,7 @@ def count_values(batch: Batch) -> int:
     return sum(array.size for array in (batch.values() if isinstance(batch, dict) else batch))
 
 
-def shorten(batch: Batch, model: TracedModule, index: int, samples: int = _SAMPLES) -> Batch:
+def shorten(batch: Batch, model: TracedModule, index: int, samples: int = ENOUGH_SAMPLES) -> Batch:
     """Cuts a batch to its first ``samples``; a model whose batch is fixed gets all of it."""
     if cut_call(as_arguments(batch, model, index), samples, model) is None:
         return batch

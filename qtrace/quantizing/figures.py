@@ -35,17 +35,19 @@ def note_graph(model: Any, reporter: Reporter) -> dict[str, Any]:
     precision = note_precision(model, reporter)
     size = f"parameters {format_bytes(figures.bytes)}, {format_bytes(figures.float_bytes)} in float"
     facts = {"parameter_bytes": figures.bytes, "float_parameter_bytes": figures.float_bytes, **_macs(figures)}
-    facts |= precision
+    facts |= precision | _choice(figures)
     placement = figures.placement
     if placement is None:
         reporter.note(f"{size}; {_show_macs(figures)}")
         return facts
+    for line in placement.choice_lines():
+        reporter.note(line)
     seconds, in_float = placement.milliseconds / 1e3, placement.float_milliseconds / 1e3
     reporter.note(f"{size}; {_show_macs(figures)}; {_show_times(seconds, in_float, placement.table)}")
-    if seconds * NO_SLOWER > in_float and placement.conclusion:
+    if seconds * NO_SLOWER > in_float:
         reporter.warn(
-            f"the graph is predicted to be slower than float in {placement.table}: {placement.conclusion}. "
-            "`qtrace explain --why NODE` says it of each op."
+            f"the graph is predicted to be slower than float in {placement.table}, as its config asks for "
+            "size: `placement: balanced` in the recipe leaves in float what gains no time."
         )
     return {**facts, "predicted_seconds": seconds, "predicted_float_seconds": in_float}
 
@@ -164,11 +166,11 @@ def note_file(model: Any, path: Path, reporter: Reporter) -> dict[str, Any]:
     from qtrace.benchmarking.onnx_ops import read_graph
     from qtrace.benchmarking.prediction import predict, predict_float
     from qtrace.preparation.figures import read_figures
-    from qtrace.quantizing.card import timed_settings
+    from qtrace.quantizing.delivering import timed_settings
 
     figures, size = read_figures(model), file_size(path)
     text, facts = f"size {format_bytes(size)}; {_show_macs(figures)}", {"bytes": size, **_macs(figures)}
-    facts |= note_precision(model, reporter, path)
+    facts |= note_precision(model, reporter, path) | _choice(figures)
     costs = _read_costs(figures) if path.suffix.lower() == ".onnx" else None
     try:
         graph = None if costs is None else read_graph(path, timed_settings(model).shapes)
@@ -194,9 +196,9 @@ def _read_costs(figures: Figures) -> CostTable | None:
 
     Files are predicted for onnxruntime only.
     """
-    from qtrace.benchmarking.fitting import fitted_table
     from qtrace.config import backends
-    from qtrace.costs import FITTED, CostTable
+    from qtrace.costs import CostTable
+    from qtrace.costs.processor import processor_flags
 
     if figures.cost_table:
         try:
@@ -204,17 +206,22 @@ def _read_costs(figures: Figures) -> CostTable | None:
         except ConfigError:  # the model file has come without it
             return None
         return table if table.machine.runtime == _FLOAT_RUNTIME else None
-    if figures.placement is not None and figures.placement.table == FITTED:
-        try:
-            return fitted_table(weight_bits=figures.weight_bits)
-        except ExportError:  # prepared elsewhere: the runtime is not here
-            return CostTable.load(_FLOAT_RUNTIME)
     runtime = backends.get(figures.backend or _FLOAT_RUNTIME).cost_table
-    return CostTable.load(runtime) if runtime == _FLOAT_RUNTIME else None
+    if runtime != _FLOAT_RUNTIME:
+        return None
+    return CostTable.packaged(runtime)[CostTable.nearest(runtime, processor_flags())]
 
 
 def _macs(figures: Figures) -> dict[str, Any]:
     return {"macs": figures.macs, "integer_macs": figures.integer_macs}
+
+
+def _choice(figures: Figures) -> dict[str, Any]:
+    """Returns what the calibrated graph has chosen from, for JSON."""
+    placement = figures.placement
+    if placement is None or not placement.rows:
+        return {}
+    return {"choice": {"chosen": placement.chosen, "rows": [vars(row) for row in placement.rows]}}
 
 
 def _show_macs(figures: Figures) -> str:

@@ -1,8 +1,8 @@
-"""Files of a network in the runtime of their target, for their outputs alone."""
+"""Files of a network in the runtime of their target, for their outputs only."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,21 +11,108 @@ import numpy as np
 
 from qtrace.data.batches import as_arguments
 from qtrace.graph.interpreter import Interpreter
+from qtrace.graph.signature import list_inputs
 from qtrace.graph.types import TracedModule
-from qtrace.onnxfile.local_session import OrtSession, SessionSettings, dtype_of
+from qtrace.onnxfile.local_session import OrtSession, SessionSettings, SessionValue, dtype_of
+from qtrace.onnxfile.openvino import OpenvinoFile
+from qtrace.onnxfile.reading import read_model
 from qtrace.onnxfile.sessions import open_session
-from qtrace.quantizing.labelling_runs import LabellingRuns
-from qtrace.quantizing.openvino_runs import OpenvinoRuns
+from qtrace.preparation.model import QuantizedModel
 from qtrace.runtimes.host import RuntimeHost
 from qtrace.verification import runtimes
 from qtrace.verification.runtimes import runs_optimized
+from qtrace.verification.runtimes.base import run_outputs
+from qtrace.verification.samples import by_sample
 
 __all__ = ["FileRuns", "input_values", "open_runs", "run_batch"]
 
-FileRuns = OrtSession | OpenvinoRuns | LabellingRuns
-"""A file that runs, with its inputs."""
-
 _ONE_THREAD = SessionSettings(threads=1)
+# As the file is timed. The default precision on some CPUs is bfloat16, which is no noise of the integers.
+_SETTINGS = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": "1"}
+
+
+class CompiledRuns:
+    """A TFLite file or ncnn net in its runtime, with the inputs and the `run` of an `OrtSession`.
+
+    Args:
+        path: the file.
+        converted: the graph that it was exported from.
+        host: the interpreter or machine that has the runtime; None for this one.
+
+    Attributes:
+        inputs: the inputs of the graph; their first size is None where the file takes any number of samples.
+
+    Raises:
+        ExportError: when the runtime cannot load the file.
+    """
+
+    def __init__(self, path: Path, converted: TracedModule, host: RuntimeHost | None = None) -> None:
+        session = runtimes.get(path, None, host).open(path, True)
+        self._session = by_sample(session, QuantizedModel(converted))
+        facts = getattr(session, "facts", None)
+        is_open = self._session is session and (facts is None or bool(facts["free_batch"]))
+        self.inputs = [
+            SessionValue(name, "", [None if is_open else shape[0], *shape[1:]] if shape else [])
+            for name, shape in list_inputs(converted)
+        ]
+
+    def run(self, names: None, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+        """Runs the file once and returns all of its outputs.
+
+        Args:
+            names: None, for all outputs.
+            feeds: input -> its value.
+
+        Raises:
+            ExportError: when the runtime refuses the inputs.
+        """
+        return run_outputs(self._session, [feeds[value.name] for value in self.inputs])
+
+
+class OpenvinoRuns:
+    """An ONNX file in OpenVINO on one thread, with the inputs and the `run` of an `OrtSession`.
+
+    Args:
+        path: the file.
+        host: the interpreter or machine that has OpenVINO; None for this one.
+
+    Attributes:
+        inputs: the inputs that the file declares, without their types.
+
+    Raises:
+        ExportError: when OpenVINO cannot load the file.
+    """
+
+    def __init__(self, path: Path, host: RuntimeHost | None = None) -> None:
+        graph = read_model(path).graph
+        stored = {tensor.name for tensor in graph.initializer}
+        self.inputs = [
+            SessionValue(value.name, "", [d.dim_value or None for d in value.type.tensor_type.shape.dim])
+            for value in graph.input
+            if value.name not in stored
+        ]
+        self._file = OpenvinoFile(path, _SETTINGS, path, host)
+
+    def run(self, names: None, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+        """Runs the file once and returns all of its outputs.
+
+        Args:
+            names: None, for all outputs.
+            feeds: input -> its value; a compiled model has no port for an input that nothing reads.
+
+        Raises:
+            ExportError: when OpenVINO refuses the inputs.
+        """
+        return self._file.run([_value_of(port["names"], feeds, port["dtype"]) for port in self._file.inputs])
+
+
+def _value_of(names: Sequence[str], feeds: Mapping[str, np.ndarray], dtype: str) -> np.ndarray:
+    """Returns the value of the port with the ``names``, in its type."""
+    return next(feeds[name] for name in names if name in feeds).astype(np.dtype(dtype), copy=False)
+
+
+FileRuns = OrtSession | OpenvinoRuns | CompiledRuns
+"""A file that runs, with its inputs."""
 
 
 def open_runs(
@@ -46,7 +133,7 @@ def open_runs(
     """
     if path.suffix.lower() != ".onnx":
         assert converted is not None
-        return LabellingRuns(path, converted, host)
+        return CompiledRuns(path, converted, host)
     runtime = runtimes.get(path, None, host, backend)
     if runtime.name == "openvino":
         return OpenvinoRuns(path, host)

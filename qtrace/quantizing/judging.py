@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from qtrace.data.fingerprints import SampleRecord
 from qtrace.errors import QtraceError
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.twin import float_twin, late_algorithms
+from qtrace.metrics import finite_values
 from qtrace.preparation.model import QuantizedModel
 from qtrace.quantizing.evaluation import EvaluationData, count_samples, first_batches
 from qtrace.quantizing.folder import CURE, VERDICT
@@ -28,9 +28,6 @@ __all__ = [
     "conclude",
     "copy_float",
 ]
-
-
-_SEEN_SHARE = 0.5  # of the samples of a verdict, above which it is one on samples of the calibration
 
 
 @dataclass(frozen=True)
@@ -53,10 +50,12 @@ class Judgement:
     Attributes:
         diagnosis: the diagnosis; None if the graph could not be judged.
         cure: the recipe that removes the causes; "" for none.
+        file: the verdict on the finished file and more samples; None if there is none.
     """
 
     diagnosis: Diagnosis | None = field(default=None, repr=False)
     cure: str = field(default="", repr=False)
+    file: Verdict | None = field(default=None, repr=False)
 
     @property
     def passed(self) -> bool:
@@ -73,16 +72,19 @@ class Judgement:
         """Returns the judgement with the verdict on the finished file."""
         if self.diagnosis is None:
             return self
-        return replace(
-            self, diagnosis=replace(self.diagnosis, verdict=self.diagnosis.verdict.with_file(verdict))
-        )
+        merged = self.diagnosis.verdict.with_file(verdict)
+        return replace(self, diagnosis=replace(self.diagnosis, verdict=merged), file=verdict)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns verdict and causes as plain data, in which numbers that JSON does not know are None."""
         if self.diagnosis is None:
             return {}
-        causes = [_finite(asdict(cause)) for cause in self.diagnosis.causes]
-        return {"verdict": _finite(asdict(self.diagnosis.verdict)), "causes": causes}
+        causes = [asdict(cause) for cause in self.diagnosis.causes]
+        file = {} if self.file is None else {"file_verdict": asdict(self.file)}
+        plain: dict[str, Any] = finite_values(
+            {"verdict": asdict(self.diagnosis.verdict), "causes": causes, **file}
+        )
+        return plain
 
     def write(self, folder: Path, figures: dict[str, Any]) -> None:
         """Writes the verdict with its causes and ``figures``, and the cure, into an unfinished folder."""
@@ -92,19 +94,6 @@ class Judgement:
         (folder / VERDICT).write_text(text + "\n", encoding="utf-8")
         if self.cure:
             (folder / CURE).write_text(self.cure, encoding="utf-8")
-
-
-def _finite(figures: dict[str, Any]) -> dict[str, Any]:
-    """Replaces numbers that JSON does not know by None, in nested data, too."""
-    return {key: _finite_value(value) for key, value in figures.items()}
-
-
-def _finite_value(value: Any) -> Any:
-    if isinstance(value, dict):
-        return _finite(value)
-    if isinstance(value, (list, tuple)):
-        return [_finite_value(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def copy_float(prepared: TracedModule) -> TracedModule | None:
@@ -144,19 +133,19 @@ def conclude(
         QtraceError: when the graph cannot be judged, and there is a limit.
     """
     try:
-        seen = evaluation.seen
-        if seen:
+        if evaluation.seen:
             samples = count_samples(calibration)
         batches = evaluation.read(prepared)
-        words = evaluation.measured_on
-        if not seen and record is not None and record.share(batches) > _SEEN_SHARE:
-            seen, words = True, f"{words}, which the calibration has read"
+        words, read = evaluation.measured_on, 1.0
+        if not evaluation.seen:
+            read = 0.0 if record is None else record.share(batches)
+            words += f", {read:.0%} of which the calibration has read" if read else ""
         inputs = measure_inputs(first_batches(calibration)) if evaluation.other_data else ()
         diagnosis = diagnose(
             prepared,
             batches,
             twin=twin,
-            calibrated=Calibrated(samples, inputs, seen),
+            calibrated=Calibrated(samples, inputs, read),
             metric=acceptance.metric,
             measured_on=words,
             at_least=acceptance.at_least,

@@ -19,21 +19,27 @@ from qtrace.data.whole import filled_batches
 from qtrace.errors import QtraceError
 from qtrace.graph.types import TracedModule
 from qtrace.onnxfile.local_session import LocalSession
+from qtrace.outputs import find_groups
 from qtrace.outputs.selections import reaching
 from qtrace.process.together import Together
 from qtrace.quantizing.evaluation import count_values, shorten
 from qtrace.quantizing.file_runs import FileRuns, input_values, open_runs, run_batch
 from qtrace.quantizing.float_file import FloatFile
-from qtrace.quantizing.output_noise import output_groups
 from qtrace.runtimes.host import RuntimeHost
-from qtrace.sensitivity.diagnosis import JudgedOutputs, are_one_number, find_repeated, judge_outputs
-from qtrace.sensitivity.diagnosis.verdict import THE_FILE, Verdict
+from qtrace.sensitivity.diagnosis import (
+    JudgedOutputs,
+    find_repeated,
+    find_single_numbers,
+    judge_outputs,
+)
+from qtrace.sensitivity.diagnosis.samples import ENOUGH_SAMPLES
+from qtrace.sensitivity.diagnosis.verdict import Verdict
 from qtrace.sensitivity.metrics import Outputs
 
 __all__ = ["judge_file", "open_for_verdict"]
 
 # Counts of samples and values, not a time: the verdict is the same on a busy machine.
-_MOST_SAMPLES, _LEAST_SAMPLES = 64, 8
+_MOST_SAMPLES = 64  # which show heavy tails and rare events that eight miss
 _MOST_VALUES = 32 * 3 * 224 * 224  # of all inputs
 _MOST_OUTPUTS = 1 << 26  # values of either file, which are kept
 
@@ -126,14 +132,14 @@ def _judge(
         reference = together.map(functools.partial(run_batch, exact), inputs[: len(outputs)])
     batches = batches[: len(reference)]
     compared = JudgedOutputs(
-        output_groups(traced, reference),
+        find_groups(traced, reference),
         reference,
         outputs,
         counts[: len(reference)],
         find_repeated(batches),
-        are_one_number(batches),
+        bool(find_single_numbers(batches)),
     )
-    return judge_outputs(compared, "samples, those of the calibration among them", computed_by=THE_FILE)
+    return judge_outputs(compared, "samples, those of the calibration too")
 
 
 def _run_all(
@@ -151,7 +157,7 @@ def _run_all(
     for feeds, count in zip(inputs, counts, strict=True):
         outputs.append(run_batch(file, feeds))
         samples, values = samples + count, values + sum(v.size for v in outputs[-1])
-        if values > _MOST_OUTPUTS and samples >= _LEAST_SAMPLES:
+        if values > _MOST_OUTPUTS and samples >= ENOUGH_SAMPLES:
             break
     return outputs
 
@@ -162,7 +168,7 @@ def _cut(batches: Iterable[Batch], traced: TracedModule, size: int | None) -> It
     for number, batch in enumerate(batches):
         count = max(batch_length(batch), 1)
         fitting = (_MOST_VALUES - values) * count // max(count_values(batch), 1)
-        most = min(_MOST_SAMPLES - samples, max(fitting, _LEAST_SAMPLES - samples))
+        most = min(_MOST_SAMPLES - samples, max(fitting, ENOUGH_SAMPLES - samples))
         if most <= 0:
             return
         shortened = shorten(batch, traced, number, most) if count > most else batch

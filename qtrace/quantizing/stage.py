@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,12 @@ from qtrace.display import Displayed
 from qtrace.errors import CalibrationError, QtraceError
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.explanation import explain
+from qtrace.inspection.twin import float_twin
 from qtrace.plugins.arguments import check_arguments
-from qtrace.preparation.faithfulness import Faithfulness
+from qtrace.preparation.annotation import Preference
 from qtrace.preparation.model import QuantizedModel
-from qtrace.preparation.original import GivenGraph
+from qtrace.preparation.passes.choosing import copy_with_weights
+from qtrace.preparation.prepare import prepare
 from qtrace.process.thread import on_engine_thread
 from qtrace.quantizing.evaluation import (
     EvaluationData,
@@ -34,36 +37,12 @@ from qtrace.quantizing.evaluation import (
 from qtrace.quantizing.figures import note_graph
 from qtrace.quantizing.folder import CURE, FILES, VERDICT, write_folder
 from qtrace.quantizing.judging import Acceptance, Judgement, conclude, copy_float
-from qtrace.quantizing.measuring import prepare_measured
-from qtrace.quantizing.placing import TimingPlan
+from qtrace.quantizing.options import DataReading, FolderOptions
 from qtrace.quantizing.reporting import LogReporter, Reporter
 from qtrace.quantizing.sources import only_batch
-from qtrace.quantizing.times import Times
-from qtrace.storage.outputs import argument, resumable_folder
+from qtrace.storage.outputs import resumable_folder
 
-__all__ = ["CalibratedFolder", "DataReading", "calibrate_to_folder", "note_pixels", "open_source"]
-
-_TIMES = "times.json"
-
-
-@dataclass(frozen=True)
-class DataReading:
-    """How calibration data is read.
-
-    Attributes:
-        batch_size: the number of samples in a batch.
-        max_batches: the most batches to calibrate on; None for all.
-        skip_bad: whether to leave out unreadable images.
-    """
-
-    batch_size: int = 8
-    max_batches: int | None = None
-    skip_bad: bool = False
-
-    @property
-    def whole(self) -> DataReading:
-        """The same, of all batches."""
-        return replace(self, max_batches=None)
+__all__ = ["CalibratedFolder", "calibrate_to_folder", "note_pixels", "open_source"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -99,7 +78,7 @@ class CalibratedFolder(Displayed):
         return tuple(str(self.folder / name) for name in FILES)
 
 
-@check_arguments
+@check_arguments(options=FolderOptions)
 @on_engine_thread
 def calibrate_to_folder(
     model: TracedModule | Callable[[DataSource], TracedModule],
@@ -111,16 +90,10 @@ def calibrate_to_folder(
     evaluation: Any = None,
     acceptance: Acceptance | None = None,
     settings: RunSettings | None = None,
-    learning_engine: str = "auto",
     resume: bool = False,
     force: bool = False,
-    measure: bool = True,
-    times: str | os.PathLike[str] | None = None,
-    about: Mapping[str, Any] | None = None,
-    importing: str | Path | None = None,
     progress: bool = True,
-    reporter: Reporter | None = None,
-    spell: Callable[[str], str] = argument,
+    **options: Any,
 ) -> CalibratedFolder:
     """Prepares a network, calibrates it, judges it, and writes a folder, as ``qtrace calibrate`` does.
 
@@ -138,33 +111,25 @@ def calibrate_to_folder(
         evaluation: data for the verdict; None for what is held back, as in ``qtrace.quantize``.
         acceptance: the user's metric, and the smallest value.
         settings: engine, workers and checkpoints.
-        learning_engine: computes the steps of ``adaround`` and ``reconstruct``, as for ``qtrace.calibrate``.
         resume: whether to go on where an interrupted calibration stopped.
         force: whether to replace the folder of an earlier calibration.
-        measure: whether a ``balanced`` placement is decided by measured times where the runtime runs here.
-        times: a file of measured times, as for ``qtrace.quantize``.
-        about: more entries of report.json, such as the names of model and data.
-        importing: the name or file of ``recipe``, if that is a ``QConfig``, for the cure to import.
-        progress: whether to show progress bars on stderr, if ``reporter`` is None.
-        reporter: takes notes, and says whether to show progress; None for the logger ``qtrace``.
-        spell: writes the names of options in messages; see `qtrace.storage.outputs.argument`.
+        progress: whether to show progress bars on stderr.
+        **options: more options, which are those of `FolderOptions`.
 
     Raises:
         QtraceError: when the folder, the data, the recipe or the graph is at fault.
     """
-    reporter, reading = reporter or LogReporter(progress), reading or DataReading()
+    reporter, reading, given = LogReporter(progress), reading or DataReading(), FolderOptions(**options)
     qconfig, acceptance = config_or_default(recipe), acceptance or Acceptance()
-    folder_name, settings = Path(out), settings or RunSettings(progress=reporter.progress)
+    folder_name, settings = Path(out), settings or RunSettings(progress=progress)
     if not isinstance(data, (str, os.PathLike)) and (settings.workers > 1 or settings.ray is not None):
         raise CalibrationError("workers open the data by its name: give a path, or pkg.mod:loader.")
     source = open_source(data, reporter, qconfig, reading)
     note_pixels(source, qconfig.preprocess, reporter)
-    chosen = _choose(source, data, evaluation, reporter, qconfig, reading, spell)
+    chosen = _choose(source, data, evaluation, reporter, qconfig, reading)
     source.max_batches = chosen.max_batches
     names = (*FILES, CURE, VERDICT)
-    work = resumable_folder(
-        folder_name, names=names, force=force, resume=resume, note=reporter.note, spell=spell
-    )
+    work = resumable_folder(folder_name, names=names, force=force, resume=resume, note=reporter.note)
     with work as (folder, checkpoints):
         traced = model(source) if callable(model) and not isinstance(model, TracedModule) else model
         elsewhere = settings.workers > 1 or settings.ray is not None
@@ -174,29 +139,24 @@ def calibrate_to_folder(
             )
             source.max_batches = reading.max_batches
             source = whole_batches(source, size)
-            chosen = _choose(source, data, evaluation, reporter, qconfig, reading, spell, size)
+            chosen = _choose(source, data, evaluation, reporter, qconfig, reading, size)
             source.max_batches = chosen.max_batches
         if chosen.seen and not elsewhere and (parts := hold_back_samples(source, traced)) is not None:
             source, chosen = parts
         if not chosen.seen:
             chosen.check(traced, source)  # before the calibration, which takes time
         record = SampleRecord(source)
-        # A run that goes on takes the choice of the one that was interrupted.
-        taken = Times.open(checkpoints / _TIMES if times is None else Path(times))
-        measurement = TimingPlan(taken, in_float=False, host=settings.runtime_host) if measure else None
-        prepared = prepare_measured(
-            traced, qconfig, _Samples(source), lambda: chosen.read(traced), measurement, reporter
-        )
-        Faithfulness(GivenGraph(traced), traced, _Samples(source)).check(prepared)
-        if measure:
-            taken.write()
+        prepared = prepare(traced, qconfig, samples=_Samples(source), progress=reporter.progress)
         label = os.fspath(data) if isinstance(data, (str, os.PathLike)) else source.source
         reporter.note(f"calibrating on {label}")
         run = _Run(source, label, reading, checkpoints, settings)
         result = _collect(prepared, run, reporter)
         twin = copy_float(prepared)
-        collection = _finish(prepared, run, result, reporter, learning_engine)
-        summary = {**(about or {}), **collection}
+        held_back = itertools.chain.from_iterable(map(chosen.read, (traced,)))  # read if there is a choice
+        collection = _finish(prepared, run, result, reporter, given.learning_engine, held_back, given.prefer)
+        if twin is not None:
+            twin = float_twin(QuantizedModel(copy_with_weights(prepared, twin)))
+        summary = {**(given.about or {}), **collection}
         write_folder(folder, prepared, summary)
         figures = note_graph(prepared, reporter)
         samples = estimate_samples(source)
@@ -209,7 +169,7 @@ def calibrate_to_folder(
             samples=samples,
             calibration=source,
             record=record,
-            importing=_importable(importing or recipe, folder_name),
+            importing=_importable(given.importing or recipe, folder_name),
         )
         judgement.write(folder, figures)
     return CalibratedFolder(folder_name, prepared, judgement, summary, figures, chosen.more_data, source)
@@ -248,7 +208,6 @@ def _choose(
     reporter: Reporter,
     qconfig: QConfig,
     reading: DataReading,
-    spell: Callable[[str], str],
     size: int | None = None,
 ) -> EvaluationData:
     """Chooses the samples of the verdict, in batches of ``size`` samples alone if it is given."""
@@ -262,7 +221,7 @@ def _choose(
     other = None
     if evaluation is not None:
         other = whole_batches(open_source(evaluation, reporter, qconfig, reading.whole), size)
-    return choose_evaluation(source, reopen, other, spell)
+    return choose_evaluation(source, reopen, other)
 
 
 @dataclass(frozen=True)
@@ -309,7 +268,13 @@ def _collect(prepared: TracedModule, run: _Run, reporter: Reporter) -> Result:
 
 
 def _finish(
-    prepared: TracedModule, run: _Run, result: Result, reporter: Reporter, learning_engine: str
+    prepared: TracedModule,
+    run: _Run,
+    result: Result,
+    reporter: Reporter,
+    learning_engine: str,
+    held_back: Iterable[Batch],
+    prefer: Preference | None,
 ) -> dict[str, Any]:
     """Sets the ranges of ``prepared`` from the statistics in ``result``, and runs the recipe's algorithms.
 
@@ -327,6 +292,8 @@ def _finish(
         state=run.folder,
         threads=run.settings.threads,
         learning_engine=learning_engine,
+        held_back=held_back,
+        prefer=prefer,
     )
     for line in explain(prepared).algorithms():
         reporter.note(line)

@@ -22,10 +22,10 @@ from qtrace.verification.verify import verify as verify_file
 __all__ = ["batch_of_file", "verify_written"]
 
 # How much data a file is verified on: two batches at least, all that the verdict has, and one batch for four
-# of the calibration, up to a number of values of the inputs (eight images of a usual classifier). Batches of
+# of the calibration, up to a number of values of the inputs (two images of a usual classifier). Batches of
 # larger images are cut, to two samples at least: the second one shows what the file does with several. Counts
 # of batches and samples, not a time: the verdict is the same on a busy machine.
-_VERIFIED_VALUES, _LEAST_VERIFIED, _CALIBRATED_PER_VERIFIED = 8 * 3 * 224 * 224, 2, 4
+_VERIFIED_VALUES, _LEAST_VERIFIED, _CALIBRATED_PER_VERIFIED = 2 * 3 * 224 * 224, 2, 4
 _LEAST_SAMPLES = 2
 
 

@@ -1,8 +1,8 @@
-"""Weights of 7 bits instead of 8, for processors whose fast kernels saturate with 8.
+"""The placement that a user prefers, and the bits of weights, which follow by rule from the processor.
 
 Without VNNI instructions, onnxruntime's kernels for uint8 and int8 add two products in 16 bits. Weights of
 8 bits are stored as uint8 there, whose kernels are exact and slower; two products with weights of 7 bits fit,
-so that these take the fast kernels. Which of both is better depends on the network.
+so that these take the fast kernels, which a config that asks for speed gets.
 """
 
 from __future__ import annotations
@@ -10,11 +10,31 @@ from __future__ import annotations
 from typing import Any
 
 from qtrace.config import QConfig, Rule, SchemePatch
-from qtrace.onnxfile.saturation import SAFE_BITS
+from qtrace.onnxfile.saturation import SAFE_BITS, products_saturate
+from qtrace.preparation.annotation import Preference
+from qtrace.runtimes.host import RuntimeHost
 
-__all__ = ["with_fewer_bits"]
+__all__ = ["prefer_placement", "with_fewer_bits", "with_safe_bits"]
 
 _ORIGIN = "weights of 7 bits"
+
+
+def prefer_placement(config: QConfig, prefer: Preference | None) -> QConfig:
+    """Returns the config with a placement that leaves the choice which a preference makes."""
+    if prefer is None:
+        return config
+    return config.model_copy(update={"placement": "fastest" if prefer == "speed" else "balanced"})
+
+
+def with_safe_bits(config: QConfig, host: RuntimeHost | None = None) -> QConfig:
+    """Returns the config with weights of 7 bits if it asks for speed, and products of 8 bits saturate here.
+
+    Args:
+        config: the config.
+        host: the interpreter or machine that has the runtime; None for this one.
+    """
+    fewer = with_fewer_bits(config) if config.effective_placement in ("balanced", "fastest") else None
+    return config if fewer is None or not products_saturate(host) else fewer
 
 
 def with_fewer_bits(config: QConfig) -> QConfig | None:

@@ -11,11 +11,10 @@ from qtrace.graph.types import TracedModule
 from qtrace.preparation.passes.convert import convert
 from qtrace.preparation.record import fake_quants
 from qtrace.quantizing.calibrator import CalibratedGraph, Calibrator
-from qtrace.quantizing.delivering import Delivery, fixed_timer, measure_file
+from qtrace.quantizing.delivering import Delivery, measure_file
 from qtrace.quantizing.float_file import FloatFile
 from qtrace.quantizing.judging_file import open_for_verdict
 from qtrace.quantizing.targets import format_of
-from qtrace.quantizing.times import Times
 from qtrace.quantizing.verifying import batch_of_file, verify_written
 from qtrace.runtimes.host import RuntimeHost
 from qtrace.verification.report import VerifyReport
@@ -49,10 +48,10 @@ class FileWriter:
         path: the path that it gets once all is well.
         calibrator: judges the graph by its file.
         refuse: raises an error if a graph is not to be written.
-        times: what was measured; takes what is measured here.
         verify: whether to run the file beside the graph.
         measure: whether to measure the file beside float.
         keep: whether to write the quantized file though it is slower than float.
+        own: the user's own file; None if the network is no file.
         host: the interpreter or machine that has the runtime; None for this one.
     """
 
@@ -60,10 +59,10 @@ class FileWriter:
     path: Path
     calibrator: Calibrator
     refuse: Callable[[CalibratedGraph], None]
-    times: Times
     verify: bool
     measure: bool
     keep: bool
+    own: Path | None
     host: RuntimeHost | None
 
     @property
@@ -121,18 +120,8 @@ class FileWriter:
         return result
 
     def _measure(self, result: CalibratedGraph, twin: FloatFile) -> Delivery:
-        """Measures the file beside float, or takes the times of the call, and keeps them."""
-        timer = fixed_timer(self.times.files) if self.times.fixed else None
+        """Measures the file beside the user's own one, or else beside float."""
         with self.calibrator.data.times.measure("measure the file"):
-            delivery = measure_file(
-                self.partial,
-                result.prepared,
-                twin,
-                keep=self.keep,
-                timer=timer,
-                labellings=self.times.labellings,
-                host=self.host,
+            return measure_file(
+                self.partial, result.prepared, twin, own=self.own, keep=self.keep, host=self.host
             )
-        self.times.files = delivery.files
-        self.times.write()
-        return delivery

@@ -18,9 +18,7 @@ from qtrace.storage.ownership import foreign_output
 __all__ = [
     "PART",
     "WORK",
-    "argument",
     "check_foreign",
-    "flag",
     "has_parts",
     "output_file",
     "output_folder",
@@ -31,16 +29,6 @@ WORK = ".calibration"
 """Where an output folder keeps lock and checkpoints until it is complete."""
 PART = ".part.npz"
 """The suffix of a checkpoint of a run that may go on."""
-
-
-def flag(name: str) -> str:
-    """Writes the name of an option as the command line has it: ``--max-batches``."""
-    return f"--{name.replace('_', '-')}"
-
-
-def argument(name: str) -> str:
-    """Writes the name of an option as Python has it: ``max_batches=``, or ``force=True`` for a switch."""
-    return f"{name}=True" if name in ("force", "resume") else f"{name}="
 
 
 def has_parts(folder: Path) -> bool:
@@ -75,7 +63,6 @@ def resumable_folder(
     force: bool,
     resume: bool,
     note: Callable[[str], None],
-    spell: Callable[[str], str] = flag,
 ) -> Iterator[tuple[Path, Path]]:
     """Yields a folder to fill, as `output_folder` does, and one for checkpoints, which is kept on an error.
 
@@ -88,13 +75,12 @@ def resumable_folder(
         force: whether to replace a folder, and to drop checkpoints.
         resume: whether to go on from checkpoints, if there are any.
         note: called with messages on stale locks and kept checkpoints.
-        spell: writes the names of the options ``force`` and ``resume`` in messages, as `flag` or `argument`.
 
     Raises:
         QtraceError: when another process writes to ``path``, or for what `output_folder` refuses.
     """
     target = Path(os.path.realpath(path))
-    _check_replaceable(path, target, (*names, WORK), force or _unfinished(target), spell)
+    _check_replaceable(path, target, (*names, WORK), force or _unfinished(target))
     with _workspace(path, target, path) as folder:
         created, work = not target.exists(), target / WORK
         try:
@@ -105,14 +91,14 @@ def resumable_folder(
             stack.callback(_remove_empty, work, *([target] if created else []))
             stack.enter_context(locked(work / "lock", str(path), note))
             stack.callback(_remove_work, work)
-            _check_checkpoints(path, work, force, resume, spell)
+            _check_checkpoints(path, work, force, resume)
             before = _times(work)
             try:
                 yield folder, work
             except BaseException as error:
                 refused = isinstance(error, QtraceError) and _times(work) == before
                 if has_parts(work) and not refused:
-                    note(f"what was done is kept in {path}: go on with {spell('resume')}")
+                    note(f"what was done is kept in {path}: go on with resume=True")
                 raise
             _replace(path, target, folder)
 
@@ -127,16 +113,14 @@ def _unfinished(target: Path) -> bool:
     return target.is_dir() and {entry.name for entry in target.iterdir()} <= {WORK}
 
 
-def _check_checkpoints(
-    path: Path, work: Path, force: bool, resume: bool, spell: Callable[[str], str]
-) -> None:
+def _check_checkpoints(path: Path, work: Path, force: bool, resume: bool) -> None:
     """Refuses to drop checkpoints unless ``force`` or ``resume``; drops them with ``force``."""
     if resume or not has_parts(work):
         return
     if not force:
         raise QtraceError(
-            f"{path} holds checkpoints of a run that did not end: go on with {spell('resume')}, or begin "
-            f"anew with {spell('force')}."
+            f"{path} holds checkpoints of a run that did not end: go on with resume=True, or begin anew with "
+            "force=True."
         )
     for entry in work.glob("*.npz"):
         entry.unlink(missing_ok=True)
@@ -180,7 +164,7 @@ def check_foreign(path: Path, beside: Iterable[Path] = (), *, force: bool) -> No
     except OSError as error:
         raise QtraceError(f"{path} cannot be read: {error.strerror or error}.") from error
     if reason:
-        raise QtraceError(f"{reason}. Name another file, or replace it with --force.")
+        raise QtraceError(f"{reason}. Name another file, or replace it with force=True.")
 
 
 @contextlib.contextmanager
@@ -214,9 +198,7 @@ def output_file(path: Path, *, force: bool = False) -> Iterator[Path]:
             raise QtraceError(f"{path} cannot be replaced: {error.strerror}.") from error
 
 
-def _check_replaceable(
-    path: Path, target: Path, names: tuple[str, ...], force: bool, spell: Callable[[str], str] = flag
-) -> None:
+def _check_replaceable(path: Path, target: Path, names: tuple[str, ...], force: bool) -> None:
     if not target.exists():
         return
     if not target.is_dir():
@@ -224,13 +206,13 @@ def _check_replaceable(
     others = sorted(entry.name for entry in target.iterdir())
     if others and not force:
         raise QtraceError(
-            f"{path} exists and is not empty; name another folder, or replace it with {spell('force')}."
+            f"{path} exists and is not empty; name another folder, or replace it with force=True."
         )
     others = [name for name in others if name not in names]
     if others:
         listed = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
         raise QtraceError(
-            f"{path} holds files that are not ours ({listed}); {spell('force')} does not remove them."
+            f"{path} holds files that are not ours ({listed}); force=True does not remove them."
         )
 
 

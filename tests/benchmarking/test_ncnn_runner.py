@@ -55,13 +55,8 @@ def test_a_net_without_its_weights_is_refused(path: Path) -> None:
     [
         (SLOWER, {}, True, "so the file is in float"),
         (SLOWER, {"keep": True}, False, "the file is slower than float here"),
-        (
-            SLOWER,
-            {"recipe": {"backend": "ncnn", "placement": "everything"}},
-            False,
-            "the file is slower than float here",
-        ),
-        (FASTER, {}, False, "speed: 1.50x"),
+        (SLOWER, {"recipe": {"backend": "ncnn", "placement": "everything"}}, False, "slower than float here"),
+        (FASTER, {}, False, "measured  1.50x"),
     ],
 )
 def test_the_default_is_float_where_integers_are_slower(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import numpy as np
 
@@ -77,7 +76,7 @@ class Fakes:
         for name in ("calibrate", "explain"):
             monkeypatch.setattr(f"qtrace.quantizing.stage.{name}", getattr(self, name))
         stage = {
-            "prepare_measured": lambda traced, qconfig, *args: self.prepare(traced, qconfig),
+            "prepare": lambda traced, qconfig, **options: self.prepare(traced, qconfig),
             "_collect": self.collect,
             "config_or_default": lambda recipe: recipe,
             "note_graph": lambda *args: {},
@@ -85,7 +84,6 @@ class Fakes:
             "conclude": lambda *args, **options: Judgement(),
             "hold_back_samples": lambda *args: None,
             "only_batch": lambda *args: None,
-            "Faithfulness": Mock(),
         }
         for name, stand_in in stage.items():
             monkeypatch.setattr(f"qtrace.quantizing.stage.{name}", stand_in)
@@ -139,6 +137,8 @@ class Fakes:
         progress=True,
         engine="auto",
         learning_engine="auto",
+        held_back=(),
+        prefer=None,
         statistics=None,
         state=None,
         threads=None,

@@ -6,7 +6,8 @@ import logging
 
 import pytest
 
-from qtrace.cli.console import Console
+from qtrace.cli.console import Console, as_flags
+from qtrace.cli.program import group
 
 
 @pytest.mark.parametrize("quiet", [False, True])
@@ -31,3 +32,20 @@ def test_a_command_that_asks_for_details_shows_them_unless_quiet(
     with Console(quiet=quiet).work(logging.INFO):
         logging.getLogger("qtrace").info("a step of %d", 3)
     assert capsys.readouterr().err == ("" if quiet else "a step of 3\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (
+            "go on with resume=True, or begin anew with force=True.",
+            "go on with --resume, or begin anew with --force.",
+        ),
+        ("max_drop= limits a loss: give metric=, too.", "--max-drop limits a loss: give --metric, too."),
+        ("write it with allow_broken=True.", "write it with --allow-broken."),
+        ('take it by sort="noise" or not', "take it by --sort noise or not"),
+        ("data=[1] and out=x.onnx stay, and so does no_option=True", None),
+    ],
+)
+def test_options_that_a_message_names_are_those_of_the_command_line(text: str, shown: str | None) -> None:
+    assert as_flags(text, group) == (shown or text)

@@ -29,12 +29,12 @@ def folder(run, here):
 
 
 def test_calibrate(folder):
-    assert f"on 8 samples that were held back {_GRAPH}" in folder
+    assert "on 8 held-back samples" in folder
 
 
 def test_compare_tells_the_samples_of_its_verdict_from_those_of_its_table(run, folder):
     text = run("compare", "int8", "-d", "x.npy").out
-    assert f"on 16 samples at the beginning of --data {_GRAPH}" in text.splitlines()[0]
+    assert text.splitlines()[0].endswith("on 16 samples at the beginning of --data")
     assert f"sites and outputs: on 40 samples, all of --data {_GRAPH}" in text
     text = run("compare", "int8", "-d", "x.npy", "--max-batches", 3).out
     assert f"sites and outputs: on 24 samples at the beginning of --data (--max-batches) {_GRAPH}" in text
@@ -66,7 +66,7 @@ def test_a_model_whose_batch_is_fixed_is_judged_on_whole_batches(run, here):
     words = ("fixed.mge", "-d", "x.npy", "-r", "onnxruntime", "--batch-size", 16, "-o", "int8")
     result = run("calibrate", *words)
     assert (result.code, "there is no verdict" in result.err) == (0, False), result.err
-    assert "on 16 samples that were held back" in result.err
+    assert "on 16 held-back samples" in result.err
     compared = run("compare", "int8", "-d", "x.npy", "--batch-size", 16)
     assert "on 16 samples at the beginning of --data" in compared.out
     assert Path("int8/verdict.json").exists()

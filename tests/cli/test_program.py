@@ -140,8 +140,7 @@ def poison(*_):
 qtrace.load = lambda path, allow=(): "model"
 qtrace.load_recipe = lambda name, allow_code=False: types.SimpleNamespace(preprocess=None, expect=None)
 stage.only_batch = lambda *args: None
-stage.Faithfulness = lambda *args: types.SimpleNamespace(check=lambda prepared: None)
-stage.prepare_measured = lambda traced, qconfig, *args: "prepared"
+stage.prepare = lambda traced, qconfig, **options: "prepared"
 stage.config_or_default = lambda recipe: recipe
 class Result:
     class collected:

@@ -23,7 +23,6 @@ _STRANGERS = {
     "inspect": ("inspect", "float.mge", "--dot"),
     "compare": ("compare", "float.mge", "--data", "x.npy", "--html"),
     "sensitivity": ("sensitivity", "float.mge", "--data", "x.npy", "--at-least", "30", "--patch"),
-    "bench": ("bench", "--kernels", "-o"),
     "quantize": ("quantize", "net.onnx", "--data", "x.npy", "-o"),
 }
 _INPUTS = {
@@ -41,7 +40,6 @@ _INPUTS = {
     "inspect's data": ("inspect", "float.mge", "--samples", "images", "--dot", "images/a.png"),
     "compare": ("compare", "float.mge", "-d", "x.npy", "--float", "f.mge", "--html", "f.mge"),
     "sensitivity": ("sensitivity", "float.mge", "-d", "x.npy", "-r", "mine.yaml", "--patch", "mine.yaml"),
-    "bench": ("bench", "--kernels", "-r", "mine.yaml", "-o", "mine.yaml"),
     "calibrate": ("calibrate", "int8/quantized.mge", "-d", "x.npy", "-o", "int8"),
     "calibrate's cure": ("calibrate", "float.mge", "-d", "x.npy", "-r", "int8/cure.yaml", "-o", "int8"),
     "finetune": ("finetune", "int8/prepared.mge", "-d", "x.npy", "-o", "int8"),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import megengine.functional as F
@@ -14,8 +17,9 @@ import numpy as np
 import pytest
 
 import qtrace
-from qtrace.quantizing.card import Card, measure_speed
-from qtrace.quantizing.quantized import Quantized
+from qtrace.preparation.annotation import PlacementNote, PlacementRow
+from qtrace.quantizing.card import Card
+from qtrace.quantizing.quantized import Quantized, _group_floats
 
 
 class _Net(M.Module):
@@ -43,48 +47,81 @@ def card(result: Quantized) -> Card:
 
 def test_the_card_says_what_the_file_is(result: Quantized, card: Card) -> None:
     explained = result.explain().to_dict()["summary"]
-    assert card.bytes == os.path.getsize(result.path)
-    assert sum(card.precision.values()) == 2
-    assert card.macs == (sum(explained["macs"].values()), explained["macs"]["int8"])
-    assert [dict(f.kinds) for f in card.floats] == [entry["kinds"] for entry in explained["floats"]]
-    assert card.inputs == {"x": (8, 3, 8, 8)}
-    assert card.verified is not None
-    assert card.verified <= 1
+    figures = card.figures
+    assert figures["bytes"] == os.path.getsize(result.path)
+    assert sum(figures["precision"].values()) == 2
+    assert figures["macs"] == sum(explained["macs"].values())
+    assert figures["integer_macs"] == explained["macs"]["int8"]
+    assert figures["inputs"] == {"x": [8, 3, 8, 8]}
+    assert figures["worst_lsb"] <= 1
     text = card.table()
-    for part in ("onnxruntime", "4 samples", "LSB at most", "megengine 1.13.0", "verdict", "metric"):
+    for part in ("onnxruntime", "4 held-back samples", "verified", "megengine 1.13.0", "verdict", "metric"):
         assert part in text, part
     assert "schema: qtrace/1" in card.recipe
 
 
 def test_the_card_has_the_time_of_each_stage(result: Quantized, card: Card) -> None:
-    assert list(card.stages) == [
-        "import",
-        "prepare",
-        "calibrate",
-        "judge",
-        "export",
-        "verify",
-        "measure the file",
-    ]
-    assert card.stages == result.seconds
-    assert all(seconds > 0 for seconds in card.stages.values())
-    assert card.to_dict()["stage_seconds"].keys() == card.stages.keys()
+    stages = card.to_dict()["stage_seconds"]
+    assert {"import", "prepare", "calibrate", "judge", "export", "verify"} <= set(stages)
+    assert stages == result.seconds
+    assert all(seconds > 0 for seconds in stages.values())
     assert "calibrate" in card.table()
 
 
-def test_the_time_is_measured_beside_float(card: Card) -> None:
-    assert card.timing is not None
-    assert card.untimed == ""
-    assert card.timing.milliseconds > 0
-    assert card.timing.speed == pytest.approx(card.timing.float_milliseconds / card.timing.milliseconds)
-    assert f"{card.timing.speed:.2f}x" in card.table()
+def test_card_and_terminal_show_the_same(result: Quantized, card: Card) -> None:
+    """No figure is measured for the card alone."""
+    assert card.lines == tuple(result.summary()[1:])
+    stored, told = card.to_dict(), result.to_dict()
+    for name in ("speed", "not_timed", "delivered"):
+        assert stored[name] == told[name]
+    for line in card.lines:
+        assert line in html.unescape(card.html())
 
 
-def test_a_device_that_is_not_here_is_not_timed(result: Quantized, card: Card) -> None:
-    timing, reason = measure_speed(result.path, result.traced, "qnn")
-    assert timing is None
-    assert "no runtime here runs it" in reason
-    assert measure_speed(result.path.with_suffix(".mge"), result.traced, "megengine")[0] is None
+def test_what_stays_in_float_is_grouped_by_reason(result: Quantized, card: Card) -> None:
+    reasons = [ops.reason for ops in card.floats]
+    assert len(reasons) == len(set(reasons))
+    entries = result.explain().to_dict()["summary"]["floats"]
+    counted = sum(count for ops in card.floats for count in ops.kinds.values())
+    assert counted == sum(count for entry in entries for count in entry["kinds"].values())
+
+
+def test_reasons_that_differ_in_numbers_alone_are_one() -> None:
+    reasons = [
+        "on integers it takes 0.05 ms longer",
+        "it spans 8 bits",
+        "on integers it takes 2e-3 ms longer",
+    ]
+    floats = [{"reason": reason, "kinds": {"mul": 1}} for reason in reasons]
+    explanation = SimpleNamespace(to_dict=lambda: {"summary": {"floats": floats}})
+    grouped = {ops.reason: dict(ops.kinds) for ops in _group_floats(explanation)}
+    assert grouped == {
+        "on integers it takes 2e-3 to 0.05 ms longer": {"mul": 2},
+        "it spans 8 bits": {"mul": 1},
+    }
+
+
+def test_the_layers_that_the_noise_comes_from_are_drawn(tmp_path: Path) -> None:
+    options = {"measure": False, "verify": False, "progress": False, "recipe": "w8a8"}
+    card = qtrace.quantize(_Net(), X, tmp_path / "net.onnx", **options).card
+    assert card.noise
+    assert list(card.noise.values()) == sorted(card.noise.values(), reverse=True)
+    assert 0.0 < sum(card.noise.values()) <= 1.0 + 1e-9
+    assert card.html().count("<span class=bar") == len(card.noise)
+    assert "<details><summary>Recipe</summary>" in card.html()
+
+
+def test_the_choice_is_shown_in_rows(result: Quantized, card: Card) -> None:
+    rows = (
+        PlacementRow("fastest", 1.55, 17.1, "y", int(1.2 * 2**20)),
+        PlacementRow("balanced", 1.24, 26.5, "y", int(1.6 * 2**20)),
+        PlacementRow("float", 1.0, None, "", int(4.7 * 2**20)),
+    )
+    shown = replace(card, placement=PlacementNote("balanced", "t", 1.0, 1.24, rows=rows, chosen="balanced"))
+    assert "<td>* balanced</td><td>1.24x</td><td>26.5</td><td>1.60 MB</td>" in shown.html()
+    assert [row["sqnr"] for row in shown.to_dict()["choice"]] == [17.1, 26.5, None]
+    if result.placement is not None:
+        assert all(line in result.summary() for line in result.placement.choice_lines())
 
 
 class _Tags(HTMLParser):
@@ -105,7 +142,6 @@ def test_the_card_is_written_beside_the_file(result: Quantized, card: Card) -> N
     assert (data.name, page.name) == ("net.onnx.card.json", "net.onnx.card.html")
     stored = json.loads(data.read_text())
     assert stored == json.loads(json.dumps(card.to_dict()))
-    assert stored["time"]["speed"] > 0
     assert stored["verdict"]["groups"][0]["name"]
     tags = _Tags()
     tags.feed(page.read_text())

@@ -16,21 +16,20 @@ import qtrace
 from qtrace.benchmarking.turns import Speed, summarize
 from qtrace.config.recipe import as_qconfig
 from qtrace.quantizing import delivering
-from qtrace.quantizing.card import timed_settings
-from qtrace.quantizing.delivering import is_float_better, measure_file
+from qtrace.quantizing.delivering import is_too_slow, measure_file, rounds_for_speed, timed_settings
+from qtrace.quantizing.figures import note_graph
 from qtrace.quantizing.float_file import FloatFile
-from qtrace.quantizing.structure import hash_structure
-from qtrace.quantizing.times import MeasuredLabelling
+from qtrace.quantizing.reporting import LogReporter
 from tests.importing.onnx.networks import model, node, save, weights
 from tests.nets import images, net
 
-DATA = images(16, 3, 8, 8)
+DATA = images(16, 32, 16, 16)
 IN_FLOAT = Speed(1e-3, 1.0, 1.0, 1.0, 14)
 SLOWER, SAME, FASTER = (Speed(1e-3 / r, r, r - 0.02, r + 0.02, 14) for r in (0.77, 0.99, 1.5))
 
 
 def _module() -> M.Module:
-    return net(lambda self, x: self.b(F.relu(self.a(x))), a=M.Conv2d(3, 8, 3), b=M.Conv2d(8, 4, 1))
+    return net(lambda self, x: self.b(F.relu(self.a(x))), a=M.Conv2d(32, 64, 3), b=M.Conv2d(64, 32, 3))
 
 
 def _rounds_in(path: Path) -> bool:
@@ -52,13 +51,13 @@ def timed(monkeypatch: pytest.MonkeyPatch):
     [
         (SLOWER, {"recipe": "int8"}, True, "so the file is in float: `placement: small`"),
         (SLOWER, {"recipe": {"placement": "fastest"}}, True, "so the file is in float"),
-        (SLOWER, {"recipe": {"placement": "small"}}, False, "the file is slower than float here"),
-        (SLOWER, {"recipe": {"placement": "everything"}}, False, "the file is slower than float here"),
-        (SLOWER, {"recipe": "w8a8"}, False, "the file is slower than float here"),
-        (SLOWER, {"recipe": "int8", "keep": True}, False, "the file is slower than float here"),
+        (SLOWER, {"recipe": {"placement": "small"}}, False, "is slower than float here"),
+        (SLOWER, {"recipe": {"placement": "everything"}}, False, "is slower than float here"),
+        (SLOWER, {"recipe": "w8a8"}, False, "is slower than float here"),
+        (SLOWER, {"recipe": "int8", "keep": True}, False, "is slower than float here"),
         (SLOWER, {"recipe": "int8", "measure": False}, False, ""),
         (SAME, {"recipe": "int8"}, False, "no difference measured"),
-        (FASTER, {"recipe": "int8"}, False, "speed: 1.50x (1.48 to 1.52)"),
+        (FASTER, {"recipe": "int8"}, False, "measured  1.50x (1.48 to 1.52)"),
     ],
 )
 def test_what_is_delivered_and_said(tmp_path: Path, timed, speed, options, in_float, said) -> None:
@@ -72,7 +71,27 @@ def test_what_is_delivered_and_said(tmp_path: Path, timed, speed, options, in_fl
     assert result.verify.passed
     facts = result.delivery.to_dict()
     assert facts["delivered"] == ("float" if in_float else "quantized")
-    assert ("speed" in "\n".join(result.summary())) is (facts["speed"] is not None)
+    assert ("measured  " in "\n".join(result.summary())) is (facts["speed"] is not None)
+
+
+@pytest.mark.parametrize(("prefer", "row"), [(None, "balanced"), ("speed", "fastest"), ("accuracy", "float")])
+def test_the_three_rows_are_said_and_the_preferred_one_is_written(
+    tmp_path: Path, timed, prefer: str | None, row: str
+) -> None:
+    timed(FASTER)
+    path = tmp_path / "out.onnx"
+    result = qtrace.quantize(_module(), DATA, path, recipe="int8", prefer=prefer, progress=False)
+    lines = result.summary()
+    start = next(i for i, line in enumerate(lines) if line.startswith("choice"))
+    names = [line.lstrip("* ").split()[0] for line in lines[start + 1 : start + 4]]
+    assert names == ["fastest", "balanced", "float"]
+    assert [line.startswith("*") for line in lines[start + 1 : start + 4]] == [n == row for n in names]
+    assert _rounds_in(path) == (row != "float")
+    facts = note_graph(result.prepared, LogReporter())["choice"]
+    assert facts["chosen"] == row
+    assert [own["name"] for own in facts["rows"]] == names
+    assert facts["rows"][0]["speed"] > 1.05
+    assert facts["rows"][2]["sqnr"] is None
 
 
 @pytest.mark.parametrize(
@@ -87,31 +106,28 @@ def test_what_is_delivered_and_said(tmp_path: Path, timed, speed, options, in_fl
 )
 def test_the_packaged_recipe_says_whether_speed_is_asked_for(recipe: str, in_float: bool) -> None:
     config = as_qconfig(recipe)
-    assert is_float_better(SLOWER, config) == in_float
-    assert not is_float_better(SAME, config)
-    assert not is_float_better(SLOWER, as_qconfig({"backend": config.backend, "placement": "everything"}))
+    assert rounds_for_speed(config) == in_float
+    assert not rounds_for_speed(as_qconfig({"backend": config.backend, "placement": "everything"}))
+
+
+@pytest.mark.parametrize(
+    ("speed", "slow"),
+    [
+        (SLOWER, True),
+        (SAME, False),
+        (Speed(1e-3, 0.9, 0.7, 1.1, 14), False),
+        (Speed(1e-3, 0.96, 0.955, 0.97, 400), False),  # less than 5 %
+        (Speed(1e-3, 0.85, 0.75, 0.99, 40, busy=True), False),
+    ],
+)
+def test_a_file_is_too_slow_by_five_percent_beyond_doubt(speed: Speed, slow: bool) -> None:
+    assert is_too_slow(speed) == slow
 
 
 def test_what_cannot_be_timed_is_delivered_with_the_reason(tmp_path: Path) -> None:
     result = qtrace.quantize(_module(), DATA, tmp_path / "out.onnx", target="qnn", progress=False)
-    assert "speed: not measured, no runtime here runs it as" in "\n".join(result.summary())
+    assert "measured  no: no runtime here runs it as" in "\n".join(result.summary())
     assert _rounds_in(result.path)
-
-
-def test_a_difference_within_the_spread_decides_nothing() -> None:
-    config = as_qconfig({"placement": "balanced"})
-    for speed in (Speed(1e-3, 0.9, 0.7, 1.1, 14), Speed(1e-3, 0.975, 0.97, 0.985, 400)):
-        assert not delivering.choose_delivery(IN_FLOAT, speed, config, None).in_float
-
-
-@pytest.mark.parametrize(("high", "in_float"), [(0.93, True), (0.99, False)])
-def test_beside_other_programs_what_is_probably_slower_is_not_delivered(high: float, in_float: bool) -> None:
-    """The range is wider by what they may shift, to either side."""
-    config, prepared = as_qconfig({"placement": "balanced"}), qtrace.trace(_module(), DATA[:1])
-    speed = Speed(1e-3, 0.85, 0.75, high * 1.1, 40, busy=True)
-    delivery = delivering.choose_delivery(IN_FLOAT, speed, config, prepared)
-    assert delivery.in_float is in_float
-    assert ("is probably slower than float here, so the file is in float" in delivery.sentence()) is in_float
 
 
 def test_the_range_of_a_ratio_covers_both_rounds_and_outliers_do_not_count() -> None:
@@ -129,63 +145,17 @@ def test_few_turns_that_differ_decide_nothing() -> None:
     assert not own.slower
 
 
-def _labellings(structure: str, float_speed: Speed) -> list[MeasuredLabelling]:
-    own = MeasuredLabelling("predicted", ("a",), 1e-3, 30.0, IN_FLOAT, (1e-3, 1e-3), structure)
-    return [own, MeasuredLabelling("float", (), 2e-3, 99.0, float_speed, (0.0, 0.0), "other")]
-
-
 def _measure(path: Path, prepared, traced, config, **options) -> delivering.Delivery:
     with FloatFile(traced, config, path.suffix) as twin:
         return measure_file(path, prepared, twin, **options)
-
-
-@pytest.mark.parametrize(
-    ("float_speed", "ratio", "in_float"),
-    [(Speed(2e-3, 0.5, 0.4, 0.625, 9, busy=True), 2.0, False), (Speed(5e-4, 2.0, 1.6, 2.5, 9), 0.5, True)],
-)
-def test_a_file_that_was_measured_as_a_labelling_is_not_measured_again(
-    tmp_path: Path, monkeypatch, float_speed: Speed, ratio: float, in_float: bool
-) -> None:
-    """Ranges and weights are others than those of the labelling, and the ops are the same."""
-    monkeypatch.setattr(delivering, "compare_files", _refuse)
-    traced, config = qtrace.trace(_module(), DATA[:1]), as_qconfig("int8")
-    prepared, paths = [], [tmp_path / f"{number}.onnx" for number in range(2)]
-    for number, path in enumerate(paths):
-        prepared.append(qtrace.prepare(traced, config))
-        qtrace.calibrate(prepared[-1], [DATA * (number + 1.5)], progress=False)
-        qtrace.export(qtrace.convert(prepared[-1]), path)
-    labellings = _labellings(hash_structure(paths[0]), float_speed)
-    found = _measure(paths[1], prepared[1], traced, config, labellings=labellings)
-    assert found.speed == Speed(1e-3, ratio, 1 / float_speed.high, 1 / float_speed.low, 9, float_speed.busy)
-    assert found.float_seconds == float_speed.seconds
-    assert found.in_float is in_float
-    assert (found.prepared is None) is not in_float
-    kept = _measure(paths[1], prepared[1], traced, config, keep=True, labellings=labellings)
-    assert not kept.in_float
-
-
-def test_another_file_than_the_labelling_is_measured(tmp_path: Path, timed) -> None:
-    timed(FASTER)
-    traced, config = qtrace.trace(_module(), DATA[:1]), as_qconfig("int8")
-    prepared = qtrace.prepare(traced, config)
-    qtrace.calibrate(prepared, [DATA], progress=False)
-    path = qtrace.export(qtrace.convert(prepared), tmp_path / "net.onnx")
-    nodes = hash_structure(path).partition(".")[0]
-    others = [_labellings("another", FASTER), _labellings(hash_structure(path), FASTER)[:1]]
-    for labellings in ((), *others, _labellings(f"{nodes}.other", FASTER)):
-        assert _measure(path, prepared, traced, config, labellings=labellings).speed == FASTER
 
 
 @pytest.mark.parametrize(("suffix", "given"), [(".onnx", True), (".param", True), (".tflite", False)])
 def test_a_network_with_open_axes_is_timed_at_the_traced_sizes(suffix: str, given: bool) -> None:
     """A TFLite file has no open sizes, and its channels are last."""
     opened = qtrace.trace(_module(), DATA[:1], dynamic={"x": {0: "N", 2: "H", 3: "W"}})
-    assert timed_settings(opened, suffix).shapes == ({"x": (1, 3, 8, 8)} if given else {})
+    assert timed_settings(opened, suffix).shapes == ({"x": (1, 32, 16, 16)} if given else {})
     assert timed_settings(qtrace.trace(_module(), DATA[:1])).shapes == {}
-
-
-def _refuse(*args: object, **options: object) -> None:
-    raise AssertionError("measured again")
 
 
 @pytest.mark.slow
@@ -204,7 +174,7 @@ def test_a_network_of_a_real_size_is_timed_and_delivered_faster_than_float(tmp_p
 def _own_file(folder: Path, op: str, domain: str) -> Path:
     """Writes a network between whose convolutions stands an op of ONNX, or of another domain."""
     rng = np.random.default_rng(0)
-    weights = {"a": (16, 3, 3, 3), "b": (8, 16, 1, 1)}
+    weights = {"a": (16, 32, 3, 3), "b": (8, 16, 1, 1)}
     stored = [numpy_helper.from_array(rng.normal(size=s).astype("float32"), n) for n, s in weights.items()]
     nodes = [
         helper.make_node("Conv", ["x", "a"], ["h"]),
@@ -212,7 +182,7 @@ def _own_file(folder: Path, op: str, domain: str) -> Path:
         helper.make_node("Conv", ["g", "b"], ["y"]),
     ]
     ends = [
-        helper.make_tensor_value_info("x", 1, ["N", 3, 8, 8]),
+        helper.make_tensor_value_info("x", 1, ["N", 32, 16, 16]),
         helper.make_tensor_value_info("y", 1, None),
     ]
     graph = helper.make_graph(nodes, "own", ends[:1], ends[1:], stored)
@@ -221,39 +191,25 @@ def _own_file(folder: Path, op: str, domain: str) -> Path:
     return folder / "own.onnx"
 
 
-@pytest.mark.parametrize("placement", ["everything", "balanced"])  # integers, and float
-@pytest.mark.parametrize(
-    ("op", "domain", "own", "ratio"),
-    [
-        ("HardSwish", "", SLOWER, 0.77),
-        ("HardSwish", "", FASTER, 1.5),
-        ("Relu", "", SLOWER, None),  # nothing is taken apart: the own file is float as exported
-        ("Gelu", "com.microsoft", SLOWER, None),  # it is kept
-    ],
-)
-def test_the_file_is_measured_beside_that_of_the_user_too(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    placement: str,
-    op: str,
-    domain: str,
-    own: Speed,
-    ratio: float | None,
+@pytest.mark.parametrize(("speed", "in_float"), [(SLOWER, True), (SAME, False), (FASTER, False)])
+def test_the_file_of_the_user_is_what_it_is_measured_against(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, speed: Speed, in_float: bool
 ) -> None:
-    """The float file of an export has in pieces what other tools fuse, and is slower than the user's."""
-    source = _own_file(tmp_path, op, domain)
+    """An export has in pieces what other tools fuse: its own float file may be slower than the user's."""
+    source, asked = _own_file(tmp_path, "HardSwish", ""), []
 
     def compare(files: list[Path], **options: object) -> list[Speed]:
-        return [IN_FLOAT, own if files[0] == source else FASTER]
+        asked.append(files[0])
+        return [IN_FLOAT, speed]
 
     monkeypatch.setattr(delivering, "compare_files", compare)
-    config = {"placement": placement}
+    monkeypatch.setattr(delivering, "rounds_for_speed", lambda config: True)
+    config = {"placement": "everything"}
     result = qtrace.quantize(source, DATA, tmp_path / "out.onnx", recipe=config, progress=False)
-    beside = result.delivery.beside_own
-    assert (beside.ratio if beside is not None else None) == ratio
-    assert (result.to_dict()["beside_own_file"] or {}).get("ratio") == ratio
-    assert ("keep that one for speed" in result.delivery.sentence()) == (ratio == 0.77)
-    assert ("1.30x as fast as this one" in "\n".join(result.summary())) == (ratio == 0.77)
+    assert asked == [source]
+    assert result.delivery.in_float == in_float
+    assert "by your file" in result.delivery.sentence()
+    assert result.to_dict()["speed"]["reference"] == "your file"
 
 
 def test_a_float16_file_is_not_replaced_for_its_speed_on_a_cpu(tmp_path: Path) -> None:
@@ -291,4 +247,4 @@ def test_a_file_larger_than_its_source_says_by_how_much_and_why(tmp_path: Path, 
     assert "gains its size" not in str(result)
     small = qtrace.quantize(source, data, tmp_path / "small.onnx", **options)
     assert not any(line.startswith("size: ") for line in small.summary())
-    assert "gains its size alone" in str(small)
+    assert "the file is slower than your file here" in str(small)

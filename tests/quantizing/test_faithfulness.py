@@ -21,10 +21,11 @@ from qtrace.data import open_data
 from qtrace.errors import CalibrationError, ExportError, GraphError
 from qtrace.graph.module_tree import set_parameter
 from qtrace.preparation import faithfulness
+from qtrace.preparation import prepare as preparing
 from qtrace.preparation.faithfulness import Faithfulness
 from qtrace.preparation.original import run_graph
 from qtrace.ptq.base import FloatAlgorithm
-from qtrace.quantizing import calibrator, quantize, stage
+from qtrace.quantizing import calibrator, quantize
 from qtrace.quantizing.original import open_original
 from tests.importing.onnx.networks import model, node, save, weights
 from tests.nets import images, net
@@ -88,8 +89,8 @@ def test_a_graph_that_computes_something_else_is_refused_before_it_is_calibrated
 def test_a_prepared_graph_that_computes_something_else_in_float_is_refused(
     source: str, here: Path, onnx_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepare = calibrator.prepare_measured
-    monkeypatch.setattr(calibrator, "prepare_measured", lambda *given: _change_weight(prepare(*given)))
+    make = calibrator.prepare_config
+    monkeypatch.setattr(calibrator, "prepare_config", lambda *given: _change_weight(make(*given)))
     monkeypatch.setattr(calibrator, "calibrate", None)
     traced = qtrace.trace(_module(), DATA[:2])
     qtrace.save(traced, "net.mge")
@@ -101,8 +102,8 @@ def test_a_prepared_graph_that_computes_something_else_in_float_is_refused(
 def test_a_folder_is_made_of_no_graph_that_prepare_changed(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepare = stage.prepare_measured
-    monkeypatch.setattr(stage, "prepare_measured", lambda *given: _change_weight(prepare(*given)))
+    make = preparing.prepare_config
+    monkeypatch.setattr(preparing, "prepare_config", lambda *given: _change_weight(make(*given)))
     with pytest.raises(GraphError, match="prepare changed what the network computes in float"):
         qtrace.calibrate_to_folder(qtrace.trace(_module(), DATA[:2]), DATA, "folder", progress=False)
     assert not Path("folder").exists()

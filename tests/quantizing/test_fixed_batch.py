@@ -97,7 +97,7 @@ def test_many_single_samples_are_held_back_as_a_batch_would_be(tmp_path: Path) -
     source = _write(tmp_path, 1, reshape=True)
     data = np.concatenate([DATA, images(32, 3, 8, 8, seed=1)])
     result = qtrace.quantize(source, data, tmp_path / "out.onnx", recipe=EVERYTHING, progress=False)
-    assert "on 8 samples that were held back" in "\n".join(result.summary())
+    assert "on 8 held-back samples" in "\n".join(result.summary())
 
 
 def _write_detector(folder: Path, batch: int, sizes: list[Any]) -> Path:
@@ -189,7 +189,7 @@ def test_the_rest_of_the_data_is_left_out(
         )
     assert result.verify is not None
     assert result.verify.passed
-    assert "on 4 samples of evaluation" in "\n".join(result.summary())
+    assert "on 4 samples of the evaluation data" in "\n".join(result.summary())
     assert caplog.text.count("the last 2 samples are left out") == 2
 
 
@@ -203,7 +203,7 @@ def test_a_shorter_batch_of_the_users_own_is_left_out(tmp_path: Path, suffix: st
     result = qtrace.quantize(source, batches, tmp_path / "out.onnx", recipe=EVERYTHING, progress=False)
     assert result.verify is not None
     assert result.verify.passed
-    assert "on 4 samples that were held back" in "\n".join(result.summary())
+    assert "on 4 held-back samples" in "\n".join(result.summary())
 
 
 def test_too_few_samples_for_a_batch_are_refused_at_once(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_a_folder_leaves_the_rest_out(tmp_path: Path) -> None:
     net.eval()
     traced = qtrace.trace(net, DATA[:8])
     folder = qtrace.calibrate_to_folder(
-        traced, DATA[:20], tmp_path / "out", recipe=EVERYTHING, measure=False, progress=False
+        traced, DATA[:20], tmp_path / "out", recipe=EVERYTHING, progress=False
     )
     assert len(list(folder.source)) == 2
 

@@ -1,4 +1,4 @@
-"""`quantize` with the runtime in another interpreter: placement, speed and verification come from there."""
+"""`quantize` with the runtime in another interpreter: speed and verification come from there."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ import qtrace
 from qtrace.benchmarking import turns
 from qtrace.benchmarking.turns import Speed
 from qtrace.errors import ExportError, QtraceError
-from qtrace.onnxfile import sessions
-from qtrace.preparation.record import read_record
-from qtrace.quantizing import bench, delivering, labellings, measuring
+from qtrace.quantizing import delivering
 from qtrace.runtimes.host import RuntimeHost
 from tests.nets import images, net
 
 DATA = images(16, 3, 8, 8)
 HERE = RuntimeHost(sys.executable)
+_WHOLE = {"placement": "everything"}  # so small a network gains no time
 
 
 def _module() -> M.Module:
@@ -37,8 +36,6 @@ def _timed(_untimed: None, monkeypatch: pytest.MonkeyPatch) -> None:
         return turns.compare_files(paths, **{**options, "seconds": 0.1})
 
     monkeypatch.setattr(delivering, "compare_files", compare)
-    monkeypatch.setattr(bench, "compare_files", compare)
-    monkeypatch.setattr(measuring, "find_labellings", labellings.find_labellings)
 
 
 def _interpreter_without(package: str, tmp_path: Path) -> RuntimeHost:
@@ -54,47 +51,20 @@ def _interpreter_without(package: str, tmp_path: Path) -> RuntimeHost:
 
 @pytest.mark.parametrize("name", ["m.onnx", "m.tflite", "m.param"])
 def test_the_file_is_measured_and_verified_there(tmp_path: Path, name: str) -> None:
-    result = qtrace.quantize(_module(), DATA, tmp_path / name, runtime_host=HERE, keep=True, progress=False)
+    result = qtrace.quantize(
+        _module(), DATA, tmp_path / name, runtime_host=HERE, recipe=_WHOLE, progress=False
+    )
     assert result.delivery.sentence().count(f"one thread, by {sys.executable}") == 1
     assert result.to_dict()["measured_by"] == sys.executable
     assert result.verify is not None
     assert result.verify.side["host"] == sys.executable
-    assert result.card.timing is not None
+    assert result.card.figures["measured_by"] == sys.executable
 
 
 def test_nothing_names_a_host_that_was_not_given(tmp_path: Path) -> None:
     result = qtrace.quantize(_module(), DATA, tmp_path / "m.onnx", verify=False, progress=False)
     assert "measured_by" not in result.to_dict()
     assert ", by " not in result.delivery.sentence()
-
-
-def test_labellings_are_timed_and_computed_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, opened = [], []
-    speeds = [Speed(1e-3, 1.0, 1.0, 1.0, 14), Speed(2e-3, 0.5, 0.49, 0.51, 14)]
-
-    def compare(paths: Any, **options: Any) -> list[Speed]:
-        asked.append(options["settings"].host)
-        return speeds
-
-    class Watched(sessions.HostedSession):
-        def __init__(self, *args: Any) -> None:
-            opened.append(args[-1])
-            super().__init__(*args)
-
-    monkeypatch.setattr(bench, "compare_files", compare)
-    monkeypatch.setattr(delivering, "compare_files", compare)
-    monkeypatch.setattr(sessions, "HostedSession", Watched)
-    module = net(lambda self, x: self.b(F.relu(self.a(x))), a=M.Conv2d(3, 64, 3), b=M.Conv2d(64, 64, 3))
-    data = images(16, 3, 32, 32)
-    result = qtrace.quantize(
-        module, data, tmp_path / "m.onnx", recipe="int8", verify=False, runtime_host=HERE, progress=False
-    )
-    placement = read_record(result.prepared).annotation.placement
-    assert placement is not None
-    assert "measured by plain ranges" in placement.measured
-    assert asked
-    assert all(host == HERE for host in asked)
-    assert opened.count(HERE) >= 2
 
 
 @pytest.mark.parametrize(

@@ -54,8 +54,8 @@ def test_a_module_becomes_a_verified_file_of_each_format(here, name, target, bac
     result = qtrace.quantize(_module(), DATA, name, target=target, progress=False)
     assert result.path == Path(name)
     assert Path(name).is_file()
-    assert (result.verdict.samples, result.verdict.measured_on) == (4, "samples that were held back")
-    assert not result.verdict.seen
+    assert (result.verdict.samples, result.verdict.measured_on) == (4, "held-back samples")
+    assert "Only 4 samples are new to the calibration" in str(result.verdict)
     assert result.verify.passed
     assert QuantizedModel(result.prepared).annotation.backend == backend
     assert len(repr(result).splitlines()) <= 20

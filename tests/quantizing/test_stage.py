@@ -24,7 +24,7 @@ def test_a_folder_with_its_verdict_as_the_command_writes_it(tmp_path: Path) -> N
     done = qtrace.calibrate_to_folder(traced, x, out, recipe="onnxruntime")
     assert {file.name for file in out.iterdir()} == {*FILES, VERDICT}
     assert done.judgement.verdict.word == "good"
-    assert done.judgement.verdict.measured_on == "samples that were held back"
+    assert done.judgement.verdict.measured_on == "held-back samples"
     assert json.loads((out / VERDICT).read_text())["verdict"]["word"] == "good"
     assert done.summary["batches"] == 7  # one of eight is held back
     assert len(repr(done).splitlines()) < 8

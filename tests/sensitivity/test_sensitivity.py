@@ -122,8 +122,12 @@ def test_analyze_ranks_the_planted_layer_first(prepared: TracedModule) -> None:
 
 @pytest.mark.parametrize("groups", [False, True])
 def test_the_progress_ends_at_its_total(
-    prepared: TracedModule, capsys: pytest.CaptureFixture[str], groups: bool
+    prepared: TracedModule,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    groups: bool,
 ) -> None:
+    monkeypatch.setattr("qtrace.display._ipython", object)
     analyze(prepared, _data(1), groups=groups)
     last = capsys.readouterr().err.split("\r")[-1]
     done, total = re.findall(r"(\d+)/(\d+)", last)[0]
@@ -135,8 +139,9 @@ def test_the_progress_ends_at_its_total(
 
 
 def test_a_search_shows_how_often_it_has_measured(
-    traced: TracedModule, capsys: pytest.CaptureFixture[str]
+    traced: TracedModule, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("qtrace.display._ipython", object)
     base = qtrace.QConfig(**W4)
     for progress, shown in ((True, True), (False, False)):
         mixed_precision(traced, base, _data(0), goal=Goal(at_least=15.0), progress=progress)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +11,6 @@ import pytest
 from qtrace.costs.table import CostTable
 from qtrace.errors import QtraceError
 from qtrace.quantizing import comparing
-from qtrace.quantizing.times import Times
-from qtrace.storage import cache
 from qtrace.storage.files import parse_document
 from qtrace.tuning import folder
 from qtrace.tuning.trials import TrialLog
@@ -21,7 +18,6 @@ from qtrace.verification.device import vectors
 
 DAMAGES = ("[" * 100_000, '{"a":' * 100_000, "[1]", "{", "\xff", "null")
 READERS: dict[str, Callable[[Path], Any]] = {
-    "times.json": Times.open,
     "search.json": lambda path: folder._compare(path.parent, {"data": "x"}),
     "trials.jsonl": TrialLog,
     "verdict.json": lambda path: comparing._read_verdict(path.parent),
@@ -46,10 +42,6 @@ def test_a_damaged_file_is_one_sentence(name: str, text: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("text", DAMAGES)
-def test_a_damaged_cache_and_index_are_passed_over(
-    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cache, "_path", lambda *_: tmp_path / "index.json")
+def test_a_damaged_index_is_passed_over(text: str, tmp_path: Path) -> None:
     (tmp_path / "index.json").write_bytes(text.encode("latin-1"))
-    assert cache.read_cached("times", SimpleNamespace()) is None
     assert not vectors._holds_vectors(tmp_path)

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from qtrace.cli import help, hosts, options, targets
+from qtrace.cli import help, hosts, options
 from qtrace.cli.console import Console
 from qtrace.cli.gates import check_file, note_checks
 from qtrace.cli.naming import check_exported
 from qtrace.errors import ConfigError
 from qtrace.runtimes.host import RuntimeHost
-from qtrace.storage.outputs import output_file
 
 if TYPE_CHECKING:
     from qtrace.benchmarking.files import FileReport
@@ -28,7 +27,6 @@ _PACKAGED = "packaged"
 
 @click.command(cls=help.Command, example="qtrace bench float.onnx int8.onnx --by-op")
 @click.argument("files", metavar="FILE...", nargs=-1, type=options.file_or_folder())
-@click.option("--kernels", is_flag=True, help="Measure a cost table of the runtime's kernels, without files.")
 @click.option(
     "--runtime",
     metavar="NAME",
@@ -53,15 +51,13 @@ _PACKAGED = "packaged"
     metavar="TABLE",
     is_flag=False,
     flag_value=_PACKAGED,
-    help="Predict the times, too; without TABLE, a file of --kernels, by the packaged cost table.",
+    help="Predict the times, too: by a cost table of yours, or without TABLE by the packaged one.",
 )
-@targets.file_to_write("--out", "-o", help="With --kernels: the file to write.")
 @options.recipe()
 @options.progress
 @options.output
 def bench(
     files: tuple[Path, ...],
-    kernels: bool,
     runtime: str | None,
     runtime_host: RuntimeHost | None,
     threads: int | None,
@@ -70,8 +66,6 @@ def bench(
     seconds: float | None,
     by_op: bool,
     predict: str | None,
-    out: Path | None,
-    force: bool,
     recipe: str | None,
     allow_code: bool,
     console: Console,
@@ -80,21 +74,10 @@ def bench(
 
     Several files take turns, and the speed of each is given against the first one. A file that is slower says
     what its time goes to. With --recipe, the exit code is 1 if a file behind the first one, or a single file,
-    is larger or slower than the recipe's `expect` allows. With --kernels the command measures single ops over
-    a grid of shapes and writes a cost table, which takes some minutes.
+    is larger or slower than the recipe's `expect` allows.
     """
-    of_files = runtime_host or threads or batch or shapes or seconds or by_op or predict or recipe
-    if kernels:
-        if files or of_files:
-            raise click.UsageError("--kernels takes no files, and of the options --runtime and -o only.")
-        if out is None:
-            raise click.UsageError("--kernels needs -o: the file to write.")
-        _bench_kernels(runtime or "onnxruntime", out, force, console)
-        return 0
     if not files:
-        raise click.UsageError("name the files to run, or --kernels.")
-    if out is not None:
-        raise click.UsageError("-o belongs to --kernels.")
+        raise click.UsageError("name the files to run.")
     for file in files:
         check_exported(file)
     with console.work():
@@ -150,7 +133,7 @@ def _table(name: str) -> CostTable:
     if table.machine.runtime != "onnxruntime":
         raise ConfigError(
             f"{name} has the times of {table.machine.runtime}: files are predicted for onnxruntime only. "
-            "Leave TABLE out, or give one of `qtrace bench --kernels`."
+            "Leave TABLE out, or give a table of onnxruntime."
         )
     return table
 
@@ -161,22 +144,3 @@ def _note_differences(table: CostTable, threads: int, console: Console) -> None:
     here = describe_machine(table.machine.runtime, "onnxruntime", threads)
     if sentences := differences(table.machine, here):
         console.warn(f"the cost table was measured elsewhere: {'; '.join(sentences)}.")
-
-
-def _bench_kernels(runtime: str, out: Path, force: bool, console: Console) -> None:
-    with console.work():
-        from qtrace.benchmarking.tables import measure_table
-        from qtrace.display import progress_bar
-
-        with (
-            output_file(out, force=force) as partial,
-            progress_bar(desc="bench", unit="measurement", disable=not console.progress) as bar,
-        ):
-
-            def advance(count: int, whole: int) -> None:
-                bar.total = whole
-                bar.update(count)
-
-            table = measure_table(runtime, advance)
-            partial.write_text(table.to_json(), encoding="utf-8")
-    console.result(str(out), {"table": str(out), "measurements": len(table.measurements)})

@@ -12,8 +12,8 @@ from qtrace.cli.console import Console
 from qtrace.cli.gates import check_graph, note_checks
 from qtrace.cli.images import warn_unused
 from qtrace.cli.verdicts import NextCommand, import_metric, judging
+from qtrace.quantizing.options import DataReading, FolderOptions
 from qtrace.runtimes.host import RuntimeHost
-from qtrace.storage.outputs import flag
 
 __all__ = ["calibrate"]
 
@@ -39,11 +39,11 @@ __all__ = ["calibrate"]
 )
 @click.option("--resume", is_flag=True, help="Go on where an interrupted calibration stopped.")
 @click.option("--force", is_flag=True, help="Replace the output folder of an earlier calibration.")
-@click.option("--no-measure", is_flag=True, help="Choose a balanced placement by predicted times alone.")
-@options.times
+@options.prefer
 @options.allow
 @options.progress
 @options.output
+@options.derived(FolderOptions, into="given")
 def calibrate(
     model: str,
     data: str,
@@ -54,11 +54,9 @@ def calibrate(
     float_type: str | None,
     collecting: dict[str, Any],
     runtime_host: RuntimeHost | None,
-    learning_engine: str,
+    given: dict[str, Any],
     resume: bool,
     force: bool,
-    no_measure: bool,
-    times: Path | None,
     allow: tuple[str, ...],
     judged: dict[str, Any],
     console: Console,
@@ -83,7 +81,7 @@ def calibrate(
         from qtrace.calibration.running import RunSettings
         from qtrace.preparation.model import QuantizedModel
         from qtrace.quantizing.judging import Acceptance
-        from qtrace.quantizing.stage import DataReading, calibrate_to_folder
+        from qtrace.quantizing.stage import calibrate_to_folder
 
         qconfig = models.load_recipe(recipe, allow_code)
         if float_type is not None:
@@ -98,21 +96,18 @@ def calibrate(
             data,
             out,
             recipe=qconfig,
-            importing=recipe,
             reading=DataReading(**reading),
             evaluation=judged["evaluation"],
             acceptance=acceptance,
             settings=RunSettings(
                 **collecting, progress=console.progress, allow=allow, runtime_host=runtime_host
             ),
-            learning_engine=learning_engine,
             resume=resume,
             force=force,
-            measure=not no_measure,
-            times=times,
+            progress=console.progress,
+            importing=recipe,
             about={"model": model, "data": data, "recipe": recipe},
-            reporter=console,
-            spell=flag,
+            **given,
         )
         verdict = done.judgement.verdict
         checks = check_graph(qconfig, verdict, metric, done.figures)

@@ -11,7 +11,7 @@ import click
 from qtrace.cli import help, models, options, targets
 from qtrace.cli.commands.explain import on_terminal
 from qtrace.cli.console import Console
-from qtrace.cli.measured import Counted, samples_of
+from qtrace.cli.measured import FAKE_QUANTS, Counted, samples_of
 from qtrace.cli.naming import CONVERTED
 from qtrace.cli.verdicts import judge_comparison, text_of
 from qtrace.storage.outputs import output_file
@@ -78,7 +78,6 @@ def compare(
     width = shutil.get_terminal_size().columns if on_terminal() else None
     with console.work():
         import qtrace
-        from qtrace.sensitivity.diagnosis.verdict import FAKE_QUANTS
 
         loaded = models.load_model(model, allow)
         models.check_stage(loaded, model)

@@ -13,8 +13,7 @@ from qtrace.cli.gates import check_graph, note_checks
 from qtrace.cli.images import change_config, warn_unused
 from qtrace.cli.verdicts import import_metric, judging
 from qtrace.quantizing.figures import note_file
-from qtrace.runtimes.host import RuntimeHost
-from qtrace.storage.outputs import flag
+from qtrace.quantizing.options import QuantizeOptions
 
 __all__ = ["quantize"]
 
@@ -36,25 +35,23 @@ __all__ = ["quantize"]
 @options.input_shapes
 @options.float_type
 @judging
-@click.option(
-    "--max-drop",
-    type=click.FloatRange(0),
-    help="How far the metric may be below its value in float: layers are raised to float until it holds.",
-)
-@click.option("--no-verify", is_flag=True, help="Do not run the file in its runtime.")
-@click.option(
-    "--no-measure", is_flag=True, help="Measure no times: neither those of placements nor of float."
-)
-@options.times
+@options.prefer
 @hosts.runtime_host
-@click.option("--keep", is_flag=True, help="Write the quantized file though it is slower than float here.")
 @click.option(
     "--card", is_flag=True, help="Also write OUT.card.json and OUT.card.html, which describe the file."
 )
-@click.option("--allow-broken", is_flag=True, help="Write the file though the verdict is broken.")
 @options.allow
 @options.progress
 @options.output
+@options.derived(
+    QuantizeOptions,
+    into="given",
+    max_drop="How far the metric may be below its value in float: layers are raised to float until it holds.",
+    verify="Do not run the file in its runtime.",
+    measure="Do not measure the file next to your own one, or float.",
+    keep="Write the quantized file though it is slower than float here.",
+    allow_broken="Write the file though the verdict is broken.",
+)
 def quantize(
     model: str,
     data: str,
@@ -65,17 +62,10 @@ def quantize(
     out: Path,
     float_type: Literal["fp32", "fp16"] | None,
     force: bool,
-    shapes: dict[str, tuple[int, ...]],
     judged: dict[str, Any],
-    max_drop: float | None,
-    no_verify: bool,
-    no_measure: bool,
-    times: Path | None,
-    keep: bool,
+    prefer: Literal["speed", "balanced", "accuracy"] | None,
     card: bool,
-    allow_broken: bool,
-    allow: tuple[str, ...],
-    runtime_host: RuntimeHost | None,
+    given: dict[str, Any],
     console: Console,
 ) -> int:
     """Quantize a network to a verified file in one step.
@@ -106,28 +96,21 @@ def quantize(
         if models.is_factory(model):
             source = models.build_module(model)
         elif not models.is_onnx(model):
-            source = models.load_model(model, allow)
+            source = models.load_model(model, given["allow"])
+        given |= {"shapes": given["shapes"] or None, "keep": given["keep"] or is_precision(recipe)}
         result = qtrace.quantize(
             source,
             data,
             out,
             recipe=qconfig,
-            shapes=shapes or None,
             metric=None if metric is None else import_metric(metric),
             at_least=judged["at_least"],
-            max_drop=max_drop,
             evaluation=judged["evaluation"],
             **reading,
-            verify=not no_verify,
-            measure=not no_measure,
-            times=times,
-            keep=keep or is_precision(recipe),
-            allow_broken=allow_broken,
+            prefer=prefer,
             force=force,
-            allow=allow,
-            runtime_host=runtime_host,
-            reporter=console,
-            spell=flag,
+            progress=console.progress,
+            **given,
         )
         figures = note_file(result.converted, out, console)
         config = models.preprocessing(result.converted, None)

@@ -11,7 +11,7 @@ import click
 from qtrace.cli import help, models, options, targets
 from qtrace.cli.commands.explain import on_terminal
 from qtrace.cli.console import Console
-from qtrace.cli.measured import samples_of
+from qtrace.cli.measured import FAKE_QUANTS, samples_of
 from qtrace.errors import ConfigError
 from qtrace.storage.outputs import output_file
 
@@ -100,7 +100,6 @@ def sensitivity(
         import qtrace
         from qtrace.data.base import batch_length
         from qtrace.sensitivity import DetectionLoss, analyze, mixed_precision
-        from qtrace.sensitivity.diagnosis.verdict import FAKE_QUANTS
 
         qconfig = models.load_recipe(recipe or "onnxruntime", allow_code)
         goal, metric = _goal(arguments, qconfig), _metric(arguments)

@@ -10,7 +10,7 @@ import click
 from qtrace.cli import dumps as dumped_tensors
 from qtrace.cli import help, hosts, models, options
 from qtrace.cli.console import Console
-from qtrace.cli.measured import Counted, samples_of
+from qtrace.cli.measured import FAKE_QUANTS, Counted, samples_of
 from qtrace.cli.naming import CONVERTED, check_exported
 from qtrace.runtimes.host import RuntimeHost
 
@@ -71,7 +71,6 @@ def verify(
     with console.work():
         import qtrace
         from qtrace.preparation.record import is_quantized
-        from qtrace.sensitivity.diagnosis.verdict import FAKE_QUANTS
 
         loaded = models.load_model(model, allow)
         if is_quantized(loaded):

@@ -1,4 +1,4 @@
-"""The packaged cost tables, written by ``qtrace bench --kernels``.
+"""The packaged cost tables, written by ``python -m benchmarks.kernels``.
 
 ``RUNTIME.json`` holds for every processor; a fit to another one may begin at ``RUNTIME.PROCESSOR.json``.
 """

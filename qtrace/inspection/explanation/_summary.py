@@ -267,7 +267,7 @@ class Summary:
 
 
 def _predicted(placement: PlacementNote) -> str:
-    """Says what time and noise a placement predicts."""
+    """Says what time a placement predicts, and what it was chosen from."""
     faster = placement.float_milliseconds / max(placement.milliseconds, 1e-9)
     text = (
         f"{placement.mode}: {placement.milliseconds:.3g} ms predicted, {placement.float_milliseconds:.3g} ms "
@@ -275,17 +275,21 @@ def _predicted(placement: PlacementNote) -> str:
     )
     if placement.conclusion:
         text += f"; {placement.conclusion}"
-    if placement.measured:
-        text += f"; {placement.measured}"
-    if placement.sqnr is None:
+    if placement.mode == "balanced" and not placement.rows:
+        text += "; `calibrate` switches off what is not worth its noise"
+    if not placement.rows:
         return text
-    data = "generated inputs" if placement.synthetic else "the given samples"
-    return f"{text}; {placement.sqnr:.1f} dB at the output {placement.group}, rounded on {data}"
+    rows = (
+        f"{row.name} {row.speed:.2f}x {'-' if row.sqnr is None else f'{row.sqnr:.1f} dB'}"
+        for row in placement.rows
+    )
+    return f"{text}; {placement.chosen} of {', '.join(rows)}"
 
 
 def _placement_data(placement: PlacementNote) -> dict[str, Any]:
     """Returns the prediction for the whole graph as plain data."""
-    return {key: value for key, value in vars(placement).items() if key not in ("times", "reasons")}
+    kept = {key: value for key, value in vars(placement).items() if key not in ("times", "reasons")}
+    return {**kept, "rows": [vars(row) for row in placement.rows]}
 
 
 def _wrap(line: str, width: int | None, indent: str) -> str:

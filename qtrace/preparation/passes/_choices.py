@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from qtrace.config import QConfig, Rule, Spec
@@ -66,7 +67,11 @@ class Choice:
 
 
 def choose(
-    traced: TracedModule, calls: dict[Expr, OpCall], qconfig: QConfig, backend: Backend
+    traced: TracedModule,
+    calls: dict[Expr, OpCall],
+    qconfig: QConfig,
+    backend: Backend,
+    ranks: Mapping[str, Sequence[int]] | None = None,
 ) -> dict[Expr, Choice]:
     """Chooses for each op by the rules of ``qconfig`` in order; a later rule wins over an earlier one.
 
@@ -75,6 +80,8 @@ def choose(
         calls: expr -> the `OpCall` that it is read as.
         qconfig: the config.
         backend: the target, whose schemes the rules change.
+        ranks: name of an expr's first output -> the positions of the rules that have matched it; None to
+            match them.
 
     Returns:
         expr -> choice, for every expr in ``calls``.
@@ -88,13 +95,17 @@ def choose(
     for rank, rule in enumerate(qconfig.rules):
         if rule.backends is not None and backend.name not in rule.backends:
             continue
-        matched = selector.select(rule)
-        if not matched and not rule.optional:
+        if ranks is None:
+            matched = selector.select(rule)
+        else:
+            matched = [expr for expr in calls if rank in ranks.get(expr.outputs[0].name, ())]
+        if ranks is None and not matched and not rule.optional:
             raise ConfigError(
                 f"{rule.origin}: the rule {rule.match.to_dict()} matches no op of this graph: fix it, drop "
                 "it, or say optional: true."
             )
-        _check_effect(rule, [calls[expr] for expr in matched])
+        if ranks is None:
+            _check_effect(rule, [calls[expr] for expr in matched])
         changed: dict[int, Choice] = {}  # by id, as options need not be hashable; most ops share a choice
         for expr in matched:
             old = choices[expr]

@@ -34,7 +34,8 @@ def build_problem(view: View, chains: Chains, table: CostTable) -> Problem:
     """
     builder = _Builder(view, chains, table)
     units = tuple(builder.unit(expr) for expr in builder.names)
-    return add_pools(Problem(units, tuple(builder.tensors())), builder.pools)
+    sources = {node.name: source.name for node, source in builder.sources.items()}
+    return add_pools(Problem(units, tuple(builder.tensors()), sources), builder.pools)
 
 
 def add_pools(problem: Problem, pools: Mapping[str, PoolTimes]) -> Problem:
@@ -117,14 +118,7 @@ class _Builder:
             label=label,
             float_result=choice.output is None and (stays_float or (writes_floats and len(chain.exprs) == 1)),
             noise_weight=factor,
-            weights=self._count_weights(call),
-            inner_roundings=len(PIECES[call.kind].kernels) - 1 if has_pieces(self.view, call) else 0,
         )
-
-    def _count_weights(self, call: OpCall) -> int:
-        """Returns the number of values of a weight that the file stores; 0 without one."""
-        stored = call.weight is not None and call.weight in self.view.fixed
-        return math.prod(shape_of(call.weight)) if stored and call.weight is not None else 0
 
     def _integer_seconds(self, call: OpCall, shape: OpShape) -> float | None:
         if has_pieces(self.view, call):

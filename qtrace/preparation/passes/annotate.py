@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from qtrace.config import QConfig
 from qtrace.graph.types import TensorNode, TracedModule
-from qtrace.preparation.annotation import Annotation
+from qtrace.preparation.annotation import Annotation, PlacementNote
 from qtrace.preparation.passes._chains import find_chains
 from qtrace.preparation.passes._notes import write_notes
 from qtrace.preparation.passes._parameters import find_folds, place_biases, place_weights
 from qtrace.preparation.passes._sites import place_dynamic, place_sites, tie_sites
-from qtrace.preparation.passes._view import Unlike, read_view
+from qtrace.preparation.passes._view import Unlike, View, read_view
 from qtrace.preparation.passes._wants import propagate_wants
 from qtrace.preparation.passes.place import Placing
 
-__all__ = ["annotate"]
+__all__ = ["annotate", "annotate_view"]
 
 
 def annotate(
@@ -40,9 +40,18 @@ def annotate(
         ConfigError: for rules that match nothing or ask for what the backend cannot run.
     """
     if placing is None:
-        view = read_view(traced, qconfig, unlike=unlike)
-    else:
-        view = placing.view(traced, qconfig, unlike)
+        return annotate_view(read_view(traced, qconfig, unlike=unlike), qconfig)
+    return annotate_view(placing.view(traced, qconfig, unlike), qconfig, placing.note)
+
+
+def annotate_view(view: View, qconfig: QConfig, note: PlacementNote | None = None) -> Annotation:
+    """Decides what is inserted into a graph whose ops have their choices.
+
+    Args:
+        view: the graph under its config.
+        qconfig: the config.
+        note: the prediction behind its placement; None without one.
+    """
     chains = find_chains(view)
     wants = propagate_wants(view, chains)
     placement = tie_sites(view, chains, place_sites(view, chains, wants))
@@ -56,9 +65,9 @@ def annotate(
         carried=placement.carried(),
         folds=find_folds(view, chains, placement, weights),
         origins=tuple(rule.origin for rule in qconfig.rules),
-        inputs=tuple(n.name for n in traced.graph.inputs if isinstance(n, TensorNode)),
-        outputs=tuple(n.name for n in traced.graph.outputs if isinstance(n, TensorNode)),
+        inputs=tuple(n.name for n in view.traced.graph.inputs if isinstance(n, TensorNode)),
+        outputs=tuple(n.name for n in view.traced.graph.outputs if isinstance(n, TensorNode)),
         factors={node.name: factor for node, factor in placement.factors.items()},
-        placement=None if placing is None else placing.note,
+        placement=note,
         dynamic=place_dynamic(view, placement, weights),
     )

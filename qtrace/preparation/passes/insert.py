@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import megengine.functional as F
@@ -30,7 +31,9 @@ __all__ = ["CONTAINER", "headline", "insert"]
 CONTAINER = "qsites"
 
 
-def insert(traced: TracedModule, annotation: Annotation) -> PassResult:
+def insert(
+    traced: TracedModule, annotation: Annotation, known: Mapping[str, Module] | None = None
+) -> PassResult:
     """Adds one module per group of sites below ``qsites`` and one call per site.
 
     Convolutions get the gradients of `qtrace.gradients`; their results stay the same.
@@ -38,7 +41,9 @@ def insert(traced: TracedModule, annotation: Annotation) -> PassResult:
     Args:
         traced: the flat, expanded graph that was annotated; it is edited in place.
         annotation: the decisions.
+        known: group -> the module that rounds it, where it is not a new one.
     """
+    known = known or {}
     container = Container()
     setattr(traced, CONTAINER, container)
     nodes: dict[str, TensorNode] = {n.name: n for n in traced.graph.inputs}
@@ -49,7 +54,7 @@ def insert(traced: TracedModule, annotation: Annotation) -> PassResult:
         for site in annotation.sites:
             node = nodes[site.node]
             if site.group == site.name:
-                setattr(container, site.name, _module(site, node))
+                setattr(container, site.name, known.get(site.name) or _module(site, node))
         for fold in annotation.folds:
             new = _insert_fold(editor, container, fold, producers, {s.name for s in annotation.sites})
             nodes[fold.norm] = new

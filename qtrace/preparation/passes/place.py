@@ -1,7 +1,8 @@
-"""Place: keeps ops in float where the runtime gains nothing from integers, or too little for the noise.
+"""Place: keeps ops in float where the runtime gains no time by integers, by a table of costs.
 
 It reads the graph as `annotate` would quantize it, labels each op "integer" or "float" by the measured times
-of the runtime and the noise of every rounding at the graph's outputs, and changes the choices of the config.
+of the runtime, and changes the choices of the config. Noise does not count here: `choosing.py` weighs it on
+the calibrated graph.
 """
 
 from __future__ import annotations
@@ -14,12 +15,11 @@ from pathlib import Path
 from qtrace import ops
 from qtrace.config import QConfig, backends
 from qtrace.config.backends.base import Backend
-from qtrace.costs import FITTED, CostTable
+from qtrace.costs import CostTable, processor
 from qtrace.errors import ConfigError
 from qtrace.graph.edit import GraphEditor
 from qtrace.graph.types import Expr, TracedModule
 from qtrace.graph.walk import exprs
-from qtrace.metrics import finite_or_none
 from qtrace.ops import OpCall
 from qtrace.preparation.annotation import PlacementNote
 from qtrace.preparation.passes._chains import Chains, find_chains
@@ -28,13 +28,19 @@ from qtrace.preparation.passes._pieces import PIECES, PiecesWriter
 from qtrace.preparation.passes._problem import build_problem, has_pieces
 from qtrace.preparation.passes._view import Unlike, View, read_view
 from qtrace.preparation.passes.base import PassResult
-from qtrace.preparation.passes.search import Search, SearchOutcome
-from qtrace.preparation.placement.noise import OutputNoise
-from qtrace.preparation.placement.problem import Neighbourhoods, evaluate, find_float_results
-from qtrace.preparation.placement.reference import MeasuredRun
-from qtrace.preparation.placement.trials import LabellingTrial
+from qtrace.preparation.placement.frontier import Point, choose_fastest
+from qtrace.preparation.placement.problem import Neighbourhoods, Problem, evaluate, find_float_results
 
-__all__ = ["Placing", "place", "write_activations", "write_same_activations"]
+__all__ = [
+    "Placing",
+    "execute",
+    "place",
+    "read_table",
+    "tied",
+    "write_activations",
+    "write_note",
+    "write_same_activations",
+]
 
 _NO_NOISE = 1e-9  # of the outputs' power, 90 dB below: what is left when differences of sums are 0
 _SMALLEST_CHANGE = 0.05  # dB, in an explanation
@@ -50,7 +56,6 @@ class Placing:
         pieces: activation functions that become ops with integer kernels of their own.
         note: the prediction, for the annotation; None without one.
         forms: kind of function -> the name of its pieces, where that is not the kind.
-        outcome: the labelling with the others that were in question; None without a choice.
     """
 
     choices: Mapping[Expr, Choice]
@@ -58,67 +63,64 @@ class Placing:
     pieces: tuple[OpCall, ...]
     note: PlacementNote | None
     forms: Mapping[str, str] = field(default_factory=dict)
-    outcome: SearchOutcome | None = None
 
     def view(self, traced: TracedModule, qconfig: QConfig, unlike: Unlike | None = None) -> View:
         """Returns the graph under the config and the placement, with what `find_unlike` leaves in float."""
-        view = read_view(traced, qconfig, self.choices, self.reasons, unlike)
-        if self.note is not None and self.note.centred:
-            return replace(view, backend=replace(view.backend, ties_concat=True))
-        return view
+        return tied(read_view(traced, qconfig, self.choices, self.reasons, unlike), self.note)
 
 
-def place(
-    traced: TracedModule,
-    qconfig: QConfig,
-    run: MeasuredRun,
-    unlike: Unlike | None = None,
-    outcome: SearchOutcome | None = None,
-    fitted: CostTable | None = None,
-    noise: OutputNoise | None = None,
-) -> Placing | None:
+def tied(view: View, note: PlacementNote | None) -> View:
+    """Returns the view in which the parts of a concat share a range, if ranges are symmetric for speed."""
+    if note is not None and note.centred:
+        return replace(view, backend=replace(view.backend, ties_concat=True))
+    return view
+
+
+def place(traced: TracedModule, qconfig: QConfig, unlike: Unlike | None = None) -> Placing | None:
     """Chooses the ops that stay float; None if the config asks for no choice or no times are known.
 
-    Functions that the backend always has in pieces are part of the result without a choice, too. If no op
-    gains time by integers, the file is made smaller at least, where that takes little time and noise; else
-    the graph stays in float. A labelling that spoils an output is never the result: one with less noise is.
+    Functions that the backend always has in pieces are part of the result without a choice, too. If integers
+    gain too little time, the whole graph stays in float, unless the config asks for size.
 
     Args:
         traced: a flat, expanded graph; it is only read.
         qconfig: the config.
-        run: the graph on the images on which the noise of each rounding is measured.
         unlike: the ops and results that one grid would spoil, which stay float; None for none.
-        outcome: the labelling of an earlier search in the same network; None to search.
-        fitted: the packaged table, fitted to this processor; None for the table as it is packaged.
-        noise: what every rounding costs, as an earlier search has measured it; None to measure it.
     """
     placements = {qconfig.effective_placement, *(rule.placement or "everything" for rule in qconfig.rules)}
     backend = backends.get(qconfig.backend)
     table_name = qconfig.cost_table or backend.cost_table
     if placements == {"everything"} or not table_name:
         return _place_pieces(traced, qconfig, backend.pieces, unlike) if backend.pieces else None
-    table = fitted if fitted is not None and qconfig.cost_table is None else _read_table(qconfig, backend)
+    table, name = read_table(qconfig, backend)
     view = read_view(traced, qconfig, unlike=unlike)
     chains = find_chains(view)
-    mode = "fastest" if placements.isdisjoint(("balanced", "small")) else "balanced"
-    if outcome is None:
-        search = Search(view, build_problem(view, chains, table), run, mode, noise)
-        outcome = replace(search.choose(), weight_bits=qconfig.weight_bits)
-    explainer = _Explainer(outcome, mode)
-    shown = FITTED if table is fitted else Path(table_name).name
-    note = _write_note(explainer, shown, synthetic=run.synthetic)
-    return _execute(view, chains, explainer, note)
+    problem = build_problem(view, chains, table)
+    mode = next(mode for mode in ("small", "balanced", "fastest") if mode in placements)
+    point = _choose_all(problem) if mode == "small" else choose_fastest(problem)
+    note = write_note(problem, point, mode if any(point.labels.values()) else "float", name)
+    note = replace(note, centred=mode == "fastest" and bool(backend.slower_with_zero_point))
+    return execute(view, chains, problem, point, note)
 
 
-def _read_table(qconfig: QConfig, backend: Backend) -> CostTable:
-    """Reads the table of the config, else the packaged one of the backend.
+def _choose_all(problem: Problem) -> Point:
+    """Returns the labelling that stores most weights as integers: with every op that has such a kernel."""
+    labels = {unit.name: unit.fixed is not False for unit in problem.units}
+    return Point(labels, evaluate(problem, labels))
+
+
+def read_table(qconfig: QConfig, backend: Backend) -> tuple[CostTable, str]:
+    """Returns the table of the config, else the packaged one of the backend, and its name.
+
+    Of several packaged ones it is that of the processor most like this one, by its instruction sets.
 
     Raises:
         ConfigError: when the file cannot be read, holds the times of another runtime, or the backend has no
             choice.
     """
     if qconfig.cost_table is None:
-        return CostTable.load(backend.cost_table)
+        name = CostTable.nearest(backend.cost_table, processor.processor_flags())
+        return CostTable.packaged(backend.cost_table)[name], name
     place = f"{qconfig.place('cost_table')}: "
     if backend.pieces and not backend.cost_table:
         raise ConfigError(f"{place}backend {backend.name} fixes the form of each op: leave cost_table out.")
@@ -130,9 +132,9 @@ def _read_table(qconfig: QConfig, backend: Backend) -> CostTable:
     if backend.cost_table and runtime != backend.cost_table:
         raise ConfigError(
             f"{place}cost_table {qconfig.cost_table} has times of {runtime}, but backend {backend.name} runs "
-            f"in {backend.cost_table}: measure with `qtrace bench --kernels --runtime {backend.cost_table}`."
+            f"in {backend.cost_table}: measure one with `python -m benchmarks.kernels`."
         )
-    return table
+    return table, Path(qconfig.cost_table).name
 
 
 def _place_pieces(
@@ -145,10 +147,11 @@ def _place_pieces(
     return Placing(view.choices, {}, pieces, None, forms) if pieces else None
 
 
-def _execute(view: View, chains: Chains, explainer: _Explainer, note: PlacementNote) -> Placing:
-    """Turns labels into choices."""
-    labels = explainer.point.labels
-    float_results = find_float_results(explainer.problem, labels)
+def execute(view: View, chains: Chains, problem: Problem, point: Point, note: PlacementNote) -> Placing:
+    """Turns the labels of a point into choices, with the reason for each op that stays float."""
+    labels = point.labels
+    explainer = _Explainer(problem, point, note.mode)
+    float_results = find_float_results(problem, labels)
     choices = dict(view.choices)
     reasons: dict[Expr, str] = {}
     pieces = []
@@ -160,7 +163,7 @@ def _execute(view: View, chains: Chains, explainer: _Explainer, note: PlacementN
             choices.update({e: replace(choices[e], quantize_output=False) for e in chain.exprs})
         elif has_pieces(view, call):
             pieces.append(call)
-    return Placing(choices, reasons, tuple(pieces), note, outcome=explainer.outcome)
+    return Placing(choices, reasons, tuple(pieces), note)
 
 
 def write_activations(traced: TracedModule, placing: Placing) -> tuple[Placing, PassResult]:
@@ -208,11 +211,10 @@ def write_same_activations(traced: TracedModule, pattern: TracedModule) -> tuple
 class _Explainer:
     """Says what an op would cost with the other label, all else as it is."""
 
-    def __init__(self, outcome: SearchOutcome, requested: str) -> None:
-        self.outcome, self.problem, self.point = outcome, outcome.problem, outcome.point
-        self.mode = requested if outcome.mode == "float" else outcome.mode
-        self.units = {unit.name: unit for unit in self.problem.units}
-        self.neighbourhoods = Neighbourhoods(self.problem)
+    def __init__(self, problem: Problem, point: Point, mode: str) -> None:
+        self.point, self.mode = point, mode
+        self.units = {unit.name: unit for unit in problem.units}
+        self.neighbourhoods = Neighbourhoods(problem)
 
     def reason(self, name: str) -> str:
         """Explains why ``name`` has its label: what the other label would change."""
@@ -225,32 +227,27 @@ class _Explainer:
         return f"placement {self.mode}: {'in float' if label else 'on integers'} it would {time}{sound}"
 
 
-def _write_note(explainer: _Explainer, table: str, synthetic: bool) -> PlacementNote:
-    """Writes down the prediction of the chosen point, in milliseconds."""
-    problem, point, trial = explainer.problem, explainer.point, explainer.outcome.trial
-    in_float = evaluate(problem, dict.fromkeys(point.labels, False))
+def write_note(problem: Problem, point: Point, mode: str, table: str) -> PlacementNote:
+    """Writes down the prediction of a point, in milliseconds.
+
+    Args:
+        problem: the units and tensors.
+        point: the labelling.
+        mode: the placement that was asked for; "float" where it leaves everything in float.
+        table: the name of the table.
+    """
+    explainer = _Explainer(problem, point, mode)
     return PlacementNote(
-        mode=explainer.outcome.mode,
+        mode=mode,
         table=table,
         milliseconds=point.energy.seconds * 1e3,
-        float_milliseconds=in_float.seconds * 1e3,
-        sqnr=finite_or_none(trial.sqnr),
-        group=trial.group,
-        refused=_describe_refused(explainer.outcome.refused),
-        synthetic=synthetic,
+        float_milliseconds=evaluate(problem, dict.fromkeys(point.labels, False)).seconds * 1e3,
         times={
             unit.name: (unit.float_seconds * 1e3, unit.integer_seconds and unit.integer_seconds * 1e3)
             for unit in problem.units
         },
         reasons={unit.name: explainer.reason(unit.name) for unit in problem.units if point.labels[unit.name]},
-        measured=explainer.outcome.measured,
-        centred=explainer.outcome.centred,
     )
-
-
-def _describe_refused(trial: LabellingTrial | None) -> str:
-    """Says what a labelling that was not taken would have left of the outputs; "" without one."""
-    return "" if trial is None else trial.describe()
 
 
 def _describe_noise(total: float, change: float) -> str:

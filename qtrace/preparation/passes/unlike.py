@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -25,17 +25,16 @@ from qtrace.config import QConfig
 from qtrace.errors import QtraceError
 from qtrace.graph.nonfinite import search_nonfinite
 from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
-from qtrace.graph.walk import exprs as exprs_of
 from qtrace.graph.walk import is_float_tensor
 from qtrace.ops import Role
 from qtrace.preparation.passes._chains import Chains, find_chains, output_choice
 from qtrace.preparation.passes._infinity import infinity_of
-from qtrace.preparation.passes._view import Selecting, Unlike, View, read_view
+from qtrace.preparation.passes._view import Unlike, View, read_view
 from qtrace.preparation.placement.reference import MeasuredRun
 from qtrace.preparation.placement.trials import Trials
 from qtrace.scheme import QScheme
 
-__all__ = ["UnlikeNames", "find_unlike"]
+__all__ = ["find_unlike"]
 
 _LEAST_LEVELS = 32  # of a grid, 5 bits: a part with fewer is nearly lost
 _LIKE = (
@@ -47,51 +46,6 @@ _HARMLESS = (
 _WITHIN_ONE = frozenset(("sigmoid", "hsigmoid", "hard_sigmoid", "softmax", "tanh", "sin", "cos", "erf"))
 _SLICES = ("getitem", "split", "gather")
 _ARITHMETIC = (Role.ELEMENTWISE, Role.ACTIVATION)
-
-
-@dataclass(frozen=True)
-class UnlikeNames:
-    """What stays in float in every copy of a graph, by the names of nodes.
-
-    Attributes:
-        floats: name of the first result of an expr that stays in float -> why.
-        results: name of a result that is not rounded -> why.
-        far: name of an input of the graph -> its values, where some may stand for infinity; name of a node
-            that holds NaN -> NaN.
-        selecting: the first two again, of what stays in float on account of selections.
-    """
-
-    floats: Mapping[str, str]
-    results: Mapping[str, str]
-    far: Mapping[str, np.ndarray]
-    selecting: tuple[Mapping[str, str], Mapping[str, str]]
-
-    @classmethod
-    def of(cls, unlike: Unlike) -> UnlikeNames:
-        """Returns the names of ``unlike``, whose graph must not have been edited since."""
-        return cls(
-            *_names(unlike.floats, unlike.results), unlike.far, _names(*vars(unlike.selecting).values())
-        )
-
-    def find(self, model: TracedModule) -> Unlike:
-        """Returns the same exprs and results of a copy of the graph."""
-        exprs = {expr.outputs[0].name: expr for expr in exprs_of(model) if expr.outputs}
-        nodes = {node.name: node for expr in exprs_of(model) for node in expr.outputs}
-        nodes.update((node.name, node) for node in model.graph.inputs)
-
-        def given(
-            floats: Mapping[str, str], results: Mapping[str, str]
-        ) -> tuple[dict[Expr, str], dict[Node, str]]:
-            by_expr = {exprs[name]: reason for name, reason in floats.items()}
-            return by_expr, {nodes[name]: reason for name, reason in results.items()}
-
-        selecting = Selecting(*given(*self.selecting))
-        return Unlike(*given(self.floats, self.results), self.far, selecting)
-
-
-def _names(floats: Mapping[Expr, str], results: Mapping[Node, str]) -> tuple[dict[str, str], dict[str, str]]:
-    by_expr = {expr.outputs[0].name: reason for expr, reason in floats.items()}
-    return by_expr, {node.name: reason for node, reason in results.items()}
 
 
 def find_unlike(traced: TracedModule, qconfig: QConfig, run: MeasuredRun) -> Unlike:

@@ -14,7 +14,7 @@ from qtrace.graph.dataflow import needed_nodes
 from qtrace.graph.types import CallFunction, Expr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs
 
-__all__ = ["before_regions", "is_roi_align", "make_regions", "region_inputs"]
+__all__ = ["is_roi_align", "make_regions", "region_inputs"]
 
 _LARGEST_CORNER = 64.0  # in pixels; what lies outside of the image is pooled as 0
 
@@ -22,13 +22,6 @@ _LARGEST_CORNER = 64.0  # in pixels; what lies outside of the image is pooled as
 def is_roi_align(expr: Expr) -> bool:
     """Returns whether ``expr`` calls MegEngine's ``roi_align``."""
     return isinstance(expr, CallFunction) and expr.func is F.vision.roi_align
-
-
-def before_regions(model: TracedModule) -> list[Node]:
-    """Returns the nodes on which the result of a ``roi_align`` depends, in execution order."""
-    pooled = {node for expr in exprs(model) if is_roi_align(expr) for node in expr.inputs}
-    before = needed_nodes(model, shapes=True, of=pooled)
-    return [node for expr in exprs(model) for node in expr.outputs if node in before]
 
 
 def region_inputs(model: TracedModule) -> set[Node]:

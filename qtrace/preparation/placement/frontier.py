@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from qtrace.preparation.placement.labelling import Cuts, minimize
 from qtrace.preparation.placement.problem import Energy, Neighbourhoods, Problem, evaluate
 
-__all__ = ["Point", "choose_balanced", "choose_fastest", "find_frontier", "find_smaller", "price", "quieten"]
+__all__ = [
+    "LEAST_GAIN",
+    "Point",
+    "choose_balanced",
+    "choose_fastest",
+    "find_frontier",
+    "gains",
+    "in_float",
+    "price",
+]
 
 
 # Weights of the noise, in units of the float time: from "time alone" to "noise alone".
@@ -18,16 +27,10 @@ _WEIGHTS = tuple(10.0 ** (exponent / 3) for exponent in range(-18, 19))
 _PRICE_OF_A_DB = 0.04
 # Noise of this power, relative to the outputs' (-25 dB), seldom changes a prediction: less is worth little.
 _NEGLIGIBLE_NOISE = 3e-3
-# Where integers gain no time and only make a file smaller, they may take this share of the float time, or
-# some seconds more, which is less than anyone notices.
-_MOST_LOSS, _UNNOTICED_SECONDS = 1.5, 1e-4
-# What it is worth to store all weights as integers where no time is gained, in units of the float time.
-_WORTHS = tuple(4.0**exponent for exponent in range(-3, 5))
-_WORTH_OF_NOISE = (0.0, *(10.0**exponent for exponent in range(-3, 3)))
 # Steps of `_refine`: many more than it takes, as each must improve.
 _MAX_STEPS = 1000
-# The least time that a single change of `quieten` counts as.
-_LEAST_SECONDS = 1e-9
+LEAST_GAIN = 1.05
+"""A file that gains less by its integers is float: runs of one file differ by as much."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,7 @@ class Point:
 
 def find_frontier(problem: Problem) -> list[Point]:
     """Returns the best labellings for many weights of the noise: each faster than the next, and noisier."""
-    all_float = {unit.name: bool(unit.fixed) for unit in problem.units}
-    seconds = evaluate(problem, all_float).seconds
+    seconds = in_float(problem).energy.seconds
     points: dict[tuple[bool, ...], Point] = {}
     for labels in _minimize_for_all(problem, [factor * seconds for factor in _WEIGHTS]):
         points.setdefault(tuple(labels.values()), Point(labels, evaluate(problem, labels)))
@@ -77,49 +79,47 @@ def _minimize_for_all(problem: Problem, weights: Sequence[float]) -> list[dict[s
     return [labels[index] for index in sorted(labels)]
 
 
-def find_smaller(problem: Problem) -> list[Point]:
-    """Returns labellings for a graph that gains no time by integers: those with most integer weights first.
-
-    A weight on integers takes a quarter of its bytes. What takes more than 1.5 times the time in float, and
-    more than 0.1 ms longer, is left out. Of two labellings with equally many weights on integers, there is
-    the one with less noise.
-    """
-    total = sum(unit.weights for unit in problem.units if unit.integer_seconds is not None)
-    in_float = evaluate(problem, dict.fromkeys((unit.name for unit in problem.units), False)).seconds
-    points: dict[tuple[bool, ...], Point] = {}
-    for worth in _WORTHS if total else ():
-        rewarded = [
-            replace(unit, float_seconds=unit.float_seconds + worth * in_float * unit.weights / total)
-            for unit in problem.units
-        ]
-        weights = [weight * in_float for weight in _WORTH_OF_NOISE]
-        for labels in _minimize_for_all(replace(problem, units=tuple(rewarded)), weights):
-            points.setdefault(tuple(labels.values()), Point(labels, evaluate(problem, labels)))
-
-    def stored(point: Point) -> int:
-        return sum(unit.weights for unit in problem.units if point.labels[unit.name])
-
-    limit = max(_MOST_LOSS * in_float, in_float + _UNNOTICED_SECONDS)
-    fitting = (point for point in points.values() if stored(point) and point.energy.seconds <= limit)
-    quietest: dict[int, Point] = {}
-    for point in sorted(fitting, key=lambda point: (-stored(point), point.energy.noise)):
-        quietest.setdefault(stored(point), point)
-    return list(quietest.values())
-
-
-def choose_fastest(problem: Problem) -> Point:
-    """Returns the labelling with the least time, whatever its noise."""
-    labels = minimize(problem, 0.0)
+def in_float(problem: Problem) -> Point:
+    """Returns the labelling with every op in float that the config does not place on integers itself."""
+    labels = {unit.name: bool(unit.fixed) for unit in problem.units}
     return Point(labels, evaluate(problem, labels))
 
 
-def choose_balanced(problem: Problem, frontier: list[Point]) -> Point:
+def gains(problem: Problem, point: Point) -> bool:
+    """Returns whether a labelling is predicted to gain enough time for its noise to be looked at."""
+    return point.energy.seconds * LEAST_GAIN <= in_float(problem).energy.seconds
+
+
+def choose_fastest(problem: Problem) -> Point:
+    """Returns the labelling with the least time, whatever its noise; float if that gains too little."""
+    labels = minimize(problem, 0.0)
+    point = Point(labels, evaluate(problem, labels))
+    return point if gains(problem, point) else in_float(problem)
+
+
+def choose_balanced(problem: Problem, most_noise: float) -> Point | None:
     """Returns the labelling at which one more dB would cost more time than it is worth.
 
     It minimizes the logarithm of the time plus a price for each dB of noise. The best point of the frontier
     is improved by single changes: cuts find only the points of the frontier's convex hull, which leaves gaps.
+
+    Args:
+        problem: the units and tensors, with noise.
+        most_noise: the noise power that it may have.
+
+    Returns:
+        The labelling; None if none that is quiet enough gains time.
     """
-    return _refine(problem, min(frontier, key=lambda point: _cost(point.energy)))
+
+    def fits(point: Point) -> bool:
+        return point.energy.noise <= most_noise and gains(problem, point)
+
+    points = [point for point in find_frontier(problem) if fits(point)]
+    if not points:
+        return None
+    best = min(points, key=lambda point: _cost(point.energy))
+    refined = _refine(problem, best)
+    return refined if fits(refined) else best
 
 
 def _refine(problem: Problem, point: Point) -> Point:
@@ -158,35 +158,3 @@ def price(seconds: float, noise: float) -> float:
     """
     decibels = 10 * math.log10(max(noise, 0.0) + _NEGLIGIBLE_NOISE)
     return math.log(max(seconds, 1e-12)) + _PRICE_OF_A_DB * decibels
-
-
-def quieten(problem: Problem, point: Point, noise: float) -> Point | None:
-    """Returns a labelling with at most ``noise`` that is still faster than float; None if there is none.
-
-    Single changes make it quieter: each costs the least time for the noise that it removes.
-
-    Args:
-        problem: the units and tensors, with noise.
-        point: the labelling to begin with.
-        noise: the noise power to reach.
-    """
-    neighbourhoods = Neighbourhoods(problem)
-    in_float = evaluate(problem, {unit.name: bool(unit.fixed) for unit in problem.units})
-    labels = dict(point.labels)
-    energy = evaluate(problem, labels)
-    free = [unit.name for unit in problem.units if unit.fixed is None and labels[unit.name]]
-    while energy.noise > noise and free:
-        changes = {name: neighbourhoods.flip(labels, name) for name in free}
-        prices = {
-            name: max(change.seconds, _LEAST_SECONDS) / -change.noise
-            for name, change in changes.items()
-            if change.noise < 0
-        }
-        if not prices:
-            return None
-        name = min(prices, key=prices.__getitem__)
-        labels[name] = False
-        free.remove(name)
-        energy = evaluate(problem, labels)
-    fits = energy.noise <= noise and energy.seconds < in_float.seconds and any(labels.values())
-    return Point(labels, energy) if fits else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 __all__ = [
     "Energy",
@@ -15,7 +15,6 @@ __all__ = [
     "Unit",
     "evaluate",
     "find_float_results",
-    "find_rounded",
 ]
 
 
@@ -32,8 +31,6 @@ class Unit:
         label: True or False if the config decides, None to choose.
         float_result: whether the integer kernel can write floats.
         noise_weight: the factor of its noise and that of its result: 0 if only time counts.
-        inner_roundings: number of values inside of it that are rounded on integers, before its result is.
-        weights: number of values of its weight, which integers store in fewer bytes; 0 without one.
     """
 
     name: str
@@ -43,8 +40,6 @@ class Unit:
     label: bool | None = None
     float_result: bool = False
     noise_weight: float = 1.0
-    inner_roundings: int = 0
-    weights: int = 0
 
     @property
     def fixed(self) -> bool | None:
@@ -127,25 +122,37 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Problem:
-    """The units and tensors of a graph."""
+    """The units and tensors of a graph.
+
+    Attributes:
+        units: the units.
+        tensors: the tensors.
+        sources: name of a value that was only moved -> the name of the tensor that it came from.
+    """
 
     units: tuple[Unit, ...]
     tensors: tuple[Tensor, ...]
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def within(self, labels: Mapping[str, bool]) -> Problem:
+        """Returns the same with everything in float that ``labels`` leave in float."""
+        units = (unit if labels[unit.name] else replace(unit, label=False) for unit in self.units)
+        return replace(self, units=tuple(units))
 
     def with_noise(self, values: Mapping[str, float], weights: Mapping[str, float]) -> Problem:
         """Returns the same units and tensors with noise.
 
         Args:
-            values: name of a tensor -> noise power at the outputs if it is rounded; 0 if it is absent. A
-                value that is rounded inside of a unit adds as much as the unit's result.
+            values: name of a value -> noise power at the outputs if it is rounded; 0 if it is absent.
             weights: name of a unit -> noise power if its weight is rounded; 0 if it is absent.
         """
-        units = []
-        for unit in self.units:
-            inner = unit.inner_roundings * values.get(unit.name, 0.0)
-            units.append(replace(unit, noise=weights.get(unit.name, 0.0) + inner))
-        tensors = (replace(tensor, noise=values.get(tensor.name, 0.0)) for tensor in self.tensors)
-        return Problem(tuple(units), tuple(tensors))
+        noise: dict[str, float] = {}
+        for name, power in values.items():
+            source = self.sources.get(name, name)
+            noise[source] = noise.get(source, 0.0) + power
+        units = (replace(unit, noise=weights.get(unit.name, 0.0)) for unit in self.units)
+        tensors = (replace(tensor, noise=noise.get(tensor.name, 0.0)) for tensor in self.tensors)
+        return replace(self, units=tuple(units), tensors=tuple(tensors))
 
 
 @dataclass(frozen=True)
@@ -190,17 +197,6 @@ def evaluate(problem: Problem, labels: Mapping[str, bool]) -> Energy:
             noises.append(tensor.noise)
             weighted.append(tensor.noise * (1.0 if producer is None else producer.noise_weight))
     return Energy(seconds, math.fsum(noises), math.fsum(weighted))
-
-
-def find_rounded(problem: Problem, labels: Mapping[str, bool]) -> set[str]:
-    """Returns the names of the values that are rounded: what integer units write or read."""
-    unrounded = find_float_results(problem, labels)
-    rounded = set()
-    for tensor in problem.tensors:
-        written = labels.get(tensor.producer, False) and tensor.producer not in unrounded
-        if written or any(labels[name] for name in tensor.readers):
-            rounded.add(tensor.name)
-    return rounded
 
 
 def find_float_results(problem: Problem, labels: Mapping[str, bool]) -> set[str]:

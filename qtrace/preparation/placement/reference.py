@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -23,9 +22,9 @@ from qtrace.outputs.columns import LEAST_VALUES
 from qtrace.preparation.placement._groups import EndGroup, find_end_groups
 from qtrace.preparation.placement._regions import make_regions, region_inputs
 from qtrace.preparation.placement._runs import RangeStatistics
-from qtrace.preparation.placement._sites import Sites, find_ends, find_scores, find_unseen
+from qtrace.preparation.placement._sites import find_ends, find_scores, find_unseen
 
-__all__ = ["Arguments", "Measured", "MeasuredRun"]
+__all__ = ["Arguments", "MeasuredRun"]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -34,23 +33,6 @@ _SYNTHETIC_BATCHES = 2
 
 def _nothing() -> None:
     """Shows no progress."""
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What a run has told, by the names of nodes: it holds in every copy of the graph.
-
-    Attributes:
-        batches: the values of the graph's inputs for each batch, without the module.
-        ranges: name of a node -> its smallest and largest value.
-        exact: for each batch, name of a node that is kept -> its values.
-        generator: the generator of random numbers, in the state behind those of the batches.
-    """
-
-    batches: Sequence[Sequence[Any]]
-    ranges: Mapping[str, tuple[float, float]]
-    exact: Sequence[Mapping[str, np.ndarray]]
-    generator: np.random.Generator
 
 
 class MeasuredRun:
@@ -66,7 +48,7 @@ class MeasuredRun:
             was trained on other inputs.
         seed: seed of the random inputs.
         advance: is called after each run of a batch, by whoever runs one.
-        measured: what a run of a copy of the graph has told on these samples; None to run.
+        ranges: whether ranges will be asked for.
 
     Attributes:
         outputs: the nodes that stand for the outputs; without the scores of sorts, which are judged by rows.
@@ -80,40 +62,15 @@ class MeasuredRun:
         samples: Sequence[Arguments] | None,
         seed: int = 0,
         advance: Callable[[], object] = _nothing,
-        measured: Measured | None = None,
+        ranges: bool = True,
     ) -> None:
-        self.model, self.samples, self.advance = model, samples, advance
+        self.model, self.samples, self.advance, self._reads_ranges = model, samples, advance, ranges
         ends, scores = find_ends(model), find_scores(model)
         self.ends = tuple(dict.fromkeys((*ends, *scores, *find_unseen(model))))
         self.outputs = tuple(e for e in ends if e not in scores or e in model.graph.outputs) or ends
         self._generator = np.random.default_rng(seed)
         self._ranges: dict[Node, tuple[float, float]] = {}
         self._exact: list[dict[Node, np.ndarray]] = []
-        if measured is not None:
-            self._take(measured)
-
-    def _take(self, measured: Measured) -> None:
-        graph = self.model.graph
-        nodes = [*graph.inputs, *(node for expr in exprs(self.model) for node in expr.outputs)]
-        named = {node.name: node for node in nodes}
-        self.batches = [[self.model, *values] for values in measured.batches]
-        self._generator = copy.deepcopy(measured.generator)
-        self._ranges = {named[name]: ends for name, ends in measured.ranges.items()}
-        self._exact = [{named[name]: value for name, value in batch.items()} for batch in measured.exact]
-
-    def measured(self) -> Measured | None:
-        """Returns what the run has told, for copies of the graph; None if it has not run.
-
-        Nodes are known by their present names, so it must be called before the graph is edited.
-        """
-        if not self._exact:
-            return None
-        return Measured(
-            [inputs[1:] for inputs in self.batches],
-            {node.name: ends for node, ends in self._ranges.items()},
-            [{node.name: value for node, value in batch.items()} for batch in self._exact],
-            copy.deepcopy(self._generator),
-        )
 
     @property
     def synthetic(self) -> bool:
@@ -183,8 +140,9 @@ class MeasuredRun:
         graph = self.model.graph
         nodes = [*graph.inputs, *(node for expr in exprs(self.model) for node in expr.outputs)]
         values = frozenset(n for n in nodes if is_float_tensor(n) and n not in self._fixed)
+        values = values if self._reads_ranges else frozenset()
         with evaluating(self.model), quiet_engine(self.model):
-            statistics = RangeStatistics(self.model, Sites(values, {}, kept))
+            statistics = RangeStatistics(self.model, kept, values)
             for index, inputs in enumerate(self.batches):
                 with translate_errors(self.model, (tuple(inputs[1:]), {}), index):
                     statistics.execute(inputs)

@@ -1,9 +1,9 @@
-"""Rounds values and weights of a float graph for real, and looks at each group of columns of its outputs."""
+"""Runs a graph with roundings beside its float graph, and looks at each group of columns of its outputs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,20 +14,18 @@ from qtrace.data.batches import evaluating
 from qtrace.graph.engine import quiet_engine
 from qtrace.graph.types import Expr, Node, TracedModule
 from qtrace.metrics import decibels
-from qtrace.numerics import fake_quantize
-from qtrace.ops import OpCall
+from qtrace.numerics import choose, fake_quantize
 from qtrace.outputs.replay import LEAST_SHARE, SelectedShares, SelectionTape
 from qtrace.preparation.placement._groups import find_end_groups
-from qtrace.preparation.placement._runs import Run, choose_qparams
-from qtrace.preparation.placement._sites import PlannedSchemes, Sites, find_sites
+from qtrace.preparation.placement._runs import Run
 from qtrace.preparation.placement.reference import MeasuredRun
 from qtrace.scheme import QParams, QScheme
 
-__all__ = ["LabellingTrial", "Trials", "round_weights"]
+__all__ = ["RoundingTrial", "Trials"]
 
 
 @dataclass(frozen=True)
-class LabellingTrial:
+class RoundingTrial:
     """The outcome of rounding.
 
     Attributes:
@@ -40,6 +38,11 @@ class LabellingTrial:
     sqnr: float = math.inf
     group: str = ""
     selected: float = 1.0
+
+    @property
+    def noise(self) -> float:
+        """The noise power relative to the outputs', or the share of rows that are lost if that is more."""
+        return max(10.0 ** (-self.sqnr / 10.0), 1.0 - self.selected)
 
     def keeps(self, least_db: float) -> bool:
         """Returns whether the worst group has ``least_db``, and a selection is still that of float.
@@ -56,7 +59,7 @@ class LabellingTrial:
 
 
 class Trials:
-    """Runs a graph with some of its values and weights rounded.
+    """Compares runs with roundings with a float graph.
 
     Args:
         run: a flat, expanded float graph on a few images.
@@ -76,52 +79,62 @@ class Trials:
         """Returns the smallest and largest value of each of ``nodes`` where these are finite."""
         return {n: ends for n, ends in self.run.ranges(nodes).items() if all(map(math.isfinite, ends))}
 
-    def round(
-        self,
-        values: Mapping[Node, QScheme],
-        weights: Mapping[Expr, tuple[Node, Tensor]] | None = None,
-    ) -> LabellingTrial:
-        """Rounds values, each to a grid that covers its range, and weights; returns the worst group.
+    def round(self, values: Mapping[Node, QScheme]) -> RoundingTrial:
+        """Rounds values of the float graph, each to a grid that covers its range.
 
         Args:
             values: node -> the scheme of its value, read as one per tensor; values without a finite range
                 stay as they are.
-            weights: expr of a layer -> the node of its weight and the rounded weight.
         """
-        rounded = choose_qparams(self.ranges(values), values)
-        sites = Sites(frozenset(), {}, self.run.ends)
+        ranges = self.ranges(values)
+        rounded = {node: choose(*ends, values[node].replace(axis=None)) for node, ends in ranges.items()}
+        return self._try(self.model, {end: end for end in self.run.ends}, rounded)
+
+    def measure(self, graph: TracedModule, ends: Mapping[Node, Node]) -> RoundingTrial:
+        """Runs a quantized graph.
+
+        Args:
+            graph: the graph.
+            ends: end of the float graph -> the node that has its value in ``graph``.
+        """
+        return self._try(graph, ends, {})
+
+    def _try(
+        self, graph: TracedModule, ends: Mapping[Node, Node], rounded: Mapping[Node, QParams]
+    ) -> RoundingTrial:
         shares = SelectedShares.of(self.model, self.run.ends)
         totals = dict.fromkeys(self.groups, 0.0)
-        with evaluating(self.model), quiet_engine(self.model):
+        with evaluating(self.model), evaluating(graph), quiet_engine(self.model):
             for inputs, exact in zip(self.run.batches, self.run.exact(), strict=True):
-                run = _RoundedGraph(self.model, sites, rounded, weights or {})
-                run.execute(inputs)
+                run = _TapedGraph(graph, ends.values(), rounded)
+                run.execute([graph, *inputs[1:]])
                 self.run.advance()
-                same, changed = self._same_rows(inputs, exact, run, shares)
+                changed = {end: run.values[node].numpy() for end, node in ends.items()}
+                same, own = self._same_rows(inputs, exact, changed, run.tape, shares)
                 for group in totals:
-                    totals[group] += group.noise(same[group.end], changed[group.end])
+                    totals[group] += group.noise(same[group.end], own[group.end])
         lost = {group: noise for group, noise in totals.items() if 0 < noise < math.inf}
         worst_share = shares.worst()
         selected = 1.0 if worst_share is None else worst_share
         if not lost:
-            return LabellingTrial(selected=selected)
+            return RoundingTrial(selected=selected)
         worst = max(lost, key=lost.__getitem__)
-        return LabellingTrial(decibels(1.0, lost[worst]), worst.columns.name, selected)
+        return RoundingTrial(decibels(1.0, lost[worst]), worst.columns.name, selected)
 
     def _same_rows(
         self,
         inputs: Sequence[Any],
         exact: Mapping[Node, np.ndarray],
-        run: _RoundedGraph,
+        changed: dict[Node, np.ndarray],
+        tape: SelectionTape,
         shares: SelectedShares,
     ) -> tuple[Mapping[Node, np.ndarray], Mapping[Node, np.ndarray]]:
-        """Returns the exact and the rounded values of the rows that ``run`` selects; adds to ``shares``."""
-        changed = {end: value.numpy() for end, value in run.ends.items()}
-        if not run.tape.places:
+        """Returns the exact and the rounded values of the rows that a run selects; adds to ``shares``."""
+        if not tape.places:
             return exact, changed
-        replay = _RoundedGraph(self.model, run.sites, {}, {}, run.tape.places)
+        replay = _TapedGraph(self.model, self.run.ends, {}, tape.places)
         replay.execute(inputs)
-        same = {end: value.numpy() for end, value in replay.ends.items()}
+        same = {end: value.numpy() for end, value in replay.values.items()}
         shares.add(replay.tape.shares)
         for index, end in enumerate(self.run.ends):
             same[end], changed[end] = (
@@ -144,43 +157,25 @@ class Trials:
         return ranges
 
 
-def round_weights(
-    model: TracedModule,
-    calls: Mapping[Expr, OpCall],
-    schemes: PlannedSchemes,
-    names: Container[str],
-) -> Mapping[Expr, tuple[Node, Tensor]]:
-    """Rounds the weights of the layers whose results have the ``names``, each by its scheme.
-
-    Returns:
-        expr of a layer -> the node of its weight and the rounded weight.
-    """
-    return find_sites(model, calls, schemes, names).weights
-
-
-class _RoundedGraph(Run):
-    """Runs the graph with some of its values and weights rounded."""
+class _TapedGraph(Run):
+    """Runs a graph with some of its values rounded, and keeps or replays its selections."""
 
     def __init__(
         self,
         model: TracedModule,
-        sites: Sites,
-        values: Mapping[Node, QParams],
-        weights: Mapping[Expr, tuple[Node, Tensor]],
+        ends: Iterable[Node],
+        rounded: Mapping[Node, QParams],
         places: Sequence[np.ndarray] | None = None,
     ) -> None:
-        super().__init__(model, sites)
-        self.values, self.weights, self.tape = values, weights, SelectionTape(places)
+        super().__init__(model, tuple(ends))
+        self.rounded, self.tape = rounded, SelectionTape(places)
 
     def on_node(self, node: Node, value: Any) -> Any:
         """Rounds the value of a node."""
-        if node in self.values:
-            value = Tensor(fake_quantize(value.numpy(), self.values[node]))
+        if node in self.rounded:
+            value = Tensor(fake_quantize(value.numpy(), self.rounded[node]))
         return super().on_node(node, value)
 
     def run_expr(self, expr: Expr, inputs: Sequence[Any]) -> Sequence[Any] | None:
-        """Computes a layer with its rounded weight."""
-        if expr in self.weights:
-            node, weight = self.weights[expr]
-            inputs = [weight if n is node else v for n, v in zip(expr.inputs, inputs, strict=True)]
+        """Computes ``expr``, with the places that are replayed."""
         return self.tape.run(expr, inputs)

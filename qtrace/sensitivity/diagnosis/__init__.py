@@ -25,15 +25,15 @@ from qtrace.sensitivity.diagnosis.evidence import SiteEvidence
 from qtrace.sensitivity.diagnosis.inputs import (
     OTHER_DATA,
     InputStatistics,
-    are_one_number,
     compare_inputs,
     find_repeated,
+    find_single_numbers,
     measure_inputs,
 )
-from qtrace.sensitivity.diagnosis.judged_outputs import JudgedOutputs, judge_outputs
+from qtrace.sensitivity.diagnosis.judged_outputs import judge_outputs
 from qtrace.sensitivity.diagnosis.measuring import measure_output_noise, measure_sites
-from qtrace.sensitivity.diagnosis.samples import MANY_SAMPLES, seen_margin_db
-from qtrace.sensitivity.diagnosis.verdict import FAKE_QUANTS, THE_FILE, GroupVerdict, Verdict
+from qtrace.sensitivity.diagnosis.samples import JudgedOutputs
+from qtrace.sensitivity.diagnosis.verdict import Doubt, GroupVerdict, Verdict
 from qtrace.sensitivity.metrics import Outputs, choose
 from qtrace.sensitivity.simulation import Simulation
 
@@ -42,14 +42,15 @@ __all__ = [
     "Cause",
     "Cure",
     "Diagnosis",
+    "Doubt",
     "GroupVerdict",
     "InputStatistics",
     "JudgedOutputs",
     "SiteEvidence",
     "Verdict",
-    "are_one_number",
     "diagnose",
     "find_repeated",
+    "find_single_numbers",
     "judge_outputs",
     "measure_inputs",
 ]
@@ -57,6 +58,13 @@ __all__ = [
 _SUSPECTS = 8
 _CAUSES = 3
 _LEAST_SHARE = 0.05
+_MANY_SAMPLES = 64  # of a calibration: values beyond what so many showed are not for want of samples
+
+
+_OTHER_DATA_DOUBT = Doubt(
+    "other-data",
+    "The data of calibration and verdict are prepared otherwise: give both as the network takes them.",
+)
 
 
 @dataclass(frozen=True)
@@ -66,17 +74,12 @@ class Calibrated:
     Attributes:
         samples: the number of samples; None if unknown.
         inputs: the distribution of their inputs.
-        judged: whether the graph is judged on samples of the calibration.
+        read: the share of the samples to judge on that the calibration has read.
     """
 
     samples: int | None = None
     inputs: tuple[InputStatistics, ...] = ()
-    judged: bool = False
-
-    @property
-    def margin_db(self) -> float:
-        """How far the SQNR that the graph is judged by may be above that of other samples, in dB."""
-        return seen_margin_db(self.samples) if self.judged else 0.0
+    read: float = 0.0
 
 
 @dataclass(frozen=True, repr=False)
@@ -99,9 +102,10 @@ class Diagnosis(Displayed):
         return "\n".join(self.lines())
 
     def lines(self) -> list[str]:
-        """Returns the verdict and the worst sites with their causes, a line each."""
-        lines = [self.verdict.line()]
-        for cause in self.causes:
+        """Returns the verdict, its doubts and, if the graph is to blame, the worst sites with causes."""
+        lines = self.verdict.lines()
+        blameless = self.verdict.word == "good" or self.verdict.doubted
+        for cause in () if blameless else self.causes:
             share = "" if cause.share is None else f" ({cause.share:.0%} of the noise)"
             place = f" at {cause.site}" if cause.site else ""
             lines.append(f"  {cause.name}{place}{share}: {cause.text}")
@@ -166,10 +170,8 @@ def diagnose(
     if verdict.word != "good" and not verdict.doubted:
         evidence = measure_output_noise(simulation, evidence, _suspects(evidence), progress=progress)
     causes = _rank(evidence, known, simulation.batches)
-    if verdict.word == "good" and any(cause.name in OTHER_DATA for cause in causes):
-        verdict = replace(
-            verdict, word="check"
-        )  # on the data of calibration, the outputs on the whole are not known
+    if any(cause.name in OTHER_DATA for cause in causes):
+        verdict = verdict.with_doubts((_OTHER_DATA_DOUBT,))
     cures = tuple(find_cure(cause, view.config, view.annotation) for cause in causes)
     return Diagnosis(verdict, causes, cures, tuple(evidence))
 
@@ -198,10 +200,8 @@ def _judge(
 ) -> Verdict:
     if run_file is None or simulation.selected:
         reference, outputs, selected = simulation.quantized()
-        computed_by = FAKE_QUANTS
     else:
         reference, outputs, selected = simulation.reference, run_file(simulation.batches), simulation.selected
-        computed_by = THE_FILE
     counts = [count_samples(as_arguments(b, view.module, i)) for i, b in enumerate(simulation.batches)]
     compared = JudgedOutputs(
         simulation.groups,
@@ -209,12 +209,12 @@ def _judge(
         outputs,
         counts,
         find_repeated(simulation.batches),
-        are_one_number(simulation.batches),
+        bool(find_single_numbers(simulation.batches)),
         selected.worst(),
+        known.read,
+        bool(view.rounded),
     )
-    return judge_outputs(
-        compared, measured_on, values, at_least, known.margin_db, known.judged, computed_by=computed_by
-    )
+    return judge_outputs(compared, measured_on, values, at_least)
 
 
 def _suspects(evidence: Sequence[SiteEvidence]) -> list[str]:
@@ -286,7 +286,7 @@ def _few_samples(
     named = bool(causes) and causes[0].name == "unseen-values"
     if not beyond or not (named or len(beyond) * 3 >= len(activations)):
         return None
-    if known.samples is not None and known.samples > MANY_SAMPLES:
+    if known.samples is not None and known.samples > _MANY_SAMPLES:
         return None
     count = "few" if known.samples is None else str(known.samples)
     worst = max(beyond, key=lambda e: e.beyond_observed)

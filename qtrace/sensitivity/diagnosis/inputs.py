@@ -11,21 +11,21 @@ import numpy as np
 
 from qtrace.data.fingerprints import fingerprint_samples
 from qtrace.sensitivity.diagnosis.causes import Cause
+from qtrace.sensitivity.diagnosis.samples import ENOUGH_SAMPLES
 
 __all__ = [
     "OTHER_DATA",
     "InputStatistics",
     "are_constant",
-    "are_one_number",
     "compare_inputs",
     "find_repeated",
+    "find_single_numbers",
     "measure_inputs",
 ]
 
 OTHER_DATA = ("channel-order", "normalization")
 """The names of the causes that `compare_inputs` gives."""
 
-_LEAST_SAMPLES = 8
 _STANDARD_ERRORS = 5.0
 _UNLIKE_SCALE = 1.5
 _UNLIKE_MEAN = 0.5  # of the standard deviation
@@ -65,14 +65,17 @@ def measure_inputs(batches: Iterable[Any]) -> tuple[InputStatistics, ...]:
     return tuple(_measure(name, arrays) for name, arrays in values.items())
 
 
-def are_one_number(batches: Iterable[Any]) -> bool:
-    """Whether each input is one number everywhere: what a graph computes for such samples shows nothing.
+def find_single_numbers(batches: Iterable[Any]) -> dict[str, Any]:
+    """Maps each input to its number, if each is one number everywhere: such samples show nothing of a graph.
 
     Args:
         batches: arrays or Tensors, tuples of them, or dicts of them by name. Reads up to the first value that
             differs.
+
+    Returns:
+        The numbers by the place or the name of the input; {} if a value differs, or for too few values.
     """
-    numbers: dict[Any, Any] = {}
+    numbers: dict[str, Any] = {}
     count = 0
     for batch in batches:
         for key, array in _inputs_of(batch):
@@ -80,9 +83,9 @@ def are_one_number(batches: Iterable[Any]) -> bool:
                 continue
             first = array.flat[0]
             if numbers.setdefault(key, first) != first or not np.all(array == first):
-                return False
+                return {}
             count += array.size
-    return count >= _LEAST_VALUES
+    return numbers if count >= _LEAST_VALUES else {}
 
 
 def are_constant(outputs: Sequence[Sequence[np.ndarray]], repeated: Sequence[Sequence[bool]]) -> bool:
@@ -163,7 +166,7 @@ def compare_inputs(
         theirs = others.get(ours.name)
         if theirs is None or len(ours.mean) != len(theirs.mean):
             continue
-        if min(ours.samples, theirs.samples) < _LEAST_SAMPLES:
+        if min(ours.samples, theirs.samples) < ENOUGH_SAMPLES:
             continue
         cause = _other_order(ours, theirs) or _other_normalization(ours, theirs)
         if cause is not None:

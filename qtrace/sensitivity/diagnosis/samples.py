@@ -15,18 +15,47 @@ from qtrace.outputs import ColumnGroup
 from qtrace.outputs.counted import FEWEST_SAMPLES, LEAST_VARIATION
 from qtrace.sensitivity.metrics import Outputs
 
-__all__ = ["MANY_SAMPLES", "SampleErrors", "measure_differences", "measure_samples", "seen_margin_db"]
+__all__ = ["ENOUGH_SAMPLES", "JudgedOutputs", "SampleErrors", "measure_differences", "measure_samples"]
 
-MANY_SAMPLES = 64
-"""From this number of calibration samples on, their own figure tells more of that of others."""
-# How far figures of samples that a graph was calibrated on were above those of others, for data with heavy
-# tails: 4 to 35 dB with 8 and 24 samples, 0 to 22 dB with 64.
-_SEEN_DB, _SEEN_MANY_DB = 30.0, 10.0
-_CONFIDENCE = 0.975
-_ONE_DB = 10.0  # that one sample alone may be above others
-_TWO = 1.5  # effective samples, below which one counts as if it were alone
+ENOUGH_SAMPLES = 8
+"""Fewer samples do not speak for others: figures of one, two and four were 82, 37 and 28 dB too high."""
+_CONFIDENCE = 0.975  # of the error of a mean: two standard errors of many samples
+_TWO = 1.5  # effective samples, below which one has nearly all of the signal
 _QUIET = 0.03  # of the mean signal: quieter samples are compared with this
 _LEAST_VALUES = 64  # of a sample, from which its own signal is its measure: one of few values may be near 0
+
+
+@dataclass(frozen=True)
+class JudgedOutputs:
+    """Outputs beside those of float.
+
+    Attributes:
+        groups: the column groups of the outputs.
+        reference: for each batch the float outputs.
+        outputs: the outputs in their place.
+        counts: the number of samples of each batch. An output whose first axis does not count them is one
+            sample a batch.
+        repeated: for each batch which of its samples were there before, and count no more; () for none.
+        one_number: whether each input of the samples is one number everywhere.
+        rows: the share of selected rows that float selects, too; None if nothing selects.
+        read: the share of the samples that the calibration has read.
+        rounded: whether anything is rounded at all; if not, no sample can show noise.
+    """
+
+    groups: Sequence[ColumnGroup]
+    reference: Outputs
+    outputs: Outputs
+    counts: Sequence[int]
+    repeated: Sequence[Sequence[bool]] = ()
+    one_number: bool = False
+    rows: float | None = None
+    read: float = 0.0
+    rounded: bool = True
+
+    def count_new(self) -> int:
+        """Returns the number of samples that the calibration has not read, each counted once."""
+        again = sum(map(sum, self.repeated))
+        return round((sum(self.counts) - again) * (1.0 - self.read))
 
 
 @dataclass(frozen=True)
@@ -50,20 +79,28 @@ class SampleErrors:
     def low_db(self) -> float:
         """Returns the SQNR in dB that other samples may have.
 
-        It is below that of these by the error of their mean at 97.5 % (Student's t); one sample has none, and
-        may be 10 dB above others. Samples count by their signal: where one has nearly all of it, such as the
-        only one with an event, it is as if it were alone.
+        It is below that of these by the error of their mean at 97.5 % (Student's t). Samples count by their
+        signal. One sample has no such error: see `rests_on_one`.
         """
         signal, noise = float(self.signal.sum()), float(self.noise.sum())
         if not math.isfinite(noise) or noise == 0.0 or signal == 0.0:
             return decibels(signal, noise)
         count, ratio = len(self.signal), noise / signal
-        effective = signal**2 / float(np.square(self.signal).sum())  # Kish's size of a weighted sample
         if count > 1:
             spread = np.sqrt(np.sum((self.noise - ratio * self.signal) ** 2) * count / (count - 1)) / signal
-            freedom = max(effective - 1.0, 1.0)
+            freedom = max(self._effective - 1.0, 1.0)
             ratio += float(special.stdtrit(freedom, _CONFIDENCE)) * float(spread)
-        return decibels(1.0, ratio) - (_ONE_DB if effective < _TWO else 0.0)
+        return decibels(1.0, ratio)
+
+    @property
+    def _effective(self) -> float:
+        """Kish's size of a weighted sample."""
+        return float(self.signal.sum()) ** 2 / float(np.square(self.signal).sum())
+
+    @property
+    def rests_on_one(self) -> bool:
+        """Whether there is noise, and one sample has nearly all of the signal."""
+        return bool(self.noise.any()) and self._effective < _TWO
 
     def worst_db(self) -> float:
         """Returns the SQNR of the worst sample in dB; a quiet one counts by a share of the mean signal."""
@@ -73,36 +110,11 @@ class SampleErrors:
         return min(decibels(max(signal, least), noise) for signal, noise in pairs)
 
 
-def seen_margin_db(calibrated: int | None) -> float:
-    """Returns how far the SQNR of samples that a graph was calibrated on may be above that of others, in dB.
-
-    Args:
-        calibrated: the number of samples of the calibration; None if unknown.
-    """
-    return _SEEN_DB if calibrated is None or calibrated < MANY_SAMPLES else _SEEN_MANY_DB
-
-
-def measure_samples(
-    groups: Sequence[ColumnGroup],
-    reference: Outputs,
-    outputs: Outputs,
-    counts: Sequence[int],
-    repeated: Sequence[Sequence[bool]] | None = None,
-) -> list[SampleErrors]:
-    """Measures the samples of each group that has a signal and values to compare.
-
-    Args:
-        groups: the column groups of the outputs.
-        reference: for each batch the float outputs.
-        outputs: the outputs in their place.
-        counts: the number of samples of each batch. An output whose first axis does not count them is one
-            sample a batch.
-        repeated: for each batch which of its samples are the same as one before, which counts once; None if
-            none is.
-    """
+def measure_samples(compared: JudgedOutputs) -> list[SampleErrors]:
+    """Measures the samples of each group that has a signal and values to compare."""
     measured = []
-    for group in groups:
-        parts = [_sums(samples) for samples in _read_samples(group, reference, outputs, counts, repeated)]
+    for group in compared.groups:
+        parts = [_sums(samples) for samples in _read_samples(group, compared)]
         if parts:
             signal, noise = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
             if signal.size and signal.sum() > 0:
@@ -110,33 +122,24 @@ def measure_samples(
     return measured
 
 
-def measure_differences(
-    groups: Sequence[ColumnGroup],
-    reference: Outputs,
-    outputs: Outputs,
-    counts: Sequence[int],
-    repeated: Sequence[Sequence[bool]] | None = None,
-) -> tuple[list[SampleErrors], bool]:
+def measure_differences(compared: JudgedOutputs) -> tuple[list[SampleErrors], bool]:
     """Measures what differs between samples: each value without the mean of its place over all samples.
 
     A box beside the corner of its grid, or a score that one class always has, is a large signal that every
     network keeps, whatever its input: an error beside it looks small.
 
-    Args:
-        groups, reference, outputs, counts, repeated: as for `measure_samples`.
-
     Returns:
         The errors of each group whose values differ between samples, of four samples or more, none of a group
         whose batches have unlike sizes; and whether no group differs, by more than floats are rounded.
     """
-    measured, alike = [], bool(groups)
-    for group in groups:
-        means = _means(_read_samples(group, reference, outputs, counts, repeated))
+    measured, alike = [], bool(compared.groups)
+    for group in compared.groups:
+        means = _means(_read_samples(group, compared))
         if means is None:
             alike = False
             continue
         # Read again: the values of all batches at once, in float64, would take the memory of many of them.
-        parts = list(map(means.without, _read_samples(group, reference, outputs, counts, repeated)))
+        parts = list(map(means.without, _read_samples(group, compared)))
         signal, noise = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
         if signal.sum() > LEAST_VARIATION * means.power:
             measured.append(SampleErrors(signal, noise, len(means.reference)))
@@ -183,19 +186,14 @@ class _Samples(NamedTuple):
     lost: np.ndarray
 
 
-def _read_samples(
-    group: ColumnGroup,
-    reference: Outputs,
-    outputs: Outputs,
-    counts: Sequence[int],
-    repeated: Sequence[Sequence[bool]] | None,
-) -> Iterator[_Samples]:
+def _read_samples(group: ColumnGroup, compared: JudgedOutputs) -> Iterator[_Samples]:
     """Yields the samples of each batch that has values to compare, without those that come again.
 
     Values that are not finite count as in `qtrace.metrics.ErrorSums`.
     """
-    flags = repeated or [()] * len(counts)
-    for exact, rounded, count, same in zip(reference, outputs, counts, flags, strict=True):
+    flags = compared.repeated or [()] * len(compared.counts)
+    batches = zip(compared.reference, compared.outputs, compared.counts, flags, strict=True)
+    for exact, rounded, count, same in batches:
         f, q = exact[group.output], rounded[group.output]
         if not comparable(f, q) or not f.size:
             continue

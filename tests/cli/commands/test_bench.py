@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 
 from qtrace import costs
-from qtrace.benchmarking import files, tables
-from qtrace.benchmarking.cases import conv
-from qtrace.costs import FLOAT, CostTable
+from qtrace.benchmarking import files
 from tests.benchmarking.nets import write
 
 
@@ -62,32 +60,16 @@ def test_shapes_and_batches(run, pair):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--threads", 1], "name the files to run, or --kernels"),
-        (["x.onnx", "-o", "table.json"], "-o belongs to --kernels"),
-        (["--kernels"], "--kernels needs -o"),
-        (["x.onnx", "--kernels", "-o", "t.json"], "--kernels takes no files"),
-        (["--kernels", "-o", "t.json", "--by-op"], "--kernels takes no files"),
+        (["--threads", 1], "name the files to run"),
         (["x.onnx", "--shape", "x=1", "--shape", "x=2"], "--shape names an input twice"),
         (["none.onnx"], "none.onnx does not exist"),
         (["x.onnx", "--predict", "none.json"], "none.json cannot be read"),
-        (["--kernels", "--runtime", "tpu", "-o", "t.json"], "supported: onnxruntime"),
     ],
 )
 def test_mistakes(run, pair, arguments, message):
     result = run("bench", *arguments)
     assert (result.code, result.out) == (2, "")
     assert message in result.err
-
-
-def test_kernels_write_a_table_that_predicts(run, pair, monkeypatch):
-    monkeypatch.setattr(tables, "conv_cases", lambda: [conv(FLOAT, 16, 16, 1, 4)])
-    monkeypatch.setattr(tables, "other_cases", lambda: [])
-    result = run("bench", "--kernels", "-o", "table.json", "--json", "--progress")
-    assert json.loads(result.out) == {"table": "table.json", "measurements": 1}
-    assert "2/2" in result.err
-    assert CostTable.read(pair[0].parent / "table.json").forms("conv2d") == (FLOAT,)
-    result = run("bench", pair[0], "--seconds", 0, "--predict", "table.json", "--json")
-    assert json.loads(result.out)["files"][0]["predicted_seconds"] > 0
 
 
 def test_a_table_of_another_runtime_predicts_nothing(run, pair):

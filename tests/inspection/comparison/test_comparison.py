@@ -339,7 +339,7 @@ def test_a_browser_shows_labels_channels_and_the_verdict(
     for site in found.sites:
         if site.sort == "activation":
             assert f"<title>{site.site}: SQNR " in dom, "a bar says its site under the pointer"
-    assert '<pre id="findings">verdict: ' in dom
+    assert '<pre id="findings">verdict   ' in dom
     document = json.loads(written.out)
     channels = {e["site"]: e["channels"] for e in document["diagnosis"]["sites"]}
     plots = re.findall(r'<figure class="channels" data-site="([^"]+)"[^>]*>(.*?)</figure>', dom, re.DOTALL)

@@ -77,7 +77,7 @@ def test_the_times_choose_the_ops(traced: Any, tmp_path: Path) -> None:
     file = tmp_path / "device.json"
     file.write_text(CostTable(table.machine, slow).to_json())
     assert _placement(traced, {"placement": "fastest"}).mode == "fastest"
-    assert _placement(traced, {"placement": "fastest", "cost_table": str(file)}).mode == "smaller"
+    assert _placement(traced, {"placement": "fastest", "cost_table": str(file)}).mode == "float"
 
 
 def test_a_backend_without_packaged_times_takes_those_of_the_user(traced: Any, tmp_path: Path) -> None:

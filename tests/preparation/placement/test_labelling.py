@@ -125,15 +125,6 @@ def test_a_graph_without_ops_has_no_labels() -> None:
     assert minimize(Problem((), (Tensor("x", "", (), 0.1, 0.1, leaves=True),)), 1.0) == {}
 
 
-def test_values_inside_of_an_op_add_as_much_noise_as_its_result() -> None:
-    units = (Unit("a", 1.0, 0.1, inner_roundings=2), Unit("b", 1.0, 0.1))
-    problem = Problem(units, (Tensor("x", "", ("a",), 0.0, 0.0), Tensor("a", "a", ("b",), 0.0, 0.0)))
-    noisy = problem.with_noise({"a": 0.5, "x": 0.25}, {"b": 2.0})
-    assert [unit.noise for unit in noisy.units] == [1.0, 2.0]
-    assert [tensor.noise for tensor in noisy.tensors] == [0.25, 0.5]
-    assert evaluate(noisy, {"a": True, "b": True}).noise == pytest.approx(3.75)
-
-
 def test_the_fastest_point_takes_the_least_time_whatever_its_noise() -> None:
     problem = _chain(0.3, 1.5, 0.3)
     point = choose_fastest(problem)

@@ -15,7 +15,6 @@ import qtrace
 from qtrace.benchmarking.onnx_ops import read_graph
 from qtrace.benchmarking.prediction import predict, predict_float
 from qtrace.costs import CostTable
-from qtrace.errors import GraphError
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.normalize import normalize
 from qtrace.preparation.passes._chains import find_chains
@@ -113,9 +112,8 @@ def test_the_placement_and_the_file_have_the_same_predicted_time(
     assert note.milliseconds == pytest.approx(as_chosen, rel=0.1)
 
 
-def test_inputs_without_a_shape_are_told_and_end_in_no_traceback() -> None:
+def test_inputs_without_a_shape_end_in_no_traceback() -> None:
     traced = qtrace.trace(randomize(net(lambda self, x: self.a(x), a=_conv())), X, check=False)
-    (given,) = (node for node in traced.graph.inputs if node.name == "x")
     flat = normalize(traced)
     (call,) = read_view(flat, qtrace.QConfig()).calls.values()
     call.inputs[0].shape = ()
@@ -123,6 +121,3 @@ def test_inputs_without_a_shape_are_told_and_end_in_no_traceback() -> None:
     layouts.add(call, call.inputs, [call.out])
     assert call.out in layouts
     assert call.expr not in layouts.block_readers
-    given.shape = None
-    with pytest.raises(GraphError, match=r"input x has no recorded shape or type, .*: give images"):
-        qtrace.explain(traced, {"placement": "balanced"})

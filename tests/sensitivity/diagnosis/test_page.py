@@ -26,8 +26,8 @@ def test_the_commands_of_the_page_run(tmp_path, monkeypatch):
     before, after = notes[0][2], notes[1][2]
     assert "outlier-channels at relu_out" in before
     assert f"next: {commands[1]}\n" in before
-    assert "verdict: good" in after
-    assert notes[3][1].startswith("verdict: ")
+    assert "verdict   good" in after
+    assert notes[3][1].startswith("verdict   ")
 
 
 def test_the_page_names_every_cause():

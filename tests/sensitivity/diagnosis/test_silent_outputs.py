@@ -43,11 +43,10 @@ def test_an_output_that_is_one_number_is_named(silent: np.ndarray, number: str, 
     values = [LIVE, LIVE * 2]
     values[place] = silent
     verdict = _judged(*values)
-    assert verdict.silent == ((f"output {place}", float(number)),)
-    sentence = f"output {place} is {number} in all samples, which show nothing of it"
-    assert sentence in verdict.line()
-    assert sentence in verdict._beside()
-    assert "output scores is" in _judged(*values, names=("scores", "scores")).line()
+    assert verdict.word == "good"
+    (doubt,) = verdict.doubts
+    assert doubt.text.startswith(f"Output {place} is {number} in all samples, which show nothing of it: give")
+    assert "Output scores is" in str(_judged(*values, names=("scores", "scores")))
 
 
 @pytest.mark.parametrize(
@@ -63,13 +62,11 @@ def test_an_output_that_is_one_number_is_named(silent: np.ndarray, number: str, 
     ],
 )
 def test_other_outputs_are_not(values: tuple[np.ndarray, ...]) -> None:
-    verdict = _judged(*values)
-    assert verdict.silent == ()
-    assert "in all samples, which show nothing of it" not in verdict.line()
+    assert not _judged(*values).has("silent-output")
 
 
 def test_inputs_of_one_number_are_said_alone() -> None:
-    assert _judged(LIVE, np.zeros((8, 2), np.float32), one_number=True).silent == ()
+    assert _judged(LIVE, np.zeros((8, 2), np.float32), one_number=True).has("silent-output") is False
 
 
 def test_a_network_with_a_dead_branch() -> None:
@@ -81,6 +78,4 @@ def test_a_network_with_a_dead_branch() -> None:
     prepared = qtrace.prepare(qtrace.trace(randomize(net(forward, **layers), 0), X[:2]))
     qtrace.calibrate(prepared, [X[:4]])
     verdict = diagnose(prepared, [X[4:]]).verdict
-    ((name, number),) = verdict.silent
-    assert (name, number) == ("output relu_out_1", 0.0)
-    assert f"{name} is 0 in all samples, which show nothing of it" in verdict.line()
+    assert "Output relu_out_1 is 0 in all samples, which show nothing of it" in str(verdict)

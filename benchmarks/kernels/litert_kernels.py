@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.benchmarking.copies import PASSES, Run, least_time, measure_copies
-from qtrace.benchmarking.grid_small import small_grid
-from qtrace.benchmarking.litert_net import LiteNet
+from benchmarks.kernels.copies import PASSES, Run, least_time, measure_copies
+from benchmarks.kernels.grid_small import small_grid
+from benchmarks.kernels.litert_net import LiteNet
 from qtrace.costs import FLOAT, INTEGER, LOOKUP, Measurement, OpShape
 from qtrace.export.tflite.writer import FileTensor, Inputs
 

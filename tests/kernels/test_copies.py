@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from qtrace.benchmarking import copies
-from qtrace.benchmarking.copies import FEW, LEAST_SECONDS, MANY, PASSES, measure_copies
+from benchmarks.kernels import copies
+from benchmarks.kernels.copies import FEW, LEAST_SECONDS, MANY, PASSES, measure_copies
 from qtrace.costs import FLOAT, INTEGER, OpShape
 
 OP = OpShape("relu", ((1, 4),), ((1, 4),))

@@ -10,7 +10,7 @@ import megengine.module as M
 import numpy as np
 import pytest
 
-from qtrace.quantizing.labels import labels_of
+from qtrace.quantizing.call_data import labels_of
 from tests.nets import net
 
 RNG = np.random.default_rng(0)

@@ -7,16 +7,16 @@ from itertools import count
 
 import pytest
 
-from qtrace.quantizing import stages
-from qtrace.quantizing.stages import StageTimes
+from qtrace.quantizing import reporting
+from qtrace.quantizing.reporting import StageTimes
 
 
 def test_a_stage_that_runs_again_adds_to_its_time(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     ticks = count()
-    monkeypatch.setattr(stages.time, "perf_counter", lambda: float(next(ticks)))
-    monkeypatch.setattr(stages.time, "process_time", lambda: 0.0)
+    monkeypatch.setattr(reporting.time, "perf_counter", lambda: float(next(ticks)))
+    monkeypatch.setattr(reporting.time, "process_time", lambda: 0.0)
     times = StageTimes()
     with caplog.at_level(logging.INFO, "qtrace"):
         with times.measure("raise layers"), times.measure("prepare"):

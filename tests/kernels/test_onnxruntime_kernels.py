@@ -9,12 +9,14 @@ import onnx
 import pytest
 
 import qtrace
-from qtrace.benchmarking import graphs, kernels, tables
-from qtrace.benchmarking.cases import alone, between_convs, boundaries, conv, conv_branches, join
-from qtrace.benchmarking.graphs import FUNCTIONS
-from qtrace.benchmarking.grid_convs import conv_cases
-from qtrace.benchmarking.grid_others import other_cases
-from qtrace.benchmarking.kernels import measure_cases, measure_run
+from benchmarks.kernels import graphs, tables
+from benchmarks.kernels import onnxruntime_kernels as kernels
+from benchmarks.kernels.__main__ import main
+from benchmarks.kernels.cases import alone, between_convs, boundaries, conv, conv_branches, join
+from benchmarks.kernels.graphs import FUNCTIONS
+from benchmarks.kernels.grid_convs import conv_cases
+from benchmarks.kernels.grid_others import other_cases
+from benchmarks.kernels.onnxruntime_kernels import measure_cases, measure_run
 from qtrace.benchmarking.sessions import NodeRun
 from qtrace.costs import FLOAT, INTEGER, LOOKUP, PLAIN_MAX_POOL, CostTable, OpShape
 from qtrace.costs.families import families
@@ -198,3 +200,16 @@ def test_nodes_share_the_time_of_a_run_without_the_profile():
 def test_nodes_that_were_slowed_down_in_all_runs_share_the_time_in_proportion():
     nodes = kernels._share_out([_run(1000, 3000)] * 4, 2e-3)
     assert [node.seconds for node in nodes] == pytest.approx([0.5e-3, 1.5e-3], rel=0.01)
+
+
+def test_the_command_writes_a_table_that_predicts(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(tables, "conv_cases", lambda: [conv(FLOAT, 16, 16, 1, 4)])
+    monkeypatch.setattr(tables, "other_cases", lambda: [])
+    path = tmp_path / "table.json"
+    monkeypatch.setattr("sys.argv", ["benchmarks.kernels", "-o", str(path)])
+    main()
+    assert capsys.readouterr().out == f"{path}\n"
+    table = CostTable.read(path)
+    assert table.forms("conv2d") == (FLOAT,)
+    (measured,) = table.measurements
+    assert table.seconds(measured.shape, FLOAT) > 0

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from qtrace.benchmarking import openvino_kernels, tables
-from qtrace.benchmarking.grid_small import small_grid
-from qtrace.benchmarking.openvino_kernels import cases_of, measure
+from benchmarks.kernels import openvino_kernels, tables
+from benchmarks.kernels.grid_small import small_grid
+from benchmarks.kernels.openvino_kernels import cases_of, measure
 from qtrace.costs import FLOAT, INTEGER, CostTable, OpShape
 
 pytest.importorskip("openvino")

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.benchmarking.copies import PASSES, Run, least_time, measure_copies, time_apart
-from qtrace.benchmarking.grid_small import small_grid
+from benchmarks.kernels.copies import PASSES, Run, least_time, measure_copies, time_apart
+from benchmarks.kernels.grid_small import small_grid
 from qtrace.costs import FLOAT, INTEGER, Measurement, OpShape
 from qtrace.export.ncnn.writer import NcnnLayer, NcnnWriter, floats, integers, tagged
 

@@ -10,18 +10,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from qtrace.benchmarking import graphs
-from qtrace.benchmarking.graphs import Surroundings
+from benchmarks.kernels import graphs
+from benchmarks.kernels.graphs import Surroundings
 from qtrace.calibration.calibrate import calibrate
 from qtrace.config import QConfig
-from qtrace.costs import FLOAT, INTEGER, INTEGER_7, PLAIN_MAX_POOL, OpShape
+from qtrace.costs import FLOAT, INTEGER, PLAIN_MAX_POOL, OpShape
 from qtrace.export import export
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.passes.convert import convert
@@ -38,7 +38,6 @@ __all__ = [
     "conv_branches",
     "export_kernels",
     "feeds",
-    "join",
 ]
 
 Shape = tuple[int, ...]
@@ -99,18 +98,6 @@ class Case:
         return bytes(model.SerializeToString()), _inputs(traced)
 
 
-def join(cases: Sequence[Case]) -> Case:
-    """Returns one network of cases of one form, which is prepared and exported in less time than its parts.
-
-    Slots whose nodes a runtime names itself, and those of roundings, cannot be told apart in such a network.
-    """
-    parts, slots = {}, []
-    for number, case in enumerate(cases):
-        parts.update({f"p{number}_{name}": part for name, part in case.parts.items()})
-        slots += [replace(slot, prefix=f"p{number}_{slot.prefix}") for slot in case.slots]
-    return Case(parts, cases[0].form, tuple(slots))
-
-
 def _rules(name: str, surroundings: Surroundings, op: OpShape) -> list[dict[str, Any]]:
     """Returns the rules of a part: what stays float, and what is rounded though its neighbours are not."""
     if surroundings is graphs.in_turns:
@@ -140,7 +127,7 @@ def export_kernels(
         return export(traced, path)
     plain = {"activation": "minmax", "weight": "minmax"}
     settings = {"backend": backend, "observers": plain, "rules": rules or []}
-    if backend == "openvino" or form == INTEGER_7:  # takes the kernels whose products saturate, exactly
+    if backend == "openvino":  # takes the kernels whose products saturate, exactly
         settings["weight"] = {"bits": 7}
     config = QConfig.model_validate(settings)
     batch = feeds(_inputs(traced))

@@ -1,13 +1,13 @@
-"""``qtrace bench --kernels``: measures the cost table of a runtime on this machine."""
+"""Measures the cost table of a runtime on this machine."""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
 
-from qtrace.benchmarking.grid_convs import conv_cases
-from qtrace.benchmarking.grid_others import other_cases
-from qtrace.benchmarking.kernels import PASSES, measure_cases, measure_run
+from benchmarks.kernels.grid_convs import conv_cases
+from benchmarks.kernels.grid_others import other_cases
+from benchmarks.kernels.onnxruntime_kernels import PASSES, measure_cases, measure_run
 from qtrace.benchmarking.machine import describe_machine
 from qtrace.costs import CostTable, Measurement
 from qtrace.errors import ExportError, install
@@ -65,20 +65,20 @@ def _measure_onnxruntime(progress: _Progress) -> _Measured:
 
 
 def _measure_openvino(progress: _Progress) -> _Measured:
-    from qtrace.benchmarking.openvino_kernels import cases_of, measure
+    from benchmarks.kernels.openvino_kernels import cases_of, measure
 
     cases = cases_of()
     return measure(cases, lambda count: progress(count, len(cases)))
 
 
 def _measure_litert(progress: _Progress) -> _Measured:
-    from qtrace.benchmarking.litert_kernels import measure
+    from benchmarks.kernels.litert_kernels import measure
 
     return measure(progress)
 
 
 def _measure_ncnn(progress: _Progress) -> _Measured:
-    from qtrace.benchmarking.ncnn_kernels import measure
+    from benchmarks.kernels.ncnn_kernels import measure
 
     return measure(progress)
 

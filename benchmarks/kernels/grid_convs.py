@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import combinations_with_replacement
 
-from qtrace.benchmarking.cases import Case, conv, conv_branches
+from benchmarks.kernels.cases import Case, conv, conv_branches
 from qtrace.costs import FLOAT, INTEGER
 
 __all__ = ["conv_cases"]

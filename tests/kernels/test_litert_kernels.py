@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from qtrace.benchmarking import copies, tables
+from benchmarks.kernels import copies, tables
 from qtrace.costs import FLOAT, INTEGER, LOOKUP, CostTable, OpShape
 
 pytest.importorskip("ai_edge_litert")
 
 from ai_edge_litert.interpreter import Interpreter
 
-from qtrace.benchmarking import litert_kernels
+from benchmarks.kernels import litert_kernels
 
 SHAPE = (1, 16, 6, 6)
 CONV = OpShape("conv2d", (SHAPE,), (SHAPE,), (16, 16, 3, 3), (1, 1))

@@ -16,8 +16,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from qtrace.benchmarking import graphs
-from qtrace.benchmarking.cases import Case, Slot, feeds
+from benchmarks.kernels import graphs
+from benchmarks.kernels.cases import Case, Slot, feeds
 from qtrace.benchmarking.sessions import NodeRun, ProfiledSession
 from qtrace.costs import FLOAT, Measurement, OpShape
 from qtrace.onnxfile.local_session import SessionSettings

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from qtrace.benchmarking import copies, tables
+from benchmarks.kernels import copies, tables
 from qtrace.costs import FLOAT, INTEGER, CostTable, OpShape
 
 ncnn = pytest.importorskip("ncnn")
 
-from qtrace.benchmarking import ncnn_kernels  # noqa: E402
+from benchmarks.kernels import ncnn_kernels  # noqa: E402
 
 SHAPE = (1, 16, 6, 6)
 CONV = OpShape("conv2d", (SHAPE,), (SHAPE,), (16, 16, 3, 3), (1, 1))

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.benchmarking import graphs
-from qtrace.benchmarking.cases import Case, Slot, alone, between_convs, boundaries, conv, conv_branches, feeds
-from qtrace.benchmarking.graphs import FUNCTIONS
-from qtrace.benchmarking.grid_small import small_grid
+from benchmarks.kernels import graphs
+from benchmarks.kernels.cases import Case, Slot, alone, between_convs, boundaries, conv, conv_branches, feeds
+from benchmarks.kernels.graphs import FUNCTIONS
+from benchmarks.kernels.grid_small import small_grid
 from qtrace.costs import FLOAT, INTEGER, Measurement, OpShape
 
 __all__ = ["KernelTime", "cases_of", "measure", "run_profiled"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from qtrace.benchmarking.cases import Case, alone, between_convs, boundaries
-from qtrace.benchmarking.graphs import FUNCTIONS
+from benchmarks.kernels.cases import Case, alone, between_convs, boundaries
+from benchmarks.kernels.graphs import FUNCTIONS
 from qtrace.costs import FLOAT, INTEGER, LOOKUP, PLAIN_MAX_POOL, OpShape
 
 __all__ = ["other_cases"]

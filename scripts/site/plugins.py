@@ -24,7 +24,7 @@ fakequant: {lsq: {grad_scale: false}}
 ptq: [fuse_bn, {gptq: {refit: true}}]
 ```
 
-Guides: [observers](../guides/observers.md), [fake quants](../guides/training.md),
+Guides: [observers](../guides/calibration.md#observers), [fake quants](../guides/training.md),
 [algorithms](../guides/ptq.md), [deployment](../guides/deploy.md).
 """
 

@@ -164,7 +164,9 @@ def test_equals_the_noise_of_real_rounding() -> None:
         )
 
 
-def test_batches_run_once_for_the_ranges_and_half_of_them_for_the_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_run_once_for_the_ranges_and_half_of_them_for_the_noise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The run that measures gradients computes the rounding errors on its way."""
     runs = []
     execute = Run.execute

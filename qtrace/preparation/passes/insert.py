@@ -125,9 +125,10 @@ def headline(module: TracedModule) -> str:
     config, sites = record["qconfig"], json.loads(record["annotation"])["sites"]
     rounding = [child for child in getattr(module, CONTAINER).__dict__.values() if isinstance(child, Module)]
     calibrated = all(child.calibrated for child in rounding if isinstance(child, FakeQuant))
+    phases = sorted({child.phase for child in rounding}) or ["float"]
     named = config.get("name") or (config.get("description") or "without a name").partition(",")[0]
     return (
-        f"{record['stage']}, phase {' and '.join(sorted({child.phase for child in rounding}))}: {len(sites)} "
+        f"{record['stage']}, phase {' and '.join(phases)}: {len(sites)} "
         f"sites, recipe {named}, backend {config.get('backend', 'onnxruntime')}, "
         f"{'calibrated' if calibrated else 'not calibrated'}"
     )

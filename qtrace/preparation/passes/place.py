@@ -80,7 +80,8 @@ def place(traced: TracedModule, qconfig: QConfig, unlike: Unlike | None = None) 
     """Chooses the ops that stay float; None if the config asks for no choice or no times are known.
 
     Functions that the backend always has in pieces are part of the result without a choice, too. If integers
-    gain too little time, the whole graph stays in float, unless the config asks for size.
+    gain too little time, the whole graph stays in float, unless the config asks for size or says how many
+    bits weights have.
 
     Args:
         traced: a flat, expanded graph; it is only read.
@@ -97,7 +98,11 @@ def place(traced: TracedModule, qconfig: QConfig, unlike: Unlike | None = None) 
     chains = find_chains(view)
     problem = build_problem(view, chains, table)
     mode = next(mode for mode in ("small", "balanced", "fastest") if mode in placements)
-    point = _choose_all(problem) if mode == "small" else choose_fastest(problem)
+    point = choose_fastest(problem)
+    if not any(point.labels.values()) and qconfig.weight is not None and qconfig.weight.bits is not None:
+        mode = "small"  # who says the bits of weights asks for integers
+    if mode == "small":
+        point = _choose_all(problem)
     note = write_note(problem, point, mode if any(point.labels.values()) else "float", name)
     note = replace(note, centred=mode == "fastest" and bool(backend.slower_with_zero_point))
     return execute(view, chains, problem, point, note)

@@ -21,6 +21,7 @@ from tests.nets import images, net
 from tests.zoo.catalog import CNN
 from tests.zoo.detectors.entries import DETECTORS
 from tests.zoo.detectors.yolo import mesh
+from tests.zoo.quick import parameters
 from tests.zoo.transformers.entries import TRANSFORMERS
 
 X = images(4, 3, 8, 8)
@@ -182,8 +183,7 @@ def test_what_cannot_be_compared_is_refused() -> None:
         )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("entry", [pytest.param(e, id=e.name) for e in (*CNN, *TRANSFORMERS, *DETECTORS)])
+@pytest.mark.parametrize("entry", parameters((*CNN, *TRANSFORMERS, *DETECTORS), ()))
 def test_no_false_alarm_on_the_zoo(entry: Any) -> None:
     inputs = entry.example()
     report = check_samples(qtrace.trace(entry.build(), *inputs, check=False), *inputs)

@@ -3,17 +3,16 @@ from __future__ import annotations
 import ctypes
 import importlib
 import sys
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import settings
 
 from qtrace.config import recipe
 from qtrace.process import engine
+from tests.each import seed
 
 # Before anything else loads MegEngine: a thread of it would take a quarter of a core from the tests.
 engine.quiet()
@@ -48,25 +47,17 @@ def _subnormals() -> None:
     ctypes.CDLL("libm.so.6").fesetenv(ctypes.c_void_p(-1))
 
 
-def _seed(name: str) -> None:
-    """Random numbers that depend on ``name`` alone, not on the tests that ran before in this worker."""
-    seed = zlib.crc32(name.encode())
-    np.random.seed(seed)
-    if "megengine" in sys.modules:
-        sys.modules["megengine"].random.seed(seed)
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> None:
     """Seeds what several tests share by the fixture's name: the first test that asks for it may be any."""
     if fixturedef.scope != "function":
-        _seed(f"{fixturedef.baseid}::{fixturedef.argname}[{getattr(request, 'param', '')}]")
+        seed(f"{fixturedef.baseid}::{fixturedef.argname}[{getattr(request, 'param', '')}]")
 
 
 @pytest.fixture(autouse=True)
 def _seeded(request: pytest.FixtureRequest) -> None:
     """Weights and data of a test are the same in every run, alone or with others, in any order."""
-    _seed(request.node.nodeid)
+    seed(request.node.nodeid)
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,7 @@ from qtrace.errors import GraphError
 from qtrace.graph import check_samples
 from qtrace.graph.tracing import session
 from qtrace.graph.types import TracedModule
+from tests.each import each_of
 from tests.nets import images, net
 from tests.zoo.catalog import CNN
 from tests.zoo.detectors.entries import DETECTORS
@@ -54,7 +55,7 @@ def _without_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_without_copies")
-@pytest.mark.parametrize("batch", [2, 3, 8])
+@each_of("batch", [2, 3, 8])
 def test_the_fault_of_slices_is_found_in_a_decode(batch: int) -> None:
     mge.random.seed(0)
     conv = M.Conv2d(3, 7, 3, padding=1)
@@ -132,7 +133,7 @@ def fixed(self: Any, x: Any) -> Any:
     return F.relu(x.reshape(4, 3, 64))
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("forward", "kind", "op", "problem"),
     [
         (centred, "samples", "F.mean", "combines samples, or its kernel is wrong for batches"),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ from hypothesis import settings
 
 from qtrace.config import recipe
 from qtrace.process import engine
+from qtrace.runtimes import files
+from tests import warm
 from tests.each import seed
 
 # Before anything else loads MegEngine: a thread of it would take a quarter of a core from the tests.
@@ -38,6 +41,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
+def pytest_collection_finish() -> None:
+    """Spares the modules and tests from the garbage collector, which `quantize` would let see all of them."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _subnormals() -> None:
     """Numbers as IEEE 754 has them: MegEngine, once imported, lets the processor flush subnormals.
@@ -45,6 +54,15 @@ def _subnormals() -> None:
     Hypothesis refuses to draw floats then. ``(fenv_t *) -1`` is glibc's ``FE_DFL_ENV``.
     """
     ctypes.CDLL("libm.so.6").fesetenv(ctypes.c_void_p(-1))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm_runtimes(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Verifications use the processes of those before, unless a test is about these processes."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not any(place in request.path.as_posix() for place in warm.COLD):
+            patch.setattr(files, "_start", warm.start)
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)

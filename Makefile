@@ -50,7 +50,7 @@ test: $(STAMP) ## Run the tests, without the slow ones
 test-slow: $(STAMP) ## Run the slow tests only
 	$(PY) -m pytest -m slow -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
-test-long: $(STAMP) ## Run the tests that take minutes: the detector's demo, and quick runs of all benchmarks
+test-long: $(STAMP) ## Run the tests that take minutes: the detector's demo, all benchmarks in short, networks beyond pairs
 	$(PY) -m pytest -m long -n auto $(ARGS)
 
 # torch is large, and its wheels of the package index bring CUDA's libraries; engines of what learns need it, and `from_torch`.

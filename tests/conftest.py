@@ -1,20 +1,22 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import sys
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import settings
 
 from qtrace.config import recipe
 from qtrace.costs import processor
 from qtrace.process import engine
+from qtrace.runtimes import files
+from tests import warm
+from tests.each import seed
 
 # Before anything else loads MegEngine: a thread of it would take a quarter of a core from the tests.
 engine.quiet()
@@ -40,6 +42,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
+def pytest_collection_finish() -> None:
+    """Spares the modules and tests from the garbage collector, which `quantize` would let see all of them."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _subnormals() -> None:
     """Numbers as IEEE 754 has them: MegEngine, once imported, lets the processor flush subnormals.
@@ -49,25 +57,26 @@ def _subnormals() -> None:
     ctypes.CDLL("libm.so.6").fesetenv(ctypes.c_void_p(-1))
 
 
-def _seed(name: str) -> None:
-    """Random numbers that depend on ``name`` alone, not on the tests that ran before in this worker."""
-    seed = zlib.crc32(name.encode())
-    np.random.seed(seed)
-    if "megengine" in sys.modules:
-        sys.modules["megengine"].random.seed(seed)
+@pytest.fixture(scope="module", autouse=True)
+def _warm_runtimes(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Verifications use the processes of those before, unless a test is about these processes."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not any(place in request.path.as_posix() for place in warm.COLD):
+            patch.setattr(files, "_start", warm.start)
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> None:
     """Seeds what several tests share by the fixture's name: the first test that asks for it may be any."""
     if fixturedef.scope != "function":
-        _seed(f"{fixturedef.baseid}::{fixturedef.argname}[{getattr(request, 'param', '')}]")
+        seed(f"{fixturedef.baseid}::{fixturedef.argname}[{getattr(request, 'param', '')}]")
 
 
 @pytest.fixture(autouse=True)
 def _seeded(request: pytest.FixtureRequest) -> None:
     """Weights and data of a test are the same in every run, alone or with others, in any order."""
-    _seed(request.node.nodeid)
+    seed(request.node.nodeid)
 
 
 @pytest.fixture(autouse=True)

@@ -22,6 +22,7 @@ from qtrace.onnxfile.saturation import products_saturate
 from qtrace.sensitivity.layers import RaisableLayer
 from qtrace.sensitivity.mixed import MixedPrecision
 from qtrace.sensitivity.raising import Raise
+from tests.each import each_of
 
 # The groups of a layer that is nowhere, and its sizes.
 NOTHING = (frozenset(), frozenset(), "", frozenset(), 1, 4, 4)
@@ -90,7 +91,7 @@ def test_sqnr_is_the_mean_over_the_outputs():
         sqnr_db(references, [np.zeros(3), np.zeros(1)])
 
 
-@pytest.mark.parametrize(("sqnr", "loss", "met"), [(41.0, 0.2, True), (40.9, 0.2, False), (41.0, 0.4, False)])
+@each_of(("sqnr", "loss", "met"), [(41.0, 0.2, True), (40.9, 0.2, False), (41.0, 0.4, False)])
 def test_eight_bits_must_be_a_decibel_ahead_and_lose_little(sqnr, loss, met):
     ours = Row("W8A8 PTQ", "net", "qtrace", sqnr, 97.0, loss)
     others = [
@@ -103,7 +104,7 @@ def test_eight_bits_must_be_a_decibel_ahead_and_lose_little(sqnr, loss, met):
     assert ("met" if met else "MISSED") in markdown([row])
 
 
-@pytest.mark.parametrize(("loss", "met"), [(0.2, True), (-0.4, True), (0.3, False), (2.0, False)])
+@each_of(("loss", "met"), [(0.2, True), (-0.4, True), (0.3, False), (2.0, False)])
 def test_recovered_is_the_share_of_what_was_lost(loss, met):
     row = add_recovered_share(Row("check", "net", "tuned", 15.0, 97.0, loss), 1.0, 0.8)
     assert (row.met, row.target) == (met, "80 % of the loss recovered")
@@ -118,7 +119,7 @@ def test_where_nothing_was_lost_no_share_is_met():
         assert (row.met, row.note) == (None, "first, nothing was lost")
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("layers", "by_noise", "reached", "met"),
     [(3, 4, -0.9, True), (4, 4, -0.9, False), (3, 4, -1.1, False)],
 )

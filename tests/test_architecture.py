@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
+from tests.each import each_of
 
 ROOT = Path(__file__).parent.parent
 LINKED = ("observers", "fakequant", "recipes")
@@ -242,7 +242,7 @@ def test_every_file_keeps_to_its_room():
     assert not problems, "\n".join(problems)
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("file", "source", "complaint"),
     [
         ("qtrace/scheme.py", "from qtrace.numerics import quantize", "scheme may import only errors"),
@@ -272,7 +272,7 @@ def test_complains_about(file, source, complaint):
     assert complaint in "\n".join(violations(file, source))
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("file", "source"),
     [
         ("qtrace/numerics.py", "from qtrace import scheme\nfrom qtrace.errors import SchemeError"),

@@ -14,6 +14,7 @@ import pytest
 import qtrace
 from qtrace.errors import QtraceError
 from qtrace.plugins.arguments import check_arguments
+from tests.each import each_of
 
 
 @check_arguments
@@ -33,7 +34,7 @@ def join(
     return os.fspath(path) + "".join(f"/{name.strip()}" for name in names) + str(total)
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("call", "message"),
     [
         (lambda: join(3), "join: path takes a text or a path, not 3."),
@@ -62,7 +63,7 @@ def test_an_error_that_no_argument_explains_stays() -> None:
     assert join("a", ["b"], {"c": 2}, share=np.float32(0.5)) == "a/b1.0"
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("call", "message"),
     [
         (lambda: qtrace.load(3), "load: path takes a text or a path, not 3"),

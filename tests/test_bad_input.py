@@ -24,6 +24,7 @@ from qtrace.data import open_data
 from qtrace.errors import QtraceError
 from qtrace.storage.outputs import WORK
 from tests import faulty
+from tests.each import each_of
 
 CODE = "bad_input_code"
 NEW = ("-o", "new")
@@ -272,13 +273,13 @@ DATA = {
 }
 
 
-@pytest.mark.parametrize("command", DATA_READERS)
-@pytest.mark.parametrize("name", DATA)
+@each_of("command", DATA_READERS)
+@each_of("name", DATA)
 def test_data_of_other_commands(name: str, command: str, place: Path) -> None:
     refused(DATA[name], *DATA_READERS[command](name))
 
 
-@pytest.mark.parametrize("name", ARRAYS)
+@each_of("name", ARRAYS)
 def test_arrays(name: str, place: Path) -> None:
     refused(ARRAYS[name], *calibrate(data=name))
 
@@ -321,7 +322,7 @@ RECIPES = {
 }
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@each_of("name", RECIPES)
 def test_recipes(name: str, place: Path) -> None:
     refused(RECIPES[name], *calibrate(recipe=name))
 
@@ -340,7 +341,7 @@ READERS = {
 }
 
 
-@pytest.mark.parametrize("command", READERS)
+@each_of("command", READERS)
 def test_no_command_runs_the_code_of_a_recipe(command: str, place: Path) -> None:
     refused("names code, 'own_code:Own'", *READERS[command], "code.yaml")
     code, _, err = run(*READERS[command], "code.yaml", "--allow-code", "--help")
@@ -386,7 +387,7 @@ LOADERS = {
 }
 
 
-@pytest.mark.parametrize("name", LOADERS)
+@each_of("name", LOADERS)
 def test_loaders(name: str, place: Path) -> None:
     refused(LOADERS[name], *calibrate(data=f"{CODE}:{name}"))
     if name in ("inf", "stops", "exits"):  # the batches before are kept, for --resume
@@ -490,8 +491,8 @@ TAKERS = {
 }
 
 
-@pytest.mark.parametrize("command", TAKERS)
-@pytest.mark.parametrize("name", MODELS)
+@each_of("command", TAKERS)
+@each_of("name", MODELS)
 def test_models(name: str, command: str, place: Path) -> None:
     refused(MODELS[name], *TAKERS[command](name))
     assert not (place / "ran").exists()
@@ -518,7 +519,7 @@ STAGES = {
 }
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@each_of("stage", STAGES)
 def test_models_of_another_stage(stage: str, place: Path) -> None:
     args, sentence = STAGES[stage]
     refused(sentence, *args)
@@ -542,8 +543,8 @@ EXPORTED = {
 }
 
 
-@pytest.mark.parametrize("command", ["verify", "bisect"])
-@pytest.mark.parametrize("name", EXPORTED)
+@each_of("command", ["verify", "bisect"])
+@each_of("name", EXPORTED)
 def test_exported_files(name: str, command: str, place: Path) -> None:
     refused(EXPORTED[name], command, name, "-m", "quantized.mge", "-d", "x.npz", "-q")
 
@@ -575,7 +576,7 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("fault", CONFIGS)
+@each_of("fault", CONFIGS)
 def test_configs_in_python(fault: str, filled: Path) -> None:
     traced = qtrace.load(filled / "float.mge")
     with pytest.raises(QtraceError) as caught:

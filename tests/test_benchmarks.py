@@ -15,6 +15,7 @@ from benchmarks.__main__ import GROUPS, LATEST, main
 from benchmarks.limits import limit
 from benchmarks.rows import Row, Size, render
 from benchmarks.timing import Sample, Samples, Spread, take_turns
+from tests.each import each_of
 
 
 @pytest.mark.long
@@ -69,7 +70,7 @@ def test_sides_take_turns_and_warm_up_does_not_count():
     assert "".join(calls) == "abc" + "bca" + "cab"
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("value", "target", "met", "word"),
     [(1.0, 1.0, True, "met"), (1.1, 1.0, False, "MISSED"), (9.0, None, None, "9.000 x")],
 )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from scripts import budget
+from tests.each import each_of
 
 
 def _figures(lines: int, **reach: int) -> dict[str, dict]:
@@ -77,16 +76,14 @@ def f(a,
     assert budget.measure_file(text)["lines"] == 5
 
 
-@pytest.mark.parametrize(
+@each_of(
     "text", ["A = 1", "_A = -0.5", "A = 2**20", "A: int = 3", "A, B = 1, 2", "A = {'x': 0.1}", "A = (1, 2)"]
 )
 def test_constants_of_numbers_are_counted(text):
     assert budget.measure_file(text)["numbers"] == 1
 
 
-@pytest.mark.parametrize(
-    "text", ["A = 'x'", "A = f(1)", "A = B * 2", "def f():\n    A = 1", "A = True", "A = ()"]
-)
+@each_of("text", ["A = 'x'", "A = f(1)", "A = B * 2", "def f():\n    A = 1", "A = True", "A = ()"])
 def test_other_constants_are_not_counted(text):
     assert budget.measure_file(text)["numbers"] == 0
 

@@ -24,6 +24,7 @@ from qtrace.observers.base import Observer
 from qtrace.plugins import known, resolve
 from qtrace.preparation.record import fake_quants
 from qtrace.sensitivity import analyze
+from tests.each import each_of
 from tests.nets import images, net
 
 BATCHES = [images(2, 3, 8, 8, seed=s) for s in range(3)]
@@ -88,8 +89,8 @@ def _sqnr(module: M.Module, prepared: TracedModule) -> float:
 # -- scales --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", OBSERVERS)
-@pytest.mark.parametrize("scheme", [QScheme(axis=0), QScheme(signed=True, symmetric=True, axis=0)])
+@each_of("name", OBSERVERS)
+@each_of("scheme", [QScheme(axis=0), QScheme(signed=True, symmetric=True, axis=0)])
 def test_every_observer_widens_the_range_of_a_dead_channel_and_merges(name: str, scheme: QScheme) -> None:
     cls = resolve("qtrace.observers", name, Observer)
     rng = np.random.default_rng(0)
@@ -111,8 +112,8 @@ def test_every_observer_widens_the_range_of_a_dead_channel_and_merges(name: str,
     np.testing.assert_array_equal(np.delete(params.scale, 1), without.qparams().scale)
 
 
-@pytest.mark.parametrize("name", OBSERVERS)
-@pytest.mark.parametrize("size", [1e-45, 1e-33])
+@each_of("name", OBSERVERS)
+@each_of("size", [1e-45, 1e-33])
 def test_every_observer_takes_a_dead_tensor_for_zeros(name: str, size: float) -> None:
     cls, scheme = resolve("qtrace.observers", name, Observer), QScheme(power_of_two=name == "power_of_two")
     dead, zeros = cls(scheme), cls(scheme)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import qtrace
+from tests.each import each_of
 
 ROOT = Path(__file__).parent.parent
 # What is documented beside the names of `qtrace` itself.
@@ -23,7 +24,7 @@ def _run(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
+@each_of("file", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
 def test_examples_use_public_names_only(file: Path) -> None:
     tree = ast.parse(file.read_text(encoding="utf-8"))
     for node in ast.walk(tree):

@@ -16,6 +16,7 @@ from examples.detector import boxes, data, demo, net, training
 from examples.detector.metric import THRESHOLDS, Detections, average_precision, iou
 from examples.detector.targets import assign
 from qtrace.data import open_data
+from tests.each import each_of
 
 ROOT = Path(__file__).parent.parent
 RECIPE = ROOT / "examples/detector/recipe.yaml"
@@ -48,7 +49,7 @@ def test_iou_of_boxes_side_by_side():
     np.testing.assert_allclose(overlaps, [[1, 1 / 3, 0, 1 / 2]])
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("detections", "truth", "expected"),
     [
         ([_detections((_box(0), 0.9))], [[_box(0)]], 1.0),

@@ -26,6 +26,7 @@ from qtrace.graph.edit import RECORD_ATTRIBUTE
 from qtrace.inspection.description import describe_graph
 from qtrace.tuning import TuneSettings
 from scripts.site import api
+from tests.each import each_of
 
 CELL = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=9)
 
@@ -191,7 +192,7 @@ def test_no_result_shows_its_fields(results: dict[str, Any]) -> None:
     assert [name for name, result in results.items() if DATACLASS.match(repr(result))] == []
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("call", "message"),
     [
         (lambda t: qtrace.split(t), "give one of at, by and by_backend"),
@@ -277,7 +278,7 @@ class _Stream(io.StringIO):
         return self.terminal
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("terminal", "options", "drawn"),
     [
         (True, {}, True),

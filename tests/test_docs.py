@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from qtrace.config import recipe
+from tests.each import each_of
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r'^```python(?: title="(?P<file>[\w.]+)")?\n(?P<code>.*?)^```', re.DOTALL | re.MULTILINE)
@@ -71,7 +72,7 @@ def test_every_python_block_of_a_page_is_found() -> None:
 GUIDES = [p for p in sorted((ROOT / "docs" / "guides").glob("*.md")) if p.name != "index.md"]
 
 
-@pytest.mark.parametrize("page", GUIDES, ids=lambda p: p.stem)
+@each_of("page", GUIDES, ids=lambda p: p.stem)
 def test_a_guide_opens_with_an_example(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     opening = text.split("\n## ")[0]

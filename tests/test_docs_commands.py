@@ -16,6 +16,7 @@ import pytest
 
 import qtrace
 from qtrace import cli
+from tests.each import each_of
 from tests.test_docs import _MODELS, ROOT
 
 BLOCK = re.compile(r"^```(?P<kind>[^\n]*)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -82,7 +83,7 @@ def test_every_command_of_the_pages_can_be_parsed() -> None:
     assert problems == []
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("command", "problem"),
     [
         ("qtrace export a.mge -o b.onnx --input-name x", "No such option"),

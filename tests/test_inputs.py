@@ -24,6 +24,7 @@ from qtrace.graph.types import TracedModule
 from qtrace.preparation.model import QuantizedModel
 from qtrace.storage import files
 from tests import faulty
+from tests.each import each_of
 from tests.nets import images, net
 from tests.test_bad_input import refused, run
 
@@ -99,8 +100,8 @@ NAMES: dict[str, Callable[[TracedModule, TracedModule, str], Any]] = {
 }
 
 
-@pytest.mark.parametrize("call", NAMES)
-@pytest.mark.parametrize("name", [SURROGATE, "a\0b"])
+@each_of("call", NAMES)
+@each_of("name", [SURROGATE, "a\0b"])
 def test_names_that_no_file_has(name: str, call: str, traced: TracedModule, quantized: TracedModule) -> None:
     with pytest.raises(QtraceError, match="cannot be the name of a file|There is no file") as caught:
         NAMES[call](traced, quantized, name)

@@ -6,7 +6,7 @@ import re
 import subprocess
 from pathlib import Path
 
-import pytest
+from tests.each import each_of
 
 ROOT = Path(__file__).parent.parent
 _OWN = "tests/test_links.py"
@@ -52,7 +52,7 @@ def _anchors(page: Path) -> set[str]:
     return anchors
 
 
-@pytest.mark.parametrize("name", _tracked("*.md"))
+@each_of("name", _tracked("*.md"))
 def test_relative_links_lead_somewhere_in_a_checkout(name: str) -> None:
     """Pages that code writes, and anchors of tables that code fills in, are in the built site only."""
     page, wrong = ROOT / name, []

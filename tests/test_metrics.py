@@ -15,6 +15,7 @@ from qtrace.errors import QtraceError
 from qtrace.metrics import ErrorSums, comparable, decibels, errors_of, finite_or_none, sqnr_db
 from qtrace.numerics import choose, fake_quantize
 from qtrace.scheme import QScheme
+from tests.each import each_of
 
 ROWS = st.integers(1, 4)
 # Whole numbers, whose sums of products float64 holds exactly: merging is then exactly associative.
@@ -89,7 +90,7 @@ def test_batches_of_floats_merge_to_the_whole_up_to_rounding(reference, count, r
         assert getattr(merged, name) == pytest.approx(getattr(whole, name), rel=1e-9, abs=1e-6)
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("signal", "noise", "ratio"),
     [
         (1.0, 0.0, math.inf),

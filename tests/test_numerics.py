@@ -30,6 +30,7 @@ from qtrace.numerics import (
     round_to,
 )
 from qtrace.scheme import QParams, QScheme
+from tests.each import each_of
 
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
 MODERATE = st.floats(-1e6, 1e6, width=32)
@@ -131,9 +132,7 @@ def test_scale_is_the_least_that_covers(scheme, a, b):
         assert abs(scale / exact - 1) <= Fraction(1, 2**23)
 
 
-@pytest.mark.parametrize(
-    "scheme", [QScheme(), QScheme(signed=True, symmetric=True), QScheme(power_of_two=True)]
-)
+@each_of("scheme", [QScheme(), QScheme(signed=True, symmetric=True), QScheme(power_of_two=True)])
 def test_ranges_of_nothing(scheme):
     assert choose(0.0, 0.0, scheme) == choose(0.0, 1.0, scheme)
     assert choose(5.0, 5.0, scheme) == choose(0.0, 5.0, scheme)
@@ -146,8 +145,8 @@ def test_ranges_of_nothing(scheme):
 AFFINE, SYMMETRIC = QScheme(axis=0), QScheme(signed=True, symmetric=True, axis=0)
 
 
-@pytest.mark.parametrize("scheme", [AFFINE, SYMMETRIC, SYMMETRIC.replace(bits=16, power_of_two=True)])
-@pytest.mark.parametrize("dead", [1e-45, 1e-33, 1e-12])
+@each_of("scheme", [AFFINE, SYMMETRIC, SYMMETRIC.replace(bits=16, power_of_two=True)])
+@each_of("dead", [1e-45, 1e-33, 1e-12])
 def test_the_scale_of_a_dead_channel_is_a_share_of_the_largest(scheme, dead):
     lo, hi = np.array([-2.0, -dead, 0.0, -0.5e-3, -1e-5]), np.array([1.0, 2 * dead, 0.0, 1e-3, 0.0])
     params, alive = choose(lo, hi, scheme), [0, 2, 3, 4]
@@ -195,7 +194,7 @@ def test_choose_per_channel_is_choose_of_each_channel():
         assert params.zero_point[channel] == alone.zero_point
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("lo", "hi", "options", "word"),
     [
         (1.0, 0.0, {}, "swap"),
@@ -249,9 +248,9 @@ def _onnxruntime(x: np.ndarray, params: QParams) -> tuple[np.ndarray, np.ndarray
     return session.run(None, {"x": x})
 
 
-@pytest.mark.parametrize("bits", [8, 16])
-@pytest.mark.parametrize("signed", [False, True])
-@pytest.mark.parametrize("axis", [None, 1])
+@each_of("bits", [8, 16])
+@each_of("signed", [False, True])
+@each_of("axis", [None, 1])
 def test_quantize_is_onnxruntimes_bit_for_bit(bits, signed, axis):
     rng = np.random.default_rng(bits + signed)
     x = rng.normal(size=(50, 3, 41)).astype(np.float32)
@@ -334,8 +333,8 @@ def test_levels_are_found_of_float32_and_one_scale_alone():
     assert exact_levels(x, choose([0, 0, 0], [1, 2, 3], QScheme(axis=1))) is None
 
 
-@pytest.mark.parametrize("axis", [None, 1])
-@pytest.mark.parametrize("kind", [np.uint8, np.int8, np.uint16, np.int16, np.int64])
+@each_of("axis", [None, 1])
+@each_of("kind", [np.uint8, np.int8, np.uint16, np.int16, np.int64])
 def test_integers_of_each_type_stand_for_the_same_values(kind, axis):
     bits, signed = min(8 * np.dtype(kind).itemsize, 16), np.dtype(kind).kind == "i"
     lo, hi = (-1.7, 2.9) if axis is None else ([-1.7, -0.1, 0.0], [2.9, 1.0, 3.3])
@@ -360,10 +359,10 @@ def test_dtypes_in_and_out():
     assert quantize(np.zeros((0, 3), np.float32), params).shape == (0, 3)
 
 
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-@pytest.mark.parametrize("bits", [2, 4, 8, 16])
-@pytest.mark.parametrize("signed", [False, True])
-@pytest.mark.parametrize("axis", [None, 1])
+@each_of("dtype", [np.float16, np.float32, np.float64])
+@each_of("bits", [2, 4, 8, 16])
+@each_of("signed", [False, True])
+@each_of("axis", [None, 1])
 def test_fake_quantize_is_dequantize_of_quantize_bit_for_bit(dtype, bits, signed, axis) -> None:
     rng = np.random.default_rng(bits)
     x = (rng.standard_normal((5, 3, 64)) * [[[0.1], [1.0], [30.0]]]).astype(dtype)

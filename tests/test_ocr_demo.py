@@ -10,6 +10,7 @@ import onnx
 import pytest
 
 from examples.ocr import client, decoding, demo, dropin, lines, metric, package, pages
+from tests.each import each_of
 
 
 def test_lines_are_the_same_every_time_and_parts_differ():
@@ -54,9 +55,7 @@ def test_characters_come_from_the_metadata(tmp_path: Path):
     assert decoding.read_characters(tmp_path / "net.onnx") == ["", "x", "y", " "]
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "edits"), [("", "abc", 3), ("abc", "abc", 0), ("kitten", "sitting", 3), ("ab", "ba", 2)]
-)
+@each_of(("a", "b", "edits"), [("", "abc", 3), ("abc", "abc", 0), ("kitten", "sitting", 3), ("ab", "ba", 2)])
 def test_edit_distance(a: str, b: str, edits: int):
     assert metric.edit_distance(a, b) == metric.edit_distance(b, a) == edits
 

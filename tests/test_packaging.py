@@ -14,6 +14,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import qtrace
+from tests.each import each_of
 
 ROOT = Path(__file__).parent.parent
 PYPROJECT = tomli.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -36,7 +37,7 @@ def _requirements() -> list[Requirement]:
     return [req for group in groups for req in map(Requirement, group) if req.name != "qtrace"]
 
 
-@pytest.mark.parametrize("name", LINKED)
+@each_of("name", LINKED)
 def test_top_level_folder_is_linked_into_the_package(name):
     link = ROOT / "qtrace" / name
     assert link.is_symlink()
@@ -70,7 +71,7 @@ def test_ruff_bans_the_bare_import(name, statement):
     assert qualified.returncode == 0
 
 
-@pytest.mark.parametrize("requirement", _requirements(), ids=str)
+@each_of("requirement", _requirements(), ids=str)
 def test_lock_has_a_version_that_pyproject_allows(requirement):
     version = _locked()[canonicalize_name(requirement.name)]
     assert requirement.specifier.contains(version)

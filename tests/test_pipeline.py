@@ -23,6 +23,7 @@ from qtrace.graph.lint import lint
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.passes.insert import CONTAINER
 from qtrace.preparation.record import fake_quants
+from tests.each import each_of
 from tests.nets import MobileNetV2, ResNet, images, net, randomize
 
 SHAPE = (3, 16, 16)
@@ -161,7 +162,7 @@ def test_no_data_is_an_error_and_leaves_the_module_as_it_was() -> None:
     assert all(f.phase == "quantize" for f in fake_quants(calibrated))
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@each_of("bad", [np.nan, np.inf, -np.inf])
 def test_not_finite_values_name_site_and_batch(bad: float) -> None:
     batches = [b.copy() for b in BATCHES]
     batches[1][0, 0, 0, 0] = bad

@@ -9,6 +9,7 @@ from qtrace import plugins
 from qtrace.errors import ConfigError
 from qtrace.observers.base import Observer
 from qtrace.observers.minmax import MinMax
+from tests.each import each_of
 
 PACKAGE = "qtrace.observers"
 
@@ -66,7 +67,7 @@ def test_unknown_name_lists_the_known_ones():
         plugins.resolve(PACKAGE, "minmex", Observer)
 
 
-@pytest.mark.parametrize(
+@each_of(
     "name",
     ["", "base", "_search", "os", "minmax.MinMax", ".minmax", "minmax ", "../minmax", "minmax:", ":MinMax",
      "a b:C", "os:", "x;y:Z", "minmax\n", None, 3, ["minmax"]],

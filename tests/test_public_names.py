@@ -11,6 +11,7 @@ import pytest
 
 import qtrace
 from qtrace import plugins
+from tests.each import each_of
 
 NAMES = {
     "QConfig",
@@ -169,7 +170,7 @@ def test_the_names_of_a_package_are_loaded_when_they_are_used(package: str) -> N
     assert run.stdout == "False\n"
 
 
-@pytest.mark.parametrize("name", ["graph", "data", "ptq"])
+@each_of("name", ["graph", "data", "ptq"])
 def test_a_package_is_sent_by_its_name(name: str) -> None:
     """As cloudpickle and Ray send the modules that a function uses."""
     package = importlib.import_module(f"qtrace.{name}")

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from qtrace.errors import SchemeError
 from qtrace.scheme import QParams, QScheme
+from tests.each import each_of
 
 SCHEMES = st.builds(
     QScheme,
@@ -39,7 +40,7 @@ def qparams(draw: st.DrawFn) -> QParams:
     return QParams(scheme, scale.reshape(shape), zero_point.reshape(shape))
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("options", "qmin", "qmax"),
     [
         ({}, 0, 255),
@@ -57,7 +58,7 @@ def test_integer_range(options, qmin, qmax):
     assert (scheme.qmin, scheme.qmax) == (qmin, qmax)
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("options", "word"),
     [
         ({"bits": 1}, "bits"),
@@ -119,7 +120,7 @@ def test_replace_changes_only_what_is_named():
         scheme.replace(bits=99)
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("options", "text"),
     [
         ({}, "uint8 affine"),
@@ -170,7 +171,7 @@ def test_qparams_equal_by_value_only():
     assert params != "uint8"
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("options", "scale", "zero_point", "word"),
     [
         ({}, 0.0, 0, "positive"),

@@ -13,6 +13,7 @@ from benchmarks.shipped import __main__ as benchmark
 from benchmarks.shipped import sides
 from benchmarks.shipped.__main__ import main
 from benchmarks.shipped.rows import FLOAT, OWN, RESULTS, RUNTIMES, ShippedRow, cells, merged, read, summary
+from tests.each import each_of
 
 PEER = RUNTIMES["litert"][0]
 EXACT = ShippedRow("classifier", "litert", FLOAT, "2.3.0", "cpu", {"out": 300.0}, {}, 2.0, (1.0, 1.0, 1.0))
@@ -119,7 +120,7 @@ class _Cooling:
         return self.seconds * max(1.0, 2.0 - 0.2 * _Cooling.settled)
 
 
-@pytest.mark.parametrize("count", [2, 3, 4])
+@each_of("count", [2, 3, 4])
 def test_no_place_in_the_turns_makes_a_file_faster(count: int) -> None:
     times = sides.take_turns([_Cooling(0.0015) for _ in range(count)], np.zeros((1, 3)), turns=9)
     assert np.median(times, axis=1) == pytest.approx([0.0015] * count)

@@ -18,6 +18,7 @@ from qtrace.costs import CostTable
 from qtrace.errors import ExportError
 from tests.benchmarking.nets import write
 from tests.benchmarking.test_profile import RUN
+from tests.each import each_of
 
 
 @pytest.fixture
@@ -228,7 +229,7 @@ def test_shapes_that_the_file_does_not_take(pair):
         open_file(pair[0], None, RunnerSettings(batch=2))
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("name", "runtime", "message"),
     [
         ("net.onnx", "tpu", "cannot be timed in 'tpu'; known: litert, ncnn, onnxruntime, openvino"),

@@ -10,6 +10,7 @@ import pytest
 from qtrace.benchmarking import load, turns
 from qtrace.benchmarking.load import watched_load
 from qtrace.benchmarking.turns import summarize
+from tests.each import each_of
 
 
 def _write_stat(path: Path, worked: float) -> None:
@@ -17,9 +18,7 @@ def _write_stat(path: Path, worked: float) -> None:
     path.write_text(f"cpu  {ticks} 0 0 123456 789 0 0 0 55 66\ncpu0 1 1 1 1\n")
 
 
-@pytest.mark.parametrize(
-    ("worked", "share", "busy"), [(3.0, 0.0, False), (4.0, 0.125, False), (7.0, 0.5, True)]
-)
+@each_of(("worked", "share", "busy"), [(3.0, 0.0, False), (4.0, 0.125, False), (7.0, 0.5, True)])
 def test_the_work_of_others_is_that_of_all_cores_less_our_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worked: float, share: float, busy: bool
 ) -> None:
@@ -36,7 +35,7 @@ def test_the_work_of_others_is_that_of_all_cores_less_our_own(
     assert found.is_busy is busy
 
 
-@pytest.mark.parametrize("text", [None, "", "cpu x y\n"])
+@each_of("text", [None, "", "cpu x y\n"])
 def test_a_machine_that_does_not_say_is_taken_as_idle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None
 ) -> None:

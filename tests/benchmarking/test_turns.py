@@ -9,6 +9,7 @@ import pytest
 
 from qtrace.benchmarking import turns
 from qtrace.errors import ExportError
+from tests.each import each_of
 
 
 class _Files:
@@ -35,7 +36,7 @@ class _Files:
         return SimpleNamespace(run=run, in_thread=True)
 
 
-@pytest.mark.parametrize("count", [2, 3, 4])
+@each_of("count", [2, 3, 4])
 def test_a_file_that_would_be_faster_after_itself_has_no_better_place(monkeypatch, count: int) -> None:
     files = _Files(monkeypatch, *(0.01,) * count)
     files.cold, files.wobble = 1.5, 0.001
@@ -43,7 +44,7 @@ def test_a_file_that_would_be_faster_after_itself_has_no_better_place(monkeypatc
     assert [speed.ratio for speed in speeds] == pytest.approx([1.0] * count, rel=0.02)
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("seconds", "most", "least"),
     [
         ((0.3,) * 5, 9.0, 3),
@@ -97,7 +98,7 @@ def test_a_round_ends_where_its_speeds_decide(monkeypatch) -> None:
     assert [speed.turns for speed in speeds] == [16, 16]
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("low", "high", "clear"),
     [(1.5, 1.6, True), (0.8, 0.87, True), (1.5, 1.7, False), (0.98, 1.04, False), (0.5, 0.6, False)],
 )

@@ -18,6 +18,7 @@ from qtrace import QConfig
 from qtrace.errors import CalibrationError, ConfigError
 from qtrace.preparation.record import read_record, write_record
 from qtrace.ptq.base import Batches, CalibratedAlgorithm, CalibratedTask, Report
+from tests.each import each_of
 from tests.nets import images, left_lines, net
 
 
@@ -33,7 +34,7 @@ def _prepared(*ptq: Any) -> Any:
 BATCHES = [images(2, 4, 8, 8, seed=s) for s in range(2)]
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("text", "message"),
     [
         (

@@ -13,6 +13,7 @@ import pytest
 
 from qtrace.calibration import arrivals
 from qtrace.calibration.arrivals import Arrival, Arrivals
+from tests.each import each_of
 from tests.nets import images
 
 Op = Callable[[mge.Tensor], mge.Tensor]
@@ -43,7 +44,7 @@ def _slow(x: mge.Tensor) -> mge.Tensor:
     return x
 
 
-@pytest.mark.parametrize("op", _OPS)
+@each_of("op", _OPS)
 def test_what_arrives_is_what_numpy_gives(op: str) -> None:
     asked = Arrivals()
     x = mge.Tensor(images(4, 32, 48, 48))

@@ -15,6 +15,7 @@ from qtrace.calibration.distributed import MegEngineCollective, average_ranges
 from qtrace.errors import CalibrationError
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.record import fake_quants
+from tests.each import each_of
 from tests.nets import Chain, images
 
 _BATCHES = [images(2, 3, 8, 8, seed=i) * (i + 1) for i in range(4)]
@@ -113,7 +114,7 @@ def test_learned_ranges_become_their_mean(monkeypatch: pytest.MonkeyPatch) -> No
     average_ranges(models[0])  # without ranks nothing happens
 
 
-@pytest.mark.parametrize("lengths", [(3, 8), (0, 5), (4, 4)])
+@each_of("lengths", [(3, 8), (0, 5), (4, 4)])
 def test_bytes_of_any_length_are_sent_as_integers(
     monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, int]
 ) -> None:

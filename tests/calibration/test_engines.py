@@ -25,6 +25,7 @@ from qtrace.graph.types import TracedModule
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import in_phase
 from qtrace.preparation.record import fake_quants
+from tests.each import each_of
 from tests.nets import Chain, images, net
 from tests.zoo.catalog import CNN
 
@@ -362,8 +363,8 @@ def test_a_softmax_at_the_end_that_megengine_computes_wrong_is_named(engine: str
         qtrace.calibrate(prepared, [_X, _X], progress=False, engine=engine)
 
 
-@pytest.mark.parametrize("engine", ["megengine", "onnxruntime"])
-@pytest.mark.parametrize("number", [-np.inf, np.nan])
+@each_of("engine", ["megengine", "onnxruntime"])
+@each_of("number", [-np.inf, np.nan])
 def test_infinity_or_nan_that_masks_an_output_is_no_error(number: float, engine: str) -> None:
     def forward(self: M.Module, x: mge.Tensor) -> mge.Tensor:
         y = self.c(x)

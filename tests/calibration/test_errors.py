@@ -13,6 +13,7 @@ import qtrace
 from qtrace.errors import CalibrationError
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.record import fake_quants
+from tests.each import each_of
 from tests.nets import net
 
 _X = np.random.RandomState(0).randn(2, 3, 4, 4).astype("float32")
@@ -22,14 +23,14 @@ def _prepared() -> TracedModule:
     return qtrace.prepare(qtrace.trace(M.Sequential(M.Conv2d(3, 4, 1)), _X))
 
 
-@pytest.mark.parametrize("name", ["max_batches", "threads"])
-@pytest.mark.parametrize("limit", [0, -1, 1.5, True, "2"])
+@each_of("name", ["max_batches", "threads"])
+@each_of("limit", [0, -1, 1.5, True, "2"])
 def test_max_batches_and_threads_are_positive_whole_numbers(name: str, limit: Any) -> None:
     with pytest.raises(CalibrationError, match=f"{name} is"):
         qtrace.calibrate(_prepared(), [_X], progress=False, **{name: limit})
 
 
-@pytest.mark.parametrize("batches", [None, 3, _X, {"x": _X}, "abc"], ids=lambda b: type(b).__name__)
+@each_of("batches", [None, 3, _X, {"x": _X}, "abc"], ids=lambda b: type(b).__name__)
 def test_one_batch_is_no_list_of_batches(batches: Any) -> None:
     with pytest.raises(CalibrationError, match="give an iterable of batches"):
         qtrace.calibrate(_prepared(), batches, progress=False)
@@ -67,7 +68,7 @@ MISFITS = {
 }
 
 
-@pytest.mark.parametrize("case", MISFITS)
+@each_of("case", MISFITS)
 def test_a_batch_of_other_inputs_is_told_what_the_model_takes(case: str) -> None:
     batch, sentence = MISFITS[case]
     sentence = sentence.replace("{}", r"\(2, 3, 4, 4\)")

@@ -16,6 +16,7 @@ from qtrace.calibration.spoiled import read_far
 from qtrace.errors import CalibrationError
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.record import fake_quants
+from tests.each import each_of
 from tests.nets import net
 
 T = 6
@@ -42,8 +43,8 @@ def _largest_scale(prepared: TracedModule) -> float:
     return max(float(fq.scale.numpy().max()) for fq in fake_quants(prepared))
 
 
-@pytest.mark.parametrize("value", [-1e4, -1e9])
-@pytest.mark.parametrize("reader", READERS)
+@each_of("value", [-1e4, -1e9])
+@each_of("reader", READERS)
 def test_a_mask_that_spoils_a_range_is_refused_with_a_cure_that_works(reader: str, value: float) -> None:
     traced, batch = _masked(reader, value)
     with pytest.raises(CalibrationError, match=r"site add_out.* its range is -1e\+0") as refusal:
@@ -56,8 +57,8 @@ def test_a_mask_that_spoils_a_range_is_refused_with_a_cure_that_works(reader: st
     assert _largest_scale(qtrace.calibrate(cured, [batch], progress=False)) < 0.1
 
 
-@pytest.mark.parametrize("value", [-1e4, -np.inf])
-@pytest.mark.parametrize("reader", READERS)
+@each_of("value", [-1e4, -np.inf])
+@each_of("reader", READERS)
 def test_samples_show_that_an_input_stands_for_infinity(reader: str, value: float) -> None:
     traced, batch = _masked(reader, value)
     prepared = qtrace.prepare(traced, "backend/tflite", samples=[batch])

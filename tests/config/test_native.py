@@ -19,6 +19,7 @@ import qtrace
 from qtrace.config.native import describe_equivalent
 from qtrace.errors import ConfigError
 from qtrace.preparation.model import QuantizedModel
+from tests.each import each_of
 from tests.nets import net
 
 CONFIGS = {name: value for name, value in vars(native).items() if isinstance(value, native.QConfig)}
@@ -117,7 +118,7 @@ def test_the_named_config_rounds_as_the_given_one_or_says_what_has_no_equal() ->
             np.testing.assert_allclose(own[side][1:], numbers, rtol=1e-5, err_msg=f"{side} of {fields}")
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("activation", "weight", "lost"),
     [
         (("quint8", "ASYMMERTIC", "FakeQuantize"), ("qint8_narrow", "SYMMERTIC", "FakeQuantize"), []),

@@ -16,6 +16,7 @@ from qtrace.config.precision import SYMMETRIC
 from qtrace.config.recipe import load_recipe, recipe_names
 from qtrace.config.tree import Tree, read
 from qtrace.config.written import resolve_recipe
+from tests.each import each_of
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parents[1] / "golden" / "recipes.yaml"
@@ -49,7 +50,7 @@ def _parsed(text: str, file: str) -> Tree | None:
     return tree
 
 
-@pytest.mark.parametrize("name", backends.known())
+@each_of("name", backends.known())
 def test_every_backend_has_a_recipe_of_its_name(name: str) -> None:
     assert load_recipe(f"backend/{name}").backend == name
 
@@ -60,7 +61,7 @@ def test_short_names_of_targets_stay(name: str) -> None:
     assert {**short, "description": ""} == {**full, "description": ""}
 
 
-@pytest.mark.parametrize("name", recipe_names())
+@each_of("name", recipe_names())
 def test_says_what_it_is_and_is_right(name: str) -> None:
     config = load_recipe(name)
     assert config.description
@@ -68,7 +69,7 @@ def test_says_what_it_is_and_is_right(name: str) -> None:
     assert mistakes(config) == ()
 
 
-@pytest.mark.parametrize("name", recipe_names())
+@each_of("name", recipe_names())
 def test_every_rule_has_its_reason(name: str) -> None:
     """A comment above it, or above the rule right before it."""
     reason, file = False, ""
@@ -80,7 +81,7 @@ def test_every_rule_has_its_reason(name: str) -> None:
             file = here
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *PARTS])
+@each_of("name", [*FAMILIES, *PARTS])
 def test_a_family_leaves_the_target_alone(name: str) -> None:
     """So that it may be imported behind any: no schemes or observers for every op, structure in the rules."""
     config = load_recipe(name)
@@ -93,7 +94,7 @@ def test_a_family_leaves_the_target_alone(name: str) -> None:
         assert rule.optional or rule.match.position == "last" or rule.match.op is not None, rule.origin
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@each_of("name", FAMILIES)
 def test_a_family_says_all_that_is_needed(name: str) -> None:
     config = load_recipe(name)
     assert config.preprocess is not None
@@ -105,7 +106,7 @@ def test_a_family_says_all_that_is_needed(name: str) -> None:
     assert config.expect is not None
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each_of("family", FAMILIES)
 def test_a_family_is_the_default_and_what_is_known_of_it(family: str) -> None:
     own, default = load_recipe(family), load_recipe("int8")
     assert own.placement == default.placement == "balanced"
@@ -113,7 +114,7 @@ def test_a_family_is_the_default_and_what_is_known_of_it(family: str) -> None:
     assert own.rules[: len(default.rules)] == default.rules
 
 
-@pytest.mark.parametrize("family", WITHOUT_RULES)
+@each_of("family", WITHOUT_RULES)
 def test_a_family_without_rules_is_quantized_as_by_default_and_says_so(family: str) -> None:
     own, default = load_recipe(family), load_recipe("int8")
     same = ("backend", "activation", "weight", "observers", "fakequant", "rules", "placement", "ptq")

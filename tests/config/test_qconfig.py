@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from qtrace.config import Match, Observers, Preprocess, QConfig, Rule, SchemePatch, Spec, Subgraph, backends
 from qtrace.errors import ConfigError, SchemeError
 from qtrace.scheme import QScheme
+from tests.each import each_of
 
 IMAGE = {"size": [3, 8, 8], "mean": [0, 1, 2], "std": [1, 2, 3]}
 ON = {"match": {}, "quantize": True}
@@ -167,7 +168,7 @@ def test_options_are_copied():
     assert spec.options == {"a": [1]}
 
 
-@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))])
+@each_of("duplicate", [copy.copy, copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))])
 def test_copies_are_equal(duplicate):
     config = QConfig(rules=[ON]).with_origin("my.yaml", ["my.yaml:7"])
     again = duplicate(config)
@@ -180,7 +181,7 @@ def test_is_frozen():
         QConfig().backend = "megengine"
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("one", "other"),
     [
         ({}, {"backend": "megengine"}),
@@ -241,7 +242,7 @@ def test_a_whole_scheme_in_the_place_of_changes():
 # -- plugins ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("given_as", "name", "options"),
     [
         ("mse", "mse", {}),
@@ -443,7 +444,7 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "beginning"), MISTAKES, ids=[str(sentence) for _, sentence in MISTAKES])
+@each_of(("fields", "beginning"), MISTAKES, ids=[str(sentence) for _, sentence in MISTAKES])
 def test_mistake(fields, beginning):
     (sentence,) = _mistakes(**fields)
     assert sentence.startswith(beginning)
@@ -472,7 +473,7 @@ def test_long_values_are_cut():
         assert len(sentence) < 150
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("build", "sentence"),
     [
         (
@@ -498,7 +499,7 @@ def test_parts_raise_the_same_error(build, sentence):
 # -- the neighbourhood --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", backends.known())
+@each_of("name", backends.known())
 def test_every_backend_is_accepted(name):
     assert QConfig(backend=name).backend == name
 

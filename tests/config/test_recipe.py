@@ -17,6 +17,7 @@ from qtrace.config.precision import is_precision
 from qtrace.config.recipe import as_qconfig, config_or_default, dump_recipe, load_recipe, recipe_names
 from qtrace.config.written import resolve_recipe
 from qtrace.errors import ConfigError, QtraceError
+from tests.each import each_of
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 HEAD = "schema: qtrace/1\n"
@@ -98,12 +99,12 @@ def test_the_smallest_recipe_is_the_default():
 # -- YAML ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", ["1e-4", "1.0e-4", "1E-04", ".0001", "0.0001", "+1e-4"])
+@each_of("text", ["1e-4", "1.0e-4", "1E-04", ".0001", "0.0001", "+1e-4"])
 def test_numbers_as_people_write_them(text):
     assert _load(f"qat: {{lr: {text}}}").qat.lr == 1e-4
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("text", "value"),
     [
         ("yes", "yes"),
@@ -252,7 +253,7 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("body", "beginning"), MISTAKES, ids=[str(i) for i in range(len(MISTAKES))])
+@each_of(("body", "beginning"), MISTAKES, ids=[str(i) for i in range(len(MISTAKES))])
 def test_mistake(body, beginning):
     (sentence,) = _mistakes(body)
     assert sentence.startswith(beginning)
@@ -260,7 +261,7 @@ def test_mistake(body, beginning):
     assert len(sentence) < 300
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("text", "beginning"),
     [
         ("", "my.yaml:1: the file is empty."),
@@ -391,7 +392,7 @@ def test_a_suffix_in_upper_case(name):
     assert (config.placement, config.origin) == ("balanced", name)
 
 
-@pytest.mark.parametrize("name", ["resnet", Path("no/such"), "no/such", "dir/resnet.txt"])
+@each_of("name", ["resnet", Path("no/such"), "no/such", "dir/resnet.txt"])
 def test_names_and_paths(name):
     if name == "resnet":
         assert load_recipe(name).origin == "qtrace/recipes/resnet.yaml"
@@ -417,7 +418,7 @@ def test_several_targets_stay_in_their_order():
     assert load_recipe("onnxruntime+resnet+generic_w4").backend == "generic"
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("name", "begin"),
     [
         (
@@ -618,7 +619,7 @@ def test_dump_keeps_every_float(value):
     assert math.copysign(1, found) == math.copysign(1, value)
 
 
-@pytest.mark.parametrize(
+@each_of(
     "text",
     ["yes", "1e-4", "0o17", "010", "1:30", "2024-01-01", "~", "null", "", " a ", "a: b", "\n", "é\x07", "<<"],
 )
@@ -648,7 +649,7 @@ def test_as_qconfig():
     assert as_qconfig("my.yaml") == as_qconfig(Path("my.yaml")) == config
 
 
-@pytest.mark.parametrize("wrong", [None, 3, ["resnet18"], {3: 4}, {"zzz": 1}, {"rules": 5}])
+@each_of("wrong", [None, 3, ["resnet18"], {3: 4}, {"zzz": 1}, {"rules": 5}])
 def test_as_qconfig_refuses(wrong):
     with pytest.raises(ConfigError):
         as_qconfig(wrong)
@@ -663,7 +664,7 @@ def test_names():
     assert {"onnxruntime", "megengine", "resnet18", "mobilenet_v2", "backend/ncnn"} <= set(recipe_names())
 
 
-@pytest.mark.parametrize("name", recipe_names())
+@each_of("name", recipe_names())
 def test_packaged_recipe(name):
     config = load_recipe(name)
     assert config.description
@@ -691,7 +692,7 @@ NAMES_CODE = {
 }
 
 
-@pytest.mark.parametrize("body", NAMES_CODE)
+@each_of("body", NAMES_CODE)
 def test_code_is_refused_unless_allowed(body, monkeypatch):
     Path("own_code.py").write_text("import pathlib\npathlib.Path('ran').touch()\n")
     monkeypatch.syspath_prepend(".")
@@ -732,7 +733,7 @@ def test_what_says_nothing_is_the_default_recipe(monkeypatch: pytest.MonkeyPatch
     assert config_or_default("onnxruntime") == load_recipe("onnxruntime")
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("name", "imported"),
     [
         ("mine.yaml", "../mine.yaml"),

@@ -169,6 +169,11 @@ def _detector() -> M.Module:
     return net(forward, **parts, scale=mge.Parameter(np.float32([1.5])))
 
 
+@pytest.fixture(scope="module")
+def detector() -> TracedModule:
+    return _trace(_detector())
+
+
 # What the last layers give: nothing is rounded, or to so many bits.
 _LAST = {
     "backend/qnn": 16,
@@ -184,8 +189,10 @@ _LAST = {
 # Convolutions of four channels, which the backend tensorrt leaves in float, say nothing about its recipes.
 @pytest.mark.parametrize("target", [name for name in TARGETS if name != "backend/tensorrt"])
 @pytest.mark.parametrize("family", ["yolox", "retinanet", "detr"])
-def test_a_detector_computes_on_integers_and_decodes_in_float(planned: Any, family: str, target: str) -> None:
-    annotation = planned(_trace(_detector()), target, family)
+def test_a_detector_computes_on_integers_and_decodes_in_float(
+    detector: TracedModule, planned: Any, family: str, target: str
+) -> None:
+    annotation = planned(detector, target, family)
     for name in ("box_out", "box_1_out", "score_out", "score_1_out"):
         note = _note(annotation, name)
         assert note.state == "int"

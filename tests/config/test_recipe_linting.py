@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from qtrace.config import QConfig
 from qtrace.config.linting import mistakes
+from tests.each import each_of
 
 CONV: dict[str, Any] = {"match": {"op": "conv2d"}}
 
@@ -52,7 +51,7 @@ def test_options_are_tried_with_the_schemes_that_there_are() -> None:
     assert _found(own, learn, backend="generic", activation=scheme, weight=scheme) == ()
 
 
-@pytest.mark.parametrize("key", ["op", "feeds", "follows"])
+@each_of("key", ["op", "feeds", "follows"])
 def test_unknown_ops(key: str) -> None:
     (sentence,) = _found({"match": {key: ["conv2d", "sigmoyd"]}, "quantize": False})
     assert sentence == "rules[0]: unknown op 'sigmoyd'; did you mean 'sigmoid'?"

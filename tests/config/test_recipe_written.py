@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from qtrace.config.recipe import SCHEMA, load_recipe, recipe_names
 from qtrace.config.written import Entry, render, resolve_recipe
+from tests.each import each_of
 
 HEAD = "schema: qtrace/1\n"
 
@@ -24,7 +25,7 @@ def _text(body: str) -> str:
     return resolve_recipe("mine.yaml").text()
 
 
-@pytest.mark.parametrize("name", recipe_names())
+@each_of("name", recipe_names())
 def test_text_is_the_same_recipe(name: str) -> None:
     resolved = resolve_recipe(name)
     Path("again.yaml").write_text(resolved.text(), encoding="utf-8")
@@ -32,7 +33,7 @@ def test_text_is_the_same_recipe(name: str) -> None:
     assert again == resolved.config == load_recipe(name)
 
 
-@pytest.mark.parametrize(
+@each_of(
     "body",
     [
         "",

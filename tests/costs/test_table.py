@@ -11,6 +11,7 @@ from qtrace.config import backends
 from qtrace.costs import FLOAT, INTEGER, LOOKUP, CostTable, Machine, Measurement, OpShape
 from qtrace.costs.families import families
 from qtrace.errors import ConfigError
+from tests.each import each_of
 
 MACHINE = Machine("onnxruntime", "1.0", "a processor", ("avx2",), 1, "2026-01-01")
 
@@ -67,7 +68,7 @@ def test_changes_of_layout_of_whole_pages_are_points_of_their_own():
     assert 9e-6 < without.seconds(ops[1], FLOAT) < 1e-5
 
 
-@pytest.mark.parametrize(
+@each_of(
     "op",
     [
         OpShape("conv2d", ((),), ((),), weight=(4, 4, 3, 3)),
@@ -163,7 +164,7 @@ def _damage(path, change):
     path.write_text(json.dumps(data), encoding="utf-8")
 
 
-@pytest.mark.parametrize(
+@each_of(
     "change",
     [
         lambda data: data.pop("measurements"),
@@ -187,7 +188,7 @@ def test_a_damaged_table_is_one_sentence(tmp_path, change):
         CostTable.read(path)
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("text", "message"),
     [
         ("{", "damaged"),
@@ -208,7 +209,7 @@ def test_a_missing_table_is_one_sentence(tmp_path):
         CostTable.read(tmp_path / "none.json")
 
 
-@pytest.mark.parametrize("runtime", CostTable.known())
+@each_of("runtime", CostTable.known())
 def test_packaged_tables_know_convolutions_in_float_and_integers(runtime):
     table = CostTable.load(runtime)
     assert table.forms("conv2d") == (FLOAT, INTEGER)
@@ -249,7 +250,7 @@ def test_a_packaged_table_is_read_once():
     assert CostTable.load("onnxruntime") is CostTable.load("onnxruntime")
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("runtime", "name"),
     [(runtime, name) for runtime in CostTable.known() for name in CostTable.packaged(runtime)],
 )
@@ -268,7 +269,7 @@ def test_every_packaged_table_has_both_forms_of_layers_and_names_its_processor(r
     assert (INTEGER in table.forms("add")) == (runtime != "ncnn")
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("backend", "runtime"),
     [("onnxruntime", "onnxruntime"), ("openvino", "openvino"), ("tflite", "litert"), ("ncnn", "ncnn")],
 )

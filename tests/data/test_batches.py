@@ -13,6 +13,7 @@ import qtrace
 from qtrace.data.batches import as_arguments, count_samples, first_samples
 from qtrace.errors import CalibrationError
 from qtrace.preparation.samples import first_calls
+from tests.each import each_of
 from tests.nets import net
 
 
@@ -30,7 +31,7 @@ def test_the_first_samples_of_every_tensor_of_a_batch() -> None:
         np.testing.assert_array_equal(part.numpy(), whole.numpy()[:2])
 
 
-@pytest.mark.parametrize(
+@each_of(
     "arguments",
     [
         ((_tensor(2, 3),), {}),  # has no more
@@ -50,7 +51,7 @@ _FIXED = {
 }
 
 
-@pytest.mark.parametrize("forward", _FIXED.values(), ids=_FIXED)
+@each_of("forward", _FIXED.values(), ids=_FIXED)
 def test_no_samples_of_a_batch_whose_size_the_model_fixes(forward: Any) -> None:
     x = _tensor(3, 2, 4)
     fixed = qtrace.trace(net(forward), x, check=False)
@@ -61,7 +62,7 @@ def test_no_samples_of_a_batch_whose_size_the_model_fixes(forward: Any) -> None:
     assert samples[0][0].shape == (2, 2, 4)
 
 
-@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint32, np.uint64])
+@each_of("dtype", [np.int32, np.int64, np.uint32, np.uint64])
 def test_integers_of_32_bits_are_taken_and_larger_ones_refused(dtype: Any) -> None:
     module = net(lambda self, x: x + 1)
     traced = qtrace.trace(module, Tensor(np.zeros(2, np.int32)), check=False)
@@ -76,7 +77,7 @@ def test_integers_of_32_bits_are_taken_and_larger_ones_refused(dtype: Any) -> No
             as_arguments(np.array([0, -(2**31) - 1], dtype), traced)
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("arguments", "count"),
     [
         (((_tensor(4, 3),), {}), 4),

@@ -18,6 +18,7 @@ import pytest
 from qtrace.data import open_data
 from qtrace.data.base import to_input
 from qtrace.errors import DataError
+from tests.each import each_of
 
 RNG = np.random.default_rng(0)
 _fresh = itertools.count()
@@ -81,7 +82,7 @@ class TestArrays:
             data = open_data(str(tmp_path / name), batch_size=2)
             np.testing.assert_array_equal(np.concatenate([only(batch) for batch in data]), x)
 
-    @pytest.mark.parametrize(
+    @each_of(
         ("stored", "given"),
         [
             ("<f2", "f4"), (">f4", "f4"), ("<f8", "f4"), ("u1", "f4"),
@@ -179,7 +180,7 @@ class TestBrokenArrays:
         with pytest.raises(DataError, match="single number"):
             open_data(str(tmp_path / "x.npy"))
 
-    @pytest.mark.parametrize(
+    @each_of(
         "content",
         [
             b"",
@@ -190,7 +191,7 @@ class TestBrokenArrays:
             b"PK\3\4",
         ],
     )
-    @pytest.mark.parametrize("suffix", [".npy", ".npz"])
+    @each_of("suffix", [".npy", ".npz"])
     def test_other_content(self, tmp_path, content, suffix):
         path = tmp_path / f"x{suffix}"
         path.write_bytes(content)
@@ -226,7 +227,7 @@ class TestBrokenArrays:
         with pytest.raises(DataError, match="truncated"):
             list(data)
 
-    @pytest.mark.parametrize("keep", [0.1, 0.5, 0.9, 0.99])
+    @each_of("keep", [0.1, 0.5, 0.9, 0.99])
     def test_truncated_npz(self, tmp_path, keep):
         path = tmp_path / "x.npz"
         np.savez_compressed(path, a=RNG.random((10, 10)), b=RNG.random((10, 10)))
@@ -258,7 +259,7 @@ class TestBrokenArrays:
         with pytest.raises(DataError, match=re.escape(str(path))):
             list(open_data(str(path), batch_size=40))
 
-    @pytest.mark.parametrize("shape", [(10**6, 10**6), (2**62, 4), (10**30,)])
+    @each_of("shape", [(10**6, 10**6), (2**62, 4), (10**30,)])
     def test_absurd_shape_is_not_believed(self, tmp_path, shape):
         content = header(shape) + bytes(64)
         (tmp_path / "x.npy").write_bytes(content)
@@ -348,9 +349,9 @@ class TestImages:
         assert got[0, :, :12].min() > 200
         assert got[0, :, 20:].max() < 50
 
-    @pytest.mark.parametrize("shape", [(8, 6), (100, 30), (5, 200), (1, 1)])
-    @pytest.mark.parametrize("resize", ["stretch", "center_crop"])
-    @pytest.mark.parametrize("channels", [1, 3])
+    @each_of("shape", [(8, 6), (100, 30), (5, 200), (1, 1)])
+    @each_of("resize", ["stretch", "center_crop"])
+    @each_of("channels", [1, 3])
     def test_every_size_fits(self, tmp_path, shape, resize, channels):
         self.write(tmp_path / "x.png", np.full(shape, 7, np.uint8))
         how = preprocess((channels, 8, 6), resize=resize)
@@ -367,8 +368,8 @@ class TestImages:
         stretch = preprocess((3, 20, 20))
         assert only(next(iter(open_data(str(tmp_path), preprocess=stretch)))).min() == 0
 
-    @pytest.mark.parametrize("suffix", [".jpg", ".png", ".bmp", ".webp", ".ppm"])
-    @pytest.mark.parametrize("keep", [0.0, 0.05, 0.5, 0.98])
+    @each_of("suffix", [".jpg", ".png", ".bmp", ".webp", ".ppm"])
+    @each_of("keep", [0.0, 0.05, 0.5, 0.98])
     def test_truncated_image(self, tmp_path, suffix, keep):
         path = tmp_path / f"x{suffix}"
         self.write(path, RNG.integers(0, 256, (64, 64, 3), np.uint8))
@@ -538,17 +539,13 @@ class TestLoader:
         assert name in str(caught.value)
         assert "\n" not in str(caught.value)
 
-    @pytest.mark.parametrize(
-        "module", ["does_not_exist_at_all", "does_not_exist_at_all.deeper", "json.nothing"]
-    )
+    @each_of("module", ["does_not_exist_at_all", "does_not_exist_at_all.deeper", "json.nothing"])
     def test_no_such_module(self, module):
         with pytest.raises(DataError, match="there is no module"):
             open_data(f"{module}:loader")
 
 
-@pytest.mark.parametrize(
-    "source", ["", "nothing", "some.txt", "a:b:c", "no/such/folder", "1x:y", "x.npz", "x.npy"]
-)
+@each_of("source", ["", "nothing", "some.txt", "a:b:c", "no/such/folder", "1x:y", "x.npz", "x.npy"])
 def test_other_sources(tmp_path, monkeypatch, source):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "some.txt").write_text("text")

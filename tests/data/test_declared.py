@@ -17,6 +17,7 @@ from qtrace.data.declared import cure_for_shape
 from qtrace.data.opening import open_data
 from qtrace.errors import CalibrationError
 from qtrace.graph.types import TracedModule
+from tests.each import each_of
 from tests.nets import net
 
 NAMES = [
@@ -128,7 +129,7 @@ def test_sizes_that_an_op_fixes_are_refused_and_traced_sizes_are_examples(tmp_pa
     as_arguments(np.zeros((2, 3, 16, 16), np.float32), module)
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("shape", "traced", "cure"),
     [
         ((2, 8, 8, 3), (1, 3, 8, 8), r"NHWC: transpose (0, 3, 1, 2)"),
@@ -147,8 +148,8 @@ def test_cures_of_the_order_of_axes(shape: Any, traced: Any, cure: str) -> None:
     assert bool(cure) == bool(text)
 
 
-@pytest.mark.parametrize("op", ["Greater", "Less", "Equal"])
-@pytest.mark.parametrize("dtype", ["uint16", "uint32", "int64"])
+@each_of("op", ["Greater", "Less", "Equal"])
+@each_of("dtype", ["uint16", "uint32", "int64"])
 def test_integers_in_the_type_of_the_file_become_those_of_the_graph(
     op: str, dtype: str, tmp_path: Path
 ) -> None:
@@ -186,8 +187,8 @@ def _net_of(path: Path, dtype: str) -> qtrace.TracedModule:
     return qtrace.from_onnx(path)
 
 
-@pytest.mark.parametrize("given", ["uint8", "int64", "float64", "bool", "int8"])
-@pytest.mark.parametrize("dtype", ["uint8", "int8", "int64", "bool", "float32", "float16"])
+@each_of("given", ["uint8", "int64", "float64", "bool", "int8"])
+@each_of("dtype", ["uint8", "int8", "int64", "bool", "float32", "float16"])
 def test_inputs_have_the_type_of_the_file(dtype: str, given: str, tmp_path: Path) -> None:
     """Sources of data read pixels as float32, and masks come as integers and floats."""
     traced = _net_of(tmp_path / "net.onnx", dtype)
@@ -200,9 +201,7 @@ def test_inputs_have_the_type_of_the_file(dtype: str, given: str, tmp_path: Path
         assert args[0].numpy().tolist() == [[0, 1, 1, 0]]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "number"), [("uint8", 0.5), ("uint8", 256), ("int8", 200), ("int64", 0.5), ("bool", 255)]
-)
+@each_of(("dtype", "number"), [("uint8", 0.5), ("uint8", 256), ("int8", 200), ("int64", 0.5), ("bool", 255)])
 def test_numbers_that_the_type_of_the_file_has_not_are_refused(
     dtype: str, number: float, tmp_path: Path
 ) -> None:

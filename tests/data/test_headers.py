@@ -17,6 +17,7 @@ from PIL import Image
 from qtrace.data.headers import MOST_PIXELS, dimensions
 from qtrace.data.pixels import decode
 from qtrace.errors import DataError
+from tests.each import each_of
 
 COLOUR = np.random.default_rng(0).integers(0, 256, (7, 301, 3), np.uint8)
 
@@ -46,7 +47,7 @@ WHOLE = {
 }
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@each_of("name", WHOLE)
 def test_the_size_is_what_the_decoder_finds(name: str) -> None:
     image = cv2.imdecode(np.frombuffer(WHOLE[name], np.uint8), cv2.IMREAD_UNCHANGED)
     assert dimensions(WHOLE[name]) == image.shape[:2] == (7, 301)
@@ -108,7 +109,7 @@ LENIENT = {
 }
 
 
-@pytest.mark.parametrize("name", LENIENT)
+@each_of("name", LENIENT)
 def test_what_only_the_decoder_reads_cannot_hide_a_size(name: str, tmp_path: Path) -> None:
     data = LENIENT[name] + bytes(100)
     image = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED)
@@ -127,7 +128,7 @@ def test_another_kind_of_image_under_a_known_suffix_is_refused(suffix: str, tmp_
         decode(tmp_path / "a.png", 3)
 
 
-@pytest.mark.parametrize("kind", ["16 bits", "palette", "wrong suffix"])
+@each_of("kind", ["16 bits", "palette", "wrong suffix"])
 def test_kinds_of_pixels_that_are_read(kind: str, tmp_path: Path) -> None:
     palette = io.BytesIO()
     Image.fromarray(COLOUR).convert("P").save(palette, "PNG")

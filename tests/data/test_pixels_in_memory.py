@@ -8,6 +8,7 @@ import pytest
 from qtrace.config import Preprocess
 from qtrace.data import open_data
 from qtrace.errors import DataError
+from tests.each import each_of
 
 GREY = Preprocess.model_validate({"size": [1, 4, 4], "mean": [128.0], "std": [50.0]})
 COLOUR = Preprocess.model_validate({"size": [3, 4, 4], "mean": [128.0] * 3, "std": [50.0] * 3})
@@ -20,7 +21,7 @@ def _pixels(channels: int) -> np.ndarray:
 MASK = (_pixels(1) % 2).astype(np.uint8)
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("preprocess", "batch", "converted"),
     [
         (COLOUR, (_pixels(3), MASK), 0),
@@ -31,7 +32,7 @@ MASK = (_pixels(1) % 2).astype(np.uint8)
         (COLOUR, (np.ones((2, 8), np.float32), MASK), None),
     ],
 )
-@pytest.mark.parametrize("named", [False, True])
+@each_of("named", [False, True])
 def test_a_mask_beside_an_image_stays_as_it_is(preprocess, batch, converted, named) -> None:
     given = dict(zip("ab", batch, strict=True)) if named else batch
     (read,) = open_data([given], preprocess=preprocess)

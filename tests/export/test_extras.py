@@ -14,6 +14,7 @@ import qtrace
 from qtrace.errors import ExportError
 from qtrace.graph.types import TracedModule
 from qtrace.verification import runtimes
+from tests.each import each_of
 from tests.nets import images, net
 
 X = images(2, 4, 8, 8)
@@ -43,7 +44,7 @@ FORMATS = {
 }
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@each_of("name", FORMATS)
 def test_export(name: str, converted: TracedModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, package, extra = FORMATS[name]
     _hide(monkeypatch, package)
@@ -62,7 +63,7 @@ RUNTIMES = {
 }
 
 
-@pytest.mark.parametrize("name", RUNTIMES)
+@each_of("name", RUNTIMES)
 def test_verify(name: str, converted: TracedModule, monkeypatch: pytest.MonkeyPatch) -> None:
     file, package, extra = RUNTIMES[name]
     _hide(monkeypatch, package)

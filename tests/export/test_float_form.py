@@ -14,6 +14,7 @@ from ai_edge_litert import schema_py_generated as schema
 from ai_edge_litert.interpreter import Interpreter
 
 import qtrace
+from tests.each import each_of
 from tests.nets import ResNet, images, net, randomize
 
 X = images(2, 3, 16, 16)
@@ -62,7 +63,7 @@ def test_the_network_itself_keeps_its_norms(tmp_path: Path) -> None:
     np.testing.assert_array_equal(traced(mge.Tensor(X[:1])).numpy(), before)
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("function", "kind"),
     [
         (F.relu, ""),
@@ -72,7 +73,7 @@ def test_the_network_itself_keeps_its_norms(tmp_path: Path) -> None:
         (F.sigmoid, "LOGISTIC"),
     ],
 )
-@pytest.mark.parametrize("layer", ["conv", "add", "mul", "div", "linear"])
+@each_of("layer", ["conv", "add", "mul", "div", "linear"])
 def test_what_an_operator_fuses_is_no_operator_of_its_own(tmp_path: Path, function, kind, layer) -> None:
     forms = {
         "conv": lambda self, x: function(self.a(x)),
@@ -101,7 +102,7 @@ def test_a_value_that_is_read_itself_is_not_clamped(tmp_path: Path, reader: str)
     assert qtrace.verify(path, traced, [X[:1]]).passed
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("before", "code"),
     [(F.relu, "PAD"), (F.sigmoid, "PAD"), (lambda x: F.clip(x, 0, 1), "PAD"), (lambda x: x, "PADV2")],
 )

@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib
 import inspect
 
-import pytest
-
 from qtrace.export import formats
 from qtrace.export.format import Format
+from tests.each import each_of
 
 
-@pytest.mark.parametrize("name", formats())
+@each_of("name", formats())
 def test_a_format_lists_the_options_of_its_writer(name: str) -> None:
     chosen: Format = importlib.import_module(f"qtrace.export.{name}").FORMAT
     assert chosen.name == name

@@ -20,6 +20,7 @@ from qtrace.errors import ExportError
 from qtrace.graph import functions
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.identity import graph_hash
+from tests.each import each_of
 from tests.nets import ResNet, images, net, randomize
 
 
@@ -124,7 +125,7 @@ def test_the_batch_axis_is_free(traced: TracedModule, tmp_path: Path) -> None:
     assert (info.name, info.type.tensor_type.shape.dim[0].dim_param) == ("x", "N")
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("opset", "whole"),
     [(13, ()), (17, ("LayerNormalization",)), (21, ("LayerNormalization", "GroupNormalization"))],
 )
@@ -290,7 +291,7 @@ def test_formats_without_a_composite_get_its_pieces(tmp_path: Path) -> None:
     assert [n.op_type for n in file.graph.node] == ["Conv", "Relu", "Mul", "Add"]
 
 
-@pytest.mark.parametrize("format", ["dot", "megengine", "onnx_float"])
+@each_of("format", ["dot", "megengine", "onnx_float"])
 def test_formats_of_quantized_modules_refuse(format: str, resnet: TracedModule, tmp_path: Path) -> None:
     sentence = (
         f"format {format} writes quantized modules, and ResNet is a plain traced module: prepare, calibrate "
@@ -302,7 +303,7 @@ def test_formats_of_quantized_modules_refuse(format: str, resnet: TracedModule, 
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("name", "options", "sentence"),
     [
         (
@@ -325,7 +326,7 @@ def test_options_are_refused(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", ["m.onnx", "m.tflite", "m.param", "m.prototxt"])
+@each_of("name", ["m.onnx", "m.tflite", "m.param", "m.prototxt"])
 def test_an_op_without_a_form_is_named_with_its_line(name: str, tmp_path: Path) -> None:
     module = net(lambda self, x: F.svd(self.fc(x))[1], fc=M.Linear(4, 4))
     traced = qtrace.trace(module, np.eye(4, dtype=np.float32), check=False)

@@ -21,6 +21,7 @@ import qtrace
 from qtrace.errors import ExportError
 from qtrace.graph.types import TracedModule
 from qtrace.verification.runs import leaves
+from tests.each import each_of
 from tests.nets import images, net
 
 # Format -> recipe, name of a file, runtime that verifies it and options of the export.
@@ -110,7 +111,7 @@ def _positive(self: Any, x: Any) -> Any:
     return {"mask": y > 0, "y": y}
 
 
-@pytest.mark.parametrize("forward", [_cast, _largest, _places, _positive, _stored])
+@each_of("forward", [_cast, _largest, _places, _positive, _stored])
 def test_ncnn_refuses_outputs_that_are_no_floats_of_its_own(
     forward: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -138,7 +139,7 @@ def test_caffe_nets_give_the_outputs_of_the_graph_in_its_order(form: str, tmp_pa
         np.testing.assert_allclose(value, reference, atol=1e-5)
 
 
-@pytest.mark.parametrize("forward", [_repeated, _nested, _inputs, _stored, _cast, _largest])
+@each_of("forward", [_repeated, _nested, _inputs, _stored, _cast, _largest])
 def test_msc_documents_hold_every_output(forward: Callable[..., Any], tmp_path: Path) -> None:
     traced, _ = _traced(forward, 1)
     path = qtrace.export(traced, tmp_path / "m.json", format="msc")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from qtrace.graph.traced_sizes import traced_value
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import exprs
 from qtrace.preparation.record import read_record
+from tests.each import each_of
 from tests.nets import images, net
 
 Forward = Callable[[Any, mge.Tensor], mge.Tensor]
@@ -83,8 +85,8 @@ def _conditional(self: Any, x: mge.Tensor) -> mge.Tensor:
     return self.last(F.relu(y.reshape(batch, 4, 8, 8)))
 
 
-@pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])
-@pytest.mark.parametrize("after", [_correlated, _conditional])
+@each_of("backend", ["onnxruntime", "openvino"])
+@each_of("after", [_correlated, _conditional])
 def test_groups_that_come_from_the_batch_fix_it(after: Forward, backend: str, tmp_path: Path) -> None:
     path = _verify(_net(after), backend, tmp_path)
     (source,) = onnx.load(path).graph.input
@@ -154,8 +156,7 @@ CASTS: dict[str, Forward] = {
 }
 
 
-@pytest.mark.parametrize("backend", SUFFIXES)
-@pytest.mark.parametrize("case", CASTS)
+@pytest.mark.parametrize(("case", "backend"), list(zip(CASTS, itertools.cycle(SUFFIXES), strict=False)))
 def test_a_cast_to_the_same_type_is_an_identity(case: str, backend: str, tmp_path: Path) -> None:
     _verify(_net(CASTS[case]), backend, tmp_path)
 

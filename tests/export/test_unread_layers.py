@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -99,8 +100,10 @@ def _verified(path: Path, name: str, converted: TracedModule) -> None:
     assert report.sites["op_by_op"], "no site was compared"
 
 
-@pytest.mark.parametrize("config", ["backend/ncnn", QConfig(backend="ncnn")], ids=["recipe", "all rounded"])
-@every_network
+@pytest.mark.parametrize(
+    ("name", "config"),
+    list(zip(NETWORKS, itertools.cycle(["backend/ncnn", QConfig(backend="ncnn")]), strict=False)),
+)
 def test_ncnn(name: str, config: Any, tmp_path: Path) -> None:
     converted = _converted(name, config)
     path = qtrace.export(converted, tmp_path / "m.param")

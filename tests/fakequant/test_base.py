@@ -17,6 +17,7 @@ from qtrace.fakequant.lsq import LSQFakeQuant
 from qtrace.graph.types import TracedModule
 from qtrace.numerics import SMALLEST_SCALE
 from qtrace.scheme import QParams, QScheme
+from tests.each import each_of
 from tests.nets import images, net
 
 X = images(2, 3, 8, 8)
@@ -55,7 +56,7 @@ def test_fixed_scales_are_not_learned_and_an_empty_group_is_allowed() -> None:
     SGD([{"params": list(prepared.parameters())}, {"params": scales(prepared)}], lr=0.1)
 
 
-@pytest.mark.parametrize("scale", [SMALLEST_SCALE, -SMALLEST_SCALE, 1e-30, 0.0])
+@each_of("scale", [SMALLEST_SCALE, -SMALLEST_SCALE, 1e-30, 0.0])
 def test_a_scale_that_went_to_zero_keeps_values_and_gradients_finite(scale: float) -> None:
     fake = LSQFakeQuant("x", SCHEME, numel=3)
     fake.set_qparams(QParams(SCHEME, np.float32(0.1), np.int32(0)))

@@ -13,6 +13,7 @@ from qtrace.fakequant.lsq import LSQFakeQuant
 from qtrace.numerics import dequantize, fake_quantize, quantize
 from qtrace.observers.minmax import MinMax
 from qtrace.scheme import QParams, QScheme
+from tests.each import each_of
 
 SCHEME = QScheme(bits=4, signed=True, symmetric=True, axis=0, block=8)
 SHAPES = [(3, 16), (3, 20), (2, 8), (2, 5)]
@@ -34,8 +35,8 @@ def _weight(shape: tuple[int, int]) -> np.ndarray:
     return np.random.default_rng(0).normal(size=shape).astype(np.float32) * np.arange(1, shape[1] + 1) / 8
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kind", [FixedFakeQuant, LSQFakeQuant])
+@each_of("shape", SHAPES)
+@each_of("kind", [FixedFakeQuant, LSQFakeQuant])
 def test_each_block_is_rounded_by_its_own_largest_value(shape: tuple[int, int], kind: type) -> None:
     weight = _weight(shape).astype(np.float32)
     fake = _calibrated(kind, weight)
@@ -75,7 +76,7 @@ def test_a_scheme_says_its_blocks_and_keeps_them() -> None:
     assert "block" not in QScheme().to_dict()
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("scheme", "says"),
     [
         ({"block": 1, "axis": 0}, "choose 2 or more"),

@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import megengine as mge
 import numpy as np
-import pytest
 from megengine.jit import trace
 from megengine.utils.comp_graph_tools import GraphInference
 
 from qtrace.fakequant.kernels.programs import Levels, programs
+from tests.each import each_of
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(16, 16)).astype(np.float32)
@@ -27,8 +27,8 @@ def dumped(function: Callable[[mge.Tensor], mge.Tensor], optimize: bool) -> np.n
     return np.asarray(result)
 
 
-@pytest.mark.parametrize("optimize", [True, False])
-@pytest.mark.parametrize("rounding", ["half_even", "half_away", "half_up"])
+@each_of("optimize", [True, False])
+@each_of("rounding", ["half_even", "half_away", "half_up"])
 def test_sums_of_rounded_values_in_a_dump(rounding: str, optimize: bool) -> None:
     scales = [mge.Tensor(np.float32([scale])) for scale in (0.0217, 0.031, STEP)]
     quantize = programs(Levels(-128, 127, rounding, 0), str(scales[0].device)).round

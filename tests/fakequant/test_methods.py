@@ -20,6 +20,7 @@ from qtrace.errors import ConfigError
 from qtrace.fakequant.base import FakeQuant
 from qtrace.numerics import fake_quantize
 from qtrace.scheme import QParams, QScheme
+from tests.each import each_of
 
 PACKAGE = "qtrace.fakequant"
 pytestmark = pytest.mark.usefixtures("synchronous")
@@ -134,8 +135,8 @@ def relaxed(name: str, fake: FakeQuant, x: np.ndarray) -> tuple[Theta, Callable[
     return at, forward
 
 
-@pytest.mark.parametrize("scheme", list(_schemes()), ids=QScheme.describe)
-@pytest.mark.parametrize("name", DERIVED)
+@each_of("scheme", list(_schemes()), ids=QScheme.describe)
+@each_of("name", DERIVED)
 def test_gradients_are_finite_differences_of_the_relaxed_form(name: str, scheme: QScheme) -> None:
     options = {"grad_scale": False} if name in ("lsq", "lsq_plus") else {}
     fake, x = make(name, scheme, **options), data()
@@ -160,7 +161,7 @@ def test_gradients_are_finite_differences_of_the_relaxed_form(name: str, scheme:
         assert np.abs(got[key] - want).max() <= 2e-4 * np.abs(slope).sum() + 1e-6, key
 
 
-@pytest.mark.parametrize("name", METHODS)
+@each_of("name", METHODS)
 def test_jit_gives_what_eager_gives(name: str) -> None:
     upstream = np.random.default_rng(2).normal(size=SHAPE).astype(np.float32)
     for scheme in (QScheme(bits=4), QScheme(bits=4, signed=True, symmetric=True, axis=1)):
@@ -171,8 +172,8 @@ def test_jit_gives_what_eager_gives(name: str) -> None:
             np.testing.assert_allclose(jit[key], value, rtol=1e-4, atol=1e-4 * np.abs(value).max())
 
 
-@pytest.mark.parametrize("axis", [None, 1])
-@pytest.mark.parametrize("bits", [2, 4, 8, 16])
+@each_of("axis", [None, 1])
+@each_of("bits", [2, 4, 8, 16])
 def test_dorefa_weights_have_the_paper_s_form_and_gradient(bits: int, axis: int | None) -> None:
     scheme = QScheme(bits=bits, signed=True, symmetric=True, narrow=True, axis=axis)
     fake, w = make("dorefa", scheme, static=True), data() * 0.4
@@ -226,7 +227,7 @@ def test_the_gain_of_lsq_is_an_option() -> None:
             assert own[key] == pytest.approx(plain[key] * 0.125, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@each_of("name", METHODS)
 def test_options_are_refused_when_unknown_or_impossible(name: str) -> None:
     cls = plugins.resolve(PACKAGE, name, FakeQuant)
     scheme = QScheme(power_of_two=name == "tqt")

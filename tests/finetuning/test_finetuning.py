@@ -22,6 +22,7 @@ from qtrace.finetuning.watching import MovingTensors
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.identity import graph_hash
 from qtrace.preparation.record import fake_quants, followers, read_record, write_record
+from tests.each import each_of
 from tests.nets import net
 
 W3 = {"backend": "generic", "fakequant": "lsq", "weight": {"bits": 3}, "activation": {"bits": 4}}
@@ -351,7 +352,7 @@ def test_what_cannot_be_trained_is_refused_in_a_sentence(traced: TracedModule) -
         qtrace.finetune(prepared, _data(), replace(QUICK, blocks=("nowhere",)), progress=False)
 
 
-@pytest.mark.parametrize(
+@each_of(
     "wrong",
     [{"steps": 0}, {"lr": 0.0}, {"warmup": 1.0}, {"clip": float("nan")}, {"blocks": "a"}, {"range_lr": -1.0}],
 )

@@ -6,12 +6,12 @@ import pytest
 
 from tests.fuzz.running import TARGETS, round_of
 
-EXAMPLES = {"graphs": 3, "commands": 5, "silent": 3}
+EXAMPLES = {"graphs": 2, "commands": 2, "silent": 1}
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_round(target: str) -> None:
-    round_of(target, 0, EXAMPLES.get(target, 20))
+    round_of(target, 0, EXAMPLES.get(target, 5))
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from megengine.autodiff import GradManager
 from megengine.jit import trace
 
 from qtrace.gradients import _kernels, conv, conv2d
+from tests.each import each_of
 
 pytestmark = pytest.mark.usefixtures("synchronous")
 
@@ -141,8 +142,8 @@ def test_async_levels(level):
         mge.config.async_level = before
 
 
-@pytest.mark.parametrize("symbolic", [False, True])
-@pytest.mark.parametrize("groups", [1, 2])
+@each_of("symbolic", [False, True])
+@each_of("groups", [1, 2])
 def test_a_trace_serves_other_batches_and_images(symbolic, groups):
     w = Parameter(_random(4, 4, 3, 3) if groups == 1 else _random(2, 2, 2, 3, 3))
     manager = GradManager().attach([w])

@@ -17,6 +17,7 @@ from qtrace.data.batches import evaluating
 from qtrace.gradients import fast_gradients
 from qtrace.gradients.cells import Cell, Gru, Lstm, Rnn
 from qtrace.gradients.recurrent import Stack, checked_shapes, layer_forward, onnx_weights, run
+from tests.each import each_of
 from tests.nets import net
 
 RNG = np.random.default_rng(0)
@@ -39,8 +40,8 @@ def _slope(compute: Any, values: mge.Tensor, place: tuple[int, ...]) -> float:
     return (ends[0] - ends[1]) / 2e-2
 
 
-@pytest.mark.parametrize("layers", [1, 2])
-@pytest.mark.parametrize("kind", [M.LSTM, M.RNN])
+@each_of("layers", [1, 2])
+@each_of("kind", [M.LSTM, M.RNN])
 def test_a_stack_has_the_values_of_its_kernel(kind: type[M.Module], layers: int) -> None:
     for bias, two in itertools.product((True, False), repeat=2):
         layer = kind(3, 5, num_layers=layers, bias=bias, bidirectional=two)
@@ -95,7 +96,7 @@ def test_a_result_that_nothing_reads_has_no_gradient() -> None:
         assert leaf.grad.numpy()[place] == pytest.approx(_slope(last, leaf, place), abs=1e-3)
 
 
-@pytest.mark.parametrize("kind", [M.LSTM, M.RNN, M.LSTMCell, M.RNNCell])
+@each_of("kind", [M.LSTM, M.RNN, M.LSTMCell, M.RNNCell])
 def test_a_float_network_trains_with_right_gradients(kind: type[M.Module]) -> None:
     layer = kind(4, 6)
     x = _random(3, 4) if kind.__name__.endswith("Cell") else _random(3, 2, 4)

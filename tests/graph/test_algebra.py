@@ -14,6 +14,7 @@ from qtrace.graph.operations import OperationReader
 from qtrace.graph.pattern import Matcher, Mismatch, PatternMatch, match
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import exprs
+from tests.each import each_of
 from tests.graph.samples import function
 
 X = AnyTensor("x")
@@ -25,7 +26,7 @@ def _match(pattern: Any, forward: Any) -> PatternMatch | Mismatch:
     return match(pattern, traced.graph.outputs[0])
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("forward", "scale"),
     [
         (lambda x: x * F.sigmoid(x), 1.0),
@@ -41,7 +42,7 @@ def test_a_product_is_its_factors_in_any_order_and_a_number(forward: Any, scale:
     assert matched["x"].name == "x"
 
 
-@pytest.mark.parametrize(
+@each_of(
     "forward",
     [lambda x: x * x * x, lambda x: x**3, lambda x: F.square(x) * x, lambda x: x / (x**-2)],
 )

@@ -18,6 +18,7 @@ from qtrace.graph import AnyNumber, GraphEditor, Interpreter, apply_rules, flatt
 from qtrace.graph.source_lines import source_line
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import op_label
+from tests.each import each_of
 from tests.graph.samples import IMAGE, function
 from tests.growth import assert_linear, calls_of
 from tests.nets import net
@@ -100,8 +101,8 @@ SPELLINGS: list[tuple[Any, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("index", range(len(SPELLINGS)))
-@pytest.mark.parametrize("swap", [False, True])
+@each_of("index", range(len(SPELLINGS)))
+@each_of("swap", [False, True])
 def test_spellings_of_one_operation_match_alike(index: int, swap: bool) -> None:
     spellings = SPELLINGS[index]
     pattern, source = spellings[::-1] if swap else spellings
@@ -136,7 +137,7 @@ NEAR_MISSES: list[tuple[Any, Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize("index", range(len(NEAR_MISSES)))
+@each_of("index", range(len(NEAR_MISSES)))
 def test_a_near_miss_is_left_with_its_reason(index: int) -> None:
     source, pattern, reason = NEAR_MISSES[index]
     traced = function(source)
@@ -358,7 +359,7 @@ def test_a_replacement_has_the_source_line_of_what_it_replaces() -> None:
     assert "test_function_rule.py:" in lines["Tensor.__mul__"]
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("pattern", "replacement", "example", "message"),
     [
         (lambda x: (x, x + 1), lambda x: x, None, "the pattern returns its parameter x as it is"),

@@ -20,6 +20,7 @@ from qtrace.graph.open_axes import OpenAxes, OpenAxis, read_open_axes, write_ope
 from qtrace.graph.open_shapes import SizedTypes, open_shapes
 from qtrace.graph.propagate import set_input_shapes
 from qtrace.graph.renewal import renew_all
+from tests.each import each_of
 from tests.nets import net
 
 X = np.linspace(-1, 1, 24, dtype="float32").reshape(2, 3, 4)
@@ -125,7 +126,7 @@ def test_two_sizes_are_inferred_where_only_the_batch_is_open() -> None:
         assert len(SizedTypes(flat).at_other_sizes(read_open_axes(flat).axes)) == count
 
 
-@pytest.mark.parametrize("cut", [2, 3, 4, 8])
+@each_of("cut", [2, 3, 4, 8])
 def test_a_batch_that_is_cut_has_not_the_name_of_the_batch(cut: int) -> None:
     flat = _with_open_axes(lambda self, x: (F.relu(x), x[:cut]), 0)
     whole, part = (node.name for node in flat.graph.outputs)

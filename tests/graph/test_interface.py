@@ -15,6 +15,7 @@ from qtrace.errors import GraphError
 from qtrace.graph.flatten import flatten
 from qtrace.graph.interface import Interface, TensorInfo, read_interface, write_interface
 from qtrace.graph.types import TracedModule
+from tests.each import each_of
 
 
 class _Rows(M.Module):
@@ -49,7 +50,7 @@ def test_json_comes_back_and_is_the_documented_form() -> None:
     assert read == Interface((TensorInfo("x", "int64"),), (TensorInfo("y", "bool"),))
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("dtype", "carried", "exported"),
     [
         ("int64", "int32", "int64"),
@@ -88,7 +89,7 @@ def test_damaged_text_is_refused(traced: TracedModule, text: str) -> None:
         read_interface(traced)
 
 
-@pytest.mark.parametrize("item", ['{"name": "x"}', '"x"', '{"name": "x", "dtype": "int64", "more": 1}'])
+@each_of("item", ['{"name": "x"}', '"x"', '{"name": "x", "dtype": "int64", "more": 1}'])
 def test_damaged_tensors_are_refused(item: str) -> None:
     with pytest.raises(GraphError, match="is damaged"):
         Interface.from_json(f'{{"inputs": [{item}], "outputs": []}}')

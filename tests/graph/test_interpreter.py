@@ -21,6 +21,7 @@ from qtrace.graph.edit import GraphEditor
 from qtrace.graph.flatten import flatten
 from qtrace.graph.interpreter import Interpreter, locate_failure, round_late
 from qtrace.graph.tensors import large_reads
+from tests.each import each_of
 from tests.graph.samples import (
     IMAGE,
     MODELS,
@@ -42,8 +43,8 @@ def assert_same(left, right):
         np.testing.assert_array_equal(a.numpy(), b.numpy())
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("flat", [True, False])
+@each_of("model", MODELS)
+@each_of("flat", [True, False])
 def test_equals_the_module_bit_for_bit(model, flat):
     traced = traced_model(model, flat)
     assert_same(Interpreter(traced).run(mge.Tensor(IMAGE)), traced(mge.Tensor(IMAGE)))
@@ -73,7 +74,7 @@ def test_defaults_are_those_of_forward():
     assert_same(Interpreter(traced).run(mge.Tensor(IMAGE), 2.0), traced(mge.Tensor(IMAGE)))
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("args", "kwargs", "text"),
     [
         ((), {}, "missing required positional arguments: x"),
@@ -127,7 +128,7 @@ def test_a_nested_call_is_one_expr():
     assert "conv_out" not in record.seen
 
 
-@pytest.mark.parametrize("name", ["x", "bn_out", "relu_out"])
+@each_of("name", ["x", "bn_out", "relu_out"])
 def test_a_replaced_value_is_used(name):
     class Replace(Interpreter):
         def on_node(self, node, value):

@@ -11,6 +11,7 @@ import qtrace
 import qtrace.graph.engine
 from qtrace.errors import CalibrationError, GraphError, TraceError
 from qtrace.graph.kernels import refuse_divisions_by_zero
+from tests.each import each_of
 
 POOLS = [F.adaptive_avg_pool2d, F.adaptive_max_pool2d]
 
@@ -42,22 +43,22 @@ def image(height, width):
     return np.random.default_rng(0).random((2, 1, height, width), dtype=np.float32)
 
 
-@pytest.mark.parametrize("pool", POOLS)
-@pytest.mark.parametrize("size", [5, (5, 1), (1, 5), [4, 5], np.int32(5), mge.Tensor([4, 5]), mge.Tensor(5)])
+@each_of("pool", POOLS)
+@each_of("size", [5, (5, 1), (1, 5), [4, 5], np.int32(5), mge.Tensor([4, 5]), mge.Tensor(5)])
 def test_a_size_larger_than_the_input_is_refused(pool, size):
     with pytest.raises(ValueError, match=r"of an input of \(4, 4\) to the larger \(.*5.*give an input of"):
         pool(mge.Tensor(image(4, 4)), size)
 
 
-@pytest.mark.parametrize("pool", POOLS)
-@pytest.mark.parametrize("size", [0, (0, 2), mge.Tensor([2, 0])])
+@each_of("pool", POOLS)
+@each_of("size", [0, (0, 2), mge.Tensor([2, 0])])
 def test_an_empty_result_is_refused(pool, size):
     with pytest.raises(ValueError, match="has an empty result: give a size of 1 or more"):
         pool(mge.Tensor(image(4, 4)), size)
 
 
-@pytest.mark.parametrize("symbolic", [None, False, True])
-@pytest.mark.parametrize("size", [4, (2, 4), mge.Tensor([2, 4])])
+@each_of("symbolic", [None, False, True])
+@each_of("size", [4, (2, 4), mge.Tensor([2, 4])])
 def test_other_sizes_are_pooled_as_before(size, symbolic):
     values = image(4, 8)
     refuse_divisions_by_zero()  # a second call wraps nothing
@@ -70,7 +71,7 @@ def test_other_sizes_are_pooled_as_before(size, symbolic):
         np.testing.assert_allclose(pool(x).numpy(), wanted, rtol=1e-6)
 
 
-@pytest.mark.parametrize("pool", MODULES)
+@each_of("pool", MODULES)
 def test_a_trace_names_the_line_of_the_network(pool):
     with pytest.raises(
         TraceError, match=r"fails on the example \(test_kernels.py:\d+\).* to the larger \(3, 4\)"
@@ -133,7 +134,7 @@ STRIDES = [
 ]
 
 
-@pytest.mark.parametrize("call", STRIDES)
+@each_of("call", STRIDES)
 def test_a_stride_of_0_is_refused(call):
     with pytest.raises(ValueError, match=r"with the strides \([\d, ]*0.*: give strides of 1 or more"):
         call()
@@ -151,14 +152,14 @@ DIVISIONS = [
 ]
 
 
-@pytest.mark.parametrize("divide", DIVISIONS)
-@pytest.mark.parametrize("dtype", [np.int32, np.int16, np.int8, np.uint8])
+@each_of("divide", DIVISIONS)
+@each_of("dtype", [np.int32, np.int16, np.int8, np.uint8])
 def test_a_division_of_integers_by_0_is_refused(divide, dtype):
     with pytest.raises(ValueError, match=r"a division of integers \((//|%)\) by 0: keep 0 out"):
         divide(integers(5, 6, dtype=dtype), integers(1, 0, dtype=dtype))
 
 
-@pytest.mark.parametrize("divide", DIVISIONS[:4])
+@each_of("divide", DIVISIONS[:4])
 def test_a_quotient_beyond_32_bits_is_refused(divide):
     with pytest.raises(
         ValueError, match=r"a division of -2147483648 \((//|%)\) by -1, which exceeds 32 bits"
@@ -175,7 +176,7 @@ def test_other_divisions_are_computed_as_before():
     assert (integers()[:0] // 0).shape == (0,)
 
 
-@pytest.mark.parametrize(
+@each_of(
     "reshape",
     [
         lambda x: x.reshape(0, -1),
@@ -228,7 +229,7 @@ def test_data_that_divide_by_0_are_refused_at_every_stage(divide, engine, tmp_pa
         qtrace.calibrate(prepared, [good, bad] + 20 * [good], engine=engine)
 
 
-@pytest.mark.parametrize("divide", DIVISIONS[:4])
+@each_of("divide", DIVISIONS[:4])
 def test_a_trace_that_divides_by_0_names_the_line(divide):
     with pytest.raises(TraceError, match=r"fails on the example \(test_kernels.py:\d+\).* by 0: keep 0 out"):
         qtrace.trace(Divided(divide), image(6, 8), np.int32([2, 0]))

@@ -28,6 +28,7 @@ from qtrace.graph import (
 from qtrace.graph.layer_calls import LAYERS, StoredTensor, read_layer
 from qtrace.graph.lint import LEFTOVERS
 from qtrace.graph.walk import op_label, owner
+from tests.each import each_of
 from tests.nets import images, randomize
 
 X = images(2, 4, 6, 6)
@@ -88,7 +89,7 @@ def layer_of(kind: type[M.Module]) -> tuple[Any, np.ndarray]:
     return traced(Layer(layer), x), x
 
 
-@pytest.mark.parametrize("kind", LAYERS, ids=lambda kind: kind.__name__)
+@each_of("kind", LAYERS, ids=lambda kind: kind.__name__)
 def test_a_layer_is_read_as_the_function_that_it_calls(kind: type[M.Module]) -> None:
     flat, x = layer_of(kind)
     call = read_layer(exprs(flat)[-1])
@@ -101,7 +102,7 @@ def test_a_layer_is_read_as_the_function_that_it_calls(kind: type[M.Module]) -> 
     np.testing.assert_array_equal(result.numpy(), flat(mge.Tensor(x)).numpy())
 
 
-@pytest.mark.parametrize("kind", LAYERS, ids=lambda kind: kind.__name__)
+@each_of("kind", LAYERS, ids=lambda kind: kind.__name__)
 def test_a_pattern_of_either_finds_the_other(kind: type[M.Module]) -> None:
     flat, x = layer_of(kind)
     call = read_layer(exprs(flat)[-1])

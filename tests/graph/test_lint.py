@@ -14,6 +14,7 @@ from megengine.traced_module import trace_module
 
 from qtrace.errors import GraphError
 from qtrace.graph.lint import LEFTOVERS, LintProblem, check, lint
+from tests.each import each_of
 from tests.graph.samples import (
     IMAGE,
     MODELS,
@@ -28,7 +29,7 @@ from tests.graph.samples import (
 from tests.growth import assert_linear, calls_of
 
 
-@pytest.mark.parametrize("model", MODELS)
+@each_of("model", MODELS)
 def test_clean_traces_have_no_problem(model):
     traced = traced_model(model, flat=False)
     assert lint(traced) == []
@@ -212,7 +213,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("fault", "code", "where", "text"), FAULTS)
+@each_of(("fault", "code", "where", "text"), FAULTS)
 def test_finds_and_names(fault, code, where, text):
     traced = traced_model(ConvBnRelu)
     assert lint(traced) == []

@@ -19,6 +19,7 @@ from qtrace.graph import GraphEditor, Transformer, exprs, flatten, load, meta, s
 from qtrace.graph.files.serialize import sealing
 from qtrace.graph.types import Node, TracedModule
 from qtrace.storage.files import replacing
+from tests.each import each_of
 from tests.nets import images, net, randomize
 
 X = images(2, 3, 6, 6)
@@ -134,7 +135,7 @@ def test_notes_survive_edits_and_passes(tmp_path: Path) -> None:
     assert_noted(load(tmp_path / "int8.mge"))
 
 
-@pytest.mark.parametrize("value", [object(), {1: 2}, (1, 2), X, b"x"], ids=lambda v: type(v).__name__)
+@each_of("value", [object(), {1: 2}, (1, 2), X, b"x"], ids=lambda v: type(v).__name__)
 def test_notes_that_no_file_holds_are_refused(tmp_path: Path, value: Any) -> None:
     flat = noted()
     meta(nodes(flat)["block_out"])["value"] = value
@@ -145,7 +146,7 @@ def test_notes_that_no_file_holds_are_refused(tmp_path: Path, value: Any) -> Non
         meta("block_out")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("text", ["{", "[[]]", "3", 7, {"x": 1}, "[" * 100_000], ids=range(6))
+@each_of("text", ["{", "[[]]", "3", 7, {"x": 1}, "[" * 100_000], ids=range(6))
 def test_damaged_notes_of_a_file_are_dropped(tmp_path: Path, text: Any) -> None:
     flat = flatten(traced_blocks())
     for node in nodes(flat).values():

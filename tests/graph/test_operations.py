@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import megengine.functional as F
-import pytest
 from megengine.core._imperative_rt.core2 import apply
 from megengine.core.ops import builtin
 
 from qtrace.graph.operations import canonical_call, possible_kinds, read_operation
 from qtrace.graph.types import Apply
+from tests.each import each_of
 from tests.graph.samples import function
 
 
@@ -27,7 +27,7 @@ SPELLINGS: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize("kind", SPELLINGS)
+@each_of("kind", SPELLINGS)
 def test_every_spelling_is_one_operation(kind: str) -> None:
     calls, settings = [], []
     for spelling in SPELLINGS[kind]:

@@ -9,6 +9,7 @@ import pytest
 
 from qtrace.errors import GraphError
 from qtrace.graph.pattern import Anything, Const, Mismatch, Op, Param, PatternMatch, match
+from tests.each import each_of
 from tests.graph.samples import ConvBnRelu, chain, expr, function, node, traced_model
 
 CONV = Op(M.Conv2d, Anything("x"), name="conv")
@@ -73,7 +74,7 @@ def test_a_node_inside_is_no_graph_output():
     assert_matches(Op(F.sigmoid, Op(F.relu, shared=True)), traced)
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("pattern", "text"),
     [
         (Op(M.Conv2d), "relu_out: produced by F.relu, expected Conv2d"),

@@ -16,6 +16,7 @@ import qtrace
 from qtrace.errors import GraphError, TraceError
 from qtrace.graph import flatten, propagate_shapes
 from qtrace.graph.types import TensorNode, TracedModule
+from tests.each import each_of
 from tests.graph.samples import IMAGE, MODELS, Pair, Residual, SplitConcat, function, traced_model
 from tests.nets import MobileNetV2, ResNet, images, net, randomize
 
@@ -41,8 +42,8 @@ def forget(traced: TracedModule) -> None:
                     node._shape, node._dtype = None, None
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("flat", [True, False])
+@each_of("model", MODELS)
+@each_of("flat", [True, False])
 def test_traced_sizes_give_what_was_recorded(model: type[M.Module], flat: bool) -> None:
     traced = traced_model(model, flat)
     before = recorded(traced)

@@ -17,10 +17,12 @@ from qtrace.errors import GraphError
 from qtrace.graph import check_samples
 from qtrace.graph.tracing import session
 from qtrace.graph.types import TracedModule
+from tests.each import each_of
 from tests.nets import images, net
 from tests.zoo.catalog import CNN
 from tests.zoo.detectors.entries import DETECTORS
 from tests.zoo.detectors.yolo import mesh
+from tests.zoo.quick import parameters
 from tests.zoo.transformers.entries import TRANSFORMERS
 
 X = images(4, 3, 8, 8)
@@ -53,7 +55,7 @@ def _without_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_without_copies")
-@pytest.mark.parametrize("batch", [2, 3, 8])
+@each_of("batch", [2, 3, 8])
 def test_the_fault_of_slices_is_found_in_a_decode(batch: int) -> None:
     mge.random.seed(0)
     conv = M.Conv2d(3, 7, 3, padding=1)
@@ -131,7 +133,7 @@ def fixed(self: Any, x: Any) -> Any:
     return F.relu(x.reshape(4, 3, 64))
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("forward", "kind", "op", "problem"),
     [
         (centred, "samples", "F.mean", "combines samples, or its kernel is wrong for batches"),
@@ -182,8 +184,7 @@ def test_what_cannot_be_compared_is_refused() -> None:
         )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("entry", [pytest.param(e, id=e.name) for e in (*CNN, *TRANSFORMERS, *DETECTORS)])
+@pytest.mark.parametrize("entry", parameters((*CNN, *TRANSFORMERS, *DETECTORS), ()))
 def test_no_false_alarm_on_the_zoo(entry: Any) -> None:
     inputs = entry.example()
     report = check_samples(qtrace.trace(entry.build(), *inputs, check=False), *inputs)

@@ -15,6 +15,7 @@ import qtrace
 from qtrace.graph.flatten import flatten
 from qtrace.graph.source_lines import attach_lines, detach_lines, source_line
 from qtrace.graph.types import TracedModule
+from tests.each import each_of
 from tests.nets import images, randomize
 
 IMAGE = images(1, 3, 8, 8)
@@ -82,7 +83,7 @@ def test_what_takes_the_place_of_a_layer_has_its_line(traced: TracedModule) -> N
     assert set(convs.values()) == {_number("y = self.conv(x)")}
 
 
-@pytest.mark.parametrize(
+@each_of(
     "text",
     [
         "",

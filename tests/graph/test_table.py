@@ -10,6 +10,7 @@ import pytest
 from qtrace.display import format_table
 from qtrace.errors import GraphError
 from qtrace.graph.table import table
+from tests.each import each_of
 from tests.graph.samples import (
     MODELS,
     ConvBnRelu,
@@ -71,8 +72,8 @@ def test_a_nested_call_is_one_row():
     assert "Conv2d" not in text
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("width", [110, 160])
+@each_of("model", MODELS)
+@each_of("width", [110, 160])
 def test_fits_the_width(model, width):
     for flat in (True, False):
         assert max(map(len, table(traced_model(model, flat), width).splitlines())) <= width
@@ -116,7 +117,7 @@ def test_the_widest_columns_give_way_first():
     assert header.startswith("one    two")
 
 
-@pytest.mark.parametrize("width", range(30, 90))
+@each_of("width", range(30, 90))
 def test_uses_the_room_it_has(width):
     rows = [("x" * 3, "y" * 20, "z" * 50, "w" * 33)]
     rule = format_table(("a", "b", "c", "d"), rows, max_width=width).splitlines()[1]

@@ -18,6 +18,7 @@ from megengine.optimizer import SGD
 import qtrace
 from qtrace.graph.flatten import flatten
 from qtrace.graph.tensors import read_array, shared_copies, shared_copy, stored_tensor
+from tests.each import each_of
 from tests.nets import net
 
 VALUES = np.random.default_rng(0).standard_normal((256, 512)).astype(np.float32)
@@ -51,7 +52,7 @@ print(resident() - before)
 """
 
 
-@pytest.mark.parametrize("value", [VALUES, VALUES > 0, np.float32(3), np.zeros((0, 3), np.float32)])
+@each_of("value", [VALUES, VALUES > 0, np.float32(3), np.zeros((0, 3), np.float32)])
 def test_a_copy_has_the_values_and_the_kind(value: np.ndarray) -> None:
     for kind in (mge.Tensor, mge.Parameter):
         tensor = kind(value)

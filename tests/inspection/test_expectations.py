@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from qtrace.config import Expect
 from qtrace.inspection.expectations import check_expectations
+from tests.each import each_of
 
 LIMITS = Expect(metric="top1", max_drop=0.5, min_sqnr=20, max_megabytes=2, max_milliseconds=1.5)
 GOOD = {"sqnr": 20.0, "drop": 0.5, "size": 2 * 2**20, "seconds": 1.5e-3}
@@ -19,7 +18,7 @@ def test_limits_themselves_are_kept() -> None:
     assert [check.passed for check in result.checks] == [True] * 4
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("figure", "bad", "key"),
     [
         ("sqnr", 19.9, "min_sqnr"),

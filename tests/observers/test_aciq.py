@@ -10,6 +10,7 @@ from scipy.stats import norm
 
 from qtrace.observers.aciq import AnalyticalClipping, gauss, laplace
 from qtrace.scheme import QScheme
+from tests.each import each_of
 
 RNG = np.random.default_rng(11)
 SYMMETRIC = QScheme(bits=4, signed=True, symmetric=True)
@@ -22,8 +23,8 @@ def test_the_clipping_values_of_the_paper():
     assert [laplace(2 * 2**m) for m in (2, 3, 4)] == pytest.approx([3.89, 5.03, 6.2], abs=0.01)
 
 
-@pytest.mark.parametrize("steps", [3, 14, 255, 65535])
-@pytest.mark.parametrize(("form", "law"), [(gauss, norm), (laplace, laplacian)])
+@each_of("steps", [3, 14, 255, 65535])
+@each_of(("form", "law"), [(gauss, norm), (laplace, laplacian)])
 def test_they_minimise_the_error_of_clipping_and_uniform_noise(form, law, steps):
     def cost(reach):
         x = np.linspace(reach, reach + 40, 20001)
@@ -67,7 +68,7 @@ def test_auto_takes_the_likelier_distribution():
         assert ranged(x, SYMMETRIC) == ranged(x, SYMMETRIC, distribution=name)
 
 
-@pytest.mark.parametrize("value", [0.0, 3.0, -3.0])
+@each_of("value", [0.0, 3.0, -3.0])
 def test_a_constant_keeps_its_value(value):
     lo, hi = ranged(np.full(50, value), QScheme(bits=4))
     assert lo <= value <= hi

@@ -19,6 +19,7 @@ from qtrace.errors import CalibrationError, ConfigError, SchemeError
 from qtrace.numerics import choose
 from qtrace.observers.base import Observer, from_dict, to_dict
 from qtrace.scheme import QScheme
+from tests.each import each_of
 
 PACKAGE = "qtrace.observers"
 NAMES = plugins.known(PACKAGE)
@@ -72,7 +73,7 @@ def batch_lists(draw: st.DrawFn) -> list[tuple[int, np.ndarray]]:
 
 @pytest.mark.parametrize("scheme", [PER_TENSOR, PER_CHANNEL])
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(batches=batch_lists(), data=st.data())
 def test_any_sharding_and_any_order_gives_the_same_state(name, scheme, batches, data):
     whole = seen(name, batches, scheme)
@@ -88,7 +89,7 @@ def test_any_sharding_and_any_order_gives_the_same_state(name, scheme, batches, 
     assert shards[0].qparams() == whole.qparams() == choose(lo, hi, scheme)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_of("name", NAMES)
 def test_merge_changes_neither_and_shares_nothing(name):
     a, b = seen(name, [(0, np.ones(3))]), seen(name, [(1, np.full(3, -7.0))])
     before = fingerprint(a), fingerprint(b)
@@ -98,15 +99,15 @@ def test_merge_changes_neither_and_shares_nothing(name):
     assert (fingerprint(a), fingerprint(b)) == before
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_of("name", NAMES)
 def test_an_empty_observer_is_the_identity(name):
     full, empty = seen(name, [(0, np.linspace(-1, 2, 50))]), make(name)
     assert fingerprint(full.merge(empty)) == fingerprint(empty.merge(full)) == fingerprint(full)
     assert empty.merge(make(name)).empty
 
 
-@pytest.mark.parametrize("scheme", [PER_TENSOR, PER_CHANNEL])
-@pytest.mark.parametrize("name", NAMES)
+@each_of("scheme", [PER_TENSOR, PER_CHANNEL])
+@each_of("name", NAMES)
 def test_round_trips(name, scheme):
     rng = np.random.default_rng(0)
     full = seen(name, [(i, rng.normal(size=(4, 3, 5))) for i in range(3)], scheme)
@@ -131,7 +132,7 @@ def test_round_trips(name, scheme):
             assert fingerprint(resumed) == fingerprint(straight)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_of("name", NAMES)
 def test_no_data_is_an_error_and_never_a_scale(name):
     observer = make(name)
     assert observer.empty
@@ -151,8 +152,8 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("name", NAMES)
+@each_of("bad", BAD)
+@each_of("name", NAMES)
 def test_a_bad_batch_is_named_and_leaves_no_trace(name, bad):
     observer = seen(name, [(0, np.linspace(-1, 1, 10))])
     before = fingerprint(observer)
@@ -167,7 +168,7 @@ def test_a_bad_batch_is_named_and_leaves_no_trace(name, bad):
     assert fingerprint(observer) == before
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_of("name", NAMES)
 def test_nan_in_one_channel_is_found(name):
     for shape in ((4, 3, 5), (1, 3, 5), (4, 3)):
         x = np.zeros(shape)
@@ -176,7 +177,7 @@ def test_nan_in_one_channel_is_found(name):
             make(name, PER_CHANNEL).observe(x)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_of("name", NAMES)
 def test_channels_must_stay(name):
     observer = seen(name, [(0, np.ones((2, 3)))], PER_CHANNEL)
     before = fingerprint(observer)
@@ -190,7 +191,7 @@ def test_channels_must_stay(name):
     observer.observe(np.ones((2, 3, 4, 5)))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_of("name", NAMES)
 def test_a_channel_is_treated_as_a_tensor_of_its_own(name):
     rng = np.random.default_rng(1)
     x = (rng.normal(size=(6, 7, 50)) * np.exp(rng.normal(size=(1, 7, 1)) * 3)).astype(np.float32)
@@ -208,7 +209,7 @@ def test_a_channel_is_treated_as_a_tensor_of_its_own(name):
         assert (lo[c], hi[c]) == alone.range()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_of("name", NAMES)
 def test_memory_layout_does_not_matter(name):
     x = np.random.default_rng(2).normal(size=(4, 6, 5)).astype(np.float32)
     for scheme in (PER_TENSOR, PER_CHANNEL):
@@ -219,7 +220,7 @@ def test_memory_layout_does_not_matter(name):
     assert make(name).observe(np.float32(3)) is None
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_of("name", NAMES)
 def test_options_and_mismatches_are_refused(name):
     cls = plugins.resolve(PACKAGE, name, Observer)
     with pytest.raises(ConfigError, match=rf"^unknown key 'bin' in {name}; "):
@@ -259,7 +260,7 @@ def test_numbers_of_numpy_are_options() -> None:
     assert type(percentile.options["percentile"]) is float
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_of("name", NAMES)
 def test_a_foreign_state_is_refused(name):
     observer = seen(name, [(0, np.linspace(-1, 1, 9))])
     state = observer.state_dict()
@@ -295,7 +296,7 @@ def test_a_foreign_state_is_refused(name):
         from_dict({**saved, "scheme": {"bits": 99}})
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_of("name", NAMES)
 def test_never_wider_than_what_was_seen(name):
     x = np.random.default_rng(3).normal(size=500).astype(np.float32)
     for shift in (0, 5, -5):

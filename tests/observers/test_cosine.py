@@ -7,13 +7,12 @@ from qtrace.numerics import fake_quantize, grid
 from qtrace.observers.cosine import Cosine
 from qtrace.observers.statistics.search import dissimilarity, tables
 from qtrace.scheme import QParams, QScheme
+from tests.each import each_of
 from tests.observers.test_mse import DATA, SCHEMES, spread
 
 
-@pytest.mark.parametrize("name", ["gauss", "sparse", "outliers", "silu"])
-@pytest.mark.parametrize(
-    "scheme", [*SCHEMES, QScheme(bits=2), QScheme(bits=10), QScheme(bits=11)], ids=QScheme.describe
-)
+@each_of("name", ["gauss", "sparse", "outliers", "silu"])
+@each_of("scheme", [*SCHEMES, QScheme(bits=2), QScheme(bits=10), QScheme(bits=11)], ids=QScheme.describe)
 def test_closed_form_is_the_integral_over_the_histogram(scheme, name):
     observer = Cosine(scheme, bins=128)
     observer.observe(DATA[name])

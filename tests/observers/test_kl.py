@@ -9,6 +9,7 @@ from qtrace.numerics import grid
 from qtrace.observers.kl import KullbackLeibler, divergence
 from qtrace.observers.statistics.search import tables
 from qtrace.scheme import QScheme
+from tests.each import each_of
 
 RNG = np.random.default_rng(5)
 DATA = {
@@ -58,8 +59,8 @@ def state_of(x, scheme, bins=64):
     return observer.state_dict()
 
 
-@pytest.mark.parametrize("name", DATA)
-@pytest.mark.parametrize("scheme", SCHEMES, ids=QScheme.describe)
+@each_of("name", DATA)
+@each_of("scheme", SCHEMES, ids=QScheme.describe)
 def test_all_ranges_at_once_equal_a_loop_over_bins(scheme, name):
     state = state_of(DATA[name], scheme)
     lo, hi = min(float(state["lo"][0]), 0.0), max(float(state["hi"][0]), 0.0)

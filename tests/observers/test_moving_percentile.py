@@ -6,6 +6,7 @@ import pytest
 from qtrace.observers.moving_average import MovingAverage
 from qtrace.observers.moving_percentile import MovingPercentile
 from qtrace.scheme import QScheme
+from tests.each import each_of
 
 RNG = np.random.default_rng(2)
 BATCHES = [RNG.normal(size=(4, 3, 100)) * (1 + i) for i in range(5)]
@@ -18,7 +19,7 @@ def observed(batches, cls=MovingPercentile, scheme=None, **options):
     return observer
 
 
-@pytest.mark.parametrize("percentile", [60.0, 99.0, 99.9])
+@each_of("percentile", [60.0, 99.0, 99.9])
 def test_is_the_average_of_what_sorting_gives(percentile):
     scheme = QScheme(axis=1)
     lo, hi = observed(BATCHES, scheme=scheme, percentile=percentile, momentum=0.8).range()

@@ -8,6 +8,7 @@ from qtrace.observers.minmax import MinMax
 from qtrace.observers.mse import MeanSquaredError
 from qtrace.observers.statistics.search import error, tables
 from qtrace.scheme import QScheme
+from tests.each import each_of
 
 RNG = np.random.default_rng(7)
 N = 4000
@@ -68,8 +69,8 @@ def brute_force(x, scheme):
     return least
 
 
-@pytest.mark.parametrize("name", DATA)
-@pytest.mark.parametrize("scheme", SCHEMES, ids=QScheme.describe)
+@each_of("name", DATA)
+@each_of("scheme", SCHEMES, ids=QScheme.describe)
 def test_is_as_good_as_brute_force_on_the_data(scheme, name):
     x = DATA[name].astype(np.float32).astype(np.float64)
     observer = MeanSquaredError(scheme)
@@ -88,8 +89,8 @@ def spread(state, points):
     return x, np.repeat(counts / points, points)
 
 
-@pytest.mark.parametrize("name", ["gauss", "sparse", "outliers", "silu"])
-@pytest.mark.parametrize("scheme", [*SCHEMES, QScheme(bits=2), QScheme(bits=10)], ids=QScheme.describe)
+@each_of("name", ["gauss", "sparse", "outliers", "silu"])
+@each_of("scheme", [*SCHEMES, QScheme(bits=2), QScheme(bits=10)], ids=QScheme.describe)
 def test_closed_form_is_the_integral_over_the_histogram(scheme, name):
     observer = MeanSquaredError(scheme, bins=128)
     observer.observe(DATA[name])
@@ -104,9 +105,7 @@ def test_closed_form_is_the_integral_over_the_histogram(scheme, name):
     assert error(tables(state), los, his, scheme)[0] * width**2 == pytest.approx(integral, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    "scheme", [QScheme(bits=8), QScheme(bits=12), QScheme(bits=16)], ids=QScheme.describe
-)
+@each_of("scheme", [QScheme(bits=8), QScheme(bits=12), QScheme(bits=16)], ids=QScheme.describe)
 def test_closed_form_is_near_the_error_on_the_data(scheme):
     # For 12 and 16 bits that is uniform noise inside and clipping outside.
     x = np.random.default_rng(1).normal(size=100_000).astype(np.float32).astype(np.float64)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from qtrace.observers.minmax import MinMax
 from qtrace.observers.percentile import Percentile
 from qtrace.scheme import QScheme
+from tests.each import each_of
 
 RNG = np.random.default_rng(0)
 DATA = {
@@ -26,8 +27,8 @@ def observed(x, percentile, bins=2048):
     return observer
 
 
-@pytest.mark.parametrize("percentile", [60, 90, 99, 99.9, 99.99])
-@pytest.mark.parametrize("name", DATA)
+@each_of("percentile", [60, 90, 99, 99.9, 99.99])
+@each_of("name", DATA)
 def test_agrees_with_the_sorted_data_to_a_bin(name, percentile):
     x = DATA[name].astype(np.float32)
     observer = observed(x, percentile)

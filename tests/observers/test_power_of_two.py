@@ -5,6 +5,7 @@ import pytest
 
 from qtrace.observers.power_of_two import PowerOfTwo
 from qtrace.scheme import QScheme
+from tests.each import each_of
 from tests.observers.test_mse import DATA, true_error
 
 SCHEMES = [
@@ -16,8 +17,8 @@ SCHEMES = [
 ]
 
 
-@pytest.mark.parametrize("name", DATA)
-@pytest.mark.parametrize("scheme", SCHEMES, ids=QScheme.describe)
+@each_of("name", DATA)
+@each_of("scheme", SCHEMES, ids=QScheme.describe)
 def test_no_power_of_two_and_no_zero_point_is_better(scheme, name):
     x = DATA[name].astype(np.float32).astype(np.float64)
     observer = PowerOfTwo(scheme)

@@ -9,6 +9,7 @@ from qtrace.observers.mse import MeanSquaredError
 from qtrace.observers.percentile import Percentile
 from qtrace.observers.statistics import histogram
 from qtrace.scheme import QScheme
+from tests.each import each_of
 
 _MANY = 1 << 18
 
@@ -36,7 +37,7 @@ def test_so_many_are_counted_and_the_ends_are_those_of_all() -> None:
     assert (state["lo"].item(), state["hi"].item()) == (x.min(), 40.0)
 
 
-@pytest.mark.parametrize("count", [_MANY, 1 << 21, (1 << 21) + 8005])  # positions repeat in the larger ones
+@each_of("count", [_MANY, 1 << 21, (1 << 21) + 8005])  # positions repeat in the larger ones
 def test_each_part_of_the_data_gives_one_value(count: int) -> None:
     x = np.arange(count, dtype=np.float32).reshape(1, 1, -1)
     taken = histogram._sampled(x, 8, 3).reshape(-1)
@@ -57,7 +58,7 @@ def test_channels_share_positions() -> None:
     np.testing.assert_array_equal(observer.state_dict()["counts"].sum(axis=1), [2 * 16384] * 3)
 
 
-@pytest.mark.parametrize("count", [1, 16384, 2 * 16384 - 1])
+@each_of("count", [1, 16384, 2 * 16384 - 1])
 def test_few_values_are_counted_whole(count: int) -> None:
     x = _values(count=count)
     assert _observed(x, sample=1024).state_dict()["counts"].sum() == count

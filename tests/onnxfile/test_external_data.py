@@ -13,6 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 from qtrace.errors import ExportError
 from qtrace.onnxfile.external_data import map_tensor, release, without_large_values
 from qtrace.onnxfile.reading import load_model, read_model
+from tests.each import each_of
 
 VALUES = np.random.default_rng(0).standard_normal((64, 32)).astype(np.float32)
 
@@ -46,7 +47,7 @@ def test_a_tensor_is_mapped_and_read_again_after_its_memory_was_given_back(tmp_p
     release(VALUES)  # an array in memory stays
 
 
-@pytest.mark.parametrize("kind", ["INT4", "UINT4", "UINT2", "BFLOAT16"])
+@each_of("kind", ["INT4", "UINT4", "UINT2", "BFLOAT16"])
 def test_types_that_numpy_lacks(kind: str, tmp_path: Path) -> None:
     values = np.array([[0, 1, 1], [1, 0, 1]])
     stored = helper.make_tensor("w", getattr(TensorProto, kind), values.shape, values.ravel())

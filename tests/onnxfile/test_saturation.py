@@ -9,6 +9,7 @@ import pytest
 
 from qtrace.onnxfile import saturation
 from qtrace.onnxfile.saturation import products_are_wrong
+from tests.each import each_of
 
 
 class Session:
@@ -46,7 +47,7 @@ def processor(monkeypatch, tmp_path):
     products_are_wrong.cache_clear()
 
 
-@pytest.mark.parametrize("version", ["1.21.0", "1.23.2", "1.24.1"])
+@each_of("version", ["1.21.0", "1.23.2", "1.24.1"])
 def test_a_product_that_is_right_by_chance_does_not_hide_the_kernels(processor, version):
     """They add what their memory holds, which was 0 once: a file was written that loses every 32nd row."""
     processor("amx_int8", version, wrong=-1)

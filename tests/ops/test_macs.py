@@ -8,13 +8,13 @@ import megengine as mge
 import megengine.functional as F
 import megengine.module as M
 import numpy as np
-import pytest
 
 import qtrace
 from qtrace import ops
 from qtrace.graph import exprs
 from qtrace.ops.macs import count_macs
 from qtrace.preparation.normalize import normalize
+from tests.each import each_of
 from tests.nets import images, net
 
 X = images(2, 4, 6, 6)
@@ -47,7 +47,7 @@ def _calls(module: M.Module) -> list[Any]:
     return [call for call in calls if call is not None]
 
 
-@pytest.mark.parametrize("name", CASES)
+@each_of("name", CASES)
 def test_the_count_is_that_of_the_formula(name: str) -> None:
     module, macs = CASES[name]
     assert sum(count_macs(call) for call in _calls(module)) == macs

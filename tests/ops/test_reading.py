@@ -22,6 +22,7 @@ from qtrace.ops import OpCall, Role
 from qtrace.ops.arguments import Arguments, UnreadableError
 from qtrace.ops.base import Reading
 from qtrace.preparation.passes.expand import expand
+from tests.each import each_of
 from tests.nets import images, net
 from tests.ops.cases import CASES, IMAGE, KERNELS, SIBLINGS, Case
 
@@ -59,17 +60,17 @@ def _check(case: Case, label: str = "") -> None:
         np.testing.assert_array_equal(old, new)
 
 
-@pytest.mark.parametrize("op", CASES)
+@each_of("op", CASES)
 def test_an_op_of_the_survey_has_its_rule(op: str) -> None:
     _check(CASES[op], op)
 
 
-@pytest.mark.parametrize("op", SIBLINGS)
+@each_of("op", SIBLINGS)
 def test_a_sibling_has_the_same_rule(op: str) -> None:
     _check(SIBLINGS[op])
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@each_of("kernel", KERNELS)
 def test_a_kernel_has_the_rule_of_its_function(kernel: str) -> None:
     _check(KERNELS[kernel], f"apply:{kernel}")
 
@@ -181,7 +182,7 @@ UNREADABLE = {
 }
 
 
-@pytest.mark.parametrize("form", UNREADABLE)
+@each_of("form", UNREADABLE)
 def test_a_form_that_cannot_be_read_stays_float_with_its_reason(form: str) -> None:
     function, reason = UNREADABLE[form]
     prepared = qtrace.prepare(qtrace.trace(net(lambda self, x: function(x)), IMAGE, check=False))
@@ -199,7 +200,7 @@ def test_a_kernel_whose_arguments_have_no_names_has_a_reason() -> None:
 BUGS = [TypeError, ValueError, KeyError, AttributeError, AssertionError]
 
 
-@pytest.mark.parametrize("bug", BUGS)
+@each_of("bug", BUGS)
 def test_a_bug_in_a_rule_surfaces_with_its_traceback_and_the_node(
     bug: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,13 +220,13 @@ def test_a_name_that_a_call_does_not_have_is_a_bug_of_the_rule() -> None:
         Arguments(axis=1).integer("axes")
 
 
-@pytest.mark.parametrize("value", [None, "a", float("inf"), [1, [2]], (1, 2, 3), {}, 1j])
+@each_of("value", [None, "a", float("inf"), [1, [2]], (1, 2, 3), {}, 1j])
 def test_what_is_no_pair_of_integers_is_refused_in_one_line(value: object) -> None:
     with pytest.raises(UnreadableError, match=r"^its n is .{1,80}, which its rule does not read as 2 integ"):
         Arguments(n=value).integers("n", 2)
 
 
-@pytest.mark.parametrize(("value", "pair"), [(3, (3, 3)), ((1, 2), (1, 2)), ([np.int64(4), True], (4, 1))])
+@each_of(("value", "pair"), [(3, (3, 3)), ((1, 2), (1, 2)), ([np.int64(4), True], (4, 1))])
 def test_one_number_stands_for_a_pair_of_integers(value: object, pair: tuple[int, int]) -> None:
     assert Arguments(n=value).integers("n", 2) == pair
 

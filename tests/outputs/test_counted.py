@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from qtrace.outputs.counted import noise_weight
+from tests.each import each_of
 
 
 def _boxes(samples: int) -> np.ndarray:
@@ -24,9 +25,7 @@ def test_what_differs_counts_seven_decibels_below_the_whole() -> None:
     assert noise_weight(batches, [3, 3, 2]) == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize(
-    "values", [_boxes(8) - np.linspace(100, 600, 48), _boxes(3), _boxes(8)[:1].repeat(8, 0)]
-)
+@each_of("values", [_boxes(8) - np.linspace(100, 600, 48), _boxes(3), _boxes(8)[:1].repeat(8, 0)])
 def test_noise_counts_once(values: np.ndarray) -> None:
     """Beside values around 0, of fewer than four samples, and of equal ones."""
     assert noise_weight([values], [len(values)]) == 1.0

@@ -7,6 +7,7 @@ import pytest
 
 from qtrace.metrics import sqnr_db
 from qtrace.outputs import ColumnGroup, GroupedErrors, find_groups
+from tests.each import each_of
 
 _RNG = np.random.RandomState(0)
 
@@ -40,7 +41,7 @@ def test_a_large_offset_does_not_hide_that_nothing_varies():
     assert error.sqnr_db == pytest.approx(0.0, abs=0.01)
 
 
-@pytest.mark.parametrize("f", [np.full((8, 3), 300.0), 300.0 + 1e-6 * _RNG.randn(8, 3), _RNG.randn(1, 3)])
+@each_of("f", [np.full((8, 3), 300.0), 300.0 + 1e-6 * _RNG.randn(8, 3), _RNG.randn(1, 3)])
 def test_what_does_not_vary_in_float_has_nothing_to_lose(f):
     assert _errors(f, f * 1.001).worst().informative
 

@@ -9,6 +9,7 @@ import qtrace
 from qtrace.outputs import find_groups
 from qtrace.outputs.structure import _find_combinations
 from qtrace.sensitivity.running import outputs_of
+from tests.each import each_of
 
 _X = np.random.RandomState(0).randn(2, 10, 4, 4).astype("float32")
 
@@ -84,7 +85,7 @@ BOXES_AND_SCORES = {
 }
 
 
-@pytest.mark.parametrize("name", BOXES_AND_SCORES)
+@each_of("name", BOXES_AND_SCORES)
 def test_boxes_and_scores_are_two_groups(name):
     function, axis, boxes, scores = BOXES_AND_SCORES[name]
     assert _groups(function) == [(0, axis, tuple(boxes)), (0, axis, tuple(scores))]
@@ -112,7 +113,7 @@ ONE_GROUP = {
 }
 
 
-@pytest.mark.parametrize("name", ONE_GROUP)
+@each_of("name", ONE_GROUP)
 def test_no_group_without_a_quantity_of_its_own(name):
     assert _groups(ONE_GROUP[name]) == [(0, None, ())]
 
@@ -187,7 +188,7 @@ def test_every_column_of_a_small_regression_may_be_a_quantity():
     assert names == ["output 0, columns 0..1", "output 0, columns 2..3"]
 
 
-@pytest.mark.parametrize("count", [9, 12, 40, 64])
+@each_of("count", [9, 12, 40, 64])
 def test_columns_of_a_head_that_are_spread_without_a_gap_are_several_groups(count):
     """Seventeen bits lie between the largest and the smallest, and no gap."""
     values = np.random.RandomState(0).randn(64, count) * np.geomspace(100.0, 1e-3, count)

@@ -26,6 +26,7 @@ from qtrace.sensitivity.diagnosis.verdict import Verdict
 from qtrace.sensitivity.metrics import Outputs
 from qtrace.sensitivity.running import outputs_of
 from qtrace.sensitivity.simulation import Simulation
+from tests.each import each_of
 from tests.nets import net
 from tests.selecting_nets import build, pictures
 
@@ -165,7 +166,7 @@ def _share_of_scores(scores: np.ndarray, given: np.ndarray, count: int) -> tuple
     return shares, run.tape.shares[0]
 
 
-@pytest.mark.parametrize("found", [0, 15, 20])
+@each_of("found", [0, 15, 20])
 def test_objects_that_are_missed_among_much_background_are_counted(found: int) -> None:
     rng = np.random.default_rng(0)
     scores = rng.uniform(1e-3, 2e-3, (1, 400)).astype(np.float32)

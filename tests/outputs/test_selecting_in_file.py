@@ -18,6 +18,7 @@ from qtrace.onnxfile.selecting import SelectingFragment, selecting_nodes, split_
 from qtrace.outputs import replay
 from qtrace.outputs.replay import SelectedShares, TapedRun
 from qtrace.outputs.selections import find_selecting
+from tests.each import each_of
 from tests.importing.onnx.networks import model, node
 from tests.selecting_nets import pictures
 
@@ -69,7 +70,7 @@ def test_a_suppression_is_told_and_replayed_with_what_follows_it() -> None:
     np.testing.assert_array_equal(score, np.float32([0.5]))  # its score in this run
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("own", "ranks"),
     [
         (node("ArgMax", "scores", "kept", axis=1, keepdims=0), [[1, 0, 2], [0, 1, 1]]),
@@ -174,9 +175,7 @@ def _behind_suppression(kind: str, keepdims: int) -> SelectingFragment:
     return SelectingFragment(model(nodes, shapes, ["label"], _STORED, dtypes={"label": np.int64}))
 
 
-@pytest.mark.parametrize(
-    ("kind", "keepdims", "shape"), [("ArgMax", 0, (4,)), ("ArgMax", 1, (4, 1)), ("TopK", 1, (4, 2))]
-)
+@each_of(("kind", "keepdims", "shape"), [("ArgMax", 0, (4,)), ("ArgMax", 1, (4, 1)), ("TopK", 1, (4, 2))])
 def test_a_ranking_behind_a_suppression_takes_the_places_of_another_number_of_boxes(
     kind: str, keepdims: int, shape: tuple[int, ...]
 ) -> None:
@@ -223,7 +222,7 @@ def test_a_table_is_split_by_selection_with_its_rows_in_order() -> None:
         np.testing.assert_array_equal(parts[number], table[table[:, 0] == number, 1:])
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("own", "scores", "wrong"),
     [
         (node("TopK", "scores second", "best kept", axis=0), [3.0, 2.999, 0.0], 0),  # within a step of 8 bits

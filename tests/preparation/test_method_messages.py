@@ -15,6 +15,7 @@ import pytest
 import qtrace
 from qtrace.errors import CalibrationError, ConfigError, ExportError
 from qtrace.graph.types import TracedModule
+from tests.each import each_of
 from tests.nets import net
 
 X = np.random.default_rng(0).normal(size=(4, 64)).astype(np.float32)
@@ -48,8 +49,8 @@ def test_an_opset_without_blocks_is_refused_in_a_sentence(mlp: TracedModule, tmp
         qtrace.export(qtrace.convert(_calibrated(mlp, config)), tmp_path / "net.onnx", opset=13)
 
 
-@pytest.mark.parametrize("key", ["activation", "output"])
-@pytest.mark.parametrize("method", METHODS)
+@each_of("key", ["activation", "output"])
+@each_of("method", METHODS)
 def test_a_rule_refuses_a_scheme_that_its_method_does_not_read(
     method: str, key: str, mlp: TracedModule
 ) -> None:

@@ -20,6 +20,7 @@ from qtrace import QConfig
 from qtrace.errors import CalibrationError, GraphError, QtraceWarning, TrainingError
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.record import fake_quants, read_record
+from tests.each import each_of
 from tests.nets import images, net
 
 BATCHES = [images(4, 3, 8, 8, seed=s) for s in range(2)]
@@ -102,7 +103,7 @@ def test_training_from_a_queue_is_warned_of() -> None:
     assert [w.filename for w in caught] == [__file__]
 
 
-@pytest.mark.parametrize("change", ["cut", "no JSON", "deep", "stage", "key", "config", "number"])
+@each_of("change", ["cut", "no JSON", "deep", "stage", "key", "config", "number"])
 def test_a_damaged_record_is_told(change: str) -> None:
     prepared = _prepared()
     text = prepared.qtrace_record

@@ -16,6 +16,7 @@ from qtrace.errors import CalibrationError, ConfigError
 from qtrace.graph.types import TracedModule
 from qtrace.metrics import sqnr_db
 from qtrace.scheme import QScheme
+from tests.each import each_of
 from tests.nets import images, net
 
 _X = np.random.RandomState(0).randn(2, 3, 8, 8).astype("float32")
@@ -26,7 +27,7 @@ def traced() -> TracedModule:
     return qtrace.trace(M.Conv2d(3, 4, 3), _X)
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("samples", "message"),
     [
         (_X, "samples is one ndarray: give an iterable of batches"),
@@ -37,7 +38,7 @@ def traced() -> TracedModule:
     ],
     ids=["array", "number", "channels", "inputs", "nan"],
 )
-@pytest.mark.parametrize("ptq", [(), ("smooth",)])
+@each_of("ptq", [(), ("smooth",)])
 def test_samples_that_do_not_fit_are_named(
     traced: TracedModule, samples: Any, message: str, ptq: tuple[str, ...]
 ) -> None:
@@ -88,7 +89,7 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("body", "sentence"), MISTAKES)
+@each_of(("body", "sentence"), MISTAKES)
 def test_a_mistake_in_a_recipe_has_its_line(
     traced: TracedModule, body: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 import pytest
 
 from qtrace.process.together import Together, look_ahead, map_ahead
+from tests.each import each_of
 
 
-@pytest.mark.parametrize("threads", [1, 2, 5])
+@each_of("threads", [1, 2, 5])
 def test_results_come_in_the_order_of_the_calls(threads: int) -> None:
     def late(number: int) -> int:
         time.sleep(0.002 * (7 - number))
@@ -38,8 +39,8 @@ def test_nested_calls_never_wait_forever() -> None:
         assert sums(4) == 81
 
 
-@pytest.mark.parametrize("failing", [0, 1, 2])
-@pytest.mark.parametrize("threads", [1, 3])
+@each_of("failing", [0, 1, 2])
+@each_of("threads", [1, 3])
 def test_an_error_reaches_the_caller(threads: int, failing: int) -> None:
     def fail(number: int) -> int:
         if number == failing:
@@ -68,7 +69,7 @@ def test_a_call_that_was_begun_gives_its_result_or_its_error(threads: int) -> No
             failing()
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("count", "expected"),
     [
         (0, ["begin 0", "take 0", "begin 1", "take 1", "begin 2", "take 2"]),

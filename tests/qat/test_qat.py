@@ -18,6 +18,7 @@ from qtrace.errors import ConfigError, GraphError
 from qtrace.fakequant import scales
 from qtrace.graph.types import TracedModule
 from qtrace.qat import Dampening, Oscillations, Schedule, cosine, freeze_batchnorm, freeze_ranges
+from tests.each import each_of
 from tests.nets import images, net
 
 BATCHES = [images(4, 3, 8, 8, seed=s) for s in range(2)]
@@ -60,7 +61,7 @@ def _same(before: list[np.ndarray], parameters: list[Any]) -> list[bool]:
 # -- groups --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fakequant", ["fixed", "lsq", "learned_range"])
+@each_of("fakequant", ["fixed", "lsq", "learned_range"])
 def test_every_parameter_is_in_the_group_that_suits_it(fakequant: str) -> None:
     prepared = _prepared(fakequant)
     groups = qtrace.param_groups(prepared, 0.1, range_lr=0.02, weight_decay=1e-3)

@@ -10,6 +10,7 @@ import pytest
 import qtrace
 from qtrace.errors import ConfigError
 from qtrace.qat import load_state
+from tests.each import each_of
 from tests.nets import images
 
 X = images(4, 3, 8, 8)
@@ -33,7 +34,7 @@ def test_a_state_of_the_same_config_is_loaded(traced):
         np.testing.assert_array_equal(second.state_dict()[name], value)
 
 
-@pytest.mark.parametrize(
+@each_of(
     "average",
     [
         lambda value: 0.3 * value + 0.7 * value,  # which makes scalars of arrays without axes
@@ -43,7 +44,7 @@ def test_a_state_of_the_same_config_is_loaded(traced):
     ],
     ids=["float32", "float64", "numbers", "tensors"],
 )
-@pytest.mark.parametrize("fakequant", ["lsq", "lsq_plus", "learned_range", "tqt"])
+@each_of("fakequant", ["lsq", "lsq_plus", "learned_range", "tqt"])
 def test_an_average_of_states_in_numpy_is_loaded(traced, average, fakequant):
     config = {"fakequant": fakequant, "backend": "generic"}
     if fakequant == "tqt":

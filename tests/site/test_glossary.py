@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
+from tests.each import each_of
 from tests.test_architecture import ROOMS
 
 TEXT = (Path(__file__).parents[2] / "docs" / "glossary.md").read_text(encoding="utf-8")
@@ -49,7 +48,7 @@ def test_the_rooms_of_the_glossary_are_those_of_the_package() -> None:
     assert len(re.findall(r"\bRoom: ", TEXT)) == len(ROOMS) - len(NOT_ROOMS)
 
 
-@pytest.mark.parametrize("room", sorted(set(ROOMS) - NOT_ROOMS))
+@each_of("room", sorted(set(ROOMS) - NOT_ROOMS))
 def test_a_room_is_named_by_a_term(room: str) -> None:
     assert any(names(term, room) for term in named_rooms(TEXT)[room])
 

@@ -12,6 +12,7 @@ import pytest
 
 from scripts import notebooks
 from scripts.site import notebooks as site
+from tests.each import each_of
 
 NOTEBOOKS = notebooks.notebooks()
 _LINES = 40
@@ -28,7 +29,7 @@ def test_there_are_three() -> None:
     assert [path.stem for path in NOTEBOOKS] == ["cure", "four-bits", "onnx"]
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+@each_of("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_outputs_are_stored_short_and_without_warnings(path: Path) -> None:
     assert path.stat().st_size < _BYTES
     cells = _code_cells(path)
@@ -43,7 +44,7 @@ def test_outputs_are_stored_short_and_without_warnings(path: Path) -> None:
         assert "object at 0x" not in text
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+@each_of("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_a_notebook_is_a_page_with_its_outputs(path: Path) -> None:
     page = site.pages()[f"notebooks/{path.stem}.md"]
     assert page.startswith("# ")

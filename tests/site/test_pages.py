@@ -12,6 +12,7 @@ import yaml
 
 import qtrace
 from scripts.site import api, cli, config, errors, hook, measured, plugins, project, source, stages
+from tests.each import each_of
 
 REFERENCE = hook.generated()
 
@@ -215,7 +216,7 @@ def test_the_drawing_names_every_stage_once() -> None:
     assert "float | observe | quantize | train" in drawn
 
 
-@pytest.mark.parametrize(
+@each_of(
     "name",
     [
         *("accuracy", "calibration", "demo", "detector_demo", "exports", "families", "figures"),

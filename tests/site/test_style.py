@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from scripts import style
+from tests.each import each_of
 
 
 def test_sentences_leave_out_code_tables_and_headings():
@@ -16,7 +17,7 @@ def test_sentences_leave_out_code_tables_and_headings():
     ]
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("text", "name"),
     [
         ("The range of a and that of b.", "that of, those of"),

@@ -10,6 +10,7 @@ import pytest
 from qtrace.errors import QtraceError
 from qtrace.storage.archives import pack_arrays
 from qtrace.storage.checkpoints import Checkpoint, OtherIdentityError, pack, unpack, write
+from tests.each import each_of
 
 ARRAYS = {"a": np.float32([1, 2]), "b/c": np.zeros((0, 2), np.int64)}
 
@@ -26,7 +27,7 @@ def test_another_identity_is_refused() -> None:
         unpack(pack("mine", ARRAYS), "yours")
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("data", "error"),
     [
         (b"", ValueError),

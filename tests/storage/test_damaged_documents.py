@@ -15,6 +15,7 @@ from qtrace.storage.files import parse_document
 from qtrace.tuning import folder
 from qtrace.tuning.trials import TrialLog
 from qtrace.verification.device import vectors
+from tests.each import each_of
 
 DAMAGES = ("[" * 100_000, '{"a":' * 100_000, "[1]", "{", "\xff", "null")
 READERS: dict[str, Callable[[Path], Any]] = {
@@ -25,15 +26,15 @@ READERS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("text", DAMAGES)
+@each_of("text", DAMAGES)
 def test_only_an_object_is_a_document(text: str) -> None:
     with pytest.raises(ValueError, match=".") as caught:
         parse_document(text.encode("latin-1"))
     assert len(str(caught.value)) < 200
 
 
-@pytest.mark.parametrize("text", DAMAGES)
-@pytest.mark.parametrize("name", READERS)
+@each_of("text", DAMAGES)
+@each_of("name", READERS)
 def test_a_damaged_file_is_one_sentence(name: str, text: str, tmp_path: Path) -> None:
     path = tmp_path / name
     path.write_bytes(text.encode("latin-1") + b"\n\n")
@@ -41,7 +42,7 @@ def test_a_damaged_file_is_one_sentence(name: str, text: str, tmp_path: Path) ->
         READERS[name](path)
 
 
-@pytest.mark.parametrize("text", DAMAGES)
+@each_of("text", DAMAGES)
 def test_a_damaged_index_is_passed_over(text: str, tmp_path: Path) -> None:
     (tmp_path / "index.json").write_bytes(text.encode("latin-1"))
     assert not vectors._holds_vectors(tmp_path)

@@ -15,6 +15,7 @@ import pytest
 from qtrace.errors import QtraceError
 from qtrace.storage.lock import locked
 from qtrace.storage.outputs import resumable_folder
+from tests.each import each_of
 
 _HOLDER = """
 import sys, pathlib
@@ -55,7 +56,7 @@ def test_a_lock_of_another_host_is_not_taken_over(tmp_path: Path) -> None:
     assert path.exists()
 
 
-@pytest.mark.parametrize("content", ["", "{", "[1]", "[" * 4096])
+@each_of("content", ["", "{", "[1]", "[" * 4096])
 def test_a_damaged_lock_is_a_stale_one(tmp_path: Path, content: str) -> None:
     path = tmp_path / "lock"
     path.write_text(content)

@@ -13,6 +13,7 @@ import qtrace
 from qtrace.errors import DataError, ExportError
 from qtrace.export import formats
 from qtrace.storage.ownership import foreign, foreign_output
+from tests.each import each_of
 from tests.nets import images
 
 _BACKENDS = {"tflite": "tflite", "ncnn": "ncnn", "megengine": "megengine"}
@@ -33,7 +34,7 @@ def converted(traced):
     return graphs
 
 
-@pytest.mark.parametrize("name", formats())
+@each_of("name", formats())
 def test_an_export_is_replaced_by_the_next_one(converted, tmp_path, name):
     graph = converted[_BACKENDS.get(name, "onnxruntime")]
     path = tmp_path / ("net.json" if name == "msc" else "net.out")
@@ -67,7 +68,7 @@ _OTHERS = {
 }
 
 
-@pytest.mark.parametrize("contents", _OTHERS.values(), ids=_OTHERS)
+@each_of("contents", _OTHERS.values(), ids=_OTHERS)
 def test_files_of_other_tools_stay(traced, tmp_path, contents):
     path = tmp_path / "net.out"
     path.write_bytes(contents)

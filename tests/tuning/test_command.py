@@ -13,6 +13,7 @@ import qtrace
 from qtrace import cli
 from qtrace.cli.commands.tune import tune
 from qtrace.storage.lock import locked
+from tests.each import each_of
 from tests.tuning.test_search import data, small
 
 RECIPE = """schema: qtrace/1
@@ -121,7 +122,7 @@ def test_force_begins_anew(place: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert (code, json.loads(out)["trials"]) == (0, 1)
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("option", "text", "number"),
     [
         ("budget", "30m", 1800.0),

@@ -9,6 +9,7 @@ from qtrace.sensitivity.metrics import sqnr
 from qtrace.tuning.judge import sample_noise, value_of_noise
 from qtrace.tuning.pareto import CostLimits, certainty, choose, pareto, rank
 from qtrace.tuning.trials import Trial
+from tests.each import each_of
 
 
 def trial(number: int, value: float | None, time: float | None = None, size: int = 0, samples=()) -> Trial:
@@ -21,7 +22,7 @@ def beats(a: Trial, b: Trial) -> bool:
     return all(x >= y for x, y in zip(first, second, strict=True)) and first != second
 
 
-@pytest.mark.parametrize("seed", range(20))
+@each_of("seed", range(20))
 def test_the_front_is_what_no_other_trial_beats(seed: int) -> None:
     rng = np.random.default_rng(seed)
     drawn = [(int(rng.integers(6)), float(rng.integers(5)), int(rng.integers(4))) for _ in range(30)]

@@ -22,7 +22,7 @@ from qtrace.tuning.search import split
 from qtrace.tuning.space import as_recipe
 from qtrace.workers import processes
 from qtrace.workers.processes import Processes
-from tests.tuning.test_search import data, run, small, start, told
+from tests.tuning.test_search import data, small, start, told
 
 
 def weights(model: Any) -> float:
@@ -33,7 +33,7 @@ def weights(model: Any) -> float:
 def _search(folder: Path, metric: Any = None, **options: Any) -> Tuning:
     batches = data()
     traced = qtrace.trace(small(), batches[0])
-    return tune(traced, start(), batches, folder, TuneSettings(trials=4), metric=metric, **options)
+    return tune(traced, start(), batches, folder, TuneSettings(trials=6), metric=metric, **options)
 
 
 def test_processes_judge_as_this_one_does() -> None:
@@ -51,20 +51,22 @@ def test_processes_judge_as_this_one_does() -> None:
     assert "equalise" in here[-1].problem
 
 
-def test_a_search_on_two_workers_is_the_same_each_time_and_another_than_on_one(tmp_path: Path) -> None:
-    both = [run(tmp_path / name, trials=9, workers=2) for name in "ab"]
-    assert told(both[0].trials) == told(both[1].trials)
-    alone = run(tmp_path / "c", trials=9)
-    judged = {(t.digest, t.rung): t.value for t in alone.trials}
-    common = [t for t in both[0].trials if (t.digest, t.rung) in judged]
+@pytest.fixture(scope="module")
+def on_two(tmp_path_factory: pytest.TempPathFactory) -> Tuning:
+    """A search on two workers, which import its metric."""
+    return _search(tmp_path_factory.mktemp("two") / "b", weights, workers=2)
+
+
+def test_a_metric_is_imported_by_the_processes(on_two: Tuning) -> None:
+    assert on_two.unit == "weights"
+    assert sum(trial.value is not None for trial in on_two.trials) == 6
+
+
+def test_two_workers_judge_as_one_does(on_two: Tuning, tmp_path: Path) -> None:
+    judged = {(t.digest, t.rung): t.value for t in _search(tmp_path / "c", weights).trials}
+    common = [t for t in on_two.trials if (t.digest, t.rung) in judged]
     assert len(common) >= 4
     assert [t.value for t in common] == [judged[t.digest, t.rung] for t in common]
-
-
-def test_a_metric_is_imported_by_the_processes(tmp_path: Path) -> None:
-    result = _search(tmp_path / "b", weights, workers=2)
-    assert result.unit == "weights"
-    assert sum(trial.value is not None for trial in result.trials) == 4
 
 
 def test_a_metric_without_a_name_is_refused_before_a_trial(tmp_path: Path) -> None:
@@ -73,8 +75,8 @@ def test_a_metric_without_a_name_is_refused_before_a_trial(tmp_path: Path) -> No
     assert not (tmp_path / "b" / TRIALS).exists()
 
 
-def test_a_process_that_dies_ends_the_search_and_loses_no_trial(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_process_that_dies_loses_no_trial_and_the_search_goes_on_to_the_same(
+    on_two: Tuning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     send = processes._send
 
@@ -85,11 +87,11 @@ def test_a_process_that_dies_ends_the_search_and_loses_no_trial(
 
     monkeypatch.setattr(processes, "_send", kill)
     with pytest.raises(QtraceError, match=r"was ended by signal 9: run the command again"):
-        _search(tmp_path / "b", workers=2)
+        _search(tmp_path / "b", weights, workers=2)
     monkeypatch.undo()
     lines = (tmp_path / "b" / TRIALS).read_bytes().splitlines()
     assert len(lines) == 1
-    assert len(_search(tmp_path / "b", workers=2).trials) == 4
+    assert told(_search(tmp_path / "b", weights, workers=2).trials) == told(on_two.trials)
     assert (tmp_path / "b" / TRIALS).read_bytes().splitlines()[0] == lines[0]
 
 

@@ -15,6 +15,7 @@ from qtrace.errors import CalibrationError
 from qtrace.numerics import quantize
 from qtrace.scheme import QParams, QScheme
 from qtrace.verification.causes import likely_causes
+from tests.each import each_of
 from tests.nets import images
 from tests.verification.test_verify import _converted, _edit, _initializer, _net
 
@@ -66,7 +67,7 @@ def _case(kind: str) -> tuple[np.ndarray, np.ndarray]:
     return x, np.where(x % 1 == 0.5, np.floor(x + 0.5), x)
 
 
-@pytest.mark.parametrize("kind", ["layout", "bias", "scale", "saturation", "rounding"])
+@each_of("kind", ["layout", "bias", "scale", "saturation", "rounding"])
 def test_causes_are_told_from_the_differences(kind: str) -> None:
     exact, theirs = _case(kind)
     mine = quantize(((exact - 100) * 0.05).astype(np.float32), QPARAMS).astype(np.int64)

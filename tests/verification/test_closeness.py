@@ -23,6 +23,7 @@ from qtrace.verification.closeness import Closeness
 from qtrace.verification.report import VerifyReport
 from qtrace.verification.runtimes import onnxruntime
 from qtrace.verification.runtimes.base import RuntimeRun
+from tests.each import each_of
 from tests.nets import images, net
 
 BATCHES = [images(8, 3, 8, 8, seed=s) for s in range(3)]
@@ -147,7 +148,7 @@ def _noisy(exact: np.ndarray, ratio_db: float, seed: int) -> np.ndarray:
 EXACT = np.random.default_rng(0).standard_normal((64, 4, 5))
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("graph_db", "runtime_db", "passes"),
     [(15.0, 15.0, True), (15.0, 14.4, True), (15.0, 13.5, False), (15.0, 20.0, True), (80.0, 70.0, True)],
 )
@@ -276,7 +277,7 @@ def test_remarks_on_float_files_have_no_lsb() -> None:
     assert "op by op" not in report.summary()
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("graph", "runtime", "word"),
     [
         (Share(300, 300, None, 20, 20), Share(300, 300, None, 20, 20), ""),

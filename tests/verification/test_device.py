@@ -18,6 +18,7 @@ from qtrace.errors import CalibrationError, ConfigError, ExportError
 from qtrace.graph.types import TracedModule
 from qtrace.verification import runtimes
 from qtrace.verification.device import dumped_tensors, write_vectors
+from tests.each import each_of
 from tests.nets import images, net
 from tests.verification.test_planted_faults import ONNX_FAULTS, _stored
 
@@ -192,7 +193,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@each_of("layout", LAYOUTS)
 def test_layouts(layout, model, file, tmp_path):
     dumps = _run_elsewhere(file, tmp_path / "dumps")
     _stored_as(dumps, LAYOUTS[layout])

@@ -23,6 +23,7 @@ from qtrace.verification.runtimes.base import RuntimeRun
 from qtrace.verification.runtimes.onnxruntime import OnnxSession
 from qtrace.verification.tallies import DifferenceTally
 from qtrace.verification.ties import FirstOfEquals
+from tests.each import each_of
 from tests.nets import images, net
 
 
@@ -146,8 +147,8 @@ def test_differences_are_counted_as_they_are_sorted(most: int, monkeypatch: pyte
         assert tally.histogram == {255: 1, -255: 1, 2: 2, -1: 1}
 
 
-@pytest.mark.parametrize("kind", [np.uint8, np.int8])
-@pytest.mark.parametrize(("share", "spread"), [(0.02, 1.0), (0.3, 1.0), (0.9, 90.0)])
+@each_of("kind", [np.uint8, np.int8])
+@each_of(("share", "spread"), [(0.02, 1.0), (0.3, 1.0), (0.9, 90.0)])
 def test_many_differences_are_counted_like_few(kind: Any, share: float, spread: float) -> None:
     random, info = np.random.default_rng(3), np.iinfo(kind)
     graph = random.integers(info.min, info.max, (3, 5, 7, 999), endpoint=True).astype(kind)
@@ -189,7 +190,7 @@ class _ShiftedTaking(_Taking):
     shift = 0.25
 
 
-@pytest.mark.parametrize("behind", [0, 3, 100])
+@each_of("behind", [0, 3, 100])
 def test_a_lane_takes_results_where_its_inputs_are_its_own(
     behind: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

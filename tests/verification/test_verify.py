@@ -18,6 +18,7 @@ import qtrace
 from qtrace.errors import CalibrationError, ExportError, GraphError
 from qtrace.graph.types import TracedModule
 from qtrace.verification.report import VerifyReport
+from tests.each import each_of
 from tests.nets import MobileNetV2, ResNet, images, net, randomize
 
 
@@ -304,7 +305,7 @@ def _report(
     return report
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("values", "differing", "min_equal", "passed"),
     [
         (504, 1, 0.999, True),
@@ -353,7 +354,7 @@ def test_a_good_file_below_a_limit_of_ones_own_is_told_that_no_op_is_wrong() -> 
     assert report.to_dict()["remarks"] == text.splitlines()[-3:]
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("report", "said", "not_said"),
     [
         (

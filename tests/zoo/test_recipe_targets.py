@@ -52,7 +52,7 @@ def test_only_families_without_a_recipe_are_plain() -> None:
     assert not {entry.family for entry in ENTRIES if entry.plain} & set(recipe_names())
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda entry: entry.name)
+@pytest.fixture(scope="module")
 def case(request: pytest.FixtureRequest) -> Iterator[tuple[TracedModule, str]]:
     entry = request.param
     level = mge.config.async_level
@@ -67,8 +67,19 @@ def _constant(note: ExprNote, recipe: str) -> bool:
     return recipe == "detr" and note.state == "shape" and note.path.startswith("decoder.0.")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("target", TARGETS)
+def _pairs() -> list[Any]:
+    """Each network on two targets in turn in the slow tests, and on the others in the long ones."""
+    marks = (pytest.mark.slow, pytest.mark.long)
+    return [
+        pytest.param(
+            entry, target, id=f"{entry.name}-{target}", marks=marks[(number - index) % 5 not in (0, 2)]
+        )
+        for index, entry in enumerate(CASES)
+        for number, target in enumerate(TARGETS)
+    ]
+
+
+@pytest.mark.parametrize(("case", "target"), _pairs(), indirect=["case"], scope="module")
 def test_layers_are_on_integers_and_nothing_is_rounded_twice(
     case: tuple[TracedModule, str], target: str, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ import qtrace
 from qtrace.config import backends
 from qtrace.graph import functions
 from qtrace.verification.runtimes import get as get_runtime
+from tests.each import each_of
 from tests.nets import images, net
 
 REFUSED = [
@@ -41,7 +42,7 @@ ALLOWED = [
 ]
 
 
-@pytest.mark.parametrize(("sort", "changes", "reason"), REFUSED)
+@each_of(("sort", "changes", "reason"), REFUSED)
 def test_refuses(sort: str, changes: dict[str, Any], reason: str) -> None:
     backend = backends.get("onnxruntime")
     problem = backend.problem(sort, getattr(backend, sort).replace(**changes))
@@ -49,7 +50,7 @@ def test_refuses(sort: str, changes: dict[str, Any], reason: str) -> None:
     assert problem.startswith(reason)
 
 
-@pytest.mark.parametrize(("sort", "changes"), ALLOWED)
+@each_of(("sort", "changes"), ALLOWED)
 def test_runs(sort: str, changes: dict[str, Any]) -> None:
     backend = backends.get("onnxruntime")
     assert backend.problem(sort, getattr(backend, sort).replace(**changes)) is None

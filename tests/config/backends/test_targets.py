@@ -6,13 +6,13 @@ import importlib
 from typing import Any
 
 import numpy as np
-import pytest
 
 from qtrace import ops
 from qtrace.config import backends
 from qtrace.config.backends import Backend
 from qtrace.numerics import choose, quantize
 from qtrace.ops import Role
+from tests.each import each_of
 
 NAMES = backends.known()
 INT_ROLES = {Role.COMPUTE, Role.ELEMENTWISE, Role.ACTIVATION, Role.NORM, Role.CONCAT}
@@ -68,7 +68,7 @@ CASES: list[tuple[str, str, dict[str, Any], str | None]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "sort", "changes", "reason"), CASES)
+@each_of(("name", "sort", "changes", "reason"), CASES)
 def test_runs_or_says_why_not(name: str, sort: str, changes: dict[str, Any], reason: str | None) -> None:
     backend = backends.get(name)
     problem = backend.problem(sort, getattr(backend, sort).replace(**changes))
@@ -79,7 +79,7 @@ def test_runs_or_says_why_not(name: str, sort: str, changes: dict[str, Any], rea
         assert problem.startswith(reason)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_of("name", NAMES)
 def test_runs_its_own_schemes(name: str) -> None:
     backend = backends.get(name)
     assert backend.name == name
@@ -89,7 +89,7 @@ def test_runs_its_own_schemes(name: str) -> None:
         assert getattr(backend, sort).rounding == backend.rounding
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_of("name", NAMES)
 def test_names_ops_that_can_run_on_integers(name: str) -> None:
     backend: Backend = backends.get(name)
     able = {rule.kind for rule in ops.rules() if rule.role in INT_ROLES}
@@ -100,21 +100,21 @@ def test_names_ops_that_can_run_on_integers(name: str) -> None:
     assert not backend.fused.keys() & {"concat", "stack"}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_of("name", NAMES)
 def test_says_what_it_is(name: str) -> None:
     text = importlib.import_module(f"qtrace.config.backends.{name}").__doc__
     assert text
     assert len(text) > 80
 
 
-@pytest.mark.parametrize("name", ["tensorrt", "ncnn", "ryzenai"])
+@each_of("name", ["tensorrt", "ncnn", "ryzenai"])
 def test_symmetric_scales_are_the_largest_magnitude_by_127(name: str) -> None:
     params = choose(-3.0, 12.7, backends.get(name).activation)
     assert params.scale == np.float32(0.1)
     assert params.zero_point == 0
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("name", "lowest", "ties"),
     [
         ("tensorrt", -128, 2),

@@ -16,6 +16,7 @@ import qtrace
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.annotation import Annotation, ExprNote
 from qtrace.preparation.prepare import plan
+from tests.each import each_of
 from tests.nets import ResNet, images, net, randomize
 
 C = 16
@@ -188,7 +189,7 @@ SLOW: dict[str, tuple[Callable[[], M.Module], tuple[int, ...], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", SLOW)
+@each_of("case", SLOW)
 def test_what_is_no_faster_on_integers_stays_float_unless_a_rule_says_otherwise(case: str) -> None:
     build, shape, expected = SLOW[case]
     traced = _traced(build(), *shape)

@@ -16,6 +16,7 @@ import qtrace
 from qtrace.errors import DataError, ExportError, GraphError
 from qtrace.graph import from_msc
 from qtrace.graph.types import TracedModule
+from tests.each import each_of
 from tests.nets import images, net
 
 X = images(2, 4, 8, 8)
@@ -154,7 +155,7 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@each_of("damage", DAMAGES)
 def test_a_damaged_document_is_refused(damage: Any, traced: TracedModule, tmp_path: Path) -> None:
     path = qtrace.export(traced, tmp_path / "g.json", format="msc")
     document = json.loads(path.read_text())

@@ -17,6 +17,7 @@ import qtrace
 from qtrace import QConfig
 from qtrace.errors import DataError, ExportError
 from qtrace.graph.types import TracedModule
+from tests.each import each_of
 from tests.nets import MobileNetV2, ResNet, images, net, randomize
 
 RECIPE = "backend/megengine"
@@ -175,7 +176,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@each_of("case", REFUSED)
 def test_other_schemes_are_refused_and_nothing_is_written(case: str, tmp_path: Path) -> None:
     config, problem = REFUSED[case]
     converted = _converted(_after(F.relu), images(2, 4, 8, 8), config=config)

@@ -16,6 +16,7 @@ import qtrace
 from qtrace.errors import ExportError
 from qtrace.graph import functions
 from qtrace.runtimes.worker import Ncnn
+from tests.each import each_of
 from tests.nets import net, randomize
 
 RECIPE = "backend/ncnn"
@@ -216,9 +217,7 @@ def test_parts_of_an_input_whose_channels_are_no_multiple_of_16_bytes(case: str,
     _verified(module, (3, 4, 5, 5), tmp_path)
 
 
-@pytest.mark.parametrize(
-    "exponent", [0, 1, 2, 3, 8, 9, 10, 13, 40, -1, -2, -9, 0.5, 0.3, 1.5, 8.4, -0.5, -0.3, -9.5]
-)
+@each_of("exponent", [0, 1, 2, 3, 8, 9, 10, 13, 40, -1, -2, -9, 0.5, 0.3, 1.5, 8.4, -0.5, -0.3, -9.5])
 def test_powers_of_numbers_of_either_sign_and_of_0(exponent: float, tmp_path: Path) -> None:
     x = np.array([[-2.0, -1.5, -1.0, -0.3, 0.0, 0.4, 1.0, 1.1, 3.0, 40.0, 1e6]], np.float32)
     traced = qtrace.trace(net(lambda self, x: x**exponent), x, check=False)
@@ -248,7 +247,7 @@ NO_LOOK_UPS: dict[str, tuple[Callable[..., Any], tuple[int, ...], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", NO_LOOK_UPS)
+@each_of("case", NO_LOOK_UPS)
 def test_other_look_ups_are_refused(case: str, tmp_path: Path) -> None:
     function, shape, problem = NO_LOOK_UPS[case]
     tokens = np.random.default_rng(0).integers(0, 20, shape).astype(np.int32)
@@ -329,7 +328,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@each_of("case", REFUSED)
 def test_refused_by_name(case: str, tmp_path: Path) -> None:
     function, problem = REFUSED[case]
     parts = {"other": M.Conv2d(3, 3, 1), "rows": mge.Parameter(_input((2, 864), 1))}

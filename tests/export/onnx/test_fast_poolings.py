@@ -14,6 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import qtrace
 from qtrace.export.onnx.pools import write_fast_poolings
+from tests.each import each_of
 from tests.nets import images, net
 
 
@@ -158,7 +159,7 @@ def _rounded_pool(zero: int, second_zero: int, scale: float = 0.05) -> onnx.Mode
     return _model(nodes, constants, (1, 2, 9, 9))
 
 
-@pytest.mark.parametrize(("scale", "zero"), [(0.05, 20), (0.004, 128), (0.3, 0)])
+@each_of(("scale", "zero"), [(0.05, 20), (0.004, 128), (0.3, 0)])
 def test_floats_are_pooled_before_they_are_rounded_to_the_same_values(scale, zero) -> None:
     x = np.random.default_rng(0).normal(size=(1, 2, 9, 9)).astype(np.float32)
     model = _rounded_pool(zero, zero, scale)

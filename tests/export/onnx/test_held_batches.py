@@ -18,6 +18,7 @@ import qtrace
 from qtrace.graph.open_axes import OpenAxes, OpenAxis, write_open_axes
 from qtrace.graph.types import TracedModule
 from qtrace.onnxfile.sessions import open_session
+from tests.each import each_of
 from tests.nets import images, net
 
 Forward = Callable[[Any, mge.Tensor], Any]
@@ -72,8 +73,8 @@ def _export(forward: Forward, data: np.ndarray, quantized: bool, path: Path) -> 
     return module
 
 
-@pytest.mark.parametrize("quantized", [False, True])
-@pytest.mark.parametrize("forward", [_last_first, _three_parts])
+@each_of("quantized", [False, True])
+@each_of("forward", [_last_first, _three_parts])
 def test_unequal_parts_of_a_batch_leave_it_open(forward: Forward, quantized: bool, tmp_path: Path) -> None:
     path = tmp_path / "net.onnx"
     module = _export(forward, ROWS, quantized, path)

@@ -19,6 +19,7 @@ from qtrace.errors import CalibrationError, GraphError
 from qtrace.graph.interface import Interface, TensorInfo, write_interface
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.record import fake_quants
+from tests.each import each_of
 from tests.nets import net
 
 FORMATS = ("float", "onnx", "onnx_float")
@@ -82,7 +83,7 @@ def test_names_order_and_types_come_back(form: str, tmp_path: Path) -> None:
     _equal(path, model, ("ids:0", "x/in"), 0.1 if form == "onnx_float" else 1e-5)
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@each_of("form", FORMATS)
 def test_without_an_interface_the_types_are_those_of_the_graph(form: str, tmp_path: Path) -> None:
     _, path = _exported(form, None, tmp_path)
     assert _ends(path)[0] == ("ids", TensorProto.INT32)

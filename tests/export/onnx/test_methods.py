@@ -17,6 +17,7 @@ from qtrace.errors import ConfigError
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.precision import describe_precision
+from tests.each import each_of
 from tests.nets import net
 
 X = np.random.default_rng(0).normal(size=(2, 5, 72)).astype(np.float32)
@@ -188,7 +189,7 @@ def test_recipes_name_the_targets_that_have_the_method(name: str) -> None:
         qtrace.load_recipe(f"{name}+tflite")
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("config", "says"),
     [
         ({"method": "dynamic", "backend": "ncnn"}, "backend ncnn has no method dynamic: use method: static"),

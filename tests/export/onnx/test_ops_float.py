@@ -15,6 +15,7 @@ import pytest
 
 import qtrace
 from qtrace import QConfig
+from tests.each import each_of
 from tests.export.reference import assert_agrees
 from tests.nets import net
 
@@ -254,7 +255,7 @@ def _no_queue() -> Iterator[None]:
 NO_ORACLE = {"local_response_norm": "it sums other channels than the standard says"}
 
 
-@pytest.mark.parametrize("name", CASES)
+@each_of("name", CASES)
 def test_runs_in_onnxruntime_as_in_the_graph(name: str, tmp_path: Path) -> None:
     module, shape = CASES[name]
     x = _draw(3, *shape)

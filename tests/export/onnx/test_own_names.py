@@ -21,6 +21,7 @@ from qtrace.graph.flatten import flatten
 from qtrace.graph.origin import FileOrigin, FileRemark, FileResult
 from qtrace.graph.parts import split
 from qtrace.graph.types import TracedModule
+from tests.each import each_of
 
 X = np.random.default_rng(0).normal(size=(2, 3, 8, 8)).astype(np.float32)
 ONNX_FORMS = ("float", "onnx", "onnx_float")
@@ -130,7 +131,7 @@ def test_nodes_graph_and_ends_have_their_own_documents_and_metadata(form: str, t
     assert others <= {""}
 
 
-@pytest.mark.parametrize("form", ONNX_FORMS)
+@each_of("form", ONNX_FORMS)
 def test_axes_of_outputs_have_their_own_names(form: str, tmp_path: Path) -> None:
     nodes = [
         _node("Conv", "conv", ["x", "w"], ["c"], strides=[2, 2], pads=[1] * 4),
@@ -181,7 +182,7 @@ _PICKED = {
 }
 
 
-@pytest.mark.parametrize("form", ONNX_FORMS)
+@each_of("form", ONNX_FORMS)
 def test_sizes_that_a_file_fixes_beside_rows_that_values_decide(form: str, tmp_path: Path) -> None:
     onnx.save(_picking(_PICKED), tmp_path / "net.onnx")
     traced = qtrace.from_onnx(tmp_path / "net.onnx")
@@ -192,7 +193,7 @@ def test_sizes_that_a_file_fixes_beside_rows_that_values_decide(form: str, tmp_p
     assert [d.dim_param or d.dim_value for d in info.type.tensor_type.shape.dim] == ["k", 4]
 
 
-@pytest.mark.parametrize("form", ONNX_FORMS)
+@each_of("form", ONNX_FORMS)
 def test_an_output_that_is_an_input_keeps_its_name(form: str, tmp_path: Path) -> None:
     onnx.save(_picking(_PICKED, passed=True), tmp_path / "net.onnx")
     traced = qtrace.from_onnx(tmp_path / "net.onnx")

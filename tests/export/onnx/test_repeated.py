@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnxruntime
-import pytest
 from onnx import numpy_helper
 
 import qtrace
+from tests.each import each_of
 from tests.importing.onnx.networks import model, node, save, weights
 
 SIZES = np.array([1, 4, 32, 32])
@@ -30,7 +30,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@each_of("form", FORMS)
 def test_what_the_source_computes_is_written_computed(form: str, tmp_path: Path) -> None:
     nodes, stored = FORMS[form]
     nodes = [*nodes, node("Add", "x e", "y")]

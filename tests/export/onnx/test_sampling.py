@@ -16,6 +16,7 @@ import pytest
 
 import qtrace
 from qtrace.errors import ExportError
+from tests.each import each_of
 from tests.nets import calibrated_if_quantized, images, net
 
 T = mge.Tensor
@@ -156,7 +157,7 @@ REFUSED: dict[str, tuple[Callable[[T, T], T], np.ndarray, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@each_of("name", REFUSED)
 def test_what_onnx_has_not_is_refused(name: str, tmp_path: Path) -> None:
     function, places, message = REFUSED[name]
     x = images(3, 4, 6, 8) if name != "channels last" else images(3, 6, 8, 4)

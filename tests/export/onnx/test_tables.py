@@ -8,9 +8,9 @@ import megengine as mge
 import numpy as np
 import onnx
 import onnxruntime
-import pytest
 
 import qtrace
+from tests.each import each_of
 from tests.importing.onnx.networks import model, node, save, weights
 
 RANDOM = np.random.default_rng(0)
@@ -32,7 +32,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@each_of("form", FORMS)
 def test_tables_in_8_bits_stay_so(form: str, tmp_path: Path) -> None:
     nodes, levels, scale = FORMS[form]
     stored = {"t": levels, "s": scale, "w": weights(32, 8)}

@@ -17,21 +17,25 @@ from tests.zoo.parts import pictures
 from tests.zoo.quick import one_of_each
 from tests.zoo.transformers.entries import TRANSFORMERS
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("synchronous")]
+pytestmark = pytest.mark.usefixtures("synchronous")
 
 TARGETS = ("tensorrt", "qnn", "ryzenai")
-# Each family on each target, and each of its other networks on one of them in turn.
+# Each network on one target in turn in the slow tests, and each family on each target in the long ones.
 ENTRIES: tuple[Any, ...] = (*CNN, *DETECTORS, *TRANSFORMERS)
 SHOWN = one_of_each(ENTRIES)
 CASES = [
-    (entry, target)
+    pytest.param(
+        *(entry, target),
+        id=f"{entry.name}-{target}",
+        marks=pytest.mark.slow if number == index % len(TARGETS) else pytest.mark.long,
+    )
     for index, entry in enumerate(ENTRIES)
     for number, target in enumerate(TARGETS)
     if entry in SHOWN or number == index % len(TARGETS)
 ]
 
 
-@pytest.mark.parametrize(("entry", "target"), CASES, ids=[f"{e.name}-{target}" for e, target in CASES])
+@pytest.mark.parametrize(("entry", "target"), CASES)
 def test_network(entry: Any, target: str, tmp_path: Path) -> None:
     args = entry.inputs(2, 0, entry.size) if hasattr(entry, "size") else (pictures(2, *entry.input_shape),)
     recipe = tmp_path / "r.yaml"

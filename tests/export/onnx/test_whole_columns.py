@@ -20,6 +20,7 @@ import qtrace
 from qtrace.errors import ExportError
 from qtrace.export.onnx import whole_columns
 from qtrace.onnxfile.saturation import products_are_wrong
+from tests.each import each_of
 from tests.nets import images, net, randomize
 
 X = images(4, 3, 16, 16)
@@ -297,7 +298,7 @@ def _read_twice(q: _Qdq) -> list[str]:
     return [y, q.rounded(y), q.add("Sigmoid", [y], "s")]
 
 
-@pytest.mark.parametrize(
+@each_of(
     "write",
     [
         _shared,

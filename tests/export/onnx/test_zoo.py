@@ -21,7 +21,7 @@ from tests.zoo.parts import pictures
 from tests.zoo.quick import one_of_each
 from tests.zoo.transformers.entries import TRANSFORMERS
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("synchronous")]
+pytestmark = pytest.mark.usefixtures("synchronous")
 
 Made = Callable[[], tuple[M.Module, tuple[Any, ...], str, Any]]
 
@@ -46,7 +46,13 @@ def _converted(module: M.Module, args: tuple[Any, ...], recipe: str, ends: Any) 
     return qtrace.convert(calibrated_if_quantized(prepared, [args]))
 
 
-@pytest.mark.parametrize("name", NETS)
+# What a detector decodes is written by the same ops on every target: see test_targets.py.
+_SHOWN = {e.name for e in (*one_of_each(CNN), *one_of_each(DETECTORS), *TRANSFORMERS)}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in _SHOWN else pytest.mark.long) for n in NETS]
+)
 def test_network(name: str, tmp_path: Path) -> None:
     module, args, recipe, ends = NETS[name]()
     converted = _converted(module, args, recipe, ends)
@@ -56,6 +62,7 @@ def test_network(name: str, tmp_path: Path) -> None:
     assert report.equal_share() >= 0.999, report.table()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPS)
 def test_op_of_the_survey(name: str, tmp_path: Path) -> None:
     case = OPS[name]

@@ -18,6 +18,7 @@ import qtrace
 from qtrace import QConfig
 from qtrace.errors import ExportError
 from qtrace.graph.types import TracedModule
+from tests.each import each_of
 from tests.export.tflite.files import constants, facts, kinds, load, tensors
 from tests.nets import ResNet, images, net, randomize
 
@@ -183,7 +184,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any], str
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@each_of("name", REFUSED)
 def test_refused_before_anything_is_written(name: str, tmp_path: Path) -> None:
     function, config, options, reason = REFUSED[name]
     model = _converted(_after_conv(function), **config)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qtrace.export.tflite.layout import CHANNELS_LAST, moves_values, window_pads
 from qtrace.export.tflite.moved import Moved
+from tests.each import each_of
 
 
 def _value(moved: Moved, stored: np.ndarray) -> np.ndarray:
@@ -90,7 +90,7 @@ def test_axes_of_one_move_for_nothing_but_the_first_does_not() -> None:
     assert moves_values((1, 8, 4), (1, 0, 2), (0, 1, 2))
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("size", "kernel", "stride", "padding", "dilation", "expected"),
     [
         (8, 3, 1, 1, 1, ("SAME", (1, 1))),

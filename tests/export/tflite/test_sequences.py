@@ -14,6 +14,7 @@ from ai_edge_litert.interpreter import Interpreter
 
 import qtrace
 from qtrace.errors import ExportError
+from tests.each import each_of
 from tests.export.tflite.files import kinds
 from tests.nets import net, randomize
 
@@ -182,8 +183,8 @@ AXES_OF_SAMPLES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("traced", [1, 3])
-@pytest.mark.parametrize("case", AXES_OF_SAMPLES)
+@each_of("traced", [1, 3])
+@each_of("case", AXES_OF_SAMPLES)
 def test_samples_stay_apart_on_any_axis_at_other_batches(case: str, traced: int, tmp_path: Path) -> None:
     function = AXES_OF_SAMPLES[case]
     module = net(lambda self, x: function(x))

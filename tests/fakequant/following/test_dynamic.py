@@ -10,6 +10,7 @@ from megengine.jit import trace
 from onnx import TensorProto, helper
 
 from qtrace.fakequant.following.dynamic import DynamicQuant
+from tests.each import each_of
 
 RNG = np.random.default_rng(0)
 VALUES = {
@@ -45,8 +46,8 @@ def session() -> onnxruntime.InferenceSession:
     return onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
 
 
-@pytest.mark.parametrize("name", VALUES)
-@pytest.mark.parametrize("traced", [False, True])
+@each_of("name", VALUES)
+@each_of("traced", [False, True])
 def test_it_computes_what_onnxruntime_does(
     name: str, traced: bool, session: onnxruntime.InferenceSession
 ) -> None:

@@ -12,6 +12,7 @@ from megengine.jit import trace
 
 from qtrace.fakequant.kernels.kernel import Learn, Levels, quant_dequant
 from qtrace.scheme import Rounding
+from tests.each import each_of
 
 ROUNDINGS: tuple[Rounding, ...] = ("half_even", "half_away", "half_up")
 
@@ -57,9 +58,9 @@ def _data(shape: tuple[int, ...]) -> np.ndarray:
     return x
 
 
-@pytest.mark.parametrize("rounding", ROUNDINGS)
-@pytest.mark.parametrize(("qmin", "qmax", "zero", "axis"), CASES)
-@pytest.mark.parametrize("jit", [None, "static", "symbolic"])
+@each_of("rounding", ROUNDINGS)
+@each_of(("qmin", "qmax", "zero", "axis"), CASES)
+@each_of("jit", [None, "static", "symbolic"])
 def test_forward_and_gradients(
     qmin: int, qmax: int, zero: int, axis: int | None, rounding: Rounding, jit: str | None
 ) -> None:
@@ -137,11 +138,9 @@ def test_no_scale_gradient_when_it_is_not_learned() -> None:
     np.testing.assert_array_equal(x.grad.numpy(), np.zeros(3))
 
 
-@pytest.mark.parametrize("form", ["tensor", "channels", "channels of one zero point"])
-@pytest.mark.parametrize("scale", [1.0, 0.0371])
-@pytest.mark.parametrize(
-    ("qmin", "qmax", "zero"), [(-8, 7, 0), (0, 15, 0), (0, 15, 15), (-128, 127, 0), (0, 65535, 30000)]
-)
+@each_of("form", ["tensor", "channels", "channels of one zero point"])
+@each_of("scale", [1.0, 0.0371])
+@each_of(("qmin", "qmax", "zero"), [(-8, 7, 0), (0, 15, 0), (0, 15, 15), (-128, 127, 0), (0, 65535, 30000)])
 def test_gradient_passes_at_the_bounds_and_not_beyond(
     qmin: int, qmax: int, zero: int, scale: float, form: str
 ) -> None:
@@ -161,7 +160,7 @@ def test_gradient_passes_at_the_bounds_and_not_beyond(
     assert np.isfinite(step.grad.numpy()).all()
 
 
-@pytest.mark.parametrize("shape", [(2, 3, 1, 1, 1), (2, 1, 4, 1, 1), (1, 1, 4, 1, 1), (1, 1, 1, 1, 5)])
+@each_of("shape", [(2, 3, 1, 1, 1), (2, 1, 4, 1, 1), (1, 1, 4, 1, 1), (1, 1, 1, 1, 5)])
 def test_scale_gradient_of_any_shape(shape: tuple[int, ...]) -> None:
     x = _data((2, 3, 4, 5, 5))
     upstream = np.random.default_rng(1).normal(size=x.shape).astype(np.float32)

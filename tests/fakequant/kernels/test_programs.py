@@ -14,6 +14,7 @@ from qtrace.fakequant.following.bias import BIAS_QMAX
 from qtrace.fakequant.kernels import kernel, programs
 from qtrace.fakequant.kernels.kernel import Learn, Levels, quant_dequant
 from qtrace.scheme import Rounding
+from tests.each import each_of
 
 SHAPE = (6, 5, 7)
 
@@ -45,10 +46,10 @@ def _step(levels: Levels, scale: np.ndarray, zero: np.ndarray, learn: Learn | No
     return [t.numpy() for t in (y, x.grad, s.grad, z.grad) if t is not None]
 
 
-@pytest.mark.parametrize("learn", [None, Learn(0.37), Learn(residual=False), Learn(0.5, zero_point=True)])
-@pytest.mark.parametrize("rounding", ["half_even", "half_away", "half_up"])
-@pytest.mark.parametrize("zero", [None, 0, 3])
-@pytest.mark.parametrize("channels", [False, True])
+@each_of("learn", [None, Learn(0.37), Learn(residual=False), Learn(0.5, zero_point=True)])
+@each_of("rounding", ["half_even", "half_away", "half_up"])
+@each_of("zero", [None, 0, 3])
+@each_of("channels", [False, True])
 def test_arrays_give_what_the_programs_give(
     channels: bool, zero: int | None, rounding: Rounding, learn: Learn | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

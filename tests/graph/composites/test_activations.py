@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from qtrace.graph.functions import erf
+from tests.each import each_of
 from tests.graph.composites.spellings import Spelling, assert_composed, assert_refused
 
 ROOT = math.sqrt(2.0)
@@ -63,7 +64,7 @@ def _in_place(x: mge.Tensor) -> mge.Tensor:
     return y
 
 
-@pytest.mark.parametrize("name", HARD_SWISH)
+@each_of("name", HARD_SWISH)
 def test_hard_swish(name: str) -> None:
     before = {"of a product": ["Tensor.__mul__"], "of a quotient": ["Tensor.__truediv__"]}.get(name, [])
     lost = ("three", "six") if name == "parameters" else ()
@@ -80,7 +81,7 @@ HARD_SIGMOID = {
 }
 
 
-@pytest.mark.parametrize("name", HARD_SIGMOID)
+@each_of("name", HARD_SIGMOID)
 def test_hard_sigmoid(name: str) -> None:
     assert_composed(HARD_SIGMOID[name], "F.hsigmoid", applied="HardSigmoid")
 
@@ -102,7 +103,7 @@ SILU = {
 }
 
 
-@pytest.mark.parametrize("name", SILU)
+@each_of("name", SILU)
 def test_silu(name: str) -> None:
     assert_composed(SILU[name], "F.silu", applied="Silu")
 
@@ -119,7 +120,7 @@ MISH = {
 }
 
 
-@pytest.mark.parametrize("name", MISH)
+@each_of("name", MISH)
 def test_mish(name: str) -> None:
     assert_composed(MISH[name], "qtrace.graph.functions.mish", applied="Mish")
 
@@ -135,7 +136,7 @@ GELU = {
 }
 
 
-@pytest.mark.parametrize("name", GELU)
+@each_of("name", GELU)
 def test_gelu(name: str) -> None:
     assert_composed(GELU[name], "F.gelu", applied="Gelu")
 
@@ -150,7 +151,7 @@ GELU_TANH = {
 }
 
 
-@pytest.mark.parametrize("name", GELU_TANH)
+@each_of("name", GELU_TANH)
 def test_gelu_by_tanh(name: str) -> None:
     assert_composed(GELU_TANH[name], "qtrace.graph.functions.gelu_tanh", applied="GeluTanh")
 
@@ -202,7 +203,7 @@ NEAR_MISSES = {
 }
 
 
-@pytest.mark.parametrize("name", NEAR_MISSES)
+@each_of("name", NEAR_MISSES)
 def test_near_misses_stay(name: str) -> None:
     assert_refused(*NEAR_MISSES[name])
 

@@ -10,6 +10,7 @@ import megengine.functional as F
 import numpy as np
 import pytest
 
+from tests.each import each_of
 from tests.graph.composites.spellings import Spelling, assert_composed, assert_refused, composed, labels
 
 TOKENS = (np.random.default_rng(8).normal(size=(2, 3, 5, 4))).astype(np.float32)
@@ -122,9 +123,7 @@ def _shuffled(groups: int, *space: int) -> Callable[[mge.Tensor], mge.Tensor]:
     return forward
 
 
-@pytest.mark.parametrize(
-    "forward", [_shuffled(2, 4, 8), _shuffled(3, 4, 8), _shuffled(2, 32), _shuffled(3, -1)]
-)
+@each_of("forward", [_shuffled(2, 4, 8), _shuffled(3, 4, 8), _shuffled(2, 32), _shuffled(3, -1)])
 def test_channel_shuffle(forward: Callable[..., Any]) -> None:
     assert_composed(forward, "qtrace.graph.functions.channel_shuffle", applied="ChannelShuffle")
 
@@ -137,7 +136,7 @@ def _blocks(*order: int) -> Callable[[mge.Tensor], mge.Tensor]:
     return forward
 
 
-@pytest.mark.parametrize("order", [(3, 5, 1), (1, 3, 5), (5, 3, 1), (1, 5, 3)])
+@each_of("order", [(3, 5, 1), (1, 3, 5), (5, 3, 1), (1, 5, 3)])
 def test_space_to_depth(order: tuple[int, ...]) -> None:
     assert_composed(_blocks(*order), "qtrace.graph.functions.space_to_depth", applied="SpaceToDepth")
 
@@ -159,7 +158,7 @@ FOCUS: dict[str, Callable[[mge.Tensor], mge.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", FOCUS)
+@each_of("name", FOCUS)
 def test_focus(name: str) -> None:
     assert_composed(FOCUS[name], "qtrace.graph.functions.space_to_depth", applied="Focus")
 
@@ -171,7 +170,7 @@ ROLLED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", ROLLED)
+@each_of("name", ROLLED)
 def test_roll(name: str) -> None:
     assert_composed(ROLLED[name], "F.roll", applied="Roll")
 
@@ -288,6 +287,6 @@ NEAR_MISSES: dict[str, tuple[Any, str, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", NEAR_MISSES)
+@each_of("name", NEAR_MISSES)
 def test_near_misses_stay(name: str) -> None:
     assert_refused(*NEAR_MISSES[name])

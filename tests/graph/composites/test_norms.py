@@ -11,6 +11,7 @@ import megengine.module as M
 import numpy as np
 import pytest
 
+from tests.each import each_of
 from tests.graph.composites.spellings import Spelling, assert_composed, assert_refused, composed, labels
 
 RNG = np.random.default_rng(3)
@@ -86,7 +87,7 @@ CHANNEL_NORM = {
 }
 
 
-@pytest.mark.parametrize("name", CHANNEL_NORM)
+@each_of("name", CHANNEL_NORM)
 def test_layer_norm_of_channels(name: str) -> None:
     flat = ("F.flatten",) if name == "three axes" else ()
     calls = (*flat, "F.transpose", "F.reshape", "F.reshape", "F.layer_norm", "F.transpose")
@@ -114,7 +115,7 @@ def _channels(self: Any, y: mge.Tensor) -> mge.Tensor:
     return y * self.weight.reshape(1, -1, 1, 1) + self.bias
 
 
-@pytest.mark.parametrize(
+@each_of(
     "spelling",
     [
         Spelling(lambda self, x: _standardized(x, (2, 3)) * self.weight + self.bias, _affine(1, 6, 1, 1)),
@@ -152,7 +153,7 @@ GROUP_NORM = {
 }
 
 
-@pytest.mark.parametrize("name", GROUP_NORM)
+@each_of("name", GROUP_NORM)
 def test_group_norm(name: str) -> None:
     assert_composed(
         GROUP_NORM[name],
@@ -258,14 +259,12 @@ def _plain_softmax(x: mge.Tensor) -> mge.Tensor:
     return powers * (1.0 / powers.sum(1, True))
 
 
-@pytest.mark.parametrize("name", ["tensorflow", "last axis", "one exp"])
+@each_of("name", ["tensorflow", "last axis", "one exp"])
 def test_softmax(name: str) -> None:
     assert_composed(SOFTMAX[name], "F.softmax", applied="Softmax")
 
 
-@pytest.mark.parametrize(
-    "shapes", [((1,), (1,)), ((1, 6, 1, 1), (1, 6, 1, 1)), ((1,), (6, 1, 1)), ((8,), (8,))]
-)
+@each_of("shapes", [((1,), (1,)), ((1, 6, 1, 1), (1, 6, 1, 1)), ((1,), (6, 1, 1)), ((8,), (8,))])
 def test_scale_and_shift(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
     stored = {"scale": _parameter(*shapes[0]), "shift": _parameter(*shapes[1])}
     spelling = Spelling(lambda self, x: F.relu(x) * self.scale + self.shift, stored)

@@ -18,6 +18,7 @@ from megengine.traced_module.module_tracer import BUILTIN_ARRAY_METHOD, Patcher,
 import qtrace
 from qtrace.graph.files import allowlist
 from qtrace.graph.files.names import AllowList, RefusedError, resolve
+from tests.each import each_of
 
 # Left out on purpose: they hand a blob of the file to a native runtime.
 EXCLUDED_MODULES = allowlist._names(
@@ -130,7 +131,7 @@ def test_recordable_tensor_methods_are_listed():
 EXCLUDED = EXCLUDED_MODULES | EXCLUDED_FUNCTIONS | EXCLUDED_OPDEFS
 
 
-@pytest.mark.parametrize("keys", [EXCLUDED, *(getattr(allowlist, name) for name in LISTS)])
+@each_of("keys", [EXCLUDED, *(getattr(allowlist, name) for name in LISTS)])
 def test_entries_are_exact_and_name_what_is_stored_in_files(keys):
     for key in keys:
         assert re.fullmatch(r"[\w.]+:[\w.]+", key), key
@@ -147,7 +148,7 @@ def test_files_reach_no_function_through_the_unpickler():
             names.find(*key.split(":"))
 
 
-@pytest.mark.parametrize("key", sorted(EXCLUDED_FUNCTIONS | EXCLUDED_OPDEFS))
+@each_of("key", sorted(EXCLUDED_FUNCTIONS | EXCLUDED_OPDEFS))
 def test_left_out_names_are_refused(key):
     names = AllowList()
     for ask in (lambda *pair: names.find(*pair), lambda *pair: names.function(pair)):

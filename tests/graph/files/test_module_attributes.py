@@ -21,6 +21,7 @@ from qtrace.graph.files import allowlist
 from qtrace.graph.files.module_attributes import _kinds, check_attributes
 from qtrace.graph.files.names import resolve
 from qtrace.graph.files.serialize import load, save
+from tests.each import each_of
 from tests.graph.files.hostile import refusal, traced_net
 from tests.nets import images, net
 
@@ -105,7 +106,7 @@ def write(module, path):
     path.write_bytes(pickle.dumps(traced, 4))
 
 
-@pytest.mark.parametrize("case", WRONG)
+@each_of("case", WRONG)
 def test_an_attribute_that_forward_does_not_take_is_refused(tmp_path, case):
     module, name, value, reason = WRONG[case]
     path, right = tmp_path / "net.mge", module.__dict__[name]
@@ -217,7 +218,7 @@ def made(cls):
     return cls(**{name: ARGUMENTS.get(name, 2) for name in needed})
 
 
-@pytest.mark.parametrize("key", sorted(allowlist.MODULES))
+@each_of("key", sorted(allowlist.MODULES))
 def test_every_attribute_of_every_module_is_in_the_table(key):
     cls = resolve(key)
     if cls.__name__ in ABSTRACT:

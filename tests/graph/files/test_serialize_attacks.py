@@ -18,6 +18,7 @@ from qtrace.errors import DataError
 from qtrace.graph.files.names import AllowList, LoadBudget
 from qtrace.graph.files.rules import Rules
 from qtrace.graph.files.unpickle import PickleMachine
+from tests.each import each_of
 from tests.graph.files.hostile import (
     EXPR,
     GRAPH,
@@ -124,7 +125,7 @@ NO_CONTROL = {
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # builtins:open
-@pytest.mark.parametrize("target", CALLS)
+@each_of("target", CALLS)
 def test_calls_while_loading_are_refused_by_name(tmp_path, target):
     sentinel, path = tmp_path / "sentinel", tmp_path / "attack.mge"
     (tmp_path / "inner.mge").write_bytes(HEAD + call(OS_SYSTEM, touch(sentinel)) + STOP)
@@ -146,7 +147,7 @@ def splice(data, replaced, opcodes):
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-@pytest.mark.parametrize("target", ["posix:system", "builtins:exec", "builtins:open", "functools:partial"])
+@each_of("target", ["posix:system", "builtins:exec", "builtins:open", "functools:partial"])
 def test_a_payload_deep_inside_a_real_model(tmp_path, target):
     sentinel, path = tmp_path / "sentinel", tmp_path / "attack.mge"
     path.write_bytes(splice(dump(traced_net()), "PLACEHOLDER", CALLS[target](sentinel)))
@@ -156,7 +157,7 @@ def test_a_payload_deep_inside_a_real_model(tmp_path, target):
     assert sentinel.exists()
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("module", "function"),
     [
         ("os", "system"),
@@ -247,7 +248,7 @@ def test_nothing_is_imported_for_a_string_that_is_not_listed(tmp_path, plugin, m
     assert plugin.exists()
 
 
-@pytest.mark.parametrize(
+@each_of(
     "pair",
     [
         b"]",
@@ -266,7 +267,7 @@ def test_import_strings_must_be_a_pair_of_strings(tmp_path, pair):
         refusal(path, "not a pair of module and name")
 
 
-@pytest.mark.parametrize(
+@each_of(
     "module_type",
     [("builtins", "dict"), ("megengine.tensor", "Tensor"), (GRAPH, "InternalGraph"), (GRAPH, "TracedModule")],
 )
@@ -277,7 +278,7 @@ def test_module_states_make_listed_modules_only(tmp_path, module_type):
     refusal(path, "names the module class", ":".join(module_type))
 
 
-@pytest.mark.parametrize(
+@each_of(
     "op",
     [
         name("subprocess", "Popen"),

@@ -23,6 +23,7 @@ from qtrace.errors import DataError, QtraceError, UnsafeFileError
 from qtrace.fakequant.base import FakeQuant
 from qtrace.graph.files.serialize import SIZE, load, save
 from qtrace.scheme import QScheme
+from tests.each import each_of
 from tests.fuzz.loading import verdict
 from tests.graph.files.hostile import net_input, refusal, text, traced_net
 from tests.nets import images, net
@@ -183,7 +184,7 @@ def write(traced, path):
     path.write_bytes(pickle.dumps(traced, 4))
 
 
-@pytest.mark.parametrize("change", EDITS, ids=lambda change: change.__name__)
+@each_of("change", EDITS, ids=lambda change: change.__name__)
 def test_an_edited_field_is_refused_by_load(tmp_path, change):
     traced = traced_net()
     change(traced)
@@ -314,7 +315,7 @@ def test_shared_lists_in_a_scheme_are_not_printed(tmp_path):
     assert "far more work" in verdict(path)
 
 
-@pytest.mark.parametrize("edit", QUANTIZATION)
+@each_of("edit", QUANTIZATION)
 def test_quantization_of_a_prepared_model_is_checked(tmp_path, edit):
     x = images(2, 2, 4, 4)
     prepared = qtrace.prepare(qtrace.trace(net(lambda self, x: self.conv(x), conv=M.Conv2d(2, 2, 1)), x))
@@ -377,8 +378,8 @@ def test_a_name_that_stands_for_what_the_graph_does_not_have_is_forgotten(kind, 
     assert load(path).graph._namespace._used_names["ghost"] is None
 
 
-@pytest.mark.parametrize("owner", ["root", "conv"])
-@pytest.mark.parametrize("missing", [("name",), ("_name",), ("name", "_name"), ("quantize_disabled",)])
+@each_of("owner", ["root", "conv"])
+@each_of("missing", [("name",), ("_name",), ("name", "_name"), ("quantize_disabled",)])
 def test_a_module_without_what_later_versions_write_runs(owner, missing, tmp_path):
     traced = traced_net()
     expected = traced(net_input()).numpy()

@@ -15,6 +15,7 @@ import pytest
 from qtrace.errors import ConfigError, DataError, GraphError, UnsafeFileError
 from qtrace.graph.files import serialize
 from qtrace.graph.files.serialize import load, save
+from tests.each import each_of
 from tests.graph.files.hostile import net_input, traced_net
 
 
@@ -61,7 +62,7 @@ def test_a_users_own_names_need_to_be_allowed(tmp_path, monkeypatch):
     np.testing.assert_array_equal(loaded(x).numpy(), expected.numpy())
 
 
-@pytest.mark.parametrize("allow", ["pkg.mod:Name", ["pkg.mod.Name"], ["pkg:*"], [3], ["os:system\n"]])
+@each_of("allow", ["pkg.mod:Name", ["pkg.mod.Name"], ["pkg:*"], [3], ["os:system\n"]])
 def test_malformed_allow_entries_are_refused(tmp_path, allow):
     with pytest.raises(ConfigError, match="allow"):
         load(tmp_path / "any", allow=allow)
@@ -87,7 +88,7 @@ BAD_FILES = {
 }
 
 
-@pytest.mark.parametrize("name", BAD_FILES)
+@each_of("name", BAD_FILES)
 def test_what_is_no_saved_model_gets_one_sentence(tmp_path, name):
     make, expected = BAD_FILES[name]
     path = tmp_path / "bad.mge"

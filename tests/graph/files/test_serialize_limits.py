@@ -26,6 +26,7 @@ from qtrace.graph.files.names import AllowList, LoadBudget, RefusedError, resolv
 from qtrace.graph.files.plain_values import make_op, op_state
 from qtrace.graph.files.rules import Rules
 from qtrace.graph.files.serialize import load, save
+from tests.each import each_of
 from tests.fuzz.loading import verdict
 from tests.graph.files.hostile import (
     EXPR,
@@ -140,7 +141,7 @@ def with_device(path, device):
     )
 
 
-@pytest.mark.parametrize("device", ["multithread500:0", "cpu7:0", "multithread100000:0"])
+@each_of("device", ["multithread500:0", "cpu7:0", "multithread100000:0"])
 def test_a_file_starts_no_threads(tmp_path, device):
     path = tmp_path / "net.mge"
     with_device(path, device)

@@ -14,6 +14,7 @@ from qtrace.graph.files.names import AllowList, LoadBudget
 from qtrace.graph.files.rules import Rules
 from qtrace.graph.files.serialize import load
 from qtrace.graph.files.unpickle import PickleMachine
+from tests.each import each_of
 from tests.graph.files.hostile import (
     EXPR,
     HEAD,
@@ -82,7 +83,7 @@ BUILDS = {
 }
 
 
-@pytest.mark.parametrize("attack", BUILDS)
+@each_of("attack", BUILDS)
 def test_state_goes_only_where_megengine_puts_it(tmp_path, attack):
     path = tmp_path / "attack.mge"
     path.write_bytes(HEAD + BUILDS[attack] + STOP)
@@ -141,7 +142,7 @@ NUMPY = {
 }
 
 
-@pytest.mark.parametrize("attack", NUMPY)
+@each_of("attack", NUMPY)
 def test_numpy_gets_plain_numbers_only(tmp_path, attack):
     path = tmp_path / "attack.mge"
     path.write_bytes(HEAD + NUMPY[attack] + STOP)
@@ -169,7 +170,7 @@ OPCODES = {
 }
 
 
-@pytest.mark.parametrize("attack", OPCODES)
+@each_of("attack", OPCODES)
 def test_opcodes_that_no_saved_model_has_are_refused(tmp_path, attack):
     path = tmp_path / "attack.mge"
     path.write_bytes(HEAD + OPCODES[attack] + STOP)
@@ -246,7 +247,7 @@ GRAPHS = {
 }
 
 
-@pytest.mark.parametrize("attack", GRAPHS)
+@each_of("attack", GRAPHS)
 def test_running_a_loaded_graph_calls_listed_things_only(tmp_path, attack):
     change, named = GRAPHS[attack]
     path = tmp_path / "attack.mge"

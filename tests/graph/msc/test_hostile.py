@@ -16,6 +16,7 @@ import pytest
 import qtrace
 from qtrace.errors import DataError, GraphError
 from qtrace.graph import MSCGraph, from_msc, to_traced
+from tests.each import each_of
 from tests.nets import images, net
 
 X = images(2, 4, 8, 8)
@@ -103,7 +104,7 @@ UNREADABLE: dict[str, tuple[Edit, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", UNREADABLE)
+@each_of("case", UNREADABLE)
 def test_a_document_of_the_wrong_form_is_refused(case: str, graph: MSCGraph) -> None:
     edit, message = UNREADABLE[case]
     document = json.loads(graph.to_json())
@@ -113,7 +114,7 @@ def test_a_document_of_the_wrong_form_is_refused(case: str, graph: MSCGraph) -> 
     assert str(caught.value).count("\n") == 0
 
 
-@pytest.mark.parametrize("text", ["", "[]", "null", "3", '"x"', "{", "[" * 100_000, '{"name": ' * 5000])
+@each_of("text", ["", "[]", "null", "3", '"x"', "{", "[" * 100_000, '{"name": ' * 5000])
 def test_texts_that_are_no_documents_are_refused(text: str) -> None:
     with pytest.raises(DataError, match="the text is no MSCGraph, or damaged: it is"):
         MSCGraph.from_json(text)
@@ -223,7 +224,7 @@ NO_GRAPH: dict[str, tuple[Edit, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", NO_GRAPH)
+@each_of("case", NO_GRAPH)
 def test_a_graph_that_cannot_be_built_is_refused(case: str, graph: MSCGraph) -> None:
     edit, message = NO_GRAPH[case]
     document = copy.deepcopy(json.loads(graph.to_json()))

@@ -16,6 +16,7 @@ import qtrace
 from qtrace.errors import GraphError
 from qtrace.graph import MSCGraph, from_msc, functions, to_traced
 from qtrace.graph.msc.kinds import KINDS
+from tests.each import each_of
 from tests.nets import net
 
 RNG = np.random.default_rng(0)
@@ -321,7 +322,7 @@ def _run(module: Any, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
     return [r.numpy() for r in (results if isinstance(results, (tuple, list)) else (results,))]
 
 
-@pytest.mark.parametrize("case", READ, ids=lambda case: f"{case[0]} {' '.join(case[1].values())[:20]}")
+@each_of("case", READ, ids=lambda case: f"{case[0]} {' '.join(case[1].values())[:20]}")
 def test_an_op_in_tvms_words_computes_what_numpy_does(case: Any) -> None:
     optype, attrs, inputs, weights, results = case
     results = [np.asarray(r) for r in (results if isinstance(results, list) else [results])]
@@ -366,7 +367,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("case", REFUSED, ids=lambda case: f"{case[0]} {' '.join(case[1].values())[:20]}")
+@each_of("case", REFUSED, ids=lambda case: f"{case[0]} {' '.join(case[1].values())[:20]}")
 def test_what_megengine_lacks_is_refused_by_name(case: Any) -> None:
     optype, attrs, inputs, weights, message = case
     with pytest.raises(GraphError, match=message) as caught:
@@ -490,7 +491,7 @@ WRITTEN: list[tuple[Callable[..., Any], dict[str, Any], np.ndarray, str, dict[st
 ]
 
 
-@pytest.mark.parametrize("case", WRITTEN, ids=lambda case: f"{case[3]} {' '.join(case[4].values())[:20]}")
+@each_of("case", WRITTEN, ids=lambda case: f"{case[3]} {' '.join(case[4].values())[:20]}")
 def test_an_op_is_written_in_tvms_words_which_say_it(case: Any, tmp_path: Path) -> None:
     forward, members, x, optype, attrs = case
     traced = qtrace.trace(net(forward, **members), x, check=False)

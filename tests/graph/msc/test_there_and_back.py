@@ -18,6 +18,7 @@ from qtrace.errors import GraphError
 from qtrace.graph import MSCGraph, from_msc, to_traced
 from qtrace.graph.lint import lint
 from qtrace.graph.types import TracedModule
+from tests.each import each_of
 from tests.nets import images, net
 from tests.zoo.catalog import CNN
 from tests.zoo.checks import equal, leaves, run
@@ -242,7 +243,7 @@ def _called(folder: Path) -> tuple[M.Module, MSCGraph]:
     return module, from_msc(qtrace.export(traced, folder / "g.json", format="msc"))
 
 
-@pytest.mark.parametrize("case", EDITED)
+@each_of("case", EDITED)
 def test_an_edit_that_the_call_does_not_follow_is_refused(case: str, tmp_path: Path) -> None:
     optype, edit = EDITED[case]
     _, graph = _called(tmp_path)

@@ -15,6 +15,7 @@ from qtrace.graph.flatten import flatten
 from qtrace.graph.native import LayerRanges, NativeRanges, read_ranges, write_ranges
 from qtrace.preparation.model import QuantizedModel
 from qtrace.scheme import QParams, QScheme
+from tests.each import each_of
 from tests.native_nets import images, trained
 
 INT8 = QParams(QScheme(signed=True, symmetric=True), np.float32(0.1), np.int32(0))
@@ -40,7 +41,7 @@ def test_the_text_holds_everything() -> None:
     assert NativeRanges.from_json(ranges.to_json()) == ranges
 
 
-@pytest.mark.parametrize(
+@each_of(
     "text",
     [
         "[",

@@ -7,7 +7,6 @@ from functools import partial
 import megengine as mge
 import megengine.module as M
 import numpy as np
-import pytest
 from megengine.core.tensor import dtype as types
 from megengine.core.tensor.dtype import QuantDtypeMeta
 from megengine.module import qat as Q
@@ -19,6 +18,7 @@ from megengine.quantization.utils import QuantMode, create_qparams
 
 from qtrace.graph.native.reading import read_dtype, read_fake_quant
 from qtrace.scheme import QParams, QScheme
+from tests.each import each_of
 from tests.native_nets import images
 
 LSQ_QCONFIG = QConfig(None, None, partial(LSQ, dtype="qint8_narrow"), partial(LSQ, dtype="qint8"))
@@ -45,7 +45,7 @@ def rounded(qparams: QParams, x: np.ndarray) -> np.ndarray:
     return ((q - zero) * qparams.scale).astype(np.float32)
 
 
-@pytest.mark.parametrize("qconfig", [tqt_qconfig, easyquant_qconfig, LSQ_QCONFIG], ids=["tqt", "easy", "lsq"])
+@each_of("qconfig", [tqt_qconfig, easyquant_qconfig, LSQ_QCONFIG], ids=["tqt", "easy", "lsq"])
 def test_fake_quants_that_learn_their_scale(qconfig: QConfig) -> None:
     module = reset_qconfig(layer(min_max_fakequant_qconfig), qconfig)
     for side, kept in (("weight", module.weight), ("act", mge.Tensor(images(5, 2, 4, 4, 4)))):
@@ -55,7 +55,7 @@ def test_fake_quants_that_learn_their_scale(qconfig: QConfig) -> None:
         np.testing.assert_allclose(rounded(qparams, kept.numpy()), fake(kept).numpy(), atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["quint8", "qint8", "quint4"])
+@each_of("name", ["quint8", "qint8", "quint4"])
 def test_zero_points(name: str) -> None:
     options = {"dtype": name, "mode": QuantMode.ASYMMERTIC}
     act = partial(MinMaxObserver, **options), partial(FakeQuantize, dtype=name)
@@ -104,7 +104,7 @@ class Custom(MinMaxObserver):
 ODD = QuantDtypeMeta("odd", None, "int8", -3, 90)
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("observer", "reason"),
     [
         (None, "it has neither an observer nor a fake quant that knows a scale"),

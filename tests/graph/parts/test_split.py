@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import qtrace
 from qtrace.errors import GraphError
 from qtrace.graph import exprs, flatten, lint, set_parameter, split
+from tests.each import each_of
 from tests.fuzz.graphs import networks
 from tests.graph.counting import count_calls
 from tests.nets import ResNet, images, net
@@ -168,7 +169,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@each_of("name", REFUSED)
 def test_a_cut_that_is_none_is_refused(name: str) -> None:
     def forward(self: Any, x: Any) -> Any:
         y = F.relu(self.conv(x))

@@ -22,6 +22,7 @@ import qtrace
 from qtrace import graph as g
 from qtrace.errors import GraphError
 from qtrace.graph.builder import GraphBuilder
+from tests.each import each_of
 from tests.nets import images, randomize
 from tests.zoo.catalog import CNN
 from tests.zoo.detectors.entries import DETECTORS
@@ -351,7 +352,7 @@ def test_names_that_the_source_uses_itself(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["class", "None", "M", "np", "Path", "load", "Group", "self", "a b", ""])
+@each_of("name", ["class", "None", "M", "np", "Path", "load", "Group", "self", "a b", ""])
 def test_names_that_no_class_of_a_source_has(name: str) -> None:
     traced = qtrace.trace(Scaling(), images(1, 3, 4, 4), check=False)
     with pytest.raises(GraphError, match="no name of a class, or one that the code uses"):

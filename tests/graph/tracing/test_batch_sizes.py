@@ -13,6 +13,7 @@ import pytest
 import qtrace
 from qtrace.errors import QtraceWarning, TraceError
 from qtrace.graph.flatten import flatten
+from tests.each import each_of
 from tests.nets import images, net
 
 X = images(4, 3, 8, 8)
@@ -73,7 +74,7 @@ REFUSED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@each_of("case", REFUSED)
 def test_what_a_reshape_cannot_find_out_is_refused_as_before(case: str) -> None:
     with pytest.raises(TraceError, match=r"of another batch size \(5 instead of 4\)"):
         qtrace.trace(net(REFUSED[case]), X)

@@ -19,6 +19,7 @@ import qtrace
 from qtrace.errors import TraceError
 from qtrace.graph.tracing.trace import trace
 from qtrace.graph.types import CallFunction, TracedModule
+from tests.each import each_of
 from tests.graph.planted import peek
 from tests.nets import images, net
 
@@ -57,8 +58,8 @@ def _samples(batch: int) -> np.ndarray:
     return np.abs(np.random.default_rng(1).normal(size=(batch, 10, 6))).astype(np.float32) + 0.5
 
 
-@pytest.mark.parametrize("batch", [1, 8])
-@pytest.mark.parametrize("name", VIEWS)
+@each_of("batch", [1, 8])
+@each_of("name", VIEWS)
 def test_a_view_and_what_is_broadcast(name: str, batch: int) -> None:
     """Traced at one batch size, right at every other one."""
     index, shape = VIEWS[name]
@@ -71,7 +72,7 @@ def test_a_view_and_what_is_broadcast(name: str, batch: int) -> None:
         np.testing.assert_array_equal(traced(mge.Tensor(x)).numpy(), other + x[index])
 
 
-@pytest.mark.parametrize("name", OPS)
+@each_of("name", OPS)
 def test_ops(name: str) -> None:
     model = net(lambda self, x: OPS[name](x[..., :2], self.other), other=mge.Tensor(GRID))
     x = _samples(8)
@@ -79,7 +80,7 @@ def test_ops(name: str) -> None:
     np.testing.assert_allclose(output, OPS[name](x[..., :2], GRID), rtol=1e-5)
 
 
-@pytest.mark.parametrize(
+@each_of(
     "forward",
     [
         lambda self, x: F.broadcast_to(self.other, (x.shape[0], 10, 2)) + self.other,
@@ -96,7 +97,7 @@ def test_other_views(forward: Callable[..., Any]) -> None:
     np.testing.assert_array_equal(traced(x).numpy(), one)
 
 
-@pytest.mark.parametrize(
+@each_of(
     "forward",
     [
         lambda self, x: x + self.other,  # no view
@@ -127,8 +128,8 @@ class Decode(M.Module):
         return F.concat([centers, sizes, x[..., 4:]], axis=-1)
 
 
-@pytest.mark.parametrize("width", [1, 2])
-@pytest.mark.parametrize("compiled", [None, True, False], ids=["eager", "symbolic", "imperative"])
+@each_of("width", [1, 2])
+@each_of("compiled", [None, True, False], ids=["eager", "symbolic", "imperative"])
 def test_values_and_gradients_of_a_decode(compiled: bool | None, width: int) -> None:
     """Also where the gradient of a product arrives as a view, from a concatenation."""
     stride = np.abs(np.random.default_rng(3).normal(size=(1, 10, width))).astype(np.float32) + 0.5

@@ -18,6 +18,7 @@ from qtrace.errors import QtraceWarning, TraceError
 from qtrace.graph import flatten, load, save
 from qtrace.graph.open_axes import OpenAxis, read_open_axes
 from qtrace.inspection.analysis import analyze
+from tests.each import each_of
 from tests.nets import images, net, randomize
 
 X = images(2, 3, 16, 24)
@@ -126,7 +127,7 @@ def test_axes_of_one_name_have_one_size() -> None:
         qtrace.trace(both, X, mask, dynamic={"x": {2: "S", 3: "S"}})
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("dynamic", "message"),
     [
         ({"y": {2: "H"}}, "'y' is no Tensor among the inputs; there are: x"),

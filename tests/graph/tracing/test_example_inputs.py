@@ -9,6 +9,7 @@ import pytest
 
 import qtrace
 from qtrace.graph.tracing.example_inputs import vary
+from tests.each import each_of
 
 TABLES = {
     "one box": [[0, 4, 4, 40, 40]],
@@ -18,8 +19,8 @@ TABLES = {
 }
 
 
-@pytest.mark.parametrize("high", [True, False])
-@pytest.mark.parametrize("table", TABLES)
+@each_of("high", [True, False])
+@each_of("table", TABLES)
 def test_rows_of_whole_numbers_stay_boxes(table: str, high: bool) -> None:
     example = np.array(TABLES[table], np.float32)
     (other,), _ = vary(((mge.Tensor(example),), {}), high)

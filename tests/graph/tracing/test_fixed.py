@@ -13,6 +13,7 @@ from megengine.functional import relu
 
 import qtrace
 from qtrace.errors import TraceError
+from tests.each import each_of
 
 X = np.random.RandomState(0).randn(2, 3).astype("float32")
 
@@ -38,7 +39,7 @@ def _value(result: Any) -> np.ndarray:
     return result.numpy()
 
 
-@pytest.mark.parametrize(
+@each_of(
     "fixed",
     [{"mode": 2}, {"mode": 1, "factor": 3.0}, {"mode": 2, "negate": True}, {"y": None, "mode": 0}],
 )
@@ -76,7 +77,7 @@ def test_a_method_records_the_functions_that_its_file_imports_by_name() -> None:
     assert qtrace.graph.find(traced, function=F.relu)
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("fixed", "message"),
     [
         ({"mod": 1}, r"fixed: _Strict.forward has no argument 'mod'; did you mean 'mode'\?"),

@@ -14,6 +14,7 @@ from megengine.traced_module.module_tracer import module_tracer
 
 from qtrace.errors import QtraceWarning
 from qtrace.graph.tracing.trace import trace
+from tests.each import each_of
 from tests.graph.planted import (
     GLOBAL,
     IMAGE,
@@ -65,7 +66,7 @@ def through_numpy(self, x):
     return x - mge.Tensor(peek(x).mean(axis=0))
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("forward", "named"),
     [
         (branch, ["F.relu", "F.sigmoid"]),
@@ -144,7 +145,7 @@ def test_a_module_that_refuses_another_batch_is_not_blamed():
 # 3. Parameters that became constants.
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("attributes", "forward", "path"),
     [
         ({"gains": [parameter(), parameter()]}, lambda self, x: x * self.gains[1], "part.gains[1]"),
@@ -210,8 +211,8 @@ def add_up(self, x):
     return x + sum(self.seen)
 
 
-@pytest.mark.parametrize("check", [True, False])
-@pytest.mark.parametrize(
+@each_of("check", [True, False])
+@each_of(
     ("forward", "attributes", "path"),
     [
         (write_slice, {"buf": buffer()}, "'body.part.buf'"),
@@ -252,8 +253,8 @@ def write_peak(self, x):
     return x / self.peak
 
 
-@pytest.mark.parametrize("initial", [0.0, 1.0])
-@pytest.mark.parametrize("forward", [assign_peak, assign_floor, reset_peak, reset_floor, write_peak])
+@each_of("initial", [0.0, 1.0])
+@each_of("forward", [assign_peak, assign_floor, reset_peak, reset_floor, write_peak])
 def test_a_running_maximum_is_named_though_the_example_has_the_largest_value(forward, initial):
     values = ROWS * np.float32(255)
     if forward in (assign_floor, reset_floor):
@@ -296,8 +297,8 @@ def test_a_value_that_another_module_reads_in_the_same_call_is_named():
     assert "return it from the submodule as an output" in message
 
 
-@pytest.mark.parametrize("check", [True, False])
-@pytest.mark.parametrize(("forward", "start"), [(keep_scores, {"scores": None}), (keep_named, {"seen": {}})])
+@each_of("check", [True, False])
+@each_of(("forward", "start"), [(keep_scores, {"scores": None}), (keep_named, {"seen": {}})])
 def test_a_value_kept_on_self_that_nothing_reads_is_named_and_left_out(forward, start, check):
     model = holder(net(forward, **copy.deepcopy(start)))
     with pytest.warns(
@@ -342,7 +343,7 @@ def test_two_argument_structures_name_the_submodule():
     assert "(Module, Tensor, None) and (Module, Tensor, Tensor)" in message
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("forward", "attributes", "named"),
     [
         (lambda self, x: Box(x), {}, ["'body.part'", "only return Tensors"]),

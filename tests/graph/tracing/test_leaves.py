@@ -21,6 +21,7 @@ from qtrace.graph.walk import op_label
 from qtrace.ops import Role
 from qtrace.ops.arguments import activation
 from qtrace.ops.base import op_rule, typed
+from tests.each import each_of
 from tests.graph.planted import ROWS, holder, net
 
 X = mge.Tensor(ROWS)
@@ -150,7 +151,7 @@ def nested() -> Callable[[Any], Any]:
     return inner
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("leaves", "message"),
     [
         (Gain, r"leaves takes a list of module classes and functions, such as leaves=\[MyOp\]"),

@@ -20,6 +20,7 @@ from megengine.core.tensor.utils import subgraph
 import qtrace
 from qtrace.errors import QtraceWarning, TraceError
 from qtrace.graph.flatten import flatten
+from tests.each import each_of
 from tests.nets import images, net
 
 IMAGE = images(2, 3, 8, 8)
@@ -297,7 +298,7 @@ def _many(
     return (y if pair is None else y * pair[1] + pair[0]["a"]) * last
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("given", "names"),
     [
         ({"mask": TOKENS}, ["x", "mask"]),

@@ -20,6 +20,7 @@ from megengine.traced_module.node import NodeMixin
 import qtrace
 from qtrace.errors import QtraceWarning, TraceError
 from qtrace.graph.tracing import reads
+from tests.each import each_of
 from tests.graph.planted import ROWS, holder, net
 
 ROWS_OF_NAMES = [F.relu, F.sigmoid, F.tanh]
@@ -160,8 +161,8 @@ def _line(forward: Callable[..., Any], text: str = "") -> str:
     return f"test_reads.py:{first + 1 + next(i for i, s in enumerate(lines) if any(k in s for k in keys))}"
 
 
-@pytest.mark.parametrize("forward", FORWARDS)
-@pytest.mark.parametrize("inside", [False, True])
+@each_of("forward", FORWARDS)
+@each_of("inside", [False, True])
 def test_a_value_of_the_data_is_refused_with_its_line(forward: Callable[..., Any], inside: bool) -> None:
     model = net(forward, fc=M.Linear(4, 4))
     with pytest.raises(TraceError, match="uses values of its data as Python values") as caught:
@@ -170,7 +171,7 @@ def test_a_value_of_the_data_is_refused_with_its_line(forward: Callable[..., Any
     assert f"--allow-branch tests/graph/tracing/{_line(forward)}" in str(caught.value)
 
 
-@pytest.mark.parametrize("forward", [rescaled, combined, negated])
+@each_of("forward", [rescaled, combined, negated])
 def test_an_allowed_line_keeps_the_branch_of_the_example(forward: Callable[..., Any]) -> None:
     model = net(forward, fc=M.Linear(4, 4))
     for entry in (_line(forward), f"tests/graph/tracing/{_line(forward)}"):
@@ -210,7 +211,7 @@ def test_sizes_and_the_training_flag_are_notes(caplog: pytest.LogCaptureFixture)
 IMAGES = np.random.default_rng(0).normal(size=(2, 3, 4, 4)).astype("float32")
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("forward", "example"),
     [
         (lambda self, x: x * float(int((x + 1).shape[2])), IMAGES),
@@ -230,7 +231,7 @@ def test_a_size_as_a_number_is_a_warning_if_it_makes_other_sizes_wrong(
         qtrace.trace(net(forward), example, dynamic={"x": names})
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("forward", "example"),
     [
         (lambda self, x: x[:, :, : int(x.shape[2]) * 9], IMAGES),  # right at any size
@@ -269,8 +270,8 @@ GIVEN: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("given", GIVEN)
+@each_of("depth", [1, 2])
+@each_of("given", GIVEN)
 def test_what_a_submodule_is_given_is_no_data_unless_it_derives_from_data(given: str, depth: int) -> None:
     inner: Any = net(lambda self, x, other: x * 2 if other.sum() > 0.5 else x)
     if depth == 2:
@@ -328,7 +329,7 @@ def test_tracing_a_later_call_changes_neither_graphs_nor_names(monkeypatch: pyte
     assert len(watched) == 3
 
 
-@pytest.mark.parametrize("give", [lambda x: x, lambda x: F.argmax(x), lambda x: F.argmax(x, axis=1)])
+@each_of("give", [lambda x: x, lambda x: F.argmax(x), lambda x: F.argmax(x, axis=1)])
 def test_data_that_a_submodule_is_given_is_data_also_as_an_integer(give: Callable[[Any], Any]) -> None:
     inner = net(lambda self, x, other: x * 2 if other.sum() > 0.5 else x)
     model = net(lambda self, x: self.inner(x, give(x)), inner=inner)

@@ -17,6 +17,7 @@ from megengine.traced_module import TracedModule, register_as_builtin
 import qtrace
 from qtrace.errors import QtraceWarning, TraceError
 from qtrace.graph.tracing.trace import trace
+from tests.each import each_of
 from tests.graph.planted import (
     IMAGE,
     ROWS,
@@ -113,7 +114,7 @@ LAYERS = [
 ]
 
 
-@pytest.mark.parametrize(("layer", "example"), LAYERS, ids=lambda v: type(v).__name__)
+@each_of(("layer", "example"), LAYERS, ids=lambda v: type(v).__name__)
 def test_one_layer_of_megengine_is_a_model(layer, example):
     kind = type(layer)
     traced = trace(layer, example)
@@ -280,8 +281,8 @@ TWICE = {
 }
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("case", TWICE)
+@each_of("depth", [1, 2])
+@each_of("case", TWICE)
 def test_a_module_may_read_one_tensor_several_times_and_others_later(case, depth):
     inner, outer = TWICE[case]
     module = net(outer, inner=net(inner, fc=M.Linear(4, 4)), gain=mge.Parameter(ROWS[0]))

@@ -7,11 +7,11 @@ from pathlib import Path
 import megengine as mge
 import numpy as np
 import onnx
-import pytest
 from onnx import TensorProto, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 import qtrace
+from tests.each import each_of
 from tests.importing.onnx.networks import model, node, weights
 
 _INTO = {"to": TensorProto.BFLOAT16}
@@ -29,7 +29,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@each_of("case", CASES)
 def test_ops_on_bfloat16_compute_in_float32(case: str, tmp_path: Path) -> None:
     nodes, inputs, stored = CASES[case]
     casts = [node("Cast", name, cast, **_INTO) for name, cast in zip(inputs, "ab", strict=False)]

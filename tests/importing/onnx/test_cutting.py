@@ -15,6 +15,7 @@ import qtrace
 from qtrace.errors import ImportingError
 from qtrace.graph.interface import read_interface
 from qtrace.graph.opaque import opaque_calls
+from tests.each import each_of
 from tests.importing.onnx.networks import model, node, save, weights
 
 X, Z = weights(2, 3, 8, 8), weights(2, 4, seed=1)
@@ -61,7 +62,7 @@ def test_inputs_that_nothing_needs_are_left_out(tmp_path: Path) -> None:
         assert traced(Tensor(batch)).shape[0] == len(batch)
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("outputs", "words"),
     [
         (["score"], "no tensor 'score'; names like it are 'scores'"),

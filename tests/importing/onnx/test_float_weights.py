@@ -20,6 +20,7 @@ import qtrace
 from qtrace.graph.opaque import OpaqueOp
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.record import is_quantized
+from tests.each import each_of
 from tests.importing.onnx.networks import model, node, save, weights
 from tests.nets import net
 
@@ -267,7 +268,7 @@ STORED = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@each_of("form", FORMS)
 def test_all_forms_of_dynamic_layers_come_in_as_float_layers(form: str, tmp_path: Path) -> None:
     read = {name for part in FORMS[form] for name in part.input}
     stored = {name: array for name, array in STORED.items() if name in read}

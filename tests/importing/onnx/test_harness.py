@@ -12,6 +12,7 @@ from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from qtrace.errors import ExportError, QtraceError
+from tests.each import each_of
 from tests.importing.onnx.binding import bind
 from tests.importing.onnx.cases import LIGHT, Case, load_cases, load_light_networks
 from tests.importing.onnx.judging import difference, judge, judge_all
@@ -88,7 +89,7 @@ def test_a_refusal_must_name_an_op_an_attribute_or_an_input(tmp_path: Path) -> N
     assert issubclass(ExportError, QtraceError)
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("result", "expected", "same"),
     [
         (np.float32([1, 1e-6]), np.float32([1, 0]), True),

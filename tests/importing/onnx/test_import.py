@@ -22,6 +22,7 @@ from qtrace.graph.opaque import opaque_calls
 from qtrace.graph.walk import owner
 from qtrace.importing.onnx import control_flow
 from qtrace.importing.onnx.ops import moves
+from tests.each import each_of
 from tests.growth import assert_linear, calls_of
 from tests.importing.onnx.networks import conv_bn, model, node, save, weights
 
@@ -301,7 +302,7 @@ def test_external_data_are_read_from_the_folder(tmp_path):
         qtrace.from_onnx(tmp_path / "net.onnx")
 
 
-@pytest.mark.parametrize("location", ["../secret.bin", "/etc/passwd", "a/../../secret.bin", "link.bin"])
+@each_of("location", ["../secret.bin", "/etc/passwd", "a/../../secret.bin", "link.bin"])
 def test_external_data_outside_of_the_folder_are_refused(tmp_path, location):
     folder = tmp_path / "model"
     folder.mkdir()
@@ -355,7 +356,7 @@ def no_output(proto):
     del proto.graph.output[:]
 
 
-@pytest.mark.parametrize(
+@each_of(
     "edit",
     [huge_dims, negative_dims, cyclic, unknown_op, other_type, two_outputs, old, large_result, no_output],
 )
@@ -422,7 +423,7 @@ def test_a_type_lasts_through_a_linear_layer(tmp_path, dtype):
     assert read_interface(net).outputs[0].dtype == np.dtype(dtype).name
 
 
-@pytest.mark.parametrize("opset", [12, 14, 16])
+@each_of("opset", [12, 14, 16])
 def test_a_normalization_that_onnxruntime_has_fused_is_read(tmp_path, opset):
     """Its optimizer writes LayerNormalization into files whose opset has no such op."""
     nodes = [
@@ -472,7 +473,7 @@ TIED = {
 }
 
 
-@pytest.mark.parametrize("form", TIED)
+@each_of("form", TIED)
 def test_one_initializer_is_one_parameter_and_one_tensor_of_the_files(form, tmp_path):
     nodes = TIED[form]
     stored = {"e": weights(48, 48), "f": weights(48, 48, seed=1), "zero": np.zeros(1, np.int64)}
@@ -588,7 +589,7 @@ def wide(kind: str, size: int) -> dict:
     }[kind]
 
 
-@pytest.mark.parametrize("kind", ["inputs", "repeated", "joined", "outputs"])
+@each_of("kind", ["inputs", "repeated", "joined", "outputs"])
 def test_work_is_linear_in_the_values_of_a_node(tmp_path, kind):
     paths = {n: save(model(opset=11, **wide(kind, n)), tmp_path, f"{n}.onnx") for n in (100, 400)}
     qtrace.from_onnx(paths[100])

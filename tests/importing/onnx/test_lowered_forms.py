@@ -18,6 +18,7 @@ import qtrace
 from qtrace.errors import GraphError, ImportingError
 from qtrace.graph.opaque import opaque_calls
 from qtrace.graph.walk import exprs, op_label
+from tests.each import each_of
 from tests.importing.onnx.judging import difference, import_and_run
 from tests.importing.onnx.networks import model, node, save
 
@@ -88,8 +89,8 @@ def test_integers_are_not_divided_by_a_stored_zero(tmp_path: Path, op: str) -> N
         qtrace.from_onnx(path)
 
 
-@pytest.mark.parametrize("stored", [True, False])
-@pytest.mark.parametrize("axis", [0, 1, 2])
+@each_of("stored", [True, False])
+@each_of("axis", [0, 1, 2])
 def test_elements_are_gathered_from_both_ends(tmp_path: Path, stored: bool, axis: int) -> None:
     x = RNG.normal(size=(3, 4, 5)).astype(F32)
     shape = list(x.shape)
@@ -101,9 +102,9 @@ def test_elements_are_gathered_from_both_ends(tmp_path: Path, stored: bool, axis
         check(tmp_path, "GatherElements", {"x": x, "i": index}, axis=axis)
 
 
-@pytest.mark.parametrize("largest", [1, 0])
-@pytest.mark.parametrize("axis", [0, 1, -1])
-@pytest.mark.parametrize("shape", [(5,), (4, 5), (3, 4, 5), (2, 3, 4, 5)])
+@each_of("largest", [1, 0])
+@each_of("axis", [0, 1, -1])
+@each_of("shape", [(5,), (4, 5), (3, 4, 5), (2, 3, 4, 5)])
 def test_the_largest_along_any_axis(tmp_path: Path, shape: tuple[int, ...], axis: int, largest: int) -> None:
     if axis < len(shape):
         x, count = RNG.permutation(np.prod(shape)).reshape(shape).astype(F32), np.int64([2])
@@ -131,8 +132,8 @@ def test_large_values_keep_their_digits(tmp_path: Path) -> None:
     check(tmp_path, "LpNormalization", {"x": F32([[0, 0], [3, 4]])})
 
 
-@pytest.mark.parametrize("upper", [0, 1])
-@pytest.mark.parametrize("k", [-1, 0, 2])
+@each_of("upper", [0, 1])
+@each_of("k", [-1, 0, 2])
 def test_triangles(tmp_path: Path, upper: int, k: int) -> None:
     x = RNG.normal(size=(2, 3, 4)).astype(F32)
     x[0, 2, 0] = x[0, 0, 3] = np.inf
@@ -140,7 +141,7 @@ def test_triangles(tmp_path: Path, upper: int, k: int) -> None:
     check(tmp_path, "Trilu", {"x": x > 0}, {"k": np.array(k, np.int64)}, upper=upper)
 
 
-@pytest.mark.parametrize("axis", [0, 1, -1])
+@each_of("axis", [0, 1, -1])
 def test_the_first_or_last_of_equal_places(tmp_path: Path, axis: int) -> None:
     x = F32([[1, 3, 3], [2, 3, 1]])
     check(tmp_path, "Hardmax", {"x": x}, axis=axis)
@@ -148,7 +149,7 @@ def test_the_first_or_last_of_equal_places(tmp_path: Path, axis: int) -> None:
         check(tmp_path, op, {"x": x}, axis=axis, select_last_index=1)
 
 
-@pytest.mark.parametrize("attributes", [{}, {"exclusive": 1}, {"reverse": 1}, {"exclusive": 1, "reverse": 1}])
+@each_of("attributes", [{}, {"exclusive": 1}, {"reverse": 1}, {"exclusive": 1, "reverse": 1}])
 def test_cumulative_sums(tmp_path: Path, attributes: dict[str, int]) -> None:
     axis = {"axis": np.array(1, np.int64)}
     check(tmp_path, "CumSum", {"x": RNG.normal(size=(2, 4)).astype(F32)}, axis, **attributes)
@@ -175,10 +176,10 @@ def check_as_onnxruntime(folder: Path, op: str, x: np.ndarray, opset: int, **att
     return "kept" if any(opaque_calls(qtrace.from_onnx(path))) else "lowered"
 
 
-@pytest.mark.parametrize("counts", [0, 1])
-@pytest.mark.parametrize("ceil", [0, 1])
-@pytest.mark.parametrize("pads", [[0, 0, 1, 1], [1, 0, 0, 1], [1, 1, 1, 1], [1, 0, 1, 0], [0, 0, 0, 0]])
-@pytest.mark.parametrize("opset", [11, 19, 22])
+@each_of("counts", [0, 1])
+@each_of("ceil", [0, 1])
+@each_of("pads", [[0, 0, 1, 1], [1, 0, 0, 1], [1, 1, 1, 1], [1, 0, 1, 0], [0, 0, 0, 0]])
+@each_of("opset", [11, 19, 22])
 def test_averages_count_the_places_that_onnxruntime_counts(
     tmp_path: Path, counts: int, ceil: int, pads: list[int], opset: int
 ) -> None:
@@ -201,15 +202,15 @@ AMBIGUOUS = {  # what ONNX and onnxruntime, or two versions of onnxruntime, coun
 }
 
 
-@pytest.mark.parametrize("name", AMBIGUOUS)
+@each_of("name", AMBIGUOUS)
 def test_counts_on_which_runtimes_disagree_stay_as_in_the_file(tmp_path: Path, name: str) -> None:
     size, opset, options = AMBIGUOUS[name]
     x = RNG.normal(size=(2, 3, *size)).astype(F32) + 2
     assert check_as_onnxruntime(tmp_path, "AveragePool", x, opset, count_include_pad=1, **options) == "kept"
 
 
-@pytest.mark.parametrize("op", ["MaxPool", "AveragePool", "LpPool", "Conv"])
-@pytest.mark.parametrize("automatic", ["SAME_UPPER", "SAME_LOWER"])
+@each_of("op", ["MaxPool", "AveragePool", "LpPool", "Conv"])
+@each_of("automatic", ["SAME_UPPER", "SAME_LOWER"])
 def test_strides_beyond_the_kernel_skip_the_places_that_onnxruntime_skips(
     tmp_path: Path, op: str, automatic: str
 ) -> None:
@@ -279,15 +280,15 @@ def test_later_definitions_are_read_if_their_types_alone_differ(tmp_path: Path) 
         qtrace.from_onnx(path)
 
 
-@pytest.mark.parametrize("shape", [(2, 4, 5), (2, 4, 3, 2, 5)])
-@pytest.mark.parametrize("stored", [True, False])
+@each_of("shape", [(2, 4, 5), (2, 4, 3, 2, 5)])
+@each_of("stored", [True, False])
 def test_instance_norm_of_signals_and_volumes(tmp_path: Path, shape: tuple[int, ...], stored: bool) -> None:
     x, weights = RNG.normal(size=shape).astype(F32), {"s": F32([1, 2, 3, 4]), "b": F32([0, 1, 0, -1])}
     inputs = {"x": x} if stored else {"x": x, **weights}
     check(tmp_path, "InstanceNormalization", inputs, weights if stored else None, epsilon=0.01)
 
 
-@pytest.mark.parametrize("shape", [(2, 4, 5), (2, 4, 3, 5), (2, 4, 3, 2, 5)])
+@each_of("shape", [(2, 4, 5), (2, 4, 3, 5), (2, 4, 3, 2, 5)])
 def test_group_norm_of_signals_images_and_volumes(tmp_path: Path, shape: tuple[int, ...]) -> None:
     x, stored = RNG.normal(size=shape).astype(F32), {"s": F32([1, 2, 3, 4]), "b": F32([0, 1, 0, -1])}
     check(tmp_path, "GroupNormalization", {"x": x}, stored, ("y",), 21, num_groups=2)

@@ -21,6 +21,7 @@ from qtrace.onnxfile.bodies import captured_names, rename_tensors
 from qtrace.onnxfile.fragment import check_fragment
 from qtrace.onnxfile.local_session import SessionSettings
 from qtrace.onnxfile.sessions import open_session
+from tests.each import each_of
 from tests.importing.onnx import networks, opaque_flows, opaque_layers
 from tests.importing.onnx.opaque_net import SHAPE, Net
 
@@ -315,7 +316,7 @@ def test_a_form_of_an_older_opset_is_converted_or_refused(tmp_path: Path) -> Non
         qtrace.export(newer, tmp_path / "old.onnx", opset=17)
 
 
-@pytest.mark.parametrize("name", ["rows_rotary", "rows_rotary_interleaved", "rows_rmsnorm"])
+@each_of("name", ["rows_rotary", "rows_rotary_interleaved", "rows_rmsnorm"])
 def test_an_op_that_onnx_writes_by_others_is_not_kept(name: str, tmp_path: Path) -> None:
     path = save(FORMS[name](), tmp_path / "net.onnx")
     net = qtrace.from_onnx(path)

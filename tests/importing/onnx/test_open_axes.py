@@ -17,6 +17,7 @@ from qtrace.data.batches import as_arguments
 from qtrace.graph.open_axes import read_open_axes
 from qtrace.importing.onnx import opening
 from qtrace.onnxfile.local_session import LocalSession
+from tests.each import each_of
 from tests.importing.onnx.networks import model, node, save, weights
 
 IMAGE = {"x": ["batch", 2, "rows.0", "?"]}
@@ -126,7 +127,7 @@ RESHAPES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", RESHAPES)
+@each_of("name", RESHAPES)
 def test_sizes_are_computed_as_in_the_file(tmp_path: Path, name: str) -> None:
     stored = {
         **{"zero": np.array([0]), "one": np.array([1]), "two": np.array([2]), "four": np.array([4])},
@@ -396,7 +397,7 @@ def test_a_network_that_takes_no_small_size_is_compared_at_an_odd_one(
 _FAR = 2**31 - 1
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("start", "end", "step"),
     [
         (24, 0, -1),
@@ -585,7 +586,7 @@ AGREEING = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", AGREEING)
+@each_of("case", AGREEING)
 def test_sizes_that_must_agree_stay_open_together(tmp_path: Path, case: str) -> None:
     nodes, declarations, recorded, others = AGREEING[case]
     sizes = {

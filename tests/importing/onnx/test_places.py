@@ -14,12 +14,13 @@ from onnx.reference import ReferenceEvaluator
 
 import qtrace
 from qtrace.errors import ImportingError
+from tests.each import each_of
 from tests.importing.onnx.judging import difference, import_and_run
 from tests.importing.onnx.networks import model, node, save
 from tests.importing.onnx.test_lowered_forms import F32, RNG, check, write
 
 
-@pytest.mark.parametrize("axis", [0, 1, -1])
+@each_of("axis", [0, 1, -1])
 def test_updates_are_written_to_elements(tmp_path: Path, axis: int) -> None:
     x = RNG.normal(size=(3, 4, 5)).astype(F32)
     rows = np.stack([RNG.permutation(3)[:2] for _ in range(12)], -1).reshape(2, 3, 4)
@@ -41,7 +42,7 @@ def _check_scatter(
     assert np.array_equal(net(*map(mge.Tensor, inputs.values())).numpy(), expected)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@each_of("depth", [1, 2, 3])
 def test_updates_are_written_to_parts(tmp_path: Path, depth: int) -> None:
     x = RNG.normal(size=(3, 4, 5)).astype(F32)
     index = np.array([[0, 1, 2], [-1, 3, 0]])[:, :depth]
@@ -56,7 +57,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@each_of("name", REFUSED)
 def test_other_places_are_refused(tmp_path: Path, name: str) -> None:
     index, attributes, message = REFUSED[name]
     nodes = [node("ScatterND", "x i u", "y", **attributes)]
@@ -74,8 +75,8 @@ def test_places_of_a_free_batch_are_kept(tmp_path: Path) -> None:
     assert net(mge.Tensor(x), mge.Tensor(update)).numpy().tolist() == [[1] * 4, [0] * 4, [0] * 4]
 
 
-@pytest.mark.parametrize("values", [F32([0, 1]), F32([-1, 3]), np.int64([2, 5])])
-@pytest.mark.parametrize("axis", [-1, 1])
+@each_of("values", [F32([0, 1]), F32([-1, 3]), np.int64([2, 5])])
+@each_of("axis", [-1, 1])
 def test_one_hot(tmp_path: Path, axis: int, values: np.ndarray) -> None:
     index = np.int64([[0, 2, -1], [4, -4, 7]])
     check(tmp_path, "OneHot", {"i": index}, {"d": np.int64([4]), "v": values}, axis=axis)
@@ -86,8 +87,8 @@ def test_marks_that_float32_cannot_add_are_kept(tmp_path: Path) -> None:
     check(tmp_path, "OneHot", {"i": np.int64([0, 2])}, stored)
 
 
-@pytest.mark.parametrize("aligned", [0, 1])
-@pytest.mark.parametrize("padding", ["zeros", "border"])
+@each_of("aligned", [0, 1])
+@each_of("padding", ["zeros", "border"])
 def test_an_image_is_sampled_between_its_pixels(tmp_path: Path, padding: str, aligned: int) -> None:
     x = RNG.normal(size=(2, 3, 5, 6)).astype(F32)
     grid = RNG.uniform(-1.4, 1.4, (2, 4, 7, 2)).astype(F32)
@@ -103,7 +104,7 @@ def test_an_image_is_sampled_between_its_pixels(tmp_path: Path, padding: str, al
     )
 
 
-@pytest.mark.parametrize("power", [1, 2, 3])
+@each_of("power", [1, 2, 3])
 def test_pooling_by_powers(tmp_path: Path, power: int) -> None:
     x = RNG.normal(size=(2, 3, 6, 7)).astype(F32)
     check(tmp_path, "LpPool", {"x": x}, kernel_shape=[3, 2], strides=[2, 2], pads=[1, 0, 1, 1], p=power)
@@ -112,8 +113,8 @@ def test_pooling_by_powers(tmp_path: Path, power: int) -> None:
     np.testing.assert_allclose(qtrace.from_onnx(path)(mge.Tensor(x)).numpy(), expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("pads", [[1, 1], [0, 2], [2, 1]])
-@pytest.mark.parametrize("stored", [True, False])
+@each_of("pads", [[1, 1], [0, 2], [2, 1]])
+@each_of("stored", [True, False])
 def test_a_transposed_convolution_of_signals(tmp_path: Path, stored: bool, pads: list[int]) -> None:
     x, weight, bias = (RNG.normal(size=s).astype(F32) for s in ((2, 4, 5), (4, 3, 3), (6,)))
     rest = {"w": weight, "b": bias}

@@ -15,6 +15,7 @@ import qtrace
 from qtrace.graph.walk import exprs, op_label
 from qtrace.importing.onnx.model import read_graph
 from qtrace.importing.onnx.scales import find_scales_and_shifts
+from tests.each import each_of
 from tests.importing.onnx.networks import model, node, save, weights
 
 X = weights(1, 4, 5, 5, seed=3)
@@ -52,8 +53,8 @@ def _labels(traced: Any) -> list[str]:
     return [label for e in exprs(traced) if (label := op_label(e)) != "getattr"]
 
 
-@pytest.mark.parametrize("constants", [False, True])
-@pytest.mark.parametrize("order", ["x s", "s x"])
+@each_of("constants", [False, True])
+@each_of("order", ["x s", "s x"])
 def test_it_is_one_op_with_the_parameters_of_the_file(tmp_path: Path, order: str, constants: bool) -> None:
     net = qtrace.from_onnx(save(_net(order, constants), tmp_path))
     assert _labels(net) == ["Conv2d", "F.hswish", "qtrace.graph.functions.scale_and_shift"]

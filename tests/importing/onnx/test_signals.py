@@ -12,6 +12,7 @@ import onnxruntime
 import pytest
 
 import qtrace
+from tests.each import each_of
 from tests.importing.onnx.networks import model, node, save, weights
 
 X = np.random.default_rng(3).standard_normal((2, 4, 17)).astype(np.float32)
@@ -43,9 +44,9 @@ def write(folder: Path, computed: bool = False, bias: bool = True, **attributes:
     return save(model(nodes, inputs, ["y"], stored), folder)
 
 
-@pytest.mark.parametrize("computed", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(
+@each_of("computed", [False, True])
+@each_of("bias", [False, True])
+@each_of(
     "attributes",
     [
         {"group": 2},

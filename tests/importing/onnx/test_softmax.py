@@ -16,6 +16,7 @@ from qtrace import ops
 from qtrace.graph import functions
 from qtrace.graph.tracing.attention import attention_in_parts
 from qtrace.graph.walk import exprs
+from tests.each import each_of
 from tests.importing.onnx.networks import model, node, save
 from tests.importing.onnx.test_lowered_forms import import_and_run, write
 
@@ -42,9 +43,9 @@ def reference(op: str, x: np.ndarray, axis: int, flat: bool) -> np.ndarray:
     return (np.exp(below) / total if op == "Softmax" else below - np.log(total)).reshape(x.shape)
 
 
-@pytest.mark.parametrize("opset", [11, 13])
-@pytest.mark.parametrize("name", LOGITS)
-@pytest.mark.parametrize("op", OPS)
+@each_of("opset", [11, 13])
+@each_of("name", LOGITS)
+@each_of("op", OPS)
 def test_logits_of_every_size_along_every_axis(tmp_path: Path, op: str, name: str, opset: int) -> None:
     x = LOGITS[name].astype(F32)
     for axis in range(len(SHAPE)):

@@ -17,6 +17,7 @@ from qtrace.onnxfile.local_session import SessionSettings
 from qtrace.onnxfile.sessions import open_session
 from qtrace.quantizing import sources
 from qtrace.sensitivity.diagnosis import measure_inputs
+from tests.each import each_of
 from tests.importing.onnx.networks import model, node, save, weights
 from tests.importing.onnx.test_open_axes import declared
 
@@ -113,10 +114,8 @@ def test_shapes_of_a_sample_follow_the_names_of_axes(tmp_path: Path) -> None:
     assert sources.open_shapes(path, batch)["atoms"] == (1, 4)
 
 
-@pytest.mark.parametrize(
-    "sizes", [["?", 3, "?", "?"], ["N", 3, "N", "N"], ["n", 3, 32, "n"], ["N", 3, "H", "W"]]
-)
-@pytest.mark.parametrize("count", [4, 32])
+@each_of("sizes", [["?", 3, "?", "?"], ["N", 3, "N", "N"], ["n", 3, 32, "n"], ["N", 3, "H", "W"]])
+@each_of("count", [4, 32])
 def test_an_image_has_its_size_where_a_file_names_all_axes_alike(tmp_path: Path, sizes, count: int) -> None:
     path = save(model([node("Relu", "x", "y")], {"x": sizes}), tmp_path)
     batch = (np.ones((count, 3, 32, 32), np.float32),)

@@ -13,6 +13,7 @@ from onnx.reference import ReferenceEvaluator
 import qtrace
 from qtrace.errors import ImportingError
 from qtrace.importing.onnx.scopes import undoubled
+from tests.each import each_of
 from tests.importing.onnx.networks import model, node, save, weights
 
 X = weights(2, 3, 8, 8, seed=5)
@@ -76,7 +77,7 @@ def test_the_export_gives_the_names_of_the_file_back(tmp_path: Path) -> None:
     assert "add_3" in {name for part in written.graph.node for name in part.output}
 
 
-@pytest.mark.parametrize("text", ["[", "['a']", "7", "[1, 2]", "[" * 3000, "['a', 'b']" + " " * 5000])
+@each_of("text", ["[", "['a']", "7", "[1, 2]", "[" * 3000, "['a', 'b']" + " " * 5000])
 def test_scopes_that_are_none_are_left_alone(text: str, tmp_path: Path) -> None:
     relu = node("Relu", "x", "y")
     relu.metadata_props.append(onnx.StringStringEntryProto(key="pkg.torch.onnx.name_scopes", value=text))
@@ -93,7 +94,7 @@ def test_refusals_name_the_line_of_the_source(tmp_path: Path) -> None:
         qtrace.from_onnx(save(proto, tmp_path))
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("name", "expected"),
     [
         ("/layer4/layer4.1/conv1/Conv", "/layer4.1/conv1/Conv"),

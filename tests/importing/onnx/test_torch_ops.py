@@ -13,6 +13,7 @@ from megengine import Tensor
 import qtrace
 from qtrace.errors import ImportingError
 from qtrace.onnxfile.sessions import open_session
+from tests.each import each_of
 from tests.importing.onnx.networks import model, node, save, weights
 from tests.importing.onnx.test_lowered_forms import check
 
@@ -73,7 +74,7 @@ def test_a_split_into_a_sequence_that_is_picked_from(sizes: int | list[int], tmp
     _compare(proto, tmp_path, x[:1], x, shape=(2, 4, 3))
 
 
-@pytest.mark.parametrize("sizes", [[8, 0], [0, 8], [3, 0, 5], [0, 8, 0]])
+@each_of("sizes", [[8, 0], [0, 8], [3, 0, 5], [0, 8, 0]])
 def test_a_part_of_a_split_that_is_empty(sizes: list[int], tmp_path: Path) -> None:
     """What turns all values of a head by their places, where a network may leave some as they are."""
     parts = " ".join(f"p{i}" for i in range(len(sizes)))
@@ -106,7 +107,7 @@ EQUATIONS = {
 }
 
 
-@pytest.mark.parametrize("equation", EQUATIONS)
+@each_of("equation", EQUATIONS)
 def test_einstein_sums(equation: str, tmp_path: Path) -> None:
     inputs = {
         name: weights(*shape, seed=i)
@@ -136,8 +137,8 @@ def test_einstein_sums_that_contradict_their_inputs(tmp_path: Path) -> None:
         qtrace.from_onnx(save(proto, tmp_path))
 
 
-@pytest.mark.parametrize("place", ["half_pixel", "align_corners", "asymmetric", "pytorch_half_pixel"])
-@pytest.mark.parametrize("sizes", [(9, 7), (3, 12), (6, 2)])
+@each_of("place", ["half_pixel", "align_corners", "asymmetric", "pytorch_half_pixel"])
+@each_of("sizes", [(9, 7), (3, 12), (6, 2)])
 def test_cubic_resizing(place: str, sizes: tuple[int, int], tmp_path: Path) -> None:
     nodes = [node("Resize", "x _ _ sizes", "y", mode="cubic", coordinate_transformation_mode=place)]
     stored = {"sizes": np.array([2, 3, *sizes], np.int64)}
@@ -166,7 +167,7 @@ def test_numbers_repeated_by_the_batch(op: str, tmp_path: Path) -> None:
     _compare(model(nodes, {"x": ["N", 4]}, ["y"], stored), tmp_path, x[:1], x, shape=(2, 4))
 
 
-@pytest.mark.parametrize("mode", ["cubic", "linear", "nearest"])
+@each_of("mode", ["cubic", "linear", "nearest"])
 def test_corners_that_are_aligned_by_a_fraction_are_kept(mode: str, tmp_path: Path) -> None:
     """onnx places the last corner at the scaled size, 3.2 here, and onnxruntime at that of the result, 3."""
     nodes = [

@@ -16,6 +16,7 @@ from qtrace.graph.moves import part_of, places_of, reshaped_to, taken_at, transp
 from qtrace.graph.origin import FileNorm, FileOrigin, FileParameter, read_origin
 from qtrace.importing.torch import exporting
 from qtrace.importing.torch.state import note_state, state_arrays
+from tests.each import each_of
 from tests.importing.onnx.networks import conv_bn, model, node, save, weights
 
 
@@ -75,7 +76,7 @@ def test_a_transposed_and_divided_weight_comes_back_whole(tmp_path: Path) -> Non
     assert all(np.array_equal(arrays[name], state[name]) for name in state)
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("op", "left", "right", "number"),
     [
         ("Mul", "alpha", "const_1", 1.0),
@@ -95,7 +96,7 @@ def test_a_tensor_times_one_keeps_its_name(
     np.testing.assert_array_equal(state_arrays(traced)["alpha"], state["alpha"])
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("op", "others", "whole"),
     [
         ("Gather", {"at": np.array([[3, 0], [1, -2]])}, True),
@@ -238,8 +239,8 @@ def test_a_bias_that_an_algorithm_added_is_refused_by_name(tmp_path: Path) -> No
         state_arrays(prepared)
 
 
-@pytest.mark.parametrize("shift", [False, True])
-@pytest.mark.parametrize("gain", [False, True])
+@each_of("shift", [False, True])
+@each_of("gain", [False, True])
 def test_a_folded_norm_without_gain_or_shift_adds_the_bias(gain: bool, shift: bool, tmp_path: Path) -> None:
     """The exporter stores ones and zeros, which are no tensors of the state, for what torch's norm lacks."""
     statistics = {"bn.running_mean": weights(4), "bn.running_var": np.abs(weights(4)) + 0.5}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -230,16 +231,12 @@ def written(prepared: TracedModule, tmp_path_factory: pytest.TempPathFactory) ->
     folder = tmp_path_factory.mktemp("compare")
     qtrace.save(prepared, folder / "prepared.mge")
     np.save(folder / "unseen.npy", np.concatenate(_data(1)))
-    command = [sys.executable, "-m", "qtrace", "compare", "prepared.mge", "--data", "unseen.npy"]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [*command, "--json", "--html", "page.html"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-    return SimpleNamespace(code=done.returncode, out=done.stdout, err=done.stderr, page=folder / "page.html")
+    command = ["compare", str(folder / "prepared.mge"), "--data", str(folder / "unseen.npy")]
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as end:
+        cli.main([*command, "--json", "--html", str(folder / "page.html")])
+    page = folder / "page.html"
+    return SimpleNamespace(code=end.value.code, out=out.getvalue(), err=err.getvalue(), page=page)
 
 
 def test_the_command_takes_the_network_and_the_models_own_preprocess(

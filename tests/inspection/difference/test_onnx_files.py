@@ -13,6 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 import qtrace
 from qtrace.errors import ExportError
 from qtrace.inspection.difference.onnx_files import FileDifference, compare_files
+from tests.each import each_of
 
 X = np.random.default_rng(0).normal(size=(2, 3, 8, 8)).astype(np.float32)
 
@@ -121,7 +122,7 @@ def _raise_opset(model: onnx.ModelProto) -> None:
     model.opset_import[0].version = 18
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("edit", "section", "line"),
     [
         (_rename_output, "inputs and outputs", "- output y: float32 [n, 4, 7, 7]"),
@@ -148,7 +149,7 @@ def _annotate(model: onnx.ModelProto) -> None:
         part.metadata_props.add(key="layer", value="stem")
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("first", "second", "sign"),
     [(False, True, "layer is 'stem'"), (True, False, "has no layer any more"), (True, True, None)],
 )

@@ -16,6 +16,7 @@ from qtrace.config import QConfig
 from qtrace.inspection.explanation import Explanation
 from qtrace.preparation.annotation import Annotation, ExprNote, Plan, Site
 from qtrace.scheme import QScheme
+from tests.each import each_of
 from tests.nets import ResNet, images, net, randomize
 
 X = images(2, 4, 8, 8)
@@ -205,9 +206,7 @@ def test_whole_nets_are_valid(every: bool) -> None:
         assert sum(key.startswith("out") for key in drawing.nodes) == len(explanation.annotation.outputs)
 
 
-@pytest.mark.parametrize(
-    "name", ['a"b', "a\\", "a\\nb", 'x"]; evil [label="', "a\nb", "größe", "<b>", "\\N", ""]
-)
+@each_of("name", ['a"b', "a\\", "a\\nb", 'x"]; evil [label="', "a\nb", "größe", "<b>", "\\N", ""])
 def test_any_name_is_safe(name: str) -> None:
     plan = Plan(QScheme(), "mse", (), "fixed", ())
     notes = (

@@ -5,13 +5,13 @@ from fractions import Fraction
 from math import floor
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qtrace.observers.mse import MeanSquaredError
 from qtrace.observers.statistics import histogram
 from qtrace.scheme import QScheme
+from tests.each import each_of
 
 BINS = 64
 VALUES = st.one_of(
@@ -58,7 +58,7 @@ def test_resolution_lies_between_bins_and_twice_as_many():
         assert BINS - 2 <= used <= 2 * BINS
 
 
-@pytest.mark.parametrize("shape", [(3, 5, 4000), (40, 5, 77), (1, 500, 200), (3000, 5), (2, 5, 70000)])
+@each_of("shape", [(3, 5, 4000), (40, 5, 77), (1, 500, 200), (3000, 5), (2, 5, 70000)])
 def test_blocks_cover_every_element_once(shape):
     rng = np.random.default_rng(0)
     x = np.round(rng.normal(size=shape), 1) * rng.uniform(

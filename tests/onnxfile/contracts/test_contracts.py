@@ -18,6 +18,7 @@ from qtrace.errors import ExportError
 from qtrace.onnxfile.contracts import ContractReport, check_contract, fix_contract
 from qtrace.onnxfile.contracts.qdq_graph import LAYERS, QUANTIZERS, QdqGraph
 from qtrace.onnxfile.contracts.targets import known
+from tests.each import each_of
 from tests.nets import ResNet, images, randomize
 from tests.onnxfile.contracts import planted
 from tests.onnxfile.contracts.planted import FORMS, Edit, build, other_domain, regrid
@@ -162,14 +163,14 @@ def test_there_are_enough_kinds() -> None:
     assert {FORMS[case.form].target for case in CASES.values()} == set(known())
 
 
-@pytest.mark.parametrize("form", FORMS)
+@each_of("form", FORMS)
 def test_the_files_before_the_edits_keep_their_contract(form: str, tmp_path: Path) -> None:
     report = check_contract(_write(build(FORMS[form]), tmp_path), FORMS[form].target)
     assert report.findings == ()
     assert report.passed
 
 
-@pytest.mark.parametrize("kind", CASES)
+@each_of("kind", CASES)
 def test_a_planted_violation_is_found_at_its_node(kind: str, tmp_path: Path) -> None:
     case = CASES[kind]
     report = _check(_plant(case, tmp_path), case)

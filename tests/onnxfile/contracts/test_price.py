@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from qtrace.onnxfile.contracts.price import RunPrice, price_run
 from qtrace.onnxfile.contracts.qdq_graph import QdqGraph
+from tests.each import each_of
 
 
 def _price(op: str, shape: tuple[int, ...], weight: tuple[int, ...], **attributes: object) -> RunPrice:
@@ -23,7 +23,7 @@ def _price(op: str, shape: tuple[int, ...], weight: tuple[int, ...], **attribute
     return price_run(QdqGraph(model), (), Path("net.onnx"))
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("op", "shape", "weight", "attributes", "products"),
     [
         ("Conv", (1, 8, 10, 10), (16, 8, 3, 3), {}, 16 * 8 * 8 * 8 * 9),

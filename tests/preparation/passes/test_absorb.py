@@ -20,6 +20,7 @@ from qtrace.preparation.normalize import normalize
 from qtrace.preparation.passes.absorb import absorb
 from qtrace.preparation.passes.base import PassResult
 from qtrace.preparation.record import read_record
+from tests.each import each_of
 from tests.nets import net
 from tests.preparation.passes.chains import absorbed
 
@@ -154,7 +155,7 @@ NO_CONSTANT_OPS: dict[str, M.Module] = {
 }
 
 
-@pytest.mark.parametrize("name", NO_CONSTANT_OPS)
+@each_of("name", NO_CONSTANT_OPS)
 def test_it_is_no_constant_op(name: str) -> None:
     flat = normalize(qtrace.trace(NO_CONSTANT_OPS[name], X, check=False))
     kinds = _kinds(flat)
@@ -191,7 +192,7 @@ def _tail_of_split(y: Any) -> Any:
 CASES["disjoint slices"][0].__class__.tail = lambda self, y: F.concat([y[:, :2] * 8 + 1, F.exp(y[:, 2:])], 1)
 
 
-@pytest.mark.parametrize("name", CASES)
+@each_of("name", CASES)
 def test_it_is_absorbed(name: str) -> None:
     module, kinds = CASES[name]
     flat, result = absorbed(module, X)
@@ -300,7 +301,7 @@ def _overlapping(y: Any) -> Any:
     return F.exp(y[:, :2]), y[:, 1:] * 8
 
 
-@pytest.mark.parametrize("name", LEFT)
+@each_of("name", LEFT)
 def test_what_is_not_exact_is_left_with_the_reason(name: str) -> None:
     module, reason = LEFT[name]
     _, result = absorbed(module, X if name != "beyond float32" else X * 0)

@@ -18,6 +18,7 @@ from qtrace.errors import CalibrationError, ConfigError
 from qtrace.preparation.annotation import Annotation, ExprNote, Site
 from qtrace.preparation.prepare import plan
 from qtrace.preparation.record import fake_quants
+from tests.each import each_of
 from tests.nets import ResNet, images, net, randomize
 
 X = images(2, 4, 8, 8)
@@ -179,7 +180,7 @@ def test_megengine_backend_ties_concat_and_is_per_tensor_symmetric() -> None:
     assert {s.group for s in _sites(untied).values()} >= {"a_out", "b_out", "concat_out"}
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("match", "expected"),
     [
         ({"op": "conv2d"}, {"first", "dw", "last"}),
@@ -215,7 +216,7 @@ def test_later_rules_win() -> None:
     assert _note(annotation, "b_out").matched == ("rules[0]", "rules[1]")
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("config", "message"),
     [
         (

@@ -17,6 +17,7 @@ from qtrace.graph.types import TracedModule
 from qtrace.preparation.passes.base import PassResult
 from qtrace.preparation.passes.expand import expand
 from qtrace.preparation.passes.fuse_bn import fuse_bn
+from tests.each import each_of
 from tests.nets import MobileNetV2, ResNet, images, net, randomize
 
 
@@ -103,7 +104,7 @@ def _fused(module: M.Module, x: np.ndarray) -> tuple[TracedModule, PassResult]:
     return flat, fuse_bn(flat)
 
 
-@pytest.mark.parametrize("name", FOLDED)
+@each_of("name", FOLDED)
 def test_output_is_kept_and_no_batchnorm_is_left(name: str) -> None:
     x = images(3, 4, 8, 8)
     flat, result = _fused(FOLDED[name], x)
@@ -158,7 +159,7 @@ def test_a_shared_layer_with_its_norm_is_prepared_and_converted(name: str) -> No
     assert 10 * np.log10((want**2).mean() / ((got - want) ** 2).mean()) > 25
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("module", "reason"),
     [
         (net(lambda self, x: self.bn(F.relu(x)), bn=M.BatchNorm2d(4)), "no conv or linear"),

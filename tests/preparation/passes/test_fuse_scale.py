@@ -18,6 +18,7 @@ from qtrace.ops import read
 from qtrace.preparation.passes.expand import expand
 from qtrace.preparation.passes.fuse_bn import fuse_bn
 from qtrace.preparation.passes.fuse_scale import fuse_scale
+from tests.each import each_of
 from tests.nets import net
 
 RNG = np.random.default_rng(0)
@@ -92,7 +93,7 @@ def test_a_shift_or_a_scale_alone_is_folded(name: str, form: str) -> None:
     )
 
 
-@pytest.mark.parametrize("shape", [(1, 8, 4, 4), (2, 8, 1, 1), (4,)], ids=str)
+@each_of("shape", [(1, 8, 4, 4), (2, 8, 1, 1), (4,)], ids=str)
 def test_what_is_not_a_number_a_channel_stays_a_sum(shape: tuple[int, ...]) -> None:
     module = net(lambda self, x: self.layer(x) + self.t, layer=M.Conv2d(4, 8, 3), t=_parameter(*shape))
     traced = flatten(qtrace.trace(module, X))

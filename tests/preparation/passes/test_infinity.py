@@ -21,6 +21,7 @@ from qtrace.metrics import sqnr_db
 from qtrace.preparation.passes import _infinity
 from qtrace.preparation.passes._infinity import Infinity, infinity_of
 from qtrace.preparation.record import fake_quants
+from tests.each import each_of
 from tests.nets import images, net
 
 T = 6
@@ -308,7 +309,7 @@ MISSING: dict[str, Callable[..., mge.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("case", MISSING)
+@each_of("case", MISSING)
 def test_nan_that_means_no_value_is_as_in_float(case: str, tmp_path: Path) -> None:
     module = net(MISSING[case], a=M.Linear(8, 4), b=M.Linear(8, 4), nothing=_NOTHING)
     batches = [np.random.default_rng(seed).normal(size=(8, 8)).astype(np.float32) for seed in range(3)]
@@ -330,7 +331,7 @@ def test_nan_that_means_no_value_is_as_in_float(case: str, tmp_path: Path) -> No
     assert qtrace.verify(tmp_path / "m.onnx", converted, batches).passed
 
 
-@pytest.mark.parametrize("layer", ["weight", "bias", "data", "sum"])
+@each_of("layer", ["weight", "bias", "data", "sum"])
 def test_nan_that_a_layer_makes_or_spreads_stays_an_error(layer: str) -> None:
     def forward(self: M.Module, x: mge.Tensor) -> mge.Tensor:
         z = F.where(x > 3, F.full_like(x, float("nan")), x) if layer == "data" else x
@@ -351,9 +352,7 @@ def test_nan_that_a_layer_makes_or_spreads_stays_an_error(layer: str) -> None:
         qtrace.calibrate(prepared, [x], progress=False)
 
 
-@pytest.mark.parametrize(
-    "reader", [F.relu, lambda x: x > 0, lambda x: F.maximum(x, 0.0)], ids=["relu", "greater", "maximum"]
-)
+@each_of("reader", [F.relu, lambda x: x > 0, lambda x: F.maximum(x, 0.0)], ids=repr)
 def test_nan_in_the_data_that_the_graph_does_not_ask_for_is_refused(reader: Callable[..., Any]) -> None:
     module = net(lambda self, x: self.a(reader(x).astype("float32")), a=M.Linear(8, 4))
     x = np.ones((2, 8), np.float32)

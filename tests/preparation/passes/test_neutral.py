@@ -14,6 +14,7 @@ import pytest
 import qtrace
 from qtrace.graph import exprs
 from qtrace.ops import read
+from tests.each import each_of
 from tests.nets import images, net
 
 X = images(4, 3, 8, 8)
@@ -93,7 +94,7 @@ def _input_written(self: M.Module, x: Any) -> Any:
 WRITES = [_written, _written_by_plus, _source_written, _written_under_another_name, _input_written]
 
 
-@pytest.mark.parametrize("forward", WRITES)
+@each_of("forward", WRITES)
 def test_a_copy_before_a_write_stays(forward: Callable[[Any, Any], Any]) -> None:
     module = net(forward, conv=M.Conv2d(3, 8, 3, padding=1), drop=M.Dropout(0.5))
     expected = module(mge.Tensor(X)).numpy()

@@ -19,6 +19,7 @@ from qtrace.preparation.passes import place as placing
 from qtrace.preparation.passes._problem import build_problem
 from qtrace.preparation.placement.labelling import Problem, Unit
 from qtrace.preparation.prepare import plan
+from tests.each import each_of
 from tests.nets import images, net, randomize
 
 X = images(1, 16, 24, 24, seed=3)
@@ -190,9 +191,7 @@ def test_every_backend_is_placed_by_the_table_of_its_runtime(backend: str, table
     assert 0 < placement.float_milliseconds < 10
 
 
-@pytest.mark.parametrize(
-    ("backend", "free"), [("openvino", 1), ("ncnn", 1), ("onnxruntime", 0), ("tflite", 0)]
-)
+@each_of(("backend", "free"), [("openvino", 1), ("ncnn", 1), ("onnxruntime", 0), ("tflite", 0)])
 def test_kernels_write_floats_where_the_backend_says_so(backend: str, free: int, table: Table) -> None:
     """An activation function behind the first two stands between the kernel and a float result."""
     units = [unit for unit in _units({"backend": backend}) if unit.integer_seconds == 3e-4]
@@ -242,7 +241,7 @@ def test_a_rule_does_not_change_the_time_of_what_only_moves_values(table: Table)
     assert placements[0].float_milliseconds == placements[1].float_milliseconds
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("config", "asked"),
     [
         ({"placement": "balanced"}, "balanced"),
@@ -280,7 +279,7 @@ def test_the_file_computes_what_the_placed_graph_does(placement: str, table: Tab
     assert all(tally.worst <= 1 for tally in report.sites["op_by_op"].values())
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("total", "change", "text"),
     [
         (1e-4, -0.9999999999e-4, " and remove all noise"),  # no op is left on integers

@@ -22,6 +22,7 @@ from qtrace.preparation.passes._problem import add_pools, build_problem
 from qtrace.preparation.placement.problem import Layouts, Problem, Tensor, Unit, evaluate
 from qtrace.preparation.prepare import plan
 from tests.benchmarking.onnx_net import Net
+from tests.each import each_of
 from tests.nets import images, net
 
 TABLE = CostTable.load("onnxruntime")
@@ -36,7 +37,7 @@ def _problem(loss: float, count: int = 1) -> tuple[Problem, Problem]:
     return problem, add_pools(problem, {"t": PoolTimes(2.0, 2.0 + loss)})
 
 
-@pytest.mark.parametrize(("before", "behind"), list(itertools.product([False, True], repeat=2)))
+@each_of(("before", "behind"), list(itertools.product([False, True], repeat=2)))
 def test_a_pooling_is_on_integers_if_the_op_before_it_is(before, behind):
     problem, with_pool = _problem(loss=6.0)
     named = {"p": before, "r0": behind}

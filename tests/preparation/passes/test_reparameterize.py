@@ -18,6 +18,7 @@ from qtrace.graph.walk import exprs
 from qtrace.preparation.passes.expand import expand
 from qtrace.preparation.passes.fuse_bn import fuse_bn
 from qtrace.preparation.passes.reparameterize import reparameterize
+from tests.each import each_of
 from tests.nets import images, net, randomize
 
 X = images(2, 4, 8, 8)
@@ -74,7 +75,7 @@ def test_prepare_does_it_by_name() -> None:
     assert sum(s.sort == "weight" for s in qtrace.explain(qtrace.prepare(traced)).annotation.sites) == 4
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("forward", "reason"),
     [
         (lambda self, x: (lambda y: self.a(x) + y + F.exp(y))(self.b(x)), "b_out is also used elsewhere"),

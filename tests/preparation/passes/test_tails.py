@@ -18,6 +18,7 @@ import qtrace
 from qtrace.metrics import sqnr_db
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.prepare import plan
+from tests.each import each_of
 from tests.nets import images, randomize
 
 X = images(4, 3, 12, 12, seed=1)
@@ -182,12 +183,12 @@ SOMETHING = {
 }
 
 
-@pytest.mark.parametrize("backend", ["onnxruntime", "tflite"])
-@pytest.mark.parametrize("name", NOTHING)
+@each_of("backend", ["onnxruntime", "tflite"])
+@each_of("name", NOTHING)
 def test_a_column_that_tells_nothing_keeps_no_output_in_float(name: str, backend: str) -> None:
     assert _is_rounded(_Sized(**NOTHING[name]), backend)
 
 
-@pytest.mark.parametrize("name", SOMETHING)
+@each_of("name", SOMETHING)
 def test_a_small_column_that_tells_something_stays_in_float(name: str) -> None:
     assert not _is_rounded(_Sized(**SOMETHING[name]))

@@ -16,6 +16,7 @@ import qtrace
 from qtrace.metrics import sqnr_db
 from qtrace.preparation.annotation import Annotation
 from qtrace.preparation.prepare import plan
+from tests.each import each_of
 from tests.nets import images, net, randomize
 
 X = images(4, 3, 12, 12, seed=1)
@@ -183,8 +184,8 @@ def _arithmetic(forward: Forward, config: Any) -> set[str]:
     return {state for kind in kinds for state, _ in _states(annotation, kind)}
 
 
-@pytest.mark.parametrize("form", [_packed, _along_the_last_axis, _levels, _pixels])
-@pytest.mark.parametrize("target", ["esp_dl", "ryzenai_xint8"])
+@each_of("form", [_packed, _along_the_last_axis, _levels, _pixels])
+@each_of("target", ["esp_dl", "ryzenai_xint8"])
 def test_boxes_of_a_float_output_are_decoded_in_float(form: Forward, target: str) -> None:
     """A grid of pixels, the step of which is a power of two, costs a trained detector 1.6 to 2.6 points."""
     assert _arithmetic(form, f"backend/{target}") == {"float"}

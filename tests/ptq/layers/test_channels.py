@@ -7,12 +7,12 @@ from collections.abc import Callable
 import megengine.functional as F
 import megengine.module as M
 import numpy as np
-import pytest
 
 from qtrace.graph.flatten import flatten
 from qtrace.graph.tracing.trace import trace
 from qtrace.preparation.passes.expand import expand
 from qtrace.ptq.layers.channels import channel_groups
+from tests.each import each_of
 from tests.nets import images, net
 
 
@@ -38,7 +38,7 @@ THROUGH = {
 }
 
 
-@pytest.mark.parametrize("name", THROUGH)
+@each_of("name", THROUGH)
 def test_a_tensor_between_two_layers_is_a_group(name: str) -> None:
     (group,) = _groups(lambda self, x: self.b(THROUGH[name](self.a(x))), a=_conv(), b=_conv())
     assert (group.reason, group.channels, len(group.writers), len(group.readers)) == ("", 4, 1, 1)
@@ -57,7 +57,7 @@ STAY = {
 }
 
 
-@pytest.mark.parametrize("name", STAY)
+@each_of("name", STAY)
 def test_what_does_not_scale_is_left_with_the_reason(name: str) -> None:
     forward, reason = STAY[name]
     flat = flatten(

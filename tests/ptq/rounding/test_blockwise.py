@@ -17,6 +17,7 @@ from qtrace.errors import CalibrationError, ConfigError
 from qtrace.numerics import dequantize, quantize
 from qtrace.preparation.record import read_record
 from qtrace.ptq.rounding import blockwise, learned_rounding
+from tests.each import each_of
 from tests.nets import left_lines, net, randomize
 
 
@@ -201,7 +202,7 @@ def test_kept_norms_are_left() -> None:
     assert any("its BatchNorm is kept in training" in line for line in left_lines(report))
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("ptq", "message"),
     [
         (

@@ -18,6 +18,7 @@ from qtrace.learning.engine import queueless
 from qtrace.preparation.model import QuantizedModel
 from qtrace.ptq.rounding.descent import learn_block
 from qtrace.ptq.rounding.gradients import MegEngineGradients
+from tests.each import each_of
 from tests.nets import images, net, randomize
 from tests.ptq.rounding.test_descent import SETTINGS, _run
 
@@ -70,8 +71,8 @@ class TestWithTorch:
     def _torch(self) -> None:
         pytest.importorskip("torch", reason="the engine torch needs the extra torch")
 
-    @pytest.mark.parametrize("drop", [0.0, 0.5])
-    @pytest.mark.parametrize("scale_lr", [0.0, 0.01])
+    @each_of("drop", [0.0, 0.5])
+    @each_of("scale_lr", [0.0, 0.01])
     def test_a_step_equals_that_of_megengine(self, drop: float, scale_lr: float) -> None:
         from qtrace.learning.torch.engine import TorchEngine
         from qtrace.learning.torch.graph import TorchGraph

@@ -18,6 +18,7 @@ import qtrace
 from qtrace.runtimes import worker
 from qtrace.verification.causes import BFLOAT16
 from qtrace.verification.runtimes._spelled import spell_out_roundings
+from tests.each import each_of
 from tests.nets import images, net, randomize
 
 X = images(2, 3, 12, 12)
@@ -136,8 +137,8 @@ def _model(axis: int | None, kind: int) -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
 
 
-@pytest.mark.parametrize("kind", [TensorProto.UINT8, TensorProto.INT8])
-@pytest.mark.parametrize("axis", [None, 1, -3])
+@each_of("kind", [TensorProto.UINT8, TensorProto.INT8])
+@each_of("axis", [None, 1, -3])
 def test_spelled_out_roundings_are_the_same_numbers(axis: int | None, kind: int) -> None:
     x = np.random.default_rng(1).normal(size=(2, 4, 6, 6)).astype(np.float32) * 2
     options = ort.SessionOptions()

@@ -13,6 +13,7 @@ import qtrace
 from qtrace.errors import ExportError
 from qtrace.graph.types import TracedModule
 from qtrace.verification import runtimes
+from tests.each import each_of
 from tests.nets import MobileNetV2, ResNet, images, net, randomize
 
 
@@ -64,7 +65,7 @@ def test_the_backend_chooses_before_the_suffix() -> None:
         runtimes.get(Path("m.xml"), backend="openvino")
 
 
-@pytest.mark.parametrize("backend", ["openvino", "tensorrt", "esp_ppq"])
+@each_of("backend", ["openvino", "tensorrt", "esp_ppq"])
 def test_a_file_for_another_runtime_has_no_optimizations_in_onnxruntime(backend: str) -> None:
     assert not runtimes.runs_optimized(runtimes.get(Path("m.onnx"), "onnxruntime"), backend)
     assert runtimes.runs_optimized(runtimes.get(Path("m.onnx"), "onnxruntime"), "onnxruntime")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from qtrace.config import backends
 from qtrace.preparation.passes.native.fitting import fit, span
 from qtrace.scheme import QParams, QScheme
+from tests.each import each_of
 
 HALF = "half_even"
 
@@ -20,7 +20,7 @@ def own(
     return QParams(scheme, np.float32(scale), np.int32(zero))
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("given", "backend", "sort", "scheme", "zero", "exact"),
     [
         (own(), "onnxruntime", "activation", "uint8 affine", 128, True),

@@ -20,6 +20,7 @@ from qtrace.config import backends
 from qtrace.graph import GraphEditor
 from qtrace.graph.native import drop_ranges, read_ranges
 from qtrace.preparation.model import QuantizedModel
+from tests.each import each_of
 from tests.native_nets import ASYMMETRIC, MobileNet, ResNet, differences, images, trained
 from tests.nets import net
 
@@ -165,7 +166,7 @@ def test_algorithms_run_where_the_model_brings_no_scale() -> None:
     assert "From the model's own quantization: 0 of 18 scales" in summary
 
 
-@pytest.mark.parametrize(
+@each_of(
     ("qconfig", "backend", "scheme", "note"),
     [
         (ema_lowbit_fakequant_qconfig, "onnxruntime", "int4 sym", ""),

@@ -135,7 +135,7 @@ def _module_of(
     def forward(self: Module, *inputs: Tensor) -> tuple[Tensor, ...]:
         return call(inputs)
 
-    # MegEngine's tracer sees the functions that the globals of forward name: these are those of the function.
+    # MegEngine's tracer sees the globals of forward: here the globals of the function.
     scope = getattr(function, "__globals__", forward.__globals__)
     own = FunctionType(forward.__code__, scope, "forward", None, forward.__closure__)
     return type("Function", (Module,), {"forward": own})()

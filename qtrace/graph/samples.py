@@ -65,7 +65,7 @@ class SampleDifference:
 
 @dataclass(frozen=True, repr=False)
 class SamplesReport(Displayed):
-    """Whether a graph computes each sample of a batch as it computes the sample alone.
+    """Whether a graph computes each sample of a batch as it computes the sample by itself.
 
     Attributes:
         samples: the number of samples of the batch.

@@ -44,7 +44,7 @@ class GroupNorm(CompositeRule):
     pattern = AnyOf(affine(_JOINED), _JOINED)
 
     def obstacle(self, match: PatternMatch) -> str | None:
-        """Refuses reshapes that do not split the channels, and other axes than those of a group."""
+        """Refuses reshapes that do not split the channels, and axes that are not a group's."""
         problem = channels_problem(match, ranks=(3, 4))
         if problem is not None:
             return problem

@@ -241,7 +241,7 @@ _NEEDS: dict[type, dict[str, tuple[str, ...]]] = {
     normalization.InstanceNorm: {"affine": ("weight", "bias")},
     normalization.LayerNorm: {"affine": ("weight", "bias")},
 }
-# The number of axes that a weight of one group has; that of several groups has one more.
+# The number of axes that a weight of one group has; a weight of several groups has one more.
 _AXES: dict[type, int] = {M.Conv2d: 4, M.Conv3d: 5, M.ConvTranspose2d: 4, M.DeformableConv2d: 4}
 
 
@@ -314,7 +314,7 @@ def _check_opaque(module: OpaqueOp, owner: str) -> None:
 
 
 def _check_counts(module: FakeQuant, owner: str) -> None:
-    """Refuses scales and zero points whose number is not that of the fake quant's shape."""
+    """Refuses scales and zero points whose number does not fit the fake quant's shape."""
     count = math.prod(module.shape)
     for name in ("scale", "zero_point"):
         shape = tuple(int(n) for n in getattr(module, name).shape)

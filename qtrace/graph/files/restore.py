@@ -115,7 +115,7 @@ def _follow(expr: Expr, owners: dict[int, Any], calls: dict[int, dict[TreeDef, l
 
 
 def _check_subgraphs(graph: InternalGraph) -> None:
-    """Refuses a call of a traced module that has no graph for these arguments, or one for others."""
+    """Refuses a call of a traced module whose graph is missing, or made for other arguments."""
     for expr in graph._exprs:
         if not is_call_module(expr) or not isinstance(expr.inputs[0].owner, TracedModule):
             continue

@@ -146,7 +146,7 @@ class Trees:
         """The number of parts of a tree that has its state.
 
         Raises:
-            RefusedError: when it has none.
+            RefusedError: when it lacks one.
         """
         return self._look_up(tree)[1]
 

@@ -115,7 +115,7 @@ def write_call(
         path: the path of the called module.
 
     Raises:
-        GraphError: when an argument or an attribute has no form as data; the message is a clause.
+        GraphError: when an argument or an attribute cannot be written as data; the message is a clause.
     """
     if isinstance(expr, Apply):
         state = {
@@ -291,7 +291,7 @@ def _size(value: Any) -> Any:
 
 
 def node_digest(node: MSCNode) -> str:
-    """Returns a hash of what a node says of its op beside its attribute ``call``.
+    """Returns a hash of what a node says of its op apart from its attribute ``call``.
 
     These are its type, its attributes, the number of its inputs and the types of its weights. A call is
     stored with it, so that an edit of the node that the call does not follow is noticed.

@@ -1,8 +1,8 @@
 """MSCGraph as data: tensors, nodes that know their parents and children, and the graph that finds them.
 
-The names of classes, attributes and methods are those of MSC's own Python classes
+The names of classes, attributes and methods follow MSC's own Python classes
 (``tvm.contrib.msc.core.ir.graph``), so that code which reads graphs there reads them here. So are the listing
-and the prototxt those of MSC's printers, the word ``CHILDERN`` included. A document is data from anywhere:
+and the prototxt by MSC's printers, even the word ``CHILDERN``. A document is data from anywhere:
 what is wrong with it is one sentence that names the node and the key. Nothing in it is resolved or run here.
 """
 
@@ -275,9 +275,9 @@ def _check_reads(node: Mapping[str, Any], tensors: Mapping[str, str]) -> None:
 
 
 BLOCK = "block"
-"""The scope of what a function computes in its own body; MSC's documents have no key for scopes."""
+"""The scope of what a function computes in its own body; MSC's documents lack a key for scopes."""
 
-_ENDS = ("input", "constant")  # the types of nodes that have no scope
+_ENDS = ("input", "constant")  # the types of nodes without a scope
 
 
 @dataclass(frozen=True)
@@ -402,7 +402,7 @@ class MSCNode:
         """Returns the type of the weight called ``name``.
 
         Raises:
-            GraphError: when the node has no such weight.
+            GraphError: when the node lacks the weight.
         """
         for kind, weight in self.weights.items():
             if weight.name == name:
@@ -778,10 +778,10 @@ def _check_values(graph: MSCGraph) -> None:
 
 @check_arguments
 def from_msc(path: str | os.PathLike[str]) -> MSCGraph:
-    """Reads an MSCGraph: the JSON document, and the values of weights from the ``.npz`` file beside it.
+    """Reads an MSCGraph: the JSON document, and the values of weights from the ``.npz`` file next to it.
 
     Args:
-        path: the JSON document. A document without ``.npz`` has no values.
+        path: the JSON document. A document without ``.npz`` is without values.
 
     Raises:
         DataError: when a file is missing, damaged, or no MSCGraph.

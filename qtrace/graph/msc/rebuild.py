@@ -47,7 +47,7 @@ def to_traced(graph: MSCGraph, allow: Iterable[str] = ()) -> TracedModule:
 
     A document that qtrace has written gives the bits of the module that it was written from, with the same
     parameters at the same paths. The module is flat. It takes its inputs by position and returns one tensor,
-    or a tuple: how arguments and results were nested is not part of a document. That of a converted module
+    or a tuple: how arguments and results were nested is not part of a document. A converted module
     rounds by fake quants below ``qsites``; the record that `qtrace.convert` leaves is not part of a document.
 
     A document of another tool is taken as far as MegEngine has what its types and attributes say.
@@ -60,7 +60,7 @@ def to_traced(graph: MSCGraph, allow: Iterable[str] = ()) -> TracedModule:
         A traced module in eval mode.
 
     Raises:
-        GraphError: naming the node that has no way back, and why.
+        GraphError: naming the node that cannot be rebuilt, and why.
     """
     if not isinstance(graph, MSCGraph):
         raise GraphError(

@@ -26,7 +26,7 @@ from qtrace.scheme import QParams, QScheme
 __all__ = ["BIAS_SCHEME", "Roundings"]
 
 BIAS_SCHEME = "int32 sym"
-"""The scheme of biases in documents: integers at the product of two scales, which has none of its own."""
+"""The scheme of biases in documents: integers at the product of two scales."""
 
 _CONTAINER = "qsites"
 _WORDS = re.compile(

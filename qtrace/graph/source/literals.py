@@ -46,7 +46,7 @@ class Literals:
         self.imports.add(line)
 
     def use_helper(self, name: str) -> None:
-        """Adds a definition in front of the classes."""
+        """Adds a definition before the classes."""
         self.helpers.add(name)
 
     def write(self, value: Any, names: Mapping[Node, str] | None = None) -> str:

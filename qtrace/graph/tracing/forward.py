@@ -43,7 +43,7 @@ def fix_arguments(source: Module, method: str, fixed: Mapping[str, Any]) -> Modu
         fixed: value of each argument that is fixed, by its name.
 
     Raises:
-        TraceError: for a graph, which has no such arguments, and for a name that the method does not take.
+        TraceError: for a graph, which lacks such arguments, and for a name that the method does not take.
     """
     own = type(source)
     called = getattr(own, method, None)

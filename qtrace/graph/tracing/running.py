@@ -43,7 +43,7 @@ _WITHOUT_EFFECT = {
 
 
 def check_signature(module: Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raises a `TraceError` if ``module`` has no ``method``, or cannot call it with these arguments."""
+    """Raises a `TraceError` if ``module`` lacks ``method``, or cannot call it with these arguments."""
     name = type(module).__name__
     called = getattr(type(module), method, None)
     if not callable(called):

@@ -41,7 +41,7 @@ def _softmax(call: OpCall) -> dict[str, Any]:
 
 
 def _clip(w: CaffeWriter, call: OpCall) -> None:
-    """Clips at any bounds by two ReLUs: Caffe has no layer for them."""
+    """Clips at any bounds by two ReLUs: Caffe lacks a layer for them."""
     low, high = call.attrs["lower"], call.attrs["upper"]
     name, base = w.name(call.inputs[0]), call.out.name
     if (low, high) == (0.0, 6.0):

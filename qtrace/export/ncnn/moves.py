@@ -1,6 +1,6 @@
 """ncnn layers that only move values: other axes, parts, copies.
 
-Any number of axes can be moved: what a layer does not touch is joined to the axes before and behind it.
+Any number of axes can be moved: what a layer does not touch is joined to the axes before and after it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _reshape(w: NcnnWriter, call: OpCall) -> None:
 
 
 def _transpose(w: NcnnWriter, call: OpCall) -> None:
-    """Permutes axes; those that stay side by side are one axis, and those of size 1 none."""
+    """Permutes axes; those that stay side by side are one axis, axes of size 1 are left out."""
     x, sizes = call.inputs[0], _sizes(call.inputs[0])
     pattern = call.attrs["pattern"] or tuple(reversed(range(len(sizes))))
     if not all(isinstance(p, (int, np.integer)) for p in pattern):
@@ -124,7 +124,7 @@ class _Part:
         self.blob = w.view(node, self.dims)
 
     def _around(self, axis: int) -> tuple[int, int]:
-        """Returns the number of values before and behind an axis."""
+        """Returns the number of values before and after an axis."""
         return prod(self.sizes[:axis]), prod(self.sizes[axis + 1 :])
 
     def _as(self, dims: Sequence[int]) -> None:
@@ -264,7 +264,7 @@ def _positions(w: NcnnWriter, entry: Any, size: int) -> Sequence[int]:
 
 
 def _setitem(w: NcnnWriter, call: OpCall) -> None:
-    """Writes ``x[..., 2:5, :7] = value`` axis by axis: the part before, the value, the part behind."""
+    """Writes ``x[..., 2:5, :7] = value`` axis by axis: the part before, the value, the part after."""
     x, index = call.inputs[0], call.attrs["index"]
     entries = list(index) if isinstance(index, tuple) else [index]
     sizes = _sizes(x)
@@ -361,7 +361,7 @@ def _stack(w: NcnnWriter, call: OpCall) -> None:
 
 
 def _join(w: NcnnWriter, call: OpCall, parts: Sequence[tuple[TensorNode, list[int]]], axis: int) -> None:
-    """Joins parts along an axis; what lies before and behind it is one axis each where there are too many."""
+    """Joins parts along an axis; what lies before and after it is one axis each where there are too many."""
     out = _sizes(call.out)
     if any(w.samples.holds(n, a) for n, a in [(call.out, axis)]):
         raise ExportError("it works along the batch, which ncnn does not see: use another axis")
@@ -417,7 +417,7 @@ def _tile(w: NcnnWriter, call: OpCall) -> None:
 
 
 def _repeat(w: NcnnWriter, call: OpCall) -> None:
-    """Repeats each value: the axis gets another one of size 1 behind it, which is tiled."""
+    """Repeats each value: the axis gets another one of size 1 after it, which is tiled."""
     times, axis, sizes = _fixed(w, call.attrs["repeats"]), call.attrs["axis"], _sizes(call.inputs[0])
     if not isinstance(times, int) or axis is None:
         raise ExportError("ncnn repeats values along one axis, all as often: name the axis and one number")

@@ -36,7 +36,7 @@ def _batch_norm(w: NcnnWriter, call: OpCall) -> None:
 
 
 def _parameter(w: NcnnWriter, value: Any, name: str) -> np.ndarray | None:
-    """Returns the weight or the bias of a norm as a vector; None if it has none."""
+    """Returns the weight or the bias of a norm as a vector; None if there is none."""
     if value is None:
         return None
     stored = w.stored(value, name) if isinstance(value, TensorNode) else value.numpy()

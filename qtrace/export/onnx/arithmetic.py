@@ -46,7 +46,7 @@ def _with_number(op: str) -> Emitter:
 
 
 def _floor_div(w: OnnxWriter, call: OpCall) -> None:
-    """Writes a division rounded to minus infinity: ONNX rounds that of integers towards zero."""
+    """Writes a division rounded to minus infinity: ONNX rounds a division of integers towards zero."""
     left, right = (operand(w, v, call.out.dtype) for v in call.attrs["operands"])
     if is_float(call.out):
         w.emit("Floor", [w.node("Div", [left, right], w.fresh(call.out.name))], call.out)

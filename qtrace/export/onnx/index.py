@@ -264,7 +264,7 @@ def _plain(w: OnnxWriter, call: OpCall) -> str:
 
 
 def _mask_everywhere(w: OnnxWriter, items: list[_IndexItem], axes: int, out: str) -> str:
-    """Returns the mask with an axis of size 1 for each axis of the source behind its own."""
+    """Returns the mask with an axis of size 1 for each axis of the source after its own."""
     item = _only_mask(items, out)
     assert item.axis is not None
     name = operand(w, item.value, np.bool_)

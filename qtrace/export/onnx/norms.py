@@ -139,7 +139,7 @@ def _standardized(w: OnnxWriter, x: str, axes: Sequence[int], rank: int, eps: fl
 
 
 def _factor(w: OnnxWriter, call: OpCall, name: str, shape: Sequence[int]) -> str | None:
-    """Returns the weight or bias of a norm in ``shape``; None if the norm has none."""
+    """Returns the weight or bias of a norm in ``shape``; None if there is none."""
     value = call.attrs[name]
     if value is None:
         return None
@@ -151,7 +151,7 @@ def _factor(w: OnnxWriter, call: OpCall, name: str, shape: Sequence[int]) -> str
 
 
 def _emit_whole(w: OnnxWriter, call: OpCall, op: str, shape: Sequence[int], **attributes: Any) -> bool:
-    """Writes a norm as one node of type ``op``; False where the file's opset has none.
+    """Writes a norm as one node of type ``op``; False if the file's opset lacks it.
 
     Args:
         w: the writer.

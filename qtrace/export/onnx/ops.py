@@ -163,7 +163,7 @@ def _prelu(w: OnnxWriter, call: OpCall) -> None:
 
 
 def _inverse(w: OnnxWriter, call: OpCall) -> None:
-    """Writes onnxruntime's own op: ONNX has none, and other ops choose no pivots."""
+    """Writes onnxruntime's own op: ONNX lacks it, and other ops choose no pivots."""
     if "Inverse" in w.in_pieces:
         raise ExportError(
             f"{call.out.name}: {call.kind} has no ONNX form: {_OLD}, and the target does not know that "
@@ -176,7 +176,7 @@ def _inverse(w: OnnxWriter, call: OpCall) -> None:
 _OLD = "ONNX has no op for it"
 _LAYER = "its weights have an order of MegEngine's own (linear layers have a form)"
 
-# Kinds that have no ONNX form, and why.
+# Kinds that ONNX cannot express, and why.
 WITHOUT: dict[str, str] = {
     "atan2": _OLD,
     "correlation": _OLD,

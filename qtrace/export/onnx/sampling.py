@@ -109,7 +109,7 @@ def _warp(w: OnnxWriter, call: OpCall) -> None:
 def _deformable(w: OnnxWriter, call: OpCall) -> None:
     """Writes GridSample for the taps, times the mask, and a convolution of single pixels.
 
-    Deformable Convolutional Networks v2, equation 1: offsets come as (y, x) for each tap. onnxruntime has no
+    Deformable Convolutional Networks v2, equation 1: offsets come as (y, x) for each tap. onnxruntime lacks a
     kernel for ONNX's DeformConv.
     """
     a, base = _deformable_arguments(w, call), call.out.name

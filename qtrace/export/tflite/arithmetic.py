@@ -1,4 +1,4 @@
-"""TFLite for arithmetic on two operands, and for activation functions that stand alone."""
+"""TFLite for arithmetic on two operands, and for activation functions that stand by themselves."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def emit_op(b: Builder, op: FusedOp) -> None:
         op: the op, with what its operator fuses.
 
     Raises:
-        ExportError: when the op has no form, or only one that computes what the graph does not.
+        ExportError: when TFLite cannot express the op, or only as something else.
     """
     call = op.call
     if op.state == "carried" and call.kind in ("mul", "div"):

@@ -167,7 +167,7 @@ def _fixed(b: Builder, item: _AxisIndex, call: OpCall) -> _AxisIndex:
 def _sliced(
     b: Builder, call: OpCall, source: OrderedTensor, items: list[_AxisIndex], shape: list[int]
 ) -> FileTensor:
-    """Cuts out slices and numbers; changes ``shape``, in the graph's order, to that of the result."""
+    """Cuts out slices and numbers; changes ``shape``, in the graph's order, to the result's."""
     cuts: dict[int, tuple[int, int, int]] = {}
     for item in items:
         if item.axis is None or isinstance(item.value, np.ndarray):
@@ -191,7 +191,7 @@ def _sliced(
 
 
 def _setitem(b: Builder, op: FusedOp) -> None:
-    """Writes ``x[..., 2:5, :7] = value`` axis by axis: the part before, the value, the part behind."""
+    """Writes ``x[..., 2:5, :7] = value`` axis by axis: the part before, the value, the part after."""
     call = op.call
     target, index, _ = call.expr.args
     source = b.floats(b.get(target))

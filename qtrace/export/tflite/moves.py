@@ -20,7 +20,7 @@ def reshape(b: Builder, node: TensorNode, source: OrderedTensor, moved: Moved) -
     shape = list(b.shape(node))
     reshaped, batch = moved.reshaped(shape), b.sample_axes.get(node, 0)
     apart = reshaped is not None and node in b.sample_axes and moved.batch not in reshaped.axes[batch]
-    # The axes have no common parts with those of the source, or of an axis with samples and more only the
+    # The axes share no parts with the source's axes, or of an axis with samples and more only the
     # samples go on as an axis: the values move first.
     if reshaped is None or apart:
         natural_order = natural(len(moved.axes))
@@ -118,7 +118,7 @@ def _tile(b: Builder, op: FusedOp) -> None:
 
 
 def _repeat(b: Builder, op: FusedOp) -> None:
-    """Repeats each value: adds an axis behind, tiles it, and joins it with the axis before it."""
+    """Repeats each value: adds an axis after it, tiles that, and joins it with the axis before it."""
     call, source = op.call, b.get(op.call.inputs[0])
     times = b.number(call.attrs["repeats"], f"{call.out.name}: how often it repeats")
     axis = call.attrs["axis"]

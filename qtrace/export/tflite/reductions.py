@@ -85,7 +85,7 @@ def _argument(code: str, kind: str) -> Emitter:
 
 
 def _ranked(b: Builder, op: FusedOp) -> None:
-    """Writes TOPK_V2 for ``topk``, ``sort`` and ``argsort``: the largest first, or those of the negative."""
+    """Writes TOPK_V2 for ``topk``, ``sort`` and ``argsort``: the largest first, or of the negative."""
     call, a = op.call, op.call.attrs
     source = b.floats(b.get(call.inputs[0]))
     order = natural(len(source.order))
@@ -154,7 +154,7 @@ def _batch_norm(b: Builder, op: FusedOp) -> None:
 
 
 def _parameter(b: Builder, value: Any) -> np.ndarray | None:
-    """Returns the value of a norm's parameter; None where it has none.
+    """Returns the value of a norm's parameter; None if there is none.
 
     Raises:
         ExportError: when it is computed from an input of the graph.

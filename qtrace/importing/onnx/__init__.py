@@ -71,7 +71,7 @@ def from_onnx(
     A quantized file (QuantizeLinear and DequantizeLinear, or ops such as QLinearConv) becomes a prepared and
     calibrated module with the sites, scales, zero points and integers of the file, as `prepare` and
     `calibrate` would have made it; `convert`, `verify`, `compare` and `finetune` take it. Layers whose
-    weights alone are integers (MatMulNBits) or which round by the range of each batch (MatMulInteger,
+    only weights are integers (MatMulNBits) or which round by the range of each batch (MatMulInteger,
     ConvInteger, DynamicQuantizeLSTM and others) become float layers with the weights of the file.
 
     Layers with stored weights become modules with parameters, in a tree that follows the names in the file.
@@ -97,7 +97,7 @@ def from_onnx(
 
     Raises:
         ImportingError: when the file is missing, damaged or hostile, when an input lacks its shape, when
-            there is no such output, or when nodes have no equal in MegEngine; the message names all of them.
+            there is no such output, or when nodes lack an equal in MegEngine; the message names all of them.
     """
     file = Path(path)
     try:

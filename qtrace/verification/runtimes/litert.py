@@ -84,7 +84,7 @@ class LitertSession:
         return RuntimeRun(self._outputs(results), integers)
 
     def run_outputs(self, inputs: list[np.ndarray]) -> list[np.ndarray]:
-        """Runs the model and returns its outputs alone."""
+        """Runs the model and returns only its outputs."""
         return self._outputs((self.deployed or self.full).run(self._arrays(inputs)))
 
     def _arrays(self, inputs: list[np.ndarray]) -> list[np.ndarray]:
@@ -253,7 +253,7 @@ def _first_line(error: Exception) -> str:
 
 
 def runtime(host: RuntimeHost | None = None) -> Runtime:
-    """Returns LiteRT in this interpreter, or in that of a host; the file is changed here all the same."""
+    """Returns LiteRT in this interpreter, or in a host's; the file is changed here all the same."""
     opened = functools.partial(LitertSession, host=host)
     return Runtime(
         "litert",

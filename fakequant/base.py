@@ -250,7 +250,7 @@ class FakeQuant(Module):
         return () if axes == own else axes
 
     def channels_first(self, value: np.ndarray) -> np.ndarray:
-        """Reshapes a weight whose scales are not those of the scheme's one axis to (scales, rest)."""
+        """Reshapes a weight whose scales do not follow the scheme's one axis to (scales, rest)."""
         if self.scheme.block is not None:
             return split_blocks(value, self.scheme.block)
         return fold_channels(value, self.folded_axes)

@@ -16,7 +16,7 @@ from qtrace.scheme import QScheme
 
 __all__ = ["KullbackLeibler"]
 
-# With fewer values per level, a channel has no distribution whose shape could be kept.
+# With fewer values per level, a channel lacks a distribution whose shape could be kept.
 _MIN_VALUES_PER_LEVEL = 4
 
 

@@ -61,7 +61,7 @@ def choose_compared(
         twins: the quantized graph and the float graph.
         blocks: names of the nodes whose values are compared.
         batches: the batches to measure the mean squares on.
-        model: the quantized graph, whose joins show column groups; None to look at the values alone.
+        model: the quantized graph, whose joins show column groups; None to look only at the values.
 
     Raises:
         TrainingError: when nothing can be compared, or the float graph gives values that are not finite.

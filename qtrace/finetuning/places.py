@@ -35,7 +35,7 @@ def block_outputs(
 
     Raises:
         ConfigError: when a name or pattern matches no float node.
-        TrainingError: when the float graph has none of the nodes.
+        TrainingError: when the float graph lacks the nodes.
     """
     model = prepared.module
     computed = [e for e in exprs(model) if not isinstance(e, GetAttr)]

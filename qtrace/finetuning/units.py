@@ -24,7 +24,7 @@ _RANGE_IN_RMS = 3.0  # the end of a range, in root mean squares of its tensor, w
 class Units:
     """The units of the parameters of a prepared graph.
 
-    Biases, norms and weights that stay in float have no quantization step. They move by the same share of
+    Biases, norms and weights that stay in float lack a quantization step. They move by the same share of
     their size as the median quantized weight of the network.
 
     Args:

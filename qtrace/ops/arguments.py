@@ -114,10 +114,10 @@ def _tensor(value: Any) -> TensorNode:
 def arguments(expr: Expr) -> Arguments:
     """Reads the arguments of a call by parameter name, defaults included.
 
-    For a module call the names are those of its ``forward`` without ``self``.
+    For a module call the names come from its ``forward`` without ``self``.
 
     Raises:
-        UnreadableError: for a kernel, whose arguments have no names, and for arguments that do not fit.
+        UnreadableError: for a kernel, whose arguments are unnamed, and for arguments that do not fit.
     """
     if isinstance(expr, CallFunction):
         return _bind(expr.func, expr.args, expr.kwargs)

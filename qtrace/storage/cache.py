@@ -44,7 +44,7 @@ def read_cached(kind: str, key: Any) -> Any:
 
 
 def write_cached(kind: str, key: Any, value: Any) -> None:
-    """Stores a document; a folder that cannot be written is left alone.
+    """Stores a document; a folder that cannot be written is left as it is.
 
     Args:
         kind: what is stored.

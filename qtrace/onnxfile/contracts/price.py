@@ -113,7 +113,7 @@ def price_run(graph: QdqGraph, floats: Iterable[FloatOp], path: Path) -> RunPric
 
 
 def _shapes(graph: QdqGraph, path: Path) -> Shapes:
-    """Returns the shapes that follow from those of the inputs; {} if more than their first axis is open."""
+    """Returns the shapes that follow from the input shapes; {} if more than their first axis is open."""
     try:
         return infer_shapes(skeleton(graph.model), {}, path).shapes()
     except ExportError:  # what it says of the file, the rules of the contract do not need

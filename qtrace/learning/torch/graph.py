@@ -40,7 +40,7 @@ class TorchGraph(Interpreter):
         fixed: whether the parameters never change, so that they are copied once.
 
     Raises:
-        UnsupportedError: when an op of the graph has no form in torch.
+        UnsupportedError: when torch cannot express an op of the graph.
     """
 
     def __init__(self, traced: TracedModule, names: Iterable[str] = (), fixed: bool = False) -> None:
@@ -83,12 +83,12 @@ class TorchGraph(Interpreter):
             self.values, self._leaves, self._arrays, self._learning = {}, {}, {}, frozenset()
 
     def gradient(self, parameter: Tensor) -> np.ndarray | None:
-        """Returns the gradient of a parameter after a backward pass; None if it has none."""
+        """Returns the gradient of a parameter after a backward pass; None if there is none."""
         leaf = self._leaves.get(id(parameter))
         return None if leaf is None or leaf.grad is None else leaf.grad.numpy()
 
     def run_expr(self, expr: Expr, inputs: Sequence[Any]) -> Sequence[Any] | None:
-        """Computes the outputs of ``expr`` in torch; MegEngine computes those of shapes and integers."""
+        """Computes the outputs of ``expr`` in torch; MegEngine computes shapes and integers."""
         try:
             return self._computes[id(expr)](inputs)
         except NotImplementedError as error:
@@ -121,7 +121,7 @@ class TorchGraph(Interpreter):
     # -- the computation of each expr ---------------------------------------------------------------
 
     def _compile(self, expr: Expr) -> Callable[[Sequence[Any]], Sequence[Any] | None]:
-        """Returns the function from the values of ``expr.inputs`` to those of ``expr.outputs``."""
+        """Returns the function from the values of ``expr.inputs`` to the values of ``expr.outputs``."""
         if isinstance(expr, (GetAttr, Constant)):
             return self._compile_stored(expr)
         module = owner(expr)
@@ -216,13 +216,13 @@ def _has_floats(expr: Expr) -> bool:
 
 
 def _shape(expr: Apply, x: Any) -> Any:
-    """Computes MegEngine's GetVarShape: all sizes of a tensor, or that of one axis."""
+    """Computes MegEngine's GetVarShape: all sizes of a tensor, or the size of one axis."""
     axis = getattr(expr.opdef, "axis", _ALL_AXES)
     sizes = tuple(x.shape) if axis >= _ALL_AXES else (x.shape[axis],)
     return torch.tensor(sizes, dtype=torch.int32)
 
 
 def _by_megengine(expr: Expr, inputs: Sequence[Any]) -> Sequence[Any] | None:
-    """Computes an op on shapes and integers, which has no gradient, by MegEngine."""
+    """Computes an op on shapes and integers, which is without a gradient, by MegEngine."""
     tensors = [Tensor(v.detach().numpy()) if isinstance(v, torch.Tensor) else v for v in inputs]
     return interpret(expr, tensors)

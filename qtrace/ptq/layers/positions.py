@@ -24,7 +24,7 @@ def draw_positions(size: int, places: int, seed: tuple[int, ...]) -> np.ndarray:
     Args:
         size: number of positions.
         places: the most positions that are drawn.
-        seed: integers that decide; those of the batch and the layer, so that every run draws the same.
+        seed: integers that decide, from the batch and the layer, so that every run draws the same.
     """
     if size <= places:
         return np.arange(size)

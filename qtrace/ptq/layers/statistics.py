@@ -173,7 +173,7 @@ class LayerStatistics:
                 )
 
     def moments(self, folds: Sequence[int]) -> list[SecondMoments]:
-        """Returns the moments of some folds, which are not to be changed; [] if they have no samples."""
+        """Returns the moments of some folds, which are not to be changed; [] without samples."""
         return self._whole if tuple(folds) == _FOLDS else self._moments(folds)
 
     @cached_property
@@ -215,7 +215,7 @@ class WeightErrors:
         """Computes the errors before they are asked for; returns this object.
 
         Args:
-            whole: whether to compute ``total``, too, beside ``held``.
+            whole: whether to compute ``total``, too, next to ``held``.
         """
         if whole:
             self._total = self._sum()

@@ -32,7 +32,7 @@ def param_groups(
     make a range smaller whatever the data (the exception is PACT, whose paper wants it).
 
     Args:
-        prepared: a module made by ``qtrace.prepare``, or one that holds such modules beside float ones.
+        prepared: a module made by ``qtrace.prepare``, or one that holds such modules next to float ones.
         lr: the learning rate of weights, biases and norms.
         range_lr: the learning rate of ranges; None for a tenth of `lr`.
         weight_decay: the decay of weights.

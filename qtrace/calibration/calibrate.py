@@ -77,7 +77,7 @@ def calibrate(
             ``onnxruntime``, or ``auto`` for the fastest that applies (docs/guides/calibration.md). The logger
             ``qtrace`` gets the choice (INFO).
         statistics: statistics of the batches that were collected elsewhere, so that the batches need not run;
-            ``max_batches`` is then ignored, and ``engine`` is that of the algorithms.
+            ``max_batches`` is then ignored, and ``engine`` runs only the algorithms.
         state: a folder, created if missing, in which algorithms that learn (``adaround``, ``reconstruct``)
             save each block. An interrupted calibration goes on after these blocks, to the same result. Files
             of another model, other data or options are ignored.

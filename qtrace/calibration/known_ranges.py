@@ -34,7 +34,7 @@ def measure_ranges(
     """Returns the ranges of what a prepared graph observes.
 
     A node of the float graph has the same values in every prepared graph of the network, however that is
-    placed. What a graph has alone, such as the pieces of an activation function, is measured in a run of it.
+    placed. What only one graph has, such as the pieces of an activation function, is measured in a run of it.
 
     Args:
         prepared: a prepared graph.

@@ -84,7 +84,7 @@ def check_scheme(backend: backends.Backend, sort: str, scheme: QScheme, origin: 
 
 
 def check_method(backend: backends.Backend, method: str, origin: str) -> None:
-    """Refuses a method that the backend has not.
+    """Refuses a method that the backend lacks.
 
     Args:
         backend: the target.
@@ -111,7 +111,7 @@ def check_plugin(package: str, spec: Spec, sort: str, scheme: QScheme, place: Ca
         spec: the plugin and its options.
         sort: ``activation`` or ``weight``.
         scheme: the scheme of its site.
-        place: returns the place of an option; for ``""`` that of the plugin.
+        place: returns the place of an option; for ``""`` the place of the plugin.
 
     Raises:
         ConfigError: with a line for each mistake.

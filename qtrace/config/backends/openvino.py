@@ -7,7 +7,7 @@ precision hint f32, where it is at most one step off.
 
 A zero point other than 0 makes a padded convolution take up to twice as long, and others a tenth to a fifth
 longer (measured with AMX); the parts of a concat that have scales of their own are rounded again, one by one.
-A labelling without both is measured beside the others.
+A labelling without both is measured with the others.
 
 3-D convolutions stay in float: on integers they are 0.6 to 1.7 times as fast (2026.4.1, AMX, six shapes),
 and a file with a grouped one does not load.

@@ -157,7 +157,7 @@ class _LoaderSource(DataSource):
                 inputs.append(convert(array, self._preprocess))
             else:
                 inputs.append(to_input(array, label))
-        if not any(value.ndim for value in inputs):  # beside arrays they are settings, such as a sample rate
+        if not any(value.ndim for value in inputs):  # next to arrays they are settings, such as a sample rate
             raise DataError(f"{batch} is a single number; the first axis must count at least one sample.")
         return inputs
 

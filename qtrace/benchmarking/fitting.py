@@ -4,8 +4,8 @@ Of the packaged tables of onnxruntime, the one is scaled whose kernels are most 
 Processors differ by class of kernel: without VNNI instructions integer convolutions take three times as long,
 while additions take as long as before. Those of weights of 7 bits do not saturate there, and take less time:
 they are measured, too. Of convolutions they differ by size, too: large ones on integers took
-6 times as long, those of maps of 4 x 4 pixels 2.5 times. The factors are remembered for processor and
-runtime, those that were measured beside other programs for an hour.
+6 times as long, convolutions of maps of 4 x 4 pixels 2.5 times. The factors are remembered for processor and
+runtime, factors measured next to other programs for an hour.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from qtrace.storage.cache import read_cached, write_cached
 __all__ = ["ProcessorFit", "Trend", "fit", "fit_processor", "fitted_table", "nearest", "scale"]
 
 _RUNTIME = "onnxruntime"
-# Changes with the kernels that are timed, whose factors are not those of others.
+# Changes with the kernels that are timed, whose factors differ from others'.
 _KERNELS = "by size, weights of 7 bits, nearest table"
 _LEAST, _MOST = 0.1, 10.0  # of a factor: what lies beyond was disturbed
 _LEAST_KERNELS = 5  # of a class, from which on its factor depends on their sizes
@@ -84,7 +84,7 @@ def _size(op: OpShape) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class ProcessorFit:
-    """How many times as long the kernels of a processor take as those of the packaged table.
+    """How many times as long the kernels of a processor take as in the packaged table.
 
     Attributes:
         machine: the machine that the factors were measured on.
@@ -112,7 +112,7 @@ class ProcessorFit:
 
     @property
     def gains_by_fewer_bits(self) -> bool:
-        """Whether weights of 7 bits take other kernels than those of 8."""
+        """Whether weights of 7 bits take other kernels than weights of 8."""
         return any(form == INTEGER_7 for _, form in self.factors)
 
     def to_dict(self) -> dict[str, Any]:
@@ -173,7 +173,7 @@ def _hour() -> int:
 
 
 def _read_of_this_hour(key: Any) -> Any:
-    """Returns the fit that was measured beside other programs: a later hour measures it anew."""
+    """Returns the fit that was measured next to other programs: a later hour measures it anew."""
     stored = read_cached("busy-fit", key) or {}
     return stored.get("fit") if stored.get("hour") == _hour() else None
 
@@ -183,7 +183,7 @@ def _write_factors(factors: Mapping[tuple[str, str], Trend]) -> dict[str, dict[s
 
 
 def _read_factors(stored: Mapping[str, Any]) -> dict[tuple[str, str], Trend]:
-    """Reads factors; those of files of earlier versions are one number each."""
+    """Reads factors; factors in files of earlier versions are one number each."""
     factors = {}
     for name, value in stored.items():
         kind, form = name.rsplit(", ", 1)
@@ -268,7 +268,7 @@ def _class(op: OpShape) -> str:
 
 
 def _cases() -> list[Case]:
-    """Returns the kernels that are timed, those of one form in one network."""
+    """Returns the kernels that are timed, the kernels of one form in one network."""
     cases = [*(join(tuple(_in_form(form))) for form in (FLOAT, INTEGER)), boundaries(64, 28)]
     return [*cases, join(tuple(_layers(INTEGER_7)))] if products_saturate() else cases
 

@@ -12,7 +12,7 @@ FLOAT, INTEGER, LOOKUP = "float", "integer", "lookup"
 FORMS = (FLOAT, INTEGER, LOOKUP)
 """Float kernel, integer kernel, look-up table on integers."""
 INTEGER_7 = "integer of 7 bits"
-"""`INTEGER` with weights of 7 bits, where a processor has other kernels for 8: a form of fits alone."""
+"""`INTEGER` with weights of 7 bits, where a processor has other kernels for 8: a form only of fits."""
 PLAIN_MAX_POOL = "max_pool2d, plain"
 """The kind of max pooling on integers in the plain layout, which has a slow kernel in onnxruntime."""
 

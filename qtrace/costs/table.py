@@ -81,7 +81,7 @@ class CostTable:
         """Returns the packaged table of a runtime, on every processor the same one.
 
         Raises:
-            ConfigError: when the runtime has no packaged table.
+            ConfigError: when the runtime lacks a packaged table.
         """
         if runtime not in cls.known():
             raise ConfigError(
@@ -92,7 +92,7 @@ class CostTable:
 
     @classmethod
     def packaged(cls, runtime: str) -> Mapping[str, CostTable]:
-        """Returns all packaged tables of a runtime by name: that of `load`, and those of other processors.
+        """Returns all packaged tables of a runtime by name: the one of `load`, and other processors'.
 
         Raises:
             ConfigError: when the runtime has no packaged table.

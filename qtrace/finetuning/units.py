@@ -103,7 +103,7 @@ def size_of(value: np.ndarray) -> np.ndarray:
     """Returns the root mean square of a parameter, of a weight by output channel.
 
     Args:
-        value: a weight, output channels first (linear, convolution; those of groups behind the groups), or a
+        value: a weight, output channels first (linear, convolution; with groups: after the groups), or a
             bias or the parameter of a norm; not empty.
 
     Returns:

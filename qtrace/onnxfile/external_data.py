@@ -286,7 +286,7 @@ def split_off(model: Any, location: str) -> tuple[Any, Iterator[bytes]]:
         location: the name of the tensors' file, next to the model's.
 
     Returns:
-        A copy of the model whose large tensors are in that file, or the model itself if it has none; and the
+        A copy of the model whose large tensors are in that file, or the model itself without any; and the
         content of that file, one tensor at a time.
     """
     import onnx

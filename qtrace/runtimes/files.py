@@ -98,7 +98,7 @@ class RuntimeChild:
         host: the interpreter or machine; None for this interpreter.
 
     Raises:
-        ExportError: when no such process can be started, or its Python is too old or has no numpy.
+        ExportError: when no such process can be started, or its Python is too old or lacks numpy.
     """
 
     def __init__(self, runtime: str, title: str, path: Path | str, host: RuntimeHost | None = None) -> None:
@@ -150,7 +150,7 @@ class RuntimeChild:
         """Returns the path of a file where the process runs: elsewhere, it and those beside it are copied.
 
         Raises:
-            ExportError: when a file cannot be read, or does not stand beside ``path`` or below.
+            ExportError: when a file cannot be read, or does not stand next to ``path`` or below.
         """
         if self.host is None or not self.host.runner:
             return os.path.abspath(path)
@@ -239,7 +239,7 @@ def check_host(host: RuntimeHost, path: Path) -> None:
         path: the file that will run there, for messages.
 
     Raises:
-        ExportError: when no such process can be started, or its Python is too old or has no numpy.
+        ExportError: when no such process can be started, or its Python is too old or lacks numpy.
     """
     RuntimeChild("", "the runtime", path, host).close()
 

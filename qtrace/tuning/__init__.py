@@ -165,7 +165,7 @@ def _conclude(trials: list[Trial], top: int, settings: TuneSettings, unit: str, 
 
 
 def _evaluate(tuning: Tuning, judge: Judge, part: Any, batches: list[Any]) -> Tuning:
-    """Measures the best, the second and the first recipe on data that the search has not seen."""
+    """Measures the best, the second and the first recipe on data that the search never saw."""
     values: dict[str, float] = {}
     chosen = {"best": tuning.best, "second": tuning.runner_up, "first": tuning.trials[0]}
     for name, trial in chosen.items():

@@ -177,7 +177,7 @@ def find_kernels(path: Path) -> Kernels:
 
 
 def find_fixed_batch(path: Path) -> int | None:
-    """Returns the batch that a file takes alone, the first size of its first input in the graph's layout.
+    """Returns the only batch that a file takes, the first size of its first input in the graph's layout.
 
     None where it takes any, or LiteRT's schema is not installed, which is said where the file is run.
 

@@ -102,7 +102,7 @@ class Case:
 def join(cases: Sequence[Case]) -> Case:
     """Returns one network of cases of one form, which is prepared and exported in less time than its parts.
 
-    Slots whose nodes a runtime names itself, and those of roundings, cannot be told apart in such a network.
+    Slots whose nodes a runtime names itself, and slots of roundings, cannot be told apart in such a network.
     """
     parts, slots = {}, []
     for number, case in enumerate(cases):

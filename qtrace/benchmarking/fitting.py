@@ -1,8 +1,8 @@
 """Fits a packaged cost table to this processor: a dozen kernels scale the times of all of their class.
 
-Of the packaged tables of onnxruntime, the one is scaled whose kernels are most like those of this processor.
+Of the packaged tables of onnxruntime, the one is scaled whose kernels are most like this processor's.
 Processors differ by class of kernel: without VNNI instructions integer convolutions take three times as long,
-while additions take as long as before. Those of weights of 7 bits do not saturate there, and take less time:
+while additions take as long as before. Weights of 7 bits do not saturate there, and take less time:
 they are measured, too. Of convolutions they differ by size, too: large ones on integers took
 6 times as long, convolutions of maps of 4 x 4 pixels 2.5 times. The factors are remembered for processor and
 runtime, factors measured next to other programs for an hour.

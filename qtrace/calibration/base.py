@@ -85,7 +85,7 @@ class Watched:
     batch, as they do.
 
     Attributes:
-        nodes: node -> its groups, for the nodes that depend on the batch, in graph order: those of its sites,
+        nodes: node -> its groups, for the nodes that depend on the batch, in graph order: of its sites,
             and its `range_group` if float16 asks for its range. A graph output that is no site may lack them.
         constants: group and value of each parameter that belongs to a group with activations.
         parameters: group of each other parameter, and what reads its value, when it is needed: all values at

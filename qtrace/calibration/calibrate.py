@@ -91,7 +91,7 @@ def calibrate(
         ``prepared``.
 
     Raises:
-        CalibrationError: when the graph has no site, there is no batch, a batch does not fit the model or the
+        CalibrationError: when the graph lacks sites, there is no batch, a batch does not fit the model or the
             engine, or a value is NaN or infinite; it names site and batch.
         ConfigError: for an unknown engine.
         ExportError: when the host cannot be reached, or does not survive the graph.

@@ -1,4 +1,4 @@
-"""Plain ranges of prepared graphs of one network: those of its float graph are known, others are measured."""
+"""Plain ranges of prepared graphs of one network: its float graph's are known, others are measured."""
 
 from __future__ import annotations
 

@@ -187,8 +187,8 @@ def are_pixels(dtype: np.dtype[Any], rank: int, preprocess: Preprocess | None) -
 def find_pixels(arrays: Sequence[np.ndarray], preprocess: Preprocess) -> int | None:
     """Returns the number of the array of a batch that ``preprocess`` converts; None if there is none.
 
-    It is the first one with four axes and the recipe's channels, if that is uint8: a mask beside an image, or
-    next to one that is normalized already, stays as it is.
+    It is the first one with four axes and the recipe's channels, if that is uint8: a mask with an image, or
+    with one that is normalized already, stays as it is.
     """
     channels, axis = preprocess.size[0], 3 if preprocess.layout == "nhwc" else 1
     for number, array in enumerate(arrays):

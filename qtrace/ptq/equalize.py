@@ -36,7 +36,7 @@ class Equalize(FloatAlgorithm):
     """Equalizes the weight ranges of layers across the tensors between them.
 
     Attributes:
-        relu6: "keep" leaves tensors behind a ReLU6 alone; "relu" replaces every ReLU6 by ReLU, which changes
+        relu6: "keep" changes no tensor after a ReLU6; "relu" replaces every ReLU6 by ReLU, which changes
             what the float model computes where it clips.
         absorb: absorb high biases after BatchNorms whose statistics are known.
         iterations: the most passes over all groups.

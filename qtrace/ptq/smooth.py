@@ -48,7 +48,7 @@ class Smooth(FloatAlgorithm):
     """Divides the channels of tensors by factors that the weights after them take.
 
     Attributes:
-        alpha: the exponent of the range of what is read; that of the weights is ``1 - alpha``. At 1 all
+        alpha: the exponent of the range of what is read; for weights it is ``1 - alpha``. At 1 all
             channels of a smoothed tensor have the same range.
     """
 

@@ -208,7 +208,7 @@ class Child:
         return part
 
     def _wait(self, pipe: IO[bytes], event: int, deadline: float) -> None:
-        """Waits until the pipe is ready, as long as the process computes and the deadline lies ahead."""
+        """Waits until the pipe is ready, as long as the process computes and before the deadline."""
         with selectors.DefaultSelector() as selector:
             selector.register(pipe, event)
             if selector.select(max(0.0, min(_SECONDS_UNMEASURED, self.idle, deadline - time.monotonic()))):

@@ -147,7 +147,7 @@ class RuntimeChild:
         self._child.close()
 
     def place(self, path: Path, beside: Sequence[Path] = ()) -> str:
-        """Returns the path of a file where the process runs: elsewhere, it and those beside it are copied.
+        """Returns the path of a file where the process runs: elsewhere, it and its neighbours are copied.
 
         Raises:
             ExportError: when a file cannot be read, or does not stand next to ``path`` or below.

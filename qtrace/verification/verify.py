@@ -66,7 +66,7 @@ def verify(
     min_equal: float = 0.999,
     min_sqnr_db: float | None = None,
 ) -> VerifyReport:
-    """Runs ``path`` in its runtime and ``converted``, and compares integer by integer.
+    """Runs ``path`` in its runtime and compares it with ``converted``, integer by integer.
 
     An ONNX file with open axes besides the batch is also run at two other sizes, to which the first sample is
     repeated: a larger one, and a smaller one where the axes are long enough and the graph runs there, else a

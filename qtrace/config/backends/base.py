@@ -107,7 +107,7 @@ class Backend:
             by a scheme of its own.
         computed_weights: what becomes of a layer whose weight or bias depends on an input of the model: it is
             "rounded" if its scheme allows, else in float, always in "float", or "refused".
-        added_unrounded: the layers whose result a sum behind them adds before it is rounded, in one kernel.
+        added_unrounded: the layers whose result a later sum adds before it is rounded, in one kernel.
         rounds_for_readers: whether a result is rounded only if an op on integers reads it.
         weights_per_tensor: the ops whose weight has one scale, whatever the scheme says.
         one_width: the ops whose input and result have equally many bits: a reader that wants another number

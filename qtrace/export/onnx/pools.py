@@ -3,7 +3,7 @@
 A convolution of integers is given its padding, too: onnxruntime merges only paddings of floats.
 
 A graph pads before a pooling where both ends of an axis differ, as ``ceil_mode`` has it. A ``Pad``
-leaves the layout of convolutions, and has no integer kernel between roundings. ONNX's poolings have
+leaves the layout of convolutions, and lacks an integer kernel between roundings. ONNX's poolings have
 paddings of their own at both ends, so that the node is left out.
 
 Integers are pooled fast with the channels last, the layout in which integer convolutions write, and 20 to 40

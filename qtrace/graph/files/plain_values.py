@@ -220,7 +220,7 @@ _TENSOR = 64  # bytes that a tensor takes besides its data
 class Devices:
     """The devices that a file names: all are the default one, unless the caller wants the file's devices.
 
-    A device is more than a name: MegEngine starts the threads of one that it has not seen yet.
+    A device is more than a name: MegEngine starts the threads of one that is new to it.
 
     Args:
         keep: whether to use the devices of the file.

@@ -229,7 +229,7 @@ class QdqGraph(OnnxModel):
     def set_grid(self, nodes: list[NodeProto], grid: IntegerGrid) -> None:
         """Gives quantizers the scale, zero point, type and axis of ``grid``.
 
-        Tools leave a Relu out whose result is rounded to integers that begin at 0. If those of ``grid`` begin
+        Tools leave a Relu out whose result is rounded to integers that begin at 0. If those in ``grid`` begin
         below, the Relu is written.
         """
         self._keep_clamp(nodes[0], grid)

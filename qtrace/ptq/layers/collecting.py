@@ -242,5 +242,5 @@ def _read(
 
 
 def spacing(size: int, positions: np.ndarray) -> float:
-    """Returns for how many positions of a map each drawn one stands: those of a large map count for more."""
+    """Returns for how many positions of a map each drawn one stands: in a large map it counts for more."""
     return size / len(positions)

@@ -67,7 +67,7 @@ class _Outputs(Interpreter):
 class RandomOutputs:
     """The SQNR of each output under rounded weights, on random inputs.
 
-    ``prepare`` has no data: the inputs are normally distributed and have the traced shapes. Activations are
+    ``prepare`` gets no data: the inputs are normally distributed and have the traced shapes. Activations are
     not rounded.
 
     Args:

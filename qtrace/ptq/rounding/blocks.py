@@ -65,7 +65,7 @@ def _is_unary(expr: Expr) -> bool:
 
 
 def structural_blocks(model: TracedModule, layers: Iterable[QuantizedLayer], max_layers: int) -> list[Block]:
-    """Splits a graph into blocks at the only tensors alive, before these are rounded.
+    """Splits a graph into blocks at bottleneck tensors, before these are rounded.
 
     Args:
         model: a prepared graph.

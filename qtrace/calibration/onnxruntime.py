@@ -83,7 +83,7 @@ class OnnxRuntime:
         try:
             self._model = activations(prepared, nodes, axes)
         except ExportError as error:
-            raise EngineError(f"the graph has no ONNX form: {str(error).rstrip('.')}") from error
+            raise EngineError(f"the graph cannot become ONNX: {str(error).rstrip('.')}") from error
         self._prepared, self._nodes, self._threads, self._limit = prepared, tuple(nodes), threads, limit
         self._host = host
         self._pool: ThreadPoolExecutor | None = None

@@ -137,7 +137,7 @@ class CaffeExporter:
             return  # shapes: layers take them from the trace
         if call is None or call.kind not in EMITTERS:
             cure = cure_for_kept(expr) or "end the graph before it, or write it with ops that have one"
-            raise refusal(f"{name}: {label} has no Caffe form: {cure}", expr)
+            raise refusal(f"{name}: {label} cannot become Caffe: {cure}", expr)
         try:
             EMITTERS[call.kind](self.writer, call)
         except ExportError as error:

@@ -149,7 +149,7 @@ class NcnnExporter:
         w, call = self.writer, op.call
         if call is None or call.kind not in EMITTERS:
             cure = cure_for_kept(op.expr) or "end the graph before it, or write it with ops that have one"
-            raise ExportError(f"it has no ncnn form: {cure}")
+            raise ExportError(f"it cannot become ncnn: {cure}")
         w.moving = op.expr.outputs[0].name in self.graph.carried
         EMITTERS[call.kind](w, call)
         w.moving = False

@@ -237,7 +237,7 @@ def _getitem(w: NcnnWriter, call: OpCall) -> None:
         part.pick(axis, positions)
     if lists > 1:
         raise ExportError(
-            "its index has several lists of positions, which ncnn has no form for: use one at a time"
+            "its index has several lists of positions, which ncnn cannot express: use one at a time"
         )
     w.put(call.out, part.blob, part.dims)
 
@@ -258,7 +258,7 @@ def _positions(w: NcnnWriter, entry: Any, size: int) -> Sequence[int]:
         return range(size)[value : value + 1 or None]
     if value.dtype == np.bool_ or value.ndim != 1:
         raise ExportError(
-            "its index is a mask or a table of positions, which ncnn has no form for: use slices"
+            "its index is a mask or a table of positions, which ncnn cannot express: use slices"
         )
     return [int(v) % size for v in value]
 
@@ -276,7 +276,7 @@ def _setitem(w: NcnnWriter, call: OpCall) -> None:
         if w.samples.holds(x, axis) and not _takes_all(entry, positions, size):
             raise ExportError("it writes samples of the batch, which ncnn does not see: use another axis")
         if not isinstance(positions, range) or positions.step != 1:
-            raise ExportError(f"ncnn has no form for writing at {index!r}: write at slices without a step")
+            raise ExportError(f"ncnn cannot express writing at {index!r}: write at slices without a step")
         if len(positions) < size:
             cuts.append((axis, positions))
     if any(not len(positions) for _, positions in cuts):
@@ -431,7 +431,7 @@ def _repeat(w: NcnnWriter, call: OpCall) -> None:
 def _roll(w: NcnnWriter, call: OpCall) -> None:
     axes = call.attrs["axis"]
     if axes is None:
-        raise ExportError("ncnn has no form for rolling the flattened values: name the axes")
+        raise ExportError("ncnn cannot express rolling the flattened values: name the axes")
     x, part = call.inputs[0], _Part(w, call.inputs[0], call.out.name)
     for shift, axis in zip(call.attrs["shift"], axes, strict=True):
         axis %= len(part.sizes)

@@ -360,7 +360,7 @@ class OnnxExporter:
             self.writer.names.update((n, names[n]) for n in call.inputs if n in names)
             return
         raise ExportError(
-            f"{expr.outputs[0].name}: {op_label(expr)} has no ONNX form ({ops.unsupported(expr)}): end the "
+            f"{expr.outputs[0].name}: {op_label(expr)} cannot become ONNX ({ops.unsupported(expr)}): end the "
             "graph before it, or write it with ops that have one."
         )
 

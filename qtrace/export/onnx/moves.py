@@ -39,7 +39,7 @@ def _transpose(w: OnnxWriter, call: OpCall) -> None:
     axes = [int(p) % rank for p in pattern if isinstance(p, (int, np.integer))]
     added = [i for i, p in enumerate(pattern) if p == "x"]
     if len(axes) + len(added) != len(pattern) or sorted(axes) != list(range(rank)):
-        raise ExportError(f"{call.out.name}: transpose by {pattern!r} has no ONNX form: use all axes")
+        raise ExportError(f"{call.out.name}: transpose by {pattern!r} cannot become ONNX: use all axes")
     source = [w.name(call.inputs[0])]
     if not added:
         w.emit("Transpose", source, call.out, perm=axes)
@@ -92,7 +92,7 @@ def _split(w: OnnxWriter, call: OpCall) -> None:
     axis = call.attrs["axis"] % len(call.inputs[0].shape)
     if isinstance(sections, TensorNode):
         raise ExportError(
-            f"{call.out.name}: a split into a computed number of parts has no ONNX form: fix it"
+            f"{call.out.name}: a split into a computed number of parts cannot become ONNX: fix it"
         )
     equal = isinstance(sections, (int, np.integer))
     # The size of the last of unequal parts would hold the batch.
@@ -156,7 +156,7 @@ def _roll(w: OnnxWriter, call: OpCall) -> None:
     name = source if axes is not None else w.node("Reshape", [source, w.ints([-1])], w.fresh(base))
     for shift, axis in zip(call.attrs["shift"], axes or (0,), strict=True):
         if isinstance(shift, TensorNode):
-            raise ExportError(f"{base}: a shift that is computed has no ONNX form: fix it")
+            raise ExportError(f"{base}: a shift that is computed cannot become ONNX: fix it")
         if int(shift) == 0:
             continue
         place = _place(w, name, int(shift), axis, base)

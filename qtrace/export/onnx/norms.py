@@ -28,7 +28,7 @@ def _batch_norm(w: OnnxWriter, call: OpCall) -> None:
         values = [None if call.attrs[n] is None else w.value(call.attrs[n]) for n in names]
         if any(v is None and call.attrs[n] is not None for v, n in zip(values, names, strict=True)):
             raise ExportError(
-                f"{call.out.name}: a BatchNorm whose statistics are computed has no ONNX form: "
+                f"{call.out.name}: a BatchNorm whose statistics are computed cannot become ONNX: "
                 "end the graph before it"
             )
     size = next(v.size for v in values if v is not None)
@@ -98,7 +98,7 @@ def _power_sum(w: OnnxWriter, call: OpCall, keep: int, output: str) -> str:
     if order == 2.0:
         return w.node("ReduceL2", [x], output, axes=axes, keepdims=keep)
     if order <= 0.0 or math.isinf(order):
-        raise ExportError(f"{base}: a norm of order {order:g} has no ONNX form: use order 1 or 2")
+        raise ExportError(f"{base}: a norm of order {order:g} cannot become ONNX: use order 1 or 2")
     sizes = w.node("Abs", [x], w.fresh(base))
     if order == 1.0:  # OpenVINO reads ReduceL1 without its axes before opset 18
         return w.node("ReduceSum", [sizes, w.ints(axes)], output, keepdims=keep)

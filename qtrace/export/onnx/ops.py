@@ -166,7 +166,7 @@ def _inverse(w: OnnxWriter, call: OpCall) -> None:
     """Writes onnxruntime's own op: ONNX lacks it, and other ops choose no pivots."""
     if "Inverse" in w.in_pieces:
         raise ExportError(
-            f"{call.out.name}: {call.kind} has no ONNX form: {_OLD}, and the target does not know that "
+            f"{call.out.name}: {call.kind} cannot become ONNX: {_OLD}, and the target does not know that "
             "of onnxruntime; end the graph before it"
         )
     w.versions.use(CONTRIB, 1)
@@ -199,7 +199,7 @@ WITHOUT: dict[str, str] = {
 
 def _refuse(reason: str) -> Emitter:
     def emit(w: OnnxWriter, call: OpCall) -> None:
-        raise ExportError(f"{call.out.name}: {call.kind} has no ONNX form: {reason}; end the graph before it")
+        raise ExportError(f"{call.out.name}: {call.kind} cannot become ONNX: {reason}; cut before it")
 
     return emit
 

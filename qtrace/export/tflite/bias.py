@@ -57,7 +57,7 @@ def float_bias(b: Builder, call: OpCall, name: str, count: int) -> FileTensor:
     value = np.zeros(count, np.float32) if call.bias is None else b.value(call.bias)
     if value is None:
         raise ExportError(
-            f"{call.out.name}: its bias is computed, which TFLite has no form for: "
+            f"{call.out.name}: its bias is computed, which TFLite cannot express: "
             "add it behind the layer, or set quantize: false"
         )
     return b.writer.constant(name if call.bias is None else call.bias.name, value.reshape(-1))

@@ -119,7 +119,7 @@ def _getitem(b: Builder, op: FusedOp) -> None:
     gathers = [i for i in items if isinstance(i.value, np.ndarray)]
     if len(gathers) > 1 or any(i.value.dtype == np.bool_ or i.value.ndim != 1 for i in gathers):
         raise ExportError(
-            f"{call.out.name}: an index by masks or by several lists of positions has no TFLite form: "
+            f"{call.out.name}: an index by masks or by several lists of positions cannot become TFLite: "
             "index by slices, or one axis at a time"
         )
     shape = list(source.shape)
@@ -178,7 +178,7 @@ def _sliced(
         else:
             cut = range(int(item.value) % size, int(item.value) % size + 1)
         if cut.step < 0:
-            raise ExportError(f"{call.out.name}: a negative step has no TFLite form: use positions")
+            raise ExportError(f"{call.out.name}: a negative step cannot become TFLite: use positions")
         shape[item.axis] = len(cut)
         if cut != range(size):
             end = cut.start + len(cut) * cut.step if cut.step > 1 else cut.stop
@@ -198,12 +198,12 @@ def _setitem(b: Builder, op: FusedOp) -> None:
     items = [_fixed(b, i, call) for i in _items(index, len(source.order))]
     if any(i.axis is None or not isinstance(i.value, slice) for i in items):
         raise ExportError(
-            f"{call.out.name}: writing at {index!r} has no TFLite form: write at slices that are fixed or "
+            f"{call.out.name}: writing at {index!r} cannot become TFLite: write at slices that are fixed or "
             "computed from shapes, or use F.where or F.concat"
         )
     cuts = [(i.axis or 0, range(source.shape[i.axis or 0])[i.value]) for i in items]
     if any(cut.step != 1 for _, cut in cuts):
-        raise ExportError(f"{call.out.name}: writing with a step has no TFLite form: use a slice without one")
+        raise ExportError(f"{call.out.name}: writing with a step cannot become TFLite: use a plain slice")
     partial = [(source.order.index(axis), cut) for axis, cut in cuts if len(cut) != source.shape[axis]]
     b.put(call.out, _filled(b, op, source, partial), source.order)
 

@@ -183,7 +183,7 @@ def _conv3d(b: Builder, op: FusedOp) -> None:
     layer, call, a = _Layer(b, op), op.call, op.call.attrs
     if a["groups"] > 1:
         raise ExportError(
-            f"{call.out.name}: a grouped convolution of volumes has no TFLite form: use groups=1, or end "
+            f"{call.out.name}: a grouped convolution of volumes cannot become TFLite: use groups=1, or end "
             "the graph before it"
         )
     x = layer.read(_VOLUME)
@@ -285,7 +285,7 @@ def _matmul(b: Builder, op: FusedOp) -> None:
     call, rank = op.call, b.rank(op.call.out)
     if any(b.rank(n) < 2 for n in call.inputs):
         raise ExportError(
-            f"{call.out.name}: a product with a vector has no TFLite form: give it an axis of size 1"
+            f"{call.out.name}: a product with a vector cannot become TFLite: give it an axis of size 1"
         )
     factors, flips = [], []
     for node, flip in zip(call.inputs, (call.attrs["transpose_a"], call.attrs["transpose_b"]), strict=True):

@@ -197,7 +197,7 @@ def _resize(b: Builder, call: OpCall, x: FileTensor, out: FileTensor) -> None:
     a = call.attrs
     if a["mode"] not in ("bilinear", "linear") or b.rank(call.out) != 4:
         raise ExportError(
-            f"{call.out.name}: interpolate mode {a['mode']!r} has no TFLite form: use nearest or bilinear"
+            f"{call.out.name}: interpolate mode {a['mode']!r} cannot become TFLite: use nearest or bilinear"
         )
     inputs: Inputs = [x, b.shape(call.out)[2:]]
     corners = {"alignCorners": a["align_corners"], "halfPixelCenters": not a["align_corners"]}

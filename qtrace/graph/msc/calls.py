@@ -145,7 +145,7 @@ def write_call(
     elif isinstance(expr, CallMethod) and isinstance(arguments[0], Node):
         callee = {"method": expr.method}
     else:
-        raise GraphError(f"a {type(expr).__name__} of a class has no form as data")
+        raise GraphError(f"a {type(expr).__name__} of a class cannot be written as data")
     callee["args"] = [_write(value, refs) for value in arguments]
     if options:
         callee["kwargs"] = {key: _write(value, refs) for key, value in options.items()}
@@ -159,10 +159,10 @@ def _key(thing: Any) -> str:
 def _attributes(module: Module, refs: Mapping[Node, dict[str, Any]]) -> dict[str, Any]:
     """Returns the attributes of a module that are no tensors."""
     if module._forward_pre_hooks or module._forward_hooks:
-        raise GraphError(f"a {type(module).__name__} with hooks has no form as data")
+        raise GraphError(f"a {type(module).__name__} with hooks cannot be written as data")
     own = {name: value for name, value in vars(module).items() if name not in BOOKKEEPING}
     if any(True for _ in module.named_children()):
-        raise GraphError(f"a {type(module).__name__} that holds modules has no form as data")
+        raise GraphError(f"a {type(module).__name__} that holds modules cannot be written as data")
     named = {name for name, _ in module.named_tensors()}
     return {name: _write(value, refs) for name, value in own.items() if name not in named}
 
@@ -192,7 +192,7 @@ def _write(value: Any, refs: Mapping[Node, dict[str, Any]]) -> Any:
             return {"dtype": dtype.name}
     if isinstance(value, (np.generic, np.ndarray)) and np.dtype(value.dtype).kind in "biuf":
         return {"array": [value.dtype.name, list(value.shape), _write(value.reshape(-1).tolist(), refs)]}
-    raise GraphError(f"{value!r}, a {type(value).__name__}, has no form as data")
+    raise GraphError(f"{value!r}, a {type(value).__name__}, cannot be written as data")
 
 
 def read_value(value: Any, look_up: Callable[[dict[str, Any]], Any]) -> Any:

@@ -92,7 +92,7 @@ class TorchGraph(Interpreter):
         try:
             return self._computes[id(expr)](inputs)
         except NotImplementedError as error:
-            raise UnsupportedError(f"{_label(expr)} {error}, which has no form in torch") from None
+            raise UnsupportedError(f"{_label(expr)} {error}, which cannot run in torch") from None
 
     def constant(self, value: Any) -> Any:
         """Returns the tensor of torch for a Tensor of MegEngine or an array, without a gradient."""
@@ -131,7 +131,7 @@ class TorchGraph(Interpreter):
             return lambda inputs: (layers.batch_norm(inputs[0], inputs[1], self.leaf),)
         call = read(expr)
         if call is None:
-            raise UnsupportedError(f"{_label(expr)} has no form in torch ({unsupported(expr)})")
+            raise UnsupportedError(f"{_label(expr)} cannot run in torch ({unsupported(expr)})")
         if call.kind == "shape" and isinstance(expr, Apply):
             return lambda inputs: (_shape(expr, inputs[0]),)
         if call.role is Role.SHAPE or not _has_floats(expr):
@@ -153,7 +153,7 @@ class TorchGraph(Interpreter):
 
     def _compile_own(self, expr: Expr, module: Module) -> Callable[[Sequence[Any]], Sequence[Any]]:
         if type(module) not in MODULES:
-            raise UnsupportedError(f"{_label(expr)} is a fake quant of your own, which has no form in torch")
+            raise UnsupportedError(f"{_label(expr)} is a fake quant of your own, which cannot run in torch")
         nodes, (_, *positional), named = expr.inputs, expr.args, expr.kwargs
         form: Any = fake_quant
         if not isinstance(module, FakeQuant):
@@ -170,7 +170,7 @@ class TorchGraph(Interpreter):
     def _compile_op(self, expr: Expr, call: OpCall) -> Callable[[Sequence[Any]], Sequence[Any]]:
         form = _FORMS.get(call.kind)
         if form is None:
-            raise UnsupportedError(f"{_label(expr)} has no form in torch")
+            raise UnsupportedError(f"{_label(expr)} cannot run in torch")
         positional, attrs = call.inputs, dict(call.attrs)
         if "operands" in attrs:  # the two operands hold the inputs
             positional = ()

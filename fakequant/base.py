@@ -219,7 +219,7 @@ class FakeQuant(Module):
     def _observe(self, x: Tensor) -> None:
         if self.observer is None:
             raise CalibrationError(
-                f"site {self.site} is converted and has no observer: prepare a graph again."
+                f"site {self.site} is converted and lacks an observer: prepare a graph again."
             )
         if self.static:
             if self.observer.empty:

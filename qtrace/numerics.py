@@ -387,9 +387,7 @@ def expand_blocks(qparams: QParams, shape: tuple[int, ...]) -> tuple[np.ndarray,
     block = qparams.scheme.block
     assert block is not None
     if len(shape) != 2 or qparams.scheme.axis not in (0, -2):
-        raise SchemeError(
-            f"a tensor of shape {shape} has no blocks of inputs: give one of (outputs, inputs)."
-        )
+        raise SchemeError(f"a tensor of shape {shape} lacks blocks of inputs: give one of (outputs, inputs).")
     count = -(-shape[1] // block)
     if qparams.scale.size != shape[0] * count:
         raise SchemeError(

@@ -1,7 +1,7 @@
 """Times the ops of a cost table in LiteRT, with the kernels that it chooses by default.
 
-An export has some ops in another form than is timed here: a padding before a stride is a PAD of its own,
-an inner product on integers has a scale for each channel, an average pooling with a stride on integers is a
+An export has some ops in another form than is timed here. A padding before a stride is a PAD of its own,
+an inner product on integers has a scale for each channel. An average pooling with a stride on integers is a
 depthwise convolution, a pooling of a whole image in float an AVERAGE_POOL_2D, and a slice a STRIDED_SLICE.
 """
 

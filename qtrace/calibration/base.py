@@ -170,11 +170,11 @@ def check_sites(prepared: QuantizedModel) -> None:
         if by_method:
             most = max(by_method, key=lambda note: note.macs)
             raise CalibrationError(
-                f"the graph has no site, as the method of the config finds no layer to quantize: {most.name} "
+                f"the graph lacks sites, as the method of the config finds no layer to quantize: {most.name} "
                 f"stays in float, since {most.reason}. Use method: static, or {{match: ..., method: static}} "
                 "for such ops."
             )
         raise CalibrationError(
-            "the graph has no site: not one of its ops is quantized, so there is nothing to calibrate; "
+            "the graph lacks sites: not one of its ops is quantized, so there is nothing to calibrate; "
             "`qtrace explain` says why each op stays float."
         )

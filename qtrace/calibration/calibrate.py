@@ -136,7 +136,7 @@ def _record_ranges(prepared: TracedModule, statistics: Statistics) -> None:
 def _with_parameters(model: QuantizedModel, statistics: Statistics) -> Statistics:
     """Returns the statistics with the values of the parameters; refuses statistics of no batch."""
     if not statistics.batches:
-        raise CalibrationError("calibration data has no batches: give at least one.")
+        raise CalibrationError("calibration data holds no batches: give at least one.")
     return observe_parameters(model, statistics)
 
 

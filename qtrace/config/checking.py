@@ -98,7 +98,7 @@ def check_method(backend: backends.Backend, method: str, origin: str) -> None:
         return
     able = [name for name in backends.known() if backends.get(name).kinds_of(method)]
     raise ConfigError(
-        f"{origin}: backend {backend.name} has no method {method}: use method: static, or one of "
+        f"{origin}: backend {backend.name} lacks method {method}: use method: static, or one of "
         f"the backends {', '.join(able)}."
     )
 

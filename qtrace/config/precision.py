@@ -50,7 +50,7 @@ def check_precision(names: Sequence[str], target: str) -> None:
             limits = backend.limits.get(sort)
             if limits is not None and bits not in limits.bits:
                 raise ConfigError(
-                    f"{target} has no {name}: it runs weights of {_written(backend, 'weight')} bits and "
+                    f"{target} lacks {name}: it runs weights of {_written(backend, 'weight')} bits and "
                     f"activations of {_written(backend, 'activation')} bits."
                 )
 
@@ -62,7 +62,7 @@ def _check_method(name: str, backend: Backend, target: str) -> None:
     if method != "static" and not backend.kinds_of(method):
         able = [known for known in backends.known() if backends.get(known).kinds_of(method)]
         raise ConfigError(
-            f"{target} has no {name}: quantizing by method {method} is for {' and '.join(able)}; choose a "
+            f"{target} lacks {name}: quantizing by method {method} is for {' and '.join(able)}; choose a "
             "precision of weights and activations, such as w8a8."
         )
 

@@ -203,7 +203,7 @@ class Expect(OptionModel):
         if (self.metric is None) != (self.max_drop is None):
             raise ValueError("metric and max_drop belong together: give both, or none of them.")
         if all(value is None for value in vars(self).values()):
-            raise ValueError(f"it has no limit: give {', '.join(type(self).model_fields)}.")
+            raise ValueError(f"it lacks a limit: give {', '.join(type(self).model_fields)}.")
         return self
 
 

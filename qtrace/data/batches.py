@@ -119,7 +119,7 @@ def refuse_nan(arguments: _Arguments, index: int, model: TracedModule, source: s
         search = search_nonfinite(flat, *arguments)
     if search.calculates_with_nan():
         raise CalibrationError(
-            f"{source}{', ' if source else ''}batch {index} holds NaN, which has no integer, first in "
+            f"{source}{', ' if source else ''}batch {index} holds NaN, which is no integer, first in "
             f"{place}: repair the data; NaN that is meant needs F.isnan and prepare(samples=)."
         )
 

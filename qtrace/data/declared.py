@@ -118,7 +118,7 @@ def cast_to_declared(
                     f"to {limits.max}."
                 )
             raise CalibrationError(
-                f"batch {index} gives {info.name!r} numbers that {info.dtype} has not, such as "
+                f"batch {index} gives {info.name!r} numbers that {info.dtype} lacks, such as "
                 f"{number:g}, but the file that the model was imported from takes "
                 f"{info.dtype}: give the numbers that it takes."
             )

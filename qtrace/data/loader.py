@@ -62,7 +62,7 @@ def import_object(name: str) -> Any:
     try:
         return reduce(getattr, attribute.split("."), imported)
     except AttributeError:
-        raise DataError(f"{name}: module {module!r} has no {attribute!r}.") from None
+        raise DataError(f"{name}: module {module!r} lacks {attribute!r}.") from None
 
 
 def blame(name: str, doing: str, error: BaseException) -> str:

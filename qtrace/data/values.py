@@ -55,7 +55,7 @@ def _cut(arrays: Mapping[Any, Any], size: int, *, named: bool) -> list[Any]:
     lengths = {value.shape[0] for value in values.values() if value.ndim}
     if len(lengths) != 1 or not (count := lengths.pop()):
         raise DataError(
-            "the arrays of data need one first axis, that of the samples, of the same length above 0: give "
+            "the arrays of data need one first axis, the samples, of the same length above 0: give "
             "such arrays, or a list of batches."
         )
     starts = range(0, count, size)

@@ -181,7 +181,7 @@ def _check_options(chosen: Format, options: dict[str, Any], plain: bool) -> None
             continue
         where = " for a plain traced module" if option in chosen.options else ""
         raise ExportError(
-            f"format {chosen.name} has no option {option!r}{where}; it knows: {', '.join(allowed) or 'none'}."
+            f"format {chosen.name} lacks option {option!r}{where}; it knows: {', '.join(allowed) or 'none'}."
         )
 
 
@@ -241,7 +241,7 @@ def _find_format(path: Path, name: str | None) -> Format:
             return chosen
         if path.suffix in chosen.companions:
             raise ExportError(
-                f"{path.name} would be what is written beside the model: "
+                f"{path.name} would be what is written next to the model: "
                 f"name the model, {path.with_suffix(chosen.suffixes[0]).name}."
             )
     if path.suffix == ".mge":

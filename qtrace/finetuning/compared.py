@@ -107,7 +107,7 @@ def choose_compared(
     inside_powers = {name: powers[name] for name in blocks if name in powers}
     if not outputs and not inside_powers:
         raise TrainingError(
-            f"no output can be compared with that of the float graph ({'; '.join(left.values())}): name "
+            f"no output can be compared with the float graph's ({'; '.join(left.values())}): name "
             "nodes in blocks."
         )
     groups = tuple(group for group in find_groups(model, exact) if group.output in outputs)

@@ -71,7 +71,7 @@ def block_outputs(
 def _refuse_unknown(names: Sequence[str]) -> None:
     if names:
         raise TrainingError(
-            f"the teacher has no node {names[0]}: give the float network that was prepared, not another."
+            f"the teacher lacks node {names[0]}: give the float network that was prepared, not another."
         )
 
 

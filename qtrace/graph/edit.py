@@ -194,7 +194,7 @@ class GraphEditor(EndpointEdits):
             GraphError: when a Tensor lacks the method, or it cannot run on the shapes of the arguments.
         """
         if not callable(getattr(Tensor, method, None)):
-            raise GraphError(f"a Tensor has no method {method!r}.")
+            raise GraphError(f"a Tensor lacks the method {method!r}.")
         expr = CallMethod(x, method)
         x.users.remove(expr)  # `set_arguments` adds it again
         set_arguments(expr, (x, *self._with_nodes(args)), self._with_nodes(kwargs))
@@ -366,7 +366,7 @@ class GraphEditor(EndpointEdits):
         parameters = signature(expr.func).parameters
         if name not in parameters:
             raise GraphError(
-                f"{name_with_line(expr, label)} has no argument {name!r}; it takes {', '.join(parameters)}."
+                f"{name_with_line(expr, label)} takes no argument {name!r}; it takes {', '.join(parameters)}."
             )
         bound = signature(expr.func).bind(*expr.args, **expr.kwargs)
         bound.apply_defaults()
@@ -407,6 +407,6 @@ class GraphEditor(EndpointEdits):
                 order.append(expr)
                 stack.extend(reversed(self._after.pop(expr, ())))
         if self._after:
-            raise GraphError("an edit was placed behind an expr that is not in this graph.")
+            raise GraphError("an edit was placed after an expr that is not in this graph.")
         write_order(self.traced, order, self._removed)
         renew_behind(self.traced, edited, self._rewired)

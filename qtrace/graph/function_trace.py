@@ -104,7 +104,7 @@ def trace_function(function: Callable[..., Any], arguments: Sequence[Any], title
     graph = traced.graph
     inputs = dict(zip(tensors, graph._inputs[1:], strict=True))
     if any(isinstance(node, ModuleNode) for e in graph._exprs for node in (*e.inputs, *e.outputs)):
-        raise GraphError(f"{title} calls a module or reads a module's tensor: write it with functions alone.")
+        raise GraphError(f"{title} calls a module or reads a module's tensor: write it only with functions.")
     return FunctionTrace(inputs, tuple(graph._exprs), tuple(graph._outputs))
 
 

@@ -1,9 +1,9 @@
 """Infers shapes and dtypes of a graph's tensors from its inputs, without running its kernels.
 
 MegEngine's computing graph deduces the shape of a variable from its op. Each expr is therefore called on
-variables of the types of its inputs. Three kinds of ops are computed instead: those on sizes, whose values
-decide shapes; those whose deduction accepts impossible arguments, such as a reshape, most of which only move
-data; and those on scalars, which a computing graph does not tell from vectors of one value.
+variables of the types of its inputs. Three kinds of ops are computed instead. Ops on sizes decide shapes by
+their values. Some ops accept impossible arguments, such as a reshape; most of these only move data. Ops on
+scalars look like ops on vectors of one value to a computing graph.
 """
 
 from __future__ import annotations

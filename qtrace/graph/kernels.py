@@ -155,7 +155,7 @@ def _check_target(args: Any, unknown: int | None = None) -> None:
         sizes[unknown] = -1
     if sizes and 0 in sizes and -1 in sizes:
         raise ValueError(
-            f"a reshape to {tuple(sizes)}, where any size fits the -1 beside 0: give a number in its place"
+            f"a reshape to {tuple(sizes)}, where any size fits the -1 next to 0: give a number in its place"
         )
 
 

@@ -162,7 +162,7 @@ class OpaqueOp(Module):
     def _carried(self, array: np.ndarray) -> np.ndarray:
         dtype = carried_dtype(array.dtype)
         if dtype is None:
-            raise GraphError(f"{self.operators} gives {array.dtype.name}, which MegEngine has not.")
+            raise GraphError(f"{self.operators} gives {array.dtype.name}, which MegEngine lacks.")
         wide = array.dtype.kind in "iu" and array.dtype.itemsize > 2 and array.size > 0
         if wide and (int(array.max()) > _INT32.max or int(array.min()) < _INT32.min):
             raise GraphError(

@@ -73,7 +73,7 @@ def set_input_shapes(traced: TracedModule, shapes: Mapping[str, Sequence[int]]) 
     nodes = {str(node.name): node for node in traced.graph.inputs if isinstance(node, TensorNode)}
     for name in shapes:
         if name not in nodes:
-            raise GraphError(f"the graph has no input {name!r}; it has {', '.join(nodes)}.")
+            raise GraphError(f"the graph lacks input {name!r}; it has {', '.join(nodes)}.")
     before = {node: node._shape for node in nodes.values()}
     try:
         for name, shape in shapes.items():

@@ -2,8 +2,8 @@
 
 The outputs decide. An op may join the samples in another axis if a later op takes them apart again. Where an
 output differs, the cause is the first op that reads values that agree and gives values that do not. Its
-inputs are bit-identical on both sides: after each op whose values agree, the samples continue with the values
-of the batch, so that no rounding error accumulates and no index computed from values flips.
+inputs are bit-identical on both sides. After each op whose values agree, the samples continue with the values
+of the batch. So no rounding error accumulates and no index computed from values flips.
 """
 
 from __future__ import annotations

@@ -347,7 +347,7 @@ class Stepper:
         if node not in self._known:
             expr = node.expr
             if expr not in self._fixed:
-                raise GraphError(f"{node._name} has no value here: it is computed later, or was dropped.")
+                raise GraphError(f"{node._name} lacks a value here: it is computed later, or was dropped.")
             results = self._run(expr, values)
             self._known.update((n, v) for n, v in zip(expr.outputs, results, strict=True))
         return self._known[node]

@@ -171,7 +171,7 @@ def _place(tensor: Any, path: Path) -> TensorPlace:
         offset, length = -1, -1
     if min(offset, length) < 0:
         raise ExportError(
-            f"{path}: tensor {tensor.name!r} has no whole number for its place in {file.name}: the file "
+            f"{path}: tensor {tensor.name!r} lacks a whole number for its place in {file.name}: the file "
             "is damaged; export it again."
         )
     if not file.is_file():

@@ -69,7 +69,7 @@ def param_groups(
                 weights.append(parameter)
     if not seen:
         raise ConfigError(
-            "param_groups: the module has no parameters: give one that qtrace.prepare made, before convert."
+            "param_groups: the module lacks parameters: give one that qtrace.prepare made, before convert."
         )
     groups = ((weights, lr, weight_decay), (plain, lr, 0.0), (ranges, range_lr, range_decay))
     return [{"params": p, "lr": rate, "weight_decay": decay} for p, rate, decay in groups if p]

@@ -200,7 +200,7 @@ class RuntimeChild:
             self._refuse_old_version()
             both = f"{first['missing']} {_DISTRIBUTIONS[self.runtime]}"
             raise ExportError(
-                f"the Python of {self.host} has no {first['missing']}: install what runs the file "
+                f"the Python of {self.host} lacks {first['missing']}: install what runs the file "
                 f"there, as by `{self.host} -m pip install {both}`."
             )
         side: dict[str, Any] = first[worker.MARK]

@@ -134,7 +134,7 @@ def _check_limits(settings: TuneSettings, qconfig: QConfig) -> None:
         return
     if not (qconfig.cost_table or backends.get(qconfig.backend).cost_table):
         raise ConfigError(
-            f"backend {qconfig.backend} has no measured times, so time cannot be limited: limit the size, or "
+            f"backend {qconfig.backend} lacks measured times, so time cannot be limited: limit the size, or "
             "name a cost_table in the recipe."
         )
 

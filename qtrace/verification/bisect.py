@@ -162,7 +162,7 @@ def bisect(
     check_batches(batches)
     inputs = list(batches)
     if not inputs:
-        raise CalibrationError("bisect has no batches: give at least one.")
+        raise CalibrationError("bisect got no batches: give at least one.")
     chosen = get_runtime(Path(path), runtime, runtime_host, model.annotation.backend)
     unequal = None
     stages = 2 if runs_optimized(chosen, model.annotation.backend) else 1

@@ -414,7 +414,7 @@ def _integer_names(converted: QuantizedModel, path: Path, session: Session) -> d
     }
     missing = sorted({site for name, site in computed.items() if name in needed} - known - pooled)
     if missing and not getattr(session, "partial", False):
-        raise ExportError(f"{path} is not an export of this module: it has no integers of {missing[0]!r}.")
+        raise ExportError(f"{path} is not an export of this module: it lacks integers of {missing[0]!r}.")
     exported = getattr(session, "graph_hash", "")  # of formats that store it
     if exported and exported != graph_hash(converted.module):
         other = "another calibration or" if computed else "a quantized module or one with"

@@ -87,7 +87,7 @@ def verify(
         min_equal: smallest share of equal values allowed over all sites, op by op.
         min_sqnr_db: smallest signal-to-noise ratio allowed at each column group of the outputs, computed from
             the runtime's own integers and from end to end. None allows 35 dB at the former, and 60 dB for a
-            plain module; from end to end, a converted module is then compared only to float: in each column
+            plain module. From end to end, a converted module is then compared only to float: in each column
             group the runtime's noise may be 1 dB larger than the graph's, and its predictions must be float's
             as often, but for what chance explains.
 
@@ -148,7 +148,7 @@ def verify(
         # Without such columns another kernel is at fault.
         report.kernels = replace(report.kernels, wrong=has_odd_columns(path))
     if not first:
-        raise CalibrationError("verification data has no batches: give at least one.")
+        raise CalibrationError("verification data holds no batches: give at least one.")
     if not report.passed and (fault := check.find_fault()) is not None:
         node, _ = report.cross_check or report.weakest_output()
         report.cross_check = (node, fault)

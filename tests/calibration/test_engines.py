@@ -313,7 +313,7 @@ def test_a_nan_in_the_data_is_refused_where_no_site_sees_it(engine: str) -> None
     prepared = _prepared(module, qconfig=qtrace.QConfig(backend="onnxruntime", rules=[rule]))
     spoiled = _X.copy()
     spoiled[2, 1, 0, 0] = np.nan
-    place = r"batch 1 holds NaN, which has no integer, first in input 0 at \[2, 1, 0, 0\] \(sample 2\)"
+    place = r"batch 1 holds NaN, which is no integer, first in input 0 at \[2, 1, 0, 0\] \(sample 2\)"
     with pytest.raises(CalibrationError, match=place):
         qtrace.calibrate(prepared, [_X, spoiled], progress=False, engine=engine)
     assert {fq.phase for fq in fake_quants(prepared)} == {"float"}

@@ -94,7 +94,7 @@ def test_a_fake_quant_is_checked_for_the_weights_alone(method: str, mlp: TracedM
 def test_products_with_parameters_name_the_method(method: str) -> None:
     p = mge.Parameter(np.ones((64, 9), np.float32))
     traced = qtrace.trace(net(lambda self, x: F.relu(F.matmul(x, self.p)), p=p), X)
-    with pytest.raises(CalibrationError, match=f"no site, as the method .* says method: {method}"):
+    with pytest.raises(CalibrationError, match=f"lacks sites, as the method .* says method: {method}"):
         _calibrated(traced, {"method": method})
 
 

@@ -138,7 +138,7 @@ class _Part:
             return
         before, behind = self._around(axis)
         if not len(positions):
-            raise ExportError("it picks nothing, and ncnn has no empty blobs: leave it out")
+            raise ExportError("it picks nothing, and ncnn lacks empty blobs: leave it out")
         steps = set(np.diff(positions))
         step = int(min(steps, default=1))
         if len(steps) <= 1 and step > 1:
@@ -158,7 +158,7 @@ class _Part:
                 runs.append([position, position + 1])
         if len(runs) > _MOST_RUNS:
             raise ExportError(
-                f"it picks {len(positions)} positions in {len(runs)} runs, and ncnn has no look-up by "
+                f"it picks {len(positions)} positions in {len(runs)} runs, and ncnn lacks look-up by "
                 "positions: pick slices"
             )
         before, behind = self._around(axis)

@@ -20,7 +20,7 @@ Emitter = Callable[[NcnnWriter, OpCall], None]
 
 def _softmax(w: NcnnWriter, call: OpCall) -> None:
     if len(call.attrs["axis"]) > 1:
-        raise ExportError("ncnn has no softmax over several axes: join them before it")
+        raise ExportError("ncnn lacks softmax over several axes: join them before it")
     (axis,) = call.attrs["axis"]
     w.emit("Softmax", call, {0: w.place(call.inputs[0], axis), 1: 1}, everywhere=True)
 

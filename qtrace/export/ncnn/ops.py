@@ -77,9 +77,7 @@ def _pow(w: NcnnWriter, call: OpCall) -> None:
         _binary(w, call)
         return
     if exponent is None or call.attrs["side"] == "left":
-        raise ExportError(
-            "ncnn raises positive numbers alone to computed powers: write it as exp(log(x) * y)"
-        )
+        raise ExportError("ncnn raises only positive numbers to computed powers: write it as exp(log(x) * y)")
     if not abs(exponent) <= _LARGEST_EXPONENT:
         raise ExportError(
             f"it raises to {exponent:g}, and powers are written for ncnn with exponents from "

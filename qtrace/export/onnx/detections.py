@@ -29,7 +29,7 @@ def add_detections(
     """Adds the outputs ``detection_boxes``, ``_scores``, ``_classes`` and ``_images`` to a model.
 
     A row is a box that is kept: its corners (x1, y1, x2, y2), its score, its class, and its image in the
-    batch; the rows of an image follow each other by score. The other outputs stay.
+    batch. The rows of an image follow each other by score. The other outputs stay.
 
     Args:
         writer: the writer of the model, which is complete.

@@ -3,7 +3,7 @@
 onnxruntime rounds the float weight of a ``Conv``, ``ConvTranspose`` or ``Gemm`` to int8 by itself, with one
 scale for all of it, where the layer reads dequantized values and its result is quantized at once
 ("WeightBiasQuantization", seen in 1.23): neither the placement nor the user wanted integers there. A
-``LeakyRelu`` of slope 1 after the layer changes no value and keeps it in float; where nothing else reads
+``LeakyRelu`` of slope 1 after the layer changes no value and keeps it in float. Where nothing else reads
 the result, onnxruntime computes it in the kernel of a convolution or a ``Gemm``. A ``MatMul`` and the ``Add``
 of a stored bias become a ``Gemm`` before.
 """

@@ -122,7 +122,7 @@ def write_square(w: OnnxWriter, x: str, axes: Sequence[int], rank: int, base: st
     """Writes x * x, whose mean over ``axes`` follows.
 
     onnxruntime joins the nodes of a norm over the last axes into one kernel where the square is a Pow, not
-    where it is a Mul; on its own a Mul takes less time.
+    where it is a Mul. On its own a Mul takes less time.
     """
     last = sorted(axis % rank for axis in axes) == list(range(rank - len(axes), rank))
     return w.node("Pow", [x, w.scalar(2.0)], w.fresh(base)) if last else w.node("Mul", [x, x], w.fresh(base))

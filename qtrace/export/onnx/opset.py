@@ -97,7 +97,7 @@ def choose_versions(
     reason = max(needs, key=lambda name: needs[name], default="")
     needed = needs.get(reason, LOWEST)
     if opset is not None and opset < needed:
-        raise ExportError(f"opset={opset} has no {reason}: leave the option out, or choose {needed}.")
+        raise ExportError(f"opset={opset} lacks {reason}: leave the option out, or choose {needed}.")
     chosen = opset or max(needed, source.writable)
     change = ""
     if opset is None and source.opset and chosen != source.opset:

@@ -8,7 +8,7 @@ paddings of their own at both ends, so that the node is left out.
 
 Integers are pooled fast with the channels last, the layout in which integer convolutions write, and 20 to 40
 times as slowly in the plain one. A maximum and a rounding can change places, as rounding keeps the order:
-where the pooling reads what a float op or an input gives, it pools floats, and the few values that are left
+where the pooling reads what a float op or an input gives, it pools floats. The few values that are left
 are rounded after it. onnxruntime would move that rounding forward again if nothing stood between: for
 it, a maximum of one tensor does, which is a copy. So it would where the places of the largest values are
 read, too, and a rounding makes other values the first of the largest.

@@ -2,7 +2,7 @@
 
 A scale is the inverse of qtrace's: integers per unit. A weight has one for each output channel, in a
 convolution in groups for each group (ncnn, tools/quantize/ncnn2int8.cpp). ncnn quantizes only the inputs
-of convolutions and inner products, so a site anywhere else is refused.
+of convolutions and inner products. A site anywhere else is refused.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class Row:
 def site_table(graph: ConvertedGraph, names: Names) -> tuple[Row, ...]:
     """Returns a row for each quantized tensor of the float model: activations, weights and biases.
 
-    A bias is left out if a layer adds it at several scales, because the inputs of its calls have several: its
+    A bias is left out if a layer adds it at several scales, because the inputs of its calls have several. Its
     scale is the call's input scale times the weight's, for a reader to compute.
 
     Args:

@@ -58,7 +58,7 @@ def float_bias(b: Builder, call: OpCall, name: str, count: int) -> FileTensor:
     if value is None:
         raise ExportError(
             f"{call.out.name}: its bias is computed, which TFLite cannot express: "
-            "add it behind the layer, or set quantize: false"
+            "add it after the layer, or set quantize: false"
         )
     return b.writer.constant(name if call.bias is None else call.bias.name, value.reshape(-1))
 

@@ -190,7 +190,7 @@ class Builder(Store):
         """Rounds integers to another grid of the same type.
 
         Adds zero, since XNNPACK's QUANTIZE between integers has a multiplier of 8 bits, and is off by one in
-        up to a tenth of the values; its ADD has one of 20 bits.
+        up to a tenth of the values. Its ADD has one of 20 bits.
         """
         result = self.writer.tensor(name, tensor.shape, tensor.dtype, grid)
         assert tensor.grid is not None

@@ -70,8 +70,8 @@ class _Layer:
         weight = self.b.integers[self.weight_node][0] if self.ints else self.b.value(self.weight_node)
         if weight is None:
             raise ExportError(
-                f"{self.call.out.name}: its weight is computed from the model's input, which TFLite has no "
-                "form for: use matmul, or end the graph before it"
+                f"{self.call.out.name}: its weight is computed from the model's input, which TFLite cannot "
+                "express: use matmul, or end the graph before it"
             )
         return weight.astype(np.int8) if self.ints else weight
 

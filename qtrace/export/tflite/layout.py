@@ -2,7 +2,7 @@
 
 An *order* is a permutation: axis ``i`` of the file's tensor is axis ``order[i]`` of the graph's. A transpose
 of the graph therefore changes only the order, and values move only where an op needs its axes in a certain
-order: convolutions and poolings want the channels last, a reshape wants the axes that it joins side by side.
+order. Convolutions and poolings want the channels last, a reshape wants the axes that it joins side by side.
 
 Axes of size 1 may stand anywhere: to move them is a reshape. The first axis of the graph counts samples, and
 is not taken for one of size 1.

@@ -237,8 +237,8 @@ def _by_length(b: Builder, op: FusedOp) -> None:
     norm, axis = call.attrs.get("ord"), call.attrs["axis"]
     if norm not in (None, 2) or not isinstance(axis, int):
         raise ExportError(
-            f"{call.out.name}: a normalization by a norm of order {norm} over the axis {axis} has no TFLite "
-            "form: use order 2 and one axis"
+            f"{call.out.name}: a normalization by a norm of order {norm} over the axis {axis} cannot "
+            "become TFLite: use order 2 and one axis"
         )
     place = order.index(axis % len(order))
     small = [1 if i == place else n for i, n in enumerate(x.shape)]

@@ -326,7 +326,7 @@ def _build(kind: str, **fields: Any) -> Any:
     instance = getattr(schema, f"{kind}T")()
     for field, value in fields.items():
         if field not in vars(instance):
-            raise AttributeError(f"{kind} has no field {field}")
+            raise AttributeError(f"{kind} lacks field {field}")
         setattr(instance, field, value)
     return instance
 

@@ -284,7 +284,7 @@ def check_attributes(module: M.Module, path: str) -> None:
         value = getattr(module, name, kind)
         if value is kind:
             if name not in _OPTIONAL | _REMOVABLE:
-                raise RefusedError(f"{owner} has no {name}")
+                raise RefusedError(f"{owner} lacks {name}")
         elif not kind.fits(value):
             raise RefusedError(f"{owner} has the {name} {shown(value)}: it must be {kind.description}")
     for base in cls.__mro__:
@@ -306,7 +306,7 @@ def _check_opaque(module: OpaqueOp, owner: str) -> None:
     """Refuses an opaque node whose model is none that the importer makes, or that reads other files."""
     model = vars(module).get("model")
     if type(model) is not bytes:
-        raise RefusedError(f"{owner} has no bytes as its model")
+        raise RefusedError(f"{owner} lacks bytes as its model")
     if type(module.for_open_axes) is not bool:
         raise RefusedError(f"{owner} has a for_open_axes that is no truth value")
     if wrong := check_fragment(model):

@@ -120,7 +120,7 @@ def _check_array(shape: Any, dtype: Any, size: int) -> None:
         and all(type(n) is int and 0 <= n < _LARGEST_DIM for n in shape)
     )
     if not plain or not isinstance(dtype, np.dtype) or dtype.hasobject:
-        raise RefusedError("a numpy array in it has no plain shape and dtype")
+        raise RefusedError("a numpy array in it lacks a plain shape and dtype")
     if math.prod(shape) * dtype.itemsize != size:
         raise RefusedError(f"a numpy array in it has shape {shape} and {size} bytes")
 

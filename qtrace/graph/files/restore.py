@@ -122,7 +122,7 @@ def _check_subgraphs(graph: InternalGraph) -> None:
         name = shown(expr.inputs[0]._name)
         inner = expr.inputs[0].owner.argdef_graph_map.get(expr.arg_def)
         if inner is None:
-            raise RefusedError(f"it calls the module {name} with arguments for which that has no graph")
+            raise RefusedError(f"it calls the module {name}, which lacks a graph for these arguments")
         takes, gives = len(inner._inputs), len(inner._outputs)
         if (takes, gives) != (len(expr.inputs), len(expr.outputs)):
             raise RefusedError(

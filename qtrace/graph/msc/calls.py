@@ -82,7 +82,7 @@ def stored_place(node: MSCNode, role: str) -> StoredPlace:
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise GraphError(f"its attribute 'stored' is damaged ({type(error).__name__})") from error
     if not isinstance(path, str) or kind not in _KINDS:
-        raise GraphError(f"its attribute 'stored' has no place for {role!r}")
+        raise GraphError(f"its attribute 'stored' cannot hold {role!r}")
     return StoredPlace(path, kind)
 
 

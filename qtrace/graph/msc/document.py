@@ -146,7 +146,7 @@ class _Fields:
     def _value(self, key: str, kind: type, default: Any) -> Any:
         value = self.item.get(key, default)
         if value is None and key not in self.item:
-            raise GraphError(f"{self.about} has no {key!r}")
+            raise GraphError(f"{self.about} lacks {key!r}")
         if not isinstance(value, kind) or isinstance(value, bool):
             raise GraphError(f"{self.about} has the {key} {_shown(value)}: it must be {_KINDS[kind]}")
         return value
@@ -332,7 +332,7 @@ class MSCTensor:
         """
         position = self.layout_of(axis) if isinstance(axis, str) else axis
         if (isinstance(axis, str) and position < 0) or not -self.ndim <= position < self.ndim:
-            raise GraphError(f"tensor {self} has no axis {axis!r}.")
+            raise GraphError(f"tensor {self} lacks axis {axis!r}.")
         return self.shape[position]
 
     def __str__(self) -> str:
@@ -394,7 +394,7 @@ class MSCNode:
         """
         if kind not in self.weights:
             raise GraphError(
-                f"node {self.name} has no weight {kind!r}, but {', '.join(self.weights) or 'none'}."
+                f"node {self.name} holds no weight {kind!r}, but {', '.join(self.weights) or 'none'}."
             )
         return self.weights[kind]
 
@@ -407,7 +407,7 @@ class MSCNode:
         for kind, weight in self.weights.items():
             if weight.name == name:
                 return kind
-        raise GraphError(f"node {self.name} has no weight of the name {name!r}.")
+        raise GraphError(f"node {self.name} lacks the weight {name!r}.")
 
     def get_inputs(self) -> tuple[MSCTensor, ...]:
         """Returns the tensors that the node reads."""
@@ -549,7 +549,7 @@ class MSCGraph(Displayed):
             GraphError: when there is none.
         """
         if name not in self._nodes:
-            raise GraphError(f"MSCGraph {self.name} has no node {name!r}.")
+            raise GraphError(f"MSCGraph {self.name} holds no node {name!r}.")
         return self._nodes[name]
 
     def find_prim(self, name: str) -> MSCPrim:
@@ -561,7 +561,7 @@ class MSCGraph(Displayed):
         for prim in self.prims:
             if prim.name == name:
                 return prim
-        raise GraphError(f"MSCGraph {self.name} has no prim {name!r}.")
+        raise GraphError(f"MSCGraph {self.name} holds no prim {name!r}.")
 
     def find_tensor(self, name: str) -> MSCTensor:
         """Returns the tensor or weight with a name or alias; the first output for the name of a node.
@@ -570,7 +570,7 @@ class MSCGraph(Displayed):
             GraphError: when there is none.
         """
         if name not in self._tensors:
-            raise GraphError(f"MSCGraph {self.name} has no tensor or weight {name!r}.")
+            raise GraphError(f"MSCGraph {self.name} holds no tensor or weight {name!r}.")
         return self._tensors[name][0]
 
     def find_producer(self, ref: str | MSCTensor) -> MSCNode:

@@ -52,7 +52,7 @@ class Calls:
         text = self.node.attrs.get(key)
         value = self.kind.defaults.get(key, _MISSING) if text is None else _parse(text)
         if value is _MISSING:
-            raise GraphError(f"it has no attribute {key!r}")
+            raise GraphError(f"it lacks attribute {key!r}")
         return value
 
     def tensor(self, kind: str = "") -> MSCTensor:

@@ -33,7 +33,7 @@ def split(
     connection's, are passed on by their names, too. What depends only on parameters and on sizes of
     tensors is computed in each part that reads it.
 
-    With ``by`` each op goes into the part that the function says for its (first) output: ops of one label are
+    With ``by`` each op goes into the part that the function says for its (first) output. Ops of one label are
     one part, and the parts run in the order in which they depend on each other.
 
     Example:
@@ -79,7 +79,7 @@ def split(
         home.update(dict.fromkeys((e for e in own if e not in copyable), index))
     rest = [e for e in exprs(flat) if e not in home and e not in copyable]
     if not rest:
-        raise GraphError(f"nothing is behind the cut at {', '.join(cuts[-1])}: cut before the outputs.")
+        raise GraphError(f"nothing follows the cut at {', '.join(cuts[-1])}: cut before the outputs.")
     home.update(dict.fromkeys(rest, len(cuts)))
     return build_parts(flat, home, [None] * (len(cuts) + 1))
 
@@ -108,13 +108,13 @@ def _find_node(name: str, nodes: dict[str, Node], copyable: set[Expr]) -> Node:
             if near
             else "qtrace.graph.table(flatten(traced)) lists them."
         )
-        raise GraphError(f"the flat graph has no node {name!r}: {hint}")
+        raise GraphError(f"the flat graph lacks node {name!r}: {hint}")
     if isinstance(node.expr, Input):
-        raise GraphError(f"{name} is an input of the graph: nothing is before it; cut behind an op.")
+        raise GraphError(f"{name} is an input of the graph: nothing is before it; cut after an op.")
     if node.expr in copyable or not isinstance(node, TensorNode):
         raise GraphError(
-            f"{name} depends on parameters, constants and sizes alone, so each part computes it itself: "
-            "cut behind an op that depends on the values of the inputs."
+            f"{name} depends only on parameters, constants and sizes, so each part computes it itself: "
+            "cut after an op that depends on the values of the inputs."
         )
     return node
 
@@ -144,7 +144,7 @@ def _assign_labels(flat: TracedModule, by: Callable[[Node], Hashable]) -> dict[E
     copyable = copyable_exprs(flat)
     labels = {expr: _label(by, expr) for expr in exprs(flat) if expr not in copyable and expr.outputs}
     if not labels:
-        raise GraphError("split: the graph has no op that depends on the values of its inputs.")
+        raise GraphError("split: no op of the graph depends on the values of its inputs.")
     before: dict[Any, dict[Any, Node]] = {label: {} for label in labels.values()}  # label -> what it reads
     sources: dict[Node, dict[Any, Node]] = {}  # a copied result -> the parts whose sizes it reads
     for expr in exprs(flat):

@@ -282,7 +282,7 @@ class Body:
         elif isinstance(expr, CallMethod):
             self._method(expr)
         else:
-            raise GraphError(f"a {type(expr).__name__} has no source")
+            raise GraphError(f"a {type(expr).__name__} lacks a source")
 
     def _operator(self, expr: CallFunction, arguments: list[Any]) -> str:
         """Writes a function of float32 tensors and numbers as its operator; "" if there is none."""

@@ -61,7 +61,7 @@ class Literals:
         """
         if isinstance(value, Node):
             if names is None or value not in names:
-                raise GraphError(f"node {value} has no value here")
+                raise GraphError(f"node {value} lacks a value here")
             return names[value]
         if value is Ellipsis:
             return "..."

@@ -196,7 +196,7 @@ def _other_rows(
 ) -> np.ndarray:
     """Generates other rows for a table of whole numbers, any column of which may index something.
 
-    The rows change places, and each shrinks by a factor of its own: no index grows, and of two numbers of a
+    The rows change places, and each shrinks by a factor of its own. No index grows, and of two numbers of a
     row the larger one stays so, as the corners of a box must. The ones of a mask stay.
     """
     rows = rng.permutation(array.reshape(-1, array.shape[-1]))

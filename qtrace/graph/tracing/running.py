@@ -49,7 +49,7 @@ def check_signature(module: Module, method: str, args: tuple[Any, ...], kwargs: 
     if not callable(called):
         similar = difflib.get_close_matches(method, dir(type(module)), n=1)
         hint = f"; did you mean {similar[0]!r}?" if similar else "."
-        raise TraceError(f"{name} has no method {method!r}{hint}")
+        raise TraceError(f"{name} lacks method {method!r}{hint}")
     signature = inspect.signature(getattr(module, method))
     try:
         signature.bind(*args, **kwargs)

@@ -174,7 +174,7 @@ class Importer:
         if not node.domain and node.op in SEQUENCE_OPS:
             return lower_sequence(node, values, self.layers, lambda n, v: self._results(n, v, scope))
         if any(isinstance(value, SplitTensors) for value in values):
-            raise Refusal("reads a sequence of tensors, which MegEngine has not")
+            raise Refusal("reads a sequence of tensors, which MegEngine lacks")
         if not node.domain and node.op in ("Shape", "Size"):
             return self._read_shape(node, values)
         if (node.domain, node.op) in quantization.PAIRS:

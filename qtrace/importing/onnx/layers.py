@@ -331,7 +331,7 @@ def _carried(array: np.ndarray, name: str) -> np.ndarray:
     if array.dtype.name in ("float16", "bfloat16", "float64"):
         return array.astype(np.float32)
     if array.dtype.name not in _CARRIED:
-        raise Refusal(f"reads {name!r}, which is {array.dtype.name}: MegEngine has no such tensors")
+        raise Refusal(f"reads {name!r}, which is {array.dtype.name}: MegEngine lacks such tensors")
     if array.ndim > 7:
         raise Refusal(f"reads {name!r}, which has {array.ndim} axes: MegEngine's tensors have at most 7")
     return array

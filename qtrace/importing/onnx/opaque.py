@@ -265,7 +265,7 @@ def _say_foreign(name: str, value: Kept) -> str:
     )
     if proto.op_type == "ZipMap":
         cure = f"write the file without ZipMap (options={{'zipmap': False}} of skl2onnx), or {cure}"
-    return f"output {name!r} is {value.kinds[0].kind}, which MegEngine has not: {cure}"
+    return f"output {name!r} is {value.kinds[0].kind}, which MegEngine lacks: {cure}"
 
 
 _BEFORE: Any = object()  # the result of the node before, of two that were joined

@@ -381,7 +381,7 @@ class _FileRuns:
     ) -> bool | None:
         """Returns whether the graph computes what the file does; False if the file cannot be run.
 
-        None says that the size does not tell: maps vanish in MegEngine, or the values are so small that an
+        None says that the size does not tell. Maps vanish in MegEngine, or the values are so small that an
         activation such as a sigmoid, which rounds to the precision of 1, leaves them no digits.
 
         Raises:

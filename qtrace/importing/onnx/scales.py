@@ -2,7 +2,7 @@
 
 A stored number becomes a constant argument of an op, as in ``x * 0.1666 + 0.5``. In a scale and shift it was
 learned (PP-LCNetV3's LearnableAffineBlock), and so was an initializer with the name of a layer's tensor (the
-scales of FCOS' heads): it stays a parameter under the name of the file.
+scales of FCOS' heads). It stays a parameter under the name of the file.
 """
 
 from __future__ import annotations

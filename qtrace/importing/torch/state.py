@@ -319,7 +319,7 @@ def to_torch_state(traced: TracedModule) -> dict[str, Any]:
     what `finetune` or a training loop learned, and folded weights. A BatchNorm that `prepare` folded into its
     layer becomes one that only adds the layer's bias. Of convolutions that `prepare` merged into one, the
     largest has the sum of all; the others, and merged BatchNorms, add nothing. Counters, such as
-    ``num_batches_tracked``, are left out, and so are tensors that the graph does not hold, since the network
+    ``num_batches_tracked``, are left out. So are tensors that the graph does not hold, since the network
     does not read them or the import computed others from them, as from weights that the module standardizes.
     The logger ``qtrace`` names these; the module's own are still right.
 
@@ -354,7 +354,7 @@ def state_arrays(traced: TracedModule) -> dict[str, np.ndarray]:
     """
     origin = read_origin(traced)
     if origin is None or not (origin.parameters or origin.parts):
-        raise ImportingError("the network has no names of torch's state: import it by qtrace.from_torch.")
+        raise ImportingError("the network lacks names of torch's state: import it by qtrace.from_torch.")
     values = {name: tensor.numpy() for name, tensor in traced.named_parameters()}
     values.update({name: tensor.numpy() for name, tensor in traced.named_buffers()})
     values.update(_merged_values(origin, values))
@@ -436,7 +436,7 @@ def _check_others(values: dict[str, np.ndarray], origin: FileOrigin, known: set[
             lost.append(path)
     if lost:
         raise ImportingError(
-            f"{_listed(sorted(lost))} changed, and torch's module has no tensor for it: the module computes "
+            f"{_listed(sorted(lost))} changed, and torch's module lacks a tensor for it: the module computes "
             "it from others, or a pass added it. Take the state before that pass, or keep this parameter "
             "fixed in training."
         )

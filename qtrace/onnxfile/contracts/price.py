@@ -1,7 +1,7 @@
 """What a run of a file asks of a device, in products by width and in bytes that are moved besides.
 
 No table of an NPU's times is public. These are counts of the file: an int16 layer costs more than an int8 one
-on every device, and what is rounded to another width or leaves the device is read and written once more.
+on every device. What is rounded to another width or leaves the device is read and written once more.
 """
 
 from __future__ import annotations

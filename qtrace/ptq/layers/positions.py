@@ -1,6 +1,6 @@
 """Positions of a layer's output that stand for all, and what a layer reads and gives there.
 
-Rows of a convolution are views of arrays that have the positions last, as its maps have them: copying these
+Rows of a convolution are views of arrays that have the positions last, as its maps have them. Copying these
 takes a fifth of the time of turning them, and products of matrices take both.
 """
 

@@ -107,7 +107,7 @@ def with_integer_outputs(path: Path) -> Exposed:
             kind = stored.get(node.input[2]) if len(node.input) > 2 else None
             if kind is None:
                 raise ExportError(
-                    f"{path}: QuantizeLinear {name!r} has no stored zero point: qtrace.export did not write "
+                    f"{path}: QuantizeLinear {name!r} lacks a stored zero point: qtrace.export did not write "
                     "this file; export the module again."
                 )
             if kind in _WIDER:  # numpy lacks types of 4 bits

@@ -179,7 +179,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any], str
     "io": (F.relu, {}, {"io": "int4"}, "io='int4' is no choice of the TFLite export: choose float32 or int8"),
     "functions": (F.relu, {}, {"functions": "no"}, "choose float or table or native"),
     "allow_float": (F.relu, {}, {"allow_float": "cnv"}, "allow_float names 'cnv', which is no kind of op"),
-    "option": (F.relu, {}, {"packed": True}, "tflite has no option 'packed'; it knows: io, functions, allow"),
+    "option": (F.relu, {}, {"packed": True}, "tflite lacks option 'packed'; it knows: io, functions, allow"),
 }
 
 

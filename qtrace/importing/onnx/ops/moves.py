@@ -183,7 +183,7 @@ def _pad(call: Call) -> Any:
     if not any(n for pair in widths for n in pair):
         return x
     if mode not in ("constant", "reflect", "edge"):
-        call.refuse(f"pads in the mode {mode!r}, which MegEngine has not")
+        call.refuse(f"pads in the mode {mode!r}, which MegEngine lacks")
     if mode == "reflect" and any(max(pair) >= n for pair, n in zip(widths, call.shape(0), strict=True)):
         call.refuse("reflects more than the tensor holds")
     if not call.is_float(0):

@@ -70,7 +70,7 @@ def _axis(call: Call) -> int:
 
 def _round(call: Call, source: Computed, grid: GivenGrid) -> QuantizedIntegers:
     if grid.scale.size != 1:
-        raise Refusal("rounds an activation with a scale per channel, which qtrace has not")
+        raise Refusal("rounds an activation with a scale per channel, which qtrace lacks")
     flat = GivenGrid(grid.label, grid.kind, grid.scale.reshape(()), grid.zero_point.reshape(()))
     layers, value = call.layers, source.node
     if int(flat.zero_point) == np.iinfo(flat.kind).min and _computes_products(value):
@@ -87,7 +87,7 @@ def _computes_products(node: TensorNode) -> bool:
     """Returns whether a layer or an addition gives the value, after which tools leave out a Relu.
 
     A zero point at the lowest integer cuts off negative values as the Relu does, so that the integers are the
-    same; with the Relu the float network is the one that was quantized.
+    same. With the Relu the float network is the one that was quantized.
     """
     expr = node.expr
     if isinstance(expr, CallMethod):

@@ -33,7 +33,7 @@ def read_grid(call: Call, kind: np.dtype[Any] | None) -> GivenGrid:
     """
     call.attribute("saturate", 1)
     if call.attribute("block_size", 0):
-        raise Refusal("has a scale per block, which qtrace has not")
+        raise Refusal("has a scale per block, which qtrace lacks")
     for name in ("output_dtype", "precision"):
         value = call.attribute(name, 0)
         if value and name == "output_dtype" and call.node.op == "QuantizeLinear":

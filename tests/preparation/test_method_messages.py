@@ -44,7 +44,7 @@ def test_a_placement_does_not_deny_the_stored_weights(
 def test_an_opset_without_blocks_is_refused_in_a_sentence(mlp: TracedModule, tmp_path: Path) -> None:
     rule = {"match": {"op": "linear"}, "weight": {"bits": 4, "block": 32, "narrow": False}}
     config = {"method": "weight_only", "backend": "generic", "rules": [rule]}
-    with pytest.raises(ExportError, match="opset=13 has no scales for blocks of a weight: .* choose 21"):
+    with pytest.raises(ExportError, match="opset=13 lacks scales for blocks of a weight: .* choose 21"):
         qtrace.export(qtrace.convert(_calibrated(mlp, config)), tmp_path / "net.onnx", opset=13)
 
 

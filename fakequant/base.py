@@ -219,7 +219,7 @@ class FakeQuant(Module):
     def _observe(self, x: Tensor) -> None:
         if self.observer is None:
             raise CalibrationError(
-                f"site {self.site} is converted and has no observer: prepare a graph again."
+                f"site {self.site} is converted and lacks an observer: prepare a graph again."
             )
         if self.static:
             if self.observer.empty:
@@ -250,7 +250,7 @@ class FakeQuant(Module):
         return () if axes == own else axes
 
     def channels_first(self, value: np.ndarray) -> np.ndarray:
-        """Reshapes a weight whose scales are not those of the scheme's one axis to (scales, rest)."""
+        """Reshapes a weight whose scales do not follow the scheme's one axis to (scales, rest)."""
         if self.scheme.block is not None:
             return split_blocks(value, self.scheme.block)
         return fold_channels(value, self.folded_axes)

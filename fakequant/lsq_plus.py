@@ -27,7 +27,7 @@ class LSQPlusFakeQuant(FakeQuant):
 
         dy/db = 0 inside, 1 outside        dy/ds = q - v inside, q outside
 
-    with q and v counted from b, not from the zero point. A symmetric scheme has no offset, like the
+    with q and v counted from b, not from the zero point. A symmetric scheme lacks an offset, like the
     weights of the paper, and is LSQ. Both gradients are multiplied by LSQ's ``1 / sqrt(N * Q)``. The paper
     starts from the observer ``lsq_plus`` for weights and with ``mse`` for activations.
 

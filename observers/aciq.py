@@ -1,4 +1,4 @@
-"""The clipping range that is best for a Gaussian or a Laplacian, from mean and spread alone."""
+"""The clipping range that is best for a Gaussian or a Laplacian, only from mean and spread."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class AnalyticalClipping(HistogramObserver):
 
     The method assumes that the values follow a Laplacian or a Gaussian. Its clipping value of least squared
     error is a known multiple of ``b = E|x - mu|`` or of sigma, which depends on the number of levels only
-    (see `laplace` and `gauss`). The range is steadier than that of a search, also with few values, and it is
+    (see `laplace` and `gauss`). The range is steadier than from a search, also with few values, and it is
     wrong if the values follow neither distribution.
 
     A tensor with one sign (after a ReLU) is treated as one half of a distribution around 0. The centre is 0

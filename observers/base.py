@@ -234,7 +234,7 @@ class Observer(ABC):
             return x.reshape(1, 1, -1)
         if not -x.ndim <= axis < x.ndim:
             raise CalibrationError(
-                f"{location}: shape {x.shape} has no channel axis {axis}: choose another axis."
+                f"{location}: shape {x.shape} lacks channel axis {axis}: choose another axis."
             )
         axis %= x.ndim
         return x.reshape(int(np.prod(x.shape[:axis])), x.shape[axis], -1)

@@ -16,7 +16,7 @@ from qtrace.scheme import QScheme
 
 __all__ = ["KullbackLeibler"]
 
-# With fewer values per level, a channel has no distribution whose shape could be kept.
+# With fewer values per level, a channel lacks a distribution whose shape could be kept.
 _MIN_VALUES_PER_LEVEL = 4
 
 
@@ -28,7 +28,7 @@ class KullbackLeibler(HistogramObserver):
     quantizer spread evenly over its bins that are not empty. The range with the smallest ``KL(P || Q)``
     wins. A bin belongs to the level that its middle is rounded to.
 
-    The original is extended: affine schemes are searched at both ends (together, then each alone), symmetric
+    The original is extended: affine schemes are searched at both ends (together, then singly), symmetric
     ones keep both signs apart, and exact zeros do not count, since they make no error. Ranges whose levels
     lie closer than the bins are not tried, so that 12 bits and more keep the whole range. Channels with fewer
     than 4 nonzero values per level keep it, too: if nearly every value has a bin of its own, Q equals P

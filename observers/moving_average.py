@@ -12,7 +12,7 @@ __all__ = ["MovingAverage"]
 class MovingAverage(MovingObserver):
     """Averages the ranges of batches, later ones weighing more: ``v <- momentum * v + (1 - momentum) * new``.
 
-    The method is that of Jacob et al. 2018, "Quantization and Training of Neural Networks for Efficient
+    The method follows Jacob et al. 2018, "Quantization and Training of Neural Networks for Efficient
     Integer-Arithmetic-Only Inference", section 3.1. Shards must pass the batch's index in the whole run.
     """
 

@@ -18,8 +18,8 @@ class MovingPercentile(MovingObserver):
 
     Of n values of a batch (and channel), ``floor(n * (100 - percentile) / 100)`` are left out at either end:
     exact order statistics, no histogram. So one outlier neither stretches the range, as it would with
-    ``moving_average``, nor needs the memory of a histogram, as ``percentile`` does. The percentile is that of
-    Li et al. 2019, "Fully Quantized Network for Object Detection", section 3.2, the average that of Jacob et
+    ``moving_average``, nor needs the memory of a histogram, as ``percentile`` does. The percentile is from
+    Li et al. 2019, "Fully Quantized Network for Object Detection", section 3.2, the average from Jacob et
     al. 2018, section 3.1. Shards must pass the batch's index in the whole run.
 
     Options:

@@ -18,7 +18,7 @@ __all__ = ["MeanSquaredError"]
 class MeanSquaredError(HistogramObserver):
     """Trades clipping against resolution: the quantizer of this scheme with the least squared error.
 
-    The error is that of the whole quantizer, rounding, clipping and rounded zero point included, computed
+    The error comes from the whole quantizer, rounding, clipping and rounded zero point included, computed
     from a histogram in closed form (`qtrace.observers.statistics.search`).
 
     Options:

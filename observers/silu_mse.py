@@ -18,14 +18,14 @@ __all__ = ["SiluMeanSquaredError"]
 
 
 class SiluMeanSquaredError(HistogramObserver):
-    """Like ``mse``, but the error is that of ``silu(x) = x / (1 + exp(-x))`` of the quantized values.
+    """Like ``mse``, but the error is measured on ``silu(x) = x / (1 + exp(-x))`` of the quantized values.
 
     Below -5 a SiLU (Elfwing et al. 2018, "Sigmoid-Weighted Linear Units for Neural Network Function
     Approximation") gives nearly nothing: errors and clipping there cost nothing. So the range ends
     there and has finer steps where the function bends. It is meant for kernels that round between a layer and
     its SiLU, such as onnxruntime's, and for tensors whose only consumer is a SiLU.
 
-    Each bin counts as its middle. The search is that of ``mse``.
+    Each bin counts as its middle. The search is as for ``mse``.
 
     Options:
         candidates: number of ratios that the first sweep tries.

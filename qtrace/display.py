@@ -86,7 +86,7 @@ def _blocks_as_html(text: str) -> Iterator[str]:
 
 
 def _is_row(line: str, columns: Sequence[tuple[int, int]]) -> bool:
-    """Whether a line has nothing between the columns; a sentence behind a table has."""
+    """Whether a line has nothing between the columns; a sentence after a table has."""
     gaps = itertools.pairwise(columns)
     return bool(line.strip()) and not any(line[end:start].strip() for (_, end), (start, _) in gaps)
 
@@ -203,7 +203,7 @@ def progress_bar(*args: Any, unit: str, disable: bool, **others: Any) -> Any:
 
 
 def _ipython() -> Any:
-    """Returns the shell of IPython in which this process runs, such as that of a notebook; None outside."""
+    """Returns the shell of IPython in which this process runs, such as a notebook's; None outside."""
     return getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
 
 

@@ -1,6 +1,6 @@
 """Compares values with their reference: the one SQNR of the package, the cosine and equal classes.
 
-All figures are computed from sums in float64. The sums of several batches add up to those of all data. The
+All figures are computed from sums in float64. The sums of several batches add up to the sums of all data. The
 signal to quantization noise ratio of a reference f and the values q in its place is
 ``10 log10(E[f**2] / E[(q - f)**2])`` (Jayant and Noll 1984, "Digital Coding of Waveforms").
 """
@@ -72,7 +72,7 @@ def finite_values(value: Any) -> Any:
 
 
 def add_fields(cls: type[_Sums], sums: Iterable[_Sums]) -> _Sums:
-    """Returns the dataclass ``cls`` of sums whose fields are those of ``sums`` added up."""
+    """Returns the dataclass ``cls`` of sums whose fields are the sums of the fields of ``sums``."""
     parts = list(sums)
     return cls(**{field.name: sum(getattr(part, field.name) for part in parts) for field in fields(cls)})
 
@@ -137,7 +137,7 @@ class ErrorSums:
             reference: the true values.
             test: the values in their place, of the same shape.
             classes: whether to compare the index of the largest value of each sample, too; arrays without a
-                first axis of samples have none.
+                first axis of samples lack it.
 
         Raises:
             QtraceError: when the shapes differ.

@@ -2,7 +2,7 @@
 
 ``q = saturate(round(x / scale) + zero_point)`` and ``x = (q - zero_point) * scale`` are the operators
 QuantizeLinear and DequantizeLinear of ONNX (https://onnx.ai/onnx/operators), with a true division, in the
-precision of x. The mapping is that of Jacob et al. 2018, "Quantization and Training of Neural Networks for
+precision of x. The mapping follows Jacob et al. 2018, "Quantization and Training of Neural Networks for
 Efficient Integer-Arithmetic-Only Inference", section 2.1.
 """
 
@@ -68,7 +68,7 @@ def round_half_away(x: Any) -> np.ndarray:
 def round_half_up(x: Any) -> np.ndarray:
     """Rounds to the nearest integer, ties to the larger one; float in, the same float type out.
 
-    A fraction that becomes 1 in floating point, that of a tiny negative number, counts as 1.
+    A fraction that becomes 1 in floating point, as for a tiny negative number, counts as 1.
     """
     x = np.asarray(x)
     whole = np.floor(x)
@@ -97,7 +97,7 @@ def expand(param: np.ndarray, axis: int | None, ndim: int) -> np.ndarray:
         A view of shape ``()``, or of rank `ndim` with C at `axis` and 1 elsewhere.
 
     Raises:
-        SchemeError: when the tensor has no such axis, or the shapes do not fit.
+        SchemeError: when the tensor lacks the axis, or the shapes do not fit.
     """
     if axis is None and param.ndim == 0:
         return param
@@ -197,7 +197,7 @@ def alive(sizes: np.ndarray) -> np.ndarray:
 
 
 def _widen(lo: np.ndarray, hi: np.ndarray, scheme: QScheme) -> tuple[np.ndarray, np.ndarray]:
-    """Widens the ranges of dead channels as `choose` does, and sets those of a dead tensor to 0."""
+    """Widens the ranges of dead channels as `choose` does, and sets the ranges of a dead tensor to 0."""
     lo, hi = np.minimum(lo, 0.0), np.maximum(hi, 0.0)
     steps = scheme.qmax - (scheme.symmetric_zero_point if scheme.symmetric else scheme.qmin)
     span = np.maximum(-lo, hi) if scheme.symmetric else hi - lo
@@ -223,7 +223,7 @@ def quantize(x: Any, qparams: QParams, dtype: Any = np.int32) -> np.ndarray:
         Integers in ``[qmin, qmax]``, of the shape of x.
 
     Raises:
-        SchemeError: when x has no such axis or another number of channels.
+        SchemeError: when x lacks the axis or another number of channels.
     """
     return _levels(_floats(x), qparams, dtype)
 
@@ -285,7 +285,7 @@ def dequantize(q: Any, qparams: QParams) -> np.ndarray:
         float32 of the shape of q.
 
     Raises:
-        SchemeError: when q has no such axis or another number of channels.
+        SchemeError: when q lacks the axis or another number of channels.
     """
     q = np.asarray(q)
     scale, zero_point = _broadcast_params(qparams, q)
@@ -308,7 +308,7 @@ def fake_quantize(x: Any, qparams: QParams) -> np.ndarray:
         An array of the shape of x: float64 when x is, else float32.
 
     Raises:
-        SchemeError: when x has no such axis or another number of channels.
+        SchemeError: when x lacks the axis or another number of channels.
     """
     x = _floats(x)
     # Integers of a scheme and their differences are exact as float32: int32 between would take longer.
@@ -382,14 +382,12 @@ def expand_blocks(qparams: QParams, shape: tuple[int, ...]) -> tuple[np.ndarray,
         shape: the shape of the weight, (outputs, inputs).
 
     Raises:
-        SchemeError: when the weight has no such blocks, or another number of them.
+        SchemeError: when the weight lacks such blocks, or another number of them.
     """
     block = qparams.scheme.block
     assert block is not None
     if len(shape) != 2 or qparams.scheme.axis not in (0, -2):
-        raise SchemeError(
-            f"a tensor of shape {shape} has no blocks of inputs: give one of (outputs, inputs)."
-        )
+        raise SchemeError(f"a tensor of shape {shape} lacks blocks of inputs: give one of (outputs, inputs).")
     count = -(-shape[1] // block)
     if qparams.scale.size != shape[0] * count:
         raise SchemeError(

@@ -364,7 +364,7 @@ def test_allowed_code_is_imported(place: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 LOADERS = {
-    "missing": "has no 'missing'",
+    "missing": "lacks 'missing'",
     "nothing": "gives no batch",
     "three": "returned int",
     "texts": "batch 0 is of type str",
@@ -534,9 +534,9 @@ EXPORTED = {
     "outside.onnx": "keeps tensors in '../secret.bin', which is not a file in its own folder",
     "root.onnx": "keeps tensors in '/etc/hostname'",
     "noplace.onnx": "keeps tensors in ''",
-    "offset.onnx": "no whole number for its place",
-    "before.onnx": "no whole number for its place",
-    "nozero.onnx": "has no stored zero point",
+    "offset.onnx": "lacks a whole number for its place",
+    "before.onnx": "lacks a whole number for its place",
+    "nozero.onnx": "lacks a stored zero point",
     "sparse.onnx": "has 5.0 GiB, and an ONNX file less than 2 GiB",
     "good": "",
     "x.npz": "no runtime",

@@ -268,14 +268,14 @@ def test_a_calibration_without_a_site_is_an_error(
     traced: TracedModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nothing = {"rules": [{"match": {"name": "*"}, "quantize": False}]}
-    with pytest.raises(CalibrationError, match="the graph has no site: not one of its ops is quantized"):
+    with pytest.raises(CalibrationError, match="the graph lacks sites: not one of its ops is quantized"):
         qtrace.calibrate(qtrace.prepare(traced, nothing), [X], progress=False)
     monkeypatch.chdir(tmp_path)
     qtrace.save(traced, "float.mge")
     np.save("x.npy", X)
     Path("none.yaml").write_text("schema: qtrace/1\nrules: [{match: {name: '*'}, quantize: false}]\n")
     refused(
-        "the graph has no site", "calibrate", "float.mge", "-d", "x.npy", "-r", "none.yaml", "-q", "-o", "new"
+        "the graph lacks sites", "calibrate", "float.mge", "-d", "x.npy", "-r", "none.yaml", "-q", "-o", "new"
     )
     assert sorted(os.listdir(tmp_path)) == ["float.mge", "none.yaml", "x.npy"]
 

@@ -173,7 +173,7 @@ def test_a_format_by_its_name_by_its_entry_point_and_by_its_suffix(chip, tmp_pat
     chip(formats="chip = chip_target:FORMAT")
     assert "chip" in formats()
     assert qtrace.export(model, tmp_path / "b.chip").read_bytes() == b"1 ops "
-    with pytest.raises(ExportError, match="format chip has no option 'noise'; it knows: note"):
+    with pytest.raises(ExportError, match="format chip lacks option 'noise'; it knows: note"):
         qtrace.export(model, tmp_path / "b.chip", noise=1)
     with pytest.raises(ConfigError, match="'chip_target:files' is of type function: define it"):
         qtrace.export(model, tmp_path / "c.bin", format="chip_target:files")

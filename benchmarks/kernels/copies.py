@@ -50,7 +50,7 @@ def measure_copies(
         grid: the ops and their forms.
         open_network: opens a network of copies.
         per_copy: what a copy takes besides its op.
-        progress: called after each op, of which there are `PASSES` times those of the grid.
+        progress: called after each op, of which there are `PASSES` times as many as in the grid.
     """
     best: dict[tuple[OpShape, str], float] = {}
     end = time.perf_counter() + _MOST_SECONDS

@@ -181,12 +181,12 @@ def _layer(graph: GraphBuilder, op: OpShape, name: str, x: TensorNode) -> Tensor
 
 
 def _pixelwise(graph: GraphBuilder, x: TensorNode, shape: Shape, name: str) -> TensorNode:
-    """Adds a cheap convolution of each channel by itself; with its Relu, nothing behind it fuses into it.
+    """Adds a cheap convolution of each channel by itself; with its Relu, nothing after it fuses into it.
 
     Its results are not 0, so that they may be divided by.
     """
     channels = shape[1]
-    # A convolution of one group has no axis of groups.
+    # A convolution of one group lacks an axis of groups.
     sizes = (channels, 1, 1, 1, 1) if channels > 1 else (1, 1, 1, 1)
     weight = graph.parameter(f"{name}_weight", np.full(sizes, 0.1, np.float32))
     bias = graph.parameter(f"{name}_bias", np.ones((1, channels, 1, 1), np.float32))
@@ -271,7 +271,7 @@ def stand_alone(graph: GraphBuilder, op: OpShape, name: str) -> _Rest:
 
 
 def between_sums(graph: GraphBuilder, op: OpShape, name: str) -> _Rest:
-    """Ops that move values, which are integers there because a sum comes before and behind each."""
+    """Ops that move values, which are integers there because a sum comes before and after each."""
     (shape,), (out,) = op.inputs, op.outputs
     inputs = [graph.input(f"{name}x{index}", shape) for index in range(REPEATS)]
 

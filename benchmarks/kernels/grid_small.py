@@ -18,7 +18,7 @@ Shape = tuple[int, ...]
 
 
 def small_grid() -> Iterator[tuple[OpShape, str]]:
-    """Returns ops of every kind, in float and on integers; a runtime leaves out what it has no kernel for."""
+    """Returns ops of every kind, in float and on integers; a runtime leaves out ops without a kernel."""
     for form in (FLOAT, INTEGER):
         for op in (*_convs(), *_products(), *_rows()):
             yield op, form

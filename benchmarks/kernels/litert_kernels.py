@@ -1,8 +1,8 @@
 """Times the ops of a cost table in LiteRT, with the kernels that it chooses by default.
 
-An export has some ops in another form than is timed here: a padding in front of a stride is a PAD of its own,
-an inner product on integers has a scale for each channel, an average pooling with a stride on integers is a
-depthwise convolution, that of a whole image in float an AVERAGE_POOL_2D, and a slice a STRIDED_SLICE.
+An export has some ops in another form than is timed here. A padding before a stride is a PAD of its own,
+an inner product on integers has a scale for each channel. An average pooling with a stride on integers is a
+depthwise convolution, a pooling of a whole image in float an AVERAGE_POOL_2D, and a slice a STRIDED_SLICE.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _unary(net: LiteNet, op: OpShape, sources: list[FileTensor], integer: bool) 
 
 
 def _gate(net: LiteNet, op: OpShape, sources: list[FileTensor], integer: bool) -> FileTensor | None:
-    """Adds x * sigmoid(x), which has no operator of its own."""
+    """Adds x * sigmoid(x), which lacks an operator of its own."""
     if op.kind != "silu" or integer:  # on integers qtrace writes it as one look-up of another kind
         return None
     shape = _last(op.outputs[0])

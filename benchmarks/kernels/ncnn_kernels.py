@@ -1,6 +1,6 @@
 """Times the ops of a cost table in ncnn, which computes convolutions and inner products on integers.
 
-A float image passes a ReLU in front of the copies, which leaves it in the layout that ncnn's kernels read.
+A float image passes a ReLU before the copies, which leaves it in the layout that ncnn's kernels read.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def _runner(net: Any, shapes: Sequence[tuple[int, ...]], outputs: Sequence[str])
 
 
 def _sample(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape without the axis of the batch, of which a matrix has none."""
+    """Returns the shape without the axis of the batch, which a matrix lacks."""
     return shape[1:] if len(shape) > 2 or shape[0] == 1 else shape
 
 

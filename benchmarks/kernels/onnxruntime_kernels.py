@@ -90,7 +90,7 @@ def measure_cases(
 
 
 def _merge(measurements: Sequence[Measurement]) -> list[Measurement]:
-    """Returns one measurement for each op and form: the median of those of one shape."""
+    """Returns one measurement for each op and form: the median over one shape."""
     times: dict[tuple[OpShape, str], list[float]] = {}
     for measurement in measurements:
         times.setdefault((measurement.op, measurement.form), []).append(measurement.seconds)

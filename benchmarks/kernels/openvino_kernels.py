@@ -61,7 +61,7 @@ def cases_of() -> list[Case]:
 def measure(
     cases: Sequence[Case], progress: Callable[[int], None] = lambda _: None
 ) -> tuple[list[Measurement], float]:
-    """Returns the times of the ops that run in the form that their case wants, and those of a run besides.
+    """Returns the times of the ops that run in the form that their case wants, and the time of a run besides.
 
     Args:
         cases: the networks to time.

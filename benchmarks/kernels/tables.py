@@ -37,7 +37,7 @@ def measure_table(runtime: str, progress: _Progress = lambda count, all: None) -
 
     Args:
         runtime: the name of the runtime.
-        progress: called with the number of networks that were timed since the last call, and that of all.
+        progress: called with the number of networks that were timed since the last call, and of all.
 
     Raises:
         ExportError: when the kernels of the runtime cannot be measured, or it is not installed.

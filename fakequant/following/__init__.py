@@ -1,1 +1,1 @@
-"""Modules whose scales follow from those of other sites: biases and layers with a folded BatchNorm."""
+"""Modules whose scales follow from other sites: biases and layers with a folded BatchNorm."""

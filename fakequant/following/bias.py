@@ -24,7 +24,7 @@ BIAS_LIMIT = float(2**30)
 class BiasQuant(Module):
     """Rounds a bias to int32 multiples of ``s_in * s_w``, as runtimes add it to their accumulators.
 
-    It has no parameters of its own: each call takes the scales of the layer's input and weight
+    It is without parameters of its own: each call takes the scales of the layer's input and weight
     sites, which may be learned.
 
     Args:

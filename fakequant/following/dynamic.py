@@ -29,7 +29,7 @@ DYNAMIC_LEVELS = Levels(0, 255, min_scale=SMALLEST_NORMAL)
 
 @builtin
 class DynamicQuant(Module):
-    """Rounds a tensor to uint8 by its own range: it has no parameters, and nothing to calibrate.
+    """Rounds a tensor to uint8 by its own range: it is without parameters and needs no calibration.
 
     Args:
         site: the name of the rounded tensor.

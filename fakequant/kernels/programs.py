@@ -220,7 +220,7 @@ class _ProgramBuilder:
 def fits(x: Tensor) -> bool:
     """Whether arrays are computed in the place of a tensor: it is small, and on a CPU without a queue.
 
-    A trace records ops, and behind a queue an array has to wait for all of it.
+    A trace records ops, and after a queue an array has to wait for all of it.
     """
     if is_tracing() or config.async_level != 0:
         return False
@@ -293,9 +293,9 @@ class Gradients(NamedTuple):
     """The gradients of one call.
 
     Attributes:
-        x: that of the values; None if nobody asked for it.
-        scale: that of the scale; None if it is not learned.
-        zero: that of the zero point; None if it is not learned.
+        x: the gradient of the values; None if nobody asked for it.
+        scale: the gradient of the scale; None if it is not learned.
+        zero: the gradient of the zero point; None if it is not learned.
     """
 
     x: np.ndarray | None

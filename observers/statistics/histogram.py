@@ -1,8 +1,8 @@
 """A histogram that merges exactly and in any order.
 
 Bins are ``[i * 2**k, (i + 1) * 2**k)`` for integers i: a grid fixed at 0. The exponent k is the smallest at
-which the observed range, widened to 0, touches at most ``2 * bins`` of them, so that it depends on the
-smallest and the largest value alone. Adding pairs of bins (``i // 2``) gives the same counts as counting on
+which the observed range, widened to 0, touches at most ``2 * bins`` of them, so that it depends only on the
+smallest and the largest value. Adding pairs of bins (``i // 2``) gives the same counts as counting on
 the coarser grid. So the state depends on the set of values only, not on their order or sharding.
 """
 
@@ -39,7 +39,7 @@ _BLOCK_COUNTERS = 1 << 20
 
 
 class HistogramObserver(Observer):
-    """Abstract: counts values, all or a random sample; the smallest and the largest are those of all.
+    """Abstract: counts values, all or a random sample; the smallest and the largest are of all values.
 
     The state, for C channels and N = 2 * bins::
 

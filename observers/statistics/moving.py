@@ -17,8 +17,8 @@ __all__ = ["MovingObserver"]
 class MovingObserver(Observer):
     """Abstract: averages the ends of batches, later ones weighing more.
 
-    ``v <- momentum * v + (1 - momentum) * new``. The average begins with the first batch, as that of
-    MegEngine's ``ExponentialMovingAverageObserver`` does: of n batches the first weighs
+    ``v <- momentum * v + (1 - momentum) * new``. The average begins with the first batch, as in
+    MegEngine's ``ExponentialMovingAverageObserver``: of n batches the first weighs
     ``momentum**(n - 1)``, one with ``age`` batches after it ``(1 - momentum) * momentum**age``.
 
     Averages do not merge, but lists of batches do: the state keeps the ends of each batch, ordered by batch

@@ -1,7 +1,7 @@
 """The squared error of a quantizer in closed form from a histogram, and the search for the best range.
 
 Let mu be the histogram's measure (counts spread evenly within a bin), F(t) its mass below t, G the integral
-of F, and A twice that of G, so that ``G(t) = int_{x<t} (t - x) dmu`` and ``A(t) = int_{x<t} (t - x)**2 dmu``.
+of F, and A that for 2 G, so that ``G(t) = int_{x<t} (t - x) dmu`` and ``A(t) = int_{x<t} (t - x)**2 dmu``.
 A quantizer with levels ``v_i = v_0 + i s``, i = 0 ... L, and thresholds ``t_i = v_i + s / 2`` takes x to the
 nearest level and beyond the ends to v_0 or v_L. Summing ``int (x - v_i)**2 dmu`` over its cells by parts::
 

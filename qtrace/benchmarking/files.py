@@ -34,7 +34,7 @@ class FileReport:
         size: its bytes.
         memory: the bytes that it adds to a process at most; None if that was not measured.
         latency: its times.
-        profile: the times of its nodes; None if they were not asked for, or the runtime has no profile.
+        profile: the times of its nodes; None if they were not asked for, or the runtime lacks a profile.
         prediction: the time that a cost table predicts; None if that was not asked for.
         side: versions and machine of a runtime on another host; empty for one in this interpreter.
     """
@@ -94,7 +94,7 @@ def bench_files(
         tick: called after each round.
 
     Raises:
-        ExportError: when a file cannot be run, or its runtime has no profile.
+        ExportError: when a file cannot be run, or its runtime lacks a profile.
     """
     settings = settings or RunnerSettings()
     runners = [open_file(path, runtime, settings) for path in paths]

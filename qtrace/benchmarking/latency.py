@@ -66,7 +66,7 @@ def take_turns(
 ) -> list[Latency]:
     """Runs all files in turns and returns the latency of each.
 
-    The order is that of `order_turn`.
+    The order comes from `order_turn`.
 
     Args:
         runners: the files, the first of which is the reference of the ratios.
@@ -94,7 +94,7 @@ def _summarize(own: Sequence[float], first: Sequence[float], samples: int) -> La
 
 
 def file_size(path: Path) -> int:
-    """Returns the bytes of a model file and of the files of weights that stand beside it."""
+    """Returns the bytes of a model file and of the files of weights that stand next to it."""
     beside = (
         path.with_suffix(".bin") if path.suffix.lower() == ".param" else path.with_name(f"{path.name}.data")
     )

@@ -35,12 +35,12 @@ class LayoutChanges:
         return LAST in self._layouts.get(name, ())
 
     def enter(self, node: TimedNode, form: str, gated: bool = False) -> Iterator[Change]:
-        """Yields the changes in front of a node, as the shape and the form of a ``reorder``.
+        """Yields the changes before a node, as the shape and the form of a ``reorder``.
 
         Args:
             node: the next node of the graph.
             form: the form that it is computed in.
-            gated: whether it is the end of x * sigmoid(x), which has no kernel for blocks.
+            gated: whether it is the end of x * sigmoid(x), which lacks a kernel for blocks.
         """
         sources = [self._layouts.get(name, {PLAIN}) for name in node.data]
         layout = PLAIN if gated else self._layout(node, form, sources)
@@ -54,7 +54,7 @@ class LayoutChanges:
             self._layouts[name] = {layout}
 
     def leave(self) -> Iterator[Change]:
-        """Yields the changes in front of the outputs of the graph."""
+        """Yields the changes before the outputs of the graph."""
         for name in self._graph.outputs:
             has, shape = self._layouts.get(name, {PLAIN}), self._graph.shapes.get(name, ())
             if PLAIN not in has and len(shape) == 4:

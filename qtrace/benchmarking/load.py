@@ -36,9 +36,9 @@ class OtherWork:
 
 @contextmanager
 def watched_load() -> Iterator[OtherWork]:
-    """Measures what others take while a block runs; the result is there behind the block.
+    """Measures what others take while a block runs; the result is there after the block.
 
-    Programs that this process has started and that have not ended count as others.
+    Programs that this process has started and that still run count as others.
     """
     work, start = OtherWork(), time.perf_counter()
     before, own = _busy_seconds(), time.process_time()

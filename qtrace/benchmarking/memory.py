@@ -18,7 +18,7 @@ _CODE = "import sys; from qtrace.benchmarking.memory import measure; measure(sys
 
 def peak_memory(path: Path, runtime: str | None, settings: RunnerSettings) -> int | None:
     """Returns the bytes that loading and one run add to a process at most; None if it ends too early."""
-    if settings.host is not None:  # its process has the file alone
+    if settings.host is not None:  # its process holds only the file
         runner = open_file(path, runtime, settings)
         return runner.memory() or None
     order = {

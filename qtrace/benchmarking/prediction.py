@@ -236,7 +236,7 @@ class _Walk:
         return node.op == "MaxPool" and self.forms[node] == INTEGER and not self.layouts.is_last(node.data[0])
 
     def _is_rounded_in_front(self, node: TimedNode) -> bool:
-        """Whether onnxruntime moves the rounding behind a max pooling of floats in front of it."""
+        """Whether onnxruntime moves the rounding after a max pooling of floats before it."""
         if node.op != "MaxPool" or len(node.data) != 1 or self._dequantized(node.data[0]):
             return False
         behind = [reader for name in node.outputs for reader in self.graph.readers.get(name, [])]

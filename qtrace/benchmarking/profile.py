@@ -1,4 +1,4 @@
-"""Where the time of an ONNX file goes in onnxruntime: its own profile, beside the names of the graph."""
+"""Where the time of an ONNX file goes in onnxruntime: its own profile, with the names of the graph."""
 
 from __future__ import annotations
 

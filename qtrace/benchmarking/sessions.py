@@ -54,7 +54,7 @@ class ProfiledSession:
 
 
 def _split_runs(events: list[dict[str, Any]]) -> list[list[NodeRun]]:
-    """Sorts the events of kernels into runs: an event of a whole run follows those of its kernels."""
+    """Sorts the events of kernels into runs: an event of a whole run follows the events of its kernels."""
     runs: list[list[NodeRun]] = []
     nodes: list[NodeRun] = []
     for event in events:

@@ -33,7 +33,7 @@ _UNTIMED_RUNS = 2  # of each file, as it is opened and before the turns
 LEAST_RUNS, FEWEST_RUNS = _LEAST_TURNS + _UNTIMED_RUNS, _FEWEST_TURNS + _UNTIMED_RUNS
 """The runs of a file that a round takes at least: with time enough, and with little time."""
 # How far other programs may shift a ratio: a text detector took 0.94 of float's speed on an idle machine, and
-# 0.89 to 0.93 beside eight programs on two cores.
+# 0.89 to 0.93 next to eight programs on two cores.
 _BUSY_RANGE = 1.1
 _NARROW = 1.02  # the ends of a range of ratios, one over the other: more turns would decide nothing else
 _SHOWN_RANGE = 1.1  # likewise: a wider range says too little to show
@@ -46,7 +46,7 @@ _STUDENT = {3: 9.925, 4: 5.841, 5: 4.604, 6: 4.032}  # turns -> the quantile of 
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast a file is beside the first one.
+    """How fast a file is compared with the first one.
 
     Attributes:
         seconds: the median time of a run.
@@ -151,7 +151,7 @@ def compare_files(
 
 
 def are_clear(speeds: Sequence[Speed]) -> bool:
-    """Returns whether the speed of each file beside the first one is clear."""
+    """Returns whether the speed of each file compared with the first one is clear."""
     return all(speed.clear for speed in speeds[1:])
 
 
@@ -233,7 +233,7 @@ def summarize(rounds: Sequence[Sequence[Sequence[float]]], busy: bool = False) -
         ratios = [[f / o for f, o in zip(each[0], each[index], strict=True)] for each in rounds]
         ranges = [_range_of_median(part) for part in ratios]
         ratio = statistics.median([r for part in ratios for r in part])
-        disturbed = busy and index > 0  # the first file is beside itself
+        disturbed = busy and index > 0  # the first file is compared with itself
         wider = _BUSY_RANGE if disturbed else 1.0
         low, high = min(r[0] for r in ranges) / wider, max(r[1] for r in ranges) * wider
         speeds.append(Speed(statistics.median(times), ratio, low, high, len(times), disturbed))

@@ -1,7 +1,7 @@
 """Waits for single values of MegEngine's queue, while MegEngine and other threads run on.
 
 ``Tensor.numpy()`` waits for all ops in MegEngine's queue, so that none is left to run, and holds Python's
-lock meanwhile. An `Arrival` shares the memory of the value (DLPack) instead, and queues one more op behind
+lock meanwhile. An `Arrival` shares the memory of the value (DLPack) instead, and queues one more op after
 it: a sum with one, the mark. A device runs its ops in order, so the value is complete when the mark is in
 memory.
 """
@@ -67,7 +67,7 @@ class Arrival:
 
 
 class Arrivals:
-    """Queues a mark behind each value that is to be awaited, in the order of computation."""
+    """Queues a mark after each value that is to be awaited, in the order of computation."""
 
     def __init__(self) -> None:
         self._marked = np.frombuffer(os.urandom(_MARK_BYTES), np.int32) >> 1  # far from the largest number
@@ -75,7 +75,7 @@ class Arrivals:
         self._device = str(self._mark.device.physical_name)
 
     def expect(self, tensor: Tensor) -> Arrival:
-        """Queues a mark behind ``tensor``, whose ops are in MegEngine's queue already."""
+        """Queues a mark after ``tensor``, whose ops are in MegEngine's queue already."""
         # Detached, since an in-place method gives its tensor another value.
         value = tensor.detach()
         if not self._can_share(value):

@@ -71,7 +71,7 @@ class Engine(Protocol):
         """
 
     def drop(self, arguments: Arguments) -> None:
-        """Gives up a batch that was begun, if it has not run."""
+        """Gives up a batch that was begun, unless it ran."""
 
     def close(self) -> None:
         """Gives up all batches that were begun."""
@@ -85,8 +85,8 @@ class Watched:
     batch, as they do.
 
     Attributes:
-        nodes: node -> its groups, for the nodes that depend on the batch, in graph order: those of its sites,
-            and its `range_group` if float16 asks for its range. A graph output that is no site may have none.
+        nodes: node -> its groups, for the nodes that depend on the batch, in graph order: of its sites,
+            and its `range_group` if float16 asks for its range. A graph output that is no site may lack them.
         constants: group and value of each parameter that belongs to a group with activations.
         parameters: group of each other parameter, and what reads its value, when it is needed: all values at
             once would be the network once more.
@@ -156,11 +156,11 @@ def _dynamic_outputs(prepared: QuantizedModel) -> set[str]:
 def check_sites(prepared: QuantizedModel) -> None:
     """Checks that a prepared graph has a site, since a calibration would leave it in float otherwise.
 
-    A graph that its placement leaves in float may have none: it becomes a float file. So may a graph whose
+    A graph that its placement leaves in float may lack sites: it becomes a float file. So may a graph whose
     floats become float16, which needs their ranges.
 
     Raises:
-        CalibrationError: when the graph has no site, and not by a placement.
+        CalibrationError: when the graph is without sites, and not by a placement.
     """
     placement = prepared.annotation.placement
     if uses_float16(prepared) and float_values(prepared):
@@ -170,11 +170,11 @@ def check_sites(prepared: QuantizedModel) -> None:
         if by_method:
             most = max(by_method, key=lambda note: note.macs)
             raise CalibrationError(
-                f"the graph has no site, as the method of the config finds no layer to quantize: {most.name} "
+                f"the graph lacks sites, as the method of the config finds no layer to quantize: {most.name} "
                 f"stays in float, since {most.reason}. Use method: static, or {{match: ..., method: static}} "
                 "for such ops."
             )
         raise CalibrationError(
-            "the graph has no site: not one of its ops is quantized, so there is nothing to calibrate; "
+            "the graph lacks sites: not one of its ops is quantized, so there is nothing to calibrate; "
             "`qtrace explain` says why each op stays float."
         )

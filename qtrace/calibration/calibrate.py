@@ -88,7 +88,7 @@ def calibrate(
             ``onnxruntime``, or ``auto`` for the fastest that applies (docs/guides/calibration.md). The logger
             ``qtrace`` gets the choice (INFO).
         statistics: statistics of the batches that were collected elsewhere, so that the batches need not run;
-            ``max_batches`` is then ignored, and ``engine`` is that of the algorithms.
+            ``max_batches`` is then ignored, and ``engine`` runs only the algorithms.
         state: a folder, created if missing, in which algorithms that learn (``adaround``, ``reconstruct``)
             save each block. An interrupted calibration goes on after these blocks, to the same result. Files
             of another model, other data or options are ignored.
@@ -106,7 +106,7 @@ def calibrate(
         ``prepared``.
 
     Raises:
-        CalibrationError: when the graph has no site, there is no batch, a batch does not fit the model or the
+        CalibrationError: when the graph lacks sites, there is no batch, a batch does not fit the model or the
             engine, or a value is NaN or infinite; it names site and batch.
         ConfigError: for an unknown engine.
         ExportError: when the host cannot be reached, or does not survive the graph.
@@ -194,7 +194,7 @@ def _record_ranges(prepared: TracedModule, statistics: Statistics) -> None:
 def _with_parameters(model: QuantizedModel, statistics: Statistics) -> Statistics:
     """Returns the statistics with the values of the parameters; refuses statistics of no batch."""
     if not statistics.batches:
-        raise CalibrationError("calibration data has no batches: give at least one.")
+        raise CalibrationError("calibration data holds no batches: give at least one.")
     return observe_parameters(model, statistics)
 
 

@@ -43,7 +43,7 @@ class CollectOptions:
 
     Attributes:
         engine: one of `qtrace.calibration.choice.ENGINES`, or an earlier choice.
-        batches: number of batches, those of ``start`` included; None if unknown.
+        batches: number of batches, with the batches of ``start``; None if unknown.
         threads: number of threads that compute; None for all cores.
         progress: whether to show a progress bar on stderr.
         ahead: whether to read batches while earlier ones are computed.
@@ -127,7 +127,7 @@ def collect(
             chosen = reader.engine().chosen
         sited = {group: far for group, far in observing.far.items() if group not in model.record.native}
         refuse_spoiled(sited, observing.statistics.observers, places, lambda node: _bound(model, node))
-        for problem in reader.unusual:  # not beside an error, which matters more
+        for problem in reader.unusual:  # not with an error, which matters more
             _LOG.warning(f"batch 0: {problem}.")
         return Collected(observing.statistics, chosen)
 
@@ -264,7 +264,7 @@ def _places(prepared: TracedModule, observed: Watched) -> dict[str, str]:
 def _bound(model: QuantizedModel, site: str) -> list[str]:
     """Returns the results of the ops that a rule keeps in float so that nothing of a site is rounded.
 
-    These are the op of the site and the moves behind it. Where that op is in float already, or the site is an
+    These are the op of the site and the moves after it. Where that op is in float already, or the site is an
     input of the graph, they are its readers.
     """
     states = {note.name: note.state for note in model.annotation.notes}

@@ -1,7 +1,7 @@
 """Several devices: statistics and ranges of the ranks of ``megengine.distributed`` become common to all.
 
-MegEngine has no data parallelism on CPU, where the tests run: they use a collective of two ranks that is not
-MegEngine's. `MegEngineCollective` itself has not run.
+MegEngine lacks data parallelism on CPU, where the tests run: they use a collective of two ranks that is not
+MegEngine's. `MegEngineCollective` itself never ran.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def average_ranges(prepared: TracedModule, collective: Collective | None = None)
     """Gives every rank the mean scales of all ranks, in float32, and the zero points of rank 0.
 
     An all-reduce callback on the gradients of learned scales keeps these equal. Loops that reduce gradients
-    at intervals, or not those of scales, need this function.
+    at intervals, or not the gradients of scales, need this function.
 
     Args:
         prepared: a calibrated module; changed in place.

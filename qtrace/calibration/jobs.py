@@ -75,7 +75,7 @@ class RunSettings:
         seconds: time between checkpoints; None for any time.
         progress: whether to show a progress bar.
         allow: the user's classes that workers may load with the model.
-        runtime_host: the interpreter or machine whose onnxruntime computes; None for that of each process.
+        runtime_host: the interpreter or machine whose onnxruntime computes; None for each process's own.
     """
 
     engine: str = "auto"
@@ -106,7 +106,7 @@ class WorkerJob:
         identity: the fingerprint of the calibration; see `qtrace.calibration.checkpoint.fingerprint`.
         every: number of batches after which ``part`` is written; None for any number.
         seconds: time after which ``part`` is written; None for any time.
-        host: the interpreter or machine whose onnxruntime computes; None for that of the worker.
+        host: the interpreter or machine whose onnxruntime computes; None for the worker's.
     """
 
     model: str

@@ -54,7 +54,7 @@ class MegEngine:
                     watcher.run(*args, **kwargs)
                     watcher.finish()
                 finally:
-                    # Kernels report errors late: those behind the last site belong to this batch, too. An
+                    # Kernels report errors late: errors after the last site belong to this batch, too. An
                     # observer may also have refused the memory that a failed kernel left.
                     mge._full_sync()
         except _ObserverError as error:

@@ -34,7 +34,7 @@ _LOG = logging.getLogger("qtrace")
 # A constant, not a share of the free memory: the outputs of the model decide what onnxruntime fuses, and
 # thereby the last bits of the values.
 _MAX_ACTIVATION_BYTES = 2 << 30
-# Bytes of activations of the batches that are computed beside the one that is observed.
+# Bytes of activations of the batches that are computed together with the one that is observed.
 _MAX_BYTES_AHEAD = 512 << 20
 
 
@@ -59,10 +59,10 @@ class OnnxRuntime:
         threads: number of threads; None for all cores.
         limit: the most bytes of activations in memory.
         host: the interpreter or machine that has onnxruntime; None for this process.
-        axes: the open axes of the files of the network; None to find those of this one.
+        axes: the open axes of the files of the network; None to find this network's.
 
     Raises:
-        EngineError: when the graph has no ONNX form, or onnxruntime is missing or refuses it.
+        EngineError: when ONNX cannot express the graph, or onnxruntime is missing or refuses it.
     """
 
     name = "onnxruntime"
@@ -83,7 +83,7 @@ class OnnxRuntime:
         try:
             self._model = activations(prepared, nodes, axes)
         except ExportError as error:
-            raise EngineError(f"the graph has no ONNX form: {str(error).rstrip('.')}") from error
+            raise EngineError(f"the graph cannot become ONNX: {str(error).rstrip('.')}") from error
         self._prepared, self._nodes, self._threads, self._limit = prepared, tuple(nodes), threads, limit
         self._host = host
         self._pool: ThreadPoolExecutor | None = None
@@ -108,7 +108,7 @@ class OnnxRuntime:
 
     @property
     def ahead(self) -> int:
-        """The number of batches that are computed beside the one that is observed; see `Engine`."""
+        """The number of batches that are computed together with the one that is observed; see `Engine`."""
         threads = count_threads(self._threads)
         return threads if threads > 1 and self._host is None else 0
 
@@ -201,7 +201,7 @@ def start_session(
 ) -> OrtSession:
     """Opens a model that computes as MegEngine does, each batch on one thread.
 
-    onnxruntime's last bits depend on the number of threads of an op. Batches run beside each other instead,
+    onnxruntime's last bits depend on the number of threads of an op. Batches run side by side instead,
     see `map_ahead`, so that the values are the same for any number of threads.
 
     Args:

@@ -70,7 +70,7 @@ def collect_all(
         note: a function that is called with messages for the user.
 
     Raises:
-        CalibrationError: when the graph has no site, a batch does not fit, or the checkpoints belong to
+        CalibrationError: when the graph is without sites, a batch does not fit, or the checkpoints belong to
             another calibration.
         QtraceError: when the data is at fault, or a worker dies.
     """

@@ -26,7 +26,7 @@ _Result = TypeVar("_Result")
 class OnnxSegments:
     """Computes segments of prepared graphs in onnxruntime; see `qtrace.graph.stepping.SegmentEngine`.
 
-    Every segment is written with the parameters that the graph has at that moment. A segment that has no ONNX
+    Every segment is written with the parameters that the graph has at that moment. A segment without an ONNX
     form is left to MegEngine, and the logger ``qtrace`` gets the reason (INFO), once.
 
     Args:

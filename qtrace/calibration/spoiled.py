@@ -35,7 +35,7 @@ class Values:
 def read_far(node: str, value: np.ndarray) -> Values | None:
     """Reads a value that reaches `FAR`; None if no gap parts its far numbers from the others.
 
-    Zeros alone are no others: a mask of two numbers needs two integers.
+    Zeros do not count: a mask of two numbers needs two integers.
     """
     sizes = np.abs(value)
     largest = float(sizes.max())

@@ -29,7 +29,7 @@ class Statistics:
     """Immutable, mergeable statistics of a prepared graph.
 
     Attributes:
-        observers: group of sites -> its observer; and `range_group` of a node in float -> that of its range,
+        observers: group of sites -> its observer; and `range_group` of a node in float -> its observer,
             if the config asks for float16.
         batches: number of each observed batch -> a checksum of its values.
     """

@@ -68,7 +68,7 @@ def algorithms(qconfig: QConfig) -> tuple[Named, ...]:
 
 
 def is_packaged(name: str) -> bool:
-    """Returns whether ``name`` is an algorithm of qtrace, not a user's or that of an installed package."""
+    """Returns whether ``name`` is an algorithm of qtrace, not a user's or an installed package's."""
     return name in plugins.packaged(_PACKAGE)
 
 

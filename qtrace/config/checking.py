@@ -84,7 +84,7 @@ def check_scheme(backend: backends.Backend, sort: str, scheme: QScheme, origin: 
 
 
 def check_method(backend: backends.Backend, method: str, origin: str) -> None:
-    """Refuses a method that the backend has not.
+    """Refuses a method that the backend lacks.
 
     Args:
         backend: the target.
@@ -98,7 +98,7 @@ def check_method(backend: backends.Backend, method: str, origin: str) -> None:
         return
     able = [name for name in backends.known() if backends.get(name).kinds_of(method)]
     raise ConfigError(
-        f"{origin}: backend {backend.name} has no method {method}: use method: static, or one of "
+        f"{origin}: backend {backend.name} lacks method {method}: use method: static, or one of "
         f"the backends {', '.join(able)}."
     )
 
@@ -111,7 +111,7 @@ def check_plugin(package: str, spec: Spec, sort: str, scheme: QScheme, place: Ca
         spec: the plugin and its options.
         sort: ``activation`` or ``weight``.
         scheme: the scheme of its site.
-        place: returns the place of an option; for ``""`` that of the plugin.
+        place: returns the place of an option; for ``""`` the place of the plugin.
 
     Raises:
         ConfigError: with a line for each mistake.

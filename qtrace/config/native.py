@@ -35,7 +35,7 @@ def describe_equivalent(config: Any) -> tuple[dict[str, Any], list[str]]:
         config: a config of MegEngine's.
 
     Returns:
-        The fields, and a clause for each part that has no equal.
+        The fields, and a clause for each part without an equal.
     """
     schemes: dict[str, QScheme] = {}
     observers: dict[str, Any] = {}
@@ -80,7 +80,7 @@ def describe_equivalent(config: Any) -> tuple[dict[str, Any], list[str]]:
 
 
 def _scheme(side: str, observer: Any, fake_quant: Any, lost: list[str]) -> QScheme:
-    """Returns the scheme of a side; adds what has no equal to ``lost``."""
+    """Returns the scheme of a side; adds what lacks an equal to ``lost``."""
     dtype = (fake_quant or observer).dtype
     low, high = int(dtype.qmin), int(dtype.qmax)
     signed, affine = low < 0, getattr(observer, "mode", None) is QuantMode.ASYMMERTIC
@@ -101,7 +101,7 @@ def _scheme(side: str, observer: Any, fake_quant: Any, lost: list[str]) -> QSche
 
 
 def _observer(side: str, observer: Any, lost: list[str]) -> dict[str, Any]:
-    """Returns the observer of a side, if it has an equal or a near one; adds what has none to ``lost``."""
+    """Returns the observer of a side, if it has an equal or a near one; adds what lacks one to ``lost``."""
     kind = type(observer).__name__
     if kind not in _OBSERVERS:
         lost.append(f"{side}s without an observer" if observer is None else f"{kind} of {side}s")

@@ -1,7 +1,7 @@
 """The short names of precisions, for targets that have them.
 
-``w4a8`` gives the bits of weights and activations, ``w4`` those of weights alone, and with ``w8a8_dynamic``
-the range of activations is that of each batch.
+``w4a8`` gives the bits of weights and activations, ``w4`` only the bits of weights, and with ``w8a8_dynamic``
+the range of activations follows each batch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from qtrace.errors import ConfigError
 __all__ = ["SYMMETRIC", "check_precision", "is_precision", "lacks_zero_points"]
 
 SYMMETRIC = "common/symmetric_activations"
-"""The recipe for targets whose activations have no zero point at some width."""
+"""The recipe for targets whose activations lack a zero point at some width."""
 
 _NAME = re.compile(r"w(\d+)(?:a(\d+))?(_dynamic)?")
 
@@ -27,14 +27,14 @@ def is_precision(name: object) -> bool:
 
 
 def lacks_zero_points(name: str, target: str) -> bool:
-    """Returns whether the activations of a target have no zero point at the width of a precision."""
+    """Returns whether the activations of a target lack a zero point at the width of a precision."""
     bits = _bits(name).get("activation")
     limits = backends.get(target).limits.get("activation")
     return limits is not None and bits in limits.symmetric_bits
 
 
 def check_precision(names: Sequence[str], target: str) -> None:
-    """Refuses a precision that a target has not.
+    """Refuses a precision that a target lacks.
 
     Args:
         names: the parts of a recipe's name; those that are no precision are left out.
@@ -50,7 +50,7 @@ def check_precision(names: Sequence[str], target: str) -> None:
             limits = backend.limits.get(sort)
             if limits is not None and bits not in limits.bits:
                 raise ConfigError(
-                    f"{target} has no {name}: it runs weights of {_written(backend, 'weight')} bits and "
+                    f"{target} lacks {name}: it runs weights of {_written(backend, 'weight')} bits and "
                     f"activations of {_written(backend, 'activation')} bits."
                 )
 
@@ -62,7 +62,7 @@ def _check_method(name: str, backend: Backend, target: str) -> None:
     if method != "static" and not backend.kinds_of(method):
         able = [known for known in backends.known() if backends.get(known).kinds_of(method)]
         raise ConfigError(
-            f"{target} has no {name}: quantizing by method {method} is for {' and '.join(able)}; choose a "
+            f"{target} lacks {name}: quantizing by method {method} is for {' and '.join(able)}; choose a "
             "precision of weights and activations, such as w8a8."
         )
 

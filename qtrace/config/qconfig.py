@@ -203,7 +203,7 @@ class Expect(OptionModel):
         if (self.metric is None) != (self.max_drop is None):
             raise ValueError("metric and max_drop belong together: give both, or none of them.")
         if all(value is None for value in vars(self).values()):
-            raise ValueError(f"it has no limit: give {', '.join(type(self).model_fields)}.")
+            raise ValueError(f"it lacks a limit: give {', '.join(type(self).model_fields)}.")
         return self
 
 
@@ -247,8 +247,8 @@ class QConfig(Displayed, OptionModel):
             the ``fastest`` choice, or the ``balanced`` one, which weighs time against noise at the outputs.
             The last two never spoil an output, and leave in float what gains neither time nor size.
         method: how a layer with a weight is quantized: ``static`` rounds what it reads by scales of the
-            calibration; ``dynamic`` rounds it by the range of each batch, and ``weight_only`` rounds the
-            weight alone. With the last two, everything but the layers stays in float. None for ``static``.
+            calibration; ``dynamic`` rounds it by the range of each batch, and ``weight_only`` rounds only the
+            weight. With the last two, everything but the layers stays in float. None for ``static``.
         float: the type of what stays float in ONNX files: ``fp32``, or ``fp16``, which is float16 where the
             ranges of the calibration allow it. None for ``fp32``.
         cost_table: the file of times that ``placement`` goes by, which ``python -m benchmarks.kernels``

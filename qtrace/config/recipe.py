@@ -1,6 +1,6 @@
 """Recipes: a config as a YAML file. Packaged ones are named by their file in ``recipes/``: ``backend/ncnn``.
 
-A file begins with ``schema: qtrace/1``; its other keys are those of `QConfig`, and ``imports``: a list of
+A file begins with ``schema: qtrace/1``; its other keys are fields of `QConfig`, and ``imports``: a list of
 packaged names, and paths relative to the file. Imported files come first and the importing file wins:
 mappings merge by key, rules are appended, anything else (lists, a plugin with its options) is replaced. A
 file that is imported twice counts once, at its first import. ``..`` may stand in a path, as a recipe is read,
@@ -252,7 +252,7 @@ def recipe_names() -> tuple[str, ...]:
 
 
 def is_recipe_file(name: str) -> bool:
-    """Returns whether ``name`` is that of a recipe file, which ends with .yaml or .yml in any case."""
+    """Returns whether ``name`` names a recipe file, which ends with .yaml or .yml in any case."""
     return name.lower().endswith(_SUFFIXES)
 
 
@@ -281,7 +281,7 @@ def _name(path: Path) -> str:
 def _parts(name_or_path: str | Path) -> list[str]:
     """Returns the packaged names that are joined by ``+``; [] where the recipe is no such text.
 
-    Targets come behind families, and precisions last: ``w8a16`` says only the bits. Alone it is for the
+    Targets come after families, and precisions last: ``w8a16`` says only the bits. By itself it is for the
     default target.
 
     Raises:
@@ -318,7 +318,7 @@ def _packaged(part: str, names: Sequence[str]) -> str | None:
 
 
 def _is_target(name: str, names: Sequence[str]) -> bool:
-    """Returns whether a packaged recipe is a target's, or the short name of one beside the families."""
+    """Returns whether a packaged recipe is a target's, or the short name of one next to the families."""
     return name.startswith(f"{_TARGETS}/") or f"{_TARGETS}/{name}" in names
 
 
@@ -418,7 +418,7 @@ class RecipeReader:
         return self.file(_HOME / f"{name}.yaml")
 
     def completed(self, tree: Tree | None) -> Tree | None:
-        """Puts the default beneath a recipe that imports precisions alone: they say only the bits."""
+        """Puts the default beneath a recipe that imports only precisions: they say only the bits."""
         names = [name for name, _ in self.named]
         if tree is None or not names or not all(map(is_precision, names)) or "backend" in tree.value:
             return tree

@@ -230,7 +230,7 @@ class Rule(OptionModel):
         observers: other observers.
         fakequant: another fake quant.
         share: True makes the calls of one module (a head called for every level) share the parameters of
-            their inputs, and those of their results.
+            their inputs, and of their results.
         placement: which of them run on integers, as ``placement`` of the config says for all ops.
         method: how their layers with a weight are quantized, as ``method`` of the config says for all ops.
         backends: the targets that the rule is for; None for all.

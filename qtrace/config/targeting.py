@@ -1,7 +1,7 @@
 """The config of a recipe for a target that the recipe leaves open.
 
 A family by its name is joined with the target's own recipe: ``resnet+tflite``. So is a file that imports a
-family: the target's recipe comes behind what the file imports, and before what the user's files say.
+family: the target's recipe comes after what the file imports, and before what the user's files say.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def config_for_target(config: QConfig, target: str) -> QConfig:
 
 
 def _join(sources: Sources, target: str) -> QConfig:
-    """Merges a recipe of the user's with that of a target."""
+    """Merges a recipe of the user's with a target's."""
     reading, tree = RecipeReader(sources.files), sources.tree
     precisions = [name for name, _ in sources.named if is_precision(name)]
     check_precision(precisions, target)
@@ -92,7 +92,7 @@ def _is_own_or_precision(tree: Tree) -> bool:
 
 
 def _with_part(tree: Tree, part: Tree | None, keeps: Callable[[Tree], bool]) -> Tree:
-    """Merges a packaged recipe into one of the user's, in front of the values and rules that stay.
+    """Merges a packaged recipe into one of the user's, before the values and rules that stay.
 
     Args:
         tree: the recipe of the user's with its imports.

@@ -94,7 +94,7 @@ class Tree:
 
     @property
     def origin(self) -> str:
-        """``FILE:LINE``; the name alone of what stands in no file."""
+        """``FILE:LINE``; only the name of what stands in no file."""
         return f"{self.file}:{self.line}" if self.line else self.file
 
     def plain(self) -> Any:
@@ -115,7 +115,7 @@ class Tree:
     def place(self, loc: Loc) -> tuple[str, str]:
         """``FILE:LINE: `` and the path of what stands at ``loc``, or of what is nearest around it.
 
-        What stands in no file has its path alone.
+        What stands in no file has only its path.
         """
         tree, path = self, self.path
         for index, part in enumerate(loc):

@@ -184,7 +184,7 @@ def _flow(value: Any) -> str:
 
 
 def _quoted(value: Any) -> str:
-    """A value as JSON on one line; YAML has no pairs of surrogates, but an escape for such a sign."""
+    """A value as JSON on one line; YAML lacks pairs of surrogates, but an escape for such a sign."""
     return re.sub(
         r"(\\+)u(d[89ab]..)\\u(d[c-f]..)",
         lambda m: m[0] if len(m[1]) % 2 == 0 else f"{m[1]}U{_joined(m[2], m[3]):08x}",

@@ -69,7 +69,7 @@ class Family:
 def families(op: OpShape) -> tuple[Family, ...]:
     """Returns the families that give the time of an op, the most exact one first.
 
-    All families of an op have the same number of coordinates. A convolution whose shapes are none of one has
+    All families of an op have the same number of coordinates. A convolution whose shapes fit none belongs to
     no family: a graph may say anything of them.
     """
     if op.weight and op.kind in (*_CONVS, *_TRANSPOSED) and not _is_layer(op):

@@ -97,7 +97,7 @@ def _fill(points: dict[Point, float], axes: Sequence[Sequence[float]]) -> dict[P
 
 
 def _slope(points: Mapping[Point, float], axis: int) -> float:
-    """Returns the mean growth of the logarithm along an axis, from points that differ in it alone."""
+    """Returns the mean growth of the logarithm along an axis, from points that differ only in it."""
     lines: dict[Point, list[tuple[float, float]]] = {}
     for point, value in points.items():
         lines.setdefault((*point[:axis], *point[axis + 1 :]), []).append((point[axis], value))

@@ -79,7 +79,7 @@ class CostTable:
         """Returns the packaged table of a runtime, on every processor the same one.
 
         Raises:
-            ConfigError: when the runtime has no packaged table.
+            ConfigError: when the runtime lacks a packaged table.
         """
         if runtime not in cls.known():
             raise ConfigError(
@@ -90,10 +90,10 @@ class CostTable:
 
     @classmethod
     def packaged(cls, runtime: str) -> Mapping[str, CostTable]:
-        """Returns all packaged tables of a runtime by name: that of `load`, and those of other processors.
+        """Returns all packaged tables of a runtime by name: the one of `load`, and other processors'.
 
         Raises:
-            ConfigError: when the runtime has no packaged table.
+            ConfigError: when the runtime lacks a packaged table.
         """
         first = cls.load(runtime)
         others = sorted(path.stem for path in _FOLDER.glob(f"{runtime}.*.json"))
@@ -115,10 +115,10 @@ class CostTable:
 
     @classmethod
     def for_machine(cls, here: Machine) -> CostTable:
-        """Returns the packaged table of a processor like that of ``here``, else that of `load`.
+        """Returns the packaged table of a processor like ``here``, else the table of `load`.
 
         Raises:
-            ConfigError: when the runtime has no packaged table.
+            ConfigError: when the runtime lacks a packaged table.
         """
         tables = tuple(cls.packaged(here.runtime).values())
         alike = [t for t in tables if (t.machine.processor, t.machine.flags) == (here.processor, here.flags)]

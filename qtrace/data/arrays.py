@@ -99,7 +99,7 @@ class _Array:
 class ArraySource(SizedSource):
     """The arrays of one .npy or .npz file; the first axis counts the samples.
 
-    A single number beside arrays, such as a sample rate, is given with each batch.
+    A single number next to arrays, such as a sample rate, is given with each batch.
     """
 
     def __init__(

@@ -27,10 +27,10 @@ __all__ = [
 NO_EMPTY_AXES = (
     "give data in which each axis has a size of 1 or more, for the cache of a decoder those of a later step"
 )
-"""What to do about an array without a value, behind a semicolon."""
+"""What to do about an array without a value, after a semicolon."""
 
 GIVE_BATCHES = "give batches of several sizes as a list (pkg.mod:loader)"
-"""What to do with arrays that are batches and not the inputs of one call, behind "or"."""
+"""What to do with arrays that are batches and not the inputs of one call, after "or"."""
 
 Batch = tuple[np.ndarray, ...] | dict[str, np.ndarray]
 """The inputs of one call of the model: by position, or by name."""
@@ -114,7 +114,7 @@ class SizedSource(DataSource):
 
 
 class DerivedSource(DataSource):
-    """Batches that are made of those of another source.
+    """Batches that are made of another source's batches.
 
     Args:
         inner: the other source.
@@ -131,7 +131,7 @@ class DerivedSource(DataSource):
 
 
 def length_of_last(source: SizedSource) -> int:
-    """Returns the number of samples in the last batch of a source; 0 if it has none."""
+    """Returns the number of samples in the last batch of a source; 0 if it is empty."""
     last = len(source) - 1
     return sum(batch_length(batch) for _, batch in source.numbered(lambda number: number == last))
 
@@ -170,7 +170,7 @@ def check_rank(rank: int, label: str) -> None:
 def to_input(array: np.ndarray, label: str) -> np.ndarray:
     """Copies an array to a dtype of MegEngine.
 
-    Floats and uint8 become float32. 64-bit integers and uint32 become int32, since MegEngine has no wider
+    Floats and uint8 become float32. 64-bit integers and uint32 become int32, since MegEngine lacks wider
     integers and would wrap large values silently. Booleans and other integers keep their dtype.
 
     Args:

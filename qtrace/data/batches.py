@@ -76,7 +76,7 @@ def as_arguments(batch: Any, model: TracedModule, index: int = 0) -> _Arguments:
 
 
 def check_batches(batches: Any, name: str = "batches", reader: str = "") -> None:
-    """Refuses one batch where several are expected, whose first axis would be taken for that of batches.
+    """Refuses one batch where several are expected, whose first axis would be taken for an axis of batches.
 
     Args:
         batches: the argument of a function.
@@ -120,7 +120,7 @@ def refuse_nan(arguments: _Arguments, index: int, model: TracedModule, source: s
         search = search_nonfinite(flat, *arguments)
     if search.calculates_with_nan():
         raise CalibrationError(
-            f"{source}{', ' if source else ''}batch {index} holds NaN, which has no integer, first in "
+            f"{source}{', ' if source else ''}batch {index} holds NaN, which is no integer, first in "
             f"{place}: repair the data; NaN that is meant needs F.isnan and prepare(samples=)."
         )
 
@@ -192,7 +192,7 @@ def can_run(model: TracedModule, arguments: _Arguments, samples: int | None = No
     results: list[Tensor] = []
     try:
         _map_values(_call_at_once(model, arguments), results.append)
-    except (AssertionError, TypeError, RuntimeError, ValueError):  # MegEngine's have no class of their own
+    except (AssertionError, TypeError, RuntimeError, ValueError):  # MegEngine's are of no class of their own
         return False
     except GraphError:  # of a node that is kept as in the file
         return False

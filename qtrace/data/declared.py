@@ -23,8 +23,8 @@ def name_arguments(batch: Mapping[Any, Any], model: TracedModule) -> dict[str, A
     """Returns a batch by the names of the model's arguments; None if its keys are no inputs.
 
     Args:
-        batch: values by the names of the inputs, those of the file that the model was imported from or those
-            of the arguments of ``forward``, which are identifiers.
+        batch: values by the names of the inputs, in the file that the model was imported from, or
+            the arguments of ``forward``, which are identifiers.
         model: the module that will be called.
     """
     arguments = argument_names(model)
@@ -75,7 +75,7 @@ def check_declared(model: TracedModule, args: Sequence[Any], kwargs: Mapping[str
 def cast_to_declared(
     model: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any], index: int = 0
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Casts inputs to the types as which the graph carries those of the file from which it was imported.
+    """Casts inputs to the types as which the graph carries the inputs of its imported file.
 
     Integers that the file takes as uint16, say, become int32, and pixels, which are read as float32, uint8
     again where the file takes these. The graph carries float16 as float32: such inputs are rounded to
@@ -118,7 +118,7 @@ def cast_to_declared(
                     f"to {limits.max}."
                 )
             raise CalibrationError(
-                f"batch {index} gives {info.name!r} numbers that {info.dtype} has not, such as "
+                f"batch {index} gives {info.name!r} numbers that {info.dtype} lacks, such as "
                 f"{number:g}, but the file that the model was imported from takes "
                 f"{info.dtype}: give the numbers that it takes."
             )

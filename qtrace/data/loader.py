@@ -62,7 +62,7 @@ def import_object(name: str) -> Any:
     try:
         return reduce(getattr, attribute.split("."), imported)
     except AttributeError:
-        raise DataError(f"{name}: module {module!r} has no {attribute!r}.") from None
+        raise DataError(f"{name}: module {module!r} lacks {attribute!r}.") from None
 
 
 def blame(name: str, doing: str, error: BaseException) -> str:
@@ -157,7 +157,7 @@ class _LoaderSource(DataSource):
                 inputs.append(convert(array, self._preprocess))
             else:
                 inputs.append(to_input(array, label))
-        if not any(value.ndim for value in inputs):  # beside arrays they are settings, such as a sample rate
+        if not any(value.ndim for value in inputs):  # next to arrays they are settings, such as a sample rate
             raise DataError(f"{batch} is a single number; the first axis must count at least one sample.")
         return inputs
 

@@ -37,7 +37,7 @@ def open_data(
     * ``.npy``: one input; its first axis counts the samples.
     * ``.npz``: without arrays called ``y``, ``label(s)`` or ``target(s)``, unless it holds nothing else. One
       array is the first input whatever its name; several are inputs by name, in the order of the file. A
-      single number beside arrays, such as a sample rate, is given with each batch.
+      single number next to arrays, such as a sample rate, is given with each batch.
     * a folder: the images in it and below (png, jpg, jpeg, bmp, webp, ppm), by path. Links that leave the
       folder are refused. ``preprocess`` is needed.
     * ``pkg.mod:loader``: an iterable, or a callable that returns one and is called again for each iteration.

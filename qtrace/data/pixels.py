@@ -187,8 +187,8 @@ def are_pixels(dtype: np.dtype[Any], rank: int, preprocess: Preprocess | None) -
 def find_pixels(arrays: Sequence[np.ndarray], preprocess: Preprocess) -> int | None:
     """Returns the number of the array of a batch that ``preprocess`` converts; None if there is none.
 
-    It is the first one with four axes and the recipe's channels, if that is uint8: a mask beside an image, or
-    beside one that is normalized already, stays as it is.
+    It is the first one with four axes and the recipe's channels, if that is uint8: a mask with an image, or
+    with one that is normalized already, stays as it is.
     """
     channels, axis = preprocess.size[0], 3 if preprocess.layout == "nhwc" else 1
     for number, array in enumerate(arrays):
@@ -201,7 +201,7 @@ def find_pixels(arrays: Sequence[np.ndarray], preprocess: Preprocess) -> int | N
 
 
 def check_channels(shape: Sequence[int], label: str, preprocess: Preprocess) -> None:
-    """Refuses an array of pixels that has not the recipe's number of channels, or has them elsewhere."""
+    """Refuses an array of pixels that lacks the recipe's number of channels, or has them elsewhere."""
     channels, last = preprocess.size[0], preprocess.layout == "nhwc"
     if shape[3 if last else 1] == channels:
         return

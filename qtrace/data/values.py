@@ -30,7 +30,7 @@ def open_values(
         data: one array, or a dict of arrays by input name, whose first axis counts the samples; or batches:
             a list, an object whose ``__iter__`` begins anew such as a DataLoader, or a function that returns
             an iterable. A batch is an array, a tuple of inputs by position, or a dict of inputs by name. A
-            single number beside arrays, such as a sample rate, is given with each batch.
+            single number next to arrays, such as a sample rate, is given with each batch.
         batch_size: samples per batch of an array.
         max_batches: the largest number of batches.
         preprocess: the recipe's ``preprocess``, which converts uint8 arrays of four axes; None for none.
@@ -55,7 +55,7 @@ def _cut(arrays: Mapping[Any, Any], size: int, *, named: bool) -> list[Any]:
     lengths = {value.shape[0] for value in values.values() if value.ndim}
     if len(lengths) != 1 or not (count := lengths.pop()):
         raise DataError(
-            "the arrays of data need one first axis, that of the samples, of the same length above 0: give "
+            "the arrays of data need one first axis, the samples, of the same length above 0: give "
             "such arrays, or a list of batches."
         )
     starts = range(0, count, size)
@@ -64,10 +64,10 @@ def _cut(arrays: Mapping[Any, Any], size: int, *, named: bool) -> list[Any]:
 
 
 def find_labels(batch: Batch, inputs: Sequence[str]) -> tuple[int | str, ...]:
-    """Returns what a batch holds beside the model's inputs and looks like labels; () for nothing.
+    """Returns what a batch holds besides the model's inputs and looks like labels; () for nothing.
 
-    Labels are integers, or have fewer axes than the first input. Of a tuple they are the values behind the
-    inputs, of a dict those under other names.
+    Labels are integers, or have fewer axes than the first input. Of a tuple they are the values after the
+    inputs, of a dict the values under other names.
 
     Args:
         batch: the first batch.

@@ -107,7 +107,7 @@ class SampleRange(DerivedSource, SizedSource):
 
     Args:
         source: batches whose arrays have the samples on their first axis.
-        start, stop: the numbers of the first sample and of the one behind the last.
+        start, stop: the numbers of the first sample and of the one after the last.
     """
 
     def __init__(self, source: SizedSource, start: int, stop: int) -> None:

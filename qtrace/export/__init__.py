@@ -40,7 +40,7 @@ _LOG = logging.getLogger("qtrace")
 
 
 def formats() -> tuple[str, ...]:
-    """Returns the names of all formats, sorted: qtrace's own and those of installed packages.
+    """Returns the names of all formats, sorted: qtrace's own and the formats of installed packages.
 
     Raises:
         ConfigError: when an installed package takes the name of another format.
@@ -75,7 +75,7 @@ def export(
         converted: a module made by ``qtrace.convert``; or a traced module that was not prepared, which needs
             no calibration: ``onnx``, ``tflite``, ``ncnn`` and ``caffe`` write it in float.
         path: the file to write; an existing one is replaced if qtrace wrote it. If a format consists of
-            several files, the others are written beside it.
+            several files, the others are written next to it.
         format: the name of the format, or ``pkg.mod:NAME`` of your own; None takes it from the suffix of
             ``path``.
         force: whether to replace a file that qtrace did not write, too.
@@ -87,7 +87,7 @@ def export(
 
     Raises:
         ExportError: for an unknown format or option, a path that cannot be written, a file there that
-            qtrace did not write, or a graph that has no such form; the message has the node, its op and its
+            qtrace did not write, or a graph that it cannot express; the message has the node, its op and its
             source line.
         GraphError: when the module is prepared and not converted, or no traced module.
         ConfigError: when a format of your own cannot be imported, or is no `Format`.
@@ -132,7 +132,7 @@ def export(
 def _check_shapes(converted: TracedModule) -> None:
     """Refuses a graph with a tensor of unknown shape, which no format can express.
 
-    That of an opaque node may depend on values: its format writes the node as it was in its file, or none.
+    An opaque node's shape may depend on values: its format writes the node as it was in its file, or none.
     """
     for expr in exprs(converted):
         if isinstance(owner(expr), OpaqueOp):
@@ -162,7 +162,7 @@ def _warn_of_open_axes(chosen: Format, converted: TracedModule) -> None:
 
 
 def _check_float_format(chosen: Format, traced: TracedModule) -> None:
-    """Refuses a format that has no form for a plain traced module."""
+    """Refuses a format that cannot express a plain traced module."""
     if chosen.float_options is not None:
         return
     subject = traced.graph.name or "the module"
@@ -181,7 +181,7 @@ def _check_options(chosen: Format, options: dict[str, Any], plain: bool) -> None
             continue
         where = " for a plain traced module" if option in chosen.options else ""
         raise ExportError(
-            f"format {chosen.name} has no option {option!r}{where}; it knows: {', '.join(allowed) or 'none'}."
+            f"format {chosen.name} lacks option {option!r}{where}; it knows: {', '.join(allowed) or 'none'}."
         )
 
 
@@ -222,7 +222,7 @@ def check_case(path: Path) -> None:
 
 
 def check_format(path: Path, name: str | None) -> None:
-    """Refuses a file whose suffix is that of no format, if none is named.
+    """Refuses a file whose suffix belongs to no format, if none is named.
 
     Raises:
         ExportError: naming the formats.
@@ -241,7 +241,7 @@ def _find_format(path: Path, name: str | None) -> Format:
             return chosen
         if path.suffix in chosen.companions:
             raise ExportError(
-                f"{path.name} would be what is written beside the model: "
+                f"{path.name} would be what is written next to the model: "
                 f"name the model, {path.with_suffix(chosen.suffixes[0]).name}."
             )
     if path.suffix == ".mge":

@@ -1,7 +1,7 @@
 """The option ``nms``: a file of a detector that chooses its boxes itself, by non-maximum suppression.
 
 Each box takes its best class, and the boxes of one class suppress each other, greedily by score, as YOLOX's
-and torchvision's batched suppression do: boxes are moved apart by class, by more than the image is wide, so
+and torchvision's batched suppression do. Boxes are moved apart by class, by more than the image is wide, so
 that one suppression serves all classes.
 """
 
@@ -76,7 +76,7 @@ class Suppression:
         if not isinstance(option, Mapping):
             raise ExportError(f"nms={option!r} is no choice: give a mapping with {', '.join(keys)}.")
         if unknown := [key for key in option if key not in keys]:
-            raise ExportError(f"nms has no key {unknown[0]!r}; it knows: {', '.join(keys)}.")
+            raise ExportError(f"nms takes no key {unknown[0]!r}; it knows: {', '.join(keys)}.")
         if missing := [f.name for f in fields(cls) if f.default is MISSING and f.name not in option]:
             raise ExportError(f"nms needs {missing[0]}: the name of the output with the boxes.")
         return cls(**option)

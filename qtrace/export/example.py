@@ -58,7 +58,7 @@ _IMPORTS = {".onnx": "import onnxruntime", ".tflite": "from ai_edge_litert.inter
 
 
 def example_path(file: Path) -> Path:
-    """Returns the path of the script that runs an exported file, beside the file."""
+    """Returns the path of the script that runs an exported file, next to the file."""
     return file.with_name(f"{file.stem}_example.py")
 
 
@@ -75,11 +75,11 @@ def write_example(
     Args:
         file: the exported file.
         inputs: name, numpy type and shape of each input of the file.
-        preprocess: the `Preprocess` of the recipe; None if it has none.
+        preprocess: the `Preprocess` of the recipe; None if there is none.
         embedded: whether the file normalizes pixels itself.
 
     Returns:
-        The path of the script beside the file, and its text.
+        The path of the script next to the file, and its text.
 
     Raises:
         ExportError: for a file of another format than ONNX and TFLite.

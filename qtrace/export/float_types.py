@@ -52,7 +52,7 @@ def asks_float16(converted: ConvertedGraph, float: str | None) -> bool:
         float: the type that the user asks for; None for what the recipe says.
 
     Raises:
-        ExportError: when the graph has no ranges of what stays float.
+        ExportError: when the graph lacks ranges of what stays float.
     """
     if isinstance(converted, PlainGraph):
         return False

@@ -22,7 +22,7 @@ class Format:
             ``graph`` is a `ConvertedGraph`, or a `PlainGraph` for a plain traced module; ``path`` is the file
             that the user named.
         suffixes: the suffixes that choose the format; none for a format that has to be named.
-        companions: the suffixes of files that are written beside the named one.
+        companions: the suffixes of files that are written next to the named one.
         options: the names of the options that ``write`` takes.
         float_options: the options that apply to plain traced modules, which the format writes in float; None
             if it does not write such modules.

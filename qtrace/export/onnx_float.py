@@ -1,4 +1,4 @@
-"""A float ONNX model and, beside it, a file of quantization parameters that refers to its tensors by name.
+"""A float ONNX model and, next to it, a file of quantization parameters that refers to its tensors by name.
 
 For tools that quantize a float model: TensorRT with a calibration cache, Qualcomm's converters with AIMET
 encodings, ncnn with a table. The tensors have the names of the graph's nodes. Weights and biases are the
@@ -32,10 +32,10 @@ def files(converted: ConvertedGraph, path: Path, *, params: str | None = None) -
     Args:
         converted: the graph of a converted module.
         path: the path of the model.
-        params: the kind of parameter file, such as ``aimet-2.0.0``; None for the model alone.
+        params: the kind of parameter file, such as ``aimet-2.0.0``; None for only the model.
 
     Raises:
-        ExportError: when a node has no ONNX form, or the kind of file cannot express a site, naming it.
+        ExportError: when ONNX cannot express a node, or the kind of file cannot express a site, naming it.
     """
     kind = None if params is None else parameter_file(params)
     # The parameter file calls parameters as the graph does.

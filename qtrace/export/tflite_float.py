@@ -1,6 +1,6 @@
-"""A float TFLite model, and beside it a file of quantization parameters by the names of its tensors.
+"""A float TFLite model, and next to it a file of quantization parameters by the names of its tensors.
 
-For converters that read ranges beside a float model, as mgeconvert's users have them. Tensors have the names
+For converters that read ranges next to a float model, as mgeconvert's users have them. Tensors have the names
 of the graph's nodes; images have the channels last. Weights and biases are the trained floats; a weight is
 clipped where its scheme leaves out the lowest integer.
 """
@@ -30,12 +30,12 @@ def files(
     Args:
         converted: the graph of a converted module.
         path: the path of the model.
-        params: the kind of parameter file, such as ``mgeconvert``; None for the model alone.
-        nms: how the file of a detector chooses boxes, as a mapping of `Suppression`; None for a file with the
-            outputs of the graph alone.
+        params: the kind of parameter file, such as ``mgeconvert``; None for only the model.
+        nms: how the file of a detector chooses boxes, as a mapping of `Suppression`; None for only the
+            outputs of the graph.
 
     Raises:
-        ExportError: when a node has no TFLite form, the kind of file cannot express a site, naming it, or
+        ExportError: when TFLite cannot express a node, the kind of file cannot express a site, naming it, or
             LiteRT is not installed.
     """
     if importlib.util.find_spec("ai_edge_litert") is None:

@@ -1,6 +1,6 @@
 """finetune: a quantized graph learns from its float twin, on data without labels.
 
-The loss compares outputs and block outputs with those of the float graph. Each error counts relative to the
+The loss compares outputs and block outputs with the float graph's. Each error counts relative to the
 power of its reference, so that the sum means the same for any network. An output of logits adds the
 divergence of its class probabilities (Hinton et al. 2015, "Distilling the Knowledge in a Neural Network").
 
@@ -71,7 +71,7 @@ def finetune(
         checkpoint: a file for the state, written every ``settings.checkpoint_every`` steps and removed at the
             end; None for no checkpoint.
         resume: whether to go on from ``checkpoint`` if it exists, which either engine may have written. With
-            one engine and on one machine, the result is that of an uninterrupted run, bit for bit.
+            one engine and on one machine, the result equals an uninterrupted run, bit for bit.
         progress: whether to show a progress bar on stderr.
 
     Returns:

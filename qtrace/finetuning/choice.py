@@ -81,7 +81,7 @@ def _compare(torch: Twins, megengine: Twins, batch: Batch) -> None:
     )
     for name, value in values.items():
         if not _agree(value, fast_values.get(name)):
-            raise UnsupportedError(f"its float values differ from those of MegEngine at {name}")
+            raise UnsupportedError(f"its float values differ from MegEngine's at {name}")
 
 
 def _agree(value: np.ndarray, fast: np.ndarray | None) -> bool:

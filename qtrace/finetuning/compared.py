@@ -61,7 +61,7 @@ def choose_compared(
         twins: the quantized graph and the float graph.
         blocks: names of the nodes whose values are compared.
         batches: the batches to measure the mean squares on.
-        model: the quantized graph, whose joins show column groups; None to look at the values alone.
+        model: the quantized graph, whose joins show column groups; None to look only at the values.
 
     Raises:
         TrainingError: when nothing can be compared, or the float graph gives values that are not finite.
@@ -107,7 +107,7 @@ def choose_compared(
     inside_powers = {name: powers[name] for name in blocks if name in powers}
     if not outputs and not inside_powers:
         raise TrainingError(
-            f"no output can be compared with that of the float graph ({'; '.join(left.values())}): name "
+            f"no output can be compared with the float graph's ({'; '.join(left.values())}): name "
             "nodes in blocks."
         )
     groups = tuple(group for group in find_groups(model, exact) if group.output in outputs)

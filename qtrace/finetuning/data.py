@@ -152,7 +152,7 @@ def read(source: Iterable[Any], model: TracedModule, memory: int, label: str) ->
         batches.append(leaves)
         size += added
     if not batches or not all(leaf.size for batch in batches for leaf in batch):
-        raise CalibrationError(f"{label} has no batches, or empty ones: give at least one with samples.")
+        raise CalibrationError(f"{label} holds no batches, or empty ones: give at least one with samples.")
     joined = _can_join(batches)
     if joined:
         batches = [[np.concatenate(leaves) for leaves in zip(*batches, strict=True)]]

@@ -22,7 +22,7 @@ def block_outputs(
 ) -> tuple[str, ...]:
     """Returns the names of the block outputs, in graph order.
 
-    Without patterns the structure decides. Block outputs are then the tensors that are alive alone (ends of
+    Without patterns the structure decides. Block outputs are then the bottleneck tensors (ends of
     residual blocks and stages, layers of a chain) and the sums of two branches (the neck of a detector), as
     far as the float graph has them: the backend may have written an activation in pieces. More than
     ``max_blocks`` of them are thinned out evenly.
@@ -35,7 +35,7 @@ def block_outputs(
 
     Raises:
         ConfigError: when a name or pattern matches no float node.
-        TrainingError: when the float graph has none of the nodes.
+        TrainingError: when the float graph lacks the nodes.
     """
     model = prepared.module
     computed = [e for e in exprs(model) if not isinstance(e, GetAttr)]
@@ -71,7 +71,7 @@ def block_outputs(
 def _refuse_unknown(names: Sequence[str]) -> None:
     if names:
         raise TrainingError(
-            f"the teacher has no node {names[0]}: give the float network that was prepared, not another."
+            f"the teacher lacks node {names[0]}: give the float network that was prepared, not another."
         )
 
 

@@ -21,7 +21,7 @@ __all__ = ["FineTuned", "OutputChange", "compare_outputs"]
 
 @dataclass(frozen=True)
 class OutputChange:
-    """An output of the graph, compared with that of the float graph on the evaluation data.
+    """An output of the graph, compared with the float graph's on the evaluation data.
 
     Attributes:
         index: the number of the output.

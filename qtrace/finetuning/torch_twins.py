@@ -25,7 +25,7 @@ class TorchTwins(Twins):
         blocks: names of the nodes whose values are compared.
 
     Raises:
-        UnsupportedError: when an op of a graph has no form in torch.
+        UnsupportedError: when torch cannot express an op of a graph.
     """
 
     def __init__(

@@ -85,7 +85,7 @@ class Trainer:
         self._pace.step_seconds = self._pace.seconds - self._started
 
     def rewind(self, retreat: Retreat) -> None:
-        """Goes on from the values that the model has, which are those of the best state."""
+        """Goes on from the model's values, which are the best state's."""
         self.rate_factor = retreat.factor
         self.learner.rewind()
         if self.watch.rewind(retreat.back_to):

@@ -1,4 +1,4 @@
-"""The quantized graph beside the float graph on one batch: the loss and its gradients."""
+"""The quantized graph compared with the float graph on one batch: the loss and its gradients."""
 
 from __future__ import annotations
 

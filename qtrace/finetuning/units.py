@@ -24,7 +24,7 @@ _RANGE_IN_RMS = 3.0  # the end of a range, in root mean squares of its tensor, w
 class Units:
     """The units of the parameters of a prepared graph.
 
-    Biases, norms and weights that stay in float have no quantization step. They move by the same share of
+    Biases, norms and weights that stay in float lack a quantization step. They move by the same share of
     their size as the median quantized weight of the network.
 
     Args:
@@ -103,7 +103,7 @@ def size_of(value: np.ndarray) -> np.ndarray:
     """Returns the root mean square of a parameter, of a weight by output channel.
 
     Args:
-        value: a weight, output channels first (linear, convolution; those of groups behind the groups), or a
+        value: a weight, output channels first (linear, convolution; with groups: after the groups), or a
             bias or the parameter of a norm; not empty.
 
     Returns:

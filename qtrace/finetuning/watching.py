@@ -111,7 +111,7 @@ class Watch:
         self.settings = settings
         self.all = [*_ranges(model, settings.freeze_below), *_norms(model, settings.freeze_bn_below)]
         self.every = max(settings.steps // 20, 1)
-        # The averages lag behind the values: before that they hardly move in any case.
+        # The averages lag the values: before that they hardly move in any case.
         lag = math.ceil(1.0 / (1.0 - settings.range_average))
         self.begin = math.ceil(settings.warmup * settings.steps) + lag
 
@@ -218,7 +218,7 @@ def _ranges(model: TracedModule, limit: float) -> list[MovingTensors]:
 
 
 def _norms(model: TracedModule, limit: float) -> list[MovingTensors]:
-    """The statistics of BatchNorms that were kept for training; those of layers in float never move."""
+    """The statistics of BatchNorms that were kept for training; layers in float never move theirs."""
     from megengine.module.batchnorm import _BatchNorm
 
     folds = [expr for expr in exprs(model) if isinstance(owner(expr), BnFold)]

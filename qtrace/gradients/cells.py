@@ -122,7 +122,7 @@ class Cell(Protocol):
     def back(
         self, saved: tuple[Any, ...], hidden: np.ndarray, cell: np.ndarray, weights: Direction
     ) -> StepBack:
-        """Computes the gradients of a step from those of its results."""
+        """Computes the gradients of a step from the gradients of its results."""
 
 
 def _blocks(x: Any, order: str) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def conv2d(
     The gradients differ from MegEngine's only by the order of summation. They are used on a CPU, in float32,
     from 200,000 multiplications on (a million with both groups and a stride), if the weight needs a gradient,
     or if only the input of a convolution with groups and without a stride does; otherwise this is
-    ``F.conv2d`` itself. They work under ``jit.trace``. They have no gradients themselves.
+    ``F.conv2d`` itself. They work under ``jit.trace``. They are without gradients themselves.
 
     Args:
         inp: the input, (N, C, H, W).
@@ -95,7 +95,7 @@ def _uses_own_gradients(x: Any, weight: Any, geometry: Geometry) -> bool:
     """Returns whether qtrace's kernels compute the gradients of the call."""
     if amp.enabled or get_grad_key((x, weight)) is None:
         return False
-    # The input's gradient alone is MegEngine's own except with groups and without a stride.
+    # Only the input's gradient is MegEngine's own except with groups and without a stride.
     if get_grad_key((weight,)) is None and (geometry.groups == 1 or geometry.stride != (1, 1)):
         return False
     if x.dtype != np.float32 or weight.dtype != np.float32:
@@ -104,7 +104,7 @@ def _uses_own_gradients(x: Any, weight: Any, geometry: Geometry) -> bool:
         return False
     if x._tuple_shape is None:  # under a symbolic jit.trace
         return True
-    # One multiplication for each weight and place. Under jit.trace the shape is that of the first call.
+    # One multiplication for each weight and place. Under jit.trace the shape is the first call's.
     places = math.prod(x._tuple_shape) / (x._tuple_shape[1] * math.prod(geometry.stride))
     strided_groups = geometry.groups > 1 and geometry.stride != (1, 1)
     minimum = (5 if strided_groups else 1) * MIN_MULTIPLICATIONS

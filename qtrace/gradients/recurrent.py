@@ -43,7 +43,7 @@ class Stack:
 
     Attributes:
         cell: the computation of a step.
-        cut: cuts the parameters into the weights of each layer and direction; it indexes and reshapes alone,
+        cut: cuts the parameters into the weights of each layer and direction; it only indexes and reshapes,
             so that it cuts arrays into views.
         backwards: for each direction whether it runs from the last step to the first.
     """
@@ -278,7 +278,7 @@ def _array(tensor: Tensor) -> np.ndarray:
 def checked_shapes() -> Iterator[None]:
     """Lets MegEngine's LSTM and RNN refuse inputs and states of wrong shapes within the block.
 
-    Their kernels do not look at the shapes: they read and write behind the end of such tensors.
+    Their kernels do not look at the shapes: they read and write past the end of such tensors.
     """
     originals = {cls: cls.apply_op for cls in (LSTM, RNN)}
 

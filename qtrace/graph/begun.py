@@ -75,7 +75,7 @@ def begin_run(
     finish = last.finish
     if finish is None:
         return None
-    # Outputs that are inputs of the graph, or depend on parameters alone, are known.
+    # Outputs that are inputs of the graph, or depend only on parameters, are known.
     known = [[v if isinstance(v, _Awaited) else as_array(v) for v in values] for values in ends]
 
     def compute() -> Ends | None:
@@ -96,7 +96,7 @@ class _Awaited:
     """The value of an output that is computed later.
 
     Attributes:
-        index: its number among those of its batch.
+        index: its number among the requests of its batch.
     """
 
     index: int

@@ -40,7 +40,7 @@ _MAX_RANK = 7  # of MegEngine's tensors
 class GraphBuilder:
     """Builds a flat `TracedModule` op by op.
 
-    Shapes and dtypes of each op's results are inferred from those of its inputs, as `qtrace.graph.inference`
+    Shapes and dtypes of each op's results are inferred from its inputs, as `qtrace.graph.inference`
     says, so that every node knows them, and an op that MegEngine refuses fails where it is added. Kernels run
     on what does not depend on values of the inputs: constants, parameters and sizes; and on zeros where
     shapes cannot be inferred otherwise. If an input has a free batch axis, or other open axes, shapes are
@@ -63,7 +63,7 @@ class GraphBuilder:
         self._suffix: dict[str, int] = {}
         self._attributes: dict[str, Node] = {}
         self._shapes: dict[Node, tuple[tuple[int, ...], ...]] = {}
-        # Values that do not depend on those of the inputs, one a probe: parameters, modules, sizes.
+        # Values that do not depend on the inputs' values, one a probe: parameters, modules, sizes.
         self._values: dict[Node, tuple[Any, ...]] = {}
         self._probes, self._adds_sample = 1, True
         scalar = Tensor(0.0)
@@ -91,7 +91,7 @@ class GraphBuilder:
             other: a shape with another size of each axis whose size may differ, instead of ``batch_axis``.
 
         Raises:
-            GraphError: when an op was added already, or MegEngine has no such tensor.
+            GraphError: when an op was added already, or MegEngine lacks such a tensor.
         """
         if self.graph._exprs:
             raise GraphError(f"input {name}: add all inputs before the first op.")

@@ -33,9 +33,9 @@ def static_nodes(traced: TracedModule) -> set[Node]:
 
 
 def fixed_nodes(traced: TracedModule, without: Callable[[Expr], bool] = lambda expr: False) -> set[Node]:
-    """Finds the nodes that are computed from parameters and constants alone, and these themselves.
+    """Finds the nodes that are computed only from parameters and constants, and these themselves.
 
-    Their values are known without a batch, unlike those of `static_nodes` that depend on an input's shape.
+    Their values are known without a batch, unlike values of `static_nodes` that depend on an input's shape.
 
     Args:
         traced: a flat traced module.
@@ -53,7 +53,7 @@ def needed_nodes(traced: TracedModule, shapes: bool = False, of: Iterable[Node] 
 
     Args:
         traced: a flat traced module.
-        shapes: whether to include the nodes on whose shapes alone an output depends.
+        shapes: whether to include the nodes of which an output reads only the shapes.
         of: the nodes that take the place of the outputs; None for the outputs.
     """
     needed: set[Node] = set(traced.graph.outputs if of is None else of)
@@ -64,7 +64,7 @@ def needed_nodes(traced: TracedModule, shapes: bool = False, of: Iterable[Node] 
 
 
 def evaluate_fixed(traced: TracedModule, nodes: Iterable[TensorNode]) -> dict[Node, Any]:
-    """Computes nodes that depend on parameters and constants alone.
+    """Computes nodes that depend only on parameters and constants.
 
     Args:
         traced: a flat traced module.

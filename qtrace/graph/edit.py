@@ -44,7 +44,7 @@ class GraphEditor(EndpointEdits):
 
     New exprs are placed after the expr named by ``after`` (in the order of the calls). Users are rewired at
     once. The end of the block rebuilds the expr list, drops dead exprs and renews ids. It also renews the
-    shapes and dtypes behind the edits, attributes of layers included (``traced.conv.stride = 2``).
+    shapes and dtypes after the edits, attributes of layers included (``traced.conv.stride = 2``).
 
     An exception inside of the block, and an edit after which an op cannot run, restore the graph and the
     attributes of its modules. Values that were written into a Tensor stay.
@@ -102,7 +102,7 @@ class GraphEditor(EndpointEdits):
         """Returns the node for the attribute at the dotted ``path``; its expr comes before all others.
 
         Raises:
-            GraphError: when the module has no such attribute.
+            GraphError: when the module lacks the attribute.
         """
         node = self._attrs.get(path)
         if node is None:
@@ -144,7 +144,7 @@ class GraphEditor(EndpointEdits):
         Args:
             func: a function of MegEngine's, or one that its tracer knows.
             *args: nodes and constants.
-            after: the expr behind which the call stands.
+            after: the expr after which the call stands.
             like: a node with the shape and dtype of the one result; None infers them from the arguments.
             name: the name of the result; a suffix is added to one that is taken.
             **kwargs: nodes and constants.
@@ -191,10 +191,10 @@ class GraphEditor(EndpointEdits):
         """Adds ``x.method(*args, **kwargs)`` after ``after``; the rest is as for `call_function`.
 
         Raises:
-            GraphError: when a Tensor has no such method, or it cannot run on the shapes of the arguments.
+            GraphError: when a Tensor lacks the method, or it cannot run on the shapes of the arguments.
         """
         if not callable(getattr(Tensor, method, None)):
-            raise GraphError(f"a Tensor has no method {method!r}.")
+            raise GraphError(f"a Tensor lacks the method {method!r}.")
         expr = CallMethod(x, method)
         x.users.remove(expr)  # `set_arguments` adds it again
         set_arguments(expr, (x, *self._with_nodes(args)), self._with_nodes(kwargs))
@@ -355,7 +355,7 @@ class GraphEditor(EndpointEdits):
         """Sets one argument of a function call by its parameter name.
 
         Raises:
-            GraphError: when ``expr`` calls no function, or its function has no such argument.
+            GraphError: when ``expr`` calls no function, or its function lacks the argument.
         """
         label = op_label(expr)
         if not isinstance(expr, CallFunction):
@@ -366,7 +366,7 @@ class GraphEditor(EndpointEdits):
         parameters = signature(expr.func).parameters
         if name not in parameters:
             raise GraphError(
-                f"{name_with_line(expr, label)} has no argument {name!r}; it takes {', '.join(parameters)}."
+                f"{name_with_line(expr, label)} takes no argument {name!r}; it takes {', '.join(parameters)}."
             )
         bound = signature(expr.func).bind(*expr.args, **expr.kwargs)
         bound.apply_defaults()
@@ -392,7 +392,7 @@ class GraphEditor(EndpointEdits):
             )
 
     def commit(self) -> None:
-        """Writes the collected edits, and renews the shapes and dtypes behind them.
+        """Writes the collected edits, and renews the shapes and dtypes after them.
 
         Raises:
             GraphError: when an expr was removed whose output is still used, or an op cannot run.
@@ -407,6 +407,6 @@ class GraphEditor(EndpointEdits):
                 order.append(expr)
                 stack.extend(reversed(self._after.pop(expr, ())))
         if self._after:
-            raise GraphError("an edit was placed behind an expr that is not in this graph.")
+            raise GraphError("an edit was placed after an expr that is not in this graph.")
         write_order(self.traced, order, self._removed)
         renew_behind(self.traced, edited, self._rewired)

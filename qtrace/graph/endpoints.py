@@ -138,7 +138,7 @@ def _drop_input(traced: TracedModule, node: Node) -> None:
 
 
 def _with_output(traced: TracedModule, node: Node, key: str | None) -> Any:
-    """Returns what ``forward`` returns, as nodes, with ``node`` behind the other values.
+    """Returns what ``forward`` returns, as nodes, with ``node`` after the other values.
 
     Raises:
         GraphError: when ``forward`` returns a dict and there is no key, or the other way round.

@@ -187,7 +187,7 @@ def describe_failure(expr: Expr, inputs: Sequence[Any], error: Exception, advice
     """Returns a sentence about an op that fails, such as ``a_out (Conv2d, net.py:3) fails on x (1, 3): ...``.
 
     Args:
-        expr: the op; it may have no outputs yet.
+        expr: the op; its outputs may be missing yet.
         inputs: for each input of ``expr`` its value or its type; only those with shape and dtype are shown.
         error: the exception of the op.
         advice: what to do about the failure.

@@ -32,7 +32,7 @@ _NO_GRAPH: dict[str, Any] = {"watch_points": [], "watch_node_value": {}, "end_po
 def flatten(traced: TracedModule) -> TracedModule:
     """Copies ``traced`` without hierarchy: one graph, parameters under their old names.
 
-    Large tensors share their values with those of the copy until one of both is written (`shared_copy`).
+    Large tensors share their values with the copy until one of both is written (`shared_copy`).
 
     Args:
         traced: a traced module, flat or hierarchical; it is not changed, and no change of one reaches the
@@ -160,7 +160,7 @@ class _Emitter:
 
     @staticmethod
     def _inner_graph(expr: Expr, objects: dict[Node, Any]) -> InternalGraph | None:
-        """Returns the source's graph to inline at ``expr``, since the copied tree has no graphs."""
+        """Returns the source's graph to inline at ``expr``, since the copied tree is without graphs."""
         graph = called_graph(expr)
         return graph if graph is not None and expr.inputs[0] in objects else None
 

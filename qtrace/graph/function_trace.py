@@ -104,7 +104,7 @@ def trace_function(function: Callable[..., Any], arguments: Sequence[Any], title
     graph = traced.graph
     inputs = dict(zip(tensors, graph._inputs[1:], strict=True))
     if any(isinstance(node, ModuleNode) for e in graph._exprs for node in (*e.inputs, *e.outputs)):
-        raise GraphError(f"{title} calls a module or reads a module's tensor: write it with functions alone.")
+        raise GraphError(f"{title} calls a module or reads a module's tensor: write it only with functions.")
     return FunctionTrace(inputs, tuple(graph._exprs), tuple(graph._outputs))
 
 
@@ -135,7 +135,7 @@ def _module_of(
     def forward(self: Module, *inputs: Tensor) -> tuple[Tensor, ...]:
         return call(inputs)
 
-    # MegEngine's tracer sees the functions that the globals of forward name: these are those of the function.
+    # MegEngine's tracer sees the globals of forward: here the globals of the function.
     scope = getattr(function, "__globals__", forward.__globals__)
     own = FunctionType(forward.__code__, scope, "forward", None, forward.__closure__)
     return type("Function", (Module,), {"forward": own})()

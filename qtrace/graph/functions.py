@@ -99,7 +99,7 @@ def scaled_dot_product_attention(
         key: (..., S, D).
         value: (..., S, V).
         mask: is added to the scores; broadcastable to (..., L, S). One with an axis more, (1, W, ..., L, S),
-            is that of W windows of an image, which follow each other on the first axis of the scores.
+            is a mask of W windows of an image, which follow each other on the first axis of the scores.
         scale: factor of the scores.
         bias: is added to the scores before the mask; broadcastable to (..., L, S).
 
@@ -139,8 +139,8 @@ def space_to_depth(x: Tensor, block: int, order: tuple[int, int, int] = (0, 1, 2
         x: the image; ``block`` divides its height and width.
         block: height and width of a block.
         order: order of the row in the block (0), the column in the block (1) and the channel (2) in the new
-            channel number, the slowest first. (0, 1, 2) is that of ONNX's SpaceToDepth, (2, 0, 1) inverts
-            `F.pixel_shuffle`, (1, 0, 2) is that of YOLOX's Focus.
+            channel number, the slowest first. ONNX's SpaceToDepth has (0, 1, 2), (2, 0, 1) inverts
+            `F.pixel_shuffle`, (1, 0, 2) is the order of YOLOX's Focus.
 
     Returns:
         The image, (N, C * block * block, H / block, W / block).

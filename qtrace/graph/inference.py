@@ -1,9 +1,9 @@
-"""Infers shapes and dtypes of a graph's tensors from those of its inputs, without running its kernels.
+"""Infers shapes and dtypes of a graph's tensors from its inputs, without running its kernels.
 
 MegEngine's computing graph deduces the shape of a variable from its op. Each expr is therefore called on
-variables of the types of its inputs. Three kinds of ops are computed instead: those on sizes, whose values
-decide shapes; those whose deduction accepts impossible arguments, such as a reshape, most of which only move
-data; and those on scalars, which a computing graph does not tell from vectors of one value.
+variables of the types of its inputs. Three kinds of ops are computed instead. Ops on sizes decide shapes by
+their values. Some ops accept impossible arguments, such as a reshape; most of these only move data. Ops on
+scalars look like ops on vectors of one value to a computing graph.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class TypeInference:
             return [summarize(get_module(inputs[0], expr.name))], None
         if isinstance(owner(expr), (FakeQuant, BiasQuant, DynamicQuant)):
             return [inputs[1]], None
-        if inputs and isinstance(inputs[0], OpaqueOp):  # in a graph that is built its node has no owner yet
+        if inputs and isinstance(inputs[0], OpaqueOp):  # its node is still without an owner
             return _opaque_types(inputs), None
         graph = called_graph(expr)
         if graph is not None:
@@ -203,7 +203,7 @@ class TypeInference:
             return known
         try:
             deduced = self._deduced(expr, inputs)
-        except Exception as error:  # MegEngine's errors have no class of their own
+        except Exception as error:  # MegEngine's errors are of no class of their own
             raise OpError(describe_failure(expr, inputs, error)) from error
         if key is not None:
             self._known[key] = deduced
@@ -253,7 +253,7 @@ class TypeInference:
         return [summarize(leaf) if exact else type_of(leaf) for leaf in leaves], structure
 
     def _layer_type(self, expr: Expr, fold: BnFold, inputs: Sequence[Any]) -> Any:
-        """Returns the type of the result of a `BnFold`: that of its layer, as a call updates statistics."""
+        """Returns the type of a `BnFold`'s result by its layer, since a call updates statistics."""
         args = expr.unflatten_args([_as_variable(value, self._network) for value in inputs])[0]
         x, weight, bias = args[1:4]
         with _silent_log():
@@ -359,12 +359,12 @@ def _zeros_show_shapes(expr: Expr, inputs: Sequence[Any]) -> bool:
         return True
     tensors = [value for value in inputs if not isinstance(value, Module)]
     if name in _COMPUTED and tensors and isinstance(tensors[0], TensorType):
-        zeros = zeros[1:]  # what is moved; the integers behind it are sizes and places
+        zeros = zeros[1:]  # what is moved; the integers after it are sizes and places
     return not any(np.dtype(kind.dtype).kind in "iub" for kind in zeros)
 
 
 def _picks_by_places(expr: Expr) -> bool:
-    """Returns whether ``expr`` is an index by tensors of integers alone, whose values decide no shape."""
+    """Returns whether ``expr`` is an index only by tensors of integers, whose values decide no shape."""
     index = expr.args[1]
     parts = index if isinstance(index, tuple) else (index,)
     ends = [end for part in parts if isinstance(part, slice) for end in (part.start, part.stop, part.step)]

@@ -70,9 +70,9 @@ class TensorInfo:
 
     @property
     def exported_dtype(self) -> str:
-        """The type of the tensor in exported files: that of the file, and ``float32`` for bfloat16.
+        """The type of the tensor in exported files: the file's type, but ``float32`` for bfloat16.
 
-        Clients of runtimes in Python have no arrays of bfloat16.
+        Clients of runtimes in Python lack arrays of bfloat16.
         """
         return "float32" if self.dtype == "bfloat16" else self.dtype
 
@@ -171,7 +171,7 @@ def read_interface(traced: TracedModule) -> Interface | None:
 def read_inputs(traced: TracedModule) -> dict[str, TensorInfo]:
     """Returns name of the argument of ``forward`` -> the input of the file that ``traced`` was imported from.
 
-    Empty if it was not imported, or its inputs are no longer those of the file.
+    Empty if it was not imported, or its inputs differ from the file's.
 
     Raises:
         GraphError: when the interface is damaged.

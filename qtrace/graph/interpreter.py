@@ -74,7 +74,7 @@ class Interpreter:
         self._waits, self._given = waits, 0
 
     def run_expr(self, expr: Expr, inputs: Sequence[Any]) -> Sequence[Any] | None:
-        """Computes the outputs of ``expr``, in the order of ``expr.outputs``; None when it has none.
+        """Computes the outputs of ``expr``, in the order of ``expr.outputs``; None for an op without outputs.
 
         Args:
             expr: the expr; a ``GetAttr`` or ``Constant`` too.
@@ -189,7 +189,7 @@ class Interpreter:
 
 
 def round_late(steps: Sequence[Expr], large: Mapping[Expr, int]) -> Sequence[Expr]:
-    """Moves what is computed of large parameters alone before its first reader: all at once are a network.
+    """Moves what is computed only of large parameters before its first reader: all at once are a network.
 
     Args:
         steps: exprs in an order in which they can run.

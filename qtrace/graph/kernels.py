@@ -41,7 +41,7 @@ _INTERPOLATIONS = (builtin.Resize, builtin.Remap, builtin.WarpPerspective)
 _FLOOR_DIV, _MOD = builtin.Elemwise.Mode.FLOOR_DIV, builtin.Elemwise.Mode.MOD
 _DIVIDING = {"__floordiv__", "__ifloordiv__", "__mod__", "__imod__", "floor_div", "mod"}
 _REVERSED = {"__rfloordiv__", "__rmod__"}
-# No kernel divides it by -1. MegEngine computes narrower integers in 32 bits, and has no wider ones.
+# No kernel divides it by -1. MegEngine computes narrower integers in 32 bits, and lacks wider ones.
 _LOWEST = np.iinfo(np.int32).min
 
 
@@ -155,7 +155,7 @@ def _check_target(args: Any, unknown: int | None = None) -> None:
         sizes[unknown] = -1
     if sizes and 0 in sizes and -1 in sizes:
         raise ValueError(
-            f"a reshape to {tuple(sizes)}, where any size fits the -1 beside 0: give a number in its place"
+            f"a reshape to {tuple(sizes)}, where any size fits the -1 next to 0: give a number in its place"
         )
 
 
@@ -185,7 +185,7 @@ def _is_integer(value: Any) -> bool:
 
 def _values(value: Any) -> np.ndarray | None:
     """Returns the values of a tensor or number; None where a compiled graph computes them."""
-    if isinstance(value, VarNode):  # of a graph without values, but for those that sizes alone decide
+    if isinstance(value, VarNode):  # of a graph without values, except values that only sizes decide
         try:
             return np.asarray(value.numpy())
         except RuntimeError:
@@ -202,7 +202,7 @@ def _shape(value: Any) -> tuple[int, ...] | None:
 
 
 def _check_pooled_size(x: Any, size: Any) -> None:
-    """Raises a ValueError for a pooled size that is 0, or larger than that of ``x``.
+    """Raises a ValueError for a pooled size that is 0, or larger than the size of ``x``.
 
     MegEngine's stride is the rounded down quotient of both.
     """

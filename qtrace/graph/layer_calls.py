@@ -60,7 +60,7 @@ class LayerCall:
     Attributes:
         function: the function.
         args: its arguments in order: nodes, numbers, and a `StoredTensor` for each parameter of the layer.
-        options: its arguments by name, of a function that takes them so alone.
+        options: its arguments by name, of a function that takes them only by name.
     """
 
     function: Callable[..., Any]
@@ -88,7 +88,7 @@ def _norm(*names: str) -> _Reader:
 _LAYER = ("weight", "bias")
 _STATISTICS = ("running_mean", "running_var")
 _BATCH_NORMS = {M.BatchNorm1d: (2, 3), M.BatchNorm2d: (4,)}  # layer -> ranks of its input
-# Class of a layer -> the function that it calls, and the arguments behind its input.
+# Class of a layer -> the function that it calls, and the arguments after its input.
 LAYERS: dict[type[M.Module], tuple[Callable[..., Any], _Reader]] = {
     M.Conv1d: (F.nn.conv1d, _with(*_CONV, tensors=_LAYER)),
     M.Conv2d: (F.conv2d, _with(*_CONV, tensors=_LAYER)),
@@ -148,7 +148,7 @@ def read_layer(expr: Expr) -> LayerCall | None:
     function, read = entry
     arguments = read(layer, stored)
     if any(isinstance(value, Tensor) for value in arguments):
-        return None  # a constant of the trace: its parameters have no path
+        return None  # a constant of the trace: its parameters are without a path
     options = {}
     if type(layer) in _BATCH_NORMS:
         options = {"training": layer.running_mean is None, "eps": layer.eps}

@@ -177,7 +177,7 @@ class _GraphLinter:
                     self._report("wrong-producer", _name(node), text)
 
     def _check_outputs(self) -> None:
-        """Checks that the graph outputs are nodes of the graph, and their number that of the module."""
+        """Checks that the graph outputs are nodes of the graph, and as many as the module has."""
         for index, node in enumerate(self.graph._outputs):
             if node not in self.nodes:
                 text = f"is output {index} of the graph, but nothing in the graph produces it"
@@ -288,7 +288,7 @@ class _GraphLinter:
                 self._report("wrong-owner", _name(out), f"stands for {path}, but refers to another module")
 
     def _enter_call(self, expr: CallMethod, owner: Any, path: str) -> bool:
-        """Adds the graph that a call runs to `calls`; returns False if the module has no graph to read."""
+        """Adds the graph that a call runs to `calls`; returns False if there is no graph to read."""
         if not isinstance(owner, TracedModule) or owner.is_qat:
             return False  # a QAT module has fake quants that its graph does not call
         if expr.arg_def in owner.argdef_graph_map:
@@ -340,7 +340,7 @@ def _misfit(expr: CallFunction) -> str:
     """Returns why the function of ``expr`` does not take its arguments by their names; "" if it does."""
     try:
         parameters = signature(expr.func)
-    except (TypeError, ValueError):  # built in: it has no signature
+    except (TypeError, ValueError):  # built in: it lacks a signature
         return ""
     try:
         parameters.bind(*expr.args, **expr.kwargs)

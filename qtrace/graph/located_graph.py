@@ -27,7 +27,7 @@ class LocatedGraph(InternalGraph):
     """
 
     def exprs(self, recursive: bool = True) -> ExprFilter:
-        """Returns the exprs, to be filtered; those of submodules, too, unless ``recursive`` is False."""
+        """Returns the exprs, to be filtered; also the exprs of submodules, unless ``recursive`` is False."""
         return _Exprs(super().exprs(recursive))
 
     def interpret(self, *inputs: Any) -> Any:

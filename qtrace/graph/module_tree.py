@@ -69,5 +69,5 @@ def _parent(traced: TracedModule, path: str) -> tuple[Module, str]:
     for part in parts:
         parent = getattr(parent, part, None)
         if not isinstance(parent, Module):
-            raise GraphError(f"the module has no submodule {part!r} on the way to {path!r}.")
+            raise GraphError(f"the module lacks submodule {part!r} on the way to {path!r}.")
     return parent, name

@@ -1,6 +1,6 @@
 """Opaque nodes: what a traced graph keeps of an ONNX file as it is there, and onnxruntime runs.
 
-An `OpaqueOp` is a leaf of the graph that holds data alone: the nodes of the file, with their constants, as a
+An `OpaqueOp` is a leaf of the graph that holds only data: the nodes of the file, with their constants, as a
 small ONNX model. It computes in float, no gradient passes through it, and the ONNX export copies its nodes.
 """
 
@@ -50,7 +50,7 @@ _CARRIED = {
 
 
 def carried_dtype(dtype: np.dtype[Any] | None) -> np.dtype[Any] | None:
-    """Returns the dtype in which MegEngine carries tensors of ``dtype``; None if it has no such tensors."""
+    """Returns the dtype in which MegEngine carries tensors of ``dtype``; None if it lacks such tensors."""
     return None if dtype is None else _CARRIED.get(dtype.name)
 
 
@@ -162,7 +162,7 @@ class OpaqueOp(Module):
     def _carried(self, array: np.ndarray) -> np.ndarray:
         dtype = carried_dtype(array.dtype)
         if dtype is None:
-            raise GraphError(f"{self.operators} gives {array.dtype.name}, which MegEngine has not.")
+            raise GraphError(f"{self.operators} gives {array.dtype.name}, which MegEngine lacks.")
         wide = array.dtype.kind in "iu" and array.dtype.itemsize > 2 and array.size > 0
         if wide and (int(array.max()) > _INT32.max or int(array.min()) < _INT32.min):
             raise GraphError(
@@ -268,7 +268,7 @@ def find_random(traced: TracedModule) -> str:
 def divides_by_inputs(traced: TracedModule) -> bool:
     """Returns whether a graph divides integers by what it computes, of which onnxruntime survives no 0.
 
-    Divisors that depend on sizes alone are none of these.
+    Divisors that depend only on sizes are none of these.
     """
     computed: set[Node] = set(traced.graph.inputs[1:])
     for expr in exprs(traced):
@@ -321,7 +321,7 @@ def stopped_gradients(traced: TracedModule) -> list[Expr]:
     """Returns the calls of opaque nodes that a gradient of a parameter would have to pass.
 
     Args:
-        traced: a flat traced module; behind the first opaque node on a path nothing counts.
+        traced: a flat traced module; after the first opaque node on a path nothing counts.
     """
     calls = opaque_calls(traced)
     if not calls:

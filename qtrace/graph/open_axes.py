@@ -48,7 +48,7 @@ class OpenAxis:
         input: the name of the input's node.
         axis: the axis.
         size: what the axis shares its size with: axes with equal texts have one size, or keep their ratio.
-        name: the name in files; "" if it has none.
+        name: the name in files; "" if the axis is unnamed.
     """
 
     input: str
@@ -58,7 +58,7 @@ class OpenAxis:
 
     @property
     def label(self) -> str:
-        """The name in files and in texts: a made one where the axis has none."""
+        """The name in files and in texts: a made one if the axis is unnamed."""
         return self.name or (BATCH if self.axis == 0 else f"{self.input}_{self.axis}")
 
 
@@ -69,7 +69,7 @@ class FixedAxis:
     Attributes:
         input: the name of the input's node.
         axis: the axis.
-        name: the name in the file; "" if it has none.
+        name: the name in the file; "" if the axis is unnamed.
         reason: which op needs the number, and why, as the end of a sentence.
     """
 
@@ -112,7 +112,7 @@ def write_open_axes(traced: TracedModule, record: OpenAxes) -> None:
 def read_open_axes(traced: TracedModule) -> OpenAxes | None:
     """Returns the open axes that ``traced`` records; None if nothing is recorded.
 
-    Axes of inputs that the graph has no more are left out.
+    Axes of inputs that the graph no longer has are left out.
 
     Raises:
         GraphError: when the record is damaged.

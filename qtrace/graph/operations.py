@@ -204,7 +204,7 @@ def _called(expr: Expr) -> Any:
 def _bind(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:
     try:
         bound = signature(function).bind(*args, **kwargs)
-    except (TypeError, ValueError):  # built in: it has no signature
+    except (TypeError, ValueError):  # built in: it lacks a signature
         return _by_position(args, kwargs)
     bound.apply_defaults()
     return without_equal_sizes(bound.arguments)
@@ -293,7 +293,7 @@ def read_operation(value: Any) -> OperandForm | None:
 
 
 def _ordered(operation: OperandForm) -> OperandForm:
-    """Moves the constant operand of a commutative operation behind the other."""
+    """Moves the constant operand of a commutative operation after the other."""
     if operation.kind == "relu6":
         return OperandForm("clip", (*operation.operands, 0.0, 6.0))
     if operation.kind in _COMMUTATIVE_KINDS and stored_number(operation.operands[0]) is not None:

@@ -55,7 +55,7 @@ class FileResult:
 
     Attributes:
         tensor: the name of the tensor.
-        node: the name of the node that computes it; "" if it has none.
+        node: the name of the node that computes it; "" if it is unnamed.
         op: the type of the node.
     """
 
@@ -94,7 +94,7 @@ class FileParameter:
 
 @dataclass(frozen=True)
 class FileNorm:
-    """A BatchNorm of the file that stands directly behind a layer, and that `prepare` may fold into it.
+    """A BatchNorm of the file that stands directly after a layer, and that `prepare` may fold into it.
 
     Attributes:
         bias: the path of the layer's bias, whether the layer has one or not.
@@ -122,13 +122,13 @@ class FileOrigin:
         opset: the version of ONNX's own ops.
         ir_version: the version of the file format.
         end_docs: name of an input or output -> its document string.
-        graph_facts: keys and values of the graph's own metadata, beside those of the model.
+        graph_facts: keys and values of the graph's own metadata, apart from the model's metadata.
         end_facts: name of an input or output -> keys and values of its metadata.
         output_axes: name of an output -> the names of its axes; "" for one without.
         node_remarks: name of a node -> what the file says of it.
         results: name of a node of the traced graph -> the result of a node of the file.
         parameters: path of a parameter -> the stored tensor of the file.
-        norms: path of the weight of a layer -> the BatchNorm behind it; of networks from torch only.
+        norms: path of the weight of a layer -> the BatchNorm after it; of networks from torch only.
         computed: path of a parameter that is no tensor of the state, such as one that the import computed
             from it -> hash of its values; of networks from torch only.
         tied: another name of a stored tensor in torch's state -> its name in ``parameters``.

@@ -117,7 +117,7 @@ class Param(Pattern):
 
 
 class Compound(Pattern):
-    """A pattern that matches its parts itself; ``algebra.py`` has those of sums and products."""
+    """A pattern that matches its parts itself; ``algebra.py`` has the patterns of sums and products."""
 
     def roots(self) -> frozenset[str] | None:
         """Returns the kinds of operations that may end a match; None if any call may."""

@@ -61,7 +61,7 @@ def propagate_shapes(traced: TracedModule, *inputs: Any) -> None:
 
 @on_engine_thread
 def set_input_shapes(traced: TracedModule, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Changes the shapes of inputs of ``traced``, and infers those of all other nodes.
+    """Changes the shapes of inputs of ``traced``, and infers the shapes of all other nodes.
 
     Args:
         traced: a traced module with one graph, flat or hierarchical; its nodes are changed in place.
@@ -73,7 +73,7 @@ def set_input_shapes(traced: TracedModule, shapes: Mapping[str, Sequence[int]]) 
     nodes = {str(node.name): node for node in traced.graph.inputs if isinstance(node, TensorNode)}
     for name in shapes:
         if name not in nodes:
-            raise GraphError(f"the graph has no input {name!r}; it has {', '.join(nodes)}.")
+            raise GraphError(f"the graph lacks input {name!r}; it has {', '.join(nodes)}.")
     before = {node: node._shape for node in nodes.values()}
     try:
         for name, shape in shapes.items():
@@ -108,5 +108,5 @@ class _ShapeRun(Interpreter):
             inputs = [F.copy(v) if isinstance(v, RawTensor) else v for v in inputs]
         try:
             return super().run_expr(expr, inputs)
-        except Exception as error:  # MegEngine's errors have no class of their own
+        except Exception as error:  # MegEngine's errors are of no class of their own
             raise GraphError(describe_failure(expr, inputs, error, _ADVICE)) from error

@@ -25,7 +25,7 @@ _RANDOM = (
 
 
 def is_pure(expr: Expr) -> bool:
-    """Returns whether ``expr`` depends on its inputs alone and acts on nothing but its outputs.
+    """Returns whether ``expr`` depends only on its inputs and acts on nothing but its outputs.
 
     A function or a module of a class of the user's own is not known to be pure, nor is a module in training.
     A method that writes into its tensor is not.

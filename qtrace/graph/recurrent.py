@@ -1,4 +1,4 @@
-"""Recurrent layers as functions of a graph: those of ONNX, one layer a call, and MegEngine's stacks.
+"""Recurrent layers as functions of a graph: ONNX's layers, one layer a call, and MegEngine's stacks.
 
 They have gradients, which MegEngine's own layers lack on CPU. `OnnxRecurrent` is the layer of an imported
 graph. Saved models name functions and class, so that the names are part of the file format.
@@ -62,7 +62,7 @@ def gru(
     direction: str = "forward",
     linear_before_reset: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Computes ONNX's GRU with its default activations; arguments and results are those of `lstm`.
+    """Computes ONNX's GRU with its default activations; arguments and results are as for `lstm`.
 
     The gates are update, reset and hidden. With ``linear_before_reset`` the reset gate multiplies the product
     of the hidden state, as in torch, else the hidden state.
@@ -81,7 +81,7 @@ def rnn(
     direction: str = "forward",
     nonlinearity: str = "tanh",
 ) -> tuple[Tensor, Tensor]:
-    """Computes ONNX's RNN with tanh or relu; arguments and results are those of `lstm`."""
+    """Computes ONNX's RNN with tanh or relu; arguments and results are as for `lstm`."""
     y, last = _layer(Rnn(nonlinearity), direction, x, (weight, recurrence, bias), hidden)
     return y, last
 
@@ -109,7 +109,7 @@ def stacked_lstm(
         num_layers: the number of layers, each of which reads the hidden states of the one before.
         bias: whether there are biases.
         bidirectional: whether each layer runs in both directions.
-        batch_first: whether the first axis of input and output is that of samples.
+        batch_first: whether the first axis of input and output is the batch axis.
 
     Returns:
         All hidden states of the last layer, the last ones of all layers, and the last cell states.
@@ -131,7 +131,7 @@ def stacked_rnn(
     batch_first: bool = False,
     nonlinearity: str = "tanh",
 ) -> tuple[Tensor, Tensor]:
-    """Computes MegEngine's RNN in eval mode; arguments and results are those of `stacked_lstm`."""
+    """Computes MegEngine's RNN in eval mode; arguments and results are as for `stacked_lstm`."""
     sizes = (hidden_size, num_layers, bias, bidirectional, batch_first)
     y, last = _stack(Rnn(nonlinearity), x, weights, (hidden, None), *sizes)
     return y, last
@@ -166,7 +166,7 @@ def _stack(
 ) -> tuple[Tensor, ...]:
     backwards = DIRECTIONS["bidirectional" if bidirectional else "forward"]
     sequence = F.transpose(x, (1, 0, 2)) if batch_first else x
-    # The width of the input is that of the weights: a cut by another one would shift all of them.
+    # The width of the input equals the width of the weights: a cut by another one would shift all of them.
     columns = int(weights.shape[0]) * int(weights.shape[1]) // (cell.gates * hidden_size * len(backwards))
     own = hidden_size + 2 * bool(bias)
     values = columns - num_layers * own - (num_layers - 1) * len(backwards) * hidden_size

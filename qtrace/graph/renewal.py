@@ -1,7 +1,7 @@
 """Renews the shapes and dtypes that nodes record, and finds those that are not true any more.
 
 A recorded shape is true where its op gives this shape for the shapes that its inputs record. The editor
-renews the nodes behind an edit when it commits. A change of a layer's attribute, such as its stride, passes
+renews the nodes after an edit when it commits. A change of a layer's attribute, such as its stride, passes
 no editor: `prepare` and the exporters renew the whole graph, and `lint` reports the node.
 """
 
@@ -91,7 +91,7 @@ class _Renewal(TypeInference):
 
 
 def renew_behind(traced: TracedModule, edited: Container[Expr], rewired: Mapping[Expr, Any]) -> None:
-    """Renews the nodes of a flat graph behind its edited exprs, as far as their types change.
+    """Renews the nodes of a flat graph after its edited exprs, as far as their types change.
 
     Args:
         traced: a flat traced module, whose edits are written.

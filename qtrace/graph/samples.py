@@ -2,8 +2,8 @@
 
 The outputs decide. An op may join the samples in another axis if a later op takes them apart again. Where an
 output differs, the cause is the first op that reads values that agree and gives values that do not. Its
-inputs are bit-identical on both sides: after each op whose values agree, the samples continue with the values
-of the batch, so that no rounding error accumulates and no index computed from values flips.
+inputs are bit-identical on both sides. After each op whose values agree, the samples continue with the values
+of the batch. So no rounding error accumulates and no index computed from values flips.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class SampleDifference:
 
 @dataclass(frozen=True, repr=False)
 class SamplesReport(Displayed):
-    """Whether a graph computes each sample of a batch as it computes the sample alone.
+    """Whether a graph computes each sample of a batch as it computes the sample by itself.
 
     Attributes:
         samples: the number of samples of the batch.

@@ -70,7 +70,7 @@ def recorded_lines() -> Iterator[None]:
 def _user_line(frame: FrameType | None) -> str:
     while frame is not None and frame.f_code.co_filename.startswith(_SKIPPED):
         if frame.f_code.co_filename == _TRACE:
-            return ""  # the layer that is traced is MegEngine's own: behind this frame is the call of `trace`
+            return ""  # the layer that is traced is MegEngine's own: after this frame is the call of `trace`
         frame = frame.f_back
     return "" if frame is None else f"{shown_path(frame.f_code.co_filename)}:{frame.f_lineno}"
 

@@ -38,7 +38,7 @@ class GraphSegment:
     Attributes:
         traced: a flat traced module.
         exprs: exprs of its graph, in the order of computation.
-        fixed: node that the exprs read -> its value, where it depends on parameters alone.
+        fixed: node that the exprs read -> its value, if it depends only on parameters.
         batches: for each batch, node that the exprs read from outside -> its value.
         outputs: nodes that the exprs compute, and whose values are asked for.
     """
@@ -76,7 +76,7 @@ class Stepper:
     """The values that are alive before one expr of the graph, for every batch.
 
     An algorithm that changes the parameters of one layer after the other computes each expr once a batch,
-    not the whole graph once a layer. Values that depend on parameters alone are computed when read.
+    not the whole graph once a layer. Values that depend only on parameters are computed when read.
 
     Args:
         traced: a flat traced module.
@@ -140,7 +140,7 @@ class Stepper:
     def watch(self, last: Expr, nodes: Sequence[TensorNode], use: Use) -> list[Any]:
         """Computes everything up to ``last``, itself included, and shows values to ``use``, batch by batch.
 
-        The values are not kept, unless exprs behind ``last`` read them.
+        The values are not kept, unless exprs after ``last`` read them.
 
         Args:
             last: an expr of the graph.
@@ -206,7 +206,7 @@ class Stepper:
             self._pass_to(stop)
 
     def _pass_to(self, stop: int) -> None:
-        """Goes on behind the steps before ``stop``, and drops the values that these were the last to read."""
+        """Takes the steps before ``stop``, and drops the values that they were the last to read."""
         if stop > self._at:
             self._ahead.clear()
         for step in self._steps[self._at : stop]:
@@ -288,7 +288,7 @@ class Stepper:
                 values.pop(key, None)
 
     def value(self, node: Node, batch: int) -> Any:
-        """Returns the value of a node that is alive, or that depends on parameters alone.
+        """Returns the value of a node that is alive, or that depends only on parameters.
 
         Args:
             node: a node of the graph.
@@ -347,7 +347,7 @@ class Stepper:
         if node not in self._known:
             expr = node.expr
             if expr not in self._fixed:
-                raise GraphError(f"{node._name} has no value here: it is computed later, or was dropped.")
+                raise GraphError(f"{node._name} lacks a value here: it is computed later, or was dropped.")
             results = self._run(expr, values)
             self._known.update((n, v) for n, v in zip(expr.outputs, results, strict=True))
         return self._known[node]

@@ -101,7 +101,7 @@ def holds_large_tensors(value: Any) -> bool:
 
 
 def _is_large(tensor: Tensor) -> bool:
-    """Returns whether a tensor is large, and has no more than its values that a copy must have."""
+    """Returns whether a tensor is large, and a copy needs only its values."""
     dtype = np.dtype(tensor.dtype)
     plain = dtype.kind in "fiub" and dtype.metadata is None and tensor._qparams is None
     return plain and int(np.prod(tensor._tuple_shape, dtype=np.int64)) * dtype.itemsize >= _LEAST_BYTES

@@ -86,5 +86,5 @@ def _evaluate(expr: Expr, values: dict[Node, np.ndarray]) -> list[np.ndarray] | 
     inputs = [mge.Tensor(values[n]) for n in expr.inputs]
     try:
         return [result.numpy() for result in expr.interpret(*inputs)]
-    except Exception:  # MegEngine's errors have no class of their own
+    except Exception:  # MegEngine's errors are of no class of their own
         return None

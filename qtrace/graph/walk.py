@@ -55,7 +55,7 @@ __all__ = [
 
 
 def exprs(traced: TracedModule) -> list[Expr]:
-    """Returns the exprs of the top graph in execution order, without those of the graph inputs."""
+    """Returns the exprs of the top graph in execution order, without the exprs of the graph inputs."""
     return list(traced.graph._exprs)
 
 
@@ -95,7 +95,7 @@ def is_float_tensor(node: Node) -> bool:
 
 
 def shape_of(node: Node) -> tuple[int, ...]:
-    """Returns the traced shape of ``node``; () if it has none."""
+    """Returns the traced shape of ``node``; () if unknown."""
     shape = getattr(node, "shape", None)
     return () if shape is None else tuple(int(n) for n in shape)
 
@@ -203,7 +203,7 @@ def freeze(value: Any, name: Callable[[Node], Hashable]) -> Hashable:
         name: gives what stands for a node.
 
     Raises:
-        TypeError: when an argument's type has no value to compare.
+        TypeError: when an argument's type cannot be compared.
     """
     if isinstance(value, Node):
         return "node", name(value)

@@ -96,4 +96,4 @@ def check_nodes(twin: TracedModule, names: Iterable[str]) -> None:
     known = {node.name for node in nodes}
     for name in names:
         if name not in known:
-            raise GraphError(f"the float network has no node {name}: give the one that was prepared.")
+            raise GraphError(f"the float network lacks node {name}: give the one that was prepared.")

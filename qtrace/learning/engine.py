@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 Losses = Callable[..., Sequence[Any]]
-"""From the inputs of a step to the loss and the terms that are reported beside it: scalars of the engine."""
+"""From the inputs of a step to the loss and the terms that are reported with it: scalars of the engine."""
 
 MIN_TRACED_STEPS = 20
 """Capturing and compiling a step takes as long as some eager steps: a shorter run is not traced."""
@@ -55,7 +55,7 @@ class LearningStep:
 
 
 class LearningEngine(abc.ABC):
-    """Abstract base: from arrays to arrays. The parameters are always those of the MegEngine modules.
+    """Abstract base: from arrays to arrays. The parameters always belong to the MegEngine modules.
 
     Attributes:
         name: the name that settings and reports have for the engine.
@@ -63,8 +63,8 @@ class LearningEngine(abc.ABC):
         reads_arrays: whether `gradients` takes the values of weights as arrays, so that a step need not write
             them into the modules.
         adam: computes the steps of the optimizer.
-        unchanged: gives the context in which calls of a step have no lasting effect on the model; None where
-            calls have none in any case.
+        unchanged: gives the context in which calls of a step leave the model as it was; None where
+            calls do so in any case.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Tensors in a file beside the ONNX file, since a protobuf file holds 2 GB at most: read, and written.
+"""Tensors in a file next to the ONNX file, since a protobuf file holds 2 GB at most: read, and written.
 
 They are mapped into memory: a tensor takes memory while its values are read, and gives it back by `release`.
 """
@@ -57,7 +57,7 @@ class TensorPlace:
     """Where a tensor lies.
 
     Attributes:
-        file: the file beside the model.
+        file: the file next to the model.
         offset: the first byte.
         length: the number of bytes.
     """
@@ -90,7 +90,7 @@ def find_external(model: Any, path: Path) -> list[tuple[Any, TensorPlace]]:
 
 
 def tensor_files(path: Path, model: Any = None) -> list[Path]:
-    """Returns the files beside a model in which its tensors lie.
+    """Returns the files next to a model in which its tensors lie.
 
     Args:
         path: the model's file.
@@ -106,7 +106,7 @@ def tensor_files(path: Path, model: Any = None) -> list[Path]:
 
 
 def _tensors_of_nodes(nodes: Iterable[Any]) -> Iterator[Any]:
-    """Yields the tensors in attributes of nodes, and those of their bodies."""
+    """Yields the tensors in attributes of nodes, and the tensors of their bodies."""
     for node in nodes:
         for attribute in node.attribute:
             yield from (*([attribute.t] if attribute.HasField("t") else ()), *attribute.tensors)
@@ -171,7 +171,7 @@ def _place(tensor: Any, path: Path) -> TensorPlace:
         offset, length = -1, -1
     if min(offset, length) < 0:
         raise ExportError(
-            f"{path}: tensor {tensor.name!r} has no whole number for its place in {file.name}: the file "
+            f"{path}: tensor {tensor.name!r} lacks a whole number for its place in {file.name}: the file "
             "is damaged; export it again."
         )
     if not file.is_file():
@@ -189,7 +189,7 @@ def count_bytes(tensor: Any) -> int:
     """Returns the number of bytes that the values of a tensor take, several of few bits in one byte.
 
     Raises:
-        KeyError: when ONNX has no such type.
+        KeyError: when ONNX lacks the type.
         ValueError: as KeyError.
         TypeError: as KeyError.
     """
@@ -283,10 +283,10 @@ def split_off(model: Any, location: str) -> tuple[Any, Iterator[bytes]]:
 
     Args:
         model: the model, which must not change until the pieces are written.
-        location: the name of the tensors' file, beside the model's.
+        location: the name of the tensors' file, next to the model's.
 
     Returns:
-        A copy of the model whose large tensors are in that file, or the model itself if it has none; and the
+        A copy of the model whose large tensors are in that file, or the model itself without any; and the
         content of that file, one tensor at a time.
     """
     import onnx

@@ -142,7 +142,7 @@ class Fragment:
 
         Args:
             shapes: the shapes.
-            outputs: type and shape of each output; the names are those of the model.
+            outputs: type and shape of each output; the names are the model's.
             values: the known values of inputs, see `infer`.
         """
         names = [value.name for value in self._model.graph.output]
@@ -151,7 +151,7 @@ class Fragment:
         self._inferred[self._key(shapes, values)] = kinds
 
     def _known(self, values: Mapping[int, np.ndarray] | None) -> dict[str, np.ndarray]:
-        """Returns the known values by the name of the input, in its dtype: small integers alone."""
+        """Returns the known values by the name of the input, in its dtype: only small integers."""
         inputs = [value.name for value in self._model.graph.input]
         dtypes = self.input_dtypes
         return {
@@ -173,12 +173,12 @@ def infer_outputs(
     shapes: Sequence[Sequence[int | None] | None],
     known: Mapping[str, np.ndarray] | None = None,
 ) -> tuple[FragmentTensor, ...]:
-    """Infers type and shape of the outputs of a model, by ONNX's rules and by those of onnxruntime.
+    """Infers type and shape of the outputs of a model, by the rules of ONNX and of onnxruntime.
 
     A size counts as known only if it is the same for all values of the inputs.
 
     Args:
-        model: a model; large initializers count by their shapes alone.
+        model: a model; large initializers count only by their shapes.
         shapes: the shape of each input that is a tensor.
         known: input -> its values, where these are known.
 

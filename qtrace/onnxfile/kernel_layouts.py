@@ -19,7 +19,7 @@ def stays_blocked(op: str, blocked: bool, after_conv: bool, equal_shapes: bool) 
         op: its ONNX op.
         blocked: whether all that it reads is in blocks.
         after_conv: whether it reads a convolution, which can take it in.
-        equal_shapes: whether it reads computed tensors of one shape alone.
+        equal_shapes: whether it reads computed tensors of only one shape.
     """
     if op in _INTO_CONV:
         return after_conv

@@ -137,7 +137,7 @@ def _is_integer(node: Any, integers: set[str]) -> bool:
 
 
 def _explain_float(node: Any, producers: Mapping[str, Any], readers: Mapping[str, list[Any]]) -> str:
-    """Says why no integer kernel computes an op, such as a missing QuantizeLinear behind it."""
+    """Says why no integer kernel computes an op, such as a missing QuantizeLinear after it."""
     if node.op_type in _WITHOUT_INTEGER_KERNEL.split():
         return f"onnxruntime has no integer kernel for {node.op_type}"
     data = node.input[:1] if node.op_type == "Resize" else node.input  # its other inputs are sizes

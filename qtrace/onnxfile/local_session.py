@@ -117,13 +117,13 @@ _DTYPES = {
 
 
 def dtype_of(kind: str) -> np.dtype[Any] | None:
-    """Returns the numpy dtype of a type as onnxruntime writes it; None if numpy has none."""
+    """Returns the numpy dtype of a type as onnxruntime writes it; None if numpy lacks it."""
     name = _DTYPES.get(kind)
     return None if name is None else np.dtype(name)
 
 
 class OrtSession(abc.ABC):
-    """A model in onnxruntime, in this process or in that of a host.
+    """A model in onnxruntime, in this process or in a host's.
 
     Attributes:
         inputs: its inputs.
@@ -155,7 +155,7 @@ class OrtSession(abc.ABC):
         """Returns the seconds of a run, by the clock of the machine that it runs on.
 
         Args:
-            feeds: input -> its value; in the process of a host, those of the last run are taken.
+            feeds: input -> its value; a host takes those that the last run gave.
 
         Raises:
             SessionError: when onnxruntime refuses the inputs.
@@ -231,7 +231,7 @@ class LocalSession(OrtSession):
 
 
 def onnxruntime_errors() -> tuple[type[Exception], ...]:
-    """Returns the exceptions that onnxruntime raises; its own have no base class but `Exception`."""
+    """Returns the exceptions that onnxruntime raises; its own derive only from `Exception`."""
     if importlib.util.find_spec("onnxruntime") is None:  # it may be in an interpreter of its own alone
         return (RuntimeError, ValueError)
     from onnxruntime.capi import onnxruntime_pybind11_state as state

@@ -107,7 +107,7 @@ class OnnxModel:
 
 
 def infer_shapes(model: ModelProto, sizes: Mapping[str, Sequence[int]], path: Path) -> OnnxModel:
-    """Returns a model in which the shapes of all tensors are known that follow from those of the inputs.
+    """Returns a model in which the shapes of all tensors are known that follow from the input shapes.
 
     Args:
         model: the model; it is changed.

@@ -1,4 +1,4 @@
-"""ONNX files that OpenVINO has loaded on CPU, in this process or in that of a host."""
+"""ONNX files that OpenVINO has loaded on CPU, in this process or in a host's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class OpenvinoFile:
         config: the settings that it is compiled with.
         path: the file, for messages.
         host: the interpreter or machine that has OpenVINO; None for this process.
-        reshape: whether open sizes become those of the first run, before which it is not compiled.
+        reshape: whether open sizes become the first run's, before which it is not compiled.
 
     Attributes:
         inputs: ``name``, ``names``, ``shape`` and ``dtype`` of each input.

@@ -31,7 +31,7 @@ def read_model(path: Path) -> Any:
     except (DecodeError, OSError, RecursionError, ValueError) as error:
         raise ExportError(f"{path} is not an ONNX file, or not all of one: {error}.") from error
     if not model.graph.node and not model.graph.output:
-        raise ExportError(f"{path} is not an ONNX file: it has no graph.")
+        raise ExportError(f"{path} is not an ONNX file: it lacks a graph.")
     return model
 
 

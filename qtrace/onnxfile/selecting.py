@@ -1,7 +1,7 @@
 """Fragments that select: which places their nodes pick, and the fragment with the places of another run.
 
 An opaque node often goes from a suppression to the boxes that it keeps, as their number depends on values.
-Its outputs alone do not tell which boxes they are.
+Its outputs by themselves do not tell which boxes they are.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _Selection:
         return np.concatenate([indices, places.reshape(1, -1)]).T
 
     def columns(self, places: np.ndarray, rank: int) -> np.ndarray:
-        """Returns the places of a ranking of ``rank`` axes with those of one order on the last axis."""
+        """Returns the places of a ranking of ``rank`` axes with the places of one order on the last axis."""
         return np.moveaxis(places, self.axis, -1) if places.ndim == rank else places[..., None]
 
     def places(self, rows: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -86,7 +86,7 @@ class _Selection:
 def selecting_nodes(model: Any) -> tuple[_Selection, ...]:
     """Returns the nodes of a model that pick places by the order or the size of values, in order.
 
-    Those in the branches of an If come behind it. Bodies of loops are not looked into: they run many times.
+    Nodes in the branches of an If come after it. Bodies of loops are not looked into: they run many times.
     """
     return tuple(_find(model.graph))
 
@@ -179,7 +179,7 @@ class Replayed(NamedTuple):
 
     Attributes:
         outputs: the outputs of the fragment.
-        own: the table of the places that this run's values pick, behind the given places of all selections
+        own: the table of the places that this run's values pick, after the given places of all selections
             before.
         rankings: the rankings among the selections, by their numbers; one of which the other run has another
             number of places is left out.
@@ -266,7 +266,7 @@ def split_places(table: np.ndarray) -> defaultdict[int, np.ndarray]:
     """Splits a table of places by selection, in one pass over it.
 
     Returns:
-        The first number of a row -> the rest of its rows, in their order; none for a number that has none.
+        The first number of a row -> the rest of its rows, in their order; none for a number without any.
     """
     starts = np.flatnonzero(np.diff(table[:, 0])) + 1
     runs: dict[int, list[np.ndarray]] = {}
@@ -285,12 +285,12 @@ def _read_shape(rows: np.ndarray) -> tuple[int, ...]:
 
 
 def _rewritten(model: Any, replays: bool) -> bytes:
-    """Returns a model that gives its places, and behind these the scores that it ranks.
+    """Returns a model that gives its places, and after these the scores that it ranks.
 
     Args:
         model: the model, which is not changed.
         replays: whether it also has its own outputs, before the places, and takes places as further inputs,
-            behind its own; if not, it computes nothing but what selects.
+            after its own; if not, it computes nothing but what selects.
     """
     changed = type(model).FromString(model.SerializeToString())
     writer = _Writer(replays)
@@ -366,7 +366,7 @@ class _Writer:
         """Lets what follows ``node`` read given places.
 
         Returns:
-            The nodes before it, the tensor with the places that it picks itself, and the nodes behind it.
+            The nodes before it, the tensor with the places that it picks itself, and the nodes after it.
         """
         from onnx import helper
 

@@ -49,7 +49,7 @@ def _run_smallest(shrink: bool = False) -> None:
 
 @functools.cache
 def _smallest_session() -> tuple[Any, dict[str, Any], Any]:
-    """Returns a session, its inputs, and the options of a run behind which the memory gives back."""
+    """Returns a session, its inputs, and the options of a run after which the memory gives back."""
     import numpy as np
     import onnxruntime as ort
     from onnx import TensorProto, helper

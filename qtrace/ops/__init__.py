@@ -27,7 +27,7 @@ _SHARED_MODULES = ("arguments", "base", "macs")  # modules that the families imp
 
 @functools.cache
 def rules() -> tuple[OpRule, ...]:
-    """Returns every rule, in the order of the files' names; those of installed packages are the last.
+    """Returns every rule, in the order of the files' names; rules of installed packages are the last.
 
     Raises:
         ConfigError: when a rule of an installed package cannot be imported, or is no `OpRule`.
@@ -110,7 +110,7 @@ def _own_rule(callee: Any) -> OpRule | None:
 
 
 def read(expr: Expr) -> OpCall | None:
-    """Reads ``expr`` by its rule; returns None if it has no rule or its form is not supported."""
+    """Reads ``expr`` by its rule; returns None if it lacks a rule or its form is not supported."""
     rule, reading = _read(expr)
     if rule is None or isinstance(reading, str):
         return None

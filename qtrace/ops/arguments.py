@@ -114,15 +114,15 @@ def _tensor(value: Any) -> TensorNode:
 def arguments(expr: Expr) -> Arguments:
     """Reads the arguments of a call by parameter name, defaults included.
 
-    For a module call the names are those of its ``forward`` without ``self``.
+    For a module call the names come from its ``forward`` without ``self``.
 
     Raises:
-        UnreadableError: for a kernel, whose arguments have no names, and for arguments that do not fit.
+        UnreadableError: for a kernel, whose arguments are unnamed, and for arguments that do not fit.
     """
     if isinstance(expr, CallFunction):
         return _bind(expr.func, expr.args, expr.kwargs)
     if not isinstance(expr, CallMethod):
-        raise UnreadableError("its arguments are those of a kernel, which are not read")
+        raise UnreadableError("its arguments belong to a kernel, which are not read")
     if is_call_module(expr):
         module = expr.inputs[0].owner
         return _bind(type(module).forward, (module, *expr.args[1:]), expr.kwargs)
@@ -152,7 +152,7 @@ def settings(expr: Expr, *names: str) -> Arguments:
         return named(expr)
     for name in names:
         if not hasattr(holder, name):
-            raise UnreadableError(f"its {type(holder).__name__} has no {name}, so its rule does not read it")
+            raise UnreadableError(f"its {type(holder).__name__} lacks {name}, so its rule does not read it")
     return Arguments({name: getattr(holder, name) for name in names})
 
 
@@ -160,7 +160,7 @@ def _bind(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     try:
         bound = signature(func).bind(*args, **kwargs)
     except TypeError as error:
-        raise UnreadableError(f"its arguments are not those of {func.__name__} ({error})") from None
+        raise UnreadableError(f"its arguments do not fit {func.__name__} ({error})") from None
     bound.apply_defaults()
     return Arguments(bound.arguments)
 

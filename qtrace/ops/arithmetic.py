@@ -72,7 +72,7 @@ def _elemwise(expr: Expr) -> Reading:
     """Reads MegEngine's quantizable Elemwise: `expand` writes its other modes as functions beforehand."""
     mode = str(settings(expr, "method")["method"]).upper()
     if mode not in ("FUSE_ADD_SIGMOID", "FUSE_ADD_TANH"):
-        raise UnreadableError(f"its mode {mode} has no rule")
+        raise UnreadableError(f"its mode {mode} lacks a rule")
     return typed(expr, tensors(*positional(expr)), {"mode": mode})
 
 

@@ -33,7 +33,7 @@ def _matmul(expr: Expr) -> Reading:
     left, right = operands(expr, 2)
     flips = (False, False)
     if isinstance(expr, CallFunction):
-        a = arguments(expr)  # F.dot has no arguments for flips
+        a = arguments(expr)  # F.dot lacks arguments for flips
         flips = (bool(a.get("transpose_a", False)), bool(a.get("transpose_b", False)))
     elif isinstance(expr, Apply):
         flips = (bool(expr.opdef.transposeA), bool(expr.opdef.transposeB))

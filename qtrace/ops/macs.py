@@ -13,7 +13,7 @@ __all__ = ["count_macs", "is_uncounted"]
 
 _CONVS = ("conv1d", "conv2d", "conv3d", "linear")
 _TRANSPOSED = ("conv_transpose2d", "conv_transpose3d")
-# Kinds that multiply and accumulate, for which `count_macs` has no formula.
+# Kinds that multiply and accumulate, for which `count_macs` lacks a formula.
 UNCOUNTED = (
     *("correlation", "deformable_conv2d", "local_conv2d", "region_restricted_conv"),
     *("multi_head_attention", "scaled_dot_product_attention"),
@@ -28,7 +28,7 @@ _UNCOUNTED_NODES = {
 
 
 def count_macs(call: OpCall) -> int:
-    """Counts the multiply-accumulates of `call` at its traced shapes: those of layers and matrix products."""
+    """Counts the multiply-accumulates of `call` at its traced shapes: of layers and matrix products."""
     if call.out.shape is None:
         return 0
     out = math.prod(int(n) for n in call.out.shape)
@@ -42,20 +42,20 @@ def count_macs(call: OpCall) -> int:
     if call.kind == "matmul" and call.inputs[0].shape:
         axis = -2 if call.attrs.get("transpose_a") else -1
         return out * int(call.inputs[0].shape[axis])
-    if call.kind in ("lstm", "gru", "rnn"):  # steps and samples; a cell has samples alone
+    if call.kind in ("lstm", "gru", "rnn"):  # steps and samples; a cell has only samples
         return math.prod(int(n) for n in call.inputs[0].shape[:-1]) * int(call.attrs["multiplied"])
     return _count_recurrent(call) if call.kind == "opaque" else 0
 
 
 def is_uncounted(call: OpCall) -> bool:
-    """Returns whether an op multiplies and accumulates in a way for which `count_macs` has no formula."""
+    """Returns whether an op multiplies and accumulates in a way for which `count_macs` lacks a formula."""
     if call.kind != "opaque":
         return call.kind in UNCOUNTED
     return not count_macs(call) and any(node.op_type in _UNCOUNTED_NODES for node in _nodes(call))
 
 
 def _count_recurrent(call: OpCall) -> int:
-    """Counts those of the recurrent layers of an opaque node: each step reads both weight matrices once."""
+    """Counts the recurrent layers of an opaque node: each step reads both weight matrices once."""
     op = owner(call.expr)
     assert isinstance(op, OpaqueOp)
     graph, total = op.fragment.model.graph, 0

@@ -81,7 +81,7 @@ def _swapaxes(expr: Expr) -> Reading:
     a = named(expr)
     first, second, rank = a.integer("axis1"), a.integer("axis2"), len(a.tensor().shape)
     if not all(-rank <= axis < rank for axis in (first, second)):
-        raise UnreadableError(f"its axes {first} and {second} are not those of a tensor of rank {rank}")
+        raise UnreadableError(f"its axes {first} and {second} do not fit a tensor of rank {rank}")
     pattern = list(range(rank))
     pattern[first], pattern[second] = pattern[second], pattern[first]
     return _moved(expr, a["inp"], {"pattern": tuple(pattern)})

@@ -30,7 +30,7 @@ def _indexing_one_hot(expr: Expr) -> Reading:
 
 
 def _cond_take(expr: Expr) -> Reading:
-    """Reads ``cond_take``, whose second output holds integer positions beside the picked floats."""
+    """Reads ``cond_take``, whose second output holds integer positions of the picked floats."""
     a = arguments(expr)
     nodes, attrs = tensors(a["x"]), {"mask": a["mask"]}
     return Reading(nodes, attrs) if all(is_float_tensor(n) for n in nodes) else typed(expr, nodes, attrs)

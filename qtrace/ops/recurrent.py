@@ -27,7 +27,7 @@ def _read(expr: Expr) -> Reading:
 def _recurrent(expr: Expr) -> Reading:
     """Reads a layer.
 
-    Its attributes are those of the function that prepare writes for it, parameters included, and
+    Its attributes are the attributes of the function that prepare writes for it, parameters included, and
     ``multiplied``, the number of weights that a step multiplies by.
     """
     if not isinstance(expr, CallFunction):

@@ -13,7 +13,7 @@ UNLIKE = 16.0
 """Ranges are unlike from this ratio on: the smaller one keeps at most 4 of 8 bits on a common grid."""
 LEAST_VALUES = 4
 """The number of values of a column from which its range is known: columns with fewer are not divided."""
-_MOST_COLUMNS = 4096  # more are positions, as those of a sound, of which some are silent
+_MOST_COLUMNS = 4096  # more are positions, as in a sound, of which some are silent
 _SOME_COLUMNS = 8  # up to which each column may be a quantity of its own
 _HEAD_COLUMNS = 64  # up to which they may be, where the smallest range is lost on the grid of the largest
 _LAST_PLACES = 2.0**-22  # of a float32, relative to its size: from one unit below to one above
@@ -29,7 +29,7 @@ class Layout:
     Attributes:
         parts: the number of each column's part.
         bounded: the parts that a bounded function makes.
-        unit: the parts of these whose bounds are those of sigmoid and softmax.
+        unit: the parts of these bounded as by sigmoid and softmax.
         sums: the parts of which a layer computes all columns as sums of the same values.
     """
 
@@ -69,9 +69,9 @@ class Columns:
         down, as where a BatchNorm has switched a channel off and left its bias. Or they are one of many and
         below half a unit of the largest column: what a layer, whose columns are sums of the same values with
         weights that are trained alike, gives in this size is what weight decay has left of a channel. Every
-        sum with another column rounds it away. If an op in the graph scales it up, the columns behind that op
+        sum with another column rounds it away. If an op in the graph scales it up, the columns after that op
         count instead. Of a few columns each may be a quantity of its own, whatever its unit. A constant
-        beyond all other columns counts: their noise would vanish beside it.
+        beyond all other columns counts: their noise would vanish next to it.
         """
         largest, spans = self.largest[members], (self.high - self.low)[members]
         constant = spans <= _LAST_PLACES * largest
@@ -173,7 +173,7 @@ def _divide(columns: Columns, members: np.ndarray, sums: bool) -> list[_Atom]:
 
     Args:
         columns: the columns of one axis.
-        members: the indices of those of the part.
+        members: the indices of the part's columns.
         sums: whether a layer computes all of them as sums of the same values.
     """
     levels = columns.levels[members].copy()

@@ -1,7 +1,7 @@
 """How much the noise of a group of columns counts: what differs between samples is what a network tells.
 
-A box beside the corner of its grid, or a score that one class always has, is a large signal that every
-network keeps, whatever its input. Noise that is small beside it may hide all that the network tells.
+A box next to the corner of its grid, or a score that one class always has, is a large signal that every
+network keeps, whatever its input. Noise that is small compared with it may hide all that the network tells.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ __all__ = ["DIFFERING_MARGIN_DB", "FEWEST_SAMPLES", "LEAST_VARIATION", "noise_we
 DIFFERING_MARGIN_DB = 7.0
 """What differs between samples is as good as the whole with this many dB less."""
 FEWEST_SAMPLES = 4
-"""The fewest samples whose differences tell of those of others."""
+"""The fewest samples whose differences predict the differences of others."""
 LEAST_VARIATION = 1e-8
 """The share of the power below which samples are called equal."""
 
 
 def noise_weight(parts: Iterable[np.ndarray], counts: Iterable[int]) -> float:
-    """Returns how many times more the noise of some values counts than beside their power: once, or more.
+    """Returns how many times more the noise of some values counts than their power says: once, or more.
 
     Args:
         parts: the values of each batch. If their first axis does not count the samples, they are one sample.
         counts: the number of samples of each batch.
 
     Returns:
-        The ratio of the power to that of the differences from the mean of each place over all samples, as it
-        is expected of other samples, less `DIFFERING_MARGIN_DB`. 1 for fewer than four samples, for those of
-        unlike sizes, and for equal ones. Values that are not finite count as 0.
+        The power divided by the power of the differences from the mean of each place over all samples, as it
+        is expected of other samples, less `DIFFERING_MARGIN_DB`. 1 for fewer than four samples, for samples
+        of unlike sizes, and for equal ones. Values that are not finite count as 0.
     """
     power, number, alike = 0.0, 0, True
     total: np.ndarray | None = None

@@ -39,13 +39,13 @@ class GroupFigures:
 
     @property
     def constant(self) -> bool:
-        """Whether the values do not vary within any column, while those of the reference do."""
+        """Whether the values do not vary within any column, while the reference's values do."""
         varies = self.variation > _LEAST_VARIATION * self.sums.signal
         return varies and self.varying <= _CONSTANT * self.variation
 
     @property
     def variation_db(self) -> float:
-        """The ratio of the reference's variation within columns to that of the error, in dB."""
+        """The ratio of the reference's variation within columns to the error's variation, in dB."""
         return decibels(self.variation, self.error_variation)
 
     @property
@@ -97,7 +97,7 @@ class GroupedErrors:
             self.unequal[index] = self.unequal.get(index, 0) + count
 
     def errors(self) -> tuple[GroupFigures, ...]:
-        """Returns the error of each group, in the order of the groups; without those of signal 0."""
+        """Returns the error of each group, in the order of the groups; without groups of signal 0."""
         pairs = zip(self.groups, self._sums, strict=True)
         return tuple(sums.error(group) for group, sums in pairs if sums.total.signal > 0)
 

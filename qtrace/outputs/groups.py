@@ -98,15 +98,15 @@ def find_groups(
     constant or far too small, are with the largest ones.
 
     Args:
-        model: the graph, in float, prepared or converted; None to look at the values alone.
+        model: the graph, in float, prepared or converted; None to look only at the values.
         reference: for each batch the float values of every output.
         ends: the nodes whose values ``reference`` has, in order; None for the outputs of ``model``.
-        names: the names of the outputs for texts; () for those of the file that the graph was imported from,
+        names: the names of the outputs for texts; () for the names in the file of an imported graph,
             or of the nodes.
         every_column: whether columns that tell nothing count like others.
 
     Returns:
-        The groups of the first output, then those of the second, and so on. Every output has at least one.
+        The groups of the first output, of the second, and so on. Every output has at least one.
     """
     count = len(reference[0]) if reference else 0
     parts: Sequence[Parts | None] = [None] * count
@@ -161,7 +161,7 @@ def _groups_of_output(
 
 
 def _candidate_axes(values: Sequence[np.ndarray]) -> list[int]:
-    """Returns the axes whose indices may be columns: the last one, that of channels, then the others.
+    """Returns the axes whose indices may be columns: the last one, the channel axis, then the others.
 
     Axis 0 is the last candidate: it has columns only where a join without an axis of samples made them.
     """

@@ -2,7 +2,7 @@
 
 The quantized graph runs, and a tape keeps its selections: the places that each top-k, sort, arg-max,
 suppression or mask gives. Then the float graph runs with these places, not its own. What it gives has the
-rows of the quantized graph in their order, also behind a second selection or a decoder whose queries see each
+rows of the quantized graph in their order, also after a second selection or a decoder whose queries see each
 other, so both are compared place by place. Whether the selection was right is judged apart, at each selection
 and by the float scores: a place is right if float selects it, too, in whatever order, or if its score is no
 more than a step of 8 bits below the last one that float selects. What is missed counts as well: a place whose
@@ -69,7 +69,7 @@ class Share:
 
 
 class SelectionTape:
-    """Keeps the places of each selection of one run, or replays those of another run.
+    """Keeps the places of each selection of one run, or replays another run's.
 
     Selections are known by their order of execution, which is the same in float and in the quantized graph.
 
@@ -89,7 +89,7 @@ class SelectionTape:
     def replays_whole(self, expr: Expr) -> bool:
         """Returns whether `follow` computes ``expr`` by itself, which cannot be run by its own selections.
 
-        An opaque node selects and goes on with what it has selected. Of its inputs those behind other
+        An opaque node selects and goes on with what it selected. Of its inputs the ones after other
         selections have as many rows as the other run has picked, and its own places may be more or fewer.
         """
         if self._next_given() is None:
@@ -275,11 +275,11 @@ def _row_keys(rows: np.ndarray) -> np.ndarray:
 def _share_of_worst(own: np.ndarray, given: np.ndarray, rankings: Mapping[int, RankedPlaces]) -> Share:
     """Judges the selection of a fragment that has the smallest share of right places.
 
-    Behind a suppression others rank what it has kept: their places agree, whatever that is.
+    After a suppression others rank what it has kept: their places agree, whatever that is.
 
     Args:
-        own: the places that float picks behind the given ones, one a row, the number of the selection first;
-            below 0 that of a row that is no place.
+        own: the places that float picks after the given ones, one a row, the number of the selection first;
+            below 0 for a row that is no place.
         given: the places that are judged.
         rankings: number of a selection that ranks -> its scores, and both places.
     """
@@ -318,7 +318,7 @@ class TapedRun(Interpreter):
 
 @dataclass
 class SelectedShares:
-    """The share of right rows behind the selections before each output, added up over batches.
+    """The share of right rows after the selections before each output, added up over batches.
 
     Attributes:
         reaching: for each output the selections before it.
@@ -406,7 +406,7 @@ class SelectedShares:
 
 
 def _along(rows: np.ndarray, value: np.ndarray) -> np.ndarray | None:
-    """Returns ``rows`` in a shape that broadcasts over ``value``; None if it has no axis of them."""
+    """Returns ``rows`` in a shape that broadcasts over ``value``; None if it lacks an axis of them."""
     if rows.shape == value.shape[: rows.ndim]:
         return rows.reshape(*rows.shape, *[1] * (value.ndim - rows.ndim))
     lead, count = rows.shape[:-1], rows.shape[-1] if rows.ndim else 1

@@ -1,8 +1,8 @@
 """Finds where a graph selects: ops that rank scores, suppress boxes, or pick rows by a mask, by structure.
 
 A *selection* turns values into places: a top-k, a sort, an arg-max, a suppression, a boolean index.
-A small error of a score may exchange two places, and then all rows behind them are others, although each row
-may be right. So a selection is judged by its places, and the rows behind it by rows: `qtrace.outputs.replay`.
+A small error of a score may exchange two places, and then all rows after them are others, although each row
+may be right. So a selection is judged by its places, and the rows after it by rows: `qtrace.outputs.replay`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def read_ranking(expr: Expr) -> OpCall | None:
 def read_places(expr: Expr) -> OpCall | None:
     """Reads ``expr`` if it ranks scores and something reads their places; None if not.
 
-    The values of a top-k alone, such as a threshold or a mean of the best, move by no more than a score does,
+    Only the values of a top-k, such as a threshold or a mean of the best, move by no more than a score does,
     whatever the order is: they are no selection, and the places of another run would give other values.
     """
     call = read_ranking(expr)
@@ -119,7 +119,7 @@ def reaching(model: TracedModule, ends: Sequence[Node] | None = None) -> tuple[f
 
 
 def cut_of(expr: Expr) -> int | None:
-    """Returns how many of the places of a full sort are read: those of a slice behind it; None for all."""
+    """Returns how many of the places of a full sort are read, by a slice after it; None for all."""
     places = expr.outputs[-1]
     shape = places.shape
     users = [read(user) for user in places.users]

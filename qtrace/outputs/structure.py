@@ -1,4 +1,4 @@
-"""Which op makes each value of an output: joins and moves behind it are run on numbers of parts.
+"""Which op makes each value of an output: joins and moves after it are run on numbers of parts.
 
 Every value of a part gets the number of the op that makes it. Moves and joins then carry these numbers to the
 output as they carry values, whatever their axes and orders are.
@@ -28,7 +28,7 @@ __all__ = ["Parts", "find_parts"]
 
 _UNIT = ("sigmoid", "softmax", "hsigmoid", "hard_sigmoid", "tanh")
 _BOUNDED = (*_UNIT, "relu6", "erf")
-_FAR = 6.0  # a bound beyond that of relu6, such as the size of an image, says nothing about a range
+_FAR = 6.0  # a bound beyond relu6's, such as the size of an image, says nothing about a range
 _AFFINE = ("add", "sub", "mul", "div", "neg")
 _ALIKE = (*_AFFINE, "relu", "relu6", "clip", "mean", "avg_pool2d", "adaptive_avg_pool2d", "identity")
 _JOINS = ("concat", "stack", "setitem")
@@ -45,7 +45,7 @@ class Parts:
     Attributes:
         numbers: the number of the part of each value.
         bounded: the parts that a bounded function makes.
-        unit: those of them whose bounds are 0 or -1 and 1.
+        unit: the parts whose bounds are 0 or -1 and 1.
         sums: the parts of which a layer computes all columns as sums of the same values.
     """
 
@@ -183,7 +183,7 @@ class _Walk:
         return self._count
 
     def _combined(self, call: OpCall, living: Sequence[TensorNode]) -> int | np.ndarray:
-        """Returns the numbers behind an elementwise op: new ones for each combination of its operands'."""
+        """Returns the numbers after an elementwise op: new ones for each combination of its operands'."""
         numbers = [self._of(node) for node in living]
         scalar = all(
             n.shape is not None and np.prod(shape_of(n)) == 1 for n in call.inputs if n not in living
@@ -206,7 +206,7 @@ class _Walk:
         return np.array(new)[inverse]
 
     def _moved(self, expr: Expr, inputs: Sequence[TensorNode]) -> dict[Node, int | np.ndarray]:
-        """Returns the numbers behind a join or a move, which is run on those of its inputs."""
+        """Returns the numbers after a join or a move, which is run on its inputs' numbers."""
         numbers = {node: self._of(node) for node in inputs}
         first = next(iter(numbers.values()))
         if all(isinstance(number, int) and number == first for number in numbers.values()):
@@ -227,7 +227,7 @@ class _Walk:
         }
 
     def _constant(self, node: Node) -> Any:
-        """Computes a node that depends on parameters and shapes alone."""
+        """Computes a node that depends only on parameters and shapes."""
         if node not in self._constants:
             if isinstance(node, TensorNode) and node not in self.static:  # its shape is read, not its values
                 self._constants[node] = Tensor(np.zeros(shape_of(node), np.dtype(node.dtype)))
@@ -262,7 +262,7 @@ def _find_combinations(numbers: Sequence[np.ndarray]) -> tuple[list[tuple[int, .
 
 
 def _is_sum(expr: Expr) -> bool:
-    """Returns whether a layer gives the values of ``expr``, which has not changed any column on its own.
+    """Returns whether a layer gives the values of ``expr``, which changed no column on its own.
 
     A function of each value, a number that all are multiplied with, and a mean change all columns alike.
     """
@@ -285,7 +285,7 @@ def _is_clipped_near(call: OpCall) -> bool:
 
 
 def _is_passed(call: OpCall) -> bool:
-    """Returns whether the values of an op are those of its inputs, moved or each changed alone."""
+    """Returns whether the values of an op are its inputs', moved or each changed by itself."""
     if call.kind in _ELEMENTWISE:
         return True
     if call.kind in _BY_VALUES:

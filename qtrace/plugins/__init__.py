@@ -1,4 +1,4 @@
-"""Plugins: classes and objects by name, without a registry; the name is that of a file in the plugin folder.
+"""Plugins: classes and objects by name, without a registry; the name is a file's in the plugin folder.
 
 ``minmax`` names the one class in ``__all__`` of ``qtrace.observers.minmax``; ``pkg.mod:Class`` names a
 user's class; and a name may be an entry point of an installed package. The folder is read at every call, so
@@ -38,7 +38,7 @@ OWN_CLASS = re.compile(r"(?P<module>[^\W\d]\w*(\.[^\W\d]\w*)*):(?P<name>[^\W\d]\
 
 
 def known(package: str) -> tuple[str, ...]:
-    """Lists the names of all plugins of a kind, sorted: qtrace's own and those of installed packages.
+    """Lists the names of all plugins of a kind, sorted: qtrace's own and the plugins of installed packages.
 
     Args:
         package: the dotted name of the plugin package, such as ``qtrace.observers``; it is the group of entry

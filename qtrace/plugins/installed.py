@@ -1,7 +1,7 @@
 """Plugins that other packages declare: an entry point in the group of its kind, such as ``qtrace.backends``.
 
 A package's ``pyproject.toml`` names them: with ``mynpu = "mynpu.target:BACKEND"`` in the table
-``[project.entry-points."qtrace.backends"]``, ``mynpu`` is a name like those of qtrace's own files. Nothing is
+``[project.entry-points."qtrace.backends"]``, ``mynpu`` is a name like qtrace's own files. Nothing is
 imported before a name is used.
 """
 

@@ -35,7 +35,7 @@ def load_when_used(package: str, homes: Mapping[str, str]) -> None:
             super().__setattr__(name, getattr(value, name) if is_home else value)
 
         def __reduce__(self) -> tuple[Any, ...]:
-            return importlib.import_module, (package,)  # cloudpickle knows modules by their exact type alone
+            return importlib.import_module, (package,)  # cloudpickle knows modules only by their exact type
 
         def __dir__(self) -> list[str]:
             return sorted({*super().__dir__(), *home_of})

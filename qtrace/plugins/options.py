@@ -112,7 +112,7 @@ def check_options(
         schema: the model that declares the options.
         owner: the name of the plugin in configs.
         options: values by name.
-        origin: returns the place of an option, such as ``my.yaml:12``; for ``""`` that of the plugin itself.
+        origin: returns the place of an option, such as ``my.yaml:12``; for ``""`` the place of the plugin.
             None for options that come from no file.
 
     Raises:

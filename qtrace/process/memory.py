@@ -39,7 +39,7 @@ def when_returning(give_back: Callable[[], None]) -> None:
 
 
 def returns_memory(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Decorates a stage behind which the memory that it has freed goes back to the system."""
+    """Decorates a stage after which the memory that it has freed goes back to the system."""
 
     @functools.wraps(function)
     def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:

@@ -23,7 +23,7 @@ def count_threads(threads: int | None) -> int:
 
 
 class Together:
-    """Threads that compute beside the calling one, within a ``with`` block.
+    """Threads that compute together with the calling one, within a ``with`` block.
 
     What they run is numpy, scipy and sessions, which release Python's lock, and never MegEngine. A call
     computes on one thread, whatever their number is, so that the results are the same for any.
@@ -62,7 +62,7 @@ class Together:
         """Returns the results of some calls, in their order; a call may itself run others.
 
         Raises:
-            Exception: that of the first call that fails.
+            Exception: the first call's that fails.
         """
         first, *others = calls
         if self._pool is None:
@@ -93,7 +93,7 @@ def look_ahead(items: Iterable[_Item], begin: Callable[[_Item], _Begun], count: 
     Args:
         items: the items, each of which is read when the one before it was begun.
         begin: begins with an item.
-        count: number of items that have begun beside the one that is taken.
+        count: number of items that have begun next to the one that is taken.
     """
     waiting: deque[_Begun] = deque()
     failure: Exception | None = None
@@ -113,7 +113,7 @@ def look_ahead(items: Iterable[_Item], begin: Callable[[_Item], _Begun], count: 
 def map_ahead(
     function: Callable[[_Item], _Result], items: Iterable[_Item], threads: int | None
 ) -> Iterator[_Result]:
-    """Yields the results of a function in order, while threads compute those of the next items.
+    """Yields the results of a function in order, while threads compute the results of the next items.
 
     Args:
         function: a function that releases Python's lock, as a session does.

@@ -15,7 +15,7 @@ class Absorb(FloatAlgorithm):
     """Absorbs products, sums and BatchNorms with stored numbers into the layers around them.
 
     It passes through moves, poolings, concats and ReLUs, as from the ``* stride`` of a detector to its last
-    convolution, and from a BatchNorm to the convolution behind it.
+    convolution, and from a BatchNorm to the convolution after it.
 
     Attributes:
         copies: give a call of a layer whose weight other calls read too a weight of its own.

@@ -1,8 +1,8 @@
 """AdaRound: rounds each weight up or down so that the output of its layer changes least, layer by layer.
 
-Rounding to nearest minimizes the error of the weights, not that of the layer's output. AdaRound learns the
+Rounding to nearest minimizes the error of the weights, not of the layer's output. AdaRound learns the
 roundings of a layer on ``min ||f(W x) - f(W~ x~)||**2``, where x~ is the input from the quantized and already
-rounded layers before, and f the activation behind (Nagel et al. 2020, "Up or Down? Adaptive
+rounded layers before, and f the activation after (Nagel et al. 2020, "Up or Down? Adaptive
 Rounding for Post-Training Quantization", eq. 25).
 """
 

@@ -98,7 +98,7 @@ class _ChannelMoments:
 
 
 def _reestimate(twins: LayerTwins, expr: Expr) -> SiteNoise:
-    """Sets the statistics of a kept BatchNorm to those of its layer on quantized weights and inputs."""
+    """Sets the statistics of a kept BatchNorm to its layer's on quantized weights and inputs."""
     twins.advance(expr)
     before = _noise(twins, expr)
     module: Any = owner(expr)

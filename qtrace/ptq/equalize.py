@@ -1,7 +1,7 @@
 """Cross-layer equalization, with absorption of high biases.
 
 Where ``f(s * x) = s * f(x)``, the channels of a tensor between two layers may be scaled: the layer before is
-divided by s, the layer behind multiplied. With ``s = sqrt(r1 / r2)`` of the ranges of their weights, every
+divided by s, the layer after multiplied. With ``s = sqrt(r1 / r2)`` of the ranges of their weights, every
 channel uses the same share of a common range in both (Nagel et al. 2019, "Data-Free Quantization Through
 Weight Equalization and Bias Correction", section 4.1). Tensors that are added belong together and are scaled
 together. A bias that lifts nearly all values of a channel above 0 is absorbed by the next layer (section
@@ -36,9 +36,9 @@ class Equalize(FloatAlgorithm):
     """Equalizes the weight ranges of layers across the tensors between them.
 
     Attributes:
-        relu6: "keep" leaves tensors behind a ReLU6 alone; "relu" replaces every ReLU6 by ReLU, which changes
+        relu6: "keep" changes no tensor after a ReLU6; "relu" replaces every ReLU6 by ReLU, which changes
             what the float model computes where it clips.
-        absorb: absorb high biases behind BatchNorms whose statistics are known.
+        absorb: absorb high biases after BatchNorms whose statistics are known.
         iterations: the most passes over all groups.
         tolerance: stop once no scale changes by more than this share.
     """

@@ -16,7 +16,7 @@ __all__ = ["FuseBn"]
 class FuseBn(FloatAlgorithm):
     """Folds every BatchNorm that directly follows a layer (Jacob et al. 2018, section 3.2).
 
-    A stored scale and shift behind a layer, such as PP-LCNetV3's LearnableAffineBlock, is folded, too.
+    A stored scale and shift after a layer, such as PP-LCNetV3's LearnableAffineBlock, is folded, too.
     """
 
     def apply(self, task: FloatTask) -> Report:

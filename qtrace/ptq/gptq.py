@@ -4,7 +4,7 @@ The error of a layer's output is ``(w - w~) H (w - w~)`` for each row w of its w
 its inputs. Rounding to nearest minimizes it only if H is diagonal. GPTQ rounds the columns in turn and
 adjusts the columns that are still free to compensate the error (Frantar et al. 2022, "GPTQ: Accurate
 Post-Training Quantization for Generative Pre-trained Transformers", section 3, after Hassibi and Stork 1993,
-"Optimal Brain Surgeon"). In the form of Chee et al. 2023, "QuIP", theorem 6: with ``H = R R^T`` and R upper
+"Optimal Brain Surgeon"). In the form of Chee et al. 2023, "QuIP", theorem 6. With ``H = R R^T`` and R upper
 triangular, an error ``w_i - q_i`` of column i moves the columns j > i by its share ``R_ij / R_jj``. Nothing
 is learned: each layer costs a pass over the data and a factorization. Layers are rounded in graph order, each
 on inputs from the quantized layers before it. A layer that is called several times, as the head of a detector

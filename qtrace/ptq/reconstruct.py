@@ -29,12 +29,12 @@ __all__ = ["Reconstruct"]
 
 
 class Reconstruct(LearnedRounding):
-    """Learns the structural blocks of a graph: the exprs between tensors that are alive alone.
+    """Learns the structural blocks of a graph: the exprs between bottleneck tensors.
 
     Attributes:
         drop: the share of activations that stay unrounded in a step; 0 for none (BRECQ).
         scale_lr: learning rate of activation scales, as a share of each scale; 0 keeps them.
-        warm: whether each layer is learned alone before its block, as in ``adaround``.
+        warm: whether each layer is learned by itself before its block, as in ``adaround``.
         max_layers: a block with more layers is learned layer by layer.
     """
 

@@ -4,7 +4,7 @@ A tensor with one scale rounds all channels by the step that the largest channel
 of a tensor may be scaled, each is divided by ``s = max|x|^alpha / max|w|^(1 - alpha)`` of what is read and of
 the weights that read it, which are multiplied by s, so that the float model stays the same (Xiao et al. 2022,
 "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language Models", section 4). The
-divisor goes into the layers or the LayerNorm before the tensor, also behind ReLU, pooling and other ops for
+divisor goes into the layers or the LayerNorm before the tensor, also before ReLU, pooling and other ops for
 which ``f(s * x) = s * f(x)``.
 
 Every fourth sample is held back: a tensor is smoothed only if that lowers the error of the layers that read
@@ -45,10 +45,10 @@ _Batches = Sequence[np.ndarray]
 
 
 class Smooth(FloatAlgorithm):
-    """Divides the channels of tensors by factors that the weights behind them take.
+    """Divides the channels of tensors by factors that the weights after them take.
 
     Attributes:
-        alpha: the exponent of the range of what is read; that of the weights is ``1 - alpha``. At 1 all
+        alpha: the exponent of the range of what is read; for weights it is ``1 - alpha``. At 1 all
             channels of a smoothed tensor have the same range.
     """
 

@@ -1,7 +1,7 @@
 """Equalization for weights with one scale a tensor, of the layers that lose precision by it.
 
 Under one scale a channel with range r loses ``log2(max(r) / r)`` bits compared with a scale of its own.
-Layers that lose more than ``bits`` are equalized with the layers before and behind them (Nagel et al. 2019,
+Layers that lose more than ``bits`` are equalized with the layers before and after them (Nagel et al. 2019,
 section 4.1), but only if the sum of the rounding errors of all these layers falls, since scaling a tensor for
 one layer may cost another. The report names layers that still lose bits, for a recipe to give them more.
 """

@@ -32,7 +32,7 @@ def param_groups(
     make a range smaller whatever the data (the exception is PACT, whose paper wants it).
 
     Args:
-        prepared: a module made by ``qtrace.prepare``, or one that holds such modules beside float ones.
+        prepared: a module made by ``qtrace.prepare``, or one that holds such modules next to float ones.
         lr: the learning rate of weights, biases and norms.
         range_lr: the learning rate of ranges; None for a tenth of `lr`.
         weight_decay: the decay of weights.
@@ -69,7 +69,7 @@ def param_groups(
                 weights.append(parameter)
     if not seen:
         raise ConfigError(
-            "param_groups: the module has no parameters: give one that qtrace.prepare made, before convert."
+            "param_groups: the module lacks parameters: give one that qtrace.prepare made, before convert."
         )
     groups = ((weights, lr, weight_decay), (plain, lr, 0.0), (ranges, range_lr, range_decay))
     return [{"params": p, "lr": rate, "weight_decay": decay} for p, rate, decay in groups if p]

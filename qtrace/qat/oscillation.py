@@ -52,7 +52,7 @@ def _weights(prepared: TracedModule) -> list[_Weight]:
 class Dampening:
     """``sum (w_rounded - clip(w))**2`` over all weights, to be added to the loss with a factor.
 
-    The gradient goes to the weights alone and draws each to the middle of its level; weights that clip get
+    The gradient goes only to the weights and draws each to the middle of its level; weights that clip get
     none. The paper's factor grows from 0 along a cosine: ``loss + cosine(schedule.fraction, 0, peak) *
     dampening()``.
 

@@ -70,7 +70,7 @@ class Schedule:
         prepared: a module made by ``qtrace.prepare``, in the phase ``train``.
         steps: the number of steps of the training.
         freeze_bn: the fraction after which BatchNorm's statistics stay; None for the recipe's value
-            (``qat: {bn: {freeze_after: ...}}``), never if it has none.
+            (``qat: {bn: {freeze_after: ...}}``), never if it lacks one.
         freeze_ranges: the fraction after which ranges stay; None for never.
         done: the number of steps before a resumption.
 

@@ -1,4 +1,4 @@
-"""A child process for code that may abort: it ends the child alone, and the caller gets a sentence.
+"""A child process for code that may abort: it ends only the child, and the caller gets a sentence.
 
 The child is a script of its own, which imports no qtrace and no MegEngine. Both sides speak over its pipes: a
 line of JSON whose ``arrays`` lists dtype and shape of the arrays that follow as raw bytes.
@@ -111,7 +111,7 @@ class Child:
                 raise ExportError(f"{self.subject} has ended already: see the error of the call before.")
             try:
                 header, values = self._exchange(request, contiguous)
-            except BaseException:  # ctrl-C, too: the rest of this answer must not be that of the next request
+            except BaseException:  # ctrl-C, too: the rest of this answer must not answer the next request
                 self.close()
                 raise
         if "missing" in header:
@@ -208,7 +208,7 @@ class Child:
         return part
 
     def _wait(self, pipe: IO[bytes], event: int, deadline: float) -> None:
-        """Waits until the pipe is ready, as long as the process computes and the deadline has not passed."""
+        """Waits until the pipe is ready, as long as the process computes and before the deadline."""
         with selectors.DefaultSelector() as selector:
             selector.register(pipe, event)
             if selector.select(max(0.0, min(_SECONDS_UNMEASURED, self.idle, deadline - time.monotonic()))):

@@ -1,4 +1,4 @@
-"""A child process behind a runner's command: the near end of `tunnel.py`."""
+"""A child process at the end of a runner's command: the near end of `tunnel.py`."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Connection(Child):
         )
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
-        """Lets the far end see that the connection is over, so that it leaves nothing behind."""
+        """Lets the far end see that the connection is over, so that it leaves no files."""
         if process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.close()

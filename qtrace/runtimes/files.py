@@ -98,7 +98,7 @@ class RuntimeChild:
         host: the interpreter or machine; None for this interpreter.
 
     Raises:
-        ExportError: when no such process can be started, or its Python is too old or has no numpy.
+        ExportError: when no such process can be started, or its Python is too old or lacks numpy.
     """
 
     def __init__(self, runtime: str, title: str, path: Path | str, host: RuntimeHost | None = None) -> None:
@@ -147,10 +147,10 @@ class RuntimeChild:
         self._child.close()
 
     def place(self, path: Path, beside: Sequence[Path] = ()) -> str:
-        """Returns the path of a file where the process runs: elsewhere, it and those beside it are copied.
+        """Returns the path of a file where the process runs: elsewhere, it and its neighbours are copied.
 
         Raises:
-            ExportError: when a file cannot be read, or does not stand beside ``path`` or below.
+            ExportError: when a file cannot be read, or does not stand next to ``path`` or below.
         """
         if self.host is None or not self.host.runner:
             return os.path.abspath(path)
@@ -200,7 +200,7 @@ class RuntimeChild:
             self._refuse_old_version()
             both = f"{first['missing']} {_DISTRIBUTIONS[self.runtime]}"
             raise ExportError(
-                f"the Python of {self.host} has no {first['missing']}: install what runs the file "
+                f"the Python of {self.host} lacks {first['missing']}: install what runs the file "
                 f"there, as by `{self.host} -m pip install {both}`."
             )
         side: dict[str, Any] = first[worker.MARK]
@@ -239,7 +239,7 @@ def check_host(host: RuntimeHost, path: Path) -> None:
         path: the file that will run there, for messages.
 
     Raises:
-        ExportError: when no such process can be started, or its Python is too old or has no numpy.
+        ExportError: when no such process can be started, or its Python is too old or lacks numpy.
     """
     RuntimeChild("", "the runtime", path, host).close()
 

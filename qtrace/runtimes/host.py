@@ -18,7 +18,7 @@ IDLE_SECONDS = 60.0  # a process that waits that long without computing hangs
 
 @dataclass(frozen=True)
 class RuntimeHost:
-    """An interpreter that has the runtime, on this machine or behind a command.
+    """An interpreter that has the runtime, on this machine or reached by a command.
 
     Only numpy and the runtime are installed there; qtrace and MegEngine are not. Python 3.8 to 3.14.
 

@@ -8,7 +8,7 @@ from qtrace.errors import ExportError
 
 __all__ = ["read_blobs", "read_index_inputs"]
 
-# The layers that give integers: Quantize, and a convolution whose scales (8=) include that of its result.
+# The layers that give integers: Quantize, and a convolution whose scales (8=) include its result's scale.
 _ROUNDING, _INTEGER = "Quantize", ("8=101", "8=102")
 
 
@@ -42,7 +42,7 @@ def read_blobs(path: Path) -> tuple[list[str], list[str], list[str]]:
 
 
 def read_index_inputs(path: Path) -> list[str]:
-    """Reads the names of the inputs that ncnn reads as integers: those of embeddings.
+    """Reads the names of the inputs that ncnn reads as integers: the inputs of embeddings.
 
     Args:
         path: the ``.param`` of an ncnn net.

@@ -1,6 +1,6 @@
 """Runs files in a runtime for another process; see `child.py`. It is a script of its own.
 
-It imports numpy and the runtime alone, and runs in Python 3.8 to 3.14: in any interpreter, and on other
+It imports only numpy and the runtime, and runs in Python 3.8 to 3.14: in any interpreter, and on other
 machines, where `tunnel.py` starts it. It begins with a line of JSON about this side; then
 it answers requests:
 
@@ -126,7 +126,7 @@ class Onnxruntime:
 class Openvino:
     """A file by ``path`` or content; ``config`` has its settings.
 
-    With ``reshape``, its open sizes are those of the first run, before which it is not compiled.
+    With ``reshape``, its open sizes come from the first run, before which it is not compiled.
     """
 
     def __init__(self, request: dict[str, Any], arrays: Sequence[Any]) -> None:
@@ -346,7 +346,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def describe_side() -> dict[str, Any]:
-    """Returns the versions and the machine of this process, beside which a runtime's version stands."""
+    """Returns the versions and the machine of this process, to stand next to a runtime's version."""
     versions = {"python": platform.python_version(), "numpy": np.__version__}
     return {**versions, "system": f"{platform.system()} {platform.machine()}", **describe_machine()}
 
@@ -398,7 +398,7 @@ def main() -> None:
             header: dict[str, Any] = {"value": value}
         except ImportError as error:
             header = {"refused": str(error), "missing": error.name or ""}
-        except Exception as error:  # the caller has no other way to see it
+        except Exception as error:  # the caller cannot see it otherwise
             header = {"refused": _one_line(error)}
         results = [np.asarray(result, order="C") for result in results]
         header["arrays"] = [(result.dtype.str, result.shape) for result in results]
@@ -433,7 +433,7 @@ def _version(module: str, distribution: str) -> str:
 
 
 def _kilobytes(name: str) -> int:
-    """Returns a line of this process's status, the memory in use or its peak; 0 if the system has none."""
+    """Returns a line of this process's status, the memory in use or its peak; 0 if the system lacks it."""
     try:
         with open("/proc/self/status", encoding="ascii", errors="replace") as status:
             return int(re.findall(rf"^{name}:\s*(\d+) kB", status.read(), re.MULTILINE)[0])
@@ -442,7 +442,7 @@ def _kilobytes(name: str) -> int:
 
 
 def _one_line(error: BaseException) -> str:
-    """Returns a runtime's message in one line, and that of another error with its type.
+    """Returns a runtime's message in one line, and another error's with its type.
 
     All of its lines count: OpenVINO has the reason in the last one.
     """

@@ -26,7 +26,7 @@ def unpack_arrays(data: bytes) -> dict[str, np.ndarray]:
     """The inverse of `pack_arrays`.
 
     Raises:
-        ValueError: when the bytes are not those; the message names the exception behind it.
+        ValueError: when the bytes are not such; the message names the cause.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:

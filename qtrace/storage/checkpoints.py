@@ -28,7 +28,7 @@ def pack(identity: str, arrays: Mapping[str, Any], **facts: Any) -> bytes:
     Args:
         identity: a hash of everything on which the arrays depend.
         arrays: arrays by name; none is called "meta".
-        **facts: plain data beside the arrays.
+        **facts: plain data next to the arrays.
     """
     meta = json.dumps({"identity": identity, **facts}).encode()
     return pack_arrays({"meta": np.frombuffer(meta, np.uint8), **arrays})

@@ -1,6 +1,6 @@
 """Writes files and folders that appear whole or not at all, and removes what killed processes left.
 
-A process writes to a temporary file beside the target, waits until that is on the disk, and renames it
+A process writes to a temporary file next to the target, waits until that is on the disk, and renames it
 (`replacing`). It locks the temporary file (`claim`), and the operating system releases the lock when the
 process ends, however it ends. So a temporary file that is not locked is a leftover, which the next process
 that writes to the same target removes (`sweep`).
@@ -101,7 +101,7 @@ def naming(folder: Path, shown: Path = Path()) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replacing(*targets: Path) -> Iterator[tuple[BinaryIO, ...]]:
-    """Opens one temporary file beside each target; they take the targets' places together at the end.
+    """Opens one temporary file next to each target; they take the targets' places together at the end.
 
     When the block ends, each file is written to the disk before the first one is renamed. When it raises, the
     targets are as they were.
@@ -154,7 +154,7 @@ def replace_folder(target: Path, folder: Path) -> None:
 
 
 def claim(target: Path, make: Callable[[Path], None]) -> tuple[Path, int]:
-    """Makes a temporary file or folder beside ``target`` that no `sweep` of another process removes.
+    """Makes a temporary file or folder next to ``target`` that no `sweep` of another process removes.
 
     Args:
         target: the file or folder that the temporary one will replace.
@@ -217,7 +217,7 @@ def parse_document(text: str | bytes) -> dict[str, Any]:
 
 
 def sweep(target: Path) -> None:
-    """Removes what killed processes left beside ``target``.
+    """Removes what killed processes left next to ``target``.
 
     Args:
         target: the file or folder that those processes were writing.
@@ -236,7 +236,7 @@ def sweep(target: Path) -> None:
 
 
 def _remove(partial: Path) -> None:
-    """Removes a temporary file that has not become its target."""
+    """Removes a temporary file that did not become its target."""
     with contextlib.suppress(OSError):
         partial.unlink()
 

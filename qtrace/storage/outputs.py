@@ -133,7 +133,7 @@ def _remove_work(work: Path) -> None:
 
 
 def _remove_empty(*folders: Path) -> None:
-    """Removes those of some folders that are empty."""
+    """Removes the empty ones of some folders."""
     for folder in folders:
         with contextlib.suppress(OSError):
             folder.rmdir()
@@ -171,7 +171,7 @@ def check_foreign(path: Path, beside: Iterable[Path] = (), *, force: bool) -> No
 def output_file(path: Path, *, force: bool = False) -> Iterator[Path]:
     """Yields a path to write to, which becomes ``path`` when the block ends without an error.
 
-    Other files that the block writes beside it move with it, as some formats consist of several files.
+    Other files that the block writes next to it move with it, as some formats consist of several files.
 
     Args:
         path: the file to write.
@@ -218,7 +218,7 @@ def _check_replaceable(path: Path, target: Path, names: tuple[str, ...], force: 
 
 @contextlib.contextmanager
 def _workspace(path: Path, target: Path, shown: Path) -> Iterator[Path]:
-    """Yields a folder beside the target, on the same file system, and removes it at the end.
+    """Yields a folder next to the target, on the same file system, and removes it at the end.
 
     Errors name the folder ``shown`` in its place.
     """

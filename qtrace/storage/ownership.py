@@ -49,7 +49,7 @@ def foreign(path: Path) -> str:
 def foreign_output(path: Path, beside: Iterable[Path] = ()) -> str:
     """Says which file of an output of several files qtrace did not write.
 
-    Raw weights and other files beside the named one have no place for a mark. They belong to qtrace if the
+    Raw weights and other files next to the named one lack a place for a mark. They belong to qtrace if the
     named file does.
 
     Args:
@@ -71,7 +71,7 @@ def foreign_output(path: Path, beside: Iterable[Path] = ()) -> str:
 def _is_own(path: Path) -> bool:
     with path.open("rb") as file:
         head = file.read(_HEAD)
-        if head[:1] == b"\x80":  # a pickle: that of `qtrace.save` begins with its checksum
+        if head[:1] == b"\x80":  # a pickle: a pickle of `qtrace.save` begins with its checksum
             return b"qtrace" in head[:16]
         if head[4:8] == b"TFL3":
             return _tflite_description(file).startswith(b"qtrace")

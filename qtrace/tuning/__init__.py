@@ -134,7 +134,7 @@ def _check_limits(settings: TuneSettings, qconfig: QConfig) -> None:
         return
     if not (qconfig.cost_table or backends.get(qconfig.backend).cost_table):
         raise ConfigError(
-            f"backend {qconfig.backend} has no measured times, so time cannot be limited: limit the size, or "
+            f"backend {qconfig.backend} lacks measured times, so time cannot be limited: limit the size, or "
             "name a cost_table in the recipe."
         )
 
@@ -165,7 +165,7 @@ def _conclude(trials: list[Trial], top: int, settings: TuneSettings, unit: str, 
 
 
 def _evaluate(tuning: Tuning, judge: Judge, part: Any, batches: list[Any]) -> Tuning:
-    """Measures the best, the second and the first recipe on data that the search has not seen."""
+    """Measures the best, the second and the first recipe on data that the search never saw."""
     values: dict[str, float] = {}
     chosen = {"best": tuning.best, "second": tuning.runner_up, "first": tuning.trials[0]}
     for name, trial in chosen.items():

@@ -103,7 +103,7 @@ class Subject:
         """Returns the job of workers.
 
         Raises:
-            ConfigError: when the metric has no name by which another process could import it.
+            ConfigError: when the metric lacks a name by which another process could import it.
         """
         name = getattr(self.metric, "__module__", "")
         try:

@@ -80,7 +80,7 @@ def value_of_noise(samples: Sequence[float]) -> float:
 def predict_milliseconds(traced: TracedModule, model: TracedModule, config: QConfig) -> float | None:
     """Returns the predicted time of a prepared graph in one thread; None without measured times.
 
-    A graph whose config leaves no choice has no prediction of its own: it is planned once more under a
+    A graph whose config leaves no choice lacks a prediction of its own: it is planned once more under a
     placement that must put everything on integers that can be there.
 
     Args:
@@ -168,7 +168,7 @@ class Judge:
         return [count_samples(as_arguments(b, self.traced, i)) for i, b in enumerate(batches)]
 
     def _reference(self, batches: Sequence[Any]) -> Any:
-        """Returns the float outputs; those of the longest part so far are kept for the shorter ones."""
+        """Returns the float outputs; the outputs of the longest part so far are kept for the shorter ones."""
         key = id(batches[0])
         kept = self._references.get(key, [])
         if len(kept) < len(batches):
@@ -205,7 +205,7 @@ def sample_noise(
     """Returns the noise of each sample in the worst column group, relative to the signal of all samples.
 
     The sum over the samples is the noise of `qtrace.sensitivity.metrics.sqnr`. A batch with an output whose
-    first axis is not that of samples counts as one sample.
+    first axis is not the batch axis counts as one sample.
 
     Args:
         reference: for each batch the float outputs.

@@ -45,8 +45,8 @@ class TuneSettings:
     """How a search is done.
 
     Attributes:
-        trials: the number of trials, those of an earlier run included; None for any.
-        seconds: the time for all trials, those of an earlier run included; None for any.
+        trials: the number of trials, with the trials of an earlier run; None for any.
+        seconds: the time for all trials, with the time of an earlier run; None for any.
         limits: the most that the result may cost; None for what the first trial costs.
         seed: the seed of all random choices.
     """
@@ -118,7 +118,7 @@ def propose(
         settings: the settings of the search.
         rungs: the number of rungs.
         fits: whether a recipe is within the limits, as far as that is known without calibrating it.
-        pending: the trials behind the finished ones that are not judged yet.
+        pending: the trials after the finished ones that are not judged yet.
     """
     top = rungs - 1
     if not trials:
@@ -155,7 +155,7 @@ def propose(
 
 
 def _promote(trials: Sequence[Trial], top: int, pending: Sequence[Proposal]) -> Trial | None:
-    """Returns a trial of the better half of its rung that the next rung has not judged, the highest first."""
+    """Returns a trial of the better half of its rung that the next rung did not judge, the highest first."""
     for rung in reversed(range(top)):
         above = {trial.digest for trial in trials if trial.rung > rung}
         above |= {digest_of(p.suggestion.recipe) for p in pending if p.rung > rung}
@@ -251,7 +251,7 @@ class _Search:
         return seconds is not None and sum(trial.seconds for trial in done) >= seconds
 
     def _task(self, proposal: Proposal) -> Task:
-        # Limits that the user has not given are those of the choice: the first recipes show what more time or
+        # Limits that the user did not give come from the choice: the first recipes show what more time or
         # size would bring.
         strict = self.settings.limits is not None or proposal.suggestion.origin == "search"
         limits = find_limits(self.settings, self.log.trials) if strict else None

@@ -73,7 +73,7 @@ def comments_of(recipe: str, *, allow_code: bool = False) -> dict[str, str]:
 
 
 def suggest_cures(recipe: dict[str, Any], diagnosis: Diagnosis) -> tuple[Suggestion, ...]:
-    """Returns the recipe with all cures of a diagnosis, and with each one alone if there are several."""
+    """Returns the recipe with all cures of a diagnosis, and with each one by itself if there are several."""
     pairs = [(c, cure) for c, cure in zip(diagnosis.causes, diagnosis.cures, strict=True) if cure is not None]
     pairs = [(cause, cure) for cause, cure in pairs if not cure.data]
     chosen = [pairs] if len(pairs) < 2 else [pairs, *([pair] for pair in pairs)]
@@ -95,9 +95,9 @@ def suggest_cures(recipe: dict[str, Any], diagnosis: Diagnosis) -> tuple[Suggest
 
 
 def suggest_float_tail(traced: TracedModule, recipe: dict[str, Any]) -> tuple[Suggestion, ...]:
-    """Returns the recipe with everything behind the last layers in float, if something there is rounded.
+    """Returns the recipe with everything after the last layers in float, if something there is rounded.
 
-    Detectors turn their maps into boxes there: exp, means of distributions, strides beside offsets of a
+    Detectors turn their maps into boxes there: exp, means of distributions, strides next to offsets of a
     fraction. It is found by the structure of the graph, whatever the names of its parts.
     """
     new = {**recipe, "rules": [*recipe.get("rules", ()), _FLOAT_TAIL]}
@@ -228,7 +228,7 @@ class _Raise:
     def __init__(self, layers: Sequence[Layer], config: QConfig, narrow: bool) -> None:
         limits = backends.get(config.backend).limits
         self.layers, self.narrow = layers, narrow
-        # A table of times has those of 8 bits; what other widths take is not known.
+        # A table has times of 8 bits; what other widths take is not known.
         wide = () if _has_times(config) else limits["activation"].bits
         self.activation_bits, self.weight_bits = wide, limits["weight"].bits
         noise = np.array([layer.noise for layer in layers], np.float64)

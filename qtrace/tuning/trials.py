@@ -55,7 +55,7 @@ class Layer:
         nodes: the nodes that a rule names.
         weight_bits: bits of its weight, 32 for none.
         activation_bits: bits of what it reads.
-        noise: the noise at the outputs if this layer alone is rounded, relative to the signal.
+        noise: the noise at the outputs if only this layer is rounded, relative to the signal.
     """
 
     name: str

@@ -1,1 +1,1 @@
-"""The real runtime beside the graph: verify, bisect, and the causes of differences."""
+"""The real runtime compared with the graph: verify, bisect, and the causes of differences."""

@@ -62,7 +62,7 @@ class FirstDifference(Displayed):
         histogram: difference (runtime minus graph) in LSB -> number of values, for the most frequent ones.
         examples: rows of index, the value before rounding in LSB, the graph's and the runtime's integer; of a
             float output, the graph's value takes the first two places.
-        causes: the likely causes, the most likely first; if the graph is wrong, MegEngine's kernel alone.
+        causes: the likely causes, the most likely first; if the graph is wrong, only MegEngine's kernel.
         check: which side is wrong, by a second evaluation of the op.
         sqnr_db: signal-to-noise ratio of a float output from the runtime's own integers; None for integers.
         rows: if nothing else differs, the tensor that has another number of rows, and why; else "". ``op``
@@ -149,7 +149,7 @@ def bisect(
         min_equal: smallest share of equal integers allowed in a batch; below it, the first op whose own share
             is clearly lower is named, even if it differs by ``max_lsb`` at most.
         min_sqnr_db: smallest signal-to-noise ratio of a column group of an output computed from the runtime's
-            own integers: the ops behind the last site compute in float and have no integers to compare.
+            own integers: the ops after the last site compute in float and lack integers to compare.
 
     Returns:
         The difference, or None when there is none on these batches.
@@ -162,7 +162,7 @@ def bisect(
     check_batches(batches)
     inputs = list(batches)
     if not inputs:
-        raise CalibrationError("bisect has no batches: give at least one.")
+        raise CalibrationError("bisect got no batches: give at least one.")
     chosen = get_runtime(Path(path), runtime, runtime_host, model.annotation.backend)
     unequal = None
     stages = 2 if runs_optimized(chosen, model.annotation.backend) else 1

@@ -2,8 +2,8 @@
 
 From end to end, ties and the order of sums move single integers, and a deep network amplifies them, so the
 outputs of graph and runtime differ although no op is wrong. Both differ from float by the noise of
-quantization anyway. A file is as good as its graph if its noise is no larger and its predictions are as often
-those of float.
+quantization anyway. A file is as good as its graph if its noise is no larger and its predictions equal
+float's as often.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Closeness", "fewer_rows", "is_as_wrong", "more_than_chance", "sum_up
 
 # How much more noise than the graph the runtime may have.
 _MAX_LOSS_DB = 1.0
-# Outputs of runtime and graph that are as close as those of two float engines are equal.
+# Outputs of runtime and graph that are as close as the outputs of two float engines are equal.
 _EQUAL_DB = 60.0
 # What chance explains, in standard deviations.
 _DEVIATIONS = 2.0
@@ -43,7 +43,7 @@ class Closeness:
         predictions: the number of predictions.
         graph_agreeing: the number of the graph's predictions that are float's.
         runtime_agreeing: the number of the runtime's predictions that are float's.
-        discordant: the number of predictions that are float's on one of both sides alone.
+        discordant: the number of predictions that are float's on only one of both sides.
     """
 
     signal: float = 0.0

@@ -1,7 +1,7 @@
 """What verify knows of a file that has ops in float16: the graph rounds their results, too.
 
 Engines compute float16 with different digits inside: the result of an op differs in its last bits, and an
-integer behind it where the value lies at a border of two. How far values may be off is measured: as far as
+integer after it where the value lies at a border of two. How far values may be off is measured: as far as
 float16 changes them in the graph.
 """
 
@@ -35,7 +35,7 @@ def read_float16_ops(model: Any) -> tuple[str, ...]:
 
 
 class Float16Rounding:
-    """Rounds what a file has in float16, and says which integers behind it are right.
+    """Rounds what a file has in float16, and says which integers after it are right.
 
     Args:
         model: the converted graph.

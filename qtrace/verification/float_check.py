@@ -106,7 +106,7 @@ class FloatCheck:
 
         Raises:
             RefusalError: when the runtime refuses the float network.
-            QtraceError: when onnxruntime does, or the network has no float file.
+            QtraceError: when onnxruntime does, or the network lacks a float file.
         """
         _, (_, *tensors) = Interpreter(self._converted).bind(*arguments)
         inputs = [tensor.numpy() for tensor in tensors]

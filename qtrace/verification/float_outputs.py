@@ -28,7 +28,7 @@ class FloatOutputs:
     Args:
         model: the converted graph.
         network: the network as traced, or prepared; None for the graph itself without its roundings. Its
-            weights are those of the network unless an algorithm or training changed them.
+            weights equal the network's weights unless an algorithm or training changed them.
 
     Attributes:
         source: what computes the outputs, in words.
@@ -99,7 +99,7 @@ class FloatOutputs:
         return outputs, run.tape.shares
 
     def lane(self, places: Sequence[np.ndarray]) -> FloatLane | None:
-        """Returns a lane beside the graph's; None if another network computes the outputs.
+        """Returns a lane next to the graph's; None if another network computes the outputs.
 
         Args:
             places: the places that the graph selects, to which it may add until the lane needs them.

@@ -3,11 +3,11 @@
 verify needs three runs of a graph for each batch: by itself, op by op on the runtime's integers, and in
 float. Up to the first rounding all three have the same values, and up to the first integer that differs the
 first two have. The lanes take each expr together, so that a kernel runs again in a lane only where one of its
-inputs is another tensor there. Parameters, and what is computed from them alone, such as rounded weights, are
+inputs is another tensor there. Parameters, and what is computed only from them, such as rounded weights, are
 computed once for all batches. MegEngine's kernels compute every value of the first lane and of float: the
 op-by-op lane takes the runtime's integers, and numpy rounds what it compares with them.
 
-Who reads a value waits for all that MegEngine was given. So the lane in float follows some exprs behind, and
+Who reads a value waits for all that MegEngine was given. So the lane in float follows some exprs later, and
 the first lane leads by some: their kernels run while integers are compared.
 """
 
@@ -34,18 +34,18 @@ from qtrace.verification.ties import FirstOfEquals
 
 __all__ = ["FloatLane", "Lanes", "TakingLane", "leaves"]
 
-# Of values that are computed from parameters alone. More of them are computed in each run, and freed there.
+# Of values that are computed only from parameters. More of them are computed in each run, and freed there.
 _MOST_FIXED_BYTES = 128 << 20
 
 _Values = dict[Node, Any]
 
 
-# How many exprs, and bytes of their results as traced, a lane in float may be behind and the first one ahead.
+# How many exprs, and bytes of their results as traced, a lane in float may lag and the first one lead.
 _MOST_WAITING, _MOST_WAITING_BYTES = 16, 32 << 20
 
 
 class FloatLane(FirstOfEquals):
-    """Runs a graph without its roundings, beside a lane that rounds."""
+    """Runs a graph without its roundings, next to a lane that rounds."""
 
 
 class TakingLane(FirstOfEquals, abc.ABC):
@@ -73,7 +73,7 @@ class _Plan:
         steps: the exprs that each run computes.
         frees: the nodes to free after each expr; under None, the inputs that nothing reads.
         fixed: the values of all other exprs.
-        in_float: those of them that are others without roundings.
+        in_float: the nodes with other values without roundings.
     """
 
     steps: Sequence[Expr]
@@ -87,7 +87,7 @@ class Lanes:
 
     Args:
         traced: the traced module, in eval mode whenever it runs.
-        watched: names of nodes that hooks see in every run, though they may depend on parameters alone: what
+        watched: names of nodes that hooks see in every run, though they may depend only on parameters: what
             a file computes of a rounded parameter is compared, too.
 
     Attributes:
@@ -196,7 +196,7 @@ class Lanes:
         Args:
             expr: the expr.
             lane: the lane.
-            held: the values of the lane that differ from those of the first lane; all of the first lane.
+            held: the values of the lane that differ from the first lane's; all of the first lane.
             first: the values of the first lane.
             computed: the results from these values; None if each lane computes the expr by itself.
         """
@@ -251,7 +251,7 @@ class Lanes:
         return any(node.name in self._watched for node in expr.outputs)
 
     def _make(self, graph: Any) -> _Plan:
-        """Computes what depends on parameters alone, with roundings and without."""
+        """Computes what depends only on parameters, with roundings and without."""
         kept_out = self._nested | self._ranking | self.selecting
         known = (
             set[Node]()
@@ -285,7 +285,7 @@ def leaves(value: Any) -> list[Any]:
 
 
 class _Follower:
-    """Runs the lanes in float some exprs behind the others, and frees what all lanes are done with.
+    """Runs the lanes in float some exprs after the others, and frees what all lanes are done with.
 
     Args:
         owner: the lanes of the graph.
@@ -327,7 +327,7 @@ class _Follower:
 
 
 class _Leader:
-    """Computes in the first lane what comes behind a value that is read, up to the next one.
+    """Computes in the first lane what comes after a value that is read, up to the next one.
 
     Args:
         owner: the lanes of the graph.
@@ -342,7 +342,7 @@ class _Leader:
         self._places = {expr: place for place, expr in enumerate(steps)} if self._leads else {}
         self._results: dict[Expr, Sequence[Any] | None] = {}
         self._values: _Values = {}
-        self._read: Sequence[Node] = ()  # the nodes behind which it has led
+        self._read: Sequence[Node] = ()  # the nodes after which it has led
 
     def compute(self, expr: Expr, inputs: Sequence[Any]) -> Sequence[Any] | None:
         """Returns the results of an expr, which may be there already."""
@@ -353,7 +353,7 @@ class _Leader:
         return self._results.pop(expr)
 
     def lead(self, expr: Expr, results: Sequence[Any]) -> None:
-        """Computes the exprs behind one.
+        """Computes the exprs after one.
 
         Args:
             expr: the last expr that the first lane has computed.
@@ -394,7 +394,7 @@ def _takes(lane: FirstOfEquals, expr: Expr) -> bool:
 def _keep(
     lane: FirstOfEquals, held: _Values, first: _Values, nodes: Sequence[Node], results: Sequence[Any]
 ) -> None:
-    """Shows new values to the hook of a lane; keeps those of the first lane, and what differs from them."""
+    """Shows new values to the hook of a lane; keeps the first lane's, and what differs from them."""
     for node, result in zip(nodes, results, strict=True):
         value = lane.on_node(node, result)
         if held is first or value is not first[node]:
@@ -412,7 +412,7 @@ def _free(nodes: Sequence[Node], values: Sequence[_Values]) -> None:
 
 
 def _bytes(expr: Expr) -> int:
-    """Returns the size of what an expr computes; that of parameters is there already."""
+    """Returns the size of what an expr computes; parameters are there already."""
     return 0 if isinstance(expr, (GetAttr, Constant)) else sum(map(count_bytes, expr.outputs))
 
 

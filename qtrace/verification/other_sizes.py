@@ -100,7 +100,7 @@ def open_in_file(path: Path, model: TracedModule) -> tuple[OpenAxis, ...]:
 
 
 def _fixes_sizes(model: TracedModule) -> bool:
-    """Returns whether the ncnn net of a graph may run at the recorded sizes alone."""
+    """Returns whether the ncnn net of a graph may run only at the recorded sizes."""
     try:
         return bool(find_fixing_layer(PlainGraph(model) if is_plain(model) else ConvertedGraph(model)))
     except ExportError:  # it was written with allow_float, of which the net says nothing

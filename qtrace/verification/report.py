@@ -19,7 +19,7 @@ class VerifyReport(Displayed, Tallies):
     """The outcome of ``qtrace.verify``: `Tallies` has its attributes and what can be asked of it."""
 
     def table(self, max_width: int = 140) -> str:
-        """Returns a text table: a row for each site, then the totals; the totals of a float file alone."""
+        """Returns a text table: a row for each site, then the totals; only the totals of a float file."""
         return format_sites(self, max_width)
 
     def summary(self) -> str:

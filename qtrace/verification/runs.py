@@ -1,4 +1,4 @@
-"""Runs a batch in the runtime and in the graph: the graph alone, and op by op on the runtime's integers."""
+"""Runs a batch in the runtime and in the graph: the whole graph, and op by op on the runtime's integers."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class BatchRun:
     Attributes:
         number: the number of the batch, from 0.
         arguments: the batch as arguments of a call.
-        graph: the run of the graph alone.
+        graph: the run of the graph by itself.
         runtime: the run of the runtime.
         single: the run of the graph op by op, from the runtime's integers.
         outputs: the outputs of `single`.
@@ -117,7 +117,7 @@ class _Start:
 
 
 class File:
-    """An exported file in a session of its runtime, beside the converted graph.
+    """An exported file in a session of its runtime, next to the converted graph.
 
     Args:
         path: the file.
@@ -189,7 +189,7 @@ class File:
             exact: the float network, which gives the column groups of the outputs by the first batch; None if
                 they are known.
             others: gives batches at other sizes, several for each of which the first one counts at which the
-                graph runs; it is called behind all batches.
+                graph runs; it is called after all batches.
             deployed: a session of the file with optimizations, for `BatchRun.deployed`; None for none.
 
         Raises:
@@ -219,7 +219,7 @@ class File:
             yield [_Start(self, next(numbers), part, ahead) for part in parts], True
 
     def _parts(self, batch: Any, number: int) -> Sequence[Any]:
-        """Cuts a batch into those of the size that the file fixes; one that is no multiple stays whole."""
+        """Cuts a batch into batches of the size that the file fixes; one that is no multiple stays whole."""
         fixed: Mapping[str, int] = getattr(self.session, "fixed_samples", {})
         if not fixed:
             return [batch]
@@ -401,7 +401,7 @@ def _integer_names(converted: QuantizedModel, path: Path, session: Session) -> d
     """Maps each node that holds dequantized integers to the name under which the runtime returns them.
 
     A format may leave out the integers of ops that only move values, sites on which no output depends, and
-    those that max poolings alone read: the ONNX export rounds behind these.
+    sites that only max poolings read: the ONNX export rounds after these.
 
     Raises:
         ExportError: when the file lacks a site, or says that it was exported from another graph.
@@ -414,7 +414,7 @@ def _integer_names(converted: QuantizedModel, path: Path, session: Session) -> d
     }
     missing = sorted({site for name, site in computed.items() if name in needed} - known - pooled)
     if missing and not getattr(session, "partial", False):
-        raise ExportError(f"{path} is not an export of this module: it has no integers of {missing[0]!r}.")
+        raise ExportError(f"{path} is not an export of this module: it lacks integers of {missing[0]!r}.")
     exported = getattr(session, "graph_hash", "")  # of formats that store it
     if exported and exported != graph_hash(converted.module):
         other = "another calibration or" if computed else "a quantized module or one with"
@@ -426,9 +426,9 @@ def _integer_names(converted: QuantizedModel, path: Path, session: Session) -> d
 
 
 def _is_pooled(readers: Iterable[Expr], known: Collection[str]) -> bool:
-    """Whether max poolings alone read a value, whose results the file has as integers.
+    """Whether only max poolings read a value, whose results the file has as integers.
 
-    A padding in front of a pooling is the pooling's own in the file.
+    A padding before a pooling is the pooling's own in the file.
     """
     calls = [(expr, ops.read(expr)) for expr in readers]
     return bool(calls) and all(
@@ -473,14 +473,14 @@ def integer_qparams(converted: QuantizedModel) -> dict[str, QParams]:
 
 
 def tied_inputs(file: File, graph: EndToEnd, runtime: RuntimeRun) -> dict[str, np.ndarray]:
-    """Returns the runtime's integers of the inputs that it rounds otherwise than the graph, at ties alone.
+    """Returns the runtime's integers of the inputs that it rounds otherwise than the graph, only at ties.
 
     A value half a step from two integers is as near to either. Data that are clipped have many at their ends,
     such as 1.5 in a range of -1.5 to 1.5, and all of them go one way.
 
     Args:
         file: the file.
-        graph: a run of the graph alone.
+        graph: a run of the graph by itself.
         runtime: the run of the runtime on the same inputs.
     """
     values = dict(zip(file.model.module.graph.inputs[1:], graph.inputs, strict=False))
@@ -519,7 +519,7 @@ class OpByOp(TakingLane):
     """Compares at every site, then goes on with the runtime's integers.
 
     Where both sides select other rows from the same integers, or rank equal scores in another order, a site
-    right behind that op cannot be compared, and neither can what is computed from its result past that site.
+    right after that op cannot be compared, and neither can what is computed from its result past that site.
     The graph goes on with the runtime's integers there, or with its own where their number differs.
 
     Attributes:
@@ -527,7 +527,7 @@ class OpByOp(TakingLane):
         order: the nodes that may depend on another order of equal scores in the runtime.
         values: the runtime's integers.
         disagreement: the first site that differs by more than the report allows; None where there is none.
-        beside: the lane of the graph alone; None for none.
+        beside: the lane of the graph by itself; None for none.
     """
 
     def __init__(self, file: File, integers: dict[str, np.ndarray], report: VerifyReport) -> None:
@@ -621,7 +621,7 @@ class OpByOp(TakingLane):
 
 
 class GraphRun(FirstOfEquals):
-    """Runs the graph alone and keeps its inputs, its outputs and the integers of nodes.
+    """Runs the graph by itself and keeps its inputs, its outputs and the integers of nodes.
 
     Args:
         model: the converted graph.
@@ -703,7 +703,7 @@ class SameRows:
 
 
 class EndToEnd(GraphRun):
-    """Runs the graph alone, to compare it with a run of the runtime.
+    """Runs the graph by itself, to compare it with a run of the runtime.
 
     Args:
         file: the file.
@@ -742,7 +742,7 @@ class EndToEnd(GraphRun):
         return (self.integers[node.name], self._exact) if same and node.name in self.integers else None
 
     def _quantize(self, name: str, value: Any) -> np.ndarray:
-        """Returns the integers in few bytes: those of all sites are kept until the file is compared."""
+        """Returns the integers in few bytes: they are kept for all sites until the file is compared."""
         levels, self._exact = _read_levels(value.numpy(), self.qparams[name])
         return levels
 

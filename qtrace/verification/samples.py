@@ -1,4 +1,4 @@
-"""Runs a file that computes one sample beside a graph whose samples may lie along any axis."""
+"""Runs a file that computes one sample next to a graph whose samples may lie along any axis."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def by_sample(session: Session, model: QuantizedModel) -> Session:
     """Returns a session that takes one sample at a time, if the runtime does and the graph needs it.
 
     A runtime that computes sample by sample gives its values with the sample as the first axis. In a graph,
-    samples may lie along another axis, or along one with other values; one sample alone has one place.
+    samples may lie along another axis, or along one with other values; a single sample has one place.
 
     Args:
         session: the session of a file.
@@ -68,7 +68,7 @@ class _SampleSession:
         return RuntimeRun(outputs, integers)
 
     def run_outputs(self, inputs: list[np.ndarray]) -> list[np.ndarray]:
-        """Runs the model for its outputs alone; see `Session`."""
+        """Runs the model only for its outputs; see `Session`."""
         values = run_outputs(self._session, inputs)
         return [_reshaped(v, shape) for v, shape in zip(values, self._outputs, strict=True)]
 

@@ -103,7 +103,7 @@ def read_runtime_places(
         kinds: the ops of the nodes of the file that select, in order.
         told: what each of these nodes has picked.
         own: the places of a run of the graph, whose shapes are taken, and which are returned if the nodes of
-            the file are not those of the graph.
+            the file differ from the graph's.
     """
     if not kinds:
         return own

@@ -17,7 +17,7 @@ _SHOWN_STEPS = 6
 
 
 def format_sites(tallies: Tallies, max_width: int = 140) -> str:
-    """Returns a text table: a row for each site, then the totals; the totals of a float file alone."""
+    """Returns a text table: a row for each site, then the totals; only the totals of a float file."""
     if not tallies.sites["op_by_op"]:
         return summarize(tallies)
     headers = ("site", "values", "equal", "worst LSB", "end to end", "deployed")

@@ -151,7 +151,7 @@ class Tallies:
             runtime is the usual one or was named.
         selected: how many of the rows that the graph selects are float's; None where nothing selects.
         runtime_selected: mode -> how many of the rows that the runtime selects are float's.
-        float16: the number of ops that the file has in float16. Op by op, an integer behind them counts as
+        float16: the number of ops that the file has in float16. Op by op, an integer after them counts as
             the graph's if float16 explains the difference of what is rounded.
     """
 
@@ -207,7 +207,7 @@ class Tallies:
             mode: the comparison.
             names: the names of the outputs.
             graph: the graph's outputs.
-            runtime: the runtime's outputs; None for one that a device has not dumped.
+            runtime: the runtime's outputs; None for one that a device did not dump.
             selected: outputs whose rows depend on values; below the limit they are not compared, since both
                 sides may have selected other rows.
             ranked: outputs that depend on the order of equal scores; compared likewise.
@@ -255,7 +255,7 @@ class Tallies:
         runtime: Sequence[np.ndarray],
         replayed: Sequence[np.ndarray] | None = None,
     ) -> None:
-        """Adds the outputs of one batch beside float's, which has the same rows as either side selects.
+        """Adds the outputs of one batch next to float's, which has the same rows as either side selects.
 
         Leaves out those whose rows depend on values, and what is ranked where equal scores come in another
         order in the runtime.
@@ -372,7 +372,7 @@ class Tallies:
     def weakest_output(self, mode: str = "reference") -> tuple[str, float]:
         """Returns the column group with the lowest signal-to-noise ratio, and that ratio in dB.
 
-        A group of columns that the graph loses, all 0, has no ratio; its distance to float is measured.
+        A group of columns that the graph loses, all 0, is without a ratio; its distance to float is measured.
         """
         noises = self.outputs[mode]
         columns = {group.name for group in self.groups if not group.whole}

@@ -29,7 +29,7 @@ _EQUAL_SHARE = 1e-5
 
 @dataclass(frozen=True)
 class Ranked:
-    """Scores, and those of them that a sort or search picks.
+    """Scores, and the scores that a sort or search picks.
 
     Attributes:
         rows: the scores; those on the last axis are ranked against each other.
@@ -40,7 +40,7 @@ class Ranked:
     picked: np.ndarray
 
     def accepts(self, positions: np.ndarray) -> bool:
-        """Whether ``positions`` differ from the right ones in the order of equal scores alone."""
+        """Whether ``positions`` differ from the right ones only in the order of equal scores."""
         if positions.size != self.picked.size:
             return False
         places = positions.reshape(self.picked.shape).astype(np.int64)
@@ -61,7 +61,7 @@ class FirstOfEquals(Interpreter):
 
     Attributes:
         tape: the selections of the run.
-        tied: the nodes that show the order of equal scores; those of positions with what they rank.
+        tied: the nodes that show the order of equal scores; nodes of positions with what they rank.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ def _has_ties(ordered: np.ndarray) -> bool:
 
 
 def _near(scores: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Returns which scores are equal but for float arithmetic, whose error is that of the row's largest."""
+    """Returns which scores are equal but for float arithmetic, whose error follows the row's largest."""
     a, b = scores.astype(np.float64), others.astype(np.float64)
     size = np.abs(np.where(np.isfinite(a), a, 0.0)).max(initial=0.0, axis=-1, keepdims=True)
     with np.errstate(invalid="ignore"):  # infinities that are equal

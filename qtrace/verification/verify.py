@@ -66,7 +66,7 @@ def verify(
     min_equal: float = 0.999,
     min_sqnr_db: float | None = None,
 ) -> VerifyReport:
-    """Runs ``path`` in its runtime beside ``converted`` and compares integer by integer.
+    """Runs ``path`` in its runtime and compares it with ``converted``, integer by integer.
 
     An ONNX file with open axes besides the batch is also run at two other sizes, to which the first sample is
     repeated: a larger one, and a smaller one where the axes are long enough and the graph runs there, else a
@@ -87,7 +87,7 @@ def verify(
         min_equal: smallest share of equal values allowed over all sites, op by op.
         min_sqnr_db: smallest signal-to-noise ratio allowed at each column group of the outputs, computed from
             the runtime's own integers and from end to end. None allows 35 dB at the former, and 60 dB for a
-            plain module; from end to end, a converted module is then compared to float alone: in each column
+            plain module. From end to end, a converted module is then compared only to float: in each column
             group the runtime's noise may be 1 dB larger than the graph's, and its predictions must be float's
             as often, but for what chance explains.
 
@@ -148,7 +148,7 @@ def verify(
         # Without such columns another kernel is at fault.
         report.kernels = replace(report.kernels, wrong=has_odd_columns(path))
     if not first:
-        raise CalibrationError("verification data has no batches: give at least one.")
+        raise CalibrationError("verification data holds no batches: give at least one.")
     if not report.passed and (fault := check.find_fault()) is not None:
         node, _ = report.cross_check or report.weakest_output()
         report.cross_check = (node, fault)
@@ -168,7 +168,7 @@ def _cross_check(
 def _compare_outputs(
     file: File, run: BatchRun, deployed: Session | None, exact: FloatOutputs | None, report: VerifyReport
 ) -> None:
-    """Compares the outputs of a batch from end to end, and those of the optimized file if it is run."""
+    """Compares the outputs of a batch from end to end, and the outputs of the optimized file if it is run."""
     rows = _Rows(file, run, exact)
     if report.selected is not None:
         report.selected.add(rows.shares)
@@ -221,7 +221,7 @@ def _compare_run(
     told = read_runtime_places(file.model.module, getattr(session, "place_kinds", ()), runtime.places, own)
     same = rows.of(own)
     if differ(own, told):
-        # A file that was changed behind the export may tell places of something else.
+        # A file that was changed after the export may tell places of something else.
         same = max(same, rows.of(told), key=lambda rows: _ratio(rows.graph, runtime.outputs))
     run.graph.tally(runtime, mode, report, file.output_names, same)
     return run

@@ -1,6 +1,6 @@
-"""Messages between a process and its workers: pickled objects, each behind its length.
+"""Messages between a process and its workers: pickled objects, each after its length.
 
-Both ends are programs of qtrace, the pipe is theirs alone.
+Both ends are programs of qtrace, the pipe is only theirs.
 """
 
 from __future__ import annotations

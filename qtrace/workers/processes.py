@@ -31,7 +31,7 @@ class Processes:
         job: what the processes do.
         count: number of processes.
         saves: whether an ending worker writes what it has done. It gets time for that, and the failure of one
-            ends all. Else a failure is that of its task alone, and workers are killed.
+            ends all. Else a failure ends only its task, and workers are killed.
     """
 
     def __init__(self, job: Job, count: int, saves: bool = False) -> None:

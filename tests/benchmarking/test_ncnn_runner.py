@@ -46,7 +46,7 @@ def test_a_net_without_a_shape_names_the_option(path: Path) -> None:
 
 def test_a_net_without_its_weights_is_refused(path: Path) -> None:
     path.with_suffix(".bin").unlink()
-    with pytest.raises(ExportError, match=r"net\.bin does not exist: it belongs beside net\.param"):
+    with pytest.raises(ExportError, match=r"net\.bin does not exist: it belongs next to net\.param"):
         open_file(path, None, RunnerSettings(shapes={"x": (1, 3, 12, 12)}))
 
 

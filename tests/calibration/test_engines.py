@@ -165,7 +165,7 @@ def test_auto_says_why_onnxruntime_does_not_apply(monkeypatch: pytest.MonkeyPatc
     unknown = net(lambda self, x: F.svd(self.c(x))[1], c=M.Conv2d(3, 4, 1))
     chosen = _auto(_prepared(unknown), [_X, _X])
     assert chosen.name == "megengine"
-    assert "no ONNX form" in chosen.reason
+    assert "cannot become ONNX" in chosen.reason
     monkeypatch.setattr(choice, "OnnxRuntime", _missing)
     assert "not installed" in _auto(_prepared(Chain(1, 3)), [_X, _X]).reason
 
@@ -292,7 +292,7 @@ def test_batches_of_another_shape_are_compared_or_run_in_megengine() -> None:
 def test_an_engine_that_cannot_run_the_graph_is_told() -> None:
     unknown = net(lambda self, x: F.svd(self.c(x))[1], c=M.Conv2d(3, 4, 1))
     with pytest.raises(
-        CalibrationError, match="engine onnxruntime does not apply: the graph has no ONNX form"
+        CalibrationError, match="engine onnxruntime does not apply: the graph cannot become ONNX"
     ):
         qtrace.calibrate(_prepared(unknown), [_X], progress=False, engine="onnxruntime")
     with pytest.raises(ConfigError, match="unknown engine 'torch': choose one of auto, megengine"):
@@ -314,7 +314,7 @@ def test_a_nan_in_the_data_is_refused_where_no_site_sees_it(engine: str) -> None
     prepared = _prepared(module, qconfig=qtrace.QConfig(backend="onnxruntime", rules=[rule]))
     spoiled = _X.copy()
     spoiled[2, 1, 0, 0] = np.nan
-    place = r"batch 1 holds NaN, which has no integer, first in input 0 at \[2, 1, 0, 0\] \(sample 2\)"
+    place = r"batch 1 holds NaN, which is no integer, first in input 0 at \[2, 1, 0, 0\] \(sample 2\)"
     with pytest.raises(CalibrationError, match=place):
         qtrace.calibrate(prepared, [_X, spoiled], progress=False, engine=engine)
     assert {fq.phase for fq in fake_quants(prepared)} == {"float"}

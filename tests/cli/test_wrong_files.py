@@ -109,11 +109,11 @@ EXPORTS: dict[str, tuple[tuple[str, ...], str]] = {
     "weights of ncnn": (("one.mge", "-o", "out.bin"), r"name the model, out\.param\."),
     "weights of Caffe": (("one.mge", "-o", "out.caffemodel"), r"name the model, out\.prototxt\."),
     "unknown format": (("one.mge", "-o", "out.onnx", "-f", "onx"), r"unknown format 'onx'"),
-    "unknown option": (("one.mge", "-o", "out.onnx", "-O", "pack=1"), r"no option 'pack'; it knows: packed"),
+    "unknown option": (("one.mge", "-o", "out.onnx", "-O", "pack=1"), r"option 'pack'; it knows: packed"),
     "unknown op": (("one.mge", "-o", "out.onnx", "--allow-float", "conv2"), r"allow_float names 'conv2'"),
     "no such option here": (
         ("one.mge", "-o", "out.prototxt", "--allow-float", "conv2d"),
-        r"format caffe has no option 'allow_float'",
+        r"format caffe lacks option 'allow_float'",
     ),
     "another target": (
         ("one.mge", "-o", "out.param"),

@@ -49,7 +49,7 @@ def test_a_target_has_the_precision_or_says_what_it_has(name: str, target: str, 
         assert name in count_precisions(annotation)
     else:
         with pytest.raises(
-            ConfigError, match=f"^{target} has no {name}: it runs weights of .* bits and activations"
+            ConfigError, match=f"^{target} lacks {name}: it runs weights of .* bits and activations"
         ):
             qtrace.load_recipe(f"{name}+{target}")
 
@@ -74,7 +74,7 @@ def test_the_sentence_names_all_widths() -> None:
     with pytest.raises(ConfigError) as caught:
         qtrace.load_recipe("w8a16+tensorrt")
     assert str(caught.value) == (
-        "tensorrt has no w8a16: it runs weights of 2, 3, 4, 5, 6, 7 or 8 bits and activations of 8 bits."
+        "tensorrt lacks w8a16: it runs weights of 2, 3, 4, 5, 6, 7 or 8 bits and activations of 8 bits."
     )
 
 

@@ -417,7 +417,7 @@ MISTAKES = [
     ({"qat": {"bn": {"freeze_after": 1.5}}}, "qat.bn.freeze_after must be at most 1.0, not 1.5."),
     ({"expect": {"metric": "top1"}}, "expect: metric and max_drop belong together: give both"),
     ({"expect": {"max_drop": 1}}, "expect: metric and max_drop belong together: give both"),
-    ({"expect": {}}, "expect: it has no limit: give metric, max_drop, min_sqnr, max_megabytes, max_millisec"),
+    ({"expect": {}}, "expect: it lacks a limit: give metric, max_drop, min_sqnr, max_megabytes, max_mill"),
     ({"expect": {"max_megabytes": 0}}, "expect.max_megabytes must be greater than 0.0, not 0."),
     ({"expect": {"max_ms": 1}}, "unknown key 'max_ms' in expect"),
     ({"expect": {"metric": "top1", "max_drop": -1}}, "expect.max_drop must be at least 0.0, not -1."),

@@ -529,7 +529,7 @@ class TestLoader:
             ("1 / 0", r"importing its module raised ZeroDivisionError: .*user_\d+\.py:1"),
             ("import does_not_exist_at_all", r"importing its module raised ModuleNotFoundError: .*:1"),
             ("def loader(:", "importing its module raised SyntaxError"),
-            ("", "has no 'loader'"),
+            ("", "lacks 'loader'"),
         ],
     )
     def test_mistakes(self, user_module, source, message):

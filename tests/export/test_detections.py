@@ -196,7 +196,7 @@ def test_the_script_beside_a_file_that_finds_no_boxes_runs(tmp_path):
 
 MISTAKES = [
     (3, "nms=3 is no choice: give a mapping with boxes, scores"),
-    ({"boxes": "y", "iuo": 1}, "nms has no key 'iuo'; it knows: boxes, scores"),
+    ({"boxes": "y", "iuo": 1}, "nms takes no key 'iuo'; it knows: boxes, scores"),
     ({"scores": "y"}, "nms needs boxes: the name of the output"),
     ({"boxes": "y"}, "nms names 'y', which is no output: name one of a, b, c"),
     ({"boxes": "a", "scores": "a"}, r"nms: boxes are of shape \(N, A, 4\), and a is \(2, 42, 3\)"),

@@ -358,9 +358,9 @@ def test_unknown_kinds_and_options(tmp_path: Path) -> None:
     converted = _small()
     with pytest.raises(ExportError, match="unknown kind of parameter file 'tensort'; known: aimet-0.6.1, .*"):
         _export(converted, tmp_path, "tensort")
-    with pytest.raises(ExportError, match="format onnx_float has no option 'parms'; it knows: params"):
+    with pytest.raises(ExportError, match="format onnx_float lacks option 'parms'; it knows: params"):
         qtrace.export(converted, tmp_path / "m.onnx", format="onnx_float", parms="tensorrt")
-    with pytest.raises(ExportError, match="format onnx has no option 'params'; it knows: "):
+    with pytest.raises(ExportError, match="format onnx lacks option 'params'; it knows: "):
         qtrace.export(converted, tmp_path / "m.onnx", params="tensorrt")
     assert set(CASES) | {"ncnn"} == set(kinds())
 

@@ -252,7 +252,7 @@ def test_verify_refuses_files_of_other_modules(resnet: TracedModule, tmp_path: P
     with pytest.raises(ExportError, match="it comes from a quantized module or one with other weights"):
         qtrace.verify(path, other, [x])
     converted = qtrace.convert(qtrace.calibrate(qtrace.prepare(resnet), [x], progress=False))
-    with pytest.raises(ExportError, match="is not an export of this module: it has no integers of"):
+    with pytest.raises(ExportError, match="is not an export of this module: it lacks integers of"):
         qtrace.verify(path, converted, [x])
 
 
@@ -309,13 +309,13 @@ def test_formats_of_quantized_modules_refuse(format: str, resnet: TracedModule, 
         (
             "m.onnx",
             {"packed": True},
-            "format onnx has no option 'packed' for a plain traced module; it knows",
+            "format onnx lacks option 'packed' for a plain traced module; it knows",
         ),
-        ("m.tflite", {"io": "int8"}, "has no option 'io' for a plain traced module; it knows: nms"),
-        ("m.prototxt", {"params": "ncnn"}, "has no option 'params' for a plain traced module"),
+        ("m.tflite", {"io": "int8"}, "lacks option 'io' for a plain traced module; it knows: nms"),
+        ("m.prototxt", {"params": "ncnn"}, "lacks option 'params' for a plain traced module"),
         ("m.onnx", {"opset": 12}, "opset=12 is no choice of the ONNX export: choose one from 13 to 21"),
         ("m.onnx", {"opset": True}, "opset=True is no choice"),
-        ("m.onnx", {"new": 1}, "format onnx has no option 'new'; it knows: external, opset"),
+        ("m.onnx", {"new": 1}, "format onnx lacks option 'new'; it knows: external, opset"),
     ],
 )
 def test_options_are_refused(
@@ -342,7 +342,7 @@ def test_an_opset_that_lacks_an_op_is_refused(tmp_path: Path) -> None:
 
     matrix = np.tile(np.array([[[1, 0, 0.5], [0, 1, 0.25]]], np.float32), (2, 1, 1))
     traced = qtrace.trace(net(forward, conv=M.Conv2d(4, 4, 1)), images(2, 4, 6, 6), matrix, check=False)
-    with pytest.raises(ExportError, match=r"opset=13 has no GridSample: .* choose 16"):
+    with pytest.raises(ExportError, match=r"opset=13 lacks GridSample: .* choose 16"):
         qtrace.export(traced, tmp_path / "m.onnx", opset=13)
     for opset in (16, 21):  # opset 20 renamed the mode
         same(qtrace.export(traced, tmp_path / "m.onnx", opset=opset), traced, images(2, 4, 6, 6), matrix)

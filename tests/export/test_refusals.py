@@ -75,7 +75,7 @@ REFUSED: dict[str, tuple[str, Any, Callable[..., Any], str, str]] = {
     "tflite, an index": ("tflite", "backend/tflite", _written_by_positions, "setitem_out: ", "= 0.0"),
     "ncnn": ("param", "backend/ncnn", _inverse, "matinv_out: ", "F.matinv"),
     "ncnn, a site": ("param", QConfig(backend="onnxruntime"), _sine, "", "self.conv"),
-    "caffe": ("prototxt", "backend/tensorrt", _sine, "sin_out: F.sin has no Caffe form: ", "F.sin"),
+    "caffe": ("prototxt", "backend/tensorrt", _sine, "sin_out: F.sin cannot become Caffe: ", "F.sin"),
 }
 
 

@@ -93,5 +93,5 @@ def test_parameters_for_another_number_of_blocks_are_refused() -> None:
     qparams = QParams(SCHEME, np.ones(6, np.float32), np.zeros(6, np.int32))
     with pytest.raises(SchemeError, match=r"has 4 blocks of 8 inputs, but its parameters are for 6"):
         quantize(np.ones((2, 16), np.float32), qparams)
-    with pytest.raises(SchemeError, match="has no blocks of inputs"):
+    with pytest.raises(SchemeError, match="lacks blocks of inputs"):
         quantize(np.ones((2, 3, 8), np.float32), qparams)

@@ -344,7 +344,7 @@ def test_what_cannot_be_trained_is_refused_in_a_sentence(traced: TracedModule) -
         qtrace.finetune(traced, _data(), QUICK, progress=False)
     with pytest.raises(CalibrationError, match="never calibrated"):
         qtrace.finetune(qtrace.prepare(traced, W3), _data(), QUICK, progress=False)
-    with pytest.raises(CalibrationError, match="the data has no batches"):
+    with pytest.raises(CalibrationError, match="the data holds no batches"):
         qtrace.finetune(prepared, [], QUICK, progress=False)
     with pytest.raises(CalibrationError, match="batch 0 gives"):
         qtrace.finetune(prepared, [np.zeros((4, 5, 6, 6), np.float32)], QUICK, progress=False)

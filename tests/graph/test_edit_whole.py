@@ -86,7 +86,7 @@ def test_an_edit_that_cannot_run_is_refused_at_its_call() -> None:
         r"F.relu .*fails on relu_out .*: TypeError: ": lambda e: e.call_function(
             F.relu, node, 1, after=node.expr
         ),
-        "a Tensor has no method 'rehsape'": lambda e: e.call_method("rehsape", node, after=node.expr),
+        "a Tensor lacks the method 'rehsape'": lambda e: e.call_method("rehsape", node, after=node.expr),
         "depends on values, so the edit must say it": lambda e: e.call_function(
             F.cond_take, node, node, after=node.expr
         ),
@@ -132,7 +132,7 @@ def test_set_argument_names_the_arguments_of_the_op() -> None:
     leaky = _node(traced, "leaky_relu_out").expr
     with (
         pytest.raises(
-            GraphError, match=r"leaky_relu_out \(F.leaky_relu, .* has no argument 'slope'; it takes inp, "
+            GraphError, match=r"leaky_relu_out \(F.leaky_relu, .* takes no argument 'slope'; it takes inp, "
         ),
         GraphEditor(traced) as edit,
     ):

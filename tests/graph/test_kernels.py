@@ -188,7 +188,7 @@ def test_other_divisions_are_computed_as_before():
     ],
 )
 def test_a_size_that_nothing_decides_is_refused(reshape):
-    with pytest.raises(ValueError, match=r"a reshape to \(0, -1\), where any size fits the -1 beside 0"):
+    with pytest.raises(ValueError, match=r"a reshape to \(0, -1\), where any size fits the -1 next to 0"):
         reshape(ones(0, 3))
     assert ones(0, 3).reshape(-1, 3).shape == (0, 3)
 

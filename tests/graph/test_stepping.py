@@ -64,7 +64,7 @@ def test_values_ahead_are_computed_without_being_kept() -> None:
     stepper.advance(order[0])
     (value,) = stepper.compute(order, [order[1].outputs[0]], 1)
     np.testing.assert_array_equal(value.numpy(), _values(stepper, 1)["relu_out"])
-    with pytest.raises(GraphError, match="relu_out has no value here"):
+    with pytest.raises(GraphError, match="relu_out lacks a value here"):
         stepper.value(order[1].outputs[0], 1)
 
 

@@ -231,7 +231,7 @@ def test_prepare_and_export_refuse_a_layer_that_cannot_run(tmp_path: Path) -> No
 def test_set_input_shapes_refuses_and_restores() -> None:
     traced = _net()
     before = _shapes(traced)
-    with pytest.raises(GraphError, match="has no input 'y'; it has x"):
+    with pytest.raises(GraphError, match="lacks input 'y'; it has x"):
         set_input_shapes(traced, {"y": (1, 3, 8, 8)})
     with pytest.raises(GraphError, match=r"first_out .* fails on x \(2, 4, 8, 8\) float32"):
         set_input_shapes(traced, {"x": (2, 4, 8, 8)})

@@ -183,7 +183,7 @@ def test_channels_must_stay(name):
     before = fingerprint(observer)
     with pytest.raises(CalibrationError, match="4 channels.*had 3"):
         observer.observe(np.ones((2, 4)))
-    with pytest.raises(CalibrationError, match="no channel axis 1"):
+    with pytest.raises(CalibrationError, match="lacks channel axis 1"):
         observer.observe(np.ones(3))
     with pytest.raises(CalibrationError, match="3 and 4 channels"):
         observer.merge(seen(name, [(0, np.ones((2, 4)))], PER_CHANNEL))

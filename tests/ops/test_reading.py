@@ -194,7 +194,7 @@ def test_a_kernel_whose_arguments_have_no_names_has_a_reason() -> None:
     hidden = F.argmax  # a function that the tracer does not see leaves its kernel
     traced = _flat(net(lambda self, x: hidden(x, 1)), IMAGE)
     (expr,) = [e for e in exprs(traced) if _label(e) == "apply:Argmax"]
-    assert ops.unsupported(expr) == "its arguments are those of a kernel, which are not read"
+    assert ops.unsupported(expr) == "its arguments belong to a kernel, which are not read"
 
 
 BUGS = [TypeError, ValueError, KeyError, AttributeError, AssertionError]

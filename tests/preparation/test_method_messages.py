@@ -45,7 +45,7 @@ def test_a_placement_does_not_deny_the_stored_weights(
 def test_an_opset_without_blocks_is_refused_in_a_sentence(mlp: TracedModule, tmp_path: Path) -> None:
     rule = {"match": {"op": "linear"}, "weight": {"bits": 4, "block": 32, "narrow": False}}
     config = {"method": "weight_only", "backend": "generic", "rules": [rule]}
-    with pytest.raises(ExportError, match="opset=13 has no scales for blocks of a weight: .* choose 21"):
+    with pytest.raises(ExportError, match="opset=13 lacks scales for blocks of a weight: .* choose 21"):
         qtrace.export(qtrace.convert(_calibrated(mlp, config)), tmp_path / "net.onnx", opset=13)
 
 
@@ -95,7 +95,7 @@ def test_a_fake_quant_is_checked_for_the_weights_alone(method: str, mlp: TracedM
 def test_products_with_parameters_name_the_method(method: str) -> None:
     p = mge.Parameter(np.ones((64, 9), np.float32))
     traced = qtrace.trace(net(lambda self, x: F.relu(F.matmul(x, self.p)), p=p), X)
-    with pytest.raises(CalibrationError, match=f"no site, as the method .* says method: {method}"):
+    with pytest.raises(CalibrationError, match=f"lacks sites, as the method .* says method: {method}"):
         _calibrated(traced, {"method": method})
 
 

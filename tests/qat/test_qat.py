@@ -103,7 +103,7 @@ def test_impossible_rates_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=rf"param_groups: {list(arguments)[-1]} is "):
             qtrace.param_groups(prepared, **arguments)
-    with pytest.raises(ConfigError, match="no parameters"):
+    with pytest.raises(ConfigError, match="lacks parameters"):
         qtrace.param_groups(M.ReLU(), 0.1)
 
 

@@ -95,7 +95,7 @@ def test_the_precision_of_a_file_stays_behind_the_target() -> None:
     """LiteRT's activations of 16 bits have no zero point, and a target clips its activations of 8 bits."""
     config = choose_config("tflite", _write("imports: [w8a16, resnet]\n"), Path("a.tflite"))
     assert _settings(config) == _settings(qtrace.load_recipe("resnet+w8a16+tflite"))
-    with pytest.raises(ConfigError, match="^ncnn has no w8a16: it runs weights of 8 bits"):
+    with pytest.raises(ConfigError, match="^ncnn lacks w8a16: it runs weights of 8 bits"):
         choose_config("ncnn", "mine.yaml", Path("a.param"))
 
 

@@ -29,13 +29,17 @@ def named_rooms(text: str) -> dict[str, list[str]]:
 
 
 def names(term: str, room: str) -> bool:
-    """Whether a room bears the name of a term: `preparation` that of "prepare", `ops` that of "op"."""
+    """Whether a room bears the name of a term: `preparation` of "prepare", `ops` of "op"."""
     letters = re.sub(r"[^a-z]", "", term.lower())
     return bool(letters) and room.startswith(letters[:4])
 
 
 def test_every_definition_is_read() -> None:
-    assert len(read_entries(TEXT)) == len(re.findall(r"^:   ", TEXT, re.MULTILINE)) > 80
+    assert len(read_entries(TEXT)) == len(re.findall(r"^:   ", TEXT, re.MULTILINE))
+
+
+def test_a_user_can_read_it_in_one_go() -> None:
+    assert len(ROOMS) < len(read_entries(TEXT)) <= 60
 
 
 def test_every_term_stands_once() -> None:

@@ -70,7 +70,7 @@ def test_links_inside_of_drawings_lead_somewhere(site: Path) -> None:
 
 def test_search_finds_the_words_of_a_message(site: Path) -> None:
     index = (site / "search" / "search_index.json").read_text(encoding="utf-8")
-    assert "calibration data has no batches" in index
+    assert "calibration data holds no batches" in index
 
 
 def test_broken_links_fail_the_build(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_no_recipe_within_the_limits_is_exit_code_1(place: Path, capsys: pytest.
         (("--trials", "0"), "0 is not in the range"),
         (("--metric", "nowhere"), "--metric nowhere is no function"),
         (("--evaluation", "none.npy"), "--evaluation none.npy: there is no such file"),
-        (("--at-most", "2ms"), "backend generic has no measured times"),
+        (("--at-most", "2ms"), "backend generic lacks measured times"),
         (("--batch-size", "64"), "there is one batch only"),
     ],
 )

@@ -145,7 +145,7 @@ def test_the_budget_counts_the_trials_of_earlier_runs(tmp_path: Path) -> None:
 
 
 def test_a_limit_on_time_needs_measured_times(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="backend generic has no measured times"):
+    with pytest.raises(ConfigError, match="backend generic lacks measured times"):
         run(tmp_path / "b", limits=CostLimits(milliseconds=1.0))
 
 

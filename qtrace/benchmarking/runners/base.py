@@ -38,7 +38,7 @@ class Runner(Protocol):
 
     @property
     def in_thread(self) -> bool:
-        """Whether a run computes in the calling thread alone, whose processor time is then its time."""
+        """Whether a run computes only in the calling thread, whose processor time is then its time."""
 
     @property
     def samples(self) -> int:

@@ -25,7 +25,7 @@ class NcnnRunner:
     def __init__(self, path: Path, settings: RunnerSettings) -> None:
         weights = path.with_suffix(".bin")
         if not weights.is_file():
-            raise ExportError(f"{weights} does not exist: it belongs beside {path.name}.")
+            raise ExportError(f"{weights} does not exist: it belongs next to {path.name}.")
         inputs, outputs, _ = read_blobs(path)
         indices = read_index_inputs(path)
         shapes = [_shape(name, settings) for name in inputs]
@@ -59,7 +59,7 @@ def _shape(name: str, settings: RunnerSettings) -> tuple[int, ...]:
     """Returns the shape of an input, which a net does not store."""
     if name not in settings.shapes:
         raise ExportError(
-            f"an ncnn net has no shapes: give that of input {name!r}, as in --shape {name}=1x3x224x224."
+            f"an ncnn net lacks shapes: give the shape of input {name!r}, as in --shape {name}=1x3x224x224."
         )
     return settings.shapes[name]
 

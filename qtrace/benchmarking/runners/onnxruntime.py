@@ -21,7 +21,7 @@ class OnnxRunner:
     """A session with inputs.
 
     Attributes:
-        in_thread: whether a run computes in the calling thread alone.
+        in_thread: whether a run computes only in the calling thread.
         samples: the number of samples of a run.
         shapes: input -> shape.
     """

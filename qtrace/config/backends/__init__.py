@@ -21,7 +21,7 @@ def packaged() -> tuple[str, ...]:
 
 
 def known() -> tuple[str, ...]:
-    """Lists the names of all backends, sorted: qtrace's own and those of installed packages.
+    """Lists the names of all backends, sorted: qtrace's own and the backends of installed packages.
 
     Raises:
         ConfigError: when an installed package takes the name of another backend.

@@ -96,7 +96,7 @@ class Backend:
         without_kernels: the types of ONNX nodes that the runtime computes slowly, by a reference, or not at
             all, so that the file has simpler ones in their place or is refused.
         float_results: the ops whose integer kernels write floats at no cost, where no function follows.
-        integer_layers: whether the kernels of layers give integers alone: a layer whose result must not be
+        integer_layers: whether the kernels of layers give only integers: a layer whose result must not be
             rounded is computed in float.
         cost_table: name of the measured times of its runtime; "" if there are none.
         runtime: the runtime that its files are for, where that is not the usual one of their suffix; "" for
@@ -107,20 +107,20 @@ class Backend:
             by a scheme of its own.
         computed_weights: what becomes of a layer whose weight or bias depends on an input of the model: it is
             "rounded" if its scheme allows, else in float, always in "float", or "refused".
-        added_unrounded: the layers whose result a sum behind them adds before it is rounded, in one kernel.
+        added_unrounded: the layers whose result a later sum adds before it is rounded, in one kernel.
         rounds_for_readers: whether a result is rounded only if an op on integers reads it.
         weights_per_tensor: the ops whose weight has one scale, whatever the scheme says.
         one_width: the ops whose input and result have equally many bits: a reader that wants another number
             rounds the result again.
         pieces: activation function -> the ops that make it, by their name among the pieces of `place`, where
-            the target has no kernel of its own and rounds between them.
+            the target lacks a kernel of its own and rounds between them.
         fixed_results: op kind -> bits -> the ends of the range that its result has at these bits.
         smallest_range: the smallest range of an activation; smaller ones are widened.
         slower_with_zero_point: the layers whose kernels are slower if their input has a zero point other than
             0. A labelling in which such ranges are symmetric is then in question, too.
-        device: what the target runs on, if no runtime of `qtrace.verification` is that of the device and
+        device: what the target runs on, if no runtime of `qtrace.verification` is the device's and
             nothing was run there; else "".
-        floats_run_on: where ops run that the device has no integers for; "" if it computes floats, too.
+        floats_run_on: where ops run that the device lacks integers for; "" if it computes floats, too.
         weight_only: the layers whose file may have integers as a weight where all else is float.
         contrib_weights: whether files have such weights in the forms that onnxruntime runs fastest, Cast and
             Mul, and MatMulNBits for blocks, in place of DequantizeLinear.

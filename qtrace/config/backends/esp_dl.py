@@ -26,7 +26,7 @@ _OTHERS = (
 
 
 def _without_kernel(call: OpCall, first: bool) -> str:
-    """Returns why ESP-DL has no kernel for a convolution; "" if it has one."""
+    """Returns why ESP-DL lacks a kernel for a convolution; "" if it has one."""
     groups = call.attrs.get("groups", 1)
     if call.kind != "conv2d" or groups in (1, call.inputs[0].shape[1]):
         return ""

@@ -4,7 +4,7 @@ The schemes are those that its optimizer turns into integer kernels: uint8 affin
 vanishes into a zero point at 0) and int8 per-channel weights. Rounding is half to even.
 
 A 3-D convolution of 16 channels or more is 1.9 to 14 times as fast on integers as in float (1.23.2, AMX,
-seven shapes); one of fewer channels takes 2 to 10 times as long, and so do most grouped ones: these stay in
+seven shapes). One of fewer channels takes 2 to 10 times as long, and so do most grouped ones: these stay in
 float.
 """
 

@@ -2,12 +2,12 @@
 
 Schemes are onnxruntime's. What differs is that its kernels compute any activation function in float before
 they round, so none of them needs a rounding of its own after a layer. As it runs by default it may drop the
-rounding on one branch of a sum and be 3 steps off; compare it with ``LP_TRANSFORMS_MODE=NO`` and the
+rounding on one branch of a sum and be 3 steps off. Compare it with ``LP_TRANSFORMS_MODE=NO`` and the
 precision hint f32, where it is at most one step off.
 
 A zero point other than 0 makes a padded convolution take up to twice as long, and others a tenth to a fifth
-longer (measured with AMX); the parts of a concat that have scales of their own are rounded again, one by one.
-A labelling without both is measured beside the others.
+longer (measured with AMX). The parts of a concat that have scales of their own are rounded again, one by one.
+A labelling without both is measured with the others.
 
 3-D convolutions stay in float: on integers they are 0.6 to 1.7 times as fast (2026.4.1, AMX, six shapes),
 and a file with a grouped one does not load.

@@ -4,7 +4,7 @@ A layer runs on integers only if the cache has a scale for each of its tensors, 
 Release 11 reads no caches: the backend ``tensorrt`` is for QuantizeLinear nodes.
 
 Every zero point is 0; a scale is the largest magnitude divided by 127. Ties go to the even integer.
-Activation functions behind a layer are computed in float within its kernel. The inputs of a concatenation
+Activation functions after a layer are computed in float within its kernel. The inputs of a concatenation
 share one scale: only then is it a copy.
 """
 

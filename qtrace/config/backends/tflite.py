@@ -1,6 +1,6 @@
 """LiteRT (TensorFlow Lite) on CPU: int8 affine activations, int8 symmetric weights, int32 biases.
 
-As in its 8-bit quantization specification, weights lie in -127 to 127. Rounding is that of the XNNPACK
+As in its 8-bit quantization specification, weights lie in -127 to 127. Rounding is as in the XNNPACK
 delegate, which runs by default and equals half to even; the reference kernels round half away from zero.
 
 A function of one value is exact: between roundings it becomes a look-up. SiLU is a sigmoid and a product,
@@ -30,7 +30,7 @@ _OTHERS = "matmul div neg avg_pool2d adaptive_avg_pool2d interpolate mean sum co
 def _keeps_grid(call: OpCall) -> bool:
     """Returns whether AVERAGE_POOL_2D or RESIZE_BILINEAR computes an op.
 
-    AVERAGE_POOL_2D leaves out padding by half of an odd window alone; other such means are computed in float.
+    AVERAGE_POOL_2D leaves out padding only by half of an odd window; other such means are computed in float.
     """
     if call.kind == "avg_pool2d":
         halves = all(k == 2 * p + 1 for k, p in zip(call.attrs["kernel"], call.attrs["padding"], strict=True))
@@ -50,7 +50,7 @@ BACKEND = Backend(
     rounds_around_float=True,
     without_kernels=frozenset({"Inverse"}),
     limits={
-        # Integers of 16 bits have no zero point there; weights keep 8, and a kernel has one width.
+        # Integers of 16 bits lack a zero point there; weights keep 8, and a kernel has one width.
         "activation": Limits(
             bits=(8, 16), per_channel=False, affine=True, signed=True, narrow=False, symmetric_bits=(16,)
         ),
@@ -59,6 +59,6 @@ BACKEND = Backend(
     cost_table="litert",
     rounds_for_speed=True,
     integer_layers=True,
-    # Two floats between integers, a sigmoid and a product, are no look-up: a sigmoid alone is one.
+    # Two floats between integers, a sigmoid and a product, are no look-up: only a sigmoid is one.
     pieces={"silu": "silu"},
 )

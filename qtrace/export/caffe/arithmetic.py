@@ -41,7 +41,7 @@ def _softmax(call: OpCall) -> dict[str, Any]:
 
 
 def _clip(w: CaffeWriter, call: OpCall) -> None:
-    """Clips at any bounds by two ReLUs: Caffe has no layer for them."""
+    """Clips at any bounds by two ReLUs: Caffe lacks a layer for them."""
     low, high = call.attrs["lower"], call.attrs["upper"]
     name, base = w.name(call.inputs[0]), call.out.name
     if (low, high) == (0.0, 6.0):
@@ -106,7 +106,7 @@ def _binary(w: CaffeWriter, call: OpCall) -> None:
     if call.kind == "sub":
         fields["coeff"] = [1.0, -1.0]
     elif call.kind not in ("add", "mul", "maximum"):
-        raise ExportError(f"Caffe has no {call.kind} of two tensors: end the graph before it")
+        raise ExportError(f"Caffe lacks {call.kind} of two tensors: end the graph before it")
     w.emit("Eltwise", call, bottoms=[w.name(left), w.name(right)], eltwise_param=fields)
 
 
@@ -119,7 +119,7 @@ def _with_scalar(w: CaffeWriter, call: OpCall) -> None:
         "div": {"power": -1.0, "scale": 1.0 / number} if front else {"scale": 1.0 / number},
     }.get(call.kind)
     if fields is None:
-        raise ExportError(f"Caffe has no {call.kind} with a number: end the graph before it")
+        raise ExportError(f"Caffe lacks {call.kind} with a number: end the graph before it")
     w.emit("Power", call, power_param=fields)
 
 

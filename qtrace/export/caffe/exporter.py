@@ -1,7 +1,7 @@
-"""A float Caffe net, ``.prototxt`` and ``.caffemodel``, and beside them a file of quantization parameters.
+"""A float Caffe net, ``.prototxt`` and ``.caffemodel``, and next to them a file of quantization parameters.
 
-Layers and blobs have the names of the graph's nodes. Caffe has no integers: tools that read the net quantize
-it themselves, by the parameters in the file. A layer's parameters have no names in Caffe; the file calls them
+Layers and blobs have the names of the graph's nodes. Caffe lacks integers: tools that read the net quantize
+it themselves, by the parameters in the file. A layer's parameters are unnamed in Caffe; the file calls them
 ``LAYER.weight`` and ``LAYER.bias``.
 """
 
@@ -40,7 +40,7 @@ def files(converted: ConvertedGraph, path: Path, *, params: str | None = None) -
         params: the kind of parameter file, such as ``ncnn``; None for none.
 
     Raises:
-        ExportError: when a node has no Caffe form, or the kind of file cannot express a site, naming it.
+        ExportError: when Caffe cannot express a node, or the kind of file cannot express a site, naming it.
     """
     kind = None if params is None else parameter_file(params)
     if importlib.util.find_spec("google.protobuf") is None:
@@ -134,10 +134,10 @@ class CaffeExporter:
         expr, call = op.expr, op.call
         name, label = expr.outputs[0].name, op_label(expr)
         if not any(is_float_tensor(n) for n in expr.outputs):
-            return  # shapes: layers have those of the trace
+            return  # shapes: layers take them from the trace
         if call is None or call.kind not in EMITTERS:
             cure = cure_for_kept(expr) or "end the graph before it, or write it with ops that have one"
-            raise refusal(f"{name}: {label} has no Caffe form: {cure}", expr)
+            raise refusal(f"{name}: {label} cannot become Caffe: {cure}", expr)
         try:
             EMITTERS[call.kind](self.writer, call)
         except ExportError as error:
@@ -162,5 +162,5 @@ class CaffeExporter:
 
 
 def _describe(node: TensorNode) -> str:
-    """Says why a node has no blob."""
+    """Says why a node lacks a blob."""
     return "a constant" if is_float_tensor(node) else f"of type {np.dtype(node.dtype).name}"

@@ -28,7 +28,7 @@ def _conv(w: CaffeWriter, call: OpCall) -> None:
     weight, *bias = _blobs(w, call)
     weight = weight.reshape(-1, *weight.shape[-3:])  # without the axis of groups
     if transposed and any(a["output_padding"]):
-        raise ExportError("Caffe's Deconvolution has no output_padding: give the transposed convolution none")
+        raise ExportError("Caffe's Deconvolution lacks output_padding: give the transposed convolution none")
     fields = {
         "num_output": weight.shape[1] * a["groups"] if transposed else weight.shape[0],
         "bias_term": call.bias is not None,

@@ -39,7 +39,7 @@ def find_open_batch(graph: ConvertedGraph) -> OpenBatch:
     """Infers the shapes of ``graph`` at other batch sizes.
 
     The batch is the first axis of the first input, and of the others that have as many. If the graph cannot
-    run at another size of all of them, it is tried with the first input alone.
+    run at another size of all of them, it is tried with only the first input.
     """
     nodes = [node for node in graph.inputs if node.shape is not None]
     first = next(iter(graph.inputs), None)

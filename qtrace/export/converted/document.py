@@ -84,7 +84,7 @@ class Rounding:
 
     Attributes:
         site: the site.
-        shape: the shape of the scales; that of the bias for a bias.
+        shape: the shape of the scales, or of the bias for a bias.
     """
 
     site: str
@@ -160,7 +160,7 @@ class GraphDocument:
         backend: the backend that it was prepared for.
         ops: all ops in order, with ops of kind ``input`` and ``constant``.
         outputs: the outputs of the graph.
-        output_roundings: the roundings of each output behind the value that its op computes.
+        output_roundings: the roundings of each output after the value that its op computes.
         parameters: name of a weight or constant -> its value, where it is stored and not computed.
     """
 
@@ -347,7 +347,7 @@ def _numbers(site: QuantizedSite) -> TensorQuantization:
 def _forward_path(expr: Expr, stored: dict[str, ModuleTensor]) -> str:
     """Returns the path of the module in whose ``forward`` an expr was recorded.
 
-    MegEngine records the path of the called layer: that is the called module, or that of the weights.
+    MegEngine records the path of the called layer: it names the called module, or the owner of the weights.
     """
     path = node_path(expr.outputs[0])
     layers = {tensor.path.rpartition(".")[0] for tensor in stored.values()}

@@ -1,4 +1,4 @@
-"""The float model behind a prepared or converted graph.
+"""The float model of a prepared or converted graph.
 
 Formats with a separate file of quantization parameters write this model; calibration may run it elsewhere.
 """

@@ -131,7 +131,7 @@ class ConvertedGraph:
         return self.model.rounded.get(node.name)
 
     def site_name(self, node: Node) -> str:
-        """Returns the name of the integers of ``node``: that of its site, else that of the node."""
+        """Returns the name of the integers of ``node``: its site's name, else the node's name."""
         site = self.site_of(node)
         return node.name if site is None else site.name
 
@@ -139,7 +139,7 @@ class ConvertedGraph:
 class StoredValues(Mapping[Node, np.ndarray]):
     """The values of parameters and constants, of which large ones are read again each time.
 
-    So an export has the values of one tensor in memory beside the graph's, not those of all.
+    So an export adds only one tensor at a time to the graph's memory.
 
     Args:
         graph: the graph.

@@ -19,7 +19,7 @@ class LocatedError(ExportError):
 
 
 def place(expr: Expr, with_name: bool = True) -> str:
-    """Describes ``expr`` for the brackets behind a refusal: ``relu_out, F.relu, net.py:12``."""
+    """Describes ``expr`` for the brackets after a refusal: ``relu_out, F.relu, net.py:12``."""
     name = [expr.outputs[0].name] if with_name and expr.outputs else []
     return ", ".join(part for part in (*name, op_label(expr), source_line(expr)) if part)
 

@@ -47,7 +47,7 @@ def find_declared_axes(graph: ConvertedGraph, problem_at: Problem, keeps_batch: 
     Args:
         graph: the graph.
         problem_at: says why the graph cannot be written for types at other sizes, of which the second
-            argument says whether batches alone differ; "" if it can.
+            argument says whether only batches differ; "" if it can.
         keeps_batch: whether a batch that an ONNX file fixes stays fixed.
     """
     record = read_open_axes(graph.module)
@@ -81,7 +81,7 @@ def find_declared_axes(graph: ConvertedGraph, problem_at: Problem, keeps_batch: 
 
 
 def _fixes_batch(graph: ConvertedGraph) -> bool:
-    """Whether a graph is that of an ONNX file whose inputs have a number for their first axis."""
+    """Whether a graph comes from an ONNX file whose inputs have a number for their first axis."""
     interface = read_interface(graph.module)
     sizes = [] if interface is None else [tensor.sizes for tensor in interface.inputs]
     return bool(sizes) and all(own is not None and (not own or own[0] is not None) for own in sizes)

@@ -2,7 +2,7 @@
 
 For modules that were prepared for backend megengine. The file is what ``megengine.jit.trace(...).dump``
 writes; ``megengine.utils.comp_graph_tools.GraphInference`` and MegEngine Lite load it. Its usual suffix is
-``.mge``, like that of ``qtrace.save``, so this format has to be named: ``format="megengine"``.
+``.mge``, like the suffix of ``qtrace.save``, so this format has to be named: ``format="megengine"``.
 """
 
 from __future__ import annotations

@@ -226,7 +226,7 @@ class QuantizedGraph:
         a, (scale, _) = call.attrs, self._ahead(call, relu=False)
         plain = call.bias is None and a["groups"] == 1 and not any(a["output_padding"])
         if scale is None or not plain or a["dilation"] != (1, 1):
-            return None  # MegEngine's kernel has no bias, no groups and no output in float
+            return None  # MegEngine's kernel lacks bias, groups and float output
         return conv_transpose2d(x, weight, None, dtype.qint8(scale), a["stride"], a["padding"])
 
     def _add(self, call: OpCall, *inputs: Tensor) -> Tensor | None:

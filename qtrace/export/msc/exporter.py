@@ -5,7 +5,7 @@ and tensors have types and layouts; the values of weights are in a ``.npz`` file
 parameters are attributes of the nodes: ``qparams_input_0``, ``qparams_output_0``, ``qparams_weight`` and so
 on, each a JSON text.
 
-What MSC has no place for, and the way back (`qtrace.graph.to_traced`) needs, are attributes, too, only where
+What MSC cannot hold, and the way back (`qtrace.graph.to_traced`) needs, are attributes, too, only where
 they say more than the type and the names do: ``scope`` (below ``block``), ``call``, ``stored``,
 ``roundings`` and ``traced_shape``.
 """
@@ -175,7 +175,7 @@ def _call(op: DocumentOp, node: MSCNode) -> dict[str, Any]:
     """Returns the call of an op as data.
 
     Raises:
-        GraphError: when an argument has no form as data.
+        GraphError: when an argument cannot be written as data.
     """
     assert op.expr is not None
     references = {each: _reference(op, node, operand.key) for each, operand in op.operands.items()}

@@ -58,7 +58,7 @@ def weight_layout(kind: str, value: Value) -> str:
 
 
 def weight_shape(kind: str, value: Value) -> tuple[int, ...]:
-    """Returns the shape of a layer's weight without an axis of groups: that of channels has all groups."""
+    """Returns the shape of a layer's weight without an axis of groups: the channel axis has all groups."""
     shape = value.shape
     grouped = kind.startswith("conv") and len(shape) == len(weight_layout(kind, value)) + 1
     return (shape[0] * shape[1], *shape[2:]) if grouped else shape

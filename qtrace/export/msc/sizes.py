@@ -53,7 +53,7 @@ class DocumentSizes:
         self.prims: list[MSCPrim] = []
         self._values: dict[MSCPrim, tuple[int, ...]] = {}
         self._nodes: dict[Node, MSCPrim] = {}  # the nodes of sizes
-        self._vectors: dict[Node, tuple[str, int, Node]] = {}  # those of whole shapes: tensor that has it
+        self._vectors: dict[Node, tuple[str, int, Node]] = {}  # the nodes of whole shapes: tensor that has it
         opened = _open_axes(graph, free_batch)
         self._types = [{n: recorded_type(n) for n in (*graph.inputs, *_outputs(graph))}]
         if opened:

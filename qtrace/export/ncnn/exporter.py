@@ -2,8 +2,8 @@
 
 For modules that were prepared for backend ncnn: integers from -127 to 127, ties away from zero. Each rounded
 value has a blob ``SITE_int`` with its integers. A convolution whose result is only read as integers writes
-that blob itself. A net computes one sample. Inputs have the names of the traced arguments, outputs
-those of the nodes that compute them.
+that blob itself. A net computes one sample. Inputs have the names of the traced arguments, outputs the
+names of the nodes that compute them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def files(converted: ConvertedGraph, path: Path, allow_float: Iterable[str] = ()
             rounded: in any way, also one that ncnn's int8 layers cannot express.
 
     Raises:
-        ExportError: when a node has no ncnn form or rounds in another way than ncnn, naming it.
+        ExportError: when ncnn cannot express a node or it rounds in another way, naming it.
     """
     if path.suffix == ".bin":
         raise ExportError(f"{path.name} is the name of the weights: name the net with the suffix .param.")
@@ -149,7 +149,7 @@ class NcnnExporter:
         w, call = self.writer, op.call
         if call is None or call.kind not in EMITTERS:
             cure = cure_for_kept(op.expr) or "end the graph before it, or write it with ops that have one"
-            raise ExportError(f"it has no ncnn form: {cure}")
+            raise ExportError(f"it cannot become ncnn: {cure}")
         w.moving = op.expr.outputs[0].name in self.graph.carried
         EMITTERS[call.kind](w, call)
         w.moving = False

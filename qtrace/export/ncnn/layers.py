@@ -194,7 +194,7 @@ def look_up(w: NcnnWriter, call: OpCall, index: TensorNode, table: np.ndarray) -
     while index not in w.names:
         reshape = None if index.expr is None else read(index.expr)
         if reshape is None or reshape.kind not in _RESHAPES:
-            raise ExportError("its ids are computed, and ncnn looks up those of an input: make them an input")
+            raise ExportError("its ids are computed, and ncnn looks up only an input: make them an input")
         (index,) = reshape.inputs
     dims = w.dims(index)
     if np.dtype(index.dtype).kind not in "iu" or len(dims) != 1:
@@ -253,7 +253,7 @@ def _interpolate(w: NcnnWriter, call: OpCall) -> None:
     a = call.attrs
     mode = _MODES.get(a["mode"])
     if mode is None or len(call.out.shape) != 4:
-        raise ExportError(f"ncnn has no interpolate in mode {a['mode']!r}: use nearest, bilinear or bicubic")
+        raise ExportError(f"ncnn lacks interpolate in mode {a['mode']!r}: use nearest, bilinear or bicubic")
     height, width = w.shape(call.out)[-2:]
     w.emit("Interp", call, {0: mode, 3: height, 4: width, 6: int(a["align_corners"])})
 

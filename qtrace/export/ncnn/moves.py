@@ -1,6 +1,6 @@
 """ncnn layers that only move values: other axes, parts, copies.
 
-Any number of axes can be moved: what a layer does not touch is joined to the axes before and behind it.
+Any number of axes can be moved: what a layer does not touch is joined to the axes before and after it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _reshape(w: NcnnWriter, call: OpCall) -> None:
 
 
 def _transpose(w: NcnnWriter, call: OpCall) -> None:
-    """Permutes axes; those that stay side by side are one axis, and those of size 1 none."""
+    """Permutes axes; those that stay side by side are one axis, axes of size 1 are left out."""
     x, sizes = call.inputs[0], _sizes(call.inputs[0])
     pattern = call.attrs["pattern"] or tuple(reversed(range(len(sizes))))
     if not all(isinstance(p, (int, np.integer)) for p in pattern):
@@ -124,7 +124,7 @@ class _Part:
         self.blob = w.view(node, self.dims)
 
     def _around(self, axis: int) -> tuple[int, int]:
-        """Returns the number of values before and behind an axis."""
+        """Returns the number of values before and after an axis."""
         return prod(self.sizes[:axis]), prod(self.sizes[axis + 1 :])
 
     def _as(self, dims: Sequence[int]) -> None:
@@ -138,7 +138,7 @@ class _Part:
             return
         before, behind = self._around(axis)
         if not len(positions):
-            raise ExportError("it picks nothing, and ncnn has no empty blobs: leave it out")
+            raise ExportError("it picks nothing, and ncnn lacks empty blobs: leave it out")
         steps = set(np.diff(positions))
         step = int(min(steps, default=1))
         if len(steps) <= 1 and step > 1:
@@ -158,7 +158,7 @@ class _Part:
                 runs.append([position, position + 1])
         if len(runs) > _MOST_RUNS:
             raise ExportError(
-                f"it picks {len(positions)} positions in {len(runs)} runs, and ncnn has no look-up by "
+                f"it picks {len(positions)} positions in {len(runs)} runs, and ncnn lacks look-up by "
                 "positions: pick slices"
             )
         before, behind = self._around(axis)
@@ -237,7 +237,7 @@ def _getitem(w: NcnnWriter, call: OpCall) -> None:
         part.pick(axis, positions)
     if lists > 1:
         raise ExportError(
-            "its index has several lists of positions, which ncnn has no form for: use one at a time"
+            "its index has several lists of positions, which ncnn cannot express: use one at a time"
         )
     w.put(call.out, part.blob, part.dims)
 
@@ -258,13 +258,13 @@ def _positions(w: NcnnWriter, entry: Any, size: int) -> Sequence[int]:
         return range(size)[value : value + 1 or None]
     if value.dtype == np.bool_ or value.ndim != 1:
         raise ExportError(
-            "its index is a mask or a table of positions, which ncnn has no form for: use slices"
+            "its index is a mask or a table of positions, which ncnn cannot express: use slices"
         )
     return [int(v) % size for v in value]
 
 
 def _setitem(w: NcnnWriter, call: OpCall) -> None:
-    """Writes ``x[..., 2:5, :7] = value`` axis by axis: the part before, the value, the part behind."""
+    """Writes ``x[..., 2:5, :7] = value`` axis by axis: the part before, the value, the part after."""
     x, index = call.inputs[0], call.attrs["index"]
     entries = list(index) if isinstance(index, tuple) else [index]
     sizes = _sizes(x)
@@ -276,7 +276,7 @@ def _setitem(w: NcnnWriter, call: OpCall) -> None:
         if w.samples.holds(x, axis) and not _takes_all(entry, positions, size):
             raise ExportError("it writes samples of the batch, which ncnn does not see: use another axis")
         if not isinstance(positions, range) or positions.step != 1:
-            raise ExportError(f"ncnn has no form for writing at {index!r}: write at slices without a step")
+            raise ExportError(f"ncnn cannot express writing at {index!r}: write at slices without a step")
         if len(positions) < size:
             cuts.append((axis, positions))
     if any(not len(positions) for _, positions in cuts):
@@ -361,7 +361,7 @@ def _stack(w: NcnnWriter, call: OpCall) -> None:
 
 
 def _join(w: NcnnWriter, call: OpCall, parts: Sequence[tuple[TensorNode, list[int]]], axis: int) -> None:
-    """Joins parts along an axis; what lies before and behind it is one axis each where there are too many."""
+    """Joins parts along an axis; what lies before and after it is one axis each where there are too many."""
     out = _sizes(call.out)
     if any(w.samples.holds(n, a) for n, a in [(call.out, axis)]):
         raise ExportError("it works along the batch, which ncnn does not see: use another axis")
@@ -417,7 +417,7 @@ def _tile(w: NcnnWriter, call: OpCall) -> None:
 
 
 def _repeat(w: NcnnWriter, call: OpCall) -> None:
-    """Repeats each value: the axis gets another one of size 1 behind it, which is tiled."""
+    """Repeats each value: the axis gets another one of size 1 after it, which is tiled."""
     times, axis, sizes = _fixed(w, call.attrs["repeats"]), call.attrs["axis"], _sizes(call.inputs[0])
     if not isinstance(times, int) or axis is None:
         raise ExportError("ncnn repeats values along one axis, all as often: name the axis and one number")
@@ -431,7 +431,7 @@ def _repeat(w: NcnnWriter, call: OpCall) -> None:
 def _roll(w: NcnnWriter, call: OpCall) -> None:
     axes = call.attrs["axis"]
     if axes is None:
-        raise ExportError("ncnn has no form for rolling the flattened values: name the axes")
+        raise ExportError("ncnn cannot express rolling the flattened values: name the axes")
     x, part = call.inputs[0], _Part(w, call.inputs[0], call.out.name)
     for shift, axis in zip(call.attrs["shift"], axes, strict=True):
         axis %= len(part.sizes)

@@ -20,7 +20,7 @@ Emitter = Callable[[NcnnWriter, OpCall], None]
 
 def _softmax(w: NcnnWriter, call: OpCall) -> None:
     if len(call.attrs["axis"]) > 1:
-        raise ExportError("ncnn has no softmax over several axes: join them before it")
+        raise ExportError("ncnn lacks softmax over several axes: join them before it")
     (axis,) = call.attrs["axis"]
     w.emit("Softmax", call, {0: w.place(call.inputs[0], axis), 1: 1}, everywhere=True)
 
@@ -36,7 +36,7 @@ def _batch_norm(w: NcnnWriter, call: OpCall) -> None:
 
 
 def _parameter(w: NcnnWriter, value: Any, name: str) -> np.ndarray | None:
-    """Returns the weight or the bias of a norm as a vector; None if it has none."""
+    """Returns the weight or the bias of a norm as a vector; None if there is none."""
     if value is None:
         return None
     stored = w.stored(value, name) if isinstance(value, TensorNode) else value.numpy()

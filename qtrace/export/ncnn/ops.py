@@ -68,8 +68,8 @@ _SMALLEST = float(np.finfo(np.float32).tiny)
 def _pow(w: NcnnWriter, call: OpCall) -> None:
     """Writes a power as products, or with a root, where the base may be 0 or negative.
 
-    ncnn's own is that of a logarithm: 2.4e38 for 0 and for negative numbers (1.0.20261020, measured). Its
-    square root is right for both, and with ``root`` for that of x: x ** 1.7 = root * x ** 1.2, and
+    ncnn's own takes a logarithm: 2.4e38 for 0 and for negative numbers (1.0.20261020, measured). Its
+    square root is right for both, and with ``root`` for powers of x: x ** 1.7 = root * x ** 1.2, and
     x ** -1.7 = x ** -1.2 / root. A negative power of 0 is NaN, as each division by 0 is in ncnn.
     """
     exponent = call.attrs.get("scalar")
@@ -77,9 +77,7 @@ def _pow(w: NcnnWriter, call: OpCall) -> None:
         _binary(w, call)
         return
     if exponent is None or call.attrs["side"] == "left":
-        raise ExportError(
-            "ncnn raises positive numbers alone to computed powers: write it as exp(log(x) * y)"
-        )
+        raise ExportError("ncnn raises only positive numbers to computed powers: write it as exp(log(x) * y)")
     if not abs(exponent) <= _LARGEST_EXPONENT:
         raise ExportError(
             f"it raises to {exponent:g}, and powers are written for ncnn with exponents from "

@@ -1,4 +1,4 @@
-"""A graph for one sample: its shapes, the axes along which samples lie, and what depends on shapes alone."""
+"""A graph for one sample: its shapes, the axes along which samples lie, and what depends only on shapes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["SampleAxes", "fold", "one_sample", "shapes_of_one_sample"]
 
 
 _RESHAPES = ("reshape", "flatten", "expand_dims", "squeeze")
-# Ops that read the shape of their input alone.
+# Ops that read only the shape of their input.
 _SHAPED = ("shape", "full_like")
 
 
@@ -47,7 +47,7 @@ class SampleAxes:
         return axis in self.axes.get(node, ())
 
     def follow(self, call: OpCall) -> None:
-        """Notes where the samples are behind an op.
+        """Notes where the samples are after an op.
 
         Raises:
             ExportError: when the op mixes samples, so that it gives something else for one of them.
@@ -81,7 +81,7 @@ def one_sample(graph: ConvertedGraph) -> Iterator[SampleAxes]:
     """Gives the nodes of a graph the shapes that they have for one sample, and theirs back in the end.
 
     Raises:
-        ExportError: when the inputs have no axis of samples, or the graph does not run on one sample.
+        ExportError: when the inputs lack an axis of samples, or the graph does not run on one sample.
     """
     batch = _batch(graph)
     single = _types(graph, 1)
@@ -98,8 +98,8 @@ def one_sample(graph: ConvertedGraph) -> Iterator[SampleAxes]:
 def shapes_of_one_sample(graph: ConvertedGraph, nodes: Sequence[Node]) -> list[tuple[int, ...]] | None:
     """Returns the shapes of some nodes for one sample; None if it is the first axis of each of them.
 
-    Blobs then have the same axes in ncnn: those of a sample, of which there are 4 at most. One number for a
-    sample has none in the graph, and one in ncnn.
+    Blobs then have the same axes in ncnn: the axes of a sample, at most 4. One number for a
+    sample is without an axis in the graph, and has one in ncnn.
     """
     with one_sample(graph) as samples:
         shapes = [tuple(int(n) for n in node.shape or ()) for node in nodes if isinstance(node, TensorNode)]
@@ -131,7 +131,7 @@ def _types(graph: ConvertedGraph, samples: int) -> dict[Node, TensorType | None]
 
 
 def fold(op: ConvertedOp, values: Mapping[Node, np.ndarray]) -> tuple[np.ndarray, ...] | None:
-    """Computes an op that depends on shapes, parameters and constants alone.
+    """Computes an op that depends only on shapes, parameters and constants.
 
     Args:
         op: the op, in a graph whose nodes have the shapes for one sample.

@@ -46,10 +46,10 @@ def activations(prepared: TracedModule, nodes: Sequence[str], axes: SharedAxes |
     Args:
         prepared: a module made by ``qtrace.prepare``.
         nodes: names of nodes, inputs of the graph included.
-        axes: the open axes of the files of the network; None to find those of this one.
+        axes: the open axes of the files of the network; None to find this network's.
 
     Raises:
-        ExportError: when a node has no ONNX form, or the package onnx is missing.
+        ExportError: when ONNX cannot express a node, or the package onnx is missing.
     """
     if importlib.util.find_spec("onnx") is None:
         raise ExportError(f"the package onnx is not installed: run {install('onnx')}.")
@@ -64,7 +64,7 @@ def activations(prepared: TracedModule, nodes: Sequence[str], axes: SharedAxes |
     class ActivationExporter(OnnxExporter):
         """Writes a model that is fed with the tensors of the graph and is never stored.
 
-        It has no metadata, since hashing the graph takes as long as the rest of the export.
+        It is without metadata, since hashing the graph takes as long as the rest of the export.
         """
 
         def _interface(self) -> None:

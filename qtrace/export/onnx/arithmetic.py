@@ -46,7 +46,7 @@ def _with_number(op: str) -> Emitter:
 
 
 def _floor_div(w: OnnxWriter, call: OpCall) -> None:
-    """Writes a division rounded to minus infinity: ONNX rounds that of integers towards zero."""
+    """Writes a division rounded to minus infinity: ONNX rounds a division of integers towards zero."""
     left, right = (operand(w, v, call.out.dtype) for v in call.attrs["operands"])
     if is_float(call.out):
         w.emit("Floor", [w.node("Div", [left, right], w.fresh(call.out.name))], call.out)
@@ -105,7 +105,7 @@ def _logic(op: str) -> Emitter:
         operands = call.attrs.get("operands", call.inputs)
         if np.dtype(call.out.dtype) != np.bool_:
             raise ExportError(
-                f"{call.out.name}: logic on integers has no ONNX form before opset 18: use booleans"
+                f"{call.out.name}: logic on integers cannot become ONNX before opset 18: use booleans"
             )
         w.emit(op, [operand(w, v, np.bool_) for v in operands], call.out)
 
@@ -181,7 +181,7 @@ def _shifted(w: OnnxWriter, call: OpCall) -> list[str]:
     left, right = call.attrs["operands"]
     if isinstance(right, TensorNode):
         raise ExportError(
-            f"{call.out.name}: a shift by a computed number has no ONNX form: shift by a fixed one"
+            f"{call.out.name}: a shift by a computed number cannot become ONNX: shift by a fixed one"
         )
     return [operand(w, left, call.out.dtype), number(w, 2 ** int(right), call.out.dtype)]
 

@@ -2,7 +2,7 @@
 
 OpenVINO 2026.4.1 computes a convolution with a bias, whose result is rounded, wrong if the batch is open
 and its size is part of the shape of an ``Expand`` or ``Tile``, or the end of a ``Range``, anywhere in it.
-It adds one number, the largest bias, to all channels. A bias that an ``Add`` behind the convolution adds, in
+It adds one number, the largest bias, to all channels. A bias that an ``Add`` after the convolution adds, in
 the shape of the result, is right, and joins the same kernel. Transposed convolutions and products are right.
 """
 
@@ -33,7 +33,7 @@ def write_biases_apart(model: Any) -> int:
         return 0
     index = OnnxModel(model)
     readers, names = index.readers, index.names()
-    stored = {tensor.name: tensor for tensor in graph.initializer}  # alone get another shape
+    stored = {tensor.name: tensor for tensor in graph.initializer}  # only these get another shape
     dequantized = {n.output[0]: n for n in index.nodes("DequantizeLinear") if n.input[0] in stored}
     sums = dict[str, Any]()  # result of a layer -> the node that adds its bias
     for bias in list(readers):

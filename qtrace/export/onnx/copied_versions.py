@@ -37,7 +37,7 @@ class CopiedVersions:
     """Holds copied nodes to the opset of the file that is written.
 
     Args:
-        opset: the opset that the user asks for; None for that of the source or a higher one that is needed.
+        opset: the opset that the user asks for; None for the source's, or a higher one that is needed.
         source: the versions of the file that the graph was imported from.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Nodes behind the outputs of a detector that choose its boxes, by NonMaxSuppression."""
+"""Nodes after the outputs of a detector that choose its boxes, by NonMaxSuppression."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qtrace.export.onnx.writer import OnnxWriter
 
 __all__ = ["add_detections", "without_detections"]
 
-# The outputs: type, and the sizes behind the number of boxes.
+# The outputs: type, and the sizes after the number of boxes.
 _OUTPUTS: dict[str, tuple[int, tuple[int, ...]]] = {
     "detection_boxes": (TensorProto.FLOAT, (4,)),
     "detection_scores": (TensorProto.FLOAT, ()),
@@ -29,11 +29,11 @@ def add_detections(
     """Adds the outputs ``detection_boxes``, ``_scores``, ``_classes`` and ``_images`` to a model.
 
     A row is a box that is kept: its corners (x1, y1, x2, y2), its score, its class, and its image in the
-    batch; the rows of an image follow each other by score. The other outputs stay.
+    batch. The rows of an image follow each other by score. The other outputs stay.
 
     Args:
         writer: the writer of the model, which is complete.
-        outputs: the outputs of the model; those of the boxes are appended.
+        outputs: the outputs of the model; the outputs of the boxes are appended.
         shapes: the shape of each output.
         choice: how boxes are chosen.
 
@@ -110,7 +110,7 @@ class _Nodes:
         return self.node("Concat", ends, "corners", axis=2)
 
     def apart(self, corners: str, label: str) -> str:
-        """Moves the boxes of each class away from those of the others."""
+        """Moves the boxes of each class away from the other boxes."""
         ends = [self.node(f"Reduce{n}", [corners], n.lower(), keepdims=0) for n in ("Max", "Min")]
         span = self.node("Sub", ends, "width")
         span = self.node("Add", [span, self.writer.constant(f"{NMS}_1", np.float32(1))], "span")
@@ -121,7 +121,7 @@ class _Nodes:
 
 
 def without_detections(model: ModelProto) -> bool:
-    """Removes the choice of boxes from a file, so that its outputs are those of the graph.
+    """Removes the choice of boxes from a file, so that its outputs are the graph's outputs.
 
     Returns:
         Whether there was any.

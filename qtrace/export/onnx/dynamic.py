@@ -1,6 +1,6 @@
 """Layers that round what they read by the range of each batch: DynamicQuantizeLinear and MatMulInteger.
 
-onnxruntime fuses the nodes of a layer into one kernel, DynamicQuantizeMatMul, with the bias behind them.
+onnxruntime fuses the nodes of a layer into one kernel, DynamicQuantizeMatMul, with the bias after them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def store_integers(w: OnnxWriter, site: QuantizedSite, integers: np.ndarray) -> 
 
 
 def is_dynamic(w: OnnxWriter, call: OpCall) -> bool:
-    """Whether a linear layer multiplies integers whose scale is that of the batch."""
+    """Whether a linear layer multiplies integers whose scale comes from the batch."""
     return call.inputs[0] in w.dynamic and call.weight in w.integer_weights
 
 

@@ -79,14 +79,14 @@ def add_preprocessing(
     Args:
         writer: the writer of the model, which is complete.
         inputs: the inputs of the model; the first one is changed.
-        preprocess: the `Preprocess` of the recipe; None if it has none.
+        preprocess: the `Preprocess` of the recipe; None if there is none.
         channels_first: the shape of the input, (N, C, H, W).
 
     Returns:
         The name of the tensor that the nodes compute.
 
     Raises:
-        ExportError: when the recipe has no preprocessing, or the model another input than one image.
+        ExportError: when the recipe lacks preprocessing, or the model another input than one image.
     """
     if preprocess is None:
         raise ExportError(
@@ -163,7 +163,7 @@ def declare(
         node: the node that carries it.
         name: its name.
         axes: the open axes, each with the name of its size; None for one of its own.
-        fixed: the sizes that the imported file fixes, if the values decide the shape: the graph has none.
+        fixed: the sizes that the imported file fixes, if the values decide the shape: the graph lacks them.
     """
     kind = helper.np_dtype_to_tensor_dtype(np.dtype(node.dtype))
     dims: list[Any]

@@ -2,7 +2,7 @@
 
 Weights are stored as integers per channel, biases as int32 at the scale of the accumulator. Every tensor
 of integers in the graph is one in the file, called ``{site}_int``.
-Inputs have the names of the traced arguments, outputs those of the nodes that compute them; a network
+Inputs have the names of the traced arguments, outputs the names of the nodes that compute them; a network
 that was imported has the names, versions and document strings of its file.
 """
 
@@ -48,7 +48,7 @@ __all__ = ["OnnxExporter", "OnnxOptions", "write_model"]
 _LOG = logging.getLogger("qtrace")
 
 _ARITHMETIC = frozenset(("add", "sub", "mul", "div"))
-_CLAMPS = ("relu", "relu6", "clip")  # the kinds that are part of the rounding behind them
+_CLAMPS = ("relu", "relu6", "clip")  # the kinds that are part of the rounding after them
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class OnnxOptions:
         opset: the opset of the file; None for the lowest that it needs.
         end_names: names for the inputs and for the outputs; None for their names in the graph.
         preprocess: whether the file normalizes pixels itself.
-        suppression: how the file chooses boxes; None for the outputs of the graph alone.
+        suppression: how the file chooses boxes; None for only the outputs of the graph.
         names_parameters: whether parameters of an imported graph have their names of that file.
-        contrib: whether weights may have forms that onnxruntime alone has.
+        contrib: whether weights may have forms that only onnxruntime has.
         axes: the open axes that the file has in common with others of its network, which are measured and
             thrown away: it does not say what it was made of. None to find its own.
         float16: whether ops that stay float are in float16 where the ranges of the calibration allow it.
@@ -90,7 +90,7 @@ def write_model(converted: ConvertedGraph, options: OnnxOptions) -> tuple[OnnxEx
         What wrote the model, and the model.
 
     Raises:
-        ExportError: when a node has no ONNX form, naming it, or onnx is not installed.
+        ExportError: when ONNX cannot express a node, naming it, or onnx is not installed.
     """
     exporter = OnnxExporter(converted, options)
     from qtrace.export.onnx.copied_versions import CopiedFormError
@@ -143,7 +143,7 @@ class OnnxExporter:
         plain = isinstance(graph, PlainGraph)
         naming = ModuleNames(graph) if isinstance(graph, PlainGraph) else OutputNames()
         source = SourceVersions() if origin is None else SourceVersions(origin.opset, origin.ir_version)
-        # Behind a DequantizeLinear, onnxruntime joins the pieces of a LayerNorm in part only; it has no
+        # After a DequantizeLinear, onnxruntime joins the pieces of a LayerNorm in part only; it lacks a
         # kernel for the GroupNormalization of opset 21.
         known = options.opset or source.writable
         whole_norms = known or HIGHEST if plain else min(known, HIGHEST - 1)
@@ -196,7 +196,7 @@ class OnnxExporter:
 
     def prepare_writer(self) -> None:
         """Tells the writer what the forms of ops depend on."""
-        own = dict(self.writer.values)  # alone is written
+        own = dict(self.writer.values)  # only this is written
         self.writer.values = ChainMap(own, self.graph.values)  # type: ignore[arg-type]
         self.writer.rounded = self._rounded_results()
         on_integers = {note.kind for note in self.graph.annotation.notes if note.state == "int"}
@@ -360,15 +360,15 @@ class OnnxExporter:
             self.writer.names.update((n, names[n]) for n in call.inputs if n in names)
             return
         raise ExportError(
-            f"{expr.outputs[0].name}: {op_label(expr)} has no ONNX form ({ops.unsupported(expr)}): end the "
+            f"{expr.outputs[0].name}: {op_label(expr)} cannot become ONNX ({ops.unsupported(expr)}): end the "
             "graph before it, or write it with ops that have one."
         )
 
     def _keep_float(self, call: OpCall) -> None:
         """Puts a node that changes no value between each input and its DequantizeLinear.
 
-        Behind that node no runtime fuses the op into an integer kernel. Float weights alone would not be
-        enough: onnxruntime quantizes them itself, in another way than the graph.
+        After that node no runtime fuses the op into an integer kernel. Float weights would not be
+        enough for that: onnxruntime quantizes them itself, in another way than the graph.
         """
         w = self.writer
         for node in call.inputs:

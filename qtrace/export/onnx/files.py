@@ -43,26 +43,26 @@ def files(
 
     Args:
         converted: the graph of a converted module, or of a plain one, which is written in float.
-        path: the path of the model; the file of its tensors has that name with ``.data`` behind it.
+        path: the path of the model; the file of its tensors has that name with ``.data`` after it.
         packed: whether weights of 4 bits and less are stored two in a byte, which needs opset 21. Otherwise
             they are int8 values of a small range, for which runtimes have integer kernels.
         external: whether tensors are in a file of their own; None: if the model exceeds 2 GB, the most that
             one file holds.
         allow_float: kinds of layers, such as ``conv2d``, whose weights and biases are stored as floats (those
             that the graph rounded to), so that runtimes compute the layer in float.
-        opset: the opset of the file, from 13 to 21; None for that of the file that the graph was imported
+        opset: the opset of the file, from 13 to 21; None for the opset of the file that the graph came
             from, or the lowest that its ops and types need. In a float file, LayerNorm is one node from
             opset 17 on, and GroupNorm from 21 on.
-        input_names: names for all inputs of the file, in order; None for those of the traced arguments.
-        output_names: names for all outputs of the file, in order; None for those of the nodes.
+        input_names: names for all inputs of the file, in order; None for the traced arguments' names.
+        output_names: names for all outputs of the file, in order; None for the nodes' names.
         preprocess: whether the file takes uint8 pixels (N, H, W, C) and normalizes them itself, as the recipe
             says; images are resized before.
-        nms: how the file of a detector chooses boxes, as a mapping of `Suppression`; None for a file with the
-            outputs of the graph alone. The boxes are further outputs.
+        nms: how the file of a detector chooses boxes, as a mapping of `Suppression`; None for only the
+            outputs of the graph. The boxes are further outputs.
         weights: the type of the integers of weights: ``int8``; ``uint8`` with zero point 128, the same
             numbers, for which onnxruntime has exact kernels on every processor; or ``auto``: for backends
             onnxruntime and openvino ``uint8`` for weights of more than 7 bits if products of uint8 and int8
-            saturate on this processor (x86 without VNNI), and for those of `weights_behind_joined_rows`; else
+            saturate on this processor (x86 without VNNI), and for `weights_behind_joined_rows`; else
             ``int8``. With ``uint8``, openvino gets the weights of transposed convolutions as floats.
         amx: whether layers on integers get as many columns as onnxruntime 1.21 to 1.24 computes right on
             processors with AMX, as `write_whole_columns` does; None: for backends onnxruntime and generic, if
@@ -71,8 +71,8 @@ def files(
             it; None for what the recipe says. Inputs and outputs keep their types.
 
     Raises:
-        ExportError: when a node has no ONNX form or rounds in another way than ONNX, naming it, an option has
-            no such value, or onnx is not installed.
+        ExportError: when ONNX cannot express a node or rounds in another way, naming it, an option is
+            an unknown value, or onnx is not installed.
     """
     for name, value in (("packed", packed), ("external", external), ("preprocess", preprocess), ("amx", amx)):
         if not (isinstance(value, bool) or (name in ("external", "amx") and value is None)):
@@ -124,7 +124,7 @@ def files_with(
 
         write_float16(model, exporter.writer.float16_tensors, exporter.tensor_types())
     if target == "openvino":
-        write_biases_apart(model)  # behind it, since the sum takes the name of the layer's result
+        write_biases_apart(model)  # afterwards, since the sum takes the name of the layer's result
     write_repeated(model, integers=target in TARGETS)
     if plain or target in TARGETS:
         write_integer_tables(model)
@@ -137,7 +137,7 @@ def contents_of(model: Any, path: Path, external: bool | None = None) -> dict[Pa
 
     Args:
         model: the model, which must not be changed until the files are written.
-        path: its path; the file of its tensors has that name with ``.data`` behind it.
+        path: its path; the file of its tensors has that name with ``.data`` after it.
         external: whether its large tensors are in a file of their own; None: if one file cannot hold them.
 
     Raises:

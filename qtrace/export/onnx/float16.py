@@ -39,7 +39,7 @@ _IN_FLOAT32 = {("Resize", 1), ("Resize", 2)}
 def write_float16(model: Any, marked: Mapping[str, str], kinds: Mapping[str, Any]) -> list[str]:
     """Writes nodes of a model in float16, and lists their ops in its metadata.
 
-    An op stays float32 where a node of it has no float16 form, or float16 cannot hold one of its numbers.
+    An op stays float32 if a node of it lacks a float16 form, or float16 cannot hold one of its numbers.
 
     Args:
         model: an ONNX model with its tensors; it is changed in place.

@@ -3,7 +3,7 @@
 onnxruntime rounds the float weight of a ``Conv``, ``ConvTranspose`` or ``Gemm`` to int8 by itself, with one
 scale for all of it, where the layer reads dequantized values and its result is quantized at once
 ("WeightBiasQuantization", seen in 1.23): neither the placement nor the user wanted integers there. A
-``LeakyRelu`` of slope 1 behind the layer changes no value and keeps it in float; where nothing else reads
+``LeakyRelu`` of slope 1 after the layer changes no value and keeps it in float. Where nothing else reads
 the result, onnxruntime computes it in the kernel of a convolution or a ``Gemm``. A ``MatMul`` and the ``Add``
 of a stored bias become a ``Gemm`` before.
 """
@@ -30,7 +30,7 @@ MOVES = {
 }
 """What onnxruntime moves roundings across, or leaves out."""
 _MERGED = {*MOVES, "Relu", "Clip", "Add", "Sub", "Mul", "Div", "BatchNormalization", "Dropout", "Cast"}
-"""What onnxruntime merges into a layer or a rounding behind it, leaves out, or moves roundings across."""
+"""What onnxruntime merges into a layer or a rounding after it, leaves out, or moves roundings across."""
 _IN_FRONT = {*_MERGED, "Pad"}
 """What may vanish between a DequantizeLinear and a layer."""
 
@@ -88,7 +88,7 @@ def _reads_rounded(layer: Any, producers: Mapping[str, Any], stored: set[str]) -
 
 
 def _is_rounded(layer: Any, readers: Mapping[str, list[Any]]) -> bool:
-    """Whether a reader of a layer's result quantizes it, at once or behind what merges with one of them."""
+    """Whether a reader of a layer's result quantizes it, at once or after what merges with one of them."""
     waiting, seen = [layer.output[0]], {layer.output[0]}
     while waiting:
         for node in readers.get(waiting.pop(), ()):

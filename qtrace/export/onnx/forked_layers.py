@@ -1,7 +1,7 @@
 """Convolutions on integers whose result two ops read in float, which OpenVINO would compute as 0.
 
-OpenVINO (2026.4.1) moves the scale behind a convolution on integers towards the next rounding. Where the
-sizes of a file are open, the convolution has no bias, and two ops read its result, one of them up to a
+OpenVINO (2026.4.1) moves the scale after a convolution on integers towards the next rounding. Where the
+sizes of a file are open, the convolution lacks a bias, and two ops read its result, one of them up to a
 rounding, that one reads 0 everywhere. A bias of zeros is left out before, and a product or a sum with a
 constant moves along. A ``LeakyRelu`` of slope 1 changes no value, is part of the convolution's kernel, and
 keeps the scale where it is.
@@ -76,7 +76,7 @@ def _is_zero(name: str, index: OnnxModel) -> bool:
 
 
 def _forks(name: str, index: OnnxModel) -> bool:
-    """Whether several ops read a value, as it is or behind a product or a sum with a constant."""
+    """Whether several ops read a value, as it is or after a product or a sum with a constant."""
     while True:
         readers = index.readers.get(name, [])
         if len(readers) + (name in index.output_names) != 1:

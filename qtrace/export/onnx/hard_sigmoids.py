@@ -1,8 +1,8 @@
 """ONNX for hard sigmoid and hard swish: a ``HardSigmoid`` node, or its pieces for a target without a kernel.
 
 OpenVINO computes ``HardSigmoid`` by a reference, value by value in the plain layout, with a change of layout
-before and behind it. From ``clip(x + 3, 0, 6) / 6`` it makes an operation of its own, which becomes part of
-the convolution before it, also where it is multiplied by ``x``. Other slopes join the ops beside them.
+before and after it. From ``clip(x + 3, 0, 6) / 6`` it makes an operation of its own, which becomes part of
+the convolution before it, also where it is multiplied by ``x``. Other slopes join the ops next to them.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def _check_adjacent(items: list[_IndexItem], out: str) -> None:
     """Refuses lists of positions with a slice between them: numpy puts their axes first."""
     places = [k for k, i in enumerate(items) if i.gathers or (i.single and any(j.gathers for j in items))]
     if places and places[-1] - places[0] != len(places) - 1:
-        raise ExportError(f"{out}: positions in axes that are not neighbours have no ONNX form: index twice")
+        raise ExportError(f"{out}: positions in axes that are not neighbours cannot become ONNX: index twice")
 
 
 def _left(item: _IndexItem, dropped: list[int]) -> int:
@@ -159,7 +159,7 @@ def _bounds(w: OnnxWriter, cuts: list[_IndexItem], out: str) -> list[str]:
             continue
         step = item.value.step
         if isinstance(step, TensorNode):
-            raise ExportError(f"{out}: a step that is computed has no ONNX form: use fixed ones")
+            raise ExportError(f"{out}: a step that is computed cannot become ONNX: use fixed ones")
         step = 1 if step is None else int(step)
         first, last = (0, _END) if step > 0 else (_END, -_END)
         starts.append(first if item.value.start is None else item.value.start)
@@ -218,7 +218,7 @@ def _setitem(w: OnnxWriter, call: OpCall) -> None:
         chosen, value = _mask_everywhere(w, items, rank(x), out.name), _plain(w, call)
     elif any(i.axis is None or i.gathers or isinstance(i.value, TensorNode) or _computed(i) for i in items):
         raise ExportError(
-            f"{out.name}: writing at {call.attrs['index']!r} has no ONNX form: write at slices and numbers "
+            f"{out.name}: writing at {call.attrs['index']!r} cannot become ONNX: write at slices and numbers "
             "that are fixed or computed from shapes, or at a mask, or use F.where or F.concat"
         )
     else:
@@ -264,7 +264,7 @@ def _plain(w: OnnxWriter, call: OpCall) -> str:
 
 
 def _mask_everywhere(w: OnnxWriter, items: list[_IndexItem], axes: int, out: str) -> str:
-    """Returns the mask with an axis of size 1 for each axis of the source behind its own."""
+    """Returns the mask with an axis of size 1 for each axis of the source after its own."""
     item = _only_mask(items, out)
     assert item.axis is not None
     name = operand(w, item.value, np.bool_)
@@ -277,7 +277,7 @@ def _only_mask(items: list[_IndexItem], out: str) -> _IndexItem:
     """Returns the mask of an index that keeps all other axes whole."""
     masks = [i for i in items if _is_mask(i.value)]
     if len(masks) != 1 or not all(i.whole for i in items if i is not masks[0]):
-        raise ExportError(f"{out}: a mask has an ONNX form only beside whole axes: index twice")
+        raise ExportError(f"{out}: a mask can become ONNX only next to whole axes: index twice")
     return masks[0]
 
 

@@ -24,7 +24,7 @@ def restore_interface(
     """Gives the inputs and outputs of a model the names and types of the file that it was imported from.
 
     A tensor inside that has one of these names is renamed. A type that MegEngine carries in another, such as
-    int64 or float16, is converted behind the input and before the output; bfloat16 stays float32, with a
+    int64 or float16, is converted after the input and before the output; bfloat16 stays float32, with a
     note.
 
     Args:
@@ -84,7 +84,7 @@ def _without(tensor: TensorInfo, names: Collection[str]) -> TensorInfo:
 
 
 def _converts(tensor: TensorInfo) -> bool:
-    """Whether the file's type is not that of the node that carries the tensor."""
+    """Whether the file's type differs from the type of the node that carries the tensor."""
     return tensor.exported_dtype != tensor.carried_dtype
 
 

@@ -39,7 +39,7 @@ def _transpose(w: OnnxWriter, call: OpCall) -> None:
     axes = [int(p) % rank for p in pattern if isinstance(p, (int, np.integer))]
     added = [i for i, p in enumerate(pattern) if p == "x"]
     if len(axes) + len(added) != len(pattern) or sorted(axes) != list(range(rank)):
-        raise ExportError(f"{call.out.name}: transpose by {pattern!r} has no ONNX form: use all axes")
+        raise ExportError(f"{call.out.name}: transpose by {pattern!r} cannot become ONNX: use all axes")
     source = [w.name(call.inputs[0])]
     if not added:
         w.emit("Transpose", source, call.out, perm=axes)
@@ -92,7 +92,7 @@ def _split(w: OnnxWriter, call: OpCall) -> None:
     axis = call.attrs["axis"] % len(call.inputs[0].shape)
     if isinstance(sections, TensorNode):
         raise ExportError(
-            f"{call.out.name}: a split into a computed number of parts has no ONNX form: fix it"
+            f"{call.out.name}: a split into a computed number of parts cannot become ONNX: fix it"
         )
     equal = isinstance(sections, (int, np.integer))
     # The size of the last of unequal parts would hold the batch.
@@ -132,7 +132,7 @@ def _tile(w: OnnxWriter, call: OpCall) -> None:
 
 
 def _repeat(w: OnnxWriter, call: OpCall) -> None:
-    """Repeats each value: adds an axis behind, tiles it, and joins it with the axis before it."""
+    """Repeats each value: adds an axis after it, tiles that, and joins it with the axis before it."""
     axis, times, x = call.attrs["axis"], call.attrs["repeats"], call.inputs[0]
     name, base, shape = w.name(x), call.out.name, [int(n) for n in x.shape]
     if axis is None:
@@ -143,20 +143,20 @@ def _repeat(w: OnnxWriter, call: OpCall) -> None:
     repeated = w.node("Tile", [single, shape_vector(w, counts)], w.fresh(base))
     if axis == len(shape) - 1:
         target = w.ints([0] * axis + [-1])
-    else:  # the axes behind move by one, and may be open
+    else:  # the later axes move by one, and may be open
         factors = shape_vector(w, [times if i == axis else 1 for i in range(len(shape))])
         target = w.node("Mul", [w.node("Shape", [name], w.fresh(base)), factors], w.fresh(base))
     w.emit("Reshape", [repeated, target], call.out)
 
 
 def _roll(w: OnnxWriter, call: OpCall) -> None:
-    """Exchanges the parts before and behind a place: the negative shift, modulo the size."""
+    """Exchanges the parts before and after a place: the negative shift, modulo the size."""
     x, base, axes = call.inputs[0], call.out.name, call.attrs["axis"]
     source = w.name(x)
     name = source if axes is not None else w.node("Reshape", [source, w.ints([-1])], w.fresh(base))
     for shift, axis in zip(call.attrs["shift"], axes or (0,), strict=True):
         if isinstance(shift, TensorNode):
-            raise ExportError(f"{base}: a shift that is computed has no ONNX form: fix it")
+            raise ExportError(f"{base}: a shift that is computed cannot become ONNX: fix it")
         if int(shift) == 0:
             continue
         place = _place(w, name, int(shift), axis, base)
@@ -189,7 +189,7 @@ def _pixel_shuffle(w: OnnxWriter, call: OpCall) -> None:
 
 
 def _sliding_window(w: OnnxWriter, call: OpCall) -> None:
-    """Gathers rows and columns of every window, then moves the axes of the windows behind."""
+    """Gathers rows and columns of every window, then moves the axes of the windows to the end."""
     a, base, shape = call.attrs, call.out.name, call.inputs[0].shape
     name, (high, wide) = w.name(call.inputs[0]), a["padding"]
     if high or wide:

@@ -21,7 +21,7 @@ class OutputNames:
         return f"{output}_{op}"
 
     def initializer(self, source: Node | str) -> str | None:
-        """Returns the preferred name of a parameter, given by its node or its path; None if it has none."""
+        """Returns the preferred name of a parameter, given by its node or its path; None if there is none."""
         return None
 
 

@@ -28,7 +28,7 @@ def _batch_norm(w: OnnxWriter, call: OpCall) -> None:
         values = [None if call.attrs[n] is None else w.value(call.attrs[n]) for n in names]
         if any(v is None and call.attrs[n] is not None for v, n in zip(values, names, strict=True)):
             raise ExportError(
-                f"{call.out.name}: a BatchNorm whose statistics are computed has no ONNX form: "
+                f"{call.out.name}: a BatchNorm whose statistics are computed cannot become ONNX: "
                 "end the graph before it"
             )
     size = next(v.size for v in values if v is not None)
@@ -98,7 +98,7 @@ def _power_sum(w: OnnxWriter, call: OpCall, keep: int, output: str) -> str:
     if order == 2.0:
         return w.node("ReduceL2", [x], output, axes=axes, keepdims=keep)
     if order <= 0.0 or math.isinf(order):
-        raise ExportError(f"{base}: a norm of order {order:g} has no ONNX form: use order 1 or 2")
+        raise ExportError(f"{base}: a norm of order {order:g} cannot become ONNX: use order 1 or 2")
     sizes = w.node("Abs", [x], w.fresh(base))
     if order == 1.0:  # OpenVINO reads ReduceL1 without its axes before opset 18
         return w.node("ReduceSum", [sizes, w.ints(axes)], output, keepdims=keep)
@@ -122,7 +122,7 @@ def write_square(w: OnnxWriter, x: str, axes: Sequence[int], rank: int, base: st
     """Writes x * x, whose mean over ``axes`` follows.
 
     onnxruntime joins the nodes of a norm over the last axes into one kernel where the square is a Pow, not
-    where it is a Mul; on its own a Mul takes less time.
+    where it is a Mul. On its own a Mul takes less time.
     """
     last = sorted(axis % rank for axis in axes) == list(range(rank - len(axes), rank))
     return w.node("Pow", [x, w.scalar(2.0)], w.fresh(base)) if last else w.node("Mul", [x, x], w.fresh(base))
@@ -139,7 +139,7 @@ def _standardized(w: OnnxWriter, x: str, axes: Sequence[int], rank: int, eps: fl
 
 
 def _factor(w: OnnxWriter, call: OpCall, name: str, shape: Sequence[int]) -> str | None:
-    """Returns the weight or bias of a norm in ``shape``; None if the norm has none."""
+    """Returns the weight or bias of a norm in ``shape``; None if there is none."""
     value = call.attrs[name]
     if value is None:
         return None
@@ -151,7 +151,7 @@ def _factor(w: OnnxWriter, call: OpCall, name: str, shape: Sequence[int]) -> str
 
 
 def _emit_whole(w: OnnxWriter, call: OpCall, op: str, shape: Sequence[int], **attributes: Any) -> bool:
-    """Writes a norm as one node of type ``op``; False where the file's opset has none.
+    """Writes a norm as one node of type ``op``; False if the file's opset lacks it.
 
     Args:
         w: the writer.

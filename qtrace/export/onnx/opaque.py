@@ -71,7 +71,7 @@ def _copy(w: OnnxWriter, proto: onnx.NodeProto, names: dict[str, str]) -> None:
 
 
 def _without_dilations(w: OnnxWriter, proto: onnx.NodeProto) -> None:
-    """Keeps onnxruntime from running an average pooling between roundings as one that has no dilations.
+    """Keeps onnxruntime from running an average pooling between roundings as one without dilations.
 
     It puts QLinearAveragePool in its place, with all attributes, and then refuses the file.
     """

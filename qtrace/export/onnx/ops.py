@@ -163,10 +163,10 @@ def _prelu(w: OnnxWriter, call: OpCall) -> None:
 
 
 def _inverse(w: OnnxWriter, call: OpCall) -> None:
-    """Writes onnxruntime's own op: ONNX has none, and other ops choose no pivots."""
+    """Writes onnxruntime's own op: ONNX lacks it, and other ops choose no pivots."""
     if "Inverse" in w.in_pieces:
         raise ExportError(
-            f"{call.out.name}: {call.kind} has no ONNX form: {_OLD}, and the target does not know that "
+            f"{call.out.name}: {call.kind} cannot become ONNX: {_OLD}, and the target does not know that "
             "of onnxruntime; end the graph before it"
         )
     w.versions.use(CONTRIB, 1)
@@ -176,7 +176,7 @@ def _inverse(w: OnnxWriter, call: OpCall) -> None:
 _OLD = "ONNX has no op for it"
 _LAYER = "its weights have an order of MegEngine's own (linear layers have a form)"
 
-# Kinds that have no ONNX form, and why.
+# Kinds that ONNX cannot express, and why.
 WITHOUT: dict[str, str] = {
     "atan2": _OLD,
     "correlation": _OLD,
@@ -199,7 +199,7 @@ WITHOUT: dict[str, str] = {
 
 def _refuse(reason: str) -> Emitter:
     def emit(w: OnnxWriter, call: OpCall) -> None:
-        raise ExportError(f"{call.out.name}: {call.kind} has no ONNX form: {reason}; end the graph before it")
+        raise ExportError(f"{call.out.name}: {call.kind} cannot become ONNX: {reason}; cut before it")
 
     return emit
 

@@ -23,7 +23,7 @@ OPSETS = {"GridSample": 16, "RoiAlign": 16, "LayerNormalization": 17, "GroupNorm
 _IR_VERSIONS = {**dict.fromkeys(range(LOWEST, 19), 8), 19: 9, 20: 9, 21: 10}
 _WIDE_TYPES = (TensorProto.INT4, TensorProto.UINT4, TensorProto.INT16, TensorProto.UINT16)
 
-# Reductions whose axes became an input at opset 18; those of ReduceSum did at 13.
+# Reductions whose axes became an input at opset 18; the axes of ReduceSum did at 13.
 _REDUCTIONS = tuple(
     f"Reduce{n}" for n in ["Mean", "Max", "Min", "Prod", "L1", "L2", "LogSum", "LogSumExp", "SumSquare"]
 )
@@ -54,7 +54,7 @@ class Versions:
     Attributes:
         opset: the opset.
         ir_version: the IR version.
-        change: a sentence that says why the opset is not that of the imported file; "" if it is.
+        change: a sentence that says why the opset differs from the imported file; "" if it is.
     """
 
     opset: int
@@ -71,12 +71,12 @@ def choose_versions(
 ) -> Versions:
     """Chooses the opset and the IR version of a model with these initializers and nodes.
 
-    Every QuantizeLinear has a zero point, whose type is that of its result.
+    Every QuantizeLinear has a zero point, whose type is the type of its result.
 
     Args:
         stored: the initializers.
         nodes: the nodes.
-        opset: the opset that the user asks for; None for that of ``source`` or a higher one that the model
+        opset: the opset that the user asks for; None for the one of ``source`` or a higher one that the model
             needs, and for the lowest that it needs if there is no source.
         source: the versions of the file that the graph was imported from.
         copied: op that was copied from a file -> the first opset that has it in the form of the file.
@@ -97,7 +97,7 @@ def choose_versions(
     reason = max(needs, key=lambda name: needs[name], default="")
     needed = needs.get(reason, LOWEST)
     if opset is not None and opset < needed:
-        raise ExportError(f"opset={opset} has no {reason}: leave the option out, or choose {needed}.")
+        raise ExportError(f"opset={opset} lacks {reason}: leave the option out, or choose {needed}.")
     chosen = opset or max(needed, source.writable)
     change = ""
     if opset is None and source.opset and chosen != source.opset:

@@ -23,7 +23,7 @@ class OwnNames:
 
     Attributes:
         results: a node of the model, the position of a result, and the result in the file.
-        parameters: a stored tensor of the model, and that of the file.
+        parameters: a stored tensor of the model, and the file's tensor.
         remarks: name of a node of the file -> what the file says of it.
     """
 

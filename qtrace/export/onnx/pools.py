@@ -1,15 +1,15 @@
-"""Poolings in the form that onnxruntime computes fast: their padding is their own, and they round behind.
+"""Poolings in the form that onnxruntime computes fast: their padding is their own, and they round afterwards.
 
-A convolution of integers is given its padding, too: onnxruntime merges paddings of floats alone.
+A convolution of integers is given its padding, too: onnxruntime merges only paddings of floats.
 
-A graph pads in front of a pooling where both ends of an axis differ, as ``ceil_mode`` has it. A ``Pad``
-leaves the layout of convolutions, and has no integer kernel between roundings. ONNX's poolings have
+A graph pads before a pooling where both ends of an axis differ, as ``ceil_mode`` has it. A ``Pad``
+leaves the layout of convolutions, and lacks an integer kernel between roundings. ONNX's poolings have
 paddings of their own at both ends, so that the node is left out.
 
 Integers are pooled fast with the channels last, the layout in which integer convolutions write, and 20 to 40
 times as slowly in the plain one. A maximum and a rounding can change places, as rounding keeps the order:
-where the pooling reads what a float op or an input gives, it pools floats, and the few values that are left
-are rounded behind it. onnxruntime would move that rounding to the front again if nothing stood between: for
+where the pooling reads what a float op or an input gives, it pools floats. The few values that are left
+are rounded after it. onnxruntime would move that rounding forward again if nothing stood between: for
 it, a maximum of one tensor does, which is a copy. So it would where the places of the largest values are
 read, too, and a rounding makes other values the first of the largest.
 """
@@ -38,16 +38,16 @@ _OF_INTEGERS_ALONE = "Conv ConvTranspose Gemm MatMul Add Sub Mul Div Concat"
 
 
 def write_fast_poolings(model: Any, in_onnxruntime: bool = False) -> int:
-    """Merges paddings into the poolings that alone read them, and rounds behind poolings of floats.
+    """Merges paddings into the poolings that are their only readers, and rounds after poolings of floats.
 
     The file computes the same values. A padding before max pooling is merged if no value is below its
     number, and one before average pooling if it is 0 and counts.
 
     Args:
         model: an ONNX model with its tensors; it is changed in place.
-        in_onnxruntime: whether onnxruntime runs the file, which is kept from rounding in front of a pooling.
-            A pooling of floats is then worth its rounding even if others read the integers in front of it.
-            Paddings with zeros become those of convolutions, too.
+        in_onnxruntime: whether onnxruntime runs the file, which is kept from rounding before a pooling.
+            A pooling of floats is then worth its rounding even if others read the integers before it.
+            Paddings with zeros become paddings of convolutions, too.
 
     Returns:
         The number of poolings and convolutions that were changed.
@@ -69,7 +69,7 @@ def write_fast_poolings(model: Any, in_onnxruntime: bool = False) -> int:
 
 @dataclass(frozen=True)
 class _Rounding:
-    """A QuantizeLinear and the DequantizeLinear behind it."""
+    """A QuantizeLinear and the DequantizeLinear after it."""
 
     quantize: Any
     dequantize: Any
@@ -90,7 +90,7 @@ class _Graph(OnnxModel):
         self._names = self.names()
 
     def read_once(self, name: str) -> bool:
-        """Whether one node alone reads a tensor, and the file does not give it."""
+        """Whether only one node reads a tensor, and the file does not give it."""
         return len(self.readers.get(name, ())) == 1 and name not in self.given
 
     def rounding(self, name: str) -> _Rounding | None:
@@ -211,7 +211,7 @@ def _merge_padding(graph: _Graph, pool: Any) -> bool:
 
 
 def _keeps_values(graph: _Graph, pad: Any, rounding: _Rounding) -> bool:
-    """Whether a rounding behind a padding changes no value, as they are rounded so before it."""
+    """Whether a rounding after a padding changes no value, as they are rounded so before it."""
     before = graph.rounding(pad.input[0])
     return before is not None and graph.same_rounding(before, rounding)
 
@@ -245,9 +245,9 @@ def _read_padding(graph: _Graph, pad: Any, pool: Any, attributes: dict[str, Any]
 
 
 def _keep_places(graph: _Graph, pool: Any) -> bool:
-    """Keeps roundings behind a pooling whose places are read, as for an unpooling.
+    """Keeps roundings after a pooling whose places are read, as for an unpooling.
 
-    In front of it they would make values equal, and the first of them would be the largest.
+    Before it they would make values equal, and the first of them would be the largest.
     """
     if not _gives_places(pool):
         return False

@@ -61,14 +61,14 @@ class PreparedSegments:
             exprs: exprs of the graph, in the order of computation.
             inputs: node that is read from outside -> its type and its shape, with None for a length that
                 varies.
-            values: node -> the value of a parameter, of a constant, or of what is computed from these alone.
+            values: node -> the value of a parameter, of a constant, or of what is computed only from these.
             outputs: nodes that the exprs compute.
 
         Returns:
             The serialized model and the names of its inputs and outputs, in the order of the arguments.
 
         Raises:
-            ExportError: when an expr has no ONNX form.
+            ExportError: when ONNX cannot express an expr.
         """
         from onnx import TensorProto, helper
 

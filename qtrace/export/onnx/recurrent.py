@@ -27,7 +27,7 @@ def _recurrent(w: OnnxWriter, call: OpCall) -> None:
         _layer(w, call)
     else:
         raise ExportError(
-            f"{call.out.name}: {call.kind} has no ONNX form with a projected hidden state, or as a constant "
+            f"{call.out.name}: {call.kind} cannot become ONNX with a projected hidden state, or as constant "
             "of the trace: end the graph before it, or write it with linear layers"
         )
 
@@ -129,7 +129,7 @@ class _Stack:
         array = self.w.value(node)
         if array is None:
             raise ExportError(
-                f"{self.base}: {self.call.kind} has no ONNX form with computed weights: store them."
+                f"{self.base}: {self.call.kind} cannot become ONNX with computed weights: store them."
             )
         flat, place = array.reshape(-1), 0
         gates = len(_TURNED[self.call.kind])

@@ -55,12 +55,12 @@ def _argument(op: str) -> Emitter:
         axis, x, keep = call.attrs["axis"], w.name(call.inputs[0]), int(bool(call.attrs["keepdims"]))
         if axis is not None and len(axis) != 1:
             raise ExportError(
-                f"{call.out.name}: a search over several axes has no ONNX form: flatten these axes before"
+                f"{call.out.name}: a search over several axes cannot become ONNX: flatten these axes before"
             )
         if axis is None:
             if keep:
                 raise ExportError(
-                    f"{call.out.name}: a search over all axes that keeps them has no ONNX form: flatten it"
+                    f"{call.out.name}: a search over all axes that keeps them cannot become ONNX: flatten it"
                 )
             x = w.node("Reshape", [x, w.ints([-1])], w.fresh(call.out.name))
         emit_as(w, op, [x], call.out, axis=0 if axis is None else int(axis[0]), keepdims=keep)
@@ -139,7 +139,7 @@ def _nms(w: OnnxWriter, call: OpCall) -> None:
     ranked = w.node("Unsqueeze", [w.name(scores), w.ints([0, 1])], w.fresh(base))
     threshold = call.attrs["iou_thresh"]
     if isinstance(threshold, TensorNode):
-        raise ExportError(f"{base}: a threshold that is computed has no ONNX form: fix it")
+        raise ExportError(f"{base}: a threshold that is computed cannot become ONNX: fix it")
     limits = w.constant(w.fresh("const_iou"), np.array([float(threshold)], np.float32))
     selected = w.node("NonMaxSuppression", [stacked, ranked, count, limits], w.fresh(base))
     column = w.constant("const_axis_2", np.array(2, np.int64))

@@ -61,11 +61,11 @@ def _sample(w: OnnxWriter, call: OpCall, places: str, settings: dict[str, Any], 
     mode, way = settings["border_mode"].lower(), settings["interp_mode"].lower()
     if mode not in _BORDERS or (mode == "constant" and border != 0):
         raise ExportError(
-            f"{call.kind} with border_mode={mode!r} and the value {border} has no ONNX form: "
+            f"{call.kind} with border_mode={mode!r} and the value {border} cannot become ONNX: "
             "use 'replicate', or 'constant' with 0"
         )
     if way != "linear":
-        raise ExportError(f"{call.kind} with interp_mode={way!r} has no ONNX form: use 'linear'")
+        raise ExportError(f"{call.kind} with interp_mode={way!r} cannot become ONNX: use 'linear'")
     settings = {"mode": "bilinear", "padding_mode": _BORDERS[mode], "align_corners": 0}
     w.emit("GridSample", [w.name(call.inputs[0]), _grid(w, call, places)], call.out, **settings)
 
@@ -90,7 +90,7 @@ def _warp(w: OnnxWriter, call: OpCall) -> None:
     if a["format"] != "NCHW":
         raise ExportError(f"{call.kind} has an ONNX form only with format='NCHW': transpose its input")
     if a.get("mat_idx") is not None:
-        raise ExportError(f"{call.kind} with mat_idx has no ONNX form: give each image its matrix")
+        raise ExportError(f"{call.kind} with mat_idx cannot become ONNX: give each image its matrix")
     if isinstance(a["out_shape"], TensorNode):
         raise ExportError(f"{call.kind} has an ONNX form only where out_shape is fixed: give numbers")
     high, wide = (int(n) for n in call.out.shape[2:])
@@ -109,7 +109,7 @@ def _warp(w: OnnxWriter, call: OpCall) -> None:
 def _deformable(w: OnnxWriter, call: OpCall) -> None:
     """Writes GridSample for the taps, times the mask, and a convolution of single pixels.
 
-    Deformable Convolutional Networks v2, equation 1: offsets come as (y, x) for each tap. onnxruntime has no
+    Deformable Convolutional Networks v2, equation 1: offsets come as (y, x) for each tap. onnxruntime lacks a
     kernel for ONNX's DeformConv.
     """
     a, base = _deformable_arguments(w, call), call.out.name
@@ -121,7 +121,7 @@ def _deformable(w: OnnxWriter, call: OpCall) -> None:
         or weight.ndim != 4
         or int(a["offset"].shape[1]) != 2 * weight[0, 0].size
     ):
-        raise ExportError(f"{call.kind} with groups has no ONNX form: use one group")
+        raise ExportError(f"{call.kind} with groups cannot become ONNX: use one group")
     rows, columns = weight.shape[2:]
     taps = rows * columns
     fixed = w.constant(f"{base}_places", _tap_places(a, (rows, columns), (high, wide)))

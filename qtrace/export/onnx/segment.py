@@ -37,7 +37,7 @@ def segment_model(
         The serialized model and the names of its inputs, in the order of ``inputs``.
 
     Raises:
-        ExportError: when an expr has no ONNX form, or the package onnx is missing.
+        ExportError: when ONNX cannot express an expr, or the package onnx is missing.
     """
     if importlib.util.find_spec("onnx") is None:
         raise ExportError(f"the package onnx is not installed: run {install('onnx')}.")

@@ -31,7 +31,7 @@ def _fixed(emit: Emitter) -> Emitter:
 def _shape(w: OnnxWriter, call: OpCall) -> None:
     if len(call.inputs) != 1:
         raise ExportError(
-            f"{call.out.name}: the common shape of several tensors has no ONNX form: "
+            f"{call.out.name}: the common shape of several tensors cannot become ONNX: "
             "read the shape of their sum"
         )
     emit_as(w, "Shape", [w.name(call.inputs[0])], call.out)

@@ -26,7 +26,7 @@ class SiteWriter:
         graph: the graph.
         writer: collects nodes and tensors.
         floats: kinds of layers whose biases may stay computed, as they are stored as floats.
-        contrib: whether weights may have forms that onnxruntime alone has.
+        contrib: whether weights may have forms that only onnxruntime has.
     """
 
     def __init__(

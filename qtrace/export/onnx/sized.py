@@ -63,7 +63,7 @@ def size_problem(first: OpWriter, other: OpWriter, types: Types) -> str:
 
 
 def batch_problem(first: OpWriter, other: OpWriter, types: Types) -> str:
-    """Says what `size_problem` does, for another batch, by the ops alone that may hold the size of one.
+    """Says what `size_problem` does, for another batch, only by the ops that may hold the size of one.
 
     Args:
         first: an exporter of the graph that has written nothing.
@@ -78,7 +78,7 @@ def batch_problem(first: OpWriter, other: OpWriter, types: Types) -> str:
     if not steps:
         return ""
     for pieces in (first, other):
-        # Each op is written alone, as if all others were there.
+        # Each op is written by itself, as if all others were there.
         pieces.prepare_writer()
         written = (node for step in pieces.graph.steps for node in step.expr.outputs)
         pieces.writer.names.update((node, node.name) for node in (*pieces.graph.inputs, *written))

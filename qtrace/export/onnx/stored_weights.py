@@ -30,11 +30,11 @@ BlockedWeight = tuple[str, str, int]
 
 
 def find_forms(annotation: Annotation, contrib: bool) -> dict[str, str]:
-    """Finds the weights that are not stored behind a DequantizeLinear.
+    """Finds the weights that are not stored before a DequantizeLinear.
 
     Args:
         annotation: the decisions for the graph.
-        contrib: whether weights may have forms that onnxruntime alone has.
+        contrib: whether weights may have forms that only onnxruntime has.
 
     Returns:
         Site of a weight -> the method of all layers that read it, "dynamic" or "weight_only".

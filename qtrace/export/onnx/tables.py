@@ -77,7 +77,7 @@ def _integers(table: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def _levels(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """Returns the integers of rows and a scale for each; None if a row has none.
+    """Returns the integers of rows and a scale for each; None if a row lacks them.
 
     Neighbours in order are one step apart, or several where levels are missing.
     """

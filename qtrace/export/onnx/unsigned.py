@@ -7,7 +7,7 @@ weight ``w`` with zero point 0 and the weight ``w + 128`` with zero point 128 ar
 
 Integers up to 64 need no other type: ``255 * 64 + 255 * 64`` fits.
 
-OpenVINO's kernels saturate, too, but for those of depthwise convolutions. It computes layers with uint8
+OpenVINO's kernels saturate, too, except for depthwise convolutions. It computes layers with uint8
 weights in float, and a transposed convolution of an input whose zero point is 0 wrong: it leaves out the 128.
 
 OpenVINO's plugin takes the rows of a concat along axis 1 for channels, and then refuses a product of them
@@ -66,7 +66,7 @@ def weights_that_saturate(model: Any, depthwise: bool = True) -> set[str]:
 
     Args:
         model: an ONNX model with all of its tensors.
-        depthwise: whether those of depthwise convolutions count.
+        depthwise: whether depthwise convolutions count.
     """
     stored = {tensor.name: tensor for tensor in model.graph.initializer}
     safe = {name for name, tensor in stored.items() if not _passes_7_bits(tensor)}
@@ -205,7 +205,7 @@ class _Weights:
             self.changed.add(node.output[0])
 
     def _give_zero_point(self, node: Any) -> None:
-        """Gives ``node`` the zero point of uint8 in the place of its own, which is 0 where it has none."""
+        """Gives ``node`` the zero point of uint8 in the place of its own, which is 0 if it is absent."""
         from onnx import numpy_helper
 
         old = self.tensors.get(node.input[2]) if len(node.input) > 2 else None

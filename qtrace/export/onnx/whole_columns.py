@@ -5,9 +5,9 @@ last block of columns, from its 17th on, where that has 17 to 31 (corrected by i
 convolution is one such product per group, whose columns are its output channels. A matrix product is split
 between threads, too, at multiples of 16, so that any rest may be a part of a wrong block.
 
-A layer gets columns of zeros up to the next multiple of 16, and a ``Slice``, or a ``Gather`` behind groups,
-takes them away behind its rounding. The integers of the others stay. A product whose columns are not those
-of a stored weight, as of two activations, is kept in float instead: a ``LeakyRelu`` of slope 1 changes no
+A layer gets columns of zeros up to the next multiple of 16, and a ``Slice``, or a ``Gather`` after groups,
+takes them away after its rounding. The integers of the others stay. A product whose columns do not come
+from a stored weight, as of two activations, is kept in float instead. A ``LeakyRelu`` of slope 1 changes no
 value, and no kernel of integers reads across it. onnxruntime moves roundings across what only moves values,
 so that a product that reads or gives moved integers counts, too.
 """
@@ -34,7 +34,7 @@ from qtrace.onnxfile.saturation import products_are_wrong
 __all__ = ["WHOLE", "choose_columns", "has_odd_columns", "write_whole_columns"]
 
 WHOLE = "_whole"
-"""What stands behind the name of a result that has columns of zeros."""
+"""What stands after the name of a result that has columns of zeros."""
 
 _LOG = logging.getLogger("qtrace")
 _TARGETS = ("onnxruntime", "generic")  # whose files onnxruntime's kernels of integers run
@@ -118,7 +118,7 @@ def _sizes(dims: Any) -> list[int | None]:
 def _is_right(node: Any, left: list[int | None] | None, right: list[int | None] | None) -> bool:
     """Whether a product has fewer rows than a block, or columns that fill tiles.
 
-    onnxruntime joins a batch with the rows where the right operand has none.
+    onnxruntime joins a batch with the rows if the right operand lacks them.
     """
     numbers = {a.name: a.i for a in node.attribute}
     if not right:
@@ -152,8 +152,8 @@ class _Graph:
         self.graph, self.producers, self.readers = index.graph, index.producers, index.readers
         self._number = index.value  # of a stored tensor, those that are added included; None for others
         self.tensors, self.names, self.outputs = index.stored, index.names(), set(index.output_names)
-        self.added: dict[int, list[Any]] = {}  # a node -> itself and the new nodes behind it
-        self.copies: dict[str, str] = {}  # a tensor with more columns -> that without them
+        self.added: dict[int, list[Any]] = {}  # a node -> itself and the new nodes after it
+        self.copies: dict[str, str] = {}  # a tensor with more columns -> the tensor without them
 
     def widen(self, node: Any) -> bool:
         """Gives a layer columns of zeros, if it needs them; returns whether it did."""
@@ -287,7 +287,7 @@ class _Graph:
         return node if node is not None and node.op_type == "DequantizeLinear" else None
 
     def _end_of_kernel(self, node: Any, add: Any) -> Any:
-        """Returns the last node of a layer's kernel of integers, behind its bias; None where it has none."""
+        """Returns the last node of a layer's kernel of integers, after its bias; None if there is none."""
         last = add
         while (
             len(readers := self.readers.get(last.output[0], [])) == 1 and last.output[0] not in self.outputs
@@ -295,7 +295,7 @@ class _Graph:
             if readers[0].op_type == "QuantizeLinear":
                 return readers[0]
             if readers[0].op_type in MOVES and node.op_type == "Conv":
-                return last  # the rounding behind what moves values comes in front of it
+                return last  # the rounding after what moves values comes before it
             if readers[0].op_type not in _FUSED:
                 break
             last = readers[0]
@@ -307,7 +307,7 @@ class _Graph:
         return weight is not None and len(weight.dims) == 2 and not _fills(weight.dims[1])
 
     def _widen_dynamic(self, node: Any) -> bool:
-        """Gives a product of integers whose scale is that of the batch more columns."""
+        """Gives a product of integers whose scale comes from the batch more columns."""
         if not self.is_odd_dynamic(node):
             return False
         weight = self.tensors[node.input[1]]
@@ -349,7 +349,7 @@ class _Graph:
             node.input[index] = self._padded(name, pad.flat(), 0)
 
     def _cut(self, last: Any, axis: int, pad: _Padding) -> None:
-        """Takes the columns of zeros away behind a node, under the name of its result.
+        """Takes the columns of zeros away after a node, under the name of its result.
 
         Integers are taken through a pair of roundings, which onnxruntime leaves out, so that targets and
         checks find no other form of a file.
@@ -401,7 +401,7 @@ class _Graph:
 
 @dataclass(frozen=True)
 class _Padding:
-    """Columns of zeros behind those of each group.
+    """Columns of zeros after the columns of each group.
 
     Attributes:
         axis: the axis of the columns in the weight.

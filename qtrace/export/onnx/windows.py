@@ -48,7 +48,7 @@ def _interpolate(w: OnnxWriter, call: OpCall) -> None:
     mode = {"nearest": "nearest", "bilinear": "linear", "linear": "linear", "bicubic": "cubic"}.get(a["mode"])
     if mode is None:
         raise ExportError(
-            f"{call.out.name}: interpolate mode {a['mode']!r} has no ONNX form: use nearest, bilinear "
+            f"{call.out.name}: interpolate mode {a['mode']!r} cannot become ONNX: use nearest, bilinear "
             "or bicubic"
         )
     place = "align_corners" if a["align_corners"] else "half_pixel"

@@ -63,7 +63,7 @@ class OnnxWriter:
     ) -> None:
         self.packed, self.naming = packed, naming or OutputNames()
         self.opset, self.whole_norms, self.source = opset, whole_norms, source
-        self.version_change = ""  # why the model has not the opset of ``source``, after `model`
+        self.version_change = ""  # why the model differs from the opset of ``source``, after `model`
         self.nodes: list[onnx.NodeProto] = []
         self.initializers: dict[str, onnx.TensorProto] = {}
         self._computed: set[str] = set()  # the inputs of the model and the outputs of its nodes
@@ -103,7 +103,7 @@ class OnnxWriter:
         return self.values.get(node)
 
     def reserve(self, names: Iterable[str]) -> None:
-        """Keeps names, such as those of the inputs, from other tensors."""
+        """Keeps names, such as the names of the inputs, from other tensors."""
         self._computed.update(names)
 
     def constant(self, name: str, value: Any) -> str:
@@ -214,7 +214,7 @@ class OnnxWriter:
         self.names[node] = self.node(op, inputs, node.name, **attributes)
 
     def mark_float16(self, first: int, op: str) -> None:
-        """Keeps the nodes from the place ``first`` on as those of an op in float16.
+        """Keeps the nodes from the place ``first`` on as nodes of an op in float16.
 
         Args:
             first: the place of the first of the nodes that the op has become.
@@ -304,7 +304,7 @@ class OnnxWriter:
         return self.node("Clip", [source, *names], f"{base}_clipped")
 
     def rescale(self, source: str, base: str, output: str, qparams: QParams) -> str | None:
-        """Reads the integers of ``source`` with other parameters; None if ``source`` has no integers."""
+        """Reads the integers of ``source`` with other parameters; None if ``source`` is without integers."""
         integers = self.integers.get(source)
         if integers is None:
             return None
@@ -327,7 +327,7 @@ class OnnxWriter:
     def _dequantize_blocks(
         self, base: str, integers: np.ndarray, qparams: QParams, axis: int, output: str
     ) -> str:
-        """Adds a stored weight with a scale per block of inputs; ``axis`` is that of its outputs.
+        """Adds a stored weight with a scale per block of inputs; ``axis`` is the axis of its outputs.
 
         Integers of 4 bits are always stored two in a byte, as the file is meant to be small.
         """
@@ -360,7 +360,7 @@ class OnnxWriter:
     ) -> onnx.ModelProto:
         """Returns the model, without dequantized tensors and initializers that no node reads.
 
-        The tensors move into the model one by one: the writer has none afterwards.
+        The tensors move into the model one by one: the writer is without them afterwards.
         """
         self._drop_unread_sizes({value.name for value in outputs})
         used = {i for n in self.nodes for i in read_names(n)}.union(value.name for value in outputs)

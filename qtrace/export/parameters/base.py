@@ -23,7 +23,7 @@ class ParameterFile:
 
     Attributes:
         title: the name of the kind in messages.
-        suffix: the end of the file's name, behind the stem of the model's name.
+        suffix: the end of the file's name, after the stem of the model's name.
         write: formats the table of sites as text; raises an `ExportError` for a site that it cannot express.
     """
 

@@ -1,8 +1,8 @@
-"""ncnn's calibration table for ncnn2int8: the scales of all weights by layer, then those of all inputs.
+"""ncnn's calibration table for ncnn2int8: the scales of all weights by layer, then the scales of all inputs.
 
-A scale is the inverse of qtrace's: integers per unit. A weight has one for each output channel, that of a
-convolution in groups one for each group (ncnn, tools/quantize/ncnn2int8.cpp). ncnn quantizes only the inputs
-of convolutions and inner products, so a site anywhere else is refused.
+A scale is the inverse of qtrace's: integers per unit. A weight has one for each output channel, in a
+convolution in groups for each group (ncnn, tools/quantize/ncnn2int8.cpp). ncnn quantizes only the inputs
+of convolutions and inner products. A site anywhere else is refused.
 """
 
 from __future__ import annotations

@@ -98,8 +98,8 @@ class Row:
 def site_table(graph: ConvertedGraph, names: Names) -> tuple[Row, ...]:
     """Returns a row for each quantized tensor of the float model: activations, weights and biases.
 
-    A bias has no row if a layer adds it at several scales, because the inputs of its calls have several: its
-    scale is that of the call's input times the weight's, for a reader to compute.
+    A bias is left out if a layer adds it at several scales, because the inputs of its calls have several. Its
+    scale is the call's input scale times the weight's, for a reader to compute.
 
     Args:
         graph: the converted graph.
@@ -149,7 +149,7 @@ class _TensorReaders:
     def row(
         self, tensor: str, site: str, qparams: QParams, integers: Node, stored: bool, floating: str
     ) -> Row:
-        """Returns the row of a tensor whose integers are those of the node ``integers``."""
+        """Returns the row of a tensor whose integers are the node ``integers``."""
         layers: list[str] = []
         elsewhere = _OUTPUT if integers in self.outputs else ""
         for expr in users(integers):

@@ -1,9 +1,9 @@
 """TensorRT's calibration cache: a line for each activation, the bits of its scale in hexadecimal.
 
-TensorRT reads it up to release 10. Release 11 has no calibration and takes scales from QuantizeLinear nodes
-alone, which the format ``onnx`` writes.
+TensorRT reads it up to release 10. Release 11 lacks calibration and takes scales only from QuantizeLinear
+nodes, which the format ``onnx`` writes.
 
-It has no weights: TensorRT takes the scale of each output channel from its largest magnitude. A weight
+It lacks weights: TensorRT takes the scale of each output channel from its largest magnitude. A weight
 that was quantized with other scales is refused, since TensorRT would not use them.
 """
 

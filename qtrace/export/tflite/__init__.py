@@ -49,15 +49,15 @@ def files(
             are written between integers. "float" computes them between DEQUANTIZE and QUANTIZE: LiteRT makes
             that a look-up table. "table" is a GATHER, for devices without floats: exact, and slow on a
             CPU. "native" is TFLite's integer kernel where it has one: up to one step off in a tenth of the
-            values. Products have no table: they are integer kernels with both. None is "float" with
+            values. Products never use a table: they are integer kernels with both. None is "float" with
             ``io="float32"`` and "table" with ``io="int8"``, whose file has no float tensor then unless the
             graph keeps an op in float.
         allow_float: op kinds that may compute in float although the graph computes them on integers.
-        nms: how the file of a detector chooses boxes, as a mapping of `Suppression`; None for a file with the
-            outputs of the graph alone. The boxes are further outputs, of batches of one.
+        nms: how the file of a detector chooses boxes, as a mapping of `Suppression`; None for only the
+            outputs of the graph. The boxes are further outputs, of batches of one.
 
     Raises:
-        ExportError: when a node has no TFLite form or a site rounds in another way, naming it, or LiteRT is
+        ExportError: when TFLite cannot express a node or rounds in another way, naming it, or LiteRT is
             not installed.
     """
     if importlib.util.find_spec("ai_edge_litert") is None:

@@ -1,4 +1,4 @@
-"""TFLite for arithmetic on two operands, and for activation functions that stand alone."""
+"""TFLite for arithmetic on two operands, and for activation functions that stand by themselves."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _div_by_number(b: Builder, op: FusedOp) -> None:
     call = op.call
     if call.attrs.get("side") != "right":
         raise ExportError(
-            f"{call.out.name}: TFLite has no division on integers: keep it in float by a rule that says "
+            f"{call.out.name}: TFLite lacks division on integers: keep it in float by a rule that says "
             f"quantize: false, or {allowing('div')}"
         )
     _times_number(b, op, 1.0 / call.attrs["scalar"])

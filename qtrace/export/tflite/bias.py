@@ -1,4 +1,4 @@
-"""The biases of a TFLite file: int32, or int64 beside activations of 16 bits.
+"""The biases of a TFLite file: int32, or int64 for activations of 16 bits.
 
 The scale of a bias, input scale times weight scale, and its rounding are the same in every format:
 `QuantizedSite.bias_scale` and `QuantizedSite.integers` in ``preparation/model.py`` compute them.
@@ -46,19 +46,19 @@ def integer_bias(b: Builder, node: TensorNode, x: FileTensor) -> FileTensor:
 
 
 def zero_bias(b: Builder, name: str, count: int, x: FileTensor, weight_scale: np.ndarray) -> FileTensor:
-    """Writes a bias of zeros: integer kernels require a bias even where the graph has none."""
+    """Writes a bias of zeros: integer kernels require a bias even if the graph lacks one."""
     assert x.grid is not None
     grid = Grid.symmetric(np.float32(x.grid.scale[0]) * weight_scale)
     return b.writer.constant(f"{name}_zeros", np.zeros(count, _bias_type(x)), grid)
 
 
 def float_bias(b: Builder, call: OpCall, name: str, count: int) -> FileTensor:
-    """Writes the bias of a layer that computes in float; zeros called ``name`` where the graph has none."""
+    """Writes the bias of a layer that computes in float; zeros called ``name`` if the graph lacks one."""
     value = np.zeros(count, np.float32) if call.bias is None else b.value(call.bias)
     if value is None:
         raise ExportError(
-            f"{call.out.name}: its bias is computed, which TFLite has no form for: "
-            "add it behind the layer, or set quantize: false"
+            f"{call.out.name}: its bias is computed, which TFLite cannot express: "
+            "add it after the layer, or set quantize: false"
         )
     return b.writer.constant(name if call.bias is None else call.bias.name, value.reshape(-1))
 

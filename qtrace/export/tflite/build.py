@@ -40,7 +40,7 @@ class BuildOptions:
         io: "float32" or "int8": the type of the model's float inputs and outputs.
         functions: "float", "table" or "native": the form of functions of one value between integers.
         allow_float: op kinds that may compute in float where the graph computes on integers.
-        suppression: how the file chooses boxes; None for the outputs of the graph alone.
+        suppression: how the file chooses boxes; None for only the outputs of the graph.
     """
 
     io: str = "float32"
@@ -51,7 +51,7 @@ class BuildOptions:
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """The output tensor of an operator, and what becomes of the activation function behind it.
+    """The output tensor of an operator, and what becomes of the activation function after it.
 
     Attributes:
         tensor: the output tensor.
@@ -116,7 +116,7 @@ class Builder(Store):
         return f"{op.site.name}_int", integer_type(op.site), Grid.of(op.site.qparams)
 
     def target(self, op: FusedOp, order: Order, fuses: bool = True) -> Target:
-        """Adds the output tensor of an operator: the integers of its site, floats where it has no site.
+        """Adds the output tensor of an operator: the integers of its site, floats without a site.
 
         Args:
             op: an op.
@@ -167,7 +167,7 @@ class Builder(Store):
         source: FileTensor | None = None,
         **options: Any,
     ) -> None:
-        """Adds the operator that computes ``node``, in the type of ``source`` or else that of the node."""
+        """Adds the operator that computes ``node``, in the type of ``source`` or else of the node."""
         out = self.result(node, order, source)
         self.writer.op(code, inputs, [out], kind, **options)
         self.put(node, out, order)
@@ -190,7 +190,7 @@ class Builder(Store):
         """Rounds integers to another grid of the same type.
 
         Adds zero, since XNNPACK's QUANTIZE between integers has a multiplier of 8 bits, and is off by one in
-        up to a tenth of the values; its ADD has one of 20 bits.
+        up to a tenth of the values. Its ADD has one of 20 bits.
         """
         result = self.writer.tensor(name, tensor.shape, tensor.dtype, grid)
         assert tensor.grid is not None
@@ -211,10 +211,10 @@ Emitter = Callable[[Builder, FusedOp], None]
 
 
 def check_type(name: str, kind: np.dtype) -> None:
-    """Refuses the tensor ``name`` if files have no type for it.
+    """Refuses the tensor ``name`` if files lack a type for it.
 
     Raises:
-        ExportError: when files have none.
+        ExportError: when files lack one.
     """
     if kind not in TYPES:
         raise ExportError(f"{name} is {kind.name}, which is not written to TFLite: use float32 or int32.")

@@ -23,7 +23,7 @@ def emit_op(b: Builder, op: FusedOp) -> None:
         op: the op, with what its operator fuses.
 
     Raises:
-        ExportError: when the op has no form, or only one that computes what the graph does not.
+        ExportError: when TFLite cannot express the op, or only as something else.
     """
     call = op.call
     if op.state == "carried" and call.kind in ("mul", "div"):
@@ -98,7 +98,7 @@ def _float(b: Builder, op: FusedOp, unable: str) -> None:
     if call.kind not in forms.FLOAT:
         cure = cure_for_kept(call.out.expr)
         cure = cure or f"end the graph before {call.out.name}, or write it with others"
-        raise ExportError(f"it has no TFLite form yet: {cure}")
+        raise ExportError(f"it cannot become TFLite yet: {cure}")
     allowed = _in_float(b, call.kind)
     # A sum whose result stays float in the graph is computed in float. A layer is refused,
     # because its weights would be floats too.

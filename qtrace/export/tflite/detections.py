@@ -1,4 +1,4 @@
-"""Operators behind the outputs of a detector that choose its boxes, by NON_MAX_SUPPRESSION_V5."""
+"""Operators after the outputs of a detector that choose its boxes, by NON_MAX_SUPPRESSION_V5."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def add_detections(
     Returns:
         Names and tensors of further outputs: ``detection_boxes`` (limit, 4) as corners (x1, y1, x2, y2),
         ``detection_scores`` (limit,), ``detection_classes`` (limit,), and ``detection_count``, the number of
-        rows that are boxes; the rows behind have the score 0.
+        rows that are boxes; the rows after them have the score 0.
 
     Raises:
         ExportError: for an unknown output, or one of another shape, or another batch than one image.
@@ -134,7 +134,7 @@ class _Operators:
         return self.add("CONCATENATION", ends, "corners", [rows, 4], kind="ConcatenationOptions", axis=1)
 
     def apart(self, corners: FileTensor, label: FileTensor) -> FileTensor:
-        """Moves the boxes of each class away from those of the others."""
+        """Moves the boxes of each class away from the other boxes."""
         rows = corners.shape[0]
         ends = [
             self.add(f"REDUCE_{n}", [corners, [0, 1]], n.lower(), [], kind="ReducerOptions")

@@ -192,8 +192,8 @@ class Exporter:
             b.lazy[out] = lambda: site.fake_quant(mge.Tensor(value)).numpy()
         elif site.sort == "weight":
             raise ExportError(
-                f"site {site.name}: the weight is computed from the model's input, which TFLite has no form "
-                "for: use matmul, or end the graph before it."
+                f"site {site.name}: the weight is computed from the model's input, which TFLite cannot "
+                "express: use matmul, or end the graph before it."
             )
         else:
             source, grid = b.get(site.source), Grid.of(site.qparams)
@@ -207,7 +207,7 @@ class Exporter:
         if call is None:
             reason = ops.unsupported(expr)
             raise ExportError(
-                f"{expr.outputs[0].name}: {op_label(expr)} has no TFLite form ({reason}): end the graph "
+                f"{expr.outputs[0].name}: {op_label(expr)} cannot become TFLite ({reason}): end the graph "
                 "before it, or write it with ops that have one."
             )
         emit_op(self.build, self.plan.fused_op(expr, call))

@@ -119,7 +119,7 @@ def _getitem(b: Builder, op: FusedOp) -> None:
     gathers = [i for i in items if isinstance(i.value, np.ndarray)]
     if len(gathers) > 1 or any(i.value.dtype == np.bool_ or i.value.ndim != 1 for i in gathers):
         raise ExportError(
-            f"{call.out.name}: an index by masks or by several lists of positions has no TFLite form: "
+            f"{call.out.name}: an index by masks or by several lists of positions cannot become TFLite: "
             "index by slices, or one axis at a time"
         )
     shape = list(source.shape)
@@ -167,7 +167,7 @@ def _fixed(b: Builder, item: _AxisIndex, call: OpCall) -> _AxisIndex:
 def _sliced(
     b: Builder, call: OpCall, source: OrderedTensor, items: list[_AxisIndex], shape: list[int]
 ) -> FileTensor:
-    """Cuts out slices and numbers; changes ``shape``, in the graph's order, to that of the result."""
+    """Cuts out slices and numbers; changes ``shape``, in the graph's order, to the result's."""
     cuts: dict[int, tuple[int, int, int]] = {}
     for item in items:
         if item.axis is None or isinstance(item.value, np.ndarray):
@@ -178,7 +178,7 @@ def _sliced(
         else:
             cut = range(int(item.value) % size, int(item.value) % size + 1)
         if cut.step < 0:
-            raise ExportError(f"{call.out.name}: a negative step has no TFLite form: use positions")
+            raise ExportError(f"{call.out.name}: a negative step cannot become TFLite: use positions")
         shape[item.axis] = len(cut)
         if cut != range(size):
             end = cut.start + len(cut) * cut.step if cut.step > 1 else cut.stop
@@ -191,19 +191,19 @@ def _sliced(
 
 
 def _setitem(b: Builder, op: FusedOp) -> None:
-    """Writes ``x[..., 2:5, :7] = value`` axis by axis: the part before, the value, the part behind."""
+    """Writes ``x[..., 2:5, :7] = value`` axis by axis: the part before, the value, the part after."""
     call = op.call
     target, index, _ = call.expr.args
     source = b.floats(b.get(target))
     items = [_fixed(b, i, call) for i in _items(index, len(source.order))]
     if any(i.axis is None or not isinstance(i.value, slice) for i in items):
         raise ExportError(
-            f"{call.out.name}: writing at {index!r} has no TFLite form: write at slices that are fixed or "
+            f"{call.out.name}: writing at {index!r} cannot become TFLite: write at slices that are fixed or "
             "computed from shapes, or use F.where or F.concat"
         )
     cuts = [(i.axis or 0, range(source.shape[i.axis or 0])[i.value]) for i in items]
     if any(cut.step != 1 for _, cut in cuts):
-        raise ExportError(f"{call.out.name}: writing with a step has no TFLite form: use a slice without one")
+        raise ExportError(f"{call.out.name}: writing with a step cannot become TFLite: use a plain slice")
     partial = [(source.order.index(axis), cut) for axis, cut in cuts if len(cut) != source.shape[axis]]
     b.put(call.out, _filled(b, op, source, partial), source.order)
 

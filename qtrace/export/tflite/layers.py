@@ -30,7 +30,7 @@ def padded(b: Builder, x: FileTensor, pads: list[tuple[int, int]], lowest: bool 
     Args:
         b: the file.
         x: the image.
-        pads: the number of places added before and behind along each axis between N and C.
+        pads: the number of places added before and after along each axis between N and C.
         lowest: whether to pad with the lowest number of the type, as a maximum needs, instead of zeros.
     """
     widths = [(0, 0), *pads, (0, 0)]
@@ -70,8 +70,8 @@ class _Layer:
         weight = self.b.integers[self.weight_node][0] if self.ints else self.b.value(self.weight_node)
         if weight is None:
             raise ExportError(
-                f"{self.call.out.name}: its weight is computed from the model's input, which TFLite has no "
-                "form for: use matmul, or end the graph before it"
+                f"{self.call.out.name}: its weight is computed from the model's input, which TFLite cannot "
+                "express: use matmul, or end the graph before it"
             )
         return weight.astype(np.int8) if self.ints else weight
 
@@ -86,7 +86,7 @@ class _Layer:
         return stored
 
     def bias(self, count: int) -> FileTensor:
-        """Writes the bias as a vector of ``count`` numbers, zeros where the graph has none.
+        """Writes the bias as a vector of ``count`` numbers, zeros if the graph lacks one.
 
         The weight is written before.
         """
@@ -179,11 +179,11 @@ def _conv1d(b: Builder, op: FusedOp) -> None:
 
 
 def _conv3d(b: Builder, op: FusedOp) -> None:
-    """Writes a convolution of volumes in float; CONV_3D has no groups."""
+    """Writes a convolution of volumes in float; CONV_3D lacks groups."""
     layer, call, a = _Layer(b, op), op.call, op.call.attrs
     if a["groups"] > 1:
         raise ExportError(
-            f"{call.out.name}: a grouped convolution of volumes has no TFLite form: use groups=1, or end "
+            f"{call.out.name}: a grouped convolution of volumes cannot become TFLite: use groups=1, or end "
             "the graph before it"
         )
     x = layer.read(_VOLUME)
@@ -221,7 +221,7 @@ def _conv_transpose(b: Builder, op: FusedOp) -> None:
     result, sizes = target.tensor, size
     cut = not same and (whole != size or a["padding"] != (0, 0))
     if cut:
-        # No input value reaches what output_padding adds behind: there is the bias alone.
+        # No input value reaches what output_padding adds at the end: there is only the bias.
         sizes = [max(f, p + o) for f, p, o in zip(whole, a["padding"], size, strict=True)]
         result = b.like(target.tensor, f"{call.out.name}_whole", (batch, *sizes, count))
     inputs = [b.writer.ints([batch, *sizes, count]), layer.stored_weight(weight, 0), x, layer.bias(count)]
@@ -285,7 +285,7 @@ def _matmul(b: Builder, op: FusedOp) -> None:
     call, rank = op.call, b.rank(op.call.out)
     if any(b.rank(n) < 2 for n in call.inputs):
         raise ExportError(
-            f"{call.out.name}: a product with a vector has no TFLite form: give it an axis of size 1"
+            f"{call.out.name}: a product with a vector cannot become TFLite: give it an axis of size 1"
         )
     factors, flips = [], []
     for node, flip in zip(call.inputs, (call.attrs["transpose_a"], call.attrs["transpose_b"]), strict=True):
@@ -308,5 +308,5 @@ LAYERS: dict[str, Emitter] = {
     "linear": _linear,
     "matmul": _matmul,
 }
-# CONV_3D reads floats alone.
+# CONV_3D reads only floats.
 FLOAT_LAYERS: dict[str, Emitter] = {"conv3d": _conv3d}

@@ -1,8 +1,8 @@
 """Layouts: the order in which a tensor of the file holds the axes of the graph's tensor. Pure functions.
 
 An *order* is a permutation: axis ``i`` of the file's tensor is axis ``order[i]`` of the graph's. A transpose
-of the graph therefore changes the order alone, and values move only where an op needs its axes in a certain
-order: convolutions and poolings want the channels last, a reshape wants the axes that it joins side by side.
+of the graph therefore changes only the order, and values move only where an op needs its axes in a certain
+order. Convolutions and poolings want the channels last, a reshape wants the axes that it joins side by side.
 
 Axes of size 1 may stand anywhere: to move them is a reshape. The first axis of the graph counts samples, and
 is not taken for one of size 1.
@@ -38,7 +38,7 @@ def file_shape(shape: Sequence[int], order: Order) -> tuple[int, ...]:
 
 
 def moves_values(shape: Sequence[int], old: Order, new: Order) -> bool:
-    """Whether going from one order to the other moves values, rather than axes of size 1 alone.
+    """Whether going from one order to the other moves values, rather than only axes of size 1.
 
     Args:
         shape: the shape in the graph.
@@ -64,7 +64,7 @@ def window_pads(
 
     Returns:
         "VALID" or "SAME" where TFLite's rule adds exactly that, else ""; and the number of places that are
-        needed before and behind. Padding that no window reaches is left out.
+        needed before and after. Padding that no window reaches is left out.
     """
     reach = (out - 1) * stride + dilation * (kernel - 1) + 1
     need = (padding, max(reach - size - padding, 0))

@@ -32,7 +32,7 @@ def _comparison(b: Builder, op: FusedOp) -> None:
 def _logic(b: Builder, op: FusedOp) -> None:
     call = op.call
     if np.dtype(call.out.dtype) != np.bool_:
-        raise ExportError(f"{call.out.name}: logic on integers has no TFLite form: use booleans")
+        raise ExportError(f"{call.out.name}: logic on integers cannot become TFLite: use booleans")
     inputs, order = operands(b, call, call.attrs.get("operands", call.inputs), np.dtype(np.bool_))
     b.emit(call.out, order, call.kind.upper(), inputs)
 

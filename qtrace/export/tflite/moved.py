@@ -71,7 +71,7 @@ class Moved:
             if left != 1:
                 return None
             new_axes.append(atoms_taken)
-        for atom, number, size in queue:  # of size 1: behind the last axis
+        for atom, number, size in queue:  # of size 1: after the last axis
             if size != 1 or not new_axes:
                 return None
             parts[atom] = (*parts.get(atom, ()), 1)
@@ -113,7 +113,7 @@ class Moved:
         def first(axis: int) -> tuple[int, int]:
             atoms = self.axes[axis]
             wide = [place[a] for a in atoms if self.wide(a)] or [place[a] for a in atoms]
-            # A new axis stands behind the axis that is before it in the graph.
+            # A new axis stands after the axis that is before it in the graph.
             return (min(wide), axis) if wide else (first(axis - 1)[0] if axis else -1, axis)
 
         return tuple(sorted(range(len(self.axes)), key=first))

@@ -20,7 +20,7 @@ def reshape(b: Builder, node: TensorNode, source: OrderedTensor, moved: Moved) -
     shape = list(b.shape(node))
     reshaped, batch = moved.reshaped(shape), b.sample_axes.get(node, 0)
     apart = reshaped is not None and node in b.sample_axes and moved.batch not in reshaped.axes[batch]
-    # The axes have no common parts with those of the source, or of an axis with samples and more only the
+    # The axes share no parts with the source's axes, or of an axis with samples and more only the
     # samples go on as an axis: the values move first.
     if reshaped is None or apart:
         natural_order = natural(len(moved.axes))
@@ -44,7 +44,7 @@ def _transpose(b: Builder, op: FusedOp) -> None:
     pattern = tuple(call.attrs["pattern"]) or tuple(reversed(range(rank)))
     axes = [int(p) % rank for p in pattern if isinstance(p, (int, np.integer))]
     if sorted(axes) != list(range(rank)):
-        raise ExportError(f"{call.out.name}: transpose by {pattern!r} has no TFLite form: use all axes")
+        raise ExportError(f"{call.out.name}: transpose by {pattern!r} cannot become TFLite: use all axes")
     reshape(b, call.out, source, moved.transposed(axes))
 
 
@@ -59,7 +59,7 @@ def _pad(b: Builder, op: FusedOp) -> None:
     pads = b.writer.constant("pads", np.array([width[axis] for axis in order], np.int32))
     if a["mode"] == "replicate":
         raise ExportError(
-            f"{call.out.name}: padding by the border's values has no TFLite form: use zeros or reflect"
+            f"{call.out.name}: padding by the border's values cannot become TFLite: use zeros or reflect"
         )
     if a["mode"] == "reflect":
         b.emit(call.out, order, "MIRROR_PAD", [x, pads], "MirrorPadOptions", x, mode=0)
@@ -118,7 +118,7 @@ def _tile(b: Builder, op: FusedOp) -> None:
 
 
 def _repeat(b: Builder, op: FusedOp) -> None:
-    """Repeats each value: adds an axis behind, tiles it, and joins it with the axis before it."""
+    """Repeats each value: adds an axis after it, tiles that, and joins it with the axis before it."""
     call, source = op.call, b.get(op.call.inputs[0])
     times = b.number(call.attrs["repeats"], f"{call.out.name}: how often it repeats")
     axis = call.attrs["axis"]
@@ -153,7 +153,7 @@ def _pixel_shuffle(b: Builder, op: FusedOp) -> None:
 def _roll(b: Builder, op: FusedOp) -> None:
     call, source = op.call, b.get(op.call.inputs[0])
     if call.attrs["axis"] is None:
-        raise ExportError(f"{call.out.name}: rolling the flattened values has no TFLite form: name the axes")
+        raise ExportError(f"{call.out.name}: rolling flattened values cannot become TFLite: name the axes")
     tensor = source.tensor
     for shift, axis in zip(call.attrs["shift"], call.attrs["axis"], strict=True):
         place, size = source.order.index(axis % len(source.order)), source.shape[axis]

@@ -30,7 +30,7 @@ def common_order(sources: Sequence[OrderedTensor]) -> Order:
 
 
 def operands(b: Builder, call: OpCall, values: Sequence[Any], kind: Kinds) -> tuple[list[FileTensor], Order]:
-    """Returns operands with as many axes as the result of their op. Single numbers have no axes.
+    """Returns operands with as many axes as the result of their op. Single numbers are without axes.
 
     Args:
         b: the file.

@@ -32,7 +32,7 @@ class FusedOp:
     Attributes:
         call: the op.
         clamp: the fused activation function; None for none.
-        out: the node of the result: that of the clamp, if there is one.
+        out: the node of the result: the clamp's, if there is one.
         site: the site that rounds ``out``, when nothing else reads its value.
         state: the op's state in the annotation; "int" and "fused" are computed on integers.
     """
@@ -87,7 +87,7 @@ class KernelPlan:
         self.needed = needed_nodes(graph.module)
 
     def check(self) -> None:
-        """Refuses sites that TFLite has no type for, or rounds in another way.
+        """Refuses sites that TFLite lacks a type for, or rounds in another way.
 
         Raises:
             ExportError: naming the first one and what to change.
@@ -171,7 +171,7 @@ def _weight_problem(scheme: QScheme) -> str:
 
 
 def _problem(scheme: QScheme, static: bool) -> str:
-    """Returns why TFLite has no form for the integers of an activation; "" if it has one."""
+    """Returns why TFLite cannot express the integers of an activation; "" if it can."""
     if scheme.per_channel:
         return "TFLite has one scale for each activation: set axis: null there"
     if not scheme.signed:

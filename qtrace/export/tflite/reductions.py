@@ -85,7 +85,7 @@ def _argument(code: str, kind: str) -> Emitter:
 
 
 def _ranked(b: Builder, op: FusedOp) -> None:
-    """Writes TOPK_V2 for ``topk``, ``sort`` and ``argsort``: the largest first, or those of the negative."""
+    """Writes TOPK_V2 for ``topk``, ``sort`` and ``argsort``: the largest first, or of the negative."""
     call, a = op.call, op.call.attrs
     source = b.floats(b.get(call.inputs[0]))
     order = natural(len(source.order))
@@ -93,7 +93,7 @@ def _ranked(b: Builder, op: FusedOp) -> None:
     size = x.shape[-1]
     count = min(b.number(a["k"], f"{base}: its k"), size) if "k" in a else size
     if a["descending"] not in (True, False):
-        raise ExportError(f"{base}: an order that is computed has no TFLite form: use True or False")
+        raise ExportError(f"{base}: an order that is computed cannot become TFLite: use True or False")
     if not a["descending"]:
         x = b.add("NEG", [x], f"{base}_negative", x.shape, kind="NegOptions")
     shape = (*x.shape[:-1], count)
@@ -118,7 +118,7 @@ def _along_last_axis(code: str, kind: str = "", **options: Any) -> Emitter:
         call, source = op.call, b.floats(b.get(op.call.inputs[0]))
         axes = np.atleast_1d(call.attrs["axis"])
         if len(axes) != 1:
-            raise ExportError(f"{call.out.name}: softmax over several axes has no TFLite form: use one axis")
+            raise ExportError(f"{call.out.name}: softmax over many axes cannot become TFLite: use one axis")
         axis = int(axes[0]) % len(source.order)
         order = (*(a for a in source.order if a != axis), axis)
         out = b.result(call.out, order)
@@ -154,7 +154,7 @@ def _batch_norm(b: Builder, op: FusedOp) -> None:
 
 
 def _parameter(b: Builder, value: Any) -> np.ndarray | None:
-    """Returns the value of a norm's parameter; None where it has none.
+    """Returns the value of a norm's parameter; None if there is none.
 
     Raises:
         ExportError: when it is computed from an input of the graph.
@@ -163,7 +163,7 @@ def _parameter(b: Builder, value: Any) -> np.ndarray | None:
         known = b.value(value)
         if known is None:
             raise ExportError(
-                f"{value.name}: a norm whose parameters are computed from an input has no TFLite form: write "
+                f"{value.name}: a norm with parameters computed from an input cannot become TFLite: write "
                 "it as a product and a sum"
             )
         return known
@@ -237,8 +237,8 @@ def _by_length(b: Builder, op: FusedOp) -> None:
     norm, axis = call.attrs.get("ord"), call.attrs["axis"]
     if norm not in (None, 2) or not isinstance(axis, int):
         raise ExportError(
-            f"{call.out.name}: a normalization by a norm of order {norm} over the axis {axis} has no TFLite "
-            "form: use order 2 and one axis"
+            f"{call.out.name}: a normalization by a norm of order {norm} over the axis {axis} cannot "
+            "become TFLite: use order 2 and one axis"
         )
     place = order.index(axis % len(order))
     small = [1 if i == place else n for i, n in enumerate(x.shape)]
@@ -271,7 +271,7 @@ def _norm(b: Builder, op: FusedOp) -> None:
     power, axis = call.attrs.get("ord"), call.attrs["axis"]
     if power not in (None, 1, 2) or axis is None:
         raise ExportError(
-            f"{call.out.name}: a norm of order {power} over the axis {axis} has no TFLite form: use 1 or "
+            f"{call.out.name}: a norm of order {power} over the axis {axis} cannot become TFLite: use 1 or "
             "2 over named axes"
         )
     source = b.floats(b.get(call.inputs[0]))

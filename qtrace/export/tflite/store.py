@@ -71,7 +71,7 @@ class Store:
         batch: the size of the batch axis.
         sample_axes: node -> the axis that grows with the batch; another node has the first one, if any.
         layers: the result of a layer with a weight -> its parameters in the file.
-        fixed: the node that makes the file work for this batch size alone; "" for none.
+        fixed: the node that makes the file work only for this batch size; "" for none.
     """
 
     def __init__(self, plan: KernelPlan, batch: int) -> None:
@@ -111,7 +111,7 @@ class Store:
         return numbers
 
     def number(self, value: Any, subject: str) -> int:
-        """Returns a constant integer: ``value`` or that of a node; errors begin with ``subject``."""
+        """Returns a constant integer: ``value`` or the value of a node; errors begin with ``subject``."""
         if not isinstance(value, TensorNode):
             return int(value)
         numbers = self.value(value)

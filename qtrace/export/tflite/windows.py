@@ -78,7 +78,7 @@ def _avg_pool(b: Builder, op: FusedOp) -> None:
 def _integer_avg_pool(b: Builder, op: FusedOp) -> None:
     """Writes the mean of a window on integers.
 
-    Where padding counts, or there is none, the window is that of a convolution by ones, which rounds to the
+    Where padding counts, or there is none, the window is a convolution by ones, which rounds to the
     scale of the result. Else AVERAGE_POOL_2D divides by the number of places inside the image.
     """
     call, a = op.call, op.call.attrs
@@ -100,7 +100,7 @@ def _leaves_padding_out(call: OpCall) -> bool:
 def _mean_inside(b: Builder, x: FileTensor, out: FileTensor, window: Any) -> None:
     """Writes the means of the places of windows that lie inside the image, which is padded by half a window.
 
-    AVERAGE_POOL_2D pads so at stride 1 alone: larger strides take every second or third result of it.
+    AVERAGE_POOL_2D pads so only at stride 1: larger strides take every second or third result of it.
     """
     whole = out if window["stride"] == (1, 1) else b.like(x, f"{out.name}_whole", x.shape)
     _pool(b, "AVERAGE_POOL_2D", x, whole, "SAME", {**window, "stride": (1, 1)})
@@ -197,7 +197,7 @@ def _resize(b: Builder, call: OpCall, x: FileTensor, out: FileTensor) -> None:
     a = call.attrs
     if a["mode"] not in ("bilinear", "linear") or b.rank(call.out) != 4:
         raise ExportError(
-            f"{call.out.name}: interpolate mode {a['mode']!r} has no TFLite form: use nearest or bilinear"
+            f"{call.out.name}: interpolate mode {a['mode']!r} cannot become TFLite: use nearest or bilinear"
         )
     inputs: Inputs = [x, b.shape(call.out)[2:]]
     corners = {"alignCorners": a["align_corners"], "halfPixelCenters": not a["align_corners"]}
@@ -205,7 +205,7 @@ def _resize(b: Builder, call: OpCall, x: FileTensor, out: FileTensor) -> None:
 
 
 def why_in_float(b: Builder, op: FusedOp) -> str:
-    """Returns why a window of an op has no integer kernel, although its kind has one; "" if it has one."""
+    """Returns why a window of an op lacks an integer kernel that its kind has; "" if it has one."""
     call, a = op.call, op.call.attrs
     if call.kind == "avg_pool2d" and _leaves_padding_out(call):
         if any(k != 2 * p + 1 for k, p in zip(a["kernel"], a["padding"], strict=True)):

@@ -122,7 +122,7 @@ class _Buffer(schema.BufferT):
 
 
 class TfliteWriter:
-    """Collects one subgraph. Numbers behind them make the names of tensors unique."""
+    """Collects one subgraph. Numbers after them make the names of tensors unique."""
 
     def __init__(self) -> None:
         self.file_tensors: list[FileTensor] = []
@@ -228,7 +228,7 @@ class TfliteWriter:
             code: the operator's name in the schema, such as ``CONV_2D``.
             inputs: the tensors that it reads.
             outputs: the tensors that it fills.
-            kind: the name of its options in the schema, such as ``Conv2DOptions``; "" when it has none.
+            kind: the name of its options in the schema, such as ``Conv2DOptions``; "" for none.
             version: the operator version that the options need; 0 for the version that the types need.
             **options: the fields of the options.
         """
@@ -308,7 +308,7 @@ class TfliteWriter:
                 np.array([place[int(i)] for i in side], np.int32)
                 for side in (operator.inputs, operator.outputs)
             )
-        # Metadata comes last and stays: the buffers between are those of tensors.
+        # Metadata comes last and stays: the buffers between belong to tensors.
         last = max((self.tensors[i].buffer for i in range(len(self.tensors))), default=0)
         read = {self.tensors[i].buffer for i in place}
         for number in range(1, last + 1):
@@ -326,7 +326,7 @@ def _build(kind: str, **fields: Any) -> Any:
     instance = getattr(schema, f"{kind}T")()
     for field, value in fields.items():
         if field not in vars(instance):
-            raise AttributeError(f"{kind} has no field {field}")
+            raise AttributeError(f"{kind} lacks field {field}")
         setattr(instance, field, value)
     return instance
 

@@ -1,11 +1,11 @@
 """A plain traced module in float, for MegEngine without qtrace: its nodes carry the quantization parameters.
 
-``megengine.load`` reads the file in a process without qtrace. The graph has no fake quants: it computes the
+``megengine.load`` reads the file in a process without qtrace. It holds no fake quants: it computes the
 float network with the converted graph's weights. Each node that is rounded has ``qparams``, MegEngine's own
 ``QParams``: mode, dtype, scale and zero point, of shape ``()`` or ``(channels,)``. Activations, weights,
 biases (``qint32``) and the nodes that carry integers through moves have them.
 
-Its usual suffix is ``.mge``, like that of ``qtrace.save``, so this format has to be named:
+Its usual suffix is ``.mge``, like the suffix of ``qtrace.save``, so this format has to be named:
 ``format="traced"``.
 """
 

@@ -48,7 +48,7 @@ _FILES = (
 def composite_rules() -> tuple[CompositeRule, ...]:
     """Returns the rules in the order in which `compose` applies them.
 
-    Those of installed packages, entry points in the group ``qtrace.composites``, come first: their pieces may
+    Installed packages add composites by the group ``qtrace.composites``. These come first: their pieces may
     contain composites of qtrace's own.
 
     Raises:

@@ -98,7 +98,7 @@ class Attention(CompositeRule):
 
 
 def _mask_problem(match: PatternMatch) -> str | None:
-    """Returns why a mask or bias is not that of attention, as a clause, or None."""
+    """Returns why a mask or bias does not fit attention, as a clause, or None."""
     scores, mask = shape_of(match["product"]), match.get("mask")
     if mask is None:
         return None

@@ -41,7 +41,7 @@ class CompositeRule(RewriteRule):
         formula: the function as a formula.
         becomes: the name of the call.
         in_prepare: whether ``prepare`` applies the rule, which it does unless the pieces have integer kernels
-            and the call has none.
+            and the call does not.
         kind: the op kind that a backend must quantize for ``prepare`` to apply the rule; "" for any backend.
         keeps_shape: whether the result must have the shape of ``x``.
     """

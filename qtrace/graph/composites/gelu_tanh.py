@@ -36,7 +36,7 @@ class GeluTanh(CompositeRule):
     )
 
     def obstacle(self, match: PatternMatch) -> str | None:
-        """Refuses other numbers than those of the formula."""
+        """Refuses numbers that differ from the formula."""
         half, inner, linear = match.get("half", 1.0), match["inner"], match.get("linear", 1.0)
         whole = match.get("whole", inner * match.get("cubic", 0.0))
         root = math.sqrt(2.0 / math.pi)

@@ -1,7 +1,7 @@
 """Group norm: a standardization of each group of channels, then a number per channel as weight and bias.
 
 Source: Wu and He 2018, "Group normalization". PyTorch writes a reshape to (N, G, ...), an instance norm with
-weights 1 and biases 0, a reshape back, a product and a sum; TensorFlow and models by hand write the means.
+weights 1 and biases 0, a reshape back, a product and a sum. TensorFlow and models by hand write the means.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class GroupNorm(CompositeRule):
     pattern = AnyOf(affine(_JOINED), _JOINED)
 
     def obstacle(self, match: PatternMatch) -> str | None:
-        """Refuses reshapes that do not split the channels, and other axes than those of a group."""
+        """Refuses reshapes that do not split the channels, and axes that are not a group's."""
         problem = channels_problem(match, ranks=(3, 4))
         if problem is not None:
             return problem

@@ -31,7 +31,7 @@ def clipped_line(x: Pattern) -> Pattern:
 
 
 def line(match: PatternMatch) -> tuple[float, float, float, float]:
-    """Returns slope, offset, lower and upper bound of the clipped line, with the factor behind it."""
+    """Returns slope, offset, lower and upper bound of the clipped line, with the factor after it."""
     s = match.get("s", 1.0)
     k, b, low, high = match.get("k", 1.0), match["b"], match.get("low", 0.0), match["high"]
     return s * k, s * b, s * low, s * high

@@ -2,7 +2,7 @@
 
 Source: Ba et al. 2016, "Layer normalization". PyTorch before opset 17 and Paddle write ReduceMean, Sub, Pow,
 ReduceMean, Add, Sqrt, Div, Mul, Add; Keras the distributed form (``standardized.py``). A weight without a
-bias stays a multiplication behind the norm.
+bias stays a multiplication after the norm.
 """
 
 from __future__ import annotations

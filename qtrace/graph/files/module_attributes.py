@@ -241,7 +241,7 @@ _NEEDS: dict[type, dict[str, tuple[str, ...]]] = {
     normalization.InstanceNorm: {"affine": ("weight", "bias")},
     normalization.LayerNorm: {"affine": ("weight", "bias")},
 }
-# The number of axes that a weight of one group has; that of several groups has one more.
+# The number of axes that a weight of one group has; a weight of several groups has one more.
 _AXES: dict[type, int] = {M.Conv2d: 4, M.Conv3d: 5, M.ConvTranspose2d: 4, M.DeformableConv2d: 4}
 
 
@@ -284,7 +284,7 @@ def check_attributes(module: M.Module, path: str) -> None:
         value = getattr(module, name, kind)
         if value is kind:
             if name not in _OPTIONAL | _REMOVABLE:
-                raise RefusedError(f"{owner} has no {name}")
+                raise RefusedError(f"{owner} lacks {name}")
         elif not kind.fits(value):
             raise RefusedError(f"{owner} has the {name} {shown(value)}: it must be {kind.description}")
     for base in cls.__mro__:
@@ -306,7 +306,7 @@ def _check_opaque(module: OpaqueOp, owner: str) -> None:
     """Refuses an opaque node whose model is none that the importer makes, or that reads other files."""
     model = vars(module).get("model")
     if type(model) is not bytes:
-        raise RefusedError(f"{owner} has no bytes as its model")
+        raise RefusedError(f"{owner} lacks bytes as its model")
     if type(module.for_open_axes) is not bool:
         raise RefusedError(f"{owner} has a for_open_axes that is no truth value")
     if wrong := check_fragment(model):
@@ -314,7 +314,7 @@ def _check_opaque(module: OpaqueOp, owner: str) -> None:
 
 
 def _check_counts(module: FakeQuant, owner: str) -> None:
-    """Refuses scales and zero points whose number is not that of the fake quant's shape."""
+    """Refuses scales and zero points whose number does not fit the fake quant's shape."""
     count = math.prod(module.shape)
     for name in ("scale", "zero_point"):
         shape = tuple(int(n) for n in getattr(module, name).shape)

@@ -171,7 +171,7 @@ class AllowList:
 
 
 def _is_installed(key: str) -> bool:
-    """Returns whether a name is that of a plugin of an installed package, whose user needs no `allow`."""
+    """Returns whether a name belongs to a plugin of an installed package, whose user needs no `allow`."""
     return key in allowlist.installed_names(re.split("[.:]", key)[0])
 
 

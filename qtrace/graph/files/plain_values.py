@@ -80,7 +80,7 @@ def _metadata(value: Any) -> dict[str, dict[str, Any]]:
 
 
 def dtype_class(*args: Any) -> type:
-    """The class of a dtype that has no name of its own: MegEngine's bfloat16 and low-bit integers."""
+    """The class of a dtype without a name of its own: MegEngine's bfloat16 and low-bit integers."""
     if len(args) != 1 or not isinstance(args[0], type) or args[0] not in OWN:
         raise RefusedError("it asks for the class of a numpy dtype that is not MegEngine's")
     return type(OWN[args[0]])
@@ -120,7 +120,7 @@ def _check_array(shape: Any, dtype: Any, size: int) -> None:
         and all(type(n) is int and 0 <= n < _LARGEST_DIM for n in shape)
     )
     if not plain or not isinstance(dtype, np.dtype) or dtype.hasobject:
-        raise RefusedError("a numpy array in it has no plain shape and dtype")
+        raise RefusedError("a numpy array in it lacks a plain shape and dtype")
     if math.prod(shape) * dtype.itemsize != size:
         raise RefusedError(f"a numpy array in it has shape {shape} and {size} bytes")
 
@@ -218,9 +218,9 @@ _TENSOR = 64  # bytes that a tensor takes besides its data
 
 
 class Devices:
-    """The devices that a file names: all are the default one, unless the caller wants those of the file.
+    """The devices that a file names: all are the default one, unless the caller wants the file's devices.
 
-    A device is more than a name: MegEngine starts the threads of one that it has not seen yet.
+    A device is more than a name: MegEngine starts the threads of one that is new to it.
 
     Args:
         keep: whether to use the devices of the file.
@@ -282,7 +282,7 @@ def only(make: Rule, *kinds: type) -> Rule:
 
 
 def singleton_type(*args: Any) -> type:
-    """The type of None or of Ellipsis, which have no name."""
+    """The type of None or of Ellipsis, which are nameless."""
     if len(args) != 1 or not (args[0] is None or args[0] is Ellipsis):
         raise RefusedError("it calls builtins:type with other arguments than None or Ellipsis")
     return type(args[0])

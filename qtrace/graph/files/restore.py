@@ -115,14 +115,14 @@ def _follow(expr: Expr, owners: dict[int, Any], calls: dict[int, dict[TreeDef, l
 
 
 def _check_subgraphs(graph: InternalGraph) -> None:
-    """Refuses a call of a traced module that has no graph for these arguments, or one for others."""
+    """Refuses a call of a traced module whose graph is missing, or made for other arguments."""
     for expr in graph._exprs:
         if not is_call_module(expr) or not isinstance(expr.inputs[0].owner, TracedModule):
             continue
         name = shown(expr.inputs[0]._name)
         inner = expr.inputs[0].owner.argdef_graph_map.get(expr.arg_def)
         if inner is None:
-            raise RefusedError(f"it calls the module {name} with arguments for which that has no graph")
+            raise RefusedError(f"it calls the module {name}, which lacks a graph for these arguments")
         takes, gives = len(inner._inputs), len(inner._outputs)
         if (takes, gives) != (len(expr.inputs), len(expr.outputs)):
             raise RefusedError(

@@ -167,7 +167,7 @@ class Rules:
                     _module if issubclass(cls, Module) and cls.__setstate__ is Module.__setstate__ else _own
                 )
             else:
-                raise RefusedError(f"it sets the state of {_key(cls)}, which has none in a model")
+                raise RefusedError(f"it sets the state of {_key(cls)}, which lacks one in a model")
             self._build[cls] = rule
         result = rule(instance, state)
         return result if cls is Pending else instance

@@ -1,6 +1,6 @@
 """Saving and loading of traced, prepared and converted models.
 
-A saved model is the file that ``megengine.save`` writes: a pickle of the TracedModule, here behind a head
+A saved model is the file that ``megengine.save`` writes: a pickle of the TracedModule, here after a head
 with its checksum (``seal.py``). A pickle is a program, so ``load`` does not hand it to Python's unpickler.
 It runs the file on a machine that can only build data (``unpickle.py``), which makes objects by the rules
 of ``rules.py`` from the exact names of ``allowlist.py`` and the names that the caller adds. When the file
@@ -47,7 +47,7 @@ __all__ = ["SIZE", "check_seal", "dump", "load", "save", "sealing"]
 _NUMBERS = struct.Struct("<QI")  # length and CRC-32 of what follows
 _MARK = b"qtrace"
 _BEGIN = pickle.PROTO + b"\x04" + pickle.SHORT_BINBYTES + bytes([len(_MARK) + _NUMBERS.size]) + _MARK
-_LIKE = 3  # bytes of the eight behind the protocol; a pickle without a head shares one at most
+_LIKE = 3  # bytes of the eight after the protocol; a pickle without a head shares one at most
 SIZE = len(_BEGIN) + _NUMBERS.size + len(pickle.POP)
 
 

@@ -1,7 +1,7 @@
 """The argument structures of a file, ``TreeDef`` and ``LeafDef``: checked when they get their state.
 
-A tree is built from the leaves up: its children are whole when it gets its state, and nothing can change
-them afterwards, so that a tree has an end, a bounded depth and a known size. MegEngine hashes, compares and
+A tree is built from the leaves up. Its children are whole when it gets its state, and nothing can change
+them afterwards. So a tree has an end, a bounded depth and a known size. MegEngine hashes, compares and
 unflattens trees by recursion, wherever a call is looked up.
 """
 
@@ -146,7 +146,7 @@ class Trees:
         """The number of parts of a tree that has its state.
 
         Raises:
-            RefusedError: when it has none.
+            RefusedError: when it lacks one.
         """
         return self._look_up(tree)[1]
 

@@ -1,7 +1,7 @@
 """A pickle machine that can only build data: it knows the opcodes of saved models, and asks before it acts.
 
-Python's own unpickler decides too much by itself: its BUILD sets attributes on whatever lies on the stack,
-even on a class; its REDUCE calls any callable; APPENDS and SETITEMS call methods of any object. Here lists,
+Python's own unpickler decides too much by itself: Its BUILD sets attributes on whatever lies on the stack,
+even on a class. Its REDUCE calls any callable; APPENDS and SETITEMS call methods of any object. Here lists,
 dicts and sets are filled only when they are exactly that, and the three opcodes that make objects are left
 to ``rules.Rules``.
 """

@@ -74,7 +74,7 @@ class Validator:
         for arguments, graph in graphs.items():
             self._budget.work(4 * self._trees.size(arguments))
             if arguments not in outs:
-                raise RefusedError("a graph in it has no structure of its outputs")
+                raise RefusedError("a graph in it lacks the structure of its outputs")
             self._check_graph(graph)
             self._check_outputs("outputs of a graph", outs[arguments], graph._outputs)
             _check_signature(arguments)
@@ -92,7 +92,7 @@ class Validator:
         _each("list of exprs", graph._exprs, _BODIES)
         _each("first input of a graph", graph._inputs[:1], (ModuleNode,))
         if not graph._inputs:
-            raise RefusedError("a graph in it has no inputs")
+            raise RefusedError("a graph in it lacks inputs")
         exprs = {id(expr) for expr in graph._exprs}
         if len(exprs) != len(graph._exprs):
             raise RefusedError("a graph in it has an expr twice")
@@ -135,7 +135,7 @@ class Validator:
         self._check_common(expr)
         self._add_node(node, present, exprs)
         if not node._name:
-            raise RefusedError("an input of a graph in it has no name")
+            raise RefusedError("an input of a graph in it lacks a name")
 
     def _check_expr(self, expr: Any, present: set[int], exprs: set[int]) -> None:
         fields, kind = expr.__dict__, type(expr).__name__
@@ -162,7 +162,7 @@ class Validator:
             CallMethod: "method",
         }
         if needed[type(expr)] not in fields:
-            raise RefusedError(f"a {kind} in it has no {needed[type(expr)]}")
+            raise RefusedError(f"a {kind} in it lacks {needed[type(expr)]}")
         if type(expr) is GetAttr and (len(expr.inputs) != 1 or type(expr.inputs[0]) is not ModuleNode):
             raise RefusedError(f"it reads the attribute {shown(expr.name)} of something that is no module")
 
@@ -170,7 +170,7 @@ class Validator:
         fields = expr.__dict__
         fields.setdefault("_disable_remove", False)  # MegEngine 1.6 did not have it
         if type(fields.get("_id", 0)) is not int or type(fields.get("_disable_remove", False)) is not bool:
-            raise RefusedError(f"a {type(expr).__name__} in it has no id")
+            raise RefusedError(f"a {type(expr).__name__} in it lacks an id")
         if "version" in fields and (
             type(fields["version"]) is not str or not _VERSION.match(fields["version"])
         ):
@@ -248,7 +248,7 @@ class Validator:
                 raise RefusedError(f"a node in it is called {shown(value)}")
             self._budget.work(len(value or "") // 8)
         if type(fields.get("_id", 0)) is not int:
-            raise RefusedError(f"the node {_called(node)} in it has no id")
+            raise RefusedError(f"the node {_called(node)} in it lacks an id")
         users = fields.get("users")
         _check_type(f"users of the node {_called(node)}", users, (list,))
         _each(f"users of the node {_called(node)}", users, EXPRS)

@@ -82,7 +82,7 @@ def stored_place(node: MSCNode, role: str) -> StoredPlace:
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise GraphError(f"its attribute 'stored' is damaged ({type(error).__name__})") from error
     if not isinstance(path, str) or kind not in _KINDS:
-        raise GraphError(f"its attribute 'stored' has no place for {role!r}")
+        raise GraphError(f"its attribute 'stored' cannot hold {role!r}")
     return StoredPlace(path, kind)
 
 
@@ -115,7 +115,7 @@ def write_call(
         path: the path of the called module.
 
     Raises:
-        GraphError: when an argument or an attribute has no form as data; the message is a clause.
+        GraphError: when an argument or an attribute cannot be written as data; the message is a clause.
     """
     if isinstance(expr, Apply):
         state = {
@@ -145,7 +145,7 @@ def write_call(
     elif isinstance(expr, CallMethod) and isinstance(arguments[0], Node):
         callee = {"method": expr.method}
     else:
-        raise GraphError(f"a {type(expr).__name__} of a class has no form as data")
+        raise GraphError(f"a {type(expr).__name__} of a class cannot be written as data")
     callee["args"] = [_write(value, refs) for value in arguments]
     if options:
         callee["kwargs"] = {key: _write(value, refs) for key, value in options.items()}
@@ -159,10 +159,10 @@ def _key(thing: Any) -> str:
 def _attributes(module: Module, refs: Mapping[Node, dict[str, Any]]) -> dict[str, Any]:
     """Returns the attributes of a module that are no tensors."""
     if module._forward_pre_hooks or module._forward_hooks:
-        raise GraphError(f"a {type(module).__name__} with hooks has no form as data")
+        raise GraphError(f"a {type(module).__name__} with hooks cannot be written as data")
     own = {name: value for name, value in vars(module).items() if name not in BOOKKEEPING}
     if any(True for _ in module.named_children()):
-        raise GraphError(f"a {type(module).__name__} that holds modules has no form as data")
+        raise GraphError(f"a {type(module).__name__} that holds modules cannot be written as data")
     named = {name for name, _ in module.named_tensors()}
     return {name: _write(value, refs) for name, value in own.items() if name not in named}
 
@@ -192,7 +192,7 @@ def _write(value: Any, refs: Mapping[Node, dict[str, Any]]) -> Any:
             return {"dtype": dtype.name}
     if isinstance(value, (np.generic, np.ndarray)) and np.dtype(value.dtype).kind in "biuf":
         return {"array": [value.dtype.name, list(value.shape), _write(value.reshape(-1).tolist(), refs)]}
-    raise GraphError(f"{value!r}, a {type(value).__name__}, has no form as data")
+    raise GraphError(f"{value!r}, a {type(value).__name__}, cannot be written as data")
 
 
 def read_value(value: Any, look_up: Callable[[dict[str, Any]], Any]) -> Any:
@@ -291,7 +291,7 @@ def _size(value: Any) -> Any:
 
 
 def node_digest(node: MSCNode) -> str:
-    """Returns a hash of what a node says of its op beside its attribute ``call``.
+    """Returns a hash of what a node says of its op apart from its attribute ``call``.
 
     These are its type, its attributes, the number of its inputs and the types of its weights. A call is
     stored with it, so that an edit of the node that the call does not follow is noticed.

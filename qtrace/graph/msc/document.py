@@ -1,8 +1,8 @@
 """MSCGraph as data: tensors, nodes that know their parents and children, and the graph that finds them.
 
-The names of classes, attributes and methods are those of MSC's own Python classes
+The names of classes, attributes and methods follow MSC's own Python classes
 (``tvm.contrib.msc.core.ir.graph``), so that code which reads graphs there reads them here. So are the listing
-and the prototxt those of MSC's printers, the word ``CHILDERN`` included. A document is data from anywhere:
+and the prototxt by MSC's printers, even the word ``CHILDERN``. A document is data from anywhere:
 what is wrong with it is one sentence that names the node and the key. Nothing in it is resolved or run here.
 """
 
@@ -146,7 +146,7 @@ class _Fields:
     def _value(self, key: str, kind: type, default: Any) -> Any:
         value = self.item.get(key, default)
         if value is None and key not in self.item:
-            raise GraphError(f"{self.about} has no {key!r}")
+            raise GraphError(f"{self.about} lacks {key!r}")
         if not isinstance(value, kind) or isinstance(value, bool):
             raise GraphError(f"{self.about} has the {key} {_shown(value)}: it must be {_KINDS[kind]}")
         return value
@@ -275,9 +275,9 @@ def _check_reads(node: Mapping[str, Any], tensors: Mapping[str, str]) -> None:
 
 
 BLOCK = "block"
-"""The scope of what a function computes in its own body; MSC's documents have no key for scopes."""
+"""The scope of what a function computes in its own body; MSC's documents lack a key for scopes."""
 
-_ENDS = ("input", "constant")  # the types of nodes that have no scope
+_ENDS = ("input", "constant")  # the types of nodes without a scope
 
 
 @dataclass(frozen=True)
@@ -332,7 +332,7 @@ class MSCTensor:
         """
         position = self.layout_of(axis) if isinstance(axis, str) else axis
         if (isinstance(axis, str) and position < 0) or not -self.ndim <= position < self.ndim:
-            raise GraphError(f"tensor {self} has no axis {axis!r}.")
+            raise GraphError(f"tensor {self} lacks axis {axis!r}.")
         return self.shape[position]
 
     def __str__(self) -> str:
@@ -394,7 +394,7 @@ class MSCNode:
         """
         if kind not in self.weights:
             raise GraphError(
-                f"node {self.name} has no weight {kind!r}, but {', '.join(self.weights) or 'none'}."
+                f"node {self.name} holds no weight {kind!r}, but {', '.join(self.weights) or 'none'}."
             )
         return self.weights[kind]
 
@@ -402,12 +402,12 @@ class MSCNode:
         """Returns the type of the weight called ``name``.
 
         Raises:
-            GraphError: when the node has no such weight.
+            GraphError: when the node lacks the weight.
         """
         for kind, weight in self.weights.items():
             if weight.name == name:
                 return kind
-        raise GraphError(f"node {self.name} has no weight of the name {name!r}.")
+        raise GraphError(f"node {self.name} lacks the weight {name!r}.")
 
     def get_inputs(self) -> tuple[MSCTensor, ...]:
         """Returns the tensors that the node reads."""
@@ -549,7 +549,7 @@ class MSCGraph(Displayed):
             GraphError: when there is none.
         """
         if name not in self._nodes:
-            raise GraphError(f"MSCGraph {self.name} has no node {name!r}.")
+            raise GraphError(f"MSCGraph {self.name} holds no node {name!r}.")
         return self._nodes[name]
 
     def find_prim(self, name: str) -> MSCPrim:
@@ -561,7 +561,7 @@ class MSCGraph(Displayed):
         for prim in self.prims:
             if prim.name == name:
                 return prim
-        raise GraphError(f"MSCGraph {self.name} has no prim {name!r}.")
+        raise GraphError(f"MSCGraph {self.name} holds no prim {name!r}.")
 
     def find_tensor(self, name: str) -> MSCTensor:
         """Returns the tensor or weight with a name or alias; the first output for the name of a node.
@@ -570,7 +570,7 @@ class MSCGraph(Displayed):
             GraphError: when there is none.
         """
         if name not in self._tensors:
-            raise GraphError(f"MSCGraph {self.name} has no tensor or weight {name!r}.")
+            raise GraphError(f"MSCGraph {self.name} holds no tensor or weight {name!r}.")
         return self._tensors[name][0]
 
     def find_producer(self, ref: str | MSCTensor) -> MSCNode:
@@ -778,10 +778,10 @@ def _check_values(graph: MSCGraph) -> None:
 
 @check_arguments
 def from_msc(path: str | os.PathLike[str]) -> MSCGraph:
-    """Reads an MSCGraph: the JSON document, and the values of weights from the ``.npz`` file beside it.
+    """Reads an MSCGraph: the JSON document, and the values of weights from the ``.npz`` file next to it.
 
     Args:
-        path: the JSON document. A document without ``.npz`` has no values.
+        path: the JSON document. A document without ``.npz`` is without values.
 
     Raises:
         DataError: when a file is missing, damaged, or no MSCGraph.

@@ -1,6 +1,6 @@
 """The types of MSC's ops in one table: names, attributes, defaults, and MegEngine's calls that compute them.
 
-The attributes are those of TVM's Relax ops, which MSC's documents hold as text. The table serves both ways: a
+The attributes are TVM's Relax attributes, as text in MSC's documents. The table serves both ways: a
 graph is written in these words, and an op of a document that says no call of its own is computed as its type
 and attributes say. What a document leaves out has TVM's default.
 """
@@ -52,7 +52,7 @@ class Calls:
         text = self.node.attrs.get(key)
         value = self.kind.defaults.get(key, _MISSING) if text is None else _parse(text)
         if value is _MISSING:
-            raise GraphError(f"it has no attribute {key!r}")
+            raise GraphError(f"it lacks attribute {key!r}")
         return value
 
     def tensor(self, kind: str = "") -> MSCTensor:
@@ -538,7 +538,7 @@ def _read_slices(c: Calls) -> None:
 
 
 def _clipped(own: slice, size: int) -> slice:
-    """Returns a slice within an axis, as MegEngine needs it; one to the end of an open axis has no end."""
+    """Returns a slice within an axis, as MegEngine needs it; a slice to an open axis's end stays open."""
     if size < 0:
         return slice(own.start, own.stop if abs(own.stop) < _END else None, own.step)
     start, stop, step = own.indices(size)

@@ -47,7 +47,7 @@ def to_traced(graph: MSCGraph, allow: Iterable[str] = ()) -> TracedModule:
 
     A document that qtrace has written gives the bits of the module that it was written from, with the same
     parameters at the same paths. The module is flat. It takes its inputs by position and returns one tensor,
-    or a tuple: how arguments and results were nested is not part of a document. That of a converted module
+    or a tuple: how arguments and results were nested is not part of a document. A converted module
     rounds by fake quants below ``qsites``; the record that `qtrace.convert` leaves is not part of a document.
 
     A document of another tool is taken as far as MegEngine has what its types and attributes say.
@@ -60,7 +60,7 @@ def to_traced(graph: MSCGraph, allow: Iterable[str] = ()) -> TracedModule:
         A traced module in eval mode.
 
     Raises:
-        GraphError: naming the node that has no way back, and why.
+        GraphError: naming the node that cannot be rebuilt, and why.
     """
     if not isinstance(graph, MSCGraph):
         raise GraphError(
@@ -91,7 +91,7 @@ class _Rebuilder:
                 self._add(node)
             except (RefusedError, DamagedError, QtraceError) as error:
                 reason = str(error).rstrip(".")
-                raise GraphError(f"node {node.name} ({node.optype}) has no way back: {reason}.") from error
+                raise GraphError(f"node {node.name} ({node.optype}) cannot be rebuilt: {reason}.") from error
         outputs = []
         for position, tensor in enumerate(self.graph.get_outputs()):
             producer = self.graph.find_producer(tensor)
@@ -228,10 +228,10 @@ class _Rebuilder:
 
     def _value(self, node: MSCNode, kind: str, shape: Any) -> np.ndarray:
         if kind not in node.weights:
-            raise GraphError(f"it has no weight {shown(kind)}")
+            raise GraphError(f"it lacks weight {shown(kind)}")
         name = node.weights[kind].name
         if name not in self.graph.values:
-            raise GraphError(f"its {kind} {name} has no value: read the document with its .npz beside it")
+            raise GraphError(f"its {kind} {name} lacks a value: read the document with its .npz file")
         value = self.graph.values[name]
         read_dtype(value.dtype.name)
         if shape is None:
@@ -258,7 +258,7 @@ class _Rebuilder:
         cls = self.names.module_type(_pair(call["module"]), instance=True)
         attributes, tensors = call.get("attributes"), call.get("tensors")
         if not isinstance(attributes, dict) or not isinstance(tensors, dict):
-            raise GraphError("its module has no attributes or no tensors")
+            raise GraphError("its module lacks attributes or tensors")
         module = cls.__new__(cls)
         Module.__init__(module)
         for name, value in attributes.items():
@@ -322,7 +322,7 @@ def _kernel(call: Mapping[str, Any], look_up: LookUp) -> Any:
         raise GraphError(f"it applies the kernel {shown(call['kernel'])}, which is not on the allow-list")
     state = read_value(call.get("state"), look_up)
     if not isinstance(state, dict):
-        raise GraphError("its kernel has no state")
+        raise GraphError("its kernel lacks a state")
     cls = getattr(kernels, call["kernel"])
     return make_op(cls, op_state(cls, state))
 

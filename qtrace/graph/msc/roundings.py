@@ -26,7 +26,7 @@ from qtrace.scheme import QParams, QScheme
 __all__ = ["BIAS_SCHEME", "Roundings"]
 
 BIAS_SCHEME = "int32 sym"
-"""The scheme of biases in documents: integers at the product of two scales, which has none of its own."""
+"""The scheme of biases in documents: integers at the product of two scales."""
 
 _CONTAINER = "qsites"
 _WORDS = re.compile(
@@ -135,7 +135,7 @@ class Roundings:
         except (ValueError, TypeError) as error:
             raise GraphError(f"its attribute 'roundings' is damaged ({type(error).__name__})") from error
         if not known or any(type(n) is not int or n < 0 for _, shape in pairs for n in shape):
-            raise GraphError("its attribute 'roundings' has no sites with shapes")
+            raise GraphError("its attribute 'roundings' lacks sites with shapes")
         return pairs
 
 
@@ -158,7 +158,7 @@ def _numbers(value: Any, site: str) -> np.ndarray:
     except (ValueError, TypeError):
         scale = np.zeros(0, np.float32)
     if scale.ndim > 1 or not scale.size or not np.all(np.isfinite(scale) & (scale > 0)):
-        raise GraphError(f"site {site} has no scale of positive numbers")
+        raise GraphError(f"site {site} lacks a scale of positive numbers")
     return scale
 
 

@@ -26,8 +26,8 @@ class LayerRanges:
 
     Attributes:
         kind: the class that the layer had, such as ``qat.ConvBnRelu2d``.
-        activation: the parameters of its result; None if it has none.
-        weight: the parameters of its weight; None if it has none.
+        activation: the parameters of its result; None if there are none.
+        weight: the parameters of its weight; None if there are none.
         notes: a clause for each parameter that could not be taken over.
     """
 

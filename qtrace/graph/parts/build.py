@@ -90,7 +90,7 @@ def build_parts(
 
     Args:
         flat: a flat float graph from `flat_copy`.
-        home: expr -> the index of its part, for all exprs but those of `copyable_exprs`. An expr reads
+        home: expr -> the index of its part, for all exprs except `copyable_exprs`. An expr reads
             results of its own part and of earlier ones.
         supported: for each part, what `GraphPart.supported` says.
     """

@@ -96,7 +96,7 @@ class Composition(Displayed, Sequence[GraphPart]):
         return self._signature.argdef_outdef_map[arg_def].unflatten(results)
 
     def interface(self) -> dict[str, Any]:
-        """Returns the parts with their tensors as plain data, for a document beside their files."""
+        """Returns the parts with their tensors as plain data, for a document next to their files."""
         parts = [
             {
                 "name": part.name,

@@ -1,4 +1,4 @@
-"""Cuts a graph behind named nodes, or by a function of the nodes."""
+"""Cuts a graph after named nodes, or by a function of the nodes."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def split(
 ) -> Composition:
     """Splits a graph into modules that compute together what it computes, bit for bit.
 
-    Each cut ends a part: the part consists of all ops that the named nodes depend on and that no earlier part
-    has. The last part has the rest. Other tensors that are read behind the cut, such as those of a skip
-    connection, are passed on by their names, too. What depends on parameters and on sizes of
-    tensors alone is computed in each part that reads it.
+    Each cut ends a part: the part consists of all ops that the named nodes depend on and that are in no
+    earlier part. The last part has the rest. Other tensors that are read after the cut, such as a skip
+    connection's, are passed on by their names, too. What depends only on parameters and on sizes of
+    tensors is computed in each part that reads it.
 
-    With ``by`` each op goes into the part that the function says for its (first) output: ops of one label are
+    With ``by`` each op goes into the part that the function says for its (first) output. Ops of one label are
     one part, and the parts run in the order in which they depend on each other.
 
     Example:
@@ -79,7 +79,7 @@ def split(
         home.update(dict.fromkeys((e for e in own if e not in copyable), index))
     rest = [e for e in exprs(flat) if e not in home and e not in copyable]
     if not rest:
-        raise GraphError(f"nothing is behind the cut at {', '.join(cuts[-1])}: cut before the outputs.")
+        raise GraphError(f"nothing follows the cut at {', '.join(cuts[-1])}: cut before the outputs.")
     home.update(dict.fromkeys(rest, len(cuts)))
     return build_parts(flat, home, [None] * (len(cuts) + 1))
 
@@ -95,7 +95,7 @@ def _read_cuts(at: Sequence[str | Sequence[str]]) -> list[tuple[str, ...]]:
 
 
 def _find_node(name: str, nodes: dict[str, Node], copyable: set[Expr]) -> Node:
-    """Returns the node ``name``, behind which a graph can be cut.
+    """Returns the node ``name``, after which a graph can be cut.
 
     Raises:
         GraphError: when there is no such node, or no op of a part computes it.
@@ -108,13 +108,13 @@ def _find_node(name: str, nodes: dict[str, Node], copyable: set[Expr]) -> Node:
             if near
             else "qtrace.graph.table(flatten(traced)) lists them."
         )
-        raise GraphError(f"the flat graph has no node {name!r}: {hint}")
+        raise GraphError(f"the flat graph lacks node {name!r}: {hint}")
     if isinstance(node.expr, Input):
-        raise GraphError(f"{name} is an input of the graph: nothing is before it; cut behind an op.")
+        raise GraphError(f"{name} is an input of the graph: nothing is before it; cut after an op.")
     if node.expr in copyable or not isinstance(node, TensorNode):
         raise GraphError(
-            f"{name} depends on parameters, constants and sizes alone, so each part computes it itself: "
-            "cut behind an op that depends on the values of the inputs."
+            f"{name} depends only on parameters, constants and sizes, so each part computes it itself: "
+            "cut after an op that depends on the values of the inputs."
         )
     return node
 
@@ -132,7 +132,7 @@ def _ancestors(ends: Sequence[Node], taken: dict[Expr, int]) -> set[Expr]:
 
 
 def _assign_labels(flat: TracedModule, by: Callable[[Node], Hashable]) -> dict[Expr, int]:
-    """Returns the index of the part of each op, for all exprs but those of `copyable_exprs`.
+    """Returns the index of the part of each op, for all exprs except `copyable_exprs`.
 
     Args:
         flat: a flat float graph.
@@ -144,7 +144,7 @@ def _assign_labels(flat: TracedModule, by: Callable[[Node], Hashable]) -> dict[E
     copyable = copyable_exprs(flat)
     labels = {expr: _label(by, expr) for expr in exprs(flat) if expr not in copyable and expr.outputs}
     if not labels:
-        raise GraphError("split: the graph has no op that depends on the values of its inputs.")
+        raise GraphError("split: no op of the graph depends on the values of its inputs.")
     before: dict[Any, dict[Any, Node]] = {label: {} for label in labels.values()}  # label -> what it reads
     sources: dict[Node, dict[Any, Node]] = {}  # a copied result -> the parts whose sizes it reads
     for expr in exprs(flat):
@@ -176,7 +176,7 @@ def _label(by: Callable[[Node], Hashable], expr: Expr) -> Hashable:
 
 
 def _in_order(before: dict[Any, dict[Any, Node]]) -> list[Any]:
-    """The labels, each behind those that it reads, and else as they first occur."""
+    """The labels, each after the labels that it reads, and else as they first occur."""
     order: dict[Any, None] = {}
     waiting = list(before)
     while waiting:

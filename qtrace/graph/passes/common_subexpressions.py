@@ -82,7 +82,7 @@ def _key(expr: Expr, same: dict[Node, Node]) -> Any:
         if call.op.commutative and len(values) == 2:
             values.sort(key=repr)
         return call.op, tuple(call.values), tuple(values), len(expr.outputs)
-    except TypeError:  # an argument of a type that has no value to compare
+    except TypeError:  # an argument of a type without a value to compare
         return None
 
 

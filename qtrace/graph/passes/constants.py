@@ -20,7 +20,7 @@ __all__ = ["CONSTANTS_FOLDED", "FoldConstants"]
 
 
 class FoldConstants(GraphPass):
-    """Replaces what is computed from constants and buffers alone by a buffer that holds the result.
+    """Replaces what is computed only from constants and buffers by a buffer that holds the result.
 
     What depends on a Parameter stays, as the Parameter could not be trained any more, unless ``parameters``
     is set. What is computed from the shapes of inputs stays: it may differ in the next call.
@@ -54,7 +54,7 @@ class FoldConstants(GraphPass):
 
 
 def _foldable(traced: TracedModule, parameters: bool) -> set[Node]:
-    """Returns the nodes that are computed from constants alone, and these themselves."""
+    """Returns the nodes that are computed only from constants, and these themselves."""
     written = find_written(exprs(traced))
 
     def varies(expr: Expr) -> bool:

@@ -155,7 +155,7 @@ _REFLECTED = {f"__r{name[2:]}": sign for name, sign in list(_BINARY.items())[:13
 _IN_PLACE = {f"__i{name[2:]}": sign for name, sign in list(_BINARY.items())[:13]}
 _OPERATORS = {F.add: "+", F.sub: "-", F.mul: "*", F.div: "/", F.matmul: "@"}
 _UNARY = {"__neg__": "-", "__invert__": "~", "__pos__": "+"}
-# They make a float32 of a number beside a tensor of float32.
+# They make a float32 of a number next to a tensor of float32.
 _ARITHMETIC = frozenset((*_BINARY, *_REFLECTED, *_IN_PLACE))
 # Names of nodes that say no more than that a shape is read.
 _OF_OPS = re.compile(r"(getvarshape|getitem)_out(_\d+)?$")
@@ -203,7 +203,7 @@ class Body:
         literals: writes arguments and collects imports.
         reach: writes the attribute at a path of a module: (module, expression of the module, path).
         callee: writes what is called for a traced submodule: (expr, expression of the module).
-        taken: names that no variable may have: those of functions and classes.
+        taken: names that no variable may have: the names of functions and classes.
         attributes: names that no constant may have: the module's attributes.
     """
 
@@ -282,10 +282,10 @@ class Body:
         elif isinstance(expr, CallMethod):
             self._method(expr)
         else:
-            raise GraphError(f"a {type(expr).__name__} has no source")
+            raise GraphError(f"a {type(expr).__name__} lacks a source")
 
     def _operator(self, expr: CallFunction, arguments: list[Any]) -> str:
-        """Writes a function of float32 tensors and numbers as its operator; "" if it has none."""
+        """Writes a function of float32 tensors and numbers as its operator; "" if there is none."""
         sign = _OPERATORS.get(expr.func)
         if sign is None or len(arguments) != 2 or type(arguments[0]) is bool or type(arguments[1]) is bool:
             return ""

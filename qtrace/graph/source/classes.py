@@ -37,7 +37,7 @@ class Construction:
 
     Attributes:
         call: the call of its constructor.
-        changes: what is set behind the constructor: attribute -> expression.
+        changes: what is set after the constructor: attribute -> expression.
     """
 
     call: str
@@ -48,7 +48,7 @@ def construct(layer: Module, literals: Literals) -> Construction:
     """Writes the constructor of a layer.
 
     The arguments are the attributes of their names. The layer that they make is compared with ``layer``; what
-    differs is set behind the constructor. Values of tensors do not count: they are loaded.
+    differs is set after the constructor. Values of tensors do not count: they are loaded.
 
     Args:
         layer: a module of MegEngine or qtrace, or of a user's own class that a trace keeps whole.
@@ -408,7 +408,7 @@ class Classes:
             own = body.parameter(None, name)
             try:
                 value = self.literals.write(structure)
-            except GraphError:  # it has no expression, and is not checked
+            except GraphError:  # there is no expression for it: it is not checked
                 return own, "=None"
             if not any(isinstance(leaf.const_val, np.ndarray) for leaf in leaves):
                 fixed.append((own, value))
@@ -453,7 +453,7 @@ def _join(path: str, name: str) -> str:
 
 
 def _in_order_of_use(module: Module) -> list[str]:
-    """The attributes of a module in the order in which its graphs use them, the others behind them.
+    """The attributes of a module in the order in which its graphs use them, the others after them.
 
     A trace has its attributes, and the exprs that read them, in no order.
     """

@@ -46,7 +46,7 @@ class Literals:
         self.imports.add(line)
 
     def use_helper(self, name: str) -> None:
-        """Adds a definition in front of the classes."""
+        """Adds a definition before the classes."""
         self.helpers.add(name)
 
     def write(self, value: Any, names: Mapping[Node, str] | None = None) -> str:
@@ -61,7 +61,7 @@ class Literals:
         """
         if isinstance(value, Node):
             if names is None or value not in names:
-                raise GraphError(f"node {value} has no value here")
+                raise GraphError(f"node {value} lacks a value here")
             return names[value]
         if value is Ellipsis:
             return "..."

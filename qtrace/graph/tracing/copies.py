@@ -3,7 +3,7 @@
 On CPU, MegEngine 1.13 computes ``a + b`` wrong if ``b`` is broadcast along the first axes only, as a grid or
 a vector is, and ``a`` is a view whose rows do not follow each other in memory, such as ``x[..., :2]``: the
 kernel takes ``a`` for contiguous. The same holds for ``- * / **``, maximum and minimum, in eager mode and
-under ``jit.trace``, and for the gradient of ``* / **`` where the gradient that arrives is such a view: behind
+under ``jit.trace``, and for the gradient of ``* / **`` where the gradient that arrives is such a view: after
 a concatenation, a stack or a sum over the first axes.
 
 LayerNorm's gradient asserts that its input is laid out as its result: it stops with an AsyncError at the view

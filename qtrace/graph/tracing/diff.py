@@ -40,7 +40,7 @@ def _plain_leaf(leaf: Any) -> Any:
 def output_mismatch(left: list[Any], right: list[Any]) -> str | None:
     """Describes how ``right`` differs from ``left``, both from ``values``; None if equal. NaN equals NaN.
 
-    ``right`` may lack what is no array: a trace returns tensors alone.
+    ``right`` may lack what is no array: a trace returns only tensors.
     """
     if len(left) != len(right):
         left = [value for value in left if isinstance(value, np.ndarray)]

@@ -149,7 +149,7 @@ def enlarge(args: Arguments) -> Arguments:
 def _resize_values(array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
     """Returns the values of ``array`` in another shape; numbers with a fraction in another order.
 
-    Values that merely repeat would hide a window of the example's size: its mean is that of the whole.
+    Values that merely repeat would hide a window of the example's size: it has the mean of the whole.
     """
     values = repeat_to(array, shape)
     if array.dtype.kind != "f":
@@ -184,7 +184,7 @@ def _other_values(
     step = 0.6 * (top - low) * spread**3
     values = np.clip(top - step if high else low + step, low, top).astype(array.dtype)
     if len(shape) in (2, 3):
-        # A table such as RoIs: a column of whole numbers beside others is an index into something.
+        # A table such as RoIs: a column of whole numbers next to others is an index into something.
         columns = whole.all(axis=tuple(range(array.ndim - 1)))
         if not columns.all():
             values[..., columns] = np.resize(array, shape)[..., columns]
@@ -196,7 +196,7 @@ def _other_rows(
 ) -> np.ndarray:
     """Generates other rows for a table of whole numbers, any column of which may index something.
 
-    The rows change places, and each shrinks by a factor of its own: no index grows, and of two numbers of a
+    The rows change places, and each shrinks by a factor of its own. No index grows, and of two numbers of a
     row the larger one stays so, as the corners of a box must. The ones of a mask stay.
     """
     rows = rng.permutation(array.reshape(-1, array.shape[-1]))

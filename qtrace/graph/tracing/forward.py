@@ -43,12 +43,12 @@ def fix_arguments(source: Module, method: str, fixed: Mapping[str, Any]) -> Modu
         fixed: value of each argument that is fixed, by its name.
 
     Raises:
-        TraceError: for a graph, which has no such arguments, and for a name that the method does not take.
+        TraceError: for a graph, which lacks such arguments, and for a name that the method does not take.
     """
     own = type(source)
     called = getattr(own, method, None)
     if isinstance(source, TracedModule):
-        raise TraceError("fixed goes with a module: a graph is traced already, and takes Tensors alone.")
+        raise TraceError("fixed goes with a module: a graph is traced already, and takes only Tensors.")
     if not callable(called):  # refused with its name by `check_signature`
         return source
     signature = inspect.signature(called)
@@ -59,7 +59,7 @@ def fix_arguments(source: Module, method: str, fixed: Mapping[str, Any]) -> Modu
     if unknown and not collects:
         similar = difflib.get_close_matches(unknown[0], named, n=1)
         hint = f"did you mean {similar[0]!r}?" if similar else f"there are: {', '.join(named) or 'none'}."
-        raise TraceError(f"fixed: {own.__name__}.{method} has no argument {unknown[0]!r}; {hint}")
+        raise TraceError(f"fixed: {own.__name__}.{method} takes no argument {unknown[0]!r}; {hint}")
     rest = _without(signature, [name for name in fixed if name in named])
 
     def complete(*args: Any, **kwargs: Any) -> inspect.BoundArguments:

@@ -124,7 +124,7 @@ def kept_attributes(root: Module, paths: Iterable[str]) -> set[tuple[int, str]]:
 def with_place(root: Module, path: str) -> str:
     """Names a tensor below ``root`` for a message: ``'body.state' (net.py:12)``.
 
-    The line is that of the assignment to its attribute; it is omitted if no method of the owner's class
+    The line assigns its attribute; it is omitted if no method of the owner's class
     contains one.
     """
     parts = re.sub(r"\[.*", "", path).split(".")

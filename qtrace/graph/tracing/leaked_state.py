@@ -1,4 +1,4 @@
-"""Undoes what MegEngine leaves behind when a block of ``insert_exprs`` ends by an exception.
+"""Undoes what MegEngine leaves after a block of ``insert_exprs`` that ends by an exception.
 
 Its ``__exit__`` returns at once then: MegEngine goes on tracing, its functions and the methods of nodes stay
 patched, no layer can be built, and the next trace fails with a bare AssertionError. From the import of

@@ -1,7 +1,7 @@
 """Watches what forward reads as Python values while it is traced: a trace fixes them.
 
 A branch or an index by a value of the data is wrong on other inputs, whether or not the inputs with which
-`trace` compares take the other branch. A value that depends on shapes alone only fixes a size.
+`trace` compares take the other branch. A value that depends only on shapes fixes just a size.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _METHODS = {
     "numpy": ".numpy()",
     "__array__": "a numpy function",
 }
-# Functions whose result depends on the shape of their argument alone.
+# Functions whose result depends only on the shape of their argument.
 _OF_SHAPES = {"zeros_like", "ones_like", "full_like"}
 _TRACER = str(Path(megengine.__file__).parent / "traced_module")
 _SHOWN = 5
@@ -52,7 +52,7 @@ class PythonRead:
         line: file and line of the read, such as ``net.py:12``.
         how: the kind of read, such as ``int()``; ``self.training`` for the flag of a module.
         node: the node whose value was read, with its op; "" for a flag.
-        of_data: whether the value derives from values of the inputs, not from their shapes alone.
+        of_data: whether the value derives from values of the inputs, not only from their shapes.
     """
 
     line: str
@@ -67,7 +67,7 @@ def watch_reads(kept: Collection[tuple[int, str]] = ()) -> Iterator[list[PythonR
 
     Args:
         kept: owner and name of the attributes that forward assigns tensors to. It reads what it assigned
-            last, or what the module has; the tracer alone refuses a tensor in the place of another value.
+            last, or what the module has; only the tracer refuses a tensor in the place of another value.
 
     Yields:
         The reads, each line and kind once, in order; filled while the block runs.
@@ -245,7 +245,7 @@ def refuse_reads(name: str, reads: Sequence[PythonRead], allow_branch: Sequence[
     Args:
         name: the class of the traced module.
         reads: the reads of its trace.
-        allow_branch: the lines whose reads are kept, as ``FILE:LINE``; the file may be its name alone.
+        allow_branch: the lines whose reads are kept, as ``FILE:LINE``; the file may be only its name.
 
     Raises:
         TraceError: with the lines and what was read there.

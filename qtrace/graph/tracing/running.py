@@ -43,13 +43,13 @@ _WITHOUT_EFFECT = {
 
 
 def check_signature(module: Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raises a `TraceError` if ``module`` has no ``method``, or cannot call it with these arguments."""
+    """Raises a `TraceError` if ``module`` lacks ``method``, or cannot call it with these arguments."""
     name = type(module).__name__
     called = getattr(type(module), method, None)
     if not callable(called):
         similar = difflib.get_close_matches(method, dir(type(module)), n=1)
         hint = f"; did you mean {similar[0]!r}?" if similar else "."
-        raise TraceError(f"{name} has no method {method!r}{hint}")
+        raise TraceError(f"{name} lacks method {method!r}{hint}")
     signature = inspect.signature(getattr(module, method))
     try:
         signature.bind(*args, **kwargs)

@@ -399,7 +399,7 @@ class Tracing:
     def _is_kernels_fault(self, traced: TracedModule, inputs: Arguments) -> bool:
         """Returns whether module and trace run the same steps, some of which kernels compute wrong.
 
-        Such a kernel reads memory behind a view, so that two runs may differ. Asynchronous execution can
+        Such a kernel reads memory after a view, so that two runs may differ. Asynchronous execution can
         cause wrong values as well, so the result is False until `trace` has tried without it.
         """
         if not self.copies or mge.config.async_level > 0 or hazards.hooked_modules(self.module):

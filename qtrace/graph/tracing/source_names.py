@@ -44,7 +44,7 @@ def restore_names(source: Module, traced: TracedModule) -> None:
 def restore_input_names(traced: TracedModule) -> None:
     """Names the inputs of ``traced`` after the arguments of forward that they are.
 
-    MegEngine counts tensors alone where it looks for the names: behind an argument that is left out, each
+    MegEngine counts only tensors when it looks for the names: after an argument that is left out, each
     input gets the name of another one.
     """
     ((arg_def, graph),) = traced.argdef_graph_map.items()

@@ -78,7 +78,7 @@ def trace(
             value, such as in ``if x.max() > 1``: the trace keeps what it is for the example. Where one does,
             ``check`` compares on the example only.
         leaves: module classes and functions of your own that stay one call each, such as ``[MyOp]``. A class
-            means its own instances, not those of a subclass; a function stands at the top level of a file.
+            means only its own instances, not a subclass's; a function stands at the top level of a file.
             An `OpRule` as their attribute ``qtrace_rule`` says how they are quantized, and `load` needs them
             in ``allow``.
         also: other examples that the same graph must serve, such as other sizes of images: each a tuple of
@@ -86,7 +86,7 @@ def trace(
         dynamic: axes of inputs that stay open, such as ``{"x": {0: "N", 2: "H", 3: "W"}}``: name of an input
             that is a Tensor -> axis -> name of its size. Axes of one name have one size. The trace is
             compared with the module at two other sizes; `export` declares the axes under these names. Without
-            it, the batch alone is open.
+            it, only the batch is open.
         fixed: arguments of ``forward`` that are no inputs of the trace, by name, such as ``{"mode": 2}``: the
             trace keeps what they choose.
         tracer: an object of a subclass of `Tracer` that says which modules stay one call each, and what a
@@ -95,8 +95,8 @@ def trace(
             options above is given by position.
 
     Returns:
-        The trace, in eval mode. Where forward returns None or numbers among tensors, it returns the tensors
-        alone.
+        The trace, in eval mode. Where forward returns None or numbers among tensors, it returns only the
+        tensors.
 
     Warns:
         QtraceWarning: when None or a number is omitted, a value that forward keeps on itself is lost, a leaf

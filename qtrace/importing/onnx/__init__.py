@@ -2,8 +2,8 @@
 
 The stages: `reading` checks the file, `model` turns it into frozen data, `importer` walks its nodes in order.
 A node whose inputs are all stored is folded (`evaluation`), and so is arithmetic on sizes (`sizes`), which
-the graph computes where an op reads them and they depend on an open axis; every other node is lowered by the
-table of `ops`, or written as the nodes of its function body (`expansion`); a node without an equal is
+the graph computes where an op reads them and they depend on an open axis. Every other node is lowered by the
+table of `ops`, or written as the nodes of its function body (`expansion`). A node without an equal is
 collected, so that one error names them all. `opening` leaves the axes open that the nodes allow.
 """
 
@@ -70,8 +70,8 @@ def from_onnx(
 
     A quantized file (QuantizeLinear and DequantizeLinear, or ops such as QLinearConv) becomes a prepared and
     calibrated module with the sites, scales, zero points and integers of the file, as `prepare` and
-    `calibrate` would have made it; `convert`, `verify`, `compare` and `finetune` take it. Layers whose
-    weights alone are integers (MatMulNBits) or which round by the range of each batch (MatMulInteger,
+    `calibrate` would have made it. `convert`, `verify`, `compare` and `finetune` take it. Layers whose
+    only weights are integers (MatMulNBits) or which round by the range of each batch (MatMulInteger,
     ConvInteger, DynamicQuantizeLSTM and others) become float layers with the weights of the file.
 
     Layers with stored weights become modules with parameters, in a tree that follows the names in the file.
@@ -97,7 +97,7 @@ def from_onnx(
 
     Raises:
         ImportingError: when the file is missing, damaged or hostile, when an input lacks its shape, when
-            there is no such output, or when nodes have no equal in MegEngine; the message names all of them.
+            there is no such output, or when nodes lack an equal in MegEngine; the message names all of them.
     """
     file = Path(path)
     try:

@@ -71,7 +71,7 @@ class Call:
         """Returns an attribute, or its default.
 
         Raises:
-            Refusal: when it is missing and has no default.
+            Refusal: when it is missing without a default.
         """
         self._read.add(name)
         value = self.node.attributes.get(name, default)

@@ -38,7 +38,7 @@ def evaluate(
         opsets: the versions that the model imports.
 
     Raises:
-        CannotEvaluate: when the node is random, has no reference, fails, or its result would be huge.
+        CannotEvaluate: when the node is random, lacks a reference, fails, or its result would be huge.
     """
     if node.op in RANDOM_OPS:
         raise CannotEvaluate("is random")

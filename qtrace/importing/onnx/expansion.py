@@ -1,6 +1,6 @@
 """Writes an op as the nodes of simpler ops that ONNX defines it by.
 
-Many ops of ONNX have a function body: LayerNormalization, Attention, the losses. Where qtrace has no lowering
+Many ops of ONNX have a function body: LayerNormalization, Attention, the losses. If qtrace lacks a lowering
 of its own, it adds the nodes of the body instead.
 """
 

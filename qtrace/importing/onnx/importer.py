@@ -53,7 +53,7 @@ _NUMBERS_READ = {"Shape": 0, "Size": 0, "CastLike": 1}
 
 
 class Importer:
-    """Adds the nodes of a graph to a builder, and collects the nodes that have no equal.
+    """Adds the nodes of a graph to a builder, and collects the nodes without an equal.
 
     Args:
         builder: the graph to build.
@@ -122,7 +122,7 @@ class Importer:
             raise ImportingError(f"{str(refusal).rstrip('.')}.") from refusal
 
     def add(self, node: OnnxNode, scope: Scope) -> None:
-        """Adds one node, or folds it; a node that has no equal becomes a problem."""
+        """Adds one node, or folds it; a node without an equal becomes a problem."""
         values = [scope[name] if name else None for name in node.inputs]
         added = self.builder.mark()
         read, self.layers.read = self.layers.read, set()
@@ -148,7 +148,7 @@ class Importer:
     def _keep(
         self, node: OnnxNode, values: Sequence[Value | None], scope: Scope, problem: str, added: int
     ) -> Sequence[Value]:
-        """Keeps a node that has no equal as it is in the file; it becomes a problem if that is impossible."""
+        """Keeps a node without an equal as it is in the file; it becomes a problem if that is impossible."""
         first = next((name for name in node.outputs if name), "")
         self.builder.release_names(added)
         try:
@@ -174,7 +174,7 @@ class Importer:
         if not node.domain and node.op in SEQUENCE_OPS:
             return lower_sequence(node, values, self.layers, lambda n, v: self._results(n, v, scope))
         if any(isinstance(value, SplitTensors) for value in values):
-            raise Refusal("reads a sequence of tensors, which MegEngine has not")
+            raise Refusal("reads a sequence of tensors, which MegEngine lacks")
         if not node.domain and node.op in ("Shape", "Size"):
             return self._read_shape(node, values)
         if (node.domain, node.op) in quantization.PAIRS:
@@ -296,7 +296,7 @@ class Importer:
             return result
         carried = np.dtype(result.dtype)
         unknown = (kind if carried == _FLOAT32 else carried, None)
-        dtype, shape = inferred.get(name, unknown) if name else unknown  # several results may have no name
+        dtype, shape = inferred.get(name, unknown) if name else unknown  # several results may be unnamed
         if shape == () and tuple(result.shape) == (1,):  # MegEngine compares scalars to a vector
             result = self.builder.call_function(F.squeeze, result, 0, name=name)
         if shape is not None and shape != tuple(result.shape):

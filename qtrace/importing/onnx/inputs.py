@@ -36,7 +36,7 @@ class InputShape:
         batch_axis: the axis of the batch if it stays free; None if it does not.
         declared: the sizes that the file fixes, with None for each axis that it leaves open.
         open: axis that stays open -> what it shares its size with; the batch is among them.
-        names: axis that the file leaves open -> its name there, "" if it has none.
+        names: axis that the file leaves open -> its name there, "" if unnamed.
     """
 
     name: str
@@ -65,7 +65,7 @@ def resolve_inputs(
         fixed: see `qtrace.from_onnx`.
 
     Raises:
-        ImportingError: when an input is unknown, lacks a shape, or has a type that MegEngine has not.
+        ImportingError: when an input is unknown, lacks a shape, or has a type that MegEngine lacks.
     """
     user_shapes = dict(shapes or {})
     names = [value.name for value in graph.inputs]
@@ -140,7 +140,7 @@ def _leave_open(inputs: Sequence[InputShape]) -> tuple[InputShape, ...]:
 
 
 def _free_axis(graph: Graph, batch: str | None) -> tuple[str, int, str] | None:
-    """Returns input, axis and the axis' name in the file ("" if it has none) of the free batch axis."""
+    """Returns input, axis and the axis' name in the file ("" if unnamed) of the free batch axis."""
     if batch is None or not graph.inputs:
         return None
     if batch == "auto":

@@ -32,7 +32,7 @@ _CARRIED = {"float32", "int32", "int16", "int8", "uint8", "bool"}
 
 
 class Refusal(Exception):
-    """A node has no equal in MegEngine; the text says why, as a clause that follows the node's name."""
+    """MegEngine lacks an equal of a node; the text says why, as a clause that follows the node's name."""
 
 
 class Contradiction(Refusal):
@@ -178,7 +178,7 @@ class Layers:
         """Returns the node of a stored tensor; equal numbers of one name are one node.
 
         Raises:
-            Refusal: when MegEngine has no such tensor.
+            Refusal: when MegEngine lacks such a tensor.
         """
         array = _carried(stored.array, stored.name)
         key = (stored.identity, array.dtype.name)
@@ -287,7 +287,7 @@ class Layers:
     def note_frozen(
         self, values: Sequence[Value | None], results: Sequence[Value], read: Set[str] = frozenset()
     ) -> None:
-        """Notes the learned tensors of which a node made other numbers: its results have none of their names.
+        """Notes the learned tensors of which a node made other numbers: its results bear none of their names.
 
         Args:
             values: the inputs of the node.
@@ -322,7 +322,7 @@ def _carried(array: np.ndarray, name: str) -> np.ndarray:
     """Returns numbers in a dtype that MegEngine has: int64 as int32, every float type as float32.
 
     Raises:
-        Refusal: when MegEngine has no such numbers.
+        Refusal: when MegEngine lacks such numbers.
     """
     if array.dtype in (np.int64, np.uint16, np.uint32, np.uint64):
         if array.size and (array.min() < _INT32.min or array.max() > _INT32.max):
@@ -331,7 +331,7 @@ def _carried(array: np.ndarray, name: str) -> np.ndarray:
     if array.dtype.name in ("float16", "bfloat16", "float64"):
         return array.astype(np.float32)
     if array.dtype.name not in _CARRIED:
-        raise Refusal(f"reads {name!r}, which is {array.dtype.name}: MegEngine has no such tensors")
+        raise Refusal(f"reads {name!r}, which is {array.dtype.name}: MegEngine lacks such tensors")
     if array.ndim > 7:
         raise Refusal(f"reads {name!r}, which has {array.ndim} axes: MegEngine's tensors have at most 7")
     return array

@@ -34,7 +34,7 @@ DEFAULT_DOMAINS = ("", "ai.onnx")
 OF_ONNXRUNTIME = {"LayerNormalization": 17}
 """Ops that onnxruntime has in ONNX's own domain at every opset -> the first opset of ONNX that has them."""
 LATEST_OPSET = 23  # nodes with later definitions are kept as they are, since their meaning may differ
-# Ops whose definitions since then, up to opset 28, differ by the types that they take alone.
+# Ops whose definitions since then, up to opset 28, differ only by the types that they take.
 UNCHANGED = {
     *(
         "Cast",
@@ -71,7 +71,7 @@ class OnnxNode:
     Attributes:
         op: the kind, such as ``Conv``.
         domain: "" for ONNX's own ops.
-        name: the name in the file, or that of the first output.
+        name: the name in the file, or the name of the first output.
         inputs: names of values; "" for an optional input that is left out.
         outputs: names of values; "" for an output that is left out.
         attributes: Python values, arrays, and `onnx.GraphProto` for bodies.
@@ -190,7 +190,7 @@ def read_graph(
         body: whether it is the body of a node, whose inputs need no type.
 
     Raises:
-        ImportingError: when ONNX has no such op in that opset, with all such nodes.
+        ImportingError: when ONNX lacks the op in that opset, with all such nodes.
     """
     nodes, problems = [], []
     for index, node in enumerate(proto.node):

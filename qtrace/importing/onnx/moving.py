@@ -16,7 +16,7 @@ __all__ = ["PARTS", "moves_of", "unchanged"]
 PARTS = {"Split", "Slice", "Gather", "GatherND", "Expand", "Tile"}
 """Ops whose results are parts of the tensor, or hold some of its numbers several times."""
 
-# Op -> the number beside which a tensor stays as it is. torch's exporter writes the `value` of addcmul so.
+# Op -> the number with which a tensor stays as it is. torch's exporter writes the `value` of addcmul so.
 _NEUTRAL = {"Mul": 1.0, "Div": 1.0, "Add": 0.0, "Sub": 0.0}
 _RESHAPES = {"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity"}
 _CASTS = {"Cast", "CastLike"}

@@ -61,7 +61,7 @@ class LayerPaths:
         """Returns the path, with a suffix if it is taken; its parents become containers."""
         safe = [_free_name(_identifier(part)) for part in parts]
         for depth in range(1, len(safe)):
-            if ".".join(safe[:depth]) in self._used:  # a layer, which has no children
+            if ".".join(safe[:depth]) in self._used:  # a layer, which is without children
                 safe = [*safe[: depth - 1], "_".join(safe[depth - 1 :])]
                 break
         base = path = ".".join(safe)
@@ -75,7 +75,7 @@ class LayerPaths:
 
 
 def names_tensor(name: str) -> bool:
-    """Returns whether a name ends as that of a tensor of a layer: ``head.scales.0.scale``."""
+    """Returns whether a name ends like the name of a layer's tensor: ``head.scales.0.scale``."""
     parts = _parts(name)
     return len(parts) > 1 and parts[-1].lower() in _TENSORS and not is_anonymous(name)
 

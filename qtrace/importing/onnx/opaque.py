@@ -1,4 +1,4 @@
-"""Keeps nodes that have no equal in MegEngine as they are in the file: as opaque nodes of the graph.
+"""Keeps nodes without an equal in MegEngine as they are in the file: as opaque nodes of the graph.
 
 A result that no traced graph can hold stays in the file's form: a sequence, text, a type that MegEngine
 lacks, or a tensor whose shape depends on values. The nodes that read it are kept together with the node that
@@ -142,7 +142,7 @@ class OpaqueNodes:
         return [computed.get(name, value) for value, name in zip(values, names, strict=True)]
 
     def _infer(self, part: _Part, opsets: Mapping[str, int]) -> None:
-        """Infers the types of a node's outputs, from those of the values that it reads."""
+        """Infers the types of a node's outputs, from the types of the values that it reads."""
         probes = max((len(self._kinds_of(value)) for value in part.read()), default=1)
         for probe in range(probes):
             model, shapes = _alone(part, [self._kinds_of(value) for value in part.read()], probe, opsets)
@@ -188,7 +188,7 @@ class OpaqueNodes:
         return results
 
     def _computed_now(self, part: _Part, opsets: Mapping[str, int]) -> list[Value]:
-        """Runs a node that reads stored values alone."""
+        """Runs a node that reads only stored values."""
         places = [i for i, name in enumerate(part.proto.output) if name]
         kinds = part.kinds[0]
         results: list[Value] = [Refused() for _ in part.proto.output]
@@ -265,7 +265,7 @@ def _say_foreign(name: str, value: Kept) -> str:
     )
     if proto.op_type == "ZipMap":
         cure = f"write the file without ZipMap (options={{'zipmap': False}} of skl2onnx), or {cure}"
-    return f"output {name!r} is {value.kinds[0].kind}, which MegEngine has not: {cure}"
+    return f"output {name!r} is {value.kinds[0].kind}, which MegEngine lacks: {cure}"
 
 
 _BEFORE: Any = object()  # the result of the node before, of two that were joined
@@ -410,7 +410,7 @@ def _runnable(graph: onnx.GraphProto, opset: int) -> int:
 def _declared(shapes: Sequence[Sequence[int]]) -> list[int | None]:
     """Returns the sizes that an input of a kept node is declared with, given its shape at each probe.
 
-    The length of a vector may be the number of axes of another tensor, as that of the sizes of a Resize,
+    The length of a vector may be the number of axes of another tensor, as for the sizes of a Resize,
     which onnxruntime has to know. Other sizes stay open: the node runs at all that its graph runs at.
     """
     first = shapes[0]

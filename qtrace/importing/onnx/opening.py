@@ -2,7 +2,7 @@
 
 The graph is built at two sizes of the open axes. It is then compared at other sizes, small ones first, on
 random inputs: with the file in onnxruntime, and where that is missing or differs with a graph that is built
-for this size alone.
+for this size.
 An axis at which a node needs a number, or at which the graph computes something else, is fixed at its
 recorded size, and the record says which node did it.
 """
@@ -60,7 +60,7 @@ class Build(Protocol):
 
 
 class UnsupportedNodesError(ImportingError):
-    """Nodes of the file have no equal in a traced graph.
+    """A traced graph lacks an equal of nodes of the file.
 
     Attributes:
         problems: a clause for each node, which begins with its label.
@@ -94,7 +94,7 @@ def build_open(
     Args:
         inputs: the inputs, with all axes open that the file leaves open.
         build: builds the graph of the file for some inputs.
-        file: the file; None if the graph is a part of one, which is compared in MegEngine alone.
+        file: the file; None if the graph is a part of one, which is compared only in MegEngine.
         batch_stays: whether a graph whose batch must be fixed is refused.
 
     Raises:
@@ -120,7 +120,7 @@ def _build_below_limits(inputs: tuple[InputShape, ...], build: Build, runtime: _
     """Builds a graph as `_build_open` does, recorded at smaller sizes where the file takes no larger ones.
 
     Text that is padded to the length of a table of positions has the largest size: whether the axis can stay
-    open shows below it alone.
+    open shows only below it.
     """
     opened = _build_open(inputs, build, runtime)
     smaller = inputs
@@ -232,7 +232,7 @@ def _build_open(inputs: tuple[InputShape, ...], build: Build, runtime: _FileRuns
 
 
 def open_axes_of(opened: Opened) -> OpenAxes:
-    """Returns the record of a graph that `build_open` built; names of nodes are those of its inputs."""
+    """Returns the record of a graph that `build_open` built; names of nodes are its inputs' names."""
     nodes = [node for node in opened.traced.graph.inputs if isinstance(node, TensorNode)]
     axes, fixed = [], []
     for node, item in zip(nodes, opened.inputs, strict=True):
@@ -381,7 +381,7 @@ class _FileRuns:
     ) -> bool | None:
         """Returns whether the graph computes what the file does; False if the file cannot be run.
 
-        None says that the size does not tell: maps vanish in MegEngine, or the values are so small that an
+        None says that the size does not tell. Maps vanish in MegEngine, or the values are so small that an
         activation such as a sigmoid, which rounds to the precision of 1, leaves them no digits.
 
         Raises:
@@ -414,7 +414,7 @@ class _FileRuns:
     def _open(self) -> OrtSession | None:
         installed = importlib.util.find_spec("onnxruntime") is not None
         if not self._opened and self._file is not None and installed:
-            # A file that it does not take is compared in MegEngine alone.
+            # A file that it does not take is compared only in MegEngine.
             with contextlib.suppress(SessionError):
                 self._session = open_session(self._file, SessionSettings(optimize=False, as_megengine=True))
         self._opened = True
@@ -451,7 +451,7 @@ def _resized_apart(traced: TracedModule, reference: TracedModule, nodes: Sequenc
         traced: the graph with open axes.
         reference: the graph of the same file for the size at which they differ.
         nodes: the nodes that differ, in order. The first one that gives a result of the file is to blame; or
-            a node that resizes in the reference alone, as the other graph had nothing to change.
+            a node that resizes only in the reference, as the other graph had nothing to change.
     """
     own, others = (origin.results if (origin := read_origin(g)) else {} for g in (traced, reference))
     first = next((own[node] for node in nodes if node in own), None)
@@ -496,7 +496,7 @@ def _is_close_to_zero(array: np.ndarray) -> bool:
 
 
 class _Values(Interpreter):
-    """Keeps the values of all nodes, or compares them with those of another run."""
+    """Keeps the values of all nodes, or compares them with the values of another run."""
 
     def __init__(self, traced: TracedModule, expected: dict[str, np.ndarray] | None = None) -> None:
         super().__init__(traced)

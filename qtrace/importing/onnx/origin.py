@@ -85,7 +85,7 @@ def keep_own(traced: TracedModule, model: onnx.ModelProto, of_module: bool) -> N
 def _with_fixed_sizes(
     outputs: Iterable[TensorInfo], nodes: Iterable[Node], declared: Iterable[onnx.ValueInfoProto]
 ) -> tuple[TensorInfo, ...]:
-    """Adds the sizes that the file fixes of outputs whose values decide their shape: the graph has none."""
+    """Adds the sizes that the file fixes of outputs whose values decide their shape: the graph lacks them."""
     sizes = {value.name: _fixed_sizes(value) for value in declared}
     return tuple(
         replace(info, sizes=sizes.get(info.name)) if getattr(node, "shape", ()) is None else info

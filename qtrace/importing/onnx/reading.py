@@ -20,7 +20,7 @@ __all__ = ["MAX_ELEMENTS", "MAX_NODES", "array_of", "load_model", "load_structur
 
 MAX_ELEMENTS = 2**31 - 1  # of one tensor
 _ANY_DOMAIN = "qtrace.onnxruntime"
-MAX_NODES = 50_000  # of a file, those of a function at each of its calls
+MAX_NODES = 50_000  # of a file, with the nodes of a function at each of its calls
 _MAX_DEPTH = 16  # of functions and bodies inside of each other
 _OPSETS = range(6, 29)
 
@@ -107,7 +107,7 @@ def _inlined(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
 
 
 def _check_size(path: Path, model: onnx.ModelProto) -> None:
-    """Refuses a model with too many nodes, those of a function counted at each of its calls."""
+    """Refuses a model with too many nodes, a function's nodes counted at each of its calls."""
     functions = {(f.domain, f.name, f.overload): f for f in model.functions}
     for count, _ in enumerate(_all_nodes(model.graph, functions), 1):
         if count > MAX_NODES:

@@ -2,7 +2,7 @@
 
 A stored number becomes a constant argument of an op, as in ``x * 0.1666 + 0.5``. In a scale and shift it was
 learned (PP-LCNetV3's LearnableAffineBlock), and so was an initializer with the name of a layer's tensor (the
-scales of FCOS' heads): it stays a parameter under the name of the file.
+scales of FCOS' heads). It stays a parameter under the name of the file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["drop_unread", "find_scales_and_shifts"]
 def find_scales_and_shifts(graph: Graph) -> frozenset[str]:
     """Returns the names of single floats that were learned.
 
-    These are the numbers of each product with a sum behind it that both have names, and the factors and
+    These are the numbers of each product with a sum after it that both have names, and the factors and
     summands that are initializers with the name of a layer's tensor.
 
     Args:
@@ -69,7 +69,7 @@ def _is_number(dtype: np.dtype, size: int) -> bool:
 def drop_unread(traced: TracedModule, paths: Collection[str]) -> None:
     """Deletes the tensors at ``paths`` that no op reads, since a composite took them as its numbers.
 
-    A path may have no tensor any more: nothing read that of an op which was refused and kept as in the file.
+    The tensor of a path may be gone: nothing read it if its op was refused and kept as in the file.
     """
     read = {expr.name for expr in exprs(traced) if isinstance(expr, GetAttr)}
     present = {path for path, _ in traced.named_tensors()}

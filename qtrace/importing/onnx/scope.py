@@ -16,7 +16,7 @@ __all__ = ["GraphRunner", "Scope"]
 
 
 class Scope:
-    """The values that a graph sees: its own, and those of the graph around it.
+    """The values that a graph sees: its own, and the values of the graph around it.
 
     Args:
         values: the values of its inputs and initializers by name.

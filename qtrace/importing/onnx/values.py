@@ -133,6 +133,6 @@ Value = Stored | Sizes | Computed | QuantizedIntegers | SplitTensors | Kept | Re
 def is_float(dtype: np.dtype) -> bool:
     """Returns whether tensors of ``dtype`` are floats, which a graph carries as float32.
 
-    numpy has no bfloat16 of its own: the one of ONNX's package is of the kind of raw bytes.
+    numpy lacks a bfloat16 of its own: the one of ONNX's package is of the kind of raw bytes.
     """
     return dtype.kind == "f" or dtype.name == "bfloat16"

@@ -22,7 +22,7 @@ __all__ = ["Example", "Network", "export", "import_torch", "is_torch_module", "o
 
 Dynamic = Mapping[str, Mapping[int, str]]
 
-_EXTERNAL = 2**30  # bytes of weights above which they lie beside the file: protobuf holds 2 GB
+_EXTERNAL = 2**30  # bytes of weights above which they lie next to the file: protobuf holds 2 GB
 _SCRIPT_OPSET = 17  # the newest that all of the older exporter's ops are written for
 # What to do with networks that select by values, such as torchvision's detectors.
 _OLDER = (
@@ -234,7 +234,7 @@ def _export_program(
 
 
 def _export_script(network: Network, example: Example, dynamic: Dynamic, path: Path, torch: Any) -> None:
-    """Writes a module of TorchScript by torch's older exporter, which alone takes one."""
+    """Writes a module of TorchScript by torch's older exporter, the only one that takes it."""
     bound = network.signature.bind(*example.args, **example.kwargs).arguments
     if any(dynamic.values()):
         # A trace may hold sizes of its example as numbers: then it fails here, where the error is torch's.
@@ -267,7 +267,7 @@ def _stored_bytes(network: Network) -> int:
 def _eval_mode(network: Network) -> Iterator[None]:
     """Puts all modules into eval mode, and back."""
     modules = [] if network.is_program else list(network.program.modules())
-    modules = [module for module in modules if hasattr(module, "training")]  # a frozen script has no mode
+    modules = [module for module in modules if hasattr(module, "training")]  # a frozen script lacks a mode
     flags = [module.training for module in modules]
     try:
         for module in modules:

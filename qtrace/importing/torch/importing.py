@@ -50,7 +50,7 @@ def from_torch(
         The module. It takes the tensors of the example in their order, and returns one tensor or a tuple.
 
     Raises:
-        ImportingError: when torch is missing or cannot export the network, or when ops have no equal in
+        ImportingError: when torch is missing or cannot export the network, or when ops lack an equal in
             MegEngine; the message names the line of the source where the exporter knows it.
     """
     network = open_network(os.fspath(source) if isinstance(source, os.PathLike) else source)

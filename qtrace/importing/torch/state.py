@@ -1,6 +1,6 @@
 """Notes which parameter of an imported graph is which tensor of torch's state, and gives the state back.
 
-The names of the exported file are those of the state, and the moves say where each number stands. Both are
+The exported file has the names of the state, and the moves say where each number stands. Both are
 checked by value: a parameter that is not what its moves make of the state's tensor is left out.
 """
 
@@ -97,7 +97,7 @@ def _kept_tables(
     """Returns tensors that a module had taken from one of its own before the export, and kept as a constant.
 
     timm's LeViT keeps its biases at all pairs of places so, once it has run. The file does not say where such
-    a constant comes from, but numbers that are all different do, or those of each row.
+    a constant comes from, but numbers that are all different do, or the numbers of each row.
     """
     held = {parameter.tensor for parameter in known.values()}
     found: dict[str, FileParameter] = {}
@@ -256,7 +256,7 @@ def _is_state(traced: TracedModule, path: str, parameter: FileParameter, state: 
 
 
 def _norms(traced: TracedModule, parameters: Mapping[str, FileParameter]) -> dict[str, FileNorm]:
-    """Returns path of a layer's weight -> the BatchNorm module directly behind it."""
+    """Returns path of a layer's weight -> the BatchNorm module directly after it."""
     norms = {}
     for expr in exprs(traced):
         path = _called(expr, _NORMS)
@@ -274,7 +274,7 @@ def _norms(traced: TracedModule, parameters: Mapping[str, FileParameter]) -> dic
 
 
 def layers_with_norms(traced: TracedModule) -> set[str]:
-    """Returns the paths of the weights and biases of the layers behind which a BatchNorm still stands."""
+    """Returns the paths of the weights and biases of the layers before a BatchNorm that still stands."""
     paths: set[str] = set()
     for expr in exprs(traced):
         if not any(isinstance(n, ModuleNode) and n.module_type in _NORMS for n in expr.inputs):
@@ -319,7 +319,7 @@ def to_torch_state(traced: TracedModule) -> dict[str, Any]:
     what `finetune` or a training loop learned, and folded weights. A BatchNorm that `prepare` folded into its
     layer becomes one that only adds the layer's bias. Of convolutions that `prepare` merged into one, the
     largest has the sum of all; the others, and merged BatchNorms, add nothing. Counters, such as
-    ``num_batches_tracked``, are left out, and so are tensors that the graph does not hold, since the network
+    ``num_batches_tracked``, are left out. So are tensors that the graph does not hold, since the network
     does not read them or the import computed others from them, as from weights that the module standardizes.
     The logger ``qtrace`` names these; the module's own are still right.
 
@@ -331,7 +331,7 @@ def to_torch_state(traced: TracedModule) -> dict[str, Any]:
 
     Raises:
         ImportingError: when the network does not come from torch, torch is missing, a parameter was folded
-            where torch's module has no place for it, or one that changed is also read elsewhere in the
+            where torch's module lacks a place for it, or one that changed is also read elsewhere in the
             module; the message names it.
     """
     torch = import_torch()
@@ -354,7 +354,7 @@ def state_arrays(traced: TracedModule) -> dict[str, np.ndarray]:
     """
     origin = read_origin(traced)
     if origin is None or not (origin.parameters or origin.parts):
-        raise ImportingError("the network has no names of torch's state: import it by qtrace.from_torch.")
+        raise ImportingError("the network lacks names of torch's state: import it by qtrace.from_torch.")
     values = {name: tensor.numpy() for name, tensor in traced.named_parameters()}
     values.update({name: tensor.numpy() for name, tensor in traced.named_buffers()})
     values.update(_merged_values(origin, values))
@@ -436,7 +436,7 @@ def _check_others(values: dict[str, np.ndarray], origin: FileOrigin, known: set[
             lost.append(path)
     if lost:
         raise ImportingError(
-            f"{_listed(sorted(lost))} changed, and torch's module has no tensor for it: the module computes "
+            f"{_listed(sorted(lost))} changed, and torch's module lacks a tensor for it: the module computes "
             "it from others, or a pass added it. Take the state before that pass, or keep this parameter "
             "fixed in training."
         )
@@ -448,7 +448,7 @@ def _write_norms(
     """Writes the BatchNorms that were folded into their layers, and the layers' biases; returns their paths.
 
     A folded BatchNorm keeps neither mean nor gain. With the mean 0 and ``gamma = sqrt(variance + eps)`` it
-    adds ``beta`` alone. One without a gain has the variance ``1 - eps``, one without a shift the mean
+    adds only ``beta``. One without a gain has the variance ``1 - eps``, one without a shift the mean
     ``-bias``.
 
     Raises:

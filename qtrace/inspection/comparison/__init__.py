@@ -110,7 +110,7 @@ class _Measured:
         Args:
             args, kwargs: the arguments of a call.
             network: whose outputs are the reference; the twin's may differ, where ``equalize`` has made a
-                ReLU of a ReLU6. None for those of the twin, or of the graph itself in float.
+                ReLU of a ReLU6. None for the outputs of the twin, or of the graph itself in float.
         """
         places = self._select(args, kwargs)
         in_float = FloatRun(self.twin or self.model, {**self.moving, **self.fixed}, places)
@@ -141,7 +141,7 @@ class _Measured:
         )
 
     def _select(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[np.ndarray] | None:
-        """Returns what the quantized graph selects; None if nothing behind a selection leaves it."""
+        """Returns what the quantized graph selects; None if nothing after a selection leaves it."""
         if not self.selected:
             return None
         with in_phase(self.model, "quantize"):

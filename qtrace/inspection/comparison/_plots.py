@@ -28,7 +28,7 @@ _STYLE = {
 _MAX_LABELS = 60
 _MAX_TITLES = 512  # of channels; more would make the page slow
 _NEARLY_CLEAR = 0.001  # an area without any colour gets no pointer
-_BEST_DB = 100.0  # larger ratios are drawn at this height: infinity has no place on an axis
+_BEST_DB = 100.0  # larger ratios are drawn at this height: infinity cannot stand on an axis
 
 
 def waterfall(sites: Sequence[SiteComparison]) -> str:
@@ -144,4 +144,4 @@ def _svg(
     text = stream.getvalue()
     for key, title in (titles or {}).items():
         text = text.replace(f'<g id="{key}">', f'<g id="{key}"><title>{html.escape(title)}</title>', 1)
-    return text[text.index("<svg") :]  # without the prolog, which has no place inside a page
+    return text[text.index("<svg") :]  # without the prolog, which cannot stand inside a page

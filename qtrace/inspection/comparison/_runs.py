@@ -64,7 +64,7 @@ class FloatRun(_SiteRun):
 
 
 class AloneRun(_SiteRun):
-    """Keeps the rounded value of every site with everything before it in float: its own error alone."""
+    """Keeps the rounded value of every site with everything before it in float: only its own error."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class QuantizedRun(_SiteRun):
         super().__init__(model, sites, places)
         self.values, self.own, self.tallies = values, own, tallies
         self.unrounded: dict[str, np.ndarray] = {}
-        self.parameters: dict[str, np.ndarray] = {}  # rounded parameters, which have no tally
+        self.parameters: dict[str, np.ndarray] = {}  # rounded parameters, which lack a tally
 
     def on_value(self, name: str, value: Tensor) -> None:
         if name in self.tallies:

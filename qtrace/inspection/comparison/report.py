@@ -113,7 +113,7 @@ class Comparison(Displayed):
         """Returns the page with plots as one self-contained HTML file.
 
         Args:
-            findings: lines for the top of the page, such as those of a diagnosis.
+            findings: lines for the top of the page, such as a diagnosis gives.
             channels: sites whose channels are drawn, in the order of the page.
 
         Raises:

@@ -41,7 +41,7 @@ class ChannelRanges:
 class SiteComparison:
     """The error at one site, of activations or of a parameter.
 
-    Ratios are of the float value's power to that of an error, in dB, over all batches.
+    Ratios are of the float value's power to an error's power, in dB, over all batches.
 
     Attributes:
         site: the name of the site.
@@ -89,7 +89,7 @@ class GroupCost:
         group: the name of the group.
         sites: the names of its sites.
         cost_db: for each site, how much lower its rounding error would be, in dB, with parameters of its own
-            (those of least squared error on its own distribution).
+            (with the least squared error on its own distribution).
     """
 
     group: str

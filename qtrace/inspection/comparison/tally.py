@@ -48,7 +48,7 @@ class SiteTally:
         self.total, self.own, self.inherited = ErrorSums(), ErrorSums(), ErrorSums()
         self.values = self.clipped = self.unequal = 0
         self.lowest, self.highest = qparams.scheme.qmax, qparams.scheme.qmin
-        # The distribution is that of the whole tensor, also if its parameters are per channel.
+        # The distribution covers the whole tensor, also if its parameters are per channel.
         self.distribution = MeanSquaredError(_per_tensor(qparams.scheme))
 
     def add(self, reference: np.ndarray, own: np.ndarray, before: np.ndarray, after: np.ndarray) -> None:

@@ -21,7 +21,7 @@ class ConfigChange:
 
     Attributes:
         key: the dotted key, such as ``observers.activation``; ``rules`` for each rule.
-        first: the value of the first config as plain data; None if it has none.
+        first: the value of the first config as plain data; None if there is none.
         second: the value of the second config.
     """
 

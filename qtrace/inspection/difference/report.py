@@ -88,7 +88,7 @@ class IntegerChange:
 
 @dataclass(frozen=True)
 class FigurePair:
-    """A figure of both modules; None where one has none."""
+    """A figure of both modules; None where one lacks it."""
 
     name: str
     first: float | None
@@ -109,8 +109,8 @@ class Difference(Displayed):
     Attributes:
         config: the keys of the config that differ.
         ops: the ops that run in another way.
-        gone: the sites of the first module alone.
-        come: the sites of the second module alone.
+        gone: the sites of only the first module.
+        come: the sites of only the second module.
         schemes: the sites with another scheme.
         scales: the sites with another scale or zero point, the one that moved most first.
         integers: the weights and biases with other integers.
@@ -133,7 +133,7 @@ class Difference(Displayed):
         return not self.config and not any(parts)
 
     def with_figures(self, figures: Sequence[FigurePair]) -> Difference:
-        """Returns the difference with more figures, such as those of a verdict."""
+        """Returns the difference with more figures, such as a verdict's."""
         return replace(self, figures=(*self.figures, *figures))
 
     def table(self, max_width: int | None = 140, limit: int | None = 20) -> str:

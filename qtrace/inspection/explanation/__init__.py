@@ -112,7 +112,7 @@ class Explanation(Displayed):
     def algorithms(self) -> list[str]:
         """Lists what each post-training algorithm changed, what it left and why, and the errors.
 
-        Those of qtrace are summed up. An algorithm of your own has all lines of its `qtrace.ptq.Report`.
+        Lines of qtrace are summed up. An algorithm of your own has all lines of its `qtrace.ptq.Report`.
         """
         return describe_algorithms(self.ptq)
 

@@ -72,7 +72,7 @@ class _Drawing:
         yield "}"
 
     def _parameters(self) -> Iterator[str]:
-        """Draws rounded values that are no drawn ops: parameters and what is computed from them alone."""
+        """Draws rounded values that are no drawn ops: parameters and what is computed only from them."""
         names = (s.node for s in self.index.annotation.sites if s.name in self.marks)
         for number, name in enumerate(dict.fromkeys(n for n in names if n not in self.source)):
             self.source[name] = f"fixed{number}"

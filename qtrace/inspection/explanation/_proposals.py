@@ -23,7 +23,7 @@ class ConfigProposal:
     """A change of the config that quantizes ops; all that is given has to be done.
 
     Attributes:
-        rule: a rule to add behind the others, as plain data.
+        rule: a rule to add after the others, as plain data.
         drop: the numbers of rules to leave out.
         region: the region to set, as plain data.
         lines: the change in words, line by line.
@@ -196,7 +196,7 @@ class Proposals:
         return {side: names if len(names) > 1 else names[0] for side, names in sides.items()}
 
     def _reached(self, notes: Sequence[ExprNote], forward: bool) -> set[str]:
-        """The ops behind some of ``notes``, or before some of them."""
+        """The ops after some of ``notes``, or before some of them."""
         reached: set[str] = set()
         if len(notes) == 1:
             return reached
@@ -216,7 +216,7 @@ class Proposals:
 
     @cached_property
     def _beside_region(self) -> tuple[set[str], set[str]]:
-        """The ops before something of the region, and those behind something of it."""
+        """The ops before something of the region, and the ops after something of it."""
         order = [n for n in self.index.annotation.notes if n.state != "shape"]
         before: set[str] = set()
         behind: set[str] = set()

@@ -62,7 +62,7 @@ class _State:
 
     def patch(self, sort: str, patch: SchemePatch) -> list[str]:
         """Changes one scheme; returns the change in words."""
-        first = sort not in self.schemes  # a result has no scheme of its own at first
+        first = sort not in self.schemes  # a result lacks a scheme of its own at first
         old = self.schemes.get(sort) or self.schemes["activation"]
         new = self.schemes[sort] = patch.apply(old)
         if first:

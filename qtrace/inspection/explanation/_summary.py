@@ -218,7 +218,7 @@ class Summary:
         return figures
 
     def _unplaced(self) -> str:
-        """Says why a placement that the config asks for has no effect; "" if it asks for none."""
+        """Says why a placement that the config asks for is without effect; "" if it asks for none."""
         config, backend = self.proposals.qconfig, self.proposals.backend
         asked = {config.effective_placement, *(rule.placement for rule in config.rules)}
         modes = " and ".join(mode for mode in ("balanced", "fastest", "small") if mode in asked)
@@ -230,7 +230,7 @@ class Summary:
         )
 
     def _meaning(self) -> str:
-        """Says what "on integers" means, and how many ops the runtime has no integer kernel for."""
+        """Says what "on integers" means, and how many ops the runtime lacks an integer kernel for."""
         name, kinds = self.index.annotation.backend, self.float_kernels
         meaning = f"simulated by the rules of backend {name}"
         if kinds:

@@ -64,7 +64,7 @@ def _op_rule(index: Index, note: ExprNote) -> str:
     return note.rule.removeprefix("qtrace/ops/")
 
 
-# In the order in which they stand, behind the names.
+# In the order in which they stand, after the names.
 _COLUMNS = (
     _Column("op", lambda index, note: note.kind or note.op, 10),
     _Column("role", lambda index, note: note.role, 11),

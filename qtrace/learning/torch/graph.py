@@ -40,7 +40,7 @@ class TorchGraph(Interpreter):
         fixed: whether the parameters never change, so that they are copied once.
 
     Raises:
-        UnsupportedError: when an op of the graph has no form in torch.
+        UnsupportedError: when torch cannot express an op of the graph.
     """
 
     def __init__(self, traced: TracedModule, names: Iterable[str] = (), fixed: bool = False) -> None:
@@ -83,16 +83,16 @@ class TorchGraph(Interpreter):
             self.values, self._leaves, self._arrays, self._learning = {}, {}, {}, frozenset()
 
     def gradient(self, parameter: Tensor) -> np.ndarray | None:
-        """Returns the gradient of a parameter after a backward pass; None if it has none."""
+        """Returns the gradient of a parameter after a backward pass; None if there is none."""
         leaf = self._leaves.get(id(parameter))
         return None if leaf is None or leaf.grad is None else leaf.grad.numpy()
 
     def run_expr(self, expr: Expr, inputs: Sequence[Any]) -> Sequence[Any] | None:
-        """Computes the outputs of ``expr`` in torch; MegEngine computes those of shapes and integers."""
+        """Computes the outputs of ``expr`` in torch; MegEngine computes shapes and integers."""
         try:
             return self._computes[id(expr)](inputs)
         except NotImplementedError as error:
-            raise UnsupportedError(f"{_label(expr)} {error}, which has no form in torch") from None
+            raise UnsupportedError(f"{_label(expr)} {error}, which cannot run in torch") from None
 
     def constant(self, value: Any) -> Any:
         """Returns the tensor of torch for a Tensor of MegEngine or an array, without a gradient."""
@@ -121,7 +121,7 @@ class TorchGraph(Interpreter):
     # -- the computation of each expr ---------------------------------------------------------------
 
     def _compile(self, expr: Expr) -> Callable[[Sequence[Any]], Sequence[Any] | None]:
-        """Returns the function from the values of ``expr.inputs`` to those of ``expr.outputs``."""
+        """Returns the function from the values of ``expr.inputs`` to the values of ``expr.outputs``."""
         if isinstance(expr, (GetAttr, Constant)):
             return self._compile_stored(expr)
         module = owner(expr)
@@ -131,7 +131,7 @@ class TorchGraph(Interpreter):
             return lambda inputs: (layers.batch_norm(inputs[0], inputs[1], self.leaf),)
         call = read(expr)
         if call is None:
-            raise UnsupportedError(f"{_label(expr)} has no form in torch ({unsupported(expr)})")
+            raise UnsupportedError(f"{_label(expr)} cannot run in torch ({unsupported(expr)})")
         if call.kind == "shape" and isinstance(expr, Apply):
             return lambda inputs: (_shape(expr, inputs[0]),)
         if call.role is Role.SHAPE or not _has_floats(expr):
@@ -153,7 +153,7 @@ class TorchGraph(Interpreter):
 
     def _compile_own(self, expr: Expr, module: Module) -> Callable[[Sequence[Any]], Sequence[Any]]:
         if type(module) not in MODULES:
-            raise UnsupportedError(f"{_label(expr)} is a fake quant of your own, which has no form in torch")
+            raise UnsupportedError(f"{_label(expr)} is a fake quant of your own, which cannot run in torch")
         nodes, (_, *positional), named = expr.inputs, expr.args, expr.kwargs
         form: Any = fake_quant
         if not isinstance(module, FakeQuant):
@@ -170,7 +170,7 @@ class TorchGraph(Interpreter):
     def _compile_op(self, expr: Expr, call: OpCall) -> Callable[[Sequence[Any]], Sequence[Any]]:
         form = _FORMS.get(call.kind)
         if form is None:
-            raise UnsupportedError(f"{_label(expr)} has no form in torch")
+            raise UnsupportedError(f"{_label(expr)} cannot run in torch")
         positional, attrs = call.inputs, dict(call.attrs)
         if "operands" in attrs:  # the two operands hold the inputs
             positional = ()
@@ -216,13 +216,13 @@ def _has_floats(expr: Expr) -> bool:
 
 
 def _shape(expr: Apply, x: Any) -> Any:
-    """Computes MegEngine's GetVarShape: all sizes of a tensor, or that of one axis."""
+    """Computes MegEngine's GetVarShape: all sizes of a tensor, or the size of one axis."""
     axis = getattr(expr.opdef, "axis", _ALL_AXES)
     sizes = tuple(x.shape) if axis >= _ALL_AXES else (x.shape[axis],)
     return torch.tensor(sizes, dtype=torch.int32)
 
 
 def _by_megengine(expr: Expr, inputs: Sequence[Any]) -> Sequence[Any] | None:
-    """Computes an op on shapes and integers, which has no gradient, by MegEngine."""
+    """Computes an op on shapes and integers, which is without a gradient, by MegEngine."""
     tensors = [Tensor(v.detach().numpy()) if isinstance(v, torch.Tensor) else v for v in inputs]
     return interpret(expr, tensors)

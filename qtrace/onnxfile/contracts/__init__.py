@@ -27,7 +27,7 @@ def check_contract(path: Path, target: str, host: RuntimeHost | None = None) -> 
         host: the interpreter or machine whose onnxruntime is asked for its kernels; None for this one.
 
     Raises:
-        ExportError: when the file cannot be read, has no quantized op, or the target has no contract.
+        ExportError: when the file cannot be read, lacks quantized ops, or the target lacks a contract.
     """
     return _checked(path, target, host)[0]
 

@@ -95,7 +95,7 @@ class Contract:
         rounds_results: the types of ops whose result has to be rounded for an integer kernel.
         measured: whether the target is onnxruntime, which says here which ops it computes in float.
         device_ops: the types of ops that the device takes in some type; None if all that are not in `ops` run
-            elsewhere, or if the target is no device beside a CPU.
+            elsewhere, or if the target is no device besides a CPU.
         floats_run_on: where the ops run that the target computes in float: `CPU` if they leave the device.
     """
 

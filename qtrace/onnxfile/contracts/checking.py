@@ -51,7 +51,7 @@ def check_model(
     if not any(True for _ in graph.quantizers()) and not any(
         n.op_type.startswith("QLinear") for n in graph.nodes()
     ):
-        raise ExportError(f"{path} has no QuantizeLinear and no DequantizeLinear: name a quantized file.")
+        raise ExportError(f"{path} lacks QuantizeLinear and DequantizeLinear: name a quantized file.")
     findings: list[Finding] = []
     broken: dict[str, str] = {}
     for rule, violation in _violations(graph, contract):

@@ -36,7 +36,7 @@ def predict_floats(graph: QdqGraph, contract: Contract, broken: Mapping[str, str
             continue  # it is computed from constants
         place = contract.place_of_floats(node.op_type)
         if node.op_type in _MOVES.split():
-            # What moves values runs on what it gets, unless the device has no such op at all.
+            # What moves values runs on what it gets, unless the device lacks the op.
             reason = "" if contract.device_ops is None or place != CPU else f"{contract.title} has no such op"
         else:
             reason = broken.get(node.output[0]) or _reason(graph, contract, node)
@@ -78,7 +78,7 @@ def _reads_kernel(graph: QdqGraph, contract: Contract, node: NodeProto) -> bool:
 
 
 def _is_rounded(graph: QdqGraph, contract: Contract, node: NodeProto) -> bool:
-    """Whether all that reads the result, behind the functions of its kernel, are QuantizeLinear nodes."""
+    """Whether all that reads the result, after the functions of its kernel, are QuantizeLinear nodes."""
     name = node.output[0]
     readers = graph.readers.get(name, [])
     if not readers or name in graph.output_names:

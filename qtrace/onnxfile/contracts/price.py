@@ -1,7 +1,7 @@
 """What a run of a file asks of a device, in products by width and in bytes that are moved besides.
 
 No table of an NPU's times is public. These are counts of the file: an int16 layer costs more than an int8 one
-on every device, and what is rounded to another width or leaves the device is read and written once more.
+on every device. What is rounded to another width or leaves the device is read and written once more.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def price_run(graph: QdqGraph, floats: Iterable[FloatOp], path: Path) -> RunPric
 
 
 def _shapes(graph: QdqGraph, path: Path) -> Shapes:
-    """Returns the shapes that follow from those of the inputs; {} if more than their first axis is open."""
+    """Returns the shapes that follow from the input shapes; {} if more than their first axis is open."""
     try:
         return infer_shapes(skeleton(graph.model), {}, path).shapes()
     except ExportError:  # what it says of the file, the rules of the contract do not need

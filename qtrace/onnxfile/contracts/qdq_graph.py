@@ -44,7 +44,7 @@ def attribute(node: NodeProto, name: str, default: int) -> int:
 
 
 def label(node: NodeProto) -> str:
-    """Names a node: by its type and its name, or its first output where it has no name."""
+    """Names a node: by its type and its name, or its first output if it is unnamed."""
     return f"{node.op_type} {node.name or next(iter(node.output), '')}"
 
 
@@ -159,7 +159,7 @@ class QdqGraph(OnnxModel):
         return node.input[0] in self.stored
 
     def operand(self, node: NodeProto, index: int) -> Operand | None:
-        """Returns what ``node`` reads at an input; None if it has no such input."""
+        """Returns what ``node`` reads at an input; None if there is no such input."""
         if index >= len(node.input) or not node.input[index]:
             return None
         name = node.input[index]
@@ -174,7 +174,7 @@ class QdqGraph(OnnxModel):
         return Operand(name, dequantize, quantize, self._dequantized(dequantize, quantize))
 
     def _dequantized(self, dequantize: Quantizer, quantize: Quantizer | None) -> np.ndarray | None:
-        """Computes the value of a constant behind its quantizers."""
+        """Computes the value of a constant after its quantizers."""
         source = (quantize or dequantize).node.input[0]
         value, grid = self.value(source), dequantize.grid
         if value is None or grid is None or not grid.fits(value):
@@ -202,7 +202,7 @@ class QdqGraph(OnnxModel):
     def partners(self, quantizer: Quantizer) -> list[NodeProto] | None:
         """Returns the QuantizeLinear of a tensor and every node that reads its integers.
 
-        A stored tensor has no QuantizeLinear. None if another node than a DequantizeLinear reads the
+        A stored tensor is without a QuantizeLinear. None if another node than a DequantizeLinear reads the
         integers: then their parameters are not to be changed.
         """
         node = quantizer.node
@@ -229,7 +229,7 @@ class QdqGraph(OnnxModel):
     def set_grid(self, nodes: list[NodeProto], grid: IntegerGrid) -> None:
         """Gives quantizers the scale, zero point, type and axis of ``grid``.
 
-        Tools leave a Relu out whose result is rounded to integers that begin at 0. If those of ``grid`` begin
+        Tools leave a Relu out whose result is rounded to integers that begin at 0. If those in ``grid`` begin
         below, the Relu is written.
         """
         self._keep_clamp(nodes[0], grid)
@@ -260,7 +260,7 @@ class QdqGraph(OnnxModel):
         self.connect(node, 0, output)
 
     def set_stored(self, node: NodeProto, index: int, values: np.ndarray, grid: IntegerGrid) -> None:
-        """Makes the operand of a layer the integers of ``values`` on ``grid``, behind a DequantizeLinear."""
+        """Makes the operand of a layer the integers of ``values`` on ``grid``, before a DequantizeLinear."""
         base = node.input[index] if index < len(node.input) else f"{node.output[0]}_{index}"
         integers = self.store(f"{base}_int", grid.stored(grid.quantize(values)))
         scale = self.store(f"{base}_scale", grid.scale.astype(np.float32))
@@ -279,7 +279,7 @@ class QdqGraph(OnnxModel):
         self.refresh()
 
     def add(self, node: NodeProto) -> None:
-        """Adds a node behind all others; `finish` puts it where it belongs."""
+        """Adds a node after all others; `finish` puts it where it belongs."""
         self.graph.node.add().CopyFrom(node)
         self.refresh()
 
@@ -289,7 +289,7 @@ class QdqGraph(OnnxModel):
         ready = {*(value.name for value in self.graph.input), *(t.name for t in self.graph.initializer), ""}
         waiting, ordered = list(self.graph.node), []
         while waiting:
-            # Tensors that an outer graph gives have no producer here.
+            # Tensors that an outer graph gives lack a producer here.
             able = [n for n in waiting if all(i in ready or i not in self.producers for i in read_names(n))]
             if not able:  # a cycle, which was there before
                 able = waiting

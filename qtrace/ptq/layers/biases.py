@@ -42,7 +42,7 @@ def add_biases(model: TracedModule) -> None:
 
 
 def _can_have_bias(model: TracedModule, calls: list[OpCall]) -> bool:
-    """Whether the calls that share a weight have no bias and can get one."""
+    """Whether the calls that share a weight lack a bias and can get one."""
     for call in calls:
         if call.kind != calls[0].kind or call.kind not in LAYERS or call.bias is not None:
             return False

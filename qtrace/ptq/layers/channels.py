@@ -149,7 +149,7 @@ class _GroupFinder:
 
     def _scales(self, call: OpCall) -> bool:
         """Returns whether scaling the input channels of ``call`` scales its output channels."""
-        if not call.inputs:  # it reads parameters alone
+        if not call.inputs:  # it reads only parameters
             return False
         source, out = call.inputs[0], call.out
         alike = _channels(source) == _channels(out) > 0
@@ -199,7 +199,7 @@ def _channels(node: TensorNode) -> int:
 
 
 def _spatial(call: OpCall) -> bool:
-    """Returns whether a reduction is over axes behind the channels."""
+    """Returns whether a reduction is over axes after the channels."""
     axis = call.attrs.get("axis")
     rank = len(call.inputs[0].shape)
     return axis is not None and all(int(a) % rank >= 2 for a in axis)

@@ -48,7 +48,7 @@ class StatisticsCollector:
     """Goes through both graphs once and collects the statistics of each layer before it changes.
 
     The float graph shows the outputs of many layers in one run. The quantized graph stops before each layer,
-    since what the layers behind it read depends on its change.
+    since what the layers after it read depends on its change.
 
     Args:
         task: the model, the reference and the batches.
@@ -77,7 +77,7 @@ class StatisticsCollector:
         )
         self.count = self.quantized.count
         self.held = held_back(self.count)
-        self._samples: dict[Expr, int] = {}  # of the first batch: those of a shorter last one weigh no more
+        self._samples: dict[Expr, int] = {}  # of the first batch: samples of a shorter last one weigh no more
         self._waiting = list(layers)
         self._references: dict[tuple[Expr, int], _Reference] = {}
 
@@ -97,7 +97,7 @@ class StatisticsCollector:
     def _collect_call(
         self, statistics: LayerStatistics, call: OpCall, weight: np.ndarray, reads: bool
     ) -> None:
-        """Adds the rows of all batches, those of each fold beside those of the others.
+        """Adds the rows of all batches, the rows of each fold next to the others'.
 
         Args:
             statistics: what the rows are added to.
@@ -124,7 +124,7 @@ class StatisticsCollector:
             for batch in batches:
                 add(batch)
 
-        if not all(isinstance(value, np.ndarray) for value in values):  # MegEngine's, for this thread alone
+        if not all(isinstance(value, np.ndarray) for value in values):  # MegEngine's, only for this thread
             add_all(batches)
             return
         folds: dict[int, list[int]] = {}
@@ -242,5 +242,5 @@ def _read(
 
 
 def spacing(size: int, positions: np.ndarray) -> float:
-    """Returns for how many positions of a map each drawn one stands: those of a large map count for more."""
+    """Returns for how many positions of a map each drawn one stands: in a large map it counts for more."""
     return size / len(positions)

@@ -2,7 +2,7 @@
 
 A correction that is fitted to a few dozen images also fits what only these have. So every fourth batch is
 held back: a correction is fitted to the others first, and stays only if it lowers the error of the layer's
-output on the batches held back; of four such batches or more, also in nine of ten bootstrap samples of them.
+output on the batches held back. Of four such batches or more, also in nine of ten bootstrap samples of them.
 Then it is fitted again, to all batches. Of fewer than four batches none is
 held back, and the batches that a correction is fitted to decide. The damping of `qtrace.ptq.layers.refit` is
 one number; it comes from all batches.

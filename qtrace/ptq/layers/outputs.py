@@ -67,7 +67,7 @@ class _Outputs(Interpreter):
 class RandomOutputs:
     """The SQNR of each output under rounded weights, on random inputs.
 
-    ``prepare`` has no data: the inputs are normally distributed and have the traced shapes. Activations are
+    ``prepare`` gets no data: the inputs are normally distributed and have the traced shapes. Activations are
     not rounded.
 
     Args:
@@ -107,7 +107,7 @@ def _rounding(site: Site) -> Callable[[np.ndarray], np.ndarray]:
 class CalibrationOutputs:
     """The SQNR of each output of the quantized graph, on up to 8 samples of the calibration data.
 
-    Outputs of the float graph, and those before any change, are computed beside what changes the graph, where
+    Outputs of the float graph, and outputs before any change, are computed while the graph is changed, where
     the engine can; leaving a ``with`` block ends it.
 
     Args:
@@ -131,7 +131,7 @@ class CalibrationOutputs:
         self.model, self.engine = model.module, engine
         self._reference = reference
         beside = engine is not None and count_threads(threads) > 1
-        # One thread, so that the values of one run are in memory beside those of the algorithms.
+        # One thread, so that the values of one run are in memory next to the algorithms' values.
         self._pool = ThreadPoolExecutor(1) if beside else None
         first = Interpreter(self.model).bind(*self.arguments)[1][1]
         self._exact = self._begin(reference, "float")

@@ -1,6 +1,6 @@
 """Positions of a layer's output that stand for all, and what a layer reads and gives there.
 
-Rows of a convolution are views of arrays that have the positions last, as its maps have them: copying these
+Rows of a convolution are views of arrays that have the positions last, as its maps have them. Copying these
 takes a fifth of the time of turning them, and products of matrices take both.
 """
 
@@ -24,7 +24,7 @@ def draw_positions(size: int, places: int, seed: tuple[int, ...]) -> np.ndarray:
     Args:
         size: number of positions.
         places: the most positions that are drawn.
-        seed: integers that decide; those of the batch and the layer, so that every run draws the same.
+        seed: integers that decide, from the batch and the layer, so that every run draws the same.
     """
     if size <= places:
         return np.arange(size)

@@ -225,7 +225,7 @@ class LayerTwins:
     def _unrounded_nodes(self, task: CalibratedTask) -> dict[Node, list[Node]]:
         """Maps each node that no rounding and no changed parameter precedes to nodes with its value.
 
-        These are its node of the float graph, and that behind its fake quant, which rounds nothing there.
+        These are its node of the float graph, and the node after its fake quant, which rounds nothing there.
         """
         unrounded: dict[Node, list[Node]] = {n: [self.node(n)] for n in task.model.graph.inputs[1:]}
         for expr in exprs(task.model):

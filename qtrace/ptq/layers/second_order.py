@@ -179,7 +179,7 @@ def _round_part(rows: np.ndarray, hessian: np.ndarray, grid: Grid, damp: float) 
 
 
 def rounded_groups(rows: np.ndarray, hessians: np.ndarray, grid: Grid, damp: float) -> np.ndarray:
-    """Rounds the rows of many groups at once, as `rounded` does those of one group with few inputs.
+    """Rounds the rows of many groups at once, as `rounded` does for one group with few inputs.
 
     Args:
         rows: the rows of the weight, float64 (G, O, D).
@@ -235,7 +235,7 @@ def _damped_shares(matrix: np.ndarray, damp: float) -> np.ndarray:
 
 
 def _shares(matrix: np.ndarray) -> np.ndarray:
-    """Computes what part of the error of an input i each input j behind it takes over, (D, D) at (i, j > i).
+    """Computes what part of the error of an input i each input j after it takes over, (D, D) at (i, j > i).
 
     With ``matrix = R R^T`` for an upper triangular R they are ``R_ij / R_jj``. They weigh errors against the
     exact weights, where GPTQ weighs those against the moved ones by the factor of the inverse matrix; both

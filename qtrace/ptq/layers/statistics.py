@@ -2,7 +2,7 @@
 
 ``x~`` is what a quantized layer reads, ``r = y - W x~`` what its float weight W misses of the float output
 y, and ``E`` a change of the weight. The error of the output is ``r - E x~``, and its square over all
-positions ``sum r**2 - 2 tr(E C) + tr(E H E^T)`` with ``C = sum x~ r^T`` and ``H = sum x~ x~^T``; a bias adds
+positions ``sum r**2 - 2 tr(E C) + tr(E H E^T)`` with ``C = sum x~ r^T`` and ``H = sum x~ x~^T``. A bias adds
 terms of the sums of r and x~. These sums are collected once for a layer: apart for each half of the samples,
 which cross-validate, and for those that are held back. Of the latter, and of layers with more inputs than
 are rounded jointly, the rows themselves are kept.
@@ -173,7 +173,7 @@ class LayerStatistics:
                 )
 
     def moments(self, folds: Sequence[int]) -> list[SecondMoments]:
-        """Returns the moments of some folds, which are not to be changed; [] if they have no samples."""
+        """Returns the moments of some folds, which are not to be changed; [] without samples."""
         return self._whole if tuple(folds) == _FOLDS else self._moments(folds)
 
     @cached_property
@@ -215,7 +215,7 @@ class WeightErrors:
         """Computes the errors before they are asked for; returns this object.
 
         Args:
-            whole: whether to compute ``total``, too, beside ``held``.
+            whole: whether to compute ``total``, too, next to ``held``.
         """
         if whole:
             self._total = self._sum()

@@ -1,4 +1,4 @@
-"""The blocks of a prepared graph that are learned together, by structure alone.
+"""The blocks of a prepared graph that are learned together, only by structure.
 
 A block lies between two places of the graph where a single tensor is alive. All its exprs depend on the first
 tensor and reach the rest of the graph through the second: a residual block, an inverted bottleneck with a
@@ -24,10 +24,10 @@ class Block:
     """Exprs that are computed together.
 
     Attributes:
-        exprs: the exprs in graph order, without those that depend on parameters alone.
+        exprs: the exprs in graph order, without exprs that depend only on parameters.
         layers: the layers of the block whose roundings are learned.
         entries: the tensors that the block reads from outside.
-        exits: the outputs of the block, which are compared with those of the float graph.
+        exits: the outputs of the block, which are compared with the float graph's.
     """
 
     exprs: tuple[Expr, ...]
@@ -42,7 +42,7 @@ class Block:
 
 
 def single_layers(model: TracedModule, layers: Iterable[QuantizedLayer]) -> list[Block]:
-    """Builds a block for each layer, with the activation behind it if that is the only consumer."""
+    """Builds a block for each layer, with the activation after it if that is the only consumer."""
     blocks = []
     for layer in layers:
         steps, out = [layer.call.expr], layer.call.out
@@ -65,7 +65,7 @@ def _is_unary(expr: Expr) -> bool:
 
 
 def structural_blocks(model: TracedModule, layers: Iterable[QuantizedLayer], max_layers: int) -> list[Block]:
-    """Splits a graph into blocks at tensors that are alive alone, before these are rounded.
+    """Splits a graph into blocks at bottleneck tensors, before these are rounded.
 
     Args:
         model: a prepared graph.
@@ -96,7 +96,7 @@ def structural_blocks(model: TracedModule, layers: Iterable[QuantizedLayer], max
 
 
 def bottlenecks(model: TracedModule) -> list[TensorNode]:
-    """Returns the tensors of a prepared graph that are alive alone and rounded next, in graph order."""
+    """Returns the bottleneck tensors of a prepared graph that are rounded next, in graph order."""
     alive_after = _alive_after(model, _dynamic_exprs(model))
     return list(dict.fromkeys(alive[0] for alive in alive_after if _is_cut(alive)))
 

@@ -31,7 +31,7 @@ class DescentSettings:
         drop: the share of values that are not rounded in a step.
         warmup: the share of the steps without the regularizer.
         beta: the exponent of the regularizer at its start and at the end.
-        strength: the factor of the regularizer's mean over all weights, beside an error that is 1 for
+        strength: the factor of the regularizer's mean over all weights, next to an error that is 1 for
             rounding to nearest.
         seed: the seed of the drawn images and masks, together with the name of the block.
     """

@@ -37,7 +37,7 @@ class LearnedRounding(CalibratedAlgorithm):
         lr: learning rate of the roundings; by default 20 / iterations, but 0.1 at most.
         warmup: the share of the steps before the regularizer starts.
         beta: the exponent of the regularizer at its start and at the end.
-        strength: the factor of the regularizer's mean over the weights, beside a relative error.
+        strength: the factor of the regularizer's mean over the weights, next to a relative error.
         seed: the seed of the drawn images and masks.
         samples: see `CalibratedAlgorithm`; with fewer samples the roundings overfit.
     """
@@ -56,7 +56,7 @@ class LearnedRounding(CalibratedAlgorithm):
         """Returns the blocks to learn, in graph order."""
 
     def learns_layers_first(self, block: Block) -> bool:
-        """Whether each layer of ``block`` is learned alone before the whole block."""
+        """Whether each layer of ``block`` is learned by itself before the whole block."""
         return False
 
     def settings(self) -> DescentSettings:

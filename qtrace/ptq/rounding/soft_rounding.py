@@ -48,7 +48,7 @@ class SoftRounding:
         Args:
             weight: the rounded weight.
             certain: the value of h for a weight that is rounded up; 1 - h for one that is rounded down. It is
-                below 1, since h has no gradient at 0 and 1.
+                below 1, since h lacks a gradient at 0 and 1.
         """
         up = np.where(weight / self.scale - self.low > 0.5, certain, 1.0 - certain)
         self.v = np.log((up - _GAMMA) / (_ZETA - up)).astype(self.v.dtype)

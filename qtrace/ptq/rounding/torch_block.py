@@ -52,7 +52,7 @@ class TorchGradients(BlockGradients):
         return [values[node] for node in block.exits]
 
     def _outside(self, node: Node) -> Any:
-        """Returns what the block reads besides its entries: modules and values of parameters alone."""
+        """Returns what the block reads besides its entries: modules and values of only parameters."""
         if node not in self._fixed:
             value = self.run.twins.quantized.value(node, 0)
             fixed = isinstance(value, (Module, int, float, type(None)))

@@ -2,7 +2,7 @@
 
 Graph and runtime compute an op from the same integers, so one of them is wrong where they differ. It may be
 the graph: some of MegEngine's kernels give wrong values for batches of several samples. The op is
-therefore evaluated again: by MegEngine for each sample alone, and by ONNX's reference evaluator.
+therefore evaluated again: by MegEngine for each sample by itself, and by ONNX's reference evaluator.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _evaluate_alone(
     in_graph: Mapping[Node, np.ndarray],
     disagreement: Disagreement,
 ) -> tuple[str, str]:
-    """Evaluates the segment by itself in MegEngine, for each sample alone if the batch falls into samples.
+    """Evaluates the segment in MegEngine, for each sample by itself if the batch falls into samples.
 
     Returns:
         The side that the evaluation agrees with, as `Disagreement.side_of` gives it, and the label of the

@@ -119,7 +119,7 @@ class Segment:
         }
 
     def split(self, arguments: Arguments, values: Mapping[Node, np.ndarray]) -> Split | None:
-        """Splits the batch into samples; None if it has none, or the graph takes no single sample."""
+        """Splits the batch into samples; None if there are none, or the graph takes no single sample."""
         first = first_samples(arguments, 1)
         if first is None:
             return None
@@ -181,7 +181,7 @@ def _sample_axis(batch: Sequence[int], sample: Sequence[int], count: int) -> int
 class Recording(FirstOfEquals):
     """Runs the whole graph on the runtime's integers and keeps the values of a segment.
 
-    Only this run shows a kernel that is wrong for some memory layouts: alone, an op may read another layout.
+    Only this run shows a kernel that is wrong for some memory layouts: an op by itself may read another.
     """
 
     def __init__(self, segment: Segment, values: RuntimeValues) -> None:

@@ -148,7 +148,7 @@ class DumpedSession:
                 dumped.shape != value.shape or not np.allclose(dumped, value, 1e-4, 1e-4)
             ):
                 raise ExportError(
-                    f"{self.samples[number].path}: its input {name!r} is not that of batch {number} of the "
+                    f"{self.samples[number].path}: its input {name!r} differs from batch {number} of the "
                     "data: give the data that the device has read, in its order."
                 )
 

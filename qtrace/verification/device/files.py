@@ -65,7 +65,7 @@ def find_samples(folder: Path) -> tuple[Sample, ...]:
 
     A batch is an .npz archive or a folder of .npy, .raw and .bin files, which may stand in folders
     ``inputs``, ``sites`` and ``outputs``; files that stand in ``folder`` itself are one batch. An archive
-    with the name of a folder beside it stands for the folder.
+    with the name of a folder next to it stands for the folder.
 
     Args:
         folder: the folder of dumped tensors, or one .npz archive.

@@ -24,7 +24,7 @@ __all__ = ["Runtime", "describe_choice", "get", "known", "runs_optimized"]
 
 
 def known() -> tuple[str, ...]:
-    """Returns the names of all runtimes, sorted: qtrace's own and those of installed packages.
+    """Returns the names of all runtimes, sorted: qtrace's own and the runtimes of installed packages.
 
     Raises:
         ConfigError: when an installed package takes the name of another runtime.

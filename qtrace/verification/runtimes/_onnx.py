@@ -18,7 +18,7 @@ from qtrace.verification.runtimes.base import RuntimeRun
 
 __all__ = ["Exposed", "ExposedSession", "as_declared", "with_integer_outputs"]
 
-# ONNX's number of a type of 4 bits -> that of the type of 8 bits with the same sign.
+# ONNX's number of a type of 4 bits -> the number of the type of 8 bits with the same sign.
 _WIDER = {22: 3, 21: 2}  # int4 -> int8, uint4 -> uint8
 _SUFFIX = "_as_8_bits"
 
@@ -107,10 +107,10 @@ def with_integer_outputs(path: Path) -> Exposed:
             kind = stored.get(node.input[2]) if len(node.input) > 2 else None
             if kind is None:
                 raise ExportError(
-                    f"{path}: QuantizeLinear {name!r} has no stored zero point: qtrace.export did not write "
+                    f"{path}: QuantizeLinear {name!r} lacks a stored zero point: qtrace.export did not write "
                     "this file; export the module again."
                 )
-            if kind in _WIDER:  # numpy has no type of 4 bits
+            if kind in _WIDER:  # numpy lacks types of 4 bits
                 kind, wide = _WIDER[kind], f"{name}{_SUFFIX}"
                 model.graph.node.append(onnx.helper.make_node("Cast", [name], [wide], to=kind))
                 name = wide
@@ -157,7 +157,7 @@ class ExposedSession:
         """Runs the model; see `Session`.
 
         Raises:
-            ExportError: for other inputs than those of the file, or a batch of another size than it fixes.
+            ExportError: for inputs that are not the file's, or a batch of another size than it fixes.
         """
         if len(inputs) != len(self.input_names):
             raise ExportError(f"the model takes {len(self.input_names)} inputs, not {len(inputs)}.")

@@ -47,7 +47,7 @@ class _Speller:
         self.nodes: list[Any] = []
         self.names = {name for node in graph.node for name in (*node.input, *node.output)}
         self.names.update(value.name for value in (*graph.input, *graph.initializer))
-        self.as_floats: dict[str, str] = {}  # stored tensor of integers -> that of the same numbers as floats
+        self.as_floats: dict[str, str] = {}  # stored tensor of integers -> the tensor of their floats
 
     def run(self) -> None:
         from onnx import TensorProto

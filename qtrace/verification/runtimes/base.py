@@ -26,8 +26,8 @@ class RuntimeRun:
     """The values that a runtime computed for one batch.
 
     Attributes:
-        outputs: the model's outputs, in the order and layout of the graph's; None for one that a device has
-            not dumped.
+        outputs: the model's outputs, in the order and layout of the graph's; None for one that a device did
+            not dump.
         integers: name of a site, or of a node that carries integers -> its integers, in the graph's layout.
         places: what each node of the file that selects has picked for these outputs; () if that is not known.
     """
@@ -43,8 +43,8 @@ class Session(Protocol):
     With an attribute ``partial`` that is true, sites may be missing; with an attribute ``first_of_equals``
     that is false, equal scores are ranked in the order of MegEngine's kernels. An attribute ``inexact`` names
     the sites whose kernels do not round ties as the graph does, ``side`` what ran where on another host,
-    ``place_kinds`` the ops of the nodes that select, and ``remark`` says what a client has to do so that it
-    computes the same. A method ``run_outputs`` runs the model for its outputs alone.
+    ``place_kinds`` the ops of the nodes that select. ``remark`` says what a client has to do so that it
+    computes the same. A method ``run_outputs`` runs the model only for its outputs.
     """
 
     @property
@@ -63,7 +63,7 @@ class Session(Protocol):
 
 
 def run_outputs(session: Session, inputs: list[np.ndarray]) -> list[np.ndarray]:
-    """Runs a loaded file for its outputs alone, without its integers where the runtime gives these apart.
+    """Runs a loaded file only for its outputs, without its integers where the runtime gives these apart.
 
     Args:
         session: the file.
@@ -91,7 +91,7 @@ class Runtime:
         kernels: finds the ops of a file that run on integers; None where the runtime does not show its
             kernels.
         default: whether the runtime is used for its suffixes when the user names none.
-        companions: suffixes of the files of weights that stand beside a model file.
+        companions: suffixes of the files of weights that stand next to a model file.
         optimizes: whether files can also run with optimizations; dumped tensors are as they are.
         hosted: gives the runtime in another interpreter or on another machine; None where it runs here only.
         host: where the runtime runs; None for here.
@@ -150,7 +150,7 @@ class Ahead:
 
 
 def threads_for(sessions: Sequence[Session]) -> int:
-    """Returns the number of threads on which sessions run beside the graph, that of the graph included."""
+    """Returns the number of threads on which sessions run next to the graph, the graph's thread included."""
     count = sum(map(_is_concurrent, sessions))
     return 1 + min(count, max(1, count_threads(None) - 1))
 

@@ -84,7 +84,7 @@ class LitertSession:
         return RuntimeRun(self._outputs(results), integers)
 
     def run_outputs(self, inputs: list[np.ndarray]) -> list[np.ndarray]:
-        """Runs the model and returns its outputs alone."""
+        """Runs the model and returns only its outputs."""
         return self._outputs((self.deployed or self.full).run(self._arrays(inputs)))
 
     def _arrays(self, inputs: list[np.ndarray]) -> list[np.ndarray]:
@@ -177,7 +177,7 @@ def find_kernels(path: Path) -> Kernels:
 
 
 def find_fixed_batch(path: Path) -> int | None:
-    """Returns the batch that a file takes alone, the first size of its first input in the graph's layout.
+    """Returns the only batch that a file takes, the first size of its first input in the graph's layout.
 
     None where it takes any, or LiteRT's schema is not installed, which is said where the file is run.
 
@@ -253,7 +253,7 @@ def _first_line(error: Exception) -> str:
 
 
 def runtime(host: RuntimeHost | None = None) -> Runtime:
-    """Returns LiteRT in this interpreter, or in that of a host; the file is changed here all the same."""
+    """Returns LiteRT in this interpreter, or in a host's; the file is changed here all the same."""
     opened = functools.partial(LitertSession, host=host)
     return Runtime(
         "litert",

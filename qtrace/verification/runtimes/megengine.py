@@ -45,7 +45,7 @@ class MegengineSession:
         """Runs the model; see `Session`."""
         if len(inputs) != len(self.input_names):
             raise ExportError(f"the model takes {len(self.input_names)} inputs, not {len(inputs)}.")
-        # A dump has no input that its outputs do not depend on.
+        # A dump lacks inputs that its outputs do not depend on.
         feeds = {n: x for n, x in zip(self.input_names, inputs, strict=True) if n in self.read}
         try:
             values = self.graph.run(inp_dict=feeds)
@@ -84,7 +84,7 @@ def _read_metadata(path: Path, metadata: Any) -> tuple[list[str], dict[str, str]
     try:
         strings = [arg for _, arg, _ in pickletools.genops(metadata.user_info) if isinstance(arg, str)]
         facts = json.loads(strings[0])
-        merged = dict(facts.get("merged", {}))  # a file of an earlier version has none
+        merged = dict(facts.get("merged", {}))  # a file of an earlier version lacks it
         return list(facts["inputs"]), {n: f"{merged.get(n, n)}_int" for n in facts["integers"]}
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise ExportError(

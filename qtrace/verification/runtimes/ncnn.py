@@ -53,7 +53,7 @@ class NcnnSession:
         return RuntimeRun(values[:count], dict(zip(self.integer_names, integers, strict=True)))
 
     def run_outputs(self, inputs: list[np.ndarray]) -> list[np.ndarray]:
-        """Runs the model and returns its outputs alone."""
+        """Runs the model and returns only its outputs."""
         self._check(inputs)
         return self._file.run(inputs, outputs=self.output_names)
 
@@ -63,7 +63,7 @@ class NcnnSession:
 
 
 def runtime(host: RuntimeHost | None = None) -> Runtime:
-    """Returns ncnn in this interpreter, or in that of a host."""
+    """Returns ncnn in this interpreter, or in a host's."""
     opened = functools.partial(NcnnSession, host=host)
     return Runtime(
         "ncnn", "ncnn", "ncnn", (".param",), opened, companions=(".bin",), hosted=runtime, host=host

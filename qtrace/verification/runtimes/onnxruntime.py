@@ -24,7 +24,7 @@ __all__ = ["RUNTIME"]
 
 
 class OnnxSession(ExposedSession):
-    """Runs an ONNX file on CPU; in this process in one thread, so that it runs beside the graph."""
+    """Runs an ONNX file on CPU; in this process in one thread, so that it runs next to the graph."""
 
     def __init__(self, path: Path, optimize: bool, host: RuntimeHost | None = None) -> None:
         model = with_integer_outputs(path)
@@ -50,7 +50,7 @@ class OnnxSession(ExposedSession):
 
 
 def runtime(host: RuntimeHost | None = None) -> Runtime:
-    """Returns onnxruntime in this process, or in that of a host."""
+    """Returns onnxruntime in this process, or in a host's."""
     return Runtime(
         "onnxruntime",
         "onnxruntime",

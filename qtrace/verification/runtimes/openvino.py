@@ -49,7 +49,7 @@ class OpenvinoSession(ExposedSession):
         self.remark = BFLOAT16 if self.compiled.rounds_floats else ""
 
     def infer(self, file: OpenvinoFile, inputs: list[np.ndarray]) -> list[np.ndarray]:
-        """Returns all outputs of a compiled model, which has no input for a tensor that nothing reads."""
+        """Returns all outputs of a compiled model, which lacks an input for a tensor that nothing reads."""
         feeds = dict(zip(self.input_names, inputs, strict=True))
         names = [next(name for name in feeds if name in port["names"]) for port in file.inputs]
         types = [np.dtype(port["dtype"]).name for port in file.inputs]
@@ -75,7 +75,7 @@ def _spelled(data: bytes) -> bytes:
 
 
 def runtime(host: RuntimeHost | None = None) -> Runtime:
-    """Returns OpenVINO in this process, or in that of a host."""
+    """Returns OpenVINO in this process, or in a host's."""
     opened = functools.partial(OpenvinoSession, host=host)
     return Runtime(
         "openvino", "openvino", "openvino", (".onnx",), opened, default=False, hosted=runtime, host=host

@@ -71,7 +71,7 @@ def test_by_backend_and_again_with_force(split: Any) -> None:
         ((), "give either --at or --by-backend"),
         (("--at", "conv_out", "--by-backend", "ncnn"), "give either --at or --by-backend"),
         (("--at", "conv_ou"), "did you mean conv_out"),
-        (("--at", "conv_out,"), "no node ''"),
+        (("--at", "conv_out,"), "lacks node ''"),
         (("--by-backend", "ncn"), "unknown backend 'ncn'"),
     ],
 )

@@ -92,9 +92,9 @@ def test_nodes_and_tensors_are_found_by_name(traced: TracedModule, tmp_path: Pat
     assert graph.find_producer("conv_weight").name == "conv_out"
     assert graph.find_consumers(graph.outputs[0]) == ()
     for find in (graph.find_tensor, graph.find_producer, graph.find_consumers):
-        with pytest.raises(GraphError, match="has no tensor or weight 'zzz'"):
+        with pytest.raises(GraphError, match="holds no tensor or weight 'zzz'"):
             find("zzz")
-    with pytest.raises(GraphError, match="has no node 'relu_out:0'"):
+    with pytest.raises(GraphError, match="holds no node 'relu_out:0'"):
         graph.find_node("relu_out:0")
 
 
@@ -149,8 +149,8 @@ def _change_weight(document: Any) -> None:
 
 DAMAGES = {
     _drop_input: "reads x:0, which no earlier node gives",
-    _rename_output: "has no tensor or weight 'zzz:0'",
-    _drop_key: r"is no MSCGraph, or damaged: node 'conv_out' has no 'attrs'\.",
+    _rename_output: "holds no tensor or weight 'zzz:0'",
+    _drop_key: r"is no MSCGraph, or damaged: node 'conv_out' lacks 'attrs'\.",
     _change_weight: r"weight conv_weight of node conv_out has shape \[1\], and its value \[4, 2, 3, 3\]",
 }
 

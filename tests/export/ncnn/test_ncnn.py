@@ -282,7 +282,7 @@ REFUSED: dict[str, tuple[M.Module, Any, str]] = {
     "no form": (
         _after(lambda y: F.cumsum(y, 1)),
         RECIPE,
-        r"cumsum_out: it has no ncnn form.*\(in F\.cumsum, .*\.py:\d+\)",
+        r"cumsum_out: it cannot become ncnn.*\(in F\.cumsum, .*\.py:\d+\)",
     ),
     "an output of integers": (
         _after(lambda y: F.argmax(y, axis=1)),

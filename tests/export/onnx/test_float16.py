@@ -129,7 +129,7 @@ def test_a_network_that_was_not_calibrated_for_it_is_refused(convs: TracedModule
         ExportError, match=r"float='half' is no choice of the export: choose one of fp32, fp16"
     ):
         _export(converted, tmp_path, float="half")
-    with pytest.raises(ExportError, match="no option 'float' for a plain traced module"):
+    with pytest.raises(ExportError, match="lacks option 'float' for a plain traced module"):
         _export(convs, tmp_path, float="fp16")
     assert list(tmp_path.iterdir()) == []
 

@@ -56,5 +56,5 @@ def test_a_mask_stands_on_any_axes(case: str, forward: Callable[..., Any], tmp_p
 
 def test_a_mask_beside_another_index_is_refused(tmp_path: Path) -> None:
     module = net(lambda self, x: (x * 2)[:, x[0, :, 0, 0] > 0, 1:3])
-    with pytest.raises(ExportError, match="a mask has an ONNX form only beside whole axes: index twice"):
+    with pytest.raises(ExportError, match="a mask can become ONNX only next to whole axes: index twice"):
         qtrace.export(qtrace.trace(module, X, check=False), tmp_path / "m.onnx")

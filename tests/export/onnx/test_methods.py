@@ -184,7 +184,7 @@ def test_recipes_name_the_targets_that_have_the_method(name: str) -> None:
     assert (config.backend, config.placement) == ("onnxruntime", "everything")
     assert qtrace.load_recipe(f"vit+{name}").method == config.method
     with pytest.raises(
-        ConfigError, match=f"tflite has no {name}: quantizing by method .* is for generic and onnx"
+        ConfigError, match=f"tflite lacks {name}: quantizing by method .* is for generic and onnx"
     ):
         qtrace.load_recipe(f"{name}+tflite")
 
@@ -192,10 +192,10 @@ def test_recipes_name_the_targets_that_have_the_method(name: str) -> None:
 @each_of(
     ("config", "says"),
     [
-        ({"method": "dynamic", "backend": "ncnn"}, "backend ncnn has no method dynamic: use method: static"),
+        ({"method": "dynamic", "backend": "ncnn"}, "backend ncnn lacks method dynamic: use method: static"),
         (
             {"backend": "tflite", "rules": [{"match": {"op": "linear"}, "method": "weight_only"}]},
-            r"rules\[0\]: backend tflite has no method weight_only",
+            r"rules\[0\]: backend tflite lacks method weight_only",
         ),
         ({"rules": [BLOCKS]}, r"rules\[0\]: a scale for each block of inputs needs .* but a_out is linear"),
         ({"weight": {"bits": 4, "block": 48}}, "it runs blocks of 16, 32, 64, 128, 256"),

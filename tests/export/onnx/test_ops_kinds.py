@@ -34,7 +34,7 @@ def test_a_kind_without_a_form_is_refused_with_its_reason(tmp_path: Path) -> Non
     module = net(lambda self, x: F.svd(self.conv(x))[1], conv=M.Conv2d(4, 4, 1))
     prepared = qtrace.prepare(qtrace.trace(module, x, check=False))
     converted = qtrace.convert(qtrace.calibrate(prepared, [x], progress=False))
-    with pytest.raises(ExportError, match=r"svd_out(_1)?: svd has no ONNX form: ONNX has no op for it;"):
+    with pytest.raises(ExportError, match=r"svd_out(_1)?: svd cannot become ONNX: ONNX has no op for it;"):
         qtrace.export(converted, tmp_path / "m.onnx")
 
 

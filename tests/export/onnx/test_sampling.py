@@ -142,12 +142,12 @@ REFUSED: dict[str, tuple[Callable[[T, T], T], np.ndarray, str]] = {
     "border value": (
         lambda x, m: F.vision.remap(x, m, border_mode="constant", scalar=1.0),
         PLACES,
-        r"the value 1.0 has no ONNX form",
+        r"the value 1.0 cannot become ONNX",
     ),
     "nearest": (
         lambda x, m: F.vision.remap(x, m, interp_mode="nearest"),
         PLACES,
-        r"interp_mode='nearest' has no ONNX form: use 'linear'",
+        r"interp_mode='nearest' cannot become ONNX: use 'linear'",
     ),
     "channels last": (
         lambda x, m: F.vision.warp_affine(x, m, (5, 7)),

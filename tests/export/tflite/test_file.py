@@ -168,19 +168,19 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any], str
         lambda y: F.cumsum(F.flatten(y, 1), 1),
         {},
         {},
-        "no TFLite form yet: end the graph before cumsum_out",
+        "cannot become TFLite yet: end the graph before cumsum_out",
     ),
     "border": (
         lambda y: F.nn.pad(y, ((0, 0), (0, 0), (1, 1), (1, 1)), mode="replicate"),
         {},
         {},
-        "pad_out: padding by the border's values has no TFLite form: use zeros or reflect",
+        "pad_out: padding by the border's values cannot become TFLite: use zeros or reflect",
     ),
     "float output": (lambda y: F.softmax(y, 1), {}, {"io": "int8"}, "output softmax_out is float"),
     "io": (F.relu, {}, {"io": "int4"}, "io='int4' is no choice of the TFLite export: choose float32 or int8"),
     "functions": (F.relu, {}, {"functions": "no"}, "choose float or table or native"),
     "allow_float": (F.relu, {}, {"allow_float": "cnv"}, "allow_float names 'cnv', which is no kind of op"),
-    "option": (F.relu, {}, {"packed": True}, "tflite has no option 'packed'; it knows: io, functions, allow"),
+    "option": (F.relu, {}, {"packed": True}, "tflite lacks option 'packed'; it knows: io, functions, allow"),
 }
 
 

@@ -31,6 +31,6 @@ def test_a_computed_parameter_is_refused_by_name(tmp_path: Path, name: str) -> N
     x = images(2, 3, 4, 4)
     traced = qtrace.trace(net(forward, c=M.Conv2d(3, 4, 1)), x, check=False)
     path = tmp_path / "net.tflite"
-    with pytest.raises(ExportError, match=r"parameters are computed from an input has no TFLite form"):
+    with pytest.raises(ExportError, match=r"parameters computed from an input cannot become TFLite"):
         qtrace.export(traced, path)
     assert not path.exists()

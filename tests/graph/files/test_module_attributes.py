@@ -124,7 +124,7 @@ def test_a_missing_attribute_is_refused(tmp_path):
     conv = M.Conv2d(2, 2, 1)
     del conv.groups
     write(conv, tmp_path / "net.mge")
-    refusal(tmp_path / "net.mge", "its module layer, a Conv2d, has no groups")
+    refusal(tmp_path / "net.mge", "its module layer, a Conv2d, lacks groups")
 
 
 def test_a_module_within_modules_is_named_by_its_path(tmp_path):

@@ -158,7 +158,7 @@ EDITS = {
     device: "the device of the node reshape_out",
     node_name: "a node in it is called",
     number_for_a_name: "a node in it is called 3",
-    unnamed_input: "an input of a graph in it has no name",
+    unnamed_input: "an input of a graph in it lacks a name",
     graph_name: "a graph in it is called 3",
     twice: "is the output of two exprs",
     foreign: "which is not computed before it",
@@ -170,9 +170,9 @@ EDITS = {
     itself: "a TracedModule in it holds itself",
     number_for_a_key: "its modules cannot be listed",
     listed_attribute: "for the names of its modules",
-    without_is_qat: "its module TracedModule, a TracedModule, has no is_qat",
+    without_is_qat: "its module TracedModule, a TracedModule, lacks is_qat",
     is_qat: "has the is_qat no: it must be True or False",
-    without_is_top: "has no _is_top",
+    without_is_top: "lacks _is_top",
     watch_points: "has the watch_points 3: it must be a list",
     end_points: "the end_points of a graph in it holds conv_out",
     signature: "has the argspec x: it must be a signature or None",
@@ -298,7 +298,7 @@ QUANTIZATION = {
     "scale": (lambda quant: setattr(quant, "scale", "large"), "has the scale large: it must be a Tensor"),
     "phase": (lambda quant: setattr(quant, "phase", "sleep"), "has the phase sleep: it must be one of"),
     "shape": (lambda quant: setattr(quant, "shape", (7,)), "has a scale of the shape"),
-    "no scheme": (lambda quant: delattr(quant, "scheme"), ", has no scheme"),
+    "no scheme": (lambda quant: delattr(quant, "scheme"), ", lacks scheme"),
 }
 
 

@@ -73,10 +73,10 @@ def _cycle(document: Any) -> None:
 
 
 UNREADABLE: dict[str, tuple[Edit, str]] = {
-    "no name": (lambda d: d.pop("name"), "the graph has no 'name'"),
+    "no name": (lambda d: d.pop("name"), "the graph lacks 'name'"),
     "nodes of text": (_set("nodes", to="abc"), "the graph has the nodes 'abc': it must be a list"),
     "a node of numbers": (_set("nodes", 1, to=[1]), r"node 1 is \[1\], not an object"),
-    "no outputs": (lambda d: d["nodes"][1].pop("outputs"), "node 'conv_out' has no 'outputs'"),
+    "no outputs": (lambda d: d["nodes"][1].pop("outputs"), "node 'conv_out' lacks 'outputs'"),
     "a number for a name": (_set("nodes", 1, "name", to=3), "node 1 has the name 3: it must be text"),
     "a float for an index": (_set("nodes", 1, "index", to=0.5), "has the index 0.5: it must be an integer"),
     "a size of text": (
@@ -95,7 +95,7 @@ UNREADABLE: dict[str, tuple[Edit, str]] = {
     "a swap": (_swap, "reads conv_out:0, which no earlier node gives"),
     "a cycle": (_cycle, "node conv_out reads relu_out:0, which no earlier node gives"),
     "a stranger": (_set("nodes", 1, "parents", to=["zzz"]), "reads x:0, and x is not among its parents"),
-    "an unknown output": (_set("outputs", to=["zzz:0"]), "has no tensor or weight 'zzz:0'"),
+    "an unknown output": (_set("outputs", to=["zzz:0"]), "holds no tensor or weight 'zzz:0'"),
     "too few prims": (_set("nodes", 0, "outputs", 0, "prims", to=["N"]), "has 1 prims for 4 axes"),
     "unknown prims": (
         _set("nodes", 0, "outputs", 0, "prims", to=["N"] * 4),
@@ -148,7 +148,7 @@ NO_GRAPH: dict[str, tuple[Edit, str]] = {
         lambda d: _edited(d, BN, "call", lambda c: {**c, "attributes": {**c["attributes"], "eps": "a"}}),
         "has the eps 'a'|has the eps a: it must be",
     ),
-    "a module without attributes": (_call(BN, attributes=None), "its module has no attributes or no tensors"),
+    "a module without attributes": (_call(BN, attributes=None), "its module lacks attributes or tensors"),
     "a path": (_call(BN, path="a..b"), r"its module has the path a\.\.b, which is none"),
     "no callee": (
         lambda d: _edited(d, SOFTMAX, "call", lambda c: {}),
@@ -162,7 +162,7 @@ NO_GRAPH: dict[str, tuple[Edit, str]] = {
     ),
     "a deep argument": (
         _call(GETITEM, args=[{"ref": "input_0"}, json.loads("[" * 300 + "]" * 300)]),
-        "has no way back",
+        "cannot be rebuilt",
     ),
     "an unknown argument": (_call(SOFTMAX, args=[{"eval": "1"}]), "'eval' of str is no argument"),
     "an unknown input": (
@@ -174,11 +174,11 @@ NO_GRAPH: dict[str, tuple[Edit, str]] = {
         "which is none of its inputs and weights",
     ),
     "arguments by text": (_call(SOFTMAX, args="x"), "its arguments are no list"),
-    "too few arguments": (_call(SOFTMAX, args=[]), "has no way back"),
+    "too few arguments": (_call(SOFTMAX, args=[]), "cannot be rebuilt"),
     "an impossible axis": (_call(SOFTMAX, args=[{"ref": "input_0"}, 77]), "softmax fails on"),
     "an unknown kind": (
         lambda d: (_node(d, SOFTMAX)["attrs"].pop("call"), _node(d, SOFTMAX).update(optype="zzz")),
-        r"\(zzz\) has no way back: the document does not say how it is called",
+        r"\(zzz\) cannot be rebuilt: the document does not say how it is called",
     ),
     "other strides": (
         lambda d: _node(d, "msc.conv2d_bias")["attrs"].update(strides="2,2"),
@@ -194,7 +194,7 @@ NO_GRAPH: dict[str, tuple[Edit, str]] = {
     ),
     "a negative scale": (
         lambda d: _edited(d, "msc.conv2d_bias", "qparams_weight", lambda q: {**q, "scale": [-1.0] * 4}),
-        "has no scale of positive numbers",
+        "lacks a scale of positive numbers",
     ),
     "other scales": (
         lambda d: _edited(d, "msc.conv2d_bias", "qparams_weight", lambda q: {**q, "scale": [1.0]}),
@@ -245,7 +245,7 @@ def test_kernels_are_held_to_their_state(graph: MSCGraph) -> None:
             {"state": {"dict": [["axis", "a"]]}},
             "gives the op GetVarShape the axis a, which that does not take",
         ),
-        ({"state": None}, "its kernel has no state"),
+        ({"state": None}, "its kernel lacks a state"),
         ({"args": [1]}, "it applies a kernel to what is no tensor"),
     ):
         call = {**json.loads(node["attrs"]["call"]), **change}

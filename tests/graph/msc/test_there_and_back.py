@@ -307,7 +307,7 @@ def test_a_recurrent_layer_comes_back(tmp_path: Path) -> None:
 def test_values_are_needed(traced: TracedModule, tmp_path: Path) -> None:
     graph = from_msc(qtrace.export(traced, tmp_path / "g.json", format="msc"))
     with pytest.raises(
-        GraphError, match="its weight conv_weight has no value: read the document with its .npz"
+        GraphError, match="its weight conv_weight lacks a value: read the document with its .npz"
     ):
         to_traced(MSCGraph.from_json(graph.to_json()))
     with pytest.raises(GraphError, match="takes an MSCGraph, not a str"):

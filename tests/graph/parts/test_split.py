@@ -154,14 +154,14 @@ def test_a_part_does_not_write_into_the_tensors_of_another() -> None:
 
 
 REFUSED = {
-    "unknown": (["relu_ou"], "no node 'relu_ou': did you mean relu_out"),
-    "far": (["zzz"], "no node 'zzz': qtrace.graph.table"),
+    "unknown": (["relu_ou"], "lacks node 'relu_ou': did you mean relu_out"),
+    "far": (["zzz"], "lacks node 'zzz': qtrace.graph.table"),
     "input": (["x"], "x is an input of the graph: nothing is before it"),
-    "parameter": (["gain"], "gain depends on parameters, constants and sizes alone"),
-    "module": (["conv"], "conv depends on parameters"),
+    "parameter": (["gain"], "gain depends only on parameters, constants and sizes"),
+    "module": (["conv"], "conv depends only on parameters"),
     "order": (["relu_out", "conv_out"], "nothing is between the cut at relu_out and that at conv_out"),
     "twice": (["relu_out", "relu_out"], "each once"),
-    "end": ([("neg_out", "mul_out")], "nothing is behind the cut at neg_out, mul_out: cut before"),
+    "end": ([("neg_out", "mul_out")], "nothing follows the cut at neg_out, mul_out: cut before"),
     "none": ([], "at least one cut"),
     "empty": ([()], "at least one cut"),
     "number": ([3], "at least one cut"),

@@ -80,8 +80,8 @@ def test_a_method_records_the_functions_that_its_file_imports_by_name() -> None:
 @each_of(
     ("fixed", "message"),
     [
-        ({"mod": 1}, r"fixed: _Strict.forward has no argument 'mod'; did you mean 'mode'\?"),
-        ({"zzz": 1}, "fixed: _Strict.forward has no argument 'zzz'; there are: x, mode."),
+        ({"mod": 1}, r"fixed: _Strict.forward takes no argument 'mod'; did you mean 'mode'\?"),
+        ({"zzz": 1}, "fixed: _Strict.forward takes no argument 'zzz'; there are: x, mode."),
         ({"x": 1, "mode": 1}, r"cannot be called with 1 example\(s\)"),
     ],
 )

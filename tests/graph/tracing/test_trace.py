@@ -215,7 +215,7 @@ def test_a_method_can_be_traced_in_the_place_of_forward() -> None:
     assert type(model) is _Detector
     prepared = qtrace.prepare(traced)
     np.testing.assert_array_equal(prepared(x)["box"].numpy(), model.maps(x)["box"].numpy())
-    with pytest.raises(TraceError, match=r"_Detector has no method 'map'; did you mean 'maps'\?"):
+    with pytest.raises(TraceError, match=r"_Detector lacks method 'map'; did you mean 'maps'\?"):
         qtrace.trace(model, x, method="map")
     with pytest.raises(TraceError, match=r"_Detector.maps\(image: .* cannot be called with 0 example"):
         qtrace.trace(model, method="maps")

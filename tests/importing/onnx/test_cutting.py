@@ -107,7 +107,7 @@ def test_names_of_classes_are_refused_with_what_is_read_instead(zipped: bool, tm
     with pytest.raises(ImportingError) as caught:
         qtrace.from_onnx(path)
     assert str(caught.value) == (
-        f"{path}: 'classes' holds strings, which MegEngine has not, and output 'label' is made of them: read "
+        f"{path}: 'classes' holds strings, which MegEngine lacks, and output 'label' is made of them: read "
         "the file by from_onnx(outputs=['chances', 'place']) (--outputs), and make the strings of what that "
         "gives."
     )

@@ -117,7 +117,7 @@ def test_a_kept_resize_is_refused_before_the_calibration(
 
 def test_a_resize_without_a_form_at_fixed_sizes_has_no_such_cure(tmp_path: Path) -> None:
     traced = _imported(tmp_path, mode="linear", antialias=1)
-    with pytest.raises(ExportError, match="has no ncnn form: end the graph before it"):
+    with pytest.raises(ExportError, match="cannot become ncnn: end the graph before it"):
         qtrace.export(traced, tmp_path / "net.param")
     assert "fixed=True" not in say_stopped_gradients(traced)
 

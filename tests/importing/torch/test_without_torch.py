@@ -122,7 +122,7 @@ def test_a_tensor_that_is_read_at_places_comes_back_if_all_of_it_is(
     traced, state = _imported(model(nodes, {"x": ()}, ["y"], stored, opset=17), tmp_path)
     if not whole:
         assert read_origin(traced).absent == ("table",)
-        with pytest.raises(ImportingError, match="no names of torch's state"):
+        with pytest.raises(ImportingError, match="lacks names of torch's state"):
             state_arrays(traced)
         return
     np.testing.assert_array_equal(state_arrays(traced)["table"], state["table"])
@@ -224,7 +224,7 @@ def test_a_computed_weight_that_learned_is_refused_by_name(tmp_path: Path) -> No
     assert "out.weight" in state_arrays(traced)
     for parameter in traced.parameters():
         parameter[...] = parameter * 1.5
-    with pytest.raises(ImportingError, match="matmul.* changed, and torch's module has no tensor for it"):
+    with pytest.raises(ImportingError, match="matmul.* changed, and torch's module lacks a tensor for it"):
         state_arrays(traced)
 
 
@@ -235,7 +235,7 @@ def test_a_bias_that_an_algorithm_added_is_refused_by_name(tmp_path: Path) -> No
     config = {"ptq": ["bias_correction"], "weight": {"bits": 4}}
     prepared = qtrace.prepare(traced, config)
     qtrace.calibrate(prepared, [weights(8, 4)], progress=False)
-    with pytest.raises(ImportingError, match="bias.* changed, and torch's module has no tensor for it"):
+    with pytest.raises(ImportingError, match="bias.* changed, and torch's module lacks a tensor for it"):
         state_arrays(prepared)
 
 

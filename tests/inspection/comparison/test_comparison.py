@@ -420,5 +420,5 @@ class TestTheFloatNetwork:
 
     def test_another_network_is_refused(self, both: tuple[TracedModule, TracedModule]) -> None:
         other = qtrace.trace(M.Sequential(M.Conv2d(3, 4, 3), M.ReLU()), images(2, 3, 8, 8))
-        with pytest.raises(GraphError, match="the float network has no node"):
+        with pytest.raises(GraphError, match="the float network lacks node"):
             qtrace.compare(both[1], _data(1), float_model=other)

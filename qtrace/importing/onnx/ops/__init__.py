@@ -3,7 +3,7 @@
 A lowering is a function of a `Call`: it reads the node's inputs (``call.tensor(0)``, ``call.operand(1)``,
 ``call.ints(1)``) and attributes (``call.attribute("axis", 1)``), adds ops (``call.function(F.relu, x)``,
 ``call.module(M.Conv2d(...), {"weight": stored}, x)``) and returns the node of each output. Where MegEngine
-has no equal it calls ``call.refuse("has ...")`` before it adds an op; it never approximates.
+lacks an equal it calls ``call.refuse("has ...")`` before it adds an op; it never approximates.
 ``call.version`` is the opset in which the op got the definition that the file means. Attributes that a
 lowering does not look at are refused, and so is a result of another shape than ONNX infers. Where a lowering
 refuses a form of an op that ONNX defines by a function body, the nodes of the body are lowered instead.

@@ -130,7 +130,7 @@ def _mod(call: Call) -> Any:
         call.refuse("computes the remainder of floats without fmod, which ONNX does not define")
     _check_integers(call, True)
     _check_divisor(call)
-    # MegEngine's remainder has the sign of the first number; ONNX's has that of the second.
+    # MegEngine's remainder has the sign of the first number; ONNX's has the sign of the second.
     left, right = call.tensor(0), call.tensor(1)
     rest = call.function(F.mod, left, right)
     return call.function(F.mod, call.function(F.add, rest, right), right)

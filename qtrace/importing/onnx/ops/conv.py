@@ -58,7 +58,7 @@ def _bias(call: Call) -> Value | None:
 
 
 def _signal(call: Call, signal: Any, groups: int, options: dict[str, tuple[int, ...]]) -> Any:
-    """Convolves groups of channels of a signal as an image of one column: Conv1d has no groups."""
+    """Convolves groups of channels of a signal as an image of one column: Conv1d lacks groups."""
     outputs, inputs, size = call.shape(1)
     neutral = {"stride": 1, "padding": 0, "dilation": 1}
     sizes: dict[str, Any] = {name: (value[0], neutral[name]) for name, value in options.items()}
@@ -104,7 +104,7 @@ def _conv_transpose(call: Call) -> Any:
     output_shape = call.ints("output_shape", None)
     window, extra = _transposed_window(call, kernel, output_shape)
     _check(call, window, count, (1, *_TRANSPOSED))
-    if groups > 1 and any(extra):  # MegEngine has no such kernel: less is cut off the end instead
+    if groups > 1 and any(extra):  # MegEngine lacks such a kernel: less is cut off the end instead
         after = tuple(a - e for a, e in zip(window.after, extra, strict=True))
         if min(after) < 0:
             call.refuse("has groups, and more output_padding than pads, for which MegEngine has no kernel")

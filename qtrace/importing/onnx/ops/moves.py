@@ -61,7 +61,7 @@ def _split(call: Call) -> Any:
 
 
 def _empty(call: Call, axis: int) -> Stored:
-    """Returns the part of the first input that has no elements along an axis.
+    """Returns the part of the first input without elements along an axis.
 
     Raises:
         Refusal: when another axis is open.
@@ -86,7 +86,7 @@ def _slice(call: Call) -> Any:
     for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
         position = call.axis(axis, rank)
         place = _place_to_walk_back_from(call, (start, end), step, position)
-        if place is not None:  # it may lie behind the end of a shorter axis, which ONNX walks back from then
+        if place is not None:  # it may lie after the end of a shorter axis, which ONNX walks back from then
             cut[position], start = slice(0, place + 1), _LAST
         index[position] = _range(call, (start, end), step, position)
     if _NOTHING in index:
@@ -183,7 +183,7 @@ def _pad(call: Call) -> Any:
     if not any(n for pair in widths for n in pair):
         return x
     if mode not in ("constant", "reflect", "edge"):
-        call.refuse(f"pads in the mode {mode!r}, which MegEngine has not")
+        call.refuse(f"pads in the mode {mode!r}, which MegEngine lacks")
     if mode == "reflect" and any(max(pair) >= n for pair, n in zip(widths, call.shape(0), strict=True)):
         call.refuse("reflects more than the tensor holds")
     if not call.is_float(0):

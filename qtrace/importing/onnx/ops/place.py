@@ -60,7 +60,7 @@ def _places(call: Call, size: int) -> np.ndarray:
 
 
 def _scattered(call: Call, shape: tuple[int, ...], places: np.ndarray) -> Any:
-    """Picks each number of the result from the data or from the updates, which stand behind them."""
+    """Picks each number of the result from the data or from the updates, which stand after them."""
     flat, count = places.reshape(-1), math.prod(shape)
     if math.prod(call.shape(2)) != flat.size:
         call.contradict(f"has {math.prod(call.shape(2))} updates for {flat.size} places")

@@ -13,7 +13,7 @@ from qtrace.importing.onnx.values import Stored
 
 __all__ = ["LOWERINGS"]
 
-_CUTS_WINDOWS = 19  # the opset from which AveragePool counts no place behind the padding
+_CUTS_WINDOWS = 19  # the opset from which AveragePool counts no place after the padding
 
 
 def _max_pool(call: Call) -> Any:
@@ -51,7 +51,7 @@ def _average_pool(call: Call) -> Any:
 def _refuse_disputed_counts(call: Call, window: Window, ceiled: Window) -> None:
     """Refuses averages that count padding where versions of onnxruntime divide by other numbers.
 
-    The last windows may reach behind the padding. ONNX, and onnxruntime 1.32, count the places up to the end
+    The last windows may reach past the padding. ONNX, and onnxruntime 1.32, count the places up to the end
     of the padding. onnxruntime 1.23 counts the whole kernel in opsets below 19, and from 19 on cuts the
     windows of axis i at the size plus ``pads[2 * i + 1]``, which is another axis' padding if there are more.
     """
@@ -140,7 +140,7 @@ def _ceiled(call: Call, window: Window) -> Window:
         call.refuse_open(0, range(2, call.rank(0)), "rounds up the number of its windows over an input")
         opened = [False] * len(after)
     for i, size in enumerate(call.shape(0)[2:]):
-        if opened[i]:  # a stride less one completes the last window of every size, and begins none behind it
+        if opened[i]:  # a stride less one completes the last window of every size, and begins none after it
             after[i] += window.stride[i] - 1
             continue
         padded = size + window.before[i] + after[i] - window.kernel[i]

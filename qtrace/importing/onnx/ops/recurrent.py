@@ -39,7 +39,7 @@ def _recurrent(call: Call) -> Any:
     states = [_state(call, index) for index in (_HIDDEN, _CELL)[: 2 if op == "LSTM" else 1]]
     while states and states[-1] is None:
         states.pop()
-    # A list of names, one for each result: the outputs that the file leaves out have none.
+    # A list of names, one for each result: the outputs that the file leaves out are unnamed.
     outputs = [*call.result_names, *[""] * 3][: 3 if op == "LSTM" else 2]
     names: Any = [name or f"{call.name}_{end}" for name, end in zip(outputs, _RESULTS, strict=False)]
     results = _shared(call, module, tensors, states, names)
@@ -71,7 +71,7 @@ def _text(value: Any) -> str:
 
 
 def _check_form(call: Call, op: str, direction: str) -> str:
-    """Refuses the forms that MegEngine's graph has not; returns the function of an RNN."""
+    """Refuses the forms that MegEngine's graph lacks; returns the function of an RNN."""
     if direction not in DIRECTIONS:
         call.contradict(f"has the direction {direction!r}")
     ways = len(DIRECTIONS[direction])

@@ -24,7 +24,7 @@ class _Target:
 
     Attributes:
         size: the size.
-        numbers: the size of the input, that of the result, and its factor, for each probe.
+        numbers: the sizes of input and result, and the factor, for each probe.
         factor: a fixed factor; None where the size is given.
     """
 

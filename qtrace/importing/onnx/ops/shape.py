@@ -165,7 +165,7 @@ def _converted(call: Call, target: np.dtype) -> Any:
             return Computed(call.tensor(0), target)
         return call.method("astype", call.tensor(0), "float32")
     if target.name not in (*_INTEGERS, "int8", "uint8", "int16"):
-        call.refuse(f"converts to {target.name}, which MegEngine has not")
+        call.refuse(f"converts to {target.name}, which MegEngine lacks")
     if target.name == "bool":
         return call.function(F.not_equal, call.tensor(0), 0)
     if is_float(source) and target.itemsize < 4:

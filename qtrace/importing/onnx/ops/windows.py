@@ -22,7 +22,7 @@ class Window:
         stride: the step of the window along each axis.
         dilation: the distance between the places of the window.
         before: zeros before the first place of each axis.
-        after: zeros behind the last place of each axis.
+        after: zeros after the last place of each axis.
     """
 
     kernel: tuple[int, ...]

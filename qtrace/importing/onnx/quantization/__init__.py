@@ -39,7 +39,7 @@ def lower_pair(node: OnnxNode, values: Sequence[Value | None], layers: Layers) -
     """Returns what a QuantizeLinear or DequantizeLinear gives.
 
     Raises:
-        Refusal: when it has no equal: 4 bits, float8, blocks, scales that are computed.
+        Refusal: when it lacks an equal: 4 bits, float8, blocks, scales that are computed.
     """
     call = Call(node, values, layers)
     source = values[0]
@@ -70,7 +70,7 @@ def _axis(call: Call) -> int:
 
 def _round(call: Call, source: Computed, grid: GivenGrid) -> QuantizedIntegers:
     if grid.scale.size != 1:
-        raise Refusal("rounds an activation with a scale per channel, which qtrace has not")
+        raise Refusal("rounds an activation with a scale per channel, which qtrace lacks")
     flat = GivenGrid(grid.label, grid.kind, grid.scale.reshape(()), grid.zero_point.reshape(()))
     layers, value = call.layers, source.node
     if int(flat.zero_point) == np.iinfo(flat.kind).min and _computes_products(value):
@@ -84,10 +84,10 @@ def _round(call: Call, source: Computed, grid: GivenGrid) -> QuantizedIntegers:
 
 
 def _computes_products(node: TensorNode) -> bool:
-    """Returns whether a layer or an addition gives the value, behind which tools leave out a Relu.
+    """Returns whether a layer or an addition gives the value, after which tools leave out a Relu.
 
     A zero point at the lowest integer cuts off negative values as the Relu does, so that the integers are the
-    same; with the Relu the float network is the one that was quantized.
+    same. With the Relu the float network is the one that was quantized.
     """
     expr = node.expr
     if isinstance(expr, CallMethod):

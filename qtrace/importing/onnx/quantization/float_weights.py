@@ -1,4 +1,4 @@
-"""Layers whose weights alone are integers, or which round by the range of each batch, as float layers.
+"""Layers of which only weights are integers, or which round by the range of each batch, as float layers.
 
 MatMulNBits of the domain com.microsoft becomes a product with a float weight. So does all that
 onnxruntime.quantization.quantize_dynamic and the optimizer of onnxruntime make of layers: MatMulInteger and
@@ -56,7 +56,7 @@ def read_unrounded(path: Path) -> bytes | None:
     """Reads a file whose layers round what they read by the range of each batch, as the import reads it.
 
     Returns:
-        The model with float layers in their place, serialized; None if the file has no such layer.
+        The model with float layers in their place, serialized; None if the file lacks such layers.
 
     Raises:
         ImportingError: when the file is missing or damaged.
@@ -146,7 +146,7 @@ class _Rewriter:
         return [node]
 
     def _stores_dequantized(self, node: OnnxNode) -> bool:
-        """Stores the floats of a DequantizeLinear whose integers no site has: blocks, and few bits alone."""
+        """Stores the floats of a DequantizeLinear whose integers no site has: blocks, or only few bits."""
         stored, block = self.graph.stored, node.attributes.get("block_size", 0)
         if not all(name in stored for name in node.inputs if name):
             return False
@@ -167,7 +167,7 @@ class _Rewriter:
         return True
 
     def _stores_scaled(self, node: OnnxNode) -> bool:
-        """Stores the floats of integers behind a Cast, at times a Sub, and the Mul ``node``."""
+        """Stores the floats of integers after a Cast, at times a Sub, and the Mul ``node``."""
         for value, scale in (node.inputs, node.inputs[::-1]):
             before, zero = self.producers.get(value), None
             if before is not None and (before.domain, before.op) == ("", "Sub"):
@@ -260,7 +260,7 @@ class _Rewriter:
             op: the layer.
             integers: the input.
             zero: its zero point; "" for 0.
-            scales: the names of factors, of which that of the input is taken out.
+            scales: the names of factors, of which the input's is taken out.
             moves: gets the node that moves the floats, if the file moves the integers.
         """
         move = self._made_by(integers, "Gather", "Transpose")

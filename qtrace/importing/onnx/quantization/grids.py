@@ -16,7 +16,7 @@ from qtrace.preparation.passes.given.tensors import GivenGrid
 
 __all__ = ["PACKED", "bits_of", "dequantize", "quantize", "read_grid", "stored_name"]
 
-PACKED = ("int4", "uint4", "int2", "uint2")  # several in a byte: weights alone
+PACKED = ("int4", "uint4", "int2", "uint2")  # several in a byte: only weights
 _KINDS = ("int8", "uint8", "int16", "uint16", "int32")
 _SUFFIXES = ("_quantized", "_int", "_q", "_QuantizeLinear_Output")
 
@@ -26,14 +26,14 @@ def read_grid(call: Call, kind: np.dtype[Any] | None) -> GivenGrid:
 
     Args:
         call: the node.
-        kind: the type of the integers; None for that of the zero point.
+        kind: the type of the integers; None for the type of the zero point.
 
     Raises:
         Refusal: when they are computed, or of a type or form that no site has.
     """
     call.attribute("saturate", 1)
     if call.attribute("block_size", 0):
-        raise Refusal("has a scale per block, which qtrace has not")
+        raise Refusal("has a scale per block, which qtrace lacks")
     for name in ("output_dtype", "precision"):
         value = call.attribute(name, 0)
         if value and name == "output_dtype" and call.node.op == "QuantizeLinear":
@@ -86,7 +86,7 @@ def _broadcast(array: np.ndarray, grid: GivenGrid, axis: int) -> tuple[np.ndarra
 
 
 def stored_name(node: OnnxNode, source: Stored, layers: Layers, grid: GivenGrid) -> str:
-    """Returns the name of the floats of a stored tensor: that of its integers without their suffix."""
+    """Returns the name of the floats of a stored tensor: the name of its integers without their suffix."""
     name = source.name
     for suffix in () if name in layers.paths.values() else _SUFFIXES:
         name = name.removesuffix(suffix)

@@ -28,7 +28,7 @@ _MAX_VALUE = 2**30
 
 
 class SizeError(Exception):
-    """Arithmetic on a size has no exact form in int32; the text says why, as a clause."""
+    """Arithmetic on a size is not exact in int32; the text says why, as a clause."""
 
 
 @dataclass(frozen=True, eq=False)

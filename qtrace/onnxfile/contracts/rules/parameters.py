@@ -94,7 +94,7 @@ def fitting_scales(source: str) -> ContractRule:
 
 
 def no_needless_axis(source: str) -> ContractRule:
-    """A quantizer with one scale has no axis, and its scale no axes."""
+    """A quantizer with one scale is without an axis, and its scale, too."""
 
     def find(graph: QdqGraph) -> Violations:
         for quantizer in graph.quantizers():
@@ -126,7 +126,7 @@ def one_scale_per_activation(source: str) -> ContractRule:
 
 
 def _widest(graph: QdqGraph, quantizer: Quantizer) -> Callable[[], None] | None:
-    """Returns the repair that gives a tensor the range of its widest channel; None where it has no grid."""
+    """Returns the repair that gives a tensor the range of its widest channel; None if it lacks a grid."""
     nodes, grid = graph.partners(quantizer), quantizer.grid
     if nodes is None or grid is None:
         return None

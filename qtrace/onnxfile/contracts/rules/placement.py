@@ -85,7 +85,7 @@ def _rounded_side(graph: QdqGraph, operand: Operand | None) -> tuple[NodeProto, 
 
 
 def unrounded_functions(source: str) -> ContractRule:
-    """Nothing is rounded between a layer and the function behind it."""
+    """Nothing is rounded between a layer and the function after it."""
 
     def find(graph: QdqGraph) -> Violations:
         for node in graph.nodes(*FUNCTIONS):
@@ -178,7 +178,7 @@ def both_inputs_quantized(source: str, *kinds: str) -> ContractRule:
 
 
 def _is_rounded(graph: QdqGraph, name: str) -> bool:
-    """Whether only QuantizeLinear nodes read a tensor, behind a clamp."""
+    """Whether only QuantizeLinear nodes read a tensor, after a clamp."""
     readers = graph.readers.get(name, [])
     if len(readers) == 1 and readers[0].op_type in ("Relu", "Clip"):
         return _is_rounded(graph, readers[0].output[0])

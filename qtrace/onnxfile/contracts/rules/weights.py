@@ -29,7 +29,7 @@ def _has_channels(node: NodeProto, weight: Operand) -> bool:
 
 
 def weight_axis(source: str) -> ContractRule:
-    """The scales of a Conv's weight belong to axis 0, those of a ConvTranspose's to axis 1."""
+    """The scales of a Conv's weight belong to axis 0, for a ConvTranspose to axis 1."""
 
     def find(graph: QdqGraph) -> Violations:
         for node, _, weight in graph.layers():
@@ -93,7 +93,7 @@ def quantized_weights(source: str, per_tensor: tuple[str, ...] = ()) -> Contract
 
 
 def _is_rounded(graph: QdqGraph, node: NodeProto) -> bool:
-    """Whether all that reads the result of a node, or of the function behind it, are QuantizeLinear nodes."""
+    """Whether all that reads the result of a node, or of the function after it, are QuantizeLinear nodes."""
     readers = graph.readers.get(node.output[0], [])
     if len(readers) == 1 and readers[0].op_type in FUNCTIONS:
         return _is_rounded(graph, readers[0])

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from qtrace.importing.onnx.call import Lowering
-from qtrace.importing.onnx.linear_bias import LINEAR
 from qtrace.importing.onnx.ops import (
     activation,
     arithmetic,
@@ -34,6 +33,7 @@ from qtrace.importing.onnx.ops import (
     resize,
     shape,
 )
+from qtrace.importing.onnx.rewriting import LINEAR
 
 __all__ = ["LOWERINGS"]
 

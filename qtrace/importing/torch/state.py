@@ -26,7 +26,6 @@ from qtrace.graph.origin import FileNorm, FileOrigin, FileParameter, read_origin
 from qtrace.graph.recurrent import OnnxRecurrent
 from qtrace.graph.types import CallMethod, GetAttr, ModuleNode, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module
-from qtrace.importing.onnx.moving import MAX_TAKEN
 from qtrace.importing.torch.exporting import import_torch
 
 __all__ = ["note_state", "state_arrays", "to_torch_state"]
@@ -163,6 +162,8 @@ def _moves_from(numbers: np.ndarray, values: np.ndarray, counts: Sequence[int]) 
     Returns:
         The moves; None if there is no one way, or one that lists too many places.
     """
+    from qtrace.importing.onnx.moving import MAX_TAKEN  # the way back to torch needs no package onnx
+
     if not values.size or not np.isfinite(numbers).all():
         return None
     for count in counts:

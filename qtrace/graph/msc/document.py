@@ -94,8 +94,9 @@ class _Fields:
         if value is None and key not in self.item:
             raise GraphError(f"{self.about} has no {key!r}")
         self._check(value, kind, f"has the {key} {_shown(value)}")
-        for item in () if items is None else value.values() if kind is dict else value:
-            self._check(item, items, f"has {_shown(item)} in its {key}")
+        if items is not None:
+            for item in value.values() if kind is dict else value:
+                self._check(item, items, f"has {_shown(item)} in its {key}")
         return value
 
     def _check(self, value: Any, kind: type, problem: str) -> None:

@@ -19,9 +19,7 @@ from qtrace.importing.onnx.call import Lowering
 from qtrace.importing.onnx.ops import (
     activation,
     arithmetic,
-    compare,
     conv,
-    einsum,
     linear,
     moves,
     norm,
@@ -29,7 +27,6 @@ from qtrace.importing.onnx.ops import (
     place,
     pool,
     recurrent,
-    reduce,
     resize,
     shape,
 )
@@ -38,8 +35,7 @@ from qtrace.importing.onnx.rewriting import LINEAR
 __all__ = ["LOWERINGS"]
 
 _FAMILIES = (
-    activation, arithmetic, compare, conv, einsum, linear, moves, norm, pick, place, pool, recurrent, reduce,
-    resize, shape,
+    activation, arithmetic, conv, linear, moves, norm, pick, place, pool, recurrent, resize, shape
 )  # fmt: skip
 
 LOWERINGS: Mapping[tuple[str, str], Lowering] = {

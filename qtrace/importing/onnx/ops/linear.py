@@ -1,4 +1,4 @@
-"""Matrix products, and Einstein sums of one or two tensors as such products between transposes and reshapes."""
+"""Matrix products, and Einstein sums of one or two tensors as products between transposes and reshapes."""
 
 from __future__ import annotations
 

@@ -21,13 +21,16 @@ from qtrace.gradients import plain
 from qtrace.graph.flatten import flatten
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.source_lines import name_with_line
-from qtrace.graph.walk import op_label, owner, reads_shape
+from qtrace.graph.walk import op_label, owner, reads_shape, tensor_inputs
 
 __all__ = ["NonfiniteSearch", "nonfinite_results", "remedy_for", "search_nonfinite"]
 
 _SOFTMAX = (
     "MegEngine's softmax does so on CPU where all values along the axis are below -87.33. Subtract the "
     "largest one first, which gives the same result: F.softmax(x - F.max(x, axis, keepdims=True), axis)"
+)
+_SWALLOWS = (
+    "gives numbers for NaN in MegEngine on CPU, and NaN in other runtimes: call it before NaN is put in"
 )
 _OTHER_REMEDY = (
     "calibration refuses such values: trace with an example like real data, or limit what the op reads"
@@ -83,6 +86,17 @@ class NonfiniteSearch(Interpreter):
         readers = [expr for node in self.nan for expr in node.users]
         return self.origin is not None or not all(map(self._keeps_nan, readers))
 
+    @property
+    def swallowing(self) -> Expr | None:
+        """The first function of one tensor that gives numbers for NaN of the tensor; None without one."""
+        for node, count in self.nan.items():
+            for expr in node.users:
+                kept = [self.nan.get(n, 0) for n in expr.outputs if _alike(n, node)]
+                called = isinstance(expr, CallFunction) or is_call_module(expr) or _is_elementwise(expr)
+                if called and len(tensor_inputs(expr)) == 1 and kept and min(kept) < count:
+                    return expr
+        return None
+
     def _keeps_nan(self, expr: Expr) -> bool:
         """Returns whether ``expr`` moves NaN, selects other values, asks for it, or gives it in place."""
         read = [self.nan.get(node, 0) for node in expr.inputs]
@@ -98,8 +112,16 @@ class NonfiniteSearch(Interpreter):
                 expr.func is F.isnan or kind == "tensor" or activation or (kind == "elemwise" and all(given))
             )
         if isinstance(expr, Apply):
-            return reads_shape(expr) or (isinstance(expr.opdef, builtin.Elemwise) and all(given))
+            return reads_shape(expr) or (_is_elementwise(expr) and all(given))
         return expr.method in ("__getitem__", "__setitem__") or all(given)
+
+
+def _is_elementwise(expr: Expr) -> bool:
+    return isinstance(expr, Apply) and isinstance(expr.opdef, builtin.Elemwise)
+
+
+def _alike(result: Node, node: Node) -> bool:
+    return isinstance(result, TensorNode) and (result.shape, result.dtype) == (node.shape, node.dtype)
 
 
 def search_nonfinite(traced: TracedModule, args: Any, kwargs: Any) -> NonfiniteSearch:
@@ -119,12 +141,14 @@ def nonfinite_results(traced: TracedModule, args: tuple[Any, ...], kwargs: dict[
 
     Returns:
         A sentence that names the first op with a NaN or infinite result from finite inputs, its line, and
-        the remedy; empty if there is no such op.
+        the remedy. Without such an op, a sentence that names the first one that gives numbers for NaN that is
+        meant; empty if there is none.
     """
     search = search_nonfinite(flatten(traced), args, kwargs)
     expr = search.origin
     if expr is None:
-        return []
+        reader = search.swallowing
+        return [] if reader is None else [f"{name_with_line(reader, op_label(reader))} {_SWALLOWS}."]
     kind = "NaN" if any(node in search.nan for node in expr.outputs) else "infinity"
     problem = f"{name_with_line(expr, op_label(expr))} gives {kind} for finite inputs on the example"
     return [f"{problem}: {remedy_for(expr) or _OTHER_REMEDY}."]

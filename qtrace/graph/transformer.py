@@ -16,7 +16,7 @@ from qtrace.errors import GraphError
 from qtrace.graph.builder import GraphBuilder
 from qtrace.graph.flatten import flatten
 from qtrace.graph.node_meta import move_meta
-from qtrace.graph.passes.dead_code import RemoveDeadCode
+from qtrace.graph.passes.cleaning import RemoveDeadCode
 from qtrace.graph.source_lines import copy_line, name_with_line
 from qtrace.graph.walk import get_module, op_label, owner
 

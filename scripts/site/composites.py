@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from typing import Any
 
 from scripts.site import source
@@ -61,5 +60,5 @@ def _code(text: str) -> str:
 
 
 def _section(rule: Any) -> str:
-    text = inspect.cleandoc(sys.modules[type(rule).__module__].__doc__ or "").replace("``", "`")
+    text = (inspect.getdoc(type(rule)) or "").replace("``", "`")
     return f"## {rule.title.capitalize()} {{#{type(rule).__name__}}}\n\n{text}"

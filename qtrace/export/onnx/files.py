@@ -104,8 +104,7 @@ def files_with(
     from qtrace.export.onnx.biases_apart import write_biases_apart
     from qtrace.export.onnx.float_layers import TARGETS, hold_float_layers
     from qtrace.export.onnx.pools import write_fast_poolings
-    from qtrace.export.onnx.repeated import write_repeated
-    from qtrace.export.onnx.tables import write_integer_tables
+    from qtrace.export.onnx.smaller_tensors import write_integer_tables, write_repeated
     from qtrace.export.onnx.whole_columns import choose_columns
 
     plain = isinstance(converted, PlainGraph)

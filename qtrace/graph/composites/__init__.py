@@ -1,7 +1,7 @@
 """Turns composites that are written in pieces into one call: hard swish, GELU, LayerNorm, attention ...
 
 Exporters write a function that their format lacks as several small ops. Quantized piece by piece such a
-function loses accuracy and speed. Each rule has one file with its formula and its source.
+function loses accuracy and speed. Each rule has its formula and its source.
 """
 
 from __future__ import annotations
@@ -21,27 +21,7 @@ from qtrace.plugins.installed import COMPOSITES
 __all__ = ["CompositeRule", "compose", "composite_rules"]
 
 # A rule stands before those whose composite is a part of its own: hard swish contains a hard sigmoid.
-_FILES = (
-    "hard_swish",
-    "hard_sigmoid",
-    "silu",
-    "mish",
-    "gelu",
-    "gelu_tanh",
-    "group_norm",
-    "layer_norm",
-    "channel_norm",
-    "instance_norm",
-    "rms_norm",
-    "normalize",
-    "softmax",
-    "attention",
-    "channel_shuffle",
-    "space_to_depth",
-    "roll",
-    "pick",
-    "scale_and_shift",
-)
+_FILES = ("activations", "norms", "attention", "arrangements", "scale_and_shift")
 
 
 @functools.cache

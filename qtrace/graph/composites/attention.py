@@ -1,12 +1,4 @@
-"""Scaled dot-product attention: ``softmax(scale * query @ transposed key + bias + mask) @ value``.
-
-Source: Vaswani et al. 2017, "Attention is all you need", section 3.2.1. Exporters write MatMul, Div or Mul,
-Add, Softmax, MatMul with a Transpose of the keys; PyTorch's own function multiplies queries and keys by the
-root of the scale. Swin adds a bias for each relative position, and a mask for each window of an image between
-two reshapes (Liu et al. 2021, "Swin Transformer", section 3.2). The rule takes apart a transpose of the keys:
-one that also moves other axes stays without its swap of the last two. ``prepare`` keeps the pieces, whose
-products have integer kernels.
-"""
+"""Scaled dot-product attention: ``softmax(scale * query @ transposed key + bias + mask) @ value``."""
 
 from __future__ import annotations
 
@@ -46,7 +38,15 @@ _WEIGHTS = Operation("softmax", _MASKED, name="weights")
 
 
 class Attention(CompositeRule):
-    """``softmax(scale * query @ transposed key + bias + mask) @ value``."""
+    """Scaled dot-product attention: ``softmax(scale * query @ transposed key + bias + mask) @ value``.
+
+    Source: Vaswani et al. 2017, "Attention is all you need", section 3.2.1. Exporters write MatMul, Div or
+    Mul, Add, Softmax, MatMul with a Transpose of the keys; PyTorch's own function multiplies queries and keys
+    by the root of the scale. Swin adds a bias for each relative position, and a mask for each window of an
+    image between two reshapes (Liu et al. 2021, "Swin Transformer", section 3.2). The rule takes apart a
+    transpose of the keys: one that also moves other axes stays without its swap of the last two. ``prepare``
+    keeps the pieces, whose products have integer kernels.
+    """
 
     title = "scaled dot-product attention"
     formula = "matmul(softmax(scale * matmul(query, transposed key) + bias + mask), value)"

@@ -34,7 +34,7 @@ class CompositeCall(NamedTuple):
 class CompositeRule(RewriteRule):
     """Replaces the pieces that compute one known function of ``x`` by a call of it.
 
-    The module docstring of a rule has its formula and its source.
+    The docstring of a rule has its formula and its source.
 
     Attributes:
         title: name of the function in messages and pages.

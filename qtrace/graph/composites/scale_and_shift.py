@@ -1,8 +1,4 @@
-"""Scale and shift: ``x * scale + shift`` with stored tensors: one number, or one for each index of an axis.
-
-Source: PP-OCRv4's LearnableAffineBlock (PPLCNetV3), FrozenBatchNorm, ResMLP's Affine; ActNorm of Kingma and
-Dhariwal 2018, "Glow". Products and sums with Python numbers are no parameters and stay as they are.
-"""
+"""Scale and shift by stored tensors, as one call."""
 
 from __future__ import annotations
 
@@ -24,7 +20,11 @@ def _long_axes(node: TensorNode, rank: int) -> tuple[int, ...]:
 
 
 class ScaleAndShift(CompositeRule):
-    """``x * scale + shift``."""
+    """Scale and shift: ``x * scale + shift`` with stored tensors of one number, or one per index.
+
+    Source: PP-OCRv4's LearnableAffineBlock (PPLCNetV3), FrozenBatchNorm, ResMLP's Affine; ActNorm of Kingma
+    and Dhariwal 2018, "Glow". Products and sums with Python numbers are no parameters and stay as they are.
+    """
 
     title = "scale and shift"
     formula = "x * scale + shift, with stored scale and shift"

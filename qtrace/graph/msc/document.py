@@ -11,11 +11,11 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -26,43 +26,11 @@ from qtrace.storage.archives import unpack_arrays
 from qtrace.storage.files import replacing
 from qtrace.storage.ownership import WRITTEN
 
-__all__ = ["BLOCK", "MSCGraph", "MSCNode", "MSCPrim", "MSCTensor", "from_msc", "parse"]
+__all__ = ["BLOCK", "MSCGraph", "MSCNode", "MSCPrim", "MSCTensor", "from_msc"]
 
 # MSC lists attributes in the order of a hash table: this is its order for a convolution. Others follow.
 _ORDER = "out_dtype strides kernel_layout groups padding data_layout dilation out_layout"
 _FIRST = {key: position for position, key in enumerate(_ORDER.split())}
-
-
-def tensor_text(tensor: Any) -> str:
-    """Returns ``x:0(x)<1,3,4,4|float32|NCHW>``, without an alias or a layout if there is none."""
-    alias = f"({tensor.alias})" if tensor.alias else ""
-    sizes = ",".join(map(str, tensor.shape))
-    layout = f"|{tensor.layout}" if tensor.layout else ""
-    return f"{tensor.name}{alias}<{sizes}{'|' if tensor.shape else ''}{tensor.dtype}{layout}>"
-
-
-def node_text(node: Any) -> str:
-    """Returns the paragraph of a node."""
-    lines = [_head("N", node, node.shared_ref)]
-    if node.inputs:
-        lines.append(f"  IN: {','.join(map(tensor_text, node.inputs))}")
-    lines += [f"  OUT: {','.join(map(tensor_text, node.outputs))}", f"  OPTYPE: {node.optype}"]
-    if node.scope:
-        lines.append(f"  SCOPE: {'.'.join(node.scope)}")
-    if node.attrs:
-        lines.append(f"  ATTRS: {_pairs(node.attrs.items())}")
-    if node.weights:
-        lines.append("  WEIGHTS: ")
-        lines += [f"    {kind}: {tensor_text(tensor)}" for kind, tensor in node.weights.items()]
-    return "\n".join(lines) + "\n"
-
-
-def prim_text(prim: Any) -> str:
-    """Returns the paragraph of a prim."""
-    lines = [_head("P", prim, ""), f"  OPTYPE: {prim.optype}"]
-    if prim.attrs:
-        lines.append(f"  ATTRS: {_pairs(prim.attrs.items())}")
-    return "\n".join(lines) + "\n"
 
 
 def _head(letter: str, member: Any, shared_ref: str) -> str:
@@ -71,19 +39,12 @@ def _head(letter: str, member: Any, shared_ref: str) -> str:
     return f"{letter}_{member.index} {member.name}{shared} <PARENTS: {parents}| CHILDERN: {children}>"
 
 
-def _pairs(pairs: Iterable[tuple[str, str]]) -> str:
-    ordered = sorted(pairs, key=lambda pair: _FIRST.get(pair[0], len(_FIRST)))
+def _pairs(attrs: Mapping[str, str]) -> str:
+    ordered = sorted(attrs.items(), key=lambda pair: _FIRST.get(pair[0], len(_FIRST)))
     return "".join(f"{key}={text} " for key, text in ordered)
 
 
-def graph_text(graph: Any) -> str:
-    """Returns the listing of a graph: its ends, its prims and its nodes."""
-    inputs, outputs = ",".join(graph.inputs), ",".join(graph.outputs)
-    paragraphs = [*map(prim_text, graph.prims), *map(node_text, graph.nodes)]
-    return f"{graph.name} <INPUTS: {inputs}| OUTPUTS: {outputs}>\n" + "".join(f"{p}\n" for p in paragraphs)
-
-
-def prototxt(graph: Any) -> str:
+def prototxt(graph: MSCGraph) -> str:
     """Writes the nodes as layers: viewers show bottoms and tops as edges, ``layer_param`` as a table."""
     lines = [f"# {WRITTEN}.", f"name: {_quoted(graph.name)}"]
     for node in graph.nodes:
@@ -92,9 +53,9 @@ def prototxt(graph: Any) -> str:
         lines.append(f"  top: {_quoted(node.name)}")
         lines += [f"  bottom: {_quoted(parent.name)}" for parent in node.parents]
         lines += ["  layer_param {", f"    idx: {node.index}"]
-        rows = [(f"input_{i}", tensor_text(t)) for i, t in enumerate(node.inputs)]
-        rows += [(f"output_{i}", tensor_text(t)) for i, t in enumerate(node.outputs)]
-        rows += [(f"param_{key}", tensor_text(t)) for key, t in node.weights.items()]
+        rows = [(f"input_{i}", str(t)) for i, t in enumerate(node.inputs)]
+        rows += [(f"output_{i}", str(t)) for i, t in enumerate(node.outputs)]
+        rows += [(f"param_{key}", str(t)) for key, t in node.weights.items()]
         rows += list(node.attrs.items())
         lines += [f"    {key}: {_quoted(text)}" for key, text in rows]
         lines += ["  }", "}"]
@@ -109,32 +70,6 @@ _LARGEST_SIZE = 2**63 - 1
 _SHOWN = 60  # characters of a value in a message
 
 
-def parse(text: str) -> dict[str, Any]:
-    """Parses and checks a document.
-
-    Keys that MSC's own reader does not need may be missing: ``alias``, ``layout``, ``prims``, ``shared_ref``.
-
-    Raises:
-        GraphError: when it is no MSCGraph; the message is a clause.
-    """
-    try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise GraphError(f"it is no JSON ({type(error).__name__})") from error
-    if not isinstance(document, dict):
-        raise GraphError(f"it is a {type(document).__name__}, not an object")
-    graph = _Fields(document, "the graph")
-    result = {
-        "name": graph.text("name"),
-        "inputs": graph.texts("inputs"),
-        "outputs": graph.texts("outputs"),
-        "nodes": [_node(item, f"node {i}") for i, item in enumerate(graph.objects("nodes"))],
-        "prims": [_prim(item, f"prim {i}") for i, item in enumerate(graph.objects("prims", optional=True))],
-    }
-    _check_names(result)
-    return result
-
-
 class _Fields:
     """The values of an object, held to types when they are read."""
 
@@ -143,135 +78,41 @@ class _Fields:
             raise GraphError(f"{about} is {_shown(item)}, not an object")
         self.item, self.about = item, about
 
-    def _value(self, key: str, kind: type, default: Any) -> Any:
+    def get(self, key: str, kind: type, items: type | None = None, default: Any = None) -> Any:
+        """Returns a value.
+
+        Args:
+            key: its key.
+            kind: its type.
+            items: the type of its items; None for any.
+            default: what is meant where there is none; None if there must be one.
+
+        Raises:
+            GraphError: when it is missing, or of another type; the message is a clause.
+        """
         value = self.item.get(key, default)
         if value is None and key not in self.item:
             raise GraphError(f"{self.about} lacks {key!r}")
+        self._check(value, kind, f"has the {key} {_shown(value)}")
+        if items is not None:
+            for item in value.values() if kind is dict else value:
+                self._check(item, items, f"has {_shown(item)} in its {key}")
+        return value
+
+    def _check(self, value: Any, kind: type, problem: str) -> None:
         if not isinstance(value, kind) or isinstance(value, bool):
-            raise GraphError(f"{self.about} has the {key} {_shown(value)}: it must be {_KINDS[kind]}")
-        return value
-
-    def text(self, key: str, default: str | None = None) -> str:
-        value: str = self._value(key, str, default)
-        return value
-
-    def integer(self, key: str) -> int:
-        value: int = self._value(key, int, None)
-        return value
-
-    def texts(self, key: str, optional: bool = False) -> list[str]:
-        return [self._item(key, v, str) for v in self._value(key, list, [] if optional else None)]
-
-    def sizes(self, key: str) -> list[int]:
-        sizes = [self._item(key, v, int) for v in self._value(key, list, None)]
-        if any(not -1 <= size <= _LARGEST_SIZE for size in sizes):
-            raise GraphError(f"{self.about} has the {key} {_shown(sizes)}: a size is -1, 0 or more")
-        return sizes
-
-    def objects(self, key: str, optional: bool = False) -> list[Any]:
-        value: list[Any] = self._value(key, list, [] if optional else None)
-        return value
-
-    def mapping(self, key: str) -> dict[str, Any]:
-        value: dict[str, Any] = self._value(key, dict, None)
-        return value
-
-    def text_mapping(self, key: str) -> dict[str, str]:
-        return {name: self._item(key, value, str) for name, value in self.mapping(key).items()}
-
-    def _item(self, key: str, value: Any, kind: type) -> Any:
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise GraphError(f"{self.about} has {_shown(value)} in its {key}: it must be {_KINDS[kind]}")
-        return value
+            raise GraphError(f"{self.about} {problem}: it must be {_KINDS[kind]}")
 
 
+# Key of a tensor -> what is meant without it; None if it must be there.
+_TENSOR = {"name": None, "alias": "", "dtype": None, "layout": ""}
+_Member = TypeVar("_Member", "MSCNode", "MSCPrim")
 _KINDS = {str: "text", int: "an integer", list: "a list", dict: "an object"}
 
 
 def _shown(value: Any) -> str:
     text = ascii(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-
-
-def _node(item: Any, about: str) -> dict[str, Any]:
-    fields = _Fields(item, about)
-    name = fields.text("name")
-    fields.about = about = f"node {_shown(name)}"
-    return {
-        "index": fields.integer("index"),
-        "name": name,
-        "shared_ref": fields.text("shared_ref", ""),
-        "optype": fields.text("optype"),
-        "parents": fields.texts("parents"),
-        "inputs": fields.texts("inputs"),
-        "outputs": [_tensor(t, f"output {i} of {about}") for i, t in enumerate(fields.objects("outputs"))],
-        "attrs": fields.text_mapping("attrs"),
-        "weights": {k: _tensor(t, f"weight {k!r} of {about}") for k, t in fields.mapping("weights").items()},
-    }
-
-
-def _tensor(item: Any, about: str) -> dict[str, Any]:
-    fields = _Fields(item, about)
-    tensor = {
-        "name": fields.text("name"),
-        "alias": fields.text("alias", ""),
-        "dtype": fields.text("dtype"),
-        "layout": fields.text("layout", ""),
-        "shape": tuple(fields.sizes("shape")),
-        "prims": tuple(fields.texts("prims", optional=True)),
-    }
-    if len(tensor["prims"]) not in (0, len(tensor["shape"])):
-        raise GraphError(f"{about} has {len(tensor['prims'])} prims for {len(tensor['shape'])} axes")
-    return tensor
-
-
-def _prim(item: Any, about: str) -> dict[str, Any]:
-    fields = _Fields(item, about)
-    return {
-        "index": fields.integer("index"),
-        "name": fields.text("name"),
-        "optype": fields.text("optype"),
-        "parents": fields.texts("parents", optional=True),
-        "attrs": fields.text_mapping("attrs") if "attrs" in item else {},
-    }
-
-
-def _check_names(document: Mapping[str, Any]) -> None:
-    """Refuses names that two things have, and what is read before it is given: so there is no cycle."""
-    for sort in ("node", "prim"):
-        names = [member["name"] for member in document[f"{sort}s"]]
-        if len(set(names)) < len(names):
-            raise GraphError(f"two {sort}s have the name {next(n for n in names if names.count(n) > 1)}")
-    tensors: dict[str, str] = {}
-    for node in document["nodes"]:
-        _check_reads(node, tensors)
-        for tensor in node["outputs"]:
-            if tensor["name"] in tensors:
-                raise GraphError(f"the tensor {tensor['name']} is given twice")
-            tensors[tensor["name"]] = node["name"]
-    for sort in ("node", "prim"):
-        earlier: set[str] = set()
-        for member in document[f"{sort}s"]:
-            name = member["name"]
-            missing = [parent for parent in member["parents"] if parent not in earlier]
-            if missing:
-                raise GraphError(f"{sort} {name} names the parent {missing[0]}, which is no earlier {sort}")
-            earlier.add(name)
-    for node in document["nodes"]:  # `earlier` has the names of the prims
-        for tensor in node["outputs"]:
-            unknown = [p for p in tensor["prims"] if not p.isdecimal() and p not in earlier]
-            if unknown:
-                raise GraphError(f"tensor {tensor['name']} names the prim {unknown[0]}, which is not there")
-
-
-def _check_reads(node: Mapping[str, Any], tensors: Mapping[str, str]) -> None:
-    for name in node["inputs"]:
-        if name not in tensors:
-            raise GraphError(f"node {node['name']} reads {name}, which no earlier node gives")
-        if tensors[name] not in node["parents"]:
-            raise GraphError(
-                f"node {node['name']} reads {name}, and {tensors[name]} is not among its parents"
-            )
 
 
 BLOCK = "block"
@@ -336,7 +177,10 @@ class MSCTensor:
         return self.shape[position]
 
     def __str__(self) -> str:
-        return tensor_text(self)
+        alias = f"({self.alias})" if self.alias else ""
+        sizes = ",".join(map(str, self.shape))
+        layout = f"|{self.layout}" if self.layout else ""
+        return f"{self.name}{alias}<{sizes}{'|' if self.shape else ''}{self.dtype}{layout}>"
 
 
 @dataclass(frozen=True, eq=False)
@@ -434,7 +278,18 @@ class MSCNode:
         return key in self.attrs
 
     def __str__(self) -> str:
-        return node_text(self)
+        lines = [_head("N", self, self.shared_ref)]
+        if self.inputs:
+            lines.append(f"  IN: {','.join(map(str, self.inputs))}")
+        lines += [f"  OUT: {','.join(map(str, self.outputs))}", f"  OPTYPE: {self.optype}"]
+        if self.scope:
+            lines.append(f"  SCOPE: {'.'.join(self.scope)}")
+        if self.attrs:
+            lines.append(f"  ATTRS: {_pairs(self.attrs)}")
+        if self.weights:
+            lines.append("  WEIGHTS: ")
+            lines += [f"    {kind}: {tensor}" for kind, tensor in self.weights.items()]
+        return "\n".join(lines) + "\n"
 
 
 @dataclass(frozen=True, eq=False)
@@ -458,7 +313,10 @@ class MSCPrim:
     children: tuple[MSCPrim, ...] = field(default=(), init=False, repr=False)
 
     def __str__(self) -> str:
-        return prim_text(self)
+        lines = [_head("P", self, ""), f"  OPTYPE: {self.optype}"]
+        if self.attrs:
+            lines.append(f"  ATTRS: {_pairs(self.attrs)}")
+        return "\n".join(lines) + "\n"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -626,7 +484,7 @@ class MSCGraph(Displayed):
         if not isinstance(text, str):
             raise DataError(f"from_json takes the text of a document, not a {type(text).__name__}.")
         try:
-            graph = _read_graph(parse(text), values or {})
+            graph = _Reader().read(text, values or {})
             _check_values(graph)
             for name in (*graph.inputs, *graph.outputs):
                 graph.find_tensor(name)
@@ -654,7 +512,9 @@ class MSCGraph(Displayed):
         return text
 
     def __str__(self) -> str:
-        return graph_text(self)
+        inputs, outputs = ",".join(self.inputs), ",".join(self.outputs)
+        paragraphs = "".join(f"{member}\n" for member in (*self.prims, *self.nodes))
+        return f"{self.name} <INPUTS: {inputs}| OUTPUTS: {outputs}>\n{paragraphs}"
 
     @cached_property
     def _nodes(self) -> dict[str, MSCNode]:
@@ -707,61 +567,122 @@ def _node_document(node: MSCNode) -> dict[str, Any]:
         "optype": node.optype,
         "parents": [parent.name for parent in node.parents],
         "inputs": [tensor.name for tensor in node.inputs],
-        "outputs": [_tensor_document(tensor) for tensor in node.outputs],
+        "outputs": list(map(asdict, node.outputs)),
         "attrs": attrs,
-        "weights": {kind: _tensor_document(tensor) for kind, tensor in node.weights.items()},
-    }
-
-
-def _tensor_document(tensor: MSCTensor) -> dict[str, Any]:
-    return {
-        "name": tensor.name,
-        "alias": tensor.alias,
-        "dtype": tensor.dtype,
-        "layout": tensor.layout,
-        "shape": tensor.shape,
-        "prims": tensor.prims,
+        "weights": {kind: asdict(tensor) for kind, tensor in node.weights.items()},
     }
 
 
 def _prim_document(prim: MSCPrim) -> dict[str, Any]:
-    parents = [parent.name for parent in prim.parents]
-    return {
-        "index": prim.index,
-        "name": prim.name,
-        "optype": prim.optype,
-        "parents": parents,
-        "attrs": dict(prim.attrs),
-    }
+    own = {key: getattr(prim, key) for key in ("index", "name", "optype")}
+    return {**own, "parents": [parent.name for parent in prim.parents], "attrs": dict(prim.attrs)}
 
 
-def _read_graph(document: Mapping[str, Any], values: Mapping[str, np.ndarray]) -> MSCGraph:
-    """Makes the objects of a document that `parse` has checked."""
-    nodes: dict[str, MSCNode] = {}
-    tensors: dict[str, MSCTensor] = {}
-    for item in document["nodes"]:
-        outputs = tuple(MSCTensor(**tensor) for tensor in item["outputs"])
-        attrs = dict(item["attrs"])
-        scope = attrs.pop("scope", None)
-        nodes[item["name"]] = MSCNode(
-            item["index"],
-            item["name"],
-            item["shared_ref"],
-            item["optype"],
-            tuple(nodes[name] for name in item["parents"]),
-            tuple(tensors[name] for name in item["inputs"]),
-            outputs,
-            attrs,
-            {kind: MSCTensor(**tensor) for kind, tensor in item["weights"].items()},
-            default_scope(item["optype"]) if scope is None else tuple(p for p in scope.split(".") if p),
+class _Reader:
+    """Reads a document: each node and prim knows the earlier ones only, so there is no cycle.
+
+    Keys that MSC's own reader does not need may be missing: ``alias``, ``layout``, ``prims``, ``shared_ref``.
+    """
+
+    def __init__(self) -> None:
+        self.nodes: dict[str, MSCNode] = {}
+        self.prims: dict[str, MSCPrim] = {}
+        self.tensors: dict[str, tuple[MSCTensor, str]] = {}  # name -> the tensor, and the node that gives it
+
+    def read(self, text: str, values: Mapping[str, np.ndarray]) -> MSCGraph:
+        """Reads a document.
+
+        Raises:
+            GraphError: when it is no MSCGraph; the message is a clause.
+        """
+        try:
+            document = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise GraphError(f"it is no JSON ({type(error).__name__})") from error
+        if not isinstance(document, dict):
+            raise GraphError(f"it is a {type(document).__name__}, not an object")
+        graph = _Fields(document, "the graph")
+        name, inputs, outputs = (
+            graph.get("name", str),
+            graph.get("inputs", list, str),
+            graph.get("outputs", list, str),
         )
-        tensors.update((tensor.name, tensor) for tensor in outputs)
-    prims: dict[str, MSCPrim] = {}
-    for item in document["prims"]:
-        parents = tuple(prims[name] for name in item["parents"])
-        prims[item["name"]] = MSCPrim(item["index"], item["name"], item["optype"], parents, item["attrs"])
-    takes, gives = tuple(document["inputs"]), tuple(document["outputs"])
-    return MSCGraph(document["name"], takes, gives, tuple(nodes.values()), tuple(prims.values()), values)
+        for i, item in enumerate(graph.get("prims", list, default=[])):
+            self._read_prim(_Fields(item, f"prim {i}"))
+        for i, item in enumerate(graph.get("nodes", list)):
+            self._read_node(_Fields(item, f"node {i}"))
+        members = tuple(self.nodes.values()), tuple(self.prims.values())
+        return MSCGraph(name, tuple(inputs), tuple(outputs), *members, values)
+
+    def _read_prim(self, fields: _Fields) -> None:
+        name = fields.get("name", str)
+        parents = _earlier(f"prim {name}", fields.get("parents", list, str, []), self.prims)
+        attrs = fields.get("attrs", dict, str, {})
+        _add(
+            self.prims,
+            MSCPrim(fields.get("index", int), name, fields.get("optype", str), parents, attrs),
+            "prim",
+        )
+
+    def _read_node(self, fields: _Fields) -> None:
+        name = fields.get("name", str)
+        fields.about = about = f"node {_shown(name)}"
+        outputs = [
+            self._tensor(t, f"output {i} of {about}") for i, t in enumerate(fields.get("outputs", list))
+        ]
+        weights = fields.get("weights", dict)
+        attrs, optype = dict(fields.get("attrs", dict, str)), fields.get("optype", str)
+        scope = attrs.pop("scope", None)
+        parents = fields.get("parents", list, str)
+        node = MSCNode(
+            fields.get("index", int),
+            name,
+            fields.get("shared_ref", str, default=""),
+            optype,
+            inputs=tuple(self._read_by(name, parents, key) for key in fields.get("inputs", list, str)),
+            parents=_earlier(f"node {name}", parents, self.nodes),
+            outputs=tuple(outputs),
+            attrs=attrs,
+            weights={kind: self._tensor(t, f"weight {kind!r} of {about}") for kind, t in weights.items()},
+            scope=default_scope(optype) if scope is None else tuple(p for p in scope.split(".") if p),
+        )
+        _add(self.nodes, node, "node")
+        for tensor in outputs:
+            if tensor.name in self.tensors:
+                raise GraphError(f"the tensor {tensor.name} is given twice")
+            self.tensors[tensor.name] = tensor, name
+
+    def _read_by(self, node: str, parents: Sequence[str], name: str) -> MSCTensor:
+        if name not in self.tensors:
+            raise GraphError(f"node {node} reads {name}, which no earlier node gives")
+        tensor, giver = self.tensors[name]
+        if giver not in parents:
+            raise GraphError(f"node {node} reads {name}, and {giver} is not among its parents")
+        return tensor
+
+    def _tensor(self, item: Any, about: str) -> MSCTensor:
+        fields = _Fields(item, about)
+        texts = {key: fields.get(key, str, default=default) for key, default in _TENSOR.items()}
+        shape, prims = fields.get("shape", list, int), fields.get("prims", list, str, [])
+        if any(not -1 <= size <= _LARGEST_SIZE for size in shape):
+            raise GraphError(f"{about} has the shape {_shown(shape)}: a size is -1, 0 or more")
+        if len(prims) not in (0, len(shape)):
+            raise GraphError(f"{about} has {len(prims)} prims for {len(shape)} axes")
+        if unknown := [p for p in prims if not p.isdecimal() and p not in self.prims]:
+            raise GraphError(f"{about} names the prim {unknown[0]}, which is not there")
+        return MSCTensor(**texts, shape=tuple(shape), prims=tuple(prims))
+
+
+def _earlier(reader: str, names: Sequence[str], earlier: Mapping[str, _Member]) -> tuple[_Member, ...]:
+    if missing := [name for name in names if name not in earlier]:
+        raise GraphError(f"{reader} names the parent {missing[0]}, which is no earlier {reader.split()[0]}")
+    return tuple(earlier[name] for name in names)
+
+
+def _add(earlier: dict[str, _Member], member: _Member, sort: str) -> None:
+    if member.name in earlier:
+        raise GraphError(f"two {sort}s have the name {member.name}")
+    earlier[member.name] = member
 
 
 def _check_values(graph: MSCGraph) -> None:

@@ -123,16 +123,12 @@ class Roundings:
     def _steps(self, node: MSCNode, key: str) -> list[tuple[str, tuple[int, ...]]]:
         if "roundings" not in node.attrs:
             return []
-        if node not in self._texts:
-            try:
-                self._texts[node] = dict(json.loads(node.attrs["roundings"]))
-            except (ValueError, TypeError, RecursionError) as error:
-                raise GraphError(f"its attribute 'roundings' is damaged ({type(error).__name__})") from error
-        steps = self._texts[node].get(key, [])
         try:
-            pairs = [(site, tuple(shape)) for site, shape in steps]
+            if node not in self._texts:
+                self._texts[node] = dict(json.loads(node.attrs["roundings"]))
+            pairs = [(site, tuple(shape)) for site, shape in self._texts[node].get(key, [])]
             known = all(isinstance(s, str) and re.fullmatch(r"\w+", s) for s, _ in pairs)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise GraphError(f"its attribute 'roundings' is damaged ({type(error).__name__})") from error
         if not known or any(type(n) is not int or n < 0 for _, shape in pairs for n in shape):
             raise GraphError("its attribute 'roundings' lacks sites with shapes")

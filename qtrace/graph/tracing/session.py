@@ -1,16 +1,23 @@
-"""One trace of a module and its checks: anything that it would lose or compute wrong is an error."""
+"""One trace of a module and its checks: anything that it would lose or compute wrong is an error.
+
+A forward may compute the batch as a Python number, as Swin's window_reverse does by dividing the number of
+windows; a trace keeps the number. Traces at two batch sizes show which sizes of a reshape follow the batch:
+if it is one of them, the reshape can find it out by itself.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import megengine as mge
 from megengine.module import Module
 from megengine.traced_module import TracedModule, trace_module
+from megengine.traced_module.expr import CallFunction, CallMethod, Expr
+from megengine.traced_module.traced_module import InternalGraph
 
 from qtrace.errors import GraphError, TraceError
 from qtrace.graph import failures
@@ -18,7 +25,6 @@ from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.nonfinite import nonfinite_results
 from qtrace.graph.source_lines import name_with_line
 from qtrace.graph.tracing import diff, example_inputs, hazards, reads
-from qtrace.graph.tracing.batch_sizes import close_reshapes, open_reshapes
 from qtrace.graph.tracing.copies import Copy, describe_places, find_copies, insert_copies, report_copies
 from qtrace.graph.tracing.example_inputs import Arguments
 from qtrace.graph.tracing.recording import (
@@ -37,7 +43,78 @@ from qtrace.graph.tracing.source_names import restore_input_names, restore_names
 from qtrace.graph.tracing.tracer import Tracer, chosen_leaves, name_own_classes
 from qtrace.graph.walk import op_label
 
-__all__ = ["Tracing"]
+__all__ = ["Tracing", "close_reshapes", "open_reshapes"]
+
+Opened = dict[Expr, list[tuple[int, Any]]]
+"""Each reshape that was opened, with the sizes that it had."""
+
+
+def open_reshapes(traced: TracedModule, other: TracedModule) -> Opened:
+    """Lets the reshapes of a trace find out the one size in which a trace at another batch size differs.
+
+    Args:
+        traced: a trace; changed in place, where every difference is such a size.
+        other: a trace of the same module at another batch size.
+
+    Returns:
+        The reshapes with the sizes that they had; none if there is another difference.
+    """
+    found: list[tuple[Expr, dict[int, int]]] = []
+    for a, b in _pairs(traced.graph, other.graph, set()):
+        constants, others = dict(a.const_val or ()), dict(b.const_val or ())
+        if constants.keys() != others.keys():
+            return {}
+        differing = [leaf for leaf, value in constants.items() if _differs(value, others[leaf])]
+        if not differing:
+            continue
+        sizes = _open(a, b, constants, differing)
+        if sizes is None:
+            return {}
+        found.append((a, sizes))
+    before = {expr: list(expr.const_val) for expr, _ in found}
+    for expr, sizes in found:
+        expr.const_val = [(leaf, sizes.get(leaf, value)) for leaf, value in expr.const_val]
+    return before
+
+
+def close_reshapes(opened: Opened) -> None:
+    """Gives reshapes the sizes that they had."""
+    for expr, constants in opened.items():
+        expr.const_val = constants
+
+
+def _pairs(old: InternalGraph, new: InternalGraph, seen: set[InternalGraph]) -> Iterator[tuple[Expr, Expr]]:
+    """Yields the exprs of two graphs side by side, those of submodules once."""
+    if old in seen:
+        return
+    seen.add(old)
+    for a, b in zip(old._exprs, new._exprs, strict=False):
+        yield a, b
+        inner, other = getattr(a, "graph", None), getattr(b, "graph", None)
+        if inner is not None and other is not None:
+            yield from _pairs(inner, other, seen)
+
+
+def _differs(value: Any, other: Any) -> bool:
+    return type(value) is int and type(other) is int and value != other
+
+
+def _open(a: Expr, b: Expr, constants: dict[int, Any], differing: list[int]) -> dict[int, int] | None:
+    """Returns the new sizes of a reshape by their places among its arguments; None if it cannot be opened."""
+    name = a.method if isinstance(a, CallMethod) else a.func.__name__ if isinstance(a, CallFunction) else ""
+    shape, other = (tuple(map(int, e.outputs[0].shape)) for e in (a, b))
+    if name != "reshape" or len(differing) != 1 or len(shape) != len(other):
+        return None
+    sizes = {differing[0]: -1}
+    for leaf, value in constants.items():
+        if value != -1:
+            continue
+        axis = leaf - 1  # behind the tensor itself
+        if axis >= len(shape) or shape[axis] != other[axis]:
+            return None
+        sizes[leaf] = shape[axis]
+    return sizes
+
 
 _log = logging.getLogger("qtrace")
 

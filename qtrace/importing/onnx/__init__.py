@@ -25,24 +25,27 @@ from qtrace.graph.composites import compose
 from qtrace.graph.interface import Interface, TensorInfo, read_interface, write_interface
 from qtrace.graph.open_axes import OpenAxes, other_sizes, write_open_axes
 from qtrace.graph.origin import write_origin
-from qtrace.graph.passes.dead_code import RemoveDeadCode
+from qtrace.graph.passes.cleaning import RemoveDeadCode
 from qtrace.graph.tracing.copies import find_copies, insert_copies
 from qtrace.graph.types import TensorNode, TracedModule
-from qtrace.importing.onnx.cutting import cut, without_strings
-from qtrace.importing.onnx.identities import store_copies
 from qtrace.importing.onnx.importer import Importer
 from qtrace.importing.onnx.inputs import InputShape, axes_of, fix_axes, open_sizes, resolve_inputs
-from qtrace.importing.onnx.linear_bias import join_biases, join_channel_biases
 from qtrace.importing.onnx.model import Graph, count_readers, read_graph
-from qtrace.importing.onnx.naming import node_name
+from qtrace.importing.onnx.naming import name_by_scopes, node_name
 from qtrace.importing.onnx.opening import Opened, UnsupportedNodesError, build_open, open_axes_of
 from qtrace.importing.onnx.origin import keep_own, list_names
 from qtrace.importing.onnx.quantization.float_weights import with_float_weights
 from qtrace.importing.onnx.quantization.operators import with_pairs
 from qtrace.importing.onnx.reading import load_model, load_structure
+from qtrace.importing.onnx.rewriting import (
+    cut,
+    join_biases,
+    join_channel_biases,
+    store_copies,
+    without_strings,
+)
 from qtrace.importing.onnx.scales import drop_unread, find_scales_and_shifts
 from qtrace.importing.onnx.scope import Scope
-from qtrace.importing.onnx.scopes import name_by_scopes
 from qtrace.importing.onnx.values import Computed, QuantizedIntegers, Sizes, Stored, Value
 from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.passes.given import quantize_given

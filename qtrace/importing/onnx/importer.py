@@ -17,16 +17,16 @@ from qtrace.graph.origin import FileResult
 from qtrace.graph.types import TensorNode
 from qtrace.importing.onnx import control_flow, quantization
 from qtrace.importing.onnx.call import Call, Lowering
+from qtrace.importing.onnx.control_flow import SEQUENCE_OPS, lower_sequence
 from qtrace.importing.onnx.evaluation import SHOWN_TO_INFERENCE, CannotEvaluate, evaluate, infer_shapes
 from qtrace.importing.onnx.expansion import expand, titled_parts
 from qtrace.importing.onnx.layers import Contradiction, Layers, Refusal
 from qtrace.importing.onnx.model import Graph, OnnxNode, read_graph
+from qtrace.importing.onnx.naming import source_line
 from qtrace.importing.onnx.opaque import OpaqueNodes
 from qtrace.importing.onnx.ops import LOWERINGS
 from qtrace.importing.onnx.reading import MAX_ELEMENTS, array_of, stored_tensors
 from qtrace.importing.onnx.scope import Scope
-from qtrace.importing.onnx.scopes import source_line
-from qtrace.importing.onnx.sequences import SEQUENCE_OPS, lower_sequence
 from qtrace.importing.onnx.sizes.folding import FOLDED, fold_sizes, product, sizes_of
 from qtrace.importing.onnx.values import (
     Computed,

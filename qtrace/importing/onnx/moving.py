@@ -11,7 +11,7 @@ from qtrace.importing.onnx.model import OnnxNode
 from qtrace.importing.onnx.naming import is_anonymous
 from qtrace.importing.onnx.values import Stored, Value
 
-__all__ = ["PARTS", "moves_of", "unchanged"]
+__all__ = ["MAX_TAKEN", "PARTS", "moves_of", "unchanged"]
 
 PARTS = {"Split", "Slice", "Gather", "GatherND", "Expand", "Tile"}
 """Ops whose results are parts of the tensor, or hold some of its numbers several times."""
@@ -21,7 +21,7 @@ _NEUTRAL = {"Mul": 1.0, "Div": 1.0, "Add": 0.0, "Sub": 0.0}
 _RESHAPES = {"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity"}
 _CASTS = {"Cast", "CastLike"}
 # Places that the moves of one op may list: the record of them is kept as text.
-_MAX_TAKEN = 2**17
+MAX_TAKEN = 2**17
 
 
 def moves_of(
@@ -49,7 +49,7 @@ def moves_of(
         others = [value.array if isinstance(value, Stored) else None for value in values[1:]]
         moves_taken = _TAKING[node.op](node, source.array.shape, others, shapes[0])
         count = sum(len(numbers) for kind, numbers in moves_taken or () if kind == "take")
-        return [moves_taken if count <= _MAX_TAKEN else None]
+        return [moves_taken if count <= MAX_TAKEN else None]
     if node.op == "Split" and rank and all(shape is not None for shape in shapes):
         axis = int(node.attributes.get("axis", 0)) % rank
         moves: list[tuple[Move, ...] | None] = []
@@ -104,7 +104,7 @@ def _repeat(
 ) -> tuple[Move, ...] | None:
     own = (*[1] * (len(result) - len(shape)), *shape)
     axes = [axis for axis, (size, new) in enumerate(zip(own, result, strict=True)) if size != new]
-    if sum(result[axis] for axis in axes) > _MAX_TAKEN or any(not own[axis] for axis in axes):
+    if sum(result[axis] for axis in axes) > MAX_TAKEN or any(not own[axis] for axis in axes):
         return None
     return reshaped_to(own), *(taken_at(axis, [n % own[axis] for n in range(result[axis])]) for axis in axes)
 

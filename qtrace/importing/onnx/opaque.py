@@ -21,8 +21,8 @@ from qtrace.errors import ExportError
 from qtrace.graph.opaque import OpaqueOp, carried_dtype
 from qtrace.graph.types import TensorNode
 from qtrace.importing.onnx.layers import Layers, Refusal
-from qtrace.importing.onnx.linear_bias import LINEAR
 from qtrace.importing.onnx.model import LATEST_OPSET, UNCHANGED, OnnxNode, read_version
+from qtrace.importing.onnx.rewriting import LINEAR
 from qtrace.importing.onnx.scope import Scope
 from qtrace.importing.onnx.values import (
     Computed,

@@ -37,7 +37,6 @@ _LAYERS = (M.Conv1d, M.Conv2d, M.ConvTranspose2d, M.Linear)
 _NORMS = (M.BatchNorm1d, M.BatchNorm2d)
 # Kind of a recurrent layer -> the order of its gates in torch, and in ONNX.
 _GATES = {"lstm": ("ifgo", "iofg"), "gru": ("rzn", "zrn"), "rnn": ("h", "h")}
-_MAX_PLACES = 2**17  # of the numbers of a tensor that are listed one by one
 
 
 def note_state(traced: TracedModule, state: Mapping[str, Any]) -> None:
@@ -163,6 +162,8 @@ def _moves_from(numbers: np.ndarray, values: np.ndarray, counts: Sequence[int]) 
     Returns:
         The moves; None if there is no one way, or one that lists too many places.
     """
+    from qtrace.importing.onnx.moving import MAX_TAKEN  # the way back to torch needs no package onnx
+
     if not values.size or not np.isfinite(numbers).all():
         return None
     for count in counts:
@@ -184,7 +185,7 @@ def _moves_from(numbers: np.ndarray, values: np.ndarray, counts: Sequence[int]) 
         if not alike:
             places = places + rows.shape[1] * np.arange(count)[:, None]
         taken = taken_at(1, places[0]) if alike else taken_at(1, places.reshape(-1))
-        if len(taken[1]) <= _MAX_PLACES:
+        if len(taken[1]) <= MAX_TAKEN:
             return reshaped_to((count if alike else 1, -1)), taken, reshaped_to(values.shape)
     return None
 

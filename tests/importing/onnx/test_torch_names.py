@@ -12,7 +12,7 @@ from onnx.reference import ReferenceEvaluator
 
 import qtrace
 from qtrace.errors import ImportingError
-from qtrace.importing.onnx.scopes import undoubled
+from qtrace.importing.onnx.naming import undoubled
 from tests.each import each_of
 from tests.importing.onnx.networks import model, node, save, weights
 

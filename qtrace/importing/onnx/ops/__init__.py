@@ -16,13 +16,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from qtrace.importing.onnx.call import Lowering
-from qtrace.importing.onnx.linear_bias import LINEAR
 from qtrace.importing.onnx.ops import (
     activation,
     arithmetic,
-    compare,
     conv,
-    einsum,
     linear,
     moves,
     norm,
@@ -30,16 +27,15 @@ from qtrace.importing.onnx.ops import (
     place,
     pool,
     recurrent,
-    reduce,
     resize,
     shape,
 )
+from qtrace.importing.onnx.rewriting import LINEAR
 
 __all__ = ["LOWERINGS"]
 
 _FAMILIES = (
-    activation, arithmetic, compare, conv, einsum, linear, moves, norm, pick, place, pool, recurrent, reduce,
-    resize, shape,
+    activation, arithmetic, conv, linear, moves, norm, pick, place, pool, recurrent, resize, shape
 )  # fmt: skip
 
 LOWERINGS: Mapping[tuple[str, str], Lowering] = {

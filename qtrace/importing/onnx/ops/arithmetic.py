@@ -1,18 +1,150 @@
-"""Elementwise arithmetic and functions of numbers."""
+"""Elementwise arithmetic, functions of numbers, comparisons, logic, choices, and reductions along axes."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import megengine.functional as F
+import numpy as np
 
-from qtrace.graph.types import TensorNode
+from qtrace.graph.types import CallFunction, TensorNode
 from qtrace.importing.onnx.call import Call, Lowering
 from qtrace.importing.onnx.ops.activation import unary
 from qtrace.importing.onnx.values import Stored
 
 __all__ = ["LOWERINGS"]
+
+
+def _comparison(function: Callable[..., Any]) -> Lowering:
+    def lower(call: Call) -> Any:
+        if call.dtype(0).kind == "u" and call.dtype(0).itemsize > 2:
+            call.refuse(f"compares {call.dtype(0).name}, which MegEngine has not")
+        left, right = call.operand(0), call.operand(1)
+        if function is F.equal and right == -math.inf and _is_largest(left):
+            return _all_minus_infinity(call, left)
+        return call.function(function, call.tensor(0) if isinstance(left, float) else left, right)
+
+    return lower
+
+
+def _is_largest(node: Any) -> bool:
+    return isinstance(node, TensorNode) and isinstance(node.expr, CallFunction) and node.expr.func is F.max
+
+
+def _all_minus_infinity(call: Call, largest: TensorNode) -> Any:
+    """Computes whether the largest value is minus infinity, for which `F.max` gives the smallest float."""
+    source, *options = largest.expr.args
+    return call.function(F.min, call.function(F.equal, source, -math.inf), *options)
+
+
+def _logic(function: Callable[..., Any]) -> Lowering:
+    def lower(call: Call) -> Any:
+        return call.function(function, *(call.tensor(i) for i in range(len(call.values))))
+
+    return lower
+
+
+def _where(call: Call) -> Any:
+    if call.dtype(1) == np.bool_:
+        condition = call.tensor(0)
+        chosen = call.function(F.logical_and, condition, call.tensor(1))
+        other = call.function(F.logical_and, call.function(F.logical_not, condition), call.tensor(2))
+        return call.function(F.logical_or, chosen, other)
+    condition, x, y = (call.tensor(i) for i in range(3))
+    sizes, shapes = call.common_sizes(condition, x, y)
+    return call.function(F.where, *(call.expanded(node, sizes, shapes) for node in (condition, x, y)))
+
+
+def _is_nan(call: Call) -> Any:
+    return call.function(F.isnan, call.tensor(0))
+
+
+def _is_inf(call: Call) -> Any:
+    negative, positive = call.attribute("detect_negative", 1), call.attribute("detect_positive", 1)
+    if negative and positive:
+        return call.function(F.isinf, call.tensor(0))
+    if not negative and not positive:
+        call.refuse("detects infinity of neither sign")
+    return call.function(F.equal, call.tensor(0), math.inf if positive else -math.inf)
+
+
+_COMPARISONS: dict[str, Lowering] = {
+    "Equal": _comparison(F.equal),
+    "Greater": _comparison(F.greater),
+    "GreaterOrEqual": _comparison(F.greater_equal),
+    "Less": _comparison(F.less),
+    "LessOrEqual": _comparison(F.less_equal),
+    "And": _logic(F.logical_and),
+    "Or": _logic(F.logical_or),
+    "Xor": _logic(F.logical_xor),
+    "Not": _logic(F.logical_not),
+    "Where": _where,
+    "IsNaN": _is_nan,
+    "IsInf": _is_inf,
+}
+
+
+# Op -> the opset since which the axes are an input.
+_AXES_AS_INPUT = {"ReduceSum": 13}
+
+
+def _axes(call: Call) -> tuple[int, ...] | None:
+    """Returns the axes to reduce; None if the node does nothing."""
+    rank = call.rank(0)
+    axes_input = call.ints(1, None) if call.version >= _AXES_AS_INPUT.get(call.node.op, 18) else None
+    listed = call.ints("axes", None)
+    axes = axes_input if axes_input is not None else listed
+    nothing = bool(call.attribute("noop_with_empty_axes", 0))
+    if not axes:
+        return None if nothing else tuple(range(rank))
+    return tuple(sorted(call.axis(a, rank) for a in axes))
+
+
+def _reduction(
+    function: Callable[..., Any],
+    before: Callable[..., Any] | None = None,
+    after: Callable[..., Any] | None = None,
+    integers: bool = False,
+) -> Lowering:
+    """Returns the lowering of a reduction, with functions of each number before and after it."""
+
+    def lower(call: Call) -> Any:
+        axes, keep = _axes(call), bool(call.attribute("keepdims", 1))
+        if not call.is_float(0) and not (
+            integers and call.dtype(0).kind == "i" and call.dtype(0).itemsize >= 4
+        ):
+            call.refuse(f"reduces {call.dtype(0).name}, which MegEngine computes otherwise")
+        x = call.tensor(0) if before is None else call.function(before, call.tensor(0))
+        if axes is not None and call.rank(0):
+            x = _reduced(call, function, x, axes, keep)
+        return x if after is None else call.function(after, x)
+
+    return lower
+
+
+def _reduced(call: Call, function: Callable[..., Any], x: Any, axes: tuple[int, ...], keep: bool) -> Any:
+    rank = call.rank(0)
+    if len(axes) == rank and not keep:
+        # MegEngine's result would have one axis for some functions: all axes at once, then none.
+        return call.function(function, x)
+    return call.function(function, x, axis=axes if len(axes) > 1 else axes[0], keepdims=keep)
+
+
+_REDUCTIONS: dict[str, Lowering] = {
+    "ReduceMean": _reduction(F.mean),
+    "ReduceSum": _reduction(F.sum, integers=True),
+    "ReduceMax": _reduction(F.max, integers=True),
+    "ReduceMin": _reduction(F.min, integers=True),
+    "ReduceProd": _reduction(F.prod),
+    "ReduceL1": _reduction(F.sum, before=F.abs),
+    "ReduceL2": _reduction(F.sum, before=F.square, after=F.sqrt),
+    "ReduceSumSquare": _reduction(F.sum, before=F.square),
+    "ReduceLogSum": _reduction(F.sum, after=F.log),
+    "ReduceLogSumExp": _reduction(F.logsumexp),
+}
+
 
 _INTEGERS = "iu"
 
@@ -160,6 +292,8 @@ def _round(call: Call) -> Any:
 
 
 LOWERINGS: dict[str, Lowering] = {
+    **_COMPARISONS,
+    **_REDUCTIONS,
     "Add": binary(F.add),
     "Sub": binary(F.sub),
     "Mul": binary(F.mul),

@@ -341,14 +341,11 @@ def _inputs(node: OnnxNode, count: int) -> list[str]:
 
 def _by_channel(op: str, numbers: np.ndarray, shape: tuple[int, ...]) -> np.ndarray | None:
     """Returns scales or zero points in a shape that goes with the weight; None if they do not fit."""
-    if numbers.size == 1:
-        return numbers.reshape(())
-    forms = {"MatMul": (-1,), "Conv": (-1, *[1] * (len(shape) - 1)), "DynamicQuantizeLSTM": (shape[0], -1, 1)}
-    if op not in forms or (numbers.size % shape[0] and op == "DynamicQuantizeLSTM"):
+    if op != "DynamicQuantizeLSTM":
+        return _spread(numbers.reshape(-1), shape, {"MatMul": -1, "Conv": 0}.get(op, len(shape)), 0)
+    if numbers.size not in (1, shape[0], shape[0] * shape[1]):
         return None
-    spread = numbers.reshape(forms[op])
-    fits = all(own in (1, size) for own, size in zip(spread.shape[::-1], shape[::-1], strict=False))
-    return spread if fits else None
+    return numbers.reshape(() if numbers.size == 1 else (shape[0], -1, 1))
 
 
 def is_static(node: OnnxNode) -> bool:
@@ -375,11 +372,9 @@ def _spread(part: np.ndarray, shape: tuple[int, ...], axis: int, block: int) -> 
             return None
         part = np.repeat(part, block, axis).take(np.arange(shape[axis]), axis, mode="clip")
         return part if part.shape == shape else None
-    return (
-        part.reshape([-1 if i == axis else 1 for i in range(len(shape))])
-        if part.shape == shape[axis : axis + 1]
-        else None
-    )
+    if part.shape != shape[axis : axis + 1]:
+        return None
+    return part.reshape([-1 if i == axis else 1 for i in range(len(shape))])
 
 
 def _dequantized(

@@ -48,12 +48,8 @@ def int32_biases(source: str) -> ContractRule:
 
     def find(graph: QdqGraph) -> Violations:
         for node, index, data, weight, bias in _biases(graph):
-            wanted = _wanted(data, weight)
-            if (
-                wanted is None
-                or not _fits(wanted, bias)
-                or (bias.dequantize is not None and bias.dequantize.type == TensorProto.INT32)
-            ):
+            is_int32 = bias.dequantize is not None and bias.dequantize.type == TensorProto.INT32
+            if is_int32 or _wanted(data, weight, bias) is None:
                 continue
             kind = "float" if bias.dequantize is None else type_name(bias.dequantize.type)
             repair = _at(graph, node, index, bias)
@@ -89,13 +85,8 @@ def accumulator_biases(source: str) -> ContractRule:
 
     def find(graph: QdqGraph) -> Violations:
         for node, index, data, weight, bias in _biases(graph):
-            wanted = _wanted(data, weight)
-            if (
-                wanted is None
-                or not _fits(wanted, bias)
-                or bias.dequantize is None
-                or bias.dequantize.type != TensorProto.INT32
-            ):
+            wanted = _wanted(data, weight, bias)
+            if wanted is None or bias.dequantize is None or bias.dequantize.type != TensorProto.INT32:
                 continue
             grid, zero_point = bias.dequantize.grid, bias.dequantize.zero_point
             if grid is None:
@@ -114,19 +105,15 @@ def accumulator_biases(source: str) -> ContractRule:
     return ContractRule("accumulator-biases", source, find)
 
 
-def _fits(grid: IntegerGrid, bias: Operand) -> bool:
-    """Whether ``grid`` has a scale for each value of a bias, or one for all."""
-    return bias.values is not None and grid.fits(bias.values)
-
-
-def _wanted(data: Operand, weight: Operand) -> IntegerGrid | None:
-    """Returns the grid of the bias of a layer on integers; None for others."""
+def _wanted(data: Operand, weight: Operand, bias: Operand) -> IntegerGrid | None:
+    """Returns the grid of the bias of a layer on integers; None for others or if it does not fit."""
     if data.dequantize is None or weight.dequantize is None:
         return None
     first, second = data.dequantize.grid, weight.dequantize.grid
     if first is None or second is None or first.scale.size != 1:
         return None
-    return bias_grid(first, second)
+    grid = bias_grid(first, second)
+    return grid if bias.values is not None and grid.fits(bias.values) else None
 
 
 def _at(graph: QdqGraph, node: NodeProto, index: int, bias: Operand) -> Callable[[], None]:
@@ -136,7 +123,7 @@ def _at(graph: QdqGraph, node: NodeProto, index: int, bias: Operand) -> Callable
         data, weight = graph.operand(node, 0), graph.operand(node, 1)
         assert data is not None
         assert weight is not None
-        wanted = _wanted(data, weight)
+        wanted = _wanted(data, weight, bias)
         assert bias.values is not None
         if wanted is not None:
             graph.set_stored(node, index, bias.values, wanted)

@@ -1,4 +1,13 @@
-"""ONNX for normalizations and for activation functions that stay float, most of them as several nodes."""
+"""ONNX for normalizations and for activation functions that stay float, most of them as several nodes.
+
+Finds ops that onnxruntime's integer kernels compute wrong, so that the file keeps them in float.
+
+ONNX for hard sigmoid and hard swish: a ``HardSigmoid`` node, or its pieces for a target without a kernel.
+
+OpenVINO computes ``HardSigmoid`` by a reference, value by value in the plain layout, with a change of layout
+before and behind it. From ``clip(x + 3, 0, 6) / 6`` it makes an operation of its own, which becomes part of
+the convolution before it, also where it is multiplied by ``x``. Other slopes join the ops beside them.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +18,15 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import ExportError
+from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.onnx.opset import OPSETS
 from qtrace.export.onnx.types import Emitter, array, axes_of, operand, parameter_source, unary
 from qtrace.export.onnx.writer import OnnxWriter
 from qtrace.graph.types import TensorNode
 from qtrace.graph.walk import get_module, owner
-from qtrace.ops import OpCall
+from qtrace.ops import OpCall, Role
 
-__all__ = ["NORMS", "write_square"]
+__all__ = ["HARD_SIGMOIDS", "NORMS", "softmax_overflows", "write_square"]
 
 
 def _batch_norm(w: OnnxWriter, call: OpCall) -> None:
@@ -261,4 +271,75 @@ NORMS: dict[str, Emitter] = {
     "gelu": _gelu,
     "softplus": unary("Softplus"),
     "logsigmoid": _logsigmoid,
+}
+
+
+# QLinearSoftmax multiplies by 1 / scale in 32 bits. On overflow, values wrap around to 0: below a
+# scale of 1 / (150 * length of the axis), measured with onnxruntime 1.23 for 2 to 64 values. The bound leaves
+# a margin.
+_LOWEST_SCALE = 1.0 / 100.0
+_MAX_BITS = 8  # of an integer kernel
+
+
+def softmax_overflows(graph: ConvertedGraph, call: OpCall) -> bool:
+    """Whether ``call`` is a softmax whose output has a scale too small for onnxruntime's integer kernel.
+
+    Such a scale means that no probability reached twice 1 / length: attention that is nearly uniform.
+    """
+    if call.kind != "softmax" or len(call.attrs["axis"]) != 1:
+        return False
+    length = int(call.inputs[0].shape[call.attrs["axis"][0]])
+    return any(
+        float(np.min(site.qparams.scale)) * length < _LOWEST_SCALE
+        for site in graph.sites
+        if site.sort == "activation"
+        and site.decision.plan is not None
+        and site.decision.plan.scheme.bits <= _MAX_BITS
+        and _origin(graph, site.source) is call.out
+    )
+
+
+def _origin(graph: ConvertedGraph, node: TensorNode) -> TensorNode:
+    """Returns the node that ``node`` has its values from, before the ops that only move them."""
+    while (call := graph.call(node.expr)) is not None and call.role is Role.CARRY and call.inputs:
+        node = call.inputs[0]
+    return node
+
+
+_SLOPE, _OFFSET = 1.0 / 6.0, 0.5  # of hsigmoid and hswish
+
+
+def _add(w: OnnxWriter, x: str, result: str, slope: float, offset: float) -> str:
+    """Adds ``clip(slope * x + offset, 0, 1)`` and returns the name of its result."""
+    if "HardSigmoid" not in w.in_pieces or not slope > 0:
+        return w.node("HardSigmoid", [x], result, alpha=slope, beta=offset)
+    height, shift = w.scalar(_rounded(1.0 / slope)), w.scalar(_rounded(offset / slope))
+    line = w.node("Add", [x, shift], w.fresh(result))
+    clipped = w.node("Clip", [line, w.scalar(0.0), height], w.fresh(result))
+    return w.node("Div", [clipped, height], result)
+
+
+def _rounded(value: float) -> float:
+    """Returns the whole number that a value misses by rounding errors: OpenVINO compares exactly."""
+    return float(round(value)) if abs(value - round(value)) < 1e-6 * abs(value) else value
+
+
+def _hsigmoid(w: OnnxWriter, call: OpCall) -> None:
+    w.names[call.out] = _add(w, w.name(call.inputs[0]), call.out.name, _SLOPE, _OFFSET)
+
+
+def _hard_sigmoid(w: OnnxWriter, call: OpCall) -> None:
+    slope, offset = call.attrs["slope"], call.attrs["offset"]
+    w.names[call.out] = _add(w, w.name(call.inputs[0]), call.out.name, slope, offset)
+
+
+def _hswish(w: OnnxWriter, call: OpCall) -> None:
+    x = w.name(call.inputs[0])
+    w.emit("Mul", [x, _add(w, x, w.fresh(call.out.name), _SLOPE, _OFFSET)], call.out)
+
+
+HARD_SIGMOIDS: dict[str, Emitter] = {
+    "hsigmoid": _hsigmoid,
+    "hard_sigmoid": _hard_sigmoid,
+    "hswish": _hswish,
 }

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qtrace.export.tflite.layout import CHANNELS_LAST, moves_values, window_pads
-from qtrace.export.tflite.moved import Moved
+from qtrace.export.tflite.layout import CHANNELS_LAST, Moved, moves_values, window_pads
 
 
 def _value(moved: Moved, stored: np.ndarray) -> np.ndarray:

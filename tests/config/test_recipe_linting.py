@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from qtrace.config import QConfig
-from qtrace.config.linting import mistakes
+from qtrace.config.checking import mistakes
 
 CONV: dict[str, Any] = {"match": {"op": "conv2d"}}
 

@@ -9,7 +9,7 @@ from typing import Any
 from qtrace.config import QConfig
 from qtrace.data import DataSource
 from qtrace.data.base import batch_length
-from qtrace.data.values import without_labels
+from qtrace.data.opening import without_labels
 from qtrace.data.whole import describe_left_out, whole_batches
 from qtrace.graph.types import TracedModule
 from qtrace.quantizing.evaluation import EvaluationData, choose_evaluation, hold_back_samples

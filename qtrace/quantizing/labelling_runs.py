@@ -13,8 +13,8 @@ from qtrace.onnxfile.local_session import SessionValue
 from qtrace.preparation.model import QuantizedModel
 from qtrace.runtimes.host import RuntimeHost
 from qtrace.verification import runtimes
+from qtrace.verification.other_sizes import by_sample
 from qtrace.verification.runtimes.base import run_outputs
-from qtrace.verification.samples import by_sample
 
 __all__ = ["LabellingRuns"]
 

@@ -14,7 +14,7 @@ from megengine import Tensor
 from megengine.module import Module
 
 from qtrace.data import Batch
-from qtrace.data.values import find_labels, names_labels
+from qtrace.data.opening import find_labels, names_labels
 from qtrace.graph.interface import read_inputs
 from qtrace.graph.signature import argument_names
 from qtrace.graph.types import TracedModule

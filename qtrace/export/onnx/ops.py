@@ -8,13 +8,12 @@ import numpy as np
 
 from qtrace.errors import ExportError
 from qtrace.export.onnx.arithmetic import ARITHMETIC
-from qtrace.export.onnx.composites import COMPOSITES
 from qtrace.export.onnx.index import INDEXING
-from qtrace.export.onnx.norms import HARD_SIGMOIDS, NORMS
+from qtrace.export.onnx.moves import SHAPES
+from qtrace.export.onnx.norms import COMPOSITES, HARD_SIGMOIDS, NORMS
 from qtrace.export.onnx.opaque import OPAQUE
 from qtrace.export.onnx.recurrent import RECURRENT
 from qtrace.export.onnx.reductions import REDUCTIONS
-from qtrace.export.onnx.shapes import SHAPES
 from qtrace.export.onnx.stored_weights import CONTRIB, DYNAMIC, emit_dynamic_product, emit_product, is_dynamic
 from qtrace.export.onnx.types import Emitter, operand, unary
 from qtrace.export.onnx.weight_layouts import CONVS, TRANSPOSED, has_blocks, keeps_rows, weight_layout

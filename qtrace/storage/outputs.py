@@ -107,10 +107,8 @@ def resumable_folder(
     _check_replaceable(path, target, (*names, WORK), force or _unfinished(target), spell)
     with _workspace(path, target, path) as folder:
         created, work = not target.exists(), target / WORK
-        try:
+        with _refusing(path, "written"):
             work.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise QtraceError(f"{path} cannot be written: {error.strerror}.") from error
         with contextlib.ExitStack() as stack:
             stack.callback(_remove_empty, work, *([target] if created else []))
             stack.enter_context(locked(work / "lock", str(path), note))
@@ -168,10 +166,17 @@ def _remove_empty(*folders: Path) -> None:
 def _replace(path: Path, target: Path, folder: Path) -> None:
     """Replaces ``target``, which the user names ``path``, by ``folder``, after MegEngine has finished."""
     engine.synchronize()
-    try:
+    with _refusing(path, "replaced"):
         files.replace_folder(target, folder)
+
+
+@contextlib.contextmanager
+def _refusing(subject: Path | str, action: str) -> Iterator[None]:
+    """Says of an error of the system what cannot be done, such as ``written``, to a file or folder."""
+    try:
+        yield
     except OSError as error:
-        raise QtraceError(f"{path} cannot be replaced: {error.strerror}.") from error
+        raise QtraceError(f"{subject} cannot be {action}: {error.strerror or error}.") from error
 
 
 def check_foreign(path: Path, beside: Iterable[Path] = (), *, force: bool) -> None:
@@ -185,10 +190,8 @@ def check_foreign(path: Path, beside: Iterable[Path] = (), *, force: bool) -> No
     Raises:
         QtraceError: when ``path`` exists and qtrace did not write it, or when it cannot be read.
     """
-    try:
+    with _refusing(path, "read"):
         reason = "" if force else foreign_output(path, beside)
-    except OSError as error:
-        raise QtraceError(f"{path} cannot be read: {error.strerror or error}.") from error
     if reason:
         raise QtraceError(f"{reason}. Name another file, or replace it with --force.")
 
@@ -216,12 +219,9 @@ def output_file(path: Path, *, force: bool = False) -> Iterator[Path]:
         yield folder / target.name
         engine.synchronize()
         check_foreign(path, (path.parent / file.name for file in folder.iterdir()), force=force)
-        try:
-            with undisturbed():  # several files change together
-                for file in sorted(folder.iterdir(), key=lambda file: file.name == target.name):
-                    os.replace(file, target.parent / file.name)
-        except OSError as error:
-            raise QtraceError(f"{path} cannot be replaced: {error.strerror}.") from error
+        with _refusing(path, "replaced"), undisturbed():  # several files change together
+            for file in sorted(folder.iterdir(), key=lambda file: file.name == target.name):
+                os.replace(file, target.parent / file.name)
 
 
 def _check_replaceable(
@@ -293,7 +293,8 @@ def locked(path: Path, subject: str, note: Callable[[str], None] = lambda text: 
         QtraceError: when another process holds the lock; the message names process and host. Also when the
             lock cannot be written.
     """
-    handle = _open(path, subject)
+    with _refusing(subject, "locked"):
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -322,13 +323,6 @@ def locked(path: Path, subject: str, note: Callable[[str], None] = lambda text: 
         os.close(handle)
 
 
-def _open(path: Path, subject: str) -> int:
-    try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        raise QtraceError(f"{subject} cannot be locked: {error.strerror}.") from error
-
-
 def _write(handle: int, subject: str) -> None:
     """Writes down who holds the lock."""
     record = {
@@ -336,11 +330,9 @@ def _write(handle: int, subject: str) -> None:
         "host": socket.gethostname(),
         "since": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
-    try:
+    with _refusing(subject, "locked"):
         os.ftruncate(handle, 0)
         os.pwrite(handle, json.dumps(record).encode(), 0)
-    except OSError as error:
-        raise QtraceError(f"{subject} cannot be locked: {error.strerror}.") from error
 
 
 def _read(handle: int) -> dict[str, Any]:

@@ -39,10 +39,10 @@ _LOG = logging.getLogger("qtrace")
 
 
 class _Formats(ObjectPlugins[Format]):
-    def packaged(self) -> Collection[str]:
+    def packaged(self) -> tuple[str, ...]:
         """Lists the modules and packages here that have a ``FORMAT``."""
         names = (module.name for module in pkgutil.iter_modules(__path__))
-        return [n for n in names if hasattr(importlib.import_module(f"{__name__}.{n}"), "FORMAT")]
+        return tuple(n for n in names if hasattr(importlib.import_module(f"{__name__}.{n}"), "FORMAT"))
 
 
 _FORMATS = _Formats(__name__, FORMATS, Format, ExportError)

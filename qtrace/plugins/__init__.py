@@ -119,7 +119,7 @@ class ObjectPlugins(Generic[_Plugin]):
     kind: type[_Plugin]
     error: type[QtraceError] = ConfigError
 
-    def packaged(self) -> Collection[str]:
+    def packaged(self) -> tuple[str, ...]:
         """Lists the names of qtrace's own plugins of the kind, sorted."""
         return packaged(self.package)
 

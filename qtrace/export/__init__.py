@@ -10,7 +10,7 @@ import importlib
 import logging
 import os
 import pkgutil
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 

@@ -13,7 +13,7 @@ import os
 import pkgutil
 import re
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, Generic, TypeVar

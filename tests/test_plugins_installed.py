@@ -10,6 +10,7 @@ from pathlib import Path
 import megengine.functional as F
 import megengine.module as M
 import numpy as np
+import onnx
 import pytest
 from megengine.traced_module import wrap
 
@@ -20,12 +21,14 @@ from qtrace.errors import ConfigError, ExportError, UnsafeFileError
 from qtrace.export import formats
 from qtrace.graph import composites, exprs
 from qtrace.observers.base import Observer
+from qtrace.onnxfile.contracts import check_contract, targets
 from qtrace.ops import OpRule, Role
 from qtrace.ops.arguments import activation
 from qtrace.ops.base import op_rule, typed
 from qtrace.plugins.installed import installed
 from qtrace.verification import runtimes
 from tests.nets import images, net
+from tests.onnxfile.contracts.planted import FORMS, build
 
 MODULE = """
 from qtrace.config.backends.base import Backend, Limits
@@ -51,6 +54,18 @@ def files(converted, path, note=""):
 
 
 FORMAT = Format("chip", files, suffixes=(".chip",), options=("note",))
+"""
+CONTRACT = """
+from qtrace.onnxfile.contracts.base import Contract, ContractRule, Violation
+
+
+def _nodes(graph):
+    return (Violation(node, "the chip takes no node", "leave it out") for node in graph.nodes())
+
+
+_RULES = (ContractRule("no-nodes", "its data sheet", _nodes),)
+CONTRACT = Contract("chip", "a chip", _RULES, frozenset(), frozenset(), frozenset())
+NUMBER = 3
 """
 OPS = """
 import megengine.functional as F
@@ -97,6 +112,7 @@ def chip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
     yield install
     sys.modules.pop("chip_target", None)
     sys.modules.pop("chip_ops", None)
+    sys.modules.pop("chip_rules", None)
     for cache in caches:
         cache.cache_clear()
 
@@ -185,6 +201,20 @@ def test_a_runtime_by_its_name_and_by_its_entry_point(chip):
         runtimes.get(Path("a.chip"), "chip")
     chip(runtimes="chip = chip_target:RUNTIME")
     assert runtimes.get(Path("a.chip"), "chip") is runtimes.get(Path("a.chip"))
+
+
+def test_a_contract_by_its_name_and_by_its_entry_point(chip, tmp_path):
+    onnx.save(build(FORMS["qnn"]), tmp_path / "net.onnx")
+    (tmp_path / "chip_rules.py").write_text(CONTRACT)
+    findings = check_contract(tmp_path / "net.onnx", "chip_rules:CONTRACT").findings
+    assert {finding.rule for finding in findings} == {"no-nodes"}
+    with pytest.raises(ExportError, match="unknown contract 'chip'; known: .*tensorrt, or your own as"):
+        check_contract(tmp_path / "net.onnx", "chip")
+    with pytest.raises(ConfigError, match="'chip_rules:NUMBER' is of type int: define it as an object of"):
+        check_contract(tmp_path / "net.onnx", "chip_rules:NUMBER")
+    chip(contracts="chip = chip_rules:CONTRACT")
+    assert "chip" in targets.known()
+    assert not check_contract(tmp_path / "net.onnx", "chip").passed
 
 
 def test_an_observer_by_its_entry_point(chip):

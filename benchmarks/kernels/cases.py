@@ -98,21 +98,6 @@ class Case:
         return bytes(model.SerializeToString()), _inputs(traced)
 
 
-<<<<<<< HEAD:benchmarks/kernels/cases.py
-=======
-def join(cases: Sequence[Case]) -> Case:
-    """Returns one network of cases of one form, which is prepared and exported in less time than its parts.
-
-    Slots whose nodes a runtime names itself, and slots of roundings, cannot be told apart in such a network.
-    """
-    parts, slots = {}, []
-    for number, case in enumerate(cases):
-        parts.update({f"p{number}_{name}": part for name, part in case.parts.items()})
-        slots += [replace(slot, prefix=f"p{number}_{slot.prefix}") for slot in case.slots]
-    return Case(parts, cases[0].form, tuple(slots))
-
-
->>>>>>> xe:qtrace/benchmarking/cases.py
 def _rules(name: str, surroundings: Surroundings, op: OpShape) -> list[dict[str, Any]]:
     """Returns the rules of a part: what stays float, and what is rounded though its neighbours are not."""
     if surroundings is graphs.in_turns:

@@ -11,7 +11,7 @@ import numpy as np
 from qtrace.calibration.base import EngineError
 from qtrace.calibration.onnxruntime import run_session, start_session
 from qtrace.errors import ExportError
-from qtrace.export.onnx.prepared_segment import PreparedSegments
+from qtrace.export.onnx.segment import PreparedSegments
 from qtrace.graph.stepping import GraphSegment, SegmentRun, Use
 from qtrace.graph.types import Node, TensorNode, TracedModule
 from qtrace.preparation.model import QuantizedModel

@@ -11,7 +11,7 @@ import numpy as np
 from megengine import Tensor
 
 from qtrace.calibration.base import range_group
-from qtrace.data.foreign import read_array
+from qtrace.data.base import read_array
 from qtrace.errors import CalibrationError
 from qtrace.observers.base import Observer
 from qtrace.observers.minmax import MinMax

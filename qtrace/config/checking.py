@@ -1,20 +1,41 @@
-"""Checks that the target, the observers and the fake quants support a config, and names its lines."""
+"""Checks that the target, the observers and the fake quants support a config, and names its lines.
+
+Mistakes of a config that can be found without a graph.
+
+The short names of precisions, for targets that have them.
+
+``w4a8`` gives the bits of weights and activations, ``w4`` only the bits of weights, and with ``w8a8_dynamic``
+the range of activations follows each batch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 from qtrace import plugins
 from qtrace.config import backends
 from qtrace.config.algorithm import algorithms, prefix_errors
+from qtrace.config.backends.base import Backend
 from qtrace.config.qconfig import QConfig
+from qtrace.config.rule import Rule, SchemePatch
 from qtrace.config.spec import Spec
 from qtrace.errors import ConfigError
-from qtrace.plugins.options import check_options
+from qtrace.plugins.options import check_options, hint
 from qtrace.scheme import QScheme
 
-__all__ = ["check_method", "check_plugin", "check_scheme", "check_whole"]
+__all__ = [
+    "SYMMETRIC",
+    "check_method",
+    "check_plugin",
+    "check_precision",
+    "check_scheme",
+    "check_whole",
+    "is_precision",
+    "lacks_zero_points",
+    "mistakes",
+]
 
 
 def check_whole(qconfig: QConfig) -> None:
@@ -126,3 +147,158 @@ def check_plugin(package: str, spec: Spec, sort: str, scheme: QScheme, place: Ca
     with prefix_errors(origin):
         arguments = (scheme,) if observes else (f"{sort}s", scheme.replace(axis=None, block=None))
         plugin(*arguments, **spec.options)
+
+
+def mistakes(qconfig: QConfig) -> tuple[str, ...]:
+    """Lists the mistakes of a config, one sentence each, with file and line if the config comes from a file.
+
+    A scheme counts as impossible if no combination of rules makes it possible, since only a graph shows which
+    rules match the same op.
+    """
+    try:
+        check_whole(qconfig)
+    except ConfigError as error:
+        return (str(error),)
+    return tuple(_in_rules(qconfig))
+
+
+def _in_rules(qconfig: QConfig) -> Iterator[str]:
+    backend = backends.get(qconfig.backend)
+    reachable = {
+        sort: {_applied(getattr(qconfig, sort), getattr(backend, sort))} for sort in ("activation", "weight")
+    }
+    for rule in qconfig.rules:
+        yield from _unknown_ops(rule)
+        if rule.backends is not None and backend.name not in rule.backends:
+            continue
+        for sort, patch in (
+            ("activation", rule.activation),
+            ("activation", rule.output),
+            ("weight", rule.weight),
+        ):
+            if patch is not None:
+                schemes, problem = _schemes(backend, sort, patch, reachable[sort], rule.origin)
+                reachable[sort] |= schemes
+                if problem:
+                    yield problem
+        yield from _options(rule, reachable, rule.method or qconfig.effective_method)
+
+
+def _unknown_ops(rule: Rule) -> Iterator[str]:
+    from qtrace import ops  # here: it loads MegEngine
+
+    known = ops.kinds()
+    for kind in (*(rule.match.op or ()), *(rule.match.feeds or ()), *(rule.match.follows or ())):
+        if kind not in known:
+            yield f"{rule.origin}: unknown op {kind!r}{hint(kind, known)}"
+
+
+def _schemes(
+    backend: backends.Backend, sort: str, patch: SchemePatch, before: set[QScheme], origin: str
+) -> tuple[set[QScheme], str]:
+    """Returns the schemes from ``patch`` that can run, and a sentence if there are none."""
+    possible, problems = set(), []
+    for scheme in sorted(before, key=QScheme.describe):
+        changed = _applied(patch, scheme)
+        try:
+            check_scheme(backend, sort, changed, origin)
+        except ConfigError as error:
+            problems.append(str(error))
+        else:
+            possible.add(changed)
+    return possible, "" if possible else problems[0]
+
+
+def _options(rule: Rule, reachable: dict[str, set[QScheme]], method: str) -> Iterator[str]:
+    """Yields the mistakes that the rule's observers and fake quant have with every possible scheme."""
+    observers = rule.observers
+    plugins = [
+        ("qtrace.observers", "activation", observers.activation if observers else None),
+        ("qtrace.observers", "weight", observers.weight if observers else None),
+        ("qtrace.fakequant", "activation" if method == "static" else "weight", rule.fakequant),
+    ]
+    for package, sort, spec in plugins:
+        if spec is None:
+            continue
+        problems = []
+        for scheme in sorted(reachable[sort], key=QScheme.describe):
+            try:
+                check_plugin(package, spec, sort, scheme, lambda _: rule.origin)
+            except ConfigError as error:
+                problems.append(str(error))
+        if problems and len(problems) == len(reachable[sort]):
+            yield problems[0]
+
+
+def _applied(patch: SchemePatch | None, scheme: QScheme) -> QScheme:
+    return scheme if patch is None else patch.apply(scheme)
+
+
+SYMMETRIC = "common/symmetric_activations"
+"""The recipe for targets whose activations lack a zero point at some width."""
+
+_NAME = re.compile(r"w(\d+)(?:a(\d+))?(_dynamic)?")
+
+
+def is_precision(name: object) -> bool:
+    """Returns whether ``name`` is the short name of a precision."""
+    return isinstance(name, str) and _NAME.fullmatch(name) is not None
+
+
+def lacks_zero_points(name: str, target: str) -> bool:
+    """Returns whether the activations of a target lack a zero point at the width of a precision."""
+    bits = _bits(name).get("activation")
+    limits = backends.get(target).limits.get("activation")
+    return limits is not None and bits in limits.symmetric_bits
+
+
+def check_precision(names: Sequence[str], target: str) -> None:
+    """Refuses a precision that a target lacks.
+
+    Args:
+        names: the parts of a recipe's name; those that are no precision are left out.
+        target: the name of the target.
+
+    Raises:
+        ConfigError: naming the bits that the target has.
+    """
+    backend = backends.get(target)
+    for name in filter(is_precision, names):
+        _check_method(name, backend, target)
+        for sort, bits in _bits(name).items():
+            limits = backend.limits.get(sort)
+            if limits is not None and bits not in limits.bits:
+                raise ConfigError(
+                    f"{target} lacks {name}: it runs weights of {_written(backend, 'weight')} bits and "
+                    f"activations of {_written(backend, 'activation')} bits."
+                )
+
+
+def _check_method(name: str, backend: Backend, target: str) -> None:
+    match = _NAME.fullmatch(name)
+    assert match is not None
+    method = "dynamic" if match[3] else "static" if match[2] else "weight_only"
+    if method != "static" and not backend.kinds_of(method):
+        able = [known for known in backends.known() if backends.get(known).kinds_of(method)]
+        raise ConfigError(
+            f"{target} lacks {name}: quantizing by method {method} is for {' and '.join(able)}; choose a "
+            "precision of weights and activations, such as w8a8."
+        )
+
+
+def _bits(name: str) -> dict[str, int]:
+    match = _NAME.fullmatch(name)
+    assert match is not None
+    bits = {"weight": int(match[1])}
+    if match[2] and not match[3]:
+        bits["activation"] = int(match[2])
+    return bits
+
+
+def _written(backend: Backend, sort: str) -> str:
+    widths = [str(bits) for bits in _widths(backend, sort)]
+    return " or ".join(filter(None, [", ".join(widths[:-1]), widths[-1]]))
+
+
+def _widths(backend: Backend, sort: str) -> Iterable[int]:
+    return backend.limits[sort].bits

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from qtrace.config import QConfig, backends, native
-from qtrace.config.precision import SYMMETRIC, check_precision, is_precision, lacks_zero_points
+from qtrace.config.checking import SYMMETRIC, check_precision, is_precision, lacks_zero_points
 from qtrace.config.spec import specs
 from qtrace.config.tree import Tree, dump, merge, plant, read
 from qtrace.errors import ConfigError

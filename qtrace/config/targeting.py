@@ -12,7 +12,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from qtrace.config import backends, recipe
-from qtrace.config.precision import SYMMETRIC, check_precision, is_precision, lacks_zero_points
+from qtrace.config.checking import SYMMETRIC, check_precision, is_precision, lacks_zero_points
 from qtrace.config.qconfig import QConfig
 from qtrace.config.recipe import WHOLE, RecipeReader, Sources, config_of, is_own, load_recipe
 from qtrace.config.tree import Tree, merge

@@ -12,9 +12,8 @@ import numpy as np
 from megengine import Tensor
 from megengine.module import LSTM, RNN, Module
 
-from qtrace.data.base import GIVE_BATCHES
+from qtrace.data.base import GIVE_BATCHES, read_array, what_is_no_iterable
 from qtrace.data.declared import cast_to_declared, check_declared, cures_for_shapes, name_arguments
-from qtrace.data.foreign import read_array, what_is_no_iterable
 from qtrace.errors import CalibrationError, GraphError
 from qtrace.gradients.recurrent import checked_shapes
 from qtrace.graph.failures import short

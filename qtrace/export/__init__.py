@@ -6,7 +6,6 @@ the group ``qtrace.formats``.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import logging
 import os
@@ -15,7 +14,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from qtrace import plugins
 from qtrace.errors import ExportError
 from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.converted.located import locate_by_name
@@ -26,9 +24,10 @@ from qtrace.graph.opaque import OpaqueOp
 from qtrace.graph.open_axes import read_open_axes
 from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.graph.walk import exprs, node_path, op_label, owner
+from qtrace.plugins import ObjectPlugins
 from qtrace.plugins.arguments import check_arguments
-from qtrace.plugins.callable_package import make_callable
-from qtrace.plugins.installed import FORMATS, installed, refuse_clashes
+from qtrace.plugins.installed import FORMATS
+from qtrace.plugins.packages import make_callable
 from qtrace.process.memory import returns_memory
 from qtrace.process.thread import on_engine_thread
 from qtrace.storage.files import kind_of, problem, replacing
@@ -39,23 +38,15 @@ __all__ = ["check_case", "check_format", "export", "formats"]
 _LOG = logging.getLogger("qtrace")
 
 
-def formats() -> tuple[str, ...]:
-    """Returns the names of all formats, sorted: qtrace's own and the formats of installed packages.
-
-    Raises:
-        ConfigError: when an installed package takes the name of another format.
-    """
-    own = _packaged()
-    refuse_clashes(FORMATS, own)
-    return tuple(sorted((*own, *installed(FORMATS))))
+class _Formats(ObjectPlugins[Format]):
+    def packaged(self) -> tuple[str, ...]:
+        """Lists the modules and packages here that have a ``FORMAT``."""
+        names = (module.name for module in pkgutil.iter_modules(__path__))
+        return tuple(n for n in names if hasattr(importlib.import_module(f"{__name__}.{n}"), "FORMAT"))
 
 
-@functools.cache
-def _packaged() -> Mapping[str, Format]:
-    """Returns qtrace's own formats by name: the ``FORMAT`` of each module here that has one."""
-    modules = (importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__))
-    formats: list[Format] = [module.FORMAT for module in modules if hasattr(module, "FORMAT")]
-    return {format.name: format for format in formats}
+_FORMATS = _Formats(__name__, FORMATS, Format, ExportError)
+formats = _FORMATS.known
 
 
 @check_arguments
@@ -166,7 +157,7 @@ def _check_float_format(chosen: Format, traced: TracedModule) -> None:
     if chosen.float_options is not None:
         return
     subject = traced.graph.name or "the module"
-    names = [name for name in formats() if _load_format(name).float_options is not None]
+    names = [name for name in formats() if _FORMATS.get(name).float_options is not None]
     raise ExportError(
         f"format {chosen.name} writes quantized modules, and {subject} is a plain traced module: prepare, "
         "calibrate and convert it first, or write it in float in format "
@@ -213,7 +204,7 @@ def check_case(path: Path) -> None:
     """
     lower = path.suffix.lower()
     if lower != path.suffix and (
-        lower == ".mge" or any(lower in _load_format(n).suffixes for n in formats())
+        lower == ".mge" or any(lower in _FORMATS.get(n).suffixes for n in formats())
     ):
         raise ExportError(
             f"{path.name}: runtimes know a file by a suffix in lower case: name it "
@@ -233,10 +224,10 @@ def check_format(path: Path, name: str | None) -> None:
 def _find_format(path: Path, name: str | None) -> Format:
     """Returns the format that a user named, or that has the suffix of `path`."""
     if name is not None:
-        return _load_format(name)
+        return _FORMATS.get(name)
     check_case(path)
     for known in formats():
-        chosen = _load_format(known)
+        chosen = _FORMATS.get(known)
         if path.suffix in chosen.suffixes:
             return chosen
         if path.suffix in chosen.companions:
@@ -249,23 +240,11 @@ def _find_format(path: Path, name: str | None) -> Format:
             f"{path.name} could be a model to work on, which qtrace.save writes, or a dump for "
             "MegEngine's runtime: name format='megengine' for the dump."
         )
-    suffixes = ", ".join(sorted(suffix for known in formats() for suffix in _load_format(known).suffixes))
+    suffixes = ", ".join(sorted(suffix for known in formats() for suffix in _FORMATS.get(known).suffixes))
     raise ExportError(
         f"no format has the suffix {path.suffix!r} of {path.name}: there are {suffixes}; "
         f"or name one with format= ({', '.join(formats())})."
     )
-
-
-def _load_format(name: str) -> Format:
-    """Returns the format called `name`, of qtrace, of an installed package, or of the user."""
-    if name in _packaged():
-        return _packaged()[name]
-    if name not in formats() and not plugins.OWN_CLASS.fullmatch(name):
-        raise ExportError(
-            f"unknown format {name!r}; known: {', '.join(formats())}, or your own as 'pkg.mod:NAME'."
-        )
-    own: Format = plugins.load_object(FORMATS, name, Format)
-    return own
 
 
 make_callable(__name__, export)

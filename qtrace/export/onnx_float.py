@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import ExportError
-from qtrace.export.converted.float_graph import float_graph
 from qtrace.export.converted.graph import ConvertedGraph
+from qtrace.export.converted.plain_graph import float_graph
 from qtrace.export.format import Content, Format
 from qtrace.export.onnx.exporter import OnnxOptions, write_model
 from qtrace.export.onnx.files import check, contents_of

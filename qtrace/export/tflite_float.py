@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from qtrace.errors import ExportError, install
-from qtrace.export.converted.float_graph import float_graph
 from qtrace.export.converted.graph import ConvertedGraph
+from qtrace.export.converted.plain_graph import float_graph
 from qtrace.export.detections import Suppression
 from qtrace.export.format import Format
 from qtrace.export.parameters.base import beside, parameter_file

@@ -13,7 +13,7 @@ from qtrace.data.batches import as_arguments, check_batches
 from qtrace.errors import CalibrationError
 from qtrace.finetuning.settings import FinetuneSettings
 from qtrace.graph.types import TracedModule
-from qtrace.storage.hashing import hash_arrays
+from qtrace.storage.checkpoints import hash_arrays
 
 __all__ = ["Batch", "Data", "Leaves", "Samples", "hold_back", "read", "split_data"]
 

@@ -13,15 +13,17 @@ import os
 import pkgutil
 import re
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from qtrace.errors import ConfigError, Terminated
-from qtrace.plugins.installed import installed, refuse_clashes
+from qtrace.errors import ConfigError, QtraceError, Terminated
+from qtrace.plugins.installed import all_names, installed
 
 __all__ = [
     "OWN_CLASS",
+    "ObjectPlugins",
     "attribute",
     "exported",
     "known",
@@ -32,6 +34,8 @@ __all__ = [
     "resolve",
     "search_current_folder",
 ]
+
+_Plugin = TypeVar("_Plugin")
 
 OWN_CLASS = re.compile(r"(?P<module>[^\W\d]\w*(\.[^\W\d]\w*)*):(?P<name>[^\W\d]\w*(\.[^\W\d]\w*)*)")
 """The name of a user's class, ``pkg.mod:Class``."""
@@ -47,9 +51,7 @@ def known(package: str) -> tuple[str, ...]:
     Raises:
         ConfigError: when an installed package takes the name of another plugin.
     """
-    own = packaged(package)
-    refuse_clashes(package, own)
-    return tuple(sorted((*own, *installed(package))))
+    return all_names(package, packaged(package))
 
 
 def packaged(package: str) -> tuple[str, ...]:
@@ -78,16 +80,11 @@ def resolve(package: str, name: str, base: type) -> type:
         ConfigError: when the name is unknown (the known ones are listed), its module cannot be imported, or
             it names no concrete subclass of `base`.
     """
-    own = OWN_CLASS.fullmatch(name) if isinstance(name, str) else None
-    if own:
-        cls = _import(own["module"], own["name"], f"a subclass of {base.__name__}")
+    if isinstance(name, str) and OWN_CLASS.fullmatch(name):
+        cls = _import(name, f"a subclass of {base.__name__}")
     elif name in (names := known(package)):
         value = installed(package).get(name)
-        cls = (
-            _import_value(value, f"a subclass of {base.__name__}")
-            if value
-            else _only_class(f"{package}.{name}")
-        )
+        cls = _import(value, f"a subclass of {base.__name__}") if value else _only_class(f"{package}.{name}")
     else:
         raise ConfigError(
             f"{package} has no {name!r}: choose one of {', '.join(names) or '(none)'}, or name your own as "
@@ -104,26 +101,71 @@ def resolve(package: str, name: str, base: type) -> type:
     return cls
 
 
-def load_object(group: str, name: str, kind: type, own: Collection[str] = ()) -> Any:
-    """Returns the object of a plugin that is no class: a backend, a runtime, a tuple of rules.
+@dataclass(frozen=True)
+class ObjectPlugins(Generic[_Plugin]):
+    """A kind of plugin that is an object, not a class: backends, runtimes, formats and contracts.
+
+    One of qtrace's own is a module of ``package`` with a constant named for the class, such as ``BACKEND``.
+
+    Attributes:
+        package: the dotted name of the plugin package.
+        group: the group of entry points, such as ``qtrace.backends``.
+        kind: the class of the objects.
+        error: the error for an unknown name.
+    """
+
+    package: str
+    group: str
+    kind: type[_Plugin]
+    error: type[QtraceError] = ConfigError
+
+    def packaged(self) -> tuple[str, ...]:
+        """Lists the names of qtrace's own plugins of the kind, sorted."""
+        return packaged(self.package)
+
+    def known(self) -> tuple[str, ...]:
+        """Lists the names of all plugins of the kind, sorted: qtrace's own and those of installed packages.
+
+        Raises:
+            ConfigError: when an installed package takes the name of another plugin.
+        """
+        return all_names(self.group, self.packaged())
+
+    def get(self, name: str) -> _Plugin:
+        """Returns a plugin.
+
+        Args:
+            name: a known name, or ``pkg.mod:NAME``.
+
+        Raises:
+            QtraceError: `error` when the name is unknown; the message lists the known ones.
+            ConfigError: when the name is of two plugins, its module cannot be imported, or the object is of
+                another class.
+        """
+        noun, names = self.kind.__name__, self.known()
+        if name in self.packaged():
+            own: _Plugin = getattr(importlib.import_module(f"{self.package}.{name}"), noun.upper())
+            return own
+        if name not in names and not OWN_CLASS.fullmatch(name):
+            raise self.error(
+                f"unknown {noun.lower()} {name!r}; known: {', '.join(names)}, or your own as 'pkg.mod:NAME'."
+            )
+        return load_object(self.group, name, self.kind)
+
+
+def load_object(group: str, name: str, kind: type[_Plugin]) -> _Plugin:
+    """Returns the object of an entry point, or of ``pkg.mod:NAME``.
 
     Args:
         group: the group of entry points, such as ``qtrace.backends``.
-        name: ``pkg.mod:NAME``, or the name of an entry point.
+        name: the name of an entry point in it, or ``pkg.mod:NAME``.
         kind: the class of the object.
-        own: the names of qtrace's own plugins, for the message.
 
     Raises:
-        ConfigError: when the name is unknown (the known ones are listed), its module cannot be imported, or
-            the object is of another class.
+        ConfigError: when its module cannot be imported, or the object is of another class.
     """
-    value = name if OWN_CLASS.fullmatch(name) else installed(group).get(name)
-    if value is None:
-        noun, names = group.rpartition(".")[2].removesuffix("s").replace("_", " "), (*own, *installed(group))
-        raise ConfigError(
-            f"unknown {noun} {name!r}; known: {', '.join(sorted(names))}, or your own as 'pkg.mod:NAME'."
-        )
-    plugin = _import_value(value, f"an object of {kind.__name__}")
+    value = installed(group).get(name, name)
+    plugin = _import(value, f"an object of {kind.__name__}")
     if not isinstance(plugin, kind):
         raise ConfigError(
             f"{value!r} is of type {type(plugin).__name__}: define it as an object of "
@@ -144,7 +186,7 @@ def load_installed(group: str, kind: type) -> tuple[Any, ...]:
     """
     objects: list[Any] = []
     for value in installed(group).values():
-        plugin = _import_value(value, f"an object of {kind.__name__}")
+        plugin = _import(value, f"an object of {kind.__name__}")
         several = plugin if isinstance(plugin, tuple) else (plugin,)
         if wrong := [item for item in several if not isinstance(item, kind)]:
             raise ConfigError(
@@ -207,14 +249,14 @@ def search_current_folder() -> None:
         sys.path.insert(0, folder)
 
 
-def _import_value(value: str, definition: str) -> Any:
-    """Returns what an entry point or ``pkg.mod:NAME`` names; an entry point may name a module."""
-    module, _, name = value.partition(":")
-    return _import(module.strip(), name.strip(), definition)
+def _import(value: str, definition: str) -> Any:
+    """Returns what an entry point or ``pkg.mod:NAME`` names; an entry point may name a module.
 
-
-def _import(module: str, name: str, definition: str) -> Any:
-    """Returns the object `name` of a user's module; `definition` says what it has to be."""
+    Args:
+        value: the module, and the name in it behind a colon.
+        definition: what the user has to define there, for the message.
+    """
+    module, name = (part.strip() for part in f"{value}:".split(":")[:2])
     spelled = f"{module}:{name}" if name else module
     try:
         imported = importlib.import_module(module)

@@ -124,7 +124,7 @@ def _problem(function: Callable[..., Any], value: Any, kinds: list[str]) -> str 
         if kind in _PLAIN or kind.partition("[")[0] in _PLAIN:
             text, accepts = _PLAIN.get(kind) or _PLAIN[kind.partition("[")[0]]
         elif (cls := _own_class(function, kind)) is not None:
-            text, accepts = _with_article(cls.__name__), functools.partial(_is_instance, cls)
+            text, accepts = _with_article(cls.__name__), cls.__instancecheck__
         elif not _LISTED.match(kind):
             return None
         else:
@@ -142,10 +142,8 @@ def _problem_of_entries(value: Any, kind: str) -> str | None:
     if match is None or not isinstance(value, (list, tuple, set, frozenset)):
         return None
     text, accepts = _PLAIN[match[1]]
-    wrong = next((entry for entry in value if not accepts(entry)), None)
-    if all(accepts(entry) for entry in value):
-        return None
-    return f"a list whose entries are each {text}, not {_shown(wrong)}"
+    wrong = [entry for entry in value if not accepts(entry)]
+    return f"a list whose entries are each {text}, not {_shown(wrong[0])}" if wrong else None
 
 
 def _own_class(function: Callable[..., Any], name: str) -> type | None:
@@ -153,10 +151,6 @@ def _own_class(function: Callable[..., Any], name: str) -> type | None:
     cls = getattr(sys.modules.get(function.__module__), name, None)
     known = inspect.isclass(cls) and cls.__module__.startswith("qtrace.") and name not in _CHECKED_ELSEWHERE
     return cls if known and not getattr(cls, "_is_protocol", False) else None
-
-
-def _is_instance(cls: type, value: Any) -> bool:
-    return isinstance(value, cls)
 
 
 def _with_article(name: str) -> str:

@@ -14,13 +14,12 @@ from types import MappingProxyType
 
 from qtrace.errors import ConfigError
 
-__all__ = ["BACKENDS", "COMPOSITES", "FORMATS", "OP_RULES", "RUNTIMES", "installed", "refuse_clashes"]
+__all__ = ["BACKENDS", "COMPOSITES", "FORMATS", "OP_RULES", "all_names", "installed"]
 
 BACKENDS = "qtrace.backends"
 COMPOSITES = "qtrace.composites"
 FORMATS = "qtrace.formats"
 OP_RULES = "qtrace.op_rules"
-RUNTIMES = "qtrace.runtimes"
 
 
 @functools.cache
@@ -28,8 +27,7 @@ def installed(group: str) -> Mapping[str, str]:
     """Lists the plugins of one kind that installed packages declare: name -> ``pkg.mod:NAME``, by name.
 
     Args:
-        group: the group of entry points: one of the constants of this module, or ``qtrace.observers``,
-            ``qtrace.fakequant`` or ``qtrace.ptq``.
+        group: the group of entry points, such as ``qtrace.backends``.
 
     Raises:
         ConfigError: when two packages declare one name.
@@ -45,15 +43,15 @@ def installed(group: str) -> Mapping[str, str]:
     return MappingProxyType({name: entry.value for name, entry in plugins.items()})
 
 
-def refuse_clashes(group: str, own: Collection[str]) -> None:
-    """Refuses an installed plugin with the name of one of qtrace's own.
+def all_names(group: str, own: Collection[str]) -> tuple[str, ...]:
+    """Lists the names of all plugins of one kind, sorted: qtrace's own and those of installed packages.
 
     Args:
         group: the group of entry points.
         own: the names of qtrace's own plugins of the kind.
 
     Raises:
-        ConfigError: when there is one.
+        ConfigError: when an installed package takes the name of one of qtrace's own.
     """
     for name, value in installed(group).items():
         if name in own:
@@ -61,6 +59,7 @@ def refuse_clashes(group: str, own: Collection[str]) -> None:
                 f"an installed package declares {name!r} in {group}, as {value}: qtrace itself has one of "
                 "that name, so name this one as 'pkg.mod:NAME', or rename its entry point."
             )
+    return tuple(sorted((*own, *installed(group))))
 
 
 def _origin(entry: metadata.EntryPoint) -> str:

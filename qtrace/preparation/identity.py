@@ -10,7 +10,7 @@ from megengine import Tensor
 from qtrace.graph.edit import RECORD_ATTRIBUTE
 from qtrace.graph.tensors import read_array
 from qtrace.graph.types import TracedModule
-from qtrace.storage.hashing import hash_arrays
+from qtrace.storage.checkpoints import hash_arrays
 
 __all__ = ["graph_hash", "hash_tensors"]
 

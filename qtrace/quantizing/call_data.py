@@ -17,7 +17,7 @@ from megengine.module import Module
 from qtrace.config import QConfig
 from qtrace.data import Batch, DataSource
 from qtrace.data.base import batch_length
-from qtrace.data.values import find_labels, names_labels, without_labels
+from qtrace.data.opening import find_labels, names_labels, without_labels
 from qtrace.data.whole import describe_left_out, whole_batches
 from qtrace.graph.interface import read_inputs
 from qtrace.graph.signature import argument_names

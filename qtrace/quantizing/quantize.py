@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from qtrace.config import QConfig
-from qtrace.config.precision import is_precision
+from qtrace.config.checking import is_precision
 from qtrace.errors import ConfigError
 from qtrace.graph.types import TracedModule
 from qtrace.onnxfile.growth import describe_growth

@@ -8,7 +8,7 @@ from typing import Any
 
 from qtrace.config import QConfig, backends
 from qtrace.config import recipe as recipes
-from qtrace.config.precision import is_precision
+from qtrace.config.checking import is_precision
 from qtrace.config.recipe import as_qconfig
 from qtrace.config.rule import FloatType
 from qtrace.config.targeting import config_for_target, place_of_target

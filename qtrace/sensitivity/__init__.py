@@ -15,7 +15,7 @@ from qtrace.display import progress_bar
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.twin import describe_changed_weights, float_twin
 from qtrace.plugins.arguments import check_arguments
-from qtrace.plugins.callable_package import make_callable
+from qtrace.plugins.packages import make_callable
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.record import is_quantized
 from qtrace.sensitivity.detection import DetectionLoss, Level

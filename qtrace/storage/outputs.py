@@ -1,18 +1,27 @@
-"""Outputs that appear whole or not at all."""
+"""Outputs that appear whole or not at all.
+
+A lock on a folder: one run at a time writes to it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import json
 import os
 import shutil
+import socket
+import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from qtrace.errors import QtraceError
 from qtrace.process import engine
 from qtrace.process.signals import undisturbed
 from qtrace.storage import files
-from qtrace.storage.lock import locked
+from qtrace.storage.files import parse_document
 from qtrace.storage.ownership import foreign_output
 
 __all__ = [
@@ -20,6 +29,7 @@ __all__ = [
     "WORK",
     "check_foreign",
     "has_parts",
+    "locked",
     "output_file",
     "output_folder",
     "resumable_folder",
@@ -83,10 +93,8 @@ def resumable_folder(
     _check_replaceable(path, target, (*names, WORK), force or _unfinished(target))
     with _workspace(path, target, path) as folder:
         created, work = not target.exists(), target / WORK
-        try:
+        with _refusing(path, "written"):
             work.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise QtraceError(f"{path} cannot be written: {error.strerror}.") from error
         with contextlib.ExitStack() as stack:
             stack.callback(_remove_empty, work, *([target] if created else []))
             stack.enter_context(locked(work / "lock", str(path), note))
@@ -142,10 +150,17 @@ def _remove_empty(*folders: Path) -> None:
 def _replace(path: Path, target: Path, folder: Path) -> None:
     """Replaces ``target``, which the user names ``path``, by ``folder``, after MegEngine has finished."""
     engine.synchronize()
-    try:
+    with _refusing(path, "replaced"):
         files.replace_folder(target, folder)
+
+
+@contextlib.contextmanager
+def _refusing(subject: Path | str, action: str) -> Iterator[None]:
+    """Says of an error of the system what cannot be done, such as ``written``, to a file or folder."""
+    try:
+        yield
     except OSError as error:
-        raise QtraceError(f"{path} cannot be replaced: {error.strerror}.") from error
+        raise QtraceError(f"{subject} cannot be {action}: {error.strerror or error}.") from error
 
 
 def check_foreign(path: Path, beside: Iterable[Path] = (), *, force: bool) -> None:
@@ -159,10 +174,8 @@ def check_foreign(path: Path, beside: Iterable[Path] = (), *, force: bool) -> No
     Raises:
         QtraceError: when ``path`` exists and qtrace did not write it, or when it cannot be read.
     """
-    try:
+    with _refusing(path, "read"):
         reason = "" if force else foreign_output(path, beside)
-    except OSError as error:
-        raise QtraceError(f"{path} cannot be read: {error.strerror or error}.") from error
     if reason:
         raise QtraceError(f"{reason}. Name another file, or replace it with force=True.")
 
@@ -190,12 +203,9 @@ def output_file(path: Path, *, force: bool = False) -> Iterator[Path]:
         yield folder / target.name
         engine.synchronize()
         check_foreign(path, (path.parent / file.name for file in folder.iterdir()), force=force)
-        try:
-            with undisturbed():  # several files change together
-                for file in sorted(folder.iterdir(), key=lambda file: file.name == target.name):
-                    os.replace(file, target.parent / file.name)
-        except OSError as error:
-            raise QtraceError(f"{path} cannot be replaced: {error.strerror}.") from error
+        with _refusing(path, "replaced"), undisturbed():  # several files change together
+            for file in sorted(folder.iterdir(), key=lambda file: file.name == target.name):
+                os.replace(file, target.parent / file.name)
 
 
 def _check_replaceable(path: Path, target: Path, names: tuple[str, ...], force: bool) -> None:
@@ -247,3 +257,73 @@ def _workspace(path: Path, target: Path, shown: Path) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
             os.close(lock)
             _remove_empty(*missing)
+
+
+@contextmanager
+def locked(path: Path, subject: str, note: Callable[[str], None] = lambda text: None) -> Iterator[None]:
+    """Holds the lock file ``path`` inside the block.
+
+    The operating system releases the lock when the process ends, however it ends. A lock file that nobody has
+    locked is therefore stale and is taken over, unless it comes from another host, whose locks are not seen.
+
+    Args:
+        path: the lock file; it is removed at the end.
+        subject: the locked folder or run, as messages name it.
+        note: called with a message when a stale lock is taken over.
+
+    Raises:
+        QtraceError: when another process holds the lock; the message names process and host. Also when the
+            lock cannot be written.
+    """
+    with _refusing(subject, "locked"):
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            removed = not path.exists() or path.stat().st_ino != os.fstat(handle).st_ino
+            if removed:  # its owner ended between opening and locking
+                raise OSError
+        except OSError:
+            raise QtraceError(
+                f"{subject} is being written by {_describe(_read(handle))}: wait until that ends, or name "
+                "another folder."
+            ) from None
+        owner = _read(handle)
+        if owner and owner.get("host") != socket.gethostname():
+            raise QtraceError(
+                f"{subject} was locked by {_describe(owner)}, of which nothing is known here: remove {path} "
+                "if that process has ended."
+            )
+        if owner:
+            note(f"the lock of {_describe(owner)}, which has ended, was taken over")
+        try:
+            _write(handle, subject)
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+    finally:
+        os.close(handle)
+
+
+def _write(handle: int, subject: str) -> None:
+    """Writes down who holds the lock."""
+    record = {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+    }
+    with _refusing(subject, "locked"):
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, json.dumps(record).encode(), 0)
+
+
+def _read(handle: int) -> dict[str, Any]:
+    try:
+        return parse_document(os.pread(handle, 4096, 0) or b"{}")
+    except ValueError:
+        return {"pid": "unknown", "host": socket.gethostname()}
+
+
+def _describe(owner: dict[str, Any]) -> str:
+    since = f", since {owner['since']}" if "since" in owner else ""
+    return f"process {owner.get('pid', 'unknown')} on {owner.get('host', 'an unknown host')}{since}"

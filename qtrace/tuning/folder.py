@@ -10,7 +10,7 @@ from typing import Any
 
 from qtrace.errors import QtraceError
 from qtrace.storage.files import parse_document, replacing
-from qtrace.storage.lock import locked
+from qtrace.storage.outputs import locked
 
 __all__ = ["BEST", "FILES", "PAGE", "SEARCH", "SUMMARY", "TRIALS", "search_folder", "write_text"]
 

@@ -26,12 +26,12 @@ from qtrace.verification.causes import likely_causes, optimized_kernel_cause
 from qtrace.verification.crosscheck import Disagreement, cross_check
 from qtrace.verification.float_check import FloatCheck
 from qtrace.verification.float_outputs import FloatOutputs
+from qtrace.verification.other_sizes import by_sample
 from qtrace.verification.report import VerifyReport
 from qtrace.verification.runs import BatchRun, File, OpByOp
 from qtrace.verification.runtimes import get as get_runtime
 from qtrace.verification.runtimes import runs_optimized
 from qtrace.verification.runtimes.base import Runtime
-from qtrace.verification.samples import by_sample
 from qtrace.verification.tallies import CrossCheck, too_many
 
 __all__ = ["FirstDifference", "bisect"]

@@ -32,13 +32,12 @@ from qtrace.runtimes.host import RuntimeHost
 from qtrace.verification.crosscheck import cross_check
 from qtrace.verification.float_check import FloatCheck
 from qtrace.verification.float_outputs import FloatOutputs
-from qtrace.verification.other_sizes import at_other_sizes
+from qtrace.verification.other_sizes import at_other_sizes, by_sample
 from qtrace.verification.report import VerifyReport
 from qtrace.verification.runs import BatchRun, EndToEnd, File, OpByOp, SameRows, tied_inputs
 from qtrace.verification.runtimes import describe_choice, runs_optimized
 from qtrace.verification.runtimes import get as get_runtime
 from qtrace.verification.runtimes.base import Runtime, RuntimeRun, Session
-from qtrace.verification.samples import by_sample
 from qtrace.verification.selections import read_runtime_places
 from qtrace.verification.tallies import DifferenceTally
 

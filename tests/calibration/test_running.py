@@ -22,7 +22,7 @@ from qtrace.errors import CalibrationError, DataError
 from qtrace.graph.types import TracedModule
 from qtrace.observers.base import to_dict
 from qtrace.preparation.model import QuantizedModel
-from qtrace.storage.archives import pack_arrays, unpack_arrays
+from qtrace.storage.checkpoints import pack_arrays, unpack_arrays
 from qtrace.storage.outputs import has_parts
 from qtrace.workers.job import Outcome
 from qtrace.workers.ray import do_elsewhere

@@ -17,7 +17,7 @@ from qtrace.calibration import segments
 from qtrace.calibration.choice import Chosen, choose_segments
 from qtrace.calibration.segments import OnnxSegments
 from qtrace.errors import ConfigError, ExportError
-from qtrace.export.onnx.prepared_segment import PreparedSegments
+from qtrace.export.onnx.segment import PreparedSegments
 from qtrace.graph import stepping
 from qtrace.graph.stepping import GraphSegment, keep
 from qtrace.graph.walk import exprs

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import qtrace
-from qtrace.calibration.spoiled import read_far
+from qtrace.calibration.observing import read_far
 from qtrace.errors import CalibrationError
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.record import fake_quants

@@ -11,8 +11,7 @@ import pytest
 import yaml
 
 from qtrace.config import QConfig, backends
-from qtrace.config.linting import mistakes
-from qtrace.config.precision import SYMMETRIC
+from qtrace.config.checking import SYMMETRIC, mistakes
 from qtrace.config.recipe import load_recipe, recipe_names
 from qtrace.config.tree import Tree, read
 from qtrace.config.written import resolve_recipe

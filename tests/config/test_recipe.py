@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qtrace.config import QConfig, Spec, recipe
-from qtrace.config.precision import is_precision
+from qtrace.config.checking import is_precision
 from qtrace.config.recipe import as_qconfig, config_or_default, dump_recipe, load_recipe, recipe_names
 from qtrace.config.written import resolve_recipe
 from qtrace.errors import ConfigError, QtraceError

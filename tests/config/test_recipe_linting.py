@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from qtrace.config import QConfig
-from qtrace.config.linting import mistakes
+from qtrace.config.checking import mistakes
 from tests.each import each_of
 
 CONV: dict[str, Any] = {"match": {"op": "conv2d"}}

@@ -8,7 +8,7 @@ from pathlib import Path
 from hypothesis import strategies as st
 
 from qtrace.config import QConfig
-from qtrace.config.linting import mistakes
+from qtrace.config.checking import mistakes
 from qtrace.config.recipe import dump_recipe, load_recipe
 from qtrace.config.spec import specs
 from qtrace.errors import ConfigError

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from qtrace.storage.archives import pack_arrays, unpack_arrays
+from qtrace.storage.checkpoints import pack_arrays, unpack_arrays
 from tests.fuzz.mutation import mutated
 
 ARRAYS = {

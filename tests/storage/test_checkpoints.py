@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from qtrace.errors import QtraceError
-from qtrace.storage.archives import pack_arrays
-from qtrace.storage.checkpoints import Checkpoint, OtherIdentityError, pack, unpack, write
+from qtrace.storage.checkpoints import Checkpoint, OtherIdentityError, pack, pack_arrays, unpack, write
 from tests.each import each_of
 
 ARRAYS = {"a": np.float32([1, 2]), "b/c": np.zeros((0, 2), np.int64)}

@@ -8,7 +8,7 @@ from megengine import Parameter, Tensor
 
 from qtrace.finetuning.data import Batch, Samples
 from qtrace.preparation.identity import graph_hash
-from qtrace.storage.hashing import hash_arrays
+from qtrace.storage.checkpoints import hash_arrays
 
 A = np.arange(6, dtype=np.float32).reshape(2, 3)
 SCALAR = np.array(3, np.int64)

@@ -13,13 +13,12 @@ from pathlib import Path
 import pytest
 
 from qtrace.errors import QtraceError
-from qtrace.storage.lock import locked
-from qtrace.storage.outputs import resumable_folder
+from qtrace.storage.outputs import locked, resumable_folder
 from tests.each import each_of
 
 _HOLDER = """
 import sys, pathlib
-from qtrace.storage.lock import locked
+from qtrace.storage.outputs import locked
 with locked(pathlib.Path(sys.argv[1]), "out"):
     print("held", flush=True)
     sys.stdin.read()

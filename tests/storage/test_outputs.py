@@ -62,5 +62,8 @@ def test_an_error_names_the_output_and_no_temporary_file(tmp_path):
     ):
         raise QtraceError(f"{folder / 'a'} is wrong: repair it.")
     assert str(caught.value) == f"{tmp_path / 'q' / 'a'} is wrong: repair it."
-    with pytest.raises(QtraceError, match=r"^float\.onnx is wrong"), files.temporary_folder("x-") as folder:
+    with (
+        pytest.raises(QtraceError, match=r"^float\.onnx is wrong"),
+        files.temporary_folder(tmp_path / "x") as folder,
+    ):
         raise QtraceError(f"{folder / 'float.onnx'} is wrong: repair it.")

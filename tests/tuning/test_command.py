@@ -12,7 +12,7 @@ from click.testing import CliRunner
 import qtrace
 from qtrace import cli
 from qtrace.cli.commands.tune import tune
-from qtrace.storage.lock import locked
+from qtrace.storage.outputs import locked
 from tests.each import each_of
 from tests.tuning.test_search import data, small
 

@@ -83,7 +83,7 @@ def quantize(
     metric = judged["metric"]
     with console.work():
         import qtrace
-        from qtrace.config.precision import is_precision
+        from qtrace.config.checking import is_precision
         from qtrace.config.recipe import is_packaged
         from qtrace.quantizing.targets import choose_config
 

@@ -142,7 +142,7 @@ def check(
 def _without_model(file: str, allow_code: bool) -> tuple[Any, list[str]]:
     """Loads the config, None if that fails, and lists its mistakes."""
     import qtrace
-    from qtrace.config.linting import mistakes
+    from qtrace.config.checking import mistakes
     from qtrace.errors import ConfigError
 
     try:

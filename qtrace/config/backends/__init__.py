@@ -6,28 +6,15 @@ A backend of your own is ``pkg.mod:NAME``, or an entry point in the group ``qtra
 from __future__ import annotations
 
 import dataclasses
-import importlib
 
-from qtrace import plugins
 from qtrace.config.backends.base import Backend
-from qtrace.plugins.installed import BACKENDS, installed, refuse_clashes
+from qtrace.plugins import ObjectPlugins
+from qtrace.plugins.installed import BACKENDS
 
 __all__ = ["Backend", "get", "known", "packaged"]
 
-
-def packaged() -> tuple[str, ...]:
-    """Lists the names of qtrace's own backends, sorted."""
-    return plugins.packaged(__name__)
-
-
-def known() -> tuple[str, ...]:
-    """Lists the names of all backends, sorted: qtrace's own and the backends of installed packages.
-
-    Raises:
-        ConfigError: when an installed package takes the name of another backend.
-    """
-    refuse_clashes(BACKENDS, packaged())
-    return tuple(sorted((*packaged(), *installed(BACKENDS))))
+_BACKENDS = ObjectPlugins(__name__, BACKENDS, Backend)
+packaged, known = _BACKENDS.packaged, _BACKENDS.known
 
 
 def get(name: str) -> Backend:
@@ -40,8 +27,4 @@ def get(name: str) -> Backend:
         ConfigError: when there is none (the message lists the backends), its module cannot be imported, or
             it is no `Backend`.
     """
-    if name in packaged():
-        refuse_clashes(BACKENDS, [name])
-        own: Backend = importlib.import_module(f"{__name__}.{name}").BACKEND
-        return own
-    return dataclasses.replace(plugins.load_object(BACKENDS, name, Backend, packaged()), name=name)
+    return dataclasses.replace(_BACKENDS.get(name), name=name)

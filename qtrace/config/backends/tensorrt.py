@@ -15,10 +15,10 @@ Layers that are no faster on integers stay float: thin products and convolutions
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from qtrace.config.backends.base import Backend, Limits
-from qtrace.scheme import QScheme
+from qtrace.config.backends.tensorrt_10 import BACKEND as _IMPLICIT
 
 if TYPE_CHECKING:
     from qtrace.ops import OpCall
@@ -57,23 +57,12 @@ def _outer_sizes(call: OpCall) -> tuple[int, int]:
     return (shape[-2] if len(shape) > 1 else 1), (shape[-1] if shape else 1)
 
 
-BACKEND = Backend(
+BACKEND = replace(
+    _IMPLICIT,
     name="tensorrt",
-    activation=QScheme(bits=8, signed=True, symmetric=True, rounding="half_even"),
-    # Activations use -128, weights do not.
-    weight=QScheme(bits=8, signed=True, symmetric=True, narrow=True, axis=0, rounding="half_even"),
     ops=frozenset(f"{_HEADS} concat stack".split()),
     fused=dict.fromkeys(_HEADS.split(), frozenset(_FUNCTIONS.split())),
-    ties_concat=True,
-    rounds_around_float=True,
-    without_kernels=frozenset({"Inverse"}),
-    limits={
-        "activation": Limits(bits=(8,), per_channel=False, affine=False, signed=True, narrow=False),
-        # Weights of fewer bits fit into int8.
-        "weight": Limits(bits=(2, 3, 4, 5, 6, 7, 8), per_channel=True, affine=False, signed=True),
-    },
     biases="float",
-    device="an NVIDIA GPU with TensorRT",
     added_unrounded=frozenset(_CONVS.split()),
     rounds_for_readers=True,
     slower=_slower,

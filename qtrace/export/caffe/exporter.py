@@ -15,9 +15,9 @@ import numpy as np
 from qtrace.errors import ExportError, install
 from qtrace.export.caffe.ops import EMITTERS
 from qtrace.export.caffe.writer import CaffeWriter
-from qtrace.export.converted.float_graph import float_graph
 from qtrace.export.converted.graph import ConvertedGraph, ConvertedOp
 from qtrace.export.converted.located import refusal
+from qtrace.export.converted.plain_graph import float_graph
 from qtrace.export.format import Format
 from qtrace.export.parameters.base import beside, parameter_file
 from qtrace.export.parameters.sites import Names, ParameterLayer, site_table

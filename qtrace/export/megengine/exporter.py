@@ -17,8 +17,8 @@ from megengine import Tensor
 from megengine.jit import trace
 
 from qtrace.errors import ExportError
-from qtrace.export.converted.allow_float import float_kinds
 from qtrace.export.converted.graph import ConvertedGraph
+from qtrace.export.float_types import float_kinds
 from qtrace.export.format import Format
 from qtrace.export.megengine.graph import QuantizedGraph
 from qtrace.graph.names import unused_name

@@ -37,7 +37,7 @@ from qtrace.graph.msc.document import BLOCK
 from qtrace.graph.msc.kinds import standard_calls
 from qtrace.graph.types import GetAttr
 from qtrace.graph.walk import owner
-from qtrace.storage.archives import pack_arrays
+from qtrace.storage.checkpoints import pack_arrays
 
 __all__ = ["FORMAT"]
 

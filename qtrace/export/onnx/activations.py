@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qtrace.errors import ExportError, install
-from qtrace.export.converted.float_graph import bare_graph
 from qtrace.export.converted.open_axes import SharedAxes
+from qtrace.export.converted.plain_graph import bare_graph
 from qtrace.graph.opaque import divides_by_inputs
 from qtrace.graph.types import TracedModule
 from qtrace.onnxfile import external_data

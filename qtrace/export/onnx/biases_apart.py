@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from qtrace.graph.names import unused_name
+from qtrace.export.onnx.naming import claim_name
 from qtrace.onnxfile.model import OnnxModel
 
 __all__ = ["write_biases_apart"]
@@ -56,8 +56,7 @@ def write_biases_apart(model: Any) -> int:
         for layer in layers:
             result = layer.output[0]
             del layer.input[2:]
-            layer.output[0] = unused_name(f"{result}_without_bias", names.__contains__)
-            names.add(layer.output[0])
+            layer.output[0] = claim_name(f"{result}_without_bias", names)
             sums[layer.output[0]] = helper.make_node(
                 "Add", [layer.output[0], bias], [result], name=f"{result}_Add"
             )

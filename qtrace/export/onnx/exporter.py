@@ -27,7 +27,7 @@ from qtrace.export.converted.graph import ConvertedGraph, ConvertedOp
 from qtrace.export.converted.located import located, site_expr
 from qtrace.export.converted.open_axes import SharedAxes, Types, find_declared_axes
 from qtrace.export.converted.plain_graph import PlainGraph
-from qtrace.export.onnx.kernels import softmax_overflows
+from qtrace.export.onnx.norms import softmax_overflows
 from qtrace.export.onnx.site_writer import SiteWriter
 from qtrace.graph.dataflow import static_nodes
 from qtrace.graph.interface import Interface, read_interface
@@ -93,7 +93,7 @@ def write_model(converted: ConvertedGraph, options: OnnxOptions) -> tuple[OnnxEx
         ExportError: when ONNX cannot express a node, naming it, or onnx is not installed.
     """
     exporter = OnnxExporter(converted, options)
-    from qtrace.export.onnx.copied_versions import CopiedFormError
+    from qtrace.export.onnx.opset import CopiedFormError
 
     try:
         return exporter, exporter.run()
@@ -224,7 +224,7 @@ class OnnxExporter:
         """Gives tensors the names and types of the imported file; returns metadata on inputs and outputs."""
         from qtrace.export.onnx.detections import add_detections
         from qtrace.export.onnx.ends import PREPROCESS, add_preprocessing, choose_names
-        from qtrace.export.onnx.interface import restore_interface
+        from qtrace.export.onnx.origin import restore_interface
 
         ends = [list(zip(self.graph.inputs, (i.name for i in infos), strict=True))]
         ends.append(list(zip(self.graph.outputs, (o.name for o in outputs), strict=True)))

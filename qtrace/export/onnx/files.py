@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from qtrace.errors import ExportError
-from qtrace.export.converted.allow_float import float_kinds
 from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.converted.plain_graph import PlainGraph
 from qtrace.export.detections import Suppression
-from qtrace.export.float_types import asks_float16
+from qtrace.export.float_types import asks_float16, float_kinds
 from qtrace.export.format import Content, Format
 from qtrace.export.onnx.exporter import OnnxOptions, write_model
 from qtrace.export.onnx.weight_types import kinds_in_float, stores_unsigned, write_weight_types
@@ -100,11 +99,15 @@ def files_with(
     if unsigned:
         options = replace(options, floats=options.floats | kinds_in_float(converted))
     exporter, model = write_model(converted, options)
-    from qtrace.export.onnx import forked_layers
     from qtrace.export.onnx.biases_apart import write_biases_apart
-    from qtrace.export.onnx.float_layers import TARGETS, hold_float_layers
+    from qtrace.export.onnx.compact_tensors import write_integer_tables, write_repeated
+    from qtrace.export.onnx.held_layers import (
+        OPENVINO_TARGETS,
+        TARGETS,
+        hold_float_layers,
+        hold_forked_layers,
+    )
     from qtrace.export.onnx.pools import write_fast_poolings
-    from qtrace.export.onnx.smaller_tensors import write_integer_tables, write_repeated
     from qtrace.export.onnx.whole_columns import choose_columns
 
     plain = isinstance(converted, PlainGraph)
@@ -112,8 +115,8 @@ def files_with(
     write_fast_poolings(model, in_onnxruntime=target == "onnxruntime")
     if target in TARGETS:
         hold_float_layers(model)
-    if target in forked_layers.TARGETS:
-        forked_layers.hold_forked_layers(model)
+    if target in OPENVINO_TARGETS:
+        hold_forked_layers(model)
     if exporter.writer.version_change:
         _LOG.info(exporter.writer.version_change)
     write_weight_types(converted, model, weights, unsigned)

@@ -14,7 +14,7 @@ import numpy as np
 from onnx import NodeProto, TensorProto, helper, numpy_helper, shape_inference
 
 from qtrace.export.float_types import FLOAT16_KEY
-from qtrace.graph.names import unused_name
+from qtrace.export.onnx.naming import claim_name
 from qtrace.onnxfile import external_data
 from qtrace.onnxfile.bodies import read_names, rename_tensors
 from qtrace.preparation.float16 import loses
@@ -168,14 +168,14 @@ class _Writer:
             if name in self.stored:
                 self.halves[name] = self._store(name, wide)
             else:
-                self.halves[name] = self._new(name)
+                self.halves[name] = claim_name(f"{name}_float16", self.used)
                 order.append(_cast(name, self.halves[name], _HALF))
         return self.halves[name]
 
     def _store(self, name: str, wide: set[str]) -> str:
         """Stores a tensor in float16, under its own name if nobody reads it in float32."""
         values = np.clip(self._value(name), -_LARGEST, _LARGEST).astype(np.float16)
-        new = self._new(name) if name in wide else name
+        new = claim_name(f"{name}_float16", self.used) if name in wide else name
         tensor = numpy_helper.from_array(values, new)
         if new == name:
             self.stored[name].CopyFrom(tensor)
@@ -188,14 +188,9 @@ class _Writer:
         if name not in wide:
             self.halves[name] = name
             return name
-        self.halves[name] = self._new(name)
+        self.halves[name] = claim_name(f"{name}_float16", self.used)
         order.append(_cast(self.halves[name], name, _FLOAT))
         return self.halves[name]
-
-    def _new(self, name: str) -> str:
-        new = unused_name(f"{name}_float16", self.used.__contains__)
-        self.used.add(new)
-        return new
 
 
 def _cast(source: str, result: str, kind: int) -> NodeProto:

@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections import Counter
 
 from qtrace.export.converted.plain_graph import PlainGraph
+from qtrace.graph.names import unused_name
 from qtrace.graph.types import Constant, Expr, GetAttr, Node
 
-__all__ = ["ModuleNames", "OutputNames"]
+__all__ = ["ModuleNames", "OutputNames", "claim_name"]
+
+
+def claim_name(name: str, names: set[str]) -> str:
+    """Returns ``name``, with a number if it is used, and adds it to the names of a model."""
+    new = unused_name(name, names.__contains__)
+    names.add(new)
+    return new
 
 
 class OutputNames:

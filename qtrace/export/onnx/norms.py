@@ -1,4 +1,15 @@
-"""ONNX for normalizations and for activation functions that stay float, most of them as several nodes."""
+"""ONNX for normalizations and for activation functions that stay float, most of them as several nodes.
+
+Finds ops that onnxruntime's integer kernels compute wrong, so that the file keeps them in float.
+
+ONNX for hard sigmoid and hard swish: a ``HardSigmoid`` node, or its pieces for a target without a kernel.
+
+OpenVINO computes ``HardSigmoid`` by a reference, value by value in the plain layout, with a change of layout
+before and after it. From ``clip(x + 3, 0, 6) / 6`` it makes an operation of its own, which becomes part of
+the convolution before it, also where it is multiplied by ``x``. Other slopes join the ops next to them.
+
+ONNX for the functions of ``qtrace.graph.functions``: one node where opset 13 has one, else its pieces.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +20,15 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import ExportError
+from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.onnx.opset import OPSETS
 from qtrace.export.onnx.types import Emitter, array, axes_of, operand, parameter_source, unary
 from qtrace.export.onnx.writer import OnnxWriter
 from qtrace.graph.types import TensorNode
 from qtrace.graph.walk import get_module, owner
-from qtrace.ops import OpCall
+from qtrace.ops import OpCall, Role
 
-__all__ = ["NORMS", "write_square"]
+__all__ = ["COMPOSITES", "HARD_SIGMOIDS", "NORMS", "softmax_overflows", "write_square"]
 
 
 def _batch_norm(w: OnnxWriter, call: OpCall) -> None:
@@ -261,4 +273,165 @@ NORMS: dict[str, Emitter] = {
     "gelu": _gelu,
     "softplus": unary("Softplus"),
     "logsigmoid": _logsigmoid,
+}
+
+
+# QLinearSoftmax multiplies by 1 / scale in 32 bits. On overflow, values wrap around to 0: below a
+# scale of 1 / (150 * length of the axis), measured with onnxruntime 1.23 for 2 to 64 values. The bound leaves
+# a margin.
+_LOWEST_SCALE = 1.0 / 100.0
+_MAX_BITS = 8  # of an integer kernel
+
+
+def softmax_overflows(graph: ConvertedGraph, call: OpCall) -> bool:
+    """Whether ``call`` is a softmax whose output has a scale too small for onnxruntime's integer kernel.
+
+    Such a scale means that no probability reached twice 1 / length: attention that is nearly uniform.
+    """
+    if call.kind != "softmax" or len(call.attrs["axis"]) != 1:
+        return False
+    length = int(call.inputs[0].shape[call.attrs["axis"][0]])
+    return any(
+        float(np.min(site.qparams.scale)) * length < _LOWEST_SCALE
+        for site in graph.sites
+        if site.sort == "activation"
+        and site.decision.plan is not None
+        and site.decision.plan.scheme.bits <= _MAX_BITS
+        and _origin(graph, site.source) is call.out
+    )
+
+
+def _origin(graph: ConvertedGraph, node: TensorNode) -> TensorNode:
+    """Returns the node that ``node`` has its values from, before the ops that only move them."""
+    while (call := graph.call(node.expr)) is not None and call.role is Role.CARRY and call.inputs:
+        node = call.inputs[0]
+    return node
+
+
+_SLOPE, _OFFSET = 1.0 / 6.0, 0.5  # of hsigmoid and hswish
+
+
+def _add(w: OnnxWriter, x: str, result: str, slope: float, offset: float) -> str:
+    """Adds ``clip(slope * x + offset, 0, 1)`` and returns the name of its result."""
+    if "HardSigmoid" not in w.in_pieces or not slope > 0:
+        return w.node("HardSigmoid", [x], result, alpha=slope, beta=offset)
+    height, shift = w.scalar(_rounded(1.0 / slope)), w.scalar(_rounded(offset / slope))
+    line = w.node("Add", [x, shift], w.fresh(result))
+    clipped = w.node("Clip", [line, w.scalar(0.0), height], w.fresh(result))
+    return w.node("Div", [clipped, height], result)
+
+
+def _rounded(value: float) -> float:
+    """Returns the whole number that a value misses by rounding errors: OpenVINO compares exactly."""
+    return float(round(value)) if abs(value - round(value)) < 1e-6 * abs(value) else value
+
+
+def _hsigmoid(w: OnnxWriter, call: OpCall) -> None:
+    w.names[call.out] = _add(w, w.name(call.inputs[0]), call.out.name, _SLOPE, _OFFSET)
+
+
+def _hard_sigmoid(w: OnnxWriter, call: OpCall) -> None:
+    slope, offset = call.attrs["slope"], call.attrs["offset"]
+    w.names[call.out] = _add(w, w.name(call.inputs[0]), call.out.name, slope, offset)
+
+
+def _hswish(w: OnnxWriter, call: OpCall) -> None:
+    x = w.name(call.inputs[0])
+    w.emit("Mul", [x, _add(w, x, w.fresh(call.out.name), _SLOPE, _OFFSET)], call.out)
+
+
+HARD_SIGMOIDS: dict[str, Emitter] = {
+    "hsigmoid": _hsigmoid,
+    "hard_sigmoid": _hard_sigmoid,
+    "hswish": _hswish,
+}
+
+
+def _gelu_tanh(w: OnnxWriter, call: OpCall) -> None:
+    """Writes 0.5 * x * (1 + tanh(x * sqrt(2 / pi) * (1 + 0.044715 * x * x)))."""
+    x, base = w.name(call.inputs[0]), call.out.name
+    square = w.node("Mul", [x, x], w.fresh(base))
+    cubic = w.node("Mul", [square, w.scalar(0.044715)], w.fresh(base))
+    factor = w.node("Mul", [w.node("Add", [cubic, w.scalar(1.0)], w.fresh(base)), x], w.fresh(base))
+    inner = w.node("Mul", [factor, w.scalar(math.sqrt(2.0 / math.pi))], w.fresh(base))
+    gate = w.node("Add", [w.node("Tanh", [inner], w.fresh(base)), w.scalar(1.0)], w.fresh(base))
+    w.emit("Mul", [w.node("Mul", [x, w.scalar(0.5)], w.fresh(base)), gate], call.out)
+
+
+def _mish(w: OnnxWriter, call: OpCall) -> None:
+    x, base = w.name(call.inputs[0]), call.out.name
+    gate = w.node("Tanh", [w.node("Softplus", [x], w.fresh(base))], w.fresh(base))
+    w.emit("Mul", [x, gate], call.out)
+
+
+def _rms_norm(w: OnnxWriter, call: OpCall) -> None:
+    a, x, base = call.attrs, w.name(call.inputs[0]), call.out.name
+    square = write_square(w, x, [a["axis"]], len(call.inputs[0].shape), base)
+    mean = w.node("ReduceMean", [square], w.fresh(base), axes=[a["axis"]], keepdims=1)
+    spread = w.node("Sqrt", [w.node("Add", [mean, w.scalar(a["eps"])], w.fresh(base))], w.fresh(base))
+    if a["weight"] is None:
+        w.emit("Div", [x, spread], call.out)
+        return
+    standardized = w.node("Div", [x, spread], w.fresh(base))
+    w.emit("Mul", [standardized, operand(w, a["weight"], np.float32)], call.out)
+
+
+def _scale_and_shift(w: OnnxWriter, call: OpCall) -> None:
+    scale, shift = (operand(w, call.attrs[n], np.float32) for n in ("scale", "shift"))
+    product = w.node("Mul", [w.name(call.inputs[0]), scale], w.fresh(call.out.name))
+    w.emit("Add", [product, shift], call.out)
+
+
+def _attention(w: OnnxWriter, call: OpCall) -> None:
+    query, key, value = call.inputs[:3]
+    base, rank = call.out.name, len(key.shape)
+    order = [*range(rank - 2), rank - 1, rank - 2]
+    turned = w.node("Transpose", [w.name(key)], w.fresh(base), perm=order)
+    scores = w.node("MatMul", [w.name(query), turned], w.fresh(base))
+    if call.attrs["scale"] != 1.0:
+        scores = w.node("Mul", [scores, w.scalar(call.attrs["scale"])], w.fresh(base))
+    mask, bias = call.attrs["mask"], call.attrs["bias"]
+    if bias is not None:
+        scores = w.node("Add", [scores, operand(w, bias, np.float32)], w.fresh(base))
+    if mask is not None and len(mask.shape) > rank:
+        sizes = [*(int(n) for n in query.shape[1:-1]), int(key.shape[-2])]
+        split = w.node("Reshape", [scores, w.ints([-1, int(mask.shape[1]), *sizes])], w.fresh(base))
+        masked = w.node("Add", [split, operand(w, mask, np.float32)], w.fresh(base))
+        scores = w.node("Reshape", [masked, w.ints([-1, *sizes])], w.fresh(base))
+    elif mask is not None:
+        scores = w.node("Add", [scores, operand(w, mask, np.float32)], w.fresh(base))
+    weights = w.node("Softmax", [scores], w.fresh(base), axis=-1)
+    w.emit("MatMul", [weights, w.name(value)], call.out)
+
+
+def _channel_shuffle(w: OnnxWriter, call: OpCall) -> None:
+    shape, groups, base = [int(n) for n in call.out.shape], call.attrs["groups"], call.out.name
+    x = w.name(call.inputs[0])
+    split = w.node("Reshape", [x, w.ints([0, groups, shape[1] // groups, -1])], w.fresh(base))
+    moved = w.node("Transpose", [split], w.fresh(base), perm=[0, 2, 1, 3])
+    w.emit("Reshape", [moved, w.node("Shape", [x], w.fresh(base))], call.out)
+
+
+def _space_to_depth(w: OnnxWriter, call: OpCall) -> None:
+    block, order, x = call.attrs["block"], call.attrs["order"], w.name(call.inputs[0])
+    if order == (0, 1, 2):
+        w.emit("SpaceToDepth", [x], call.out, blocksize=block)
+        return
+    base, (_, channels, height, width) = call.out.name, (int(n) for n in call.inputs[0].shape)
+    sizes = [0, channels, height // block, block, width // block, block]
+    split = w.node("Reshape", [x, w.ints(sizes)], w.fresh(base))
+    moved = w.node("Transpose", [split], w.fresh(base), perm=[0, *((3, 5, 1)[i] for i in order), 2, 4])
+    target = [0, channels * block * block, height // block, width // block]
+    w.emit("Reshape", [moved, w.ints(target)], call.out)
+
+
+COMPOSITES: dict[str, Emitter] = {
+    "erf": unary("Erf"),
+    "gelu_tanh": _gelu_tanh,
+    "mish": _mish,
+    "rms_norm": _rms_norm,
+    "scale_and_shift": _scale_and_shift,
+    "scaled_dot_product_attention": _attention,
+    "channel_shuffle": _channel_shuffle,
+    "space_to_depth": _space_to_depth,
 }

@@ -8,20 +8,16 @@ import numpy as np
 
 from qtrace.errors import ExportError
 from qtrace.export.onnx.arithmetic import ARITHMETIC
-from qtrace.export.onnx.composites import COMPOSITES
-from qtrace.export.onnx.dynamic import DYNAMIC, emit_dynamic_product, is_dynamic
-from qtrace.export.onnx.hard_sigmoids import HARD_SIGMOIDS
 from qtrace.export.onnx.index import INDEXING
-from qtrace.export.onnx.norms import NORMS
+from qtrace.export.onnx.moves import SHAPES
+from qtrace.export.onnx.norms import COMPOSITES, HARD_SIGMOIDS, NORMS
 from qtrace.export.onnx.opaque import OPAQUE
 from qtrace.export.onnx.recurrent import RECURRENT
 from qtrace.export.onnx.reductions import REDUCTIONS
-from qtrace.export.onnx.sampling import SAMPLING
-from qtrace.export.onnx.shapes import SHAPES
-from qtrace.export.onnx.stored_weights import CONTRIB, emit_product
+from qtrace.export.onnx.stored_weights import CONTRIB, DYNAMIC, emit_dynamic_product, emit_product, is_dynamic
 from qtrace.export.onnx.types import Emitter, operand, unary
 from qtrace.export.onnx.weight_layouts import CONVS, TRANSPOSED, has_blocks, keeps_rows, weight_layout
-from qtrace.export.onnx.windows import WINDOWS
+from qtrace.export.onnx.windows import SAMPLING, WINDOWS
 from qtrace.export.onnx.writer import OnnxWriter
 from qtrace.graph.types import TensorNode
 from qtrace.ops import OpCall

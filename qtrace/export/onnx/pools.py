@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from onnx import helper
 
-from qtrace.graph.names import unused_name
+from qtrace.export.onnx.naming import claim_name
 from qtrace.onnxfile.bodies import read_names
 from qtrace.onnxfile.model import OnnxModel
 
@@ -138,8 +138,7 @@ class _Graph(OnnxModel):
 
     def hold(self, name: str, readers: Iterable[Any]) -> None:
         """Lets ``readers`` read a copy of a tensor, which onnxruntime moves no rounding across."""
-        new = unused_name(f"{name}_pooled", self._names.__contains__)
-        self._names.add(new)
+        new = claim_name(f"{name}_pooled", self._names)
         copy = helper.make_node("Max", [name], [new], name=new)
         self._copies[name] = self.producers[copy.output[0]] = copy
         for reader in readers:

@@ -1,19 +1,29 @@
-"""A segment of a converted graph as an ONNX model, to be evaluated without MegEngine."""
+"""A segment of a converted graph as an ONNX model, to be evaluated without MegEngine.
+
+An ONNX model of a part of a prepared graph, as the graph computes it in its current phase.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from qtrace.errors import ExportError, install
-from qtrace.export.converted.graph import ConvertedGraph
+from qtrace.export.converted.graph import ConvertedGraph, ConvertedOp
 from qtrace.export.onnx.exporter import OnnxExporter, OnnxOptions
 from qtrace.export.onnx.opset import at_opset
-from qtrace.graph.types import Expr, TensorNode, TracedModule
+from qtrace.fakequant.base import FakeQuant
+from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
+from qtrace.graph.walk import owner
+from qtrace.numerics import expand_blocks
+from qtrace.preparation.model import QuantizedModel
+from qtrace.scheme import QParams
 
-__all__ = ["segment_model"]
+__all__ = ["PreparedSegments", "segment_model"]
 
 # The first opset at which ONNX's reference evaluator knows every op that qtrace writes.
 _OPSET, _IR_VERSION = 21, 10
@@ -65,3 +75,146 @@ def segment_model(
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", _OPSET)])
     model.ir_version = _IR_VERSION
     return model.SerializeToString(), names
+
+
+class _SegmentExporter(OnnxExporter):
+    """Writes a model that is never stored: the names of an imported file mean nothing there."""
+
+    def _interface(self) -> None:
+        return None
+
+
+class PreparedSegments:
+    """Writes parts of a prepared graph as ONNX models in floats, in which fake quants are ops that round.
+
+    Args:
+        model: the view of a flat prepared module; it is not changed.
+
+    Raises:
+        ExportError: when the package onnx is missing.
+    """
+
+    def __init__(self, model: QuantizedModel) -> None:
+        if importlib.util.find_spec("onnx") is None:
+            raise ExportError(f"the package onnx is not installed: run {install('onnx')}.")
+        # Without sites, fake quants are steps like any op.
+        annotation = dataclasses.replace(model.annotation, sites=(), carried={}, factors={}, folds=())
+        record = dataclasses.replace(model.record, stage="converted", annotation=annotation)
+        self._graph = ConvertedGraph(QuantizedModel(model.module, record=record))
+        self._steps = {step.expr: step for step in self._graph.steps}
+
+    def model(
+        self,
+        exprs: Sequence[Expr],
+        inputs: Mapping[TensorNode, tuple[Any, Sequence[int | None]]],
+        values: Mapping[Node, np.ndarray],
+        outputs: Sequence[TensorNode],
+    ) -> tuple[bytes, list[str], list[str]]:
+        """Writes some exprs as a model.
+
+        Args:
+            exprs: exprs of the graph, in the order of computation.
+            inputs: node that is read from outside -> its type and its shape, with None for a length that
+                varies.
+            values: node -> the value of a parameter, of a constant, or of what is computed only from these.
+            outputs: nodes that the exprs compute.
+
+        Returns:
+            The serialized model and the names of its inputs and outputs, in the order of the arguments.
+
+        Raises:
+            ExportError: when ONNX cannot express an expr.
+        """
+        from onnx import TensorProto, helper
+
+        exporter = _SegmentExporter(self._graph)
+        writer = exporter.writer
+        names = [f"given_{index}" for index in range(len(inputs))]
+        infos = [
+            helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), shape)
+            for name, (dtype, shape) in zip(names, inputs.values(), strict=True)
+        ]
+        writer.reserve(names)
+        writer.names.update(zip(inputs, names, strict=True))
+        writer.values.update(values)
+        for expr in exprs:
+            module, step = owner(expr), self._steps.get(expr)
+            if isinstance(module, FakeQuant):
+                _emit_rounding(exporter, module, expr)
+            elif isinstance(step, ConvertedOp):
+                exporter.emit(step)
+            else:
+                raise ExportError(
+                    f"{expr} computes no tensor, which no ONNX model expresses: use engine megengine."
+                )
+        results, tensors = [], []
+        for index, node in enumerate(outputs):
+            kind = helper.np_dtype_to_tensor_dtype(np.dtype(node.dtype))
+            results.append(writer.node("Identity", [writer.name(node)], f"result_{index}"))
+            tensors.append(helper.make_tensor_value_info(results[-1], kind or TensorProto.FLOAT, None))
+        model = writer.model("segment", infos, tensors, {}, "")
+        try:
+            return model.SerializeToString(), names, results
+        except ValueError as error:
+            raise ExportError("the model is larger than 2 GiB: use engine megengine.") from error
+
+
+def _emit_rounding(exporter: OnnxExporter, module: FakeQuant, expr: Expr) -> None:
+    """Writes the call of a fake quant: nothing in the phase ``float``, else its formula."""
+    writer, (_, source), (out,) = exporter.writer, expr.args, expr.outputs
+    name = writer.name(source)
+    if module.phase == "float":
+        writer.names[out] = name
+        return
+    if module.phase != "quantize" or module.transforms:
+        raise ExportError(f"site {module.site}: its fake quant transforms values: use engine megengine.")
+    qparams = module.qparams()
+    if qparams.scheme.rounding == "half_even" and _fills_its_type(qparams):
+        writer.names[out] = writer.quantize_dequantize(name, out.name, out.name, qparams)
+        return
+    if qparams.scheme.block is not None:
+        parts = expand_blocks(qparams, tuple(int(n) for n in source.shape))
+    else:
+        parts = (qparams.scale.reshape(module.shape), qparams.zero_point.reshape(module.shape))
+    scale, zero = (part.astype(np.float32) for part in parts)
+    writer.names[out] = _emit_formula(exporter, name, out.name, qparams, (scale, zero))
+
+
+def _fills_its_type(qparams: QParams) -> bool:
+    """Whether QuantizeLinear saturates at the ends of the scheme, which has one scale."""
+    scheme = qparams.scheme
+    full = (scheme.qmin, scheme.qmax) == ((-128, 127) if scheme.signed else (0, 255))
+    return full and not qparams.scale.ndim
+
+
+def _emit_formula(
+    exporter: OnnxExporter,
+    source: str,
+    base: str,
+    qparams: QParams,
+    parameters: tuple[np.ndarray, np.ndarray],
+) -> str:
+    """Writes ``clip(round(x / s), qmin - z, qmax - z) * s`` and returns its result."""
+    writer, scheme, (scale, zero) = exporter.writer, qparams.scheme, parameters
+    step = writer.constant(f"{base}_scale", scale)
+    low = writer.constant(f"{base}_low", (scheme.qmin - zero).astype(np.float32))
+    high = writer.constant(f"{base}_high", (scheme.qmax - zero).astype(np.float32))
+    value = writer.node("Div", [source, step], writer.fresh(base))
+    if scheme.rounding == "half_even":
+        value = writer.node("Round", [value], writer.fresh(base))
+    elif scheme.rounding == "half_up":  # as the fake quant does
+        whole = writer.node("Floor", [value], writer.fresh(base))
+        fraction = writer.node("Sub", [value, whole], writer.fresh(base))
+        twice = writer.node("Add", [fraction, fraction], writer.fresh(base))
+        step_up = writer.node("Floor", [twice], writer.fresh(base))
+        step_up = writer.node("Min", [step_up, writer.scalar(1.0)], writer.fresh(base))
+        value = writer.node("Add", [whole, step_up], writer.fresh(base))
+    else:  # the integer next to the magnitude, with the sign
+        sign = writer.node("Sign", [value], writer.fresh(base))
+        value = writer.node("Abs", [value], writer.fresh(base))
+        value = writer.node("Add", [value, writer.scalar(0.5)], writer.fresh(base))
+        value = writer.node("Floor", [value], writer.fresh(base))
+        value = writer.node("Mul", [value, sign], writer.fresh(base))
+    value = writer.node("Max", [value, low], writer.fresh(base))
+    value = writer.node("Min", [value, high], writer.fresh(base))
+    return writer.node("Mul", [value, step], writer.fresh(base))

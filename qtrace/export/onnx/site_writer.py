@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from qtrace.errors import ExportError
-from qtrace.export.converted.allow_float import only_floats_read
 from qtrace.export.converted.graph import ConvertedGraph
+from qtrace.export.float_types import only_floats_read
 from qtrace.ops import OpCall
 from qtrace.preparation.model import QuantizedSite
 

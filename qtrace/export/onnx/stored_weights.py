@@ -3,22 +3,38 @@
 onnxruntime computes a DequantizeLinear of a weight anew at each run, which made a linear layer three times as
 slow as in float (benchmarks/weights.py). A Cast and a Mul give the same floats, and are folded when the file
 is loaded. Blocks of 4 bits have a kernel of their own, MatMulNBits of the domain com.microsoft.
+
+Layers that round what they read by the range of each batch: DynamicQuantizeLinear and MatMulInteger.
+
+onnxruntime fuses the nodes of a layer into one kernel, DynamicQuantizeMatMul, with the bias after them.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from qtrace.config import backends
-from qtrace.export.onnx.dynamic import store_integers
+from qtrace.export.onnx.types import Emitter
 from qtrace.export.onnx.weight_layouts import weight_layout
 from qtrace.export.onnx.writer import OnnxWriter, integer_type
+from qtrace.graph.walk import owner
 from qtrace.ops import OpCall
 from qtrace.preparation.annotation import Annotation
 from qtrace.preparation.model import QuantizedSite
 from qtrace.scheme import QParams
 
-__all__ = ["BlockedWeight", "emit_product", "find_forms", "store_weight"]
+__all__ = [
+    "DYNAMIC",
+    "BlockedWeight",
+    "emit_dynamic_product",
+    "emit_product",
+    "find_forms",
+    "is_dynamic",
+    "store_integers",
+    "store_weight",
+]
 
 CONTRIB = "com.microsoft"
 # Products in float32, as the graph has them. Level 4 rounds what the layer reads to int8, block by block, in
@@ -133,3 +149,58 @@ def emit_product(w: OnnxWriter, call: OpCall, weight: BlockedWeight, output: str
         block_size=block,
         accuracy_level=_ACCURACY_LEVEL,
     )
+
+
+_FLOAT = 1  # TensorProto.FLOAT
+
+
+def store_integers(w: OnnxWriter, site: QuantizedSite, integers: np.ndarray) -> None:
+    """Stores the weight of a linear layer, (inputs, outputs), for MatMulInteger.
+
+    Args:
+        w: the writer.
+        site: the site of the weight.
+        integers: its integers in MegEngine's layout, (outputs, inputs).
+    """
+    qparams = site.qparams
+    integers = integers.T.astype(integer_type(qparams.scheme))
+    zero = ""
+    if qparams.zero_point.any():
+        zero = w.constant(f"{site.name}_zero_point", qparams.zero_point.astype(integers.dtype))
+    scale = w.constant(f"{site.name}_scale", qparams.scale.astype("float32"))
+    w.integer_weights[site.value] = (w.constant(f"{site.name}_int", integers), scale, zero)
+
+
+def is_dynamic(w: OnnxWriter, call: OpCall) -> bool:
+    """Whether a linear layer multiplies integers whose scale comes from the batch."""
+    return call.inputs[0] in w.dynamic and call.weight in w.integer_weights
+
+
+def emit_dynamic_product(w: OnnxWriter, call: OpCall) -> None:
+    """Adds a linear layer: the product of the integers, times both scales, and the bias."""
+    assert call.weight is not None
+    base = call.out.name
+    integers, scale, zero = w.dynamic[call.inputs[0]]
+    weight, weight_scale, weight_zero = w.integer_weights[call.weight]
+    inputs = [integers, weight, zero, *([weight_zero] if weight_zero else [])]
+    product = w.node("MatMulInteger", inputs, w.fresh(base))
+    floats = w.node("Cast", [product], w.fresh(base), to=_FLOAT)
+    factor = w.node("Mul", [scale, weight_scale], w.fresh(base))
+    if call.bias is None:
+        w.emit("Mul", [floats, factor], call.out)
+    else:
+        w.emit("Add", [w.node("Mul", [floats, factor], w.fresh(base)), w.name(call.bias)], call.out)
+
+
+def _round(w: OnnxWriter, call: OpCall) -> None:
+    source, name = w.name(call.inputs[0]), call.out.name
+    module: Any = owner(call.expr)
+    if module.phase in ("float", "observe"):
+        w.names[call.out] = source
+        return
+    parts = w.add("DynamicQuantizeLinear", [source], [f"{name}_int", f"{name}_scale", f"{name}_zero_point"])
+    w.dynamic[call.out] = parts[0], parts[1], parts[2]
+    w.emit("DequantizeLinear", parts, call.out)  # left out where no op reads it
+
+
+DYNAMIC: dict[str, Emitter] = {"dynamic_quantize": _round}

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 from onnx import helper, numpy_helper
 
-from qtrace.export.onnx.float_layers import MOVES
-from qtrace.graph.names import unused_name
+from qtrace.export.onnx.held_layers import MOVES
+from qtrace.export.onnx.naming import claim_name
 from qtrace.onnxfile import external_data
 from qtrace.onnxfile.bodies import read_names, rename_tensors
 from qtrace.onnxfile.model import OnnxModel
@@ -244,7 +244,7 @@ class _Graph:
         """Keeps products in float; returns how many."""
         for node in nodes:
             read = node.input[0]
-            copy = self._fresh(f"{read}_float")
+            copy = claim_name(f"{read}_float", self.names)
             node.input[0] = copy
             hold = helper.make_node("LeakyRelu", [read], [copy], name=copy, alpha=1.0)
             source = self.producers[read]
@@ -330,7 +330,7 @@ class _Graph:
             numbers = self._number(inputs[place])
             if numbers is not None and numbers.size > 1:
                 inputs[place] = self._padded(inputs[place], flat, numbers.flat[-1])
-        name = self._fresh(f"{dequantize.output[0]}{WHOLE}")
+        name = claim_name(f"{dequantize.output[0]}{WHOLE}", self.names)
         wide = helper.make_node("DequantizeLinear", inputs, [name], name=name)
         wide.attribute.extend(dequantize.attribute)
         self.added.setdefault(id(dequantize), [dequantize]).append(wide)
@@ -355,11 +355,11 @@ class _Graph:
         checks find no other form of a file.
         """
         name = last.output[0]
-        wide = last.output[0] = self._fresh(f"{name}{WHOLE}")
+        wide = last.output[0] = claim_name(f"{name}{WHOLE}", self.names)
         if last.op_type != "QuantizeLinear":
             self.added.setdefault(id(last), [last]).append(self._cutting(wide, name, axis, pad))
             return
-        values, kept = self._fresh(f"{wide}_dq"), self._fresh(f"{name}_kept")
+        values, kept = claim_name(f"{wide}_dq", self.names), claim_name(f"{name}_kept", self.names)
         grid = last.input[1:]
         self.added.setdefault(id(last), [last]).extend(
             (
@@ -371,7 +371,7 @@ class _Graph:
 
     def _cutting(self, wide: str, kept: str, axis: int, pad: _Padding) -> Any:
         """Returns the node that keeps the columns of a result that are not new."""
-        name = self._fresh(f"{kept}_columns")
+        name = claim_name(f"{kept}_columns", self.names)
         if pad.groups > 1:
             indices = self._stored(pad.kept(), f"{kept}_indices")
             return helper.make_node("Gather", [wide, indices], [kept], name=name, axis=axis)
@@ -387,16 +387,11 @@ class _Graph:
         return new
 
     def _stored(self, array: np.ndarray, name: str) -> str:
-        name = self._fresh(name)
+        name = claim_name(name, self.names)
         tensor = numpy_helper.from_array(array, name)
         self.tensors[name] = tensor
         self.graph.initializer.append(tensor)
         return name
-
-    def _fresh(self, name: str) -> str:
-        new = unused_name(name, self.names.__contains__)
-        self.names.add(new)
-        return new
 
 
 @dataclass(frozen=True)

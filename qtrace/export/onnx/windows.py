@@ -1,4 +1,7 @@
-"""ONNX for pooling and resizing."""
+"""ONNX for pooling and resizing.
+
+ONNX for ops that interpolate between pixels at computed places: RoiAlign and GridSample of opset 16.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,14 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import ExportError
-from qtrace.export.onnx.types import Emitter, shape_vector
+from qtrace.export.onnx.types import Emitter, array, cast, operand, shape_vector
 from qtrace.export.onnx.writer import OnnxWriter
-from qtrace.graph.types import TensorNode
+from qtrace.graph.types import CallFunction, TensorNode
+from qtrace.graph.walk import owner
 from qtrace.ops import OpCall
+from qtrace.ops.arguments import arguments, integers
 
-__all__ = ["WINDOWS"]
+__all__ = ["SAMPLING", "WINDOWS"]
 
 
 def _pool(op: str) -> Emitter:
@@ -89,4 +94,170 @@ WINDOWS: dict[str, Emitter] = {
     "adaptive_avg_pool2d": _adaptive("GlobalAveragePool", "AveragePool"),
     "adaptive_max_pool2d": _adaptive("GlobalMaxPool", "MaxPool"),
     "interpolate": _interpolate,
+}
+
+
+_BORDERS = {"replicate": "border", "constant": "zeros"}
+
+
+def _roi_align(w: OnnxWriter, call: OpCall) -> None:
+    """Writes RoiAlign; MegEngine's regions are the number of the image, then two corners."""
+    a, base = call.attrs, call.out.name
+    high, wide = a["samples"]
+    if a["mode"] != "average":
+        raise ExportError(
+            "roi_align takes the largest sample, which onnxruntime computes in another way: "
+            "use mode='average'"
+        )
+    if high != wide:
+        raise ExportError(
+            f"roi_align has {high} x {wide} samples, and ONNX as many in both directions: "
+            "make sample_points one number"
+        )
+    rois = operand(w, a["rois"], np.float32)
+    numbers = w.node("Slice", [rois, w.ints([0]), w.ints([1]), w.ints([1])], w.fresh(base))
+    numbers = cast(w, w.node("Reshape", [numbers, w.ints([-1])], w.fresh(base)), np.int64)
+    corners = w.node("Slice", [rois, w.ints([1]), w.ints([5]), w.ints([1])], w.fresh(base))
+    # Around the image MegEngine reads zeros, ONNX repeats the edge: with a frame of zeros both read the
+    # same. Regions are shifted by the frame's width, and by half a pixel if MegEngine does not subtract it:
+    # ONNX's mode without it widens regions of less than one pixel.
+    moved = (1.0 if a["aligned"] else 1.5) / a["scale"]
+    corners = w.node("Add", [corners, w.constant(f"{base}_frame", np.float32(moved))], w.fresh(base))
+    frame = w.ints([0, 0, 1, 1, 0, 0, 1, 1])
+    image = w.node("Pad", [w.name(call.inputs[0]), frame, w.scalar(0.0)], w.fresh(base), mode="constant")
+    size = dict(zip(("output_height", "output_width"), a["output_size"], strict=True))
+    settings = {"coordinate_transformation_mode": "half_pixel", "mode": "avg", "sampling_ratio": int(high)}
+    w.emit(
+        "RoiAlign", [image, corners, numbers], call.out, **size, **settings, spatial_scale=float(a["scale"])
+    )
+
+
+def _call_arguments(call: OpCall) -> dict[str, Any]:
+    assert isinstance(call.expr, CallFunction)
+    return arguments(call.expr)
+
+
+def _sample(w: OnnxWriter, call: OpCall, places: str, settings: dict[str, Any], border: float) -> None:
+    """Reads the input at ``places``, N x H x W x 2 pixels (x, y)."""
+    mode, way = settings["border_mode"].lower(), settings["interp_mode"].lower()
+    if mode not in _BORDERS or (mode == "constant" and border != 0):
+        raise ExportError(
+            f"{call.kind} with border_mode={mode!r} and the value {border} cannot become ONNX: "
+            "use 'replicate', or 'constant' with 0"
+        )
+    if way != "linear":
+        raise ExportError(f"{call.kind} with interp_mode={way!r} cannot become ONNX: use 'linear'")
+    settings = {"mode": "bilinear", "padding_mode": _BORDERS[mode], "align_corners": 0}
+    w.emit("GridSample", [w.name(call.inputs[0]), _grid(w, call, places)], call.out, **settings)
+
+
+def _grid(w: OnnxWriter, call: OpCall, places: str) -> str:
+    """Converts pixels (x, y) of the input to ONNX's coordinates from -1 to 1."""
+    base, shape = call.out.name, call.inputs[0].shape
+    sizes = np.array([int(shape[3]), int(shape[2])], np.float32)
+    factor = w.constant(f"{base}_factor", 2 / sizes)
+    shift = w.constant(f"{base}_shift", 1 / sizes - 1)
+    return w.node("Add", [w.node("Mul", [places, factor], w.fresh(base)), shift], w.fresh(base))
+
+
+def _remap(w: OnnxWriter, call: OpCall) -> None:
+    a = _call_arguments(call)
+    _sample(w, call, operand(w, a["map_xy"], np.float32), a, float(a["scalar"]))
+
+
+def _warp(w: OnnxWriter, call: OpCall) -> None:
+    """Samples at ``mat @ (x, y, 1)`` for every output pixel; the third row divides the others."""
+    a, base = _call_arguments(call), call.out.name
+    if a["format"] != "NCHW":
+        raise ExportError(f"{call.kind} has an ONNX form only with format='NCHW': transpose its input")
+    if a.get("mat_idx") is not None:
+        raise ExportError(f"{call.kind} with mat_idx cannot become ONNX: give each image its matrix")
+    if isinstance(a["out_shape"], TensorNode):
+        raise ExportError(f"{call.kind} has an ONNX form only where out_shape is fixed: give numbers")
+    high, wide = (int(n) for n in call.out.shape[2:])
+    y, x = np.mgrid[:high, :wide].astype(np.float32)
+    pixels = w.constant(f"{base}_pixels", np.stack([x, y, np.ones_like(x)], -1).reshape(1, -1, 3))
+    matrix = w.node("Transpose", [operand(w, a["mat"], np.float32)], w.fresh(base), perm=[0, 2, 1])
+    places = w.node("MatMul", [pixels, matrix], w.fresh(base))
+    if call.kind == "warp_perspective":
+        depth = w.node("Slice", [places, w.ints([2]), w.ints([3]), w.ints([2])], w.fresh(base))
+        places = w.node("Slice", [places, w.ints([0]), w.ints([2]), w.ints([2])], w.fresh(base))
+        places = w.node("Div", [places, depth], w.fresh(base))
+    places = w.node("Reshape", [places, w.ints([0, high, wide, 2])], w.fresh(base))
+    _sample(w, call, places, a, float(a["border_val"]))
+
+
+def _deformable(w: OnnxWriter, call: OpCall) -> None:
+    """Writes GridSample for the taps, times the mask, and a convolution of single pixels.
+
+    Deformable Convolutional Networks v2, equation 1: offsets come as (y, x) for each tap. onnxruntime lacks a
+    kernel for ONNX's DeformConv.
+    """
+    a, base = _deformable_arguments(w, call), call.out.name
+    weight = a["weight"]
+    offset, mask = (w.name(a[n]) for n in ("offset", "mask"))
+    high, wide = (int(n) for n in call.out.shape[2:])
+    if (
+        integers("groups", a["groups"], 2) != (1, 1)
+        or weight.ndim != 4
+        or int(a["offset"].shape[1]) != 2 * weight[0, 0].size
+    ):
+        raise ExportError(f"{call.kind} with groups cannot become ONNX: use one group")
+    rows, columns = weight.shape[2:]
+    taps = rows * columns
+    fixed = w.constant(f"{base}_places", _tap_places(a, (rows, columns), (high, wide)))
+    offset = w.node("Reshape", [offset, w.ints([0, taps, 2, high, wide])], w.fresh(base))
+    turned = w.constant("const_ints_1_0", np.array([1, 0], np.int64))
+    offset = w.node("Gather", [offset, turned], w.fresh(base), axis=2)
+    offset = w.node("Transpose", [offset], w.fresh(base), perm=[0, 1, 3, 4, 2])
+    places = w.node("Add", [offset, fixed], w.fresh(base))
+    places = w.node("Reshape", [places, w.ints([0, taps * high, wide, 2])], w.fresh(base))
+    inputs = [w.name(call.inputs[0]), _grid(w, call, places)]
+    settings = {"mode": "bilinear", "padding_mode": "zeros", "align_corners": 0}
+    read = w.node("GridSample", inputs, w.fresh(base), **settings)
+    read = w.node("Reshape", [read, w.ints([0, weight.shape[1], taps, high, wide])], w.fresh(base))
+    mask = w.node("Reshape", [mask, w.ints([0, 1, taps, high, wide])], w.fresh(base))
+    read = w.node("Mul", [read, mask], w.fresh(base))
+    read = w.node("Reshape", [read, w.ints([0, weight.shape[1] * taps, high, wide])], w.fresh(base))
+    parts = [read, w.constant(f"{base}_weight", weight.reshape(len(weight), -1, 1, 1))]
+    if a["bias"] is not None:
+        parts.append(w.constant(f"{base}_bias", a["bias"].reshape(-1)))
+    w.emit("Conv", parts, call.out, kernel_shape=[1, 1])
+
+
+def _deformable_arguments(w: OnnxWriter, call: OpCall) -> dict[str, Any]:
+    """Returns the arguments of the module or function by the function's names, parameters as arrays."""
+    values, module = arguments(call.expr), owner(call.expr)
+    if module is not None:
+        names = ("weight", "bias", "stride", "padding", "dilation", "groups")
+        values.update((n, getattr(module, n)) for n in names)
+    for name in ("weight", "bias"):
+        value = values[name]
+        if isinstance(value, TensorNode) and w.value(value) is None:
+            raise ExportError(
+                f"{call.kind} has an ONNX form only where its {name} is stored: make it a parameter"
+            )
+        stored = w.value(value) if isinstance(value, TensorNode) else value
+        values[name] = None if stored is None else array(stored)
+    return values
+
+
+def _tap_places(a: dict[str, Any], window: tuple[int, ...], size: tuple[int, int]) -> np.ndarray:
+    """Returns the pixels (x, y) that the taps read without offset, of shape (1, taps * H, W, 2)."""
+    lines = []
+    for axis in (0, 1):
+        step, pad, apart = (integers(n, a[n], 2)[axis] for n in ("stride", "padding", "dilation"))
+        lines.append(step * np.arange(size[axis]) - pad + apart * np.arange(window[axis])[:, None])
+    form = (window[0], window[1], size[0], size[1])
+    y = np.broadcast_to(lines[0][:, None, :, None], form)
+    x = np.broadcast_to(lines[1][None, :, None, :], form)
+    return np.stack([x, y], -1).reshape(1, -1, *size, 2).astype(np.float32)
+
+
+SAMPLING: dict[str, Emitter] = {
+    "deformable_conv2d": _deformable,
+    "roi_align": _roi_align,
+    "remap": _remap,
+    "warp_affine": _warp,
+    "warp_perspective": _warp,
 }

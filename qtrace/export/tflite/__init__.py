@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from qtrace.errors import ExportError, install
-from qtrace.export.converted.allow_float import float_kinds
 from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.detections import Suppression
+from qtrace.export.float_types import float_kinds
 from qtrace.export.format import Format
 
 __all__ = ["FORMAT"]

@@ -1,4 +1,7 @@
-"""TFLite for arithmetic on two operands, and for activation functions that stand by themselves."""
+"""TFLite for arithmetic on two operands, and for activation functions that stand by themselves.
+
+TFLite for comparisons, logic, conversions and choices.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import ExportError
-from qtrace.export.tflite.build import Builder, Emitter, allowing
-from qtrace.export.tflite.operands import number, operands
+from qtrace.export.tflite.build import Builder, Emitter, allowing, check_type
+from qtrace.export.tflite.operands import as_type, number, operands
 from qtrace.export.tflite.plan import FusedOp, bounds
 from qtrace.export.tflite.writer import Grid
 from qtrace.graph.types import TensorNode
 
-__all__ = ["FLOAT_ARITHMETIC", "INTEGER_ARITHMETIC", "rescaled"]
+__all__ = ["FLOAT_ARITHMETIC", "FLOAT_LOGIC", "INTEGER_ARITHMETIC", "rescaled"]
 
 _CODES = {"add": "ADD", "sub": "SUB", "mul": "MUL", "div": "DIV", "maximum": "MAXIMUM", "minimum": "MINIMUM"}
 _ALONE = {"pow": "POW", "floor_div": "FLOOR_DIV"}
@@ -104,4 +107,49 @@ INTEGER_ARITHMETIC: dict[str, Emitter] = {
 FLOAT_ARITHMETIC: dict[str, Emitter] = {
     **dict.fromkeys((*_CODES, *_ALONE), _float_binary),
     **dict.fromkeys(("relu", "relu6", "clip"), _float_clamp),
+}
+
+
+def _common(operands: Any) -> np.dtype:
+    """Returns the type in which ``operands`` are compared: float32 where a float is among them."""
+    kinds = [np.dtype(v.dtype) if isinstance(v, TensorNode) else np.asarray(v).dtype for v in operands]
+    if any(k.kind == "f" for k in kinds):
+        return np.dtype(np.float32)
+    return np.dtype(np.bool_) if all(k.kind == "b" for k in kinds) else np.dtype(np.int32)
+
+
+def _comparison(b: Builder, op: FusedOp) -> None:
+    values = op.call.attrs["operands"]
+    inputs, order = operands(b, op.call, values, _common(values))
+    b.emit(op.out, order, op.kind.upper(), inputs)
+
+
+def _logic(b: Builder, op: FusedOp) -> None:
+    call = op.call
+    if np.dtype(call.out.dtype) != np.bool_:
+        raise ExportError(f"{call.out.name}: logic on integers cannot become TFLite: use booleans")
+    inputs, order = operands(b, call, call.attrs.get("operands", call.inputs), np.dtype(np.bool_))
+    b.emit(call.out, order, call.kind.upper(), inputs)
+
+
+def _astype(b: Builder, op: FusedOp) -> None:
+    call = op.call
+    source, kind = b.get(call.inputs[0]), np.dtype(call.out.dtype)
+    check_type(call.out.name, kind)
+    b.put(call.out, as_type(b, source.tensor, kind), source.order)
+
+
+def _choose(b: Builder, op: FusedOp) -> None:
+    call = op.call
+    mask, kind = call.attrs["mask"], np.dtype(call.out.dtype)
+    kinds = [np.dtype(np.bool_), kind, kind]
+    inputs, order = operands(b, call, [mask, *call.attrs["operands"]], kinds)
+    b.emit(call.out, order, "SELECT_V2", inputs)
+
+
+FLOAT_LOGIC: dict[str, Emitter] = {
+    **dict.fromkeys(("less", "less_equal", "greater", "greater_equal", "equal", "not_equal"), _comparison),
+    **dict.fromkeys(("logical_and", "logical_or", "logical_not"), _logic),
+    "astype": _astype,
+    "where": _choose,
 }

@@ -13,14 +13,14 @@ import numpy as np
 
 from qtrace import ops
 from qtrace.errors import ExportError
-from qtrace.export.converted.batch import find_open_batch, find_sample_axes
 from qtrace.export.converted.graph import ConvertedGraph, ConvertedOp
 from qtrace.export.converted.located import located, site_expr
+from qtrace.export.converted.open_axes import find_open_batch, find_sample_axes
 from qtrace.export.tflite import ops as forms
-from qtrace.export.tflite.bias import record_bias
 from qtrace.export.tflite.build import Builder, BuildOptions, OpInFloat, integer_type
 from qtrace.export.tflite.choice import emit_op
 from qtrace.export.tflite.detections import add_detections
+from qtrace.export.tflite.layers import record_bias
 from qtrace.export.tflite.layout import CHANNELS_LAST, Order, file_shape, natural
 from qtrace.export.tflite.plan import KernelPlan
 from qtrace.export.tflite.writer import FileTensor, Grid

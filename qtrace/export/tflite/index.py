@@ -9,8 +9,7 @@ import numpy as np
 
 from qtrace.errors import ExportError
 from qtrace.export.tflite.build import Builder, Emitter
-from qtrace.export.tflite.layout import Order, natural
-from qtrace.export.tflite.moved import Moved
+from qtrace.export.tflite.layout import Moved, Order, natural
 from qtrace.export.tflite.moves import reshape
 from qtrace.export.tflite.operands import common_order, operands
 from qtrace.export.tflite.plan import FusedOp

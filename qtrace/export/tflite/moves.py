@@ -6,8 +6,7 @@ import numpy as np
 
 from qtrace.errors import ExportError
 from qtrace.export.tflite.build import Builder, Emitter
-from qtrace.export.tflite.layout import file_shape, natural
-from qtrace.export.tflite.moved import Moved
+from qtrace.export.tflite.layout import Moved, file_shape, natural
 from qtrace.export.tflite.plan import FusedOp
 from qtrace.export.tflite.store import OrderedTensor
 from qtrace.graph.types import TensorNode

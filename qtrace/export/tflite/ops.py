@@ -8,12 +8,11 @@ import megengine as mge
 import numpy as np
 
 from qtrace import ops
-from qtrace.export.tflite.arithmetic import FLOAT_ARITHMETIC, INTEGER_ARITHMETIC, rescaled
+from qtrace.export.tflite.arithmetic import FLOAT_ARITHMETIC, FLOAT_LOGIC, INTEGER_ARITHMETIC, rescaled
 from qtrace.export.tflite.build import Builder, Emitter
 from qtrace.export.tflite.functions import FLOAT_FUNCTIONS, FUNCTIONS, NATIVE, table
 from qtrace.export.tflite.index import FLOAT_INDEXING, INDEXING
 from qtrace.export.tflite.layers import FLOAT_LAYERS, INEXACT, LAYERS
-from qtrace.export.tflite.logic import FLOAT_LOGIC
 from qtrace.export.tflite.moves import MOVES as MOVING
 from qtrace.export.tflite.plan import FusedOp, reads_values
 from qtrace.export.tflite.reductions import FLOAT_REDUCTIONS, INTEGER_REDUCTIONS, MOVING_REDUCTIONS

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import ExportError
-from qtrace.export.tflite.layout import Order, file_shape, moves_values, natural
-from qtrace.export.tflite.moved import Moved
+from qtrace.export.tflite.layout import Moved, Order, file_shape, moves_values, natural
 from qtrace.export.tflite.plan import KernelPlan
 from qtrace.export.tflite.writer import FileTensor, Grid, Inputs, TfliteWriter
 from qtrace.graph.types import Node, TensorNode

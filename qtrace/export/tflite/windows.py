@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import ExportError
-from qtrace.export.tflite.bias import zero_bias
 from qtrace.export.tflite.build import Builder, Emitter
-from qtrace.export.tflite.layers import PADDING, padded, windows
+from qtrace.export.tflite.layers import PADDING, padded, windows, zero_bias
 from qtrace.export.tflite.layout import CHANNELS_LAST
 from qtrace.export.tflite.plan import FusedOp, bounds
 from qtrace.export.tflite.writer import FileTensor, Grid, Inputs

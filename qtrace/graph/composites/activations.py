@@ -41,7 +41,7 @@ def clipped_line(x: Pattern) -> Pattern:
 
 
 def line(match: PatternMatch) -> tuple[float, float, float, float]:
-    """Returns slope, offset, lower and upper bound of the clipped line, with the factor behind it."""
+    """Returns slope, offset, lower and upper bound of the clipped line, with the factor after it."""
     s = match.get("s", 1.0)
     k, b, low, high = match.get("k", 1.0), match["b"], match.get("low", 0.0), match["high"]
     return s * k, s * b, s * low, s * high
@@ -265,7 +265,7 @@ class GeluTanh(CompositeRule):
     )
 
     def obstacle(self, match: PatternMatch) -> str | None:
-        """Refuses other numbers than those of the formula."""
+        """Refuses numbers that differ from the formula."""
         half, inner, linear = match.get("half", 1.0), match["inner"], match.get("linear", 1.0)
         whole = match.get("whole", inner * match.get("cubic", 0.0))
         root = math.sqrt(2.0 / math.pi)

@@ -130,7 +130,7 @@ class LayerNorm(CompositeRule):
 
     Source: Ba et al. 2016, "Layer normalization". PyTorch before opset 17 and Paddle write ReduceMean, Sub,
     Pow, ReduceMean, Add, Sqrt, Div, Mul, Add; Keras the distributed form. A weight
-    without a bias stays a multiplication behind the norm.
+    without a bias stays a multiplication after the norm.
     """
 
     title = "layer norm"
@@ -244,7 +244,7 @@ class GroupNorm(CompositeRule):
     pattern = AnyOf(affine(_JOINED), _JOINED)
 
     def obstacle(self, match: PatternMatch) -> str | None:
-        """Refuses reshapes that do not split the channels, and other axes than those of a group."""
+        """Refuses reshapes that do not split the channels, and axes that are not a group's."""
         problem = channels_problem(match, ranks=(3, 4))
         if problem is not None:
             return problem

@@ -22,7 +22,7 @@ import numpy as np
 from qtrace.display import Displayed
 from qtrace.errors import DataError, GraphError
 from qtrace.plugins.arguments import check_arguments
-from qtrace.storage.archives import unpack_arrays
+from qtrace.storage.checkpoints import unpack_arrays
 from qtrace.storage.files import replacing
 from qtrace.storage.ownership import WRITTEN
 

@@ -65,7 +65,7 @@ def read_fake_quant(module: QATModule, side: str) -> QParams | str:
 
 
 def read_dtype(dtype: Any) -> QParams | str:
-    """Reads the parameters of a tensor type, such as that of the result of a quantized layer.
+    """Reads the parameters of a tensor type, such as the type of a quantized layer's result.
 
     Args:
         dtype: a numpy dtype with MegEngine's metadata, or None.

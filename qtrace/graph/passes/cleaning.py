@@ -161,7 +161,7 @@ def _key(expr: Expr, same: dict[Node, Node]) -> Any:
         if call.op.commutative and len(values) == 2:
             values.sort(key=repr)
         return call.op, tuple(call.values), tuple(values), len(expr.outputs)
-    except TypeError:  # an argument of a type that has no value to compare
+    except TypeError:  # an argument of a type without a value to compare
         return None
 
 
@@ -179,7 +179,7 @@ MergeCommonSubexpressions.ensures = (NO_DEAD_CODE, NO_COMMON_SUBEXPRESSIONS, SOU
 
 
 class FoldConstants(GraphPass):
-    """Replaces what is computed from constants and buffers alone by a buffer that holds the result.
+    """Replaces what is computed only from constants and buffers by a buffer that holds the result.
 
     What depends on a Parameter stays, as the Parameter could not be trained any more, unless ``parameters``
     is set. What is computed from the shapes of inputs stays: it may differ in the next call.
@@ -213,7 +213,7 @@ class FoldConstants(GraphPass):
 
 
 def _foldable(traced: TracedModule, parameters: bool) -> set[Node]:
-    """Returns the nodes that are computed from constants alone, and these themselves."""
+    """Returns the nodes that are computed only from constants, and these themselves."""
     written = find_written(exprs(traced))
 
     def varies(expr: Expr) -> bool:

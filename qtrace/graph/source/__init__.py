@@ -14,7 +14,7 @@ from qtrace.errors import GraphError
 from qtrace.graph.source.body import is_reserved
 from qtrace.graph.source.classes import Classes
 from qtrace.graph.types import TracedModule
-from qtrace.storage.archives import pack_arrays
+from qtrace.storage.checkpoints import pack_arrays
 from qtrace.storage.files import replacing
 
 __all__ = ["PythonSource", "to_source"]

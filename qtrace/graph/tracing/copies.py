@@ -116,7 +116,7 @@ def is_product(name: str) -> bool:
 
 
 def refuses_views(name: str) -> bool:
-    """Returns whether the kernel of the call ``name``, or that of its gradient, stops at a view."""
+    """Returns whether the kernel of the call ``name``, or the kernel of its gradient, stops at a view."""
     return name in _NORMS or name in _CONTIGUOUS
 
 
@@ -128,13 +128,13 @@ def reads_only_shape(name: str) -> bool:
 def broadcasts_first_axes(
     view: Sequence[int], other: Sequence[int], view_is_fixed: bool, other_is_fixed: bool
 ) -> bool:
-    """Returns whether ``other`` is, at some batch size, broadcast over the first axes of ``view`` alone.
+    """Returns whether ``other`` is, at some batch size, broadcast only over the first axes of ``view``.
 
     Args:
         view: the shape of the operand that may be a view.
         other: the shape of the other operand.
-        view_is_fixed: whether the view has no batch, since it does not depend on the inputs' values.
-        other_is_fixed: whether the other operand has no batch; its first axis is then the same for all sizes.
+        view_is_fixed: whether the view is without a batch, since it does not depend on the inputs' values.
+        other_is_fixed: the same of the other operand; its first axis then has the same size for all batches.
     """
     rank = max(len(view), len(other))
     pairs = zip(

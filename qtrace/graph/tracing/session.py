@@ -84,7 +84,7 @@ def close_reshapes(opened: Opened) -> None:
 
 
 def _pairs(old: InternalGraph, new: InternalGraph, seen: set[InternalGraph]) -> Iterator[tuple[Expr, Expr]]:
-    """Yields the exprs of two graphs side by side, those of submodules once."""
+    """Yields the exprs of two graphs side by side, exprs of submodules once."""
     if old in seen:
         return
     seen.add(old)
@@ -109,7 +109,7 @@ def _open(a: Expr, b: Expr, constants: dict[int, Any], differing: list[int]) -> 
     for leaf, value in constants.items():
         if value != -1:
             continue
-        axis = leaf - 1  # behind the tensor itself
+        axis = leaf - 1  # after the tensor itself
         if axis >= len(shape) or shape[axis] != other[axis]:
             return None
         sizes[leaf] = shape[axis]

@@ -44,7 +44,7 @@ def cut(graph: Graph, outputs: Sequence[str]) -> Graph:
         if name not in known:
             near = difflib.get_close_matches(name, known, 3, 0.4)
             hint = f"names like it are {', '.join(map(repr, near))}" if near else "see its names in a viewer"
-            raise ImportingError(f"outputs: the file has no tensor {name!r}; {hint}.")
+            raise ImportingError(f"outputs: the file holds no tensor {name!r}; {hint}.")
     if len(set(outputs)) < len(outputs):
         raise ImportingError(f"outputs={list(outputs)} names a tensor twice.")
     needed = set(outputs)
@@ -64,7 +64,7 @@ def cut(graph: Graph, outputs: Sequence[str]) -> Graph:
 
 
 def without_strings(graph: Graph, strings: Collection[str]) -> Graph:
-    """Returns a graph without nodes that read stored strings, as the names of classes behind a classifier.
+    """Returns a graph without nodes that read stored strings, as the names of classes after a classifier.
 
     Args:
         graph: the graph.
@@ -87,12 +87,12 @@ def without_strings(graph: Graph, strings: Collection[str]) -> Graph:
         nodes = tuple(node for node in graph.nodes if of_strings.isdisjoint(_read_by(node)))
         return dataclasses.replace(graph, nodes=nodes)
     kept = [name for name in graph.outputs if name not in of_strings]
-    # A ZipMap makes dictionaries of a tensor, which MegEngine has not either.
+    # A ZipMap makes dictionaries of a tensor, which MegEngine lacks, too.
     kept = [results[n].inputs[0] if n in results and results[n].op == "ZipMap" else n for n in kept]
     names = list(dict.fromkeys([*kept, *last]))
     cure = f"read the file by from_onnx(outputs={names}) (--outputs), and make the strings of what that gives"
     raise ImportingError(
-        f"{first or lost[0]!r} holds strings, which MegEngine has not, and output {lost[0]!r} is made of "
+        f"{first or lost[0]!r} holds strings, which MegEngine lacks, and output {lost[0]!r} is made of "
         f"them: {cure if names else 'write the file without it'}."
     )
 

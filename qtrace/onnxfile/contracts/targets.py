@@ -9,6 +9,7 @@ from onnx import TensorProto
 from qtrace.errors import ExportError
 from qtrace.onnxfile.contracts.base import CPU, Contract, ContractRule
 from qtrace.onnxfile.contracts.rules import biases, files, parameters, placement, types, weights
+from qtrace.plugins import ObjectPlugins
 
 __all__ = ["get", "known"]
 
@@ -203,20 +204,18 @@ _RYZENAI_XINT8 = replace(
     ),
 )
 
-_CONTRACTS = {own.name: own for own in (_ONNXRUNTIME, _QNN_CONTRACT, _TENSORRT, _RYZENAI, _RYZENAI_XINT8)}
+_OWN = {own.name: own for own in (_ONNXRUNTIME, _QNN_CONTRACT, _TENSORRT, _RYZENAI, _RYZENAI_XINT8)}
 
 
-def known() -> tuple[str, ...]:
-    """Lists the names of all targets with a contract, sorted."""
-    return tuple(sorted(_CONTRACTS))
+class _Contracts(ObjectPlugins[Contract]):
+    def packaged(self) -> tuple[str, ...]:
+        """Lists the targets of the contracts here, sorted."""
+        return tuple(sorted(_OWN))
+
+    def get(self, name: str) -> Contract:
+        """Returns the contract of a target."""
+        return _OWN[name] if name in _OWN else super().get(name)
 
 
-def get(name: str) -> Contract:
-    """Returns the contract of a target.
-
-    Raises:
-        ExportError: when there is none; the message lists those that there are.
-    """
-    if name not in _CONTRACTS:
-        raise ExportError(f"there is no contract of a target {name!r}; known: {', '.join(known())}.")
-    return _CONTRACTS[name]
+_CONTRACTS = _Contracts(__name__, "qtrace.contracts", Contract, ExportError)
+known, get = _CONTRACTS.known, _CONTRACTS.get

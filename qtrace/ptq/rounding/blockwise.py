@@ -14,7 +14,7 @@ from qtrace.ptq.rounding.block_run import BlockData, BlockRun
 from qtrace.ptq.rounding.blocks import Block
 from qtrace.ptq.rounding.descent import learn_block
 from qtrace.ptq.rounding.gradients import DescentSettings
-from qtrace.storage.hashing import hash_arrays
+from qtrace.storage.checkpoints import hash_arrays
 
 __all__ = ["LearnedBlock", "learn"]
 

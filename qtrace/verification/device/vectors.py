@@ -17,7 +17,7 @@ from qtrace.graph.walk import op_label
 from qtrace.preparation.model import QuantizedModel
 from qtrace.process.thread import on_engine_thread
 from qtrace.scheme import QParams, QScheme
-from qtrace.storage.archives import pack_arrays
+from qtrace.storage.checkpoints import pack_arrays
 from qtrace.storage.files import parse_document, replace_folder, temporary_folder
 from qtrace.verification.device.files import KINDS, file_name
 from qtrace.verification.runs import GraphRun, activations, integer_qparams, output_names

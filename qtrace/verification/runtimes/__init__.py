@@ -5,15 +5,13 @@ A runtime of your own is ``pkg.mod:NAME``, or an entry point in the group ``qtra
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from pathlib import Path
 
-from qtrace import plugins
 from qtrace.config import backends
 from qtrace.errors import ExportError, install
 from qtrace.onnxfile.saturation import products_are_wrong, products_saturate
-from qtrace.plugins.installed import RUNTIMES, installed, refuse_clashes
+from qtrace.plugins import ObjectPlugins
 from qtrace.runtimes.host import RuntimeHost
 from qtrace.verification.runtimes.base import Runtime
 
@@ -23,15 +21,8 @@ _ON_CPU = ("onnxruntime", "openvino")
 __all__ = ["Runtime", "describe_choice", "get", "known", "runs_optimized"]
 
 
-def known() -> tuple[str, ...]:
-    """Returns the names of all runtimes, sorted: qtrace's own and the runtimes of installed packages.
-
-    Raises:
-        ConfigError: when an installed package takes the name of another runtime.
-    """
-    own = plugins.packaged(__name__)
-    refuse_clashes(RUNTIMES, own)
-    return tuple(sorted((*own, *installed(RUNTIMES))))
+_RUNTIMES = ObjectPlugins(__name__, "qtrace.runtimes", Runtime, ExportError)
+known = _RUNTIMES.known
 
 
 def get(
@@ -57,7 +48,7 @@ def get(
     own, suffix = _runtime_of(backend) if name is None else None, path.suffix.lower()
     if own is not None and suffix in own.suffixes and (host is not None or _is_installed(own)):
         return own.at(host)
-    runtimes = [_load(n) for n in ([name] if name else known())]
+    runtimes = [_RUNTIMES.get(n) for n in ([name] if name else known())]
     fitting = [runtime for runtime in runtimes if suffix in runtime.suffixes]
     if not fitting:
         for runtime in runtimes:
@@ -120,7 +111,7 @@ def runs_optimized(runtime: Runtime, backend: str) -> bool:
 
 
 def _is_written_for_onnxruntime(backend: str) -> bool:
-    from qtrace.export.onnx.float_layers import TARGETS
+    from qtrace.export.onnx.held_layers import TARGETS
 
     return backend in TARGETS
 
@@ -128,25 +119,13 @@ def _is_written_for_onnxruntime(backend: str) -> bool:
 def _runtime_of(backend: str) -> Runtime | None:
     """Returns the runtime that a backend names; None where it names none."""
     name = backends.get(backend).runtime if backend else ""
-    return _load(name) if name else None
+    return _RUNTIMES.get(name) if name else None
 
 
 def _is_installed(runtime: Runtime) -> bool:
     return importlib.util.find_spec(runtime.package) is not None
 
 
-def _load(name: str) -> Runtime:
-    if name in plugins.packaged(__name__):
-        own: Runtime = importlib.import_module(f"{__name__}.{name}").RUNTIME
-        return own
-    if name not in known() and not plugins.OWN_CLASS.fullmatch(name):
-        raise ExportError(
-            f"unknown runtime {name!r}; known: {', '.join(known())}, or your own as 'pkg.mod:NAME'."
-        )
-    runtime: Runtime = plugins.load_object(RUNTIMES, name, Runtime)
-    return runtime
-
-
 def _describe_known() -> str:
-    runtimes = ((name, _load(name)) for name in known())
+    runtimes = ((name, _RUNTIMES.get(name)) for name in known())
     return ", ".join(f"{name} ({' '.join(runtime.suffixes)})" for name, runtime in runtimes)

@@ -77,8 +77,8 @@ def test_fix_and_out_belong_together(run, file, here):
         (
             "net.onnx",
             "npu",
-            "there is no contract of a target 'npu'; known: onnxruntime, qnn, ryzenai, ryzenai_xint8, "
-            "tensorrt.",
+            "unknown contract 'npu'; known: onnxruntime, qnn, ryzenai, ryzenai_xint8, tensorrt, or your own "
+            "as 'pkg.mod:NAME'.",
         ),
     ],
 )

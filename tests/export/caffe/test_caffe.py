@@ -16,7 +16,7 @@ import pytest
 
 import qtrace
 from qtrace.errors import ExportError
-from qtrace.export.caffe.proto import message
+from qtrace.export.caffe.writer import message
 from qtrace.graph.types import TracedModule
 from tests.nets import MobileNetV2, ResNet, images, net, randomize
 

@@ -8,8 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qtrace.export.tflite.layout import CHANNELS_LAST, moves_values, window_pads
-from qtrace.export.tflite.moved import Moved
+from qtrace.export.tflite.layout import CHANNELS_LAST, Moved, moves_values, window_pads
 from tests.each import each_of
 
 

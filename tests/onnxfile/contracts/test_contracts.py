@@ -339,7 +339,7 @@ def test_files_that_are_none_of_a_kind_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="lacks QuantizeLinear and DequantizeLinear: name a quantized"):
         check_contract(path, "qnn")
     with pytest.raises(
-        ExportError, match="no contract of a target 'qn'; known: onnxruntime, qnn, ryzenai, ryzenai_xint8, t"
+        ExportError, match="unknown contract 'qn'; known: onnxruntime, qnn, ryzenai, ryzenai_xint8, t"
     ):
         check_contract(path, "qn")
     path.write_bytes(b"text")

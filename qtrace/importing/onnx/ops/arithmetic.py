@@ -20,7 +20,7 @@ __all__ = ["LOWERINGS"]
 def _comparison(function: Callable[..., Any]) -> Lowering:
     def lower(call: Call) -> Any:
         if call.dtype(0).kind == "u" and call.dtype(0).itemsize > 2:
-            call.refuse(f"compares {call.dtype(0).name}, which MegEngine has not")
+            call.refuse(f"compares {call.dtype(0).name}, which MegEngine lacks")
         left, right = call.operand(0), call.operand(1)
         if function is F.equal and right == -math.inf and _is_largest(left):
             return _all_minus_infinity(call, left)

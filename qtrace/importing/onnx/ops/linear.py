@@ -91,7 +91,7 @@ def _is_read(label: str, terms: Sequence[Sequence[str]], result: Sequence[str], 
 
 
 def _summed(call: Call, index: int, term: Sequence[str], others: set[str]) -> TensorNode:
-    """Returns an input, summed over the axes that only it has and that the result has not."""
+    """Returns an input, summed over the axes that only it has and that the result lacks."""
     axes = [axis for axis, label in enumerate(term) if label not in others]
     node = call.tensor(index)
     for axis in reversed(axes):

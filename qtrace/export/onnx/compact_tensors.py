@@ -1,7 +1,11 @@
-"""Stored tensors written in fewer bytes, as the nodes that compute them.
+"""Stored tensors in fewer bytes, without a change of a number.
 
-An import stores what a file computes of constants, such as an Expand, Tile or Range. Runtimes do so, too,
-when they load a file; the file itself is smaller if it says how.
+Tensors that hold some numbers again and again, or count, written as the nodes that compute them.
+
+An import stores what a file computes of constants, such as an Expand, Tile or Range. Runtimes
+do so, too, when they load a file; the file itself is smaller if it says how.
+
+Tables of floats that are 8-bit integers times a scale, as files store look-ups, written as integers.
 
 A file may store the rows of a table in 8 bits. Its float graph has the same numbers as floats, so the export
 finds the integers again: exactly, or the table stays as it is. Only the rows that are read become floats.
@@ -14,7 +18,7 @@ from typing import Any
 import numpy as np
 from onnx import TensorProto, helper, numpy_helper
 
-from qtrace.graph.names import unused_name
+from qtrace.export.onnx.naming import claim_name
 from qtrace.onnxfile.model import OnnxModel
 
 __all__ = ["write_integer_tables", "write_repeated"]
@@ -42,23 +46,17 @@ def write_repeated(model: Any, integers: bool) -> None:
         stored, nodes = list[Any](), list[Any]()
         for place, (op, arrays) in enumerate(steps):
             for part in arrays:
-                stored.append(numpy_helper.from_array(part, _claim(f"{tensor.name}_part", names)))
+                stored.append(numpy_helper.from_array(part, claim_name(f"{tensor.name}_part", names)))
             last = place == len(steps) - 1
             inputs = [item.name for item in stored[len(stored) - len(arrays) :]]
             inputs = [nodes[-1].output[0], *inputs] if nodes else inputs
-            output = tensor.name if last else _claim(f"{tensor.name}_{op}", names)
+            output = tensor.name if last else claim_name(f"{tensor.name}_{op}", names)
             nodes.append(helper.make_node(op, inputs, [output], name=output))
         if steps and sum(item.ByteSize() for item in (*stored, *nodes)) < tensor.ByteSize():
             graph.initializer.remove(tensor)
             graph.initializer.extend(stored)
             for node in reversed(nodes):
                 graph.node.insert(0, node)
-
-
-def _claim(name: str, names: set[str]) -> str:
-    new = unused_name(name, names.__contains__)
-    names.add(new)
-    return new
 
 
 def _steps(values: np.ndarray) -> list[tuple[str, list[np.ndarray]]]:
@@ -112,7 +110,7 @@ def write_integer_tables(model: Any) -> None:
         if found is None:
             continue
         integers, scales = (
-            numpy_helper.from_array(part, _claim(f"{tensor.name}_{end}", names))
+            numpy_helper.from_array(part, claim_name(f"{tensor.name}_{end}", names))
             for part, end in zip(found, ("int", "scale"), strict=True)
         )
         nodes = sum(3 * node.ByteSize() for node in readers)  # that many nodes make the floats
@@ -127,14 +125,16 @@ def write_integer_tables(model: Any) -> None:
 def _look_up(graph: Any, node: Any, integers: str, scales: str, by_row: bool, names: set[str]) -> None:
     """Lets a Gather read integers, and makes floats of the rows that it gives."""
     output = node.output[0]
-    rows, floats = (_claim(f"{output}_{end}", names) for end in ("rows", "levels"))
+    rows, floats = (claim_name(f"{output}_{end}", names) for end in ("rows", "levels"))
     node.input[0], node.output[0] = integers, rows
     added = [helper.make_node("Cast", [rows], [floats], name=floats, to=TensorProto.FLOAT)]
     if by_row:
-        row_scales = _claim(f"{output}_scales", names)
+        row_scales = claim_name(f"{output}_scales", names)
         added.append(helper.make_node("Gather", [scales, node.input[1]], [row_scales], name=row_scales))
         scales = row_scales
-    added.append(helper.make_node("Mul", [floats, scales], [output], name=_claim(f"{output}_scaled", names)))
+    added.append(
+        helper.make_node("Mul", [floats, scales], [output], name=claim_name(f"{output}_scaled", names))
+    )
     place = list(graph.node).index(node) + 1
     for new in reversed(added):
         graph.node.insert(place, new)

@@ -20,9 +20,9 @@ from qtrace.onnxfile.sessions import open_session
 from qtrace.preparation.model import QuantizedModel
 from qtrace.runtimes.host import RuntimeHost
 from qtrace.verification import runtimes
+from qtrace.verification.other_sizes import by_sample
 from qtrace.verification.runtimes import runs_optimized
 from qtrace.verification.runtimes.base import run_outputs
-from qtrace.verification.samples import by_sample
 
 __all__ = ["FileRuns", "input_values", "open_runs", "run_batch"]
 

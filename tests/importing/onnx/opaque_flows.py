@@ -242,15 +242,6 @@ def bitwise() -> ModelProto:
 
 
 @form
-def dynamic_quantized() -> ModelProto:
-    net = Net()
-    integers, scale, zero = net.add("DynamicQuantizeLinear", [net.rows(net.features)], 3)
-    weight = net.constant(np.arange(160).reshape(32, 5) % 17 - 8, np.int8)
-    product = net.add("MatMulInteger", [integers, weight, zero])
-    return net.model(net.add("Mul", [net.add("Cast", [product], to=TensorProto.FLOAT), scale]))
-
-
-@form
 def function_call() -> ModelProto:
     """A function of the model whose body has an op that is kept."""
     net = Net()

@@ -205,4 +205,4 @@ def test_the_command_writes_a_table_that_predicts(monkeypatch, tmp_path, capsys)
     table = CostTable.read(path)
     assert table.forms("conv2d") == (FLOAT,)
     (measured,) = table.measurements
-    assert table.seconds(measured.shape, FLOAT) > 0
+    assert table.seconds(measured.op, FLOAT) > 0

@@ -195,7 +195,8 @@ WITHOUT: dict[str, str] = {
 
 def _refuse(reason: str) -> Emitter:
     def emit(w: OnnxWriter, call: OpCall) -> None:
-        raise ExportError(f"{call.out.name}: {call.kind} cannot become ONNX: {reason}; cut before it")
+        text = f"{call.kind} cannot become ONNX: {reason}; end the graph before it"
+        raise ExportError(f"{call.out.name}: {text}")
 
     return emit
 

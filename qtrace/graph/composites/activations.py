@@ -122,7 +122,7 @@ def _powers(x: Pattern) -> Pattern:
 
 
 class Sigmoid(CompositeRule):
-    """Sigmoid: ``1 / (1 + exp(-x))``."""
+    """Sigmoid: ``1 / (1 + exp(-x))``, as models by hand write it."""
 
     title = "sigmoid"
     formula = "1 / (1 + exp(-x))"

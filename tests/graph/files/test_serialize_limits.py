@@ -260,7 +260,7 @@ def test_sizes_of_arrays_are_bounded(tmp_path, shape):
     )
     path = tmp_path / "array.mge"
     path.write_bytes(HEAD + build(begun, b"(K\x01" + plain(shape) + kind + b"\x89C\x00t") + STOP)
-    refusal(path, "no plain shape")
+    refusal(path, "lacks a plain shape")
 
 
 def test_a_quantized_dtype_without_a_name_does_not_crash(tmp_path):

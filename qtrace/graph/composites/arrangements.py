@@ -152,7 +152,7 @@ def _slice(number: int) -> Pattern:
 
 
 class Focus(CompositeRule):
-    """Four slices with step 2, concatenated."""
+    """Four slices with step 2, concatenated, as YOLOv5 and YOLOX write their Focus layer."""
 
     title = "space to depth (Focus)"
     formula = "concat([x[:, :, r::2, c::2] for each row r and column c of the block], axis=1)"

@@ -69,7 +69,7 @@ def test_inputs_have_their_names_of_the_file(tmp_path: Path, names: tuple[str, s
 def test_names_of_the_file_last_from_calibration_to_the_exported_file(tmp_path: Path) -> None:
     names = ("input:0", "input_0")
     traced = _imported(tmp_path, names, (["N", 3, 8, 8], ["N", 4, "H", "W"]))
-    prepared = qtrace.prepare(traced, "int8", samples=[_batch(names)])
+    prepared = qtrace.prepare(traced, "w8a8", samples=[_batch(names)])
     qtrace.calibrate(prepared, [_batch(names)], progress=False)
     qtrace.save(qtrace.convert(prepared), tmp_path / "c.mge")
     converted = qtrace.load(tmp_path / "c.mge")

@@ -203,7 +203,8 @@ def _build_open(inputs: tuple[InputShape, ...], build: Build, runtime: _FileRuns
         return Opened(build(inputs), inputs, {})
     runtime.ran = False
     traced, reason = _attempt(inputs, build, runtime)
-    group = () if traced is not None and runtime.ran else _agreeing(inputs, runtime)
+    known = traced is not None and (runtime.ran or divides_by_inputs(traced))
+    group = () if known else _agreeing(inputs, runtime)
     if traced is not None and not group:
         return Opened(traced, inputs, {})
     if group:
@@ -365,11 +366,15 @@ class _FileRuns:
         self._opened = self.ran = False
 
     def takes(self, inputs: Sequence[InputShape]) -> bool:
-        """Returns whether the file runs at the recorded sizes; True if it cannot be run at any."""
+        """Returns whether the file runs at the recorded sizes; True if it cannot be run at any.
+
+        Integers are 1: a division by 0 would end the process.
+        """
         session = self._open()
         if session is None:
             return True
-        feeds = {i.name: a.astype(i.dtype) for i, a in zip(inputs, _random_inputs(inputs), strict=True)}
+        safe = (a if a.dtype.kind == "f" else a**0 for a in _random_inputs(inputs))
+        feeds = {item.name: array.astype(item.dtype) for item, array in zip(inputs, safe, strict=True)}
         try:
             session.run(None, feeds)
         except SessionError:

@@ -384,7 +384,8 @@ def state_arrays(traced: TracedModule) -> dict[str, np.ndarray]:
     for name, part in origin.parts.items():
         if part.tensor in values:
             state[name] = values[part.tensor].reshape(-1)[places_of(part.shape, part.moves)]
-    norms = _write_norms(values, origin, state, layers_with_norms(traced))
+    read = {expr.name for expr in exprs(traced) if isinstance(expr, GetAttr)}
+    norms = _write_norms(values, origin, state, layers_with_norms(traced), read)
     _check_frozen(origin, state)
     own_parts = {part.tensor for part in origin.parts.values()}
     _check_others(values, origin, {*origin.parameters, *own_parts, *norms})
@@ -444,7 +445,11 @@ def _check_others(values: dict[str, np.ndarray], origin: FileOrigin, known: set[
 
 
 def _write_norms(
-    values: dict[str, np.ndarray], origin: FileOrigin, state: dict[str, np.ndarray], standing: Set[str]
+    values: dict[str, np.ndarray],
+    origin: FileOrigin,
+    state: dict[str, np.ndarray],
+    standing: Set[str],
+    read: Set[str],
 ) -> set[str]:
     """Writes the BatchNorms that were folded into their layers, and the layers' biases; returns their paths.
 
@@ -459,6 +464,7 @@ def _write_norms(
     folded = {weight: norm for weight, norm in origin.norms.items() if weight in {*values} - standing}
     biases = {norm.bias for norm in folded.values()}
     fixed = {tensor for path, tensor in there.items() if path not in biases}
+    by_itself = {there[path] for path in read if path in there}
     paths: set[str] = set()
     for norm in folded.values():
         bias = values.get(norm.bias)
@@ -470,7 +476,7 @@ def _write_norms(
         else:
             unit = {}
         unit.update(_unit_norm(norm, bias.reshape(-1).astype(np.float32)))
-        for name, array in unit.items():
+        for name, array in sorted(unit.items(), key=lambda item: item[0] not in by_itself):
             if name in fixed and not np.array_equal(state[name], array, equal_nan=True):
                 raise ImportingError(
                     f"{name} is read in several places of torch's module, and prepare folded it at one of "

@@ -48,7 +48,7 @@ def test_replaces_an_older_file(run, here, fakes):
         ("broken", r"broken: calling it without arguments raised KeyError: 'weights' at "),
         ("two", "is a int; name a function"),
         ("loader", "returned generator, not a megengine.module.Module"),
-        ("nothing", "has no 'nothing'"),
+        ("nothing", "lacks 'nothing'"),
     ],
 )
 def test_no_factory(run, here, fakes, attribute, message):

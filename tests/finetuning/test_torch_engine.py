@@ -308,7 +308,7 @@ def test_float_values_that_differ_from_megengines_refuse_torch(monkeypatch: pyte
     monkeypatch.setitem(graph._FORMS, "relu", lambda x: x.clamp_min(0.1))
     report = _run("auto")[1]
     assert report.engine == "megengine"
-    assert report.engine_reason.startswith("torch does not apply: its float values differ from those of MegE")
+    assert report.engine_reason.startswith("torch does not apply: its float values differ from MegE")
 
 
 def test_a_fake_quant_of_ones_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,8 +159,9 @@ def test_prepare_shows_the_runs_of_the_graph(
 ) -> None:
     """It shows them from the first second on; here at once."""
     monkeypatch.setattr("qtrace.preparation.decision._SHOWN_AFTER", 0.0)
+    monkeypatch.setattr("qtrace.display._ipython", object)
     config = {"placement": "balanced"}
     qtrace.prepare(traced, config, samples=[_X], progress=False)
     assert "prepare" not in capsys.readouterr().err
     qtrace.prepare(traced, config, samples=[_X])
-    assert "prepare: 0run" in capsys.readouterr().err
+    assert "prepare: 0 forward passes" in capsys.readouterr().err

@@ -91,7 +91,7 @@ def test_it_is_one_op_in_the_graph_and_in_the_file(tmp_path: Path, op: str, axis
     traced = qtrace.from_onnx(path)
     kinds = [call.kind for expr in exprs(traced) if (call := ops.read(expr)) is not None]
     assert kinds == ["add", op.lower()]  # besides the products, which are modules
-    prepared = qtrace.prepare(traced, "int8")
+    prepared = qtrace.prepare(traced, "w8a8")
     qtrace.calibrate(prepared, batches)
     qtrace.save(qtrace.convert(prepared), tmp_path / "int8.mge")
     converted = qtrace.load(tmp_path / "int8.mge")

@@ -224,8 +224,12 @@ class Layers:
         return node if isinstance(node, TensorNode) else None
 
     def owns(self, module: Module, tensors: Mapping[str, Stored]) -> bool:
-        """Returns whether a layer may be this module, as no other form of it reads its weight."""
-        return self.has_module(module, tensors) or not self._made_of(tensors["weight"])[0]
+        """Returns whether a layer may be this module, as no other form of it reads its weight.
+
+        Calls of one quantized layer are modules: each has a bias of its own, on the grid of its input.
+        """
+        weight = tensors["weight"]
+        return self.has_module(module, tensors) or weight.name in self.grids or not self._made_of(weight)[0]
 
     def _made_of(self, stored: Stored) -> tuple[str, tuple[Move, ...]]:
         """Returns the path of the parameter made of a stored tensor, and what makes the tensor of it.

@@ -143,7 +143,7 @@ def test_a_metric_that_is_none_is_refused_before_the_calibration(folder):
     command = plant("plain", "outlier-channels")
     with pytest.raises(ConfigError, match="--metric nope is no function"):
         run(f"{command} --metric nope")
-    with pytest.raises(DataError, match="module 'json' has no 'nope'"):
+    with pytest.raises(DataError, match="module 'json' lacks 'nope'"):
         run(f"{command} --metric json:nope")
     assert not Path("out").exists()
 

@@ -54,7 +54,8 @@ def _sequences() -> tuple[np.ndarray, np.ndarray]:
 
 
 def _quantized(source: Path, batch: Any, shapes: Any = None) -> TracedModule:
-    prepared = qtrace.prepare(qtrace.from_onnx(source, shapes=shapes), "backend/openvino")
+    config = qtrace.load_recipe("backend/openvino").without_placement()
+    prepared = qtrace.prepare(qtrace.from_onnx(source, shapes=shapes), config)
     return qtrace.convert(qtrace.calibrate(prepared, [batch], progress=False))
 
 

@@ -137,7 +137,7 @@ class _Run:
         )
         worst = min((v for (n, _), v in left.items() if not self.is_index(n)), default=np.inf)
         if verdict.word == "good" or verdict.sqnr_db > worst + BLIND_DB:
-            raise Loss(f"silent: {self.case.program.hazards}: {listed}; {verdict.line()}")
+            raise Loss(f"silent: {self.case.program.hazards}: {listed}; {verdict.describe()}")
         return f"named: {self.case.program.hazards}: {listed}"
 
     def is_index(self, output: int) -> bool:
@@ -158,10 +158,11 @@ class _Run:
         return {step: ratio for (_, step), ratio in _ratios(control.program, exact, rounded).items()}
 
     def placement(self) -> None:
-        """Refuses a placement that delivers what it predicts to be worthless."""
+        """Refuses a placement that chooses what it has measured to be worthless."""
         note = read_record(self.prepared).annotation.placement
-        if note is not None and note.sqnr is not None and note.sqnr < WORTHLESS_DB:
-            raise Loss(f"placement: {note.mode} delivers what it predicts at {note.sqnr:.1f} dB")
+        for row in () if note is None or note.chosen != "balanced" else note.rows:
+            if row.name == note.chosen and row.sqnr is not None and row.sqnr < WORTHLESS_DB:
+                raise Loss(f"placement: {row.name} delivers what it measures at {row.sqnr:.1f} dB")
 
     def deploy(self, exact: _Outputs, rounded: _Outputs) -> None:
         """Exports, runs the file and compares."""

@@ -195,8 +195,9 @@ WITHOUT: dict[str, str] = {
 
 def _refuse(reason: str) -> Emitter:
     def emit(w: OnnxWriter, call: OpCall) -> None:
-        text = f"{call.kind} cannot become ONNX: {reason}; end the graph before it"
-        raise ExportError(f"{call.out.name}: {text}")
+        raise ExportError(
+            f"{call.out.name}: {call.kind} cannot become ONNX: {reason}; end the graph before it"
+        )
 
     return emit
 

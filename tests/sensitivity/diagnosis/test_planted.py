@@ -33,11 +33,11 @@ def run(command: str) -> tuple[int, str, str]:
     return code or 0, out.getvalue(), err.getvalue()
 
 
-def calibrate(command: str, code: int = 0) -> dict[str, Any]:
-    """Runs `qtrace calibrate` and returns its JSON."""
-    ended, out, err = run(f"{command} --json --force")
-    assert ended == code, err
+def calibrate(command: str) -> dict[str, Any]:
+    """Runs `qtrace calibrate` and returns its JSON; a broken verdict ends with 1."""
+    code, out, err = run(f"{command} --json --force")
     document: dict[str, Any] = json.loads(out)
+    assert code == (document["verdict"]["word"] == "broken"), err
     return document
 
 
@@ -153,7 +153,7 @@ def test_a_metric_decides_the_verdict(folder):
         "calls = []\ndef metric(graph):\n    calls.append(graph)\n    return len(calls)\n"
     )
     command = plant("plain", "outlier-channels")
-    verdict = calibrate(f"{command} --metric own:metric", code=1)["verdict"]
+    verdict = calibrate(f"{command} --metric own:metric")["verdict"]
     assert (verdict["word"], verdict["metric"], verdict["float_metric"]) == ("broken", 1.0, 2.0)
 
 

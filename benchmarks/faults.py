@@ -186,7 +186,8 @@ def prepare() -> list[Work]:
     for name, scale in (("x", 1.0), ("y", 3.0)):
         np.save(f"{name}.npy", (scale * generator.standard_normal((12, 3, 12, 12))).astype(np.float32))
     trace = ("trace", "faults_net:Net", "-q", "--no-check", "--shape")
-    calibrate = ("calibrate", "net.mge", "-q", "--batch-size", "2", "--checkpoint-batches", "1", "--force")
+    options = "-q --batch-size 2 --checkpoint-batches 1 --force -r w8a8"
+    calibrate = ("calibrate", "net.mge", *options.split())
     export = ("export", "model.mge", "-q", "-o", "net.onnx")
     _must(*trace, "2x3x12x12", "-o", "net.mge")
     _must(*calibrate, "-d", "x.npy", "-o", "first")

@@ -247,7 +247,6 @@ class _Chooser:
             for cause in note.causes if note is not None else ():
                 if cause in kept and note is not None:
                     kept[cause][expr] = note.reason
-        chains = find_chains(replace(plain, choices=choices))
         results: dict[Node, str] = {}
         unlike = Unlike(kept["range"], results, selecting=Selecting(kept["selection"]))
         infinite = plain.infinite | set(kept["infinity"])

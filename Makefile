@@ -59,8 +59,8 @@ $(VENV)/.installed-torch: $(STAMP)
 	@touch $@
 
 # Tests that ask for torch, and no others: the rest of these rooms runs without it in `test`.
-TORCH_TESTS := tests/data/test_foreign.py tests/finetuning/test_torch_engine.py tests/graph/files/test_allowlist.py tests/importing/torch \
-	tests/learning tests/ptq/rounding/test_torch.py tests/quantizing/test_faithfulness_torch.py
+TORCH_TESTS := tests/data/test_foreign.py tests/extras/finetune/test_torch_engine.py tests/graph/files/test_allowlist.py tests/extras/torch \
+	tests/learning tests/quantizing/test_faithfulness_torch.py
 
 test-torch: $(VENV)/.installed-torch ## Install torch and test what learns by it, and networks that come from it
 	$(PY) -m pytest -n auto --cov --cov-config=tests/torch.coveragerc --cov-report=term --cov-fail-under=90 $(TORCH_TESTS) $(ARGS)

@@ -29,9 +29,9 @@ import qtrace
 from qtrace.config import QConfig
 from qtrace.config.recipe import DEFAULT_RECIPE
 from qtrace.errors import QtraceError
+from qtrace.extras.tune.judge import Judge, RungData
 from qtrace.graph.types import TracedModule
 from qtrace.process import engine
-from qtrace.tuning.judge import Judge, RungData
 from scripts.stored import RESULTS, RecipeRow, load, store, today
 from tests.zoo import (
     convnext,

@@ -24,8 +24,8 @@ import onnx
 from onnx import helper
 
 import qtrace
+from qtrace.extras.diff.onnx_files import compare_files
 from qtrace.importing.onnx import open_inputs
-from qtrace.inspection.difference.onnx_files import compare_files
 from tests.zoo.catalog import CNN
 
 __all__ = ["FILE", "KeptRow", "compare", "main", "quantized"]

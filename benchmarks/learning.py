@@ -21,8 +21,8 @@ from benchmarks import machine
 from benchmarks.nets import ResNet18, image_batches, settle
 from benchmarks.rows import Row, Size, render
 from benchmarks.timing import take_turns
-from qtrace.finetuning import FinetuneSettings
-from qtrace.finetuning.running import TuningRun
+from qtrace.extras.finetune import FinetuneSettings
+from qtrace.extras.finetune.running import TuningRun
 from qtrace.graph.types import TracedModule
 
 __all__ = ["main", "run"]

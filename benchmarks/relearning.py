@@ -21,7 +21,7 @@ from megengine import Tensor
 import qtrace
 from benchmarks import machine
 from examples.ocr import pages
-from qtrace.finetuning import FinetuneSettings
+from qtrace.extras.finetune import FinetuneSettings
 from qtrace.graph.types import TracedModule
 from qtrace.metrics import ErrorSums
 

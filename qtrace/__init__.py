@@ -15,43 +15,45 @@ from qtrace.process.garbage import paused_collector
 
 if TYPE_CHECKING:
     from qtrace import fakequant, graph, observers, qat, recipes, sensitivity
+    from qtrace.benchmarking.files import bench
     from qtrace.calibration.calibrate import calibrate
     from qtrace.config import QConfig
     from qtrace.config.recipe import load_recipe
     from qtrace.errors import QtraceError
     from qtrace.export import export
-    from qtrace.finetuning import finetune
+    from qtrace.extras.contracts import check_file_for as check
+    from qtrace.extras.diff.comparing import diff
+    from qtrace.extras.finetune import FinetuneSettings, finetune
+    from qtrace.extras.split.partition import split
+    from qtrace.extras.torch import from_torch, to_torch_state
+    from qtrace.extras.tune import TuneSettings, tune
     from qtrace.graph.files.serialize import load, save
     from qtrace.graph.tracing.trace import trace
     from qtrace.importing.onnx import from_onnx
-    from qtrace.importing.torch import from_torch, to_torch_state
     from qtrace.inspection.analysis import analyze as inspect
     from qtrace.inspection.comparison import compare
     from qtrace.inspection.explanation import explain
-    from qtrace.preparation.partition import split
     from qtrace.preparation.passes.convert import convert
     from qtrace.preparation.phases import set_phase
     from qtrace.preparation.prepare import prepare
     from qtrace.process.engine import quiet
     from qtrace.qat import param_groups
-    from qtrace.quantizing.comparing import diff
-    from qtrace.quantizing.files import bench
-    from qtrace.quantizing.files import check_file_for as check
     from qtrace.quantizing.quantize import quantize
     from qtrace.quantizing.stage import calibrate_to_folder
     from qtrace.runtimes.host import RuntimeHost
     from qtrace.scheme import QParams, QScheme
     from qtrace.sensitivity.diagnosis import diagnose
-    from qtrace.tuning import tune
     from qtrace.verification.bisect import bisect
     from qtrace.verification.verify import verify
 
 __all__ = [
+    "FinetuneSettings",
     "QConfig",
     "QParams",
     "QScheme",
     "QtraceError",
     "RuntimeHost",
+    "TuneSettings",
     "bench",
     "bisect",
     "calibrate",
@@ -94,21 +96,23 @@ _HOME = {
     "QScheme": "scheme",
     "RuntimeHost": "runtimes.host",
     "QtraceError": "errors",
-    "bench": "quantizing.files",
+    "FinetuneSettings": "extras.finetune",
+    "TuneSettings": "extras.tune",
+    "bench": "benchmarking.files",
     "bisect": "verification.bisect",
     "calibrate": "calibration.calibrate",
     "calibrate_to_folder": "quantizing.stage",
-    "check": "quantizing.files:check_file_for",
+    "check": "extras.contracts:check_file_for",
     "compare": "inspection.comparison",
     "convert": "preparation.passes.convert",
     "diagnose": "sensitivity.diagnosis",
-    "diff": "quantizing.comparing",
+    "diff": "extras.diff.comparing",
     "explain": "inspection.explanation",
     "export": "export",
-    "finetune": "finetuning",
+    "finetune": "extras.finetune",
     "from_onnx": "importing.onnx",
     "inspect": "inspection.analysis:analyze",
-    "from_torch": "importing.torch",
+    "from_torch": "extras.torch",
     "load": "graph.files.serialize",
     "load_recipe": "config.recipe",
     "param_groups": "qat",
@@ -117,10 +121,10 @@ _HOME = {
     "quiet": "process.engine",
     "save": "graph.files.serialize",
     "set_phase": "preparation.phases",
-    "split": "preparation.partition",
-    "to_torch_state": "importing.torch",
+    "split": "extras.split.partition",
+    "to_torch_state": "extras.torch",
     "trace": "graph.tracing.trace",
-    "tune": "tuning",
+    "tune": "extras.tune",
     "verify": "verification.verify",
 }
 

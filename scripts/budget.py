@@ -32,9 +32,10 @@ CALLS = {
     "annotate": "qtrace.preparation.passes.annotate",
     "prepare": "qtrace.preparation.prepare",
     "calibrate": "qtrace.calibration.calibrate",
-    "tune": "qtrace.tuning",
+    "tune": "qtrace.extras.tune.tune",
     "quantize": "qtrace.quantizing.quantize",
 }
+PLUG_INS = ("targets", "extras")  # each of their folders is a room
 _LINKED = ("observers", "fakequant", "recipes")
 _MOST_ARGUMENTS = 8
 _MOST_FIELDS = 12
@@ -46,6 +47,14 @@ _NOT_CODE = {
     tokenize.DEDENT,
     tokenize.ENDMARKER,
 }
+
+
+def room_of(name: str) -> str:
+    """Returns the room of a dotted name: ``graph`` of ``qtrace.graph.table``; of a plug-in two parts."""
+    parts = name.split(".")
+    if len(parts) > 2 and parts[1] in PLUG_INS:
+        return "/".join(parts[1:3])
+    return parts[1] if len(parts) > 1 else "__init__"
 
 
 @dataclass(frozen=True)
@@ -62,9 +71,8 @@ class SourceFile:
 
     @property
     def room(self) -> str:
-        """The room of the file: the first part of its name below ``qtrace``."""
-        parts = self.module.split(".")
-        return parts[1] if len(parts) > 1 else "__init__"
+        """The room of the file: the first part of its name below ``qtrace``, two for targets and extras."""
+        return room_of(self.module)
 
 
 def read_sources(root: Path = ROOT) -> list[SourceFile]:
@@ -174,13 +182,15 @@ def measure(sources: Sequence[SourceFile], pages: Sequence[Path]) -> dict[str, d
         pages: the Markdown files of the repository.
 
     Returns:
-        ``rooms``: room -> figure of `COLUMNS` -> count, ``total`` among the rooms; ``reach``: call -> files;
-        ``style``: docstrings, messages or pages -> what `scripts.style` counts -> count.
+        ``rooms``: room -> figure of `COLUMNS` -> count, with ``total`` and ``road``, all but the plug-ins;
+        ``reach``: call -> files; ``style``: docstrings, messages or pages -> what `scripts.style` counts ->
+        count.
     """
     rooms: dict[str, Counter[str]] = {}
     for source in sources:
         figures = measure_file(source.text)
-        for room in (source.room, "total"):
+        road = () if source.room.startswith(PLUG_INS) else ("road",)
+        for room in (source.room, *road, "total"):
             rooms.setdefault(room, Counter(dict.fromkeys(COLUMNS, 0))).update(figures)
     imports = {source.module: imported_names(source.text) for source in sources}
     reach = {call: len(reached_modules(module, imports)) for call, module in CALLS.items()}

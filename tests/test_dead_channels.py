@@ -17,7 +17,7 @@ from megengine.autodiff import GradManager
 import qtrace
 from qtrace import QScheme
 from qtrace.config.recipe import load_recipe
-from qtrace.finetuning import FinetuneSettings, finetune
+from qtrace.extras.finetune import FinetuneSettings, finetune
 from qtrace.graph.types import TracedModule
 from qtrace.numerics import SMALLEST_SCALE, SMALLEST_SHARE
 from qtrace.observers.base import Observer

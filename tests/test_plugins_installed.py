@@ -19,16 +19,17 @@ from qtrace import cli, ops, plugins
 from qtrace.config import backends
 from qtrace.errors import ConfigError, ExportError, UnsafeFileError
 from qtrace.export import formats
+from qtrace.extras.contracts import check_contract
+from qtrace.extras.contracts.base import CONTRACTS
 from qtrace.graph import composites, exprs
 from qtrace.observers.base import Observer
-from qtrace.onnxfile.contracts import check_contract, targets
 from qtrace.ops import OpRule, Role
 from qtrace.ops.arguments import activation
 from qtrace.ops.base import op_rule, typed
 from qtrace.plugins.installed import installed
 from qtrace.verification import runtimes
+from tests.extras.contracts.planted import FORMS, build
 from tests.nets import images, net
-from tests.onnxfile.contracts.planted import FORMS, build
 
 MODULE = """
 from qtrace.config.backends.base import Backend, Limits
@@ -56,7 +57,7 @@ def files(converted, path, note=""):
 FORMAT = Format("chip", files, suffixes=(".chip",), options=("note",))
 """
 CONTRACT = """
-from qtrace.onnxfile.contracts.base import Contract, ContractRule, Violation
+from qtrace.extras.contracts.base import Contract, ContractRule, Violation
 
 
 def _nodes(graph):
@@ -213,7 +214,7 @@ def test_a_contract_by_its_name_and_by_its_entry_point(chip, tmp_path):
     with pytest.raises(ConfigError, match="'chip_rules:NUMBER' is of type int: define it as an object of"):
         check_contract(tmp_path / "net.onnx", "chip_rules:NUMBER")
     chip(contracts="chip = chip_rules:CONTRACT")
-    assert "chip" in targets.known()
+    assert "chip" in CONTRACTS.known()
     assert not check_contract(tmp_path / "net.onnx", "chip").passed
 
 
@@ -287,7 +288,7 @@ def test_a_model_loads_the_plugins_of_a_package_and_nothing_else_of_it(chip, tmp
 
 def test_names_that_clash_are_refused(chip):
     chip(backends="onnxruntime = chip_target:BACKEND")
-    with pytest.raises(ConfigError, match="declares 'onnxruntime' in qtrace.backends.*qtrace itself has one"):
+    with pytest.raises(ConfigError, match="declare 'onnxruntime' .* of chip and as .* of qtrace: un"):
         backends.get("onnxruntime")
 
 

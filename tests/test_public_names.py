@@ -47,7 +47,19 @@ NAMES |= {
     "set_phase",
     "to_torch_state",
 }
-NAMES |= {"bench", "check", "diagnose", "diff", "inspect", "split", "trace", "tune", "verify"}
+NAMES |= {
+    "FinetuneSettings",
+    "TuneSettings",
+    "bench",
+    "check",
+    "diagnose",
+    "diff",
+    "inspect",
+    "split",
+    "trace",
+    "tune",
+    "verify",
+}
 
 
 def test_public_names_are_these_and_resolve() -> None:

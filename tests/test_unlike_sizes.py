@@ -17,12 +17,12 @@ import qtrace
 from qtrace.calibration.jobs import Source
 from qtrace.calibration.running import Result, RunSettings, collect_all
 from qtrace.config import QConfig
-from qtrace.finetuning import FinetuneSettings
+from qtrace.extras.finetune import FinetuneSettings
+from qtrace.extras.tune import TuneSettings, tune
 from qtrace.observers.base import to_dict
 from qtrace.preparation.model import QuantizedModel
 from qtrace.sensitivity import analyze
 from qtrace.sensitivity.diagnosis import measure_inputs
-from qtrace.tuning import TuneSettings, tune
 from tests.unlike_sizes import WIDTHS, few_lines, lines, traced, write_file
 
 LINES = Source("tests.unlike_sizes:lines", batch_size=1)

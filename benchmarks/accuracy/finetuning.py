@@ -10,7 +10,7 @@ from benchmarks.accuracy.four_bits import low_bits
 from benchmarks.accuracy.judging import Judge, quantize
 from benchmarks.accuracy.rows import Row, add_recovered_share
 from benchmarks.accuracy.subjects import Subject, batches, in_megengine, training_inputs
-from qtrace.finetuning import FinetuneSettings
+from qtrace.extras.finetune import FinetuneSettings
 
 __all__ = ["run"]
 

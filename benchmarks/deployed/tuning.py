@@ -1,6 +1,6 @@
 """Measures what a search finds: ``python -m benchmarks.deployed.tuning``.
 
-Each trained network is searched by ``qtrace.tuning`` from the default recipe, on the calibration inputs
+Each trained network is searched by ``qtrace.extras.tune`` from the default recipe, on the calibration inputs
 alone. The best recipe's file is then judged in onnxruntime on the test inputs, in turns with float, beside
 the rows of ``benchmarks.deployed``: the recipes written by hand and the labellings of the frontier. ``--net``
 measures a part, whose rows replace the stored ones.
@@ -27,7 +27,7 @@ from benchmarks.deployed import judging, networks, rows  # noqa: E402
 from benchmarks.deployed.judging import File  # noqa: E402
 from qtrace.config import QConfig  # noqa: E402
 from qtrace.display import format_table  # noqa: E402
-from qtrace.tuning import TuneSettings, Tuning, tune  # noqa: E402
+from qtrace.extras.tune import TuneSettings, Tuning, tune  # noqa: E402
 
 __all__ = ["HEADERS", "NETS", "RESULTS", "TunedRow", "cells", "merged", "read", "rival", "table"]
 

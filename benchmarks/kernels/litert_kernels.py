@@ -16,7 +16,7 @@ from benchmarks.kernels.copies import PASSES, Run, least_time, measure_copies
 from benchmarks.kernels.grid_small import small_grid
 from benchmarks.kernels.litert_net import LiteNet
 from qtrace.costs import FLOAT, INTEGER, LOOKUP, Measurement, OpShape
-from qtrace.export.tflite.writer import FileTensor, Inputs
+from qtrace.targets.tflite.writer import FileTensor, Inputs
 
 __all__ = ["grid", "measure", "open_network"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.export.tflite.writer import FileTensor, Grid, Inputs, TfliteWriter
+from qtrace.targets.tflite.writer import FileTensor, Grid, Inputs, TfliteWriter
 
 __all__ = ["LiteNet"]
 

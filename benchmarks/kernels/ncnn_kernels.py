@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks.kernels.copies import PASSES, Run, least_time, measure_copies, time_apart
 from benchmarks.kernels.grid_small import small_grid
 from qtrace.costs import FLOAT, INTEGER, Measurement, OpShape
-from qtrace.export.ncnn.writer import NcnnLayer, NcnnWriter, floats, integers, tagged
+from qtrace.targets.ncnn.writer import NcnnLayer, NcnnWriter, floats, integers, tagged
 
 __all__ = ["grid", "measure", "open_network"]
 

@@ -11,8 +11,8 @@ import numpy as np
 from qtrace.benchmarking.latency import order_turn
 from qtrace.runtimes.files import RuntimeChild, RuntimeFile
 from qtrace.runtimes.host import RuntimeHost
-from qtrace.verification.runtimes.litert import LitertSession
-from qtrace.verification.runtimes.ncnn import NcnnSession
+from qtrace.targets.ncnn.runtime import NcnnSession
+from qtrace.targets.tflite.runtime import LitertSession
 
 __all__ = ["Side", "load", "take_rounds", "take_turns"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 import qtrace
-from qtrace.finetuning import FinetuneSettings
+from qtrace import FinetuneSettings
 
 RECIPE = "int8"
 

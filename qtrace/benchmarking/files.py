@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,13 +13,14 @@ from qtrace.benchmarking.memory import peak_memory
 from qtrace.benchmarking.onnx_ops import read_graph
 from qtrace.benchmarking.prediction import Prediction, predict
 from qtrace.benchmarking.profile import FLOAT_OPS, INTEGER_OPS, LAYOUT, ROUNDINGS, Profile, read_profile
-from qtrace.benchmarking.runners import RunnerSettings, open_file
-from qtrace.benchmarking.runners.onnxruntime import OnnxRunner
+from qtrace.benchmarking.runners import ProfiledRunner, RunnerSettings, open_file
 from qtrace.costs import CostTable
+from qtrace.display import Displayed, progress_bar
 from qtrace.errors import ExportError
-from qtrace.runtimes.host import describe_side
+from qtrace.plugins.arguments import check_arguments
+from qtrace.runtimes.host import RuntimeHost, describe_side
 
-__all__ = ["NO_SLOWER", "FileReport", "bench_files", "list_shares", "show"]
+__all__ = ["NO_SLOWER", "BenchReport", "FileReport", "bench", "bench_files", "list_shares", "show"]
 
 _PROFILED_RUNS = 15
 NO_SLOWER = 0.98  # of the speed of the first file: less is slower, not disturbed
@@ -99,14 +101,14 @@ def bench_files(
     settings = settings or RunnerSettings()
     runners = [open_file(path, runtime, settings) for path in paths]
     for path, runner in zip(paths, runners, strict=True):
-        if by_op and not isinstance(runner, OnnxRunner):
+        if by_op and not isinstance(runner, ProfiledRunner):
             raise ExportError(f"{path.name} runs in a runtime without a profile: leave out --by-op.")
     reports = []
     latencies = take_turns(runners, seconds * len(paths), tick)
     for path, runner, latency in zip(paths, runners, latencies, strict=True):
         slower = latency.ratio < NO_SLOWER
         profile = prediction = None
-        if isinstance(runner, OnnxRunner):
+        if isinstance(runner, ProfiledRunner):
             if by_op or slower:
                 profile = read_profile(runner.profile(_PROFILED_RUNS))
             if table is not None:
@@ -158,3 +160,82 @@ def _figures(report: FileReport) -> str:
 
 def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:8.3f}"
+
+
+@dataclass(frozen=True, repr=False)
+class BenchReport(Displayed):
+    """The result of ``qtrace.bench``.
+
+    Attributes:
+        files: what was measured of each file; the speed of each is given against the first one.
+        threads: the threads of the runtime.
+        by_op: whether the time of each node was asked for.
+    """
+
+    files: tuple[FileReport, ...]
+    threads: int
+    by_op: bool
+
+    def table(self) -> str:
+        """Returns a table of all files, the reasons why some are slower, and their profiles."""
+        return show(self.files, self.by_op)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns everything, for JSON."""
+        return {"threads": self.threads, "files": [report.to_dict() for report in self.files]}
+
+
+@check_arguments
+def bench(
+    *files: str | os.PathLike[str],
+    runtime: str | None = None,
+    runtime_host: RuntimeHost | None = None,
+    threads: int = 1,
+    batch: int = 1,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    seconds: float = 3.0,
+    by_op: bool = False,
+    predict: CostTable | None = None,
+    progress: bool = True,
+) -> BenchReport:
+    """Measures how fast exported files run on this machine, as ``qtrace bench`` does.
+
+    Several files take turns, and the speed of each is given against the first one.
+
+    Args:
+        *files: the files.
+        runtime: the runtime, such as ``openvino``; None for the first one that runs such files.
+        runtime_host: the interpreter or machine that has the runtime, where it is timed; None for this one.
+        threads: threads of the runtime.
+        batch: samples of a run, if the file leaves them open.
+        shapes: shape of each input that the file leaves open.
+        seconds: how long to run each file, in seconds; at least 9 runs are made.
+        by_op: whether to measure the time of each node, by onnxruntime's own profile.
+        predict: a table of measured times, to predict the time of ONNX files, too.
+        progress: whether to show a progress bar on stderr.
+
+    Raises:
+        ExportError: when a file cannot be run, or its runtime has no profile.
+    """
+    if not files:
+        raise ExportError("bench measures files: give at least one.")
+    for name, value in (("threads", threads), ("batch", batch)):
+        if type(value) is not int or value < 1:
+            raise ExportError(f"{name}={value!r} is no number of {name}: give 1 or more.")
+    if not seconds >= 0:
+        raise ExportError(f"seconds={seconds!r} is no time: give 0 or more.")
+    if not all(isinstance(file, (str, os.PathLike)) for file in files):
+        raise ExportError("bench takes the paths of files, each by itself: bench('a.onnx', 'b.onnx').")
+    sizes = {name: tuple(int(n) for n in shape) for name, shape in (shapes or {}).items()}
+    settings = RunnerSettings(threads, batch, sizes, runtime_host)
+    with progress_bar(desc="bench", unit="runs of each file", disable=not progress) as bar:
+        reports = bench_files(
+            tuple(Path(file) for file in files),
+            runtime=runtime,
+            settings=settings,
+            seconds=seconds,
+            by_op=by_op,
+            table=predict,
+            tick=bar.update,
+        )
+    return BenchReport(tuple(reports), threads, by_op)

@@ -29,7 +29,7 @@ class Dumps:
 
     def runtime(self, model: Any) -> Any:
         """Returns the runtime that reads the tensors of ``model``, a converted module."""
-        from qtrace.verification.device import dumped_tensors
+        from qtrace.extras.device import dumped_tensors
 
         return dumped_tensors(self.folder, model, self._read_names(), self.layout)
 

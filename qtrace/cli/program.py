@@ -19,23 +19,19 @@ from qtrace.cli.codes import INTERNAL_ERROR, INTERRUPTED
 from qtrace.cli.commands.bench import bench
 from qtrace.cli.commands.bisect import bisect
 from qtrace.cli.commands.calibrate import calibrate
-from qtrace.cli.commands.check import check
 from qtrace.cli.commands.compare import compare
-from qtrace.cli.commands.diff import diff
 from qtrace.cli.commands.explain import explain
 from qtrace.cli.commands.export import export
-from qtrace.cli.commands.finetune import finetune
 from qtrace.cli.commands.import_onnx import import_onnx
 from qtrace.cli.commands.inspect import inspect
 from qtrace.cli.commands.quantize import quantize
 from qtrace.cli.commands.recipes import recipes
 from qtrace.cli.commands.sensitivity import sensitivity
-from qtrace.cli.commands.split import split
 from qtrace.cli.commands.trace import trace
-from qtrace.cli.commands.tune import tune
 from qtrace.cli.commands.verify import verify
 from qtrace.cli.console import as_flags
 from qtrace.errors import QtraceError, Terminated
+from qtrace.plugins import load_installed
 
 __all__ = ["group", "main"]
 
@@ -85,27 +81,22 @@ def group() -> None:
     """
 
 
-_COMMANDS = (
+for _command in (
     trace,
     import_onnx,
     inspect,
-    split,
     quantize,
     calibrate,
-    finetune,
     explain,
     export,
     verify,
     bisect,
-    check,
     bench,
     compare,
-    diff,
     sensitivity,
-    tune,
     recipes,
-)
-for _command in _COMMANDS:
+    *load_installed("qtrace.commands", click.Command),
+):
     group.add_command(_command)
 
 

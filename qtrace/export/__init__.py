@@ -1,15 +1,12 @@
-"""Export: each format is a file or folder of its name with a constant ``FORMAT``, a `Format`.
+"""Export: each format is a `Format`, an entry point in the group ``qtrace.formats``.
 
-A format is chosen by its name, or by a suffix. A format of your own is ``pkg.mod:NAME``, or an entry point in
-the group ``qtrace.formats``.
+A format is chosen by its name, or by a suffix. A format of your own may also be ``pkg.mod:NAME``.
 """
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
-import pkgutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,20 +30,13 @@ from qtrace.process.thread import on_engine_thread
 from qtrace.storage.files import kind_of, problem, replacing
 from qtrace.storage.ownership import foreign_output
 
-__all__ = ["check_case", "check_format", "export", "formats"]
+__all__ = ["check_case", "check_format", "export", "format_by_name", "format_of", "formats"]
 
 _LOG = logging.getLogger("qtrace")
 
 
-class _Formats(ObjectPlugins[Format]):
-    def packaged(self) -> tuple[str, ...]:
-        """Lists the modules and packages here that have a ``FORMAT``."""
-        names = (module.name for module in pkgutil.iter_modules(__path__))
-        return tuple(n for n in names if hasattr(importlib.import_module(f"{__name__}.{n}"), "FORMAT"))
-
-
-_FORMATS = _Formats(__name__, FORMATS, Format, ExportError)
-formats = _FORMATS.known
+_FORMATS = ObjectPlugins(FORMATS, Format, ExportError)
+formats, format_by_name = _FORMATS.known, _FORMATS.get
 
 
 @check_arguments
@@ -203,9 +193,7 @@ def check_case(path: Path) -> None:
         ExportError: naming the file in lower case.
     """
     lower = path.suffix.lower()
-    if lower != path.suffix and (
-        lower == ".mge" or any(lower in _FORMATS.get(n).suffixes for n in formats())
-    ):
+    if lower != path.suffix and any(lower in _FORMATS.get(n).suffixes for n in formats()):
         raise ExportError(
             f"{path.name}: runtimes know a file by a suffix in lower case: name it "
             f"{path.with_suffix(lower).name}."
@@ -221,11 +209,25 @@ def check_format(path: Path, name: str | None) -> None:
     _find_format(path, name)
 
 
+def format_of(path: Path) -> Format:
+    """Returns the format that has the suffix of `path`.
+
+    Raises:
+        ExportError: when none has it.
+    """
+    return _find_format(path, None)
+
+
 def _find_format(path: Path, name: str | None) -> Format:
     """Returns the format that a user named, or that has the suffix of `path`."""
     if name is not None:
         return _FORMATS.get(name)
     check_case(path)
+    if path.suffix == ".mge":
+        raise ExportError(
+            f"{path.name} could be a model to work on, which qtrace.save writes, or a dump for "
+            "MegEngine's runtime: name format='megengine' for the dump."
+        )
     for known in formats():
         chosen = _FORMATS.get(known)
         if path.suffix in chosen.suffixes:
@@ -235,11 +237,6 @@ def _find_format(path: Path, name: str | None) -> Format:
                 f"{path.name} would be what is written next to the model: "
                 f"name the model, {path.with_suffix(chosen.suffixes[0]).name}."
             )
-    if path.suffix == ".mge":
-        raise ExportError(
-            f"{path.name} could be a model to work on, which qtrace.save writes, or a dump for "
-            "MegEngine's runtime: name format='megengine' for the dump."
-        )
     suffixes = ", ".join(sorted(suffix for known in formats() for suffix in _FORMATS.get(known).suffixes))
     raise ExportError(
         f"no format has the suffix {path.suffix!r} of {path.name}: there are {suffixes}; "

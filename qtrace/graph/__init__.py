@@ -11,6 +11,8 @@ from qtrace.plugins.packages import load_when_used
 
 if TYPE_CHECKING:
     from qtrace.display import format_table
+    from qtrace.extras.source import PythonSource, to_source
+    from qtrace.extras.split import Composition, split
     from qtrace.graph.builder import GraphBuilder
     from qtrace.graph.composites import compose
     from qtrace.graph.dot import dot
@@ -22,20 +24,19 @@ if TYPE_CHECKING:
     from qtrace.graph.interpreter import Interpreter, locate_failure
     from qtrace.graph.lint import LintProblem, check, lint
     from qtrace.graph.module_tree import add_submodule, delete_attribute, set_parameter
-    from qtrace.graph.msc import MSCGraph, MSCNode, MSCPrim, MSCTensor, from_msc, to_traced
     from qtrace.graph.node_meta import meta
-    from qtrace.graph.parts import Composition, split
     from qtrace.graph.passes import FoldConstants, MergeCommonSubexpressions, RemoveDeadCode, run_passes
     from qtrace.graph.pattern import Anything, Const, Mismatch, Op, Param, PatternMatch, match
     from qtrace.graph.propagate import propagate_shapes, set_input_shapes
     from qtrace.graph.rewrite import RewriteRule, RuleResult, apply_rules
     from qtrace.graph.samples import SampleDifference, SamplesReport, check_samples
-    from qtrace.graph.source import PythonSource, to_source
     from qtrace.graph.table import table
     from qtrace.graph.tracing.trace import trace
     from qtrace.graph.tracing.tracer import Tracer
     from qtrace.graph.transformer import Transformer
     from qtrace.graph.walk import exprs, users
+    from qtrace.targets.msc.document import MSCGraph, MSCNode, MSCPrim, MSCTensor, from_msc
+    from qtrace.targets.msc.rebuild import to_traced
 
 __all__ = [
     "AnyNumber",
@@ -108,15 +109,16 @@ _HOMES = {
     "qtrace.graph.interpreter": "Interpreter locate_failure",
     "qtrace.graph.lint": "LintProblem check lint",
     "qtrace.graph.module_tree": "add_submodule delete_attribute set_parameter",
-    "qtrace.graph.msc": "MSCGraph MSCNode MSCPrim MSCTensor from_msc to_traced",
+    "qtrace.targets.msc.document": "MSCGraph MSCNode MSCPrim MSCTensor from_msc",
+    "qtrace.targets.msc.rebuild": "to_traced",
     "qtrace.graph.node_meta": "meta",
-    "qtrace.graph.parts": "Composition split",
+    "qtrace.extras.split": "Composition split",
     "qtrace.graph.passes": "FoldConstants MergeCommonSubexpressions RemoveDeadCode run_passes",
     "qtrace.graph.pattern": "Anything Const Mismatch Op Param PatternMatch match",
     "qtrace.graph.propagate": "propagate_shapes set_input_shapes",
     "qtrace.graph.rewrite": "RewriteRule RuleResult apply_rules",
     "qtrace.graph.samples": "SampleDifference SamplesReport check_samples",
-    "qtrace.graph.source": "PythonSource to_source",
+    "qtrace.extras.source": "PythonSource to_source",
     "qtrace.graph.table": "table",
     "qtrace.graph.tracing.trace": "trace",
     "qtrace.graph.tracing.tracer": "Tracer",

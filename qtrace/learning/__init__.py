@@ -1,4 +1,4 @@
 """What every algorithm that learns by gradients shares: the engines, Adam, the loop, the choice of an engine.
 
-`reconstruct` and `adaround` (`qtrace.ptq.rounding`) and `finetune` (`qtrace.finetuning`) bring their loss.
+`reconstruct` and `adaround` (`ptq/rounding/`) and `finetune` (`extras/finetune/`) bring their loss.
 """

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from types import FunctionType
 from typing import TypeVar
 
 from qtrace.errors import CalibrationError, ConfigError, install
 from qtrace.graph.types import TracedModule
 from qtrace.learning.engine import LearningEngine, UnsupportedError
+from qtrace.plugins import load_object
 
 __all__ = ["ENGINES", "choose_learning", "try_torch"]
 
@@ -52,10 +54,8 @@ def choose_learning(model: TracedModule, requested: str = "auto") -> LearningEng
         return None
 
     def build() -> LearningEngine:
-        from qtrace.learning.torch.engine import TorchEngine
-        from qtrace.learning.torch.graph import TorchGraph
-
-        return TorchEngine(TorchGraph(model))
+        engine: LearningEngine = load_object("qtrace.engines", "torch", FunctionType)(model)
+        return engine
 
     torch, reason = try_torch(build)
     if torch is None and requested == "torch":

@@ -103,25 +103,28 @@ def resolve(package: str, name: str, base: type) -> type:
 
 @dataclass(frozen=True)
 class ObjectPlugins(Generic[_Plugin]):
-    """A kind of plugin that is an object, not a class: backends, runtimes, formats and contracts.
+    """A kind of plugin that is an object, not a class, such as backends, runtimes, formats and contracts.
 
-    One of qtrace's own is a module of ``package`` with a constant named for the class, such as ``BACKEND``.
+    qtrace's own are entry points, as those of other packages are.
 
     Attributes:
-        package: the dotted name of the plugin package.
         group: the group of entry points, such as ``qtrace.backends``.
         kind: the class of the objects.
         error: the error for an unknown name.
     """
 
-    package: str
     group: str
     kind: type[_Plugin]
     error: type[QtraceError] = ConfigError
 
+    @property
+    def noun(self) -> str:
+        """What messages call a plugin of the kind, such as ``parameter file`` for a `ParameterFile`."""
+        return re.sub(r"(?<!^)(?=[A-Z])", " ", self.kind.__name__).lower()
+
     def packaged(self) -> tuple[str, ...]:
         """Lists the names of qtrace's own plugins of the kind, sorted."""
-        return packaged(self.package)
+        return tuple(name for name, value in installed(self.group).items() if value.startswith("qtrace."))
 
     def known(self) -> tuple[str, ...]:
         """Lists the names of all plugins of the kind, sorted: qtrace's own and those of installed packages.
@@ -129,7 +132,7 @@ class ObjectPlugins(Generic[_Plugin]):
         Raises:
             ConfigError: when an installed package takes the name of another plugin.
         """
-        return all_names(self.group, self.packaged())
+        return tuple(installed(self.group))
 
     def get(self, name: str) -> _Plugin:
         """Returns a plugin.
@@ -142,14 +145,9 @@ class ObjectPlugins(Generic[_Plugin]):
             ConfigError: when the name is of two plugins, its module cannot be imported, or the object is of
                 another class.
         """
-        noun, names = self.kind.__name__, self.known()
-        if name in self.packaged():
-            own: _Plugin = getattr(importlib.import_module(f"{self.package}.{name}"), noun.upper())
-            return own
-        if name not in names and not OWN_CLASS.fullmatch(name):
-            raise self.error(
-                f"unknown {noun.lower()} {name!r}; known: {', '.join(names)}, or your own as 'pkg.mod:NAME'."
-            )
+        if name not in installed(self.group) and not OWN_CLASS.fullmatch(name):
+            known = ", ".join(self.known()) or "none, as qtrace is not installed (run pip install)"
+            raise self.error(f"unknown {self.noun} {name!r}; known: {known}, or your own as 'pkg.mod:NAME'.")
         return load_object(self.group, name, self.kind)
 
 

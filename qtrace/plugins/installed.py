@@ -1,8 +1,8 @@
 """Plugins that other packages declare: an entry point in the group of its kind, such as ``qtrace.backends``.
 
 A package's ``pyproject.toml`` names them: with ``mynpu = "mynpu.target:BACKEND"`` in the table
-``[project.entry-points."qtrace.backends"]``, ``mynpu`` is a name like qtrace's own files. Nothing is
-imported before a name is used.
+``[project.entry-points."qtrace.backends"]``, ``mynpu`` is a name like those of qtrace's own targets, which
+its own ``pyproject.toml`` declares in the same way. Nothing is imported before a name is used.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def installed(group: str) -> Mapping[str, str]:
         if other.value != entry.value:
             raise ConfigError(
                 f"two installed packages declare {entry.name!r} in {group}, as {_origin(other)} and as "
-                f"{_origin(entry)}: uninstall one, or name the plugin as 'pkg.mod:NAME'."
+                f"{_origin(entry)}: uninstall one, rename its entry point, or name the plugin as "
+                "'pkg.mod:NAME'."
             )
     return MappingProxyType({name: entry.value for name, entry in plugins.items()})
 

@@ -22,8 +22,8 @@ from qtrace.data.whole import describe_left_out, whole_batches
 from qtrace.graph.interface import read_inputs
 from qtrace.graph.signature import argument_names
 from qtrace.graph.types import TracedModule
+from qtrace.importing.foreign import is_torch_module
 from qtrace.importing.onnx import declared_inputs
-from qtrace.importing.torch import is_torch_module
 from qtrace.quantizing.evaluation import EvaluationData, choose_evaluation, hold_back_samples
 from qtrace.quantizing.options import DataReading
 from qtrace.quantizing.reporting import LogReporter, Reporter, StageTimes

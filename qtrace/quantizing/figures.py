@@ -123,7 +123,9 @@ def note_device(model: Any, path: Path, reporter: Reporter) -> dict[str, Any]:
 
 
 def note_kernels(model: Any, path: Path, reporter: Reporter) -> dict[str, Any]:
-    """Notes how many ops of a TFLite file compute on integers, and what keeps the others in float.
+    """Notes how many ops of a file compute on integers, and what keeps the others in float.
+
+    What onnxruntime does with an ONNX file is found where the file is loaded.
 
     Args:
         model: the exported module.
@@ -134,15 +136,16 @@ def note_kernels(model: Any, path: Path, reporter: Reporter) -> dict[str, Any]:
         The ops that compute in float, for JSON; nothing for other files, and for those all in float.
     """
     from qtrace.preparation.record import is_quantized
-    from qtrace.verification.runtimes.litert import find_kernels
+    from qtrace.verification.runtimes import get as get_runtime
 
-    if path.suffix.lower() != ".tflite" or not is_quantized(model):
+    if path.suffix.lower() == ".onnx" or not is_quantized(model):
         return {}
     try:
-        kernels = find_kernels(path)
+        find = get_runtime(path).kernels
+        kernels = None if find is None else find(path)
     except ExportError:  # a format of the user's own
         return {}
-    if not kernels.integer:
+    if kernels is None or not kernels.integer:
         return {}
     for line in kernels.describe():
         reporter.note(line)

@@ -25,8 +25,8 @@ from qtrace.graph.tensors import shared_copies
 from qtrace.graph.tracing.diff import values
 from qtrace.graph.tracing.recording import without_none
 from qtrace.graph.types import TracedModule
+from qtrace.importing.foreign import is_torch_module
 from qtrace.importing.onnx.quantization.float_weights import read_unrounded
-from qtrace.importing.torch import is_torch_module
 from qtrace.onnxfile.local_session import SessionSettings, dtype_of
 from qtrace.onnxfile.reading import read_model
 from qtrace.onnxfile.sessions import open_session

@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,9 @@ from qtrace.graph.interface import read_interface
 from qtrace.graph.opaque import cure_for_kept, opaque_calls
 from qtrace.graph.tracing.trace import trace
 from qtrace.graph.types import TracedModule
+from qtrace.importing.foreign import is_torch_module
 from qtrace.importing.onnx import declared_axes, from_onnx, open_inputs
-from qtrace.importing.torch import from_torch, is_torch_module
+from qtrace.plugins import load_object
 from qtrace.preparation.record import is_quantized
 from qtrace.preparation.samples import cut_call
 
@@ -61,6 +63,7 @@ def read_network(
     elif is_torch_module(source):
         args, keywords = example_inputs(source, next(iter(data)))
         names = _parameters(source) if keywords else ()
+        from_torch = load_object("qtrace.sources", "torch", FunctionType)
         traced = from_torch(
             source, {**dict(zip(names, args, strict=False)), **keywords} if keywords else args
         )

@@ -58,7 +58,7 @@ def choose_config(target: str | None, recipe: Any, out: Path, float_type: FloatT
         check_format(out, format_of(config))
     elif out.suffix != suffix:
         if target is None and place_of_target(config) is None:
-            raise ConfigError(describe_suffixes(out, backends.packaged()))
+            raise ConfigError(describe_suffixes(out))
         raise ConfigError(
             f"{out.name} is no file for {config.backend}: name it {with_suffix(out, suffix)}, or give "
             "another target."

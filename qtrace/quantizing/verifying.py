@@ -16,7 +16,7 @@ from qtrace.quantizing.call_data import CallData
 from qtrace.quantizing.evaluation import count_values, shorten
 from qtrace.runtimes.host import RuntimeHost
 from qtrace.verification.report import VerifyReport
-from qtrace.verification.runtimes.litert import find_fixed_batch
+from qtrace.verification.runtimes import get as get_runtime
 from qtrace.verification.verify import verify as verify_file
 
 __all__ = ["batch_of_file", "verify_written"]
@@ -31,10 +31,12 @@ _LEAST_SAMPLES = 2
 
 def batch_of_file(path: Path) -> int | None:
     """Returns the batch that a file takes alone; None if it takes any, or its format runs single samples."""
-    if path.suffix.lower() == ".tflite":
-        return find_fixed_batch(path)
     if path.suffix.lower() != ".onnx":
-        return None
+        try:
+            find = get_runtime(path).find_fixed_batch
+        except ExportError:  # a runtime that is not installed, which is said where the file is run
+            return None
+        return None if find is None else find(path)
     firsts = {sizes[0] for sizes in declared_axes(path).values() if sizes}
     size = firsts.pop() if len(firsts) == 1 else None
     return size if isinstance(size, int) else None

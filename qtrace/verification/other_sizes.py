@@ -16,10 +16,9 @@ from megengine import Tensor
 
 from qtrace.data.batches import as_arguments, evaluating
 from qtrace.errors import ExportError, GraphError
+from qtrace.export import format_of
 from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.converted.plain_graph import PlainGraph, is_plain
-from qtrace.export.ncnn import find_fixing_layer
-from qtrace.export.ncnn.samples import shapes_of_one_sample
 from qtrace.graph.interpreter import Interpreter, locate_failure
 from qtrace.graph.open_axes import OpenAxes, OpenAxis, other_sizes, read_open_axes, repeat_to
 from qtrace.graph.types import TensorNode, TracedModule
@@ -97,20 +96,23 @@ def say_other_size(path: Path, values: Sequence[np.ndarray]) -> None:
 
 
 def open_in_file(path: Path, model: TracedModule) -> tuple[OpenAxis, ...]:
-    """Returns the open axes of a graph that its ONNX file or ncnn net leaves open; none for other files."""
+    """Returns the open axes of a graph that its file leaves open."""
     record = read_open_axes(model)
     if record is None or record.only_batch():
         return ()
-    if path.suffix.lower() == ".param":
-        return () if _fixes_sizes(model) else record.axes
-    return _declared_open(path, model, record) if path.suffix.lower() == ".onnx" else ()
+    if path.suffix.lower() == ".onnx":
+        return _declared_open(path, model, record)
+    return () if _fixes_sizes(path, model) else record.axes
 
 
-def _fixes_sizes(model: TracedModule) -> bool:
-    """Returns whether the ncnn net of a graph may run only at the recorded sizes."""
+def _fixes_sizes(path: Path, model: TracedModule) -> bool:
+    """Returns whether the file of a graph may run only at the recorded sizes, by its format."""
     try:
-        return bool(find_fixing_layer(PlainGraph(model) if is_plain(model) else ConvertedGraph(model)))
-    except ExportError:  # it was written with allow_float, of which the net says nothing
+        format = format_of(path)
+        if format.fixes_sizes or format.find_fixing_layer is None:
+            return True
+        return bool(format.find_fixing_layer(PlainGraph(model) if is_plain(model) else ConvertedGraph(model)))
+    except ExportError:  # no format's, or written with allow_float, of which the file says nothing
         return True
 
 
@@ -147,7 +149,8 @@ def by_sample(session: Session, model: QuantizedModel) -> Session:
         session: the session of a file.
         model: the graph that the file was exported from.
     """
-    if not getattr(session, "by_sample", False):
+    shapes_of_one_sample = getattr(session, "shapes_of_one_sample", None)
+    if shapes_of_one_sample is None:
         return session
     graph = ConvertedGraph(model)
     nodes = {site.name: site.value for site in graph.sites if site.sort == "activation"}

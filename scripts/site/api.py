@@ -26,7 +26,7 @@ MODULES: dict[str, tuple[str, ...] | None] = {
     "qtrace.graph": None,
     "qtrace.qat": None,
     "qtrace.sensitivity": None,
-    "qtrace.finetuning": ("FinetuneSettings",),
+    "qtrace.extras.finetune": ("FinetuneSettings",),
     "qtrace.gradients": ("conv2d", "fast_gradients"),
     "qtrace.ptq": None,
     "qtrace.errors": None,

@@ -183,8 +183,8 @@ def test_a_tflite_file_that_aborts_litert_is_one_sentence(tmp_path):
     import numpy as np
 
     import qtrace
-    from tests.export.tflite.files import load
     from tests.nets import net
+    from tests.targets.tflite.files import load
 
     x = np.ones((1, 4, 6, 6), np.float32)
     traced = qtrace.trace(net(lambda self, x: F.relu(self.c(x)) + x, c=M.Conv2d(4, 4, 1)), x, check=False)

@@ -10,7 +10,7 @@ import onnxruntime as ort
 from onnx.reference import ReferenceEvaluator
 
 from qtrace.export.onnx.opset import at_opset
-from qtrace.verification.runtimes._onnx import with_integer_outputs
+from qtrace.verification.runtimes.onnx_model import with_integer_outputs
 
 __all__ = ["assert_agrees"]
 

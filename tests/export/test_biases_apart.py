@@ -15,7 +15,7 @@ import qtrace
 from qtrace.export.onnx.biases_apart import write_biases_apart
 from qtrace.graph.types import TracedModule
 from qtrace.onnxfile.sessions import open_session
-from qtrace.verification.runtimes.openvino import OpenvinoSession
+from qtrace.targets.openvino.runtime import OpenvinoSession
 from tests.importing.onnx.networks import model, node
 from tests.nets import images, net, randomize
 

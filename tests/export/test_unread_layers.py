@@ -18,8 +18,8 @@ import pytest
 import qtrace
 from qtrace import QConfig
 from qtrace.graph.types import TracedModule
-from tests.export.tflite.files import kinds
 from tests.nets import images, net
+from tests.targets.tflite.files import kinds
 
 
 def _conv(inside: int = 4) -> M.Conv2d:

@@ -29,7 +29,7 @@ from qtrace.graph import (
 )
 from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.preparation.prepare import plan
-from qtrace.verification.runtimes.litert import LitertSession
+from qtrace.targets.tflite.runtime import LitertSession
 from tests.nets import images, net
 
 X = images(2, 3, 8, 8)

@@ -16,7 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import qtrace
 from qtrace.errors import ImportingError
-from qtrace.finetuning import FinetuneSettings
+from qtrace.extras.finetune import FinetuneSettings
 from qtrace.onnxfile.saturation import products_saturate
 from tests.nets import net
 

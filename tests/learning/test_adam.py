@@ -22,8 +22,8 @@ def test_adam_takes_the_steps_of_the_paper() -> None:
 @pytest.mark.parametrize("few", [0, 2**12])
 def test_adam_of_torch_takes_the_steps_of_numpys(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch", reason="the engine torch needs the extra torch")
-    from qtrace.learning.torch import adam as module
-    from qtrace.learning.torch.adam import TorchAdam
+    from qtrace.extras.torch.learning import adam as module
+    from qtrace.extras.torch.learning.adam import TorchAdam
 
     monkeypatch.setattr(module, "_FEW", few)  # few values are numpy's, 0 leaves all to torch
 

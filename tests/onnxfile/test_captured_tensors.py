@@ -11,8 +11,8 @@ from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from qtrace.export.onnx.pools import write_fast_poolings
 from qtrace.export.onnx.weight_types import write_unsigned_weights
-from qtrace.export.onnx_float import _name_parameters
-from qtrace.onnxfile.contracts.qdq_graph import QdqGraph
+from qtrace.extras.contracts.qdq_graph import QdqGraph
+from qtrace.extras.parameters.onnx_float import _name_parameters
 from qtrace.onnxfile.local_session import SessionSettings
 from qtrace.onnxfile.sessions import open_session
 

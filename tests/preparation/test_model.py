@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 import qtrace
+from qtrace.extras.finetune import FinetuneSettings
 from qtrace.fakequant.base import FakeQuant
 from qtrace.fakequant.following.bias import BiasQuant
 from qtrace.fakequant.following.bn_fold import BnFold
-from qtrace.finetuning import FinetuneSettings
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import owner
 from qtrace.preparation.annotation import Annotation

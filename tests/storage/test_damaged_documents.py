@@ -10,11 +10,11 @@ import pytest
 
 from qtrace.costs.table import CostTable
 from qtrace.errors import QtraceError
-from qtrace.quantizing import comparing
+from qtrace.extras.device import vectors
+from qtrace.extras.diff import comparing
+from qtrace.extras.tune import folder
+from qtrace.extras.tune.trials import TrialLog
 from qtrace.storage.files import parse_document
-from qtrace.tuning import folder
-from qtrace.tuning.trials import TrialLog
-from qtrace.verification.device import vectors
 from tests.each import each_of
 
 DAMAGES = ("[" * 100_000, '{"a":' * 100_000, "[1]", "{", "\xff", "null")

@@ -6,7 +6,7 @@ import megengine.module as M
 import numpy as np
 from megengine import Parameter, Tensor
 
-from qtrace.finetuning.data import Batch, Samples
+from qtrace.extras.finetune.data import Batch, Samples
 from qtrace.preparation.identity import graph_hash
 from qtrace.storage.checkpoints import hash_arrays
 

@@ -15,10 +15,10 @@ from megengine import Tensor
 import qtrace
 from qtrace.errors import CalibrationError
 from qtrace.process.together import Together
+from qtrace.targets.onnxruntime.runtime import OnnxSession
 from qtrace.verification import verify
 from qtrace.verification.runtimes import base
 from qtrace.verification.runtimes.base import Ahead, RuntimeRun, threads_for
-from qtrace.verification.runtimes.onnxruntime import OnnxSession
 from tests.nets import images, net
 
 

@@ -16,11 +16,11 @@ from onnx import helper, numpy_helper
 import qtrace
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.phases import in_phase
+from qtrace.targets.onnxruntime.runtime import OnnxSession
 from qtrace.verification import lanes, runs, tallies
 from qtrace.verification.lanes import FloatLane, Lanes, TakingLane
 from qtrace.verification.other_sizes import _mirrored
 from qtrace.verification.runtimes.base import RuntimeRun
-from qtrace.verification.runtimes.onnxruntime import OnnxSession
 from qtrace.verification.tallies import DifferenceTally
 from qtrace.verification.ties import FirstOfEquals
 from tests.each import each_of

@@ -19,8 +19,10 @@ from qtrace.onnxfile.kernels import find_kernels
 from qtrace.onnxfile.local_session import onnxruntime_errors
 from qtrace.onnxfile.saturation import products_are_wrong
 from qtrace.runtimes import worker
+from qtrace.targets.onnxruntime import runtime as onnxruntime
+from qtrace.targets.openvino import runtime as openvino
+from qtrace.targets.tflite import runtime as litert
 from qtrace.verification import causes
-from qtrace.verification.runtimes import litert, onnxruntime, openvino
 from qtrace.verification.runtimes.base import RuntimeRun
 from tests.nets import images, net
 

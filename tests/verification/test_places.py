@@ -14,8 +14,8 @@ from megengine import Tensor
 
 import qtrace
 from qtrace.graph.types import TracedModule
+from qtrace.targets.onnxruntime import runtime as onnxruntime
 from qtrace.verification import selections
-from qtrace.verification.runtimes import onnxruntime
 from qtrace.verification.runtimes.base import RuntimeRun
 from qtrace.verification.selections import read_runtime_places
 from qtrace.verification.ties import FirstOfEquals

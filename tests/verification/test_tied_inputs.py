@@ -12,7 +12,7 @@ import pytest
 
 import qtrace
 from qtrace.graph.types import TracedModule
-from qtrace.verification.runtimes import onnxruntime
+from qtrace.targets.onnxruntime import runtime as onnxruntime
 from qtrace.verification.runtimes.base import RuntimeRun
 from tests.nets import images, net, randomize
 

@@ -1,27 +1,28 @@
-"""Runners, one a runtime: each loads a file with all optimizations, and runs it on the same inputs."""
+"""Runners, one a runtime: each loads a file with all optimizations, and runs it on the same inputs.
+
+A runner is an entry point in the group ``qtrace.runners``, called as its runtime.
+"""
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
-import pkgutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from qtrace.benchmarking.runners.base import Load, Runner, RunnerSettings
+from qtrace.benchmarking.runners.base import Load, ProfiledRunner, Runner, RunnerSettings
 from qtrace.errors import ExportError, install
+from qtrace.plugins import ObjectPlugins
 
-__all__ = ["Load", "Runner", "RunnerSettings", "find_package", "known", "open_file"]
+__all__ = ["Load", "ProfiledRunner", "Runner", "RunnerSettings", "find_package", "known", "open_file"]
 
 
-def known() -> tuple[str, ...]:
-    """Returns the names of all runtimes whose files can be timed, sorted."""
-    return tuple(sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name != "base"))
+_RUNNERS = ObjectPlugins("qtrace.runners", Load, ExportError)
+known = _RUNNERS.known
 
 
 def find_package(runtime: str) -> str:
     """Returns the name by which the Python package of a runtime is imported."""
-    return _load(runtime).package
+    return _RUNNERS.get(runtime).package
 
 
 def open_file(path: Path, runtime: str | None = None, settings: RunnerSettings | None = None) -> Runner:
@@ -37,7 +38,7 @@ def open_file(path: Path, runtime: str | None = None, settings: RunnerSettings |
     """
     if runtime is not None and runtime not in known():
         raise ExportError(f"files cannot be timed in {runtime!r}; known: {', '.join(known())}.")
-    loads = {name: _load(name) for name in ([runtime] if runtime else known())}
+    loads = {name: _RUNNERS.get(name) for name in ([runtime] if runtime else known())}
     fitting = [load for load in loads.values() if path.suffix.lower() in load.suffixes]
     if not fitting:
         subject = f"{runtime} does not run" if runtime else "no runtime here runs"
@@ -52,11 +53,6 @@ def open_file(path: Path, runtime: str | None = None, settings: RunnerSettings |
             f"run {install(load.extra)}."
         )
     return load.open(path, settings)
-
-
-def _load(name: str) -> Load:
-    load: Load = importlib.import_module(f"{__name__}.{name}").LOAD
-    return load
 
 
 def _describe(loads: Mapping[str, Load]) -> str:

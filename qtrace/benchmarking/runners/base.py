@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from qtrace.errors import ExportError
 from qtrace.runtimes.host import RuntimeHost
 
-__all__ = ["Load", "Runner", "RunnerSettings", "fixed_shape", "random_values"]
+__all__ = ["Load", "ProfiledRunner", "Runner", "RunnerSettings", "fixed_shape", "random_values"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,20 @@ class Runner(Protocol):
 
     def memory(self) -> int | None:
         """Returns the bytes that the file added to its own process at most; None if it runs in this one."""
+
+
+@runtime_checkable
+class ProfiledRunner(Runner, Protocol):
+    """A runner of ONNX files whose runtime has a profile.
+
+    Attributes:
+        shapes: input -> its shape in a run.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def profile(self, runs: int) -> Any:
+        """Runs the file some times, and returns the events of the runtime's own profile."""
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ def bench(
     for file in files:
         check_exported(file)
     with console.work():
-        from qtrace.quantizing.files import bench as measure
+        from qtrace.benchmarking.files import bench as measure
 
         config = None if recipe is None else _expecting(recipe, allow_code)
         table = None if predict is None else _table(predict)

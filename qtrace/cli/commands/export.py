@@ -196,7 +196,7 @@ def _write_example(loaded: Any, out: Path, inputs: list[dict[str, Any]], embedde
 
 def _write_vectors(loaded: Any, out: Path, source: Any, count: int) -> Path:
     """Writes the test vectors beside the file ``out``."""
-    from qtrace.verification.device import write_vectors
+    from qtrace.extras.device import write_vectors
 
     models.check_stage(loaded, str(out), "converted")
     return write_vectors(loaded, out.with_name(f"{out.stem}.vectors"), source, count)

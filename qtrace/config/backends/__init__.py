@@ -1,6 +1,6 @@
-"""Backends: one target a file, each with a constant ``BACKEND``; the file name is the name configs use.
+"""Backends: what a target computes on integers, each an entry point in the group ``qtrace.backends``.
 
-A backend of your own is ``pkg.mod:NAME``, or an entry point in the group ``qtrace.backends``.
+The name of the entry point is the name that configs use. A backend of your own may also be ``pkg.mod:NAME``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from qtrace.plugins.installed import BACKENDS
 
 __all__ = ["Backend", "get", "known", "packaged"]
 
-_BACKENDS = ObjectPlugins(__name__, BACKENDS, Backend)
+_BACKENDS = ObjectPlugins(BACKENDS, Backend)
 packaged, known = _BACKENDS.packaged, _BACKENDS.known
 
 

@@ -1,20 +1,19 @@
-"""Kinds of files with quantization parameters by tensor name; each module here defines some in ``KINDS``."""
+"""Files with quantization parameters by tensor name: each kind is an entry point in ``qtrace.parameters``.
+
+The name of the entry point is what the option ``params`` takes.
+"""
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from qtrace.errors import ExportError
 from qtrace.export.parameters.sites import Row
+from qtrace.plugins import ObjectPlugins
 
-__all__ = ["ParameterFile", "beside", "kinds", "parameter_file", "refuse", "refuse_floating"]
-
-
-_OTHERS = ("base", "sites")
+__all__ = ["ParameterFile", "beside", "parameter_file", "refuse", "refuse_floating"]
 
 
 @dataclass(frozen=True)
@@ -32,26 +31,7 @@ class ParameterFile:
     write: Callable[[Sequence[Row]], str]
 
 
-def kinds() -> dict[str, ParameterFile]:
-    """Returns the kinds by the names that the option ``params`` takes."""
-    package = importlib.import_module(__name__.rpartition(".")[0])
-    names = sorted(m.name for m in pkgutil.iter_modules(package.__path__) if m.name not in _OTHERS)
-    files: dict[str, ParameterFile] = {}
-    for name in names:
-        files.update(importlib.import_module(f"{package.__name__}.{name}").KINDS)
-    return files
-
-
-def parameter_file(name: str) -> ParameterFile:
-    """Returns the kind ``name``.
-
-    Raises:
-        ExportError: for an unknown name; the message lists the known ones.
-    """
-    files = kinds()
-    if name not in files:
-        raise ExportError(f"unknown kind of parameter file {name!r}; known: {', '.join(files)}.")
-    return files[name]
+parameter_file = ObjectPlugins("qtrace.parameters", ParameterFile, ExportError).get
 
 
 def beside(model: Path, kind: ParameterFile) -> Path:

@@ -15,6 +15,7 @@ from qtrace.errors import CalibrationError
 from qtrace.learning.adam import Adam
 from qtrace.learning.engine import LearningEngine, UnsupportedError
 from qtrace.learning.loop import descend
+from qtrace.plugins import load_object
 from qtrace.ptq.rounding.block_run import BlockData, BlockRun
 from qtrace.ptq.rounding.gradients import BlockGradients, DescentSettings, MegEngineGradients
 from qtrace.ptq.rounding.soft_rounding import anneal
@@ -33,12 +34,10 @@ def _choose_gradients(
     """Takes torch for a block on whose first step both engines agree, else MegEngine."""
     if engine is None:
         return MegEngineGradients(run, data, settings, unit)
-    from qtrace.learning.torch.engine import TorchEngine
-    from qtrace.ptq.rounding.torch_block import TorchGradients
-
-    assert isinstance(engine, TorchEngine)
     slow = MegEngineGradients(run, data, settings, unit, traced=False)
-    fast = TorchGradients(engine, run, data, settings, unit)
+    fast: BlockGradients = load_object("qtrace.block_gradients", engine.name, type)(
+        engine, run, data, settings, unit
+    )
     try:
         reason = _find_difference(*(g(np.random.default_rng(0), settings.drop) for g in (slow, fast)))
     except UnsupportedError as error:

@@ -1,6 +1,6 @@
-"""Runtimes, one a file: each runs exported files and returns their integers; the file name is its name.
+"""Runtimes: each runs exported files and returns their integers.
 
-A runtime of your own is ``pkg.mod:NAME``, or an entry point in the group ``qtrace.runtimes``.
+A runtime is an entry point in the group ``qtrace.runtimes``; one of your own may also be ``pkg.mod:NAME``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ON_CPU = ("onnxruntime", "openvino")
 __all__ = ["Runtime", "describe_choice", "get", "known", "runs_optimized"]
 
 
-_RUNTIMES = ObjectPlugins(__name__, "qtrace.runtimes", Runtime, ExportError)
+_RUNTIMES = ObjectPlugins("qtrace.runtimes", Runtime, ExportError)
 known = _RUNTIMES.known
 
 

@@ -90,6 +90,8 @@ class Runtime:
             computes on its own (False).
         kernels: finds the ops of a file that run on integers; None where the runtime does not show its
             kernels.
+        find_fixed_batch: finds the only batch that a file takes; None where its files take any, or single
+            samples.
         default: whether the runtime is used for its suffixes when the user names none.
         companions: suffixes of the files of weights that stand next to a model file.
         optimizes: whether files can also run with optimizations; dumped tensors are as they are.
@@ -103,6 +105,7 @@ class Runtime:
     suffixes: tuple[str, ...]
     open: Callable[[Path, bool], Session]
     kernels: Callable[[Path], Kernels] | None = None
+    find_fixed_batch: Callable[[Path], int | None] | None = None
     default: bool = True
     companions: tuple[str, ...] = ()
     optimizes: bool = True

@@ -10,8 +10,8 @@ import onnx
 import pytest
 
 import qtrace
+from tests.extras.contracts.planted import FORMS, build
 from tests.nets import images, net
-from tests.onnxfile.contracts.planted import FORMS, build
 
 
 @pytest.fixture

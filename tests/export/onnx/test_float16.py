@@ -17,11 +17,11 @@ import qtrace
 from qtrace.calibration.checkpoint import fingerprint
 from qtrace.calibration.collecting import collect
 from qtrace.errors import ExportError
+from qtrace.extras.contracts import check_contract
+from qtrace.extras.device import dumped_tensors
 from qtrace.graph.types import TracedModule
-from qtrace.onnxfile.contracts import check_contract
 from qtrace.preparation.float16 import choose_float16
 from qtrace.preparation.model import QuantizedModel
-from qtrace.verification.device import dumped_tensors
 from qtrace.verification.runtimes import get as get_runtime
 from tests.nets import net
 

@@ -17,9 +17,9 @@ from onnx import TensorProto, helper, numpy_helper
 import qtrace
 from qtrace.errors import GraphError
 from qtrace.export.onnx import exporter
+from qtrace.extras.split import split
 from qtrace.graph.flatten import flatten
 from qtrace.graph.origin import FileOrigin, FileRemark, FileResult
-from qtrace.graph.parts import split
 from qtrace.graph.types import TracedModule
 from tests.each import each_of
 

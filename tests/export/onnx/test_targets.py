@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import qtrace
-from qtrace.onnxfile.contracts import check_contract
+from qtrace.extras.contracts import check_contract
 from tests.nets import calibrated_if_quantized
 from tests.zoo.catalog import CNN
 from tests.zoo.checks import rounded_to_nearest

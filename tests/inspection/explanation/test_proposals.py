@@ -121,7 +121,7 @@ def test_region_and_role_take_two_lines() -> None:
 def test_ops_without_a_kernel_are_rounded_around_in_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = backends.get("onnxruntime")
     less = dataclasses.replace(backend, ops=backend.ops - {"maximum"})
-    monkeypatch.setattr("qtrace.config.backends.onnxruntime.BACKEND", less)
+    monkeypatch.setattr("qtrace.targets.onnxruntime.backend.BACKEND", less)
     _, (floats,) = _checked(_net(lambda x: F.maximum(x, x * 2.0)))
     assert floats.notes[0].causes == ("kernel",)
     assert _lines(floats) == ("add to rules: - {match: {op: maximum}, quantize: true}",)

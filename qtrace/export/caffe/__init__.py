@@ -1,5 +1,0 @@
-"""Caffe: a float net, ``.prototxt`` and ``.caffemodel``."""
-
-from qtrace.export.caffe.exporter import FORMAT
-
-__all__ = ["FORMAT"]

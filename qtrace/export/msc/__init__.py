@@ -1,5 +1,0 @@
-"""MSCGraph: JSON and prototxt."""
-
-from qtrace.export.msc.exporter import FORMAT
-
-__all__ = ["FORMAT"]

@@ -1,0 +1,24 @@
+"""Contracts: what a target expects of a quantized ONNX file, checked without the target.
+
+A contract is a list of rules, each with the document that states it. The file may be of any tool.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from qtrace.plugins.packages import load_when_used
+
+if TYPE_CHECKING:
+    from qtrace.extras.contracts.check import check_contract, check_file_for, fix_contract
+    from qtrace.extras.contracts.report import ContractReport
+
+__all__ = ["ContractReport", "check_contract", "check_file_for", "fix_contract"]
+
+load_when_used(
+    __name__,
+    {
+        "qtrace.extras.contracts.check": "check_contract check_file_for fix_contract",
+        "qtrace.extras.contracts.report": "ContractReport",
+    },
+)

@@ -1,0 +1,280 @@
+"""Tensors that a device has dumped, as the runtime of `verify` and `bisect`.
+
+The order of the axes in dumped tensors: channels last, or in blocks.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qtrace.errors import ConfigError, ExportError
+from qtrace.extras.device.files import Sample, file_name, find_samples
+from qtrace.graph.types import TracedModule
+from qtrace.plugins.options import hint
+from qtrace.preparation.model import QuantizedModel
+from qtrace.scheme import QParams
+from qtrace.verification.runs import activations, output_names
+from qtrace.verification.runtimes.base import Runtime, RuntimeRun
+
+__all__ = ["DeviceLayout", "DumpedSession", "dumped_tensors"]
+
+# How far from a multiple of the scale, in LSB, floats may be that a device made from integers.
+_OFF_GRID = {np.dtype(np.float16): 0.25}
+_OFF_GRID_ELSE = 0.02
+
+Tensor = tuple[str, str]  # one of `KINDS`, and the name of an input, a site or an output
+
+
+def dumped_tensors(
+    folder: str | Path, converted: TracedModule, names: Mapping[str, str] | None = None, layout: str = "nchw"
+) -> Runtime:
+    """Returns a runtime for `verify` and `bisect` that reads dumped tensors in place of running a file.
+
+    A batch of the data belongs to one .npz archive, or to one folder of .npy, .raw or .bin files; batches and
+    archives or folders are matched in order. Tensors may be missing: ops between two that are there are
+    compared together. Integers are read as they are; int8 in the place of uint8, and the reverse, is shifted
+    by 128; floats must be integers times the site's scale. The type of a raw file follows from its size: one
+    byte a value is int8 or uint8, two are int16 or uint16, four float32.
+
+    Args:
+        folder: the folder of the dumped tensors, or one .npz archive.
+        converted: the converted module.
+        names: name in the dump -> name of a site, an output or an input; None if they are the same.
+        layout: how tensors of four axes are stored: ``nchw``, ``nhwc``, or such as ``nc4hw4``.
+
+    Raises:
+        ExportError: when nothing in the folder has the name of a site, or a name in ``names`` is unknown.
+        ConfigError: for an unknown layout.
+    """
+    model = QuantizedModel(converted, "converted")
+    samples = find_samples(Path(folder))
+    return Runtime(
+        "dumped tensors",
+        package="numpy",
+        extra="",
+        suffixes=(),
+        open=lambda path, optimize: DumpedSession(samples, model, names or {}, DeviceLayout(layout)),
+        optimizes=False,
+    )
+
+
+class DumpedSession:
+    """Gives the dumped tensors of one batch after the other.
+
+    Args:
+        samples: the dumped tensors of each batch.
+        model: the converted graph.
+        names: name in the dump -> name of a site, an output or an input.
+        layout: the order of the axes in the dump.
+
+    Attributes:
+        partial: sites may be missing.
+    """
+
+    partial = True
+
+    def __init__(
+        self, samples: Sequence[Sample], model: QuantizedModel, names: Mapping[str, str], layout: DeviceLayout
+    ) -> None:
+        self.samples, self.layout, self._batch = samples, layout, 0
+        sites = [site for site in activations(model).values() if not site.static]
+        moved = model.annotation.moved()
+        self.qparams = {site.name: site.qparams for site in sites}
+        self.qparams.update({name: model.carried_qparams()[name] for name in moved})
+        graph = model.module.graph
+        self.outputs, self.inputs = output_names(model), [node.name for node in graph.inputs[1:]]
+        shapes = {("sites", site.name): site.node.shape for site in sites}
+        shapes.update({("sites", name): model.nodes[name].shape for name in moved})
+        shapes.update({("inputs", node.name): node.shape for node in graph.inputs[1:]})
+        shapes.update(
+            {("outputs", n): node.shape for n, node in zip(self.outputs, graph.outputs, strict=True)}
+        )
+        self.shapes = {tensor: tuple(shape or ()) for tensor, shape in shapes.items()}
+        self.sources = [self._match(sample, names) for sample in samples]
+        present = set.intersection(
+            *({name for kind, name in source if kind == "sites"} for source in self.sources)
+        )
+        self.integer_names = sorted(present)
+        if not present:
+            dumped = ", ".join(sorted(samples[0].files)[:5])
+            raise ExportError(
+                f"{samples[0].path}: no tensor has the name of a site. It holds {dumped}; sites are "
+                f"{', '.join(list(self.qparams)[:5])}: map the names with --names, in Python with names=."
+            )
+
+    def _match(self, sample: Sample, names: Mapping[str, str]) -> dict[Tensor, str]:
+        """Maps the tensors of the graph to names in the dump."""
+        by_file: dict[str, Tensor] = {}
+        for kind, name in self.shapes:  # of tensors of one name, the site is meant
+            by_file[f"{kind}/{file_name(name)}"] = by_file[f"{kind}/{name}"] = (kind, name)
+            by_file.setdefault(file_name(name), (kind, name))
+            by_file.setdefault(name, (kind, name))
+        for name in names.values():
+            if name not in by_file:
+                raise ExportError(
+                    f"{name!r} is no site, output or input of the model{hint(name, self.qparams)}"
+                )
+        matched: dict[Tensor, str] = {}
+        for dumped in sample.files:
+            tensor = by_file.get(names.get(dumped, dumped))
+            if tensor is not None and matched.setdefault(tensor, dumped) != dumped:
+                raise ExportError(
+                    f"{sample.path}: {matched[tensor]!r} and {dumped!r} are both {tensor[1]!r}: remove one."
+                )
+        return matched
+
+    def run(self, inputs: list[np.ndarray]) -> RuntimeRun:
+        """Returns the tensors of the next batch; see `Session`."""
+        if self._batch >= len(self.samples):
+            raise ExportError(
+                f"there are dumped tensors of {len(self.samples)} batches, but more data: give --max-batches "
+                f"{len(self.samples)}, and the --batch-size of the dump."
+            )
+        number, self._batch = self._batch, self._batch + 1
+        self._check_inputs(number, inputs)
+        batch = inputs[0].shape[0] if inputs and inputs[0].ndim else 1
+        integers = {name: self._integers(number, name, batch) for name in self.integer_names}
+        outputs: list[Any] = [self._float(number, ("outputs", name), batch) for name in self.outputs]
+        return RuntimeRun(outputs, integers)
+
+    def _check_inputs(self, number: int, inputs: list[np.ndarray]) -> None:
+        """Refuses a batch whose input was dumped as well and is another."""
+        for name, value in zip(self.inputs, inputs, strict=True):
+            dumped = self._float(number, ("inputs", name), len(value) if value.ndim else 1)
+            if dumped is not None and (
+                dumped.shape != value.shape or not np.allclose(dumped, value, 1e-4, 1e-4)
+            ):
+                raise ExportError(
+                    f"{self.samples[number].path}: its input {name!r} differs from batch {number} of the "
+                    "data: give the data that the device has read, in its order."
+                )
+
+    def _float(self, number: int, tensor: Tensor, batch: int) -> np.ndarray | None:
+        """Returns the values of an input or an output; None if they were not dumped, or as integers."""
+        source = self.sources[number].get(tensor)
+        if source is None:
+            return None
+        value = self._read(number, source, tensor, batch)
+        return value.astype(np.float32) if value.dtype.kind == "f" else value
+
+    def _integers(self, number: int, name: str, batch: int) -> np.ndarray:
+        source, qparams = self.sources[number]["sites", name], self.qparams[name]
+        value = self._read(number, source, ("sites", name), batch)
+        where = f"{self.samples[number].path}: {source!r}"
+        if value.dtype.kind == "f":
+            integers = _on_grid(value, qparams, where)
+        else:
+            integers = value.astype(np.int64) + _shift(value.dtype, qparams)
+        low, high = qparams.scheme.qmin, qparams.scheme.qmax
+        if integers.size and (integers.min() < low or integers.max() > high):
+            raise ExportError(
+                f"{where} has integers from {integers.min()} to {integers.max()}, and its site holds {low} "
+                f"to {high}: the tensor, or the type of its values, is another."
+            )
+        return integers.astype(np.int32)
+
+    def _read(self, number: int, source: str, tensor: Tensor, batch: int) -> np.ndarray:
+        """Reads a tensor, in the graph's order of axes."""
+        traced = self.shapes[tensor]
+        shape = (batch, *traced[1:]) if traced else traced
+        stored = self.layout.stored_shape(shape)
+        value = self.samples[number].read(source, lambda data: self._decode(data, stored, tensor))
+        if value.shape != stored and value.size == math.prod(stored):
+            value = value.reshape(stored)  # some devices flatten, or leave out axes of length 1
+        return self.layout.to_graph(value, shape[1] if len(shape) == 4 else 0)
+
+    def _decode(self, data: bytes, shape: tuple[int, ...], tensor: Tensor) -> np.ndarray:
+        """Reads the values of a raw file, whose type follows from their number."""
+        kind, name = tensor
+        count = math.prod(shape)
+        signed = kind != "sites" or self.qparams[name].scheme.signed
+        types: dict[int, Any] = {
+            1: np.int8 if signed else np.uint8,
+            2: np.int16 if signed else np.uint16,
+            4: np.float32,
+        }
+        size = len(data) // max(count, 1)
+        if size not in types or size * count != len(data):
+            raise ValueError(f"{len(data)} bytes for {count} values of shape {shape}")
+        return np.frombuffer(data, types[size]).reshape(shape)
+
+
+def _on_grid(value: np.ndarray, qparams: QParams, where: str) -> np.ndarray:
+    """Returns the integers of floats that a device made from integers.
+
+    Raises:
+        ExportError: when they are no integers times the scale.
+    """
+    scale, zero_point = float(np.ravel(qparams.scale)[0]), int(np.ravel(qparams.zero_point)[0])
+    exact = value.astype(np.float64) / scale + zero_point
+    if not np.isfinite(exact).all():
+        raise ExportError(f"{where} holds values that are not finite.")
+    integers = np.rint(exact)
+    if np.abs(exact - integers).max(initial=0) > _OFF_GRID.get(value.dtype, _OFF_GRID_ELSE):
+        raise ExportError(
+            f"{where} holds floats that are no integers times {scale:.6g}, the scale of its site: dump the "
+            "tensor after its quantization."
+        )
+    return integers.astype(np.int64)
+
+
+def _shift(dtype: np.dtype[Any], qparams: QParams) -> int:
+    """Returns what to add to 8-bit integers of the other sign than the site's."""
+    scheme = qparams.scheme
+    if dtype == np.int8 and not scheme.signed and scheme.bits == 8:
+        return 128
+    return -128 if dtype == np.uint8 and scheme.signed and scheme.bits == 8 else 0
+
+
+_BLOCKS = re.compile(r"nc(?P<block>\d+)hw(?P=block)")
+
+
+@dataclass(frozen=True)
+class DeviceLayout:
+    """The order in which a device stores tensors of four axes; others are stored in the graph's order.
+
+    Attributes:
+        name: ``nchw``, the graph's own; ``nhwc``; or ``nc4hw4``, ``nc32hw32`` ...: blocks of so many
+            channels, each with its channels innermost, the last one filled up.
+
+    Raises:
+        ConfigError: for another name.
+    """
+
+    name: str = "nchw"
+
+    def __post_init__(self) -> None:
+        if self.name not in ("nchw", "nhwc") and not self.block:
+            raise ConfigError(f"unknown layout {self.name!r}: it is nchw, nhwc, or such as nc4hw4.")
+
+    @property
+    def block(self) -> int:
+        """The channels of a block; 0 for layouts without blocks."""
+        match = _BLOCKS.fullmatch(self.name)
+        return int(match["block"]) if match else 0
+
+    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape in which the device stores a tensor of ``shape``."""
+        if len(shape) != 4 or self.name == "nchw":
+            return shape
+        n, c, h, w = shape
+        return (n, -(-c // self.block), h, w, self.block) if self.block else (n, h, w, c)
+
+    def to_graph(self, value: np.ndarray, channels: int) -> np.ndarray:
+        """Returns a stored tensor with the graph's order of axes.
+
+        Args:
+            value: a tensor in its stored shape.
+            channels: the channels of the tensor, without those that fill up a block.
+        """
+        if self.block and value.ndim == 5:
+            n, blocks, h, w, block = value.shape
+            return value.transpose(0, 1, 4, 2, 3).reshape(n, blocks * block, h, w)[:, :channels]
+        return value.transpose(0, 3, 1, 2) if self.name == "nhwc" and value.ndim == 4 else value

@@ -1,0 +1,40 @@
+"""What differs between two quantized modules, recipes or ONNX files: sites, integers, figures, nodes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from qtrace.plugins.packages import load_when_used
+
+if TYPE_CHECKING:
+    from qtrace.extras.diff.configs import ConfigChange, compare_configs
+    from qtrace.extras.diff.models import compare_models
+    from qtrace.extras.diff.report import (
+        Difference,
+        FigurePair,
+        IntegerChange,
+        OpChange,
+        ScaleChange,
+        SchemeChange,
+    )
+
+__all__ = [
+    "ConfigChange",
+    "Difference",
+    "FigurePair",
+    "IntegerChange",
+    "OpChange",
+    "ScaleChange",
+    "SchemeChange",
+    "compare_configs",
+    "compare_models",
+]
+
+load_when_used(
+    __name__,
+    {
+        "qtrace.extras.diff.configs": "ConfigChange compare_configs",
+        "qtrace.extras.diff.models": "compare_models",
+        "qtrace.extras.diff.report": "Difference FigurePair IntegerChange OpChange ScaleChange SchemeChange",
+    },
+)

@@ -1,0 +1,59 @@
+"""The command ``qtrace diff``."""
+
+from __future__ import annotations
+
+import shutil
+
+import click
+
+from qtrace.cli import help, options
+from qtrace.cli.commands.explain import on_terminal
+from qtrace.cli.console import Console
+from qtrace.cli.naming import check_model
+
+__all__ = ["diff"]
+
+_ROWS = 20
+
+
+@click.command(
+    cls=help.Command,
+    example="""
+        qtrace diff monday/ tuesday/
+        qtrace diff int8/quantized.mge finetuned/quantized.mge --json
+        qtrace diff resnet50 mine.yaml --exit-code
+        qtrace diff net.onnx net-int8.onnx
+    """,
+)
+@click.argument("a", metavar="A")
+@click.argument("b", metavar="B")
+@click.option("--all", "every", is_flag=True, help=f"Show all rows of each table, not {_ROWS}.")
+@click.option("--exit-code", "strict", is_flag=True, help="Exit with 1 if A and B differ.")
+@options.allow
+@options.allow_code
+@options.output
+def diff(
+    a: str, b: str, every: bool, strict: bool, allow: tuple[str, ...], allow_code: bool, console: Console
+) -> int:
+    """Show what differs between two outputs, models, recipes or ONNX files.
+
+    A and B are both recipes, by name or file; two .onnx files, which are compared node by node; or each is a
+    folder of `qtrace calibrate` or `qtrace finetune`, a prepared.mge or a quantized.mge. Two models are
+    compared by config, ops, sites, scales, integers of weights and biases, and figures: size, MACs, predicted
+    time, and those of the folders' verdicts. Sites are paired by name. Nodes of .onnx files are paired by
+    name or result; the table says which went, which came, and what the others read and run on.
+    """
+    width = shutil.get_terminal_size().columns if on_terminal() else None
+    with console.work():
+        from qtrace.data import import_object, is_installed
+        from qtrace.extras.diff.comparing import diff as compare
+
+        for name in (a, b):
+            check_model(name)
+        for name in allow:  # a backend is named by the model's record alone, and is imported by nobody else
+            if is_installed(name.partition(":")[0]):
+                import_object(name)
+        result = compare(a, b, allow=allow, allow_code=allow_code)
+    text = f"A: {a}\nB: {b}\n\n{result.table(width, None if every else _ROWS)}"
+    console.result(text, {"a": a, "b": b, **result.to_dict()})
+    return int(strict and not result.empty)

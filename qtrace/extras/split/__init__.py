@@ -1,0 +1,21 @@
+"""Parts of a graph as modules of their own, which compute together what the graph computes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from qtrace.plugins.packages import load_when_used
+
+if TYPE_CHECKING:
+    from qtrace.extras.split.composition import Composition, GraphPart
+    from qtrace.extras.split.split import split
+
+__all__ = ["Composition", "GraphPart", "split"]
+
+load_when_used(
+    __name__,
+    {
+        "qtrace.extras.split.composition": "Composition GraphPart",
+        "qtrace.extras.split.split": "split",
+    },
+)

@@ -1,0 +1,14 @@
+"""What is told of a network of another framework without loading that framework."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+__all__ = ["is_torch_module"]
+
+
+def is_torch_module(source: Any) -> bool:
+    """Returns whether an object is a module of torch, without loading torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and hasattr(torch, "nn") and isinstance(source, torch.nn.Module)

@@ -1,0 +1,1 @@
+"""Caffe: a float net, ``.prototxt`` and ``.caffemodel``."""

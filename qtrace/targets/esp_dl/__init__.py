@@ -1,0 +1,1 @@
+"""Espressif's ESP-DL."""

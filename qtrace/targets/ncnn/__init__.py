@@ -1,0 +1,1 @@
+"""ncnn: an int8 or float net, ``.param`` and ``.bin``."""

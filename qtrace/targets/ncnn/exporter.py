@@ -1,0 +1,341 @@
+"""ncnn: ``.param`` and ``.bin`` with convolutions and linear layers of 8 bits, the rest in float.
+
+For modules that were prepared for backend ncnn: integers from -127 to 127, ties away from zero. Each rounded
+value has a blob ``SITE_int`` with its integers. A convolution whose result is only read as integers writes
+that blob itself. A net computes one sample. Inputs have the names of the traced arguments, outputs the
+names of the nodes that compute them.
+
+Passes over the layers of an ncnn net: fuse activation functions and roundings, copy branching blobs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from megengine import Tensor
+
+from qtrace.errors import ExportError
+from qtrace.export.converted.graph import ConvertedGraph, ConvertedOp
+from qtrace.export.converted.located import refusal, site_expr
+from qtrace.export.converted.open_axes import resized
+from qtrace.export.converted.plain_graph import PlainGraph
+from qtrace.export.float_types import float_kinds, only_floats_read
+from qtrace.export.format import Format
+from qtrace.graph.dataflow import needed_nodes
+from qtrace.graph.names import unused_name
+from qtrace.graph.opaque import cure_for_kept
+from qtrace.graph.open_axes import read_open_axes
+from qtrace.graph.open_shapes import SizedTypes
+from qtrace.graph.walk import is_float_tensor
+from qtrace.numerics import dequantize
+from qtrace.preparation.model import QuantizedSite
+from qtrace.scheme import QScheme
+from qtrace.targets.ncnn.ops import EMITTERS
+from qtrace.targets.ncnn.samples import fold, one_sample
+from qtrace.targets.ncnn.writer import NcnnLayer, NcnnWriter, Rounded, Weight
+
+__all__ = [
+    "FORMAT",
+    "find_fixing_layer",
+    "fuse_activations",
+    "fuse_roundings",
+    "sink_unread",
+    "split_branches",
+]
+
+_LOG = logging.getLogger("qtrace")
+_PLURALS = {"weight": "weights", "bias": "biases"}
+
+
+def files(converted: ConvertedGraph, path: Path, allow_float: Iterable[str] = ()) -> dict[Path, bytes]:
+    """Returns the net and its weights.
+
+    Args:
+        converted: the graph of a converted module.
+        path: the path of the ``.param``; the weights get the suffix ``.bin``.
+        allow_float: kinds of layers, such as ``conv2d``, that compute in float, with weights that the graph
+            rounded: in any way, also one that ncnn's int8 layers cannot express.
+
+    Raises:
+        ExportError: when ncnn cannot express a node or it rounds in another way, naming it.
+    """
+    if path.suffix == ".bin":
+        raise ExportError(f"{path.name} is the name of the weights: name the net with the suffix .param.")
+    floats = float_kinds(allow_float)
+    writer = NcnnExporter(converted, floats).run()
+    if fixing := find_fixing_layer(converted, floats):
+        _LOG.warning(
+            f"{path.name} runs at the traced sizes alone, though the graph has open axes: {fixing} is "
+            "written for these; a file of format onnx leaves them open."
+        )
+    return {path.with_suffix(".bin"): writer.bin(), path: writer.param()}
+
+
+def find_fixing_layer(converted: ConvertedGraph | PlainGraph, floats: frozenset[str] = frozenset()) -> str:
+    """Returns the first layer of a net that is another one at other sizes of the open axes; "" for none.
+
+    Args:
+        converted: the graph; without a record of open axes, no layer is looked for.
+        floats: kinds of layers that compute in float.
+    """
+    record = read_open_axes(converted.module)
+    axes = [] if record is None else [axis for axis in record.axes if axis.axis]
+    if not axes:
+        return ""
+    own = NcnnExporter(converted, floats).run().param().decode().splitlines()
+    for types in SizedTypes(converted.module).at_other_sizes(axes):
+        with resized(types):
+            try:
+                others = NcnnExporter(converted, floats).run().param().decode().splitlines()
+            except ExportError as error:
+                return str(error).rstrip(".")
+        for line, other in zip(own, others, strict=False):
+            if line != other:
+                return " ".join(line.split()[:2])
+    return ""
+
+
+FORMAT = Format(
+    "ncnn",
+    files,
+    suffixes=(".param",),
+    companions=(".bin",),
+    options=("allow_float",),
+    float_options=(),
+    find_fixing_layer=find_fixing_layer,
+    folds_norms=True,
+)
+
+
+class NcnnExporter:
+    def __init__(self, converted: ConvertedGraph, floats: frozenset[str]) -> None:
+        self.graph, self.floats = converted, floats
+        self.writer = NcnnWriter()
+        self.writer.values.update(self.graph.values)
+
+    def run(self) -> NcnnWriter:
+        """Writes all layers and returns their writer."""
+        w = self.writer
+        with one_sample(self.graph) as w.samples:
+            for node, name in self.graph.inputs.items():
+                w.names[node] = w.layer("Input", [], name)
+            needed = needed_nodes(self.graph.module)
+            shaping = needed_nodes(self.graph.module, shapes=True)
+            for step in self.graph.steps:
+                results = set(step.expr.outputs)
+                if results & shaping and not self._fold(step) and results & needed:
+                    self._emit(step)
+            outputs = self._outputs()
+        w.layers = fuse_activations(w.layers, outputs)
+        w.layers = fuse_roundings(w.layers, outputs)
+        w.layers += sink_unread(w.layers, outputs)
+        w.layers = split_branches(w.layers)
+        return w
+
+    def _fold(self, step: ConvertedOp | QuantizedSite) -> bool:
+        """Computes an op that reads no input of the graph; returns whether it is one."""
+        results = fold(step, self.writer.values) if isinstance(step, ConvertedOp) else None
+        if results is None:
+            return False
+        self.writer.values.update(zip(step.expr.outputs, results, strict=True))
+        return True
+
+    def _emit(self, step: ConvertedOp | QuantizedSite) -> None:
+        expr = step.expr
+        try:
+            if isinstance(step, QuantizedSite):
+                self._emit_site(step)
+            elif any(is_float_tensor(n) for n in expr.outputs):
+                self._emit_op(step)
+        except ExportError as error:
+            about = site_expr(step.source, step.value) if isinstance(step, QuantizedSite) else expr
+            raise refusal(f"{expr.outputs[0].name}: {error}", about) from error
+
+    def _emit_op(self, op: ConvertedOp) -> None:
+        w, call = self.writer, op.call
+        if call is None or call.kind not in EMITTERS:
+            cure = cure_for_kept(op.expr) or "end the graph before it, or write it with ops that have one"
+            raise ExportError(f"it cannot become ncnn: {cure}")
+        w.moving = op.expr.outputs[0].name in self.graph.carried
+        EMITTERS[call.kind](w, call)
+        w.moving = False
+        w.samples.follow(call)
+        for node in op.expr.outputs:
+            qparams = self.graph.carried.get(node.name)
+            if qparams is not None:
+                w.rounded[node] = Rounded(node.name, qparams)
+
+    def _emit_site(self, site: QuantizedSite) -> None:
+        w, out, value = self.writer, site.value, self.writer.value(site.source)
+        if site.source in w.samples.inside:
+            w.samples.inside[out] = w.samples.inside[site.source]
+        if site.sort == "activation":
+            if value is not None:
+                w.values[out] = dequantize(site.integers(value), site.qparams)
+                return
+            _check(site.name, site.qparams.scheme, 8)
+            w.names[out] = w.raw(site.source)
+            if site.source in w.packed:
+                w.packed[out] = w.packed[site.source]
+            w.rounded[out] = Rounded(site.name, site.qparams)
+            w.integer_blob(out)
+            return
+        if value is None:
+            raise ExportError(
+                f"its {site.sort} is computed, and ncnn stores {_PLURALS[site.sort]} in the file: set "
+                "quantize: false for its layer"
+            )
+        if site.sort == "weight":
+            self._weight(site, value)
+        else:  # ncnn computes biases in float: the rounded bias is stored as a float
+            w.values[out] = site.rounded_bias(value)
+
+    def _weight(self, site: QuantizedSite, value: np.ndarray) -> None:
+        w, out, qparams, axes = self.writer, site.value, site.qparams, site.decision.channel_axes
+        if only_floats_read(out, self.floats):
+            w.values[out] = site.fake_quant(Tensor(value)).numpy()
+            return
+        scheme = qparams.scheme
+        _check(site.name, scheme, scheme.bits, ", or name the kind of its layer in allow_float")
+        integers = site.integers(value).astype(np.int8)
+        shape = [n if i in axes else 1 for i, n in enumerate(value.shape)]
+        scale = qparams.scale.reshape(shape) if qparams.scale.ndim else qparams.scale
+        dequantized = (integers * scale).astype(np.float32)
+        w.weights[out] = Weight(integers, qparams.scale, dequantized)
+        w.values[out] = dequantized
+
+    def _outputs(self) -> set[str]:
+        """Gives each output a blob of its own, in the order of the graph; returns the blobs' names."""
+        w = self.writer
+        inputs = {top for layer in w.layers if layer.kind == "Input" for top in layer.tops}
+        nodes = self.graph.outputs
+        outputs: set[str] = set()
+        renamed: dict[str, str] = {}  # what is returned twice is one blob, whatever its name has become
+        for node in nodes:
+            blob, name = w.name(node), self.graph.model.unrounded_name(node)
+            if len(nodes) == 1 and blob == name and not any(blob in layer.bottoms for layer in w.layers):
+                return {blob}
+            taken = inputs | outputs
+            name = unused_name(f"{name}_output", taken.__contains__) if name in taken else name
+            blobs = {blob for layer in w.layers for blob in (*layer.bottoms, *layer.tops)}
+            if name in blobs:
+                renamed[name] = unused_name(f"{name}_float", blobs.__contains__)
+                _rename(w.layers, name, renamed[name])
+            w.layers.append(NcnnLayer("Noop", [_follow(renamed, blob)], [name]))
+            outputs.add(name)
+        return outputs
+
+
+def _follow(renamed: Mapping[str, str], blob: str) -> str:
+    """Returns the name that a blob has after all renames."""
+    while blob in renamed:
+        blob = renamed[blob]
+    return blob
+
+
+def _rename(layers: list[NcnnLayer], old: str, new: str) -> None:
+    for layer in layers:
+        layer.bottoms = [new if b == old else b for b in layer.bottoms]
+        layer.tops = [new if t == old else t for t in layer.tops]
+
+
+def _check(site: str, scheme: QScheme, bits: int, otherwise: str = "") -> None:
+    """Refuses a scheme that ncnn does not compute; ``otherwise`` is another cure."""
+    problems = (
+        (scheme.bits != bits or bits > 8, "its integers have 8 bits"),
+        (not scheme.symmetric or not scheme.signed, "its integers are signed and symmetric"),
+        (scheme.bits == 8 and not scheme.narrow, "its integers begin at -127"),
+        (scheme.rounding != "half_away", "it rounds half away from zero"),
+    )
+    reason = next((reason for applies, reason in problems if applies), "")
+    if reason:
+        raise ExportError(
+            f"site {site} is {scheme.describe()}, which ncnn does not compute ({reason}): prepare the module "
+            f"with the recipe backend/ncnn{otherwise}"
+        )
+
+
+_LAYERS = ("Convolution", "ConvolutionDepthWise", "Deconvolution", "DeconvolutionDepthWise", "InnerProduct")
+_ACTIVATION, _ARGUMENTS, _INT8 = 9, -23310, 8
+# Activation function -> ncnn's number for it inside of a layer.
+_CODES = {"ReLU": 1, "Clip": 3, "Sigmoid": 4, "HardSwish": 6}
+_LEAKY_RELU = 2
+
+
+def fuse_activations(layers: list[NcnnLayer], outputs: set[str]) -> list[NcnnLayer]:
+    """Moves an activation function into the layer before it if nothing else reads that layer."""
+    return _fuse(layers, outputs, _take_activation)
+
+
+def fuse_roundings(layers: list[NcnnLayer], outputs: set[str]) -> list[NcnnLayer]:
+    """Lets a convolution of 8 bits write integers if its result is only rounded."""
+    return _fuse(layers, outputs, _take_rounding)
+
+
+def _fuse(layers: list[NcnnLayer], outputs: set[str], take: Any) -> list[NcnnLayer]:
+    readers = Counter(b for layer in layers for b in layer.bottoms)
+    producers = {layer.tops[0]: layer for layer in layers}
+    unfused: list[NcnnLayer] = []
+    for layer in layers:
+        blob = layer.bottoms[0] if len(layer.bottoms) == 1 else ""
+        before = producers.get(blob)
+        alone = readers[blob] == 1 and blob not in outputs
+        if before is not None and alone and take(before, layer, readers):
+            before.tops = list(layer.tops)
+            producers[layer.tops[0]] = before
+        else:
+            unfused.append(layer)
+    return unfused
+
+
+def _take_activation(before: NcnnLayer, layer: NcnnLayer, readers: Counter[str]) -> bool:
+    if before.kind not in _LAYERS or _ACTIVATION in before.params or layer.kind not in _CODES:
+        return False
+    arguments = [v for v in layer.params.values() if layer.kind != "ReLU" or v]
+    leaky = layer.kind == "ReLU" and bool(arguments)
+    before.params[_ACTIVATION] = _LEAKY_RELU if leaky else _CODES[layer.kind]
+    if arguments:
+        before.params[_ARGUMENTS] = arguments
+    return True
+
+
+def _take_rounding(before: NcnnLayer, layer: NcnnLayer, readers: Counter[str]) -> bool:
+    integer = before.kind in ("Convolution", "ConvolutionDepthWise") and before.params.get(_INT8, 0) in (1, 2)
+    # Unread integers are in the file for inspection only: the layer's result is read as floats.
+    if layer.kind != "Quantize" or not integer or not readers[layer.tops[0]]:
+        return False
+    before.params[_INT8] += 100
+    before.weights += layer.weights
+    return True
+
+
+def sink_unread(layers: list[NcnnLayer], outputs: set[str]) -> list[NcnnLayer]:
+    """Returns Noop layers for the blobs that no layer reads: ncnn takes unread blobs for outputs.
+
+    Such blobs are inputs, parts of a split, and integers that are in the file for inspection.
+    """
+    read = {blob for layer in layers for blob in layer.bottoms} | outputs
+    return [NcnnLayer("Noop", [top], []) for layer in layers for top in layer.tops if top not in read]
+
+
+def split_branches(layers: list[NcnnLayer]) -> list[NcnnLayer]:
+    """Copies every blob that several layers read: an ncnn blob has one reader."""
+    readers = Counter(b for layer in layers for b in layer.bottoms)
+    copied: Counter[str] = Counter()
+    result: list[NcnnLayer] = []
+    for layer in layers:
+        for index, blob in enumerate(layer.bottoms):
+            if readers[blob] > 1:
+                layer.bottoms[index] = f"{blob}_copy{copied[blob]}"
+                copied[blob] += 1
+        result.append(layer)
+        for top in layer.tops:
+            if readers[top] > 1:
+                copies = [f"{top}_copy{i}" for i in range(readers[top])]
+                result.append(NcnnLayer("Split", [top], copies))
+    return result

@@ -1,0 +1,1 @@
+"""OpenVINO on CPU."""

@@ -1,0 +1,69 @@
+"""What Qualcomm's QNN on the Hexagon tensor processor expects, through onnxruntime's execution provider."""
+
+from __future__ import annotations
+
+from onnx import TensorProto
+
+from qtrace.extras.contracts.base import Contract
+from qtrace.extras.contracts.rules import biases, files, parameters, placement, types, weights
+from qtrace.extras.contracts.rules.parameters import ONNX_OPERATORS, scale_rules
+
+__all__ = ["CONTRACT"]
+
+_QNN = "ONNX Runtime documentation, QNN Execution Provider"
+_QNN_TOOL = "ONNX Runtime, quantization for the QNN Execution Provider"
+
+_QNN_OPS = (
+    "Conv ConvTranspose Gemm MatMul Add Sub Mul Div Relu Clip LeakyRelu PRelu Sigmoid Tanh HardSwish "
+    "HardSigmoid Softmax LayerNormalization AveragePool GlobalAveragePool MaxPool ReduceMean ReduceSum "
+    "Concat Resize Min Max BatchNormalization"
+)
+
+# The list of the provider's documentation (2.7), and Erf as a part of Gelu: all else runs on the CPU.
+_DEVICE_OPS = (
+    "Abs Add And ArgMax ArgMin Asin Atan AveragePool BatchNormalization Cast CastLike Ceil Clip Concat Conv "
+    "ConvTranspose Cos CumSum DepthToSpace Div Einsum Elu Equal Erf Exp Expand Flatten Floor FusedMatMul "
+    "GRU Gather GatherElements GatherND Gelu Gemm GlobalAveragePool GlobalMaxPool Greater GreaterOrEqual "
+    "GridSample GroupNormalization HardSigmoid HardSwish Identity If InstanceNormalization Inverse IsNaN LRN "
+    "LSTM LayerNormalization LeakyRelu Less LessOrEqual Log LogSoftmax LpNormalization LpPool MatMul "
+    "MatMulNBits Max MaxPool Mean Min Mod Mul Neg NonMaxSuppression NonZero Not OneHot Or PRelu Pad Pow "
+    "QuickGelu RMSNormalization RandomNormalLike RandomUniformLike Range Reciprocal ReduceL2 ReduceLogSumExp "
+    "ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum Relu Reshape Resize RoiAlign RotaryEmbedding Round "
+    "STFT ScatterElements ScatterND Selu Shape Sigmoid Sign SimplifiedLayerNormalization Sin Slice Softmax "
+    "Softplus SpaceToDepth Split Sqrt Squeeze Sub Sum Tan Tanh ThresholdedRelu Tile TopK Transpose Unsqueeze "
+    "Upsample Where Xor"
+)
+
+CONTRACT = Contract(
+    name="qnn",
+    title="QNN on the Hexagon tensor processor",
+    rules=(
+        files.no_integer_ops(_QNN),
+        types.native_wide_types(ONNX_OPERATORS),
+        *scale_rules(ONNX_OPERATORS, _QNN),
+        weights.weight_axis(_QNN_TOOL),
+        weights.weights_per_tensor(_QNN_TOOL, "MatMul"),
+        weights.weight_bits(_QNN_TOOL, "MatMul"),
+        weights.symmetric_weights(_QNN_TOOL, unsigned=True),
+        weights.quantized_weights(_QNN, per_tensor=("MatMul", "Gemm")),
+        parameters.one_scale_per_activation(_QNN),
+        parameters.smallest_range(_QNN_TOOL, 1e-4),
+        placement.fixed_outputs(
+            _QNN_TOOL, "Sigmoid", {TensorProto.UINT16: (1 / 65536, 0), TensorProto.INT16: (1 / 32768, 0)}
+        ),
+        placement.fixed_outputs(
+            _QNN_TOOL, "Tanh", {TensorProto.UINT16: (1 / 32768, 32768), TensorProto.INT16: (1 / 32768, 0)}
+        ),
+        biases.norm_biases(_QNN_TOOL),
+        biases.int32_biases(_QNN_TOOL),
+        biases.accumulator_biases(_QNN_TOOL),
+        placement.both_inputs_quantized(_QNN, "Add", "Sub", "Mul", "Div"),
+        placement.equal_types(_QNN, "Add", "Sub", "Mul", "Div"),
+        placement.equal_widths(_QNN_TOOL),
+    ),
+    ops=frozenset(_QNN_OPS.split()),
+    fused=frozenset({"Relu", "Clip"}),
+    rounds_results=frozenset(_QNN_OPS.split()),
+    device_ops=frozenset(_DEVICE_OPS.split()),
+    floats_run_on="the device in 16-bit floats, or the CPU",
+)

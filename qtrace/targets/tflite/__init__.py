@@ -1,0 +1,1 @@
+"""TFLite, which LiteRT runs."""

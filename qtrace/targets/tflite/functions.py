@@ -1,0 +1,189 @@
+"""TFLite for functions of one value: in float, as a table of integers, or by TFLite's integer kernels.
+
+Between integers all three are possible. XNNPACK turns dequantize, function, quantize into a look-up table,
+exact and fast. A GATHER from a table is exact on any kernel, and slow on a CPU. TFLite's integer kernels
+approximate, some at a fixed output scale: up to a tenth of the values are one step off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import megengine as mge
+import numpy as np
+
+from qtrace.graph.types import TensorNode
+from qtrace.graph.walk import owner
+from qtrace.ops import OpCall
+from qtrace.targets.tflite.build import Builder, Emitter
+from qtrace.targets.tflite.plan import FusedOp
+from qtrace.targets.tflite.writer import FileTensor, Grid
+
+__all__ = ["FLOAT_FUNCTIONS", "FUNCTIONS", "NATIVE", "table"]
+
+# The output grids of LOGISTIC and TANH for 8 bits, and of both for 16 bits.
+_LOGISTIC, _TANH, _WIDE = Grid((1.0 / 256.0,), (-128,)), Grid((1.0 / 128.0,), (0,)), Grid((2.0**-15,), (0,))
+
+
+class _Chain:
+    """Float operators in sequence; the last one computes the node."""
+
+    def __init__(self, b: Builder, op: FusedOp) -> None:
+        self.b, self.call = b, op.call
+        self.x, self.order = b.floats(b.get(op.call.inputs[0])).parts
+
+    def op(
+        self, code: str, *inputs: FileTensor, last: bool = False, kind: str = "", **options: Any
+    ) -> FileTensor:
+        """Adds an operator."""
+        name = self.call.out.name if last else f"{self.call.out.name}_{code.lower()}"
+        result = self.b.writer.add(code, inputs, name, self.x.shape, kind=kind, **options)
+        if last:
+            self.b.put(self.call.out, result, self.order)
+        return result
+
+    def plus(self, x: FileTensor, value: float) -> FileTensor:
+        """Adds a number to a tensor."""
+        return self.op("ADD", x, self.number(value), kind="AddOptions")
+
+    def number(self, value: float) -> FileTensor:
+        """A constant."""
+        return self.b.writer.constant(f"number_{value:g}", np.array(value, np.float32))
+
+    def softplus(self, x: FileTensor, last: bool = False) -> FileTensor:
+        """log(1 + exp(-|x|)) + max(x, 0)."""
+        tail = self.op("LOG", self.plus(self.op("EXP", self.op("NEG", self.op("ABS", x))), 1.0))
+        return self.op("ADD", tail, self.op("RELU", x), last=last, kind="AddOptions")
+
+
+def _chained(write: Callable[[_Chain], object]) -> Emitter:
+    def emit(b: Builder, op: FusedOp) -> None:
+        write(_Chain(b, op))
+
+    return emit
+
+
+def _single_operator(code: str, kind: str = "") -> Emitter:
+    return _chained(lambda c: c.op(code, c.x, last=True, kind=kind))
+
+
+def _hsigmoid(c: _Chain) -> None:
+    gate = c.op("RELU6", c.plus(c.x, 3.0))
+    c.op("MUL", gate, c.number(1.0 / 6.0), last=True, kind="MulOptions")
+
+
+def _hard_sigmoid(c: _Chain) -> None:
+    line = c.op("MUL", c.x, c.number(c.call.attrs["slope"]), kind="MulOptions")
+    rising = c.op("MAXIMUM", c.plus(line, c.call.attrs["offset"]), c.number(0.0))
+    c.op("MINIMUM", rising, c.number(1.0), last=True)
+
+
+def _mish(c: _Chain) -> None:
+    c.op("MUL", c.x, c.op("TANH", c.softplus(c.x)), last=True, kind="MulOptions")
+
+
+def _prelu(b: Builder, op: FusedOp) -> None:
+    """Writes a slope for the tensor or for each channel along axis 1."""
+    c, slope = _Chain(b, op), _slope(b, op.call)
+    if slope.size == 1:
+        c.op("LEAKY_RELU", c.x, last=True, kind="LeakyReluOptions", alpha=float(slope.reshape(-1)[0]))
+        return
+    rank = b.rank(op.call.out)
+    wide = slope.reshape(1, -1, *[1] * (rank - 2)) if slope.ndim == 1 else slope
+    wide = wide.reshape((1,) * (rank - wide.ndim) + wide.shape).transpose(c.order)
+    alpha = b.writer.constant(f"{op.call.out.name}_slope", wide[0].astype(np.float32))
+    c.op("PRELU", c.x, alpha, last=True)
+
+
+def _slope(b: Builder, call: OpCall) -> np.ndarray:
+    slope = call.attrs["negative_slope" if call.kind == "leaky_relu" else "slope"]
+    value = b.value(slope) if isinstance(slope, TensorNode) else slope
+    return np.asarray(value.numpy() if isinstance(value, mge.Tensor) else value)
+
+
+FLOAT_FUNCTIONS: dict[str, Emitter] = {
+    "sigmoid": _single_operator("LOGISTIC"),
+    "tanh": _single_operator("TANH"),
+    "hswish": _single_operator("HARD_SWISH"),
+    "gelu": _single_operator("GELU", "GeluOptions"),
+    "gelu_tanh": _chained(lambda c: c.op("GELU", c.x, last=True, kind="GeluOptions", approximate=True)),
+    "hard_sigmoid": _chained(_hard_sigmoid),
+    "mish": _chained(_mish),
+    "silu": _chained(lambda c: c.op("MUL", c.x, c.op("LOGISTIC", c.x), last=True, kind="MulOptions")),
+    "hsigmoid": _chained(_hsigmoid),
+    "leaky_relu": _prelu,
+    "prelu": _prelu,
+    "softplus": _chained(lambda c: c.softplus(c.x, last=True)),
+    "logsigmoid": _chained(lambda c: c.op("NEG", c.softplus(c.op("NEG", c.x)), last=True)),
+    "expm1": _chained(lambda c: c.op("SUB", c.op("EXP", c.x), c.number(1.0), last=True, kind="SubOptions")),
+    "log1p": _chained(lambda c: c.op("LOG", c.plus(c.x, 1.0), last=True)),
+    "square": _single_operator("SQUARE"),
+    **{
+        k: _single_operator(k.upper())
+        for k in ("exp", "log", "sqrt", "abs", "neg", "sin", "cos", "floor", "ceil")
+    },
+}
+
+# The kinds that a table can express: functions of one value.
+FUNCTIONS = frozenset(FLOAT_FUNCTIONS) - {"neg"}
+
+
+def table(b: Builder, op: FusedOp) -> None:
+    """Writes a look-up table with the graph's result for every integer of the input."""
+    call, (x, order), (_, kind, grid) = op.call, b.get(op.call.inputs[0]).parts, b.site_grid(op)
+    assert x.grid is not None
+    info = np.iinfo(x.dtype)
+    values = grid.integers(_computed(b, call, x.grid.floats(np.arange(info.min, info.max + 1))), kind)
+    content = b.writer.constant(f"{call.out.name}_table", values, grid)
+    wide, index = (b.writer.tensor(f"{call.out.name}_{n}", x.shape, np.int32) for n in ("wide", "index"))
+    start = b.writer.constant("table_start", np.array(-info.min, np.int32))
+    b.writer.op("CAST", [x], [wide], "CastOptions")
+    b.writer.op("ADD", [wide, start], [index], "AddOptions")
+    b.compute(op, order, "GATHER", [content, index], "GatherOptions", fuses=False, axis=0)
+
+
+def _computed(b: Builder, call: OpCall, values: np.ndarray) -> np.ndarray:
+    """Runs the graph's op on ``values``."""
+    inputs: list[Any] = []
+    for node in call.expr.inputs:
+        value = values if node is call.inputs[0] else b.value(node)
+        inputs.append(mge.Tensor(value) if isinstance(node, TensorNode) else owner(call.expr))
+    return call.expr.interpret(*inputs)[0].numpy()
+
+
+def _fixed_scale(code: str, narrow: Grid) -> Emitter:
+    """Emits a kernel with a fixed output scale, whose results are then rounded to the site's."""
+
+    def emit(b: Builder, op: FusedOp) -> None:
+        x, order = b.get(op.call.inputs[0]).parts
+        name, kind, grid = b.site_grid(op)
+        fixed = _WIDE if kind == np.int16 else narrow
+        first = name if grid == fixed else f"{op.out.name}_fixed"
+        result = b.writer.add(code, [x], first, x.shape, kind, fixed)
+        b.put(op.out, b.quantized(result, grid, kind, name), order)
+
+    return emit
+
+
+def _native(code: str, kind: str = "", slope: bool = False) -> Emitter:
+    """Emits TFLite's integer kernel of a function."""
+
+    def emit(b: Builder, op: FusedOp) -> None:
+        if code == "HARD_SWISH" and b.site_grid(op)[1] == np.int16:  # the kernel has 8 bits
+            table(b, op)
+            return
+        x, order = b.get(op.call.inputs[0]).parts
+        options = {"alpha": float(_slope(b, op.call).reshape(-1)[0])} if slope else {}
+        b.compute(op, order, code, [x], kind, fuses=False, **options)
+
+    return emit
+
+
+NATIVE: dict[str, Emitter] = {
+    "sigmoid": _fixed_scale("LOGISTIC", _LOGISTIC),
+    "tanh": _fixed_scale("TANH", _TANH),
+    "hswish": _native("HARD_SWISH"),
+    # A prelu with several slopes is not taken for a function of one value.
+    **dict.fromkeys(("leaky_relu", "prelu"), _native("LEAKY_RELU", "LeakyReluOptions", slope=True)),
+}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import pkgutil
+from types import ModuleType
 from typing import Any
 
+from qtrace.plugins.installed import installed
 from scripts.site import docstrings, source
 from scripts.site.config import field_text
 
@@ -104,7 +105,7 @@ def _backends() -> str:
     parts.append(bits())
     for name in backends.known():
         backend = backends.get(name)
-        doc = importlib.import_module(f"{backends.__name__}.{name}").__doc__
+        doc = _module("qtrace.backends", name).__doc__
         parts.append(f"### `{name}` {{#backend-{name}}}\n\n{docstrings.render(doc)}")
         parts.append(f"On integers: {', '.join(f'`{op}`' for op in sorted(backend.ops))}.")
     return "\n\n".join(parts)
@@ -131,11 +132,10 @@ def _widths(allowed: tuple[int, ...]) -> str:
 
 
 def _formats() -> str:
-    formats, package = source.find("formats"), source.room("export").__name__
+    export = source.room("export")
     parts = ["## Export formats {#formats}", "`qtrace export -f NAME`, or `qtrace.export(..., format=NAME)`."]
-    for name in formats():
-        module = importlib.import_module(f"{package}.{name}")
-        chosen = module.FORMAT
+    for name in export.formats():
+        module, chosen = _module("qtrace.formats", name), export.format_by_name(name)
         suffixes = ", ".join(f"`{s}`" for s in (*chosen.suffixes, *chosen.companions))
         parts.append(f"### `{name}` {{#format-{name}}}\n\n{docstrings.render(module.__doc__)}")
         parts.append(f"Suffixes: {suffixes}" if suffixes else "No suffix chooses this format: name it.")
@@ -146,6 +146,11 @@ def _formats() -> str:
         if lines:
             parts.append("\n".join(["**Options** (`-O NAME=VALUE`, or keyword arguments)", "", *lines]))
     return "\n\n".join(parts)
+
+
+def _module(group: str, name: str) -> ModuleType:
+    """The module of one of qtrace's own plug-ins."""
+    return importlib.import_module(installed(group)[name].partition(":")[0])
 
 
 def _value(default: Any) -> str:
@@ -159,13 +164,11 @@ def _value(default: Any) -> str:
 
 
 def _runtimes() -> str:
-    room = importlib.import_module("qtrace.verification.runtimes")
     rows = ["| runtime | files | install |", "| --- | --- | --- |"]
-    for info in pkgutil.iter_modules(room.__path__):
-        module = importlib.import_module(f"{room.__name__}.{info.name}")
-        if runtime := getattr(module, "RUNTIME", None):
-            suffixes = ", ".join(f"`{s}`" for s in runtime.suffixes)
-            extra = f"the extra `{runtime.extra}`" if runtime.extra else "nothing"
-            rows.append(f"| `{runtime.name}` | {suffixes} | {extra} |")
+    for name in installed("qtrace.runtimes"):
+        runtime = _module("qtrace.runtimes", name).RUNTIME
+        suffixes = ", ".join(f"`{s}`" for s in runtime.suffixes)
+        extra = f"the extra `{runtime.extra}`" if runtime.extra else "nothing"
+        rows.append(f"| `{runtime.name}` | {suffixes} | {extra} |")
     head = ["## Runtimes {#runtimes}", "`qtrace verify --runtime NAME` runs a file in one of these."]
     return "\n\n".join([*head, "\n".join(rows)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -11,6 +10,7 @@ import megengine.module as M
 import pytest
 
 import qtrace
+from qtrace import plugins
 from qtrace.errors import ExportError
 from qtrace.graph.types import TracedModule
 from qtrace.verification import runtimes
@@ -80,5 +80,4 @@ def test_every_extra_that_is_named_exists() -> None:
 
 
 def _suffix(name: str) -> str:
-    module = importlib.import_module(f"qtrace.verification.runtimes.{name}")
-    return module.RUNTIME.suffixes[0]
+    return plugins.load_object("qtrace.runtimes", name, runtimes.Runtime).suffixes[0]

@@ -11,7 +11,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from qtrace.display import shorten_modules
-from qtrace.process.garbage import paused_collector
+from qtrace.process.memory import paused_collector
 
 if TYPE_CHECKING:
     from qtrace import fakequant, graph, observers, qat, recipes, sensitivity

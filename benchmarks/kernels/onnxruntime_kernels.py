@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.kernels import graphs
 from benchmarks.kernels.cases import Case, Slot, feeds
-from qtrace.benchmarking.sessions import NodeRun, ProfiledSession
+from qtrace.benchmarking.profile import NodeRun, ProfiledSession
 from qtrace.costs import FLOAT, Measurement, OpShape
 from qtrace.onnxfile.local_session import SessionSettings
 from qtrace.onnxfile.sessions import open_session

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from qtrace.benchmarking.latency import Latency, file_size, take_turns
-from qtrace.benchmarking.memory import peak_memory
+from qtrace.benchmarking.machine import peak_memory
 from qtrace.benchmarking.onnx_ops import read_graph
 from qtrace.benchmarking.prediction import Prediction, predict
 from qtrace.benchmarking.profile import FLOAT_OPS, INTEGER_OPS, LAYOUT, ROUNDINGS, Profile, read_profile

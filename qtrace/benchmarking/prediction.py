@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from qtrace.benchmarking.layouts import LayoutChanges
-from qtrace.benchmarking.onnx_ops import OnnxGraph, TimedNode
+from qtrace.benchmarking.onnx_ops import LayoutChanges, OnnxGraph, TimedNode
 from qtrace.benchmarking.profile import FLOAT_OPS, INTEGER_OPS, LAYOUT, ROUNDINGS
 from qtrace.costs import FLOAT, INTEGER, LOOKUP, PLAIN_MAX_POOL, CostTable, OpShape
 

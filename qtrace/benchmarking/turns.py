@@ -1,30 +1,82 @@
-"""Which of several files is faster here: short runs in turns, and how far the answer may be off.
-
-Other work on the machine slows a run, seldom two of them alike. Files take turns, each turn gives a ratio,
-and the median of the ratios has a range that holds it with 99 %. Where a runtime computes in the calling
-thread, its processor time is read, in which the turns of other programs do not count. They still take caches
-and units of the core, which slows kernels of integers and of floats unlike, so a busy machine widens the
-range. Memory that happens to lie well makes a session some percent faster for good: the files are opened
-twice, and the range covers both rounds.
-"""
+"""Which of several files is faster: runs in turns, the load of the machine, and how sure the answer is."""
 
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from qtrace.benchmarking.files import NO_SLOWER
 from qtrace.benchmarking.latency import order_turn
-from qtrace.benchmarking.load import watched_load
 from qtrace.benchmarking.runners import Runner, RunnerSettings, open_file
 from qtrace.errors import ExportError
 
-__all__ = ["LEAST_RUNS", "Settled", "Speed", "are_clear", "compare_files", "summarize"]
+__all__ = [
+    "BUSY_SHARE",
+    "LEAST_RUNS",
+    "OtherWork",
+    "Settled",
+    "Speed",
+    "are_clear",
+    "compare_files",
+    "summarize",
+    "watched_load",
+]
+
+BUSY_SHARE = 0.25
+"""The share of the processor from which on other programs change what is timed."""
+_STAT = Path("/proc/stat")
+_IDLE = (3, 4)  # the columns of /proc/stat for idle and for waiting (proc_stat(5))
+_GUESTS = 8  # the first column of times that count in others, too
+
+
+@dataclass
+class OtherWork:
+    """What other programs took of the processor in a time.
+
+    Attributes:
+        share: their part of all cores, 0 to 1; 0 where that is unknown.
+    """
+
+    share: float = 0.0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether other programs may have changed the ratio of two times."""
+        return self.share >= BUSY_SHARE
+
+
+@contextmanager
+def watched_load() -> Iterator[OtherWork]:
+    """Measures what others take while a block runs; the result is there after the block.
+
+    Programs that this process has started and that still run count as others.
+    """
+    work, start = OtherWork(), time.perf_counter()
+    before, own = _busy_seconds(), time.process_time()
+    yield work
+    after, wall = _busy_seconds(), time.perf_counter() - start
+    if before is not None and after is not None and wall > 0:
+        others = after - before - (time.process_time() - own)
+        work.share = min(max(others / (wall * (os.cpu_count() or 1)), 0.0), 1.0)
+
+
+def _busy_seconds() -> float | None:
+    """Returns the seconds that all cores have worked since the machine started; None if it does not say."""
+    try:
+        columns = _STAT.read_text(encoding="utf-8").splitlines()[0].split()[1:]
+        ticks = [int(column) for column in columns[:_GUESTS]]
+    except (OSError, IndexError, ValueError):
+        return None
+    worked = sum(t for column, t in enumerate(ticks) if column not in _IDLE)
+    return worked / os.sysconf("SC_CLK_TCK")
+
 
 _ROUNDS = 2
 _LEAST_TURNS, _MOST_TURNS = 7, 400  # of a round

@@ -39,7 +39,7 @@ from qtrace.preparation.phases import switch_phase
 from qtrace.preparation.record import read_record, write_record
 from qtrace.preparation.samples import cut_images, read_calls, split_calls
 from qtrace.process.memory import return_free_memory, returns_memory
-from qtrace.process.thread import on_engine_thread
+from qtrace.process.threads import on_engine_thread
 from qtrace.ptq.base import Batches
 from qtrace.runtimes.host import RuntimeHost
 from qtrace.scheme import QParams

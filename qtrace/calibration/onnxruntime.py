@@ -24,7 +24,7 @@ from qtrace.onnxfile.local_session import OrtSession, SessionError, SessionSetti
 from qtrace.onnxfile.sessions import open_session
 from qtrace.onnxfile.shared_arena import shrink_shared_arena
 from qtrace.process.memory import when_returning
-from qtrace.process.together import count_threads
+from qtrace.process.threads import count_threads
 from qtrace.runtimes.host import RuntimeHost, describe_side
 
 __all__ = ["OnnxRuntime", "run_session", "start_session"]

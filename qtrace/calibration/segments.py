@@ -15,7 +15,7 @@ from qtrace.export.onnx.segment import PreparedSegments
 from qtrace.graph.stepping import GraphSegment, SegmentRun, Use
 from qtrace.graph.types import Node, TensorNode, TracedModule
 from qtrace.preparation.model import QuantizedModel
-from qtrace.process.together import map_ahead
+from qtrace.process.threads import map_ahead
 
 __all__ = ["OnnxSegments"]
 

@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 import click
 
 from qtrace.cli import help
-from qtrace.cli.codes import INTERNAL_ERROR, INTERRUPTED
 from qtrace.cli.commands.bench import bench
 from qtrace.cli.commands.bisect import bisect
 from qtrace.cli.commands.calibrate import calibrate
@@ -29,7 +28,7 @@ from qtrace.cli.commands.recipes import recipes
 from qtrace.cli.commands.sensitivity import sensitivity
 from qtrace.cli.commands.trace import trace
 from qtrace.cli.commands.verify import verify
-from qtrace.cli.console import as_flags
+from qtrace.cli.console import INTERNAL_ERROR, INTERRUPTED, as_flags
 from qtrace.errors import QtraceError, Terminated
 from qtrace.plugins import load_installed
 

@@ -1,10 +1,10 @@
-"""The verdict at the end of ``qtrace calibrate`` and at the beginning of ``qtrace compare``."""
+"""The verdict at the end of a command, what it was measured on, and the limits of a recipe's ``expect``."""
 
 from __future__ import annotations
 
 import functools
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,9 +19,141 @@ from qtrace.quantizing.folder import CURE
 
 if TYPE_CHECKING:
     from qtrace.data import DataSource
+    from qtrace.inspection.expectations import Expectations
     from qtrace.sensitivity.diagnosis import Diagnosis
+    from qtrace.sensitivity.diagnosis.verdict import Verdict
 
-__all__ = ["NextCommand", "import_metric", "judge_comparison", "judging", "text_of"]
+__all__ = [
+    "FAKE_QUANTS",
+    "Counted",
+    "NextCommand",
+    "check_file",
+    "check_graph",
+    "import_metric",
+    "judge_comparison",
+    "judging",
+    "note_checks",
+    "samples_of",
+    "text_of",
+]
+
+FAKE_QUANTS = "graph with fake quants"
+"""What computes the figures that are no runtime's."""
+
+
+class Counted:
+    """Batches whose samples are counted while they are read.
+
+    Attributes:
+        samples: the number of samples that were read.
+    """
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        """Counts the samples of ``batches``, dicts or tuples of arrays."""
+        self.samples = 0
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yields the batches."""
+        from qtrace.data.base import batch_length
+
+        for batch in self._batches:
+            self.samples += batch_length(batch)
+            yield batch
+
+
+def samples_of(samples: int, option: str, max_batches: int | None) -> str:
+    """Says which samples of the data of ``option`` were used, as the verdict of a command says it.
+
+    Args:
+        samples: the number of samples.
+        option: the option that named the data, such as ``--data``.
+        max_batches: the value of --max-batches; None for all batches.
+    """
+    if max_batches is None:
+        return f"{samples} samples, all of {option}"
+    return f"{samples} samples at the beginning of {option} (--max-batches)"
+
+
+_PREDICTED = "predicted in one thread"
+_NOT_PREDICTED = "the target has no cost table: see `qtrace bench`"
+
+
+def check_graph(
+    config: Any, verdict: Verdict | None, metric: str | None, figures: dict[str, Any]
+) -> Expectations:
+    """Checks a calibrated graph.
+
+    Args:
+        config: the config of the graph.
+        verdict: its verdict; None if it could not be judged.
+        metric: the name of the metric that the verdict has, ``pkg.mod:function``; None for none.
+        figures: what `qtrace.quantizing.figures.note_graph` returned.
+    """
+    from qtrace.inspection.expectations import check_expectations
+
+    expect = config.expect
+    seconds = figures.get("predicted_seconds")
+    where = "no verdict" if verdict is None else f"{verdict.samples} {verdict.measured_on}"
+    drop = None
+    named = metric is not None and expect is not None and expect.metric == _last(metric)
+    if named and verdict is not None and verdict.metric is not None and verdict.float_metric is not None:
+        drop = verdict.float_metric - verdict.metric
+    name = "" if expect is None else expect.metric
+    sources = {
+        "max_drop": where if named else f"--metric names no function {name}",
+        "min_sqnr": where,
+        "max_megabytes": "the parameters",
+        "max_milliseconds": _NOT_PREDICTED if seconds is None else _PREDICTED,
+    }
+    return check_expectations(
+        expect,
+        sqnr=float("nan") if verdict is None else verdict.counted_db,
+        drop=drop,
+        size=figures.get("parameter_bytes"),
+        seconds=seconds,
+        sources=sources,
+    )
+
+
+def check_file(
+    config: Any, subject: str, size: int | None, seconds: float | None, *, measured: bool
+) -> Expectations:
+    """Checks an exported file.
+
+    Args:
+        config: the config of the graph that it is from; None for none.
+        subject: the file.
+        size: its bytes; None if they are not known.
+        seconds: the time of one run; None if it is not known.
+        measured: whether the time was measured, rather than predicted.
+    """
+    from qtrace.inspection.expectations import check_expectations
+
+    known = "measured, the median" if measured else _PREDICTED
+    elsewhere = "`qtrace calibrate` checks it"
+    sources = {
+        "max_drop": elsewhere,
+        "min_sqnr": elsewhere,
+        "max_megabytes": "the file",
+        "max_milliseconds": _NOT_PREDICTED if seconds is None else known,
+    }
+    expect = None if config is None else config.expect
+    return check_expectations(expect, size=size, seconds=seconds, sources=sources, subject=subject)
+
+
+def note_checks(console: Console, *results: Expectations) -> dict[str, Any]:
+    """Notes the tables of limits, and returns them for JSON; nothing where no config has a limit."""
+    given = [result for result in results if result.checks]
+    for result in given:
+        console.note(result.table())
+    return {"expect": [result.to_dict() for result in given]} if given else {}
+
+
+def _last(name: str) -> str:
+    """Returns the function's own name."""
+    return name.rpartition(":")[2].rpartition(".")[2]
+
 
 _ENOUGH_SAMPLES = 128  # to calibrate on
 

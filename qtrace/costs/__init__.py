@@ -6,7 +6,7 @@ op, and predict the time of a whole network before it is exported.
 
 from __future__ import annotations
 
-from qtrace.costs.shape import FLOAT, FORMS, INTEGER, LOOKUP, PLAIN_MAX_POOL, OpShape
+from qtrace.costs.families import FLOAT, FORMS, INTEGER, LOOKUP, PLAIN_MAX_POOL, OpShape
 from qtrace.costs.table import CostTable, Machine, Measurement
 
 __all__ = [

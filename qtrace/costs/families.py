@@ -1,18 +1,206 @@
-"""Families: ops of one kind that run in kernels of one sort, and the coordinates that their time grows with.
-
-A runtime has kernels of their own for pointwise, depthwise and dense convolutions, for channels that fill a
-vector register and channels that do not, and for operands that are broadcast. Times are interpolated inside a
-family only.
-"""
+"""Families: ops whose time grows with the same coordinates, and times between measured points."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
-from qtrace.costs.shape import OpShape, numel
+import numpy as np
 
-__all__ = ["ALIKE", "ALIKE_IN_FLOAT", "Family", "families"]
+__all__ = [
+    "ALIKE",
+    "ALIKE_IN_FLOAT",
+    "FLOAT",
+    "FORMS",
+    "INTEGER",
+    "LOOKUP",
+    "PLAIN_MAX_POOL",
+    "Family",
+    "MonotoneGrid",
+    "OpShape",
+    "families",
+    "lower_envelope",
+    "numel",
+]
+
+FLOAT, INTEGER, LOOKUP = "float", "integer", "lookup"
+FORMS = (FLOAT, INTEGER, LOOKUP)
+"""Float kernel, integer kernel, look-up table on integers."""
+PLAIN_MAX_POOL = "max_pool2d, plain"
+"""The kind of max pooling on integers in the plain layout, which has a slow kernel in onnxruntime."""
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class OpShape:
+    """What the time of an op depends on.
+
+    Attributes:
+        kind: the kind of the op, as in ``qtrace.ops``, or ``quantize``, ``dequantize``, ``reorder`` (a change
+            of layout: of floats in the form `FLOAT`, of integers in `INTEGER`) or ``interpolate, bilinear``.
+        inputs: the shapes of the data operands.
+        outputs: the shapes of the outputs.
+        weight: the shape of the stored weight in MegEngine's layout, of a pooling the sizes of its window; ()
+            without one.
+        stride: the steps of the window; () without one.
+        groups: the number of groups of a convolution.
+        stored: whether the second operand is a stored constant.
+    """
+
+    kind: str
+    inputs: tuple[Shape, ...]
+    outputs: tuple[Shape, ...]
+    weight: Shape = ()
+    stride: Shape = ()
+    groups: int = 1
+    stored: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the fields without those that have their defaults, for JSON."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {f.name: values[f.name] for f in fields(self) if values[f.name] != f.default}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> OpShape:
+        """Reads what `to_dict` wrote.
+
+        Raises:
+            ValueError: when a field has another type.
+            KeyError: when a field is missing.
+        """
+        return cls(
+            kind=_checked(data["kind"], str),
+            inputs=_shapes(data["inputs"]),
+            outputs=_shapes(data["outputs"]),
+            weight=_shape(data.get("weight", [])),
+            stride=_shape(data.get("stride", [])),
+            groups=_checked(data.get("groups", 1), int),
+            stored=_checked(data.get("stored", False), bool),
+        )
+
+
+def numel(shape: Shape) -> int:
+    """Returns the number of elements of a tensor."""
+    return math.prod(shape)
+
+
+def _shapes(value: Any) -> tuple[Shape, ...]:
+    return tuple(_shape(shape) for shape in _checked(value, list))
+
+
+def _shape(value: Any) -> Shape:
+    sizes = [_checked(size, int) for size in _checked(value, list)]
+    if any(size < 0 for size in sizes):
+        raise ValueError("a negative size")
+    return tuple(sizes)
+
+
+def _checked(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise ValueError(f"{value!r} in place of a value of type {kind.__name__}")
+    return value
+
+
+Point = tuple[float, ...]
+
+
+def lower_envelope(points: Mapping[Point, float]) -> dict[Point, float]:
+    """Lowers each time to the shortest one among the points that are at least as large in every coordinate.
+
+    Other work on a machine only adds time, so a smaller op that took longer than a larger one was disturbed.
+    Times that grow with every coordinate are returned as they are.
+    """
+    places = np.array(list(points), dtype=float)
+    times = np.array(list(points.values()))
+    return {
+        point: float(times[(places >= place).all(axis=1)].min())
+        for point, place in zip(points, places, strict=True)
+    }
+
+
+class MonotoneGrid:
+    """Seconds over positive coordinates, such as channels and pixels.
+
+    The coordinates of the points make a grid. Combinations that were not measured are filled from the nearest
+    point and the mean slopes. Between the points of the grid, the logarithm of the time is linear in the
+    logarithm of each coordinate. Below the smallest coordinate the time stays constant, since the fixed cost
+    of a kernel dominates there; above the largest one it is proportional to the coordinate.
+
+    Args:
+        points: coordinates -> seconds, at least one. Times that shrink are lowered by `lower_envelope`.
+    """
+
+    def __init__(self, points: Mapping[Point, float]) -> None:
+        logs = {
+            tuple(float(np.log(c)) for c in point): float(np.log(time))
+            for point, time in lower_envelope(points).items()
+        }
+        size = len(next(iter(logs)))
+        self._axes = [sorted({point[axis] for point in logs}) for axis in range(size)]
+        self._values = _fill(logs, self._axes)
+
+    def seconds(self, at: Sequence[float]) -> float:
+        """Returns the time at a point."""
+        beyond = 0.0
+        cells: list[tuple[tuple[float, float], ...]] = []
+        for axis, value in zip(self._axes, np.log(np.asarray(at, float)), strict=True):
+            beyond += max(0.0, float(value) - axis[-1])
+            cells.append(_cell(axis, min(max(float(value), axis[0]), axis[-1])))
+        total = 0.0
+        for corner in itertools.product(*cells):
+            weight = float(np.prod([share for _, share in corner]))
+            if weight:
+                total += weight * self._values[tuple(place for place, _ in corner)]
+        return float(np.exp(total + beyond))
+
+
+def _cell(axis: Sequence[float], value: float) -> tuple[tuple[float, float], ...]:
+    """Returns the neighbours of a value on an axis, with their shares."""
+    if len(axis) == 1:
+        return ((axis[0], 1.0),)
+    upper = min(max(bisect_right(axis, value), 1), len(axis) - 1)
+    low, high = axis[upper - 1], axis[upper]
+    share = (value - low) / (high - low)
+    return ((low, 1.0 - share), (high, share))
+
+
+def _fill(points: dict[Point, float], axes: Sequence[Sequence[float]]) -> dict[Point, float]:
+    """Completes a grid: each value that is added keeps the grid growing along every axis."""
+    slopes = np.array([_slope(points, axis) for axis in range(len(axes))])
+    places, values = [np.array(p) for p in points], list(points.values())
+    measured = len(places)
+    filled = dict(points)
+    for node in itertools.product(*axes):
+        if node in filled:
+            continue
+        place = np.array(node)
+        known, times = np.array(places), np.array(values)
+        nearest = int(np.abs(known[:measured] - place).sum(axis=1).argmin())
+        estimate = times[nearest] + float(((place - known[nearest]) * slopes).sum())
+        below = times[(known <= place).all(axis=1)]
+        above = times[(known >= place).all(axis=1)]
+        lowest = below.max() if below.size else -np.inf
+        highest = above.min() if above.size else np.inf
+        filled[node] = float(min(max(estimate, lowest), highest))
+        places.append(place)
+        values.append(filled[node])
+    return filled
+
+
+def _slope(points: Mapping[Point, float], axis: int) -> float:
+    """Returns the mean growth of the logarithm along an axis, from points that differ only in it."""
+    lines: dict[Point, list[tuple[float, float]]] = {}
+    for point, value in points.items():
+        lines.setdefault((*point[:axis], *point[axis + 1 :]), []).append((point[axis], value))
+    rises = [(max(line)[1] - min(line)[1], max(line)[0] - min(line)[0]) for line in lines.values()]
+    width = sum(w for _, w in rises)
+    return float(np.clip(sum(r for r, _ in rises) / width, 0.0, 1.0)) if width else 1.0
+
 
 _BLOCK = 16  # channels in a vector register of AVX-512, and in a block of integer kernels
 _PAGE = 1024  # floats: addresses that are pages apart share a line of the nearest cache

@@ -9,9 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from qtrace.costs.families import ALIKE, ALIKE_IN_FLOAT, families
-from qtrace.costs.grid import MonotoneGrid
-from qtrace.costs.shape import FLOAT, FORMS, OpShape
+from qtrace.costs.families import ALIKE, ALIKE_IN_FLOAT, FLOAT, FORMS, MonotoneGrid, OpShape, families
 from qtrace.errors import ConfigError
 
 __all__ = ["SCHEMA", "CostTable", "Machine", "Measurement"]

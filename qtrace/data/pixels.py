@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from qtrace.errors import DataError
-from qtrace.process.stderr import caught_lines
+from qtrace.process.signals import caught_lines
 
 if TYPE_CHECKING:
     from qtrace.config import Preprocess

@@ -26,7 +26,7 @@ from qtrace.plugins.arguments import check_arguments
 from qtrace.plugins.installed import FORMATS
 from qtrace.plugins.packages import make_callable
 from qtrace.process.memory import returns_memory
-from qtrace.process.thread import on_engine_thread
+from qtrace.process.threads import on_engine_thread
 from qtrace.storage.files import kind_of, problem, replacing
 from qtrace.storage.ownership import foreign_output
 

@@ -19,11 +19,10 @@ if TYPE_CHECKING:
     from qtrace.graph.edit import GraphEditor
     from qtrace.graph.files.serialize import load, save
     from qtrace.graph.find import find
-    from qtrace.graph.flatten import flatten
+    from qtrace.graph.flatten import add_submodule, delete_attribute, flatten, set_parameter
     from qtrace.graph.function_rule import AnyNumber, function_rule
     from qtrace.graph.interpreter import Interpreter, locate_failure
     from qtrace.graph.lint import LintProblem, check, lint
-    from qtrace.graph.module_tree import add_submodule, delete_attribute, set_parameter
     from qtrace.graph.node_meta import meta
     from qtrace.graph.passes import FoldConstants, MergeCommonSubexpressions, RemoveDeadCode, run_passes
     from qtrace.graph.pattern import Anything, Const, Mismatch, Op, Param, PatternMatch, match
@@ -104,11 +103,10 @@ _HOMES = {
     "qtrace.graph.edit": "GraphEditor",
     "qtrace.graph.files.serialize": "load save",
     "qtrace.graph.find": "find",
-    "qtrace.graph.flatten": "flatten",
+    "qtrace.graph.flatten": "flatten add_submodule delete_attribute set_parameter",
     "qtrace.graph.function_rule": "AnyNumber function_rule",
     "qtrace.graph.interpreter": "Interpreter locate_failure",
     "qtrace.graph.lint": "LintProblem check lint",
-    "qtrace.graph.module_tree": "add_submodule delete_attribute set_parameter",
     "qtrace.targets.msc.document": "MSCGraph MSCNode MSCPrim MSCTensor from_msc",
     "qtrace.targets.msc.rebuild": "to_traced",
     "qtrace.graph.node_meta": "meta",

@@ -24,12 +24,12 @@ from megengine.traced_module.utils import _convert_kwargs_to_args
 from qtrace.errors import GraphError
 from qtrace.graph.arguments import argument_spec, set_arguments, signature
 from qtrace.graph.endpoints import EndpointEdits
-from qtrace.graph.finish import write_order
 from qtrace.graph.inference import TensorType, TypeInference, recorded_type
 from qtrace.graph.layer_calls import StoredTensor
 from qtrace.graph.node_meta import move_meta, own_meta
 from qtrace.graph.renewal import renew_behind, same_type, type_of_value, write_type
 from qtrace.graph.source_lines import copy_line, name_with_line
+from qtrace.graph.stepping import write_order
 from qtrace.graph.walk import modules_of, op_label, owner
 
 __all__ = ["RECORD_ATTRIBUTE", "GraphEditor", "Snapshot"]

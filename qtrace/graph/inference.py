@@ -34,9 +34,8 @@ from qtrace.fakequant.following.bias import BiasQuant
 from qtrace.fakequant.following.bn_fold import LAYERS, BnFold
 from qtrace.fakequant.following.dynamic import DynamicQuant
 from qtrace.gradients import plain
-from qtrace.graph.engine import quiet_engine
 from qtrace.graph.failures import describe_failure
-from qtrace.graph.kernels import check_op, divisor_of_integers
+from qtrace.graph.kernels import check_op, divisor_of_integers, quiet_engine
 from qtrace.graph.opaque import OpaqueOp
 from qtrace.graph.tensors import holds_large_tensors, shared_copies
 from qtrace.graph.walk import called_graph, freeze, get_module, owner, reads_shape, updates_inputs

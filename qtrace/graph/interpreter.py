@@ -20,8 +20,8 @@ from megengine.traced_module.utils import _convert_kwargs_to_args
 from qtrace.errors import GraphError
 from qtrace.fakequant.base import FakeQuant
 from qtrace.fakequant.following.bias import BiasQuant
-from qtrace.graph.engine import quiet_engine
 from qtrace.graph.failures import describe_failure
+from qtrace.graph.kernels import quiet_engine
 from qtrace.graph.tensors import PART_BYTES, large_reads
 from qtrace.graph.walk import IN_PLACE, called_graph, owner, updates_inputs
 from qtrace.process.engine import synchronize

@@ -1,11 +1,13 @@
-"""Refuses calls of MegEngine's at which a kernel divides by 0 or reads an empty map, and ends the process."""
+"""Calls at which a kernel of MegEngine's ends the process, and how the engine runs a graph."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import megengine as mge
 import megengine.functional.nn as nn
 import megengine.functional.vision as vision
 import numpy as np
@@ -13,10 +15,29 @@ from megengine.core._imperative_rt.core2 import Tensor
 from megengine.core.ops import builtin
 from megengine.core.tensor import array_method
 from megengine.jit.tracing import is_tracing
+from megengine.module import Module
 from megengine.traced_module import expr
 from megengine.utils.network_node import VarNode
 
-__all__ = ["check_op", "divisor_of_integers", "refuse_divisions_by_zero"]
+from qtrace.graph.walk import modules_of
+
+__all__ = ["check_op", "divisor_of_integers", "quiet_engine", "refuse_divisions_by_zero"]
+
+
+@contextmanager
+def quiet_engine(root: Module) -> Iterator[None]:
+    """Makes kernels raise their errors at once, and keeps modules from updating their statistics."""
+    training = [m for m in modules_of(root) if m.training]
+    level, mge.config.async_level = mge.config.async_level, 0
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        mge.config.async_level = level
+        for module in training:
+            module.training = True
+
 
 # What a wrapper takes over of a C++ function, whose module is None.
 _NAMES = ("__name__", "__doc__")
@@ -225,3 +246,6 @@ def _pooled_size(size: Any) -> tuple[int, int] | None:
     if sizes is None or len(sizes) not in (1, 2):
         return None
     return sizes[0], sizes[-1]
+
+
+refuse_divisions_by_zero()  # whoever runs graphs loads this file

@@ -12,13 +12,13 @@ from megengine.traced_module.expr import Expr
 from megengine.traced_module.node import Node, TensorNode
 
 from qtrace.errors import GraphError
-from qtrace.graph.engine import quiet_engine
 from qtrace.graph.failures import describe_failure
 from qtrace.graph.interpreter import Interpreter
+from qtrace.graph.kernels import quiet_engine
 from qtrace.graph.renewal import renew_all
 from qtrace.graph.tracing import example_inputs
 from qtrace.graph.walk import called_graph, updates_inputs
-from qtrace.process.thread import on_engine_thread
+from qtrace.process.threads import on_engine_thread
 
 __all__ = ["propagate_shapes", "set_input_shapes"]
 

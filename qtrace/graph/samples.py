@@ -21,15 +21,15 @@ from megengine.traced_module.node import Node, TensorNode
 from qtrace.display import Displayed
 from qtrace.errors import GraphError
 from qtrace.graph.dataflow import static_nodes
-from qtrace.graph.engine import quiet_engine
 from qtrace.graph.failures import describe_failure, short
 from qtrace.graph.flatten import flatten
 from qtrace.graph.interpreter import Interpreter, interpret, last_uses
+from qtrace.graph.kernels import quiet_engine
 from qtrace.graph.source_lines import source_line
 from qtrace.graph.tracing.diff import random_exprs
 from qtrace.graph.tracing.example_inputs import to_tensors
 from qtrace.graph.walk import op_label
-from qtrace.process.thread import on_engine_thread
+from qtrace.process.threads import on_engine_thread
 
 __all__ = ["SampleDifference", "SamplesReport", "check_samples"]
 

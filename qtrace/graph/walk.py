@@ -1,8 +1,11 @@
-"""Read-only queries of a traced graph: callee and origin of an expr, users of a node."""
+"""Walks over a graph: exprs, users, owners, names and paths."""
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Callable, Hashable, Iterator
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -26,16 +29,10 @@ from qtrace.graph.types import (
     is_call_module,
 )
 
-# Types of most attributes, which are told apart at once.
-_WITHOUT_MODULES = frozenset((bool, float, int, str, type(None), np.ndarray, Parameter, Tensor))
-
-_ARITHMETIC = "add sub mul matmul truediv floordiv mod pow lshift rshift and or xor"
-IN_PLACE = {f"__i{name}__": f"__{name}__" for name in _ARITHMETIC.split()}
-"""Method that writes its result into its tensor -> the method that gives a new one."""
-
 __all__ = [
     "IN_PLACE",
     "called_graph",
+    "describe_path",
     "exprs",
     "freeze",
     "get_module",
@@ -48,10 +45,47 @@ __all__ = [
     "owner",
     "reads_shape",
     "shape_of",
+    "unused_name",
     "updates_inputs",
     "users",
     "writes_into",
 ]
+
+
+def unused_name(name: str, is_used: Callable[[str], bool]) -> str:
+    """Returns ``name``, with the first number from 1 that makes it unused if it is used.
+
+    Args:
+        name: the preferred name.
+        is_used: whether something has a name already; ``names.__contains__`` for a set of names.
+    """
+    numbered = (f"{name}_{number}" for number in itertools.count(1))
+    return next(each for each in itertools.chain([name], numbered) if not is_used(each))
+
+
+def describe_path(value: Any) -> str:
+    """Returns what a path in the place of a model is, and the function that reads it; "" for anything else.
+
+    Args:
+        value: the argument in the place of a model.
+    """
+    if not isinstance(value, (str, bytes, os.PathLike)):
+        return ""
+    path = PurePath(os.fsdecode(value))
+    suffix = path.suffix.lower()
+    if suffix == ".onnx":
+        return f"{str(path)!r} is a path: read the network by qtrace.from_onnx first"
+    if suffix == ".mge":
+        return f"{str(path)!r} is a path: read the model by qtrace.load first"
+    return f"{str(path)!r} is text: give the module, or what qtrace.load or qtrace.from_onnx reads"
+
+
+# Types of most attributes, which are told apart at once.
+_WITHOUT_MODULES = frozenset((bool, float, int, str, type(None), np.ndarray, Parameter, Tensor))
+
+_ARITHMETIC = "add sub mul matmul truediv floordiv mod pow lshift rshift and or xor"
+IN_PLACE = {f"__i{name}__": f"__{name}__" for name in _ARITHMETIC.split()}
+"""Method that writes its result into its tensor -> the method that gives a new one."""
 
 
 def exprs(traced: TracedModule) -> list[Expr]:

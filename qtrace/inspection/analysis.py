@@ -16,16 +16,16 @@ from megengine.module import Module
 from qtrace import ops
 from qtrace.display import Displayed, format_table
 from qtrace.errors import GraphError
-from qtrace.graph.engine import quiet_engine
 from qtrace.graph.interpreter import Interpreter, last_uses
-from qtrace.graph.open_shapes import Shape, describe_sizes, open_shapes, show_shape
+from qtrace.graph.kernels import quiet_engine
+from qtrace.graph.open_axes import Shape, describe_sizes, open_shapes, show_shape
 from qtrace.graph.types import Constant, Expr, GetAttr, ModuleNode, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module, module_path, op_label
 from qtrace.ops.macs import count_macs, is_uncounted
 from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.normalize import normalize
 from qtrace.process import engine
-from qtrace.process.thread import on_engine_thread
+from qtrace.process.threads import on_engine_thread
 
 __all__ = ["Analysis", "OpCost", "analyze"]
 

@@ -14,7 +14,7 @@ from megengine import Parameter, Tensor
 from megengine.autodiff import GradManager
 from megengine.jit import trace
 
-from qtrace.learning.adam import Adam
+from qtrace.learning.loop import Adam
 
 __all__ = [
     "MIN_TRACED_STEPS",

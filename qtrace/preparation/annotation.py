@@ -10,7 +10,7 @@ from typing import Any, Literal
 from megengine.module import Identity
 
 from qtrace.display import format_bytes
-from qtrace.graph.names import unused_name
+from qtrace.graph.walk import unused_name
 from qtrace.scheme import QScheme
 
 __all__ = [

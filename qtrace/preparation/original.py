@@ -11,8 +11,8 @@ import numpy as np
 
 from qtrace.data import Batch
 from qtrace.data.batches import as_arguments, evaluating
-from qtrace.graph.engine import quiet_engine
 from qtrace.graph.interpreter import Interpreter
+from qtrace.graph.kernels import quiet_engine
 from qtrace.graph.native import lower
 from qtrace.graph.tracing.diff import values
 from qtrace.graph.types import TracedModule

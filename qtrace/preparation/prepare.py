@@ -18,9 +18,9 @@ from qtrace.config.recipe import config_or_default
 from qtrace.data.batches import check_batches
 from qtrace.errors import GraphError
 from qtrace.graph.lint import check
-from qtrace.graph.paths import describe_path
-from qtrace.graph.tracing.refusals import debugging_marks
+from qtrace.graph.tracing.hazards import debugging_marks
 from qtrace.graph.types import TracedModule
+from qtrace.graph.walk import describe_path
 from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.annotation import Annotation
 from qtrace.preparation.decision import Decision, decide
@@ -32,9 +32,8 @@ from qtrace.preparation.passes import native
 from qtrace.preparation.passes.insert import insert
 from qtrace.preparation.phases import switch_phase
 from qtrace.preparation.record import Record, is_quantized, write_record
-from qtrace.process.garbage import paused_collector
-from qtrace.process.memory import returns_memory
-from qtrace.process.thread import on_engine_thread
+from qtrace.process.memory import paused_collector, returns_memory
+from qtrace.process.threads import on_engine_thread
 
 __all__ = ["plan", "prepare", "prepare_config", "read_request"]
 

@@ -20,8 +20,8 @@ from qtrace.fakequant.following.bn_fold import BnFold
 from qtrace.fakequant.following.dynamic import DynamicQuant
 from qtrace.graph.edit import RECORD_ATTRIBUTE
 from qtrace.graph.failures import parsing
-from qtrace.graph.paths import describe_path
 from qtrace.graph.types import TracedModule
+from qtrace.graph.walk import describe_path
 from qtrace.preparation.annotation import Annotation
 from qtrace.preparation.passes.insert import CONTAINER
 

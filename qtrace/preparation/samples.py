@@ -10,8 +10,7 @@ import numpy as np
 from qtrace.data.batches import as_arguments, count_samples, first_samples, refuse_nan, split_samples
 from qtrace.graph.inference import OpError
 from qtrace.graph.interpreter import Interpreter
-from qtrace.graph.open_axes import read_open_axes
-from qtrace.graph.open_shapes import infer_types
+from qtrace.graph.open_axes import infer_types, read_open_axes
 from qtrace.graph.types import TensorNode, TracedModule
 
 __all__ = ["cut_call", "cut_images", "first_calls", "holds_infinite_data", "read_calls", "split_calls"]

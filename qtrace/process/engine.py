@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from qtrace.process.stderr import caught_lines
+from qtrace.process.signals import caught_lines
 
 __all__ = ["load", "quiet", "synchronize"]
 

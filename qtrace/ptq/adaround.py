@@ -12,8 +12,8 @@ from typing import ClassVar
 
 from qtrace.graph.types import TracedModule
 from qtrace.ptq.layers.quantized import QuantizedLayer
-from qtrace.ptq.rounding.blocks import Block, single_layers
-from qtrace.ptq.rounding.learned_rounding import LearnedRounding
+from qtrace.ptq.rounding.block_run import Block, single_layers
+from qtrace.ptq.rounding.blockwise import LearnedRounding
 
 __all__ = ["AdaRound"]
 

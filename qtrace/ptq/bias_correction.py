@@ -15,9 +15,9 @@ from typing import ClassVar
 
 from qtrace.display import progress_bar
 from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, FloatTask, Left, Report, SiteNoise
-from qtrace.ptq.layers.biases import add_biases, correct_bias
 from qtrace.ptq.layers.held_back import held_back, layer_errors, summed
 from qtrace.ptq.layers.quantized import LayerTwins, quantized_layers
+from qtrace.ptq.layers.scaling import add_biases, correct_bias
 
 __all__ = ["BiasCorrection"]
 

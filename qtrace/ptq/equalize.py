@@ -25,9 +25,8 @@ from qtrace.plugins.options import Bool, Float, Int
 from qtrace.preparation.annotation import Site
 from qtrace.preparation.passes.annotate import annotate
 from qtrace.ptq.base import FloatAlgorithm, FloatTask, Left, Report, SiteNoise
-from qtrace.ptq.layers.channels import ChannelGroup, channel_groups
 from qtrace.ptq.layers.outputs import RandomOutputs, output_errors
-from qtrace.ptq.layers.scaling import Parameters, factors, site_sqnr
+from qtrace.ptq.layers.scaling import ChannelGroup, Parameters, channel_groups, factors, site_sqnr
 
 __all__ = ["Equalize"]
 

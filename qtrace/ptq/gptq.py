@@ -13,7 +13,7 @@ is for each level, is rounded once, by the sum of H over its calls.
 The statistics of a layer are collected once; the error of each candidate is algebra on them, see
 `qtrace.ptq.layers.statistics`.
 
-With `refit` the weights are first fitted to these inputs, see `qtrace.ptq.layers.refit`. A part of the
+With `refit` the weights are first fitted to these inputs, see `qtrace.ptq.layers.second_order`. A part of the
 batches is held back and decides for each layer whether its new weights and its new bias stay, see
 `qtrace.ptq.layers.held_back`.
 """
@@ -34,25 +34,24 @@ from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import get_module
 from qtrace.numerics import expand_blocks
 from qtrace.plugins.options import Float, Int
-from qtrace.process.blas import one_blas_thread
 from qtrace.process.memory import LargeFrees
-from qtrace.process.together import Together
+from qtrace.process.threads import Together, one_blas_thread
 from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, FloatTask, Left, Report, SiteNoise
-from qtrace.ptq.layers.biases import add_biases, correct_bias
-from qtrace.ptq.layers.collecting import StatisticsCollector
 from qtrace.ptq.layers.held_back import compare, gain_text
 from qtrace.ptq.layers.quantized import QuantizedLayer, quantized_layers, write
-from qtrace.ptq.layers.refit import correction, ridge
+from qtrace.ptq.layers.scaling import add_biases, correct_bias
 from qtrace.ptq.layers.second_order import (
     Grid,
     SecondMoments,
     added,
+    correction,
     grouped,
     nearest,
+    ridge,
     rounded,
     rounded_groups,
 )
-from qtrace.ptq.layers.statistics import HELD, WeightErrors
+from qtrace.ptq.layers.statistics import HELD, StatisticsCollector, WeightErrors
 
 __all__ = ["Gptq"]
 

@@ -21,9 +21,9 @@ from pydantic import Field
 from qtrace.graph.types import TracedModule
 from qtrace.plugins.options import Bool, Float, Int
 from qtrace.ptq.layers.quantized import QuantizedLayer
-from qtrace.ptq.rounding.blocks import Block, structural_blocks
+from qtrace.ptq.rounding.block_run import Block, structural_blocks
+from qtrace.ptq.rounding.blockwise import LearnedRounding
 from qtrace.ptq.rounding.gradients import DescentSettings
-from qtrace.ptq.rounding.learned_rounding import LearnedRounding
 
 __all__ = ["Reconstruct"]
 

@@ -23,8 +23,8 @@ from pydantic import Field
 
 from qtrace import ops
 from qtrace.data.batches import evaluating, translate_errors
+from qtrace.graph.flatten import tied_parameters
 from qtrace.graph.interpreter import Interpreter, interpret
-from qtrace.graph.module_tree import tied_parameters
 from qtrace.graph.types import GetAttr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module, owner, users
 from qtrace.metrics import ErrorSums, finite_or_none
@@ -34,8 +34,7 @@ from qtrace.plugins.options import Float
 from qtrace.preparation.annotation import Site
 from qtrace.preparation.passes.annotate import annotate
 from qtrace.ptq.base import FloatAlgorithm, FloatTask, Left, Report, SiteNoise
-from qtrace.ptq.layers.channels import ChannelGroup, channel_groups
-from qtrace.ptq.layers.scaling import Parameters, rounded_weight
+from qtrace.ptq.layers.scaling import ChannelGroup, Parameters, channel_groups, rounded_weight
 
 __all__ = ["Smooth"]
 

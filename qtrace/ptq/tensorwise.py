@@ -21,9 +21,8 @@ from qtrace.plugins.options import Float, Int
 from qtrace.preparation.annotation import Site
 from qtrace.ptq.base import FloatAlgorithm, FloatTask, Left, Report, SiteNoise
 from qtrace.ptq.equalize import weight_sites
-from qtrace.ptq.layers.channels import ChannelGroup, channel_groups
 from qtrace.ptq.layers.outputs import RandomOutputs, output_errors
-from qtrace.ptq.layers.scaling import Parameters, factors, precision, site_sqnr
+from qtrace.ptq.layers.scaling import ChannelGroup, Parameters, channel_groups, factors, precision, site_sqnr
 
 __all__ = ["Tensorwise"]
 

@@ -5,10 +5,8 @@ Nothing here is needed to train: a prepared module in the phase ``train`` is an 
 
 from __future__ import annotations
 
-from qtrace.qat.groups import param_groups
+from qtrace.qat.groups import Schedule, cosine, freeze_batchnorm, freeze_ranges, load_state, param_groups
 from qtrace.qat.oscillation import Dampening, Oscillations
-from qtrace.qat.schedule import Schedule, cosine, freeze_batchnorm, freeze_ranges
-from qtrace.qat.states import load_state
 
 __all__ = [
     "Dampening",

@@ -1,19 +1,24 @@
-"""Parameter groups for an optimizer: weights decay, biases and norms do not, ranges learn more slowly."""
+"""Parameter groups for an optimizer, schedules that freeze statistics, and loading of a ``state_dict``."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import megengine.module as M
+import numpy as np
 from megengine import Parameter
 from megengine.module import Module
 from megengine.module.batchnorm import _BatchNorm
 
 from qtrace.errors import ConfigError
 from qtrace.fakequant.base import FakeQuant
+from qtrace.graph.types import TracedModule
+from qtrace.preparation.model import QuantizedModel
+from qtrace.preparation.passes.insert import CONTAINER
 
-__all__ = ["param_groups"]
+__all__ = ["Schedule", "cosine", "freeze_batchnorm", "freeze_ranges", "load_state", "param_groups"]
 
 _NORMS = (_BatchNorm, M.LayerNorm, M.GroupNorm, M.InstanceNorm)
 
@@ -73,3 +78,204 @@ def param_groups(
         )
     groups = ((weights, lr, weight_decay), (plain, lr, 0.0), (ranges, range_lr, range_decay))
     return [{"params": p, "lr": rate, "weight_decay": decay} for p, rate, decay in groups if p]
+
+
+def freeze_batchnorm(module: Module, frozen: bool = True) -> int:
+    """Stops (or resumes) the batch statistics of every BatchNorm that was kept; weights go on learning.
+
+    A layer with its BatchNorm then computes what ``convert`` writes: folded weights. ``module.train()``
+    resumes them all: freeze after it, or use `Schedule`.
+
+    Args:
+        module: a module made by ``qtrace.prepare``, or any other.
+        frozen: False resumes.
+
+    Returns:
+        The number of BatchNorms.
+    """
+    norms = [child for child in module.modules() if isinstance(child, _BatchNorm)]
+    for norm in norms:
+        norm.training = not frozen
+    return len(norms)
+
+
+def freeze_ranges(prepared: TracedModule, frozen: bool = True) -> None:
+    """Stops (or resumes) the learning of ranges; values are rounded as before, weights go on learning.
+
+    Optimizers skip parameters without a gradient, momentum included. A ``jit.trace`` captured before must be
+    captured again.
+
+    Args:
+        prepared: a module made by ``qtrace.prepare``, in the phase ``train``.
+        frozen: False resumes.
+
+    Raises:
+        GraphError: when the module is not prepared.
+        ConfigError: when it is not being trained.
+    """
+    _set_ranges(QuantizedModel(prepared, "prepared"), frozen)
+
+
+def _set_ranges(prepared: QuantizedModel, frozen: bool) -> None:
+    for fake in prepared.fake_quants.values():
+        if fake.phase not in ("quantize", "train"):
+            raise ConfigError(
+                f"the module is in the phase {fake.phase!r}: call qtrace.set_phase(prepared, 'train') first."
+            )
+        fake.phase = "quantize" if frozen else "train"
+
+
+class Schedule:
+    """Freezes BatchNorm's statistics and the ranges after fractions of a training; one call for each step.
+
+    ``schedule = Schedule(prepared, steps=1000, freeze_bn=0.5, freeze_ranges=0.8)`` before the loop and
+    ``schedule.step()`` in it, before the forward pass. What was frozen stays so when the loop calls
+    ``prepared.train()`` again.
+
+    Args:
+        prepared: a module made by ``qtrace.prepare``, in the phase ``train``.
+        steps: the number of steps of the training.
+        freeze_bn: the fraction after which BatchNorm's statistics stay; None for the recipe's value
+            (``qat: {bn: {freeze_after: ...}}``), never if it lacks one.
+        freeze_ranges: the fraction after which ranges stay; None for never.
+        done: the number of steps before a resumption.
+
+    Raises:
+        GraphError: when the module is not prepared.
+        ConfigError: when a number is out of bounds.
+    """
+
+    def __init__(
+        self,
+        prepared: TracedModule,
+        steps: int,
+        *,
+        freeze_bn: float | None = None,
+        freeze_ranges: float | None = None,
+        done: int = 0,
+    ) -> None:
+        self._model = QuantizedModel(prepared, "prepared")
+        recipe = self._model.record.qconfig
+        if freeze_bn is None:
+            freeze_bn = ((recipe.get("qat") or {}).get("bn") or {}).get("freeze_after")
+        for name, count, minimum in (("steps", steps, 1), ("done", done, 0)):
+            if not isinstance(count, int) or isinstance(count, bool) or count < minimum:
+                raise ConfigError(f"Schedule: {name} is {count!r}: give a whole number from {minimum} on.")
+        for name, value in (("freeze_bn", freeze_bn), ("freeze_ranges", freeze_ranges)):
+            if value is not None and not (isinstance(value, (int, float)) and 0 <= value <= 1):
+                raise ConfigError(f"Schedule: {name} is {value!r}: give a fraction from 0 to 1, or None.")
+        self.prepared, self.steps, self.done = prepared, steps, done
+        self.freeze_bn, self.freeze_ranges = freeze_bn, freeze_ranges
+
+    @property
+    def fraction(self) -> float:
+        """The completed share of the training, 0 to 1, for `cosine`."""
+        return min(self.done / self.steps, 1.0)
+
+    @property
+    def frozen(self) -> tuple[bool, bool]:
+        """Whether BatchNorm's statistics and the ranges are to be frozen at the present step."""
+        ends = (self.freeze_bn, self.freeze_ranges)
+        bn, ranges = (end is not None and self.done >= end * self.steps for end in ends)
+        return bn, ranges
+
+    def step(self) -> tuple[bool, bool]:
+        """Freezes BatchNorms and ranges that are due, counts a step, and returns `frozen` of that step.
+
+        Raises:
+            ConfigError: when the module is not being trained.
+        """
+        bn, ranges = self.frozen
+        if bn:
+            freeze_batchnorm(self.prepared)
+        if ranges:
+            _set_ranges(self._model, True)
+        self.done += 1
+        return bn, ranges
+
+
+def cosine(fraction: float, start: float, end: float) -> float:
+    """Half a cosine from `start` (at fraction 0) to `end` (at 1), for rates and for `Dampening`.
+
+    Args:
+        fraction: the completed share of the training.
+        start: the value at the beginning.
+        end: the value at the end.
+    """
+    return end + (start - end) * 0.5 * (1.0 + math.cos(math.pi * min(max(fraction, 0.0), 1.0)))
+
+
+_BATCHNORM = ("running_mean", "running_var")
+
+
+def load_state(prepared: Module, state: Mapping[str, np.ndarray]) -> None:
+    """Loads what ``state_dict()`` of a module that was prepared with the same config returned.
+
+    Averages of such states load, too: numbers stand for arrays without axes, and zero points are rounded.
+    ``load_state_dict`` of MegEngine refuses those, and raises a KeyError with the names of all tensors where
+    the configs differ. Nothing is loaded if anything differs.
+
+    Args:
+        prepared: a module made by ``qtrace.prepare``.
+        state: the weights, scales and zero points by name.
+
+    Raises:
+        ConfigError: when a site or a parameter is missing or has another shape or other values to learn,
+            naming the first ones of each kind.
+    """
+    own = prepared.state_dict()
+    sites, others = _groups(own), _groups(state)
+    differing = [name for name in sites if name in others and sites[name] != others[name]]
+    shapes = [
+        f"{name} {_shape(state[name])} instead of {_shape(own[name])}"
+        for name in own
+        if name in state and np.size(state[name]) != own[name].size
+    ]
+    lost = [name for name in own if name not in state and not _is_site(name)]
+    extra = [name for name in state if name not in own and not _is_site(name)]
+    fakes = [f"{name} ({', '.join(others[name])} instead of {', '.join(sites[name])})" for name in differing]
+    differences = {
+        "it has no values for the sites": [name for name in sites if name not in others],
+        "it has sites that this graph does not have": [name for name in others if name not in sites],
+        "other fake quants stood at": fakes,
+        "it has no": lost,
+        "it has parameters that this graph does not have": extra,
+        "other shapes": shapes,
+    }
+    if problems := [_listed(subject, names) for subject, names in differences.items() if names]:
+        norms = any(name.endswith(_BATCHNORM) for name in (*lost, *extra))
+        cause = ", such as qat.bn.fold, which keeps or removes BatchNorms" if norms else ""
+        raise ConfigError(
+            f"the state is of a graph that was prepared otherwise: {'; '.join(problems)}. "
+            f"Prepare the model with the config that the state is of{cause}, or calibrate this one."
+        )
+    prepared.load_state_dict({name: _as_own(name, state[name], value) for name, value in own.items()})
+
+
+def _as_own(name: str, value: np.ndarray, own: np.ndarray) -> np.ndarray:
+    """Returns a tensor of a state with the type and shape of the module's own; a zero point as an integer."""
+    array = np.asarray(value, np.float64)
+    return np.asarray(np.rint(array) if name.endswith(".zero_point") else array, own.dtype).reshape(own.shape)
+
+
+def _is_site(name: str) -> bool:
+    return name.startswith(f"{CONTAINER}.")
+
+
+def _groups(state: Mapping[str, object]) -> dict[str, list[str]]:
+    """Returns the names of the tensors of each site."""
+    groups: dict[str, list[str]] = {}
+    for name in sorted(filter(_is_site, state)):
+        site, _, tensor = name.removeprefix(f"{CONTAINER}.").rpartition(".")
+        groups.setdefault(site, []).append(tensor)
+    return groups
+
+
+def _shape(value: np.ndarray) -> str:
+    return "x".join(map(str, np.shape(value))) or "one number"
+
+
+def _listed(subject: str, names: Sequence[str]) -> str:
+    """Names the first entries, and counts the others."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{subject} {', '.join(names[:3])}{more}"

@@ -21,7 +21,7 @@ from qtrace.graph.types import TracedModule
 from qtrace.onnxfile.local_session import LocalSession
 from qtrace.outputs import find_groups
 from qtrace.outputs.selections import reaching
-from qtrace.process.together import Together
+from qtrace.process.threads import Together
 from qtrace.quantizing.evaluation import count_values, shorten
 from qtrace.quantizing.file_runs import FileRuns, input_values, open_runs, run_batch
 from qtrace.quantizing.float_file import FloatFile

@@ -17,8 +17,8 @@ from megengine.module import Module
 
 from qtrace.data import Batch
 from qtrace.data.batches import as_arguments, evaluating
-from qtrace.graph.engine import quiet_engine
 from qtrace.graph.interface import read_interface
+from qtrace.graph.kernels import quiet_engine
 from qtrace.graph.native import lower
 from qtrace.graph.opaque import divides_by_inputs
 from qtrace.graph.tensors import shared_copies

@@ -17,8 +17,8 @@ from qtrace.onnxfile.growth import describe_growth
 from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.annotation import Preference
 from qtrace.preparation.faithfulness import Faithfulness
-from qtrace.process.garbage import older_objects_spared
-from qtrace.process.thread import on_engine_thread
+from qtrace.process.memory import older_objects_spared
+from qtrace.process.threads import on_engine_thread
 from qtrace.quantizing.calibrator import Calibrator, refuse_broken
 from qtrace.quantizing.call_data import DataOpener
 from qtrace.quantizing.evaluation import check_values

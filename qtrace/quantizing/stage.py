@@ -27,7 +27,7 @@ from qtrace.preparation.annotation import Preference
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.passes.choosing import copy_with_weights
 from qtrace.preparation.prepare import prepare
-from qtrace.process.thread import on_engine_thread
+from qtrace.process.threads import on_engine_thread
 from qtrace.quantizing.evaluation import (
     EvaluationData,
     choose_evaluation,

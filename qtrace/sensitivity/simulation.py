@@ -16,7 +16,7 @@ from qtrace.outputs import find_groups
 from qtrace.outputs.replay import SelectedShares, SelectionTape
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import in_phase
-from qtrace.process.together import Together, look_ahead
+from qtrace.process.threads import Together, look_ahead
 from qtrace.sensitivity.detection import DetectionLoss, Parts
 from qtrace.sensitivity.layers import RaisableLayer, active_groups, find_layers
 from qtrace.sensitivity.metrics import Metric, Outputs, agreement, sqnr

@@ -19,7 +19,7 @@ from qtrace.metrics import sqnr_db
 from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.annotation import ExprNote
 from qtrace.preparation.model import QuantizedModel
-from qtrace.process.thread import on_engine_thread
+from qtrace.process.threads import on_engine_thread
 from qtrace.runtimes.host import RuntimeHost
 from qtrace.scheme import QParams
 from qtrace.verification.causes import likely_causes, optimized_kernel_cause

@@ -27,7 +27,7 @@ from qtrace.outputs import ColumnGroup
 from qtrace.outputs.replay import SelectedShares, Share
 from qtrace.preparation.identity import graph_hash
 from qtrace.preparation.model import QuantizedModel, QuantizedSite
-from qtrace.process.together import Together, look_ahead
+from qtrace.process.threads import Together, look_ahead
 from qtrace.scheme import QParams
 from qtrace.verification.crosscheck import Disagreement, RuntimeValues
 from qtrace.verification.float16 import Float16Rounding, read_float16_ops

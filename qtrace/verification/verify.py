@@ -27,7 +27,7 @@ from qtrace.outputs.replay import SelectedShares, Share, differ
 from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.model import QuantizedModel
 from qtrace.process.memory import return_free_memory, returns_memory
-from qtrace.process.thread import on_engine_thread
+from qtrace.process.threads import on_engine_thread
 from qtrace.runtimes.host import RuntimeHost
 from qtrace.verification.crosscheck import cross_check
 from qtrace.verification.float_check import FloatCheck

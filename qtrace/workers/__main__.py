@@ -14,8 +14,7 @@ from typing import Any, NoReturn
 
 from qtrace.errors import Terminated
 from qtrace.process import engine
-from qtrace.workers.job import attempt
-from qtrace.workers.messages import read_message, write_message
+from qtrace.workers.job import attempt, read_message, write_message
 
 __all__ = ["main"]
 

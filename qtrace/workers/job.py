@@ -1,15 +1,48 @@
-"""What workers do: a job, its tasks, and their outcomes."""
+"""What workers do: a job, its tasks and outcomes, and the messages between processes."""
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import qtrace.errors
 from qtrace.errors import QtraceError
 
-__all__ = ["Job", "Outcome", "Pool", "attempt"]
+__all__ = ["Job", "Outcome", "Pool", "attempt", "read_message", "write_message"]
+
+_LENGTH_BYTES = 8
+
+
+def write_message(stream: IO[bytes], value: Any) -> None:
+    """Writes an object, at once."""
+    data = pickle.dumps(value)
+    stream.write(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
+    stream.flush()
+
+
+def read_message(stream: IO[bytes]) -> Any:
+    """Reads an object.
+
+    Args:
+        stream: a pipe, buffered or not.
+
+    Raises:
+        EOFError: when the stream ends before the object does.
+    """
+    return pickle.loads(_read(stream, int.from_bytes(_read(stream, _LENGTH_BYTES), "big")))
+
+
+def _read(stream: IO[bytes], size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        part = stream.read(size - len(data))
+        if not part:
+            raise EOFError
+        data += part
+    return bytes(data)
+
 
 News = Callable[[Any], None]
 """Gets what a task tells before its end, such as the number of a finished batch."""

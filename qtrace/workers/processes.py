@@ -14,8 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from qtrace.errors import QtraceError
-from qtrace.workers.job import Job, News, Outcome
-from qtrace.workers.messages import read_message, write_message
+from qtrace.workers.job import Job, News, Outcome, read_message, write_message
 
 __all__ = ["Processes"]
 

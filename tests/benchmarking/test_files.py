@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from qtrace.benchmarking import files, memory
+from qtrace.benchmarking import files
+from qtrace.benchmarking import machine as memory
 from qtrace.benchmarking.files import FileReport, bench_files, show
 from qtrace.benchmarking.latency import Latency, file_size, take_turns
-from qtrace.benchmarking.memory import peak_memory
+from qtrace.benchmarking.machine import peak_memory
 from qtrace.benchmarking.profile import read_profile
 from qtrace.benchmarking.runners import RunnerSettings, known, open_file
 from qtrace.costs import CostTable

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from qtrace.benchmarking import load, turns
-from qtrace.benchmarking.load import watched_load
-from qtrace.benchmarking.turns import summarize
+from qtrace.benchmarking import turns
+from qtrace.benchmarking import turns as load
+from qtrace.benchmarking.turns import summarize, watched_load
 from tests.each import each_of
 
 

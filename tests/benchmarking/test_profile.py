@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qtrace.benchmarking.profile import FLOAT_OPS, INTEGER_OPS, LAYOUT, ROUNDINGS, read_profile
-from qtrace.benchmarking.sessions import NodeRun
+from qtrace.benchmarking.profile import FLOAT_OPS, INTEGER_OPS, LAYOUT, ROUNDINGS, NodeRun, read_profile
 
 UINT8, FLOAT32 = (("uint8", (1, 4)),), (("float", (1, 4)),)
 RUN = [

@@ -22,8 +22,8 @@ from qtrace.graph import stepping
 from qtrace.graph.stepping import GraphSegment, keep
 from qtrace.graph.walk import exprs
 from qtrace.preparation.model import QuantizedModel
-from qtrace.process.together import map_ahead
-from qtrace.ptq.layers import collecting
+from qtrace.process.threads import map_ahead
+from qtrace.ptq.layers import statistics as collecting
 from tests.nets import images, net
 
 BATCHES = [images(n, 4, 8, 8, seed=n) for n in (4, 4, 3)]

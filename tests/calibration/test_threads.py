@@ -17,7 +17,7 @@ import pytest
 import qtrace
 from qtrace import QConfig
 from qtrace.graph.types import TracedModule
-from qtrace.ptq.layers import collecting
+from qtrace.ptq.layers import statistics as collecting
 from tests.nets import images, net, randomize
 
 ROOT = Path(__file__).parents[2]

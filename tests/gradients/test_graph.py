@@ -21,8 +21,8 @@ import qtrace
 from qtrace.errors import UnsafeFileError
 from qtrace.gradients import conv, conv2d, fast_gradients
 from qtrace.graph.files.allowlist import QTRACE_FUNCTIONS
-from qtrace.graph.finish import exchange_function
 from qtrace.graph.pattern import Op, match
+from qtrace.graph.stepping import exchange_function
 from qtrace.graph.types import CallFunction, TracedModule
 from tests.nets import images, net
 

@@ -10,9 +10,8 @@ import pytest
 
 from qtrace.errors import GraphError
 from qtrace.graph.edit import GraphEditor
-from qtrace.graph.flatten import flatten
+from qtrace.graph.flatten import add_submodule, delete_attribute, flatten
 from qtrace.graph.lint import lint
-from qtrace.graph.module_tree import add_submodule, delete_attribute
 from qtrace.graph.tracing.trace import trace
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import exprs, op_label

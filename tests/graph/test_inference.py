@@ -16,8 +16,14 @@ from qtrace.errors import GraphError
 from qtrace.fakequant.following.bn_fold import BnFold
 from qtrace.graph import flatten, inference
 from qtrace.graph.inference import TypeInference
-from qtrace.graph.open_axes import OpenAxes, OpenAxis, read_open_axes, write_open_axes
-from qtrace.graph.open_shapes import SizedTypes, open_shapes
+from qtrace.graph.open_axes import (
+    OpenAxes,
+    OpenAxis,
+    SizedTypes,
+    open_shapes,
+    read_open_axes,
+    write_open_axes,
+)
 from qtrace.graph.propagate import set_input_shapes
 from qtrace.graph.renewal import renew_all
 from tests.each import each_of

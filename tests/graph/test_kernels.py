@@ -8,7 +8,7 @@ import pytest
 from megengine.jit import trace as jit_trace
 
 import qtrace
-import qtrace.graph.engine
+import qtrace.graph.kernels
 from qtrace.errors import CalibrationError, GraphError, TraceError
 from qtrace.graph.kernels import refuse_divisions_by_zero
 from tests.each import each_of

@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qtrace.errors import GraphError
-from qtrace.graph.finish import order_together
 from qtrace.graph.flatten import flatten
-from qtrace.graph.stepping import Stepper
+from qtrace.graph.stepping import Stepper, order_together
 from qtrace.graph.tracing.trace import trace
 from qtrace.graph.walk import exprs
 from qtrace.preparation.passes.expand import expand

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from qtrace.learning.adam import Adam
+from qtrace.learning.loop import Adam
 
 
 def test_adam_takes_the_steps_of_the_paper() -> None:
@@ -22,8 +22,8 @@ def test_adam_takes_the_steps_of_the_paper() -> None:
 @pytest.mark.parametrize("few", [0, 2**12])
 def test_adam_of_torch_takes_the_steps_of_numpys(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch", reason="the engine torch needs the extra torch")
-    from qtrace.extras.torch.learning import adam as module
-    from qtrace.extras.torch.learning.adam import TorchAdam
+    from qtrace.extras.torch.learning import engine as module
+    from qtrace.extras.torch.learning.engine import TorchAdam
 
     monkeypatch.setattr(module, "_FEW", few)  # few values are numpy's, 0 leaves all to torch
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from qtrace.errors import QtraceError, TrainingError
-from qtrace.learning.adam import Adam
-from qtrace.learning.loop import descend
+from qtrace.learning.loop import Adam, descend
 
 
 class Parabola:

@@ -10,7 +10,7 @@ import pytest
 
 import qtrace
 from qtrace.errors import GraphError
-from qtrace.graph.module_tree import set_parameter
+from qtrace.graph.flatten import set_parameter
 from qtrace.preparation import prepare as room
 from qtrace.preparation.faithfulness import read_batches
 from tests.nets import images, net

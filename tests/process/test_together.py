@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from qtrace.process.together import Together, look_ahead, map_ahead
+from qtrace.process.threads import Together, look_ahead, map_ahead
 from tests.each import each_of
 
 

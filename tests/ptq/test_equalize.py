@@ -14,8 +14,7 @@ import qtrace
 from qtrace import QConfig
 from qtrace.preparation.record import read_record
 from qtrace.ptq.layers import outputs
-from qtrace.ptq.layers.channels import channel_groups
-from qtrace.ptq.layers.scaling import Parameters, precision, weight_sqnr
+from qtrace.ptq.layers.scaling import Parameters, channel_groups, precision, weight_sqnr
 from qtrace.scheme import QScheme
 from tests.nets import MobileNetV2, ResNet, images, left_lines, net, randomize
 

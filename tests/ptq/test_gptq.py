@@ -17,9 +17,10 @@ from qtrace.graph.walk import exprs
 from qtrace.numerics import fake_quantize
 from qtrace.ops import OpCall
 from qtrace.preparation.record import read_record
-from qtrace.ptq.layers import collecting, second_order
-from qtrace.ptq.layers.positions import draw_positions, read_rows, result_rows
+from qtrace.ptq.layers import second_order
+from qtrace.ptq.layers import statistics as collecting
 from qtrace.ptq.layers.second_order import grouped, nearest, parts, rounded, rounded_groups
+from qtrace.ptq.layers.statistics import draw_positions, read_rows, result_rows
 from tests.nets import images, left_lines, net
 
 SCHEME = QScheme(bits=3, signed=True, symmetric=True, narrow=True, axis=0, rounding="half_even")

@@ -15,8 +15,8 @@ from qtrace import QConfig
 from qtrace.fakequant.following.bias import BIAS_LIMIT
 from qtrace.graph.interpreter import Interpreter
 from qtrace.preparation.record import read_record
-from qtrace.ptq.layers.biases import move_bias
 from qtrace.ptq.layers.quantized import QuantizedLayer, quantized_layers
+from qtrace.ptq.layers.scaling import move_bias
 from tests.nets import images, left_lines, net
 
 BATCHES = [images(8, 4, 16, 16, seed=s) for s in range(2)]
@@ -170,8 +170,8 @@ def test_large_maps_count_by_their_size_though_few_places_are_read(monkeypatch: 
         x = F.relu(x)
         return self.a(x), self.a(F.avg_pool2d(x, 4) * 3)
 
-    monkeypatch.setattr("qtrace.ptq.layers.collecting._LONG_ROW", 1)
-    monkeypatch.setattr("qtrace.ptq.layers.collecting._LEAST_ROWS", 1 << 20)  # the samples are few
+    monkeypatch.setattr("qtrace.ptq.layers.statistics._LONG_ROW", 1)
+    monkeypatch.setattr("qtrace.ptq.layers.statistics._LEAST_ROWS", 1 << 20)  # the samples are few
     batches = [np.repeat(images(4, 4, 16, 4, seed=s), 4, axis=3) for s in range(3)]
 
     def fitted(places: int) -> Any:
@@ -181,7 +181,7 @@ def test_large_maps_count_by_their_size_though_few_places_are_read(monkeypatch: 
 
     by_64, by_256 = fitted(64), fitted(256)
     np.testing.assert_allclose(by_64, by_256, atol=2e-5)
-    monkeypatch.setattr("qtrace.ptq.layers.collecting.spacing", lambda *_: 1)
+    monkeypatch.setattr("qtrace.ptq.layers.statistics.spacing", lambda *_: 1)
     assert np.abs(fitted(64) - by_256).max() > 1e-3
 
 

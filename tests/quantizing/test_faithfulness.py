@@ -19,7 +19,7 @@ from onnxruntime.quantization import quantize_dynamic
 import qtrace
 from qtrace.data import open_data
 from qtrace.errors import CalibrationError, ExportError, GraphError
-from qtrace.graph.module_tree import set_parameter
+from qtrace.graph.flatten import set_parameter
 from qtrace.preparation import faithfulness
 from qtrace.preparation import prepare as preparing
 from qtrace.preparation.faithfulness import Faithfulness

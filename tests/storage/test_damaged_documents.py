@@ -12,7 +12,7 @@ from qtrace.costs.table import CostTable
 from qtrace.errors import QtraceError
 from qtrace.extras.device import vectors
 from qtrace.extras.diff import comparing
-from qtrace.extras.tune import folder
+from qtrace.extras.tune import trials as folder
 from qtrace.extras.tune.trials import TrialLog
 from qtrace.storage.files import parse_document
 from tests.each import each_of

@@ -13,8 +13,7 @@ import pytest
 
 from qtrace.errors import DataError, QtraceError
 from qtrace.workers import processes
-from qtrace.workers.job import Outcome
-from qtrace.workers.messages import read_message, write_message
+from qtrace.workers.job import Outcome, read_message, write_message
 from qtrace.workers.processes import Processes
 from tests.workers.jobs import Echo
 

@@ -10,8 +10,8 @@ import click
 
 from qtrace.cli import help, hosts, options
 from qtrace.cli.console import Console
-from qtrace.cli.gates import check_file, note_checks
 from qtrace.cli.naming import check_exported
+from qtrace.cli.verdicts import check_file, note_checks
 from qtrace.errors import ConfigError
 from qtrace.runtimes.host import RuntimeHost
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from qtrace.cli import dumps as dumped_tensors
 from qtrace.cli import help, hosts, models, options
+from qtrace.cli import hosts as dumped_tensors
 from qtrace.cli.console import Console
 from qtrace.cli.naming import CONVERTED, check_exported
 from qtrace.runtimes.host import RuntimeHost

@@ -9,9 +9,8 @@ import click
 
 from qtrace.cli import help, hosts, models, options, targets
 from qtrace.cli.console import Console
-from qtrace.cli.gates import check_graph, note_checks
 from qtrace.cli.images import warn_unused
-from qtrace.cli.verdicts import NextCommand, import_metric, judging
+from qtrace.cli.verdicts import NextCommand, check_graph, import_metric, judging, note_checks
 from qtrace.quantizing.options import DataReading, FolderOptions
 from qtrace.runtimes.host import RuntimeHost
 

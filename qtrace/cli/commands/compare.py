@@ -11,9 +11,8 @@ import click
 from qtrace.cli import help, models, options, targets
 from qtrace.cli.commands.explain import on_terminal
 from qtrace.cli.console import Console
-from qtrace.cli.measured import FAKE_QUANTS, Counted, samples_of
 from qtrace.cli.naming import CONVERTED
-from qtrace.cli.verdicts import judge_comparison, text_of
+from qtrace.cli.verdicts import FAKE_QUANTS, Counted, judge_comparison, samples_of, text_of
 from qtrace.storage.outputs import output_file
 
 if TYPE_CHECKING:

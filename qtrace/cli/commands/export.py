@@ -9,9 +9,8 @@ import click
 
 from qtrace.cli import help, models, options, targets
 from qtrace.cli.console import Console
-from qtrace.cli.ends import note_ends
-from qtrace.cli.gates import check_file, note_checks
-from qtrace.cli.naming import CONVERTED
+from qtrace.cli.naming import CONVERTED, note_ends
+from qtrace.cli.verdicts import check_file, note_checks
 from qtrace.quantizing.figures import note_device, note_file, note_kernels
 from qtrace.storage.outputs import check_foreign, output_file
 

@@ -8,7 +8,7 @@ import click
 
 from qtrace.cli import help, options, targets
 from qtrace.cli.console import Console
-from qtrace.cli.ends import note_ends
+from qtrace.cli.naming import note_ends
 from qtrace.storage.outputs import output_file
 
 __all__ = ["import_onnx"]

@@ -9,9 +9,8 @@ import click
 
 from qtrace.cli import help, hosts, models, options, targets
 from qtrace.cli.console import Console
-from qtrace.cli.gates import check_graph, note_checks
 from qtrace.cli.images import change_config, warn_unused
-from qtrace.cli.verdicts import import_metric, judging
+from qtrace.cli.verdicts import check_graph, import_metric, judging, note_checks
 from qtrace.quantizing.figures import note_file
 from qtrace.quantizing.options import QuantizeOptions
 

@@ -11,7 +11,7 @@ import click
 from qtrace.cli import help, models, options, targets
 from qtrace.cli.commands.explain import on_terminal
 from qtrace.cli.console import Console
-from qtrace.cli.measured import FAKE_QUANTS, samples_of
+from qtrace.cli.verdicts import FAKE_QUANTS, samples_of
 from qtrace.errors import ConfigError
 from qtrace.storage.outputs import output_file
 

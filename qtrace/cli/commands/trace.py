@@ -8,8 +8,8 @@ import click
 
 from qtrace.cli import help, models, options, targets
 from qtrace.cli.console import Console
-from qtrace.cli.ends import note_ends
 from qtrace.cli.images import change_config, images
+from qtrace.cli.naming import note_ends
 from qtrace.storage.outputs import output_file
 
 __all__ = ["trace"]

@@ -7,11 +7,11 @@ from typing import Any
 
 import click
 
-from qtrace.cli import dumps as dumped_tensors
 from qtrace.cli import help, hosts, models, options
+from qtrace.cli import hosts as dumped_tensors
 from qtrace.cli.console import Console
-from qtrace.cli.measured import FAKE_QUANTS, Counted, samples_of
 from qtrace.cli.naming import CONVERTED, check_exported
+from qtrace.cli.verdicts import FAKE_QUANTS, Counted, samples_of
 from qtrace.runtimes.host import RuntimeHost
 
 __all__ = ["verify"]

@@ -13,8 +13,15 @@ from dataclasses import dataclass, field
 from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.graph.inference import OpError, TensorType
 from qtrace.graph.interface import read_interface
-from qtrace.graph.open_axes import BATCH, OpenAxes, OpenAxis, other_sizes, read_open_axes
-from qtrace.graph.open_shapes import SizedTypes, infer_types
+from qtrace.graph.open_axes import (
+    BATCH,
+    OpenAxes,
+    OpenAxis,
+    SizedTypes,
+    infer_types,
+    other_sizes,
+    read_open_axes,
+)
 from qtrace.graph.renewal import write_type
 from qtrace.graph.types import Node, TensorNode
 

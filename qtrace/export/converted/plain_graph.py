@@ -23,10 +23,9 @@ from qtrace.fakequant.following.bias import BiasQuant
 from qtrace.fakequant.following.bn_fold import LAYERS, BnFold, BnFoldCall
 from qtrace.fakequant.following.dynamic import DynamicQuant
 from qtrace.graph.edit import GraphEditor
-from qtrace.graph.flatten import flatten
-from qtrace.graph.module_tree import set_parameter
+from qtrace.graph.flatten import flatten, set_parameter
 from qtrace.graph.renewal import renew_all
-from qtrace.graph.tracing.refusals import debugging_marks, native_quantization
+from qtrace.graph.tracing.hazards import debugging_marks, native_quantization
 from qtrace.graph.types import Expr, GetAttr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module, module_path, owner
 from qtrace.preparation.annotation import Annotation

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from qtrace.export.converted.plain_graph import PlainGraph
-from qtrace.graph.names import unused_name
 from qtrace.graph.types import Constant, Expr, GetAttr, Node
+from qtrace.graph.walk import unused_name
 
 __all__ = ["ModuleNames", "OutputNames", "claim_name"]
 

@@ -14,8 +14,8 @@ from onnx import ModelProto, NodeProto, ValueInfoProto, helper
 
 from qtrace.export.onnx.writer import OnnxWriter
 from qtrace.graph.interface import Interface, TensorInfo
-from qtrace.graph.names import unused_name
 from qtrace.graph.origin import Facts, FileOrigin, FileParameter, FileRemark, FileResult
+from qtrace.graph.walk import unused_name
 from qtrace.onnxfile.bodies import read_names
 
 __all__ = ["PRODUCER", "OwnNames", "describe", "restore_interface"]

@@ -12,8 +12,8 @@ from onnx import TensorProto, helper, numpy_helper
 from qtrace.errors import ExportError
 from qtrace.export.onnx.naming import OutputNames
 from qtrace.export.onnx.opset import CopiedVersions, SourceVersions, at_opset, choose_versions
-from qtrace.graph.names import unused_name
 from qtrace.graph.types import GetAttr, Node, TensorNode
+from qtrace.graph.walk import unused_name
 from qtrace.onnxfile.bodies import read_names, rename_tensors
 from qtrace.scheme import QParams, QScheme
 

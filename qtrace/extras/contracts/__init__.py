@@ -11,7 +11,7 @@ from qtrace.plugins.packages import load_when_used
 
 if TYPE_CHECKING:
     from qtrace.extras.contracts.check import check_contract, check_file_for, fix_contract
-    from qtrace.extras.contracts.report import ContractReport
+    from qtrace.extras.contracts.checking import ContractReport
 
 __all__ = ["ContractReport", "check_contract", "check_file_for", "fix_contract"]
 
@@ -19,6 +19,6 @@ load_when_used(
     __name__,
     {
         "qtrace.extras.contracts.check": "check_contract check_file_for fix_contract",
-        "qtrace.extras.contracts.report": "ContractReport",
+        "qtrace.extras.contracts.checking": "ContractReport",
     },
 )

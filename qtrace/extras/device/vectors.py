@@ -12,11 +12,11 @@ import numpy as np
 
 from qtrace.data.batches import as_arguments, check_batches, evaluating, refuse_nan, translate_errors
 from qtrace.errors import CalibrationError, ExportError
-from qtrace.extras.device.files import KINDS, file_name
+from qtrace.extras.device.dumped import KINDS, file_name
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import op_label
 from qtrace.preparation.model import QuantizedModel
-from qtrace.process.thread import on_engine_thread
+from qtrace.process.threads import on_engine_thread
 from qtrace.scheme import QParams, QScheme
 from qtrace.storage.checkpoints import pack_arrays
 from qtrace.storage.files import parse_document, replace_folder, temporary_folder

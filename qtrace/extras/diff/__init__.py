@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING
 from qtrace.plugins.packages import load_when_used
 
 if TYPE_CHECKING:
-    from qtrace.extras.diff.configs import ConfigChange, compare_configs
     from qtrace.extras.diff.models import compare_models
     from qtrace.extras.diff.report import (
+        ConfigChange,
         Difference,
         FigurePair,
         IntegerChange,
         OpChange,
         ScaleChange,
         SchemeChange,
+        compare_configs,
     )
 
 __all__ = [
@@ -33,8 +34,10 @@ __all__ = [
 load_when_used(
     __name__,
     {
-        "qtrace.extras.diff.configs": "ConfigChange compare_configs",
+        "qtrace.extras.diff.report": (
+            "ConfigChange compare_configs Difference FigurePair"
+            " IntegerChange OpChange ScaleChange SchemeChange"
+        ),
         "qtrace.extras.diff.models": "compare_models",
-        "qtrace.extras.diff.report": "Difference FigurePair IntegerChange OpChange ScaleChange SchemeChange",
     },
 )

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from megengine.module import Module
 
-from qtrace.extras.diff.configs import compare_configs
 from qtrace.extras.diff.report import (
     Difference,
     FigurePair,
@@ -16,6 +15,7 @@ from qtrace.extras.diff.report import (
     OpChange,
     ScaleChange,
     SchemeChange,
+    compare_configs,
 )
 from qtrace.graph.dataflow import evaluate_fixed
 from qtrace.preparation.figures import read_figures

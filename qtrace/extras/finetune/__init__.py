@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from qtrace.extras.finetune.evaluation import Evaluation
     from qtrace.extras.finetune.finetune import finetune
     from qtrace.extras.finetune.report import FineTuned, OutputChange
-    from qtrace.extras.finetune.retreating import Retreat
     from qtrace.extras.finetune.settings import FinetuneSettings
+    from qtrace.extras.finetune.training import Retreat
     from qtrace.extras.finetune.watching import Frozen
 
 __all__ = ["Evaluation", "FineTuned", "FinetuneSettings", "Frozen", "OutputChange", "Retreat", "finetune"]
@@ -22,7 +22,7 @@ load_when_used(
         "qtrace.extras.finetune.evaluation": "Evaluation",
         "qtrace.extras.finetune.finetune": "finetune",
         "qtrace.extras.finetune.report": "FineTuned OutputChange",
-        "qtrace.extras.finetune.retreating": "Retreat",
+        "qtrace.extras.finetune.training": "Retreat",
         "qtrace.extras.finetune.settings": "FinetuneSettings",
         "qtrace.extras.finetune.watching": "Frozen",
     },

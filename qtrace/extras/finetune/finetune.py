@@ -20,11 +20,11 @@ from qtrace.calibration.algorithms import restoring
 from qtrace.data.batches import evaluating
 from qtrace.errors import TrainingError
 from qtrace.extras.finetune.data import split_data
-from qtrace.extras.finetune.pacing import Pace
-from qtrace.extras.finetune.places import block_outputs
 from qtrace.extras.finetune.report import FineTuned
 from qtrace.extras.finetune.running import TuningRun
 from qtrace.extras.finetune.settings import FinetuneSettings
+from qtrace.extras.finetune.training import Pace
+from qtrace.extras.finetune.twins import block_outputs
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import exprs
 from qtrace.inspection.twin import changed_weights, float_twin
@@ -32,7 +32,7 @@ from qtrace.learning.engine import queueless
 from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import in_phase, say_wrong_gradients
-from qtrace.process.thread import on_engine_thread
+from qtrace.process.threads import on_engine_thread
 
 __all__ = ["finetune"]
 

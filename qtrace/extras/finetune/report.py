@@ -12,8 +12,8 @@ import numpy as np
 
 from qtrace.display import Displayed, format_table
 from qtrace.extras.finetune.evaluation import Evaluation, EvaluationFigures
-from qtrace.extras.finetune.retreating import Retreat
 from qtrace.extras.finetune.settings import FinetuneSettings
+from qtrace.extras.finetune.training import Retreat
 from qtrace.extras.finetune.watching import Frozen
 
 __all__ = ["FineTuned", "OutputChange", "compare_outputs"]

@@ -1,25 +1,202 @@
-"""The steps of a fine-tuning: a batch, its loss and gradients, and what moves."""
+"""The steps of a run: training, its pace, and how it goes back to a better state."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from qtrace.errors import TrainingError
-from qtrace.extras.finetune.compared import Compared
 from qtrace.extras.finetune.data import Batch, Samples, unpack
+from qtrace.extras.finetune.evaluation import BestState, Compared, EvaluationFigures, evaluate
 from qtrace.extras.finetune.learner import Learner
-from qtrace.extras.finetune.pacing import Pace
-from qtrace.extras.finetune.retreating import Retreat
 from qtrace.extras.finetune.settings import FinetuneSettings
 from qtrace.extras.finetune.twins import PARTS, Twins
 from qtrace.extras.finetune.watching import Watch
 from qtrace.graph.nonfinite import search_nonfinite
 from qtrace.preparation.model import QuantizedModel
 
-__all__ = ["Trainer"]
+__all__ = ["Monitor", "Pace", "Retreat", "Retreats", "RunSchedule", "Trainer"]
+
+_MAX_EVALUATIONS = 20
+_MIN_EVALUATION_INTERVAL = 5  # steps
+
+
+class Pace:
+    """The clock of a run, which starts when the object is made.
+
+    Args:
+        max_minutes: the most minutes that the run may take; None for no limit.
+
+    Attributes:
+        step_seconds: how long the latest step took; 0 before the first.
+        evaluation_seconds: how long the latest evaluation took; 0 before the first.
+    """
+
+    def __init__(self, max_minutes: float | None) -> None:
+        self.max_minutes = max_minutes
+        self.step_seconds = self.evaluation_seconds = 0.0
+        self._start = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """The seconds since the run began."""
+        return time.monotonic() - self._start
+
+    def has(self, seconds: float) -> bool:
+        """Returns whether work of ``seconds`` fits into the rest of the time."""
+        return self.max_minutes is None or self.seconds + seconds <= 60 * self.max_minutes
+
+    def has_step(self, evaluations: int) -> bool:
+        """Returns whether a step, ``evaluations`` and the evaluation for the report fit into the time."""
+        return self.has(self.step_seconds + (evaluations + 1) * self.evaluation_seconds)
+
+
+class RunSchedule:
+    """When a run evaluates, and how many steps fit into its time.
+
+    Args:
+        settings: the size of a batch, and the steps between evaluations.
+        unseen: the samples to evaluate on.
+        pace: the clock of the run.
+    """
+
+    def __init__(self, settings: FinetuneSettings, unseen: Samples, pace: Pace) -> None:
+        self.pace, self._evaluate_every = pace, settings.evaluate_every
+        self._batches = math.ceil(unseen.count / (settings.batch_size if unseen.joined else 1))
+
+    def interval(self, total: int) -> int:
+        """The steps between two evaluations in a run of ``total``, so that these take little of its time."""
+        if self._evaluate_every is not None:
+            return self._evaluate_every
+        return max(math.ceil(total / _MAX_EVALUATIONS), self._batches, _MIN_EVALUATION_INTERVAL)
+
+    def evaluations(self, steps: int, total: int | None) -> int:
+        """How often ``steps`` of ``total`` (None: there are no others) are evaluated, report included."""
+        return math.ceil(steps / self.interval(total or steps)) + 1
+
+    def has_time(self, steps: int, total: int | None) -> bool:
+        """Whether ``steps`` and their evaluations fit into the time, as far as both were timed."""
+        evaluations = self.evaluations(steps, total)
+        return self.pace.has(steps * self.pace.step_seconds + evaluations * self.pace.evaluation_seconds)
+
+    def fit(self, steps: int, total: int | None) -> int:
+        """Returns how many of ``steps`` fit into the time; at least one."""
+        return next((n for n in range(steps, 1, -1) if self.has_time(n, total)), 1)
+
+    def describe(self, steps: int, total: int | None) -> str:
+        """Estimates the time of ``steps`` in a clause."""
+        pace, evaluations = self.pace, self.evaluations(steps, total)
+        seconds = steps * pace.step_seconds + evaluations * pace.evaluation_seconds
+        return (
+            f"about {_format_seconds(seconds)}: {steps} steps of {pace.step_seconds:.2g} s and {evaluations} "
+            f"evaluations of {pace.evaluation_seconds:.2g} s"
+        )
+
+
+def _format_seconds(seconds: float) -> str:
+    """Formats a duration in seconds, minutes or hours."""
+    if seconds < 100:
+        return f"{max(seconds, 1):.0f} s"
+    if seconds < 100 * 60:
+        return f"{seconds / 60:.0f} minutes"
+    return f"{seconds / 3600:.1f} hours"
+
+
+_DIVERGED = 3.0  # held-back error or mean loss, relative to the start
+_LOSS_WINDOW = 10  # steps over which the loss is averaged
+_RATE_FACTOR = 0.25  # of each retreat
+_MAX_RETREATS = 4
+
+
+@dataclass(frozen=True)
+class Retreat:
+    """A return to the best state.
+
+    Attributes:
+        step: number of steps after which the run diverged.
+        back_to: number of steps after which the best state was reached.
+        factor: the factor of the learning rates from then on.
+        reason: the error or loss that showed the divergence, as a clause.
+    """
+
+    step: int
+    back_to: int
+    factor: float
+    reason: str
+
+    def __str__(self) -> str:
+        """Formats the retreat as a sentence without a period."""
+        target = f"the state after step {self.back_to}" if self.back_to else "the start"
+        return f"{self.reason}: back to {target}, learning rates times {self.factor:g}"
+
+
+class Retreats:
+    """Decides from the loss and the held-back error when a run returns to its best state.
+
+    Args:
+        error: the held-back error at the start.
+        losses: the losses of several batches at the start.
+    """
+
+    def __init__(self, error: float, losses: Sequence[float]) -> None:
+        self.all: list[Retreat] = []
+        self._error, self._loss = error, float(np.mean(losses))
+
+    @property
+    def factor(self) -> float:
+        """The factor of the learning rates."""
+        return self.all[-1].factor if self.all else 1.0
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the learning rates were lowered as often as is allowed."""
+        return len(self.all) >= _MAX_RETREATS
+
+    def reason(self, completed: int, losses: Sequence[float], error: float | None) -> str:
+        """Returns why the run diverges; "" if it does not.
+
+        Args:
+            completed: number of completed steps.
+            losses: the loss of each completed step.
+            error: the held-back error after these steps; None if it was not evaluated.
+        """
+        if error is not None and error > _DIVERGED * self._error:
+            return (
+                f"after step {completed} the held-back error is {error:.3g}, at the start {self._error:.3g}"
+            )
+        since = self.all[-1].step if self.all else 0
+        if completed - since < _LOSS_WINDOW:
+            return ""
+        # The first loss counts too: kept BatchNorms use the statistics of the batch in a step.
+        before, now = max(self._loss, losses[0]), float(np.mean(losses[completed - _LOSS_WINDOW : completed]))
+        if now <= _DIVERGED * before:
+            return ""
+        mean = f"the mean loss of {_LOSS_WINDOW} steps"
+        return f"up to step {completed} {mean} is {now:.3g}, at the start {before:.3g}"
+
+    def retreat(self, step: int, back_to: int, reason: str) -> Retreat:
+        """Records a return to the best state and lowers the learning rates."""
+        self.all.append(Retreat(step, back_to, self.factor * _RATE_FACTOR, reason))
+        return self.all[-1]
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Returns all retreats as arrays."""
+        rows = [[r.step, r.back_to, r.factor] for r in self.all]
+        reasons = np.frombuffer("\n".join(r.reason for r in self.all).encode(), np.uint8)
+        return {"rows": np.array(rows, np.float64).reshape(-1, 3), "reasons": reasons}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores the state that `state_dict` returned."""
+        reasons = np.asarray(state["reasons"]).tobytes().decode().split("\n")
+        rows = zip(state["rows"], reasons, strict=False)
+        self.all = [Retreat(int(step), int(to), float(f), reason) for (step, to, f), reason in rows]
 
 
 class Trainer:
@@ -129,3 +306,65 @@ class Trainer:
 
     def _batch(self, step: int) -> Batch:
         return self.samples.draw(step, self.settings.batch_size, self.settings.seed)
+
+
+_LOG = logging.getLogger("qtrace")
+
+
+class Monitor:
+    """Evaluates a run on held-back data.
+
+    Args:
+        trainer: the run, before its first step.
+        unseen: the samples to evaluate the outputs on.
+        schedule: when evaluations are due.
+        batches: the batches whose loss at the start tells a divergence.
+
+    Attributes:
+        start: the error and the outputs before the first step.
+        stopped: why the run ended before its last step; "" if it did not.
+    """
+
+    def __init__(
+        self, trainer: Trainer, unseen: Samples, schedule: RunSchedule, batches: Sequence[Batch]
+    ) -> None:
+        self._trainer, self._unseen, self._schedule = trainer, unseen, schedule
+        self.start = self.evaluate()
+        self.best = BestState(trainer.model, self.start.error)
+        losses = [trainer.twins.loss(batch, trainer.compared, trainer.settings) for batch in batches]
+        self.retreats = Retreats(self.start.error, losses)
+        self.stopped = ""
+
+    def evaluate(self) -> EvaluationFigures:
+        """Compares the outputs of both graphs on the held-back data."""
+        trainer, pace = self._trainer, self._schedule.pace
+        start, size = pace.seconds, 4 * trainer.settings.batch_size
+        figures = evaluate(trainer.model, trainer.twins, trainer.compared, self._unseen, size)
+        pace.evaluation_seconds = pace.seconds - start
+        return figures
+
+    def judge(self, completed: int) -> None:
+        """Evaluates when it is due, keeps the best state, and returns to it if the run diverges."""
+        trainer, pace = self._trainer, self._schedule.pace
+        steps = trainer.settings.steps
+        due = completed % self._schedule.interval(steps) == 0
+        error = None
+        if due or completed == steps or not pace.has_step(1 + due):
+            with trainer.watch.settled(), trainer.learner.settled():
+                error = self.evaluate().error
+                self.best.consider(completed, error)
+        if completed == steps:
+            return
+        if not pace.has_step(1):
+            self.stopped = f"max_minutes ({pace.max_minutes:g}) leaves no time for another step"
+            return
+        reason = self.retreats.reason(completed, [row[0] for row in trainer.curves], error)
+        if not reason:
+            return
+        if self.retreats.exhausted:
+            self.stopped = f"{reason}, at the smallest learning rate that is tried"
+            return
+        retreat = self.retreats.retreat(completed, self.best.best.step, reason)
+        _LOG.warning(f"finetune: {retreat}")
+        self.best.restore()
+        trainer.rewind(retreat)

@@ -1,9 +1,10 @@
-"""The quantized graph compared with the float graph on one batch: the loss and its gradients."""
+"""The graph and its float twin, the places whose values are compared, and the units of what learns."""
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+import fnmatch
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,15 +13,210 @@ import numpy as np
 from megengine import Parameter, Tensor
 
 from qtrace.data.batches import translate_errors
-from qtrace.extras.finetune.compared import Compared, Values
+from qtrace.errors import ConfigError, TrainingError
 from qtrace.extras.finetune.data import Batch, unpack
+from qtrace.extras.finetune.evaluation import Compared, Values
 from qtrace.extras.finetune.settings import FinetuneSettings
+from qtrace.fakequant.base import FakeQuant
+from qtrace.fakequant.following.bias import BiasQuant
+from qtrace.fakequant.following.dynamic import DynamicQuant
 from qtrace.graph.interpreter import Interpreter
-from qtrace.graph.types import Node, TracedModule
+from qtrace.graph.types import Expr, GetAttr, Node, TracedModule
+from qtrace.graph.walk import exprs, get_module, is_float_tensor, owner, tensor_inputs, users
 from qtrace.learning.engine import LearningEngine, LearningStep, MegEngineEngine
+from qtrace.preparation.model import QuantizedModel
+from qtrace.ptq.rounding.block_run import bottlenecks
 from qtrace.verification.lanes import leaves as outputs_in
 
-__all__ = ["PARTS", "Arithmetic", "MegEngineTwins", "Twins"]
+__all__ = [
+    "PARTS",
+    "Arithmetic",
+    "MegEngineTwins",
+    "Twins",
+    "Units",
+    "block_outputs",
+    "range_unit",
+    "size_of",
+]
+
+
+def block_outputs(
+    prepared: QuantizedModel, patterns: Sequence[str] | None, max_blocks: int, known: Set[str]
+) -> tuple[str, ...]:
+    """Returns the names of the block outputs, in graph order.
+
+    Without patterns the structure decides. Block outputs are then the bottleneck tensors (ends of
+    residual blocks and stages, layers of a chain) and the sums of two branches (the neck of a detector), as
+    far as the float graph has them: the backend may have written an activation in pieces. More than
+    ``max_blocks`` of them are thinned out evenly.
+
+    Args:
+        prepared: a prepared graph.
+        patterns: names or glob patterns of nodes; None to choose by structure.
+        max_blocks: the most nodes to choose by structure.
+        known: the names of the nodes of the float graph.
+
+    Raises:
+        ConfigError: when a name or pattern matches no float node.
+        TrainingError: when the float graph lacks the nodes.
+    """
+    model = prepared.module
+    computed = [e for e in exprs(model) if not isinstance(e, GetAttr)]
+    computed = [e for e in computed if not isinstance(owner(e), (FakeQuant, BiasQuant, DynamicQuant))]
+    nodes = [n.name for e in computed for n in e.outputs if is_float_tensor(n)]
+    if patterns is not None:
+        matched: set[str] = set()
+        for pattern in patterns:
+            names = fnmatch.filter(nodes, pattern)
+            if not names:
+                raise ConfigError(
+                    f"finetune: no float node of the graph fits blocks: {pattern!r}; see `qtrace explain`."
+                )
+            matched.update(names)
+        names = [name for name in nodes if name in matched]
+        _refuse_unknown([name for name in names if name not in known])
+        return tuple(names)
+    outputs = {n.name for n in model.graph.outputs}
+    outputs.update(
+        n.name for end in model.graph.outputs for n in tensor_inputs(end.expr) if _rounds(end.expr)
+    )
+    chosen = {n.name for n in bottlenecks(model)} | _sums(prepared)
+    names = [name for name in nodes if name in chosen and name not in outputs]
+    if names and known.isdisjoint(names):
+        _refuse_unknown(names)
+    names = [name for name in names if name in known]
+    if len(names) <= max_blocks:
+        return tuple(names)
+    last = len(names) - 1
+    return tuple(names[round(last * i / max(max_blocks - 1, 1))] for i in range(max_blocks))
+
+
+def _refuse_unknown(names: Sequence[str]) -> None:
+    if names:
+        raise TrainingError(
+            f"the teacher lacks node {names[0]}: give the float network that was prepared, not another."
+        )
+
+
+def _rounds(expr: Expr) -> bool:
+    return isinstance(owner(expr), FakeQuant)
+
+
+def _sums(prepared: QuantizedModel) -> set[str]:
+    """Returns the rounded nodes that hold a sum of two tensors, or the activation of such a sum."""
+    kinds = {gives: note.kind for note in prepared.annotation.notes for gives in note.gives}
+    sums = set()
+    for expr in exprs(prepared.module):
+        for node in expr.outputs:
+            consumers = list(users(node))
+            if not consumers or not all(_rounds(consumer) for consumer in consumers):
+                continue
+            inputs = tensor_inputs(expr)
+            sources = [node.name, *(n.name for n in inputs if len(inputs) == 1)]
+            if any(kinds.get(name) == "add" for name in sources):
+                sums.add(node.name)
+    return sums
+
+
+_SMALLEST = 0.01  # the size of a parameter whose values are all 0
+_RANGE_IN_RMS = 3.0  # the end of a range, in root mean squares of its tensor, where no weight is quantized
+
+
+class Units:
+    """The units of the parameters of a prepared graph.
+
+    Biases, norms and weights that stay in float lack a quantization step. They move by the same share of
+    their size as the median quantized weight of the network.
+
+    Args:
+        model: the prepared, calibrated graph.
+    """
+
+    def __init__(self, model: QuantizedModel) -> None:
+        fakes = list(model.fake_quants.values())
+        self._ranges = {
+            id(parameter): range_unit(fake, parameter)
+            for fake in fakes
+            for parameter in fake.parameters(recursive=False)
+        }
+        self._weights = _weight_scales(model)
+        shares = [_relative_step(*pair) for pair in self._weights.values()]
+        shares = shares or [_RANGE_IN_RMS / float(np.max(_steps_to_end(fake))) for fake in fakes]
+        self._share = float(np.median(shares)) if shares else _SMALLEST
+
+    def of(self, parameter: Parameter) -> np.ndarray:
+        """Returns the unit of a parameter, float32, broadcastable to its value."""
+        if id(parameter) in self._ranges:
+            return self._ranges[id(parameter)]
+        if id(parameter) in self._weights:
+            return self._weights[id(parameter)][1]
+        return size_of(parameter.numpy()) * np.float32(self._share)
+
+
+def range_unit(fake: FakeQuant, parameter: Parameter) -> np.ndarray:
+    """Returns the change of a range's parameter that moves the end of the range by one quantization step.
+
+    The logarithm of a power of two has unit 1, since smaller changes mostly leave the scale as it is.
+
+    Args:
+        fake: the fake quant that learns the range.
+        parameter: a parameter of ``fake``.
+    """
+    value = parameter.numpy()
+    if fake.scheme.power_of_two:
+        return np.ones_like(value)
+    scale = np.broadcast_to(fake.effective_scale().numpy(), value.shape)
+    steps = np.broadcast_to(_steps_to_end(fake), value.shape)
+    if parameter is fake.scale:
+        return (scale / steps).astype(np.float32)
+    return np.maximum(np.abs(value) / steps, scale).astype(np.float32)
+
+
+def _steps_to_end(fake: FakeQuant) -> np.ndarray:
+    """Returns the quantization steps between 0 and the end of the range that is farther from 0."""
+    zero_point = fake.effective_zero_point().numpy()
+    return np.maximum(fake.scheme.qmax - zero_point, zero_point - fake.scheme.qmin)
+
+
+def _weight_scales(model: QuantizedModel) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    """Maps the id of each quantized weight to its value and scale; the smallest scale of a shared weight."""
+    weights: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    for site in model.sites:
+        expr = site.node.expr
+        if site.sort != "weight" or not isinstance(expr, GetAttr):
+            continue
+        parameter = get_module(model.module, expr.name)
+        if not isinstance(parameter, Parameter):
+            continue
+        scale, _ = site.fake_quant.grid_of(parameter.numpy().shape)
+        if id(parameter) in weights:
+            scale = np.minimum(scale, weights[id(parameter)][1])
+        weights[id(parameter)] = parameter.numpy(), scale.astype(np.float32)
+    return weights
+
+
+def _relative_step(value: np.ndarray, scale: np.ndarray) -> float:
+    """Returns the step of a weight relative to its root mean square, as the median over its channels."""
+    return float(np.median(scale / size_of(value)))
+
+
+def size_of(value: np.ndarray) -> np.ndarray:
+    """Returns the root mean square of a parameter, of a weight by output channel.
+
+    Args:
+        value: a weight, output channels first (linear, convolution; with groups: after the groups), or a
+            bias or the parameter of a norm; not empty.
+
+    Returns:
+        An array that broadcasts to ``value``; a channel that is next to 0 counts as a hundredth of the whole.
+    """
+    whole = float(np.sqrt(np.mean(np.square(value, dtype=np.float64))))
+    axes = tuple(range(1 if value.ndim < 5 else 2, value.ndim))
+    if not axes:
+        return np.full(value.shape, whole or _SMALLEST, np.float32)
+    each = np.sqrt(np.mean(np.square(value, dtype=np.float64), axis=axes, keepdims=True))
+    return np.maximum(each, 0.01 * whole if whole else _SMALLEST).astype(np.float32)
+
 
 PARTS = ("outputs", "classes", "blocks")
 """The terms of the loss: error of outputs, divergence of class probabilities, error of block outputs."""

@@ -13,7 +13,7 @@ from megengine import Tensor
 from megengine.module import Module
 
 from qtrace.extras.finetune.settings import FinetuneSettings
-from qtrace.extras.finetune.units import range_unit
+from qtrace.extras.finetune.twins import range_unit
 from qtrace.fakequant.following.bn_fold import BnFold
 from qtrace.graph.types import ModuleNode, TracedModule
 from qtrace.graph.walk import exprs, owner

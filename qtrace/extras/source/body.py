@@ -26,9 +26,8 @@ from qtrace.extras.source.literals import (
     without_defaults,
 )
 from qtrace.gradients import plain
-from qtrace.graph.names import unused_name
 from qtrace.graph.types import Apply, CallFunction, CallMethod, Constant, Expr, GetAttr, Node, TensorNode
-from qtrace.graph.walk import called_graph, owner, reads_shape
+from qtrace.graph.walk import called_graph, owner, reads_shape, unused_name
 
 __all__ = ["Body", "find_plain_shapes", "identifier", "is_reserved"]
 

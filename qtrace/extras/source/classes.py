@@ -17,9 +17,8 @@ from qtrace.errors import GraphError
 from qtrace.extras.source.body import Body, identifier, is_reserved
 from qtrace.extras.source.literals import Literals, indent, shorten_eps
 from qtrace.gradients import plain
-from qtrace.graph.names import unused_name
 from qtrace.graph.types import CallFunction, CallMethod, Expr, GetAttr, ModuleNode, Node, TracedModule
-from qtrace.graph.walk import get_module, owner
+from qtrace.graph.walk import get_module, owner, unused_name
 from qtrace.observers.base import Observer
 
 __all__ = ["Classes", "Construction", "construct", "empty_tensor"]

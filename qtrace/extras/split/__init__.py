@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING
 from qtrace.plugins.packages import load_when_used
 
 if TYPE_CHECKING:
-    from qtrace.extras.split.composition import Composition, GraphPart
-    from qtrace.extras.split.split import split
+    from qtrace.extras.split.split import Composition, GraphPart, split
 
 __all__ = ["Composition", "GraphPart", "split"]
 
 load_when_used(
     __name__,
     {
-        "qtrace.extras.split.composition": "Composition GraphPart",
-        "qtrace.extras.split.split": "split",
+        "qtrace.extras.split.split": "Composition GraphPart split",
     },
 )

@@ -17,7 +17,7 @@ from qtrace.graph.types import TracedModule
 from qtrace.importing.onnx import open_inputs, read_onnx
 from qtrace.importing.onnx.opening import UnsupportedNodesError
 from qtrace.plugins.arguments import check_arguments
-from qtrace.process.thread import on_engine_thread
+from qtrace.process.threads import on_engine_thread
 
 __all__ = ["from_torch"]
 

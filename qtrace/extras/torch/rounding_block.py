@@ -10,8 +10,7 @@ import torch
 from megengine.module import Module
 
 from qtrace.extras.torch.learning.engine import TorchEngine
-from qtrace.extras.torch.learning.fake_quants import shaped, stored_parameters
-from qtrace.extras.torch.learning.rounding import quant_dequant
+from qtrace.extras.torch.learning.fake_quants import quant_dequant, shaped, stored_parameters
 from qtrace.fakequant.base import FakeQuant
 from qtrace.fakequant.kernels.kernel import Learn, Levels
 from qtrace.graph.types import Node

@@ -21,7 +21,7 @@ from megengine import Parameter
 
 from qtrace.errors import ImportingError
 from qtrace.extras.torch.exporting import import_torch
-from qtrace.graph.module_tree import set_parameter
+from qtrace.graph.flatten import set_parameter
 from qtrace.graph.moves import Move, part_of, places_of, reshaped_to, taken_at
 from qtrace.graph.origin import FileNorm, FileOrigin, FileParameter, read_origin, write_origin
 from qtrace.graph.recurrent import OnnxRecurrent

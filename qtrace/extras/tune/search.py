@@ -19,8 +19,7 @@ import numpy as np
 
 from qtrace.config import QConfig
 from qtrace.errors import CalibrationError, ConfigError, GraphError, QtraceError
-from qtrace.extras.tune.jobs import Here, Task
-from qtrace.extras.tune.judge import Judge, Judged, RungData
+from qtrace.extras.tune.judge import Here, Judge, Judged, RungData, Task
 from qtrace.extras.tune.pareto import CostLimits, rank
 from qtrace.extras.tune.space import first_suggestions, mutate, suggest_cures, suggest_float_tail
 from qtrace.extras.tune.trials import Layer, Suggestion, Trial, TrialLog, digest_of

@@ -17,14 +17,12 @@ from qtrace.config import QConfig, backends
 from qtrace.config.recipe import load_recipe
 from qtrace.data.batches import check_batches
 from qtrace.errors import ConfigError, QtraceError
-from qtrace.extras.tune.folder import BEST, PAGE, SUMMARY, TRIALS, search_folder, write_text
-from qtrace.extras.tune.jobs import Here, Subject
-from qtrace.extras.tune.judge import Judge, Metric, RungData
+from qtrace.extras.tune.judge import Here, Judge, Metric, RungData, Subject
 from qtrace.extras.tune.pareto import certainty, choose
 from qtrace.extras.tune.report import Tuning, recipe_text, render_page
 from qtrace.extras.tune.search import TuneSettings, find_limits, judged_in_full, search, split
 from qtrace.extras.tune.space import as_recipe
-from qtrace.extras.tune.trials import Trial, TrialLog
+from qtrace.extras.tune.trials import BEST, PAGE, SUMMARY, TRIALS, Trial, TrialLog, search_folder, write_text
 from qtrace.graph.types import TracedModule
 from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.identity import hash_tensors

@@ -38,10 +38,10 @@ from qtrace.graph.files.unpickle import PickleMachine
 from qtrace.graph.files.validate import Validator
 from qtrace.graph.located_graph import name_failures
 from qtrace.graph.source_lines import attach_lines, detach_lines
-from qtrace.graph.tracing.refusals import debugging_marks
+from qtrace.graph.tracing.hazards import debugging_marks
 from qtrace.plugins.arguments import check_arguments
-from qtrace.process.garbage import paused_collector
-from qtrace.process.thread import on_engine_thread
+from qtrace.process.memory import paused_collector
+from qtrace.process.threads import on_engine_thread
 from qtrace.scheme import QParams, QScheme
 from qtrace.storage.files import kind_of, problem, replacing
 from qtrace.storage.ownership import foreign

@@ -13,13 +13,12 @@ from megengine.traced_module.node import ModuleNode, Node, TensorNode
 
 from qtrace.graph.dataflow import evaluate_fixed, fixed_nodes
 from qtrace.graph.edit import GraphEditor
-from qtrace.graph.finish import finish
-from qtrace.graph.module_tree import set_parameter
-from qtrace.graph.names import unused_name
+from qtrace.graph.flatten import set_parameter
 from qtrace.graph.operations import canonical_call
 from qtrace.graph.passes.base import FLAT, SOUND, Condition, GraphPass, PassReport
 from qtrace.graph.purity import find_written, is_pure
-from qtrace.graph.walk import exprs, freeze, get_module, owner
+from qtrace.graph.stepping import finish
+from qtrace.graph.walk import exprs, freeze, get_module, owner, unused_name
 
 __all__ = [
     "CONSTANTS_FOLDED",

@@ -1,4 +1,4 @@
-"""Finds what a trace silently loses: state, custom gradients, parameters outside of attributes."""
+"""What a trace cannot hold: values that Python reads, lost state, and calls that are refused."""
 
 from __future__ import annotations
 
@@ -11,30 +11,183 @@ import textwrap
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FrameType, FunctionType, TracebackType
 from typing import Any
 
 import numpy as np
 from megengine import Parameter, Tensor
 from megengine.autodiff import Function
+from megengine.core._imperative_rt.core2 import is_tracing_module, unset_module_tracing
 from megengine.module import Module
-from megengine.traced_module import TracedModule
+from megengine.module.qat import QATModule
+from megengine.module.quantized.module import QuantizedModule
+from megengine.traced_module import TracedModule, trace_module, traced_module
 from megengine.traced_module.expr import Constant, GetAttr
-from megengine.traced_module.module_tracer import Patcher, module_tracer
-from megengine.traced_module.node import ModuleNode, TensorNode
+from megengine.traced_module.module_tracer import (
+    NotExist,
+    Patcher,
+    active_module_tracer,
+    module_tracer,
+    set_active_module_tracer,
+)
+from megengine.traced_module.node import ModuleNode, Node, TensorNode
+
+from qtrace.errors import GraphError
 
 __all__ = [
     "changed_state",
+    "clear_leaked_state",
+    "debugging_marks",
     "forget",
     "hooked_modules",
     "kept_attributes",
     "lost_parameters",
+    "native_quantization",
     "read_parameters",
     "shift_state",
     "tensors_in",
     "watch_functions",
     "with_place",
 ]
+
+
+def native_quantization(module: Module) -> str:
+    """Returns why a graph with layers of ``megengine.quantization`` is refused; "" for any other."""
+    for path, part in module.named_modules():
+        if isinstance(part, (QATModule, QuantizedModule)):
+            room = "qat" if isinstance(part, QATModule) else "quantized"
+            return (
+                f"{path or 'the model'} is a {room}.{type(part).__name__} of MegEngine's own quantization: "
+                "call qtrace.trace on the model first, which puts float layers in the place of these and "
+                "keeps their scales for prepare."
+            )
+    return ""
+
+
+def debugging_marks(traced: TracedModule) -> str:
+    """Returns why a graph with end points or watch points is refused; "" for other graphs."""
+    if ends := _names(traced, "end_points"):
+        return (
+            f"set_end_points moved its outputs to {ends}, which a file and a change of the graph would lose: "
+            "make these nodes its outputs with traced.graph.reset_outputs, after traced.clear_end_points()."
+        )
+    if watched := _names(traced, "watch_points"):
+        return (
+            f"set_watch_points keeps the values of {watched}, which a file and a change of the graph would "
+            "lose: call traced.clear_watch_points() first."
+        )
+    return ""
+
+
+def _names(traced: TracedModule, points: str) -> str:
+    return ", ".join(str(node.name) for node in (getattr(traced, points, None) or ())[:5])
+
+
+_OPEN = "qtrace_open_block"  # an attribute of the tracer of a block
+_PATCHED = "_wrap_method_to_tensor_node"
+
+
+def clear_leaked_state() -> None:
+    """Ends a trace that MegEngine has left active; without one nothing happens.
+
+    Raises:
+        GraphError: when a trace or a block of ``insert_exprs`` is really going on.
+    """
+    if active_module_tracer() is None and not is_tracing_module():
+        return
+    if any(_runs_trace(frame) for frame in sys._current_frames().values()):
+        raise GraphError("MegEngine is tracing a module now: call qtrace outside of its forward.")
+    if getattr(active_module_tracer(), _OPEN, False):
+        raise GraphError("a block of insert_exprs is open: leave it before you call qtrace.")
+    _end_trace()
+
+
+def _runs_trace(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code is trace_module.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _end_trace() -> None:
+    tracer = active_module_tracer()
+    if tracer is not None:
+        tracer.patcher.__exit__(None, None, None)
+    _restore_nodes()
+    traced_module.set_symbolic_shape(False)
+    traced_module._set_graph_surgery_mode(False)
+    set_active_module_tracer(None)
+    unset_module_tracing()
+
+
+def _restore_nodes() -> None:
+    """Gives the classes of nodes their own methods again, which the patches hold in their closures."""
+    for name, value in list(TensorNode.__dict__.items()):
+        patch = value.fget if isinstance(value, property) else value
+        if not isinstance(patch, FunctionType) or _PATCHED not in patch.__qualname__:
+            continue
+        original = dict(zip(patch.__code__.co_freevars, patch.__closure__ or (), strict=True))["func"]
+        if original.cell_contents is NotExist:
+            delattr(TensorNode, name)
+        else:
+            setattr(TensorNode, name, original.cell_contents)
+    Node.name = Node.name.getter(Node.name.fget).setter(_set_name)
+    if "__call__" in ModuleNode.__dict__:
+        del ModuleNode.__call__
+
+
+def _set_name(node: Node, name: str) -> None:
+    """Names a node as MegEngine does outside of a block of ``insert_exprs``."""
+    names = node.top_graph._namespace
+    if names.used_names.get(name) is not None:
+        raise GraphError(f"the name {name!r} is in use already: choose another one.")
+    names.unassociate_name_with_obj(node)
+    node._name = names.create_unique_name(name, node)
+
+
+def _forget_exprs(block: Any) -> None:
+    """Takes the exprs of a block that failed out of the users of nodes, and its builders out of modules."""
+    for expr in block.global_scope._exprs:
+        for node in expr.inputs:
+            node.users = [user for user in node.users if user is not expr]
+    for node in block.root_graph.nodes():
+        if isinstance(node, TensorNode):
+            node.value = None
+    for module in list(block.root_graph.inputs[0].owner.modules()):
+        for name, value in list(module.__dict__.items()):
+            if isinstance(value, traced_module.TracedModuleBuilder):
+                setattr(module, name, value._mod)
+
+
+def _guard_insert_exprs() -> None:
+    """Makes blocks of ``insert_exprs`` end when an exception leaves them."""
+    cls = traced_module._InsertExprs
+    enter, leave = cls.__enter__, cls.__exit__
+
+    @functools.wraps(enter)
+    def guarded_enter(self: Any) -> None:
+        enter(self)
+        setattr(active_module_tracer(), _OPEN, True)
+
+    @functools.wraps(leave)
+    def guarded_exit(
+        self: Any, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> Any:
+        if error is None:
+            try:
+                return leave(self, kind, error, trace)
+            except BaseException:
+                _end_trace()
+                raise
+        _end_trace()
+        _forget_exprs(self)
+        return False
+
+    cls.__enter__, cls.__exit__ = guarded_enter, guarded_exit
+
+
+_guard_insert_exprs()
 
 
 _ATOMS = (bool, int, float, str, type(None), FunctionType)  # what most attributes are; isinstance is slow

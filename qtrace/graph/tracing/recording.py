@@ -26,7 +26,7 @@ from megengine.traced_module.traced_module import TracedModuleBuilder
 
 from qtrace.errors import TraceError
 from qtrace.graph.source_lines import name_with_line, recorded_lines
-from qtrace.graph.tracing.attention import attention_in_parts
+from qtrace.graph.tracing.leaves import attention_in_parts
 from qtrace.graph.tracing.tracer import Tracer, find_replacements, recorded_as
 from qtrace.graph.walk import op_label
 

@@ -14,25 +14,23 @@ from qtrace.errors import QtraceWarning, TraceError
 from qtrace.graph.located_graph import name_failures
 from qtrace.graph.native import lower, write_ranges
 from qtrace.graph.open_axes import write_open_axes
-from qtrace.graph.paths import describe_path
 from qtrace.graph.tracing import reads
 from qtrace.graph.tracing.example_inputs import (
     Dynamic,
+    fix_arguments,
     other_example,
     other_examples,
     read_dynamic,
     to_tensors,
 )
-from qtrace.graph.tracing.forward import fix_arguments
-from qtrace.graph.tracing.function_module import as_module
-from qtrace.graph.tracing.leaked_state import clear_leaked_state
+from qtrace.graph.tracing.hazards import clear_leaked_state, debugging_marks
 from qtrace.graph.tracing.leaves import check_leaves, describe_unused_leaves, keep_leaves
-from qtrace.graph.tracing.refusals import debugging_marks
-from qtrace.graph.tracing.running import check_signature, engine_for_tracing
+from qtrace.graph.tracing.running import as_module, check_signature, engine_for_tracing
 from qtrace.graph.tracing.session import Tracing
 from qtrace.graph.tracing.tracer import Tracer
+from qtrace.graph.walk import describe_path
 from qtrace.plugins.arguments import check_arguments
-from qtrace.process.thread import on_engine_thread
+from qtrace.process.threads import on_engine_thread
 
 __all__ = ["trace"]
 

@@ -49,8 +49,8 @@ from qtrace.importing.onnx.scope import Scope
 from qtrace.importing.onnx.values import Computed, QuantizedIntegers, Sizes, Stored, Value
 from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.passes.given import quantize_given
-from qtrace.process.garbage import paused_collector
-from qtrace.process.thread import on_engine_thread
+from qtrace.process.memory import paused_collector
+from qtrace.process.threads import on_engine_thread
 from qtrace.storage.files import parse_document
 
 __all__ = ["declared_axes", "declared_inputs", "from_onnx", "open_inputs", "read_onnx"]

@@ -21,8 +21,8 @@ import megengine as mge
 import numpy as np
 
 from qtrace.errors import GraphError, ImportingError
-from qtrace.graph.engine import quiet_engine
 from qtrace.graph.interpreter import ENGINE_ERRORS, Interpreter, locate_failure
+from qtrace.graph.kernels import quiet_engine
 from qtrace.graph.opaque import divides_by_inputs
 from qtrace.graph.open_axes import FixedAxis, OpenAxes, OpenAxis, growth, power_of_two
 from qtrace.graph.origin import read_origin

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 import numpy as np
 import onnx
 
-from qtrace.graph.module_tree import delete_attribute
+from qtrace.graph.flatten import delete_attribute
 from qtrace.graph.types import GetAttr, TracedModule
 from qtrace.graph.walk import exprs
 from qtrace.importing.onnx.model import Graph, OnnxNode, count_readers

@@ -34,7 +34,7 @@ from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.model import QuantizedModel, QuantizedSite
 from qtrace.preparation.phases import in_phase
 from qtrace.preparation.record import is_quantized
-from qtrace.process.thread import on_engine_thread
+from qtrace.process.threads import on_engine_thread
 from qtrace.scheme import QParams
 from qtrace.verification.lanes import leaves
 from qtrace.verification.selections import find_selections

@@ -13,7 +13,7 @@ from qtrace.config import QConfig
 from qtrace.config.recipe import config_or_default
 from qtrace.config.written import resolve_recipe
 from qtrace.display import Displayed
-from qtrace.graph.open_shapes import describe_sizes
+from qtrace.graph.open_axes import describe_sizes
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.explanation import _numbers
 from qtrace.inspection.explanation._dot import to_dot
@@ -29,7 +29,7 @@ from qtrace.preparation.float16 import Float16Choice, choose_float16, describe_f
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.prepare import plan
 from qtrace.preparation.record import is_quantized
-from qtrace.process.garbage import paused_collector
+from qtrace.process.memory import paused_collector
 from qtrace.scheme import QParams
 
 __all__ = ["Explanation", "explain"]

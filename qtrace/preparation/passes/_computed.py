@@ -17,7 +17,7 @@ from qtrace.fakequant.following.bias import BiasQuant
 from qtrace.fakequant.following.bn_fold import BnFold, BnFoldCall
 from qtrace.graph.dataflow import evaluate_fixed, fixed_nodes
 from qtrace.graph.edit import GraphEditor
-from qtrace.graph.module_tree import delete_attribute, set_parameter
+from qtrace.graph.flatten import delete_attribute, set_parameter
 from qtrace.graph.types import Constant, Expr, GetAttr, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, owner
 from qtrace.ops import Role

@@ -17,7 +17,7 @@ import numpy as np
 
 from qtrace import ops
 from qtrace.graph.edit import GraphEditor
-from qtrace.graph.module_tree import delete_attribute
+from qtrace.graph.flatten import delete_attribute
 from qtrace.graph.types import Expr, GetAttr, ModuleNode, TracedModule
 from qtrace.graph.walk import exprs
 from qtrace.preparation.passes.absorption.crossings import BlockedError

@@ -23,8 +23,8 @@ from qtrace.fakequant.following.dynamic import DynamicQuant
 from qtrace.gradients import conv2d
 from qtrace.graph.dataflow import evaluate_fixed
 from qtrace.graph.edit import GraphEditor
-from qtrace.graph.finish import exchange_function
 from qtrace.graph.flatten import flatten
+from qtrace.graph.stepping import exchange_function
 from qtrace.graph.types import Expr, GetAttr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module, owner
 from qtrace.metrics import finite_or_none

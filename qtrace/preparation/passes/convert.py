@@ -19,9 +19,8 @@ from qtrace.fakequant.following.bias import BiasQuant
 from qtrace.fakequant.following.bn_fold import LAYERS, BnFoldCall
 from qtrace.gradients import conv2d, plain
 from qtrace.graph.edit import GraphEditor
-from qtrace.graph.finish import exchange_function
-from qtrace.graph.flatten import flatten
-from qtrace.graph.module_tree import delete_attribute, set_parameter
+from qtrace.graph.flatten import delete_attribute, flatten, set_parameter
+from qtrace.graph.stepping import exchange_function
 from qtrace.graph.types import CallFunction, Constant, Expr, GetAttr, ModuleNode, TracedModule
 from qtrace.graph.walk import exprs, get_module, owner
 from qtrace.preparation.annotation import Annotation, Fold, Site, free_name, value_name
@@ -30,7 +29,7 @@ from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.passes._computed import write_computed
 from qtrace.preparation.passes.insert import CONTAINER
 from qtrace.preparation.record import write_record
-from qtrace.process.thread import on_engine_thread
+from qtrace.process.threads import on_engine_thread
 from qtrace.scheme import QParams, QScheme
 
 __all__ = ["convert", "dtype_meta"]

@@ -16,7 +16,7 @@ import megengine.module as M
 import numpy as np
 
 from qtrace.graph.edit import GraphEditor
-from qtrace.graph.module_tree import delete_attribute
+from qtrace.graph.flatten import delete_attribute
 from qtrace.graph.types import Apply, Expr, GetAttr, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, owner
 from qtrace.preparation.passes.base import Left, PassResult

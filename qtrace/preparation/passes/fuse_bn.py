@@ -16,7 +16,7 @@ from megengine import Parameter
 
 from qtrace import ops
 from qtrace.graph.edit import GraphEditor
-from qtrace.graph.module_tree import delete_attribute, set_parameter
+from qtrace.graph.flatten import delete_attribute, set_parameter
 from qtrace.graph.origin import move_results
 from qtrace.graph.types import Expr, GetAttr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module, owner, users

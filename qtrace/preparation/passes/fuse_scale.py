@@ -15,7 +15,7 @@ import numpy as np
 
 from qtrace import ops
 from qtrace.graph.edit import GraphEditor
-from qtrace.graph.module_tree import delete_attribute
+from qtrace.graph.flatten import delete_attribute
 from qtrace.graph.origin import move_results
 from qtrace.graph.types import Expr, GetAttr, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module

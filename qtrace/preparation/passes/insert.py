@@ -18,7 +18,7 @@ from qtrace.fakequant.following.bn_fold import BnFold
 from qtrace.fakequant.following.dynamic import DynamicQuant
 from qtrace.gradients import conv2d
 from qtrace.graph.edit import RECORD_ATTRIBUTE, GraphEditor
-from qtrace.graph.finish import exchange_function
+from qtrace.graph.stepping import exchange_function
 from qtrace.graph.types import Expr, TensorNode, TracedModule
 from qtrace.graph.walk import exprs
 from qtrace.observers.base import Observer

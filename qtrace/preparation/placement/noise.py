@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from megengine import Tensor
 
 from qtrace.data.batches import evaluating
-from qtrace.graph.engine import quiet_engine
+from qtrace.graph.kernels import quiet_engine
 from qtrace.graph.types import Expr, Node
 from qtrace.preparation.placement._runs import Probe
 from qtrace.preparation.placement.reference import MeasuredRun

@@ -13,8 +13,8 @@ from megengine import Tensor
 from qtrace.data.batches import count_samples, evaluating, translate_errors
 from qtrace.errors import GraphError
 from qtrace.graph.dataflow import evaluate_fixed, fixed_nodes
-from qtrace.graph.engine import quiet_engine
 from qtrace.graph.interpreter import Interpreter
+from qtrace.graph.kernels import quiet_engine
 from qtrace.graph.opaque import divides_by_inputs
 from qtrace.graph.types import Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, is_float_tensor

@@ -11,7 +11,7 @@ import numpy as np
 from megengine import Tensor
 
 from qtrace.data.batches import evaluating
-from qtrace.graph.engine import quiet_engine
+from qtrace.graph.kernels import quiet_engine
 from qtrace.graph.types import Expr, Node, TracedModule
 from qtrace.metrics import decibels
 from qtrace.numerics import choose, fake_quantize

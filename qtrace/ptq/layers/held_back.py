@@ -4,8 +4,8 @@ A correction that is fitted to a few dozen images also fits what only these have
 held back: a correction is fitted to the others first, and stays only if it lowers the error of the layer's
 output on the batches held back. Of four such batches or more, also in nine of ten bootstrap samples of them.
 Then it is fitted again, to all batches. Of fewer than four batches none is
-held back, and the batches that a correction is fitted to decide. The damping of `qtrace.ptq.layers.refit` is
-one number; it comes from all batches.
+held back, and the batches that a correction is fitted to decide. The damping of a ridge regression is one
+number; it comes from all batches.
 """
 
 from __future__ import annotations

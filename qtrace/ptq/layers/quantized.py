@@ -14,9 +14,8 @@ from qtrace import ops
 from qtrace.fakequant.base import FakeQuant
 from qtrace.fakequant.following.bias import BiasQuant
 from qtrace.fakequant.following.bn_fold import BnFold
-from qtrace.graph.finish import order_together
-from qtrace.graph.module_tree import tied_parameters
-from qtrace.graph.stepping import Stepper, as_array
+from qtrace.graph.flatten import tied_parameters
+from qtrace.graph.stepping import Stepper, as_array, order_together
 from qtrace.graph.types import Expr, GetAttr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module, owner, users
 from qtrace.ops import OpCall

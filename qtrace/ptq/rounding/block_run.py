@@ -1,8 +1,10 @@
-"""The data of a learned block from both graphs, and its computation with trial weights and scales."""
+"""Blocks of a prepared graph that are learned together: their roundings, data and computation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,16 +13,228 @@ from megengine import Parameter, Tensor
 from qtrace.fakequant.base import FakeQuant
 from qtrace.fakequant.kernels.kernel import Learn, Levels, quant_dequant
 from qtrace.graph.interpreter import interpret
-from qtrace.graph.types import Node
-from qtrace.graph.walk import exprs, get_module, owner
+from qtrace.graph.types import Expr, ModuleNode, Node, TensorNode, TracedModule
+from qtrace.graph.walk import exprs, get_module, is_float_tensor, owner, users
 from qtrace.numerics import SMALLEST_SCALE
+from qtrace.preparation.phases import has_wrong_gradient
 from qtrace.ptq.base import CalibratedTask, Noise
 from qtrace.ptq.layers.quantized import LayerTwins, QuantizedLayer
-from qtrace.ptq.rounding.blocks import Block
-from qtrace.ptq.rounding.soft_rounding import SoftRounding
 from qtrace.scheme import QParams
 
-__all__ = ["BlockData", "BlockRun"]
+__all__ = [
+    "Block",
+    "BlockData",
+    "BlockRun",
+    "SoftRounding",
+    "anneal",
+    "bottlenecks",
+    "single_layers",
+    "structural_blocks",
+]
+
+_ZETA, _GAMMA = 1.1, -0.1
+_SPAN = _ZETA - _GAMMA
+
+
+class SoftRounding:
+    """The roundings of one weight.
+
+    Args:
+        weight: the float weight, any shape.
+        scale: positive scales, broadcastable to ``weight``.
+        zero_point: integer zero points, broadcastable to ``weight``.
+        bounds: the smallest and the largest integer.
+
+    Attributes:
+        v: the learned variable, of the shape of ``weight``; initially h(v) is the fraction of ``w / s``.
+    """
+
+    def __init__(
+        self, weight: np.ndarray, scale: np.ndarray, zero_point: np.ndarray, bounds: tuple[int, int]
+    ) -> None:
+        self.scale = scale
+        self.bounds = bounds[0] - zero_point, bounds[1] - zero_point
+        exact = weight / scale
+        self.low = np.floor(exact)
+        fraction = exact - self.low
+        self.v = np.log((fraction - _GAMMA) / (_ZETA - fraction)).astype(weight.dtype)
+
+    def lean_to(self, weight: np.ndarray, certain: float = 0.8) -> None:
+        """Starts from the roundings of ``weight`` instead of the fractions.
+
+        Args:
+            weight: the rounded weight.
+            certain: the value of h for a weight that is rounded up; 1 - h for one that is rounded down. It is
+                below 1, since h lacks a gradient at 0 and 1.
+        """
+        up = np.where(weight / self.scale - self.low > 0.5, certain, 1.0 - certain)
+        self.v = np.log((up - _GAMMA) / (_ZETA - up)).astype(self.v.dtype)
+
+    def up(self) -> np.ndarray:
+        """Returns h(V), the share of a step by which each weight is rounded up, 0 to 1."""
+        return np.clip(_SPAN * _sigmoid(self.v) + _GAMMA, 0.0, 1.0)
+
+    def soft(self) -> np.ndarray:
+        """Returns the weight with its relaxed roundings."""
+        return self._weight(self.up())
+
+    def hard(self) -> np.ndarray:
+        """Returns the weight with h rounded to 0 or 1: integers times the scale."""
+        return self._weight((self.up() >= 0.5).astype(self.v.dtype))
+
+    def _weight(self, up: np.ndarray) -> np.ndarray:
+        return np.asarray(np.clip(self.low + up, *self.bounds) * self.scale).astype(self.v.dtype)
+
+    def gradient(self, of_weight: np.ndarray, beta: float, strength: float) -> np.ndarray:
+        """Computes the gradient of loss plus regularizer with respect to `v`.
+
+        Args:
+            of_weight: the gradient of the loss with respect to `soft`.
+            beta: the exponent of the regularizer.
+            strength: the factor of the regularizer; 0 for none.
+        """
+        sigmoid = _sigmoid(self.v)
+        up = _SPAN * sigmoid + _GAMMA
+        inside = (up > 0.0) & (up < 1.0)
+        moves = (self.low + up >= self.bounds[0]) & (self.low + up <= self.bounds[1])
+        total = of_weight * self.scale * moves
+        if strength:
+            offset = 2.0 * up - 1.0
+            total = total - strength * 2.0 * beta * np.abs(offset) ** (beta - 1.0) * np.sign(offset)
+        return np.asarray(total * (inside * _SPAN * sigmoid * (1.0 - sigmoid))).astype(self.v.dtype)
+
+
+def _sigmoid(x: np.ndarray) -> np.ndarray:
+    return np.asarray(1.0 / (1.0 + np.exp(-x)))
+
+
+def anneal(progress: float, warmup: float, beta: tuple[float, float]) -> float | None:
+    """Returns the exponent of the regularizer, which falls along a cosine; None before it starts.
+
+    Args:
+        progress: the share of completed iterations, 0 to 1.
+        warmup: the share of iterations without the regularizer.
+        beta: the exponent of the regularizer at its start and at the end.
+    """
+    if progress < warmup:
+        return None
+    fraction = (progress - warmup) / max(1.0 - warmup, 1e-9)
+    return beta[1] + 0.5 * (beta[0] - beta[1]) * (1.0 + math.cos(math.pi * fraction))
+
+
+@dataclass(frozen=True)
+class Block:
+    """Exprs that are computed together.
+
+    Attributes:
+        exprs: the exprs in graph order, without exprs that depend only on parameters.
+        layers: the layers of the block whose roundings are learned.
+        entries: the tensors that the block reads from outside.
+        exits: the outputs of the block, which are compared with the float graph's.
+    """
+
+    exprs: tuple[Expr, ...]
+    layers: tuple[QuantizedLayer, ...]
+    entries: tuple[TensorNode, ...]
+    exits: tuple[TensorNode, ...]
+
+    @property
+    def name(self) -> str:
+        """The names of the exits."""
+        return ", ".join(n.name for n in self.exits)
+
+
+def single_layers(model: TracedModule, layers: Iterable[QuantizedLayer]) -> list[Block]:
+    """Builds a block for each layer, with the activation after it if that is the only consumer."""
+    blocks = []
+    for layer in layers:
+        steps, out = [layer.call.expr], layer.call.out
+        consumers = list(users(out))
+        if len(consumers) == 1 and not any(out is n for n in model.graph.outputs):
+            (consumer,) = consumers
+            if _is_unary(consumer) and not isinstance(owner(consumer), FakeQuant):
+                steps.append(consumer)
+                out = consumer.outputs[0]
+        blocks.append(Block(tuple(steps), (layer,), (layer.call.inputs[0],), (out,)))
+    return blocks
+
+
+def _is_unary(expr: Expr) -> bool:
+    """Whether ``expr`` computes one float tensor from one tensor of the same shape."""
+    tensors = [n for n in expr.inputs if isinstance(n, TensorNode)]
+    if len(tensors) != 1 or len(expr.outputs) != 1 or not is_float_tensor(expr.outputs[0]):
+        return False
+    return tuple(expr.outputs[0].shape or ()) == tuple(tensors[0].shape or ())
+
+
+def structural_blocks(model: TracedModule, layers: Iterable[QuantizedLayer], max_layers: int) -> list[Block]:
+    """Splits a graph into blocks at bottleneck tensors, before these are rounded.
+
+    Args:
+        model: a prepared graph.
+        layers: the layers whose roundings are learned; each block has at least one.
+        max_layers: the most layers of a block; a larger block is split into its layers, as is one with a
+            recurrent layer that MegEngine has a wrong gradient for.
+    """
+    by_expr = {layer.call.expr: layer for layer in layers}
+    outputs = [n for n in model.graph.outputs if isinstance(n, TensorNode)]
+    dynamic = _dynamic_exprs(model)
+    alive_after = _alive_after(model, dynamic)
+    blocks: list[Block] = []
+    steps: list[Expr] = []
+    entry: list[TensorNode] = [n for n in model.graph.inputs if isinstance(n, TensorNode)]
+    for index, expr in enumerate(dynamic):
+        steps.append(expr)
+        inside = [by_expr[e] for e in steps if e in by_expr]
+        alive = alive_after[index]
+        last = index == len(dynamic) - 1
+        if not inside or not (last or _is_cut(alive)):
+            continue
+        exits = outputs if last else alive
+        block = Block(tuple(steps), tuple(inside), tuple(entry), tuple(exits))
+        joint = len(inside) <= max_layers and exits and not any(map(has_wrong_gradient, steps))
+        blocks += [block] if joint else single_layers(model, inside)
+        steps, entry = [], list(alive)
+    return blocks
+
+
+def bottlenecks(model: TracedModule) -> list[TensorNode]:
+    """Returns the bottleneck tensors of a prepared graph that are rounded next, in graph order."""
+    alive_after = _alive_after(model, _dynamic_exprs(model))
+    return list(dict.fromkeys(alive[0] for alive in alive_after if _is_cut(alive)))
+
+
+def _is_cut(alive: list[TensorNode]) -> bool:
+    if len(alive) != 1 or not is_float_tensor(alive[0]):
+        return False
+    consumers = list(users(alive[0]))
+    return bool(consumers) and all(isinstance(owner(e), FakeQuant) for e in consumers)
+
+
+def _dynamic_exprs(model: TracedModule) -> list[Expr]:
+    """Returns the exprs that depend on an input of the graph."""
+    fixed = {n for n in model.graph.inputs if isinstance(n, ModuleNode)}
+    dynamic = []
+    for expr in exprs(model):
+        if all(n in fixed for n in expr.inputs):
+            fixed.update(expr.outputs)
+        else:
+            dynamic.append(expr)
+    return dynamic
+
+
+def _alive_after(model: TracedModule, dynamic: list[Expr]) -> list[list[TensorNode]]:
+    """Returns, for each expr, the inputs and computed tensors that later exprs read."""
+    tensors = {*model.graph.inputs, *(n for e in dynamic for n in e.outputs)}
+    alive = {n: n for n in model.graph.outputs if isinstance(n, TensorNode)}
+    result = []
+    for expr in reversed(dynamic):
+        result.append(list(alive.values()))
+        for node in expr.outputs:
+            alive.pop(node, None)
+        alive.update((n, n) for n in expr.inputs if isinstance(n, TensorNode) and n in tensors)
+    return result[::-1]
+
 
 # From a tensor that is about to be rounded to its mask: 1 where it is rounded, 0 where it stays float.
 Masks = Callable[[Tensor], Tensor]

@@ -18,7 +18,7 @@ from qtrace.display import Displayed
 from qtrace.graph.types import TracedModule
 from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.model import QuantizedModel
-from qtrace.process.thread import on_engine_thread
+from qtrace.process.threads import on_engine_thread
 from qtrace.sensitivity.diagnosis.causes import Cause, find_cause, observes_too_little
 from qtrace.sensitivity.diagnosis.cures import Cure, cure_recipe, find_cure
 from qtrace.sensitivity.diagnosis.evidence import SiteEvidence

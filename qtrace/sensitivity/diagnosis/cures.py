@@ -9,7 +9,8 @@ from typing import Any
 from qtrace.config import QConfig, backends
 from qtrace.config.tree import dump
 from qtrace.preparation.annotation import Annotation, ExprNote
-from qtrace.ptq.layers.channels import LAYERS, THROUGH
+from qtrace.ptq.layers.quantized import LAYERS
+from qtrace.ptq.layers.scaling import THROUGH
 from qtrace.sensitivity.diagnosis.causes import Cause
 
 __all__ = ["CURES", "Cure", "cure_recipe", "find_cure"]

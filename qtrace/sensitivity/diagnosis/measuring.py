@@ -20,7 +20,8 @@ from qtrace.ops import OpCall
 from qtrace.preparation.annotation import ExprNote
 from qtrace.preparation.model import QuantizedModel, QuantizedSite
 from qtrace.preparation.phases import in_phase
-from qtrace.ptq.layers.channels import LAYERS, input_axes
+from qtrace.ptq.layers.quantized import LAYERS
+from qtrace.ptq.layers.scaling import input_axes
 from qtrace.scheme import QParams
 from qtrace.sensitivity.diagnosis.evidence import Branch, Channels, SiteEvidence, join_channels
 from qtrace.sensitivity.simulation import Simulation

@@ -20,10 +20,9 @@ from qtrace.export.format import Format
 from qtrace.export.parameters.base import beside, parameter_file
 from qtrace.export.parameters.sites import Names, ParameterLayer, site_table
 from qtrace.graph.dataflow import needed_nodes
-from qtrace.graph.names import unused_name
 from qtrace.graph.opaque import cure_for_kept
 from qtrace.graph.types import TensorNode
-from qtrace.graph.walk import is_float_tensor, op_label
+from qtrace.graph.walk import is_float_tensor, op_label, unused_name
 from qtrace.storage.ownership import WRITTEN
 from qtrace.targets.caffe.ops import EMITTERS
 from qtrace.targets.caffe.writer import CaffeWriter

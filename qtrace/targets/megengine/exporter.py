@@ -20,8 +20,8 @@ from qtrace.errors import ExportError
 from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.float_types import float_kinds
 from qtrace.export.format import Format
-from qtrace.graph.names import unused_name
 from qtrace.graph.types import TensorNode
+from qtrace.graph.walk import unused_name
 from qtrace.targets.megengine.graph import QuantizedGraph
 
 __all__ = ["FORMAT"]

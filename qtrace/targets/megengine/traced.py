@@ -24,7 +24,7 @@ from qtrace.export.format import Format
 from qtrace.graph import recurrent
 from qtrace.graph.edit import GraphEditor
 from qtrace.graph.files.serialize import dump, sealing
-from qtrace.graph.function_trace import trace_function
+from qtrace.graph.function_rule import trace_function
 from qtrace.graph.types import CallFunction, Expr, GetAttr, TensorNode, TracedModule
 from qtrace.graph.walk import exprs
 from qtrace.ops.arguments import arguments

@@ -35,8 +35,7 @@ from qtrace.storage.checkpoints import pack_arrays
 from qtrace.targets.msc.calls import StoredPlace, default_place, node_digest, same_call, write_call
 from qtrace.targets.msc.document import BLOCK, MSCGraph, MSCNode, MSCTensor
 from qtrace.targets.msc.kinds import standard_calls
-from qtrace.targets.msc.ops import in_words_of_msc, output_layout, weight_layout, weight_shape
-from qtrace.targets.msc.sizes import DocumentSizes
+from qtrace.targets.msc.ops import DocumentSizes, in_words_of_msc, output_layout, weight_layout, weight_shape
 
 __all__ = ["FORMAT"]
 

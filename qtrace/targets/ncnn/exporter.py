@@ -27,11 +27,9 @@ from qtrace.export.converted.plain_graph import PlainGraph
 from qtrace.export.float_types import float_kinds, only_floats_read
 from qtrace.export.format import Format
 from qtrace.graph.dataflow import needed_nodes
-from qtrace.graph.names import unused_name
 from qtrace.graph.opaque import cure_for_kept
-from qtrace.graph.open_axes import read_open_axes
-from qtrace.graph.open_shapes import SizedTypes
-from qtrace.graph.walk import is_float_tensor
+from qtrace.graph.open_axes import SizedTypes, read_open_axes
+from qtrace.graph.walk import is_float_tensor, unused_name
 from qtrace.numerics import dequantize
 from qtrace.preparation.model import QuantizedSite
 from qtrace.scheme import QScheme

@@ -9,9 +9,8 @@ import numpy as np
 
 from qtrace.errors import ExportError
 from qtrace.ops import OpCall
-from qtrace.targets.ncnn.layers import LAYERS
+from qtrace.targets.ncnn.layers import LAYERS, NORMS
 from qtrace.targets.ncnn.moves import MOVES
-from qtrace.targets.ncnn.norms import NORMS
 from qtrace.targets.ncnn.writer import NcnnWriter, floats
 
 __all__ = ["EMITTERS"]

@@ -15,7 +15,7 @@ from qtrace.export.converted.graph import ConvertedGraph, ConvertedOp
 from qtrace.export.converted.open_axes import grown_axes, resized
 from qtrace.graph.inference import OpError, TensorType
 from qtrace.graph.interpreter import interpret
-from qtrace.graph.open_shapes import infer_types
+from qtrace.graph.open_axes import infer_types
 from qtrace.graph.types import Node, TensorNode
 from qtrace.graph.walk import owner
 from qtrace.ops import OpCall

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.graph.names import unused_name
+from qtrace.graph.walk import unused_name
 
 __all__ = ["spell_out_roundings"]
 

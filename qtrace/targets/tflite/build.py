@@ -1,8 +1,9 @@
-"""Builds operators with the activation functions, roundings and clamps that they fuse."""
+"""What builds a file: its options and the operands of operators."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +14,8 @@ from qtrace.export.detections import Suppression
 from qtrace.graph.types import TensorNode
 from qtrace.ops import OpCall
 from qtrace.preparation.model import QuantizedSite
-from qtrace.targets.tflite.layout import Order, file_shape
-from qtrace.targets.tflite.plan import FUSED, FusedOp, KernelPlan, bounds
-from qtrace.targets.tflite.store import Store
+from qtrace.targets.tflite.layout import FUSED, FusedOp, KernelPlan, Order, bounds, file_shape, natural
+from qtrace.targets.tflite.store import OrderedTensor, Store
 from qtrace.targets.tflite.writer import TYPES, FileTensor, Grid, Inputs
 
 __all__ = [
@@ -25,9 +25,92 @@ __all__ = [
     "OpInFloat",
     "Target",
     "allowing",
+    "as_type",
     "check_type",
+    "common_order",
     "integer_type",
+    "number",
+    "operands",
 ]
+
+Kinds = np.dtype | Sequence[np.dtype] | None
+
+
+def common_order(sources: Sequence[OrderedTensor]) -> Order:
+    """Returns the order of most values; constants do not count, since they are rearranged for free."""
+    counts: Counter[Order] = Counter()
+    for source in sources:
+        counts[source.order] += 0 if source.tensor.value is not None else int(np.prod(source.tensor.shape))
+    return counts.most_common(1)[0][0]
+
+
+def operands(b: Builder, call: OpCall, values: Sequence[Any], kind: Kinds) -> tuple[list[FileTensor], Order]:
+    """Returns operands with as many axes as the result of their op. Single numbers are without axes.
+
+    Args:
+        b: the file.
+        call: the op.
+        values: nodes, numbers and arrays.
+        kind: the type of all operands, or one type for each; None for integers on their grids.
+
+    Returns:
+        The operands, and the order of the result's axes.
+    """
+    rank = b.rank(call.out)
+    kinds = [kind] * len(values) if kind is None or isinstance(kind, np.dtype) else list(kind)
+    each = list(zip(values, kinds, strict=True))
+    read = [None if _is_number(v) else _read(b, call, v, k) for v, k in each]
+    sources = [b.widened(h, rank) for h in read if h is not None]
+    # Operands that are broadcast follow the order of the others.
+    full = [
+        h
+        for h, before in zip(sources, (h for h in read if h is not None), strict=True)
+        if len(before.order) == rank
+    ]
+    order = common_order(full or sources) if sources else natural(rank)
+    arranged = iter([b.arrange(h, order) for h in sources])
+    return [number(b, call, v, k) if _is_number(v) else next(arranged) for v, k in each], order
+
+
+def as_type(b: Builder, tensor: FileTensor, kind: np.dtype) -> FileTensor:
+    """Converts a tensor to ``kind``."""
+    tensor = b.as_floats(tensor)
+    if tensor.dtype == kind:
+        return tensor
+    if tensor.value is not None:
+        return b.writer.constant(tensor.name, tensor.value.astype(kind))
+    result = b.writer.tensor(f"{tensor.name}_{kind.name}", tensor.shape, kind)
+    b.writer.op("CAST", [tensor], [result], "CastOptions")
+    return result
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, TensorNode) and np.size(value) == 1
+
+
+def _read(b: Builder, call: OpCall, value: Any, kind: np.dtype | None) -> OrderedTensor:
+    if isinstance(value, TensorNode):
+        source = b.get(value)
+        return source if kind is None else OrderedTensor(as_type(b, source.tensor, kind), source.order)
+    if kind is None:
+        raise ExportError(
+            f"{call.out.name}: its operand is an array that is not quantized: make it a Tensor or Parameter "
+            f"of the module, or {allowing(call.kind)}"
+        )
+    array = np.asarray(value, kind)
+    return OrderedTensor(b.writer.constant(f"{call.out.name}_operand", array), natural(array.ndim))
+
+
+def number(b: Builder, call: OpCall, value: Any, kind: np.dtype | None) -> FileTensor:
+    """Writes a single number as a tensor without axes."""
+    scalar = np.asarray(value).reshape(())
+    if kind is not None:
+        return b.writer.constant(f"number_{scalar.item()}", scalar.astype(kind))
+    # One step of a grid whose scale is the number: nothing is rounded.
+    real = np.float32(scalar.item())
+    steps = np.array(np.sign(real), b.get(call.inputs[0]).tensor.dtype)
+    return b.writer.constant(f"number_{real:g}_int", steps, Grid((float(abs(real)) or 1.0,), (0,)))
+
 
 _NONE = 0  # the schema's number of no activation function
 

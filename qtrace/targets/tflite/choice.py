@@ -9,7 +9,7 @@ from qtrace.graph.opaque import cure_for_kept
 from qtrace.ops import OpCall, Role
 from qtrace.targets.tflite import ops as forms
 from qtrace.targets.tflite.build import Builder, OpInFloat, allowing
-from qtrace.targets.tflite.plan import FusedOp
+from qtrace.targets.tflite.layout import FusedOp
 from qtrace.targets.tflite.writer import Grid
 
 __all__ = ["emit_op"]

@@ -24,8 +24,7 @@ from qtrace.targets.tflite.build import Builder, BuildOptions, OpInFloat, intege
 from qtrace.targets.tflite.choice import emit_op
 from qtrace.targets.tflite.detections import add_detections
 from qtrace.targets.tflite.layers import record_bias
-from qtrace.targets.tflite.layout import CHANNELS_LAST, Order, file_shape, natural
-from qtrace.targets.tflite.plan import KernelPlan
+from qtrace.targets.tflite.layout import CHANNELS_LAST, KernelPlan, Order, file_shape, natural
 from qtrace.targets.tflite.writer import FileTensor, Grid
 
 __all__ = ["Exporter"]

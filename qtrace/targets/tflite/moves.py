@@ -1,17 +1,21 @@
-"""TFLite for ops that only move values: integers move as floats do."""
+"""Ops that move or pick values."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from qtrace.errors import ExportError
 from qtrace.graph.types import TensorNode
-from qtrace.targets.tflite.build import Builder, Emitter
-from qtrace.targets.tflite.layout import Moved, file_shape, natural
-from qtrace.targets.tflite.plan import FusedOp
+from qtrace.ops import OpCall
+from qtrace.targets.tflite.build import Builder, Emitter, common_order, operands
+from qtrace.targets.tflite.layout import FusedOp, Moved, Order, file_shape, natural
 from qtrace.targets.tflite.store import OrderedTensor
+from qtrace.targets.tflite.writer import FileTensor
 
-__all__ = ["MOVES", "reshape"]
+__all__ = ["FLOAT_INDEXING", "INDEXING", "MOVES", "reshape"]
 
 
 def reshape(b: Builder, node: TensorNode, source: OrderedTensor, moved: Moved) -> None:
@@ -181,3 +185,275 @@ MOVES: dict[str, Emitter] = {
     "roll": _roll,
     "pixel_shuffle": _pixel_shuffle,
 }
+
+
+def _parts(b: Builder, op: FusedOp) -> list[OrderedTensor]:
+    """Returns the parts of a concatenation: all integers of one grid, or all floats."""
+    call = op.call
+    if len(call.inputs) != len(call.attrs["parts"]):
+        raise ExportError(f"{call.out.name}: one of the tensors that it joins is a number: make it a tensor")
+    parts = [b.get(n) for n in call.inputs]
+    grids = {h.tensor.grid for h in parts}
+    if len(grids) == 1 and (op.site is None or None in grids or b.site_grid(op)[2] in grids):
+        return parts
+    if op.site is not None and None not in grids:  # each is rounded to the result's grid, as the graph does
+        name, _, grid = b.site_grid(op)
+        return [
+            h
+            if h.tensor.grid == grid
+            else OrderedTensor(b.requantized(h.tensor, grid, f"{name}_part"), h.order)
+            for h in parts
+        ]
+    if call.out.name in b.plan.graph.annotation.carried:
+        raise ExportError(
+            f"{call.out.name}: it joins integers of different scales without rounding its result, which "
+            "TFLite cannot do: give its inputs one scheme, so that they share their parameters"
+        )
+    return [b.floats(h) for h in parts]
+
+
+def _concat(b: Builder, op: FusedOp) -> None:
+    parts = _parts(b, op)
+    order = common_order(parts)
+    tensor = [b.arrange(h, order) for h in parts]
+    axis = op.call.attrs["axis"] % len(order)
+    _join(b, op, order, "CONCATENATION", tensor, "ConcatenationOptions", axis=order.index(axis))
+
+
+def _join(
+    b: Builder, op: FusedOp, order: Order, code: str, parts: list[FileTensor], kind: str, **options: Any
+) -> None:
+    if op.site is not None and parts[0].grid is not None:
+        b.compute(op, order, code, parts, kind, fuses=False, **options)
+    else:
+        b.emit(op.out, order, code, parts, kind, parts[0], **options)
+
+
+def _stack(b: Builder, op: FusedOp) -> None:
+    parts = _parts(b, op)
+    order = common_order(parts)
+    tensor = [b.arrange(h, order) for h in parts]
+    axis = op.call.attrs["axis"] % (len(order) + 1)
+    after = (axis, *(a + (a >= axis) for a in order))  # in front, unless that is the batch's place
+    place = 0
+    if order and order[0] == 0 and axis != 0:
+        after, place = (after[1], axis, *after[2:]), 1
+    _join(b, op, after, "PACK", tensor, "PackOptions", axis=place, valuesCount=len(tensor))
+
+
+@dataclass(frozen=True)
+class _AxisIndex:
+    """The part of an index for one axis of the source; ``axis`` is None for a new axis."""
+
+    axis: int | None
+    value: Any
+
+
+def _items(index: Any, rank: int) -> list[_AxisIndex]:
+    entries = list(index) if isinstance(index, tuple) else [index]
+    used = sum(v is not None and v is not Ellipsis for v in entries)
+    ellipsis = next((k for k, v in enumerate(entries) if v is Ellipsis), len(entries))
+    entries[ellipsis : ellipsis + 1] = [slice(None)] * (rank - used)
+    items, axis = [], 0
+    for value in entries:
+        items.append(_AxisIndex(None if value is None else axis, value))
+        axis += value is not None
+    return items
+
+
+def _looked_up(b: Builder, op: FusedOp) -> bool:
+    """Writes ``table[ids]`` with computed ids; returns whether an index is one."""
+    call, index = op.call, op.call.attrs["index"]
+    if isinstance(index, tuple) and len(index) == 1:
+        (index,) = index
+    if not isinstance(index, TensorNode) or b.value(index) is not None or b.rank(index) == 0:
+        return False
+    if np.dtype(index.dtype).kind not in "iu":
+        return False
+    order = natural(b.rank(call.inputs[0]))
+    x, ids = b.arrange(b.get(call.inputs[0]), order), b.ordered(index, natural(b.rank(index)))
+    b.emit(op.out, natural(b.rank(call.out)), "GATHER", [x, ids], "GatherOptions", x, axis=0)
+    return True
+
+
+def _getitem(b: Builder, op: FusedOp) -> None:
+    if _looked_up(b, op):
+        return
+    call, source = op.call, b.get(op.call.inputs[0])
+    items = [_fixed(b, i, call) for i in _items(call.attrs["index"], len(source.order))]
+    gathers = [i for i in items if isinstance(i.value, np.ndarray)]
+    if len(gathers) > 1 or any(i.value.dtype == np.bool_ or i.value.ndim != 1 for i in gathers):
+        raise ExportError(
+            f"{call.out.name}: an index by masks or by several lists of positions cannot become TFLite: "
+            "index by slices, or one axis at a time"
+        )
+    shape = list(source.shape)
+    tensor = _sliced(b, call, source, items, shape)
+    for item in gathers:
+        axis = item.axis or 0
+        shape[axis] = len(item.value)
+        result = b.like(tensor, f"{call.out.name}_taken", [shape[a] for a in source.order])
+        positions = b.writer.constant("positions", item.value.astype(np.int32) % source.shape[axis])
+        b.writer.op("GATHER", [tensor, positions], [result], "GatherOptions", axis=source.order.index(axis))
+        tensor = result
+    part = OrderedTensor(tensor, source.order)
+    if any(i.axis == 0 and isinstance(i.value, (int, np.integer)) for i in items):
+        part = _without_first(b, part)
+    reshape(b, call.out, part, Moved.of(part.shape, part.order))
+
+
+def _without_first(b: Builder, source: OrderedTensor) -> OrderedTensor:
+    """Removes the first axis, of size 1, so that the next one may be the batch."""
+    order = tuple(axis - 1 for axis in source.order if axis)
+    shape = [n for n, axis in zip(source.tensor.shape, source.order, strict=True) if axis]
+    return OrderedTensor(b.reshaped(source.tensor, shape, order.index(0) if order else None), order)
+
+
+def _fixed(b: Builder, item: _AxisIndex, call: OpCall) -> _AxisIndex:
+    """Replaces the nodes of an index by their values."""
+    subject, value = f"{call.out.name}: its index", item.value
+    if isinstance(value, slice):
+        ends = (None if v is None else b.number(v, subject) for v in (value.start, value.stop, value.step))
+        return _AxisIndex(item.axis, slice(*ends))
+    if isinstance(value, TensorNode):
+        value = b.value(value)
+        if value is None:
+            raise ExportError(
+                f"{subject} is computed from values, but a TFLite file fixes it: use a constant"
+            )
+    elif hasattr(value, "numpy"):
+        value = value.numpy()
+    elif not isinstance(value, (list, np.ndarray)):
+        return item
+    positions = np.asarray(value)
+    return _AxisIndex(item.axis, int(positions) if positions.ndim == 0 else positions)
+
+
+def _sliced(
+    b: Builder, call: OpCall, source: OrderedTensor, items: list[_AxisIndex], shape: list[int]
+) -> FileTensor:
+    """Cuts out slices and numbers; changes ``shape``, in the graph's order, to the result's."""
+    cuts: dict[int, tuple[int, int, int]] = {}
+    for item in items:
+        if item.axis is None or isinstance(item.value, np.ndarray):
+            continue
+        size = shape[item.axis]
+        if isinstance(item.value, slice):
+            cut = range(size)[item.value]
+        else:
+            cut = range(int(item.value) % size, int(item.value) % size + 1)
+        if cut.step < 0:
+            raise ExportError(f"{call.out.name}: a negative step cannot become TFLite: use positions")
+        shape[item.axis] = len(cut)
+        if cut != range(size):
+            end = cut.start + len(cut) * cut.step if cut.step > 1 else cut.stop
+            cuts[source.order.index(item.axis)] = (cut.start, min(end, size), cut.step)
+    if not cuts:
+        return source.tensor
+    part = b.like(source.tensor, f"{call.out.name}_cut", [shape[a] for a in source.order])
+    b.cut(source.tensor, part, cuts)
+    return part
+
+
+def _setitem(b: Builder, op: FusedOp) -> None:
+    """Writes ``x[..., 2:5, :7] = value`` axis by axis: the part before, the value, the part after."""
+    call = op.call
+    target, index, _ = call.expr.args
+    source = b.floats(b.get(target))
+    items = [_fixed(b, i, call) for i in _items(index, len(source.order))]
+    if any(i.axis is None or not isinstance(i.value, slice) for i in items):
+        raise ExportError(
+            f"{call.out.name}: writing at {index!r} cannot become TFLite: write at slices that are fixed or "
+            "computed from shapes, or use F.where or F.concat"
+        )
+    cuts = [(i.axis or 0, range(source.shape[i.axis or 0])[i.value]) for i in items]
+    if any(cut.step != 1 for _, cut in cuts):
+        raise ExportError(f"{call.out.name}: writing with a step cannot become TFLite: use a plain slice")
+    partial = [(source.order.index(axis), cut) for axis, cut in cuts if len(cut) != source.shape[axis]]
+    b.put(call.out, _filled(b, op, source, partial), source.order)
+
+
+def _filled(b: Builder, op: FusedOp, source: OrderedTensor, cuts: list[tuple[int, range]]) -> FileTensor:
+    """Writes the value into ``source`` within ``cuts``, ranges of places of the file's axes."""
+    if not cuts:
+        return _spread(b, op, op.call.expr.args[2], source, list(source.tensor.shape))
+    place, cut = cuts[0]
+    size = source.tensor.shape[place]
+    if not len(cut):
+        return source.tensor
+    if len(cuts) > 1:
+        inside = _span(b, source, place, cut.start, cut.stop)
+        assert inside is not None
+        middle = _filled(b, op, OrderedTensor(inside, source.order), cuts[1:])
+    else:
+        shape = [len(cut) if i == place else n for i, n in enumerate(source.tensor.shape)]
+        middle = _spread(b, op, op.call.expr.args[2], source, shape)
+    spans = [_span(b, source, place, 0, cut.start), middle, _span(b, source, place, cut.stop, size)]
+    parts, options = [p for p in spans if p is not None], {"kind": "ConcatenationOptions", "axis": place}
+    return b.add("CONCATENATION", parts, f"{op.call.out.name}_filled", source.tensor.shape, **options)
+
+
+def _span(b: Builder, source: OrderedTensor, place: int, start: int, end: int) -> FileTensor | None:
+    """Cuts out a range of places of one file axis; None for an empty range."""
+    if start >= end:
+        return None
+    shape = [end - start if i == place else n for i, n in enumerate(source.tensor.shape)]
+    part = b.like(source.tensor, f"{source.tensor.name}_part", shape)
+    b.cut(source.tensor, part, {place: (start, end, 1)})
+    return part
+
+
+def _spread(b: Builder, op: FusedOp, value: Any, source: OrderedTensor, shape: list[int]) -> FileTensor:
+    """Broadcasts the written value to the shape of the part that it fills."""
+    ((tensor,), order) = operands(b, op.call, [value], np.dtype(np.float32))
+    if tensor.shape:
+        tensor = b.arrange(OrderedTensor(tensor, order), source.order)
+    if list(tensor.shape) == shape:
+        return tensor
+    name = f"{op.call.out.name}_value"
+    b.fixed = b.fixed or op.call.out.name
+    if tensor.value is not None:
+        return b.writer.constant(name, np.broadcast_to(tensor.value, shape))
+    result = b.like(tensor, name, shape)
+    zeros = b.writer.constant("zeros", np.zeros(shape, np.float32))
+    b.writer.op("ADD", [tensor, zeros], [result], "AddOptions")
+    return result
+
+
+def _gather(b: Builder, op: FusedOp) -> None:
+    """Takes a value for each position of an index of as many axes, by the coordinates of each."""
+    call = op.call
+    rank, shape = b.rank(call.out), b.shape(call.out)
+    order, axis = natural(rank), call.attrs["axis"] % rank
+    x, index = b.arrange(b.get(call.inputs[0]), order), call.attrs["index"]
+    if isinstance(index, TensorNode):
+        positions = b.ordered(index, order)
+    else:
+        positions = b.writer.constant("positions", np.asarray(index.numpy(), np.int32))
+    grids = np.indices(shape, np.int32)
+    parts = [positions if a == axis else b.writer.constant("grid", grids[a]) for a in range(rank)]
+    places = b.writer.tensor(f"{call.out.name}_places", (*shape, rank), np.int32)
+    b.writer.op("PACK", parts, [places], "PackOptions", axis=rank, valuesCount=rank)
+    b.emit(op.out, order, "GATHER_ND", [x, places], "GatherNdOptions", x)
+    b.fixed = b.fixed or call.out.name  # the coordinates have the traced sizes
+
+
+def _embedding(b: Builder, op: FusedOp) -> None:
+    call, table = op.call, op.call.attrs["weight"]
+    if isinstance(table, TensorNode):
+        weight = b.as_floats(b.ordered(table, (0, 1)))
+    else:
+        weight = b.writer.constant(f"{call.out.name}_weight", np.asarray(table.numpy()))
+    index = call.attrs["index"]
+    out = b.result(call.out, natural(b.rank(call.out)))
+    b.writer.op("GATHER", [weight, b.ordered(index, natural(b.rank(index)))], [out], "GatherOptions", axis=0)
+    b.put(call.out, out, natural(b.rank(call.out)))
+
+
+INDEXING: dict[str, Emitter] = {
+    "concat": _concat,
+    "stack": _stack,
+    "getitem": _getitem,
+    "gather": _gather,
+}
+FLOAT_INDEXING: dict[str, Emitter] = {"embedding": _embedding, "setitem": _setitem}

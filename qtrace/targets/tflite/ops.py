@@ -10,15 +10,30 @@ import numpy as np
 from qtrace import ops
 from qtrace.graph.types import Expr, ModuleNode, TensorNode
 from qtrace.ops import OpCall
-from qtrace.targets.tflite.arithmetic import FLOAT_ARITHMETIC, FLOAT_LOGIC, INTEGER_ARITHMETIC, rescaled
 from qtrace.targets.tflite.build import Builder, Emitter
-from qtrace.targets.tflite.functions import FLOAT_FUNCTIONS, FUNCTIONS, NATIVE, table
-from qtrace.targets.tflite.index import FLOAT_INDEXING, INDEXING
+from qtrace.targets.tflite.functions import (
+    FLOAT_ARITHMETIC,
+    FLOAT_FUNCTIONS,
+    FLOAT_LOGIC,
+    FUNCTIONS,
+    INTEGER_ARITHMETIC,
+    NATIVE,
+    rescaled,
+    table,
+)
 from qtrace.targets.tflite.layers import FLOAT_LAYERS, INEXACT, LAYERS
+from qtrace.targets.tflite.layout import FusedOp, reads_values
+from qtrace.targets.tflite.moves import FLOAT_INDEXING, INDEXING
 from qtrace.targets.tflite.moves import MOVES as MOVING
-from qtrace.targets.tflite.plan import FusedOp, reads_values
-from qtrace.targets.tflite.reductions import FLOAT_REDUCTIONS, INTEGER_REDUCTIONS, MOVING_REDUCTIONS
-from qtrace.targets.tflite.windows import FLOAT_WINDOWS, INTEGER_WINDOWS, MOVING_WINDOWS, why_in_float
+from qtrace.targets.tflite.reductions import (
+    FLOAT_REDUCTIONS,
+    FLOAT_WINDOWS,
+    INTEGER_REDUCTIONS,
+    INTEGER_WINDOWS,
+    MOVING_REDUCTIONS,
+    MOVING_WINDOWS,
+    why_in_float,
+)
 
 __all__ = [
     "AGNOSTIC",

@@ -10,8 +10,7 @@ import numpy as np
 
 from qtrace.errors import ExportError
 from qtrace.graph.types import Node, TensorNode
-from qtrace.targets.tflite.layout import Moved, Order, file_shape, moves_values, natural
-from qtrace.targets.tflite.plan import KernelPlan
+from qtrace.targets.tflite.layout import KernelPlan, Moved, Order, file_shape, moves_values, natural
 from qtrace.targets.tflite.writer import FileTensor, Grid, Inputs, TfliteWriter
 
 __all__ = ["OrderedTensor", "Store", "StoredLayer"]

@@ -273,7 +273,7 @@ def test_a_float_layer_may_read_what_a_kernel_gives(tmp_path: Path) -> None:
 
 def test_the_prediction_for_onnxruntime_is_what_it_does(tmp_path: Path) -> None:
     """Ops that onnxruntime is said to compute in float by its contract alone, and by loading the file."""
-    from qtrace.extras.contracts.prediction import predict_floats
+    from qtrace.extras.contracts.checking import predict_floats
 
     model = build(FORMS["onnxruntime"])
     report = check_contract(_write(model, tmp_path), "onnxruntime")

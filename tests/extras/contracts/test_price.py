@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from onnx import TensorProto, helper, numpy_helper
 
-from qtrace.extras.contracts.price import RunPrice, price_run
+from qtrace.extras.contracts.checking import RunPrice, price_run
 from qtrace.extras.contracts.qdq_graph import QdqGraph
 from tests.each import each_of
 

@@ -19,13 +19,13 @@ from megengine import Parameter
 import qtrace
 from benchmarks.accuracy.subjects import batches, subject, training_inputs
 from qtrace.errors import ConfigError
-from qtrace.extras.finetune import FinetuneSettings, monitoring
+from qtrace.extras.finetune import FinetuneSettings
+from qtrace.extras.finetune import training as monitoring
 from qtrace.extras.finetune.evaluation import BestState
 from qtrace.extras.finetune.learner import Learner
-from qtrace.extras.finetune.retreating import Retreats
 from qtrace.extras.finetune.running import TuningRun
-from qtrace.extras.finetune.training import Trainer
-from qtrace.extras.finetune.units import Units, range_unit, size_of
+from qtrace.extras.finetune.training import Retreats, Trainer
+from qtrace.extras.finetune.twins import Units, range_unit, size_of
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.identity import graph_hash
 from qtrace.preparation.model import QuantizedModel
@@ -260,7 +260,7 @@ def test_time_is_estimated_before_the_first_step(
 
 def test_minutes_bound_the_steps(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
-    monkeypatch.setattr("qtrace.extras.finetune.pacing.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("qtrace.extras.finetune.training.time.monotonic", lambda: now[0])
     gradients = Trainer.gradients
 
     def slow(self: Any, leaves: Any) -> Any:
@@ -290,7 +290,7 @@ def test_minutes_bound_the_steps(monkeypatch: pytest.MonkeyPatch, caplog: pytest
 
 def test_minutes_cover_the_data_and_the_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
     now, seconds = [0.0], {"step": 1.0, "evaluation": 10.0}
-    monkeypatch.setattr("qtrace.extras.finetune.pacing.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("qtrace.extras.finetune.training.time.monotonic", lambda: now[0])
     gradients, evaluate = Trainer.gradients, monitoring.evaluate
 
     def slow_gradients(self: Any, batch: Any) -> Any:

@@ -9,8 +9,7 @@ import pytest
 
 import qtrace
 from qtrace.extras.finetune import FinetuneSettings
-from qtrace.extras.finetune.compared import choose_compared
-from qtrace.extras.finetune.evaluation import _Noise
+from qtrace.extras.finetune.evaluation import _Noise, choose_compared
 from qtrace.metrics import sqnr_db
 from qtrace.sensitivity.running import outputs_of
 from tests.nets import net

@@ -17,8 +17,8 @@ import qtrace
 from qtrace.data.batches import evaluating
 from qtrace.errors import TrainingError
 from qtrace.extras.finetune import FinetuneSettings
-from qtrace.extras.finetune.compared import choose_compared
 from qtrace.extras.finetune.data import Batch
+from qtrace.extras.finetune.evaluation import choose_compared
 from qtrace.extras.finetune.training import Trainer
 from qtrace.extras.finetune.twins import MegEngineTwins
 from qtrace.graph import functions

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 import qtrace
 from qtrace.config import backends
 from qtrace.errors import ConfigError, GraphError
-from qtrace.extras.split.build import build_parts, copyable_exprs, flat_copy
 from qtrace.extras.split.partition import assign_levels, partition
+from qtrace.extras.split.split import build_parts, copyable_exprs, flat_copy
 from qtrace.graph import exprs, flatten, lint
 from tests.fuzz.graphs import networks
 from tests.graph.counting import count_calls

@@ -16,7 +16,7 @@ from qtrace.graph.types import TracedModule
 from qtrace.learning import choice
 from qtrace.learning.engine import queueless
 from qtrace.preparation.model import QuantizedModel
-from qtrace.ptq.rounding.descent import learn_block
+from qtrace.ptq.rounding.blockwise import learn_block
 from qtrace.ptq.rounding.gradients import MegEngineGradients
 from tests.each import each_of
 from tests.nets import images, net, randomize

@@ -15,11 +15,10 @@ import pytest
 import qtrace
 from qtrace.errors import ConfigError, QtraceError
 from qtrace.extras.tune import TuneSettings, Tuning, tune
-from qtrace.extras.tune.folder import TRIALS
-from qtrace.extras.tune.jobs import Here, Subject, Task
-from qtrace.extras.tune.judge import Judge
+from qtrace.extras.tune.judge import Here, Judge, Subject, Task
 from qtrace.extras.tune.search import split
 from qtrace.extras.tune.space import as_recipe
+from qtrace.extras.tune.trials import TRIALS
 from qtrace.workers import processes
 from qtrace.workers.processes import Processes
 from tests.extras.tune.test_search import data, small, start, told

@@ -19,9 +19,8 @@ import qtrace
 from qtrace.config import QConfig
 from qtrace.errors import CalibrationError, ConfigError, QtraceError
 from qtrace.extras.tune import CostLimits, TuneSettings, tune
-from qtrace.extras.tune.folder import BEST, SEARCH, TRIALS
 from qtrace.extras.tune.search import propose, split
-from qtrace.extras.tune.trials import Trial, TrialLog, digest_of
+from qtrace.extras.tune.trials import BEST, SEARCH, TRIALS, Trial, TrialLog, digest_of
 from tests.nets import net
 from tests.preparation.passes.test_rules import by_conv, distributions
 from tests.sensitivity.diagnosis import planted

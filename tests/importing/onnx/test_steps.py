@@ -11,8 +11,7 @@ import pytest
 import qtrace
 from qtrace.data import open_data
 from qtrace.errors import DataError
-from qtrace.graph.open_axes import read_open_axes
-from qtrace.graph.open_shapes import SizedTypes, open_shapes
+from qtrace.graph.open_axes import SizedTypes, open_shapes, read_open_axes
 from qtrace.onnxfile.local_session import SessionSettings
 from qtrace.onnxfile.sessions import open_session
 from qtrace.quantizing import sources

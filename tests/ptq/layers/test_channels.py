@@ -11,7 +11,7 @@ import numpy as np
 from qtrace.graph.flatten import flatten
 from qtrace.graph.tracing.trace import trace
 from qtrace.preparation.passes.expand import expand
-from qtrace.ptq.layers.channels import channel_groups
+from qtrace.ptq.layers.scaling import channel_groups
 from tests.each import each_of
 from tests.nets import images, net
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from qtrace.ptq.layers.positions import read_rows
+from qtrace.ptq.layers.statistics import read_rows
 from tests.nets import images
 
 

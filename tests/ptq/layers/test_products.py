@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from qtrace.ptq.layers.positions import products, read_rows, result_rows
+from qtrace.ptq.layers.statistics import products, read_rows, result_rows
 
 RANDOM = np.random.default_rng(0)
 

@@ -16,8 +16,7 @@ from qtrace.errors import CalibrationError
 from qtrace.preparation.record import read_record
 from qtrace.ptq import gptq
 from qtrace.ptq.layers import second_order
-from qtrace.ptq.layers.refit import DAMPINGS, correction, ridge
-from qtrace.ptq.layers.second_order import SecondMoments
+from qtrace.ptq.layers.second_order import DAMPINGS, SecondMoments, correction, ridge
 from tests.nets import images, left_lines, net
 
 

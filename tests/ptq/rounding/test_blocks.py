@@ -13,7 +13,7 @@ import qtrace
 from qtrace import QConfig
 from qtrace.preparation.phases import has_wrong_gradient
 from qtrace.ptq.layers.quantized import quantized_layers
-from qtrace.ptq.rounding.blocks import single_layers, structural_blocks
+from qtrace.ptq.rounding.block_run import single_layers, structural_blocks
 from tests.nets import MobileNetV2, ResNet, images, net, randomize
 
 

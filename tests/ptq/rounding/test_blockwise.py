@@ -16,7 +16,8 @@ from qtrace import QConfig
 from qtrace.errors import CalibrationError, ConfigError
 from qtrace.numerics import dequantize, quantize
 from qtrace.preparation.record import read_record
-from qtrace.ptq.rounding import blockwise, learned_rounding
+from qtrace.ptq.rounding import blockwise
+from qtrace.ptq.rounding import blockwise as learned_rounding
 from tests.each import each_of
 from tests.nets import left_lines, net, randomize
 

@@ -19,9 +19,8 @@ from qtrace.preparation.phases import set_phase
 from qtrace.ptq.base import Batches, CalibratedTask
 from qtrace.ptq.layers.quantized import LayerTwins, quantized_layers
 from qtrace.ptq.rounding import gradients
-from qtrace.ptq.rounding.block_run import BlockData, BlockRun
-from qtrace.ptq.rounding.blocks import structural_blocks
-from qtrace.ptq.rounding.descent import learn_block
+from qtrace.ptq.rounding.block_run import BlockData, BlockRun, structural_blocks
+from qtrace.ptq.rounding.blockwise import learn_block
 from qtrace.ptq.rounding.gradients import DescentSettings
 from tests.nets import images, net, randomize
 

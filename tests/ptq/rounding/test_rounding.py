@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from qtrace.learning.adam import Adam
+from qtrace.learning.loop import Adam
 from qtrace.numerics import dequantize, fake_quantize, quantize
-from qtrace.ptq.rounding.soft_rounding import SoftRounding, anneal
+from qtrace.ptq.rounding.block_run import SoftRounding, anneal
 from qtrace.scheme import QParams, QScheme
 
 

@@ -8,8 +8,15 @@ import numpy as np
 from onnx import NodeProto, TensorProto
 
 from qtrace.extras.contracts.base import ContractRule, Violation, Violations
-from qtrace.extras.contracts.grids import IntegerGrid, bias_grid, symmetric, type_name
-from qtrace.extras.contracts.qdq_graph import LAYERS, Operand, QdqGraph
+from qtrace.extras.contracts.qdq_graph import (
+    LAYERS,
+    IntegerGrid,
+    Operand,
+    QdqGraph,
+    bias_grid,
+    symmetric,
+    type_name,
+)
 
 __all__ = ["accumulator_biases", "float_biases", "int8_biases", "int32_biases", "norm_biases"]
 

@@ -8,8 +8,7 @@ import numpy as np
 from onnx import NodeProto
 
 from qtrace.extras.contracts.base import ContractRule, Violation, Violations
-from qtrace.extras.contracts.grids import IntegerGrid
-from qtrace.extras.contracts.qdq_graph import QdqGraph, Quantizer
+from qtrace.extras.contracts.qdq_graph import IntegerGrid, QdqGraph, Quantizer
 from qtrace.extras.contracts.rules.types import activations
 
 __all__ = [

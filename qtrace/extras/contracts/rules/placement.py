@@ -8,8 +8,7 @@ import numpy as np
 from onnx import NodeProto, TensorProto
 
 from qtrace.extras.contracts.base import ContractRule, Violation, Violations
-from qtrace.extras.contracts.grids import IntegerGrid, type_name
-from qtrace.extras.contracts.qdq_graph import FUNCTIONS, Operand, QdqGraph, label
+from qtrace.extras.contracts.qdq_graph import FUNCTIONS, IntegerGrid, Operand, QdqGraph, label, type_name
 from qtrace.extras.contracts.rules.parameters import covering
 
 __all__ = [

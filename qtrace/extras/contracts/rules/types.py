@@ -8,8 +8,7 @@ import numpy as np
 from onnx import NodeProto, TensorProto, helper
 
 from qtrace.extras.contracts.base import ContractRule, Violation, Violations
-from qtrace.extras.contracts.grids import IntegerGrid, type_name
-from qtrace.extras.contracts.qdq_graph import QdqGraph, Quantizer
+from qtrace.extras.contracts.qdq_graph import IntegerGrid, QdqGraph, Quantizer, type_name
 
 __all__ = ["activation_types", "activations", "native_wide_types", "no_zero_points", "written_zero_points"]
 

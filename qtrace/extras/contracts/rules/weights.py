@@ -6,8 +6,15 @@ import numpy as np
 from onnx import NodeProto, TensorProto
 
 from qtrace.extras.contracts.base import ContractRule, Violation, Violations
-from qtrace.extras.contracts.grids import symmetric, type_name
-from qtrace.extras.contracts.qdq_graph import FUNCTIONS, LAYERS, Operand, QdqGraph, channel_axis
+from qtrace.extras.contracts.qdq_graph import (
+    FUNCTIONS,
+    LAYERS,
+    Operand,
+    QdqGraph,
+    channel_axis,
+    symmetric,
+    type_name,
+)
 
 __all__ = ["quantized_weights", "symmetric_weights", "weight_axis", "weight_bits", "weights_per_tensor"]
 

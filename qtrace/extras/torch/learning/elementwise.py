@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as TF
 
+from qtrace.extras.torch.learning.fake_quants import absolute, clip, larger, smaller
 from qtrace.extras.torch.learning.layers import moved
-from qtrace.extras.torch.learning.rounding import absolute, clip, larger, smaller
 
 __all__ = ["FORMS"]
 

@@ -10,7 +10,7 @@ from megengine import Parameter
 
 from qtrace import ops
 from qtrace.graph.edit import GraphEditor
-from qtrace.graph.module_tree import set_parameter
+from qtrace.graph.flatten import set_parameter
 from qtrace.graph.types import Expr, GetAttr, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module
 from qtrace.ops import OpCall

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from qtrace.graph.edit import GraphEditor
-from qtrace.graph.module_tree import delete_attribute
+from qtrace.graph.flatten import delete_attribute
 from qtrace.graph.types import Expr, GetAttr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, owner
 from qtrace.preparation.passes.given.tensors import GivenGrid, GivenRounding

@@ -1,4 +1,4 @@
-"""Work that is independent of each other, on several threads: at once, or ahead of what takes it."""
+"""Threads: those of BLAS, the one that MegEngine computes on, and several that work at once or ahead."""
 
 from __future__ import annotations
 
@@ -7,10 +7,65 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from types import TracebackType
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
-__all__ = ["Together", "count_threads", "look_ahead", "map_ahead"]
+import megengine as mge
+from threadpoolctl import threadpool_limits
+
+from qtrace.errors import QtraceError
+from qtrace.process.engine import quiet
+
+__all__ = ["Together", "count_threads", "look_ahead", "map_ahead", "on_engine_thread", "one_blas_thread"]
+
+
+@contextmanager
+def one_blas_thread() -> Iterator[None]:
+    """Computes products of matrices on one thread within the block, whatever the environment says.
+
+    More threads add up the parts of a sum in another order. What is decided by small margins then differs.
+    """
+    with threadpool_limits(limits=1, user_api="blas"):
+        yield
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def on_engine_thread(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Makes a public function raise a clear error on threads and processes where MegEngine cannot compute.
+
+    Its first call starts MegEngine's threads, and lets them sleep while they are idle.
+    MegEngine itself fails with an assertion there, which reads as if a good model or file were damaged.
+    """
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            quiet()
+            mge.Tensor(0.0)
+        except RuntimeError as error:
+            _translate(function.__name__, str(error), error)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _translate(name: str, message: str, error: RuntimeError) -> None:
+    """Raises a clear error for the two that MegEngine gives there; other errors surface later."""
+    if "assert_available" in message:
+        raise QtraceError(
+            f"{name} was called in a forked process, where MegEngine cannot compute: start processes anew, "
+            "such as by multiprocessing.get_context('spawn')."
+        ) from error
+    if "context.transformations" in message:
+        raise QtraceError(
+            f"{name} was called on a thread on which MegEngine cannot compute: call it on the main thread, "
+            "or in a process of its own."
+        ) from error
+
 
 _Result = TypeVar("_Result")
 _Item = TypeVar("_Item")

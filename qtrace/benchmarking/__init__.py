@@ -1,1 +1,7 @@
-"""Measured time: single kernels for a cost table, and whole files side by side."""
+"""Measured time of whole files side by side.
+
+``costs/`` says how long an op takes in a runtime, by shape and form, from a packaged table of times.
+``benchmarks/kernels/``, outside the package, measures such tables. ``benchmarking/`` times whole files in
+turns and watches the load of the machine (``turns.py``), shows profiles, and predicts the time of a file
+from a table.
+"""

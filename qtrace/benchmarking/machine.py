@@ -65,7 +65,7 @@ def differences(table: Machine, machine: Machine) -> list[str]:
 
 
 _SECONDS = 300
-_CODE = "import sys; from qtrace.benchmarking.memory import measure; measure(sys.stdin.read())"
+_CODE = "import sys; from qtrace.benchmarking.machine import measure; measure(sys.stdin.read())"
 
 
 def peak_memory(path: Path, runtime: str | None, settings: RunnerSettings) -> int | None:

@@ -1,6 +1,17 @@
 """Export: each format is a `Format`, an entry point in the group ``qtrace.formats``.
 
 A format is chosen by its name, or by a suffix. A format of your own may also be ``pkg.mod:NAME``.
+
+An exporter is a walk over the converted graph plus a table of emitters. ``export/converted/`` is what they
+share, ``export/parameters/`` writes qparams next to a float model. The integers of weights and biases, the
+scale of a bias and its rounding are computed for every format in ``export/converted/graph.py``.
+``export/converted/plain_graph.py`` reads a plain traced module as a converted graph without sites, to be
+written in float. Formats whose runtime folds nothing when it loads a file (``Format.folds_norms``) get
+plain modules with BatchNorms folded. ``targets/tflite/layers.py`` stores a bias as TFLite's kernels read
+it. ``export/layer_net.py`` is the base of the ncnn and Caffe writers. What stays float is float16 if the
+config asks for it: ``calibrate`` observes its ranges, ``preparation/float16.py`` decides op by op by them,
+``export/onnx/float16.py`` writes the finished model so, and ``verification/float16.py`` rounds in the graph
+what the file has so.
 """
 
 from __future__ import annotations

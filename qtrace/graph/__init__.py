@@ -1,6 +1,27 @@
-"""The graph layer: the only room that touches the internals of MegEngine's traced modules.
+"""The graph layer, on the internals of MegEngine's traced modules.
 
 Its public names are loaded when they are first used: who edits a graph does not load the tracer and MSCGraph.
+
+``trace`` runs MegEngine's tracer in eval mode, watches which values ``forward`` reads as Python values,
+and compares the result with the module on other inputs. It reports what a trace cannot hold: values of the
+data that Python reads, lost parameters, custom gradients. ``tracing/session.py`` is one such trace.
+``running.py`` makes modules of functions, and ``leaves.py`` keeps calls whole. ``samples.py``
+compares a batch with its samples. ``kernels.py`` refuses calls at which a kernel of MegEngine's ends the
+process. ``graph/`` and what takes its graphs apart (``extras/source/``, ``extras/split/``,
+``targets/msc/``) touch the internals of a TracedModule; everything else works through its editor,
+interpreter, patterns and tables. A shape that a node records is true, not marked as stale. The editor
+infers the shapes after an edit when it commits (``inference.py``, ``renewal.py``), on variables without
+values, and refuses an edit after which an op cannot run. Copies of a graph share the values of large
+tensors until one side is written (``tensors.py``). ``builder.py`` infers the shapes of a new graph in the
+same way: its kernels run only on constants and sizes. A change that passes no editor, such as a layer's
+stride, is renewed by ``prepare`` and by ``PlainGraph``, and reported by ``lint``. ``opaque.py`` has the
+leaf for nodes of an ONNX file that MegEngine lacks: a small ONNX model as bytes, which
+``onnxfile/fragment.py`` runs and infers. ``recurrent.py`` has recurrent layers as functions, which
+``prepare`` and the float exports write for MegEngine's modules. ``gradients/recurrent.py`` computes them
+forwards and backwards. ``native/`` puts float layers in the place of MegEngine's own quantized ones, and
+keeps their scales for ``preparation/passes/native/``. The graph of a prepared or converted module is edited
+only by passes that renew its record. ``graph/files/`` saves models and reads them without running anything
+that a file brings.
 """
 
 from __future__ import annotations

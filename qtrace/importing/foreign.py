@@ -1,4 +1,4 @@
-"""What is told of a network of another framework without loading that framework."""
+"""Whether a network is of another framework, without loading that framework."""
 
 from __future__ import annotations
 

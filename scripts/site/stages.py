@@ -39,7 +39,7 @@ _WIDTH, _BOX, _STEP = 760, 58, 96
 
 def others() -> dict[str, str]:
     """Stage -> the text beside it in the drawing: the choices that the code lists."""
-    by_name, phases, formats = algorithms(), source.find("PHASES"), source.find("formats")
+    by_name, phases, formats = algorithms(), source.find("PHASES"), source.room("export").formats
     stages: dict[str, list[str]] = {}
     for name, cls in by_name.items():
         stages.setdefault(cls.stage, []).append(name)  # type: ignore[attr-defined]

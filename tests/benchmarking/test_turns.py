@@ -18,10 +18,14 @@ class _Files:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
         self.now, self.runs, self.seconds, self.wobble = 0.0, 0, seconds, 0.01
         self.cold, self.last = 1.0, ""  # how many times as long a run takes after one of another file
-        clock = SimpleNamespace(perf_counter=lambda: self.now, thread_time=lambda: self.now)
+        clock = SimpleNamespace(**dict.fromkeys(("perf_counter", "thread_time", "process_time"), self._now))
         monkeypatch.setattr(turns, "time", clock)
+        monkeypatch.setattr(turns, "_busy_seconds", self._now)  # nothing else runs
         monkeypatch.setattr(turns, "open_file", self._open)
         self.paths = [Path(f"{number}.onnx") for number in range(len(seconds))]
+
+    def _now(self) -> float:
+        return self.now
 
     def _open(self, path: Path, *args: object) -> SimpleNamespace:
         def run() -> float:

@@ -145,7 +145,7 @@ def test_a_message_is_a_template() -> None:
 def test_every_plugin_backend_format_and_runtime_is_on_its_page() -> None:
     from qtrace import plugins as lookup
 
-    backends, formats = source.room("backends"), source.find("formats")
+    backends, formats = source.room("backends"), source.room("export").formats
     anchors = _anchors("reference/plugins.md")
     assert {f"observers-{n}" for n in lookup.known("qtrace.observers")} <= anchors
     assert {f"fake-quants-{n}" for n in lookup.known("qtrace.fakequant")} <= anchors

@@ -1,1 +1,1 @@
-"""Extras: each folder is a tool beside the road, loaded when it is asked for."""
+"""Extras: each folder is a tool next to the road, loaded when it is asked for."""

@@ -102,7 +102,7 @@ class Site:
         node: the name of the node whose value is quantized.
         consumers: names of the first outputs of the exprs that read the quantized value; None for all.
         group: the site whose parameters this site shares; its own name unless tied.
-        plan: scheme, observer and fake quant; None for a bias, whose scale is that of its layer.
+        plan: scheme, observer and fake quant; None for a bias, which has its layer's scale.
         channel_axes: for a per-channel site, the axes of the node that count channels.
         static: whether the value is a parameter.
         activation: for a bias, the group of the layer's input.

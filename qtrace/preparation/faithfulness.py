@@ -1,6 +1,6 @@
 """Compares the float graph of a network with the network itself, on samples of the user's data.
 
-Quantization is measured beside the float graph. If that computes something else than the network, every
+Quantization is measured next to the float graph. If that computes something else than the network, every
 figure is about another network, and none of them shows it.
 """
 
@@ -43,7 +43,7 @@ Outputs = list[np.ndarray]
 
 
 class Faithfulness:
-    """The outputs of a network for samples of the data, beside which its graph is compared.
+    """The outputs of a network for samples of the data, next to which its graph is compared.
 
     Args:
         original: the network; None for one that does not run here, which is not compared.

@@ -93,7 +93,7 @@ def make_float_graph(
 
 
 def _flat(traced: TracedModule) -> TracedModule:
-    """Returns a flat copy of ``traced``, with float layers for those of MegEngine's own quantization."""
+    """Returns a flat copy of ``traced``, with float layers in place of MegEngine's own quantized ones."""
     try:
         lowered, ranges = lower(traced)
     except TraceError as error:

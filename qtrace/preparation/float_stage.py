@@ -118,7 +118,7 @@ def change_float(
 
 
 def copy_views(model: TracedModule) -> None:
-    """Inserts the copies that MegEngine's kernels need where a pass removed what stood behind a view."""
+    """Inserts the copies that MegEngine's kernels need where a pass removed what stood after a view."""
     insert_copies(model, find_copies(model))
 
 

@@ -155,7 +155,7 @@ class QuantizedModel:
         return QuantizedModel(module, record=self.record)
 
     def add_reports(self, *reports: dict[str, Any]) -> None:
-        """Adds reports of post-training algorithms to the record of this view and to that of the module."""
+        """Adds reports of post-training algorithms to the records of this view and of the module."""
         self.record = replace(self.record, ptq=(*self.record.ptq, *reports))
         write_record(self.module, self.record)
 

@@ -31,11 +31,11 @@ def set_phase(prepared: Module, phase: str) -> None:
 
     Parameters may come from ``calibrate`` or from the state dict of a calibrated module. Entering ``train``
     on CPU warns (`QtraceWarning`) unless ``megengine.config.async_level`` is 0, and entering it with a
-    recurrent layer of MegEngine's own that ``prepare`` has left, or with an opaque node behind parameters,
+    recurrent layer of MegEngine's own that ``prepare`` has left, or with an opaque node after parameters,
     which no gradient passes, warns in any case.
 
     Args:
-        prepared: a module made by ``qtrace.prepare``, or one that holds such modules beside float ones.
+        prepared: a module made by ``qtrace.prepare``, or one that holds such modules next to float ones.
         phase: one of the four names.
 
     Raises:

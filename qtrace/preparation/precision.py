@@ -19,7 +19,7 @@ def count_precisions(annotation: Annotation) -> dict[str, int]:
 
     Returns:
         ``w8a8`` for weights and inputs of 8 bits on integers, ``a8`` for a product of two computed tensors,
-        ``w8a8_dynamic`` where the range is that of each batch, ``w4`` for a float layer with weights of 4
+        ``w8a8_dynamic`` where each batch has a range of its own, ``w4`` for a float layer with weights of 4
         bits, and ``float`` -> the number of layers.
     """
     bits = {site.group: site.plan.scheme.bits for site in annotation.sites if site.plan is not None}

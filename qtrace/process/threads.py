@@ -1,4 +1,4 @@
-"""Threads: those of BLAS, the one that MegEngine computes on, and several that work at once or ahead."""
+"""Threads: BLAS's own, the one that MegEngine computes on, and several that work at once or ahead."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _MOST_TOLD = 24  # outputs that a message lists
 class Level:
     """The outputs of one level of a detector, by their numbers among the graph's outputs or by their names.
 
-    Names are those of the nodes, which an exported file has too.
+    Names are the nodes' own, which an exported file has too.
 
     Attributes:
         classes: logits, N x C x ..., or N x ... x C with ``axis`` -1.

@@ -96,7 +96,7 @@ def sqnr(reference: Outputs, test: Outputs, groups: Sequence[ColumnGroup] | None
 def column_errors(
     reference: Outputs, test: Outputs, groups: Sequence[ColumnGroup] | None = None
 ) -> GroupedErrors:
-    """Returns the errors of all column groups; the arguments are those of `sqnr`."""
+    """Returns the errors of all column groups; the arguments are the same as for `sqnr`."""
     errors = GroupedErrors(find_groups(None, reference) if groups is None else groups)
     for exact, rounded in zip(reference, test, strict=True):
         errors.add(exact, rounded)

@@ -120,7 +120,7 @@ class Simulation:
         return sqnr if metric is None else metric
 
     def _sqnr(self, reference: Outputs, outputs: Outputs, selected: SelectedShares) -> float:
-        """Returns the SQNR of equal rows in dB, or that of the lost rows if it is lower."""
+        """Returns the SQNR of equal rows in dB, or the lost rows' SQNR if it is lower."""
         return min(sqnr(reference, outputs, self.groups), selected.lost_db())
 
     def value(self, raised: Collection[str] = ()) -> float:
@@ -213,7 +213,7 @@ class Simulation:
         return self._answer(*self._outputs(active, raised, both=counted))
 
     def _answer(self, reference: Outputs, outputs: Outputs, selected: SelectedShares) -> Answer:
-        """Returns the metric of outputs beside float's, of the same rows, and its parts if it has any."""
+        """Returns the metric of outputs next to float's, of the same rows, and its parts if it has any."""
         if self.metric is sqnr:
             return Answer(self._sqnr(reference, outputs, selected))
         if self.metric is agreement:

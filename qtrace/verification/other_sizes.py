@@ -1,6 +1,6 @@
 """Batches at other sizes of open axes, made of the first batch: a file is verified at several sizes.
 
-Runs a file that computes one sample beside a graph whose samples may lie along any axis.
+Runs a file that computes one sample next to a graph whose samples may lie along any axis.
 """
 
 from __future__ import annotations

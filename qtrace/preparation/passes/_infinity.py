@@ -233,7 +233,7 @@ class _Finder:
         return call.role in (Role.CARRY, Role.CONCAT) or call.kind in (*_PASSING, "pad", "astype")
 
     def _judge(self, value: Any, node: Node, marked: bool = True) -> Infinity:
-        """Returns the infinities of ``value``, whose readers are those of ``node``.
+        """Returns the infinities of ``value``, which has the readers of ``node``.
 
         Args:
             value: a number or an array.

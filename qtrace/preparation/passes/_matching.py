@@ -214,7 +214,7 @@ def computes(expr: Expr, calls: dict[Expr, OpCall]) -> bool:
     """Returns whether an op is a layer or a product of activations.
 
     The mean of a distribution is none, though some write it as a layer: a convolution, linear layer or
-    product with fixed numbers of one result, behind a softmax. Detectors decode their boxes by it (Li et al.
+    product with fixed numbers of one result, after a softmax. Detectors decode their boxes by it (Li et al.
     2020, "Generalized Focal Loss", equation 5).
     """
     call = calls.get(expr)

@@ -58,7 +58,7 @@ class Pieces:
 
     Attributes:
         write: writes the ops for an input.
-        kernels: how the `OpShape` of each kernel differs from that of the function; a clamp has none.
+        kernels: how the `OpShape` of each kernel differs from the function's; a clamp has none.
     """
 
     write: Callable[[PiecesWriter, TensorNode], TensorNode]

@@ -39,9 +39,9 @@ def build_problem(view: View, chains: Chains, table: CostTable) -> Problem:
 
 
 def add_pools(problem: Problem, pools: Mapping[str, PoolTimes]) -> Problem:
-    """Adds the times of max pooling to the ops before it, or to the first op behind an input.
+    """Adds the times of max pooling to the ops before it, or to the first op after an input.
 
-    A pooling runs on integers if the op before it does: behind a float op, an exported file pools floats and
+    A pooling runs on integers if the op before it does: after a float op, an exported file pools floats and
     rounds what is left.
 
     Args:

@@ -215,7 +215,7 @@ class View:
         return causes
 
     def _method_reason(self, call: OpCall) -> str:
-        """Says what the method of a layer rounds, or why that of another op rounds nothing."""
+        """Says what the method of a layer rounds, or why another op's method rounds nothing."""
         choice = self.choices[call.expr]
         origin = f"{choice.method_origin} says method: {choice.method}"
         if call.weight is None:

@@ -38,7 +38,7 @@ def absorb(
     copies: bool = True,
     norms: bool = True,
 ) -> PassResult:
-    """Absorbs every constant op into the layers before it, or else into the layers behind it.
+    """Absorbs every constant op into the layers before it, or else into the layers after it.
 
     Args:
         traced: a flat, expanded traced module, as `qtrace.preparation.normalize.normalize` gives it; graph

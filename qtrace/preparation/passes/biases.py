@@ -23,7 +23,7 @@ __all__ = ["align_biases"]
 
 
 def align_biases(traced: TracedModule, before_norms: bool = True) -> PassResult:
-    """Broadcasts biases of one number to the channels of their layers, and adds other shapes behind them.
+    """Broadcasts biases of one number to the channels of their layers, and adds other shapes after them.
 
     The parameters stay as they are.
 

@@ -1,7 +1,7 @@
 """Selecting: keeps in float what ranks rows, and what is computed with the rows that a selection has picked.
 
 A top-k, an arg-max or a suppression decides by differences of scores that 8 bits lose. So what lies between
-the last layers and a selection stays in float, with the results of these layers. So do the ops behind it,
+the last layers and a selection stays in float, with the results of these layers. So do the ops after it,
 such as a decoder whose queries are the picked rows: a wrong row is all wrong, and few rows cost little time.
 So do the scores of a gate: a comparison with a threshold or with the maximum around, a rounding to whole
 numbers. A gate picks no rows, but a score on the wrong side of it is all wrong, too.
@@ -37,7 +37,7 @@ _REGIONS = frozenset(("roi_align", "roi_pooling", "remap", "grid_sample", "defor
 
 
 def leave_selecting(traced: TracedModule, qconfig: QConfig, unlike: Unlike) -> Unlike:
-    """Adds the ops and results that stay in float: the ends of score paths, and what is behind selections.
+    """Adds the ops and results that stay in float: the ends of score paths, and what is after selections.
 
     Args:
         traced: a flat, expanded graph; it is only read.

@@ -8,7 +8,7 @@ through no other layer. Then the value alone is rounded in another run: it stays
 columns of an output loses by that, and so do the ops that would round it again. What costs the outputs
 nothing, such as the unlike feature maps that a network joins, is rounded.
 
-Where a join that leaves the graph stays in float, so does the arithmetic behind the last layers that ends in
+Where a join that leaves the graph stays in float, so does the arithmetic after the last layers that ends in
 it, on targets whose layers give integers: it decodes boxes, and a grid for corners in pixels is coarser than
 the offsets that the layers give.
 """
@@ -217,7 +217,7 @@ class _Finder:
         return sliced or list(dict.fromkeys(self.view.calls[value.expr].inputs))
 
     def scheme(self, value: TensorNode) -> QScheme:
-        """Returns the scheme by which ``value`` is rounded; that of the backend for no op's result."""
+        """Returns the scheme by which ``value`` is rounded; the backend's for no op's result."""
         chain = self._by_output.get(value)
         if chain is None:
             return self.view.backend.activation
@@ -243,7 +243,7 @@ class _Decision:
         finder: finds values and their parts.
         trials: what rounding costs; None if the graph did not run.
         ranges: the ranges of the values; none if the graph did not run.
-        generated: whether the ranges are those of generated inputs.
+        generated: whether the ranges come from generated inputs.
 
     Attributes:
         floats: expr that stays in float -> why.

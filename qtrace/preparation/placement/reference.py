@@ -97,7 +97,7 @@ class MeasuredRun:
         return not (self.synthetic and few)
 
     def generator(self) -> np.random.Generator:
-        """Returns a new generator of random numbers, in the state behind those of the batches."""
+        """Returns a new generator of random numbers, in the state after the batches' own."""
         assert self.batches is not None
         return copy.deepcopy(self._generator)
 

@@ -1,6 +1,6 @@
 """TFLite for layers with weights, and for matrix products.
 
-The biases of a TFLite file: int32, or int64 beside activations of 16 bits.
+The biases of a TFLite file: int32, or int64 next to activations of 16 bits.
 
 The scale of a bias, input scale times weight scale, and its rounding are the same in every format:
 `QuantizedSite.bias_scale` and `QuantizedSite.integers` in ``preparation/model.py`` compute them.

@@ -135,7 +135,7 @@ def _padded_axes(call: OpCall) -> tuple[int, ...]:
 
 
 def _widths(call: OpCall) -> list[tuple[int, int]]:
-    """Returns the padding before and behind each axis of the input."""
+    """Returns the padding before and after each axis of the input."""
     widths = [(int(a), int(b)) for a, b in call.attrs["width"]]
     return widths + [(0, 0)] * (len(_shape(call.inputs[0])) - len(widths))
 

@@ -32,7 +32,7 @@ class Change:
         expr: the call.
         gain: (C,) factors of the output or input channels.
         shift: (C,) summands of the output or input channels.
-        result: whether the channels are those of the result.
+        result: whether the channels belong to the result.
     """
 
     expr: Expr

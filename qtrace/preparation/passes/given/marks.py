@@ -38,7 +38,7 @@ def take_marks(model: TracedModule) -> dict[Node, list[Mark]]:
     Equal roundings of one value become one.
 
     Returns:
-        node -> the roundings of its value, each behind its parent.
+        node -> the roundings of its value, each after its parent.
     """
     marks: dict[Node, list[Mark]] = {}
     marked: dict[Node, Mark] = {}  # the result of a mark -> the mark

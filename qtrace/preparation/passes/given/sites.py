@@ -280,7 +280,7 @@ class _Decider:
         return fits and self.calls[expr].kind in self.backend.fused.get(self.calls[before].kind, ())
 
     def _cut(self, chains: Chains) -> dict[Expr, Chain]:
-        """Cuts chains behind an op whose result is rounded."""
+        """Cuts chains after an op whose result is rounded."""
         cut: dict[Expr, Chain] = {}
         for chain in dict.fromkeys(chains.values()):
             part: list[Expr] = []

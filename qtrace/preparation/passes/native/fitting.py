@@ -80,7 +80,7 @@ def _shifted(source: QParams, scheme: QScheme) -> QParams | None:
 
 
 def _widened(source: QParams, scheme: QScheme) -> QParams | None:
-    """Returns the same integers as those of a wider ``scheme``, if it has them all."""
+    """Returns the same integers in a wider ``scheme``, if it has them all."""
     own = source.scheme
     if scheme.bits <= own.bits or scheme.signed != own.signed:
         return None

@@ -152,7 +152,7 @@ class _Giver:
         return self.located.activations[node.name]
 
     def _behind(self, node: Node) -> Origin | None:
-        """Returns the parameters behind an activation that clips ``node``, if nothing else reads it.
+        """Returns the parameters after an activation that clips ``node``, if nothing else reads it.
 
         MegEngine's integer kernels round to the scale of the result before they clip.
         """

@@ -142,7 +142,7 @@ def without_changed_layers(located: Located, model: TracedModule) -> Located:
 
     Args:
         located: the scales of the graph before the float stage.
-        model: the flat, expanded graph behind the float stage.
+        model: the flat, expanded graph after the float stage.
     """
     changed = {
         origin.layer: f"{origin.label}: its weight was changed behind its quantization, so its scales "

@@ -1,4 +1,4 @@
-"""Which file is delivered: the quantized one, or float where it is slower than what the user has."""
+"""Which file is delivered: the chosen one, or another if it is slower than what the user has."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ class Delivery:
         reference: what the speed is measured against: "your file" or "float".
         reference_seconds: the median time of a run of the reference.
         host: the interpreter or command by which the files were measured; "" for this interpreter.
+        slow_row: the row whose file was too slow, so that the file is that of fastest; "" for none.
         growth: by how much the file is larger than the user's own, and why; "" if it is not.
     """
 
@@ -48,6 +49,7 @@ class Delivery:
     reference: str = "float"
     reference_seconds: float = 0.0
     host: str = ""
+    slow_row: str = ""
     growth: str = ""
 
     @property
@@ -67,6 +69,8 @@ class Delivery:
                 f"; the quantized file is slower than {self.reference} here, so the file is in float: "
                 "`placement: small` in the recipe writes the quantized one for its size"
             )
+        elif self.slow_row:
+            text += f"; {self.slow_row} is slower than {self.reference} here, so the file is that of fastest"
         elif self.speed.slower:
             text += f"; the file is slower than {self.reference} here"
         return text

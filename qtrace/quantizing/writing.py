@@ -6,8 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from qtrace.errors import LimitError
 from qtrace.export import export
 from qtrace.graph.types import TracedModule
+from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.passes.convert import convert
 from qtrace.preparation.record import fake_quants
 from qtrace.quantizing.calibrator import CalibratedGraph, Calibrator
@@ -17,6 +19,7 @@ from qtrace.quantizing.judging_file import open_for_verdict
 from qtrace.quantizing.targets import format_of
 from qtrace.quantizing.verifying import batch_of_file, verify_written
 from qtrace.runtimes.host import RuntimeHost
+from qtrace.sensitivity.diagnosis.verdict import BROKEN_BELOW_DB
 from qtrace.verification.report import VerifyReport
 
 __all__ = ["FileWriter", "WrittenFile"]
@@ -71,30 +74,60 @@ class FileWriter:
         return self.verify and self.calibrator.acceptance.metric is None
 
     def write(self, result: CalibratedGraph) -> WrittenFile:
-        """Writes the file, in float if that is faster and the quantized one is not asked for.
+        """Writes the file; if it is too slow and not asked for, that of the row above, or else float.
 
         Raises:
             LimitError: when the verdict on the file is refused.
             ExportError: when the graph has no such form.
             VerifyError: when the runtime computes something else.
         """
-        calibrator = self.calibrator
-        with calibrator.data.times.measure("export"):
-            converted = self._export(result.prepared)
-        report = self._verify(converted, result.prepared)
-        if self.judges_file:
-            result = self._judge(result, converted)
-        written = WrittenFile(result, converted, report)
-        with FloatFile(calibrator.traced, calibrator.config, self.path.suffix) as twin:
-            if self.measure:
-                written = replace(written, delivery=self._measure(result, twin))
+        with FloatFile(self.calibrator.traced, self.calibrator.config, self.path.suffix) as twin:
+            written = self._write(result, twin)
+            if written.delivery.in_float and (row := _row_above(result)):
+                written = self._write_faster(twin, row) or written
             if (prepared := written.delivery.prepared) is not None:
                 converted = self._export(prepared)
                 return replace(written, converted=converted, report=self._verify(converted, prepared))
             if self.judges_file:
-                result = calibrator.judge_file(result, self.partial, converted, twin, self.host)
+                result = self.calibrator.judge_file(
+                    written.result, self.partial, written.converted, twin, self.host
+                )
                 self.refuse(result)
-        return replace(written, result=result)
+                written = replace(written, result=result)
+        return written
+
+    def _write(self, result: CalibratedGraph, twin: FloatFile) -> WrittenFile:
+        """Writes, verifies, judges and measures the file of a graph."""
+        with self.calibrator.data.times.measure("export"):
+            converted = self._export(result.prepared)
+        report = self._verify(converted, result.prepared)
+        if self.judges_file:
+            result = self._judge(result, converted)
+        delivery = self._measure(result, twin) if self.measure else Delivery()
+        return WrittenFile(result, converted, report, delivery)
+
+    def _write_faster(self, twin: FloatFile, row: str) -> WrittenFile | None:
+        """Writes the file of the row with all that gains time, in the place of one that was too slow.
+
+        Args:
+            twin: the network in float.
+            row: the row whose file was too slow.
+
+        Returns:
+            The file; None if it is refused, or too slow as well.
+        """
+        writer = replace(self, calibrator=replace(self.calibrator, prefer="speed"))
+        result = writer.calibrator.calibrate()
+        try:
+            if not self.judges_file:
+                result = writer.calibrator.judge(result)
+                self.refuse(result)
+            written = writer._write(result, twin)
+        except LimitError:
+            return None
+        if written.delivery.in_float:
+            return None
+        return replace(written, delivery=replace(written.delivery, slow_row=row))
 
     def _export(self, prepared: TracedModule) -> TracedModule:
         """Writes a graph, and returns it as it was written."""
@@ -125,3 +158,14 @@ class FileWriter:
             return measure_file(
                 self.partial, result.prepared, twin, own=self.own, keep=self.keep, host=self.host
             )
+
+
+def _row_above(result: CalibratedGraph) -> str:
+    """Returns the row of a file if one above it is predicted to be faster, and not to be broken; else ""."""
+    note = QuantizedModel(result.prepared).annotation.placement
+    rows = {} if note is None or result.raised else {row.name: row for row in note.rows}
+    if note is None or note.chosen not in rows:
+        return ""
+    above = [row for row in rows.values() if row.speed > rows[note.chosen].speed]
+    good = any(row.sqnr is None or row.sqnr >= BROKEN_BELOW_DB for row in above)
+    return note.chosen if good else ""

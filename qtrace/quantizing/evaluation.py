@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from qtrace.data.base import Batch, DataSource, SizedSource, batch_length, length_of_last
+from qtrace.data.base import Batch, DataSource, SizedSource, batch_length
 from qtrace.data.batches import as_arguments, check_run, find_values, refuse_nan
-from qtrace.data.whole import SampleRange
+from qtrace.data.whole import Recut, SampleRange
 from qtrace.errors import CalibrationError
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.samples import cut_call, holds_infinite_data
@@ -19,14 +19,13 @@ from qtrace.sensitivity.diagnosis.samples import ENOUGH_SAMPLES
 __all__ = [
     "EvaluationData",
     "check_values",
-    "choose_evaluation",
     "count_samples",
     "count_values",
     "estimate_samples",
     "first_batches",
-    "hold_back_samples",
     "select_samples",
     "shorten",
+    "split_data",
 ]
 
 _BATCHES = 2  # of `ENOUGH_SAMPLES`, which a verdict reads at most: the graph runs slowly
@@ -40,19 +39,15 @@ class EvaluationData:
     """The samples of a verdict.
 
     Attributes:
-        source: the data.
-        first: the number of the first batch that is used.
+        source: the batches of these samples.
         measured_on: what these samples are, in words.
-        max_batches: the most batches to calibrate on, less those that are held back.
         more_data: whether the data of calibration has more batches than the user lets through.
         other_data: whether these are other data than those of calibration.
         seen: whether these are samples of the calibration.
     """
 
     source: DataSource
-    first: int
     measured_on: str
-    max_batches: int | None
     more_data: bool = False
     other_data: bool = False
     seen: bool = False
@@ -99,66 +94,50 @@ class EvaluationData:
                 )
 
     def _numbered(self, model: TracedModule) -> Iterator[tuple[int, Batch]]:
-        for number, batch in _select(self.source.numbered(lambda number: number >= self.first), model):
+        for number, batch in _select(self.source.numbered(), model):
             refuse_nan(as_arguments(batch, model, number), number, model, self.source.source)
             yield number, batch
 
 
-def choose_evaluation(
-    source: DataSource,
-    reopen: Callable[[], DataSource],
-    evaluation: DataSource | None,
-) -> EvaluationData:
-    """Chooses the batches of the verdict; holds some of the calibration data back if there are enough.
+def split_data(
+    source: Recut, limit: int | None, more_data: bool, evaluation: DataSource | None, unit: int
+) -> tuple[DataSource, EvaluationData]:
+    """Splits data into samples to calibrate on and those of the verdict, which are held back if it can be.
 
     Args:
-        source: the calibration data.
-        reopen: opens the same data without a limit on the number of batches.
+        source: all of the data.
+        limit: the number of samples that the user lets through; None for all.
+        more_data: whether there are more.
         evaluation: other data to judge on; None for none.
+        unit: samples are held back in multiples of this number.
     """
-    count = len(source) if hasattr(source, "__len__") else None
-    whole = source if count is None else reopen()
-    limit, more = source.max_batches, count is not None and len(whole) > count  # type: ignore[arg-type]
+    calibration = source if limit is None else SampleRange(source, 0, limit)
     if evaluation is not None:
-        return EvaluationData(evaluation, 0, "samples of the evaluation data", limit, more, other_data=True)
-    if more:
-        return EvaluationData(whole, count or 0, "samples after the limit of batches", limit, more)
-    if count is not None and count >= _QUARTER:
-        first = count - _count_held(source, count)
-        return EvaluationData(whole, first, "held-back samples", first)
-    return EvaluationData(whole, 0, "samples of the calibration", limit, seen=True)
+        return calibration, EvaluationData(evaluation, "samples of the evaluation data", more_data, True)
+    if more_data:
+        later = SampleRange(source, limit or 0, None)
+        return calibration, EvaluationData(later, "samples after the limit of batches", more_data)
+    total = sum(source.lengths) if isinstance(source, SizedSource) else 0
+    total = total if limit is None else min(limit, total)
+    if (held := _count_held(total, unit)) == 0:
+        return calibration, EvaluationData(calibration, "samples of the calibration", seen=True)
+    first = total - held
+    held_back = EvaluationData(SampleRange(source, first, total), "held-back samples")
+    return SampleRange(source, 0, first), held_back
 
 
-def _count_held(source: DataSource, count: int) -> int:
-    """Returns how many batches are held back: enough samples, a quarter at most; of many batches two."""
-    size = last = max(batch_length(next(iter(source))), 1)
-    if source.cut and isinstance(source, SizedSource):
-        last = length_of_last(source)  # which may be a single sample
-    least = min(ENOUGH_SAMPLES, (size * (count - 1) + last) // _QUARTER)
-    held = max(1, min(count // (2 * _QUARTER), _BATCHES))
-    return held + max(0, -(-(least - last - size * (held - 1)) // size))
-
-
-def hold_back_samples(source: DataSource, model: TracedModule) -> tuple[DataSource, EvaluationData] | None:
-    """Holds the last quarter of the samples back, where there are too few batches to hold one back.
+def _count_held(total: int, unit: int) -> int:
+    """Returns how many samples are held back: enough ones, twice as many of many; 0 of too few.
 
     Args:
-        source: data whose batches qtrace makes, of arrays or images.
-        model: the network.
-
-    Returns:
-        The samples to calibrate on, and those of the verdict; None if there are too few, or the model takes
-        batches of one size alone.
+        total: the number of samples.
+        unit: the result ends with a multiple of this number of samples.
     """
-    if not source.cut or not isinstance(source, SizedSource) or len(source) >= _QUARTER:
-        return None
-    batches = list(source)
-    total = sum(map(batch_length, batches))
-    kept = total - total // _QUARTER
-    if total < ENOUGH_SAMPLES or cut_call(as_arguments(batches[0], model), 1, model) is None:
-        return None
-    held = SampleRange(source, kept, total)
-    return SampleRange(source, 0, kept), EvaluationData(held, 0, "held-back samples", None)
+    if total < ENOUGH_SAMPLES or -(-total // unit) < _QUARTER:
+        return 0
+    most = ENOUGH_SAMPLES * max(1, min(total // (2 * _QUARTER * ENOUGH_SAMPLES), _BATCHES))
+    held = min(total // _QUARTER, most)
+    return total - (total - held) // unit * unit
 
 
 def check_values(source: DataSource) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from qtrace.data.base import Batch, batch_length
-from qtrace.data.whole import filled_batches
+from qtrace.data.whole import MOST_VALUES, filled_batches
 from qtrace.errors import QtraceError
 from qtrace.graph.types import TracedModule
 from qtrace.onnxfile.local_session import LocalSession
@@ -40,7 +40,6 @@ __all__ = ["judge_file", "open_for_verdict"]
 
 # Counts of samples and values, not a time: the verdict is the same on a busy machine.
 _MOST_SAMPLES = 64  # which show heavy tails and rare events that eight miss
-_MOST_VALUES = 32 * 3 * 224 * 224  # of all inputs
 _MOST_OUTPUTS = 1 << 26  # values of either file, which are kept
 
 
@@ -167,7 +166,7 @@ def _cut(batches: Iterable[Batch], traced: TracedModule, size: int | None) -> It
     samples = values = 0
     for number, batch in enumerate(batches):
         count = max(batch_length(batch), 1)
-        fitting = (_MOST_VALUES - values) * count // max(count_values(batch), 1)
+        fitting = (MOST_VALUES - values) * count // max(count_values(batch), 1)
         most = min(_MOST_SAMPLES - samples, max(fitting, ENOUGH_SAMPLES - samples))
         if most <= 0:
             return

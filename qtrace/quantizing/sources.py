@@ -14,20 +14,29 @@ import numpy as np
 from megengine.module import Module
 
 from qtrace.data import Batch, DataSource
-from qtrace.data.base import GIVE_BATCHES, SizedSource, batch_length, length_of_last
+from qtrace.data.base import GIVE_BATCHES, batch_length
 from qtrace.data.batches import as_arguments, can_run, first_samples
 from qtrace.errors import CalibrationError, DataError, GraphError
 from qtrace.graph.files.serialize import load
 from qtrace.graph.interface import read_interface
 from qtrace.graph.opaque import cure_for_kept, opaque_calls
+from qtrace.graph.signature import list_inputs
 from qtrace.graph.tracing.trace import trace
 from qtrace.graph.types import TracedModule
 from qtrace.importing.onnx import declared_axes, from_onnx, open_inputs
 from qtrace.importing.torch import from_torch, is_torch_module
 from qtrace.preparation.record import is_quantized
-from qtrace.preparation.samples import cut_call
+from qtrace.preparation.samples import cut_call, takes_call
 
-__all__ = ["example_inputs", "fixed_batch", "only_batch", "open_shapes", "own_file", "read_network"]
+__all__ = [
+    "example_inputs",
+    "open_shapes",
+    "own_file",
+    "read_network",
+    "takes_batch",
+    "takes_single",
+    "traced_batch",
+]
 
 _LOG = logging.getLogger("qtrace")
 
@@ -96,59 +105,49 @@ def own_file(source: Any) -> Path | None:
     return Path(source) if own else None
 
 
-def fixed_batch(traced: TracedModule, batch: Batch) -> int | None:
-    """Returns the batch that an ONNX file fixes, if its graph cannot run on a batch of the data instead.
+def takes_batch(traced: TracedModule, batch: Batch) -> bool:
+    """Returns whether a network takes a batch.
 
-    Some exporters write the batch into the network, as the first size of a Reshape. A network that takes the
-    first sample of its batch, as detectors do before a suppression, runs on more and does not look at them.
+    Some exporters write the batch into the network, as the first size of a Reshape. A network whose file
+    fixes the batch may take the first sample of it, as detectors do before a suppression: it runs on more and
+    does not look at them.
 
     Args:
         traced: the network.
         batch: a batch of the data.
     """
-    size = _declared_batch(traced)
-    if size is None:
-        return None
-    arrays = [_array(batch, index, name) for index, name in enumerate(_declared_sizes(traced))]
-    if all(array is not None and array.ndim and len(array) == size for array in arrays):
-        return None
-    try:
-        return None if can_run(traced, as_arguments(batch, traced), samples=batch_length(batch)) else size
-    except CalibrationError:  # the batch is no input of the network at all, which is said where it is read
-        return None
-
-
-def only_batch(traced: TracedModule, *sources: DataSource) -> int | None:
-    """Returns the length of the first batch if the network takes no shorter one that the data may end with.
-
-    Args:
-        traced: the network.
-        *sources: the data of the calibration, and others that are read in such batches.
-    """
-    batch = next(iter(sources[0]))
-    size = batch_length(batch)
+    count, declared = batch_length(batch), _declared_batch(traced)
     try:
         arguments = as_arguments(batch, traced)
-    except CalibrationError:  # said where the data are read
-        return None
-    for rest in {_length_of_rest(source) for source in sources}:
-        few = first_samples(arguments, rest)
-        if few is None:
-            continue
-        if _declared_batch(traced) == size:  # it may look at its first sample alone
-            takes = can_run(traced, few, samples=rest)
-        else:
-            takes = cut_call(arguments, rest, traced) is not None
-        if not takes:
-            return size
-    return None
+    except CalibrationError:  # said where the batch is read
+        return False
+    if declared == count or (declared is None and _is_traced_on(traced, batch)):
+        return True
+    if declared is None:
+        return takes_call(arguments, traced) or can_run(traced, arguments)
+    return can_run(traced, arguments, samples=count)
 
 
-def _length_of_rest(source: DataSource) -> int:
-    """Returns the number of samples of the last batch; 1 for a source of which it takes long to know."""
-    if not source.cut or not isinstance(source, SizedSource):
-        return 1
-    return length_of_last(source) or 1
+def takes_single(traced: TracedModule, batch: Batch) -> bool:
+    """Returns whether a network takes the first sample of a batch that it takes; so if there is one."""
+    arguments = as_arguments(batch, traced)
+    few = first_samples(arguments, 1)
+    if few is None:
+        return True
+    if _declared_batch(traced) == batch_length(batch):  # it may look at its first sample alone
+        return can_run(traced, few, samples=1)
+    return cut_call(arguments, 1, traced) is not None
+
+
+def traced_batch(traced: TracedModule) -> int | None:
+    """Returns the batch that the file of a network fixes, or else that of its trace."""
+    shapes = (shape for _, shape in list_inputs(traced))
+    return _declared_batch(traced) or next((int(shape[0]) for shape in shapes if shape), None)
+
+
+def _is_traced_on(traced: TracedModule, batch: Batch) -> bool:
+    arrays = batch.values() if isinstance(batch, dict) else batch
+    return sorted(array.shape for array in arrays) == sorted(shape for _, shape in list_inputs(traced))
 
 
 def _declared_sizes(traced: TracedModule) -> dict[str, tuple[int | None, ...] | None]:

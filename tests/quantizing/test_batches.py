@@ -1,0 +1,108 @@
+"""One file whatever batches the data come in, and where batches have to stay as they are."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import megengine.functional as F
+import megengine.module as M
+import numpy as np
+import pytest
+
+import qtrace
+from qtrace.config.recipe import config_or_default
+from qtrace.data.base import batch_length
+from qtrace.preparation.record import fake_quants
+from qtrace.quantizing.call_data import CallData, DataOpener
+from qtrace.quantizing.options import DataReading
+from qtrace.quantizing.reporting import LogReporter
+from qtrace.quantizing.sources import read_network
+from tests.nets import images, net
+
+DATA = images(44, 3, 16, 16)
+RECIPE = {"placement": "balanced", "ptq": ["gptq"]}
+
+
+def _module() -> M.Module:
+    """Gains enough by integers for a choice, which `gptq` is fitted for."""
+    np.random.seed(3)
+    layers = {name: M.Conv2d(n, 32, 3, padding=1) for name, n in (("a", 3), ("b", 32), ("c", 32))}
+    for seed, layer in enumerate(layers.values()):
+        shape = layer.weight.numpy().shape
+        layer.weight[:] = np.random.default_rng(seed).normal(0, 0.1, shape).astype(np.float32)
+
+    def forward(self: Any, x: Any) -> Any:
+        return self.c(F.relu(self.b(F.relu(self.a(x))))).mean(axis=(2, 3))
+
+    return net(forward, **layers)
+
+
+def _list(size: int) -> list[np.ndarray]:
+    return [DATA[i : i + size] for i in range(0, len(DATA), size)]
+
+
+def test_one_hash_whatever_the_batches(tmp_path: Path) -> None:
+    """Batches of 1, 6 and 8 gave three files: by last bits, rows of `gptq`, and what was held back."""
+    np.savez(tmp_path / "x.npz", x=DATA)
+    forms: list[tuple[Any, dict[str, int]]] = [(_list(size), {}) for size in (1, 6, 8)]
+    forms += [(DATA, {"batch_size": size}) for size in (1, 6, 8)]
+    forms += [(tmp_path / "x.npz", {"batch_size": 6}), ([{"x": batch} for batch in _list(6)], {})]
+    forms += [(DATA, {"batch_size": 11, "max_batches": 4})]
+    hashes, lines = set(), set()
+    for data, reading in forms:
+        out = tmp_path / "out.onnx"
+        result = qtrace.quantize(
+            _module(), data, out, recipe=RECIPE, measure=False, progress=False, **reading
+        )
+        assert result.verdict is not None
+        assert any(fake_quants(result.prepared))
+        lines.add(result.verdict.line())
+        hashes.add(hashlib.sha256(out.read_bytes()).hexdigest())
+        out.unlink()
+    assert len(hashes) == len(lines) == 1
+    assert "held-back samples" in lines.pop()
+
+
+def _open(module: Any, data: Any, **reading: Any) -> tuple[Any, CallData]:
+    source = qtrace.trace(module, *module.example) if hasattr(module, "example") else module
+    opener = DataOpener(source, data, None, DataReading(**reading), config_or_default(None), LogReporter())
+    return opener.open(lambda batches: read_network(source, batches, None, ()))
+
+
+def _lengths(opened: CallData) -> list[int]:
+    return [batch_length(batch) for batch in opened.calibration]
+
+
+@pytest.mark.parametrize("axis", ["time", "tokens", "mean", "rows"])
+def test_batches_stay_where_their_first_axis_is_none_of_samples(axis: str) -> None:
+    def forward(self: Any, x: Any) -> Any:
+        if axis == "time":
+            return self.lstm(F.expand_dims(x, 1))[0]
+        if axis == "tokens":
+            return F.matmul(F.softmax(F.matmul(x, x, transpose_b=True)), x)
+        return x - x.mean(axis=0) if axis == "mean" else F.relu(x).mean(axis=0)
+
+    module = net(forward, lstm=M.LSTM(4, 5))
+    batches = [images(1, n, 4, seed=n)[0] for n in (20, 20, 12, 20, 20)]
+    assert _lengths(_open(module, batches)[1]) == [20, 20, 12, 20]
+
+
+@pytest.mark.parametrize("size", [5, 12])
+@pytest.mark.parametrize("traced", [True, False])
+@pytest.mark.parametrize("form", ["list", "array"])
+def test_a_network_of_one_batch_gets_it(size: int, traced: bool, form: str) -> None:
+    module = net(lambda self, x: self.a(x).reshape(size, -1), a=M.Conv2d(3, 4, 3))
+    if traced:
+        module.example = (DATA[:size],)
+    data, reading = (_list(size), {}) if form == "list" else (DATA, {"batch_size": size})
+    _, opened = _open(module, data, **reading)
+    assert set(_lengths(opened)) == {size}
+
+
+def test_inputs_without_a_common_first_axis_stay() -> None:
+    module = net(lambda self, x, edges: F.matmul(edges, x))
+    batches: Sequence[Any] = [(images(1, 7, 4)[0], images(1, 5, 7)[0]) for _ in range(5)]
+    assert _lengths(_open(module, batches)[1]) == [7, 7, 7]

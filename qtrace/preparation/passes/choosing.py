@@ -85,8 +85,8 @@ def choose_row(
     """Switches off what is not worth its noise in a calibrated graph, in place.
 
     Algorithms fit a layer to what the layers before it lose on integers. Where some of these are switched
-    off, the others are fitted anew: for half of a text recogniser that was worth 1.8 dB. Nothing is chosen
-    for a config that places everything, and in graphs whose BatchNorms train on.
+    off, the others are fitted anew: for half of a text recogniser that was worth 1.8 dB. Nothing is chosen,
+    and no row is measured, if the config decides all, asks for size, or has BatchNorms that train on.
 
     Args:
         prepared: the calibrated graph.
@@ -99,8 +99,12 @@ def choose_row(
     note = model.annotation.placement
     if note is None or note.mode == "float" or model.annotation.folds:
         return
-    row = PREFERENCES[prefer] if prefer else {"small": "fastest"}.get(note.mode, note.mode)
+    if note.mode == "small" and prefer is None:
+        return
+    row = PREFERENCES[prefer] if prefer else note.mode
     chooser = _Chooser(model, reference, calls)
+    if all(unit.fixed is not None for unit in chooser.problem.units):
+        return
     fastest = chooser.whole()
     balanced = chooser.balance(fastest)
     candidates = {"fastest": fastest, "balanced": balanced, "float": chooser.nothing}

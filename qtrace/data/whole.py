@@ -10,28 +10,13 @@ import numpy as np
 from qtrace.data.base import Batch, DataSource, DerivedSource, SizedSource, batch_length, length_of_last
 from qtrace.errors import DataError
 
-__all__ = ["MOST_VALUES", "Recut", "SampleRange", "filled_batches", "recut", "shares_samples", "usual_size"]
-
-_MOST_SAMPLES = 8
-"""Samples of a batch that qtrace makes."""
-MOST_VALUES = 32 * 3 * 224 * 224
-"""Values of the inputs of large samples that run at once, or are looked at: those of 32 usual images."""
+__all__ = ["Recut", "SampleRange", "filled_batches", "recut", "shares_samples"]
 
 
 def shares_samples(batch: Batch) -> bool:
     """Returns whether all arrays of a batch have one first axis, which counts the samples."""
     lengths = {len(value) for value in _values(batch) if value.ndim}
     return len(lengths) == 1
-
-
-def usual_size(batch: Batch) -> int:
-    """Returns the number of samples of a batch that qtrace makes, which their size says.
-
-    Args:
-        batch: any batch of such samples.
-    """
-    values = sum(value.size for value in _values(batch)) // batch_length(batch)
-    return max(1, min(_MOST_SAMPLES, MOST_VALUES // max(values, 1)))
 
 
 def filled_batches(batch: Batch, size: int) -> list[Batch]:

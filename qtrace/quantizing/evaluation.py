@@ -17,6 +17,7 @@ from qtrace.sensitivity.diagnosis.inputs import find_single_numbers
 from qtrace.sensitivity.diagnosis.samples import ENOUGH_SAMPLES
 
 __all__ = [
+    "MOST_VALUES",
     "EvaluationData",
     "check_values",
     "count_samples",
@@ -26,8 +27,11 @@ __all__ = [
     "select_samples",
     "shorten",
     "split_data",
+    "usual_size",
 ]
 
+MOST_VALUES = 32 * 3 * 224 * 224
+"""Values of the inputs that run at once, or that a file is judged on: those of 32 usual images."""
 _BATCHES = 2  # of `ENOUGH_SAMPLES`, which a verdict reads at most: the graph runs slowly
 _MOST_BATCHES = 8  # of fewer samples, such as large images
 _QUARTER = 4  # of the data is held back at most: ranges need the rest
@@ -182,6 +186,16 @@ def _select(numbered: Iterable[tuple[int, Batch]], model: TracedModule) -> Itera
 def count_values(batch: Batch) -> int:
     """Returns the number of values of all inputs of a batch."""
     return sum(array.size for array in (batch.values() if isinstance(batch, dict) else batch))
+
+
+def usual_size(batch: Batch) -> int:
+    """Returns how many samples run at once: enough ones for a verdict, fewer if they are large.
+
+    Args:
+        batch: any batch of such samples.
+    """
+    values = max(count_values(batch) // batch_length(batch), 1)
+    return max(1, min(ENOUGH_SAMPLES, MOST_VALUES // values))
 
 
 def shorten(batch: Batch, model: TracedModule, index: int, samples: int = ENOUGH_SAMPLES) -> Batch:

@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 
 from qtrace.data.base import Batch, batch_length
-from qtrace.data.whole import MOST_VALUES, filled_batches
+from qtrace.data.whole import filled_batches
 from qtrace.errors import QtraceError
 from qtrace.graph.types import TracedModule
 from qtrace.onnxfile.local_session import LocalSession
 from qtrace.outputs import find_groups
 from qtrace.outputs.selections import reaching
 from qtrace.process.together import Together
-from qtrace.quantizing.evaluation import count_values, shorten
+from qtrace.quantizing.evaluation import MOST_VALUES, count_values, shorten
 from qtrace.quantizing.file_runs import FileRuns, input_values, open_runs, run_batch
 from qtrace.quantizing.float_file import FloatFile
 from qtrace.runtimes.host import RuntimeHost

@@ -10,7 +10,7 @@ import pytest
 
 from qtrace.data import open_data
 from qtrace.data.base import DataSource, SizedSource, batch_length
-from qtrace.data.whole import Recut, SampleRange, filled_batches, recut, shares_samples, usual_size
+from qtrace.data.whole import Recut, SampleRange, filled_batches, recut, shares_samples
 from qtrace.errors import DataError
 
 
@@ -55,11 +55,6 @@ def test_samples_of_other_shapes_and_settings_stay_apart() -> None:
     apart = recut(open_data([(_samples(3), _samples(2)), (_samples(3), _samples(2))]), 2)
     assert not shares_samples(next(iter(open_data([(_samples(3), _samples(2))]))))
     assert isinstance(apart, Recut)
-
-
-def test_large_samples_run_in_smaller_batches() -> None:
-    sizes = [usual_size((np.broadcast_to(np.float32(0), (6, 3, n, n)),)) for n in (32, 224, 640, 1760)]
-    assert sizes == [8, 8, 3, 1]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from qtrace.config.recipe import config_or_default
 from qtrace.data.base import batch_length
 from qtrace.preparation.record import fake_quants
 from qtrace.quantizing.call_data import CallData, DataOpener
+from qtrace.quantizing.evaluation import usual_size
 from qtrace.quantizing.options import DataReading
 from qtrace.quantizing.reporting import LogReporter
 from qtrace.quantizing.sources import read_network
@@ -106,3 +107,8 @@ def test_inputs_without_a_common_first_axis_stay() -> None:
     module = net(lambda self, x, edges: F.matmul(edges, x))
     batches: Sequence[Any] = [(images(1, 7, 4)[0], images(1, 5, 7)[0]) for _ in range(5)]
     assert _lengths(_open(module, batches)[1]) == [7, 7, 7]
+
+
+def test_large_samples_run_in_smaller_batches() -> None:
+    sizes = [usual_size((np.broadcast_to(np.float32(0), (6, 3, n, n)),)) for n in (32, 224, 640, 1760)]
+    assert sizes == [8, 8, 3, 1]

@@ -14,7 +14,7 @@ from qtrace.errors import CalibrationError
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.samples import cut_call, holds_infinite_data
 from qtrace.sensitivity.diagnosis.inputs import find_single_numbers
-from qtrace.sensitivity.diagnosis.samples import ENOUGH_SAMPLES
+from qtrace.sensitivity.diagnosis.verdict import ENOUGH_SAMPLES
 
 __all__ = [
     "MOST_VALUES",

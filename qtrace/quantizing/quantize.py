@@ -21,16 +21,14 @@ from qtrace.process.garbage import older_objects_spared
 from qtrace.process.thread import on_engine_thread
 from qtrace.quantizing.calibrator import Calibrator, refuse_broken
 from qtrace.quantizing.call_data import DataOpener
+from qtrace.quantizing.delivering import FileWriter
 from qtrace.quantizing.evaluation import check_values
 from qtrace.quantizing.judging import Acceptance
 from qtrace.quantizing.options import QuantizeOptions
-from qtrace.quantizing.original import open_original
 from qtrace.quantizing.quantized import Quantized
 from qtrace.quantizing.reporting import LogReporter, StageTimes
-from qtrace.quantizing.sources import own_file, read_network
-from qtrace.quantizing.targets import choose_config
-from qtrace.quantizing.weight_bits import prefer_placement, with_safe_bits
-from qtrace.quantizing.writing import FileWriter
+from qtrace.quantizing.sources import open_original, own_file, read_network
+from qtrace.quantizing.targets import choose_config, prefer_placement, with_safe_bits
 from qtrace.runtimes.files import check_host
 from qtrace.storage.outputs import output_file
 

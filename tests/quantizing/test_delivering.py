@@ -19,7 +19,7 @@ from qtrace.preparation.placement import frontier
 from qtrace.quantizing import delivering
 from qtrace.quantizing.delivering import is_too_slow, measure_file, rounds_for_speed, timed_settings
 from qtrace.quantizing.figures import note_graph
-from qtrace.quantizing.float_file import FloatFile
+from qtrace.quantizing.file_runs import FloatFile
 from qtrace.quantizing.reporting import LogReporter
 from tests.importing.onnx.networks import model, node, save, weights
 from tests.nets import images, net, randomize

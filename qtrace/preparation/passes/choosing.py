@@ -46,10 +46,9 @@ from qtrace.preparation.placement.frontier import (
     in_float,
     price,
 )
-from qtrace.preparation.placement.noise import estimate_noise
 from qtrace.preparation.placement.problem import evaluate
 from qtrace.preparation.placement.reference import Arguments, MeasuredRun
-from qtrace.preparation.placement.trials import RoundingTrial, Trials
+from qtrace.preparation.placement.trials import RoundingTrial, Trials, estimate_noise
 from qtrace.preparation.record import remove_record, write_record
 
 __all__ = ["PREFERENCES", "choose_row", "copy_with_weights"]

@@ -21,7 +21,6 @@ from qtrace.preparation.model import QuantizedModel
 from qtrace.process.thread import on_engine_thread
 from qtrace.sensitivity.diagnosis.causes import Cause, find_cause, observes_too_little
 from qtrace.sensitivity.diagnosis.cures import Cure, cure_recipe, find_cure
-from qtrace.sensitivity.diagnosis.evidence import SiteEvidence
 from qtrace.sensitivity.diagnosis.inputs import (
     OTHER_DATA,
     InputStatistics,
@@ -30,9 +29,8 @@ from qtrace.sensitivity.diagnosis.inputs import (
     find_single_numbers,
     measure_inputs,
 )
-from qtrace.sensitivity.diagnosis.judged_outputs import judge_outputs
-from qtrace.sensitivity.diagnosis.measuring import measure_output_noise, measure_sites
-from qtrace.sensitivity.diagnosis.samples import JudgedOutputs
+from qtrace.sensitivity.diagnosis.judged_outputs import JudgedOutputs, judge_outputs
+from qtrace.sensitivity.diagnosis.measuring import SiteEvidence, measure_output_noise, measure_sites
 from qtrace.sensitivity.diagnosis.verdict import Doubt, GroupVerdict, Verdict
 from qtrace.sensitivity.metrics import Outputs, choose
 from qtrace.sensitivity.simulation import Simulation

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.sensitivity.diagnosis.evidence import Branch, SiteEvidence
+from qtrace.sensitivity.diagnosis.measuring import Branch, SiteEvidence
 
 __all__ = ["Cause", "find_cause", "observes_too_little"]
 

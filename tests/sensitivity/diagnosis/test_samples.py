@@ -18,7 +18,7 @@ from qtrace.data.whole import recut
 from qtrace.outputs import find_groups
 from qtrace.quantizing.evaluation import split_data
 from qtrace.sensitivity.diagnosis import Calibrated, JudgedOutputs, diagnose, judge_outputs
-from qtrace.sensitivity.diagnosis.samples import SampleErrors, measure_differences, measure_samples
+from qtrace.sensitivity.diagnosis.judged_outputs import SampleErrors, measure_differences, measure_samples
 from qtrace.sensitivity.diagnosis.verdict import Doubt, Verdict, judge
 from tests import selecting_nets
 from tests.nets import net, randomize

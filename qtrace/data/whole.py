@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -57,7 +59,7 @@ def recut(source: DataSource, size: int | None, whole: bool = False) -> Recut:
 class Recut(DerivedSource):
     """The samples of a source in other batches; see `recut`.
 
-    Batches are joined where their arrays have samples of one shape, and settings of one value.
+    Batches are joined if their arrays have samples of one shape, and settings of one value.
 
     Attributes:
         size: the number of samples of a batch; None for the batches as they are.
@@ -75,19 +77,16 @@ class Recut(DerivedSource):
     @cached_property
     def lengths(self) -> Sequence[int]:
         """The number of samples of each batch; the data are read for it unless they are cut from arrays."""
-        if self.cut and isinstance(self.inner, SizedSource) and len(self.inner):
-            last = length_of_last(self.inner)
-            rest = [] if self.whole and last != self.size else [last]
-            first = [batch_length(next(iter(self.inner)))] * (len(self.inner) - 1)
-            return [*first, *rest]
-        return [batch_length(batch) for _, batch in self._batches(lambda number: True)]
+        if not self.cut or self.size is None or not isinstance(self.inner, SizedSource):
+            return [batch_length(batch) for _, batch in self._batches(lambda number: True)]
+        first, last = [self.size] * (len(self.inner) - 1), length_of_last(self.inner)
+        return first if self.whole and last != self.size else [*first, last]
 
     @property
     def left_out(self) -> int:
-        """The number of samples at the end that are in no whole batch; 0 if that takes long to know."""
-        if not self.whole or not self.cut or not isinstance(self.inner, SizedSource) or self.size is None:
-            return 0
-        return length_of_last(self.inner) % self.size
+        """The number of samples at the end of arrays that are in no whole batch."""
+        arrays = self.whole and self.cut and isinstance(self.inner, SizedSource)
+        return length_of_last(self.inner) % self.size if arrays and self.size else 0  # type: ignore[arg-type]
 
     def _batches(self, selects: Callable[[int], bool]) -> Iterator[tuple[int, Batch]]:
         if self.cut or self.size is None:  # numbers stay: only the last one has fewer samples
@@ -99,17 +98,19 @@ class Recut(DerivedSource):
     def _joined(self, size: int) -> Iterator[Batch]:
         """Yields all batches of ``size`` samples, and what is left before samples of another shape."""
         parts: list[Batch] = []
+        last: Any = None
         for batch in self.inner:
-            if parts and not _fit(parts[0], batch):
-                yield from parts
-                parts = []
+            form = _form(batch)
+            if form != last:
+                yield from () if self.whole else parts
+                parts, last = [], form
             joined = _join([*parts, batch])
             count = batch_length(joined)
-            cuts = [_cut(joined, start, min(start + size, count)) for start in range(0, count, size)]
-            parts = [] if batch_length(cuts[-1]) == size else [cuts.pop()]
+            ends = range(size, count + size, size) if shares_samples(batch) else [count]
+            cuts = [_cut(joined, max(end - size, 0), min(end, count)) for end in ends]
+            parts = [] if batch_length(cuts[-1]) >= size else [cuts.pop()]
             yield from cuts
-        if not self.whole:
-            yield from parts
+        yield from () if self.whole else parts
 
 
 class _SizedRecut(Recut, SizedSource):
@@ -123,8 +124,7 @@ class SampleRange(DerivedSource, SizedSource):
     """Samples ``start`` to ``stop`` of a source, in its batches, which keep their numbers.
 
     Args:
-        source: the batches. Where these are as they were given, one with samples beyond ``start`` or ``stop``
-            belongs to what comes after; else those at both ends are cut.
+        source: the batches; those at both ends are cut, unless batches are as they were given.
         start, stop: the numbers of the first sample and of the one after the last; None for all.
     """
 
@@ -137,38 +137,33 @@ class SampleRange(DerivedSource, SizedSource):
         return f"{self.inner.identity()} {self.start} {self.stop}"
 
     def _count(self) -> int:
-        return sum(1 for _ in self._parts(lambda number: True))
+        return self._number
 
-    def _parts(self, selects: Callable[[int], bool]) -> Iterator[tuple[int, int, int]]:
-        """Yields number, first and last sample in the batch, of each batch that has samples of the range."""
-        first = 0
-        for number, count in enumerate(self._recut.lengths):
-            low, high = self._within(first, count)
-            first += count
-            if low < high and selects(number):
-                yield number, low, high
-
-    def _within(self, first: int, count: int) -> tuple[int, int]:
-        """Returns which samples of a batch are in the range."""
-        stop = first + count if self.stop is None else self.stop
-        if self._recut.size is None:
-            inside = self.start < first + count <= stop
-            return (0, count) if inside else (0, 0)
-        return max(self.start - first, 0), min(stop - first, count)
+    @cached_property
+    def _number(self) -> int:
+        size = self._recut.size
+        if not self.cut or size is None:
+            return sum(1 for _ in self._batches(lambda number: True))
+        stop = sum(self._recut.lengths) if self.stop is None else self.stop
+        return -(-stop // size) - self.start // size
 
     def _batches(self, selects: Callable[[int], bool]) -> Iterator[tuple[int, Batch]]:
-        first = 0
-        if self.cut:
-            parts = {number: (low, high) for number, low, high in self._parts(selects)}
-            for number, batch in self.inner.numbered(parts.__contains__):
-                yield number, _cut(batch, *parts[number])
-            return
-        for number, batch in self.inner.numbered():
-            low, high = self._within(first, batch_length(batch))
-            first += batch_length(batch)
+        size, stop, first = self._recut.size, math.inf if self.stop is None else self.stop, 0
+
+        def reaches(number: int) -> bool:
+            inside = size is None or self.start < (number + 1) * size <= stop + size - 1
+            return not self.cut or (inside and selects(number))
+
+        for number, batch in self.inner.numbered(reaches):
+            count = batch_length(batch)
+            first = number * size if self.cut and size else first
+            low, high = max(self.start - first, 0), int(min(stop - first, count))
+            if size is None:  # a batch with samples beyond an end belongs to what comes after
+                low, high = (0, count) if self.start < first + count <= stop else (0, 0)
+            first += count
             if low < high:
                 yield number, _cut(batch, low, high)
-            elif self.stop is not None and first >= self.stop:
+            elif first >= stop:
                 return
 
 
@@ -195,16 +190,7 @@ def _join(batches: Sequence[Batch]) -> Batch:
     return dict(zip(first, values, strict=True)) if isinstance(first, dict) else tuple(values)
 
 
-def _fit(first: Batch, second: Batch) -> bool:
-    """Whether two batches have samples of one shape, and settings of one value."""
-    if not (shares_samples(first) and shares_samples(second)) or _keys(first) != _keys(second):
-        return False
-    pairs = zip(_values(first), _values(second), strict=True)
-    return all(
-        a.dtype == b.dtype and a.shape[1:] == b.shape[1:] and a.ndim == b.ndim and (a.ndim > 0 or a == b)
-        for a, b in pairs
-    )
-
-
-def _keys(batch: Batch) -> list[str] | int:
-    return list(batch) if isinstance(batch, dict) else len(batch)
+def _form(batch: Batch) -> list[Any]:
+    """Returns what batches have in common whose samples fit: names, types, shapes, and values of settings."""
+    named = batch.items() if isinstance(batch, dict) else enumerate(batch)
+    return [(key, value.dtype, value.shape[1:] if value.ndim else value.item()) for key, value in named]

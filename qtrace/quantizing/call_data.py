@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +19,7 @@ from qtrace.config import Preprocess, QConfig
 from qtrace.data import Batch, DataSource, SizedSource, open_data
 from qtrace.data.base import batch_length
 from qtrace.data.opening import find_labels, names_labels, without_labels
-from qtrace.data.whole import Recut, recut, shares_samples
+from qtrace.data.whole import Recut, SampleRange, recut, shares_samples
 from qtrace.errors import QtraceError
 from qtrace.graph.interface import read_inputs
 from qtrace.graph.signature import argument_names
@@ -80,8 +79,10 @@ class DataOpener:
 
     @cached_property
     def given(self) -> DataSource:
-        """All of the data without labels, in the batches of the user."""
+        """The data without labels, in the batches of the user; arrays without the limit of batches."""
         opened = self._open(self.data, self.reading.batch_size, self.reporter)
+        if not opened.cut:  # what comes after the limit may be no batch
+            opened.max_batches = self.reading.max_batches
         labels = labels_of(self.source, next(iter(opened)))
         note_pixels(opened, self.config.preprocess, self.reporter)
         if labels:
@@ -103,7 +104,9 @@ class DataOpener:
         Raises:
             CalibrationError: when a batch of the verdict does not fit the model, or holds NaN or infinity.
         """
-        size = None if self.as_given or not shares_samples(self.first) else usual_size(self.first)
+        size = usual_size(self.first) if shares_samples(self.first) else None
+        if self.as_given:
+            size = batch_length(self.first) if self.given.cut else None
         try:
             traced = read(self._recut(self.given, size))
         except QtraceError:
@@ -120,14 +123,15 @@ class DataOpener:
         return traced, data
 
     def _open(self, data: Any, batch_size: int, reporter: Reporter) -> DataSource:
-        return open_source(data, reporter, self.config, replace(self.reading.whole, batch_size=batch_size))
+        source = open_source(data, reporter, self.config, replace(self.reading, batch_size=batch_size))
+        source.max_batches = None
+        return source
 
     def _recut(self, source: DataSource, size: int | None, whole: bool = False) -> Recut:
         """Returns batches of ``size`` samples; cut from arrays, if they are."""
         if source.cut and size not in (None, self.reading.batch_size):
             data = self.data if source is self.given else self.evaluation
-            opened = self._open(data, size, LogReporter())
-            source = without_labels(opened, getattr(source, "labels", ()))
+            source = self._unlimited(data, source, size)
         return recut(source, size, whole)
 
     def _choose_size(self, traced: TracedModule, size: int | None) -> tuple[int | None, bool]:
@@ -135,12 +139,12 @@ class DataOpener:
 
         Args:
             traced: the network.
-            size: the usual number; None for batches as they are, which is the result, too, if results are not
-                those of single samples.
+            size: the usual number; None for batches as they are. So is the result where samples depend on
+                each other.
         """
         own = batch_length(self.first)
-        if size is None:
-            return None, False
+        if size is None or self.as_given:
+            return size, False
         for count in dict.fromkeys((size, traced_batch(traced) or size, own)):
             batch = next(iter(self._recut(self.given, count)))
             if takes_batch(traced, batch):
@@ -155,17 +159,20 @@ class DataOpener:
 
     def _split(self, size: int | None, whole: bool) -> CallData:
         """Opens the data in batches of ``size`` samples, and holds samples back."""
-        own, limit, more = batch_length(self.first), self.reading.max_batches, False
+        own, limit = batch_length(self.first), self.reading.max_batches
         source = self._recut(self.given, size, whole)
         self._note(source, own)
+        calibration: DataSource = source
+        later = None
         if limit is not None and self.given.cut:
             limit *= self.reading.batch_size
-            more = sum(source.lengths) > limit
+            limit = -(-limit // size) * size if whole and size else limit
+            if sum(source.lengths) > limit:
+                calibration, later = SampleRange(source, 0, limit), SampleRange(source, limit, None)
         elif limit is not None:
-            more = isinstance(self.given, SizedSource) and len(self.given) > limit
-            limit = sum(batch_length(batch) for batch in itertools.islice(self.given, limit))
-        if limit is not None and whole and size is not None:
-            limit = -(-limit // size) * size
+            everything = self._unlimited(self.data, self.given)
+            if isinstance(everything, SizedSource) and len(everything) > limit:
+                later = SampleRange(recut(everything, size, whole), sum(source.lengths), None)
         other = None
         if self.evaluation is not None:  # it may have labels where the data have none
             other = self._open(self.evaluation, self.reading.batch_size, LogReporter())
@@ -173,8 +180,13 @@ class DataOpener:
             other = without_labels(other, () if first is None else labels_of(self.source, first))
             other = self._recut(other, size, whole)
             self._note(other, own)
-        unit = own if size is None else size if whole else 1
-        return CallData(*split_data(source, limit, more, other, unit))
+        unit = size or own if whole or self.as_given or size is None else 1
+        return CallData(*split_data(calibration, later, other, unit))
+
+    def _unlimited(self, data: Any, like: DataSource, size: int | None = None) -> DataSource:
+        """Opens data once more, without the labels that a source of them is without."""
+        opened = self._open(data, size or self.reading.batch_size, LogReporter())
+        return without_labels(opened, getattr(like, "labels", ()))
 
     def _note(self, source: Recut, own: int) -> None:
         """Notes of which batches there are others than the user's, and what is left out."""

@@ -50,7 +50,7 @@ class Delivery:
         reference: what the speed is measured against: "your file" or "float".
         reference_seconds: the median time of a run of the reference.
         host: the interpreter or command by which the files were measured; "" for this interpreter.
-        slow_row: the row whose file was too slow, so that the file is that of fastest; "" for none.
+        slow_row: the row whose file was too slow, so that fastest is written; "" for none.
         growth: by how much the file is larger than the user's own, and why; "" if it is not.
     """
 
@@ -81,7 +81,7 @@ class Delivery:
                 "`placement: small` in the recipe writes the quantized one for its size"
             )
         elif self.slow_row:
-            text += f"; {self.slow_row} is slower than {self.reference} here, so the file is that of fastest"
+            text += f"; {self.slow_row} is slower than {self.reference} here, so fastest is written"
         elif self.speed.slower:
             text += f"; the file is slower than {self.reference} here"
         return text
@@ -228,7 +228,7 @@ class FileWriter:
         return self.verify and self.calibrator.acceptance.metric is None
 
     def write(self, result: CalibratedGraph) -> WrittenFile:
-        """Writes the file; if it is too slow and not asked for, that of the row above, or else float.
+        """Writes the file; if it is too slow and not asked for, the row above, or else float.
 
         Raises:
             LimitError: when the verdict on the file is refused.

@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 MOST_VALUES = 32 * 3 * 224 * 224
-"""Values of the inputs that run at once, or that a file is judged on: those of 32 usual images."""
+"""Values of the inputs that run at once, or that a file is judged on: 32 usual images."""
 _BATCHES = 2  # of `ENOUGH_SAMPLES`, which a verdict reads at most: the graph runs slowly
 _MOST_BATCHES = 8  # of fewer samples, such as large images
 _QUARTER = 4  # of the data is held back at most: ranges need the rest
@@ -104,30 +104,26 @@ class EvaluationData:
 
 
 def split_data(
-    source: Recut, limit: int | None, more_data: bool, evaluation: DataSource | None, unit: int
+    source: DataSource, later: DataSource | None, evaluation: DataSource | None, unit: int
 ) -> tuple[DataSource, EvaluationData]:
-    """Splits data into samples to calibrate on and those of the verdict, which are held back if it can be.
+    """Splits data into samples to calibrate on and others for the verdict, held back if it can be.
 
     Args:
-        source: all of the data.
-        limit: the number of samples that the user lets through; None for all.
-        more_data: whether there are more.
+        source: the data that the user lets through.
+        later: what comes after the limit of batches; None for nothing.
         evaluation: other data to judge on; None for none.
         unit: samples are held back in multiples of this number.
     """
-    calibration = source if limit is None else SampleRange(source, 0, limit)
+    more = later is not None
     if evaluation is not None:
-        return calibration, EvaluationData(evaluation, "samples of the evaluation data", more_data, True)
-    if more_data:
-        later = SampleRange(source, limit or 0, None)
-        return calibration, EvaluationData(later, "samples after the limit of batches", more_data)
-    total = sum(source.lengths) if isinstance(source, SizedSource) else 0
-    total = total if limit is None else min(limit, total)
-    if (held := _count_held(total, unit)) == 0:
-        return calibration, EvaluationData(calibration, "samples of the calibration", seen=True)
-    first = total - held
-    held_back = EvaluationData(SampleRange(source, first, total), "held-back samples")
-    return SampleRange(source, 0, first), held_back
+        return source, EvaluationData(evaluation, "samples of the evaluation data", more, True)
+    if later is not None:
+        return source, EvaluationData(later, "samples after the limit of batches", more)
+    total = sum(source.lengths) if isinstance(source, Recut) and isinstance(source, SizedSource) else 0
+    if not isinstance(source, Recut) or (held := _count_held(total, unit)) == 0:
+        return source, EvaluationData(source, "samples of the calibration", seen=True)
+    held_back = SampleRange(source, total - held, total)
+    return SampleRange(source, 0, total - held), EvaluationData(held_back, "held-back samples")
 
 
 def _count_held(total: int, unit: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +28,6 @@ class DataReading:
     batch_size: int = 8
     max_batches: int | None = None
     skip_bad: bool = False
-
-    @property
-    def whole(self) -> DataReading:
-        """The same, of all batches."""
-        return replace(self, max_batches=None)
 
 
 @dataclass(frozen=True)

@@ -71,8 +71,8 @@ def quantize(
         recipe: the config, as for ``qtrace.prepare``; None for the default of the target.
         metric: a function of the graph that returns a number; more is better.
         at_least: the smallest value of ``metric``, or of the SQNR in dB without one.
-        evaluation: other data to judge and verify on; None for a quarter of the samples, 8 or 16 at most,
-            which are held back if there are 8 or more, else for the first ones.
+        evaluation: other data to judge and verify on; None for a quarter of the samples, 16 at most. They
+            are held back if there are 8 samples or more; else the first ones serve.
         prefer: ``speed`` keeps all on integers that gains time, ``balanced`` what is worth its noise, and
             ``accuracy`` nothing; None for what ``placement`` of the recipe says.
         force: whether to replace a file that qtrace did not write.

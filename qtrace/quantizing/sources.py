@@ -284,7 +284,7 @@ def takes_single(traced: TracedModule, batch: Batch) -> bool:
 
 
 def traced_batch(traced: TracedModule) -> int | None:
-    """Returns the batch that the file of a network fixes, or else that of its trace."""
+    """Returns the batch that the file of a network fixes, or else the traced one."""
     shapes = (shape for _, shape in list_inputs(traced))
     return _declared_batch(traced) or next((int(shape[0]) for shape in shapes if shape), None)
 

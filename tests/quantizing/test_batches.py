@@ -15,6 +15,7 @@ import pytest
 import qtrace
 from qtrace.config.recipe import config_or_default
 from qtrace.data.base import batch_length
+from qtrace.errors import DataError
 from qtrace.preparation.record import fake_quants
 from qtrace.quantizing.call_data import CallData, DataOpener
 from qtrace.quantizing.evaluation import usual_size
@@ -107,6 +108,33 @@ def test_inputs_without_a_common_first_axis_stay() -> None:
     module = net(lambda self, x, edges: F.matmul(edges, x))
     batches: Sequence[Any] = [(images(1, 7, 4)[0], images(1, 5, 7)[0]) for _ in range(5)]
     assert _lengths(_open(module, batches)[1]) == [7, 7, 7]
+
+
+@pytest.mark.parametrize("sized", [True, False])
+def test_nothing_is_read_after_the_limit_of_batches(sized: bool) -> None:
+    """It may be no batch: eight samples take three batches of the list."""
+
+    def read() -> Any:
+        yield from _list(3)[:2]
+        raise AssertionError("a third batch was read")
+
+    limited: Any = _Broken(_list(3)) if sized else read
+    module = net(lambda self, x: self.a(x), a=M.Conv2d(3, 4, 3))
+    _, opened = _open(module, limited, max_batches=2)
+    assert _lengths(opened) == [6]
+    with pytest.raises(DataError, match="max_batches must be at least 1, not -1"):
+        _open(module, DATA, max_batches=-1)
+
+
+class _Broken(list[Any]):
+    """Batches of which only two can be read."""
+
+    def __iter__(self) -> Any:
+        yield from self[:2]
+        raise AssertionError("a third batch was read")
+
+    def __len__(self) -> int:
+        return 2
 
 
 def test_large_samples_run_in_smaller_batches() -> None:

@@ -98,7 +98,7 @@ def test_the_three_rows_are_said_and_the_preferred_one_is_written(
 @pytest.mark.parametrize(
     ("speeds", "delivered", "said"),
     [
-        ((SLOWER, FASTER), "quantized", "balanced is slower than float here, so the file is that of fastest"),
+        ((SLOWER, FASTER), "quantized", "balanced is slower than float here, so fastest is written"),
         ((SLOWER, SLOWER), "float", "so the file is in float"),
         ((SAME,), "quantized", "no difference measured"),
     ],

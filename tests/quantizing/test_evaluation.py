@@ -164,7 +164,7 @@ def test_few_samples_are_held_back_from_arrays(judged: Judged, tmp_path: Path) -
 )
 def test_a_quarter_of_few_samples_is_held_back(data: Any, count: tuple[int, int] | None) -> None:
     source = recut(open_data(data, batch_size=8), 8)
-    calibration, evaluation = split_data(source, None, False, None, 1)
+    calibration, evaluation = split_data(source, None, None, 1)
     if count is None:
         assert evaluation.seen
         assert evaluation.source is calibration is source
@@ -193,7 +193,7 @@ def test_a_quarter_of_a_folder_of_images_is_held_back(tmp_path: Path) -> None:
 def test_whole_batches_are_held_back_for_a_network_of_one_batch_size() -> None:
     for count, start in ((64, 56), (36, 24), (16, None)):
         source = recut(open_data(images(count, 3, 8, 8), batch_size=8), 8, whole=True)
-        _, evaluation = split_data(source, None, False, None, 8)
+        _, evaluation = split_data(source, None, None, 8)
         assert evaluation.seen == (start is None)
         assert start is None or evaluation.source.start == start
 

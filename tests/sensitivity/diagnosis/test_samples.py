@@ -275,6 +275,6 @@ def test_differences_count_samples_of_one_size_once() -> None:
 )
 def test_a_quarter_at_most_is_held_back(count: int, first: int | None) -> None:
     source = recut(open_data(np.zeros((count, 1), F32)), 8)
-    calibration, evaluation = split_data(source, None, False, None, 1)
+    calibration, evaluation = split_data(source, None, None, 1)
     assert evaluation.seen == (first is None)
     assert sum(len(batch[0]) for batch in calibration) == (count if first is None else first)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
@@ -30,7 +31,7 @@ def filled_batches(batch: Batch, size: int) -> list[Batch]:
     if count in (0, size) or not shares_samples(batch):
         return [batch]
     rows = (np.arange(start, start + size) % count for start in range(0, count, size))
-    return [_map(batch, lambda value, chosen=chosen: value[chosen]) for chosen in rows]
+    return [_map(batch, operator.itemgetter(chosen)) for chosen in rows]
 
 
 def recut(source: DataSource, size: int | None, whole: bool = False) -> Recut:

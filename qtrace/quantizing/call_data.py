@@ -153,9 +153,9 @@ class DataOpener:
             return own, False
         if count != size or not takes_single(traced, batch):
             return batch_length(batch), True
-        if self.given.cut or size == own or are_samples_apart(traced, self.first if own > 1 else batch):
+        if self.given.cut or size == own or (size == 1 and not takes_batch(traced, self.first)):
             return size, False
-        return None, False
+        return (size if are_samples_apart(traced, self.first if size == 1 else batch) else None), False
 
     def _split(self, size: int | None, whole: bool) -> CallData:
         """Opens the data in batches of ``size`` samples, and holds samples back."""

@@ -17,6 +17,7 @@ from qtrace.config.recipe import config_or_default
 from qtrace.data.base import batch_length
 from qtrace.errors import DataError
 from qtrace.preparation.record import fake_quants
+from qtrace.quantizing import call_data
 from qtrace.quantizing.call_data import CallData, DataOpener
 from qtrace.quantizing.evaluation import usual_size
 from qtrace.quantizing.options import DataReading
@@ -102,6 +103,14 @@ def test_a_network_of_one_batch_gets_it(size: int, traced: bool, form: str) -> N
     data, reading = (_list(size), {}) if form == "list" else (DATA, {"batch_size": size})
     _, opened = _open(module, data, **reading)
     assert set(_lengths(opened)) == {size}
+
+
+@pytest.mark.parametrize("only", [True, False])
+def test_large_samples_of_a_list_run_one_by_one(only: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_data, "usual_size", lambda batch: 1)
+    module = net(lambda self, x: self.a(x).reshape(1 if only else x.shape[0], 784), a=M.Conv2d(3, 4, 3))
+    module.example = (DATA[:1],)
+    assert _lengths(_open(module, _list(4))[1]) == [1] * 36
 
 
 def test_inputs_without_a_common_first_axis_stay() -> None:

@@ -33,9 +33,7 @@ __all__ = [
 MOST_VALUES = 32 * 3 * 224 * 224
 """Values of the inputs that run at once, or that a file is judged on: 32 usual images."""
 _BATCHES = 2  # of `ENOUGH_SAMPLES`, which a verdict reads at most: the graph runs slowly
-_MOST_BATCHES = 8  # of fewer samples, such as large images
 _QUARTER = 4  # of the data is held back at most: ranges need the rest
-_INPUT_SAMPLES = 32  # whose means tell another preparation of the inputs
 
 
 @dataclass(frozen=True)
@@ -175,7 +173,8 @@ def _select(numbered: Iterable[tuple[int, Batch]], model: TracedModule) -> Itera
         selected = shorten(batch, model, number)
         yield number, selected
         samples += batch_length(selected)
-        if samples >= _BATCHES * ENOUGH_SAMPLES or count == _MOST_BATCHES:
+        # As many batches are enough of fewer samples, such as large images.
+        if samples >= _BATCHES * ENOUGH_SAMPLES or count == ENOUGH_SAMPLES:
             break
 
 
@@ -222,11 +221,11 @@ def estimate_samples(source: DataSource) -> int | None:
 
 
 def first_batches(source: DataSource) -> list[Batch]:
-    """Returns the first batches of the data, of about `_INPUT_SAMPLES` samples."""
+    """Returns the first batches of the data, of samples whose means tell another preparation of inputs."""
     batches, samples = [], 0
     for batch in source:
         batches.append(batch)
         samples += batch_length(batch)
-        if samples >= _INPUT_SAMPLES:
+        if samples >= _QUARTER * ENOUGH_SAMPLES:
             break
     return batches

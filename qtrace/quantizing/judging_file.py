@@ -50,7 +50,6 @@ __all__ = ["batch_of_file", "judge_file", "open_for_verdict", "verify_written"]
 # larger images are cut, to two samples at least: the second one shows what the file does with several. Counts
 # of batches and samples, not a time: the verdict is the same on a busy machine.
 _VERIFIED_VALUES, _LEAST_VERIFIED, _CALIBRATED_PER_VERIFIED = 2 * 3 * 224 * 224, 2, 4
-_LEAST_SAMPLES = 2
 
 
 def batch_of_file(path: Path) -> int | None:
@@ -113,7 +112,7 @@ def _verified_batches(data: CallData, prepared: TracedModule) -> list[Batch]:
     chosen, values = list[Batch](), 0
     for index, batch in enumerate(itertools.chain(judged, data.evaluation.unread(calibrated, judged))):
         most = _VERIFIED_VALUES // _LEAST_VERIFIED * batch_length(batch) // max(count_values(batch), 1)
-        chosen.append(shorten(batch, prepared, index, max(most, _LEAST_SAMPLES)))
+        chosen.append(shorten(batch, prepared, index, max(most, _LEAST_VERIFIED)))
         values += count_values(chosen[-1])
         if len(chosen) >= _LEAST_VERIFIED and (values >= _VERIFIED_VALUES or len(chosen) >= count):
             break

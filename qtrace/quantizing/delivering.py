@@ -23,7 +23,6 @@ from qtrace.preparation.passes.convert import convert
 from qtrace.preparation.placement.frontier import LEAST_GAIN
 from qtrace.preparation.record import fake_quants
 from qtrace.quantizing.calibrator import CalibratedGraph, Calibrator
-from qtrace.quantizing.card import TIMED
 from qtrace.quantizing.file_runs import FloatFile
 from qtrace.quantizing.judging_file import batch_of_file, open_for_verdict, verify_written
 from qtrace.quantizing.targets import format_of
@@ -34,6 +33,9 @@ from qtrace.storage.files import naming
 from qtrace.verification.report import VerifyReport
 
 __all__ = ["Delivery", "FileWriter", "is_too_slow", "measure_file", "rounds_for_speed", "timed_settings"]
+
+# Suffix of a file that a runtime runs here -> the runtime.
+_RUNTIMES = {".onnx": "onnxruntime", ".tflite": "litert", ".param": "ncnn"}
 
 Timer = Callable[..., list[Speed]]
 """Measures files in turns, as `qtrace.benchmarking.turns.compare_files` does."""
@@ -143,9 +145,9 @@ def measure_file(
     is_own = own is not None and own.suffix == path.suffix
     if not quantized and not is_own:
         return Delivery(untimed="the file is in float")
-    if backend.device or path.suffix not in TIMED:
+    if backend.device or path.suffix not in _RUNTIMES:
         return Delivery(untimed=f"no runtime here runs it as {backend.device or 'its target'} does")
-    runtime, name = backend.runtime or TIMED[path.suffix][0], "" if host is None else str(host)
+    runtime, name = backend.runtime or _RUNTIMES[path.suffix], "" if host is None else str(host)
     try:
         settings = timed_settings(twin.traced, path.suffix, host)
         reference = own if is_own and own is not None else twin.path

@@ -19,8 +19,14 @@ from qtrace.graph.types import TracedModule
 from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.model import QuantizedModel
 from qtrace.process.thread import on_engine_thread
-from qtrace.sensitivity.diagnosis.causes import Cause, find_cause, observes_too_little
-from qtrace.sensitivity.diagnosis.cures import Cure, cure_recipe, find_cure
+from qtrace.sensitivity.diagnosis.causes import (
+    Cause,
+    Cure,
+    cure_recipe,
+    find_cause,
+    find_cure,
+    observes_too_little,
+)
 from qtrace.sensitivity.diagnosis.inputs import (
     OTHER_DATA,
     InputStatistics,

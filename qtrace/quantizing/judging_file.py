@@ -37,7 +37,7 @@ from qtrace.sensitivity.diagnosis import (
     find_single_numbers,
     judge_outputs,
 )
-from qtrace.sensitivity.diagnosis.verdict import ENOUGH_SAMPLES, Verdict
+from qtrace.sensitivity.diagnosis.verdict import ENOUGH_SAMPLES, MANY_SAMPLES, Verdict
 from qtrace.sensitivity.metrics import Outputs
 from qtrace.verification.report import VerifyReport
 from qtrace.verification.runtimes.litert import find_fixed_batch
@@ -120,7 +120,6 @@ def _verified_batches(data: CallData, prepared: TracedModule) -> list[Batch]:
 
 
 # Counts of samples and values, not a time: the verdict is the same on a busy machine.
-_MOST_SAMPLES = 64  # which show heavy tails and rare events that eight miss
 _MOST_OUTPUTS = 1 << 26  # values of either file, which are kept
 
 
@@ -243,12 +242,12 @@ def _run_all(
 
 
 def _cut(batches: Iterable[Batch], traced: TracedModule, size: int | None) -> Iterator[Batch]:
-    """Yields batches of `_MOST_SAMPLES` samples together, fewer if they are large, of the size of a file."""
+    """Yields batches of `MANY_SAMPLES` samples together, fewer if they are large, of the size of a file."""
     samples = values = 0
     for number, batch in enumerate(batches):
         count = max(batch_length(batch), 1)
         fitting = (MOST_VALUES - values) * count // max(count_values(batch), 1)
-        most = min(_MOST_SAMPLES - samples, max(fitting, ENOUGH_SAMPLES - samples))
+        most = min(MANY_SAMPLES - samples, max(fitting, ENOUGH_SAMPLES - samples))
         if most <= 0:
             return
         shortened = shorten(batch, traced, number, most) if count > most else batch

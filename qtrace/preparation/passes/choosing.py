@@ -41,6 +41,7 @@ from qtrace.preparation.passes.insert import CONTAINER, insert
 from qtrace.preparation.passes.place import execute, read_table, tied, write_note
 from qtrace.preparation.phases import switch_phase
 from qtrace.preparation.placement.frontier import (
+    WORTHLESS_DB,
     Point,
     choose_balanced,
     in_float,
@@ -55,7 +56,6 @@ __all__ = ["PREFERENCES", "choose_row", "copy_with_weights"]
 
 PREFERENCES: Mapping[str, str] = {"speed": "fastest", "balanced": "balanced", "accuracy": "float"}
 """Preference -> the row that is taken."""
-_WORTHLESS = 10.0  # dB: below, the values of an output tell next to nothing
 _MOST_RUNS = 3  # of labellings: an estimate is off by less, once it is scaled to what the last run has shown
 
 
@@ -191,7 +191,7 @@ class _Chooser:
                 break
             self._scale_noise(last.trial.noise / estimated)
             problem = self.problem.with_noise(*self.noise)
-            point = choose_balanced(problem, 10 ** (-_WORTHLESS / 10))
+            point = choose_balanced(problem, 10 ** (-WORTHLESS_DB / 10))
             if point is None or any(point.labels == c.point.labels for c in candidates):
                 break
             candidates.append(self.measure(point, self._switch(point)))
@@ -199,7 +199,7 @@ class _Chooser:
 
     def best(self, candidates: Sequence[_Candidate]) -> _Candidate:
         """Returns the candidate with the best price among those that are worth something; else the last."""
-        good = [c for c in candidates[:-1] if c.trial.keeps(_WORTHLESS)]
+        good = [c for c in candidates[:-1] if c.trial.keeps(WORTHLESS_DB)]
         return min([*good, candidates[-1]], key=lambda c: price(c.point.energy.seconds, c.trial.noise))
 
     def row(self, name: str, candidate: _Candidate) -> PlacementRow:

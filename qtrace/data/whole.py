@@ -1,8 +1,7 @@
-"""Batches of one number of samples, whatever batches data come in, and ranges of samples."""
+"""Batches of one number of samples, whatever batches data come in."""
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
@@ -13,7 +12,7 @@ import numpy as np
 from qtrace.data.base import Batch, DataSource, DerivedSource, SizedSource, batch_length, length_of_last
 from qtrace.errors import DataError
 
-__all__ = ["Recut", "SampleRange", "filled_batches", "recut", "shares_samples"]
+__all__ = ["Recut", "cut_batch", "filled_batches", "recut", "shares_samples"]
 
 
 def shares_samples(batch: Batch) -> bool:
@@ -108,7 +107,7 @@ class Recut(DerivedSource):
             joined = _join([*parts, batch])
             count = batch_length(joined)
             ends = range(size, count + size, size) if shares_samples(batch) else [count]
-            cuts = [_cut(joined, max(end - size, 0), min(end, count)) for end in ends]
+            cuts = [cut_batch(joined, max(end - size, 0), min(end, count)) for end in ends]
             parts = [] if batch_length(cuts[-1]) >= size else [cuts.pop()]
             yield from cuts
         yield from () if self.whole else parts
@@ -119,53 +118,6 @@ class _SizedRecut(Recut, SizedSource):
 
     def _count(self) -> int:
         return len(self.lengths)
-
-
-class SampleRange(DerivedSource, SizedSource):
-    """Samples ``start`` to ``stop`` of a source, in its batches, which keep their numbers.
-
-    Args:
-        source: the batches; those at both ends are cut, unless batches are as they were given.
-        start, stop: the numbers of the first sample and of the one after the last; None for all.
-    """
-
-    def __init__(self, source: Recut, start: int, stop: int | None) -> None:
-        super().__init__(source)
-        self._recut, self.start, self.stop = source, start, stop
-
-    def identity(self) -> str:
-        """Returns the identity of the whole data, and the range."""
-        return f"{self.inner.identity()} {self.start} {self.stop}"
-
-    def _count(self) -> int:
-        return self._number
-
-    @cached_property
-    def _number(self) -> int:
-        size = self._recut.size
-        if not self.cut or size is None:
-            return sum(1 for _ in self._batches(lambda number: True))
-        stop = sum(self._recut.lengths) if self.stop is None else self.stop
-        return -(-stop // size) - self.start // size
-
-    def _batches(self, selects: Callable[[int], bool]) -> Iterator[tuple[int, Batch]]:
-        size, stop, first = self._recut.size, math.inf if self.stop is None else self.stop, 0
-
-        def reaches(number: int) -> bool:
-            inside = size is None or self.start < (number + 1) * size <= stop + size - 1
-            return not self.cut or (inside and selects(number))
-
-        for number, batch in self.inner.numbered(reaches):
-            count = batch_length(batch)
-            first = number * size if self.cut and size else first
-            low, high = max(self.start - first, 0), int(min(stop - first, count))
-            if size is None:  # a batch with samples beyond an end belongs to what comes after
-                low, high = (0, count) if self.start < first + count <= stop else (0, 0)
-            first += count
-            if low < high:
-                yield number, _cut(batch, low, high)
-            elif first >= stop:
-                return
 
 
 def _values(batch: Batch) -> list[np.ndarray]:
@@ -179,7 +131,8 @@ def _map(batch: Batch, change: Callable[[np.ndarray], np.ndarray]) -> Batch:
     return tuple(change(value) if value.ndim else value for value in batch)
 
 
-def _cut(batch: Batch, low: int, high: int) -> Batch:
+def cut_batch(batch: Batch, low: int, high: int) -> Batch:
+    """Returns the samples ``low`` to ``high`` of a batch."""
     return batch if (low, high) == (0, batch_length(batch)) else _map(batch, lambda value: value[low:high])
 
 

@@ -19,7 +19,7 @@ from qtrace.config import Preprocess, QConfig
 from qtrace.data import Batch, DataSource, SizedSource, open_data
 from qtrace.data.base import batch_length
 from qtrace.data.opening import find_labels, names_labels, without_labels
-from qtrace.data.whole import Recut, SampleRange, recut, shares_samples
+from qtrace.data.whole import Recut, recut, shares_samples
 from qtrace.errors import QtraceError
 from qtrace.graph.interface import read_inputs
 from qtrace.graph.signature import argument_names
@@ -27,7 +27,7 @@ from qtrace.graph.types import TracedModule
 from qtrace.importing.onnx import declared_inputs
 from qtrace.importing.torch import is_torch_module
 from qtrace.preparation.faithfulness import are_samples_apart
-from qtrace.quantizing.evaluation import EvaluationData, split_data, usual_size
+from qtrace.quantizing.evaluation import EvaluationData, SampleRange, split_data, usual_size
 from qtrace.quantizing.options import DataReading
 from qtrace.quantizing.reporting import LogReporter, Reporter, StageTimes
 from qtrace.quantizing.sources import takes_batch, takes_single, traced_batch

@@ -10,7 +10,7 @@ import pytest
 
 from qtrace.data import open_data
 from qtrace.data.base import DataSource, SizedSource, batch_length
-from qtrace.data.whole import Recut, SampleRange, filled_batches, recut, shares_samples
+from qtrace.data.whole import Recut, filled_batches, recut, shares_samples
 from qtrace.errors import DataError
 
 
@@ -55,20 +55,6 @@ def test_samples_of_other_shapes_and_settings_stay_apart() -> None:
     apart = recut(open_data([(_samples(3), _samples(2)), (_samples(3), _samples(2))]), 2)
     assert not shares_samples(next(iter(open_data([(_samples(3), _samples(2))]))))
     assert isinstance(apart, Recut)
-
-
-@pytest.mark.parametrize(
-    "form", [_samples, lambda count: [_samples(count)[i : i + 3] for i in range(0, 20, 3)]]
-)
-def test_a_range_has_its_samples_and_keeps_the_numbers_of_batches(form: Any) -> None:
-    source = recut(open_data(form(20), batch_size=8), 8)
-    part = SampleRange(source, 10, 19)
-    assert [(number, len(batch[0])) for number, batch in part.numbered()] == [(1, 6), (2, 3)]
-    assert len(part) == 2
-    np.testing.assert_array_equal(np.concatenate([batch[0] for batch in part]), _samples(20)[10:19])
-    assert [
-        len(batch[0]) for batch in SampleRange(recut(open_data(form(20), batch_size=3), None), 0, 10)
-    ] == [3] * 3
 
 
 def test_data_without_a_whole_batch_are_refused() -> None:

@@ -146,6 +146,20 @@ class _Broken(list[Any]):
         return 2
 
 
+def test_few_passes_read_the_data(tmp_path: Path) -> None:
+    """The samples of the verdict were read six times, each after all others of a list."""
+    passes = []
+
+    class Data(list[Any]):
+        def __iter__(self) -> Any:
+            for number, batch in enumerate(super().__iter__()):
+                passes.extend([number] * (number == len(self) - 1))
+                yield batch
+
+    qtrace.quantize(_module(), Data(_list(6)), tmp_path / "out.onnx", measure=False, progress=False)
+    assert len(passes) <= 3  # their number, the verdict, and the file on more samples; ranges need fewer
+
+
 def test_large_samples_run_in_smaller_batches() -> None:
     sizes = [usual_size((np.broadcast_to(np.float32(0), (6, 3, n, n)),)) for n in (32, 224, 640, 1760)]
     assert sizes == [8, 8, 3, 1]

@@ -16,7 +16,7 @@ import qtrace
 from qtrace.data import open_data
 from qtrace.data.whole import recut
 from qtrace.errors import CalibrationError
-from qtrace.quantizing.evaluation import split_data
+from qtrace.quantizing.evaluation import SampleRange, split_data
 from qtrace.sensitivity.diagnosis.verdict import Verdict
 from tests.nets import images, net
 
@@ -44,6 +44,10 @@ def _folder(data: Any, path: Path, evaluation: Any = None) -> Verdict:
     )
     assert done.judgement.verdict is not None
     return done.judgement.verdict
+
+
+def _numbers(count: int) -> np.ndarray:
+    return np.arange(count * 2, dtype=np.float32).reshape(count, 2)
 
 
 Judged = Callable[..., Verdict]
@@ -240,3 +244,17 @@ def test_every_shape_of_other_data_is_tried_before_the_calibration(
     other = [DATA[:4], images(4, 3, 10, 10)]
     with pytest.raises(CalibrationError, match=r"batch 1 gives .* \(4, 3, 10, 10\)"):
         call(traced, DATA[:32], out, evaluation=other, progress=False)
+
+
+@pytest.mark.parametrize(
+    "form", [_numbers, lambda count: [_numbers(count)[i : i + 3] for i in range(0, 20, 3)]]
+)
+def test_a_range_has_its_samples_and_keeps_the_numbers_of_batches(form: Any) -> None:
+    source = recut(open_data(form(20), batch_size=8), 8)
+    part = SampleRange(source, 10, 19)
+    assert [(number, len(batch[0])) for number, batch in part.numbered()] == [(1, 6), (2, 3)]
+    assert len(part) == 2
+    np.testing.assert_array_equal(np.concatenate([batch[0] for batch in part]), _numbers(20)[10:19])
+    assert [
+        len(batch[0]) for batch in SampleRange(recut(open_data(form(20), batch_size=3), None), 0, 10)
+    ] == [3] * 3

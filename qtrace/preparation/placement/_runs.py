@@ -2,7 +2,7 @@
 
 Nodes that are kept as in the file have gradients by slopes: without any, nothing before them would seem to
 make noise. MegEngine's CPU kernel of ``roi_align`` takes regions on trust. It reads memory at the number of
-the image in the first column of a region, whatever that number is, and adds its gradient to memory that
+the image in the first column of a region, whatever that number is. Its gradient is added to memory that
 nothing has cleared.
 """
 

@@ -13,7 +13,7 @@ from typing import Any
 from qtrace.benchmarking.runners.base import RunnerSettings
 from qtrace.benchmarking.turns import Speed, are_clear, compare_files
 from qtrace.config import QConfig, backends
-from qtrace.errors import LimitError, QtraceError
+from qtrace.errors import QtraceError
 from qtrace.export import export
 from qtrace.graph.open_axes import read_open_axes
 from qtrace.graph.signature import list_inputs
@@ -279,7 +279,7 @@ class FileWriter:
                 result = writer.calibrator.judge(result)
                 self.refuse(result)
             written = writer._write(result, twin)
-        except LimitError:
+        except QtraceError:  # float is what is left
             return None
         if written.delivery.in_float:
             return None

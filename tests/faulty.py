@@ -50,13 +50,13 @@ def channels(): return [x()[:, :2]]
 def names(): return [{"y": x()}]
 def too_many(): return [(x(), x())]
 def nan(): return [x() * np.nan]
-def inf(): return [x(), x() * np.inf]
+def inf(): return [x(8), x() * np.inf]
 def rank(): return [x()[0]]
 def stops():
-    yield x()
+    yield x(8)
     raise RuntimeError("the disk\\nis gone")
 def exits():
-    yield x()
+    yield x(8)
     raise SystemExit(3)
 def leaves(): raise SystemExit("done")
 def needs(more): return []

@@ -164,7 +164,7 @@ def open_source(
 ) -> DataSource:
     """Opens --data with the recipe's preprocess, and notes which arrays are left out."""
     from qtrace.data import open_data
-    from qtrace.quantizing.stage import note_pixels
+    from qtrace.quantizing.call_data import note_pixels
 
     preprocess = getattr(qconfig, "preprocess", None)
     data = open_data(

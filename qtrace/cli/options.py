@@ -196,7 +196,7 @@ def data(required: bool, batch_size: int = 8, reserved: Sequence[str] = ()) -> C
             type=click.IntRange(1),
             default=batch_size,
             show_default=True,
-            help="Samples per batch.",
+            help="Samples per batch, as --max-batches counts them.",
         ),
         click.option("--max-batches", type=click.IntRange(1), help="Stop after this many batches."),
         click.option("--skip-bad", is_flag=True, help="Leave out unreadable images, and name them."),

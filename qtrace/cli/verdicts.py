@@ -198,7 +198,7 @@ class NextCommand:
         """Returns the command to run after a diagnosis of a graph for ``backend``."""
         given, out = self.options, self.options["out"]
         if diagnosis.verdict.word == "good" and diagnosis.verdict.passed:
-            from qtrace.quantizing.suffixes import suffix_of
+            from qtrace.quantizing.targets import suffix_of
 
             stem = Path(given["model"].rpartition(":")[2]).stem
             name = f"{stem}-int8{suffix_of(backend)}"

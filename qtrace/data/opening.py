@@ -182,14 +182,14 @@ def without_labels(source: DataSource, labels: tuple[int | str, ...]) -> DataSou
 class _Unlabelled(DerivedSource):
     def __init__(self, source: DataSource, labels: frozenset[int | str]) -> None:
         super().__init__(source)
-        self._labels = labels
+        self.labels = labels
 
     def _batches(self, selects: Callable[[int], bool]) -> Iterator[tuple[int, Batch]]:
         for number, batch in self.inner._batches(selects):
             if isinstance(batch, dict):
-                yield number, {key: value for key, value in batch.items() if key not in self._labels}
+                yield number, {key: value for key, value in batch.items() if key not in self.labels}
             else:
-                yield number, tuple(v for index, v in enumerate(batch) if index not in self._labels)
+                yield number, tuple(v for index, v in enumerate(batch) if index not in self.labels)
 
 
 class _SizedUnlabelled(_Unlabelled, SizedSource):

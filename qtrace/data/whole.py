@@ -1,46 +1,24 @@
-"""Batches of one size, for a network that takes no others, and ranges of samples."""
+"""Batches of one number of samples, whatever batches data come in."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from qtrace.data.base import Batch, DataSource, DerivedSource, SizedSource, batch_length, length_of_last
 from qtrace.errors import DataError
 
-__all__ = ["SampleRange", "describe_left_out", "filled_batches", "whole_batches"]
+__all__ = ["Recut", "cut_batch", "filled_batches", "recut", "shares_samples"]
 
 
-def whole_batches(source: DataSource, size: int | None) -> DataSource:
-    """Returns the batches of ``source`` that have ``size`` samples; all of them if ``size`` is None.
-
-    Raises:
-        DataError: when no batch of a source that knows its length has as many samples.
-    """
-    if size is None:
-        return source
-    if not isinstance(source, SizedSource):
-        return _Whole(source, size)
-    whole = _SizedWhole(source, size)
-    if not len(whole) and len(source):
-        most = max(map(batch_length, source))
-        raise DataError(
-            f"{source.source} has no batch of {size} samples, but of {most}, and the network takes {size} at "
-            "once: give as many."
-        )
-    return whole
-
-
-def describe_left_out(source: DataSource, size: int | None) -> str:
-    """Returns what `whole_batches` leaves out, as a clause; "" if all of it has one size."""
-    if size is None:
-        return ""
-    if not source.cut or not isinstance(source, SizedSource):
-        return f"batches of other than {size} samples are left out"
-    left = length_of_last(source) % size
-    several = "samples are" if left > 1 else "sample is"
-    return f"the last {f'{left} ' if left > 1 else ''}{several} left out" if left else ""
+def shares_samples(batch: Batch) -> bool:
+    """Returns whether all arrays of a batch have one first axis, which counts the samples."""
+    lengths = {len(value) for value in _values(batch) if value.ndim}
+    return len(lengths) == 1
 
 
 def filled_batches(batch: Batch, size: int) -> list[Batch]:
@@ -48,92 +26,125 @@ def filled_batches(batch: Batch, size: int) -> list[Batch]:
 
     A batch whose arrays have other first axes than one of samples stays as it is.
     """
-    values = batch.values() if isinstance(batch, dict) else batch
     count = batch_length(batch)
-    if count in (0, size) or any(value.ndim and len(value) != count for value in values):
+    if count in (0, size) or not shares_samples(batch):
         return [batch]
-    batches: list[Batch] = []
-    for start in range(0, count, size):
-        rows = np.arange(start, start + size) % count
-        if isinstance(batch, dict):
-            batches.append({key: value[rows] if value.ndim else value for key, value in batch.items()})
-        else:
-            batches.append(tuple(value[rows] if value.ndim else value for value in batch))
+    rows = (np.arange(start, start + size) % count for start in range(0, count, size))
+    return [_map(batch, operator.itemgetter(chosen)) for chosen in rows]
+
+
+def recut(source: DataSource, size: int | None, whole: bool = False) -> Recut:
+    """Returns the samples of a source in batches of ``size``, of which it knows the number if it is known.
+
+    Args:
+        source: batches of any number of samples; of a source that is ``cut``, of ``size`` ones.
+        size: the number of samples of a batch; None for the batches as they are.
+        whole: whether the network takes no batch with fewer samples; they are left out.
+
+    Raises:
+        DataError: when no whole batch can be made of a source that knows its length.
+    """
+    if not isinstance(source, SizedSource):
+        return Recut(source, size, whole)
+    batches = _SizedRecut(source, size, whole)
+    if whole and len(source) and not len(batches):
+        most = max(map(batch_length, source))
+        raise DataError(
+            f"{source.source} has no batch of {size} samples, but of {most}, and the network takes {size} at "
+            "once: give as many."
+        )
     return batches
 
 
-class _Whole(DerivedSource):
-    """The batches of a source that have a number of samples, numbered anew."""
+class Recut(DerivedSource):
+    """The samples of a source in other batches; see `recut`.
 
-    def __init__(self, source: DataSource, size: int) -> None:
+    Batches are joined if their arrays have samples of one shape, and settings of one value.
+
+    Attributes:
+        size: the number of samples of a batch; None for the batches as they are.
+        whole: whether batches with fewer samples are left out.
+    """
+
+    def __init__(self, source: DataSource, size: int | None, whole: bool) -> None:
         super().__init__(source)
-        self._size = size
+        self.size, self.whole = size, whole
 
     def identity(self) -> str:
         """Returns the identity of the whole data, and the size."""
-        return f"{self.inner.identity()} {self._size}"
+        return f"{self.inner.identity()} {self.size} {self.whole}"
+
+    @cached_property
+    def lengths(self) -> Sequence[int]:
+        """The number of samples of each batch; the data are read for it unless they are cut from arrays."""
+        if not self.cut or self.size is None or not isinstance(self.inner, SizedSource):
+            return [batch_length(batch) for _, batch in self._batches(lambda number: True)]
+        first, last = [self.size] * (len(self.inner) - 1), length_of_last(self.inner)
+        return first if self.whole and last != self.size else [*first, last]
+
+    @property
+    def left_out(self) -> int:
+        """The number of samples at the end of arrays that are in no whole batch."""
+        arrays = self.whole and self.cut and isinstance(self.inner, SizedSource)
+        return length_of_last(self.inner) % self.size if arrays and self.size else 0  # type: ignore[arg-type]
 
     def _batches(self, selects: Callable[[int], bool]) -> Iterator[tuple[int, Batch]]:
-        if self.cut:  # all but the last one have one size, so that their numbers stay
+        if self.cut or self.size is None:  # numbers stay: only the last one has fewer samples
             numbered = self.inner.numbered(selects)
-            yield from ((number, batch) for number, batch in numbered if self._is_whole(batch))
-            return
-        whole = (batch for _, batch in self.inner.numbered() if self._is_whole(batch))
-        yield from enumerate(whole)
+        else:
+            numbered = enumerate(self._joined(self.size))
+        yield from (pair for pair in numbered if not self.whole or batch_length(pair[1]) == self.size)
 
-    def _is_whole(self, batch: Batch) -> bool:
-        return batch_length(batch) == self._size
-
-
-class _SizedWhole(_Whole, SizedSource):
-    """The same of a source that knows its length, read once for it unless it is cut from arrays."""
-
-    def __init__(self, source: SizedSource, size: int) -> None:
-        super().__init__(source, size)
-        self._sized = source
-        self._known: int | None = None
-
-    def _count(self) -> int:
-        if self._known is None:
-            if self.cut:
-                self._known = len(self._sized) - 1 + (length_of_last(self._sized) == self._size)
-            else:
-                self._known = sum(1 for _ in self._batches(lambda number: True))
-        return self._known
-
-
-class SampleRange(DerivedSource, SizedSource):
-    """Samples ``start`` to ``stop`` of a source, in its batches; those at both ends are cut.
-
-    Args:
-        source: batches whose arrays have the samples on their first axis.
-        start, stop: the numbers of the first sample and of the one after the last.
-    """
-
-    def __init__(self, source: SizedSource, start: int, stop: int) -> None:
-        super().__init__(source)
-        self.max_batches, self._start, self._stop = None, start, stop
-
-    def identity(self) -> str:
-        """Returns the identity of the whole data, and the range."""
-        return f"{self.inner.identity()} {self._start} {self._stop}"
-
-    def _count(self) -> int:
-        return sum(1 for _ in self._batches(lambda number: True))
-
-    def _batches(self, selects: Callable[[int], bool]) -> Iterator[tuple[int, Batch]]:
-        number = first = 0
+    def _joined(self, size: int) -> Iterator[Batch]:
+        """Yields all batches of ``size`` samples, and what is left before samples of another shape."""
+        parts: list[Batch] = []
+        last: Any = None
         for batch in self.inner:
-            count = batch_length(batch)
-            low, high = max(self._start - first, 0), min(self._stop - first, count)
-            first += count
-            if low < high:
-                yield number, _cut(batch, low, high)
-                number += 1
+            form = _form(batch)
+            if form != last:
+                yield from () if self.whole else parts
+                parts, last = [], form
+            joined = _join([*parts, batch])
+            count = batch_length(joined)
+            ends = range(size, count + size, size) if shares_samples(batch) else [count]
+            cuts = [cut_batch(joined, max(end - size, 0), min(end, count)) for end in ends]
+            parts = [] if batch_length(cuts[-1]) >= size else [cuts.pop()]
+            yield from cuts
+        yield from () if self.whole else parts
 
 
-def _cut(batch: Batch, low: int, high: int) -> Batch:
-    """Cuts the arrays of a batch; a single number stays whole."""
+class _SizedRecut(Recut, SizedSource):
+    """The same of a source that knows its length."""
+
+    def _count(self) -> int:
+        return len(self.lengths)
+
+
+def _values(batch: Batch) -> list[np.ndarray]:
+    return list(batch.values() if isinstance(batch, dict) else batch)
+
+
+def _map(batch: Batch, change: Callable[[np.ndarray], np.ndarray]) -> Batch:
+    """Changes the arrays of a batch; a single number, which is a setting, stays as it is."""
     if isinstance(batch, dict):
-        return {key: value[low:high] if value.ndim else value for key, value in batch.items()}
-    return tuple(value[low:high] if value.ndim else value for value in batch)
+        return {key: change(value) if value.ndim else value for key, value in batch.items()}
+    return tuple(change(value) if value.ndim else value for value in batch)
+
+
+def cut_batch(batch: Batch, low: int, high: int) -> Batch:
+    """Returns the samples ``low`` to ``high`` of a batch."""
+    return batch if (low, high) == (0, batch_length(batch)) else _map(batch, lambda value: value[low:high])
+
+
+def _join(batches: Sequence[Batch]) -> Batch:
+    if len(batches) == 1:
+        return batches[0]
+    first, columns = batches[0], zip(*map(_values, batches), strict=True)
+    values = [np.concatenate(column) if column[0].ndim else column[0] for column in columns]
+    return dict(zip(first, values, strict=True)) if isinstance(first, dict) else tuple(values)
+
+
+def _form(batch: Batch) -> list[Any]:
+    """Returns what batches have in common whose samples fit: names, types, shapes, and values of settings."""
+    named = batch.items() if isinstance(batch, dict) else enumerate(batch)
+    return [(key, value.dtype, value.shape[1:] if value.ndim else value.item()) for key, value in named]

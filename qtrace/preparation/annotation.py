@@ -263,7 +263,7 @@ class PlacementNote:
 
     def choice_lines(self) -> list[str]:
         """Returns the rows as a table, the chosen one marked; nothing before there are any."""
-        prefer = {"fastest": "--prefer speed", "balanced": "", "float": "--prefer accuracy"}
+        prefer = {"fastest": "prefer: speed", "balanced": "", "float": "prefer: accuracy"}
         lines = [f"{'choice':<12}  speed   SQNR      size"] if self.rows else []
         for row in self.rows:
             chosen = row.name == self.chosen

@@ -24,11 +24,11 @@ from qtrace.graph.types import CallFunction, Node, TracedModule
 from qtrace.graph.walk import exprs, tensor_inputs
 from qtrace.outputs.selections import SORTS, find_selecting, read_ranking
 from qtrace.preparation.model import QuantizedModel
-from qtrace.preparation.original import Original, run_graph
+from qtrace.preparation.original import GivenGraph, Original, run_graph
 from qtrace.preparation.phases import in_phase
 from qtrace.preparation.samples import cut_call
 
-__all__ = ["Faithfulness", "read_batches"]
+__all__ = ["Faithfulness", "are_samples_apart", "read_batches"]
 
 _LOG = logging.getLogger("qtrace")
 
@@ -139,21 +139,42 @@ class Faithfulness:
     def _compared(self, original: Original, expected: Outputs, outputs: Outputs) -> str:
         """Says in words how outputs differ from the expected ones; "" if they do not."""
         for index, (first, second) in enumerate(zip(expected, outputs, strict=True)):
-            if index < len(self._picked) and self._picked[index]:
-                continue
-            if first.shape != second.shape:
-                return f"{self._named(index)} has the shape {first.shape}, and {second.shape} in the graph"
-            difference = _distance(first, second, original.granularity)
-            if first.dtype.kind in "iub" and difference > _UNEQUAL:
-                return f"{self._named(index)} differs in {difference:.0%} of its numbers"
-            allowed = min(_ALLOWED * original.precision, _MOST_ALLOWED)
-            if first.dtype.kind not in "iub" and difference > allowed:
-                return f"{self._named(index)} differs by {difference:.2g} of its largest value"
+            picked = index < len(self._picked) and self._picked[index]
+            if not picked and (problem := _describe_difference(original, first, second)):
+                return f"{self._named(index)} {problem}"
         return ""
 
     def _named(self, index: int) -> str:
         interface = read_interface(self._traced)
         return f"output {index if interface is None else repr(interface.outputs[index].name)}"
+
+
+def are_samples_apart(traced: TracedModule, batch: Batch) -> bool:
+    """Returns whether the outputs of a sample depend on it alone, and have it on their first axis.
+
+    They do not where the first axis counts steps of time, tokens or nodes of a graph.
+
+    Args:
+        traced: the network.
+        batch: a batch that it takes, as it takes the last sample of it.
+    """
+    count = batch_length(batch)
+    together, single = run_graph(traced, batch), run_graph(traced, _part(batch, count - 1))
+    if not all(output.ndim and len(output) == count for output in together):
+        return False
+    pairs = zip((output[-1:] for output in together), single, strict=True)
+    return not any(_describe_difference(GivenGraph(traced), *pair) for pair in pairs)
+
+
+def _describe_difference(original: Original, first: np.ndarray, second: np.ndarray) -> str:
+    """Says how an output differs from the expected one; "" if it does not beyond rounding."""
+    if first.shape != second.shape:
+        return f"has the shape {first.shape}, and {second.shape} in the graph"
+    difference = _distance(first, second, original.granularity)
+    if first.dtype.kind in "iub":
+        return f"differs in {difference:.0%} of its numbers" if difference > _UNEQUAL else ""
+    allowed = min(_ALLOWED * original.precision, _MOST_ALLOWED)
+    return f"differs by {difference:.2g} of its largest value" if difference > allowed else ""
 
 
 def read_batches(samples: Iterable[Any]) -> Iterator[Batch]:

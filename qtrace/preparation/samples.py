@@ -13,7 +13,15 @@ from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.open_axes import infer_types, read_open_axes
 from qtrace.graph.types import TensorNode, TracedModule
 
-__all__ = ["cut_call", "cut_images", "first_calls", "holds_infinite_data", "read_calls", "split_calls"]
+__all__ = [
+    "cut_call",
+    "cut_images",
+    "first_calls",
+    "holds_infinite_data",
+    "read_calls",
+    "split_calls",
+    "takes_call",
+]
 
 _MOST_PIXELS = 1 << 20
 _CUT_SIDE = 960  # a multiple of the strides of detectors
@@ -57,7 +65,7 @@ def first_calls(calls: Iterable[Any], count: int, model: TracedModule) -> list[A
 def cut_call(arguments: Any, count: int, model: TracedModule) -> Any:
     """Returns the first samples of a call; None if they cannot be cut off, or ``model`` refuses so few."""
     few = first_samples(arguments, count)
-    known = few is not None and _is_known_to_take(few, model)
+    known = few is not None and takes_call(few, model)
     return few if known else first_samples(arguments, count, model)
 
 
@@ -101,7 +109,7 @@ def _cut_image(call: Any, node: TensorNode, model: TracedModule) -> Any:
     return (part,) if args else (), dict.fromkeys(kwargs, part)
 
 
-def _is_known_to_take(arguments: Any, model: TracedModule) -> bool:
+def takes_call(arguments: Any, model: TracedModule) -> bool:
     """Returns whether the batch is open, as an import has proved, and no edit since then has fixed it.
 
     Shapes are inferred, which takes less time than a run.

@@ -23,11 +23,10 @@ from qtrace.preparation.prepare import prepare_config, read_request
 from qtrace.preparation.record import fake_quants
 from qtrace.quantizing.call_data import CallData
 from qtrace.quantizing.evaluation import estimate_samples
-from qtrace.quantizing.float_file import FloatFile
+from qtrace.quantizing.file_runs import FloatFile
 from qtrace.quantizing.judging import Acceptance, Judgement, conclude, copy_float
-from qtrace.quantizing.judging_file import judge_file
+from qtrace.quantizing.judging_file import batch_of_file, judge_file
 from qtrace.quantizing.reporting import Reporter
-from qtrace.quantizing.verifying import batch_of_file
 from qtrace.runtimes.host import RuntimeHost
 from qtrace.sensitivity.metrics import Outputs
 from qtrace.sensitivity.mixed import mixed_precision

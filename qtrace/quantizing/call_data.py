@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import inspect
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +15,24 @@ import numpy as np
 from megengine import Tensor
 from megengine.module import Module
 
-from qtrace.config import QConfig
-from qtrace.data import Batch, DataSource
+from qtrace.config import Preprocess, QConfig
+from qtrace.data import Batch, DataSource, SizedSource, open_data
 from qtrace.data.base import batch_length
 from qtrace.data.opening import find_labels, names_labels, without_labels
-from qtrace.data.whole import describe_left_out, whole_batches
+from qtrace.data.whole import Recut, recut, shares_samples
+from qtrace.errors import QtraceError
 from qtrace.graph.interface import read_inputs
 from qtrace.graph.signature import argument_names
 from qtrace.graph.types import TracedModule
 from qtrace.importing.foreign import is_torch_module
 from qtrace.importing.onnx import declared_inputs
-from qtrace.quantizing.evaluation import EvaluationData, choose_evaluation, hold_back_samples
+from qtrace.preparation.faithfulness import are_samples_apart
+from qtrace.quantizing.evaluation import EvaluationData, SampleRange, split_data, usual_size
 from qtrace.quantizing.options import DataReading
 from qtrace.quantizing.reporting import LogReporter, Reporter, StageTimes
-from qtrace.quantizing.sources import fixed_batch, only_batch
-from qtrace.quantizing.stage import note_pixels, open_source
+from qtrace.quantizing.sources import takes_batch, takes_single, traced_batch
 
-__all__ = ["CallData", "DataOpener", "labels_of"]
+__all__ = ["CallData", "DataOpener", "labels_of", "note_pixels"]
 
 _SAMPLES = 2  # on which a module runs to tell inputs from labels
 Values = Mapping[str, np.ndarray]
@@ -48,33 +50,23 @@ class CallData:
 
     calibration: DataSource
     evaluation: EvaluationData
-    times: StageTimes
-
-    def with_samples_held_back(self, model: TracedModule) -> CallData:
-        """Holds samples back where no batch could be, and checks those of the verdict.
-
-        Raises:
-            CalibrationError: when a batch of the verdict does not fit the model, or holds NaN or infinity.
-        """
-        data = self
-        if self.evaluation.seen and (parts := hold_back_samples(self.calibration, model)) is not None:
-            data = replace(self, calibration=parts[0], evaluation=parts[1])
-        if not data.evaluation.seen:
-            data.evaluation.check(model, data.calibration)
-        return data
+    times: StageTimes = field(default_factory=StageTimes)
 
 
 @dataclass(frozen=True)
 class DataOpener:
-    """Opens the data of a call.
+    """Opens the data of a call, in batches that are the same whatever batches the user has made.
+
+    The last bits of kernels, algorithms that read rows, and what is held back follow the batches.
 
     Attributes:
-        source: the network as it was given, which says what is a label.
+        source: the network as it was given, which says what is a label; None for data without labels.
         data: the data as they were given.
         evaluation: other data for the verdict as they were given; None for a part of ``data``.
         reading: how they are read.
         config: the config, whose preprocessing images take.
         reporter: takes notes and warnings.
+        as_given: whether batches stay as they are, since other processes open the data, too.
     """
 
     source: Any
@@ -83,69 +75,155 @@ class DataOpener:
     reading: DataReading
     config: QConfig
     reporter: Reporter
+    as_given: bool = False
 
-    def open(self, size: int | None = None) -> CallData:
-        """Opens the data without labels, and holds batches back for the verdict.
-
-        Args:
-            size: the number of samples that a batch must have; the others are left out. Batches of the user's
-                own of which already the first one has another number stay, to be refused as they are.
-        """
-        opened = open_source(self.data, self.reporter, self.config, self.reading)
+    @cached_property
+    def given(self) -> DataSource:
+        """The data without labels, in the batches of the user; arrays without the limit of batches."""
+        opened = self._open(self.data, self.reading.batch_size, self.reporter)
+        if not opened.cut:  # what comes after the limit may be no batch
+            opened.max_batches = self.reading.max_batches
         labels = labels_of(self.source, next(iter(opened)))
         note_pixels(opened, self.config.preprocess, self.reporter)
         if labels:
             shown = ", ".join(f"value {label}" if isinstance(label, int) else label for label in labels)
             self.reporter.warn(f"{opened.source}: taken for labels and left out of each batch: {shown}")
+        return without_labels(opened, labels)
 
-        def reopen(values: Any) -> DataSource:
-            return open_source(values, LogReporter(), self.config, self.reading.whole)
+    @cached_property
+    def first(self) -> Batch:
+        """The first batch of the user."""
+        return next(iter(self.given))
 
-        calibration = without_labels(opened, labels)
-        if size is not None and not calibration.cut and batch_length(next(iter(calibration))) != size:
-            size = None
-        calibration = _in_whole_batches(calibration, size, self.reporter)
-        other = None
-        if self.evaluation is not None:  # it may have labels where the data have none
-            other = reopen(self.evaluation)
-            first = next(iter(other), None)
-            other = without_labels(other, () if first is None else labels_of(self.source, first))
-            other = _in_whole_batches(other, size, self.reporter)
-
-        def whole() -> DataSource:
-            return whole_batches(without_labels(reopen(self.data), labels), size)
-
-        chosen = choose_evaluation(calibration, whole, other)
-        calibration.max_batches = chosen.max_batches
-        return CallData(calibration, chosen, StageTimes())
-
-    def open_for(self, traced: TracedModule, opened: CallData) -> CallData:
-        """Opens the data anew if the network takes batches of one size alone, and holds samples back.
+    def open(self, read: Callable[[DataSource], TracedModule]) -> tuple[TracedModule, CallData]:
+        """Reads the network, opens the data in batches that it takes, and holds samples back.
 
         Args:
-            traced: the network.
-            opened: the data as they are, whatever the network takes.
+            read: reads the network, for which it may trace the first batch of data.
 
         Raises:
             CalibrationError: when a batch of the verdict does not fit the model, or holds NaN or infinity.
         """
-        opener, size = self, fixed_batch(traced, next(iter(opened.calibration)))
-        if size is not None:
-            opener = replace(self, reading=replace(self.reading, batch_size=size))
-        else:
-            size = only_batch(traced, opened.calibration, opened.evaluation.source)
-        if size is not None:
-            opened = replace(opener.open(size), times=opened.times)
-            shown = "one sample" if size == 1 else f"{size} samples"
+        size = usual_size(self.first) if shares_samples(self.first) else None
+        if self.as_given:
+            size = batch_length(self.first) if self.given.cut else None
+        try:
+            traced = read(self._recut(self.given, size))
+        except QtraceError:
+            if size is None or size == batch_length(self.first):
+                raise
+            size = batch_length(self.first)  # which is the one batch that a module takes
+            traced = read(self.given)
+        taken, whole = self._choose_size(traced, size)
+        if taken != size and not isinstance(self.source, (str, os.PathLike, TracedModule)):
+            traced = read(self._recut(self.given, taken))
+        data = self._split(taken, whole)
+        if not data.evaluation.seen:
+            data.evaluation.check(traced, data.calibration)  # before the calibration, which takes time
+        return traced, data
+
+    def _open(self, data: Any, batch_size: int, reporter: Reporter) -> DataSource:
+        source = open_source(data, reporter, self.config, replace(self.reading, batch_size=batch_size))
+        source.max_batches = None
+        return source
+
+    def _recut(self, source: DataSource, size: int | None, whole: bool = False) -> Recut:
+        """Returns batches of ``size`` samples; cut from arrays, if they are."""
+        if source.cut and size not in (None, self.reading.batch_size):
+            data = self.data if source is self.given else self.evaluation
+            source = self._unlimited(data, source, size)
+        return recut(source, size, whole)
+
+    def _choose_size(self, traced: TracedModule, size: int | None) -> tuple[int | None, bool]:
+        """Returns the number of samples of a batch, and whether the network takes no others.
+
+        Args:
+            traced: the network.
+            size: the usual number; None for batches as they are. So is the result where samples depend on
+                each other.
+        """
+        own = batch_length(self.first)
+        if size is None or self.as_given:
+            return size, False
+        for count in dict.fromkeys((size, traced_batch(traced) or size, own)):
+            batch = next(iter(self._recut(self.given, count)))
+            if takes_batch(traced, batch):
+                break
+        else:  # which is said where the batch is read
+            return own, False
+        if count != size or not takes_single(traced, batch):
+            return batch_length(batch), True
+        if self.given.cut or size == own or (size == 1 and not takes_batch(traced, self.first)):
+            return size, False
+        return (size if are_samples_apart(traced, self.first if size == 1 else batch) else None), False
+
+    def _split(self, size: int | None, whole: bool) -> CallData:
+        """Opens the data in batches of ``size`` samples, and holds samples back."""
+        own, limit = batch_length(self.first), self.reading.max_batches
+        source = self._recut(self.given, size, whole)
+        self._note(source, own)
+        calibration: DataSource = source
+        later = None
+        if limit is not None and self.given.cut:
+            limit *= self.reading.batch_size
+            limit = -(-limit // size) * size if whole and size else limit
+            if sum(source.lengths) > limit:
+                calibration, later = SampleRange(source, 0, limit), SampleRange(source, limit, None)
+        elif limit is not None:
+            everything = self._unlimited(self.data, self.given)
+            if isinstance(everything, SizedSource) and len(everything) > limit:
+                later = SampleRange(recut(everything, size, whole), sum(source.lengths), None)
+        other = None
+        if self.evaluation is not None:  # it may have labels where the data have none
+            other = self._open(self.evaluation, self.reading.batch_size, LogReporter())
+            first = next(iter(other), None)
+            other = without_labels(other, () if first is None else labels_of(self.source, first))
+            other = self._recut(other, size, whole)
+            self._note(other, own)
+        unit = size or own if whole or self.as_given or size is None else 1
+        return CallData(*split_data(calibration, later, other, unit))
+
+    def _unlimited(self, data: Any, like: DataSource, size: int | None = None) -> DataSource:
+        """Opens data once more, without the labels that a source of them is without."""
+        opened = self._open(data, size or self.reading.batch_size, LogReporter())
+        return without_labels(opened, getattr(like, "labels", ()))
+
+    def _note(self, source: Recut, own: int) -> None:
+        """Notes of which batches there are others than the user's, and what is left out."""
+        if source.whole:
+            shown = "one sample" if source.size == 1 else f"{source.size} samples"
             self.reporter.note(f"a batch has {shown}, as the network takes no others")
-        return opened.with_samples_held_back(traced)
+        elif source.size not in (None, own):
+            self.reporter.note(f"{source.source}: runs in batches of {source.size}")
+        if left := source.left_out:
+            several = "sample is" if left == 1 else f"{left} samples are"
+            self.reporter.note(f"{source.source}: the last {several} left out")
 
 
-def _in_whole_batches(source: DataSource, size: int | None, reporter: Reporter) -> DataSource:
-    """Leaves out the batches that have other than ``size`` samples, with a note; none if it is None."""
-    if words := describe_left_out(source, size):
-        reporter.note(f"{source.source}: {words}")
-    return whole_batches(source, size)
+def open_source(data: Any, reporter: Reporter, qconfig: QConfig, reading: DataReading) -> DataSource:
+    """Opens data with the recipe's preprocess, and notes which arrays are left out."""
+    source = open_data(
+        data,
+        preprocess=qconfig.preprocess,
+        batch_size=reading.batch_size,
+        max_batches=reading.max_batches,
+        skip_bad=reading.skip_bad,
+    )
+    if source.skipped:
+        label = data if isinstance(data, (str, os.PathLike)) else source.source
+        reporter.note(f"{label}: taken for labels and left out: {', '.join(source.skipped)}")
+    return source
+
+
+def note_pixels(source: DataSource, preprocess: Preprocess | None, reporter: Reporter) -> None:
+    """Notes how images or pixels become inputs: what a network was not trained with spoils its ranges."""
+    if preprocess is not None and source.pixels:
+        reporter.note(f"{source.source}: inputs are {preprocess.describe()}")
+        if preprocess.scale == 1 and max(preprocess.std) < 1:
+            reporter.warn(
+                f"{source.source}: pixels are 0 to 255, and a std below 1 is for pixels of 0 to 1: give "
+                "--scale 1/255 (preprocess.scale)."
+            )
 
 
 def labels_of(source: Any, batch: Batch) -> tuple[int | str, ...]:

@@ -2,37 +2,91 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
-from qtrace.data.base import Batch, DataSource, SizedSource, batch_length, length_of_last
+from qtrace.data.base import Batch, DataSource, DerivedSource, SizedSource, batch_length
 from qtrace.data.batches import as_arguments, check_run, find_values, refuse_nan
-from qtrace.data.whole import SampleRange
+from qtrace.data.whole import Recut, cut_batch
 from qtrace.errors import CalibrationError
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.samples import cut_call, holds_infinite_data
 from qtrace.sensitivity.diagnosis.inputs import find_single_numbers
-from qtrace.sensitivity.diagnosis.samples import ENOUGH_SAMPLES
+from qtrace.sensitivity.diagnosis.verdict import ENOUGH_SAMPLES
 
 __all__ = [
+    "MOST_VALUES",
     "EvaluationData",
+    "SampleRange",
     "check_values",
-    "choose_evaluation",
     "count_samples",
     "count_values",
     "estimate_samples",
     "first_batches",
-    "hold_back_samples",
     "select_samples",
     "shorten",
+    "split_data",
+    "usual_size",
 ]
 
+MOST_VALUES = 32 * 3 * 224 * 224
+"""Values of the inputs that run at once, or that a file is judged on: 32 usual images."""
 _BATCHES = 2  # of `ENOUGH_SAMPLES`, which a verdict reads at most: the graph runs slowly
-_MOST_BATCHES = 8  # of fewer samples, such as large images
 _QUARTER = 4  # of the data is held back at most: ranges need the rest
-_INPUT_SAMPLES = 32  # whose means tell another preparation of the inputs
+
+
+class SampleRange(DerivedSource, SizedSource):
+    """Samples ``start`` to ``stop`` of a source, in its batches, which keep their numbers.
+
+    Args:
+        source: the batches; those at both ends are cut, unless batches are as they were given.
+        start, stop: the numbers of the first sample and of the one after the last; None for all.
+    """
+
+    def __init__(self, source: Recut, start: int, stop: int | None) -> None:
+        super().__init__(source)
+        self._recut, self.start, self.stop = source, start, stop
+
+    def identity(self) -> str:
+        """Returns the identity of the whole data, and the range."""
+        return f"{self.inner.identity()} {self.start} {self.stop}"
+
+    def _count(self) -> int:
+        return self._number
+
+    @cached_property
+    def _number(self) -> int:
+        if not isinstance(self.inner, SizedSource):
+            return sum(1 for _ in self._batches(lambda number: True))
+        lengths, stop = self._recut.lengths, math.inf if self.stop is None else self.stop
+        ends = zip(itertools.accumulate(lengths), lengths, strict=True)
+        if self._recut.size is None:
+            return sum(self.start < end <= stop for end, _ in ends)
+        return sum(self.start < end and end - count < stop for end, count in ends)
+
+    def _batches(self, selects: Callable[[int], bool]) -> Iterator[tuple[int, Batch]]:
+        size, stop, first = self._recut.size, math.inf if self.stop is None else self.stop, 0
+
+        def reaches(number: int) -> bool:
+            inside = size is None or self.start < (number + 1) * size <= stop + size - 1
+            return not self.cut or (inside and selects(number))
+
+        for number, batch in self.inner.numbered(reaches):
+            count = batch_length(batch)
+            first = number * size if self.cut and size else first
+            low, high = max(self.start - first, 0), int(min(stop - first, count))
+            if size is None:  # a batch with samples beyond an end belongs to what comes after
+                low, high = (0, count) if self.start < first + count <= stop else (0, 0)
+            first += count
+            if low < high:
+                yield number, cut_batch(batch, low, high)
+            if first >= stop:
+                return
 
 
 @dataclass(frozen=True)
@@ -40,22 +94,20 @@ class EvaluationData:
     """The samples of a verdict.
 
     Attributes:
-        source: the data.
-        first: the number of the first batch that is used.
+        source: the batches of these samples.
         measured_on: what these samples are, in words.
-        max_batches: the most batches to calibrate on, less those that are held back.
         more_data: whether the data of calibration has more batches than the user lets through.
         other_data: whether these are other data than those of calibration.
         seen: whether these are samples of the calibration.
+        kept: the batches with their numbers, once they were read, unless they are large.
     """
 
     source: DataSource
-    first: int
     measured_on: str
-    max_batches: int | None
     more_data: bool = False
     other_data: bool = False
     seen: bool = False
+    kept: list[tuple[int, Batch]] = field(default_factory=list, repr=False, compare=False)
 
     def read(self, model: TracedModule) -> list[Batch]:
         """Reads the samples for ``model``.
@@ -99,66 +151,49 @@ class EvaluationData:
                 )
 
     def _numbered(self, model: TracedModule) -> Iterator[tuple[int, Batch]]:
-        for number, batch in _select(self.source.numbered(lambda number: number >= self.first), model):
+        batches = self.kept or list(_select(self.source.numbered(), model))
+        if sum(count_values(batch) for _, batch in batches) <= MOST_VALUES:
+            self.kept[:] = batches
+        for number, batch in batches:
             refuse_nan(as_arguments(batch, model, number), number, model, self.source.source)
             yield number, batch
 
 
-def choose_evaluation(
-    source: DataSource,
-    reopen: Callable[[], DataSource],
-    evaluation: DataSource | None,
-) -> EvaluationData:
-    """Chooses the batches of the verdict; holds some of the calibration data back if there are enough.
+def split_data(
+    source: DataSource, later: DataSource | None, evaluation: DataSource | None, unit: int
+) -> tuple[DataSource, EvaluationData]:
+    """Splits data into samples to calibrate on and others for the verdict, held back if it can be.
 
     Args:
-        source: the calibration data.
-        reopen: opens the same data without a limit on the number of batches.
+        source: the data that the user lets through.
+        later: what comes after the limit of batches; None for nothing.
         evaluation: other data to judge on; None for none.
+        unit: samples are held back in multiples of this number.
     """
-    count = len(source) if hasattr(source, "__len__") else None
-    whole = source if count is None else reopen()
-    limit, more = source.max_batches, count is not None and len(whole) > count  # type: ignore[arg-type]
+    more = later is not None
     if evaluation is not None:
-        return EvaluationData(evaluation, 0, "samples of the evaluation data", limit, more, other_data=True)
-    if more:
-        return EvaluationData(whole, count or 0, "samples after the limit of batches", limit, more)
-    if count is not None and count >= _QUARTER:
-        first = count - _count_held(source, count)
-        return EvaluationData(whole, first, "held-back samples", first)
-    return EvaluationData(whole, 0, "samples of the calibration", limit, seen=True)
+        return source, EvaluationData(evaluation, "samples of the evaluation data", more, True)
+    if later is not None:
+        return source, EvaluationData(later, "samples after the limit of batches", more)
+    total = sum(source.lengths) if isinstance(source, Recut) and isinstance(source, SizedSource) else 0
+    if not isinstance(source, Recut) or (held := _count_held(total, unit)) == 0:
+        return source, EvaluationData(source, "samples of the calibration", seen=True)
+    held_back = SampleRange(source, total - held, total)
+    return SampleRange(source, 0, total - held), EvaluationData(held_back, "held-back samples")
 
 
-def _count_held(source: DataSource, count: int) -> int:
-    """Returns how many batches are held back: enough samples, a quarter at most; of many batches two."""
-    size = last = max(batch_length(next(iter(source))), 1)
-    if source.cut and isinstance(source, SizedSource):
-        last = length_of_last(source)  # which may be a single sample
-    least = min(ENOUGH_SAMPLES, (size * (count - 1) + last) // _QUARTER)
-    held = max(1, min(count // (2 * _QUARTER), _BATCHES))
-    return held + max(0, -(-(least - last - size * (held - 1)) // size))
-
-
-def hold_back_samples(source: DataSource, model: TracedModule) -> tuple[DataSource, EvaluationData] | None:
-    """Holds the last quarter of the samples back, where there are too few batches to hold one back.
+def _count_held(total: int, unit: int) -> int:
+    """Returns how many samples are held back: enough ones, twice as many of many; 0 of too few.
 
     Args:
-        source: data whose batches qtrace makes, of arrays or images.
-        model: the network.
-
-    Returns:
-        The samples to calibrate on, and those of the verdict; None if there are too few, or the model takes
-        batches of one size alone.
+        total: the number of samples.
+        unit: the result ends with a multiple of this number of samples.
     """
-    if not source.cut or not isinstance(source, SizedSource) or len(source) >= _QUARTER:
-        return None
-    batches = list(source)
-    total = sum(map(batch_length, batches))
-    kept = total - total // _QUARTER
-    if total < ENOUGH_SAMPLES or cut_call(as_arguments(batches[0], model), 1, model) is None:
-        return None
-    held = SampleRange(source, kept, total)
-    return SampleRange(source, 0, kept), EvaluationData(held, 0, "held-back samples", None)
+    if total < ENOUGH_SAMPLES or -(-total // unit) < _QUARTER:
+        return 0
+    most = ENOUGH_SAMPLES * max(1, min(total // (2 * _QUARTER * ENOUGH_SAMPLES), _BATCHES))
+    held = min(total // _QUARTER, most)
+    return total - (total - held) // unit * unit
 
 
 def check_values(source: DataSource) -> None:
@@ -196,13 +231,24 @@ def _select(numbered: Iterable[tuple[int, Batch]], model: TracedModule) -> Itera
         selected = shorten(batch, model, number)
         yield number, selected
         samples += batch_length(selected)
-        if samples >= _BATCHES * ENOUGH_SAMPLES or count == _MOST_BATCHES:
+        # As many batches are enough of fewer samples, such as large images.
+        if samples >= _BATCHES * ENOUGH_SAMPLES or count == ENOUGH_SAMPLES:
             break
 
 
 def count_values(batch: Batch) -> int:
     """Returns the number of values of all inputs of a batch."""
     return sum(array.size for array in (batch.values() if isinstance(batch, dict) else batch))
+
+
+def usual_size(batch: Batch) -> int:
+    """Returns how many samples run at once: enough ones for a verdict, fewer if they are large.
+
+    Args:
+        batch: any batch of such samples.
+    """
+    values = max(count_values(batch) // batch_length(batch), 1)
+    return max(1, min(ENOUGH_SAMPLES, MOST_VALUES // values))
 
 
 def shorten(batch: Batch, model: TracedModule, index: int, samples: int = ENOUGH_SAMPLES) -> Batch:
@@ -233,11 +279,11 @@ def estimate_samples(source: DataSource) -> int | None:
 
 
 def first_batches(source: DataSource) -> list[Batch]:
-    """Returns the first batches of the data, of about `_INPUT_SAMPLES` samples."""
+    """Returns the first batches of the data, of samples whose means tell another preparation of inputs."""
     batches, samples = [], 0
     for batch in source:
         batches.append(batch)
         samples += batch_length(batch)
-        if samples >= _INPUT_SAMPLES:
+        if samples >= _QUARTER * ENOUGH_SAMPLES:
             break
     return batches

@@ -1,15 +1,21 @@
-"""Files of a network in the runtime of their target, for their outputs only."""
+"""Files of a network in the runtime of their target, for their outputs only, and its float file."""
 
 from __future__ import annotations
 
+import functools
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import numpy as np
 
+from qtrace.config import QConfig
+from qtrace.config.rule import Rule
 from qtrace.data.batches import as_arguments
+from qtrace.export import export
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.signature import list_inputs
 from qtrace.graph.types import TracedModule
@@ -18,13 +24,63 @@ from qtrace.onnxfile.openvino import OpenvinoFile
 from qtrace.onnxfile.reading import read_model
 from qtrace.onnxfile.sessions import open_session
 from qtrace.preparation.model import QuantizedModel
+from qtrace.preparation.passes.convert import convert
+from qtrace.preparation.prepare import prepare
 from qtrace.runtimes.host import RuntimeHost
 from qtrace.verification import runtimes
 from qtrace.verification.other_sizes import by_sample
 from qtrace.verification.runtimes import runs_optimized
 from qtrace.verification.runtimes.base import run_outputs
 
-__all__ = ["FileRuns", "input_values", "open_runs", "run_batch"]
+__all__ = ["FileRuns", "FloatFile", "input_values", "open_runs", "run_batch"]
+
+
+class FloatFile:
+    """A network as a file with every op in float, in a folder of its own that is deleted at the end.
+
+    Args:
+        traced: the float network.
+        config: the config, whose backend the file is for.
+        suffix: that of the quantized file.
+    """
+
+    def __init__(self, traced: TracedModule, config: QConfig, suffix: str) -> None:
+        self.traced, self.config, self.suffix = traced, config, suffix
+        self._folder = tempfile.TemporaryDirectory(prefix="qtrace-float-")
+
+    def __enter__(self) -> FloatFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._folder.cleanup()
+
+    @functools.cached_property
+    def prepared(self) -> TracedModule:
+        """The graph of the file, before `convert`."""
+        rule = Rule.model_validate({"match": {"name": "*"}, "quantize": False})
+        plain = self.config.without_placement()
+        rules = (*plain.rules, rule.with_origin("the measured speed"))
+        changes = {"rules": rules, "ptq": None, "placement": "everything", "float": None}
+        return prepare(self.traced, plain.model_copy(update=changes))
+
+    @functools.cached_property
+    def converted(self) -> TracedModule:
+        """The graph of the file."""
+        return convert(self.prepared)
+
+    @functools.cached_property
+    def path(self) -> Path:
+        """The file.
+
+        Raises:
+            ExportError: when the graph has no such form.
+        """
+        path = Path(self._folder.name) / f"float{self.suffix}"
+        export(self.converted, path)
+        return path
+
 
 _ONE_THREAD = SessionSettings(threads=1)
 # As the file is timed. The default precision on some CPUs is bfloat16, which is no noise of the integers.

@@ -3,11 +3,14 @@
 The graph is judged on the few samples that were held back, as its interpreter is slow. Heavy tails, rare
 events and a soft-argmax that jumps show on more of them. The samples of the calibration are among those: a
 file that has lost something on them has lost it on others, too.
+
+A written file runs beside its graph first, which takes less data.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,15 +19,17 @@ import numpy as np
 
 from qtrace.data.base import Batch, batch_length
 from qtrace.data.whole import filled_batches
-from qtrace.errors import QtraceError
+from qtrace.errors import ExportError, QtraceError, VerifyError
+from qtrace.graph.opaque import find_random
 from qtrace.graph.types import TracedModule
+from qtrace.importing.onnx import declared_axes
 from qtrace.onnxfile.local_session import LocalSession
 from qtrace.outputs import find_groups
 from qtrace.outputs.selections import reaching
 from qtrace.process.threads import Together
-from qtrace.quantizing.evaluation import count_values, shorten
-from qtrace.quantizing.file_runs import FileRuns, input_values, open_runs, run_batch
-from qtrace.quantizing.float_file import FloatFile
+from qtrace.quantizing.call_data import CallData
+from qtrace.quantizing.evaluation import MOST_VALUES, count_values, shorten
+from qtrace.quantizing.file_runs import FileRuns, FloatFile, input_values, open_runs, run_batch
 from qtrace.runtimes.host import RuntimeHost
 from qtrace.sensitivity.diagnosis import (
     JudgedOutputs,
@@ -32,15 +37,91 @@ from qtrace.sensitivity.diagnosis import (
     find_single_numbers,
     judge_outputs,
 )
-from qtrace.sensitivity.diagnosis.samples import ENOUGH_SAMPLES
-from qtrace.sensitivity.diagnosis.verdict import Verdict
+from qtrace.sensitivity.diagnosis.verdict import ENOUGH_SAMPLES, MANY_SAMPLES, Verdict
 from qtrace.sensitivity.metrics import Outputs
+from qtrace.verification.report import VerifyReport
+from qtrace.verification.runtimes import get as get_runtime
+from qtrace.verification.verify import verify as verify_file
 
-__all__ = ["judge_file", "open_for_verdict"]
+__all__ = ["batch_of_file", "judge_file", "open_for_verdict", "verify_written"]
+
+# How much data a file is verified on: two batches at least, all that the verdict has, and one batch for four
+# of the calibration, up to a number of values of the inputs (two images of a usual classifier). Batches of
+# larger images are cut, to two samples at least: the second one shows what the file does with several. Counts
+# of batches and samples, not a time: the verdict is the same on a busy machine.
+_VERIFIED_VALUES, _LEAST_VERIFIED, _CALIBRATED_PER_VERIFIED = 2 * 3 * 224 * 224, 2, 4
+
+
+def batch_of_file(path: Path) -> int | None:
+    """Returns the batch that a file takes alone; None if it takes any, or its format runs single samples."""
+    if path.suffix.lower() != ".onnx":
+        try:
+            find = get_runtime(path).find_fixed_batch
+        except ExportError:  # a runtime that is not installed, which is said where the file is run
+            return None
+        return None if find is None else find(path)
+    firsts = {sizes[0] for sizes in declared_axes(path).values() if sizes}
+    size = firsts.pop() if len(firsts) == 1 else None
+    return size if isinstance(size, int) else None
+
+
+def verify_written(
+    partial: Path,
+    path: Path,
+    converted: TracedModule,
+    prepared: TracedModule,
+    data: CallData,
+    host: RuntimeHost | None,
+) -> VerifyReport:
+    """Runs a file beside its graph, on the batches of the verdict and some of the calibration.
+
+    Args:
+        partial: the file as it was written.
+        path: the path that it gets, for messages and the report.
+        converted: the graph that it was exported from.
+        prepared: that graph before `convert`.
+        data: the data.
+        host: the interpreter or machine that has the runtime; None for this one.
+
+    Raises:
+        VerifyError: when the runtime computes something else.
+    """
+    with data.times.measure("verify"):
+        batches = _verified_batches(data, prepared)
+        if (size := batch_of_file(partial)) is not None:
+            batches = [part for batch in batches for part in filled_batches(batch, size)]
+        report = verify_file(partial, converted, batches, runtime_host=host)
+    if not report.passed and (name := find_random(converted)):
+        raise ExportError(
+            f"{path.name} was not written, as {name} draws random numbers, of which no two runs have the "
+            "same, and the file cannot be compared with the graph: make them an input of the network, or "
+            "give verify=False (--no-verify)."
+        )
+    if not report.passed:
+        raise VerifyError(
+            f"{path.name} was not written, as its runtime computes something else than the graph:\n"
+            f"{report.table()}"
+        )
+    report.path = str(path)
+    return report
+
+
+def _verified_batches(data: CallData, prepared: TracedModule) -> list[Batch]:
+    """Returns the batches of the verdict, then those of the calibration, up to the bounds of verification."""
+    judged, calibrated = data.evaluation.read(prepared), data.calibration
+    share = len(calibrated) // _CALIBRATED_PER_VERIFIED if hasattr(calibrated, "__len__") else 0
+    count = max(_LEAST_VERIFIED, len(judged), share)
+    chosen, values = list[Batch](), 0
+    for index, batch in enumerate(itertools.chain(judged, data.evaluation.unread(calibrated, judged))):
+        most = _VERIFIED_VALUES // _LEAST_VERIFIED * batch_length(batch) // max(count_values(batch), 1)
+        chosen.append(shorten(batch, prepared, index, max(most, _LEAST_VERIFIED)))
+        values += count_values(chosen[-1])
+        if len(chosen) >= _LEAST_VERIFIED and (values >= _VERIFIED_VALUES or len(chosen) >= count):
+            break
+    return chosen
+
 
 # Counts of samples and values, not a time: the verdict is the same on a busy machine.
-_MOST_SAMPLES = 64  # which show heavy tails and rare events that eight miss
-_MOST_VALUES = 32 * 3 * 224 * 224  # of all inputs
 _MOST_OUTPUTS = 1 << 26  # values of either file, which are kept
 
 
@@ -163,12 +244,12 @@ def _run_all(
 
 
 def _cut(batches: Iterable[Batch], traced: TracedModule, size: int | None) -> Iterator[Batch]:
-    """Yields batches of `_MOST_SAMPLES` samples together, fewer if they are large, of the size of a file."""
+    """Yields batches of `MANY_SAMPLES` samples together, fewer if they are large, of the size of a file."""
     samples = values = 0
     for number, batch in enumerate(batches):
         count = max(batch_length(batch), 1)
-        fitting = (_MOST_VALUES - values) * count // max(count_values(batch), 1)
-        most = min(_MOST_SAMPLES - samples, max(fitting, ENOUGH_SAMPLES - samples))
+        fitting = (MOST_VALUES - values) * count // max(count_values(batch), 1)
+        most = min(MANY_SAMPLES - samples, max(fitting, ENOUGH_SAMPLES - samples))
         if most <= 0:
             return
         shortened = shorten(batch, traced, number, most) if count > most else batch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,8 @@ class DataReading:
     """How calibration data is read.
 
     Attributes:
-        batch_size: the number of samples in a batch.
+        batch_size: the number of samples in a batch, as ``max_batches`` counts them. How many run at once
+            follows from their size and the network.
         max_batches: the most batches to calibrate on; None for all.
         skip_bad: whether to leave out unreadable images.
     """
@@ -28,18 +29,13 @@ class DataReading:
     max_batches: int | None = None
     skip_bad: bool = False
 
-    @property
-    def whole(self) -> DataReading:
-        """The same, of all batches."""
-        return replace(self, max_batches=None)
-
 
 @dataclass(frozen=True)
 class QuantizeOptions(DataReading):
     """The options of ``qtrace.quantize`` that few calls need, which are given by name.
 
     Attributes:
-        batch_size: samples in a batch of arrays, files and images.
+        batch_size: samples in a batch of arrays, files and images, as ``max_batches`` counts them.
         max_batches: the most batches to calibrate on; None for all.
         skip_bad: whether to leave out unreadable images.
         shapes: the shapes of inputs that an ONNX file leaves open; None for those of the first batch.

@@ -21,16 +21,14 @@ from qtrace.process.memory import older_objects_spared
 from qtrace.process.threads import on_engine_thread
 from qtrace.quantizing.calibrator import Calibrator, refuse_broken
 from qtrace.quantizing.call_data import DataOpener
+from qtrace.quantizing.delivering import FileWriter
 from qtrace.quantizing.evaluation import check_values
 from qtrace.quantizing.judging import Acceptance
 from qtrace.quantizing.options import QuantizeOptions
-from qtrace.quantizing.original import open_original
 from qtrace.quantizing.quantized import Quantized
-from qtrace.quantizing.reporting import LogReporter
-from qtrace.quantizing.sources import own_file, read_network
-from qtrace.quantizing.targets import choose_config
-from qtrace.quantizing.weight_bits import prefer_placement, with_safe_bits
-from qtrace.quantizing.writing import FileWriter
+from qtrace.quantizing.reporting import LogReporter, StageTimes
+from qtrace.quantizing.sources import open_original, own_file, read_network
+from qtrace.quantizing.targets import choose_config, prefer_placement, with_safe_bits
 from qtrace.runtimes.files import check_host
 from qtrace.storage.outputs import output_file
 
@@ -73,8 +71,8 @@ def quantize(
         recipe: the config, as for ``qtrace.prepare``; None for the default of the target.
         metric: a function of the graph that returns a number; more is better.
         at_least: the smallest value of ``metric``, or of the SQNR in dB without one.
-        evaluation: other data to judge and verify on; None for a batch that is held back if there are 4 or
-            more, or for a quarter of the samples of arrays, 8 at least, else for the first batches.
+        evaluation: other data to judge and verify on; None for a quarter of the samples, 16 at most. They
+            are held back if there are 8 samples or more; else the first ones serve.
         prefer: ``speed`` keeps all on integers that gains time, ``balanced`` what is worth its noise, and
             ``accuracy`` nothing; None for what ``placement`` of the recipe says.
         force: whether to replace a file that qtrace did not write.
@@ -98,15 +96,15 @@ def quantize(
     if host is not None:
         check_host(host, path)
     with output_file(path, force=force) as partial:
-        opener = DataOpener(source, data, evaluation, given, config, reporter)
-        opened = opener.open()
-        stages = opened.times
+        opener, stages = DataOpener(source, data, evaluation, given, config, reporter), StageTimes()
         if not given.allow_broken:
-            check_values(opened.calibration)
+            check_values(opener.given)
         with stages.measure("import"):
             keeps_nodes = path.suffix.lower() == ".onnx"
-            traced = read_network(source, opened.calibration, given.shapes, given.allow, keeps_nodes)
-            opened = opener.open_for(traced, opened)
+            traced, opened = opener.open(
+                lambda data: read_network(source, data, given.shapes, given.allow, keeps_nodes)
+            )
+            opened = replace(opened, times=stages)
             original = Faithfulness(open_original(source, traced), traced, opened.calibration)
         keep = given.keep or is_precision(recipe)
         acceptance = Acceptance(metric, at_least)

@@ -1,12 +1,17 @@
-"""The network that is quantized: an ONNX file, a file of qtrace, a module, also of torch, or a trace."""
+"""The network that is quantized: an ONNX file, a file of qtrace, a module, also of torch, or a trace.
+
+It runs beside its graph, too: an import, a trace and the algorithms that prepare a graph say of themselves
+that they change no value. The copies of a module share its parameters.
+"""
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -15,21 +20,169 @@ import numpy as np
 from megengine.module import Module
 
 from qtrace.data import Batch, DataSource
-from qtrace.data.base import GIVE_BATCHES, SizedSource, batch_length, length_of_last
-from qtrace.data.batches import as_arguments, can_run, first_samples
+from qtrace.data.base import GIVE_BATCHES, batch_length
+from qtrace.data.batches import as_arguments, can_run, evaluating, first_samples
 from qtrace.errors import CalibrationError, DataError, GraphError
 from qtrace.graph.files.serialize import load
 from qtrace.graph.interface import read_interface
-from qtrace.graph.opaque import cure_for_kept, opaque_calls
+from qtrace.graph.kernels import quiet_engine
+from qtrace.graph.native import lower
+from qtrace.graph.opaque import cure_for_kept, divides_by_inputs, opaque_calls
+from qtrace.graph.signature import list_inputs
+from qtrace.graph.tensors import shared_copies
+from qtrace.graph.tracing.diff import values
+from qtrace.graph.tracing.recording import without_none
 from qtrace.graph.tracing.trace import trace
 from qtrace.graph.types import TracedModule
 from qtrace.importing.foreign import is_torch_module
 from qtrace.importing.onnx import declared_axes, from_onnx, open_inputs
+from qtrace.importing.onnx.quantization.float_weights import read_unrounded
+from qtrace.onnxfile.local_session import SessionSettings, dtype_of
+from qtrace.onnxfile.reading import read_model
+from qtrace.onnxfile.sessions import open_session
 from qtrace.plugins import load_object
+from qtrace.preparation.original import GivenGraph, Original, Run, arrays_of
 from qtrace.preparation.record import is_quantized
-from qtrace.preparation.samples import cut_call
+from qtrace.preparation.samples import cut_call, takes_call
+from qtrace.quantizing.file_runs import input_values
 
-__all__ = ["example_inputs", "fixed_batch", "only_batch", "open_shapes", "own_file", "read_network"]
+__all__ = [
+    "open_original",
+    "open_shapes",
+    "own_file",
+    "read_network",
+    "takes_batch",
+    "takes_single",
+    "traced_batch",
+]
+
+
+def open_original(source: Any, traced: TracedModule) -> Original | None:
+    """Returns the network that was imported or traced; None where it does not run here.
+
+    Args:
+        source: the network, as for `read_network`.
+        traced: its graph.
+    """
+    if isinstance(source, TracedModule):
+        return GivenGraph(source)
+    if isinstance(source, Module):
+        return _Module(source, traced)
+    if is_torch_module(source):
+        return _TorchModule(source)
+    if isinstance(source, (str, os.PathLike)):
+        if Path(source).suffix.lower() != ".onnx":
+            return GivenGraph(traced)
+        path = Path(source)
+        # A division by 0 in an integer would end the process in onnxruntime.
+        return None if read_interface(traced) is None or divides_by_inputs(traced) else _File(path, traced)
+    return None
+
+
+class _Module(Original):
+    keeps_state = True
+
+    def __init__(self, module: Module, traced: TracedModule) -> None:
+        self.name = type(module).__name__
+        self._module, self._traced = lower(module)[0], traced
+
+    def start(self) -> Run:
+        module = copy.deepcopy(self._module, shared_copies(self._module))
+        module.eval()
+
+        def run(batch: Batch) -> list[np.ndarray]:
+            args, kwargs = as_arguments(batch, self._traced)
+            with evaluating(self._traced), quiet_engine(module):
+                return arrays_of(values(without_none(module(*args, **kwargs))))
+
+        return run
+
+
+class _TorchModule(Original):
+    keeps_state = True
+
+    def __init__(self, module: Any) -> None:
+        self.name = type(module).__name__
+        self._module = module
+
+    def start(self) -> Run:
+        import torch
+
+        # A module of TorchScript cannot share its parameters with a copy.
+        script = isinstance(self._module, torch.jit.ScriptModule)
+        parameters = {id(parameter): parameter for parameter in self._module.parameters()}
+        module = self._module if script else copy.deepcopy(self._module, parameters)
+
+        def run(batch: Batch) -> list[np.ndarray]:
+            args, kwargs = example_inputs(self._module, batch)
+            tensors = [torch.from_numpy(np.array(value)) for value in args]
+            named = {name: torch.from_numpy(np.array(value)) for name, value in kwargs.items()}
+            flags = [(part, part.training) for part in module.modules() if hasattr(part, "training")]
+            try:
+                for part, _ in flags:
+                    part.training = False
+                with torch.no_grad():
+                    return list(_torch_arrays(module(*tensors, **named)))
+            finally:
+                for part, training in flags:
+                    part.training = training
+
+        return run
+
+
+class _File(Original):
+    """An ONNX file in onnxruntime, whose weights are in memory while a run of it is.
+
+    Rounding by the range of each batch is left out, as the import leaves it out.
+    """
+
+    granularity = 2.0**-21  # of its sigmoid, which is computed as 0.5 and a difference
+
+    def __init__(self, path: Path, traced: TracedModule) -> None:
+        self.name, self._path, self._traced = str(path), path, traced
+        if _computes_in_half(path):
+            self.precision = 2.0**-10
+
+    def start(self) -> Run:
+        interface = read_interface(self._traced)
+        assert interface is not None
+        inputs = [info.name for info in interface.inputs]
+        outputs = [info.name for info in interface.outputs]
+        # Op by op: what onnxruntime fuses has other last bits.
+        settings = SessionSettings(optimize=False, as_megengine=True)
+        session = open_session(read_unrounded(self._path) or self._path, settings, self.name)
+        kinds = {info.name: dtype_of(info.type) for info in session.inputs}
+
+        def run(batch: Batch) -> list[np.ndarray]:
+            given = dict(zip(inputs, input_values(self._traced, batch, 0), strict=True))
+            feeds = {n: v.astype(kinds[n] or v.dtype, copy=False) for n, v in given.items() if n in kinds}
+            return session.run(outputs, feeds)
+
+        return run
+
+
+def _computes_in_half(path: Path) -> bool:
+    """Whether onnxruntime computes a file in 16 bits, at least in part."""
+    import onnx
+
+    half = {onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16}
+    graph = read_model(path).graph
+    casts = (a.i for n in graph.node if n.op_type == "Cast" for a in n.attribute if a.name == "to")
+    ends = (value.type.tensor_type.elem_type for value in (*graph.input, *graph.output))
+    return not half.isdisjoint([*casts, *ends, *(tensor.data_type for tensor in graph.initializer)])
+
+
+def _torch_arrays(result: Any) -> Iterator[np.ndarray]:
+    """Yields the tensors of a result, in its order."""
+    if hasattr(result, "detach"):
+        yield result.detach().cpu().numpy()
+    elif isinstance(result, Mapping):
+        for value in result.values():
+            yield from _torch_arrays(value)
+    elif isinstance(result, (tuple, list)):
+        for value in result:
+            yield from _torch_arrays(value)
+
 
 _LOG = logging.getLogger("qtrace")
 
@@ -99,59 +252,49 @@ def own_file(source: Any) -> Path | None:
     return Path(source) if own else None
 
 
-def fixed_batch(traced: TracedModule, batch: Batch) -> int | None:
-    """Returns the batch that an ONNX file fixes, if its graph cannot run on a batch of the data instead.
+def takes_batch(traced: TracedModule, batch: Batch) -> bool:
+    """Returns whether a network takes a batch.
 
-    Some exporters write the batch into the network, as the first size of a Reshape. A network that takes the
-    first sample of its batch, as detectors do before a suppression, runs on more and does not look at them.
+    Some exporters write the batch into the network, as the first size of a Reshape. A network whose file
+    fixes the batch may take the first sample of it, as detectors do before a suppression: it runs on more and
+    does not look at them.
 
     Args:
         traced: the network.
         batch: a batch of the data.
     """
-    size = _declared_batch(traced)
-    if size is None:
-        return None
-    arrays = [_array(batch, index, name) for index, name in enumerate(_declared_sizes(traced))]
-    if all(array is not None and array.ndim and len(array) == size for array in arrays):
-        return None
-    try:
-        return None if can_run(traced, as_arguments(batch, traced), samples=batch_length(batch)) else size
-    except CalibrationError:  # the batch is no input of the network at all, which is said where it is read
-        return None
-
-
-def only_batch(traced: TracedModule, *sources: DataSource) -> int | None:
-    """Returns the length of the first batch if the network takes no shorter one that the data may end with.
-
-    Args:
-        traced: the network.
-        *sources: the data of the calibration, and others that are read in such batches.
-    """
-    batch = next(iter(sources[0]))
-    size = batch_length(batch)
+    count, declared = batch_length(batch), _declared_batch(traced)
     try:
         arguments = as_arguments(batch, traced)
-    except CalibrationError:  # said where the data are read
-        return None
-    for rest in {_length_of_rest(source) for source in sources}:
-        few = first_samples(arguments, rest)
-        if few is None:
-            continue
-        if _declared_batch(traced) == size:  # it may look at its first sample alone
-            takes = can_run(traced, few, samples=rest)
-        else:
-            takes = cut_call(arguments, rest, traced) is not None
-        if not takes:
-            return size
-    return None
+    except CalibrationError:  # said where the batch is read
+        return False
+    if declared == count or (declared is None and _is_traced_on(traced, batch)):
+        return True
+    if declared is None:
+        return takes_call(arguments, traced) or can_run(traced, arguments)
+    return can_run(traced, arguments, samples=count)
 
 
-def _length_of_rest(source: DataSource) -> int:
-    """Returns the number of samples of the last batch; 1 for a source of which it takes long to know."""
-    if not source.cut or not isinstance(source, SizedSource):
-        return 1
-    return length_of_last(source) or 1
+def takes_single(traced: TracedModule, batch: Batch) -> bool:
+    """Returns whether a network takes the first sample of a batch that it takes; so if there is one."""
+    arguments = as_arguments(batch, traced)
+    few = first_samples(arguments, 1)
+    if few is None:
+        return True
+    if _declared_batch(traced) == batch_length(batch):  # it may look at its first sample alone
+        return can_run(traced, few, samples=1)
+    return cut_call(arguments, 1, traced) is not None
+
+
+def traced_batch(traced: TracedModule) -> int | None:
+    """Returns the batch that the file of a network fixes, or else the traced one."""
+    shapes = (shape for _, shape in list_inputs(traced))
+    return _declared_batch(traced) or next((int(shape[0]) for shape in shapes if shape), None)
+
+
+def _is_traced_on(traced: TracedModule, batch: Batch) -> bool:
+    arrays = batch.values() if isinstance(batch, dict) else batch
+    return sorted(array.shape for array in arrays) == sorted(shape for _, shape in list_inputs(traced))
 
 
 def _declared_sizes(traced: TracedModule) -> dict[str, tuple[int | None, ...] | None]:

@@ -12,11 +12,10 @@ from typing import Any
 from qtrace.calibration.calibrate import calibrate
 from qtrace.calibration.jobs import Source
 from qtrace.calibration.running import Result, RunSettings, collect_all
-from qtrace.config import Preprocess, QConfig
+from qtrace.config import QConfig
 from qtrace.config.recipe import config_or_default, importable
-from qtrace.data import Batch, DataSource, open_data
+from qtrace.data import Batch, DataSource, SizedSource
 from qtrace.data.fingerprints import SampleRecord
-from qtrace.data.whole import whole_batches
 from qtrace.display import Displayed
 from qtrace.errors import CalibrationError, QtraceError
 from qtrace.graph.types import TracedModule
@@ -28,21 +27,16 @@ from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.passes.choosing import copy_with_weights
 from qtrace.preparation.prepare import prepare
 from qtrace.process.threads import on_engine_thread
-from qtrace.quantizing.evaluation import (
-    EvaluationData,
-    choose_evaluation,
-    estimate_samples,
-    hold_back_samples,
-)
+from qtrace.quantizing.call_data import DataOpener
+from qtrace.quantizing.evaluation import estimate_samples
 from qtrace.quantizing.figures import note_graph
 from qtrace.quantizing.folder import CURE, FILES, VERDICT, write_folder
 from qtrace.quantizing.judging import Acceptance, Judgement, conclude, copy_float
 from qtrace.quantizing.options import DataReading, FolderOptions
 from qtrace.quantizing.reporting import LogReporter, Reporter
-from qtrace.quantizing.sources import only_batch
 from qtrace.storage.outputs import resumable_folder
 
-__all__ = ["CalibratedFolder", "calibrate_to_folder", "note_pixels", "open_source"]
+__all__ = ["CalibratedFolder", "calibrate_to_folder"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -124,27 +118,15 @@ def calibrate_to_folder(
     folder_name, settings = Path(out), settings or RunSettings(progress=progress)
     if not isinstance(data, (str, os.PathLike)) and (settings.workers > 1 or settings.ray is not None):
         raise CalibrationError("workers open the data by its name: give a path, or pkg.mod:loader.")
-    source = open_source(data, reporter, qconfig, reading)
-    note_pixels(source, qconfig.preprocess, reporter)
-    chosen = _choose(source, data, evaluation, reporter, qconfig, reading)
-    source.max_batches = chosen.max_batches
+    elsewhere = settings.workers > 1 or settings.ray is not None
+    opener = DataOpener(None, data, evaluation, reading, qconfig, reporter, as_given=elsewhere)
+    _ = opener.given  # before the folder is made
     names = (*FILES, CURE, VERDICT)
     work = resumable_folder(folder_name, names=names, force=force, resume=resume, note=reporter.note)
     with work as (folder, checkpoints):
-        traced = model(source) if callable(model) and not isinstance(model, TracedModule) else model
-        elsewhere = settings.workers > 1 or settings.ray is not None
-        if not elsewhere and (size := only_batch(traced, source, chosen.source)) is not None:
-            reporter.note(
-                f"batches of other than {size} samples are left out, as the network takes no others"
-            )
-            source.max_batches = reading.max_batches
-            source = whole_batches(source, size)
-            chosen = _choose(source, data, evaluation, reporter, qconfig, reading, size)
-            source.max_batches = chosen.max_batches
-        if chosen.seen and not elsewhere and (parts := hold_back_samples(source, traced)) is not None:
-            source, chosen = parts
-        if not chosen.seen:
-            chosen.check(traced, source)  # before the calibration, which takes time
+        made = callable(model) and not isinstance(model, TracedModule)
+        traced, opened = opener.open(lambda data: model(data) if made else model)
+        source, chosen = opened.calibration, opened.evaluation
         record = SampleRecord(source)
         prepared = prepare(traced, qconfig, samples=_Samples(source), progress=reporter.progress)
         label = os.fspath(data) if isinstance(data, (str, os.PathLike)) else source.source
@@ -173,55 +155,6 @@ def calibrate_to_folder(
         )
         judgement.write(folder, figures)
     return CalibratedFolder(folder_name, prepared, judgement, summary, figures, chosen.more_data, source)
-
-
-def open_source(data: Any, reporter: Reporter, qconfig: QConfig, reading: DataReading) -> DataSource:
-    """Opens data with the recipe's preprocess, and notes which arrays are left out."""
-    source = open_data(
-        data,
-        preprocess=qconfig.preprocess,
-        batch_size=reading.batch_size,
-        max_batches=reading.max_batches,
-        skip_bad=reading.skip_bad,
-    )
-    if source.skipped:
-        label = data if isinstance(data, (str, os.PathLike)) else source.source
-        reporter.note(f"{label}: taken for labels and left out: {', '.join(source.skipped)}")
-    return source
-
-
-def note_pixels(source: DataSource, preprocess: Preprocess | None, reporter: Reporter) -> None:
-    """Notes how images or pixels become inputs: what a network was not trained with spoils its ranges."""
-    if preprocess is not None and source.pixels:
-        reporter.note(f"{source.source}: inputs are {preprocess.describe()}")
-        if preprocess.scale == 1 and max(preprocess.std) < 1:
-            reporter.warn(
-                f"{source.source}: pixels are 0 to 255, and a std below 1 is for pixels of 0 to 1: give "
-                "--scale 1/255 (preprocess.scale)."
-            )
-
-
-def _choose(
-    source: DataSource,
-    data: Any,
-    evaluation: Any,
-    reporter: Reporter,
-    qconfig: QConfig,
-    reading: DataReading,
-    size: int | None = None,
-) -> EvaluationData:
-    """Chooses the samples of the verdict, in batches of ``size`` samples alone if it is given."""
-
-    def reopen() -> DataSource:
-        whole = open_data(
-            data, preprocess=qconfig.preprocess, batch_size=reading.batch_size, skip_bad=reading.skip_bad
-        )
-        return whole_batches(whole, size)
-
-    other = None
-    if evaluation is not None:
-        other = whole_batches(open_source(evaluation, reporter, qconfig, reading.whole), size)
-    return choose_evaluation(source, reopen, other)
 
 
 @dataclass(frozen=True)
@@ -262,7 +195,7 @@ class _Run:
 def _collect(prepared: TracedModule, run: _Run, reporter: Reporter) -> Result:
     """Collects the statistics of all sites of ``prepared``."""
     preprocess = QuantizedModel(prepared).record.qconfig.get("preprocess")
-    limit = run.source.max_batches
+    limit = len(run.source) if isinstance(run.source, SizedSource) else run.source.max_batches
     described = Source(run.data, run.reading.batch_size, limit, run.reading.skip_bad, preprocess)
     return collect_all(prepared, run.source, described, run.folder, run.settings, reporter.note)
 

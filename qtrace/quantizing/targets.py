@@ -1,4 +1,10 @@
-"""Which file a target takes: the suffix of the one call's output, and the target that a suffix stands for."""
+"""Which file a target takes: the suffix of the one call's output, and the target that a suffix stands for.
+
+The placement that a user prefers, and the bits of weights, follow by rule, too. Without VNNI instructions,
+onnxruntime's kernels for uint8 and int8 add two products in 16 bits. Weights of 8 bits are stored as uint8
+there, whose kernels are exact and slower; two products with weights of 7 bits fit, so that these take the
+fast kernels, which a config that asks for speed gets.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +12,103 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from qtrace.config import QConfig, backends
+from qtrace.config import QConfig, Rule, SchemePatch, backends
 from qtrace.config import recipe as recipes
 from qtrace.config.checking import is_precision
 from qtrace.config.recipe import as_qconfig
 from qtrace.config.rule import FloatType
 from qtrace.config.targeting import config_for_target, place_of_target
 from qtrace.errors import ConfigError
-from qtrace.export import check_case, check_format, formats
-from qtrace.quantizing.suffixes import describe_suffixes, suffix_of, target_of, with_suffix
+from qtrace.export import check_case, check_format, format_by_name, formats
+from qtrace.onnxfile.saturation import SAFE_BITS, products_saturate
+from qtrace.preparation.annotation import Preference
+from qtrace.runtimes.host import RuntimeHost
 
-__all__ = ["choose_config", "format_of"]
+__all__ = ["choose_config", "format_of", "prefer_placement", "suffix_of", "with_fewer_bits", "with_safe_bits"]
+
+
+def suffix_of(backend: str) -> str:
+    """Returns the suffix of the files for a backend: the one of the format with its name, or ``.onnx``."""
+    return next(iter(format_by_name(backend).suffixes), "") if backend in formats() else ".onnx"
+
+
+def with_suffix(out: Path, suffix: str) -> str:
+    """Returns a name with another suffix, in the place of a format's, too, as in ``net.tflite.gz``."""
+    stem = Path(out.stem)
+    return (stem.stem if stem.suffix in _suffixes().values() else stem.name) + suffix
+
+
+def describe_suffixes(out: Path) -> str:
+    """Says that none of qtrace's own backends takes a file by its name, and which suffixes they take."""
+    targets: dict[str, list[str]] = {}
+    for name in backends.packaged():
+        targets.setdefault(suffix_of(name), []).append(name)
+    known = ", ".join(f"{suffix} ({', '.join(names)})" for suffix, names in sorted(targets.items()))
+    what = f"the suffix {out.suffix}, which no target takes" if out.suffix else "no suffix"
+    others = [name for name in backends.known() if name not in backends.packaged()]
+    other = f", or give a target ({', '.join(others)})" if others else ""
+    return f"{out.name} has {what}: name the file with one of {known}{other}."
+
+
+def target_of(suffix: str) -> str | None:
+    """Returns the backend that alone takes files of a suffix; None for one that several take."""
+    owners = [backend for backend, own in _suffixes().items() if own == suffix]
+    return owners[0] if len(owners) == 1 else None
+
+
+def _suffixes() -> dict[str, str]:
+    return {backend: suffix_of(backend) for backend in backends.packaged()}
+
+
+_ORIGIN = "weights of 7 bits"
+
+
+def prefer_placement(config: QConfig, prefer: Preference | None) -> QConfig:
+    """Returns the config with a placement that leaves the choice which a preference makes."""
+    if prefer is None:
+        return config
+    return config.model_copy(update={"placement": "fastest" if prefer == "speed" else "balanced"})
+
+
+def with_safe_bits(config: QConfig, host: RuntimeHost | None = None) -> QConfig:
+    """Returns the config with weights of 7 bits if it asks for speed, and products of 8 bits saturate here.
+
+    Args:
+        config: the config.
+        host: the interpreter or machine that has the runtime; None for this one.
+    """
+    fewer = with_fewer_bits(config) if config.effective_placement in ("balanced", "fastest") else None
+    return config if fewer is None or not products_saturate(host) else fewer
+
+
+def with_fewer_bits(config: QConfig) -> QConfig | None:
+    """Returns a config with weights of 7 bits; None if it says itself what weights are, or has other kernels.
+
+    Those of depthwise convolutions keep 8 bits: their kernels do not add in 16 bits.
+
+    Args:
+        config: the config, of whatever target.
+    """
+    says = [config.weight, *(rule.weight for rule in config.rules)]
+    methods = {config.method or "static", *(rule.method or "static" for rule in config.rules)}
+    if config.backend != "onnxruntime" or any(says) or methods != {"static"}:
+        return None
+    if _has_other_activations(config):
+        return None
+    match = {"op": "conv2d", "depthwise": True}
+    depthwise = Rule.model_validate({"match": match, "weight": {"bits": 8}, "optional": True})
+    rules = (depthwise.with_origin(_ORIGIN), *config.rules)
+    changes: dict[str, Any] = {"weight": SchemePatch(bits=SAFE_BITS), "rules": rules}
+    return config.model_copy(update=changes)
+
+
+def _has_other_activations(config: QConfig) -> bool:
+    """Whether an activation is not uint8: only products with uint8 saturate."""
+    patches = (config.activation, *(p for r in config.rules for p in (r.activation, r.output)))
+    return any(
+        patch is not None and (patch.bits or 8, patch.signed or False) != (8, False) for patch in patches
+    )
+
 
 _ANY_SUFFIX = ("generic", "generic_shift", "generic_w4", "generic_w4a4")  # whose files are for any device
 

@@ -82,11 +82,11 @@ class Fakes:
             "note_graph": lambda *args: {},
             "copy_float": lambda prepared: None,
             "conclude": lambda *args, **options: Judgement(),
-            "hold_back_samples": lambda *args: None,
-            "only_batch": lambda *args: None,
         }
         for name, stand_in in stage.items():
             monkeypatch.setattr(f"qtrace.quantizing.stage.{name}", stand_in)
+        sizes = "qtrace.quantizing.call_data.DataOpener._choose_size"
+        monkeypatch.setattr(sizes, lambda opener, traced, size: (size, False))
         monkeypatch.setattr("qtrace.quantizing.evaluation.EvaluationData.check", lambda *args: None)
         monkeypatch.setattr("qtrace.quantizing.folder._sites", lambda prepared: [{"site": "x"}])
         monkeypatch.setattr("qtrace.graph.files.serialize.save", self.save)

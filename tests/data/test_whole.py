@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from qtrace.data import open_data
 from qtrace.data.base import DataSource, SizedSource, batch_length
-from qtrace.data.whole import describe_left_out, filled_batches, whole_batches
+from qtrace.data.whole import Recut, filled_batches, recut, shares_samples
 from qtrace.errors import DataError
 
 
@@ -21,34 +22,44 @@ def _lengths(source: DataSource) -> list[int]:
     return [batch_length(batch) for batch in source]
 
 
-@pytest.mark.parametrize(("count", "lengths", "left"), [(10, [4, 4], "the last 2 samples"), (8, [4, 4], "")])
-def test_the_rest_of_an_array_is_left_out(count: int, lengths: list[int], left: str) -> None:
-    source = open_data(_samples(count), batch_size=4)
-    whole = whole_batches(source, 4)
+@pytest.mark.parametrize(("count", "left"), [(10, 2), (8, 0)])
+def test_the_rest_of_an_array_is_left_out(count: int, left: int) -> None:
+    whole = recut(open_data(_samples(count), batch_size=4), 4, whole=True)
     assert isinstance(whole, SizedSource)
-    assert len(whole) == len(lengths)
-    assert _lengths(whole) == lengths
-    assert describe_left_out(source, 4).startswith(left)
-    assert bool(describe_left_out(source, 4)) == bool(left)
+    assert len(whole) == 2
+    assert _lengths(whole) == [4, 4]
+    assert whole.left_out == left
 
 
 @pytest.mark.parametrize("sized", [True, False])
-def test_other_batches_of_a_loader_are_left_out_and_the_rest_counted_anew(sized: bool) -> None:
-    batches = [_samples(n) for n in (4, 2, 4, 3, 4)]
+@pytest.mark.parametrize("whole", [True, False])
+def test_batches_are_joined_and_cut(sized: bool, whole: bool) -> None:
+    samples, ends = _samples(17), np.cumsum([0, 4, 2, 4, 3, 4])
+    batches = [samples[a:b] for a, b in itertools.pairwise(ends)]
     data: Any = batches if sized else lambda: iter(batches)
-    whole = whole_batches(open_data(data), 4)
-    assert _lengths(whole) == [4, 4, 4]
-    assert [number for number, _ in whole.numbered(lambda number: number > 0)] == [1, 2]
-    whole.max_batches = 2
-    assert _lengths(whole) == [4, 4]
-    if isinstance(whole, SizedSource):
-        assert len(whole) == 2
-    assert isinstance(whole, SizedSource) == sized
+    source = recut(open_data(data), 4, whole)
+    assert _lengths(source) == ([4] * 4 if whole else [4, 4, 4, 4, 1])
+    read = np.concatenate([batch[0] for batch in source])
+    np.testing.assert_array_equal(read, samples[: len(read)])
+    assert [number for number, _ in source.numbered(lambda number: number > 1)] == [2, 3, 4][: 3 - whole]
+    assert isinstance(source, SizedSource) == sized
+    assert not sized or len(source) == 5 - whole  # type: ignore[arg-type]
+
+
+def test_samples_of_other_shapes_and_settings_stay_apart() -> None:
+    def batch(count: int, width: int, rate: int) -> dict[str, np.ndarray]:
+        return {"x": np.ones((count, width), np.float32), "rate": np.int32(rate)}
+
+    batches = [batch(2, 3, 16), batch(1, 3, 16), batch(3, 3, 8), batch(3, 5, 8), batch(5, 5, 8)]
+    assert _lengths(recut(open_data(batches), 4)) == [3, 3, 4, 4]
+    apart = recut(open_data([(_samples(3), _samples(2)), (_samples(3), _samples(2))]), 2)
+    assert not shares_samples(next(iter(open_data([(_samples(3), _samples(2))]))))
+    assert isinstance(apart, Recut)
 
 
 def test_data_without_a_whole_batch_are_refused() -> None:
     with pytest.raises(DataError, match="no batch of 4 samples, but of 3, .* takes 4 at once"):
-        whole_batches(open_data(_samples(3), batch_size=4), 4)
+        recut(open_data(_samples(3), batch_size=4), 4, whole=True)
 
 
 def test_a_batch_is_filled_up_with_its_own_samples() -> None:

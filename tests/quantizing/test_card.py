@@ -18,8 +18,7 @@ import pytest
 
 import qtrace
 from qtrace.preparation.annotation import PlacementNote, PlacementRow
-from qtrace.quantizing.card import Card
-from qtrace.quantizing.quantized import Quantized, _group_floats
+from qtrace.quantizing.quantized import Card, Quantized, _group_floats
 
 
 class _Net(M.Module):

@@ -15,13 +15,14 @@ from onnxruntime.quantization import quantize_dynamic
 import qtrace
 from qtrace.benchmarking.turns import Speed, summarize
 from qtrace.config.recipe import as_qconfig
+from qtrace.preparation.placement import frontier
 from qtrace.quantizing import delivering
 from qtrace.quantizing.delivering import is_too_slow, measure_file, rounds_for_speed, timed_settings
 from qtrace.quantizing.figures import note_graph
-from qtrace.quantizing.float_file import FloatFile
+from qtrace.quantizing.file_runs import FloatFile
 from qtrace.quantizing.reporting import LogReporter
 from tests.importing.onnx.networks import model, node, save, weights
-from tests.nets import images, net
+from tests.nets import images, net, randomize
 
 DATA = images(16, 32, 16, 16)
 IN_FLOAT = Speed(1e-3, 1.0, 1.0, 1.0, 14)
@@ -92,6 +93,40 @@ def test_the_three_rows_are_said_and_the_preferred_one_is_written(
     assert [own["name"] for own in facts["rows"]] == names
     assert facts["rows"][0]["speed"] > 1.05
     assert facts["rows"][2]["sqnr"] is None
+
+
+@pytest.mark.parametrize(
+    ("speeds", "delivered", "said"),
+    [
+        ((SLOWER, FASTER), "quantized", "balanced is slower than float here, so fastest is written"),
+        ((SLOWER, SLOWER), "float", "so the file is in float"),
+        ((SAME,), "quantized", "no difference measured"),
+    ],
+)
+def test_a_file_that_is_too_slow_becomes_the_row_above_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, speeds: tuple[Speed, ...], delivered: str, said: str
+) -> None:
+    """It was in float at once, although more integers may be what is faster."""
+    monkeypatch.setattr(frontier, "_PRICE_OF_A_DB", 0.2)  # so that a loud channel is worth its time
+    turns = iter(speeds)
+    monkeypatch.setattr(delivering, "compare_files", lambda *args, **options: [IN_FLOAT, next(turns)])
+    layers = {name: M.Conv2d(n, m, 3) for name, n, m in (("a", 32, 64), ("b", 64, 64), ("c", 64, 32))}
+    module = randomize(net(lambda self, x: self.c(F.relu(self.b(self.a(x)))), **layers), 0)
+    sizes = np.where(np.arange(64) == 3, 30, 1).astype(np.float32)
+    module.a.weight._reset(module.a.weight.numpy() * sizes.reshape(64, 1, 1, 1))
+    module.b.weight._reset(module.b.weight.numpy() / sizes.reshape(1, 64, 1, 1) ** 2)
+    result = qtrace.quantize(
+        module, DATA, tmp_path / "out.onnx", recipe={"placement": "balanced"}, progress=False
+    )
+    assert next(turns, None) is None
+    assert said in "\n".join(result.summary())
+    assert result.to_dict()["delivered"] == delivered
+    assert _rounds_in(result.path) is (delivered == "quantized")
+    assert result.verify is not None
+    assert result.verify.passed
+    assert result.placement is not None
+    chosen = "fastest" if len(speeds) == 2 and delivered == "quantized" else "balanced"
+    assert result.placement.chosen == chosen
 
 
 @pytest.mark.parametrize(

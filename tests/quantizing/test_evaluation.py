@@ -14,8 +14,9 @@ from PIL import Image
 
 import qtrace
 from qtrace.data import open_data
+from qtrace.data.whole import recut
 from qtrace.errors import CalibrationError
-from qtrace.quantizing.evaluation import hold_back_samples
+from qtrace.quantizing.evaluation import SampleRange, split_data
 from qtrace.sensitivity.diagnosis.verdict import Verdict
 from tests.nets import images, net
 
@@ -43,6 +44,10 @@ def _folder(data: Any, path: Path, evaluation: Any = None) -> Verdict:
     )
     assert done.judgement.verdict is not None
     return done.judgement.verdict
+
+
+def _numbers(count: int) -> np.ndarray:
+    return np.arange(count * 2, dtype=np.float32).reshape(count, 2)
 
 
 Judged = Callable[..., Verdict]
@@ -153,22 +158,24 @@ def test_few_samples_are_held_back_from_arrays(judged: Judged, tmp_path: Path) -
     ("data", "count"),
     [
         (DATA[:7], None),  # too few
-        ([DATA[:8], DATA[8:16]], None),  # batches, whose first axis is the caller's
+        ([DATA[:8], DATA[8:16]], (12, 4)),
         (DATA[:8], (6, 2)),
         ({"x": DATA[:20]}, (15, 5)),
-        (DATA[:32], None),  # a batch is held back
+        (DATA[:32], (24, 8)),
+        (DATA[:33], (25, 8)),
+        (lambda: [DATA[:32]], None),  # it does not say how much it has
     ],
 )
 def test_a_quarter_of_few_samples_is_held_back(data: Any, count: tuple[int, int] | None) -> None:
-    source = open_data(data, batch_size=8)
-    parts = hold_back_samples(source, qtrace.trace(_module(), DATA[:8]))
+    source = recut(open_data(data, batch_size=8), 8)
+    calibration, evaluation = split_data(source, None, None, 1)
     if count is None:
-        assert parts is None
+        assert evaluation.seen
+        assert evaluation.source is calibration is source
         return
-    assert parts is not None
     read = [
         [next(iter(b.values())) if isinstance(b, dict) else b[0] for b in s]
-        for s in (parts[0], parts[1].source)
+        for s in (calibration, evaluation.source)
     ]
     assert tuple(sum(map(len, side)) for side in read) == count
     np.testing.assert_array_equal(np.concatenate([*read[0], *read[1]]), DATA[: sum(count)])
@@ -187,12 +194,12 @@ def test_a_quarter_of_a_folder_of_images_is_held_back(tmp_path: Path) -> None:
     assert "Only 4 samples are new to the calibration" in str(verdict)
 
 
-def test_nothing_is_cut_for_a_network_of_one_batch_size() -> None:
-    def forward(self: M.Module, x: Any) -> Any:
-        return self.b(self.a(x).reshape(8, -1))
-
-    traced = qtrace.trace(net(forward, a=M.Conv2d(3, 4, 8), b=M.Linear(4, 2)), DATA[:8])
-    assert hold_back_samples(open_data(DATA[:16], batch_size=8), traced) is None
+def test_whole_batches_are_held_back_for_a_network_of_one_batch_size() -> None:
+    for count, start in ((64, 56), (36, 24), (16, None)):
+        source = recut(open_data(images(count, 3, 8, 8), batch_size=8), 8, whole=True)
+        _, evaluation = split_data(source, None, None, 8)
+        assert evaluation.seen == (start is None)
+        assert start is None or evaluation.source.start == start
 
 
 @pytest.mark.parametrize(("count", "least"), [(25, 6), (33, 8), (32, 8), (64, 8)])
@@ -237,3 +244,17 @@ def test_every_shape_of_other_data_is_tried_before_the_calibration(
     other = [DATA[:4], images(4, 3, 10, 10)]
     with pytest.raises(CalibrationError, match=r"batch 1 gives .* \(4, 3, 10, 10\)"):
         call(traced, DATA[:32], out, evaluation=other, progress=False)
+
+
+@pytest.mark.parametrize(
+    "form", [_numbers, lambda count: [_numbers(count)[i : i + 3] for i in range(0, 20, 3)]]
+)
+def test_a_range_has_its_samples_and_keeps_the_numbers_of_batches(form: Any) -> None:
+    source = recut(open_data(form(20), batch_size=8), 8)
+    part = SampleRange(source, 10, 19)
+    assert [(number, len(batch[0])) for number, batch in part.numbered()] == [(1, 6), (2, 3)]
+    assert len(part) == 2
+    np.testing.assert_array_equal(np.concatenate([batch[0] for batch in part]), _numbers(20)[10:19])
+    assert [
+        len(batch[0]) for batch in SampleRange(recut(open_data(form(20), batch_size=3), None), 0, 10)
+    ] == [3] * 3

@@ -26,7 +26,7 @@ from qtrace.preparation.faithfulness import Faithfulness
 from qtrace.preparation.original import run_graph
 from qtrace.ptq.base import FloatAlgorithm
 from qtrace.quantizing import calibrator, quantize
-from qtrace.quantizing.original import open_original
+from qtrace.quantizing.sources import open_original
 from tests.importing.onnx.networks import model, node, save, weights
 from tests.nets import images, net
 

@@ -9,7 +9,7 @@ import qtrace
 from qtrace.data import open_data
 from qtrace.errors import GraphError
 from qtrace.preparation.faithfulness import Faithfulness
-from qtrace.quantizing.original import open_original
+from qtrace.quantizing.sources import open_original
 from tests.nets import images
 from tests.quantizing.test_faithfulness import _change_weight
 

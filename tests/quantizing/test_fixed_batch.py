@@ -15,7 +15,7 @@ from megengine import Tensor
 from onnx import TensorProto, helper, numpy_helper
 
 import qtrace
-from qtrace.errors import CalibrationError, DataError, ExportError
+from qtrace.errors import DataError, ExportError
 from tests.nets import images
 
 DATA = images(32, 3, 8, 8)
@@ -86,11 +86,15 @@ def test_batches_of_another_size_are_cut_to_verify(tmp_path: Path) -> None:
         qtrace.verify(path, converted, [DATA[:3]])
 
 
-def test_a_batch_that_cannot_be_cut_is_refused_by_its_shape(tmp_path: Path) -> None:
+def test_batches_of_the_users_own_are_cut_to_the_batch(tmp_path: Path) -> None:
+    """They were refused by their shape, although the samples are there."""
     source = _write(tmp_path, 1, reshape=True)
-    batches = [DATA[:8], DATA[8:16]]  # they are the user's
-    with pytest.raises(CalibrationError, match=r"so give such shapes"):
-        qtrace.quantize(source, batches, tmp_path / "out.onnx", recipe=EVERYTHING, progress=False)
+    forms = {"list": [DATA[:8], DATA[8:16]], "array": DATA[:16]}
+    files = [
+        qtrace.quantize(source, data, tmp_path / f"{name}.onnx", recipe=EVERYTHING, progress=False).path
+        for name, data in forms.items()
+    ]
+    assert files[0].read_bytes() == files[1].read_bytes()
 
 
 def test_many_single_samples_are_held_back_as_a_batch_would_be(tmp_path: Path) -> None:

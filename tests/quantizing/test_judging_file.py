@@ -214,7 +214,9 @@ def test_the_file_runs_while_that_in_float_is_made_whose_runs_go_beside_each_oth
         begun.set()
         return run(session, values)
 
-    monkeypatch.setattr("qtrace.quantizing.writing.open_for_verdict", lambda *_: None)  # which runs one alone
+    monkeypatch.setattr(
+        "qtrace.quantizing.delivering.open_for_verdict", lambda *_: None
+    )  # which runs one alone
 
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     monkeypatch.setattr(judging_file, "open_runs", note_float)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from qtrace.config.recipe import as_qconfig
-from qtrace.quantizing import weight_bits
-from qtrace.quantizing.weight_bits import prefer_placement, with_fewer_bits, with_safe_bits
+from qtrace.quantizing import targets
+from qtrace.quantizing.targets import prefer_placement, with_fewer_bits, with_safe_bits
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_rules_of_the_config_stay_behind_that_of_depthwise_layers() -> None:
 def test_the_processor_and_the_placement_say_the_bits(
     placement: str, saturates: bool, bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_bits, "products_saturate", lambda host: saturates)
+    monkeypatch.setattr(targets, "products_saturate", lambda host: saturates)
     assert with_safe_bits(as_qconfig({"placement": placement})).weight_bits == bits
 
 

@@ -1,24 +1,84 @@
-"""The costs of a graph under its config: the time of each op and tensor, for `place`."""
+"""The costs of a graph under its config: the time of each op and tensor, and their layouts, for `place`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from qtrace.costs import FLOAT, INTEGER, LOOKUP, CostTable, OpShape
 from qtrace.graph.types import Expr, Node, TensorNode
 from qtrace.graph.walk import shape_of, tensor_inputs
+from qtrace.onnxfile.kernel_layouts import STEM_CHANNELS, stays_blocked
 from qtrace.ops import OpCall, Role
 from qtrace.preparation.passes._chains import Chains, output_choice
 from qtrace.preparation.passes._choices import Choice
 from qtrace.preparation.passes._pieces import PIECES
 from qtrace.preparation.passes._pools import PoolTimes, op_shape, time_pools
 from qtrace.preparation.passes._view import View
-from qtrace.preparation.placement.layouts import FloatLayouts
 from qtrace.preparation.placement.problem import Layouts, Problem, Tensor, Unit
 
-__all__ = ["add_pools", "build_problem", "has_pieces"]
+__all__ = ["FloatLayouts", "add_pools", "build_problem", "has_pieces"]
+
+_ONNX_OPS = {
+    **{"max_pool2d": "MaxPool", "avg_pool2d": "AveragePool", "add": "Add", "mul": "Mul", "concat": "Concat"},
+    **dict.fromkeys(("adaptive_avg_pool2d", "mean"), "GlobalAveragePool"),
+    **dict.fromkeys(("relu", "relu6", "clip"), "Relu"),
+    **{"sigmoid": "Sigmoid", "tanh": "Tanh", "interpolate": "Resize", "batch_norm": "BatchNormalization"},
+    **{"leaky_relu": "LeakyRelu", "hsigmoid": "HardSigmoid", "hard_sigmoid": "HardSigmoid"},
+}
+"""Kind of an op -> the ONNX op whose layout it has."""
+_READ_TWICE = frozenset({"silu", "mish", "hswish"})
+
+
+class FloatLayouts:
+    """Follows the layouts through a graph, op by op, as if all ops were float.
+
+    Attributes:
+        block_readers: the ops that read blocks.
+        double_readers: the ops that are written as two nodes, both of which read the input.
+    """
+
+    def __init__(self) -> None:
+        self.block_readers: set[Expr] = set()
+        self.double_readers: set[Expr] = set()
+        self._convs: set[Node] = set()
+        self._blocked: set[Node] = set()
+
+    def __contains__(self, node: Node) -> bool:
+        """Returns whether the value of ``node`` is written in blocks."""
+        return node in self._blocked
+
+    def add(self, call: OpCall, inputs: Sequence[Node], results: Sequence[Node]) -> None:
+        """Adds the next op.
+
+        Args:
+            call: the op.
+            inputs: the values that it reads, before moves.
+            results: the values that it gives, or the kernel that it is the first op of.
+        """
+        if call.kind in _READ_TWICE:
+            self.double_readers.add(call.expr)
+        if not results or len(shape_of(results[0])) != 4:
+            return
+        if call.kind == "conv2d":
+            if (*shape_of(call.inputs[0]), 0, 0)[1] >= STEM_CHANNELS:  # a graph may say anything of shapes
+                self.block_readers.add(call.expr)
+            self._convs.update(results)
+            self._blocked.update(results)
+        elif self._stays_blocked(call, inputs):
+            self.block_readers.add(call.expr)
+            self._blocked.update(results)
+
+    def _stays_blocked(self, call: OpCall, inputs: Sequence[Node]) -> bool:
+        """Returns whether an op has a kernel for blocks, and reads nothing else."""
+        return stays_blocked(
+            _ONNX_OPS.get(call.kind, ""),
+            blocked=bool(inputs) and self._blocked.issuperset(inputs),
+            after_conv=self._convs.issuperset(inputs),
+            equal_shapes=len(call.inputs) == len(inputs) == 2
+            and len({shape_of(node) for node in inputs}) == 1,
+        )
 
 
 def has_pieces(view: View, call: OpCall) -> bool:

@@ -41,22 +41,21 @@ from qtrace.preparation.passes.insert import CONTAINER, insert
 from qtrace.preparation.passes.place import execute, read_table, tied, write_note
 from qtrace.preparation.phases import switch_phase
 from qtrace.preparation.placement.frontier import (
+    WORTHLESS_DB,
     Point,
     choose_balanced,
     in_float,
     price,
 )
-from qtrace.preparation.placement.noise import estimate_noise
 from qtrace.preparation.placement.problem import evaluate
 from qtrace.preparation.placement.reference import Arguments, MeasuredRun
-from qtrace.preparation.placement.trials import RoundingTrial, Trials
+from qtrace.preparation.placement.trials import RoundingTrial, Trials, estimate_noise
 from qtrace.preparation.record import remove_record, write_record
 
 __all__ = ["PREFERENCES", "choose_row", "copy_with_weights"]
 
 PREFERENCES: Mapping[str, str] = {"speed": "fastest", "balanced": "balanced", "accuracy": "float"}
 """Preference -> the row that is taken."""
-_WORTHLESS = 10.0  # dB: below, the values of an output tell next to nothing
 _MOST_RUNS = 3  # of labellings: an estimate is off by less, once it is scaled to what the last run has shown
 
 
@@ -85,8 +84,8 @@ def choose_row(
     """Switches off what is not worth its noise in a calibrated graph, in place.
 
     Algorithms fit a layer to what the layers before it lose on integers. Where some of these are switched
-    off, the others are fitted anew: for half of a text recogniser that was worth 1.8 dB. Nothing is chosen
-    for a config that places everything, and in graphs whose BatchNorms train on.
+    off, the others are fitted anew: for half of a text recogniser that was worth 1.8 dB. Nothing is chosen,
+    and no row is measured, if the config decides all, asks for size, or has BatchNorms that train on.
 
     Args:
         prepared: the calibrated graph.
@@ -99,8 +98,12 @@ def choose_row(
     note = model.annotation.placement
     if note is None or note.mode == "float" or model.annotation.folds:
         return
-    row = PREFERENCES[prefer] if prefer else {"small": "fastest"}.get(note.mode, note.mode)
+    if note.mode == "small" and prefer is None:
+        return
+    row = PREFERENCES[prefer] if prefer else note.mode
     chooser = _Chooser(model, reference, calls)
+    if all(unit.fixed is not None for unit in chooser.problem.units):
+        return
     fastest = chooser.whole()
     balanced = chooser.balance(fastest)
     candidates = {"fastest": fastest, "balanced": balanced, "float": chooser.nothing}
@@ -188,7 +191,7 @@ class _Chooser:
                 break
             self._scale_noise(last.trial.noise / estimated)
             problem = self.problem.with_noise(*self.noise)
-            point = choose_balanced(problem, 10 ** (-_WORTHLESS / 10))
+            point = choose_balanced(problem, 10 ** (-WORTHLESS_DB / 10))
             if point is None or any(point.labels == c.point.labels for c in candidates):
                 break
             candidates.append(self.measure(point, self._switch(point)))
@@ -196,7 +199,7 @@ class _Chooser:
 
     def best(self, candidates: Sequence[_Candidate]) -> _Candidate:
         """Returns the candidate with the best price among those that are worth something; else the last."""
-        good = [c for c in candidates[:-1] if c.trial.keeps(_WORTHLESS)]
+        good = [c for c in candidates[:-1] if c.trial.keeps(WORTHLESS_DB)]
         return min([*good, candidates[-1]], key=lambda c: price(c.point.energy.seconds, c.trial.noise))
 
     def row(self, name: str, candidate: _Candidate) -> PlacementRow:

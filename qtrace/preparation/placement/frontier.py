@@ -11,6 +11,7 @@ from qtrace.preparation.placement.problem import Energy, Neighbourhoods, Problem
 
 __all__ = [
     "LEAST_GAIN",
+    "WORTHLESS_DB",
     "Point",
     "choose_balanced",
     "choose_fastest",
@@ -27,8 +28,8 @@ _WEIGHTS = tuple(10.0 ** (exponent / 3) for exponent in range(-18, 19))
 _PRICE_OF_A_DB = 0.04
 # Noise of this power, relative to the outputs' (-25 dB), seldom changes a prediction: less is worth little.
 _NEGLIGIBLE_NOISE = 3e-3
-# Steps of `_refine`: many more than it takes, as each must improve.
-_MAX_STEPS = 1000
+WORTHLESS_DB = 10.0
+"""Below this SQNR the values of an output tell next to nothing: noise is more than 10 % of the signal."""
 LEAST_GAIN = 1.05
 """A file that gains less by its integers is float: runs of one file differ by as much."""
 
@@ -127,7 +128,7 @@ def _refine(problem: Problem, point: Point) -> Point:
     neighbourhoods = Neighbourhoods(problem)
     free = [unit.name for unit in problem.units if unit.fixed is None]
     labels, energy = dict(point.labels), point.energy
-    for _ in range(_MAX_STEPS):
+    while True:  # each step improves
         costs = {name: _cost(_add(energy, neighbourhoods.flip(labels, name))) for name in free}
         best = min(costs, key=costs.__getitem__, default="")
         if not best or costs[best] >= _cost(energy) - 1e-9:

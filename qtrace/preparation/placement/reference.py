@@ -19,10 +19,16 @@ from qtrace.graph.opaque import divides_by_inputs
 from qtrace.graph.types import Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, is_float_tensor
 from qtrace.outputs.columns import LEAST_VALUES
-from qtrace.preparation.placement._groups import EndGroup, find_end_groups
-from qtrace.preparation.placement._regions import make_regions, region_inputs
-from qtrace.preparation.placement._runs import RangeStatistics
-from qtrace.preparation.placement._sites import find_ends, find_scores, find_unseen
+from qtrace.preparation.placement._runs import (
+    EndGroup,
+    RangeStatistics,
+    find_end_groups,
+    find_ends,
+    find_scores,
+    find_unseen,
+    make_regions,
+    region_inputs,
+)
 
 __all__ = ["Arguments", "MeasuredRun"]
 

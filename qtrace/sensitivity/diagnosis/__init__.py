@@ -19,9 +19,14 @@ from qtrace.graph.types import TracedModule
 from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.model import QuantizedModel
 from qtrace.process.threads import on_engine_thread
-from qtrace.sensitivity.diagnosis.causes import Cause, find_cause, observes_too_little
-from qtrace.sensitivity.diagnosis.cures import Cure, cure_recipe, find_cure
-from qtrace.sensitivity.diagnosis.evidence import SiteEvidence
+from qtrace.sensitivity.diagnosis.causes import (
+    Cause,
+    Cure,
+    cure_recipe,
+    find_cause,
+    find_cure,
+    observes_too_little,
+)
 from qtrace.sensitivity.diagnosis.inputs import (
     OTHER_DATA,
     InputStatistics,
@@ -30,10 +35,9 @@ from qtrace.sensitivity.diagnosis.inputs import (
     find_single_numbers,
     measure_inputs,
 )
-from qtrace.sensitivity.diagnosis.judged_outputs import judge_outputs
-from qtrace.sensitivity.diagnosis.measuring import measure_output_noise, measure_sites
-from qtrace.sensitivity.diagnosis.samples import JudgedOutputs
-from qtrace.sensitivity.diagnosis.verdict import Doubt, GroupVerdict, Verdict
+from qtrace.sensitivity.diagnosis.judged_outputs import JudgedOutputs, judge_outputs
+from qtrace.sensitivity.diagnosis.measuring import SiteEvidence, measure_output_noise, measure_sites
+from qtrace.sensitivity.diagnosis.verdict import MANY_SAMPLES, Doubt, GroupVerdict, Verdict
 from qtrace.sensitivity.metrics import Outputs, choose
 from qtrace.sensitivity.simulation import Simulation
 
@@ -58,7 +62,6 @@ __all__ = [
 _SUSPECTS = 8
 _CAUSES = 3
 _LEAST_SHARE = 0.05
-_MANY_SAMPLES = 64  # of a calibration: values beyond what so many showed are not for want of samples
 
 
 _OTHER_DATA_DOUBT = Doubt(
@@ -286,7 +289,7 @@ def _few_samples(
     named = bool(causes) and causes[0].name == "unseen-values"
     if not beyond or not (named or len(beyond) * 3 >= len(activations)):
         return None
-    if known.samples is not None and known.samples > _MANY_SAMPLES:
+    if known.samples is not None and known.samples > MANY_SAMPLES:
         return None
     count = "few" if known.samples is None else str(known.samples)
     worst = max(beyond, key=lambda e: e.beyond_observed)

@@ -11,7 +11,7 @@ import numpy as np
 
 from qtrace.data.fingerprints import fingerprint_samples
 from qtrace.sensitivity.diagnosis.causes import Cause
-from qtrace.sensitivity.diagnosis.samples import ENOUGH_SAMPLES
+from qtrace.sensitivity.diagnosis.verdict import ENOUGH_SAMPLES
 
 __all__ = [
     "OTHER_DATA",

@@ -9,12 +9,15 @@ from qtrace.display import Displayed
 from qtrace.metrics import decibels
 from qtrace.outputs import GroupFigures
 from qtrace.outputs.counted import DIFFERING_MARGIN_DB
+from qtrace.preparation.placement.frontier import WORTHLESS_DB
 
 __all__ = [
     "BROKEN_BELOW_DB",
     "DIFFERING_DB",
+    "ENOUGH_SAMPLES",
     "GOOD_EQUAL",
     "GOOD_FROM_DB",
+    "MANY_SAMPLES",
     "Doubt",
     "GroupVerdict",
     "Verdict",
@@ -23,10 +26,14 @@ __all__ = [
 
 GOOD_FROM_DB = 20.0
 """From this SQNR of the worst column group on, a graph is called good: noise is at most 1 % of the signal."""
-BROKEN_BELOW_DB = 10.0
-"""Below this SQNR a graph is called broken: the noise is more than 10 % of the signal."""
+BROKEN_BELOW_DB = WORTHLESS_DB
+"""Below this SQNR a graph is called broken."""
 DIFFERING_DB = GOOD_FROM_DB - DIFFERING_MARGIN_DB
 """Below this SQNR of what differs between samples a graph is not called good: noise is 5 % of that."""
+MANY_SAMPLES = 64
+"""As many samples show heavy tails and rare events that eight miss."""
+ENOUGH_SAMPLES = 8
+"""Fewer samples do not speak for others: figures of one, two and four were 82, 37 and 28 dB too high."""
 GOOD_EQUAL = 0.9
 """From this share of right rows or predictions on, a graph may be good; a row is right or wrong."""
 _GOOD_LOSS = 0.01  # of the metric in float, as the noise that is good is 1 % of the signal

@@ -28,13 +28,13 @@ def test_writes_a_folder(run, here, fakes):
     assert sorted(os.listdir("out")) == sorted(FILES)
     assert not [name for name in here.names() if name.startswith(".")]
     assert fakes.calls["load"] == ("float.mge", ("a:B", "c:D"))
-    assert fakes.calls["collect"] == ([(2, 4), (2, 4)], "auto")
-    assert fakes.calls["calibrate"] == (2, True)  # the bar itself looks for a terminal
+    assert fakes.calls["collect"] == ([(4, 4)], "auto")  # two batches of two run at once
+    assert fakes.calls["calibrate"] == (1, True)  # the bar itself looks for a terminal
     assert Path("out/quantized.mge").read_text() == "float prepared converted"
     assert Path("out/explain.txt").read_text() == "a table\n"
     report = json.loads(Path("out/report.json").read_text())
     assert report["sites"] == [{"site": "x"}]
-    assert (report["batches"], report["recipe"]) == (2, "good")
+    assert (report["batches"], report["recipe"]) == (1, "good")
     assert Path("out").stat().st_mode & 0o777 == 0o777 & ~umask()
 
 
@@ -71,9 +71,9 @@ def test_factory_is_traced_on_the_first_batch_and_prints_go_to_stderr(run, here,
         "--json",
     )
     assert result.code == 0
-    assert json.loads(result.out)["batches"] == 2
+    assert json.loads(result.out)["batches"] == 1  # of six samples
     assert "loading" in result.err
-    assert fakes.calls["trace"][0] == [(3, 4)]
+    assert fakes.calls["trace"][0] == [(6, 4)]
 
 
 def test_skipped_images_are_reported(run, here, fakes, monkeypatch):
@@ -268,8 +268,8 @@ def test_an_interrupted_calibration_is_resumed_and_a_second_one_is_refused(run, 
     assert "go on with --resume" not in other.err
     resumed = run(*command, "out", "--resume", "--json")
     assert resumed.code == 0, resumed.err
-    assert "3 batches were observed before" in resumed.err
-    assert json.loads(resumed.out)["batches"] == 5
+    assert "1 batches were observed before" in resumed.err
+    assert json.loads(resumed.out)["batches"] == 2
     assert sorted(os.listdir("out")) == sorted((*FILES, VERDICT))
     assert Path("out/report.json").read_bytes() == Path("whole/report.json").read_bytes()
     assert not [name for name in here.names() if name.startswith(".")]

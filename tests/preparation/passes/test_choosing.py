@@ -128,6 +128,21 @@ def test_rules_win_over_the_choice() -> None:
     assert _states(_calibrated(_module(), {**CONFIG, "rules": kept})) == ["float", "int", "int"]
 
 
+@pytest.mark.parametrize(
+    "changes", [{"placement": "small"}, {"rules": [{"match": {"name": "*"}, "quantize": True}]}]
+)
+def test_no_row_is_measured_where_nothing_is_to_be_chosen(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(*_: object) -> None:
+        raise AssertionError("a row was measured")
+
+    monkeypatch.setattr(_Chooser, "measure", measure)
+    model = _calibrated(_module(3000.0), {**CONFIG, **changes})
+    assert model.annotation.placement.rows == ()
+    assert _states(model) == ["int"] * 3
+
+
 def test_layers_that_are_rounded_by_each_batch_take_no_part() -> None:
     rules = [{"match": {"name": "b"}, "method": "dynamic"}, {"match": {"name": "c"}, "method": "weight_only"}]
 

@@ -18,9 +18,8 @@ from qtrace.costs import CostTable
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.normalize import normalize
 from qtrace.preparation.passes._chains import find_chains
-from qtrace.preparation.passes._problem import build_problem
+from qtrace.preparation.passes._problem import FloatLayouts, build_problem
 from qtrace.preparation.passes._view import read_view
-from qtrace.preparation.placement.layouts import FloatLayouts
 from qtrace.preparation.placement.problem import Problem, Tensor
 from tests.nets import MobileNetV2, ResNet, images, net, randomize
 

@@ -32,7 +32,7 @@ def test_the_commands_of_the_page_run(tmp_path, monkeypatch):
 
 
 def test_the_page_names_every_cause():
-    from qtrace.sensitivity.diagnosis.cures import CURES
+    from qtrace.sensitivity.diagnosis.causes import CURES
 
     causes = PAGE.read_text(encoding="utf-8").partition("\n## The causes\n")[2]
     named = set(re.findall(r"^\| `([a-z-]+)` \|", causes, re.MULTILINE))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import megengine as mge
 import megengine.functional as F
@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 
 import qtrace
+from qtrace.data import open_data
+from qtrace.data.whole import recut
 from qtrace.outputs import find_groups
-from qtrace.quantizing.evaluation import choose_evaluation
+from qtrace.quantizing.evaluation import split_data
 from qtrace.sensitivity.diagnosis import Calibrated, JudgedOutputs, diagnose, judge_outputs
-from qtrace.sensitivity.diagnosis.samples import SampleErrors, measure_differences, measure_samples
+from qtrace.sensitivity.diagnosis.judged_outputs import SampleErrors, measure_differences, measure_samples
 from qtrace.sensitivity.diagnosis.verdict import Doubt, Verdict, judge
 from tests import selecting_nets
 from tests.nets import net, randomize
@@ -268,22 +270,11 @@ def test_differences_count_samples_of_one_size_once() -> None:
     assert measure_differences(JudgedOutputs(groups, reference, lost, [4, 4])) == ([], False)
 
 
-class _Counted:
-    """A source of some batches."""
-
-    def __init__(self, count: int) -> None:
-        self.count, self.max_batches, self.cut = count, None, False
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __iter__(self) -> Iterator[tuple[np.ndarray]]:
-        return iter([(np.zeros((8, 1)),)] * self.count)
-
-
-@pytest.mark.parametrize(("count", "first"), [(1, 0), (3, 0), (4, 3), (7, 6), (8, 7), (16, 14)])
-def test_a_quarter_at_most_is_held_back(count: int, first: int) -> None:
-    source = _Counted(count)
-    chosen = choose_evaluation(source, lambda: source, None)  # type: ignore[arg-type, return-value]
-    assert (chosen.first, chosen.max_batches) == (first, first or None)
-    assert chosen.seen == (first == 0)
+@pytest.mark.parametrize(
+    ("count", "first"), [(7, None), (8, 6), (24, 18), (32, 24), (56, 48), (64, 56), (128, 112), (999, 983)]
+)
+def test_a_quarter_at_most_is_held_back(count: int, first: int | None) -> None:
+    source = recut(open_data(np.zeros((count, 1), F32)), 8)
+    calibration, evaluation = split_data(source, None, None, 1)
+    assert evaluation.seen == (first is None)
+    assert sum(len(batch[0]) for batch in calibration) == (count if first is None else first)

@@ -8,7 +8,7 @@ which ``flatten``, ``prepare``, ``convert``, ``save`` and ``load`` keep.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -57,11 +57,24 @@ class FileResult:
         tensor: the name of the tensor.
         node: the name of the node that computes it; "" if it is unnamed.
         op: the type of the node.
+        pieces: names of the nodes and tensors that were joined into it.
     """
 
     tensor: str
     node: str
     op: str
+    pieces: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names that it has in the file."""
+        return tuple(name for name in (self.tensor, self.node, *self.pieces) if name)
+
+    def joined(self, others: Iterable[FileResult]) -> FileResult:
+        """Returns the result with the names of others, which were joined into it."""
+        names = dict.fromkeys((*self.pieces, *(name for other in others for name in other.names)))
+        own = (self.tensor, self.node)
+        return replace(self, pieces=tuple(name for name in names if name not in own))
 
 
 @dataclass(frozen=True)
@@ -179,7 +192,7 @@ class FileOrigin:
         groups = (self.graph_facts, *self.end_facts.values(), *(r.facts for r in self.node_remarks.values()))
         texts += [text for facts in groups for pair in facts for text in pair]
         for result in self.results.values():
-            texts += [result.tensor, result.node, result.op]
+            texts += [result.tensor, result.node, result.op, *result.pieces]
         texts += [*self.absent, *self.parts]
         texts += [own.tensor for own in (*self.parameters.values(), *self.parts.values())]
         pairs = (*self.computed.items(), *self.tied.items(), *self.frozen.items())
@@ -197,7 +210,7 @@ class FileOrigin:
         for key in (f.name for f in fields(self)):
             value = getattr(self, key)
             document[key] = dict(value) if isinstance(value, Mapping) else value
-        document["results"] = {key: [r.tensor, r.node, r.op] for key, r in self.results.items()}
+        document["results"] = {key: [r.tensor, r.node, r.op, *r.pieces] for key, r in self.results.items()}
         for kind in ("parameters", "parts"):
             document[kind] = {
                 key: [p.tensor, list(p.shape), *([p.moves] if p.moves else [])]
@@ -224,7 +237,10 @@ class FileOrigin:
             graph_facts = document.pop("graph_facts", ())
             absent = tuple(document.pop("absent", ()))
             merged = {path: _fill(*pair) for path, pair in document.pop("merged", {}).items()}
-            results = {key: FileResult(*item) for key, item in document.pop("results").items()}
+            results = {
+                key: FileResult(tensor, node, op, tuple(pieces))
+                for key, (tensor, node, op, *pieces) in document.pop("results").items()
+            }
             parameters, parts = (_tensors(document.pop(key, {})) for key in ("parameters", "parts"))
             norms = {
                 key: FileNorm(bias, float(eps), _four(tensors))
@@ -314,7 +330,8 @@ def move_results(traced: TracedModule, moved: Mapping[str, str]) -> None:
     for old, new in moved.items():
         gone, own = results.pop(old, None), results.get(new)
         if own is not None:
-            results[new] = replace(own, tensor="" if gone is None else gone.tensor)
+            moved_on = replace(own, tensor="" if gone is None else gone.tensor)
+            results[new] = moved_on.joined(result for result in (own, gone) if result is not None)
         elif gone is not None:
             results[new] = gone
     write_origin(traced, replace(origin, results=results))

@@ -143,7 +143,8 @@ class Importer:
             if name:
                 scope.values[name] = result
             if name and isinstance(result, Computed):
-                self.results.setdefault(result.node, FileResult(name, node.proto.name, node.op))
+                own = FileResult(name, node.proto.name, node.op)
+                self.results[result.node] = self.results.get(result.node, own).joined([own])
 
     def _keep(
         self, node: OnnxNode, values: Sequence[Value | None], scope: Scope, problem: str, added: int

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import onnx
 
 from qtrace.graph.interface import TensorInfo, read_interface, write_interface
-from qtrace.graph.origin import Facts, FileOrigin, FileParameter, FileRemark, read_origin, write_origin
+from qtrace.graph.origin import (
+    Facts,
+    FileOrigin,
+    FileParameter,
+    FileRemark,
+    FileResult,
+    read_origin,
+    write_origin,
+)
 from qtrace.graph.types import Input, Node, TracedModule
+from qtrace.graph.walk import exprs
 from qtrace.importing.onnx.importer import Importer
 from qtrace.importing.onnx.model import Graph, standard_opset
 
@@ -79,7 +88,34 @@ def keep_own(traced: TracedModule, model: onnx.ModelProto, of_module: bool) -> N
         node_remarks=_node_remarks(model.graph.node, {r.node for r in origin.results.values()}),
     )
     frozen = origin.frozen if of_module else {}
-    write_origin(traced, replace(said, results=origin.results, parameters=origin.parameters, frozen=frozen))
+    results = _with_pieces(traced, model.graph, origin.results)
+    write_origin(traced, replace(said, results=results, parameters=origin.parameters, frozen=frozen))
+
+
+def _with_pieces(
+    traced: TracedModule, graph: onnx.GraphProto, results: Mapping[str, FileResult]
+) -> dict[str, FileResult]:
+    """Adds the names of nodes of the file that were joined into others, as a Sigmoid into a SiLU.
+
+    A node without a result in the graph is a piece of the only op that what it computes goes to.
+    """
+    present = {node.name for expr in exprs(traced) for node in expr.outputs}
+    owners = {tensor: name for name, r in results.items() if name in present for tensor in r.names}
+    computed, nodes = {value.name for value in graph.input}, list[onnx.NodeProto]()
+    for node in graph.node:
+        if node.op_type not in ("Shape", "Size") and not computed.isdisjoint(node.input):
+            computed.update(node.output)
+            nodes.append(node)
+    found: dict[str, list[FileResult]] = {}
+    readers: dict[str, set[str]] = {}  # tensor -> the ops that it goes to; "" for several
+    for node in reversed(nodes):
+        ops = {owners[name] for name in node.output if name in owners}
+        ops = ops or set[str]().union(*(readers.get(name, set()) for name in node.output))
+        op = ops.pop() if len(ops) == 1 else ""
+        found.setdefault(op, []).extend(FileResult(name, node.name, "") for name in node.output)
+        for name in node.input:
+            readers.setdefault(name, set()).add(op)
+    return {name: result.joined(found.get(name, ())) for name, result in results.items()}
 
 
 def _with_fixed_sizes(

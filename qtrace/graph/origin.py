@@ -7,10 +7,14 @@ which ``flatten``, ``prepare``, ``convert``, ``save`` and ``load`` keep.
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
+
+import numpy as np
 
 from qtrace.errors import GraphError
 from qtrace.graph.failures import parsing
@@ -24,6 +28,7 @@ __all__ = [
     "FileRemark",
     "FileResult",
     "copy_origin",
+    "hash_values",
     "move_results",
     "read_origin",
     "write_origin",
@@ -44,6 +49,7 @@ _RARE = (
     "end_facts",
     "output_axes",
     "node_remarks",
+    "programs",
 )
 
 Facts = tuple[tuple[str, str], ...]
@@ -153,6 +159,8 @@ class FileOrigin:
             values, "" until they are known; of networks from torch only.
         parts: a tensor of torch's state that is a part of a parameter, as of a recurrent layer -> the path of
             the parameter in the place of a tensor's name, and the moves that take the part.
+        programs: path of a parameter that nodes of the file compute of stored tensors -> hash of its values,
+            and the ONNX model with these nodes, in base64.
 
     Raises:
         GraphError: for anything but text and whole numbers of 64 bits.
@@ -180,6 +188,7 @@ class FileOrigin:
     merged: Mapping[str, tuple[float, int]] = field(default_factory=dict)
     frozen: Mapping[str, str] = field(default_factory=dict)
     parts: Mapping[str, FileParameter] = field(default_factory=dict)
+    programs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         numbers = (self.model_version, self.opset, self.ir_version)
@@ -193,7 +202,7 @@ class FileOrigin:
         texts += [text for facts in groups for pair in facts for text in pair]
         for result in self.results.values():
             texts += [result.tensor, result.node, result.op, *result.pieces]
-        texts += [*self.absent, *self.parts]
+        texts += [*self.absent, *self.parts, *(text for pair in self.programs.values() for text in pair)]
         texts += [own.tensor for own in (*self.parameters.values(), *self.parts.values())]
         pairs = (*self.computed.items(), *self.tied.items(), *self.frozen.items())
         texts += [text for pair in pairs for text in pair]
@@ -251,10 +260,14 @@ class FileOrigin:
                 name: FileRemark(doc, _pairs(facts))
                 for name, (doc, facts) in document.pop("node_remarks", {}).items()
             }
+            programs = {path: (key, model) for path, (key, model) in document.pop("programs", {}).items()}
+            for _, model in programs.values():
+                base64.b64decode(model, validate=True)
             axes = {name: tuple(texts) for name, texts in document.pop("output_axes", {}).items()}
             return cls(
                 **document,
                 output_axes=axes,
+                programs=programs,
                 absent=absent,
                 merged=merged,
                 graph_facts=_pairs(graph_facts),
@@ -291,6 +304,11 @@ def _four(texts: Sequence[str]) -> tuple[str, str, str, str]:
 
 def _is_utf8(text: str) -> bool:
     return text.encode(errors="replace").decode() == text
+
+
+def hash_values(array: np.ndarray) -> str:
+    """Returns a hash of the numbers of a parameter, whatever its shape."""
+    return hashlib.blake2b(np.ascontiguousarray(array, np.float32).tobytes(), digest_size=16).hexdigest()
 
 
 def write_origin(traced: TracedModule, origin: FileOrigin) -> None:

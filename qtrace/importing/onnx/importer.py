@@ -101,6 +101,8 @@ class Importer:
         opaque: the nodes that are kept as in the file.
         kept: the first outputs of these nodes.
         written: how many nodes its loops have written out.
+        makers: name of a tensor that is computed of stored ones -> its node.
+        made: the name and the moves of a stored value -> the name of the tensor of which it has the numbers.
     """
 
     def __init__(
@@ -122,6 +124,8 @@ class Importer:
         self.written = 0
         self._masked: dict[TensorNode, Sequence[Value | None]] = {}  # a choice of values or NaN -> its inputs
         self.problems: list[str] = []
+        self.makers: dict[str, onnx.NodeProto] = {}
+        self.made: dict[tuple[str, Any], str] = {}
         self._inferred: dict[Any, list[Any]] = {}  # what `infer_shapes` gives for nodes alike
         self.results: dict[TensorNode, FileResult] = {}  # the first of the file that each node stands for
 
@@ -172,9 +176,13 @@ class Importer:
             results = self._keep(node, values, scope, f": {error}", added)
         self.layers.note_frozen(_numbers_read(node, values), results, self.layers.read)
         self.layers.read |= read
+        folded = scope.outer is None and all(value is None or isinstance(value, Stored) for value in values)
         for name, result in zip(node.outputs, results, strict=False):
             if name:
                 scope.values[name] = result
+            if folded and isinstance(result, Stored):
+                self.makers[name] = node.proto
+                self.made[result.name, result.moves] = name
             if name and isinstance(result, Computed):
                 own = FileResult(name, node.proto.name, node.op)
                 self.results[result.node] = self.results.get(result.node, own).joined([own])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import base64
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import onnx
 
 from qtrace.graph.interface import TensorInfo, read_interface, write_interface
@@ -15,11 +17,12 @@ from qtrace.graph.origin import (
     FileParameter,
     FileRemark,
     FileResult,
+    hash_values,
     read_origin,
     write_origin,
 )
 from qtrace.graph.types import Input, Node, TracedModule
-from qtrace.graph.walk import exprs
+from qtrace.graph.walk import exprs, get_module
 from qtrace.importing.onnx.importer import Importer
 from qtrace.importing.onnx.model import Graph, standard_opset
 
@@ -44,7 +47,40 @@ def list_names(importer: Importer, graph: Graph) -> FileOrigin:
         shape = source.shape if stored is None else stored.shape
         parameters[path] = FileParameter(source.name, shape, source.moves)
     frozen = dict.fromkeys(sorted(importer.layers.frozen), "")
-    return FileOrigin(results=results, parameters=parameters, frozen=frozen)
+    programs = dict(_programs(importer, graph))
+    return FileOrigin(results=results, parameters=parameters, frozen=frozen, programs=programs)
+
+
+def _programs(importer: Importer, graph: Graph) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Yields the path of each parameter that the file computes in fewer bytes, with hash and model."""
+    opsets = [onnx.helper.make_opsetid(domain, version) for domain, version in importer.opsets.items()]
+    for path, source in importer.layers.sources.items():
+        name = importer.made.get((source.name, source.moves), "")
+        if name not in importer.makers:
+            continue
+        values = get_module(importer.builder.traced, path).numpy()
+        left, nodes = values.nbytes, dict[int, onnx.NodeProto]()
+        tensors, pending = dict[str, onnx.TensorProto](), [(name, False)]
+        while pending and left > 0:
+            tensor, done = pending.pop()
+            node = importer.makers.get(tensor)
+            if node is None and tensor in graph.stored and tensor not in tensors:
+                left -= graph.stored[tensor].nbytes
+                tensors[tensor] = onnx.numpy_helper.from_array(np.array(graph.stored[tensor]), tensor)
+            elif node is None:
+                left = left if tensor in ("", *tensors) else 0  # what computes it was joined into other nodes
+            elif id(node) in nodes:
+                continue
+            elif done:
+                nodes[id(node)] = node
+            else:
+                left -= node.ByteSize()
+                pending += [(tensor, True), *((part, False) for part in node.input)]
+        if left > 0:
+            output = onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, values.shape)
+            body = onnx.helper.make_graph([*nodes.values()], "program", [], [output], [*tensors.values()])
+            model = onnx.helper.make_model(body, opset_imports=opsets)
+            yield path, (hash_values(values), base64.b64encode(model.SerializeToString()).decode())
 
 
 def keep_own(traced: TracedModule, model: onnx.ModelProto, of_module: bool) -> None:
@@ -89,7 +125,16 @@ def keep_own(traced: TracedModule, model: onnx.ModelProto, of_module: bool) -> N
     )
     frozen = origin.frozen if of_module else {}
     results = _with_pieces(traced, model.graph, origin.results)
-    write_origin(traced, replace(said, results=results, parameters=origin.parameters, frozen=frozen))
+    write_origin(
+        traced,
+        replace(
+            said,
+            results=results,
+            parameters=origin.parameters,
+            frozen=frozen,
+            programs=origin.programs,
+        ),
+    )
 
 
 def _with_pieces(

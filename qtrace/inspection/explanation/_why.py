@@ -130,8 +130,8 @@ class Explainer:
         return [self._op(note) for note in notes]
 
     def _near(self, name: str) -> str:
-        names = dict.fromkeys(own for note in self.index.annotation.notes for own in self.index.names(note))
-        known = [*names, *self.index.sites, *self.index.annotation.inputs]
+        of_ops = dict.fromkeys(own for note in self.index.annotation.notes for own in self.index.names(note))
+        known = [*of_ops, *self.index.sites, *self.index.annotation.inputs]
         names = list(dict.fromkeys(difflib.get_close_matches(name, known, n=6, cutoff=0.5)))[:3]
         return f"; the nearest are {', '.join(names)}." if names else "; the table has the names."
 

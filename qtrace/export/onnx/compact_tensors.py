@@ -5,7 +5,7 @@ Tensors that the imported file computes of constants, written as the nodes that 
 An import stores what a file computes of constants, such as a grid of places or a mask. Runtimes do so, too,
 when they load a file; the file itself is smaller if it says how.
 
-Tables of floats that are 8-bit integers times a scale, as files store look-ups, written as integers.
+Tables of floats that are integers of 8 bits, less a zero point, times a scale, written as integers.
 
 A file may store the rows of a table in 8 bits. Its float graph has the same numbers as floats, so the export
 finds the integers again: exactly, or the table stays as it is. Only the rows that are read become floats.
@@ -132,25 +132,31 @@ def write_integer_tables(model: Any) -> None:
         found = _integers(numpy_helper.to_array(tensor))
         if found is None:
             continue
-        integers, scales = (
+        integers, scales, zero = (
             numpy_helper.from_array(part, claim_name(f"{tensor.name}_{end}", names))
-            for part, end in zip(found, ("int", "scale"), strict=True)
+            for part, end in zip(found, ("int", "scale", "zero"), strict=True)
         )
         nodes = sum(3 * node.ByteSize() for node in readers)  # that many nodes make the floats
         if integers.ByteSize() + scales.ByteSize() + nodes >= tensor.ByteSize():
             continue
         graph.initializer.remove(tensor)
-        graph.initializer.extend([integers, scales])
+        graph.initializer.extend([integers, scales, *([zero] if found[2] else [])])
         for node in readers:
-            _look_up(graph, node, integers.name, scales.name, found[1].ndim > 0, names)
+            start = zero.name if found[2] else ""
+            _look_up(graph, node, integers.name, scales.name, start, found[1].ndim > 1, names)
 
 
-def _look_up(graph: Any, node: Any, integers: str, scales: str, by_row: bool, names: set[str]) -> None:
+def _look_up(
+    graph: Any, node: Any, integers: str, scales: str, zero: str, by_row: bool, names: set[str]
+) -> None:
     """Lets a Gather read integers, and makes floats of the rows that it gives."""
     output = node.output[0]
     rows, floats = (claim_name(f"{output}_{end}", names) for end in ("rows", "levels"))
     node.input[0], node.output[0] = integers, rows
     added = [helper.make_node("Cast", [rows], [floats], name=floats, to=TensorProto.FLOAT)]
+    if zero:
+        floats = claim_name(f"{output}_less", names)
+        added.append(helper.make_node("Sub", [added[-1].output[0], zero], [floats], name=floats))
     if by_row:
         row_scales = claim_name(f"{output}_scales", names)
         added.append(helper.make_node("Gather", [scales, node.input[1]], [row_scales], name=row_scales))
@@ -163,13 +169,22 @@ def _look_up(graph: Any, node: Any, integers: str, scales: str, by_row: bool, na
         graph.node.insert(place, new)
 
 
-def _integers(table: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """Returns int8 and one scale, or one for each row, whose products are the table; None without them."""
-    if not np.isfinite(table).all() or not table.size or _levels(table[:1]) is None:
+def _integers(table: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+    """Returns integers of 8 bits, scales and one zero point that make a table; None without them.
+
+    There is one scale, one for each column, or one for each row, of shape (rows, 1).
+    """
+    if not np.isfinite(table).all() or not table.size:
         return None
-    if (whole := _levels(table.reshape(1, -1))) is not None:
-        return whole[0].reshape(table.shape), whole[1].reshape(())
-    return _levels(table)
+    for rows, back in ((table.reshape(1, -1), table.shape), (table, table.shape), (table.T, None)):
+        if _levels(rows[:1, : table.shape[1]]) is None or (found := _levels(rows)) is None:
+            continue
+        levels, scales = found[0].reshape(back) if back else found[0].T, found[1]
+        scales = scales.reshape(() if len(rows) == 1 else (-1, 1) if back else (-1,))
+        zero = np.float32(0 if np.abs(levels + 0.5).max() < 128 else -levels.min())
+        if levels.max() + zero <= np.iinfo(np.uint8).max:
+            return (levels + int(zero)).astype(np.uint8 if zero else np.int8), scales, np.array(zero)
+    return None
 
 
 def _levels(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
@@ -180,18 +195,18 @@ def _levels(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
     gaps = np.diff(np.sort(np.concatenate([rows, np.zeros((len(rows), 1), rows.dtype)], 1)))
     least = np.where(gaps > 0, gaps, np.inf).min(1).astype(np.float64)
     largest = np.abs(rows).max(1).astype(np.float64)
-    integers, scales = np.zeros(rows.shape, np.int8), np.ones((len(rows), 1), np.float32)
+    integers, scales = np.zeros(rows.shape, np.int16), np.ones((len(rows), 1), np.float32)
     left, count = np.flatnonzero(largest), 0
     while left.size:
         count += 1
         last = np.rint(count * largest[left] / least[left])
-        if (last > np.iinfo(np.int8).max + 1).any():
+        if (last > np.iinfo(np.uint8).max).any():
             return None
         near = (largest[left] / last).astype(np.float32)[:, None]
         done = np.zeros(len(left), bool)
         for scale in (near, np.nextafter(near, np.float32(0)), np.nextafter(near, np.float32(np.inf))):
             levels = np.rint(rows[left] / scale)
-            exact = ((levels * scale == rows[left]) & (np.abs(levels + 0.5) < 128)).all(1) & ~done
+            exact = (levels * scale == rows[left]).all(1) & ~done
             integers[left[exact]], scales[left[exact]] = levels[exact], scale[exact]
             done |= exact
         left = left[~done]

@@ -185,7 +185,8 @@ class Importer:
                 self.made[result.name, result.moves] = name
             if name and isinstance(result, Computed):
                 own = FileResult(name, node.proto.name, node.op)
-                self.results[result.node] = self.results.get(result.node, own).joined([own])
+                known = self.results.get(result.node)
+                self.results[result.node] = own if known is None else known.joined([own])
 
     def _keep(
         self, node: OnnxNode, values: Sequence[Value | None], scope: Scope, problem: str, added: int

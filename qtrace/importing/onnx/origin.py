@@ -152,15 +152,16 @@ def _with_pieces(
             computed.update(node.output)
             nodes.append(node)
     found: dict[str, list[FileResult]] = {}
-    readers: dict[str, set[str]] = {}  # tensor -> the ops that it goes to; "" for several
+    readers: dict[str, str] = {}  # tensor -> the op that it goes to; "" for several
     for node in reversed(nodes):
         ops = {owners[name] for name in node.output if name in owners}
-        ops = ops or set[str]().union(*(readers.get(name, set()) for name in node.output))
+        ops = ops or {readers[name] for name in node.output if name in readers}
         op = ops.pop() if len(ops) == 1 else ""
-        found.setdefault(op, []).extend(FileResult(name, node.name, "") for name in node.output)
+        if not owners.keys() >= {node.name, *node.output}:
+            found.setdefault(op, []).extend(FileResult(name, node.name, "") for name in node.output)
         for name in node.input:
-            readers.setdefault(name, set()).add(op)
-    return {name: result.joined(found.get(name, ())) for name, result in results.items()}
+            readers[name] = op if readers.setdefault(name, op) == op else ""
+    return {name: r.joined(found[name]) if name in found else r for name, r in results.items()}
 
 
 def _with_fixed_sizes(

@@ -108,31 +108,25 @@ def keep_own(traced: TracedModule, model: onnx.ModelProto, of_module: bool) -> N
     output_axes = {
         v.name: tuple(axis.dim_param for axis in v.type.tensor_type.shape.dim) for v in model.graph.output
     }
-    said = FileOrigin(
-        graph=model.graph.name,
-        doc=model.doc_string,
-        graph_doc=model.graph.doc_string,
-        producer=facts.get(_PRODUCER, "") if model.producer_name == "qtrace" else producer,
-        domain=model.domain,
-        model_version=max(int(model.model_version), 0),
-        opset=max(int(opset), 0),
-        ir_version=max(int(model.ir_version), 0),
-        end_docs={name: text for name, text in ends.items() if text},
-        graph_facts=_facts(model.graph),
-        end_facts={name: facts for name, facts in end_facts.items() if facts},
-        output_axes={name: axes for name, axes in output_axes.items() if any(axes)},
-        node_remarks=_node_remarks(model.graph.node, {r.node for r in origin.results.values()}),
-    )
-    frozen = origin.frozen if of_module else {}
-    results = _with_pieces(traced, model.graph, origin.results)
     write_origin(
         traced,
         replace(
-            said,
-            results=results,
-            parameters=origin.parameters,
-            frozen=frozen,
-            programs=origin.programs,
+            origin,
+            graph=model.graph.name,
+            doc=model.doc_string,
+            graph_doc=model.graph.doc_string,
+            producer=facts.get(_PRODUCER, "") if model.producer_name == "qtrace" else producer,
+            domain=model.domain,
+            model_version=max(int(model.model_version), 0),
+            opset=max(int(opset), 0),
+            ir_version=max(int(model.ir_version), 0),
+            end_docs={name: text for name, text in ends.items() if text},
+            graph_facts=_facts(model.graph),
+            end_facts={name: facts for name, facts in end_facts.items() if facts},
+            output_axes={name: axes for name, axes in output_axes.items() if any(axes)},
+            node_remarks=_node_remarks(model.graph.node, {r.node for r in origin.results.values()}),
+            results=_with_pieces(traced, model.graph, origin.results),
+            frozen=origin.frozen if of_module else {},
         ),
     )
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from qtrace.config import QConfig
     from qtrace.data import DataSource
 
-__all__ = ["change_config", "chosen_words", "images", "warn_unused"]
+__all__ = ["change_config", "chosen_words", "images", "own_flags", "warn_unused"]
 
 _META = "qtrace.images"  # in the context of the command: option -> its flag and its value
 
@@ -108,6 +108,16 @@ def chosen_words() -> list[str]:
     return words
 
 
+def own_flags(text: str) -> str:
+    """Returns a message that names the options as the running command has them: ``--image-size`` in tune."""
+    context = click.get_current_context(silent=True)
+    for option in () if context is None else context.command.params:
+        name = str(option.name).removeprefix("image_")
+        if name != option.name and f"--{name}" not in option.opts:
+            text = text.replace(f"--{name}", option.opts[0])
+    return text
+
+
 def change_config(config: QConfig | None) -> QConfig | None:
     """Returns a config whose ``preprocess`` is as the options of the command say.
 
@@ -128,8 +138,8 @@ def change_config(config: QConfig | None) -> QConfig | None:
     flags = ", ".join(flag for flag, _ in chosen.values())
     if missing := [name for name in ("size", "mean", "std") if name not in values and name not in chosen]:
         raise ConfigError(
-            f"{flags}: the recipe says nothing of images, so give {' and '.join(f'--{n}' for n in missing)}, "
-            "too."
+            f"{flags}: the recipe says nothing of images, so give "
+            f"{own_flags(' and '.join(f'--{n}' for n in missing))}, too."
         )
     if "resize" in chosen:  # what says more about another way
         for name in ("crop_fraction", "fill", "fill_at"):

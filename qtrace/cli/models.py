@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from qtrace.cli.console import Console
-from qtrace.cli.images import change_config, warn_unused
+from qtrace.cli.images import change_config, own_flags, warn_unused
 from qtrace.cli.naming import MODEL_FILES, check_factory, check_model
-from qtrace.errors import QtraceError, Terminated, TraceError
+from qtrace.errors import DataError, QtraceError, Terminated, TraceError
 from qtrace.process import engine
 
 if TYPE_CHECKING:
@@ -167,9 +167,11 @@ def open_source(
     from qtrace.quantizing.call_data import note_pixels
 
     preprocess = getattr(qconfig, "preprocess", None)
-    data = open_data(
-        source, preprocess=preprocess, batch_size=batch_size, max_batches=max_batches, skip_bad=skip_bad
-    )
+    reading: dict[str, Any] = {"batch_size": batch_size, "max_batches": max_batches, "skip_bad": skip_bad}
+    try:
+        data = open_data(source, preprocess=preprocess, **reading)
+    except DataError as error:
+        raise DataError(own_flags(str(error))) from error
     if data.skipped:
         console.note(f"{source}: taken for labels and left out: {', '.join(data.skipped)}")
     context = click.get_current_context(silent=True)

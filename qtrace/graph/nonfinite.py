@@ -23,15 +23,16 @@ from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.source_lines import name_with_line
 from qtrace.graph.walk import op_label, owner, reads_shape, tensor_inputs
 
-__all__ = ["NonfiniteSearch", "nonfinite_results", "remedy_for", "search_nonfinite"]
+__all__ = ["SWALLOWS_NAN", "NonfiniteSearch", "nonfinite_results", "remedy_for", "search_nonfinite"]
 
 _SOFTMAX = (
     "MegEngine's softmax does so on CPU where all values along the axis are below -87.33. Subtract the "
     "largest one first, which gives the same result: F.softmax(x - F.max(x, axis, keepdims=True), axis)"
 )
-_SWALLOWS = (
+SWALLOWS_NAN = (
     "gives numbers for NaN in MegEngine on CPU, and NaN in other runtimes: call it before NaN is put in"
 )
+"""What is wrong with an op of MegEngine's that makes numbers of NaN, as the end of a sentence."""
 _OTHER_REMEDY = (
     "calibration refuses such values: trace with an example like real data, or limit what the op reads"
 )
@@ -148,7 +149,7 @@ def nonfinite_results(traced: TracedModule, args: tuple[Any, ...], kwargs: dict[
     expr = search.origin
     if expr is None:
         reader = search.swallowing
-        return [] if reader is None else [f"{name_with_line(reader, op_label(reader))} {_SWALLOWS}."]
+        return [] if reader is None else [f"{name_with_line(reader, op_label(reader))} {SWALLOWS_NAN}."]
     kind = "NaN" if any(node in search.nan for node in expr.outputs) else "infinity"
     problem = f"{name_with_line(expr, op_label(expr))} gives {kind} for finite inputs on the example"
     return [f"{problem}: {remedy_for(expr) or _OTHER_REMEDY}."]

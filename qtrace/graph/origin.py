@@ -7,10 +7,14 @@ which ``flatten``, ``prepare``, ``convert``, ``save`` and ``load`` keep.
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
+
+import numpy as np
 
 from qtrace.errors import GraphError
 from qtrace.graph.failures import parsing
@@ -24,6 +28,7 @@ __all__ = [
     "FileRemark",
     "FileResult",
     "copy_origin",
+    "hash_values",
     "move_results",
     "read_origin",
     "write_origin",
@@ -44,6 +49,7 @@ _RARE = (
     "end_facts",
     "output_axes",
     "node_remarks",
+    "programs",
 )
 
 Facts = tuple[tuple[str, str], ...]
@@ -57,11 +63,24 @@ class FileResult:
         tensor: the name of the tensor.
         node: the name of the node that computes it; "" if it is unnamed.
         op: the type of the node.
+        pieces: names of the nodes and tensors that were joined into it.
     """
 
     tensor: str
     node: str
     op: str
+    pieces: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names that it has in the file."""
+        return tuple(name for name in (self.tensor, self.node, *self.pieces) if name)
+
+    def joined(self, others: Iterable[FileResult]) -> FileResult:
+        """Returns the result with the names of others, which were joined into it."""
+        names = dict.fromkeys((*self.pieces, *(name for other in others for name in other.names)))
+        own = (self.tensor, self.node)
+        return replace(self, pieces=tuple(name for name in names if name not in own))
 
 
 @dataclass(frozen=True)
@@ -140,6 +159,8 @@ class FileOrigin:
             values, "" until they are known; of networks from torch only.
         parts: a tensor of torch's state that is a part of a parameter, as of a recurrent layer -> the path of
             the parameter in the place of a tensor's name, and the moves that take the part.
+        programs: path of a parameter that nodes of the file compute of stored tensors -> hash of its values,
+            and the ONNX model with these nodes, in base64.
 
     Raises:
         GraphError: for anything but text and whole numbers of 64 bits.
@@ -167,6 +188,7 @@ class FileOrigin:
     merged: Mapping[str, tuple[float, int]] = field(default_factory=dict)
     frozen: Mapping[str, str] = field(default_factory=dict)
     parts: Mapping[str, FileParameter] = field(default_factory=dict)
+    programs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         numbers = (self.model_version, self.opset, self.ir_version)
@@ -179,8 +201,8 @@ class FileOrigin:
         groups = (self.graph_facts, *self.end_facts.values(), *(r.facts for r in self.node_remarks.values()))
         texts += [text for facts in groups for pair in facts for text in pair]
         for result in self.results.values():
-            texts += [result.tensor, result.node, result.op]
-        texts += [*self.absent, *self.parts]
+            texts += [result.tensor, result.node, result.op, *result.pieces]
+        texts += [*self.absent, *self.parts, *(text for pair in self.programs.values() for text in pair)]
         texts += [own.tensor for own in (*self.parameters.values(), *self.parts.values())]
         pairs = (*self.computed.items(), *self.tied.items(), *self.frozen.items())
         texts += [text for pair in pairs for text in pair]
@@ -197,7 +219,7 @@ class FileOrigin:
         for key in (f.name for f in fields(self)):
             value = getattr(self, key)
             document[key] = dict(value) if isinstance(value, Mapping) else value
-        document["results"] = {key: [r.tensor, r.node, r.op] for key, r in self.results.items()}
+        document["results"] = {key: [r.tensor, r.node, r.op, *r.pieces] for key, r in self.results.items()}
         for kind in ("parameters", "parts"):
             document[kind] = {
                 key: [p.tensor, list(p.shape), *([p.moves] if p.moves else [])]
@@ -224,7 +246,10 @@ class FileOrigin:
             graph_facts = document.pop("graph_facts", ())
             absent = tuple(document.pop("absent", ()))
             merged = {path: _fill(*pair) for path, pair in document.pop("merged", {}).items()}
-            results = {key: FileResult(*item) for key, item in document.pop("results").items()}
+            results = {
+                key: FileResult(tensor, node, op, tuple(pieces))
+                for key, (tensor, node, op, *pieces) in document.pop("results").items()
+            }
             parameters, parts = (_tensors(document.pop(key, {})) for key in ("parameters", "parts"))
             norms = {
                 key: FileNorm(bias, float(eps), _four(tensors))
@@ -235,10 +260,14 @@ class FileOrigin:
                 name: FileRemark(doc, _pairs(facts))
                 for name, (doc, facts) in document.pop("node_remarks", {}).items()
             }
+            programs = {path: (key, model) for path, (key, model) in document.pop("programs", {}).items()}
+            for _, model in programs.values():
+                base64.b64decode(model, validate=True)
             axes = {name: tuple(texts) for name, texts in document.pop("output_axes", {}).items()}
             return cls(
                 **document,
                 output_axes=axes,
+                programs=programs,
                 absent=absent,
                 merged=merged,
                 graph_facts=_pairs(graph_facts),
@@ -275,6 +304,11 @@ def _four(texts: Sequence[str]) -> tuple[str, str, str, str]:
 
 def _is_utf8(text: str) -> bool:
     return text.encode(errors="replace").decode() == text
+
+
+def hash_values(array: np.ndarray) -> str:
+    """Returns a hash of the numbers of a parameter, whatever its shape."""
+    return hashlib.blake2b(np.ascontiguousarray(array, np.float32).tobytes(), digest_size=16).hexdigest()
 
 
 def write_origin(traced: TracedModule, origin: FileOrigin) -> None:
@@ -314,7 +348,8 @@ def move_results(traced: TracedModule, moved: Mapping[str, str]) -> None:
     for old, new in moved.items():
         gone, own = results.pop(old, None), results.get(new)
         if own is not None:
-            results[new] = replace(own, tensor="" if gone is None else gone.tensor)
+            moved_on = replace(own, tensor="" if gone is None else gone.tensor)
+            results[new] = moved_on.joined(result for result in (own, gone) if result is not None)
         elif gone is not None:
             results[new] = gone
     write_origin(traced, replace(origin, results=results))

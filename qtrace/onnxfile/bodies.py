@@ -4,15 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from onnx import AttributeProto, GraphProto, NodeProto
+import numpy as np
+from onnx import AttributeProto, GraphProto, NodeProto, helper, numpy_helper
 
-__all__ = ["RANDOM_OPS", "bodies_of", "captured_names", "own_operators", "read_names", "rename_tensors"]
+__all__ = [
+    "MAX_NODES",
+    "RANDOM_OPS",
+    "bodies_of",
+    "captured_names",
+    "limit_loops",
+    "limit_reached",
+    "own_operators",
+    "read_names",
+    "rename_tensors",
+]
 
 RANDOM_OPS = frozenset(
     ("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Multinomial", "Bernoulli")
 )
 """ONNX's ops whose results are drawn at random in each run."""
 
+MAX_NODES = 50_000
+"""The most nodes of a file, with those of a function at each of its calls, and the most runs of a loop."""
+
+_LIMIT = "qtrace_limit_of_"
 _OWN_DOMAINS = ("", "ai.onnx")
 # The types of attributes that most nodes have, none of which is a graph.
 _PLAIN = frozenset(
@@ -39,6 +54,32 @@ def own_operators(graph: GraphProto) -> Iterator[str]:
             yield node.op_type
         for body in bodies_of(node):
             yield from own_operators(body)
+
+
+def limit_loops(graph: GraphProto) -> None:
+    """Lets each loop of a graph fail in its run number `MAX_NODES`, as values may let it run for ever."""
+    for node in graph.node:
+        for body in bodies_of(node):
+            limit_loops(body)
+            if (node.domain, node.op_type) != ("", "Loop"):
+                continue
+            base, number, going = f"{_LIMIT}{next(filter(None, node.output))}", body.input[0], body.output[0]
+            most = numpy_helper.from_array(np.array(MAX_NODES, np.int64), f"{base}_most")
+            one = numpy_helper.from_array(np.array([True]), f"{base}_one")
+            body.initializer.extend([most, one])
+            body.node.extend(
+                [
+                    helper.make_node("Div", [number.name, most.name], [f"{base}_place"]),
+                    helper.make_node("Gather", [one.name, f"{base}_place"], [f"{base}_within"], name=base),
+                    helper.make_node("And", [going.name, f"{base}_within"], [base]),
+                ]
+            )
+            going.name = base
+
+
+def limit_reached(error: Exception) -> str:
+    """Says of an error of a runtime that it is the limit of `limit_loops`; "" for another error."""
+    return f"a loop runs more than {MAX_NODES:,} times" if _LIMIT in str(error) else ""
 
 
 def captured_names(node: NodeProto) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import ExportError
-from qtrace.onnxfile.bodies import RANDOM_OPS, own_operators
+from qtrace.onnxfile.bodies import RANDOM_OPS, limit_loops, limit_reached, own_operators
 from qtrace.onnxfile.divisions import describe_division_fault, divides_by_inputs
 from qtrace.onnxfile.local_session import LocalSession, SessionError, SessionSettings, dtype_of
 
@@ -98,12 +98,22 @@ class Fragment:
                 survive a division by 0.
         """
         if self._session is None:
-            self._session = LocalSession(self._bytes, _SETTINGS, operators_of(self._model))
+            data = self._bytes
+            if "Loop" in own_operators(self._model.graph):
+                limited = type(self._model).FromString(data)
+                limit_loops(limited.graph)
+                data = limited.SerializeToString()
+            self._session = LocalSession(data, _SETTINGS, operators_of(self._model))
         names = [value.name for value in self._model.graph.input]
         feeds = dict(zip(names, values, strict=True))
         if fault := describe_division_fault(self._model, feeds):
             raise ExportError(f"{fault}, at which onnxruntime ends the process: give other data.")
-        return self._session.run(None, feeds)
+        try:
+            return self._session.run(None, feeds)
+        except SessionError as error:
+            if reason := limit_reached(error):
+                raise ExportError(f"{reason} with these values: give others, or write it shorter.") from error
+            raise
 
     @property
     def divides_by_inputs(self) -> bool:

@@ -35,7 +35,7 @@ from qtrace.preparation.record import Record, is_quantized, write_record
 from qtrace.process.memory import paused_collector, returns_memory
 from qtrace.process.threads import on_engine_thread
 
-__all__ = ["plan", "prepare", "prepare_config", "read_request"]
+__all__ = ["plan", "plan_graph", "prepare", "prepare_config", "read_request"]
 
 _LOG = logging.getLogger("qtrace")
 _SHOWN = 10
@@ -137,10 +137,17 @@ def plan(
     outputs: str | Sequence[str] | None = None,
     samples: Iterable[Any] | None = None,
 ) -> Annotation:
-    """Returns the annotation that ``prepare`` would execute and ``explain`` prints; inserts nothing."""
-    config = read_request(traced, qconfig, inputs, outputs, samples)
+    """Returns the annotation that ``prepare`` would execute; inserts nothing."""
+    return plan_graph(traced, read_request(traced, qconfig, inputs, outputs, samples), samples)[1]
+
+
+def plan_graph(
+    traced: TracedModule, config: QConfig, samples: Iterable[Any] | None = None
+) -> tuple[TracedModule, Annotation]:
+    """Returns the float graph that ``prepare`` would quantize, and the annotation that it would execute."""
     graph = make_float_graph(traced, config, samples)
-    return native.bring_scales(graph.model, decide(graph).annotation, graph.located).annotation
+    annotation = native.bring_scales(graph.model, decide(graph).annotation, graph.located).annotation
+    return graph.model, annotation
 
 
 def _with_region(

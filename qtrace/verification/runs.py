@@ -18,8 +18,9 @@ from qtrace.errors import CalibrationError, ExportError, QtraceError
 from qtrace.fakequant.fixed import FixedFakeQuant
 from qtrace.graph.dataflow import needed_nodes
 from qtrace.graph.interpreter import ENGINE_ERRORS, Interpreter
-from qtrace.graph.types import Expr, Input, Node, TensorNode
-from qtrace.graph.walk import users
+from qtrace.graph.opaque import OpaqueOp
+from qtrace.graph.types import Expr, Input, Node, TensorNode, TracedModule
+from qtrace.graph.walk import exprs, owner, users
 from qtrace.metrics import sqnr_db
 from qtrace.numerics import dequantize, exact_levels, quantize, smallest_type
 from qtrace.onnxfile.reading import read_model
@@ -129,6 +130,7 @@ class File:
         roundings: expr -> the node that it rounds to integers of the runtime, one scale for all and ties to
             even, where all of them can be compared.
         float16: rounds what the file has in float16; None for nothing.
+        after_kept: the nodes of integers that round what is computed from kept nodes of an imported file.
 
     Raises:
         ExportError: when the file is not an export of the graph.
@@ -149,6 +151,7 @@ class File:
         self.ends = ends
         self.selections = _by_name(find_selections(model.module), ends)
         self.rankings = _by_name(find_rankings(model.module), ends)
+        self.after_kept = _after_kept(model.module, self.names)
         self.roundings: Mapping[Expr, str] = {}
         if self.float16 is None and not self.selections and not self.rankings:
             self.roundings = _plain_roundings(model, self.names)
@@ -167,7 +170,7 @@ class File:
             rankings=self.rankings,
             groups=self.groups,
             wide=wide,
-            inexact=getattr(self.session, "inexact", frozenset()),
+            inexact=self.after_kept | getattr(self.session, "inexact", frozenset()),
             float16=0 if self.float16 is None else self.float16.count,
         )
 
@@ -373,6 +376,20 @@ class File:
             if any(sqnr_db(g.select(graph), g.select(runtime)) < min_sqnr_db for g in groups):
                 return Disagreement(node.name, graph, runtime)
         return None
+
+
+def _after_kept(module: TracedModule, integers: Collection[str]) -> frozenset[str]:
+    """Returns the nodes of integers that round what is computed from kept nodes of an imported file.
+
+    Each runtime computes those nodes in a way of its own, and a rounding by the range of the batch inside of
+    one makes a step of the last bit.
+    """
+    sites, floats = set[str](), set[Node]()
+    for expr in exprs(module):
+        if isinstance(owner(expr), OpaqueOp) or not floats.isdisjoint(expr.inputs):
+            sites.update(node.name for node in expr.outputs if node.name in integers)
+            floats.update(node for node in expr.outputs if node.name not in integers)
+    return frozenset(sites)
 
 
 def _float16_ops(path: Path, session: Session) -> Sequence[str]:

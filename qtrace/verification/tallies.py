@@ -142,8 +142,8 @@ class Tallies:
         reordered: mode -> site or output -> in how many batches it is not compared because graph and runtime
             rank equal scores in another order.
         wide: the sites with more than 8 bits; of their values 90 % must be equal, and all within ``max_lsb``.
-        inexact: the sites whose kernels do not round ties as the graph does; 70 % of their values must be
-            equal, and all within ``max_lsb``.
+        inexact: the sites whose kernels do not round ties as the graph does, or after a kept node of
+            an imported file; 70 % of their values must be equal, and all within ``max_lsb``.
         groups: the column groups of the outputs; () for each output as a whole.
         side: versions and machine of a runtime on another host; empty for one in this interpreter.
         client: what a client has to do so that it computes the same; "" for nothing.
@@ -346,7 +346,7 @@ class Tallies:
         sides = (
             ("", [n for n in sites if n not in self.wide and n not in self.inexact]),
             (" of 16 bits", [n for n in sites if n in self.wide]),
-            (" of kernels that round ties another way", inexact),
+            (" of kernels that round another way", inexact),
         )
         short = []
         for words, names in sides:

@@ -406,16 +406,25 @@ def test_the_copies_of_a_module_share_its_weights() -> None:
     assert _resident() - before < values.nbytes
 
 
-@pytest.mark.parametrize("recipe", [None, {"rules": [{"match": {"op": "linear"}, "method": "dynamic"}]}])
-def test_files_that_round_by_the_range_of_each_batch_are_quantized(recipe, here: Path) -> None:
+@pytest.mark.parametrize(
+    ("op", "gates", "recipe", "least"),
+    [
+        ("LSTM", 32, None, 28),
+        ("LSTM", 32, {"rules": [{"match": {"op": "linear"}, "method": "dynamic"}]}, 28),
+        ("GRU", 24, None, 24),
+    ],
+)
+def test_files_that_round_by_the_range_of_each_batch_are_quantized(
+    op: str, gates: int, recipe, least: float, here: Path
+) -> None:
     nodes = [
         node("Conv", "x c cb", "u", pads=[1, 1]),
         node("Transpose", "u", "t", perm=[2, 0, 1]),
-        node("LSTM", "t l r", "_ h", hidden_size=8),
+        node(op, "t l r", "_ h", hidden_size=8),
         node("Squeeze", "h first", "s"),
         node("MatMul", "s m", "y"),
     ]
-    stored = {"c": weights(6, 4, 3), "cb": weights(6), "l": weights(1, 32, 6), "r": weights(1, 32, 8)}
+    stored = {"c": weights(6, 4, 3), "cb": weights(6), "l": weights(1, gates, 6), "r": weights(1, gates, 8)}
     stored |= {"first": np.zeros(1, np.int64), "m": weights(8, 5)}
     source = save(model(nodes, {"x": ["n", 4, 10]}, stored=stored), here)
     quantize_dynamic(source, "dynamic.onnx")
@@ -424,4 +433,4 @@ def test_files_that_round_by_the_range_of_each_batch_are_quantized(recipe, here:
     outputs = [
         onnxruntime.InferenceSession(file).run(None, {"x": data[:8]})[0] for file in (source, "q.onnx")
     ]
-    assert 10 * np.log10((outputs[0] ** 2).sum() / ((outputs[1] - outputs[0]) ** 2).sum()) > 28
+    assert 10 * np.log10((outputs[0] ** 2).sum() / ((outputs[1] - outputs[0]) ** 2).sum()) > least

@@ -162,3 +162,13 @@ def test_a_slice_that_is_added_to_is_not_blamed_on_the_file(tmp_path: Path) -> N
     if found is not None:
         assert found.check.side == "graph"
         assert "(add_out)" in found.check.reason
+
+
+def test_an_op_that_makes_numbers_of_nan_is_wrong_in_the_graph(tmp_path: Path) -> None:
+    def forward(self: M.Module, x: mge.Tensor) -> tuple[mge.Tensor, mge.Tensor]:
+        y, scores = self.a(x), self.scores(x)
+        return y, F.relu(F.where(scores > 0, scores, F.full_like(scores, float("nan"))))
+
+    converted, path = _exported(tmp_path, BATCHES, forward)
+    report = qtrace.verify(path, converted, BATCHES[:1])
+    assert "the graph is wrong, not the file: F.relu gives numbers for NaN in MegEngine" in report.summary()

@@ -32,7 +32,7 @@ __all__ = ["explain"]
 @click.option(
     "--why",
     metavar="NODE",
-    help="Explain a node, a site, a module (or a glob), or a kind of op in full.",
+    help="Explain a node, also as in the ONNX file, a site, a module (or a glob), or a kind of op in full.",
 )
 @click.option("--all", "every", is_flag=True, help="Show ops on shapes and constants, too.")
 @targets.file_to_write("--dot", help="Also draw the graph into this file, for Graphviz.")

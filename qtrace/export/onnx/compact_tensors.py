@@ -1,11 +1,11 @@
 """Stored tensors in fewer bytes, without a change of a number.
 
-Tensors that hold some numbers again and again, or count, written as the nodes that compute them.
+Tensors that the imported file computes of constants, written as the nodes that compute them.
 
-An import stores what a file computes of constants, such as an Expand, Tile or Range. Runtimes
-do so, too, when they load a file; the file itself is smaller if it says how.
+An import stores what a file computes of constants, such as a grid of places or a mask. Runtimes do so, too,
+when they load a file; the file itself is smaller if it says how.
 
-Tables of floats that are 8-bit integers times a scale, as files store look-ups, written as integers.
+Tables of floats that are integers of 8 bits, less a zero point, times a scale, written as integers.
 
 A file may store the rows of a table in 8 bits. Its float graph has the same numbers as floats, so the export
 finds the integers again: exactly, or the table stays as it is. Only the rows that are read become floats.
@@ -13,85 +13,108 @@ finds the integers again: exactly, or the table stays as it is. Only the rows th
 
 from __future__ import annotations
 
+import base64
 from typing import Any
 
 import numpy as np
+import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from qtrace.export.onnx.exporter import OnnxExporter
 from qtrace.export.onnx.naming import claim_name
+from qtrace.graph.origin import hash_values, read_origin
+from qtrace.graph.types import GetAttr
+from qtrace.onnxfile.bodies import rename_tensors
+from qtrace.onnxfile.fragment import check_fragment
 from qtrace.onnxfile.model import OnnxModel
 
-__all__ = ["write_integer_tables", "write_repeated"]
+__all__ = ["write_computed", "write_integer_tables"]
 
 _ELEMENTWISE = {"Add", "Sub", "Mul", "Div", "Max", "Min", "Pow", "Where", "Concat"}
 """What takes computed operands in every runtime, where a layer may need a stored weight."""
 
 
-def write_repeated(model: Any, integers: bool) -> None:
-    """Writes stored operands of elementwise ops as nodes where that takes fewer bytes.
+def write_computed(model: Any, exporter: OnnxExporter, integers: bool) -> None:
+    """Writes stored operands of elementwise ops as the nodes of the imported file that compute them.
 
     Args:
         model: the model; it is changed in place.
+        exporter: what wrote the model.
         integers: whether the target takes computed integers before a DequantizeLinear, too.
     """
+    origin = read_origin(exporter.graph.module)
+    programs = {} if origin is None else origin.programs
+    if not programs:
+        return
     index = OnnxModel(model)
-    names, outputs, graph = index.names(), index.output_names, model.graph
+    names, graph = index.names(), model.graph
+    values = {n.expr.name: v for n, v in exporter.graph.values.items() if isinstance(n.expr, GetAttr)}
     for tensor in list(graph.initializer):
-        readers = index.readers.get(tensor.name, [])
-        if integers and all(r.op_type == "DequantizeLinear" and r.input[0] == tensor.name for r in readers):
-            readers = [each for reader in readers for each in index.readers.get(reader.output[0], [])]
-        if tensor.name in outputs or not readers or not {r.op_type for r in readers} <= _ELEMENTWISE:
+        path = exporter.paths.get(tensor.name, "")
+        if path not in programs or path not in values or tensor.name in index.output_names:
             continue
-        steps = _steps(numpy_helper.to_array(tensor))
-        stored, nodes = list[Any](), list[Any]()
-        for place, (op, arrays) in enumerate(steps):
-            for part in arrays:
-                stored.append(numpy_helper.from_array(part, claim_name(f"{tensor.name}_part", names)))
-            last = place == len(steps) - 1
-            inputs = [item.name for item in stored[len(stored) - len(arrays) :]]
-            inputs = [nodes[-1].output[0], *inputs] if nodes else inputs
-            output = tensor.name if last else claim_name(f"{tensor.name}_{op}", names)
-            nodes.append(helper.make_node(op, inputs, [output], name=output))
-        if steps and sum(item.ByteSize() for item in (*stored, *nodes)) < tensor.ByteSize():
+        own, (key, text) = values[path], programs[path]
+        if hash_values(own) != key:  # training or another pass has changed it
+            continue
+        readers = index.readers.get(tensor.name, [])
+        pair = _rounding(index, tensor, own) if integers else None
+        if pair is not None:
+            readers = index.readers.get(pair.output[0], [])
+        stored = numpy_helper.to_array(tensor)
+        same = stored.dtype == np.float32 and np.array_equal(stored, own)
+        if not (same or pair) or not readers or not {r.op_type for r in readers} <= _ELEMENTWISE:
+            continue
+        data = base64.b64decode(text)
+        if len(data) >= tensor.ByteSize() or check_fragment(data):
+            continue
+        program = onnx.load_from_string(data)
+        if _means_the_same(program, index.opset):
             graph.initializer.remove(tensor)
-            graph.initializer.extend(stored)
-            for node in reversed(nodes):
-                graph.node.insert(0, node)
+            _insert(graph, program.graph, tensor.name, names, pair)
 
 
-def _steps(values: np.ndarray) -> list[tuple[str, list[np.ndarray]]]:
-    """Returns the ops that compute values, each with the stored tensors that it reads."""
-    part, repeats = values, []
-    for axis, size in enumerate(values.shape):
-        period = (
-            next(n for n in range(1, size + 1) if not size % n and _repeats(part, axis, n)) if size else 0
-        )
-        repeats.append(size // period if period else 1)
-        part = part.take(range(period), axis)
-    flat = part.reshape(-1)
-    steps: list[tuple[str, list[np.ndarray]]] = []
-    if part.size > 1 and part.dtype.name in ("float32", "int32", "int64") and _counts(flat):
-        step = flat[1] - flat[0]
-        steps.append(("Range", [np.array(n, flat.dtype) for n in (flat[0], flat[-1] + step, step)]))
-        if part.ndim != 1:
-            steps.append(("Reshape", [np.array(part.shape, np.int64)]))
-    if part.size < values.size:
-        counts = np.array(repeats, np.int64)
-        steps.append(("Tile", [counts] if steps else [part, counts]))
-    return steps
+def _rounding(index: OnnxModel, tensor: Any, values: np.ndarray) -> Any:
+    """Returns the DequantizeLinear of stored integers that are these values, rounded; else None."""
+    readers = index.readers.get(tensor.name, [])
+    pair = readers[0] if len(readers) == 1 else None
+    if pair is None or pair.op_type != "DequantizeLinear" or len(pair.input) != 3:
+        return None
+    levels, scale, zero = (numpy_helper.to_array(index.stored[name]) for name in pair.input)
+    if scale.size > 1 or levels.dtype.kind not in "iu" or levels.shape != values.shape:
+        return None
+    limits = np.iinfo(levels.dtype)
+    rounded = np.clip(np.rint(values / scale) + zero.astype(np.float32), limits.min, limits.max)
+    return pair if np.array_equal(rounded, levels) else None
 
 
-def _repeats(values: np.ndarray, axis: int, period: int) -> bool:
-    first = values.take(range(period), axis)
-    folded = np.moveaxis(values, axis, 0).reshape(-1, period, values.size // values.shape[axis])
-    return bool((folded == np.moveaxis(first, axis, 0).reshape(1, period, -1)).all())
+def _means_the_same(program: Any, opset: int) -> bool:
+    """Whether an opset defines the ops of a program as its own opset does."""
+    own = OnnxModel(program).opset
+    try:
+        schemas = [[onnx.defs.get_schema(n.op_type, v) for v in (own, opset)] for n in program.graph.node]
+    except onnx.defs.SchemaError:  # an op of another domain, or of a later opset
+        return False
+    return all(first.since_version == second.since_version for first, second in schemas)
 
 
-def _counts(flat: np.ndarray) -> bool:
-    """Whether numbers are whole ones at equal distances, which every runtime computes alike."""
-    step = flat[1] - flat[0]
-    whole = bool(step) and np.array_equal(flat, np.rint(flat)) and np.abs(flat).max() < 2**24
-    return bool(whole and np.array_equal(flat, flat[0] + step * np.arange(flat.size, dtype=flat.dtype)))
+def _insert(graph: Any, program: Any, output: str, names: set[str], pair: Any) -> None:
+    """Adds the nodes of a program to a graph, and a rounding of their result for a DequantizeLinear."""
+    tensors = [*program.initializer, *(name for node in program.node for name in node.output)]
+    renamed = {old: claim_name(f"{output}_{old}", names) for old in (getattr(t, "name", t) for t in tensors)}
+    if pair is None:
+        renamed[program.output[0].name] = output
+    for tensor in program.initializer:
+        tensor.name = renamed[tensor.name]
+    for node in program.node:
+        rename_tensors(node, renamed)
+        node.name = node.output[0]
+    nodes = list(program.node)
+    if pair is not None:
+        result = renamed[program.output[0].name]
+        nodes.append(helper.make_node("QuantizeLinear", [result, *pair.input[1:]], [output], name=output))
+    graph.initializer.extend(program.initializer)
+    for node in reversed(nodes):
+        graph.node.insert(0, node)
 
 
 def write_integer_tables(model: Any) -> None:
@@ -109,25 +132,31 @@ def write_integer_tables(model: Any) -> None:
         found = _integers(numpy_helper.to_array(tensor))
         if found is None:
             continue
-        integers, scales = (
+        integers, scales, zero = (
             numpy_helper.from_array(part, claim_name(f"{tensor.name}_{end}", names))
-            for part, end in zip(found, ("int", "scale"), strict=True)
+            for part, end in zip(found, ("int", "scale", "zero"), strict=True)
         )
         nodes = sum(3 * node.ByteSize() for node in readers)  # that many nodes make the floats
         if integers.ByteSize() + scales.ByteSize() + nodes >= tensor.ByteSize():
             continue
         graph.initializer.remove(tensor)
-        graph.initializer.extend([integers, scales])
+        graph.initializer.extend([integers, scales, *([zero] if found[2] else [])])
         for node in readers:
-            _look_up(graph, node, integers.name, scales.name, found[1].ndim > 0, names)
+            start = zero.name if found[2] else ""
+            _look_up(graph, node, integers.name, scales.name, start, found[1].ndim > 1, names)
 
 
-def _look_up(graph: Any, node: Any, integers: str, scales: str, by_row: bool, names: set[str]) -> None:
+def _look_up(
+    graph: Any, node: Any, integers: str, scales: str, zero: str, by_row: bool, names: set[str]
+) -> None:
     """Lets a Gather read integers, and makes floats of the rows that it gives."""
     output = node.output[0]
     rows, floats = (claim_name(f"{output}_{end}", names) for end in ("rows", "levels"))
     node.input[0], node.output[0] = integers, rows
     added = [helper.make_node("Cast", [rows], [floats], name=floats, to=TensorProto.FLOAT)]
+    if zero:
+        floats = claim_name(f"{output}_less", names)
+        added.append(helper.make_node("Sub", [added[-1].output[0], zero], [floats], name=floats))
     if by_row:
         row_scales = claim_name(f"{output}_scales", names)
         added.append(helper.make_node("Gather", [scales, node.input[1]], [row_scales], name=row_scales))
@@ -140,13 +169,22 @@ def _look_up(graph: Any, node: Any, integers: str, scales: str, by_row: bool, na
         graph.node.insert(place, new)
 
 
-def _integers(table: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """Returns int8 and one scale, or one for each row, whose products are the table; None without them."""
-    if not np.isfinite(table).all() or not table.size or _levels(table[:1]) is None:
+def _integers(table: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+    """Returns integers of 8 bits, scales and one zero point that make a table; None without them.
+
+    There is one scale, one for each column, or one for each row, of shape (rows, 1).
+    """
+    if not np.isfinite(table).all() or not table.size:
         return None
-    if (whole := _levels(table.reshape(1, -1))) is not None:
-        return whole[0].reshape(table.shape), whole[1].reshape(())
-    return _levels(table)
+    for rows, back in ((table.reshape(1, -1), table.shape), (table, table.shape), (table.T, None)):
+        if _levels(rows[:1, : table.shape[1]]) is None or (found := _levels(rows)) is None:
+            continue
+        levels, scales = found[0].reshape(back) if back else found[0].T, found[1]
+        scales = scales.reshape(() if len(rows) == 1 else (-1, 1) if back else (-1,))
+        zero = np.float32(0 if np.abs(levels + 0.5).max() < 128 else -levels.min())
+        if levels.max() + zero <= np.iinfo(np.uint8).max:
+            return (levels + int(zero)).astype(np.uint8 if zero else np.int8), scales, np.array(zero)
+    return None
 
 
 def _levels(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
@@ -157,18 +195,18 @@ def _levels(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
     gaps = np.diff(np.sort(np.concatenate([rows, np.zeros((len(rows), 1), rows.dtype)], 1)))
     least = np.where(gaps > 0, gaps, np.inf).min(1).astype(np.float64)
     largest = np.abs(rows).max(1).astype(np.float64)
-    integers, scales = np.zeros(rows.shape, np.int8), np.ones((len(rows), 1), np.float32)
+    integers, scales = np.zeros(rows.shape, np.int16), np.ones((len(rows), 1), np.float32)
     left, count = np.flatnonzero(largest), 0
     while left.size:
         count += 1
         last = np.rint(count * largest[left] / least[left])
-        if (last > np.iinfo(np.int8).max + 1).any():
+        if (last > np.iinfo(np.uint8).max).any():
             return None
         near = (largest[left] / last).astype(np.float32)[:, None]
         done = np.zeros(len(left), bool)
         for scale in (near, np.nextafter(near, np.float32(0)), np.nextafter(near, np.float32(np.inf))):
             levels = np.rint(rows[left] / scale)
-            exact = ((levels * scale == rows[left]) & (np.abs(levels + 0.5) < 128)).all(1) & ~done
+            exact = (levels * scale == rows[left]).all(1) & ~done
             integers[left[exact]], scales[left[exact]] = levels[exact], scale[exact]
             done |= exact
         left = left[~done]

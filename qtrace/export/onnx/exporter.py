@@ -113,6 +113,9 @@ class OnnxExporter:
         converted: the graph of a converted module, or of a plain one.
         options: what the file is like.
 
+    Attributes:
+        paths: stored tensor of the model -> path of its parameter, after `run`.
+
     Raises:
         ExportError: when onnx is not installed.
     """
@@ -125,6 +128,7 @@ class OnnxExporter:
 
         self.graph = converted
         self.options = OnnxOptions() if options is None else options
+        self.paths: dict[str, str] = {}
         self.emitters = {**EMITTERS, **MOVES}
         static = static_nodes(converted.module)
         self._sizes = {n for n in static if n.dtype is not None and np.dtype(n.dtype).kind in "iu"}
@@ -181,6 +185,7 @@ class OnnxExporter:
         metadata = {**imported, **self._metadata(own), **ends}
         if origin is not None and origin.producer:
             metadata[PRODUCER] = origin.producer
+        self.paths = self._written_paths()  # the tensors move into the model
         model = self.writer.model(name, infos, outputs, metadata, own)
         if origin is not None:
             describe(model, origin)
@@ -272,8 +277,10 @@ class OnnxExporter:
 
     def _origin_paths(self) -> dict[str, str]:
         """Returns initializer -> path of its parameter, for those that get their names of the file back."""
-        if not self.options.names_parameters:
-            return {}
+        return self._written_paths() if self.options.names_parameters else {}
+
+    def _written_paths(self) -> dict[str, str]:
+        """Returns initializer -> path of its parameter."""
         if isinstance(self.graph, PlainGraph):
             return {name: name for name in self.writer.initializers} | self.writer.paths
         return self._parameter_paths()

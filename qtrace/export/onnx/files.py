@@ -100,7 +100,7 @@ def files_with(
         options = replace(options, floats=options.floats | kinds_in_float(converted))
     exporter, model = write_model(converted, options)
     from qtrace.export.onnx.biases_apart import write_biases_apart
-    from qtrace.export.onnx.compact_tensors import write_integer_tables, write_repeated
+    from qtrace.export.onnx.compact_tensors import write_computed, write_integer_tables
     from qtrace.export.onnx.held_layers import (
         OPENVINO_TARGETS,
         TARGETS,
@@ -127,7 +127,7 @@ def files_with(
         write_float16(model, exporter.writer.float16_tensors, exporter.tensor_types())
     if target == "openvino":
         write_biases_apart(model)  # afterwards, since the sum takes the name of the layer's result
-    write_repeated(model, integers=target in TARGETS)
+    write_computed(model, exporter, integers=target in TARGETS)
     if plain or target in TARGETS:
         write_integer_tables(model)
     check(model)

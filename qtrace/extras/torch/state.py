@@ -6,7 +6,6 @@ checked by value: a parameter that is not what its moves make of the state's ten
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import re
@@ -23,7 +22,14 @@ from qtrace.errors import ImportingError
 from qtrace.extras.torch.exporting import import_torch
 from qtrace.graph.flatten import set_parameter
 from qtrace.graph.moves import Move, part_of, places_of, reshaped_to, taken_at
-from qtrace.graph.origin import FileNorm, FileOrigin, FileParameter, read_origin, write_origin
+from qtrace.graph.origin import (
+    FileNorm,
+    FileOrigin,
+    FileParameter,
+    hash_values,
+    read_origin,
+    write_origin,
+)
 from qtrace.graph.recurrent import OnnxRecurrent
 from qtrace.graph.types import CallMethod, GetAttr, ModuleNode, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module
@@ -231,11 +237,6 @@ def _tied_names(state: Mapping[str, Any], stored: set[str]) -> dict[str, str]:
         if own is not None:
             tied.update({name: own for name in group if name not in stored})
     return tied
-
-
-def hash_values(array: np.ndarray) -> str:
-    """Returns a hash of the numbers of a parameter, whatever its shape."""
-    return hashlib.blake2b(np.ascontiguousarray(array, np.float32).tobytes(), digest_size=16).hexdigest()
 
 
 def _stored_paths(traced: TracedModule) -> list[str]:

@@ -18,9 +18,9 @@ from qtrace.errors import ImportingError
 from qtrace.importing.onnx.call import Call
 from qtrace.importing.onnx.layers import Layers, Refusal
 from qtrace.importing.onnx.model import OnnxNode
-from qtrace.importing.onnx.reading import MAX_NODES
 from qtrace.importing.onnx.scope import GraphRunner, Scope
 from qtrace.importing.onnx.values import Computed, Refused, SplitTensors, Stored, Value
+from qtrace.onnxfile.bodies import MAX_NODES
 
 __all__ = ["HANDLERS", "SEQUENCE_OPS", "lower_sequence"]
 

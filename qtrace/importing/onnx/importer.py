@@ -21,7 +21,7 @@ from qtrace.importing.onnx.control_flow import SEQUENCE_OPS, lower_sequence
 from qtrace.importing.onnx.evaluation import SHOWN_TO_INFERENCE, CannotEvaluate, evaluate, infer_shapes
 from qtrace.importing.onnx.expansion import expand, titled_parts
 from qtrace.importing.onnx.layers import Contradiction, Layers, Refusal
-from qtrace.importing.onnx.model import Graph, OnnxNode, read_graph
+from qtrace.importing.onnx.model import Graph, OnnxNode, node_like, read_graph
 from qtrace.importing.onnx.naming import source_line
 from qtrace.importing.onnx.opaque import OpaqueNodes
 from qtrace.importing.onnx.ops import LOWERINGS
@@ -48,6 +48,38 @@ _FLOAT32 = np.dtype(np.float32)
 # axis that stays open is worth more than a form of MegEngine's.
 KEPT_WHERE_OPEN = {("", "Resize"), ("", "Upsample"), ("", "GridSample")}
 
+# Elementwise ops that give NaN for NaN in a file, of which some of MegEngine's kernels make numbers.
+_KEEPING_NAN = {
+    *(
+        "Relu",
+        "Sigmoid",
+        "Tanh",
+        "Softplus",
+        "Clip",
+        "LeakyRelu",
+        "Elu",
+        "Selu",
+        "Celu",
+        "HardSwish",
+        "Swish",
+    ),
+    *(
+        "HardSigmoid",
+        "Softsign",
+        "PRelu",
+        "Gelu",
+        "Mish",
+        "Exp",
+        "Log",
+        "Sqrt",
+        "Sign",
+        "Abs",
+        "Neg",
+        "Floor",
+    ),
+    *("Ceil", "Round", "Reciprocal", "Max", "Min", "Add", "Sub", "Mul", "Div", "Sum", "Mean"),
+}
+
 # Op -> of how many of its inputs it reads the numbers, where it reads but shape or type of the others.
 _NUMBERS_READ = {"Shape": 0, "Size": 0, "CastLike": 1}
 
@@ -69,6 +101,8 @@ class Importer:
         opaque: the nodes that are kept as in the file.
         kept: the first outputs of these nodes.
         written: how many nodes its loops have written out.
+        makers: name of a tensor that is computed of stored ones -> its node.
+        made: the name and the moves of a stored value -> the name of the tensor of which it has the numbers.
     """
 
     def __init__(
@@ -88,7 +122,10 @@ class Importer:
         self.kept: set[str] = set()
         self._keepable, self._unlike = keepable, unlike
         self.written = 0
+        self._masked: dict[TensorNode, Sequence[Value | None]] = {}  # a choice of values or NaN -> its inputs
         self.problems: list[str] = []
+        self.makers: dict[str, onnx.NodeProto] = {}
+        self.made: dict[tuple[str, Any], str] = {}
         self._inferred: dict[Any, list[Any]] = {}  # what `infer_shapes` gives for nodes alike
         self.results: dict[TensorNode, FileResult] = {}  # the first of the file that each node stands for
 
@@ -139,11 +176,17 @@ class Importer:
             results = self._keep(node, values, scope, f": {error}", added)
         self.layers.note_frozen(_numbers_read(node, values), results, self.layers.read)
         self.layers.read |= read
+        folded = scope.outer is None and all(value is None or isinstance(value, Stored) for value in values)
         for name, result in zip(node.outputs, results, strict=False):
             if name:
                 scope.values[name] = result
+            if folded and isinstance(result, Stored):
+                self.makers[name] = node.proto
+                self.made[result.name, result.moves] = name
             if name and isinstance(result, Computed):
-                self.results.setdefault(result.node, FileResult(name, node.proto.name, node.op))
+                own = FileResult(name, node.proto.name, node.op)
+                known = self.results.get(result.node)
+                self.results[result.node] = own if known is None else known.joined([own])
 
     def _keep(
         self, node: OnnxNode, values: Sequence[Value | None], scope: Scope, problem: str, added: int
@@ -228,6 +271,8 @@ class Importer:
         return [Stored(result, name) for name, result in zip(node.outputs, results, strict=False)]
 
     def _lower(self, node: OnnxNode, values: Sequence[Value | None]) -> Sequence[Value]:
+        if (chosen := self._reads_masked(node, values)) is not None:
+            return self._lower_under_mask(node, values, chosen)
         lowering = LOWERINGS.get((node.domain, node.op))
         try:
             if lowering is None or not node.is_known:
@@ -241,6 +286,28 @@ class Importer:
             if results is None:
                 raise
             return results
+
+    def _reads_masked(self, node: OnnxNode, values: Sequence[Value | None]) -> TensorNode | None:
+        """Returns the result of a Where with NaN that an elementwise op reads; None for another node."""
+        computed = [value for value in values if value is not None and not isinstance(value, Stored)]
+        if node.domain or node.op not in _KEEPING_NAN or len(computed) != 1:
+            return None
+        (source,) = computed
+        return source.node if isinstance(source, Computed) and source.node in self._masked else None
+
+    def _lower_under_mask(
+        self, node: OnnxNode, values: Sequence[Value | None], chosen: TensorNode
+    ) -> Sequence[Value]:
+        """Adds an op on what a Where chooses from as an op on the values, and then puts in NaN."""
+        mask, *branches = self._masked[chosen]
+        place = next(i for i, branch in enumerate(branches) if not _is_nan(branch))
+        own = [branches[place] if isinstance(v, Computed) and v.node is chosen else v for v in values]
+        (output,) = node.outputs
+        names = [f"{output}_{part}" for part in ("mask", "first", "second")]
+        inputs = [name and f"{output}_read_{i}" for i, name in enumerate(node.inputs)]
+        part = node_like(node, node.op, inputs, names[1 + place], self.opsets, **node.attributes)
+        (branches[place],) = self._lower(part, own)
+        return self._lower(node_like(node, "Where", names, output, self.opsets), [mask, *branches])
 
     def _expanded(self, node: OnnxNode, values: Sequence[Value | None]) -> Sequence[Value] | None:
         """Adds the nodes of the op's body; returns None if ONNX defines none."""
@@ -283,7 +350,10 @@ class Importer:
         floats = (call.dtype(i) for i in range(len(call.values)) if call.has(i) and call.is_float(i))
         kind = next(floats, _FLOAT32)
         named = zip(node.outputs, results, strict=False)
-        return [self._computed(name, result, inferred, kind) for name, result in named]
+        computed = [self._computed(name, result, inferred, kind) for name, result in named]
+        if node.op == "Where" and [_is_nan(branch) for branch in values[1:]].count(True) == 1:
+            self._masked |= {value.node: values for value in computed if isinstance(value, Computed)}
+        return computed
 
     def _computed(
         self, name: str, result: Any, inferred: Mapping[str, Any], kind: np.dtype = _FLOAT32
@@ -334,6 +404,12 @@ class Importer:
             self._inferred[key] = [inferred.get(name) for name in node.outputs]
         named = zip(node.outputs, self._inferred[key], strict=True)
         return {name: kind for name, kind in named if kind is not None}
+
+
+def _is_nan(value: Value | None) -> bool:
+    if not isinstance(value, Stored) or not is_float(value.array.dtype):
+        return False
+    return bool(np.isnan(value.array.astype(np.float32)).all())
 
 
 def _placed(node: OnnxNode) -> str:

@@ -12,15 +12,15 @@ import onnx.inliner
 
 from qtrace.errors import ExportError, ImportingError
 from qtrace.importing.onnx.model import DEFAULT_DOMAINS, OF_ONNXRUNTIME, standard_opset
+from qtrace.onnxfile.bodies import MAX_NODES
 from qtrace.onnxfile.external_data import count_bytes, map_tensor, without_large_values
 from qtrace.onnxfile.reading import read_model
 from qtrace.storage.files import problem
 
-__all__ = ["MAX_ELEMENTS", "MAX_NODES", "array_of", "load_model", "load_structure", "stored_tensors"]
+__all__ = ["MAX_ELEMENTS", "array_of", "load_model", "load_structure", "stored_tensors"]
 
 MAX_ELEMENTS = 2**31 - 1  # of one tensor
 _ANY_DOMAIN = "qtrace.onnxruntime"
-MAX_NODES = 50_000  # of a file, with the nodes of a function at each of its calls
 _MAX_DEPTH = 16  # of functions and bodies inside of each other
 _OPSETS = range(6, 29)
 

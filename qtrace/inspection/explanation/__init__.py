@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +14,7 @@ from qtrace.config.recipe import config_or_default
 from qtrace.config.written import resolve_recipe
 from qtrace.display import Displayed
 from qtrace.graph.open_axes import describe_sizes
+from qtrace.graph.origin import read_origin
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.explanation import _numbers
 from qtrace.inspection.explanation._dot import to_dot
@@ -27,7 +28,7 @@ from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.annotation import Annotation
 from qtrace.preparation.float16 import Float16Choice, choose_float16, describe_float16, uses_float16
 from qtrace.preparation.model import QuantizedModel
-from qtrace.preparation.prepare import plan
+from qtrace.preparation.prepare import plan_graph, read_request
 from qtrace.preparation.record import is_quantized
 from qtrace.process.memory import paused_collector
 from qtrace.scheme import QParams
@@ -50,6 +51,7 @@ class Explanation(Displayed):
         sizes: which axes of the inputs are open, in words.
         float16: which of the ops that stay float are in float16, and why others are not; None if the config
             does not ask for it, or the graph is not calibrated.
+        of_file: name of a node -> its names in the ONNX file that the graph was imported from.
     """
 
     annotation: Annotation
@@ -61,10 +63,11 @@ class Explanation(Displayed):
     native_notes: tuple[str, ...] = ()
     sizes: tuple[str, ...] = ()
     float16: tuple[Float16Choice, ...] | None = None
+    of_file: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @cached_property
     def _index(self) -> Index:
-        return Index(self.annotation)
+        return Index(self.annotation, self.of_file)
 
     @cached_property
     def _summary(self) -> Summary:
@@ -120,7 +123,8 @@ class Explanation(Displayed):
         """Explains a node, a site, or every op of a module in full.
 
         Args:
-            name: a node, a site, a kind of op, or a glob pattern for module paths and node names.
+            name: a node, a site, a kind of op, or a glob pattern for module paths and names of nodes, also of
+                those in the ONNX file.
 
         Raises:
             GraphError: when nothing matches; the message lists the nearest names.
@@ -182,6 +186,7 @@ def explain(
             native_notes=record.native_notes,
             sizes=tuple(describe_sizes(model)),
             float16=choose_float16(view) if uses_float16(view) and record.float_ranges else None,
+            of_file=_names_of_file(model),
         )
     comments: tuple[str, ...] = ()
     if isinstance(qconfig, (str, Path)):
@@ -192,4 +197,12 @@ def explain(
         config = config_or_default(qconfig)
     with paused_collector():
         sizes = tuple(describe_sizes(model))
-        return Explanation(plan(model, config), config, comments=comments, sizes=sizes)
+        graph, annotation = plan_graph(model, read_request(model, config))
+        of_file = _names_of_file(graph)
+        return Explanation(annotation, config, comments=comments, sizes=sizes, of_file=of_file)
+
+
+def _names_of_file(model: TracedModule) -> dict[str, tuple[str, ...]]:
+    """Maps each node to its names in the ONNX file that a graph was imported from."""
+    origin = read_origin(model)
+    return {} if origin is None else {name: result.names for name, result in origin.results.items()}

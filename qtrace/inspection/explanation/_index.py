@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from qtrace.preparation.annotation import Annotation, ExprNote, Fold, Plan, Site
@@ -17,9 +17,11 @@ class Index:
 
     Attributes:
         annotation: the decisions for one graph.
+        of_file: name of a node -> its names in the ONNX file that the graph was imported from.
     """
 
     annotation: Annotation
+    of_file: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @cached_property
     def notes(self) -> dict[str, ExprNote]:
@@ -64,6 +66,13 @@ class Index:
             if note.into:
                 notes.setdefault(note.into, []).append(note)
         return notes
+
+    def names(self, note: ExprNote) -> list[str]:
+        """Returns the names of an op: of its results, also in the file, and of the modules around it."""
+        parts = note.path.split(".") if note.path else []
+        modules = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+        of_file = (name for node in (note.name, *note.gives) for name in self.of_file.get(node, ()))
+        return list(dict.fromkeys((*note.gives, *of_file, *modules)))
 
     def is_last(self, note: ExprNote) -> bool:
         """Whether the result of ``note`` leaves its kernel."""

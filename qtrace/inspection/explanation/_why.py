@@ -101,7 +101,8 @@ class Explainer:
         """Explains every op, site or input that ``name`` matches.
 
         Args:
-            name: a node, a site, a kind of op, or a glob pattern for module paths and node names.
+            name: a node, a site, a kind of op, or a glob pattern for module paths and names of nodes, also of
+                those in the ONNX file.
 
         Raises:
             GraphError: when nothing matches; the message lists the nearest names.
@@ -116,7 +117,11 @@ class Explainer:
             return [self._site(index.sites[name])]
         if name in index.at:
             return [self._site(site) for site in index.at[name]]
-        notes = [n for n in index.annotation.notes if _matches(n, name)]
+        notes = [
+            note
+            for note in index.annotation.notes
+            if any(own == name or fnmatch.fnmatchcase(own, name) for own in index.names(note))
+        ]
         notes = notes or [n for n in index.annotation.notes if n.kind == name]
         if not notes:
             raise GraphError(
@@ -125,8 +130,8 @@ class Explainer:
         return [self._op(note) for note in notes]
 
     def _near(self, name: str) -> str:
-        paths = {p: None for n in self.index.annotation.notes for p in _paths(n)}
-        known = [*paths, *self.index.notes, *self.index.sites, *self.index.annotation.inputs]
+        of_ops = dict.fromkeys(own for note in self.index.annotation.notes for own in self.index.names(note))
+        known = [*of_ops, *self.index.sites, *self.index.annotation.inputs]
         names = list(dict.fromkeys(difflib.get_close_matches(name, known, n=6, cutoff=0.5)))[:3]
         return f"; the nearest are {', '.join(names)}." if names else "; the table has the names."
 
@@ -396,13 +401,3 @@ _CAUSES = {
 
 def _format_options(name: str, options: tuple[tuple[str, Any], ...]) -> str:
     return f"{name}({', '.join(f'{k}={v}' for k, v in options)})" if options else name
-
-
-def _paths(note: ExprNote) -> list[str]:
-    """Returns the path of the op's module and of the modules around it."""
-    parts = note.path.split(".") if note.path else []
-    return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
-
-
-def _matches(note: ExprNote, pattern: str) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for name in (*note.gives, *_paths(note)))

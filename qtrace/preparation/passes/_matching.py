@@ -286,7 +286,7 @@ def _expr_names(traced: TracedModule) -> dict[Expr, list[str]]:
     for expr in (*(n.expr for n in traced.graph.inputs), *exprs(traced)):
         of_file = (results[n.name] for n in expr.outputs if n.name in results)
         own = [module_path(expr), *(n.name for n in expr.outputs)]
-        own += (name for result in of_file for name in (result.tensor, result.node))
+        own += (name for result in of_file for name in result.names)
         names[expr] = [name for name in own if name]
     if interface is not None:
         ends = zip(interface.inputs, traced.graph.inputs[1:], strict=True)

@@ -17,6 +17,7 @@ from qtrace.errors import ExportError
 from qtrace.export.onnx.segment import segment_model
 from qtrace.fakequant.base import FakeQuant
 from qtrace.graph.failures import short
+from qtrace.graph.nonfinite import SWALLOWS_NAN
 from qtrace.graph.types import Node, TensorNode, TracedModule
 from qtrace.graph.walk import op_label, owner
 from qtrace.metrics import errors_of
@@ -101,6 +102,8 @@ def cross_check(
         return CrossCheck("runtime", f"the op, exported anew, gives the graph's values in {evaluator}")
     if verdict == "runtime" and alone == "neither":
         return CrossCheck("graph", f"{blame}, and {evaluator} gives the runtime's values: {_REMEDY}")
+    if verdict == "runtime" and np.isnan(disagreement.runtime).any() > np.isnan(disagreement.graph).any():
+        return CrossCheck("graph", f"{op_label(segment.target.expr)} {SWALLOWS_NAN}")
     same = f"MegEngine gives the graph's values {where}, too; " if alone == "graph" else ""
     if verdict == "runtime":
         return CrossCheck(

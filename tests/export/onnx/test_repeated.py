@@ -1,4 +1,4 @@
-"""Stored tensors that repeat numbers, or count, are written computed where that is smaller."""
+"""Tensors that the imported file computes of stored ones are written computed where that is smaller."""
 
 from __future__ import annotations
 
@@ -27,6 +27,33 @@ FORMS = {
             **{"s": np.array([1, 1, 32, 1]), "sizes": SIZES},
         },
     ),
+    "Concat of grids": (
+        [
+            node("Range", "a b c", "r"),
+            *(node("Reshape", f"r {s}", f"{s}r") for s in "st"),
+            *(node("Expand", f"{s}r half", f"{s}e") for s in "st"),
+            node("Concat", "se te", "g", axis=1),
+            node("Div", "g b", "e"),
+        ],
+        {
+            **{"a": np.float32(0), "b": np.float32(32), "c": np.float32(1), "half": np.array([1, 2, 32, 32])},
+            **{"s": np.array([1, 1, 32, 1]), "t": np.array([1, 1, 1, 32])},
+        },
+    ),
+    "waves": (
+        [
+            *(node("Range", "a b c", "r"), node("Reshape", "r s", "t"), node("Mul", "t f", "p")),
+            *(node("Sin", "p", "i"), node("Expand", "i sizes", "e")),
+        ],
+        {
+            **{"a": np.float32(0), "b": np.float32(32), "c": np.float32(1), "f": weights(1, 4, 1, 1)},
+            **{"s": np.array([1, 1, 1, 32]), "sizes": SIZES},
+        },
+    ),
+    "triangle": (
+        [node("ConstantOfShape", "sizes", "o", value=HALF), node("Trilu", "o", "e")],
+        {"sizes": SIZES},
+    ),
 }
 
 
@@ -34,7 +61,7 @@ FORMS = {
 def test_what_the_source_computes_is_written_computed(form: str, tmp_path: Path) -> None:
     nodes, stored = FORMS[form]
     nodes = [*nodes, node("Add", "x e", "y")]
-    source = save(model(nodes, {"x": ["n", 4, 32, 32]}, stored=stored, opset=13), tmp_path)
+    source = save(model(nodes, {"x": ["n", 4, 32, 32]}, stored=stored, opset=14), tmp_path)
     data = np.random.default_rng(1).normal(size=(8, 4, 32, 32)).astype(np.float32)
     qtrace.export(qtrace.from_onnx(source, {"x": data.shape}), tmp_path / "float.onnx")
     qtrace.quantize(source, data, tmp_path / "int8.onnx", recipe="w8a8", progress=False, measure=False)

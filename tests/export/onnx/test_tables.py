@@ -23,6 +23,16 @@ FORMS = {
         LEVELS,
         ROWS,
     ),
+    "before, by column": (
+        [node("DequantizeLinear", "t s", "d", axis=1), node("Gather", "d x", "e")],
+        LEVELS,
+        ROWS[:32],
+    ),
+    "before, with a zero point": (
+        [node("DequantizeLinear", "t s z", "d"), node("Gather", "d x", "e")],
+        (LEVELS + 128).astype(np.uint8),
+        ONE,
+    ),
     "after": ([node("Gather", "t x", "d"), node("DequantizeLinear", "d s", "e")], LEVELS, ONE),
     "product": (
         [node("Cast", "t", "c", to=1), node("Mul", "c s", "d"), node("Gather", "d x", "e")],
@@ -35,7 +45,7 @@ FORMS = {
 @each_of("form", FORMS)
 def test_tables_in_8_bits_stay_so(form: str, tmp_path: Path) -> None:
     nodes, levels, scale = FORMS[form]
-    stored = {"t": levels, "s": scale, "w": weights(32, 8)}
+    stored = {"t": levels, "s": scale, "w": weights(32, 8), "z": np.uint8(119)}
     proto = model(
         [*nodes, node("MatMul", "e w", "y")], {"x": ["n", 4]}, stored=stored, opset=13, dtypes={"x": np.int64}
     )

@@ -88,6 +88,8 @@ def test_no_recipe_within_the_limits_is_exit_code_1(place: Path, capsys: pytest.
         (("--budget", "0m"), "'0m' is no time"),
         (("--at-most", "2 parsecs"), "is no time such as 2.0ms"),
         (("--size", "4"), "'4' is no size such as 4MB"),
+        (("-d", "."), "give --image-size, --scale, --mean, --std and --channels"),
+        (("-d", ".", "--mean", "0"), "says nothing of images, so give --image-size and --std"),
         (("--trials", "0"), "0 is not in the range"),
         (("--metric", "nowhere"), "--metric nowhere is no function"),
         (("--evaluation", "none.npy"), "--evaluation none.npy: there is no such file"),

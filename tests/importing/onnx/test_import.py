@@ -22,6 +22,7 @@ from qtrace.graph.opaque import opaque_calls
 from qtrace.graph.walk import owner
 from qtrace.importing.onnx import control_flow
 from qtrace.importing.onnx.ops import moves
+from qtrace.onnxfile import bodies
 from tests.each import each_of
 from tests.growth import assert_linear, calls_of
 from tests.importing.onnx.networks import conv_bn, model, node, save, weights
@@ -572,6 +573,31 @@ def test_loops_share_one_limit(tmp_path, monkeypatch):
         path = save(model(nested_loops(depth, trips), **ends), tmp_path, "long.onnx")
         with pytest.raises(ImportingError, match="its loops run more than 200 nodes: shorten or cut them"):
             qtrace.from_onnx(path)
+
+
+@pytest.mark.parametrize("count", ["", "most"])
+def test_a_loop_that_values_end_has_a_limit(tmp_path, monkeypatch, count):
+    monkeypatch.setattr(bodies, "MAX_NODES", 20)
+    make, infos = helper.make_node, helper.make_tensor_value_info
+    body = helper.make_graph(
+        [
+            make("Add", ["s", "c"], ["s2"]),
+            make("ReduceMax", ["s2"], ["m"], keepdims=0),
+            make("Less", ["m", "end"], ["go2"]),
+        ],
+        "body",
+        [infos("i", 7, []), infos("go", 9, []), infos("s", 1, None)],
+        [infos("go2", 9, []), infos("s2", 1, None)],
+    )
+    nodes = [node("Abs", "x", "c"), make("Loop", [count, "always", "c"], ["y"], body=body)]
+    nodes.insert(0, make("Size", ["x"], ["most0"]))
+    nodes.insert(1, make("Mul", ["most0", "many"], ["most"]))
+    stored = {"always": np.array(True), "end": np.float32(9), "many": np.array(10**9)}
+    path = save(model(nodes, {"x": ["n", "w"]}, stored=stored), tmp_path)
+    net = qtrace.from_onnx(path, {"x": (1, 4)})
+    check_equal(path, net, {"x": np.ones((2, 6), np.float32)})
+    with pytest.raises(GraphError, match="Loop: a loop runs more than 20 times with these values"):
+        net(mge.Tensor(np.zeros((2, 6), np.float32)))
 
 
 def wide(kind: str, size: int) -> dict:

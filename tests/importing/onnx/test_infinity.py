@@ -10,12 +10,14 @@ from typing import Any
 import megengine as mge
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from onnx import helper, numpy_helper
 
 import qtrace
 from qtrace.graph.types import TracedModule
 from qtrace.metrics import sqnr_db
+from tests.each import each_of
 from tests.nets import images
 from tests.zoo.checks import rounded_to_nearest
 
@@ -185,3 +187,58 @@ def test_every_runtime_computes_what_the_converted_graph_does(
     runtime = "openvino" if target == "backend/openvino" else None
     report = qtrace.verify(tmp_path / TARGETS[target], converted, [batch], runtime=runtime)
     assert report.passed, report.table()
+
+
+NAN = {
+    **dict.fromkeys(("Relu", "Sigmoid", "Tanh", "Elu", "Selu", "HardSigmoid", "HardSwish", "LeakyRelu"), ()),
+    **dict.fromkeys(("Softplus", "Softsign", "Exp", "Sign", "Abs"), ()),
+    **{"Clip": ("low", "high"), "PRelu": ("slope",), "Max": ("low",), "Min": ("high",), "Mul": ("high",)},
+}
+
+
+@each_of("op", NAN)
+def test_activations_of_values_or_nan_give_what_the_file_gives(op: str, tmp_path: Path) -> None:
+    node = helper.make_node
+    nodes = [
+        node("MatMul", ["x", "w"], ["u"]),
+        node("Where", ["mask", "u", "nan"], ["v"]),
+        node("Where", ["flags", "nan", "v"], ["z"]),
+        node(op, ["z", *NAN[op]], ["a"]),
+        node("Sigmoid", ["a"], ["y"]),
+    ]
+    numbers = {"nan": np.nan, "low": -0.5, "high": 0.5}
+    stored = {name: np.array(value, np.float32) for name, value in numbers.items()}
+    stored |= {
+        "w": LATER[0] - 0.3,
+        "mask": np.array([[True, False] * 3]),
+        "slope": np.full(T, 0.1, np.float32),
+    }
+    x = np.random.default_rng(0).normal(size=(5, T)).astype(np.float32)
+    batch = {"x": x, "flags": x > 1}
+    _save(tmp_path / "net.onnx", nodes, batch, stored)
+    found = qtrace.from_onnx(tmp_path / "net.onnx")(*map(mge.Tensor, batch.values())).numpy()
+    exact = onnxruntime.InferenceSession(tmp_path / "net.onnx").run(None, batch)[0]
+    assert 0 < np.isnan(exact).sum() < exact.size
+    np.testing.assert_allclose(found, exact, atol=1e-6)
+
+
+def test_a_relu_of_values_or_nan_is_quantized_and_written(tmp_path: Path) -> None:
+    node = helper.make_node
+    nodes = [
+        node("MatMul", ["x", "w"], ["u"]),
+        node("Where", ["mask", "u", "nan"], ["z"]),
+        node("Relu", ["z"], ["y"]),
+    ]
+    stored = {"w": LATER[0] - 0.3, "mask": np.array([[True, False] * 3]), "nan": np.float32(np.nan)}
+    x = np.random.default_rng(0).normal(size=(40, T)).astype(np.float32)
+    _save(tmp_path / "net.onnx", nodes, {"x": x[:1]}, stored)
+    config = {"backend": "onnxruntime", "placement": "everything"}
+    qtrace.quantize(
+        tmp_path / "net.onnx", x, tmp_path / "q.onnx", recipe=config, measure=False, progress=False
+    )
+    exact, rounded = (
+        onnxruntime.InferenceSession(tmp_path / name).run(None, {"x": x[:1]})[0]
+        for name in ("net.onnx", "q.onnx")
+    )
+    np.testing.assert_array_equal(np.isnan(exact), np.isnan(rounded))
+    assert sqnr_db(np.nan_to_num(exact), np.nan_to_num(rounded)) > 30

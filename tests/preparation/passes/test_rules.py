@@ -16,7 +16,7 @@ from megengine.autodiff import GradManager
 
 import qtrace
 from qtrace.config import QConfig
-from qtrace.errors import ConfigError
+from qtrace.errors import ConfigError, GraphError
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.annotation import Annotation, ExprNote, Site
 from qtrace.preparation.prepare import plan
@@ -395,7 +395,8 @@ def _file_of_exporter(path: Path) -> Path:
     """Writes a network with the names of PyTorch's exporter: a layer, SiLU in pieces, and a linear layer."""
     make = onnx.helper.make_node
     nodes = [
-        make("Conv", ["x", "w"], ["/stem/Conv_output_0"], name="/stem/Conv", pads=[1] * 4),
+        make("Conv", ["x", "w"], ["convolved"], name="/stem/Conv", pads=[1] * 4),
+        make("BatchNormalization", ["convolved", *"bbbb"], ["/stem/Conv_output_0"], name="/stem/bn"),
         make("Sigmoid", ["/stem/Conv_output_0"], ["/act/Sigmoid_output_0"], name="/act/Sigmoid"),
         make("Mul", ["/stem/Conv_output_0", "/act/Sigmoid_output_0"], ["/act/Mul_output_0"], name="/act/Mul"),
         make("GlobalAveragePool", ["/act/Mul_output_0"], ["p"], name="/pool/GlobalAveragePool"),
@@ -403,7 +404,7 @@ def _file_of_exporter(path: Path) -> Path:
         make("MatMul", ["f", "m"], ["product"], name="/blocks.0/mlp/fc1/MatMul"),
         make("Add", ["product", "b"], ["y"], name="/blocks.0/mlp/fc1/Add"),
     ]
-    shapes = {"w": (4, 4, 3, 3), "m": (4, 6), "b": (6,)}
+    shapes = {"w": (4, 4, 3, 3), "m": (4, 4), "b": (4,)}
     arrays = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
     graph = onnx.helper.make_graph(
         nodes,
@@ -431,11 +432,21 @@ def test_nodes_and_tensors_of_the_file_are_names_of_its_ops(tmp_path: Path, chan
         ({"name": "/blocks.0/*"}, {"linear"}),
         ({"name": ["/stem/Conv", "/pool/GlobalAveragePool"]}, {"conv2d", "adaptive_avg_pool2d"}),
         ({"name": "/act/Mul_output_0"}, {"silu"}),
+        ({"name": "/act/Sigmoid"}, {"silu"}),
+        ({"name": "/stem/bn"}, {"conv2d"}),
+        ({"name": "/act/Sigmoid_output_0"}, {"silu"}),
+        ({"name": ["product", "/blocks.0/mlp/fc1/Add"]}, {"linear"}),
         ({"subgraph": {"from": "/stem/Conv", "to": "/act/Mul"}}, {"conv2d", "silu"}),
     ):
         config = QConfig(rules=[{"match": match, "quantize": False}])
         notes = [n for n in plan(traced, config).notes if "rules[0]" in n.matched]
         assert {n.kind for n in notes} == kinds, match
+        for name in [match["name"]] if isinstance(match.get("name"), str) else ():
+            prepared = qtrace.prepare(traced, config)
+            for explanation in (qtrace.explain(traced, config), qtrace.explain(prepared)):
+                assert [story.title for story in explanation.why(name)] == [n.name for n in notes]
+    with pytest.raises(GraphError, match="the nearest are .*/blocks.0/mlp/fc1/MatMul"):
+        qtrace.explain(traced).why("/blocks.0/mlp/fc2/MatMul")
     match = {"subgraph": {"from": "/stem/Gemm", "to": "y"}}
     config = QConfig(rules=[{"match": match, "quantize": False}])
     with pytest.raises(ConfigError, match="subgraph names the node '/stem/Gemm', which this graph does not"):

@@ -3,7 +3,9 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib
+import importlib.util
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,11 @@ LONG = ("test_detector_demo.py", "test_benchmarks.py", "test_demo.py", "test_doc
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sorts the tests by the places of their files in `LONG`; `make test-slow` keeps that order."""
+    """Sorts the tests by the places of their files in `LONG`; `make test-slow` keeps that order.
+
+    Of a test with several `parametrize`, the quick suite runs as many cases as show each value once; the slow
+    suite has the others. Where torch is installed all are quick, as the slow suite does without it.
+    """
     here = Path(__file__).parent
 
     def place(item: pytest.Item) -> int:
@@ -40,6 +46,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return LONG.index(name) if name in LONG else len(LONG)
 
     items.sort(key=place)
+    products: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items if importlib.util.find_spec("torch") is None else ():
+        if len(_values(item)) > 1 and not any(item.get_closest_marker(name) for name in ("slow", "long")):
+            products[item.nodeid.partition("[")[0]].append(item)
+    for cases in products.values():
+        new = set().union(*map(_values, cases))
+        while new:
+            case = max(cases, key=lambda case: len(_values(case) & new))
+            new -= _values(case)
+            cases.remove(case)
+        for case in cases:
+            case.add_marker(pytest.mark.slow)
+
+
+def _values(item: pytest.Item) -> set[tuple[int, str]]:
+    """The name of the value that each `parametrize` of a test gives it."""
+    return {*enumerate(item.callspec._idlist)} if hasattr(item, "callspec") else set()
 
 
 def pytest_collection_finish() -> None:

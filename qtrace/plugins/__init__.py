@@ -148,8 +148,9 @@ class ObjectPlugins(Generic[_Plugin]):
             ConfigError: when the name is of two plugins, its module cannot be imported, or the object is of
                 another class.
         """
-        noun, names = self.kind.__name__, self.known()
-        if name in self.packaged():
+        noun, packaged = self.kind.__name__, self.packaged()
+        names = all_names(self.group, packaged)
+        if name in packaged:
             own: _Plugin = getattr(importlib.import_module(f"{self.package}.{name}"), noun.upper())
             return own
         if name not in names and not OWN_CLASS.fullmatch(name):

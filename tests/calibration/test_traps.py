@@ -103,7 +103,9 @@ if sys.argv[1] == "start":
 """
 
 
-@pytest.mark.parametrize(("wanted", "told"), [(None, "None True"), ("30", "30 True")])
+@pytest.mark.parametrize(
+    ("wanted", "told"), [(None, "None True"), pytest.param("30", "30 True", marks=pytest.mark.slow)]
+)
 def test_megengines_threads_may_sleep_and_its_remark_on_that_hangs_nowhere(
     wanted: str | None, told: str, tmp_path: Path
 ) -> None:

@@ -49,7 +49,9 @@ def _interpreter_without(package: str, tmp_path: Path) -> RuntimeHost:
     return RuntimeHost(script)
 
 
-@pytest.mark.parametrize("name", ["m.onnx", "m.tflite", "m.param"])
+@pytest.mark.parametrize(
+    "name", ["m.onnx", *(pytest.param(n, marks=pytest.mark.slow) for n in ("m.tflite", "m.param"))]
+)
 def test_the_file_is_measured_and_verified_there(tmp_path: Path, name: str) -> None:
     result = qtrace.quantize(
         _module(), DATA, tmp_path / name, runtime_host=HERE, recipe=_WHOLE, progress=False

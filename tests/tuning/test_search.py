@@ -83,6 +83,7 @@ def test_every_line_of_the_best_recipe_has_a_reason(whole) -> None:
             assert above.lstrip().startswith("# "), line
 
 
+@pytest.mark.slow
 def test_two_runs_are_equal_and_another_seed_is_not(whole, tmp_path: Path) -> None:
     again = run(tmp_path / "again")
     assert told(again.trials) == told(whole[1].trials)
@@ -298,6 +299,7 @@ class _KilledError(BaseException):
     """The end of a process, as far as this one can show it: nothing in qtrace catches it."""
 
 
+@pytest.mark.slow
 def test_a_search_that_ends_as_it_writes_a_trial_goes_on_to_the_same_recipe(
     whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,7 @@ from qtrace.costs import processor
 from qtrace.process import engine
 from qtrace.runtimes import files
 from tests import warm
-from tests.each import seed
+from tests.each import quick_cases, seed
 
 # Before anything else loads MegEngine: a thread of it would take a quarter of a core from the tests.
 engine.quiet()
@@ -36,8 +36,8 @@ LONG = ("test_detector_demo.py", "test_benchmarks.py", "test_demo.py", "test_doc
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sorts the tests by the places of their files in `LONG`; `make test-slow` keeps that order.
 
-    Of a test with several `parametrize`, the quick suite runs as many cases as show each value once; the slow
-    suite has the others. Where torch is installed all are quick, as the slow suite does without it.
+    The slow suite has the cases that `quick_cases` leaves out. Where torch is installed all are quick, as the
+    slow suite does without it.
     """
     here = Path(__file__).parent
 
@@ -48,21 +48,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
     products: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items if importlib.util.find_spec("torch") is None else ():
-        if len(_values(item)) > 1 and not any(item.get_closest_marker(name) for name in ("slow", "long")):
+        if not any(item.get_closest_marker(name) for name in ("slow", "long")):
             products[item.nodeid.partition("[")[0]].append(item)
     for cases in products.values():
-        new = set().union(*map(_values, cases))
-        while new:
-            case = max(cases, key=lambda case: len(_values(case) & new))
-            new -= _values(case)
-            cases.remove(case)
-        for case in cases:
+        for case in {*cases} - {*quick_cases(cases)}:
             case.add_marker(pytest.mark.slow)
-
-
-def _values(item: pytest.Item) -> set[tuple[int, str]]:
-    """The name of the value that each `parametrize` of a test gives it."""
-    return {*enumerate(item.callspec._idlist)} if hasattr(item, "callspec") else set()
 
 
 def pytest_collection_finish() -> None:
@@ -78,6 +68,15 @@ def _subnormals() -> None:
     Hypothesis refuses to draw floats then. ``(fenv_t *) -1`` is glibc's ``FE_DFL_ENV``.
     """
     ctypes.CDLL("libm.so.6").fesetenv(ctypes.c_void_p(-1))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _spared(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tells `quantize` that all objects are spared, unless a test is about that: counting them takes long."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.path.name != "test_garbage.py":
+            patch.setattr(gc, "get_freeze_count", lambda: 1)
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -46,7 +46,7 @@ def _folder(data: Any, path: Path, evaluation: Any = None) -> Verdict:
 
 
 Judged = Callable[..., Verdict]
-both = pytest.mark.parametrize("judged", [_one_call, _folder])
+both = pytest.mark.parametrize("judged", [_one_call, pytest.param(_folder, marks=pytest.mark.slow)])
 
 
 @both
@@ -63,6 +63,7 @@ def test_held_back_samples_of_one_number_are_never_good(judged: Judged, tmp_path
     assert (verdict.word, verdict.has("one-number"), verdict.doubted) == ("check", True, True)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     "form", ["saturated", "dead", "one of two", "nearly the same", "nearly, and integers"]
 )
@@ -116,7 +117,7 @@ def test_other_samples_and_labels_beside_them_are_new(judged: Judged, tmp_path: 
     assert not judged(labelled, tmp_path, DATA[32:]).has("few-samples")
 
 
-@both
+@pytest.mark.parametrize("judged", [_one_call, _folder])
 def test_held_back_samples_that_were_read_before_are_not_new(judged: Judged, tmp_path: Path) -> None:
     verdict = judged(np.concatenate([DATA[:8]] * 8), tmp_path)
     assert "No sample is new to the calibration" in str(verdict)

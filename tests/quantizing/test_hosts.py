@@ -69,6 +69,7 @@ def test_nothing_names_a_host_that_was_not_given(tmp_path: Path) -> None:
     assert ", by " not in result.delivery.sentence()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("package", "name", "target"),
     [("onnxruntime", "m.onnx", "onnxruntime"), ("openvino", "m.onnx", "openvino"), ("ncnn", "m.param", None)],

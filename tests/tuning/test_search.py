@@ -126,6 +126,7 @@ def test_a_folder_of_another_search_is_refused(whole, tmp_path: Path) -> None:
     assert not (tmp_path / "c" / SEARCH).exists()
 
 
+@pytest.mark.slow
 def test_no_result_is_beyond_a_limit_and_refused_trials_are_not_judged(whole, tmp_path: Path) -> None:
     size = whole[1].trials[0].bytes - 100
     result = run(tmp_path / "b", trials=14, limits=CostLimits(bytes=size))
@@ -176,11 +177,11 @@ def test_a_metric_may_give_a_number_or_one_for_each_sample(tmp_path: Path) -> No
 
         return mge.Tensor(batch)
 
-    many = tune(traced, start(), batches, tmp_path / "many", TuneSettings(trials=5), metric=closeness)
+    many = tune(traced, start(), batches, tmp_path / "many", TuneSettings(trials=3), metric=closeness)
     assert len(many.best.samples) == 32
     assert many.best.value == pytest.approx(np.mean(many.best.samples))
     one = tune(
-        *(traced, start(), batches, tmp_path / "one", TuneSettings(trials=5)),
+        *(traced, start(), batches, tmp_path / "one", TuneSettings(trials=3)),
         metric=lambda model: float(closeness(model).mean()),
     )
     assert one.best.digest == many.best.digest

@@ -179,6 +179,7 @@ def test_the_processor_decides(
     assert (other in caplog.text) is (backend == "qnn")
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("name", [*NETWORKS, "even"])
 def test_elsewhere_the_log_counts_the_layers(
     tmp_path: Path, monkeypatch: Any, caplog: Any, name: str

@@ -216,6 +216,7 @@ KEYS = {
 }
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("attack", KEYS)
 def test_what_nests_without_end_is_refused(tmp_path, attack):
     opcodes, reason = KEYS[attack]

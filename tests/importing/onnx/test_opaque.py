@@ -88,6 +88,7 @@ def _marks(name: str) -> tuple[Any, ...]:
     return (pytest.mark.slow if name in _SAMPLED else pytest.mark.long,)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=_marks(n)) for n in _QUANTIZED])
 def test_all_forms_are_quantized_and_verified(name: str, tmp_path: Path) -> None:
     path = save(FORMS[name](), tmp_path / "net.onnx")

@@ -160,7 +160,8 @@ def choose_tests(root: Path, module: str) -> list[str]:
     folder = root.joinpath("tests", *module.split(".")[1:])
     room = root / "tests" / (*module.split("."), "none")[1]
     files = sorted(root.glob("tests/**/test_*.py"))
-    own = [path for path in files if path == folder.parent / f"test_{folder.name}.py"]
+    mirrors = {place.parent / f"test_{place.name}.py" for place in (folder, room)}
+    own = [path for path in files if path in mirrors]
     direct = [path for path in files if f"{module}." in _imports(path)]
     around = [place for place in (folder, folder.parent, room) if place == room or room in place.parents]
     near = [path for place in around for path in files if place in path.parents]

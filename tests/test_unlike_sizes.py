@@ -65,6 +65,7 @@ class Stopped:
             yield number, batch
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("engine", ["megengine", "onnxruntime"])
 def test_a_killed_and_resumed_calibration_sees_the_same(engine: str, tmp_path: Path) -> None:
     prepared = qtrace.prepare(traced(), CONFIG)

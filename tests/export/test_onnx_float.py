@@ -309,6 +309,7 @@ def test_a_tensor_with_two_schemes_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("recipe", "params"),
     [

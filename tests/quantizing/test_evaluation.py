@@ -196,6 +196,7 @@ def test_nothing_is_cut_for_a_network_of_one_batch_size() -> None:
     assert hold_back_samples(open_data(DATA[:16], batch_size=8), traced) is None
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("count", "least"), [(25, 6), (33, 8), (32, 8), (64, 8)])
 def test_a_short_last_batch_is_not_all_that_is_held_back(count: int, least: int, tmp_path: Path) -> None:
     """With 25 samples the verdict rested on the one that batches of eight leave over."""

@@ -87,6 +87,7 @@ def test_a_file_that_is_broken_is_not_written(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("options", [{"verify": False}, {"metric": lambda graph: 1.0}])
 def test_a_metric_decides_alone_and_no_file_runs_without_verify(tmp_path: Path, options: Any) -> None:
     assert _quantize(tmp_path, **options).judgement.file is None

@@ -305,6 +305,7 @@ def test_a_file_that_fails_its_verification_is_not_left_and_the_old_one_stays(he
     assert [file.name for file in here.iterdir()] == ["out.onnx"]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("count", "size", "most", "verified"), [(64, 1, None, 14), (9, 2, None, 2), (9, 2, 400, 2)]
 )

@@ -97,6 +97,7 @@ class _OtherIntegers(onnxruntime.OnnxSession):
         return dataclasses.replace(run, integers=turned)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("told", [True, False])
 def test_rows_of_the_deployed_file_meet_the_rows_that_it_picks(
     told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -110,6 +110,7 @@ def test_the_nets_have_every_kind_of_the_target() -> None:
     assert BACKEND.ops - kinds_used == set(BACKEND.pieces)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("functions", ["native", "table"])
 def test_functions_without_floats(functions: str, tmp_path: Path) -> None:
     batches = [images(2, 4, 8, 8, seed=s) for s in range(2)]

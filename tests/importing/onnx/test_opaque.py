@@ -60,6 +60,7 @@ def save(model: ModelProto, path: Path) -> Path:
     return path
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("name", MAIN)
 def test_comes_in_and_goes_out(name: str, tmp_path: Path) -> None:
     """The graph, and the file that it is exported to, give what the file gives, for other values, too."""

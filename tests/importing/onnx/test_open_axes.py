@@ -517,6 +517,7 @@ def _text(table: int) -> onnx.ModelProto:
     )
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("length", [24, 77, 512])
 def test_an_axis_at_its_largest_size_stays_open(length: int, tmp_path: Path) -> None:
     """It was fixed: a graph of a larger size cannot be inferred."""

@@ -369,6 +369,7 @@ def _damage(model: onnx.ModelProto, rng: random.Random) -> None:
         node.attribute.append(onnx.helper.make_attribute("axis", rng.choice([-9, -1, 0, 1, 77])))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_damaged_file_is_checked_or_refused(seed: int, tmp_path: Path) -> None:
     """No other error than ours; edits of a random file never end it."""

@@ -41,6 +41,7 @@ except qtrace.errors.CalibrationError as error:
 """
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("body", ["self.c(x)[which]", "self.d(self.c(x)[which])"])
 def test_an_error_in_a_kernel_is_the_batchs_wherever_the_sites_are(body: str) -> None:
     script = _LATE.replace("BODY", body)

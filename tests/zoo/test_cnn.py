@@ -21,7 +21,7 @@ _KINDS = (
     *("unet_transposed", "native"),
 )
 # The quick suite adds what joins, squeezes and resizes in other ways; the slow suite has all.
-_QUICK = (*_KINDS, "efficientnet_b0", "densenet", "csp_darknet", "deeplab", "edsr")
+_QUICK = (*_KINDS, "efficientnet_b0", "densenet", "deeplab", "edsr")
 OF_EACH_KIND = pytest.mark.parametrize("case", parameters(CNN, _KINDS), indirect=True, scope="module")
 
 

@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             products[item.nodeid.partition("[")[0]].append(item)
     for cases in products.values():
         for case in {*cases} - {*quick_cases(cases)}:
-            case.add_marker(pytest.mark.slow)
+            case.add_marker(pytest.mark.slow(untimed=True))
 
 
 def pytest_collection_finish() -> None:
@@ -105,11 +105,12 @@ def _seeded(request: pytest.FixtureRequest) -> None:
 def _untimed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """No file is timed, as that takes seconds and the answer depends on the machine: tests give the times.
 
-    What is marked ``slow`` may measure.
+    What is marked ``slow`` may measure, but for ``slow(untimed=True)``: cases of a test that is quick.
     """
     if "megengine" in sys.modules:  # a room that the test itself loads would measure
         room = importlib.import_module("qtrace.quantizing.delivering")
-        if request.node.get_closest_marker("slow") is None:
+        mark = request.node.get_closest_marker("slow")
+        if mark is None or mark.kwargs.get("untimed"):
             monkeypatch.setattr(room, "compare_files", _refuse_to_time)
 
 

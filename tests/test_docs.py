@@ -52,8 +52,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def _page(path: Path) -> Any:
     """A page as a parameter: all but those for newcomers are slow."""
     name = str(path.relative_to(ROOT / "docs"))
-    marks = [] if name == "index.md" or name.startswith("start/") else [pytest.mark.slow]
-    return pytest.param(path, id=name, marks=marks)
+    quick = name == "index.md" or name.startswith("start/")
+    return pytest.param(path, id=name, marks=[] if quick else [pytest.mark.slow(untimed=True)])
 
 
 @pytest.mark.usefixtures("synchronous")  # pages on training set async_level

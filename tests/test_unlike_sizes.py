@@ -29,7 +29,7 @@ LINES = Source("tests.unlike_sizes:lines", batch_size=1)
 CONFIG = {"placement": "everything", "observers": {"activation": "percentile"}}
 
 
-@pytest.fixture(params=["traced", pytest.param("imported", marks=pytest.mark.slow)])
+@pytest.fixture(params=["traced", pytest.param("imported", marks=pytest.mark.slow(untimed=True))])
 def graph(request: pytest.FixtureRequest, tmp_path: Path) -> TracedModule:
     return (
         traced()

@@ -74,7 +74,8 @@ _SLOW = {"mobilenet", "restoration", "transformer"}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in _SLOW)) for name in NETWORKS]
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow(untimed=True)] * (name in _SLOW)) for name in NETWORKS],
 )
 def test_three_lines_give_a_verified_file_and_its_verdict(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

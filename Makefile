@@ -8,6 +8,8 @@ ARGS ?=
 MINUTES ?= 1
 
 export PYTHON
+# Empty is unset: without compiled files each process that a test starts compiles the package anew.
+export PYTHONDONTWRITEBYTECODE :=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # By environment, not by -c alone, so that it holds in pip's build environments too.
 export PIP_CONSTRAINT := constraints.txt

@@ -1,4 +1,4 @@
-"""Peak memory of whole runs, by images, their size and the network: ``python -m benchmarks.peaks``.
+"""Peak memory and processor time of whole runs, by images and network: ``python -m benchmarks.peaks``.
 
     python -m benchmarks.peaks network.onnx --shape 3x224x224 --images 16,64,256
     python -m benchmarks.peaks detector.onnx --shape 3x320x320,3x1760x1760 --images 8
@@ -6,7 +6,8 @@
 Each run is one call of `qtrace.quantize` in a process of its own, from the file and an .npy file of made-up
 samples to a verified file, measured in this runtime. Peaks are those of the resident memory beyond what the
 process takes with all libraries loaded; pages of mapped files count. ``float`` is a run of one sample of the
-float file in onnxruntime.
+float file in onnxruntime. Each stage has a budget: its peak in peaks of such runs, and its processor time in
+times of such runs on all samples. The command ends with 1 if a stage exceeds it.
 """
 
 from __future__ import annotations
@@ -20,17 +21,28 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from benchmarks import machine
 from qtrace.display import format_table
 
-__all__ = ["Case", "main", "measure", "table"]
+__all__ = ["BUDGET", "Case", "main", "measure", "table"]
 
 _HERE = Path(__file__).resolve().parent
 _WORKER = _HERE / "workers" / "peaks.py"
 _MB = 1e6
+BUDGET = {
+    "import": (8, 20),
+    "prepare": (25, 20),
+    "calibrate": (25, 200),
+    "export": (15, 10),
+    "verify": (20, 25),
+    "other": (20, 40),
+}
+"""Stage -> the most of its peak and of its processor time, in those of float runs."""
+_FIGURES = ("peak", "processor time")
 
 
 @dataclass(frozen=True)
@@ -43,6 +55,8 @@ class Case:
         sample_bytes: the bytes of all samples.
         forward: the peak of one sample of the float file in onnxruntime, bytes.
         peaks: stage -> its peak, bytes.
+        forward_processor: the processor time of one sample of the float file in onnxruntime, seconds.
+        processor: stage -> its processor time, seconds.
         seconds: the wall time of the call.
     """
 
@@ -51,6 +65,8 @@ class Case:
     sample_bytes: int
     forward: int
     peaks: Mapping[str, int]
+    forward_processor: float
+    processor: Mapping[str, float]
     seconds: float
 
     def cells(self) -> tuple[str, ...]:
@@ -58,6 +74,21 @@ class Case:
         stage, peak = max(self.peaks.items(), key=lambda item: item[1])
         sizes = (f"{size / _MB:,.0f}" for size in (self.sample_bytes, self.forward, peak))
         return ("x".join(map(str, self.shape)), str(self.images), *sizes, stage, f"{self.seconds:.0f}")
+
+    def shares(self) -> dict[str, tuple[float, float]]:
+        """Returns the peak and the processor time of each stage in float runs: of one sample, and of all."""
+        runs = self.images * self.forward_processor
+        return {s: (peak / self.forward, self.processor[s] / runs) for s, peak in self.peaks.items()}
+
+    def exceeded(self) -> list[str]:
+        """Returns a sentence for each stage that exceeds `BUDGET`."""
+        name = f"{self.images} of {'x'.join(map(str, self.shape))}"
+        return [
+            f"{name}: the {what} of {stage} is {share:.0f} float runs, and its budget is {limit}."
+            for stage, shares in self.shares().items()
+            for what, share, limit in zip(_FIGURES, shares, BUDGET.get(stage, BUDGET["other"]), strict=True)
+            if share > limit
+        ]
 
 
 def measure(model: Path, shape: tuple[int, ...], images: int, folder: Path) -> Case:
@@ -74,7 +105,8 @@ def measure(model: Path, shape: tuple[int, ...], images: int, folder: Path) -> C
     forward, run = (_run(model, samples, kind, folder) for kind in ("forward", "default"))
     size = samples.stat().st_size
     samples.unlink()
-    return Case(shape, images, size, max(forward["peaks"].values()), run["peaks"], run["seconds"])
+    peak, processor = (max(forward[name].values()) for name in ("peaks", "processor"))
+    return Case(shape, images, size, peak, run["peaks"], processor, run["processor"], run["seconds"])
 
 
 def _write_samples(path: Path, shape: tuple[int, ...]) -> None:
@@ -86,13 +118,13 @@ def _write_samples(path: Path, shape: tuple[int, ...]) -> None:
     array.flush()
 
 
-def _run(model: Path, samples: Path, kind: str, folder: Path) -> dict[str, dict[str, int]]:
+def _run(model: Path, samples: Path, kind: str, folder: Path) -> dict[str, Any]:
     environment = {**os.environ, "PYTHONPATH": str(_HERE.parent)}
     command = [sys.executable, str(_WORKER), str(model.resolve()), str(samples), kind, str(folder / "o.onnx")]
     process = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if process.returncode:
         raise RuntimeError(f"{kind}: {process.stderr.strip().splitlines()[-1:]}")
-    result: dict[str, dict[str, int]] = json.loads(process.stdout.splitlines()[-1])
+    result: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
     return result
 
 
@@ -123,7 +155,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for case in cases:
         peaks = ", ".join(f"{stage} {peak / _MB:,.0f}" for stage, peak in case.peaks.items())
         print(f"{case.images} of {'x'.join(map(str, case.shape))}: {peaks} MB")
-    return 0
+        shares = (f"{stage} {peak:.1f} and {time:.1f}" for stage, (peak, time) in case.shares().items())
+        print(f"  peak and processor time in float runs: {', '.join(shares)}")
+    exceeded = [sentence for case in cases for sentence in case.exceeded()]
+    print(*exceeded, sep="\n", end="", file=sys.stderr)
+    return 1 if exceeded else 0
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts.style import measure_all as measure_style
+from scripts import style
 
 ROOT = Path(__file__).parent.parent
 DATA = "tests/budget.json"
@@ -99,7 +99,7 @@ def count_lines(text: str, tree: ast.Module) -> int:
     """Counts the lines of code of a text and its tree: without docstrings, comments and blank lines."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     docstrings: set[int] = set()
-    for node in ast.walk(tree):
+    for node in style.statements(tree):
         if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None:
             first = node.body[0]
             docstrings |= set(range(first.lineno, (first.end_lineno or first.lineno) + 1))
@@ -128,9 +128,9 @@ def _count_numbers(tree: ast.Module) -> int:
 
 def measure_file(text: str) -> Counter[str]:
     """Measures one file: each of `COLUMNS`."""
-    tree = ast.parse(text)
+    tree = style.parse(text)
     figures = Counter(lines=count_lines(text, tree), files=1, numbers=_count_numbers(tree))
-    for node in ast.walk(tree):
+    for node in style.statements(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
             figures["functions"] += len(arguments) > _MOST_ARGUMENTS
@@ -143,7 +143,7 @@ def measure_file(text: str) -> Counter[str]:
 def imported_names(text: str) -> set[str]:
     """Returns the dotted names that a file imports, in functions too, but not those for types only."""
     names: set[str] = set()
-    waiting: list[ast.AST] = [ast.parse(text)]
+    waiting: list[ast.AST] = [style.parse(text)]
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.Import):
@@ -151,7 +151,7 @@ def imported_names(text: str) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
-            waiting += ast.iter_child_nodes(node)
+            waiting += style.inner_statements(node)
     return names
 
 
@@ -187,14 +187,15 @@ def measure(sources: Sequence[SourceFile], pages: Sequence[Path]) -> dict[str, d
         count.
     """
     rooms: dict[str, Counter[str]] = {}
+    imports = {}
     for source in sources:
         figures = measure_file(source.text)
+        imports[source.module] = imported_names(source.text)
         road = () if source.room.startswith(PLUG_INS) else ("road",)
         for room in (source.room, *road, "total"):
             rooms.setdefault(room, Counter(dict.fromkeys(COLUMNS, 0))).update(figures)
-    imports = {source.module: imported_names(source.text) for source in sources}
     reach = {call: len(reached_modules(module, imports)) for call, module in CALLS.items()}
-    words = measure_style([source.text for source in sources], pages)
+    words = style.measure_all([source.text for source in sources], pages)
     return {"rooms": {room: dict(rooms[room]) for room in sorted(rooms)}, "reach": reach, "style": words}
 
 
@@ -305,6 +306,8 @@ def main() -> None:
     options = parser.parse_args()
     measured, budget = measure(read_sources(), read_pages()), read_budget()
     print(describe(measured, budget))
+    if (times := ROOT / ".ci/times").exists():
+        print("times of the last .ci/run:", times.read_text(encoding="utf-8"), sep="\n", end="")
     if options.lower:
         text = json.dumps(lower(measured, budget), indent=1)
         (ROOT / DATA).write_text(text + "\n", encoding="utf-8")

@@ -7,7 +7,9 @@ which only go down.
 from __future__ import annotations
 
 import ast
+import functools
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -28,16 +30,37 @@ _NOT_PROSE = re.compile(r"^(?:\||#|\s*<|---|\s*[\w.-]+:\s*$|    \S)")
 _SENTENCE_END = re.compile(r"(?<=[.!?:])\s+(?=[A-Z`*\[(])")
 
 
+@functools.lru_cache(maxsize=1)
+def parse(text: str) -> ast.Module:
+    """Parses a file; the tree of the last one is kept, for the next question about it."""
+    return ast.parse(text)
+
+
+def inner_statements(node: ast.AST) -> list[ast.AST]:
+    """Returns the statements right inside a statement, its handlers and its cases."""
+    fields = ("body", "handlers", "cases", "orelse", "finalbody")
+    return [statement for field in fields for statement in getattr(node, field, ())]
+
+
+def statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yields a tree and the statements in it, not their expressions, of which there are many more."""
+    waiting = deque([tree])
+    while waiting:
+        node = waiting.popleft()
+        yield node
+        waiting += inner_statements(node)
+
+
 def docstrings(text: str) -> Iterator[str]:
     """Yields the docstrings of a file."""
-    for node in ast.walk(ast.parse(text)):
+    for node in statements(parse(text)):
         if isinstance(node, _DOCUMENTED) and (docstring := ast.get_docstring(node)) is not None:
             yield docstring
 
 
 def messages(text: str) -> Iterator[str]:
     """Yields the messages of the errors that a file raises, with ``X`` for what a message fills in."""
-    for node in ast.walk(ast.parse(text)):
+    for node in statements(parse(text)):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
             for argument in node.exc.args[:1]:
                 if isinstance(argument, ast.JoinedStr):
@@ -79,9 +102,9 @@ def measure_all(code: Sequence[str], pages: Sequence[Path]) -> dict[str, dict[st
         code: the texts of source files.
         pages: Markdown files.
     """
-    texts = {
-        "docstrings": [docstring for text in code for docstring in docstrings(text)],
-        "messages": [message for text in code for message in messages(text)],
-        "pages": [page.read_text(encoding="utf-8") for page in pages],
-    }
+    texts: dict[str, list[str]] = {"docstrings": [], "messages": []}
+    for text in code:
+        texts["docstrings"] += docstrings(text)
+        texts["messages"] += messages(text)
+    texts["pages"] = [page.read_text(encoding="utf-8") for page in pages]
     return {kind: {name: round(count, 2) for name, count in measure(t).items()} for kind, t in texts.items()}

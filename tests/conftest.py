@@ -3,7 +3,9 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib
+import importlib.util
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from qtrace.costs import processor
 from qtrace.process import engine
 from qtrace.runtimes import files
 from tests import warm
-from tests.each import seed
+from tests.each import quick_cases, seed
 
 # Before anything else loads MegEngine: a thread of it would take a quarter of a core from the tests.
 engine.quiet()
@@ -32,7 +34,11 @@ LONG = ("test_detector_demo.py", "test_benchmarks.py", "test_demo.py", "test_doc
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sorts the tests by the places of their files in `LONG`; `make test-slow` keeps that order."""
+    """Sorts the tests by the places of their files in `LONG`; `make test-slow` keeps that order.
+
+    The slow suite has the cases that `quick_cases` leaves out. Where torch is installed all are quick, as the
+    slow suite does without it.
+    """
     here = Path(__file__).parent
 
     def place(item: pytest.Item) -> int:
@@ -40,6 +46,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return LONG.index(name) if name in LONG else len(LONG)
 
     items.sort(key=place)
+    products: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items if importlib.util.find_spec("torch") is None else ():
+        if not any(item.get_closest_marker(name) for name in ("slow", "long")):
+            products[item.nodeid.partition("[")[0]].append(item)
+    for cases in products.values():
+        for case in {*cases} - {*quick_cases(cases)}:
+            case.add_marker(pytest.mark.slow(untimed=True))
 
 
 def pytest_collection_finish() -> None:
@@ -55,6 +68,15 @@ def _subnormals() -> None:
     Hypothesis refuses to draw floats then. ``(fenv_t *) -1`` is glibc's ``FE_DFL_ENV``.
     """
     ctypes.CDLL("libm.so.6").fesetenv(ctypes.c_void_p(-1))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _spared(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tells `quantize` that all objects are spared, unless a test is about that: counting them takes long."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.path.name != "test_garbage.py":
+            patch.setattr(gc, "get_freeze_count", lambda: 1)
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -83,11 +105,12 @@ def _seeded(request: pytest.FixtureRequest) -> None:
 def _untimed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """No file is timed, as that takes seconds and the answer depends on the machine: tests give the times.
 
-    What is marked ``slow`` may measure.
+    What is marked ``slow`` may measure, but for ``slow(untimed=True)``: cases of a test that is quick.
     """
     if "megengine" in sys.modules:  # a room that the test itself loads would measure
         room = importlib.import_module("qtrace.quantizing.delivering")
-        if request.node.get_closest_marker("slow") is None:
+        mark = request.node.get_closest_marker("slow")
+        if mark is None or mark.kwargs.get("untimed"):
             monkeypatch.setattr(room, "compare_files", _refuse_to_time)
 
 

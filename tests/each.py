@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-__all__ = ["each_of", "seed"]
+__all__ = ["each_of", "quick_cases", "seed"]
 
 
 def seed(name: str) -> None:
@@ -67,3 +67,23 @@ def each_of(names: str | Sequence[str], cases: Iterable[Any], ids: Any = None) -
         return run
 
     return decorate
+
+
+def quick_cases(cases: list[pytest.Item]) -> list[pytest.Item]:
+    """Returns the cases of a test that the quick suite runs.
+
+    Of a test with several `parametrize`, as many as show each value once; of one that is marked ``quick``, as
+    many as the mark says, evenly; else all.
+    """
+    if (mark := cases[0].get_closest_marker("quick")) is not None:
+        return [cases[i * len(cases) // mark.args[0]] for i in range(mark.args[0])]
+    quick, new = list[pytest.Item](), set().union(*map(_values, cases))
+    while new:
+        quick.append(max(cases, key=lambda case: len(_values(case) & new)))
+        new -= _values(quick[-1])
+    return quick or cases
+
+
+def _values(case: pytest.Item) -> set[tuple[int, str]]:
+    """Returns the place of each `parametrize` of a test and the name of the value that it gives."""
+    return {*enumerate(case.callspec._idlist)} if hasattr(case, "callspec") else set()

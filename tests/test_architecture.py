@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,10 +70,32 @@ SOURCES = _sources()
 MODULES = {name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in SOURCES}
 
 
-def _imports(tree: ast.AST, file: str) -> list[tuple[int, str]]:
-    """(line, dotted name) of everything a file imports, module or member of one, at any depth."""
-    package = file.removesuffix(".py").split("/")[:-1]
-    imports = []
+@dataclass(frozen=True)
+class Names:
+    """The names that a file uses, each with its line, and what it defines at its top.
+
+    Attributes:
+        imports: dotted names of everything it imports, module or member of one, at any depth.
+        modules: modules of ours that strings name, alone or as ``module:Class``.
+        traced_module: lines that read an attribute of this name.
+        classes: its classes.
+        functions: its functions.
+        for_types: lines of imports that only type checkers read.
+    """
+
+    imports: list[tuple[int, str]]
+    modules: list[tuple[int, str]]
+    traced_module: list[int]
+    classes: list[str]
+    functions: list[str]
+    for_types: set[int]
+
+
+@functools.cache
+def read_names(file: str, source: str) -> Names:
+    """Reads the names of a file; a tree of syntax is large, so that none is kept."""
+    package, tree = file.removesuffix(".py").split("/")[:-1], ast.parse(source)
+    imports, modules, traced_module, for_types = [], [], [], set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             imports += [(node.lineno, alias.name) for alias in node.names]
@@ -80,23 +103,21 @@ def _imports(tree: ast.AST, file: str) -> list[tuple[int, str]]:
             base = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join(base + ([node.module] if node.module else []))
             imports += [(node.lineno, f"{module}.{alias.name}") for alias in node.names]
-    return imports
-
-
-def _type_checking(tree: ast.AST) -> list[ast.AST]:
-    """The blocks of a file that only type checkers read."""
-    return [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
-
-
-def _named_modules(tree: ast.AST) -> list[tuple[int, str]]:
-    """(line, dotted name) of the modules of ours that strings name, alone or as ``module:Class``."""
-    names = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            for_types |= {inner.lineno for inner in node.body}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             match = _MODULE.fullmatch(node.value)
             if match and match["module"] in MODULES:
-                names.append((node.lineno, match["module"]))
-    return names
+                modules.append((node.lineno, match["module"]))
+        elif isinstance(node, ast.Attribute) and node.attr == "traced_module":
+            traced_module.append(node.lineno)
+    classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+    functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    return Names(imports, modules, traced_module, classes, functions, for_types)
+
+
+def _names_of(file: str) -> Names:
+    return read_names(file, SOURCES[file].read_text(encoding="utf-8"))
 
 
 def _private_part(name: str, module: str) -> str | None:
@@ -116,10 +137,9 @@ def violations(file: str, source: str, rooms: dict[str, Row] = ROOMS) -> list[st
     if room not in rooms:
         return [f"{file} belongs to no room: give {room!r} a row in ARCHITECTURE.md"]
 
-    tree = ast.parse(source)
-    for_types = {line for block in _type_checking(tree) for line, _ in _imports(block, file)}
+    names = read_names(file, source)
     problems = []
-    for line, name in _imports(tree, file):
+    for line, name in names.imports:
         place = f"{file}:{line}"
         top = name.split(".")[0]
         if top in LINKED:
@@ -128,7 +148,7 @@ def violations(file: str, source: str, rooms: dict[str, Row] = ROOMS) -> list[st
             target = room_of(name)
             if target not in rooms:
                 target = "__init__"  # `from qtrace import QScheme`: the public names
-            doors = rooms[room].by_name if line in for_types else frozenset()
+            doors = rooms[room].by_name if line in names.for_types else frozenset()
             if target != room and target not in rooms[room].imports | doors:
                 allowed = ", ".join(sorted(rooms[room].imports)) or "nothing"
                 problems.append(f"{place} imports {name}, but {room} may import only {allowed}")
@@ -137,23 +157,19 @@ def violations(file: str, source: str, rooms: dict[str, Row] = ROOMS) -> list[st
                 problems.append(f"{place} imports {name}: {private} is private to its package")
         elif top == "megengine" and room in WITHOUT_MEGENGINE:
             problems.append(f"{place} imports {name}, but {room} must do without MegEngine")
-    for line, name in _named_modules(tree):
+    for line, name in names.modules:
         target = room_of(name)
         if target not in {room, *rooms[room].imports, *rooms[room].by_name}:
             problems.append(f"{file}:{line} names {name} in a string, but {room} may not know {target}")
-    return problems + _uses_of_traced_module(file, room, tree)
+    return problems + _uses_of_traced_module(file, room, names)
 
 
-def _uses_of_traced_module(file: str, room: str, tree: ast.AST) -> list[str]:
+def _uses_of_traced_module(file: str, room: str, names: Names) -> list[str]:
     """Returns a sentence for each use of MegEngine's traced_module outside of the room graph."""
     if room in TRACED_MODULE_ROOMS or file in TRACED_MODULE_FILES:
         return []
-    lines = [line for line, name in _imports(tree, file) if f"{name}.".startswith("megengine.traced_module.")]
-    lines += [
-        node.lineno
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and node.attr == "traced_module"
-    ]
+    lines = [line for line, name in names.imports if f"{name}.".startswith("megengine.traced_module.")]
+    lines += names.traced_module
     return [f"{file}:{line} uses megengine.traced_module: qtrace.graph is for that" for line in lines]
 
 
@@ -179,10 +195,9 @@ def test_the_table_has_every_room_and_no_other():
 
 def test_every_import_that_the_table_allows_is_used():
     used: dict[str, set[str]] = {room: set() for room in ROOMS}
-    for file, path in SOURCES.items():
-        room = room_of(file.removesuffix(".py").replace("/", "."))
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        for _, name in (*_imports(tree, file), *_named_modules(tree)):
+    for file in SOURCES:
+        room, names = room_of(file.removesuffix(".py").replace("/", ".")), _names_of(file)
+        for _, name in (*names.imports, *names.modules):
             if name.split(".")[0] == "qtrace":
                 target = room_of(name)
                 used[room].add(target if target in ROOMS else "__init__")
@@ -206,7 +221,7 @@ def test_no_files_import_each_other():
     modules = {file.removesuffix(".py").replace("/", ".").removesuffix(".__init__"): file for file in SOURCES}
     imports = {}
     for module, file in modules.items():
-        names = [name for _, name in _imports(ast.parse(SOURCES[file].read_text(encoding="utf-8")), file)]
+        names = [name for _, name in _names_of(file).imports]
         targets = {name if name in modules else name.rpartition(".")[0] for name in names}
         imports[module] = (targets & modules.keys()) - {module}
     public = "qtrace"  # its names are those of every room, and whoever asks for one imports the room
@@ -215,22 +230,17 @@ def test_no_files_import_each_other():
 
 def test_a_public_class_has_a_name_of_its_own():
     """A word has one meaning: of two classes of one name a reader does not know which is meant."""
-    names = [
-        node.name
-        for path in SOURCES.values()
-        for node in ast.parse(path.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
-    ]
+    names = [name for file in SOURCES for name in _names_of(file).classes if not name.startswith("_")]
     assert sorted({name for name in names if names.count(name) > 1}) == []
 
 
 def test_no_word_is_the_name_of_many_functions():
     """A function's name of one word says what it does only if few share it; those of a protocol are one."""
     words: dict[str, set[str]] = {}
-    for file, path in SOURCES.items():
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and "_" not in node.name:
-                words.setdefault(node.name, set()).add(file)
+    for file in SOURCES:
+        for name in _names_of(file).functions:
+            if "_" not in name:
+                words.setdefault(name, set()).add(file)
     many = {word for word, files in words.items() if len(files) >= 5}
     assert many <= {"files", "known", "main"}, many  # each format's, each table of plug-ins', each program's
 

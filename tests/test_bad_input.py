@@ -273,8 +273,8 @@ DATA = {
 }
 
 
-@each_of("command", DATA_READERS)
-@each_of("name", DATA)
+@pytest.mark.parametrize("command", DATA_READERS)
+@pytest.mark.parametrize("name", DATA)
 def test_data_of_other_commands(name: str, command: str, place: Path) -> None:
     refused(DATA[name], *DATA_READERS[command](name))
 
@@ -491,8 +491,8 @@ TAKERS = {
 }
 
 
-@each_of("command", TAKERS)
-@each_of("name", MODELS)
+@pytest.mark.parametrize("command", TAKERS)
+@pytest.mark.parametrize("name", MODELS)
 def test_models(name: str, command: str, place: Path) -> None:
     refused(MODELS[name], *TAKERS[command](name))
     assert not (place / "ran").exists()
@@ -543,8 +543,8 @@ EXPORTED = {
 }
 
 
-@each_of("command", ["verify", "bisect"])
-@each_of("name", EXPORTED)
+@pytest.mark.parametrize("command", ["verify", "bisect"])
+@pytest.mark.parametrize("name", EXPORTED)
 def test_exported_files(name: str, command: str, place: Path) -> None:
     refused(EXPORTED[name], command, name, "-m", "quantized.mge", "-d", "x.npz", "-q")
 

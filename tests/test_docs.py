@@ -49,8 +49,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             del sys.modules[name]
 
 
+def _page(path: Path) -> Any:
+    """A page as a parameter: all but those for newcomers are slow."""
+    name = str(path.relative_to(ROOT / "docs"))
+    quick = name == "index.md" or name.startswith("start/")
+    return pytest.param(path, id=name, marks=[] if quick else [pytest.mark.slow(untimed=True)])
+
+
 @pytest.mark.usefixtures("synchronous")  # pages on training set async_level
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT / "docs")))
+@pytest.mark.parametrize("page", [_page(path) for path in PAGES])
 def test_blocks_run_one_after_the_other(page: Path, folder: Path) -> None:
     _run(page.read_text(encoding="utf-8"), str(page), folder)
 

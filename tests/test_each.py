@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.each import each_of
+from tests.each import each_of, quick_cases
 
 
 def test_every_case_runs_and_those_that_fail_are_named() -> None:
@@ -46,3 +46,26 @@ def test_random_numbers_of_a_case_do_not_depend_on_the_case_before() -> None:
     np.random.random(5)
     draw()
     assert drawn[:2] == drawn[2:]
+
+
+@pytest.mark.parametrize("a", range(3))
+@pytest.mark.parametrize(("b", "c"), [("x", "y"), ("x", "z")])
+def test_product(a: int, b: str, c: str) -> None:
+    pass
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("a", range(6))
+def test_marked(a: int) -> None:
+    pass
+
+
+def test_quick_cases_show_each_value_once_or_are_as_many_as_marked(request: pytest.FixtureRequest) -> None:
+    module = request.node.getparent(pytest.Module)
+    names: dict[str, list[str]] = {}
+    for test in (test_product, test_marked, test_every_case_runs_and_those_that_fail_are_named):
+        cases = [item for item in module.collect() if getattr(item, "obj", None) is test]
+        names[test.__name__] = [case.name.partition("[")[2] for case in quick_cases(cases)]
+    assert names == {"test_product": ["x-y-0]", "x-z-1]", "x-y-2]"], "test_marked": ["0]", "3]"]} | {
+        "test_every_case_runs_and_those_that_fail_are_named": [""]
+    }

@@ -21,7 +21,7 @@ def test_every_fake_quant_is_measured_and_ends_below_its_start() -> None:
         assert statistics.median(row.accuracies) >= row.start[1], row.network
 
 
-@pytest.mark.parametrize("name", ["tqt", "dorefa"])
+@pytest.mark.parametrize("name", ["tqt", pytest.param("dorefa", marks=pytest.mark.slow)])
 def test_a_few_steps_are_measured(name: str) -> None:
     row = fake_quants.measure(name, steps=3, seeds=(0,))
     assert row.cells()[0] == f"`{name}`"

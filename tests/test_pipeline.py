@@ -226,6 +226,7 @@ def test_phases_need_no_surgery_and_say_what_is_wrong() -> None:
 # -- QAT in the user's own loop ------------------------------------------------------------------------
 
 
+@pytest.mark.quick(1)
 @pytest.mark.usefixtures("synchronous")
 @pytest.mark.parametrize(
     ("fakequant", "fold", "jit"),

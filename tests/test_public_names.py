@@ -164,6 +164,7 @@ def test_observers_and_help_do_without_megengine() -> None:
     assert run.stdout.strip().endswith("False")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("package", ["qtrace.graph", "qtrace.data", "qtrace.ptq"])
 def test_the_names_of_a_package_are_loaded_when_they_are_used(package: str) -> None:
     run = _run(

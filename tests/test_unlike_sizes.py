@@ -29,7 +29,7 @@ LINES = Source("tests.unlike_sizes:lines", batch_size=1)
 CONFIG = {"placement": "everything", "observers": {"activation": "percentile"}}
 
 
-@pytest.fixture(params=["traced", "imported"])
+@pytest.fixture(params=["traced", pytest.param("imported", marks=pytest.mark.slow(untimed=True))])
 def graph(request: pytest.FixtureRequest, tmp_path: Path) -> TracedModule:
     return (
         traced()
@@ -65,6 +65,7 @@ class Stopped:
             yield number, batch
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("engine", ["megengine", "onnxruntime"])
 def test_a_killed_and_resumed_calibration_sees_the_same(engine: str, tmp_path: Path) -> None:
     prepared = qtrace.prepare(traced(), CONFIG)

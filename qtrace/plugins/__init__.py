@@ -1,12 +1,13 @@
 """Plugins: classes and objects by name, without a registry; the name is a file's in the plugin folder.
 
 ``minmax`` names the one class in ``__all__`` of ``qtrace.observers.minmax``; ``pkg.mod:Class`` names a
-user's class; and a name may be an entry point of an installed package. The folder is read at every call, so
-that a new file is known at once.
+user's class; and a name may be an entry point of an installed package. Every call looks if the folder has
+changed, so that a new file is known at once.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import os
@@ -15,7 +16,6 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any, Generic, TypeVar
 
 from qtrace.errors import ConfigError, QtraceError, Terminated
@@ -60,8 +60,14 @@ def packaged(package: str) -> tuple[str, ...]:
     Args:
         package: the dotted name of the plugin package, such as ``qtrace.observers``.
     """
-    paths = importlib.import_module(package).__path__
-    names = (module.name for module in pkgutil.iter_modules(paths) if not module.ispkg)
+    (folder,) = importlib.import_module(package).__path__
+    return _list_plugins(folder, os.stat(folder).st_mtime_ns)
+
+
+@functools.cache
+def _list_plugins(folder: str, changed: int) -> tuple[str, ...]:
+    """Lists the plugins in a folder that was last changed at a time."""
+    names = (module.name for module in pkgutil.iter_modules([folder]) if not module.ispkg)
     return tuple(sorted(name for name in names if not name.startswith("_") and name != "base"))
 
 
@@ -228,22 +234,18 @@ def attribute(package: str, name: str, others: Mapping[str, str]) -> Any:
     """
     if name == "__all__":
         return sorted(exported(package, others))
-    if name in others:
-        return getattr(importlib.import_module(others[name]), name)
-    if name == "base" or name in packaged(package):
+    if name not in others and (name == "base" or name in packaged(package)):
         return importlib.import_module(f"{package}.{name}")
     # Python looks up private names by itself, which must not import the plugins.
-    names = {} if name.startswith("_") else exported(package, others)
+    names = others if name in others or name.startswith("_") else exported(package, others)
     if name not in names:
-        listed = f": it has {', '.join(sorted(names))}" if names else ""
-        raise AttributeError(f"module {package!r} has no attribute {name!r}{listed}")
+        raise AttributeError(f"{package!r} has no attribute {name!r}: it has {', '.join(sorted(names))}")
     return getattr(importlib.import_module(names[name]), name)
 
 
 def search_current_folder() -> None:
     """Puts the current folder first on the import path, as ``python -m`` does."""
-    folder = os.getcwd()
-    if folder not in sys.path:  # for good, as a module may import its neighbours later
+    if (folder := os.getcwd()) not in sys.path:  # for good, as a module may import its neighbours later
         sys.path.insert(0, folder)
 
 
@@ -266,7 +268,7 @@ def _import(value: str, definition: str) -> Any:
             "PYTHONPATH?"
         ) from error
     try:
-        return reduce(getattr, name.split("."), imported) if name else imported
+        return functools.reduce(getattr, name.split("."), imported) if name else imported
     except AttributeError:
         raise ConfigError(f"'{spelled}': {module} has no {name}: define it there as {definition}.") from None
 

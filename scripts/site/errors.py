@@ -10,6 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 
+from scripts import style
 from scripts.site import docstrings, source
 
 __all__ = ["classes", "messages", "page"]
@@ -85,11 +86,12 @@ def page() -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+@functools.cache
 def _private() -> set[str]:
     """The names of exceptions that are defined elsewhere in the package."""
     names = set()
     for module in source.modules():
-        for node in ast.walk(source.tree(module)):
+        for node in style.statements(source.tree(module)):
             if isinstance(node, ast.ClassDef) and any("Exception" in ast.unparse(b) for b in node.bases):
                 names.add(node.name)
     return names - set(classes())

@@ -7,10 +7,13 @@ import functools
 import importlib
 import importlib.util
 import pkgutil
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+_DEFINITION = re.compile(r"^(?:(?:def|class) |(?=\w+(?:: .*)? = ))(\w+)", re.MULTILINE)
 
 __all__ = ["find", "modules", "room", "tree"]
 
@@ -32,12 +35,15 @@ def _search_path(package: str) -> list[str]:
     return [str(Path(top.submodule_search_locations[0], *package.split(".")[1:]))]
 
 
-@functools.cache
 def tree(module: str) -> ast.Module:
-    """The syntax tree of a module."""
+    """The syntax tree of a module; all of them would take hundreds of megabytes, so none is kept."""
+    return ast.parse(_text(module))
+
+
+def _text(module: str) -> str:
     path = Path(_search_path(module)[0])
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    return ast.parse(file.read_text(encoding="utf-8"), str(file))
+    return file.read_text(encoding="utf-8")
 
 
 def find(name: str) -> Any:
@@ -68,11 +74,4 @@ def room(name: str) -> ModuleType:
 @functools.cache
 def _defined(module: str) -> frozenset[str]:
     """The names that a module defines at its top."""
-    names: set[str] = set()
-    for node in tree(module).body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            names.add(node.name)
-        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names |= {target.id for target in targets if isinstance(target, ast.Name)}
-    return frozenset(names)
+    return frozenset(_DEFINITION.findall(_text(module)))

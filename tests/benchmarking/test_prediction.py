@@ -14,7 +14,6 @@ from qtrace.costs import FLOAT, INTEGER, CostTable
 from qtrace.errors import ExportError
 from tests.benchmarking.nets import NETS, write
 from tests.benchmarking.onnx_net import Net
-from tests.each import each_of
 
 TABLE = CostTable.load("onnxruntime")
 
@@ -43,8 +42,8 @@ def _predicted(path):
     return kinds
 
 
-@each_of("name", NETS)
-@each_of("integer", [False, True], ids=["float", "integer"])
+@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("integer", [False, True], ids=["float", "integer"])
 def test_predicted_nodes_are_those_that_run(tmp_path, name, integer):
     path = write(tmp_path / "net.onnx", name, integer)
     assert _predicted(path) == _run(path)

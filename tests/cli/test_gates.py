@@ -44,6 +44,7 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 CALIBRATE = ("calibrate", "float.mge", "-d", "x.npy", "-r", "r.yaml", "--batch-size", "2", "--json")
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("expect", "failed"),
     [

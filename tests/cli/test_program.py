@@ -210,6 +210,7 @@ main(sys.argv[2:])
         assert result.err.startswith("error: There is no file gone.npy")
         assert result.err.count("\n") == 1
 
+    @pytest.mark.quick(1)
     @pytest.mark.parametrize(
         ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
     )

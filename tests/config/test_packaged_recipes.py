@@ -38,11 +38,11 @@ UNCHECKED = {
 @pytest.fixture(autouse=True)
 def _read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parsing is most of the time, and the files stay as they are."""
-    monkeypatch.setattr("qtrace.config.recipe.read", lambda text, file, problems: _parsed(text, file))
+    monkeypatch.setattr("qtrace.config.recipe.read", lambda text, file, problems: parse_once(text, file))
 
 
 @lru_cache(maxsize=100)
-def _parsed(text: str, file: str) -> Tree | None:
+def parse_once(text: str, file: str) -> Tree | None:
     problems: list[str] = []
     tree = read(text, file, problems)
     assert not problems
@@ -137,19 +137,19 @@ def test_a_target_that_rounds_everything_says_so_in_a_line() -> None:
             assert any(re.match("# .*[Rr]ounds everything", line) for line in text.splitlines()), name
 
 
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_goes_with_every_target(family: str, tmp_path: Path) -> None:
+def test_goes_with_every_target(family: str, target: str, tmp_path: Path) -> None:
     own = load_recipe(family)
-    for target in TARGETS:
-        path = tmp_path / "mine.yaml"
-        path.write_text(f"schema: qtrace/1\nimports: [{target}, {family}]\n")
-        config, base = load_recipe(path), load_recipe(target)
-        assert mistakes(config) == ()
-        same = ("backend", "activation", "weight", "observers", "fakequant")
-        assert all(getattr(config, key) == getattr(base, key) for key in same)
-        assert config.rules == (*base.rules, *own.rules)
-        assert (config.description, config.preprocess) == (own.description, own.preprocess)
-        assert config.placement == load_recipe(f"{family}+{target}").placement
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"schema: qtrace/1\nimports: [{target}, {family}]\n")
+    config, base = load_recipe(path), load_recipe(target)
+    assert mistakes(config) == ()
+    same = ("backend", "activation", "weight", "observers", "fakequant")
+    assert all(getattr(config, key) == getattr(base, key) for key in same)
+    assert config.rules == (*base.rules, *own.rules)
+    assert (config.description, config.preprocess) == (own.description, own.preprocess)
+    assert config.placement == load_recipe(f"{family}+{target}").placement
 
 
 def test_more_than_one_part_counts_once() -> None:

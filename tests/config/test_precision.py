@@ -17,7 +17,6 @@ from qtrace.graph.types import TracedModule
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.precision import count_precisions, describe_precision
 from qtrace.quantizing.targets import choose_config
-from tests.each import each_of
 from tests.nets import net
 
 NAMES = ("w8a8", "w8a16", "w4a8", "w4a16")
@@ -36,8 +35,8 @@ def _bits(name: str) -> tuple[int, int]:
     return int(weight), int(activation)
 
 
-@each_of("name", NAMES)
-@each_of("target", backends.packaged())
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("target", backends.packaged())
 def test_a_target_has_the_precision_or_says_what_it_has(name: str, target: str, traced: TracedModule) -> None:
     limits, (weight, activation) = backends.get(target).limits, _bits(name)
     if weight in limits["weight"].bits and activation in limits["activation"].bits:

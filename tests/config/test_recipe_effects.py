@@ -75,6 +75,7 @@ def mobilenet() -> TracedModule:
     return _trace(MobileNetV2(0.25, blocks=(1, 2, 1)), images(1, 3, 32, 32))
 
 
+@pytest.mark.quick(7)
 @pytest.mark.parametrize("target", TARGETS)
 def test_depthwise_weights_keep_8_bits_and_a_scale_each(mobilenet: TracedModule, planned: Any, target: str):
     weights = _weights(planned(mobilenet, target, "mobilenet_v2"))
@@ -380,6 +381,7 @@ def test_weights_as_each_target_has_them(planned: Any, target: str, conv: str, l
     }
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_network_runs_on_every_target(planned: Any, target: str, tmp_path: Path) -> None:
     traced = _trace(ResNet(4, (1, 1), 5), images(1, 3, 16, 16))

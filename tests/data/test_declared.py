@@ -57,6 +57,7 @@ def _batch(names: tuple[str, str], size: int = 8) -> dict[str, np.ndarray]:
     return {n: random.standard_normal(s).astype(np.float32) for n, s in zip(names, shapes, strict=True)}
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("names", NAMES, ids=str)
 def test_inputs_have_their_names_of_the_file(tmp_path: Path, names: tuple[str, str]) -> None:
     traced = _imported(tmp_path, names, (["N", 3, 8, 8], ["N", 4, "H", "W"]))

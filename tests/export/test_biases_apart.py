@@ -102,6 +102,7 @@ def _one_in_float(self: M.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     return self.last(F.sigmoid(self.alone(F.relu(y)))), y, F.broadcast_to(self.queries, (x.shape[0], 4))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("bias", ["some", "none", "zeros"])
 def test_layers_in_float16_and_those_that_two_read_keep_their_forms(bias: str, tmp_path: Path) -> None:
     parts = {"first": M.Conv2d(3, 6, 3, bias=bias != "none"), "alone": M.Conv2d(6, 6, 3)}

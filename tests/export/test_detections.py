@@ -214,6 +214,7 @@ MISTAKES = [
 ]
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize(("option", "message"), MISTAKES)
 def test_mistakes(option, message, tmp_path):
     traced, _, _ = _detector(_apart, batch=2)

@@ -63,7 +63,7 @@ def test_the_network_itself_keeps_its_norms(tmp_path: Path) -> None:
     np.testing.assert_array_equal(traced(mge.Tensor(X[:1])).numpy(), before)
 
 
-@each_of(
+@pytest.mark.parametrize(
     ("function", "kind"),
     [
         (F.relu, ""),
@@ -73,7 +73,7 @@ def test_the_network_itself_keeps_its_norms(tmp_path: Path) -> None:
         (F.sigmoid, "LOGISTIC"),
     ],
 )
-@each_of("layer", ["conv", "add", "mul", "div", "linear"])
+@pytest.mark.parametrize("layer", ["conv", "add", "mul", "div", "linear"])
 def test_what_an_operator_fuses_is_no_operator_of_its_own(tmp_path: Path, function, kind, layer) -> None:
     forms = {
         "conv": lambda self, x: function(self.a(x)),

@@ -66,6 +66,7 @@ def _read_tensors(traced: TracedModule) -> set[str]:
     return {k for k in flat.state_dict() if k in read or f"{k.rpartition('.')[0]}." in prefixes}
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("case", parameters(NETWORKS, QUICK), indirect=True, scope="module")
 def test_network(case: Case, tmp_path: Path) -> None:
     args, traced = case.args, case.traced

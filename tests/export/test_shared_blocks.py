@@ -184,6 +184,7 @@ def _marks(name: str, form: str) -> Any:
     return pytest.mark.long if form == "megengine" else pytest.mark.slow
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize(
     ("name", "form"), [pytest.param(n, f, marks=_marks(n, f)) for n in BLOCKS for f in FORMS]
 )

@@ -258,6 +258,7 @@ class Detector(M.Module):
         return F.concat([middle - extent * 0.5, middle + extent * 0.5], 2)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("size", [18, 20], ids=["padded", "not padded"])
 def test_a_detector_that_pads_its_images_is_exported_whole(size: int, tmp_path: Path) -> None:
     x = images(2, 3, size, size)

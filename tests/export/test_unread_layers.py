@@ -100,6 +100,7 @@ def _verified(path: Path, name: str, converted: TracedModule) -> None:
     assert report.sites["op_by_op"], "no site was compared"
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     ("name", "config"),
     list(zip(NETWORKS, itertools.cycle(["backend/ncnn", QConfig(backend="ncnn")]), strict=False)),
@@ -116,6 +117,7 @@ def test_ncnn(name: str, config: Any, tmp_path: Path) -> None:
     _verified(path, name, converted)
 
 
+@pytest.mark.quick(4)
 @every_network
 def test_tflite(name: str, tmp_path: Path) -> None:
     converted = _converted(name, QConfig(backend="tflite"))
@@ -124,6 +126,7 @@ def test_tflite(name: str, tmp_path: Path) -> None:
     _verified(path, name, converted)
 
 
+@pytest.mark.quick(4)
 @every_network
 def test_megengine(name: str, tmp_path: Path) -> None:
     converted = _converted(name, "backend/megengine")
@@ -135,6 +138,7 @@ def _blobs(path: Path, key: str) -> list[str]:
     return [line.split('"')[1] for line in path.read_text().splitlines() if line.strip().startswith(key)]
 
 
+@pytest.mark.quick(4)
 @every_network
 def test_caffe(name: str, tmp_path: Path) -> None:
     """Caffe's outputs are the blobs that no layer reads, and OpenCV's is the last layer's."""

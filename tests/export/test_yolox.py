@@ -87,7 +87,8 @@ def _check_whole(model: M.Module, batch: int, size: int, file: str, folder: Path
     assert report.passed, report.table()
 
 
-@pytest.mark.parametrize("file", ["m.onnx", pytest.param("m.tflite", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("file", FORMS)
 def test_a_tiny_one(file: str, tmp_path: Path) -> None:
     _check_whole(trained(Published(4, in_place=True)), 2, 32, file, tmp_path)
 

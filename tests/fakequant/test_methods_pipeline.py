@@ -55,6 +55,7 @@ def _train(prepared: TracedModule, steps: int = 3) -> None:
     prepared.eval()
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("name", "fold"),
     [

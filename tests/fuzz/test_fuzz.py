@@ -1,4 +1,4 @@
-"""A few rounds of every target of the fuzzer; `make fuzz` runs more."""
+"""A few rounds of every target of the fuzzer, in the slow suite; `make fuzz` runs more."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from tests.fuzz.running import TARGETS, round_of
 EXAMPLES = {"graphs": 2, "commands": 2, "silent": 1}
 
 
+@pytest.mark.slow(untimed=True)
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_round(target: str) -> None:
     round_of(target, 0, EXAMPLES.get(target, 5))

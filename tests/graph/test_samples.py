@@ -72,7 +72,7 @@ def test_the_fault_of_slices_is_found_in_a_decode(batch: int) -> None:
 
 
 @pytest.mark.usefixtures("_without_copies")
-@pytest.mark.parametrize("batch", [2, 4])
+@pytest.mark.parametrize("batch", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_fault_is_found_in_a_whole_detector(batch: int) -> None:
     (entry,) = (e for e in DETECTORS if e.name == "fcos:infer")
     x = images(batch, *entry.example()[0].shape[1:])

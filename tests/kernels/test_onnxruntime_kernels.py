@@ -68,6 +68,7 @@ def test_ops_that_move_integers_do_so_by_themselves():
     assert _keys(measurements) == {("reshape", INTEGER), (PLAIN_MAX_POOL, INTEGER), ("softmax", INTEGER)}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("form", [FLOAT, INTEGER])
 def test_a_kernel_is_that_of_the_file_that_is_shipped(form, tmp_path):
     """With its roundings, the type of its weights, and its open batch."""

@@ -32,6 +32,7 @@ def _by_buffer(self: M.Module, mask: mge.Tensor) -> mge.Tensor:
     return self.buffer[:, :6] + 0.0
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("make", [_by_setitem, _by_where, _by_buffer])
 @pytest.mark.parametrize("recipe", [None, "detr"])
 def test_a_mask_of_infinity_stays_float(

@@ -199,6 +199,7 @@ CALLS: dict[str, Callable[[TracedModule, Path], Callable[[], Any]]] = {
 }
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("name", CALLS)
 def test_a_public_function_parses_the_record_once(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -50,6 +50,7 @@ def test_older_objects_are_spared_within_the_block_alone() -> None:
     assert before() is None
 
 
+@pytest.mark.slow  # each collection takes a second among the modules of all tests
 def test_what_was_dropped_before_is_freed_each_time() -> None:
     """A network a call would stay, as each call spares it before a collection of all objects comes."""
     for _ in range(3):
@@ -59,6 +60,7 @@ def test_what_was_dropped_before_is_freed_each_time() -> None:
             _garbage()
 
 
+@pytest.mark.slow
 def test_calls_of_quantize_keep_no_networks(tmp_path: Path) -> None:
     left = []
     for number in range(2):

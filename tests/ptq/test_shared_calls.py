@@ -95,6 +95,7 @@ def _noise(module: M.Module, model: Any) -> float:
     return float(np.mean(np.square(np.concatenate(errors), dtype=np.float64)))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("ptq", "bias"), [((REFIT,), True), (("bias_correction",), False), ((REFIT, "bias_correction"), False)]
 )
@@ -121,6 +122,7 @@ def test_no_channel_has_a_mean_error_over_all_levels(ptq: tuple[Any, ...], bias:
     assert f"{calls['conv1.weight'][0]} and 2 more calls: " in " ".join(report["changed"])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("name", "ptq"), [("gptq", REFIT), ("bias_correction", "bias_correction")])
 def test_other_data_have_less_noise_than_if_shared_layers_were_left(
     monkeypatch: pytest.MonkeyPatch, name: str, ptq: Any

@@ -39,6 +39,7 @@ def _accuracies(*arguments: str) -> dict[str, float]:
     return {name.strip(): float(value) for name, value, _ in rows}
 
 
+@pytest.mark.slow
 def test_it_runs() -> None:
     found = _accuracies("--quick")
     assert list(found) == ["float", "4 bits, calibrated", "4 bits, trained"]

@@ -47,6 +47,7 @@ def timed(monkeypatch: pytest.MonkeyPatch):
     return give
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("speed", "options", "in_float", "said"),
     [

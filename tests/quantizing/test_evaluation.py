@@ -51,7 +51,7 @@ def _numbers(count: int) -> np.ndarray:
 
 
 Judged = Callable[..., Verdict]
-both = pytest.mark.parametrize("judged", [_one_call, _folder])
+both = pytest.mark.parametrize("judged", [_one_call, pytest.param(_folder, marks=pytest.mark.slow)])
 
 
 @both
@@ -68,6 +68,7 @@ def test_held_back_samples_of_one_number_are_never_good(judged: Judged, tmp_path
     assert (verdict.word, verdict.has("one-number"), verdict.doubted) == ("check", True, True)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     "form", ["saturated", "dead", "one of two", "nearly the same", "nearly, and integers"]
 )
@@ -121,7 +122,7 @@ def test_other_samples_and_labels_beside_them_are_new(judged: Judged, tmp_path: 
     assert not judged(labelled, tmp_path, DATA[32:]).has("few-samples")
 
 
-@both
+@pytest.mark.parametrize("judged", [_one_call, _folder])
 def test_held_back_samples_that_were_read_before_are_not_new(judged: Judged, tmp_path: Path) -> None:
     verdict = judged(np.concatenate([DATA[:8]] * 8), tmp_path)
     assert "No sample is new to the calibration" in str(verdict)
@@ -202,6 +203,7 @@ def test_whole_batches_are_held_back_for_a_network_of_one_batch_size() -> None:
         assert start is None or evaluation.source.start == start
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("count", "least"), [(25, 6), (33, 8), (32, 8), (64, 8)])
 def test_a_short_last_batch_is_not_all_that_is_held_back(count: int, least: int, tmp_path: Path) -> None:
     """With 25 samples the verdict rested on the one that batches of eight leave over."""

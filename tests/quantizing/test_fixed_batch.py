@@ -141,6 +141,7 @@ def test_a_network_that_looks_at_one_sample_sees_every_sample(tmp_path: Path) ->
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("batch", [1, 2])
 def test_open_sizes_are_verified_beside_a_fixed_batch(tmp_path: Path, batch: int) -> None:
     """The batches at other sizes had all samples of the first one."""
@@ -176,6 +177,7 @@ def test_only_an_onnx_file_keeps_an_open_resize(
     assert ("such as y have forms for open sizes in ONNX files alone" in caplog.text) == (suffix != ".onnx")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("count", [6, 10, 18])
 def test_the_rest_of_the_data_is_left_out(
     tmp_path: Path, count: int, caplog: pytest.LogCaptureFixture
@@ -197,6 +199,7 @@ def test_the_rest_of_the_data_is_left_out(
     assert caplog.text.count("the last 2 samples are left out") == 2
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("suffix", [".onnx", ".mge"])
 def test_a_shorter_batch_of_the_users_own_is_left_out(tmp_path: Path, suffix: str) -> None:
     source: Any = _write(tmp_path, 4, reshape=True)
@@ -255,6 +258,7 @@ def test_a_folder_leaves_the_rest_out(tmp_path: Path) -> None:
     assert len(list(folder.source)) == 2
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("other", [None, 4])
 def test_a_tflite_file_of_one_batch_is_verified_on_filled_batches(tmp_path: Path, other: int | None) -> None:
     """Its transposed convolution fixes the batch; a quarter of 16 samples is less than one of 8."""

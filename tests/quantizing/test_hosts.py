@@ -49,7 +49,9 @@ def _interpreter_without(package: str, tmp_path: Path) -> RuntimeHost:
     return RuntimeHost(script)
 
 
-@pytest.mark.parametrize("name", ["m.onnx", "m.tflite", "m.param"])
+@pytest.mark.parametrize(
+    "name", ["m.onnx", *(pytest.param(n, marks=pytest.mark.slow) for n in ("m.tflite", "m.param"))]
+)
 def test_the_file_is_measured_and_verified_there(tmp_path: Path, name: str) -> None:
     result = qtrace.quantize(
         _module(), DATA, tmp_path / name, runtime_host=HERE, recipe=_WHOLE, progress=False
@@ -67,6 +69,7 @@ def test_nothing_names_a_host_that_was_not_given(tmp_path: Path) -> None:
     assert ", by " not in result.delivery.sentence()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("package", "name", "target"),
     [("onnxruntime", "m.onnx", "onnxruntime"), ("openvino", "m.onnx", "openvino"), ("ncnn", "m.param", None)],

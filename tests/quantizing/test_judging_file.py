@@ -55,6 +55,7 @@ def _quantize(tmp_path: Path, target: str = "onnxruntime", **options: Any) -> An
     return qtrace.quantize(_network(), _events(32), tmp_path / f"net{SUFFIXES[target]}", **options)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("target", SUFFIXES)
 def test_events_that_no_held_back_sample_has_are_judged(tmp_path: Path, target: str) -> None:
     result = _quantize(tmp_path, target)
@@ -86,6 +87,7 @@ def test_a_file_that_is_broken_is_not_written(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("options", [{"verify": False}, {"metric": lambda graph: 1.0}])
 def test_a_metric_decides_alone_and_no_file_runs_without_verify(tmp_path: Path, options: Any) -> None:
     assert _quantize(tmp_path, **options).judgement.file is None
@@ -145,6 +147,7 @@ def test_the_verdict_is_on_what_the_file_gives_for_what_was_held_back(
     assert "on 8 held-back samples" in result.verdict.line()
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("target", "options"),
     [

@@ -94,6 +94,7 @@ def _generator():
     yield from (DATA[start : start + 4] for start in range(0, 16, 4))
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("data", "labels"),
     [
@@ -160,6 +161,7 @@ def test_a_module_with_a_gradient_of_its_own_needs_none_for_a_file(here) -> None
     assert qtrace.quantize(module, DATA, "out.onnx", measure=False, progress=False).verify.passed
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -303,6 +305,7 @@ def test_a_file_that_fails_its_verification_is_not_left_and_the_old_one_stays(he
     assert [file.name for file in here.iterdir()] == ["out.onnx"]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("count", "size", "most", "verified"),
     [(64, 1, None, 2), (400, 1, None, 12), (9, 2, None, 2), (9, 2, 400, 2)],

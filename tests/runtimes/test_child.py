@@ -134,6 +134,7 @@ def test_a_child_ends_with_its_owner(script: Path) -> None:
     _wait_for_end(pid)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["shell", "group"])
 def test_what_a_script_starts_counts_and_ends_with_it(tmp_path: Path, script: Path, kind: str) -> None:
     child = Child([_interpreter(tmp_path, kind), "-I", str(script)], "a runtime")

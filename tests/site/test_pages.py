@@ -11,14 +11,13 @@ import pytest
 import yaml
 
 import qtrace
+from scripts import style
 from scripts.site import api, cli, config, errors, hook, measured, plugins, project, source, stages
 from tests.each import each_of
 
-REFERENCE = hook.generated()
-
 
 def _anchors(page: str) -> set[str]:
-    return set(re.findall(r"\{#([\w.\-]+)\}", REFERENCE[page]))
+    return set(re.findall(r"\{#([\w.\-]+)\}", hook.generated()[page]))
 
 
 @pytest.mark.parametrize("module", api.MODULES)
@@ -31,7 +30,7 @@ def test_every_public_name_has_an_entry_with_a_text(module: str) -> None:
         value = api.public(importlib.import_module(module), name)
         first = (inspect.getdoc(value) or "").splitlines()[0]
         assert first
-        assert " ".join(first.split()) in " ".join(REFERENCE[page].split()), name
+        assert " ".join(first.split()) in " ".join(hook.generated()[page].split()), name
 
 
 def test_every_name_of_qtrace_is_on_a_page() -> None:
@@ -57,7 +56,7 @@ def test_signatures_are_as_they_are_written() -> None:
 
 
 def test_every_command_and_option_is_on_its_page() -> None:
-    text, anchors = REFERENCE["reference/cli.md"], _anchors("reference/cli.md")
+    text, anchors = hook.generated()["reference/cli.md"], _anchors("reference/cli.md")
     commands = list(cli.commands())
     assert len(commands) >= 14
     for name, command in commands:
@@ -69,7 +68,7 @@ def test_every_command_and_option_is_on_its_page() -> None:
 
 
 def test_every_config_key_has_a_meaning_a_type_and_a_valid_example() -> None:
-    text, anchors = REFERENCE["reference/config.md"], _anchors("reference/config.md")
+    text, anchors = hook.generated()["reference/config.md"], _anchors("reference/config.md")
     for model in config.models():
         examples = config.examples(model)
         for example in examples:
@@ -117,7 +116,7 @@ def test_hardly_an_error_is_raised_with_a_text_that_the_page_lacks() -> None:
     """Messages that are put together elsewhere are few: a new way to raise would empty the page unseen."""
     raised, known = 0, errors.classes()
     for module in source.modules():
-        for node in ast.walk(source.tree(module)):
+        for node in style.statements(source.tree(module)):
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
                 raised += getattr(node.exc.func, "id", "") in known
     listed = sum(len(texts) for name, texts in errors.messages().items() if name in known)
@@ -152,7 +151,7 @@ def test_every_plugin_backend_format_and_runtime_is_on_its_page() -> None:
     assert {f"algorithm-{n}" for n in plugins.algorithms()} <= anchors
     assert {f"backend-{n}" for n in backends.known()} <= anchors
     assert {f"format-{n}" for n in formats()} <= anchors
-    text = REFERENCE["reference/plugins.md"]
+    text = hook.generated()["reference/plugins.md"]
     assert all(f"| `{name}` |" in text for name in ("onnxruntime", "openvino", "litert", "ncnn", "megengine"))
     for name, kind in plugins.algorithms().items():
         section = text.split(f"{{#algorithm-{name}}}")[1].split("\n### ")[0]
@@ -166,7 +165,7 @@ def test_widths_are_put_together() -> None:
 
 
 def test_every_option_of_an_observer_has_a_text() -> None:
-    text = REFERENCE["reference/plugins.md"].split("## Fake quants")[0]
+    text = hook.generated()["reference/plugins.md"].split("## Fake quants")[0]
     options = re.findall(r"^- `(\w+)`: (.*)$", text, re.MULTILINE)
     assert len(options) > 20
     assert [name for name, rest in options if rest.startswith("*")] == []
@@ -174,7 +173,7 @@ def test_every_option_of_an_observer_has_a_text() -> None:
 
 def test_every_op_and_recipe_is_on_its_page() -> None:
     kinds, recipe_names = source.room("ops").kinds, source.find("recipe_names")
-    op_page, recipe_page = REFERENCE["reference/ops.md"], REFERENCE["reference/recipes.md"]
+    op_page, recipe_page = hook.generated()["reference/ops.md"], hook.generated()["reference/recipes.md"]
     assert [kind for kind in kinds() if f"| `{kind}` |" not in op_page] == []
     assert [name for name in recipe_names() if f"| `{name}` |" not in recipe_page] == []
     row = next(line for line in op_page.splitlines() if line.startswith("| `softmax` |"))
@@ -182,7 +181,7 @@ def test_every_op_and_recipe_is_on_its_page() -> None:
 
 
 def test_every_composite_has_its_formula_and_its_source() -> None:
-    text, anchors = REFERENCE["reference/composites.md"], _anchors("reference/composites.md")
+    text, anchors = hook.generated()["reference/composites.md"], _anchors("reference/composites.md")
     rules = source.find("composite_rules")()
     assert {type(rule).__name__ for rule in rules} == anchors
     for rule in rules:
@@ -193,7 +192,9 @@ def test_every_composite_has_its_formula_and_its_source() -> None:
 
 @pytest.mark.parametrize("name", ["config", "errors", "composites"])
 def test_python_on_the_written_pages_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```", REFERENCE[f"reference/{name}.md"], re.DOTALL | re.MULTILINE)
+    blocks = re.findall(
+        r"^```python\n(.*?)^```", hook.generated()[f"reference/{name}.md"], re.DOTALL | re.MULTILINE
+    )
     assert blocks
     names: dict[str, object] = {}
     for block in blocks:
@@ -203,7 +204,7 @@ def test_python_on_the_written_pages_runs(name: str, capsys: pytest.CaptureFixtu
 
 
 def test_yaml_on_the_pages_is_yaml() -> None:
-    for path, text in REFERENCE.items():
+    for path, text in hook.generated().items():
         for block in re.findall(r"^ *```yaml\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE):
             assert yaml.safe_load(inspect.cleandoc("\n" + block)), path
 

@@ -29,6 +29,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_faulty_op_is_found_first(fault: str, tmp_path: Path) -> None:
     name, change, op = FAULTS[fault]

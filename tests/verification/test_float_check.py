@@ -59,6 +59,7 @@ def _quantized(source: Path, batch: Any, shapes: Any = None) -> TracedModule:
     return qtrace.convert(qtrace.calibrate(prepared, [batch], progress=False))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("op", "gates"), [("LSTM", 4), ("GRU", 3)])
 def test_verify_and_bisect_name_a_runtime_that_is_wrong_in_float(op: str, gates: int, tmp_path: Path) -> None:
     source, batch = _recurrent(tmp_path / "source.onnx", op, gates), _sequences()

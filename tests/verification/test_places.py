@@ -52,6 +52,7 @@ def _network(name: str, folder: Path) -> tuple[TracedModule, list[np.ndarray]]:
     return qtrace.trace(build(name), batches[0], check=False), batches
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", ["yolov10", "beam", "retrieval", "nms", "taken", "in a file"])
 def test_the_file_tells_the_places_of_each_selection(name: str, tmp_path: Path) -> None:
     traced, batches = _network(name, tmp_path)
@@ -96,6 +97,7 @@ class _OtherIntegers(onnxruntime.OnnxSession):
         return dataclasses.replace(run, integers=turned)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("told", [True, False])
 def test_rows_of_the_deployed_file_meet_the_rows_that_it_picks(
     told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

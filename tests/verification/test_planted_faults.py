@@ -92,6 +92,7 @@ def test_files_without_a_fault_pass(for_onnx: TracedModule, for_ncnn: TracedModu
     assert qtrace.verify(qtrace.export(for_ncnn, tmp_path / "m.param"), for_ncnn, BATCHES).passed
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("fault", ONNX_FAULTS)
 def test_in_onnx(fault: str, for_onnx: TracedModule, tmp_path: Path) -> None:
     plant, site, op, cause = ONNX_FAULTS[fault]
@@ -188,6 +189,7 @@ NCNN_FAULTS = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("fault", NCNN_FAULTS)
 def test_in_ncnn(fault: str, for_ncnn: TracedModule, tmp_path: Path) -> None:
     plant, *wanted = NCNN_FAULTS[fault]

@@ -156,6 +156,9 @@ def test_a_fault_before_the_selection_is_found_as_ever(
     assert found.site == "scores_out_q"
 
 
+@pytest.mark.parametrize(
+    "selecting", ["cond_take", pytest.param("nms", marks=pytest.mark.slow)], indirect=True, scope="module"
+)
 def test_compare_measures_the_rows_that_are_selected(
     selecting: tuple[TracedModule, TracedModule, Path, list[np.ndarray]],
 ) -> None:

@@ -68,6 +68,7 @@ def _rank_backwards(path: str) -> str:
     return path.replace("m.onnx", "backwards.onnx")
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("tail", _TAILS)
 def test_equal_scores_are_no_fault(tail: str, tmp_path: Path) -> None:
     converted, path = _exported(tail, tmp_path)

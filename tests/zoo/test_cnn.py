@@ -20,10 +20,12 @@ _KINDS = (
     *("resnet_basic", "mobilenet_v3", "shufflenet_v1", "repvgg_train", "convnext"),
     *("unet_transposed", "native"),
 )
+# The quick suite adds what joins, squeezes and resizes in other ways; the slow suite has all.
+_QUICK = (*_KINDS, "efficientnet_b0", "densenet", "deeplab", "edsr")
 OF_EACH_KIND = pytest.mark.parametrize("case", parameters(CNN, _KINDS), indirect=True, scope="module")
 
 
-@pytest.fixture(scope="module", params=parameters(CNN))
+@pytest.fixture(scope="module", params=parameters(CNN, _QUICK))
 def case(request: pytest.FixtureRequest) -> Case:
     return Case(request.param)
 

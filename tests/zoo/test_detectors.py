@@ -17,12 +17,11 @@ from tests.zoo.detectors.yolo import StaticSilu
 from tests.zoo.quick import parameters
 
 # The others have the same parts. All are listed, as for the fixture, so that pytest keeps what it made.
-OF_EACH_KIND = pytest.mark.parametrize(
-    "case", parameters(DETECTORS, ("retinanet", "faster_rcnn:rpn", "detr")), indirect=True, scope="module"
-)
+_KINDS = ("retinanet", "faster_rcnn:rpn", "detr")
+OF_EACH_KIND = pytest.mark.parametrize("case", parameters(DETECTORS, _KINDS), indirect=True, scope="module")
 
 
-@pytest.fixture(scope="module", params=parameters(DETECTORS))
+@pytest.fixture(scope="module", params=parameters(DETECTORS, (*_KINDS, "yolox")))
 def case(request: pytest.FixtureRequest) -> Iterator[Case]:
     level = mge.config.async_level
     mge.config.async_level = 0  # F.arange races when several are queued

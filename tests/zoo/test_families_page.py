@@ -37,6 +37,7 @@ def test_every_network_is_stored_with_its_recipe_above_its_floor() -> None:
         assert entry.sqnr <= row.sqnr <= entry.sqnr + 3.5
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["resnet_basic", "vit"])
 def test_the_script_measures_what_is_stored(name: str) -> None:
     entry = next(e for e in NETWORKS if e.name == name)

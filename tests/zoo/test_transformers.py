@@ -20,6 +20,8 @@ from tests.zoo.transformers.users import Boxed
 
 ENTRIES = (*TRANSFORMERS, *USER_NETS)
 
+# The slow suite has the others, whose layers one of these has.
+_QUICK = ("vit", "swin", "resmlp", *(entry.name for entry in USER_NETS))
 
 # The others have the same parts. All are listed, as for the fixture, so that pytest keeps what it made.
 OF_EACH_KIND = pytest.mark.parametrize(
@@ -27,7 +29,7 @@ OF_EACH_KIND = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(scope="module", params=parameters(ENTRIES))
+@pytest.fixture(scope="module", params=parameters(ENTRIES, _QUICK))
 def case(request: pytest.FixtureRequest) -> Iterator[Case]:
     level = mge.config.async_level
     mge.config.async_level = 0

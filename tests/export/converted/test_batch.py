@@ -47,6 +47,7 @@ CASES: dict[str, tuple[Callable[..., Any], list[Any], list[Any]]] = {
 }
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("case", CASES)
 def test_only_what_runs_at_other_sizes_is_open(case: str, tmp_path: Path) -> None:
     forward, read, given = CASES[case]

@@ -41,6 +41,7 @@ def _kinds(model: onnx.ModelProto) -> list[str]:
     return [node.op_type for node in model.graph.node]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("op", "settings"),
     [

@@ -54,6 +54,7 @@ NETWORKS = {
 }
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_runtime_computes_the_layer_in_float(tmp_path: Path, name: str) -> None:
     """It rounded its weights to 8 bits: up to a quarter of the results behind it were others."""

@@ -38,6 +38,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("forward", "name"),
     [(_pooled, "convolution"), *((_read_twice, name) for name in LAYERS)],

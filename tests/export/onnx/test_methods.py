@@ -83,6 +83,7 @@ CONFIGS = {
 }
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_file_computes_what_the_graph_does(name: str, rows: TracedModule, tmp_path: Path) -> None:
     converted = _converted(rows, CONFIGS[name], X)

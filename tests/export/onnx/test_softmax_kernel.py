@@ -32,6 +32,7 @@ def _attention(gain, moved):
     return net(forward, q=M.Linear(8, 8), k=M.Linear(8, 8), v=M.Linear(8, 8))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("moved", [False, True])
 @pytest.mark.parametrize(("gain", "integer"), [(0.01, False), (3.0, True)])
 def test_attention_that_is_nearly_uniform_is_right_when_deployed(gain, integer, moved, tmp_path):

@@ -55,6 +55,7 @@ def test_onnxruntime_computes_them_on_integers(tmp_path: Path) -> None:
     assert states == ["int", "int"]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("channels", "groups"), [(8, 1), (16, 2), (16, 16)])
 def test_slower_ones_stay_in_float_unless_a_rule_asks(channels: int, groups: int, tmp_path: Path) -> None:
     convolution = M.Conv3d(channels, 16, 3, padding=1, groups=groups)

@@ -108,6 +108,7 @@ def test_the_file_computes_the_same_with_more_columns(tmp_path: Path, name: str,
         assert (plain.read_bytes() == whole.read_bytes()) == (name == "wide")
 
 
+@pytest.mark.quick(3)
 @pytest.mark.skipif(not products_are_wrong(), reason="all columns are computed right here")
 @pytest.mark.parametrize(
     "name", ["odd", "grouped", "linear", "rows", "behind SiLU", "head of a detector", "heads"]
@@ -179,6 +180,7 @@ def test_the_processor_decides(
     assert (other in caplog.text) is (backend == "qnn")
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("name", [*NETWORKS, "even"])
 def test_elsewhere_the_log_counts_the_layers(
     tmp_path: Path, monkeypatch: Any, caplog: Any, name: str

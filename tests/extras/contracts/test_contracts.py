@@ -181,6 +181,7 @@ def test_a_planted_violation_is_found_at_its_node(kind: str, tmp_path: Path) -> 
     assert f"{case.rule} (" in report.text()
 
 
+@pytest.mark.quick(12)
 @pytest.mark.parametrize("kind", [kind for kind, case in CASES.items() if case.fixed])
 def test_a_repaired_file_keeps_the_contract_and_runs(kind: str, tmp_path: Path) -> None:
     case = CASES[kind]
@@ -369,6 +370,7 @@ def _damage(model: onnx.ModelProto, rng: random.Random) -> None:
         node.attribute.append(onnx.helper.make_attribute("axis", rng.choice([-9, -1, 0, 1, 77])))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_damaged_file_is_checked_or_refused(seed: int, tmp_path: Path) -> None:
     """No other error than ours; edits of a random file never end it."""

@@ -99,6 +99,7 @@ def _converted(module: M.Module, config: object) -> TracedModule:
     return qtrace.convert(qtrace.calibrate(qtrace.prepare(traced, config), [X], progress=False))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("name", "target"), CASES)
 def test_an_export_keeps_the_contract_and_computes_what_the_graph_does(
     name: str, target: str, tmp_path: Path

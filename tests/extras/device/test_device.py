@@ -144,6 +144,7 @@ FAULTS: dict[str, tuple[Callable[[onnx.ModelProto], None], str]] = {
 }
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_bisect_names_the_op_with_a_fault(fault, model, file, tmp_path):
     plant, site = FAULTS[fault]

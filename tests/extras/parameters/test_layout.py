@@ -120,6 +120,7 @@ def _text(converted: TracedModule, params: str, folder: Path) -> str:
     return beside.read_text()
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("params", SCHEMAS)
 def test_layout(params: str, tmp_path: Path) -> None:
     converted = _converted(

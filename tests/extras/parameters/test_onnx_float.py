@@ -72,6 +72,7 @@ CASES = {
 }
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("params", CASES)
 def test_every_name_is_a_tensor_of_the_model(params: str, tmp_path: Path) -> None:
     x = images(2, 4, 16, 16)
@@ -125,6 +126,7 @@ def _by_range(entries: list[dict[str, Any]]) -> tuple[list[float], list[int]]:
     return scales, [round(-e["min"] / s) for e, s in zip(entries, scales, strict=True)]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("params", [*AIMET, "mqbench-snpe"])
 def test_model_and_file_together_give_the_integers_of_the_graph(params: str, tmp_path: Path) -> None:
     """Fake quants put where the file says give what the file with QuantizeLinear nodes gives."""
@@ -307,6 +309,7 @@ def test_a_tensor_with_two_schemes_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("recipe", "params"),
     [

@@ -34,6 +34,7 @@ def _assert_composes(parts: Any, traced: Any, x: np.ndarray) -> None:
         np.testing.assert_array_equal(value, expected)
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("backend", backends.known())
 def test_every_backend_has_parts_in_turn_that_compose_bit_for_bit(backend: str) -> None:
     x = images(1, 3, 16, 16)

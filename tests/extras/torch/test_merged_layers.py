@@ -63,6 +63,7 @@ def _prepared(proto: onnx.ModelProto, folder: Path) -> tuple[object, np.ndarray]
     return prepared, traced(mge.Tensor(X)).numpy()
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     "branches",
     [

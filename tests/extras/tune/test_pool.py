@@ -56,11 +56,13 @@ def on_two(tmp_path_factory: pytest.TempPathFactory) -> Tuning:
     return _search(tmp_path_factory.mktemp("two") / "b", weights, workers=2)
 
 
+@pytest.mark.slow
 def test_a_metric_is_imported_by_the_processes(on_two: Tuning) -> None:
     assert on_two.unit == "weights"
     assert sum(trial.value is not None for trial in on_two.trials) == 6
 
 
+@pytest.mark.slow
 def test_two_workers_judge_as_one_does(on_two: Tuning, tmp_path: Path) -> None:
     judged = {(t.digest, t.rung): t.value for t in _search(tmp_path / "c", weights).trials}
     common = [t for t in on_two.trials if (t.digest, t.rung) in judged]
@@ -74,6 +76,7 @@ def test_a_metric_without_a_name_is_refused_before_a_trial(tmp_path: Path) -> No
     assert not (tmp_path / "b" / TRIALS).exists()
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_loses_no_trial_and_the_search_goes_on_to_the_same(
     on_two: Tuning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

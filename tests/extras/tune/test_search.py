@@ -82,6 +82,7 @@ def test_every_line_of_the_best_recipe_has_a_reason(whole) -> None:
             assert above.lstrip().startswith("# "), line
 
 
+@pytest.mark.slow
 def test_two_runs_are_equal_and_another_seed_is_not(whole, tmp_path: Path) -> None:
     again = run(tmp_path / "again")
     assert told(again.trials) == told(whole[1].trials)
@@ -124,6 +125,7 @@ def test_a_folder_of_another_search_is_refused(whole, tmp_path: Path) -> None:
     assert not (tmp_path / "c" / SEARCH).exists()
 
 
+@pytest.mark.slow
 def test_no_result_is_beyond_a_limit_and_refused_trials_are_not_judged(whole, tmp_path: Path) -> None:
     size = whole[1].trials[0].bytes - 100
     result = run(tmp_path / "b", trials=14, limits=CostLimits(bytes=size))
@@ -174,11 +176,11 @@ def test_a_metric_may_give_a_number_or_one_for_each_sample(tmp_path: Path) -> No
 
         return mge.Tensor(batch)
 
-    many = tune(traced, start(), batches, tmp_path / "many", TuneSettings(trials=5), metric=closeness)
+    many = tune(traced, start(), batches, tmp_path / "many", TuneSettings(trials=3), metric=closeness)
     assert len(many.best.samples) == 32
     assert many.best.value == pytest.approx(np.mean(many.best.samples))
     one = tune(
-        *(traced, start(), batches, tmp_path / "one", TuneSettings(trials=5)),
+        *(traced, start(), batches, tmp_path / "one", TuneSettings(trials=3)),
         metric=lambda model: float(closeness(model).mean()),
     )
     assert one.best.digest == many.best.digest
@@ -297,6 +299,7 @@ class _KilledError(BaseException):
     """The end of a process, as far as this one can show it: nothing in qtrace catches it."""
 
 
+@pytest.mark.slow
 def test_a_search_that_ends_as_it_writes_a_trial_goes_on_to_the_same_recipe(
     whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from tests.nets import images, net
 BATCHES = [images(4, 3, 8, 8, seed=s) for s in range(3)]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("gamma", [0.0, 1e-9])
 def test_a_channel_that_is_switched_off_keeps_its_bias(gamma: float, tmp_path: Path) -> None:
     module = net(

@@ -65,6 +65,7 @@ def apply_file(path, op, **state):
     path.write_bytes(HEAD + build(new(name(EXPR, "Apply")), mapping(opdef_state=saved)) + STOP)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("op", "field", "value"),
     [
@@ -216,6 +217,7 @@ KEYS = {
 }
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("attack", KEYS)
 def test_what_nests_without_end_is_refused(tmp_path, attack):
     opcodes, reason = KEYS[attack]

@@ -283,6 +283,7 @@ def test_graphs_are_made_of_megengines_own_parts(tmp_path):
             load(path)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("key", "reason"),
     [

@@ -162,6 +162,7 @@ def controls(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("controls")
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(("index", "case"), list(enumerate(CASES)), ids=str)
 def test_every_recipe_keeps_what_the_network_without_the_number_keeps(
     index: int, case: tuple[str, str, float], controls: Path, tmp_path: Path
@@ -172,6 +173,7 @@ def test_every_recipe_keeps_what_the_network_without_the_number_keeps(
         assert _ratio(traced, prepared, batch) > _control(controls, case[0], recipe) - 3, recipe
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("case", "target"),
     list(zip((c for c in CASES if c[1] in RUN), itertools.cycle(TARGETS), strict=False)),

@@ -60,6 +60,7 @@ def save(model: ModelProto, path: Path) -> Path:
     return path
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("name", MAIN)
 def test_comes_in_and_goes_out(name: str, tmp_path: Path) -> None:
     """The graph, and the file that it is exported to, give what the file gives, for other values, too."""
@@ -88,6 +89,7 @@ def _marks(name: str) -> tuple[Any, ...]:
     return (pytest.mark.slow if name in _SAMPLED else pytest.mark.long,)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=_marks(n)) for n in _QUANTIZED])
 def test_all_forms_are_quantized_and_verified(name: str, tmp_path: Path) -> None:
     path = save(FORMS[name](), tmp_path / "net.onnx")

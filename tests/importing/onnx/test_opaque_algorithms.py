@@ -41,6 +41,7 @@ def test_the_source_of_a_graph_computes_the_same(net: TracedModule, tmp_path: Pa
     assert_equal(run_graph(traced, batch(1)), run_graph(net, batch(1)))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "algorithm", ["gptq", {"gptq": {"refit": True}}, {"adaround": {"iterations": 20}}, "bias_correction"]
 )

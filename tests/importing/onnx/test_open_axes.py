@@ -263,6 +263,7 @@ KEPT = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("form", KEPT)
 def test_an_image_is_resized_as_in_the_file_where_its_size_is_open(tmp_path: Path, form: str) -> None:
     """Sizes that are computed from open axes are known to what follows, also in a graph that was loaded."""
@@ -516,6 +517,7 @@ def _text(table: int) -> onnx.ModelProto:
     )
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("length", [24, 77, 512])
 def test_an_axis_at_its_largest_size_stays_open(length: int, tmp_path: Path) -> None:
     """It was fixed: a graph of a larger size cannot be inferred."""

@@ -36,6 +36,7 @@ ONE_OF_EACH = {entry.name for entry in one_of_each(CNN)}
 NETWORKS = [entry for entry in CNN if entry.name in ONE_OF_EACH or entry.name in QUICK]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("entry", parameters((*NETWORKS, *OTHERS), QUICK))
 def test_network(entry: Any, tmp_path: Path) -> None:
     args = entry.example()

@@ -16,7 +16,6 @@ import pytest
 import qtrace
 from qtrace.config.recipe import load_recipe
 from qtrace.graph.types import TracedModule
-from tests.each import each_of
 from tests.nets import images, net
 
 BATCHES = [images(2, 3, 8, 8, seed=s) for s in range(2)]
@@ -155,8 +154,8 @@ def _node_inputs(path: Path, *kinds: str) -> list[list[int]]:
     return [[ranks[name] for name in n.input[2:]] for n in model.graph.node if n.op_type in kinds]
 
 
-@each_of("form", ["stored", "computed", "of the input"])
-@each_of(("kind", "name"), CASES)
+@pytest.mark.parametrize("form", ["stored", "computed", "of the input"])
+@pytest.mark.parametrize(("kind", "name"), CASES)
 def test_a_bias_of_any_shape_is_a_vector_or_a_sum_in_a_float_file(
     kind: str, name: str, form: str, tmp_path: Path
 ) -> None:

@@ -52,6 +52,7 @@ ONE_OP = {
 FLOAT = ("gelu", "gelu_tanh")
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("kind", ONE_OP)
 def test_pieces_are_one_op_within_one_step_of_onnxruntime(kind: str, tmp_path: Path) -> None:
     traced = qtrace.trace(_between(ONE_OP[kind]), X)
@@ -100,6 +101,7 @@ IN_PIECES: dict[str, tuple[Callable[..., Any], str]] = {
 }
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", IN_PIECES)
 def test_functions_whose_pieces_have_integer_kernels_are_written_in_pieces(name: str, tmp_path: Path) -> None:
     forward, function = IN_PIECES[name]
@@ -113,6 +115,7 @@ def test_functions_whose_pieces_have_integer_kernels_are_written_in_pieces(name:
     _assert_exported(prepared, tmp_path)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", IN_PIECES)
 def test_each_of_them_has_an_onnx_form_of_its_own(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -105,6 +105,7 @@ def _calibrated(module: M.Module, config: Any = None) -> TracedModule:
     return qtrace.calibrate(prepared, BATCHES, progress=False)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.usefixtures("synchronous")
 @pytest.mark.parametrize("fakequant", ["fixed", pytest.param("lsq", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", NETS)

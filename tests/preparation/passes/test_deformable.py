@@ -56,6 +56,7 @@ def _difference(one: M.Module, other: M.Module, x: np.ndarray, y: np.ndarray) ->
     return float(np.abs(one(mge.Tensor(x)).numpy() - other(mge.Tensor(y)).numpy()).max())
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("reach", [1.0, 10.0, 100.0])
 def test_folding_changes_no_more_than_the_last_bit_of_the_input(reach: float) -> None:
     """Folding rounds each weight once more; the rest is how the kernels of a machine sum."""

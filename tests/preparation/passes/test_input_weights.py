@@ -13,7 +13,6 @@ import pytest
 
 import qtrace
 from qtrace.errors import ConfigError
-from tests.each import each_of
 from tests.nets import images, net
 
 X = images(1, 4, 6, 6)
@@ -57,8 +56,8 @@ def test_a_rule_that_asks_for_integers_is_refused_before_calibration(layer: str,
         qtrace.prepare(traced, {"backend": backend, "rules": [rule]})
 
 
-@each_of("backend", ["tflite", "ncnn"])
-@each_of("layer", LAYERS)
+@pytest.mark.parametrize("backend", ["tflite", "ncnn"])
+@pytest.mark.parametrize("layer", LAYERS)
 def test_files_of_stored_weights_refuse_it_before_calibration(layer: str, backend: str) -> None:
     traced = qtrace.trace(net(LAYERS[layer]), X)
     with pytest.raises(ConfigError, match=f"its {layer.split('-')[0]} is computed from the model's input"):

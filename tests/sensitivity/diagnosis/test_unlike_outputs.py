@@ -42,6 +42,7 @@ def _raw(self: M.Module, x: mge.Tensor) -> mge.Tensor:
     return self.raw(F.relu(self.a(x)))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("forward", "target"),
     [

@@ -125,6 +125,7 @@ RECIPES = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("params", RECIPES)
 def test_names_of_parameter_files_are_blobs_and_layers(params: str, tmp_path: Path) -> None:
     x = images(2, 3, 32, 32)

@@ -43,6 +43,7 @@ def _operators(path: Path) -> Counter[tuple[str, str]]:
     return Counter((v.owner.type, str(np.dtype(v.dtype))) for v in get_dep_vars(loaded.output_vars_list))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "model", [ResNet(8, (1, 1, 1, 1)), MobileNetV2(0.25, blocks=(1, 2, 1))], ids=["resnet", "mobilenet"]
 )

@@ -192,6 +192,7 @@ def test_a_network_of_many_ops_gives_the_same_bits(
     equal(run(module, (X,)), run(to_traced(text), (X,)))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "recipe", ["backend/onnxruntime", "backend/ncnn", "backend/esp_dl_s3", "backend/megengine"]
 )

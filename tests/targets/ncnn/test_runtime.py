@@ -45,6 +45,7 @@ SCORES = {
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("forward", SCORES.values(), ids=SCORES)
 def test_an_output_of_one_number_for_each_sample(tmp_path: Path, forward: Any) -> None:
     """ncnn has it with an axis of its own, for which the net was refused."""

@@ -50,6 +50,7 @@ def _pools_and_joins() -> M.Module:
     return net(forward, **layers)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("model", [_norm_between, _scaled_between, _pools_and_joins])
 @pytest.mark.parametrize("recipe", ["backend/openvino", "backend/onnxruntime"])
 def test_a_right_file_passes(model, recipe: str, tmp_path: Path) -> None:

@@ -120,6 +120,7 @@ def _notes(annotation: Annotation, kind: str) -> list[ExprNote]:
     return [note for note in annotation.notes if note.kind == kind]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_nothing_is_rounded_on_the_convolutions_side_of_a_sum(family: str, tmp_path: Path) -> None:
     build, unrounded = FAMILIES[family]

@@ -104,6 +104,7 @@ def test_a_file_without_a_fault_passes(path: Path, model: TracedModule) -> None:
     assert qtrace.bisect(path, model, BATCHES, runtime="litert") is None
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_found_where_they_are(fault: str, path: Path, model: TracedModule) -> None:
     change, site, op = FAULTS[fault]

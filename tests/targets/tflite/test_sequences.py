@@ -117,6 +117,7 @@ RANKINGS = {
 }
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", RANKINGS)
 def test_rankings(name: str, tmp_path: Path) -> None:
     module = net(RANKINGS[name], fc=M.Linear(30, 12), out=M.Linear(6, 2))

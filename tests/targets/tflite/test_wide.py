@@ -85,6 +85,7 @@ def _converted(module: M.Module, batches: list[np.ndarray], **config: Any) -> Tr
     return qtrace.convert(qtrace.calibrate(prepared, batches, progress=False))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", NETS)
 def test_ops_are_one_step_off_at_most(name: str, tmp_path: Path) -> None:
     """LiteRT's kernels for 16 bits scale by numbers of 15 bits: a step of 65,536 is off here and there."""
@@ -109,6 +110,7 @@ def test_the_nets_have_every_kind_of_the_target() -> None:
     assert BACKEND.ops - kinds_used == set(BACKEND.pieces)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("functions", ["native", "table"])
 def test_functions_without_floats(functions: str, tmp_path: Path) -> None:
     batches = [images(2, 4, 8, 8, seed=s) for s in range(2)]

@@ -36,6 +36,7 @@ def _child(session: Any) -> Any:
     return file._child._child
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", RUNTIMES)
 def test_a_runtime_that_dies_or_hangs_is_one_sentence(name: str, tmp_path: Path) -> None:
     path, title = _export(name, tmp_path), RUNTIMES[name][2]

@@ -51,7 +51,7 @@ def order_turn(count: int, number: int) -> list[int]:
 
     A file that does is faster, probably as caches have its data: ResNet-18 at 96x96 took 2.9 ms after another
     file, and 1.4 ms after five runs of its own. Each turn begins with the next file, so that a machine that
-    slows down steadily favours none; of two files one would then run twice in a row: their order stays.
+    slows down steadily favours none. Of two files one would then run twice in a row: their order stays.
 
     Args:
         count: the number of files.

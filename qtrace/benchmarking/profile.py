@@ -21,7 +21,6 @@ __all__ = [
     "LAYOUT",
     "ROUNDINGS",
     "NodeRun",
-    "NodeTime",
     "Profile",
     "ProfiledSession",
     "read_profile",

@@ -17,17 +17,7 @@ from qtrace.benchmarking.latency import order_turn
 from qtrace.benchmarking.runners import Runner, RunnerSettings, open_file
 from qtrace.errors import ExportError
 
-__all__ = [
-    "BUSY_SHARE",
-    "LEAST_RUNS",
-    "OtherWork",
-    "Settled",
-    "Speed",
-    "are_clear",
-    "compare_files",
-    "summarize",
-    "watched_load",
-]
+__all__ = ["Speed", "are_clear", "compare_files", "summarize", "watched_load"]
 
 BUSY_SHARE = 0.25
 """The share of the processor from which on other programs change what is timed."""

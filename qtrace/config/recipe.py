@@ -1,6 +1,6 @@
 """Recipes: a config as a YAML file. Packaged ones are named by their file in ``recipes/``: ``backend/ncnn``.
 
-A file begins with ``schema: qtrace/1``; its other keys are fields of `QConfig`, and ``imports``: a list of
+A file begins with ``schema: qtrace/1``. Its other keys are fields of `QConfig`, and ``imports``: a list of
 packaged names, and paths relative to the file. Imported files come first and the importing file wins:
 mappings merge by key, rules are appended, anything else (lists, a plugin with its options) is replaced. A
 file that is imported twice counts once, at its first import. ``..`` may stand in a path, as a recipe is read,

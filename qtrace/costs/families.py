@@ -23,7 +23,6 @@ __all__ = [
     "MonotoneGrid",
     "OpShape",
     "families",
-    "lower_envelope",
     "numel",
 ]
 
@@ -129,7 +128,7 @@ class MonotoneGrid:
     The coordinates of the points make a grid. Combinations that were not measured are filled from the nearest
     point and the mean slopes. Between the points of the grid, the logarithm of the time is linear in the
     logarithm of each coordinate. Below the smallest coordinate the time stays constant, since the fixed cost
-    of a kernel dominates there; above the largest one it is proportional to the coordinate.
+    of a kernel dominates there. Above the largest one it is proportional to the coordinate.
 
     Args:
         points: coordinates -> seconds, at least one. Times that shrink are lowered by `lower_envelope`.

@@ -48,7 +48,7 @@ def open_data(
     * ``pkg.mod:loader``: an iterable, or a callable that returns one and is called again for each iteration.
       A batch is a Tensor or array, a tuple of inputs by position, or a dict of inputs by name; it holds no
       labels. ``batch_size`` is ignored.
-    * what is in memory: an array or a dict of arrays, whose first axis counts the samples; a list of batches,
+    * what is in memory: an array or a dict of arrays, whose first axis counts the samples. A list of batches,
       an object whose ``__iter__`` begins anew, or a function that returns an iterable.
 
     Inputs get a dtype of MegEngine: floats and uint8 become float32. Four-dimensional uint8 arrays, in a

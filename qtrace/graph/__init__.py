@@ -8,7 +8,7 @@ data that Python reads, lost parameters, custom gradients. ``tracing/session.py`
 ``running.py`` makes modules of functions, and ``leaves.py`` keeps calls whole. ``samples.py``
 compares a batch with its samples. ``kernels.py`` refuses calls at which a kernel of MegEngine's ends the
 process. ``graph/`` and what takes its graphs apart (``extras/source/``, ``extras/split/``,
-``targets/msc/``) touch the internals of a TracedModule; everything else works through its editor,
+``targets/msc/``) touch the internals of a TracedModule. Everything else works through its editor,
 interpreter, patterns and tables. A shape that a node records is true, not marked as stale. The editor
 infers the shapes after an edit when it commits (``inference.py``, ``renewal.py``), on variables without
 values, and refuses an edit after which an op cannot run. Copies of a graph share the values of large

@@ -153,7 +153,7 @@ def clean_up(error: BaseException) -> None:
     """Removes the nodes of a failed trace from the tensors that outlive it.
 
     MegEngine leaves its node on a tensor that was captured as a constant, such as a global of the user's
-    file; the next trace that reads the tensor would raise a KeyError.
+    file. The next trace that reads the tensor would raise a KeyError.
     """
     graphs: list[Any] = []
     for frame, _ in traceback.walk_tb(error.__traceback__):

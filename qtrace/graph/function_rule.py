@@ -31,7 +31,7 @@ from qtrace.graph.tracing.tracer import Tracer
 from qtrace.graph.walk import op_label, output_index
 from qtrace.process.threads import on_engine_thread
 
-__all__ = ["AnyNumber", "FunctionTrace", "function_rule", "marker_of", "trace_function"]
+__all__ = ["AnyNumber", "function_rule", "trace_function"]
 
 
 @dataclass(frozen=True)

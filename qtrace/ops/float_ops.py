@@ -1,6 +1,6 @@
 """Ops that stay in float.
 
-These are losses, which occur where a training graph was traced; linear algebra beyond products, and complex
+These are losses, which occur where a training graph was traced. Linear algebra beyond products, and complex
 numbers; roundings by the range of each batch, which `prepare` puts before layers with method: dynamic; and
 opaque nodes: what an ONNX file has and MegEngine lacks, kept as in the file and run by onnxruntime.
 """

@@ -2,7 +2,7 @@
 
 The placement that a user prefers, and the bits of weights, follow by rule, too. Without VNNI instructions,
 onnxruntime's kernels for uint8 and int8 add two products in 16 bits. Weights of 8 bits are stored as uint8
-there, whose kernels are exact and slower; two products with weights of 7 bits fit, so that these take the
+there, whose kernels are exact and slower. Two products with weights of 7 bits fit, so that these take the
 fast kernels, which a config that asks for speed gets.
 """
 

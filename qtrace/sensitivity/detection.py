@@ -53,7 +53,7 @@ class DetectionLoss:
     """The losses of a detector against its own float graph, where that one finds something.
 
     A place is matched when the float graph's score there, ``sigmoid(objectness) * max sigmoid(class)``, is at
-    least ``threshold``; on a level without any, the best one counts. Over the matched places::
+    least ``threshold``. On a level without any, the best one counts. Over the matched places::
 
         class       mean binary cross entropy of sigmoid(q) to sigmoid(f), less that of f to itself
         box         mean |q - f| over its values, relative to the mean |f|

@@ -2,7 +2,7 @@
 
 MegEngine's top-k and argsort give equal scores in an order of their own, runtimes mostly give the first one
 first, as ONNX demands. verify lets the graph do so, too. Scores that are equal but for the last bits of float
-arithmetic can still come in another order; what is computed from their positions is followed.
+arithmetic can still come in another order. What is computed from their positions is followed.
 """
 
 from __future__ import annotations

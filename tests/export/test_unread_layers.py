@@ -155,7 +155,7 @@ def test_caffe(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["shape of a branch", "shape of a part"])
 def test_a_parameter_file_names_no_layer_that_is_left_out(name: str, tmp_path: Path) -> None:
-    path = qtrace.export(_converted(name, "backend/qnn"), tmp_path / "m.prototxt", params="mqbench-snpe")
+    path = qtrace.export(_converted(name, "backend/qnn"), tmp_path / "m.prototxt", params="aimet-0.6.1")
     (parameters,) = (p for p in tmp_path.iterdir() if p.suffix not in (".prototxt", ".caffemodel"))
     data: dict[str, dict[str, Any]] = json.loads(parameters.read_text())
     layers = {key.rpartition(".")[0] for key in data["param_encodings"]}

@@ -134,7 +134,7 @@ def export(
     written in float. A file that another tool wrote is replaced by --force only, and MODEL never. A format of
     several files puts the others beside --out. In the end the command notes the size, the
     multiply-accumulates and, for a runtime with a cost table, the predicted time beside that in float. The
-    exit code is 1 if size or time are above the limits of the recipe's `expect`; the file is written all the
+    exit code is 1 if size or time are above the limits of the recipe's `expect`. The file is written all the
     same. --test-vectors is for firmware: what a device must compute, as raw files and as .npz, with an index.
     """
     if (test_vectors is None) != (data is None):

@@ -58,7 +58,7 @@ def trace(
 ) -> None:
     """Trace a module into a file.
 
-    FACTORY is called without arguments and returns a Module with its weights loaded; it is imported from the
+    FACTORY is called without arguments and returns a Module with its weights loaded. It is imported from the
     current directory or PYTHONPATH. --recipe is needed only for its preprocess, with a folder of images.
     """
     if bool(shapes) == (data is not None):

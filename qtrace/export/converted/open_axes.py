@@ -60,7 +60,7 @@ def find_declared_axes(graph: ConvertedGraph, problem_at: Problem, keeps_batch: 
     """Infers the shapes of ``graph`` at other sizes of the open axes that it records.
 
     An axis at which an op cannot run, or cannot be written, is fixed; the logger ``qtrace`` says why. A graph
-    that records no open axes has an open batch, if it can run at other batch sizes; one of an ONNX file that
+    that records no open axes has an open batch, if it can run at other batch sizes. One of an ONNX file that
     fixes the batch keeps that size.
 
     Args:

@@ -2,7 +2,7 @@
 
 Weights are stored as integers per channel, biases as int32 at the scale of the accumulator. Every tensor
 of integers in the graph is one in the file, called ``{site}_int``.
-Inputs have the names of the traced arguments, outputs the names of the nodes that compute them; a network
+Inputs have the names of the traced arguments, outputs the names of the nodes that compute them. A network
 that was imported has the names, versions and document strings of its file.
 """
 

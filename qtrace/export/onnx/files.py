@@ -55,7 +55,7 @@ def files(
         input_names: names for all inputs of the file, in order; None for the traced arguments' names.
         output_names: names for all outputs of the file, in order; None for the nodes' names.
         preprocess: whether the file takes uint8 pixels (N, H, W, C) and normalizes them itself, as the recipe
-            says; images are resized before.
+            says. Images are resized before.
         nms: how the file of a detector chooses boxes, as a mapping of `Suppression`; None for only the
             outputs of the graph. The boxes are further outputs.
         weights: the type of the integers of weights: ``int8``; ``uint8`` with zero point 128, the same

@@ -25,7 +25,6 @@ from qtrace.runtimes.host import RuntimeHost, describe_side
 
 __all__ = [
     "ContractReport",
-    "Finding",
     "RunPrice",
     "check_model",
     "conversions",

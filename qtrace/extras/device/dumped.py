@@ -20,7 +20,7 @@ from qtrace.scheme import QParams
 from qtrace.verification.runs import activations, output_names
 from qtrace.verification.runtimes.base import Runtime, RuntimeRun
 
-__all__ = ["KINDS", "DeviceLayout", "DumpedSession", "Sample", "dumped_tensors", "file_name", "find_samples"]
+__all__ = ["KINDS", "Sample", "dumped_tensors", "file_name"]
 
 KINDS = ("inputs", "sites", "outputs")
 """The folders of a batch that tell tensors of one name apart."""
@@ -71,7 +71,7 @@ def find_samples(folder: Path) -> tuple[Sample, ...]:
     """Finds the dumped tensors of each batch, in the order of their names with numbers by value.
 
     A batch is an .npz archive or a folder of .npy, .raw and .bin files, which may stand in folders
-    ``inputs``, ``sites`` and ``outputs``; files that stand in ``folder`` itself are one batch. An archive
+    ``inputs``, ``sites`` and ``outputs``. Files that stand in ``folder`` itself are one batch. An archive
     with the name of a folder next to it stands for the folder.
 
     Args:
@@ -145,7 +145,7 @@ def dumped_tensors(
 ) -> Runtime:
     """Returns a runtime for `verify` and `bisect` that reads dumped tensors in place of running a file.
 
-    A batch of the data belongs to one .npz archive, or to one folder of .npy, .raw or .bin files; batches and
+    A batch of the data belongs to one .npz archive, or to one folder of .npy, .raw or .bin files. Batches and
     archives or folders are matched in order. Tensors may be missing: ops between two that are there are
     compared together. Integers are read as they are; int8 in the place of uint8, and the reverse, is shifted
     by 128; floats must be integers times the site's scale. The type of a raw file follows from its size: one

@@ -34,7 +34,7 @@ def write_vectors(
     """Writes test vectors: for each batch its inputs, the integers of every site and the outputs.
 
     ``0000.npz`` holds the tensors of the first batch, as ``inputs/NAME``, ``sites/NAME`` and
-    ``outputs/NAME``; the folder ``0000`` holds the same as raw files, little endian and without header.
+    ``outputs/NAME``. The folder ``0000`` holds the same as raw files, little endian and without header.
     ``index.json`` has their types, shapes, scales and zero points, in the order of computation.
     ``inputs.npz`` has the inputs of all batches, samples first, as data for `verify`.
 

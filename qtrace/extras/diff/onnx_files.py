@@ -18,15 +18,7 @@ from qtrace.metrics import sqnr_db
 from qtrace.onnxfile.model import OnnxModel
 from qtrace.onnxfile.reading import load_model
 
-__all__ = [
-    "FileChange",
-    "FileDifference",
-    "FileGrid",
-    "OnnxSide",
-    "attributes_of",
-    "compare_files",
-    "describe_value",
-]
+__all__ = ["FileDifference", "compare_files"]
 
 _ROUNDINGS = ("QuantizeLinear", "DequantizeLinear")
 _ONES, _ZEROS = ("strides", "dilations"), ("pads",)

@@ -18,7 +18,6 @@ from qtrace.preparation.phases import in_phase
 
 __all__ = [
     "BestState",
-    "BothGraphs",
     "Compared",
     "Evaluation",
     "EvaluationFigures",

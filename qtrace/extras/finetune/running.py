@@ -29,7 +29,7 @@ from qtrace.preparation.identity import graph_hash
 from qtrace.preparation.model import QuantizedModel
 from qtrace.storage import checkpoints
 
-__all__ = ["TuningRun", "identity_of", "pack_state", "read_checkpoint", "restore_state", "write_checkpoint"]
+__all__ = ["TuningRun", "write_checkpoint"]
 
 # Settings that a resumed run may change.
 _CHANGEABLE = ("checkpoint_every", "memory", "max_minutes", "engine")

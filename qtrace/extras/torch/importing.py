@@ -43,7 +43,7 @@ def from_torch(
             needs none.
         dynamic: axes of inputs that stay open, such as ``{"x": {0: "N", 2: "H", 3: "W"}}``: input -> axis ->
             name of its size. None leaves the first axis of all inputs open, the batch, if torch can export
-            the network so; where it cannot, the logger ``qtrace`` says why. ``{}`` fixes all axes. A program
+            the network so. Where it cannot, the logger ``qtrace`` says why. ``{}`` fixes all axes. A program
             has its own.
 
     Returns:

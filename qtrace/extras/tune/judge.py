@@ -41,7 +41,6 @@ __all__ = [
     "RungData",
     "Subject",
     "Task",
-    "TrialJob",
     "predict_milliseconds",
     "value_of_noise",
 ]

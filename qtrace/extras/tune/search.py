@@ -1,7 +1,7 @@
 """The search: which recipe is tried next, and on how much of the data.
 
 The next trial depends on the seed and the finished trials only, never on a clock, so that a search that was
-killed goes on as if it had not been. Trials of the search begin on a quarter of the data; the better half of
+killed goes on as if it had not been. Trials of the search begin on a quarter of the data. The better half of
 those on one rung is judged again on the next one, which has twice the data, up to all of it (Li et al. 2020,
 "A System for Massively Parallel Hyperparameter Tuning", algorithm 2). Trials that are judged at the same time
 are proposed from the same finished ones.

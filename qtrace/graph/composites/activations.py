@@ -87,7 +87,7 @@ class HardSwish(CompositeRule):
     """Hard swish: ``x * clip(x + 3, 0, 6) / 6``.
 
     Source: Howard et al. 2019, "Searching for MobileNetV3", section 5.2. paddle2onnx and PyTorch before opset
-    14 write Add, Clip, Mul, Div, MegEngine models ``x * F.relu6(x + 3) / 6``; others multiply by 1 / 6
+    14 write Add, Clip, Mul, Div, MegEngine models ``x * F.relu6(x + 3) / 6``. Others multiply by 1 / 6
     anywhere, or multiply x by a hard sigmoid.
     """
 

@@ -455,7 +455,7 @@ class Softmax(CompositeRule):
     """Softmax: ``exp(x - max(x)) / sum(exp(x - max(x)))`` over one axis.
 
     Source: Bridle 1990, "Probabilistic interpretation of feedforward classification network outputs".
-    TensorFlow's Keras for other axes than the last, and models by hand, write Max, Sub, Exp, Sum, Div; some
+    TensorFlow's Keras for other axes than the last, and models by hand, write Max, Sub, Exp, Sum, Div. Some
     leave out the maximum, which changes nothing but the range of x.
     """
 

@@ -89,7 +89,7 @@ class LoadBudget:
 def shown(value: object, limit: int = 100) -> str:
     """Formats ``value`` for an error message.
 
-    Names may be long or contain line breaks; objects of a half-loaded model are only named by their type,
+    Names may be long or contain line breaks. Objects of a half-loaded model are only named by their type,
     because their own repr may not work yet.
     """
     plain = (str, int, float, bytes, type(None))

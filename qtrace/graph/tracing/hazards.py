@@ -45,7 +45,6 @@ __all__ = [
     "native_quantization",
     "read_parameters",
     "shift_state",
-    "tensors_in",
     "watch_functions",
     "with_place",
 ]

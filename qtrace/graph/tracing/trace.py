@@ -76,7 +76,7 @@ def trace(
             value, such as in ``if x.max() > 1``: the trace keeps what it is for the example. Where one does,
             ``check`` compares on the example only.
         leaves: module classes and functions of your own that stay one call each, such as ``[MyOp]``. A class
-            means only its own instances, not a subclass's; a function stands at the top level of a file.
+            means only its own instances, not a subclass's. A function stands at the top level of a file.
             An `OpRule` as their attribute ``qtrace_rule`` says how they are quantized, and `load` needs them
             in ``allow``.
         also: other examples that the same graph must serve, such as other sizes of images: each a tuple of

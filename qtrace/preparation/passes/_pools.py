@@ -43,7 +43,7 @@ def time_pools(view: View, expr: Expr, table: CostTable) -> PoolTimes:
     """Returns the times of ``expr`` if it is a pooling that carries integers, else no time.
 
     onnxruntime has a fast integer kernel for channels last, the layout that an integer convolution writes
-    and most ops behind it keep; in the plain layout, integers take several times as long as floats. An
+    and most ops behind it keep. In the plain layout, integers take several times as long as floats. An
     exported file pools an input in float.
     """
     call = view.calls.get(expr)

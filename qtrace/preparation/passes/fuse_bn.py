@@ -1,6 +1,6 @@
 """Folds BatchNorm into the conv or linear layer before it.
 
-With running mean m and variance v, ``bn(conv(x)) = conv(x; w * g) + (b - m) * g + beta`` where
+With running mean m and variance v, ``bn(conv(x)) = conv(x. W * g) + (b - m) * g + beta`` where
 ``g = gamma / sqrt(v + eps)`` scales the output channels (Jacob et al. 2018, "Quantization and Training of
 Neural Networks for Efficient Integer-Arithmetic-Only Inference", section 3.2). Computed in float64.
 """

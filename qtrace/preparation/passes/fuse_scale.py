@@ -1,6 +1,6 @@
 """Folds a stored scale, shift, or both into the conv or linear layer before it.
 
-``conv(x) * s + t = conv(x; w * s) + (b * s + t)``, where ``s`` and ``t`` are one number or one for each
+``conv(x) * s + t = conv(x. W * s) + (b * s + t)``, where ``s`` and ``t`` are one number or one for each
 output channel, as in PP-LCNetV3's LearnableAffineBlock and in a frozen BatchNorm. A shift alone is a bias
 that the network adds behind the layer, as Paddle's exports do in squeeze-excitation blocks: on integers the
 result would be rounded before it, too. Computed in float64.

@@ -108,7 +108,7 @@ class CalibrationOutputs:
     """The SQNR of each output of the quantized graph, on up to 8 samples of the calibration data.
 
     Outputs of the float graph, and outputs before any change, are computed while the graph is changed, where
-    the engine can; leaving a ``with`` block ends it.
+    the engine can. Leaving a ``with`` block ends it.
 
     Args:
         model: the calibrated graph, in the phase ``quantize`` and in eval mode.

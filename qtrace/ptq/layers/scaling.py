@@ -406,7 +406,7 @@ def factors(parameters: Parameters, group: ChannelGroup) -> np.ndarray:
 
     For one writer and one reader with ranges r1 and r2 this is ``sqrt(r1 / r2)``, after which both ranges are
     ``sqrt(r1 * r2)`` (Nagel et al. 2019, section 4.1 and appendix A). Of several layers on one side, each
-    channel counts as in the layer where it is largest, measured by that layer's own range; the means of
+    channel counts as in the layer where it is largest, measured by that layer's own range. The means of
     these ranges give the common factor. Channels that one side does not use, or whose weights are next to 0
     compared with the others (`qtrace.numerics.alive`), keep their scale: their output may be only a bias.
     """

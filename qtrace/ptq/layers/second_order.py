@@ -18,7 +18,6 @@ __all__ = [
     "MAX_JOINT_INPUTS",
     "Grid",
     "SecondMoments",
-    "add_to_diagonals",
     "added",
     "correction",
     "grouped",
@@ -243,7 +242,7 @@ def _shares(matrix: np.ndarray) -> np.ndarray:
     """Computes what part of the error of an input i each input j after it takes over, (D, D) at (i, j > i).
 
     With ``matrix = R R^T`` for an upper triangular R they are ``R_ij / R_jj``. They weigh errors against the
-    exact weights, where GPTQ weighs those against the moved ones by the factor of the inverse matrix; both
+    exact weights, where GPTQ weighs those against the moved ones by the factor of the inverse matrix. Both
     round alike (Chee et al. 2023, "QuIP: 2-Bit Quantization of Large Language Models With Guarantees",
     theorem 6). With rows and columns reversed, R is the Cholesky factor of the reversed matrix.
     """

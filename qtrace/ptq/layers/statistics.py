@@ -23,12 +23,9 @@ from qtrace.ptq.layers.second_order import MAX_JOINT_INPUTS, SecondMoments, adde
 
 __all__ = [
     "HELD",
-    "LayerStatistics",
-    "RowSums",
     "StatisticsCollector",
     "WeightErrors",
     "draw_positions",
-    "fold_of",
     "products",
     "read_rows",
     "result_rows",

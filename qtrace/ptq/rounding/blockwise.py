@@ -29,7 +29,7 @@ from qtrace.ptq.rounding.block_run import Block, BlockData, BlockRun, anneal, si
 from qtrace.ptq.rounding.gradients import BlockGradients, DescentSettings, MegEngineGradients
 from qtrace.storage.checkpoints import hash_arrays
 
-__all__ = ["LearnedBlock", "LearnedRounding", "learn", "learn_block"]
+__all__ = ["LearnedRounding", "learn", "learn_block"]
 
 # Both engines agree on a step if the loss differs by no more than this share, and no gradient by more than
 # this share of its length: a value that lies between two integers may be rounded either way.

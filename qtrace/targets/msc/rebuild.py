@@ -31,7 +31,7 @@ from qtrace.targets.msc.calls import BOOKKEEPING, node_digest, read_dtype, read_
 from qtrace.targets.msc.document import MSCGraph, MSCNode, MSCTensor
 from qtrace.targets.msc.kinds import standard_calls
 
-__all__ = ["BIAS_SCHEME", "Roundings", "to_traced"]
+__all__ = ["Roundings", "to_traced"]
 
 BIAS_SCHEME = "int32 sym"
 """The scheme of biases in documents: integers at the product of two scales."""

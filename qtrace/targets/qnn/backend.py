@@ -1,6 +1,6 @@
 """Qualcomm's AI Engine Direct (QNN) and its sibling SNPE, on the Hexagon tensor processor.
 
-Activations are unsigned and affine, of 8 or 16 bits (those stay exact enough for box regression); weights
+Activations are unsigned and affine, of 8 or 16 bits (those stay exact enough for box regression). Weights
 are symmetric int8, or int4, with a scale per channel, or affine with one scale per tensor. Every tensor has
 parameters of its own, the result of a concatenation too. A convolution reads and gives equally many bits, and
 what reads its result in others rounds it again. Sigmoid and tanh of 16 bits have fixed ranges, the weight of

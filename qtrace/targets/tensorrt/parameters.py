@@ -18,14 +18,14 @@ import numpy as np
 from qtrace.export.parameters.base import ParameterFile, refuse, refuse_floating
 from qtrace.export.parameters.sites import Row
 
-__all__ = ["PARAMETERS", "PARAMETERS_10", "check_tensorrt"]
+__all__ = ["PARAMETERS", "PARAMETERS_10"]
 
 _log = logging.getLogger("qtrace")
 _TITLE = "a TensorRT calibration cache"
 _INSTEAD = "or export format onnx, whose QuantizeLinear nodes TensorRT reads from release 8 on"
 
 
-def check_tensorrt(rows: Sequence[Row], title: str) -> None:
+def _check(rows: Sequence[Row]) -> None:
     """Refuses sites that TensorRT cannot quantize from one magnitude for each activation.
 
     Raises:
@@ -35,34 +35,34 @@ def check_tensorrt(rows: Sequence[Row], title: str) -> None:
         scheme = row.scheme
         if scheme is None:  # int32 at the product of both scales, as TensorRT adds it
             continue
-        refuse_floating(row, title)
+        refuse_floating(row, _TITLE)
         if scheme.bits != 8:
-            raise refuse(row, title, "knows 8 bits only", f"use 8 bits there, {_INSTEAD}")
+            raise refuse(row, _TITLE, "knows 8 bits only", f"use 8 bits there, {_INSTEAD}")
         if not scheme.symmetric or not scheme.signed:
             change = f"prepare with backend tensorrt_10, {_INSTEAD}"
-            raise refuse(row, title, "knows signed symmetric integers only", change)
+            raise refuse(row, _TITLE, "knows signed symmetric integers only", change)
         if row.sort == "weight":
-            _check_weight(row, title)
+            _check_weight(row)
         elif row.axis is not None:
-            raise refuse(row, title, "has one scale for each tensor", "set axis: null there")
+            raise refuse(row, _TITLE, "has one scale for each tensor", "set axis: null there")
         elif scheme.narrow:
-            raise refuse(row, title, "always uses -128", "set narrow: false there")
+            raise refuse(row, _TITLE, "always uses -128", "set narrow: false there")
 
 
-def _check_weight(row: Row, title: str) -> None:
+def _check_weight(row: Row) -> None:
     assert row.value is not None
     if row.axis is None:
         change = f"set axis: 0 there, {_INSTEAD}"
-        raise refuse(row, title, "leaves weights to TensorRT, which gives each channel a scale", change)
+        raise refuse(row, _TITLE, "leaves weights to TensorRT, which gives each channel a scale", change)
     largest = np.abs(np.moveaxis(row.value, row.axis, 0).reshape(len(row.scale), -1)).max(1)
     # A channel of zeros has any scale.
     if not np.allclose(largest[largest > 0] / 127, row.scale[largest > 0], rtol=1e-5, atol=0):
         reason = "leaves weights to TensorRT, which scales a channel by its largest magnitude"
-        raise refuse(row, title, reason, f"use the observer minmax for it, {_INSTEAD}")
+        raise refuse(row, _TITLE, reason, f"use the observer minmax for it, {_INSTEAD}")
 
 
 def _write(rows: Sequence[Row]) -> str:
-    check_tensorrt(rows, _TITLE)
+    _check(rows)
     lines = ["TRT-8503-EntropyCalibration2"]
     for row in rows:
         if row.sort == "activation":

@@ -40,7 +40,7 @@ class RuntimeRun:
 class Session(Protocol):
     """A loaded file.
 
-    With an attribute ``partial`` that is true, sites may be missing; with an attribute ``first_of_equals``
+    With an attribute ``partial`` that is true, sites may be missing. With an attribute ``first_of_equals``
     that is false, equal scores are ranked in the order of MegEngine's kernels. An attribute ``inexact`` names
     the sites whose kernels do not round ties as the graph does, ``side`` what ran where on another host,
     ``place_kinds`` the ops of the nodes that select. ``remark`` says what a client has to do so that it

@@ -40,7 +40,8 @@ AIMET_100 = {
     "scale": [float],
     "offset": [int],
 }
-SNPE = {"*": [{"bitwidth": int, "min": NUMBER, "max": NUMBER}]}
+RANGES = {"*": [{"bitwidth": int, "min": NUMBER, "max": NUMBER}]}
+ENCODINGS = {"activation_encodings": RANGES, "param_encodings": RANGES}
 SCHEMAS: dict[str, Any] = {
     "aimet-0.6.1": {
         "version": {"0.6.1"},
@@ -70,8 +71,6 @@ SCHEMAS: dict[str, Any] = {
             }
         ],
     },
-    "mqbench-snpe": {"activation_encodings": SNPE, "param_encodings": SNPE},
-    "mqbench-tensorrt": {"tensorrt": {"blob_range": {"*": float}}},
     "mgeconvert": {
         "*": {
             "dtype": str,
@@ -84,7 +83,6 @@ SCHEMAS: dict[str, Any] = {
         }
     },
 }
-TARGETS = {"mqbench-tensorrt": "backend/tensorrt_10"}
 
 
 def _problems(value: Any, schema: Any, location: str = "$") -> list[str]:
@@ -123,9 +121,7 @@ def _text(converted: TracedModule, params: str, folder: Path) -> str:
 @pytest.mark.quick(3)
 @pytest.mark.parametrize("params", SCHEMAS)
 def test_layout(params: str, tmp_path: Path) -> None:
-    converted = _converted(
-        randomize(ResNet(4, (1, 1))), images(2, 3, 16, 16), TARGETS.get(params, "onnxruntime")
-    )
+    converted = _converted(randomize(ResNet(4, (1, 1))), images(2, 3, 16, 16), "onnxruntime")
     document = json.loads(_text(converted, params, tmp_path))
     assert _problems(document, SCHEMAS[params]) == []
 
@@ -133,9 +129,9 @@ def test_layout(params: str, tmp_path: Path) -> None:
 def test_the_schema_finds_what_is_wrong() -> None:
     entry = {"bitwidth": 8, "min": 0.0, "max": 1.0}
     fine = {"activation_encodings": {"x": [entry]}, "param_encodings": {}}
-    assert _problems(fine, SCHEMAS["mqbench-snpe"]) == []
+    assert _problems(fine, ENCODINGS) == []
     wrong = {"activation_encodings": {"x": [{**entry, "min": "0"}, {**entry, "step": 1}]}}
-    assert _problems(wrong, SCHEMAS["mqbench-snpe"]) == [
+    assert _problems(wrong, ENCODINGS) == [
         "$ lacks param_encodings",
         "$.activation_encodings.x[0].min is a str",
         "$.activation_encodings.x[1] has step",
@@ -166,7 +162,7 @@ def test_aimet_1_has_the_numbers_of_every_site(tmp_path: Path) -> None:
     assert len(entries) == sum(s.sort == "bias" for s in annotation.sites)
 
 
-CHANNELS = ("aimet-0.6.1", "aimet-1.0.0", "aimet-2.0.0", "mgeconvert", "mqbench-snpe")
+CHANNELS = ("aimet-0.6.1", "aimet-1.0.0", "aimet-2.0.0", "mgeconvert")
 
 
 def _per_channel(params: str, text: str) -> dict[str, tuple[list[float], int | None]]:

@@ -64,8 +64,6 @@ CASES = {
     "aimet-0.6.1": "onnxruntime",
     "aimet-1.0.0": "onnxruntime",
     "aimet-2.0.0": "onnxruntime",
-    "mqbench-snpe": "backend/snpe",
-    "mqbench-tensorrt": "backend/tensorrt_10",
     "tensorrt": "backend/tensorrt_10",
     "tensorrt-10": "backend/tensorrt_10",
     "mgeconvert": "onnxruntime",
@@ -86,7 +84,7 @@ def test_every_name_is_a_tensor_of_the_model(params: str, tmp_path: Path) -> Non
     activations = {s.node for s in annotation.sites if s.sort == "activation"} | set(annotation.carried)
     assert len(activations) > 5
     assert activations <= set(names)
-    if params not in ("tensorrt", "tensorrt-10", "mqbench-tensorrt"):
+    if params not in ("tensorrt", "tensorrt-10"):
         assert {s.node for s in annotation.sites if s.sort == "weight"} <= set(names)
 
 
@@ -98,8 +96,6 @@ def _read(params: str, text: str) -> dict[str, list[Any]]:
         pairs = (line.split(": ") for line in lines)
         return {n: [8, struct.unpack(">f", bytes.fromhex(v)), [128], None] for n, v in pairs}
     data = json.loads(text)
-    if params == "mqbench-tensorrt":
-        return {n: [8, [v / 127], [128], None] for n, v in data["tensorrt"]["blob_range"].items()}
     if params == "mgeconvert":
         return {n: [e["qmax"] - e["qmin"], [e["scale"]], [e["zero_point"]], None] for n, e in data.items()}
     if params == "aimet-2.0.0":
@@ -127,7 +123,7 @@ def _by_range(entries: list[dict[str, Any]]) -> tuple[list[float], list[int]]:
 
 
 @pytest.mark.quick(2)
-@pytest.mark.parametrize("params", [*AIMET, "mqbench-snpe"])
+@pytest.mark.parametrize("params", AIMET)
 def test_model_and_file_together_give_the_integers_of_the_graph(params: str, tmp_path: Path) -> None:
     """Fake quants put where the file says give what the file with QuantizeLinear nodes gives."""
     x = images(2, 3, 32, 32)
@@ -268,7 +264,7 @@ REFUSED = {
         r"site c_weight is int4 .* 8 bits only: use 8 bits there, or export format onnx",
     ),
     "per-tensor weights in a cache": (
-        "mqbench-tensorrt",
+        "tensorrt-10",
         {"activation": INT8, "weight": {"axis": None}},
         r"site c_weight is int8 sym .*each channel a scale: set axis: 0",
     ),
@@ -288,7 +284,6 @@ REFUSED = {
         {"backend": "ncnn"},
         r"site x is int8 sym narrow .*always use the lowest integer: set narrow: false",
     ),
-    "6 bits for SNPE": ("mqbench-snpe", {"weight": {"bits": 6}}, r"site c_weight is int6 .*4, 8 and 16 bits"),
 }
 
 
@@ -313,8 +308,8 @@ def test_a_tensor_with_two_schemes_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("recipe", "params"),
     [
-        *(("backend/onnxruntime", p) for p in (*AIMET, "mqbench-snpe")),
-        *(("backend/tensorrt_10", p) for p in ("tensorrt-10", "mqbench-tensorrt")),
+        *(("backend/onnxruntime", p) for p in AIMET),
+        ("backend/tensorrt_10", "tensorrt-10"),
         ("backend/ncnn", "ncnn"),
         ("backend/megengine", "mgeconvert"),
     ],

@@ -119,7 +119,6 @@ def test_only_sizes_that_differ_say_how_they_are_rounded(tmp_path: Path) -> None
 
 RECIPES = {
     "tensorrt-10": "backend/tensorrt_10",
-    "mqbench-snpe": "backend/qnn",
     "aimet-0.6.1": "backend/qnn",
     "mgeconvert": "backend/megengine",
 }

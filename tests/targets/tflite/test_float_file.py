@@ -57,7 +57,7 @@ def test_the_model_alone_computes_what_the_module_does_in_float(tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("params", "suffix"),
-    [("aimet-2.0.0", ".encodings"), ("aimet-0.6.1", ".encodings"), ("mqbench-snpe", "_clip_ranges.json")],
+    [("aimet-2.0.0", ".encodings"), ("aimet-0.6.1", ".encodings")],
 )
 def test_every_name_is_a_tensor_of_the_model(params: str, suffix: str, tmp_path: Path) -> None:
     converted = _converted(_module())
@@ -72,8 +72,7 @@ def test_every_name_is_a_tensor_of_the_model(params: str, suffix: str, tmp_path:
     sites = qtrace.explain(converted).annotation.sites
     assert sum(site.sort == "weight" for site in sites) == 5
     assert {site.node for site in sites if site.sort == "weight"} <= names
-    biases = 0 if params == "mqbench-snpe" else 5
-    assert len(names) >= 5 + biases + 4
+    assert len(names) >= 5 + 5 + 4
 
 
 def test_parameters_are_those_of_the_file_with_integers(tmp_path: Path) -> None:

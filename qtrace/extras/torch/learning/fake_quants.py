@@ -28,7 +28,6 @@ from qtrace.numerics import SMALLEST_NORMAL, SMALLEST_SCALE, SMALLEST_SHARE
 
 __all__ = [
     "MODULES",
-    "Leaf",
     "absolute",
     "bias_quant",
     "bn_fold",
@@ -38,7 +37,6 @@ __all__ = [
     "larger",
     "positive",
     "quant_dequant",
-    "round_away",
     "shaped",
     "smaller",
     "stored_parameters",

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import click
 import megengine.functional as F
 import megengine.module as M
 import numpy as np
@@ -16,6 +17,8 @@ from megengine.traced_module import wrap
 
 import qtrace
 from qtrace import cli, ops, plugins
+from qtrace.benchmarking import runners
+from qtrace.cli import program
 from qtrace.config import backends
 from qtrace.errors import ConfigError, ExportError, UnsafeFileError
 from qtrace.export import formats
@@ -354,3 +357,41 @@ def test_an_abstract_class_is_told_what_it_lacks(chip, tmp_path):
         ConfigError, match="is abstract: it has to implement _choose_range and .*Observer describes"
     ):
         plugins.resolve("qtrace.observers", "chip_half:Half", Observer)
+
+
+def test_a_package_brings_commands_runners_and_parameter_files(chip, tmp_path, monkeypatch):
+    (tmp_path / "chip_rules.py").write_text(
+        "import click\n"
+        "from qtrace.benchmarking.runners import Load\n"
+        "from qtrace.export.parameters.base import ParameterFile\n"
+        "LOAD = Load('chip', 'numpy', '', ('.chip',), open=None)\n"
+        "TABLE = ParameterFile('a table', '.txt', lambda rows: 'sites: ' + str(len(rows)))\n"
+        "hello = click.Command('hello')\n"
+    )
+    chip(
+        commands="hello = chip_rules:hello",
+        runners="chip = chip_rules:LOAD",
+        parameters="table = chip_rules:TABLE",
+    )
+    assert "chip" in runners.known()
+    model = _quantized({"backend": "onnxruntime"})
+    qtrace.export(model, tmp_path / "m.onnx", format="onnx_float", params="table")
+    assert (tmp_path / "m.txt").read_text().startswith("sites: ")
+    monkeypatch.setattr(program, "group", click.Group("qtrace"))
+    program._add_installed()
+    assert {"hello", "tune", "finetune", "check", "diff", "split"} <= program.group.commands.keys()
+
+
+def test_a_broken_command_of_a_package_is_named_and_stops_no_other(chip, monkeypatch, capsys):
+    chip(commands="broken = nowhere:hello")
+    monkeypatch.setattr(program, "group", click.Group("qtrace"))
+    program._add_installed()
+    assert "warning: 'nowhere:hello': importing nowhere failed" in capsys.readouterr().err
+    assert {"tune", "check"} <= program.group.commands.keys()
+
+
+def test_commands_that_clash_leave_the_program_its_own(chip, monkeypatch, capsys):
+    chip(commands="tune = chip_target:BACKEND")
+    monkeypatch.setattr(program, "group", click.Group("qtrace"))
+    program._add_installed()
+    assert "warning: two installed packages declare 'tune'" in capsys.readouterr().err

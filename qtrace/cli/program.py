@@ -9,12 +9,14 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import click
 
 from qtrace.cli import help
+from qtrace.cli.codes import INTERNAL_ERROR, INTERRUPTED
 from qtrace.cli.commands.bench import bench
 from qtrace.cli.commands.bisect import bisect
 from qtrace.cli.commands.calibrate import calibrate
@@ -28,9 +30,10 @@ from qtrace.cli.commands.recipes import recipes
 from qtrace.cli.commands.sensitivity import sensitivity
 from qtrace.cli.commands.trace import trace
 from qtrace.cli.commands.verify import verify
-from qtrace.cli.console import INTERNAL_ERROR, INTERRUPTED, as_flags
+from qtrace.cli.console import as_flags
 from qtrace.errors import QtraceError, Terminated
-from qtrace.plugins import load_installed
+from qtrace.plugins import load_object
+from qtrace.plugins.installed import installed
 
 __all__ = ["group", "main"]
 
@@ -94,9 +97,30 @@ for _command in (
     compare,
     sensitivity,
     recipes,
-    *load_installed("qtrace.commands", click.Command),
 ):
     group.add_command(_command)
+
+
+def _add_installed() -> None:
+    """Adds the commands that packages declare, qtrace's extras among them; a broken one stops no other."""
+    names: Iterable[str] = ()
+    with _warning():
+        names = installed("qtrace.commands")
+    for name in names:
+        with _warning():
+            group.add_command(load_object("qtrace.commands", name, click.Command), name)
+
+
+@contextmanager
+def _warning() -> Iterator[None]:
+    """Makes a warning of what is wrong with an installed package."""
+    try:
+        yield
+    except QtraceError as error:
+        click.echo(f"warning: {error}", err=True)
+
+
+_add_installed()
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:

@@ -141,7 +141,8 @@ def _text(node: ast.expr) -> str:
 def _sentences() -> Iterator[tuple[str, str]]:
     """Yields the location of each export error in the source, and its text with {} for values."""
     package = Path(qtrace.__file__).parent
-    for path in sorted([*(package / "export").rglob("*.py"), *(package / "targets").rglob("*.py")]):
+    writers = [p for p in (package / "targets").rglob("*.py") if p.stem not in ("runtime", "runner")]
+    for path in sorted([*(package / "export").rglob("*.py"), *writers]):
         for node in ast.walk(ast.parse(path.read_text())):
             name = getattr(getattr(node, "func", None), "id", "")
             if isinstance(node, ast.Call) and name == "ExportError":

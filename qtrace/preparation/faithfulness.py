@@ -18,6 +18,7 @@ from qtrace.config.algorithm import algorithms, is_packaged
 from qtrace.data import Batch
 from qtrace.data.base import batch_length
 from qtrace.data.batches import as_arguments
+from qtrace.data.whole import cut_batch
 from qtrace.errors import GraphError
 from qtrace.graph.interface import read_interface
 from qtrace.graph.types import CallFunction, Node, TracedModule
@@ -159,7 +160,7 @@ def are_samples_apart(traced: TracedModule, batch: Batch) -> bool:
         batch: a batch that it takes, as it takes the last sample of it.
     """
     count = batch_length(batch)
-    together, single = run_graph(traced, batch), run_graph(traced, _part(batch, count - 1))
+    together, single = run_graph(traced, batch), run_graph(traced, cut_batch(batch, count - 1, count))
     if not all(output.ndim and len(output) == count for output in together):
         return False
     pairs = zip((output[-1:] for output in together), single, strict=True)
@@ -225,13 +226,7 @@ def _first_samples(batch: Batch, traced: TracedModule, count: int) -> list[Batch
     """Returns the first samples of a batch, each as a batch; the batch if the graph takes no single one."""
     if batch_length(batch) < 2 or cut_call(as_arguments(batch, traced), 1, traced) is None:
         return [batch]
-    return [_part(batch, index) for index in range(count)]
-
-
-def _part(batch: Batch, index: int) -> Batch:
-    if isinstance(batch, dict):
-        return {key: value[index : index + 1] for key, value in batch.items()}
-    return tuple(value[index : index + 1] for value in batch)
+    return [cut_batch(batch, index, index + 1) for index in range(count)]
 
 
 def _nudged(batch: Batch, seed: int, precision: float) -> Batch:

@@ -71,7 +71,7 @@ def test_the_default_is_float_where_integers_are_slower(
     monkeypatch.setattr(delivering, "compare_files", timed)
     out = tmp_path / "out.param"
     result = qtrace.quantize(_module(), X, out, progress=False, batch_size=1, **options)
-    assert asked == [{"x": (1, 3, 12, 12)}]
+    assert asked == [{"x": (8, 3, 12, 12)}]
     assert result.delivery.in_float is in_float
     assert said in "\n".join(result.summary())
     assert ("8=" in out.read_text(encoding="utf-8")) is not in_float

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from qtrace.benchmarking.runners.base import RunnerSettings
+from qtrace.benchmarking.runners import RunnerSettings, can_time
 from qtrace.benchmarking.turns import Speed, are_clear, compare_files
 from qtrace.config import QConfig, backends
 from qtrace.errors import QtraceError
@@ -33,9 +33,6 @@ from qtrace.storage.files import naming
 from qtrace.verification.report import VerifyReport
 
 __all__ = ["Delivery", "FileWriter", "is_too_slow", "measure_file", "rounds_for_speed", "timed_settings"]
-
-# Suffix of a file that a runtime runs here -> the runtime.
-_RUNTIMES = {".onnx": "onnxruntime", ".tflite": "litert", ".param": "ncnn"}
 
 Timer = Callable[..., list[Speed]]
 """Measures files in turns, as `qtrace.benchmarking.turns.compare_files` does."""
@@ -145,15 +142,15 @@ def measure_file(
     is_own = own is not None and own.suffix == path.suffix
     if not quantized and not is_own:
         return Delivery(untimed="the file is in float")
-    if backend.device or path.suffix not in _RUNTIMES:
+    if backend.device or not can_time(path):
         return Delivery(untimed=f"no runtime here runs it as {backend.device or 'its target'} does")
-    runtime, name = backend.runtime or _RUNTIMES[path.suffix], "" if host is None else str(host)
+    name = "" if host is None else str(host)
     try:
         settings = timed_settings(twin.traced, path.suffix, host)
         reference = own if is_own and own is not None else twin.path
         with naming(twin.path.parent):
             first, speed = (timer or compare_files)(
-                [reference, path], runtime=runtime, settings=settings, settled=are_clear
+                [reference, path], runtime=backend.runtime or None, settings=settings, settled=are_clear
             )
     except QtraceError as error:
         if host is not None and isinstance(error, MissingPackageError):

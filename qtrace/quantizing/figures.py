@@ -102,6 +102,7 @@ def note_device(model: Any, path: Path, reporter: Reporter) -> dict[str, Any]:
         The note, for JSON; nothing for targets whose runtime is here, and for plain modules.
     """
     from qtrace.config import backends
+    from qtrace.plugins.installed import installed
     from qtrace.preparation.model import QuantizedModel
     from qtrace.preparation.record import is_quantized
 
@@ -111,12 +112,7 @@ def note_device(model: Any, path: Path, reporter: Reporter) -> dict[str, Any]:
     if not backend.device:
         return {}
     note = f"not run on the device, {backend.device}"
-    contract = path.suffix.lower() == ".onnx" and backend.name in (
-        "qnn",
-        "ryzenai",
-        "ryzenai_xint8",
-        "tensorrt",
-    )
+    contract = path.suffix.lower() == ".onnx" and backend.name in installed("qtrace.contracts")
     advice = f"; `qtrace check {path} --target {backend.name}` checks the file's form" if contract else ""
     reporter.note(f"{path}: {note}{advice}")
     return {"device": note}

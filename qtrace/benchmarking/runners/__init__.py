@@ -13,11 +13,25 @@ from qtrace.benchmarking.runners.base import Load, ProfiledRunner, Runner, Runne
 from qtrace.errors import ExportError, install
 from qtrace.plugins import ObjectPlugins
 
-__all__ = ["Load", "ProfiledRunner", "Runner", "RunnerSettings", "find_package", "known", "open_file"]
+__all__ = [
+    "Load",
+    "ProfiledRunner",
+    "Runner",
+    "RunnerSettings",
+    "can_time",
+    "find_package",
+    "known",
+    "open_file",
+]
 
 
 _RUNNERS = ObjectPlugins("qtrace.runners", Load, ExportError)
 known = _RUNNERS.known
+
+
+def can_time(path: Path) -> bool:
+    """Returns whether a runtime here runs files like ``path``."""
+    return any(path.suffix.lower() in _RUNNERS.get(name).suffixes for name in known())
 
 
 def find_package(runtime: str) -> str:

@@ -8,9 +8,9 @@ from qtrace.display import progress_bar
 from qtrace.preparation.annotation import Annotation
 from qtrace.preparation.float_graph import FloatGraph
 from qtrace.preparation.passes.annotate import annotate
+from qtrace.preparation.passes.mixed_ranges import find_unlike
 from qtrace.preparation.passes.place import place, write_activations
 from qtrace.preparation.passes.selecting import leave_selecting
-from qtrace.preparation.passes.unlike import find_unlike
 from qtrace.preparation.placement.reference import MeasuredRun
 
 __all__ = ["Decision", "decide"]

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from qtrace.data.batches import as_arguments, evaluating, translate_errors
-from qtrace.graph.begun import RefusedRunError, WholeEngine, begin_run
+from qtrace.graph.deferred_runs import RefusedRunError, WholeEngine, begin_run
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.stepping import SegmentEngine, Stepper, as_array
 from qtrace.graph.types import TracedModule
 from qtrace.outputs.replay import SelectionTape, TapedRun
 from qtrace.sensitivity.metrics import Outputs
-from qtrace.verification.lanes import leaves
+from qtrace.verification.graph_runs import leaves
 
 __all__ = ["begin_outputs", "outputs_of", "rows_of"]
 

@@ -18,7 +18,7 @@ from qtrace.graph.walk import exprs, is_float_tensor
 from qtrace.numerics import quantize
 from qtrace.preparation.model import QuantizedModel
 from qtrace.scheme import QParams
-from qtrace.verification.lanes import Lanes
+from qtrace.verification.graph_runs import Lanes
 from qtrace.verification.ties import FirstOfEquals
 
 __all__ = ["Float16Rounding", "read_float16_ops"]

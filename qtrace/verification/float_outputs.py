@@ -16,7 +16,7 @@ from qtrace.outputs.replay import Share
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import in_phase
 from qtrace.preparation.record import is_quantized
-from qtrace.verification.lanes import FloatLane, leaves
+from qtrace.verification.graph_runs import FloatLane, leaves
 from qtrace.verification.ties import FirstOfEquals
 
 __all__ = ["FloatOutputs"]

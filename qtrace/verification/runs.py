@@ -33,7 +33,7 @@ from qtrace.scheme import QParams
 from qtrace.verification.crosscheck import Disagreement, RuntimeValues
 from qtrace.verification.float16 import Float16Rounding, read_float16_ops
 from qtrace.verification.float_outputs import FloatOutputs
-from qtrace.verification.lanes import Lanes, TakingLane, leaves
+from qtrace.verification.graph_runs import Lanes, TakingLane, leaves
 from qtrace.verification.other_sizes import open_in_file, runs_at, say_other_size
 from qtrace.verification.report import VerifyReport
 from qtrace.verification.runtimes.base import Ahead, RuntimeRun, Session, threads_for

@@ -26,7 +26,7 @@ from qtrace.graph.walk import exprs, get_module, is_float_tensor, owner, tensor_
 from qtrace.learning.engine import LearningEngine, LearningStep, MegEngineEngine
 from qtrace.preparation.model import QuantizedModel
 from qtrace.ptq.rounding.block_run import bottlenecks
-from qtrace.verification.lanes import leaves as outputs_in
+from qtrace.verification.graph_runs import leaves as outputs_in
 
 __all__ = [
     "PARTS",

@@ -48,7 +48,7 @@ from qtrace.importing.onnx.scales import drop_unread, find_scales_and_shifts
 from qtrace.importing.onnx.scope import Scope
 from qtrace.importing.onnx.values import Computed, QuantizedIntegers, Sizes, Stored, Value
 from qtrace.plugins.arguments import check_arguments
-from qtrace.preparation.passes.given import quantize_given
+from qtrace.preparation.passes.quantized_file import quantize_given
 from qtrace.process.memory import paused_collector
 from qtrace.process.threads import on_engine_thread
 from qtrace.storage.files import parse_document

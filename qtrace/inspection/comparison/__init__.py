@@ -36,7 +36,7 @@ from qtrace.preparation.phases import in_phase
 from qtrace.preparation.record import is_quantized
 from qtrace.process.threads import on_engine_thread
 from qtrace.scheme import QParams
-from qtrace.verification.lanes import leaves
+from qtrace.verification.graph_runs import leaves
 from qtrace.verification.selections import find_selections
 
 __all__ = ["Comparison", "compare"]

@@ -12,7 +12,7 @@ from qtrace.graph.types import Node, TensorNode, TracedModule
 from qtrace.inspection.comparison.tally import SiteTally
 from qtrace.outputs.replay import TapedRun
 from qtrace.preparation.model import QuantizedSite
-from qtrace.verification.lanes import leaves
+from qtrace.verification.graph_runs import leaves
 
 __all__ = ["AloneRun", "FloatRun", "QuantizedRun"]
 

@@ -26,8 +26,8 @@ from qtrace.graph.types import CallFunction, Expr, Input, Node, TensorNode, Trac
 from qtrace.graph.walk import exprs, is_float_tensor, owner, reads_shape, tensor_inputs
 from qtrace.metrics import inner
 from qtrace.numerics import fake_quantize
-from qtrace.outputs.counted import noise_weight
 from qtrace.outputs.groups import ColumnGroup, find_groups
+from qtrace.outputs.noise_weights import noise_weight
 from qtrace.outputs.selections import SORTS, find_selecting, read_places
 from qtrace.scheme import QParams
 
@@ -54,7 +54,7 @@ class EndGroup:
         columns: its columns.
         power: the sum of their squares in all batches, neither 0 nor infinite, divided by ``weight``.
         weight: how much the noise counts: more than 1 if the values hardly differ between samples; see
-            `qtrace.outputs.counted.noise_weight`.
+            `qtrace.outputs.noise_weights.noise_weight`.
     """
 
     end: Node

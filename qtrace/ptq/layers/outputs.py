@@ -16,7 +16,7 @@ from megengine import Tensor
 
 from qtrace.data.batches import evaluating, first_samples
 from qtrace.errors import QtraceError
-from qtrace.graph.begun import begin_run
+from qtrace.graph.deferred_runs import begin_run
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.stepping import SegmentEngine, Stepper, as_array
 from qtrace.graph.types import Node, TensorNode, TracedModule

@@ -15,7 +15,7 @@ from scipy import special
 
 from qtrace.metrics import comparable, decibels, errors_of
 from qtrace.outputs import NO_INFORMATION_DB, ColumnGroup
-from qtrace.outputs.counted import FEWEST_SAMPLES, LEAST_VARIATION
+from qtrace.outputs.noise_weights import FEWEST_SAMPLES, LEAST_VARIATION
 from qtrace.sensitivity.diagnosis.inputs import are_constant
 from qtrace.sensitivity.diagnosis.verdict import (
     BROKEN_BELOW_DB,

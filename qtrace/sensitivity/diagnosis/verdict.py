@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from qtrace.display import Displayed
 from qtrace.metrics import decibels
 from qtrace.outputs import GroupFigures
-from qtrace.outputs.counted import DIFFERING_MARGIN_DB
+from qtrace.outputs.noise_weights import DIFFERING_MARGIN_DB
 from qtrace.preparation.placement.frontier import WORTHLESS_DB
 
 __all__ = [

@@ -11,8 +11,8 @@ import pytest
 
 import qtrace
 from qtrace.errors import CalibrationError
+from tests.mixed_sizes import few_lines, traced
 from tests.nets import images, net, randomize
-from tests.unlike_sizes import few_lines, traced
 
 
 def quantized(graph: Any, backend: str) -> Any:

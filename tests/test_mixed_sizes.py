@@ -23,9 +23,9 @@ from qtrace.observers.base import to_dict
 from qtrace.preparation.model import QuantizedModel
 from qtrace.sensitivity import analyze
 from qtrace.sensitivity.diagnosis import measure_inputs
-from tests.unlike_sizes import WIDTHS, few_lines, lines, traced, write_file
+from tests.mixed_sizes import WIDTHS, few_lines, lines, traced, write_file
 
-LINES = Source("tests.unlike_sizes:lines", batch_size=1)
+LINES = Source("tests.mixed_sizes:lines", batch_size=1)
 CONFIG = {"placement": "everything", "observers": {"activation": "percentile"}}
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from qtrace.preparation.passes.given.tensors import GivenGrid
+from qtrace.preparation.passes.quantized_file.tensors import GivenGrid
 from qtrace.scheme import QScheme
 
 __all__ = ["Schemes"]

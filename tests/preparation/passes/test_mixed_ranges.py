@@ -292,6 +292,6 @@ def test_a_graph_without_parts_does_not_run(monkeypatch: pytest.MonkeyPatch) -> 
     def refuse(*_: Any) -> None:
         raise AssertionError("it ran")
 
-    monkeypatch.setattr("qtrace.preparation.passes.unlike.Trials", refuse)
+    monkeypatch.setattr("qtrace.preparation.passes.mixed_ranges.Trials", refuse)
     config = {"rules": [{"match": {"op": "conv2d", "position": "last"}, "quantize_output": False}]}
     plan(qtrace.trace(_module(_features), X, check=False), config)

@@ -16,9 +16,9 @@ from qtrace.preparation.passes._choices import GIVEN, Choice
 from qtrace.preparation.passes._notes import write_notes
 from qtrace.preparation.passes._sites import Placement
 from qtrace.preparation.passes._view import INT_ROLES, plan_of, read_view
-from qtrace.preparation.passes.given.marks import Mark
-from qtrace.preparation.passes.given.schemes import Schemes
-from qtrace.preparation.passes.given.tensors import GivenGrid
+from qtrace.preparation.passes.quantized_file.marks import Mark
+from qtrace.preparation.passes.quantized_file.schemes import Schemes
+from qtrace.preparation.passes.quantized_file.tensors import GivenGrid
 from qtrace.scheme import QParams
 
 __all__ = ["GivenRoundings", "decide"]

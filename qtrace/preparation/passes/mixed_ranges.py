@@ -1,4 +1,4 @@
-"""Unlike: keeps values in float whose parts have so different ranges that one grid would spoil the smaller.
+"""Keeps a joined tensor in float if one scale would destroy its smaller part.
 
 A concatenation of boxes, up to 600, and scores, up to 1, has one scale in every target: no score survives 256
 levels of 2.4 each. The ranges come from a run of the float graph on a few samples. A value is a candidate if

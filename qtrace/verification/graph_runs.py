@@ -1,4 +1,4 @@
-"""Runs a graph in several lanes at once: what they compute alike, from the same values, is computed once.
+"""Runs a graph in several ways at once: what they compute alike, from the same values, is computed once.
 
 verify needs three runs of a graph for each batch: by itself, op by op on the runtime's integers, and in
 float. Up to the first rounding all three have the same values, and up to the first integer that differs the

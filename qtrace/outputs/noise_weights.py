@@ -1,4 +1,4 @@
-"""How much the noise of a group of columns counts: what differs between samples is what a network tells.
+"""Weights output noise by how much the output varies between samples.
 
 A box next to the corner of its grid, or a score that one class always has, is a large signal that every
 network keeps, whatever its input. Noise that is small compared with it may hide all that the network tells.

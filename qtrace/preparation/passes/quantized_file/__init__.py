@@ -19,10 +19,10 @@ from qtrace.graph.types import TracedModule
 from qtrace.numerics import expand_blocks
 from qtrace.preparation.model import QuantizedModel, QuantizedSite
 from qtrace.preparation.passes.expand import expand
-from qtrace.preparation.passes.given.marks import take_marks
-from qtrace.preparation.passes.given.sites import GivenRoundings, decide
-from qtrace.preparation.passes.given.tensors import GivenGrid, GivenRounding
 from qtrace.preparation.passes.insert import insert
+from qtrace.preparation.passes.quantized_file.marks import take_marks
+from qtrace.preparation.passes.quantized_file.sites import GivenRoundings, decide
+from qtrace.preparation.passes.quantized_file.tensors import GivenGrid, GivenRounding
 from qtrace.preparation.phases import switch_phase
 from qtrace.preparation.record import Record, write_record
 from qtrace.scheme import QParams

@@ -1,4 +1,4 @@
-"""Runs of whole graphs by a segment engine, which may be begun now and computed later."""
+"""Runs of whole graphs by a segment engine, which may start now and compute later."""
 
 from __future__ import annotations
 

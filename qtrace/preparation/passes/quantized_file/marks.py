@@ -8,7 +8,7 @@ from qtrace.graph.edit import GraphEditor
 from qtrace.graph.flatten import delete_attribute
 from qtrace.graph.types import Expr, GetAttr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, owner
-from qtrace.preparation.passes.given.tensors import GivenGrid, GivenRounding
+from qtrace.preparation.passes.quantized_file.tensors import GivenGrid, GivenRounding
 
 __all__ = ["Mark", "take_marks"]
 

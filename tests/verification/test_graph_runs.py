@@ -17,8 +17,8 @@ import qtrace
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.phases import in_phase
 from qtrace.targets.onnxruntime.runtime import OnnxSession
-from qtrace.verification import lanes, runs, tallies
-from qtrace.verification.lanes import FloatLane, Lanes, TakingLane
+from qtrace.verification import graph_runs, runs, tallies
+from qtrace.verification.graph_runs import FloatLane, Lanes, TakingLane
 from qtrace.verification.other_sizes import _mirrored
 from qtrace.verification.runtimes.base import RuntimeRun
 from qtrace.verification.tallies import DifferenceTally
@@ -48,7 +48,7 @@ class _Shifted(FirstOfEquals):
 
 @pytest.mark.parametrize("most", [0, 1 << 20])
 def test_each_lane_has_the_outputs_of_its_own_run(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "_MOST_FIXED_BYTES", most)
+    monkeypatch.setattr(graph_runs, "_MOST_FIXED_BYTES", most)
     model, x = _converted(), Tensor(images(3, 3, 8, 8, seed=5))
     kinds = (FirstOfEquals, _Shifted, FloatLane)
     rounded, shifted, exact = (
@@ -66,14 +66,14 @@ def test_each_lane_has_the_outputs_of_its_own_run(most: int, monkeypatch: pytest
 def test_what_lanes_share_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = _converted(), Tensor(images(2, 3, 8, 8))
     run, counts = Lanes(model), dict[Any, int]()
-    plain = lanes.interpret
+    plain = graph_runs.interpret
 
     def count(expr: Any, inputs: Any) -> Any:
         counts[expr] = counts.get(expr, 0) + 1
         return plain(expr, inputs)
 
     run.run([FirstOfEquals(model), FloatLane(model)], (x,), {})
-    monkeypatch.setattr(lanes, "interpret", count)
+    monkeypatch.setattr(graph_runs, "interpret", count)
     run.run([FirstOfEquals(model), FirstOfEquals(model)], (x,), {})
     assert set(counts.values()) == {1}
     assert len(counts) < len(model.graph._exprs)  # without parameters and their roundings
@@ -194,7 +194,7 @@ class _ShiftedTaking(_Taking):
 def test_a_lane_takes_results_where_its_inputs_are_its_own(
     behind: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lanes, "_MOST_WAITING", behind)
+    monkeypatch.setattr(graph_runs, "_MOST_WAITING", behind)
     model, x = _converted(), Tensor(images(3, 3, 8, 8, seed=5))
     kinds = (FirstOfEquals, _ShiftedTaking, FloatLane, _Taking)
     run = Lanes(model, {"relu_out_q", "relu_out_1_q"})
@@ -216,7 +216,7 @@ def test_what_megengine_computes_while_integers_are_compared(
 ) -> None:
     """What was given to MegEngine before a value is read keeps who reads it waiting."""
     model, x, events = _converted(), Tensor(images(3, 3, 8, 8, seed=5)), list[str]()
-    plain = lanes.interpret
+    plain = graph_runs.interpret
 
     def note(expr: Any, inputs: Any) -> Any:
         events.append(f"compute {expr.outputs[0].name}")
@@ -238,7 +238,7 @@ def test_what_megengine_computes_while_integers_are_compared(
 
     run = Lanes(model, {"a_out_q", "relu_out_q"})
     run.prepare((x,), {})
-    monkeypatch.setattr(lanes, "interpret", note)
+    monkeypatch.setattr(graph_runs, "interpret", note)
     (rounded,), (exact,) = run.run([Compared(model), Exact(model)], (x,), {})
     np.testing.assert_array_equal(rounded.numpy(), FirstOfEquals(model).run(x).numpy())
     with in_phase(model, "float"):

@@ -15,6 +15,7 @@ from qtrace.calibration.collecting import Collected, CollectOptions, collect
 from qtrace.calibration.statistics import arrays, checksum
 from qtrace.config import Preprocess
 from qtrace.data import DataSource, open_data
+from qtrace.data.whole import SampleRange, recut
 from qtrace.graph.files.serialize import load
 from qtrace.runtimes.host import RuntimeHost
 from qtrace.workers.job import Outcome, attempt
@@ -42,6 +43,8 @@ class Source:
         max_batches: the most batches to read; None for all.
         skip_bad: whether to skip unreadable images.
         preprocess: the recipe's ``preprocess`` as plain data.
+        size, whole: the batches that are made of the data, as for `qtrace.data.whole.recut`.
+        stop: the number of samples that are read; None for all.
     """
 
     source: str
@@ -49,17 +52,21 @@ class Source:
     max_batches: int | None = None
     skip_bad: bool = False
     preprocess: dict[str, Any] | None = None
+    size: int | None = None
+    whole: bool = False
+    stop: int | None = None
 
     def open(self) -> DataSource:
         """Opens the data."""
         preprocess = None if self.preprocess is None else Preprocess.model_validate(self.preprocess)
-        return open_data(
+        source = open_data(
             self.source,
             preprocess=preprocess,
             batch_size=self.batch_size,
             max_batches=self.max_batches,
             skip_bad=self.skip_bad,
         )
+        return SampleRange(recut(source, self.size, self.whole), 0, self.stop)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
@@ -12,7 +14,7 @@ import numpy as np
 from qtrace.data.base import Batch, DataSource, DerivedSource, SizedSource, batch_length, length_of_last
 from qtrace.errors import DataError
 
-__all__ = ["Recut", "cut_batch", "filled_batches", "recut", "shares_samples"]
+__all__ = ["Recut", "SampleRange", "cut_batch", "filled_batches", "recut", "shares_samples"]
 
 
 def shares_samples(batch: Batch) -> bool:
@@ -148,3 +150,52 @@ def _form(batch: Batch) -> list[Any]:
     """Returns what batches have in common whose samples fit: names, types, shapes, and values of settings."""
     named = batch.items() if isinstance(batch, dict) else enumerate(batch)
     return [(key, value.dtype, value.shape[1:] if value.ndim else value.item()) for key, value in named]
+
+
+class SampleRange(DerivedSource, SizedSource):
+    """Samples ``start`` to ``stop`` of a source, in its batches, which keep their numbers.
+
+    Args:
+        source: the batches; those at both ends are cut, unless batches are as they were given.
+        start, stop: the numbers of the first sample and of the one after the last; None for all.
+    """
+
+    def __init__(self, source: Recut, start: int, stop: int | None) -> None:
+        super().__init__(source)
+        self.recut, self.start, self.stop = source, start, stop
+
+    def identity(self) -> str:
+        """Returns the identity of the whole data, and the range."""
+        return f"{self.inner.identity()} {self.start} {self.stop}"
+
+    def _count(self) -> int:
+        return self._number
+
+    @cached_property
+    def _number(self) -> int:
+        if not isinstance(self.inner, SizedSource):
+            return sum(1 for _ in self._batches(lambda number: True))
+        lengths, stop = self.recut.lengths, math.inf if self.stop is None else self.stop
+        ends = zip(itertools.accumulate(lengths), lengths, strict=True)
+        if self.recut.size is None:
+            return sum(self.start < end <= stop for end, _ in ends)
+        return sum(self.start < end and end - count < stop for end, count in ends)
+
+    def _batches(self, selects: Callable[[int], bool]) -> Iterator[tuple[int, Batch]]:
+        size, stop, first = self.recut.size, math.inf if self.stop is None else self.stop, 0
+
+        def reaches(number: int) -> bool:
+            inside = size is None or self.start < (number + 1) * size <= stop + size - 1
+            return not self.cut or (inside and selects(number))
+
+        for number, batch in self.inner.numbered(reaches):
+            count = batch_length(batch)
+            first = number * size if self.cut and size else first
+            low, high = max(self.start - first, 0), int(min(stop - first, count))
+            if size is None:  # a batch with samples beyond an end belongs to what comes after
+                low, high = (0, count) if self.start < first + count <= stop else (0, 0)
+            first += count
+            if low < high:
+                yield number, cut_batch(batch, low, high)
+            if first >= stop:
+                return

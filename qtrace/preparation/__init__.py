@@ -13,12 +13,12 @@ values, takes a forward pass of a few samples (``placement/reference.py``). ``re
 decisions in the model. ``QuantizedModel`` (``model.py``) is a view of such a model: each public function
 builds it once, and its sites know their nodes, consumers and fake quants.
 
-Scales that a model brings come in by two doors, on purpose. Where the file says every rounding (a quantized
-ONNX file, ``passes/quantized_file/``), the roundings decide the sites: nothing is annotated, and no
-integer may change. Where it has a scale only for a layer's result (MegEngine's own quantization, ``passes/native/``),
-the config and the backend decide the sites as for any model, and each site takes the scale that fits, or is
-calibrated. Both end in ``insert`` and ``set_qparams``; a common front would have to do without the
-annotation in one and with it in the other.
+Scales that a model brings come in by two doors, on purpose. Where the file says every rounding (a
+quantized ONNX file, ``passes/quantized_file/``), the roundings decide the sites: nothing is annotated,
+and no integer may change. Where it has a scale only for a layer's result (MegEngine's own quantization,
+``passes/native/``), the config and the backend decide the sites as for any model, and each site takes the
+scale that fits, or is calibrated. Both end in ``insert`` and ``set_qparams``; a common front would have
+to do without the annotation in one and with it in the other.
 
 Where a graph selects rows (top-k, arg-max, NMS, a mask), one finder and one tape serve every stage
 (Networks that select): ``outputs/selections.py`` finds the ops, ``outputs/replay.py`` replays what one run

@@ -66,7 +66,6 @@ class DataOpener:
         reading: how they are read.
         config: the config, whose preprocessing images take.
         reporter: takes notes and warnings.
-        as_given: whether batches stay as they are, since other processes open the data, too.
     """
 
     source: Any
@@ -75,7 +74,6 @@ class DataOpener:
     reading: DataReading
     config: QConfig
     reporter: Reporter
-    as_given: bool = False
 
     @cached_property
     def given(self) -> DataSource:
@@ -105,8 +103,6 @@ class DataOpener:
             CalibrationError: when a batch of the verdict does not fit the model, or holds NaN or infinity.
         """
         size = usual_size(self.first) if shares_samples(self.first) else None
-        if self.as_given:
-            size = batch_length(self.first) if self.given.cut else None
         try:
             traced = read(self._recut(self.given, size))
         except QtraceError:
@@ -143,7 +139,7 @@ class DataOpener:
                 each other.
         """
         own = batch_length(self.first)
-        if size is None or self.as_given:
+        if size is None:
             return size, False
         for count in dict.fromkeys((size, traced_batch(traced) or size, own)):
             batch = next(iter(self._recut(self.given, count)))
@@ -180,7 +176,7 @@ class DataOpener:
             other = without_labels(other, () if first is None else labels_of(self.source, first))
             other = self._recut(other, size, whole)
             self._note(other, own)
-        unit = size or own if whole or self.as_given or size is None else 1
+        unit = size or own if whole or size is None else 1
         return CallData(*split_data(calibration, later, other, unit))
 
     def _unlimited(self, data: Any, like: DataSource, size: int | None = None) -> DataSource:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
 
-from qtrace.data.base import Batch, DataSource, DerivedSource, SizedSource, batch_length
+from qtrace.data.base import Batch, DataSource, SizedSource, batch_length
 from qtrace.data.batches import as_arguments, check_run, find_values, refuse_nan
-from qtrace.data.whole import Recut, cut_batch
+from qtrace.data.whole import Recut, SampleRange
 from qtrace.errors import CalibrationError
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.samples import cut_call, holds_infinite_data
@@ -38,55 +35,6 @@ MOST_VALUES = 32 * 3 * 224 * 224
 """Values of the inputs that run at once, or that a file is judged on: 32 usual images."""
 _BATCHES = 2  # of `ENOUGH_SAMPLES`, which a verdict reads at most: the graph runs slowly
 _QUARTER = 4  # of the data is held back at most: ranges need the rest
-
-
-class SampleRange(DerivedSource, SizedSource):
-    """Samples ``start`` to ``stop`` of a source, in its batches, which keep their numbers.
-
-    Args:
-        source: the batches; those at both ends are cut, unless batches are as they were given.
-        start, stop: the numbers of the first sample and of the one after the last; None for all.
-    """
-
-    def __init__(self, source: Recut, start: int, stop: int | None) -> None:
-        super().__init__(source)
-        self._recut, self.start, self.stop = source, start, stop
-
-    def identity(self) -> str:
-        """Returns the identity of the whole data, and the range."""
-        return f"{self.inner.identity()} {self.start} {self.stop}"
-
-    def _count(self) -> int:
-        return self._number
-
-    @cached_property
-    def _number(self) -> int:
-        if not isinstance(self.inner, SizedSource):
-            return sum(1 for _ in self._batches(lambda number: True))
-        lengths, stop = self._recut.lengths, math.inf if self.stop is None else self.stop
-        ends = zip(itertools.accumulate(lengths), lengths, strict=True)
-        if self._recut.size is None:
-            return sum(self.start < end <= stop for end, _ in ends)
-        return sum(self.start < end and end - count < stop for end, count in ends)
-
-    def _batches(self, selects: Callable[[int], bool]) -> Iterator[tuple[int, Batch]]:
-        size, stop, first = self._recut.size, math.inf if self.stop is None else self.stop, 0
-
-        def reaches(number: int) -> bool:
-            inside = size is None or self.start < (number + 1) * size <= stop + size - 1
-            return not self.cut or (inside and selects(number))
-
-        for number, batch in self.inner.numbered(reaches):
-            count = batch_length(batch)
-            first = number * size if self.cut and size else first
-            low, high = max(self.start - first, 0), int(min(stop - first, count))
-            if size is None:  # a batch with samples beyond an end belongs to what comes after
-                low, high = (0, count) if self.start < first + count <= stop else (0, 0)
-            first += count
-            if low < high:
-                yield number, cut_batch(batch, low, high)
-            if first >= stop:
-                return
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ from qtrace.calibration.jobs import Source
 from qtrace.calibration.running import Result, RunSettings, collect_all
 from qtrace.config import QConfig
 from qtrace.config.recipe import config_or_default, importable
-from qtrace.data import Batch, DataSource, SizedSource
+from qtrace.data import Batch, DataSource
 from qtrace.data.fingerprints import SampleRecord
+from qtrace.data.whole import Recut, SampleRange
 from qtrace.display import Displayed
 from qtrace.errors import CalibrationError, QtraceError
 from qtrace.graph.types import TracedModule
@@ -118,8 +119,7 @@ def calibrate_to_folder(
     folder_name, settings = Path(out), settings or RunSettings(progress=progress)
     if not isinstance(data, (str, os.PathLike)) and (settings.workers > 1 or settings.ray is not None):
         raise CalibrationError("workers open the data by its name: give a path, or pkg.mod:loader.")
-    elsewhere = settings.workers > 1 or settings.ray is not None
-    opener = DataOpener(None, data, evaluation, reading, qconfig, reporter, as_given=elsewhere)
+    opener = DataOpener(None, data, evaluation, reading, qconfig, reporter)
     _ = opener.given  # before the folder is made
     names = (*FILES, CURE, VERDICT)
     work = resumable_folder(folder_name, names=names, force=force, resume=resume, note=reporter.note)
@@ -195,8 +195,12 @@ class _Run:
 def _collect(prepared: TracedModule, run: _Run, reporter: Reporter) -> Result:
     """Collects the statistics of all sites of ``prepared``."""
     preprocess = QuantizedModel(prepared).record.qconfig.get("preprocess")
-    limit = len(run.source) if isinstance(run.source, SizedSource) else run.source.max_batches
-    described = Source(run.data, run.reading.batch_size, limit, run.reading.skip_bad, preprocess)
+    part = run.source if isinstance(run.source, SampleRange) else None
+    cut, stop = (part.recut, part.stop) if part else (run.source, None)
+    assert isinstance(cut, Recut)
+    reading = run.reading
+    count, limit = (cut.size, None) if cut.cut and cut.size else (reading.batch_size, reading.max_batches)
+    described = Source(run.data, count, limit, reading.skip_bad, preprocess, cut.size, cut.whole, stop)
     return collect_all(prepared, run.source, described, run.folder, run.settings, reporter.note)
 
 

@@ -25,7 +25,7 @@ from tests.nets import net
 from tests.preparation.passes.test_rules import by_conv, distributions
 from tests.sensitivity.diagnosis import planted
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def small() -> M.Module:

@@ -122,6 +122,13 @@ def test_a_setting_stays_whole_where_samples_are_cut() -> None:
     assert (len(judged["x"]), judged["rate"]) == (8, 2.0)
 
 
+def test_a_limit_lets_as_many_whole_batches_through_in_each_form() -> None:
+    module = net(lambda self, x: self.a(x).reshape(4, 784), a=M.Conv2d(3, 4, 3))
+    module.example = (DATA[:4],)
+    forms: list[tuple[Any, dict[str, int]]] = [(_list(5), {}), (DATA, {"batch_size": 5})]
+    assert [_lengths(_open(module, data, max_batches=3, **own)[1]) for data, own in forms] == [[4] * 3] * 2
+
+
 @pytest.mark.parametrize("only", [True, False])
 def test_large_samples_of_a_list_run_one_by_one(only: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call_data, "usual_size", lambda batch: 1)

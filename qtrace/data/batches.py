@@ -151,7 +151,7 @@ def _values(value: Any) -> Iterator[np.ndarray]:
 
 
 def first_samples(arguments: _Arguments, count: int, model: TracedModule | None = None) -> _Arguments | None:
-    """Cuts a batch to its first samples; None unless all its Tensors share a longer first axis.
+    """Cuts a batch to its first samples; None unless all its Tensors that have axes share a longer first one.
 
     Args:
         arguments: the result of `as_arguments`.
@@ -159,10 +159,10 @@ def first_samples(arguments: _Arguments, count: int, model: TracedModule | None 
         model: the module that will be called; the result is None if it cannot run on so few samples, as one
             whose batch is fixed. None to leave this open.
     """
-    sizes = set()
+    sizes: set[int] = set()
 
     def cut(value: Any) -> Any:
-        sizes.add(int(value.shape[0]) if value.ndim else 0)
+        sizes.update(map(int, value.shape[:1]))  # none of a setting
         return value[:count] if value.ndim else value
 
     samples = _map_values(arguments, cut)

@@ -44,12 +44,10 @@ def recut(source: DataSource, size: int | None, whole: bool = False) -> Recut:
         whole: whether the network takes no batch with fewer samples; they are left out.
 
     Raises:
-        DataError: when no whole batch can be made of a source that knows its length.
+        DataError: when no whole batch can be made.
     """
-    if not isinstance(source, SizedSource):
-        return Recut(source, size, whole)
-    batches = _SizedRecut(source, size, whole)
-    if whole and len(source) and not len(batches):
+    batches = (_SizedRecut if isinstance(source, SizedSource) else Recut)(source, size, whole)
+    if whole and not any(True for _ in batches.numbered()):
         most = max(map(batch_length, source))
         raise DataError(
             f"{source.source} has no batch of {size} samples, but of {most}, and the network takes {size} at "
@@ -71,6 +69,7 @@ class Recut(DerivedSource):
     def __init__(self, source: DataSource, size: int | None, whole: bool) -> None:
         super().__init__(source)
         self.size, self.whole = size, whole
+        self.max_batches = source.max_batches if size is None else None  # which the source keeps
 
     def identity(self) -> str:
         """Returns the identity of the whole data, and the size."""
@@ -102,15 +101,15 @@ class Recut(DerivedSource):
         parts: list[Batch] = []
         last: Any = None
         for batch in self.inner:
-            form = _form(batch)
+            form = _form(batch) if shares_samples(batch) else None
             if form != last:
                 yield from () if self.whole else parts
                 parts, last = [], form
             joined = _join([*parts, batch])
             count = batch_length(joined)
-            ends = range(size, count + size, size) if shares_samples(batch) else [count]
-            cuts = [cut_batch(joined, max(end - size, 0), min(end, count)) for end in ends]
-            parts = [] if batch_length(cuts[-1]) >= size else [cuts.pop()]
+            step = count if form is None else size
+            cuts = [cut_batch(joined, low, min(low + step, count)) for low in range(0, count, step)]
+            parts = [] if batch_length(cuts[-1]) >= step else [cuts.pop()]
             yield from cuts
         yield from () if self.whole else parts
 

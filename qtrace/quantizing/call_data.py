@@ -162,7 +162,7 @@ class DataOpener:
         later = None
         if limit is not None and self.given.cut:
             limit *= self.reading.batch_size
-            limit = -(-limit // size) * size if whole and size else limit
+            limit = max(limit - limit % size, size) if whole and size else limit  # as of a list
             if sum(source.lengths) > limit:
                 calibration, later = SampleRange(source, 0, limit), SampleRange(source, limit, None)
         elif limit is not None:
@@ -190,7 +190,7 @@ class DataOpener:
             shown = "one sample" if source.size == 1 else f"{source.size} samples"
             self.reporter.note(f"a batch has {shown}, as the network takes no others")
         elif source.size not in (None, own):
-            self.reporter.note(f"{source.source}: runs in batches of {source.size}")
+            self.reporter.note(f"{source.source}: runs in batches of {source.size}, which messages count")
         if left := source.left_out:
             several = "sample is" if left == 1 else f"{left} samples are"
             self.reporter.note(f"{source.source}: the last {several} left out")

@@ -203,9 +203,7 @@ def shorten(batch: Batch, model: TracedModule, index: int, samples: int = ENOUGH
     """Cuts a batch to its first ``samples``; a model whose batch is fixed gets all of it."""
     if cut_call(as_arguments(batch, model, index), samples, model) is None:
         return batch
-    if isinstance(batch, dict):
-        return {key: value[:samples] for key, value in batch.items()}
-    return tuple(value[:samples] for value in batch)
+    return cut_batch(batch, 0, samples)
 
 
 def count_samples(source: DataSource) -> int | None:

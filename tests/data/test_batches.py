@@ -23,12 +23,13 @@ def _tensor(*shape: int) -> Tensor:
 
 def test_the_first_samples_of_every_tensor_of_a_batch() -> None:
     x, y, z = _tensor(4, 3), _tensor(4), _tensor(4, 1, 2)
-    few = first_samples(((x, [y]), {"more": {"z": z}}), 2)
+    few = first_samples(((x, [y]), {"more": {"z": z}, "scale": Tensor(3.0)}), 2)
     assert few is not None
     (first, second), named = few
     assert isinstance(second, list)
     for part, whole in ((first, x), (second[0], y), (named["more"]["z"], z)):
         np.testing.assert_array_equal(part.numpy(), whole.numpy()[:2])
+    assert named["scale"].item() == 3  # a setting
 
 
 @each_of(
@@ -36,7 +37,7 @@ def test_the_first_samples_of_every_tensor_of_a_batch() -> None:
     [
         ((_tensor(2, 3),), {}),  # has no more
         ((_tensor(4, 3), _tensor(5, 3)), {}),
-        ((_tensor(4, 3),), {"scale": Tensor(1.0)}),
+        ((), {"scale": Tensor(1.0)}),
         ((), {}),
     ],
 )

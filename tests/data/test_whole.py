@@ -57,9 +57,28 @@ def test_samples_of_other_shapes_and_settings_stay_apart() -> None:
     assert isinstance(apart, Recut)
 
 
-def test_data_without_a_whole_batch_are_refused() -> None:
+def test_a_batch_without_a_common_first_axis_stays_among_others() -> None:
+    """It was joined with the samples before it, which were lost."""
+    batches = [(_samples(count), _samples(other)) for count, other in ((3, 3), (9, 1), (2, 1), (5, 5))]
+    read = recut(open_data(batches), 4)
+    assert [tuple(map(len, batch)) for batch in read] == [(3, 3), (9, 1), (2, 1), (4, 4), (1, 1)]
+
+
+@pytest.mark.parametrize("sized", [True, False])
+def test_the_limit_counts_the_batches_of_the_user(sized: bool) -> None:
+    """Two batches of 16 became two of 8."""
+    batches = [_samples(16)] * 3
+    data: Any = batches if sized else lambda: iter(batches)
+    assert _lengths(recut(open_data(data, max_batches=2), 8)) == [8] * 4
+    assert _lengths(recut(open_data(data, max_batches=2), None)) == [16] * 2
+
+
+@pytest.mark.parametrize("form", ["array", "list", "generator"])
+def test_data_without_a_whole_batch_are_refused(form: str) -> None:
+    samples = _samples(3)
+    data: Any = {"array": samples, "list": [samples], "generator": lambda: iter([samples])}[form]
     with pytest.raises(DataError, match="no batch of 4 samples, but of 3, .* takes 4 at once"):
-        recut(open_data(_samples(3), batch_size=4), 4, whole=True)
+        recut(open_data(data, batch_size=4), 4, whole=True)
 
 
 def test_a_batch_is_filled_up_with_its_own_samples() -> None:

@@ -105,6 +105,30 @@ def test_a_network_of_one_batch_gets_it(size: int, traced: bool, form: str) -> N
     assert set(_lengths(opened)) == {size}
 
 
+@pytest.mark.parametrize("size", [5, 12])
+def test_a_setting_does_not_open_a_batch(size: int) -> None:
+    """The samples of the verdict did not fit the network, which was not found to be of one batch."""
+    module = net(lambda self, x, rate: self.a(x).reshape(size, -1) * rate, a=M.Conv2d(3, 4, 3))
+    traced, opened = _open(module, [{"x": batch, "rate": 2.0} for batch in _list(size)])
+    judged = map(batch_length, opened.evaluation.read(traced))
+    assert {*_lengths(opened), *judged} == {size}
+
+
+def test_a_setting_stays_whole_where_samples_are_cut() -> None:
+    module = net(lambda self, x, rate: (self.a(x) * rate).mean(axis=0), a=M.Conv2d(3, 4, 3))
+    traced, opened = _open(module, [{"x": batch, "rate": 2.0} for batch in _list(12)])
+    (judged,) = opened.evaluation.read(traced)
+    assert isinstance(judged, dict)
+    assert (len(judged["x"]), judged["rate"]) == (8, 2.0)
+
+
+def test_a_limit_lets_as_many_whole_batches_through_in_each_form() -> None:
+    module = net(lambda self, x: self.a(x).reshape(4, 784), a=M.Conv2d(3, 4, 3))
+    module.example = (DATA[:4],)
+    forms: list[tuple[Any, dict[str, int]]] = [(_list(5), {}), (DATA, {"batch_size": 5})]
+    assert [_lengths(_open(module, data, max_batches=3, **own)[1]) for data, own in forms] == [[4] * 3] * 2
+
+
 @pytest.mark.parametrize("only", [True, False])
 def test_large_samples_of_a_list_run_one_by_one(only: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call_data, "usual_size", lambda batch: 1)

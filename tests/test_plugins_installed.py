@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 
 import click
@@ -31,6 +32,7 @@ from qtrace.ops.arguments import activation
 from qtrace.ops.base import op_rule, typed
 from qtrace.plugins.installed import installed
 from qtrace.verification import runtimes
+from tests.each import each_of
 from tests.extras.contracts.planted import FORMS, build
 from tests.nets import images, net
 
@@ -287,6 +289,19 @@ def test_a_model_loads_the_plugins_of_a_package_and_nothing_else_of_it(chip, tmp
     assert "it needs floats" in str(qtrace.explain(qtrace.load(tmp_path / "function.mge")))
     with pytest.raises(UnsafeFileError, match="would call the function chip_ops:other"):
         qtrace.load(tmp_path / "other.mge")
+
+
+@each_of("version", [None, "an older one"])
+def test_without_its_own_entry_points_qtrace_says_that_it_is_not_installed(chip, monkeypatch, version):
+    older = metadata.EntryPoints([metadata.EntryPoint("check", "qtrace.contracts:check", "qtrace.commands")])
+    monkeypatch.setattr(metadata, "entry_points", lambda: older if version else metadata.EntryPoints())
+    installed.cache_clear()
+    for call in (
+        lambda: qtrace.load_recipe("w8a8"),
+        lambda: plugins.load_object("qtrace.commands", "check", object),
+    ):
+        with pytest.raises(ConfigError, match=r"^the installed package qtrace is missing, or older .*pip"):
+            call()
 
 
 def test_names_that_clash_are_refused(chip):

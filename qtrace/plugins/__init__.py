@@ -152,7 +152,7 @@ class ObjectPlugins(Generic[_Plugin]):
                 another class.
         """
         if name not in installed(self.group) and not OWN_CLASS.fullmatch(name):
-            known = ", ".join(self.known()) or "none, as qtrace is not installed (run pip install)"
+            known = ", ".join(self.known())
             raise self.error(f"unknown {self.noun} {name!r}; known: {known}, or your own as 'pkg.mod:NAME'.")
         return load_object(self.group, name, self.kind)
 
@@ -257,20 +257,17 @@ def _import(value: str, definition: str) -> Any:
         definition: what the user has to define there, for the message.
     """
     module, name = (part.strip() for part in f"{value}:".split(":")[:2])
-    spelled = f"{module}:{name}" if name else module
     try:
         imported = importlib.import_module(module)
     except Terminated:
         raise
     except (Exception, SystemExit) as error:  # the user's code may raise anything
-        raise ConfigError(
-            f"'{spelled}': importing {module} failed with {type(error).__name__}: {error}. Is it on "
-            "PYTHONPATH?"
-        ) from error
+        problem = f"importing {module} failed with {type(error).__name__}: {error}. Is it on PYTHONPATH?"
+        raise ConfigError(f"'{value}': {problem}") from error
     try:
         return functools.reduce(getattr, name.split("."), imported) if name else imported
     except AttributeError:
-        raise ConfigError(f"'{spelled}': {module} has no {name}: define it there as {definition}.") from None
+        raise ConfigError(f"'{value}': {module} has no {name}: define it there as {definition}.") from None
 
 
 def _only_class(module: str) -> Any:

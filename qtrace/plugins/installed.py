@@ -30,10 +30,13 @@ def installed(group: str) -> Mapping[str, str]:
         group: the group of entry points, such as ``qtrace.backends``.
 
     Raises:
-        ConfigError: when two packages declare one name.
+        ConfigError: when two packages declare one name, or qtrace itself is not installed.
     """
+    declared = metadata.entry_points()
+    if not declared.select(group=BACKENDS, name="generic"):
+        raise ConfigError("the installed package qtrace is missing, or older than this one: run pip install.")
     plugins: dict[str, metadata.EntryPoint] = {}
-    for entry in sorted(metadata.entry_points(group=group), key=lambda e: (e.name, e.value)):
+    for entry in sorted(declared.select(group=group), key=lambda e: (e.name, e.value)):
         other = plugins.setdefault(entry.name, entry)
         if other.value != entry.value:
             raise ConfigError(
@@ -64,5 +67,4 @@ def all_names(group: str, own: Collection[str]) -> tuple[str, ...]:
 
 
 def _origin(entry: metadata.EntryPoint) -> str:
-    package = f" of {entry.dist.name}" if entry.dist is not None else ""
-    return f"{entry.value}{package}"
+    return entry.value + (f" of {entry.dist.name}" if entry.dist is not None else "")

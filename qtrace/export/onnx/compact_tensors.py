@@ -14,14 +14,17 @@ finds the integers again: exactly, or the table stays as it is. Only the rows th
 from __future__ import annotations
 
 import base64
+import contextlib
 from typing import Any
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from qtrace.errors import ExportError
 from qtrace.export.onnx.exporter import OnnxExporter
 from qtrace.export.onnx.naming import claim_name
+from qtrace.export.onnx.opset import CopiedVersions, SourceVersions
 from qtrace.graph.origin import hash_values, read_origin
 from qtrace.graph.types import GetAttr
 from qtrace.onnxfile.bodies import rename_tensors
@@ -30,7 +33,7 @@ from qtrace.onnxfile.model import OnnxModel
 
 __all__ = ["write_computed", "write_integer_tables"]
 
-_ELEMENTWISE = {"Add", "Sub", "Mul", "Div", "Max", "Min", "Pow", "Where", "Concat"}
+_ELEMENTWISE = {"Add", "Sub", "Mul", "Div", "Max", "Min", "Pow", "Where", "Concat", "Expand", "Identity"}
 """What takes computed operands in every runtime, where a layer may need a stored weight."""
 
 
@@ -61,14 +64,15 @@ def write_computed(model: Any, exporter: OnnxExporter, integers: bool) -> None:
         if pair is not None:
             readers = index.readers.get(pair.output[0], [])
         stored = numpy_helper.to_array(tensor)
-        same = stored.dtype == np.float32 and np.array_equal(stored, own)
+        same = stored.dtype == own.dtype and np.array_equal(stored, own)
         if not (same or pair) or not readers or not {r.op_type for r in readers} <= _ELEMENTWISE:
             continue
         data = base64.b64decode(text)
         if len(data) >= tensor.ByteSize() or check_fragment(data):
             continue
         program = onnx.load_from_string(data)
-        if _means_the_same(program, index.opset):
+        with contextlib.suppress(ExportError):  # no form of an op in that opset
+            program = CopiedVersions(index.opset, SourceVersions()).converted(program, tensor.name)
             graph.initializer.remove(tensor)
             _insert(graph, program.graph, tensor.name, names, pair)
 
@@ -87,20 +91,11 @@ def _rounding(index: OnnxModel, tensor: Any, values: np.ndarray) -> Any:
     return pair if np.array_equal(rounded, levels) else None
 
 
-def _means_the_same(program: Any, opset: int) -> bool:
-    """Whether an opset defines the ops of a program as its own opset does."""
-    own = OnnxModel(program).opset
-    try:
-        schemas = [[onnx.defs.get_schema(n.op_type, v) for v in (own, opset)] for n in program.graph.node]
-    except onnx.defs.SchemaError:  # an op of another domain, or of a later opset
-        return False
-    return all(first.since_version == second.since_version for first, second in schemas)
-
-
 def _insert(graph: Any, program: Any, output: str, names: set[str], pair: Any) -> None:
     """Adds the nodes of a program to a graph, and a rounding of their result for a DequantizeLinear."""
-    tensors = [*program.initializer, *(name for node in program.node for name in node.output)]
-    renamed = {old: claim_name(f"{output}_{old}", names) for old in (getattr(t, "name", t) for t in tensors)}
+    results = [name for node in program.node for name in node.output if name]
+    tensors = [*(tensor.name for tensor in program.initializer), *results]
+    renamed = {old: claim_name(f"{output}_{old}", names) for old in tensors}
     if pair is None:
         renamed[program.output[0].name] = output
     for tensor in program.initializer:

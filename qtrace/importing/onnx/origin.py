@@ -25,6 +25,7 @@ from qtrace.graph.types import Input, Node, TracedModule
 from qtrace.graph.walk import exprs, get_module
 from qtrace.importing.onnx.importer import Importer
 from qtrace.importing.onnx.model import Graph, standard_opset
+from qtrace.onnxfile.bodies import bodies_of
 
 __all__ = ["keep_own", "list_names"]
 
@@ -53,7 +54,8 @@ def list_names(importer: Importer, graph: Graph) -> FileOrigin:
 
 def _programs(importer: Importer, graph: Graph) -> Iterator[tuple[str, tuple[str, str]]]:
     """Yields the path of each parameter that the file computes in fewer bytes, with hash and model."""
-    opsets = [onnx.helper.make_opsetid(domain, version) for domain, version in importer.opsets.items()]
+    # Without other domains, so that no export takes a program with their ops.
+    opsets = [onnx.helper.make_opsetid("", importer.opsets.get("", 1))]
     for path, source in importer.layers.sources.items():
         name = importer.made.get((source.name, source.moves), "")
         if name not in importer.makers:
@@ -67,13 +69,11 @@ def _programs(importer: Importer, graph: Graph) -> Iterator[tuple[str, tuple[str
             if node is None and tensor in graph.stored and tensor not in tensors:
                 left -= graph.stored[tensor].nbytes
                 tensors[tensor] = onnx.numpy_helper.from_array(np.array(graph.stored[tensor]), tensor)
-            elif node is None:
-                left = left if tensor in ("", *tensors) else 0  # what computes it was joined into other nodes
-            elif id(node) in nodes:
-                continue
+            elif node is None or any(bodies_of(node)):  # it was joined into others, or runs in each call
+                left = left if tensor in ("", *tensors) else 0
             elif done:
                 nodes[id(node)] = node
-            else:
+            elif id(node) not in nodes:
                 left -= node.ByteSize()
                 pending += [(tensor, True), *((part, False) for part in node.input)]
         if left > 0:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx.parser
 import onnxruntime
 from onnx import numpy_helper
 
@@ -71,6 +72,58 @@ def test_what_the_source_computes_is_written_computed(form: str, tmp_path: Path)
         assert max(np.prod(tensor.dims) for tensor in file.graph.initializer) <= 256
         result = onnxruntime.InferenceSession(tmp_path / name).run(None, {"x": data})[0]
         assert np.abs(result - expected).mean() <= tolerance * np.abs(expected).max()
+
+
+ADDED = node("Add", "x e", "y")
+EXPANDED = node("Expand", "b sizes", "e")
+LOOP = onnx.parser.parse_graph(
+    "g (int64 i, bool c, float[1,4,32,1] s) => (bool d, float[1,4,32,1] t) { d = Identity(c) t = Cos(s) }"
+)
+CASES = {
+    "axes of an older opset": (
+        [node("Unsqueeze", "r", "u", axes=[0]), node("Expand", "u sizes", "e"), ADDED],
+        {"opset": 11},
+        True,
+    ),
+    "mask of bools": (
+        [
+            *(node("Greater", "b zero", "m"), node("Expand", "m sizes", "e")),
+            node("Where", "e x zero", "y"),
+        ],
+        {},
+        True,
+    ),
+    "also an output": ([EXPANDED, ADDED, node("Identity", "e", "z")], {"outputs": ("y", "z")}, True),
+    "in a loop, which runs in each call": (
+        [node("Loop", "count true b", "l", body=LOOP), node("Expand", "l sizes", "e"), ADDED],
+        {},
+        False,
+    ),
+    "op of another domain": (
+        [EXPANDED, node("Gelu", "e", "f", domain="com.microsoft"), node("Add", "x f", "y")],
+        {"opset": 20},
+        False,
+    ),
+}
+
+
+@each_of("case", CASES)
+def test_nodes_are_written_that_runtimes_compute_once(case: str, tmp_path: Path) -> None:
+    nodes, options, computed = CASES[case]
+    stored = {
+        **{"b": weights(1, 4, 32, 1), "r": weights(4, 32, 1), "sizes": SIZES},
+        **{"zero": np.float32(0), "count": np.array(3), "true": np.array(True)},
+    }
+    stored = {name: array for name, array in stored.items() if any(name in n.input for n in nodes)}
+    proto = model(nodes, {"x": [1, 4, 32, 32]}, stored=stored, **{"opset": 14, **options})
+    proto.opset_import.append(onnx.helper.make_opsetid("com.microsoft", 1))
+    source, written = save(proto, tmp_path), tmp_path / "float.onnx"
+    qtrace.export(qtrace.from_onnx(source), written)
+    assert (written.stat().st_size < 4 * 32 * 32) == computed
+    feeds = {"x": weights(1, 4, 32, 32)}
+    expected, results = (onnxruntime.InferenceSession(file).run(None, feeds) for file in (source, written))
+    for one, other in zip(expected, results, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
 
 
 def test_kernels_stay_stored(tmp_path: Path) -> None:

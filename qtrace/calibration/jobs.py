@@ -66,7 +66,10 @@ class Source:
             max_batches=self.max_batches,
             skip_bad=self.skip_bad,
         )
-        return SampleRange(recut(source, self.size, self.whole), 0, self.stop)
+        if self.size is None and self.stop is None:
+            return source
+        batches = recut(source, self.size, self.whole)
+        return batches if self.stop is None else SampleRange(batches, 0, self.stop)
 
 
 @dataclass(frozen=True)

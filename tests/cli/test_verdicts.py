@@ -56,9 +56,9 @@ def test_columns_that_are_kept_are_good(run, packed) -> None:
     assert len(data["verdict"]["groups"]) == 2
 
 
-@pytest.mark.parametrize("given", [("--evaluation", "x.npy"), ("--workers", "2", "--batch-size", "64")])
-def test_samples_of_the_calibration_are_not_enough_and_more_are_asked_for(run, packed, given) -> None:
-    words = ["calibrate", "float.mge", "-d", "x.npy", "-r", "float_end.yaml", "-o", "out", *given]
+def test_samples_of_the_calibration_are_not_enough_and_more_are_asked_for(run, packed) -> None:
+    words = ["calibrate", "float.mge", "-d", "x.npy", "-r", "float_end.yaml", "-o", "out"]
+    words += ["--evaluation", "x.npy"]
     text = run(*words).err
     assert "verdict   check: " in text
     assert "No sample is new to the calibration" in text

@@ -313,7 +313,7 @@ def test_a_class_is_abstract_or_final():
     """Nobody overrides a concrete method or derives from a concrete class, but for options."""
     for name in NAMES:
         cls = plugins.resolve(PACKAGE, name, Observer)
-        assert not cls.__subclasses__()
+        assert not [c for c in cls.__subclasses__() if c.__module__.startswith("qtrace.")]
         line = [c for c in cls.__mro__ if issubclass(c, Observer)]
         for i, child in enumerate(line):
             own = {

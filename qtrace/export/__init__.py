@@ -41,7 +41,7 @@ from qtrace.process.threads import on_engine_thread
 from qtrace.storage.files import kind_of, problem, replacing
 from qtrace.storage.ownership import foreign_output
 
-__all__ = ["check_case", "check_format", "export", "format_by_name", "format_of", "formats"]
+__all__ = ["check_case", "export", "find_format", "format_by_name", "formats"]
 
 _LOG = logging.getLogger("qtrace")
 
@@ -87,7 +87,7 @@ def export(
     if wrong := problem(path):
         raise ExportError(wrong)
     target = Path(path)
-    chosen = _find_format(target, format)
+    chosen = find_format(target, format)
     if plain := is_plain(converted):
         _check_float_format(chosen, converted)
     graph = (
@@ -211,26 +211,12 @@ def check_case(path: Path) -> None:
         )
 
 
-def check_format(path: Path, name: str | None) -> None:
-    """Refuses a file whose suffix belongs to no format, if none is named.
+def find_format(path: Path, name: str | None = None) -> Format:
+    """Returns the format that a user named, or that has the suffix of `path`.
 
     Raises:
-        ExportError: naming the formats.
+        ExportError: when there is none; the message names the formats.
     """
-    _find_format(path, name)
-
-
-def format_of(path: Path) -> Format:
-    """Returns the format that has the suffix of `path`.
-
-    Raises:
-        ExportError: when none has it.
-    """
-    return _find_format(path, None)
-
-
-def _find_format(path: Path, name: str | None) -> Format:
-    """Returns the format that a user named, or that has the suffix of `path`."""
     if name is not None:
         return _FORMATS.get(name)
     check_case(path)

@@ -19,7 +19,7 @@ from qtrace.config.recipe import as_qconfig
 from qtrace.config.rule import FloatType
 from qtrace.config.targeting import config_for_target, place_of_target
 from qtrace.errors import ConfigError
-from qtrace.export import check_case, check_format, format_by_name, formats
+from qtrace.export import check_case, find_format, format_by_name, formats
 from qtrace.onnxfile.saturation import SAFE_BITS, products_saturate
 from qtrace.preparation.annotation import Preference
 from qtrace.runtimes.host import RuntimeHost
@@ -41,8 +41,8 @@ def with_suffix(out: Path, suffix: str) -> str:
 def describe_suffixes(out: Path) -> str:
     """Says that none of qtrace's own backends takes a file by its name, and which suffixes they take."""
     targets: dict[str, list[str]] = {}
-    for name in backends.packaged():
-        targets.setdefault(suffix_of(name), []).append(name)
+    for name, suffix in _suffixes().items():
+        targets.setdefault(suffix, []).append(name)
     known = ", ".join(f"{suffix} ({', '.join(names)})" for suffix, names in sorted(targets.items()))
     what = f"the suffix {out.suffix}, which no target takes" if out.suffix else "no suffix"
     others = [name for name in backends.known() if name not in backends.packaged()]
@@ -147,7 +147,7 @@ def choose_config(target: str | None, recipe: Any, out: Path, float_type: FloatT
     own = config.backend in (*backends.packaged(), *formats())
     suffix = suffix_of(config.backend)
     if config.backend in _ANY_SUFFIX or not (own and suffix):
-        check_format(out, format_of(config))
+        find_format(out, format_of(config))
     elif out.suffix != suffix:
         if target is None and place_of_target(config) is None:
             raise ConfigError(describe_suffixes(out))

@@ -16,7 +16,7 @@ from megengine import Tensor
 
 from qtrace.data.batches import as_arguments, evaluating
 from qtrace.errors import ExportError, GraphError
-from qtrace.export import format_of
+from qtrace.export import find_format
 from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.converted.plain_graph import PlainGraph, is_plain
 from qtrace.graph.interpreter import Interpreter, locate_failure
@@ -108,7 +108,7 @@ def open_in_file(path: Path, model: TracedModule) -> tuple[OpenAxis, ...]:
 def _fixes_sizes(path: Path, model: TracedModule) -> bool:
     """Returns whether the file of a graph may run only at the recorded sizes, by its format."""
     try:
-        format = format_of(path)
+        format = find_format(path)
         if format.fixes_sizes or format.find_fixing_layer is None:
             return True
         return bool(format.find_fixing_layer(PlainGraph(model) if is_plain(model) else ConvertedGraph(model)))

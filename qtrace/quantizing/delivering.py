@@ -296,9 +296,8 @@ class FileWriter:
     def _judge(self, result: CalibratedGraph, converted: TracedModule) -> CalibratedGraph:
         """Judges the graph by its file, where that runs here."""
         run_file, backend = None, self.calibrator.config.backend
-        if any(
-            fake_quants(result.prepared)
-        ):  # a graph in float is exact, and its file but for the order of sums
+        # A graph in float is exact, and its file but for the order of sums.
+        if any(fake_quants(result.prepared)):
             size = batch_of_file(self.partial)
             run_file = open_for_verdict(self.partial, converted, backend, self.host, size)
         result = self.calibrator.judge(result, run_file)

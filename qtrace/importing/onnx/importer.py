@@ -49,36 +49,11 @@ _FLOAT32 = np.dtype(np.float32)
 KEPT_WHERE_OPEN = {("", "Resize"), ("", "Upsample"), ("", "GridSample")}
 
 # Elementwise ops that give NaN for NaN in a file, of which some of MegEngine's kernels make numbers.
-_KEEPING_NAN = {
-    *(
-        "Relu",
-        "Sigmoid",
-        "Tanh",
-        "Softplus",
-        "Clip",
-        "LeakyRelu",
-        "Elu",
-        "Selu",
-        "Celu",
-        "HardSwish",
-        "Swish",
-    ),
-    *(
-        "HardSigmoid",
-        "Softsign",
-        "PRelu",
-        "Gelu",
-        "Mish",
-        "Exp",
-        "Log",
-        "Sqrt",
-        "Sign",
-        "Abs",
-        "Neg",
-        "Floor",
-    ),
-    *("Ceil", "Round", "Reciprocal", "Max", "Min", "Add", "Sub", "Mul", "Div", "Sum", "Mean"),
-}
+_OPS_KEEPING_NAN = (
+    "Relu Sigmoid Tanh Softplus Clip LeakyRelu Elu Selu Celu HardSwish Swish HardSigmoid Softsign PRelu "
+    "Gelu Mish Exp Log Sqrt Sign Abs Neg Floor Ceil Round Reciprocal Max Min Add Sub Mul Div Sum Mean"
+)
+_KEEPING_NAN = frozenset(_OPS_KEEPING_NAN.split())
 
 # Op -> of how many of its inputs it reads the numbers, where it reads but shape or type of the others.
 _NUMBERS_READ = {"Shape": 0, "Size": 0, "CastLike": 1}

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from qtrace.data.batches import as_arguments, evaluating, translate_errors
-from qtrace.graph.deferred_runs import RefusedRunError, WholeEngine, begin_run
+from qtrace.graph.deferred_runs import begin_run
 from qtrace.graph.interpreter import Interpreter
-from qtrace.graph.stepping import SegmentEngine, Stepper, as_array
+from qtrace.graph.stepping import RefusedRunError, SegmentEngine, Stepper, WholeEngine, as_array
 from qtrace.graph.types import TracedModule
 from qtrace.outputs.replay import SelectionTape, TapedRun
 from qtrace.sensitivity.metrics import Outputs

@@ -16,6 +16,7 @@ from typing import Any
 import megengine.functional as F
 from megengine.module import Module
 
+from qtrace.comparing.sums import finite_or_none
 from qtrace.config import backends
 from qtrace.fakequant.base import FakeQuant
 from qtrace.fakequant.following.bias import BiasQuant
@@ -27,7 +28,6 @@ from qtrace.graph.flatten import flatten
 from qtrace.graph.stepping import SegmentEngine, exchange_function
 from qtrace.graph.types import Expr, GetAttr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module, owner
-from qtrace.metrics import finite_or_none
 from qtrace.preparation.annotation import Annotation, PlacementRow, Preference
 from qtrace.preparation.figures import read_figures
 from qtrace.preparation.model import QuantizedModel

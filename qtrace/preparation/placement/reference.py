@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from megengine import Tensor
 
+from qtrace.comparing.groups import LEAST_VALUES
 from qtrace.data.batches import count_samples, evaluating, translate_errors
 from qtrace.errors import GraphError
 from qtrace.graph.dataflow import evaluate_fixed, fixed_nodes
@@ -19,7 +20,6 @@ from qtrace.graph.opaque import divides_by_inputs
 from qtrace.graph.stepping import RefusedRunError, SegmentEngine, Stepper, WholeEngine, keep
 from qtrace.graph.types import Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, is_float_tensor
-from qtrace.outputs.columns import LEAST_VALUES
 from qtrace.preparation.placement._runs import (
     EndGroup,
     RangeStatistics,

@@ -23,12 +23,12 @@ from typing import Any
 import numpy as np
 from megengine import Tensor
 
+from qtrace.comparing.selections import LEAST_SHARE, SelectedShares, SelectionTape
+from qtrace.comparing.sums import decibels
 from qtrace.data.batches import evaluating
 from qtrace.graph.kernels import quiet_engine
 from qtrace.graph.types import Expr, Node, TracedModule
-from qtrace.metrics import decibels
 from qtrace.numerics import choose, fake_quantize
-from qtrace.outputs.replay import LEAST_SHARE, SelectedShares, SelectionTape
 from qtrace.preparation.placement._runs import Probe, Run, find_end_groups
 from qtrace.preparation.placement.reference import MeasuredRun
 from qtrace.scheme import QParams, QScheme
@@ -188,13 +188,13 @@ class Trials:
             return exact, changed
         replay = _TapedGraph(self.model, self.run.ends, {}, tape.places)
         replay.execute(inputs)
-        same = {end: value.numpy() for end, value in replay.values.items()}
         shares.add(replay.tape.shares)
-        for index, end in enumerate(self.run.ends):
-            same[end], changed[end] = (
-                shares.blank(index, side[end], replay.tape.shares) for side in (same, changed)
-            )
-        return same, changed
+        ends, exact = self.run.ends, {end: value.numpy() for end, value in replay.values.items()}
+        same, own = (
+            dict(zip(ends, shares.blank([side[end] for end in ends], replay.tape.shares), strict=True))
+            for side in (exact, changed)
+        )
+        return same, own
 
     def column_ranges(self, nodes: Sequence[Node]) -> dict[Node, dict[str, tuple[float, float]]]:
         """Returns the range of each group of columns of those of ``nodes`` that have several groups.

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import qtrace
+from qtrace.comparing.sums import sqnr_db
 from qtrace.graph.flatten import flatten
-from qtrace.metrics import sqnr_db
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.passes import place as placing
 from qtrace.preparation.passes.annotate import annotate_view

@@ -1,7 +1,6 @@
 """Files of torch's networks beside those of onnxruntime.quantization: their time in turns, and their noise.
 
     python -m benchmarks.torch_files googlenet mobilevitv2_050     # some networks; all without names
-    python -m benchmarks.torch_files --write                       # only put the stored rows on the page
 
 Needs torch, torchvision and timm. Weights and samples are random, and norms have seen such samples: the noise
 tells files of one network apart and says nothing of its task. torch exports a network; the default
@@ -37,11 +36,9 @@ from qtrace.benchmarking.prediction import predict  # noqa: E402
 from qtrace.comparing.sums import ErrorSums  # noqa: E402
 from qtrace.costs import CostTable  # noqa: E402
 
-__all__ = ["FileRow", "main", "measure", "table"]
+__all__ = ["FileRow", "main", "measure", "read", "table"]
 
 RESULTS = Path(__file__).parent / "results" / "torch_files.json"
-PAGE = Path(__file__).parents[1] / "docs" / "measured" / "torch-files.md"
-MARK = "<!-- table of benchmarks.torch_files -->"
 SPEECH = "speech"
 _IMAGE_NETS = (
     "googlenet mobilevitv2_050 tf_efficientnet_lite0 mobilenetv4_conv_small pvt_v2_b0 mobilevit_xxs "
@@ -215,9 +212,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("names", nargs="*", help=f"of {', '.join(NETS)}; all without")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the files there")
-    parser.add_argument("--write", action="store_true", help="only write the stored rows to the page")
     options = parser.parse_args(arguments)
-    for name in () if options.write else options.names or NETS:
+    for name in options.names or NETS:
         with tempfile.TemporaryDirectory() as temporary:
             folder = (options.keep or Path(temporary)) / name
             folder.mkdir(parents=True, exist_ok=True)
@@ -225,9 +221,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows = sorted([r for r in read() if r.net != name] + own, key=lambda r: list(NETS).index(r.net))
         RESULTS.write_text(json.dumps([asdict(r) for r in rows], indent=1) + "\n", encoding="utf-8")
         print(table(own), flush=True)
-    if options.write:
-        head, _, _ = PAGE.read_text(encoding="utf-8").partition(MARK)
-        PAGE.write_text(f"{head}{MARK}\n\n{table(read())}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

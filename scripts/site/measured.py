@@ -7,6 +7,7 @@ import re
 import statistics
 from typing import Any
 
+from benchmarks import torch_files as files_of_torch
 from benchmarks.deployed import checks
 from benchmarks.deployed import rows as deployed_rows
 from benchmarks.deployed import runtimes as other_runtimes
@@ -56,6 +57,7 @@ __all__ = [
     "shipped",
     "speed",
     "torch_families",
+    "torch_files",
     "transformers",
     "tuned",
 ]
@@ -157,6 +159,11 @@ def torch_families() -> str:
     missing = all_networks - len(rows)
     counted += f"{missing} have not been measured yet." if missing else "all have been measured."
     return f"{counted}\n\n{table(rows, TorchRow)}\n\n{measured_when(rows)}"
+
+
+def torch_files() -> str:
+    """The table of `python -m benchmarks.torch_files`."""
+    return files_of_torch.table(files_of_torch.read())
 
 
 def family_recipes() -> str:

@@ -1,4 +1,4 @@
-"""The table of docs/measured/exports.md: every network in every promised form, held to the targets."""
+"""The table of docs/measured/runtimes.md: every network in every promised form, held to the targets."""
 
 from __future__ import annotations
 

@@ -222,6 +222,7 @@ def test_the_drawing_names_every_stage_once() -> None:
     [
         *("accuracy", "calibration", "demo", "detector_demo", "exports", "families", "figures"),
         *("ocr_client", "onnx_kinds", "onnx_open_axes", "onnx_ops", "onnx_shares", "shipped", "speed"),
+        "torch_files",
     ],
 )
 def test_measured_tables_are_whole(name: str) -> None:

@@ -86,9 +86,9 @@ def _packed(y: mge.Tensor) -> Outputs:
 @pytest.mark.parametrize("backend", ["onnxruntime", "tensorrt", "tflite"])
 def test_the_rules_of_the_guide_keep_the_end_of_a_detector_in_float(backend: str) -> None:
     page = " ".join((Path(__file__).parents[3] / "docs/guides/training.md").read_text().split())
-    match = re.search(r'`("rules": \[.*?\])`', page)
+    match = re.search(r"```python rules = (\[.*?\]) ```", page)
     assert match is not None
-    rules = ast.literal_eval("{" + match.group(1) + "}")["rules"]
+    rules = ast.literal_eval(match.group(1))
     config = {"backend": backend, "rules": rules[:1] if backend == "tflite" else rules}
     assert min(_groups_db(_Net(_packed), config)) > 40
     prepared = qtrace.prepare(qtrace.trace(_Net(_packed), mge.tensor(X)), config, samples=[X])

@@ -24,8 +24,8 @@ import numpy as np
 
 import qtrace
 from benchmarks.families import NETWORKS
+from qtrace.comparing.sums import sqnr_db
 from qtrace.graph.types import TracedModule
-from qtrace.metrics import sqnr_db
 from qtrace.onnxfile.local_session import SessionSettings
 from qtrace.onnxfile.sessions import open_session
 from qtrace.preparation.float16 import choose_float16, describe_float16

@@ -21,9 +21,9 @@ from megengine import Tensor
 import qtrace
 from benchmarks import machine
 from examples.ocr import pages
+from qtrace.comparing.sums import ErrorSums
 from qtrace.extras.finetune import FinetuneSettings
 from qtrace.graph.types import TracedModule
-from qtrace.metrics import ErrorSums
 
 __all__ = ["Outcome", "main", "measure"]
 

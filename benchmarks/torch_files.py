@@ -33,8 +33,8 @@ from benchmarks.torch_families import TorchNetwork  # noqa: E402
 from qtrace.benchmarking.machine import describe_machine  # noqa: E402
 from qtrace.benchmarking.onnx_ops import read_graph  # noqa: E402
 from qtrace.benchmarking.prediction import predict  # noqa: E402
+from qtrace.comparing.sums import ErrorSums  # noqa: E402
 from qtrace.costs import CostTable  # noqa: E402
-from qtrace.metrics import ErrorSums  # noqa: E402
 
 __all__ = ["FileRow", "main", "measure", "read", "table"]
 

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 import qtrace
+from qtrace.comparing.sums import sqnr_db
 
 qtrace.quiet()  # before anything else loads MegEngine: it would print notes about a missing CUDA driver
 
@@ -39,7 +40,6 @@ from benchmarks.accuracy.peers import quantize_by_nncf, quantize_by_onnxruntime 
 from benchmarks.deployed.judging import File  # noqa: E402
 from benchmarks.timing import take_turns  # noqa: E402
 from benchmarks.weights import TextClassifier, randomized  # noqa: E402
-from qtrace.metrics import sqnr_db  # noqa: E402
 from scripts.stored import RESULTS, ToolFile, ToolsRow, load, store, table, today  # noqa: E402
 from tests import selecting_nets  # noqa: E402
 from tests.zoo import convnext  # noqa: E402

@@ -22,7 +22,7 @@ from megengine import Parameter, Tensor
 
 import qtrace
 from benchmarks.timing import take_turns
-from qtrace.metrics import sqnr_db
+from qtrace.comparing.sums import sqnr_db
 
 __all__ = ["TextClassifier", "main", "randomized"]
 

@@ -19,9 +19,8 @@ from benchmarks.accuracy.networks import CLASSIFIERS
 from benchmarks.accuracy.rows import Row, add_recovered_share, markdown, sqnr_db
 from examples import digits
 from qtrace.onnxfile.saturation import products_saturate
-from qtrace.sensitivity.layers import RaisableLayer
+from qtrace.sensitivity.layers import RaisableLayer, Raise
 from qtrace.sensitivity.mixed import MixedPrecision
-from qtrace.sensitivity.raising import Raise
 from tests.each import each_of
 
 # The groups of a layer that is nowhere, and its sizes.

@@ -1,4 +1,4 @@
-"""The rows, checks and frontier of the benchmark of deployed networks, which the tests do not measure."""
+"""The rows and checks of the benchmark of deployed networks, which the tests do not measure."""
 
 from __future__ import annotations
 
@@ -12,10 +12,18 @@ import pytest
 
 from benchmarks.accuracy import peers
 from benchmarks.deployed import __main__ as program
-from benchmarks.deployed import checks, frontier, networks
-from benchmarks.deployed.rows import OWN_TIMES, PEERS, POINTS, TIMED, TRAINED_NETS, Row, merged, read, table
-from qtrace.preparation.placement.frontier import Point
-from qtrace.preparation.placement.problem import Energy
+from benchmarks.deployed import checks, networks
+from benchmarks.deployed.rows import (
+    OWN_TIMES,
+    PEERS,
+    PLACEMENTS,
+    TIMED,
+    TRAINED_NETS,
+    Row,
+    merged,
+    read,
+    table,
+)
 
 MINMAX = "onnxruntime.quantization MinMax"
 FULL = "NNCF, full bias correction"
@@ -108,19 +116,18 @@ def test_a_peer_that_is_faster_and_more_accurate_dominates_a_point() -> None:
     assert checks.dominated(NEW, [slow_peer, better]) == [MINMAX]
 
 
-def test_a_frontier_needs_five_points_that_no_peer_dominates() -> None:
-    name = "detector: frontier"
-    points = [
-        Row("detector", variant, 20.0 + number, 1.4 - number / 10) for number, variant in enumerate(POINTS)
+def test_no_placement_may_be_dominated_by_a_peer() -> None:
+    name = "detector: placements"
+    ours = [
+        Row("detector", variant, 20.0 + number, 1.4 - number / 10)
+        for number, variant in enumerate(PLACEMENTS)
     ]
     peers = _peers(10.0, 1.3)
-    assert _verdicts([*points[:4], *peers])[name] == checks.UNKNOWN
-    assert _verdicts([*points, *peers[1:]])[name] == checks.UNKNOWN
-    assert _verdicts([*points, *peers])[name] == checks.MET
-    alike = [*points[:4], dataclasses.replace(points[4], sqnr=20.0)]
-    assert _verdicts([*alike, *peers])[name] == checks.MISSED
-    (missed,) = [c for c in checks.check([*points, Row("detector", MINMAX, 21.0, 1.35)]) if c.name == name]
-    assert (missed.verdict, missed.measured) == (checks.MISSED, f"dominated: point 2 by {MINMAX}")
+    assert _verdicts(peers)[name] == checks.UNKNOWN
+    assert _verdicts([*ours, *peers[1:]])[name] == checks.UNKNOWN
+    assert _verdicts([*ours, *peers])[name] == checks.MET
+    (missed,) = [c for c in checks.check([*ours, Row("detector", MINMAX, 21.0, 1.35)]) if c.name == name]
+    assert (missed.verdict, missed.measured) == (checks.MISSED, f"dominated: fastest by {MINMAX}")
 
 
 def test_losses_of_the_task_have_limits() -> None:
@@ -157,32 +164,6 @@ def test_parity_is_that_of_the_worst_file() -> None:
     assert [_verdicts([good, bad])[name] for name in names] == [checks.MISSED] * 2
 
 
-def test_a_point_is_taken_between_the_fastest_and_float() -> None:
-    frontier_points = [
-        Point({"a": True}, Energy(1.0, 3.0, 3.0)),
-        Point({"a": True}, Energy(2.0, 2.0, 2.0)),
-        Point({"a": False}, Energy(3.0, 0.0, 0.0)),
-    ]
-    taken = [frontier.select(frontier_points, 3.0, share).energy.seconds for share in (0.1, 0.4, 0.9)]
-    assert taken == [1.0, 2.0, 2.0]
-    assert frontier.select(frontier_points[2:], 3.0, 0.1) is frontier_points[2]
-
-
-def test_the_choice_of_the_placement_comes_back() -> None:
-    before = frontier.choosing.choose_balanced
-    with frontier.choose_between(0.5):
-        assert frontier.choosing.choose_balanced is not before
-    assert frontier.choosing.choose_balanced is before
-
-
-@pytest.mark.slow  # matplotlib reads fonts
-def test_a_frontier_is_drawn_if_there_are_points(tmp_path: Path) -> None:
-    point, file = Row("detector", "point 1", 25.0, 1.4), tmp_path / "detector.png"
-    assert frontier.draw("detector", [NEW], file) is None
-    assert frontier.draw("detector", [NEW, point, Row("detector", MINMAX, 10.0, 1.2)], file) == file
-    assert file.read_bytes().startswith(b"\x89PNG")
-
-
 def test_a_peer_that_fails_has_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     worker = tmp_path / "worker.py"
     worker.write_text("raise SystemExit('no such op')", encoding="utf-8")
@@ -216,11 +197,12 @@ def test_rows_are_kept_one_by_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
     monkeypatch.setattr(program, "measure", measure)
     file = tmp_path / "rows.json"
-    options = ["--json", str(file), "--pictures", str(tmp_path), "--net", "classifier"]
+    options = ["--json", str(file), "--net", "classifier"]
     assert program.main([*options, "--only", "balanced"]) == 1
     assert program.main([*options, "--only", "balanced", "--only", "fastest", "--missing"]) == 1
     assert asked == [("classifier", ("balanced",)), ("classifier", ("fastest",))]
     assert [row.variant for row in read(file)] == ["balanced", "fastest"]
+    assert all(row.machine for row in read(file))
 
 
 def test_placements_by_own_times_need_a_table_and_their_predictions_count() -> None:
@@ -235,7 +217,7 @@ def test_placements_by_own_times_need_a_table_and_their_predictions_count() -> N
 
 def test_every_network_has_variants() -> None:
     assert MINMAX in networks.variants_of("ResNet-18 96")
-    assert {*POINTS, FULL} <= set(networks.variants_of("classifier"))
+    assert {*PLACEMENTS, FULL} <= set(networks.variants_of("classifier"))
 
 
 def test_every_second_line_is_turned() -> None:

@@ -22,7 +22,7 @@ import qtrace
 qtrace.quiet()  # before anything else loads MegEngine: it would print notes about a missing CUDA driver
 
 from benchmarks import machine  # noqa: E402
-from benchmarks.deployed import checks, frontier, judging, networks, quantizing  # noqa: E402
+from benchmarks.deployed import checks, judging, networks, quantizing  # noqa: E402
 from benchmarks.deployed.judging import File  # noqa: E402
 from benchmarks.deployed.rows import (  # noqa: E402
     FLOAT,
@@ -31,7 +31,6 @@ from benchmarks.deployed.rows import (  # noqa: E402
     PEERS,
     RESULTS,
     TIMED,
-    TRAINED,
     TRAINED_NETS,
     VARIANTS,
     Row,
@@ -40,8 +39,6 @@ from benchmarks.deployed.rows import (  # noqa: E402
     store,
     table,
 )
-
-PICTURES = Path(__file__).parent.parent.parent / "docs" / "assets" / "deployed"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +136,6 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         help="times of this machine, by qtrace bench --kernels -o FILE; without it, no rows of own times",
     )
     parser.add_argument("--json", type=Path, default=RESULTS, help="where the rows are kept")
-    parser.add_argument("--pictures", type=Path, default=PICTURES, help="the folder for the pictures")
     parser.add_argument("--table", action="store_true", help="only print the stored rows and checks")
     return parser.parse_args(arguments)
 
@@ -152,7 +148,8 @@ def main(arguments: list[str] | None = None) -> int:
         facts = machine.facts()
 
         def keep(row: Row) -> None:
-            rows[:] = merged(rows, [row])
+            measured = dataclasses.replace(row, machine=f"{facts['cpu']}, {facts['date'][:10]}")
+            rows[:] = merged(rows, [measured])
             store(options.json, facts, rows)
 
         for name in options.net or (*TRAINED_NETS, *TIMED):
@@ -162,9 +159,6 @@ def main(arguments: list[str] | None = None) -> int:
             chosen = [v for v in chosen if options.cost_table or v not in OWN_TIMES]
             if wanted := [v for v in chosen if v not in stored]:
                 measure(name, wanted, Tools(options.nncf, options.cost_table), keep)
-        options.pictures.mkdir(parents=True, exist_ok=True)
-        for name in TRAINED:
-            frontier.draw(name, rows, options.pictures / f"{name}.png")
     results = checks.check(rows)
     print(f"{table(rows)}\n\n{checks.render(results)}")
     if options.table:

@@ -15,8 +15,8 @@ import qtrace
 from benchmarks.timing import Spread, take_turns
 from qtrace.benchmarking.onnx_ops import read_graph
 from qtrace.benchmarking.prediction import predict
+from qtrace.comparing.sums import ErrorSums
 from qtrace.costs import CostTable
-from qtrace.metrics import ErrorSums
 from qtrace.onnxfile.local_session import OrtSession, SessionSettings
 from qtrace.onnxfile.sessions import open_session
 

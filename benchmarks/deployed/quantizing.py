@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import qtrace
 from benchmarks.accuracy.peers import Peer, quantize_by_nncf, quantize_by_onnxruntime
-from benchmarks.deployed.frontier import SHARES, choose_between
 from benchmarks.deployed.networks import Network
-from benchmarks.deployed.rows import MINMAX, NNCF, ONNXRUNTIME, OWN_TIMES, PLACEMENTS, POINTS
+from benchmarks.deployed.rows import MINMAX, NNCF, ONNXRUNTIME, OWN_TIMES, PLACEMENTS
 from qtrace.preparation.model import QuantizedModel
 
 __all__ = ["Made", "config_of", "quantize", "quantize_by_peer"]
@@ -60,11 +58,10 @@ def config_of(network: Network, variant: str, cost_table: Path | None = None) ->
 def quantize(network: Network, variant: str, file: Path, cost_table: Path | None = None) -> Made:
     """Writes ``file`` by one of qtrace's variants; see `config_of`."""
     batches = [network.calibration[i : i + 1] for i in range(len(network.calibration))]
-    with choose_between(SHARES[variant]) if variant in POINTS else nullcontext():
-        started = time.perf_counter()
-        prepared = qtrace.prepare(network.traced, config_of(network, variant, cost_table), samples=batches)
-        qtrace.calibrate(prepared, batches, progress=False)
-        seconds = time.perf_counter() - started
+    started = time.perf_counter()
+    prepared = qtrace.prepare(network.traced, config_of(network, variant, cost_table), samples=batches)
+    qtrace.calibrate(prepared, batches, progress=False)
+    seconds = time.perf_counter() - started
     converted = qtrace.convert(prepared)
     qtrace.export(converted, file)
     annotation = QuantizedModel(prepared, "prepared").annotation

@@ -16,7 +16,6 @@ __all__ = [
     "OWN_TIMES",
     "PEERS",
     "PLACEMENTS",
-    "POINTS",
     "RESULTS",
     "TIMED",
     "TRAINED",
@@ -55,14 +54,12 @@ TIMED = (
 FLOAT = "float"
 PLACEMENTS = ("balanced", "fastest", "everything")
 MINMAX = "minmax"
-POINTS = tuple(f"point {number}" for number in range(1, 6))
-"""The labellings between the fastest and float that draw the frontier."""
 ONNXRUNTIME = {f"onnxruntime.quantization {m}": m for m in ("MinMax", "Percentile", "Entropy")}
 NNCF = {"NNCF, fast bias correction": "fast", "NNCF, full bias correction": "full"}
 PEERS = (*ONNXRUNTIME, *NNCF)
 OWN_TIMES = {f"{placement}, own times": placement for placement in ("balanced", "fastest")}
 """Placements by the times of the machine that runs the benchmark, not by the packaged ones."""
-VARIANTS = (FLOAT, *PLACEMENTS, MINMAX, *POINTS, *OWN_TIMES, *PEERS)
+VARIANTS = (FLOAT, *PLACEMENTS, MINMAX, *OWN_TIMES, *PEERS)
 VARIANTS_TIMED = (FLOAT, "balanced", "fastest", *OWN_TIMES, "onnxruntime.quantization MinMax")
 
 
@@ -88,6 +85,7 @@ class Row:
         mode: the placement that was chosen: "everything" where no op gains time by integers.
         reason: why there is no file; "" if there is one.
         load: the load average of the machine before this row; the benchmark itself makes about 1.
+        machine: the processor that measured it, and the day.
     """
 
     net: str
@@ -106,6 +104,7 @@ class Row:
     mode: str = ""
     reason: str = ""
     load: float | None = None
+    machine: str = ""
 
     @property
     def prediction_error(self) -> float | None:

@@ -27,8 +27,8 @@ from benchmarks import machine  # noqa: E402
 from benchmarks.accuracy.peers import quantize_by_nncf  # noqa: E402
 from benchmarks.deployed import networks  # noqa: E402
 from benchmarks.timing import take_turns  # noqa: E402
+from qtrace.comparing.sums import ErrorSums  # noqa: E402
 from qtrace.display import format_table  # noqa: E402
-from qtrace.metrics import ErrorSums  # noqa: E402
 from qtrace.onnxfile.saturation import products_saturate  # noqa: E402
 from qtrace.preparation.model import QuantizedModel  # noqa: E402
 

@@ -2,7 +2,7 @@
 
 Each trained network is searched by ``qtrace.extras.tune`` from the default recipe, on the calibration inputs
 alone. The best recipe's file is then judged in onnxruntime on the test inputs, in turns with float, beside
-the rows of ``benchmarks.deployed``: the recipes written by hand and the labellings of the frontier. ``--net``
+the rows of ``benchmarks.deployed``: the recipes written by hand. ``--net``
 measures a part, whose rows replace the stored ones.
 """
 
@@ -33,7 +33,7 @@ __all__ = ["HEADERS", "NETS", "RESULTS", "TunedRow", "cells", "merged", "read", 
 
 RESULTS = Path(__file__).parent.parent / "results" / "tuned.json"
 NETS = rows.TRAINED_NETS
-BY_HAND = (*rows.PLACEMENTS, rows.MINMAX, *rows.POINTS)
+BY_HAND = (*rows.PLACEMENTS, rows.MINMAX)
 _BATCH = 4
 # Two files whose speeds differ by less are equally fast, as far as the machine can tell.
 _EQUAL_SPEED = 0.97

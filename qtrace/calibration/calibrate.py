@@ -148,7 +148,8 @@ def calibrate(
                     fit(own)
 
             calls = _choice_calls(batches if held_back is None else held_back, model)
-            choose_row(prepared, reference, calls, prefer, refit)
+            runner = choose_segments(model, chosen, len(calls), threads, calls[0]) if calls else None
+            choose_row(prepared, reference, calls, prefer, refit, runner)
     if uses_float16(model):
         _record_ranges(prepared, statistics)
     return prepared

@@ -8,46 +8,22 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.graph.stepping import GraphSegment, SegmentEngine, Stepper, Use, as_array, keep
+from qtrace.graph.stepping import (
+    GraphSegment,
+    RefusedRunError,
+    SegmentEngine,
+    Stepper,
+    Use,
+    WholeEngine,
+    as_array,
+    keep,
+)
 from qtrace.graph.types import Node, TracedModule
 
-__all__ = ["RefusedRunError", "WholeEngine", "begin_run"]
+__all__ = ["begin_run"]
 
 Ends = list[list[np.ndarray]]
 """The outputs of a graph for each batch."""
-
-
-class RefusedRunError(Exception):
-    """The engine leaves the graph to MegEngine."""
-
-
-class WholeEngine:
-    """An engine that computes a graph as a whole or not at all.
-
-    Args:
-        engine: the engine.
-    """
-
-    def __init__(self, engine: SegmentEngine) -> None:
-        self._engine = engine
-
-    def begin(self, segment: GraphSegment) -> Callable[[Use], list[Any]]:
-        """Does what the engine does; see `SegmentEngine`.
-
-        Raises:
-            RefusedRunError: when the engine cannot compute the segment; the run raises it, too.
-        """
-        run = self._engine.begin(segment)
-        if run is None:
-            raise RefusedRunError
-
-        def compute(use: Use) -> list[Any]:
-            results = run(use)
-            if results is None:
-                raise RefusedRunError
-            return results
-
-        return compute
 
 
 def begin_run(

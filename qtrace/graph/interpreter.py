@@ -99,17 +99,24 @@ class Interpreter:
         Raises:
             GraphError: when the arguments do not have the structure that was traced.
         """
+        out_def = self.traced.argdef_outdef_map[self.bind(args, kwargs)[0]]
+        return out_def.unflatten(self.run_flat(*args, **kwargs))
+
+    def run_flat(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """Does what `run` does, and returns the values of the graph's outputs in their order."""
         arg_def, inputs = self.bind(args, kwargs)
         graph = self.traced.argdef_graph_map[arg_def]
         try:
-            values = self._execute(graph, inputs, None)
+            return self.run_all(graph, inputs)
         except ENGINE_ERRORS as error:
-            problem = locate_failure(self.traced, *args, **kwargs)
-            if problem:
+            if problem := locate_failure(self.traced, *args, **kwargs):
                 error.args = (problem,)
             raise
-        outputs = [values[node] for node in graph._outputs]
-        return self.traced.argdef_outdef_map[arg_def].unflatten(outputs)
+
+    def run_all(self, graph: InternalGraph, inputs: list[Any]) -> list[Any]:
+        """Runs ``graph`` on the values of its inputs, and returns the values of its outputs."""
+        values = self._execute(graph, inputs, None)
+        return [values[node] for node in graph._outputs]
 
     def run_until(self, node: Node, /, *args: Any, **kwargs: Any) -> Any:
         """Runs the graph up to ``node`` and returns its value.
@@ -274,11 +281,6 @@ class _OpFailure(Exception):
 
 class _OneByOne(Interpreter):
     """Runs a graph and the graphs of its submodules; an op that fails is a `_OpFailure`."""
-
-    def run_all(self, graph: InternalGraph, inputs: list[Any]) -> list[Any]:
-        """Runs ``graph`` and returns the values of its outputs."""
-        values = self._execute(graph, inputs, None)
-        return [values[node] for node in graph._outputs]
 
     def run_expr(self, expr: Expr, inputs: Sequence[Any]) -> Sequence[Any] | None:
         """Computes ``expr``; a fake quant passes its input, since it may collect statistics."""

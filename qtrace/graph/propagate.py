@@ -102,8 +102,7 @@ class _ShapeRun(Interpreter):
         """Computes ``expr``; a call of a traced submodule runs the submodule's graph."""
         graph = called_graph(expr)
         if graph is not None:
-            values = self._execute(graph, list(inputs), None)
-            return [values[node] for node in graph._outputs]
+            return self.run_all(graph, list(inputs))
         if updates_inputs(expr):
             inputs = [F.copy(v) if isinstance(v, RawTensor) else v for v in inputs]
         try:

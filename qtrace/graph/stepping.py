@@ -23,10 +23,12 @@ from qtrace.process.memory import LargeFrees
 
 __all__ = [
     "GraphSegment",
+    "RefusedRunError",
     "SegmentEngine",
     "SegmentRun",
     "Stepper",
     "Use",
+    "WholeEngine",
     "as_array",
     "exchange_function",
     "finish",
@@ -222,6 +224,39 @@ class SegmentEngine(Protocol):
         Returns:
             What computes the segment; None if this engine cannot.
         """
+
+
+class RefusedRunError(Exception):
+    """The engine leaves the graph to MegEngine."""
+
+
+class WholeEngine:
+    """An engine that computes a graph as a whole or not at all.
+
+    Args:
+        engine: the engine.
+    """
+
+    def __init__(self, engine: SegmentEngine) -> None:
+        self._engine = engine
+
+    def begin(self, segment: GraphSegment) -> Callable[[Use], list[Any]]:
+        """Does what the engine does; see `SegmentEngine`.
+
+        Raises:
+            RefusedRunError: when the engine cannot compute the segment; the run raises it, too.
+        """
+        run = self._engine.begin(segment)
+        if run is None:
+            raise RefusedRunError
+
+        def compute(use: Use) -> list[Any]:
+            results = run(use)
+            if results is None:
+                raise RefusedRunError
+            return results
+
+        return compute
 
 
 def as_array(value: Any) -> np.ndarray:

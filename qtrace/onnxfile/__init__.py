@@ -1,7 +1,7 @@
 """ONNX files: read once, with the tensors that they keep in other files, and run in onnxruntime.
 
 `reading` opens a file, `external_data` reads and writes the tensors next to it, `model` has its graph with
-constants, producers and readers, and `sessions` runs it. Nothing here needs MegEngine.
+constants, producers and readers, and its editor, and `sessions` runs it. Nothing here needs MegEngine.
 
 Whoever reads or runs such a file does it through this room, which needs no MegEngine: the importer, the
 exporter's tensors next to a file, ``verify``, ``check``, ``diff``, predicted times, the engine of

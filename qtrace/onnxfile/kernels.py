@@ -15,7 +15,7 @@ from qtrace.onnxfile.saturation import products_are_wrong, products_saturate
 from qtrace.onnxfile.sessions import open_session
 from qtrace.runtimes.host import RuntimeHost
 
-__all__ = ["Kernels", "find_kernels", "has_large_signed_weights"]
+__all__ = ["Kernels", "find_kernels", "has_large_signed_weights", "passes_7_bits"]
 
 _INT8 = 3  # TensorProto.DataType.INT8
 # The ops that compute. Ops that only move values run on any type.
@@ -97,7 +97,7 @@ def find_kernels(path: Path, host: RuntimeHost | None = None) -> Kernels:
 
 def has_large_signed_weights(model: Any) -> bool:
     """Returns whether a stored tensor of int8 is read as the integers of a weight, and passes 7 bits."""
-    signed = {tensor.name for tensor in model.graph.initializer if tensor.dims and _passes_7_bits(tensor)}
+    signed = {tensor.name for tensor in model.graph.initializer if tensor.dims and passes_7_bits(tensor)}
     kinds: tuple[str, ...] = ("QLinear", "MatMulInteger", "ConvInteger")
     if any(node.op_type == "QuantizeLinear" for node in model.graph.node):  # else floats multiply the weights
         kinds += ("DequantizeLinear",)
@@ -105,7 +105,7 @@ def has_large_signed_weights(model: Any) -> bool:
     return any(signed.intersection(node.input) for node in readers)
 
 
-def _passes_7_bits(tensor: Any) -> bool:
+def passes_7_bits(tensor: Any) -> bool:
     """Returns whether two products of an int8 tensor with uint8 may not fit into 16 bits."""
     from onnx import TensorProto, numpy_helper
 

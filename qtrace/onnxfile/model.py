@@ -1,9 +1,11 @@
-"""The graph of an ONNX model: its constants, which node gives a tensor, and which nodes read it."""
+"""The graph of an ONNX model: its constants, which node gives a tensor and which read it, and its editor."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -12,7 +14,7 @@ from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, ValueInfoPr
 from qtrace.errors import ExportError
 from qtrace.onnxfile.bodies import read_names
 
-__all__ = ["OnnxModel", "infer_shapes"]
+__all__ = ["OnnxEditor", "OnnxModel", "infer_shapes"]
 
 
 class OnnxModel:
@@ -38,7 +40,7 @@ class OnnxModel:
         self.stored: dict[str, TensorProto] = {tensor.name: tensor for tensor in self.graph.initializer}
         self.producers: dict[str, NodeProto] = {}
         self.readers: dict[str, list[NodeProto]] = {}
-        for node in self.graph.node:
+        for node in self.nodes():
             self.producers.update((name, node) for name in node.output if name)
             for name in read_names(node):
                 self.readers.setdefault(name, []).append(node)
@@ -73,7 +75,7 @@ class OnnxModel:
 
     def names(self) -> set[str]:
         """Returns the names that tensors and nodes of the graph have."""
-        nodes = {node.name for node in self.graph.node}
+        nodes = {node.name for node in self.nodes()}
         return {*self.stored, *self.producers, *self.readers, *nodes, *(v.name for v in self.graph.input)}
 
     def nodes(self, *kinds: str) -> list[NodeProto]:
@@ -104,6 +106,89 @@ class OnnxModel:
             for name, kind in kinds.items()
             if kind.HasField("shape") and all(dim.HasField("dim_value") for dim in kind.shape.dim)
         }
+
+
+class OnnxEditor(OnnxModel):
+    """A finished model whose graph is changed in place.
+
+    Nodes are put around those that are there, and are part of the model after `finish`. The index stays as it
+    was until it is refreshed. New tensors are stored at once.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: ModelProto) -> None:
+        self.set_nodes(model.graph.node)
+        super().__init__(model)
+        self._taken = self.names()
+
+    def set_nodes(self, nodes: Iterable[NodeProto]) -> None:
+        """Gives the graph other nodes, in order."""
+        self._groups = {id(node): [node] for node in nodes}  # a node -> itself among the new ones around it
+
+    def nodes(self, *kinds: str) -> list[NodeProto]:
+        """Returns the nodes of these types, in order, with those that are new; all nodes without types."""
+        nodes = itertools.chain.from_iterable(self._groups.values())
+        return [node for node in nodes if not kinds or node.op_type in kinds]
+
+    def fresh(self, name: str) -> str:
+        """Returns ``name``, with a number if a tensor or node has it; no other one gets it from now on."""
+        numbered = (f"{name}_{number}" for number in itertools.count(1))
+        new = next(each for each in itertools.chain([name], numbered) if each not in self._taken)
+        self._taken.add(new)
+        return new
+
+    def store(self, name: str, value: Any) -> str:
+        """Adds a constant with a name like ``name``; returns its name."""
+        new = self.fresh(name)
+        self.graph.initializer.append(numpy_helper.from_array(np.asarray(value), new))
+        self.stored[new] = self.graph.initializer[-1]
+        return new
+
+    def replace(self, node: NodeProto, *nodes: NodeProto) -> None:
+        """Puts nodes in the place of one of the model, which may be among them."""
+        group = self._groups[id(node)]
+        place = next(index for index, own in enumerate(group) if own is node)
+        group[place : place + 1] = nodes
+
+    def add_after(self, node: NodeProto, *nodes: NodeProto) -> None:
+        """Puts nodes after one of the model, and after those that were put there before."""
+        self._groups[id(node)] += nodes
+
+    def insert(self, name: str, readers: Iterable[NodeProto], op: str, suffix: str, **attributes: Any) -> str:
+        """Lets readers of a computed tensor read what a new node makes of it; returns the name of that."""
+        new = self.fresh(f"{name}{suffix}")
+        self.add_after(self.producers[name], helper.make_node(op, [name], [new], name=new, **attributes))
+        for reader in readers:
+            reader.input[:] = [new if read == name else read for read in reader.input]
+        return new
+
+    def rename_result(self, node: NodeProto, suffix: str) -> tuple[str, str]:
+        """Gives the first result of a node a new name; returns the old one, now free, and the new one."""
+        old = node.output[0]
+        node.output[0] = self.fresh(f"{old}{suffix}")
+        return old, node.output[0]
+
+    def drop_unread(self, *kinds: str) -> None:
+        """Drops the nodes, of these types or all, and the constants that nothing reads."""
+        read = set(self.output_names)
+        for group in reversed(self._groups.values()):
+            for node in reversed(group.copy()):
+                if (kinds and node.op_type not in kinds) or not read.isdisjoint(node.output):
+                    read.update(read_names(node))
+                else:
+                    group[:] = [own for own in group if own is not node]
+        read.update(value.name for value in self.graph.input)
+        for index in reversed(range(len(self.graph.initializer))):
+            if self.graph.initializer[index].name not in read:
+                del self.graph.initializer[index]
+
+    def finish(self) -> None:
+        """Writes the nodes."""
+        nodes = self.nodes()
+        del self.graph.node[:]
+        self.graph.node.extend(nodes)
 
 
 def infer_shapes(model: ModelProto, sizes: Mapping[str, Sequence[int]], path: Path) -> OnnxModel:

@@ -14,6 +14,7 @@ import megengine.functional as F
 import numpy as np
 from megengine import Tensor
 
+from qtrace.comparing.selections import SORTS, find_selecting, read_ranking
 from qtrace.config.algorithm import algorithms, is_packaged
 from qtrace.data import Batch
 from qtrace.data.base import batch_length
@@ -23,7 +24,6 @@ from qtrace.errors import GraphError
 from qtrace.graph.interface import read_interface
 from qtrace.graph.types import CallFunction, Node, TracedModule
 from qtrace.graph.walk import exprs, tensor_inputs
-from qtrace.outputs.selections import SORTS, find_selecting, read_ranking
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.original import GivenGraph, Original, run_graph
 from qtrace.preparation.phases import in_phase

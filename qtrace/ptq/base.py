@@ -11,12 +11,12 @@ import numpy as np
 from megengine import Tensor
 from pydantic import Field
 
+from qtrace.comparing.sums import ErrorSums, finite_or_none
 from qtrace.config.algorithm import Algorithm
 from qtrace.data.batches import as_arguments
 from qtrace.errors import CalibrationError
 from qtrace.graph.stepping import SegmentEngine
 from qtrace.graph.types import TracedModule
-from qtrace.metrics import ErrorSums, finite_or_none
 from qtrace.plugins.options import Int
 from qtrace.preparation.float_stage import FloatTask, Report, SiteNoise
 from qtrace.preparation.passes.base import Left, PassResult

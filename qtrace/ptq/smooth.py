@@ -22,12 +22,12 @@ from megengine import Tensor
 from pydantic import Field
 
 from qtrace import ops
+from qtrace.comparing.sums import ErrorSums, finite_or_none
 from qtrace.data.batches import evaluating, translate_errors
 from qtrace.graph.flatten import tied_parameters
 from qtrace.graph.interpreter import Interpreter, interpret
 from qtrace.graph.types import GetAttr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module, owner, users
-from qtrace.metrics import ErrorSums, finite_or_none
 from qtrace.numerics import alive, choose, fake_quantize
 from qtrace.ops import OpCall
 from qtrace.plugins.options import Float

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from qtrace.calibration.calibrate import calibrate
+from qtrace.comparing.sums import Outputs
 from qtrace.config import QConfig
 from qtrace.data import Batch
 from qtrace.data.fingerprints import SampleRecord
@@ -28,7 +29,6 @@ from qtrace.quantizing.judging import Acceptance, Judgement, conclude, copy_floa
 from qtrace.quantizing.judging_file import batch_of_file, judge_file
 from qtrace.quantizing.reporting import Reporter
 from qtrace.runtimes.host import RuntimeHost
-from qtrace.sensitivity.metrics import Outputs
 from qtrace.sensitivity.mixed import mixed_precision
 from qtrace.sensitivity.searching import Goal
 

@@ -8,19 +8,18 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from qtrace.comparing.sums import Outputs, finite_values
 from qtrace.data.base import DataSource
 from qtrace.data.fingerprints import SampleRecord
 from qtrace.errors import QtraceError
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.twin import float_twin, late_algorithms
-from qtrace.metrics import finite_values
 from qtrace.preparation.model import QuantizedModel
 from qtrace.quantizing.evaluation import EvaluationData, count_samples, first_batches
 from qtrace.quantizing.folder import CURE, VERDICT
 from qtrace.quantizing.reporting import Reporter
 from qtrace.sensitivity.diagnosis import Calibrated, Diagnosis, diagnose, measure_inputs
 from qtrace.sensitivity.diagnosis.verdict import Verdict
-from qtrace.sensitivity.metrics import Outputs
 
 __all__ = [
     "Acceptance",

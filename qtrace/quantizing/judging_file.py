@@ -17,6 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from qtrace.comparing.groups import find_groups
+from qtrace.comparing.selections import reaching
+from qtrace.comparing.sums import Outputs
 from qtrace.data.base import Batch, batch_length
 from qtrace.data.whole import filled_batches
 from qtrace.errors import ExportError, QtraceError, VerifyError
@@ -24,8 +27,6 @@ from qtrace.graph.opaque import find_random
 from qtrace.graph.types import TracedModule
 from qtrace.importing.onnx import declared_axes
 from qtrace.onnxfile.local_session import LocalSession
-from qtrace.outputs import find_groups
-from qtrace.outputs.selections import reaching
 from qtrace.process.threads import Together
 from qtrace.quantizing.call_data import CallData
 from qtrace.quantizing.evaluation import MOST_VALUES, count_values, shorten
@@ -38,7 +39,6 @@ from qtrace.sensitivity.diagnosis import (
     judge_outputs,
 )
 from qtrace.sensitivity.diagnosis.verdict import ENOUGH_SAMPLES, MANY_SAMPLES, Verdict
-from qtrace.sensitivity.metrics import Outputs
 from qtrace.verification.report import VerifyReport
 from qtrace.verification.runtimes import get as get_runtime
 from qtrace.verification.verify import verify as verify_file

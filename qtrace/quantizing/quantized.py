@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from qtrace.benchmarking.latency import file_size
+from qtrace.comparing.sums import finite_values
 from qtrace.config.recipe import dump_recipe
 from qtrace.display import Displayed, format_bytes, format_table
 from qtrace.errors import QtraceError
@@ -27,7 +28,6 @@ from qtrace.graph.interface import read_inputs
 from qtrace.graph.signature import list_inputs
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.explanation import Explanation, explain
-from qtrace.metrics import finite_values
 from qtrace.preparation.annotation import PlacementNote, PlacementRow
 from qtrace.preparation.figures import read_figures
 from qtrace.preparation.model import QuantizedModel

@@ -18,8 +18,7 @@ from qtrace.plugins.arguments import check_arguments
 from qtrace.plugins.packages import make_callable
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.record import is_quantized
-from qtrace.sensitivity.detection import DetectionLoss, Level
-from qtrace.sensitivity.metrics import Metric, choose
+from qtrace.sensitivity.metrics import DetectionLoss, Level, Metric, choose
 from qtrace.sensitivity.mixed import MixedPrecision, mixed_precision
 from qtrace.sensitivity.ranking import Ranking, count_runs, rank
 from qtrace.sensitivity.searching import Budget, Goal

@@ -1,13 +1,26 @@
-"""Finds the layers of a quantized graph that a rule of a config can raise to more bits or to float."""
+"""Layers that can be raised: the groups and weights that are then in float, and the recipe for them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+
+from qtrace.config import QConfig, Rule
+from qtrace.config.recipe import SCHEMA
+from qtrace.config.tree import dump
+from qtrace.errors import ConfigError
+from qtrace.graph.types import GetAttr, TracedModule
+from qtrace.graph.walk import exprs, get_module
 from qtrace.preparation.annotation import Annotation, ExprNote, Plan
+from qtrace.ptq.layers.quantized import write
+from qtrace.storage.ownership import WRITTEN
 
-__all__ = ["RaisableLayer", "active_groups", "find_layers"]
+__all__ = ["FloatValues", "RaisableLayer", "Raise", "active_groups", "find_layers", "patch_text"]
 
 _FLOAT_BITS = 32
 
@@ -134,3 +147,141 @@ def active_groups(
         if not (is_raised and activations):
             groups.update((*layer.reads, *layer.gives, *layer.biases))
     return frozenset(groups - {""})
+
+
+class FloatValues:
+    """The weights and biases of the float network and of the graph that was prepared from it.
+
+    A layer in float must have the network's weight. With the weight that, say, ``gptq`` has rounded, raising
+    the layer would seem to gain nothing.
+
+    Args:
+        prepared: the prepared graph.
+        twin: the float network, with the same nodes.
+        annotation: the annotation of the prepared graph.
+        layers: the layers of the prepared graph.
+    """
+
+    def __init__(
+        self,
+        prepared: TracedModule,
+        twin: TracedModule,
+        annotation: Annotation,
+        layers: Iterable[RaisableLayer],
+    ) -> None:
+        self.prepared = prepared
+        paths = {e.outputs[0].name: e.name for e in exprs(prepared) if isinstance(e, GetAttr) and e.outputs}
+        weights = {s.group: paths.get(s.node) for s in annotation.sites if s.sort == "weight"}
+        biases = {s.name: paths.get(s.node) for s in annotation.sites if s.sort == "bias"}
+        self.changed: dict[str, list[tuple[str, np.ndarray, np.ndarray]]] = {}
+        for layer in layers:
+            for name in (weights.get(layer.weight), *(biases.get(bias) for bias in sorted(layer.biases))):
+                if name is None:
+                    continue
+                original, changed = (get_module(model, name).numpy().copy() for model in (twin, prepared))
+                if original.size == changed.size and not np.array_equal(original.ravel(), changed.ravel()):
+                    self.changed.setdefault(layer.name, []).append((name, original, changed))
+
+    @contextmanager
+    def of(self, raised: Collection[str]) -> Iterator[None]:
+        """Gives the layers named in ``raised`` their float values inside the block."""
+        entries = [entry for name in raised for entry in self.changed.get(name, ())]
+        try:
+            for name, original, _ in entries:
+                write(self.prepared, name, original)
+            yield
+        finally:
+            for name, _, changed in entries:
+                write(self.prepared, name, changed)
+
+
+_BITS = re.compile(r"(?:w(?P<weight>\d+))?(?:a(?P<activation>\d+))?")
+
+
+@dataclass(frozen=True)
+class Raise:
+    """The bits of a raised layer.
+
+    Attributes:
+        weight: the bits of the layer's weight; None leaves them.
+        activation: the bits of the layer's inputs; None leaves them. If both are None, the layer computes in
+            float.
+    """
+
+    weight: int | None = None
+    activation: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Raise:
+        """Parses ``float``, ``a16``, ``w8`` or ``w8a16``.
+
+        Raises:
+            ConfigError: for any other text.
+        """
+        if text == "float":
+            return cls()
+        match = _BITS.fullmatch(text)
+        bits = {key: int(value) for key, value in (match.groupdict() if match else {}).items() if value}
+        if not bits or not all(2 <= n <= 16 for n in bits.values()):
+            raise ConfigError(
+                f"{text!r} is no way to raise a layer: give float, or bits such as a16 or w8a8."
+            )
+        return cls(**bits)
+
+    def sides(self) -> dict[str, bool]:
+        """Returns the arguments of a `Simulation` that say what raising a layer puts in float."""
+        to_float = self == Raise()
+        return {
+            "weights": to_float or self.weight is not None,
+            "activations": to_float or self.activation is not None,
+        }
+
+    def simulated(self) -> str:
+        """Says which part of the raised layers is in float during the search."""
+        if all(self.sides().values()):
+            return "raised"
+        return "raised weights" if self.weight is not None else "raised activations"
+
+    def changes(self, layer: RaisableLayer) -> bool:
+        """Whether raising changes the bits of a layer."""
+        return self.bits(layer) != (layer.weight_bits, layer.activation_bits)
+
+    def bits(self, layer: RaisableLayer) -> tuple[int, int]:
+        """Returns the bits of weight and activations of a raised layer."""
+        if self == Raise():
+            return 32, 32
+        weight = self.weight if layer.weight else None
+        return weight or layer.weight_bits, self.activation or layer.activation_bits
+
+    def rule(self, layers: Sequence[RaisableLayer]) -> Rule:
+        """Returns the rule that raises ``layers``."""
+        names = [name for layer in layers for name in layer.nodes]
+        change: dict[str, Any] = {"match": {"name": names}}
+        if self == Raise():
+            return Rule.model_validate({**change, "quantize": False})
+        if self.activation is not None:
+            change["activation"] = {"bits": self.activation}
+        if self.weight is not None:
+            change["weight"] = {"bits": self.weight}
+        return Rule.model_validate(change)
+
+    def patched(self, qconfig: QConfig, layers: Sequence[RaisableLayer]) -> QConfig:
+        """Returns ``qconfig`` with a rule that raises ``layers``."""
+        if not layers:
+            return qconfig
+        return qconfig.model_copy(update={"rules": (*qconfig.rules, self.rule(layers))})
+
+
+def patch_text(base: str, how: Raise, layers: Sequence[RaisableLayer], comment: Sequence[str]) -> str:
+    """Returns a recipe file that imports another one and raises ``layers``.
+
+    Args:
+        base: name or path of the recipe to import.
+        how: the bits of raised layers.
+        layers: the layers to raise.
+        comment: the lines of the comment at the top.
+    """
+    data: dict[str, Any] = {"schema": SCHEMA, "imports": [base]}
+    if layers:
+        data["rules"] = [how.rule(layers).to_dict()]
+    return "".join(f"# {line}\n" for line in (f"{WRITTEN}.", *comment)) + dump(data)

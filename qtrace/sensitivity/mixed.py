@@ -17,10 +17,8 @@ from qtrace.inspection.twin import late_algorithms
 from qtrace.preparation.prepare import prepare
 from qtrace.preparation.record import fake_quants
 from qtrace.sensitivity import searching
-from qtrace.sensitivity.detection import DetectionLoss
-from qtrace.sensitivity.layers import RaisableLayer
-from qtrace.sensitivity.metrics import Metric, Own, choose
-from qtrace.sensitivity.raising import Raise, patch_text
+from qtrace.sensitivity.layers import RaisableLayer, Raise, patch_text
+from qtrace.sensitivity.metrics import DetectionLoss, Metric, Own, choose
 from qtrace.sensitivity.searching import Budget, Goal, Step
 from qtrace.sensitivity.simulation import Simulation
 

@@ -9,19 +9,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from qtrace.calibration.choice import choose_segments
+from qtrace.comparing.groups import find_groups
+from qtrace.comparing.runs import begin_outputs, outputs_of, rows_of
+from qtrace.comparing.selections import SelectedShares, SelectionTape
+from qtrace.comparing.sums import Outputs
 from qtrace.data.batches import as_arguments, check_batches, evaluating
 from qtrace.errors import CalibrationError
 from qtrace.graph.types import TracedModule
-from qtrace.outputs import find_groups
-from qtrace.outputs.replay import SelectedShares, SelectionTape
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import in_phase
 from qtrace.process.threads import Together, look_ahead
-from qtrace.sensitivity.detection import DetectionLoss, Parts
-from qtrace.sensitivity.layers import RaisableLayer, active_groups, find_layers
-from qtrace.sensitivity.metrics import Metric, Outputs, agreement, sqnr
-from qtrace.sensitivity.restored import FloatValues
-from qtrace.sensitivity.running import begin_outputs, outputs_of, rows_of
+from qtrace.sensitivity.layers import FloatValues, RaisableLayer, active_groups, find_layers
+from qtrace.sensitivity.metrics import DetectionLoss, Metric, Parts, agreement, sqnr
 
 __all__ = ["Answer", "Simulation"]
 
@@ -178,7 +177,7 @@ class Simulation:
         return self._answer(self.reference, outputs, self.selected).value
 
     def noise(self, layer: RaisableLayer | None = None) -> float:
-        """Returns the power of the noise relative to that of the signal, in the worst column group.
+        """Returns the power of the noise relative to the signal's, in the worst column group.
 
         Behind a selection, the share of rows that float does not select is noise, too: the larger one counts.
 
@@ -262,10 +261,7 @@ class Simulation:
             selected.add(replay.shares)
 
         def blank(side: Outputs) -> Outputs:
-            return [
-                [selected.blank(index, value, replay.shares) for index, value in enumerate(batch)]
-                for batch, replay in zip(side, replays, strict=True)
-            ]
+            return [selected.blank(batch, r.shares) for batch, r in zip(side, replays, strict=True)]
 
         return blank(reference) if both else reference, blank(outputs), selected
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from qtrace.comparing.sums import sqnr_db
 from qtrace.data.batches import check_batches, evaluating
 from qtrace.display import Displayed, format_table
 from qtrace.errors import CalibrationError
 from qtrace.graph.types import Node, TracedModule
-from qtrace.metrics import sqnr_db
 from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.annotation import ExprNote
 from qtrace.preparation.model import QuantizedModel

@@ -19,7 +19,7 @@ from qtrace.numerics import quantize
 from qtrace.preparation.model import QuantizedModel
 from qtrace.scheme import QParams
 from qtrace.verification.graph_runs import Lanes
-from qtrace.verification.ties import FirstOfEquals
+from qtrace.verification.selections import FirstOfEquals
 
 __all__ = ["Float16Rounding", "read_float16_ops"]
 

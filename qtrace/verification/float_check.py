@@ -11,19 +11,18 @@ from typing import Any
 
 import numpy as np
 
+from qtrace.comparing.sums import sqnr_db
 from qtrace.data.batches import as_arguments
 from qtrace.errors import ExportError, QtraceError
 from qtrace.export import export
 from qtrace.export.converted.plain_graph import is_plain
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import TracedModule
-from qtrace.metrics import sqnr_db
 from qtrace.runtimes.child import RefusalError
-from qtrace.verification.closeness import is_as_wrong
 from qtrace.verification.runs import BatchRun
 from qtrace.verification.runtimes import get as get_runtime
 from qtrace.verification.runtimes.base import Runtime, run_outputs
-from qtrace.verification.tallies import CrossCheck
+from qtrace.verification.tallies import CrossCheck, is_as_wrong
 
 __all__ = ["FloatCheck"]
 

@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 
+from qtrace.comparing.groups import ColumnGroup, find_groups
+from qtrace.comparing.selections import Share
 from qtrace.data.batches import evaluating, translate_errors
 from qtrace.errors import GraphError
 from qtrace.graph.types import TracedModule
-from qtrace.outputs import ColumnGroup, find_groups
-from qtrace.outputs.replay import Share
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import in_phase
 from qtrace.preparation.record import is_quantized
-from qtrace.verification.graph_runs import FloatLane, leaves
-from qtrace.verification.ties import FirstOfEquals
+from qtrace.verification.graph_runs import FloatLane
+from qtrace.verification.selections import FirstOfEquals
 
 __all__ = ["FloatOutputs"]
 
@@ -87,7 +87,7 @@ class FloatOutputs:
             return self._last[1], []
         run = FirstOfEquals(self.network, places=places)
         with self._in_float(), translate_errors(self.network, (args, kwargs), number):
-            outputs = [t.numpy() for t in leaves(run.run(*args, **kwargs))]
+            outputs = [t.numpy() for t in run.run_flat(*args, **kwargs)]
         expected = len(self.model.module.graph.outputs)
         if len(outputs) != expected:
             raise GraphError(

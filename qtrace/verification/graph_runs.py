@@ -22,17 +22,17 @@ from typing import Any
 
 from megengine.module import Module
 
+from qtrace.comparing.selections import read_ranking, selects
 from qtrace.graph.dataflow import fixed_nodes
 from qtrace.graph.interpreter import interpret, last_uses, round_late
 from qtrace.graph.tensors import PART_BYTES, count_bytes, large_reads
 from qtrace.graph.types import Constant, Expr, GetAttr, Node, TracedModule
 from qtrace.graph.walk import called_graph, modules_of, owner
-from qtrace.outputs.selections import read_ranking, selects
 from qtrace.preparation.record import fake_quants, followers, is_quantized
 from qtrace.process.memory import LargeFrees
-from qtrace.verification.ties import FirstOfEquals
+from qtrace.verification.selections import FirstOfEquals
 
-__all__ = ["FloatLane", "Lanes", "TakingLane", "leaves"]
+__all__ = ["FloatLane", "Lanes", "TakingLane"]
 
 # Of values that are computed only from parameters. More of them are computed in each run, and freed there.
 _MOST_FIXED_BYTES = 128 << 20
@@ -273,15 +273,6 @@ class Lanes:
         return _Plan(
             steps, frees, *({n: v for n, v in part.items() if n in read} for part in (first, in_float))
         )
-
-
-def leaves(value: Any) -> list[Any]:
-    """Returns the tensors in the result of a graph, in the order of the graph's outputs."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (tuple, list)):
-        return [leaf for item in value for leaf in leaves(item)]
-    return [value]
 
 
 class _Follower:

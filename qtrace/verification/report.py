@@ -1,7 +1,5 @@
 """The report of verify: what it counts, as text and as plain data.
 
-The report of verify as text.
-
 What the problems of a verified file mean, which side is wrong and what to do, in sentences.
 """
 
@@ -11,16 +9,15 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from qtrace.comparing.selections import LEAST_SHARE
+from qtrace.comparing.sums import finite_or_none
 from qtrace.display import Displayed, format_table
-from qtrace.metrics import finite_or_none
-from qtrace.outputs.replay import LEAST_SHARE
 from qtrace.runtimes.host import describe_side
 from qtrace.verification.causes import SATURATION, SATURATION_ELSEWHERE, WRONG_PRODUCTS
-from qtrace.verification.closeness import sum_up
 from qtrace.verification.selections import describe_rows
-from qtrace.verification.tallies import MODES, Tallies
+from qtrace.verification.tallies import MODES, Tallies, sum_up
 
-__all__ = ["VerifyReport", "format_sites", "remarks", "summarize"]
+__all__ = ["VerifyReport"]
 
 
 @dataclass(repr=False)
@@ -29,15 +26,42 @@ class VerifyReport(Displayed, Tallies):
 
     def table(self, max_width: int = 140) -> str:
         """Returns a text table: a row for each site, then the totals; only the totals of a float file."""
-        return format_sites(self, max_width)
+        if not self.sites["op_by_op"]:
+            return self.summary()
+        headers = ("site", "values", "equal", "worst LSB", "end to end", "deployed")
+        rows = []
+        for node, tally in self.sites["op_by_op"].items():
+            others = [self.sites[m].get(node) for m in ("end_to_end", "deployed")]
+            cells = ["" if t is None else f"{t.equal / t.values:.2%} / {t.worst}" for t in others]
+            share = f"{tally.equal / tally.values:.3%}"
+            rows.append((node, str(tally.values), share, str(tally.worst), *cells))
+        return f"{format_table(headers, rows, max_width=max_width)}\n{self.summary()}"
 
     def summary(self) -> str:
         """Returns the totals and the verdict, in a few lines."""
-        return summarize(self)
+        ratios = ", ".join(_ratio(self, mode) for mode in self.end_modes())
+        count = len(self.sites["op_by_op"])
+        lines = [
+            f"op by op: worst {self.worst_lsb()} LSB, {self.equal_share():.4%} equal "
+            f"over {count} sites{_differences(self)}"
+            if count
+            else "a float file: its outputs are compared",
+            *([f"float16: {self.float16} ops of the file, as the graph rounds them"] if self.float16 else ()),
+            f"outputs: {ratios}; same prediction {self.agreement():.2%}",
+            *_closeness(self),
+            *(self.kernels.describe() if self.kernels is not None else ()),
+            *([f"in {self.runtime}"] if self.runtime else ()),
+            *([f"runtime: {describe_side(self.side)}"] if self.side else ()),
+            _outcome(self),
+            *self.remarks(),
+        ]
+        return "\n".join(lines)
 
     def remarks(self) -> list[str]:
         """Says what the problems mean, which side is wrong and what to do, a sentence each."""
-        return remarks(self)
+        elsewhere = [SATURATION_ELSEWHERE] if self.unknown_processor else []
+        client = [self.client] if self.client else []
+        return [*_explain(self), *_order_remarks(self), *elsewhere, *client]
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as plain data."""
@@ -72,44 +96,6 @@ class VerifyReport(Displayed, Tallies):
 
 
 _SHOWN_STEPS = 6
-
-
-def format_sites(tallies: Tallies, max_width: int = 140) -> str:
-    """Returns a text table: a row for each site, then the totals; only the totals of a float file."""
-    if not tallies.sites["op_by_op"]:
-        return summarize(tallies)
-    headers = ("site", "values", "equal", "worst LSB", "end to end", "deployed")
-    rows = []
-    for node, tally in tallies.sites["op_by_op"].items():
-        others = [tallies.sites[m].get(node) for m in ("end_to_end", "deployed")]
-        cells = ["" if t is None else f"{t.equal / t.values:.2%} / {t.worst}" for t in others]
-        rows.append((node, str(tally.values), f"{tally.equal / tally.values:.3%}", str(tally.worst), *cells))
-    return f"{format_table(headers, rows, max_width=max_width)}\n{summarize(tallies)}"
-
-
-def summarize(tallies: Tallies) -> str:
-    """Returns the totals and the verdict, in a few lines."""
-    ratios = ", ".join(_ratio(tallies, mode) for mode in tallies.end_modes())
-    count = len(tallies.sites["op_by_op"])
-    lines = [
-        f"op by op: worst {tallies.worst_lsb()} LSB, {tallies.equal_share():.4%} equal "
-        f"over {count} sites{_differences(tallies)}"
-        if count
-        else "a float file: its outputs are compared",
-        *(
-            [f"float16: {tallies.float16} ops of the file, as the graph rounds them"]
-            if tallies.float16
-            else ()
-        ),
-        f"outputs: {ratios}; same prediction {tallies.agreement():.2%}",
-        *_closeness(tallies),
-        *(tallies.kernels.describe() if tallies.kernels is not None else ()),
-        *([f"in {tallies.runtime}"] if tallies.runtime else ()),
-        *([f"runtime: {describe_side(tallies.side)}"] if tallies.side else ()),
-        _outcome(tallies),
-        *remarks(tallies),
-    ]
-    return "\n".join(lines)
 
 
 def _ratio(tallies: Tallies, mode: str) -> str:
@@ -184,13 +170,6 @@ def _differences(tallies: Tallies) -> str:
     shown = ", ".join(f"{step:+d} LSB x {count}" for step, count in steps[:_SHOWN_STEPS])
     more = f" and {len(steps) - _SHOWN_STEPS} more" if len(steps) > _SHOWN_STEPS else ""
     return f" ({shown}{more})" if steps else ""
-
-
-def remarks(tallies: Tallies) -> list[str]:
-    """Returns the remarks on what verify has counted, a sentence each."""
-    elsewhere = [SATURATION_ELSEWHERE] if tallies.unknown_processor else []
-    client = [tallies.client] if tallies.client else []
-    return [*_explain(tallies), *_order_remarks(tallies), *elsewhere, *client]
 
 
 def _explain(tallies: Tallies) -> list[str]:

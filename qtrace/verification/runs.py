@@ -13,6 +13,9 @@ from typing import Any
 import numpy as np
 
 from qtrace import ops
+from qtrace.comparing.groups import ColumnGroup
+from qtrace.comparing.selections import SelectedShares, Share
+from qtrace.comparing.sums import sqnr_db
 from qtrace.data.batches import as_arguments, refuse_nan, translate_errors
 from qtrace.errors import CalibrationError, ExportError, QtraceError
 from qtrace.fakequant.fixed import FixedFakeQuant
@@ -21,11 +24,8 @@ from qtrace.graph.interpreter import ENGINE_ERRORS, Interpreter
 from qtrace.graph.opaque import OpaqueOp
 from qtrace.graph.types import Expr, Input, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, owner, users
-from qtrace.metrics import sqnr_db
 from qtrace.numerics import dequantize, exact_levels, quantize, smallest_type
 from qtrace.onnxfile.reading import read_model
-from qtrace.outputs import ColumnGroup
-from qtrace.outputs.replay import SelectedShares, Share
 from qtrace.preparation.identity import graph_hash
 from qtrace.preparation.model import QuantizedModel, QuantizedSite
 from qtrace.process.threads import Together, look_ahead
@@ -33,13 +33,12 @@ from qtrace.scheme import QParams
 from qtrace.verification.crosscheck import Disagreement, RuntimeValues
 from qtrace.verification.float16 import Float16Rounding, read_float16_ops
 from qtrace.verification.float_outputs import FloatOutputs
-from qtrace.verification.graph_runs import Lanes, TakingLane, leaves
+from qtrace.verification.graph_runs import Lanes, TakingLane
 from qtrace.verification.other_sizes import open_in_file, runs_at, say_other_size
 from qtrace.verification.report import VerifyReport
 from qtrace.verification.runtimes.base import Ahead, RuntimeRun, Session, threads_for
-from qtrace.verification.selections import Unsettled, find_selections
+from qtrace.verification.selections import FirstOfEquals, Unsettled, find_rankings, find_selections
 from qtrace.verification.tallies import at_same_precision
-from qtrace.verification.ties import FirstOfEquals, find_rankings
 
 __all__ = [
     "BatchRun",
@@ -675,7 +674,7 @@ class GraphRun(FirstOfEquals):
 
     def compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Runs the graph on the arguments of one call."""
-        self.outputs = [t.numpy() for t in leaves(self.run(*args, **kwargs))]
+        self.outputs = [t.numpy() for t in self.run_flat(*args, **kwargs)]
 
     def compute_in(self, lanes: Lanes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Runs the graph as `compute` does, where lanes of it know what no batch changes."""
@@ -709,14 +708,10 @@ class SameRows:
         replayed: Sequence[np.ndarray],
     ) -> tuple[Sequence[np.ndarray], ...]:
         """Returns the outputs without the rows that float does not select."""
-        sides = ((exact, self.shares), (graph, self.shares))
-        others = ((runtime, self.runtime_shares), (replayed, self.runtime_shares))
         if selected is None:
             return exact, graph, runtime, replayed
-        return tuple(
-            [None if v is None else selected.blank(i, v, shares) for i, v in enumerate(side)]
-            for side, shares in (*sides, *others)
-        )
+        graphs, runtimes = ((exact, graph), self.shares), ((runtime, replayed), self.runtime_shares)
+        return tuple(selected.blank(side, shares) for sides, shares in (graphs, runtimes) for side in sides)
 
 
 class EndToEnd(GraphRun):

@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 
+from qtrace.comparing.selections import SelectedShares, Share, differ
+from qtrace.comparing.sums import ErrorSums
 from qtrace.data.batches import check_batches, evaluating
 from qtrace.errors import CalibrationError
 from qtrace.export.converted.plain_graph import PlainGraph, is_plain
 from qtrace.graph.types import TracedModule
-from qtrace.metrics import ErrorSums
 from qtrace.onnxfile.kernels import has_large_signed_weights
 from qtrace.onnxfile.reading import read_model
-from qtrace.outputs.replay import SelectedShares, Share, differ
 from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.model import QuantizedModel
 from qtrace.process.memory import return_free_memory, returns_memory
@@ -39,7 +39,6 @@ from qtrace.verification.runtimes import describe_choice, runs_optimized
 from qtrace.verification.runtimes import get as get_runtime
 from qtrace.verification.runtimes.base import Runtime, RuntimeRun, Session
 from qtrace.verification.selections import read_runtime_places
-from qtrace.verification.tallies import DifferenceTally
 
 __all__ = ["verify"]
 
@@ -276,6 +275,5 @@ def _ratio(graph: Sequence[np.ndarray], runtime: Sequence[np.ndarray]) -> float:
 def _check_optimized(file: File, run: BatchRun, optimized: RuntimeRun, report: VerifyReport) -> None:
     """Compares the optimized form op by op, too: from end to end, ties may hide a wrong kernel."""
     scratch = file.report(report.max_lsb, report.min_equal, report.min_sqnr_db)
+    scratch.sites["op_by_op"] = report.optimized
     file.lanes.run([OpByOp(file, optimized.integers, scratch)], *run.arguments)
-    for node, tally in scratch.sites["op_by_op"].items():
-        report.optimized.setdefault(node, DifferenceTally()).merge(tally)

@@ -266,23 +266,20 @@ def ocr_client() -> str:
 
 
 def deployed() -> str:
-    """One table for each network of the benchmark of deployed networks, with the machine."""
-    file = RESULTS / deployed_rows.RESULTS.name
-    machine = json.loads(file.read_text(encoding="utf-8"))["machine"]
+    """One table for each network of the benchmark of deployed networks, with its machine."""
     by_net: dict[str, list[deployed_rows.Row]] = {}
-    for row in deployed_rows.read(file):
+    for row in deployed_rows.read(RESULTS / deployed_rows.RESULTS.name):
         by_net.setdefault(row.net, []).append(row)
-    parts = [f"{machine['cores']} cores of {machine['cpu']}, {machine['date']}."]
+    parts = []
     for net, rows in by_net.items():
         cells = [deployed_rows.cells(row) for row in rows]
         used = [i for i in range(1, len(deployed_rows.HEADERS)) if any(row[i] for row in cells)]
         header = tuple(deployed_rows.HEADERS[i] for i in used)
         parts.append(f"### {net[0].upper()}{net[1:]}")
         parts.append(_rows(header, [tuple(row[i] for i in used) for row in cells]))
-        if loads := [row.load for row in rows if row.load is not None]:
-            parts.append(f"Load average before each row: {min(loads):g} to {max(loads):g}.")
-        if net in deployed_rows.TRAINED and any(row.variant in deployed_rows.POINTS for row in rows):
-            parts.append(f"![Speed and SQNR of the files of the {net}](../assets/deployed/{net}.png)")
+        loads = [row.load for row in rows if row.load is not None]
+        before = f"; load average before each row {min(loads):g} to {max(loads):g}" if loads else ""
+        parts.append(f"{'; '.join(sorted({row.machine for row in rows}))}{before}.")
     return "\n\n".join(parts)
 
 
@@ -444,7 +441,7 @@ def _in_runtimes() -> tuple[str, str]:
     assert min(less) > 0, "the words below say that there is less noise"
     return (
         f"speed beside other tools' files (networks): {', '.join(counts)}",
-        f"{', '.join(speeds)}; {min(less):.1f} dB or more less noise",
+        f"{', '.join(speeds)}; at least {min(less):.1f} dB better SQNR",
     )
 
 

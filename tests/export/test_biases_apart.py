@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import megengine.functional as F
@@ -12,7 +13,8 @@ import pytest
 from megengine import Tensor
 
 import qtrace
-from qtrace.export.onnx.biases_apart import write_biases_apart
+from qtrace.config import backends
+from qtrace.export.onnx.cures import CURES, RuntimeCure, write_biases_apart
 from qtrace.graph.types import TracedModule
 from qtrace.onnxfile.sessions import open_session
 from qtrace.targets.openvino.runtime import OpenvinoSession
@@ -95,6 +97,21 @@ def test_float_biases_are_taken_out_where_a_shape_is_read(reads_shape: bool) -> 
     assert write_biases_apart(file) == (2 if reads_shape else 0)
     for own, exact in zip(open_session(file.SerializeToString()).run(None, feeds), before, strict=True):
         np.testing.assert_allclose(own, exact, atol=1e-5)
+
+
+@pytest.mark.parametrize("cure", CURES, ids=lambda cure: cure.pattern)
+def test_a_cure_goes_with_the_last_version_that_needs_it(cure: RuntimeCure) -> None:
+    """The table names what shows the fault, and versions that qtrace still supports."""
+    root = Path(__file__).parents[2]
+    oldest = re.search(rf'"{cure.runtime}>=([\d.]+)', (root / "pyproject.toml").read_text())
+    assert oldest is not None
+    assert _version(cure.versions.split()[-1]) >= _version(oldest[1]), f"leave it out: {cure.expires}"
+    assert cure.evidence.startswith("https://") or (root / cure.evidence).is_file()
+    assert set(cure.targets) <= set(backends.known())
+
+
+def _version(text: str) -> list[int]:
+    return [int(number) for number in text.split(".")]
 
 
 def _one_in_float(self: M.Module, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
+from qtrace.export.onnx.cures import UnsignedWeights
 from qtrace.export.onnx.pools import write_fast_poolings
-from qtrace.export.onnx.weight_types import write_unsigned_weights
 from qtrace.extras.contracts.qdq_graph import QdqGraph
 from qtrace.extras.parameters.onnx_float import _name_parameters
 from qtrace.onnxfile.local_session import SessionSettings
@@ -111,7 +111,7 @@ def test_integers_that_a_body_reads_are_no_weight_alone() -> None:
         helper.make_node("Add", ["c", "f"], ["y"]),
     ]
     model = _model(nodes, {**SCALE, "w": np.full((1, 2, 1, 1), -5, np.int8), "zero8": np.int8(0)})
-    assert write_unsigned_weights(model) == 0
+    assert UnsignedWeights(model).write() == 0
 
 
 def test_a_parameter_is_renamed_in_bodies() -> None:

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import qtrace
+from qtrace.comparing.sums import sqnr_db
 from qtrace.errors import CalibrationError, ConfigError
 from qtrace.graph.types import TracedModule
-from qtrace.metrics import sqnr_db
 from qtrace.scheme import QScheme
 from tests.each import each_of
 from tests.nets import images, net

@@ -15,10 +15,10 @@ import pytest
 
 import qtrace
 from qtrace import cli
+from qtrace.comparing.runs import outputs_of
 from qtrace.errors import ConfigError
 from qtrace.graph.types import TracedModule
 from qtrace.sensitivity import DetectionLoss, Goal, Level, analyze, mixed_precision
-from qtrace.sensitivity.running import outputs_of
 from qtrace.sensitivity.simulation import Simulation
 from tests.nets import net
 

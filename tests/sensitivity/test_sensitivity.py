@@ -19,9 +19,9 @@ import qtrace
 from qtrace import cli
 from qtrace.calibration.base import EngineError
 from qtrace.calibration.segments import OnnxSegments
+from qtrace.comparing.sums import sqnr_db
 from qtrace.errors import CalibrationError, ConfigError, ExportError
 from qtrace.graph.types import TracedModule
-from qtrace.metrics import sqnr_db
 from qtrace.preparation.model import QuantizedModel
 from qtrace.sensitivity import Budget, Goal, analyze, mixed_precision, searching
 from qtrace.sensitivity.simulation import Simulation

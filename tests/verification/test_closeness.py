@@ -15,14 +15,14 @@ import pytest
 from onnx import numpy_helper
 
 import qtrace
+from qtrace.comparing.selections import SelectedShares, Share
 from qtrace.errors import ExportError, GraphError
 from qtrace.graph.types import TracedModule
-from qtrace.outputs.replay import SelectedShares, Share
 from qtrace.preparation.phases import in_phase
 from qtrace.targets.onnxruntime import runtime as onnxruntime
-from qtrace.verification.closeness import Closeness
 from qtrace.verification.report import VerifyReport
 from qtrace.verification.runtimes.base import RuntimeRun
+from qtrace.verification.tallies import Closeness
 from tests.each import each_of
 from tests.nets import images, net
 

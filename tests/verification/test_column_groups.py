@@ -15,9 +15,9 @@ import pytest
 from onnx import numpy_helper
 
 import qtrace
+from qtrace.comparing.sums import ErrorSums
 from qtrace.errors import GraphError
 from qtrace.graph.types import TracedModule
-from qtrace.metrics import ErrorSums
 from tests.nets import images, net
 
 _BATCHES = [images(4, 3, 8, 8, seed=s) for s in range(2)]

@@ -21,8 +21,8 @@ from qtrace.verification import graph_runs, runs, tallies
 from qtrace.verification.graph_runs import FloatLane, Lanes, TakingLane
 from qtrace.verification.other_sizes import _mirrored
 from qtrace.verification.runtimes.base import RuntimeRun
+from qtrace.verification.selections import FirstOfEquals
 from qtrace.verification.tallies import DifferenceTally
-from qtrace.verification.ties import FirstOfEquals
 from tests.each import each_of
 from tests.nets import images, net
 

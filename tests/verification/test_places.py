@@ -17,10 +17,9 @@ from qtrace.graph.types import TracedModule
 from qtrace.targets.onnxruntime import runtime as onnxruntime
 from qtrace.verification import selections
 from qtrace.verification.runtimes.base import RuntimeRun
-from qtrace.verification.selections import read_runtime_places
-from qtrace.verification.ties import FirstOfEquals
+from qtrace.verification.selections import FirstOfEquals, read_runtime_places
+from tests.comparing.test_selecting_in_file import _detector
 from tests.nets import net
-from tests.outputs.test_selecting_in_file import _detector
 from tests.selecting_nets import build, pictures
 
 pytestmark = pytest.mark.usefixtures("synchronous")

@@ -14,7 +14,7 @@ from onnx import helper, numpy_helper
 
 import qtrace
 from qtrace.graph.types import TracedModule
-from qtrace.verification.ties import FirstOfEquals, Ranked
+from qtrace.verification.selections import FirstOfEquals, Ranked
 from tests.importing.onnx.networks import model, node
 from tests.nets import images, net
 

@@ -23,13 +23,12 @@ from onnx import TensorProto, helper, numpy_helper
 
 from qtrace.errors import ExportError
 from qtrace.export.onnx.exporter import OnnxExporter
-from qtrace.export.onnx.naming import claim_name
 from qtrace.export.onnx.opset import CopiedVersions, SourceVersions
 from qtrace.graph.origin import hash_values, read_origin
 from qtrace.graph.types import GetAttr
 from qtrace.onnxfile.bodies import rename_tensors
 from qtrace.onnxfile.fragment import check_fragment
-from qtrace.onnxfile.model import OnnxModel
+from qtrace.onnxfile.model import OnnxEditor
 
 __all__ = ["write_computed", "write_integer_tables"]
 
@@ -49,20 +48,19 @@ def write_computed(model: Any, exporter: OnnxExporter, integers: bool) -> None:
     programs = {} if origin is None else origin.programs
     if not programs:
         return
-    index = OnnxModel(model)
-    names, graph = index.names(), model.graph
+    editor, graph = OnnxEditor(model), model.graph
     values = {n.expr.name: v for n, v in exporter.graph.values.items() if isinstance(n.expr, GetAttr)}
     for tensor in list(graph.initializer):
         path = exporter.paths.get(tensor.name, "")
-        if path not in programs or path not in values or tensor.name in index.output_names:
+        if path not in programs or path not in values or tensor.name in editor.output_names:
             continue
         own, (key, text) = values[path], programs[path]
         if hash_values(own) != key:  # training or another pass has changed it
             continue
-        readers = index.readers.get(tensor.name, [])
-        pair = _rounding(index, tensor, own) if integers else None
+        readers = editor.readers.get(tensor.name, [])
+        pair = _rounding(editor, tensor, own) if integers else None
         if pair is not None:
-            readers = index.readers.get(pair.output[0], [])
+            readers = editor.readers.get(pair.output[0], [])
         stored = numpy_helper.to_array(tensor)
         same = stored.dtype == own.dtype and np.array_equal(stored, own)
         if not (same or pair) or not readers or not {r.op_type for r in readers} <= _ELEMENTWISE:
@@ -72,18 +70,19 @@ def write_computed(model: Any, exporter: OnnxExporter, integers: bool) -> None:
             continue
         program = onnx.load_from_string(data)
         with contextlib.suppress(ExportError):  # no form of an op in that opset
-            program = CopiedVersions(index.opset, SourceVersions()).converted(program, tensor.name)
+            program = CopiedVersions(editor.opset, SourceVersions()).converted(program, tensor.name)
             graph.initializer.remove(tensor)
-            _insert(graph, program.graph, tensor.name, names, pair)
+            _insert(editor, program.graph, tensor.name, pair)
+    editor.finish()
 
 
-def _rounding(index: OnnxModel, tensor: Any, values: np.ndarray) -> Any:
+def _rounding(editor: OnnxEditor, tensor: Any, values: np.ndarray) -> Any:
     """Returns the DequantizeLinear of stored integers that are these values, rounded; else None."""
-    readers = index.readers.get(tensor.name, [])
+    readers = editor.readers.get(tensor.name, [])
     pair = readers[0] if len(readers) == 1 else None
     if pair is None or pair.op_type != "DequantizeLinear" or len(pair.input) != 3:
         return None
-    levels, scale, zero = (numpy_helper.to_array(index.stored[name]) for name in pair.input)
+    levels, scale, zero = (numpy_helper.to_array(editor.stored[name]) for name in pair.input)
     if scale.size > 1 or levels.dtype.kind not in "iu" or levels.shape != values.shape:
         return None
     limits = np.iinfo(levels.dtype)
@@ -91,11 +90,11 @@ def _rounding(index: OnnxModel, tensor: Any, values: np.ndarray) -> Any:
     return pair if np.array_equal(rounded, levels) else None
 
 
-def _insert(graph: Any, program: Any, output: str, names: set[str], pair: Any) -> None:
-    """Adds the nodes of a program to a graph, and a rounding of their result for a DequantizeLinear."""
+def _insert(editor: OnnxEditor, program: Any, output: str, pair: Any) -> None:
+    """Adds the nodes of a program before all others, and a rounding of the result for a DequantizeLinear."""
     results = [name for node in program.node for name in node.output if name]
     tensors = [*(tensor.name for tensor in program.initializer), *results]
-    renamed = {old: claim_name(f"{output}_{old}", names) for old in tensors}
+    renamed = {old: editor.fresh(f"{output}_{old}") for old in tensors}
     if pair is None:
         renamed[program.output[0].name] = output
     for tensor in program.initializer:
@@ -107,17 +106,15 @@ def _insert(graph: Any, program: Any, output: str, names: set[str], pair: Any) -
     if pair is not None:
         result = renamed[program.output[0].name]
         nodes.append(helper.make_node("QuantizeLinear", [result, *pair.input[1:]], [output], name=output))
-    graph.initializer.extend(program.initializer)
-    for node in reversed(nodes):
-        graph.node.insert(0, node)
+    editor.graph.initializer.extend(program.initializer)
+    editor.set_nodes([*nodes, *editor.nodes()])
 
 
 def write_integer_tables(model: Any) -> None:
     """Writes tables that only look-ups of rows read as integers, in place, where no number changes."""
-    index = OnnxModel(model)
-    names, graph = index.names(), model.graph
-    for tensor in list(graph.initializer):
-        readers = index.readers.get(tensor.name, [])
+    editor = OnnxEditor(model)
+    for tensor in list(model.graph.initializer):
+        readers = editor.readers.get(tensor.name, [])
         looked_up = all(
             node.op_type == "Gather" and node.input[0] == tensor.name and not any(a.i for a in node.attribute)
             for node in readers
@@ -127,41 +124,38 @@ def write_integer_tables(model: Any) -> None:
         found = _integers(numpy_helper.to_array(tensor))
         if found is None:
             continue
-        integers, scales, zero = (
-            numpy_helper.from_array(part, claim_name(f"{tensor.name}_{end}", names))
-            for part, end in zip(found, ("int", "scale", "zero"), strict=True)
-        )
         nodes = sum(3 * node.ByteSize() for node in readers)  # that many nodes make the floats
-        if integers.ByteSize() + scales.ByteSize() + nodes >= tensor.ByteSize():
+        if found[0].nbytes + found[1].nbytes + nodes >= tensor.ByteSize():
             continue
-        graph.initializer.remove(tensor)
-        graph.initializer.extend([integers, scales, *([zero] if found[2] else [])])
+        names = [
+            editor.store(f"{tensor.name}_{end}", part)
+            for part, end in zip(found, ("int", "scale", "zero"), strict=True)
+            if end != "zero" or part
+        ]
         for node in readers:
-            start = zero.name if found[2] else ""
-            _look_up(graph, node, integers.name, scales.name, start, found[1].ndim > 1, names)
+            _look_up(editor, node, names, found[1].ndim > 1)
+    editor.drop_unread()
+    editor.finish()
 
 
-def _look_up(
-    graph: Any, node: Any, integers: str, scales: str, zero: str, by_row: bool, names: set[str]
-) -> None:
+def _look_up(editor: OnnxEditor, node: Any, names: list[str], by_row: bool) -> None:
     """Lets a Gather read integers, and makes floats of the rows that it gives."""
-    output = node.output[0]
-    rows, floats = (claim_name(f"{output}_{end}", names) for end in ("rows", "levels"))
-    node.input[0], node.output[0] = integers, rows
-    added = [helper.make_node("Cast", [rows], [floats], name=floats, to=TensorProto.FLOAT)]
+    integers, scales, *zero = names
+    output, rows = editor.rename_result(node, "_rows")
+    floats = editor.fresh(f"{output}_levels")
+    node.input[0] = integers
+    editor.add_after(node, helper.make_node("Cast", [rows], [floats], name=floats, to=TensorProto.FLOAT))
     if zero:
-        floats = claim_name(f"{output}_less", names)
-        added.append(helper.make_node("Sub", [added[-1].output[0], zero], [floats], name=floats))
+        floats, levels = editor.fresh(f"{output}_less"), floats
+        editor.add_after(node, helper.make_node("Sub", [levels, *zero], [floats], name=floats))
     if by_row:
-        row_scales = claim_name(f"{output}_scales", names)
-        added.append(helper.make_node("Gather", [scales, node.input[1]], [row_scales], name=row_scales))
+        row_scales = editor.fresh(f"{output}_scales")
+        editor.add_after(
+            node, helper.make_node("Gather", [scales, node.input[1]], [row_scales], name=row_scales)
+        )
         scales = row_scales
-    added.append(
-        helper.make_node("Mul", [floats, scales], [output], name=claim_name(f"{output}_scaled", names))
-    )
-    place = list(graph.node).index(node) + 1
-    for new in reversed(added):
-        graph.node.insert(place, new)
+    name = editor.fresh(f"{output}_scaled")
+    editor.add_after(node, helper.make_node("Mul", [floats, scales], [output], name=name))
 
 
 def _integers(table: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:

@@ -61,7 +61,7 @@ def files(
         weights: the type of the integers of weights: ``int8``; ``uint8`` with zero point 128, the same
             numbers, for which onnxruntime has exact kernels on every processor; or ``auto``: for backends
             onnxruntime and openvino ``uint8`` for weights of more than 7 bits if products of uint8 and int8
-            saturate on this processor (x86 without VNNI), and for `weights_behind_joined_rows`; else
+            saturate on this processor (x86 without VNNI), and for `UnsignedWeights.after_joined_rows`; else
             ``int8``. With ``uint8``, openvino gets the weights of transposed convolutions as floats.
         amx: whether layers on integers get as many columns as onnxruntime 1.21 to 1.24 computes right on
             processors with AMX, as `write_whole_columns` does; None: for backends onnxruntime and generic, if
@@ -99,34 +99,22 @@ def files_with(
     if unsigned:
         options = replace(options, floats=options.floats | kinds_in_float(converted))
     exporter, model = write_model(converted, options)
-    from qtrace.export.onnx.biases_apart import write_biases_apart
     from qtrace.export.onnx.compact_tensors import write_computed, write_integer_tables
-    from qtrace.export.onnx.held_layers import (
-        OPENVINO_TARGETS,
-        TARGETS,
-        hold_float_layers,
-        hold_forked_layers,
-    )
-    from qtrace.export.onnx.pools import write_fast_poolings
-    from qtrace.export.onnx.whole_columns import choose_columns
+    from qtrace.export.onnx.cures import cure
+    from qtrace.export.onnx.whole_columns import TARGETS
 
     plain = isinstance(converted, PlainGraph)
     target = "" if plain else converted.annotation.backend
-    write_fast_poolings(model, in_onnxruntime=target == "onnxruntime")
-    if target in TARGETS:
-        hold_float_layers(model)
-    if target in OPENVINO_TARGETS:
-        hold_forked_layers(model)
+    cure(model, target, amx)
     if exporter.writer.version_change:
         _LOG.info(exporter.writer.version_change)
     write_weight_types(converted, model, weights, unsigned)
-    choose_columns(model, target, amx)
+    cure(model, target, amx, after="types")
     if options.float16:
         from qtrace.export.onnx.float16 import write_float16
 
         write_float16(model, exporter.writer.float16_tensors, exporter.tensor_types())
-    if target == "openvino":
-        write_biases_apart(model)  # afterwards, since the sum takes the name of the layer's result
+    cure(model, target, amx, after="floats")
     write_computed(model, exporter, integers=target in TARGETS)
     if plain or target in TARGETS:
         write_integer_tables(model)

@@ -14,9 +14,9 @@ import numpy as np
 from onnx import NodeProto, TensorProto, helper, numpy_helper, shape_inference
 
 from qtrace.export.float_types import FLOAT16_KEY
-from qtrace.export.onnx.naming import claim_name
 from qtrace.onnxfile import external_data
 from qtrace.onnxfile.bodies import read_names, rename_tensors
+from qtrace.onnxfile.model import OnnxEditor
 from qtrace.preparation.float16 import loses
 
 __all__ = ["write_float16"]
@@ -76,7 +76,7 @@ def _types(model: Any, kinds: Mapping[str, Any]) -> dict[str, int]:
     return {**types, **{tensor.name: tensor.data_type for tensor in model.graph.initializer}}
 
 
-class _Writer:
+class _Writer(OnnxEditor):
     """Converts nodes of a model.
 
     Args:
@@ -85,13 +85,10 @@ class _Writer:
     """
 
     def __init__(self, model: Any, types: Mapping[str, int]) -> None:
-        self.graph, self.types = model.graph, types
-        self.stored = {tensor.name: tensor for tensor in model.graph.initializer}
-        self.outputs = {info.name for info in model.graph.output}
-        self.used = {name for node in self.graph.node for name in (*read_names(node), *node.output)}
-        self.used |= {info.name for info in model.graph.input} | self.stored.keys()
+        super().__init__(model)
+        self.stored = {tensor.name: tensor for tensor in self.graph.initializer}  # without Constant nodes
+        self.types, self.ends = types, set(self.output_names)
         self.halves: dict[str, str] = {}  # a float32 tensor -> the same in float16
-        self._arrays: dict[str, np.ndarray] = {}
 
     def has_floats(self, node: NodeProto) -> bool:
         """Whether a node gives floats."""
@@ -132,8 +129,8 @@ class _Writer:
     def convert(self, nodes: list[NodeProto]) -> None:
         """Writes nodes in float16, and Casts around them."""
         chosen = {id(node) for node in nodes}
-        wide = {name for node in self.graph.node if id(node) not in chosen for name in read_names(node)}
-        wide |= self.outputs
+        wide = {name for node in self.nodes() if id(node) not in chosen for name in read_names(node)}
+        wide |= self.ends
         wide.update(
             node.input[i]
             for node in nodes
@@ -141,7 +138,7 @@ class _Writer:
             if o == node.op_type and i < len(node.input)
         )
         order: list[NodeProto] = []
-        for node in self.graph.node:
+        for node in self.nodes():
             if id(node) not in chosen:
                 order.append(node)
                 continue
@@ -151,13 +148,9 @@ class _Writer:
             for place, name in enumerate(node.output):
                 if self.types.get(name) == _FLOAT:
                     node.output[place] = self._result(name, wide, order)
-        kept = _without_detours(order, self._all_halves(), self.outputs)
-        del self.graph.node[:]
-        self.graph.node.extend(kept)
-        read = {name for node in self.graph.node for name in read_names(node)} | self.outputs
-        stored = [tensor for tensor in self.graph.initializer if tensor.name in read]
-        del self.graph.initializer[:]
-        self.graph.initializer.extend(stored)
+        self.set_nodes(_without_detours(order, self._all_halves(), self.ends))
+        self.drop_unread()
+        self.finish()
 
     def _all_halves(self) -> set[str]:
         return {*self.halves.values(), *(name for name, kind in self.types.items() if kind == _HALF)}
@@ -168,27 +161,24 @@ class _Writer:
             if name in self.stored:
                 self.halves[name] = self._store(name, wide)
             else:
-                self.halves[name] = claim_name(f"{name}_float16", self.used)
+                self.halves[name] = self.fresh(f"{name}_float16")
                 order.append(_cast(name, self.halves[name], _HALF))
         return self.halves[name]
 
     def _store(self, name: str, wide: set[str]) -> str:
         """Stores a tensor in float16, under its own name if nobody reads it in float32."""
         values = np.clip(self._value(name), -_LARGEST, _LARGEST).astype(np.float16)
-        new = claim_name(f"{name}_float16", self.used) if name in wide else name
-        tensor = numpy_helper.from_array(values, new)
-        if new == name:
-            self.stored[name].CopyFrom(tensor)
-        else:
-            self.graph.initializer.append(tensor)
-        return new
+        if name in wide:
+            return self.store(f"{name}_float16", values)
+        self.stored[name].CopyFrom(numpy_helper.from_array(values, name))
+        return name
 
     def _result(self, name: str, wide: set[str], order: list[NodeProto]) -> str:
         """Returns the name of a result in float16; where float32 is read, a Cast gives it its old name."""
         if name not in wide:
             self.halves[name] = name
             return name
-        self.halves[name] = claim_name(f"{name}_float16", self.used)
+        self.halves[name] = self.fresh(f"{name}_float16")
         order.append(_cast(self.halves[name], name, _FLOAT))
         return self.halves[name]
 
@@ -202,7 +192,7 @@ def _is_cast(node: NodeProto, kind: int) -> bool:
 
 
 def _without_detours(nodes: list[NodeProto], halves: Container[str], outputs: set[str]) -> list[NodeProto]:
-    """Leaves out Casts from float16 to float32 and back, as at the ends of a file that was in float16."""
+    """Leaves out Casts to float16 after Casts from it, as at the ends of a file that was in float16."""
     casts = (node for node in nodes if _is_cast(node, _FLOAT))
     sources = {node.output[0]: node.input[0] for node in casts if node.input[0] in halves}
     computed = {name for node in nodes for name in node.output}
@@ -222,5 +212,4 @@ def _without_detours(nodes: list[NodeProto], halves: Container[str], outputs: se
         kept.append(node)
     for node in kept if ends else ():
         rename_tensors(node, ends)
-    read = {name for node in kept for name in read_names(node)} | outputs
-    return [node for node in kept if node.output[0] not in sources or node.output[0] in read]
+    return kept

@@ -6,16 +6,8 @@ from collections import Counter
 
 from qtrace.export.converted.plain_graph import PlainGraph
 from qtrace.graph.types import Constant, Expr, GetAttr, Node
-from qtrace.graph.walk import unused_name
 
-__all__ = ["ModuleNames", "OutputNames", "claim_name"]
-
-
-def claim_name(name: str, names: set[str]) -> str:
-    """Returns ``name``, with a number if it is used, and adds it to the names of a model."""
-    new = unused_name(name, names.__contains__)
-    names.add(new)
-    return new
+__all__ = ["ModuleNames", "OutputNames"]
 
 
 class OutputNames:

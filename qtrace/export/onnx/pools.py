@@ -23,9 +23,7 @@ from typing import Any
 import numpy as np
 from onnx import helper
 
-from qtrace.export.onnx.naming import claim_name
-from qtrace.onnxfile.bodies import read_names
-from qtrace.onnxfile.model import OnnxModel
+from qtrace.onnxfile.model import OnnxEditor
 
 __all__ = ["write_fast_poolings"]
 
@@ -57,13 +55,14 @@ def write_fast_poolings(model: Any, in_onnxruntime: bool = False) -> int:
     graph = _Graph(model)
     changed = 0
     kinds = ("MaxPool", "AveragePool", *(("Conv",) if in_onnxruntime else ()))
-    for node in [n for n in model.graph.node if n.op_type in kinds]:
+    for node in graph.nodes(*kinds):
         merged = _merge_padding(graph, node)
         moved = node.op_type == "MaxPool" and _round_behind(graph, node, in_onnxruntime)
         apart = in_onnxruntime and node.op_type == "MaxPool" and _keep_places(graph, node)
         changed += merged or moved or apart
     if changed:
         graph.drop_unread()
+        graph.finish()
     return changed
 
 
@@ -79,15 +78,14 @@ class _Rounding:
         return str(self.quantize.input[0])
 
 
-class _Graph(OnnxModel):
+class _Graph(OnnxEditor):
     """A model in which poolings read other tensors."""
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
         self.input_names = {value.name for value in self.inputs}
         self.given = set(self.output_names)
-        self._copies: dict[str, Any] = {}  # result of a pooling -> the node that copies it
-        self._names = self.names()
+        self._copies: dict[str, str] = {}  # a copy -> the tensor that it was made of
 
     def read_once(self, name: str) -> bool:
         """Whether only one node reads a tensor, and the file does not give it."""
@@ -138,33 +136,11 @@ class _Graph(OnnxModel):
 
     def hold(self, name: str, readers: Iterable[Any]) -> None:
         """Lets ``readers`` read a copy of a tensor, which onnxruntime moves no rounding across."""
-        new = claim_name(f"{name}_pooled", self._names)
-        copy = helper.make_node("Max", [name], [new], name=new)
-        self._copies[name] = self.producers[copy.output[0]] = copy
-        for reader in readers:
-            self.read(reader, copy.output[0])
+        self._copies[self.insert(name, readers, "Max", "_pooled")] = name
 
     def uncopied(self, name: str) -> str:
         """Returns the tensor that a copy was made of; the tensor itself if it is none."""
-        node = self.producers.get(name)
-        return node.input[0] if node is not None and node in self._copies.values() else name
-
-    def drop_unread(self) -> None:
-        """Leaves out the nodes and constants that nothing reads any more, and adds the copies."""
-        read, kept = set(self.given), []
-        for node in reversed(self.graph.node):
-            copies = [self._copies[name] for name in node.output if name in self._copies]
-            copies = [copy for copy in copies if read.intersection(copy.output)]
-            kept += copies
-            read.update(name for copy in copies for name in copy.input)
-            if read.intersection(node.output):
-                kept.append(node)
-                read.update(read_names(node))
-        del self.graph.node[:]
-        self.graph.node.extend(kept[::-1])
-        tensors = [t for t in self.graph.initializer if t.name in read]
-        del self.graph.initializer[:]
-        self.graph.initializer.extend(tensors)
+        return self._copies.get(name, name)
 
 
 def _merge_padding(graph: _Graph, pool: Any) -> bool:

@@ -23,18 +23,23 @@ from typing import Any
 import numpy as np
 from onnx import helper, numpy_helper
 
-from qtrace.export.onnx.held_layers import MOVES
-from qtrace.export.onnx.naming import claim_name
 from qtrace.onnxfile import external_data
-from qtrace.onnxfile.bodies import read_names, rename_tensors
-from qtrace.onnxfile.model import OnnxModel
+from qtrace.onnxfile.bodies import rename_tensors
+from qtrace.onnxfile.model import OnnxEditor
 from qtrace.onnxfile.reading import load_model
 from qtrace.onnxfile.saturation import products_are_wrong
 
-__all__ = ["WHOLE", "choose_columns", "has_odd_columns", "write_whole_columns"]
+__all__ = ["MOVES", "TARGETS", "WHOLE", "choose_columns", "has_odd_columns", "write_whole_columns"]
 
 WHOLE = "_whole"
 """What stands after the name of a result that has columns of zeros."""
+TARGETS = ("onnxruntime", "generic", "qnn", "ryzenai", "ryzenai_xint8")
+"""The backends whose files onnxruntime opens."""
+MOVES = {
+    *("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Identity", "MaxPool", "Gather"),
+    "Split",
+}
+"""What onnxruntime moves roundings across, or leaves out."""
 
 _LOG = logging.getLogger("qtrace")
 _TARGETS = ("onnxruntime", "generic")  # whose files onnxruntime's kernels of integers run
@@ -84,8 +89,9 @@ def write_whole_columns(model: Any) -> int:
         The number of layers that were changed.
     """
     graph = _Graph(model)
-    changed = sum(graph.widen(node) for node in list(model.graph.node))
-    held = graph.hold(_odd_products(model, graph))
+    changed = sum(graph.widen(node) for node in graph.nodes())
+    held = graph.hold(_odd_products(graph))
+    graph.drop_copied()
     graph.finish()
     return changed + held
 
@@ -93,21 +99,21 @@ def write_whole_columns(model: Any) -> int:
 def _count_odd(model: Any) -> int:
     """Returns how many layers `write_whole_columns` would change; changes nothing."""
     graph = _Graph(model)
-    layers = sum(graph.plan(node) is not None or graph.is_odd_dynamic(node) for node in model.graph.node)
-    return layers + len(_odd_products(model, graph))
+    layers = sum(graph.plan(node) is not None or graph.is_odd_dynamic(node) for node in graph.nodes())
+    return layers + len(_odd_products(graph))
 
 
-def _odd_products(model: Any, graph: _Graph) -> list[Any]:
+def _odd_products(graph: _Graph) -> list[Any]:
     """Returns the products on integers whose columns may be a part of a wrong block, and are not widened."""
     import onnx
 
-    products = [node for node in model.graph.node if graph.is_left(node)]
+    products = [node for node in graph.nodes() if graph.is_left(node)]
     if not products:
         return []
-    inferred = onnx.shape_inference.infer_shapes(external_data.skeleton(model)).graph
+    inferred = onnx.shape_inference.infer_shapes(external_data.skeleton(graph.model)).graph
     values = (*inferred.value_info, *inferred.input, *inferred.output)
     shapes = {value.name: _sizes(value.type.tensor_type.shape.dim) for value in values}
-    shapes |= {name: list(tensor.dims) for name, tensor in graph.tensors.items()}
+    shapes |= {name: list(tensor.dims) for name, tensor in graph.stored.items()}
     return [node for node in products if not _is_right(node, *(shapes.get(name) for name in node.input[:2]))]
 
 
@@ -140,7 +146,7 @@ def _fills(columns: int) -> bool:
     return columns <= _TILE or columns % _TILE == 0
 
 
-class _Graph:
+class _Graph(OnnxEditor):
     """A model whose layers get more columns.
 
     Args:
@@ -148,11 +154,7 @@ class _Graph:
     """
 
     def __init__(self, model: Any) -> None:
-        index = OnnxModel(model)
-        self.graph, self.producers, self.readers = index.graph, index.producers, index.readers
-        self._number = index.value  # of a stored tensor, those that are added included; None for others
-        self.tensors, self.names, self.outputs = index.stored, index.names(), set(index.output_names)
-        self.added: dict[int, list[Any]] = {}  # a node -> itself and the new nodes after it
+        super().__init__(model)
         self.copies: dict[str, str] = {}  # a tensor with more columns -> the tensor without them
 
     def widen(self, node: Any) -> bool:
@@ -176,7 +178,7 @@ class _Graph:
         if node.op_type not in ("Conv", "MatMul", "Gemm"):
             return None
         weight = self._dequantized(node.input[1])
-        integer = self.tensors.get(weight.input[0]) if weight is not None else None
+        integer = self.stored.get(weight.input[0]) if weight is not None else None
         if integer is None or not self._is_moved(node.input[0]):
             return None
         axis, groups = _axis_and_groups(node, len(integer.dims))
@@ -195,7 +197,7 @@ class _Graph:
         if node.op_type != "MatMul":
             return node, node.input[2] if len(node.input) > 2 else ""
         readers = self.readers.get(node.output[0], [])
-        if len(readers) == 1 and readers[0].op_type == "Add" and node.output[0] not in self.outputs:
+        if len(readers) == 1 and readers[0].op_type == "Add" and node.output[0] not in self.output_names:
             other = next((name for name in readers[0].input if name != node.output[0]), "")
             if self._stored_of(other) is not None:
                 return readers[0], other
@@ -204,11 +206,11 @@ class _Graph:
     def _stored_of(self, name: str) -> Any:
         """Returns the stored tensor that a name is, or is dequantized from; None if it is computed."""
         source = self._dequantized(name)
-        return self.tensors.get(name if source is None else source.input[0])
+        return self.stored.get(name if source is None else source.input[0])
 
     def _is_blocked(self, dequantize: Any) -> bool:
         """Whether a weight has scales of blocks, which no kernel of integers multiplies."""
-        scale = self._number(dequantize.input[1])
+        scale = self.value(dequantize.input[1])
         return scale is None or scale.ndim > 1
 
     def _grows(self, name: str, columns: int) -> bool:
@@ -219,7 +221,7 @@ class _Graph:
         source = self._dequantized(name)
         if source is None:
             return math.prod(tensor.dims) == 1 or tensor.dims[-1] == columns
-        numbers = [self._number(other) for other in source.input[1:]]
+        numbers = [self.value(other) for other in source.input[1:]]
         return all(n is not None and n.size in (1, columns) for n in numbers)
 
     def is_left(self, node: Any) -> bool:
@@ -227,7 +229,7 @@ class _Graph:
         if node.op_type not in ("Conv", "MatMul", "Gemm"):
             return False
         direct = self._dequantized(node.input[1])
-        if direct is not None and direct.input[0] in self.tensors:
+        if direct is not None and direct.input[0] in self.stored:
             return False  # it was looked at
         if node.op_type == "Conv" and self._end_of_kernel(node, node) is None:
             return False
@@ -243,39 +245,19 @@ class _Graph:
     def hold(self, nodes: list[Any]) -> int:
         """Keeps products in float; returns how many."""
         for node in nodes:
-            read = node.input[0]
-            copy = claim_name(f"{read}_float", self.names)
-            node.input[0] = copy
-            hold = helper.make_node("LeakyRelu", [read], [copy], name=copy, alpha=1.0)
-            source = self.producers[read]
-            self.added.setdefault(id(source), [source]).append(hold)
+            self.insert(node.input[0], [node], "LeakyRelu", "_float", alpha=1.0)
         return len(nodes)
 
-    def finish(self) -> None:
-        """Puts new nodes in their places, and drops the weights that no node reads any more."""
-        if self.added:
-            nodes = [each for node in self.graph.node for each in self.added.get(id(node), (node,))]
-            del self.graph.node[:]
-            self.graph.node.extend(nodes)
-        read = {name for node in self.graph.node for name in read_names(node)}
-        unread = set(self.copies.values()) - read
-        for index in reversed(range(len(self.graph.node))):
-            if unread.intersection(self.graph.node[index].output):
-                unread.update(self.graph.node[index].input)
-                del self.graph.node[index]
-        read = {name for node in self.graph.node for name in read_names(node)}
-        for index in reversed(range(len(self.graph.initializer))):
-            if self.graph.initializer[index].name in unread - read:
-                del self.graph.initializer[index]
-        self._give_names_back(unread - read)
-
-    def _give_names_back(self, free: set[str]) -> None:
-        """Gives what was copied once the name of the original, where that is gone."""
+    def drop_copied(self) -> None:
+        """Drops the weights that no node reads any more; a single copy of one gets its name."""
+        self.drop_unread()
+        self.refresh()
+        free = {*self.copies.values()} - {*self.producers, *self.stored}
         copies: dict[str, list[str]] = {}
         for new, old in self.copies.items():
             copies.setdefault(old, []).append(new)
         names = {new[0]: old for old, new in copies.items() if len(new) == 1 and old in free}
-        for node in self.graph.node:
+        for node in self.nodes():
             rename_tensors(node, names)
             node.name = names.get(node.name, node.name)
         for tensor in self.graph.initializer:
@@ -290,7 +272,8 @@ class _Graph:
         """Returns the last node of a layer's kernel of integers, after its bias; None if there is none."""
         last = add
         while (
-            len(readers := self.readers.get(last.output[0], [])) == 1 and last.output[0] not in self.outputs
+            len(readers := self.readers.get(last.output[0], [])) == 1
+            and last.output[0] not in self.output_names
         ):
             if readers[0].op_type == "QuantizeLinear":
                 return readers[0]
@@ -303,17 +286,17 @@ class _Graph:
 
     def is_odd_dynamic(self, node: Any) -> bool:
         """Whether a node is a product of integers with a stored weight whose columns may be wrong."""
-        weight = self.tensors.get(node.input[1]) if node.op_type == "MatMulInteger" else None
+        weight = self.stored.get(node.input[1]) if node.op_type == "MatMulInteger" else None
         return weight is not None and len(weight.dims) == 2 and not _fills(weight.dims[1])
 
     def _widen_dynamic(self, node: Any) -> bool:
         """Gives a product of integers whose scale comes from the batch more columns."""
         if not self.is_odd_dynamic(node):
             return False
-        weight = self.tensors[node.input[1]]
+        weight = self.stored[node.input[1]]
         columns = weight.dims[1]
         pad = _Padding(1, 1, columns, _wanted(node.op_type, columns, 1, weight))
-        zero = self._number(node.input[3]) if len(node.input) > 3 else None
+        zero = self.value(node.input[3]) if len(node.input) > 3 else None
         node.input[1] = self._padded(node.input[1], pad, 0 if zero is None else zero.flat[0])
         if zero is not None and zero.size > 1:
             node.input[3] = self._padded(node.input[3], pad.flat(), zero.flat[0])
@@ -323,17 +306,17 @@ class _Graph:
     def _replace_dequantized(self, node: Any, index: int, dequantize: Any, pad: _Padding) -> None:
         """Lets an input of a node read a dequantized tensor with more columns."""
         inputs = list(dequantize.input)
-        zero = self._number(inputs[2]) if len(inputs) > 2 else None
+        zero = self.value(inputs[2]) if len(inputs) > 2 else None
         inputs[0] = self._padded(inputs[0], pad, 0 if zero is None else zero.flat[0])
         flat = pad.flat()
         for place in range(1, len(inputs)):  # the last scale: a bias keeps the product of two scales
-            numbers = self._number(inputs[place])
+            numbers = self.value(inputs[place])
             if numbers is not None and numbers.size > 1:
                 inputs[place] = self._padded(inputs[place], flat, numbers.flat[-1])
-        name = claim_name(f"{dequantize.output[0]}{WHOLE}", self.names)
+        name = self.fresh(f"{dequantize.output[0]}{WHOLE}")
         wide = helper.make_node("DequantizeLinear", inputs, [name], name=name)
         wide.attribute.extend(dequantize.attribute)
-        self.added.setdefault(id(dequantize), [dequantize]).append(wide)
+        self.add_after(dequantize, wide)
         self.copies[name] = dequantize.output[0]
         node.input[index] = name
 
@@ -354,44 +337,34 @@ class _Graph:
         Integers are taken through a pair of roundings, which onnxruntime leaves out, so that targets and
         checks find no other form of a file.
         """
-        name = last.output[0]
-        wide = last.output[0] = claim_name(f"{name}{WHOLE}", self.names)
+        name, wide = self.rename_result(last, WHOLE)
         if last.op_type != "QuantizeLinear":
-            self.added.setdefault(id(last), [last]).append(self._cutting(wide, name, axis, pad))
+            self.add_after(last, self._cutting(wide, name, axis, pad))
             return
-        values, kept = claim_name(f"{wide}_dq", self.names), claim_name(f"{name}_kept", self.names)
-        grid = last.input[1:]
-        self.added.setdefault(id(last), [last]).extend(
-            (
-                helper.make_node("DequantizeLinear", [wide, *grid], [values], name=values),
-                self._cutting(values, kept, axis, pad),
-                helper.make_node("QuantizeLinear", [kept, *grid], [name], name=f"{name}_again"),
-            )
+        values, kept, grid = self.fresh(f"{wide}_dq"), self.fresh(f"{name}_kept"), last.input[1:]
+        self.add_after(
+            last,
+            helper.make_node("DequantizeLinear", [wide, *grid], [values], name=values),
+            self._cutting(values, kept, axis, pad),
+            helper.make_node("QuantizeLinear", [kept, *grid], [name], name=f"{name}_again"),
         )
 
     def _cutting(self, wide: str, kept: str, axis: int, pad: _Padding) -> Any:
         """Returns the node that keeps the columns of a result that are not new."""
-        name = claim_name(f"{kept}_columns", self.names)
+        name = self.fresh(f"{kept}_columns")
         if pad.groups > 1:
-            indices = self._stored(pad.kept(), f"{kept}_indices")
+            indices = self.store(f"{kept}_indices", pad.kept())
             return helper.make_node("Gather", [wide, indices], [kept], name=name, axis=axis)
         numbers = {"starts": [0], "ends": [pad.columns], "axes": [axis]}
-        inputs = [self._stored(np.array(v, np.int64), f"{kept}_{key}") for key, v in numbers.items()]
+        inputs = [self.store(f"{kept}_{key}", np.array(v, np.int64)) for key, v in numbers.items()]
         return helper.make_node("Slice", [wide, *inputs], [kept], name=name)
 
     def _padded(self, name: str, pad: _Padding, fill: Any) -> str:
         """Stores a copy of a tensor with more columns; returns its name."""
-        array = numpy_helper.to_array(self.tensors[name])
-        new = self._stored(pad.apply(array, fill), f"{name}{WHOLE}")
+        array = numpy_helper.to_array(self.stored[name])
+        new = self.store(f"{name}{WHOLE}", pad.apply(array, fill))
         self.copies[new] = name
         return new
-
-    def _stored(self, array: np.ndarray, name: str) -> str:
-        name = claim_name(name, self.names)
-        tensor = numpy_helper.from_array(array, name)
-        self.tensors[name] = tensor
-        self.graph.initializer.append(tensor)
-        return name
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-from onnx import NodeProto, TensorProto, helper, numpy_helper
+from onnx import NodeProto, TensorProto, helper
 
 from qtrace.onnxfile.bodies import read_names
-from qtrace.onnxfile.model import OnnxModel
+from qtrace.onnxfile.model import OnnxEditor
 
 __all__ = [
     "FUNCTIONS",
@@ -213,7 +213,7 @@ class Operand:
     values: np.ndarray | None
 
 
-class QdqGraph(OnnxModel):
+class QdqGraph(OnnxEditor):
     """Reads the roundings of a model, and changes it in place.
 
     Args:
@@ -313,15 +313,6 @@ class QdqGraph(OnnxModel):
 
     # -- changing -----------------------------------------------------------------------------------
 
-    def store(self, base: str, value: np.ndarray) -> str:
-        """Adds an initializer with a new name and returns the name."""
-        used = {*self.stored, *self.producers, *(value.name for value in self.graph.input)}
-        name = next(n for n in (f"{base}_fixed{i or ''}" for i in range(len(used) + 1)) if n not in used)
-        tensor = numpy_helper.from_array(np.array(value, order="C"), name)
-        self.graph.initializer.append(tensor)
-        self.stored[name] = tensor
-        return name
-
     def set_grid(self, nodes: list[NodeProto], grid: IntegerGrid) -> None:
         """Gives quantizers the scale, zero point, type and axis of ``grid``.
 
@@ -334,9 +325,8 @@ class QdqGraph(OnnxModel):
         for node in nodes:
             del node.input[1:]
             node.input.extend([scale, zero_point])
-            kept = [a for a in node.attribute if a.name not in ("axis", "output_dtype")]
-            del node.attribute[:]
-            node.attribute.extend(kept)
+            for own in [a for a in node.attribute if a.name in ("axis", "output_dtype")]:
+                node.attribute.remove(own)
             if grid.scale.ndim:
                 node.attribute.append(helper.make_attribute("axis", grid.axis))
         self.refresh()
@@ -351,9 +341,7 @@ class QdqGraph(OnnxModel):
             source = self.producers.get(source.input[0])
         if source is not None and source.op_type in _NOT_NEGATIVE:
             return
-        output = f"{node.output[0]}_clamped"
-        self.add(helper.make_node("Relu", [node.input[0]], [output], name=output))
-        self.connect(node, 0, output)
+        self._read(node, 0, "Relu", [node.input[0]], f"{node.output[0]}_clamped")
 
     def set_stored(self, node: NodeProto, index: int, values: np.ndarray, grid: IntegerGrid) -> None:
         """Makes the operand of a layer the integers of ``values`` on ``grid``, before a DequantizeLinear."""
@@ -361,10 +349,16 @@ class QdqGraph(OnnxModel):
         integers = self.store(f"{base}_int", grid.stored(grid.quantize(values)))
         scale = self.store(f"{base}_scale", grid.scale.astype(np.float32))
         zero_point = self.store(f"{base}_zero_point", grid.stored(grid.zero_point))
-        output = f"{integers}_dequantized"
         extra: dict[str, Any] = {"axis": grid.axis} if grid.scale.ndim else {}
         inputs = [integers, scale, zero_point]
-        self.add(helper.make_node("DequantizeLinear", inputs, [output], name=output, **extra))
+        self._read(node, index, "DequantizeLinear", inputs, f"{integers}_dequantized", **extra)
+
+    def _read(
+        self, node: NodeProto, index: int, op: str, inputs: list[str], name: str, **attributes: Any
+    ) -> None:
+        """Lets an input of ``node`` read the result of a new node before it."""
+        output = self.fresh(name)
+        self.replace(node, helper.make_node(op, inputs, [output], name=output, **attributes), node)
         self.connect(node, index, output)
 
     def connect(self, node: NodeProto, index: int, name: str) -> None:
@@ -374,45 +368,22 @@ class QdqGraph(OnnxModel):
         node.input[index] = name
         self.refresh()
 
-    def add(self, node: NodeProto) -> None:
-        """Adds a node after all others; `finish` puts it where it belongs."""
-        self.graph.node.add().CopyFrom(node)
-        self.refresh()
-
     def finish(self) -> None:
-        """Sorts the nodes, and removes quantizers and constants that nobody reads."""
-        self._prune()
-        ready = {*(value.name for value in self.graph.input), *(t.name for t in self.graph.initializer), ""}
-        waiting, ordered = list(self.graph.node), []
+        """Sorts the nodes, removes quantizers and constants that nobody reads, and writes the nodes."""
+        ready = {*(value.name for value in self.graph.input), *(t.name for t in self.graph.initializer)}
+        waiting, ordered = self.nodes(), list[NodeProto]()
         while waiting:
-            # Tensors that an outer graph gives lack a producer here.
-            able = [n for n in waiting if all(i in ready or i not in self.producers for i in read_names(n))]
-            if not able:  # a cycle, which was there before
-                able = waiting
-            ordered += able
-            ready.update(name for node in able for name in node.output)
-            done = {id(node) for node in able}
-            waiting = [node for node in waiting if id(node) not in done]
-        copies = [NodeProto.FromString(node.SerializeToString()) for node in ordered]
-        del self.graph.node[:]
-        self.graph.node.extend(copies)
-        self.refresh()
-
-    def _prune(self) -> None:
-        """Removes quantizers and constants that nobody reads."""
-        while True:
-            self.refresh()
-            idle = [
-                node
-                for node in self.nodes(*QUANTIZERS, "Constant")
-                if not any(name in self.readers or name in self.output_names for name in node.output)
-            ]
-            if not idle:
-                break
-            for node in idle:
-                self.graph.node.remove(node)
-        declared = {value.name for value in self.graph.input}
-        for tensor in list(self.graph.initializer):
-            if tensor.name not in {*self.readers, *self.output_names, *declared}:
-                self.graph.initializer.remove(tensor)
-        self.refresh()
+            later = []
+            for node in waiting:
+                # Tensors that an outer graph gives lack a producer here.
+                if all(name in ready or name not in self.producers for name in read_names(node)):
+                    ordered.append(node)
+                    ready.update(node.output)
+                else:
+                    later.append(node)
+            if len(later) == len(waiting):  # a cycle, which was there before
+                ordered, later = ordered + later, []
+            waiting = later
+        self.set_nodes(ordered)
+        self.drop_unread(*QUANTIZERS, "Constant")
+        super().finish()

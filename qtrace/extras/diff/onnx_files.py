@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from onnx import NodeProto, ValueInfoProto, defs, helper
 
+from qtrace.comparing.sums import sqnr_db
 from qtrace.display import Displayed
-from qtrace.metrics import sqnr_db
 from qtrace.onnxfile.model import OnnxModel
 from qtrace.onnxfile.reading import load_model
 

@@ -8,12 +8,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from qtrace.comparing.groups import ColumnGroup, find_groups
+from qtrace.comparing.sums import ErrorSums
 from qtrace.errors import TrainingError
 from qtrace.extras.finetune.data import Batch, Samples
 from qtrace.graph.types import TracedModule
-from qtrace.metrics import ErrorSums
 from qtrace.numerics import SMALLEST_NORMAL
-from qtrace.outputs import ColumnGroup, find_groups
 from qtrace.preparation.phases import in_phase
 
 __all__ = [

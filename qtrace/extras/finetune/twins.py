@@ -26,7 +26,6 @@ from qtrace.graph.walk import exprs, get_module, is_float_tensor, owner, tensor_
 from qtrace.learning.engine import LearningEngine, LearningStep, MegEngineEngine
 from qtrace.preparation.model import QuantizedModel
 from qtrace.ptq.rounding.block_run import bottlenecks
-from qtrace.verification.graph_runs import leaves as outputs_in
 
 __all__ = [
     "PARTS",
@@ -271,8 +270,8 @@ class Twins(abc.ABC):
         self.engine, self._arithmetic = engine, arithmetic
 
     @abc.abstractmethod
-    def call(self, student: bool, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        """Returns the result of one graph and its block outputs, as tensors of the engine.
+    def call(self, student: bool, args: Any, kwargs: Any) -> tuple[list[Any], dict[str, Any]]:
+        """Returns the outputs of one graph and its block outputs, as tensors of the engine.
 
         Args:
             student: whether to run the quantized graph; else the float graph.
@@ -283,8 +282,7 @@ class Twins(abc.ABC):
     def _run(self, student: bool, batch: Batch) -> tuple[list[Any], dict[str, Any]]:
         args, kwargs = arguments = unpack(self.form, list(batch.tensors().leaves))
         with translate_errors(self.student if student else self.teacher, arguments, batch.number):
-            result, blocks = self.call(student, args, kwargs)
-        return outputs_in(result), blocks
+            return self.call(student, args, kwargs)
 
     def run_teacher(self, batch: Batch) -> Values:
         """Returns the outputs and block outputs of the float graph."""
@@ -373,11 +371,11 @@ class MegEngineTwins(Twins):
         super().__init__(student, teacher, form, MegEngineEngine(jit), arithmetic)
         self._graphs = [_NodeRecorder(graph, blocks) for graph in (teacher, student)]
 
-    def call(self, student: bool, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
+    def call(self, student: bool, args: Any, kwargs: Any) -> tuple[list[Any], dict[str, Any]]:
         """Runs one graph; see `Twins`."""
         graph = self._graphs[student]
         graph.values = {}
-        return graph.run(*args, **kwargs), graph.values
+        return graph.run_flat(*args, **kwargs), graph.values
 
 
 def _error(value: Tensor, reference: Tensor) -> Tensor:

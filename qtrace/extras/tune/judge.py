@@ -15,6 +15,9 @@ import numpy as np
 
 from qtrace.calibration.calibrate import calibrate
 from qtrace.calibration.choice import choose_segments
+from qtrace.comparing.groups import ColumnGroup, find_groups
+from qtrace.comparing.runs import outputs_of
+from qtrace.comparing.sums import comparable, errors_of
 from qtrace.config import QConfig, backends
 from qtrace.data.batches import as_arguments, count_samples, evaluating
 from qtrace.errors import CalibrationError, ConfigError, GraphError, QtraceError
@@ -23,14 +26,11 @@ from qtrace.graph.files.serialize import load, save
 from qtrace.graph.flatten import flatten
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.twin import late_algorithms
-from qtrace.metrics import comparable, errors_of
-from qtrace.outputs import ColumnGroup, find_groups
 from qtrace.preparation.figures import read_figures
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import in_phase
 from qtrace.preparation.prepare import plan, prepare
 from qtrace.preparation.record import fake_quants
-from qtrace.sensitivity.running import outputs_of
 from qtrace.workers.job import Outcome
 
 __all__ = [

@@ -5,7 +5,7 @@ chance, as biases of zeros are: each is a stored tensor of its own again, so tha
 scales, and can learn apart. Equal matrices are tied, and stay one.
 
 Exporters write a linear layer on more than two axes as MatMul and Add, since Gemm takes matrices. Files for
-OpenVINO have a convolution and the sum with its rounded bias (`qtrace.export.onnx.biases_apart`).
+OpenVINO have a convolution and the sum with its rounded bias (`qtrace.export.onnx.cures`).
 """
 
 from __future__ import annotations

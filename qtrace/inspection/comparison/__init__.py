@@ -16,27 +16,32 @@ from typing import Any
 
 import numpy as np
 
+from qtrace.comparing.selections import SelectedShares, TapedRun
+from qtrace.comparing.sums import ErrorSums, decibels
 from qtrace.data.batches import as_arguments, check_batches, evaluating, translate_errors
 from qtrace.errors import CalibrationError
 from qtrace.fakequant.base import FakeQuant
 from qtrace.graph.types import TracedModule
-from qtrace.inspection.comparison._runs import AloneRun, FloatRun, QuantizedRun
-from qtrace.inspection.comparison.output_tallies import OutputTallies
 from qtrace.inspection.comparison.report import Comparison
 from qtrace.inspection.comparison.rows import GroupCost, SiteComparison
-from qtrace.inspection.comparison.tally import SiteTally, clipped, range_of
+from qtrace.inspection.comparison.tallies import (
+    AloneRun,
+    FloatRun,
+    OutputTallies,
+    QuantizedRun,
+    SiteTally,
+    clipped,
+    range_of,
+)
 from qtrace.inspection.twin import check_nodes, describe_changed_weights, float_twin
-from qtrace.metrics import ErrorSums, decibels
 from qtrace.numerics import dequantize, quantize
 from qtrace.observers.statistics.search import best_range, error, tables
-from qtrace.outputs.replay import SelectedShares, TapedRun
 from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.model import QuantizedModel, QuantizedSite
 from qtrace.preparation.phases import in_phase
 from qtrace.preparation.record import is_quantized
 from qtrace.process.threads import on_engine_thread
 from qtrace.scheme import QParams
-from qtrace.verification.graph_runs import leaves
 from qtrace.verification.selections import find_selections
 
 __all__ = ["Comparison", "compare"]
@@ -115,7 +120,7 @@ class _Measured:
         places = self._select(args, kwargs)
         in_float = FloatRun(self.twin or self.model, {**self.moving, **self.fixed}, places)
         with nullcontext() if self.twin else in_phase(self.model, "float"):
-            in_float.compute(args, kwargs)
+            reference = in_float.compute(args, kwargs)
         for name in self.fixed:
             if name in in_float.values:
                 self.parameters[name] = in_float.values.pop(name)
@@ -125,20 +130,17 @@ class _Measured:
             rounded = self.fixed if self.twin else {}
             sites = {**self.moving, **rounded}
             run = QuantizedRun(self.model, sites, in_float.values, alone.own, self.tallies, places)
-            run.compute(args, kwargs)
+            test = run.compute(args, kwargs)
         self.rounded = run.parameters
         self.batches += 1
-        self.samples += len(in_float.outputs[0]) if in_float.outputs and in_float.outputs[0].ndim else 1
-        reference, shares = in_float.outputs, in_float.tape.shares
+        self.samples += len(reference[0]) if reference and reference[0].ndim else 1
+        shares = in_float.tape.shares
         if network is not None:
             replay = TapedRun(network, places)
-            reference = [tensor.numpy() for tensor in leaves(replay.run(*args, **kwargs))]
+            reference = [tensor.numpy() for tensor in replay.run_flat(*args, **kwargs)]
             shares = replay.tape.shares
         self.selected.add(shares)
-        values = (reference, run.outputs)
-        self.outputs.add(
-            *([self.selected.blank(i, v, shares) for i, v in enumerate(side)] for side in values)
-        )
+        self.outputs.add(*(self.selected.blank(side, shares) for side in (reference, test)))
 
     def _select(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[np.ndarray] | None:
         """Returns what the quantized graph selects; None if nothing after a selection leaves it."""

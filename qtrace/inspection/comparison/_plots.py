@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from qtrace.inspection.comparison.rows import ChannelRanges, SiteComparison, db
-from qtrace.inspection.comparison.tally import Histogram
+from qtrace.inspection.comparison.rows import ChannelRanges, Histogram, SiteComparison, db
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,12 +11,12 @@ from qtrace.inspection.comparison import _plots
 from qtrace.inspection.comparison.rows import (
     ChannelRanges,
     GroupCost,
+    Histogram,
     OutputComparison,
     SiteComparison,
     db,
     origin,
 )
-from qtrace.inspection.comparison.tally import Histogram
 
 __all__ = ["render"]
 

@@ -9,6 +9,7 @@ __all__ = [
     "ChannelRanges",
     "GroupComparison",
     "GroupCost",
+    "Histogram",
     "OutputComparison",
     "SiteComparison",
     "db",
@@ -35,6 +36,26 @@ class ChannelRanges:
     lo: float
     hi: float
     remark: str = ""
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """The distribution of a site's float values, and the range of its integers.
+
+    Attributes:
+        left: the left end of the first bin.
+        width: the width of a bin.
+        counts: the number of values in each bin.
+        lo, hi: the smallest and the largest value that the integers stand for.
+        step: the distance between two values that integers stand for.
+    """
+
+    left: float
+    width: float
+    counts: tuple[int, ...]
+    lo: float
+    hi: float
+    step: float
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from typing import Any
 import megengine.functional as F
 from megengine.module import Module
 
+from qtrace.comparing.sums import finite_or_none
 from qtrace.config import backends
 from qtrace.fakequant.base import FakeQuant
 from qtrace.fakequant.following.bias import BiasQuant
@@ -24,10 +25,9 @@ from qtrace.gradients import conv2d
 from qtrace.graph.dataflow import evaluate_fixed
 from qtrace.graph.edit import GraphEditor
 from qtrace.graph.flatten import flatten
-from qtrace.graph.stepping import exchange_function
+from qtrace.graph.stepping import SegmentEngine, exchange_function
 from qtrace.graph.types import Expr, GetAttr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module, owner
-from qtrace.metrics import finite_or_none
 from qtrace.preparation.annotation import Annotation, PlacementRow, Preference
 from qtrace.preparation.figures import read_figures
 from qtrace.preparation.model import QuantizedModel
@@ -80,6 +80,7 @@ def choose_row(
     calls: Sequence[Arguments],
     prefer: Preference | None = None,
     refit: Callable[[TracedModule], object] = lambda graph: None,
+    engine: SegmentEngine | None = None,
 ) -> None:
     """Switches off what is not worth its noise in a calibrated graph, in place.
 
@@ -93,6 +94,7 @@ def choose_row(
         calls: the arguments of calls with few samples each.
         prefer: a key of `PREFERENCES`; None for what the placement of the config says.
         refit: runs the algorithms of the recipe in a graph that is switched off in part.
+        engine: computes the graphs whose noise is measured; None for MegEngine.
     """
     model = QuantizedModel(prepared, "prepared")
     note = model.annotation.placement
@@ -101,7 +103,7 @@ def choose_row(
     if note.mode == "small" and prefer is None:
         return
     row = PREFERENCES[prefer] if prefer else note.mode
-    chooser = _Chooser(model, reference, calls)
+    chooser = _Chooser(model, reference, calls, engine)
     if all(unit.fixed is not None for unit in chooser.problem.units):
         return
     fastest = chooser.whole()
@@ -144,9 +146,16 @@ class _Chooser:
         model: the calibrated graph.
         reference: a copy of it with the weights of the network.
         calls: the arguments of calls.
+        engine: computes the graphs; None for MegEngine.
     """
 
-    def __init__(self, model: QuantizedModel, reference: TracedModule, calls: Sequence[Arguments]) -> None:
+    def __init__(
+        self,
+        model: QuantizedModel,
+        reference: TracedModule,
+        calls: Sequence[Arguments],
+        engine: SegmentEngine | None = None,
+    ) -> None:
         self.model, self.config = model, model.config
         self.base = _strip(flatten(reference))
         self.notes = {note.name: note for note in model.annotation.notes}
@@ -157,7 +166,7 @@ class _Chooser:
         labels = {unit.name: unit.fixed is not False and unit.name in integer for unit in problem.units}
         self.problem = problem.within(labels)
         self.point = Point(labels, evaluate(self.problem, labels))
-        self.run = MeasuredRun(self.base, calls, ranges=False)
+        self.run = MeasuredRun(self.base, calls, ranges=False, engine=engine)
         self.noise: tuple[dict[str, float], dict[str, float]] = ({}, {})
         self.trials = Trials(self.run)
 

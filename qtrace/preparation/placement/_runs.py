@@ -18,17 +18,16 @@ import numpy as np
 from megengine import Tensor
 from megengine.core.autodiff.grad import Grad
 
+from qtrace.comparing.groups import ColumnGroup, find_groups
+from qtrace.comparing.selections import SORTS, find_selecting, read_places
+from qtrace.comparing.sums import inner, noise_weight
 from qtrace.gradients import conv2d
 from qtrace.graph.dataflow import needed_nodes, static_nodes
 from qtrace.graph.interpreter import Interpreter, interpret
 from qtrace.graph.opaque import OpaqueOp, opaque_calls
 from qtrace.graph.types import CallFunction, Expr, Input, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, is_float_tensor, owner, reads_shape, tensor_inputs
-from qtrace.metrics import inner
 from qtrace.numerics import fake_quantize
-from qtrace.outputs.groups import ColumnGroup, find_groups
-from qtrace.outputs.noise_weights import noise_weight
-from qtrace.outputs.selections import SORTS, find_selecting, read_places
 from qtrace.scheme import QParams
 
 __all__ = [
@@ -54,7 +53,7 @@ class EndGroup:
         columns: its columns.
         power: the sum of their squares in all batches, neither 0 nor infinite, divided by ``weight``.
         weight: how much the noise counts: more than 1 if the values hardly differ between samples; see
-            `qtrace.outputs.noise_weights.noise_weight`.
+            `qtrace.comparing.sums.noise_weight`.
     """
 
     end: Node

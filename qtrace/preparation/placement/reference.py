@@ -10,15 +10,16 @@ from typing import Any
 import numpy as np
 from megengine import Tensor
 
+from qtrace.comparing.groups import LEAST_VALUES
 from qtrace.data.batches import count_samples, evaluating, translate_errors
 from qtrace.errors import GraphError
 from qtrace.graph.dataflow import evaluate_fixed, fixed_nodes
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.kernels import quiet_engine
 from qtrace.graph.opaque import divides_by_inputs
+from qtrace.graph.stepping import RefusedRunError, SegmentEngine, Stepper, WholeEngine, keep
 from qtrace.graph.types import Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, is_float_tensor
-from qtrace.outputs.columns import LEAST_VALUES
 from qtrace.preparation.placement._runs import (
     EndGroup,
     RangeStatistics,
@@ -55,6 +56,7 @@ class MeasuredRun:
         seed: seed of the random inputs.
         advance: is called after each run of a batch, by whoever runs one.
         ranges: whether ranges will be asked for.
+        engine: computes whole graphs where it can; None for MegEngine.
 
     Attributes:
         outputs: the nodes that stand for the outputs; without the scores of sorts, which are judged by rows.
@@ -69,8 +71,10 @@ class MeasuredRun:
         seed: int = 0,
         advance: Callable[[], object] = _nothing,
         ranges: bool = True,
+        engine: SegmentEngine | None = None,
     ) -> None:
         self.model, self.samples, self.advance, self._reads_ranges = model, samples, advance, ranges
+        self._engine = None if engine is None else WholeEngine(engine)
         ends, scores = find_ends(model), find_scores(model)
         self.ends = tuple(dict.fromkeys((*ends, *scores, *find_unseen(model))))
         self.outputs = tuple(e for e in ends if e not in scores or e in model.graph.outputs) or ends
@@ -127,6 +131,24 @@ class MeasuredRun:
         self._run(nodes)
         return self._exact
 
+    def compute(self, graph: TracedModule, nodes: Sequence[Node]) -> list[dict[Node, np.ndarray]] | None:
+        """Returns for each batch the values of nodes of a graph; None where the engine does not compute them.
+
+        Args:
+            graph: a flat graph with the inputs of the float graph, in its present phases.
+            nodes: nodes of the graph.
+        """
+        computed = {node for expr in exprs(graph) for node in expr.outputs} - fixed_nodes(graph)
+        if self._engine is None or self.samples is None or not computed.issuperset(nodes):
+            return None
+        try:
+            with evaluating(graph), quiet_engine(graph):
+                stepper = Stepper(graph, self.samples, engine=self._engine)
+                values = stepper.watch(exprs(graph)[-1], nodes, keep)
+        except RefusedRunError:
+            return None
+        return [dict(zip(nodes, own, strict=True)) for own in values]
+
     @cached_property
     def groups(self) -> tuple[EndGroup, ...]:
         """The groups of columns of like range of the ends."""
@@ -142,6 +164,9 @@ class MeasuredRun:
         """Runs the graph on every batch, unless that tells nothing new; an error names the batch."""
         kept = tuple(dict.fromkeys((*self.ends, *columns)))
         if self._exact and all(node in self._exact[0] for node in kept):
+            return
+        if not self._reads_ranges and (computed := self.compute(self.model, kept)) is not None:
+            self._exact = computed
             return
         graph = self.model.graph
         nodes = [*graph.inputs, *(node for expr in exprs(self.model) for node in expr.outputs)]

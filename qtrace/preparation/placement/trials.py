@@ -23,12 +23,12 @@ from typing import Any
 import numpy as np
 from megengine import Tensor
 
+from qtrace.comparing.selections import LEAST_SHARE, SelectedShares, SelectionTape
+from qtrace.comparing.sums import decibels
 from qtrace.data.batches import evaluating
 from qtrace.graph.kernels import quiet_engine
 from qtrace.graph.types import Expr, Node, TracedModule
-from qtrace.metrics import decibels
 from qtrace.numerics import choose, fake_quantize
-from qtrace.outputs.replay import LEAST_SHARE, SelectedShares, SelectionTape
 from qtrace.preparation.placement._runs import Probe, Run, find_end_groups
 from qtrace.preparation.placement.reference import MeasuredRun
 from qtrace.scheme import QParams, QScheme
@@ -151,13 +151,18 @@ class Trials:
     ) -> RoundingTrial:
         shares = SelectedShares.of(self.model, self.run.ends)
         totals = dict.fromkeys(self.groups, 0.0)
+        alone = not shares and not rounded  # no rows to compare, and no values to change on the way
+        computed = self.run.compute(graph, list(dict.fromkeys(ends.values()))) if alone else None
         with evaluating(self.model), evaluating(graph), quiet_engine(self.model):
-            for inputs, exact in zip(self.run.batches, self.run.exact(), strict=True):
-                run = _TapedGraph(graph, ends.values(), rounded)
-                run.execute([graph, *inputs[1:]])
+            for index, (inputs, exact) in enumerate(zip(self.run.batches, self.run.exact(), strict=True)):
+                if computed is not None:
+                    same, own = exact, {end: computed[index][node] for end, node in ends.items()}
+                else:
+                    run = _TapedGraph(graph, ends.values(), rounded)
+                    run.execute([graph, *inputs[1:]])
+                    changed = {end: run.values[node].numpy() for end, node in ends.items()}
+                    same, own = self._same_rows(inputs, exact, changed, run.tape, shares)
                 self.run.advance()
-                changed = {end: run.values[node].numpy() for end, node in ends.items()}
-                same, own = self._same_rows(inputs, exact, changed, run.tape, shares)
                 for group in totals:
                     totals[group] += group.noise(same[group.end], own[group.end])
         lost = {group: noise for group, noise in totals.items() if 0 < noise < math.inf}
@@ -183,13 +188,13 @@ class Trials:
             return exact, changed
         replay = _TapedGraph(self.model, self.run.ends, {}, tape.places)
         replay.execute(inputs)
-        same = {end: value.numpy() for end, value in replay.values.items()}
         shares.add(replay.tape.shares)
-        for index, end in enumerate(self.run.ends):
-            same[end], changed[end] = (
-                shares.blank(index, side[end], replay.tape.shares) for side in (same, changed)
-            )
-        return same, changed
+        ends, exact = self.run.ends, {end: value.numpy() for end, value in replay.values.items()}
+        same, own = (
+            dict(zip(ends, shares.blank([side[end] for end in ends], replay.tape.shares), strict=True))
+            for side in (exact, changed)
+        )
+        return same, own
 
     def column_ranges(self, nodes: Sequence[Node]) -> dict[Node, dict[str, tuple[float, float]]]:
         """Returns the range of each group of columns of those of ``nodes`` that have several groups.

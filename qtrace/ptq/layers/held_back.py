@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from qtrace.comparing.sums import finite_or_none
 from qtrace.errors import CalibrationError
-from qtrace.metrics import finite_or_none
 from qtrace.ptq.layers.quantized import LayerTwins, QuantizedLayer, per_channel
 
 __all__ = ["Gain", "OutputErrors", "compare", "gain_text", "held_back", "layer_errors", "summed"]

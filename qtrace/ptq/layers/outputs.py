@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 from megengine import Tensor
 
+from qtrace.comparing.groups import find_groups
+from qtrace.comparing.sums import column_errors, finite_or_none
 from qtrace.data.batches import evaluating, first_samples
 from qtrace.errors import QtraceError
 from qtrace.graph.deferred_runs import begin_run
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.stepping import SegmentEngine, Stepper, as_array
 from qtrace.graph.types import Node, TensorNode, TracedModule
-from qtrace.metrics import finite_or_none
-from qtrace.outputs import GroupedErrors, find_groups
 from qtrace.preparation.annotation import Site
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import in_phase
@@ -59,9 +59,7 @@ class _Outputs(Interpreter):
 
     def compute(self, inputs: list[Tensor]) -> list[np.ndarray]:
         """Computes the outputs for the values of the graph's inputs, in graph order."""
-        graph = self.traced.graph
-        values = self._execute(graph, [self.traced, *inputs], None)
-        return [values[node].numpy() for node in graph.outputs]
+        return [value.numpy() for value in self.run_all(self.traced.graph, [self.traced, *inputs])]
 
 
 class RandomOutputs:
@@ -195,8 +193,7 @@ def _ratios(
     model: TracedModule, names: list[str], exact: list[np.ndarray], rounded: list[np.ndarray]
 ) -> Ratios:
     """Returns the SQNR of each column group of the outputs by its name."""
-    errors = GroupedErrors(find_groups(model, [exact], names=names))
-    errors.add(exact, rounded)
+    errors = column_errors([exact], [rounded], find_groups(model, [exact], names=names))
     return {figures.group.name: finite_or_none(figures.sqnr_db) for figures in errors.errors()}
 
 

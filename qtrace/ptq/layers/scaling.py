@@ -9,6 +9,7 @@ import numpy as np
 from megengine import Parameter
 
 from qtrace import ops
+from qtrace.comparing.sums import finite_or_none, sqnr_db
 from qtrace.fakequant.base import split_blocks
 from qtrace.fakequant.following.bias import BIAS_LIMIT, BiasQuant
 from qtrace.graph.dataflow import static_nodes
@@ -17,7 +18,6 @@ from qtrace.graph.flatten import set_parameter, tied_parameters
 from qtrace.graph.stepping import order_together
 from qtrace.graph.types import Expr, GetAttr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module, is_float_tensor, op_label, owner, users
-from qtrace.metrics import finite_or_none, sqnr_db
 from qtrace.numerics import alive, choose, fake_quantize
 from qtrace.ops import OpCall
 from qtrace.preparation.annotation import Site

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from qtrace.comparing.sums import Outputs
 from qtrace.data.batches import as_arguments, count_samples
 from qtrace.display import Displayed
 from qtrace.graph.types import TracedModule
@@ -38,7 +39,7 @@ from qtrace.sensitivity.diagnosis.inputs import (
 from qtrace.sensitivity.diagnosis.judged_outputs import JudgedOutputs, judge_outputs
 from qtrace.sensitivity.diagnosis.measuring import SiteEvidence, measure_output_noise, measure_sites
 from qtrace.sensitivity.diagnosis.verdict import MANY_SAMPLES, Doubt, GroupVerdict, Verdict
-from qtrace.sensitivity.metrics import Outputs, choose
+from qtrace.sensitivity.metrics import choose
 from qtrace.sensitivity.simulation import Simulation
 
 __all__ = [

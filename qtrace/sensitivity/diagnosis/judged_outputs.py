@@ -13,9 +13,18 @@ from typing import NamedTuple
 import numpy as np
 from scipy import special
 
-from qtrace.metrics import comparable, decibels, errors_of
-from qtrace.outputs import NO_INFORMATION_DB, ColumnGroup
-from qtrace.outputs.noise_weights import FEWEST_SAMPLES, LEAST_VARIATION
+from qtrace.comparing.groups import ColumnGroup
+from qtrace.comparing.sums import (
+    FEWEST_SAMPLES,
+    LEAST_VARIATION,
+    NO_INFORMATION_DB,
+    Outputs,
+    column_errors,
+    comparable,
+    decibels,
+    errors_of,
+    integer_errors,
+)
 from qtrace.sensitivity.diagnosis.inputs import are_constant
 from qtrace.sensitivity.diagnosis.verdict import (
     BROKEN_BELOW_DB,
@@ -28,7 +37,7 @@ from qtrace.sensitivity.diagnosis.verdict import (
     Verdict,
     judge,
 )
-from qtrace.sensitivity.metrics import Outputs, agreement, column_errors, integer_errors
+from qtrace.sensitivity.metrics import agreement
 
 __all__ = [
     "JudgedOutputs",
@@ -208,7 +217,7 @@ class _Samples(NamedTuple):
 def _read_samples(group: ColumnGroup, compared: JudgedOutputs) -> Iterator[_Samples]:
     """Yields the samples of each batch that has values to compare, without those that come again.
 
-    Values that are not finite count as in `qtrace.metrics.ErrorSums`.
+    Values that are not finite count as in `qtrace.comparing.sums.ErrorSums`.
     """
     flags = compared.repeated or [()] * len(compared.counts)
     batches = zip(compared.reference, compared.outputs, compared.counts, flags, strict=True)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from qtrace.comparing.sums import DIFFERING_MARGIN_DB, GroupFigures, decibels
 from qtrace.display import Displayed
-from qtrace.metrics import decibels
-from qtrace.outputs import GroupFigures
-from qtrace.outputs.noise_weights import DIFFERING_MARGIN_DB
 from qtrace.preparation.placement.frontier import WORTHLESS_DB
 
 __all__ = [

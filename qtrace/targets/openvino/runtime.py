@@ -14,7 +14,6 @@ import numpy as np
 from qtrace.errors import ExportError
 from qtrace.onnxfile.openvino import OpenvinoFile
 from qtrace.runtimes.host import RuntimeHost
-from qtrace.targets.openvino.spelled import spell_out_roundings
 from qtrace.verification.causes import BFLOAT16
 from qtrace.verification.runtimes.base import Runtime
 from qtrace.verification.runtimes.onnx_model import ExposedSession, as_declared, with_integer_outputs
@@ -68,6 +67,8 @@ def _declared_inputs(data: bytes) -> list[str]:
 def _spelled(data: bytes) -> bytes:
     """Returns a model with its roundings as float arithmetic."""
     import onnx
+
+    from qtrace.targets.openvino.spelled import spell_out_roundings
 
     model = onnx.load_from_string(data)
     spell_out_roundings(model)

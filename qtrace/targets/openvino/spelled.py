@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from onnx import TensorProto, helper, numpy_helper, shape_inference
 
-from qtrace.graph.walk import unused_name
+from qtrace.onnxfile.model import OnnxEditor
 
 __all__ = ["spell_out_roundings"]
 
@@ -30,29 +31,22 @@ def spell_out_roundings(model: Any) -> None:
     Args:
         model: an ONNX model with all of its tensors; it is changed in place.
     """
-    from onnx import shape_inference
-
     graph = shape_inference.infer_shapes(model).graph
     values = [*graph.value_info, *graph.input, *graph.output]
     types = ((value.name, value.type.tensor_type) for value in values)
     ranks = {name: len(kind.shape.dim) for name, kind in types if kind.HasField("shape")}
-    _Speller(model.graph, ranks).run()
+    _Speller(model, ranks).run()
 
 
-class _Speller:
-    def __init__(self, graph: Any, ranks: Mapping[str, int]) -> None:
-        self.graph, self.ranks = graph, ranks
-        self.stored = {tensor.name: tensor for tensor in graph.initializer}
+class _Speller(OnnxEditor):
+    def __init__(self, model: Any, ranks: Mapping[str, int]) -> None:
+        super().__init__(model)
+        self.ranks = ranks
         self.floats: set[str] = set()  # tensors of integers that are floats now
-        self.nodes: list[Any] = []
-        self.names = {name for node in graph.node for name in (*node.input, *node.output)}
-        self.names.update(value.name for value in (*graph.input, *graph.initializer))
         self.as_floats: dict[str, str] = {}  # stored tensor of integers -> the tensor of their floats
 
     def run(self) -> None:
-        from onnx import TensorProto
-
-        for node in self.graph.node:
+        for node in self.nodes():
             scaled = node.op_type in ("QuantizeLinear", "DequantizeLinear") and self._is_plain(node)
             if scaled and node.op_type == "QuantizeLinear":
                 self._spell_quantize(node)
@@ -62,8 +56,7 @@ class _Speller:
                 self._spell_dequantize(node)
             else:
                 self._move(node)
-        del self.graph.node[:]
-        self.graph.node.extend(self.nodes)
+        self.finish()
         for value in (*self.graph.output, *self.graph.value_info):
             if value.name in self.floats:
                 value.type.tensor_type.elem_type = TensorProto.FLOAT
@@ -78,26 +71,36 @@ class _Speller:
         scale, zero = self._parameters(node)
         kind = self.stored[node.input[2]].data_type if len(node.input) > 2 else 2
         ends = [
-            self._store(self._name(f"{target}_{name}"), np.array(number, np.float32))
+            self.store(f"{target}_{name}", np.float32(number))
             for name, number in zip(("low", "high"), _RANGES[kind], strict=True)
         ]
-        scaled = self._add("Div", [source, scale], self._name(f"{target}_scaled"))
-        rounded = self._add("Round", [scaled], self._name(f"{target}_rounded"))
-        shifted = self._add("Add", [rounded, zero], self._name(f"{target}_shifted"))
-        self._add("Clip", [shifted, *ends], target)
+        names = ("scaled", "rounded", "shifted")
+        scaled, rounded, shifted = (self.fresh(f"{target}_{name}") for name in names)
+        self.replace(
+            node,
+            helper.make_node("Div", [source, scale], [scaled]),
+            helper.make_node("Round", [scaled], [rounded]),
+            helper.make_node("Add", [rounded, zero], [shifted]),
+            helper.make_node("Clip", [shifted, *ends], [target]),
+        )
         self.floats.add(target)
 
     def _spell_dequantize(self, node: Any) -> None:
         (target,) = node.output
         scale, zero = self._parameters(node)
-        centered = self._add("Sub", [node.input[0], zero], self._name(f"{target}_centered"))
-        self._add("Mul", [centered, scale], target)
+        centered = self.fresh(f"{target}_centered")
+        self.replace(
+            node,
+            helper.make_node("Sub", [node.input[0], zero], [centered]),
+            helper.make_node("Mul", [centered, scale], [target]),
+        )
 
     def _store_dequantized(self, node: Any) -> None:
-        integers = _array(self.stored[node.input[0]])
+        integers = numpy_helper.to_array(self.stored[node.input[0]])
         scale, zero = self._values(node, integers.ndim)
         number = (integers.astype(np.int64) - zero.astype(np.int64)).astype(np.float32) * scale
-        self._store(node.output[0], number.astype(np.float32))
+        self.graph.initializer.append(numpy_helper.from_array(number.astype(np.float32), node.output[0]))
+        self.replace(node)
 
     def _move(self, node: Any) -> None:
         """Keeps a node; one that moves integers has float results, and reads stored integers as floats."""
@@ -106,13 +109,12 @@ class _Speller:
                 if name in self.stored and self.stored[name].data_type in _RANGES:
                     node.input[index] = self._as_floats(name)
             self.floats.update(node.output)
-        self.nodes.append(node)
 
     def _as_floats(self, name: str) -> str:
         """Stores the numbers of a tensor of integers as floats, once, and returns the name of the floats."""
         if name not in self.as_floats:
-            numbers = _array(self.stored[name]).astype(np.float32)
-            self.as_floats[name] = self._store(self._name(f"{name}_float"), numbers)
+            numbers = numpy_helper.to_array(self.stored[name]).astype(np.float32)
+            self.as_floats[name] = self.store(f"{name}_float", numbers)
         return self.as_floats[name]
 
     def _parameters(self, node: Any) -> tuple[str, str]:
@@ -121,11 +123,13 @@ class _Speller:
         scale, zero = self._values(node, rank)
         base = node.output[0]
         zeros = zero.astype(np.float32)
-        return self._store(self._name(f"{base}_s"), scale), self._store(self._name(f"{base}_z"), zeros)
+        return self.store(f"{base}_s", scale), self.store(f"{base}_z", zeros)
 
     def _values(self, node: Any, rank: int | None) -> tuple[np.ndarray, np.ndarray]:
-        scale = _array(self.stored[node.input[1]])
-        zero = _array(self.stored[node.input[2]]) if len(node.input) > 2 else np.zeros_like(scale)
+        scale = numpy_helper.to_array(self.stored[node.input[1]])
+        zero = (
+            numpy_helper.to_array(self.stored[node.input[2]]) if len(node.input) > 2 else np.zeros_like(scale)
+        )
         if scale.ndim == 0 or rank is None:
             return scale, np.broadcast_to(zero, scale.shape)
         axis = next((a.i for a in node.attribute if a.name == "axis"), 1) % rank
@@ -134,33 +138,7 @@ class _Speller:
 
     def _rank(self, node: Any) -> int | None:
         """Returns the number of axes of what ``node`` rounds; None where the scale is one number."""
-        scale = _array(self.stored[node.input[1]])
+        scale = numpy_helper.to_array(self.stored[node.input[1]])
         if scale.size == 1:
             return None
         return next((self.ranks[name] for name in (node.input[0], node.output[0]) if name in self.ranks), 4)
-
-    def _store(self, name: str, value: np.ndarray) -> str:
-        from onnx import numpy_helper
-
-        tensor = numpy_helper.from_array(np.asarray(value), name)
-        self.stored[name] = tensor
-        self.graph.initializer.append(tensor)
-        return name
-
-    def _add(self, op: str, inputs: list[str], output: str) -> str:
-        from onnx import helper
-
-        self.nodes.append(helper.make_node(op, inputs, [output]))
-        return output
-
-    def _name(self, name: str) -> str:
-        """Returns a name that no tensor of the model has, like ``name``."""
-        free = unused_name(name, self.names.__contains__)
-        self.names.add(free)
-        return free
-
-
-def _array(tensor: Any) -> np.ndarray:
-    from onnx import numpy_helper
-
-    return numpy_helper.to_array(tensor)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from qtrace.comparing.sums import errors_of
 from qtrace.errors import ExportError
 from qtrace.export.onnx.segment import segment_model
 from qtrace.fakequant.base import FakeQuant
@@ -20,7 +21,6 @@ from qtrace.graph.failures import short
 from qtrace.graph.nonfinite import SWALLOWS_NAN
 from qtrace.graph.types import Node, TensorNode, TracedModule
 from qtrace.graph.walk import op_label, owner
-from qtrace.metrics import errors_of
 from qtrace.numerics import quantize
 from qtrace.onnxfile.local_session import SessionError, SessionSettings
 from qtrace.onnxfile.sessions import open_session

@@ -16,7 +16,7 @@ from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs
 from qtrace.numerics import dequantize
 from qtrace.scheme import QParams
-from qtrace.verification.ties import FirstOfEquals
+from qtrace.verification.selections import FirstOfEquals
 
 __all__ = ["Arguments", "Recording", "RuntimeValues", "Segment", "Split"]
 

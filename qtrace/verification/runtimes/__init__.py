@@ -111,7 +111,7 @@ def runs_optimized(runtime: Runtime, backend: str) -> bool:
 
 
 def _is_written_for_onnxruntime(backend: str) -> bool:
-    from qtrace.export.onnx.held_layers import TARGETS
+    from qtrace.export.onnx.whole_columns import TARGETS
 
     return backend in TARGETS
 

@@ -13,7 +13,7 @@ import onnx
 import pytest
 
 import qtrace
-from qtrace.export.onnx.held_layers import hold_float_layers
+from qtrace.export.onnx.cures import hold_float_layers
 from tests.nets import images, net, randomize
 
 X = images(4, 3, 16, 16)

@@ -14,7 +14,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import qtrace
-from qtrace.export.onnx.held_layers import hold_forked_layers
+from qtrace.export.onnx.cures import hold_forked_layers
 from qtrace.onnxfile.openvino import OpenvinoFile
 from tests.nets import images, net
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import qtrace
+from qtrace.comparing.runs import outputs_of
+from qtrace.comparing.sums import sqnr_db
 from qtrace.extras.finetune import FinetuneSettings
 from qtrace.extras.finetune.evaluation import _Noise, choose_compared
-from qtrace.metrics import sqnr_db
-from qtrace.sensitivity.running import outputs_of
 from tests.nets import net
 
 _RNG = np.random.default_rng(0)

@@ -229,7 +229,7 @@ def test_a_batch_that_does_not_fit_is_named_by_its_own_number() -> None:
         qtrace.finetune(_fixed_size(), _data(2), FEW, evaluation=[*_data(2), other], progress=False)
 
 
-@pytest.mark.parametrize("name", ["_error", "outputs_in"])
+@pytest.mark.parametrize("name", ["_error", "_arrays"])
 def test_a_fault_in_the_loss_surfaces_as_itself(
     name: str, traced: TracedModule, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,8 +15,8 @@ import pytest
 from onnx import helper, numpy_helper
 
 import qtrace
+from qtrace.comparing.sums import sqnr_db
 from qtrace.graph.types import TracedModule
-from qtrace.metrics import sqnr_db
 from tests.each import each_of
 from tests.nets import images
 from tests.zoo.checks import rounded_to_nearest

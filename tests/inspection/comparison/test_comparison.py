@@ -22,11 +22,11 @@ from PIL import Image
 
 import qtrace
 from qtrace import cli
+from qtrace.comparing.sums import sqnr_db
 from qtrace.errors import CalibrationError, ConfigError, GraphError
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import exprs
 from qtrace.inspection.comparison import Comparison, _plots
-from qtrace.metrics import sqnr_db
 from qtrace.numerics import fake_quantize
 from qtrace.preparation.passes.insert import CONTAINER
 from qtrace.scheme import QParams

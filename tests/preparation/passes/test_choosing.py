@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 import qtrace
+from qtrace.comparing.sums import sqnr_db
 from qtrace.graph.flatten import flatten
-from qtrace.metrics import sqnr_db
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.passes import place as placing
 from qtrace.preparation.passes.annotate import annotate_view
 from qtrace.preparation.passes.choosing import _Chooser
 from qtrace.preparation.passes.place import execute
+from qtrace.preparation.placement.reference import MeasuredRun
 from tests.nets import images, net, randomize
 
 X = images(8, 16, 12, 12, seed=3)
@@ -172,6 +173,25 @@ def test_the_choice_does_not_depend_on_the_size_of_batches() -> None:
         qtrace.calibrate(model, batches, progress=False, held_back=batches)
         rows.append(QuantizedModel(model).annotation.placement.rows)
     assert rows[0] == rows[1] == rows[2]
+
+
+@pytest.mark.parametrize("factor", [1.0, 3000.0])
+def test_the_engine_changes_no_row(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    computed, compute = [], MeasuredRun.compute
+
+    def keep_result(run: MeasuredRun, *arguments: Any) -> Any:
+        computed.append(compute(run, *arguments))
+        return computed[-1]
+
+    monkeypatch.setattr(MeasuredRun, "compute", keep_result)
+    fast = _calibrated(_module(factor), engine="onnxruntime").annotation.placement
+    assert computed
+    assert None not in computed
+    slow = _calibrated(_module(factor), engine="megengine").annotation.placement
+    assert fast.chosen == slow.chosen
+    for own, other in zip(fast.rows, slow.rows, strict=True):
+        assert own.sqnr == pytest.approx(other.sqnr, abs=0.1)
+        assert (own.speed, own.bytes) == (other.speed, other.bytes)
 
 
 def test_noise_is_measured_on_what_is_held_back() -> None:

@@ -15,9 +15,9 @@ import pytest
 from onnx import helper, numpy_helper
 
 import qtrace
+from qtrace.comparing.sums import sqnr_db
 from qtrace.errors import CalibrationError
 from qtrace.graph.types import TracedModule
-from qtrace.metrics import sqnr_db
 from qtrace.preparation.passes import _infinity
 from qtrace.preparation.passes._infinity import Infinity, infinity_of
 from qtrace.preparation.record import fake_quants

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import qtrace
-from qtrace.metrics import sqnr_db
+from qtrace.comparing.sums import sqnr_db
 from qtrace.preparation.annotation import Annotation
 from qtrace.preparation.prepare import plan
 from tests.each import each_of

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import qtrace
-from qtrace.metrics import sqnr_db
+from qtrace.comparing.sums import sqnr_db
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.prepare import plan
 from tests.each import each_of

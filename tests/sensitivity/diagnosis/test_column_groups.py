@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import qtrace
-from qtrace.metrics import sqnr_db
+from qtrace.comparing.runs import outputs_of
+from qtrace.comparing.sums import sqnr_db
 from qtrace.sensitivity.diagnosis import diagnose
 from qtrace.sensitivity.diagnosis.verdict import judge
 from qtrace.sensitivity.metrics import sqnr
-from qtrace.sensitivity.running import outputs_of
 
 _X = np.random.RandomState(0).randn(8, 3, 8, 8).astype("float32")
 _FACTORS = np.repeat([64.0, 0.02], [4, 6]).astype("float32")

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import qtrace
-from qtrace.outputs import find_groups
+from qtrace.comparing.groups import find_groups
+from qtrace.comparing.sums import integer_errors
 from qtrace.sensitivity.diagnosis import JudgedOutputs, diagnose, judge_outputs
-from qtrace.sensitivity.metrics import integer_errors
 from tests.nets import images, net
 
 _X = images(8, 3, 8, 8)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import qtrace
+from qtrace.comparing.sums import sqnr_db
 from qtrace.config.recipe import load_recipe
-from qtrace.metrics import sqnr_db
 from qtrace.preparation.passes._view import Unlike
 from qtrace.sensitivity.diagnosis import cure_recipe, diagnose
 from tests.nets import images, net, randomize

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import qtrace
-from qtrace.outputs import find_groups
+from qtrace.comparing.groups import find_groups
 from qtrace.sensitivity.diagnosis import JudgedOutputs, diagnose, judge_outputs
 from tests.nets import images, net, randomize
 

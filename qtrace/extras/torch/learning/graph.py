@@ -63,9 +63,7 @@ class TorchGraph(Interpreter):
         self.values = {}
         with torch.set_grad_enabled(bool(self._learning)):
             arg_def, values = self.bind(tuple(args), kwargs)
-            graph = self.traced.argdef_graph_map[arg_def]
-            computed = self._execute(graph, values, None)
-            return [computed[node] for node in graph._outputs]
+            return self.run_all(self.traced.argdef_graph_map[arg_def], values)
 
     @contextmanager
     def learning(self, parameters: Iterable[Tensor], arrays: Mapping[int, np.ndarray]) -> Iterator[None]:

@@ -1,11 +1,15 @@
-"""Compares rows that a graph selects with the same rows of the float graph: replays its selections there.
+"""Finds where a graph selects: ops that rank scores, suppress boxes, or pick rows by a mask, by structure.
+
+A *selection* turns values into places: a top-k, a sort, an arg-max, a suppression, a boolean index.
+A small error of a score may exchange two places, and then all rows after them are others, although each row
+may be right. So a selection is judged by its places, and the rows after it by rows.
 
 The quantized graph runs, and a tape keeps its selections: the places that each top-k, sort, arg-max,
 suppression or mask gives. Then the float graph runs with these places, not its own. What it gives has the
 rows of the quantized graph in their order, also after a second selection or a decoder whose queries see each
-other, so both are compared place by place. Whether the selection was right is judged apart, at each selection
-and by the float scores: a place is right if float selects it, too, in whatever order, or if its score is no
-more than a step of 8 bits below the last one that float selects. What is missed counts as well: a place whose
+other. So both are compared place by place. Whether the selection was right is judged apart, at each selection
+and by the float scores. A place is right if float selects it, too, in whatever order. So is one with a score
+at most a step of 8 bits below the last one that float selects. What is missed counts as well: a place whose
 score is more than a step above the last one that float selects is *clear*, and each clear place that is not
 selected makes one place wrong. Clear places are also counted by themselves, and the worse share is told, so
 that hundreds of places of background do not hide that all objects are lost.
@@ -20,32 +24,141 @@ from typing import Any
 
 import numpy as np
 
+from qtrace.comparing.sums import decibels
 from qtrace.graph.interpreter import Interpreter, interpret
 from qtrace.graph.opaque import OpaqueOp
-from qtrace.graph.types import Expr, Node, TracedModule
-from qtrace.graph.walk import called_graph, op_label
-from qtrace.metrics import decibels
+from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
+from qtrace.graph.walk import called_graph, exprs, op_label, owner, tensor_inputs
 from qtrace.onnxfile.selecting import RankedPlaces, split_places
-from qtrace.ops import OpCall
-from qtrace.outputs.selections import (
-    SORTS,
-    cut_of,
-    find_selecting,
-    mask_of,
-    opaque_selection,
-    reaching,
-    read_places,
-    selects,
-)
+from qtrace.ops import OpCall, kind_of, read
 
-__all__ = ["LEAST_SHARE", "SelectedShares", "SelectionTape", "Share", "TapedRun", "differ", "score_rows"]
+__all__ = [
+    "EXTREMES",
+    "LEAST_SHARE",
+    "SORTS",
+    "SelectedShares",
+    "SelectionTape",
+    "Share",
+    "TapedRun",
+    "differ",
+    "find_selecting",
+    "mask_of",
+    "opaque_selection",
+    "reaching",
+    "read_places",
+    "read_ranking",
+    "score_rows",
+    "selects",
+    "selects_untold",
+]
 
+SORTS = ("topk", "sort", "argsort")
+"""The ops that give scores in their order."""
+EXTREMES = ("argmax", "argmin")
+"""The ops that give the place of one score."""
+_RANKING = frozenset((*SORTS, *EXTREMES))
+# The last part of the label of each op that selects rows by the values of its inputs.
+_SELECTING = {"cond_take", "nms", "non_zero", "CondTake", "NMSKeep", "NonZero"}
 LEAST_SHARE = 0.5
 """Below this share of right rows a selection is another one, and the graph is broken."""
 # The steps of a grid of 8 bits over the scores: nearer ones may change their places.
 _STEPS = 255
 # Scores as far below 0 stand for minus infinity: those that an attention or a suppression masks.
 _FAR = -1e3
+
+
+def read_ranking(expr: Expr) -> OpCall | None:
+    """Reads ``expr`` if it gives places of scores by their order; None if it does not."""
+    if kind_of(expr) not in _RANKING:  # every expr of every run is asked
+        return None
+    call = read(expr)
+    if call is None:
+        return None
+    axis = call.attrs.get("axis")
+    several = axis is not None and len(axis) != 1
+    return None if several or call.attrs.get("kth_only") else call
+
+
+def read_places(expr: Expr) -> OpCall | None:
+    """Reads ``expr`` if it ranks scores and something reads their places; None if not.
+
+    Only the values of a top-k, such as a threshold or a mean of the best, move by no more than a score does,
+    whatever the order is: they are no selection, and the places of another run would give other values.
+    """
+    call = read_ranking(expr)
+    if call is None or call.kind in EXTREMES:
+        return call
+    places = expr.outputs[-1]
+    return call if places.users or places in expr.top_graph._outputs else None
+
+
+def selects(expr: Expr) -> bool:
+    """Whether `expr` selects rows by values: by a known op, a boolean index, or inside of an opaque node."""
+    label = op_label(expr).rpartition(".")[2]
+    if label in _SELECTING or opaque_selection(expr) is not None:
+        return True
+    return "getitem" in label and mask_of(expr) is not None
+
+
+def opaque_selection(expr: Expr) -> OpaqueOp | None:
+    """Returns the opaque node of ``expr`` if it selects; None if not."""
+    op = owner(expr)
+    return op if isinstance(op, OpaqueOp) and op.selecting is not None else None
+
+
+def selects_untold(expr: Expr) -> bool:
+    """Whether ``expr`` is an opaque node that selects in the body of a loop, which no run replays."""
+    op = owner(expr)
+    return isinstance(op, OpaqueOp) and op.selects_inside
+
+
+def mask_of(expr: Expr) -> int | None:
+    """Returns which input of ``expr`` is the mask by which it picks rows; None without one."""
+    label = op_label(expr).rpartition(".")[2]
+    first = 1 if "getitem" in label else 0
+    masks = [
+        i
+        for i, n in enumerate(expr.inputs)
+        if i >= first and isinstance(n, TensorNode) and n.dtype == np.bool_
+    ]
+    return masks[0] if masks and ("getitem" in label or label in _SELECTING) else None
+
+
+def find_selecting(model: TracedModule) -> tuple[Expr, ...]:
+    """Returns the exprs of a flat graph that select by values of its inputs, in execution order."""
+    return tuple(expr for expr in exprs(model) if selects(expr) or read_places(expr) is not None)
+
+
+def reaching(model: TracedModule, ends: Sequence[Node] | None = None) -> tuple[frozenset[int], ...]:
+    """Finds the selections before each output, by their places in `find_selecting`.
+
+    Args:
+        model: a flat graph.
+        ends: the nodes that take the place of the outputs; None for the outputs.
+    """
+    numbers = {expr: number for number, expr in enumerate(find_selecting(model))}
+    before: dict[Node, frozenset[int]] = {}
+    for expr in exprs(model):
+        union = frozenset().union(*(before.get(node, frozenset()) for node in tensor_inputs(expr)))
+        if expr in numbers:
+            union |= {numbers[expr]}
+        before.update(dict.fromkeys(expr.outputs, union))
+    return tuple(before.get(node, frozenset()) for node in (ends or model.graph.outputs))
+
+
+def _cut_of(expr: Expr) -> int | None:
+    """Returns how many of the places of a full sort are read, by a slice after it; None for all."""
+    places = expr.outputs[-1]
+    shape = places.shape
+    users = [read(user) for user in places.users]
+    sizes = [
+        int(user.out.shape[-1])
+        for user in users
+        if user is not None and user.kind == "getitem" and user.out.shape is not None and len(user.out.shape)
+    ]
+    if shape is None or not users or len(sizes) != len(users):
+        return None
+    return max(sizes) if 0 < max(sizes) < int(shape[-1]) else None
 
 
 @dataclass(frozen=True)
@@ -173,7 +286,7 @@ class SelectionTape:
         picked, chosen = own.reshape(columns).astype(np.int64), given.reshape(columns).astype(np.int64)
         falling = call.kind == "argmax" or bool(call.attrs.get("descending"))
         scores = rows if falling else -rows
-        share = _share_of_places(scores, picked, chosen, cut_of(call.expr))
+        share = _share_of_places(scores, picked, chosen, _cut_of(call.expr))
         wrong = None if share.wrong is None else share.wrong.reshape(given.shape)
         self.shares.append(replace(share, wrong=wrong))
         replayed = tensor(given.astype(own.dtype))
@@ -311,9 +424,14 @@ class TapedRun(Interpreter):
         """Computes the outputs of ``expr``, also of a module that is one call of the graph."""
         graph = called_graph(expr)
         if graph is not None:
-            values = self._execute(graph, list(inputs), None)
-            return [values[node] for node in graph._outputs]
-        return self.tape.run(expr, inputs)
+            return self.run_all(graph, list(inputs))
+        return self.follow(expr, inputs, None if self.tape.replays_whole(expr) else interpret(expr, inputs))
+
+    def follow(
+        self, expr: Expr, inputs: Sequence[Any], results: Sequence[Any] | None
+    ) -> Sequence[Any] | None:
+        """Returns the results of ``expr`` as the tape selects; see `SelectionTape.follow`."""
+        return self.tape.follow(expr, inputs, results)
 
 
 @dataclass
@@ -356,17 +474,19 @@ class SelectedShares:
             self.found[number] += share.found
             self.clear[number] += share.clear
 
-    def blank(self, index: int, value: np.ndarray, shares: Sequence[Share]) -> np.ndarray:
-        """Returns the floats of an output of one batch with 0 in the rows that float does not select.
+    def blank(self, outputs: Sequence[np.ndarray], shares: Sequence[Share]) -> list[np.ndarray]:
+        """Returns the outputs of one batch, the floats with 0 in the rows that float does not select.
 
         They are no rows of float's: they count by their share, and not as noise of the others.
 
         Args:
-            index: the place of the output.
-            value: its value on either side.
+            outputs: the outputs on either side; None for one that is not known.
             shares: the shares of the batch, in the order of the selections.
         """
-        if value.dtype.kind != "f":
+        return [self._blank(index, value, shares) for index, value in enumerate(outputs)]
+
+    def _blank(self, index: int, value: np.ndarray, shares: Sequence[Share]) -> np.ndarray:
+        if value is None or value.dtype.kind != "f":
             return value
         for number in sorted(self.reaching[index]):
             wrong = shares[number].wrong if number < len(shares) else None

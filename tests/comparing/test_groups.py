@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import qtrace
-from qtrace.outputs import find_groups
-from qtrace.outputs.structure import _find_combinations
-from qtrace.sensitivity.running import outputs_of
+from qtrace.comparing.groups import find_groups
+from qtrace.comparing.runs import outputs_of
+from qtrace.comparing.structure import _find_combinations
 from tests.each import each_of
 
 _X = np.random.RandomState(0).randn(2, 10, 4, 4).astype("float32")

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from threadpoolctl import threadpool_limits
 
+from qtrace.comparing.sums import ErrorSums, comparable, decibels, errors_of, finite_or_none, sqnr_db
 from qtrace.errors import QtraceError
-from qtrace.metrics import ErrorSums, comparable, decibels, errors_of, finite_or_none, sqnr_db
 from qtrace.numerics import choose, fake_quantize
 from qtrace.scheme import QScheme
 from tests.each import each_of

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from qtrace.metrics import sqnr_db
-from qtrace.outputs import ColumnGroup, GroupedErrors, find_groups
+from qtrace.comparing.groups import ColumnGroup, find_groups
+from qtrace.comparing.sums import GroupedErrors, sqnr_db
 from tests.each import each_of
 
 _RNG = np.random.RandomState(0)
@@ -46,12 +46,12 @@ def test_what_does_not_vary_in_float_has_nothing_to_lose(f):
     assert _errors(f, f * 1.001).worst().informative
 
 
-def test_batches_merge():
+def test_batches_add_up():
     f, q = _RNG.randn(6, 4, 5), _RNG.randn(6, 4, 5)
     groups = (ColumnGroup(0, "out", 2, ((0, 2), (4, 5))), ColumnGroup(0, "out", 2, ((2, 4),)))
-    whole, first, second = _errors(f, q, groups), _errors(f[:2], q[:2], groups), _errors(f[2:], q[2:], groups)
-    first.merge(second)
-    for one, other in zip(whole.errors(), first.errors(), strict=True):
+    whole, parts = _errors(f, q, groups), _errors(f[:2], q[:2], groups)
+    parts.add([f[2:]], [q[2:]])
+    for one, other in zip(whole.errors(), parts.errors(), strict=True):
         assert one.sqnr_db == pytest.approx(other.sqnr_db)
         assert one.variation_db == pytest.approx(other.variation_db)
     selected = f[..., [0, 1, 4]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from qtrace.outputs.noise_weights import noise_weight
+from qtrace.comparing.sums import noise_weight
 from tests.each import each_of
 
 

@@ -13,18 +13,17 @@ import numpy as np
 import pytest
 
 import qtrace
+from qtrace.comparing.groups import find_groups
+from qtrace.comparing.runs import outputs_of
+from qtrace.comparing.selections import SelectedShares, Share, TapedRun, find_selecting
+from qtrace.comparing.sums import Outputs
 from qtrace.graph.types import TracedModule
-from qtrace.inspection.comparison.output_tallies import OutputTallies
-from qtrace.outputs import find_groups
-from qtrace.outputs.replay import SelectedShares, Share, TapedRun
-from qtrace.outputs.selections import find_selecting
+from qtrace.inspection.comparison.tallies import OutputTallies
 from qtrace.preparation.annotation import ExprNote
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.placement.trials import RoundingTrial
 from qtrace.sensitivity.diagnosis import JudgedOutputs, diagnose, judge_outputs
 from qtrace.sensitivity.diagnosis.verdict import GOOD_FROM_DB, Verdict
-from qtrace.sensitivity.metrics import Outputs
-from qtrace.sensitivity.running import outputs_of
 from qtrace.sensitivity.simulation import Simulation
 from tests.each import each_of
 from tests.nets import net
@@ -58,7 +57,7 @@ def test_replayed_rows_are_those_of_the_other_run() -> None:
         shares = SelectedShares.of(traced)
         shares.add(run.tape.shares)
         assert shares.output(1) == pytest.approx(1 - len(wrong) / 3)
-        blanked = shares.blank(1, picked.numpy(), run.tape.shares)
+        _, blanked = shares.blank([best.numpy(), picked.numpy()], run.tape.shares)
         assert [not blanked[0, i].any() for i in range(3)] == [i in wrong for i in range(3)]
 
 

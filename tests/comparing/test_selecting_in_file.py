@@ -11,13 +11,12 @@ import onnx
 import pytest
 
 import qtrace
+from qtrace.comparing import selections as replay
+from qtrace.comparing.selections import SelectedShares, TapedRun, find_selecting
 from qtrace.graph import flatten
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.explanation import explain
 from qtrace.onnxfile.selecting import SelectingFragment, selecting_nodes, split_places
-from qtrace.outputs import replay
-from qtrace.outputs.replay import SelectedShares, TapedRun
-from qtrace.outputs.selections import find_selecting
 from tests.each import each_of
 from tests.importing.onnx.networks import model, node
 from tests.selecting_nets import pictures

@@ -22,9 +22,8 @@ from qtrace.graph.kernels import quiet_engine
 from qtrace.graph.types import Expr, Input, Node, TensorNode, TracedModule
 from qtrace.graph.walk import called_graph, exprs, is_float_tensor, owner, shape_of, tensor_inputs
 from qtrace.ops import OpCall, Role, activation, arithmetic, move, pick, pointwise
-from qtrace.outputs.columns import Layout
 
-__all__ = ["Parts", "find_parts"]
+__all__ = ["Layout", "Parts", "find_parts"]
 
 _UNIT = ("sigmoid", "softmax", "hsigmoid", "hard_sigmoid", "tanh")
 _BOUNDED = (*_UNIT, "relu6", "erf")
@@ -36,6 +35,23 @@ _MOVES = frozenset(rule.kind for module in (move, pick) for rule in module.RULES
 _ELEMENTWISE = frozenset(rule.kind for module in (activation, arithmetic, pointwise) for rule in module.RULES)
 _BY_VALUES = ("indexing_one_hot", "cond_take")  # which values they pick depends on values
 _CONSTANT = 0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the graph says about the columns of one axis.
+
+    Attributes:
+        parts: the number of each column's part.
+        bounded: the parts that a bounded function makes.
+        unit: the parts of these bounded as by sigmoid and softmax.
+        sums: the parts of which a layer computes all columns as sums of the same values.
+    """
+
+    parts: np.ndarray
+    bounded: frozenset[int]
+    unit: frozenset[int]
+    sums: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)

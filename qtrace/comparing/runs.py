@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from qtrace.comparing.selections import SelectionTape, TapedRun
+from qtrace.comparing.sums import Outputs
 from qtrace.data.batches import as_arguments, evaluating, translate_errors
-from qtrace.graph.deferred_runs import RefusedRunError, WholeEngine, begin_run
+from qtrace.graph.deferred_runs import begin_run
 from qtrace.graph.interpreter import Interpreter
-from qtrace.graph.stepping import SegmentEngine, Stepper, as_array
+from qtrace.graph.stepping import RefusedRunError, SegmentEngine, Stepper, WholeEngine, as_array
 from qtrace.graph.types import TracedModule
-from qtrace.outputs.replay import SelectionTape, TapedRun
-from qtrace.sensitivity.metrics import Outputs
-from qtrace.verification.graph_runs import leaves
 
 __all__ = ["begin_outputs", "outputs_of", "rows_of"]
 
@@ -83,7 +82,7 @@ def rows_of(
             run = TapedRun(model, None if places is None else places[index])
             args, kwargs = as_arguments(batch, model, index)
             with translate_errors(model, (args, kwargs), index):
-                outputs.append([tensor.numpy() for tensor in leaves(run.run(*args, **kwargs))])
+                outputs.append([tensor.numpy() for tensor in run.run_flat(*args, **kwargs)])
             tapes.append(run.tape)
     return outputs, tapes
 
@@ -91,4 +90,4 @@ def rows_of(
 def _run(model: TracedModule, batch: Any, index: int) -> list[np.ndarray]:
     args, kwargs = as_arguments(batch, model, index)
     with translate_errors(model, (args, kwargs), index):
-        return [tensor.numpy() for tensor in leaves(Interpreter(model, waits=True).run(*args, **kwargs))]
+        return [tensor.numpy() for tensor in Interpreter(model, waits=True).run_flat(*args, **kwargs)]

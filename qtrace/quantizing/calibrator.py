@@ -29,8 +29,7 @@ from qtrace.quantizing.judging import Acceptance, Judgement, conclude, copy_floa
 from qtrace.quantizing.judging_file import batch_of_file, judge_file
 from qtrace.quantizing.reporting import Reporter
 from qtrace.runtimes.host import RuntimeHost
-from qtrace.sensitivity.mixed import mixed_precision
-from qtrace.sensitivity.searching import Goal
+from qtrace.sensitivity.mixed import Goal, mixed_precision
 
 __all__ = ["CalibratedGraph", "Calibrator", "refuse_broken"]
 

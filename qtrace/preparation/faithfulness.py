@@ -25,7 +25,7 @@ from qtrace.graph.types import CallFunction, Node, TracedModule
 from qtrace.graph.walk import exprs, tensor_inputs
 from qtrace.outputs.selections import SORTS, find_selecting, read_ranking
 from qtrace.preparation.model import QuantizedModel
-from qtrace.preparation.original import GivenGraph, Original, run_graph
+from qtrace.preparation.original import Original, UnpreparedGraph, run_graph
 from qtrace.preparation.phases import in_phase
 from qtrace.preparation.samples import cut_call
 
@@ -164,7 +164,7 @@ def are_samples_apart(traced: TracedModule, batch: Batch) -> bool:
     if not all(output.ndim and len(output) == count for output in together):
         return False
     pairs = zip((output[-1:] for output in together), single, strict=True)
-    return not any(_describe_difference(GivenGraph(traced), *pair) for pair in pairs)
+    return not any(_describe_difference(UnpreparedGraph(traced), *pair) for pair in pairs)
 
 
 def _describe_difference(original: Original, first: np.ndarray, second: np.ndarray) -> str:

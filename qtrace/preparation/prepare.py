@@ -27,7 +27,7 @@ from qtrace.preparation.decision import Decision, decide
 from qtrace.preparation.faithfulness import Faithfulness, read_batches
 from qtrace.preparation.float_graph import FloatGraph, make_float_graph
 from qtrace.preparation.model import QuantizedModel
-from qtrace.preparation.original import GivenGraph
+from qtrace.preparation.original import UnpreparedGraph
 from qtrace.preparation.passes import native
 from qtrace.preparation.passes.insert import insert
 from qtrace.preparation.phases import switch_phase
@@ -93,7 +93,7 @@ def prepare(
     config = read_request(traced, qconfig, inputs, outputs, samples)
     prepared = prepare_config(traced, config, samples, qconfig, progress)
     if samples is not None:
-        Faithfulness(GivenGraph(traced), traced, read_batches(samples)).check(prepared)
+        Faithfulness(UnpreparedGraph(traced), traced, read_batches(samples)).check(prepared)
     return prepared
 
 

@@ -377,7 +377,7 @@ class Tracing:
         args, kwargs = example_inputs.fresh(inputs)
         try:
             leaves, record = chosen_leaves(self.module, self.tracer), recording(self.tracer)
-            watched = hazards.kept_attributes(self.module, self.unread)
+            watched = hazards.attributes_at(self.module, self.unread)
             with leaves as own, record, reads.watch_reads(watched) as self.reads:
                 traced = trace_module(self.module, *args, **kwargs)
                 name_own_classes(traced, own)

@@ -20,7 +20,7 @@ from qtrace.export.format import Format
 from qtrace.export.parameters.base import beside, parameter_file
 from qtrace.export.parameters.sites import Names, ParameterLayer, site_table
 from qtrace.graph.dataflow import needed_nodes
-from qtrace.graph.opaque import cure_for_kept
+from qtrace.graph.opaque import cure_for_opaque
 from qtrace.graph.types import TensorNode
 from qtrace.graph.walk import is_float_tensor, op_label, unused_name
 from qtrace.storage.ownership import WRITTEN
@@ -135,7 +135,7 @@ class CaffeExporter:
         if not any(is_float_tensor(n) for n in expr.outputs):
             return  # shapes: layers take them from the trace
         if call is None or call.kind not in EMITTERS:
-            cure = cure_for_kept(expr) or "end the graph before it, or write it with ops that have one"
+            cure = cure_for_opaque(expr) or "end the graph before it, or write it with ops that have one"
             raise refusal(f"{name}: {label} cannot become Caffe: {cure}", expr)
         try:
             EMITTERS[call.kind](self.writer, call)

@@ -175,7 +175,7 @@ def refuse_spoiled(
         names = ", ".join(readers(entry.node))
         raise CalibrationError(
             f"site {entry.node}{place}: its range is {lo:.4g} to {hi:.4g} with a step of {step:.3g}, but "
-            f"without numbers such as {entry.large:.4g} no value exceeds {entry.near:.3g}: call prepare with "
-            "samples, or give a mask as a constant, so that the number is read as infinity; or "
-            f"keep the site in float by a rule {{match: {{name: [{names}]}}, quantize: false}}."
+            f"without numbers such as {entry.large:.4g} no value exceeds {entry.near:.3g}. Call prepare with "
+            "samples, or give a mask as a constant, so that qtrace reads the number as infinity. "
+            f"Or keep the site in float by a rule {{match: {{name: [{names}]}}, quantize: false}}."
         )

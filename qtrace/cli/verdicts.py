@@ -76,7 +76,7 @@ def samples_of(samples: int, option: str, max_batches: int | None) -> str:
 
 
 _PREDICTED = "predicted in one thread"
-_NOT_PREDICTED = "the target has no cost table: see `qtrace bench`"
+_NOT_PREDICTED = "the target lacks a cost table: see `qtrace bench`"
 
 
 def check_graph(

@@ -240,7 +240,7 @@ def opaque_calls(traced: TracedModule) -> list[Expr]:
 
 
 _CURE = (
-    "it is kept as in the file for its open axes alone, so import the file with fixed=True (--fixed), or a "
+    "it is kept as in the file only for its open axes, so import the file with fixed=True (--fixed), or a "
     "module of torch without dynamic axes"
 )
 

@@ -93,7 +93,7 @@ class Faithfulness:
             raise GraphError(
                 f"the graph does not compute what {self._original.name} computes: on the first samples of "
                 f"the data {own}. Look for a value that it keeps between calls, or computes outside of the "
-                "graph, as in Python or numpy; if there is none, please report it."
+                "graph, as in Python or numpy. If you find none, please report it."
             )
         if all(map(is_packaged, names)):
             raise GraphError(
@@ -203,7 +203,7 @@ def _as_array(value: Any) -> np.ndarray | None:
 def _refuse_state(original: Original, problem: str) -> GraphError:
     return GraphError(
         f"a call of {original.name} changes the results of the next ones, as it keeps a state in eval mode, "
-        f"which a graph has not: in another call {problem}. Use a local variable for a value that only one "
+        f"which a graph lacks: in another call {problem}. Use a local variable for a value that only one "
         "call needs; else return it as an output, or take it as an input."
     )
 

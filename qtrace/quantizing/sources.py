@@ -243,7 +243,7 @@ def _refuse_opaque(traced: TracedModule) -> None:
     """
     for expr in opaque_calls(traced):
         if cure := cure_for_opaque(expr):
-            raise GraphError(f"{expr.outputs[0].name} has a form in ONNX files alone: {cure}.")
+            raise GraphError(f"{expr.outputs[0].name} has a form only in ONNX files: {cure}.")
 
 
 def own_file(source: Any) -> Path | None:
@@ -333,7 +333,7 @@ def _without_opaque(traced: TracedModule, path: Path, shapes: Shapes) -> TracedM
         return traced
     _LOG.warning(
         "%s: all axes but the batch are fixed at the size of the data, as nodes such as %s have forms for "
-        "open sizes in ONNX files alone",
+        "open sizes only in ONNX files",
         path,
         kept[0].outputs[0].name,
     )
@@ -368,12 +368,12 @@ def open_shapes(path: str | os.PathLike[str], batch: Batch) -> dict[str, tuple[i
             names = [*batch] if isinstance(batch, dict) else [f"{len(batch)} without names"]
             shown = ", ".join([*names[:5], "..."] if len(names) > 5 else names)
             raise DataError(
-                f"the data have no input {key!r} of {path}, only the arrays {shown}: name one of them so, or "
-                f"{GIVE_BATCHES}."
+                f"the data lack input {key!r} of {path} and have only the arrays {shown}: name one of "
+                f"them so, or {GIVE_BATCHES}."
             )
         if sizes is not None and len(sizes) != array.ndim:
             raise DataError(
-                f"a batch of the data gives {key!r} of shape {array.shape}, but {path} declares the axes "
+                f"a batch gives {key!r} of shape {array.shape}, but {path} declares the axes "
                 f"({', '.join(str(size) or '?' for size in sizes)}): give batches with all of them, such as "
                 "numpy.stack of samples."
             )

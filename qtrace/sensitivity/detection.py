@@ -162,7 +162,7 @@ def _check(levels: Iterable[Level], shapes: Sequence[Shape | None], names: Seque
 def _places(axis: int, loss: str, shape: Shape, spoken: str) -> Shape:
     """The shape without the channels, which must be as many as a loss takes."""
     if not -len(shape) <= axis < len(shape):
-        raise ConfigError(f"{spoken} has no axis {axis}, where a level has its channels.")
+        raise ConfigError(f"{spoken} lacks axis {axis}, the channels of a level.")
     values = shape[axis]
     if (loss == "box" and values % 4) or (loss == "objectness" and values != 1):
         wanted = "a multiple of 4" if loss == "box" else "1"

@@ -349,7 +349,7 @@ class File:
                 sizes = ", ".join("?" if axis in opened else str(n) for axis, n in enumerate(traced))
                 raise CalibrationError(
                     f"batch {number} gives {node.name} of shape {shape}, but {self.path} fixes it to "
-                    f"({sizes}), as it was traced: give data of this size, or trace and export at the data's."
+                    f"({sizes}), as it was traced: give data of this size, or trace anew."
                 )
         return [value.numpy() for value in bound[1:]]
 

@@ -323,8 +323,8 @@ class Tracing:
         lost = f"{self.name} calls a custom autodiff Function, whose gradient a trace loses: {calls}"
         if self.gradients:
             raise TraceError(
-                f"{lost}. Put the call in a module of its own and give its class to trace in leaves=[...]; "
-                "or trace with gradients=False, if nothing trains the graph."
+                f"{lost}. Put the call in a module of its own and give its class to trace in leaves=[...]. "
+                "Or trace with gradients=False, if nothing trains the graph."
             )
         _log.info("%s. What is not trained needs none.", lost)
 

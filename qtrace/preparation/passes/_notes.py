@@ -203,7 +203,7 @@ def _without_effect(view: View, chain: Chain, expr: Expr) -> str:
         return ""
     if chain.tail is not expr:
         kernel = chain.head.outputs[0].name
-        return f"{choice.rules[-1]} has no effect: nothing is rounded inside of the kernel of {kernel}"
+        return f"{choice.rules[-1]} does nothing: nothing is rounded inside of the kernel of {kernel}"
     return f"{choice.rules[-1]} changes its result only: what it reads is not rounded inside of the kernel"
 
 

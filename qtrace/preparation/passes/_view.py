@@ -36,7 +36,7 @@ __all__ = [
     "read_view",
 ]
 
-STATIC = "it is computed from shapes and constants alone"
+STATIC = "it is computed only from shapes and constants"
 
 _SINGULAR = ("log", "sqrt", "pow", "div")
 INT_ROLES = (Role.COMPUTE, Role.ELEMENTWISE, Role.ACTIVATION, Role.NORM, Role.CONCAT)
@@ -219,14 +219,14 @@ class View:
         choice = self.choices[call.expr]
         origin = f"{choice.method_origin} says method: {choice.method}"
         if call.weight is None:
-            return f"{origin}, which quantizes layers with a weight alone"
+            return f"{origin}, which quantizes only layers with a weight"
         if call.weight not in self.fixed:
             return f"{origin}, and its weight is computed from the model's input"
         if call.kind not in self.backend.kinds_of(choice.method):
             return f"{origin}, which backend {self.backend.name} does not have for {call.kind}"
         if choice.method == "dynamic":
             return f"it rounds what it reads by the range of each batch, and gives floats: {origin}"
-        return f"its weight alone is stored as integers: {origin}"
+        return f"only its weight is stored as integers: {origin}"
 
     def method(self, expr: Expr) -> str:
         """Returns "dynamic" or "weight_only" for a layer that is quantized so, "" for any other op."""
@@ -248,8 +248,8 @@ class View:
         ]
         if computed and backend.computed_weights == "refused":
             raise ConfigError(
-                f"{call.out.name}: its {computed[0]} is computed from the model's input, and the files of "
-                f"backend {backend.name} hold stored ones alone: store it, or end the graph before the layer."
+                f"{call.out.name}: its {computed[0]} is computed from the model's input, but files for "
+                f"{backend.name} hold only stored ones: store it, or end the graph before it."
             )
         reason = f"is computed from the input, which {backend.name}'s file cannot hold as integers"
         if "bias" in computed and backend.biases != "float":
@@ -287,7 +287,7 @@ class View:
         reason = slower or f"backend {self.backend.name} has no integer kernel for {call.kind}"
         if choice.quantize and not already_float:
             raise ConfigError(
-                f"{choice.decided}: {reason} ({call.out.name}), so quantize: true cannot be had; drop it."
+                f"{choice.decided}: {reason} ({call.out.name}), so quantize: true is impossible: drop it."
             )
         return [FloatCause("kernel", reason)]
 

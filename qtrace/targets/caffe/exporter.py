@@ -101,7 +101,7 @@ class CaffeExporter:
             if node not in w.names:
                 raise refusal(
                     f"output {index}, {node.name}, is {_describe(node)}, and a Caffe net gives only "
-                    "floats that it computes: end the graph before it, and compute it where the net is read",
+                    "floats that it computes: end the graph before it",
                     node.expr,
                 )
             blob, layers = w.names[node], list(w.net.layer)

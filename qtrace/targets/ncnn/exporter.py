@@ -68,7 +68,7 @@ def files(converted: ConvertedGraph, path: Path, allow_float: Iterable[str] = ()
     writer = NcnnExporter(converted, floats).run()
     if fixing := find_fixing_layer(converted, floats):
         _LOG.warning(
-            f"{path.name} runs at the traced sizes alone, though the graph has open axes: {fixing} is "
+            f"{path.name} runs only at the traced sizes, though the graph has open axes: {fixing} is "
             "written for these; a file of format onnx leaves them open."
         )
     return {path.with_suffix(".bin"): writer.bin(), path: writer.param()}

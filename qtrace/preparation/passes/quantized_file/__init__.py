@@ -106,4 +106,4 @@ def _refuse(problems: list[str]) -> None:
     if problems:
         more = f"; and {len(problems) - _SHOWN_PROBLEMS} more" if len(problems) > _SHOWN_PROBLEMS else ""
         shown = "; ".join(problems[:_SHOWN_PROBLEMS])
-        raise GraphError(f"{len(problems)} roundings have no equal site: {shown}{more}.")
+        raise GraphError(f"{len(problems)} roundings lack an equal site: {shown}{more}.")

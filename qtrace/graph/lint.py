@@ -294,7 +294,7 @@ class _GraphLinter:
         if expr.arg_def in owner.argdef_graph_map:
             self.calls.append((owner, path, expr.arg_def))
         else:
-            text = f"calls {path} with arguments for which it has no graph"
+            text = f"calls {path} with arguments for which it lacks a graph"
             self._report("no-graph", _location(expr), text)
         return True
 

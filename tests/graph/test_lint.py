@@ -266,7 +266,7 @@ def test_a_call_needs_its_graph():
     traced = traced_model(Residual, flat=False)
     traced.block.argdef_graph_map.clear()
     problem = next(p for p in lint(traced) if p.code == "no-graph")
-    assert problem.message == "calls block with arguments for which it has no graph"
+    assert problem.message == "calls block with arguments for which it lacks a graph"
 
 
 def test_what_writes_in_place_or_is_kept_on_purpose_is_not_dead():

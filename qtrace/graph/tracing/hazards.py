@@ -35,12 +35,12 @@ from megengine.traced_module.node import ModuleNode, Node, TensorNode
 from qtrace.errors import GraphError
 
 __all__ = [
+    "attributes_at",
     "changed_state",
     "clear_leaked_state",
     "debugging_marks",
     "forget",
     "hooked_modules",
-    "kept_attributes",
     "lost_parameters",
     "native_quantization",
     "read_parameters",
@@ -266,7 +266,7 @@ def forget(root: Module, paths: Iterable[str]) -> None:
             delattr(modules[owner], name)
 
 
-def kept_attributes(root: Module, paths: Iterable[str]) -> set[tuple[int, str]]:
+def attributes_at(root: Module, paths: Iterable[str]) -> set[tuple[int, str]]:
     """Returns the owner and the name of each attribute at ``paths``; leaves out what is in a list or dict."""
     modules = dict(root.named_modules())
     places = [path.rpartition(".")[::2] for path in paths]

@@ -258,7 +258,7 @@ def refuse_reads(name: str, reads: Sequence[PythonRead], allow_branch: Sequence[
     allowed = " ".join(f"--allow-branch {line}" for line in dict.fromkeys(r.line for r in problems[:_SHOWN]))
     raise TraceError(
         f"{name} uses values of its data as Python values, which a trace fixes: {listed}{more}. Compute with "
-        "tensor operations (F.where for a branch), or take it out of forward; to keep the branch that the "
+        "tensor operations (F.where for a branch), or take it out of forward. To keep the branch that the "
         f"example takes, name the line in allow_branch ({allowed})."
     )
 

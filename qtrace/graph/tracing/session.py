@@ -323,8 +323,8 @@ class Tracing:
         lost = f"{self.name} calls a custom autodiff Function, whose gradient a trace loses: {calls}"
         if self.gradients:
             raise TraceError(
-                f"{lost}. Put the call in a module of its own and give its class to trace in leaves=[...]; "
-                "or trace with gradients=False, if nothing trains the graph."
+                f"{lost}. Put the call in a module of its own and give its class to trace in leaves=[...]. "
+                "Or trace with gradients=False, if nothing trains the graph."
             )
         _log.info("%s. What is not trained needs none.", lost)
 
@@ -377,7 +377,7 @@ class Tracing:
         args, kwargs = example_inputs.fresh(inputs)
         try:
             leaves, record = chosen_leaves(self.module, self.tracer), recording(self.tracer)
-            watched = hazards.kept_attributes(self.module, self.unread)
+            watched = hazards.attributes_at(self.module, self.unread)
             with leaves as own, record, reads.watch_reads(watched) as self.reads:
                 traced = trace_module(self.module, *args, **kwargs)
                 name_own_classes(traced, own)

@@ -48,7 +48,7 @@ from qtrace.importing.onnx.scales import drop_unread, find_scales_and_shifts
 from qtrace.importing.onnx.scope import Scope
 from qtrace.importing.onnx.values import Computed, QuantizedIntegers, Sizes, Stored, Value
 from qtrace.plugins.arguments import check_arguments
-from qtrace.preparation.passes.quantized_file import quantize_given
+from qtrace.preparation.passes.quantized_file import quantize_as_file
 from qtrace.process.memory import paused_collector
 from qtrace.process.threads import on_engine_thread
 from qtrace.storage.files import parse_document
@@ -284,7 +284,7 @@ class _Building:
         Raises:
             UnsupportedNodesError: when nodes can neither be written in MegEngine nor be kept.
         """
-        keepable = self._kept_if_fixed if open_sizes(inputs) else None
+        keepable = self._opaque_if_fixed if open_sizes(inputs) else None
         importer, results = self._walk(inputs, keepable, unlike)
         outputs = [_output(importer, n, v) for n, v in zip(self.graph.outputs, results, strict=True)]
         origin = list_names(importer, self.graph)
@@ -298,7 +298,7 @@ class _Building:
         insert_copies(traced, find_copies(traced))  # kernels take or refuse views by their batch
         write_interface(traced, _interface(self.graph, inputs, results))
         if importer.layers.roundings or importer.layers.parameters:
-            return quantize_given(traced, importer.layers.parameters)
+            return quantize_as_file(traced, importer.layers.parameters)
         return traced
 
     @functools.cached_property
@@ -308,7 +308,7 @@ class _Building:
         except (ImportingError, GraphError):
             return ()
 
-    def _kept_if_fixed(self) -> Collection[str]:
+    def _opaque_if_fixed(self) -> Collection[str]:
         """Returns the first outputs of the nodes that are kept if no axis is open."""
         return self._kept
 

@@ -225,7 +225,7 @@ class Summary:
         if not modes or backend.cost_table or config.cost_table:
             return ""
         return (
-            f"{modes} has no effect: backend {backend.name} has no measured times, so all ops that can are "
+            f"{modes} does nothing: backend {backend.name} lacks measured times, so all ops that can are "
             "quantized; a `cost_table` of your device would have an effect"
         )
 

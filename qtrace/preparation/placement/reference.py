@@ -210,8 +210,8 @@ def _synthetic(node: TensorNode, rng: np.random.Generator, integer: int) -> Tens
     """
     if node.shape is None or node.dtype is None:
         raise GraphError(
-            f"input {node.name} has no recorded shape or type, so no values can be made to measure noise: "
-            "give images by prepare(samples=), or set placement to fastest or everything."
+            f"input {node.name} lacks a recorded shape or type, so noise cannot be measured on generated "
+            "values: give prepare(samples=), or set placement to fastest or everything."
         )
     shape, dtype = tuple(int(n) for n in node.shape), np.dtype(node.dtype)
     if dtype.kind != "f":

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from qtrace.display import Displayed, format_table
+from qtrace.errors import shorten_list
 from qtrace.metrics import finite_or_none
 from qtrace.outputs.replay import LEAST_SHARE
 from qtrace.runtimes.host import describe_side
@@ -69,9 +70,6 @@ class VerifyReport(Displayed, Tallies):
             "optimized": {node: vars(tally) for node, tally in self.optimized.items()},
             "sites": {m: {k: vars(t) for k, t in self.sites[m].items()} for m in MODES},
         }
-
-
-_SHOWN_STEPS = 6
 
 
 def format_sites(tallies: Tallies, max_width: int = 140) -> str:
@@ -181,9 +179,7 @@ def _outcome(tallies: Tallies) -> str:
 def _differences(tallies: Tallies) -> str:
     """Lists the most frequent differences."""
     steps = sorted(tallies.histogram().items(), key=lambda item: -item[1])
-    shown = ", ".join(f"{step:+d} LSB x {count}" for step, count in steps[:_SHOWN_STEPS])
-    more = f" and {len(steps) - _SHOWN_STEPS} more" if len(steps) > _SHOWN_STEPS else ""
-    return f" ({shown}{more})" if steps else ""
+    return f" ({shorten_list(f'{step:+d} LSB x {count}' for step, count in steps)})" if steps else ""
 
 
 def remarks(tallies: Tallies) -> list[str]:

@@ -16,7 +16,7 @@ from qtrace.config import QConfig, Region, backends
 from qtrace.config.checking import check_whole
 from qtrace.config.recipe import config_or_default
 from qtrace.data.batches import check_batches
-from qtrace.errors import GraphError
+from qtrace.errors import GraphError, shorten_list
 from qtrace.graph.lint import check
 from qtrace.graph.tracing.hazards import debugging_marks
 from qtrace.graph.types import TracedModule
@@ -38,7 +38,6 @@ from qtrace.process.threads import on_engine_thread
 __all__ = ["plan", "plan_graph", "prepare", "prepare_config", "read_request"]
 
 _LOG = logging.getLogger("qtrace")
-_SHOWN = 10
 _UNASKED = {"dtype", "kernel", "role", "selection"}
 """The causes of an op in float that no rule and no region of the config asks for."""
 
@@ -240,8 +239,8 @@ def _warn_of_fallback(annotation: Annotation) -> None:
     ops = [note for note in annotation.notes if note.state == "float" and _UNASKED & {*note.causes}]
     if not backend.floats_run_on or not ops:
         return
-    kinds = Counter(note.kind or note.op for note in ops).most_common(_SHOWN)
-    names = ", ".join(f"{number} {kind}" for kind, number in kinds)
+    kinds = Counter(note.kind or note.op for note in ops).most_common()
+    names = shorten_list(f"{number} {kind}" for kind, number in kinds)
     _LOG.warning(
         f"{len(ops)} of {len(annotation.notes)} ops stay in float on {backend.name} ({names}): they run on "
         f"{backend.floats_run_on}, and their tensors are copied there and back. `qtrace explain` names each; "
@@ -254,10 +253,9 @@ def _take_over(model: TracedModule, scales: native.NativeParameters) -> None:
     view = QuantizedModel(model, "prepared")
     native.set_ranges(view, scales)
     if scales.missing:
-        names = f"{', '.join(scales.missing[:_SHOWN])}{' and others' if len(scales.missing) > _SHOWN else ''}"
         _LOG.warning(
             f"{len(scales.missing)} of {len(view.fake_quants)} groups of sites lack a scale in the model's "
-            f"own quantization: {names}. qtrace.calibrate sets these from data and keeps the others."
+            f"own quantization: {shorten_list(scales.missing)}. qtrace.calibrate sets these from data and keeps the others."
         )
     elif scales.qparams:
         switch_phase("quantize", view)

@@ -14,7 +14,7 @@ import numpy as np
 
 from qtrace.comparing.groups import ColumnGroup
 from qtrace.comparing.sums import ErrorSums, Outputs, column_errors
-from qtrace.errors import ConfigError
+from qtrace.errors import SHOWN_LINES, ConfigError, shorten_list
 from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.preparation.model import QuantizedModel
 from qtrace.verification.runs import output_names
@@ -114,8 +114,6 @@ Parts = tuple[dict[str, float], ...]
 """For each level its losses by name: class, box, and objectness where there is one."""
 
 Shape = tuple[int, ...]
-
-_MOST_TOLD = 24  # outputs that a message lists
 
 
 @dataclass(frozen=True)
@@ -269,10 +267,8 @@ def _places(axis: int, loss: str, shape: Shape, spoken: str) -> Shape:
 
 def _listed(names: Sequence[str]) -> str:
     """Outputs for a message, where their names are known."""
-    if not names:
-        return ""
-    more = ", ..." if len(names) > _MOST_TOLD else ""
-    return ": " + ", ".join(f"{index} {name}" for index, name in enumerate(names[:_MOST_TOLD])) + more
+    listed = shorten_list((f"{index} {name}" for index, name in enumerate(names)), limit=SHOWN_LINES)
+    return f": {listed}" if names else ""
 
 
 def _shape(node: object) -> Shape | None:

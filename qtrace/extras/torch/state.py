@@ -18,7 +18,7 @@ import megengine.module as M
 import numpy as np
 from megengine import Parameter
 
-from qtrace.errors import ImportingError
+from qtrace.errors import ImportingError, shorten_list
 from qtrace.extras.torch.exporting import import_torch
 from qtrace.graph.flatten import set_parameter
 from qtrace.graph.moves import Move, part_of, places_of, reshaped_to, taken_at
@@ -311,7 +311,6 @@ def _called(expr: Any, kinds: tuple[type, ...]) -> str | None:
 
 
 _LOG = logging.getLogger("qtrace")
-_SHOWN = 5
 
 
 def to_torch_state(traced: TracedModule) -> dict[str, Any]:
@@ -343,7 +342,7 @@ def to_torch_state(traced: TracedModule) -> dict[str, Any]:
         _LOG.warning(
             "the state lacks %s: the graph does not hold them, since the network does not read them or the "
             "import computed other tensors from them. Those of the module itself are still right.",
-            _listed(absent),
+            shorten_list(absent),
         )
     return state
 
@@ -395,7 +394,7 @@ def state_arrays(traced: TracedModule) -> dict[str, np.ndarray]:
     missing |= {name for name, part in origin.parts.items() if part.tensor not in values}
     if missing:
         raise ImportingError(
-            f"the graph no longer holds {_listed(sorted(missing))}, which a pass folded into other "
+            f"the graph no longer holds {shorten_list(sorted(missing))}, which a pass folded into other "
             "parameters: take the state before prepare, or leave that algorithm out."
         )
     state.update({name: state[own] for name, own in origin.tied.items() if own in state})
@@ -412,15 +411,10 @@ def _merged_values(origin: FileOrigin, values: Mapping[str, np.ndarray]) -> dict
     lost = ({*origin.merged} - {*origin.parameters} - biases) | ({*origin.merged} & {*values})
     if lost:
         raise ImportingError(
-            f"reparameterize merged the layer of {_listed(sorted(lost))} into another one, which torch's "
+            f"reparameterize merged the layer of {shorten_list(sorted(lost))} into another one, which torch's "
             "module cannot express: take the state before prepare, or leave reparameterize out of `ptq`."
         )
     return {path: np.full(count, number, np.float32) for path, (number, count) in origin.merged.items()}
-
-
-def _listed(names: Sequence[str]) -> str:
-    rest = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {rest} others" if rest > 0 else "")
 
 
 def _check_others(values: dict[str, np.ndarray], origin: FileOrigin, known: set[str]) -> None:
@@ -438,9 +432,9 @@ def _check_others(values: dict[str, np.ndarray], origin: FileOrigin, known: set[
             lost.append(path)
     if lost:
         raise ImportingError(
-            f"{_listed(sorted(lost))} changed, and torch's module lacks a tensor for it: the module computes "
-            "it from others, or a pass added it. Take the state before that pass, or keep this parameter "
-            "fixed in training."
+            f"{shorten_list(sorted(lost))} changed, and torch's module lacks a tensor for it: the module "
+            "computes it from others, or a pass added it. Take the state before that pass, or keep this "
+            "parameter fixed in training."
         )
 
 
@@ -497,7 +491,7 @@ def _check_frozen(origin: FileOrigin, state: Mapping[str, np.ndarray]) -> None:
     changed = [n for n, own in origin.frozen.items() if n in state and hash_values(state[n]) != own]
     if changed:
         raise ImportingError(
-            f"{_listed(changed)} changed, but numbers that torch computes from it did not: take the state "
+            f"{shorten_list(changed)} changed, but numbers that torch computes from it did not: take the state "
             "before prepare and training, or leave out the algorithm that changed it."
         )
 

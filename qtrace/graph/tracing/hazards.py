@@ -32,7 +32,7 @@ from megengine.traced_module.module_tracer import (
 )
 from megengine.traced_module.node import ModuleNode, Node, TensorNode
 
-from qtrace.errors import GraphError
+from qtrace.errors import GraphError, shorten_list
 
 __all__ = [
     "attributes_at",
@@ -79,7 +79,7 @@ def debugging_marks(traced: TracedModule) -> str:
 
 
 def _names(traced: TracedModule, points: str) -> str:
-    return ", ".join(str(node.name) for node in (getattr(traced, points, None) or ())[:5])
+    return shorten_list(node.name for node in getattr(traced, points, None) or ())
 
 
 _OPEN = "qtrace_open_block"  # an attribute of the tracer of a block

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-from qtrace.errors import GraphError, ImportingError
+from qtrace.errors import SHOWN_LINES, GraphError, ImportingError, shorten_list
 from qtrace.graph.builder import GraphBuilder
 from qtrace.graph.composites import compose
 from qtrace.graph.interface import Interface, TensorInfo, read_interface, write_interface
@@ -56,7 +56,6 @@ from qtrace.storage.files import parse_document
 __all__ = ["declared_axes", "declared_inputs", "from_onnx", "open_inputs", "read_onnx"]
 
 _LOG = logging.getLogger("qtrace")
-_SHOWN_PROBLEMS = 30
 
 
 @check_arguments
@@ -207,7 +206,6 @@ _EMPTY = np.zeros(0, np.float32)
 # The version of the format from which an initializer that is an input, too, is no constant.
 _HAS_DEFAULTS = 4
 _LAYERS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
-_MOST_NAMED = 3
 
 
 def _tell_defaults(graph: Graph, model: onnx.ModelProto, source: str) -> None:
@@ -220,8 +218,7 @@ def _tell_defaults(graph: Graph, model: onnx.ModelProto, source: str) -> None:
     weights = {node.inputs[1] for node in graph.nodes if node.op in _LAYERS}
     if not names or model.ir_version < _HAS_DEFAULTS or not weights.isdisjoint(names):
         return
-    shown, more = ", ".join(map(repr, names[:_MOST_NAMED])), len(names) - _MOST_NAMED
-    shown += f" and {more} more" if more > 0 else ""
+    shown = shorten_list(map(repr, names))
     have = f"input {shown} has a default value" if len(names) == 1 else f"inputs {shown} have default values"
     what = "it is an input" if len(names) == 1 else "they are inputs"
     _LOG.warning("%s: %s, which the network keeps: %s no longer", source, have, what)
@@ -383,7 +380,6 @@ def _interface(graph: Graph, inputs: Sequence[InputShape], results: Sequence[Val
 
 
 def _refuse(problems: Sequence[str]) -> None:
-    shown = "; ".join(problems[:_SHOWN_PROBLEMS])
-    more = f"; and {len(problems) - _SHOWN_PROBLEMS} more" if len(problems) > _SHOWN_PROBLEMS else ""
+    shown = shorten_list(problems, "; ", SHOWN_LINES)
     count = f"{len(problems)} nodes have" if len(problems) > 1 else "a node has"
-    raise UnsupportedNodesError(f"{count} no equal in a traced graph: {shown}{more}.", problems)
+    raise UnsupportedNodesError(f"{count} no equal in a traced graph: {shown}.", problems)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from qtrace.inspection.explanation._index import Index, shorten_list
+from qtrace.errors import shorten_list
+from qtrace.inspection.explanation._index import Index
 from qtrace.inspection.explanation._proposals import ConfigProposal, Proposals
 from qtrace.preparation.annotation import ExprNote, PlacementNote
 

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from onnx import numpy_helper
 
+from qtrace.errors import shorten_list
 from qtrace.importing.onnx.model import Graph, OnnxNode, node_like, read_graph
 from qtrace.importing.onnx.quantization.grids import PACKED, bits_of
 from qtrace.importing.onnx.reading import load_model
@@ -28,7 +29,6 @@ from qtrace.onnxfile.bodies import read_names
 __all__ = ["read_unrounded", "with_float_weights"]
 
 _LOG = logging.getLogger("qtrace")
-_SHOWN = 10
 # What onnxruntime.quantization.quantize_dynamic and the optimizer of onnxruntime write.
 _KEPT = {
     *("ConvInteger", "MatMulInteger", "MatMulNBits", "DynamicQuantizeLSTM", "DynamicQuantizeMatMul"),
@@ -97,10 +97,9 @@ def _log_kept(nodes: Sequence[OnnxNode]) -> None:
     """Names the nodes on integers that no float layer stands for."""
     kept = [node.label for node in nodes if node.op in _KEPT]
     if kept:
-        more = f" and {len(kept) - _SHOWN} more" if len(kept) > _SHOWN else ""
         _LOG.warning(
             f"{len(kept)} nodes compute with integers in a form that qtrace cannot turn into float layers: "
-            f"{', '.join(kept[:_SHOWN])}{more}. They and the ops that round their inputs stay as in the "
+            f"{shorten_list(kept)}. They and the ops that round their inputs stay as in the "
             "file: qtrace neither trains nor quantizes them, and an ONNX export copies them. Import the "
             "float network of this file to quantize all of it."
         )

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from qtrace.config import QConfig
-from qtrace.errors import GraphError
+from qtrace.errors import SHOWN_LINES, GraphError, shorten_list
 from qtrace.graph.dataflow import evaluate_fixed
 from qtrace.graph.flatten import flatten
 from qtrace.graph.lint import check
@@ -28,8 +28,6 @@ from qtrace.preparation.record import Record, write_record
 from qtrace.scheme import QParams
 
 __all__ = ["FileRounding", "StoredGrid", "quantize_as_file"]
-
-_SHOWN_PROBLEMS = 30
 
 
 def quantize_as_file(
@@ -104,6 +102,5 @@ def _keeps(site: QuantizedSite, value: np.ndarray, grid: StoredGrid) -> bool:
 
 def _refuse(problems: list[str]) -> None:
     if problems:
-        more = f"; and {len(problems) - _SHOWN_PROBLEMS} more" if len(problems) > _SHOWN_PROBLEMS else ""
-        shown = "; ".join(problems[:_SHOWN_PROBLEMS])
-        raise GraphError(f"{len(problems)} roundings lack an equal site: {shown}{more}.")
+        shown = shorten_list(problems, "; ", SHOWN_LINES)
+        raise GraphError(f"{len(problems)} roundings lack an equal site: {shown}.")

@@ -255,7 +255,8 @@ def _take_over(model: TracedModule, scales: native.NativeParameters) -> None:
     if scales.missing:
         _LOG.warning(
             f"{len(scales.missing)} of {len(view.fake_quants)} groups of sites lack a scale in the model's "
-            f"own quantization: {shorten_list(scales.missing)}. qtrace.calibrate sets these from data and keeps the others."
+            f"own quantization: {shorten_list(scales.missing)}. qtrace.calibrate sets these from data and "
+            "keeps the others."
         )
     elif scales.qparams:
         switch_phase("quantize", view)

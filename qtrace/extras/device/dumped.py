@@ -211,9 +211,9 @@ class DumpedSession:
         )
         self.integer_names = sorted(present)
         if not present:
-            dumped, sites = shorten_list(sorted(samples[0].files)), shorten_list(self.qparams)
+            dumped, known = shorten_list(sorted(samples[0].files)), shorten_list(self.qparams)
             raise ExportError(
-                f"{samples[0].path}: no tensor has the name of a site. It holds {dumped}; sites are {sites}: "
+                f"{samples[0].path}: no tensor has the name of a site. It holds {dumped}; sites are {known}: "
                 "map the names with --names, in Python with names=."
             )
 

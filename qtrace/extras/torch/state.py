@@ -411,8 +411,8 @@ def _merged_values(origin: FileOrigin, values: Mapping[str, np.ndarray]) -> dict
     lost = ({*origin.merged} - {*origin.parameters} - biases) | ({*origin.merged} & {*values})
     if lost:
         raise ImportingError(
-            f"reparameterize merged the layer of {shorten_list(sorted(lost))} into another one, which torch's "
-            "module cannot express: take the state before prepare, or leave reparameterize out of `ptq`."
+            f"reparameterize merged the layer of {shorten_list(sorted(lost))} into another one, which "
+            "torch's module cannot express: take the state before prepare, or leave reparameterize out of `ptq`."
         )
     return {path: np.full(count, number, np.float32) for path, (number, count) in origin.merged.items()}
 
@@ -491,8 +491,8 @@ def _check_frozen(origin: FileOrigin, state: Mapping[str, np.ndarray]) -> None:
     changed = [n for n, own in origin.frozen.items() if n in state and hash_values(state[n]) != own]
     if changed:
         raise ImportingError(
-            f"{shorten_list(changed)} changed, but numbers that torch computes from it did not: take the state "
-            "before prepare and training, or leave out the algorithm that changed it."
+            f"{shorten_list(changed)} changed, but numbers that torch computes from it did not: take the "
+            "state before prepare and training, or leave out the algorithm that changed it."
         )
 
 

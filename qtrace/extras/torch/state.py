@@ -412,7 +412,8 @@ def _merged_values(origin: FileOrigin, values: Mapping[str, np.ndarray]) -> dict
     if lost:
         raise ImportingError(
             f"reparameterize merged the layer of {shorten_list(sorted(lost))} into another one, which "
-            "torch's module cannot express: take the state before prepare, or leave reparameterize out of `ptq`."
+            "torch's module cannot express: take the state before prepare, or leave "
+            "reparameterize out of `ptq`."
         )
     return {path: np.full(count, number, np.float32) for path, (number, count) in origin.merged.items()}
 

@@ -15,7 +15,7 @@ from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.stepping import RefusedRunError, SegmentEngine, Stepper, WholeEngine, as_array
 from qtrace.graph.types import TracedModule
 
-__all__ = ["begin_outputs", "outputs_of", "rows_of"]
+__all__ = ["begin_outputs", "outputs_of", "read_outputs", "rows_of"]
 
 
 def outputs_of(model: TracedModule, batches: Iterable[Any], engine: SegmentEngine | None = None) -> Outputs:
@@ -38,7 +38,7 @@ def outputs_of(model: TracedModule, batches: Iterable[Any], engine: SegmentEngin
                 return [[as_array(value) for value in stepper.finish(i)] for i in range(stepper.count)]
             except RefusedRunError:
                 pass
-        return [_run(model, batch, index) for index, batch in enumerate(batches)]
+        return [read_outputs(Interpreter(model, waits=True), batch, i) for i, batch in enumerate(batches)]
 
 
 def begin_outputs(
@@ -80,14 +80,22 @@ def rows_of(
     with evaluating(model):
         for index, batch in enumerate(batches):
             run = TapedRun(model, None if places is None else places[index])
-            args, kwargs = as_arguments(batch, model, index)
-            with translate_errors(model, (args, kwargs), index):
-                outputs.append([tensor.numpy() for tensor in run.run_flat(*args, **kwargs)])
+            outputs.append(read_outputs(run, batch, index))
             tapes.append(run.tape)
     return outputs, tapes
 
 
-def _run(model: TracedModule, batch: Any, index: int) -> list[np.ndarray]:
-    args, kwargs = as_arguments(batch, model, index)
-    with translate_errors(model, (args, kwargs), index):
-        return [tensor.numpy() for tensor in Interpreter(model, waits=True).run_flat(*args, **kwargs)]
+def read_outputs(run: Interpreter, batch: Any, number: int) -> list[np.ndarray]:
+    """Runs a graph, which is in eval mode, on one batch; returns its outputs.
+
+    Args:
+        run: what runs the graph.
+        batch: inputs as for ``qtrace.calibrate``.
+        number: the number of the batch, for messages.
+
+    Raises:
+        CalibrationError: when the batch does not fit the graph.
+    """
+    args, kwargs = as_arguments(batch, run.traced, number)
+    with translate_errors(run.traced, (args, kwargs), number):
+        return [tensor.numpy() for tensor in run.run_flat(*args, **kwargs)]

@@ -54,24 +54,10 @@ class FloatOutputs:
                 stack.enter_context(in_phase(self.network, "float"))
             yield
 
-    def compute(self, args: tuple[Any, ...], kwargs: dict[str, Any], number: int) -> list[np.ndarray]:
-        """Returns the outputs for the arguments of one call, in the order of the graph's outputs.
-
-        Args:
-            args: positional arguments.
-            kwargs: keyword arguments.
-            number: the number of the batch, for messages.
-
-        Raises:
-            CalibrationError: when the batch does not fit the network.
-            GraphError: when the network has another number of outputs than the graph.
-        """
-        return self.replay(args, kwargs, number, None)[0]
-
     def replay(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], number: int, places: Sequence[np.ndarray] | None
     ) -> tuple[list[np.ndarray], list[Share]]:
-        """Returns what `compute` does, with the selections of another run, and how many of them are right.
+        """Returns the outputs for the arguments of a call, and how many selections of another run are right.
 
         Args:
             args: positional arguments.
@@ -124,4 +110,4 @@ class FloatOutputs:
             CalibrationError: when the batch does not fit the network.
             GraphError: when the network has another number of outputs than the graph.
         """
-        return find_groups(self.model.module, [self.compute(args, kwargs, 0)], names=names)
+        return find_groups(self.model.module, [self.replay(args, kwargs, 0, None)[0]], names=names)

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 from qtrace.plugins.packages import load_when_used
 
 if TYPE_CHECKING:
-    from qtrace.extras.diff.models import compare_models
-    from qtrace.extras.diff.report import (
+    from qtrace.extras.diff.models import (
         ConfigChange,
         Difference,
         FigurePair,
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
         ScaleChange,
         SchemeChange,
         compare_configs,
+        compare_models,
     )
 
 __all__ = [
@@ -34,10 +34,9 @@ __all__ = [
 load_when_used(
     __name__,
     {
-        "qtrace.extras.diff.report": (
-            "ConfigChange compare_configs Difference FigurePair"
+        "qtrace.extras.diff.models": (
+            "ConfigChange compare_configs compare_models Difference FigurePair"
             " IntegerChange OpChange ScaleChange SchemeChange"
         ),
-        "qtrace.extras.diff.models": "compare_models",
     },
 )

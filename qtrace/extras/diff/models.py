@@ -1,28 +1,282 @@
-"""The difference of two quantized modules, site by site."""
+"""What differs between two modules or recipes, as a report; modules are compared site by site."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from difflib import SequenceMatcher
 from typing import Any
 
 import numpy as np
 from megengine.module import Module
 
-from qtrace.extras.diff.report import (
-    Difference,
-    FigurePair,
-    IntegerChange,
-    OpChange,
-    ScaleChange,
-    SchemeChange,
-    compare_configs,
-)
+from qtrace.config import QConfig
+from qtrace.display import Displayed, format_table
 from qtrace.graph.dataflow import evaluate_fixed
 from qtrace.preparation.figures import read_figures
 from qtrace.preparation.model import QuantizedModel, QuantizedSite
 from qtrace.scheme import QParams
 
-__all__ = ["compare_models"]
+__all__ = [
+    "ConfigChange",
+    "Difference",
+    "FigurePair",
+    "IntegerChange",
+    "OpChange",
+    "ScaleChange",
+    "SchemeChange",
+    "compare_configs",
+    "compare_models",
+]
+
+_RULES = "rules"
+
+
+@dataclass(frozen=True)
+class ConfigChange:
+    """A key with two values, or a rule that only one config has.
+
+    Attributes:
+        key: the dotted key, such as ``observers.activation``; ``rules`` for each rule.
+        first: the value of the first config as plain data; None if there is none.
+        second: the value of the second config.
+    """
+
+    key: str
+    first: Any
+    second: Any
+
+
+def compare_configs(first: QConfig, second: QConfig) -> tuple[ConfigChange, ...]:
+    """Returns the keys whose values differ, in the order of the first config, and then of the second one.
+
+    Rules are compared in order, since the last one that matches wins: a rule that moved is in the result
+    twice, as one that went and one that came.
+    """
+    a, b = first.to_dict(), second.to_dict()
+    rules = _rules(a.pop(_RULES, None) or (), b.pop(_RULES, None) or ())
+    return (*_changes("", a, b), *rules)
+
+
+def _changes(key: str, first: Any, second: Any) -> Iterator[ConfigChange]:
+    """Yields the differing values below ``key``, as deep as both sides are mappings."""
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        for name in dict.fromkeys((*first, *second)):
+            yield from _changes(f"{key}.{name}" if key else name, first.get(name), second.get(name))
+    elif first != second:
+        yield ConfigChange(key, first, second)
+
+
+def _rules(first: Sequence[Any], second: Sequence[Any]) -> Iterator[ConfigChange]:
+    a, b = ([json.dumps(rule, sort_keys=True) for rule in rules] for rules in (first, second))
+    for tag, i, j, k, m in SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
+        if tag != "equal":
+            yield from (ConfigChange(_RULES, rule, None) for rule in first[i:j])
+            yield from (ConfigChange(_RULES, None, rule) for rule in second[k:m])
+
+
+@dataclass(frozen=True)
+class OpChange:
+    """An op that runs in another way.
+
+    Attributes:
+        op: the name of its first output.
+        kind: its op kind.
+        first: how the first module runs it: int, fused, carried, float or shape.
+        second: how the second module runs it.
+        reason: why it is in float, where it is.
+    """
+
+    op: str
+    kind: str
+    first: str
+    second: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class SchemeChange:
+    """A site with another scheme, in words."""
+
+    site: str
+    sort: str
+    first: str
+    second: str
+
+
+@dataclass(frozen=True)
+class ScaleChange:
+    """A site whose scale or zero point differs; sites that share them are named by the first one.
+
+    Attributes:
+        site: the site.
+        sort: activation or weight.
+        lsb: the largest distance that an end of a channel's range moved, in steps (LSB) of the first module.
+        first: the first module's scale, of the channel that moved most.
+        second: the second module's scale of that channel.
+        zero_point: how far the zero point of that channel moved.
+        channels: the number of channels that differ.
+        of: the number of channels.
+    """
+
+    site: str
+    sort: str
+    lsb: float
+    first: float
+    second: float
+    zero_point: int
+    channels: int
+    of: int
+
+
+@dataclass(frozen=True)
+class IntegerChange:
+    """A weight or bias whose integers differ.
+
+    Attributes:
+        site: the site.
+        sort: weight, bias, or activation for another stored value.
+        count: how many integers differ.
+        of: how many there are.
+        largest: the largest difference; None if the shapes differ.
+    """
+
+    site: str
+    sort: str
+    count: int
+    of: int
+    largest: int | None
+
+
+@dataclass(frozen=True)
+class FigurePair:
+    """A figure of both modules; None where one lacks it."""
+
+    name: str
+    first: float | None
+    second: float | None
+
+    @property
+    def ratio(self) -> float | None:
+        """The second figure over the first one."""
+        return (
+            None if self.first is None or self.second is None or not self.first else self.second / self.first
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class Difference(Displayed):
+    """What differs between two quantized modules.
+
+    Attributes:
+        config: the keys of the config that differ.
+        ops: the ops that run in another way.
+        gone: the sites of only the first module.
+        come: the sites of only the second module.
+        schemes: the sites with another scheme.
+        scales: the sites with another scale or zero point, the one that moved most first.
+        integers: the weights and biases with other integers.
+        figures: size, MACs, predicted time and other figures, whether they differ or not.
+    """
+
+    config: tuple[ConfigChange, ...] = ()
+    ops: tuple[OpChange, ...] = ()
+    gone: tuple[str, ...] = ()
+    come: tuple[str, ...] = ()
+    schemes: tuple[SchemeChange, ...] = ()
+    scales: tuple[ScaleChange, ...] = ()
+    integers: tuple[IntegerChange, ...] = ()
+    figures: tuple[FigurePair, ...] = ()
+
+    @property
+    def empty(self) -> bool:
+        """Whether config, ops, sites, scales and integers are the same."""
+        parts = (self.ops, self.gone, self.come, self.schemes, self.scales, self.integers)
+        return not self.config and not any(parts)
+
+    def with_figures(self, figures: Sequence[FigurePair]) -> Difference:
+        """Returns the difference with more figures, such as a verdict's."""
+        return replace(self, figures=(*self.figures, *figures))
+
+    def table(self, max_width: int | None = 140, limit: int | None = 20) -> str:
+        """Returns a text: a table for each sort of difference, with at most ``limit`` rows; None for all."""
+        parts = [
+            *_part(
+                "config", ("key", "A", "B"), [(c.key, _show(c.first), _show(c.second)) for c in self.config]
+            ),
+            *_part(
+                "ops that run in another way",
+                ("op", "kind", "A", "B", "reason"),
+                [(o.op, o.kind, o.first, o.second, o.reason) for o in self.ops],
+            ),
+            *_part("sites of A alone", ("site",), [(name,) for name in self.gone]),
+            *_part("sites of B alone", ("site",), [(name,) for name in self.come]),
+            *_part("schemes", ("site", "A", "B"), [(s.site, s.first, s.second) for s in self.schemes]),
+            *_part(
+                "scales that moved, in steps (LSB) of A",
+                ("site", "LSB", "scale of A", "scale of B", "zero point", "channels"),
+                [_scale_row(s) for s in self.scales],
+            ),
+            *_part(
+                "integers that differ",
+                ("site", "differ", "of", "share", "by at most"),
+                [_integer_row(i) for i in self.integers],
+            ),
+        ]
+        texts = [_cut(*part, max_width, limit) for part in parts]
+        if self.empty:
+            texts.append("config, ops, sites, scales and integers are the same")
+        rows = [(f.name, _number(f.first), _number(f.second), _times(f.ratio)) for f in self.figures]
+        if rows:
+            texts.append("figures\n" + format_table(("figure", "A", "B", "B / A"), rows, max_width))
+        return "\n\n".join(texts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the difference as plain data."""
+        return {"same": self.empty, **asdict(self)}
+
+
+_Rows = list[tuple[Any, ...]]
+
+
+def _part(title: str, headers: tuple[str, ...], rows: _Rows) -> Iterator[tuple[str, tuple[str, ...], _Rows]]:
+    if rows:
+        yield title, headers, rows
+
+
+def _cut(title: str, headers: tuple[str, ...], rows: _Rows, max_width: int | None, limit: int | None) -> str:
+    text = f"{title}: {len(rows)}\n{format_table(headers, rows[:limit], max_width)}"
+    left = 0 if limit is None else len(rows) - limit
+    return f"{text}\n... and {left} more" if left > 0 else text
+
+
+def _scale_row(change: ScaleChange) -> tuple[Any, ...]:
+    channels = f"{change.channels} of {change.of}" if change.of > 1 else ""
+    zero = f"{change.zero_point:+d}" if change.zero_point else ""
+    return change.site, f"{change.lsb:.3g}", f"{change.first:.6g}", f"{change.second:.6g}", zero, channels
+
+
+def _integer_row(change: IntegerChange) -> tuple[Any, ...]:
+    largest = "other shape" if change.largest is None else change.largest
+    return change.site, change.count, change.of, f"{change.count / max(change.of, 1):.1%}", largest
+
+
+def _show(value: Any) -> str:
+    if value is None:
+        return "-"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
+def _times(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.3f}x"
+
 
 _FIGURES = {
     "parameter bytes": "bytes",

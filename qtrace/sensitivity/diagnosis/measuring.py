@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from qtrace import ops
-from qtrace.data.batches import as_arguments, evaluating, translate_errors
+from qtrace.comparing.runs import read_outputs
+from qtrace.data.batches import evaluating
 from qtrace.display import progress_bar
 from qtrace.graph.dataflow import evaluate_fixed
 from qtrace.graph.interpreter import Interpreter
@@ -204,9 +205,7 @@ def measure_sites(model: QuantizedModel, twin: TracedModule, batches: Sequence[A
     run = _ChannelRun(twin, moving, {call.inputs[0].name: call for call in calls.values()})
     with in_phase(twin, "float"), evaluating(twin):
         for index, batch in enumerate(batches):
-            args, kwargs = as_arguments(batch, twin, index)
-            with translate_errors(twin, (args, kwargs), index):
-                run.run(*args, **kwargs)
+            read_outputs(run, batch, index)
     weights = _WeightMeasurement(model, twin, calls, run.powers())
     notes = {name: note for note in model.annotation.notes for name in note.gives}
     measured: dict[str, SiteEvidence] = {}

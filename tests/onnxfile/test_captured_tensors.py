@@ -14,6 +14,7 @@ from qtrace.export.onnx.pools import write_fast_poolings
 from qtrace.extras.contracts.qdq_graph import QdqGraph
 from qtrace.extras.parameters.onnx_float import _name_parameters
 from qtrace.onnxfile.local_session import SessionSettings
+from qtrace.onnxfile.model import OnnxEditor
 from qtrace.onnxfile.sessions import open_session
 
 SCALE = {"scale": np.float32(0.1), "zero": np.uint8(0)}
@@ -61,6 +62,28 @@ def test_a_changed_pooling_keeps_what_a_body_reads() -> None:
     model = _padded_pool([_branches("p", "k")])
     expected = _run(model)
     assert write_fast_poolings(model) == 1
+    np.testing.assert_array_equal(_run(model), expected)
+
+
+def test_an_editor_writes_once_and_keeps_what_a_body_reads() -> None:
+    model = _padded_pool([_branches("p", "k")])
+    expected = _run(model)
+    editor = OnnxEditor(model)
+    relu, pad, pool, _ = editor.nodes()
+    assert editor.insert("a", [pad], "LeakyRelu", "", alpha=1.0) == "a_1"
+    assert editor.rename_result(pool, "_max") == ("p", "p_max")
+    editor.add_after(pool, helper.make_node("Identity", ["p_max"], ["p"]))
+    editor.replace(relu, helper.make_node("Neg", ["x"], ["n"]), relu)
+    assert [node.op_type for node in model.graph.node] == ["Relu", "Pad", "MaxPool", "If"]
+    assert editor.store("k", np.float32(2)) == "k_1"
+    editor.drop_unread("Relu")
+    assert [node.op_type for node in editor.nodes("Neg", "Relu")] == ["Neg", "Relu"]
+    editor.drop_unread()
+    editor.finish()
+    kinds = [node.op_type for node in model.graph.node]
+    assert kinds == ["Relu", "LeakyRelu", "Pad", "MaxPool", "Identity", "If"]
+    assert {"k", "yes"} <= {tensor.name for tensor in model.graph.initializer}
+    assert "k_1" not in {tensor.name for tensor in model.graph.initializer}
     np.testing.assert_array_equal(_run(model), expected)
 
 

@@ -84,12 +84,11 @@ class _Graph(OnnxEditor):
     def __init__(self, model: Any) -> None:
         super().__init__(model)
         self.input_names = {value.name for value in self.inputs}
-        self.given = set(self.output_names)
         self._copies: dict[str, str] = {}  # a copy -> the tensor that it was made of
 
     def read_once(self, name: str) -> bool:
         """Whether only one node reads a tensor, and the file does not give it."""
-        return len(self.readers.get(name, ())) == 1 and name not in self.given
+        return len(self.readers.get(name, ())) == 1 and name not in self.output_names
 
     def rounding(self, name: str) -> _Rounding | None:
         """Returns the rounding that gives a tensor; None if no rounding does."""
@@ -252,7 +251,7 @@ def _round_behind(graph: _Graph, pool: Any, in_onnxruntime: bool) -> bool:
     if not in_float:
         return False
     readers = graph.readers_of(pool.output[0])
-    if not readers or pool.output[0] in graph.given:
+    if not readers or pool.output[0] in graph.output_names:
         return False
     for reader in readers:
         if reader.op_type != "QuantizeLinear" or not graph.same_rounding(before, _Rounding(reader, reader)):

@@ -18,6 +18,13 @@ from qtrace.importing.onnx.values import Computed, Sizes, Stored, Value, is_floa
 __all__ = ["Call", "Lowering"]
 
 _REQUIRED = object()
+# Op -> the attributes of its older definitions that are its inputs after the first since then.
+_MOVED = {
+    "Slice": ("starts", "ends", "axes"),
+    "Clip": ("min", "max"),
+    "Pad": ("pads", "value"),
+    **{"Reshape": ("shape",), "Split": ("split",), "TopK": ("k",), "Upsample": ("scales",)},
+}
 
 
 class Call:
@@ -25,7 +32,8 @@ class Call:
 
     Attributes:
         node: the node.
-        values: the values of the node's inputs; None for an input that is left out.
+        values: the values of the inputs, as the newest definition of the op has them; None for an input
+            that is left out.
         layers: the graph's modules.
     """
 
@@ -35,6 +43,13 @@ class Call:
         self.layers = layers
         self.builder = layers.builder
         self._read: set[str] = set()
+        names = _MOVED.get(node.op, ("axes",))
+        if len(values) == 1 and any(name in node.attributes for name in names):
+            given = [self.attribute(name, None) for name in names]
+            moved = (
+                None if v is None else Stored(np.asarray(v), n) for n, v in zip(names, given, strict=True)
+            )
+            self.values = [*values, *moved]
 
     @property
     def version(self) -> int:

@@ -133,7 +133,7 @@ def _renamed(
 
 
 def _bind(node: onnx.NodeProto, attributes: Mapping[str, onnx.AttributeProto]) -> None:
-    """Gives a node, and those of its bodies, the attributes of the call that they name."""
+    """Gives a node, and the nodes of its bodies, the attributes of the call that they name."""
     node.name = ""
     for attribute in list(node.attribute):
         given, name = attributes.get(attribute.ref_attr_name), attribute.name

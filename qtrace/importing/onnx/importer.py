@@ -355,7 +355,7 @@ class Importer:
         inputs = {
             name: (call.dtype(i), call.shape(i)) for i, name in enumerate(node.inputs) if name and call.has(i)
         }
-        stored = {n: v.array for n, v in zip(node.inputs, call.values, strict=True) if isinstance(v, Stored)}
+        stored = {n: v.array for n, v in zip(node.inputs, call.values, strict=False) if isinstance(v, Stored)}
         try:
             inferred = self._infer(node, inputs, stored)
         except CannotEvaluate as reason:

@@ -39,10 +39,7 @@ def _relu(call: Call) -> Any:
 
 
 def _clip(call: Call) -> Any:
-    if call.version >= 11:
-        low, high = call.scalar(1, None), call.scalar(2, None)
-    else:
-        low, high = call.attribute("min", None), call.attribute("max", None)
+    low, high = call.scalar(1, None), call.scalar(2, None)
     if low is None and high is None:
         return call.tensor(0)
     if low is not None and high is not None and low > high:

@@ -86,16 +86,10 @@ _COMPARISONS: dict[str, Lowering] = {
 }
 
 
-# Op -> the opset since which the axes are an input.
-_AXES_AS_INPUT = {"ReduceSum": 13}
-
-
 def _axes(call: Call) -> tuple[int, ...] | None:
     """Returns the axes to reduce; None if the node does nothing."""
     rank = call.rank(0)
-    axes_input = call.ints(1, None) if call.version >= _AXES_AS_INPUT.get(call.node.op, 18) else None
-    listed = call.ints("axes", None)
-    axes = axes_input if axes_input is not None else listed
+    axes = call.ints(1, None)
     nothing = bool(call.attribute("noop_with_empty_axes", 0))
     if not axes:
         return None if nothing else tuple(range(rank))
@@ -172,7 +166,7 @@ def _check_integers(call: Call, allowed: bool) -> None:
 
 def _operands(call: Call) -> tuple[Any, Any]:
     left, right = call.operand(0), call.operand(1)
-    if call.version < 7 and call.attribute("broadcast", 0):
+    if call.attribute("broadcast", 0):
         axis, missing = call.attribute("axis", None), call.rank(0) - call.rank(1)
         behind = 0 if axis is None else missing - call.axis(axis, call.rank(0))
         if behind and isinstance(right, TensorNode):  # the axes of the second begin at ``axis`` of the first

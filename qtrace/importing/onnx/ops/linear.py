@@ -128,8 +128,7 @@ def _ordered(
 def _gemm(call: Call) -> Any:
     alpha, beta = call.attribute("alpha", 1.0), call.attribute("beta", 1.0)
     left, right = bool(call.attribute("transA", 0)), bool(call.attribute("transB", 0))
-    if call.version < 7:
-        call.attribute("broadcast", 0)  # matrices broadcast as they do since opset 7
+    call.attribute("broadcast", 0)  # before opset 7; matrices broadcast as they do since then
     if not call.is_float(0):
         call.refuse(f"multiplies {call.dtype(0).name}; MegEngine multiplies matrices of float32")
     weight, bias = call.values[1], call.values[2] if call.has(2) else None

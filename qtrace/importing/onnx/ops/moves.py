@@ -36,7 +36,7 @@ def _concat(call: Call) -> Any:
 def _split(call: Call) -> Any:
     axis = call.axis(call.attribute("axis", 0), call.rank(0))
     total, count = call.shape(0)[axis], len(call.node.outputs)
-    parts = call.ints(1, None) if call.version >= 13 else call.ints("split", None)
+    parts = call.ints(1, None)
     declared = call.attribute("num_outputs", None)
     if parts is None:
         size = -(-total // (declared or count))
@@ -73,14 +73,8 @@ def _empty(call: Call, axis: int) -> Stored:
 
 def _slice(call: Call) -> Any:
     rank = call.rank(0)
-    if call.version >= 10:
-        starts, ends = call.sizes(1), call.sizes(2)
-        axes = call.ints(3, list(range(len(starts))))
-        steps = call.ints(4, [1] * len(starts))
-    else:
-        starts, ends = call.ints("starts"), call.ints("ends")
-        axes = call.ints("axes", list(range(len(starts))))
-        steps = [1] * len(starts)
+    starts, ends = call.sizes(1), call.sizes(2)
+    axes, steps = call.ints(3, list(range(len(starts)))), call.ints(4, [1] * len(starts))
     index: list[Any] = [slice(None)] * rank
     cut: list[Any] = [slice(None)] * rank
     for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
@@ -162,11 +156,8 @@ def _computed_range(call: Call, ends: tuple[int | Size, int | Size], step: int, 
 
 def _pad(call: Call) -> Any:
     rank, mode = call.rank(0), call.attribute("mode", "constant")
-    if call.version >= 11:
-        pads, value = call.ints(1), call.scalar(2, 0)
-        axes = [call.axis(a, rank) for a in call.ints(3, list(range(rank)))]
-    else:
-        pads, value, axes = call.ints("pads"), call.attribute("value", 0.0), list(range(rank))
+    pads, value = call.ints(1), call.scalar(2, 0)
+    axes = [call.axis(a, rank) for a in call.ints(3, list(range(rank)))]
     widths = [(0, 0)] * rank
     for i, axis in enumerate(axes):
         widths[axis] = (pads[i], pads[i + len(axes)])

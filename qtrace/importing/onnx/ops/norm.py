@@ -23,9 +23,8 @@ def _batch_normalization(call: Call) -> Any:
     call.attribute("momentum", 0.9)
     training = call.attribute("training_mode", 0)
     spatial = call.attribute("spatial", 1)
-    if call.version < 7 and not call.attribute("is_test", 0):
-        call.refuse("is in training mode: export the network for inference")
-    if training or not spatial or sum(1 for name in call.node.outputs if name) > 1:
+    unmarked = call.version < 7 and not call.attribute("is_test", 0)
+    if unmarked or training or not spatial or sum(1 for name in call.node.outputs if name) > 1:
         call.refuse("is in training mode: export the network for inference")
     if not all(isinstance(value, Stored) for value in call.values[1:]):
         return _computed_batch_normalization(call, eps)

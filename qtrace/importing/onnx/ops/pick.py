@@ -137,7 +137,7 @@ def _top_k(call: Call) -> Any:
     call.attribute("sorted", 1)  # an order is right where none is asked for
     if call.dtype(0) != np.float32:
         call.refuse(f"finds the largest of {call.dtype(0).name}: cast to float32 before it")
-    count = int(call.scalar(1)) if call.version >= 10 else call.attribute("k")
+    count = int(call.scalar(1))
     options = {"descending": bool(call.attribute("largest", 1))}
     names = call.result_names
     if axis == rank - 1 and rank <= 2:

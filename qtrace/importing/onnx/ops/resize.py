@@ -40,15 +40,14 @@ class _Target:
 
 def _upsample(call: Call) -> Any:
     mode = call.attribute("mode", "nearest")
-    scales = call.array(1).tolist() if call.version >= 9 else call.attribute("scales")
+    scales = call.array(1).tolist()
     return _resized(call, mode, "asymmetric", "floor", _scaled(call, scales, range(call.rank(0))))
 
 
 def _resize(call: Call) -> Any:
-    mode = call.attribute("mode", "nearest")
     if call.version == 10:
-        scales = call.array(1).tolist()
-        return _resized(call, mode, "asymmetric", "floor", _scaled(call, scales, range(call.rank(0))))
+        return _upsample(call)
+    mode = call.attribute("mode", "nearest")
     place = call.attribute("coordinate_transformation_mode", "half_pixel")
     nearest = call.attribute("nearest_mode", "round_prefer_floor")
     coefficient = float(call.attribute("cubic_coeff_a", -0.75))

@@ -18,7 +18,7 @@ __all__ = ["LOWERINGS"]
 
 
 def _reshape(call: Call) -> Any:
-    target = call.sizes(1) if call.version >= 5 else list(call.ints("shape"))
+    target = call.sizes(1)
     if not call.attribute("allowzero", 0):
         target = [call.size(0, axis) if size == 0 else size for axis, size in enumerate(target)]
     if 0 in target:
@@ -60,7 +60,7 @@ def _flatten(call: Call) -> Any:
 
 def _squeeze(call: Call) -> Any:
     shape = call.shape(0)
-    axes = call.ints(1, None) if call.version >= 13 else call.ints("axes", None)
+    axes = call.ints(1, None)
     if axes is None:
         axes = [i for i, n in enumerate(shape) if n == 1]
         call.refuse_open(0, axes, "drops every axis of size 1 of an input")
@@ -69,7 +69,7 @@ def _squeeze(call: Call) -> Any:
 
 
 def _unsqueeze(call: Call) -> Any:
-    axes = call.ints(1) if call.version >= 13 else call.ints("axes")
+    axes = call.ints(1)
     rank = call.rank(0) + len(axes)
     if rank > 7:
         call.refuse(f"gives {rank} axes; MegEngine's tensors have at most 7")

@@ -6,7 +6,8 @@
 A fault is one changed expression: a sign, a bound, a rounding, an axis, or a case that is left out. The same
 seed plants the same faults. The tests of a fault are those that import its module, then those that mirror its
 folder; a test counts if it passes without the fault. With ``--against``, both checkouts have the changed
-expression, each is tested by its own suite, and what only the older suite finds is listed at the end.
+expression, and each is tested by its own suite in its own ``.venv``. What only the older suite finds is listed
+at the end.
 """
 
 from __future__ import annotations
@@ -179,6 +180,8 @@ class Suite:
 
     def __init__(self, root: Path, folder: Path, seconds: float) -> None:
         self._root, self._seconds = folder, seconds
+        own = root / ".venv" / "bin" / "python"  # whose entry points are those of the checkout
+        self._python = str(own) if own.exists() else sys.executable
         shutil.copytree(root, folder, symlinks=True, ignore=_NOT_COPIED)
 
     def find(self, fault: Fault) -> str:
@@ -202,7 +205,7 @@ class Suite:
         Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
 
     def _run(self, tests: list[str], without: list[str]) -> str:
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+        command = [self._python, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
         command += [f"--deselect={test}" for test in without]
         process = subprocess.Popen(
             command,

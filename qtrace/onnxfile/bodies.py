@@ -135,9 +135,8 @@ def _free_name(base: str, taken: set[str]) -> str:
 def _own_names(body: GraphProto) -> set[str]:
     stored = {tensor.name for tensor in body.initializer}
     stored |= {tensor.values.name for tensor in body.sparse_initializer}
-    return (
-        stored | {value.name for value in body.input} | {name for part in body.node for name in part.output}
-    )
+    results = {name for part in body.node for name in part.output if name}
+    return stored | results | {value.name for value in body.input}
 
 
 def _all_names(body: GraphProto) -> Iterator[str]:

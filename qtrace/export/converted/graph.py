@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from qtrace.preparation.identity import graph_hash
 from qtrace.preparation.model import QuantizedModel, QuantizedSite
 from qtrace.scheme import QParams
 
-__all__ = ["ConvertedGraph", "ConvertedOp", "StoredValues"]
+__all__ = ["ConvertedGraph", "ConvertedOp", "IndexPart", "StoredValues", "index_parts"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +44,60 @@ class ConvertedOp:
     def call(self) -> OpCall | None:
         """Returns the expr as its rule reads it; None if no rule does."""
         return ops.read(self.expr)
+
+
+@dataclass(frozen=True)
+class IndexPart:
+    """The part of an index for one axis of the source, or for the axes of a mask.
+
+    Attributes:
+        axis: the axis; None for a new axis.
+        value: a slice, an int, or a node or array of positions.
+    """
+
+    axis: int | None
+    value: Any
+
+    @property
+    def whole(self) -> bool:
+        """Whether the part keeps the whole axis."""
+        cut = self.value
+        return isinstance(cut, slice) and (cut.start, cut.stop, cut.step) == (None, None, None)
+
+    @property
+    def single(self) -> bool:
+        """Whether the part takes one position and drops the axis."""
+        if isinstance(self.value, TensorNode):
+            return tuple(self.value.shape) == ()
+        return isinstance(self.value, (int, np.integer))
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the part takes a list of positions."""
+        return self.axis is not None and not isinstance(self.value, slice) and not self.single
+
+    @property
+    def is_mask(self) -> bool:
+        """Whether the part is a mask."""
+        if isinstance(self.value, TensorNode):
+            return np.dtype(self.value.dtype) == np.bool_
+        return isinstance(self.value, (list, np.ndarray)) and np.asarray(self.value).dtype == np.bool_
+
+
+def index_parts(index: Any, axes: int) -> list[IndexPart]:
+    """Returns the parts of an index for a tensor of so many axes, in order, with those that it leaves out."""
+    values = list(index) if isinstance(index, tuple) else [index]
+    widths = [0 if v is None or v is Ellipsis else _width(v) for v in values]
+    place = next((k for k, v in enumerate(values) if v is Ellipsis), len(values))
+    rest = axes - sum(widths)
+    values[place : place + 1], widths[place : place + 1] = [slice(None)] * rest, [1] * rest
+    starts = itertools.accumulate(widths, initial=0)
+    return [IndexPart(s if w else None, v) for s, w, v in zip(starts, widths, values, strict=False)]
+
+
+def _width(value: Any) -> int:
+    """Returns the number of axes that a part of an index takes; a mask takes as many as it has."""
+    return len(value.shape) if IndexPart(0, value).is_mask else 1
 
 
 class ConvertedGraph:

@@ -316,7 +316,7 @@ class UnsignedWeights(OnnxEditor):
         """Changes the weight that a node reads, if it is stored as int8 or rounded in the file."""
         place = _READS_WEIGHT.index(node.op_type)
         name = node.input[place]
-        weight = self.stored.get(name)
+        weight: Any = self.stored.get(name)
         if _is_int8(weight) and self._is_weight(name, node.op_type):
             weight.CopyFrom(numpy_helper.from_array(_shifted(numpy_helper.to_array(weight)), name))
             self._changed.add(name)

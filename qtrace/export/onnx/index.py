@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from qtrace.errors import ExportError
+from qtrace.export.converted.graph import IndexPart, index_parts
 from qtrace.export.onnx.types import (
     Emitter,
     array,
@@ -28,69 +28,10 @@ __all__ = ["INDEXING"]
 _END = 2**31 - 1
 
 
-@dataclass(frozen=True)
-class _IndexItem:
-    """The part of an index for one axis of the source.
-
-    Attributes:
-        axis: the axis; None for a new axis.
-        value: a slice, an int, or a node or array of positions.
-    """
-
-    axis: int | None
-    value: Any
-
-    @property
-    def whole(self) -> bool:
-        """Whether the item keeps the whole axis."""
-        cut = self.value
-        return isinstance(cut, slice) and (cut.start, cut.stop, cut.step) == (None, None, None)
-
-    @property
-    def single(self) -> bool:
-        """Whether the item takes one position and drops the axis."""
-        if isinstance(self.value, TensorNode):
-            return tuple(self.value.shape) == ()
-        return isinstance(self.value, (int, np.integer))
-
-    @property
-    def gathers(self) -> bool:
-        """Whether the item takes a list of positions."""
-        return self.axis is not None and not isinstance(self.value, slice) and not self.single
-
-
-def _items(index: Any, axes: int) -> list[_IndexItem]:
-    """Returns an item for each axis of the source and each new axis, in the order of the index."""
-    entries = list(index) if isinstance(index, tuple) else [index]
-    used = sum(_width(v) for v in entries)
-    dots = [k for k, v in enumerate(entries) if v is Ellipsis]
-    whole_axes = [slice(None)] * (axes - used)
-    ellipsis = dots[0] if dots else len(entries)
-    entries[ellipsis : ellipsis + 1] = whole_axes
-    items, axis = [], 0
-    for value in entries:
-        items.append(_IndexItem(None if value is None else axis, value))
-        axis += _width(value)
-    return items
-
-
-def _width(value: Any) -> int:
-    """Returns the number of source axes that an entry indexes; a mask indexes as many as it has."""
-    if value is None or value is Ellipsis:
-        return 0
-    return len(value.shape) if _is_mask(value) else 1
-
-
-def _is_mask(value: Any) -> bool:
-    if isinstance(value, TensorNode):
-        return np.dtype(value.dtype) == np.bool_
-    return isinstance(value, (list, np.ndarray)) and np.asarray(value).dtype == np.bool_
-
-
 def _getitem(w: OnnxWriter, call: OpCall) -> None:
     source, out = w.name(call.inputs[0]), call.out.name
-    items = _items(call.attrs["index"], rank(call.inputs[0]))
-    if any(_is_mask(i.value) for i in items):
+    items = index_parts(call.attrs["index"], rank(call.inputs[0]))
+    if any(i.is_mask for i in items):
         w.names[call.out] = _masked(w, source, items, out)
         return
     gathers = [i for i in items if i.gathers]
@@ -120,20 +61,20 @@ def _getitem(w: OnnxWriter, call: OpCall) -> None:
     w.names[call.out] = source
 
 
-def _check_adjacent(items: list[_IndexItem], out: str) -> None:
+def _check_adjacent(items: list[IndexPart], out: str) -> None:
     """Refuses lists of positions with a slice between them: numpy puts their axes first."""
     places = [k for k, i in enumerate(items) if i.gathers or (i.single and any(j.gathers for j in items))]
     if places and places[-1] - places[0] != len(places) - 1:
         raise ExportError(f"{out}: positions in axes that are not neighbours cannot become ONNX: index twice")
 
 
-def _left(item: _IndexItem, dropped: list[int]) -> int:
+def _left(item: IndexPart, dropped: list[int]) -> int:
     """Returns the axis of ``item`` after the axes ``dropped`` are removed."""
     assert item.axis is not None
     return item.axis - sum(d < item.axis for d in dropped)
 
 
-def _new_axes(items: list[_IndexItem]) -> list[int]:
+def _new_axes(items: list[IndexPart]) -> list[int]:
     """Returns the positions in the result of the axes that ``None`` adds."""
     new_axes, position = [], 0
     for item in items:
@@ -148,7 +89,7 @@ def _new_axes(items: list[_IndexItem]) -> list[int]:
     return new_axes
 
 
-def _bounds(w: OnnxWriter, cuts: list[_IndexItem], out: str) -> list[str]:
+def _bounds(w: OnnxWriter, cuts: list[IndexPart], out: str) -> list[str]:
     """Returns the inputs of Slice: starts, ends, axes and steps, computed or constant."""
     starts, ends, steps = [], [], []
     for item in cuts:
@@ -180,7 +121,7 @@ def _positions(w: OnnxWriter, value: Any) -> str:
     return int64(w, value if isinstance(value, TensorNode) else array(value))
 
 
-def _pairs(w: OnnxWriter, gathers: list[_IndexItem], out: str) -> str:
+def _pairs(w: OnnxWriter, gathers: list[IndexPart], out: str) -> str:
     """Joins the positions in the first axes, as GatherND reads them."""
     ranks = {rank(i.value) for i in gathers}
     if [i.axis for i in gathers] != list(range(len(gathers))) or len(ranks) != 1:
@@ -192,7 +133,7 @@ def _pairs(w: OnnxWriter, gathers: list[_IndexItem], out: str) -> str:
     return w.node("Concat", columns, w.fresh(out), axis=-1)
 
 
-def _masked(w: OnnxWriter, source: str, items: list[_IndexItem], out: str) -> str:
+def _masked(w: OnnxWriter, source: str, items: list[IndexPart], out: str) -> str:
     """Writes ``x[..., mask, ...]``: the axes of the mask become one, of which it says what stays."""
     item = _only_mask(items, out)
     assert item.axis is not None
@@ -213,8 +154,8 @@ def _masked(w: OnnxWriter, source: str, items: list[_IndexItem], out: str) -> st
 def _setitem(w: OnnxWriter, call: OpCall) -> None:
     """Writes ``x[index] = value`` as a choice between the old values and the new ones."""
     x, out = call.expr.args[0], call.out
-    items = [_at_traced_size(i, out) for i in _items(call.attrs["index"], len(x.shape))]
-    if any(_is_mask(i.value) for i in items):
+    items = [_at_traced_size(i, out) for i in index_parts(call.attrs["index"], len(x.shape))]
+    if any(i.is_mask for i in items):
         chosen, value = _mask_everywhere(w, items, rank(x), out.name), _plain(w, call)
     elif any(i.axis is None or i.gathers or isinstance(i.value, TensorNode) or _computed(i) for i in items):
         raise ExportError(
@@ -226,19 +167,19 @@ def _setitem(w: OnnxWriter, call: OpCall) -> None:
     w.emit("Where", [chosen, value, operand(w, x, out.dtype)], out)
 
 
-def _at_traced_size(item: _IndexItem, out: TensorNode) -> _IndexItem:
+def _at_traced_size(item: IndexPart, out: TensorNode) -> IndexPart:
     """Replaces bounds that are computed from shapes by numbers, and bounds that span the axis by ``:``."""
     value = item.value
-    if item.axis is None or _is_mask(value):
+    if item.axis is None or item.is_mask:
         return item
     if isinstance(value, slice):
         value = slice(*(_traced_number(b) for b in (value.start, value.stop, value.step)))
-        if not _computed(_IndexItem(item.axis, value)):
+        if not _computed(IndexPart(item.axis, value)):
             size = int(out.shape[item.axis])
             value = slice(None) if range(size)[value] == range(size) else value
     elif isinstance(value, TensorNode) and item.single:
         value = _traced_number(value)
-    return _IndexItem(item.axis, value)
+    return IndexPart(item.axis, value)
 
 
 def _traced_number(value: Any) -> Any:
@@ -247,7 +188,7 @@ def _traced_number(value: Any) -> Any:
     return value if traced is None or traced.size != 1 else int(traced.reshape(-1)[0])
 
 
-def _computed(item: _IndexItem) -> bool:
+def _computed(item: IndexPart) -> bool:
     cut = item.value
     return isinstance(cut, slice) and any(isinstance(b, TensorNode) for b in (cut.start, cut.stop, cut.step))
 
@@ -263,7 +204,7 @@ def _plain(w: OnnxWriter, call: OpCall) -> str:
     return operand(w, value, call.out.dtype)
 
 
-def _mask_everywhere(w: OnnxWriter, items: list[_IndexItem], axes: int, out: str) -> str:
+def _mask_everywhere(w: OnnxWriter, items: list[IndexPart], axes: int, out: str) -> str:
     """Returns the mask with an axis of size 1 for each axis of the source after its own."""
     item = _only_mask(items, out)
     assert item.axis is not None
@@ -273,15 +214,15 @@ def _mask_everywhere(w: OnnxWriter, items: list[_IndexItem], axes: int, out: str
     return w.node("Unsqueeze", [name, w.ints(range(count, count + behind))], w.fresh(out)) if behind else name
 
 
-def _only_mask(items: list[_IndexItem], out: str) -> _IndexItem:
+def _only_mask(items: list[IndexPart], out: str) -> IndexPart:
     """Returns the mask of an index that keeps all other axes whole."""
-    masks = [i for i in items if _is_mask(i.value)]
+    masks = [i for i in items if i.is_mask]
     if len(masks) != 1 or not all(i.whole for i in items if i is not masks[0]):
         raise ExportError(f"{out}: a mask can become ONNX only next to whole axes: index twice")
     return masks[0]
 
 
-def _region(w: OnnxWriter, call: OpCall, items: list[_IndexItem]) -> tuple[str, str]:
+def _region(w: OnnxWriter, call: OpCall, items: list[IndexPart]) -> tuple[str, str]:
     """Returns the mask of a fixed region, of size 1 in whole axes, and the value spread over the region."""
     shape = [int(n) for n in call.out.shape]
     base, value = call.out.name, call.attrs["value"]

@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 
 from qtrace.importing.onnx.model import OnnxNode
+from qtrace.onnxfile.bodies import bodies_of, rename_tensors
 
 __all__ = ["Expansion", "expand", "titled_parts"]
 
@@ -126,35 +127,21 @@ def _renamed(
     """Copies a node of a body with the names and attributes of the call."""
     result = onnx.NodeProto()
     result.CopyFrom(part)
-    result.ClearField("attribute")
-    result.name = ""
-    result.input[:] = [names.get(name, name) for name in part.input]
-    result.output[:] = [names.get(name, name) for name in part.output]
-    for attribute in part.attribute:
-        if not attribute.ref_attr_name:
-            copied = onnx.AttributeProto()
-            copied.CopyFrom(attribute)
-            _rename_bodies(copied, names, attributes)
-        elif attribute.ref_attr_name in attributes:
-            copied = onnx.AttributeProto()
-            copied.CopyFrom(attributes[attribute.ref_attr_name])
-            copied.name = attribute.name
-        else:
-            continue  # an optional attribute that the call leaves out
-        result.attribute.append(copied)
+    rename_tensors(result, names)
+    _bind(result, attributes)
     return result
 
 
-def _rename_bodies(
-    attribute: onnx.AttributeProto, names: Mapping[str, str], attributes: Mapping[str, onnx.AttributeProto]
-) -> None:
-    """Gives the bodies of If and Loop the names of the values around them."""
-    graphs = [attribute.g] if attribute.type == onnx.AttributeProto.GRAPH else list(attribute.graphs)
-    for graph in graphs:
-        own = {name for part in graph.node for name in part.output} | {v.name for v in graph.input}
-        outer = {old: new for old, new in names.items() if old not in own}
-        parts = [_renamed(part, outer, attributes) for part in graph.node]
-        del graph.node[:]
-        graph.node.extend(parts)
-        for value in graph.output:
-            value.name = outer.get(value.name, value.name)
+def _bind(node: onnx.NodeProto, attributes: Mapping[str, onnx.AttributeProto]) -> None:
+    """Gives a node, and those of its bodies, the attributes of the call that they name."""
+    node.name = ""
+    for attribute in list(node.attribute):
+        given, name = attributes.get(attribute.ref_attr_name), attribute.name
+        if given is not None:
+            attribute.CopyFrom(given)
+            attribute.name = name
+        elif attribute.ref_attr_name:  # an optional attribute that the call leaves out
+            node.attribute.remove(attribute)
+    for body in bodies_of(node):
+        for part in body.node:
+            _bind(part, attributes)

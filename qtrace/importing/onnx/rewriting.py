@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import onnx
@@ -21,7 +21,7 @@ import onnx
 from qtrace.errors import ImportingError
 from qtrace.importing.onnx.model import Graph, OnnxNode, count_readers
 from qtrace.importing.onnx.values import is_float
-from qtrace.onnxfile.bodies import rename_tensors
+from qtrace.onnxfile.bodies import read_names, rename_tensors
 
 __all__ = ["LINEAR", "cut", "join_biases", "join_channel_biases", "store_copies", "without_strings"]
 
@@ -52,7 +52,7 @@ def cut(graph: Graph, outputs: Sequence[str]) -> Graph:
     for node in reversed(graph.nodes):
         if needed.intersection(node.outputs):
             nodes.append(node)
-            needed.update(_read_by(node))
+            needed.update(read_names(node.proto))
     dtypes = dict(zip(graph.outputs, graph.output_dtypes, strict=True))
     return dataclasses.replace(
         graph,
@@ -76,7 +76,7 @@ def without_strings(graph: Graph, strings: Collection[str]) -> Graph:
     of_strings, last, first = set(strings), list[str](), ""
     results = {name: node for node in graph.nodes for name in node.outputs}
     for node in graph.nodes:
-        read = _read_by(node)
+        read = set(read_names(node.proto))
         if of_strings.isdisjoint(read):
             continue
         first = first or min(read & of_strings)
@@ -84,7 +84,7 @@ def without_strings(graph: Graph, strings: Collection[str]) -> Graph:
         last += sorted(read - of_strings - set(graph.stored))
     lost = [name for name in graph.outputs if name in of_strings]
     if not lost:
-        nodes = tuple(node for node in graph.nodes if of_strings.isdisjoint(_read_by(node)))
+        nodes = tuple(node for node in graph.nodes if of_strings.isdisjoint(read_names(node.proto)))
         return dataclasses.replace(graph, nodes=nodes)
     kept = [name for name in graph.outputs if name not in of_strings]
     # A ZipMap makes dictionaries of a tensor, which MegEngine lacks, too.
@@ -95,20 +95,6 @@ def without_strings(graph: Graph, strings: Collection[str]) -> Graph:
         f"{first or lost[0]!r} holds strings, which MegEngine lacks, and output {lost[0]!r} is made of "
         f"them: {cure if names else 'write the file without it'}."
     )
-
-
-def _read_by(node: OnnxNode) -> set[str]:
-    """Returns the tensors that a node reads, in the bodies of control flow, too."""
-    return {name for name in (*node.inputs, *_read_in(node.proto)) if name}
-
-
-def _read_in(proto: onnx.NodeProto) -> Iterable[str]:
-    for attribute in proto.attribute:
-        for body in [attribute.g] if attribute.type == onnx.AttributeProto.GRAPH else attribute.graphs:
-            yield from (value.name for value in body.output)
-            for part in body.node:
-                yield from part.input
-                yield from _read_in(part)
 
 
 def store_copies(graph: Graph) -> Graph:

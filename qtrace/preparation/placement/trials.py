@@ -151,8 +151,10 @@ class Trials:
     ) -> RoundingTrial:
         shares = SelectedShares.of(self.model, self.run.ends)
         totals = dict.fromkeys(self.groups, 0.0)
-        alone = not shares and not rounded  # no rows to compare, and no values to change on the way
-        computed = self.run.compute(graph, list(dict.fromkeys(ends.values()))) if alone else None
+        plain = not shares and not rounded  # no rows to compare, and no values to change on the way
+        computed = self.run.compute(graph, list(dict.fromkeys(ends.values()))) if plain else None
+        same: Mapping[Node, np.ndarray]
+        own: Mapping[Node, np.ndarray]
         with evaluating(self.model), evaluating(graph), quiet_engine(self.model):
             for index, (inputs, exact) in enumerate(zip(self.run.batches, self.run.exact(), strict=True)):
                 if computed is not None:
@@ -171,8 +173,8 @@ class Trials:
         if not lost:
             return RoundingTrial(selected=selected)
         worst = max(lost, key=lost.__getitem__)
-        plain = {group.columns.name: decibels(1.0, noise / group.weight) for group, noise in lost.items()}
-        shown = min(plain.items(), key=lambda item: item[1])
+        levels = {group.columns.name: decibels(1.0, noise / group.weight) for group, noise in lost.items()}
+        shown = min(levels.items(), key=lambda item: item[1])
         return RoundingTrial(decibels(1.0, lost[worst]), worst.columns.name, selected, shown)
 
     def _same_rows(

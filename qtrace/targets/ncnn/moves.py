@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import ExportError
+from qtrace.export.converted.graph import index_parts
 from qtrace.graph.types import TensorNode
 from qtrace.ops import OpCall
 from qtrace.targets.ncnn.layers import look_up
@@ -222,14 +223,12 @@ def _getitem(w: NcnnWriter, call: OpCall) -> None:
     if isinstance(index, TensorNode) and w.value(index) is None and table is not None:
         look_up(w, call, index, table)
         return
-    entries = list(index) if isinstance(index, tuple) else [index]
-    rank = len(_sizes(x))
-    used = sum(v is not None and v is not Ellipsis for v in entries)
-    ellipsis = next((k for k, v in enumerate(entries) if v is Ellipsis), len(entries))
-    entries[ellipsis : ellipsis + 1] = [slice(None)] * (rank - used)
     part = _Part(w, x, call.out.name)
     lists = 0
-    for axis, entry in enumerate(e for e in entries if e is not None):
+    for item in index_parts(index, len(part.sizes)):
+        entry, axis = item.value, item.axis
+        if axis is None:
+            continue
         positions = _positions(w, entry, part.sizes[axis])
         lists += not isinstance(positions, range)
         if w.samples.holds(x, axis) and not _takes_all(entry, positions, part.sizes[axis]):
@@ -266,12 +265,10 @@ def _positions(w: NcnnWriter, entry: Any, size: int) -> Sequence[int]:
 def _setitem(w: NcnnWriter, call: OpCall) -> None:
     """Writes ``x[..., 2:5, :7] = value`` axis by axis: the part before, the value, the part after."""
     x, index = call.inputs[0], call.attrs["index"]
-    entries = list(index) if isinstance(index, tuple) else [index]
-    sizes = _sizes(x)
-    ellipsis = next((k for k, v in enumerate(entries) if v is Ellipsis), len(entries))
-    entries[ellipsis : ellipsis + 1] = [slice(None)] * (len(sizes) - sum(v is not Ellipsis for v in entries))
-    cuts = []
-    for axis, (entry, size) in enumerate(zip(entries, sizes, strict=True)):
+    sizes, cuts = _sizes(x), []
+    for item in index_parts(index, len(sizes)):
+        entry, axis = item.value, item.axis or 0
+        size = sizes[axis]
         positions = _positions(w, entry, size) if isinstance(entry, slice) else []
         if w.samples.holds(x, axis) and not _takes_all(entry, positions, size):
             raise ExportError("it writes samples of the batch, which ncnn does not see: use another axis")

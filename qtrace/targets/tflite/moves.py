@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from qtrace.errors import ExportError
+from qtrace.export.converted.graph import IndexPart, index_parts
 from qtrace.graph.types import TensorNode
 from qtrace.ops import OpCall
 from qtrace.targets.tflite.build import Builder, Emitter, common_order, operands
@@ -241,26 +241,6 @@ def _stack(b: Builder, op: FusedOp) -> None:
     _join(b, op, after, "PACK", tensor, "PackOptions", axis=place, valuesCount=len(tensor))
 
 
-@dataclass(frozen=True)
-class _AxisIndex:
-    """The part of an index for one axis of the source; ``axis`` is None for a new axis."""
-
-    axis: int | None
-    value: Any
-
-
-def _items(index: Any, rank: int) -> list[_AxisIndex]:
-    entries = list(index) if isinstance(index, tuple) else [index]
-    used = sum(v is not None and v is not Ellipsis for v in entries)
-    ellipsis = next((k for k, v in enumerate(entries) if v is Ellipsis), len(entries))
-    entries[ellipsis : ellipsis + 1] = [slice(None)] * (rank - used)
-    items, axis = [], 0
-    for value in entries:
-        items.append(_AxisIndex(None if value is None else axis, value))
-        axis += value is not None
-    return items
-
-
 def _looked_up(b: Builder, op: FusedOp) -> bool:
     """Writes ``table[ids]`` with computed ids; returns whether an index is one."""
     call, index = op.call, op.call.attrs["index"]
@@ -280,7 +260,7 @@ def _getitem(b: Builder, op: FusedOp) -> None:
     if _looked_up(b, op):
         return
     call, source = op.call, b.get(op.call.inputs[0])
-    items = [_fixed(b, i, call) for i in _items(call.attrs["index"], len(source.order))]
+    items = [_fixed(b, i, call) for i in index_parts(call.attrs["index"], len(source.order))]
     gathers = [i for i in items if isinstance(i.value, np.ndarray)]
     if len(gathers) > 1 or any(i.value.dtype == np.bool_ or i.value.ndim != 1 for i in gathers):
         raise ExportError(
@@ -309,12 +289,12 @@ def _without_first(b: Builder, source: OrderedTensor) -> OrderedTensor:
     return OrderedTensor(b.reshaped(source.tensor, shape, order.index(0) if order else None), order)
 
 
-def _fixed(b: Builder, item: _AxisIndex, call: OpCall) -> _AxisIndex:
+def _fixed(b: Builder, item: IndexPart, call: OpCall) -> IndexPart:
     """Replaces the nodes of an index by their values."""
     subject, value = f"{call.out.name}: its index", item.value
     if isinstance(value, slice):
         ends = (None if v is None else b.number(v, subject) for v in (value.start, value.stop, value.step))
-        return _AxisIndex(item.axis, slice(*ends))
+        return IndexPart(item.axis, slice(*ends))
     if isinstance(value, TensorNode):
         value = b.value(value)
         if value is None:
@@ -326,11 +306,11 @@ def _fixed(b: Builder, item: _AxisIndex, call: OpCall) -> _AxisIndex:
     elif not isinstance(value, (list, np.ndarray)):
         return item
     positions = np.asarray(value)
-    return _AxisIndex(item.axis, int(positions) if positions.ndim == 0 else positions)
+    return IndexPart(item.axis, int(positions) if positions.ndim == 0 else positions)
 
 
 def _sliced(
-    b: Builder, call: OpCall, source: OrderedTensor, items: list[_AxisIndex], shape: list[int]
+    b: Builder, call: OpCall, source: OrderedTensor, items: list[IndexPart], shape: list[int]
 ) -> FileTensor:
     """Cuts out slices and numbers; changes ``shape``, in the graph's order, to the result's."""
     cuts: dict[int, tuple[int, int, int]] = {}
@@ -360,7 +340,7 @@ def _setitem(b: Builder, op: FusedOp) -> None:
     call = op.call
     target, index, _ = call.expr.args
     source = b.floats(b.get(target))
-    items = [_fixed(b, i, call) for i in _items(index, len(source.order))]
+    items = [_fixed(b, i, call) for i in index_parts(index, len(source.order))]
     if any(i.axis is None or not isinstance(i.value, slice) for i in items):
         raise ExportError(
             f"{call.out.name}: writing at {index!r} cannot become TFLite: write at slices that are fixed or "

@@ -14,7 +14,7 @@ from megengine import Tensor
 import qtrace
 from benchmarks.nets import ResNet18, image_batches, settle
 from benchmarks.rows import Row, Size
-from benchmarks.timing import Sample, Samples, Spread, take_turns
+from benchmarks.timing import Sample, Samples, Spread, run_interleaved
 
 __all__ = ["run"]
 
@@ -36,7 +36,7 @@ def _nncf(size: Size, python: str) -> Iterator[Row]:
     title = f"{size.net}: calibrate, {images} images, auto, minmax / NNCF min-max"
     prepared = qtrace.prepare(traced, {"observers": {"activation": "minmax"}})
     sides = {"minmax": lambda: qtrace.calibrate(prepared, batches, progress=False)}
-    before = take_turns(sides, size.slow_repeats).by_side["minmax"]
+    before = run_interleaved(sides, size.slow_repeats).by_side["minmax"]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = qtrace.export(qtrace.convert(prepared), folder / "float.onnx", format="onnx_float")
@@ -44,7 +44,7 @@ def _nncf(size: Size, python: str) -> Iterator[Row]:
         nncf_seconds = _run_worker(
             python, "nncf_minmax.py", model, folder / "x.npy", size.image[0], size.slow_repeats
         )["minmax"]
-    ours = [*before, *take_turns(sides, size.slow_repeats).by_side["minmax"]]
+    ours = [*before, *run_interleaved(sides, size.slow_repeats).by_side["minmax"]]
     # Ours before and after it: the machine should not have changed meanwhile.
     median = sorted(sample.wall for sample in ours)[len(ours) // 2]
     yield Row(title, Spread.of([Sample.of(median / other) for other in nncf_seconds]), "x", 1.0)

@@ -14,7 +14,7 @@ from megengine.quantization import calibration_qconfig, quantize_qat
 import qtrace
 from benchmarks.nets import MobileNetV2, NativeResNet18, ResNet18, image_batches, settle
 from benchmarks.rows import Row, Size
-from benchmarks.timing import take_turns
+from benchmarks.timing import run_interleaved
 from qtrace.calibration.base import watched
 from qtrace.calibration.choice import choose_engine
 from qtrace.calibration.observing import Observing
@@ -56,7 +56,7 @@ def _passes(
         sides[observer] = one_pass(prepared, batches, "megengine")
         sides[f"{observer} onnxruntime"] = one_pass(prepared, batches, "onnxruntime")
     # Two rounds before: the first batch also observes the weights.
-    samples = take_turns(sides, repeats, warm_up=2)
+    samples = run_interleaved(sides, repeats, warm_up=2)
     for observer, target in targets.items():
         title = f"{name}: calibration pass / float forward, {observer}"
         yield Row(title, samples.ratio(observer, "float"), "x", target)
@@ -97,7 +97,7 @@ def _whole(net: Module, batches: list[Tensor], name: str, repeats: int) -> Itera
     for observer in ("minmax", "mse"):
         prepared = qtrace.prepare(traced, {"observers": {"activation": observer}})
         sides[observer] = lambda p=prepared: qtrace.calibrate(p, batches, progress=False)
-    samples = take_turns(sides, repeats)
+    samples = run_interleaved(sides, repeats)
     for observer in ("minmax", "mse"):
         title = f"{name}: calibrate, {len(batches)} batches / {len(batches)} forwards, {observer}"
         yield Row(title, samples.ratio(observer, "float"), "x", note="with weights and range search")
@@ -110,7 +110,7 @@ def _native(batches: list[Tensor], size: Size) -> Iterator[Row]:
     observed = quantize_qat(net, inplace=False, qconfig=calibration_qconfig)
     observed.eval()
     sides = {"float": _forward(net, batches), "native": _forward(observed, batches)}
-    samples = take_turns(sides, size.slow_repeats)
+    samples = run_interleaved(sides, size.slow_repeats)
     title = f"{size.net}: MegEngine's own HistogramObserver / float forward"
     yield Row(title, samples.ratio("native", "float"), "x", note="it searches a range at every batch")
 
@@ -126,7 +126,7 @@ def _sampled(net: Module, name: str, size: Size) -> Iterator[Row]:
     for part in parts:
         prepared = qtrace.prepare(traced, {"observers": {"activation": {"mse": {"sample": part}}}})
         sides[str(part)] = one_pass(prepared, batches, "onnxruntime")
-    samples = take_turns(sides, size.slow_repeats, warm_up=2)
+    samples = run_interleaved(sides, size.slow_repeats, warm_up=2)
     title = f"{name} {'x'.join(map(str, shape))}: calibration pass, mse, onnxruntime"
     for part in parts[1:]:
         yield Row(f"{title}, sample: {part} / all", samples.ratio(str(part), "1"), "x")

@@ -17,7 +17,7 @@ from onnxruntime.quantization import CalibrationDataReader, CalibrationMethod, c
 import qtrace
 from benchmarks.nets import ResNet18, image_batches, settle
 from benchmarks.rows import Row, Size
-from benchmarks.timing import Sample, Samples, take_turns
+from benchmarks.timing import Sample, Samples, run_interleaved
 from qtrace.calibration.choice import Chosen
 from qtrace.calibration.jobs import LocalCollection, Source, WorkerJob
 from qtrace.graph.types import TracedModule
@@ -72,7 +72,7 @@ def _beside_onnxruntime(
         return calibrator.compute_data()
 
     sides["onnxruntime"] = theirs
-    samples = take_turns(sides, size.slow_repeats)
+    samples = run_interleaved(sides, size.slow_repeats)
     images = len(batches) * size.image[0]
     for observer, target in _TARGETS.items():
         title = f"{size.net}: calibrate, {images} images, auto, {observer} / onnxruntime.quantization MinMax"

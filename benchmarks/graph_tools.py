@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from benchmarks.rows import Row, Size
-from benchmarks.timing import take_turns
+from benchmarks.timing import run_interleaved
 from qtrace.graph import exprs, flatten
 from qtrace.graph.tracing.trace import trace
 from qtrace.graph.types import TracedModule
@@ -30,7 +30,7 @@ def run(size: Size) -> Iterator[Row]:
         copies = {n: [flatten(model) for _ in range(rounds)] for n, model in traced[build].items()}
         counts = {n: len(exprs(models[0])) for n, models in copies.items()}
         sides = {str(n): partial(_on_next, TOOLS[tool], models) for n, models in copies.items()}
-        samples = take_turns(sides, rounds, warm_up=0)
+        samples = run_interleaved(sides, rounds, warm_up=0)
         label = f"{tool}, chain of {build.__name__}"
         yield Row(f"{label}, {counts[long]} exprs", samples.seconds(str(long)), "s", _SECONDS)
         growth = samples.ratio(str(long), str(short))

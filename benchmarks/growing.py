@@ -15,7 +15,7 @@ import numpy as np
 import qtrace
 from benchmarks.nets import chain
 from benchmarks.rows import Row, Size
-from benchmarks.timing import Sample, Spread, take_turns
+from benchmarks.timing import Sample, Spread, run_interleaved
 from qtrace.graph.lint import lint
 
 __all__ = ["run"]
@@ -33,7 +33,7 @@ def run(size: Size) -> Iterator[Row]:
         chains = {n: _Chain(n, Path(folder)) for n in layers}
         for name in _Chain.STEPS:
             sides: dict[str, Callable[[], Any]] = {str(n): getattr(c, name) for n, c in chains.items()}
-            samples = take_turns(sides, max(size.slow_repeats - 2, 1), warm_up=0)
+            samples = run_interleaved(sides, max(size.slow_repeats - 2, 1), warm_up=0)
             for n in layers:
                 yield Row(f"{name}, chain of {n} layers", samples.seconds(str(n)), "s")
             growth = samples.ratio(str(layers[-1]), str(layers[-2]))

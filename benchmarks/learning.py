@@ -20,7 +20,7 @@ import qtrace
 from benchmarks import machine
 from benchmarks.nets import ResNet18, image_batches, settle
 from benchmarks.rows import Row, Size, render
-from benchmarks.timing import take_turns
+from benchmarks.timing import run_interleaved
 from qtrace.extras.finetune import FinetuneSettings
 from qtrace.extras.finetune.running import TuningRun
 from qtrace.graph.types import TracedModule
@@ -58,7 +58,7 @@ def _rows(name: str, traced: TracedModule, images: np.ndarray, repeats: int) -> 
         if len(sides) < len(_ENGINES):
             _finetune(prepared, images, _ENGINES[1], measure)
         else:
-            samples.append(take_turns(sides, repeats, warm_up=2))
+            samples.append(run_interleaved(sides, repeats, warm_up=2))
 
     samples: list[Any] = []
     _finetune(prepared, images, _ENGINES[0], measure)

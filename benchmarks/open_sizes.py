@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 import qtrace
+from qtrace.benchmarking.interleaved import Speed, compare_files
 from qtrace.benchmarking.runners import RunnerSettings
-from qtrace.benchmarking.turns import Speed, compare_files
 from qtrace.graph.types import TracedModule
 from tests.zoo.catalog import CNN
 from tests.zoo.detectors.entry import trained

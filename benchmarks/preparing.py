@@ -9,7 +9,7 @@ import numpy as np
 import qtrace
 from benchmarks.nets import chain
 from benchmarks.rows import Row, Size
-from benchmarks.timing import take_turns
+from benchmarks.timing import run_interleaved
 
 __all__ = ["run"]
 
@@ -20,7 +20,7 @@ def run(size: Size) -> Iterator[Row]:
     image = np.zeros((1, 4, 8, 8), np.float32)
     # Tracing is not what is measured, and its comparison on other inputs costs five forwards.
     traced = {n: qtrace.trace(chain(n), image, check=False) for n in (short, long)}
-    samples = take_turns(
+    samples = run_interleaved(
         {str(n): lambda t=t: qtrace.prepare(t) for n, t in traced.items()}, size.slow_repeats
     )
     yield Row(f"prepare, {short} conv+bn+relu", samples.seconds(str(short)), "s", 3.0, "beyond tracing")

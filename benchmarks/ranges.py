@@ -9,7 +9,7 @@ import numpy as np
 import qtrace
 from benchmarks.nets import ResNet50, image_batches, settle
 from benchmarks.rows import Row, Size
-from benchmarks.timing import take_turns
+from benchmarks.timing import run_interleaved
 from qtrace import QScheme
 from qtrace.calibration.collecting import CollectOptions, collect, observe_parameters
 from qtrace.observers.base import Observer
@@ -42,7 +42,7 @@ def run(size: Size) -> Iterator[Row]:
         "mse, 8-bit symmetric, 64 channels": _filled(MeanSquaredError(channels, bins=_BINS), weights),
         "percentile, 8-bit affine, normal": _filled(Percentile(affine, bins=_BINS), normal),
     }
-    samples = take_turns({n: o.qparams for n, o in {**checked, **others}.items()}, size.repeats)
+    samples = run_interleaved({n: o.qparams for n, o in {**checked, **others}.items()}, size.repeats)
     for name in checked:
         title = f"range search, mse, {_BINS} bins, 8-bit affine, {name}"
         yield Row(title, samples.seconds(name, per=1e-3), "ms", _TARGET)
@@ -62,7 +62,7 @@ def _every_site(size: Size) -> Iterator[Row]:
         collected = collect(prepared, enumerate(batches), CollectOptions("megengine")).statistics
         observers = observe_parameters(QuantizedModel(prepared), collected).observers.values()
         search = {observer: lambda o=observers: [each.qparams() for each in o if not each.empty]}  # type: ignore[misc]
-        samples = take_turns(search, size.slow_repeats)
+        samples = run_interleaved(search, size.slow_repeats)
         title = f"range search, {observer}, all {len(observers)} groups of ResNet-50"
         yield Row(title, samples.seconds(observer), "s", 1.0)
 

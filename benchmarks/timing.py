@@ -11,9 +11,9 @@ from typing import Any
 
 import megengine
 
-from qtrace.benchmarking.latency import order_turn
+from qtrace.benchmarking.latency import rotate_order
 
-__all__ = ["Sample", "Samples", "Spread", "take_turns"]
+__all__ = ["Sample", "Samples", "Spread", "run_interleaved"]
 
 Call = Callable[[], Any]
 
@@ -49,7 +49,7 @@ class Spread:
 
 
 class Samples:
-    """The result of ``take_turns``: side -> one sample for each round."""
+    """The result of ``run_interleaved``: side -> one sample for each round."""
 
     def __init__(self, by_side: dict[str, list[Sample]]) -> None:
         self.by_side = by_side
@@ -64,7 +64,7 @@ class Samples:
         return Spread.of(Sample(a.wall / b.wall, a.cpu / b.cpu) for a, b in pairs)
 
 
-def take_turns(sides: Mapping[str, Call], repeats: int, warm_up: int = 1) -> Samples:
+def run_interleaved(sides: Mapping[str, Call], repeats: int, warm_up: int = 1) -> Samples:
     """Calls all sides in turns, ``repeats`` times.
 
     No side runs twice in a row, when it would be faster.
@@ -82,7 +82,7 @@ def take_turns(sides: Mapping[str, Call], repeats: int, warm_up: int = 1) -> Sam
             gc.collect()
             gc.disable()
             names = list(sides)
-            for name in (names[index] for index in order_turn(len(names), number)):
+            for name in (names[index] for index in rotate_order(len(names), number)):
                 sample = _measure(sides[name])
                 if number >= warm_up:
                     samples[name].append(sample)

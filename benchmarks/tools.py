@@ -14,7 +14,7 @@ from megengine.module import Module
 import qtrace
 from benchmarks.nets import MobileNetV2, ResNet18, ResNet50, image_batches, settle
 from benchmarks.rows import Row, Size
-from benchmarks.timing import Samples, take_turns
+from benchmarks.timing import Samples, run_interleaved
 from tests.zoo.darknet import CSPDarknet
 
 __all__ = ["run"]
@@ -55,4 +55,4 @@ def _measured(net: Module, batches: list[Tensor], rounds: int) -> Samples:
             "load": lambda: qtrace.load(saved),
         }
         # The first round must run in this order: verify and load need the files.
-        return take_turns(sides, rounds)
+        return run_interleaved(sides, rounds)

@@ -28,7 +28,7 @@ qtrace.quiet()  # before anything else loads MegEngine: it would print notes abo
 
 from benchmarks.accuracy.peers import quantize_by_onnxruntime  # noqa: E402
 from benchmarks.deployed.judging import File  # noqa: E402
-from benchmarks.timing import take_turns  # noqa: E402
+from benchmarks.timing import run_interleaved  # noqa: E402
 from benchmarks.torch_families import TorchNetwork  # noqa: E402
 from qtrace.benchmarking.machine import describe_machine  # noqa: E402
 from qtrace.benchmarking.onnx_ops import read_graph  # noqa: E402
@@ -151,7 +151,7 @@ def _settle(module: Any, shape: Sequence[int]) -> Any:
 def _measure_files(net: str, exact: Path, paths: dict[str, Path], test: np.ndarray) -> Iterator[FileRow]:
     files = {name: File(path) for name, path in {FLOAT: exact, **paths}.items()}
     runs = max(1, math.ceil(_TURN_SECONDS / _seconds(files[FLOAT], test[0])))
-    samples = take_turns({n: _turn(f, test[0], runs) for n, f in files.items()}, _ROUNDS, warm_up=3)
+    samples = run_interleaved({n: _turn(f, test[0], runs) for n, f in files.items()}, _ROUNDS, warm_up=3)
     machine = describe_machine("onnxruntime", "onnxruntime", 1)
     costs, processor = CostTable.for_machine(machine), machine.processor
     # The float file as onnxruntime's tool has prepared it: constants are folded, so that shapes are known.

@@ -18,7 +18,7 @@ from megengine.quantization import quantize_qat
 import qtrace
 from benchmarks.nets import NativeResNet18, ResNet18, image_batches, settle
 from benchmarks.rows import Row, Size
-from benchmarks.timing import Samples, take_turns
+from benchmarks.timing import Samples, run_interleaved
 from examples.detector.net import pretrained
 from qtrace.gradients import fast_gradients
 
@@ -35,8 +35,8 @@ def run(size: Size) -> Iterator[Row]:
     level, megengine.config.async_level = megengine.config.async_level, 0  # else gradients race on CPU
     try:
         # jit.trace compiles at the second call.
-        samples = take_turns(_sides(size), size.slow_repeats, warm_up=2)
-        detector = take_turns(_detector_sides(size), 3 * size.slow_repeats, warm_up=2)
+        samples = run_interleaved(_sides(size), size.slow_repeats, warm_up=2)
+        detector = run_interleaved(_detector_sides(size), 3 * size.slow_repeats, warm_up=2)
     finally:
         megengine.config.async_level = level
     yield from _rows(f"{size.net}: ", samples)

@@ -38,7 +38,7 @@ from scipy.optimize import linear_sum_assignment  # noqa: E402
 
 from benchmarks.accuracy.peers import quantize_by_nncf, quantize_by_onnxruntime  # noqa: E402
 from benchmarks.deployed.judging import File  # noqa: E402
-from benchmarks.timing import take_turns  # noqa: E402
+from benchmarks.timing import run_interleaved  # noqa: E402
 from benchmarks.weights import TextClassifier, randomized  # noqa: E402
 from scripts.stored import RESULTS, ToolFile, ToolsRow, load, store, table, today  # noqa: E402
 from tests import selecting_nets  # noqa: E402
@@ -210,7 +210,7 @@ def measure(name: str, tools: Sequence[str], nncf: str | None) -> dict[str, Tool
                 rows[tool] = replace(rows[tool], db=db, rows=share)
         runs = _runs_in_a_turn(exact, test[:1])
         sides = {tool: _turn(file, test[:1], runs) for tool, file in {"float": exact, **files}.items()}
-        samples = take_turns(sides, _ROUNDS, warm_up=3)
+        samples = run_interleaved(sides, _ROUNDS, warm_up=3)
         for tool in files:
             rows[tool] = replace(rows[tool], speed=samples.ratio("float", tool).cpu)
     return rows

@@ -21,7 +21,7 @@ import onnxruntime
 from megengine import Parameter, Tensor
 
 import qtrace
-from benchmarks.timing import take_turns
+from benchmarks.timing import run_interleaved
 from qtrace.comparing.sums import sqnr_db
 
 __all__ = ["TextClassifier", "main", "randomized"]
@@ -164,7 +164,7 @@ def _measure(net: M.Module, draw: Callable[[int, int], np.ndarray], samples: int
             for side, s in sessions.items()
         }
         runs: dict[str, Any] = {side: lambda s=s: s.run(None, {feed: single}) for side, s in sessions.items()}
-        times = take_turns(runs, repeats, 3)
+        times = run_interleaved(runs, repeats, 3)
         sizes = {side: path.stat().st_size / 2**20 for side, path in files.items()}
     noise = {side: f"{sqnr_db(outputs['float'], outputs[side]):.1f}" for side in files if side != "float"}
     return [

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+SHOWN_NAMES = 3  # of a list within a sentence
+SHOWN_LINES = 20  # of a list of problems, or of lines that a report prints
+
 
 class QtraceError(Exception):
     """Base of all errors that a user can cause; the command line prints it and exits with `exit_code`.
@@ -74,6 +79,14 @@ class QtraceWarning(UserWarning):
 
 class TrainingError(QtraceError):
     """A fine-tuning cannot begin, or its loss is not finite."""
+
+
+def shorten_list(entries: Iterable[object], separator: str = ", ", limit: int = SHOWN_NAMES) -> str:
+    """Joins the first entries for a message, and says how many more there are."""
+    texts = list(map(str, entries))
+    shown = texts if len(texts) <= limit + 1 else texts[:limit]  # "and 1 more" is no shorter than a name
+    rest = len(texts) - len(shown)
+    return separator.join(shown) + (f"{separator.lstrip(',;')}and {rest} more" if rest else "")
 
 
 def install(extra: str) -> str:

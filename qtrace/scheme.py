@@ -235,7 +235,7 @@ def _zero_point_array(scheme: QScheme, value: Any) -> np.ndarray:
     if bad.any():
         allowed = f"is {low}" if low == high else f"lies in [{low}, {high}]"
         raise SchemeError(
-            f"QParams: zero_point holds {numbers[bad][0]}, but that of {scheme.describe()} {allowed}."
+            f"QParams: zero_point holds {numbers[bad][0]}, but for {scheme.describe()} it {allowed}."
         )
     return numbers.astype(np.int32)
 
@@ -267,4 +267,4 @@ def _known_keys(owner: str, data: Mapping[str, Any], known: tuple[str, ...]) -> 
         raise SchemeError(f"{owner}: {data!r} is not a mapping: give {', '.join(known)} by name.")
     for key in data:
         if key not in known:
-            raise SchemeError(f"{owner} has no {key!r}: it knows {', '.join(known)}.")
+            raise SchemeError(f"{owner} does not know {key!r}: it knows {', '.join(known)}.")

@@ -6,8 +6,8 @@
 A fault is one changed expression: a sign, a bound, a rounding, an axis, or a case that is left out. The same
 seed plants the same faults. The tests of a fault are those that import its module, then those that mirror its
 folder; a test counts if it passes without the fault. With ``--against``, both checkouts have the changed
-expression, and each is tested by its own suite in its own ``.venv``. What only the older suite finds is listed
-at the end.
+expression, and each is tested by its own suite in its own ``.venv``. What only the older suite finds is
+listed at the end.
 """
 
 from __future__ import annotations

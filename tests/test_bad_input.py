@@ -357,7 +357,7 @@ def test_recipes_check_tells_code_as_a_finding(place: Path) -> None:
 
 
 def test_allowed_code_is_imported(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    refused("own_code has no Own", *calibrate("--allow-code", recipe="code.yaml"))
+    refused("own_code lacks Own", *calibrate("--allow-code", recipe="code.yaml"))
     assert (place / "ran").exists()
     (place / "ran").unlink()
     monkeypatch.delitem(sys.modules, "own_code")

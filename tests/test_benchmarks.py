@@ -14,7 +14,7 @@ from benchmarks import beside, whole
 from benchmarks.__main__ import GROUPS, LATEST, main
 from benchmarks.limits import limit
 from benchmarks.rows import Row, Size, render
-from benchmarks.timing import Sample, Samples, Spread, take_turns
+from benchmarks.timing import Sample, Samples, Spread, run_interleaved
 from tests.each import each_of
 
 
@@ -62,11 +62,11 @@ def test_ratio_is_the_median_of_the_ratios_of_each_round():
 
 def test_sides_take_turns_and_warm_up_does_not_count():
     calls = []
-    samples = take_turns({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 2, warm_up=1)
+    samples = run_interleaved({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 2, warm_up=1)
     assert "".join(calls) == "ab" * 3  # neither runs twice in a row
     assert [len(s) for s in samples.by_side.values()] == [2, 2]
     calls.clear()
-    take_turns({name: lambda name=name: calls.append(name) for name in "abc"}, 2, warm_up=1)
+    run_interleaved({name: lambda name=name: calls.append(name) for name in "abc"}, 2, warm_up=1)
     assert "".join(calls) == "abc" + "bca" + "cab"
 
 

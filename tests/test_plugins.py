@@ -96,8 +96,8 @@ def test_refused_names_import_nothing():
     [
         ("class A: pass", "own:A", "not a subclass"),
         ("A = 3", "own:A", "not a subclass"),
-        ("", "own:A", "has no A"),
-        ("class Outer: pass", "own:Outer.Inner", "has no Outer.Inner"),
+        ("", "own:A", "lacks A"),
+        ("class Outer: pass", "own:Outer.Inner", "lacks Outer.Inner"),
         ("1 / 0", "own:A", "ZeroDivisionError"),
         ("def", "own:A", "SyntaxError"),
         ("", "no_such_module_here:A", "ModuleNotFoundError"),

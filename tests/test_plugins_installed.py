@@ -150,7 +150,7 @@ def test_a_backend_by_its_name_and_by_its_entry_point(chip):
     ("config", "message"),
     [
         ({"backend": "chip_target:NUMBER"}, "'chip_target:NUMBER' is of type int: define it as an object of"),
-        ({"backend": "chip_target:NONE"}, "chip_target has no NONE: define it there as an object of Backend"),
+        ({"backend": "chip_target:NONE"}, "chip_target lacks NONE: define it there as an object of Backend"),
         ({"backend": "nowhere:X"}, "importing nowhere failed with ModuleNotFoundError"),
         ({"backend": "not a name:"}, "'not a name:' is not of the form pkg.mod:NAME"),
         ({"backend": "chip"}, "unknown backend 'chip'"),

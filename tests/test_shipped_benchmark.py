@@ -122,7 +122,7 @@ class _Cooling:
 
 @each_of("count", [2, 3, 4])
 def test_no_place_in_the_turns_makes_a_file_faster(count: int) -> None:
-    times = sides.take_turns([_Cooling(0.0015) for _ in range(count)], np.zeros((1, 3)), turns=9)
+    times = sides.run_interleaved([_Cooling(0.0015) for _ in range(count)], np.zeros((1, 3)), turns=9)
     assert np.median(times, axis=1) == pytest.approx([0.0015] * count)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 import qtrace
-from benchmarks.timing import Spread, take_turns
+from benchmarks.timing import Spread, run_interleaved
 from qtrace.benchmarking.onnx_ops import read_graph
 from qtrace.benchmarking.prediction import predict
 from qtrace.comparing.sums import ErrorSums
@@ -63,7 +63,7 @@ def measure_speed(exact: File, file: File, sample: np.ndarray, threads: int) -> 
     """Times a file beside float, in turns."""
     runs = _runs_in_a_turn(exact, sample, threads)
     sides = {"float": _turn(exact, sample, threads, runs), "file": _turn(file, sample, threads, runs)}
-    samples = take_turns(sides, ROUNDS, warm_up=_WARM_UP)
+    samples = run_interleaved(sides, ROUNDS, warm_up=_WARM_UP)
     return Speed(_triple(samples.ratio("float", "file")), samples.seconds("file", 1e-3 * runs).median)
 
 
@@ -71,7 +71,7 @@ def faster(files: Sequence[File], sample: np.ndarray) -> File:
     """Returns the fastest of some files, on one thread."""
     runs = _runs_in_a_turn(files[0], sample, 1)
     sides = {str(i): _turn(file, sample, 1, runs) for i, file in enumerate(files)}
-    samples = take_turns(sides, ROUNDS, warm_up=_WARM_UP)
+    samples = run_interleaved(sides, ROUNDS, warm_up=_WARM_UP)
     return files[int(min(sides, key=lambda side: samples.seconds(side).median))]
 
 

@@ -26,7 +26,7 @@ qtrace.quiet()  # before anything else loads MegEngine: it would print notes abo
 from benchmarks import machine  # noqa: E402
 from benchmarks.accuracy.peers import quantize_by_nncf  # noqa: E402
 from benchmarks.deployed import networks  # noqa: E402
-from benchmarks.timing import take_turns  # noqa: E402
+from benchmarks.timing import run_interleaved  # noqa: E402
 from qtrace.comparing.sums import ErrorSums  # noqa: E402
 from qtrace.display import format_table  # noqa: E402
 from qtrace.onnxfile.saturation import products_saturate  # noqa: E402
@@ -230,7 +230,7 @@ def _judge(row: RuntimeRow, exact: _File, file: _File, test: np.ndarray) -> Runt
             each.invoke()
         for reference, output in zip(exact.outputs(), file.outputs(), strict=True):
             sums.add(reference, output)
-    samples = take_turns({"float": exact.invoke, "file": file.invoke}, _ROUNDS, warm_up=_WARM_UP)
+    samples = run_interleaved({"float": exact.invoke, "file": file.invoke}, _ROUNDS, warm_up=_WARM_UP)
     ratio = samples.ratio("float", "file")
     return dataclasses.replace(
         row,

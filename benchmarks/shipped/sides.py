@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.benchmarking.latency import order_turn
+from qtrace.benchmarking.latency import rotate_order
 from qtrace.runtimes.files import RuntimeChild, RuntimeFile
 from qtrace.runtimes.host import RuntimeHost
 from qtrace.targets.ncnn.runtime import NcnnSession
 from qtrace.targets.tflite.runtime import LitertSession
 
-__all__ = ["Side", "load", "take_rounds", "take_turns"]
+__all__ = ["Side", "load", "run_interleaved", "take_rounds"]
 
 _SETTLING, _TIMED = 0.02, 0.01  # seconds of the runs of a turn that do not count, and of those that do
 _PLAIN_NCNN = ("use_fp16_packed", "use_fp16_storage", "use_fp16_arithmetic")
@@ -133,7 +133,7 @@ def _ncnn(child: RuntimeChild, path: Path, plain: bool) -> Side:
     return Side(child, file, lambda batch: batch)
 
 
-def take_turns(sides: Sequence[Side], batch: np.ndarray, turns: int) -> list[list[float]]:
+def run_interleaved(sides: Sequence[Side], batch: np.ndarray, turns: int) -> list[list[float]]:
     """Returns the times of each file, one a turn.
 
     The first runs after those of another file are slower: ResNet-18 at 96x96 took 2.9 ms at first and
@@ -145,7 +145,7 @@ def take_turns(sides: Sequence[Side], batch: np.ndarray, turns: int) -> list[lis
         side.time()
     times: list[list[float]] = [[] for _ in sides]
     for number in range(turns):
-        for index in order_turn(len(sides), number):
+        for index in rotate_order(len(sides), number):
             runs = _runs_in(_SETTLING, sides[index].time())
             for _ in range(runs - 1):
                 sides[index].time()
@@ -177,7 +177,7 @@ def take_rounds(
     for start in range(starts):
         order = [(start + number) % len(openers) for number in range(len(openers))]
         sides = {index: openers[index]() for index in order}
-        times = dict(zip(order, take_turns([sides[index] for index in order], batch, turns), strict=True))
+        times = dict(zip(order, run_interleaved([sides[i] for i in order], batch, turns), strict=True))
         rounds.append([times[index] for index in range(len(openers))])
         for side in sides.values():
             side.close()

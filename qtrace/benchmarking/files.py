@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qtrace.benchmarking.latency import Latency, file_size, take_turns
+from qtrace.benchmarking.latency import Latency, file_size, run_interleaved
 from qtrace.benchmarking.machine import peak_memory
 from qtrace.benchmarking.onnx_ops import read_graph
 from qtrace.benchmarking.prediction import Prediction, predict
@@ -104,7 +104,7 @@ def bench_files(
         if by_op and not isinstance(runner, ProfiledRunner):
             raise ExportError(f"{path.name} runs in a runtime without a profile: leave out --by-op.")
     reports = []
-    latencies = take_turns(runners, seconds * len(paths), tick)
+    latencies = run_interleaved(runners, seconds * len(paths), tick)
     for path, runner, latency in zip(paths, runners, latencies, strict=True):
         slower = latency.ratio < NO_SLOWER
         profile = prediction = None

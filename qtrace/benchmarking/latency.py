@@ -14,7 +14,7 @@ import numpy as np
 
 from qtrace.benchmarking.runners import Runner
 
-__all__ = ["Latency", "file_size", "order_turn", "take_turns"]
+__all__ = ["Latency", "file_size", "rotate_order", "run_interleaved"]
 
 _LEAST_ROUNDS, _MOST_ROUNDS = 9, 2000
 
@@ -46,7 +46,7 @@ class Latency:
         return dict(vars(self))
 
 
-def order_turn(count: int, number: int) -> list[int]:
+def rotate_order(count: int, number: int) -> list[int]:
     """Returns the order in which files run in a turn, which lets none run twice in a row.
 
     A file that does is faster, probably as caches have its data: ResNet-18 at 96x96 took 2.9 ms after another
@@ -61,12 +61,12 @@ def order_turn(count: int, number: int) -> list[int]:
     return [*range(start, count), *range(start)]
 
 
-def take_turns(
+def run_interleaved(
     runners: Sequence[Runner], seconds: float, tick: Callable[[], None] = lambda: None
 ) -> list[Latency]:
     """Runs all files in turns and returns the latency of each.
 
-    The order comes from `order_turn`.
+    The order comes from `rotate_order`.
 
     Args:
         runners: the files, the first of which is the reference of the ratios.
@@ -78,7 +78,7 @@ def take_turns(
     times: list[list[float]] = [[] for _ in runners]
     end = time.perf_counter() + seconds
     for number in range(_MOST_ROUNDS):
-        for index in order_turn(len(runners), number):
+        for index in rotate_order(len(runners), number):
             times[index].append(runners[index].run())
         tick()
         if number + 1 >= _LEAST_ROUNDS and time.perf_counter() > end:

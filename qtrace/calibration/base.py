@@ -60,7 +60,7 @@ class Engine(Protocol):
         """
 
     @property
-    def ahead(self) -> int:
+    def prefetched(self) -> int:
         """The number of batches that are worth beginning while another one runs; 0 for none."""
 
     def begin(self, arguments: Arguments) -> None:

@@ -178,8 +178,8 @@ class _FixedEngine(ExplainedEngine):
         return self._chosen
 
     @property
-    def ahead(self) -> int:
-        return self._engine.ahead
+    def prefetched(self) -> int:
+        return self._engine.prefetched
 
     def begin(self, arguments: Arguments) -> None:
         self._engine.begin(arguments)
@@ -242,8 +242,8 @@ class _ComparedEngine(ExplainedEngine):
         return "" if self._earlier is not None else next(iter(self._reasons.values()), "")
 
     @property
-    def ahead(self) -> int:
-        return 0 if self._refusal else self._fast.ahead
+    def prefetched(self) -> int:
+        return 0 if self._refusal else self._fast.prefetched
 
     def begin(self, arguments: Arguments) -> None:
         """Begins a batch in the fast engine, also where that is yet to be compared at its shapes."""

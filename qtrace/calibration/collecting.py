@@ -45,7 +45,7 @@ class CollectOptions:
         batches: number of batches, with the batches of ``start``; None if unknown.
         threads: number of threads that compute; None for all cores.
         progress: whether to show a progress bar on stderr.
-        ahead: whether to read batches while earlier ones are computed.
+        prefetch: whether to read batches while earlier ones are computed.
         host: the interpreter or machine whose onnxruntime computes; None for this process.
     """
 
@@ -54,7 +54,7 @@ class CollectOptions:
     threads: int | None = None
     progress: bool = False
     host: RuntimeHost | None = None
-    ahead: bool = False
+    prefetch: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def collect(
                     observing.commit()
                     after(Collected(observing.statistics, engine.chosen))
             chosen = reader.engine().chosen
-        sited = {group: far for group, far in observing.far.items() if group not in model.record.native}
+        sited = {group: large for group, large in observing.large.items() if group not in model.record.native}
         refuse_spoiled(sited, observing.statistics.observers, places, lambda node: _bound(model, node))
         for problem in reader.unusual:  # not with an error, which matters more
             _LOG.warning(f"batch 0: {problem}.")
@@ -188,7 +188,7 @@ class _Reader:
         source, waiting = iter(batches), deque[_Batch]()
         ended, failure = False, None
         while True:
-            while not ended and len(waiting) <= self._count_ahead():
+            while not ended and len(waiting) <= self._count_prefetched():
                 try:
                     number, batch = next(source, (None, None))
                     if number is not None:
@@ -198,14 +198,14 @@ class _Reader:
                     ended, failure = True, error
             if not waiting:
                 break
-            for batch in waiting if self._options.ahead else ():
+            for batch in waiting if self._options.prefetch else ():
                 self.engine().begin(batch.arguments)
             yield waiting.popleft()
         if failure is not None:
             raise failure
 
-    def _count_ahead(self) -> int:
-        return self._engine.ahead if self._options.ahead and self._engine is not None else 0
+    def _count_prefetched(self) -> int:
+        return self._engine.prefetched if self._options.prefetch and self._engine is not None else 0
 
     def _prepare(self, number: int, batch: Any) -> _Batch:
         arguments = as_arguments(batch, self._model.module, number)

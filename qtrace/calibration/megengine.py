@@ -30,7 +30,7 @@ class MegEngine:
     """
 
     name = "megengine"
-    ahead = 0
+    prefetched = 0
 
     def __init__(self, prepared: TracedModule, nodes: Collection[str]) -> None:
         self._prepared, self._nodes = prepared, frozenset(nodes)

@@ -16,7 +16,7 @@ from qtrace.errors import CalibrationError
 from qtrace.fakequant.base import fold_channels
 from qtrace.observers.base import Observer
 
-__all__ = ["FAR", "Observing", "Values", "read_far", "refuse_spoiled"]
+__all__ = ["LARGE", "Observing", "Values", "read_large", "refuse_spoiled"]
 
 
 class Observing:
@@ -28,7 +28,7 @@ class Observing:
     Attributes:
         statistics: the statistics of all committed batches.
         nonfinite: the graph outputs that are no sites and hold NaN or infinity in the current batch.
-        far: group -> its values that are far from all others, for `refuse_spoiled`.
+        large: group -> its values that are far larger than all others, for `refuse_spoiled`.
 
     Args:
         statistics: the statistics to add to.
@@ -45,7 +45,7 @@ class Observing:
         self._observed: dict[str, list[Observer]] = {}
         self._batch = self._checksum = 0
         self.nonfinite: list[str] = []
-        self.far: dict[str, Values] = {}
+        self.large: dict[str, Values] = {}
 
     def begin(self, number: int, checksum: int) -> None:
         """Begins a batch; what was observed since the last `commit` is dropped.
@@ -81,9 +81,9 @@ class Observing:
                 place = self._places.get(node)
                 text = f"{error} The value is {place}." if place else str(error)
                 raise CalibrationError(text + _meant(value)) from error
-            if observer.largest >= FAR and (values := read_far(node, value)) is not None:
-                earlier = self.far.get(group, values)
-                self.far[group] = values if values.near >= earlier.near else earlier
+            if observer.largest >= LARGE and (values := read_large(node, value)) is not None:
+                earlier = self.large.get(group, values)
+                self.large[group] = values if values.near >= earlier.near else earlier
 
     def commit(self) -> None:
         """Adds the batch to the statistics."""
@@ -113,35 +113,35 @@ def _meant(value: np.ndarray) -> str:
     )
 
 
-FAR = 1e4  # smaller numbers do not stand for infinity, unless the graph shows it
+LARGE = 1e4  # smaller numbers do not stand for infinity, unless the graph shows it
 _GAP = 8.0  # between the numbers that stand for infinity and all others
 _LEAST_STEPS = 4.0  # of the grid within the others: fewer than 3 bits
 
 
 @dataclass(frozen=True)
 class Values:
-    """The values of a node that are far from all others, and these others.
+    """The values of a node that are far larger than all others, and these others.
 
     Attributes:
         node: the name of the node.
-        far: the far value of the largest magnitude.
+        large: the value of the largest magnitude.
         near: the largest magnitude of the others.
     """
 
     node: str
-    far: float
+    large: float
     near: float
 
 
-def read_far(node: str, value: np.ndarray) -> Values | None:
-    """Reads a value that reaches `FAR`; None if no gap parts its far numbers from the others.
+def read_large(node: str, value: np.ndarray) -> Values | None:
+    """Reads a value that reaches `LARGE`; None if no gap parts its large numbers from the others.
 
     Zeros do not count: a mask of two numbers needs two integers.
     """
     sizes = np.abs(value)
     largest = float(sizes.max())
     near = float(sizes.max(where=sizes < largest / _GAP, initial=0.0))
-    if largest < FAR or near == 0.0:
+    if largest < LARGE or near == 0.0:
         return None
     return Values(node, float(value.flat[int(sizes.argmax())]), near)
 
@@ -152,10 +152,10 @@ def refuse_spoiled(
     places: Mapping[str, str],
     readers: Callable[[str], Iterable[str]],
 ) -> None:
-    """Refuses statistics by which far values leave the others of their site next to no integers.
+    """Refuses statistics in which large values leave the others of their site next to no integers.
 
     Args:
-        values: group of sites -> its far values.
+        values: group of sites -> its large values.
         observers: group -> its observer, which chooses the range.
         places: node -> its op and source line.
         readers: returns the results of the ops that write the value of a node or read it as their site.
@@ -163,19 +163,19 @@ def refuse_spoiled(
     Raises:
         CalibrationError: naming the site, its range, the magnitude of the other values, and the cure.
     """
-    for group, far in values.items():
+    for group, entry in values.items():
         observer = observers[group]
         if observer.scheme.per_channel:
             continue
         step = float(observer.qparams().scale.max())
-        if far.near >= _LEAST_STEPS * step:
+        if entry.near >= _LEAST_STEPS * step:
             continue
         lo, hi = (float(end) for end in observer.range())
-        place = f", {places[far.node]}" if far.node in places else ""
-        names = ", ".join(readers(far.node))
+        place = f", {places[entry.node]}" if entry.node in places else ""
+        names = ", ".join(readers(entry.node))
         raise CalibrationError(
-            f"site {far.node}{place}: its range is {lo:.4g} to {hi:.4g} with a step of {step:.3g}, but "
-            f"without numbers such as {far.far:.4g} no value exceeds {far.near:.3g}: call prepare with "
-            "samples, or give a mask as a constant, so that the number is read as infinity; or "
-            f"keep the site in float by a rule {{match: {{name: [{names}]}}, quantize: false}}."
+            f"site {entry.node}{place}: its range is {lo:.4g} to {hi:.4g} with a step of {step:.3g}, but "
+            f"without numbers such as {entry.large:.4g} no value exceeds {entry.near:.3g}. Call prepare with "
+            "samples, or give a mask as a constant, so that qtrace reads the number as infinity. "
+            f"Or keep the site in float by a rule {{match: {{name: [{names}]}}, quantize: false}}."
         )

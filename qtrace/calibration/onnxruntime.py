@@ -35,11 +35,11 @@ _LOG = logging.getLogger("qtrace")
 # thereby the last bits of the values.
 _MAX_ACTIVATION_BYTES = 2 << 30
 # Bytes of activations of the batches that are computed together with the one that is observed.
-_MAX_BYTES_AHEAD = 512 << 20
+_MAX_PREFETCHED_BYTES = 512 << 20
 
 
 @dataclass(frozen=True)
-class _Begun:
+class _PendingBatch:
     """A batch that is computed on another thread, and the bytes of its values."""
 
     arguments: Arguments
@@ -87,7 +87,7 @@ class OnnxRuntime:
         self._prepared, self._nodes, self._threads, self._limit = prepared, tuple(nodes), threads, limit
         self._host = host
         self._pool: ThreadPoolExecutor | None = None
-        self._begun: dict[int, _Begun] = {}
+        self._pending: dict[int, _PendingBatch] = {}
         self._inputs = [n for n in prepared.graph.inputs if isinstance(n, TensorNode)]
         produced = [*self._inputs, *(n for e in exprs(prepared) for n in e.outputs)]
         self._bytes = {n.name: 4 * math.prod(n.shape or ()) for n in produced if isinstance(n, TensorNode)}
@@ -98,44 +98,44 @@ class OnnxRuntime:
 
     def run(self, arguments: Arguments, index: int, observe: Observe) -> None:
         """Runs one batch; see `Engine`."""
-        feeds, begun = self._feeds(arguments), self._begun.pop(id(arguments), None)
+        feeds, pending = self._feeds(arguments), self._pending.pop(id(arguments), None)
         for part in self._split(next(iter(feeds.values()))):
-            values = self._compute(part, feeds) if begun is None else begun.values.result()
+            values = self._compute(part, feeds) if pending is None else pending.values.result()
             values.reverse()
             for node in part:
                 source = self._model.input_nodes.get(node)
                 observe(node, feeds[source] if source is not None else values.pop())
 
     @property
-    def ahead(self) -> int:
+    def prefetched(self) -> int:
         """The number of batches that are computed together with the one that is observed; see `Engine`."""
         threads = count_threads(self._threads)
         return threads if threads > 1 and self._host is None else 0
 
     def begin(self, arguments: Arguments) -> None:
         """Begins to compute a batch; see `Engine`."""
-        if not self.ahead or id(arguments) in self._begun:
+        if not self.prefetched or id(arguments) in self._pending:
             return
         feeds = self._feeds(arguments)
         first = next(iter(feeds.values()))
         parts, size = self._split(first), self._growth(first) * sum(self._bytes[node] for node in self._nodes)
-        waiting = sum(begun.size for begun in self._begun.values())
-        if len(parts) > 1 or waiting + size > _MAX_BYTES_AHEAD:
+        waiting = sum(pending.size for pending in self._pending.values())
+        if len(parts) > 1 or waiting + size > _MAX_PREFETCHED_BYTES:
             return
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(self.ahead)
+            self._pool = ThreadPoolExecutor(self.prefetched)
         values = self._pool.submit(self._compute, parts[0], feeds)
-        self._begun[id(arguments)] = _Begun(arguments, values, size)
+        self._pending[id(arguments)] = _PendingBatch(arguments, values, size)
 
     def drop(self, arguments: Arguments) -> None:
         """Gives up a batch that was begun; see `Engine`."""
-        begun = self._begun.pop(id(arguments), None)
-        if begun is not None:
-            begun.values.cancel()
+        pending = self._pending.pop(id(arguments), None)
+        if pending is not None:
+            pending.values.cancel()
 
     def close(self) -> None:
         """Gives up all batches that were begun; see `Engine`."""
-        self._begun.clear()
+        self._pending.clear()
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
             self._pool = None
@@ -202,7 +202,7 @@ def start_session(
     """Opens a model that computes as MegEngine does, each batch on one thread.
 
     onnxruntime's last bits depend on the number of threads of an op. Batches run side by side instead,
-    see `map_ahead`, so that the values are the same for any number of threads.
+    see `prefetch_map`, so that the values are the same for any number of threads.
 
     Args:
         data: the ONNX file.

@@ -15,7 +15,7 @@ from qtrace.export.onnx.segment import PreparedSegments
 from qtrace.graph.stepping import GraphSegment, SegmentRun, Use
 from qtrace.graph.types import Node, TensorNode, TracedModule
 from qtrace.preparation.model import QuantizedModel
-from qtrace.process.threads import map_ahead
+from qtrace.process.threads import prefetch_map
 
 __all__ = ["OnnxSegments"]
 
@@ -78,7 +78,7 @@ class OnnxSegments:
 
         def run() -> Iterator[list[np.ndarray]]:
             session = start_session(content.pop(), fuse_integers=False)  # which copies the weights
-            return map_ahead(lambda v: run_session(session, results, feeds_of(v)), batches, self._threads)
+            return prefetch_map(lambda v: run_session(session, results, feeds_of(v)), batches, self._threads)
 
         return run
 

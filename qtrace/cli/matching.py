@@ -87,10 +87,11 @@ def match_rules(traced: TracedModule, qconfig: QConfig) -> tuple[RuleMatch, ...]
 def table(matches: Sequence[RuleMatch]) -> str:
     """Formats ``matches`` as a table with one row per rule."""
     from qtrace.display import format_table
+    from qtrace.errors import shorten_list
 
     rows = []
     for match in matches:
-        ops = ", ".join(match.ops[:3]) + (", ..." if len(match.ops) > 3 else "")
+        ops = shorten_list(match.ops)
         if match.passed_over:
             ops = f"not for this target, only for {', '.join(match.passed_over)}"
         states = ", ".join(f"{count} {state}" for state, count in match.states.items())

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FAKE_QUANTS",
-    "Counted",
     "NextCommand",
+    "SampleCounter",
     "check_file",
     "check_graph",
     "import_metric",
@@ -41,7 +41,7 @@ FAKE_QUANTS = "graph with fake quants"
 """What computes the figures that are no runtime's."""
 
 
-class Counted:
+class SampleCounter:
     """Batches whose samples are counted while they are read.
 
     Attributes:
@@ -76,7 +76,7 @@ def samples_of(samples: int, option: str, max_batches: int | None) -> str:
 
 
 _PREDICTED = "predicted in one thread"
-_NOT_PREDICTED = "the target has no cost table: see `qtrace bench`"
+_NOT_PREDICTED = "the target lacks a cost table: see `qtrace bench`"
 
 
 def check_graph(

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from qtrace.comparing.structure import Layout, Parts, find_parts
+from qtrace.errors import SHOWN_NAMES
 from qtrace.fakequant.base import FakeQuant
 from qtrace.graph.interface import read_interface
 from qtrace.graph.types import Node, TracedModule
@@ -28,7 +29,6 @@ _HALF_A_PLACE = 2.0**-24
 _SMALLEST = float(np.finfo(np.float32).tiny)
 _LOST = 256.0  # the ratio of ranges from which a column has less than one of 256 levels
 _MOST_GROUPS = 8
-_SHOWN_RUNS = 3
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class ColumnGroup:
         spans = [str(a) if b == a + 1 else f"{a}..{b - 1}" for a, b in self.runs]
         if len(spans) == 1 and ".." not in spans[0]:
             return f"column {spans[0]}"
-        others = f" and {len(spans) - _SHOWN_RUNS} more runs" if len(spans) > _SHOWN_RUNS + 1 else ""
-        shown = spans[:_SHOWN_RUNS] if others else spans
+        others = f" and {len(spans) - SHOWN_NAMES} more runs" if len(spans) > SHOWN_NAMES + 1 else ""
+        shown = spans[:SHOWN_NAMES] if others else spans
         joined = ", ".join(shown) if others or len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
         return f"columns {joined}{others}"
 

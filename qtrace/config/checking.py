@@ -80,7 +80,7 @@ def _check_unread(qconfig: QConfig) -> None:
     files = {place.rpartition(":")[0] for place in (scheme, method)}
     if len(files) == 1 and "" not in files:
         raise ConfigError(
-            f"{scheme}: activation has no effect with method: {qconfig.effective_method}, which rounds no "
+            f"{scheme}: activation does nothing with method: {qconfig.effective_method}, which rounds no "
             "activation by a scheme of the config: leave it out."
         )
 

@@ -113,7 +113,7 @@ class Preprocess(OptionModel):
             ("fill_at", "letterbox"),
         ):
             if name in self.model_fields_set and self.resize != resize:
-                raise ValueError(f"{name} has no effect with resize: {self.resize}.")
+                raise ValueError(f"{name} does nothing with resize: {self.resize}.")
         return self
 
     def describe(self) -> str:
@@ -462,7 +462,7 @@ class QConfig(Displayed, OptionModel):
         placements = {self.effective_placement, *(rule.placement or "everything" for rule in self.rules)}
         if self.cost_table is not None and placements == {"everything"}:
             raise ValueError(
-                "cost_table has no effect, as everything is quantized: set placement to balanced or fastest."
+                "cost_table does nothing, as everything is quantized: set placement to balanced or fastest."
             )
         return self
 

@@ -289,18 +289,18 @@ class Rule(OptionModel):
             keys = [key for key in known_keys(Rule) if key not in ("match", "backends", "optional")]
             raise ValueError(f"the rule changes nothing: give it one of {', '.join(keys)}.")
         if self.quantize is False and changes:
-            raise ValueError(f"with quantize: false the ops stay float, so {changes[0]} has no effect.")
+            raise ValueError(f"with quantize: false the ops stay float, so {changes[0]} does nothing.")
         if self.quantize is False and self.method is not None:
-            raise ValueError("with quantize: false the ops stay float, so method has no effect.")
+            raise ValueError("with quantize: false the ops stay float, so method does nothing.")
         if self.method in ("dynamic", "weight_only"):
             unread = next((name for name in ("activation", "output") if _content(self, name)), "")
             if unread:
                 raise ValueError(
                     f"with method: {self.method} no activation is rounded by a scheme of the config, so "
-                    f"{unread} has no effect: leave it out."
+                    f"{unread} does nothing: leave it out."
                 )
         if self.quantize_output is False and _content(self, "output"):
-            raise ValueError("with quantize_output: false the result stays float, so output has no effect.")
+            raise ValueError("with quantize_output: false the result stays float, so output does nothing.")
         return self
 
     def __eq__(self, other: object) -> bool:

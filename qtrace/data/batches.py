@@ -14,7 +14,7 @@ from megengine.module import LSTM, RNN, Module
 
 from qtrace.data.base import GIVE_BATCHES, read_array, what_is_no_iterable
 from qtrace.data.declared import cast_to_declared, check_declared, cures_for_shapes, name_arguments
-from qtrace.errors import CalibrationError, GraphError
+from qtrace.errors import CalibrationError, GraphError, shorten_list
 from qtrace.gradients.recurrent import checked_shapes
 from qtrace.graph.failures import short
 from qtrace.graph.flatten import flatten
@@ -39,7 +39,6 @@ __all__ = [
 
 _RACING = (F.gather, F.linspace, F.arange)
 _INT32 = np.iinfo(np.int32)
-_SHOWN_ITEMS = 3  # of a list in a batch, in a message
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -347,8 +346,7 @@ def _shape(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{key!r}: {_shape(item)}' for key, item in value.items())}}}"
     if isinstance(value, (tuple, list)):
-        more = ", ..." if len(value) > _SHOWN_ITEMS else ""
-        return f"[{', '.join(_shape(item) for item in value[:_SHOWN_ITEMS])}{more}]"
+        return f"[{shorten_list(map(_shape, value))}]"
     return str(tuple(int(n) for n in value.shape))
 
 

@@ -132,9 +132,8 @@ def cast_to_declared(
                     f"to {limits.max}."
                 )
             raise CalibrationError(
-                f"batch {index} gives {info.name!r} numbers that {info.dtype} lacks, such as "
-                f"{number:g}, but the file that the model was imported from takes "
-                f"{info.dtype}: give the numbers that it takes."
+                f"batch {index} gives {info.name!r} numbers such as {number:g}, but the imported "
+                f"file takes {info.dtype}, which lacks them: give numbers that it takes."
             )
         return Tensor(carried)
 

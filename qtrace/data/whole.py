@@ -50,8 +50,8 @@ def recut(source: DataSource, size: int | None, whole: bool = False) -> Recut:
     if whole and not any(True for _ in batches.numbered()):
         most = max(map(batch_length, source))
         raise DataError(
-            f"{source.source} has no batch of {size} samples, but of {most}, and the network takes {size} at "
-            "once: give as many."
+            f"{source.source} has batches of {most} samples at most, and the network takes {size} at "
+            "once: give larger batches."
         )
     return batches
 

@@ -134,8 +134,8 @@ def _check_shapes(converted: TracedModule) -> None:
                 path = node_path(node)
                 raise ExportError(
                     f"{node.name}: its shape is not known, because {repr(path) if path else 'its module'} is "
-                    f"called with several sizes and the size of this {op_label(expr)} depends on values: "
-                    "give each call a module of its own, or end the graph before it."
+                    f"called with several sizes, and {op_label(expr)} gives a size that depends on values. "
+                    "Give each call a module of its own, or end the graph before it."
                 )
 
 
@@ -161,7 +161,7 @@ def _check_float_format(chosen: Format, traced: TracedModule) -> None:
     names = [name for name in formats() if _FORMATS.get(name).float_options is not None]
     raise ExportError(
         f"format {chosen.name} writes quantized modules, and {subject} is a plain traced module: prepare, "
-        "calibrate and convert it first, or write it in float in format "
+        "calibrate and convert it first, or write it in float as "
         f"{' or '.join([', '.join(names[:-1]), names[-1]])}."
     )
 

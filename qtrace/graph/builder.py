@@ -406,7 +406,7 @@ class GraphBuilder:
         for part in path.split("."):
             value = getattr(value, part, None)
         if value is None:
-            raise GraphError(f"the module has no attribute {path!r}: add it before the graph refers to it.")
+            raise GraphError(f"the module lacks attribute {path!r}: add it before the graph refers to it.")
         kind = ModuleNode if isinstance(value, Module) else TensorNode
         expr = GetAttr(self._self, kind, path, "")
         node = expr.outputs[0]

@@ -42,7 +42,7 @@ def begin_run(
         A function that gives the outputs, to be called once, on any thread; or None. Either is None where the
         engine cannot compute all of the graph, or not all that is left at once.
     """
-    last = _Begun(engine, model.graph.outputs)
+    last = _DeferringEngine(engine, model.graph.outputs)
     try:
         stepper = Stepper(model, batches, engine=last)
         ends = [stepper.finish(index) for index in range(stepper.count)]
@@ -78,7 +78,7 @@ class _Awaited:
     index: int
 
 
-class _Begun(WholeEngine):
+class _DeferringEngine(WholeEngine):
     """An engine that begins the last part of a graph, and computes those before it.
 
     Attributes:

@@ -242,8 +242,8 @@ def _parameter_names(function: Callable[..., Any], title: str) -> list[str]:
         parameters = None
     if parameters is None or any(p.kind not in kinds for p in parameters):
         raise GraphError(
-            f"rule {title}: the parameters of {function!r} are not known or cannot be given by position: "
-            "write it as a function of named parameters, without * and **."
+            f"rule {title}: the parameters of {function!r} are unknown, or cannot be given by position: "
+            "write it with named parameters, without * and **."
         )
     return [p.name for p in parameters]
 

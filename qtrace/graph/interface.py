@@ -194,7 +194,7 @@ def _check(interface: Interface, traced: TracedModule) -> None:
         if len(tensors) != len(nodes):
             raise GraphError(
                 f"the interface that the model carries has {len(tensors)} {kind}s and the graph "
-                f"{len(nodes)}: import the file again, and do not change the {kind}s of the graph."
+                f"{len(nodes)}: import the file again, and keep the {kind}s of the graph."
             )
         for tensor, node in zip(tensors, nodes, strict=True):
             known = isinstance(node, TensorNode) and node.dtype is not None

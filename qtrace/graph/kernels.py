@@ -236,7 +236,7 @@ def _check_pooled_size(x: Any, size: Any) -> None:
     if any(out > n for out, n in zip(pooled, given, strict=True)):
         raise ValueError(
             f"adaptive pooling of an input of {given} to the larger {pooled}, which MegEngine cannot "
-            f"compute: give an input of {pooled} or more there, or enlarge it by F.nn.interpolate"
+            "compute: give a larger input there, or enlarge it by F.nn.interpolate"
         )
 
 

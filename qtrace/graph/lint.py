@@ -21,7 +21,7 @@ from megengine.traced_module.node import ModuleNode, Node, TensorNode
 from megengine.traced_module.pytree import TreeDef, _is_leaf
 from megengine.traced_module.traced_module import InternalGraph
 
-from qtrace.errors import GraphError
+from qtrace.errors import GraphError, shorten_list
 from qtrace.graph.arguments import signature
 from qtrace.graph.renewal import find_false_types
 from qtrace.graph.walk import op_label
@@ -31,7 +31,6 @@ __all__ = ["LEFTOVERS", "LintProblem", "check", "lint"]
 
 LEFTOVERS = frozenset({"dead-expr", "stale-module", "stale-tensor"})
 
-_SHOWN_PROBLEMS = 5
 _MISSING = object()
 
 
@@ -68,13 +67,8 @@ def check(traced: TracedModule, leftovers: bool = False, types: bool = True) -> 
     problems = [p for p in lint(traced, types) if leftovers or p.code not in LEFTOVERS]
     if not problems:
         return
-    lines = [f"the graph has {len(problems)} problem{'s' if len(problems) > 1 else ''}:"]
-    lines += [f"  {p}" for p in problems[:_SHOWN_PROBLEMS]]
-    if len(problems) > _SHOWN_PROBLEMS:
-        lines.append(
-            f"  ... and {len(problems) - _SHOWN_PROBLEMS} more: call qtrace.graph.lint.lint for all."
-        )
-    raise GraphError("\n".join(lines))
+    count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
+    raise GraphError(f"the graph has {count}:\n  " + shorten_list(problems, "\n  "))
 
 
 @on_engine_thread
@@ -294,7 +288,7 @@ class _GraphLinter:
         if expr.arg_def in owner.argdef_graph_map:
             self.calls.append((owner, path, expr.arg_def))
         else:
-            text = f"calls {path} with arguments for which it has no graph"
+            text = f"calls {path} with arguments for which it lacks a graph"
             self._report("no-graph", _location(expr), text)
         return True
 

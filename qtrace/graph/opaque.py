@@ -32,7 +32,7 @@ from qtrace.onnxfile.selecting import Replayed, SelectingFragment, selecting_nod
 __all__ = [
     "OpaqueOp",
     "carried_dtype",
-    "cure_for_kept",
+    "cure_for_opaque",
     "divides_by_inputs",
     "find_random",
     "opaque_calls",
@@ -240,12 +240,12 @@ def opaque_calls(traced: TracedModule) -> list[Expr]:
 
 
 _CURE = (
-    "it is kept as in the file for its open axes alone, so import the file with fixed=True (--fixed), or a "
+    "it is kept as in the file only for its open axes, so import the file with fixed=True (--fixed), or a "
     "module of torch without dynamic axes"
 )
 
 
-def cure_for_kept(expr: Expr | None) -> str:
+def cure_for_opaque(expr: Expr | None) -> str:
     """Returns, as a clause, that the node of a call is kept for open axes, and how to get its form instead.
 
     Returns:
@@ -296,7 +296,7 @@ def say_stopped_gradients(traced: TracedModule) -> str:
         if isinstance(op, OpaqueOp):
             op.say_once()
     more = f" and {len(stopped) - 1} more" if len(stopped) > 1 else ""
-    cure = next(filter(None, map(cure_for_kept, stopped)), "")
+    cure = next(filter(None, map(cure_for_opaque, stopped)), "")
     return _stopped_sentence(f"{stopped[0].outputs[0].name}{more}", cure)
 
 

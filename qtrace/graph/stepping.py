@@ -326,7 +326,7 @@ class Stepper:
         """
         goal = self._order.get(expr, -1)
         if goal < self._at:
-            raise GraphError(f"{expr} lies behind: a stepper goes forward only.")
+            raise GraphError(f"{expr} was passed already: a stepper only goes forward.")
         self._advance_to(goal, known)
 
     def watch(self, last: Expr, nodes: Sequence[TensorNode], use: Use) -> list[Any]:

@@ -164,7 +164,7 @@ def _place(tensor: Any, path: Path) -> TensorPlace:
     try:
         needed = count_bytes(tensor)
     except (KeyError, ValueError, TypeError) as error:
-        raise ExportError(f"{path}: tensor {tensor.name!r} has no type that ONNX knows: {error}.") from error
+        raise ExportError(f"{path}: tensor {tensor.name!r} lacks a type of ONNX: {error}.") from error
     try:
         offset, length = int(entries.get("offset", 0)), int(entries.get("length", needed))
     except ValueError:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from qtrace.errors import shorten_list
 from qtrace.onnxfile.local_session import SessionSettings
 from qtrace.onnxfile.reading import read_model
 from qtrace.onnxfile.saturation import products_are_wrong, products_saturate
@@ -55,8 +56,7 @@ class Kernels:
         for name, op, why in self.floats:
             groups.setdefault((op, why), []).append(name)
         for (op, why), names in groups.items():
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            lines.append(f"  in float: {op} {', '.join(names[:3])}{more}: {why}")
+            lines.append(f"  in float: {op} {shorten_list(names)}: {why}")
         return lines
 
 

@@ -154,8 +154,8 @@ def expose_places(model: Any) -> tuple[list[str], list[str]]:
     selections = selecting_nodes(model)
     if any(selection.kind == "If" for selection in selections):
         return [], []
-    told = [_Told(number, selection, selection.name) for number, selection in enumerate(selections)]
-    outputs = _cast(model.graph, told)
+    picked = [_Selected(number, selection, selection.name) for number, selection in enumerate(selections)]
+    outputs = _cast(model.graph, picked)
     model.graph.output.extend(_described(name, kind) for name, kind in outputs)
     return [selection.kind for selection in selections], [name for name, _ in outputs]
 
@@ -216,9 +216,9 @@ class SelectingFragment:
         """The ops of the nodes that select, in order."""
         return [selection.kind for selection in self._selections]
 
-    def table(self, told: Sequence[np.ndarray]) -> np.ndarray:
+    def table(self, picked: Sequence[np.ndarray]) -> np.ndarray:
         """Returns the table of places that another runtime tells for each of the selections, in order."""
-        return self._table(told)
+        return self._table(picked)
 
     def takes(self, table: np.ndarray) -> bool:
         """Returns whether ``table`` has the places of as many selections as there are."""
@@ -238,19 +238,19 @@ class SelectingFragment:
             for number, selection in enumerate(self._selections)
         ]
         run = self._taking.run([*values, *given])
-        outputs, told = run[: self._outputs], run[self._outputs :]
+        outputs, picked = run[: self._outputs], run[self._outputs :]
         rankings = {}
-        for number, scores in zip(self._ranking, told[len(given) :], strict=True):
-            selection, both = self._selections[number], (told[number], given[number])
+        for number, scores in zip(self._ranking, picked[len(given) :], strict=True):
+            selection, both = self._selections[number], (picked[number], given[number])
             same = both[0].shape == both[1].shape and both[0].size
             if same and both[1].max() < scores.shape[selection.axis]:
                 columns = [selection.columns(places, scores.ndim) for places in both]
                 ranked = np.moveaxis(scores if selection.falling else -scores, selection.axis, -1)
                 rankings[number] = RankedPlaces(ranked, columns[0], columns[1])
-        return Replayed(outputs, self._table(told), rankings)
+        return Replayed(outputs, self._table(picked), rankings)
 
-    def _table(self, told: Sequence[np.ndarray]) -> np.ndarray:
-        pairs = list(zip(self._selections, told, strict=False))
+    def _table(self, picked: Sequence[np.ndarray]) -> np.ndarray:
+        pairs = list(zip(self._selections, picked, strict=False))
         rows = [selection.rows(places) for selection, places in pairs]
         width = 1 + max(max(own.shape[1], places.ndim) for own, (_, places) in zip(rows, pairs, strict=True))
         table, end = np.full((sum(map(len, rows)) + len(rows), width), -1, np.int64), 0
@@ -294,11 +294,11 @@ def _rewritten(model: Any, replays: bool) -> bytes:
     """
     changed = type(model).FromString(model.SerializeToString())
     writer = _Writer(replays)
-    told = writer.rewrite(changed.graph)
+    picked = writer.rewrite(changed.graph)
     if not replays:
         del changed.graph.output[:]
     for name, kind in _cast(
-        changed.graph, sorted(told, key=lambda entry: (bool(entry.scores), entry.number))
+        changed.graph, sorted(picked, key=lambda entry: (bool(entry.scores), entry.number))
     ):
         changed.graph.output.append(_described(name, kind))
     changed.graph.input.extend(_described(name, writer.int64) for name in writer.inputs)
@@ -308,7 +308,7 @@ def _rewritten(model: Any, replays: bool) -> bytes:
 
 
 @dataclass(frozen=True)
-class _Told:
+class _Selected:
     """A tensor that a rewritten graph tells: the places of a selection, or the scores that it ranks."""
 
     number: int
@@ -339,9 +339,9 @@ class _Writer:
         self.inputs: list[str] = []
         self._numbers = itertools.count()
 
-    def rewrite(self, graph: Any) -> list[_Told]:
+    def rewrite(self, graph: Any) -> list[_Selected]:
         """Changes the graph; returns what it tells."""
-        read, told, nodes = _read_in(graph), list[_Told](), list[Any]()
+        read, picked, nodes = _read_in(graph), list[_Selected](), list[Any]()
         for node in graph.node:
             selection = _selection_of(node, read)
             if selection is None:
@@ -353,14 +353,14 @@ class _Writer:
                 before, places, behind = self._give(node, selection, number)
             else:
                 before, behind = [], []
-            told.append(_Told(number, selection, places))
+            picked.append(_Selected(number, selection, places))
             if selection.scores:
-                told.append(_Told(number, selection, selection.scores, scores=True))
+                picked.append(_Selected(number, selection, selection.scores, scores=True))
             if selection.kind == "If":
-                told += self._open(node)
+                picked += self._open(node)
             nodes += [*before, node, *behind]
         _set(graph.node, nodes)
-        return told
+        return picked
 
     def _give(self, node: Any, selection: _Selection, number: int) -> tuple[list[Any], str, list[Any]]:
         """Lets what follows ``node`` read given places.
@@ -385,7 +385,7 @@ class _Writer:
         node.output[_PLACES[selection.kind]] = own
         return [], own, behind
 
-    def _open(self, node: Any) -> list[_Told]:
+    def _open(self, node: Any) -> list[_Selected]:
         """Lets an If give what its branches tell; a branch that is not taken tells that nothing is picked."""
         from onnx import helper
 
@@ -408,18 +408,18 @@ class _Writer:
         return [replace(entry, tensor=entry.name) for own in inside for entry in own]
 
 
-def _kind_of(entry: _Told) -> int:
+def _kind_of(entry: _Selected) -> int:
     from onnx import TensorProto
 
     return int(TensorProto.FLOAT if entry.scores else TensorProto.INT64)
 
 
-def _cast(graph: Any, told: Sequence[_Told]) -> list[tuple[str, int]]:
+def _cast(graph: Any, picked: Sequence[_Selected]) -> list[tuple[str, int]]:
     """Adds casts of what a graph tells; returns their results with their types."""
     from onnx import helper
 
-    results = [(f"{entry.name}_out", _kind_of(entry)) for entry in told]
-    for entry, (name, kind) in zip(told, results, strict=True):
+    results = [(f"{entry.name}_out", _kind_of(entry)) for entry in picked]
+    for entry, (name, kind) in zip(picked, results, strict=True):
         graph.node.append(helper.make_node("Cast", [entry.tensor], [name], to=kind))
     return results
 

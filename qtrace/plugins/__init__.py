@@ -93,7 +93,7 @@ def resolve(package: str, name: str, base: type) -> type:
         cls = _import(value, f"a subclass of {base.__name__}") if value else _only_class(f"{package}.{name}")
     else:
         raise ConfigError(
-            f"{package} has no {name!r}: choose one of {', '.join(names) or '(none)'}, or name your own as "
+            f"{package} lacks {name!r}: choose one of {', '.join(names) or '(none)'}, or name your own as "
             "'pkg.mod:Class'."
         )
     if not (inspect.isclass(cls) and issubclass(cls, base)):
@@ -239,7 +239,7 @@ def attribute(package: str, name: str, others: Mapping[str, str]) -> Any:
     # Python looks up private names by itself, which must not import the plugins.
     names = others if name in others or name.startswith("_") else exported(package, others)
     if name not in names:
-        raise AttributeError(f"{package!r} has no attribute {name!r}: it has {', '.join(sorted(names))}")
+        raise AttributeError(f"{package!r} lacks attribute {name!r}: it has {', '.join(sorted(names))}")
     return getattr(importlib.import_module(names[name]), name)
 
 
@@ -267,7 +267,7 @@ def _import(value: str, definition: str) -> Any:
     try:
         return functools.reduce(getattr, name.split("."), imported) if name else imported
     except AttributeError:
-        raise ConfigError(f"'{value}': {module} has no {name}: define it there as {definition}.") from None
+        raise ConfigError(f"'{value}': {module} lacks {name}: define it there as {definition}.") from None
 
 
 def _only_class(module: str) -> Any:

@@ -61,7 +61,7 @@ def all_names(group: str, own: Collection[str]) -> tuple[str, ...]:
         if name in own:
             raise ConfigError(
                 f"an installed package declares {name!r} in {group}, as {value}: qtrace itself has one of "
-                "that name, so name this one as 'pkg.mod:NAME', or rename its entry point."
+                "that name. Name yours as 'pkg.mod:NAME', or rename its entry point."
             )
     return tuple(sorted((*own, *installed(group))))
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError
 
-from qtrace.errors import ConfigError
+from qtrace.errors import SHOWN_LINES, ConfigError
 
 __all__ = [
     "Bool",
@@ -30,7 +30,6 @@ __all__ = [
     "spell",
 ]
 
-_MAX_MISTAKES = 20  # in one message
 _MAX_LEVELS = 50  # of nested lists and mappings
 
 _M = TypeVar("_M", bound="OptionModel")
@@ -164,10 +163,10 @@ def _explain(error: ValidationError, model: type[BaseModel], place: Place | None
         place: finds the file and line of a location; by default, messages have the location only.
     """
     mistakes = error.errors(include_url=False)
-    sentences = [_sentence(e, model, place or _in_python) for e in mistakes[:_MAX_MISTAKES]]
-    if len(mistakes) > _MAX_MISTAKES:
-        prefix, _ = (place or _in_python)(mistakes[_MAX_MISTAKES]["loc"])
-        sentences.append(f"{prefix}{len(mistakes) - _MAX_MISTAKES} more mistakes begin here.")
+    sentences = [_sentence(e, model, place or _in_python) for e in mistakes[:SHOWN_LINES]]
+    if len(mistakes) > SHOWN_LINES:
+        prefix, _ = (place or _in_python)(mistakes[SHOWN_LINES]["loc"])
+        sentences.append(f"{prefix}{len(mistakes) - SHOWN_LINES} more mistakes begin here.")
     return sentences
 
 

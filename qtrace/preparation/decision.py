@@ -8,7 +8,7 @@ from qtrace.display import progress_bar
 from qtrace.preparation.annotation import Annotation
 from qtrace.preparation.float_graph import FloatGraph
 from qtrace.preparation.passes.annotate import annotate
-from qtrace.preparation.passes.mixed_ranges import find_unlike
+from qtrace.preparation.passes.mixed_ranges import find_mixed_ranges
 from qtrace.preparation.passes.place import place, write_activations
 from qtrace.preparation.passes.selecting import leave_selecting
 from qtrace.preparation.placement.reference import MeasuredRun
@@ -46,10 +46,10 @@ def decide(graph: FloatGraph, progress: bool = False) -> Decision:
         desc="prepare", unit="forward passes", disable=not progress, delay=_SHOWN_AFTER, leave=False
     ) as bar:
         run = MeasuredRun(model, graph.samples, advance=bar.update)
-        unlike = leave_selecting(model, config, find_unlike(model, config, run))
-    placing = place(model, config, unlike)
+        mixed = leave_selecting(model, config, find_mixed_ranges(model, config, run))
+    placing = place(model, config, mixed)
     changed: tuple[str, ...] = ()
     if placing is not None:
         placing, pieces = write_activations(model, placing)
         changed = tuple(pieces.changed)
-    return Decision(annotate(model, config, placing, unlike), changed)
+    return Decision(annotate(model, config, placing, mixed), changed)

@@ -25,7 +25,7 @@ from qtrace.graph.interface import read_interface
 from qtrace.graph.types import CallFunction, Node, TracedModule
 from qtrace.graph.walk import exprs, tensor_inputs
 from qtrace.preparation.model import QuantizedModel
-from qtrace.preparation.original import GivenGraph, Original, run_graph
+from qtrace.preparation.original import Original, UnpreparedGraph, run_graph
 from qtrace.preparation.phases import in_phase
 from qtrace.preparation.samples import cut_call
 
@@ -93,7 +93,7 @@ class Faithfulness:
             raise GraphError(
                 f"the graph does not compute what {self._original.name} computes: on the first samples of "
                 f"the data {own}. Look for a value that it keeps between calls, or computes outside of the "
-                "graph, as in Python or numpy; if there is none, please report it."
+                "graph, as in Python or numpy. If you find none, please report it."
             )
         if all(map(is_packaged, names)):
             raise GraphError(
@@ -164,7 +164,7 @@ def are_samples_apart(traced: TracedModule, batch: Batch) -> bool:
     if not all(output.ndim and len(output) == count for output in together):
         return False
     pairs = zip((output[-1:] for output in together), single, strict=True)
-    return not any(_describe_difference(GivenGraph(traced), *pair) for pair in pairs)
+    return not any(_describe_difference(UnpreparedGraph(traced), *pair) for pair in pairs)
 
 
 def _describe_difference(original: Original, first: np.ndarray, second: np.ndarray) -> str:
@@ -203,7 +203,7 @@ def _as_array(value: Any) -> np.ndarray | None:
 def _refuse_state(original: Original, problem: str) -> GraphError:
     return GraphError(
         f"a call of {original.name} changes the results of the next ones, as it keeps a state in eval mode, "
-        f"which a graph has not: in another call {problem}. Use a local variable for a value that only one "
+        f"which a graph lacks: in another call {problem}. Use a local variable for a value that only one "
         "call needs; else return it as an output, or take it as an input."
     )
 

@@ -17,7 +17,7 @@ from qtrace.graph.native import lower
 from qtrace.graph.tracing.diff import values
 from qtrace.graph.types import TracedModule
 
-__all__ = ["GivenGraph", "Original", "Run", "arrays_of", "run_graph"]
+__all__ = ["Original", "Run", "UnpreparedGraph", "arrays_of", "run_graph"]
 
 Run = Callable[[Batch], list[np.ndarray]]
 """A network that gives its outputs for a batch, and may keep a state from call to call."""
@@ -43,7 +43,7 @@ class Original(abc.ABC):
         """Returns the network in the state in which the user gave it."""
 
 
-class GivenGraph(Original):
+class UnpreparedGraph(Original):
     """A graph as it was given, before it is prepared."""
 
     name = "the graph that was given"

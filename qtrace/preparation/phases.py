@@ -62,7 +62,7 @@ def switch_phase(phase: str, *parts: QuantizedModel) -> None:
         missing = [fq.site for part in parts for fq in part.fake_quants.values() if not fq.calibrated]
         if missing:
             raise CalibrationError(
-                f"{len(missing)} sites have no quantization parameters, the first is {missing[0]}: "
+                f"{len(missing)} sites lack quantization parameters, the first is {missing[0]}: "
                 f"run qtrace.calibrate on data before the phase {phase!r}."
             )
     if phase == "train":

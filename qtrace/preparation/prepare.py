@@ -16,7 +16,7 @@ from qtrace.config import QConfig, Region, backends
 from qtrace.config.checking import check_whole
 from qtrace.config.recipe import config_or_default
 from qtrace.data.batches import check_batches
-from qtrace.errors import GraphError
+from qtrace.errors import GraphError, shorten_list
 from qtrace.graph.lint import check
 from qtrace.graph.tracing.hazards import debugging_marks
 from qtrace.graph.types import TracedModule
@@ -27,7 +27,7 @@ from qtrace.preparation.decision import Decision, decide
 from qtrace.preparation.faithfulness import Faithfulness, read_batches
 from qtrace.preparation.float_graph import FloatGraph, make_float_graph
 from qtrace.preparation.model import QuantizedModel
-from qtrace.preparation.original import GivenGraph
+from qtrace.preparation.original import UnpreparedGraph
 from qtrace.preparation.passes import native
 from qtrace.preparation.passes.insert import insert
 from qtrace.preparation.phases import switch_phase
@@ -38,7 +38,6 @@ from qtrace.process.threads import on_engine_thread
 __all__ = ["plan", "plan_graph", "prepare", "prepare_config", "read_request"]
 
 _LOG = logging.getLogger("qtrace")
-_SHOWN = 10
 _UNASKED = {"dtype", "kernel", "role", "selection"}
 """The causes of an op in float that no rule and no region of the config asks for."""
 
@@ -93,7 +92,7 @@ def prepare(
     config = read_request(traced, qconfig, inputs, outputs, samples)
     prepared = prepare_config(traced, config, samples, qconfig, progress)
     if samples is not None:
-        Faithfulness(GivenGraph(traced), traced, read_batches(samples)).check(prepared)
+        Faithfulness(UnpreparedGraph(traced), traced, read_batches(samples)).check(prepared)
     return prepared
 
 
@@ -213,19 +212,19 @@ def _note_placement(request: object, record: Record) -> None:
     has_static = any(rule.get("method") == "static" for rule in record.qconfig.get("rules", ()))
     if isinstance(request, Mapping) and unread and {"activation", "method"} <= {*request} and not has_static:
         _LOG.warning(
-            f"activation has no effect with method: {record.qconfig['method']}, which rounds no activation "
+            f"activation does nothing with method: {record.qconfig['method']}, which rounds no activation "
             "by a scheme of the config: leave it out."
         )
     if placement is None and silent and backend.cost_table and not unread:
         _LOG.info(
-            f"the config leaves placement out, so every op that {backend.name} can is rounded; with "
-            "placement: balanced, as in the default recipe int8, what gains no time stays in float."
+            f"the config leaves placement out, so every op that {backend.name} can is rounded. With "
+            "placement: balanced, as in recipe int8, ops stay in float if integers would not be faster."
         )
     weights = [site for site in record.annotation.sites if site.sort == "weight"]
     if placement is not None and placement.mode == "float" and weights:
         _LOG.info(
-            "the placement finds nothing to place: the method of the config keeps every op in float but for "
-            f"{len(weights)} weights, which are stored as integers all the same."
+            "placement does nothing here: the method of the config keeps every op in float, and stores only "
+            f"{len(weights)} weights as integers."
         )
     elif placement is not None and placement.mode == "float":
         _LOG.warning(
@@ -240,8 +239,8 @@ def _warn_of_fallback(annotation: Annotation) -> None:
     ops = [note for note in annotation.notes if note.state == "float" and _UNASKED & {*note.causes}]
     if not backend.floats_run_on or not ops:
         return
-    kinds = Counter(note.kind or note.op for note in ops).most_common(_SHOWN)
-    names = ", ".join(f"{number} {kind}" for kind, number in kinds)
+    kinds = Counter(note.kind or note.op for note in ops).most_common()
+    names = shorten_list(f"{number} {kind}" for kind, number in kinds)
     _LOG.warning(
         f"{len(ops)} of {len(annotation.notes)} ops stay in float on {backend.name} ({names}): they run on "
         f"{backend.floats_run_on}, and their tensors are copied there and back. `qtrace explain` names each; "
@@ -254,10 +253,10 @@ def _take_over(model: TracedModule, scales: native.NativeParameters) -> None:
     view = QuantizedModel(model, "prepared")
     native.set_ranges(view, scales)
     if scales.missing:
-        names = f"{', '.join(scales.missing[:_SHOWN])}{' and others' if len(scales.missing) > _SHOWN else ''}"
         _LOG.warning(
-            f"{len(scales.missing)} of {len(view.fake_quants)} groups of sites have no scale of the model's "
-            f"own quantization: {names}. qtrace.calibrate sets these from data and keeps the others."
+            f"{len(scales.missing)} of {len(view.fake_quants)} groups of sites lack a scale in the model's "
+            f"own quantization: {shorten_list(scales.missing)}. qtrace.calibrate sets these from data and "
+            "keeps the others."
         )
     elif scales.qparams:
         switch_phase("quantize", view)

@@ -17,7 +17,7 @@ from threadpoolctl import threadpool_limits
 from qtrace.errors import QtraceError
 from qtrace.process.engine import quiet
 
-__all__ = ["Together", "count_threads", "look_ahead", "map_ahead", "on_engine_thread", "one_blas_thread"]
+__all__ = ["Together", "count_threads", "on_engine_thread", "one_blas_thread", "prefetch", "prefetch_map"]
 
 
 @contextmanager
@@ -69,7 +69,7 @@ def _translate(name: str, message: str, error: RuntimeError) -> None:
 
 _Result = TypeVar("_Result")
 _Item = TypeVar("_Item")
-_Begun = TypeVar("_Begun")
+_Handle = TypeVar("_Handle")
 
 
 def count_threads(threads: int | None) -> int:
@@ -140,7 +140,7 @@ class Together:
         return self.run(calls) if calls else []
 
 
-def look_ahead(items: Iterable[_Item], begin: Callable[[_Item], _Begun], count: int = 1) -> Iterator[_Begun]:
+def prefetch(items: Iterable[_Item], begin: Callable[[_Item], _Handle], count: int = 1) -> Iterator[_Handle]:
     """Yields what ``begin`` gives for each item, once it has begun the next ones, too.
 
     An error of an item comes in its turn, when those before it are done.
@@ -150,7 +150,7 @@ def look_ahead(items: Iterable[_Item], begin: Callable[[_Item], _Begun], count: 
         begin: begins with an item.
         count: number of items that have begun next to the one that is taken.
     """
-    waiting: deque[_Begun] = deque()
+    waiting: deque[_Handle] = deque()
     failure: Exception | None = None
     try:
         for item in items:
@@ -165,7 +165,7 @@ def look_ahead(items: Iterable[_Item], begin: Callable[[_Item], _Begun], count: 
         raise failure
 
 
-def map_ahead(
+def prefetch_map(
     function: Callable[[_Item], _Result], items: Iterable[_Item], threads: int | None
 ) -> Iterator[_Result]:
     """Yields the results of a function in order, while threads compute the results of the next items.
@@ -178,7 +178,7 @@ def map_ahead(
     count = count_threads(threads)
     beside = count if count > 1 else 0
     with Together(1 + beside) as together:
-        begun = look_ahead(items, lambda item: together.begin(functools.partial(function, item)), beside)
+        begun = prefetch(items, lambda item: together.begin(functools.partial(function, item)), beside)
         yield from map(_finish, begun)
 
 

@@ -159,8 +159,8 @@ class Noise(ErrorSums):
         """
         if not (np.isfinite(reference).all() and np.isfinite(test).all()):
             raise CalibrationError(
-                f"{self.site} has values that are NaN or infinite: the model is left as it was; look at the "
-                "calibration data and at the layers before this one."
+                f"{self.site} has values that are NaN or infinite, and the model is unchanged: check the "
+                "calibration data and the layers before this one."
             )
         super().add(reference, test, classes=classes)
 

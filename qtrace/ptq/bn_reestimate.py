@@ -122,7 +122,7 @@ def _rescale(task: CalibratedTask, twins: LayerTwins, layer: QuantizedLayer) -> 
     if layer.bias is None:
         return "it has no bias"
     if not quant.shape:
-        return "its weights have one scale; bias_correction corrects the means alone"
+        return "its weights have one scale; bias_correction corrects only the means"
     if quant.scheme.power_of_two:
         return "its scales are powers of two"
     twins.advance(layer.call.expr)

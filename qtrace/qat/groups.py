@@ -12,7 +12,7 @@ from megengine import Parameter
 from megengine.module import Module
 from megengine.module.batchnorm import _BatchNorm
 
-from qtrace.errors import ConfigError
+from qtrace.errors import ConfigError, shorten_list
 from qtrace.fakequant.base import FakeQuant
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.model import QuantizedModel
@@ -277,5 +277,4 @@ def _shape(value: np.ndarray) -> str:
 
 def _listed(subject: str, names: Sequence[str]) -> str:
     """Names the first entries, and counts the others."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{subject} {', '.join(names[:3])}{more}"
+    return f"{subject} {shorten_list(names)}"

@@ -29,8 +29,7 @@ from qtrace.quantizing.judging import Acceptance, Judgement, conclude, copy_floa
 from qtrace.quantizing.judging_file import batch_of_file, judge_file
 from qtrace.quantizing.reporting import Reporter
 from qtrace.runtimes.host import RuntimeHost
-from qtrace.sensitivity.mixed import mixed_precision
-from qtrace.sensitivity.searching import Goal
+from qtrace.sensitivity.mixed import Goal, mixed_precision
 
 __all__ = ["CalibratedGraph", "Calibrator", "refuse_broken"]
 
@@ -198,14 +197,14 @@ def refuse_broken(result: CalibratedGraph, allow_broken: bool) -> None:
     if verdict.word == "broken" and not allow_broken:
         if name := find_random(result.prepared):
             raise LimitError(
-                f"nothing was written, as {name} draws random numbers, which count as noise beside those of "
-                f"float ({verdict.describe()}): make them an input of the network, or write it all the same "
-                f"with allow_broken=True."
+                f"nothing was written, as {name} draws random numbers, which count as noise "
+                f"({verdict.describe()}): make them an input of the network, or set "
+                f"allow_broken=True."
             )
         if verdict.has("file"):  # the causes are those of a graph that was not found to be broken
             raise LimitError(
-                f"nothing was written, as the file is useless ({' '.join(verdict.lines())}): do so, or write "
-                f"it all the same with allow_broken=True."
+                f"nothing was written, as the file is useless ({' '.join(verdict.lines())}): follow this, or "
+                f"write it all the same with allow_broken=True."
             )
         recipe = diagnosis.recipe()
         cure = f" A recipe that cures it:\n{recipe}" if recipe else ""

@@ -17,9 +17,8 @@ from qtrace.config.rule import Rule
 from qtrace.data.batches import as_arguments
 from qtrace.export import export
 from qtrace.graph.interpreter import Interpreter
-from qtrace.graph.signature import list_inputs
 from qtrace.graph.types import TracedModule
-from qtrace.onnxfile.local_session import OrtSession, SessionSettings, SessionValue, dtype_of
+from qtrace.onnxfile.local_session import OrtSession, SessionSettings, dtype_of
 from qtrace.onnxfile.openvino import OpenvinoFile
 from qtrace.onnxfile.reading import read_model
 from qtrace.onnxfile.sessions import open_session
@@ -30,7 +29,7 @@ from qtrace.runtimes.host import RuntimeHost
 from qtrace.verification import runtimes
 from qtrace.verification.other_sizes import by_sample
 from qtrace.verification.runtimes import runs_optimized
-from qtrace.verification.runtimes.base import run_outputs
+from qtrace.verification.runtimes.base import Session, run_outputs
 
 __all__ = ["FileRuns", "FloatFile", "input_values", "open_runs", "run_batch"]
 
@@ -87,53 +86,15 @@ _ONE_THREAD = SessionSettings(threads=1)
 _SETTINGS = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": "1"}
 
 
-class CompiledRuns:
-    """A TFLite file or ncnn net in its runtime, with the inputs and the `run` of an `OrtSession`.
-
-    Args:
-        path: the file.
-        converted: the graph that it was exported from.
-        host: the interpreter or machine that has the runtime; None for this one.
-
-    Attributes:
-        inputs: the inputs of the graph; their first size is None where the file takes any number of samples.
-
-    Raises:
-        ExportError: when the runtime cannot load the file.
-    """
-
-    def __init__(self, path: Path, converted: TracedModule, host: RuntimeHost | None = None) -> None:
-        session = runtimes.get(path, None, host).open(path, True)
-        self._session = by_sample(session, QuantizedModel(converted))
-        facts = getattr(session, "facts", None)
-        is_open = self._session is session and (facts is None or bool(facts["free_batch"]))
-        self.inputs = [
-            SessionValue(name, "", [None if is_open else shape[0], *shape[1:]] if shape else [])
-            for name, shape in list_inputs(converted)
-        ]
-
-    def run(self, names: None, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-        """Runs the file once and returns all of its outputs.
-
-        Args:
-            names: None, for all outputs.
-            feeds: input -> its value.
-
-        Raises:
-            ExportError: when the runtime refuses the inputs.
-        """
-        return run_outputs(self._session, [feeds[value.name] for value in self.inputs])
-
-
 class OpenvinoRuns:
-    """An ONNX file in OpenVINO on one thread, with the inputs and the `run` of an `OrtSession`.
+    """An ONNX file in OpenVINO on one thread, for its outputs only.
 
     Args:
         path: the file.
         host: the interpreter or machine that has OpenVINO; None for this one.
 
     Attributes:
-        inputs: the inputs that the file declares, without their types.
+        input_names: the inputs that the file declares.
 
     Raises:
         ExportError: when OpenVINO cannot load the file.
@@ -142,23 +103,19 @@ class OpenvinoRuns:
     def __init__(self, path: Path, host: RuntimeHost | None = None) -> None:
         graph = read_model(path).graph
         stored = {tensor.name for tensor in graph.initializer}
-        self.inputs = [
-            SessionValue(value.name, "", [d.dim_value or None for d in value.type.tensor_type.shape.dim])
-            for value in graph.input
-            if value.name not in stored
-        ]
+        self.input_names = [value.name for value in graph.input if value.name not in stored]
         self._file = OpenvinoFile(path, _SETTINGS, path, host)
 
-    def run(self, names: None, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    def run_outputs(self, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Runs the file once and returns all of its outputs.
 
         Args:
-            names: None, for all outputs.
-            feeds: input -> its value; a compiled model has no port for an input that nothing reads.
+            inputs: a value for each input; a compiled model has no port for one that nothing reads.
 
         Raises:
             ExportError: when OpenVINO refuses the inputs.
         """
+        feeds = dict(zip(self.input_names, inputs, strict=True))
         return self._file.run([_value_of(port["names"], feeds, port["dtype"]) for port in self._file.inputs])
 
 
@@ -167,8 +124,8 @@ def _value_of(names: Sequence[str], feeds: Mapping[str, np.ndarray], dtype: str)
     return next(feeds[name] for name in names if name in feeds).astype(np.dtype(dtype), copy=False)
 
 
-FileRuns = OrtSession | OpenvinoRuns | CompiledRuns
-"""A file that runs, with its inputs."""
+FileRuns = OrtSession | OpenvinoRuns | Session
+"""A file that runs; of a TFLite file or an ncnn net the session that `verify` has, too."""
 
 
 def open_runs(
@@ -189,7 +146,7 @@ def open_runs(
     """
     if path.suffix.lower() != ".onnx":
         assert converted is not None
-        return CompiledRuns(path, converted, host)
+        return by_sample(runtimes.get(path, None, host).open(path, True), QuantizedModel(converted))
     runtime = runtimes.get(path, None, host, backend)
     if runtime.name == "openvino":
         return OpenvinoRuns(path, host)
@@ -210,6 +167,10 @@ def input_values(traced: TracedModule, batch: Any, number: int) -> list[np.ndarr
 
 def run_batch(session: FileRuns, values: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Returns all outputs of a file for the values of its inputs, each in the type that the file takes."""
+    if isinstance(session, OpenvinoRuns):
+        return session.run_outputs(values)
+    if not isinstance(session, OrtSession):
+        return run_outputs(session, list(values))
     feeds = {
         info.name: value.astype(dtype_of(info.type) or value.dtype, copy=False)
         for info, value in zip(session.inputs, values, strict=True)

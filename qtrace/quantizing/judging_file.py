@@ -93,9 +93,8 @@ def verify_written(
         report = verify_file(partial, converted, batches, runtime_host=host)
     if not report.passed and (name := find_random(converted)):
         raise ExportError(
-            f"{path.name} was not written, as {name} draws random numbers, of which no two runs have the "
-            "same, and the file cannot be compared with the graph: make them an input of the network, or "
-            "give verify=False (--no-verify)."
+            f"{path.name} was not written, as {name} draws random numbers, so the file cannot be verified: "
+            "make them an input, or give verify=False (--no-verify)."
         )
     if not report.passed:
         raise VerifyError(

@@ -27,7 +27,7 @@ from qtrace.graph.files.serialize import load
 from qtrace.graph.interface import read_interface
 from qtrace.graph.kernels import quiet_engine
 from qtrace.graph.native import lower
-from qtrace.graph.opaque import cure_for_kept, divides_by_inputs, opaque_calls
+from qtrace.graph.opaque import cure_for_opaque, divides_by_inputs, opaque_calls
 from qtrace.graph.signature import list_inputs
 from qtrace.graph.tensors import shared_copies
 from qtrace.graph.tracing.diff import values
@@ -41,7 +41,7 @@ from qtrace.onnxfile.local_session import SessionSettings, dtype_of
 from qtrace.onnxfile.reading import read_model
 from qtrace.onnxfile.sessions import open_session
 from qtrace.plugins import load_object
-from qtrace.preparation.original import GivenGraph, Original, Run, arrays_of
+from qtrace.preparation.original import Original, Run, UnpreparedGraph, arrays_of
 from qtrace.preparation.record import is_quantized
 from qtrace.preparation.samples import cut_call, takes_call
 from qtrace.quantizing.file_runs import input_values
@@ -65,14 +65,14 @@ def open_original(source: Any, traced: TracedModule) -> Original | None:
         traced: its graph.
     """
     if isinstance(source, TracedModule):
-        return GivenGraph(source)
+        return UnpreparedGraph(source)
     if isinstance(source, Module):
         return _Module(source, traced)
     if is_torch_module(source):
         return _TorchModule(source)
     if isinstance(source, (str, os.PathLike)):
         if Path(source).suffix.lower() != ".onnx":
-            return GivenGraph(traced)
+            return UnpreparedGraph(traced)
         path = Path(source)
         # A division by 0 in an integer would end the process in onnxruntime.
         return None if read_interface(traced) is None or divides_by_inputs(traced) else _File(path, traced)
@@ -231,19 +231,19 @@ def read_network(
             "export for a prepared one."
         )
     if not keeps_nodes:
-        _refuse_kept(traced)
+        _refuse_opaque(traced)
     return traced
 
 
-def _refuse_kept(traced: TracedModule) -> None:
+def _refuse_opaque(traced: TracedModule) -> None:
     """Refuses nodes that a file of another format would have if the axes were fixed, before any work.
 
     Raises:
         GraphError: naming the first one.
     """
     for expr in opaque_calls(traced):
-        if cure := cure_for_kept(expr):
-            raise GraphError(f"{expr.outputs[0].name} has a form in ONNX files alone: {cure}.")
+        if cure := cure_for_opaque(expr):
+            raise GraphError(f"{expr.outputs[0].name} has a form only in ONNX files: {cure}.")
 
 
 def own_file(source: Any) -> Path | None:
@@ -317,13 +317,13 @@ def _read_file(
         if any(name not in known for name in open_inputs(path)):
             known = {**open_shapes(path, next(iter(data))), **known}
         traced = from_onnx(path, known or None)
-        return traced if keeps_nodes else _without_kept(traced, path, known)
+        return traced if keeps_nodes else _without_opaque(traced, path, known)
     if path.suffix.lower() == ".mge":
         return load(path, allow=allow)
     raise GraphError(f"{path} is no network: give an .onnx file, or an .mge file that qtrace.save wrote.")
 
 
-def _without_kept(traced: TracedModule, path: Path, shapes: Shapes) -> TracedModule:
+def _without_opaque(traced: TracedModule, path: Path, shapes: Shapes) -> TracedModule:
     """Reads a file with fixed axes if some of its nodes are kept only because axes are open."""
     kept = opaque_calls(traced)
     if not kept:
@@ -333,7 +333,7 @@ def _without_kept(traced: TracedModule, path: Path, shapes: Shapes) -> TracedMod
         return traced
     _LOG.warning(
         "%s: all axes but the batch are fixed at the size of the data, as nodes such as %s have forms for "
-        "open sizes in ONNX files alone",
+        "open sizes only in ONNX files",
         path,
         kept[0].outputs[0].name,
     )
@@ -368,12 +368,12 @@ def open_shapes(path: str | os.PathLike[str], batch: Batch) -> dict[str, tuple[i
             names = [*batch] if isinstance(batch, dict) else [f"{len(batch)} without names"]
             shown = ", ".join([*names[:5], "..."] if len(names) > 5 else names)
             raise DataError(
-                f"the data have no input {key!r} of {path}, only the arrays {shown}: name one of them so, or "
-                f"{GIVE_BATCHES}."
+                f"the data lack input {key!r} of {path} and have only the arrays {shown}: name one of "
+                f"them so, or {GIVE_BATCHES}."
             )
         if sizes is not None and len(sizes) != array.ndim:
             raise DataError(
-                f"a batch of the data gives {key!r} of shape {array.shape}, but {path} declares the axes "
+                f"a batch gives {key!r} of shape {array.shape}, but {path} declares the axes "
                 f"({', '.join(str(size) or '?' for size in sizes)}): give batches with all of them, such as "
                 "numpy.stack of samples."
             )

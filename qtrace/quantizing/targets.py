@@ -142,7 +142,7 @@ def choose_config(target: str | None, recipe: Any, out: Path, float_type: FloatT
     if config.effective_float == "fp16" and out.suffix != ".onnx":
         place = "" if float_type else f"{config.place('float')}: "
         raise ConfigError(
-            f"{place}float: fp16 has a form in .onnx files alone, and {out.name} is none: leave it out."
+            f"{place}float: fp16 has a form only in .onnx files, and {out.name} is none: leave it out."
         )
     own = config.backend in (*backends.packaged(), *formats())
     suffix = suffix_of(config.backend)

@@ -307,7 +307,7 @@ class Ncnn:
         for number, name in enumerate(names):
             # A copy has each channel at 16 bytes, as ncnn's layers read it, and no layer writes to the array.
             if extractor.input(name, self.package.Mat(arrays[number]).clone()):
-                raise ValueError(f"the net has no input {name!r}.")
+                raise ValueError(f"the net lacks input {name!r}.")
         results = []
         for name in outputs:
             code, blob = extractor.extract(name)

@@ -19,9 +19,8 @@ from qtrace.plugins.packages import make_callable
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.record import is_quantized
 from qtrace.sensitivity.metrics import DetectionLoss, Level, Metric, choose
-from qtrace.sensitivity.mixed import MixedPrecision, mixed_precision
+from qtrace.sensitivity.mixed import Budget, Goal, MixedPrecision, mixed_precision
 from qtrace.sensitivity.ranking import Ranking, count_runs, rank
-from qtrace.sensitivity.searching import Budget, Goal
 from qtrace.sensitivity.simulation import Simulation
 
 __all__ = [

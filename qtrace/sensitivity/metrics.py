@@ -14,7 +14,7 @@ import numpy as np
 
 from qtrace.comparing.groups import ColumnGroup
 from qtrace.comparing.sums import ErrorSums, Outputs, column_errors
-from qtrace.errors import ConfigError
+from qtrace.errors import SHOWN_LINES, ConfigError, shorten_list
 from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.preparation.model import QuantizedModel
 from qtrace.verification.runs import output_names
@@ -82,15 +82,14 @@ def agreement(reference: Outputs, test: Outputs) -> float:
     for exact, rounded in zip(reference, test, strict=True):
         if exact[0].shape != rounded[0].shape:
             raise ConfigError(
-                f"the metric agreement compares samples, but the first output has shape {exact[0].shape} in "
-                f"float and {rounded[0].shape} quantized: its number of rows depends on values; use another "
-                "metric."
+                f"the metric agreement needs one row a sample, but the first output has shape "
+                f"{exact[0].shape} in float and {rounded[0].shape} quantized: use another metric."
             )
         sums.add(exact[0], rounded[0], classes=True)
     if sums.agreement is None:
         raise ConfigError(
             f"the metric agreement compares the classes of samples, but the first output of shape "
-            f"{reference[0][0].shape} has no axis of classes: use another metric."
+            f"{reference[0][0].shape} lacks an axis of classes: use another metric."
         )
     return 100.0 * sums.agreement
 
@@ -115,8 +114,6 @@ Parts = tuple[dict[str, float], ...]
 """For each level its losses by name: class, box, and objectness where there is one."""
 
 Shape = tuple[int, ...]
-
-_MOST_TOLD = 24  # outputs that a message lists
 
 
 @dataclass(frozen=True)
@@ -257,7 +254,7 @@ def _check(levels: Iterable[Level], shapes: Sequence[Shape | None], names: Seque
 def _places(axis: int, loss: str, shape: Shape, spoken: str) -> Shape:
     """The shape without the channels, which must be as many as a loss takes."""
     if not -len(shape) <= axis < len(shape):
-        raise ConfigError(f"{spoken} has no axis {axis}, where a level has its channels.")
+        raise ConfigError(f"{spoken} lacks axis {axis}, the channels of a level.")
     values = shape[axis]
     if (loss == "box" and values % 4) or (loss == "objectness" and values != 1):
         wanted = "a multiple of 4" if loss == "box" else "1"
@@ -270,10 +267,8 @@ def _places(axis: int, loss: str, shape: Shape, spoken: str) -> Shape:
 
 def _listed(names: Sequence[str]) -> str:
     """Outputs for a message, where their names are known."""
-    if not names:
-        return ""
-    more = ", ..." if len(names) > _MOST_TOLD else ""
-    return ": " + ", ".join(f"{index} {name}" for index, name in enumerate(names[:_MOST_TOLD])) + more
+    listed = shorten_list((f"{index} {name}" for index, name in enumerate(names)), limit=SHOWN_LINES)
+    return f": {listed}" if names else ""
 
 
 def _shape(node: object) -> Shape | None:

@@ -18,14 +18,14 @@ from qtrace.errors import CalibrationError
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import in_phase
-from qtrace.process.threads import Together, look_ahead
+from qtrace.process.threads import Together, prefetch
 from qtrace.sensitivity.layers import FloatValues, RaisableLayer, active_groups, find_layers
 from qtrace.sensitivity.metrics import DetectionLoss, Metric, Parts, agreement, sqnr
 
 __all__ = ["Answer", "Simulation"]
 
 
-_RUNS_AHEAD = 2  # each has its own copy of the weights that one part of the graph reads
+_PREFETCHED_RUNS = 2  # each has its own copy of the weights that one part of the graph reads
 _SAME_DB = 80.0  # folding, and another order of sums, leave a higher SQNR
 
 
@@ -152,13 +152,13 @@ class Simulation:
     def only_groups(self, groups: Iterable[str]) -> Iterator[float]:
         """Yields what `only_group` returns for each of ``groups``; an engine runs the next ones meanwhile."""
         raised = [layer.name for layer in self.layers]
-        with Together(1 + _RUNS_AHEAD) as together:
+        with Together(1 + _PREFETCHED_RUNS) as together:
 
             def begin(group: str) -> tuple[str, Callable[[], Outputs | None] | None]:
                 run = self._begin(frozenset({group}), raised)
                 return group, None if run is None else together.begin(run)
 
-            yield from itertools.starmap(self._end, look_ahead(groups, begin, _RUNS_AHEAD))
+            yield from itertools.starmap(self._end, prefetch(groups, begin, _PREFETCHED_RUNS))
 
     def _begin(self, active: Collection[str], raised: Collection[str]) -> Callable[[], Outputs | None] | None:
         """Begins a run with some sites active; returns None where one engine does not run the whole graph."""

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from qtrace.errors import QtraceError
+from qtrace.errors import QtraceError, shorten_list
 from qtrace.process import engine
 from qtrace.process.signals import undisturbed
 from qtrace.storage import files
@@ -220,9 +220,8 @@ def _check_replaceable(path: Path, target: Path, names: tuple[str, ...], force: 
         )
     others = [name for name in others if name not in names]
     if others:
-        listed = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
         raise QtraceError(
-            f"{path} holds files that are not ours ({listed}); force=True does not remove them."
+            f"{path} holds files that are not ours ({shorten_list(others)}); force=True does not remove them."
         )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from qtrace.comparing.selections import LEAST_SHARE
 from qtrace.comparing.sums import finite_or_none
 from qtrace.display import Displayed, format_table
+from qtrace.errors import shorten_list
 from qtrace.runtimes.host import describe_side
 from qtrace.verification.causes import SATURATION, SATURATION_ELSEWHERE, WRONG_PRODUCTS
 from qtrace.verification.selections import describe_rows
@@ -95,9 +96,6 @@ class VerifyReport(Displayed, Tallies):
         }
 
 
-_SHOWN_STEPS = 6
-
-
 def _ratio(tallies: Tallies, mode: str) -> str:
     if not tallies.outputs[mode]:
         return f"{mode} not compared"
@@ -167,9 +165,7 @@ def _outcome(tallies: Tallies) -> str:
 def _differences(tallies: Tallies) -> str:
     """Lists the most frequent differences."""
     steps = sorted(tallies.histogram().items(), key=lambda item: -item[1])
-    shown = ", ".join(f"{step:+d} LSB x {count}" for step, count in steps[:_SHOWN_STEPS])
-    more = f" and {len(steps) - _SHOWN_STEPS} more" if len(steps) > _SHOWN_STEPS else ""
-    return f" ({shown}{more})" if steps else ""
+    return f" ({shorten_list(f'{step:+d} LSB x {count}' for step, count in steps)})" if steps else ""
 
 
 def _explain(tallies: Tallies) -> list[str]:

@@ -28,7 +28,7 @@ from qtrace.numerics import dequantize, exact_levels, quantize, smallest_type
 from qtrace.onnxfile.reading import read_model
 from qtrace.preparation.identity import graph_hash
 from qtrace.preparation.model import QuantizedModel, QuantizedSite
-from qtrace.process.threads import Together, look_ahead
+from qtrace.process.threads import Together, prefetch
 from qtrace.scheme import QParams
 from qtrace.verification.crosscheck import Disagreement, RuntimeValues
 from qtrace.verification.float16 import Float16Rounding, read_float16_ops
@@ -36,7 +36,7 @@ from qtrace.verification.float_outputs import FloatOutputs
 from qtrace.verification.graph_runs import Lanes, TakingLane
 from qtrace.verification.other_sizes import open_in_file, runs_at, say_other_size
 from qtrace.verification.report import VerifyReport
-from qtrace.verification.runtimes.base import Ahead, RuntimeRun, Session, threads_for
+from qtrace.verification.runtimes.base import Prefetcher, RuntimeRun, Session, threads_for
 from qtrace.verification.selections import FirstOfEquals, Unsettled, find_rankings, find_selections
 from qtrace.verification.tallies import at_same_precision
 
@@ -92,16 +92,16 @@ class _Start:
         file: the file.
         number: the number of the batch.
         batch: the batch.
-        ahead: runs it in the sessions of the file.
+        prefetcher: runs the batch in the sessions of the file.
 
     Attributes:
         arguments: the batch as arguments of a call, once it has begun.
         runs: what gives the run of each session, once it has begun.
     """
 
-    def __init__(self, file: File, number: int, batch: Any, ahead: Ahead) -> None:
+    def __init__(self, file: File, number: int, batch: Any, prefetcher: Prefetcher) -> None:
         self.number, self.batch = number, batch
-        self._file, self._ahead = file, ahead
+        self._file, self._prefetcher = file, prefetcher
         self.arguments: _Arguments = ((), {})
         self.runs: list[Callable[[], RuntimeRun]] = []
 
@@ -113,7 +113,7 @@ class _Start:
         """
         if not self.runs:
             self.arguments, inputs = self._file.check(self.batch, self.number)
-            self.runs = self._ahead.begin(inputs)
+            self.runs = self._prefetcher.begin(inputs)
 
 
 class File:
@@ -129,7 +129,7 @@ class File:
         roundings: expr -> the node that it rounds to integers of the runtime, one scale for all and ties to
             even, where all of them can be compared.
         float16: rounds what the file has in float16; None for nothing.
-        after_kept: the nodes of integers that round what is computed from kept nodes of an imported file.
+        after_opaque: the nodes of integers that round what is computed from kept nodes of an imported file.
 
     Raises:
         ExportError: when the file is not an export of the graph.
@@ -150,7 +150,7 @@ class File:
         self.ends = ends
         self.selections = _by_name(find_selections(model.module), ends)
         self.rankings = _by_name(find_rankings(model.module), ends)
-        self.after_kept = _after_kept(model.module, self.names)
+        self.after_opaque = _after_opaque(model.module, self.names)
         self.roundings: Mapping[Expr, str] = {}
         if self.float16 is None and not self.selections and not self.rankings:
             self.roundings = _plain_roundings(model, self.names)
@@ -169,7 +169,7 @@ class File:
             rankings=self.rankings,
             groups=self.groups,
             wide=wide,
-            inexact=self.after_kept | getattr(self.session, "inexact", frozenset()),
+            inexact=self.after_opaque | getattr(self.session, "inexact", frozenset()),
             float16=0 if self.float16 is None else self.float16.count,
         )
 
@@ -199,8 +199,8 @@ class File:
         """
         sessions = [self.session, *([] if deployed is None else [deployed])]
         with Together(threads_for(sessions)) as together:
-            ahead = Ahead(sessions, together)
-            for starts, at_other_size in look_ahead(self._starts(batches, others, ahead), _begin):
+            prefetcher = Prefetcher(sessions, together)
+            for starts, at_other_size in prefetch(self._starts(batches, others, prefetcher), _begin):
                 for start in starts:
                     if not at_other_size:
                         yield self._run_batch(start, op_by_op, exact)
@@ -209,16 +209,16 @@ class File:
                         break
 
     def _starts(
-        self, batches: Iterable[Any], others: Callable[[], Iterable[Sequence[Any]]], ahead: Ahead
+        self, batches: Iterable[Any], others: Callable[[], Iterable[Sequence[Any]]], prefetcher: Prefetcher
     ) -> Iterator[tuple[list[_Start], bool]]:
         """Yields each batch, cut to the size that the file fixes, and then the choices of each other size."""
         numbers = itertools.count()
         for number, batch in enumerate(batches):
             for part in self._parts(batch, number):
-                yield [_Start(self, next(numbers), part, ahead)], False
+                yield [_Start(self, next(numbers), part, prefetcher)], False
         for choice in others():
             parts = (self._parts(batch, 0)[0] for batch in choice)
-            yield [_Start(self, next(numbers), part, ahead) for part in parts], True
+            yield [_Start(self, next(numbers), part, prefetcher) for part in parts], True
 
     def _parts(self, batch: Any, number: int) -> Sequence[Any]:
         """Cuts a batch into batches of the size that the file fixes; one that is no multiple stays whole."""
@@ -348,7 +348,7 @@ class File:
                 sizes = ", ".join("?" if axis in opened else str(n) for axis, n in enumerate(traced))
                 raise CalibrationError(
                     f"batch {number} gives {node.name} of shape {shape}, but {self.path} fixes it to "
-                    f"({sizes}), as it was traced: give data of this size, or trace and export at the data's."
+                    f"({sizes}), as it was traced: give data of this size, or trace anew."
                 )
         return [value.numpy() for value in bound[1:]]
 
@@ -377,7 +377,7 @@ class File:
         return None
 
 
-def _after_kept(module: TracedModule, integers: Collection[str]) -> frozenset[str]:
+def _after_opaque(module: TracedModule, integers: Collection[str]) -> frozenset[str]:
     """Returns the nodes of integers that round what is computed from kept nodes of an imported file.
 
     Each runtime computes those nodes in a way of its own, and a rounding by the range of the batch inside of

@@ -11,7 +11,7 @@ import pytest
 from qtrace.benchmarking import files
 from qtrace.benchmarking import machine as memory
 from qtrace.benchmarking.files import FileReport, bench_files, show
-from qtrace.benchmarking.latency import Latency, file_size, take_turns
+from qtrace.benchmarking.latency import Latency, file_size, run_interleaved
 from qtrace.benchmarking.machine import peak_memory
 from qtrace.benchmarking.profile import read_profile
 from qtrace.benchmarking.runners import RunnerSettings, known, open_file
@@ -47,7 +47,7 @@ class Logged:
 
 def test_two_files_run_one_after_the_other():
     log, ticks = [], []
-    latencies = take_turns([Logged("a", log), Logged("b", log)], 0.0, lambda: ticks.append(1))
+    latencies = run_interleaved([Logged("a", log), Logged("b", log)], 0.0, lambda: ticks.append(1))
     assert "".join(log) == "ab" * 10
     assert [latency.runs for latency in latencies] == [9, 9]
     assert len(ticks) == 9
@@ -56,13 +56,13 @@ def test_two_files_run_one_after_the_other():
 @pytest.mark.parametrize("names", ["abc", "abcd"])
 def test_no_file_runs_twice_in_a_row(names):
     log = []
-    take_turns([Logged(name, log) for name in names], 0.0)
+    run_interleaved([Logged(name, log) for name in names], 0.0)
     runs = log[len(names) :]
     assert all(one != other for one, other in itertools.pairwise(runs))
 
 
 def test_the_ratio_is_the_speed_against_the_first_file():
-    first, second = take_turns([Logged("a", [], 0.004), Logged("b", [], 0.001)], 0.0)
+    first, second = run_interleaved([Logged("a", [], 0.004), Logged("b", [], 0.001)], 0.0)
     assert first.ratio == 1
     assert second.ratio == pytest.approx(4)
     assert second.minimum <= second.low <= second.median <= second.high

@@ -49,7 +49,7 @@ def _record_begun(monkeypatch: pytest.MonkeyPatch, sizes: list[float] | None = N
     class Recorded(OnnxRuntime):
         def begin(self, arguments: Any) -> None:
             super().begin(arguments)
-            batches = list(self._begun.values())
+            batches = list(self._pending.values())
             begun.append([float(batch.arguments[0][0].numpy().flat[0]) for batch in batches])
             if sizes is not None:
                 sizes.extend(batch.size for batch in batches)
@@ -62,7 +62,7 @@ def test_statistics_are_those_of_one_batch_after_the_other(monkeypatch: pytest.M
     prepared = _prepared()
     alone = _collected(prepared, threads=1)
     begun = _record_begun(monkeypatch)
-    _assert_equal(_collected(prepared, threads=2, ahead=True), alone)
+    _assert_equal(_collected(prepared, threads=2, prefetch=True), alone)
     assert max(map(len, begun)) == 3
     assert len({number for waiting in begun for number in waiting}) == 6
 
@@ -76,7 +76,7 @@ def test_a_loader_may_use_the_memory_of_a_batch_again(monkeypatch: pytest.Monkey
             yield memory
 
     prepared, begun = _prepared(), _record_begun(monkeypatch)
-    _assert_equal(_collected(prepared, load(), threads=2, ahead=True), _collected(prepared, threads=1))
+    _assert_equal(_collected(prepared, load(), threads=2, prefetch=True), _collected(prepared, threads=1))
     assert max(map(len, begun)) == 3
 
 
@@ -89,7 +89,7 @@ def test_an_error_of_a_batch_that_was_read_ahead_comes_in_its_turn(wrong: str) -
         yield _BATCHES[2][:, :2] if wrong == "shape" else _BATCHES[2] * np.float32(np.nan)
 
     done: list[Any] = []
-    options = CollectOptions("onnxruntime", batches=6, threads=2, ahead=True)
+    options = CollectOptions("onnxruntime", batches=6, threads=2, prefetch=True)
     with pytest.raises((CalibrationError, OSError), match="batch 2"):
         collect(_prepared(), enumerate(load()), options, lambda c: done.append(len(c.statistics.batches)))
     assert done == [1, 2]
@@ -99,9 +99,9 @@ def test_an_error_of_a_batch_that_was_read_ahead_comes_in_its_turn(wrong: str) -
 def test_nothing_is_begun_on_one_thread_or_without_memory(
     threads: int, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(onnxruntime, "_MAX_BYTES_AHEAD", limit)
+    monkeypatch.setattr(onnxruntime, "_MAX_PREFETCHED_BYTES", limit)
     begun, prepared = _record_begun(monkeypatch), _prepared()
-    _assert_equal(_collected(prepared, threads=threads, ahead=True), _collected(prepared, threads=1))
+    _assert_equal(_collected(prepared, threads=threads, prefetch=True), _collected(prepared, threads=1))
     assert not any(begun)
 
 
@@ -109,10 +109,10 @@ def test_what_memory_has_no_room_for_is_begun_when_there_is(monkeypatch: pytest.
     prepared = _prepared()
     sizes: list[float] = []
     begun = _record_begun(monkeypatch, sizes)
-    _collected(prepared, threads=2, ahead=True)
-    monkeypatch.setattr(onnxruntime, "_MAX_BYTES_AHEAD", 2.5 * sizes[0])
+    _collected(prepared, threads=2, prefetch=True)
+    monkeypatch.setattr(onnxruntime, "_MAX_PREFETCHED_BYTES", 2.5 * sizes[0])
     begun.clear()
-    _assert_equal(_collected(prepared, threads=2, ahead=True), _collected(prepared, threads=1))
+    _assert_equal(_collected(prepared, threads=2, prefetch=True), _collected(prepared, threads=1))
     assert max(map(len, begun)) == 2
     assert len({number for waiting in begun for number in waiting}) == 6
 
@@ -132,9 +132,9 @@ def test_batches_of_a_runtime_that_disagrees_are_given_up(monkeypatch: pytest.Mo
     alone = _collected(prepared, engine="megengine")
     monkeypatch.setattr(choice, "OnnxRuntime", Wrong)
     waiting: list[int] = []
-    options = CollectOptions(batches=6, threads=2, ahead=True)
+    options = CollectOptions(batches=6, threads=2, prefetch=True)
     collected = collect(
-        prepared, enumerate(_BATCHES), options, lambda _: waiting.append(len(runtimes[0]._begun))
+        prepared, enumerate(_BATCHES), options, lambda _: waiting.append(len(runtimes[0]._pending))
     )
     assert collected.chosen.name == "megengine"
     _assert_equal(collected.statistics, alone)

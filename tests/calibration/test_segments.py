@@ -22,7 +22,7 @@ from qtrace.graph import stepping
 from qtrace.graph.stepping import GraphSegment, keep
 from qtrace.graph.walk import exprs
 from qtrace.preparation.model import QuantizedModel
-from qtrace.process.threads import map_ahead
+from qtrace.process.threads import prefetch_map
 from qtrace.ptq.layers import statistics as collecting
 from tests.nets import images, net
 
@@ -158,9 +158,9 @@ def test_the_algorithms_compute_on_the_given_number_of_threads(monkeypatch: pyte
 
     def record(run: Any, items: Any, threads: int | None) -> Any:
         counts.append(threads)
-        return map_ahead(run, items, threads)
+        return prefetch_map(run, items, threads)
 
-    monkeypatch.setattr(segments, "map_ahead", record)
+    monkeypatch.setattr(segments, "prefetch_map", record)
     qtrace.calibrate(_prepared(), BATCHES, progress=False, engine="onnxruntime", threads=1)
     assert set(counts) == {1}
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import qtrace
-from qtrace.calibration.observing import read_far
+from qtrace.calibration.observing import read_large
 from qtrace.errors import CalibrationError
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.record import fake_quants
@@ -82,8 +82,8 @@ def test_where_only_readers_round_the_value_the_cure_names_them() -> None:
 
 
 def test_masks_alone_and_continuous_ranges_are_no_gap() -> None:
-    assert read_far("x", np.array([0.0, -1e9], np.float32)) is None  # two integers are enough
-    assert read_far("x", np.arange(0, 65535, 7, dtype=np.float32)) is not None  # judged by the step
+    assert read_large("x", np.array([0.0, -1e9], np.float32)) is None  # two integers are enough
+    assert read_large("x", np.arange(0, 65535, 7, dtype=np.float32)) is not None  # judged by the step
     model = net(lambda self, x: self.c(x), c=M.Conv2d(3, 2, 1))
     batch = np.random.default_rng(0).uniform(0, 65535, (1, 3, 8, 8)).astype(np.float32)
     traced = qtrace.trace(model, batch, check=False)

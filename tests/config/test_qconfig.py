@@ -329,7 +329,7 @@ MISTAKES = [
     ({"rules": [{"match": {}, "observers": {}}]}, "rules[0]: the rule changes nothing"),
     (
         {"rules": [{"match": {}, "quantize": False, "weight": {"bits": 4}}]},
-        "rules[0]: with quantize: false the ops stay float, so weight has no effect.",
+        "rules[0]: with quantize: false the ops stay float, so weight does nothing.",
     ),
     ({"rules": [{**ON, "match": {"op": []}}]}, "rules[0].match.op must be a list of 1 or more, not []."),
     ({"rules": [{**ON, "match": {"op": 3}}]}, "rules[0].match.op must be a list, not 3."),
@@ -438,7 +438,7 @@ MISTAKES = [
     ({"preprocess": {**IMAGE, "scale": 0}}, "preprocess.scale must be greater than 0.0, not 0."),
     (
         {"preprocess": {**IMAGE, "crop_fraction": 0.9}},
-        "preprocess: crop_fraction has no effect with resize: stretch.",
+        "preprocess: crop_fraction does nothing with resize: stretch.",
     ),
     ({"preprocess": {"size": [3, 8, 8], "mean": [0, 0, 0]}}, "'std' is missing in preprocess."),
 ]

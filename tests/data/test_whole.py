@@ -77,7 +77,7 @@ def test_the_limit_counts_the_batches_of_the_user(sized: bool) -> None:
 def test_data_without_a_whole_batch_are_refused(form: str) -> None:
     samples = _samples(3)
     data: Any = {"array": samples, "list": [samples], "generator": lambda: iter([samples])}[form]
-    with pytest.raises(DataError, match="no batch of 4 samples, but of 3, .* takes 4 at once"):
+    with pytest.raises(DataError, match="batches of 3 samples at most, .* takes 4 at once"):
         recut(open_data(data, batch_size=4), 4, whole=True)
 
 

@@ -162,5 +162,5 @@ def test_letterbox_keeps_the_aspect_and_fills_up(at, top, left):
     expected = cv2.resize(image, (16, 8), interpolation=cv2.INTER_LINEAR)[..., ::-1]
     np.testing.assert_array_equal(fitted[top : top + 8, left : left + 16], expected)
     assert (np.delete(fitted, np.s_[top : top + 8], axis=0) == 7).all()
-    with pytest.raises(ConfigError, match="fill has no effect with resize: stretch"):
+    with pytest.raises(ConfigError, match="fill does nothing with resize: stretch"):
         Preprocess(**PIXELS, fill=7)

@@ -165,7 +165,7 @@ def test_wrong_use_is_an_error_that_says_what_to_do():
         builder.add_module("a.conv", M.Conv2d(2, 2, 1))
     with pytest.raises(GraphError, match="'conv' is no container"):
         builder.add_module("a.conv.inner", M.Conv2d(2, 2, 1))
-    with pytest.raises(GraphError, match="has no attribute 'b'"):
+    with pytest.raises(GraphError, match="lacks attribute 'b'"):
         builder.attribute("b")
     with pytest.raises(GraphError, match="is not a node of this graph"):
         builder.finish(3)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from qtrace.process.threads import Together, look_ahead, map_ahead
+from qtrace.process.threads import Together, prefetch, prefetch_map
 from tests.each import each_of
 
 
@@ -91,21 +91,21 @@ def test_the_next_items_begin_before_one_is_taken_and_an_error_comes_in_its_turn
         events.append(f"begin {item}")
         return item
 
-    taken = (events.append(f"take {item}") for item in look_ahead(items(), begin, count))
+    taken = (events.append(f"take {item}") for item in prefetch(items(), begin, count))
     with pytest.raises(ValueError, match="no fourth item"):
         list(taken)
     assert events == expected
-    assert list(look_ahead([], begin)) == []
+    assert list(prefetch([], begin)) == []
 
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_results_come_in_order(threads: int) -> None:
-    assert list(map_ahead(lambda n: n * n, range(20), threads)) == [n * n for n in range(20)]
+    assert list(prefetch_map(lambda n: n * n, range(20), threads)) == [n * n for n in range(20)]
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_an_error_of_a_result_comes_in_its_turn(threads: int) -> None:
-    results = map_ahead(lambda n: 6 // (3 - n), range(9), threads)
+    results = prefetch_map(lambda n: 6 // (3 - n), range(9), threads)
     assert [next(results) for _ in range(3)] == [2, 3, 6]
     with pytest.raises(ZeroDivisionError):
         next(results)
@@ -113,7 +113,7 @@ def test_an_error_of_a_result_comes_in_its_turn(threads: int) -> None:
 
 def test_results_are_computed_at_once_and_one_thread_computes_what_is_taken() -> None:
     both = threading.Barrier(2)
-    list(map_ahead(lambda _: both.wait(10), range(4), 2))
+    list(prefetch_map(lambda _: both.wait(10), range(4), 2))
     computed: list[int] = []
-    assert next(map_ahead(lambda n: computed.append(n) or n, range(4), 1)) == 0
+    assert next(prefetch_map(lambda n: computed.append(n) or n, range(4), 1)) == 0
     assert computed == [0]

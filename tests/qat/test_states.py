@@ -82,7 +82,10 @@ def test_a_state_of_other_observers_brings_its_ranges(traced, observer, strict):
             {"rules": [{"match": {"position": "last"}, "quantize": False}]},
             "it has sites that this graph does not",
         ),
-        ({"qat": {"bn": {"fold": False}}}, r"it has no 1\.\w+.* and 1 more.*such as qat\.bn\.fold"),
+        (
+            {"qat": {"bn": {"fold": False}}},
+            r"it has no 1\.\w+.* 1\.weight\..*such as qat\.bn\.fold",
+        ),
         ({"fakequant": "learned_range"}, r"other fake quants stood at .*\(scale, zero_point instead of "),
         ({"weight": {"axis": None}}, r"other shapes qsites\._0_weight\.scale 8x1x1x1 instead of"),
     ],

@@ -190,7 +190,7 @@ def test_a_network_of_random_numbers_is_not_compared(
 @pytest.mark.parametrize(
     ("size", "given", "option", "error", "cure"),
     [
-        (0.03, {}, "verify", ExportError, "of which no two runs have the same, .* or give verify=False"),
+        (0.03, {}, "verify", ExportError, "so the file cannot be verified: .* or give verify=False"),
         (1.0, {"verify": False}, "allow_broken", CalibrationError, "count as noise .* allow_broken=."),
     ],
 )

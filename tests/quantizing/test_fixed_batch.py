@@ -174,7 +174,7 @@ def test_only_an_onnx_file_keeps_an_open_resize(
     with caplog.at_level("WARNING", "qtrace"):
         out = tmp_path / f"out{suffix}"
         qtrace.quantize(tmp_path / "net.onnx", DATA, out, verify=False, measure=False, progress=False)
-    assert ("such as y have forms for open sizes in ONNX files alone" in caplog.text) == (suffix != ".onnx")
+    assert ("such as y have forms for open sizes only in ONNX files" in caplog.text) == (suffix != ".onnx")
 
 
 @pytest.mark.quick(1)
@@ -216,7 +216,7 @@ def test_a_shorter_batch_of_the_users_own_is_left_out(tmp_path: Path, suffix: st
 def test_too_few_samples_for_a_batch_are_refused_at_once(tmp_path: Path) -> None:
     source = _write(tmp_path, 4, reshape=True)
     out = tmp_path / "out.onnx"
-    with pytest.raises(DataError, match="no batch of 4 samples, but of 3"):
+    with pytest.raises(DataError, match="batches of 3 samples at most, and the network takes 4"):
         qtrace.quantize(source, DATA, out, recipe=EVERYTHING, evaluation=DATA[:3], progress=False)
 
 

@@ -206,7 +206,7 @@ def test_constant_data_are_written_if_asked_for_and_one_constant_input_of_severa
 def test_arrays_of_other_names_are_listed_and_batches_of_several_sizes_have_a_way(here, onnx_file) -> None:
     np.savez("several.npz", **{f"line{width}": DATA[:1, :, :, :width] for width in range(3, 9)})
     for data, names in (("several.npz", "line3, .*line7, ..."), ({"image": DATA}, "image")):
-        text = f"no input 'x' of .*net.onnx, only the arrays {names}: name one of them so, or give batches"
+        text = f"lack input 'x' of .*net.onnx and have only the arrays {names}: name one of them so"
         with pytest.raises(DataError, match=text):
             qtrace.quantize(onnx_file, data, "out.onnx", progress=False)
     Path("several.npz").unlink()

@@ -23,7 +23,7 @@ from qtrace.comparing.sums import sqnr_db
 from qtrace.errors import CalibrationError, ConfigError, ExportError
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.model import QuantizedModel
-from qtrace.sensitivity import Budget, Goal, analyze, mixed_precision, searching
+from qtrace.sensitivity import Budget, Goal, analyze, mixed, mixed_precision
 from qtrace.sensitivity.simulation import Simulation
 from tests.nets import net
 
@@ -199,9 +199,9 @@ class _Planted:
 
 def test_the_search_is_not_misled_by_noise_that_does_not_matter() -> None:
     planted: Any = _Planted()
-    order = searching.by_noise(planted)
+    order = mixed.by_noise(planted)
     assert [layer.name for layer in order] == list("abcdef")
-    found, ladder = searching.fewest(planted, order, 6.0)
+    found, ladder = mixed.fewest(planted, order, 6.0)
     assert ladder == 5
     assert sorted(found.raised) == ["d", "e"]
 

@@ -12,7 +12,7 @@ from qtrace.cli import help, models, options, targets
 from qtrace.cli.commands.explain import on_terminal
 from qtrace.cli.console import Console
 from qtrace.cli.naming import CONVERTED
-from qtrace.cli.verdicts import FAKE_QUANTS, Counted, judge_comparison, samples_of, text_of
+from qtrace.cli.verdicts import FAKE_QUANTS, SampleCounter, judge_comparison, samples_of, text_of
 from qtrace.storage.outputs import output_file
 
 if TYPE_CHECKING:
@@ -85,8 +85,8 @@ def compare(
         source = models.open_source(data, console, qconfig=qconfig, **reading)
         network = models.load_float(float_model, allow, loaded)
         with console.bar(source, "compare") as batches:
-            counted = Counted(batches)
-            comparison = qtrace.compare(loaded, counted, float_model=network)
+            counter = SampleCounter(batches)
+            comparison = qtrace.compare(loaded, counter, float_model=network)
         diagnosis = judge_comparison(loaded, network, source, console)
         if html is not None:
             page = comparison.html(*_findings(diagnosis))
@@ -95,7 +95,7 @@ def compare(
     if html is not None:
         console.note(f"{html} is written: open it in a browser.")
     judged = {} if diagnosis is None else {"diagnosis": diagnosis.to_dict()}
-    measured = f"{samples_of(counted.samples, '--data', reading['max_batches'])} ({FAKE_QUANTS})"
+    measured = f"{samples_of(counter.samples, '--data', reading['max_batches'])} ({FAKE_QUANTS})"
     text = f"{text_of(diagnosis)}sites and outputs: on {measured}\n{comparison.table(width, sort)}"
     console.result(text, {**judged, "measured_on": measured, **comparison.to_dict()})
     return 0 if diagnosis is None or diagnosis.verdict.word != "broken" else 1

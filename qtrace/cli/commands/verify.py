@@ -11,7 +11,7 @@ from qtrace.cli import help, hosts, models, options
 from qtrace.cli import hosts as dumped_tensors
 from qtrace.cli.console import Console
 from qtrace.cli.naming import CONVERTED, check_exported
-from qtrace.cli.verdicts import FAKE_QUANTS, Counted, samples_of
+from qtrace.cli.verdicts import FAKE_QUANTS, SampleCounter, samples_of
 from qtrace.runtimes.host import RuntimeHost
 
 __all__ = ["verify"]
@@ -80,17 +80,17 @@ def verify(
         models.check_size(loaded, model, qconfig, data)
         source = models.open_source(data, console, qconfig=qconfig, **reading)
         with console.bar(source, "verify") as batches:
-            counted = Counted(batches)
+            counter = SampleCounter(batches)
             report = qtrace.verify(
                 file,
                 loaded,
-                counted,
+                counter,
                 float_model=network,
                 runtime=runtime if dumps is None else dumps.runtime(loaded),
                 runtime_host=runtime_host,
             )
         text, result = report.table(), report.to_dict()
-    measured = samples_of(counted.samples, "--data", reading["max_batches"])
+    measured = samples_of(counter.samples, "--data", reading["max_batches"])
     if is_quantized(loaded):
         measured += f" (graph: {FAKE_QUANTS}; the others: the runtime's outputs)"
     data_of = {"passed": bool(report.passed), "measured_on": measured, **result}

@@ -146,8 +146,8 @@ def contents_of(model: Any, path: Path, external: bool | None = None) -> dict[Pa
             if external is None:
                 _LOG.warning(
                     f"{path.name} has {size / 1e9:.1f} GB of tensors, more than one ONNX file holds: "
-                    f"they are in {beside.name}, which stays beside it. A copy of {path.name} reads the "
-                    f"{beside.name} beside the copy: copy both into a folder of their own, since another "
+                    f"they are in {beside.name}, which stays next to it. A copy of {path.name} reads the "
+                    f"{beside.name} next to the copy: copy both into a folder of their own, since another "
                     f"export to {path.name} changes what a copy here computes."
                 )
             return {beside: pieces, path: bytes(light.SerializeToString())}

@@ -159,8 +159,8 @@ def _setitem(w: OnnxWriter, call: OpCall) -> None:
         chosen, value = _mask_everywhere(w, items, rank(x), out.name), _plain(w, call)
     elif any(i.axis is None or i.gathers or isinstance(i.value, TensorNode) or _computed(i) for i in items):
         raise ExportError(
-            f"{out.name}: writing at {call.attrs['index']!r} cannot become ONNX: write at slices and numbers "
-            "that are fixed or computed from shapes, or at a mask, or use F.where or F.concat"
+            f"{out.name}: writing at {call.attrs['index']!r} cannot become ONNX: write at slices or numbers "
+            "that are fixed or computed from shapes, or use F.where or F.concat"
         )
     else:
         chosen, value = _region(w, call, items)

@@ -236,8 +236,8 @@ class CopiedVersions:
         for op, last in self._last.items():
             if opset > last:
                 raise CopiedFormError(
-                    f"{op} is kept as in the imported file, but opset {opset} of the written file defines it "
-                    f"otherwise: choose opset={last}, or end the graph before it.",
+                    f"{op} is kept as in the imported file, but opset {opset} defines it otherwise: "
+                    f"choose opset={last}, or end the graph before it.",
                     opset,
                 )
 

@@ -27,8 +27,8 @@ def _recurrent(w: OnnxWriter, call: OpCall) -> None:
         _layer(w, call)
     else:
         raise ExportError(
-            f"{call.out.name}: {call.kind} cannot become ONNX with a projected hidden state, or as constant "
-            "of the trace: end the graph before it, or write it with linear layers"
+            f"{call.out.name}: {call.kind} cannot become ONNX with a projected hidden state, or as a "
+            "constant: end the graph before it, or write it with linear layers"
         )
 
 

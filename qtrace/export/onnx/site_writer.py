@@ -98,7 +98,7 @@ class SiteWriter:
             if not only_floats_read(out, self._floats):
                 raise ExportError(
                     "its bias is computed, which int32 storage cannot express: set quantize: false for its "
-                    "layer, or name the kind of the layer in allow_float, and the bias stays as computed"
+                    "layer, or name the kind of the layer in allow_float"
                 )
             w.names[out] = w.name(site.source)
             return

@@ -294,9 +294,8 @@ class OnnxWriter:
         scheme = qparams.scheme
         if qparams.scale.ndim:
             raise ExportError(
-                f"it is computed and has a scale per channel, but {scheme.describe()} does not use every "
-                "value of its type, at which QuantizeLinear saturates: set narrow: false and 8 bits there, "
-                "or keep it in float"
+                "it is computed and has a scale per channel, and QuantizeLinear does not clip to "
+                f"{scheme.describe()}: set narrow: false and 8 bits there"
             )
         ends = [np.float32((q - int(qparams.zero_point)) * qparams.scale) for q in (scheme.qmin, scheme.qmax)]
         names = [self.constant(f"{base}_{n}", end) for n, end in zip(("low", "high"), ends, strict=True)]

@@ -118,8 +118,8 @@ def site_table(graph: ConvertedGraph, names: Names) -> tuple[Row, ...]:
                 continue
             raise ExportError(
                 f"site {row.site} ({row.describe()}) quantizes tensor {row.tensor} otherwise than site "
-                f"{known.site} ({known.describe()}), but a parameter file has one entry for each tensor: let "
-                "all its readers ask for the same scheme, or export format onnx."
+                f"{known.site} ({known.describe()}), but a parameter file has one entry a tensor. Give "
+                "all its readers one scheme, or export format onnx."
             )
         if known is not row:
             rows[row.tensor] = _joined(known, row)
@@ -187,8 +187,8 @@ def _weight(site: str, qparams: QParams, layer: ParameterLayer) -> Row:
     scheme = qparams.scheme
     if scheme.block is not None:
         raise ExportError(
-            f"site {site} has a scale for each block of {scheme.block} inputs, which no file of parameters "
-            "holds yet: export a model (.onnx), or leave block out of the recipe."
+            f"site {site} has a scale for each block of {scheme.block} inputs, which parameter files "
+            "cannot hold yet: export a model (.onnx), or leave block out."
         )
     axis = layer.axis if scheme.per_channel else None
     numbers = (scheme, qparams.scale, qparams.zero_point, axis)

@@ -14,7 +14,7 @@ import onnx
 from onnx import NodeProto, TensorProto
 
 from qtrace.display import Displayed, format_bytes
-from qtrace.errors import ExportError
+from qtrace.errors import SHOWN_LINES, ExportError, shorten_list
 from qtrace.extras.contracts.base import CPU, Contract, ContractRule, FloatOp, Violation
 from qtrace.extras.contracts.qdq_graph import FUNCTIONS, LAYERS, QUANTIZERS, QdqGraph, label
 from qtrace.onnxfile.bodies import read_names
@@ -162,9 +162,6 @@ def _numel(shapes: Shapes, name: str) -> int | None:
     return math.prod(shapes[name]) if name in shapes else None
 
 
-_SHOWN = 20
-
-
 @dataclass(frozen=True)
 class Finding:
     """A violation, as plain data.
@@ -243,15 +240,12 @@ class ContractReport(Displayed):
         for rule, source in rules:
             found = [finding for finding in self.findings if finding.rule == rule]
             lines.append(f"{rule} ({source}):")
-            lines += [f"  {f.text}{' [--fix]' if f.fixable else ''}" for f in found[:_SHOWN]]
-            if len(found) > _SHOWN:
-                lines.append(f"  and {len(found) - _SHOWN} more")
+            texts = (f"{f.text}{' [--fix]' if f.fixable else ''}" for f in found)
+            lines.append("  " + shorten_list(texts, "\n  ", SHOWN_LINES))
         how = f"in float, as {self.measured} loads the file" if self.measured else "in float, predicted"
         if self.floats:
             lines.append(f"{how}:")
-            lines += [_describe(op) for op in self.floats[:_SHOWN]]
-            if len(self.floats) > _SHOWN:
-                lines.append(f"  and {len(self.floats) - _SHOWN} more")
+            lines.append("  " + shorten_list(map(_describe, self.floats), "\n  ", SHOWN_LINES))
         else:
             lines.append(f"{how}: no op")
         if self.fallback:
@@ -280,7 +274,7 @@ class ContractReport(Displayed):
 def _describe(op: FloatOp) -> str:
     """Returns the line of an op in float."""
     place = f" [runs on {op.runs_on}]" if op.runs_on else ""
-    return f"  {op.op} {op.node}: {op.reason}{place}"
+    return f"{op.op} {op.node}: {op.reason}{place}"
 
 
 # Ops that move values or compute shapes: they run on what they get.

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.errors import ConfigError, ExportError
+from qtrace.errors import ConfigError, ExportError, shorten_list
 from qtrace.graph.types import TracedModule
 from qtrace.plugins.options import hint
 from qtrace.preparation.model import QuantizedModel
@@ -211,10 +211,10 @@ class DumpedSession:
         )
         self.integer_names = sorted(present)
         if not present:
-            dumped = ", ".join(sorted(samples[0].files)[:5])
+            dumped, known = shorten_list(sorted(samples[0].files)), shorten_list(self.qparams)
             raise ExportError(
-                f"{samples[0].path}: no tensor has the name of a site. It holds {dumped}; sites are "
-                f"{', '.join(list(self.qparams)[:5])}: map the names with --names, in Python with names=."
+                f"{samples[0].path}: no tensor has the name of a site. It holds {dumped}; sites are {known}: "
+                "map the names with --names, in Python with names=."
             )
 
     def _match(self, sample: Sample, names: Mapping[str, str]) -> dict[Tensor, str]:

@@ -453,7 +453,7 @@ def _find_node(name: str, nodes: dict[str, Node], copyable: set[Expr]) -> Node:
     if node.expr in copyable or not isinstance(node, TensorNode):
         raise GraphError(
             f"{name} depends only on parameters, constants and sizes, so each part computes it itself: "
-            "cut after an op that depends on the values of the inputs."
+            "cut after an op that depends on input values."
         )
     return node
 

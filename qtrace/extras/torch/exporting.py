@@ -147,8 +147,8 @@ def _open_file(path: Path, torch: Any) -> Network:
             script = torch.jit.load(str(path), map_location="cpu")
     except Exception as error:  # as above
         raise ImportingError(
-            f"{path} is no program of torch.export, whose files end with .pt2, and torch.jit does not load "
-            f"it as TorchScript ({_line(error)}): load other files of torch yourself, and give the module."
+            f"{path} is neither a program of torch.export (.pt2) nor TorchScript ({_line(error)}): load "
+            "other files of torch yourself, and give the module."
         ) from error
     return Network(script, path.name, is_script=True)
 
@@ -299,7 +299,7 @@ def _describe(network: Network, error: BaseException) -> str:
     where = f" (at {place})" if place else ""
     if missing := next((m for c in causes if (m := _NO_FUNCTION.search(str(c)))), None):
         return (
-            f"torch cannot export {network.name}{where}: its exporter has no ONNX form of {missing[1]}. "
+            f"torch cannot export {network.name}{where}: its exporter lacks an ONNX form of {missing[1]}. "
             "Compute it by other ops, or export the part of the network before it."
         )
     older = "" if network.is_program or network.is_script else f", or {_OLDER}"

@@ -18,7 +18,7 @@ import megengine.module as M
 import numpy as np
 from megengine import Parameter
 
-from qtrace.errors import ImportingError
+from qtrace.errors import ImportingError, shorten_list
 from qtrace.extras.torch.exporting import import_torch
 from qtrace.graph.flatten import set_parameter
 from qtrace.graph.moves import Move, part_of, places_of, reshaped_to, taken_at
@@ -311,7 +311,6 @@ def _called(expr: Any, kinds: tuple[type, ...]) -> str | None:
 
 
 _LOG = logging.getLogger("qtrace")
-_SHOWN = 5
 
 
 def to_torch_state(traced: TracedModule) -> dict[str, Any]:
@@ -341,9 +340,9 @@ def to_torch_state(traced: TracedModule) -> dict[str, Any]:
     absent = origin.absent if (origin := read_origin(traced)) is not None else ()
     if absent:
         _LOG.warning(
-            "the state has no %s: the graph does not hold them, since the network does not read them or the "
+            "the state lacks %s: the graph does not hold them, since the network does not read them or the "
             "import computed other tensors from them. Those of the module itself are still right.",
-            _listed(absent),
+            shorten_list(absent),
         )
     return state
 
@@ -372,8 +371,8 @@ def state_arrays(traced: TracedModule) -> dict[str, np.ndarray]:
         again = known[places]
         if not np.array_equal(array.reshape(-1)[places][again], own[again], equal_nan=True):
             raise ImportingError(
-                f"{path} and another parameter of the graph are one tensor of torch's module, "
-                f"{parameter.tensor}, and differ in value: take the state before what changed one of them."
+                f"{path} and another parameter are one tensor of torch's module, {parameter.tensor}, and "
+                "differ in value: take the state before what changed one of them."
             )
         array.reshape(-1)[places] = own
         if not np.array_equal(array.reshape(-1)[places], own, equal_nan=True):
@@ -395,7 +394,7 @@ def state_arrays(traced: TracedModule) -> dict[str, np.ndarray]:
     missing |= {name for name, part in origin.parts.items() if part.tensor not in values}
     if missing:
         raise ImportingError(
-            f"the graph no longer holds {_listed(sorted(missing))}, which a pass folded into other "
+            f"the graph no longer holds {shorten_list(sorted(missing))}, which a pass folded into other "
             "parameters: take the state before prepare, or leave that algorithm out."
         )
     state.update({name: state[own] for name, own in origin.tied.items() if own in state})
@@ -412,16 +411,10 @@ def _merged_values(origin: FileOrigin, values: Mapping[str, np.ndarray]) -> dict
     lost = ({*origin.merged} - {*origin.parameters} - biases) | ({*origin.merged} & {*values})
     if lost:
         raise ImportingError(
-            f"reparameterize merged the layer of {_listed(sorted(lost))} into another one, and no values of "
-            "torch's module leave it out: take the state before prepare, or give prepare a config whose "
-            "`ptq` has no reparameterize."
+            f"reparameterize merged the layer of {shorten_list(sorted(lost))} into another one, which "
+            "torch's module cannot express: take the state before prepare, or leave reparameterize out of `ptq`."
         )
     return {path: np.full(count, number, np.float32) for path, (number, count) in origin.merged.items()}
-
-
-def _listed(names: Sequence[str]) -> str:
-    rest = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {rest} others" if rest > 0 else "")
 
 
 def _check_others(values: dict[str, np.ndarray], origin: FileOrigin, known: set[str]) -> None:
@@ -439,9 +432,9 @@ def _check_others(values: dict[str, np.ndarray], origin: FileOrigin, known: set[
             lost.append(path)
     if lost:
         raise ImportingError(
-            f"{_listed(sorted(lost))} changed, and torch's module lacks a tensor for it: the module computes "
-            "it from others, or a pass added it. Take the state before that pass, or keep this parameter "
-            "fixed in training."
+            f"{shorten_list(sorted(lost))} changed, and torch's module lacks a tensor for it: the module "
+            "computes it from others, or a pass added it. Take the state before that pass, or keep this "
+            "parameter fixed in training."
         )
 
 
@@ -480,9 +473,8 @@ def _write_norms(
         for name, array in sorted(unit.items(), key=lambda item: item[0] not in by_itself):
             if name in fixed and not np.array_equal(state[name], array, equal_nan=True):
                 raise ImportingError(
-                    f"{name} is read in several places of torch's module, and prepare folded it at one of "
-                    "them: take the state before prepare, or give prepare a config whose `ptq` has no "
-                    "fuse_bn."
+                    f"{name} is read in several places, and prepare folded it at one of them: "
+                    "take the state before prepare, or leave fuse_bn out of `ptq`."
                 )
             state[name] = array
         fixed |= unit.keys()
@@ -499,9 +491,8 @@ def _check_frozen(origin: FileOrigin, state: Mapping[str, np.ndarray]) -> None:
     changed = [n for n, own in origin.frozen.items() if n in state and hash_values(state[n]) != own]
     if changed:
         raise ImportingError(
-            f"{_listed(changed)} changed, and torch's module computes numbers from it elsewhere, too, which "
-            "the graph keeps as they were at the import: take the state before prepare and training, or "
-            "leave out the algorithm that changed it."
+            f"{shorten_list(changed)} changed, but numbers that torch computes from it did not: take the "
+            "state before prepare and training, or leave out the algorithm that changed it."
         )
 
 

@@ -39,6 +39,7 @@ from megengine.traced_module.expr import (
 from megengine.traced_module.node import Node, TensorNode
 from megengine.traced_module.traced_module import InternalGraph
 
+from qtrace.errors import shorten_list
 from qtrace.graph.arguments import signature
 from qtrace.graph.edit import GraphEditor
 from qtrace.graph.source_lines import source_line
@@ -248,7 +249,6 @@ def _argument(expr: Expr, name: str, position: int) -> Any:
     return expr.kwargs.get(name, expr.args[position] if len(expr.args) > position else None)
 
 
-_MAX_NAMED_OPS = 5  # in a message
 _log = logging.getLogger("qtrace")
 
 
@@ -295,10 +295,9 @@ def describe_places(copies: Iterable[Copy]) -> str:
     """
     places = {copy.source.outputs[0].name: source_line(copy.source) for copy in copies}
     named = [f"{name} ({line})" if line else name for name, line in places.items()]
-    more = f" and {len(named) - _MAX_NAMED_OPS} more" if len(named) > _MAX_NAMED_OPS else ""
     return (
         "MegEngine's kernels on CPU can take a view such as x[..., :2] for contiguous memory, or refuse it, "
-        f"at {', '.join(named[:_MAX_NAMED_OPS])}{more}"
+        f"at {shorten_list(named)}"
     )
 
 

@@ -32,15 +32,15 @@ from megengine.traced_module.module_tracer import (
 )
 from megengine.traced_module.node import ModuleNode, Node, TensorNode
 
-from qtrace.errors import GraphError
+from qtrace.errors import GraphError, shorten_list
 
 __all__ = [
+    "attributes_at",
     "changed_state",
     "clear_leaked_state",
     "debugging_marks",
     "forget",
     "hooked_modules",
-    "kept_attributes",
     "lost_parameters",
     "native_quantization",
     "read_parameters",
@@ -79,7 +79,7 @@ def debugging_marks(traced: TracedModule) -> str:
 
 
 def _names(traced: TracedModule, points: str) -> str:
-    return ", ".join(str(node.name) for node in (getattr(traced, points, None) or ())[:5])
+    return shorten_list(node.name for node in getattr(traced, points, None) or ())
 
 
 _OPEN = "qtrace_open_block"  # an attribute of the tracer of a block
@@ -266,7 +266,7 @@ def forget(root: Module, paths: Iterable[str]) -> None:
             delattr(modules[owner], name)
 
 
-def kept_attributes(root: Module, paths: Iterable[str]) -> set[tuple[int, str]]:
+def attributes_at(root: Module, paths: Iterable[str]) -> set[tuple[int, str]]:
     """Returns the owner and the name of each attribute at ``paths``; leaves out what is in a list or dict."""
     modules = dict(root.named_modules())
     places = [path.rpartition(".")[::2] for path in paths]

@@ -44,7 +44,7 @@ def check_leaves(leaves: Sequence[Any]) -> None:
         elif leaf.__globals__.get(leaf.__name__) is not leaf:
             raise TraceError(
                 f"the function {leaf.__qualname__} cannot be a leaf, since it is not at the top level of its "
-                "file under its own name: a file of the trace could not name it; move it there."
+                "file under its own name: move it there."
             )
 
 

@@ -21,7 +21,7 @@ from megengine.traced_module.expr import CallFunction, Input
 from megengine.traced_module.node import Node, NodeMixin, TensorNode
 from megengine.traced_module.traced_module import TracedModuleBuilder
 
-from qtrace.errors import TraceError
+from qtrace.errors import TraceError, shorten_list
 from qtrace.graph.failures import LIBRARIES
 from qtrace.graph.source_lines import shown_path
 from qtrace.graph.walk import op_label, reads_shape
@@ -41,7 +41,6 @@ _METHODS = {
 # Functions whose result depends only on the shape of their argument.
 _OF_SHAPES = {"zeros_like", "ones_like", "full_like"}
 _TRACER = str(Path(megengine.__file__).parent / "traced_module")
-_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -253,12 +252,13 @@ def refuse_reads(name: str, reads: Sequence[PythonRead], allow_branch: Sequence[
     problems = [r for r in reads if r.of_data and not any(_names(entry, r.line) for entry in allow_branch)]
     if not problems:
         return
-    listed = "; ".join(f"{r.line} reads {r.node} by {r.how}" for r in problems[:_SHOWN])
-    more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-    allowed = " ".join(f"--allow-branch {line}" for line in dict.fromkeys(r.line for r in problems[:_SHOWN]))
+    listed = shorten_list((f"{r.line} reads {r.node} by {r.how}" for r in problems), "; ")
+    allowed = shorten_list(
+        (f"--allow-branch {line}" for line in dict.fromkeys(r.line for r in problems)), " "
+    )
     raise TraceError(
-        f"{name} uses values of its data as Python values, which a trace fixes: {listed}{more}. Compute with "
-        "tensor operations (F.where for a branch), or take it out of forward; to keep the branch that the "
+        f"{name} uses values of its data as Python values, which a trace fixes: {listed}. Compute with "
+        "tensor operations (F.where for a branch), or take it out of forward. To keep the branch that the "
         f"example takes, name the line in allow_branch ({allowed})."
     )
 

@@ -43,9 +43,9 @@ __all__ = [
     "without_none",
 ]
 
-NONE_IS_DROPPED = "forward returns None among tensors: the trace returns the tensors alone."
+NONE_IS_DROPPED = "forward returns None among tensors: the trace returns only the tensors."
 VALUES_ARE_DROPPED = (
-    "forward returns Python values among tensors, such as numbers: the trace returns the tensors alone."
+    "forward returns Python values among tensors, such as numbers: the trace returns only the tensors."
 )
 _KNOWN_COMPILED = ("Where",)  # `expand` writes it as a function
 PYTHON_VALUES = (type(None), bool, int, float, str, bytes, np.generic, np.ndarray, np.dtype)
@@ -148,8 +148,7 @@ def check_kernels(traced: TracedModule, name: str) -> None:
                 if _is_compiled(expr):
                     raise TraceError(
                         f"{name}: {name_with_line(expr, str(expr.opdef))} is compiled from other ops, which "
-                        "no file and no export can hold: write it with functions of megengine.functional, "
-                        "such as reshape, transpose and matmul, called by their names in forward."
+                        "no file and no export can hold: write it with functions of megengine.functional."
                     )
 
 
@@ -169,7 +168,7 @@ def check_readers(traced: TracedModule, name: str) -> None:
                         raise TraceError(
                             f"{name}: {name_with_line(expr, op_label(expr))} reads a tensor that a "
                             f"submodule keeps on itself, {name_with_line(node.expr, op_label(node.expr))}, "
-                            "which a trace does not pass on: return it from the submodule as an output."
+                            "which a trace does not pass on: return it as an output."
                         )
                 known.update(expr.outputs)
 

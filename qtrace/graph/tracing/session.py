@@ -19,7 +19,7 @@ from megengine.traced_module import TracedModule, trace_module
 from megengine.traced_module.expr import CallFunction, CallMethod, Expr
 from megengine.traced_module.traced_module import InternalGraph
 
-from qtrace.errors import GraphError, TraceError
+from qtrace.errors import GraphError, TraceError, shorten_list
 from qtrace.graph import failures
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.nonfinite import nonfinite_results
@@ -323,8 +323,8 @@ class Tracing:
         lost = f"{self.name} calls a custom autodiff Function, whose gradient a trace loses: {calls}"
         if self.gradients:
             raise TraceError(
-                f"{lost}. Put the call in a module of its own and give its class to trace in leaves=[...]; "
-                "or trace with gradients=False, if nothing trains the graph."
+                f"{lost}. Put the call in a module of its own and give its class to trace in leaves=[...]. "
+                "Or trace with gradients=False, if nothing trains the graph."
             )
         _log.info("%s. What is not trained needs none.", lost)
 
@@ -352,7 +352,7 @@ class Tracing:
             places = [hazards.with_place(self.module, path) for path in named]
             raise TraceError(
                 f"{self.name}.forward updates its own state in eval mode, which a trace drops: "
-                f"{_first(places)}. Use a local variable for a value that only forward needs; else "
+                f"{shorten_list(places)}. Use a local variable for a value that only forward needs; else "
                 "return the new value as an output, or update it outside of forward."
             )
         self.module = copy_module(self.source, self.method)
@@ -377,7 +377,7 @@ class Tracing:
         args, kwargs = example_inputs.fresh(inputs)
         try:
             leaves, record = chosen_leaves(self.module, self.tracer), recording(self.tracer)
-            watched = hazards.kept_attributes(self.module, self.unread)
+            watched = hazards.attributes_at(self.module, self.unread)
             with leaves as own, record, reads.watch_reads(watched) as self.reads:
                 traced = trace_module(self.module, *args, **kwargs)
                 name_own_classes(traced, own)
@@ -458,7 +458,7 @@ class Tracing:
             return
         # More than once: a small number of random values can agree by chance.
         if any(diff.output_mismatch(expected, self._results(inputs)) for _ in range(3)):
-            draws = ", ".join(diff.describe(e) for e in diff.random_exprs(traced)[:3])
+            draws = shorten_list(diff.describe(e) for e in diff.random_exprs(traced))
             raise TraceError(
                 f"{self.name} is not deterministic in eval mode: two runs on the same input differ; "
                 f"{f'random: {draws}' if draws else 'it may keep a count in a Python attribute'}. Switch "
@@ -527,7 +527,7 @@ def _describe_unread(places: list[str]) -> str:
     return (
         "forward keeps values on which the results of other calls do not depend, as far as three calls "
         "show, and the trace does not have them: "
-        f"{_first(places)}. Return what code outside of forward needs as an output."
+        f"{shorten_list(places)}. Return what code outside of forward needs as an output."
     )
 
 
@@ -536,10 +536,4 @@ def _place(path: str) -> str:
 
 
 def _names(names: Any) -> str:
-    return _first([repr(str(name)) for name in names])
-
-
-def _first(texts: Sequence[str], limit: int = 5) -> str:
-    """Lists the first of some texts, and says how many more there are."""
-    more = f" and {len(texts) - limit} more" if len(texts) > limit else ""
-    return ", ".join(texts[:limit]) + more
+    return shorten_list(repr(str(name)) for name in names)

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-from qtrace.errors import GraphError, ImportingError
+from qtrace.errors import SHOWN_LINES, GraphError, ImportingError, shorten_list
 from qtrace.graph.builder import GraphBuilder
 from qtrace.graph.composites import compose
 from qtrace.graph.interface import Interface, TensorInfo, read_interface, write_interface
@@ -48,7 +48,7 @@ from qtrace.importing.onnx.scales import drop_unread, find_scales_and_shifts
 from qtrace.importing.onnx.scope import Scope
 from qtrace.importing.onnx.values import Computed, QuantizedIntegers, Sizes, Stored, Value
 from qtrace.plugins.arguments import check_arguments
-from qtrace.preparation.passes.quantized_file import quantize_given
+from qtrace.preparation.passes.quantized_file import quantize_as_file
 from qtrace.process.memory import paused_collector
 from qtrace.process.threads import on_engine_thread
 from qtrace.storage.files import parse_document
@@ -56,7 +56,6 @@ from qtrace.storage.files import parse_document
 __all__ = ["declared_axes", "declared_inputs", "from_onnx", "open_inputs", "read_onnx"]
 
 _LOG = logging.getLogger("qtrace")
-_SHOWN_PROBLEMS = 30
 
 
 @check_arguments
@@ -207,7 +206,6 @@ _EMPTY = np.zeros(0, np.float32)
 # The version of the format from which an initializer that is an input, too, is no constant.
 _HAS_DEFAULTS = 4
 _LAYERS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
-_MOST_NAMED = 3
 
 
 def _tell_defaults(graph: Graph, model: onnx.ModelProto, source: str) -> None:
@@ -220,8 +218,7 @@ def _tell_defaults(graph: Graph, model: onnx.ModelProto, source: str) -> None:
     weights = {node.inputs[1] for node in graph.nodes if node.op in _LAYERS}
     if not names or model.ir_version < _HAS_DEFAULTS or not weights.isdisjoint(names):
         return
-    shown, more = ", ".join(map(repr, names[:_MOST_NAMED])), len(names) - _MOST_NAMED
-    shown += f" and {more} more" if more > 0 else ""
+    shown = shorten_list(map(repr, names))
     have = f"input {shown} has a default value" if len(names) == 1 else f"inputs {shown} have default values"
     what = "it is an input" if len(names) == 1 else "they are inputs"
     _LOG.warning("%s: %s, which the network keeps: %s no longer", source, have, what)
@@ -284,7 +281,7 @@ class _Building:
         Raises:
             UnsupportedNodesError: when nodes can neither be written in MegEngine nor be kept.
         """
-        keepable = self._kept_if_fixed if open_sizes(inputs) else None
+        keepable = self._opaque_if_fixed if open_sizes(inputs) else None
         importer, results = self._walk(inputs, keepable, unlike)
         outputs = [_output(importer, n, v) for n, v in zip(self.graph.outputs, results, strict=True)]
         origin = list_names(importer, self.graph)
@@ -298,7 +295,7 @@ class _Building:
         insert_copies(traced, find_copies(traced))  # kernels take or refuse views by their batch
         write_interface(traced, _interface(self.graph, inputs, results))
         if importer.layers.roundings or importer.layers.parameters:
-            return quantize_given(traced, importer.layers.parameters)
+            return quantize_as_file(traced, importer.layers.parameters)
         return traced
 
     @functools.cached_property
@@ -308,7 +305,7 @@ class _Building:
         except (ImportingError, GraphError):
             return ()
 
-    def _kept_if_fixed(self) -> Collection[str]:
+    def _opaque_if_fixed(self) -> Collection[str]:
         """Returns the first outputs of the nodes that are kept if no axis is open."""
         return self._kept
 
@@ -383,7 +380,6 @@ def _interface(graph: Graph, inputs: Sequence[InputShape], results: Sequence[Val
 
 
 def _refuse(problems: Sequence[str]) -> None:
-    shown = "; ".join(problems[:_SHOWN_PROBLEMS])
-    more = f"; and {len(problems) - _SHOWN_PROBLEMS} more" if len(problems) > _SHOWN_PROBLEMS else ""
+    shown = shorten_list(problems, "; ", SHOWN_LINES)
     count = f"{len(problems)} nodes have" if len(problems) > 1 else "a node has"
-    raise UnsupportedNodesError(f"{count} no equal in a traced graph: {shown}{more}.", problems)
+    raise UnsupportedNodesError(f"{count} no equal in a traced graph: {shown}.", problems)

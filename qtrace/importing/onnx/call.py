@@ -76,7 +76,7 @@ class Call:
         self._read.add(name)
         value = self.node.attributes.get(name, default)
         if value is _REQUIRED:
-            raise Refusal(f"has no attribute {name!r}")
+            raise Refusal(f"lacks attribute {name!r}")
         return value
 
     def stored(self, index: int) -> Stored:

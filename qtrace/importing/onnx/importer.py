@@ -30,7 +30,7 @@ from qtrace.importing.onnx.scope import Scope
 from qtrace.importing.onnx.sizes.folding import FOLDED, fold_sizes, product, sizes_of
 from qtrace.importing.onnx.values import (
     Computed,
-    Kept,
+    OpaqueValue,
     QuantizedIntegers,
     Refused,
     Sizes,
@@ -183,7 +183,7 @@ class Importer:
     def _results(self, node: OnnxNode, values: Sequence[Value | None], scope: Scope) -> Sequence[Value]:
         if any(isinstance(value, Refused) for value in values):
             return [Refused() for _ in node.outputs]
-        if any(isinstance(value, Kept) for value in values):
+        if any(isinstance(value, OpaqueValue) for value in values):
             raise Refusal("reads a value that is kept as in the file")
         if node.op == "Constant" and not node.domain:
             return [Stored(self._constant(node), node.outputs[0])]

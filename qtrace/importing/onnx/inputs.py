@@ -218,8 +218,8 @@ def _sizes(value: GraphInput, user_shape: object) -> tuple[int, ...]:
         return tuple(operator.index(n) for n in user_shape)  # type: ignore[attr-defined]
     except TypeError:
         raise ImportingError(
-            f"the shape of input {value.name!r} is a sequence of whole numbers, not {user_shape!r}: an axis "
-            "that the file leaves open stays open, and its number is the size in the trace."
+            f"the shape of input {value.name!r} is a sequence of whole numbers, not {user_shape!r}: give "
+            "an open axis its size in the trace; it stays open."
         ) from None
 
 

@@ -22,7 +22,7 @@ from qtrace.importing.onnx.naming import LayerPaths, is_anonymous
 from qtrace.importing.onnx.sizes.size import Number, Size, SizeError, axis_size, whole
 from qtrace.importing.onnx.values import Sizes, Stored, Value
 from qtrace.onnxfile.external_data import release
-from qtrace.preparation.passes.quantized_file.tensors import GivenGrid
+from qtrace.preparation.passes.quantized_file.tensors import StoredGrid
 from qtrace.process.memory import LargeFrees
 
 __all__ = ["Contradiction", "Layers", "Refusal", "StoredSource"]
@@ -76,8 +76,8 @@ class Layers:
     """
 
     def __init__(self, builder: GraphBuilder, source: tuple[TensorNode, int] | None = None) -> None:
-        self.grids: dict[str, GivenGrid] = {}
-        self.parameters: dict[str, GivenGrid] = {}
+        self.grids: dict[str, StoredGrid] = {}
+        self.parameters: dict[str, StoredGrid] = {}
         self.paths: dict[str, str] = {}
         self.roundings = 0
         self.learnable: frozenset[str] = frozenset()

@@ -207,7 +207,7 @@ def read_graph(
             )
         )
     if problems:
-        raise ImportingError(f"opset {opsets.get('', 1)} has no such op: {', '.join(problems)}.")
+        raise ImportingError(f"opset {opsets.get('', 1)} lacks such an op: {', '.join(problems)}.")
     inputs = tuple(_input(value, body) for value in proto.input if value.name not in stored)
     outputs = tuple(value.name for value in proto.output)
     dtypes = tuple(_dtype(value.type.tensor_type.elem_type) for value in proto.output)

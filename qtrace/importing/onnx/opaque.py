@@ -26,7 +26,7 @@ from qtrace.importing.onnx.rewriting import LINEAR
 from qtrace.importing.onnx.scope import Scope
 from qtrace.importing.onnx.values import (
     Computed,
-    Kept,
+    OpaqueValue,
     QuantizedIntegers,
     Refused,
     Sizes,
@@ -128,7 +128,7 @@ class OpaqueNodes:
         Raises:
             Refusal: when one is a sequence, text or of a type that MegEngine lacks.
         """
-        kept = [(value, name) for value, name in zip(values, names, strict=True) if isinstance(value, Kept)]
+        kept = [(v, name) for v, name in zip(values, names, strict=True) if isinstance(v, OpaqueValue)]
         if not kept:
             return list(values)
         for value, name in kept:
@@ -155,7 +155,7 @@ class OpaqueNodes:
 
     def _kinds_of(self, value: Value) -> Sequence[Any]:
         """Returns type and shape of a value for each probe; an array for one that is stored, or of sizes."""
-        if isinstance(value, Kept):
+        if isinstance(value, OpaqueValue):
             return value.kinds
         if isinstance(value, Stored):
             return (value.array,)
@@ -176,7 +176,7 @@ class OpaqueNodes:
         for kind, place in enumerate(places):
             kinds = tuple(probe[kind] for probe in part.kinds)
             if carried_dtype(kinds[0].dtype) is None or not all(k.has_values for k in kinds):
-                results[place] = Kept(part, place, kinds)
+                results[place] = OpaqueValue(part, place, kinds)
             else:
                 carried.append(place)
         if carried:
@@ -194,7 +194,7 @@ class OpaqueNodes:
         results: list[Value] = [Refused() for _ in part.proto.output]
         tensors = [(k, place) for k, place in zip(kinds, places, strict=True) if k.dtype is not None]
         for kind, place in zip(kinds, places, strict=True):
-            results[place] = Kept(part, place, (kind,))
+            results[place] = OpaqueValue(part, place, (kind,))
         if tensors:
             model, _ = self._model([(part, place) for _, place in tensors], opsets)
             try:
@@ -245,7 +245,7 @@ class OpaqueNodes:
         while pending:
             for value in pending.pop().read():
                 items = value.values if isinstance(value, SplitTensors) else (value,)
-                before = {v.part for v in items if isinstance(v, Kept)} - parts
+                before = {v.part for v in items if isinstance(v, OpaqueValue)} - parts
                 parts |= before
                 pending += before
         for part in sorted(parts, key=lambda part: part.order):
@@ -254,7 +254,7 @@ class OpaqueNodes:
         return writer.model(outputs, opsets), list(writer.nodes)
 
 
-def _say_foreign(name: str, value: Kept) -> str:
+def _say_foreign(name: str, value: OpaqueValue) -> str:
     """Says that an output is no tensor of MegEngine's, and how a file without it is made."""
     proto = value.part.proto
     source = next(filter(None, proto.input), "")
@@ -279,7 +279,7 @@ def _may_divide_by_zero(values: Sequence[Value | None]) -> bool:
     divisor = values[1] if len(values) > 1 else None
     if isinstance(divisor, Stored):
         return divisor.array.dtype.kind in "iu" and not divisor.array.all()
-    if isinstance(divisor, Kept):
+    if isinstance(divisor, OpaqueValue):
         return "float" not in divisor.kinds[0].kind and "double" not in divisor.kinds[0].kind
     return isinstance(divisor, QuantizedIntegers)
 
@@ -315,7 +315,7 @@ def _depends_on_input(part: _Part) -> bool:
             return True
         if isinstance(value, SplitTensors):
             pending += value.values
-        if isinstance(value, Kept):
+        if isinstance(value, OpaqueValue):
             if value.part.proto.op_type in RANDOM_OPS:
                 return True
             pending += value.part.read()
@@ -458,7 +458,7 @@ class _Writer:
 
     def _name(self, value: Value, name: str) -> str:
         """Returns the name of a value in the model, which gets an input or a constant for it."""
-        if isinstance(value, Kept):
+        if isinstance(value, OpaqueValue):
             return self.names[value.part, value.index]
         key = id(value)
         if key not in self._values:

@@ -13,11 +13,11 @@ import numpy as np
 from qtrace.graph.moves import Move
 from qtrace.graph.types import TensorNode
 from qtrace.onnxfile.fragment import FragmentTensor
-from qtrace.preparation.passes.quantized_file.tensors import GivenGrid
+from qtrace.preparation.passes.quantized_file.tensors import StoredGrid
 
 __all__ = [
     "Computed",
-    "Kept",
+    "OpaqueValue",
     "QuantizedIntegers",
     "Refused",
     "Sizes",
@@ -93,7 +93,7 @@ class QuantizedIntegers:
 
     node: TensorNode
     dtype: np.dtype
-    grid: GivenGrid
+    grid: StoredGrid
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +108,7 @@ class SplitTensors:
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
+class OpaqueValue:
     """A result of a kept node that no traced graph holds: a sequence, text, a shape that values decide.
 
     Attributes:
@@ -127,7 +127,7 @@ class Refused:
     """A tensor that cannot be computed, since its node or one before it was refused."""
 
 
-Value = Stored | Sizes | Computed | QuantizedIntegers | SplitTensors | Kept | Refused
+Value = Stored | Sizes | Computed | QuantizedIntegers | SplitTensors | OpaqueValue | Refused
 
 
 def is_float(dtype: np.dtype) -> bool:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from qtrace.preparation.annotation import Annotation, ExprNote, Fold, Plan, Site
 
-__all__ = ["Index", "shorten_list"]
+__all__ = ["Index"]
 
 
 @dataclass(frozen=True)
@@ -112,13 +112,3 @@ class Index:
         """Returns the scheme of a group in words, or ""."""
         plan = self.plan(group)
         return "" if plan is None else plan.scheme.describe()
-
-
-def shorten_list(names: Iterable[str], limit: int = 3) -> str:
-    """Joins the first names, and says how many more there are."""
-    entries = list(names)
-    shown = (
-        entries if len(entries) <= limit + 1 else entries[:limit]
-    )  # "and 1 more" is no shorter than a name
-    rest = len(entries) - len(shown)
-    return ", ".join(shown) + (f" and {rest} more" if rest else "")

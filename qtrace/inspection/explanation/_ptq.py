@@ -6,12 +6,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from qtrace.config.algorithm import is_packaged
-from qtrace.inspection.explanation._index import shorten_list
+from qtrace.errors import shorten_list
 from qtrace.preparation.passes.base import Left
 
 __all__ = ["describe_algorithms"]
 
-_SHOWN = 4
 # Ratios that differ by less count as alike.
 _CHANGED_DB = 0.05
 
@@ -31,9 +30,8 @@ def _lines(report: Mapping[str, Any]) -> list[str]:
     name = f"{report['algorithm']}{f' ({options})' if options else ''}"
     lines = [f"{name}: {', '.join(parts)}"]
     if outputs := _both(report.get("outputs", ())):
-        ratios = ", ".join(f"{e['site']} {_ratios(e)}" for e in outputs[:_SHOWN])
-        more = f" and {len(outputs) - _SHOWN} more" if len(outputs) > _SHOWN else ""
-        lines.append(f"  outputs: {ratios}{more} (SQNR on {report['measured']})")
+        ratios = shorten_list(f"{e['site']} {_ratios(e)}" for e in outputs)
+        lines.append(f"  outputs: {ratios} (SQNR on {report['measured']})")
     lines += _sites(_both(report["errors"]))
     if not is_packaged(report["algorithm"]):
         return [*lines, *_own_lines(report)]

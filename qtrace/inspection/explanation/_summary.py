@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from qtrace.inspection.explanation._index import Index, shorten_list
+from qtrace.errors import shorten_list
+from qtrace.inspection.explanation._index import Index
 from qtrace.inspection.explanation._proposals import ConfigProposal, Proposals
 from qtrace.preparation.annotation import ExprNote, PlacementNote
 
@@ -225,7 +226,7 @@ class Summary:
         if not modes or backend.cost_table or config.cost_table:
             return ""
         return (
-            f"{modes} has no effect: backend {backend.name} has no measured times, so all ops that can are "
+            f"{modes} does nothing: backend {backend.name} lacks measured times, so all ops that can are "
             "quantized; a `cost_table` of your device would have an effect"
         )
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from qtrace.config import QConfig
 from qtrace.display import Displayed
-from qtrace.errors import GraphError
+from qtrace.errors import GraphError, shorten_list
 from qtrace.inspection.explanation import _numbers
-from qtrace.inspection.explanation._index import Index, shorten_list
+from qtrace.inspection.explanation._index import Index
 from qtrace.inspection.explanation._proposals import Proposals
 from qtrace.inspection.explanation._rules import Changes
 from qtrace.preparation.annotation import DYNAMIC, ExprNote, Site, site_name
@@ -376,7 +376,7 @@ class Explainer:
             how = f"{self._bias(site)}; it has no parameters of its own."
         else:
             how = self._describe_rounding(site.group)
-        readers = shorten_list(site.consumers, 8) if site.consumers else "every reader of the node"
+        readers = shorten_list(site.consumers) if site.consumers else "every reader of the node"
         parts = {
             "What": tuple(sentences),
             "Rounds": (how, *self._sharing(site)),

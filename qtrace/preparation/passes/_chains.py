@@ -172,8 +172,8 @@ def output_choice(view: View, chain: Chain) -> Choice:
     """Returns the config's choice for the result of ``chain``: by its last rule for the head or the tail."""
     first, last = view.choices[chain.head], view.choices[chain.tail]
     choice = last if last.rank > first.rank else first
-    unlike = view.unlike
-    left = chain.output in unlike.results or chain.output in unlike.selecting.results
+    mixed = view.mixed
+    left = chain.output in mixed.results or chain.output in mixed.selecting.results
     if left and choice.output is None:
         return replace(choice, quantize_output=False)
     return choice

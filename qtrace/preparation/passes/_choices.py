@@ -133,7 +133,7 @@ def _check_effect(rule: Rule, matched: list[OpCall]) -> None:
     if about_weights and matched and all(call.weight is None for call in matched):
         kinds = ", ".join(sorted({call.kind for call in matched}))
         raise ConfigError(
-            f"{rule.origin}: the rule changes weights only, but what it matches ({kinds}) has none: drop it."
+            f"{rule.origin}: the rule changes weights only, which matched ops ({kinds}) lack: drop it."
         )
 
 

@@ -10,9 +10,9 @@ from qtrace.ops import OpCall, Role
 from qtrace.ops.macs import count_macs
 from qtrace.preparation.annotation import DYNAMIC, ExprNote, Plan, Site
 from qtrace.preparation.passes._chains import Chain, Chains, find_summands, output_choice
+from qtrace.preparation.passes._requests import Requests
 from qtrace.preparation.passes._sites import Placement
 from qtrace.preparation.passes._view import STATIC, View
-from qtrace.preparation.passes._wants import Wants
 
 __all__ = ["write_notes"]
 
@@ -20,7 +20,7 @@ __all__ = ["write_notes"]
 def write_notes(
     view: View,
     chains: Chains,
-    wants: Wants,
+    requests: Requests,
     placement: Placement,
     weights: Mapping[Expr, Site],
 ) -> tuple[ExprNote, ...]:
@@ -29,14 +29,14 @@ def write_notes(
     Args:
         view: the graph under its config.
         chains: expr -> the chain that it belongs to.
-        wants: node -> the wants of its readers.
+        requests: node -> the requests of its readers.
         placement: the activation sites, and the nodes that hold integers.
         weights: layer -> the site of its weight.
     """
     states = _find_states(view, chains, placement)
     islands = _number_islands(view, states)
-    unrounded = _find_unrounded(view, chains, wants)
-    plans = {want.reader: want.plan for node in wants for want in wants[node] if not want.partial}
+    unrounded = _find_unrounded(view, chains, requests)
+    plans = {r.reader: r.plan for node in requests for r in requests[node] if not r.partial}
     notes = []
     for expr, state in states.items():
         call, outputs = view.calls.get(expr), expr.outputs
@@ -74,11 +74,11 @@ def _asks(view: View, plans: Mapping[Expr, Plan], expr: Expr) -> str:
     return plans[expr].describe() if expr in plans else ""
 
 
-def _find_unrounded(view: View, chains: Chains, wants: Wants) -> dict[TensorNode, str]:
+def _find_unrounded(view: View, chains: Chains, requests: Requests) -> dict[TensorNode, str]:
     """Maps the results that the backend leaves in float, whatever a config says, to the reason."""
     reasons = {}
     if view.backend.rounds_for_readers:
-        unread = (chain.output for chain in chains.values() if chain.output not in wants)
+        unread = (chain.output for chain in chains.values() if chain.output not in requests)
         reasons.update(dict.fromkeys(unread, "no op on integers reads it"))
     for total, summand in find_summands(view, chains).items():
         reasons[summand.result] = f"{total.outputs[0].name} adds it in the same kernel"
@@ -203,7 +203,7 @@ def _without_effect(view: View, chain: Chain, expr: Expr) -> str:
         return ""
     if chain.tail is not expr:
         kernel = chain.head.outputs[0].name
-        return f"{choice.rules[-1]} has no effect: nothing is rounded inside of the kernel of {kernel}"
+        return f"{choice.rules[-1]} does nothing: nothing is rounded inside of the kernel of {kernel}"
     return f"{choice.rules[-1]} changes its result only: what it reads is not rounded inside of the kernel"
 
 
@@ -213,7 +213,7 @@ def _unrounded(
     """Explains why the result of ``chain`` stays float; "" if it is rounded or ``expr`` is not the tail."""
     if chain.tail is not expr or chain.output in placement.groups:
         return ""
-    for results in (view.unlike.results, view.unlike.selecting.results):
+    for results in (view.mixed.results, view.mixed.selecting.results):
         if chain.output in results:
             return f"its result stays float: {results[chain.output]}"
     if not output_choice(view, chain).quantize_output:

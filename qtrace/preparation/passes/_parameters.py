@@ -91,8 +91,8 @@ def find_folds(
         weight, norm = weights[layer], chain.norm.outputs[0].name
         if weight.plan is not None and weight.plan.scheme.power_of_two:
             raise ConfigError(
-                f"site {weight.name}: with its BatchNorm {norm} kept in training, the scales of the folded "
-                "weights are no powers of two: set qat: {bn: {fold: true}}, or power_of_two: false there."
+                f"site {weight.name}: its BatchNorm {norm} trains on, so folded weights lack scales that are "
+                "powers of two: set qat: {bn: {fold: true}}, or power_of_two: false."
             )
         rounds_bias = view.backend.biases == "int32"
         group = placement.group_read(layer, view.calls[layer].inputs[0]) if rounds_bias else ""

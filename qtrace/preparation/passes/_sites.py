@@ -11,8 +11,8 @@ from qtrace.graph.walk import module_path
 from qtrace.ops import Role
 from qtrace.preparation.annotation import DynamicInput, Plan, Site, free_name
 from qtrace.preparation.passes._chains import Chain, Chains, find_summands, output_choice, output_plan
+from qtrace.preparation.passes._requests import Requests
 from qtrace.preparation.passes._view import View, distinct
-from qtrace.preparation.passes._wants import Wants
 
 __all__ = ["Placement", "place_dynamic", "place_sites", "tie_sites"]
 
@@ -53,13 +53,13 @@ class Placement:
         return {node.name: group for node, group in self.groups.items() if node.name not in rounded}
 
 
-def place_sites(view: View, chains: Chains, wants: Wants) -> Placement:
+def place_sites(view: View, chains: Chains, requests: Requests) -> Placement:
     """Walks the graph forwards and places a site wherever readers want parameters that the value lacks.
 
     Returns:
         The placement with a group of its own for each site.
     """
-    placer = _Placer(view, wants, {summand.result for summand in find_summands(view, chains).values()})
+    placer = _Placer(view, requests, {summand.result for summand in find_summands(view, chains).values()})
     for node in view.traced.graph.inputs:
         placer.place_before_readers(node, None)
     for expr in view.order:
@@ -77,8 +77,8 @@ def place_sites(view: View, chains: Chains, wants: Wants) -> Placement:
 class _Placer:
     """Adds the sites of one op at a time to ``placement``."""
 
-    def __init__(self, view: View, wants: Wants, summands: set[TensorNode]) -> None:
-        self.view, self.wants, self.summands = view, wants, summands
+    def __init__(self, view: View, requests: Requests, summands: set[TensorNode]) -> None:
+        self.view, self.requests, self.summands = view, requests, summands
         self.placement = Placement()
 
     def place_move(self, expr: Expr) -> None:
@@ -106,7 +106,7 @@ class _Placer:
             self.placement.groups[node] = self._add(node, node.name, None, own)
             self.place_before_readers(node, own)
             return
-        plans = distinct(want.plan for want in self.wants.get(node, ()))
+        plans = distinct(request.plan for request in self.requests.get(node, ()))
         one_width = call.kind in view.backend.one_width
         unrounded = not output_choice(view, chain).quantize_output
         unrounded |= view.must_not_vanish(node) or node in self.summands
@@ -128,9 +128,9 @@ class _Placer:
         A move wants what its readers want. If one of them wants the float value, there is no site before the
         move, and the other readers round the moved value.
         """
-        wants = [want for want in self.wants.get(node, ()) if not want.partial]
-        for plan in distinct(want.plan for want in wants if want.plan != present):
-            readers = [want.reader for want in wants if want.plan == plan]
+        requests = [request for request in self.requests.get(node, ()) if not request.partial]
+        for plan in distinct(request.plan for request in requests if request.plan != present):
+            readers = [request.reader for request in requests if request.plan == plan]
             names = tuple(reader.outputs[0].name for reader in readers)
             whole = node.name not in self.placement.sites and self.view.all_values_read_by(node, readers)
             preferred = node.name if whole else f"{node.name}__{names[0]}"

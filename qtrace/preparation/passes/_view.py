@@ -28,15 +28,15 @@ __all__ = [
     "INT_ROLES",
     "STATIC",
     "FloatCause",
+    "MixedRanges",
     "Selecting",
-    "Unlike",
     "View",
     "distinct",
     "plan_of",
     "read_view",
 ]
 
-STATIC = "it is computed from shapes and constants alone"
+STATIC = "it is computed only from shapes and constants"
 
 _SINGULAR = ("log", "sqrt", "pow", "div")
 INT_ROLES = (Role.COMPUTE, Role.ELEMENTWISE, Role.ACTIVATION, Role.NORM, Role.CONCAT)
@@ -69,19 +69,19 @@ class Selecting:
 
 
 @dataclass(frozen=True)
-class Unlike:
+class MixedRanges:
     """What stays in float since one grid would spoil a part of a value with parts of unlike ranges.
 
     Attributes:
         floats: expr that stays in float -> why.
         results: result of an op on integers that is not rounded -> why.
-        far: input of the graph -> its values in the samples, where some may stand for infinity.
+        large_inputs: input of the graph -> its values in the samples, where some may stand for infinity.
         selecting: what stays in float on account of selections.
     """
 
     floats: Mapping[Expr, str] = field(default_factory=dict)
     results: Mapping[Node, str] = field(default_factory=dict)
-    far: Mapping[str, np.ndarray] = field(default_factory=dict)
+    large_inputs: Mapping[str, np.ndarray] = field(default_factory=dict)
     selecting: Selecting = field(default_factory=Selecting)
 
 
@@ -98,7 +98,7 @@ class View:
         static: the nodes whose values depend on no input of the graph.
         placed: expr that the placement keeps in float -> why.
         infinite: the exprs that read or write numbers that stand for infinity.
-        unlike: the ops and results that one grid would spoil.
+        mixed: the ops and results that one grid would spoil.
     """
 
     traced: TracedModule
@@ -109,7 +109,7 @@ class View:
     static: set[Node]
     placed: Mapping[Expr, str] = field(default_factory=dict)
     infinite: set[Expr] = field(default_factory=set)
-    unlike: Unlike = field(default_factory=Unlike)
+    mixed: MixedRanges = field(default_factory=MixedRanges)
 
     @cached_property
     def order(self) -> list[Expr]:
@@ -184,10 +184,10 @@ class View:
                     f"it{cure if self.backend.computed_weights == 'rounded' else ''}."
                 )
             causes.append(FloatCause("role", reason))
-        if expr in self.unlike.floats and not choice.quantize:
-            causes.append(FloatCause("range", self.unlike.floats[expr]))
-        if expr in self.unlike.selecting.floats:
-            causes.append(FloatCause("selection", self.unlike.selecting.floats[expr]))
+        if expr in self.mixed.floats and not choice.quantize:
+            causes.append(FloatCause("range", self.mixed.floats[expr]))
+        if expr in self.mixed.selecting.floats:
+            causes.append(FloatCause("selection", self.mixed.selecting.floats[expr]))
         if expr in self.placed:
             causes.append(FloatCause("placement", self.placed[expr]))
         elif choice.quantize is False:
@@ -219,14 +219,14 @@ class View:
         choice = self.choices[call.expr]
         origin = f"{choice.method_origin} says method: {choice.method}"
         if call.weight is None:
-            return f"{origin}, which quantizes layers with a weight alone"
+            return f"{origin}, which quantizes only layers with a weight"
         if call.weight not in self.fixed:
             return f"{origin}, and its weight is computed from the model's input"
         if call.kind not in self.backend.kinds_of(choice.method):
             return f"{origin}, which backend {self.backend.name} does not have for {call.kind}"
         if choice.method == "dynamic":
             return f"it rounds what it reads by the range of each batch, and gives floats: {origin}"
-        return f"its weight alone is stored as integers: {origin}"
+        return f"only its weight is stored as integers: {origin}"
 
     def method(self, expr: Expr) -> str:
         """Returns "dynamic" or "weight_only" for a layer that is quantized so, "" for any other op."""
@@ -248,8 +248,8 @@ class View:
         ]
         if computed and backend.computed_weights == "refused":
             raise ConfigError(
-                f"{call.out.name}: its {computed[0]} is computed from the model's input, and the files of "
-                f"backend {backend.name} hold stored ones alone: store it, or end the graph before the layer."
+                f"{call.out.name}: its {computed[0]} is computed from the model's input, but files for "
+                f"{backend.name} hold only stored ones: store it, or end the graph before it."
             )
         reason = f"is computed from the input, which {backend.name}'s file cannot hold as integers"
         if "bias" in computed and backend.biases != "float":
@@ -287,7 +287,7 @@ class View:
         reason = slower or f"backend {self.backend.name} has no integer kernel for {call.kind}"
         if choice.quantize and not already_float:
             raise ConfigError(
-                f"{choice.decided}: {reason} ({call.out.name}), so quantize: true cannot be had; drop it."
+                f"{choice.decided}: {reason} ({call.out.name}), so quantize: true is impossible: drop it."
             )
         return [FloatCause("kernel", reason)]
 
@@ -406,7 +406,7 @@ def read_view(
     qconfig: QConfig,
     choices: Mapping[Expr, Choice] | None = None,
     placed: Mapping[Expr, str] | None = None,
-    unlike: Unlike | None = None,
+    mixed: MixedRanges | None = None,
 ) -> View:
     """Reads the exprs of ``traced``.
 
@@ -415,12 +415,12 @@ def read_view(
         qconfig: the config.
         choices: expr -> its choice; None to choose by the rules of the config.
         placed: expr that the placement keeps in float -> why.
-        unlike: the ops and results that one grid would spoil.
+        mixed: the ops and results that one grid would spoil.
     """
     backend = backends.get(qconfig.backend)
     calls = {e: c for e in exprs(traced) if (c := ops.read(e)) is not None}
     calls |= read_paddings(traced, calls)
-    infinite = find_infinite(traced, calls, None if unlike is None else unlike.far)
+    infinite = find_infinite(traced, calls, None if mixed is None else mixed.large_inputs)
     if choices is None:
         choices = choose(traced, calls, qconfig, backend)
     region = None if qconfig.region is None else find_region(traced, qconfig.region, qconfig.place)
@@ -433,7 +433,7 @@ def read_view(
         static_nodes(traced),
         placed or {},
         infinite=infinite,
-        unlike=unlike or Unlike(),
+        mixed=mixed or MixedRanges(),
     )
 
 

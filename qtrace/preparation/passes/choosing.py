@@ -34,7 +34,7 @@ from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.passes._chains import Chains, find_chains
 from qtrace.preparation.passes._choices import choose
 from qtrace.preparation.passes._problem import build_problem
-from qtrace.preparation.passes._view import Selecting, Unlike, View, read_view
+from qtrace.preparation.passes._view import MixedRanges, Selecting, View, read_view
 from qtrace.preparation.passes.annotate import annotate_view
 from qtrace.preparation.passes.compose import compose_pieces
 from qtrace.preparation.passes.insert import CONTAINER, insert
@@ -260,10 +260,10 @@ class _Chooser:
                 if cause in kept and note is not None:
                     kept[cause][expr] = note.reason
         results: dict[Node, str] = {}
-        unlike = Unlike(kept["range"], results, selecting=Selecting(kept["selection"]))
+        mixed = MixedRanges(kept["range"], results, selecting=Selecting(kept["selection"]))
         infinite = plain.infinite | set(kept["infinity"])
         view = tied(
-            replace(plain, choices=choices, unlike=unlike, infinite=infinite), self.model.annotation.placement
+            replace(plain, choices=choices, mixed=mixed, infinite=infinite), self.model.annotation.placement
         )
         chains = find_chains(view)
         for chain in chains.values():

@@ -29,12 +29,12 @@ from qtrace.graph.walk import is_float_tensor
 from qtrace.ops import Role
 from qtrace.preparation.passes._chains import Chains, find_chains, output_choice
 from qtrace.preparation.passes._infinity import infinity_of
-from qtrace.preparation.passes._view import Unlike, View, read_view
+from qtrace.preparation.passes._view import MixedRanges, View, read_view
 from qtrace.preparation.placement.reference import MeasuredRun
 from qtrace.preparation.placement.trials import Trials
 from qtrace.scheme import QScheme
 
-__all__ = ["find_unlike"]
+__all__ = ["find_mixed_ranges"]
 
 _LEAST_LEVELS = 32  # of a grid, 5 bits: a part with fewer is nearly lost
 _LIKE = (
@@ -48,7 +48,7 @@ _SLICES = ("getitem", "split", "gather")
 _ARITHMETIC = (Role.ELEMENTWISE, Role.ACTIVATION)
 
 
-def find_unlike(traced: TracedModule, qconfig: QConfig, run: MeasuredRun) -> Unlike:
+def find_mixed_ranges(traced: TracedModule, qconfig: QConfig, run: MeasuredRun) -> MixedRanges:
     """Finds the ops and results that stay in float because one grid would spoil a part of a value.
 
     The graph runs only if the config and the backend would round a value with parts. Ops with a rule
@@ -64,23 +64,23 @@ def find_unlike(traced: TracedModule, qconfig: QConfig, run: MeasuredRun) -> Unl
     Raises:
         CalibrationError: when the graph does not run on samples.
     """
-    unlike = Unlike(far=_far_values(run))
-    view = read_view(traced, qconfig, unlike=unlike)
+    mixed = MixedRanges(large_inputs=_large_inputs(run))
+    view = read_view(traced, qconfig, mixed=mixed)
     finder = _Finder(view, find_chains(view))
-    values, outputs, tails = finder.find_values(), finder.find_outputs(), finder.find_tails()
-    if not values and not any(finder.gives_columns(node, run) for node in (*outputs.values(), *tails)):
-        return unlike
+    values, outputs, lasts = finder.find_values(), finder.find_outputs(), finder.find_last_values()
+    if not values and not any(finder.gives_columns(node, run) for node in (*outputs.values(), *lasts)):
+        return mixed
     nodes = {node for value, slices in values.items() for node in (value, *finder.parts(value, slices))}
-    trials, ranges = _try(run, nodes.union(outputs.values(), tails), tails)
+    trials, ranges = _try(run, nodes.union(outputs.values(), lasts), lasts)
     decision = _Decision(finder, trials, ranges, generated=run.synthetic)
     for value, slices in values.items():
         decision.decide(value, slices)
     for output, value in outputs.items():
         decision.decide_output(output, value)
-    decision.decide_tails(tails)
+    decision.decide_last_values(lasts)
     if view.backend.integer_layers:
         decision.leave_decoders()
-    return replace(unlike, floats=decision.floats, results=decision.results)
+    return replace(mixed, floats=decision.floats, results=decision.results)
 
 
 def _try(
@@ -97,20 +97,20 @@ def _try(
         return None, {}
 
 
-def _far_values(run: MeasuredRun) -> dict[str, np.ndarray]:
+def _large_inputs(run: MeasuredRun) -> dict[str, np.ndarray]:
     """Returns the inputs of which a number in the samples may stand for infinity, and nodes that hold NaN."""
     batches = [] if run.synthetic else run.batches
-    far: dict[str, np.ndarray] = {}
+    large: dict[str, np.ndarray] = {}
     for index, node in enumerate(run.model.graph.inputs):
         if is_float_tensor(node):
             values = [inputs[index].numpy().reshape(-1) for inputs in batches]
             if any(infinity_of(value) for value in values):
-                far[node.name] = np.concatenate(values)
-    if any(np.isnan(values).any() for values in far.values()):
+                large[node.name] = np.concatenate(values)
+    if any(np.isnan(values).any() for values in large.values()):
         for args, kwargs in run.samples or ():
             nodes = search_nonfinite(run.model, args, kwargs).nan
-            far |= {node.name: np.full(1, np.nan) for node in nodes if node.name not in far}
-    return far
+            large |= {node.name: np.full(1, np.nan) for node in nodes if node.name not in large}
+    return large
 
 
 class _Finder:
@@ -158,12 +158,12 @@ class _Finder:
                 rounded[node] = source
         return rounded
 
-    def find_tails(self) -> list[TensorNode]:
+    def find_last_values(self) -> list[TensorNode]:
         """Returns the rounded values that reach an output through no other layer, in execution order.
 
         They are the results of ops on integers, and those of ops in float that ops on integers read.
         """
-        tails: set[Node] = set()
+        lasts: set[Node] = set()
         visited: set[Node] = set()
         stack: list[Node] = list(self.view.outputs)
         while stack:
@@ -172,11 +172,11 @@ class _Finder:
                 continue
             visited.add(node)
             if isinstance(node, TensorNode) and self._is_rounded(node):
-                tails.add(node)
+                lasts.add(node)
             call = self.view.calls.get(node.expr)
             if call is not None and call.role is not Role.COMPUTE:
                 stack.extend(call.inputs)
-        return [node for expr in self.view.order for node in expr.outputs if node in tails]
+        return [node for expr in self.view.order for node in expr.outputs if node in lasts]
 
     def _is_rounded(self, node: TensorNode) -> bool:
         """Returns whether ``node`` is a result that is rounded, by no rule of its own, or by its readers."""
@@ -329,7 +329,7 @@ class _Decision:
             for expr in exprs
         )
 
-    def decide_tails(self, values: Sequence[TensorNode]) -> None:
+    def decide_last_values(self, values: Sequence[TensorNode]) -> None:
         """Decides for results that reach an output through no other layer, by groups of their columns."""
         left = [value for value in values if not self._is_left(value)]
         if self.trials is None or not left:

@@ -26,7 +26,7 @@ from qtrace.preparation.passes._chains import Chains, find_chains
 from qtrace.preparation.passes._choices import Choice
 from qtrace.preparation.passes._pieces import PIECES, PiecesWriter
 from qtrace.preparation.passes._problem import build_problem, has_pieces
-from qtrace.preparation.passes._view import Unlike, View, read_view
+from qtrace.preparation.passes._view import MixedRanges, View, read_view
 from qtrace.preparation.passes.base import PassResult
 from qtrace.preparation.placement.frontier import Point, choose_fastest
 from qtrace.preparation.placement.problem import Neighbourhoods, Problem, evaluate, find_float_results
@@ -64,9 +64,9 @@ class Placing:
     note: PlacementNote | None
     forms: Mapping[str, str] = field(default_factory=dict)
 
-    def view(self, traced: TracedModule, qconfig: QConfig, unlike: Unlike | None = None) -> View:
-        """Returns the graph under the config and the placement, with what `find_unlike` leaves in float."""
-        return tied(read_view(traced, qconfig, self.choices, self.reasons, unlike), self.note)
+    def view(self, traced: TracedModule, qconfig: QConfig, mixed: MixedRanges | None = None) -> View:
+        """Returns the graph under the config and the placement, with what `find_mixed_ranges` keeps float."""
+        return tied(read_view(traced, qconfig, self.choices, self.reasons, mixed), self.note)
 
 
 def tied(view: View, note: PlacementNote | None) -> View:
@@ -76,7 +76,7 @@ def tied(view: View, note: PlacementNote | None) -> View:
     return view
 
 
-def place(traced: TracedModule, qconfig: QConfig, unlike: Unlike | None = None) -> Placing | None:
+def place(traced: TracedModule, qconfig: QConfig, mixed: MixedRanges | None = None) -> Placing | None:
     """Chooses the ops that stay float; None if the config asks for no choice or no times are known.
 
     Functions that the backend always has in pieces are part of the result without a choice, too. If integers
@@ -86,15 +86,15 @@ def place(traced: TracedModule, qconfig: QConfig, unlike: Unlike | None = None) 
     Args:
         traced: a flat, expanded graph; it is only read.
         qconfig: the config.
-        unlike: the ops and results that one grid would spoil, which stay float; None for none.
+        mixed: the ops and results that one grid would spoil, which stay float; None for none.
     """
     placements = {qconfig.effective_placement, *(rule.placement or "everything" for rule in qconfig.rules)}
     backend = backends.get(qconfig.backend)
     table_name = qconfig.cost_table or backend.cost_table
     if placements == {"everything"} or not table_name:
-        return _place_pieces(traced, qconfig, backend.pieces, unlike) if backend.pieces else None
+        return _place_pieces(traced, qconfig, backend.pieces, mixed) if backend.pieces else None
     table, name = read_table(qconfig, backend)
-    view = read_view(traced, qconfig, unlike=unlike)
+    view = read_view(traced, qconfig, mixed=mixed)
     chains = find_chains(view)
     problem = build_problem(view, chains, table)
     mode = next(mode for mode in ("small", "balanced", "fastest") if mode in placements)
@@ -143,10 +143,10 @@ def read_table(qconfig: QConfig, backend: Backend) -> tuple[CostTable, str]:
 
 
 def _place_pieces(
-    traced: TracedModule, qconfig: QConfig, forms: Mapping[str, str], unlike: Unlike | None
+    traced: TracedModule, qconfig: QConfig, forms: Mapping[str, str], mixed: MixedRanges | None
 ) -> Placing | None:
     """Writes the functions in pieces that the backend has no kernels for; None where there are none."""
-    view = read_view(traced, qconfig, unlike=unlike)
+    view = read_view(traced, qconfig, mixed=mixed)
     integer = [view.calls[expr] for expr in view.order if view.on_integers(expr)]
     pieces = tuple(call for call in integer if call.kind in forms)
     return Placing(view.choices, {}, pieces, None, forms) if pieces else None

@@ -22,7 +22,7 @@ from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, is_float_tensor, tensor_inputs
 from qtrace.ops import Role, kind_of
 from qtrace.preparation.passes._chains import Chains, find_chains
-from qtrace.preparation.passes._view import Selecting, Unlike, View, read_view
+from qtrace.preparation.passes._view import MixedRanges, Selecting, View, read_view
 
 __all__ = ["leave_selecting"]
 
@@ -36,17 +36,17 @@ _SMALL = 4096  # elements of a constant threshold that is looked at
 _REGIONS = frozenset(("roi_align", "roi_pooling", "remap", "grid_sample", "deformable_conv2d"))
 
 
-def leave_selecting(traced: TracedModule, qconfig: QConfig, unlike: Unlike) -> Unlike:
+def leave_selecting(traced: TracedModule, qconfig: QConfig, mixed: MixedRanges) -> MixedRanges:
     """Adds the ops and results that stay in float: the ends of score paths, and what is after selections.
 
     Args:
         traced: a flat, expanded graph; it is only read.
         qconfig: the config.
-        unlike: what stays in float for other reasons.
+        mixed: what stays in float for other reasons.
     """
     if not _selecting(traced) and not any(kind_of(expr) in _GATES for expr in exprs(traced)):
-        return unlike
-    view = read_view(traced, qconfig, unlike=unlike)
+        return mixed
+    view = read_view(traced, qconfig, mixed=mixed)
     walk = _Walk(view, find_chains(view))
     for expr in filter(lambda expr: _is_gate(view, expr), view.order):
         walk.leave_scores(expr, f"{expr.outputs[0].name} decides by it, and rounding would decide otherwise")
@@ -56,7 +56,7 @@ def leave_selecting(traced: TracedModule, qconfig: QConfig, unlike: Unlike) -> U
             walk.leave_scores(expr, f"{name} selects by it, and rounding would exchange rows")
     for expr, selection in _picked(view):
         walk.leave(expr, f"it computes with the rows that {selection} selects")
-    return replace(unlike, selecting=Selecting(walk.floats, walk.results))
+    return replace(mixed, selecting=Selecting(walk.floats, walk.results))
 
 
 def _is_gate(view: View, expr: Expr) -> bool:

@@ -65,8 +65,8 @@ class OutputErrors:
             signal += _squared(reference)
         if not np.isfinite(square + signal):
             raise CalibrationError(
-                f"{layer.name} has values that are NaN or infinite: the model is left as it was; look at the "
-                "calibration data and at the layers before this one."
+                f"{layer.name} has values that are NaN or infinite, and the model is unchanged: check the "
+                "calibration data and the layers before this one."
             )
         return cls(count, total, square, signal)
 

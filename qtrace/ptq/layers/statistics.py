@@ -259,8 +259,8 @@ class LayerStatistics:
         for sums in self.folds.values():
             if not np.isfinite(sums.square + sums.signal):
                 raise CalibrationError(
-                    f"{self.layer.name} has values that are NaN or infinite: the model is left as it was; "
-                    "look at the calibration data and at the layers before this one."
+                    f"{self.layer.name} has values that are NaN or infinite, and the model is unchanged: "
+                    "check the calibration data and the layers before this one."
                 )
 
     def moments(self, folds: Sequence[int]) -> list[SecondMoments]:

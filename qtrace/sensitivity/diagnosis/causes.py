@@ -13,6 +13,7 @@ import numpy as np
 
 from qtrace.config import QConfig, backends
 from qtrace.config.tree import dump
+from qtrace.errors import shorten_list
 from qtrace.preparation.annotation import Annotation, ExprNote
 from qtrace.ptq.layers.quantized import LAYERS
 from qtrace.ptq.layers.scaling import THROUGH
@@ -141,7 +142,7 @@ def _outlier_channels(evidence: SiteEvidence) -> Cause | None:
             f"their power{_amplified(evidence)}",
         )
     order = sorted(outliers, key=lambda c: -magnitudes[c])
-    names = ", ".join(str(c) for c in order[:3]) + (", ..." if len(order) > 3 else "")
+    names = shorten_list(order)
     plural = "s" if len(order) > 1 else ""
     return _cause(
         evidence,

@@ -20,7 +20,7 @@ from qtrace.export.format import Format
 from qtrace.export.parameters.base import beside, parameter_file
 from qtrace.export.parameters.sites import Names, ParameterLayer, site_table
 from qtrace.graph.dataflow import needed_nodes
-from qtrace.graph.opaque import cure_for_kept
+from qtrace.graph.opaque import cure_for_opaque
 from qtrace.graph.types import TensorNode
 from qtrace.graph.walk import is_float_tensor, op_label, unused_name
 from qtrace.storage.ownership import WRITTEN
@@ -101,7 +101,7 @@ class CaffeExporter:
             if node not in w.names:
                 raise refusal(
                     f"output {index}, {node.name}, is {_describe(node)}, and a Caffe net gives only "
-                    "floats that it computes: end the graph before it, and compute it where the net is read",
+                    "floats that it computes: end the graph before it",
                     node.expr,
                 )
             blob, layers = w.names[node], list(w.net.layer)
@@ -135,7 +135,7 @@ class CaffeExporter:
         if not any(is_float_tensor(n) for n in expr.outputs):
             return  # shapes: layers take them from the trace
         if call is None or call.kind not in EMITTERS:
-            cure = cure_for_kept(expr) or "end the graph before it, or write it with ops that have one"
+            cure = cure_for_opaque(expr) or "end the graph before it, or write it with ops that have one"
             raise refusal(f"{name}: {label} cannot become Caffe: {cure}", expr)
         try:
             EMITTERS[call.kind](self.writer, call)

@@ -133,8 +133,8 @@ def _with_parameter(w: CaffeWriter, call: OpCall, values: list[np.ndarray | None
     full = (1,) * (len(shape) - value.ndim) + value.shape
     if call.kind not in ("add", "mul") or full != (1, channels, *(1,) * (len(shape) - 2)):
         raise ExportError(
-            "Caffe adds and multiplies by a stored number for each channel only: give it the shape "
-            "(1, C, 1, 1), or let a layer absorb it (ptq: [fuse_bn, absorb])"
+            "Caffe adds and multiplies by a stored number for each channel only: give it shape "
+            "(1, C, 1, 1), or set ptq: [fuse_bn, absorb]"
         )
     ones, flat = np.ones(channels, np.float32), value.reshape(-1)
     blobs = [ones, flat] if call.kind == "add" else [flat]

@@ -451,8 +451,8 @@ def _described_call(node: MSCNode) -> dict[str, Any] | None:
     call = None if text is None else _read_json(text, "call")
     if call is not None and call.get("node", node_digest(node)) != node_digest(node):
         raise GraphError(
-            "its type, attributes, inputs or weights were edited, and its attribute 'call' has the op as it "
-            "was written: remove 'call' if the type says the op, or edit 'call' and remove its key 'node'"
+            "its type, attributes, inputs or weights were edited, but not its attribute 'call': remove "
+            "'call', or edit it and remove its key 'node'"
         )
     return call
 

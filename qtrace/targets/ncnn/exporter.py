@@ -27,7 +27,7 @@ from qtrace.export.converted.plain_graph import PlainGraph
 from qtrace.export.float_types import float_kinds, only_floats_read
 from qtrace.export.format import Format
 from qtrace.graph.dataflow import needed_nodes
-from qtrace.graph.opaque import cure_for_kept
+from qtrace.graph.opaque import cure_for_opaque
 from qtrace.graph.open_axes import SizedTypes, read_open_axes
 from qtrace.graph.walk import is_float_tensor, unused_name
 from qtrace.numerics import dequantize
@@ -68,7 +68,7 @@ def files(converted: ConvertedGraph, path: Path, allow_float: Iterable[str] = ()
     writer = NcnnExporter(converted, floats).run()
     if fixing := find_fixing_layer(converted, floats):
         _LOG.warning(
-            f"{path.name} runs at the traced sizes alone, though the graph has open axes: {fixing} is "
+            f"{path.name} runs only at the traced sizes, though the graph has open axes: {fixing} is "
             "written for these; a file of format onnx leaves them open."
         )
     return {path.with_suffix(".bin"): writer.bin(), path: writer.param()}
@@ -157,7 +157,7 @@ class NcnnExporter:
     def _emit_op(self, op: ConvertedOp) -> None:
         w, call = self.writer, op.call
         if call is None or call.kind not in EMITTERS:
-            cure = cure_for_kept(op.expr) or "end the graph before it, or write it with ops that have one"
+            cure = cure_for_opaque(op.expr) or "end the graph before it, or write it with ops that have one"
             raise ExportError(f"it cannot become ncnn: {cure}")
         w.moving = op.expr.outputs[0].name in self.graph.carried
         EMITTERS[call.kind](w, call)

@@ -86,8 +86,8 @@ def one_sample(graph: ConvertedGraph) -> Iterator[SampleAxes]:
     single = _types(graph, 1)
     if single is None:
         raise ExportError(
-            f"the graph has numbers of its batch of {batch}, and ncnn computes sample by sample: trace it "
-            "with one sample, or reshape with -1 in the place of the batch"
+            f"the graph has numbers of its batch of {batch}, and ncnn runs one sample: trace it with one, "
+            "or reshape with -1 for the batch"
         )
     several = _types(graph, batch if batch > 1 else 2) or {}
     with resized(single):

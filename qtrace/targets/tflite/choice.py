@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from qtrace.errors import ExportError
-from qtrace.graph.opaque import cure_for_kept
+from qtrace.graph.opaque import cure_for_opaque
 from qtrace.ops import OpCall, Role
 from qtrace.targets.tflite import ops as forms
 from qtrace.targets.tflite.build import Builder, OpInFloat, allowing
@@ -96,7 +96,7 @@ def _float(b: Builder, op: FusedOp, unable: str) -> None:
     """
     call = op.call
     if call.kind not in forms.FLOAT:
-        cure = cure_for_kept(call.out.expr)
+        cure = cure_for_opaque(call.out.expr)
         cure = cure or f"end the graph before {call.out.name}, or write it with others"
         raise ExportError(f"it cannot become TFLite yet: {cure}")
     allowed = _in_float(b, call.kind)

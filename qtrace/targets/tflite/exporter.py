@@ -101,7 +101,7 @@ class Exporter:
         if site is None:
             raise ExportError(
                 f"input {node.name} is read in float or rounded in two ways, so it cannot be int8: "
-                "export with io='float32', or give all its readers one scheme."
+                "export with io='float32', or give its readers one scheme."
             )
         kind, grid = integer_type(site), Grid.of(site.qparams)
         return self.build.writer.tensor(f"{site.name}_int", shape, kind, grid)

@@ -207,7 +207,7 @@ def _parts(b: Builder, op: FusedOp) -> list[OrderedTensor]:
     if call.out.name in b.plan.graph.annotation.carried:
         raise ExportError(
             f"{call.out.name}: it joins integers of different scales without rounding its result, which "
-            "TFLite cannot do: give its inputs one scheme, so that they share their parameters"
+            "TFLite cannot do: give its inputs one scheme, to share parameters"
         )
     return [b.floats(h) for h in parts]
 

@@ -108,7 +108,7 @@ class LitertSession:
         array = np.ascontiguousarray(value.transpose(order))
         free = int(bool(self.facts["free_batch"]))
         if array.shape[free:] != shape[free:]:
-            batch = "a batch of any size" if free else "a batch of that size alone"
+            batch = "a batch of any size" if free else "only a batch of that size"
             raise ExportError(
                 f"input {number} has shape {value.shape}, but the file was written for "
                 f"{_graph_layout(np.empty(shape, np.bool_), order).shape} and takes {batch}: trace the model "

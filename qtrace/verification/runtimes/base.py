@@ -15,7 +15,7 @@ from qtrace.onnxfile.kernels import Kernels
 from qtrace.process.threads import Together, count_threads
 from qtrace.runtimes.host import RuntimeHost
 
-__all__ = ["Ahead", "Runtime", "RuntimeRun", "Session", "run_outputs", "threads_for"]
+__all__ = ["Prefetcher", "Runtime", "RuntimeRun", "Session", "run_outputs", "threads_for"]
 
 # The values of the inputs of a batch that runs ahead: two batches of more would take much memory.
 _MOST_VALUES = 1 << 22
@@ -127,7 +127,7 @@ class Runtime:
         return self.hosted(host)
 
 
-class Ahead:
+class Prefetcher:
     """Runs batches in sessions before their values are asked for, while MegEngine computes the graph.
 
     MegEngine computes on one thread, and a session of onnxruntime keeps no lock of Python while it runs, so

@@ -54,7 +54,7 @@ def test_calibrate_export_and_quantize(run, here) -> None:
     refused = run("quantize", "net.mge", "-d", "d.npy", "--float", "fp16", "-o", "out.tflite")
     assert refused.code == 2
     assert refused.err == (
-        "error: float: fp16 has a form in .onnx files alone, and out.tflite is none: leave it out.\n"
+        "error: float: fp16 has a form only in .onnx files, and out.tflite is none: leave it out.\n"
     )
     Path("fp.yaml").write_text(f"{RECIPE}float: fp16\n")
     refused = run("quantize", "net.mge", "-d", "d.npy", "-r", "fp.yaml", "-o", "out.tflite", "--force")

@@ -176,7 +176,7 @@ def test_the_precision_says_the_method(rows: TracedModule) -> None:
     assert (
         "It rounds what it reads by the range of each batch, and gives floats: rules[0]" in reasons["a_out"]
     )
-    assert "its weight alone is stored as integers: rules[1] says method: weight_only" in reasons["c_out"]
+    assert "only its weight is stored as integers: rules[1] says method: weight_only" in reasons["c_out"]
 
 
 @pytest.mark.parametrize("name", ["w8", "w4", "w8a8_dynamic"])

@@ -111,6 +111,6 @@ def test_a_merged_weight_that_the_module_computes_is_refused_by_name(tmp_path: P
     }
     prepared, _ = _prepared(model(nodes, {"x": X.shape}, ["y"], stored), tmp_path)
     with pytest.raises(
-        ImportingError, match=r"reparameterize merged the layer of .* a config whose `ptq` has no"
+        ImportingError, match=r"reparameterize merged the layer of .* leave reparameterize out"
     ):
         state_arrays(prepared)

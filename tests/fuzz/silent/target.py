@@ -18,7 +18,7 @@ __all__ = ["check"]
 
 # Refusals that accuse the wrong side, or come too late to be of use.
 WRONG = re.compile(
-    r"does not match its quantization record|has no attribute|repair the data|export it again|cannot run"
+    r"does not match its quantization record|lacks attribute|repair the data|export it again|cannot run"
 )
 
 

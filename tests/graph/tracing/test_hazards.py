@@ -294,7 +294,7 @@ def test_a_value_that_another_module_reads_in_the_same_call_is_named():
     inner = net(keep_scores, scores=None)
     message = failure(net(lambda self, x: self.inner(x) + self.inner.scores.sum(), inner=inner), ROWS)
     assert "reads a tensor that a submodule keeps on itself, softmax_out (F.softmax" in message
-    assert "return it from the submodule as an output" in message
+    assert "return it as an output" in message
 
 
 @each_of("check", [True, False])

@@ -38,7 +38,7 @@ def _write(path: Path, names: list[str], ir_version: int = 8) -> Path:
             ["a", "b"],
             "inputs 'a', 'b' have default values, which the network keeps: they are inputs no longer",
         ),
-        (["a", "b", "c", "d"], "inputs 'a', 'b', 'c' and 1 more have default values"),
+        (["a", "b", "c", "d"], "inputs 'a', 'b', 'c', 'd' have default values"),
     ],
 )
 def test_inputs_with_default_values_are_told(

@@ -80,7 +80,7 @@ def test_a_resize_that_is_unlike_at_other_sizes_is_kept(
         np.testing.assert_allclose(got, expected, rtol=0, atol=1e-4)
 
 
-CURE = r"kept as in the file for its open axes alone, so import the file with fixed=True \(--fixed\)"
+CURE = r"kept as in the file only for its open axes, so import the file with fixed=True \(--fixed\)"
 
 
 def _imported(folder: Path, **options: Any) -> TracedModule:
@@ -111,7 +111,7 @@ def test_a_kept_resize_is_refused_before_the_calibration(
         net = tmp_path / "net.mge"
     monkeypatch.setattr("qtrace.quantizing.calibrator.calibrate", None)
     data = np.random.default_rng(0).standard_normal((8, 3, 16, 20)).astype(np.float32)
-    with pytest.raises(GraphError, match=f"u has a form in ONNX files alone: it is {CURE}"):
+    with pytest.raises(GraphError, match=f"u has a form only in ONNX files: it is {CURE}"):
         qtrace.quantize(net, data, tmp_path / name, progress=False)
 
 

@@ -272,7 +272,7 @@ LEFT: dict[str, tuple[M.Module, str]] = {
         net(lambda self, x: F.conv2d(x, F.tanh(self.w)) * 2, w=_numbers(4, 4, 3, 3)),
         "is computed, not a parameter",
     ),
-    "beside another value": (net(lambda self, x: (x * 2) * F.exp(x)), "reads it beside other values"),
+    "beside another value": (net(lambda self, x: (x * 2) * F.exp(x)), "reads it with other values"),
     "two ways": (
         net(lambda self, x: self.c(_twice(x * 2)), c=_conv(8, 4, 1)),
         "is met on two ways",

@@ -28,8 +28,7 @@ from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import exprs, is_float_tensor
 from qtrace.numerics import choose, fake_quantize
 from qtrace.preparation.passes.expand import expand
-from qtrace.preparation.placement._runs import Run
-from qtrace.preparation.placement.reference import MeasuredRun
+from qtrace.preparation.placement.reference import MeasuredRun, Run
 from qtrace.preparation.placement.trials import estimate_noise
 from qtrace.scheme import QScheme
 from tests.importing.onnx.networks import model, node, save, weights

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import qtrace
-from qtrace.preparation.placement._runs import make_regions, region_inputs
+from qtrace.preparation.placement.reference import make_regions, region_inputs
 from tests.nets import images, net
 
 

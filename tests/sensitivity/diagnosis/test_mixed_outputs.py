@@ -13,7 +13,7 @@ import pytest
 import qtrace
 from qtrace.comparing.sums import sqnr_db
 from qtrace.config.recipe import load_recipe
-from qtrace.preparation.passes._view import Unlike
+from qtrace.preparation.passes._view import MixedRanges
 from qtrace.sensitivity.diagnosis import cure_recipe, diagnose
 from tests.nets import images, net, randomize
 
@@ -63,7 +63,7 @@ def test_the_cure_leaves_the_lost_part_in_float(
     module.raw.weight._reset(module.raw.weight.numpy() * large.reshape(12, 1, 1, 1))
     module.raw.bias._reset(module.raw.bias.numpy() * large.reshape(1, 12, 1, 1))
     traced = qtrace.trace(module, X, check=False)
-    monkeypatch.setattr("qtrace.preparation.decision.find_unlike", lambda *_: Unlike())
+    monkeypatch.setattr("qtrace.preparation.decision.find_mixed_ranges", lambda *_: MixedRanges())
 
     def calibrate(config: object) -> tuple[mge.module.Module, float]:
         prepared = qtrace.calibrate(qtrace.prepare(traced, config), [X], progress=False)

@@ -9,8 +9,8 @@ import megengine.module as M
 import pytest
 
 import qtrace
+from qtrace.benchmarking.interleaved import Speed, compare_files
 from qtrace.benchmarking.runners import RunnerSettings, open_file
-from qtrace.benchmarking.turns import Speed, compare_files
 from qtrace.errors import ExportError
 from qtrace.quantizing import delivering
 from tests.nets import images, net

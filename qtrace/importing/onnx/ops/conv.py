@@ -94,7 +94,7 @@ def _check(call: Call, window: Window, count: int, kinds: Any) -> None:
     if not call.is_float(0) or len(window.kernel) != call.rank(0) - 2:
         call.refuse("has an input of another type or number of axes than its kernel")
     if window.kernel != call.shape(1)[2:]:
-        call.refuse("has a kernel_shape that is not that of its weight")
+        call.refuse("has another kernel_shape than its weight")
 
 
 def _conv_transpose(call: Call) -> Any:

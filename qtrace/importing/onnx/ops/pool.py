@@ -22,7 +22,7 @@ def _max_pool(call: Call) -> Any:
     if len(call.node.outputs) > 1 and call.node.outputs[1]:
         call.refuse("gives the indices of the largest values")
     if any(d != 1 for d in window.dilation):
-        call.refuse("has dilations, which MegEngine's max_pool2d has not")
+        call.refuse("has dilations, which MegEngine's max_pool2d lacks")
     window = _ceiled(call, window)
     x, padding = call.tensor(0), window.before
     if not window.symmetric:
@@ -35,7 +35,7 @@ def _average_pool(call: Call) -> Any:
     window = _window(call)
     counts = bool(call.attribute("count_include_pad", 0))
     if any(d != 1 for d in window.dilation):
-        call.refuse("has dilations, which MegEngine's avg_pool2d has not")
+        call.refuse("has dilations, which MegEngine's avg_pool2d lacks")
     ceiled = _ceiled(call, window)
     if counts:
         _refuse_disputed_counts(call, window, ceiled)
@@ -90,7 +90,7 @@ def _lp_pool(call: Call) -> Any:
     """Computes (sum |x|^p)^(1 / p) as a root of the average of powers, times the size of the kernel."""
     window, power = _window(call), call.attribute("p", 2)
     if any(d != 1 for d in window.dilation) or power < 1:
-        call.refuse(f"has dilations, or the power {power}, which MegEngine's pooling has not")
+        call.refuse(f"has dilations, or the power {power}, which MegEngine's pooling lacks")
     window = _ceiled(call, window)
     x = pad(call, _powers(call, power), window.before, window.after)
     zeros = (0,) * len(window.kernel)

@@ -23,7 +23,7 @@ from qtrace.importing.onnx.moving import PARTS, moves_of, unchanged
 from qtrace.importing.onnx.naming import is_anonymous
 from qtrace.importing.onnx.quantization.grids import dequantize, quantize, read_grid, stored_name
 from qtrace.importing.onnx.values import Computed, QuantizedIntegers, Stored, Value
-from qtrace.preparation.passes.quantized_file.tensors import GivenGrid, GivenRounding
+from qtrace.preparation.passes.quantized_file.tensors import FileRounding, StoredGrid
 
 __all__ = ["MOVES", "PAIRS", "follow_stored", "lower_pair", "unwrap", "wrap"]
 
@@ -59,7 +59,7 @@ def lower_pair(node: OnnxNode, values: Sequence[Value | None], layers: Layers) -
         )
     grid = read_grid(call, source.array.dtype)
     name = stored_name(node, source, layers, grid)
-    layers.grids[name] = GivenGrid(name, grid.kind, grid.scale, grid.zero_point, source.array)
+    layers.grids[name] = StoredGrid(name, grid.kind, grid.scale, grid.zero_point, source.array)
     return Stored(dequantize(source.array, grid, _axis(call)), name, learned=True)
 
 
@@ -68,10 +68,10 @@ def _axis(call: Call) -> int:
     return call.axis(call.attribute("axis", 1), rank) if rank > 1 else 0
 
 
-def _round(call: Call, source: Computed, grid: GivenGrid) -> QuantizedIntegers:
+def _round(call: Call, source: Computed, grid: StoredGrid) -> QuantizedIntegers:
     if grid.scale.size != 1:
         raise Refusal("rounds an activation with a scale per channel, which qtrace lacks")
-    flat = GivenGrid(grid.label, grid.kind, grid.scale.reshape(()), grid.zero_point.reshape(()))
+    flat = StoredGrid(grid.label, grid.kind, grid.scale.reshape(()), grid.zero_point.reshape(()))
     layers, value = call.layers, source.node
     if int(flat.zero_point) == np.iinfo(flat.kind).min and _computes_products(value):
         rectified = call.function(F.relu, value, name=f"{value.name}_unclipped")
@@ -79,7 +79,7 @@ def _round(call: Call, source: Computed, grid: GivenGrid) -> QuantizedIntegers:
         value = rectified
     layers.roundings += 1
     path = f"given_roundings.r{layers.roundings}"
-    node = layers.builder.call_module(path, GivenRounding(flat), value, name=call.name)
+    node = layers.builder.call_module(path, FileRounding(flat), value, name=call.name)
     return QuantizedIntegers(node, np.dtype(grid.kind), flat)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from onnx import numpy_helper
 
+from qtrace.errors import shorten_list
 from qtrace.importing.onnx.model import Graph, OnnxNode, node_like, read_graph
 from qtrace.importing.onnx.quantization.grids import PACKED, bits_of
 from qtrace.importing.onnx.reading import load_model
@@ -28,7 +29,6 @@ from qtrace.onnxfile.bodies import read_names
 __all__ = ["read_unrounded", "with_float_weights"]
 
 _LOG = logging.getLogger("qtrace")
-_SHOWN = 10
 # What onnxruntime.quantization.quantize_dynamic and the optimizer of onnxruntime write.
 _KEPT = {
     *("ConvInteger", "MatMulInteger", "MatMulNBits", "DynamicQuantizeLSTM", "DynamicQuantizeMatMul"),
@@ -79,7 +79,7 @@ def _log_counts(counts: Mapping[str, int], nodes: Sequence[OnnxNode]) -> None:
     if any(is_static(node) or node.op == "DequantizeLinear" for node in nodes):
         for method, count in counts.items():
             _LOG.warning(
-                f"{count} layers of the file are quantized by {method}, beside others with stored scales: in "
+                f"{count} layers of the file are quantized by {method}, and others have stored scales: in "
                 "the prepared graph they are float layers with the rounded weights of the file, and an "
                 "export leaves them in float. To keep the method, prepare the float network that the file "
                 f"was made of with a rule {{match: ..., method: {method}}} for them."
@@ -97,12 +97,11 @@ def _log_kept(nodes: Sequence[OnnxNode]) -> None:
     """Names the nodes on integers that no float layer stands for."""
     kept = [node.label for node in nodes if node.op in _KEPT]
     if kept:
-        more = f" and {len(kept) - _SHOWN} more" if len(kept) > _SHOWN else ""
         _LOG.warning(
-            f"{len(kept)} nodes compute with integers in a form that qtrace makes no float layer of: "
-            f"{', '.join(kept[:_SHOWN])}{more}. They stay as they are in the file, with what rounds their "
-            "inputs: they are neither trained nor quantized anew, and an ONNX export copies them. The float "
-            "network that the file was made of comes in whole."
+            f"{len(kept)} nodes compute with integers in a form that qtrace cannot turn into float layers: "
+            f"{shorten_list(kept)}. They and the ops that round their inputs stay as in the "
+            "file: qtrace neither trains nor quantizes them, and an ONNX export copies them. Import the "
+            "float network of this file to quantize all of it."
         )
 
 

@@ -12,7 +12,7 @@ from qtrace.importing.onnx.call import Call
 from qtrace.importing.onnx.layers import Layers, Refusal
 from qtrace.importing.onnx.model import OnnxNode
 from qtrace.importing.onnx.values import Stored
-from qtrace.preparation.passes.quantized_file.tensors import GivenGrid
+from qtrace.preparation.passes.quantized_file.tensors import StoredGrid
 
 __all__ = ["PACKED", "bits_of", "dequantize", "quantize", "read_grid", "stored_name"]
 
@@ -21,7 +21,7 @@ _KINDS = ("int8", "uint8", "int16", "uint16", "int32")
 _SUFFIXES = ("_quantized", "_int", "_q", "_QuantizeLinear_Output")
 
 
-def read_grid(call: Call, kind: np.dtype[Any] | None) -> GivenGrid:
+def read_grid(call: Call, kind: np.dtype[Any] | None) -> StoredGrid:
     """Reads scale and zero point.
 
     Args:
@@ -52,16 +52,16 @@ def read_grid(call: Call, kind: np.dtype[Any] | None) -> GivenGrid:
         raise Refusal(f"has scales of {scale.dtype.name} and shape {list(scale.shape)}, which no site has")
     if not (np.isfinite(scale) & (scale > 0)).all():
         raise Refusal("has a scale that is not finite and positive")
-    return GivenGrid(call.node.inputs[0], kind.name, scale, zero)
+    return StoredGrid(call.node.inputs[0], kind.name, scale, zero)
 
 
-def dequantize(integers: np.ndarray, grid: GivenGrid, axis: int) -> np.ndarray:
+def dequantize(integers: np.ndarray, grid: StoredGrid, axis: int) -> np.ndarray:
     """Returns the floats that integers stand for, as DequantizeLinear computes them."""
     scale, zero = _broadcast(integers, grid, axis)
     return np.asarray((integers.astype(np.int64) - zero).astype(np.float32) * scale, np.float32)
 
 
-def quantize(values: np.ndarray, grid: GivenGrid, axis: int) -> np.ndarray:
+def quantize(values: np.ndarray, grid: StoredGrid, axis: int) -> np.ndarray:
     """Returns the integers that QuantizeLinear computes."""
     scale, zero = _broadcast(values, grid, axis)
     steps, signed = 2 ** bits_of(grid.kind), grid.kind.startswith("i")
@@ -76,7 +76,7 @@ def bits_of(kind: str) -> int:
     return int(found[1]) if found else 0
 
 
-def _broadcast(array: np.ndarray, grid: GivenGrid, axis: int) -> tuple[np.ndarray, np.ndarray]:
+def _broadcast(array: np.ndarray, grid: StoredGrid, axis: int) -> tuple[np.ndarray, np.ndarray]:
     if grid.scale.size == 1:
         return grid.scale.reshape(()), grid.zero_point.reshape(())
     if axis >= array.ndim or array.shape[axis] != grid.scale.size:
@@ -85,7 +85,7 @@ def _broadcast(array: np.ndarray, grid: GivenGrid, axis: int) -> tuple[np.ndarra
     return grid.scale.reshape(shape), grid.zero_point.reshape(shape)
 
 
-def stored_name(node: OnnxNode, source: Stored, layers: Layers, grid: GivenGrid) -> str:
+def stored_name(node: OnnxNode, source: Stored, layers: Layers, grid: StoredGrid) -> str:
     """Returns the name of the floats of a stored tensor: the name of its integers without their suffix."""
     name = source.name
     for suffix in () if name in layers.paths.values() else _SUFFIXES:

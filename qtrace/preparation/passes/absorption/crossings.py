@@ -72,7 +72,7 @@ def pass_forward(call: OpCall, x: TensorNode, map: LinearMap) -> Passed:
         BlockedError: when the outputs have no such maps.
     """
     if call.kind != "concat" and call.inputs != (x,):
-        raise BlockedError(f"{call.out.name} ({call.kind}) reads it beside other values", always=True)
+        raise BlockedError(f"{call.out.name} ({call.kind}) reads it with other values", always=True)
     _check(call, map)
     if call.kind == "concat":
         return [(call.out, _joined_map(call, x, map))]

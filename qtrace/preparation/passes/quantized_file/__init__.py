@@ -1,7 +1,7 @@
 """Sites that are given, such as those of a quantized file: a prepared, calibrated module without any data.
 
 `tensors` describes given roundings, `marks` takes the roundings out of a graph, `sites` places one site for
-each of them, and `quantize_given` makes the prepared module and checks that no integer has changed.
+each of them, and `quantize_as_file` makes the prepared module and checks that no integer has changed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from qtrace.config import QConfig
-from qtrace.errors import GraphError
+from qtrace.errors import SHOWN_LINES, GraphError, shorten_list
 from qtrace.graph.dataflow import evaluate_fixed
 from qtrace.graph.flatten import flatten
 from qtrace.graph.lint import check
@@ -21,24 +21,22 @@ from qtrace.preparation.model import QuantizedModel, QuantizedSite
 from qtrace.preparation.passes.expand import expand
 from qtrace.preparation.passes.insert import insert
 from qtrace.preparation.passes.quantized_file.marks import take_marks
-from qtrace.preparation.passes.quantized_file.sites import GivenRoundings, decide
-from qtrace.preparation.passes.quantized_file.tensors import GivenGrid, GivenRounding
+from qtrace.preparation.passes.quantized_file.sites import FileRoundings, decide
+from qtrace.preparation.passes.quantized_file.tensors import FileRounding, StoredGrid
 from qtrace.preparation.phases import switch_phase
 from qtrace.preparation.record import Record, write_record
 from qtrace.scheme import QParams
 
-__all__ = ["GivenGrid", "GivenRounding", "quantize_given"]
-
-_SHOWN_PROBLEMS = 30
+__all__ = ["FileRounding", "StoredGrid", "quantize_as_file"]
 
 
-def quantize_given(
-    traced: TracedModule, parameters: Mapping[str, GivenGrid], config: QConfig | None = None
+def quantize_as_file(
+    traced: TracedModule, parameters: Mapping[str, StoredGrid], config: QConfig | None = None
 ) -> TracedModule:
     """Makes a prepared module whose sites and quantization parameters are exactly the given ones.
 
     Args:
-        traced: a traced module; calls of `GivenRounding` stand where activations are rounded.
+        traced: a traced module; calls of `FileRounding` stand where activations are rounded.
         parameters: path of a parameter -> the grid of its values, and the integers of a bias.
         config: gives the backend, and the observers and fake quants of later calibration and training.
 
@@ -53,7 +51,7 @@ def quantize_given(
     model = flatten(traced)
     expanded = expand(model)
     marks = take_marks(model)
-    given = GivenRoundings(model, marks, parameters, config)
+    given = FileRoundings(model, marks, parameters, config)
     annotation = decide(given)
     _refuse(given.problems)
     insert(model, annotation)
@@ -68,7 +66,7 @@ def quantize_given(
     return model
 
 
-def _changed_integers(view: QuantizedModel, given: GivenRoundings) -> list[str]:
+def _changed_integers(view: QuantizedModel, given: FileRoundings) -> list[str]:
     """Returns a sentence for each site whose parameters or integers are not the given ones."""
     problems = []
     for name, fake_quant in view.fake_quants.items():
@@ -84,7 +82,7 @@ def _changed_integers(view: QuantizedModel, given: GivenRoundings) -> list[str]:
     return problems
 
 
-def _keeps(site: QuantizedSite, value: np.ndarray, grid: GivenGrid) -> bool:
+def _keeps(site: QuantizedSite, value: np.ndarray, grid: StoredGrid) -> bool:
     """Returns whether re-quantizing the stored floats gives the integers again."""
     integers = site.integers(value)
     if site.sort == "bias":
@@ -104,6 +102,5 @@ def _keeps(site: QuantizedSite, value: np.ndarray, grid: GivenGrid) -> bool:
 
 def _refuse(problems: list[str]) -> None:
     if problems:
-        more = f"; and {len(problems) - _SHOWN_PROBLEMS} more" if len(problems) > _SHOWN_PROBLEMS else ""
-        shown = "; ".join(problems[:_SHOWN_PROBLEMS])
-        raise GraphError(f"{len(problems)} roundings have no equal site: {shown}{more}.")
+        shown = shorten_list(problems, "; ", SHOWN_LINES)
+        raise GraphError(f"{len(problems)} roundings lack an equal site: {shown}.")

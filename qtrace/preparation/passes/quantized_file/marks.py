@@ -8,7 +8,7 @@ from qtrace.graph.edit import GraphEditor
 from qtrace.graph.flatten import delete_attribute
 from qtrace.graph.types import Expr, GetAttr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, owner
-from qtrace.preparation.passes.quantized_file.tensors import GivenGrid, GivenRounding
+from qtrace.preparation.passes.quantized_file.tensors import FileRounding, StoredGrid
 
 __all__ = ["Mark", "take_marks"]
 
@@ -26,14 +26,14 @@ class Mark:
     """
 
     node: TensorNode
-    grid: GivenGrid
+    grid: StoredGrid
     parent: Mark | None
     readers: list[Expr] = field(default_factory=list)
     leaves: bool = False
 
 
 def take_marks(model: TracedModule) -> dict[Node, list[Mark]]:
-    """Removes the calls of `GivenRounding` from a flat graph.
+    """Removes the calls of `FileRounding` from a flat graph.
 
     Equal roundings of one value become one.
 
@@ -42,11 +42,11 @@ def take_marks(model: TracedModule) -> dict[Node, list[Mark]]:
     """
     marks: dict[Node, list[Mark]] = {}
     marked: dict[Node, Mark] = {}  # the result of a mark -> the mark
-    calls = [expr for expr in exprs(model) if isinstance(owner(expr), GivenRounding)]
+    calls = [expr for expr in exprs(model) if isinstance(owner(expr), FileRounding)]
     outputs = set(model.graph.outputs)
     for expr in calls:
         rounding = owner(expr)
-        assert isinstance(rounding, GivenRounding)
+        assert isinstance(rounding, FileRounding)
         source, result = expr.inputs[1], expr.outputs[0]
         parent = marked.get(source)
         node = parent.node if parent else source

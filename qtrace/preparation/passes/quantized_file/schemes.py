@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from qtrace.preparation.passes.quantized_file.tensors import GivenGrid
+from qtrace.preparation.passes.quantized_file.tensors import StoredGrid
 from qtrace.scheme import QScheme
 
 __all__ = ["Schemes"]
@@ -24,21 +24,21 @@ class Schemes:
         parameters: path -> grid of the parameters.
     """
 
-    def __init__(self, activations: Sequence[GivenGrid], parameters: Mapping[str, GivenGrid]) -> None:
+    def __init__(self, activations: Sequence[StoredGrid], parameters: Mapping[str, StoredGrid]) -> None:
         signed = [grid for grid in activations if grid.kind in ("int8", "int16")]
         self._symmetric = bool(signed) and all(not grid.zero_point.any() for grid in signed)
         integers = [g for g in parameters.values() if g.kind == "int8" and g.integers is not None]
         lowest = [int(g.integers.min()) for g in integers if g.integers is not None and g.integers.size]
         self._narrow = bool(lowest) and min(lowest) > -128
 
-    def activation(self, grid: GivenGrid) -> QScheme | None:
+    def activation(self, grid: StoredGrid) -> QScheme | None:
         """Returns the scheme of an activation; None if there is none."""
         if grid.kind not in _BITS or grid.scale.size != 1 or grid.scale.ndim:
             return None
         bits, signed = _BITS[grid.kind]
         return QScheme(bits=bits, signed=signed, symmetric=signed and self._symmetric)
 
-    def weight(self, grid: GivenGrid) -> QScheme | None:
+    def weight(self, grid: StoredGrid) -> QScheme | None:
         """Returns the scheme of a stored tensor, without its axis; None if there is none."""
         if grid.kind not in _BITS:
             return None

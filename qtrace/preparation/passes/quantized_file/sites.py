@@ -18,16 +18,16 @@ from qtrace.preparation.passes._sites import Placement
 from qtrace.preparation.passes._view import INT_ROLES, plan_of, read_view
 from qtrace.preparation.passes.quantized_file.marks import Mark
 from qtrace.preparation.passes.quantized_file.schemes import Schemes
-from qtrace.preparation.passes.quantized_file.tensors import GivenGrid
+from qtrace.preparation.passes.quantized_file.tensors import StoredGrid
 from qtrace.scheme import QParams
 
-__all__ = ["GivenRoundings", "decide"]
+__all__ = ["FileRoundings", "decide"]
 
 _FLOAT = "the file, which does not round its inputs,"
 
 
 @dataclass
-class GivenRoundings:
+class FileRoundings:
     """The given roundings of a graph, and what is decided about them.
 
     Attributes:
@@ -42,10 +42,10 @@ class GivenRoundings:
 
     model: TracedModule
     marks: Mapping[Node, list[Mark]]
-    parameters: Mapping[str, GivenGrid]
+    parameters: Mapping[str, StoredGrid]
     config: QConfig
     qparams: dict[str, QParams] = field(default_factory=dict)
-    stored: dict[str, GivenGrid] = field(default_factory=dict)
+    stored: dict[str, StoredGrid] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     labels: dict[str, str] = field(default_factory=dict)
 
@@ -54,7 +54,7 @@ class GivenRoundings:
         return self.labels.get(site, site)
 
 
-def decide(given: GivenRoundings) -> Annotation:
+def decide(given: FileRoundings) -> Annotation:
     """Returns the annotation with a site for each rounding of ``given``, and adds to its problems."""
     return _Decider(given).run()
 
@@ -62,13 +62,13 @@ def decide(given: GivenRoundings) -> Annotation:
 class _Decider:
     """Walks the graph forwards; each rounding becomes a site or is carried by an op that moves integers."""
 
-    def __init__(self, given: GivenRoundings) -> None:
+    def __init__(self, given: FileRoundings) -> None:
         self.given, self.model = given, given.model
         self.moves = read_view(self.model, given.config)
         self.backend, self.calls, self.choices = self.moves.backend, self.moves.calls, self.moves.choices
         self.schemes = Schemes([m.grid for marks in given.marks.values() for m in marks], given.parameters)
         self.placement = Placement()
-        self.grids: dict[str, GivenGrid] = {}  # activation site -> its grid
+        self.grids: dict[str, StoredGrid] = {}  # activation site -> its grid
         self.weights: dict[Expr, Site] = {}
         self.rescaled: set[Expr] = set()  # multiplications that round their result
         self.names: set[str] = set()
@@ -227,7 +227,7 @@ class _Decider:
             if grid.label not in used:
                 self._problem(grid, "is a parameter of a layer that qtrace does not quantize")
 
-    def _stored_nodes(self) -> Iterator[tuple[TensorNode, GivenGrid]]:
+    def _stored_nodes(self) -> Iterator[tuple[TensorNode, StoredGrid]]:
         for expr in self.moves.order:
             if isinstance(expr, GetAttr) and expr.name in self.given.parameters:
                 yield expr.outputs[0], self.given.parameters[expr.name]
@@ -300,12 +300,12 @@ class _Decider:
             observer = choice.weight_observer if weight else choice.activation_observer
         return plan_of(scheme, observer, config.effective_fakequant)  # type: ignore[arg-type]
 
-    def _register(self, preferred: str, qparams: QParams, grid: GivenGrid) -> str:
+    def _register(self, preferred: str, qparams: QParams, grid: StoredGrid) -> str:
         name = free_name(preferred, self.names, self.moves.node_names)
         self.names.add(name)
         self.given.qparams[name] = qparams
         self.given.labels[name] = grid.label
         return name
 
-    def _problem(self, grid: GivenGrid, reason: str) -> None:
+    def _problem(self, grid: StoredGrid, reason: str) -> None:
         self.given.problems.append(f"{grid.label} {reason}")

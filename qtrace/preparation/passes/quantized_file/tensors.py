@@ -9,11 +9,11 @@ import numpy as np
 from megengine import Tensor
 from megengine.module import Module
 
-__all__ = ["GivenGrid", "GivenRounding"]
+__all__ = ["FileRounding", "StoredGrid"]
 
 
 @dataclass(frozen=True, eq=False)
-class GivenGrid:
+class StoredGrid:
     """The integers that a tensor is rounded to, and the numbers that they stand for.
 
     Attributes:
@@ -30,7 +30,7 @@ class GivenGrid:
     zero_point: np.ndarray
     integers: np.ndarray | None = None
 
-    def equals(self, other: GivenGrid, factor: float = 1.0) -> bool:
+    def equals(self, other: StoredGrid, factor: float = 1.0) -> bool:
         """Returns whether both have the same type, zero point and, times ``factor``, the same scale.
 
         Args:
@@ -44,24 +44,24 @@ class GivenGrid:
         )
 
 
-class GivenRounding(Module):
+class FileRounding(Module):
     """Marks in a traced graph that a file rounds the value here; it passes the value on.
 
     Args:
         grid: the grid of the value.
     """
 
-    def __init__(self, grid: GivenGrid) -> None:
+    def __init__(self, grid: StoredGrid) -> None:
         super().__init__()
         self.label, self.kind = grid.label, grid.kind
         self.scales = grid.scale.tolist()
         self.zero_points = grid.zero_point.tolist()
 
     @property
-    def grid(self) -> GivenGrid:
+    def grid(self) -> StoredGrid:
         """The grid of the value."""
         scale, zero = np.asarray(self.scales, np.float32), np.asarray(self.zero_points, np.int64)
-        return GivenGrid(self.label, self.kind, scale, zero)
+        return StoredGrid(self.label, self.kind, scale, zero)
 
     def forward(self, x: Tensor) -> Any:
         """Returns ``x``."""

@@ -118,7 +118,7 @@ def test_calibrate_keeps_the_models_scales_and_sets_the_others(caplog: pytest.Lo
     missing = [name for name, fake in view.fake_quants.items() if not fake.calibrated]
     assert "plain_weight" in missing
     assert "conv_out" not in missing
-    assert f"{len(missing)} of {len(view.fake_quants)} groups of sites have no scale" in caplog.text
+    assert f"{len(missing)} of {len(view.fake_quants)} groups of sites lack a scale" in caplog.text
     assert all(name in caplog.text for name in missing)
     assert {fake.phase for fake in view.fake_quants.values()} == {"float"}
     kept = {name: fake.qparams() for name, fake in view.fake_quants.items() if fake.calibrated}

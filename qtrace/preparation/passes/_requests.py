@@ -1,4 +1,4 @@
-"""Wants: the parameters that the readers of a tensor ask for, seen through ops that only move values."""
+"""Requests: the parameters that the readers of a tensor ask for, seen through ops that only move values."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from qtrace.preparation.annotation import Plan
 from qtrace.preparation.passes._chains import Chains, find_summands, find_weights, reads_rounded
 from qtrace.preparation.passes._view import View, distinct, plan_of
 
-__all__ = ["Want", "Wants", "propagate_wants"]
+__all__ = ["Request", "Requests", "propagate_requests"]
 
 
-class Want(NamedTuple):
+class Request(NamedTuple):
     """The parameters that an expr asks for at its inputs.
 
     Attributes:
@@ -28,48 +28,48 @@ class Want(NamedTuple):
     partial: bool
 
 
-Wants: TypeAlias = Mapping[Node, Sequence[Want]]
+Requests: TypeAlias = Mapping[Node, Sequence[Request]]
 
 
-def propagate_wants(view: View, chains: Chains) -> dict[Node, list[Want]]:
-    """Collects the wants of all exprs, backwards from the ops that compute on integers.
+def propagate_requests(view: View, chains: Chains) -> dict[Node, list[Request]]:
+    """Collects the requests of all exprs, backwards from the ops that compute on integers.
 
     Returns:
-        node -> the wants of the exprs that read it, in execution order.
+        node -> the requests of the exprs that read it, in execution order.
     """
-    wants: dict[Node, list[Want]] = {}
+    requests: dict[Node, list[Request]] = {}
     summands, weights = find_summands(view, chains), find_weights(view, chains)
     for expr in reversed(view.order):
-        want = _want(view, chains, wants, expr)
-        if want is not None:
+        request = _request(view, chains, requests, expr)
+        if request is not None:
             for node in dict.fromkeys(view.calls[expr].inputs):
                 if expr in summands and summands[expr].read is node:
                     continue
                 if node in weights and reads_rounded(view, weights, expr):
                     continue
-                wants.setdefault(node, []).insert(0, want)
-    return wants
+                requests.setdefault(node, []).insert(0, request)
+    return requests
 
 
-def _want(view: View, chains: Chains, wants: Wants, expr: Expr) -> Want | None:
-    """Returns the want of ``expr``: its own choice if it computes, the want of its readers if it moves."""
+def _request(view: View, chains: Chains, requests: Requests, expr: Expr) -> Request | None:
+    """Returns what ``expr`` requests: its own choice if it computes, its readers' request if it moves."""
     if expr in chains and chains[expr].head is not expr:
         return None
     if view.on_integers(expr):
         choice = view.choices[expr]
-        return Want(expr, plan_of(choice.activation, choice.activation_observer, choice.fakequant), False)
+        return Request(expr, plan_of(choice.activation, choice.activation_observer, choice.fakequant), False)
     if not view.carries(expr):
         return None
-    plans = distinct(want.plan for node in expr.outputs for want in wants.get(node, ()))
+    plans = distinct(request.plan for node in expr.outputs for request in requests.get(node, ()))
     if len(plans) != 1:
         return None
-    partial = not all(_all_want(view, node, wants.get(node, ())) for node in expr.outputs)
-    return Want(expr, plans[0], partial)
+    partial = not all(_all_request(view, node, requests.get(node, ())) for node in expr.outputs)
+    return Request(expr, plans[0], partial)
 
 
-def _all_want(view: View, node: TensorNode, wants: Sequence[Want]) -> bool:
+def _all_request(view: View, node: TensorNode, requests: Sequence[Request]) -> bool:
     """Returns whether every reader of the value of ``node``, moved or not, asks for integers."""
-    readers = [want.reader for want in wants if not want.partial]
+    readers = [request.reader for request in requests if not request.partial]
     calls = ((user, view.calls.get(user)) for user in node.users)
     shape_readers = [user for user, call in calls if call is not None and call.role is Role.SHAPE]
     return view.all_values_read_by(node, [*readers, *shape_readers])

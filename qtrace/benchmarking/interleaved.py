@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from qtrace.benchmarking.files import NO_SLOWER
-from qtrace.benchmarking.latency import order_turn
+from qtrace.benchmarking.latency import rotate_order
 from qtrace.benchmarking.runners import Runner, RunnerSettings, open_file
 from qtrace.errors import ExportError
 
@@ -183,7 +183,7 @@ def compare_files(
         runners += [open_file(path, runtime, settings) for path in paths[1:]]
         opened = time.perf_counter()
         with watched_load() as load:
-            rounds.append(_take_turns(runners, _clock(runners, settings), seconds / _ROUNDS, end, is_enough))
+            rounds.append(_interleave(runners, _clock(runners, settings), seconds / _ROUNDS, end, is_enough))
         busy = busy or (load.is_busy and settings.host is None)  # a host's own work is others', too
         now = time.perf_counter()
         least = LEAST_RUNS * (now - opened) / (len(rounds[-1][0]) + 1)  # at most two more runs than turns
@@ -219,14 +219,14 @@ def _clock(runners: Sequence[Runner], settings: RunnerSettings) -> Callable[[Run
     return run
 
 
-def _take_turns(
+def _interleave(
     runners: Sequence[Runner],
     clock: Callable[[Runner], float],
     seconds: float,
     latest: float,
     is_enough: Callable[[list[list[float]]], bool],
 ) -> list[list[float]]:
-    """Returns the times of each file, one a turn, in the order of `order_turn`.
+    """Returns the times of each file, one a turn, in the order of `rotate_order`.
 
     Args:
         runners: run the files.
@@ -242,7 +242,7 @@ def _take_turns(
     end = time.perf_counter() + seconds
     for number in range(_MOST_TURNS):
         began = time.perf_counter()
-        for index in order_turn(len(runners), number):
+        for index in rotate_order(len(runners), number):
             runs = [clock(runners[index]) for _ in range(repeats[index])]
             times[index].append(statistics.median(runs))
         now = time.perf_counter()

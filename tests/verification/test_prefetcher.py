@@ -1,4 +1,4 @@
-"""What runs in a runtime beside the graph, and a batch ahead."""
+"""Sessions of a runtime that run together with the graph, and a batch ahead of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qtrace.process.threads import Together
 from qtrace.targets.onnxruntime.runtime import OnnxSession
 from qtrace.verification import verify
 from qtrace.verification.runtimes import base
-from qtrace.verification.runtimes.base import Ahead, RuntimeRun, threads_for
+from qtrace.verification.runtimes.base import Prefetcher, RuntimeRun, threads_for
 from tests.nets import images, net
 
 
@@ -41,7 +41,7 @@ def test_a_session_that_may_runs_on_a_thread_and_another_when_it_is_asked() -> N
     on_thread, in_turn = _Session(True), _Session(False)
     sessions = [on_thread, in_turn]
     with Together(threads_for(sessions)) as together:
-        runs = Ahead(sessions, together)
+        runs = Prefetcher(sessions, together)
         begun = runs.begin([np.zeros(2)])
         assert [float(run().outputs[0][0]) for run in begun] == [1.0, 1.0]
         refused = runs.begin([np.zeros(3)])
@@ -56,7 +56,7 @@ def test_a_large_batch_runs_when_it_is_asked(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(base, "_MOST_VALUES", 4)
     session = _Session(True)
     with Together(threads_for([session])) as together:
-        runs = Ahead([session], together)
+        runs = Prefetcher([session], together)
         large, small = runs.begin([np.zeros(5)]), runs.begin([np.zeros(4)])
         small[0]()
         assert len(session.threads) == 1

@@ -71,12 +71,12 @@ def prepare(
             ``QConfig`` or a mapping that says anything is the whole config: without ``placement``, every op
             that the target can is rounded, and without ``ptq``, weights are rounded to nearest.
         inputs: names or glob patterns of the nodes or modules with which the quantized region begins, which
-            are part of it; None for those of the config's ``region``, else the graph's inputs.
+            are part of it; None for the config's ``region``, else the graph's inputs.
         outputs: names or glob patterns of the nodes or modules with which the quantized region ends; None
             as for ``inputs``. Ops outside of the region stay float.
         samples: batches as `calibrate` takes them. On the first four images the ranges of the parts of joins,
             slices and outputs are measured; on the first one the copy is compared with ``traced``. None for
-            generated images. No iterator, which `calibrate` would go on reading behind them.
+            generated images. No iterator, which `calibrate` would go on reading after them.
         progress: whether to show a progress bar on stderr while the graph runs on ``samples``; none appears
             within the first second.
 

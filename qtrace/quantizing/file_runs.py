@@ -41,7 +41,7 @@ class FloatFile:
     Args:
         traced: the float network.
         config: the config, whose backend the file is for.
-        suffix: that of the quantized file.
+        suffix: the suffix of the quantized file.
     """
 
     def __init__(self, traced: TracedModule, config: QConfig, suffix: str) -> None:
@@ -75,7 +75,7 @@ class FloatFile:
         """The file.
 
         Raises:
-            ExportError: when the graph has no such form.
+            ExportError: when the graph lacks such a form.
         """
         path = Path(self._folder.name) / f"float{self.suffix}"
         export(self.converted, path)
@@ -154,7 +154,7 @@ class OpenvinoRuns:
 
         Args:
             names: None, for all outputs.
-            feeds: input -> its value; a compiled model has no port for an input that nothing reads.
+            feeds: input -> its value; a compiled model lacks a port for an input that nothing reads.
 
         Raises:
             ExportError: when OpenVINO refuses the inputs.

@@ -56,7 +56,7 @@ def quantize(
     """Quantizes a network to a file for a runtime: imports or traces, calibrates, exports, verifies, judges.
 
     The file appears only if the verdict is not ``broken``, the limits hold, and the runtime computes what
-    the graph computes. Values of a batch behind the inputs that look like labels are left out; the logger
+    the graph computes. Values of a batch after the inputs that look like labels are left out; the logger
     ``qtrace`` names them.
 
     Args:
@@ -77,12 +77,12 @@ def quantize(
             ``accuracy`` nothing; None for what ``placement`` of the recipe says.
         force: whether to replace a file that qtrace did not write.
         progress: whether to show progress bars on stderr.
-        **options: more options, which are those of `QuantizeOptions`.
+        **options: more options, the fields of `QuantizeOptions`.
 
     Raises:
         CalibrationError: when all values of the data are alike.
         LimitError: when the verdict is ``broken``, or a limit does not hold.
-        ExportError: when the graph has no such form.
+        ExportError: when the graph lacks such a form.
         VerifyError: when the runtime computes something else.
         GraphError: when the float graph computes something else than the network on samples of the data, or
             a call of the network changes the results of the next ones.

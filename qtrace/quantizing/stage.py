@@ -109,7 +109,7 @@ def calibrate_to_folder(
         resume: whether to go on where an interrupted calibration stopped.
         force: whether to replace the folder of an earlier calibration.
         progress: whether to show progress bars on stderr.
-        **options: more options, which are those of `FolderOptions`.
+        **options: more options, the fields of `FolderOptions`.
 
     Raises:
         QtraceError: when the folder, the data, the recipe or the graph is at fault.

@@ -33,7 +33,7 @@ class Level:
     Attributes:
         classes: logits, N x C x ..., or N x ... x C with ``axis`` -1.
         boxes: regression, with its 4 values on the same axis; or several fours, of anchors or distributions.
-        objectness: logits with 1 value, or None where the detector has none (then the classes tell).
+        objectness: logits with 1 value, or None where the detector lacks it (then the classes tell).
         axis: the axis of the channels.
     """
 
@@ -55,7 +55,7 @@ class DetectionLoss:
     A place is matched when the float graph's score there, ``sigmoid(objectness) * max sigmoid(class)``, is at
     least ``threshold``. On a level without any, the best one counts. Over the matched places::
 
-        class       mean binary cross entropy of sigmoid(q) to sigmoid(f), less that of f to itself
+        class       mean binary cross entropy of sigmoid(q) to sigmoid(f), less f's to itself
         box         mean |q - f| over its values, relative to the mean |f|
         objectness  as for class, over all places of the level
 

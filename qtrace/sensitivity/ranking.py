@@ -19,8 +19,8 @@ class LayerRow:
 
     Attributes:
         layer: the layer.
-        only: the metric with this layer alone quantized, all else in float.
-        without: the metric with this layer alone in float, all else quantized.
+        only: the metric with only this layer quantized, all else in float.
+        without: the metric with only this layer in float, all else quantized.
         parts: the losses of each level that make up ``only``, for a `DetectionLoss`; else empty.
     """
 

@@ -1,6 +1,6 @@
 """The fewest layers to raise for a graph to be good enough, or the best ones within a budget.
 
-Order alone overrates: layers whose noise is large but harmless come first, and layers that a later one makes
+Their order overrates: layers whose noise is large but harmless come first, and layers that a later one makes
 needless stay. So two sets are found, and the smaller one is taken: the layers by their own noise, and those
 that gain most on top of those already raised (greedy forward selection), each pruned backwards.
 """
@@ -90,7 +90,7 @@ class Budget:
 
 
 def by_noise(simulation: Simulation) -> tuple[RaisableLayer, ...]:
-    """Sorts the layers by the output noise that each makes alone, the noisiest first."""
+    """Sorts the layers by the output noise that each makes by itself, the noisiest first."""
     noise = {layer.name: simulation.noise(layer) for layer in simulation.layers}
     return tuple(sorted(simulation.layers, key=lambda layer: -noise[layer.name]))
 
@@ -104,7 +104,7 @@ def fewest(simulation: Simulation, order: Sequence[RaisableLayer], target: float
         target: the smallest value of the metric.
 
     Returns:
-        The layers, and how many layers it takes if they are raised by ``order`` alone.
+        The layers, and how many layers it takes if they are raised only by ``order``.
 
     Raises:
         CalibrationError: when the target is not reached with every layer raised.

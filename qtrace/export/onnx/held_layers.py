@@ -1,4 +1,4 @@
-"""A ``LeakyRelu`` of slope 1 behind layers, which keeps runtimes from changing what these compute.
+"""A ``LeakyRelu`` of slope 1 after layers, which keeps runtimes from changing what these compute.
 
 Layers in float between roundings, which onnxruntime would put on integers.
 

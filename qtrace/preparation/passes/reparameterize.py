@@ -185,7 +185,7 @@ def _note_merged(traced: TracedModule, biases: Sequence[tuple[_Branch, str]]) ->
     """Records in the origin which parameters were merged, so that the file's layers can be filled in again.
 
     The layer that stays has the sum of the weights, the others add nothing. The sum of the biases belongs to
-    the bias of the layer that stays or to its BatchNorm, or else to those of another branch.
+    the bias of the layer that stays or to its BatchNorm, or else to another branch's.
 
     Args:
         traced: the module, with the parameters that were merged.

@@ -4,8 +4,8 @@ The quantized graph runs, and a tape keeps its selections: the places that each 
 suppression or mask gives. Then the float graph runs with these places, not its own. What it gives has the
 rows of the quantized graph in their order, also after a second selection or a decoder whose queries see each
 other, so both are compared place by place. Whether the selection was right is judged apart, at each selection
-and by the float scores: a place is right if float selects it, too, in whatever order, or if its score is no
-more than a step of 8 bits below the last one that float selects. What is missed counts as well: a place whose
+and by the float scores. A place is right if float selects it, too, in whatever order, or if its score is no
+more than a step of 8 bits below the last one that float selects. What is missed counts as well. A place whose
 score is more than a step above the last one that float selects is *clear*, and each clear place that is not
 selected makes one place wrong. Clear places are also counted by themselves, and the worse share is told, so
 that hundreds of places of background do not hide that all objects are lost.

@@ -55,7 +55,7 @@ def read_places(expr: Expr) -> OpCall | None:
     """Reads ``expr`` if it ranks scores and something reads their places; None if not.
 
     Only the values of a top-k, such as a threshold or a mean of the best, move by no more than a score does,
-    whatever the order is: they are no selection, and the places of another run would give other values.
+    whatever the order is. They are no selection, and the places of another run would give other values.
     """
     call = read_ranking(expr)
     if call is None or call.kind in EXTREMES:

@@ -30,7 +30,7 @@ def set_phase(prepared: Module, phase: str) -> None:
     phase must be captured again in another.
 
     Parameters may come from ``calibrate`` or from the state dict of a calibrated module. Entering ``train``
-    on CPU warns (`QtraceWarning`) unless ``megengine.config.async_level`` is 0, and entering it with a
+    on CPU warns (`QtraceWarning`) unless ``megengine.config.async_level`` is 0. Entering it with a
     recurrent layer of MegEngine's own that ``prepare`` has left, or with an opaque node after parameters,
     which no gradient passes, warns in any case.
 

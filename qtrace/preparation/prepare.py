@@ -87,7 +87,7 @@ def prepare(
         CalibrationError: when ``samples`` are no batches that fit the model, or an iterator.
         ConfigError: for a config that is wrong or does not fit the graph.
         GraphError: when ``traced`` is not a traced module, or is prepared already, or an op of it cannot
-            run on the shapes of its inputs after a change of the module; and when the copy computes
+            run on the shapes of its inputs after a change of the module. Also when the copy computes
             something else on ``samples``.
     """
     config = read_request(traced, qconfig, inputs, outputs, samples)

@@ -79,7 +79,7 @@ class EvaluationData:
 
         Raises:
             CalibrationError: for a batch that does not fit the model, or holds NaN, or infinity among other
-                numbers where the data of the calibration have none; for other data than those also where the
+                numbers where the data of the calibration have none. For other data than those also where the
                 network fails on them.
         """
         first = next(iter(calibration))

@@ -62,9 +62,9 @@ def quantize(
     Args:
         source: the path of an .onnx file, or of an .mge file of ``qtrace.save``; a Module, which is traced on
             the first batch; a module of torch, which torch exports on it; or a TracedModule.
-        data: an array or a dict of arrays, whose first axis counts the samples; a list of batches, an object
-            whose ``__iter__`` begins anew (a DataLoader), or a function that returns an iterable; or the path
-            of an .npy or .npz file, a folder of images, or ``pkg.mod:loader``.
+        data: an array or a dict of arrays, whose first axis counts the samples. Or a list of batches, an
+            object whose ``__iter__`` begins anew (a DataLoader), or a function that returns an iterable. Or
+            the path of an .npy or .npz file, a folder of images, or ``pkg.mod:loader``.
         out: the file to write. Its suffix says the format: .onnx, .tflite, .param (ncnn), .mge (MegEngine).
         target: the name of a backend, such as ``onnxruntime`` or ``tensorrt``; None for the recipe's, or else
             that of the suffix.

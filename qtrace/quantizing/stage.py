@@ -92,10 +92,10 @@ def calibrate_to_folder(
 ) -> CalibratedFolder:
     """Prepares a network, calibrates it, judges it, and writes a folder, as ``qtrace calibrate`` does.
 
-    The folder appears whole or not at all: prepared.mge (to be trained further), quantized.mge (to be
-    exported), report.json (scheme, scale and zero point of every site), explain.txt (why each op is quantized
-    or not), verdict.json and, if a recipe cures what the verdict names, cure.yaml. An interrupted run keeps
-    its checkpoints in the folder.
+    The folder appears whole or not at all. It holds prepared.mge (to be trained further), quantized.mge (to
+    be exported), report.json (scheme, scale and zero point of every site), explain.txt (why each op is
+    quantized or not), verdict.json and, if a recipe cures what the verdict names, cure.yaml. An interrupted
+    run keeps its checkpoints in the folder.
 
     Args:
         model: a traced module; or a function that makes one when it gets the data.

@@ -3,8 +3,8 @@
 Layers in float between roundings, which onnxruntime would put on integers.
 
 onnxruntime rounds the float weight of a ``Conv``, ``ConvTranspose`` or ``Gemm`` to int8 by itself, with one
-scale for all of it, where the layer reads dequantized values and its result is quantized at once
-("WeightBiasQuantization", seen in 1.23): neither the placement nor the user wanted integers there. A
+scale for all of it. It does so where the layer reads dequantized values and its result is quantized at once
+("WeightBiasQuantization", seen in 1.23). Neither the placement nor the user wanted integers there. A
 ``LeakyRelu`` of slope 1 after the layer changes no value and keeps it in float. Where nothing else reads
 the result, onnxruntime computes it in the kernel of a convolution or a ``Gemm``. A ``MatMul`` and the ``Add``
 of a stored bias become a ``Gemm`` before.

@@ -9,7 +9,7 @@ columns of an output loses by that, and so do the ops that would round it again.
 nothing, such as the unlike feature maps that a network joins, is rounded.
 
 Where a join that leaves the graph stays in float, so does the arithmetic after the last layers that ends in
-it, on targets whose layers give integers: it decodes boxes, and a grid for corners in pixels is coarser than
+it, on targets whose layers give integers. It decodes boxes, and a grid for corners in pixels is coarser than
 the offsets that the layers give.
 """
 

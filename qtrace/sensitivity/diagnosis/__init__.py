@@ -3,7 +3,7 @@
 A run of the float graph measures each channel of each site: its range, its power and its own rounding error.
 What follows a site cannot blame it for errors from before it, as its own error is measured on float values.
 If the outputs are worse than good, the sites whose channels lose most are rounded one at a time, and
-ranked by the noise at the outputs: an error that the network hides, or one that is inherited, ranks low.
+ranked by the noise at the outputs. An error that the network hides, or one that is inherited, ranks low.
 """
 
 from __future__ import annotations

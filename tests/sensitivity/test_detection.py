@@ -145,7 +145,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("fault", WRONG)
-def test_wrong_outputs_are_told_before_anything_is_calibrated(
+def test_wrong_outputs_are_reported_before_anything_is_calibrated(
     traced: TracedModule, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     level, said = WRONG[fault]

@@ -20,7 +20,7 @@ class PACTFakeQuant(FakeQuant):
     """Parameterized clipping (Choi et al. 2018, "PACT: Parameterized Clipping Activation ...", section 3).
 
     After a ReLU the range is [0, a] with ``s = a / (levels - 1)`` and, eq. 3 of the paper, ``dy/da`` is 1
-    where the value clips and 0 elsewhere: unlike LSQ, rounding inside the range does not move it.
+    where the value clips and 0 elsewhere. Unlike LSQ, rounding inside the range does not move it.
 
     The paper has one-sided ranges only. For other ranges, a is the end farther from 0. The other end keeps
     its calibrated ratio to a (the zero point stays), which also weighs the gradient of values that clip

@@ -63,7 +63,7 @@ class AnalyticalClipping(HistogramObserver):
 def laplace(steps: int) -> float:
     """Returns the clipping value of least squared error for a Laplacian, in units of b.
 
-    ``MSE(a) = 2 exp(-a) + (2 a / steps)**2 / 12`` has its minimum where ``a exp(a) = 3 steps**2``; with
+    ``MSE(a) = 2 exp(-a) + (2 a / steps)**2 / 12`` has its minimum where ``a exp(a) = 3 steps**2``. With
     ``steps = 2**M`` this is 2.83, 3.89, 5.03 for M = 2, 3, 4, as in the paper.
 
     Args:
@@ -77,7 +77,7 @@ def gauss(steps: int) -> float:
     """Returns the clipping value of least squared error for a Gaussian, in units of sigma.
 
     The derivative of ``MSE(a) = 2 int_a^inf (x - a)**2 phi(x) dx + (2 a / steps)**2 / 12`` is 0 where
-    ``2 (phi(a) - a Q(a)) = a / (3 steps**2)``, Q being the mass above; with ``steps = 2**M`` this is 1.71,
+    ``2 (phi(a) - a Q(a)) = a / (3 steps**2)``, Q being the mass above. With ``steps = 2**M`` this is 1.71,
     2.15, 2.55 for M = 2, 3, 4, as in the paper.
 
     Args:

@@ -31,7 +31,7 @@ class KullbackLeibler(HistogramObserver):
     The original is extended: affine schemes are searched at both ends (together, then singly), symmetric
     ones keep both signs apart, and exact zeros do not count, since they make no error. Ranges whose levels
     lie closer than the bins are not tried, so that 12 bits and more keep the whole range. Channels with fewer
-    than 4 nonzero values per level keep it, too: if nearly every value has a bin of its own, Q equals P
+    than 4 nonzero values per level keep it, too. If nearly every value has a bin of its own, Q equals P
     whatever is clipped, and the channels of a depthwise weight would lose their largest values.
 
     Relative entropy compares shapes and ignores magnitudes: at 8 bits it clips large values that matter to

@@ -25,7 +25,7 @@ class PowerOfTwo(HistogramObserver):
     double. This observer instead trades clipping against resolution among powers of two, with any scheme.
 
     The search is complete down to 2**-12 of the scale that covers the observed range. For a scale s, the
-    zero point only moves the window of levels, multiples of s: moving it up by a step changes the squared
+    zero point only moves the window of levels, multiples of s. Moving it up by a step changes the squared
     error by ``2 s (G(v_0 + s / 2) - H(v_L + s / 2))``, H being G from above, which grows as the window
     moves. So bisection gives the best zero point (derived here; G as in
     `qtrace.observers.statistics.search`).

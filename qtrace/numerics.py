@@ -146,7 +146,7 @@ def grid(lo: Any, hi: Any, scheme: QScheme) -> tuple[np.ndarray, np.ndarray]:
 def choose(lo: Any, hi: Any, scheme: QScheme) -> QParams:
     """Chooses scale and zero point so that a range is covered and 0.0 is exactly representable.
 
-    The range is widened to contain 0. A symmetric scheme covers ``max(|lo|, |hi|)`` on both sides; else the
+    The range is widened to contain 0. A symmetric scheme covers ``max(|lo|, |hi|)`` on both sides. Else the
     scale is ``(hi - lo) / (qmax - qmin)``, and the zero point is rounded in the scheme's manner, which may
     shift the covered range by half a step. A power-of-two scale is rounded up, so that nothing clips. A range
     of nothing but 0 is treated as [0, 1].

@@ -26,7 +26,8 @@ LONG = "sentences over 25 words, %"
 _MOST_WORDS = 25
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _CODE = re.compile(r"^ *```.*?^ *```", re.DOTALL | re.MULTILINE)
-_NOT_PROSE = re.compile(r"^(?:\||#|\s*<|---|\s*[\w.-]+:\s*$|    \S)")
+_NOT_PROSE = re.compile(r"^(?:\||#|\s*<|---|\s*[\w.-]+:\s*$)")
+_BLOCK = re.compile(r"\n\s*\n|\n(?=\s*[-*] |    \S|\S+:\n)")
 _SENTENCE_END = re.compile(r"(?<=[.!?:])\s+(?=[A-Z`*\[(])")
 
 
@@ -71,9 +72,9 @@ def messages(text: str) -> Iterator[str]:
 
 
 def sentences(text: str) -> list[str]:
-    """Splits prose into sentences, without code, tables and headings."""
+    """Splits prose into sentences, without code, tables and headings; an entry of a list begins a new one."""
     prose: list[str] = []
-    for block in re.split(r"\n\s*\n|\n(?=\s*[-*] )", _CODE.sub("", text)):
+    for block in _BLOCK.split(_CODE.sub("", text)):
         lines = [line for line in block.splitlines() if not _NOT_PROSE.match(line)]
         prose += _SENTENCE_END.split(" ".join(" ".join(lines).split()))
     return [sentence for sentence in prose if sentence]

@@ -80,7 +80,7 @@ def test_row_says_whether_its_target_is_met(value, target, met, word):
     assert word in render({"group": [row]})
 
 
-def test_a_tool_that_is_not_installed_is_told():
+def test_a_tool_that_is_not_installed_is_reported():
     with pytest.raises(RuntimeError, match=r"torch_ao.py failed: .*No module named 'torch'"):
         list(beside.run(replace(Size.quick(), torch=sys.executable)))
 

@@ -364,7 +364,7 @@ def test_a_rule_for_an_op_that_has_one_is_refused(chip):
         qtrace.prepare(qtrace.trace(_conv(), X))
 
 
-def test_an_abstract_class_is_told_what_it_lacks(chip, tmp_path):
+def test_an_abstract_class_is_reported_what_it_lacks(chip, tmp_path):
     (tmp_path / "chip_half.py").write_text(
         "from qtrace.observers.base import Observer\nclass Half(Observer): pass\n"
     )

@@ -215,7 +215,7 @@ def bench(
         progress: whether to show a progress bar on stderr.
 
     Raises:
-        ExportError: when a file cannot be run, or its runtime has no profile.
+        ExportError: when a file cannot be run, or its runtime lacks a profile.
     """
     if not files:
         raise ExportError("bench measures files: give at least one.")

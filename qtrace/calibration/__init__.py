@@ -4,8 +4,8 @@ An engine runs the graph in float and shows the values of the watched nodes to o
 numpy and merge exactly, so one worker, many workers and a resumed run give the same qparams. ``jobs.py``
 makes the jobs of its workers (``workers/``) and says what a worker does with one. ``data/`` reads the
 batches. The algorithms of ``ptq/`` that need data run at the end. ``gptq`` goes through both graphs once:
-``ptq/layers/statistics.py`` stops before each layer and collects sums over sampled positions, and only they
+``ptq/layers/statistics.py`` stops before each layer and collects sums over sampled positions. Only they
 decide what the layer becomes. onnxruntime runs each batch on one thread,
-several batches at once, and products of matrices that decide use one thread of BLAS, several of
-them at once (``process/threads.py``): the bytes are the same for any number of threads.
+several batches at once. Products of matrices that decide use one thread of BLAS, several of
+them at once (``process/threads.py``). The bytes are the same for any number of threads.
 """

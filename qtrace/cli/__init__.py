@@ -18,7 +18,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     """Runs the command line and exits.
 
     Args:
-        args: the arguments without the program's name; None for those of the process.
+        args: the arguments without the program's name; None for the arguments of the process.
     """
     try:
         from qtrace.cli import program  # here: Ctrl-C may come while the commands are imported

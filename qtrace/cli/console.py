@@ -32,7 +32,7 @@ def as_flags(text: str, group: click.Command | None = None) -> str:
 
     Args:
         text: a message of the library, which names options as Python has them.
-        group: the program, whose commands have the options; None for that of the running command.
+        group: the program, whose commands have the options; None for the running command.
     """
     context = click.get_current_context(silent=True)
     program = group if context is None else context.find_root().command

@@ -1,4 +1,4 @@
-"""The options that say how images become inputs, beside the recipe's ``preprocess``, for every command."""
+"""The options that say how images become inputs, besides the recipe's ``preprocess``, for every command."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def images(reserved: Sequence[str] = ()) -> Callable[..., Any]:
     What they say is kept in the command's context, for `change_config`.
 
     Args:
-        reserved: the names that are another option of the command: they have the long form alone.
+        reserved: the names that are another option of the command: they have only the long form.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -68,7 +68,7 @@ def model_file(model: str, file: str) -> str:
         file: which of the folder's models the command takes, of `MODEL_FILES`.
 
     Raises:
-        UsageError: when the folder has no such file.
+        UsageError: when the folder lacks such a file.
     """
     if not Path(model).is_dir():
         return model
@@ -134,7 +134,7 @@ def load_float(name: str | None, allow: tuple[str, ...], quantized: Any) -> Any:
 
 
 def preprocessing(model: Any, recipe: str | None, allow_code: bool = False) -> Any:
-    """Returns the config with the data's preprocess: that of ``recipe``, or else of the quantized model.
+    """Returns the config with the data's preprocess: the one of ``recipe``, or else of the quantized model.
 
     Options of images change it.
     """

@@ -181,7 +181,7 @@ def data(required: bool, batch_size: int = 8, reserved: Sequence[str] = ()) -> C
     Args:
         required: whether --data must be given.
         batch_size: the default of --batch-size.
-        reserved: options of images that have their long form alone, see `images`.
+        reserved: options of images that have only their long form, see `images`.
     """
     return _all(
         click.option(

@@ -127,7 +127,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     """Runs the command line and exits.
 
     Args:
-        args: the arguments without the program's name; None for those of the process.
+        args: the arguments without the program's name; None for the arguments of the process.
     """
     try:
         code = _run(args)

@@ -84,7 +84,7 @@ _OF_RESIZE = {"crop_fraction": "center_crop", "fill": "letterbox", "fill_at": "l
 
 
 def _describe_pixels(values: Mapping[str, Any]) -> str:
-    """Returns ``preprocess`` with all keys, below their meanings; those of another ``resize`` as comments."""
+    """Returns ``preprocess`` with all keys, below their meanings; keys of another ``resize`` as comments."""
     resize = values.get("resize", "stretch")
     lines = ["preprocess:"]
     for key, (meaning, default) in _PIXELS.items():

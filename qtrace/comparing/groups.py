@@ -217,7 +217,7 @@ class Columns:
 
         They are constant but for the rounding of the sum that computes them, one unit in the last place up or
         down, as where a BatchNorm has switched a channel off and left its bias. Or they are one of many and
-        below half a unit of the largest column: what a layer, whose columns are sums of the same values with
+        below half a unit of the largest column. What a layer, whose columns are sums of the same values with
         weights that are trained alike, gives in this size is what weight decay has left of a channel. Every
         sum with another column rounds it away. If an op in the graph scales it up, the columns after that op
         count instead. Of a few columns each may be a quantity of its own, whatever its unit. A constant

@@ -7,9 +7,15 @@ may be right. So a selection is judged by its places, and the rows after it by r
 The quantized graph runs, and a tape keeps its selections: the places that each top-k, sort, arg-max,
 suppression or mask gives. Then the float graph runs with these places, not its own. What it gives has the
 rows of the quantized graph in their order, also after a second selection or a decoder whose queries see each
+<<<<<<< HEAD:qtrace/comparing/selections.py
 other. So both are compared place by place. Whether the selection was right is judged apart, at each selection
 and by the float scores. A place is right if float selects it, too, in whatever order. So is one with a score
 at most a step of 8 bits below the last one that float selects. What is missed counts as well: a place whose
+=======
+other, so both are compared place by place. Whether the selection was right is judged apart, at each selection
+and by the float scores. A place is right if float selects it, too, in whatever order, or if its score is no
+more than a step of 8 bits below the last one that float selects. What is missed counts as well. A place whose
+>>>>>>> words:qtrace/outputs/replay.py
 score is more than a step above the last one that float selects is *clear*, and each clear place that is not
 selected makes one place wrong. Clear places are also counted by themselves, and the worse share is told, so
 that hundreds of places of background do not hide that all objects are lost.

@@ -51,8 +51,8 @@ class Preprocess(OptionModel):
         std: one number per channel.
         channels: the model's order of channels; images are decoded as bgr.
         scale: factor for the pixels; ``0.00392156862745098`` (1/255) if mean and std assume pixels up to 1.
-        resize: ``stretch`` resizes to height and width; ``center_crop`` keeps the aspect: it resizes the
-            image until it just covers height and width divided by ``crop_fraction``, and cuts out the middle;
+        resize: ``stretch`` resizes to height and width. ``center_crop`` keeps the aspect: it resizes the
+            image until it just covers height and width divided by ``crop_fraction``, and cuts out the middle.
             ``letterbox`` keeps the aspect, too: it resizes the image until it just fits in, and fills up the
             rest.
         crop_fraction: for ``center_crop``; 0.875 is 224 of 256.

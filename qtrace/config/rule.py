@@ -157,7 +157,7 @@ class Match(OptionModel):
     Attributes:
         op: kinds of op, such as ``conv2d``; one or a list of alternatives.
         name: glob patterns for the module path or the node name, or for the node or tensor in the ONNX file
-            that the network comes from, as Netron shows them; one or a list of alternatives.
+            that the network comes from, as Netron shows them. One or a list of alternatives.
         depthwise: convolutions with one input channel per group, or those with more.
         position: the first or last ops that compute (several if the graph branches), or the ``tail``: the ops
             after the last ones that are not fused into them, such as the decoding of a detector, means of

@@ -106,7 +106,7 @@ class CostTable:
             flags: the instruction sets of the processor.
 
         Raises:
-            ConfigError: when the runtime has no packaged table.
+            ConfigError: when the runtime lacks a packaged table.
         """
         tables = cls.packaged(runtime)
         return min(tables, key=lambda name: len({*tables[name].machine.flags} ^ {*flags}))

@@ -107,7 +107,7 @@ def open_values(
     """Opens data that is in memory.
 
     Args:
-        data: one array, or a dict of arrays by input name, whose first axis counts the samples; or batches:
+        data: one array, or a dict of arrays by input name, whose first axis counts the samples. Or batches:
             a list, an object whose ``__iter__`` begins anew such as a DataLoader, or a function that returns
             an iterable. A batch is an array, a tuple of inputs by position, or a dict of inputs by name. A
             single number next to arrays, such as a sample rate, is given with each batch.

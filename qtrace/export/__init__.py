@@ -79,7 +79,7 @@ def export(
 
     Raises:
         ExportError: for an unknown format or option, a path that cannot be written, a file there that
-            qtrace did not write, or a graph that it cannot express; the message has the node, its op and its
+            qtrace did not write, or a graph that it cannot express. The message has the node, its op and its
             source line.
         GraphError: when the module is prepared and not converted, or no traced module.
         ConfigError: when a format of your own cannot be imported, or is no `Format`.

@@ -200,7 +200,7 @@ def function_rule(
 
     Args:
         pattern: a function of tensors that returns a tensor, or a tuple or list of tensors, each of which
-            shares an argument or a call with the others; it calls functions of ``megengine.functional``,
+            shares an argument or a call with the others. It calls functions of ``megengine.functional``,
             methods of tensors, and layers without parameters.
         replacement: a function of the same parameters that returns as many tensors of the same shapes and
             dtypes. It is called with tensors of the shapes of each match, and with the match's

@@ -1,7 +1,8 @@
 """Lint: finds problems of a traced graph by reading it, without running the model.
 
-A *fault* makes the graph compute something else or fail, or makes an export wrong: a node that is read before
-it is produced, a wrong list of users, a recorded shape that is not true any more. A *leftover* only costs
+A *fault* makes the graph compute something else or fail, or makes an export wrong. Examples: a node that is
+read before it is produced, a wrong list of users, a recorded shape that is not true any more. A *leftover*
+only costs
 memory: a dead expr, a module that no expr reaches. A user's own model may have leftovers (a head that its
 forward does not return), so ``check`` allows them.
 """

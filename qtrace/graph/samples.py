@@ -48,7 +48,7 @@ class SampleDifference:
         op: the op, such as ``F.softmax``.
         line: file and line of the model that made it; "" if unknown.
         kind: ``view``: MegEngine's kernel misreads a view, and is right for a copy of it; ``random``: the op
-            draws random numbers; ``fails``: it does not run on one sample; ``shape``: the shapes do not fit;
+            draws random numbers. ``fails``: it does not run on one sample; ``shape``: the shapes do not fit;
             ``samples``: it combines samples, or its kernel is wrong for batches.
         problem: the difference as the end of a sentence that begins with the op.
     """

@@ -3,8 +3,8 @@
 `reading` opens a file, `external_data` reads and writes the tensors next to it, `model` has its graph with
 constants, producers and readers, and its editor, and `sessions` runs it. Nothing here needs MegEngine.
 
-Whoever reads or runs such a file does it through this room, which needs no MegEngine: the importer, the
-exporter's tensors next to a file, ``verify``, ``check``, ``diff``, predicted times, the engine of
+Whoever reads or runs such a file does it through this room, which needs no MegEngine. These are the importer,
+the exporter's tensors next to a file, ``verify``, ``check``, ``diff``, predicted times, the engine of
 ``calibrate``, the nodes that a graph keeps of a file. The reader trusts nothing that a file says of its
 size or of other files. A fault has one sentence, whoever met it. ``kernel_layouts.py`` knows the layouts of
 onnxruntime's kernels. ``benchmarking/onnx_ops.py`` follows them through a file,

@@ -1,7 +1,7 @@
 """Ops that stay in float.
 
 These are losses, which occur where a training graph was traced. Linear algebra beyond products, and complex
-numbers; roundings by the range of each batch, which `prepare` puts before layers with method: dynamic; and
+numbers. Roundings by the range of each batch, which `prepare` puts before layers with method: dynamic. And
 opaque nodes: what an ONNX file has and MegEngine lacks, kept as in the file and run by onnxruntime.
 """
 

@@ -111,7 +111,7 @@ def resolve(package: str, name: str, base: type) -> type:
 class ObjectPlugins(Generic[_Plugin]):
     """A kind of plugin that is an object, not a class, such as backends, runtimes, formats and contracts.
 
-    qtrace's own are entry points, as those of other packages are.
+    qtrace's own plugins are entry points, as plugins of other packages are.
 
     Attributes:
         group: the group of entry points, such as ``qtrace.backends``.
@@ -133,7 +133,7 @@ class ObjectPlugins(Generic[_Plugin]):
         return tuple(name for name, value in installed(self.group).items() if value.startswith("qtrace."))
 
     def known(self) -> tuple[str, ...]:
-        """Lists the names of all plugins of the kind, sorted: qtrace's own and those of installed packages.
+        """Lists the names of all plugins of the kind, sorted: qtrace's own and other installed packages'.
 
         Raises:
             ConfigError: when an installed package takes the name of another plugin.
@@ -253,7 +253,7 @@ def _import(value: str, definition: str) -> Any:
     """Returns what an entry point or ``pkg.mod:NAME`` names; an entry point may name a module.
 
     Args:
-        value: the module, and the name in it behind a colon.
+        value: the module, and the name in it after a colon.
         definition: what the user has to define there, for the message.
     """
     module, name = (part.strip() for part in f"{value}:".split(":")[:2])

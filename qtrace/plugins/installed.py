@@ -1,7 +1,7 @@
 """Plugins that other packages declare: an entry point in the group of its kind, such as ``qtrace.backends``.
 
 A package's ``pyproject.toml`` names them: with ``mynpu = "mynpu.target:BACKEND"`` in the table
-``[project.entry-points."qtrace.backends"]``, ``mynpu`` is a name like those of qtrace's own targets, which
+``[project.entry-points."qtrace.backends"]``, ``mynpu`` is a name like that of a target of qtrace, which
 its own ``pyproject.toml`` declares in the same way. Nothing is imported before a name is used.
 """
 
@@ -48,7 +48,7 @@ def installed(group: str) -> Mapping[str, str]:
 
 
 def all_names(group: str, own: Collection[str]) -> tuple[str, ...]:
-    """Lists the names of all plugins of one kind, sorted: qtrace's own and those of installed packages.
+    """Lists the names of all plugins of one kind, sorted: qtrace's own and other installed packages'.
 
     Args:
         group: the group of entry points.

@@ -166,7 +166,7 @@ class ExprNote:
         role: the role of the op kind, or "" without a rule.
         path: path of the module that recorded the expr.
         state: "int" (computed on integers), "fused" (into ``into``), "carried", "float", or "shape"
-            (integers, shapes, and what is computed from them and constants alone).
+            (integers, shapes, and what is computed only from them and constants).
         into: name of the op that the expr is fused into.
         inputs: the site or group of each input, "" for a float one.
         reads: the names of these inputs, and of the other tensors that the expr reads, such as shapes.
@@ -182,9 +182,9 @@ class ExprNote:
             reads it), "region" (it lies outside), "range" (one grid would spoil a part of what it reads or
             gives), "selection" (it ranks rows, or computes with rows that are selected), "infinity" (a number
             that no integer stands for), "rule" (of the config), "role" (it is kept in float on purpose),
-            "dtype" (values other than float32), "kernel" (the backend has none),
+            "dtype" (values other than float32), "kernel" (the backend lacks one),
             "speed" (it is no faster on integers, the backend says), "placement" (it gains too little on
-            integers), "method" (the config's method rounds its weight alone, or nothing), "idle" (a move
+            integers), "method" (the config's method rounds only its weight, or nothing), "idle" (a move
             between floats).
         reason: why the expr stays float, or a remark about how it is computed.
         macs: number of multiply-accumulates at the traced shapes.
@@ -236,7 +236,7 @@ class PlacementRow:
 
 @dataclass(frozen=True)
 class PlacementNote:
-    """The prediction behind a placement, and what the calibrated graph has chosen from.
+    """The prediction of a placement, and what the calibrated graph has chosen from.
 
     Attributes:
         mode: "balanced", "fastest" or "small"; "float" where the whole graph stays in float.

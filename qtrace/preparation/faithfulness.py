@@ -151,7 +151,7 @@ class Faithfulness:
 
 
 def are_samples_apart(traced: TracedModule, batch: Batch) -> bool:
-    """Returns whether the outputs of a sample depend on it alone, and have it on their first axis.
+    """Returns whether the outputs of a sample depend only on it, and have it on their first axis.
 
     They do not where the first axis counts steps of time, tokens or nodes of a graph.
 
@@ -230,7 +230,7 @@ def _first_samples(batch: Batch, traced: TracedModule, count: int) -> list[Batch
 
 
 def _nudged(batch: Batch, seed: int, precision: float) -> Batch:
-    """Returns a batch whose floats differ in their last bits, and in those of the largest one."""
+    """Returns a batch whose floats differ in their last bits, and in the bits of the largest one."""
     random = np.random.default_rng(seed)
 
     def nudge(value: np.ndarray) -> np.ndarray:

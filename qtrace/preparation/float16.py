@@ -1,7 +1,7 @@
 """Which ops that stay float are computed in float16, decided by the ranges that the calibration observed.
 
 float16 ends at 65504 and has 11 bits. An op is computed in it where every value that it reads and gives is
-known to stay far below that end, and where nothing inside the op can leave it: squares, sums of many values,
+known to stay far below that end, and where nothing inside the op can leave it. Squares, sums of many values,
 divisions and exponentials may, though their results do not. Other ops stay float32, each with its reason.
 """
 

@@ -1,4 +1,4 @@
-"""A network that its graph is compared with: a graph, or what `qtrace.quantizing` opens beside it."""
+"""A network that its graph is compared with: a graph, or what `qtrace.quantizing` opens with it."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def set_phase(prepared: Module, phase: str) -> None:
     phase must be captured again in another.
 
     Parameters may come from ``calibrate`` or from the state dict of a calibrated module. Entering ``train``
-    on CPU warns (`QtraceWarning`) unless ``megengine.config.async_level`` is 0, and entering it with a
+    on CPU warns (`QtraceWarning`) unless ``megengine.config.async_level`` is 0. Entering it with a
     recurrent layer of MegEngine's own that ``prepare`` has left, or with an opaque node after parameters,
     which no gradient passes, warns in any case.
 
@@ -41,7 +41,7 @@ def set_phase(prepared: Module, phase: str) -> None:
     Raises:
         ConfigError: for an unknown phase.
         GraphError: when the module is not prepared and holds none that is.
-        CalibrationError: for ``quantize`` and ``train`` when a site has no parameters yet.
+        CalibrationError: for ``quantize`` and ``train`` when a site lacks parameters.
     """
     if phase not in PHASES:
         raise ConfigError(f"unknown phase {phase!r}; known: {', '.join(PHASES)}.")
@@ -56,7 +56,7 @@ def switch_phase(phase: str, *parts: QuantizedModel) -> None:
         parts: views of prepared modules.
 
     Raises:
-        CalibrationError: for ``quantize`` and ``train`` when a site has no parameters yet.
+        CalibrationError: for ``quantize`` and ``train`` when a site lacks parameters.
     """
     if phase in ("quantize", "train"):
         missing = [fq.site for part in parts for fq in part.fake_quants.values() if not fq.calibrated]

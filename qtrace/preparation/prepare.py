@@ -70,12 +70,12 @@ def prepare(
             ``QConfig`` or a mapping that says anything is the whole config: without ``placement``, every op
             that the target can is rounded, and without ``ptq``, weights are rounded to nearest.
         inputs: names or glob patterns of the nodes or modules with which the quantized region begins, which
-            are part of it; None for those of the config's ``region``, else the graph's inputs.
+            are part of it; None for the config's ``region``, else the graph's inputs.
         outputs: names or glob patterns of the nodes or modules with which the quantized region ends; None
             as for ``inputs``. Ops outside of the region stay float.
         samples: batches as `calibrate` takes them. On the first four images the ranges of the parts of joins,
             slices and outputs are measured; on the first one the copy is compared with ``traced``. None for
-            generated images. No iterator, which `calibrate` would go on reading behind them.
+            generated images. No iterator, which `calibrate` would go on reading after them.
         progress: whether to show a progress bar on stderr while the graph runs on ``samples``; none appears
             within the first second.
 
@@ -86,7 +86,7 @@ def prepare(
         CalibrationError: when ``samples`` are no batches that fit the model, or an iterator.
         ConfigError: for a config that is wrong or does not fit the graph.
         GraphError: when ``traced`` is not a traced module, or is prepared already, or an op of it cannot
-            run on the shapes of its inputs after a change of the module; and when the copy computes
+            run on the shapes of its inputs after a change of the module. Also when the copy computes
             something else on ``samples``.
     """
     config = read_request(traced, qconfig, inputs, outputs, samples)

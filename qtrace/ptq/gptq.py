@@ -65,8 +65,8 @@ class Gptq(CalibratedAlgorithm):
 
     Attributes:
         damp: the damping that is added to the diagonal of H, as a share of its mean.
-        places: the most positions of each sample's feature map that count, one in each equal part;
-            more for layers with less than 256 inputs in all groups, and fewer where all samples together
+        places: the most positions of each sample's feature map that count, one in each equal part.
+            More for layers with less than 256 inputs in all groups, and fewer where all samples together
             have more than 8 positions for each input that is rounded jointly, 2048 at least.
         refit: whether weights and existing biases are first fitted to the inputs of the quantized layer.
     """

@@ -2,8 +2,9 @@
 
 Under one scale a channel with range r loses ``log2(max(r) / r)`` bits compared with a scale of its own.
 Layers that lose more than ``bits`` are equalized with the layers before and after them (Nagel et al. 2019,
-section 4.1), but only if the sum of the rounding errors of all these layers falls, since scaling a tensor for
-one layer may cost another. The report names layers that still lose bits, for a recipe to give them more.
+section 4.1). This is done only if the sum of the rounding errors of all these layers falls, since scaling a
+tensor for one layer may cost another. The report names layers that still lose bits, for a recipe to give them
+more.
 """
 
 from __future__ import annotations

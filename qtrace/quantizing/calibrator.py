@@ -40,7 +40,7 @@ class CalibratedGraph:
 
     Attributes:
         prepared: the graph.
-        twin: its copy in float; None if it has none.
+        twin: its copy in float; None if there is none.
         record: the samples that it was calibrated on.
         judgement: the verdict, as soon as it was judged.
         raised: the layers that stay in float to keep the metric.
@@ -63,7 +63,7 @@ class Calibrator:
         data: the data.
         acceptance: the metric of the user, and its limit.
         reporter: takes notes and warnings.
-        original: the network as it was given, beside which each prepared graph is checked.
+        original: the network as it was given, with which each prepared graph is compared.
         prefer: the row that is taken, as for `calibrate`; None for what the config says.
     """
 
@@ -124,7 +124,7 @@ class Calibrator:
         twin: FloatFile,
         host: RuntimeHost | None,
     ) -> CalibratedGraph:
-        """Judges the file on more samples than the graph; the worse word is that of both.
+        """Judges the file on more samples than the graph; the worse verdict counts.
 
         Args:
             result: the graph, which was judged.

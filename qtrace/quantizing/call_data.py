@@ -223,7 +223,7 @@ def note_pixels(source: DataSource, preprocess: Preprocess | None, reporter: Rep
 
 
 def labels_of(source: Any, batch: Batch) -> tuple[int | str, ...]:
-    """Returns what a batch holds beside the inputs of a network and looks like labels.
+    """Returns what a batch holds besides the inputs of a network and looks like labels.
 
     An argument of a module that may be left out, such as a mask, is an input if the batch has it by name. One
     that adds a result, as labels add a loss, is none. One whose name is one of labels is an input only if the

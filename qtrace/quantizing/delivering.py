@@ -185,8 +185,8 @@ class WrittenFile:
     Attributes:
         result: the calibrated graph, and the verdict.
         converted: the graph that the file was exported from.
-        report: the report of its run beside the graph; None if it was not run.
-        delivery: what was measured of it beside float, and which of both was written.
+        report: the report of its run next to the graph; None if it was not run.
+        delivery: what was measured of it compared with float, and which of both was written.
     """
 
     result: CalibratedGraph
@@ -204,8 +204,8 @@ class FileWriter:
         path: the path that it gets once all is well.
         calibrator: judges the graph by its file.
         refuse: raises an error if a graph is not to be written.
-        verify: whether to run the file beside the graph.
-        measure: whether to measure the file beside float.
+        verify: whether to run the file next to the graph.
+        measure: whether to compare the file's speed with float.
         keep: whether to write the quantized file though it is slower than float.
         own: the user's own file; None if the network is no file.
         host: the interpreter or machine that has the runtime; None for this one.
@@ -231,7 +231,7 @@ class FileWriter:
 
         Raises:
             LimitError: when the verdict on the file is refused.
-            ExportError: when the graph has no such form.
+            ExportError: when the graph lacks such a form.
             VerifyError: when the runtime computes something else.
         """
         with FloatFile(self.calibrator.traced, self.calibrator.config, self.path.suffix) as twin:
@@ -305,7 +305,7 @@ class FileWriter:
         return result
 
     def _measure(self, result: CalibratedGraph, twin: FloatFile) -> Delivery:
-        """Measures the file beside the user's own one, or else beside float."""
+        """Compares the file's speed with the user's own one, or else with float."""
         with self.calibrator.data.times.measure("measure the file"):
             return measure_file(
                 self.partial, result.prepared, twin, own=self.own, keep=self.keep, host=self.host

@@ -1,4 +1,4 @@
-"""The samples that a verdict is measured on: other data, what is held back, or those of the calibration."""
+"""The samples that a verdict is measured on: other data, what is held back, or the calibration's."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class EvaluationData:
         source: the batches of these samples.
         measured_on: what these samples are, in words.
         more_data: whether the data of calibration has more batches than the user lets through.
-        other_data: whether these are other data than those of calibration.
+        other_data: whether these are other data than the calibration's.
         seen: whether these are samples of the calibration.
         kept: the batches with their numbers, once they were read, unless they are large.
     """
@@ -66,7 +66,7 @@ class EvaluationData:
         return [batch for _, batch in self._numbered(model)]
 
     def unread(self, calibration: DataSource, judged: Sequence[Batch]) -> Iterator[Batch]:
-        """Yields the batches of the calibration that are not those of the verdict.
+        """Yields the batches of the calibration that the verdict does not use.
 
         Args:
             calibration: the data of the calibration.
@@ -79,7 +79,7 @@ class EvaluationData:
 
         Raises:
             CalibrationError: for a batch that does not fit the model, or holds NaN, or infinity among other
-                numbers where the data of the calibration have none; for other data than those also where the
+                numbers where the data of the calibration have none. For other data than those also where the
                 network fails on them.
         """
         first = next(iter(calibration))

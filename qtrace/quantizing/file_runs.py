@@ -40,7 +40,7 @@ class FloatFile:
     Args:
         traced: the float network.
         config: the config, whose backend the file is for.
-        suffix: that of the quantized file.
+        suffix: the suffix of the quantized file.
     """
 
     def __init__(self, traced: TracedModule, config: QConfig, suffix: str) -> None:
@@ -74,7 +74,7 @@ class FloatFile:
         """The file.
 
         Raises:
-            ExportError: when the graph has no such form.
+            ExportError: when the graph lacks such a form.
         """
         path = Path(self._folder.name) / f"float{self.suffix}"
         export(self.converted, path)
@@ -110,7 +110,7 @@ class OpenvinoRuns:
         """Runs the file once and returns all of its outputs.
 
         Args:
-            inputs: a value for each input; a compiled model has no port for one that nothing reads.
+            inputs: a value for each input; a compiled model lacks a port for one that nothing reads.
 
         Raises:
             ExportError: when OpenVINO refuses the inputs.

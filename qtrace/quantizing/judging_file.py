@@ -1,10 +1,10 @@
-"""The verdict once more, on the finished file beside the float file, and on more samples.
+"""The verdict once more, on the finished file compared with the float file, and on more samples.
 
 The graph is judged on the few samples that were held back, as its interpreter is slow. Heavy tails, rare
 events and a soft-argmax that jumps show on more of them. The samples of the calibration are among those: a
 file that has lost something on them has lost it on others, too.
 
-A written file runs beside its graph first, which takes less data.
+A written file runs next to its graph first, which takes less data.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _VERIFIED_VALUES, _LEAST_VERIFIED, _CALIBRATED_PER_VERIFIED = 2 * 3 * 224 * 224,
 
 
 def batch_of_file(path: Path) -> int | None:
-    """Returns the batch that a file takes alone; None if it takes any, or its format runs single samples."""
+    """Returns the only batch that a file takes; None if it takes any, or its format runs single samples."""
     if path.suffix.lower() != ".onnx":
         try:
             find = get_runtime(path).find_fixed_batch
@@ -73,7 +73,7 @@ def verify_written(
     data: CallData,
     host: RuntimeHost | None,
 ) -> VerifyReport:
-    """Runs a file beside its graph, on the batches of the verdict and some of the calibration.
+    """Runs a file next to its graph, on the batches of the verdict and some of the calibration.
 
     Args:
         partial: the file as it was written.
@@ -106,7 +106,7 @@ def verify_written(
 
 
 def _verified_batches(data: CallData, prepared: TracedModule) -> list[Batch]:
-    """Returns the batches of the verdict, then those of the calibration, up to the bounds of verification."""
+    """Returns the batches of the verdict, then calibration batches, up to the bounds of verification."""
     judged, calibrated = data.evaluation.read(prepared), data.calibration
     share = len(calibrated) // _CALIBRATED_PER_VERIFIED if hasattr(calibrated, "__len__") else 0
     count = max(_LEAST_VERIFIED, len(judged), share)
@@ -138,11 +138,11 @@ def open_for_verdict(
         converted: the graph that it was exported from.
         backend: the name of the backend that it is for.
         host: the interpreter or machine that has the runtime; None for this one.
-        size: the number of samples that the file takes alone; None if it takes any.
+        size: the only number of samples that the file takes; None if it takes any.
 
     Returns:
         A function from batches to the outputs of each; None where onnxruntime does not run the file here,
-        where the file takes one number of samples alone, and where rows are selected, as it does not tell
+        where the file takes only one number of samples, and where rows are selected, as it does not tell
         their places.
     """
     if host is not None or size is not None or any(reaching(converted)):
@@ -170,7 +170,7 @@ def judge_file(
     host: RuntimeHost | None = None,
     size: int | None = None,
 ) -> Verdict | None:
-    """Returns the verdict on a file beside the float file of its network.
+    """Returns the verdict on a file compared with the float file of its network.
 
     Args:
         path: the file.
@@ -178,7 +178,7 @@ def judge_file(
         twin: the network in float.
         batches: the samples, those that were held back first; up to 64 are read.
         host: the interpreter or machine that has the runtime; None for this one.
-        size: the number of samples that the file takes alone; None if it takes any.
+        size: the only number of samples that the file takes; None if it takes any.
 
     Returns:
         The verdict; None where rows are selected, whose places a file does not tell, and where no runtime

@@ -38,11 +38,11 @@ class QuantizeOptions(DataReading):
         batch_size: samples in a batch of arrays, files and images, as ``max_batches`` counts them.
         max_batches: the most batches to calibrate on; None for all.
         skip_bad: whether to leave out unreadable images.
-        shapes: the shapes of inputs that an ONNX file leaves open; None for those of the first batch.
+        shapes: the shapes of inputs that an ONNX file leaves open; None for the shapes of the first batch.
         max_drop: how far ``metric`` may be below its value in float: layers are raised to float until it
             holds.
-        verify: whether to run the file in its runtime beside the graph.
-        measure: whether to measure the file beside the user's own one, or else beside float. If it is slower
+        verify: whether to run the file in its runtime next to the graph.
+        measure: whether to compare its speed with the user's own file, or else with float. If it is slower
             beyond doubt, and the placement is ``balanced`` or ``fastest``, the file is in float.
         keep: whether to write the quantized file though it is slower than float; a ``recipe`` that is a
             precision, such as ``w8a8``, asks for it, too.

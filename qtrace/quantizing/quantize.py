@@ -56,15 +56,15 @@ def quantize(
     """Quantizes a network to a file for a runtime: imports or traces, calibrates, exports, verifies, judges.
 
     The file appears only if the verdict is not ``broken``, the limits hold, and the runtime computes what
-    the graph computes. Values of a batch behind the inputs that look like labels are left out; the logger
+    the graph computes. Values of a batch after the inputs that look like labels are left out; the logger
     ``qtrace`` names them.
 
     Args:
         source: the path of an .onnx file, or of an .mge file of ``qtrace.save``; a Module, which is traced on
             the first batch; a module of torch, which torch exports on it; or a TracedModule.
-        data: an array or a dict of arrays, whose first axis counts the samples; a list of batches, an object
-            whose ``__iter__`` begins anew (a DataLoader), or a function that returns an iterable; or the path
-            of an .npy or .npz file, a folder of images, or ``pkg.mod:loader``.
+        data: an array or a dict of arrays, whose first axis counts the samples. Or a list of batches, an
+            object whose ``__iter__`` begins anew (a DataLoader), or a function that returns an iterable. Or
+            the path of an .npy or .npz file, a folder of images, or ``pkg.mod:loader``.
         out: the file to write. Its suffix says the format: .onnx, .tflite, .param (ncnn), .mge (MegEngine).
         target: the name of a backend, such as ``onnxruntime`` or ``tensorrt``; None for the recipe's, or else
             that of the suffix.
@@ -77,12 +77,12 @@ def quantize(
             ``accuracy`` nothing; None for what ``placement`` of the recipe says.
         force: whether to replace a file that qtrace did not write.
         progress: whether to show progress bars on stderr.
-        **options: more options, which are those of `QuantizeOptions`.
+        **options: more options, the fields of `QuantizeOptions`.
 
     Raises:
         CalibrationError: when all values of the data are alike.
         LimitError: when the verdict is ``broken``, or a limit does not hold.
-        ExportError: when the graph has no such form.
+        ExportError: when the graph lacks such a form.
         VerifyError: when the runtime computes something else.
         GraphError: when the float graph computes something else than the network on samples of the data, or
             a call of the network changes the results of the next ones.

@@ -163,7 +163,7 @@ class Card(Displayed):
         )
 
     def save(self, path: str | os.PathLike[str]) -> tuple[Path, Path]:
-        """Writes the card beside a file: ``NAME.card.json`` and ``NAME.card.html``.
+        """Writes the card next to a file: ``NAME.card.json`` and ``NAME.card.html``.
 
         Args:
             path: the file that the card describes.
@@ -232,13 +232,13 @@ class Quantized(Displayed):
     Attributes:
         path: the file.
         judgement: the verdict with its causes, and the recipe that cures them.
-        verify: the report of the file's run beside the graph; None if it was not run.
+        verify: the report of the file's run next to the graph; None if it was not run.
         prepared: the calibrated graph, to be trained on.
         converted: the graph that was exported, in float if `delivery` says so.
         raised: the layers that stay in float to keep the metric.
         traced: the float network.
         data: the name of the calibration data.
-        delivery: what was measured of the quantized file beside float, and which of both was written: float
+        delivery: the quantized file compared with float, and which of both was written: float
             if it is faster here, unless the config asks for the quantized one.
         seconds: name of a stage -> its time in seconds.
         runtime_host: the interpreter or machine that has the runtime; None for this one.
@@ -268,7 +268,7 @@ class Quantized(Displayed):
     def verdict(self) -> Verdict | None:
         """The verdict on the calibrated graph; None if it could not be judged.
 
-        If `delivery` says that the file is in float, it is that of the quantized graph, which was left out.
+        If `delivery` says that the file is in float, it describes the quantized graph, which was left out.
         """
         return self.judgement.verdict
 
@@ -277,7 +277,7 @@ class Quantized(Displayed):
         return explain(self.delivery.prepared or self.prepared)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns verdict, causes and what was measured, for JSON; apart, those of a graph left out."""
+        """Returns verdict, causes and what was measured, for JSON; apart, the ones of a graph left out."""
         judged = self.judgement.to_dict()
         if self.delivery.in_float:
             judged = {"quantized_and_not_written": judged}
@@ -321,7 +321,7 @@ class Quantized(Displayed):
         return [f"verified  {equal}" if worst else "verified  every integer equals the graph's", *client]
 
     def _open_sizes(self) -> list[str]:
-        """Returns a line for each input whose sizes the network leaves open, with those of the data."""
+        """Returns a line for each input whose sizes the network leaves open, with the data's sizes."""
         if self.traced is None or not (inputs := read_inputs(self.traced)):
             return []
         shapes = ("x".join(map(str, shape[1:])) for _, shape in list_inputs(self.traced))
@@ -395,7 +395,7 @@ def _noise(sites: Sequence[SiteEvidence]) -> dict[str, float]:
 
 
 def _group_floats(explanation: Explanation) -> tuple[FloatOps, ...]:
-    """Returns the ops in float, those together whose reasons differ in numbers alone, which become ranges."""
+    """Returns the ops in float, those together whose reasons differ only in numbers, which become ranges."""
     kinds: dict[tuple[str, ...], dict[str, int]] = {}
     numbers: dict[tuple[str, ...], list[list[str]]] = {}
     for entry in explanation.to_dict()["summary"]["floats"]:

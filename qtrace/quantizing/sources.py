@@ -1,6 +1,6 @@
 """The network that is quantized: an ONNX file, a file of qtrace, a module, also of torch, or a trace.
 
-It runs beside its graph, too: an import, a trace and the algorithms that prepare a graph say of themselves
+It runs next to its graph, too: an import, a trace and the algorithms that prepare a graph say of themselves
 that they change no value. The copies of a module share its parameters.
 """
 
@@ -198,7 +198,7 @@ def read_network(
         source: the path of an .onnx or .mge file; a Module, which is traced on the first batch; a module of
             torch, which is exported on it; or a TracedModule.
         data: the calibration data.
-        shapes: the shapes of inputs that an ONNX file leaves open; None for those of the first batch.
+        shapes: the shapes of inputs that an ONNX file leaves open; None for the shapes of the first batch.
         allow: the user's classes that a file may name.
         keeps_nodes: whether the file that is to be written has nodes as an ONNX file has them.
 
@@ -347,7 +347,7 @@ def open_shapes(path: str | os.PathLike[str], batch: Batch) -> dict[str, tuple[i
     the samples further behind, as a recurrent state does: where the file names an axis like the batch, and
     the data have as many. What is named elsewhere, too, but not as the first axis of an input before, is no
     batch, such as the edges of a graph, and has the size of the data. Nor is any first axis where an input of
-    places has no axis of the samples, as the pairs of nodes in a graph. Some exporters name all axes alike.
+    places lacks an axis of the samples, as the pairs of nodes in a graph. Some exporters name all axes alike.
 
     Raises:
         DataError: when the batch lacks such an input.
@@ -401,7 +401,7 @@ def _holds_places(array: np.ndarray | None, sizes: Sequence[int | str] | None, s
 
 
 def _array(batch: Batch, index: int, key: str) -> np.ndarray | None:
-    """Returns the array of an input in a batch; None if it has none."""
+    """Returns the array of an input in a batch; None if there is none."""
     if isinstance(batch, dict):
         return batch.get(key)
     return batch[index] if index < len(batch) else None

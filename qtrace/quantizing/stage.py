@@ -92,10 +92,10 @@ def calibrate_to_folder(
 ) -> CalibratedFolder:
     """Prepares a network, calibrates it, judges it, and writes a folder, as ``qtrace calibrate`` does.
 
-    The folder appears whole or not at all: prepared.mge (to be trained further), quantized.mge (to be
-    exported), report.json (scheme, scale and zero point of every site), explain.txt (why each op is quantized
-    or not), verdict.json and, if a recipe cures what the verdict names, cure.yaml. An interrupted run keeps
-    its checkpoints in the folder.
+    The folder appears whole or not at all. It holds prepared.mge (to be trained further), quantized.mge (to
+    be exported), report.json (scheme, scale and zero point of every site), explain.txt (why each op is
+    quantized or not), verdict.json and, if a recipe cures what the verdict names, cure.yaml. An interrupted
+    run keeps its checkpoints in the folder.
 
     Args:
         model: a traced module; or a function that makes one when it gets the data.
@@ -109,7 +109,7 @@ def calibrate_to_folder(
         resume: whether to go on where an interrupted calibration stopped.
         force: whether to replace the folder of an earlier calibration.
         progress: whether to show progress bars on stderr.
-        **options: more options, which are those of `FolderOptions`.
+        **options: more options, the fields of `FolderOptions`.
 
     Raises:
         QtraceError: when the folder, the data, the recipe or the graph is at fault.

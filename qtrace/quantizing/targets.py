@@ -84,7 +84,7 @@ def with_safe_bits(config: QConfig, host: RuntimeHost | None = None) -> QConfig:
 def with_fewer_bits(config: QConfig) -> QConfig | None:
     """Returns a config with weights of 7 bits; None if it says itself what weights are, or has other kernels.
 
-    Those of depthwise convolutions keep 8 bits: their kernels do not add in 16 bits.
+    Depthwise convolutions' weights keep 8 bits: their kernels do not add in 16 bits.
 
     Args:
         config: the config, of whatever target.
@@ -117,14 +117,14 @@ def choose_config(target: str | None, recipe: Any, out: Path, float_type: FloatT
     """Returns the config of a target and a recipe.
 
     Args:
-        target: the name of a backend; None for that of the recipe, or else that of the suffix of ``out``.
+        target: the name of a backend; None for the recipe's, or else the one of the suffix of ``out``.
         recipe: the config, as for ``qtrace.prepare``; None for the default recipe with this target.
         out: the file to write.
-        float_type: the type of what stays float; None for that of the recipe.
+        float_type: the type of what stays float; None for the recipe's.
 
     Raises:
         ConfigError: for an unknown target, one that is not the recipe's, or one that takes other files; for
-            a folder, and for float16 in a file that has no form of it.
+            a folder, and for float16 in a file without a form of it.
         ExportError: for a suffix that no format has.
     """
     if target is not None:
@@ -172,7 +172,7 @@ def _default(precisions: Sequence[str], name: str | None) -> QConfig:
 
     Args:
         precisions: the short names of precisions; none for its own bits.
-        name: the name of a backend; None for that of the default recipe.
+        name: the name of a backend; None for the default recipe's.
     """
     parts = [recipes.DEFAULT_RECIPE, *precisions]
     if name in backends.packaged() and name != "onnxruntime":
@@ -186,7 +186,7 @@ def _with_target(recipe: Any, target: str | None, out: Path) -> QConfig:
 
     Args:
         recipe: the config, or the name or path of a recipe.
-        target: the name of a backend; None for that of the recipe, or else that of the suffix of ``out``.
+        target: the name of a backend; None for the recipe's, or else the one of the suffix of ``out``.
         out: the file to write.
 
     Raises:
@@ -206,5 +206,5 @@ def _with_target(recipe: Any, target: str | None, out: Path) -> QConfig:
 
 
 def format_of(config: QConfig) -> str | None:
-    """Returns the export format of a target's name; None for that of the suffix."""
+    """Returns the export format of a target's name; None for the suffix's."""
     return config.backend if config.backend in formats() else None

@@ -8,7 +8,7 @@ it answers requests:
   where the runtime reads it from memory. It gives the number of the loaded file and facts about it.
 - ``run`` takes that number and an array for each input, and gives an array for each output.
 - ``time`` runs the file again on the same inputs and gives the seconds, of processor time where one thread
-  computes; ``memory`` gives the bytes that loading and running it added to this process at most.
+  computes. ``memory`` gives the bytes that loading and running it added to this process at most.
 - ``optimized`` and ``profile`` give the content of a file that onnxruntime wrote.
 - ``store`` appends bytes to a file of the folder that this process runs in, where the files are elsewhere.
 

@@ -62,7 +62,7 @@ def sqnr(reference: Outputs, test: Outputs, groups: Sequence[ColumnGroup] | None
     """Signal-to-quantization-noise ratio in dB, of the worst column group of all outputs.
 
     An output that packs unlike quantities has a group for each, and no group counts more for having larger
-    values. Outputs that are not floats, or whose shapes differ, have no say.
+    values. Outputs that are not floats, or whose shapes differ, do not count.
 
     Args:
         reference: for each batch the float outputs.
@@ -76,7 +76,7 @@ def agreement(reference: Outputs, test: Outputs) -> float:
     """The share of samples, in percent, whose largest value of the first output has the same index.
 
     Raises:
-        ConfigError: when the first output has no axes of samples and classes, or its rows depend on values.
+        ConfigError: when the first output lacks axes of samples and classes, or its rows depend on values.
     """
     sums = ErrorSums()
     for exact, rounded in zip(reference, test, strict=True):

@@ -146,7 +146,7 @@ class Simulation:
         return self._ask(active_groups([layer], ()), self._others(layer))
 
     def only_group(self, group: str) -> float:
-        """Returns the metric with all sites but those of ``group`` in float."""
+        """Returns the metric with all sites except ``group``'s in float."""
         return self._ask(frozenset({group}), [layer.name for layer in self.layers]).value
 
     def only_groups(self, groups: Iterable[str]) -> Iterator[float]:
@@ -179,7 +179,7 @@ class Simulation:
     def noise(self, layer: RaisableLayer | None = None) -> float:
         """Returns the power of the noise relative to the signal's, in the worst column group.
 
-        Behind a selection, the share of rows that float does not select is noise, too: the larger one counts.
+        After a selection, the share of rows that float does not select is noise, too: the larger one counts.
 
         Args:
             layer: the layer whose noise is measured, from those of its roundings that raising removes, with
@@ -238,7 +238,7 @@ class Simulation:
         return self.reference, outputs, self.selected
 
     def quantized(self) -> tuple[Outputs, Outputs, SelectedShares]:
-        """Returns float's outputs and those of the quantized graph, of the same rows, and their shares."""
+        """Returns the outputs of float and of the quantized graph, of the same rows, and their shares."""
         with in_phase(self.prepared, "quantize"):
             if self.selected:
                 return self._same_rows(*rows_of(self.prepared, self.batches))

@@ -67,8 +67,8 @@ def verify(
     """Runs ``path`` in its runtime and compares it with ``converted``, integer by integer.
 
     An ONNX file with open axes besides the batch is also run at two other sizes, to which the first sample is
-    repeated: a larger one, and a smaller one where the axes are long enough and the graph runs there, else a
-    still larger one. The logger ``qtrace`` names them.
+    repeated. These are a larger one, and a smaller one where the axes are long enough and the graph runs
+    there, else a still larger one. The logger ``qtrace`` names them.
 
     Args:
         path: a file written by ``qtrace.export`` from ``converted``.
@@ -85,7 +85,7 @@ def verify(
         min_equal: smallest share of equal values allowed over all sites, op by op.
         min_sqnr_db: smallest signal-to-noise ratio allowed at each column group of the outputs, computed from
             the runtime's own integers and from end to end. None allows 35 dB at the former, and 60 dB for a
-            plain module. From end to end, a converted module is then compared only to float: in each column
+            plain module. From end to end, a converted module is then compared only to float. In each column
             group the runtime's noise may be 1 dB larger than the graph's, and its predictions must be float's
             as often, but for what chance explains.
 

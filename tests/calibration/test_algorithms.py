@@ -59,7 +59,9 @@ BATCHES = [images(2, 4, 8, 8, seed=s) for s in range(2)]
         ("ptq: [{equalize: 3}]", "my.yaml:2: ptq[0].options: options are a mapping"),
     ],
 )
-def test_a_mistake_is_told_with_its_line(tmp_path: Path, monkeypatch: Any, text: str, message: str) -> None:
+def test_a_mistake_is_reported_with_its_line(
+    tmp_path: Path, monkeypatch: Any, text: str, message: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("my.yaml").write_text(f"schema: qtrace/1\n{text}\n")
     traced = qtrace.trace(_module(), BATCHES[0], check=False)
@@ -115,7 +117,7 @@ def test_a_run_that_ends_early_leaves_the_model_as_it_was(how: str, error: type[
     assert {fq.phase for fq in prepared.qsites.__dict__.values() if hasattr(fq, "phase")} == {"float"}
 
 
-def test_a_value_that_is_not_finite_is_told_with_its_site() -> None:
+def test_a_value_that_is_not_finite_is_reported_with_its_site() -> None:
     module = _module()
     module.b.bias._reset(mge.Parameter(np.full((1, 5, 1, 1), 3e38, np.float32)))
     traced = qtrace.trace(module, BATCHES[0], check=False)

@@ -94,7 +94,7 @@ def test_a_rank_that_fails_fails_both(monkeypatch: pytest.MonkeyPatch) -> None:
         assert str(error).startswith("rank 1: batch 1 holds NaN")
 
 
-def test_ranks_with_different_weights_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_with_different_weights_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     models = [_traced(), _traced()]
     for error in _in_turns(lambda r: _calibrated(models[r.rank], _BATCHES, r, monkeypatch)):
         assert "rank 1 has another model than rank 0" in str(error)

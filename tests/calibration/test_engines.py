@@ -289,7 +289,7 @@ def test_batches_of_another_shape_are_compared_or_run_in_megengine() -> None:
     _assert_close(own, qtrace.calibrate(prepared, batches, progress=False))
 
 
-def test_an_engine_that_cannot_run_the_graph_is_told() -> None:
+def test_an_engine_that_cannot_run_the_graph_is_reported() -> None:
     unknown = net(lambda self, x: F.svd(self.c(x))[1], c=M.Conv2d(3, 4, 1))
     with pytest.raises(
         CalibrationError, match="engine onnxruntime does not apply: the graph cannot become ONNX"
@@ -300,7 +300,7 @@ def test_an_engine_that_cannot_run_the_graph_is_told() -> None:
 
 
 @pytest.mark.parametrize("engine", ["megengine", "onnxruntime"])
-def test_a_value_that_is_not_finite_is_told_with_site_and_batch(engine: str) -> None:
+def test_a_value_that_is_not_finite_is_reported_with_site_and_batch(engine: str) -> None:
     prepared = _prepared(net(lambda self, x: self.c(x / F.mean(x)), c=M.Conv2d(3, 4, 1)))
     with pytest.raises(CalibrationError, match="site .*, batch 1: it holds NaN"):
         qtrace.calibrate(prepared, [_X, _X * 0], progress=False, engine=engine)

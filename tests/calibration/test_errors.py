@@ -69,14 +69,14 @@ MISFITS = {
 
 
 @each_of("case", MISFITS)
-def test_a_batch_of_other_inputs_is_told_what_the_model_takes(case: str) -> None:
+def test_a_batch_of_other_inputs_is_reported_what_the_model_takes(case: str) -> None:
     batch, sentence = MISFITS[case]
     sentence = sentence.replace("{}", r"\(2, 3, 4, 4\)")
     with pytest.raises(CalibrationError, match=f"^batch 1 gives {sentence}[^\n]*\\.$"):
         qtrace.calibrate(_prepared(), [_X, batch], progress=False)
 
 
-def test_lists_of_numbers_are_told_in_few_words() -> None:
+def test_lists_of_numbers_are_reported_in_few_words() -> None:
     with pytest.raises(CalibrationError, match="make one array of each list of numbers") as caught:
         qtrace.calibrate(_prepared(), [_X.tolist()], progress=False)
     assert len(str(caught.value)) < 600
@@ -130,7 +130,7 @@ def test_a_dict_may_be_the_one_argument_even_with_its_name_as_a_key() -> None:
     ],
     ids=["channels", "no samples"],
 )
-def test_a_shape_that_fails_is_told_beside_that_of_the_trace(shape: tuple[int, ...], cure: str) -> None:
+def test_a_shape_that_fails_is_reported_beside_that_of_the_trace(shape: tuple[int, ...], cure: str) -> None:
     with pytest.raises(CalibrationError) as caught:
         qtrace.calibrate(_prepared(), [_X, np.zeros(shape, "float32")], progress=False)
     sentence = str(caught.value)

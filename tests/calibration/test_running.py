@@ -201,7 +201,7 @@ def _without_meta(whole: bytes) -> bytes:
 @pytest.mark.parametrize(
     "damage", [lambda whole: b"", lambda whole: whole[:500], _as_compressed, _without_meta]
 )
-def test_a_damaged_checkpoint_is_told(
+def test_a_damaged_checkpoint_is_reported(
     prepared: TracedModule, data: Source, tmp_path: Path, damage: Callable[[bytes], bytes]
 ) -> None:
     _collect(prepared, data, tmp_path / "out")
@@ -225,7 +225,9 @@ def test_a_loader_that_shuffles_is_found_out(
         _collect(prepared, Source("shuffling_loader:batches"), tmp_path / "out", workers=2)
 
 
-def test_a_worker_that_fails_is_told_and_what_it_saw_is_kept(prepared: TracedModule, tmp_path: Path) -> None:
+def test_a_worker_that_fails_is_reported_and_what_it_saw_is_kept(
+    prepared: TracedModule, tmp_path: Path
+) -> None:
     (tmp_path / "cut.py").write_text(
         "import numpy as np\ndef batches():\n"
         "    for i in range(4): yield np.ones((2, 3, 8, 8), 'f4')\n"

@@ -53,7 +53,7 @@ def _changed(*words: str, config: Any = None) -> Any:
     return result[0]
 
 
-def test_without_options_the_config_stays() -> None:
+def test_without_options_the_config_is_unchanged() -> None:
     assert _changed() == (None, [])
     config = qtrace.load_recipe("resnet50")
     assert _changed(config=config)[0] is config.preprocess

@@ -49,7 +49,7 @@ def _scores(*values: float) -> np.ndarray:
     return np.array([[values]], np.float32)
 
 
-def test_a_suppression_is_told_and_replayed_with_what_follows_it() -> None:
+def test_a_suppression_is_reported_and_replayed_with_what_follows_it() -> None:
     best = [
         node("Squeeze", "scores first", "flat"),
         node("Squeeze", "flat first", "row"),
@@ -243,7 +243,7 @@ def test_a_ranking_in_a_file_takes_near_scores_for_equal(
     assert (share.right, share.places) == (1 - wrong, 1)
 
 
-def test_rows_behind_a_mask_are_told_and_replayed() -> None:
+def test_rows_behind_a_mask_are_reported_and_replayed() -> None:
     nodes = [
         node("Greater", "scores least", "mask"),
         node("Compress", "rows mask", "picked", axis=0),

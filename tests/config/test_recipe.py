@@ -557,7 +557,7 @@ def test_circles_through_links_are_refused():
     ]
 
 
-def test_mistakes_are_told_where_they_stand():
+def test_mistakes_are_reported_where_they_stand():
     _write("rules:\n  - {match: {}, weight: {bits: 1}}\nzzz: 1\n", "base.yaml")
     sentences = _mistakes("imports: [./base.yaml]\nrules:\n  - {match: {}, weight: {bits: 99}}\n")
     assert sentences[0] == "base.yaml:3: rules[0].weight.bits must be at least 2, not 1."
@@ -708,7 +708,7 @@ def test_code_is_refused_unless_allowed(body, monkeypatch):
     assert not Path("ran").exists()
 
 
-def test_code_in_an_import_is_told_with_its_place():
+def test_code_in_an_import_is_reported_with_its_place():
     _write("fakequant: own_code:X\n", "base.yaml", HEAD)
     assert _mistakes("imports: [base.yaml]\n")[0].startswith("base.yaml:2: fakequant names code")
     # What the importing file replaces is not named any more.

@@ -57,6 +57,6 @@ def test_unknown_ops(key: str) -> None:
     assert sentence == "rules[0]: unknown op 'sigmoyd'; did you mean 'sigmoid'?"
 
 
-def test_what_is_wrong_for_every_op_is_told_first() -> None:
+def test_what_is_wrong_for_every_op_is_reported_first() -> None:
     (sentence,) = _found({**CONV, "activation": {"bits": 5}}, activation={"bits": 6})
     assert sentence.startswith("QConfig: backend onnxruntime cannot run activation scheme uint6")

@@ -84,7 +84,7 @@ def test_lsq_refuses_powers_of_two_by_the_name_of_the_site() -> None:
 
 
 @pytest.mark.parametrize("sort", ["activation", "weight"])
-def test_a_config_that_lsq_cannot_do_is_told_with_its_place_and_its_sites(sort: str) -> None:
+def test_a_config_that_lsq_cannot_do_is_reported_with_its_place_and_its_sites(sort: str) -> None:
     module = net(lambda self, x: self.a(x), a=M.Conv2d(3, 4, 1))
     rule = {"match": {"op": "conv2d"}, "fakequant": "lsq", sort: {"power_of_two": True}}
     with pytest.raises(

@@ -203,7 +203,7 @@ def test_megengine_computes_what_is_small_or_not_on_a_cpu(calls, monkeypatch):
     assert calls == []
 
 
-def test_half_precision_is_megengines(calls):
+def test_float16_gradients_are_computed_by_megengine(calls):
     x, w = (Tensor(v.astype(np.float16)) for v in (_random(2, 3, 8, 8), _random(4, 3, 3, 3)))
     with GradManager().attach([w]) as manager:
         y = conv2d(x, w)

@@ -90,7 +90,7 @@ def test_defaults_are_those_of_forward():
         ((object(),), {}, "the arguments do not fit the traced module"),
     ],
 )
-def test_wrong_arguments_are_told(args, kwargs, text):
+def test_wrong_arguments_are_reported(args, kwargs, text):
     with pytest.raises(GraphError) as caught:
         Interpreter(traced_model(Containers)).run(*args, **kwargs)
     assert text in str(caught.value)

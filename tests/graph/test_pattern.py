@@ -203,7 +203,7 @@ def test_a_getattr_is_no_call():
     assert mismatch_text(Op(None), traced, "conv") == "conv: is a getattr, expected a call"
 
 
-def test_the_attempt_that_came_furthest_is_told():
+def test_the_attempt_that_came_furthest_is_reported():
     pattern = Op("__add__", Op(F.relu, Op(F.relu)), Anything(), commutative=True)
     traced = function(lambda x: F.sigmoid(x) + F.relu(F.exp(x)))
     result = match(pattern, traced.graph.outputs[0])

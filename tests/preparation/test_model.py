@@ -158,7 +158,7 @@ def test_a_node_may_have_the_name_of_a_rounded_node_or_of_an_attribute(
     assert qtrace.verify(tmp_path / "m.onnx", converted, [batch]).passed
 
 
-def test_a_record_of_another_graph_is_told() -> None:
+def test_a_record_of_another_graph_is_reported() -> None:
     model, other = QuantizedModel(_prepared()), qtrace.prepare(_other())
     write_record(other, model.record)
     with pytest.raises(qtrace.errors.GraphError, match="the graph does not match its quantization record"):

@@ -104,7 +104,7 @@ def test_training_from_a_queue_is_warned_of() -> None:
 
 
 @each_of("change", ["cut", "no JSON", "deep", "stage", "key", "config", "number"])
-def test_a_damaged_record_is_told(change: str) -> None:
+def test_a_damaged_record_is_reported(change: str) -> None:
     prepared = _prepared()
     text = prepared.qtrace_record
     prepared.qtrace_record = {

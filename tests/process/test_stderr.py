@@ -46,7 +46,7 @@ def test_images_are_decoded_without_stderr(tmp_path: Path, monkeypatch: pytest.M
     assert decode(tmp_path / "a.jpg", 3).shape == (64, 64, 3)
 
 
-def test_no_file_handle_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_file_handle_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> None:
         raise OSError(24, "Too many open files")
 
@@ -64,7 +64,7 @@ def test_an_image_with_filled_in_pixels_is_refused(tmp_path: Path, capfd: pytest
     assert capfd.readouterr().err == ""
 
 
-def test_a_progress_bar_has_ended_when_an_error_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_progress_bar_has_ended_when_an_error_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     def fail() -> None:
         console = Console(forced=True)
         with console.work(), console.bar([1, 2], "verify") as batches:  # type: ignore[arg-type]

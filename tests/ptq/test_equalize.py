@@ -211,7 +211,7 @@ def test_the_report_has_the_error_of_the_output_which_the_ratio_of_a_weight_does
     assert "in the middle" not in text
 
 
-def test_without_a_change_no_output_is_told() -> None:
+def test_without_a_change_no_output_is_reported() -> None:
     module = net(lambda self, x: F.sigmoid(self.a(x)), a=M.Conv2d(4, 6, 3))
     prepared = _prepared(module, images(2, 4, 8, 8), "equalize")
     assert _report(prepared, "equalize")["outputs"] == []

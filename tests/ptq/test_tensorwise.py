@@ -33,7 +33,7 @@ def _report(module: M.Module, axis: int | None, *ptq: Any) -> tuple[dict[str, An
     return read_record(prepared).ptq[-1], float(error)
 
 
-def test_a_planted_imbalance_is_told_and_mended() -> None:
+def test_a_planted_imbalance_is_reported_and_mended() -> None:
     report, error = _report(_module(F.relu), None, "tensorwise")
     assert error <= 1e-5
     (line,) = [c for c in report["changed"] if c.startswith("a_out")]
@@ -44,7 +44,7 @@ def test_a_planted_imbalance_is_told_and_mended() -> None:
     assert sum(noise[1]) < sum(noise[0])
 
 
-def test_what_cannot_be_equalized_is_told_with_its_loss() -> None:
+def test_what_cannot_be_equalized_is_reported_with_its_loss() -> None:
     report, error = _report(_module(F.sigmoid), None, "tensorwise")
     assert error <= 1e-6
     assert report["changed"] == []

@@ -179,7 +179,7 @@ def test_a_file_of_one_batch_alone_is_not_run_in_the_place_of_its_graph(
     assert runs
 
 
-def test_a_broken_file_is_not_written_and_its_cause_is_told(tmp_path: Path) -> None:
+def test_a_broken_file_is_not_written_and_its_cause_is_reported(tmp_path: Path) -> None:
     """Judged by its file, behind the check of its integers."""
     module = net(lambda self, x: self.b(F.relu(self.a(x))), a=M.Conv2d(3, 16, 3), b=M.Conv2d(16, 4, 1))
     module.a.weight[3] *= 3000.0

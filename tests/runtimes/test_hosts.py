@@ -269,7 +269,7 @@ def test_a_connection_that_is_lost_is_one_sentence_and_leaves_nothing(tmp_path: 
     _wait_until(lambda: not list(far.iterdir()))
 
 
-def test_a_far_end_that_is_told_to_end_says_so(tmp_path: Path, far: Path) -> None:
+def test_a_far_end_that_is_reported_to_end_says_so(tmp_path: Path, far: Path) -> None:
     session = open_session(_model(), SessionSettings(host=_runner(tmp_path, far)))
     session._file._child._child._process.terminate()  # type: ignore[union-attr]
     with pytest.raises(ExportError, match=r"runner: a signal ended it\.$"):

@@ -140,12 +140,12 @@ WRONG = {
     "classes for boxes": (Level(1, 0), r"of shape \(2, 5, 4, 4\) cannot be the box of a level: it has 5 val"),
     "boxes for objectness": (Level(0, 1, 1), "cannot be the objectness of a level: it has 4 values"),
     "another level": (Level(0, 4), "are not of one level: but for axis 1, shapes must agree"),
-    "no such axis": (Level(0, 1, axis=4), "has no axis 4"),
+    "no such axis": (Level(0, 1, axis=4), "lacks axis 4"),
 }
 
 
 @pytest.mark.parametrize("fault", WRONG)
-def test_wrong_outputs_are_told_before_anything_is_calibrated(
+def test_wrong_outputs_are_reported_before_anything_is_calibrated(
     traced: TracedModule, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     level, said = WRONG[fault]

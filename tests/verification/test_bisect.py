@@ -69,7 +69,7 @@ def _case(kind: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 @each_of("kind", ["layout", "bias", "scale", "saturation", "rounding"])
-def test_causes_are_told_from_the_differences(kind: str) -> None:
+def test_causes_are_reported_from_the_differences(kind: str) -> None:
     exact, theirs = _case(kind)
     mine = quantize(((exact - 100) * 0.05).astype(np.float32), QPARAMS).astype(np.int64)
     wrong = np.clip(np.round(theirs), 0, 255).astype(np.int64)

@@ -146,7 +146,7 @@ def test_a_wrong_file_stays_the_files_fault(tmp_path: Path) -> None:
     assert difference.check.side == "runtime"
 
 
-def test_a_kept_node_that_breaks_ties_another_way_is_told_and_written(tmp_path: Path) -> None:
+def test_a_kept_node_that_breaks_ties_another_way_is_reported_and_written(tmp_path: Path) -> None:
     """Half of what a resize by 0.5 averages are means of integers, whose ties runtimes break by chance."""
     nodes = [
         helper.make_node("Conv", ["x", "w"], ["c"], pads=[1] * 4),

@@ -119,7 +119,7 @@ def _found(path: Path, converted: TracedModule, wanted: tuple[str, str, str]) ->
     assert "runtime" in found.table()
 
 
-def test_a_transposed_result_is_told_as_layout(for_onnx: TracedModule, tmp_path: Path) -> None:
+def test_a_transposed_result_is_reported_as_layout(for_onnx: TracedModule, tmp_path: Path) -> None:
     path = qtrace.export(for_onnx, tmp_path / "m.onnx")
     model = onnx.load(path)
     node = next(n for n in model.graph.node if n.output[0] == "relu_out_int")

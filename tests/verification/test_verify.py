@@ -338,7 +338,7 @@ def test_bisect_names_no_op_for_one_tie(tmp_path: Path) -> None:
     assert qtrace.bisect(path, converted, [batch]) is None
 
 
-def test_a_good_file_below_a_limit_of_ones_own_is_told_that_no_op_is_wrong() -> None:
+def test_a_good_file_below_a_limit_of_ones_own_is_reported_that_no_op_is_wrong() -> None:
     report = _report({"reference": 34.7, "deployed": 33.9})
     assert report.passed
     report.end_to_end_db = 35.0

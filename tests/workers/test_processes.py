@@ -56,7 +56,7 @@ def test_what_a_worker_says_after_it_was_told_to_end_is_no_cause() -> None:
     assert str(said.error) == "the cause"
 
 
-def test_a_worker_that_dies_is_told() -> None:
+def test_a_worker_that_dies_is_reported() -> None:
     with Processes(Echo(), 1, saves=True) as pool:
         pool._workers[0].kill()
         (outcome,) = pool.run([1])

@@ -111,7 +111,7 @@ def test_a_row_of_exports_says_what_was_not_measured_by_an_empty_cell() -> None:
     )  # fmt: skip
 
 
-def test_an_unknown_name_is_told_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_name_is_reported_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["resnett"]) == 2
     assert "unknown: resnett; known: alexnet, atss" in capsys.readouterr().err
 

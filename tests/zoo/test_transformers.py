@@ -75,7 +75,7 @@ def test_other_batch_and_image_sizes(case: Case) -> None:
     case.check_shapes()
 
 
-def test_an_output_of_a_class_of_its_own_is_told() -> None:
+def test_an_output_of_a_class_of_its_own_is_reported() -> None:
     with pytest.raises(TraceError, match="Boxes"):
         qtrace.trace(trained(Boxed()), images(1, 3, 16, 16))
 

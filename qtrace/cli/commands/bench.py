@@ -73,7 +73,7 @@ def bench(
     """Measure how fast exported files run on this machine.
 
     Several files take turns, and the speed of each is given against the first one. A file that is slower says
-    what its time goes to. With --recipe, the exit code is 1 if a file behind the first one, or a single file,
+    what its time goes to. With --recipe, the exit code is 1 if a file after the first one, or a single file,
     is larger or slower than the recipe's `expect` allows.
     """
     if not files:
@@ -118,7 +118,7 @@ def _expecting(recipe: str, allow_code: bool) -> Any:
 
 
 def _check(config: Any, reports: Sequence[FileReport]) -> list[Expectations]:
-    """Checks the files behind the first one, which the others are compared with, or a single file."""
+    """Checks the files after the first one, which the others are compared with, or a single file."""
     judged = reports[1:] or reports
     return [check_file(config, r.path.name, r.size, r.latency.median, measured=True) for r in judged]
 

@@ -132,8 +132,8 @@ def export(
 
     MODEL is the folder of `qtrace calibrate` or its quantized.mge, or a float.mge of `qtrace trace`, which is
     written in float. A file that another tool wrote is replaced by --force only, and MODEL never. A format of
-    several files puts the others beside --out. In the end the command notes the size, the
-    multiply-accumulates and, for a runtime with a cost table, the predicted time beside that in float. The
+    several files puts the others next to --out. In the end the command notes the size, the
+    multiply-accumulates and, for a runtime with a cost table, the predicted time compared with float. The
     exit code is 1 if size or time are above the limits of the recipe's `expect`. The file is written all the
     same. --test-vectors is for firmware: what a device must compute, as raw files and as .npz, with an index.
     """
@@ -194,7 +194,7 @@ def _write_example(loaded: Any, out: Path, inputs: list[dict[str, Any]], embedde
 
 
 def _write_vectors(loaded: Any, out: Path, source: Any, count: int) -> Path:
-    """Writes the test vectors beside the file ``out``."""
+    """Writes the test vectors next to the file ``out``."""
     from qtrace.extras.device import write_vectors
 
     models.check_stage(loaded, str(out), "converted")

@@ -62,7 +62,7 @@ def inspect(
     """Show what each op costs: multiply-accumulates, parameters, memory, time.
 
     MODEL is a file that qtrace wrote (traced, prepared or quantized), a folder of `qtrace calibrate`, an ONNX
-    file, or pkg.mod:factory with --shape. Memory is that of the activations at the traced shapes: of each
+    file, or pkg.mod:factory with --shape. Memory is for the activations at the traced shapes: of each
     result, and of all that exist while an op runs. On a terminal the table is cut to its width; a pipe gets
     all of it. With --samples, the exit code is 1 if the model computes a sample otherwise in a batch than
     alone, and the first op that does is named.

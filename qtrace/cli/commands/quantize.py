@@ -71,7 +71,7 @@ def quantize(
 
     MODEL is an .onnx file, a file of `qtrace trace` or `qtrace import`, or pkg.mod:factory, which is traced
     on the first batch. The network is prepared, calibrated and judged; then the file is written, and run in
-    its runtime beside the graph. The file --out appears only if the verdict is not broken, the limits hold,
+    its runtime next to the graph. The file --out appears only if the verdict is not broken, the limits hold,
     and the runtime computes what the graph computes. If it is slower than float here beyond the spread of
     the measurement, the file is in float, unless the recipe asks for the quantized one. `qtrace calibrate`
     also writes what each op became, and a model to train on.

@@ -57,7 +57,7 @@ def verify(
     allow: tuple[str, ...],
     console: Console,
 ) -> int:
-    """Run an exported file in its runtime beside the graph, and compare every site.
+    """Run an exported file in its runtime next to the graph, and compare every site.
 
     The exit code is 1 if an op differs, if the file's outputs are farther from float than the graph's, or if
     the graph itself has lost columns of an output.

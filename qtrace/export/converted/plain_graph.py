@@ -1,6 +1,6 @@
 """A plain traced module, read as exporters read a converted graph: float ops with the names of modules.
 
-The float model behind a prepared or converted graph.
+The float model of a prepared or converted graph.
 
 Formats with a separate file of quantization parameters write this model; calibration may run it elsewhere.
 """

@@ -59,12 +59,12 @@ def files(
         nms: how the file of a detector chooses boxes, as a mapping of `Suppression`; None for only the
             outputs of the graph. The boxes are further outputs.
         weights: the type of the integers of weights: ``int8``; ``uint8`` with zero point 128, the same
-            numbers, for which onnxruntime has exact kernels on every processor; or ``auto``: for backends
+            numbers, for which onnxruntime has exact kernels on every processor. Or ``auto``: for backends
             onnxruntime and openvino ``uint8`` for weights of more than 7 bits if products of uint8 and int8
             saturate on this processor (x86 without VNNI), and for `UnsignedWeights.after_joined_rows`; else
             ``int8``. With ``uint8``, openvino gets the weights of transposed convolutions as floats.
         amx: whether layers on integers get as many columns as onnxruntime 1.21 to 1.24 computes right on
-            processors with AMX, as `write_whole_columns` does; None: for backends onnxruntime and generic, if
+            processors with AMX, as `write_whole_columns` does. None: for backends onnxruntime and generic, if
             such a version is installed here on such a processor.
         float: the type of what stays float: ``fp32``; ``fp16`` for float16 where the calibrated ranges allow
             it; None for what the recipe says. Inputs and outputs keep their types.

@@ -8,8 +8,8 @@ between threads, too, at multiples of 16, so that any rest may be a part of a wr
 A layer gets columns of zeros up to the next multiple of 16, and a ``Slice``, or a ``Gather`` after groups,
 takes them away after its rounding. The integers of the others stay. A product whose columns do not come
 from a stored weight, as of two activations, is kept in float instead. A ``LeakyRelu`` of slope 1 changes no
-value, and no kernel of integers reads across it. onnxruntime moves roundings across what only moves values,
-so that a product that reads or gives moved integers counts, too.
+value, and no kernel of integers reads across it. onnxruntime moves roundings across what only moves values.
+So a product that reads or gives moved integers counts, too.
 """
 
 from __future__ import annotations

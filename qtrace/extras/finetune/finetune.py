@@ -81,8 +81,8 @@ def finetune(
         ConfigError: when the settings name no node of the graph, no parameter can learn, or the model names
             user code in a module that is not imported.
         TrainingError: when the loss is not finite, the teacher is missing or another network, the checkpoint
-            belongs to another run, MegEngine's gradient of a layer is wrong, or the engine torch is requested
-            and cannot run the graph.
+            belongs to another run. Also when MegEngine's gradient of a layer is wrong, or the engine torch is
+            requested and cannot run the graph.
     """
     settings = settings or FinetuneSettings()
     pace, model = Pace(settings.max_minutes), QuantizedModel(prepared, "prepared")

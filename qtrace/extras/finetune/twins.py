@@ -46,7 +46,7 @@ def block_outputs(
 
     Without patterns the structure decides. Block outputs are then the bottleneck tensors (ends of
     residual blocks and stages, layers of a chain) and the sums of two branches (the neck of a detector), as
-    far as the float graph has them: the backend may have written an activation in pieces. More than
+    far as the float graph has them. The backend may have written an activation in pieces. More than
     ``max_blocks`` of them are thinned out evenly.
 
     Args:

@@ -1,7 +1,7 @@
 """Partitions a graph into parts that a backend runs on integers and parts that it does not.
 
 A device often takes a part of a network only. The parts alternate between ops that the backend supports and
-ops that it does not, and run in their order: a part reads results of earlier parts alone.
+ops that it does not, and run in their order: a part reads only results of earlier parts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def partition(traced: TracedModule, backend: str) -> Composition:
 
     An op is supported if ``prepare`` for the backend quantizes it, fuses it into an op that it quantizes, or
     passes its integers on. Each op is in the first part of its sort that all its inputs allow, so no part
-    depends on a later one. What depends on parameters and sizes of tensors alone is computed in each part
+    depends on a later one. What depends only on parameters and sizes of tensors is computed in each part
     that reads it.
 
     Args:
@@ -63,7 +63,7 @@ def assign_levels(flat: TracedModule, supported: Mapping[Expr, bool]) -> dict[Ex
 
     Args:
         flat: a flat traced module.
-        supported: expr -> whether the backend supports it, for all exprs but those of `copyable_exprs`.
+        supported: expr -> whether the backend supports it, for all exprs except `copyable_exprs`.
     """
     level: dict[Expr, int] = {}
     lowest: dict[Node, int] = {}
@@ -118,7 +118,7 @@ def split(
 
     Args:
         traced: a traced module; it is not changed and shares nothing with the parts.
-        at: the nodes behind which to cut, one name or several together for each cut, in the graph's order.
+        at: the nodes after which to cut, one name or several together for each cut, in the graph's order.
         by: takes a node of the flat graph and returns the label of its part, as for `qtrace.graph.split`.
         by_backend: the name of a backend, where support begins or ends for each part.
 

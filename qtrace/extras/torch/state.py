@@ -333,7 +333,7 @@ def to_torch_state(traced: TracedModule) -> dict[str, Any]:
     Raises:
         ImportingError: when the network does not come from torch, torch is missing, a parameter was folded
             where torch's module lacks a place for it, or one that changed is also read elsewhere in the
-            module; the message names it.
+            module. The message names it.
     """
     torch = import_torch()
     state = {name: torch.from_numpy(array) for name, array in state_arrays(traced).items()}

@@ -2,7 +2,7 @@
 
 ``search.py`` proposes the next trial only from the seed and the finished trials, so that a killed search
 resumes to the same result. ``judge.py`` measures a recipe, in this process or, as ``jobs.py`` says, in
-workers. ``trials.py`` appends a line for each. The search is a seeded one of our own, not a library's: a
+workers. ``trials.py`` appends a line for each. The search is a seeded one of our own, not a library's. A
 trial takes seconds to minutes, so there are tens of them, and a library's sampler has a state that resuming
 would have to restore bit for bit. Models of the space pay off with hundreds of trials. What pays off with
 tens is to begin with what the diagnosis says.

@@ -1,8 +1,8 @@
 """Checks a model file's graphs once, when the whole file was read and nothing can change them any more.
 
-MegEngine, and every room of qtrace, trusts a graph: that a node is there before it is read, that the
-structure of a call's arguments has as many leaves as the call has arguments, that names are names. Here is
-the one place where a file has to prove it.
+MegEngine, and every room of qtrace, trusts a graph. It trusts that a node is there before it is read, that
+the structure of a call's arguments has as many leaves as the call has arguments, that names are names. Here
+is the one place where a file has to prove it.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def from_onnx(
             records these sizes; the axes stay open unless a node needs the number, which the logger
             ``qtrace`` names.
         batch: the axis of the batch, as ``input:axis`` such as ``"x:0"``; inputs whose axis has the same name
-            in the file share it. "auto" is the first axis of the first input if the file leaves it open; it
+            in the file share it. "auto" is the first axis of the first input if the file leaves it open. It
             is fixed like any other if a node needs the number. None fixes every axis.
         fixed: whether every axis but the batch is fixed at the size in ``shapes``.
         outputs: names of tensors in the file at which it is cut: they are the outputs, and what they do not

@@ -118,7 +118,7 @@ class Summand:
 
     Attributes:
         read: the input of the sum.
-        result: the result of the layer: the same, or that behind which identities lead to it.
+        result: the result of the layer: the same, or the value from which identities lead to it.
     """
 
     read: TensorNode

@@ -116,7 +116,7 @@ def choose(
 
 
 def _check_effect(rule: Rule, matched: list[OpCall]) -> None:
-    """Refuses a rule about weights alone when nothing that it matches has one."""
+    """Refuses a rule about weights only if nothing that it matches has one."""
     content = (
         rule.quantize,
         rule.quantize_output,

@@ -27,7 +27,7 @@ __all__ = ["write_computed"]
 
 
 def write_computed(model: TracedModule, annotation: Annotation) -> Annotation:
-    """Replaces each weight, bias and static site that is computed from parameters alone by a parameter.
+    """Replaces each weight, bias and static site that is computed only from parameters by a parameter.
 
     The parameter's node has the name of the node that it replaces. Parameters that no expr reads any more are
     deleted.
@@ -57,7 +57,7 @@ def write_computed(model: TracedModule, annotation: Annotation) -> Annotation:
 
 
 def _find_computed(model: TracedModule, annotation: Annotation) -> list[TensorNode]:
-    """Finds the nodes to replace, in graph order: they are computed from unrounded parameters alone."""
+    """Finds the nodes to replace, in graph order: they are computed only from unrounded parameters."""
     fixed = fixed_nodes(model, without=lambda expr: isinstance(owner(expr), (FakeQuant, BiasQuant)))
     sites = {site.node for site in annotation.sites}
     read = {node for expr in exprs(model) for node in _unrounded_parameters(expr)}

@@ -1,8 +1,8 @@
 """Finds the numbers that stand for infinity or for no value, and the ops that read or write them.
 
 A mask that attention adds to its scores, the padding of a max pooling and the filling of a `where` hold
-numbers such as -1e9, -65504 or -inf: a softmax, a maximum or a comparison ignores what they replace. A range
-that holds them has no integers left for anything else. So the ops that read or write them stay in float. A
+numbers such as -1e9, -65504 or -inf. A softmax, a maximum or a comparison ignores what they replace. A range
+that holds them leaves no integers for anything else. So the ops that read or write them stay in float. A
 constant padding that only a maximum reads runs on integers: the tensor's lowest integer does the same. NaN
 stands for no value, and for it no integer stands either.
 

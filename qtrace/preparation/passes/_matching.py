@@ -140,7 +140,7 @@ class Selector:
         return static_nodes(self.traced)
 
     def _is_transparent(self, call: OpCall) -> bool:
-        """Returns whether ``call`` moves values, or changes each of them by parameters and numbers alone."""
+        """Returns whether ``call`` moves values, or changes each of them only by parameters and numbers."""
         if call.role in _TRANSPARENT_ROLES:
             return True
         computed = [n for n in call.inputs if n not in self._static]

@@ -27,7 +27,7 @@ class PoolTimes:
 
     Attributes:
         float_seconds: in float.
-        integer_seconds: on integers, behind an integer op.
+        integer_seconds: on integers, after an integer op.
     """
 
     float_seconds: float = 0.0
@@ -43,7 +43,7 @@ def time_pools(view: View, expr: Expr, table: CostTable) -> PoolTimes:
     """Returns the times of ``expr`` if it is a pooling that carries integers, else no time.
 
     onnxruntime has a fast integer kernel for channels last, the layout that an integer convolution writes
-    and most ops behind it keep. In the plain layout, integers take several times as long as floats. An
+    and most ops after it keep. In the plain layout, integers take several times as long as floats. An
     exported file pools an input in float.
     """
     call = view.calls.get(expr)

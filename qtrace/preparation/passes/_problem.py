@@ -128,7 +128,7 @@ class _Builder:
 
     Attributes:
         names: the first expr of each unit -> the name of the unit.
-        sources: node -> the node that its value came from by moves alone.
+        sources: node -> the node that its value came from, only by moves.
         pools: name of such a node -> the times of the poolings among the moves.
     """
 
@@ -196,7 +196,7 @@ class _Builder:
         return self.table.seconds(shape, LOOKUP) if seconds is None else seconds
 
     def _seconds(self, shape: OpShape | None, form: str, expr: Expr) -> float:
-        """Returns the time of an op; that of a pass over its results if the table does not know the kind."""
+        """Returns the time of an op, or of a pass over its results if the table does not know the kind."""
         seconds = None if shape is None else self.table.seconds(shape, form)
         if seconds is not None:
             return seconds
@@ -209,7 +209,7 @@ class _Builder:
         return self.table.seconds(OpShape(kind, (shape,), (shape,)), form) or 0.0
 
     def _is_ordinary(self, choice: Choice) -> bool:
-        """Returns whether the times of the table, which are those of 8 bits, hold for ``choice``."""
+        """Returns whether the times of the table, which are for 8 bits, hold for ``choice``."""
         return choice.activation.bits == 8 and choice.weight.bits <= 8 and choice.output is None
 
     def tensors(self) -> Iterator[Tensor]:

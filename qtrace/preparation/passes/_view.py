@@ -125,7 +125,7 @@ class View:
 
     @cached_property
     def fixed(self) -> set[Node]:
-        """The nodes that are computed from parameters and constants alone."""
+        """The nodes that are computed only from parameters and constants."""
         return fixed_nodes(self.traced)
 
     @cached_property
@@ -139,7 +139,7 @@ class View:
 
     @cached_property
     def float_causes(self) -> dict[Expr, list[FloatCause]]:
-        """Expr -> every cause that keeps it in float; each of them alone would."""
+        """Expr -> every cause that keeps it in float; each of them would be enough."""
         found = {expr: causes for expr in self.order if (causes := self._find_causes(expr))}
         return {**found, **self._unread_concats(found)} if self.backend.rounds_for_readers else found
 
@@ -280,7 +280,7 @@ class View:
         return first
 
     def _without_kernel(self, call: OpCall, choice: Choice, already_float: bool) -> list[FloatCause]:
-        """Returns the cause that the backend has no kernel, unless it rounds around the float op instead."""
+        """Returns the cause that the backend lacks a kernel, unless it rounds around the float op instead."""
         if self.backend.rounds_around_float and (choice.quantize or call.role is Role.FLOAT):
             return []
         slower = "" if self.backend.slower is None else self.backend.slower(call, False)

@@ -50,7 +50,7 @@ def annotate_view(view: View, qconfig: QConfig, note: PlacementNote | None = Non
     Args:
         view: the graph under its config.
         qconfig: the config.
-        note: the prediction behind its placement; None without one.
+        note: the prediction of its placement; None without one.
     """
     chains = find_chains(view)
     requests = propagate_requests(view, chains)

@@ -58,7 +58,7 @@ def align_biases(traced: TracedModule, before_norms: bool = True) -> PassResult:
 
 
 def _unaligned_biases(traced: TracedModule) -> Iterator[tuple[OpCall, TensorNode]]:
-    """Yields each layer whose bias has no number for each channel along their axis, and that bias."""
+    """Yields each layer whose bias lacks a number for each channel along their axis, and that bias."""
     for expr in exprs(traced):
         call = ops.read(expr)
         if call is None or call.weight is None or call.bias is None or len(call.out.shape or ()) < 2:

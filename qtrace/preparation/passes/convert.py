@@ -39,9 +39,9 @@ __all__ = ["convert", "dtype_meta"]
 def convert(prepared: TracedModule) -> TracedModule:
     """Returns a frozen copy of a calibrated module, ready to export.
 
-    The copy has no observers and no learned ranges. It computes exactly what ``prepared`` computes in the
+    The copy is without observers and learned ranges. It computes exactly what ``prepared`` computes in the
     phase ``quantize``; a range that the target fixes is as fixed, whatever training has made of it. Weights
-    and biases that are computed from parameters alone are parameters of the copy.
+    and biases that are computed only from parameters are parameters of the copy.
     Every site's node, and every node that carries its integers, has ``qparams``.
 
     Args:
@@ -257,7 +257,7 @@ def dtype_meta(scheme: QScheme) -> QuantDtypeMeta:
 def _limit_paddings(model: QuantizedModel) -> None:
     """Pads integers that a maximum reads with the lowest one, instead of a number far below all of them.
 
-    The maximum is the same: no integer is smaller. A runtime has no other number for the padding, and some
+    The maximum is the same: no integer is smaller. A runtime lacks another number for the padding, and some
     fail on one that its scale does not hold. For a minimum, the padding is the largest integer.
 
     Args:

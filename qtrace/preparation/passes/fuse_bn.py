@@ -209,7 +209,7 @@ def bias_shape(kind: str) -> tuple[int, ...]:
 
 
 def free_bias(traced: TracedModule, weight_path: str) -> str:
-    """Returns a free path for a new bias: ``bias`` beside ``weight``, else the weight's with a suffix."""
+    """Returns a free path for a new bias: ``bias`` next to ``weight``, else the weight's with a suffix."""
     parent, _, name = weight_path.rpartition(".")
     module = get_module(traced, parent)
     free = "bias" if name == "weight" and getattr(module, "bias", None) is None else f"{name}_bias"

@@ -1,8 +1,8 @@
 """Folds a stored scale, shift, or both into the conv or linear layer before it.
 
 ``conv(x) * s + t = conv(x. W * s) + (b * s + t)``, where ``s`` and ``t`` are one number or one for each
-output channel, as in PP-LCNetV3's LearnableAffineBlock and in a frozen BatchNorm. A shift alone is a bias
-that the network adds behind the layer, as Paddle's exports do in squeeze-excitation blocks: on integers the
+output channel, as in PP-LCNetV3's LearnableAffineBlock and in a frozen BatchNorm. A shift by itself is a bias
+that the network adds after the layer, as Paddle's exports do in squeeze-excitation blocks: on integers the
 result would be rounded before it, too. Computed in float64.
 """
 
@@ -123,7 +123,7 @@ def _scaled_layer(
 ) -> _Scaled | None:
     """Returns the layer that computes ``x`` with what follows it; None if no layer does.
 
-    A stored tensor alone, such as an embedding of positions, is taken only if it has one number a channel.
+    A lone stored tensor, such as an embedding of positions, is taken only if it has one number a channel.
     """
     layer = calls.get(x.expr)
     if layer is None or layer.kind not in BIAS_SHAPES:

@@ -4,12 +4,12 @@ A concatenation of boxes, up to 600, and scores, up to 1, has one scale in every
 levels of 2.4 each. The ranges come from a run of the float graph on a few samples. A value is a candidate if
 one of its parts keeps fewer than 5 bits of its grid. Its parts are the inputs of the op that joins them, the
 slices that are taken of it, or the groups of columns of an output, or of a result that reaches an output
-through no other layer. Then the value alone is rounded in another run: it stays in float if a group of
+through no other layer. Then only the value is rounded in another run: it stays in float if a group of
 columns of an output loses by that, and so do the ops that would round it again. What costs the outputs
 nothing, such as the unlike feature maps that a network joins, is rounded.
 
 Where a join that leaves the graph stays in float, so does the arithmetic after the last layers that ends in
-it, on targets whose layers give integers: it decodes boxes, and a grid for corners in pixels is coarser than
+it, on targets whose layers give integers. It decodes boxes, and a grid for corners in pixels is coarser than
 the offsets that the layers give.
 """
 
@@ -390,14 +390,14 @@ class _Decision:
         return f"{bounded[0].name} lies within -1 and 1, and {free[0].name} has no such bound"
 
     def _is_spoiled(self, value: TensorNode) -> bool:
-        """Returns whether rounding ``value`` alone costs a group of columns of an output too much."""
+        """Returns whether rounding only ``value`` costs a group of columns of an output too much."""
         if value not in self._spoiled:
             trial = None if self.trials is None else self.trials.round({value: self.finder.scheme(value)})
             self._spoiled[value] = trial is not None and not trial.keeps(_HARMLESS)
         return self._spoiled[value]
 
     def _leave_result(self, value: TensorNode, reason: str) -> None:
-        """Leaves the result of an op in float, and the op where its kernel gives integers alone."""
+        """Leaves the result of an op in float, and the op where its kernel gives only integers."""
         chain = self.finder.chains[value.expr]
         if self.view.backend.integer_layers and self.view.calls[chain.head].role is Role.COMPUTE:
             self.floats.update(dict.fromkeys(chain.exprs, reason))

@@ -117,10 +117,10 @@ def _choose_all(problem: Problem) -> Point:
 def read_table(qconfig: QConfig, backend: Backend) -> tuple[CostTable, str]:
     """Returns the table of the config, else the packaged one of the backend, and its name.
 
-    Of several packaged ones it is that of the processor most like this one, by its instruction sets.
+    Of several packaged ones it is the one of the processor most like this one, by its instruction sets.
 
     Raises:
-        ConfigError: when the file cannot be read, holds the times of another runtime, or the backend has no
+        ConfigError: when the file cannot be read, holds the times of another runtime, or the backend lacks
             choice.
     """
     if qconfig.cost_table is None:
@@ -145,7 +145,7 @@ def read_table(qconfig: QConfig, backend: Backend) -> tuple[CostTable, str]:
 def _place_pieces(
     traced: TracedModule, qconfig: QConfig, forms: Mapping[str, str], mixed: MixedRanges | None
 ) -> Placing | None:
-    """Writes the functions in pieces that the backend has no kernels for; None where there are none."""
+    """Writes the functions in pieces that the backend lacks kernels for; None where there are none."""
     view = read_view(traced, qconfig, mixed=mixed)
     integer = [view.calls[expr] for expr in view.order if view.on_integers(expr)]
     pieces = tuple(call for call in integer if call.kind in forms)

@@ -1,7 +1,7 @@
 """Merges parallel convolutions of one tensor whose results are added, as in RepVGG's training form.
 
 A convolution is linear in its weight, so ``conv(x; w1) + conv(x; w2) = conv(x; w1 + w2)`` once the smaller
-kernel is padded with zeros to the place where it stands in the larger one; a BatchNorm of ``x`` itself is a
+kernel is padded with zeros to the place where it stands in the larger one. A BatchNorm of ``x`` itself is a
 1x1 convolution with a diagonal weight (Ding et al. 2021, "RepVGG: Making VGG-style ConvNets Great Again",
 section 3.3). Computed in float64.
 """
@@ -185,7 +185,7 @@ def _note_merged(traced: TracedModule, biases: Sequence[tuple[_Branch, str]]) ->
     """Records in the origin which parameters were merged, so that the file's layers can be filled in again.
 
     The layer that stays has the sum of the weights, the others add nothing. The sum of the biases belongs to
-    the bias of the layer that stays or to its BatchNorm, or else to those of another branch.
+    the bias of the layer that stays or to its BatchNorm, or else to another branch's.
 
     Args:
         traced: the module, with the parameters that were merged.

@@ -164,7 +164,7 @@ class _Walk:
                 stack += [n for n in tensor_inputs(node.expr) if isinstance(n, TensorNode)]
 
     def _leave_layer(self, node: Node, reason: str) -> None:
-        """Leaves the result of a layer in float, and the layer where its kernel gives integers alone."""
+        """Leaves the result of a layer in float, and the layer where its kernel gives only integers."""
         chain = self.chains[node.expr]
         choice = self.view.choices[chain.head]
         if choice.quantize or choice.placement == "everything":

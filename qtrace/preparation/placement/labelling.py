@@ -1,9 +1,9 @@
 """Labels each op of a graph "integer" or "float" so that time plus weighted noise is smallest: a minimum cut.
 
 An op costs its time in the form that its label says. A tensor that an integer op writes and float ops read
-is dequantized for each of these, one that a float op writes and integer ops read is quantized once, changes
+is dequantized for each of these. One that a float op writes and integer ops read is quantized once. Changes
 of layout cost time where kernels order a tensor differently, and each rounded tensor and weight adds noise at
-the outputs. All these costs are unary or of the form "this is integer and that is float", so the energy is
+the outputs. All these costs are unary or of the form "this is integer and that is float". So the energy is
 submodular and a minimum cut of a graph finds its exact minimum, whatever the network looks like (Kolmogorov
 and Zabih, What Energy Functions Can Be Minimized via Graph Cuts?, TPAMI 2004).
 """

@@ -25,12 +25,12 @@ class Unit:
     Attributes:
         name: name of the op.
         float_seconds: its time between floats.
-        integer_seconds: its time on integers; None if the runtime has no such kernel.
+        integer_seconds: its time on integers; None if the runtime lacks such a kernel.
         noise: noise power at the outputs that rounding its weight, or values inside of it, adds, relative to
             the outputs' power.
         label: True or False if the config decides, None to choose.
         float_result: whether the integer kernel can write floats.
-        noise_weight: the factor of its noise and that of its result: 0 if only time counts.
+        noise_weight: the factor of its noise and of its result's: 0 if only time counts.
     """
 
     name: str

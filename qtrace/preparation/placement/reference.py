@@ -183,7 +183,7 @@ class MeasuredRun:
         self._exact = statistics.exact
 
     def _read_fixed(self, nodes: Sequence[Node]) -> None:
-        """Reads the ranges of those of ``nodes`` that depend on parameters and constants alone."""
+        """Reads the ranges of those of ``nodes`` that depend only on parameters and constants."""
         fixed = [node for node in nodes if node in self._fixed and is_float_tensor(node)]
         with evaluating(self.model), quiet_engine(self.model):
             values = evaluate_fixed(self.model, fixed) if fixed else {}

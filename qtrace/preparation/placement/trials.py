@@ -1,4 +1,4 @@
-"""Runs a graph with roundings beside its float graph, and looks at each group of columns of its outputs.
+"""Runs a graph with roundings next to its float graph, and looks at each group of columns of its outputs.
 
 What rounding each value and each weight of a calibrated graph costs at its outputs is estimated before. To
 first order, an error d of a value changes the outputs by J d, with the Jacobian J of the outputs. Its
@@ -63,7 +63,7 @@ def estimate_noise(
 
     Returns:
         Name of a node -> the noise of its value, and name of a layer's result -> the noise of its weight.
-        What is absent has no gradient to an output, or no finite one.
+        What is absent lacks a finite gradient to an output.
     """
     model, groups = run.model, run.groups
     if not groups:
@@ -104,9 +104,9 @@ class RoundingTrial:
         return max(10.0 ** (-self.sqnr / 10.0), 1.0 - self.selected)
 
     def keeps(self, least_db: float) -> bool:
-        """Returns whether the worst group has ``least_db``, and a selection is still that of float.
+        """Returns whether the worst group has ``least_db``, and a selection is still float's.
 
-        Where all rows are others, none is left to compare, and `sqnr` alone would be infinite.
+        Where all rows are others, none is left to compare, and `sqnr` would be infinite.
         """
         return self.sqnr >= least_db and self.selected >= LEAST_SHARE
 
@@ -213,7 +213,7 @@ class Trials:
     def column_ranges(self, nodes: Sequence[Node]) -> dict[Node, dict[str, tuple[float, float]]]:
         """Returns the range of each group of columns of those of ``nodes`` that have several groups.
 
-        Every column counts: an op behind a node may scale it up.
+        Every column counts: an op after a node may scale it up.
         """
         ranges: dict[Node, dict[str, tuple[float, float]]] = {}
         exact = self.run.exact(nodes)

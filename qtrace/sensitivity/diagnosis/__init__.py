@@ -2,8 +2,8 @@
 
 A run of the float graph measures each channel of each site: its range, its power and its own rounding error.
 What follows a site cannot blame it for errors from before it, as its own error is measured on float values.
-If the outputs are worse than good, the sites whose channels lose most are rounded alone, one run each, and
-ranked by the noise at the outputs: an error that the network hides, or one that is inherited, ranks low.
+If the outputs are worse than good, the sites whose channels lose most are rounded one at a time, and
+ranked by the noise at the outputs. An error that the network hides, or one that is inherited, ranks low.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Diagnosis(Displayed):
 
     Attributes:
         verdict: the verdict.
-        causes: the causes, those of the data first, then by their noise at the outputs.
+        causes: the causes, causes of the data first, then by their noise at the outputs.
         cures: the cure of each cause; None where there is none.
         sites: the evidence of every site, for figures.
     """
@@ -159,7 +159,7 @@ def diagnose(
         measured_on: what the batches are, in words.
         at_least: the limit for the metric, or for the SQNR in dB.
         run_file: returns the outputs of the file that was exported, for batches, which are judged in the
-            place of the graph's; None to run the graph. Behind a selection the graph runs, whose rows tell.
+            place of the graph's; None to run the graph. After a selection the graph runs, whose rows tell.
         progress: whether to show a progress bar on stderr while suspects are measured.
 
     Raises:
@@ -222,7 +222,7 @@ def _judge(
 
 
 def _suspects(evidence: Sequence[SiteEvidence]) -> list[str]:
-    """Returns the groups whose channels lose most, those of activations and of weights by turns."""
+    """Returns the groups whose channels lose most, activations and weights by turns."""
     groups: list[str] = []
     for sort in ("activation", "weight"):
         sites = sorted((e for e in evidence if e.sort == sort), key=lambda e: -e.channels.mean_relative_noise)

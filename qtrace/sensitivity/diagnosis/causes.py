@@ -52,7 +52,7 @@ class Cause:
 
 
 def find_cause(evidence: SiteEvidence) -> Cause | None:
-    """Returns the first cause that the evidence of a site shows; None where rounding alone is at work."""
+    """Returns the first cause that the evidence of a site shows; None where only rounding is at work."""
     for judge in _ACTIVATION_CAUSES if evidence.sort == "activation" else _WEIGHT_CAUSES:
         cause = judge(evidence)
         if cause is not None:
@@ -442,7 +442,7 @@ def cure_recipe(causes: Sequence[Cause], cures: Sequence[Cure | None], importing
     Args:
         causes: the causes.
         cures: the cure of each cause.
-        importing: the recipe to change, as a file beside the new one names it; None for its lines alone.
+        importing: the recipe to change, as a file beside the new one names it; None for only its lines.
     """
     pairs = [(cause, cure) for cause, cure in zip(causes, cures, strict=True) if cure is not None]
     if any(cure.data for _, cure in pairs):

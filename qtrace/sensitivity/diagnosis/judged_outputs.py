@@ -1,4 +1,4 @@
-"""The verdict on outputs beside those of float, whatever has computed them.
+"""The verdict on outputs compared with float's, whatever has computed them.
 
 The error of each sample: how far the figure of a few samples may be off, and the sample that lost most.
 """
@@ -55,7 +55,7 @@ _LEAST_VALUES = 64  # of a sample, from which its own signal is its measure: one
 
 @dataclass(frozen=True)
 class JudgedOutputs:
-    """Outputs beside those of float.
+    """Outputs compared with float's.
 
     Attributes:
         groups: the column groups of the outputs.
@@ -81,7 +81,7 @@ class JudgedOutputs:
     rounded: bool = True
 
     def count_new(self) -> int:
-        """Returns the number of samples that the calibration has not read, each counted once."""
+        """Returns the number of samples that the calibration did not read, each counted once."""
         again = sum(map(sum, self.repeated))
         return round((sum(self.counts) - again) * (1.0 - self.read))
 
@@ -107,8 +107,8 @@ class SampleErrors:
     def low_db(self) -> float:
         """Returns the SQNR in dB that other samples may have.
 
-        It is below that of these by the error of their mean at 97.5 % (Student's t). Samples count by their
-        signal. One sample has no such error: see `rests_on_one`.
+        It is below their figure by the error of their mean at 97.5 % (Student's t). Samples count by their
+        signal. One sample is without such an error: see `rests_on_one`.
         """
         signal, noise = float(self.signal.sum()), float(self.noise.sum())
         if not math.isfinite(noise) or noise == 0.0 or signal == 0.0:
@@ -153,7 +153,7 @@ def measure_samples(compared: JudgedOutputs) -> list[SampleErrors]:
 def measure_differences(compared: JudgedOutputs) -> tuple[list[SampleErrors], bool]:
     """Measures what differs between samples: each value without the mean of its place over all samples.
 
-    A box beside the corner of its grid, or a score that one class always has, is a large signal that every
+    A box near the corner of its grid, or a score that one class always has, is a large signal that every
     network keeps, whatever its input: an error beside it looks small.
 
     Returns:
@@ -206,7 +206,7 @@ class _Samples(NamedTuple):
     Attributes:
         reference: float's values, a row for each sample.
         error: the differences of the values in their place.
-        lost: whether a sample has values that are not finite on one side alone.
+        lost: whether a sample has values that are not finite on only one side.
     """
 
     reference: np.ndarray

@@ -60,7 +60,7 @@ class Channels:
 
     @property
     def alive(self) -> np.ndarray:
-        """Whether each channel has a power beside that of the strongest channel."""
+        """Whether each channel has a power compared with the strongest channel."""
         power = np.asarray(self.power)
         return power > _DEAD * max(float(power.max(initial=0.0)), float(np.finfo(np.float64).tiny))
 
@@ -101,7 +101,7 @@ def join_channels(parts: list[Channels]) -> Channels:
 
 @dataclass(frozen=True)
 class Branch:
-    """An input of an op that joins tensors, whose channels share a range with those of the other inputs.
+    """An input of an op that joins tensors, whose channels share a range with the other inputs.
 
     Attributes:
         name: the name of the input's node.
@@ -220,7 +220,7 @@ def measure_sites(model: QuantizedModel, twin: TracedModule, batches: Sequence[A
 def measure_output_noise(
     simulation: Simulation, evidence: Sequence[SiteEvidence], groups: Sequence[str], progress: bool = False
 ) -> list[SiteEvidence]:
-    """Measures what rounding each of ``groups`` alone costs at the outputs, by a run of the graph for each.
+    """Measures what rounding only each of ``groups`` costs at the outputs, by a run of the graph for each.
 
     Args:
         simulation: the graph on the evaluation data.

@@ -51,7 +51,7 @@ class GroupVerdict:
         axis: the axis along which columns count; None for the whole output.
         columns: the columns as half-open runs; () for the whole output.
         sqnr_db: the SQNR of the group in dB.
-        variation_db: the ratio of the variation within columns to that of the error, in dB: what is left of
+        variation_db: the ratio of the variation within columns to the error's, in dB: what is left of
             values that lie close together and far from 0.
         informative: whether the values tell anything of float's: they vary where float's do, and noise is
             less than half of the signal.

@@ -48,9 +48,9 @@ def files(
         functions: how functions of one value (sigmoid, SiLU, hard swish ...) and products of two activations
             are written between integers. "float" computes them between DEQUANTIZE and QUANTIZE: LiteRT makes
             that a look-up table. "table" is a GATHER, for devices without floats: exact, and slow on a
-            CPU. "native" is TFLite's integer kernel where it has one: up to one step off in a tenth of the
+            CPU. `"native"` is TFLite's integer kernel where it has one: up to one step off in a tenth of the
             values. Products never use a table: they are integer kernels with both. None is "float" with
-            ``io="float32"`` and "table" with ``io="int8"``, whose file has no float tensor then unless the
+            ``io="float32"`` and "table" with ``io="int8"``, whose file then lacks float tensors unless the
             graph keeps an op in float.
         allow_float: op kinds that may compute in float although the graph computes them on integers.
         nms: how the file of a detector chooses boxes, as a mapping of `Suppression`; None for only the

@@ -207,7 +207,7 @@ def test_force_does_not_remove_the_users_files(run, here, fakes):
     assert Path("out/thesis.tex").exists()
 
 
-def test_what_algorithms_did_is_told_and_written(run, here):
+def test_what_algorithms_did_is_reported_and_written(run, here):
     rng = np.random.default_rng(0)
     np.savez("d.npz", x=rng.normal(size=(4, 4)).astype("float32"))
     Path("lin.py").write_text(

@@ -82,7 +82,7 @@ def test_a_missing_file_is_a_mistake(inspect: Any) -> None:
     assert "missing.mge" in result.err
 
 
-def test_a_factory_without_a_shape_is_told_the_option_that_this_command_has(inspect):
+def test_a_factory_without_a_shape_is_reported_the_option_that_this_command_has(inspect):
     result = inspect("nets:conv")
     assert result.code == 2
     assert "nets:conv must be traced: give --shape, such as --shape 1x3x224x224." in result.err

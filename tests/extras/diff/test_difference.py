@@ -52,7 +52,7 @@ def test_the_same_model_has_no_difference() -> None:
     )
 
 
-def test_a_scale_that_moved_is_told_in_steps_of_the_first_model() -> None:
+def test_a_scale_that_moved_is_reported_in_steps_of_the_first_model() -> None:
     first, second = quantized(), quantized()
     name = "x"
     fake_quant = QuantizedModel(second).fake_quants[name]

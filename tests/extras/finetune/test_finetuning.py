@@ -176,7 +176,7 @@ def test_interrupted_run_resumes_to_the_same_bits(
     assert not file.exists()
 
 
-def test_damaged_checkpoint_is_told(traced: TracedModule, tmp_path: Path) -> None:
+def test_damaged_checkpoint_is_reported(traced: TracedModule, tmp_path: Path) -> None:
     file = tmp_path / "state.npz"
     file.write_bytes(b"PK\x03\x04 not whole")
     with pytest.raises(TrainingError, match="is damaged"):
@@ -205,7 +205,7 @@ def test_loss_that_is_not_finite_stops_with_its_site_and_restores(monkeypatch: p
     assert graph_hash(prepared) == before
 
 
-def test_data_that_is_not_finite_is_told(traced: TracedModule) -> None:
+def test_data_that_is_not_finite_is_reported(traced: TracedModule) -> None:
     bad = _data()
     bad[0][:] = np.inf
     with pytest.raises(CalibrationError, match="the data: batch 0 holds NaN or infinite values"):

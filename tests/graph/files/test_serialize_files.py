@@ -116,7 +116,7 @@ def _damaged(whole, rng):
     return bytes(damaged)
 
 
-def test_any_damage_is_told_and_changes_no_number(tmp_path):
+def test_any_damage_is_reported_and_changes_no_number(tmp_path):
     path = tmp_path / "net.mge"
     save(traced_net(), path)
     whole, rng = path.read_bytes(), np.random.RandomState(3)

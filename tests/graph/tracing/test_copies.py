@@ -189,7 +189,7 @@ def test_a_module_with_right_values_is_a_note_only(caplog: pytest.LogCaptureFixt
     assert [r.levelno for r in caplog.records] == [logging.INFO]
 
 
-def test_a_wrong_trace_is_still_told_where_there_are_copies() -> None:
+def test_a_wrong_trace_is_still_reported_where_there_are_copies() -> None:
     def forward(self, x):
         y = x[..., :2] + self.grid
         return y * 2.0 if peek(x.mean()) > 0.0 else F.exp(y)

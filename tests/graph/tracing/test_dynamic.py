@@ -78,7 +78,7 @@ def test_values_are_repeated_along_open_axes(tmp_path: Path) -> None:
     np.testing.assert_allclose(module(mge.Tensor(x)).numpy(), theirs, atol=1e-5)
 
 
-def test_the_record_lasts(tmp_path: Path) -> None:
+def test_record_of_open_axes_survives_save_and_load(tmp_path: Path) -> None:
     traced = qtrace.trace(unet(), X, dynamic=OPEN)
     axes = (OpenAxis("x", 0, "N", "N"), OpenAxis("x", 2, "H", "H"), OpenAxis("x", 3, "W", "W"))
     save(traced, tmp_path / "net.mge")

@@ -48,7 +48,7 @@ FAILURES = [_fails_by_itself, _fails_in_a_call, _fails_in_a_submodule, _fails_wh
 
 
 @pytest.mark.parametrize("fail", FAILURES)
-def test_the_next_trace_works(fail: Callable[[TracedModule], None]) -> None:
+def test_a_trace_after_a_failed_one_is_unaffected(fail: Callable[[TracedModule], None]) -> None:
     module = _layer()
     traced = trace_module(module, mge.Tensor(X))
     expected, shown = module(mge.Tensor(X)).numpy(), str(traced.graph)

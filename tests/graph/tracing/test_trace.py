@@ -130,7 +130,7 @@ def test_functions_alone_are_a_model():
     np.testing.assert_array_equal(traced(mge.Tensor(ROWS)), np.maximum(ROWS, 0) * 2)
 
 
-def test_what_is_no_module_is_told_where_to_go():
+def test_what_is_no_module_is_reported_where_to_go():
     for root, kind in ((3, "int"), (functools.partial(F.relu), "partial"), (M.ReLU, "the class ReLU")):
         with pytest.raises(TraceError, match=f"can be traced, not {kind}: call it in a function or in"):
             trace(root, ROWS)

@@ -41,7 +41,7 @@ def _write(path: Path, names: list[str], ir_version: int = 8) -> Path:
         (["a", "b", "c", "d"], "inputs 'a', 'b', 'c', 'd' have default values"),
     ],
 )
-def test_inputs_with_default_values_are_told(
+def test_inputs_with_default_values_are_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, names: list[str], words: str
 ) -> None:
     path = _write(tmp_path / "n.onnx", names)
@@ -52,7 +52,7 @@ def test_inputs_with_default_values_are_told(
 
 
 @pytest.mark.parametrize(("names", "ir_version"), [([], 8), (["a", "b", "c", "d"], 3)])
-def test_stored_values_that_no_caller_can_replace_are_not_told(
+def test_stored_values_that_no_caller_can_replace_are_not_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, names: list[str], ir_version: int
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="qtrace"):
@@ -60,7 +60,7 @@ def test_stored_values_that_no_caller_can_replace_are_not_told(
     assert "default" not in caplog.text
 
 
-def test_settings_are_told_apart_from_weights_and_from_what_is_cut(
+def test_settings_are_reported_apart_from_weights_and_from_what_is_cut(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="qtrace"):

@@ -149,7 +149,7 @@ def test_what_no_config_changes_says_what_to_do_instead() -> None:
     assert any("only float32 values are quantized" in f.remark for f in other)
 
 
-def test_a_kernel_that_another_backend_has_is_told() -> None:
+def test_a_kernel_that_another_backend_has_is_reported() -> None:
     _, (floats,) = _checked(_net(F.sigmoid), backend="megengine")
     assert "a kernel for it; backends with one: " in floats.remark
     assert "onnxruntime" in floats.remark
@@ -169,7 +169,7 @@ def test_a_packaged_rule_is_overruled_and_not_dropped() -> None:
     assert "add to rules: - {match: {name: relu_out}, quantize: true}" in story.text()
 
 
-def test_two_rules_on_one_line_of_a_file_are_told_apart(tmp_path: Path) -> None:
+def test_two_rules_on_one_line_of_a_file_are_reported_apart(tmp_path: Path) -> None:
     file = tmp_path / "my.yaml"
     rules = "[{match: {name: a}, quantize: false}, {match: {name: b}, quantize: false}]"
     file.write_text(f"schema: qtrace/1\nrules: {rules}\n")

@@ -118,7 +118,7 @@ rules:
 """
 
 
-def test_rules_are_told_in_order_with_what_each_changed(tmp_path: Path) -> None:
+def test_rules_are_reported_in_order_with_what_each_changed(tmp_path: Path) -> None:
     file = tmp_path / "my.yaml"
     file.write_text(RECIPE)
     traced = qtrace.trace(_chain(), X)
@@ -270,7 +270,7 @@ def test_modules_by_path_and_glob() -> None:
     assert [s.title for s in explanation.why("relu")] == ["one_out"]  # a kind of op, where no name is so
 
 
-def test_an_unknown_name_is_told_with_the_nearest() -> None:
+def test_an_unknown_name_is_reported_with_the_nearest() -> None:
     explanation = _explain(_chain())
     with pytest.raises(
         GraphError, match="nothing here is called 'softmax_ou': .*the nearest are softmax_out"

@@ -48,12 +48,12 @@ def _kinds(way: Callable[[Any], Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("way", NEUTRAL)
-def test_what_changes_no_value_goes(way: str) -> None:
+def test_what_changes_no_value_is_removed(way: str) -> None:
     assert _kinds(NEUTRAL[way]) == ["conv2d", "relu"]
 
 
 @pytest.mark.parametrize("way", OTHER)
-def test_what_changes_values_shapes_or_types_stays(way: str) -> None:
+def test_what_changes_values_shapes_or_types_is_kept(way: str) -> None:
     assert len(_kinds(OTHER[way])) > 2
 
 

@@ -96,7 +96,7 @@ def test_the_gradient_of_a_weight_is_that_of_finite_differences() -> None:
             loss(layer, weight)
 
 
-def test_the_rate_is_20_in_all_steps_unless_told() -> None:
+def test_the_rate_is_20_in_all_steps_unless_set() -> None:
     one = {"batch": 1, "scale_lr": 0, "drop": 0, "warmup": 0, "beta": (2, 2), "strength": 0, "seed": 0}
     rates = [
         DescentSettings(iterations=n, lr=lr, **one).rate for n, lr in ((20_000, None), (50, None), (50, 0.3))

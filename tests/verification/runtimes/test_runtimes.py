@@ -32,7 +32,7 @@ def test_the_suffix_chooses_and_names_are_known() -> None:
         runtimes.get(Path(""))
 
 
-def test_a_missing_package_is_told_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ExportError, match=r"needs the package openvino: run pip install .*\[openvino\]"):
         runtimes.get(Path("m.onnx"), "openvino")

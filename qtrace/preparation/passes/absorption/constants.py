@@ -34,7 +34,7 @@ class ConstantOp:
 
 
 def computed_constants(traced: TracedModule) -> dict[Node, np.ndarray]:
-    """Computes the factors and summands that depend on parameters alone, such as one entry of a vector.
+    """Computes the factors and summands that depend only on parameters, such as one entry of a vector.
 
     Args:
         traced: a flat, expanded traced module.
@@ -58,7 +58,7 @@ def read_constant_op(
     Args:
         traced: the module of the stored numbers.
         call: the op; None for an expr that no rule reads.
-        computed: the numbers of nodes that depend on parameters alone.
+        computed: the numbers of nodes that depend only on parameters.
         norms: whether to read a BatchNorm in evaluation as such an op.
     """
     if call is None or not call.expr.outputs or not is_float_tensor(call.out) or call.out.shape is None:

@@ -69,7 +69,7 @@ def pass_forward(call: OpCall, x: TensorNode, map: LinearMap) -> Passed:
     """Returns the maps of the outputs of ``call`` if its input ``x`` has ``map``.
 
     Raises:
-        BlockedError: when the outputs have no such maps.
+        BlockedError: when the outputs lack such maps.
     """
     if call.kind != "concat" and call.inputs != (x,):
         raise BlockedError(f"{call.out.name} ({call.kind}) reads it with other values", always=True)

@@ -73,7 +73,7 @@ def set_ranges(view: QuantizedModel, parameters: NativeParameters) -> None:
 
     Args:
         view: the prepared module.
-        parameters: the parameters; those of the biases follow.
+        parameters: the parameters; the biases' follow.
     """
     fake_quants = view.fake_quants
     for group, qparams in parameters.qparams.items():
@@ -118,7 +118,7 @@ class _Giver:
         return parameters
 
     def _origins(self, sites: list[Site], carried: list[str] | tuple[str, ...]) -> Iterator[Origin]:
-        """Yields the parameters that the tensors of a group bring; those of the group's last tensor first."""
+        """Yields the parameters that the tensors of a group bring, from the group's last tensor on."""
         if sites[0].sort == "weight":
             expr = self.nodes[sites[0].node].expr
             if isinstance(expr, GetAttr) and expr.name in self.located.weights:

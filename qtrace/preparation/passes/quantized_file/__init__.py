@@ -1,4 +1,4 @@
-"""Sites that are given, such as those of a quantized file: a prepared, calibrated module without any data.
+"""Sites that are given, as in a quantized file: a prepared, calibrated module without any data.
 
 `tensors` describes given roundings, `marks` takes the roundings out of a graph, `sites` places one site for
 each of them, and `quantize_as_file` makes the prepared module and checks that no integer has changed.
@@ -44,7 +44,7 @@ def quantize_as_file(
         A calibrated module in the phase ``quantize``, as after ``prepare`` and ``calibrate``.
 
     Raises:
-        GraphError: when roundings have no equal site, or re-quantized values have other integers than the
+        GraphError: when roundings lack an equal site, or re-quantized values have other integers than the
             given ones; the message names all of them.
     """
     config = config or QConfig()

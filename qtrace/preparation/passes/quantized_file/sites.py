@@ -37,7 +37,7 @@ class FileRoundings:
         config: the config: backend, observers, fake quant.
         qparams: site -> its parameters.
         stored: site of a parameter -> its grid.
-        problems: a clause for each rounding that has no equal.
+        problems: a clause for each rounding without an equal.
     """
 
     model: TracedModule

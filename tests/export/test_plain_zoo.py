@@ -19,9 +19,8 @@ from qtrace.errors import ExportError
 from qtrace.graph.flatten import flatten
 from qtrace.graph.types import GetAttr, TracedModule
 from qtrace.graph.walk import exprs, owner
-from qtrace.verification.runs import leaves
 from tests.zoo.catalog import CNN
-from tests.zoo.checks import tensors
+from tests.zoo.checks import leaves, tensors
 from tests.zoo.detectors.entries import DETECTORS
 from tests.zoo.quick import one_of_each, parameters
 from tests.zoo.transformers.entries import TRANSFORMERS, USER_NETS

@@ -20,9 +20,9 @@ import pytest
 import qtrace
 from qtrace.errors import ExportError
 from qtrace.graph.types import TracedModule
-from qtrace.verification.runs import leaves
 from tests.each import each_of
 from tests.nets import images, net
+from tests.zoo.checks import leaves
 
 # Format -> recipe, name of a file, runtime that verifies it and options of the export.
 FORMATS: dict[str, tuple[str, str, str, dict[str, Any]]] = {

@@ -11,9 +11,8 @@ import pytest
 import qtrace
 from qtrace.graph.flatten import flatten
 from qtrace.preparation.model import QuantizedModel
-from qtrace.verification.runs import leaves
 from tests.zoo.catalog import CNN
-from tests.zoo.checks import tensors
+from tests.zoo.checks import leaves, tensors
 from tests.zoo.detectors.entries import DETECTORS
 from tests.zoo.quick import one_of_each, parameters
 from tests.zoo.transformers.entries import TRANSFORMERS

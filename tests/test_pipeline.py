@@ -152,7 +152,7 @@ def test_no_data_is_an_error_and_leaves_the_module_as_it_was() -> None:
     prepared = _prepared(calibrated=False)
     with pytest.raises(CalibrationError, match="no batches"):
         qtrace.calibrate(prepared, [], progress=False)
-    with pytest.raises(CalibrationError, match=r"sites have no .*, the first is \w+: run qtrace\.calibrate"):
+    with pytest.raises(CalibrationError, match=r"sites lack .*, the first is \w+: run qtrace\.calibrate"):
         qtrace.set_phase(prepared, "quantize")
     calibrated = _prepared()
     before = [f.qparams() for f in fake_quants(calibrated)]

@@ -122,6 +122,9 @@ class OnnxEditor(OnnxModel):
         self.set_nodes(model.graph.node)
         super().__init__(model)
         self._taken = self.names()
+        read = {*self.readers, *self.output_names}
+        # Their results may be asked for, as the places of a selection are.
+        self._idle = {name for node in self.nodes() if read.isdisjoint(node.output) for name in node.output}
 
     def set_nodes(self, nodes: Iterable[NodeProto]) -> None:
         """Gives the graph other nodes, in order."""
@@ -171,8 +174,8 @@ class OnnxEditor(OnnxModel):
         return old, node.output[0]
 
     def drop_unread(self, *kinds: str) -> None:
-        """Drops the nodes, of these types or all, and the constants that nothing reads."""
-        read = set(self.output_names)
+        """Drops the nodes, of these types or all, and the constants that nothing reads any more."""
+        read = {*self.output_names, *self._idle}
         for group in reversed(self._groups.values()):
             for node in reversed(group.copy()):
                 if (kinds and node.op_type not in kinds) or not read.isdisjoint(node.output):

@@ -295,7 +295,7 @@ def test_formats_without_a_composite_get_its_pieces(tmp_path: Path) -> None:
 def test_formats_of_quantized_modules_refuse(format: str, resnet: TracedModule, tmp_path: Path) -> None:
     sentence = (
         f"format {format} writes quantized modules, and ResNet is a plain traced module: prepare, calibrate "
-        "and convert it first, or write it in float in format caffe, msc, ncnn, onnx or tflite."
+        "and convert it first, or write it in float as caffe, msc, ncnn, onnx or tflite."
     )
     with pytest.raises(ExportError) as caught:
         qtrace.export(resnet, tmp_path / "m.out", format=format)

@@ -96,7 +96,7 @@ def test_groups_that_come_from_the_batch_fix_it(after: Forward, backend: str, tm
 @pytest.mark.parametrize("backend", ["tflite", "ncnn"])
 def test_kernels_from_data_are_refused_before_the_calibration(backend: str) -> None:
     traced = qtrace.trace(_net(_correlated), IMAGES)
-    with pytest.raises(ConfigError, match=f"conv2d_out: its weight is computed .* backend {backend} hold"):
+    with pytest.raises(ConfigError, match=f"conv2d_out: its weight is computed .* files for {backend} hold"):
         qtrace.prepare(traced, f"backend/{backend}")
 
 

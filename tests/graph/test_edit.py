@@ -129,7 +129,7 @@ def test_an_exception_leaves_the_graph_as_it_was(fault: str) -> None:
 
 def test_missing_attributes_are_named() -> None:
     traced, _ = _flat()
-    with pytest.raises(GraphError, match=r"no attribute 'nothing\.here'"):
+    with pytest.raises(GraphError, match=r"lacks attribute 'nothing\.here'"):
         GraphEditor(traced).get_attr("nothing.here")
     with pytest.raises(GraphError, match="already"):
         add_submodule(traced, "a", M.ReLU())

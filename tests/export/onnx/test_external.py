@@ -80,7 +80,7 @@ def test_what_no_file_holds_is_split_in_one_line_or_refused(
     path = qtrace.export(converted, tmp_path / "m.onnx")
     lines = [r.message for r in caplog.records if "m.onnx.data" in r.message]
     assert len(lines) == 1
-    assert "which stays beside it" in lines[0]
+    assert "which stays next to it" in lines[0]
     assert "copy both into a folder of their own" in lines[0]
     assert [t.name for t in onnx.load(path).graph.initializer] == [t.name for t in whole.graph.initializer]
     with pytest.raises(ExportError, match=r"more than one ONNX file holds: leave out external=false"):

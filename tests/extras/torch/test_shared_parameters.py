@@ -95,9 +95,18 @@ SHARED = {
     ),
     "a gain beside its norm": (_beside("bn.weight", "Reshape"), "bn.weight is read in several places"),
     "a variance beside its norm": (_beside("bn.running_var", "Reshape"), "bn.running_var is read in several"),
-    "numbers of a weight": (_beside("a.weight"), r"a\.weight changed, and .* computes numbers from it"),
-    "numbers of a bias": (_beside("a.bias"), r"a\.bias changed, and .* computes numbers from it"),
-    "numbers of a shift": (_beside("bn.bias"), r"bn\.bias changed, and .* computes numbers from it"),
+    "numbers of a weight": (
+        _beside("a.weight"),
+        r"a\.weight changed, but numbers that .* did not",
+    ),
+    "numbers of a bias": (
+        _beside("a.bias"),
+        r"a\.bias changed, but numbers that .* did not",
+    ),
+    "numbers of a shift": (
+        _beside("bn.bias"),
+        r"bn\.bias changed, but numbers that .* did not",
+    ),
 }
 
 

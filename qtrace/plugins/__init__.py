@@ -239,9 +239,7 @@ def attribute(package: str, name: str, others: Mapping[str, str]) -> Any:
     # Python looks up private names by itself, which must not import the plugins.
     names = others if name in others or name.startswith("_") else exported(package, others)
     if name not in names:
-        raise AttributeError(
-            f"module {package!r} has no attribute {name!r}: it has {', '.join(sorted(names))}"
-        )
+        raise AttributeError(f"{package!r} has no attribute {name!r}: it has {', '.join(sorted(names))}")
     return getattr(importlib.import_module(names[name]), name)
 
 

@@ -17,10 +17,11 @@ import pytest
 import qtrace
 from qtrace.errors import ExportError
 from qtrace.graph.flatten import flatten
+from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import GetAttr, TracedModule
 from qtrace.graph.walk import exprs, owner
 from tests.zoo.catalog import CNN
-from tests.zoo.checks import leaves, tensors
+from tests.zoo.checks import tensors
 from tests.zoo.detectors.entries import DETECTORS
 from tests.zoo.quick import one_of_each, parameters
 from tests.zoo.transformers.entries import TRANSFORMERS, USER_NETS
@@ -72,7 +73,7 @@ def test_network(case: Case, tmp_path: Path) -> None:
     path = qtrace.export(traced, tmp_path / "m.onnx")
     session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     outputs = session.run(None, dict(zip([i.name for i in session.get_inputs()], _arrays(args), strict=True)))
-    for expected, output in zip(leaves(traced(*tensors(args))), outputs, strict=True):
+    for expected, output in zip(Interpreter(traced).run_flat(*tensors(args)), outputs, strict=True):
         assert output.shape == tuple(expected.shape)
         assert np.abs(expected.numpy() - output).max(initial=0) <= 1e-5 * np.abs(output).max(initial=0)
     model = onnx.load(path)

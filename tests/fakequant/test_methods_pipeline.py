@@ -66,7 +66,7 @@ def _train(prepared: TracedModule, steps: int = 3) -> None:
 )
 def test_trained_ranges_survive_everything(name: str, fold: bool, tmp_path: Path) -> None:
     if name == "tqt" and not fold:
-        with pytest.raises(ConfigError, match=r"site conv_weight: .*bn_out.*no powers of two: set qat"):
+        with pytest.raises(ConfigError, match=r"site conv_weight: .*bn_out.*powers of two: set qat"):
             _prepared(name, fold)
         return
     prepared = qtrace.calibrate(_prepared(name, fold), BATCHES, progress=False)

@@ -12,7 +12,7 @@ from qtrace.comparing.sums import Outputs
 from qtrace.data.batches import as_arguments, evaluating, translate_errors
 from qtrace.graph.deferred_runs import begin_run
 from qtrace.graph.interpreter import Interpreter
-from qtrace.graph.stepping import RefusedRunError, SegmentEngine, Stepper, WholeEngine, as_array
+from qtrace.graph.stepping import SegmentEngine, finish_whole
 from qtrace.graph.types import TracedModule
 
 __all__ = ["begin_outputs", "outputs_of", "read_outputs", "rows_of"]
@@ -33,11 +33,8 @@ def outputs_of(model: TracedModule, batches: Iterable[Any], engine: SegmentEngin
     with evaluating(model):
         if engine is not None:
             arguments = [as_arguments(batch, model, index) for index, batch in enumerate(batches)]
-            try:
-                stepper = Stepper(model, arguments, engine=WholeEngine(engine))
-                return [[as_array(value) for value in stepper.finish(i)] for i in range(stepper.count)]
-            except RefusedRunError:
-                pass
+            if (outputs := finish_whole(model, arguments, engine)) is not None:
+                return outputs
         return [read_outputs(Interpreter(model, waits=True), batch, i) for i, batch in enumerate(batches)]
 
 

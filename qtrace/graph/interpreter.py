@@ -99,15 +99,18 @@ class Interpreter:
         Raises:
             GraphError: when the arguments do not have the structure that was traced.
         """
-        out_def = self.traced.argdef_outdef_map[self.bind(args, kwargs)[0]]
-        return out_def.unflatten(self.run_flat(*args, **kwargs))
+        arg_def, outputs = self._run_bound(args, kwargs)
+        return self.traced.argdef_outdef_map[arg_def].unflatten(outputs)
 
     def run_flat(self, *args: Any, **kwargs: Any) -> list[Any]:
         """Does what `run` does, and returns the values of the graph's outputs in their order."""
+        return self._run_bound(args, kwargs)[1]
+
+    def _run_bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[TreeDef, list[Any]]:
+        """Returns the key of the graph for these arguments, and what `run_flat` does."""
         arg_def, inputs = self.bind(args, kwargs)
-        graph = self.traced.argdef_graph_map[arg_def]
         try:
-            return self.run_all(graph, inputs)
+            return arg_def, self.run_all(self.traced.argdef_graph_map[arg_def], inputs)
         except ENGINE_ERRORS as error:
             if problem := locate_failure(self.traced, *args, **kwargs):
                 error.args = (problem,)

@@ -32,6 +32,7 @@ __all__ = [
     "as_array",
     "exchange_function",
     "finish",
+    "finish_whole",
     "keep",
     "order_together",
     "write_order",
@@ -558,3 +559,22 @@ def _needed_steps(steps: Sequence[Expr], nodes: Iterable[Node], known: set[Node]
             needed.append(step)
             wanted.update(node for node in step.inputs if node not in known)
     return needed[::-1]
+
+
+def finish_whole(
+    traced: TracedModule,
+    batches: Iterable[tuple[tuple[Any, ...], dict[str, Any]]],
+    engine: SegmentEngine,
+) -> list[list[np.ndarray]] | None:
+    """Returns the outputs of a graph for each batch; None where the engine does not compute all of it.
+
+    Args:
+        traced: a flat graph in eval mode, in its present phases.
+        batches: the arguments of each batch.
+        engine: computes the whole graph.
+    """
+    try:
+        stepper = Stepper(traced, batches, engine=WholeEngine(engine))
+        return [[as_array(value) for value in stepper.finish(index)] for index in range(stepper.count)]
+    except RefusedRunError:
+        return None

@@ -29,6 +29,7 @@ class OnnxModel:
         stored: name -> constant: an initializer, or the value of a Constant node.
         producers: tensor -> the node that gives it.
         readers: tensor -> the nodes that read it, one entry for each input, and one if bodies read it.
+        output_names: the names of the outputs.
     """
 
     def __init__(self, model: ModelProto) -> None:
@@ -40,6 +41,7 @@ class OnnxModel:
         self.stored: dict[str, TensorProto] = {tensor.name: tensor for tensor in self.graph.initializer}
         self.producers: dict[str, NodeProto] = {}
         self.readers: dict[str, list[NodeProto]] = {}
+        self.output_names = {value.name for value in self.graph.output}
         for node in self.nodes():
             self.producers.update((name, node) for name in node.output if name)
             for name in read_names(node):
@@ -67,11 +69,6 @@ class OnnxModel:
     def outputs(self) -> list[ValueInfoProto]:
         """The outputs."""
         return list(self.graph.output)
-
-    @property
-    def output_names(self) -> list[str]:
-        """The names of the outputs."""
-        return [value.name for value in self.graph.output]
 
     def names(self) -> set[str]:
         """Returns the names that tensors and nodes of the graph have."""

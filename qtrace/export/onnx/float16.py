@@ -87,7 +87,7 @@ class _Writer(OnnxEditor):
     def __init__(self, model: Any, types: Mapping[str, int]) -> None:
         super().__init__(model)
         self.stored = {tensor.name: tensor for tensor in self.graph.initializer}  # without Constant nodes
-        self.types, self.ends = types, set(self.output_names)
+        self.types = types
         self.halves: dict[str, str] = {}  # a float32 tensor -> the same in float16
 
     def has_floats(self, node: NodeProto) -> bool:
@@ -130,7 +130,7 @@ class _Writer(OnnxEditor):
         """Writes nodes in float16, and Casts around them."""
         chosen = {id(node) for node in nodes}
         wide = {name for node in self.nodes() if id(node) not in chosen for name in read_names(node)}
-        wide |= self.ends
+        wide |= self.output_names
         wide.update(
             node.input[i]
             for node in nodes
@@ -148,7 +148,7 @@ class _Writer(OnnxEditor):
             for place, name in enumerate(node.output):
                 if self.types.get(name) == _FLOAT:
                     node.output[place] = self._result(name, wide, order)
-        self.set_nodes(_without_detours(order, self._all_halves(), self.ends))
+        self.set_nodes(_without_detours(order, self._all_halves(), self.output_names))
         self.drop_unread()
         self.finish()
 

@@ -253,9 +253,7 @@ def refuse_reads(name: str, reads: Sequence[PythonRead], allow_branch: Sequence[
     if not problems:
         return
     listed = shorten_list((f"{r.line} reads {r.node} by {r.how}" for r in problems), "; ")
-    allowed = shorten_list(
-        (f"--allow-branch {line}" for line in dict.fromkeys(r.line for r in problems)), " "
-    )
+    allowed = " ".join(f"--allow-branch {line}" for line in dict.fromkeys(r.line for r in problems))
     raise TraceError(
         f"{name} uses values of its data as Python values, which a trace fixes: {listed}. Compute with "
         "tensor operations (F.where for a branch), or take it out of forward. To keep the branch that the "

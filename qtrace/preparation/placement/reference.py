@@ -28,7 +28,7 @@ from qtrace.graph.dataflow import evaluate_fixed, fixed_nodes, needed_nodes, sta
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.kernels import quiet_engine
 from qtrace.graph.opaque import OpaqueOp, divides_by_inputs, opaque_calls
-from qtrace.graph.stepping import RefusedRunError, SegmentEngine, Stepper, WholeEngine, keep
+from qtrace.graph.stepping import SegmentEngine, finish_whole
 from qtrace.graph.types import CallFunction, Expr, Input, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, is_float_tensor, owner, reads_shape, tensor_inputs
 
@@ -75,7 +75,7 @@ class MeasuredRun:
         engine: SegmentEngine | None = None,
     ) -> None:
         self.model, self.samples, self.advance, self._reads_ranges = model, samples, advance, ranges
-        self._engine = None if engine is None else WholeEngine(engine)
+        self._engine = engine
         ends, scores = find_ends(model), find_scores(model)
         self.ends = tuple(dict.fromkeys((*ends, *scores, *find_unseen(model))))
         self.outputs = tuple(e for e in ends if e not in scores or e in model.graph.outputs) or ends
@@ -132,23 +132,19 @@ class MeasuredRun:
         self._run(nodes)
         return self._exact
 
-    def compute(self, graph: TracedModule, nodes: Sequence[Node]) -> list[dict[Node, np.ndarray]] | None:
+    def compute(self, graph: TracedModule, nodes: Collection[Node]) -> list[dict[Node, np.ndarray]] | None:
         """Returns for each batch the values of nodes of a graph; None where the engine does not compute them.
 
         Args:
             graph: a flat graph with the inputs of the float graph, in its present phases.
-            nodes: nodes of the graph.
+            nodes: nodes of the graph; only its outputs are computed at once.
         """
-        computed = {node for expr in exprs(graph) for node in expr.outputs} - fixed_nodes(graph)
-        if self._engine is None or self.samples is None or not computed.issuperset(nodes):
+        ends = graph.graph.outputs
+        if self._engine is None or self.samples is None or not set(nodes) <= set(ends):
             return None
-        try:
-            with evaluating(graph), quiet_engine(graph):
-                stepper = Stepper(graph, self.samples, engine=self._engine)
-                values = stepper.watch(exprs(graph)[-1], nodes, keep)
-        except RefusedRunError:
-            return None
-        return [dict(zip(nodes, own, strict=True)) for own in values]
+        with evaluating(graph), quiet_engine(graph):
+            values = finish_whole(graph, self.samples, self._engine)
+        return None if values is None else [dict(zip(ends, own, strict=True)) for own in values]
 
     @cached_property
     def groups(self) -> tuple[EndGroup, ...]:

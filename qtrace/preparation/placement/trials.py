@@ -163,8 +163,8 @@ class Trials:
     ) -> RoundingTrial:
         shares = SelectedShares.of(self.model, self.run.ends)
         totals = dict.fromkeys(self.groups, 0.0)
-        plain = not shares and not rounded  # no rows to compare, and no values to change on the way
-        computed = self.run.compute(graph, list(dict.fromkeys(ends.values()))) if plain else None
+        # An engine tells no rows to compare, and changes no values on the way.
+        computed = None if shares or rounded else self.run.compute(graph, set(ends.values()))
         same: Mapping[Node, np.ndarray]
         own: Mapping[Node, np.ndarray]
         with evaluating(self.model), evaluating(graph), quiet_engine(self.model):

@@ -19,7 +19,7 @@ from qtrace.calibration.choice import Chosen, choose_segments
 from qtrace.calibration.collecting import CollectOptions, collect, observe_parameters
 from qtrace.calibration.distributed import Collective, common_statistics, current
 from qtrace.calibration.statistics import Statistics
-from qtrace.config.algorithm import algorithms as algorithms_of
+from qtrace.config.checking import algorithms as algorithms_of
 from qtrace.data.batches import check_batches, evaluating
 from qtrace.errors import CalibrationError, QtraceError
 from qtrace.fakequant.following.bias import BIAS_LIMIT
@@ -28,7 +28,7 @@ from qtrace.graph.flatten import flatten
 from qtrace.graph.stepping import SegmentEngine
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import get_module
-from qtrace.learning.choice import choose_learning
+from qtrace.learning import choose_learning
 from qtrace.numerics import SMALLEST_SCALE
 from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.annotation import Preference

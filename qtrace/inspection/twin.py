@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from qtrace.config import QConfig
-from qtrace.config.algorithm import algorithms, check_imported
-from qtrace.config.spec import specs
+from qtrace.config.checking import algorithms, check_imported
+from qtrace.config.rule import specs
 from qtrace.errors import ConfigError, GraphError
 from qtrace.graph.flatten import flatten
 from qtrace.graph.types import TracedModule

@@ -15,7 +15,7 @@ import numpy as np
 from megengine import Tensor
 
 from qtrace.comparing.selections import SORTS, find_selecting, read_ranking
-from qtrace.config.algorithm import algorithms, is_packaged
+from qtrace.config.checking import algorithms, is_packaged
 from qtrace.data import Batch
 from qtrace.data.base import batch_length
 from qtrace.data.batches import as_arguments

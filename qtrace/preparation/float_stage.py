@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from qtrace.config import QConfig
-from qtrace.config.algorithm import Algorithm, algorithms
+from qtrace.config.checking import Algorithm, algorithms
 from qtrace.graph.tracing.copies import find_copies, insert_copies
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.passes.base import Left

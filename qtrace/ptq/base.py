@@ -12,7 +12,7 @@ from megengine import Tensor
 from pydantic import Field
 
 from qtrace.comparing.sums import ErrorSums, finite_or_none
-from qtrace.config.algorithm import Algorithm
+from qtrace.config.checking import Algorithm
 from qtrace.data.batches import as_arguments
 from qtrace.errors import CalibrationError
 from qtrace.graph.stepping import SegmentEngine
@@ -99,7 +99,7 @@ class CalibratedTask:
         engine: computes the inputs and outputs of layers faster than MegEngine, where it can; None for
             MegEngine.
         learning: computes the steps of what is learned faster than MegEngine, where it can (a
-            `qtrace.learning.engine.LearningEngine`); None for MegEngine.
+            `qtrace.learning.LearningEngine`); None for MegEngine.
         threads: number of threads that compute; None for all cores.
     """
 

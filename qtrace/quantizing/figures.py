@@ -197,7 +197,7 @@ def _read_costs(figures: Figures) -> CostTable | None:
     """
     from qtrace.config import backends
     from qtrace.costs import CostTable
-    from qtrace.costs.processor import processor_flags
+    from qtrace.costs.table import processor_flags
 
     if figures.cost_table:
         try:

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from qtrace.config import QConfig, Rule, Spec
-from qtrace.config.algorithm import prefix_errors
 from qtrace.config.backends import Backend
-from qtrace.config.checking import check_method, check_plugin, check_scheme
+from qtrace.config.checking import check_method, check_plugin, check_scheme, prefix_errors
 from qtrace.config.rule import Method, Placement
 from qtrace.errors import ConfigError
 from qtrace.graph.types import Expr, TracedModule

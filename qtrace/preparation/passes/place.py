@@ -15,7 +15,8 @@ from pathlib import Path
 from qtrace import ops
 from qtrace.config import QConfig, backends
 from qtrace.config.backends.base import Backend
-from qtrace.costs import CostTable, processor
+from qtrace.costs import CostTable
+from qtrace.costs import table as cost_tables
 from qtrace.errors import ConfigError
 from qtrace.graph.edit import GraphEditor
 from qtrace.graph.types import Expr, TracedModule
@@ -124,7 +125,7 @@ def read_table(qconfig: QConfig, backend: Backend) -> tuple[CostTable, str]:
             choice.
     """
     if qconfig.cost_table is None:
-        name = CostTable.nearest(backend.cost_table, processor.processor_flags())
+        name = CostTable.nearest(backend.cost_table, cost_tables.processor_flags())
         return CostTable.packaged(backend.cost_table)[name], name
     place = f"{qconfig.place('cost_table')}: "
     if backend.pieces and not backend.cost_table:

@@ -9,7 +9,7 @@ from qtrace import ops
 from qtrace.graph.flatten import flatten
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import exprs, shape_of
-from qtrace.ops.macs import count_macs
+from qtrace.ops.base import count_macs
 from qtrace.preparation.annotation import PlacementNote
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.passes.expand import expand

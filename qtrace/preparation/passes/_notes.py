@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from qtrace.graph.types import Constant, Expr, GetAttr, TensorNode
 from qtrace.graph.walk import is_float_tensor, module_path, op_label, tensor_inputs
 from qtrace.ops import OpCall, Role
-from qtrace.ops.macs import count_macs
+from qtrace.ops.base import count_macs
 from qtrace.preparation.annotation import DYNAMIC, ExprNote, Plan, Site
 from qtrace.preparation.passes._chains import Chain, Chains, find_summands, output_choice
 from qtrace.preparation.passes._requests import Requests

@@ -1,4 +1,4 @@
-"""Ops that only move values of one tensor: integers and quantization parameters stay the same."""
+"""Ops that move, pick and join values without changing them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import megengine.functional as F
 import megengine.module as M
 
 from qtrace.graph.types import Apply, Expr
+from qtrace.graph.walk import is_float_tensor
 from qtrace.ops.arguments import (
     Arguments,
     UnreadableError,
     activation,
+    arguments,
     integers,
     named,
     operands,
@@ -26,6 +28,9 @@ from qtrace.ops.arguments import (
 from qtrace.ops.base import Reading, Role, op_rule, typed
 
 __all__ = ["RULES"]
+
+
+# Ops that only move values of one tensor: integers and quantization parameters stay the same.
 
 
 def _moved(expr: Expr, node: Any, attrs: dict[str, Any], fixed: str = "") -> Reading:
@@ -144,7 +149,7 @@ def _sliding_window(expr: Expr) -> Reading:
     return _moved(expr, activation(expr), {n: numbers.integers(n, 2) for n in names}, fixed)
 
 
-RULES = (
+_MOVE = (
     op_rule("reshape", Role.CARRY, _spread("target_shape"), F.reshape, methods=["reshape"]),
     op_rule("transpose", Role.CARRY, _spread("pattern"), F.transpose, methods=["transpose"]),
     op_rule("swapaxes", Role.CARRY, _swapaxes, F.swapaxes),
@@ -177,3 +182,98 @@ RULES = (
     op_rule("pixel_shuffle", Role.CARRY, _pixel_shuffle, M.PixelShuffle, F.pixel_shuffle),
     op_rule("sliding_window", Role.CARRY, _sliding_window, M.SlidingWindow, F.sliding_window),
 )
+
+
+# Ops that pick values of one tensor by an index or a mask and do not change them.
+
+
+def _getitem(expr: Expr) -> Reading:
+    node, index = operands(expr, 2)
+    return typed(expr, tensors(node), {"index": index})
+
+
+def _gather(expr: Expr) -> Reading:
+    a = arguments(expr)
+    return typed(expr, tensors(a["inp"]), {"axis": a.integer("axis"), "index": a["index"]})
+
+
+def _indexing_one_hot(expr: Expr) -> Reading:
+    a = arguments(expr)
+    attrs = {"index": a["index"], "axis": a.integer("axis"), "keepdims": a.flag("keepdims")}
+    return typed(expr, tensors(a["src"]), attrs)
+
+
+def _cond_take(expr: Expr) -> Reading:
+    """Reads ``cond_take``, whose second output holds integer positions of the picked floats."""
+    a = arguments(expr)
+    nodes, attrs = tensors(a["x"]), {"mask": a["mask"]}
+    return Reading(nodes, attrs) if all(is_float_tensor(n) for n in nodes) else typed(expr, nodes, attrs)
+
+
+def _embedding(expr: Expr) -> Reading:
+    index = tensors(*operands(expr, 1))
+    if not index:
+        raise UnreadableError("its index is fixed")
+    return Reading((), {"index": index[0], "weight": settings(expr, "weight")["weight"]})
+
+
+def _one_hot(expr: Expr) -> Reading:
+    a = arguments(expr)
+    numbers, fixed = traced_arguments({"num_classes": a["num_classes"]})
+    return Reading(tensors(a["inp"]), {"num_classes": numbers.integer("num_classes")}, fixed=fixed)
+
+
+_TABLE = "a table that is read and not computed with"
+
+_PICK = (
+    op_rule("getitem", Role.CARRY, _getitem, methods=["__getitem__"]),
+    op_rule("gather", Role.CARRY, _gather, F.gather),
+    op_rule("indexing_one_hot", Role.CARRY, _indexing_one_hot, F.nn.indexing_one_hot),
+    op_rule("cond_take", Role.CARRY, _cond_take, F.cond_take),
+    op_rule("embedding", Role.FLOAT, _embedding, M.Embedding, F.nn.embedding, reason=_TABLE),
+    op_rule("one_hot", Role.SHAPE, _one_hot, F.nn.one_hot, reason="it makes integers of integers"),
+)
+
+
+# Ops that join values of several tensors in one.
+
+
+def _join(expr: Expr) -> Reading:
+    if isinstance(expr, Apply):
+        a = Arguments(inps=tuple(expr.inputs), axis=expr.opdef.axis)
+    else:
+        a = arguments(expr)
+    if not isinstance(a["inps"], (tuple, list)):
+        raise UnreadableError("it joins the parts of one tensor, where its rule reads a list of tensors")
+    parts = tuple(a["inps"])
+    nodes = tensors(*parts)
+    if len(nodes) < len(parts) and any(is_float_tensor(n) for n in nodes):
+        raise UnreadableError("one of the tensors that it joins is not a tensor of the graph")
+    return typed(expr, nodes, {"axis": a.integer("axis"), "parts": parts})
+
+
+def _setitem(expr: Expr) -> Reading:
+    """Reads ``x[index] = value``, whose output is the changed tensor that later readers read."""
+    target, index, value = operands(expr, 3)
+    return typed(expr, tensors(target, value), {"index": index, "value": value})
+
+
+def _read_where(expr: Expr) -> Reading:
+    mask, x, y = operands(expr, 3)
+    return typed(expr, tensors(x, y), {"mask": mask, "operands": (x, y)})
+
+
+def _scatter(expr: Expr) -> Reading:
+    a = arguments(expr)
+    return typed(expr, tensors(a["inp"], a["source"]), {"axis": a.integer("axis"), "index": a["index"]})
+
+
+_JOIN = (
+    op_rule("concat", Role.CONCAT, _join, M.Concat, F.concat, kernels=["Concat"]),
+    op_rule("stack", Role.CONCAT, _join, F.stack, kernels=["Stack"]),
+    op_rule("setitem", Role.CONCAT, _setitem, methods=["__setitem__"]),
+    op_rule("where", Role.CONCAT, _read_where, F.where, kernels=["Where"]),
+    op_rule("scatter", Role.CONCAT, _scatter, F.scatter),
+)
+
+RULES = (*_MOVE, *_PICK, *_JOIN)

@@ -1,6 +1,8 @@
-"""Sampling of images and feature maps at computed positions."""
+"""Resizing, and sampling of images and feature maps at computed positions."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import megengine.functional as F
 import megengine.module as M
@@ -10,6 +12,27 @@ from qtrace.ops.arguments import arguments, positional, tensors
 from qtrace.ops.base import Reading, Role, op_rule
 
 __all__ = ["RULES"]
+
+
+# Resizing. The mode ``nearest`` only moves values; the other modes compute new ones.
+
+
+def _interpolate(expr: Expr) -> Reading:
+    a = arguments(expr)
+    mode = str(a["mode"]).lower()
+    attrs: dict[str, Any] = {
+        "size": a["size"],
+        "scale_factor": a["scale_factor"],
+        "mode": mode,
+        "align_corners": a.flag("align_corners"),
+    }
+    return Reading((a.tensor(),), attrs, role=Role.CARRY if mode == "nearest" else Role.ELEMENTWISE)
+
+
+_RESIZE = (op_rule("interpolate", Role.ELEMENTWISE, _interpolate, F.vision.interpolate),)
+
+
+# Sampling of images and feature maps at computed positions.
 
 
 def _roi_align(expr: Expr) -> Reading:
@@ -37,7 +60,7 @@ _OVERLAPS = "it sums overlapping windows; no runtime does that on integers"
 _DEFORMABLE = (F.nn.deformable_psroi_pooling, M.DeformablePSROIPooling)
 _WINDOWS = (F.nn.sliding_window_transpose, M.SlidingWindowTranspose)
 
-RULES = (
+_VISION = (
     op_rule("roi_align", Role.ELEMENTWISE, _roi_align, F.vision.roi_align),
     op_rule("roi_pooling", Role.FLOAT, _first, F.vision.roi_pooling, reason=_NO_KERNEL),
     op_rule("deformable_psroi_pooling", Role.FLOAT, _first, *_DEFORMABLE, reason=_SAMPLES),
@@ -49,3 +72,5 @@ RULES = (
     op_rule("nvof", Role.FLOAT, _first, F.vision.nvof, reason=_NO_KERNEL),
     op_rule("sliding_window_transpose", Role.FLOAT, _first, *_WINDOWS, reason=_OVERLAPS),
 )
+
+RULES = (*_RESIZE, *_VISION)

@@ -138,8 +138,7 @@ def preprocessing(model: Any, recipe: str | None, allow_code: bool = False) -> A
 
     Options of images change it.
     """
-    from qtrace.preparation.model import QuantizedModel
-    from qtrace.preparation.record import is_quantized
+    from qtrace.preparation.model import QuantizedModel, is_quantized
 
     if recipe:
         return load_recipe(recipe, allow_code)
@@ -194,8 +193,7 @@ def check_stage(model: Any, name: str, stage: str | None = None) -> None:
     Raises:
         GraphError: naming the file to give instead.
     """
-    from qtrace.preparation.model import QuantizedModel
-    from qtrace.preparation.record import check_quantized
+    from qtrace.preparation.model import QuantizedModel, check_quantized
 
     if stage is not None:
         QuantizedModel(model, stage)

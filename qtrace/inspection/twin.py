@@ -15,11 +15,10 @@ from qtrace.errors import ConfigError, GraphError
 from qtrace.graph.flatten import flatten
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import exprs
-from qtrace.preparation.model import QuantizedModel
+from qtrace.preparation.model import QuantizedModel, is_quantized
 from qtrace.preparation.passes.place import write_same_activations
 from qtrace.preparation.phases import switch_phase
 from qtrace.preparation.prepare import prepare
-from qtrace.preparation.record import is_quantized
 
 __all__ = ["changed_weights", "check_nodes", "describe_changed_weights", "float_twin", "late_algorithms"]
 

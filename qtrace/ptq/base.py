@@ -18,8 +18,7 @@ from qtrace.errors import CalibrationError
 from qtrace.graph.stepping import SegmentEngine
 from qtrace.graph.types import TracedModule
 from qtrace.plugins.options import Int
-from qtrace.preparation.float_stage import FloatTask, Report, SiteNoise
-from qtrace.preparation.passes.base import Left, PassResult
+from qtrace.preparation.passes.base import FloatTask, Left, PassResult, Report, SiteNoise
 from qtrace.storage.checkpoints import Checkpoint
 
 __all__ = [

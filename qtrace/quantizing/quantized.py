@@ -29,10 +29,8 @@ from qtrace.graph.signature import list_inputs
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.explanation import Explanation, explain
 from qtrace.preparation.annotation import PlacementNote, PlacementRow
-from qtrace.preparation.figures import read_figures
-from qtrace.preparation.model import QuantizedModel
-from qtrace.preparation.precision import count_precisions
-from qtrace.preparation.record import fake_quants, read_record
+from qtrace.preparation.figures import count_precisions, read_figures
+from qtrace.preparation.model import QuantizedModel, fake_quants, read_record
 from qtrace.quantizing.delivering import Delivery
 from qtrace.quantizing.judging import Judgement
 from qtrace.runtimes.host import RuntimeHost

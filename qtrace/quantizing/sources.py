@@ -41,9 +41,8 @@ from qtrace.onnxfile.local_session import SessionSettings, dtype_of
 from qtrace.onnxfile.reading import read_model
 from qtrace.onnxfile.sessions import open_session
 from qtrace.plugins import load_object
-from qtrace.preparation.original import Original, Run, UnpreparedGraph, arrays_of
-from qtrace.preparation.record import is_quantized
-from qtrace.preparation.samples import cut_call, takes_call
+from qtrace.preparation.faithfulness import Original, Run, UnpreparedGraph, arrays_of, cut_call, takes_call
+from qtrace.preparation.model import is_quantized
 from qtrace.quantizing.file_runs import input_values
 
 __all__ = [

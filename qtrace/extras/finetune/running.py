@@ -24,8 +24,7 @@ from qtrace.extras.finetune.twins import PARTS
 from qtrace.graph.opaque import opaque_calls, say_stopped_gradients
 from qtrace.graph.types import TracedModule
 from qtrace.learning import MIN_TRACED_STEPS, descend
-from qtrace.preparation.identity import graph_hash
-from qtrace.preparation.model import QuantizedModel
+from qtrace.preparation.model import QuantizedModel, graph_hash
 from qtrace.storage import checkpoints
 
 __all__ = ["TuningRun", "write_checkpoint"]

@@ -22,7 +22,7 @@ from qtrace.importing.onnx.naming import LayerPaths, is_anonymous
 from qtrace.importing.onnx.sizes.size import Number, Size, SizeError, axis_size, whole
 from qtrace.importing.onnx.values import Sizes, Stored, Value
 from qtrace.onnxfile.external_data import release
-from qtrace.preparation.passes.quantized_file.tensors import StoredGrid
+from qtrace.preparation.passes.quantized_file import StoredGrid
 from qtrace.process.memory import LargeFrees
 
 __all__ = ["Contradiction", "Layers", "Refusal", "StoredSource"]

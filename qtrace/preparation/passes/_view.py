@@ -19,9 +19,8 @@ from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, is_float_tensor
 from qtrace.ops import OpCall, Role
 from qtrace.preparation.annotation import Plan
-from qtrace.preparation.passes._choices import GIVEN, Choice, choose
+from qtrace.preparation.passes._choices import GIVEN, Choice, choose, find_region
 from qtrace.preparation.passes._infinity import INFINITE, find_infinite, read_paddings
-from qtrace.preparation.passes._matching import find_region
 from qtrace.scheme import QScheme
 
 __all__ = [

@@ -23,14 +23,20 @@ from qtrace.graph.types import Expr, TracedModule
 from qtrace.graph.walk import exprs
 from qtrace.ops import OpCall
 from qtrace.preparation.annotation import PlacementNote
-from qtrace.preparation.passes._chains import Chains, find_chains
 from qtrace.preparation.passes._choices import Choice
-from qtrace.preparation.passes._pieces import PIECES, PiecesWriter
 from qtrace.preparation.passes._problem import build_problem, has_pieces
+from qtrace.preparation.passes._sites import Chains, find_chains
 from qtrace.preparation.passes._view import MixedRanges, View, read_view
 from qtrace.preparation.passes.base import PassResult
-from qtrace.preparation.placement.frontier import Point, choose_fastest
-from qtrace.preparation.placement.problem import Neighbourhoods, Problem, evaluate, find_float_results
+from qtrace.preparation.passes.compose import PIECES, PiecesWriter
+from qtrace.preparation.placement.labelling import (
+    Neighbourhoods,
+    Point,
+    Problem,
+    choose_fastest,
+    evaluate,
+    find_float_results,
+)
 
 __all__ = [
     "Placing",

@@ -21,7 +21,7 @@ from qtrace.graph.opaque import opaque_calls
 from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, is_float_tensor, tensor_inputs
 from qtrace.ops import Role, kind_of
-from qtrace.preparation.passes._chains import Chains, find_chains
+from qtrace.preparation.passes._sites import Chains, find_chains
 from qtrace.preparation.passes._view import MixedRanges, Selecting, View, read_view
 
 __all__ = ["leave_selecting"]

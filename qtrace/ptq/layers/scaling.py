@@ -21,7 +21,7 @@ from qtrace.graph.walk import exprs, get_module, is_float_tensor, op_label, owne
 from qtrace.numerics import alive, choose, fake_quantize
 from qtrace.ops import OpCall
 from qtrace.preparation.annotation import Site
-from qtrace.preparation.passes.fuse_bn import bias_shape, free_bias
+from qtrace.preparation.passes.folding import bias_shape, free_bias
 from qtrace.ptq.layers.held_back import Gain, OutputErrors, gain_text
 from qtrace.ptq.layers.quantized import LAYERS, QuantizedLayer, calls_by_weight, write
 from qtrace.scheme import QScheme

@@ -1,27 +1,217 @@
-"""Places one site for each given rounding, and decides from them which ops compute on integers."""
+"""Sites that are given, as in a quantized file: a prepared, calibrated module without any data.
+
+`tensors` describes given roundings, `marks` takes the roundings out of a graph, `sites` places one site for
+each of them, and `quantize_as_file` makes the prepared module and checks that no integer has changed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
+from megengine import Tensor
+from megengine.module import Module
 
 from qtrace.config import QConfig
+from qtrace.errors import SHOWN_LINES, GraphError, shorten_list
+from qtrace.graph.dataflow import evaluate_fixed
+from qtrace.graph.edit import GraphEditor
+from qtrace.graph.flatten import delete_attribute, flatten
+from qtrace.graph.lint import check
 from qtrace.graph.types import Expr, GetAttr, Input, Node, TensorNode, TracedModule
+from qtrace.graph.walk import exprs, owner
+from qtrace.numerics import expand_blocks
 from qtrace.ops import Role
 from qtrace.preparation.annotation import Annotation, Plan, Site, free_name
-from qtrace.preparation.passes._chains import Chain, Chains, find_chains
+from qtrace.preparation.model import QuantizedModel, QuantizedSite, Record, write_record
 from qtrace.preparation.passes._choices import GIVEN, Choice
-from qtrace.preparation.passes._notes import write_notes
-from qtrace.preparation.passes._sites import Placement
+from qtrace.preparation.passes._sites import Chain, Chains, Placement, find_chains
 from qtrace.preparation.passes._view import INT_ROLES, plan_of, read_view
-from qtrace.preparation.passes.quantized_file.marks import Mark
-from qtrace.preparation.passes.quantized_file.schemes import Schemes
-from qtrace.preparation.passes.quantized_file.tensors import StoredGrid
-from qtrace.scheme import QParams
+from qtrace.preparation.passes.annotate import write_notes
+from qtrace.preparation.passes.expand import expand
+from qtrace.preparation.passes.insert import insert
+from qtrace.preparation.phases import switch_phase
+from qtrace.scheme import QParams, QScheme
 
-__all__ = ["FileRoundings", "decide"]
+__all__ = [
+    "FileRounding",
+    "FileRoundings",
+    "Mark",
+    "Schemes",
+    "StoredGrid",
+    "decide",
+    "quantize_as_file",
+    "take_marks",
+]
+
+
+# A rounding that is given: the grid of a tensor, and the module that marks it in a traced graph.
+
+
+@dataclass(frozen=True, eq=False)
+class StoredGrid:
+    """The integers that a tensor is rounded to, and the numbers that they stand for.
+
+    Attributes:
+        label: the name of the tensor in its file, for messages.
+        kind: numpy name of the integer type, such as ``uint8``.
+        scale: float32 of shape ``()`` or ``(channels,)``.
+        zero_point: integers of the shape of ``scale``.
+        integers: the stored integers of a parameter; None for an activation.
+    """
+
+    label: str
+    kind: str
+    scale: np.ndarray
+    zero_point: np.ndarray
+    integers: np.ndarray | None = None
+
+    def equals(self, other: StoredGrid, factor: float = 1.0) -> bool:
+        """Returns whether both have the same type, zero point and, times ``factor``, the same scale.
+
+        Args:
+            other: another grid.
+            factor: the factor of the scale of ``other``.
+        """
+        return (
+            self.kind == other.kind
+            and np.array_equal(self.zero_point, other.zero_point)
+            and np.array_equal(self.scale, other.scale * np.float32(factor))
+        )
+
+
+class FileRounding(Module):
+    """Marks in a traced graph that a file rounds the value here; it passes the value on.
+
+    Args:
+        grid: the grid of the value.
+    """
+
+    def __init__(self, grid: StoredGrid) -> None:
+        super().__init__()
+        self.label, self.kind = grid.label, grid.kind
+        self.scales = grid.scale.tolist()
+        self.zero_points = grid.zero_point.tolist()
+
+    @property
+    def grid(self) -> StoredGrid:
+        """The grid of the value."""
+        scale, zero = np.asarray(self.scales, np.float32), np.asarray(self.zero_points, np.int64)
+        return StoredGrid(self.label, self.kind, scale, zero)
+
+    def forward(self, x: Tensor) -> Any:
+        """Returns ``x``."""
+        return x
+
+
+# The schemes of given grids: integer types and zero points as a `QScheme` says them.
+
+_BITS = {f"{sign}int{bits}": (bits, not sign) for bits in (2, 4, 8, 16) for sign in ("", "u")}
+
+
+class Schemes:
+    """Chooses the scheme of each grid.
+
+    A scheme is symmetric if all grids of its kind in the file are: one zero point of 0 may be chance.
+
+    Args:
+        activations: all grids of activations.
+        parameters: path -> grid of the parameters.
+    """
+
+    def __init__(self, activations: Sequence[StoredGrid], parameters: Mapping[str, StoredGrid]) -> None:
+        signed = [grid for grid in activations if grid.kind in ("int8", "int16")]
+        self._symmetric = bool(signed) and all(not grid.zero_point.any() for grid in signed)
+        integers = [g for g in parameters.values() if g.kind == "int8" and g.integers is not None]
+        lowest = [int(g.integers.min()) for g in integers if g.integers is not None and g.integers.size]
+        self._narrow = bool(lowest) and min(lowest) > -128
+
+    def activation(self, grid: StoredGrid) -> QScheme | None:
+        """Returns the scheme of an activation; None if there is none."""
+        if grid.kind not in _BITS or grid.scale.size != 1 or grid.scale.ndim:
+            return None
+        bits, signed = _BITS[grid.kind]
+        return QScheme(bits=bits, signed=signed, symmetric=signed and self._symmetric)
+
+    def weight(self, grid: StoredGrid) -> QScheme | None:
+        """Returns the scheme of a stored tensor, without its axis; None if there is none."""
+        if grid.kind not in _BITS:
+            return None
+        bits, signed = _BITS[grid.kind]
+        middle = 0 if signed else 1 << (bits - 1)
+        symmetric = bool(np.all(grid.zero_point == middle))
+        narrow = signed and symmetric and bits == 8 and self._narrow
+        return QScheme(bits=bits, signed=signed, symmetric=symmetric, narrow=narrow)
+
+
+# Takes the marks of given roundings out of a graph, and remembers who reads which rounded value.
+
+
+@dataclass(eq=False)
+class Mark:
+    """A rounding of the value of a node.
+
+    Attributes:
+        node: the node.
+        grid: the grid.
+        parent: the rounding whose result is rounded again; None for one of the value itself.
+        readers: the ops that read the rounded value.
+        leaves: whether the rounded value is an output of the graph.
+    """
+
+    node: TensorNode
+    grid: StoredGrid
+    parent: Mark | None
+    readers: list[Expr] = field(default_factory=list)
+    leaves: bool = False
+
+
+def take_marks(model: TracedModule) -> dict[Node, list[Mark]]:
+    """Removes the calls of `FileRounding` from a flat graph.
+
+    Equal roundings of one value become one.
+
+    Returns:
+        node -> the roundings of its value, each after its parent.
+    """
+    marks: dict[Node, list[Mark]] = {}
+    marked: dict[Node, Mark] = {}  # the result of a mark -> the mark
+    calls = [expr for expr in exprs(model) if isinstance(owner(expr), FileRounding)]
+    outputs = set(model.graph.outputs)
+    for expr in calls:
+        rounding = owner(expr)
+        assert isinstance(rounding, FileRounding)
+        source, result = expr.inputs[1], expr.outputs[0]
+        parent = marked.get(source)
+        node = parent.node if parent else source
+        mark = _merged(marks.setdefault(node, []), Mark(node, rounding.grid, parent))
+        marked[result] = mark
+        mark.readers += [u for u in dict.fromkeys(result.users) if u not in calls and u not in mark.readers]
+        mark.leaves |= result in outputs
+    paths = [expr.inputs[0].expr.name for expr in calls if isinstance(expr.inputs[0].expr, GetAttr)]
+    with GraphEditor(model) as editor:
+        for expr in calls:
+            editor.replace_uses(expr.outputs[0], expr.inputs[1])
+            editor.remove(expr)
+    for path in dict.fromkeys(paths):
+        delete_attribute(model, path)
+    return marks
+
+
+def _merged(marks: list[Mark], new: Mark) -> Mark:
+    """Returns an equal rounding of the same value, or ``new`` after it is added."""
+    if new.parent is not None and new.parent.grid.equals(new.grid):
+        return new.parent
+    for mark in marks:
+        if mark.parent is new.parent and mark.grid.equals(new.grid):
+            return mark
+    marks.append(new)
+    return new
+
+
+# Places one site for each given rounding, and decides from them which ops compute on integers.
 
 _FLOAT = "the file, which does not round its inputs,"
 
@@ -309,3 +499,82 @@ class _Decider:
 
     def _problem(self, grid: StoredGrid, reason: str) -> None:
         self.given.problems.append(f"{grid.label} {reason}")
+
+
+# Sites that are given, as in a quantized file: a prepared, calibrated module without any data.
+
+
+def quantize_as_file(
+    traced: TracedModule, parameters: Mapping[str, StoredGrid], config: QConfig | None = None
+) -> TracedModule:
+    """Makes a prepared module whose sites and quantization parameters are exactly the given ones.
+
+    Args:
+        traced: a traced module; calls of `FileRounding` stand where activations are rounded.
+        parameters: path of a parameter -> the grid of its values, and the integers of a bias.
+        config: gives the backend, and the observers and fake quants of later calibration and training.
+
+    Returns:
+        A calibrated module in the phase ``quantize``, as after ``prepare`` and ``calibrate``.
+
+    Raises:
+        GraphError: when roundings lack an equal site, or re-quantized values have other integers than the
+            given ones; the message names all of them.
+    """
+    config = config or QConfig()
+    model = flatten(traced)
+    expanded = expand(model)
+    marks = take_marks(model)
+    given = FileRoundings(model, marks, parameters, config)
+    annotation = decide(given)
+    _refuse(given.problems)
+    insert(model, annotation)
+    check(model)
+    log = (*expanded.changed, *(f"left: {reason}" for reason in expanded.left))
+    write_record(model, Record("prepared", annotation, config.to_dict(), log))
+    view = QuantizedModel(model, "prepared")
+    for name, fake_quant in view.fake_quants.items():
+        fake_quant.set_qparams(given.qparams[name])
+    _refuse(_changed_integers(view, given))
+    switch_phase("quantize", view)
+    return model
+
+
+def _changed_integers(view: QuantizedModel, given: FileRoundings) -> list[str]:
+    """Returns a sentence for each site whose parameters or integers are not the given ones."""
+    problems = []
+    for name, fake_quant in view.fake_quants.items():
+        if fake_quant.qparams() != given.qparams[name]:
+            problems.append(f"{given.label(name)} has a scale that is too small for float32 arithmetic")
+    stored = [site for site in view.sites if site.static and site.name in given.stored]
+    values = evaluate_fixed(view.module, (site.node for site in stored))
+    for site in stored:
+        grid = given.stored[site.name]
+        if not _keeps(site, values[site.node].numpy(), grid):
+            scales = "the product of the scales of input and weight" if site.sort == "bias" else "its scale"
+            problems.append(f"{grid.label} has other integers when its values are divided by {scales}")
+    return problems
+
+
+def _keeps(site: QuantizedSite, value: np.ndarray, grid: StoredGrid) -> bool:
+    """Returns whether re-quantizing the stored floats gives the integers again."""
+    integers = site.integers(value)
+    if site.sort == "bias":
+        return grid.integers is not None and np.array_equal(integers.reshape(-1), grid.integers.reshape(-1))
+    qparams: QParams = site.qparams
+    if qparams.scheme.block is not None:
+        scale, zero = expand_blocks(qparams, value.shape)
+    elif not qparams.scheme.per_channel:
+        scale, zero = qparams.scale, qparams.zero_point
+    else:
+        axes = site.fake_quant.counted_axes
+        shape = [n if axis in axes else 1 for axis, n in enumerate(value.shape)]
+        scale, zero = qparams.scale.reshape(shape), qparams.zero_point.reshape(shape)
+    again = ((integers - zero).astype(np.float32) * scale).astype(np.float32)
+    return np.array_equal(again, value)
+
+
+def _refuse(problems: list[str]) -> None:
+    if problems:
+        shown = shorten_list(problems, "; ", SHOWN_LINES)
+        raise GraphError(f"{len(problems)} roundings lack an equal site: {shown}.")

@@ -23,8 +23,8 @@ from qtrace.config.checking import algorithms as algorithms_of
 from qtrace.data.batches import check_batches, evaluating
 from qtrace.errors import CalibrationError, QtraceError
 from qtrace.fakequant.following.bias import BIAS_LIMIT
-from qtrace.graph.dataflow import evaluate_fixed
 from qtrace.graph.flatten import flatten
+from qtrace.graph.interpreter import evaluate_fixed
 from qtrace.graph.stepping import SegmentEngine
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import get_module

@@ -120,8 +120,7 @@ def load_float(name: str | None, allow: tuple[str, ...], quantized: Any) -> Any:
         quantized: the quantized model.
     """
     import qtrace
-    from qtrace.graph.interface import read_interface
-    from qtrace.graph.signature import list_inputs
+    from qtrace.graph.interface import list_inputs, read_interface
     from qtrace.importing.onnx import open_inputs
 
     if name is None or not is_onnx(name):
@@ -213,8 +212,7 @@ def check_size(model: Any, name: str, qconfig: Any, data: str) -> None:
 
     from qtrace.data.batches import as_arguments, evaluating, translate_errors
     from qtrace.errors import CalibrationError, ConfigError
-    from qtrace.graph.interface import read_inputs
-    from qtrace.graph.signature import list_inputs
+    from qtrace.graph.interface import list_inputs, read_inputs
 
     preprocess = getattr(qconfig, "preprocess", None)
     if preprocess is None or not Path(data).is_dir():

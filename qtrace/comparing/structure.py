@@ -15,9 +15,8 @@ from megengine import Tensor
 
 from qtrace import ops
 from qtrace.fakequant.base import FakeQuant
-from qtrace.graph.dataflow import static_nodes
 from qtrace.graph.flatten import flatten
-from qtrace.graph.interpreter import ENGINE_ERRORS, interpret
+from qtrace.graph.interpreter import ENGINE_ERRORS, interpret, static_nodes
 from qtrace.graph.kernels import quiet_engine
 from qtrace.graph.types import Expr, Input, Node, TensorNode, TracedModule
 from qtrace.graph.walk import called_graph, exprs, is_float_tensor, owner, shape_of, tensor_inputs

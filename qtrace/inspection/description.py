@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qtrace.graph.signature import list_inputs
+from qtrace.graph.interface import list_inputs
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import exprs
 from qtrace.preparation.model import is_quantized

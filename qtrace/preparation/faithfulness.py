@@ -30,13 +30,13 @@ from qtrace.data.batches import (
 )
 from qtrace.data.whole import cut_batch
 from qtrace.errors import GraphError
+from qtrace.graph.differences import values
 from qtrace.graph.inference import OpError
 from qtrace.graph.interface import read_interface
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.kernels import quiet_engine
 from qtrace.graph.native import lower
 from qtrace.graph.open_axes import infer_types, read_open_axes
-from qtrace.graph.tracing.diff import values
 from qtrace.graph.types import CallFunction, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, tensor_inputs
 from qtrace.preparation.model import QuantizedModel

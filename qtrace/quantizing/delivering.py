@@ -15,8 +15,8 @@ from qtrace.benchmarking.runners import RunnerSettings, can_time
 from qtrace.config import QConfig, backends
 from qtrace.errors import QtraceError
 from qtrace.export import export
+from qtrace.graph.interface import list_inputs
 from qtrace.graph.open_axes import read_open_axes
-from qtrace.graph.signature import list_inputs
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.model import QuantizedModel, fake_quants
 from qtrace.preparation.passes.convert import convert

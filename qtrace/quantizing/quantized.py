@@ -24,8 +24,7 @@ from qtrace.comparing.sums import finite_values
 from qtrace.config.recipe import dump_recipe
 from qtrace.display import Displayed, format_bytes, format_table
 from qtrace.errors import QtraceError
-from qtrace.graph.interface import read_inputs
-from qtrace.graph.signature import list_inputs
+from qtrace.graph.interface import list_inputs, read_inputs
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.explanation import Explanation, explain
 from qtrace.preparation.annotation import PlacementNote, PlacementRow

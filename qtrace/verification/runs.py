@@ -19,8 +19,7 @@ from qtrace.comparing.sums import sqnr_db
 from qtrace.data.batches import as_arguments, refuse_nan, translate_errors
 from qtrace.errors import CalibrationError, ExportError, QtraceError
 from qtrace.fakequant.fixed import FixedFakeQuant
-from qtrace.graph.dataflow import needed_nodes
-from qtrace.graph.interpreter import ENGINE_ERRORS, Interpreter
+from qtrace.graph.interpreter import ENGINE_ERRORS, Interpreter, needed_nodes
 from qtrace.graph.opaque import OpaqueOp
 from qtrace.graph.types import Expr, Input, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, owner, users

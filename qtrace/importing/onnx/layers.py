@@ -14,7 +14,7 @@ from megengine.core.ops.builtin import GetVarShape
 from megengine.module import Module
 
 from qtrace.graph.builder import GraphBuilder
-from qtrace.graph.moves import Move, joined, moved, reshaped_to, undone
+from qtrace.graph.origin import Move, joined, moved, reshaped_to, undone
 from qtrace.graph.tensors import stored_tensor
 from qtrace.graph.types import TensorNode
 from qtrace.importing.onnx.model import OnnxNode

@@ -14,8 +14,8 @@ from qtrace.config.backends import Backend
 from qtrace.config.checking import check_method, check_plugin, check_scheme, prefix_errors
 from qtrace.config.rule import Method, Placement
 from qtrace.errors import ConfigError
-from qtrace.graph.dataflow import static_nodes
 from qtrace.graph.interface import read_interface
+from qtrace.graph.interpreter import static_nodes
 from qtrace.graph.origin import read_origin
 from qtrace.graph.types import Constant, Expr, GetAttr, Node, TracedModule
 from qtrace.graph.walk import exprs, module_path, users

@@ -14,7 +14,7 @@ from qtrace import ops
 from qtrace.config import QConfig, Spec, backends
 from qtrace.config.backends import Backend
 from qtrace.errors import ConfigError
-from qtrace.graph.dataflow import fixed_nodes, static_nodes
+from qtrace.graph.interpreter import fixed_nodes, static_nodes
 from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, is_float_tensor
 from qtrace.ops import OpCall, Role

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from qtrace import ops
-from qtrace.graph.dataflow import evaluate_fixed, fixed_nodes
 from qtrace.graph.edit import GraphEditor
 from qtrace.graph.flatten import delete_attribute
+from qtrace.graph.interpreter import evaluate_fixed, fixed_nodes
 from qtrace.graph.operations import is_stored, numbers_of
-from qtrace.graph.purity import is_pure
+from qtrace.graph.passes import is_pure
 from qtrace.graph.types import Expr, GetAttr, ModuleNode, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, is_float_tensor, owner, users
 from qtrace.ops import OpCall

@@ -22,9 +22,9 @@ from qtrace.fakequant.base import FakeQuant
 from qtrace.fakequant.following.bias import BiasQuant
 from qtrace.fakequant.following.dynamic import DynamicQuant
 from qtrace.gradients import conv2d
-from qtrace.graph.dataflow import evaluate_fixed
 from qtrace.graph.edit import GraphEditor
 from qtrace.graph.flatten import flatten
+from qtrace.graph.interpreter import evaluate_fixed
 from qtrace.graph.stepping import SegmentEngine, exchange_function
 from qtrace.graph.types import Expr, GetAttr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module, owner

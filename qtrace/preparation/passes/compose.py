@@ -22,11 +22,10 @@ import megengine.functional as F
 from qtrace import ops
 from qtrace.config import QConfig, backends
 from qtrace.graph import functions
-from qtrace.graph.composites import CompositeRule, compose, composite_rules
-from qtrace.graph.composites.base import CompositeCall
+from qtrace.graph.composites import CompositeCall, CompositeRule, compose, composite_rules
 from qtrace.graph.edit import GraphEditor
+from qtrace.graph.passes import find_written
 from qtrace.graph.pattern import PatternMatch
-from qtrace.graph.purity import find_written
 from qtrace.graph.types import CallFunction, CallMethod, Expr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, shape_of, tensor_inputs, writes_into
 from qtrace.ops import OpCall, Role

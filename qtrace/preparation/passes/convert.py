@@ -25,9 +25,9 @@ from qtrace.fakequant.fixed import FixedFakeQuant
 from qtrace.fakequant.following.bias import BiasQuant
 from qtrace.fakequant.following.bn_fold import LAYERS, BnFold, BnFoldCall
 from qtrace.gradients import conv2d, plain
-from qtrace.graph.dataflow import evaluate_fixed, fixed_nodes
 from qtrace.graph.edit import GraphEditor
 from qtrace.graph.flatten import delete_attribute, flatten, set_parameter
+from qtrace.graph.interpreter import evaluate_fixed, fixed_nodes
 from qtrace.graph.stepping import exchange_function
 from qtrace.graph.types import CallFunction, Constant, Expr, GetAttr, ModuleNode, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module, owner, users

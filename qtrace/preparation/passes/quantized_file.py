@@ -16,9 +16,9 @@ from megengine.module import Module
 
 from qtrace.config import QConfig
 from qtrace.errors import SHOWN_LINES, GraphError, shorten_list
-from qtrace.graph.dataflow import evaluate_fixed
 from qtrace.graph.edit import GraphEditor
 from qtrace.graph.flatten import delete_attribute, flatten
+from qtrace.graph.interpreter import evaluate_fixed
 from qtrace.graph.lint import check
 from qtrace.graph.types import Expr, GetAttr, Input, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, owner

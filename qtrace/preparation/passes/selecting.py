@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from qtrace.comparing.selections import find_selecting, read_places, selects_untold
 from qtrace.config import QConfig
-from qtrace.graph.dataflow import evaluate_fixed
+from qtrace.graph.interpreter import evaluate_fixed
 from qtrace.graph.opaque import opaque_calls
 from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, is_float_tensor, tensor_inputs

@@ -16,7 +16,7 @@ from megengine.optimizer import SGD
 
 import qtrace
 from qtrace.config.recipe import load_recipe
-from qtrace.graph.dataflow import evaluate_fixed, fixed_nodes
+from qtrace.graph.interpreter import evaluate_fixed, fixed_nodes
 from qtrace.graph.lint import lint
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import exprs

@@ -14,7 +14,7 @@ import megengine.functional as F
 import megengine.module as M
 import numpy as np
 
-from qtrace.graph.moves import joined
+from qtrace.graph.origin import joined
 from qtrace.graph.types import CallFunction, CallMethod, TensorNode
 from qtrace.importing.onnx.call import Call
 from qtrace.importing.onnx.layers import Layers, Refusal

@@ -1,33 +1,205 @@
-"""Passes that leave out what a graph computes in vain: unread results, equal results, constants."""
+"""Passes over a graph with a contract: dead code, common subexpressions, constants."""
 
 from __future__ import annotations
 
-from typing import Any
+import abc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from megengine import Parameter, Tensor
 from megengine.core._imperative_rt.core2 import Tensor as RawTensor
 from megengine.module import Module
 from megengine.traced_module import TracedModule
-from megengine.traced_module.expr import Constant, Expr, GetAttr
+from megengine.traced_module.expr import Apply, CallFunction, CallMethod, Constant, Expr, GetAttr
 from megengine.traced_module.node import ModuleNode, Node, TensorNode
 
-from qtrace.graph.dataflow import evaluate_fixed, fixed_nodes
+from qtrace.errors import GraphError
+from qtrace.gradients import plain
 from qtrace.graph.edit import GraphEditor
 from qtrace.graph.flatten import set_parameter
+from qtrace.graph.interpreter import evaluate_fixed, fixed_nodes
+from qtrace.graph.lint import lint
 from qtrace.graph.operations import canonical_call
-from qtrace.graph.passes.base import FLAT, SOUND, Condition, GraphPass, PassReport
-from qtrace.graph.purity import find_written, is_pure
 from qtrace.graph.stepping import finish
-from qtrace.graph.walk import exprs, freeze, get_module, owner, unused_name
+from qtrace.graph.walk import (
+    called_graph,
+    exprs,
+    freeze,
+    get_module,
+    op_label,
+    owner,
+    unused_name,
+    updates_inputs,
+    writes_into,
+)
 
 __all__ = [
     "CONSTANTS_FOLDED",
+    "FLAT",
     "NO_COMMON_SUBEXPRESSIONS",
     "NO_DEAD_CODE",
+    "SOUND",
+    "Condition",
     "FoldConstants",
+    "GraphPass",
     "MergeCommonSubexpressions",
+    "PassReport",
     "RemoveDeadCode",
+    "find_written",
+    "is_pure",
+    "run_passes",
 ]
+
+
+# Exprs that give the same result for the same inputs, and change nothing.
+
+_RANDOM = (
+    "uniform",
+    "normal",
+    "gamma",
+    "beta",
+    "poisson",
+    "permutation",
+    "shuffle",
+    "dropout",
+    "multinomial",
+)
+
+
+def is_pure(expr: Expr) -> bool:
+    """Returns whether ``expr`` depends only on its inputs and acts on nothing but its outputs.
+
+    A function or a module of a class of the user's own is not known to be pure, nor is a module in training.
+    A method that writes into its tensor is not.
+    """
+    if isinstance(expr, (GetAttr, Constant)):
+        return True
+    if expr._disable_remove or not expr.outputs or updates_inputs(expr) or _is_random(expr):
+        return False
+    module = owner(expr)
+    if module is not None:
+        return _is_plain(module)
+    if isinstance(expr, CallMethod):
+        return not writes_into(expr)
+    if isinstance(expr, CallFunction):
+        return str(plain(expr.func).__module__).startswith(("megengine", "qtrace"))
+    return isinstance(expr, Apply)
+
+
+def find_written(order: list[Expr]) -> set[Node]:
+    """Returns the nodes whose tensors a later expr writes into."""
+    return {e.inputs[0] for e in order if isinstance(e, CallMethod) and writes_into(e)}
+
+
+def _is_random(expr: Expr) -> bool:
+    label = op_label(expr).rpartition(".")[2].lower()
+    return label.endswith("rng") or label in _RANDOM
+
+
+def _is_plain(module: Module) -> bool:
+    """Returns whether ``module`` is one of MegEngine's own in evaluation."""
+    return type(module).__module__.startswith("megengine.module") and not module.training
+
+
+# The contract of a pass over a graph: what it requires, what it ensures, what it reports.
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A property of a graph that a pass requires or ensures.
+
+    Attributes:
+        name: the property as a clause about the graph, such as "is flat".
+        find: returns what contradicts the property, one line each; empty where it holds.
+        cure: what makes the property hold.
+    """
+
+    name: str
+    find: Callable[[TracedModule], list[str]]
+    cure: str = ""
+
+
+@dataclass(frozen=True)
+class PassReport:
+    """The changes of a pass to the module that it edited in place.
+
+    Attributes:
+        name: the name of the pass.
+        changed: one line for each change.
+        left: one line with the reason for each candidate that was left.
+    """
+
+    name: str
+    changed: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
+
+
+class GraphPass(abc.ABC):
+    """Abstract base of passes: `run` checks the contract around `change`, in time linear in the graph.
+
+    Attributes:
+        requires: the properties without which `run` refuses a graph, and changes nothing.
+        ensures: the properties that the graph has afterwards, besides those required.
+    """
+
+    requires: ClassVar[tuple[Condition, ...]] = ()
+    ensures: ClassVar[tuple[Condition, ...]] = ()
+
+    @property
+    def name(self) -> str:
+        """Name of the pass in reports."""
+        return type(self).__name__
+
+    @abc.abstractmethod
+    def change(self, traced: TracedModule) -> PassReport:
+        """Changes ``traced``, which has the required properties, in place."""
+
+    def run(self, traced: TracedModule) -> PassReport:
+        """Runs the pass on ``traced`` in place.
+
+        Raises:
+            GraphError: when ``traced`` lacks a required property, or the pass breaks its contract.
+        """
+        for condition in self.requires:
+            contradictions = condition.find(traced)
+            if contradictions:
+                cure = f": {condition.cure}" if condition.cure else "."
+                raise GraphError(
+                    f"{self.name} takes a graph that {condition.name}, but {contradictions[0]}{cure}"
+                )
+        report = self.change(traced)
+        for condition in dict.fromkeys((*self.requires, *self.ensures)):
+            contradictions = condition.find(traced)
+            if contradictions:
+                raise GraphError(
+                    f"{self.name} broke its contract: afterwards a graph {condition.name}, but "
+                    f"{contradictions[0]}; please report it."
+                )
+        return report
+
+
+def run_passes(traced: TracedModule, passes: Sequence[GraphPass]) -> list[PassReport]:
+    """Runs passes in order on ``traced`` in place; returns their reports.
+
+    Raises:
+        GraphError: when the graph lacks a property that a pass requires.
+    """
+    return [each.run(traced) for each in passes]
+
+
+def _nested(traced: TracedModule) -> list[str]:
+    if not isinstance(traced, TracedModule):
+        return [f"a {type(traced).__name__} was given"]
+    calls = (e for e in exprs(traced) if called_graph(e) is not None)
+    return [f"{e.outputs[0].name if e.outputs else e} calls a graph of its own" for e in calls]
+
+
+FLAT = Condition("is flat", _nested, "use qtrace.graph.flatten(traced).")
+SOUND = Condition("lint finds sound", lambda traced: [str(problem) for problem in lint(traced)])
+
+
+# Passes that leave out what a graph computes in vain: unread results, equal results, constants.
 
 
 class RemoveDeadCode(GraphPass):

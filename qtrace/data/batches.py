@@ -18,8 +18,8 @@ from qtrace.errors import CalibrationError, GraphError, shorten_list
 from qtrace.gradients.recurrent import checked_shapes
 from qtrace.graph.failures import short
 from qtrace.graph.flatten import flatten
+from qtrace.graph.interface import has_traced_structure, list_inputs
 from qtrace.graph.nonfinite import search_nonfinite
-from qtrace.graph.signature import has_traced_structure, list_inputs
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import modules_of
 

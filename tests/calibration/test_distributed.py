@@ -14,7 +14,7 @@ from qtrace.calibration import calibrate, distributed
 from qtrace.calibration.distributed import MegEngineCollective, average_ranges
 from qtrace.errors import CalibrationError
 from qtrace.graph.types import TracedModule
-from qtrace.preparation.record import fake_quants
+from qtrace.preparation.model import fake_quants
 from tests.each import each_of
 from tests.nets import Chain, images
 

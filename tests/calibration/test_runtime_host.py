@@ -11,7 +11,7 @@ import pytest
 
 import qtrace
 from qtrace.errors import ExportError
-from qtrace.preparation.record import fake_quants
+from qtrace.preparation.model import fake_quants
 from qtrace.runtimes.host import RuntimeHost
 from tests.nets import Chain, images, randomize
 

@@ -16,7 +16,7 @@ import pytest
 
 import qtrace
 from qtrace.errors import QtraceError, SchemeError
-from qtrace.preparation.record import fake_quants
+from qtrace.preparation.model import fake_quants
 from tests.nets import Chain, images
 
 ROOT = Path(__file__).parent.parent.parent

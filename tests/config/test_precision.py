@@ -14,8 +14,8 @@ from qtrace.config import backends, recipe
 from qtrace.config.recipe import config_or_default
 from qtrace.errors import ConfigError
 from qtrace.graph.types import TracedModule
+from qtrace.preparation.figures import count_precisions, describe_precision
 from qtrace.preparation.model import QuantizedModel
-from qtrace.preparation.precision import count_precisions, describe_precision
 from qtrace.quantizing.targets import choose_config
 from tests.nets import net
 

@@ -9,7 +9,7 @@ import pytest
 
 from qtrace.config import backends
 from qtrace.costs import FLOAT, INTEGER, LOOKUP, CostTable, Machine, Measurement, OpShape
-from qtrace.costs.families import families
+from qtrace.costs.table import families
 from qtrace.errors import ConfigError
 from tests.each import each_of
 

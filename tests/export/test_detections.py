@@ -19,8 +19,7 @@ from qtrace.errors import ExportError
 from qtrace.export.detections import Suppression
 from qtrace.export.example import write_example
 from qtrace.graph.types import TracedModule
-from qtrace.preparation.model import QuantizedModel
-from qtrace.preparation.record import is_quantized
+from qtrace.preparation.model import QuantizedModel, is_quantized
 from tests.nets import net
 
 RANDOM = np.random.default_rng(0)

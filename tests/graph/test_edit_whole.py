@@ -30,9 +30,9 @@ from qtrace.graph import (
     save,
     set_parameter,
 )
-from qtrace.graph.arguments import set_arguments
 from qtrace.graph.interface import Interface, TensorInfo, read_interface, write_interface
 from qtrace.graph.types import TensorNode, TracedModule
+from qtrace.graph.walk import set_arguments
 from tests.nets import images, net
 
 X = images(2, 4, 4, 4)

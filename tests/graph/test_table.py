@@ -9,7 +9,7 @@ import pytest
 
 from qtrace.display import format_table
 from qtrace.errors import GraphError
-from qtrace.graph.table import table
+from qtrace.graph.views import table
 from tests.each import each_of
 from tests.graph.samples import (
     MODELS,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from qtrace.errors import QtraceError, TrainingError
-from qtrace.learning.loop import Adam, descend
+from qtrace.learning import Adam, descend
 
 
 class Parabola:

@@ -16,7 +16,7 @@ from qtrace.errors import ConfigError
 from qtrace.graph.walk import exprs
 from qtrace.numerics import fake_quantize
 from qtrace.ops import OpCall
-from qtrace.preparation.record import read_record
+from qtrace.preparation.model import read_record
 from qtrace.ptq.layers import second_order
 from qtrace.ptq.layers import statistics as collecting
 from qtrace.ptq.layers.second_order import grouped, nearest, parts, rounded, rounded_groups

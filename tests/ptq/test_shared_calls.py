@@ -14,7 +14,7 @@ import qtrace
 from qtrace import QConfig
 from qtrace.fakequant.following.bias import BIAS_LIMIT
 from qtrace.graph.interpreter import Interpreter
-from qtrace.preparation.record import read_record
+from qtrace.preparation.model import read_record
 from qtrace.ptq.layers.quantized import QuantizedLayer, quantized_layers
 from qtrace.ptq.layers.scaling import move_bias
 from tests.nets import images, left_lines, net

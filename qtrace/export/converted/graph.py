@@ -23,8 +23,7 @@ from qtrace.graph.tensors import read_array
 from qtrace.graph.types import Constant, Expr, GetAttr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, op_label, owner
 from qtrace.ops import OpCall
-from qtrace.preparation.identity import graph_hash
-from qtrace.preparation.model import QuantizedModel, QuantizedSite
+from qtrace.preparation.model import QuantizedModel, QuantizedSite, graph_hash
 from qtrace.scheme import QParams
 
 __all__ = ["ConvertedGraph", "ConvertedOp", "IndexPart", "StoredValues", "index_parts"]

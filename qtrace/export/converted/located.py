@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from qtrace.errors import ExportError
-from qtrace.graph.source_lines import source_line
+from qtrace.graph.notes import source_line
 from qtrace.graph.types import Constant, Expr, GetAttr, Input, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, op_label, users
 

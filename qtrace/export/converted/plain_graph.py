@@ -29,14 +29,10 @@ from qtrace.graph.tracing.hazards import debugging_marks, native_quantization
 from qtrace.graph.types import Expr, GetAttr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module, module_path, owner
 from qtrace.preparation.annotation import Annotation
-from qtrace.preparation.identity import graph_hash
-from qtrace.preparation.model import QuantizedModel
-from qtrace.preparation.passes.biases import align_biases
+from qtrace.preparation.model import QuantizedModel, Record, graph_hash, is_quantized, write_record
 from qtrace.preparation.passes.compose import write_pieces
-from qtrace.preparation.passes.expand import expand
-from qtrace.preparation.passes.fuse_bn import fuse_bn
-from qtrace.preparation.passes.fuse_scale import fuse_scale
-from qtrace.preparation.record import Record, is_quantized, write_record
+from qtrace.preparation.passes.expand import align_biases, expand
+from qtrace.preparation.passes.folding import fuse_bn, fuse_scale
 
 __all__ = ["PlainGraph", "bare_graph", "float_graph", "float_module", "is_plain"]
 

@@ -29,8 +29,8 @@ from qtrace.export.converted.open_axes import SharedAxes, Types, find_declared_a
 from qtrace.export.converted.plain_graph import PlainGraph
 from qtrace.export.onnx.norms import softmax_overflows
 from qtrace.export.onnx.site_writer import SiteWriter
-from qtrace.graph.dataflow import static_nodes
 from qtrace.graph.interface import Interface, read_interface
+from qtrace.graph.interpreter import static_nodes
 from qtrace.graph.origin import FileOrigin, read_origin
 from qtrace.graph.types import Expr, GetAttr, Node, TensorNode
 from qtrace.graph.walk import is_float_tensor, op_label

@@ -19,7 +19,7 @@ from qtrace.export.onnx.types import (
     scalar_int64,
 )
 from qtrace.export.onnx.writer import OnnxWriter
-from qtrace.graph.traced_sizes import traced_value
+from qtrace.graph.open_axes import traced_value
 from qtrace.graph.types import TensorNode
 from qtrace.ops import OpCall
 

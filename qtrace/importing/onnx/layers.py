@@ -14,7 +14,7 @@ from megengine.core.ops.builtin import GetVarShape
 from megengine.module import Module
 
 from qtrace.graph.builder import GraphBuilder
-from qtrace.graph.moves import Move, joined, moved, reshaped_to, undone
+from qtrace.graph.origin import Move, joined, moved, reshaped_to, undone
 from qtrace.graph.tensors import stored_tensor
 from qtrace.graph.types import TensorNode
 from qtrace.importing.onnx.model import OnnxNode
@@ -22,7 +22,7 @@ from qtrace.importing.onnx.naming import LayerPaths, is_anonymous
 from qtrace.importing.onnx.sizes.size import Number, Size, SizeError, axis_size, whole
 from qtrace.importing.onnx.values import Sizes, Stored, Value
 from qtrace.onnxfile.external_data import release
-from qtrace.preparation.passes.quantized_file.tensors import StoredGrid
+from qtrace.preparation.passes.quantized_file import StoredGrid
 from qtrace.process.memory import LargeFrees
 
 __all__ = ["Contradiction", "Layers", "Refusal", "StoredSource"]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from qtrace.graph.moves import Move, part_of, reshaped_to, taken_at, transposed_by
+from qtrace.graph.origin import Move, part_of, reshaped_to, taken_at, transposed_by
 from qtrace.importing.onnx.model import OnnxNode
 from qtrace.importing.onnx.naming import is_anonymous
 from qtrace.importing.onnx.values import Stored, Value

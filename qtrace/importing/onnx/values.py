@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.graph.moves import Move
+from qtrace.graph.origin import Move
 from qtrace.graph.types import TensorNode
 from qtrace.onnxfile.fragment import FragmentTensor
-from qtrace.preparation.passes.quantized_file.tensors import StoredGrid
+from qtrace.preparation.passes.quantized_file import StoredGrid
 
 __all__ = [
     "Computed",

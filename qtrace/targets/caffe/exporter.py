@@ -19,7 +19,7 @@ from qtrace.export.converted.plain_graph import float_graph
 from qtrace.export.format import Format
 from qtrace.export.parameters.base import beside, parameter_file
 from qtrace.export.parameters.sites import Names, ParameterLayer, site_table
-from qtrace.graph.dataflow import needed_nodes
+from qtrace.graph.interpreter import needed_nodes
 from qtrace.graph.opaque import cure_for_opaque
 from qtrace.graph.types import TensorNode
 from qtrace.graph.walk import is_float_tensor, op_label, unused_name

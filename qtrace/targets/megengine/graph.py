@@ -17,7 +17,7 @@ from qtrace.errors import ExportError
 from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.converted.located import located
 from qtrace.export.float_types import only_floats_read
-from qtrace.graph.dataflow import needed_nodes, static_nodes
+from qtrace.graph.interpreter import needed_nodes, static_nodes
 from qtrace.graph.types import Apply, Constant, Expr, GetAttr, Node, TensorNode
 from qtrace.graph.walk import exprs, is_float_tensor, op_label, users
 from qtrace.ops import OpCall

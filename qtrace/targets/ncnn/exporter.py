@@ -26,7 +26,7 @@ from qtrace.export.converted.open_axes import resized
 from qtrace.export.converted.plain_graph import PlainGraph
 from qtrace.export.float_types import float_kinds, only_floats_read
 from qtrace.export.format import Format
-from qtrace.graph.dataflow import needed_nodes
+from qtrace.graph.interpreter import needed_nodes
 from qtrace.graph.opaque import cure_for_opaque
 from qtrace.graph.open_axes import SizedTypes, read_open_axes
 from qtrace.graph.walk import is_float_tensor, unused_name

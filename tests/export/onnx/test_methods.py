@@ -15,8 +15,8 @@ import pytest
 import qtrace
 from qtrace.errors import ConfigError
 from qtrace.graph.types import TracedModule
+from qtrace.preparation.figures import describe_precision
 from qtrace.preparation.model import QuantizedModel
-from qtrace.preparation.precision import describe_precision
 from tests.each import each_of
 from tests.nets import net
 

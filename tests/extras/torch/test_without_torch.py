@@ -14,8 +14,17 @@ import qtrace
 from qtrace.errors import GraphError, ImportingError
 from qtrace.extras.torch import exporting
 from qtrace.extras.torch.state import note_state, state_arrays
-from qtrace.graph.moves import part_of, places_of, reshaped_to, taken_at, transposed_by
-from qtrace.graph.origin import FileNorm, FileOrigin, FileParameter, read_origin
+from qtrace.graph.origin import (
+    FileNorm,
+    FileOrigin,
+    FileParameter,
+    part_of,
+    places_of,
+    read_origin,
+    reshaped_to,
+    taken_at,
+    transposed_by,
+)
 from tests.each import each_of
 from tests.importing.onnx.networks import conv_bn, model, node, save, weights
 

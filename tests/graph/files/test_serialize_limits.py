@@ -22,7 +22,7 @@ from megengine.traced_module.pytree import LeafDef, TreeDef, _leaf_type
 import qtrace
 from qtrace.errors import UnsafeFileError
 from qtrace.graph.files import allowlist
-from qtrace.graph.files.names import AllowList, LoadBudget, RefusedError, resolve
+from qtrace.graph.files.allowlist import AllowList, LoadBudget, RefusedError, resolve
 from qtrace.graph.files.plain_values import make_op, op_state
 from qtrace.graph.files.rules import Rules
 from qtrace.graph.files.serialize import load, save

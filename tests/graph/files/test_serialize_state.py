@@ -10,7 +10,7 @@ from megengine.traced_module.node import ModuleNode, TensorNode
 from megengine.traced_module.pytree import LeafDef, TreeDef, tree_flatten
 
 from qtrace.errors import DataError, QtraceError
-from qtrace.graph.files.names import AllowList, LoadBudget
+from qtrace.graph.files.allowlist import AllowList, LoadBudget
 from qtrace.graph.files.rules import Rules
 from qtrace.graph.files.serialize import load
 from qtrace.graph.files.unpickle import PickleMachine

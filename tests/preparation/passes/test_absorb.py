@@ -16,10 +16,10 @@ import qtrace
 from qtrace import QConfig, ops
 from qtrace.errors import ExportError
 from qtrace.graph import exprs
+from qtrace.preparation.model import read_record
 from qtrace.preparation.normalize import normalize
 from qtrace.preparation.passes.absorb import absorb
 from qtrace.preparation.passes.base import PassResult
-from qtrace.preparation.record import read_record
 from tests.each import each_of
 from tests.nets import net
 from tests.preparation.passes.chains import absorbed

@@ -16,8 +16,8 @@ import qtrace
 from qtrace.config import QConfig
 from qtrace.errors import CalibrationError, ConfigError
 from qtrace.preparation.annotation import Annotation, ExprNote, Site
+from qtrace.preparation.model import fake_quants
 from qtrace.preparation.prepare import plan
-from qtrace.preparation.record import fake_quants
 from tests.each import each_of
 from tests.nets import ResNet, images, net, randomize
 

@@ -16,9 +16,9 @@ import qtrace
 from qtrace.graph import functions
 from qtrace.graph.types import CallFunction, TracedModule
 from qtrace.graph.walk import exprs
+from qtrace.preparation.model import read_record
 from qtrace.preparation.passes import compose
 from qtrace.preparation.prepare import plan
-from qtrace.preparation.record import read_record
 from tests.nets import images, net
 
 X = images(2, 8, 8, 8)

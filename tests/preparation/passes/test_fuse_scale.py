@@ -16,8 +16,7 @@ from qtrace.graph.flatten import flatten
 from qtrace.graph.walk import exprs
 from qtrace.ops import read
 from qtrace.preparation.passes.expand import expand
-from qtrace.preparation.passes.fuse_bn import fuse_bn
-from qtrace.preparation.passes.fuse_scale import fuse_scale
+from qtrace.preparation.passes.folding import fuse_bn, fuse_scale
 from tests.each import each_of
 from tests.nets import net
 

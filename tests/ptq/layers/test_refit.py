@@ -13,7 +13,7 @@ import pytest
 import qtrace
 from qtrace import QConfig
 from qtrace.errors import CalibrationError
-from qtrace.preparation.record import read_record
+from qtrace.preparation.model import read_record
 from qtrace.ptq import gptq
 from qtrace.ptq.layers import second_order
 from qtrace.ptq.layers.second_order import DAMPINGS, SecondMoments, correction, ridge

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from qtrace.learning.loop import Adam
+from qtrace.learning import Adam
 from qtrace.numerics import dequantize, fake_quantize, quantize
 from qtrace.ptq.rounding.block_run import SoftRounding, anneal
 from qtrace.scheme import QParams, QScheme

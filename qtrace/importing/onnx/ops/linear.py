@@ -10,7 +10,7 @@ import megengine.functional as F
 import megengine.module as M
 import numpy as np
 
-from qtrace.graph.moves import joined, transposed_by
+from qtrace.graph.origin import joined, transposed_by
 from qtrace.graph.types import TensorNode
 from qtrace.importing.onnx.call import Call, Lowering
 from qtrace.importing.onnx.sizes.folding import product

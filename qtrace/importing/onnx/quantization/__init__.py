@@ -14,7 +14,7 @@ import megengine.functional as F
 import megengine.module as M
 import numpy as np
 
-from qtrace.graph.moves import joined
+from qtrace.graph.origin import joined
 from qtrace.graph.types import CallFunction, CallMethod, TensorNode
 from qtrace.importing.onnx.call import Call
 from qtrace.importing.onnx.layers import Layers, Refusal
@@ -23,7 +23,7 @@ from qtrace.importing.onnx.moving import PARTS, moves_of, unchanged
 from qtrace.importing.onnx.naming import is_anonymous
 from qtrace.importing.onnx.quantization.grids import dequantize, quantize, read_grid, stored_name
 from qtrace.importing.onnx.values import Computed, QuantizedIntegers, Stored, Value
-from qtrace.preparation.passes.quantized_file.tensors import FileRounding, StoredGrid
+from qtrace.preparation.passes.quantized_file import FileRounding, StoredGrid
 
 __all__ = ["MOVES", "PAIRS", "follow_stored", "lower_pair", "unwrap", "wrap"]
 

@@ -12,7 +12,7 @@ from qtrace.importing.onnx.call import Call
 from qtrace.importing.onnx.layers import Layers, Refusal
 from qtrace.importing.onnx.model import OnnxNode
 from qtrace.importing.onnx.values import Stored
-from qtrace.preparation.passes.quantized_file.tensors import StoredGrid
+from qtrace.preparation.passes.quantized_file import StoredGrid
 
 __all__ = ["PACKED", "bits_of", "dequantize", "quantize", "read_grid", "stored_name"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from qtrace.config import backends
-from qtrace.preparation.passes.native.fitting import fit, span
+from qtrace.preparation.passes.native import fit, span
 from qtrace.scheme import QParams, QScheme
 from tests.each import each_of
 

@@ -20,9 +20,8 @@ from qtrace.export.onnx.activations import activations
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.graph.walk import exprs
-from qtrace.onnxfile.local_session import OrtSession, SessionError, SessionSettings
+from qtrace.onnxfile.local_session import OrtSession, SessionError, SessionSettings, shrink_shared_arena
 from qtrace.onnxfile.sessions import open_session
-from qtrace.onnxfile.shared_arena import shrink_shared_arena
 from qtrace.process.memory import when_returning
 from qtrace.process.threads import count_threads
 from qtrace.runtimes.host import RuntimeHost, describe_side

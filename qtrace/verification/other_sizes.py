@@ -22,7 +22,7 @@ from qtrace.export.converted.plain_graph import PlainGraph, is_plain
 from qtrace.graph.interpreter import Interpreter, locate_failure
 from qtrace.graph.open_axes import OpenAxes, OpenAxis, other_sizes, read_open_axes, repeat_to
 from qtrace.graph.types import TensorNode, TracedModule
-from qtrace.onnxfile.reading import read_model
+from qtrace.onnxfile.external_data import read_model
 from qtrace.preparation.model import QuantizedModel
 from qtrace.verification.runtimes.base import RuntimeRun, Session, run_outputs
 

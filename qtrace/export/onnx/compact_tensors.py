@@ -26,9 +26,8 @@ from qtrace.export.onnx.exporter import OnnxExporter
 from qtrace.export.onnx.opset import CopiedVersions, SourceVersions
 from qtrace.graph.origin import hash_values, read_origin
 from qtrace.graph.types import GetAttr
-from qtrace.onnxfile.bodies import rename_tensors
 from qtrace.onnxfile.fragment import check_fragment
-from qtrace.onnxfile.model import OnnxEditor
+from qtrace.onnxfile.model import OnnxEditor, rename_tensors
 
 __all__ = ["write_computed", "write_integer_tables"]
 

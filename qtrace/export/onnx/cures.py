@@ -14,9 +14,8 @@ from onnx import TensorProto, helper, numpy_helper, shape_inference
 
 from qtrace.export.onnx.pools import write_fast_poolings
 from qtrace.export.onnx.whole_columns import MOVES, TARGETS, choose_columns
-from qtrace.onnxfile.bodies import read_names
 from qtrace.onnxfile.kernels import passes_7_bits
-from qtrace.onnxfile.model import OnnxEditor
+from qtrace.onnxfile.model import OnnxEditor, read_names
 
 __all__ = [
     "CURES",

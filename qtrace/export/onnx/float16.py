@@ -15,8 +15,7 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper, shape_inference
 
 from qtrace.export.float_types import FLOAT16_KEY
 from qtrace.onnxfile import external_data
-from qtrace.onnxfile.bodies import read_names, rename_tensors
-from qtrace.onnxfile.model import OnnxEditor
+from qtrace.onnxfile.model import OnnxEditor, read_names, rename_tensors
 from qtrace.preparation.float16 import loses
 
 __all__ = ["write_float16"]

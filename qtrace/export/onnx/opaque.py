@@ -12,7 +12,7 @@ from qtrace.export.onnx.types import Emitter, cast
 from qtrace.export.onnx.writer import OnnxWriter
 from qtrace.graph.opaque import OpaqueOp, carried_dtype
 from qtrace.graph.walk import owner
-from qtrace.onnxfile.bodies import rename_tensors
+from qtrace.onnxfile.model import rename_tensors
 from qtrace.ops import OpCall
 
 __all__ = ["OPAQUE"]

@@ -15,7 +15,7 @@ from qtrace.export.onnx.weight_layouts import CONVS, TRANSPOSED
 from qtrace.export.onnx.writer import OnnxWriter
 from qtrace.graph.inference import TensorType
 from qtrace.graph.types import Node, TensorNode
-from qtrace.onnxfile.bodies import read_names
+from qtrace.onnxfile.model import read_names
 
 __all__ = ["batch_problem", "first_difference", "size_problem"]
 

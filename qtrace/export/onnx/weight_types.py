@@ -14,8 +14,7 @@ from qtrace.config import backends
 from qtrace.errors import ExportError
 from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.converted.plain_graph import PlainGraph
-from qtrace.onnxfile.kernels import has_large_signed_weights
-from qtrace.onnxfile.saturation import SAFE_BITS, products_saturate
+from qtrace.onnxfile.kernels import SAFE_BITS, has_large_signed_weights, products_saturate
 
 __all__ = ["SATURATING_FILE", "kinds_in_float", "stores_unsigned", "write_weight_types"]
 

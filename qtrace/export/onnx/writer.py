@@ -14,7 +14,7 @@ from qtrace.export.onnx.naming import OutputNames
 from qtrace.export.onnx.opset import CopiedVersions, SourceVersions, at_opset, choose_versions
 from qtrace.graph.types import GetAttr, Node, TensorNode
 from qtrace.graph.walk import unused_name
-from qtrace.onnxfile.bodies import read_names, rename_tensors
+from qtrace.onnxfile.model import read_names, rename_tensors
 from qtrace.scheme import QParams, QScheme
 
 __all__ = ["OnnxWriter", "integer_type"]

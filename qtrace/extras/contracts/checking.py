@@ -17,10 +17,9 @@ from qtrace.display import Displayed, format_bytes
 from qtrace.errors import SHOWN_LINES, ExportError, shorten_list
 from qtrace.extras.contracts.base import CPU, Contract, ContractRule, FloatOp, Violation
 from qtrace.extras.contracts.qdq_graph import FUNCTIONS, LAYERS, QUANTIZERS, QdqGraph, label
-from qtrace.onnxfile.bodies import read_names
 from qtrace.onnxfile.external_data import skeleton
 from qtrace.onnxfile.kernels import find_kernels
-from qtrace.onnxfile.model import infer_shapes
+from qtrace.onnxfile.model import infer_shapes, read_names
 from qtrace.runtimes.host import RuntimeHost, describe_side
 
 __all__ = [

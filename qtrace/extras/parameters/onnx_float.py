@@ -59,7 +59,7 @@ def _calls(flat: ConvertedGraph) -> Iterator[OpCall]:
 
 def _name_parameters(flat: ConvertedGraph, model: Any) -> None:
     """Gives weights and biases in another layout the names of their nodes, unless other tensors have them."""
-    from qtrace.onnxfile.bodies import read_names, rename_tensors
+    from qtrace.onnxfile.model import read_names, rename_tensors
 
     graph = model.graph
     used = {name for node in graph.node for name in (*read_names(node), *node.output)}

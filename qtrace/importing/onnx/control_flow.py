@@ -20,7 +20,7 @@ from qtrace.importing.onnx.layers import Layers, Refusal
 from qtrace.importing.onnx.model import OnnxNode
 from qtrace.importing.onnx.scope import GraphRunner, Scope
 from qtrace.importing.onnx.values import Computed, Refused, SplitTensors, Stored, Value
-from qtrace.onnxfile.bodies import MAX_NODES
+from qtrace.onnxfile.model import MAX_NODES
 
 __all__ = ["HANDLERS", "SEQUENCE_OPS", "lower_sequence"]
 

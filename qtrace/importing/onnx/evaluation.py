@@ -15,7 +15,7 @@ import onnx
 from onnx import numpy_helper, shape_inference
 
 from qtrace.importing.onnx.model import OnnxNode
-from qtrace.onnxfile.bodies import RANDOM_OPS
+from qtrace.onnxfile.model import RANDOM_OPS
 
 __all__ = ["SHOWN_TO_INFERENCE", "CannotEvaluate", "evaluate", "infer_shapes"]
 

@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 
 from qtrace.importing.onnx.model import OnnxNode
-from qtrace.onnxfile.bodies import bodies_of, rename_tensors
+from qtrace.onnxfile.model import bodies_of, rename_tensors
 
 __all__ = ["Expansion", "expand", "titled_parts"]
 

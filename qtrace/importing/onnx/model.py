@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 
 from qtrace.errors import ImportingError
-from qtrace.onnxfile.bodies import captured_names
+from qtrace.onnxfile.model import captured_names
 
 __all__ = [
     "DEFAULT_DOMAINS",

@@ -34,9 +34,9 @@ from qtrace.importing.onnx.values import (
     Stored,
     Value,
 )
-from qtrace.onnxfile.bodies import RANDOM_OPS, captured_names, own_operators, rename_tensors
 from qtrace.onnxfile.fragment import Fragment, FragmentTensor, infer_outputs
 from qtrace.onnxfile.local_session import SessionError
+from qtrace.onnxfile.model import RANDOM_OPS, captured_names, own_operators, rename_tensors
 
 __all__ = ["OpaqueNodes"]
 

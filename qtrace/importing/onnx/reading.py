@@ -12,9 +12,8 @@ import onnx.inliner
 
 from qtrace.errors import ExportError, ImportingError
 from qtrace.importing.onnx.model import DEFAULT_DOMAINS, OF_ONNXRUNTIME, standard_opset
-from qtrace.onnxfile.bodies import MAX_NODES
-from qtrace.onnxfile.external_data import count_bytes, map_tensor, without_large_values
-from qtrace.onnxfile.reading import read_model
+from qtrace.onnxfile.external_data import count_bytes, map_tensor, read_model, without_large_values
+from qtrace.onnxfile.model import MAX_NODES
 from qtrace.storage.files import problem
 
 __all__ = ["MAX_ELEMENTS", "array_of", "load_model", "load_structure", "stored_tensors"]

@@ -21,7 +21,7 @@ import onnx
 from qtrace.errors import ImportingError
 from qtrace.importing.onnx.model import Graph, OnnxNode, count_readers
 from qtrace.importing.onnx.values import is_float
-from qtrace.onnxfile.bodies import read_names, rename_tensors
+from qtrace.onnxfile.model import read_names, rename_tensors
 
 __all__ = ["LINEAR", "cut", "join_biases", "join_channel_biases", "store_copies", "without_strings"]
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from qtrace.costs import FLOAT, INTEGER, LOOKUP, CostTable, OpShape
 from qtrace.graph.types import Expr, Node, TensorNode
 from qtrace.graph.walk import shape_of, tensor_inputs
-from qtrace.onnxfile.kernel_layouts import STEM_CHANNELS, stays_blocked
+from qtrace.onnxfile.local_session import STEM_CHANNELS, stays_blocked
 from qtrace.ops import OpCall, Role
 from qtrace.preparation.passes._chains import Chains, output_choice
 from qtrace.preparation.passes._choices import Choice

@@ -11,7 +11,7 @@ import numpy as np
 
 from qtrace.benchmarking.runners.base import Load, RunnerSettings, random_values
 from qtrace.errors import ExportError
-from qtrace.runtimes.files import RuntimeChild
+from qtrace.runtimes.child import RuntimeChild
 from qtrace.runtimes.ncnn_net import read_blobs, read_index_inputs
 
 __all__ = ["LOAD"]

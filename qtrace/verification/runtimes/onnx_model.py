@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import ExportError
-from qtrace.onnxfile.reading import load_model
+from qtrace.onnxfile.external_data import load_model
 from qtrace.onnxfile.selecting import expose_places
 from qtrace.verification.float16 import read_float16_ops
 from qtrace.verification.runtimes.base import RuntimeRun

@@ -16,7 +16,7 @@ from onnx import numpy_helper
 import qtrace
 from qtrace.errors import ExportError
 from qtrace.export.onnx import weight_types
-from qtrace.onnxfile.saturation import products_saturate
+from qtrace.onnxfile.kernels import products_saturate
 from qtrace.verification.causes import SATURATION, SATURATION_ELSEWHERE
 from tests.nets import images, net
 

@@ -16,7 +16,7 @@ import pytest
 import qtrace
 from qtrace.export.onnx import weight_types
 from qtrace.graph.types import TracedModule
-from qtrace.onnxfile.saturation import products_saturate
+from qtrace.onnxfile.kernels import products_saturate
 from qtrace.verification.causes import SATURATION
 from tests.nets import net
 

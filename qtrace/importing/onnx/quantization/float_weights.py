@@ -24,7 +24,7 @@ from qtrace.errors import shorten_list
 from qtrace.importing.onnx.model import Graph, OnnxNode, node_like, read_graph
 from qtrace.importing.onnx.quantization.grids import PACKED, bits_of
 from qtrace.importing.onnx.reading import load_model
-from qtrace.onnxfile.bodies import read_names
+from qtrace.onnxfile.model import read_names
 
 __all__ = ["read_unrounded", "with_float_weights"]
 

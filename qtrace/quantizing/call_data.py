@@ -24,7 +24,7 @@ from qtrace.errors import QtraceError
 from qtrace.graph.interface import read_inputs
 from qtrace.graph.signature import argument_names
 from qtrace.graph.types import TracedModule
-from qtrace.importing.foreign import is_torch_module
+from qtrace.importing import is_torch_module
 from qtrace.importing.onnx import declared_inputs
 from qtrace.preparation.faithfulness import are_samples_apart
 from qtrace.quantizing.evaluation import EvaluationData, SampleRange, split_data, usual_size

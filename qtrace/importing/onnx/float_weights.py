@@ -21,12 +21,14 @@ import numpy as np
 from onnx import numpy_helper
 
 from qtrace.errors import shorten_list
-from qtrace.importing.onnx.model import Graph, OnnxNode, node_like, read_graph
-from qtrace.importing.onnx.quantization.grids import PACKED, bits_of
-from qtrace.importing.onnx.reading import load_model
+from qtrace.importing.onnx.model import Graph, OnnxNode, load_model, node_like, read_graph
+from qtrace.importing.onnx.quantization import PACKED, bits_of
 from qtrace.onnxfile.model import read_names
 
-__all__ = ["read_unrounded", "with_float_weights"]
+__all__ = [
+    "read_unrounded",
+    "with_float_weights",
+]
 
 _LOG = logging.getLogger("qtrace")
 # What onnxruntime.quantization.quantize_dynamic and the optimizer of onnxruntime write.

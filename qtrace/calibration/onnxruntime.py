@@ -15,8 +15,8 @@ import numpy as np
 
 from qtrace.calibration.base import Arguments, EngineError, Observe
 from qtrace.errors import ExportError, install
-from qtrace.export.converted.open_axes import SharedAxes
-from qtrace.export.onnx.activations import activations
+from qtrace.export.onnx.segment import activations
+from qtrace.export.open_axes import SharedAxes
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.graph.walk import exprs

@@ -82,7 +82,7 @@ def note_precision(model: Any, reporter: Reporter, path: Path | None = None) -> 
 
 
 def _has_float16(path: Path) -> bool:
-    from qtrace.export.float_types import FLOAT16_KEY
+    from qtrace.export.converted import FLOAT16_KEY
     from qtrace.onnxfile.external_data import read_model
 
     return path.suffix.lower() == ".onnx" and any(

@@ -14,13 +14,11 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import ExportError
-from qtrace.export.converted.graph import ConvertedGraph
-from qtrace.export.converted.plain_graph import float_graph
+from qtrace.export.converted import ConvertedGraph, float_graph
 from qtrace.export.format import Content, Format
 from qtrace.export.onnx.exporter import OnnxOptions, write_model
 from qtrace.export.onnx.files import check, contents_of
-from qtrace.export.parameters.base import beside, parameter_file
-from qtrace.export.parameters.sites import Names, ParameterLayer, site_table
+from qtrace.export.parameters import Names, ParameterLayer, beside, parameter_file, site_table
 from qtrace.ops import OpCall
 
 __all__ = ["FORMAT"]
@@ -97,7 +95,7 @@ def _layer(
     model: Any,
     others: dict[str, ParameterLayer],
 ) -> ParameterLayer:
-    from qtrace.export.onnx.weight_layouts import weight_layout
+    from qtrace.export.onnx.sites import weight_layout
 
     assert call.weight is not None
     name = call.weight.name

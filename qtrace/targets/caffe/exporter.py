@@ -13,12 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from qtrace.errors import ExportError, install
-from qtrace.export.converted.graph import ConvertedGraph, ConvertedOp
-from qtrace.export.converted.located import refusal
-from qtrace.export.converted.plain_graph import float_graph
+from qtrace.export.converted import ConvertedGraph, ConvertedOp, float_graph, refusal
 from qtrace.export.format import Format
-from qtrace.export.parameters.base import beside, parameter_file
-from qtrace.export.parameters.sites import Names, ParameterLayer, site_table
+from qtrace.export.parameters import Names, ParameterLayer, beside, parameter_file, site_table
 from qtrace.graph.dataflow import needed_nodes
 from qtrace.graph.opaque import cure_for_opaque
 from qtrace.graph.types import TensorNode

@@ -17,8 +17,7 @@ from megengine import Tensor
 from megengine.jit import trace
 
 from qtrace.errors import ExportError
-from qtrace.export.converted.graph import ConvertedGraph
-from qtrace.export.float_types import float_kinds
+from qtrace.export.converted import ConvertedGraph, float_kinds
 from qtrace.export.format import Format
 from qtrace.graph.types import TensorNode
 from qtrace.graph.walk import unused_name

@@ -14,9 +14,7 @@ from megengine.functional.quantized import conv_bias_activation, conv_transpose2
 
 from qtrace import ops
 from qtrace.errors import ExportError
-from qtrace.export.converted.graph import ConvertedGraph
-from qtrace.export.converted.located import located
-from qtrace.export.float_types import only_floats_read
+from qtrace.export.converted import ConvertedGraph, located, only_floats_read
 from qtrace.graph.dataflow import needed_nodes, static_nodes
 from qtrace.graph.types import Apply, Constant, Expr, GetAttr, Node, TensorNode
 from qtrace.graph.walk import exprs, is_float_tensor, op_label, users

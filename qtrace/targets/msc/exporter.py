@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from qtrace.errors import ExportError, GraphError
-from qtrace.export.converted.document import (
+from qtrace.export.converted import ConvertedGraph
+from qtrace.export.document import (
     DocumentOp,
     GraphDocument,
     Rounding,
@@ -27,7 +28,6 @@ from qtrace.export.converted.document import (
     Value,
     read_graph,
 )
-from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.format import Format
 from qtrace.graph.types import GetAttr
 from qtrace.graph.walk import owner

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from qtrace.errors import ExportError, GraphError
-from qtrace.export.converted.document import DocumentOp, Value, is_plain
-from qtrace.export.converted.graph import ConvertedGraph
-from qtrace.export.converted.open_axes import open_axes_of
+from qtrace.export.converted import ConvertedGraph
+from qtrace.export.document import DocumentOp, Value, is_plain
+from qtrace.export.open_axes import open_axes_of
 from qtrace.graph.inference import TensorType, recorded_type
 from qtrace.graph.open_axes import BATCH, OpenAxis, infer_types, other_sizes, resize_axes
 from qtrace.graph.types import CallFunction, CallMethod, Node, TensorNode

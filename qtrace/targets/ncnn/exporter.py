@@ -20,12 +20,17 @@ import numpy as np
 from megengine import Tensor
 
 from qtrace.errors import ExportError
-from qtrace.export.converted.graph import ConvertedGraph, ConvertedOp
-from qtrace.export.converted.located import refusal, site_expr
-from qtrace.export.converted.open_axes import resized
-from qtrace.export.converted.plain_graph import PlainGraph
-from qtrace.export.float_types import float_kinds, only_floats_read
+from qtrace.export.converted import (
+    ConvertedGraph,
+    ConvertedOp,
+    PlainGraph,
+    float_kinds,
+    only_floats_read,
+    refusal,
+    site_expr,
+)
 from qtrace.export.format import Format
+from qtrace.export.open_axes import resized
 from qtrace.graph.dataflow import needed_nodes
 from qtrace.graph.opaque import cure_for_opaque
 from qtrace.graph.open_axes import SizedTypes, read_open_axes

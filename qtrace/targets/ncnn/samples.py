@@ -11,8 +11,8 @@ import megengine as mge
 import numpy as np
 
 from qtrace.errors import ExportError
-from qtrace.export.converted.graph import ConvertedGraph, ConvertedOp
-from qtrace.export.converted.open_axes import grown_axes, resized
+from qtrace.export.converted import ConvertedGraph, ConvertedOp
+from qtrace.export.open_axes import grown_axes, resized
 from qtrace.graph.inference import OpError, TensorType
 from qtrace.graph.interpreter import interpret
 from qtrace.graph.open_axes import infer_types

@@ -13,9 +13,8 @@ import numpy as np
 
 from qtrace import ops
 from qtrace.errors import ExportError
-from qtrace.export.converted.graph import ConvertedGraph, ConvertedOp
-from qtrace.export.converted.located import located, site_expr
-from qtrace.export.converted.open_axes import find_open_batch, find_sample_axes
+from qtrace.export.converted import ConvertedGraph, ConvertedOp, located, site_expr
+from qtrace.export.open_axes import find_open_batch, find_sample_axes
 from qtrace.graph.types import Node, TensorNode
 from qtrace.graph.walk import is_float_tensor, op_label
 from qtrace.preparation.model import QuantizedSite

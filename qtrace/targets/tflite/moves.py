@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import ExportError
-from qtrace.export.converted.graph import IndexPart, index_parts
+from qtrace.export.converted import IndexPart, index_parts
 from qtrace.graph.types import TensorNode
 from qtrace.ops import OpCall
 from qtrace.targets.tflite.build import Builder, Emitter, common_order, operands

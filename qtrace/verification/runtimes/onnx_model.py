@@ -84,8 +84,7 @@ def with_integer_outputs(path: Path) -> Exposed:
     """
     import onnx
 
-    from qtrace.export.onnx.detections import without_detections
-    from qtrace.export.onnx.ends import without_preprocessing
+    from qtrace.export.onnx.ends import without_detections, without_preprocessing
     from qtrace.export.onnx.whole_columns import WHOLE
 
     model, folder = load_model(path)

@@ -1,40 +1,53 @@
-"""Weights that are stored as integers where all else is float, in the forms that onnxruntime runs fastest.
+"""Writes sites as integers and the DequantizeLinear that reads them: stored ones, computed ones, biases.
 
-onnxruntime computes a DequantizeLinear of a weight anew at each run, which made a linear layer three times as
-slow as in float (benchmarks/weights.py). A Cast and a Mul give the same floats, and are folded when the file
-is loaded. Blocks of 4 bits have a kernel of their own, MatMulNBits of the domain com.microsoft.
+Weights may be stored as integers where all else is float, in the forms that onnxruntime runs fastest. It
+computes a DequantizeLinear of a weight anew at each run, which made a linear layer three times as slow as in
+float (benchmarks/weights.py). A Cast and a Mul give the same floats, and are folded when the file is loaded.
+Blocks of 4 bits have a kernel of their own, MatMulNBits of the domain com.microsoft.
 
-Layers that round what they read by the range of each batch: DynamicQuantizeLinear and MatMulInteger.
-
-onnxruntime fuses the nodes of a layer into one kernel, DynamicQuantizeMatMul, with the bias after them.
+Layers that round what they read by the range of each batch become DynamicQuantizeLinear and MatMulInteger.
+onnxruntime fuses these nodes into one kernel, DynamicQuantizeMatMul, with the bias after them.
 """
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from qtrace import ops
 from qtrace.config import backends
-from qtrace.export.onnx.types import Emitter
-from qtrace.export.onnx.weight_layouts import weight_layout
-from qtrace.export.onnx.writer import OnnxWriter, integer_type
-from qtrace.graph.walk import owner
+from qtrace.errors import ExportError
+from qtrace.export.converted import ConvertedGraph, only_floats_read
+from qtrace.export.onnx.writer import Emitter, OnnxWriter, integer_type
+from qtrace.fakequant.base import FakeQuant
+from qtrace.graph.walk import owner, users
 from qtrace.ops import OpCall
 from qtrace.preparation.annotation import Annotation
 from qtrace.preparation.model import QuantizedSite
 from qtrace.scheme import QParams
 
 __all__ = [
+    "CONVS",
     "DYNAMIC",
+    "TRANSPOSED",
     "BlockedWeight",
+    "SiteWriter",
     "emit_dynamic_product",
     "emit_product",
     "find_forms",
+    "has_blocks",
     "is_dynamic",
+    "keeps_rows",
     "store_integers",
     "store_weight",
+    "weight_layout",
 ]
+
+# Kind -> the number of axes along which it moves its window.
+CONVS = {"conv1d": 1, "conv2d": 2, "conv3d": 3}
+TRANSPOSED = {"conv_transpose2d": 2, "conv_transpose3d": 3}
 
 CONTRIB = "com.microsoft"
 # Products in float32, as the graph has them. Level 4 rounds what the layer reads to int8, block by block, in
@@ -43,6 +56,37 @@ _ACCURACY_LEVEL = 1
 
 BlockedWeight = tuple[str, str, int]
 """The tensors of the integers and of the scales of a weight for MatMulNBits, and the size of its blocks."""
+
+
+def weight_layout(call: OpCall, weight: np.ndarray) -> tuple[np.ndarray, int]:
+    """Returns a layer's weight in ONNX's layout, and the axis of its output channels there."""
+    if call.kind in CONVS:
+        return weight.reshape(-1, *weight.shape[-CONVS[call.kind] - 1 :]), 0
+    if call.kind in TRANSPOSED:
+        return weight.reshape(-1, *weight.shape[-TRANSPOSED[call.kind] - 1 :]), 1
+    if call.kind == "linear" and not keeps_rows(call):
+        return weight.T, 1
+    return weight, 0
+
+
+def keeps_rows(call: OpCall) -> bool:
+    """Whether the weight of a linear layer is stored as MegEngine has it: outputs x inputs.
+
+    Gemm reads it so, and all that is no linear layer. Else it is stored as MatMul reads it.
+    """
+    assert call.weight is not None
+    if has_blocks(call):
+        return False  # runtimes have kernels for blocks in the layout of MatMul
+    calls = [ops.read(user) for user in users(call.weight)]
+    matrices = [c is not None and c.weight is call.weight and len(c.inputs[0].shape) == 2 for c in calls]
+    return all(matrices) or any(c is None or c.weight is not call.weight for c in calls)
+
+
+def has_blocks(call: OpCall) -> bool:
+    """Whether the weight of a linear layer has a scale per block of inputs."""
+    assert call.weight is not None
+    rounding = owner(call.weight.expr)
+    return isinstance(rounding, FakeQuant) and rounding.scheme.block is not None
 
 
 def find_forms(annotation: Annotation, contrib: bool) -> dict[str, str]:
@@ -204,3 +248,91 @@ def _round(w: OnnxWriter, call: OpCall) -> None:
 
 
 DYNAMIC: dict[str, Emitter] = {"dynamic_quantize": _round}
+
+
+class SiteWriter:
+    """Writes the sites of a converted graph.
+
+    Args:
+        graph: the graph.
+        writer: collects nodes and tensors.
+        floats: kinds of layers whose biases may stay computed, as they are stored as floats.
+        contrib: whether weights may have forms that only onnxruntime has.
+    """
+
+    def __init__(
+        self, graph: ConvertedGraph, writer: OnnxWriter, floats: frozenset[str], contrib: bool
+    ) -> None:
+        self._graph, self._writer = graph, writer
+        self._floats, self._contrib = floats, contrib
+
+    def write(self, site: QuantizedSite) -> None:
+        """Writes the integers of a site and how they are read."""
+        value = self._writer.value(site.source)
+        try:
+            if site.sort == "bias":
+                self._write_bias(site, value)
+            elif site.sort == "weight" and value is not None:
+                self._write_weight(site, value)
+            elif value is not None:
+                axis = site.qparams.scheme.axis or 0
+                integers = site.integers(value)
+                if self._is_bias(site):
+                    integers = integers.reshape(-1)
+                    self._writer.laid_out.add(site.value)
+                parts = (site.name, integers, site.qparams, axis, site.value.name)
+                self._writer.names[site.value] = self._writer.dequantize(*parts)
+            else:
+                self._write_computed(site)
+        except ExportError as error:
+            raise ExportError(f"site {site.name}: {error}.") from error
+
+    def _is_bias(self, site: QuantizedSite) -> bool:
+        """Whether layers read the value as their bias, which ONNX has as a vector."""
+        calls = (self._graph.call(user) for user in site.consumers)
+        return any(call is not None and call.bias is site.value for call in calls)
+
+    def _write_computed(self, site: QuantizedSite) -> None:
+        w, axes = self._writer, site.decision.channel_axes
+        name = w.name(site.source)
+        if axes == (0, 1):  # a grouped convolution's weight: ONNX knows one axis of channels
+            name = w.node("Reshape", [name, w.ints([-1, *site.source.shape[2:]])], w.fresh(site.source.name))
+            w.laid_out.add(site.value)
+            axes = (0,)
+        axis = axes[0] if axes else 0
+        rounded = w.quantize_dequantize(name, site.name, site.value.name, site.qparams, axis)
+        w.names[site.value] = rounded
+        if not axes:
+            w.rounded_to[site.source] = w.integers[rounded]
+
+    def _write_weight(self, site: QuantizedSite, value: np.ndarray) -> None:
+        store_weight(self._writer, site, value, self._layer(site), self._weight_forms.get(site.name, ""))
+
+    @cached_property
+    def _weight_forms(self) -> dict[str, str]:
+        return find_forms(self._graph.annotation, self._contrib)
+
+    def _layer(self, site: QuantizedSite) -> OpCall:
+        for user in site.consumers:
+            call = self._graph.call(user)
+            if call is not None:
+                return call
+        raise ExportError(f"{site.value.name} is a weight that no layer reads: set quantize: false for it")
+
+    def _write_bias(self, site: QuantizedSite, value: np.ndarray | None) -> None:
+        w, out = self._writer, site.value
+        if value is None:
+            if not only_floats_read(out, self._floats):
+                raise ExportError(
+                    "its bias is computed, which int32 storage cannot express: set quantize: false for its "
+                    "layer, or name the kind of the layer in allow_float"
+                )
+            w.names[out] = w.name(site.source)
+            return
+        scale = site.bias_scale
+        w.laid_out.add(out)
+        stored = w.constant(f"{site.name}_int", site.integers(value))
+        factor = w.constant(f"{site.name}_scale", scale)
+        zero = w.constant(f"{site.name}_zero_point", np.zeros(scale.shape, np.int32))
+        extra = {"axis": 0} if scale.ndim else {}
+        w.names[out] = w.node("DequantizeLinear", [stored, factor, zero], out.name, **extra)

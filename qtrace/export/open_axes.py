@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from qtrace.export.converted.graph import ConvertedGraph
+from qtrace.export.converted import ConvertedGraph
 from qtrace.graph.inference import OpError, TensorType
 from qtrace.graph.interface import read_interface
 from qtrace.graph.open_axes import (

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from megengine import Parameter
 
-from qtrace.export.converted.graph import ConvertedGraph
+from qtrace.export.converted import ConvertedGraph
 from qtrace.graph.arguments import signature
 from qtrace.graph.types import CallFunction, Constant, Expr, GetAttr, ModuleNode, Node
 from qtrace.graph.walk import node_path, op_label, owner, unused_name

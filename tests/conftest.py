@@ -14,7 +14,7 @@ import pytest
 from hypothesis import settings
 
 from qtrace.config import recipe
-from qtrace.costs import processor
+from qtrace.costs import table
 from qtrace.process import engine
 from qtrace.runtimes import child
 from tests import warm
@@ -138,5 +138,5 @@ def plain_default() -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recipe, "DEFAULT_RECIPE", "onnxruntime")
-        patch.setattr(processor, "processor_flags", lambda: ("avx2", "avx512_vnni", "amx_int8"))  # everywhere
+        patch.setattr(table, "processor_flags", lambda: ("avx2", "avx512_vnni", "amx_int8"))  # everywhere
         yield

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qtrace.costs import FLOAT, INTEGER, LOOKUP, OpShape
-from qtrace.costs.families import numel
+from qtrace.costs.table import numel
 from qtrace.onnxfile.external_data import read_model
 from qtrace.onnxfile.local_session import STEM_CHANNELS, stays_blocked
 

@@ -38,8 +38,8 @@ from qtrace.fakequant.following.dynamic import DynamicQuant
 from qtrace.graph.edit import GraphEditor
 from qtrace.graph.flatten import flatten, set_parameter
 from qtrace.graph.interpreter import Interpreter
+from qtrace.graph.notes import source_line
 from qtrace.graph.renewal import renew_all
-from qtrace.graph.source_lines import source_line
 from qtrace.graph.tensors import read_array
 from qtrace.graph.tracing.hazards import debugging_marks, native_quantization
 from qtrace.graph.types import Constant, Expr, GetAttr, Input, Node, TensorNode, TracedModule
@@ -47,14 +47,17 @@ from qtrace.graph.walk import exprs, get_module, module_path, op_label, owner, u
 from qtrace.ops import OpCall
 from qtrace.preparation.annotation import Annotation
 from qtrace.preparation.float16 import float_values, uses_float16
-from qtrace.preparation.identity import graph_hash
-from qtrace.preparation.model import QuantizedModel, QuantizedSite
-from qtrace.preparation.passes.biases import align_biases
+from qtrace.preparation.model import (
+    QuantizedModel,
+    QuantizedSite,
+    Record,
+    graph_hash,
+    is_quantized,
+    write_record,
+)
 from qtrace.preparation.passes.compose import write_pieces
-from qtrace.preparation.passes.expand import expand
-from qtrace.preparation.passes.fuse_bn import fuse_bn
-from qtrace.preparation.passes.fuse_scale import fuse_scale
-from qtrace.preparation.record import Record, is_quantized, write_record
+from qtrace.preparation.passes.expand import align_biases, expand
+from qtrace.preparation.passes.folding import fuse_bn, fuse_scale
 from qtrace.scheme import QParams
 
 __all__ = [

@@ -11,9 +11,8 @@ import numpy as np
 from megengine import Parameter
 
 from qtrace.export.converted import ConvertedGraph
-from qtrace.graph.arguments import signature
 from qtrace.graph.types import CallFunction, Constant, Expr, GetAttr, ModuleNode, Node
-from qtrace.graph.walk import node_path, op_label, owner, unused_name
+from qtrace.graph.walk import node_path, op_label, owner, signature, unused_name
 from qtrace.ops import OpCall
 from qtrace.preparation.model import QuantizedSite
 

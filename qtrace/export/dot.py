@@ -12,7 +12,7 @@ import numpy as np
 from qtrace.export.converted import ConvertedGraph
 from qtrace.export.document import DocumentOp, GraphDocument, TensorQuantization, Value, read_graph
 from qtrace.export.format import Format
-from qtrace.graph.dot import quote
+from qtrace.graph.views import quote
 from qtrace.storage.ownership import WRITTEN
 
 __all__ = ["FORMAT"]

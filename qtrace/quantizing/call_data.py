@@ -21,8 +21,7 @@ from qtrace.data.base import batch_length
 from qtrace.data.opening import find_labels, names_labels, without_labels
 from qtrace.data.whole import Recut, recut, shares_samples
 from qtrace.errors import QtraceError
-from qtrace.graph.interface import read_inputs
-from qtrace.graph.signature import argument_names
+from qtrace.graph.interface import argument_names, read_inputs
 from qtrace.graph.types import TracedModule
 from qtrace.importing import is_torch_module
 from qtrace.importing.onnx import declared_inputs

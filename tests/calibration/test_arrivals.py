@@ -45,7 +45,7 @@ def _slow(x: mge.Tensor) -> mge.Tensor:
 
 
 @each_of("op", _OPS)
-def test_what_arrives_is_what_numpy_gives(op: str) -> None:
+def test_arrivals_equal_numpy_values(op: str) -> None:
     asked = Arrivals()
     x = mge.Tensor(images(4, 32, 48, 48))
     for k in range(3):
@@ -93,7 +93,7 @@ def test_memory_holds_a_value_that_was_changed_in_place_since() -> None:
     np.testing.assert_array_equal(arrival.wait(), expected)
 
 
-def test_a_value_keeps_its_memory_though_nobody_else_does() -> None:
+def test_arrival_keeps_the_memory_of_its_value() -> None:
     asked, x = Arrivals(), mge.Tensor(images(2, 3, 64, 64))
     arrived = asked.expect(x * 3).wait()
     for k in range(20):
@@ -101,7 +101,7 @@ def test_a_value_keeps_its_memory_though_nobody_else_does() -> None:
     np.testing.assert_array_equal(arrived, (x * 3).numpy())
 
 
-def test_a_mark_that_nobody_writes_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arrival_times_out_on_a_missing_mark(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrivals, "_TIMEOUT_SECONDS", 0.01)
     value = mge.Tensor(images(2, 3, 4, 4))
     never = mge.Tensor(np.zeros(4, np.int32)), np.ones(4, np.int32)

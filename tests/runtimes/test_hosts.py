@@ -276,7 +276,7 @@ def test_a_far_end_that_is_reported_to_end_says_so(tmp_path: Path, far: Path) ->
     _wait_until(lambda: not list(far.iterdir()))
 
 
-def test_what_an_interpreter_lacks_is_one_sentence(tmp_path: Path, far: Path) -> None:
+def test_missing_package_of_a_host_is_one_sentence(tmp_path: Path, far: Path) -> None:
     blocked = tmp_path / "blocked"
     blocked.mkdir()
     for package in ("numpy", "onnxruntime"):
@@ -305,7 +305,7 @@ def test_what_an_interpreter_lacks_is_one_sentence(tmp_path: Path, far: Path) ->
         open_session(_model(), SessionSettings(host=RuntimeHost(str(old))))
 
 
-def test_a_host_is_one_of_both() -> None:
+def test_host_takes_python_or_runner_but_not_both() -> None:
     assert RuntimeHost("~/bin/python").command == [os.path.expanduser("~/bin/python")]
     assert RuntimeHost(runner="ssh 'my board' python3").command == ["ssh", "my board", "python3"]
     for python, runner, timeout in [("", "", 1), ("a", "b", 1), ("", " ", 1), ("", "a 'b", 1), ("a", "", 0)]:

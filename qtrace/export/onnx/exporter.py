@@ -31,9 +31,9 @@ from qtrace.export.onnx.norms import softmax_overflows
 from qtrace.export.onnx.sites import CONVS, TRANSPOSED, SiteWriter
 from qtrace.export.onnx.writer import OnnxWriter
 from qtrace.export.open_axes import SharedAxes, Types, find_declared_axes, resized
-from qtrace.graph.dataflow import static_nodes
 from qtrace.graph.inference import TensorType
 from qtrace.graph.interface import Interface, read_interface
+from qtrace.graph.interpreter import static_nodes
 from qtrace.graph.origin import FileOrigin, read_origin
 from qtrace.graph.types import Expr, GetAttr, Node, TensorNode
 from qtrace.graph.walk import is_float_tensor, op_label

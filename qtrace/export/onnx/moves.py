@@ -27,7 +27,7 @@ from qtrace.export.onnx.writer import (
     scalar_int64,
     shape_vector,
 )
-from qtrace.graph.traced_sizes import traced_value
+from qtrace.graph.open_axes import traced_value
 from qtrace.graph.types import Node, TensorNode
 from qtrace.ops import OpCall
 

@@ -25,7 +25,7 @@ from qtrace.graph.composites import compose
 from qtrace.graph.interface import Interface, TensorInfo, read_interface, write_interface
 from qtrace.graph.open_axes import OpenAxes, other_sizes, write_open_axes
 from qtrace.graph.origin import write_origin
-from qtrace.graph.passes.cleaning import RemoveDeadCode
+from qtrace.graph.passes import RemoveDeadCode
 from qtrace.graph.tracing.copies import find_copies, insert_copies
 from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.importing.onnx.float_weights import with_float_weights

@@ -16,14 +16,14 @@ from megengine.module import Module
 
 from qtrace.errors import ImportingError
 from qtrace.graph.builder import GraphBuilder
-from qtrace.graph.moves import Move, joined, moved, reshaped_to, undone
+from qtrace.graph.origin import Move, joined, moved, reshaped_to, undone
 from qtrace.graph.tensors import stored_tensor
 from qtrace.graph.types import TensorNode
 from qtrace.importing.onnx.folding import Number, Size, SizeError, axis_size, whole
 from qtrace.importing.onnx.model import Graph, OnnxNode, Sizes, Stored, Value
 from qtrace.importing.onnx.naming import LayerPaths, is_anonymous
 from qtrace.onnxfile.external_data import release
-from qtrace.preparation.passes.quantized_file.tensors import StoredGrid
+from qtrace.preparation.passes.quantized_file import StoredGrid
 from qtrace.process.memory import LargeFrees
 
 __all__ = [

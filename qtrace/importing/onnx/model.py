@@ -19,12 +19,12 @@ import onnx
 import onnx.inliner
 
 from qtrace.errors import ExportError, ImportingError
-from qtrace.graph.moves import Move
+from qtrace.graph.origin import Move
 from qtrace.graph.types import TensorNode
 from qtrace.onnxfile.external_data import count_bytes, map_tensor, read_model, without_large_values
 from qtrace.onnxfile.fragment import FragmentTensor
 from qtrace.onnxfile.model import MAX_NODES, captured_names
-from qtrace.preparation.passes.quantized_file.tensors import StoredGrid
+from qtrace.preparation.passes.quantized_file import StoredGrid
 from qtrace.storage.files import problem
 
 __all__ = [

@@ -16,13 +16,13 @@ import megengine.module as M
 import numpy as np
 import onnx
 
-from qtrace.graph.moves import Move, joined, part_of, reshaped_to, taken_at, transposed_by
+from qtrace.graph.origin import Move, joined, part_of, reshaped_to, taken_at, transposed_by
 from qtrace.graph.types import CallFunction, CallMethod, TensorNode
 from qtrace.importing.onnx.call import Call
 from qtrace.importing.onnx.layers import Layers, Refusal
 from qtrace.importing.onnx.model import Computed, Graph, OnnxNode, QuantizedIntegers, Stored, Value, node_like
 from qtrace.importing.onnx.naming import is_anonymous
-from qtrace.preparation.passes.quantized_file.tensors import FileRounding, StoredGrid
+from qtrace.preparation.passes.quantized_file import FileRounding, StoredGrid
 
 __all__ = [
     "MAX_TAKEN",

@@ -18,7 +18,7 @@ from qtrace.errors import ExportError, install
 from qtrace.export.converted import ConvertedGraph, ConvertedOp, float_graph, refusal
 from qtrace.export.format import Format
 from qtrace.export.parameters import Names, ParameterLayer, beside, parameter_file, site_table
-from qtrace.graph.dataflow import needed_nodes
+from qtrace.graph.interpreter import needed_nodes
 from qtrace.graph.opaque import cure_for_opaque
 from qtrace.graph.types import TensorNode
 from qtrace.graph.walk import is_float_tensor, op_label, unused_name

@@ -25,7 +25,7 @@ from qtrace import ops
 from qtrace.errors import ExportError
 from qtrace.export.converted import ConvertedGraph, float_kinds, located, only_floats_read
 from qtrace.export.format import Format
-from qtrace.graph.dataflow import needed_nodes, static_nodes
+from qtrace.graph.interpreter import needed_nodes, static_nodes
 from qtrace.graph.types import Apply, Constant, Expr, GetAttr, Node, TensorNode
 from qtrace.graph.walk import exprs, is_float_tensor, op_label, unused_name, users
 from qtrace.ops import OpCall

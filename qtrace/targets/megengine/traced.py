@@ -27,7 +27,7 @@ from qtrace.graph.function_rule import trace_function
 from qtrace.graph.types import CallFunction, Expr, GetAttr, TensorNode, TracedModule
 from qtrace.graph.walk import exprs
 from qtrace.ops.arguments import arguments
-from qtrace.preparation.record import remove_record
+from qtrace.preparation.model import remove_record
 
 __all__ = ["FORMAT", "write_functions"]
 

@@ -32,7 +32,7 @@ from qtrace.export.converted import (
 )
 from qtrace.export.format import Format
 from qtrace.export.open_axes import resized
-from qtrace.graph.dataflow import needed_nodes
+from qtrace.graph.interpreter import needed_nodes
 from qtrace.graph.opaque import cure_for_opaque
 from qtrace.graph.open_axes import SizedTypes, read_open_axes
 from qtrace.graph.walk import is_float_tensor, unused_name

@@ -11,7 +11,7 @@ import numpy as np
 from qtrace.errors import ExportError
 from qtrace.export.converted import ConvertedGraph
 from qtrace.fakequant.base import FakeQuant
-from qtrace.graph.dataflow import needed_nodes
+from qtrace.graph.interpreter import needed_nodes
 from qtrace.graph.types import Apply, Expr, TensorNode
 from qtrace.graph.walk import is_float_tensor, owner, users
 from qtrace.ops import OpCall

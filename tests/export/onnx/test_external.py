@@ -15,7 +15,7 @@ import qtrace
 from qtrace.errors import ExportError
 from qtrace.graph.types import TracedModule
 from qtrace.onnxfile import external_data
-from qtrace.preparation.identity import graph_hash
+from qtrace.preparation.model import graph_hash
 from tests.nets import ResNet, images, randomize
 
 X = images(2, 3, 32, 32)

@@ -14,7 +14,7 @@ import megengine.module as M
 import numpy as np
 
 from qtrace.graph import recurrent
-from qtrace.graph.moves import joined, transposed_by
+from qtrace.graph.origin import joined, transposed_by
 from qtrace.graph.recurrent import DIRECTIONS, OnnxRecurrent
 from qtrace.graph.types import TensorNode
 from qtrace.importing.onnx.call import Call, Lowering

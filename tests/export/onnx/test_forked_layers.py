@@ -15,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import qtrace
 from qtrace.export.onnx.cures import hold_forked_layers
-from qtrace.onnxfile.openvino import OpenvinoFile
+from qtrace.onnxfile.sessions import OpenvinoFile
 from tests.nets import images, net
 
 _SETTINGS = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": "1"}

@@ -19,7 +19,7 @@ from onnx.reference import ReferenceEvaluator
 import qtrace
 from qtrace.errors import ExportError
 from qtrace.export.onnx import whole_columns
-from qtrace.onnxfile.saturation import products_are_wrong
+from qtrace.onnxfile.kernels import products_are_wrong
 from tests.each import each_of
 from tests.nets import images, net, randomize
 

@@ -17,9 +17,9 @@ import qtrace
 from qtrace.errors import GraphError, ImportingError, QtraceError, QtraceWarning
 from qtrace.graph.opaque import OpaqueOp, opaque_calls, say_stopped_gradients
 from qtrace.graph.types import TracedModule
-from qtrace.onnxfile.bodies import captured_names, rename_tensors
 from qtrace.onnxfile.fragment import check_fragment
 from qtrace.onnxfile.local_session import SessionSettings
+from qtrace.onnxfile.model import captured_names, rename_tensors
 from qtrace.onnxfile.sessions import open_session
 from tests.each import each_of
 from tests.importing.onnx import networks, opaque_flows, opaque_layers

@@ -16,12 +16,10 @@ import numpy as np
 from qtrace.calibration.algorithms import calibrated_algorithms, restoring, run_calibrated
 from qtrace.calibration.base import check_sites, range_group
 from qtrace.calibration.choice import Chosen, choose_segments
-from qtrace.calibration.collecting import CollectOptions, collect, observe_parameters
+from qtrace.calibration.collecting import CollectOptions, Statistics, collect, observe_parameters
 from qtrace.calibration.distributed import Collective, common_statistics, current
-from qtrace.calibration.statistics import Statistics
-from qtrace.comparing.sums import ENOUGH_SAMPLES
 from qtrace.config.checking import algorithms as algorithms_of
-from qtrace.data.batches import check_batches, evaluating
+from qtrace.data.batches import ENOUGH_SAMPLES, check_batches, evaluating
 from qtrace.errors import CalibrationError, QtraceError
 from qtrace.fakequant.following.bias import BIAS_LIMIT
 from qtrace.graph.flatten import flatten

@@ -15,8 +15,8 @@ import numpy as np
 from megengine import Tensor
 
 from qtrace.comparing.groups import find_groups
-from qtrace.comparing.sums import ENOUGH_SAMPLES, column_errors, finite_or_none
-from qtrace.data.batches import evaluating, first_samples
+from qtrace.comparing.sums import column_errors, finite_or_none
+from qtrace.data.batches import ENOUGH_SAMPLES, evaluating, first_samples
 from qtrace.errors import QtraceError
 from qtrace.graph.deferred_runs import begin_run
 from qtrace.graph.interpreter import Interpreter

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.comparing.sums import ENOUGH_SAMPLES
+from qtrace.data.batches import ENOUGH_SAMPLES
 from qtrace.data.fingerprints import fingerprint_samples
 from qtrace.sensitivity.diagnosis.causes import Cause
 

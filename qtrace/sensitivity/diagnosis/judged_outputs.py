@@ -15,7 +15,6 @@ from scipy import special
 
 from qtrace.comparing.groups import ColumnGroup
 from qtrace.comparing.sums import (
-    ENOUGH_SAMPLES,
     FEWEST_SAMPLES,
     LEAST_VARIATION,
     NO_INFORMATION_DB,
@@ -26,6 +25,7 @@ from qtrace.comparing.sums import (
     errors_of,
     integer_errors,
 )
+from qtrace.data.batches import ENOUGH_SAMPLES
 from qtrace.sensitivity.diagnosis.inputs import are_constant
 from qtrace.sensitivity.diagnosis.verdict import (
     BROKEN_BELOW_DB,

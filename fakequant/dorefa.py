@@ -8,7 +8,7 @@ import megengine.functional as F
 from megengine import Tensor
 
 from qtrace.fakequant.base import FakeQuant, builtin
-from qtrace.fakequant.kernels import Learn
+from qtrace.fakequant.kernels import MARGIN_SHARE, Learn
 from qtrace.numerics import SMALLEST_SCALE
 
 __all__ = ["DoReFaFakeQuant"]
@@ -16,7 +16,7 @@ __all__ = ["DoReFaFakeQuant"]
 # The largest weight counts as at least this share of the range, so that a dead channel stays close to 0.
 MIN_PEAK_SHARE = 2.0**-8
 # The share of the range up to the largest weight, which must not clip by a rounding error.
-PEAK_SHARE = 1.0 - 2.0**-20
+PEAK_SHARE = 1.0 - MARGIN_SHARE
 
 
 @builtin

@@ -8,6 +8,7 @@ Efficient Integer-Arithmetic-Only Inference", section 2.1.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from qtrace.errors import SchemeError
 from qtrace.scheme import QParams, QScheme, Rounding
 
 __all__ = [
+    "EXACT_INTEGERS",
     "SMALLEST_NORMAL",
     "SMALLEST_SCALE",
     "SMALLEST_SHARE",
@@ -37,13 +39,16 @@ __all__ = [
 ]
 
 # The smallest normal float32: runtimes, MegEngine among them, flush smaller ones to zero.
-SMALLEST_NORMAL = 2.0**-126
+SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 # The smallest scale: the product of two, which is the scale of a bias, is still a normal float32. So is its
 # square, by which `jit.trace` divides where the gradient of a learned scale divides twice.
-SMALLEST_SCALE = 2.0**-63
+SMALLEST_SCALE = math.sqrt(SMALLEST_NORMAL)
+EXACT_INTEGERS = 2 ** (np.finfo(np.float32).nmant + 1)
+"""Float32 holds each whole number up to this one."""
 # The smallest scale of a channel, as a share of the largest one of its tensor: a float32 that is added to one
-# 2**24 times as large vanishes, and so do the channel's values in every activation of up to 16 bits.
-SMALLEST_SHARE = 2.0**-24
+# `EXACT_INTEGERS` times as large vanishes, and so do the channel's values in every activation of up to 16
+# bits.
+SMALLEST_SHARE = 1.0 / EXACT_INTEGERS
 # The number of values that are computed at a time, which stay in the cache.
 _BLOCK = 1 << 15
 

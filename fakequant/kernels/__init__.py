@@ -72,7 +72,7 @@ __all__ = [
 # 0.35 ms for 1.6 M values instead of 6.5 ms for F.round. The upper clip must be between the addition
 # and the subtraction, or else jit.trace cancels the pair at its default opt_level. The lower clip comes
 # before: its bound is an integer, which rounding does not change.
-_ROUNDING_OFFSET = 12582912.0
+_ROUNDING_OFFSET = 1.5 * 2.0 ** np.finfo(np.float32).nmant
 # Values beyond the ends by this share of the range count as inside. It exceeds the rounding error of `_line`
 # in float32, so that the ends themselves are inside.
 MARGIN_SHARE = 2.0**-20

@@ -35,12 +35,12 @@ __all__ = [
     "uses_float16",
 ]
 
-_END = 65504.0
+_END = float(np.finfo(np.float16).max)
 LARGEST = _END / 4
 """The largest magnitude that was observed of a value in float16: other data may have larger ones."""
-_SMALLEST = 2.0**-10
+_SMALLEST = float(np.finfo(np.float16).eps)
 """The least magnitude that the largest value of a tensor has: float16 has few digits below 2**-14."""
-_MOST_LOSS = 2.0**-9
+_MOST_LOSS = 2 * _SMALLEST
 """The most that parameters lose, as a share of their root mean square: numbers below 2**-14 lose more."""
 
 _LAYERS_TEXT = (

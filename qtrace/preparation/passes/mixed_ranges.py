@@ -37,9 +37,8 @@ from qtrace.scheme import QScheme
 __all__ = ["find_mixed_ranges"]
 
 _LEAST_LEVELS = 32  # of a grid, 5 bits: a part with fewer is nearly lost
-_LIKE = (
-    8.0  # the ratio of ranges up to which a part loses its levels to a narrow scheme, and not to the others
-)
+# The ratio of ranges at which 8 bits keep these: more alike parts lose their levels to a narrow scheme.
+_LIKE = (np.iinfo(np.uint8).max + 1) / _LEAST_LEVELS
 _HARMLESS = (
     30.0  # dB that the worst group of an output keeps: rounding a value that costs no more is harmless
 )

@@ -274,8 +274,9 @@ def _seconds(unit: Unit, integer: bool) -> float:
 # Labels each op of a graph "integer" or "float" so that time plus weighted noise is smallest: a minimum
 # cut.
 
-_UNBOUNDED = 2**30  # capacity of an arc that no minimum cut takes; finite costs add up to less
-_RESOLUTION = 2**28  # the sum of all finite costs in the integers of scipy's maximum flow
+# Capacity of an arc that no minimum cut takes, in scipy's int32: two of them, and all finite costs, fit.
+_UNBOUNDED = 1 << (np.iinfo(np.int32).bits - 2)
+_RESOLUTION = _UNBOUNDED // 4  # the sum of all finite costs in the integers of scipy's maximum flow
 
 
 def minimize(problem: Problem, weight: float) -> dict[str, bool]:

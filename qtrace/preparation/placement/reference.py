@@ -30,6 +30,7 @@ from qtrace.graph.opaque import OpaqueOp, divides_by_inputs, opaque_calls
 from qtrace.graph.stepping import SegmentEngine, finish_whole
 from qtrace.graph.types import CallFunction, Expr, Input, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, is_float_tensor, owner, reads_shape, tensor_inputs
+from qtrace.numerics import EXACT_INTEGERS
 
 __all__ = ["Arguments", "EndGroup", "MeasuredRun", "Run", "find_end_groups", "is_roi_align", "with_slopes"]
 
@@ -283,7 +284,6 @@ def find_end_groups(
 _RESIZING = ("Resize", "Upsample")
 # Each value of their results is a value of an input, or a constant.
 _MOVING = ("ScatterND", "ScatterElements", "Scatter", "GatherND", "MaxUnpool", "ReverseSequence", "Compress")
-_EXACT = 1 << 23  # float32 holds whole numbers up to twice that
 
 
 def has_slopes(op: object) -> bool:
@@ -326,7 +326,7 @@ def _moved(
     places = [i for i, value in enumerate(inputs) if isinstance(value, Tensor) and _is_float(value)]
     sizes = [int(np.prod(inputs[i].shape)) for i in places]
     total = sum(sizes)
-    if not 0 < total < _EXACT or not _is_float(result):
+    if not 0 < 2 * total < EXACT_INTEGERS or not _is_float(result):
         return None
     moved = []
     for first in (1, total + 1):

@@ -378,7 +378,7 @@ def test_a_package_brings_commands_runners_and_parameter_files(chip, tmp_path, m
     (tmp_path / "chip_rules.py").write_text(
         "import click\n"
         "from qtrace.benchmarking.runners import Load\n"
-        "from qtrace.export.parameters.base import ParameterFile\n"
+        "from qtrace.export.parameters import ParameterFile\n"
         "LOAD = Load('chip', 'numpy', '', ('.chip',), open=None)\n"
         "TABLE = ParameterFile('a table', '.txt', lambda rows: 'sites: ' + str(len(rows)))\n"
         "hello = click.Command('hello')\n"

@@ -105,12 +105,11 @@ class Observing:
 
 
 def _meant(value: np.ndarray) -> str:
-    """Returns what to do if infinity in a refused value is meant; nothing if it is NaN or finite."""
-    if np.isnan(value).any() or np.isfinite(value).all():
+    """Returns what to do if NaN or infinity in a refused value is meant; nothing if it is finite."""
+    if np.isfinite(value).all():
         return ""
-    return (
-        " If the infinity is meant, as in a mask, call prepare with samples, or give the mask as a constant."
-    )
+    kind = "NaN" if np.isnan(value).any() else "infinity"
+    return f" If the {kind} is meant, no integer stands for it: call prepare with samples that hold it."
 
 
 LARGE = 1e4  # smaller numbers do not stand for infinity, unless the graph shows it

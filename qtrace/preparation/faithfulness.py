@@ -24,6 +24,7 @@ from qtrace.data.batches import (
     as_arguments,
     count_samples,
     evaluating,
+    every_second,
     first_samples,
     refuse_nan,
     split_samples,
@@ -52,6 +53,7 @@ __all__ = [
     "cut_call",
     "cut_images",
     "first_calls",
+    "halve_samples",
     "holds_infinite_data",
     "read_batches",
     "read_calls",
@@ -173,6 +175,22 @@ def split_calls(calls: Iterable[Any], model: TracedModule) -> list[Any]:
     for arguments in calls:
         single += split_samples(arguments) if cut_call(arguments, 1, model) is not None else [arguments]
     return single
+
+
+def halve_samples(batches: Iterable[Any], model: TracedModule) -> list[Any]:
+    """Returns every second sample of batches, as batches; every second batch if ``model`` fixes their size.
+
+    What is only compared from layer to layer needs no more.
+    """
+    halved: list[Any] = []
+    for number, batch in enumerate(batches):
+        arguments = as_arguments(batch, model, number)
+        if count_samples(arguments) > 1 and cut_call(arguments, 1, model) is not None:
+            args, kwargs = every_second(arguments)
+            halved.append(kwargs or args)
+        elif number % 2 == 0:
+            halved.append(batch)
+    return halved
 
 
 def cut_images(calls: list[Any], model: TracedModule) -> list[Any]:

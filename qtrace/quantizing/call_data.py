@@ -23,7 +23,7 @@ from qtrace.data.whole import Recut, recut, shares_samples
 from qtrace.errors import QtraceError
 from qtrace.graph.interface import argument_names, read_inputs
 from qtrace.graph.types import TracedModule
-from qtrace.importing.foreign import is_torch_module
+from qtrace.importing import is_torch_module
 from qtrace.importing.onnx import declared_inputs
 from qtrace.preparation.faithfulness import are_samples_apart
 from qtrace.quantizing.evaluation import EvaluationData, SampleRange, split_data, usual_size

@@ -81,8 +81,8 @@ def note_precision(model: Any, reporter: Reporter, path: Path | None = None) -> 
 
 
 def _has_float16(path: Path) -> bool:
-    from qtrace.export.float_types import FLOAT16_KEY
-    from qtrace.onnxfile.reading import read_model
+    from qtrace.export.converted import FLOAT16_KEY
+    from qtrace.onnxfile.external_data import read_model
 
     return path.suffix.lower() == ".onnx" and any(
         p.key == FLOAT16_KEY for p in read_model(path).metadata_props

@@ -33,11 +33,11 @@ from qtrace.graph.tensors import shared_copies
 from qtrace.graph.tracing.recording import without_none
 from qtrace.graph.tracing.trace import trace
 from qtrace.graph.types import TracedModule
-from qtrace.importing.foreign import is_torch_module
+from qtrace.importing import is_torch_module
 from qtrace.importing.onnx import declared_axes, from_onnx, open_inputs
-from qtrace.importing.onnx.quantization.float_weights import read_unrounded
+from qtrace.importing.onnx.float_weights import read_unrounded
+from qtrace.onnxfile.external_data import read_model
 from qtrace.onnxfile.local_session import SessionSettings, dtype_of
-from qtrace.onnxfile.reading import read_model
 from qtrace.onnxfile.sessions import open_session
 from qtrace.plugins import load_object
 from qtrace.preparation.faithfulness import Original, Run, UnpreparedGraph, arrays_of, cut_call, takes_call

@@ -20,7 +20,7 @@ from qtrace.config.rule import FloatType
 from qtrace.config.written import config_for_target, place_of_target
 from qtrace.errors import ConfigError
 from qtrace.export import check_case, find_format, format_by_name, formats
-from qtrace.onnxfile.saturation import SAFE_BITS, products_saturate
+from qtrace.onnxfile.kernels import SAFE_BITS, products_saturate
 from qtrace.preparation.annotation import Preference
 from qtrace.runtimes.host import RuntimeHost
 

@@ -24,7 +24,7 @@ from qtrace.graph.opaque import OpaqueOp
 from qtrace.graph.types import Expr, Input, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, owner, users
 from qtrace.numerics import dequantize, exact_levels, quantize, smallest_type
-from qtrace.onnxfile.reading import read_model
+from qtrace.onnxfile.external_data import read_model
 from qtrace.preparation.model import QuantizedModel, QuantizedSite, graph_hash
 from qtrace.process.threads import Together, prefetch
 from qtrace.scheme import QParams

@@ -133,5 +133,5 @@ def test_bytes_of_any_length_are_sent_as_integers(
     assert MegEngineCollective().gather(data[0]) == data
 
 
-def test_no_ranks_here() -> None:
+def test_no_distributed_group_by_default() -> None:
     assert distributed.current() is None

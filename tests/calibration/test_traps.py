@@ -170,7 +170,7 @@ def test_scales_of_another_shape_are_refused_before_any_kernel() -> None:
         prepared(mge.Tensor(_X))
 
 
-def test_nothing_forks() -> None:
+def test_package_never_forks() -> None:
     """A process that forks after MegEngine was used is refused by it, or hangs."""
     forbidden = {"multiprocessing", "os.fork", "os.forkpty", "concurrent.futures.ProcessPoolExecutor"}
     for path in (ROOT / "qtrace").rglob("*.py"):

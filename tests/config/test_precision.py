@@ -54,14 +54,14 @@ def test_a_target_has_the_precision_or_says_what_it_has(name: str, target: str, 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_alone_it_is_the_default_with_other_bits(name: str) -> None:
+def test_precision_only_changes_the_bits_of_the_default(name: str) -> None:
     config, default = qtrace.load_recipe(name), config_or_default(None)
     assert (config.backend, config.ptq, config.placement) == (default.backend, default.ptq, default.placement)
     joined = [qtrace.load_recipe(text).to_dict() for text in (f"int8+{name}", f"{name}+int8")]
     assert joined[0] == joined[1]
 
 
-def test_it_goes_with_a_family_in_any_order() -> None:
+def test_precision_joins_a_family_in_any_order() -> None:
     config = qtrace.load_recipe("w8a16+resnet50+tflite")
     assert config == qtrace.load_recipe("tflite+resnet50+w8a16")
     assert config.preprocess is not None

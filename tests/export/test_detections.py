@@ -215,7 +215,7 @@ MISTAKES = [
 
 @pytest.mark.quick(5)
 @pytest.mark.parametrize(("option", "message"), MISTAKES)
-def test_mistakes(option, message, tmp_path):
+def test_wrong_nms_options_are_refused(option, message, tmp_path):
     traced, _, _ = _detector(_apart, batch=2)
     with pytest.raises(ExportError, match=message):
         qtrace.export(traced, tmp_path / "m.onnx", output_names=["a", "b", "c"], nms=option)

@@ -33,7 +33,7 @@ class Parabola:
         return TrainingError(f"the loss is {loss} in step {step}")
 
 
-def test_it_descends() -> None:
+def test_descend_reaches_the_minimum() -> None:
     parabola = Parabola()
     descend(parabola, range(300))
     assert parabola.adam.value == pytest.approx(3.0, abs=1e-3)

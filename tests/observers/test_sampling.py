@@ -29,7 +29,7 @@ def _same(first: MeanSquaredError, second: MeanSquaredError) -> bool:
     return a.keys() == b.keys() and all(np.array_equal(a[key], b[key]) for key in a)
 
 
-def test_so_many_are_counted_and_the_ends_are_those_of_all() -> None:
+def test_sampled_histogram_keeps_exact_ends() -> None:
     x = _values()
     x[7] = 40.0
     state = _observed(x, sample=8).state_dict()
@@ -38,7 +38,7 @@ def test_so_many_are_counted_and_the_ends_are_those_of_all() -> None:
 
 
 @each_of("count", [_MANY, 1 << 21, (1 << 21) + 8005])  # positions repeat in the larger ones
-def test_each_part_of_the_data_gives_one_value(count: int) -> None:
+def test_sampling_takes_one_value_of_each_part(count: int) -> None:
     x = np.arange(count, dtype=np.float32).reshape(1, 1, -1)
     taken = statistics._sampled(x, 8, 3).reshape(-1)
     np.testing.assert_array_equal(taken // 8, np.arange(count // 8))

@@ -62,7 +62,9 @@ def timed(monkeypatch: pytest.MonkeyPatch):
         (FASTER, {"recipe": "int8"}, False, "measured  1.50x (1.48 to 1.52)"),
     ],
 )
-def test_what_is_delivered_and_said(tmp_path: Path, timed, speed, options, in_float, said) -> None:
+def test_quantize_delivers_by_speed_and_states_it(
+    tmp_path: Path, timed, speed, options, in_float, said
+) -> None:
     timed(speed)
     path = tmp_path / "out.onnx"
     result = qtrace.quantize(_module(), DATA, path, progress=False, **options)

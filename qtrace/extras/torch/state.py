@@ -172,7 +172,7 @@ def _moves_from(numbers: np.ndarray, values: np.ndarray, counts: Sequence[int]) 
     Returns:
         The moves; None if there is no one way, or one that lists too many places.
     """
-    from qtrace.importing.onnx.moving import MAX_TAKEN  # the way back to torch needs no package onnx
+    from qtrace.importing.onnx.quantization import MAX_TAKEN  # the way back to torch needs no package onnx
 
     if not values.size or not np.isfinite(numbers).all():
         return None

@@ -65,6 +65,9 @@ def find_mixed_ranges(traced: TracedModule, qconfig: QConfig, run: MeasuredRun) 
     """
     mixed = MixedRanges(large_inputs=_large_inputs(run))
     view = read_view(traced, qconfig, mixed=mixed)
+    if view.infinite and (nan := _find_nan(run)):
+        mixed = MixedRanges(large_inputs={**nan, **mixed.large_inputs})
+        view = read_view(traced, qconfig, mixed=mixed)
     finder = _Finder(view, find_chains(view))
     values, outputs, lasts = finder.find_values(), finder.find_outputs(), finder.find_last_values()
     if not values and not any(finder.gives_columns(node, run) for node in (*outputs.values(), *lasts)):
@@ -97,7 +100,7 @@ def _try(
 
 
 def _large_inputs(run: MeasuredRun) -> dict[str, np.ndarray]:
-    """Returns the inputs of which a number in the samples may stand for infinity, and nodes that hold NaN."""
+    """Returns the inputs of which a number in the samples may stand for infinity."""
     batches = [] if run.synthetic else run.batches
     large: dict[str, np.ndarray] = {}
     for index, node in enumerate(run.model.graph.inputs):
@@ -105,11 +108,13 @@ def _large_inputs(run: MeasuredRun) -> dict[str, np.ndarray]:
             values = [inputs[index].numpy().reshape(-1) for inputs in batches]
             if any(infinity_of(value) for value in values):
                 large[node.name] = np.concatenate(values)
-    if any(np.isnan(values).any() for values in large.values()):
-        for args, kwargs in run.samples or ():
-            nodes = search_nonfinite(run.model, args, kwargs).nan
-            large |= {node.name: np.full(1, np.nan) for node in nodes if node.name not in large}
     return large
+
+
+def _find_nan(run: MeasuredRun) -> dict[str, np.ndarray]:
+    """Returns the nodes that hold NaN in the samples."""
+    searches = (search_nonfinite(run.model, args, kwargs) for args, kwargs in run.samples or ())
+    return {node.name: np.full(1, np.nan) for search in searches for node in search.nan}
 
 
 class _Finder:

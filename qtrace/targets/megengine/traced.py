@@ -18,8 +18,7 @@ import numpy as np
 from megengine import Tensor
 
 from qtrace.errors import ExportError
-from qtrace.export.converted.graph import ConvertedGraph
-from qtrace.export.converted.plain_graph import float_module
+from qtrace.export.converted import ConvertedGraph, float_module
 from qtrace.export.format import Format
 from qtrace.graph import recurrent
 from qtrace.graph.edit import GraphEditor

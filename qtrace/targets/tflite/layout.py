@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import ExportError
-from qtrace.export.converted.graph import ConvertedGraph
+from qtrace.export.converted import ConvertedGraph
 from qtrace.fakequant.base import FakeQuant
 from qtrace.graph.interpreter import needed_nodes
 from qtrace.graph.types import Apply, Expr, TensorNode

@@ -122,7 +122,7 @@ def test_a_tensor_times_one_keeps_its_name(
         ("CastLike", {"like": np.zeros(1, np.float32)}, True),
     ],
 )
-def test_a_tensor_that_is_read_at_places_comes_back_if_all_of_it_is(
+def test_gathered_tensor_returns_to_the_state_if_wholly_read(
     op: str, others: dict[str, object], whole: bool, tmp_path: Path
 ) -> None:
     named = {name: np.asarray(value) for name, value in others.items()}

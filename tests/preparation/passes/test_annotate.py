@@ -195,7 +195,7 @@ def test_megengine_backend_ties_concat_and_is_per_tensor_symmetric() -> None:
         ({}, {"first", "dw", "last"}),
     ],
 )
-def test_selectors(match: dict[str, Any], expected: set[str]) -> None:
+def test_rules_select_sites_by_every_key(match: dict[str, Any], expected: set[str]) -> None:
     module = net(
         lambda self, x: self.last(self.dw(F.relu(self.first(x)))),
         first=_conv(),

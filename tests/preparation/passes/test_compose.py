@@ -117,7 +117,7 @@ def test_functions_whose_pieces_have_integer_kernels_are_written_in_pieces(name:
 
 @pytest.mark.quick(3)
 @pytest.mark.parametrize("name", IN_PIECES)
-def test_each_of_them_has_an_onnx_form_of_its_own(
+def test_each_composed_function_is_written_as_one_onnx_op(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compose, "_WRITERS", {})

@@ -38,7 +38,9 @@ def own(
         (own(bits=12), "openvino", "activation", "uint8 affine", 128, False),
     ],
 )
-def test_fits(given: QParams, backend: str, sort: str, scheme: str, zero: int, exact: bool) -> None:
+def test_fit_takes_given_ranges_into_the_scheme_of_the_target(
+    given: QParams, backend: str, sort: str, scheme: str, zero: int, exact: bool
+) -> None:
     target = backends.get(backend)
     planned = getattr(target, sort).replace(axis=None)
     qparams, note = fit(given, planned, lambda s: target.problem(sort, s), sort == "weight")

@@ -1,7 +1,7 @@
 """The arithmetic of quantization in numpy: the reference that graphs, exporters and tests are held to.
 
 ``q = saturate(round(x / scale) + zero_point)`` and ``x = (q - zero_point) * scale`` are the operators
-QuantizeLinear and DequantizeLinear of ONNX (https://onnx.ai/onnx/operators), with a true division, in the
+QuantizeLinear and DequantizeLinear of ONNX (https://onnx.ai/onnx/operators). The division is true, and in the
 precision of x. The mapping follows Jacob et al. 2018, "Quantization and Training of Neural Networks for
 Efficient Integer-Arithmetic-Only Inference", section 2.1.
 """
@@ -152,7 +152,7 @@ def choose(lo: Any, hi: Any, scheme: QScheme) -> QParams:
     """Chooses scale and zero point so that a range is covered and 0.0 is exactly representable.
 
     The range is widened to contain 0. A symmetric scheme covers ``max(|lo|, |hi|)`` on both sides. Else the
-    scale is ``(hi - lo) / (qmax - qmin)``, and the zero point is rounded in the scheme's manner, which may
+    scale is ``(hi - lo) / (qmax - qmin)``, and the zero point is rounded in the scheme's manner. That may
     shift the covered range by half a step. A power-of-two scale is rounded up, so that nothing clips. A range
     of nothing but 0 is treated as [0, 1].
 
@@ -326,8 +326,9 @@ def fake_quantize(x: Any, qparams: QParams) -> np.ndarray:
 def exact_levels(x: np.ndarray, qparams: QParams) -> np.ndarray | None:
     """Returns the integers of values that `dequantize` has given; None if a value is another one.
 
-    These are the integers of `quantize`, found in a third of its time: in blocks that stay in the cache, and
-    by a product, which is off by less than half a step. That each value is the one of its integer is checked.
+    These are the integers of `quantize`, found in a third of its time. They are found in blocks that stay in
+    the cache, and by a product, which is off by less than half a step. That each value is the one of its
+    integer is checked.
 
     Args:
         x: floats of any shape.

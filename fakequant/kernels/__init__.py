@@ -5,7 +5,7 @@ pass an op to its threads. In eager mode and without a queue, small tensors are 
 whose calls take a microsecond: bit by bit the same but for sums.
 
 Forward, with s the magnitude of the scale and v = x / s: q = clip(round(v), qmin - z, qmax - z),
-y = q * s, which is ONNX's QuantizeLinear followed by DequantizeLinear in float32, operation by operation.
+y = q * s. This is ONNX's QuantizeLinear followed by DequantizeLinear in float32, operation by operation.
 
 Backward (straight through; Esser et al. 2020, "Learned Step Size Quantization", eq. 3, written for
 q relative to the zero point, which makes it hold for affine schemes too)::
@@ -17,7 +17,7 @@ q relative to the zero point, which makes it hold for affine schemes too)::
 A value beyond a bound by less than a millionth of the range counts as inside.
 
 A fake quant that learns a zero point, a threshold or the ends of a range derives s and z from it with
-differentiable operations: the chain rule then gives the formula of its paper. `Learn` selects the gradients.
+differentiable operations. The chain rule then gives the formula of its paper. `Learn` selects the gradients.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from qtrace.graph.types import Node, TracedModule
 
 __all__ = ["MegEngine"]
 
+
 class MegEngine:
     """Runs the prepared graph expr by expr.
 

@@ -47,7 +47,6 @@ __all__ = [
     "describe_equivalent",
     "dump_recipe",
     "importable",
-    "is_native",
     "is_own",
     "is_packaged",
     "is_recipe_file",
@@ -68,11 +67,6 @@ _OBSERVERS = {
     "HistogramObserver": "mse",
 }
 _FAKE_QUANTS = {"NoneType": "fixed", "FakeQuantize": "fixed", "TQT": "tqt", "LSQ": "lsq"}
-
-
-def is_native(value: object) -> bool:
-    """Returns whether ``value`` is a config of MegEngine's, such as its ``ema_fakequant_qconfig``."""
-    return isinstance(value, NativeConfig)
 
 
 def describe_equivalent(config: Any) -> tuple[dict[str, Any], list[str]]:
@@ -336,7 +330,7 @@ def _read_mapping(mapping: Mapping[str, Any]) -> QConfig:
 
 def _describe_wrong(obj: object) -> str:
     """Returns what to give instead of ``obj``, which is no config."""
-    if is_native(obj):
+    if isinstance(obj, NativeConfig):
         fields, lost = describe_equivalent(obj)
         words = "the nearest" if lost else "the same"
         without = f" It has no equal of {'; '.join(lost)}." if lost else ""

@@ -37,11 +37,11 @@ __all__ = ["GraphBuilder"]
 class GraphBuilder:
     """Builds a flat `TracedModule` op by op.
 
-    Shapes and dtypes of each op's results are inferred from its inputs, as `qtrace.graph.inference`
-    says, so that every node knows them, and an op that MegEngine refuses fails where it is added. Kernels run
-    on what does not depend on values of the inputs: constants, parameters and sizes; and on zeros where
-    shapes cannot be inferred otherwise. If an input has a free batch axis, or other open axes, shapes are
-    inferred a second time with one sample more, or with other sizes of the open axes (see `shapes`).
+    Shapes and dtypes of each op's results are inferred from its inputs, as `qtrace.graph.inference` says. So
+    every node knows them, and an op that MegEngine refuses fails where it is added. Kernels run on what does
+    not depend on values of the inputs: constants, parameters and sizes; and on zeros where shapes cannot be
+    inferred otherwise. If an input has a free batch axis, or other open axes, shapes are inferred a second
+    time. That is with one sample more, or with other sizes of the open axes (see `shapes`).
 
     Example:
         >>> builder = GraphBuilder("Net")
@@ -362,7 +362,7 @@ class GraphBuilder:
                 single = isinstance(expr, Apply) and len(leaves) == 1
                 return leaves, self._single if single else structure
         try:
-            with engine_for_tracing(async_level=0):
+            with engine_for_tracing():
                 tensors = [zeros(v) if isinstance(v, TensorType) else v for v in values]
                 op = tensors[0] if tensors else None
                 if isinstance(op, OpaqueOp):

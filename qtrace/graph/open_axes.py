@@ -237,8 +237,8 @@ def growth(size: int) -> int:
 
     It is a multiple of the largest power of two that divides the size, up to 64, so that a network which
     halves the size as often still runs. It is at least 32, half of a small size, or an eighth of a long
-    signal. A smaller growth would not change the size of a coarse map or the number of a signal's windows,
-    which would pass for one that does not depend on the input.
+    signal. A smaller growth would not change the size of a coarse map or the number of a signal's windows.
+    That would pass for one that does not depend on the input.
     """
     power = power_of_two(size)
     visible = size // _VISIBLE_SHARE if size > _LONGEST_OF_MAPS else min(_VISIBLE, size // 2)

@@ -1,8 +1,8 @@
 """Which ops that stay float are computed in float16, decided by the ranges that the calibration observed.
 
-float16 ends at 65504 and has 11 bits. An op is computed in it where every value that it reads and gives is
-known to stay far below that end, and where nothing inside the op can leave it. Squares, sums of many values,
-divisions and exponentials may, though their results do not. Other ops stay float32, each with its reason.
+float16 ends at 65504 and has 11 bits. An op is computed in it if every value that it reads and gives is known
+to stay far below that end. Nothing inside the op may leave it either. Squares, sums of many values, divisions
+and exponentials may, though their results do not. Other ops stay float32, each with its reason.
 """
 
 from __future__ import annotations

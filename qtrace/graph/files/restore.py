@@ -1,7 +1,7 @@
 """Puts a loaded TracedModule together, as MegEngine does but in linear time, and checks what it would run.
 
-MegEngine, and every room of qtrace, trusts a graph. It trusts that a node is there before it is read, that
-the structure of a call's arguments has as many leaves as the call has arguments, that names are names. Here
+MegEngine, and every room of qtrace, trusts a graph. It trusts that a node is there before it is read, and
+that names are names. The structure of a call's arguments has as many leaves as the call has arguments. Here
 is the one place where a file has to prove it.
 """
 

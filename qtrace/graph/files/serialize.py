@@ -1,11 +1,11 @@
 """Saving and loading of traced, prepared and converted models, whose modules are checked.
 
-A saved model is the file that ``megengine.save`` writes: a pickle of the TracedModule, here after a head
-with its checksum. A pickle is a program, so ``load`` does not hand it to Python's unpickler.
-It runs the file on a machine that can only build data (``unpickle.py``), which makes objects by the rules
-of ``rules.py`` from the exact names of ``allowlist.py`` and the names that the caller adds. When the file
-was read to its end, its modules and graphs (``restore.py``) are checked once and restored
-(``restore.py``), so that running it calls only listed functions, listed tensor methods and listed modules.
+A saved model is the file that ``megengine.save`` writes: a pickle of the TracedModule, here after a head with
+its checksum. A pickle is a program, so ``load`` does not hand it to Python's unpickler. It runs the file on a
+machine that can only build data (``unpickle.py``). It makes objects by the rules of ``rules.py`` from the
+exact names of ``allowlist.py`` and the names that the caller adds. When the file was read to its end, its
+modules and graphs (``restore.py``) are checked once and restored. So running it calls only listed functions,
+listed tensor methods and listed modules.
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ def vary(args: Arguments, high: bool, extra: int = 0) -> Arguments:
 
     Args:
         args: the example inputs.
-        high: whether the values gather at the upper or the lower end of the range: a branch on a mean, a
+        high: whether the values gather at the upper or the lower end of the range. A branch on a mean, a
             minimum or a maximum takes the other path for one of the two.
         extra: number of rows to add to every tensor whose leading dimension is the batch.
     """
@@ -325,8 +325,8 @@ def read_dynamic(module: Module, method: str, inputs: Arguments, dynamic: Dynami
             Axes of one name have one size.
 
     Raises:
-        TraceError: for an input that the method does not have or that is no Tensor, an axis that it does not
-            have, or sizes of one name that differ in the example.
+        TraceError: for an unknown input or one that is no Tensor, an axis that it does not have, or sizes of
+            one name that differ in the example.
     """
     if not isinstance(dynamic, Mapping) or not all(isinstance(own, Mapping) for own in dynamic.values()):
         raise TraceError(

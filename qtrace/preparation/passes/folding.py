@@ -1,12 +1,12 @@
 """Folds a BatchNorm, or a stored scale and shift, into the conv or linear layer before it.
 
-With running mean m and variance v, ``bn(conv(x)) = conv(x. W * g) + (b - m) * g + beta`` where
-``g = gamma / sqrt(v + eps)`` scales the output channels (Jacob et al. 2018, "Quantization and Training of
-Neural Networks for Efficient Integer-Arithmetic-Only Inference", section 3.2). Computed in float64.
+With running mean m and variance v, ``bn(conv(x; W) + b)`` is ``conv(x; W * g) + (b - m) * g + beta``. Here
+``g = gamma / sqrt(v + eps)`` scales the output channels. See Jacob et al. 2018, "Quantization and Training of
+Neural Networks for Efficient Integer-Arithmetic-Only Inference", section 3.2. Computed in float64.
 
-``conv(x) * s + t = conv(x. W * s) + (b * s + t)``, where ``s`` and ``t`` are one number or one for each
-output channel, as in PP-LCNetV3's LearnableAffineBlock and in a frozen BatchNorm. A shift by itself is a bias
-that the network adds after the layer, as Paddle's exports do in squeeze-excitation blocks: on integers the
+``conv(x) * s + t = conv(x; W * s) + (b * s + t)``, where ``s`` and ``t`` are one number or one for each
+output channel. PP-LCNetV3's LearnableAffineBlock and a frozen BatchNorm are such. A shift by itself is a bias
+that the network adds after the layer, as Paddle's exports do in squeeze-excitation blocks. On integers the
 result would be rounded before it, too. Computed in float64.
 """
 

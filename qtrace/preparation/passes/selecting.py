@@ -60,8 +60,8 @@ def leave_selecting(traced: TracedModule, qconfig: QConfig, mixed: MixedRanges) 
 def _is_gate(view: View, expr: Expr) -> bool:
     """Returns whether ``expr`` decides by the size of computed floats, unless a function in pieces does so.
 
-    A function in pieces joins them at 0, such as ``where(x > 0, x, 0.1 * x)``, ``x * (x > 0)`` or
-    ``sign(x) * sqrt(abs(x))``: there a small error stays small.
+    A function in pieces joins them at 0, such as ``where(x > 0, x, 0.1 * x)``, ``x * (x > 0)`` or ``sign(x) *
+    sqrt(abs(x))``. There a small error stays small.
     """
     kind = kind_of(expr)
     floats = [node for node in tensor_inputs(expr) if view.is_data(node) and is_float_tensor(node)]

@@ -1,11 +1,11 @@
 """The placement of a graph as a problem, and its labellings: the cheapest by a minimum cut, and the frontier.
 
-An op costs its time in the form that its label says. A tensor that an integer op writes and float ops read
-is dequantized for each of these. One that a float op writes and integer ops read is quantized once. Changes
-of layout cost time where kernels order a tensor differently, and each rounded tensor and weight adds noise at
+An op costs its time in the form that its label says. A tensor that an integer op writes and float ops read is
+dequantized for each of these. One that a float op writes and integer ops read is quantized once. Changes of
+layout cost time where kernels order a tensor differently, and each rounded tensor and weight adds noise at
 the outputs. All these costs are unary or of the form "this is integer and that is float". So the energy is
-submodular and a minimum cut of a graph finds its exact minimum, whatever the network looks like (Kolmogorov
-and Zabih, What Energy Functions Can Be Minimized via Graph Cuts?, TPAMI 2004).
+submodular, and a minimum cut of a graph finds its exact minimum for any network (Kolmogorov and Zabih, What
+Energy Functions Can Be Minimized via Graph Cuts?, TPAMI 2004).
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ class MeasuredRun:
     Args:
         model: a flat, expanded float graph; it is not changed.
         samples: a few small batches as arguments of a call. None for random inputs of the traced shapes with
-            the spectrum of natural images and variance 1: a stand-in, which may be far off where the network
-            was trained on other inputs.
+            the spectrum of natural images and variance 1. They are a stand-in, which may be far off if the
+            network was trained on other inputs.
         seed: seed of the random inputs.
         advance: is called after each run of a batch, by whoever runs one.
         ranges: whether ranges will be asked for.

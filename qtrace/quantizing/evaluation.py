@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from qtrace.comparing.sums import ENOUGH_SAMPLES
 from qtrace.data.base import Batch, DataSource, SizedSource, batch_length
 from qtrace.data.batches import as_arguments, check_run, find_values, refuse_nan
 from qtrace.data.whole import Recut, SampleRange, cut_batch
@@ -14,7 +15,6 @@ from qtrace.errors import CalibrationError
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.faithfulness import cut_call, holds_infinite_data
 from qtrace.sensitivity.diagnosis.inputs import find_single_numbers
-from qtrace.sensitivity.diagnosis.verdict import ENOUGH_SAMPLES
 
 __all__ = [
     "MOST_VALUES",

@@ -19,7 +19,7 @@ import numpy as np
 
 from qtrace.comparing.groups import find_groups
 from qtrace.comparing.selections import reaching
-from qtrace.comparing.sums import Outputs
+from qtrace.comparing.sums import ENOUGH_SAMPLES, Outputs
 from qtrace.data.base import Batch, batch_length
 from qtrace.data.whole import filled_batches
 from qtrace.errors import ExportError, QtraceError, VerifyError
@@ -38,7 +38,7 @@ from qtrace.sensitivity.diagnosis import (
     find_single_numbers,
     judge_outputs,
 )
-from qtrace.sensitivity.diagnosis.verdict import ENOUGH_SAMPLES, MANY_SAMPLES, Verdict
+from qtrace.sensitivity.diagnosis.verdict import MANY_SAMPLES, Verdict
 from qtrace.verification.report import VerifyReport
 from qtrace.verification.runtimes import get as get_runtime
 from qtrace.verification.verify import verify as verify_file

@@ -15,6 +15,7 @@ from scipy import special
 
 from qtrace.comparing.groups import ColumnGroup
 from qtrace.comparing.sums import (
+    ENOUGH_SAMPLES,
     FEWEST_SAMPLES,
     LEAST_VARIATION,
     NO_INFORMATION_DB,
@@ -29,7 +30,6 @@ from qtrace.sensitivity.diagnosis.inputs import are_constant
 from qtrace.sensitivity.diagnosis.verdict import (
     BROKEN_BELOW_DB,
     DIFFERING_DB,
-    ENOUGH_SAMPLES,
     GOOD_EQUAL,
     GOOD_FROM_DB,
     Doubt,

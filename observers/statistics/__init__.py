@@ -6,7 +6,8 @@ smallest and the largest value. Adding pairs of bins (``i // 2``) gives the same
 coarser grid. So the state depends on the set of values only, not on their order or sharding.
 
 Let mu be the histogram's measure (counts spread evenly within a bin). Let F(t) be its mass below t, G the
-integral of F, and A the integral of 2 G. So ``G(t) = int_{x<t} (t - x) dmu`` and ``A(t) = int_{x<t} (t - x)**2 dmu``.
+integral of F, and A the integral of 2 G. So ``G(t) = int_{x<t} (t - x) dmu`` and
+``A(t) = int_{x<t} (t - x)**2 dmu``.
 A quantizer with levels ``v_i = v_0 + i s``, i = 0 ... L, and thresholds ``t_i = v_i + s / 2`` takes x to the
 nearest level and beyond the ends to v_0 or v_L. Summing ``int (x - v_i)**2 dmu`` over its cells by parts::
 

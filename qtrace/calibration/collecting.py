@@ -1,6 +1,7 @@
 """Collects the statistics of batches: each value is observed at its site.
 
-Sites whose range a number that stands for infinity spoils, such as a mask that is given at run time.
+A site is refused whose range is spoiled by a number that stands for infinity, such as a mask given at run
+time.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The algorithms that change the float graph without changing what it computes.
 
-See `qtrace.preparation.passes.folding` and `qtrace.preparation.passes.folding`.
+See `qtrace.preparation.passes.folding` for what is folded.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import megengine.functional as F
 from megengine import Tensor
 
 from qtrace.fakequant.base import FakeQuant, builtin
-from qtrace.fakequant.kernels.kernel import Learn
+from qtrace.fakequant.kernels import Learn
 from qtrace.numerics import SMALLEST_SCALE
 
 __all__ = ["DoReFaFakeQuant"]

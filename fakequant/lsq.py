@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from qtrace.fakequant.base import FakeQuant, builtin, refuse_powers_of_two
-from qtrace.fakequant.kernels.gain import StepGain, step_gain
-from qtrace.fakequant.kernels.kernel import Learn
+from qtrace.fakequant.kernels import Learn, StepGain, step_gain
 from qtrace.plugins.options import OptionModel
 
 __all__ = ["LSQFakeQuant"]

@@ -10,8 +10,7 @@ from scipy.optimize import brentq
 from scipy.special import lambertw, ndtr
 
 from qtrace.observers.base import State
-from qtrace.observers.statistics.histogram import HistogramObserver
-from qtrace.observers.statistics.moments import moments
+from qtrace.observers.statistics import HistogramObserver, moments
 
 __all__ = ["AnalyticalClipping"]
 

@@ -8,8 +8,7 @@ import numpy as np
 from pydantic import Field
 
 from qtrace.observers.base import State
-from qtrace.observers.statistics.histogram import HistogramObserver
-from qtrace.observers.statistics.search import best_range, dissimilarity
+from qtrace.observers.statistics import HistogramObserver, best_range, dissimilarity
 from qtrace.plugins.options import Int
 
 __all__ = ["Cosine"]

@@ -6,8 +6,7 @@ import numpy as np
 
 from qtrace.numerics import SMALLEST_NORMAL, grid
 from qtrace.observers.base import State
-from qtrace.observers.statistics.histogram import HistogramObserver
-from qtrace.observers.statistics.search import Tables, error, g_at, observed, tables
+from qtrace.observers.statistics import HistogramObserver, Tables, error, g_at, observed, tables
 from qtrace.scheme import QScheme
 
 __all__ = ["PowerOfTwo"]
@@ -28,7 +27,7 @@ class PowerOfTwo(HistogramObserver):
     zero point only moves the window of levels, multiples of s. Moving it up by a step changes the squared
     error by ``2 s (G(v_0 + s / 2) - H(v_L + s / 2))``, H being G from above, which grows as the window
     moves. So bisection gives the best zero point (derived here; G as in
-    `qtrace.observers.statistics.search`).
+    `qtrace.observers.statistics`).
 
     The range may exceed the observed one by less than its own length, as power-of-two scales require.
     """

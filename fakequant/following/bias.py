@@ -8,8 +8,7 @@ from megengine import Tensor
 from megengine.module import Module
 
 from qtrace.fakequant.base import FakeQuant, builtin
-from qtrace.fakequant.kernels.kernel import Levels, quant_dequant
-from qtrace.fakequant.kernels.programs import as_tensor, fits
+from qtrace.fakequant.kernels import Levels, as_tensor, fits, quant_dequant
 from qtrace.numerics import SMALLEST_NORMAL
 
 __all__ = ["BIAS_LIMIT", "BIAS_QMAX", "BiasQuant"]

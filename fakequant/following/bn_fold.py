@@ -16,7 +16,7 @@ from megengine.module import Module
 
 from qtrace.fakequant.base import FakeQuant, builtin
 from qtrace.fakequant.following.bias import BIAS_LIMIT, BiasQuant
-from qtrace.fakequant.kernels.kernel import Levels, quant_dequant
+from qtrace.fakequant.kernels import Levels, quant_dequant
 from qtrace.gradients import conv2d
 from qtrace.numerics import SMALLEST_SCALE, SMALLEST_SHARE
 

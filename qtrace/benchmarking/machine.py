@@ -14,7 +14,7 @@ from pathlib import Path
 
 from qtrace.benchmarking.runners import RunnerSettings, open_file
 from qtrace.costs import Machine
-from qtrace.costs.processor import processor_facts, processor_flags
+from qtrace.costs.table import processor_facts, processor_flags
 from qtrace.errors import ExportError
 
 __all__ = ["describe_machine", "differences", "peak_memory"]

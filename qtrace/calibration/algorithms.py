@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.config.algorithm import Named, algorithms, check_imported
+from qtrace.config.checking import Named, algorithms, check_imported
 from qtrace.errors import CalibrationError
 from qtrace.graph.flatten import flatten
 from qtrace.graph.stepping import SegmentEngine
 from qtrace.graph.tensors import read_array, shared_copy
 from qtrace.graph.types import TracedModule
-from qtrace.learning.engine import LearningEngine
-from qtrace.preparation.float_stage import named_report
+from qtrace.learning import LearningEngine
 from qtrace.preparation.model import QuantizedModel
+from qtrace.preparation.passes.base import named_report
 from qtrace.preparation.phases import switch_phase
 from qtrace.ptq.base import Batches, CalibratedAlgorithm, CalibratedTask, Left
 from qtrace.ptq.layers.outputs import CalibrationOutputs, output_errors

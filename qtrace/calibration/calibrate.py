@@ -19,25 +19,24 @@ from qtrace.calibration.choice import Chosen, choose_segments
 from qtrace.calibration.collecting import CollectOptions, collect, observe_parameters
 from qtrace.calibration.distributed import Collective, common_statistics, current
 from qtrace.calibration.statistics import Statistics
-from qtrace.config.algorithm import algorithms as algorithms_of
+from qtrace.config.checking import algorithms as algorithms_of
 from qtrace.data.batches import check_batches, evaluating
 from qtrace.errors import CalibrationError, QtraceError
 from qtrace.fakequant.following.bias import BIAS_LIMIT
-from qtrace.graph.dataflow import evaluate_fixed
 from qtrace.graph.flatten import flatten
+from qtrace.graph.interpreter import evaluate_fixed
 from qtrace.graph.stepping import SegmentEngine
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import get_module
-from qtrace.learning.choice import choose_learning
+from qtrace.learning import choose_learning
 from qtrace.numerics import SMALLEST_SCALE
 from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.annotation import Preference
+from qtrace.preparation.faithfulness import cut_images, read_calls, split_calls
 from qtrace.preparation.float16 import float_values, uses_float16
-from qtrace.preparation.limits import centre_ranges, limit_ranges
-from qtrace.preparation.model import QuantizedModel
+from qtrace.preparation.model import QuantizedModel, read_record, write_record
+from qtrace.preparation.passes.convert import centre_ranges, limit_ranges
 from qtrace.preparation.phases import switch_phase
-from qtrace.preparation.record import read_record, write_record
-from qtrace.preparation.samples import cut_images, read_calls, split_calls
 from qtrace.process.memory import return_free_memory, returns_memory
 from qtrace.process.threads import on_engine_thread
 from qtrace.ptq.base import Batches

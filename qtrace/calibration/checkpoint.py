@@ -16,8 +16,7 @@ from qtrace.calibration.statistics import Statistics, no_statistics
 from qtrace.errors import CalibrationError, ConfigError
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.float16 import float_values, uses_float16
-from qtrace.preparation.identity import hash_tensors
-from qtrace.preparation.model import QuantizedModel
+from qtrace.preparation.model import QuantizedModel, hash_tensors
 from qtrace.storage import checkpoints
 from qtrace.storage.outputs import PART
 

@@ -21,7 +21,7 @@ from qtrace.data.declared import find_unusual
 from qtrace.display import progress_bar
 from qtrace.errors import CalibrationError
 from qtrace.graph.nonfinite import remedy_for, search_nonfinite
-from qtrace.graph.source_lines import name_with_line
+from qtrace.graph.notes import name_with_line
 from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.graph.walk import exprs, op_label
 from qtrace.observers.base import Observer

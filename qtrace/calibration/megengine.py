@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection
 from typing import Any
 
 import megengine as mge
 
-from qtrace.calibration.arrivals import Arrival, Arrivals
 from qtrace.calibration.base import Arguments, Observe
 from qtrace.data.batches import translate_errors
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import Node, TracedModule
 
 __all__ = ["MegEngine"]
-
-# Limits of the watched values that MegEngine computes ahead; each is in memory until it was observed.
-_MAX_PENDING = 8
-_MAX_PENDING_BYTES = 64 << 20
-
 
 class MegEngine:
     """Runs the prepared graph expr by expr.
@@ -52,7 +45,6 @@ class MegEngine:
             with translate_errors(self._prepared, arguments, index):
                 try:
                     watcher.run(*args, **kwargs)
-                    watcher.finish()
                 finally:
                     # Kernels report errors late: errors after the last site belong to this batch, too. An
                     # observer may also have refused the memory that a failed kernel left.
@@ -70,34 +62,17 @@ class _ObserverError(Exception):
 
 
 class _Watcher(Interpreter):
-    """Observes each value some nodes later, so that MegEngine has ops to run while a value is awaited."""
+    """Observes the value of each watched node."""
 
     def __init__(self, prepared: TracedModule, nodes: Collection[str], observe: Observe) -> None:
         super().__init__(prepared)
         self._nodes, self._observe = nodes, observe
-        self._arrivals = Arrivals()
-        self._pending: deque[tuple[str, Arrival]] = deque()
 
     def on_node(self, node: Node, value: Any) -> Any:
         if node.name in self._nodes:
-            self._pending.append((node.name, self._arrivals.expect(value)))
-            while len(self._pending) > 1 and self._too_many():
-                self._observe_next()
+            array = value.numpy()
+            try:
+                self._observe(node.name, array)
+            except Exception as error:
+                raise _ObserverError(error) from error
         return value
-
-    def _too_many(self) -> bool:
-        size = sum(arrival.nbytes for _, arrival in self._pending)
-        return len(self._pending) > _MAX_PENDING or size > _MAX_PENDING_BYTES
-
-    def finish(self) -> None:
-        """Observes all pending values."""
-        while self._pending:
-            self._observe_next()
-
-    def _observe_next(self) -> None:
-        name, arrival = self._pending.popleft()
-        value = arrival.wait()
-        try:
-            self._observe(name, value)
-        except Exception as error:
-            raise _ObserverError(error) from error

@@ -15,14 +15,13 @@ import numpy as np
 
 from qtrace.calibration.base import Arguments, EngineError, Observe
 from qtrace.errors import ExportError, install
-from qtrace.export.converted.open_axes import SharedAxes
-from qtrace.export.onnx.activations import activations
+from qtrace.export.onnx.segment import activations
+from qtrace.export.open_axes import SharedAxes
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.graph.walk import exprs
-from qtrace.onnxfile.local_session import OrtSession, SessionError, SessionSettings
+from qtrace.onnxfile.local_session import OrtSession, SessionError, SessionSettings, shrink_shared_arena
 from qtrace.onnxfile.sessions import open_session
-from qtrace.onnxfile.shared_arena import shrink_shared_arena
 from qtrace.process.memory import when_returning
 from qtrace.process.threads import count_threads
 from qtrace.runtimes.host import RuntimeHost, describe_side

@@ -120,8 +120,7 @@ def load_float(name: str | None, allow: tuple[str, ...], quantized: Any) -> Any:
         quantized: the quantized model.
     """
     import qtrace
-    from qtrace.graph.interface import read_interface
-    from qtrace.graph.signature import list_inputs
+    from qtrace.graph.interface import list_inputs, read_interface
     from qtrace.importing.onnx import open_inputs
 
     if name is None or not is_onnx(name):
@@ -138,8 +137,7 @@ def preprocessing(model: Any, recipe: str | None, allow_code: bool = False) -> A
 
     Options of images change it.
     """
-    from qtrace.preparation.model import QuantizedModel
-    from qtrace.preparation.record import is_quantized
+    from qtrace.preparation.model import QuantizedModel, is_quantized
 
     if recipe:
         return load_recipe(recipe, allow_code)
@@ -194,8 +192,7 @@ def check_stage(model: Any, name: str, stage: str | None = None) -> None:
     Raises:
         GraphError: naming the file to give instead.
     """
-    from qtrace.preparation.model import QuantizedModel
-    from qtrace.preparation.record import check_quantized
+    from qtrace.preparation.model import QuantizedModel, check_quantized
 
     if stage is not None:
         QuantizedModel(model, stage)
@@ -215,8 +212,7 @@ def check_size(model: Any, name: str, qconfig: Any, data: str) -> None:
 
     from qtrace.data.batches import as_arguments, evaluating, translate_errors
     from qtrace.errors import CalibrationError, ConfigError
-    from qtrace.graph.interface import read_inputs
-    from qtrace.graph.signature import list_inputs
+    from qtrace.graph.interface import list_inputs, read_inputs
 
     preprocess = getattr(qconfig, "preprocess", None)
     if preprocess is None or not Path(data).is_dir():

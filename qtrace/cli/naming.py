@@ -116,7 +116,7 @@ def note_ends(model: Any, path: Path, console: Console) -> dict[str, list[dict[s
 def _of_onnx(path: Path) -> dict[str, list[dict[str, Any]]]:
     import onnx
 
-    from qtrace.onnxfile.reading import read_model
+    from qtrace.onnxfile.external_data import read_model
 
     graph = read_model(path).graph
     ends: dict[str, list[dict[str, Any]]] = {}

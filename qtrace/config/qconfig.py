@@ -10,8 +10,18 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, field_validator, model_validator
 
 from qtrace.config import backends
-from qtrace.config.rule import FloatType, Method, Observers, Placement, Rule, SchemePatch, known_backend
-from qtrace.config.spec import AlgorithmSpec, FakeQuantSpec, Spec
+from qtrace.config.rule import (
+    AlgorithmSpec,
+    FakeQuantSpec,
+    FloatType,
+    Method,
+    Observers,
+    Placement,
+    Rule,
+    SchemePatch,
+    Spec,
+    known_backend,
+)
 from qtrace.display import Displayed
 from qtrace.plugins.options import Bool, Float, Int, OptionModel, Text, Texts, show
 
@@ -422,7 +432,7 @@ class QConfig(Displayed, OptionModel):
 
     @property
     def sources(self) -> Any:
-        """What the config was read from, for `qtrace.config.targeting`; None for one made in Python."""
+        """What the config was read from, for `qtrace.config.written`; None for one made in Python."""
         return self._sources
 
     def with_sources(self, sources: Any) -> QConfig:

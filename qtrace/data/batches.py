@@ -18,8 +18,8 @@ from qtrace.errors import CalibrationError, GraphError, shorten_list
 from qtrace.gradients.recurrent import checked_shapes
 from qtrace.graph.failures import short
 from qtrace.graph.flatten import flatten
+from qtrace.graph.interface import has_traced_structure, list_inputs
 from qtrace.graph.nonfinite import search_nonfinite
-from qtrace.graph.signature import has_traced_structure, list_inputs
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import modules_of
 
@@ -30,6 +30,7 @@ __all__ = [
     "check_run",
     "count_samples",
     "evaluating",
+    "every_second",
     "find_values",
     "first_samples",
     "refuse_nan",
@@ -177,6 +178,11 @@ def split_samples(arguments: _Arguments) -> list[_Arguments]:
         return _map_values(arguments, lambda value: value[number : number + 1] if value.ndim else value)
 
     return [sample(number) for number in range(count_samples(arguments))]
+
+
+def every_second(arguments: _Arguments) -> _Arguments:
+    """Returns every second sample of a batch whose Tensors share their first axis."""
+    return _map_values(arguments, lambda value: value[::2] if value.ndim else value)
 
 
 def can_run(model: TracedModule, arguments: _Arguments, samples: int | None = None) -> bool:

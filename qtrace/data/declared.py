@@ -12,9 +12,8 @@ import numpy as np
 from megengine import Tensor
 
 from qtrace.errors import CalibrationError
-from qtrace.graph.interface import TensorInfo, read_inputs
+from qtrace.graph.interface import TensorInfo, argument_names, list_inputs, read_inputs
 from qtrace.graph.open_axes import read_open_axes
-from qtrace.graph.signature import argument_names, list_inputs
 from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.graph.walk import op_label, owner, users
 

@@ -20,11 +20,10 @@ from megengine.traced_module.node import ModuleNode, Node, TensorNode
 from qtrace.errors import GraphError
 from qtrace.graph.edit import GraphEditor
 from qtrace.graph.failures import clean_up, short, user_line
-from qtrace.graph.layer_calls import StoredTensor
-from qtrace.graph.operations import canonical_call
+from qtrace.graph.notes import name_with_line
+from qtrace.graph.operations import StoredTensor, canonical_call
 from qtrace.graph.pattern import Const, Op, Outputs, Pattern, PatternMatch
 from qtrace.graph.rewrite import RewriteRule
-from qtrace.graph.source_lines import name_with_line
 from qtrace.graph.tracing.recording import recording
 from qtrace.graph.tracing.running import engine_for_tracing
 from qtrace.graph.tracing.tracer import Tracer

@@ -20,7 +20,7 @@ from megengine.traced_module.node import Node, TensorNode
 from qtrace.gradients import plain
 from qtrace.graph.flatten import flatten
 from qtrace.graph.interpreter import Interpreter
-from qtrace.graph.source_lines import name_with_line
+from qtrace.graph.notes import name_with_line
 from qtrace.graph.walk import op_label, owner, reads_shape, tensor_inputs
 
 __all__ = ["SWALLOWS_NAN", "NonfiniteSearch", "nonfinite_results", "remedy_for", "search_nonfinite"]

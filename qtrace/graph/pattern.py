@@ -24,9 +24,15 @@ from megengine.traced_module.traced_module import InternalGraph
 
 from qtrace.errors import GraphError
 from qtrace.gradients import plain
-from qtrace.graph.arguments import signature
-from qtrace.graph.layer_calls import StoredTensor, is_call_of_layer, read_layer, without_equal_sizes
-from qtrace.graph.operations import CanonicalOp, OperationReader, canonical_arguments
+from qtrace.graph.operations import (
+    CanonicalOp,
+    OperationReader,
+    StoredTensor,
+    canonical_arguments,
+    is_call_of_layer,
+    read_layer,
+    without_equal_sizes,
+)
 from qtrace.graph.types import (
     CallFunction,
     CallMethod,
@@ -38,7 +44,7 @@ from qtrace.graph.types import (
     TensorNode,
     is_call_module,
 )
-from qtrace.graph.walk import op_label, output_index, owner, users
+from qtrace.graph.walk import op_label, output_index, owner, signature, users
 
 __all__ = [
     "UNSET",

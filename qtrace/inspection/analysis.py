@@ -21,7 +21,7 @@ from qtrace.graph.kernels import quiet_engine
 from qtrace.graph.open_axes import Shape, describe_sizes, open_shapes, show_shape
 from qtrace.graph.types import Constant, Expr, GetAttr, ModuleNode, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module, module_path, op_label
-from qtrace.ops.macs import count_macs, is_uncounted
+from qtrace.ops.base import count_macs, is_uncounted
 from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.normalize import normalize
 from qtrace.process import engine

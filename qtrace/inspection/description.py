@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from qtrace.graph.signature import list_inputs
+from qtrace.graph.interface import list_inputs
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import exprs
+from qtrace.preparation.model import is_quantized
 from qtrace.preparation.passes.insert import headline
-from qtrace.preparation.record import is_quantized
 
 __all__ = ["describe_graph"]
 

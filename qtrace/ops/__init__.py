@@ -22,7 +22,7 @@ from qtrace.plugins.installed import OP_RULES
 
 __all__ = ["OpCall", "OpRule", "Role", "kind_of", "kinds", "read", "rules", "target_key", "unsupported"]
 
-_SHARED_MODULES = ("arguments", "base", "macs")  # modules that the families import
+_SHARED_MODULES = ("arguments", "base")  # modules that the families import
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from qtrace import ops
-from qtrace.graph.dataflow import evaluate_fixed, fixed_nodes
+from qtrace.graph.interpreter import evaluate_fixed, fixed_nodes
 from qtrace.graph.tensors import read_array
 from qtrace.graph.types import Expr, Node, TensorNode
 from qtrace.graph.walk import exprs, is_float_tensor

@@ -1,13 +1,12 @@
 """Folds BatchNorm, and stored scales and shifts, into the layer before them.
 
-See `qtrace.preparation.passes.fuse_bn` and `qtrace.preparation.passes.fuse_scale`.
+See `qtrace.preparation.passes.folding` and `qtrace.preparation.passes.folding`.
 """
 
 from __future__ import annotations
 
 from qtrace.preparation.passes.base import PassResult
-from qtrace.preparation.passes.fuse_bn import fuse_bn
-from qtrace.preparation.passes.fuse_scale import fuse_scale
+from qtrace.preparation.passes.folding import fuse_bn, fuse_scale
 from qtrace.ptq.base import FloatAlgorithm, FloatTask, Report, report_of
 
 __all__ = ["FuseBn"]

@@ -18,10 +18,9 @@ from qtrace.graph.types import TracedModule
 from qtrace.inspection.twin import float_twin
 from qtrace.preparation.annotation import Preference
 from qtrace.preparation.faithfulness import Faithfulness
-from qtrace.preparation.model import QuantizedModel
+from qtrace.preparation.model import QuantizedModel, fake_quants
 from qtrace.preparation.passes.choosing import copy_with_weights
 from qtrace.preparation.prepare import prepare_config, read_request
-from qtrace.preparation.record import fake_quants
 from qtrace.quantizing.call_data import CallData
 from qtrace.quantizing.evaluation import estimate_samples
 from qtrace.quantizing.file_runs import FloatFile

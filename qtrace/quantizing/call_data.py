@@ -21,10 +21,9 @@ from qtrace.data.base import batch_length
 from qtrace.data.opening import find_labels, names_labels, without_labels
 from qtrace.data.whole import Recut, recut, shares_samples
 from qtrace.errors import QtraceError
-from qtrace.graph.interface import read_inputs
-from qtrace.graph.signature import argument_names
+from qtrace.graph.interface import argument_names, read_inputs
 from qtrace.graph.types import TracedModule
-from qtrace.importing.foreign import is_torch_module
+from qtrace.importing import is_torch_module
 from qtrace.importing.onnx import declared_inputs
 from qtrace.preparation.faithfulness import are_samples_apart
 from qtrace.quantizing.evaluation import EvaluationData, SampleRange, split_data, usual_size

@@ -12,7 +12,7 @@ from qtrace.data.batches import as_arguments, check_run, find_values, refuse_nan
 from qtrace.data.whole import Recut, SampleRange, cut_batch
 from qtrace.errors import CalibrationError
 from qtrace.graph.types import TracedModule
-from qtrace.preparation.samples import cut_call, holds_infinite_data
+from qtrace.preparation.faithfulness import cut_call, holds_infinite_data
 from qtrace.sensitivity.diagnosis.inputs import find_single_numbers
 from qtrace.sensitivity.diagnosis.verdict import ENOUGH_SAMPLES
 

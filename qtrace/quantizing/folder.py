@@ -49,7 +49,7 @@ def write_folder(folder: Path, prepared: Any, summary: dict[str, Any]) -> None:
 
 def _sites(prepared: Any) -> list[dict[str, Any]]:
     """Lists all sites with scheme, scale and zero point, which are null at a site that saw no data."""
-    from qtrace.preparation.record import fake_quants, read_record
+    from qtrace.preparation.model import fake_quants, read_record
 
     native, sites = read_record(prepared).native, []
     for site in fake_quants(prepared):

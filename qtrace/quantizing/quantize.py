@@ -13,7 +13,7 @@ from qtrace.config import QConfig
 from qtrace.config.checking import is_precision
 from qtrace.errors import ConfigError
 from qtrace.graph.types import TracedModule
-from qtrace.onnxfile.growth import describe_growth
+from qtrace.onnxfile.external_data import describe_growth
 from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.annotation import Preference
 from qtrace.preparation.faithfulness import Faithfulness
@@ -29,7 +29,7 @@ from qtrace.quantizing.quantized import Quantized
 from qtrace.quantizing.reporting import LogReporter, StageTimes
 from qtrace.quantizing.sources import open_original, own_file, read_network
 from qtrace.quantizing.targets import choose_config, prefer_placement, with_safe_bits
-from qtrace.runtimes.files import check_host
+from qtrace.runtimes.child import check_host
 from qtrace.storage.outputs import output_file
 
 __all__ = ["quantize"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.onnxfile.saturation import products_saturate
+from qtrace.onnxfile.kernels import products_saturate
 from qtrace.scheme import QParams
 
 __all__ = [

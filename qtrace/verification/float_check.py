@@ -15,7 +15,7 @@ from qtrace.comparing.sums import sqnr_db
 from qtrace.data.batches import as_arguments
 from qtrace.errors import ExportError, QtraceError
 from qtrace.export import export
-from qtrace.export.converted.plain_graph import is_plain
+from qtrace.export.converted import is_plain
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import TracedModule
 from qtrace.runtimes.child import RefusalError

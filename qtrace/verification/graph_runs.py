@@ -23,12 +23,11 @@ from typing import Any
 from megengine.module import Module
 
 from qtrace.comparing.selections import read_ranking, selects
-from qtrace.graph.dataflow import fixed_nodes
-from qtrace.graph.interpreter import interpret, last_uses, round_late
+from qtrace.graph.interpreter import fixed_nodes, interpret, last_uses, round_late
 from qtrace.graph.tensors import PART_BYTES, count_bytes, large_reads
 from qtrace.graph.types import Constant, Expr, GetAttr, Node, TracedModule
 from qtrace.graph.walk import called_graph, modules_of, owner
-from qtrace.preparation.record import fake_quants, followers, is_quantized
+from qtrace.preparation.model import fake_quants, followers, is_quantized
 from qtrace.process.memory import LargeFrees
 from qtrace.verification.selections import FirstOfEquals
 

@@ -20,10 +20,10 @@ from qtrace.comparing.selections import SelectedShares, Share, differ
 from qtrace.comparing.sums import ErrorSums
 from qtrace.data.batches import check_batches, evaluating
 from qtrace.errors import CalibrationError
-from qtrace.export.converted.plain_graph import PlainGraph, is_plain
+from qtrace.export.converted import PlainGraph, is_plain
 from qtrace.graph.types import TracedModule
+from qtrace.onnxfile.external_data import read_model
 from qtrace.onnxfile.kernels import has_large_signed_weights
-from qtrace.onnxfile.reading import read_model
 from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.model import QuantizedModel
 from qtrace.process.memory import return_free_memory, returns_memory

@@ -96,7 +96,7 @@ def test_an_error_of_a_batch_that_was_read_ahead_comes_in_its_turn(wrong: str) -
 
 
 @pytest.mark.parametrize(("threads", "limit"), [(1, 1 << 30), (2, 1)])
-def test_nothing_is_begun_on_one_thread_or_without_memory(
+def test_prefetch_needs_two_threads_and_memory(
     threads: int, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(onnxruntime, "_MAX_PREFETCHED_BYTES", limit)
@@ -105,7 +105,7 @@ def test_nothing_is_begun_on_one_thread_or_without_memory(
     assert not any(begun)
 
 
-def test_what_memory_has_no_room_for_is_begun_when_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefetch_waits_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     prepared = _prepared()
     sizes: list[float] = []
     begun = _record_begun(monkeypatch, sizes)

@@ -22,9 +22,8 @@ from qtrace.calibration.onnxruntime import OnnxRuntime
 from qtrace.errors import CalibrationError, ConfigError
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import TracedModule
-from qtrace.preparation.model import QuantizedModel
+from qtrace.preparation.model import QuantizedModel, fake_quants
 from qtrace.preparation.phases import in_phase
-from qtrace.preparation.record import fake_quants
 from tests.each import each_of
 from tests.nets import Chain, images, net
 from tests.zoo.catalog import CNN

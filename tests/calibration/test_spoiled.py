@@ -15,7 +15,7 @@ import qtrace
 from qtrace.calibration.observing import read_large
 from qtrace.errors import CalibrationError
 from qtrace.graph.types import TracedModule
-from qtrace.preparation.record import fake_quants
+from qtrace.preparation.model import fake_quants
 from tests.each import each_of
 from tests.nets import net
 

@@ -12,7 +12,7 @@ import pytest
 
 import qtrace
 from qtrace import QConfig
-from qtrace.preparation.record import read_record
+from qtrace.preparation.model import read_record
 from qtrace.ptq.layers import held_back as room
 from qtrace.ptq.layers.held_back import OutputErrors, gain_text, held_back, summed
 from qtrace.ptq.layers.quantized import quantized_layers

@@ -14,8 +14,7 @@ from megengine.autodiff import Function
 
 import qtrace
 from qtrace.errors import CalibrationError, ConfigError, DataError, ExportError, GraphError, QtraceError
-from qtrace.preparation.model import QuantizedModel
-from qtrace.preparation.record import fake_quants
+from qtrace.preparation.model import QuantizedModel, fake_quants
 from qtrace.quantizing import calibrator, judging_file
 from tests.nets import images, net
 

@@ -15,9 +15,8 @@ import pytest
 import qtrace
 from qtrace.errors import ExportError
 from qtrace.graph.types import TracedModule
-from qtrace.onnxfile.kernels import find_kernels
+from qtrace.onnxfile.kernels import find_kernels, products_are_wrong
 from qtrace.onnxfile.local_session import onnxruntime_errors
-from qtrace.onnxfile.saturation import products_are_wrong
 from qtrace.runtimes import worker
 from qtrace.targets.onnxruntime import runtime as onnxruntime
 from qtrace.targets.openvino import runtime as openvino
@@ -119,7 +118,7 @@ def _break_session(patch: pytest.MonkeyPatch) -> None:
 
 
 def _break_external_data(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("qtrace.onnxfile.reading.load_tensors", _raise_bug)
+    patch.setattr("qtrace.onnxfile.external_data.load_tensors", _raise_bug)
 
 
 @pytest.mark.parametrize("plant", [_break_onnx_load, _break_session, _break_external_data])

@@ -62,8 +62,8 @@ def explain(
     width = shutil.get_terminal_size().columns if on_terminal() else None
     with console.work():
         import qtrace
-        from qtrace.preparation.precision import describe_precision
-        from qtrace.preparation.record import is_quantized
+        from qtrace.preparation.figures import describe_precision
+        from qtrace.preparation.model import is_quantized
 
         if recipe:
             qtrace.load_recipe(recipe, allow_code=allow_code)  # its mistakes are reported before tracing

@@ -182,8 +182,7 @@ def export(
 def _write_example(loaded: Any, out: Path, inputs: list[dict[str, Any]], embedded: bool, force: bool) -> str:
     """Writes the script that runs the file ``out``."""
     from qtrace.export.example import write_example
-    from qtrace.preparation.model import QuantizedModel
-    from qtrace.preparation.record import is_quantized
+    from qtrace.preparation.model import QuantizedModel, is_quantized
 
     preprocess = QuantizedModel(loaded).config.preprocess if is_quantized(loaded) else None
     ends = [(end["name"], end["dtype"], end["shape"]) for end in inputs]

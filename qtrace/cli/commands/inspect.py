@@ -15,7 +15,7 @@ from qtrace.cli.naming import CONVERTED
 from qtrace.storage.outputs import output_file
 
 if TYPE_CHECKING:
-    from qtrace.graph.samples import SamplesReport
+    from qtrace.graph.differences import SamplesReport
 
 __all__ = ["inspect"]
 
@@ -70,8 +70,8 @@ def inspect(
     model = models.model_file(model, CONVERTED)
     width = shutil.get_terminal_size().columns if on_terminal() else None
     with console.work():
-        from qtrace.graph.dot import dot as draw
         from qtrace.graph.flatten import flatten
+        from qtrace.graph.views import dot as draw
         from qtrace.inspection.analysis import analyze
 
         if models.is_factory(model):
@@ -94,7 +94,7 @@ def inspect(
 def _compare_samples(model: Any, data: str, console: Console) -> SamplesReport:
     """Compares the first batch of ``data`` with its samples one by one."""
     from qtrace.data.batches import as_arguments
-    from qtrace.graph.samples import check_samples
+    from qtrace.graph.differences import check_samples
 
     source = models.open_source(
         data,

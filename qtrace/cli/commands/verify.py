@@ -70,7 +70,7 @@ def verify(
     model = models.model_file(model, CONVERTED)
     with console.work():
         import qtrace
-        from qtrace.preparation.record import is_quantized
+        from qtrace.preparation.model import is_quantized
 
         loaded = models.load_model(model, allow)
         if is_quantized(loaded):

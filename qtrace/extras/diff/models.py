@@ -13,7 +13,7 @@ from megengine.module import Module
 
 from qtrace.config import QConfig
 from qtrace.display import Displayed, format_table
-from qtrace.graph.dataflow import evaluate_fixed
+from qtrace.graph.interpreter import evaluate_fixed
 from qtrace.preparation.figures import read_figures
 from qtrace.preparation.model import QuantizedModel, QuantizedSite
 from qtrace.scheme import QParams

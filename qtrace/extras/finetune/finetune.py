@@ -28,7 +28,7 @@ from qtrace.extras.finetune.twins import block_outputs
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import exprs
 from qtrace.inspection.twin import changed_weights, float_twin
-from qtrace.learning.engine import queueless
+from qtrace.learning import queueless
 from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import in_phase, say_wrong_gradients

@@ -15,9 +15,7 @@ from qtrace.extras.finetune.settings import FinetuneSettings
 from qtrace.extras.finetune.twins import MegEngineTwins, Twins, Units
 from qtrace.fakequant.base import scales
 from qtrace.graph.types import TracedModule
-from qtrace.learning.choice import try_torch
-from qtrace.learning.engine import UnsupportedError
-from qtrace.learning.loop import Adam
+from qtrace.learning import Adam, UnsupportedError, try_torch
 from qtrace.preparation.model import QuantizedModel
 from qtrace.qat import param_groups
 

@@ -23,10 +23,8 @@ from qtrace.extras.finetune.training import Monitor, Pace, RunSchedule, Trainer
 from qtrace.extras.finetune.twins import PARTS
 from qtrace.graph.opaque import opaque_calls, say_stopped_gradients
 from qtrace.graph.types import TracedModule
-from qtrace.learning.engine import MIN_TRACED_STEPS
-from qtrace.learning.loop import descend
-from qtrace.preparation.identity import graph_hash
-from qtrace.preparation.model import QuantizedModel
+from qtrace.learning import MIN_TRACED_STEPS, descend
+from qtrace.preparation.model import QuantizedModel, graph_hash
 from qtrace.storage import checkpoints
 
 __all__ = ["TuningRun", "write_checkpoint"]

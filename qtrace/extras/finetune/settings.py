@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qtrace.errors import ConfigError
-from qtrace.learning.choice import ENGINES
+from qtrace.learning import ENGINES
 
 __all__ = ["FinetuneSettings"]
 

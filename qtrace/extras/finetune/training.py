@@ -200,7 +200,7 @@ class Retreats:
 
 
 class Trainer:
-    """Takes the steps of a run; see `qtrace.learning.loop.Descent`.
+    """Takes the steps of a run; see `qtrace.learning.Descent`.
 
     Args:
         prepared: the prepared graph, in the phase ``train`` and in eval mode; it is changed in place.

@@ -23,7 +23,7 @@ from qtrace.fakequant.following.dynamic import DynamicQuant
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import Expr, GetAttr, Node, TracedModule
 from qtrace.graph.walk import exprs, get_module, is_float_tensor, owner, tensor_inputs, users
-from qtrace.learning.engine import LearningEngine, LearningStep, MegEngineEngine
+from qtrace.learning import LearningEngine, LearningStep, MegEngineEngine
 from qtrace.preparation.model import QuantizedModel
 from qtrace.ptq.rounding.block_run import bottlenecks
 

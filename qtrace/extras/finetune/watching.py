@@ -17,7 +17,7 @@ from qtrace.extras.finetune.twins import range_unit
 from qtrace.fakequant.following.bn_fold import BnFold
 from qtrace.graph.types import ModuleNode, TracedModule
 from qtrace.graph.walk import exprs, owner
-from qtrace.preparation.record import fake_quants
+from qtrace.preparation.model import fake_quants
 
 __all__ = ["Frozen", "MovingTensors", "Watch"]
 

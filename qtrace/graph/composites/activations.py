@@ -11,7 +11,7 @@ import megengine.functional as F
 
 from qtrace.graph import functions
 from qtrace.graph.algebra import AnyOf, AnyTensor, Number, Operation, Power, Product, Sum, close
-from qtrace.graph.composites.base import CompositeCall, CompositeRule
+from qtrace.graph.composites import CompositeCall, CompositeRule
 from qtrace.graph.pattern import Pattern, PatternMatch
 
 __all__ = [

@@ -27,7 +27,7 @@ from qtrace.graph.algebra import (
     StoredOperand,
     Sum,
 )
-from qtrace.graph.composites.base import CompositeCall, CompositeRule
+from qtrace.graph.composites import CompositeCall, CompositeRule
 from qtrace.graph.edit import GraphEditor
 from qtrace.graph.operations import numbers_of, read_operation
 from qtrace.graph.pattern import Pattern, PatternMatch

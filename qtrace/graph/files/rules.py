@@ -28,10 +28,12 @@ from megengine.traced_module.serialization import _ModuleState
 from megengine.traced_module.traced_module import InternalGraph, NameSpace
 
 from qtrace.graph.files import allowlist, plain_values
-from qtrace.graph.files.names import AllowList, LoadBudget, Ref, RefusedError, refused, shown
+from qtrace.graph.files.allowlist import AllowList, LoadBudget, Ref, RefusedError, refused, shown
 from qtrace.graph.files.plain_values import (
+    Keys,
     Pending,
     Rule,
+    Trees,
     dtype_class,
     from_buffer,
     make_op,
@@ -40,8 +42,7 @@ from qtrace.graph.files.plain_values import (
     start_array,
     start_dtype,
 )
-from qtrace.graph.files.trees import Keys, Trees
-from qtrace.graph.node_meta import SAVED_META
+from qtrace.graph.notes import SAVED_META
 
 __all__ = ["Pending", "Rules"]
 

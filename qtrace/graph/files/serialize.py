@@ -4,7 +4,7 @@ A saved model is the file that ``megengine.save`` writes: a pickle of the Traced
 with its checksum. A pickle is a program, so ``load`` does not hand it to Python's unpickler.
 It runs the file on a machine that can only build data (``unpickle.py``), which makes objects by the rules
 of ``rules.py`` from the exact names of ``allowlist.py`` and the names that the caller adds. When the file
-was read to its end, its modules and graphs (``validate.py``) are checked once and restored
+was read to its end, its modules and graphs (``restore.py``) are checked once and restored
 (``restore.py``), so that running it calls only listed functions, listed tensor methods and listed modules.
 """
 
@@ -28,16 +28,14 @@ from megengine.traced_module.expr import Constant
 from megengine.utils.max_recursion_limit import max_recursion_limit
 
 from qtrace.errors import DataError, GraphError, SchemeError, UnsafeFileError
+from qtrace.graph.files.allowlist import DEPTH, AllowList, DamagedError, LoadBudget, Ref, RefusedError, shown
 from qtrace.graph.files.module_attributes import check_attributes
-from qtrace.graph.files.names import DEPTH, AllowList, DamagedError, LoadBudget, Ref, RefusedError, shown
-from qtrace.graph.files.plain_values import Pending
-from qtrace.graph.files.restore import check_calls, restore
+from qtrace.graph.files.plain_values import CONTAINERS, DICTS, Pending, weigh
+from qtrace.graph.files.restore import Validator, check_calls, restore
 from qtrace.graph.files.rules import Rules
-from qtrace.graph.files.trees import CONTAINERS, DICTS, weigh
 from qtrace.graph.files.unpickle import PickleMachine
-from qtrace.graph.files.validate import Validator
-from qtrace.graph.located_graph import name_failures
-from qtrace.graph.source_lines import attach_lines, detach_lines
+from qtrace.graph.interpreter import name_failures
+from qtrace.graph.notes import attach_lines, detach_lines
 from qtrace.graph.tracing.hazards import debugging_marks
 from qtrace.plugins.arguments import check_arguments
 from qtrace.process.memory import paused_collector

@@ -13,9 +13,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from qtrace.graph.files.names import DamagedError, RefusedError
+from qtrace.graph.files.allowlist import DamagedError, RefusedError
+from qtrace.graph.files.plain_values import DICTS
 from qtrace.graph.files.rules import Pending, Rules
-from qtrace.graph.files.trees import DICTS
 
 Handler = Callable[[int], int]
 

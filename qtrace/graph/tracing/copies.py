@@ -40,9 +40,9 @@ from megengine.traced_module.node import Node, TensorNode
 from megengine.traced_module.traced_module import InternalGraph
 
 from qtrace.errors import shorten_list
-from qtrace.graph.arguments import signature
 from qtrace.graph.edit import GraphEditor
-from qtrace.graph.source_lines import source_line
+from qtrace.graph.notes import source_line
+from qtrace.graph.walk import signature
 
 __all__ = [
     "Copy",

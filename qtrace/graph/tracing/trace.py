@@ -11,10 +11,10 @@ from megengine.module import Module
 from megengine.traced_module import TracedModule
 
 from qtrace.errors import QtraceWarning, TraceError
-from qtrace.graph.located_graph import name_failures
+from qtrace.graph.interpreter import name_failures
 from qtrace.graph.native import lower, write_ranges
 from qtrace.graph.open_axes import write_open_axes
-from qtrace.graph.tracing import reads
+from qtrace.graph.tracing import recording
 from qtrace.graph.tracing.example_inputs import (
     Dynamic,
     fix_arguments,
@@ -24,10 +24,9 @@ from qtrace.graph.tracing.example_inputs import (
     to_tensors,
 )
 from qtrace.graph.tracing.hazards import clear_leaked_state, debugging_marks
-from qtrace.graph.tracing.leaves import check_leaves, describe_unused_leaves, keep_leaves
 from qtrace.graph.tracing.running import as_module, check_signature, engine_for_tracing
 from qtrace.graph.tracing.session import Tracing
-from qtrace.graph.tracing.tracer import Tracer
+from qtrace.graph.tracing.tracer import Tracer, check_leaves, describe_unused_leaves, keep_leaves
 from qtrace.graph.walk import describe_path
 from qtrace.plugins.arguments import check_arguments
 from qtrace.process.threads import on_engine_thread
@@ -132,7 +131,7 @@ def trace(
         dict(zip(keywords, to_tensors(tuple(keywords.values()), tuple(keywords)), strict=True)),
     )
     check_signature(source, method, *inputs)
-    reads.check_allowed(allow_branch)
+    recording.check_allowed(allow_branch)
     check_leaves(leaves)
     others = [(f"also[{i}]", other_example(value, i)) for i, value in enumerate(also)]
     for _, other in others:

@@ -17,19 +17,23 @@ from qtrace.graph.origin import FileResult
 from qtrace.graph.types import TensorNode
 from qtrace.importing.onnx import control_flow, quantization
 from qtrace.importing.onnx.call import Call, Lowering
-from qtrace.importing.onnx.control_flow import SEQUENCE_OPS, lower_sequence
-from qtrace.importing.onnx.evaluation import SHOWN_TO_INFERENCE, CannotEvaluate, evaluate, infer_shapes
-from qtrace.importing.onnx.expansion import expand, titled_parts
-from qtrace.importing.onnx.layers import Contradiction, Layers, Refusal
-from qtrace.importing.onnx.model import Graph, OnnxNode, node_like, read_graph
-from qtrace.importing.onnx.naming import source_line
-from qtrace.importing.onnx.opaque import OpaqueNodes
-from qtrace.importing.onnx.ops import LOWERINGS
-from qtrace.importing.onnx.reading import MAX_ELEMENTS, array_of, stored_tensors
-from qtrace.importing.onnx.scope import Scope
-from qtrace.importing.onnx.sizes.folding import FOLDED, fold_sizes, product, sizes_of
-from qtrace.importing.onnx.values import (
+from qtrace.importing.onnx.control_flow import SEQUENCE_OPS, expand, lower_sequence, titled_parts
+from qtrace.importing.onnx.folding import (
+    FOLDED,
+    SHOWN_TO_INFERENCE,
+    CannotEvaluate,
+    evaluate,
+    fold_sizes,
+    infer_shapes,
+    product,
+    sizes_of,
+)
+from qtrace.importing.onnx.layers import Contradiction, Layers, Refusal, Scope
+from qtrace.importing.onnx.model import (
+    MAX_ELEMENTS,
     Computed,
+    Graph,
+    OnnxNode,
     OpaqueValue,
     QuantizedIntegers,
     Refused,
@@ -37,8 +41,15 @@ from qtrace.importing.onnx.values import (
     SplitTensors,
     Stored,
     Value,
+    array_of,
     is_float,
+    node_like,
+    read_graph,
+    stored_tensors,
 )
+from qtrace.importing.onnx.naming import source_line
+from qtrace.importing.onnx.opaque import OpaqueNodes
+from qtrace.importing.onnx.ops import LOWERINGS
 
 __all__ = ["KEPT_WHERE_OPEN", "Importer"]
 

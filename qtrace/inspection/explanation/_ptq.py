@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from qtrace.config.algorithm import is_packaged
+from qtrace.config.checking import is_packaged
 from qtrace.errors import shorten_list
 from qtrace.preparation.passes.base import Left
 

@@ -14,14 +14,13 @@ from qtrace import ops
 from qtrace.config import QConfig, Spec, backends
 from qtrace.config.backends import Backend
 from qtrace.errors import ConfigError
-from qtrace.graph.dataflow import fixed_nodes, static_nodes
+from qtrace.graph.interpreter import fixed_nodes, static_nodes
 from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, is_float_tensor
 from qtrace.ops import OpCall, Role
 from qtrace.preparation.annotation import Plan
-from qtrace.preparation.passes._choices import GIVEN, Choice, choose
+from qtrace.preparation.passes._choices import GIVEN, Choice, choose, find_region
 from qtrace.preparation.passes._infinity import INFINITE, find_infinite, read_paddings
-from qtrace.preparation.passes._matching import find_region
 from qtrace.scheme import QScheme
 
 __all__ = [

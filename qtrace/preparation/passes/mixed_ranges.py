@@ -27,8 +27,8 @@ from qtrace.graph.nonfinite import search_nonfinite
 from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import is_float_tensor
 from qtrace.ops import Role
-from qtrace.preparation.passes._chains import Chains, find_chains, output_choice
 from qtrace.preparation.passes._infinity import infinity_of
+from qtrace.preparation.passes._sites import Chains, find_chains, output_choice
 from qtrace.preparation.passes._view import MixedRanges, View, read_view
 from qtrace.preparation.placement.reference import MeasuredRun
 from qtrace.preparation.placement.trials import Trials

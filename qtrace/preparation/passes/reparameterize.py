@@ -22,7 +22,7 @@ from qtrace.graph.types import GetAttr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module, owner
 from qtrace.ops import OpCall
 from qtrace.preparation.passes.base import Left, PassResult
-from qtrace.preparation.passes.fuse_bn import affine, drop_dead_norms, free_bias
+from qtrace.preparation.passes.folding import affine, drop_dead_norms, free_bias
 
 __all__ = ["reparameterize"]
 

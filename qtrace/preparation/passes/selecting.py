@@ -16,12 +16,12 @@ from dataclasses import replace
 
 from qtrace.comparing.selections import find_selecting, read_places, selects_untold
 from qtrace.config import QConfig
-from qtrace.graph.dataflow import evaluate_fixed
+from qtrace.graph.interpreter import evaluate_fixed
 from qtrace.graph.opaque import opaque_calls
 from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, is_float_tensor, tensor_inputs
 from qtrace.ops import Role, kind_of
-from qtrace.preparation.passes._chains import Chains, find_chains
+from qtrace.preparation.passes._sites import Chains, find_chains
 from qtrace.preparation.passes._view import MixedRanges, Selecting, View, read_view
 
 __all__ = ["leave_selecting"]

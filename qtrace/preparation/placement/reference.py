@@ -24,8 +24,7 @@ from qtrace.comparing.selections import SORTS, find_selecting, read_places
 from qtrace.comparing.sums import noise_weight
 from qtrace.data.batches import count_samples, evaluating, translate_errors
 from qtrace.errors import GraphError
-from qtrace.graph.dataflow import evaluate_fixed, fixed_nodes, needed_nodes, static_nodes
-from qtrace.graph.interpreter import Interpreter
+from qtrace.graph.interpreter import Interpreter, evaluate_fixed, fixed_nodes, needed_nodes, static_nodes
 from qtrace.graph.kernels import quiet_engine
 from qtrace.graph.opaque import OpaqueOp, divides_by_inputs, opaque_calls
 from qtrace.graph.stepping import SegmentEngine, finish_whole

@@ -11,7 +11,7 @@ import numpy as np
 from megengine import Parameter, Tensor
 
 from qtrace.fakequant.base import FakeQuant
-from qtrace.fakequant.kernels.kernel import Learn, Levels, quant_dequant
+from qtrace.fakequant.kernels import Learn, Levels, quant_dequant
 from qtrace.graph.interpreter import interpret
 from qtrace.graph.types import Expr, ModuleNode, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module, is_float_tensor, owner, users

@@ -18,8 +18,7 @@ from qtrace.display import progress_bar
 from qtrace.errors import CalibrationError
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import get_module
-from qtrace.learning.engine import LearningEngine, UnsupportedError, queueless
-from qtrace.learning.loop import Adam, descend
+from qtrace.learning import Adam, LearningEngine, UnsupportedError, descend, queueless
 from qtrace.numerics import SMALLEST_NORMAL
 from qtrace.plugins import load_object
 from qtrace.plugins.options import Float, Int
@@ -68,7 +67,7 @@ def _find_difference(slow: tuple[float, list[np.ndarray]], fast: tuple[float, li
 
 
 class _BlockDescent:
-    """The descent of a block; see `qtrace.learning.loop.Descent`."""
+    """The descent of a block; see `qtrace.learning.Descent`."""
 
     def __init__(
         self,

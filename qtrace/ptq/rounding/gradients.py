@@ -12,7 +12,7 @@ from megengine import Parameter, Tensor
 
 from qtrace.graph.opaque import OpaqueOp
 from qtrace.graph.walk import owner
-from qtrace.learning.engine import MIN_TRACED_STEPS, LearningEngine, LearningStep, MegEngineEngine
+from qtrace.learning import MIN_TRACED_STEPS, LearningEngine, LearningStep, MegEngineEngine
 from qtrace.ptq.rounding.block_run import BlockData, BlockRun
 
 __all__ = ["BlockGradients", "DescentSettings", "MegEngineGradients"]

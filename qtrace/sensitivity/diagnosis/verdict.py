@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from qtrace.comparing.sums import DIFFERING_MARGIN_DB, GroupFigures, decibels
 from qtrace.display import Displayed
-from qtrace.preparation.placement.frontier import WORTHLESS_DB
+from qtrace.preparation.placement.labelling import WORTHLESS_DB
 
 __all__ = [
     "BROKEN_BELOW_DB",

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import ExportError
-from qtrace.onnxfile.reading import load_model
+from qtrace.onnxfile.external_data import load_model
 from qtrace.onnxfile.selecting import expose_places
 from qtrace.verification.float16 import read_float16_ops
 from qtrace.verification.runtimes.base import RuntimeRun
@@ -84,8 +84,7 @@ def with_integer_outputs(path: Path) -> Exposed:
     """
     import onnx
 
-    from qtrace.export.onnx.detections import without_detections
-    from qtrace.export.onnx.ends import without_preprocessing
+    from qtrace.export.onnx.ends import without_detections, without_preprocessing
     from qtrace.export.onnx.whole_columns import WHOLE
 
     model, folder = load_model(path)

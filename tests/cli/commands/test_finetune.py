@@ -15,7 +15,7 @@ import pytest
 import qtrace
 from qtrace import cli
 from qtrace.extras.finetune.training import Trainer
-from qtrace.preparation.identity import graph_hash
+from qtrace.preparation.model import graph_hash
 from qtrace.quantizing.folder import FILES
 from tests.nets import net
 

@@ -14,7 +14,7 @@ import pytest
 import qtrace
 from qtrace import QConfig
 from qtrace.graph.flatten import flatten
-from qtrace.learning.engine import queueless
+from qtrace.learning import queueless
 from qtrace.preparation.phases import set_phase
 from qtrace.ptq.base import Batches, CalibratedTask
 from qtrace.ptq.layers.quantized import LayerTwins, quantized_layers

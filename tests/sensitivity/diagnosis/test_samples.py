@@ -173,7 +173,7 @@ def test_a_broken_sample_keeps_a_graph_from_being_good() -> None:
     assert re.search(r"The worst sample has \d\.\d dB: calibrate on more", str(verdict))
 
 
-def test_quiet_samples_and_single_numbers_count_by_the_mean_signal() -> None:
+def test_worst_sample_uses_the_mean_signal_for_quiet_samples() -> None:
     signal, noise = np.array([1.0] * 15 + [1e-6]), np.full(16, 1e-4)
     assert SampleErrors(signal, noise, 100).worst_db() > 20.0
     assert SampleErrors(np.array([1.0, 0.001]), np.array([1e-3, 1e-3]), 1).worst_db() > 25.0

@@ -10,8 +10,7 @@ import torch
 from qtrace.extras.torch.learning.fake_quants import row_slices
 from qtrace.extras.torch.learning.graph import TorchGraph
 from qtrace.graph.types import TracedModule
-from qtrace.learning.engine import LearningEngine, LearningStep
-from qtrace.learning.loop import Adam
+from qtrace.learning import Adam, LearningEngine, LearningStep
 
 __all__ = ["TorchAdam", "TorchEngine", "torch_engine"]
 

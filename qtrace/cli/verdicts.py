@@ -15,7 +15,7 @@ from qtrace.cli.console import Console
 from qtrace.cli.images import chosen_words
 from qtrace.cli.options import grouped
 from qtrace.errors import ConfigError, QtraceError
-from qtrace.quantizing.folder import CURE
+from qtrace.quantizing.reporting import CURE
 
 if TYPE_CHECKING:
     from qtrace.data import DataSource
@@ -250,7 +250,7 @@ def judge_comparison(model: Any, network: Any, source: DataSource, console: Cons
     """
     from qtrace.inspection.twin import float_twin
     from qtrace.preparation.model import QuantizedModel
-    from qtrace.quantizing.evaluation import select_samples
+    from qtrace.quantizing.call_data import select_samples
     from qtrace.sensitivity.diagnosis import diagnose
 
     try:

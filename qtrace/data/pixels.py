@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from qtrace.config.qconfig import MOST_PIXELS
 from qtrace.errors import DataError
 from qtrace.process.signals import caught_lines
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from qtrace.config import Preprocess
 
 __all__ = [
-    "MOST_PIXELS",
     "are_pixels",
     "check_channels",
     "convert",
@@ -235,9 +235,6 @@ def convert(pixels: np.ndarray, preprocess: Preprocess) -> np.ndarray:
         pixels = np.ascontiguousarray(pixels.transpose(0, 3, 1, 2))
     return normalize(pixels, preprocess)
 
-
-MOST_PIXELS = 2**28
-"""268 million pixels, 0.75 GiB in colour; a PNG of a few kilobytes can ask for a thousand times as much."""
 
 # OpenCV ends a comment at a carriage return, too, and a number at any byte: the latter is refused.
 _SPACE = rb"\s+(?:#[^\r\n]*[\r\n]\s*)*"

@@ -310,10 +310,9 @@ def check_samples(traced: TracedModule, *inputs: Any, **kwargs: Any) -> SamplesR
     samples, within 1e-4 of its largest value. Costs two forwards of the batch.
 
     Args:
-        traced: a traced module; it is not changed.
-        *inputs: the inputs of its forward, Tensors or arrays. The first axis of the first one counts the
-            samples, N >= 2; every tensor whose first axis has this size is cut into N, and the others are
-            given to each sample whole.
+        traced: a traced module; it is not changed. *inputs: the inputs of its forward, Tensors or arrays. The
+            first axis of the first one counts the samples, N >= 2. Every tensor whose first axis has this
+            size is cut into N. The others are given to each sample whole.
         **kwargs: keyword inputs of its forward.
 
     Returns:

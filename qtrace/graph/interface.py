@@ -23,6 +23,7 @@ from megengine.traced_module.pytree import LeafDef, TreeDef, tree_flatten
 from qtrace.errors import GraphError
 from qtrace.graph.failures import parsing
 from qtrace.graph.interpreter import Interpreter
+from qtrace.graph.tensors import MAX_RANK
 from qtrace.graph.types import Input, Node, TensorNode, TracedModule
 from qtrace.graph.walk import op_label
 
@@ -49,7 +50,6 @@ _CARRIED = {
     **dict.fromkeys(("int64", "uint16", "uint32", "uint64"), "int32"),
     **dict.fromkeys(("float16", "bfloat16", "float64"), "float32"),
 }
-_MAX_RANK = 7  # of MegEngine's tensors
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class Interface:
 
 
 def _are_sizes(sizes: Any) -> bool:
-    if not isinstance(sizes, tuple) or len(sizes) > _MAX_RANK:
+    if not isinstance(sizes, tuple) or len(sizes) > MAX_RANK:
         return False
     return all(n is None or (isinstance(n, int) and not isinstance(n, bool) and n > 0) for n in sizes)
 
@@ -364,7 +364,7 @@ def _append_input(traced: TracedModule, name: str, shape: Sequence[int], dtype: 
     graph._inputs.append(node)
     spec = spec._replace(args=[*spec.args, name], defaults=defaults)
     _define(traced, tree_flatten(((*args, node), kwargs))[1], out_def, spec)
-    _edit_interface(traced, "inputs", add=TensorInfo(name, np.dtype(dtype).name))
+    _edit_interface(traced, add=TensorInfo(name, np.dtype(dtype).name))
     return node
 
 
@@ -392,7 +392,7 @@ def _drop_input(traced: TracedModule, node: Node) -> None:
     kept = (value for i, value in enumerate(args) if i != index)
     spec = spec._replace(args=names, defaults=tuple(defaults) or None)
     _define(traced, tree_flatten(((*kept,), kwargs))[1], out_def, spec)
-    _edit_interface(traced, "inputs", drop=place - 1)
+    _edit_interface(traced, drop=place - 1)
 
 
 def _with_output(traced: TracedModule, node: Node, key: str | None) -> Any:
@@ -496,17 +496,15 @@ def _define(traced: TracedModule, arg_def: TreeDef, out_def: TreeDef | None, spe
     traced.argspec = spec
 
 
-def _edit_interface(
-    traced: TracedModule, side: str, add: TensorInfo | None = None, drop: int | None = None
-) -> None:
-    """Adds or drops a tensor of the interface that ``traced`` carries, if it carries one."""
+def _edit_interface(traced: TracedModule, add: TensorInfo | None = None, drop: int | None = None) -> None:
+    """Adds or drops an input of the interface that ``traced`` carries, if it carries one."""
     text = getattr(traced, "onnx_interface", None)
     if text is None:
         return
     interface = Interface.from_json(text)  # not `read_interface`: it does not fit the graph any more
-    tensors = list(getattr(interface, side))
+    inputs = list(interface.inputs)
     if drop is not None:
-        del tensors[drop]
+        del inputs[drop]
     if add is not None:
-        tensors.append(add)
-    write_interface(traced, replace(interface, **{side: tuple(tensors)}))
+        inputs.append(add)
+    write_interface(traced, replace(interface, inputs=tuple(inputs)))

@@ -1,8 +1,8 @@
 """Op rules: one family a file, each with a tuple ``RULES``.
 
 The files are found by name (sorted), never by import order; two rules for one target are an error. A rule of
-your own is the attribute ``qtrace_rule`` of its function or module class, or an entry point in the group
-``qtrace.op_rules`` that names an `OpRule` or a tuple of them.
+your own is the attribute ``qtrace_rule`` of its function or module class. It may also be an entry point in
+the group ``qtrace.op_rules`` that names an `OpRule` or a tuple of them.
 """
 
 from __future__ import annotations

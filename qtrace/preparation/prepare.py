@@ -92,10 +92,10 @@ def prepare(
 
     Args:
         traced: a traced module, as ``qtrace.trace`` or MegEngine's ``trace_module`` gives it.
-        qconfig: a ``QConfig``, a mapping with its fields, a recipe's name or the path of a recipe file;
-            None, or a config that says nothing, for the default: the recipe ``int8``, for onnxruntime. A
-            ``QConfig`` or a mapping that says anything is the whole config: without ``placement``, every op
-            that the target can is rounded, and without ``ptq``, weights are rounded to nearest.
+        qconfig: a ``QConfig``, a mapping with its fields, a recipe's name or the path of a recipe file. None,
+            or a config that says nothing, is the recipe ``int8``, for onnxruntime. A ``QConfig`` or a mapping
+            that says anything is the whole config: without ``placement``, every op that the target can is
+            rounded, and without ``ptq``, weights are rounded to nearest.
         inputs: names or glob patterns of the nodes or modules with which the quantized region begins, which
             are part of it; None for the config's ``region``, else the graph's inputs.
         outputs: names or glob patterns of the nodes or modules with which the quantized region ends; None
@@ -112,8 +112,8 @@ def prepare(
     Raises:
         CalibrationError: when ``samples`` are no batches that fit the model, or an iterator.
         ConfigError: for a config that is wrong or does not fit the graph.
-        GraphError: when ``traced`` is not a traced module, or is prepared already, or an op of it cannot
-            run on the shapes of its inputs after a change of the module. Also when the copy computes
+        GraphError: when ``traced`` is not a traced module, or is prepared already. Also when an op of it
+            cannot run on the shapes of its inputs after a change of the module. Also when the copy computes
             something else on ``samples``.
     """
     config = read_request(traced, qconfig, inputs, outputs, samples)

@@ -23,7 +23,7 @@ from qtrace.preparation.passes.convert import convert
 from qtrace.preparation.placement.labelling import LEAST_GAIN
 from qtrace.quantizing.calibrator import CalibratedGraph, Calibrator
 from qtrace.quantizing.file_runs import FloatFile
-from qtrace.quantizing.judging_file import batch_of_file, open_for_verdict, verify_written
+from qtrace.quantizing.judging import batch_of_file, open_for_verdict, verify_written
 from qtrace.quantizing.targets import format_of
 from qtrace.runtimes.child import MissingPackageError
 from qtrace.runtimes.host import RuntimeHost

@@ -20,9 +20,8 @@ from qtrace.preparation.faithfulness import Faithfulness
 from qtrace.process.memory import older_objects_spared
 from qtrace.process.threads import on_engine_thread
 from qtrace.quantizing.calibrator import Calibrator, refuse_broken
-from qtrace.quantizing.call_data import DataOpener
+from qtrace.quantizing.call_data import DataOpener, check_values
 from qtrace.quantizing.delivering import FileWriter
-from qtrace.quantizing.evaluation import check_values
 from qtrace.quantizing.judging import Acceptance
 from qtrace.quantizing.options import QuantizeOptions
 from qtrace.quantizing.quantized import Quantized

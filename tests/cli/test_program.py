@@ -127,7 +127,7 @@ import qtrace.cli.models as models
 import qtrace.graph.files.serialize as serialize
 import qtrace.inspection.explanation as explanation
 import qtrace.preparation.passes.convert as conversion
-import qtrace.quantizing.folder as folder
+import qtrace.quantizing.reporting as folder
 import qtrace.quantizing.call_data as call_data
 import qtrace.quantizing.stage as stage
 from qtrace.quantizing.judging import Judgement

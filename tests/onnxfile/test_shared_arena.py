@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper
 
-from qtrace.calibration.onnxruntime import start_session
+from qtrace.calibration.engines import start_session
 from qtrace.onnxfile import local_session
 from qtrace.onnxfile.local_session import OrtSession, SessionSettings
 from qtrace.onnxfile.sessions import open_session

@@ -18,7 +18,7 @@ from qtrace.graph.types import TracedModule
 from qtrace.plugins.arguments import check_arguments
 from qtrace.preparation.model import check_quantized
 from qtrace.process.threads import on_engine_thread
-from qtrace.quantizing.folder import QUANTIZED, VERDICT
+from qtrace.quantizing.reporting import QUANTIZED, VERDICT
 from qtrace.storage.files import parse_document
 
 __all__ = ["diff"]

@@ -303,8 +303,8 @@ class View:
         """Returns the factor by which ``expr`` multiplies if a change of the scale does the same.
 
         A power of two keeps float32 values exact. By others the file is off by a part in 10^7 before it
-        rounds, which changes integers where many values lie half-way between two, as in a sum of tensors
-        with equal scales, but not in a product with another tensor.
+        rounds. That changes integers where many values lie half-way between two, as in a sum of tensors with
+        equal scales. It does not in a product with another tensor.
         """
         call = self.calls.get(expr)
         if call is None or call.kind not in ("mul", "div") or "scalar" not in call.attrs:

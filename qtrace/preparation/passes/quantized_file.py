@@ -1,7 +1,7 @@
 """Sites that are given, as in a quantized file: a prepared, calibrated module without any data.
 
-`tensors` describes given roundings, `marks` takes the roundings out of a graph, `sites` places one site for
-each of them, and `quantize_as_file` makes the prepared module and checks that no integer has changed.
+`take_marks` takes the roundings out of a graph, and `decide` places one site for each of them.
+`quantize_as_file` makes the prepared module and checks that no integer has changed.
 """
 
 from __future__ import annotations
@@ -504,15 +504,12 @@ class _Decider:
 # Sites that are given, as in a quantized file: a prepared, calibrated module without any data.
 
 
-def quantize_as_file(
-    traced: TracedModule, parameters: Mapping[str, StoredGrid], config: QConfig | None = None
-) -> TracedModule:
+def quantize_as_file(traced: TracedModule, parameters: Mapping[str, StoredGrid]) -> TracedModule:
     """Makes a prepared module whose sites and quantization parameters are exactly the given ones.
 
     Args:
         traced: a traced module; calls of `FileRounding` stand where activations are rounded.
         parameters: path of a parameter -> the grid of its values, and the integers of a bias.
-        config: gives the backend, and the observers and fake quants of later calibration and training.
 
     Returns:
         A calibrated module in the phase ``quantize``, as after ``prepare`` and ``calibrate``.
@@ -521,7 +518,7 @@ def quantize_as_file(
         GraphError: when roundings lack an equal site, or re-quantized values have other integers than the
             given ones; the message names all of them.
     """
-    config = config or QConfig()
+    config = QConfig()
     model = flatten(traced)
     expanded = expand(model)
     marks = take_marks(model)

@@ -14,7 +14,7 @@ import pytest
 import qtrace
 from qtrace.config import Preprocess
 from qtrace.errors import QtraceError
-from qtrace.quantizing.folder import FILES, VERDICT
+from qtrace.quantizing.reporting import FILES, VERDICT
 from qtrace.storage import outputs
 from tests.cli.fakes import calibrate_arguments
 

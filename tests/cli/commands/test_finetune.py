@@ -16,7 +16,7 @@ import qtrace
 from qtrace import cli
 from qtrace.extras.finetune.training import Trainer
 from qtrace.preparation.model import graph_hash
-from qtrace.quantizing.folder import FILES
+from qtrace.quantizing.reporting import FILES
 from tests.nets import net
 
 

@@ -16,8 +16,8 @@ from qtrace.errors import CalibrationError, ConfigError
 from qtrace.graph.types import TracedModule
 from qtrace.learning import queueless
 from qtrace.preparation.model import QuantizedModel
+from qtrace.ptq.rounding.block_run import MegEngineGradients
 from qtrace.ptq.rounding.blockwise import learn_block
-from qtrace.ptq.rounding.gradients import MegEngineGradients
 from tests.each import each_of
 from tests.nets import images, net, randomize
 from tests.ptq.rounding.test_descent import SETTINGS, _run

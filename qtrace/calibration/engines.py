@@ -1,4 +1,4 @@
-"""The engine onnxruntime: runs graphs that have an ONNX form, several times as fast on CPU as MegEngine."""
+"""The engines that compute the activations: MegEngine, which runs every graph, and onnxruntime."""
 
 from __future__ import annotations
 
@@ -6,27 +6,108 @@ import functools
 import importlib.util
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
+import megengine as mge
 import numpy as np
 
 from qtrace.calibration.base import Arguments, EngineError, Observe
+from qtrace.data.batches import translate_errors
 from qtrace.errors import ExportError, install
-from qtrace.export.onnx.segment import activations
+from qtrace.export.onnx.segment import PreparedSegments, activations
 from qtrace.export.open_axes import SharedAxes
 from qtrace.graph.interpreter import Interpreter
-from qtrace.graph.types import TensorNode, TracedModule
+from qtrace.graph.stepping import GraphSegment, SegmentRun, Use
+from qtrace.graph.types import Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs
 from qtrace.onnxfile.local_session import OrtSession, SessionError, SessionSettings, shrink_shared_arena
 from qtrace.onnxfile.sessions import open_session
+from qtrace.preparation.model import QuantizedModel
 from qtrace.process.memory import when_returning
-from qtrace.process.threads import count_threads
+from qtrace.process.threads import count_threads, prefetch_map
 from qtrace.runtimes.host import RuntimeHost, describe_side
 
-__all__ = ["OnnxRuntime", "run_session", "start_session"]
+__all__ = [
+    "MegEngine",
+    "OnnxRuntime",
+    "OnnxSegments",
+    "run_session",
+    "start_session",
+]
+
+
+# The engine MegEngine, which runs every graph.
+
+
+class MegEngine:
+    """Runs the prepared graph expr by expr.
+
+    Args:
+        prepared: a module made by ``qtrace.prepare``, whose phase is float.
+        nodes: the names of the nodes that are watched.
+    """
+
+    name = "megengine"
+    prefetched = 0
+
+    def __init__(self, prepared: TracedModule, nodes: Collection[str]) -> None:
+        self._prepared, self._nodes = prepared, frozenset(nodes)
+
+    def begin(self, arguments: Arguments) -> None:
+        """Does nothing: MegEngine computes for one thread."""
+
+    def drop(self, arguments: Arguments) -> None:
+        """Does nothing, as `begin`."""
+
+    def close(self) -> None:
+        """Does nothing, as `begin`."""
+
+    def run(self, arguments: Arguments, index: int, observe: Observe) -> None:
+        """Runs one batch; see `Engine`."""
+        args, kwargs = arguments
+        watcher = _Watcher(self._prepared, self._nodes, observe)
+        try:
+            with translate_errors(self._prepared, arguments, index):
+                try:
+                    watcher.run(*args, **kwargs)
+                finally:
+                    # Kernels report errors late: errors after the last site belong to this batch, too. An
+                    # observer may also have refused the memory that a failed kernel left.
+                    mge._full_sync()
+        except _ObserverError as error:
+            raise error.original from error.original.__cause__  # no error of MegEngine's
+
+
+class _ObserverError(Exception):
+    """Carries an error of an observer past the translation of MegEngine's errors."""
+
+    def __init__(self, original: Exception) -> None:
+        super().__init__(str(original))
+        self.original = original
+
+
+class _Watcher(Interpreter):
+    """Observes the value of each watched node."""
+
+    def __init__(self, prepared: TracedModule, nodes: Collection[str], observe: Observe) -> None:
+        super().__init__(prepared)
+        self._nodes, self._observe = nodes, observe
+
+    def on_node(self, node: Node, value: Any) -> Any:
+        if node.name in self._nodes:
+            array = value.numpy()
+            try:
+                self._observe(node.name, array)
+            except Exception as error:
+                raise _ObserverError(error) from error
+        return value
+
+
+# The engine onnxruntime: runs graphs that have an ONNX form, several times as fast on CPU as MegEngine.
 
 _LOG = logging.getLogger("qtrace")
 
@@ -247,3 +328,76 @@ def run_session(
         return session.run(names, feeds)
     except SessionError as error:
         raise EngineError(f"onnxruntime refuses the batch: {error.reason}") from error
+
+
+# Runs segments of a prepared graph in onnxruntime for algorithms that change its layers one by one.
+
+_Result = TypeVar("_Result")
+
+
+class OnnxSegments:
+    """Computes segments of prepared graphs in onnxruntime; see `qtrace.graph.stepping.SegmentEngine`.
+
+    Every segment is written with the parameters that the graph has at that moment. A segment without an ONNX
+    form is left to MegEngine, and the logger ``qtrace`` gets the reason (INFO), once.
+
+    Args:
+        model: the view of a prepared module, with the record of every graph that is computed.
+        threads: number of threads; None for all cores.
+    """
+
+    def __init__(self, model: QuantizedModel, threads: int | None = None) -> None:
+        self._model, self._threads = model, threads
+        self._writers: dict[TracedModule, PreparedSegments] = {}
+        self._refused: set[Node] = set()
+
+    def begin(self, segment: GraphSegment) -> SegmentRun | None:
+        """Writes the segment as a model, which its run opens; see `SegmentEngine`."""
+        outputs = segment.outputs
+        run = self._unless_refused(outputs, lambda: self._write(segment))
+        if run is None:
+            return None
+
+        def compute(use: Use) -> list[Any] | None:
+            return self._unless_refused(outputs, lambda: [use(i, values) for i, values in enumerate(run())])
+
+        return compute
+
+    def _unless_refused(self, outputs: Sequence[TensorNode], step: Callable[[], _Result]) -> _Result | None:
+        """Returns the result of a step; None if onnxruntime cannot do it, which is remembered."""
+        if any(node in self._refused for node in outputs):
+            return None
+        try:
+            return step()
+        except (EngineError, ExportError) as error:
+            _LOG.info(f"MegEngine computes up to {outputs[-1].name}: {error}")
+            self._refused.update(outputs)
+            return None
+
+    def _write(self, segment: GraphSegment) -> Callable[[], Iterator[list[np.ndarray]]]:
+        """Writes the segment; returns what opens it and yields the outputs of each batch."""
+        traced, batches = segment.traced, segment.batches
+        if traced not in self._writers:
+            self._writers[traced] = PreparedSegments(self._model.view(traced))
+        inputs = {node: (value.dtype, _shape(node, batches)) for node, value in batches[0].items()}
+        data, names, results = self._writers[traced].model(
+            segment.exprs, inputs, segment.fixed, segment.outputs
+        )
+        content = [data]
+
+        def feeds_of(values: Mapping[TensorNode, np.ndarray]) -> dict[str, np.ndarray]:
+            return {name: np.ascontiguousarray(values[n]) for name, n in zip(names, inputs, strict=True)}
+
+        def run() -> Iterator[list[np.ndarray]]:
+            session = start_session(content.pop(), fuse_integers=False)  # which copies the weights
+            return prefetch_map(lambda v: run_session(session, results, feeds_of(v)), batches, self._threads)
+
+        return run
+
+
+def _shape(node: TensorNode, batches: Sequence[Mapping[TensorNode, np.ndarray]]) -> list[Any]:
+    """Returns the shape of a node in all batches, with None for each length that varies."""
+    shapes = {values[node].shape for values in batches}
+    if len({len(shape) for shape in shapes}) > 1:
+        raise EngineError(f"{node.name} has another number of axes in each batch")
+    return [lengths[0] if len(set(lengths)) == 1 else None for lengths in zip(*shapes, strict=True)]

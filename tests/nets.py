@@ -26,6 +26,15 @@ def net(forward: Callable[..., object], **children: object) -> M.Module:
     return randomize(type("Net", (M.Module,), {"__init__": init, "forward": forward})())
 
 
+def side_by_side(modules: Mapping[str, M.Module]) -> M.Module:
+    """One network of several, each with an input of its own, and each an attribute by its name."""
+
+    def forward(self: M.Module, *inputs: Any) -> dict[str, Any]:
+        return {name: getattr(self, name)(x) for name, x in zip(modules, inputs, strict=True)}
+
+    return net(forward, **modules)
+
+
 def calibrated_if_quantized(prepared: TracedModule, batches: list[Any]) -> TracedModule:
     """``prepared``, calibrated where it has a site; `qtrace.calibrate` refuses a graph without one."""
     return qtrace.calibrate(prepared, batches, progress=False) if any(fake_quants(prepared)) else prepared

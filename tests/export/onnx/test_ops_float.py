@@ -17,7 +17,7 @@ import qtrace
 from qtrace import QConfig
 from tests.each import each_of
 from tests.export.reference import assert_agrees
-from tests.nets import net, side_by_side
+from tests.nets import net, side_by_side, spread
 
 T = mge.Tensor
 IMAGE, ROWS, GRID = (4, 6, 8), (12,), (6, 8)
@@ -255,11 +255,10 @@ def _no_queue() -> Iterator[None]:
 NO_ORACLE = {"local_response_norm": "it sums other channels than the standard says"}
 
 
-# Several ops share a network, next to each other: a network of its own for each takes thrice the time.
-_OPS = [[name for name in CASES if name not in NO_ORACLE][start::9] for start in range(9)]
+_OPS = [*spread([name for name in CASES if name not in NO_ORACLE], 9), [*NO_ORACLE]]
 
 
-@each_of("names", [*_OPS, [*NO_ORACLE]], ids=[names[0] for names in (*_OPS, [*NO_ORACLE])])
+@each_of("names", _OPS, ids=[names[0] for names in _OPS])
 def test_float_ops_run_in_onnxruntime_as_in_the_graph(names: list[str], tmp_path: Path) -> None:
     module = side_by_side({name: CASES[name][0] for name in names})
     inputs = [

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from qtrace.cli.codes import INTERRUPTED
+from qtrace.cli.console import INTERRUPTED
 
 if TYPE_CHECKING:
     from qtrace.cli.program import group

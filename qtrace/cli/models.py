@@ -1,27 +1,38 @@
-"""Loading of the models and data that the command line names."""
+"""The models and data that the command line names, and the options that say how images become inputs."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from qtrace.cli.console import Console
-from qtrace.cli.images import change_config, own_flags, warn_unused
-from qtrace.cli.naming import MODEL_FILES, check_factory, check_model
 from qtrace.errors import DataError, QtraceError, Terminated, TraceError
 from qtrace.process import engine
 
 if TYPE_CHECKING:
-    from qtrace.data import Batch, DataSource  # at run time it loads numpy, which --help does without
+    from qtrace.config import QConfig
+    from qtrace.data import (
+        Batch,  # at run time it loads numpy, which --help does without
+        DataSource,
+    )
 
 __all__ = [
+    "CONVERTED",
+    "MODEL_FILES",
+    "PREPARED",
     "build_module",
+    "change_config",
+    "check_exported",
+    "check_factory",
+    "check_model",
     "check_size",
     "check_stage",
+    "chosen_words",
+    "images",
     "is_factory",
     "is_onnx",
     "load_float",
@@ -29,10 +40,311 @@ __all__ = [
     "load_recipe",
     "model_file",
     "needs_example",
+    "note_ends",
     "open_source",
+    "own_flags",
     "preprocessing",
     "trace_factory",
+    "warn_unused",
 ]
+
+PREPARED, CONVERTED = "prepared.mge", "quantized.mge"
+MODEL_FILES = (PREPARED, CONVERTED)
+"""The models in an output folder of `qtrace calibrate` and `qtrace finetune`."""
+
+_FORMATS = {
+    ".tflite": "a TFLite file",
+    ".param": "an ncnn net",
+    ".caffemodel": "a Caffe file",
+    ".prototxt": "a Caffe file",
+    ".pt": "a PyTorch file",
+    ".pth": "a PyTorch file",
+}
+_WEIGHTS = (".pkl", ".pickle", ".npz", ".tar", ".ckpt")
+
+
+def check_factory(name: str) -> None:
+    """Raises UsageError when ``name`` names a file, or is not of the form ``pkg.mod:factory``."""
+    from qtrace.data import is_object_name
+
+    problem = _python_file(name) or _model_file(name)
+    if not problem and not is_object_name(name):
+        problem = f"{name!r} is not of the form pkg.mod:factory, such as models:resnet18."
+    if problem:
+        raise click.UsageError(problem)
+
+
+def check_exported(path: Path) -> None:
+    """Raises UsageError when ``path`` is a folder of `qtrace calibrate`, or one of its models."""
+    models = [path / name for name in (CONVERTED, PREPARED) if (path / name).exists()]
+    if not models and path.name in MODEL_FILES:
+        models = [path]
+    if models:
+        what = "model" if models[0] == path else "folder with models"
+        raise click.UsageError(
+            f"{path} is a {what} of qtrace, and this command "
+            f"takes an exported file: write one by `qtrace export {models[0]} -o model.onnx`, and give that."
+        )
+
+
+def check_model(name: str) -> None:
+    """Raises UsageError when ``name`` names a Python file in place of ``pkg.mod:factory``."""
+    problem = _python_file(name)
+    if problem:
+        raise click.UsageError(problem)
+
+
+def _python_file(name: str) -> str:
+    """Explains what to write in place of ``file.py:factory``; "" for other names."""
+    file, _, factory = name.partition(":")
+    if not file.endswith(".py") or "\0" in file or (factory and Path(name).exists()):
+        return ""
+    folder, module = str(Path(file).parent), Path(file).stem
+    import_path = "" if folder == "." else f", from within the folder {folder} or with it in PYTHONPATH"
+    return f"{name} names a Python file: name its module, {module}:{factory or 'FACTORY'}{import_path}."
+
+
+def _model_file(name: str) -> str:
+    """Explains what to write in place of the file of a model; "" for other names."""
+    path = Path(name)
+    if ":" in name or "\0" in name:
+        return ""
+    suffix = path.suffix.lower()
+    code = "write a function that builds the Module, and name it as pkg.mod:function"
+    if suffix == ".mge":
+        return f"{name} is a file that was traced already: go on with `qtrace calibrate {name}`."
+    if suffix == ".onnx":
+        return f"{name} is an ONNX file: `qtrace import {name} -o float.mge` makes a traced model of it."
+    if suffix in _FORMATS:
+        return f"{name} is {_FORMATS[suffix]}, and a MegEngine Module is traced: {code}."
+    if suffix in _WEIGHTS:
+        return f"{name} holds weights or pickled objects: {code}; it may load the file with megengine.load."
+    if path.is_file():
+        return f"{name} is a file, and a MegEngine Module is traced: {code}."
+    return ""
+
+
+def note_ends(model: Any, path: Path, console: Console) -> dict[str, list[dict[str, Any]]]:
+    """Notes name, type and shape of each input and output.
+
+    Args:
+        model: a traced module, of any stage.
+        path: the file that was written; the names and types of an ONNX file are read from it.
+        console: prints the note.
+
+    Returns:
+        The inputs and outputs as plain data; a free axis is the text that names it.
+    """
+    ends = _of_onnx(path) if path.suffix.lower() == ".onnx" else _of_graph(model)
+    for kind, tensors in ends.items():
+        shown = ", ".join(f"{t['name']} {t['dtype']} {'x'.join(map(str, t['shape']))}" for t in tensors)
+        console.note(f"{kind}: {shown}")
+    return ends
+
+
+def _of_onnx(path: Path) -> dict[str, list[dict[str, Any]]]:
+    import onnx
+
+    from qtrace.onnxfile.reading import read_model
+
+    graph = read_model(path).graph
+    ends: dict[str, list[dict[str, Any]]] = {}
+    for kind, infos in (("inputs", graph.input), ("outputs", graph.output)):
+        ends[kind] = [
+            {
+                "name": info.name,
+                "dtype": onnx.helper.tensor_dtype_to_np_dtype(info.type.tensor_type.elem_type).name,
+                "shape": [d.dim_param or d.dim_value for d in info.type.tensor_type.shape.dim],
+            }
+            for info in infos
+        ]
+    return ends
+
+
+def _of_graph(model: Any) -> dict[str, list[dict[str, Any]]]:
+    import numpy as np
+
+    from qtrace.graph.types import TensorNode
+
+    graph = model.graph
+    return {
+        kind: [
+            {"name": n.name, "dtype": np.dtype(n.dtype).name, "shape": list(n.shape or ())}
+            for n in nodes
+            if isinstance(n, TensorNode)
+        ]
+        for kind, nodes in (("inputs", graph.inputs[1:]), ("outputs", graph.outputs))
+    }
+
+
+_META = "qtrace.images"  # in the context of the command: option -> its flag and its value
+
+
+class _Numbers(click.ParamType):
+    """One number, or one for each channel with commas between them; a fraction such as 1/255 is one, too."""
+
+    name = "numbers"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[float]:
+        try:
+            return [_number(part) for part in str(value).split(",")]
+        except (ValueError, ZeroDivisionError):
+            self.fail(f"{value!r} are no numbers, such as 0.5 or 123.675,116.28,103.53.", param, ctx)
+
+
+def _number(text: str) -> float:
+    above, _, below = text.partition("/")
+    return float(above) / float(below) if below else float(above)
+
+
+class _Size(click.ParamType):
+    """Height and width, or channels, height and width."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
+        parts = str(value).lower().split("x")
+        if len(parts) not in (2, 3) or not all(part.isascii() and part.isdigit() for part in parts):
+            self.fail(f"{value!r} is no size, such as 224x224 or 1x32x32 for grey images.", param, ctx)
+        return [int(part) for part in parts]
+
+
+def _keep(context: click.Context, parameter: click.Parameter, value: Any) -> None:
+    if value is not None:
+        context.meta.setdefault(_META, {})[parameter.name] = (parameter.opts[0], value)
+
+
+_OPTIONS: tuple[tuple[str, Any, str], ...] = (
+    ("size", _Size(), "HxW or CxHxW, the size that images are brought to."),
+    (
+        "mean",
+        _Numbers(),
+        "What is subtracted from the channels of images, after --scale, such as 123.675,116.28,103.53.",
+    ),
+    ("std", _Numbers(), "What the channels of images are divided by then, such as 58.395,57.12,57.375."),
+    ("scale", _Numbers(), "What pixels, 0 to 255, are multiplied by first, such as 1/255."),
+    ("channels", click.Choice(["bgr", "rgb"]), "The order of channels that the model takes."),
+    ("resize", click.Choice(["stretch", "center_crop", "letterbox"]), "How images get their size."),
+    ("layout", click.Choice(["nchw", "nhwc"]), "The axes of uint8 arrays of pixels."),
+)
+
+
+def images(reserved: Sequence[str] = ()) -> Callable[..., Any]:
+    """Adds --size, --mean, --std, --scale, --channels, --resize and --layout, and each as --image-NAME.
+
+    What they say is kept in the command's context, for `change_config`.
+
+    Args:
+        reserved: the names that are another option of the command: they have only the long form.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        for name, kind, text in reversed(_OPTIONS):
+            flags = [f"--image-{name}"] if name in reserved else [f"--{name}", f"--image-{name}"]
+            option = click.option(
+                *flags,
+                f"image_{name}",
+                type=kind,
+                metavar=None if isinstance(kind, click.Choice) else name.upper(),
+                callback=_keep,
+                expose_value=False,
+                help=f"{text} Wins over the recipe's preprocess.",
+            )
+            function = option(function)
+        return function
+
+    return decorate
+
+
+def _chosen() -> dict[str, tuple[str, Any]]:
+    context = click.get_current_context(silent=True)
+    chosen = {} if context is None else context.meta.get(_META, {})
+    return {name.removeprefix("image_"): entry for name, entry in chosen.items()}
+
+
+def chosen_words() -> list[str]:
+    """Returns the options as words of a command line, to be repeated in another command."""
+    words: list[str] = []
+    for name, (flag, value) in _chosen().items():
+        sign = "x" if name == "size" else ","
+        words += [flag, value if isinstance(value, str) else sign.join(f"{n!r}" for n in value)]
+    return words
+
+
+def own_flags(text: str) -> str:
+    """Returns a message that names the options as the running command has them: ``--image-size`` in tune."""
+    context = click.get_current_context(silent=True)
+    for option in () if context is None else context.command.params:
+        name = str(option.name).removeprefix("image_")
+        if name != option.name and f"--{name}" not in option.opts:
+            text = text.replace(f"--{name}", option.opts[0])
+    return text
+
+
+def change_config(config: QConfig | None) -> QConfig | None:
+    """Returns a config whose ``preprocess`` is as the options of the command say.
+
+    Args:
+        config: the config of the recipe or of the model; None for no config.
+
+    Raises:
+        ConfigError: when the result is no complete ``preprocess``.
+    """
+    chosen = _chosen()
+    if not chosen:
+        return config
+    from qtrace.config import QConfig
+    from qtrace.errors import ConfigError
+
+    known = None if config is None else config.preprocess
+    values = {} if known is None else dict(known.to_dict())
+    flags = ", ".join(flag for flag, _ in chosen.values())
+    if missing := [name for name in ("size", "mean", "std") if name not in values and name not in chosen]:
+        raise ConfigError(
+            f"{flags}: the recipe says nothing of images, so give "
+            f"{own_flags(' and '.join(f'--{n}' for n in missing))}, too."
+        )
+    if "resize" in chosen:  # what says more about another way
+        for name in ("crop_fraction", "fill", "fill_at"):
+            values.pop(name, None)
+    channels = len(chosen["mean"][1]) if "mean" in chosen else len(values.get("mean", ())) or 3
+    for name, (_, value) in chosen.items():
+        values[name] = value[0] if name == "scale" and len(value) == 1 else value
+    size = values["size"]
+    values["size"] = (
+        size if len(size) == 3 else [3 if channels == 1 and "mean" in chosen else channels, *size]
+    )
+    for name in ("mean", "std"):
+        if len(values[name]) == 1:
+            values[name] = list(values[name]) * values["size"][0]
+    try:
+        checked = QConfig.model_validate({"preprocess": values})
+    except ConfigError as error:
+        raise ConfigError(f"{flags}: {error}") from error
+    return checked if config is None else config.model_copy(update={"preprocess": checked.preprocess})
+
+
+def warn_unused(source: str | DataSource, config: QConfig | None, console: Console) -> None:
+    """Warns of options that change nothing, as the data holds no pixels.
+
+    Args:
+        source: the data, or its name.
+        config: the config with the options.
+        console: takes the warning.
+    """
+    chosen = _chosen()
+    if not chosen or config is None:
+        return
+    if isinstance(source, str):
+        from qtrace.data import open_data
+
+        source = open_data(source, preprocess=config.preprocess)
+    if not source.pixels:
+        console.warn(
+            f"{source.source} holds no images and no uint8 pixels of four axes: its values are inputs as "
+            f"they are, and {', '.join(flag for flag, _ in chosen.values())} change nothing."
+        )
+
 
 _NOTED = "qtrace.pixels_noted"  # in the context of a command
 

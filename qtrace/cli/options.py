@@ -1,11 +1,14 @@
-"""Options that several commands share."""
+"""Commands with an example, and the options that several of them share."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +16,15 @@ import click
 
 from qtrace import plugins
 from qtrace.cli.console import Console
-from qtrace.cli.images import images
+from qtrace.cli.models import MODEL_FILES, images
+from qtrace.errors import QtraceError
+from qtrace.runtimes.host import IDLE_SECONDS, RuntimeHost
+from qtrace.storage.outputs import check_foreign
 
 __all__ = [
+    "Command",
+    "Dumps",
+    "Group",
     "NamedShapeType",
     "ShapeType",
     "allow",
@@ -23,8 +32,11 @@ __all__ = [
     "collecting",
     "data",
     "derived",
+    "dumped",
     "example",
     "file_or_folder",
+    "file_to_write",
+    "folder_to_write",
     "grouped",
     "importable",
     "input_shapes",
@@ -32,7 +44,230 @@ __all__ = [
     "prefer",
     "progress",
     "recipe",
+    "runtime_host",
 ]
+
+
+class _Example(click.Command):
+    def __init__(self, *args: Any, example: str, **kwargs: Any) -> None:
+        kwargs.setdefault("no_args_is_help", True)
+        super().__init__(*args, **kwargs)
+        self.example = example
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Refuses an empty argument, such as a shell's variable that is not set; else parses them."""
+        for before, text in itertools.pairwise(["", *args]):
+            if not text or (text.startswith("--") and text.endswith("=")):
+                flag = text[:-1] or before
+                name = flag if flag.startswith("-") else "an argument"
+                raise click.UsageError(f"{name} is empty: give a value, or leave it out.", ctx)
+        return super().parse_args(ctx, args)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the example without wrapping, unlike an epilog."""
+        with formatter.section("Example"):
+            for line in self.example.strip().splitlines():
+                formatter.write(f"  {line.strip()}\n")
+
+
+class Command(_Example):
+    """A command with an example."""
+
+
+class Group(_Example, click.Group):
+    """A group of commands with an example."""
+
+
+def runtime_host(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds --runtime-python, --runner and --runtime-timeout; the command gets them as ``runtime_host``."""
+
+    @click.option(
+        "--runtime-python",
+        metavar="PATH",
+        help="Run the runtime in this interpreter, such as ~/venvs/ship/bin/python, which needs numpy and "
+        "the runtime alone (Python 3.8 or later).",
+    )
+    @click.option(
+        "--runner",
+        metavar="COMMAND",
+        help="Run the runtime by a command that starts Python elsewhere, such as 'ssh board python3'; files "
+        "are copied through it, and nothing is left there.",
+    )
+    @click.option(
+        "--runtime-timeout",
+        metavar="SECONDS",
+        type=click.FloatRange(0, min_open=True),
+        help="With either: end a runtime that neither answers nor computes for so long; default: "
+        f"{IDLE_SECONDS:g}.",
+    )
+    @functools.wraps(function)
+    def with_host(
+        *args: Any, runtime_python: str | None, runner: str | None, runtime_timeout: float | None, **kw: Any
+    ) -> Any:
+        host = None
+        if runtime_python is not None or runner is not None:
+            host = RuntimeHost(runtime_python or "", runner or "", runtime_timeout or IDLE_SECONDS)
+        elif runtime_timeout is not None:
+            raise click.UsageError("--runtime-timeout belongs to --runtime-python or --runner.")
+        return function(*args, runtime_host=host, **kw)
+
+    return with_host
+
+
+@dataclass(frozen=True)
+class Dumps:
+    """Where the dumped tensors are, and how they are called and stored.
+
+    Attributes:
+        folder: the folder, or an .npz archive.
+        names: a YAML file with name in the dump: name in the graph; None if they are the same.
+        layout: the order of axes.
+    """
+
+    folder: str
+    names: str | None
+    layout: str
+
+    def runtime(self, model: Any) -> Any:
+        """Returns the runtime that reads the tensors of ``model``, a converted module."""
+        from qtrace.extras.device import dumped_tensors
+
+        return dumped_tensors(self.folder, model, self._read_names(), self.layout)
+
+    def _read_names(self) -> dict[str, str]:
+        from qtrace.config.tree import read
+
+        if self.names is None:
+            return {}
+        problems: list[str] = []
+        try:
+            tree = read(Path(self.names).read_text(encoding="utf-8"), self.names, problems)
+        except (OSError, UnicodeDecodeError) as error:
+            raise click.UsageError(f"{self.names} cannot be read: {error}.") from error
+        names = None if tree is None else tree.plain()
+        if problems:
+            raise click.UsageError(problems[0])
+        if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+            raise click.UsageError(f"{self.names} must be a mapping of names in the dump to names of sites.")
+        return {str(dumped): name for dumped, name in names.items()}
+
+
+def dumped(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds --dumped, --names and --layout; the command gets them as its argument ``dumps``."""
+
+    @click.option(
+        "--dumped",
+        metavar="DIR",
+        help="Compare tensors that a device has dumped, in place of running FILE: an .npz file for each "
+        "batch, or a folder of .npy, .raw or .bin files.",
+    )
+    @click.option(
+        "--names",
+        metavar="FILE",
+        help="YAML with the names of dumped tensors: name in the dump: name of the site.",
+    )
+    @click.option(
+        "--layout",
+        metavar="L",
+        default="nchw",
+        show_default=True,
+        help="How dumped tensors of four axes are stored: nchw, nhwc, or such as nc4hw4.",
+    )
+    @functools.wraps(function)
+    def command(dumped: str | None, names: str | None, layout: str, **arguments: Any) -> Any:
+        if dumped is None and (names is not None or layout != "nchw"):
+            raise click.UsageError(
+                "--names and --layout say how to read the tensors of --dumped: give it too."
+            )
+        return function(dumps=None if dumped is None else Dumps(dumped, names, layout), **arguments)
+
+    return command
+
+
+_DATA = ("data", "eval_data", "evaluation", "samples", "dumped")  # options that name whole folders
+
+
+def file_to_write(*flags: str, help: str, required: bool = False) -> Callable[..., Any]:
+    """Adds an option that names a file to write, and --force; the command gets both.
+
+    The command does not begin if the file is one of its inputs, or if it exists, qtrace did not write it and
+    --force is not given.
+
+    Args:
+        *flags: the flags of the option, the long one first.
+        help: its help.
+        required: whether it must be given.
+    """
+    name = flags[0].lstrip("-").replace("-", "_")
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def command(**arguments: Any) -> Any:
+            if (path := arguments[name]) is not None:
+                _check_inputs(path, name)
+                check_foreign(path, force=arguments["force"])
+            return function(**arguments)
+
+        forced = click.option(
+            "--force", is_flag=True, help=f"Let {flags[0]} replace a file that qtrace did not write."
+        )
+        option = click.option(*flags, type=file_or_folder(), required=required, help=help)
+        return option(forced(command))
+
+    return decorate
+
+
+def folder_to_write(help: str) -> Callable[..., Any]:
+    """Adds the required option --out, a folder; the command does not begin if an input is in that folder.
+
+    Args:
+        help: the help of the option.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def command(**arguments: Any) -> Any:
+            if arguments["out"].is_dir():
+                _check_inputs(arguments["out"], "out")
+            return function(**arguments)
+
+        return click.option("--out", "-o", type=file_or_folder(), required=True, help=help)(command)
+
+    return decorate
+
+
+def _check_inputs(path: Path, option: str) -> None:
+    """Refuses to write a file that the command reads, or a folder that has such a file."""
+    target = Path(os.path.realpath(path))
+    if not target.exists():
+        return
+    for shown, file in _inputs(option):
+        if file == target:
+            raise QtraceError(f"{path} is an input of this command: name another {_kind(target)} to write.")
+        if target.is_dir() and file.is_relative_to(target):
+            raise QtraceError(f"{path} has an input of this command, {shown}: name another folder to write.")
+        if file.is_dir() and target.is_file() and target.is_relative_to(file):
+            raise QtraceError(f"{path} is in {shown}, an input of this command: name another file to write.")
+
+
+def _kind(target: Path) -> str:
+    return "folder" if target.is_dir() else "file"
+
+
+def _inputs(option: str) -> Iterator[tuple[str, Path]]:
+    """Yields what the running command reads: as the user wrote it, and its real path."""
+    for name, value in click.get_current_context().params.items():
+        for entry in value if isinstance(value, tuple) else (value,):
+            if name == option or not isinstance(entry, str | Path) or not str(entry).strip("\0"):
+                continue
+            if name == "recipe" and not str(entry).lower().endswith((".yaml", ".yml")):
+                continue  # the name of a recipe, which a folder may have, too
+            path = Path(os.path.realpath(entry))
+            if path.is_dir() and name not in _DATA:
+                yield from ((str(entry), path / file) for file in MODEL_FILES)
+            elif path.exists():
+                yield str(entry), path
+
 
 _MAX_VALUES = 2**30  # 4 GiB of float32
 

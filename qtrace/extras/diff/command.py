@@ -6,10 +6,10 @@ import shutil
 
 import click
 
-from qtrace.cli import help, options
-from qtrace.cli.commands.explain import on_terminal
+from qtrace.cli import options
 from qtrace.cli.console import Console
-from qtrace.cli.naming import check_model
+from qtrace.cli.models import check_model
+from qtrace.cli.reports import on_terminal
 
 __all__ = ["diff"]
 
@@ -17,7 +17,7 @@ _ROWS = 20
 
 
 @click.command(
-    cls=help.Command,
+    cls=options.Command,
     example="""
         qtrace diff monday/ tuesday/
         qtrace diff int8/quantized.mge finetuned/quantized.mge --json

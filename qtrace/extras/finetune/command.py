@@ -8,9 +8,9 @@ from typing import Any
 
 import click
 
-from qtrace.cli import help, models, options, targets
+from qtrace.cli import models, options
 from qtrace.cli.console import Console
-from qtrace.cli.naming import PREPARED
+from qtrace.cli.models import PREPARED
 from qtrace.quantizing.folder import FILES, write_folder
 from qtrace.storage.outputs import resumable_folder
 
@@ -20,7 +20,7 @@ _CHECKPOINT = "finetune.part.npz"
 
 
 @click.command(
-    cls=help.Command,
+    cls=options.Command,
     example="""
         qtrace finetune w4a4/prepared.mge --data images/ --out w4a4-tuned
         qtrace finetune w4a4/prepared.mge --data images/ --eval-data unseen/ --steps 2000 --out tuned --resume
@@ -31,7 +31,7 @@ _CHECKPOINT = "finetune.part.npz"
 @click.option(
     "--eval-data", metavar="D", help="Data to evaluate on, as --data; by default a tenth of --data."
 )
-@targets.folder_to_write("The folder to write.")
+@options.folder_to_write("The folder to write.")
 @click.option("--steps", type=click.IntRange(1), default=500, show_default=True, help="Steps to take.")
 @click.option("--minutes", type=float, help="Take only as many steps as fit into this time.")
 @click.option(

@@ -11,9 +11,9 @@ from typing import Any
 
 import click
 
-from qtrace.cli import help, models, options, targets
-from qtrace.cli.commands.explain import on_terminal
+from qtrace.cli import models, options
 from qtrace.cli.console import Console
+from qtrace.cli.reports import on_terminal
 from qtrace.cli.verdicts import import_metric
 from qtrace.errors import ConfigError
 
@@ -52,7 +52,7 @@ _SIZE = _Quantity("size", {"b": 1, "kb": 2**10, "mb": 2**20, "gb": 2**30}, "4MB"
 
 
 @click.command(
-    cls=help.Command,
+    cls=options.Command,
     example="""
         qtrace tune float.mge --data train.npy -o best
         qtrace tune float.mge --data images/ --recipe resnet50 --budget 30m --at-most 2.0ms \\
@@ -63,7 +63,7 @@ _SIZE = _Quantity("size", {"b": 1, "kb": 2**10, "mb": 2**20, "gb": 2**30}, "4MB"
 @click.argument("model")
 @options.data(required=True, reserved=("size",))
 @options.recipe("int8")
-@targets.folder_to_write("The folder to write.")
+@options.folder_to_write("The folder to write.")
 @click.option(
     "--metric",
     metavar="PKG.MOD:F",

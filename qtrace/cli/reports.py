@@ -1,25 +1,217 @@
-"""The command ``qtrace sensitivity``."""
+"""The commands that report on a graph: ``qtrace explain``, ``compare`` and ``sensitivity``."""
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from qtrace.cli import help, models, options, targets
-from qtrace.cli.commands.explain import on_terminal
+from qtrace.cli import models, options
 from qtrace.cli.console import Console
-from qtrace.cli.verdicts import FAKE_QUANTS, samples_of
+from qtrace.cli.models import CONVERTED, PREPARED
+from qtrace.cli.verdicts import FAKE_QUANTS, SampleCounter, judge_comparison, samples_of, text_of
 from qtrace.errors import ConfigError
 from qtrace.storage.outputs import output_file
 
-__all__ = ["sensitivity"]
+if TYPE_CHECKING:
+    from qtrace.inspection.comparison.rows import ChannelRanges
+    from qtrace.sensitivity.diagnosis import Diagnosis
+
+__all__ = ["compare", "explain", "sensitivity"]
 
 
 @click.command(
-    cls=help.Command,
+    cls=options.Command,
+    example="""
+        qtrace explain resnet18.mge --recipe resnet50
+        qtrace explain int8/prepared.mge --why layer1.0.conv1
+        qtrace explain int8/prepared.mge --dot graph.dot && dot -Tsvg graph.dot -o graph.svg
+    """,
+)
+@click.argument("model")
+@options.recipe()
+@options.example
+@click.option(
+    "--why",
+    metavar="NODE",
+    help="Explain a node, also as in the ONNX file, a site, a module (or a glob), or a kind of op in full.",
+)
+@click.option("--all", "every", is_flag=True, help="Show ops on shapes and constants, too.")
+@options.file_to_write("--dot", help="Also draw the graph into this file, for Graphviz.")
+@options.allow
+@options.output
+def explain(
+    model: str,
+    recipe: str | None,
+    allow_code: bool,
+    shapes: models.Shapes,
+    why: str | None,
+    every: bool,
+    dot: Path | None,
+    force: bool,
+    allow: tuple[str, ...],
+    console: Console,
+) -> None:
+    """Show for every op what is quantized, by which rule, or why it stays float.
+
+    MODEL is a traced file (what the recipe would do), a prepared or quantized one or the folder of `qtrace
+    calibrate` (what was done), or pkg.mod:factory with --shape.
+
+    Below the table are the share that is computed on integers and, for everything that stays float, the line
+    of a recipe that would change it. On a terminal the table is cut to its width; a pipe gets all of it.
+    """
+    model = models.model_file(model, PREPARED)
+    width = shutil.get_terminal_size().columns if on_terminal() else None
+    with console.work():
+        import qtrace
+        from qtrace.preparation.precision import describe_precision
+        from qtrace.preparation.record import is_quantized
+
+        if recipe:
+            qtrace.load_recipe(recipe, allow_code=allow_code)  # its mistakes are reported before tracing
+        if models.is_factory(model):
+            loaded = models.trace_factory(model, shapes=shapes)
+        else:
+            loaded = models.load_model(model, allow)
+        if recipe and is_quantized(loaded):
+            console.note(
+                f"{model} is quantized already: this is its own quantization, and --recipe is ignored."
+            )
+        explanation = qtrace.explain(loaded, recipe, allow_code=allow_code)
+        text, data = _result(explanation, why, every, width)
+        if dot is not None:
+            with output_file(dot, force=force) as partial:
+                partial.write_text(explanation.dot(every=every), encoding="utf-8")
+            console.note(f"{dot} is written; `dot -Tsvg {dot} -o graph.svg` draws it.")
+    console.note(describe_precision(explanation.annotation))
+    console.result(text, data)
+
+
+def on_terminal() -> bool:
+    """Whether the result goes to a terminal."""
+    return sys.stdout.isatty()
+
+
+def _result(explanation: Any, why: str | None, every: bool, width: int | None) -> tuple[str, Any]:
+    """Returns the result as text and as data."""
+    if why is not None:
+        stories = explanation.why(why)
+        return "\n\n".join(s.text(width or 100) for s in stories), [s.to_dict() for s in stories]
+    colour = width is not None and "NO_COLOR" not in os.environ
+    return explanation.table(width, every=every, colour=colour), explanation.to_dict()
+
+
+_DRAWN = 10  # sites whose channels are drawn
+
+
+@click.command(
+    cls=options.Command,
+    example="""
+        qtrace compare int8/quantized.mge --data unseen/ --recipe resnet50
+        qtrace compare int8/prepared.mge --data unseen.npy --sort own --html errors.html --float float.mge
+    """,
+)
+@click.argument("model")
+@options.data(required=True)
+@options.recipe()
+@click.option(
+    "--sort",
+    type=click.Choice(["graph", "sqnr", "own", "cosine", "clipped"]),
+    default="graph",
+    show_default=True,
+    help="The order of the sites: that of the graph, or the worst first by this column.",
+)
+@click.option(
+    "--float",
+    "float_model",
+    metavar="F",
+    help="The float network, if `ptq` algorithms or training changed the weights.",
+)
+@options.file_to_write("--html", help="Also write a page with plots into this file.")
+@options.allow
+@options.progress
+@options.output
+def compare(
+    model: str,
+    data: str,
+    reading: dict[str, Any],
+    recipe: str | None,
+    allow_code: bool,
+    sort: str,
+    float_model: str | None,
+    html: Path | None,
+    force: bool,
+    allow: tuple[str, ...],
+    console: Console,
+) -> int:
+    """Show where a quantized graph's error comes from, site by site.
+
+    MODEL is a folder of `qtrace calibrate`, its prepared.mge or its quantized.mge. "own" is the error that
+    arises at a site if all sites before it are float, "inherited" the error from those sites. Both are
+    relative to the signal, in dB: higher is better. Use data that was not used to calibrate. The verdict
+    above the table is measured on some samples at the beginning of --data, the table on all of them. The
+    exit code is 1 if it is broken. Images and raw pixels are preprocessed by --recipe, or else by MODEL's own
+    recipe.
+    """
+    model = models.model_file(model, CONVERTED)
+    width = shutil.get_terminal_size().columns if on_terminal() else None
+    with console.work():
+        import qtrace
+
+        loaded = models.load_model(model, allow)
+        models.check_stage(loaded, model)
+        qconfig = models.preprocessing(loaded, recipe, allow_code)
+        models.check_size(loaded, model, qconfig, data)
+        source = models.open_source(data, console, qconfig=qconfig, **reading)
+        network = models.load_float(float_model, allow, loaded)
+        with console.bar(source, "compare") as batches:
+            counter = SampleCounter(batches)
+            comparison = qtrace.compare(loaded, counter, float_model=network)
+        diagnosis = judge_comparison(loaded, network, source, console)
+        if html is not None:
+            page = comparison.html(*_findings(diagnosis))
+            with output_file(html, force=force) as partial:
+                partial.write_text(page, encoding="utf-8")
+    if html is not None:
+        console.note(f"{html} is written: open it in a browser.")
+    judged = {} if diagnosis is None else {"diagnosis": diagnosis.to_dict()}
+    measured = f"{samples_of(counter.samples, '--data', reading['max_batches'])} ({FAKE_QUANTS})"
+    text = f"{text_of(diagnosis)}sites and outputs: on {measured}\n{comparison.table(width, sort)}"
+    console.result(text, {**judged, "measured_on": measured, **comparison.to_dict()})
+    return 0 if diagnosis is None or diagnosis.verdict.word != "broken" else 1
+
+
+def _findings(diagnosis: Diagnosis | None) -> tuple[list[str], list[ChannelRanges]]:
+    """Returns the lines of a diagnosis, and the channels of the sites of its causes and of the worst ones."""
+    from qtrace.inspection.comparison.rows import ChannelRanges
+
+    if diagnosis is None:
+        return [], []
+    remarks = {cause.site: f"{cause.name}: {cause.text}" for cause in diagnosis.causes if cause.site}
+    measured = {e.site: e for e in diagnosis.sites}
+    worst = sorted(measured.values(), key=lambda e: -e.channels.mean_relative_noise)
+    names = list(dict.fromkeys((*(n for n in remarks if n in measured), *(e.site for e in worst))))[:_DRAWN]
+    chosen = (measured[name] for name in names)
+    return diagnosis.lines(), [
+        ChannelRanges(
+            site=e.site,
+            low=e.channels.low,
+            high=e.channels.high,
+            noise=tuple(map(float, e.channels.relative_noise)),
+            lo=e.lo,
+            hi=e.hi,
+            remark=remarks.get(e.site, ""),
+        )
+        for e in chosen
+    ]
+
+
+@click.command(
+    cls=options.Command,
     example="""
         qtrace sensitivity float.mge --data images/ --recipe resnet50
         qtrace sensitivity float.mge --data images/ --eval-data unseen/ --recipe w4a4.yaml \\
@@ -73,7 +265,7 @@ __all__ = ["sensitivity"]
     help="What layers become: float, a16, w8a8, ...",
 )
 @click.option("--groups", is_flag=True, help="Also measure every group of sites by itself.")
-@targets.file_to_write("--patch", help="Write the recipe that raises the layers here.")
+@options.file_to_write("--patch", help="Write the recipe that raises the layers here.")
 @options.allow
 @options.progress
 @options.output

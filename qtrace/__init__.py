@@ -11,7 +11,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from qtrace.display import shorten_modules
-from qtrace.process.memory import paused_collector
+from qtrace.process import paused_collector
 
 if TYPE_CHECKING:
     from qtrace import fakequant, graph, observers, qat, recipes, sensitivity
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from qtrace.preparation.passes.convert import convert
     from qtrace.preparation.phases import set_phase
     from qtrace.preparation.prepare import prepare
-    from qtrace.process.engine import quiet
+    from qtrace.process import quiet
     from qtrace.qat import param_groups
     from qtrace.quantizing.quantize import quantize
     from qtrace.quantizing.stage import calibrate_to_folder
@@ -171,7 +171,7 @@ def _load(name: str) -> Any:
 def _load_engine() -> None:
     """Imports MegEngine without its messages, if this is the main thread: on another it could not compute."""
     if threading.current_thread() is threading.main_thread():
-        from qtrace.process.engine import load
+        from qtrace.process import load
 
         load()
 
@@ -181,7 +181,7 @@ def __dir__() -> list[str]:
 
 
 def _describe(module: Any) -> str:
-    from qtrace.inspection.description import describe_graph
+    from qtrace.inspection.analysis import describe_graph
 
     return describe_graph(module)
 

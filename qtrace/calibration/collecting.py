@@ -16,8 +16,7 @@ from qtrace.calibration.base import Arguments, Watched, watched
 from qtrace.calibration.choice import Chosen, ExplainedEngine, choose_engine
 from qtrace.calibration.observing import Observing, refuse_spoiled
 from qtrace.calibration.statistics import Statistics, arrays, checksum, fresh, no_statistics
-from qtrace.data.batches import as_arguments, evaluating, find_values, refuse_nan
-from qtrace.data.declared import find_unusual
+from qtrace.data.batches import as_arguments, evaluating, find_unusual, find_values, refuse_nan
 from qtrace.display import progress_bar
 from qtrace.errors import CalibrationError
 from qtrace.graph.nonfinite import remedy_for, search_nonfinite

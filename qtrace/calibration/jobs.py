@@ -15,10 +15,10 @@ from qtrace.calibration.collecting import Collected, CollectOptions, collect
 from qtrace.calibration.statistics import arrays, checksum
 from qtrace.config import Preprocess
 from qtrace.data import DataSource, open_data
-from qtrace.data.whole import SampleRange, recut
+from qtrace.data.opening import SampleRange, recut
 from qtrace.graph.files.serialize import load
 from qtrace.runtimes.host import RuntimeHost
-from qtrace.workers.job import Outcome, attempt
+from qtrace.workers import Outcome, attempt
 
 __all__ = [
     "LocalCollection",
@@ -43,7 +43,7 @@ class Source:
         max_batches: the most batches to read; None for all.
         skip_bad: whether to skip unreadable images.
         preprocess: the recipe's ``preprocess`` as plain data.
-        size, whole: the batches that are made of the data, as for `qtrace.data.whole.recut`.
+        size, whole: the batches that are made of the data, as for `qtrace.data.opening.recut`.
         stop: the number of samples that are read; None for all.
     """
 
@@ -211,11 +211,11 @@ class LocalCollection:
         return run_job
 
     def describe_end(self, number: int, ending: str, news: int) -> str:
-        """Returns the sentence for a process that died; see `qtrace.workers.job.Job`."""
+        """Returns the sentence for a process that died; see `qtrace.workers.Job`."""
         return f"worker {number} {ending} after {news} batches."
 
     def describe_failure(self, number: int, line: str) -> str:
-        """Returns the sentence for a share that failed on a cluster; see `qtrace.workers.job.Job`."""
+        """Returns the sentence for a share that failed on a cluster; see `qtrace.workers.Job`."""
         return f"worker {number} of the Ray cluster failed: {line}"
 
 

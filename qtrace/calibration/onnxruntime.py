@@ -23,8 +23,7 @@ from qtrace.graph.walk import exprs
 from qtrace.onnxfile.local_session import OrtSession, SessionError, SessionSettings
 from qtrace.onnxfile.sessions import open_session
 from qtrace.onnxfile.shared_arena import shrink_shared_arena
-from qtrace.process.memory import when_returning
-from qtrace.process.threads import count_threads
+from qtrace.process import count_threads, when_returning
 from qtrace.runtimes.host import RuntimeHost, describe_side
 
 __all__ = ["OnnxRuntime", "run_session", "start_session"]

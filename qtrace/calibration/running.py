@@ -26,9 +26,7 @@ from qtrace.errors import CalibrationError
 from qtrace.graph.files.serialize import save
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.model import QuantizedModel
-from qtrace.workers.job import Outcome, Pool, attempt
-from qtrace.workers.processes import Processes
-from qtrace.workers.ray import RayTasks
+from qtrace.workers import Outcome, Pool, Processes, RayTasks, attempt
 
 __all__ = ["Result", "RunSettings", "collect_all"]
 

@@ -15,7 +15,7 @@ from qtrace.export.onnx.segment import PreparedSegments
 from qtrace.graph.stepping import GraphSegment, SegmentRun, Use
 from qtrace.graph.types import Node, TensorNode, TracedModule
 from qtrace.preparation.model import QuantizedModel
-from qtrace.process.threads import prefetch_map
+from qtrace.process import prefetch_map
 
 __all__ = ["OnnxSegments"]
 

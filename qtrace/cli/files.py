@@ -467,7 +467,7 @@ def _check(config: Any, reports: Sequence[FileReport]) -> list[Expectations]:
 
 
 def _table(name: str) -> CostTable:
-    from qtrace.benchmarking.machine import describe_machine
+    from qtrace.benchmarking.runners import describe_machine
     from qtrace.costs import CostTable
 
     if name == _PACKAGED:
@@ -482,7 +482,7 @@ def _table(name: str) -> CostTable:
 
 
 def _note_differences(table: CostTable, threads: int, console: Console) -> None:
-    from qtrace.benchmarking.machine import describe_machine, differences
+    from qtrace.benchmarking.runners import describe_machine, differences
 
     here = describe_machine(table.machine.runtime, "onnxruntime", threads)
     if sentences := differences(table.machine, here):

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from qtrace import process
 from qtrace.cli.console import Console
 from qtrace.errors import DataError, QtraceError, Terminated, TraceError
-from qtrace.process import engine
 
 if TYPE_CHECKING:
     from qtrace.config import QConfig
@@ -541,7 +541,7 @@ def check_size(model: Any, name: str, qconfig: Any, data: str) -> None:
         zeros = as_arguments((np.zeros((*shape[:1], *size), np.float32),), model, 0)
         with evaluating(model), translate_errors(model, zeros, 0):
             model(*zeros[0], **zeros[1])
-            engine.synchronize()
+            process.synchronize()
     except CalibrationError as error:
         if read_inputs(model):
             raise ConfigError(

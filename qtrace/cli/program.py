@@ -23,8 +23,7 @@ from qtrace.cli.quantizing import calibrate, quantize
 from qtrace.cli.recipes import recipes
 from qtrace.cli.reports import compare, explain, sensitivity
 from qtrace.errors import QtraceError, Terminated
-from qtrace.plugins import load_object
-from qtrace.plugins.installed import installed
+from qtrace.plugins import installed, load_object
 
 __all__ = ["group", "main"]
 

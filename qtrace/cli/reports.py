@@ -18,7 +18,7 @@ from qtrace.errors import ConfigError
 from qtrace.storage.outputs import output_file
 
 if TYPE_CHECKING:
-    from qtrace.inspection.comparison.rows import ChannelRanges
+    from qtrace.inspection.comparison.report import ChannelRanges
     from qtrace.sensitivity.diagnosis import Diagnosis
 
 __all__ = ["compare", "explain", "sensitivity"]
@@ -187,7 +187,7 @@ def compare(
 
 def _findings(diagnosis: Diagnosis | None) -> tuple[list[str], list[ChannelRanges]]:
     """Returns the lines of a diagnosis, and the channels of the sites of its causes and of the worst ones."""
-    from qtrace.inspection.comparison.rows import ChannelRanges
+    from qtrace.inspection.comparison.report import ChannelRanges
 
     if diagnosis is None:
         return [], []

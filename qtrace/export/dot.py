@@ -13,7 +13,7 @@ from qtrace.export.converted.document import DocumentOp, GraphDocument, TensorQu
 from qtrace.export.converted.graph import ConvertedGraph
 from qtrace.export.format import Format
 from qtrace.graph.dot import quote
-from qtrace.storage.ownership import WRITTEN
+from qtrace.storage.outputs import WRITTEN
 
 __all__ = ["FORMAT"]
 

@@ -7,7 +7,7 @@ from megengine.traced_module.expr import Constant, Expr, GetAttr
 from megengine.traced_module.node import Node, TensorNode
 
 from qtrace.graph.walk import module_path, op_label
-from qtrace.storage.ownership import WRITTEN
+from qtrace.storage.outputs import WRITTEN
 
 __all__ = ["dot", "quote"]
 

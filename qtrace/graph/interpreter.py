@@ -24,8 +24,7 @@ from qtrace.graph.failures import describe_failure
 from qtrace.graph.kernels import quiet_engine
 from qtrace.graph.tensors import PART_BYTES, large_reads
 from qtrace.graph.walk import IN_PLACE, called_graph, owner, updates_inputs
-from qtrace.process.engine import synchronize
-from qtrace.process.memory import LargeFrees
+from qtrace.process import LargeFrees, synchronize
 
 __all__ = [
     "ENGINE_ERRORS",

@@ -26,7 +26,7 @@ from qtrace.errors import GraphError, shorten_list
 from qtrace.graph.arguments import signature
 from qtrace.graph.renewal import find_false_types
 from qtrace.graph.walk import op_label
-from qtrace.process.threads import on_engine_thread
+from qtrace.process import on_engine_thread
 
 __all__ = ["LEFTOVERS", "LintProblem", "check", "lint"]
 

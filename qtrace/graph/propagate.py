@@ -18,7 +18,7 @@ from qtrace.graph.kernels import quiet_engine
 from qtrace.graph.renewal import renew_all
 from qtrace.graph.tracing import example_inputs
 from qtrace.graph.walk import called_graph, updates_inputs
-from qtrace.process.threads import on_engine_thread
+from qtrace.process import on_engine_thread
 
 __all__ = ["propagate_shapes", "set_input_shapes"]
 

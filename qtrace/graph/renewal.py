@@ -21,7 +21,7 @@ from megengine.traced_module.traced_module import InternalGraph
 from qtrace.graph.inference import OpError, TensorType, TypeInference, recorded_type
 from qtrace.graph.kernels import quiet_engine
 from qtrace.graph.walk import called_graph
-from qtrace.process.threads import on_engine_thread
+from qtrace.process import on_engine_thread
 
 __all__ = [
     "InlinedCall",

@@ -29,7 +29,7 @@ from qtrace.graph.source_lines import source_line
 from qtrace.graph.tracing.diff import random_exprs
 from qtrace.graph.tracing.example_inputs import to_tensors
 from qtrace.graph.walk import op_label
-from qtrace.process.threads import on_engine_thread
+from qtrace.process import on_engine_thread
 
 __all__ = ["SampleDifference", "SamplesReport", "check_samples"]
 

@@ -19,7 +19,7 @@ from qtrace.graph.dataflow import fixed_nodes
 from qtrace.graph.interpreter import Interpreter, interpret, last_uses
 from qtrace.graph.located_graph import name_failures
 from qtrace.graph.tensors import PART_BYTES, count_bytes, large_reads, read_array
-from qtrace.process.memory import LargeFrees
+from qtrace.process import LargeFrees
 
 __all__ = [
     "GraphSegment",

@@ -19,7 +19,7 @@ from qtrace.config.algorithm import algorithms, is_packaged
 from qtrace.data import Batch
 from qtrace.data.base import batch_length
 from qtrace.data.batches import as_arguments
-from qtrace.data.whole import cut_batch
+from qtrace.data.opening import cut_batch
 from qtrace.errors import GraphError
 from qtrace.graph.interface import read_interface
 from qtrace.graph.types import CallFunction, Node, TracedModule

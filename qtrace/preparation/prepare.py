@@ -21,7 +21,7 @@ from qtrace.graph.lint import check
 from qtrace.graph.tracing.hazards import debugging_marks
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import describe_path
-from qtrace.plugins.arguments import check_arguments
+from qtrace.plugins.options import check_arguments
 from qtrace.preparation.annotation import Annotation
 from qtrace.preparation.decision import Decision, decide
 from qtrace.preparation.faithfulness import Faithfulness, read_batches
@@ -32,8 +32,7 @@ from qtrace.preparation.passes import native
 from qtrace.preparation.passes.insert import insert
 from qtrace.preparation.phases import switch_phase
 from qtrace.preparation.record import Record, is_quantized, write_record
-from qtrace.process.memory import paused_collector, returns_memory
-from qtrace.process.threads import on_engine_thread
+from qtrace.process import on_engine_thread, paused_collector, returns_memory
 
 __all__ = ["plan", "plan_graph", "prepare", "prepare_config", "read_request"]
 

@@ -18,8 +18,7 @@ from megengine.module import Module
 from qtrace.config import Preprocess, QConfig
 from qtrace.data import Batch, DataSource, SizedSource, open_data
 from qtrace.data.base import batch_length
-from qtrace.data.opening import find_labels, names_labels, without_labels
-from qtrace.data.whole import Recut, recut, shares_samples
+from qtrace.data.opening import Recut, find_labels, names_labels, recut, shares_samples, without_labels
 from qtrace.errors import QtraceError
 from qtrace.graph.interface import read_inputs
 from qtrace.graph.signature import argument_names

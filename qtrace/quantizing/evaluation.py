@@ -9,7 +9,7 @@ import numpy as np
 
 from qtrace.data.base import Batch, DataSource, SizedSource, batch_length
 from qtrace.data.batches import as_arguments, check_run, find_values, refuse_nan
-from qtrace.data.whole import Recut, SampleRange, cut_batch
+from qtrace.data.opening import Recut, SampleRange, cut_batch
 from qtrace.errors import CalibrationError
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.samples import cut_call, holds_infinite_data

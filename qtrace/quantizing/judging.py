@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from qtrace.comparing.sums import Outputs, finite_values
-from qtrace.data.base import DataSource
-from qtrace.data.fingerprints import SampleRecord
+from qtrace.data.base import DataSource, SampleRecord
 from qtrace.errors import QtraceError
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.twin import float_twin, late_algorithms

@@ -21,13 +21,13 @@ from qtrace.comparing.groups import find_groups
 from qtrace.comparing.selections import reaching
 from qtrace.comparing.sums import Outputs
 from qtrace.data.base import Batch, batch_length
-from qtrace.data.whole import filled_batches
+from qtrace.data.opening import filled_batches
 from qtrace.errors import ExportError, QtraceError, VerifyError
 from qtrace.graph.opaque import find_random
 from qtrace.graph.types import TracedModule
 from qtrace.importing.onnx import declared_axes
 from qtrace.onnxfile.local_session import LocalSession
-from qtrace.process.threads import Together
+from qtrace.process import Together
 from qtrace.quantizing.call_data import CallData
 from qtrace.quantizing.evaluation import MOST_VALUES, count_values, shorten
 from qtrace.quantizing.file_runs import FileRuns, FloatFile, input_values, open_runs, run_batch

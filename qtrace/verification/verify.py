@@ -24,10 +24,9 @@ from qtrace.export.converted.plain_graph import PlainGraph, is_plain
 from qtrace.graph.types import TracedModule
 from qtrace.onnxfile.kernels import has_large_signed_weights
 from qtrace.onnxfile.reading import read_model
-from qtrace.plugins.arguments import check_arguments
+from qtrace.plugins.options import check_arguments
 from qtrace.preparation.model import QuantizedModel
-from qtrace.process.memory import return_free_memory, returns_memory
-from qtrace.process.threads import on_engine_thread
+from qtrace.process import on_engine_thread, return_free_memory, returns_memory
 from qtrace.runtimes.host import RuntimeHost
 from qtrace.verification.crosscheck import cross_check
 from qtrace.verification.float_check import FloatCheck

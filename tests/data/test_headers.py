@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from qtrace.data.pixels import MOST_PIXELS, decode, dimensions
+from qtrace.data.images import MOST_PIXELS, decode, dimensions
 from qtrace.errors import DataError
 from tests.each import each_of
 

@@ -10,7 +10,7 @@ from qtrace.errors import ExportError
 from qtrace.extras.contracts.base import CONTRACTS
 from qtrace.extras.contracts.checking import ContractReport, check_model, fix_model
 from qtrace.onnxfile.reading import load_model
-from qtrace.plugins.arguments import check_arguments
+from qtrace.plugins.options import check_arguments
 from qtrace.runtimes.host import RuntimeHost
 from qtrace.storage.outputs import output_file
 

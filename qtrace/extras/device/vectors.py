@@ -16,7 +16,7 @@ from qtrace.extras.device.dumped import KINDS, file_name
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import op_label
 from qtrace.preparation.model import QuantizedModel
-from qtrace.process.threads import on_engine_thread
+from qtrace.process import on_engine_thread
 from qtrace.scheme import QParams, QScheme
 from qtrace.storage.checkpoints import pack_arrays
 from qtrace.storage.files import parse_document, replace_folder, temporary_folder

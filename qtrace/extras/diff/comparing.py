@@ -15,9 +15,9 @@ from qtrace.extras.diff import Difference, FigurePair, compare_configs, compare_
 from qtrace.extras.diff.onnx_files import FileDifference, compare_files
 from qtrace.graph.files.serialize import load
 from qtrace.graph.types import TracedModule
-from qtrace.plugins.arguments import check_arguments
+from qtrace.plugins.options import check_arguments
 from qtrace.preparation.record import check_quantized
-from qtrace.process.threads import on_engine_thread
+from qtrace.process import on_engine_thread
 from qtrace.quantizing.folder import QUANTIZED, VERDICT
 from qtrace.storage.files import parse_document
 

@@ -29,10 +29,10 @@ from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import exprs
 from qtrace.inspection.twin import changed_weights, float_twin
 from qtrace.learning.engine import queueless
-from qtrace.plugins.arguments import check_arguments
+from qtrace.plugins.options import check_arguments
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import in_phase, say_wrong_gradients
-from qtrace.process.threads import on_engine_thread
+from qtrace.process import on_engine_thread
 
 __all__ = ["finetune"]
 

@@ -32,7 +32,7 @@ from qtrace.graph.purity import find_written, is_pure
 from qtrace.graph.source_lines import copy_line
 from qtrace.graph.stepping import finish
 from qtrace.graph.walk import IN_PLACE, exprs, get_module
-from qtrace.plugins.arguments import check_arguments
+from qtrace.plugins.options import check_arguments
 
 __all__ = ["Composition", "GraphPart", "build_parts", "copyable_exprs", "flat_copy", "split"]
 

@@ -16,8 +16,8 @@ from qtrace.extras.torch.state import note_state
 from qtrace.graph.types import TracedModule
 from qtrace.importing.onnx import open_inputs, read_onnx
 from qtrace.importing.onnx.opening import UnsupportedNodesError
-from qtrace.plugins.arguments import check_arguments
-from qtrace.process.threads import on_engine_thread
+from qtrace.plugins.options import check_arguments
+from qtrace.process import on_engine_thread
 
 __all__ = ["from_torch"]
 

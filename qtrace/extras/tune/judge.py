@@ -31,7 +31,7 @@ from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import in_phase
 from qtrace.preparation.prepare import plan, prepare
 from qtrace.preparation.record import fake_quants
-from qtrace.workers.job import Outcome
+from qtrace.workers import Outcome
 
 __all__ = [
     "Here",
@@ -299,7 +299,7 @@ class Here:
         pass
 
     def run(self, tasks: Sequence[Task], news: Any = None) -> Iterator[Outcome]:
-        """Judges recipes; see `qtrace.workers.job.Pool`."""
+        """Judges recipes; see `qtrace.workers.Pool`."""
         return (Outcome(_judge_task(self._judge, self._parts, task)) for task in tasks)
 
 
@@ -378,12 +378,12 @@ class TrialJob:
         return lambda task, news: _judge_task(judge, subject.parts, task)
 
     def describe_end(self, number: int, ending: str, news: int) -> str:
-        """Returns the sentence for a process that died; see `qtrace.workers.job.Job`."""
+        """Returns the sentence for a process that died; see `qtrace.workers.Job`."""
         return (
             f"a process that judged a recipe {ending}: run the command again, which goes on after the "
             "trials that are done; with --workers 1 if memory is short."
         )
 
     def describe_failure(self, number: int, line: str) -> str:
-        """Returns the sentence for a trial that failed on a cluster; see `qtrace.workers.job.Job`."""
+        """Returns the sentence for a trial that failed on a cluster; see `qtrace.workers.Job`."""
         return f"a trial failed on the Ray cluster: {line}"

@@ -26,7 +26,7 @@ from qtrace.extras.tune.trials import Layer, Suggestion, Trial, TrialLog, digest
 from qtrace.preparation.model import QuantizedModel
 from qtrace.sensitivity.diagnosis import diagnose
 from qtrace.sensitivity.simulation import Simulation
-from qtrace.workers.job import Pool
+from qtrace.workers import Pool
 
 __all__ = ["TuneSettings", "find_limits", "judged_in_full", "propose", "search", "split"]
 

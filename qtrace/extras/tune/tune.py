@@ -24,11 +24,9 @@ from qtrace.extras.tune.search import TuneSettings, find_limits, judged_in_full,
 from qtrace.extras.tune.space import as_recipe
 from qtrace.extras.tune.trials import BEST, PAGE, SUMMARY, TRIALS, Trial, TrialLog, search_folder, write_text
 from qtrace.graph.types import TracedModule
-from qtrace.plugins.arguments import check_arguments
+from qtrace.plugins.options import check_arguments
 from qtrace.preparation.identity import hash_tensors
-from qtrace.workers.job import Pool
-from qtrace.workers.processes import Processes
-from qtrace.workers.ray import RayTasks
+from qtrace.workers import Pool, Processes, RayTasks
 
 __all__ = ["tune"]
 

@@ -15,8 +15,7 @@ from qtrace.graph.composites.base import CompositeRule
 from qtrace.graph.rewrite import RuleResult, apply_rules
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import exprs, owner
-from qtrace.plugins import load_installed
-from qtrace.plugins.installed import COMPOSITES
+from qtrace.plugins import COMPOSITES, load_installed
 
 __all__ = ["CompositeRule", "compose", "composite_rules"]
 

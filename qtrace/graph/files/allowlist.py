@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 from qtrace import plugins
-from qtrace.plugins.installed import OP_RULES, installed
+from qtrace.plugins import OP_RULES, installed
 
 __all__ = [
     "FUNCTIONS",

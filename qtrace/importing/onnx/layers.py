@@ -23,7 +23,7 @@ from qtrace.importing.onnx.sizes.size import Number, Size, SizeError, axis_size,
 from qtrace.importing.onnx.values import Sizes, Stored, Value
 from qtrace.onnxfile.external_data import release
 from qtrace.preparation.passes.quantized_file.tensors import StoredGrid
-from qtrace.process.memory import LargeFrees
+from qtrace.process import LargeFrees
 
 __all__ = ["Contradiction", "Layers", "Refusal", "StoredSource"]
 

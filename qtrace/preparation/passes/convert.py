@@ -29,7 +29,7 @@ from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.passes._computed import write_computed
 from qtrace.preparation.passes.insert import CONTAINER
 from qtrace.preparation.record import write_record
-from qtrace.process.threads import on_engine_thread
+from qtrace.process import on_engine_thread
 from qtrace.scheme import QParams, QScheme
 
 __all__ = ["convert", "dtype_meta"]

@@ -17,9 +17,9 @@ from qtrace.comparing.sums import Outputs
 from qtrace.data.batches import as_arguments, count_samples
 from qtrace.display import Displayed
 from qtrace.graph.types import TracedModule
-from qtrace.plugins.arguments import check_arguments
+from qtrace.plugins.options import check_arguments
 from qtrace.preparation.model import QuantizedModel
-from qtrace.process.threads import on_engine_thread
+from qtrace.process import on_engine_thread
 from qtrace.sensitivity.diagnosis.causes import (
     Cause,
     Cure,

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.data.fingerprints import fingerprint_samples
+from qtrace.data.base import fingerprint_samples
 from qtrace.sensitivity.diagnosis.causes import Cause
 from qtrace.sensitivity.diagnosis.verdict import ENOUGH_SAMPLES
 

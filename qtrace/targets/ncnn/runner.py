@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from qtrace.benchmarking.runners.base import Load, RunnerSettings, random_values
+from qtrace.benchmarking.runners import Load, RunnerSettings, random_values
 from qtrace.errors import ExportError
 from qtrace.runtimes.files import RuntimeChild
 from qtrace.runtimes.ncnn_net import read_blobs, read_index_inputs

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from qtrace.errors import QtraceError
     from qtrace.export import export
     from qtrace.extras.contracts import check_file_for as check
-    from qtrace.extras.diff.comparing import diff
+    from qtrace.extras.diff.models import diff
     from qtrace.extras.finetune import FinetuneSettings, finetune
     from qtrace.extras.split.partition import split
     from qtrace.extras.torch import from_torch, to_torch_state
@@ -106,7 +106,7 @@ _HOME = {
     "compare": "inspection.comparison",
     "convert": "preparation.passes.convert",
     "diagnose": "sensitivity.diagnosis",
-    "diff": "extras.diff.comparing",
+    "diff": "extras.diff.models",
     "explain": "inspection.explanation",
     "export": "export",
     "finetune": "extras.finetune",
@@ -118,7 +118,7 @@ _HOME = {
     "param_groups": "qat",
     "prepare": "preparation.prepare",
     "quantize": "quantizing.quantize",
-    "quiet": "process.engine",
+    "quiet": "process",
     "save": "graph.files.serialize",
     "set_phase": "preparation.phases",
     "split": "extras.split.partition",

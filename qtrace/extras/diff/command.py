@@ -46,7 +46,7 @@ def diff(
     width = shutil.get_terminal_size().columns if on_terminal() else None
     with console.work():
         from qtrace.data import import_object, is_installed
-        from qtrace.extras.diff.comparing import diff as compare
+        from qtrace.extras.diff.models import diff as compare
 
         for name in (a, b):
             check_model(name)

@@ -123,7 +123,7 @@ def tune(
     """
     with console.work():
         from qtrace.extras.tune import tune as run
-        from qtrace.extras.tune.space import comments_of
+        from qtrace.extras.tune.search import comments_of
 
         qconfig = models.load_recipe(recipe, allow_code)
         function = None if metric is None else import_metric(metric)

@@ -21,7 +21,7 @@ from qtrace.comparing.sums import comparable, errors_of
 from qtrace.config import QConfig, backends
 from qtrace.data.batches import as_arguments, count_samples, evaluating
 from qtrace.errors import CalibrationError, ConfigError, GraphError, QtraceError
-from qtrace.extras.tune.pareto import CostLimits
+from qtrace.extras.tune.trials import CostLimits
 from qtrace.graph.files.serialize import load, save
 from qtrace.graph.flatten import flatten
 from qtrace.graph.types import TracedModule

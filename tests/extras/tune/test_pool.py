@@ -17,8 +17,7 @@ from qtrace import workers
 from qtrace.errors import ConfigError, QtraceError
 from qtrace.extras.tune import TuneSettings, Tuning, tune
 from qtrace.extras.tune.judge import Here, Judge, Subject, Task
-from qtrace.extras.tune.search import split
-from qtrace.extras.tune.space import as_recipe
+from qtrace.extras.tune.search import as_recipe, split
 from qtrace.extras.tune.trials import TRIALS
 from qtrace.workers import Processes
 from tests.extras.tune.test_search import data, small, start, told

@@ -1,4 +1,4 @@
-"""The streams of a command, results on stdout and everything else on stderr, and the exit codes."""
+"""The streams of a command, results on stdout and everything else on stderr."""
 
 from __future__ import annotations
 
@@ -21,10 +21,7 @@ from qtrace.quantizing.reporting import NOTES
 if TYPE_CHECKING:
     from qtrace.data import Batch, DataSource  # at run time it loads numpy, which --help does without
 
-__all__ = ["INTERNAL_ERROR", "INTERRUPTED", "Console", "as_flags"]
-
-INTERNAL_ERROR = 70  # EX_SOFTWARE: Python's own 1 would look like a failed check
-INTERRUPTED = 130
+__all__ = ["Console", "as_flags"]
 
 
 _SPELLED = re.compile(r"""\b([a-z]\w*)=(?:True\b|"([\w-]+)"|(?![\w"\'(\[{.<-]))""")

@@ -14,8 +14,7 @@ from qtrace.cli.models import CONVERTED, check_exported, note_ends
 from qtrace.cli.verdicts import FAKE_QUANTS, SampleCounter, check_file, note_checks, samples_of
 from qtrace.errors import ConfigError
 from qtrace.quantizing.figures import note_device, note_file, note_kernels
-from qtrace.runtimes.host import RuntimeHost
-from qtrace.storage.outputs import check_foreign, output_file
+from qtrace.storage.outputs import check_foreign
 
 if TYPE_CHECKING:
     from qtrace.benchmarking.files import FileReport
@@ -63,10 +62,12 @@ def _value(pair: str, text: str) -> Any:
 )
 @click.argument("model")
 @options.file_to_write("--out", "-o", required=True, help="The file to write.")
+@options.grouped(
+    "written", "format", "settings", "allow_float", "input_names", "output_names", "preprocess", "nms"
+)
 @click.option(
     "--format",
     "-f",
-    "file_format",
     metavar="F",
     callback=options.importable,
     help="The format, if the suffix does not say it, or pkg.mod:NAME of your own.",
@@ -94,6 +95,7 @@ def _value(pair: str, text: str) -> Any:
 )
 @click.option(
     "--embed-preprocess",
+    "preprocess",
     is_flag=True,
     help="The .onnx file takes pixels, uint8 N x H x W x C, and normalizes them as the recipe says.",
 )
@@ -117,23 +119,13 @@ def _value(pair: str, text: str) -> Any:
 @options.allow
 @options.output
 def export(
-    model: str,
-    out: Path,
-    force: bool,
-    file_format: str | None,
-    settings: dict[str, Any],
-    allow_float: tuple[str, ...],
-    input_names: list[str] | None,
-    output_names: list[str] | None,
-    embed_preprocess: bool,
-    nms: dict[str, Any],
+    model: models.NamedModel,
+    out: options.FileToWrite,
+    written: dict[str, Any],
     example: bool,
     test_vectors: int | None,
-    data: str | None,
-    reading: dict[str, Any],
-    recipe: str | None,
-    allow_code: bool,
-    allow: tuple[str, ...],
+    data: models.NamedData | None,
+    recipe: models.NamedRecipe,
     console: Console,
 ) -> int:
     """Write a model for a runtime.
@@ -147,47 +139,41 @@ def export(
     """
     if (test_vectors is None) != (data is None):
         raise click.UsageError("--test-vectors and --data belong together: give both, or none.")
-    if example and out.suffix not in (".onnx", ".tflite"):
-        raise click.UsageError(f"--example writes scripts for .onnx and .tflite files, not for {out.name}.")
-    model = models.model_file(model, CONVERTED)
+    path = out.path
+    if example and path.suffix not in (".onnx", ".tflite"):
+        raise click.UsageError(f"--example writes scripts for .onnx and .tflite files, not for {path.name}.")
+    model = model.in_folder(CONVERTED)
     with console.work():
         import qtrace
         from qtrace.export.example import example_path
 
         if example:
-            check_foreign(example_path(out), force=force)
-        loaded = models.load_model(model, allow)
-        chosen = {
-            "allow_float": allow_float,
-            "input_names": input_names,
-            "output_names": output_names,
-            "preprocess": embed_preprocess,
-            "nms": nms,
-        }
-        settings = {**settings, **{name: value for name, value in chosen.items() if value}}
-        with output_file(out, force=force) as partial:
-            qtrace.export(loaded, str(partial), format=file_format, **settings)
-        facts = note_file(loaded, out, console)
-        facts |= note_device(loaded, out, console)
-        facts |= note_kernels(loaded, out, console)
-        ends = note_ends(loaded, out, console)
+            check_foreign(example_path(path), force=out.force)
+        loaded = model.load()
+        settings = {**written.pop("settings"), **{name: value for name, value in written.items() if value}}
+        with out.open() as partial:
+            qtrace.export(loaded, str(partial), **settings)
+        facts = note_file(loaded, path, console)
+        facts |= note_device(loaded, path, console)
+        facts |= note_kernels(loaded, path, console)
+        ends = note_ends(loaded, path, console)
         if example:
-            facts["example"] = _write_example(loaded, out, ends["inputs"], embed_preprocess, force)
+            facts["example"] = _write_example(loaded, out, ends["inputs"], written["preprocess"])
         facts.update(ends)
         if test_vectors is not None and data is not None:
-            qconfig = models.preprocessing(loaded, recipe, allow_code)
-            models.check_size(loaded, model, qconfig, data)
-            source = models.open_source(data, console, qconfig=qconfig, **reading)
-            facts["vectors"] = str(_write_vectors(loaded, out, source, test_vectors))
+            source = data.open_for(loaded, model, recipe, console)
+            facts["vectors"] = str(_write_vectors(loaded, path, source, test_vectors))
             console.note(f"{facts['vectors']}: {test_vectors} test vectors")
-    config = models.preprocessing(loaded, None)
-    checks = check_file(config, out.name, facts.get("bytes"), facts.get("predicted_seconds"), measured=False)
+    config = models.preprocessing(loaded)
+    checks = check_file(config, path.name, facts.get("bytes"), facts.get("predicted_seconds"), measured=False)
     facts.update(note_checks(console, checks))
-    console.result(str(out), {"file": str(out), **facts})
+    console.result(str(path), {"file": str(path), **facts})
     return 0 if checks.passed else 1
 
 
-def _write_example(loaded: Any, out: Path, inputs: list[dict[str, Any]], embedded: bool, force: bool) -> str:
+def _write_example(
+    loaded: Any, out: options.FileToWrite, inputs: list[dict[str, Any]], embedded: bool
+) -> str:
     """Writes the script that runs the file ``out``."""
     from qtrace.export.example import write_example
     from qtrace.preparation.model import QuantizedModel
@@ -195,9 +181,8 @@ def _write_example(loaded: Any, out: Path, inputs: list[dict[str, Any]], embedde
 
     preprocess = QuantizedModel(loaded).config.preprocess if is_quantized(loaded) else None
     ends = [(end["name"], end["dtype"], end["shape"]) for end in inputs]
-    script, text = write_example(out, ends, preprocess, embedded)
-    with output_file(script, force=force) as partial:
-        Path(partial).write_text(text, encoding="utf-8")
+    script, text = write_example(out.path, ends, preprocess, embedded)
+    options.FileToWrite(script, out.force).write(text)
     return str(script)
 
 
@@ -215,14 +200,9 @@ def _write_vectors(loaded: Any, out: Path, source: Any, count: int) -> Path:
 )
 @click.argument("file")
 @click.option("--model", "-m", metavar="MODEL", required=True, help="The folder or file of FILE.")
-@click.option(
-    "--runtime",
-    metavar="NAME",
-    callback=options.importable,
-    help="The runtime, such as openvino for an .onnx, or pkg.mod:NAME of your own; by default the one that "
-    "the file is meant for.",
-)
+@options.runtime
 @options.runtime_host
+@options.grouped("where", "runtime", "runtime_host")
 @options.dumped
 @options.data(required=True, reserved=("layout",))
 @options.recipe()
@@ -237,16 +217,12 @@ def _write_vectors(loaded: Any, out: Path, source: Any, count: int) -> Path:
 @options.output
 def verify(
     file: str,
-    model: str,
-    runtime: str | None,
-    runtime_host: RuntimeHost | None,
+    model: models.NamedModel,
+    where: dict[str, Any],
     dumps: options.Dumps | None,
-    data: str,
-    reading: dict[str, Any],
-    recipe: str | None,
+    data: models.NamedData,
+    recipe: models.NamedRecipe,
     float_model: str | None,
-    allow_code: bool,
-    allow: tuple[str, ...],
     console: Console,
 ) -> int:
     """Run an exported file in its runtime next to the graph, and compare every site.
@@ -259,30 +235,22 @@ def verify(
     """
     if Path(file).is_dir():
         check_exported(Path(file))
-    model = models.model_file(model, CONVERTED)
+    model = model.in_folder(CONVERTED)
     with console.work():
         import qtrace
         from qtrace.preparation.record import is_quantized
 
-        loaded = models.load_model(model, allow)
+        loaded = model.load()
         if is_quantized(loaded):
-            models.check_stage(loaded, model, "converted")
-        network = models.load_float(float_model, allow, loaded)
-        qconfig = models.preprocessing(loaded, recipe, allow_code)
-        models.check_size(loaded, model, qconfig, data)
-        source = models.open_source(data, console, qconfig=qconfig, **reading)
+            models.check_stage(loaded, model.name, "converted")
+        network = model.load_float(float_model, loaded)
+        source = data.open_for(loaded, model, recipe, console)
+        where |= {} if dumps is None else {"runtime": dumps.runtime(loaded)}
         with console.bar(source, "verify") as batches:
             counter = SampleCounter(batches)
-            report = qtrace.verify(
-                file,
-                loaded,
-                counter,
-                float_model=network,
-                runtime=runtime if dumps is None else dumps.runtime(loaded),
-                runtime_host=runtime_host,
-            )
+            report = qtrace.verify(file, loaded, counter, float_model=network, **where)
         text, result = report.table(), report.to_dict()
-    measured = samples_of(counter.samples, "--data", reading["max_batches"])
+    measured = samples_of(counter.samples, "--data", data.reading["max_batches"])
     if is_quantized(loaded):
         measured += f" (graph: {FAKE_QUANTS}; the others: the runtime's outputs)"
     data_of = {"passed": bool(report.passed), "measured_on": measured, **result}
@@ -302,15 +270,10 @@ def verify(
     required=True,
     help="The folder or quantized.mge of FILE.",
 )
-@click.option(
-    "--runtime",
-    metavar="NAME",
-    callback=options.importable,
-    help="The runtime, such as openvino for an .onnx, or pkg.mod:NAME of your own; by default the one that "
-    "the file is meant for.",
-)
+@options.runtime
 @click.option("--max-lsb", metavar="N", default=1, show_default=True, help="Ignore differences up to this.")
 @options.runtime_host
+@options.grouped("where", "runtime", "runtime_host")
 @options.dumped
 @options.data(required=True, reserved=("layout",))
 @options.recipe()
@@ -319,16 +282,12 @@ def verify(
 @options.output
 def bisect(
     file: str,
-    model: str,
-    runtime: str | None,
-    runtime_host: RuntimeHost | None,
+    model: models.NamedModel,
+    where: dict[str, Any],
     dumps: options.Dumps | None,
     max_lsb: int,
-    data: str,
-    reading: dict[str, Any],
-    recipe: str | None,
-    allow_code: bool,
-    allow: tuple[str, ...],
+    data: models.NamedData,
+    recipe: models.NamedRecipe,
     console: Console,
 ) -> int:
     """Find the first op whose integers differ from the runtime's, and show the difference.
@@ -338,24 +297,16 @@ def bisect(
     """
     if Path(file).is_dir():
         check_exported(Path(file))
-    model = models.model_file(model, CONVERTED)
+    model = model.in_folder(CONVERTED)
     with console.work():
         import qtrace
 
-        loaded = models.load_model(model, allow)
-        models.check_stage(loaded, model, "converted")
-        qconfig = models.preprocessing(loaded, recipe, allow_code)
-        models.check_size(loaded, model, qconfig, data)
-        source = models.open_source(data, console, qconfig=qconfig, **reading)
+        loaded = model.load()
+        models.check_stage(loaded, model.name, "converted")
+        source = data.open_for(loaded, model, recipe, console)
+        where |= {} if dumps is None else {"runtime": dumps.runtime(loaded)}
         with console.bar(source, "bisect") as batches:
-            difference = qtrace.bisect(
-                file,
-                loaded,
-                batches,
-                runtime=runtime if dumps is None else dumps.runtime(loaded),
-                runtime_host=runtime_host,
-                max_lsb=max_lsb,
-            )
+            difference = qtrace.bisect(file, loaded, batches, max_lsb=max_lsb, **where)
         text = (
             f"no site differs by more than {max_lsb} LSB, and no output"
             if difference is None
@@ -376,14 +327,19 @@ _PACKAGED = "packaged"
     help="The runtime, such as openvino for an .onnx; by default the one that the file is meant for.",
 )
 @options.runtime_host
-@click.option("--threads", type=click.IntRange(1), help="Threads of the runtime; default: 1.")
+@options.grouped("timing", "runtime", "runtime_host", "threads", "batch", "shapes", "seconds", "by_op")
+@click.option("--threads", type=click.IntRange(1), default=1, help="Threads of the runtime; default: 1.")
 @click.option(
-    "--batch", type=click.IntRange(1), help="Samples of a run, if the file leaves them open; default: 1."
+    "--batch",
+    type=click.IntRange(1),
+    default=1,
+    help="Samples of a run, if the file leaves them open; default: 1.",
 )
 @options.input_shapes
 @click.option(
     "--seconds",
     type=click.FloatRange(0, 3600),
+    default=3.0,
     help="How long to run each file, in seconds; at least 9 runs are made; default: 3.",
 )
 @click.option(
@@ -401,16 +357,9 @@ _PACKAGED = "packaged"
 @options.output
 def bench(
     files: tuple[Path, ...],
-    runtime: str | None,
-    runtime_host: RuntimeHost | None,
-    threads: int | None,
-    batch: int | None,
-    shapes: dict[str, tuple[int, ...]],
-    seconds: float | None,
-    by_op: bool,
+    timing: dict[str, Any],
     predict: str | None,
-    recipe: str | None,
-    allow_code: bool,
+    recipe: models.NamedRecipe,
     console: Console,
 ) -> int:
     """Measure how fast exported files run on this machine.
@@ -426,20 +375,9 @@ def bench(
     with console.work():
         from qtrace.benchmarking.files import bench as measure
 
-        config = None if recipe is None else _expecting(recipe, allow_code)
+        config = _expecting(recipe)
         table = None if predict is None else _table(predict)
-        report = measure(
-            *files,
-            runtime=runtime,
-            runtime_host=runtime_host,
-            threads=threads or 1,
-            batch=batch or 1,
-            shapes=shapes,
-            seconds=3.0 if seconds is None else seconds,
-            by_op=by_op,
-            predict=table,
-            progress=console.progress,
-        )
+        report = measure(*files, **timing, predict=table, progress=console.progress)
     if table is not None:
         _note_differences(table, report.threads, console)
     checks = _check(config, report.files)
@@ -447,14 +385,12 @@ def bench(
     return 0 if all(check.passed for check in checks) else 1
 
 
-def _expecting(recipe: str, allow_code: bool) -> Any:
-    """Loads a recipe that has an ``expect``."""
-    import qtrace
-
-    config = qtrace.load_recipe(recipe, allow_code=allow_code)
-    if config.expect is None:
+def _expecting(recipe: models.NamedRecipe) -> Any:
+    """Loads a recipe that has an ``expect``; None for none."""
+    config = recipe.load()
+    if config is not None and config.expect is None:
         raise ConfigError(
-            f"{recipe} expects nothing that could be checked: add expect with max_megabytes or "
+            f"{recipe.name} expects nothing that could be checked: add expect with max_megabytes or "
             "max_milliseconds, or leave --recipe out."
         )
     return config

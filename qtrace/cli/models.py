@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -24,6 +25,9 @@ __all__ = [
     "CONVERTED",
     "MODEL_FILES",
     "PREPARED",
+    "NamedData",
+    "NamedModel",
+    "NamedRecipe",
     "build_module",
     "change_config",
     "check_exported",
@@ -33,15 +37,9 @@ __all__ = [
     "check_stage",
     "chosen_words",
     "images",
-    "is_factory",
+    "import_classes",
     "is_onnx",
-    "load_float",
-    "load_model",
-    "load_recipe",
-    "model_file",
-    "needs_example",
     "note_ends",
-    "open_source",
     "own_flags",
     "preprocessing",
     "trace_factory",
@@ -351,20 +349,173 @@ _NOTED = "qtrace.pixels_noted"  # in the context of a command
 Shapes = tuple[tuple[int, ...], ...]
 
 
-def is_factory(model: str) -> bool:
-    """Whether MODEL is ``pkg.mod:factory`` rather than a file."""
-    from qtrace.data import is_object_name
+@dataclass(frozen=True)
+class NamedModel:
+    """A model that the command line names.
 
-    return is_object_name(model) and not Path(model).exists()
+    Attributes:
+        name: a file, an ONNX file, a folder of `qtrace calibrate`, or ``pkg.mod:factory``.
+        allow: the user's own classes that a file may name.
+    """
 
+    name: str
+    allow: tuple[str, ...] = ()
 
-def needs_example(model: str) -> bool:
-    """Whether MODEL becomes a graph with the help of the data: a factory, or an ONNX file with open sizes."""
-    if is_onnx(model):
+    @property
+    def is_factory(self) -> bool:
+        """Whether it is ``pkg.mod:factory`` rather than a file."""
+        from qtrace.data import is_object_name
+
+        return is_object_name(self.name) and not Path(self.name).exists()
+
+    @property
+    def needs_example(self) -> bool:
+        """Whether it becomes a graph by the data: a factory, or an ONNX file with open sizes."""
+        if is_onnx(self.name):
+            from qtrace.importing.onnx import open_inputs
+
+            return bool(open_inputs(self.name))
+        return self.is_factory
+
+    def in_folder(self, file: str) -> NamedModel:
+        """Returns the model ``file`` of a folder that `qtrace calibrate` wrote, or else the model itself.
+
+        Args:
+            file: which of the folder's models the command takes, of `MODEL_FILES`.
+
+        Raises:
+            UsageError: when the folder lacks such a file.
+        """
+        if not Path(self.name).is_dir():
+            return self
+        path = Path(self.name) / file
+        if not path.exists():
+            raise click.UsageError(
+                f"{self.name} is a folder without {file}: give a file, or a folder that `qtrace calibrate` "
+                "has written."
+            )
+        return replace(self, name=str(path))
+
+    def load(self) -> Any:
+        """Loads a saved model, or imports an ONNX file."""
+        import qtrace
+
+        _check_no_folder(self.name)
+        if is_onnx(self.name):
+            return qtrace.from_onnx(self.name)
+        check_model(self.name)
+        if self.is_factory:
+            raise click.UsageError(f"{self.name} is code; this command takes a file that qtrace wrote.")
+        import_classes(self.allow)
+        return qtrace.load(self.name, allow=self.allow)
+
+    def load_or_trace(self, shapes: Shapes) -> Any:
+        """Loads the model, or calls the factory and traces what it returns on random inputs of ``shapes``."""
+        return trace_factory(self.name, shapes=shapes) if self.is_factory else self.load()
+
+    def load_for(self, data: NamedData, qconfig: Any) -> Any:
+        """Loads a float model that takes the data; None for one that is traced on it."""
+        if self.needs_example:
+            return None
+        traced = self.load()
+        check_size(traced, self.name, qconfig, data.name)
+        return traced
+
+    def load_float(self, name: str | None, quantized: Any) -> Any:
+        """Loads the float network of this model, whose shapes an ONNX file with open sizes takes.
+
+        Args:
+            name: the file of the float network; None for no network.
+            quantized: this model, loaded.
+        """
+        import qtrace
+        from qtrace.graph.interface import read_interface
+        from qtrace.graph.signature import list_inputs
         from qtrace.importing.onnx import open_inputs
 
-        return bool(open_inputs(model))
-    return is_factory(model)
+        if name is None or not is_onnx(name):
+            return None if name is None else NamedModel(name, self.allow).load()
+        interface = read_interface(quantized)
+        traced = zip(interface.inputs if interface else (), list_inputs(quantized), strict=False)
+        known = {info.name: shape for info, (_, shape) in traced}
+        shapes = {key: known[key] for key in open_inputs(name) if key in known}
+        return qtrace.from_onnx(name, shapes)
+
+
+@dataclass(frozen=True)
+class NamedRecipe:
+    """A recipe that the command line names.
+
+    Attributes:
+        name: its name or file; None for none.
+        allow_code: whether it may name code of its own.
+        float_type: the type of what stays float; None for the recipe's.
+    """
+
+    name: str | None
+    allow_code: bool = False
+    float_type: Literal["fp32", "fp16"] | None = None
+
+    def load(self) -> Any:
+        """Loads the recipe, with the preprocess that the command's options of images say; None for none."""
+        import qtrace
+
+        if self.name is None:
+            return change_config(None)
+        config = qtrace.load_recipe(self.name, allow_code=self.allow_code)
+        if self.float_type is not None:
+            config = config.model_copy(update={"float": self.float_type})
+        return change_config(config)
+
+
+@dataclass(frozen=True)
+class NamedData:
+    """Data that the command line names.
+
+    Attributes:
+        name: the value of --data.
+        reading: how it is read: ``batch_size``, ``max_batches`` and ``skip_bad``.
+    """
+
+    name: str
+    reading: Mapping[str, Any]
+
+    def other(self, name: str) -> NamedData:
+        """Returns other data that is read in the same way."""
+        return replace(self, name=name)
+
+    def open(self, console: Console, qconfig: Any) -> DataSource:
+        """Opens the data with the config's preprocess, and notes which arrays are left out."""
+        from qtrace.data import open_data
+        from qtrace.quantizing.call_data import note_pixels
+
+        preprocess = getattr(qconfig, "preprocess", None)
+        try:
+            source = open_data(self.name, preprocess=preprocess, **self.reading)
+        except DataError as error:
+            raise DataError(own_flags(str(error))) from error
+        if source.skipped:
+            console.note(f"{self.name}: taken for labels and left out: {', '.join(source.skipped)}")
+        context = click.get_current_context(silent=True)
+        if context is None or not context.meta.get(_NOTED):  # once, not for each source
+            note_pixels(source, preprocess, console)
+            warn_unused(source, qconfig, console)
+        if context is not None:
+            context.meta[_NOTED] = True
+        return source
+
+    def open_for(self, loaded: Any, model: NamedModel, recipe: NamedRecipe, console: Console) -> DataSource:
+        """Opens the data for a model, with the preprocess of the recipe or else of the model.
+
+        Args:
+            loaded: the model.
+            model: its name.
+            recipe: the recipe of --recipe.
+            console: takes the notes.
+        """
+        qconfig = preprocessing(loaded, recipe)
+        check_size(loaded, model.name, qconfig, self.name)
+        return self.open(console, qconfig)
 
 
 def is_onnx(model: str) -> bool:
@@ -372,25 +523,13 @@ def is_onnx(model: str) -> bool:
     return Path(model).suffix.lower() == ".onnx"
 
 
-def model_file(model: str, file: str) -> str:
-    """Returns the file of a model: ``file`` of a folder that `qtrace calibrate` wrote, or ``model`` itself.
+def import_classes(names: Sequence[str]) -> None:
+    """Imports the user's own classes: a backend is named by a model's record, and imported by nobody else."""
+    from qtrace.data import import_object, is_installed
 
-    Args:
-        model: a file, or such a folder.
-        file: which of the folder's models the command takes, of `MODEL_FILES`.
-
-    Raises:
-        UsageError: when the folder lacks such a file.
-    """
-    if not Path(model).is_dir():
-        return model
-    path = Path(model) / file
-    if not path.exists():
-        raise click.UsageError(
-            f"{model} is a folder without {file}: give a file, or a folder that `qtrace calibrate` has "
-            "written."
-        )
-    return str(path)
+    for name in names:
+        if is_installed(name.partition(":")[0]):
+            import_object(name)
 
 
 def _check_no_folder(model: str) -> None:
@@ -406,46 +545,7 @@ def _check_no_folder(model: str) -> None:
     raise click.UsageError(f"{model} is a folder: give the file of a model.")
 
 
-def load_model(model: str, allow: tuple[str, ...]) -> Any:
-    """Loads a saved model, or imports an ONNX file."""
-    import qtrace
-    from qtrace.data import import_object, is_installed
-
-    _check_no_folder(model)
-    if is_onnx(model):
-        return qtrace.from_onnx(model)
-    check_model(model)
-    if is_factory(model):
-        raise click.UsageError(f"{model} is code; this command takes a file that qtrace wrote.")
-    for name in allow:  # a backend is named by the model's record alone, and is imported by nobody else
-        if is_installed(name.partition(":")[0]):
-            import_object(name)
-    return qtrace.load(model, allow=allow)
-
-
-def load_float(name: str | None, allow: tuple[str, ...], quantized: Any) -> Any:
-    """Loads the float network of a quantized model, whose shapes an ONNX file with open sizes takes.
-
-    Args:
-        name: the file; None for no network.
-        allow: the user's own classes that the file may name.
-        quantized: the quantized model.
-    """
-    import qtrace
-    from qtrace.graph.interface import read_interface
-    from qtrace.graph.signature import list_inputs
-    from qtrace.importing.onnx import open_inputs
-
-    if name is None or not is_onnx(name):
-        return None if name is None else load_model(name, allow)
-    interface = read_interface(quantized)
-    traced = zip(interface.inputs if interface else (), list_inputs(quantized), strict=False)
-    known = {info.name: shape for info, (_, shape) in traced}
-    shapes = {key: known[key] for key in open_inputs(name) if key in known}
-    return qtrace.from_onnx(name, shapes)
-
-
-def preprocessing(model: Any, recipe: str | None, allow_code: bool = False) -> Any:
+def preprocessing(model: Any, recipe: NamedRecipe | None = None) -> Any:
     """Returns the config with the data's preprocess: the one of ``recipe``, or else of the quantized model.
 
     Options of images change it.
@@ -453,46 +553,9 @@ def preprocessing(model: Any, recipe: str | None, allow_code: bool = False) -> A
     from qtrace.preparation.model import QuantizedModel
     from qtrace.preparation.record import is_quantized
 
-    if recipe:
-        return load_recipe(recipe, allow_code)
+    if recipe is not None and recipe.name:
+        return recipe.load()
     return change_config(QuantizedModel(model).config if is_quantized(model) else None)
-
-
-def load_recipe(recipe: str, allow_code: bool = False) -> Any:
-    """Loads a recipe, with the preprocess that the command's options of images say."""
-    import qtrace
-
-    return change_config(qtrace.load_recipe(recipe, allow_code=allow_code))
-
-
-def open_source(
-    source: str,
-    console: Console,
-    *,
-    qconfig: Any = None,
-    batch_size: int,
-    max_batches: int | None,
-    skip_bad: bool,
-) -> DataSource:
-    """Opens --data with the recipe's preprocess, and notes which arrays are left out."""
-    from qtrace.data import open_data
-    from qtrace.quantizing.call_data import note_pixels
-
-    preprocess = getattr(qconfig, "preprocess", None)
-    reading: dict[str, Any] = {"batch_size": batch_size, "max_batches": max_batches, "skip_bad": skip_bad}
-    try:
-        data = open_data(source, preprocess=preprocess, **reading)
-    except DataError as error:
-        raise DataError(own_flags(str(error))) from error
-    if data.skipped:
-        console.note(f"{source}: taken for labels and left out: {', '.join(data.skipped)}")
-    context = click.get_current_context(silent=True)
-    if context is None or not context.meta.get(_NOTED):  # once, not for each source
-        note_pixels(data, preprocess, console)
-        warn_unused(data, qconfig, console)
-    if context is not None:
-        context.meta[_NOTED] = True
-    return data
 
 
 def check_stage(model: Any, name: str, stage: str | None = None) -> None:

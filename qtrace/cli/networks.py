@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from qtrace.cli import models, options
 from qtrace.cli.console import Console
-from qtrace.cli.models import CONVERTED, change_config, images, note_ends
+from qtrace.cli.models import CONVERTED, images, note_ends
 from qtrace.cli.reports import on_terminal
-from qtrace.storage.outputs import output_file
 
 if TYPE_CHECKING:
     from qtrace.graph.samples import SamplesReport
@@ -32,6 +30,7 @@ __all__ = ["import_onnx", "inspect", "trace"]
 @images()
 @options.recipe()
 @options.file_to_write("--out", "-o", required=True, help="The file to write.")
+@options.grouped("tracing", "method", "check", "allow_branch")
 @click.option(
     "--method",
     metavar="NAME",
@@ -39,10 +38,17 @@ __all__ = ["import_onnx", "inspect", "trace"]
     show_default=True,
     help="Trace this method, such as one that stops before boxes are decoded.",
 )
-@click.option("--no-check", is_flag=True, help="Do not compare the trace with the module on other inputs.")
+@click.option(
+    "--no-check",
+    "check",
+    flag_value=False,
+    default=True,
+    is_flag=True,
+    help="Do not compare the trace with the module on other inputs.",
+)
 @click.option(
     "--allow-branch",
-    "branches",
+    "allow_branch",
     metavar="FILE:LINE",
     multiple=True,
     help="Keep what a value of the data is for the example on this line of forward; several times for more.",
@@ -52,13 +58,9 @@ def trace(
     factory: str,
     shapes: models.Shapes,
     data: str | None,
-    recipe: str | None,
-    allow_code: bool,
-    out: Path,
-    force: bool,
-    method: str,
-    no_check: bool,
-    branches: tuple[str, ...],
+    recipe: models.NamedRecipe,
+    out: options.FileToWrite,
+    tracing: dict[str, Any],
     console: Console,
 ) -> None:
     """Trace a module into a file.
@@ -71,24 +73,15 @@ def trace(
     with console.work():
         import qtrace
 
-        qconfig = models.load_recipe(recipe, allow_code) if recipe else change_config(None)
-        source = None
+        qconfig, source = recipe.load(), None
         if data is not None:
-            source = models.open_source(
-                data, console, qconfig=qconfig, batch_size=1, max_batches=1, skip_bad=False
-            )
-        with output_file(out, force=force) as partial:
-            traced = models.trace_factory(
-                factory,
-                shapes=shapes,
-                data=source,
-                method=method,
-                check=not no_check,
-                allow_branch=branches,
-            )
+            first = models.NamedData(data, {"batch_size": 1, "max_batches": 1})
+            source = first.open(console, qconfig)
+        with out.open() as partial:
+            traced = models.trace_factory(factory, shapes=shapes, data=source, **tracing)
             qtrace.save(traced, partial)
-        ends = note_ends(traced, out, console)
-    console.result(str(out), {"model": str(out), **ends})
+        ends = note_ends(traced, out.path, console)
+    console.result(str(out.path), {"model": str(out.path), **ends})
 
 
 @click.command(
@@ -121,8 +114,7 @@ def import_onnx(
     batch: str,
     fixed: bool,
     outputs: tuple[str, ...],
-    out: Path,
-    force: bool,
+    out: options.FileToWrite,
     console: Console,
 ) -> None:
     """Make a traced model of an ONNX file.
@@ -135,12 +127,12 @@ def import_onnx(
     with console.work():
         import qtrace
 
-        with output_file(out, force=force) as partial:
+        with out.open() as partial:
             free = None if batch == "none" else batch
             traced = qtrace.from_onnx(network, shapes, batch=free, fixed=fixed, outputs=outputs or None)
             qtrace.save(traced, partial)
-        ends = note_ends(traced, out, console)
-    console.result(str(out), {"model": str(out), **ends})
+        ends = note_ends(traced, out.path, console)
+    console.result(str(out.path), {"model": str(out.path), **ends})
 
 
 _SAMPLES = 4  # of a batch
@@ -174,13 +166,11 @@ _SAMPLES = 4  # of a batch
 @options.allow
 @options.output
 def inspect(
-    model: str,
+    model: models.NamedModel,
     shapes: models.Shapes,
     runs: int | None,
-    dot: Path | None,
-    force: bool,
+    dot: options.FileToWrite | None,
     samples: str | None,
-    allow: tuple[str, ...],
     console: Console,
 ) -> int:
     """Show what each op costs: multiply-accumulates, parameters, memory, time.
@@ -191,24 +181,19 @@ def inspect(
     all of it. With --samples, the exit code is 1 if the model computes a sample otherwise in a batch than
     alone, and the first op that does is named.
     """
-    model = models.model_file(model, CONVERTED)
+    model = model.in_folder(CONVERTED)
     width = shutil.get_terminal_size().columns if on_terminal() else None
     with console.work():
         from qtrace.graph.dot import dot as draw
         from qtrace.graph.flatten import flatten
         from qtrace.inspection.analysis import analyze
 
-        if models.is_factory(model):
-            loaded = models.trace_factory(model, shapes=shapes)
-        else:
-            loaded = models.load_model(model, allow)
+        loaded = model.load_or_trace(shapes)
         analysis = analyze(loaded, runs or 0)
         if dot is not None:
-            with output_file(dot, force=force) as partial:
-                partial.write_text(draw(flatten(loaded)), encoding="utf-8")
-            console.note(f"{dot} is written; `dot -Tsvg {dot} -o graph.svg` draws it.")
+            dot.write_graph(draw(flatten(loaded)), console)
         report = None if samples is None else _compare_samples(loaded, samples, console)
-    text, result = analysis.table(width), {"model": model, **analysis.to_dict()}
+    text, result = analysis.table(width), {"model": model.name, **analysis.to_dict()}
     if report is not None:
         text, result = f"{text}\n{report}", {**result, "samples": report.to_dict()}
     console.result(text, result)
@@ -220,13 +205,7 @@ def _compare_samples(model: Any, data: str, console: Console) -> SamplesReport:
     from qtrace.data.batches import as_arguments
     from qtrace.graph.samples import check_samples
 
-    source = models.open_source(
-        data,
-        console,
-        qconfig=models.preprocessing(model, None),
-        batch_size=_SAMPLES,
-        max_batches=1,
-        skip_bad=False,
-    )
+    first = models.NamedData(data, {"batch_size": _SAMPLES, "max_batches": 1})
+    source = first.open(console, models.preprocessing(model))
     args, kwargs = as_arguments(next(iter(source)), model)
     return check_samples(model, *args, **kwargs)

@@ -8,27 +8,30 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
 from qtrace import plugins
 from qtrace.cli.console import Console
-from qtrace.cli.models import MODEL_FILES, images
+from qtrace.cli.models import MODEL_FILES, NamedData, NamedModel, NamedRecipe, images
 from qtrace.errors import QtraceError
 from qtrace.runtimes.host import IDLE_SECONDS, RuntimeHost
-from qtrace.storage.outputs import check_foreign
+from qtrace.storage.outputs import check_foreign, output_file
 
 __all__ = [
     "Command",
     "Dumps",
+    "FileToWrite",
     "Group",
     "NamedShapeType",
     "ShapeType",
     "allow",
     "allow_code",
+    "allowed_classes",
     "collecting",
     "data",
     "derived",
@@ -44,6 +47,7 @@ __all__ = [
     "prefer",
     "progress",
     "recipe",
+    "runtime",
     "runtime_host",
 ]
 
@@ -76,6 +80,15 @@ class Command(_Example):
 
 class Group(_Example, click.Group):
     """A group of commands with an example."""
+
+
+runtime = click.option(
+    "--runtime",
+    metavar="NAME",
+    callback=lambda ctx, parameter, value: importable(ctx, parameter, value),
+    help="The runtime, such as openvino for an .onnx, or pkg.mod:NAME of your own; by default the one that "
+    "the file is meant for.",
+)
 
 
 def runtime_host(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -187,8 +200,35 @@ def dumped(function: Callable[..., Any]) -> Callable[..., Any]:
 _DATA = ("data", "eval_data", "evaluation", "samples", "dumped")  # options that name whole folders
 
 
+@dataclass(frozen=True)
+class FileToWrite:
+    """A file that a command writes.
+
+    Attributes:
+        path: the file.
+        force: whether it may replace a file that qtrace did not write.
+    """
+
+    path: Path
+    force: bool
+
+    def open(self) -> AbstractContextManager[Path]:
+        """Gives a file to write, which becomes the file at the end of the block."""
+        return output_file(self.path, force=self.force)
+
+    def write(self, text: str) -> None:
+        """Writes the whole file."""
+        with self.open() as partial:
+            partial.write_text(text, encoding="utf-8")
+
+    def write_graph(self, text: str, console: Console) -> None:
+        """Writes a drawing for Graphviz, and notes how to see it."""
+        self.write(text)
+        console.note(f"{self.path} is written; `dot -Tsvg {self.path} -o graph.svg` draws it.")
+
+
 def file_to_write(*flags: str, help: str, required: bool = False) -> Callable[..., Any]:
-    """Adds an option that names a file to write, and --force; the command gets both.
+    """Adds an option that names a file to write, and --force; the command gets a `FileToWrite`, or None.
 
     The command does not begin if the file is one of its inputs, or if it exists, qtrace did not write it and
     --force is not given.
@@ -202,10 +242,11 @@ def file_to_write(*flags: str, help: str, required: bool = False) -> Callable[..
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
-        def command(**arguments: Any) -> Any:
+        def command(force: bool, **arguments: Any) -> Any:
             if (path := arguments[name]) is not None:
                 _check_inputs(path, name)
-                check_foreign(path, force=arguments["force"])
+                check_foreign(path, force=force)
+                arguments[name] = FileToWrite(path, force)
             return function(**arguments)
 
         forced = click.option(
@@ -324,14 +365,20 @@ def _all(*options: Callable[..., Any]) -> Callable[..., Any]:
     return lambda function: functools.reduce(lambda f, option: option(f), reversed(options), function)
 
 
-def grouped(key: str, *names: str) -> Callable[..., Any]:
-    """Gives a command those of the options ``names`` that it has as one dict, its argument ``key``."""
+def grouped(key: str, *names: str, into: Callable[..., Any] = dict) -> Callable[..., Any]:
+    """Gives a command those of the options ``names`` that it has as one argument.
+
+    Args:
+        key: the argument.
+        *names: the options.
+        into: makes the argument of the options by name.
+    """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def command(**arguments: Any) -> Any:
-            given = {name: arguments.pop(name) for name in names if name in arguments}
-            return function(**{key: given}, **arguments)
+            values = {name: arguments.pop(name) for name in names if name in arguments}
+            return function(**{key: into(**values)}, **arguments)
 
         return command
 
@@ -345,13 +392,23 @@ def importable(_: click.Context, __: click.Parameter, value: Any) -> Any:
     return value
 
 
-allow = click.option(
+allowed_classes = click.option(
     "--allow",
     metavar="PKG.MOD:NAME",
     multiple=True,
     callback=importable,
     help="Also accept this class of your own in a model file. Repeatable; only for files that you trust.",
 )
+
+
+def allow(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds --allow; the command gets its argument ``model`` as a `NamedModel`."""
+
+    def name_model(model: str | None, allow: tuple[str, ...]) -> NamedModel | None:
+        return None if model is None else NamedModel(model, allow)
+
+    return allowed_classes(grouped("model", "model", "allow", into=name_model)(function))
+
 
 allow_code = click.option(
     "--allow-code",
@@ -362,7 +419,7 @@ allow_code = click.option(
 
 
 def recipe(default: str | None = None) -> Callable[..., Any]:
-    """Adds --recipe and --allow-code."""
+    """Adds --recipe and --allow-code; the command gets ``recipe``, a `NamedRecipe`."""
     return _all(
         click.option(
             "--recipe",
@@ -374,15 +431,27 @@ def recipe(default: str | None = None) -> Callable[..., Any]:
             "(w8a16, w4a8+qnn), or a YAML file.",
         ),
         allow_code,
+        grouped(
+            "recipe", "recipe", "allow_code", into=lambda recipe, allow_code: NamedRecipe(recipe, allow_code)
+        ),
     )
 
 
-float_type = click.option(
-    "--float",
-    "float_type",
-    type=click.Choice(["fp32", "fp16"]),
-    help="The type of what stays float in .onnx files: fp16 where ranges allow it. Default: the recipe's.",
-)
+def float_type(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds --float, which the argument ``recipe`` takes."""
+
+    @functools.wraps(function)
+    def command(recipe: NamedRecipe, float_type: Literal["fp32", "fp16"] | None, **arguments: Any) -> Any:
+        return function(recipe=dataclasses.replace(recipe, float_type=float_type), **arguments)
+
+    return click.option(
+        "--float",
+        "float_type",
+        type=click.Choice(["fp32", "fp16"]),
+        help="The type of what stays float in .onnx files: fp16 where ranges allow it. "
+        "Default: the recipe's.",
+    )(command)
+
 
 example = click.option(
     "--shape",
@@ -411,7 +480,9 @@ input_shapes = click.option(
 
 
 def data(required: bool, batch_size: int = 8, reserved: Sequence[str] = ()) -> Callable[..., Any]:
-    """Adds --data and the options of images; --batch-size, --max-batches and --skip-bad as ``reading``.
+    """Adds --data, the options of images, --batch-size, --max-batches and --skip-bad.
+
+    The command gets ``data``, a `NamedData`; None without --data.
 
     Args:
         required: whether --data must be given.
@@ -436,8 +507,12 @@ def data(required: bool, batch_size: int = 8, reserved: Sequence[str] = ()) -> C
         click.option("--max-batches", type=click.IntRange(1), help="Stop after this many batches."),
         click.option("--skip-bad", is_flag=True, help="Leave out unreadable images, and name them."),
         images(reserved),
-        grouped("reading", "batch_size", "max_batches", "skip_bad"),
+        grouped("data", "data", "batch_size", "max_batches", "skip_bad", into=_name_data),
     )
+
+
+def _name_data(data: str | None, **reading: Any) -> NamedData | None:
+    return None if data is None else NamedData(data, reading)
 
 
 prefer = click.option(
@@ -449,17 +524,17 @@ prefer = click.option(
 progress = click.option("--progress", is_flag=True, help="Show progress even if stderr is no terminal.")
 
 
-def derived(cls: Any, into: str, **texts: str) -> Callable[..., Any]:
-    """Derives options from the fields of a dataclass; the command gets them as the dict ``into``.
+def derived(cls: Any, *others: str, **texts: str) -> Callable[..., Any]:
+    """Derives options from the fields of a dataclass; the command gets them as the dict ``fields``.
 
     Args:
         cls: the dataclass. Fields that other decorators have declared are in the dict, too.
-        into: the name of the command's argument.
+        *others: other options that belong in the dict.
         **texts: field -> its help; a switch that is on becomes ``--no-FIELD``, a number is 0 or more.
     """
     known = {field.name: field for field in dataclasses.fields(cls)}
     added = _all(*(_option_of(known[name], text) for name, text in texts.items()))
-    return lambda function: added(grouped(into, *known)(function))
+    return lambda function: added(grouped("fields", *known, *others)(function))
 
 
 def _option_of(field: dataclasses.Field[Any], text: str) -> Callable[..., Any]:
@@ -528,5 +603,5 @@ def collecting(function: Callable[..., Any]) -> Callable[..., Any]:
             show_default=True,
             help="Seconds between checkpoints.",
         ),
-        grouped("collecting", "engine", "threads", "workers", "ray", "every", "seconds"),
+        grouped("collecting", "engine", "threads", "workers", "ray", "every", "seconds", "runtime_host"),
     )(function)

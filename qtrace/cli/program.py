@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import click
 
 from qtrace.cli import options
-from qtrace.cli.console import INTERNAL_ERROR, INTERRUPTED, as_flags
+from qtrace.cli.console import as_flags
 from qtrace.cli.files import bench, bisect, export, verify
 from qtrace.cli.networks import import_onnx, inspect, trace
 from qtrace.cli.quantizing import calibrate, quantize
@@ -28,6 +28,7 @@ from qtrace.plugins import installed, load_object
 __all__ = ["group", "main"]
 
 _debug = False
+_INTERRUPTED = 128 + signal.SIGINT
 
 
 def _version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
@@ -122,7 +123,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     try:
         code = _run(args)
     except KeyboardInterrupt:  # another one, while the first was being reported
-        code = INTERRUPTED
+        code = _INTERRUPTED
     sys.exit(_flushed(code))
 
 
@@ -168,7 +169,7 @@ def _run(args: Sequence[str] | None) -> int:
 def _report_interrupt() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the message is left
     _write_error(lambda: click.echo("interrupted: no result was written.", err=True))
-    return INTERRUPTED
+    return _INTERRUPTED
 
 
 def _report_error(error: Exception) -> int:
@@ -187,7 +188,7 @@ def _report_error(error: Exception) -> int:
     _write_error(traceback.print_exc)
     message = "error: this is a fault in qtrace, not in what you gave it; please report it."
     _write_error(lambda: click.echo(message, err=True))
-    return INTERNAL_ERROR
+    return os.EX_SOFTWARE  # Python's own 1 would look like a failed check
 
 
 def _report_mistake(sentence: str, code: int = 2) -> int:

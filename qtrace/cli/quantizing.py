@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import click
 
@@ -13,7 +12,6 @@ from qtrace.cli.models import change_config, warn_unused
 from qtrace.cli.verdicts import NextCommand, check_graph, import_metric, judging, note_checks
 from qtrace.quantizing.figures import note_file
 from qtrace.quantizing.options import DataReading, FolderOptions, QuantizeOptions
-from qtrace.runtimes.host import RuntimeHost
 
 __all__ = ["calibrate", "quantize"]
 
@@ -45,7 +43,8 @@ __all__ = ["calibrate", "quantize"]
 @options.output
 @options.derived(
     QuantizeOptions,
-    into="given",
+    "prefer",
+    "card",
     max_drop="How far the metric may be below its value in float: layers are raised to float until it holds.",
     verify="Do not run the file in its runtime.",
     measure="Do not measure the file next to your own one, or float.",
@@ -53,19 +52,13 @@ __all__ = ["calibrate", "quantize"]
     allow_broken="Write the file though the verdict is broken.",
 )
 def quantize(
-    model: str,
-    data: str,
-    reading: dict[str, Any],
-    recipe: str | None,
-    allow_code: bool,
+    model: models.NamedModel,
+    data: models.NamedData,
+    recipe: models.NamedRecipe,
     target: str | None,
-    out: Path,
-    float_type: Literal["fp32", "fp16"] | None,
-    force: bool,
+    out: options.FileToWrite,
     judged: dict[str, Any],
-    prefer: Literal["speed", "balanced", "accuracy"] | None,
-    card: bool,
-    given: dict[str, Any],
+    fields: dict[str, Any],
     console: Console,
 ) -> int:
     """Quantize a network to a verified file in one step.
@@ -87,42 +80,42 @@ def quantize(
         from qtrace.config.recipe import is_packaged
         from qtrace.quantizing.targets import choose_config
 
-        loaded: Any = recipe
-        if recipe is not None and not is_packaged(recipe):
-            loaded = qtrace.load_recipe(recipe, allow_code=allow_code)
-        qconfig = change_config(choose_config(target, loaded, out, float_type))
-        warn_unused(data, qconfig, console)
-        source: Any = model
-        if models.is_factory(model):
-            source = models.build_module(model)
-        elif not models.is_onnx(model):
-            source = models.load_model(model, given["allow"])
-        given |= {"shapes": given["shapes"] or None, "keep": given["keep"] or is_precision(recipe)}
+        loaded: Any = recipe.name
+        if loaded is not None and not is_packaged(loaded):
+            loaded = qtrace.load_recipe(loaded, allow_code=recipe.allow_code)
+        qconfig = change_config(choose_config(target, loaded, out.path, recipe.float_type))
+        warn_unused(data.name, qconfig, console)
+        source: Any = model.name
+        if model.is_factory:
+            source = models.build_module(source)
+        elif not models.is_onnx(source):
+            source = model.load()
+        card = fields.pop("card")
+        fields |= {
+            "shapes": fields["shapes"] or None,
+            "keep": fields["keep"] or is_precision(recipe.name),
+            "metric": None if metric is None else import_metric(metric),
+        }
         result = qtrace.quantize(
             source,
-            data,
-            out,
+            data.name,
+            out.path,
             recipe=qconfig,
-            metric=None if metric is None else import_metric(metric),
-            at_least=judged["at_least"],
-            evaluation=judged["evaluation"],
-            **reading,
-            prefer=prefer,
-            force=force,
+            allow=model.allow,
+            force=out.force,
             progress=console.progress,
-            **given,
+            **{**judged, **data.reading, **fields},
         )
-        figures = note_file(result.converted, out, console)
-        config = models.preprocessing(result.converted, None)
-        checks = check_graph(config, result.verdict, metric, figures)
-        cards = result.card.save(out) if card else ()
+        figures = note_file(result.converted, out.path, console)
+        checks = check_graph(models.preprocessing(result.converted), result.verdict, metric, figures)
+        cards = result.card.save(out.path) if card else ()
     for line in result.summary()[1:]:
         console.note(line)
     if cards:
         console.note(f"card: {' and '.join(map(str, cards))}")
-    facts = {**figures, **note_checks(console, checks), **result.to_dict()}
+    facts = {"file": str(out.path), **figures, **note_checks(console, checks), **result.to_dict()}
     verified = None if result.verify is None else bool(result.verify.passed)
-    console.result(str(out), {"file": str(out), **facts, "raised": list(result.raised), "verified": verified})
+    console.result(str(out.path), {**facts, "raised": list(result.raised), "verified": verified})
     return 0 if checks.passed else 1
 
 
@@ -134,10 +127,11 @@ def quantize(
 @options.data(required=True)
 @options.recipe("int8")
 @options.folder_to_write("The folder to write.")
+@options.grouped("folder", "out", "resume", "force")
 @options.float_type
 @judging
-@options.collecting
 @options.runtime_host
+@options.collecting
 @click.option(
     "--learning-engine",
     type=click.Choice(["auto", "megengine", "torch"]),
@@ -151,21 +145,14 @@ def quantize(
 @options.allow
 @options.progress
 @options.output
-@options.derived(FolderOptions, into="given")
+@options.derived(FolderOptions)
 def calibrate(
-    model: str,
-    data: str,
-    reading: dict[str, Any],
-    recipe: str,
-    allow_code: bool,
-    out: Path,
-    float_type: str | None,
+    model: models.NamedModel,
+    data: models.NamedData,
+    recipe: models.NamedRecipe,
+    folder: dict[str, Any],
     collecting: dict[str, Any],
-    runtime_host: RuntimeHost | None,
-    given: dict[str, Any],
-    resume: bool,
-    force: bool,
-    allow: tuple[str, ...],
+    fields: dict[str, Any],
     judged: dict[str, Any],
     console: Console,
 ) -> int:
@@ -191,31 +178,23 @@ def calibrate(
         from qtrace.quantizing.judging import Acceptance
         from qtrace.quantizing.stage import calibrate_to_folder
 
-        qconfig = models.load_recipe(recipe, allow_code)
-        if float_type is not None:
-            qconfig = qconfig.model_copy(update={"float": float_type})
-        warn_unused(data, qconfig, console)
+        qconfig = recipe.load()
+        warn_unused(data.name, qconfig, console)
         acceptance = Acceptance(None if metric is None else import_metric(metric), judged["at_least"])
-        traced = None if models.needs_example(model) else models.load_model(model, allow)
-        if traced is not None:
-            models.check_size(traced, model, qconfig, data)
+        traced = model.load_for(data, qconfig)
         done = calibrate_to_folder(
-            (lambda source: models.trace_factory(model, data=source)) if traced is None else traced,
-            data,
-            out,
+            (lambda source: models.trace_factory(model.name, data=source)) if traced is None else traced,
+            data.name,
             recipe=qconfig,
-            reading=DataReading(**reading),
+            reading=DataReading(**data.reading),
             evaluation=judged["evaluation"],
             acceptance=acceptance,
-            settings=RunSettings(
-                **collecting, progress=console.progress, allow=allow, runtime_host=runtime_host
-            ),
-            resume=resume,
-            force=force,
+            settings=RunSettings(**collecting, progress=console.progress, allow=model.allow),
             progress=console.progress,
-            importing=recipe,
-            about={"model": model, "data": data, "recipe": recipe},
-            **given,
+            importing=recipe.name,
+            about={"model": model.name, "data": data.name, "recipe": recipe.name},
+            **folder,
+            **fields,
         )
         verdict = done.judgement.verdict
         checks = check_graph(qconfig, verdict, metric, done.figures)

@@ -341,10 +341,9 @@ def show(name: str, allow_code: bool, console: Console) -> None:
 @options.output
 def check(
     file: str,
-    model: str | None,
+    model: models.NamedModel | None,
     shapes: models.Shapes,
     allow_code: bool,
-    allow: tuple[str, ...],
     console: Console,
 ) -> int:
     """Report the mistakes of a recipe with file and line. The exit code is 1 if there is one.
@@ -357,7 +356,7 @@ def check(
         qconfig, problems = _without_model(file, allow_code)
         matches: tuple[RuleMatch, ...] = ()
         if qconfig is not None and model is not None and not problems:
-            matches, problems = _with_model(qconfig, model, shapes, allow)
+            matches, problems = _with_model(qconfig, model, shapes)
     data = {
         "file": file,
         "passed": not problems,
@@ -390,13 +389,12 @@ def _without_model(file: str, allow_code: bool) -> tuple[Any, list[str]]:
 
 
 def _with_model(
-    qconfig: Any, model: str, shapes: models.Shapes, allow: tuple[str, ...]
+    qconfig: Any, model: models.NamedModel, shapes: models.Shapes
 ) -> tuple[tuple[RuleMatch, ...], list[str]]:
     """Matches the rules with the ops of a model, and lists the rules that match none."""
     from qtrace.errors import ConfigError
 
-    factory = models.is_factory(model)
-    traced = models.trace_factory(model, shapes=shapes) if factory else models.load_model(model, allow)
+    traced = model.load_or_trace(shapes)
     try:
         matches = match_rules(traced, qconfig)
     except ConfigError as error:

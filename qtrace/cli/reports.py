@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,7 +14,6 @@ from qtrace.cli.console import Console
 from qtrace.cli.models import CONVERTED, PREPARED
 from qtrace.cli.verdicts import FAKE_QUANTS, SampleCounter, judge_comparison, samples_of, text_of
 from qtrace.errors import ConfigError
-from qtrace.storage.outputs import output_file
 
 if TYPE_CHECKING:
     from qtrace.inspection.comparison.report import ChannelRanges
@@ -45,15 +43,12 @@ __all__ = ["compare", "explain", "sensitivity"]
 @options.allow
 @options.output
 def explain(
-    model: str,
-    recipe: str | None,
-    allow_code: bool,
+    model: models.NamedModel,
+    recipe: models.NamedRecipe,
     shapes: models.Shapes,
     why: str | None,
     every: bool,
-    dot: Path | None,
-    force: bool,
-    allow: tuple[str, ...],
+    dot: options.FileToWrite | None,
     console: Console,
 ) -> None:
     """Show for every op what is quantized, by which rule, or why it stays float.
@@ -64,29 +59,23 @@ def explain(
     Below the table are the share that is computed on integers and, for everything that stays float, the line
     of a recipe that would change it. On a terminal the table is cut to its width; a pipe gets all of it.
     """
-    model = models.model_file(model, PREPARED)
+    model = model.in_folder(PREPARED)
     width = shutil.get_terminal_size().columns if on_terminal() else None
     with console.work():
         import qtrace
         from qtrace.preparation.precision import describe_precision
         from qtrace.preparation.record import is_quantized
 
-        if recipe:
-            qtrace.load_recipe(recipe, allow_code=allow_code)  # its mistakes are reported before tracing
-        if models.is_factory(model):
-            loaded = models.trace_factory(model, shapes=shapes)
-        else:
-            loaded = models.load_model(model, allow)
-        if recipe and is_quantized(loaded):
+        recipe.load()  # its mistakes are reported before tracing
+        loaded = model.load_or_trace(shapes)
+        if recipe.name and is_quantized(loaded):
             console.note(
-                f"{model} is quantized already: this is its own quantization, and --recipe is ignored."
+                f"{model.name} is quantized already: this is its own quantization, and --recipe is ignored."
             )
-        explanation = qtrace.explain(loaded, recipe, allow_code=allow_code)
+        explanation = qtrace.explain(loaded, recipe.name, allow_code=recipe.allow_code)
         text, data = _result(explanation, why, every, width)
         if dot is not None:
-            with output_file(dot, force=force) as partial:
-                partial.write_text(explanation.dot(every=every), encoding="utf-8")
-            console.note(f"{dot} is written; `dot -Tsvg {dot} -o graph.svg` draws it.")
+            dot.write_graph(explanation.dot(every=every), console)
     console.note(describe_precision(explanation.annotation))
     console.result(text, data)
 
@@ -136,16 +125,12 @@ _DRAWN = 10  # sites whose channels are drawn
 @options.progress
 @options.output
 def compare(
-    model: str,
-    data: str,
-    reading: dict[str, Any],
-    recipe: str | None,
-    allow_code: bool,
+    model: models.NamedModel,
+    data: models.NamedData,
+    recipe: models.NamedRecipe,
     sort: str,
     float_model: str | None,
-    html: Path | None,
-    force: bool,
-    allow: tuple[str, ...],
+    html: options.FileToWrite | None,
     console: Console,
 ) -> int:
     """Show where a quantized graph's error comes from, site by site.
@@ -157,29 +142,25 @@ def compare(
     exit code is 1 if it is broken. Images and raw pixels are preprocessed by --recipe, or else by MODEL's own
     recipe.
     """
-    model = models.model_file(model, CONVERTED)
+    model = model.in_folder(CONVERTED)
     width = shutil.get_terminal_size().columns if on_terminal() else None
     with console.work():
         import qtrace
 
-        loaded = models.load_model(model, allow)
-        models.check_stage(loaded, model)
-        qconfig = models.preprocessing(loaded, recipe, allow_code)
-        models.check_size(loaded, model, qconfig, data)
-        source = models.open_source(data, console, qconfig=qconfig, **reading)
-        network = models.load_float(float_model, allow, loaded)
+        loaded = model.load()
+        models.check_stage(loaded, model.name)
+        source = data.open_for(loaded, model, recipe, console)
+        network = model.load_float(float_model, loaded)
         with console.bar(source, "compare") as batches:
             counter = SampleCounter(batches)
             comparison = qtrace.compare(loaded, counter, float_model=network)
         diagnosis = judge_comparison(loaded, network, source, console)
         if html is not None:
-            page = comparison.html(*_findings(diagnosis))
-            with output_file(html, force=force) as partial:
-                partial.write_text(page, encoding="utf-8")
+            html.write(comparison.html(*_findings(diagnosis)))
     if html is not None:
-        console.note(f"{html} is written: open it in a browser.")
+        console.note(f"{html.path} is written: open it in a browser.")
     judged = {} if diagnosis is None else {"diagnosis": diagnosis.to_dict()}
-    measured = f"{samples_of(counter.samples, '--data', reading['max_batches'])} ({FAKE_QUANTS})"
+    measured = f"{samples_of(counter.samples, '--data', data.reading['max_batches'])} ({FAKE_QUANTS})"
     text = f"{text_of(diagnosis)}sites and outputs: on {measured}\n{comparison.table(width, sort)}"
     console.result(text, {**judged, "measured_on": measured, **comparison.to_dict()})
     return 0 if diagnosis is None or diagnosis.verdict.word != "broken" else 1
@@ -224,7 +205,7 @@ def _findings(diagnosis: Diagnosis | None) -> tuple[list[str], list[ChannelRange
 )
 @click.argument("model")
 @options.data(required=True)
-@options.recipe()
+@options.recipe("onnxruntime")
 @click.option(
     "--eval-data", metavar="D", help="What to measure on, as --data; the calibration data if left out."
 )
@@ -270,14 +251,10 @@ def _findings(diagnosis: Diagnosis | None) -> tuple[list[str], list[ChannelRange
 @options.progress
 @options.output
 def sensitivity(
-    model: str,
-    data: str,
-    reading: dict[str, Any],
-    recipe: str | None,
-    allow_code: bool,
-    patch: Path | None,
-    force: bool,
-    allow: tuple[str, ...],
+    model: models.NamedModel,
+    data: models.NamedData,
+    recipe: models.NamedRecipe,
+    patch: options.FileToWrite | None,
     console: Console,
     **arguments: Any,
 ) -> int:
@@ -293,22 +270,20 @@ def sensitivity(
         from qtrace.data.base import batch_length
         from qtrace.sensitivity import DetectionLoss, analyze, mixed_precision
 
-        qconfig = models.load_recipe(recipe or "onnxruntime", allow_code)
+        qconfig = recipe.load()
         goal, metric = _goal(arguments, qconfig), _metric(arguments)
         if patch is not None and goal is None:
             raise ConfigError("--patch is written by a search: give --at-least, --max-drop or --budget, too.")
         if arguments["raise_to"] != "float" and goal is None:
             raise ConfigError("--raise is for a search: give --at-least, --max-drop or --budget, too.")
-        traced = None if models.needs_example(model) else models.load_model(model, allow)
-        if traced is not None:
-            models.check_size(traced, model, qconfig, data)
-        source = models.open_source(data, console, qconfig=qconfig, **reading)
+        traced = model.load_for(data, qconfig)
+        source = data.open(console, qconfig)
         calibration = list(source)
         evaluation = calibration
         if arguments["eval_data"]:
-            evaluation = list(models.open_source(arguments["eval_data"], console, qconfig=qconfig, **reading))
+            evaluation = list(data.other(arguments["eval_data"]).open(console, qconfig))
         if traced is None:
-            traced = models.trace_factory(model, data=source)
+            traced = models.trace_factory(model.name, data=source)
         if goal is None:
             prepared = qtrace.prepare(traced, qconfig, samples=calibration or None)
             if isinstance(loss := metric.get("metric"), DetectionLoss):
@@ -334,13 +309,12 @@ def sensitivity(
                 raise_to=raise_to,
                 progress=console.progress,
                 **metric,
-            ).importing(_importable(recipe or "onnxruntime", patch))
+            ).importing(_importable(str(recipe.name), patch))
         if patch is not None:
-            with output_file(patch, force=force) as partial:
-                partial.write_text(result.patch, encoding="utf-8")
+            patch.write(result.patch)
     width = shutil.get_terminal_size().columns if on_terminal() else None
     option = "--eval-data" if arguments["eval_data"] else "--data"
-    measured = samples_of(sum(map(batch_length, evaluation)), option, reading["max_batches"])
+    measured = samples_of(sum(map(batch_length, evaluation)), option, data.reading["max_batches"])
     measured += "" if arguments["eval_data"] else ", which calibrate it, too"
     measured = f"{measured} ({FAKE_QUANTS})"
     text = f"{result.table(width)}\nmeasured on {measured}"
@@ -412,8 +386,8 @@ def _detection(arguments: dict[str, Any]) -> Any:
     return DetectionLoss(tuple(levels), arguments["threshold"])
 
 
-def _importable(recipe: str, patch: Path | None) -> str:
+def _importable(recipe: str, patch: options.FileToWrite | None) -> str:
     """Returns the name by which the patch imports the recipe: a file relative to the patch's folder."""
     from qtrace.config.recipe import importable
 
-    return recipe if patch is None else importable(recipe, patch.parent)
+    return recipe if patch is None else importable(recipe, patch.path.parent)

@@ -15,7 +15,7 @@ import click
 from qtrace.cli.console import Console
 from qtrace.cli.models import chosen_words
 from qtrace.cli.options import grouped
-from qtrace.display import Displayed, format_table
+from qtrace.display import MEBIBYTE, Displayed, format_table
 from qtrace.errors import ConfigError, QtraceError
 from qtrace.quantizing.folder import CURE
 
@@ -41,8 +41,6 @@ __all__ = [
     "samples_of",
     "text_of",
 ]
-
-_MEBIBYTE = 2**20
 
 
 @dataclass(frozen=True)
@@ -128,7 +126,7 @@ def check_expectations(
     values = {
         "max_drop": drop,
         "min_sqnr": sqnr,
-        "max_megabytes": None if size is None else size / _MEBIBYTE,
+        "max_megabytes": None if size is None else size / MEBIBYTE,
         "max_milliseconds": None if seconds is None else seconds * 1e3,
     }
     return Expectations(tuple(_checks(expect, values, sources or {})), subject)

@@ -38,8 +38,7 @@ def check(
     target: str,
     runtime_host: RuntimeHost | None,
     fix: bool,
-    out: Path | None,
-    force: bool,
+    out: options.FileToWrite | None,
     console: Console,
 ) -> int:
     """Check whether a quantized ONNX file keeps the contract of a target.
@@ -54,6 +53,7 @@ def check(
     with console.work():
         from qtrace.extras.contracts import check_file_for
 
-        report = check_file_for(file, target, out=out, force=force, runtime_host=runtime_host)
+        path, force = (None, False) if out is None else (out.path, out.force)
+        report = check_file_for(file, target, out=path, force=force, runtime_host=runtime_host)
     console.result(report.text(), report.to_dict())
     return 0 if report.passed else 1

@@ -39,12 +39,11 @@ _DOCUMENT = "parts.json"
 @options.allow
 @options.output
 def split(
-    model: str,
+    model: models.NamedModel,
     cuts: tuple[str, ...],
     backend: str | None,
     out: Path,
     force: bool,
-    allow: tuple[str, ...],
     console: Console,
 ) -> None:
     """Split a model into parts that are calibrated and exported by themselves.
@@ -57,7 +56,7 @@ def split(
     with console.work():
         import qtrace
 
-        loaded = models.load_model(model, allow)
+        loaded = model.load()
         at = [[name.strip() for name in cut.split(",")] for cut in cuts] if cuts else None
         parts = qtrace.split(loaded, at, by_backend=backend)
         files = [f"part_{index}.mge" for index in range(len(parts))]

@@ -17,15 +17,15 @@ from qtrace.plugins import load_when_used
 if TYPE_CHECKING:
     from qtrace.extras.tune.search import TuneSettings
     from qtrace.extras.tune.trials import CostLimits, Trial
-    from qtrace.extras.tune.tune import Tuning, tune
+    from qtrace.extras.tune.tune import TuneOptions, Tuning, tune
 
-__all__ = ["CostLimits", "Trial", "TuneSettings", "Tuning", "tune"]
+__all__ = ["CostLimits", "Trial", "TuneOptions", "TuneSettings", "Tuning", "tune"]
 
 load_when_used(
     __name__,
     {
         "qtrace.extras.tune.search": "TuneSettings",
         "qtrace.extras.tune.trials": "CostLimits Trial",
-        "qtrace.extras.tune.tune": "Tuning tune",
+        "qtrace.extras.tune.tune": "TuneOptions Tuning tune",
     },
 )

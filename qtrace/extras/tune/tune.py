@@ -20,7 +20,7 @@ from qtrace.config import QConfig, backends
 from qtrace.config.recipe import SCHEMA, load_recipe
 from qtrace.config.tree import dump
 from qtrace.data.batches import check_batches
-from qtrace.display import Displayed, format_table
+from qtrace.display import MEBIBYTE, Displayed, format_table
 from qtrace.errors import ConfigError, QtraceError, install
 from qtrace.extras.tune.judge import Here, Judge, Metric, RungData, Subject
 from qtrace.extras.tune.search import TuneSettings, as_recipe, find_limits, judged_in_full, search, split
@@ -44,11 +44,10 @@ from qtrace.plugins.options import check_arguments
 from qtrace.preparation.identity import hash_tensors
 from qtrace.workers import Pool, Processes, RayTasks
 
-__all__ = ["Tuning", "recipe_text", "render_page", "tune"]
+__all__ = ["TuneOptions", "Tuning", "recipe_text", "render_page", "tune"]
 
 _BEGUN = "as in the recipe that it began with"
 _LEFT_OUT = ("name", "description")
-_MEBIBYTE = 2**20
 
 
 @dataclass(frozen=True, repr=False)
@@ -133,7 +132,7 @@ class Tuning(Displayed):
     def _limits(self) -> str:
         time, size = self.limits.milliseconds, self.limits.bytes
         parts = [] if time is None else [f"{time:.4g} ms"]
-        parts += [] if size is None else [f"{size / _MEBIBYTE:.3g} MB"]
+        parts += [] if size is None else [f"{size / MEBIBYTE:.3g} MB"]
         return " and ".join(parts) or "none"
 
 
@@ -143,7 +142,7 @@ def _value(trial: Trial) -> str:
 
 def _costs(trial: Trial) -> tuple[str, str]:
     time = "" if trial.milliseconds is None else f"{trial.milliseconds:.4g}"
-    return time, f"{trial.bytes / _MEBIBYTE:.3g}"
+    return time, f"{trial.bytes / MEBIBYTE:.3g}"
 
 
 def _summary(trial: Trial | None) -> dict[str, Any] | None:
@@ -250,7 +249,7 @@ def _draw(
     axes: Any, judged: Sequence[Trial], front: Sequence[Trial], best: Trial | None, timed: bool
 ) -> None:
     def points(trials: Sequence[Trial]) -> tuple[list[float], list[float]]:
-        costs = [t.milliseconds or 0.0 if timed else t.bytes / _MEBIBYTE for t in trials]
+        costs = [t.milliseconds or 0.0 if timed else t.bytes / MEBIBYTE for t in trials]
         return costs, [t.value or 0.0 for t in trials]
 
     axes.plot(*points(judged), "o", color="#56a3d9", label="judged on all data")
@@ -261,7 +260,38 @@ def _draw(
     axes.legend(fontsize=8, frameon=False)
 
 
-@check_arguments
+@dataclass(frozen=True)
+class TuneOptions:
+    """The options of ``qtrace.tune`` that few calls need, which are given by name.
+
+    Attributes:
+        about: all else that tells this search from another one, such as the names of model and data.
+        reasons: key of ``qconfig``, or ``rules[2]`` -> why it has that value, for the best recipe's comments.
+        workers: how many trials are judged at the same time, in processes of their own from two on. The
+            search depends on the number: trials at the same time do not know each other's results.
+            ``metric`` has to be a function of a module then.
+        ray: the address of a Ray cluster for the trials, "" for a local one; None for none.
+        allow: the user's classes that the network may contain, for the other processes.
+        note: called with a line for each trial and on resumption.
+    """
+
+    about: Mapping[str, Any] | None = None
+    reasons: Mapping[str, str] | None = None
+    workers: int = 1
+    ray: str | None = None
+    allow: Sequence[str] = ()
+    note: Callable[[str], None] = lambda text: None
+
+    def pool(self, judge: Judge, parts: Sequence[RungData]) -> Pool:
+        """Returns who judges the trials."""
+        if self.ray is not None:
+            return RayTasks(Subject.of(judge, parts, self.allow, 1).job(), self.workers, self.ray)
+        if self.workers == 1:
+            return Here(judge, parts)
+        return Processes(Subject.of(judge, parts, self.allow, self.workers).job(), self.workers)
+
+
+@check_arguments(options=TuneOptions)
 def tune(
     traced: TracedModule,
     qconfig: QConfig | str | Path,
@@ -271,13 +301,8 @@ def tune(
     *,
     metric: Metric | None = None,
     evaluation: Callable[[], Iterable[Any]] | None = None,
-    about: dict[str, Any] | None = None,
-    reasons: Mapping[str, str] | None = None,
     force: bool = False,
-    workers: int = 1,
-    ray: str | None = None,
-    allow: Sequence[str] = (),
-    note: Callable[[str], None] = lambda text: None,
+    **options: Any,
 ) -> Tuning:
     """Searches for the best recipe, and writes it with every trial into a folder.
 
@@ -293,15 +318,8 @@ def tune(
         metric: gets a calibrated graph, and returns a number or one for each sample; more is better. None for
             the SQNR of the worst column group of the outputs against the float network.
         evaluation: called once at the end for batches that the search does not see, for the report.
-        about: all else that tells this search from another one, such as the names of model and data.
-        reasons: key of ``qconfig``, or ``rules[2]`` -> why it has that value, for the best recipe's comments.
         force: whether to drop the trials of an earlier search in the folder.
-        workers: how many trials are judged at the same time, in processes of their own from two on. The
-            search depends on the number: trials at the same time do not know each other's results.
-            ``metric`` has to be a function of a module then.
-        ray: the address of a Ray cluster for the trials, "" for a local one; None for none.
-        allow: the user's classes that the network may contain, for the other processes.
-        note: called with a line for each trial and on resumption.
+        **options: more options, the fields of `TuneOptions`.
 
     Returns:
         The result.
@@ -316,12 +334,14 @@ def tune(
         raise ConfigError(f"tune takes a traced module, not {type(traced).__name__}.")
     qconfig = qconfig if isinstance(qconfig, QConfig) else load_recipe(qconfig)
     settings, recipe, path = settings or TuneSettings(), as_recipe(qconfig), Path(folder)
+    more = TuneOptions(**options)
+    note = more.note
     _check_limits(settings, qconfig)
     check_batches(batches)
     parts = split(list(batches))
     limits = None if settings.limits is None else [settings.limits.milliseconds, settings.limits.bytes]
     subject = {
-        **(about or {}),
+        **(more.about or {}),
         "network": hash_tensors("", traced.named_tensors())[:16],
         "recipe": recipe,
         "seed": settings.seed,
@@ -333,25 +353,14 @@ def tune(
             note(f"going on after {len(log.trials)} trials in {path}")
         judge = Judge(traced, metric)
         unit = "dB" if metric is None else getattr(metric, "__name__", "metric")
-        pool = _find_pool(judge, parts, allow, workers, ray)
+        pool = more.pool(judge, parts)
         search(judge, parts, recipe, settings, log, lambda trial: note(_describe(trial, unit)), pool)
         tuning = _conclude(log.trials, len(parts) - 1, settings, unit, noise=metric is None)
-        tuning = replace(tuning, reasons=reasons or {})
+        tuning = replace(tuning, reasons=more.reasons or {})
         if evaluation is not None and tuning.best is not None:
             tuning = _evaluate(tuning, Judge(traced), parts[-1], list(evaluation()))
         _write(path, tuning, note)
     return tuning
-
-
-def _find_pool(
-    judge: Judge, parts: Sequence[RungData], allow: Sequence[str], workers: int, ray: str | None
-) -> Pool:
-    """Returns who judges the trials."""
-    if ray is not None:
-        return RayTasks(Subject.of(judge, parts, allow, 1).job(), workers, ray)
-    if workers == 1:
-        return Here(judge, parts)
-    return Processes(Subject.of(judge, parts, allow, workers).job(), workers)
 
 
 def _check_limits(settings: TuneSettings, qconfig: QConfig) -> None:

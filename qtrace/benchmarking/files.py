@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import statistics
@@ -26,7 +27,7 @@ from qtrace.benchmarking.runners import (
     run_interleaved,
 )
 from qtrace.costs import CostTable
-from qtrace.display import Displayed, progress_bar
+from qtrace.display import MEBIBYTE, Displayed, progress_bar
 from qtrace.errors import ExportError
 from qtrace.plugins.options import check_arguments
 from qtrace.runtimes.host import RuntimeHost, describe_side
@@ -49,8 +50,8 @@ __all__ = [
 BUSY_SHARE = 0.25
 """The share of the processor from which on other programs change what is timed."""
 _STAT = Path("/proc/stat")
-_IDLE = (3, 4)  # the columns of /proc/stat for idle and for waiting (proc_stat(5))
-_GUESTS = 8  # the first column of times that count in others, too
+# The other columns of /proc/stat count in these, see proc_stat(5).
+_COLUMNS = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
 
 
 @dataclass
@@ -87,16 +88,16 @@ def watched_load() -> Iterator[OtherWork]:
 def _busy_seconds() -> float | None:
     """Returns the seconds that all cores have worked since the machine started; None if it does not say."""
     try:
-        columns = _STAT.read_text(encoding="utf-8").splitlines()[0].split()[1:]
-        ticks = [int(column) for column in columns[:_GUESTS]]
+        numbers = _STAT.read_text(encoding="utf-8").splitlines()[0].split()[1:]
+        ticks = {name: int(number) for name, number in zip(_COLUMNS, numbers, strict=False)}
     except (OSError, IndexError, ValueError):
         return None
-    worked = sum(t for column, t in enumerate(ticks) if column not in _IDLE)
+    worked = sum(number for name, number in ticks.items() if name not in ("idle", "iowait"))
     return worked / os.sysconf("SC_CLK_TCK")
 
 
 _ROUNDS = 2
-_LEAST_TURNS, _MOST_TURNS = 7, 400  # of a round
+_LEAST_TURNS = 7  # of a round
 _FEWEST_TURNS = 3  # where there is no time for seven; with fewer, nothing could be said
 _UNTIMED_RUNS = 2  # of each file, as it is opened and before the turns
 LEAST_RUNS, FEWEST_RUNS = _LEAST_TURNS + _UNTIMED_RUNS, _FEWEST_TURNS + _UNTIMED_RUNS
@@ -104,13 +105,8 @@ LEAST_RUNS, FEWEST_RUNS = _LEAST_TURNS + _UNTIMED_RUNS, _FEWEST_TURNS + _UNTIMED
 # How far other programs may shift a ratio: a text detector took 0.94 of float's speed on an idle machine, and
 # 0.89 to 0.93 next to eight programs on two cores.
 _BUSY_RANGE = 1.1
-_NARROW = 1.02  # the ends of a range of ratios, one over the other: more turns would decide nothing else
-_SHOWN_RANGE = 1.1  # likewise: a wider range says too little to show
-_LONG_RUN = 0.25  # seconds: files that take longer are opened once, and run seven times
 _TURN = 0.002  # seconds of a turn; shorter files run several times in it
-_MOST_RUNS = 20
-_QUANTILE = 1.288  # 2.576 / 2: the ranks of the median's range, of 99 %, are so many roots from the middle
-_STUDENT = {3: 9.925, 4: 5.841, 5: 4.604, 6: 4.032}  # turns -> the quantile of Student's range of 99 %
+_UPPER = 0.995  # the quantile at the upper end of a range that holds a ratio with 99 %
 
 
 @dataclass(frozen=True)
@@ -146,7 +142,7 @@ class Speed:
     @property
     def narrow(self) -> bool:
         """Whether the range of the ratio is narrow enough to be shown."""
-        return self.high <= _SHOWN_RANGE * self.low
+        return self.high <= _BUSY_RANGE * self.low
 
     @property
     def clear(self) -> bool:
@@ -214,9 +210,15 @@ def compare_files(
         busy = busy or (load.is_busy and settings.host is None)  # a host's own work is others', too
         now = time.perf_counter()
         least = LEAST_RUNS * (now - opened) / (len(rounds[-1][0]) + 1)  # at most two more runs than turns
-        if max(min(own) for own in rounds[0]) > _LONG_RUN or now + opened - began + least > end:
+        long = max(min(own) for own in rounds[0]) > _long_run(seconds / _ROUNDS)
+        if long or now + opened - began + least > end:
             break
     return summarize(rounds, busy)
+
+
+def _long_run(seconds: float) -> float:
+    """Returns from which time on runs are long: in so many seconds, the least turns do not fit."""
+    return seconds / _LEAST_TURNS
 
 
 def are_clear(speeds: Sequence[Speed]) -> bool:
@@ -263,11 +265,12 @@ def _interleave(
         is_enough: says by the times so far whether to end before.
     """
     first = [clock(runner) for runner in runners]  # allocates, too
-    first = [t if t > _LONG_RUN else min(t, clock(runner)) for t, runner in zip(first, runners, strict=True)]
-    repeats = [max(1, min(_MOST_RUNS, int(_TURN / max(t, 1e-7)))) for t in first]
+    long = _long_run(seconds)
+    first = [t if t > long else min(t, clock(runner)) for t, runner in zip(first, runners, strict=True)]
+    repeats = [max(1, int(_TURN / max(t, 1e-7))) for t in first]
     times: list[list[float]] = [[] for _ in runners]
     end = time.perf_counter() + seconds
-    for number in range(_MOST_TURNS):
+    for number in itertools.count():
         began = time.perf_counter()
         for index in rotate_order(len(runners), number):
             runs = [clock(runners[index]) for _ in range(repeats[index])]
@@ -284,7 +287,7 @@ def _are_narrow(times: Sequence[Sequence[float]]) -> bool:
     """Returns whether the ranges of all ratios of a round are as narrow as any decision needs."""
     for own in times[1:]:
         low, high = _range_of_median([f / o for f, o in zip(times[0], own, strict=True)])
-        if high > _NARROW * low:
+        if NO_SLOWER * high > low:
             return False
     return True
 
@@ -316,18 +319,21 @@ def _range_of_median(values: Sequence[float]) -> tuple[float, float]:
     their logarithms.
     """
     ordered = sorted(values)
-    if len(ordered) in _STUDENT:
+    if 1 < len(ordered) < _LEAST_TURNS:
+        from scipy.special import stdtrit
+
         logs = [math.log(value) for value in ordered]
-        half = min(_STUDENT[len(logs)] * statistics.stdev(logs) / math.sqrt(len(logs)), 50.0)
+        half = min(
+            float(stdtrit(len(logs) - 1, _UPPER)) * statistics.stdev(logs) / math.sqrt(len(logs)), 50.0
+        )
         middle = statistics.fmean(logs)
         return min(math.exp(middle - half), ordered[0]), max(math.exp(middle + half), ordered[-1])
-    rank = max(math.floor(len(ordered) / 2 - _QUANTILE * math.sqrt(len(ordered))), 0)
+    deviation = statistics.NormalDist().inv_cdf(_UPPER) * math.sqrt(len(ordered)) / 2  # of the median's rank
+    rank = max(math.floor(len(ordered) / 2 - deviation), 0)
     return ordered[rank], ordered[-1 - rank]
 
 
-_PROFILED_RUNS = 15
 NO_SLOWER = 0.98  # of the speed of the first file: less is slower, not disturbed
-_MEBIBYTE = 2**20
 
 
 @dataclass(frozen=True)
@@ -413,7 +419,7 @@ def bench_files(
         profile = prediction = None
         if isinstance(runner, ProfiledRunner):
             if by_op or slower:
-                profile = read_profile(runner.profile(_PROFILED_RUNS))
+                profile = read_profile(runner.profile(LEAST_RUNS))
             if table is not None:
                 prediction = predict(read_graph(path, runner.shapes), table)
         memory = peak_memory(path, runtime, settings)
@@ -450,10 +456,10 @@ def show(reports: Sequence[FileReport], by_op: bool) -> str:
 def _figures(report: FileReport) -> str:
     latency = report.latency
     times = [_milliseconds(t) for t in (latency.minimum, latency.median, latency.low, latency.high)]
-    memory = "      ?" if report.memory is None else f"{report.memory / _MEBIBYTE:7.1f}"
+    memory = "      ?" if report.memory is None else f"{report.memory / MEBIBYTE:7.1f}"
     line = (
         f"{' '.join(times)} {latency.ratio:6.2f}x {latency.throughput:10.1f} "
-        f"{report.size / _MEBIBYTE:7.1f}  {memory}"
+        f"{report.size / MEBIBYTE:7.1f}  {memory}"
     )
     if report.prediction is None:
         return line

@@ -199,7 +199,9 @@ def read_graph(path: Path, shapes: Mapping[str, Shape] | None = None) -> OnnxGra
 
 
 def _graph(file: OnnxModel) -> OnnxGraph:
-    from onnx import helper
+    from onnx import TensorProto, helper
+
+    timed = {TensorProto.FLOAT, TensorProto.UINT8, TensorProto.INT8}  # shape arithmetic takes no time
 
     stored = {name: tuple(tensor.dims) for name, tensor in file.stored.items()}
     infos = (*file.graph.input, *file.outputs, *file.graph.value_info)
@@ -216,10 +218,10 @@ def _graph(file: OnnxModel) -> OnnxGraph:
         if node.op_type == "DequantizeLinear" and node.input[0] in stored:
             stored[outputs[0]] = stored[node.input[0]]
             rounded.add(outputs[0])
-        elif node.op_type != "Constant" and kinds.get(outputs[0]) in _TIMED:
+        elif node.op_type != "Constant" and kinds.get(outputs[0]) in timed:
             quantizes = node.op_type in ("QuantizeLinear", "DequantizeLinear")
             names = [n for n in (node.input[:1] if quantizes else node.input) if n]
-            data = tuple(n for n in names if n not in stored and kinds.get(n) in _TIMED)
+            data = tuple(n for n in names if n not in stored and kinds.get(n) in timed)
             constants = tuple(stored[n] for n in names if n in stored)
             integers = all(n in rounded for n in names if n in stored)
             attributes = {a.name: _plain(helper.get_attribute_value(a)) for a in node.attribute}
@@ -232,7 +234,6 @@ def _graph(file: OnnxModel) -> OnnxGraph:
 
 
 _FOLDED = ("Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity", "Transpose", "Cast")
-_TIMED = (1, 2, 3)  # float32, uint8, int8: shape arithmetic takes no time
 
 
 def _plain(value: Any) -> Any:

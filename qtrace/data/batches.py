@@ -12,7 +12,7 @@ import numpy as np
 from megengine import Tensor
 from megengine.module import LSTM, RNN, Module
 
-from qtrace.data.base import GIVE_BATCHES, read_array, what_is_no_iterable
+from qtrace.data.base import GIVE_BATCHES, LEAST_VALUES, read_array, what_is_no_iterable
 from qtrace.errors import CalibrationError, GraphError, shorten_list
 from qtrace.gradients.recurrent import checked_shapes
 from qtrace.graph.failures import short
@@ -210,12 +210,7 @@ def cures_for_shapes(model: TracedModule, values: Iterable[Any]) -> str:
     return next(filter(None, cures), "")
 
 
-_MAX_PIXEL = 255
-_LEAST_PIXELS = 64  # values of an image that say that it is one
-_IMAGE_CHANNELS = (1, 3, 4)
 _LEAST_BRIGHT = 32  # the largest value of a dark image of raw pixels is larger
-_LEAST_VALUES = 16  # of an input whose values should differ
-_STEPS = 3  # modules between the input and its first layer
 
 
 def find_unusual(
@@ -240,7 +235,7 @@ def find_unusual(
             continue
         if cure := cure_for_shape(array.shape, shape):
             unusual.append(f"input {name} has the shape {array.shape}, traced was {shape}: {cure}")
-        elif array.size >= _LEAST_VALUES and array.min() == array.max():
+        elif array.size >= LEAST_VALUES and array.min() == array.max():
             if array.ndim == 4 or len(list_inputs(model)) == 1:
                 number = float(array.flat[0])
                 unusual.append(f"input {name} is {number:g} everywhere: look at what reads the data")
@@ -266,12 +261,12 @@ def _inputs(
 
 
 def _are_raw_pixels(array: np.ndarray) -> bool:
-    if array.ndim != 4 or array.shape[1] not in _IMAGE_CHANNELS or array[0].size < _LEAST_PIXELS:
+    if array.ndim != 4 or array[0].size < LEAST_VALUES:
         return False
     image = array[0]
     return (
         image.min() >= 0
-        and _LEAST_BRIGHT < image.max() <= _MAX_PIXEL
+        and _LEAST_BRIGHT < image.max() <= np.iinfo(np.uint8).max
         and np.array_equal(image, np.rint(image))
     )
 
@@ -281,14 +276,14 @@ def _expects_normalized(node: TensorNode, preprocess: Preprocess | None) -> bool
     if preprocess is not None:
         plain = np.all(np.asarray(preprocess.mean) == 0) and np.all(np.asarray(preprocess.std) == 1)
         return not plain or preprocess.scale != 1
-    for _ in range(_STEPS):
-        readers = list(users(node))
-        if any(op_label(reader) in ("Conv2d", "F.conv2d") for reader in readers):
-            return True
-        if len(readers) != 1 or owner(readers[0]) is None:  # what rounds the input is a module
-            return False
-        node = readers[0].outputs[0]
-    return False
+    readers = list(users(node))
+    while len(readers) == 1 and owner(readers[0]) is not None and not _is_conv(readers[0]):
+        readers = list(users(readers[0].outputs[0]))  # what rounds the input is a module
+    return any(map(_is_conv, readers))
+
+
+def _is_conv(expr: Any) -> bool:
+    return op_label(expr) in ("Conv2d", "F.conv2d")
 
 
 _RACING = (F.gather, F.linspace, F.arange)

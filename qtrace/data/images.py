@@ -37,8 +37,9 @@ __all__ = [
     "normalize",
 ]
 
-# Larger than any image of MOST_PIXELS, even without compression.
-_MAX_BYTES = 2**31
+MOST_PIXELS = 2**28
+"""268 million pixels, 0.75 GiB in colour; a PNG of a few kilobytes can ask for a thousand times as much."""
+_MAX_BYTES = 8 * MOST_PIXELS  # larger than any such image, even without compression
 _PNG = b"\x89PNG\r\n\x1a\n"
 # Prints of libjpeg and libpng that gave up, or filled in pixels. Extra bytes before a marker count, as they
 # are mostly the only sign of a flipped bit.
@@ -240,13 +241,9 @@ def convert(pixels: np.ndarray, preprocess: Preprocess) -> np.ndarray:
     return normalize(pixels, preprocess)
 
 
-MOST_PIXELS = 2**28
-"""268 million pixels, 0.75 GiB in colour; a PNG of a few kilobytes can ask for a thousand times as much."""
-
 # OpenCV ends a comment at a carriage return, too, and a number at any byte: the latter is refused.
 _SPACE = rb"\s+(?:#[^\r\n]*[\r\n]\s*)*"
 _PNM = re.compile(rb"P[1-6]" + _SPACE + rb"(\d{1,18})" + _SPACE + rb"(\d{1,18})\s")
-_MAX_PNM_HEADER_BYTES = 4096
 # The segments of a JPEG that begin a frame: SOF0 to SOF15 without DHT (C4), JPG (C8) and DAC (CC).
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _ALONE = frozenset({0x01, *range(0xD0, 0xD8)})  # markers without a length: TEM and restarts
@@ -270,7 +267,7 @@ def dimensions(data: bytes) -> tuple[int, int] | None:
         return _bmp(data)
     if data.startswith(b"RIFF") and data[8:12] == b"WEBP":
         return _webp(data)
-    numbers = _PNM.match(data[:_MAX_PNM_HEADER_BYTES])
+    numbers = _PNM.match(data)
     return (int(numbers[2]), int(numbers[1])) if numbers else None
 
 

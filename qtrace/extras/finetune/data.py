@@ -22,15 +22,8 @@ from qtrace.storage.checkpoints import hash_arrays
 
 __all__ = ["Batch", "Data", "FinetuneSettings", "Leaves", "Samples", "hold_back", "read", "split_data"]
 
-_MINIMA = {
-    "steps": 1,
-    "batch_size": 1,
-    "seed": 0,
-    "most_blocks": 0,
-    "checkpoint_every": 1,
-    "memory": 1,
-    "evaluate_every": 1,
-}
+_COUNTS = ("steps", "batch_size", "checkpoint_every", "memory", "evaluate_every")  # 1 or more
+_FROM_ZERO = ("seed", "most_blocks")
 _OPTIONAL = ("range_lr", "evaluate_every", "max_minutes")
 _POSITIVE = ("lr", "temperature", "clip", "max_minutes")
 _NOT_NEGATIVE = ("range_lr", "block_weight", "kl_weight", "freeze_below", "freeze_bn_below")
@@ -105,8 +98,8 @@ class FinetuneSettings:
 
     def __post_init__(self) -> None:
         """Refuses numbers that are out of range."""
-        for name, minimum in _MINIMA.items():
-            value = getattr(self, name)
+        for name in (*_COUNTS, *_FROM_ZERO):
+            value, minimum = getattr(self, name), int(name in _COUNTS)
             if value is None and name in _OPTIONAL:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < minimum:

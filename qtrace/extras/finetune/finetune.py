@@ -284,7 +284,6 @@ def read_checkpoint(path: Path, identity: str) -> dict[str, np.ndarray]:
 _LOG = logging.getLogger("qtrace")
 
 _POWER_BATCHES = 8  # batches from which the mean squares of outputs and blocks are computed
-_MIN_TIMED_STEPS = 5  # a shorter run takes hardly longer than timing a step
 
 
 class TuningRun:
@@ -353,8 +352,8 @@ class TuningRun:
         trainer, limit = self.trainer, self.trainer.settings.max_minutes
         steps = trainer.settings.steps - len(trainer.curves)
         total = None if self._resumed is None else trainer.settings.steps
-        if steps < _MIN_TIMED_STEPS and limit is None:
-            return
+        if limit is None and steps < self.schedule.interval(steps):
+            return  # it takes hardly longer than timing a step
         if self.schedule.has_time(1, total):  # else one step is taken in any case
             trainer.time_step()
         _LOG.info(f"finetune: {self.schedule.describe(steps, total)}")

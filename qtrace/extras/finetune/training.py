@@ -237,7 +237,6 @@ def _agree(value: np.ndarray, fast: np.ndarray | None) -> bool:
 
 
 _MAX_EVALUATIONS = 20
-_MIN_EVALUATION_INTERVAL = 5  # steps
 
 
 class Pace:
@@ -287,7 +286,7 @@ class RunSchedule:
         """The steps between two evaluations in a run of ``total``, so that these take little of its time."""
         if self._evaluate_every is not None:
             return self._evaluate_every
-        return max(math.ceil(total / _MAX_EVALUATIONS), self._batches, _MIN_EVALUATION_INTERVAL)
+        return max(math.ceil(total / _MAX_EVALUATIONS), self._batches)
 
     def evaluations(self, steps: int, total: int | None) -> int:
         """How often ``steps`` of ``total`` (None: there are no others) are evaluated, report included."""

@@ -125,7 +125,6 @@ def _sums(prepared: QuantizedModel) -> set[str]:
 
 
 _SMALLEST = 0.01  # the size of a parameter whose values are all 0
-_RANGE_IN_RMS = 3.0  # the end of a range, in root mean squares of its tensor, where no weight is quantized
 
 
 class Units:
@@ -147,7 +146,6 @@ class Units:
         }
         self._weights = _weight_scales(model)
         shares = [_relative_step(*pair) for pair in self._weights.values()]
-        shares = shares or [_RANGE_IN_RMS / float(np.max(_steps_to_end(fake))) for fake in fakes]
         self._share = float(np.median(shares)) if shares else _SMALLEST
 
     def of(self, parameter: Parameter) -> np.ndarray:

@@ -49,7 +49,7 @@ Metric = Callable[[TracedModule], Any]
 """A user's metric: from a graph to a number, or to one for each sample, whose mean counts; more is better."""
 
 _SMALLEST_NOISE = math.ldexp(1.0, -100)  # 301 dB: a graph without noise has a finite value
-_LARGEST_NOISE = 1e30
+_LARGEST_NOISE = 1 / _SMALLEST_NOISE
 
 
 @dataclass(frozen=True)

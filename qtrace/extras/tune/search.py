@@ -55,8 +55,7 @@ _ACTIVATION_OBSERVERS: tuple[Any, ...] = (
     "minmax",
     "kl",
     "cosine",
-    {"percentile": {"percentile": 99.9}},
-    {"percentile": {"percentile": 99.99}},
+    "percentile",
 )
 _WEIGHT_OBSERVERS = ("minmax", "mse")
 _PTQ: tuple[tuple[Any, ...], ...] = (
@@ -72,7 +71,6 @@ _PLACEMENTS = ("everything", "balanced", "fastest")
 _PACKAGED = ("int8", "onnxruntime")
 _SETTINGS_OF_PACKAGED = ("observers", "rules", "ptq", "placement")
 _FLOAT_TAIL = {"match": {"position": "tail"}, "quantize": False, "optional": True}
-_CHANGE_TRIES = 2  # of one sort of change, if its first outcome changes nothing
 
 
 def as_recipe(config: QConfig) -> dict[str, Any]:
@@ -194,13 +192,11 @@ def mutate(parent: Trial, layers: Sequence[Layer], rng: np.random.Generator, *, 
     changes: dict[str, str] = {}
     for _ in range(1 + int(rng.random() < 0.3)):
         move = moves[int(rng.integers(len(moves)))]
-        for _ in range(_CHANGE_TRIES):
-            if move(recipe, rng, changes):
-                break
+        move(recipe, rng, changes)
     return Suggestion(recipe, "search", changes, parent.number)
 
 
-_Move = Callable[[dict[str, Any], np.random.Generator, dict[str, str]], bool]
+_Move = Callable[[dict[str, Any], np.random.Generator, dict[str, str]], None]
 
 
 def _draw(options: Sequence[Any], rng: np.random.Generator) -> Any:
@@ -213,40 +209,37 @@ def _observe(
     options: Sequence[Any],
     changes: dict[str, str],
     rng: np.random.Generator,
-) -> bool:
+) -> None:
     observers = dict(recipe.get("observers") or {})
     new, old = _draw(options, rng), observers.get(sort)
     if new == old:
-        return False
+        return
     recipe["observers"] = {**observers, sort: new}
     changes["observers"] = f"observer of {sort}s: {_show(new)} instead of {_show(old)}"
-    return True
 
 
-def _observe_activations(recipe: dict[str, Any], rng: np.random.Generator, changes: dict[str, str]) -> bool:
-    return _observe(recipe, "activation", _ACTIVATION_OBSERVERS, changes, rng)
+def _observe_activations(recipe: dict[str, Any], rng: np.random.Generator, changes: dict[str, str]) -> None:
+    _observe(recipe, "activation", _ACTIVATION_OBSERVERS, changes, rng)
 
 
-def _observe_weights(recipe: dict[str, Any], rng: np.random.Generator, changes: dict[str, str]) -> bool:
-    return _observe(recipe, "weight", _WEIGHT_OBSERVERS, changes, rng)
+def _observe_weights(recipe: dict[str, Any], rng: np.random.Generator, changes: dict[str, str]) -> None:
+    _observe(recipe, "weight", _WEIGHT_OBSERVERS, changes, rng)
 
 
-def _run_algorithms(recipe: dict[str, Any], rng: np.random.Generator, changes: dict[str, str]) -> bool:
+def _run_algorithms(recipe: dict[str, Any], rng: np.random.Generator, changes: dict[str, str]) -> None:
     new, old = list(_draw(_PTQ, rng)), recipe.get("ptq")
     if new == old:
-        return False
+        return
     recipe["ptq"] = new
     changes["ptq"] = f"algorithms: {_show(new)} instead of {_show(old)}"
-    return True
 
 
-def _place(recipe: dict[str, Any], rng: np.random.Generator, changes: dict[str, str]) -> bool:
+def _place(recipe: dict[str, Any], rng: np.random.Generator, changes: dict[str, str]) -> None:
     new, old = _draw(_PLACEMENTS, rng), recipe.get("placement") or "everything"
     if new == old:
-        return False
+        return
     recipe["placement"] = new
     changes["placement"] = f"which ops run on integers: {new} instead of {old}"
-    return True
 
 
 class _Raise:
@@ -262,19 +255,19 @@ class _Raise:
         weights = np.sqrt(noise / max(float(noise.sum()), 1e-30)) + 0.1 / len(layers)
         self.chances = weights / weights.sum()
 
-    def __call__(self, recipe: dict[str, Any], rng: np.random.Generator, changes: dict[str, str]) -> bool:
+    def __call__(self, recipe: dict[str, Any], rng: np.random.Generator, changes: dict[str, str]) -> None:
         """Adds, replaces or removes the rule of one layer."""
         layer = self.layers[int(rng.choice(len(self.layers), p=self.chances))]
         names, rules = list(layer.nodes), list(recipe.get("rules") or ())
         own = [i for i, rule in enumerate(rules) if rule["match"] == {"name": _single(names)}]
         new = _draw(self._options(layer, bool(own)), rng)
         if own and rules[own[0]] == new:
-            return False
+            return
         if new is None:
             del rules[own[0]]
             recipe["rules"] = rules
             changes["rules"] = f"{layer.name}: without a rule of its own"
-            return True
+            return
         new = {"match": {"name": _single(names)}, **new, "optional": True}
         if own:
             rules[own[0]] = new
@@ -283,7 +276,6 @@ class _Raise:
         recipe["rules"] = rules
         share = f"its rounding alone leaves {-10 * np.log10(max(layer.noise, 1e-30)):.1f} dB at the outputs"
         changes[f"rules[{own[0] if own else len(rules) - 1}]"] = f"{layer.name}: {share}"
-        return True
 
     def _options(self, layer: Layer, has_rule: bool) -> list[dict[str, Any] | None]:
         options: list[dict[str, Any] | None] = [{"quantize": False}]
@@ -312,11 +304,9 @@ def _show(value: Any) -> str:
 
 _HELD_BACK = 4  # every fourth batch
 _FRACTIONS = (0.25, 0.5, 1.0)
-_ELITE = 3
 _TRIES = 100
 _MOST_TOO_DEAR = 8  # recipes that are drawn for one trial
-_DIAGNOSED_SAMPLES = 8  # of a batch
-_DIAGNOSED_BATCHES = 2
+_DIAGNOSED_SAMPLES = 8  # of the first batch
 
 
 @dataclass(frozen=True)
@@ -420,7 +410,7 @@ def propose(
     rng = np.random.default_rng([settings.seed, len(trials) + len(pending)])
     too_dear = []
     for _ in range(_TRIES):
-        place = min(int(rng.geometric(0.5)) - 1, _ELITE - 1, len(parents) - 1)
+        place = min(int(rng.geometric(0.5)), len(parents)) - 1
         suggestion = mutate(parents[place], trials[0].layers, rng, narrow=narrow)
         if digest_of(suggestion.recipe) in known:
             continue
@@ -538,7 +528,7 @@ class _Search:
 
     def _diagnose(self, trial: Trial, judged: Judged, part: RungData) -> Trial:
         """Adds the cures of the first trial's graph, and its layers with their noise."""
-        batches = [_shortened(batch) for batch in part.held_back[:_DIAGNOSED_BATCHES]]
+        batches = [_shortened(batch) for batch in part.held_back[:1]]
         try:
             diagnosis = diagnose(judged.model, batches, twin=judged.twin, progress=False)
             simulation = Simulation(QuantizedModel(judged.model, "prepared"), batches, twin=judged.twin)

@@ -286,14 +286,13 @@ WHOLE, OWN, INHERITED, RANGE = "#1b3a5c", "#e69f00", "#56a3d9", "#009e73"
 _STYLE = {
     "svg.fonttype": "none",  # text stays text: it can be searched and copied
     "font.family": ["DejaVu Sans", "sans-serif"],
-    "font.size": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,
 }
 _MAX_LABELS = 60
 _MAX_TITLES = 512  # of channels; more would make the page slow
 _NEARLY_CLEAR = 0.001  # an area without any colour gets no pointer
-_BEST_DB = 100.0  # larger ratios are drawn at this height: infinity cannot stand on an axis
+_EXACT_DB = 80.0  # larger ratios are drawn at this height, as exact: infinity cannot stand on an axis
 
 
 def _plot_waterfall(sites: Sequence[SiteComparison]) -> str:
@@ -337,13 +336,13 @@ def _plot_distribution(site: SiteComparison, histogram: Histogram) -> str:
 def _draw_sites(axes: Axes, sites: Sequence[SiteComparison]) -> None:
     place = np.arange(len(sites))
     whole, own, inherited = (
-        np.minimum([getattr(site, name) for site in sites], _BEST_DB)
+        np.minimum([getattr(site, name) for site in sites], _EXACT_DB)
         for name in ("sqnr_db", "own_db", "inherited_db")
     )
     drawn = np.concatenate([whole, own])
     floor = float(drawn.min(initial=0.0))
     axes.bar(place, own - floor, bottom=floor, color=OWN, width=0.8, label="own: the error that arises here")
-    finite = inherited < _BEST_DB
+    finite = inherited < _EXACT_DB
     axes.plot(place[finite], inherited[finite], ".", color=INHERITED, label="inherited: the errors before")
     axes.step(place, whole, where="mid", color=WHOLE, linewidth=1.6, label="SQNR: the whole error")
     axes.set_ylabel("signal to error, dB (higher is better)")
@@ -413,8 +412,6 @@ def _svg(
 
 
 _WIDTH, _HEIGHT, _TOP, _LEFT = 720, 200, 22, 44  # in pixels
-_CEILING = 80.0  # dB: above it a site counts as exact
-_TICKS = (0, 20, 40, 60, 80)
 
 # Column of the table -> whether the smallest comes first.
 _ORDERS = {"graph": None, "sqnr": "sqnr_db", "own": "own_db", "cosine": "cosine", "clipped": "clipped"}
@@ -559,7 +556,7 @@ def _draw_waterfall(sites: Sequence[SiteComparison]) -> str:
             f'<rect {place} height="{whole:.1f}" fill="#9ecae1"/>'
             f'<rect {place} height="{own:.1f}" fill="#08519c"/></g>'
         )
-    lines = [_tick(decibels) for decibels in _TICKS]
+    lines = [_tick(decibels) for decibels in (0.0, _EXACT_DB / 2, _EXACT_DB)]
     caption = "SQNR of each activation in graph order, dB: own rounding dark, inherited light"
     return (
         f'<svg width="{_WIDTH}" height="{_TOP + _HEIGHT + 12}" font-family="sans-serif" font-size="11">'
@@ -569,8 +566,8 @@ def _draw_waterfall(sites: Sequence[SiteComparison]) -> str:
 
 def _depth(decibels: float) -> float:
     """Returns how many pixels a bar of this ratio is long."""
-    bounded = _CEILING if math.isnan(decibels) else min(max(decibels, 0.0), _CEILING)
-    return (_CEILING - bounded) / _CEILING * _HEIGHT
+    bounded = _EXACT_DB if math.isnan(decibels) else min(max(decibels, 0.0), _EXACT_DB)
+    return (_EXACT_DB - bounded) / _EXACT_DB * _HEIGHT
 
 
 def _tick(decibels: int) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from qtrace.config.algorithm import is_packaged
-from qtrace.display import format_table
+from qtrace.display import GAP, format_table
 from qtrace.errors import shorten_list
 from qtrace.preparation.annotation import Annotation, ExprNote, Fold, Plan, Site
 from qtrace.preparation.model import QuantizedModel
@@ -193,10 +193,6 @@ class Index:
         return "" if plan is None else plan.scheme.describe()
 
 
-# Ratios that differ by less count as alike.
-_CHANGED_DB = 0.05
-
-
 def describe_algorithms(reports: Iterable[Mapping[str, Any]]) -> list[str]:
     """Describes the reports of algorithms, line by line.
 
@@ -251,8 +247,8 @@ def _ratios(error: Mapping[str, Any]) -> str:
 def _sites(errors: list[Mapping[str, Any]]) -> list[str]:
     """Says how many sites gained and lost, and which gained and lost most."""
     gains = sorted(errors, key=lambda e: float(e["before"] - e["after"]))
-    better = [e for e in gains if e["after"] - e["before"] >= _CHANGED_DB]
-    worse = [e for e in reversed(gains) if e["before"] - e["after"] >= _CHANGED_DB]
+    better = [e for e in gains if round(e["after"] - e["before"], 1) > 0]  # as far as the text shows it
+    worse = [e for e in reversed(gains) if round(e["before"] - e["after"], 1) > 0]
     same = len(errors) - len(better) - len(worse)
     parts = [
         f"{len(changed)} {word} ({changed[0]['site']} {_ratios(changed[0])}"
@@ -264,7 +260,6 @@ def _sites(errors: list[Mapping[str, Any]]) -> list[str]:
     return [f"  sites, each by itself: {', '.join(parts)}"] if parts else []
 
 
-_GAP = 2
 _COLOURS = {"float": "33", "fused": "2", "carried": "2", "shape": "2"}  # ANSI: yellow, and faint
 
 
@@ -355,13 +350,13 @@ def op_table(index: Index, width: int | None, every: bool, colour: bool) -> str:
     """
     notes = [n for n in index.annotation.notes if every or n.state != "shape"]
     names = _names([n.name for n in notes], width)
-    rest = None if width is None else width - len(names[0]) - _GAP
+    rest = None if width is None else width - len(names[0]) - len(GAP)
     filled = {c: [c.cell(index, note) for note in notes] for c in _COLUMNS}
     filled = {c: cells for c, cells in filled.items() if any(cells)}
     spared = _spared(filled, rest)
     shown = {c.header: cells for c, cells in filled.items() if c.header not in spared}
     table = format_table(list(shown), zip(*shown.values(), strict=True), rest).split("\n")
-    lines = [f"{name}{' ' * _GAP}{line}".rstrip() for name, line in zip(names, table, strict=True)]
+    lines = [f"{name}{GAP}{line}".rstrip() for name, line in zip(names, table, strict=True)]
     if colour:
         lines[2:] = [_coloured(line, note.state) for line, note in zip(lines[2:], notes, strict=True)]
     return "\n".join([*lines, *_left_out(len(index.annotation.notes) - len(notes), spared)])
@@ -377,11 +372,11 @@ def _names(names: list[str], width: int | None) -> list[str]:
 def _spared(filled: dict[_Column, list[str]], width: int | None) -> list[str]:
     """The columns to leave out so that the others stay readable."""
     needs = {
-        c.header: max(len(c.header), min(c.min_width, max(map(len, v)))) + _GAP for c, v in filled.items()
+        c.header: max(len(c.header), min(c.min_width, max(map(len, v)))) + len(GAP) for c, v in filled.items()
     }
     spared: list[str] = []
     for header in _SPARED:
-        if width is None or sum(needs.values()) - _GAP <= width:
+        if width is None or sum(needs.values()) - len(GAP) <= width:
             break
         if needs.pop(header, None) is not None:
             spared.append(header)

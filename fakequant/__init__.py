@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from qtrace.fakequant.base import FakeQuant as FakeQuant
     from qtrace.fakequant.base import builtin as builtin
     from qtrace.fakequant.base import scales as scales
-    from qtrace.fakequant.kernels.kernel import Learn as Learn
+    from qtrace.fakequant.kernels import Learn as Learn
 
 _OTHERS = {
     **dict.fromkeys(("FakeQuant", "builtin", "scales"), "qtrace.fakequant.base"),
-    "Learn": "qtrace.fakequant.kernels.kernel",
+    "Learn": "qtrace.fakequant.kernels",
 }
 
 

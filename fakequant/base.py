@@ -13,7 +13,7 @@ from megengine.traced_module import register_as_builtin
 from megengine.traced_module.pytree import register_supported_type
 
 from qtrace.errors import CalibrationError, ConfigError, SchemeError
-from qtrace.fakequant.kernels.kernel import Learn, Levels, as_float32, positive, quant_dequant
+from qtrace.fakequant.kernels import Learn, Levels, as_float32, positive, quant_dequant
 from qtrace.numerics import SMALLEST_SCALE
 from qtrace.observers.base import Observer
 from qtrace.plugins import name_of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from qtrace.fakequant.base import FakeQuant, builtin
-from qtrace.fakequant.kernels.kernel import Learn
+from qtrace.fakequant.kernels import Learn
 
 __all__ = ["FixedFakeQuant"]
 

@@ -9,7 +9,7 @@ import numpy as np
 from megengine import Parameter, Tensor
 
 from qtrace.fakequant.base import FakeQuant, builtin, refuse_powers_of_two
-from qtrace.fakequant.kernels.kernel import Learn, straight_through
+from qtrace.fakequant.kernels import Learn, straight_through
 from qtrace.numerics import SMALLEST_SCALE
 
 __all__ = ["LearnedRangeFakeQuant"]

@@ -9,8 +9,7 @@ import numpy as np
 from megengine import Parameter, Tensor
 
 from qtrace.fakequant.base import FakeQuant, builtin, refuse_powers_of_two
-from qtrace.fakequant.kernels.gain import StepGain, step_gain
-from qtrace.fakequant.kernels.kernel import Learn, straight_through
+from qtrace.fakequant.kernels import Learn, StepGain, step_gain, straight_through
 from qtrace.numerics import SMALLEST_SCALE
 from qtrace.plugins.options import OptionModel
 

@@ -12,7 +12,7 @@ from megengine.autodiff import Function
 
 from qtrace.errors import ConfigError
 from qtrace.fakequant.base import FakeQuant, builtin
-from qtrace.fakequant.kernels.kernel import Learn
+from qtrace.fakequant.kernels import Learn
 from qtrace.numerics import SMALLEST_SCALE
 
 __all__ = ["TQTFakeQuant"]

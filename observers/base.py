@@ -10,17 +10,21 @@ import base64
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
+from pydantic import Field
 
 from qtrace.errors import CalibrationError, ConfigError
 from qtrace.numerics import choose
 from qtrace.plugins import name_of, resolve
-from qtrace.plugins.options import OptionModel, check_options
+from qtrace.plugins.options import Float, OptionModel, check_options
 from qtrace.scheme import QParams, QScheme
 
-__all__ = ["Layout", "Observer", "State", "from_dict", "to_dict"]
+__all__ = ["Layout", "MovingObserver", "Observer", "State", "from_dict", "to_dict"]
+
+
+# The base of all observers: statistics of one site that merge exactly, and the range they give.
 
 State = dict[str, np.ndarray]
 Layout = dict[str, tuple[type, tuple[str | int, ...]]]
@@ -303,3 +307,59 @@ def _unpack(key: str, value: Any) -> Any:
         return flat.reshape(value["shape"]).astype(dtype.newbyteorder("="))
     except (KeyError, TypeError, ValueError, zlib.error) as error:
         raise ConfigError(f"a saved observer is damaged at {key!r} ({error}): calibrate again.") from None
+
+
+# Exponential moving averages of what each batch says about the ends of the range, mergeable in any order.
+
+
+class MovingObserver(Observer):
+    """Abstract: averages the ends of batches, later ones weighing more.
+
+    ``v <- momentum * v + (1 - momentum) * new``. The average begins with the first batch, as in MegEngine's
+    ``ExponentialMovingAverageObserver``. Of n batches the first weighs ``momentum**(n - 1)``, one with
+    ``age`` batches after it ``(1 - momentum) * momentum**age``.
+
+    Averages do not merge, but lists of batches do: the state keeps the ends of each batch, ordered by batch
+    index, and `range` averages them. Shards must pass the index in the whole run as ``batch``; batches of
+    one index keep the order in which they were observed or merged.
+
+    A subclass defines the ends of a batch in `_ends`.
+
+    Options:
+        momentum: 0 (only the last batch) to 1 (only the first).
+    """
+
+    class Options(OptionModel):
+        momentum: Annotated[Float, Field(ge=0, le=1)] = 0.9
+
+    @abstractmethod
+    def _ends(self, x: np.ndarray, lo: np.ndarray, hi: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Measures the ends of one batch, float32 (C,), from the arguments of `_measure`."""
+
+    def _layout(self) -> Layout:
+        return {
+            "batch": (np.int64, ("R",)),
+            "lo": (np.float32, ("R", "C")),
+            "hi": (np.float32, ("R", "C")),
+        }
+
+    def _measure(self, x: np.ndarray, lo: np.ndarray, hi: np.ndarray, batch: int) -> State:
+        low, high = self._ends(x, lo, hi)
+        return {"batch": np.array([batch], np.int64), "lo": low[None], "hi": high[None]}
+
+    def _combine(self, first: State, second: State) -> State:
+        rows = {key: np.concatenate([first[key], second[key]]) for key in first}
+        order = np.argsort(rows["batch"], kind="stable")
+        return {key: array[order] for key, array in rows.items()}
+
+    def _choose_range(self, state: State) -> tuple[np.ndarray, np.ndarray]:
+        lo, hi = state["lo"].astype(np.float64), state["hi"].astype(np.float64)
+        return self._average(lo), self._average(hi)
+
+    def _average(self, rows: np.ndarray) -> np.ndarray:
+        """Computes the moving average over the rows of shape (R, C): shape (C,)."""
+        momentum = self._options["momentum"]
+        average = rows[0]
+        for row in rows[1:]:
+            average = momentum * average + (1.0 - momentum) * row
+        return average

@@ -8,8 +8,7 @@ import numpy as np
 from pydantic import Field
 
 from qtrace.observers.base import State
-from qtrace.observers.statistics.histogram import HistogramObserver
-from qtrace.observers.statistics.search import best_range, dissimilarity
+from qtrace.observers.statistics import HistogramObserver, best_range, dissimilarity
 from qtrace.plugins.options import Int
 
 __all__ = ["Cosine"]
@@ -20,7 +19,7 @@ class Cosine(HistogramObserver):
 
     Wu et al. 2020, "EasyQuant: Post-training Quantization via Scale Optimization", maximise the cosine of a
     layer's *output* in float and quantized, and go through activation and weight scales in turn. This
-    observer takes the cosine of the tensor itself, ``<x, Q(x)> / (|x| |Q(x)|)``, which a histogram gives: it
+    observer takes the cosine of the tensor itself, ``<x, Q(x)> / (|x| |Q(x)|)``, which a histogram gives. It
     needs no second pass and merges exactly, but ignores how much a layer weighs each value.
 
     A cosine is blind to a common factor, so that with few levels it clips more than ``mse``.

@@ -8,8 +8,7 @@ import numpy as np
 from pydantic import Field
 
 from qtrace.observers.base import State
-from qtrace.observers.statistics.histogram import HistogramObserver
-from qtrace.observers.statistics.moments import moments
+from qtrace.observers.statistics import HistogramObserver, moments
 from qtrace.plugins.options import Float
 
 __all__ = ["LSQPlusInitialization"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from qtrace.observers.statistics.moving import MovingObserver
+from qtrace.observers.base import MovingObserver
 
 __all__ = ["MovingAverage"]
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
-from qtrace.observers.statistics.moving import MovingObserver
+from qtrace.observers.base import MovingObserver
 from qtrace.plugins.options import Float
 
 __all__ = ["MovingPercentile"]

@@ -8,8 +8,7 @@ import numpy as np
 from pydantic import Field
 
 from qtrace.observers.base import State
-from qtrace.observers.statistics.histogram import HistogramObserver
-from qtrace.observers.statistics.search import best_range
+from qtrace.observers.statistics import HistogramObserver, best_range
 from qtrace.plugins.options import Int
 
 __all__ = ["MeanSquaredError"]
@@ -19,7 +18,7 @@ class MeanSquaredError(HistogramObserver):
     """Trades clipping against resolution: the quantizer of this scheme with the least squared error.
 
     The error comes from the whole quantizer, rounding, clipping and rounded zero point included, computed
-    from a histogram in closed form (`qtrace.observers.statistics.search`).
+    from a histogram in closed form (`qtrace.observers.statistics`).
 
     Options:
         candidates: number of ratios that the first sweep tries.

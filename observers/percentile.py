@@ -8,7 +8,7 @@ import numpy as np
 from pydantic import Field
 
 from qtrace.observers.base import State
-from qtrace.observers.statistics.histogram import HistogramObserver, origin_of
+from qtrace.observers.statistics import HistogramObserver, origin_of
 from qtrace.plugins.options import Float
 
 __all__ = ["Percentile"]

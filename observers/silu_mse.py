@@ -9,8 +9,7 @@ from pydantic import Field
 
 from qtrace.numerics import grid
 from qtrace.observers.base import State
-from qtrace.observers.statistics.histogram import HistogramObserver
-from qtrace.observers.statistics.search import Tables, best_range
+from qtrace.observers.statistics import HistogramObserver, Tables, best_range
 from qtrace.plugins.options import Int
 from qtrace.scheme import QScheme
 

@@ -15,8 +15,8 @@ from hypothesis import settings
 
 from qtrace import process
 from qtrace.config import recipe
-from qtrace.costs import processor
-from qtrace.runtimes import files
+from qtrace.costs import table
+from qtrace.runtimes import child
 from tests import warm
 from tests.each import quick_cases, seed
 
@@ -84,7 +84,7 @@ def _warm_runtimes(request: pytest.FixtureRequest) -> Iterator[None]:
     """Verifications use the processes of those before, unless a test is about these processes."""
     with pytest.MonkeyPatch.context() as patch:
         if not any(place in request.path.as_posix() for place in warm.COLD):
-            patch.setattr(files, "_start", warm.start)
+            patch.setattr(child, "_start", warm.start)
         yield
 
 
@@ -138,5 +138,5 @@ def plain_default() -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recipe, "DEFAULT_RECIPE", "onnxruntime")
-        patch.setattr(processor, "processor_flags", lambda: ("avx2", "avx512_vnni", "amx_int8"))  # everywhere
+        patch.setattr(table, "processor_flags", lambda: ("avx2", "avx512_vnni", "amx_int8"))  # everywhere
         yield

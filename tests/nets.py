@@ -12,7 +12,7 @@ import numpy as np
 
 import qtrace
 from qtrace.graph.types import TracedModule
-from qtrace.preparation.record import fake_quants
+from qtrace.preparation.model import fake_quants
 
 
 def net(forward: Callable[..., object], **children: object) -> M.Module:

@@ -10,7 +10,7 @@ from typing import Any
 
 from qtrace import cli
 from qtrace.calibration import running
-from qtrace.calibration.jobs import WorkerJob
+from qtrace.calibration.running import WorkerJob
 from qtrace.workers import Outcome, Pool
 
 __all__ = ["Shuffled"]

@@ -18,7 +18,7 @@ from benchmarks.accuracy.native import NATIVE, load_float
 from benchmarks.accuracy.networks import CLASSIFIERS
 from benchmarks.accuracy.rows import Row, add_recovered_share, markdown, sqnr_db
 from examples import digits
-from qtrace.onnxfile.saturation import products_saturate
+from qtrace.onnxfile.kernels import products_saturate
 from qtrace.sensitivity.layers import RaisableLayer, Raise
 from qtrace.sensitivity.mixed import MixedPrecision
 from tests.each import each_of

@@ -15,7 +15,7 @@ def _figures(lines: int, **reach: int) -> dict[str, dict]:
     return {"rooms": {"graph": {**row, "lines": lines}}, "reach": reach, "style": {}}
 
 
-def test_no_figure_is_above_its_budget():
+def test_sizes_of_rooms_stay_within_the_budget():
     measured = budget.measure(budget.read_sources(), budget.read_pages())
     assert budget.exceeded(measured, budget.read_budget()) == []
 

@@ -22,7 +22,7 @@ from qtrace.graph.types import TracedModule
 from qtrace.numerics import SMALLEST_SCALE, SMALLEST_SHARE
 from qtrace.observers.base import Observer
 from qtrace.plugins import known, resolve
-from qtrace.preparation.record import fake_quants
+from qtrace.preparation.model import fake_quants
 from qtrace.sensitivity import analyze
 from tests.each import each_of
 from tests.nets import images, net

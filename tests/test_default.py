@@ -38,7 +38,7 @@ def _network() -> M.Module:
 
 
 @pytest.mark.parametrize("said", [None, qtrace.QConfig(), {}], ids=["nothing", "an empty config", "{}"])
-def test_saying_nothing_means_the_recipe_int8(said: object) -> None:
+def test_prepare_without_a_config_uses_int8(said: object) -> None:
     traced = qtrace.trace(_network(), BATCHES[0], check=False)
     model = QuantizedModel(qtrace.prepare(traced, said))
     assert model.config == qtrace.load_recipe("int8")

@@ -196,7 +196,7 @@ def test_weights_are_small_and_fit_the_network():
     assert [m.shape for m in maps] == [(1, c, side, side) for side, _ in LEVELS for c in channels]
 
 
-def test_misses_tells_what_is_too_low():
+def test_misses_names_targets_that_are_not_met():
     rows = [
         demo.Row("float", 60.0, 80.0),
         demo.Row("PTQ W8A8", 59.5, 80.0, runtime=58.9),

@@ -19,7 +19,7 @@ def _tracked(*patterns: str) -> list[str]:
     return [name for name in listed if (ROOT / name).is_file()]
 
 
-def test_nobody_is_sent_to_the_package_index() -> None:
+def test_no_text_tells_to_install_qtrace_from_the_package_index() -> None:
     """The index has another project of this name, until ours is published there."""
     pattern = re.compile(r"pip install(?: -\S+)* [\"']?qtrace(?![\w/.-])")
     hits = []

@@ -133,7 +133,7 @@ def test_scale_is_the_least_that_covers(scheme, a, b):
 
 
 @each_of("scheme", [QScheme(), QScheme(signed=True, symmetric=True), QScheme(power_of_two=True)])
-def test_ranges_of_nothing(scheme):
+def test_choose_extends_empty_ranges_to_zero(scheme):
     assert choose(0.0, 0.0, scheme) == choose(0.0, 1.0, scheme)
     assert choose(5.0, 5.0, scheme) == choose(0.0, 5.0, scheme)
     assert choose(-5.0, -5.0, scheme) == choose(-5.0, 0.0, scheme)
@@ -324,7 +324,7 @@ def test_levels_of_values_on_the_grid_are_those_of_quantize(scheme, power, seed)
         x[place] = kept
 
 
-def test_levels_are_found_of_float32_and_one_scale_alone():
+def test_exact_levels_need_float32_and_one_scale():
     params, x = choose(-1.0, 2.0, QScheme()), np.zeros((2, 3), np.float32)
     assert exact_levels(x, params).shape == (2, 3)
     assert exact_levels(np.zeros((0, 3), np.float32), params).shape == (0, 3)

@@ -21,8 +21,8 @@ from qtrace import QConfig
 from qtrace.errors import CalibrationError, ConfigError, GraphError, QtraceError
 from qtrace.graph.lint import lint
 from qtrace.graph.types import TracedModule
+from qtrace.preparation.model import fake_quants
 from qtrace.preparation.passes.insert import CONTAINER
-from qtrace.preparation.record import fake_quants
 from tests.each import each_of
 from tests.nets import MobileNetV2, ResNet, images, net, randomize
 

@@ -359,8 +359,8 @@ def test_an_op_rule_that_is_none_is_refused(chip):
 
 
 def test_a_rule_for_an_op_that_has_one_is_refused(chip):
-    chip(op_rules="conv = qtrace.ops.conv:RULES")
-    with pytest.raises(ConfigError, match=r"two op rules read conv1d: conv1d \(qtrace/ops/conv.py:\d+\)"):
+    chip(op_rules="conv = qtrace.ops.layers:RULES")
+    with pytest.raises(ConfigError, match=r"two op rules read \w+: \w+ \(qtrace/ops/layers.py:\d+\)"):
         qtrace.prepare(qtrace.trace(_conv(), X))
 
 
@@ -378,7 +378,7 @@ def test_a_package_brings_commands_runners_and_parameter_files(chip, tmp_path, m
     (tmp_path / "chip_rules.py").write_text(
         "import click\n"
         "from qtrace.benchmarking.runners import Load\n"
-        "from qtrace.export.parameters.base import ParameterFile\n"
+        "from qtrace.export.parameters import ParameterFile\n"
         "LOAD = Load('chip', 'numpy', '', ('.chip',), open=None)\n"
         "TABLE = ParameterFile('a table', '.txt', lambda rows: 'sites: ' + str(len(rows)))\n"
         "hello = click.Command('hello')\n"

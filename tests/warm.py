@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import ExportError
-from qtrace.runtimes import files
+from qtrace.runtimes import child
 from qtrace.runtimes.child import Child
 from qtrace.runtimes.host import RuntimeHost
 
@@ -18,7 +18,7 @@ __all__ = ["COLD", "start"]
 # Folders and files whose tests are about these processes: each of theirs is a new one.
 COLD = ("tests/benchmarking/", "tests/runtimes/", "tests/verification/runtimes/test_children.py")
 
-_start = files._start
+_start = child._start
 _idle: dict[str, list[tuple[Child, bytes]]] = defaultdict(list)
 
 

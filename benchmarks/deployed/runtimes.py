@@ -29,7 +29,7 @@ from benchmarks.deployed import networks  # noqa: E402
 from benchmarks.timing import run_interleaved  # noqa: E402
 from qtrace.comparing.sums import ErrorSums  # noqa: E402
 from qtrace.display import format_table  # noqa: E402
-from qtrace.onnxfile.saturation import products_saturate  # noqa: E402
+from qtrace.onnxfile.kernels import products_saturate  # noqa: E402
 from qtrace.preparation.model import QuantizedModel  # noqa: E402
 
 __all__ = ["NETS", "RESULTS", "RUNTIMES", "RuntimeRow", "merged", "read", "table"]

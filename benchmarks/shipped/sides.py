@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from qtrace.benchmarking.runners import rotate_order
-from qtrace.runtimes.files import RuntimeChild, RuntimeFile
+from qtrace.runtimes.child import RuntimeChild, RuntimeFile
 from qtrace.runtimes.host import RuntimeHost
 from qtrace.targets.ncnn.runtime import NcnnSession
 from qtrace.targets.tflite.runtime import LitertSession

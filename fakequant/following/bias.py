@@ -8,14 +8,13 @@ from megengine import Tensor
 from megengine.module import Module
 
 from qtrace.fakequant.base import FakeQuant, builtin
-from qtrace.fakequant.kernels.kernel import Levels, quant_dequant
-from qtrace.fakequant.kernels.programs import as_tensor, fits
+from qtrace.fakequant.kernels import Levels, as_tensor, fits, quant_dequant
 from qtrace.numerics import SMALLEST_NORMAL
 
 __all__ = ["BIAS_LIMIT", "BIAS_QMAX", "BiasQuant"]
 
 # The largest float32 below 2**31: the runtime adds the bias as int32.
-BIAS_QMAX = 2147483520
+BIAS_QMAX = int(np.nextafter(np.float32(2**31), np.float32(0)))
 # The largest bias when scales are chosen; the rest of int32 is left to the products.
 BIAS_LIMIT = float(2**30)
 

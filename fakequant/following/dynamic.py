@@ -18,7 +18,7 @@ from megengine import Tensor
 from megengine.module import Module
 
 from qtrace.fakequant.base import builtin
-from qtrace.fakequant.kernels.kernel import Levels, as_float32, quant_dequant
+from qtrace.fakequant.kernels import Levels, as_float32, quant_dequant
 from qtrace.numerics import SMALLEST_NORMAL
 
 __all__ = ["DYNAMIC_LEVELS", "DynamicQuant"]

@@ -11,7 +11,7 @@ import numpy as np
 from megengine import Tensor
 
 from qtrace.errors import CalibrationError
-from qtrace.graph.dataflow import evaluate_fixed, static_nodes
+from qtrace.graph.interpreter import evaluate_fixed, static_nodes
 from qtrace.graph.tensors import read_array
 from qtrace.graph.types import TensorNode
 from qtrace.graph.walk import is_float_tensor

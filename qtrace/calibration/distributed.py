@@ -12,12 +12,11 @@ from typing import Protocol
 import numpy as np
 from megengine import Tensor
 
-from qtrace.calibration.checkpoint import Part, fingerprint, merge_parts, pack, unpack
-from qtrace.calibration.statistics import Statistics
+from qtrace.calibration.algorithms import Part, fingerprint, merge_parts, pack, unpack
+from qtrace.calibration.collecting import Statistics
 from qtrace.errors import CalibrationError, QtraceError
 from qtrace.graph.types import TracedModule
-from qtrace.preparation.model import QuantizedModel
-from qtrace.preparation.record import fake_quants
+from qtrace.preparation.model import QuantizedModel, fake_quants
 from qtrace.scheme import QParams
 
 __all__ = ["Collective", "MegEngineCollective", "average_ranges", "common_statistics", "current"]

@@ -176,8 +176,7 @@ def _write_example(
 ) -> str:
     """Writes the script that runs the file ``out``."""
     from qtrace.export.example import write_example
-    from qtrace.preparation.model import QuantizedModel
-    from qtrace.preparation.record import is_quantized
+    from qtrace.preparation.model import QuantizedModel, is_quantized
 
     preprocess = QuantizedModel(loaded).config.preprocess if is_quantized(loaded) else None
     ends = [(end["name"], end["dtype"], end["shape"]) for end in inputs]
@@ -238,7 +237,7 @@ def verify(
     model = model.in_folder(CONVERTED)
     with console.work():
         import qtrace
-        from qtrace.preparation.record import is_quantized
+        from qtrace.preparation.model import is_quantized
 
         loaded = model.load()
         if is_quantized(loaded):

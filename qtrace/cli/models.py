@@ -143,7 +143,7 @@ def note_ends(model: Any, path: Path, console: Console) -> dict[str, list[dict[s
 def _of_onnx(path: Path) -> dict[str, list[dict[str, Any]]]:
     import onnx
 
-    from qtrace.onnxfile.reading import read_model
+    from qtrace.onnxfile.external_data import read_model
 
     graph = read_model(path).graph
     ends: dict[str, list[dict[str, Any]]] = {}
@@ -429,8 +429,7 @@ class NamedModel:
             quantized: this model, loaded.
         """
         import qtrace
-        from qtrace.graph.interface import read_interface
-        from qtrace.graph.signature import list_inputs
+        from qtrace.graph.interface import list_inputs, read_interface
         from qtrace.importing.onnx import open_inputs
 
         if name is None or not is_onnx(name):
@@ -550,8 +549,7 @@ def preprocessing(model: Any, recipe: NamedRecipe | None = None) -> Any:
 
     Options of images change it.
     """
-    from qtrace.preparation.model import QuantizedModel
-    from qtrace.preparation.record import is_quantized
+    from qtrace.preparation.model import QuantizedModel, is_quantized
 
     if recipe is not None and recipe.name:
         return recipe.load()
@@ -569,8 +567,7 @@ def check_stage(model: Any, name: str, stage: str | None = None) -> None:
     Raises:
         GraphError: naming the file to give instead.
     """
-    from qtrace.preparation.model import QuantizedModel
-    from qtrace.preparation.record import check_quantized
+    from qtrace.preparation.model import QuantizedModel, check_quantized
 
     if stage is not None:
         QuantizedModel(model, stage)
@@ -590,8 +587,7 @@ def check_size(model: Any, name: str, qconfig: Any, data: str) -> None:
 
     from qtrace.data.batches import as_arguments, evaluating, translate_errors
     from qtrace.errors import CalibrationError, ConfigError
-    from qtrace.graph.interface import read_inputs
-    from qtrace.graph.signature import list_inputs
+    from qtrace.graph.interface import list_inputs, read_inputs
 
     preprocess = getattr(qconfig, "preprocess", None)
     if preprocess is None or not Path(data).is_dir():

@@ -13,7 +13,7 @@ from qtrace.cli.models import CONVERTED, images, note_ends
 from qtrace.cli.reports import on_terminal
 
 if TYPE_CHECKING:
-    from qtrace.graph.samples import SamplesReport
+    from qtrace.graph.differences import SamplesReport
 
 __all__ = ["import_onnx", "inspect", "trace"]
 
@@ -184,8 +184,8 @@ def inspect(
     model = model.in_folder(CONVERTED)
     width = shutil.get_terminal_size().columns if on_terminal() else None
     with console.work():
-        from qtrace.graph.dot import dot as draw
         from qtrace.graph.flatten import flatten
+        from qtrace.graph.views import dot as draw
         from qtrace.inspection.analysis import analyze
 
         loaded = model.load_or_trace(shapes)
@@ -203,7 +203,7 @@ def inspect(
 def _compare_samples(model: Any, data: str, console: Console) -> SamplesReport:
     """Compares the first batch of ``data`` with its samples one by one."""
     from qtrace.data.batches import as_arguments
-    from qtrace.graph.samples import check_samples
+    from qtrace.graph.differences import check_samples
 
     first = models.NamedData(data, {"batch_size": _SAMPLES, "max_batches": 1})
     source = first.open(console, models.preprocessing(model))

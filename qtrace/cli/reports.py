@@ -63,8 +63,8 @@ def explain(
     width = shutil.get_terminal_size().columns if on_terminal() else None
     with console.work():
         import qtrace
-        from qtrace.preparation.precision import describe_precision
-        from qtrace.preparation.record import is_quantized
+        from qtrace.preparation.figures import describe_precision
+        from qtrace.preparation.model import is_quantized
 
         recipe.load()  # its mistakes are reported before tracing
         loaded = model.load_or_trace(shapes)

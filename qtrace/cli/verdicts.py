@@ -17,7 +17,7 @@ from qtrace.cli.models import chosen_words
 from qtrace.cli.options import grouped
 from qtrace.display import MEBIBYTE, Displayed, format_table
 from qtrace.errors import ConfigError, QtraceError
-from qtrace.quantizing.folder import CURE
+from qtrace.quantizing.reporting import CURE
 
 if TYPE_CHECKING:
     from qtrace.config import Expect
@@ -356,7 +356,7 @@ def judge_comparison(model: Any, network: Any, source: DataSource, console: Cons
     """
     from qtrace.inspection.twin import float_twin
     from qtrace.preparation.model import QuantizedModel
-    from qtrace.quantizing.evaluation import select_samples
+    from qtrace.quantizing.call_data import select_samples
     from qtrace.sensitivity.diagnosis import diagnose
 
     try:

@@ -24,8 +24,7 @@ LEAST_VALUES = 4
 _MOST_COLUMNS = 4096  # more are positions, as in a sound, of which some are silent
 _SOME_COLUMNS = 8  # up to which each column may be a quantity of its own
 _HEAD_COLUMNS = 64  # up to which they may be, where the smallest range is lost on the grid of the largest
-_LAST_PLACES = 2.0**-22  # of a float32, relative to its size: from one unit below to one above
-_HALF_A_PLACE = 2.0**-24
+_LAST_PLACE = float(np.finfo(np.float32).eps)
 _SMALLEST = float(np.finfo(np.float32).tiny)
 _LOST = 256.0  # the ratio of ranges from which a column has less than one of 256 levels
 _MOST_GROUPS = 8
@@ -224,9 +223,9 @@ class Columns:
         beyond all other columns counts: their noise would vanish next to it.
         """
         largest, spans = self.largest[members], (self.high - self.low)[members]
-        constant = spans <= _LAST_PLACES * largest
+        constant = spans <= 2 * _LAST_PLACE * largest  # from one unit below to one above
         small = largest <= spans[~constant].max(initial=0.0)
-        tiny = _HALF_A_PLACE * largest.max(initial=0.0) if len(members) > _SOME_COLUMNS else _SMALLEST
+        tiny = 0.5 * _LAST_PLACE * largest.max(initial=0.0) if len(members) > _SOME_COLUMNS else _SMALLEST
         return (constant & small) | (largest <= tiny)
 
     @property

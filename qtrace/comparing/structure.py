@@ -15,13 +15,12 @@ from megengine import Tensor
 
 from qtrace import ops
 from qtrace.fakequant.base import FakeQuant
-from qtrace.graph.dataflow import static_nodes
 from qtrace.graph.flatten import flatten
-from qtrace.graph.interpreter import ENGINE_ERRORS, interpret
+from qtrace.graph.interpreter import ENGINE_ERRORS, interpret, static_nodes
 from qtrace.graph.kernels import quiet_engine
 from qtrace.graph.types import Expr, Input, Node, TensorNode, TracedModule
 from qtrace.graph.walk import called_graph, exprs, is_float_tensor, owner, shape_of, tensor_inputs
-from qtrace.ops import OpCall, Role, activation, arithmetic, move, pick, pointwise
+from qtrace.ops import OpCall, Role, elementwise, moves
 
 __all__ = ["Layout", "Parts", "find_parts"]
 
@@ -31,8 +30,8 @@ _FAR = 6.0  # a bound beyond relu6's, such as the size of an image, says nothing
 _AFFINE = ("add", "sub", "mul", "div", "neg")
 _ALIKE = (*_AFFINE, "relu", "relu6", "clip", "mean", "avg_pool2d", "adaptive_avg_pool2d", "identity")
 _JOINS = ("concat", "stack", "setitem")
-_MOVES = frozenset(rule.kind for module in (move, pick) for rule in module.RULES if rule.role is Role.CARRY)
-_ELEMENTWISE = frozenset(rule.kind for module in (activation, arithmetic, pointwise) for rule in module.RULES)
+_MOVES = frozenset(rule.kind for rule in moves.RULES if rule.role is Role.CARRY)
+_ELEMENTWISE = frozenset(rule.kind for rule in elementwise.RULES)
 _BY_VALUES = ("indexing_one_hot", "cond_take")  # which values they pick depends on values
 _CONSTANT = 0
 

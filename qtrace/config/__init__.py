@@ -4,8 +4,7 @@ All are frozen and hashable, refuse unknown keys, and raise `ConfigError`: one s
 """
 
 from qtrace.config.qconfig import Bn, Expect, Preprocess, Qat, QConfig, Region
-from qtrace.config.rule import Match, Observers, Rule, SchemePatch, Subgraph
-from qtrace.config.spec import Spec
+from qtrace.config.rule import Match, Observers, Rule, SchemePatch, Spec, Subgraph
 
 __all__ = [
     "Bn",

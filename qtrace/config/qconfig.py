@@ -10,14 +10,25 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, field_validator, model_validator
 
 from qtrace.config import backends
-from qtrace.config.rule import FloatType, Method, Observers, Placement, Rule, SchemePatch, known_backend
-from qtrace.config.spec import AlgorithmSpec, FakeQuantSpec, Spec
+from qtrace.config.rule import (
+    AlgorithmSpec,
+    FakeQuantSpec,
+    FloatType,
+    Method,
+    Observers,
+    Placement,
+    Rule,
+    SchemePatch,
+    Spec,
+    known_backend,
+)
 from qtrace.display import Displayed
 from qtrace.plugins.options import Bool, Float, Int, OptionModel, Text, Texts, show
 
-__all__ = ["Bn", "Expect", "Preprocess", "QConfig", "Qat", "Region"]
+__all__ = ["MOST_PIXELS", "Bn", "Expect", "Preprocess", "QConfig", "Qat", "Region"]
 
-_MAX_PIXELS = 2**28  # the limit of images, too
+MOST_PIXELS = 2**28
+"""268 million pixels, 0.75 GiB in colour; a PNG of a few kilobytes can ask for a thousand times as much."""
 _NUMBERED = re.compile(r"rules\[\d+\]")
 
 
@@ -101,8 +112,8 @@ class Preprocess(OptionModel):
     def _agree(self) -> Preprocess:
         if len(self.size) != 3 or self.size[0] not in (1, 3):
             raise ValueError("size must be [channels, height, width] with 1 or 3 channels.")
-        if self.size[1] * self.size[2] > _MAX_PIXELS:
-            raise ValueError(f"size asks for more than {_MAX_PIXELS >> 20} million pixels.")
+        if self.size[1] * self.size[2] > MOST_PIXELS:
+            raise ValueError(f"size asks for more than {MOST_PIXELS >> 20} million pixels.")
         for name in ("mean", "std"):
             count = len(getattr(self, name))
             if count != self.size[0]:
@@ -422,7 +433,7 @@ class QConfig(Displayed, OptionModel):
 
     @property
     def sources(self) -> Any:
-        """What the config was read from, for `qtrace.config.targeting`; None for one made in Python."""
+        """What the config was read from, for `qtrace.config.written`; None for one made in Python."""
         return self._sources
 
     def with_sources(self, sources: Any) -> QConfig:

@@ -1,32 +1,162 @@
-"""A rule of a config: the ops that it matches, and the settings that it changes."""
+"""A rule of a config: the ops that it matches, the settings that it changes, the plugins that it names."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, Field, PrivateAttr, model_validator
+from pydantic import AfterValidator, Field, PrivateAttr, field_validator, model_validator
 
 from qtrace import plugins
-from qtrace.config.spec import FakeQuantSpec, ObserverSpec
-from qtrace.plugins.options import Bool, Int, OptionModel, Text, Texts, hint, known_keys
+from qtrace.plugins.options import Bool, Int, Loc, OptionModel, Text, Texts, hint, known_keys, show
 
 if TYPE_CHECKING:
     from qtrace.scheme import QScheme
 
 __all__ = [
     "FLOAT_TYPES",
+    "AlgorithmSpec",
+    "FakeQuantSpec",
     "FloatType",
     "Match",
     "Method",
+    "ObserverSpec",
     "Observers",
     "Placement",
     "Rule",
     "SchemePatch",
+    "Spec",
     "Subgraph",
     "known_backend",
+    "specs",
 ]
+
+
+# The plugins that a config names, with their options.
+
+# Names of plugins in other tools, and in qtrace.
+_ALSO_CALLED = {
+    "easyquant": "cosine",
+    "ema": "moving_average",
+    "entropy": "kl",
+    "hist": "mse",
+    "histogram": "mse",
+    "pow2": "power_of_two",
+    "quantile": "percentile",
+    "ste": "fixed",
+    "brecq": "reconstruct",
+    "cle": "equalize",
+    "cross_layer_equalization": "equalize",
+    "qdrop": "reconstruct",
+}
+
+
+class Spec(OptionModel):
+    """A plugin and its options: written ``mse``, ``{mse: {bins: 2048}}`` or ``pkg.mod:Class``.
+
+    Attributes:
+        name: the plugin's file name, or ``pkg.mod:Class``.
+        options: keyword arguments, plain data.
+    """
+
+    name: Text
+    options: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return {"name": value}
+        if isinstance(value, Spec):
+            return value
+        if not isinstance(value, Mapping):
+            raise ValueError(
+                f"give a name such as mse, or a mapping such as {{mse: {{bins: 2048}}}}, not {show(value)}."
+            )
+        if "name" not in value:
+            if len(value) != 1:
+                raise ValueError(f"give one name, with options under it, not {len(value)} keys.")
+            ((name, options),) = value.items()
+            value = {"name": name, "options": {} if options is None else options}
+        return value
+
+    @field_validator("options", mode="before")
+    @classmethod
+    def _options(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            raise ValueError(f"options are a mapping such as {{bins: 2048}}, not {show(value)}.")
+        return _json(value)
+
+    def to_dict(self) -> str | dict[str, Any]:
+        """Returns the short form: the name, or the name and its options."""
+        return {self.name: copy.deepcopy(self.options)} if self.options else self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)  # options may hold lists
+
+
+def specs(model: OptionModel, loc: Loc = ()) -> Iterator[tuple[Loc, Spec]]:
+    """Yields the plugins that a config names, with their locations in the config."""
+    for key in type(model).model_fields:
+        value = getattr(model, key)
+        items = enumerate(value) if isinstance(value, tuple) else [(None, value)]
+        for index, item in items:
+            item_loc = (*loc, key) if index is None else (*loc, key, index)
+            if isinstance(item, Spec):
+                yield item_loc, item
+            elif isinstance(item, OptionModel):
+                yield from specs(item, item_loc)
+
+
+def _json(value: Any) -> Any:
+    """Copies a value to the types of JSON."""
+    if isinstance(value, Mapping):
+        wrong = next((key for key in value if not isinstance(key, str)), None)
+        if wrong is not None:
+            raise ValueError(f"the option {wrong!r} must be text.")
+        return {str(key): _json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_json(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"the option value {value!r} is not a finite number.")
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise ValueError(
+        f"the option value {show(value)} is not plain data: text, numbers, lists and mappings are."
+    )
+
+
+def _known_plugin(package: str) -> AfterValidator:
+    def check(spec: Spec) -> Spec:
+        if ":" in spec.name:
+            if plugins.OWN_CLASS.fullmatch(spec.name):
+                return spec
+            raise ValueError(f"{spec.name!r} is not of the form pkg.mod:Class.")
+        names = plugins.known(package)
+        if spec.name not in names:
+            kind = "algorithm" if package == "qtrace.ptq" else package.rpartition(".")[2].removesuffix("s")
+            raise ValueError(f"unknown {kind} {spec.name!r}{_resembling(spec.name, names)}")
+        return spec
+
+    return AfterValidator(check)
+
+
+def _resembling(name: str, known: tuple[str, ...]) -> str:
+    """Lists the known names, and first the one that ``name`` resembles."""
+    other = _ALSO_CALLED.get(name.lower())
+    near = f"; did you mean {other!r}?" if other in known else hint(name, known)
+    return near if near.startswith("; known") else f"{near} Known: {', '.join(known)}."
+
+
+ObserverSpec = Annotated[Spec, _known_plugin("qtrace.observers")]
+FakeQuantSpec = Annotated[Spec, _known_plugin("qtrace.fakequant")]
+AlgorithmSpec = Annotated[Spec, _known_plugin("qtrace.ptq")]
+
+
+# A rule of a config: the ops that it matches, and the settings that it changes.
 
 
 def known_backend(name: str) -> str:
@@ -159,9 +289,9 @@ class Match(OptionModel):
         name: glob patterns for the module path or the node name, or for the node or tensor in the ONNX file
             that the network comes from, as Netron shows them. One or a list of alternatives.
         depthwise: convolutions with one input channel per group, or those with more.
-        position: the first or last ops that compute (several if the graph branches), or the ``tail``: the ops
-            after the last ones that are not fused into them, such as the decoding of a detector, means of
-            distributions (DFL) included.
+        position: the first or last ops that compute (several if the graph branches), or the ``tail``. The
+            tail is the ops after the last ones that are not fused into them, such as the decoding of a
+            detector, means of distributions (DFL) included.
         before_output: whether the op's result leaves the graph.
         feeds: kinds of op that read the result, through moves, activations and scalar arithmetic.
         follows: kinds of op that give the input, through the same ops.

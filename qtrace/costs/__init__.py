@@ -6,8 +6,17 @@ op, and predict the time of a whole network before it is exported.
 
 from __future__ import annotations
 
-from qtrace.costs.families import FLOAT, FORMS, INTEGER, LOOKUP, PLAIN_MAX_POOL, OpShape
-from qtrace.costs.table import CostTable, Machine, Measurement
+from qtrace.costs.table import (
+    FLOAT,
+    FORMS,
+    INTEGER,
+    LOOKUP,
+    PLAIN_MAX_POOL,
+    CostTable,
+    Machine,
+    Measurement,
+    OpShape,
+)
 
 __all__ = [
     "FLOAT",

@@ -17,10 +17,9 @@ from qtrace.errors import CalibrationError, GraphError, shorten_list
 from qtrace.gradients.recurrent import checked_shapes
 from qtrace.graph.failures import short
 from qtrace.graph.flatten import flatten
-from qtrace.graph.interface import TensorInfo, read_inputs
+from qtrace.graph.interface import TensorInfo, argument_names, has_traced_structure, list_inputs, read_inputs
 from qtrace.graph.nonfinite import search_nonfinite
 from qtrace.graph.open_axes import read_open_axes
-from qtrace.graph.signature import argument_names, has_traced_structure, list_inputs
 from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.graph.walk import modules_of, op_label, owner, users
 
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from qtrace.config import Preprocess
 
 __all__ = [
+    "ENOUGH_SAMPLES",
     "as_arguments",
     "can_run",
     "cast_to_declared",
@@ -38,6 +38,7 @@ __all__ = [
     "cure_for_shape",
     "cures_for_shapes",
     "evaluating",
+    "every_second",
     "find_unusual",
     "find_values",
     "first_samples",
@@ -286,6 +287,9 @@ def _is_conv(expr: Any) -> bool:
     return op_label(expr) in ("Conv2d", "F.conv2d")
 
 
+ENOUGH_SAMPLES = 8
+"""Fewer samples do not speak for others: figures of one, two and four were 82, 37 and 28 dB too high."""
+
 _RACING = (F.gather, F.linspace, F.arange)
 _INT32 = np.iinfo(np.int32)
 
@@ -426,6 +430,11 @@ def split_samples(arguments: _Arguments) -> list[_Arguments]:
         return _map_values(arguments, lambda value: value[number : number + 1] if value.ndim else value)
 
     return [sample(number) for number in range(count_samples(arguments))]
+
+
+def every_second(arguments: _Arguments) -> _Arguments:
+    """Returns every second sample of a batch whose Tensors share their first axis."""
+    return _map_values(arguments, lambda value: value[::2] if value.ndim else value)
 
 
 def can_run(model: TracedModule, arguments: _Arguments, samples: int | None = None) -> bool:

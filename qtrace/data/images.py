@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from qtrace.config.qconfig import MOST_PIXELS
 from qtrace.data.base import Batch, SizedSource, file_identity
 from qtrace.errors import DataError
 from qtrace.process import caught_lines
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from qtrace.config import Preprocess
 
 __all__ = [
-    "MOST_PIXELS",
     "SUFFIXES",
     "ImageSource",
     "are_pixels",
@@ -37,8 +37,6 @@ __all__ = [
     "normalize",
 ]
 
-MOST_PIXELS = 2**28
-"""268 million pixels, 0.75 GiB in colour; a PNG of a few kilobytes can ask for a thousand times as much."""
 _MAX_BYTES = 8 * MOST_PIXELS  # larger than any such image, even without compression
 _PNG = b"\x89PNG\r\n\x1a\n"
 # Prints of libjpeg and libpng that gave up, or filled in pixels. Extra bytes before a marker count, as they

@@ -2,16 +2,15 @@
 
 A format is chosen by its name, or by a suffix. A format of your own may also be ``pkg.mod:NAME``.
 
-An exporter is a walk over the converted graph plus a table of emitters. ``export/converted/`` is what they
-share, ``export/parameters/`` writes qparams next to a float model. The integers of weights and biases, the
-scale of a bias and its rounding are computed for every format in ``export/converted/graph.py``.
-``export/converted/plain_graph.py`` reads a plain traced module as a converted graph without sites, to be
-written in float. Formats whose runtime folds nothing when it loads a file (``Format.folds_norms``) get
-plain modules with BatchNorms folded. ``targets/tflite/layers.py`` stores a bias as TFLite's kernels read
-it. ``export/layer_net.py`` is the base of the ncnn and Caffe writers. What stays float is float16 if the
-config asks for it: ``calibrate`` observes its ranges, ``preparation/float16.py`` decides op by op by them,
-``export/onnx/float16.py`` writes the finished model so, and ``verification/float16.py`` rounds in the graph
-what the file has so.
+An exporter is a walk over the converted graph plus a table of emitters. ``converted.py`` is what they all
+read, and computes integers of weights and biases. It also reads a plain traced module as a graph without
+sites, to be written in float. A format whose runtime folds nothing when it loads a file
+(``Format.folds_norms``) gets plain modules with BatchNorms folded. ``parameters.py`` writes qparams next to a
+float model, and ``layer_net.py`` is the base of the ncnn and Caffe writers.
+
+What stays float is float16 if the config asks for it. ``calibrate`` observes its ranges, and
+``preparation/float16.py`` decides op by op by them. ``onnx/finished.py`` writes the finished model so, and
+``verification/float16.py`` rounds in the graph what the file has so.
 """
 
 from __future__ import annotations
@@ -23,10 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from qtrace.errors import ExportError
-from qtrace.export.converted.graph import ConvertedGraph
-from qtrace.export.converted.located import locate_by_name
-from qtrace.export.converted.plain_graph import PlainGraph, is_plain
-from qtrace.export.float_types import check_float_type
+from qtrace.export.converted import ConvertedGraph, PlainGraph, check_float_type, is_plain, locate_by_name
 from qtrace.export.format import Content, Format
 from qtrace.graph.opaque import OpaqueOp
 from qtrace.graph.open_axes import read_open_axes

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from qtrace.export.converted.document import DocumentOp, GraphDocument, TensorQuantization, Value, read_graph
-from qtrace.export.converted.graph import ConvertedGraph
+from qtrace.export.converted import ConvertedGraph
+from qtrace.export.document import DocumentOp, GraphDocument, TensorQuantization, Value, read_graph
 from qtrace.export.format import Format
-from qtrace.graph.dot import quote
+from qtrace.graph.views import quote
 from qtrace.storage.outputs import WRITTEN
 
 __all__ = ["FORMAT"]

@@ -5,7 +5,7 @@ Its public names are loaded when they are first used: who edits a graph does not
 ``trace`` runs MegEngine's tracer in eval mode, watches which values ``forward`` reads as Python values,
 and compares the result with the module on other inputs. It reports what a trace cannot hold: values of the
 data that Python reads, lost parameters, custom gradients. ``tracing/session.py`` is one such trace.
-``running.py`` makes modules of functions, and ``leaves.py`` keeps calls whole. ``samples.py``
+``running.py`` makes modules of functions, and ``tracer.py`` keeps calls whole. ``differences.py``
 compares a batch with its samples. ``kernels.py`` refuses calls at which a kernel of MegEngine's ends the
 process. ``graph/`` and what takes its graphs apart (``extras/source/``, ``extras/split/``,
 ``targets/msc/``) touch the internals of a TracedModule. Everything else works through its editor,
@@ -18,8 +18,8 @@ stride, is renewed by ``prepare`` and by ``PlainGraph``, and reported by ``lint`
 leaf for nodes of an ONNX file that MegEngine lacks: a small ONNX model as bytes, which
 ``onnxfile/fragment.py`` runs and infers. ``recurrent.py`` has recurrent layers as functions, which
 ``prepare`` and the float exports write for MegEngine's modules. ``gradients/recurrent.py`` computes them
-forwards and backwards. ``native/`` puts float layers in the place of MegEngine's own quantized ones, and
-keeps their scales for ``preparation/passes/native/``. The graph of a prepared or converted module is edited
+forwards and backwards. ``native.py`` puts float layers in the place of MegEngine's own quantized ones, and
+keeps their scales for ``preparation/passes/native.py``. The graph of a prepared or converted module is edited
 only by passes that renew its record. ``graph/files/`` saves models and reads them without running anything
 that a file brings.
 """
@@ -36,24 +36,22 @@ if TYPE_CHECKING:
     from qtrace.extras.split import Composition, split
     from qtrace.graph.builder import GraphBuilder
     from qtrace.graph.composites import compose
-    from qtrace.graph.dot import dot
+    from qtrace.graph.differences import SampleDifference, SamplesReport, check_samples
     from qtrace.graph.edit import GraphEditor
     from qtrace.graph.files.serialize import load, save
-    from qtrace.graph.find import find
     from qtrace.graph.flatten import add_submodule, delete_attribute, flatten, set_parameter
     from qtrace.graph.function_rule import AnyNumber, function_rule
     from qtrace.graph.interpreter import Interpreter, locate_failure
     from qtrace.graph.lint import LintProblem, check, lint
-    from qtrace.graph.node_meta import meta
+    from qtrace.graph.notes import meta
     from qtrace.graph.passes import FoldConstants, MergeCommonSubexpressions, RemoveDeadCode, run_passes
     from qtrace.graph.pattern import Anything, Const, Mismatch, Op, Param, PatternMatch, match
-    from qtrace.graph.propagate import propagate_shapes, set_input_shapes
+    from qtrace.graph.renewal import propagate_shapes, set_input_shapes
     from qtrace.graph.rewrite import RewriteRule, RuleResult, apply_rules
-    from qtrace.graph.samples import SampleDifference, SamplesReport, check_samples
-    from qtrace.graph.table import table
     from qtrace.graph.tracing.trace import trace
     from qtrace.graph.tracing.tracer import Tracer
     from qtrace.graph.transformer import Transformer
+    from qtrace.graph.views import dot, find, table
     from qtrace.graph.walk import exprs, users
     from qtrace.targets.msc.document import MSCGraph, MSCNode, MSCPrim, MSCTensor, from_msc
     from qtrace.targets.msc.rebuild import to_traced
@@ -120,25 +118,23 @@ _HOMES = {
     "qtrace.display": "format_table",
     "qtrace.graph.builder": "GraphBuilder",
     "qtrace.graph.composites": "compose",
-    "qtrace.graph.dot": "dot",
     "qtrace.graph.edit": "GraphEditor",
     "qtrace.graph.files.serialize": "load save",
-    "qtrace.graph.find": "find",
     "qtrace.graph.flatten": "flatten add_submodule delete_attribute set_parameter",
     "qtrace.graph.function_rule": "AnyNumber function_rule",
     "qtrace.graph.interpreter": "Interpreter locate_failure",
     "qtrace.graph.lint": "LintProblem check lint",
     "qtrace.targets.msc.document": "MSCGraph MSCNode MSCPrim MSCTensor from_msc",
     "qtrace.targets.msc.rebuild": "to_traced",
-    "qtrace.graph.node_meta": "meta",
+    "qtrace.graph.notes": "meta",
     "qtrace.extras.split": "Composition split",
     "qtrace.graph.passes": "FoldConstants MergeCommonSubexpressions RemoveDeadCode run_passes",
     "qtrace.graph.pattern": "Anything Const Mismatch Op Param PatternMatch match",
-    "qtrace.graph.propagate": "propagate_shapes set_input_shapes",
+    "qtrace.graph.renewal": "propagate_shapes set_input_shapes",
     "qtrace.graph.rewrite": "RewriteRule RuleResult apply_rules",
-    "qtrace.graph.samples": "SampleDifference SamplesReport check_samples",
+    "qtrace.graph.differences": "SampleDifference SamplesReport check_samples",
     "qtrace.extras.source": "PythonSource to_source",
-    "qtrace.graph.table": "table",
+    "qtrace.graph.views": "dot find table",
     "qtrace.graph.tracing.trace": "trace",
     "qtrace.graph.tracing.tracer": "Tracer",
     "qtrace.graph.transformer": "Transformer",

@@ -22,15 +22,13 @@ from megengine.traced_module.traced_module import _is_builtin_name
 from megengine.traced_module.utils import _convert_kwargs_to_args
 
 from qtrace.errors import GraphError
-from qtrace.graph.arguments import argument_spec, set_arguments, signature
-from qtrace.graph.endpoints import EndpointEdits
 from qtrace.graph.inference import TensorType, TypeInference, recorded_type
-from qtrace.graph.layer_calls import StoredTensor
-from qtrace.graph.node_meta import move_meta, own_meta
+from qtrace.graph.interface import EndpointEdits
+from qtrace.graph.notes import copy_line, move_meta, name_with_line, own_meta
+from qtrace.graph.operations import StoredTensor
 from qtrace.graph.renewal import renew_behind, same_type, type_of_value, write_type
-from qtrace.graph.source_lines import copy_line, name_with_line
 from qtrace.graph.stepping import write_order
-from qtrace.graph.walk import modules_of, op_label, owner
+from qtrace.graph.walk import argument_spec, modules_of, op_label, owner, set_arguments, signature
 
 __all__ = ["RECORD_ATTRIBUTE", "GraphEditor", "Snapshot"]
 

@@ -19,7 +19,7 @@ from megengine.traced_module.node import ModuleNode, NodeMixin
 from megengine.traced_module.traced_module import InternalGraph, TracedModuleBuilder
 
 from qtrace.errors import GraphError, SchemeError, TraceError
-from qtrace.graph.source_lines import name_with_line, source_line
+from qtrace.graph.notes import name_with_line, source_line
 from qtrace.graph.walk import op_label
 
 __all__ = ["LIBRARIES", "clean_up", "describe_failure", "explain", "parsing", "short", "user_line"]

@@ -16,7 +16,7 @@ from megengine.traced_module.traced_module import InternalGraph
 
 from qtrace.errors import GraphError
 from qtrace.graph.inference import recorded_type
-from qtrace.graph.node_meta import move_meta, own_meta
+from qtrace.graph.notes import move_meta, own_meta
 from qtrace.graph.renewal import InlinedCall, renew_calls, same_type
 from qtrace.graph.stepping import finish
 from qtrace.graph.tensors import shared_copies, shared_copy

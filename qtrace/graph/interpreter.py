@@ -1,40 +1,62 @@
-"""An interpreter to subclass: runs a traced graph expr by expr, with a hook at every node."""
+"""Runs a traced graph expr by expr, with a hook at every node; names the op of an error; reads its dataflow.
+
+A file has MegEngine's own class in its place, so that ``megengine.load`` reads it without qtrace.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import megengine.functional as F
 import numpy as np
 from megengine.core._imperative_rt.core2 import Tensor as RawTensor
+from megengine.core._imperative_rt.core2 import is_tracing_module
+from megengine.jit.tracing import is_tracing
 from megengine.module import Module
-from megengine.traced_module import TracedModule
-from megengine.traced_module.expr import CallMethod, Expr, GetAttr
-from megengine.traced_module.node import Node, TensorNode
 from megengine.traced_module.pytree import LeafDef, TreeDef, tree_flatten
-from megengine.traced_module.traced_module import InternalGraph
+from megengine.traced_module.traced_module import ExprFilter, ExprFilterCallFunction, InternalGraph
 from megengine.traced_module.utils import _convert_kwargs_to_args
 
 from qtrace.errors import GraphError
 from qtrace.fakequant.base import FakeQuant
 from qtrace.fakequant.following.bias import BiasQuant
+from qtrace.gradients import plain
 from qtrace.graph.failures import describe_failure
 from qtrace.graph.kernels import quiet_engine
 from qtrace.graph.tensors import PART_BYTES, large_reads
-from qtrace.graph.walk import IN_PLACE, called_graph, owner, updates_inputs
+from qtrace.graph.types import (
+    CallFunction,
+    CallMethod,
+    Expr,
+    GetAttr,
+    ModuleNode,
+    Node,
+    TensorNode,
+    TracedModule,
+)
+from qtrace.graph.walk import IN_PLACE, called_graph, exprs, owner, reads_shape, tensor_inputs, updates_inputs
 from qtrace.process import LargeFrees, synchronize
 
 __all__ = [
     "ENGINE_ERRORS",
     "Interpreter",
+    "LocatedGraph",
+    "evaluate_fixed",
+    "fixed_nodes",
     "interpret",
     "last_uses",
     "locate_failure",
     "locate_failure_of",
+    "name_failures",
+    "needed_nodes",
     "round_late",
+    "static_nodes",
 ]
+
+
+# An interpreter to subclass: runs a traced graph expr by expr, with a hook at every node.
 
 # What MegEngine raises where an op does not take its inputs.
 ENGINE_ERRORS = (AssertionError, RuntimeError, TypeError, ValueError)
@@ -336,3 +358,152 @@ def last_uses(graph: InternalGraph, order: Sequence[Expr] | None = None) -> dict
         if key not in outputs:
             frees[expr].append(key)
     return frees
+
+
+# MegEngine's graph as its documents describe it: errors name the op, lookups find what was traced.
+
+
+class LocatedGraph(InternalGraph):
+    """MegEngine's graph, whose errors have the node of the op that failed and its source line.
+
+    A lookup of ``F.conv2d`` finds the convolutions of a prepared graph, which have gradients of qtrace's.
+    """
+
+    def exprs(self, recursive: bool = True) -> ExprFilter:
+        """Returns the exprs, to be filtered; also the exprs of submodules, unless ``recursive`` is False."""
+        return _Exprs(super().exprs(recursive))
+
+    def interpret(self, *inputs: Any) -> Any:
+        """Runs the graph on the module and the tensors that ``inputs`` holds."""
+        try:
+            return super().interpret(*inputs)
+        except ENGINE_ERRORS as error:
+            if isinstance(inputs[0], TracedModule) and not (is_tracing_module() or is_tracing()):
+                problem = locate_failure_of(self, inputs)
+                if problem:
+                    error.args = (problem,)
+            raise
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The class that pickle writes: MegEngine's own."""
+        return InternalGraph
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles the graph as one of MegEngine's own class."""
+        function, arguments, *rest = super().__reduce_ex__(protocol)
+        return function, tuple(InternalGraph if a is LocatedGraph else a for a in arguments), *rest
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> InternalGraph:
+        """Copies the graph; the copy names failures, too."""
+        result = super().__deepcopy__(memo)
+        _locate(result)
+        return result
+
+
+class _Exprs(ExprFilter):
+    def call_function(self, func: Callable[..., Any] | None) -> ExprFilterCallFunction:
+        return _Calls(self, func)
+
+
+class _Calls(ExprFilterCallFunction):
+    def __iter__(self) -> Iterator[Expr]:
+        wanted = None if self.func is None else plain(self.func)
+        calls = ExprFilterCallFunction(self._iter)
+        return (call for call in calls if wanted is None or plain(call.func) == wanted)
+
+
+def _locate(graph: InternalGraph) -> None:
+    if type(graph) is InternalGraph:
+        graph.__class__ = LocatedGraph
+
+
+def name_failures(traced: TracedModule) -> None:
+    """Makes errors of a direct call of ``traced`` name the op that fails; the graph stays the same object."""
+    for graph in traced.argdef_graph_map.values():
+        _locate(graph)
+
+
+# Dataflow of a flat graph: the nodes that depend on its inputs, and the nodes that its outputs need.
+
+_LIKE = (F.zeros_like, F.ones_like, F.full_like)
+
+
+def static_nodes(traced: TracedModule) -> set[Node]:
+    """Finds the tensor nodes that do not depend on the values of the graph's inputs.
+
+    They depend on parameters, constants and shapes only: ``reshape(self.table)``, or the positions of anchors
+    that ``arange`` computes from ``x.shape``. Reading the shape of a tensor is not reading its values.
+
+    Args:
+        traced: a flat traced module.
+    """
+    static: set[Node] = set()
+    for expr in exprs(traced):
+        if all(n in static for n in _values_read(expr)):
+            static.update(n for n in expr.outputs if isinstance(n, TensorNode))
+    return static
+
+
+def fixed_nodes(traced: TracedModule, without: Callable[[Expr], bool] = lambda expr: False) -> set[Node]:
+    """Finds the nodes that are computed only from parameters and constants, and these themselves.
+
+    Their values are known without a batch, unlike values of `static_nodes` that depend on an input's shape.
+
+    Args:
+        traced: a flat traced module.
+        without: returns whether to exclude the outputs of an expr.
+    """
+    fixed = {n for n in traced.graph.inputs if isinstance(n, ModuleNode)}
+    for expr in exprs(traced):
+        if all(n in fixed for n in expr.inputs) and not without(expr):
+            fixed.update(n for n in expr.outputs)
+    return fixed
+
+
+def needed_nodes(traced: TracedModule, shapes: bool = False, of: Iterable[Node] | None = None) -> set[Node]:
+    """Returns the nodes on whose values an output of the graph depends, the outputs included.
+
+    Args:
+        traced: a flat traced module.
+        shapes: whether to include the nodes of which an output reads only the shapes.
+        of: the nodes that take the place of the outputs; None for the outputs.
+    """
+    needed: set[Node] = set(traced.graph.outputs if of is None else of)
+    for expr in reversed(exprs(traced)):
+        if any(n in needed for n in expr.outputs):
+            needed.update(tensor_inputs(expr) if shapes else _values_read(expr))
+    return needed
+
+
+def evaluate_fixed(traced: TracedModule, nodes: Iterable[TensorNode]) -> dict[Node, Any]:
+    """Computes nodes that depend only on parameters and constants.
+
+    Args:
+        traced: a flat traced module.
+        nodes: nodes of its graph that are in `fixed_nodes`.
+
+    Returns:
+        node -> its Tensor.
+    """
+    targets = set(nodes)
+    needed, order = set(targets), []
+    for expr in reversed(exprs(traced)):
+        if any(n in needed for n in expr.outputs):
+            needed.update(n for n in expr.inputs)
+            order.append(expr)
+    values: dict[Node, Any] = {n: traced for n in traced.graph.inputs if isinstance(n, ModuleNode)}
+    for expr in reversed(order):
+        results = interpret(expr, [values[n] for n in expr.inputs])
+        values.update((n, v) for n, v in zip(expr.outputs, results or (), strict=True))
+    return {node: values[node] for node in targets}
+
+
+def _values_read(expr: Expr) -> list[TensorNode]:
+    """Returns the tensor nodes whose values, not only shapes, ``expr`` reads."""
+    if reads_shape(expr):
+        return []
+    nodes = tensor_inputs(expr)
+    if isinstance(expr, CallFunction) and expr.func in _LIKE:
+        return [n for n in nodes if n is not expr.args[0]]
+    return nodes

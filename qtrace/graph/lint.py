@@ -23,9 +23,8 @@ from megengine.traced_module.pytree import TreeDef, _is_leaf
 from megengine.traced_module.traced_module import InternalGraph
 
 from qtrace.errors import GraphError, shorten_list
-from qtrace.graph.arguments import signature
 from qtrace.graph.renewal import find_false_types
-from qtrace.graph.walk import op_label
+from qtrace.graph.walk import op_label, signature
 from qtrace.process import on_engine_thread
 
 __all__ = ["LEFTOVERS", "LintProblem", "check", "lint"]

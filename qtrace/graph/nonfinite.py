@@ -1,7 +1,7 @@
 """The origin of NaN and infinity: the first op on the way to a value that holds them.
 
 Both may be meant: -inf in a mask, NaN for "no value". An argument, a parameter or an input holds them then,
-and ops only move, select or ask for them, or calculate at the same places.
+and ops move, select, ask for them or calculate on them.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import megengine.module as M
 import numpy as np
 from megengine.core.ops import builtin
 from megengine.traced_module import TracedModule
-from megengine.traced_module.expr import Apply, CallFunction, Expr, is_call_module
+from megengine.traced_module.expr import Apply, CallFunction, Constant, Expr, GetAttr, is_call_module
 from megengine.traced_module.node import Node, TensorNode
 
 from qtrace.gradients import plain
 from qtrace.graph.flatten import flatten
 from qtrace.graph.interpreter import Interpreter
-from qtrace.graph.source_lines import name_with_line
+from qtrace.graph.notes import name_with_line
 from qtrace.graph.walk import op_label, owner, reads_shape, tensor_inputs
 
 __all__ = ["SWALLOWS_NAN", "NonfiniteSearch", "nonfinite_results", "remedy_for", "search_nonfinite"]
@@ -80,7 +80,9 @@ class NonfiniteSearch(Interpreter):
             return None
         if node not in self.nan:
             return None if before else expr
-        return None if any(n in self.nan for n in tensors) and self._keeps_nan(expr) else expr
+        own = (GetAttr, Constant)  # a layer that reads NaN as a parameter of its own makes NaN
+        meant = (not isinstance(n.expr, own) or self._keeps_nan(expr) for n in tensors if n in self.nan)
+        return None if any(meant) else expr
 
     def calculates_with_nan(self) -> bool:
         """Returns whether an op made anything else of NaN than NaN at the same places."""

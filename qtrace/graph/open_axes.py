@@ -8,13 +8,16 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any
 
+import megengine as mge
 import numpy as np
 
 from qtrace.graph.failures import parsing
 from qtrace.graph.inference import OpError, TensorType, TypeInference, recorded_type
-from qtrace.graph.types import Node, TensorNode, TracedModule
-from qtrace.graph.walk import exprs
+from qtrace.graph.tensors import MAX_RANK
+from qtrace.graph.types import Apply, Constant, Expr, GetAttr, Input, Node, TensorNode, TracedModule
+from qtrace.graph.walk import exprs, reads_shape
 
 __all__ = [
     "BATCH",
@@ -33,8 +36,89 @@ __all__ = [
     "repeat_to",
     "resize_axes",
     "show_shape",
+    "traced_value",
     "write_open_axes",
 ]
+
+
+# Computes the numbers that a graph derives from shapes, at the traced shapes.
+
+_MAX_VALUES = 256  # entries of one tensor: enough for sizes, paddings and bounds
+
+
+def traced_value(node: TensorNode) -> np.ndarray | None:
+    """Computes ``node`` from the shapes that the graph was traced with.
+
+    Args:
+        node: a node of a graph, such as ``(x.shape[2] + 31) // 32``.
+
+    Returns:
+        The value of ``node``; None if it depends on the values of an input or a parameter, or is large.
+    """
+    order = _collect_exprs(node)
+    if order is None:
+        return None
+    values: dict[Node, np.ndarray] = {}
+    for expr in order:
+        results = _evaluate(expr, values)
+        if results is None:
+            return None
+        for out, value in zip(expr.outputs, results, strict=True):
+            values[out] = value
+    return values[node]
+
+
+def _collect_exprs(node: TensorNode) -> list[Expr] | None:
+    """Returns the exprs that compute ``node``, in order; None if one reads more than shapes and numbers."""
+    order: list[Expr] = []
+    visited: set[Expr] = set()
+    stack: list[tuple[Expr, bool]] = [(node.expr, False)]
+    while stack:
+        expr, ready = stack.pop()
+        if expr in visited:
+            continue
+        if ready:
+            visited.add(expr)
+            order.append(expr)
+            continue
+        if not _is_small(expr):
+            return None
+        stack.append((expr, True))
+        if not reads_shape(expr):
+            stack.extend((n.expr, False) for n in expr.inputs)
+    return order
+
+
+def _is_small(expr: Any) -> bool:
+    """Returns whether an expr gives at most `_MAX_VALUES` numbers and reads no parameter or input."""
+    if expr is None or isinstance(expr, (Input, GetAttr)) or not expr.outputs or _is_random(expr):
+        return False
+    if isinstance(expr, Constant) and not isinstance(expr.outputs[0], TensorNode):
+        return False
+    shapes = [n.shape for n in expr.outputs]
+    return all(s is not None and math.prod(int(i) for i in s) <= _MAX_VALUES for s in shapes)
+
+
+def _is_random(expr: Expr) -> bool:
+    """Returns whether an expr draws random numbers."""
+    return isinstance(expr, Apply) and "RNG" in type(expr.opdef).__name__
+
+
+def _evaluate(expr: Expr, values: dict[Node, np.ndarray]) -> list[np.ndarray] | None:
+    """Computes the results of ``expr``; None if its kernel refuses these sizes."""
+    if reads_shape(expr):
+        (source,) = expr.inputs
+        shape = np.array([int(n) for n in source.shape], np.int32)
+        axis = int(expr.opdef.axis)
+        return [shape if axis == MAX_RANK else shape[axis : axis + 1 or None]]
+    inputs = [mge.Tensor(values[n]) for n in expr.inputs]
+    try:
+        return [result.numpy() for result in expr.interpret(*inputs)]
+    except Exception:  # MegEngine's errors are of no class of their own
+        return None
+
+
+# Axes whose size a graph leaves open, and the shapes that follow.
 
 _ATTRIBUTE = "open_axes"
 BATCH = "N"  # the name of the batch where a file or a user gives none
@@ -153,8 +237,8 @@ def growth(size: int) -> int:
 
     It is a multiple of the largest power of two that divides the size, up to 64, so that a network which
     halves the size as often still runs. It is at least 32, half of a small size, or an eighth of a long
-    signal. A smaller growth would not change the size of a coarse map or the number of a signal's windows,
-    which would pass for one that does not depend on the input.
+    signal. A smaller growth would not change the size of a coarse map or the number of a signal's windows.
+    That would pass for one that does not depend on the input.
     """
     power = power_of_two(size)
     visible = size // _VISIBLE_SHARE if size > _LONGEST_OF_MAPS else min(_VISIBLE, size // 2)

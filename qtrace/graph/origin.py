@@ -1,5 +1,9 @@
 """What the file that a traced module was imported from says of itself, and the names in it.
 
+A layer may read a transposed weight, or a third of the one matrix that a file stores for queries, keys and
+values. The moves say where each number of the parameter stands in the stored tensor, so that tuned numbers
+find their way back.
+
 MegEngine names nodes and parameters by identifiers, and a prepared graph has other nodes than the file. The
 origin keeps the file's own words for the export. It is a plain attribute of the traced module, as JSON text,
 which ``flatten``, ``prepare``, ``convert``, ``save`` and ``load`` keep.
@@ -18,7 +22,6 @@ import numpy as np
 
 from qtrace.errors import GraphError
 from qtrace.graph.failures import parsing
-from qtrace.graph.moves import Move, parse_moves
 from qtrace.graph.types import TracedModule
 
 __all__ = [
@@ -27,15 +30,139 @@ __all__ = [
     "FileParameter",
     "FileRemark",
     "FileResult",
+    "Move",
     "copy_origin",
     "hash_values",
+    "joined",
     "move_results",
+    "moved",
+    "parse_moves",
+    "part_of",
+    "places_of",
     "read_origin",
+    "reshaped_to",
+    "taken_at",
+    "transposed_by",
+    "undone",
     "write_origin",
 ]
 
+
+# How a parameter of a graph was made of a stored tensor of a file: by moves, which computed nothing.
+
+# The kind, and its numbers: ("transpose", axes), ("reshape", sizes), ("part", (axis, first, end)),
+# ("take", (axis, *places)).
+Move = tuple[str, tuple[int, ...]]
+_KINDS = ("transpose", "reshape", "part", "take")
+
+
+def transposed_by(axes: Sequence[int]) -> Move:
+    """Returns the move that puts the axes into another order, as `numpy.transpose` does."""
+    return "transpose", tuple(int(axis) for axis in axes)
+
+
+def reshaped_to(sizes: Sequence[int]) -> Move:
+    """Returns the move that gives the numbers another shape, in the order of C."""
+    return "reshape", tuple(int(size) for size in sizes)
+
+
+def part_of(axis: int, first: int, end: int) -> Move:
+    """Returns the move that takes the places from ``first`` up to ``end`` of an axis."""
+    return "part", (int(axis), int(first), int(end))
+
+
+def taken_at(axis: int, places: Iterable[int]) -> Move:
+    """Returns the move that takes places of an axis in any order, one of them several times or not at all."""
+    return "take", (int(axis), *(int(place) for place in places))
+
+
+def joined(moves: Sequence[Move], *more: Move) -> tuple[Move, ...]:
+    """Returns moves one after the other, of which a transpose and its inverse are none."""
+    result = list(moves)
+    for kind, numbers in more:
+        if kind == "transpose" and result and result[-1][0] == kind:
+            before = result.pop()[1]
+            numbers = tuple(before[axis] for axis in numbers)
+        if kind != "transpose" or numbers != tuple(range(len(numbers))):
+            result.append((kind, numbers))
+    return tuple(result)
+
+
+def undone(shape: Sequence[int], moves: Iterable[Move]) -> tuple[Move, ...] | None:
+    """Returns the moves that make the stored tensor of a parameter again; None if numbers are missing.
+
+    Args:
+        shape: the shape of the stored tensor.
+        moves: what made the parameter.
+    """
+    back, own = list[Move](), tuple(shape)
+    for kind, numbers in moves:
+        if kind == "transpose":
+            back.insert(0, transposed_by(np.argsort(numbers).tolist()))
+            own = tuple(own[axis] for axis in numbers)
+        elif kind == "reshape":
+            back.insert(0, reshaped_to(own))
+            own = np.empty(own, np.bool_).reshape(numbers).shape
+        else:
+            return None
+    return tuple(back)
+
+
+def places_of(shape: Sequence[int], moves: Iterable[Move]) -> np.ndarray:
+    """Returns where each number of the result of some moves stands in the flattened stored tensor.
+
+    Args:
+        shape: the shape of the stored tensor.
+        moves: the moves in their order.
+
+    Returns:
+        int64 indices, of the shape of the result.
+
+    Raises:
+        ValueError: when the moves do not fit the shape.
+    """
+    return moved(np.arange(int(np.prod(shape, dtype=np.int64))).reshape(tuple(shape)), moves)
+
+
+def moved(values: np.ndarray, moves: Iterable[Move]) -> np.ndarray:
+    """Returns the result of some moves of an array.
+
+    Raises:
+        ValueError: when the moves do not fit its shape.
+    """
+    for kind, numbers in moves:
+        if kind == "transpose":
+            values = values.transpose(numbers)
+        elif kind == "reshape":
+            values = values.reshape(numbers)
+        elif kind == "part":
+            axis, first, end = numbers
+            values = values.take(range(first, end), axis)
+        else:
+            axis, *taken = numbers
+            try:
+                values = values.take(np.array(taken, np.int64), axis)
+            except IndexError as error:
+                raise ValueError(f"no such places on axis {axis} of a stored tensor") from error
+    return values
+
+
+def parse_moves(items: Any = ()) -> tuple[Move, ...]:
+    """Parses moves that were stored as lists.
+
+    Raises:
+        ValueError: when they are none.
+    """
+    moves = tuple((str(kind), tuple(int(n) for n in numbers)) for kind, numbers in items)
+    if any(kind not in _KINDS for kind, _ in moves):
+        raise ValueError("no such move of a stored tensor")
+    return moves
+
+
+# What the file that a traced module was imported from says of itself, and the names in it.
+
 _ATTRIBUTE = "onnx_origin"
-_MAX_VERSION = 2**63 - 1  # of a number in a protobuf file
+_MAX_VERSION = int(np.iinfo(np.int64).max)  # of a number in a protobuf file
 # Keys that most networks do not have.
 _RARE = (
     "norms",
@@ -149,16 +276,17 @@ class FileOrigin:
         parameters: path of a parameter -> the stored tensor of the file.
         norms: path of the weight of a layer -> the BatchNorm after it; of networks from torch only.
         computed: path of a parameter that is no tensor of the state, such as one that the import computed
-            from it -> hash of its values; of networks from torch only.
+            from it -> hash of its values. Of networks from torch only.
         tied: another name of a stored tensor in torch's state -> its name in ``parameters``.
         absent: the tensors of numbers in torch's state that the graph does not hold, since the network reads
             none of them or the import computed other tensors from them.
         merged: path of a parameter of a layer that was merged into another one, and is no longer in the
-            graph -> the number with which the layer adds nothing, and how many of it the parameter held.
+            graph. Its value is the number with which the layer adds nothing, and how many of it the parameter
+            held.
         frozen: a stored tensor from which the import computed numbers that stay as they are -> hash of its
             values, "" until they are known; of networks from torch only.
-        parts: a tensor of torch's state that is a part of a parameter, as of a recurrent layer -> the path of
-            the parameter in the place of a tensor's name, and the moves that take the part.
+        parts: a tensor of torch's state that is a part of a parameter, as of a recurrent layer. Its value is
+            the path of the parameter in the place of a tensor's name, and the moves that take the part.
         programs: path of a parameter that nodes of the file compute of stored tensors -> hash of its values,
             and the ONNX model with these nodes, in base64.
 

@@ -15,9 +15,7 @@ from megengine.traced_module.expr import CallFunction, Expr
 from megengine.traced_module.node import ModuleNode, Node, TensorNode
 
 from qtrace.errors import GraphError
-from qtrace.graph.dataflow import fixed_nodes
-from qtrace.graph.interpreter import Interpreter, interpret, last_uses
-from qtrace.graph.located_graph import name_failures
+from qtrace.graph.interpreter import Interpreter, fixed_nodes, interpret, last_uses, name_failures
 from qtrace.graph.tensors import PART_BYTES, count_bytes, large_reads, read_array
 from qtrace.process import LargeFrees
 

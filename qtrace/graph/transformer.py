@@ -15,9 +15,8 @@ from megengine.traced_module.pytree import tree_flatten
 from qtrace.errors import GraphError
 from qtrace.graph.builder import GraphBuilder
 from qtrace.graph.flatten import flatten
-from qtrace.graph.node_meta import move_meta
-from qtrace.graph.passes.cleaning import RemoveDeadCode
-from qtrace.graph.source_lines import copy_line, name_with_line
+from qtrace.graph.notes import copy_line, move_meta, name_with_line
+from qtrace.graph.passes import RemoveDeadCode
 from qtrace.graph.walk import get_module, op_label, owner
 
 __all__ = ["Transformer"]

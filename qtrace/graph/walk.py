@@ -1,7 +1,9 @@
-"""Walks over a graph: exprs, users, owners, names and paths."""
+"""Walks over a graph: exprs, users, owners, names and paths, and the structure of an expr's arguments."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
 import os
 from collections.abc import Callable, Hashable, Iterator
@@ -12,6 +14,7 @@ import numpy as np
 from megengine import Parameter, Tensor
 from megengine.core._imperative_rt.core2 import Tensor as RawTensor
 from megengine.module import Module
+from megengine.traced_module.pytree import tree_flatten
 from megengine.traced_module.traced_module import InternalGraph
 
 from qtrace.gradients import plain
@@ -31,6 +34,7 @@ from qtrace.graph.types import (
 
 __all__ = [
     "IN_PLACE",
+    "argument_spec",
     "called_graph",
     "describe_path",
     "exprs",
@@ -44,12 +48,44 @@ __all__ = [
     "output_index",
     "owner",
     "reads_shape",
+    "set_arguments",
     "shape_of",
+    "signature",
     "unused_name",
     "updates_inputs",
     "users",
     "writes_into",
 ]
+
+
+# Arguments of an expr: their structure, and the parameters of MegEngine's functions.
+
+
+def set_arguments(expr: Expr, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Gives ``expr`` its arguments, and its nodes one more user."""
+    leaves, expr.arg_def = tree_flatten((tuple(args), kwargs))
+    expr.inputs, expr.const_val = [], []
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Node):
+            expr.inputs.append(leaf)
+            leaf.users.append(expr)
+        else:
+            expr.const_val.append((index, leaf))
+
+
+@functools.lru_cache(maxsize=256)
+def signature(func: Callable[..., Any]) -> inspect.Signature:
+    """Returns the cached signature of a MegEngine function, which `inspect` takes a millisecond to find."""
+    return inspect.signature(inspect.unwrap(func))
+
+
+@functools.lru_cache(maxsize=256)
+def argument_spec(func: Callable[..., Any]) -> inspect.FullArgSpec:
+    """Returns the cached argument names and defaults of a MegEngine function."""
+    return inspect.getfullargspec(inspect.unwrap(func))
+
+
+# Walks over a graph: exprs, users, owners, names and paths.
 
 
 def unused_name(name: str, is_used: Callable[[str], bool]) -> str:

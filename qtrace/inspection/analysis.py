@@ -16,17 +16,17 @@ from megengine.module import Module
 from qtrace import ops, process
 from qtrace.display import Displayed, format_table
 from qtrace.errors import GraphError
+from qtrace.graph.interface import list_inputs
 from qtrace.graph.interpreter import Interpreter, last_uses
 from qtrace.graph.kernels import quiet_engine
 from qtrace.graph.open_axes import Shape, describe_sizes, open_shapes, show_shape
-from qtrace.graph.signature import list_inputs
 from qtrace.graph.types import Constant, Expr, GetAttr, ModuleNode, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module, module_path, op_label
-from qtrace.ops.macs import count_macs, is_uncounted
+from qtrace.ops.base import count_macs, is_uncounted
 from qtrace.plugins.options import check_arguments
+from qtrace.preparation.model import is_quantized
 from qtrace.preparation.normalize import normalize
 from qtrace.preparation.passes.insert import headline
-from qtrace.preparation.record import is_quantized
 from qtrace.process import on_engine_thread
 
 __all__ = ["Analysis", "OpCost", "analyze", "describe_graph"]

@@ -9,17 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from qtrace.config import QConfig
-from qtrace.config.algorithm import algorithms, check_imported
-from qtrace.config.spec import specs
+from qtrace.config.checking import algorithms, check_imported
+from qtrace.config.rule import specs
 from qtrace.errors import ConfigError, GraphError
 from qtrace.graph.flatten import flatten
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import exprs
-from qtrace.preparation.model import QuantizedModel
+from qtrace.preparation.model import QuantizedModel, is_quantized
 from qtrace.preparation.passes.place import write_same_activations
 from qtrace.preparation.phases import switch_phase
 from qtrace.preparation.prepare import prepare
-from qtrace.preparation.record import is_quantized
 
 __all__ = ["changed_weights", "check_nodes", "describe_changed_weights", "float_twin", "late_algorithms"]
 

@@ -1,13 +1,16 @@
-"""Tensors in a file next to the ONNX file, since a protobuf file holds 2 GB at most: read, and written.
+"""Reads and writes ONNX files, which may come from anywhere, with the tensors that they keep in other files.
 
-They are mapped into memory: a tensor takes memory while its values are read, and gives it back by `release`.
+A protobuf file holds 2 GB at most. Tensors in other files are mapped into memory: a tensor takes memory while
+its values are read, and gives it back by `release`.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import mmap
 import os
+from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,15 +18,20 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.errors import ExportError
+from qtrace.display import format_bytes
+from qtrace.errors import ExportError, install
+from qtrace.storage.files import check_size
 
 __all__ = [
     "FILE_LIMIT",
     "LIMIT",
     "count_bytes",
+    "describe_growth",
     "find_external",
+    "load_model",
     "load_tensors",
     "map_tensor",
+    "read_model",
     "release",
     "skeleton",
     "split_off",
@@ -319,3 +327,77 @@ def _pieces(model: Any, names: Container[str]) -> Iterator[bytes]:
             yield bytes(-end % _ALIGNMENT_BYTES)
             yield data
             end += -end % _ALIGNMENT_BYTES + len(data)
+
+
+def read_model(path: Path) -> Any:
+    """Reads an ONNX file as a ``ModelProto``, without the tensors that it keeps in other files.
+
+    Raises:
+        ExportError: when the file is missing, damaged, too large or of another kind, or the package onnx is
+            missing.
+    """
+    if importlib.util.find_spec("onnx") is None:
+        raise ExportError(f"reading ONNX files needs the package onnx: run {install('onnx')}.")
+    import onnx
+    from google.protobuf.message import DecodeError
+
+    check_size(path, "ONNX")
+    try:
+        model = onnx.load(str(path), load_external_data=False)
+    except (DecodeError, OSError, RecursionError, ValueError) as error:
+        raise ExportError(f"{path} is not an ONNX file, or not all of one: {error}.") from error
+    if not model.graph.node and not model.graph.output:
+        raise ExportError(f"{path} is not an ONNX file: it lacks a graph.")
+    return model
+
+
+def load_model(path: Path) -> tuple[Any, Path | None]:
+    """Reads an ONNX file with its tensors.
+
+    Returns:
+        The model, and the folder of its external tensors if they are too large to be loaded, else None.
+
+    Raises:
+        ExportError: when the file, or the file of its tensors, is missing, damaged or of another kind.
+    """
+    model = read_model(path)
+    external = find_external(model, path)
+    if sum(place.length for _, place in external) >= LIMIT:
+        return model, path.parent
+    load_tensors(external)
+    return model, None
+
+
+def describe_growth(path: Path, source: Path) -> str:
+    """Says that a file is larger than its source, by how much, and through which tensors; "" if it is not.
+
+    Args:
+        path: the file.
+        source: the file that it was made of.
+    """
+    graphs = [read_model(file).graph for file in (path, source)]
+    sizes = [_count_all(*pair) for pair in zip((path, source), graphs, strict=True)]
+    if sizes[0] <= sizes[1]:
+        return ""
+    known = defaultdict[int, list[int]](list)
+    for tensor in _tensors(graphs[1]):
+        known[math.prod(tensor.dims)].append(count_bytes(tensor))
+    grown = []
+    for tensor in graphs[0].initializer:
+        equal = known[math.prod(tensor.dims)]
+        grown.append((count_bytes(tensor) - (equal.pop() if equal else 0), tensor.name))
+    grown = sorted((pair for pair in grown if pair[0] > 0), reverse=True)
+    shown = ", ".join(f"{name} (+{format_bytes(more)})" for more, name in grown[:3]) or "its nodes"
+    own, before = map(format_bytes, sizes)
+    return f"size: {own}, {sizes[0] / sizes[1]:.2f} times the {before} of {source.name}, through {shown}"
+
+
+def _count_all(path: Path, graph: Any) -> int:
+    """Returns the bytes of a file and of the tensors that it keeps in others."""
+    return path.stat().st_size + sum(count_bytes(t) for t in graph.initializer if t.data_location)
+
+
+def _tensors(graph: Any) -> list[Any]:
+    """Returns the stored tensors of a graph; some files have them as nodes."""
+    constants = (a.t for node in graph.node if node.op_type == "Constant" for a in node.attribute)
+    return [*graph.initializer, *(tensor for tensor in constants if tensor.data_type)]

@@ -1,4 +1,7 @@
-"""A fragment of an ONNX file: a model of a few nodes, which onnxruntime runs as they are in the file."""
+"""A fragment of an ONNX file: a model of a few nodes, which onnxruntime runs as they are in the file.
+
+onnxruntime ends the process at a division of integers by 0 or with an overflow: these are found before.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,18 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import ExportError
-from qtrace.onnxfile.bodies import RANDOM_OPS, limit_loops, limit_reached, own_operators
-from qtrace.onnxfile.divisions import describe_division_fault, divides_by_inputs
 from qtrace.onnxfile.local_session import LocalSession, SessionError, SessionSettings, dtype_of
+from qtrace.onnxfile.model import RANDOM_OPS, limit_loops, limit_reached, own_operators
 
-__all__ = ["Fragment", "FragmentTensor", "check_fragment", "infer_outputs", "operators_of"]
+__all__ = [
+    "Fragment",
+    "FragmentTensor",
+    "check_fragment",
+    "describe_division_fault",
+    "divides_by_inputs",
+    "infer_outputs",
+    "operators_of",
+]
 
 # One thread: the last bits of onnxruntime's results depend on their number.
 _SETTINGS = SessionSettings(optimize=False, threads=1, spin=False)
@@ -23,6 +33,8 @@ _MAX_BYTES = 2**31 - 1  # of a protobuf message
 
 Shape = tuple[int, ...]
 _Key = tuple[tuple[Shape, ...], tuple[tuple[str, tuple[int, ...]], ...]]
+
+_OPS = ("Div", "Mod")
 
 
 @dataclass(frozen=True)
@@ -386,3 +398,51 @@ def _has_external(graph: Any, depth: int) -> bool:
             if any(_has_external(body, depth + 1) for body in (*bodies, *attribute.graphs)):
                 return True
     return any(tensor.data_location == TensorProto.EXTERNAL or tensor.external_data for tensor in tensors)
+
+
+def _divisions(model: Any) -> list[tuple[str, str, str]]:
+    """Returns the op, dividend and divisor of each division."""
+    own = (node for node in model.graph.node if node.domain in ("", "ai.onnx") and node.op_type in _OPS)
+    return [(node.op_type, node.input[0], node.input[1]) for node in own]
+
+
+def divides_by_inputs(model: Any) -> bool:
+    """Returns whether a model divides by integers that are inputs of it."""
+    from onnx import helper
+
+    kinds = {i.name: i.type.tensor_type.elem_type for i in model.graph.input}
+    divisors = [kinds[divisor] for _, _, divisor in _divisions(model) if divisor in kinds]
+    return any(np.dtype(helper.tensor_dtype_to_np_dtype(kind)).kind in "iu" for kind in divisors)
+
+
+def describe_division_fault(model: Any, feeds: Mapping[str, np.ndarray]) -> str:
+    """Returns why onnxruntime would not survive a division, as a sentence's end; "" if it does.
+
+    Args:
+        model: the model; divisors that it computes itself are not looked at.
+        feeds: input -> its value.
+    """
+    from onnx import numpy_helper
+
+    divisions = _divisions(model)
+    if not divisions:
+        return ""
+    stored = {t.name: t for t in model.graph.initializer}
+
+    def value(name: str) -> np.ndarray | None:
+        if name in feeds:
+            return feeds[name]
+        return np.asarray(numpy_helper.to_array(stored[name])) if name in stored else None
+
+    for op, dividend, divisor in divisions:
+        numbers = value(divisor)
+        if numbers is None or numbers.dtype.kind not in "iu":
+            continue
+        if not numbers.all():
+            return f"{op} divides integers by 0"
+        over = value(dividend)
+        if numbers.dtype.kind == "i" and over is not None and (numbers == -1).any():
+            lowest = np.iinfo(numbers.dtype).min
+            if (over == lowest).any():
+                return f"{op} divides {lowest} by -1, which exceeds {numbers.dtype}"
+    return ""

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qtrace.onnxfile.bodies import bodies_of, own_operators, read_names
 from qtrace.onnxfile.fragment import Fragment
+from qtrace.onnxfile.model import bodies_of, own_operators, read_names
 
 __all__ = [
     "RankedPlaces",

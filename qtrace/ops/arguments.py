@@ -8,10 +8,9 @@ from typing import Any
 
 from megengine import Tensor
 
-from qtrace.graph.arguments import signature
-from qtrace.graph.traced_sizes import traced_value
+from qtrace.graph.open_axes import traced_value
 from qtrace.graph.types import Apply, CallFunction, CallMethod, Expr, TensorNode, is_call_module
-from qtrace.graph.walk import owner
+from qtrace.graph.walk import owner, signature
 
 __all__ = [
     "Arguments",

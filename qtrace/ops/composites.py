@@ -9,8 +9,8 @@ from typing import Any
 from qtrace.graph import functions
 from qtrace.graph.types import Expr
 from qtrace.ops.arguments import activation, arguments, tensors
-from qtrace.ops.arithmetic import unary
 from qtrace.ops.base import OpRule, Reading, Role, op_rule, typed
+from qtrace.ops.elementwise import unary
 
 __all__ = ["RULES"]
 

@@ -1,17 +1,23 @@
-"""Shapes, and tensors that are created from numbers and shapes only: never quantized."""
+"""Shapes, tensors that are made from numbers and shapes only, and conversions between types."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import megengine.functional as F
+import numpy as np
 
 from qtrace.graph.types import Apply, Expr
-from qtrace.ops.arguments import arguments, children, operands, tensors
+from qtrace.graph.walk import is_float_tensor
+from qtrace.ops.arguments import activation, arguments, children, operands, tensors
 from qtrace.ops.base import INTEGERS, Reading, Role, op_rule, typed
 
 __all__ = ["RULES"]
+
+
+# Shapes, and tensors that are created from numbers and shapes only: never quantized.
 
 _CREATED = "it is made from numbers and shapes"
 
@@ -30,6 +36,11 @@ def _read_created(*names: str) -> Callable[[Expr], Reading]:
     return read
 
 
+def _named_value(expr: Expr) -> float:
+    """Returns the value that ones and zeros have by their name."""
+    return float(expr.func.__name__.startswith("ones"))
+
+
 def _fill(expr: Expr) -> Reading:
     """Reads full, ones and zeros, and the kernel of a call that the tracer did not see."""
     if isinstance(expr, Apply):
@@ -37,17 +48,14 @@ def _fill(expr: Expr) -> Reading:
         (shape,) = operands(expr, 1)
     else:
         a = arguments(expr)
-        value, shape = a.get("value", _VALUES.get(expr.func.__name__)), a["shape"]
+        value, shape = a.get("value", _named_value(expr)), a["shape"]
     return Reading(tensors(shape, value), {"shape": shape, "value": value})
 
 
 def _fill_like(expr: Expr) -> Reading:
     a = arguments(expr)
-    value = a.get("value", _VALUES.get(expr.func.__name__))
+    value = a.get("value", _named_value(expr))
     return Reading(tensors(a["inp"]), {"value": value})
-
-
-_VALUES = {"ones": 1.0, "zeros": 0.0, "ones_like": 1.0, "zeros_like": 0.0}
 
 
 def _meshgrid(expr: Expr) -> Reading:
@@ -57,7 +65,7 @@ def _meshgrid(expr: Expr) -> Reading:
 
 _COORDINATES = "it makes coordinates, which need more than 8 bits"
 
-RULES = (
+_SHAPE = (
     op_rule("shape", Role.SHAPE, _shape, kernels=["GetVarShape"], reason=INTEGERS),
     op_rule("arange", Role.SHAPE, _read_created("start", "stop", "step"), F.arange, reason=_CREATED),
     op_rule("linspace", Role.SHAPE, _read_created("start", "stop", "num"), F.linspace, reason=_CREATED),
@@ -66,3 +74,20 @@ RULES = (
     op_rule("full_like", Role.SHAPE, _fill_like, F.full_like, F.ones_like, F.zeros_like, reason=_CREATED),
     op_rule("meshgrid", Role.FLOAT, _meshgrid, F.meshgrid, reason=_COORDINATES),
 )
+
+
+# Conversions between types.
+
+
+def _astype(expr: Expr) -> Reading:
+    node, out = activation(expr), expr.outputs[0]
+    if np.dtype(node.dtype) == np.dtype(out.dtype):
+        return replace(typed(expr, (node,)), kind="identity")
+    if not is_float_tensor(node) and not is_float_tensor(out):
+        return Reading((node,), role=Role.SHAPE, reason=INTEGERS)
+    return Reading((node,), role=Role.FLOAT, reason="it converts between float32 and another type")
+
+
+_CAST = (op_rule("astype", Role.CARRY, _astype, methods=["astype"], kernels=["TypeCvt"]),)
+
+RULES = (*_SHAPE, *_CAST)

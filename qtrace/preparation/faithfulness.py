@@ -6,8 +6,10 @@ figure is about another network, and none of them shows it.
 
 from __future__ import annotations
 
+import abc
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import megengine.functional as F
@@ -15,30 +17,241 @@ import numpy as np
 from megengine import Tensor
 
 from qtrace.comparing.selections import SORTS, find_selecting, read_ranking
-from qtrace.config.algorithm import algorithms, is_packaged
+from qtrace.config.checking import algorithms, is_packaged
 from qtrace.data import Batch
 from qtrace.data.base import batch_length
-from qtrace.data.batches import as_arguments
+from qtrace.data.batches import (
+    as_arguments,
+    count_samples,
+    evaluating,
+    every_second,
+    first_samples,
+    refuse_nan,
+    split_samples,
+)
 from qtrace.data.opening import cut_batch
 from qtrace.errors import GraphError
+from qtrace.graph.differences import values
+from qtrace.graph.inference import OpError
 from qtrace.graph.interface import read_interface
-from qtrace.graph.types import CallFunction, Node, TracedModule
+from qtrace.graph.interpreter import Interpreter
+from qtrace.graph.kernels import quiet_engine
+from qtrace.graph.native import lower
+from qtrace.graph.open_axes import infer_types, read_open_axes
+from qtrace.graph.types import CallFunction, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, tensor_inputs
 from qtrace.preparation.model import QuantizedModel
-from qtrace.preparation.original import Original, UnpreparedGraph, run_graph
 from qtrace.preparation.phases import in_phase
-from qtrace.preparation.samples import cut_call
 
-__all__ = ["Faithfulness", "are_samples_apart", "read_batches"]
+__all__ = [
+    "Faithfulness",
+    "Original",
+    "Run",
+    "UnpreparedGraph",
+    "are_samples_apart",
+    "arrays_of",
+    "cut_call",
+    "cut_images",
+    "first_calls",
+    "halve_samples",
+    "holds_infinite_data",
+    "read_batches",
+    "read_calls",
+    "run_graph",
+    "split_calls",
+    "takes_call",
+]
+
+
+# A network that its graph is compared with: a graph, or what `qtrace.quantizing` opens with it.
+
+Run = Callable[[Batch], list[np.ndarray]]
+"""A network that gives its outputs for a batch, and may keep a state from call to call."""
+
+
+class Original(abc.ABC):
+    """A network as the user gave it.
+
+    Attributes:
+        name: the network in words.
+        keeps_state: whether a call may change the results of the next ones.
+        precision: the relative error of one operation.
+        granularity: the absolute error of activations that are close to 0.
+    """
+
+    name: str
+    keeps_state: bool = False
+    precision: float = 2.0**-23
+    granularity: float = 0.0
+
+    @abc.abstractmethod
+    def start(self) -> Run:
+        """Returns the network in the state in which the user gave it."""
+
+
+class UnpreparedGraph(Original):
+    """A graph as it was given, before it is prepared."""
+
+    name = "the graph that was given"
+
+    def __init__(self, traced: TracedModule) -> None:
+        self._traced = traced
+
+    @cached_property
+    def _plain(self) -> TracedModule:
+        """The graph without MegEngine's own fake quants, which are no part of the float network."""
+        return lower(self._traced)[0]
+
+    def start(self) -> Run:
+        """Returns the graph, which keeps no state."""
+        return lambda batch: run_graph(self._plain, batch)
+
+
+def run_graph(model: TracedModule, batch: Batch) -> list[np.ndarray]:
+    """Returns the outputs of a graph for a batch."""
+    args, kwargs = as_arguments(batch, model)
+    with evaluating(model), quiet_engine(model):
+        return arrays_of(values(Interpreter(model, waits=True).run(*args, **kwargs)))
+
+
+def arrays_of(results: list[Any]) -> list[np.ndarray]:
+    """Returns the arrays among the results of a call."""
+    return [value for value in results if isinstance(value, np.ndarray)]
+
+
+# The first images of a user's samples, on which ``prepare`` measures and some algorithms learn.
+
+_CUT_SIDE = 1024  # of the square that is left of larger images, a multiple of the strides of detectors
+
+
+def read_calls(samples: Iterable[Any], model: TracedModule, count: int) -> list[Any]:
+    """Returns the arguments of calls for the first ``count`` images of ``samples``."""
+
+    def read() -> Iterator[Any]:
+        for index, batch in enumerate(samples):
+            arguments = as_arguments(batch, model, index)
+            refuse_nan(arguments, index, model)
+            yield arguments
+
+    return first_calls(read(), count, model)
+
+
+def holds_infinite_data(arguments: Any) -> bool:
+    """Returns whether an array of a call mixes infinity with data, unlike a mask of one or two numbers."""
+    args, kwargs = arguments
+    for value in (*args, *kwargs.values()):
+        array = np.asarray(value.numpy() if hasattr(value, "numpy") else value)
+        if array.dtype.kind == "f" and np.isinf(array).any():
+            finite = array[np.isfinite(array)]
+            if not finite.size or len(np.unique(finite)) > 2:
+                return True
+    return False
+
+
+def first_calls(calls: Iterable[Any], count: int, model: TracedModule) -> list[Any]:
+    """Returns ``calls`` up to the first ``count`` images, in whole batches if the model fixes their size."""
+    first: list[Any] = []
+    for arguments in calls:
+        first.append(cut_call(arguments, count, model) or arguments)
+        count -= count_samples(first[-1])
+        if count <= 0:
+            break
+    return first
+
+
+def cut_call(arguments: Any, count: int, model: TracedModule) -> Any:
+    """Returns the first samples of a call; None if they cannot be cut off, or ``model`` refuses so few."""
+    few = first_samples(arguments, count)
+    known = few is not None and takes_call(few, model)
+    return few if known else first_samples(arguments, count, model)
+
+
+def split_calls(calls: Iterable[Any], model: TracedModule) -> list[Any]:
+    """Returns calls with single samples; those with several if ``model`` takes no others.
+
+    What is measured on them does not depend on the size of the user's batches then.
+    """
+    single: list[Any] = []
+    for arguments in calls:
+        single += split_samples(arguments) if cut_call(arguments, 1, model) is not None else [arguments]
+    return single
+
+
+def halve_samples(batches: Iterable[Any], model: TracedModule) -> list[Any]:
+    """Returns every second sample of batches, as batches; every second batch if ``model`` fixes their size.
+
+    What is only compared from layer to layer needs no more.
+    """
+    halved: list[Any] = []
+    for number, batch in enumerate(batches):
+        arguments = as_arguments(batch, model, number)
+        if count_samples(arguments) > 1 and cut_call(arguments, 1, model) is not None:
+            args, kwargs = every_second(arguments)
+            halved.append(kwargs or args)
+        elif number % 2 == 0:
+            halved.append(batch)
+    return halved
+
+
+def cut_images(calls: list[Any], model: TracedModule) -> list[Any]:
+    """Cuts the middle out of images of more than a million pixels, if the network takes any size.
+
+    A run that follows roundings keeps every tensor of a network: at 1760x1760 more than 8 GB for a small one.
+    """
+    record = read_open_axes(model)
+    nodes = [node for node in model.graph.inputs if isinstance(node, TensorNode)]
+    if record is None or len(nodes) != 1 or not {2, 3} <= set(record.of(nodes[0])):
+        return calls
+    return [_cut_image(call, nodes[0], model) for call in calls]
+
+
+def _cut_image(call: Any, node: TensorNode, model: TracedModule) -> Any:
+    args, kwargs = call
+    values = [*args, *kwargs.values()]
+    if len(values) != 1 or values[0].ndim != 4:
+        return call
+    height, width = (int(n) for n in values[0].shape[2:])
+    if height * width <= _CUT_SIDE * _CUT_SIDE:
+        return call
+    top, left = max(0, height - _CUT_SIDE) // 2, max(0, width - _CUT_SIDE) // 2
+    part = values[0][:, :, top : top + _CUT_SIDE, left : left + _CUT_SIDE]
+    try:
+        infer_types(model, {node.name: tuple(map(int, part.shape))})
+    except OpError:
+        return call
+    return (part,) if args else (), dict.fromkeys(kwargs, part)
+
+
+def takes_call(arguments: Any, model: TracedModule) -> bool:
+    """Returns whether the batch is open, as an import has proved, and no edit since then has fixed it.
+
+    Shapes are inferred, which takes less time than a run.
+    """
+    record = read_open_axes(model)
+    nodes = [node for node in model.graph.inputs if isinstance(node, TensorNode)]
+    if record is None or not nodes or not all(0 in record.of(node) for node in nodes):
+        return False
+    args, kwargs = arguments
+    values = Interpreter(model).bind(args, kwargs)[1][1:]
+    try:
+        infer_types(model, {node.name: value.shape for node, value in zip(nodes, values, strict=True)})
+    except OpError:
+        return False
+    return True
+
+
+# Compares the float graph of a network with the network itself, on samples of the user's data.
 
 _LOG = logging.getLogger("qtrace")
 
 # In units of the relative error of an operation: what the order of sums makes of deep networks is below the
 # first; a difference below the second times what the last bits of the inputs make of the outputs is rounding.
 _ALLOWED, _SENSITIVE = 2**13, 64
-_MOST_ALLOWED = 0.05  # of the largest value of an output, where half precision would allow more
-_LEAST_RANGE = 1e-6  # the smallest magnitude of an output that a difference is relative to
-_UNEQUAL = 0.1  # the share of integers that may differ, such as places of maxima
+# The most that is allowed: of the largest value of an output, where half precision would allow more, and of
+# integers that differ, such as places of maxima.
+_MOST_ALLOWED = 0.1
+# The smallest magnitude of an output that a difference is relative to.
+_LEAST_RANGE = float(np.finfo(np.float32).resolution)
 
 Outputs = list[np.ndarray]
 
@@ -173,7 +386,7 @@ def _describe_difference(original: Original, first: np.ndarray, second: np.ndarr
         return f"has the shape {first.shape}, and {second.shape} in the graph"
     difference = _distance(first, second, original.granularity)
     if first.dtype.kind in "iub":
-        return f"differs in {difference:.0%} of its numbers" if difference > _UNEQUAL else ""
+        return f"differs in {difference:.0%} of its numbers" if difference > _MOST_ALLOWED else ""
     allowed = min(_ALLOWED * original.precision, _MOST_ALLOWED)
     return f"differs by {difference:.2g} of its largest value" if difference > allowed else ""
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from qtrace.errors import GraphError
 from qtrace.graph.flatten import flatten
 from qtrace.graph.types import TracedModule
+from qtrace.preparation.model import is_quantized
 from qtrace.preparation.passes.expand import expand
-from qtrace.preparation.record import is_quantized
 
 __all__ = ["normalize"]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +17,51 @@ from qtrace.config import QConfig, Region, backends
 from qtrace.config.checking import check_whole
 from qtrace.config.recipe import config_or_default
 from qtrace.data.batches import check_batches
-from qtrace.errors import GraphError, shorten_list
+from qtrace.display import progress_bar
+from qtrace.errors import GraphError, TraceError, shorten_list
+from qtrace.graph.flatten import flatten
 from qtrace.graph.lint import check
+from qtrace.graph.native import drop_ranges, lower, write_ranges
+from qtrace.graph.renewal import renew_all
 from qtrace.graph.tracing.hazards import debugging_marks
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import describe_path
 from qtrace.plugins.options import check_arguments
 from qtrace.preparation.annotation import Annotation
-from qtrace.preparation.decision import Decision, decide
-from qtrace.preparation.faithfulness import Faithfulness, read_batches
-from qtrace.preparation.float_graph import FloatGraph, make_float_graph
-from qtrace.preparation.model import QuantizedModel
-from qtrace.preparation.original import UnpreparedGraph
+from qtrace.preparation.faithfulness import (
+    Faithfulness,
+    UnpreparedGraph,
+    cut_images,
+    first_calls,
+    holds_infinite_data,
+    read_batches,
+    read_calls,
+)
+from qtrace.preparation.model import QuantizedModel, Record, is_quantized, write_record
 from qtrace.preparation.passes import native
+from qtrace.preparation.passes.annotate import annotate
+from qtrace.preparation.passes.base import change_float, copy_views, reads_samples
+from qtrace.preparation.passes.compose import compose_pieces, drop_neutral
+from qtrace.preparation.passes.expand import align_biases, expand
 from qtrace.preparation.passes.insert import insert
+from qtrace.preparation.passes.mixed_ranges import find_mixed_ranges
+from qtrace.preparation.passes.place import place, write_activations
+from qtrace.preparation.passes.selecting import leave_selecting
 from qtrace.preparation.phases import switch_phase
-from qtrace.preparation.record import Record, is_quantized, write_record
+from qtrace.preparation.placement.reference import MeasuredRun
 from qtrace.process import on_engine_thread, paused_collector, returns_memory
 
-__all__ = ["plan", "plan_graph", "prepare", "prepare_config", "read_request"]
+__all__ = [
+    "Decision",
+    "FloatGraph",
+    "decide",
+    "make_float_graph",
+    "plan",
+    "plan_graph",
+    "prepare",
+    "prepare_config",
+    "read_request",
+]
 
 _LOG = logging.getLogger("qtrace")
 _UNASKED = {"dtype", "kernel", "role", "selection"}
@@ -64,10 +91,10 @@ def prepare(
 
     Args:
         traced: a traced module, as ``qtrace.trace`` or MegEngine's ``trace_module`` gives it.
-        qconfig: a ``QConfig``, a mapping with its fields, a recipe's name or the path of a recipe file;
-            None, or a config that says nothing, for the default: the recipe ``int8``, for onnxruntime. A
-            ``QConfig`` or a mapping that says anything is the whole config: without ``placement``, every op
-            that the target can is rounded, and without ``ptq``, weights are rounded to nearest.
+        qconfig: a ``QConfig``, a mapping with its fields, a recipe's name or the path of a recipe file. None,
+            or a config that says nothing, is the recipe ``int8``, for onnxruntime. A ``QConfig`` or a mapping
+            that says anything is the whole config: without ``placement``, every op that the target can is
+            rounded, and without ``ptq``, weights are rounded to nearest.
         inputs: names or glob patterns of the nodes or modules with which the quantized region begins, which
             are part of it; None for the config's ``region``, else the graph's inputs.
         outputs: names or glob patterns of the nodes or modules with which the quantized region ends; None
@@ -84,8 +111,8 @@ def prepare(
     Raises:
         CalibrationError: when ``samples`` are no batches that fit the model, or an iterator.
         ConfigError: for a config that is wrong or does not fit the graph.
-        GraphError: when ``traced`` is not a traced module, or is prepared already, or an op of it cannot
-            run on the shapes of its inputs after a change of the module. Also when the copy computes
+        GraphError: when ``traced`` is not a traced module, or is prepared already. Also when an op of it
+            cannot run on the shapes of its inputs after a change of the module. Also when the copy computes
             something else on ``samples``.
     """
     config = read_request(traced, qconfig, inputs, outputs, samples)
@@ -259,3 +286,129 @@ def _take_over(model: TracedModule, scales: native.NativeParameters) -> None:
         )
     elif scales.qparams:
         switch_phase("quantize", view)
+
+
+# The first step of ``prepare``: the float graph whose ops and weights the later steps decide on.
+
+# Images on which ranges are measured: their mean decides, not one of them.
+_MEASURED_SAMPLES = 4
+# The samples that algorithms of the float stage read.
+_READ_SAMPLES = 32
+
+
+@dataclass(frozen=True)
+class FloatGraph:
+    """A flat float graph in which weights, biases and composites are ops of their own.
+
+    Attributes:
+        model: the graph; the later steps change it in place.
+        config: the config that they follow.
+        samples: the arguments of a few calls on which to measure; None for generated images.
+        changed: a line for each change of a pass.
+        left: a line for each candidate that a pass left unchanged.
+        reports: the reports of the float algorithms, as plain data.
+        located: the scales that the model brings from MegEngine's own quantization; None if it brings none.
+        dropped: a line for each algorithm that does not run because of these scales.
+    """
+
+    model: TracedModule
+    config: QConfig
+    samples: list[Any] | None
+    changed: tuple[str, ...]
+    left: tuple[str, ...]
+    reports: tuple[dict[str, Any], ...]
+    located: native.Located | None
+    dropped: tuple[str, ...]
+
+
+def make_float_graph(
+    traced: TracedModule, config: QConfig, samples: Iterable[Any] | None = None
+) -> FloatGraph:
+    """Copies a traced module flat, expands layers, composes what is in pieces, and runs the float algorithms.
+
+    Args:
+        traced: a traced module in float; it is not changed.
+        config: the config.
+        samples: the user's batches; None if there are none.
+
+    Raises:
+        CalibrationError: when ``samples`` do not fit the model.
+        GraphError: when an op cannot run on the shapes of its inputs.
+    """
+    model = _flat(traced)
+    renew_all(model)
+    located = native.locate(model)
+    dropped: tuple[str, ...] = ()
+    if located is not None:
+        drop_ranges(model)
+        config, dropped = native.without_refitting(config, located)
+    expanded = expand(model)
+    neutral = drop_neutral(model).changed if located is None else ()
+    if neutral:
+        copy_views(model)
+    composed = compose_pieces(model, config, located.activations if located is not None else ())
+    changed = [*expanded.changed, *neutral, *composed.changed]
+    changed += align_biases(model, before_norms=False).changed
+    count = _READ_SAMPLES if reads_samples(config) else _MEASURED_SAMPLES
+    calls = None if samples is None else read_calls(samples, model, count) or None
+    reports = change_float(model, config, calls or ())
+    changed += align_biases(model).changed
+    left = tuple(str(reason) for reason in (*expanded.left, *composed.left))
+    measured = None if calls is None else cut_images(first_calls(calls, _MEASURED_SAMPLES, model), model)
+    if measured is not None and any(map(holds_infinite_data, measured)):
+        measured = None  # they measure nothing: `calibrate` refuses them and says where
+    return FloatGraph(model, config, measured, tuple(changed), left, reports, located, dropped)
+
+
+def _flat(traced: TracedModule) -> TracedModule:
+    """Returns a flat copy of ``traced``, with float layers in place of MegEngine's own quantized ones."""
+    try:
+        lowered, ranges = lower(traced)
+    except TraceError as error:
+        raise GraphError(f"prepare cannot take the model: {error}") from error.__cause__
+    model = flatten(lowered)
+    if ranges is not None:
+        write_ranges(model, ranges)
+    return model
+
+
+# The second step of ``prepare``: what is quantized, and why.
+
+_SHOWN_AFTER = 1.0  # second: most graphs are decided on before
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The annotation of a float graph.
+
+    Attributes:
+        annotation: for every expr the rule that quantizes it, or the reason why it stays in float.
+        changed: a line for each op that was written in pieces again, as the placement found it faster.
+    """
+
+    annotation: Annotation
+    changed: tuple[str, ...]
+
+
+def decide(graph: FloatGraph, progress: bool = False) -> Decision:
+    """Decides for every expr: unlike ranges first, then selections, the placement, and the rules.
+
+    Args:
+        graph: the float graph; ops that the placement wants in pieces are written so in it.
+        progress: whether to show a progress bar of the runs of the graph on stderr.
+
+    Raises:
+        ConfigError: for a config that does not fit the graph.
+    """
+    model, config = graph.model, graph.config
+    with progress_bar(
+        desc="prepare", unit="forward passes", disable=not progress, delay=_SHOWN_AFTER, leave=False
+    ) as bar:
+        run = MeasuredRun(model, graph.samples, advance=bar.update)
+        mixed = leave_selecting(model, config, find_mixed_ranges(model, config, run))
+    placing = place(model, config, mixed)
+    changed: tuple[str, ...] = ()
+    if placing is not None:
+        placing, pieces = write_activations(model, placing)
+        changed = tuple(pieces.changed)
+    return Decision(annotate(model, config, placing, mixed), changed)

@@ -12,14 +12,13 @@ from megengine import Tensor
 from pydantic import Field
 
 from qtrace.comparing.sums import ErrorSums, finite_or_none
-from qtrace.config.algorithm import Algorithm
+from qtrace.config.checking import Algorithm
 from qtrace.data.batches import as_arguments
 from qtrace.errors import CalibrationError
 from qtrace.graph.stepping import SegmentEngine
 from qtrace.graph.types import TracedModule
 from qtrace.plugins.options import Int
-from qtrace.preparation.float_stage import FloatTask, Report, SiteNoise
-from qtrace.preparation.passes.base import Left, PassResult
+from qtrace.preparation.passes.base import FloatTask, Left, PassResult, Report, SiteNoise
 from qtrace.storage.checkpoints import Checkpoint
 
 __all__ = [
@@ -99,7 +98,7 @@ class CalibratedTask:
         engine: computes the inputs and outputs of layers faster than MegEngine, where it can; None for
             MegEngine.
         learning: computes the steps of what is learned faster than MegEngine, where it can (a
-            `qtrace.learning.engine.LearningEngine`); None for MegEngine.
+            `qtrace.learning.LearningEngine`); None for MegEngine.
         threads: number of threads that compute; None for all cores.
     """
 

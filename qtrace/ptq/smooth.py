@@ -34,11 +34,10 @@ from qtrace.plugins.options import Float
 from qtrace.preparation.annotation import Site
 from qtrace.preparation.passes.annotate import annotate
 from qtrace.ptq.base import FloatAlgorithm, FloatTask, Left, Report, SiteNoise
+from qtrace.ptq.layers.held_back import HELD_EVERY
 from qtrace.ptq.layers.scaling import ChannelGroup, Parameters, channel_groups, rounded_weight
 
 __all__ = ["Smooth"]
-
-_HELD_EVERY = 4
 
 _Batches = Sequence[np.ndarray]
 
@@ -268,7 +267,7 @@ def _split(values: _Batches) -> tuple[_Batches, _Batches]:
     """Splits values into the samples that are fitted to and those held back; fewer than 4 are both."""
     fitted, held, first = [], [], 0
     for value in values:
-        is_held = np.arange(first, first + len(value)) % _HELD_EVERY == _HELD_EVERY - 1
+        is_held = np.arange(first, first + len(value)) % HELD_EVERY == HELD_EVERY - 1
         fitted.append(value[~is_held])
         held.append(value[is_held])
         first += len(value)

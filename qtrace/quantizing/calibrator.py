@@ -18,15 +18,12 @@ from qtrace.graph.types import TracedModule
 from qtrace.inspection.twin import float_twin
 from qtrace.preparation.annotation import Preference
 from qtrace.preparation.faithfulness import Faithfulness
-from qtrace.preparation.model import QuantizedModel
+from qtrace.preparation.model import QuantizedModel, fake_quants
 from qtrace.preparation.passes.choosing import copy_with_weights
 from qtrace.preparation.prepare import prepare_config, read_request
-from qtrace.preparation.record import fake_quants
-from qtrace.quantizing.call_data import CallData
-from qtrace.quantizing.evaluation import estimate_samples
+from qtrace.quantizing.call_data import CallData, estimate_samples
 from qtrace.quantizing.file_runs import FloatFile
-from qtrace.quantizing.judging import Acceptance, Judgement, conclude, copy_float
-from qtrace.quantizing.judging_file import batch_of_file, judge_file
+from qtrace.quantizing.judging import Acceptance, Judgement, batch_of_file, conclude, copy_float, judge_file
 from qtrace.quantizing.reporting import Reporter
 from qtrace.runtimes.host import RuntimeHost
 from qtrace.sensitivity.mixed import Goal, mixed_precision

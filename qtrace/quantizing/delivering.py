@@ -15,16 +15,15 @@ from qtrace.benchmarking.runners import RunnerSettings, can_time
 from qtrace.config import QConfig, backends
 from qtrace.errors import QtraceError
 from qtrace.export import export
+from qtrace.graph.interface import list_inputs
 from qtrace.graph.open_axes import read_open_axes
-from qtrace.graph.signature import list_inputs
 from qtrace.graph.types import TracedModule
-from qtrace.preparation.model import QuantizedModel
+from qtrace.preparation.model import QuantizedModel, fake_quants
 from qtrace.preparation.passes.convert import convert
-from qtrace.preparation.placement.frontier import LEAST_GAIN
-from qtrace.preparation.record import fake_quants
+from qtrace.preparation.placement.labelling import LEAST_GAIN
 from qtrace.quantizing.calibrator import CalibratedGraph, Calibrator
 from qtrace.quantizing.file_runs import FloatFile
-from qtrace.quantizing.judging_file import batch_of_file, open_for_verdict, verify_written
+from qtrace.quantizing.judging import batch_of_file, open_for_verdict, verify_written
 from qtrace.quantizing.targets import format_of
 from qtrace.runtimes.child import MissingPackageError
 from qtrace.runtimes.host import RuntimeHost

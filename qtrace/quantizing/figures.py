@@ -63,10 +63,9 @@ def note_precision(model: Any, reporter: Reporter, path: Path | None = None) -> 
     Returns:
         The number of layers by precision, and of ops in float16, for JSON.
     """
+    from qtrace.preparation.figures import count_precisions, describe_precision
     from qtrace.preparation.float16 import choose_float16, describe_float16, uses_float16
-    from qtrace.preparation.model import QuantizedModel
-    from qtrace.preparation.precision import count_precisions, describe_precision
-    from qtrace.preparation.record import is_quantized
+    from qtrace.preparation.model import QuantizedModel, is_quantized
 
     if not is_quantized(model):
         return {}
@@ -82,8 +81,8 @@ def note_precision(model: Any, reporter: Reporter, path: Path | None = None) -> 
 
 
 def _has_float16(path: Path) -> bool:
-    from qtrace.export.float_types import FLOAT16_KEY
-    from qtrace.onnxfile.reading import read_model
+    from qtrace.export.converted import FLOAT16_KEY
+    from qtrace.onnxfile.external_data import read_model
 
     return path.suffix.lower() == ".onnx" and any(
         p.key == FLOAT16_KEY for p in read_model(path).metadata_props
@@ -103,8 +102,7 @@ def note_device(model: Any, path: Path, reporter: Reporter) -> dict[str, Any]:
     """
     from qtrace.config import backends
     from qtrace.plugins import installed
-    from qtrace.preparation.model import QuantizedModel
-    from qtrace.preparation.record import is_quantized
+    from qtrace.preparation.model import QuantizedModel, is_quantized
 
     if not is_quantized(model):
         return {}
@@ -131,7 +129,7 @@ def note_kernels(model: Any, path: Path, reporter: Reporter) -> dict[str, Any]:
     Returns:
         The ops that compute in float, for JSON; nothing for other files, and for those all in float.
     """
-    from qtrace.preparation.record import is_quantized
+    from qtrace.preparation.model import is_quantized
     from qtrace.verification.runtimes import get as get_runtime
 
     if path.suffix.lower() == ".onnx" or not is_quantized(model):
@@ -196,7 +194,7 @@ def _read_costs(figures: Figures) -> CostTable | None:
     """
     from qtrace.config import backends
     from qtrace.costs import CostTable
-    from qtrace.costs.processor import processor_flags
+    from qtrace.costs.table import processor_flags
 
     if figures.cost_table:
         try:

@@ -18,10 +18,9 @@ from qtrace.data.batches import as_arguments
 from qtrace.export import export
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import TracedModule
+from qtrace.onnxfile.external_data import read_model
 from qtrace.onnxfile.local_session import OrtSession, SessionSettings, dtype_of
-from qtrace.onnxfile.openvino import OpenvinoFile
-from qtrace.onnxfile.reading import read_model
-from qtrace.onnxfile.sessions import open_session
+from qtrace.onnxfile.sessions import OpenvinoFile, open_session
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.passes.convert import convert
 from qtrace.preparation.prepare import prepare

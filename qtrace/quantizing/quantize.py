@@ -13,22 +13,21 @@ from qtrace.config import QConfig
 from qtrace.config.checking import is_precision
 from qtrace.errors import ConfigError
 from qtrace.graph.types import TracedModule
-from qtrace.onnxfile.growth import describe_growth
+from qtrace.onnxfile.external_data import describe_growth
 from qtrace.plugins.options import check_arguments
 from qtrace.preparation.annotation import Preference
 from qtrace.preparation.faithfulness import Faithfulness
 from qtrace.process import older_objects_spared, on_engine_thread
 from qtrace.quantizing.calibrator import Calibrator, refuse_broken
-from qtrace.quantizing.call_data import DataOpener
+from qtrace.quantizing.call_data import DataOpener, check_values
 from qtrace.quantizing.delivering import FileWriter
-from qtrace.quantizing.evaluation import check_values
 from qtrace.quantizing.judging import Acceptance
 from qtrace.quantizing.options import QuantizeOptions
 from qtrace.quantizing.quantized import Quantized
 from qtrace.quantizing.reporting import LogReporter, StageTimes
 from qtrace.quantizing.sources import open_original, own_file, read_network
 from qtrace.quantizing.targets import choose_config, prefer_placement, with_safe_bits
-from qtrace.runtimes.files import check_host
+from qtrace.runtimes.child import check_host
 from qtrace.storage.outputs import output_file
 
 __all__ = ["quantize"]

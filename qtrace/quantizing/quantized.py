@@ -24,15 +24,12 @@ from qtrace.comparing.sums import finite_values
 from qtrace.config.recipe import dump_recipe
 from qtrace.display import Displayed, format_bytes, format_table
 from qtrace.errors import QtraceError
-from qtrace.graph.interface import read_inputs
-from qtrace.graph.signature import list_inputs
+from qtrace.graph.interface import list_inputs, read_inputs
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.explanation import Explanation, explain
 from qtrace.preparation.annotation import PlacementNote, PlacementRow
-from qtrace.preparation.figures import read_figures
-from qtrace.preparation.model import QuantizedModel
-from qtrace.preparation.precision import count_precisions
-from qtrace.preparation.record import fake_quants, read_record
+from qtrace.preparation.figures import count_precisions, read_figures
+from qtrace.preparation.model import QuantizedModel, fake_quants, read_record
 from qtrace.quantizing.delivering import Delivery
 from qtrace.quantizing.judging import Judgement
 from qtrace.runtimes.host import RuntimeHost

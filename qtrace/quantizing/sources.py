@@ -23,27 +23,25 @@ from qtrace.data import Batch, DataSource
 from qtrace.data.base import GIVE_BATCHES, batch_length
 from qtrace.data.batches import as_arguments, can_run, evaluating, first_samples
 from qtrace.errors import CalibrationError, DataError, GraphError
+from qtrace.graph.differences import values
 from qtrace.graph.files.serialize import load
-from qtrace.graph.interface import read_interface
+from qtrace.graph.interface import list_inputs, read_interface
 from qtrace.graph.kernels import quiet_engine
 from qtrace.graph.native import lower
 from qtrace.graph.opaque import cure_for_opaque, divides_by_inputs, opaque_calls
-from qtrace.graph.signature import list_inputs
 from qtrace.graph.tensors import shared_copies
-from qtrace.graph.tracing.diff import values
 from qtrace.graph.tracing.recording import without_none
 from qtrace.graph.tracing.trace import trace
 from qtrace.graph.types import TracedModule
-from qtrace.importing.foreign import is_torch_module
+from qtrace.importing import is_torch_module
 from qtrace.importing.onnx import declared_axes, from_onnx, open_inputs
-from qtrace.importing.onnx.quantization.float_weights import read_unrounded
+from qtrace.importing.onnx.float_weights import read_unrounded
+from qtrace.onnxfile.external_data import read_model
 from qtrace.onnxfile.local_session import SessionSettings, dtype_of
-from qtrace.onnxfile.reading import read_model
 from qtrace.onnxfile.sessions import open_session
 from qtrace.plugins import load_object
-from qtrace.preparation.original import Original, Run, UnpreparedGraph, arrays_of
-from qtrace.preparation.record import is_quantized
-from qtrace.preparation.samples import cut_call, takes_call
+from qtrace.preparation.faithfulness import Original, Run, UnpreparedGraph, arrays_of, cut_call, takes_call
+from qtrace.preparation.model import is_quantized
 from qtrace.quantizing.file_runs import input_values
 
 __all__ = [

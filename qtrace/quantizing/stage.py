@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from qtrace.calibration.calibrate import calibrate
-from qtrace.calibration.jobs import Source
-from qtrace.calibration.running import Result, RunSettings, collect_all
+from qtrace.calibration.running import Result, RunSettings, Source, collect_all
 from qtrace.config import QConfig
 from qtrace.config.recipe import config_or_default, importable
 from qtrace.data import Batch, DataSource
@@ -28,13 +27,11 @@ from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.passes.choosing import copy_with_weights
 from qtrace.preparation.prepare import prepare
 from qtrace.process import on_engine_thread
-from qtrace.quantizing.call_data import DataOpener
-from qtrace.quantizing.evaluation import estimate_samples
+from qtrace.quantizing.call_data import DataOpener, estimate_samples
 from qtrace.quantizing.figures import note_graph
-from qtrace.quantizing.folder import CURE, FILES, VERDICT, write_folder
 from qtrace.quantizing.judging import Acceptance, Judgement, conclude, copy_float
 from qtrace.quantizing.options import DataReading, FolderOptions
-from qtrace.quantizing.reporting import LogReporter, Reporter
+from qtrace.quantizing.reporting import CURE, FILES, VERDICT, LogReporter, Reporter, write_folder
 from qtrace.storage.outputs import resumable_folder
 
 __all__ = ["CalibratedFolder", "calibrate_to_folder"]

@@ -17,10 +17,10 @@ from qtrace.config import recipe as recipes
 from qtrace.config.checking import is_precision
 from qtrace.config.recipe import as_qconfig
 from qtrace.config.rule import FloatType
-from qtrace.config.targeting import config_for_target, place_of_target
+from qtrace.config.written import config_for_target, place_of_target
 from qtrace.errors import ConfigError
 from qtrace.export import check_case, find_format, format_by_name, formats
-from qtrace.onnxfile.saturation import SAFE_BITS, products_saturate
+from qtrace.onnxfile.kernels import SAFE_BITS, products_saturate
 from qtrace.preparation.annotation import Preference
 from qtrace.runtimes.host import RuntimeHost
 

@@ -2,8 +2,7 @@
 
 A runtime may abort its process, or be installed in another interpreter or on another machine. ``worker.py``
 loads and runs files there, for requests over pipes; it needs only numpy and the runtime. ``RuntimeHost``
-(``host.py``) says where, ``files.py`` has the files that are loaded there, ``child.py`` the process and
-what becomes of it. Behind a command, ``connection.py`` is the near and ``tunnel.py`` the far end. The local
-sessions of onnxruntime and OpenVINO (``onnxfile/``) are objects of ``worker.py``, too, so that both ways
-have one set of options.
+(``host.py``) says where, ``child.py`` has the process and the files that are loaded there. After the command
+of a runner, ``tunnel.py`` is the far end. The local sessions of onnxruntime and OpenVINO (``onnxfile/``) are
+objects of ``worker.py``, too, so that both ways have one set of options.
 """

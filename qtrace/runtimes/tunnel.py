@@ -1,6 +1,6 @@
 """The far end of a runner's command: starts `worker.py` in a folder of its own, and passes bytes both ways.
 
-It is a script of its own, which an interactive Python takes in one line (`connection.py`), and imports the
+It is a script of its own, which an interactive Python takes in one line (`child.py`), and imports the
 standard library only. Lines carry bytes as base64 through whatever lies between: shells, ssh, adb. Each line
 from here begins with a mark: ``>`` bytes of the worker, ``~`` the seconds that it has computed, ``!`` how it
 ended. When the worker or the connection ends, the folder goes.

@@ -16,8 +16,7 @@ from qtrace.graph.types import TracedModule
 from qtrace.inspection.twin import describe_changed_weights, float_twin
 from qtrace.plugins import make_callable
 from qtrace.plugins.options import check_arguments
-from qtrace.preparation.model import QuantizedModel
-from qtrace.preparation.record import is_quantized
+from qtrace.preparation.model import QuantizedModel, is_quantized
 from qtrace.sensitivity.metrics import DetectionLoss, Level, Metric, choose
 from qtrace.sensitivity.mixed import Budget, Goal, MixedPrecision, mixed_precision
 from qtrace.sensitivity.ranking import Ranking, count_runs, rank

@@ -22,7 +22,7 @@ from qtrace.storage.outputs import WRITTEN
 
 __all__ = ["FloatValues", "RaisableLayer", "Raise", "active_groups", "find_layers", "patch_text"]
 
-_FLOAT_BITS = 32
+_FLOAT_BITS = np.finfo(np.float32).bits
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from qtrace.errors import CalibrationError, ConfigError
 from qtrace.graph.flatten import flatten
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.twin import late_algorithms
+from qtrace.preparation.model import fake_quants
 from qtrace.preparation.prepare import prepare
-from qtrace.preparation.record import fake_quants
 from qtrace.sensitivity.layers import RaisableLayer, Raise, patch_text
 from qtrace.sensitivity.metrics import DetectionLoss, Metric, Own, choose
 from qtrace.sensitivity.simulation import Simulation

@@ -22,9 +22,7 @@ from qtrace.preparation.model import QuantizedModel
 from qtrace.process import on_engine_thread
 from qtrace.runtimes.host import RuntimeHost
 from qtrace.scheme import QParams
-from qtrace.verification.causes import likely_causes, optimized_kernel_cause
-from qtrace.verification.crosscheck import Disagreement, cross_check
-from qtrace.verification.float_check import FloatCheck
+from qtrace.verification.crosscheck import Disagreement, cross_check, likely_causes, optimized_kernel_cause
 from qtrace.verification.float_outputs import FloatOutputs
 from qtrace.verification.other_sizes import by_sample
 from qtrace.verification.report import VerifyReport
@@ -33,6 +31,7 @@ from qtrace.verification.runtimes import get as get_runtime
 from qtrace.verification.runtimes import runs_optimized
 from qtrace.verification.runtimes.base import Runtime
 from qtrace.verification.tallies import CrossCheck, too_many
+from qtrace.verification.verify import FloatCheck
 
 __all__ = ["FirstDifference", "bisect"]
 

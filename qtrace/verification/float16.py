@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.export.float_types import FLOAT16_KEY
+from qtrace.export.converted import FLOAT16_KEY
 from qtrace.graph.types import Constant, GetAttr, Node, TensorNode
 from qtrace.graph.walk import exprs, is_float_tensor
 from qtrace.numerics import quantize

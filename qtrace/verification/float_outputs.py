@@ -13,9 +13,8 @@ from qtrace.comparing.selections import Share
 from qtrace.data.batches import evaluating, translate_errors
 from qtrace.errors import GraphError
 from qtrace.graph.types import TracedModule
-from qtrace.preparation.model import QuantizedModel
+from qtrace.preparation.model import QuantizedModel, is_quantized
 from qtrace.preparation.phases import in_phase
-from qtrace.preparation.record import is_quantized
 from qtrace.verification.graph_runs import FloatLane
 from qtrace.verification.selections import FirstOfEquals
 

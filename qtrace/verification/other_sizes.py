@@ -17,12 +17,11 @@ from megengine import Tensor
 from qtrace.data.batches import as_arguments, evaluating
 from qtrace.errors import ExportError, GraphError
 from qtrace.export import find_format
-from qtrace.export.converted.graph import ConvertedGraph
-from qtrace.export.converted.plain_graph import PlainGraph, is_plain
+from qtrace.export.converted import ConvertedGraph, PlainGraph, is_plain
 from qtrace.graph.interpreter import Interpreter, locate_failure
 from qtrace.graph.open_axes import OpenAxes, OpenAxis, other_sizes, read_open_axes, repeat_to
 from qtrace.graph.types import TensorNode, TracedModule
-from qtrace.onnxfile.reading import read_model
+from qtrace.onnxfile.external_data import read_model
 from qtrace.preparation.model import QuantizedModel
 from qtrace.verification.runtimes.base import RuntimeRun, Session, run_outputs
 

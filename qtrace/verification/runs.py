@@ -19,15 +19,13 @@ from qtrace.comparing.sums import sqnr_db
 from qtrace.data.batches import as_arguments, refuse_nan, translate_errors
 from qtrace.errors import CalibrationError, ExportError, QtraceError
 from qtrace.fakequant.fixed import FixedFakeQuant
-from qtrace.graph.dataflow import needed_nodes
-from qtrace.graph.interpreter import ENGINE_ERRORS, Interpreter
+from qtrace.graph.interpreter import ENGINE_ERRORS, Interpreter, needed_nodes
 from qtrace.graph.opaque import OpaqueOp
 from qtrace.graph.types import Expr, Input, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, owner, users
 from qtrace.numerics import dequantize, exact_levels, quantize, smallest_type
-from qtrace.onnxfile.reading import read_model
-from qtrace.preparation.identity import graph_hash
-from qtrace.preparation.model import QuantizedModel, QuantizedSite
+from qtrace.onnxfile.external_data import read_model
+from qtrace.preparation.model import QuantizedModel, QuantizedSite, graph_hash
 from qtrace.process import Together, prefetch
 from qtrace.scheme import QParams
 from qtrace.verification.crosscheck import Disagreement, RuntimeValues

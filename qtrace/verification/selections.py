@@ -30,7 +30,7 @@ from qtrace.comparing.selections import (
     score_rows,
     selects,
 )
-from qtrace.graph.source_lines import name_with_line
+from qtrace.graph.notes import name_with_line
 from qtrace.graph.types import Expr, Node, TracedModule
 from qtrace.graph.walk import exprs, op_label
 from qtrace.ops import OpCall, kind_of

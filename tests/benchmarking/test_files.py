@@ -67,7 +67,7 @@ def test_no_file_runs_twice_in_a_row(names):
     assert all(one != other for one, other in itertools.pairwise(runs))
 
 
-def test_the_ratio_is_the_speed_against_the_first_file():
+def test_ratio_is_relative_to_the_first_file():
     first, second = run_interleaved([Logged("a", [], 0.004), Logged("b", [], 0.001)], 0.0)
     assert first.ratio == 1
     assert second.ratio == pytest.approx(4)

@@ -41,7 +41,7 @@ class _Files:
 
 
 @each_of("count", [2, 3, 4])
-def test_a_file_that_would_be_faster_after_itself_has_no_better_place(monkeypatch, count: int) -> None:
+def test_compare_files_gives_no_file_a_faster_place(monkeypatch, count: int) -> None:
     files = _Files(monkeypatch, *(0.01,) * count)
     files.cold, files.wobble = 1.5, 0.001
     speeds = timing.compare_files(files.paths)
@@ -66,7 +66,7 @@ def test_slow_files_have_fewer_turns_within_the_time_they_may_take(monkeypatch, 
     assert speeds[-1].ratio == pytest.approx(seconds[0] / seconds[-1], rel=0.03)
 
 
-def test_files_too_slow_for_three_turns_are_a_sentence_after_two_runs(monkeypatch) -> None:
+def test_compare_files_refuses_too_slow_files_after_two_runs(monkeypatch) -> None:
     files = _Files(monkeypatch, 2.0, 2.0, 2.0, 2.0)
     with pytest.raises(
         ExportError, match=r"a run of 0.onnx takes 2.04 s: 4 files cannot be compared within 30 s"
@@ -115,7 +115,7 @@ def test_a_speed_is_clear_if_its_narrow_range_says_which_is_faster(
     assert not timing.are_clear([whole, own, timing.Speed(1.0, 1.0, 0.99, 1.01, 14)])
 
 
-def test_few_turns_say_less() -> None:
+def test_few_turns_widen_the_range_of_a_ratio() -> None:
     """Three ratios have a far wider range than nine; a clear difference stays clear."""
     own = [1.0, 1.01, 0.99]
     _, few = timing.summarize([[[0.5] * 3, own]])

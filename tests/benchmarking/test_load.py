@@ -36,7 +36,7 @@ def test_the_work_of_others_is_that_of_all_cores_less_our_own(
 
 
 @each_of("text", [None, "", "cpu x y\n"])
-def test_a_machine_that_does_not_say_is_taken_as_idle(
+def test_unknown_load_counts_as_idle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None
 ) -> None:
     stat = tmp_path / "stat"

@@ -82,7 +82,7 @@ def test_an_integer_product_may_write_floats(tmp_path):
     assert "dequantize" not in forms
 
 
-def test_what_a_runtime_folds_takes_no_time_and_norms_of_groups_do(tmp_path):
+def test_prediction_skips_folded_nodes_but_times_group_norms(tmp_path):
     net = Net()
     ones = net.node("Reshape", [net.random((4, 1)), net.store(np.array([4], np.int64))])
     path = tmp_path / "net.onnx"

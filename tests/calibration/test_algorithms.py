@@ -16,7 +16,7 @@ import pytest
 import qtrace
 from qtrace import QConfig
 from qtrace.errors import CalibrationError, ConfigError
-from qtrace.preparation.record import read_record, write_record
+from qtrace.preparation.model import read_record, write_record
 from qtrace.ptq.base import Batches, CalibratedAlgorithm, CalibratedTask, Report
 from tests.each import each_of
 from tests.nets import images, left_lines, net

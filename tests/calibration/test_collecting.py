@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 import qtrace
-from qtrace.calibration import choice, onnxruntime
-from qtrace.calibration.collecting import CollectOptions, collect
-from qtrace.calibration.onnxruntime import OnnxRuntime
-from qtrace.calibration.statistics import Statistics
+from qtrace.calibration import choice, engines
+from qtrace.calibration.collecting import CollectOptions, Statistics, collect
+from qtrace.calibration.engines import OnnxRuntime
 from qtrace.errors import CalibrationError
 from qtrace.graph.types import TracedModule
 from tests.nets import Chain, images
@@ -96,21 +95,21 @@ def test_an_error_of_a_batch_that_was_read_ahead_comes_in_its_turn(wrong: str) -
 
 
 @pytest.mark.parametrize(("threads", "limit"), [(1, 1 << 30), (2, 1)])
-def test_nothing_is_begun_on_one_thread_or_without_memory(
+def test_prefetch_needs_two_threads_and_memory(
     threads: int, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(onnxruntime, "_MAX_PREFETCHED_BYTES", limit)
+    monkeypatch.setattr(engines, "_MAX_PREFETCHED_BYTES", limit)
     begun, prepared = _record_begun(monkeypatch), _prepared()
     _assert_equal(_collected(prepared, threads=threads, prefetch=True), _collected(prepared, threads=1))
     assert not any(begun)
 
 
-def test_what_memory_has_no_room_for_is_begun_when_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefetch_waits_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     prepared = _prepared()
     sizes: list[float] = []
     begun = _record_begun(monkeypatch, sizes)
     _collected(prepared, threads=2, prefetch=True)
-    monkeypatch.setattr(onnxruntime, "_MAX_PREFETCHED_BYTES", 2.5 * sizes[0])
+    monkeypatch.setattr(engines, "_MAX_PREFETCHED_BYTES", 2.5 * sizes[0])
     begun.clear()
     _assert_equal(_collected(prepared, threads=2, prefetch=True), _collected(prepared, threads=1))
     assert max(map(len, begun)) == 2

@@ -14,7 +14,7 @@ from qtrace.calibration import calibrate, distributed
 from qtrace.calibration.distributed import MegEngineCollective, average_ranges
 from qtrace.errors import CalibrationError
 from qtrace.graph.types import TracedModule
-from qtrace.preparation.record import fake_quants
+from qtrace.preparation.model import fake_quants
 from tests.each import each_of
 from tests.nets import Chain, images
 
@@ -133,5 +133,5 @@ def test_bytes_of_any_length_are_sent_as_integers(
     assert MegEngineCollective().gather(data[0]) == data
 
 
-def test_no_ranks_here() -> None:
+def test_no_distributed_group_by_default() -> None:
     assert distributed.current() is None

@@ -17,14 +17,12 @@ import qtrace
 from qtrace.calibration import choice
 from qtrace.calibration.base import EngineError, watched
 from qtrace.calibration.collecting import CollectOptions, collect
-from qtrace.calibration.megengine import MegEngine
-from qtrace.calibration.onnxruntime import OnnxRuntime
+from qtrace.calibration.engines import MegEngine, OnnxRuntime
 from qtrace.errors import CalibrationError, ConfigError
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import TracedModule
-from qtrace.preparation.model import QuantizedModel
+from qtrace.preparation.model import QuantizedModel, fake_quants
 from qtrace.preparation.phases import in_phase
-from qtrace.preparation.record import fake_quants
 from tests.each import each_of
 from tests.nets import Chain, images, net
 from tests.zoo.catalog import CNN

@@ -12,7 +12,7 @@ import pytest
 import qtrace
 from qtrace.errors import CalibrationError
 from qtrace.graph.types import TracedModule
-from qtrace.preparation.record import fake_quants
+from qtrace.preparation.model import fake_quants
 from tests.each import each_of
 from tests.nets import net
 

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 import qtrace
-from qtrace.calibration.jobs import LocalCollection, Source
-from qtrace.calibration.running import RunSettings, collect_all
+from qtrace.calibration.running import LocalCollection, RunSettings, Source, collect_all
 from qtrace.errors import ConfigError
 from qtrace.observers.base import to_dict
 from qtrace.workers import RayTasks

@@ -15,9 +15,17 @@ import pytest
 
 import qtrace
 from qtrace.calibration import running
-from qtrace.calibration.checkpoint import Cadence, StoredParts, fingerprint
-from qtrace.calibration.jobs import LocalCollection, RemoteCollection, Source, WorkerJob, run_job
-from qtrace.calibration.running import Result, RunSettings, collect_all
+from qtrace.calibration.algorithms import Cadence, StoredParts, fingerprint
+from qtrace.calibration.running import (
+    LocalCollection,
+    RemoteCollection,
+    Result,
+    RunSettings,
+    Source,
+    WorkerJob,
+    collect_all,
+    run_job,
+)
 from qtrace.errors import CalibrationError, DataError
 from qtrace.graph.types import TracedModule
 from qtrace.observers.base import to_dict

@@ -11,7 +11,7 @@ import pytest
 
 import qtrace
 from qtrace.errors import ExportError
-from qtrace.preparation.record import fake_quants
+from qtrace.preparation.model import fake_quants
 from qtrace.runtimes.host import RuntimeHost
 from tests.nets import Chain, images, randomize
 
@@ -34,6 +34,6 @@ def test_the_parameters_are_those_of_this_interpreter(caplog: pytest.LogCaptureF
     assert any(f"by {sys.executable}" in record.message for record in caplog.records)
 
 
-def test_an_interpreter_that_is_not_there_is_no_reason_for_another_engine() -> None:
+def test_missing_interpreter_fails_calibration_instead_of_changing_the_engine() -> None:
     with pytest.raises(ExportError, match="'/nowhere/python' does not start"):
         _calibrated(RuntimeHost("/nowhere/python"))

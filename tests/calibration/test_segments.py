@@ -13,9 +13,9 @@ import pytest
 
 import qtrace
 from qtrace import QConfig
-from qtrace.calibration import segments
+from qtrace.calibration import engines
 from qtrace.calibration.choice import Chosen, choose_segments
-from qtrace.calibration.segments import OnnxSegments
+from qtrace.calibration.engines import OnnxSegments
 from qtrace.errors import ConfigError, ExportError
 from qtrace.export.onnx.segment import PreparedSegments
 from qtrace.graph import stepping
@@ -160,7 +160,7 @@ def test_the_algorithms_compute_on_the_given_number_of_threads(monkeypatch: pyte
         counts.append(threads)
         return prefetch_map(run, items, threads)
 
-    monkeypatch.setattr(segments, "prefetch_map", record)
+    monkeypatch.setattr(engines, "prefetch_map", record)
     qtrace.calibrate(_prepared(), BATCHES, progress=False, engine="onnxruntime", threads=1)
     assert set(counts) == {1}
 

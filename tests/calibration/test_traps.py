@@ -16,7 +16,7 @@ import pytest
 
 import qtrace
 from qtrace.errors import QtraceError, SchemeError
-from qtrace.preparation.record import fake_quants
+from qtrace.preparation.model import fake_quants
 from tests.nets import Chain, images
 
 ROOT = Path(__file__).parent.parent.parent
@@ -170,7 +170,7 @@ def test_scales_of_another_shape_are_refused_before_any_kernel() -> None:
         prepared(mge.Tensor(_X))
 
 
-def test_nothing_forks() -> None:
+def test_package_never_forks() -> None:
     """A process that forks after MegEngine was used is refused by it, or hangs."""
     forbidden = {"multiprocessing", "os.fork", "os.forkpty", "concurrent.futures.ProcessPoolExecutor"}
     for path in (ROOT / "qtrace").rglob("*.py"):

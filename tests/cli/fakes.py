@@ -87,8 +87,8 @@ class Fakes:
             monkeypatch.setattr(f"qtrace.quantizing.stage.{name}", stand_in)
         sizes = "qtrace.quantizing.call_data.DataOpener._choose_size"
         monkeypatch.setattr(sizes, lambda opener, traced, size: (size, False))
-        monkeypatch.setattr("qtrace.quantizing.evaluation.EvaluationData.check", lambda *args: None)
-        monkeypatch.setattr("qtrace.quantizing.folder._sites", lambda prepared: [{"site": "x"}])
+        monkeypatch.setattr("qtrace.quantizing.call_data.EvaluationData.check", lambda *args: None)
+        monkeypatch.setattr("qtrace.quantizing.reporting._sites", lambda prepared: [{"site": "x"}])
         monkeypatch.setattr("qtrace.graph.files.serialize.save", self.save)
         monkeypatch.setattr("qtrace.inspection.explanation.explain", self.explain)
         monkeypatch.setattr("qtrace.preparation.passes.convert.convert", self.convert)

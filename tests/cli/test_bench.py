@@ -66,7 +66,7 @@ def test_shapes_and_batches(run, pair):
         (["x.onnx", "--predict", "none.json"], "none.json cannot be read"),
     ],
 )
-def test_mistakes(run, pair, arguments, message):
+def test_bench_refuses_wrong_arguments(run, pair, arguments, message):
     result = run("bench", *arguments)
     assert (result.code, result.out) == (2, "")
     assert message in result.err

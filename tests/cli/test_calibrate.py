@@ -14,7 +14,7 @@ import pytest
 import qtrace
 from qtrace.config import Preprocess
 from qtrace.errors import QtraceError
-from qtrace.quantizing.folder import FILES, VERDICT
+from qtrace.quantizing.reporting import FILES, VERDICT
 from qtrace.storage import outputs
 from tests.cli.fakes import calibrate_arguments
 
@@ -119,7 +119,7 @@ def test_labels_are_reported(run, here, fakes):
         ({"-o": "images"}, "images exists and is not empty"),
     ],
 )
-def test_mistakes(run, here, fakes, change, message):
+def test_calibrate_refuses_wrong_arguments(run, here, fakes, change, message):
     Path("text.npy").write_text("1 2 3\n")
     np.savez("cut.npz", x=np.zeros((5, 4)))
     Path("cut.npz").write_bytes(Path("cut.npz").read_bytes()[:100])
@@ -181,7 +181,7 @@ def test_interrupt(run, here, fakes):
     assert here.names() == before
 
 
-def test_existing_folder(run, here, fakes):
+def test_calibrate_refuses_a_folder_with_files_unless_forced(run, here, fakes):
     os.mkdir("out")
     assert run(*calibrate_arguments()).code == 0  # it was empty
     first = Path("out").stat().st_ino

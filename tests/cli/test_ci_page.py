@@ -21,7 +21,9 @@ from tests.nets import images, net
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "ci.md"
 
 
-def test_the_job_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_ci_page_job_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(files, "peak_memory", lambda *_: None)
     recipe, job = re.findall(r"^```yaml\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)

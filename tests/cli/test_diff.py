@@ -109,7 +109,9 @@ def test_two_recipes(capsys: pytest.CaptureFixture[str]) -> None:
         (("first.yaml", "missing.yaml"), "missing.yaml"),
     ],
 )
-def test_mistakes(capsys: pytest.CaptureFixture[str], words: tuple[str, str], problem: str) -> None:
+def test_diff_refuses_wrong_arguments(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, str], problem: str
+) -> None:
     result = run(capsys, "diff", *words)
     assert result.code == 2
     assert problem in result.err

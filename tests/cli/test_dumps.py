@@ -51,7 +51,7 @@ def test_vectors_out_and_dumps_back(run, model, here):
     assert result.out.startswith("conv_out_q: F.conv2d in conv, batch 1")
 
 
-def test_mistakes(run, model, here):
+def test_wrong_options_of_dumps_are_refused(run, model, here):
     result = run("export", "q.mge", "-o", "net.onnx", "--test-vectors", 2)
     assert (result.code, "--test-vectors and --data belong together" in result.err) == (2, True)
     there = ("net.onnx", "-m", "q.mge", "-d", "x.npy", "--batch-size", 1)

@@ -47,11 +47,11 @@ def test_what_is_not_known_is_said_and_does_not_fail() -> None:
     assert "no table" in result.table()
 
 
-def test_exact_outputs_keep_every_limit() -> None:
+def test_exact_outputs_pass_every_limit() -> None:
     assert check_expectations(LIMITS, sqnr=float("inf")).passed
 
 
-def test_nothing_is_expected() -> None:
+def test_check_passes_without_expectations() -> None:
     result = check_expectations(None, sqnr=-100.0)
     assert result.passed
     assert result.table() == ""

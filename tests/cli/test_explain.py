@@ -61,7 +61,7 @@ def test_a_table_and_the_summary(explain: Any) -> None:
     assert len(explain("float.mge", "--all").out) > len(result.out)
 
 
-def test_json_is_all_there_is(explain: Any) -> None:
+def test_explain_json_holds_the_whole_report(explain: Any) -> None:
     data = json.loads(explain("prepared.mge", "--json").out)
     assert data["summary"]["ops"]["float"] == 1
     rule = {"match": {"op": "linear"}, "weight": {"bits": 4}}
@@ -105,7 +105,7 @@ def test_dot_is_written_whole_or_not_at_all(
 
 
 @pytest.mark.parametrize(("columns", "colour"), [(70, True), (120, True), (120, False)])
-def test_a_terminal_is_filled_and_not_overrun(
+def test_explain_fits_the_width_of_the_terminal(
     explain: Any, monkeypatch: pytest.MonkeyPatch, columns: int, colour: bool
 ) -> None:
     seen: dict[str, Any] = {}

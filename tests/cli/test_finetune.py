@@ -15,8 +15,8 @@ import pytest
 import qtrace
 from qtrace import cli
 from qtrace.extras.finetune.training import Trainer
-from qtrace.preparation.identity import graph_hash
-from qtrace.quantizing.folder import FILES
+from qtrace.preparation.model import graph_hash
+from qtrace.quantizing.reporting import FILES
 from tests.nets import net
 
 

@@ -84,7 +84,7 @@ def test_the_drop_of_the_metric_that_is_named(call, monkeypatch: pytest.MonkeyPa
     assert "--metric names no function top1" in other.err
 
 
-def test_export_and_bench(call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_and_bench_fail_on_missed_limits(call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "peak_memory", lambda *_: None)
     limits = "max_megabytes: 0.001, max_milliseconds: 1000"
     assert call(*CALIBRATE, "-o", "out", expect=limits).code == 1

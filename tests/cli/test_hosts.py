@@ -32,7 +32,7 @@ def test_the_options_make_a_host(given: list[str], host: RuntimeHost | None) -> 
     assert result.output.strip() == repr(host)
 
 
-def test_a_timeout_alone_is_refused() -> None:
+def test_runtime_timeout_without_a_host_is_refused() -> None:
     result = CliRunner().invoke(show, ["--runtime-timeout", "5"])
     assert result.exit_code == 2
     assert "--runtime-timeout belongs to --runtime-python or --runner" in result.output

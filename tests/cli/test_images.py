@@ -103,7 +103,7 @@ def test_a_config_without_images_needs_size_mean_and_std() -> None:
         (("--channels", "gbr"), "gbr"),
     ],
 )
-def test_values_that_say_nothing_are_refused(words: tuple[str, ...], message: str) -> None:
+def test_empty_preprocess_options_are_refused(words: tuple[str, ...], message: str) -> None:
     with pytest.raises(click.UsageError, match=message):
         _changed(*words, config=qtrace.load_recipe("resnet50"))
 

@@ -67,7 +67,7 @@ def test_warnings_of_other_packages_are_no_faults(monkeypatch, capsys):
     assert "UserWarning: own" in capsys.readouterr().err
 
 
-def test_the_real_thing(run, here):
+def test_program_traces_calibrates_and_exports_a_users_model(run, here):
     Path("here_model.py").write_text(
         "import megengine.module as M, megengine.functional as F\n"
         "class Net(M.Module):\n"
@@ -127,7 +127,7 @@ import qtrace.cli.models as models
 import qtrace.graph.files.serialize as serialize
 import qtrace.inspection.explanation as explanation
 import qtrace.preparation.passes.convert as conversion
-import qtrace.quantizing.folder as folder
+import qtrace.quantizing.reporting as folder
 import qtrace.quantizing.call_data as call_data
 import qtrace.quantizing.stage as stage
 from qtrace.quantizing.judging import Judgement
@@ -204,7 +204,7 @@ main(sys.argv[2:])
     def test_verify(self, here, mode, code):
         assert self.finish(mode, "verify", "f", "-m", "float.mge", "-d", "x.npy").code == code
 
-    def test_mistake(self, here):
+    def test_missing_file_is_one_sentence_and_exit_code_2(self, here):
         result = self.finish("ok", "verify", "f", "-m", "float.mge", "-d", "gone.npy")
         assert (result.code, result.out) == (2, "")
         assert result.err.startswith("error: There is no file gone.npy")

@@ -46,7 +46,7 @@ def test_what_does_not_vary_in_float_has_nothing_to_lose(f):
     assert _errors(f, f * 1.001).worst().informative
 
 
-def test_batches_add_up():
+def test_grouped_errors_add_up_over_batches():
     f, q = _RNG.randn(6, 4, 5), _RNG.randn(6, 4, 5)
     groups = (ColumnGroup(0, "out", 2, ((0, 2), (4, 5))), ColumnGroup(0, "out", 2, ((2, 4),)))
     whole, parts = _errors(f, q, groups), _errors(f[:2], q[:2], groups)
@@ -58,7 +58,7 @@ def test_batches_add_up():
     assert whole.errors()[0].variation == pytest.approx(selected.var(axis=(0, 1)).sum() * 24)
 
 
-def test_other_shapes_integers_and_zeros_have_no_say():
+def test_errors_ignore_other_shapes_integers_and_zeros():
     errors = GroupedErrors(find_groups(None, [[np.ones((2, 3)), np.ones(2, np.int32), np.zeros((2, 3))]]))
     assert errors.worst() is None
     assert errors.sqnr_db() == math.inf

@@ -26,7 +26,7 @@ def test_what_differs_counts_seven_decibels_below_the_whole() -> None:
 
 
 @each_of("values", [_boxes(8) - np.linspace(100, 600, 48), _boxes(3), _boxes(8)[:1].repeat(8, 0)])
-def test_noise_counts_once(values: np.ndarray) -> None:
+def test_noise_weight_is_1_for_ordinary_values(values: np.ndarray) -> None:
     """Beside values around 0, of fewer than four samples, and of equal ones."""
     assert noise_weight([values], [len(values)]) == 1.0
 

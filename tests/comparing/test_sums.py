@@ -103,7 +103,7 @@ def test_batches_of_floats_merge_to_the_whole_up_to_rounding(reference, count, r
         (1e300, 1e-300, 6000.0),
     ],
 )
-def test_decibels_of_nothing_and_of_infinity(signal, noise, ratio):
+def test_decibels_of_zero_and_infinite_noise(signal, noise, ratio):
     assert decibels(signal, noise) == pytest.approx(ratio)
     assert finite_or_none(ratio) == (ratio if math.isfinite(ratio) else None)
 

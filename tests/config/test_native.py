@@ -16,7 +16,7 @@ from megengine.quantization import fake_quant, observer
 from megengine.quantization.utils import QuantMode
 
 import qtrace
-from qtrace.config.native import describe_equivalent
+from qtrace.config.recipe import describe_equivalent
 from qtrace.errors import ConfigError
 from qtrace.preparation.model import QuantizedModel
 from tests.each import each_of

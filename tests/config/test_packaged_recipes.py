@@ -81,7 +81,7 @@ def test_every_rule_has_its_reason(name: str) -> None:
 
 
 @each_of("name", [*FAMILIES, *PARTS])
-def test_a_family_leaves_the_target_alone(name: str) -> None:
+def test_family_recipes_set_nothing_of_the_target(name: str) -> None:
     """So that it may be imported behind any: no schemes or observers for every op, structure in the rules."""
     config = load_recipe(name)
     said = config.model_fields_set
@@ -139,7 +139,7 @@ def test_a_target_that_rounds_everything_says_so_in_a_line() -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_goes_with_every_target(family: str, target: str, tmp_path: Path) -> None:
+def test_family_recipe_joins_every_target(family: str, target: str, tmp_path: Path) -> None:
     own = load_recipe(family)
     path = tmp_path / "mine.yaml"
     path.write_text(f"schema: qtrace/1\nimports: [{target}, {family}]\n")
@@ -157,7 +157,7 @@ def test_more_than_one_part_counts_once() -> None:
     assert len(origins) == len(set(origins))
 
 
-def test_what_the_packaged_recipes_say() -> None:
+def test_packaged_recipes_match_their_golden_file() -> None:
     """In a file that people read; where a change is meant, ``QTRACE_GOLDEN=write pytest`` writes it anew."""
     found = {name: load_recipe(name).to_dict() for name in recipe_names()}
     if os.environ.get("QTRACE_GOLDEN") == "write":

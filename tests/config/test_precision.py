@@ -14,8 +14,8 @@ from qtrace.config import backends, recipe
 from qtrace.config.recipe import config_or_default
 from qtrace.errors import ConfigError
 from qtrace.graph.types import TracedModule
+from qtrace.preparation.figures import count_precisions, describe_precision
 from qtrace.preparation.model import QuantizedModel
-from qtrace.preparation.precision import count_precisions, describe_precision
 from qtrace.quantizing.targets import choose_config
 from tests.nets import net
 
@@ -54,14 +54,14 @@ def test_a_target_has_the_precision_or_says_what_it_has(name: str, target: str, 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_alone_it_is_the_default_with_other_bits(name: str) -> None:
+def test_precision_only_changes_the_bits_of_the_default(name: str) -> None:
     config, default = qtrace.load_recipe(name), config_or_default(None)
     assert (config.backend, config.ptq, config.placement) == (default.backend, default.ptq, default.placement)
     joined = [qtrace.load_recipe(text).to_dict() for text in (f"int8+{name}", f"{name}+int8")]
     assert joined[0] == joined[1]
 
 
-def test_it_goes_with_a_family_in_any_order() -> None:
+def test_precision_joins_a_family_in_any_order() -> None:
     config = qtrace.load_recipe("w8a16+resnet50+tflite")
     assert config == qtrace.load_recipe("tflite+resnet50+w8a16")
     assert config.preprocess is not None

@@ -176,7 +176,7 @@ def test_copies_are_equal(duplicate):
     assert (again.origin, again.rules[0].origin) == ("my.yaml", "my.yaml:7")
 
 
-def test_is_frozen():
+def test_config_is_frozen():
     with pytest.raises(ValueError, match="frozen"):
         QConfig().backend = "megengine"
 
@@ -445,7 +445,7 @@ MISTAKES = [
 
 
 @each_of(("fields", "beginning"), MISTAKES, ids=[str(sentence) for _, sentence in MISTAKES])
-def test_mistake(fields, beginning):
+def test_config_mistake_is_one_sentence(fields, beginning):
     (sentence,) = _mistakes(**fields)
     assert sentence.startswith(beginning)
     assert sentence[-1] in ".?"

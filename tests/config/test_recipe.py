@@ -134,12 +134,12 @@ def test_scalars_follow_yaml_1_2(text, value):
     assert type(found) is type(value)
 
 
-def test_pyyaml_itself_is_left_alone():
+def test_recipe_loader_does_not_patch_pyyaml():
     assert yaml.safe_load("[yes, 1e-4, 010]") == [True, "1e-4", 8]
     assert yaml.safe_dump("1e-4") == "1e-4\n...\n"
 
 
-def test_anchors_within_reason():
+def test_recipe_may_use_yaml_anchors():
     config = _load("activation: &four {bits: 4}\nweight: *four\n")
     assert config.weight.bits == config.activation.bits == 4
 
@@ -254,7 +254,7 @@ MISTAKES = [
 
 
 @each_of(("body", "beginning"), MISTAKES, ids=[str(i) for i in range(len(MISTAKES))])
-def test_mistake(body, beginning):
+def test_recipe_mistake_is_one_sentence(body, beginning):
     (sentence,) = _mistakes(body)
     assert sentence.startswith(beginning)
     assert sentence[-1] in ".?"
@@ -283,7 +283,7 @@ def test_not_a_recipe(text, beginning):
     assert sentence.startswith(beginning)
 
 
-def test_aliases_cannot_explode():
+def test_recipe_with_exploding_aliases_is_refused():
     (sentence,) = _mistakes(BOMB)
     assert "more than 10000 values" in sentence
 
@@ -510,7 +510,7 @@ def test_plugins_with_options_are_replaced():
     assert _load("imports: [a.yaml]\nfakequant: {lsq: {b: 2}}").fakequant.options == {"b": 2}
 
 
-def test_null_takes_back_what_was_imported():
+def test_null_removes_imported_values():
     _write("qat: {fakequant: lsq}\nweight: {bits: 4, axis: 0}\n", "a.yaml")
     config = _load("imports: [a.yaml]\nqat: null\nweight: {axis: null}\n")
     assert config.qat is None
@@ -542,7 +542,7 @@ def test_what_is_imported_twice_counts_once():
     assert config.weight.bits == 4
 
 
-def test_circles_are_refused():
+def test_circular_imports_of_recipes_are_refused():
     _write("imports: [sub/b.yaml]\n", "a.yaml")
     _write("\nimports:\n  - ../a.yaml\n", "sub/b.yaml")
     with pytest.raises(ConfigError) as caught:
@@ -567,7 +567,7 @@ def test_mistakes_are_reported_where_they_stand():
 
 
 @pytest.mark.parametrize(("base", "own", "where"), [("5", "[]", "base.yaml:2"), ("[]", "5", "my.yaml:3")])
-def test_rules_of_a_wrong_type_are_not_covered_up(base, own, where):
+def test_import_does_not_hide_rules_of_a_wrong_type(base, own, where):
     _write(f"rules: {base}\n", "base.yaml")
     assert _mistakes(f"imports: [base.yaml]\nrules: {own}\n") == [f"{where}: rules must be a list, not 5."]
 
@@ -650,7 +650,7 @@ def test_as_qconfig():
 
 
 @each_of("wrong", [None, 3, ["resnet18"], {3: 4}, {"zzz": 1}, {"rules": 5}])
-def test_as_qconfig_refuses(wrong):
+def test_as_qconfig_refuses_other_types(wrong):
     with pytest.raises(ConfigError):
         as_qconfig(wrong)
 
@@ -724,7 +724,7 @@ def test_imports_are_relative():
     assert sentence.startswith("my.yaml:2: imports[0] is the absolute path")
 
 
-def test_what_says_nothing_is_the_default_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_configs_mean_the_default_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recipe, "DEFAULT_RECIPE", "int8")
     default = load_recipe("int8")
     assert all(config_or_default(said) == default for said in (None, QConfig(), {}))

@@ -15,8 +15,8 @@ import qtrace
 from qtrace.config.recipe import load_recipe, recipe_names
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.annotation import Annotation, ExprNote, Site
+from qtrace.preparation.model import fake_quants
 from qtrace.preparation.prepare import plan
-from qtrace.preparation.record import fake_quants
 from tests.nets import MobileNetV2, ResNet, images, net
 
 X = images(2, 4, 8, 8)

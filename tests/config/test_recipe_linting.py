@@ -15,7 +15,7 @@ def _found(*rules: dict[str, Any], **config: Any) -> tuple[str, ...]:
     return mistakes(QConfig(rules=list(rules), **config))
 
 
-def test_nothing_is_wrong_with_nothing() -> None:
+def test_empty_config_has_no_mistakes() -> None:
     assert mistakes(QConfig()) == ()
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from qtrace.config import backends
 from qtrace.costs import FLOAT, INTEGER, LOOKUP, CostTable, Machine, Measurement, OpShape
-from qtrace.costs.families import families
+from qtrace.costs.table import families
 from qtrace.errors import ConfigError
 from tests.each import each_of
 
@@ -153,7 +153,7 @@ def test_an_unknown_runtime_is_an_error_that_lists_the_known_ones():
         CostTable.load("tpu")
 
 
-def test_no_path_is_a_runtime():
+def test_cost_table_refuses_paths_as_runtime():
     with pytest.raises(ConfigError, match="no cost table"):
         CostTable.load("../tables/onnxruntime")
 

@@ -12,7 +12,7 @@ from megengine import Tensor
 import qtrace
 from qtrace.data.batches import as_arguments, count_samples, first_samples
 from qtrace.errors import CalibrationError
-from qtrace.preparation.samples import first_calls
+from qtrace.preparation.faithfulness import first_calls
 from tests.each import each_of
 from tests.nets import net
 

@@ -192,7 +192,7 @@ class TestBrokenArrays:
         ],
     )
     @each_of("suffix", [".npy", ".npz"])
-    def test_other_content(self, tmp_path, content, suffix):
+    def test_files_of_other_content_are_refused_by_name(self, tmp_path, content, suffix):
         path = tmp_path / f"x{suffix}"
         path.write_bytes(content)
         with pytest.raises(DataError, match=re.escape(str(path))):
@@ -416,7 +416,7 @@ class TestImages:
         with pytest.raises(DataError, match="gives no batch"):
             list(open_data(str(tmp_path), preprocess=preprocess(), skip_bad=True))
 
-    def test_no_image(self, tmp_path):
+    def test_folder_without_images_is_refused(self, tmp_path):
         (tmp_path / "x.gif").write_bytes(b"GIF89a")
         with pytest.raises(DataError, match="holds no image"):
             open_data(str(tmp_path), preprocess=preprocess())
@@ -532,7 +532,7 @@ class TestLoader:
             ("", "lacks 'loader'"),
         ],
     )
-    def test_mistakes(self, user_module, source, message):
+    def test_wrong_loaders_are_refused_by_name(self, user_module, source, message):
         name = user_module(source)
         with pytest.raises(DataError, match=message) as caught:
             list(open_data(f"{name}:loader"))

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from qtrace.data.images import MOST_PIXELS, decode, dimensions
+from qtrace.config.qconfig import MOST_PIXELS
+from qtrace.data.images import decode, dimensions
 from qtrace.errors import DataError
 from tests.each import each_of
 
@@ -61,7 +62,7 @@ def test_bmp_from_the_top_and_of_os2() -> None:
 
 @pytest.mark.parametrize("name", WHOLE)
 @given(data=st.data())
-def test_no_cut_and_no_damage_raises(name: str, data: st.DataObject) -> None:
+def test_image_dimensions_survive_truncation_and_damage(name: str, data: st.DataObject) -> None:
     whole = bytearray(WHOLE[name])
     whole[data.draw(st.integers(0, 40))] = data.draw(st.integers(0, 255))
     assert _is_size_or_none(dimensions(bytes(whole[: data.draw(st.integers(0, 60))])))
@@ -109,7 +110,7 @@ LENIENT = {
 
 
 @each_of("name", LENIENT)
-def test_what_only_the_decoder_reads_cannot_hide_a_size(name: str, tmp_path: Path) -> None:
+def test_image_dimensions_agree_with_the_decoder(name: str, tmp_path: Path) -> None:
     data = LENIENT[name] + bytes(100)
     image = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED)
     assert image.shape[:2] == (2, 3)

@@ -19,8 +19,7 @@ from qtrace.errors import ExportError
 from qtrace.export.detections import Suppression
 from qtrace.export.example import write_example
 from qtrace.graph.types import TracedModule
-from qtrace.preparation.model import QuantizedModel
-from qtrace.preparation.record import is_quantized
+from qtrace.preparation.model import QuantizedModel, is_quantized
 from tests.nets import net
 
 RANDOM = np.random.default_rng(0)
@@ -216,7 +215,7 @@ MISTAKES = [
 
 @pytest.mark.quick(5)
 @pytest.mark.parametrize(("option", "message"), MISTAKES)
-def test_mistakes(option, message, tmp_path):
+def test_wrong_nms_options_are_refused(option, message, tmp_path):
     traced, _, _ = _detector(_apart, batch=2)
     with pytest.raises(ExportError, match=message):
         qtrace.export(traced, tmp_path / "m.onnx", output_names=["a", "b", "c"], nms=option)

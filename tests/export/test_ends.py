@@ -86,7 +86,7 @@ def test_float_files_have_chosen_names_too(tmp_path):
         ({"preprocess": 1}, "preprocess=1 is no choice"),
     ],
 )
-def test_mistakes(options, message, tmp_path):
+def test_wrong_names_of_ends_are_refused(options, message, tmp_path):
     model, _ = _model()
     with pytest.raises(ExportError, match=message):
         qtrace.export(model, tmp_path / "m.onnx", **options)

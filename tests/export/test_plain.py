@@ -19,7 +19,7 @@ import qtrace
 from qtrace.errors import ExportError
 from qtrace.graph import functions
 from qtrace.graph.types import TracedModule
-from qtrace.preparation.identity import graph_hash
+from qtrace.preparation.model import graph_hash
 from tests.each import each_of
 from tests.nets import ResNet, images, net, randomize
 

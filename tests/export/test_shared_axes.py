@@ -10,11 +10,11 @@ import onnx
 import pytest
 
 import qtrace
-from qtrace.export.converted import open_axes
-from qtrace.export.converted.graph import ConvertedGraph
-from qtrace.export.converted.open_axes import SharedAxes
+from qtrace.export import open_axes
+from qtrace.export.converted import ConvertedGraph
 from qtrace.export.onnx.exporter import OnnxOptions
 from qtrace.export.onnx.files import files_with
+from qtrace.export.open_axes import SharedAxes
 from qtrace.graph.open_axes import OpenAxes, OpenAxis, write_open_axes
 from tests.nets import images, net
 

@@ -17,10 +17,10 @@ import pytest
 import qtrace
 from qtrace.errors import ConfigError, ExportError
 from qtrace.graph.flatten import flatten
-from qtrace.graph.traced_sizes import traced_value
+from qtrace.graph.open_axes import traced_value
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import exprs
-from qtrace.preparation.record import read_record
+from qtrace.preparation.model import read_record
 from tests.each import each_of
 from tests.nets import images, net
 

@@ -89,7 +89,7 @@ def _check_whole(model: M.Module, batch: int, size: int, file: str, folder: Path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", FORMS)
-def test_a_tiny_one(file: str, tmp_path: Path) -> None:
+def test_tiny_yolox_exports_and_verifies(file: str, tmp_path: Path) -> None:
     _check_whole(trained(Published(4, in_place=True)), 2, 32, file, tmp_path)
 
 
@@ -97,5 +97,7 @@ def test_a_tiny_one(file: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("in_place", [True, False], ids=["in place", "joined"])
 @pytest.mark.parametrize("file", FORMS)
-def test_the_whole(file: str, in_place: bool, batch: int, tmp_path: Path) -> None:
+def test_yolox_exports_and_verifies_in_every_form(
+    file: str, in_place: bool, batch: int, tmp_path: Path
+) -> None:
     _check_whole(trained(Published(8, in_place)), batch, 96, file, tmp_path)

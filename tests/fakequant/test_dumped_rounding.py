@@ -10,7 +10,7 @@ import numpy as np
 from megengine.jit import trace
 from megengine.utils.comp_graph_tools import GraphInference
 
-from qtrace.fakequant.kernels.programs import Levels, programs
+from qtrace.fakequant.kernels import Levels, programs
 from tests.each import each_of
 
 RNG = np.random.default_rng(0)

@@ -20,7 +20,7 @@ from qtrace import QConfig
 from qtrace.errors import ConfigError
 from qtrace.fakequant import scales
 from qtrace.graph.types import TracedModule
-from qtrace.preparation.record import fake_quants
+from qtrace.preparation.model import fake_quants
 from tests.nets import images, net
 
 BATCHES = [images(4, 3, 8, 8, seed=s) for s in range(2)]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from qtrace.config import QConfig
 from qtrace.config.checking import mistakes
 from qtrace.config.recipe import dump_recipe, load_recipe
-from qtrace.config.spec import specs
+from qtrace.config.rule import specs
 from qtrace.errors import ConfigError
 from tests.fuzz.mutation import mutated
 

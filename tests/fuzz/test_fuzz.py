@@ -11,10 +11,10 @@ EXAMPLES = {"graphs": 2, "commands": 2, "silent": 1}
 
 @pytest.mark.slow(untimed=True)
 @pytest.mark.parametrize("target", TARGETS)
-def test_a_round(target: str) -> None:
+def test_fuzz_round_finds_no_failure(target: str) -> None:
     round_of(target, 0, EXAMPLES.get(target, 5))
 
 
 @pytest.mark.slow
-def test_no_group_of_columns_is_lost_in_silence() -> None:
+def test_fuzzed_losses_of_column_groups_are_reported() -> None:
     round_of("silent", 1, 40)

@@ -8,8 +8,8 @@ import megengine.module as M
 import numpy as np
 
 import qtrace
-from qtrace.graph.dataflow import static_nodes
 from qtrace.graph.flatten import flatten
+from qtrace.graph.interpreter import static_nodes
 from qtrace.graph.walk import exprs
 from tests.nets import images, net
 

@@ -30,9 +30,9 @@ from qtrace.graph import (
     save,
     set_parameter,
 )
-from qtrace.graph.arguments import set_arguments
 from qtrace.graph.interface import Interface, TensorInfo, read_interface, write_interface
 from qtrace.graph.types import TensorNode, TracedModule
+from qtrace.graph.walk import set_arguments
 from tests.nets import images, net
 
 X = images(2, 4, 4, 4)
@@ -182,7 +182,7 @@ def test_an_exception_undoes_changes_of_modules_and_parameters() -> None:
     assert traced(mge.Tensor(X)).shape == (2, 4, 4, 4)
 
 
-def test_inputs_come_and_go() -> None:
+def test_editor_adds_and_removes_inputs() -> None:
     traced = _flat()
     x, y = mge.Tensor(X), mge.Tensor(X + 1)
     write_interface(traced, Interface((TensorInfo("x:0", "float32"),), (TensorInfo("y:0", "float32"),)))
@@ -224,7 +224,7 @@ def test_inputs_of_a_dict_are_refused() -> None:
     np.testing.assert_array_equal(traced({"a": x, "b": x}, x).numpy(), (x + x + x).numpy())
 
 
-def test_outputs_come_and_go(tmp_path: Any) -> None:
+def test_editor_adds_and_removes_outputs(tmp_path: Any) -> None:
     traced = _flat()
     x = mge.Tensor(X)
     write_interface(traced, Interface((TensorInfo("x:0", "float32"),), (TensorInfo("y:0", "float32"),)))

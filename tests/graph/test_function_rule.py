@@ -15,7 +15,7 @@ from megengine.functional import add, relu
 import qtrace
 from qtrace.errors import GraphError
 from qtrace.graph import AnyNumber, GraphEditor, Interpreter, apply_rules, flatten, function_rule, lint
-from qtrace.graph.source_lines import source_line
+from qtrace.graph.notes import source_line
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import op_label
 from tests.each import each_of

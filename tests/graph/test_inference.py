@@ -24,8 +24,7 @@ from qtrace.graph.open_axes import (
     read_open_axes,
     write_open_axes,
 )
-from qtrace.graph.propagate import set_input_shapes
-from qtrace.graph.renewal import renew_all
+from qtrace.graph.renewal import renew_all, set_input_shapes
 from tests.each import each_of
 from tests.nets import net
 

@@ -25,8 +25,8 @@ from qtrace.graph import (
     lint,
     match,
 )
-from qtrace.graph.layer_calls import LAYERS, StoredTensor, read_layer
 from qtrace.graph.lint import LEFTOVERS
+from qtrace.graph.operations import LAYERS, StoredTensor, read_layer
 from qtrace.graph.walk import op_label, owner
 from tests.each import each_of
 from tests.nets import images, randomize

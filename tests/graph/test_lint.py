@@ -214,7 +214,7 @@ FAULTS = [
 
 
 @each_of(("fault", "code", "where", "text"), FAULTS)
-def test_finds_and_names(fault, code, where, text):
+def test_lint_finds_each_fault_by_code_and_place(fault, code, where, text):
     traced = traced_model(ConvBnRelu)
     assert lint(traced) == []
     fault(traced)

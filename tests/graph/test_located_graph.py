@@ -20,7 +20,7 @@ from megengine.traced_module.traced_module import InternalGraph
 
 import qtrace
 from qtrace.graph.flatten import flatten
-from qtrace.graph.located_graph import LocatedGraph
+from qtrace.graph.interpreter import LocatedGraph
 from tests.native_nets import one_kernel_at_a_time
 from tests.nets import images, net
 

@@ -50,7 +50,7 @@ def _reach(reads: list[list[int]], unit: dict[int, int]) -> dict[int, set[int]]:
 
 
 @given(st.data())
-def test_it_is_an_order_whenever_there_is_one(data: st.DataObject) -> None:
+def test_order_together_finds_an_order_if_one_exists(data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 9))
     reads = [
         data.draw(st.lists(st.integers(0, i - 1), max_size=2) if i else st.just([])) for i in range(size)
@@ -81,7 +81,7 @@ def test_the_order_stays_as_far_as_it_can() -> None:
     assert order == [steps[i] for i in (0, 2, 1, 3, 4, 5)]
 
 
-def test_nothing_passes_an_expr_without_outputs() -> None:
+def test_ordering_moves_nothing_past_an_expr_without_outputs() -> None:
     reads: list[list[int]] = [[], [0], [], [], [2]]
     assert order_together(_graph(reads), []) is not None
     for silent, possible in (((), True), ((3,), False)):

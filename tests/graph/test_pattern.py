@@ -93,11 +93,11 @@ def test_a_node_inside_is_no_graph_output():
         (Op(F.relu, when=lambda e: "too late"), "relu_out: too late"),
     ],
 )
-def test_why_not(pattern, text):
+def test_mismatch_text_says_why_a_pattern_fails(pattern, text):
     assert text in mismatch_text(pattern, traced_model(ConvBnRelu))
 
 
-def test_subclasses_are_not_meant():
+def test_patterns_do_not_match_subclasses():
     class Special(M.Conv2d):
         pass
 
@@ -153,7 +153,7 @@ def test_commutative_inputs_stand_in_either_order():
         assert assert_matches(free, traced)["x"] is node(traced, "x")
 
 
-def test_goes_back_when_an_order_fails_later():
+def test_commutative_match_backtracks_to_the_other_order():
     # Either sigmoid fits the first input; only one of the two orders makes the last input fit as well.
     traced = function(lambda x: (F.sigmoid(F.relu(x)) + F.sigmoid(x)) * x)
     either = Op("__add__", Op(F.sigmoid, Anything("a")), Op(F.sigmoid, Anything("b")), commutative=True)
@@ -163,7 +163,7 @@ def test_goes_back_when_an_order_fails_later():
     assert (result["a"].name, result["b"].name) == ("relu_out", "x")
 
 
-def test_one_name_is_one_node():
+def test_equal_pattern_names_match_one_node():
     traced = function(lambda x: F.relu(x) + F.sigmoid(x))
     same = Anything()
     assert_matches(Op("__add__", Op(F.relu, same), Op(F.sigmoid, same)), traced)
@@ -211,7 +211,7 @@ def test_the_attempt_that_came_furthest_is_reported():
     assert (result.where, result.matched) == ("exp_out", 2)
 
 
-def test_commutative_means_two():
+def test_commutative_patterns_need_two_inputs():
     with pytest.raises(ValueError, match="two inputs, not 1"):
         Op("__add__", Anything(), commutative=True)
 

@@ -101,7 +101,7 @@ def test_an_expr_belongs_to_one_match():
     assert lint(traced) == []
 
 
-def test_a_later_match_sees_what_an_earlier_one_wrote():
+def test_rules_match_results_of_earlier_rules():
     traced = function(lambda x: x + 1.0 + 2.0 + 4.0 + 8.0)
     expected = run(traced)
     results = apply_rules(traced, [FoldFurther()])
@@ -168,7 +168,7 @@ def test_the_larger_pattern_first():
     assert labels(traced) == ["getattr", "Conv2d"]
 
 
-def test_a_near_miss_is_reported_and_a_far_one_is_not():
+def test_only_near_misses_of_rules_are_reported():
     traced = function(lambda x: F.relu(F.sigmoid(x)))
 
     class Miss(DropBn):

@@ -13,7 +13,7 @@ import pytest
 
 import qtrace
 from qtrace.graph.flatten import flatten
-from qtrace.graph.source_lines import attach_lines, detach_lines, source_line
+from qtrace.graph.notes import attach_lines, detach_lines, source_line
 from qtrace.graph.types import TracedModule
 from tests.each import each_of
 from tests.nets import images, randomize

@@ -91,7 +91,7 @@ def test_parameters_that_nothing_reads_any_more_are_dropped() -> None:
     assert not stepper._known
 
 
-def test_it_goes_forward_only() -> None:
+def test_stepper_refuses_to_go_back() -> None:
     stepper = _stepper()
     order = exprs(stepper.traced)
     stepper.advance(order[-1])
@@ -99,7 +99,7 @@ def test_it_goes_forward_only() -> None:
         stepper.advance(next(e for e in order if e.outputs[0].name == "a_out"))
 
 
-def test_a_fork_goes_on_by_itself() -> None:
+def test_fork_of_a_stepper_is_independent() -> None:
     stepper = _stepper()
     exprs_by_name = {e.outputs[0].name: e for e in exprs(stepper.traced)}
     first, last = exprs_by_name["a_out"], exprs_by_name["b_out"]

@@ -9,7 +9,7 @@ import pytest
 
 from qtrace.display import format_table
 from qtrace.errors import GraphError
-from qtrace.graph.table import table
+from qtrace.graph.views import table
 from tests.each import each_of
 from tests.graph.samples import (
     MODELS,
@@ -91,7 +91,7 @@ def test_refuses_what_is_no_trace():
         table(M.ReLU())
 
 
-def test_numbers_stand_to_the_right():
+def test_table_aligns_numbers_right():
     text = format_table(("name", "count", "share"), [("a", 5, "99.5%"), ("bcd", 1234, "")])
     assert text.splitlines() == [
         "name  count  share",
@@ -101,7 +101,7 @@ def test_numbers_stand_to_the_right():
     ]
 
 
-def test_without_rows():
+def test_table_without_rows_has_a_header():
     assert format_table(("a", "bc"), []) == "a  bc\n-  --"
 
 
@@ -118,7 +118,7 @@ def test_the_widest_columns_give_way_first():
 
 
 @each_of("width", range(30, 90))
-def test_uses_the_room_it_has(width):
+def test_table_uses_the_full_width(width):
     rows = [("x" * 3, "y" * 20, "z" * 50, "w" * 33)]
     rule = format_table(("a", "b", "c", "d"), rows, max_width=width).splitlines()[1]
     assert len(rule) == width

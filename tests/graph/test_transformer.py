@@ -13,7 +13,7 @@ import pytest
 import qtrace
 from qtrace.errors import GraphError
 from qtrace.graph import GraphBuilder, Transformer, exprs, lint
-from qtrace.graph.source_lines import source_line
+from qtrace.graph.notes import source_line
 from qtrace.graph.walk import op_label
 from tests.graph.counting import count_calls
 from tests.nets import MobileNetV2, ResNet, images, net

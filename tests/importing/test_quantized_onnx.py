@@ -17,7 +17,7 @@ from onnx import TensorProto, helper, numpy_helper
 import qtrace
 from qtrace.errors import ImportingError
 from qtrace.extras.finetune import FinetuneSettings
-from qtrace.onnxfile.saturation import products_saturate
+from qtrace.onnxfile.kernels import products_saturate
 from tests.nets import net
 
 ort = pytest.importorskip("onnxruntime")

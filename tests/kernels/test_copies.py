@@ -19,7 +19,7 @@ def clock(monkeypatch):
     return now
 
 
-def test_the_difference_is_shared_among_the_copies(clock):
+def test_time_of_an_op_is_averaged_over_copies(clock):
     delays = iter([5.0, *[0.0] * 1000])  # another program disturbs the first run
 
     def open_network(op, form, count):

@@ -31,7 +31,7 @@ def _smallest():
     return list(found.values())
 
 
-def test_every_kind_of_the_grid_runs_but_those_without_an_operator(monkeypatch):
+def test_litert_measures_every_kind_with_an_operator(monkeypatch):
     pairs = _smallest()
     monkeypatch.setattr(litert_kernels, "grid", lambda: pairs)
     measurements, per_run = litert_kernels.measure(lambda count, whole: None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from qtrace.learning.loop import Adam
+from qtrace.learning import Adam
 
 
 def test_adam_takes_the_steps_of_the_paper() -> None:

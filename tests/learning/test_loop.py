@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from qtrace.errors import QtraceError, TrainingError
-from qtrace.learning.loop import Adam, descend
+from qtrace.learning import Adam, descend
 
 
 class Parabola:
@@ -33,7 +33,7 @@ class Parabola:
         return TrainingError(f"the loss is {loss} in step {step}")
 
 
-def test_it_descends() -> None:
+def test_descend_reaches_the_minimum() -> None:
     parabola = Parabola()
     descend(parabola, range(300))
     assert parabola.adam.value == pytest.approx(3.0, abs=1e-3)

@@ -133,7 +133,7 @@ def test_round_trips(name, scheme):
 
 
 @each_of("name", NAMES)
-def test_no_data_is_an_error_and_never_a_scale(name):
+def test_observers_without_data_raise_instead_of_giving_a_scale(name):
     observer = make(name)
     assert observer.empty
     for ask in (observer.range, observer.qparams):

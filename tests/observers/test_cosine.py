@@ -5,7 +5,7 @@ import pytest
 
 from qtrace.numerics import fake_quantize, grid
 from qtrace.observers.cosine import Cosine
-from qtrace.observers.statistics.search import dissimilarity, tables
+from qtrace.observers.statistics import dissimilarity, tables
 from qtrace.scheme import QParams, QScheme
 from tests.each import each_of
 from tests.observers.test_mse import DATA, SCHEMES, spread

@@ -7,7 +7,7 @@ import pytest
 
 from qtrace.numerics import grid
 from qtrace.observers.kl import KullbackLeibler, divergence
-from qtrace.observers.statistics.search import tables
+from qtrace.observers.statistics import tables
 from qtrace.scheme import QScheme
 from tests.each import each_of
 

@@ -31,6 +31,6 @@ def test_symmetric_weights_get_the_scale_of_the_paper():
     assert float(observed(x, scheme).qparams().scale) == pytest.approx(bound / 7, rel=2e-3)
 
 
-def test_never_beyond_what_was_seen():
+def test_lsq_plus_range_stays_within_the_data():
     assert observed(np.linspace(-1, 1, 999)).range() == (-1.0, 1.0)
     assert observed(np.full(9, 2.5)).range() == pytest.approx((2.5, 2.5), rel=1e-3)

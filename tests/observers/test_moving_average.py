@@ -62,7 +62,7 @@ def test_extreme_momenta():
     assert observed([[2.0]] * 3000, 0.5).range() == (2.0, 2.0)
 
 
-def test_order_is_that_of_the_index_not_of_arrival():
+def test_moving_average_orders_batches_by_index():
     batches = [[-1.0, 1.0], [-2.0, 5.0], [-6.0, 3.0]]
     observer = MovingAverage(QScheme())
     for index in (2, 0, 1):

@@ -36,7 +36,7 @@ def test_a_hundred_percent_is_the_moving_average():
     assert observed(BATCHES, percentile=100.0).range() == observed(BATCHES, MovingAverage).range()
 
 
-def test_one_wild_value_in_a_batch_does_not_tell():
+def test_moving_percentile_ignores_one_outlier():
     wild = [batch.copy() for batch in BATCHES]
     wild[-1][0, 0, 0] = 1e6
     assert observed(wild, percentile=99.0).range()[1] < 2 * observed(BATCHES, percentile=99.0).range()[1]

@@ -6,7 +6,7 @@ import pytest
 from qtrace.numerics import choose, grid
 from qtrace.observers.minmax import MinMax
 from qtrace.observers.mse import MeanSquaredError
-from qtrace.observers.statistics.search import error, tables
+from qtrace.observers.statistics import error, tables
 from qtrace.scheme import QScheme
 from tests.each import each_of
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from qtrace.observers import statistics
 from qtrace.observers.mse import MeanSquaredError
 from qtrace.observers.percentile import Percentile
-from qtrace.observers.statistics import histogram
 from qtrace.scheme import QScheme
 from tests.each import each_of
 
@@ -29,7 +29,7 @@ def _same(first: MeanSquaredError, second: MeanSquaredError) -> bool:
     return a.keys() == b.keys() and all(np.array_equal(a[key], b[key]) for key in a)
 
 
-def test_so_many_are_counted_and_the_ends_are_those_of_all() -> None:
+def test_sampled_histogram_keeps_exact_ends() -> None:
     x = _values()
     x[7] = 40.0
     state = _observed(x, sample=8).state_dict()
@@ -38,9 +38,9 @@ def test_so_many_are_counted_and_the_ends_are_those_of_all() -> None:
 
 
 @each_of("count", [_MANY, 1 << 21, (1 << 21) + 8005])  # positions repeat in the larger ones
-def test_each_part_of_the_data_gives_one_value(count: int) -> None:
+def test_sampling_takes_one_value_of_each_part(count: int) -> None:
     x = np.arange(count, dtype=np.float32).reshape(1, 1, -1)
-    taken = histogram._sampled(x, 8, 3).reshape(-1)
+    taken = statistics._sampled(x, 8, 3).reshape(-1)
     np.testing.assert_array_equal(taken // 8, np.arange(count // 8))
     # Where in its part is random: a fixed place would take some columns of an image only.
     assert np.bincount((taken % 8).astype(int), minlength=8).min() > count // 8 // 8 * 0.9
@@ -49,7 +49,7 @@ def test_each_part_of_the_data_gives_one_value(count: int) -> None:
 def test_channels_share_positions() -> None:
     image = _values(count=4 * 3 * 16384).reshape(4, 3, 16384)
     image[:, 1:] = image[:, :1]
-    taken = histogram._sampled(image, 2, 0)
+    taken = statistics._sampled(image, 2, 0)
     assert taken.shape == (1, 3, 2 * 16384)
     assert taken.flags.c_contiguous
     np.testing.assert_array_equal(taken[:, 1:], taken[:, [0, 0]])

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
-from qtrace.export.onnx.cures import UnsignedWeights
-from qtrace.export.onnx.pools import write_fast_poolings
+from qtrace.export.onnx.cures import UnsignedWeights, write_fast_poolings
 from qtrace.extras.contracts.qdq_graph import QdqGraph
 from qtrace.extras.parameters.onnx_float import _name_parameters
 from qtrace.onnxfile.local_session import SessionSettings

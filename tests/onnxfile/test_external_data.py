@@ -11,8 +11,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from qtrace.errors import ExportError
-from qtrace.onnxfile.external_data import map_tensor, release, without_large_values
-from qtrace.onnxfile.reading import load_model, read_model
+from qtrace.onnxfile.external_data import load_model, map_tensor, read_model, release, without_large_values
 from tests.each import each_of
 
 VALUES = np.random.default_rng(0).standard_normal((64, 32)).astype(np.float32)

@@ -7,8 +7,8 @@ from importlib import metadata
 import numpy as np
 import pytest
 
-from qtrace.onnxfile import saturation
-from qtrace.onnxfile.saturation import products_are_wrong
+from qtrace.onnxfile import kernels
+from qtrace.onnxfile.kernels import products_are_wrong
 from tests.each import each_of
 
 
@@ -37,9 +37,9 @@ def processor(monkeypatch, tmp_path):
 
     def choose(flags, version, wrong):
         (tmp_path / "cpuinfo").write_text(f"flags : fpu {flags} avx2\n")
-        monkeypatch.setattr(saturation, "_CPU_INFO", tmp_path / "cpuinfo")
+        monkeypatch.setattr(kernels, "_CPU_INFO", tmp_path / "cpuinfo")
         monkeypatch.setattr(metadata, "version", lambda name: version)
-        monkeypatch.setattr(saturation, "open_session", Session)
+        monkeypatch.setattr(kernels, "open_session", Session)
         Session.wrong, Session.runs = wrong, 0
         products_are_wrong.cache_clear()
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper
 
-from qtrace.calibration.onnxruntime import start_session
-from qtrace.onnxfile import shared_arena
+from qtrace.calibration.engines import start_session
+from qtrace.onnxfile import local_session
 from qtrace.onnxfile.local_session import OrtSession, SessionSettings
 from qtrace.onnxfile.sessions import open_session
 from qtrace.process import return_free_memory
@@ -76,12 +76,12 @@ def test_only_sessions_that_ask_for_it_share_memory(monkeypatch: pytest.MonkeyPa
 def test_without_the_package_onnx_no_memory_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "onnx" else find_spec(name))
-    assert not shared_arena.register_shared_arena.__wrapped__()
+    assert not local_session.register_shared_arena.__wrapped__()
 
 
 def test_memory_is_given_back_though_onnxruntime_can_no_longer_be_imported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert shared_arena.register_shared_arena()
+    assert local_session.register_shared_arena()
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     return_free_memory()

@@ -12,7 +12,7 @@ import numpy as np
 import qtrace
 from qtrace import ops
 from qtrace.graph import exprs
-from qtrace.ops.macs import count_macs
+from qtrace.ops.base import count_macs
 from qtrace.preparation.normalize import normalize
 from tests.each import each_of
 from tests.nets import images, net

@@ -20,8 +20,7 @@ from qtrace.fakequant.following.bn_fold import BnFold
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import owner
 from qtrace.preparation.annotation import Annotation
-from qtrace.preparation.model import QuantizedModel
-from qtrace.preparation.record import write_record
+from qtrace.preparation.model import QuantizedModel, write_record
 from tests.nets import images
 
 X = images(2, 3, 6, 6)

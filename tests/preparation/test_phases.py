@@ -19,7 +19,7 @@ import qtrace
 from qtrace import QConfig
 from qtrace.errors import CalibrationError, GraphError, QtraceWarning, TrainingError
 from qtrace.graph.types import TracedModule
-from qtrace.preparation.record import fake_quants, read_record
+from qtrace.preparation.model import fake_quants, read_record
 from tests.each import each_of
 from tests.nets import images, net
 

@@ -158,7 +158,7 @@ def test_prepare_shows_the_runs_of_the_graph(
     traced: TracedModule, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It shows them from the first second on; here at once."""
-    monkeypatch.setattr("qtrace.preparation.decision._SHOWN_AFTER", 0.0)
+    monkeypatch.setattr("qtrace.preparation.prepare._SHOWN_AFTER", 0.0)
     monkeypatch.setattr("qtrace.display._ipython", object)
     config = {"placement": "balanced"}
     qtrace.prepare(traced, config, samples=[_X], progress=False)

@@ -12,7 +12,7 @@ import numpy as np
 import qtrace
 from qtrace import QConfig
 from qtrace.graph.interpreter import Interpreter
-from qtrace.preparation.record import read_record
+from qtrace.preparation.model import read_record
 from tests.nets import ResNet, images, net, randomize
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 import qtrace
 from qtrace import QConfig
-from qtrace.preparation.record import read_record
+from qtrace.preparation.model import read_record
 from tests.nets import images, left_lines, net, randomize
 
 

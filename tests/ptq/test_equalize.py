@@ -12,7 +12,7 @@ import pytest
 
 import qtrace
 from qtrace import QConfig
-from qtrace.preparation.record import read_record
+from qtrace.preparation.model import read_record
 from qtrace.ptq.layers import outputs
 from qtrace.ptq.layers.scaling import Parameters, channel_groups, precision, weight_sqnr
 from qtrace.scheme import QScheme

@@ -16,7 +16,7 @@ from qtrace.errors import ConfigError
 from qtrace.graph.walk import exprs
 from qtrace.numerics import fake_quantize
 from qtrace.ops import OpCall
-from qtrace.preparation.record import read_record
+from qtrace.preparation.model import read_record
 from qtrace.ptq.layers import second_order
 from qtrace.ptq.layers import statistics as collecting
 from qtrace.ptq.layers.second_order import grouped, nearest, parts, rounded, rounded_groups
@@ -57,7 +57,7 @@ def _written_out(weight: np.ndarray, hessian: np.ndarray, qparams: QParams, damp
 
 
 @pytest.mark.parametrize("block", [3, 128])
-def test_it_is_optimal_brain_surgeon(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+def test_gptq_equals_optimal_brain_surgeon(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     monkeypatch.setattr(second_order, "_BLOCK_COLUMNS", block)
     for seed in range(5):
         case = _case(4, 10, seed)
@@ -83,7 +83,7 @@ def test_the_quadratic_error_falls_and_uncorrelated_inputs_change_nothing() -> N
     np.testing.assert_allclose(_run(weight, np.zeros((20, 20)), qparams), near, atol=1e-6)
 
 
-def test_nearest_knows_a_zero_point() -> None:
+def test_nearest_rounding_uses_the_zero_point() -> None:
     scheme = SCHEME.replace(signed=False, symmetric=False, narrow=False)
     qparams = QParams(scheme, np.array([0.5, 0.25], np.float32), np.array([2, 5], np.int32))
     rows = np.random.RandomState(0).randn(2, 30)
@@ -218,7 +218,7 @@ def test_layers_gain_and_weights_lie_on_their_grids() -> None:
         (["adaround", "gptq"], "roundings are"),
     ],
 )
-def test_orders_that_make_no_sense_are_refused(ptq: list[str], message: str) -> None:
+def test_wrong_orders_of_algorithms_are_refused(ptq: list[str], message: str) -> None:
     traced = qtrace.trace(net(lambda self, x: self.a(x), a=M.Conv2d(4, 4, 1)), BATCHES[0], check=False)
     with pytest.raises(ConfigError, match=message):
         qtrace.prepare(traced, QConfig(ptq=ptq))

@@ -12,7 +12,7 @@ import pytest
 
 import qtrace
 from qtrace import QConfig
-from qtrace.preparation.record import read_record
+from qtrace.preparation.model import read_record
 from tests.nets import images, left_lines, net
 
 BATCHES = [images(2, 4, 8, 8, seed=s) for s in range(2)]

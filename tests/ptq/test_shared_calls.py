@@ -14,7 +14,7 @@ import qtrace
 from qtrace import QConfig
 from qtrace.fakequant.following.bias import BIAS_LIMIT
 from qtrace.graph.interpreter import Interpreter
-from qtrace.preparation.record import read_record
+from qtrace.preparation.model import read_record
 from qtrace.ptq.layers.quantized import QuantizedLayer, quantized_layers
 from qtrace.ptq.layers.scaling import move_bias
 from tests.nets import images, left_lines, net
@@ -188,7 +188,7 @@ def test_large_maps_count_by_their_size_though_few_places_are_read(monkeypatch: 
 
 
 @pytest.mark.parametrize("ptq", [(REFIT,), ("bias_correction",)])
-def test_calls_that_wait_for_each_other_are_left(ptq: tuple[Any, ...]) -> None:
+def test_shared_calls_that_depend_on_each_other_are_left(ptq: tuple[Any, ...]) -> None:
     def forward(self: M.Module, x: Any) -> Any:
         y = self.b(F.relu(self.a(x)))
         return self.a(F.relu(self.b(F.relu(x)))), y, self.c(y), self.c(x)

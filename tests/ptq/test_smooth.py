@@ -12,7 +12,7 @@ import pytest
 
 import qtrace
 from qtrace import QConfig
-from qtrace.preparation.record import read_record
+from qtrace.preparation.model import read_record
 from qtrace.ptq import smooth
 from tests.nets import images, left_lines, net
 
@@ -94,7 +94,7 @@ def test_factors_are_those_of_the_paper() -> None:
     assert "channels divided by" in line
 
 
-def test_what_does_not_gain_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_smooth_leaves_layers_without_gain(monkeypatch: pytest.MonkeyPatch) -> None:
     module, report = _convs(), None
 
     def worse(self: Any, alpha: float) -> np.ndarray:
@@ -108,7 +108,7 @@ def test_what_does_not_gain_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_array_equal(prepared.b.weight.numpy(), module.b.weight.numpy())
 
 
-def test_reasons() -> None:
+def test_smooth_reports_why_layers_are_left() -> None:
     traced = qtrace.trace(_convs(), CONV[0], check=False)
     prepared = qtrace.prepare(traced, QConfig(backend="generic", ptq=["smooth"]))
     assert left_lines(read_record(prepared).ptq[0]) == ["it needs data: give prepare(..., samples=batches)"]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import qtrace
-from qtrace.preparation.record import read_record
+from qtrace.preparation.model import read_record
 from tests.nets import left_lines
 
 RANDOM = np.random.default_rng(0)

@@ -40,7 +40,7 @@ def _accuracies(*arguments: str) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_it_runs() -> None:
+def test_training_loop_example_runs() -> None:
     found = _accuracies("--quick")
     assert list(found) == ["float", "4 bits, calibrated", "4 bits, trained"]
     assert all(0 < value < 100 for value in found.values())

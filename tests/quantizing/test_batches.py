@@ -16,10 +16,9 @@ import qtrace
 from qtrace.config.recipe import config_or_default
 from qtrace.data.base import batch_length
 from qtrace.errors import DataError
-from qtrace.preparation.record import fake_quants
+from qtrace.preparation.model import fake_quants
 from qtrace.quantizing import call_data
-from qtrace.quantizing.call_data import CallData, DataOpener
-from qtrace.quantizing.evaluation import usual_size
+from qtrace.quantizing.call_data import CallData, DataOpener, usual_size
 from qtrace.quantizing.options import DataReading
 from qtrace.quantizing.reporting import LogReporter
 from qtrace.quantizing.sources import read_network

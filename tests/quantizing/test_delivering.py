@@ -15,7 +15,7 @@ from onnxruntime.quantization import quantize_dynamic
 import qtrace
 from qtrace.benchmarking.files import Speed, summarize
 from qtrace.config.recipe import as_qconfig
-from qtrace.preparation.placement import frontier
+from qtrace.preparation.placement import labelling
 from qtrace.quantizing import delivering
 from qtrace.quantizing.delivering import is_too_slow, measure_file, rounds_for_speed, timed_settings
 from qtrace.quantizing.figures import note_graph
@@ -62,7 +62,9 @@ def timed(monkeypatch: pytest.MonkeyPatch):
         (FASTER, {"recipe": "int8"}, False, "measured  1.50x (1.48 to 1.52)"),
     ],
 )
-def test_what_is_delivered_and_said(tmp_path: Path, timed, speed, options, in_float, said) -> None:
+def test_quantize_delivers_by_speed_and_states_it(
+    tmp_path: Path, timed, speed, options, in_float, said
+) -> None:
     timed(speed)
     path = tmp_path / "out.onnx"
     result = qtrace.quantize(_module(), DATA, path, progress=False, **options)
@@ -108,7 +110,7 @@ def test_a_file_that_is_too_slow_becomes_the_row_above_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, speeds: tuple[Speed, ...], delivered: str, said: str
 ) -> None:
     """It was in float at once, although more integers may be what is faster."""
-    monkeypatch.setattr(frontier, "_PRICE_OF_A_DB", 0.2)  # so that a loud channel is worth its time
+    monkeypatch.setattr(labelling, "_PRICE_OF_A_DB", 0.2)  # so that a loud channel is worth its time
     turns = iter(speeds)
     monkeypatch.setattr(delivering, "compare_files", lambda *args, **options: [IN_FLOAT, next(turns)])
     layers = {name: M.Conv2d(n, m, 3) for name, n, m in (("a", 32, 64), ("b", 64, 64), ("c", 64, 32))}

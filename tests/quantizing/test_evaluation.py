@@ -16,7 +16,7 @@ import qtrace
 from qtrace.data import open_data
 from qtrace.data.opening import SampleRange, recut
 from qtrace.errors import CalibrationError
-from qtrace.quantizing.evaluation import split_data
+from qtrace.quantizing.call_data import split_data
 from qtrace.sensitivity.diagnosis.verdict import Verdict
 from tests.nets import images, net
 
@@ -105,7 +105,7 @@ def test_a_folder_of_data_that_is_one_number_is_no_good(tmp_path: Path) -> None:
 
 @both
 @pytest.mark.parametrize("evaluation", [DATA, DATA[10:30].copy(), [DATA[5:9]]])
-def test_samples_of_the_calibration_speak_for_no_others(
+def test_calibration_samples_do_not_count_as_evaluation(
     judged: Judged, evaluation: Any, tmp_path: Path
 ) -> None:
     verdict = judged(DATA[:40], tmp_path, evaluation)

@@ -22,8 +22,7 @@ from qtrace.errors import CalibrationError, ExportError, GraphError
 from qtrace.graph.flatten import set_parameter
 from qtrace.preparation import faithfulness
 from qtrace.preparation import prepare as preparing
-from qtrace.preparation.faithfulness import Faithfulness
-from qtrace.preparation.original import run_graph
+from qtrace.preparation.faithfulness import Faithfulness, run_graph
 from qtrace.ptq.base import FloatAlgorithm
 from qtrace.quantizing import calibrator, quantize
 from qtrace.quantizing.sources import open_original

@@ -63,7 +63,7 @@ def test_the_file_is_measured_and_verified_there(tmp_path: Path, name: str) -> N
     assert result.card.figures["measured_by"] == sys.executable
 
 
-def test_nothing_names_a_host_that_was_not_given(tmp_path: Path) -> None:
+def test_result_names_no_host_by_default(tmp_path: Path) -> None:
     result = qtrace.quantize(_module(), DATA, tmp_path / "m.onnx", verify=False, progress=False)
     assert "measured_by" not in result.to_dict()
     assert ", by " not in result.delivery.sentence()
@@ -74,7 +74,7 @@ def test_nothing_names_a_host_that_was_not_given(tmp_path: Path) -> None:
     ("package", "name", "target"),
     [("onnxruntime", "m.onnx", "onnxruntime"), ("openvino", "m.onnx", "openvino"), ("ncnn", "m.param", None)],
 )
-def test_a_runtime_that_is_not_there_is_one_sentence(
+def test_host_without_the_runtime_is_one_sentence(
     tmp_path: Path, package: str, name: str, target: str | None
 ) -> None:
     host = _interpreter_without(package, tmp_path)

@@ -91,7 +91,7 @@ def test_a_file_that_imports_a_family_is_as_the_family_by_its_name(target: str, 
 
 
 @pytest.mark.usefixtures("folder")
-def test_the_precision_of_a_file_stays_behind_the_target() -> None:
+def test_precision_of_a_recipe_file_is_applied_after_the_target() -> None:
     """LiteRT's activations of 16 bits have no zero point, and a target clips its activations of 8 bits."""
     config = choose_config("tflite", _write("imports: [w8a16, resnet]\n"), Path("a.tflite"))
     assert _settings(config) == _settings(qtrace.load_recipe("resnet+w8a16+tflite"))

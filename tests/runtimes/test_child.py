@@ -173,7 +173,7 @@ def test_an_interrupted_request_leaves_no_answer_and_no_process(script: Path) ->
         _wait_for_end(int(pid))
 
 
-def test_a_child_that_reads_nothing_does_not_hold_its_owner(tmp_path: Path) -> None:
+def test_request_times_out_if_the_child_reads_nothing(tmp_path: Path) -> None:
     script = tmp_path / "deaf.py"
     script.write_text("import time\ntime.sleep(600)\n")
     child = Child(_command(script), "a runtime", seconds=0.5)
@@ -181,9 +181,7 @@ def test_a_child_that_reads_nothing_does_not_hold_its_owner(tmp_path: Path) -> N
         child.ask({"command": "double"}, [np.zeros(4_000_000, np.uint8)])
 
 
-def test_a_child_that_computes_is_no_child_that_hangs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_timeout_spares_a_child_that_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "slow.py"
     script.write_text(
         "import json, sys, time\n"
@@ -226,6 +224,6 @@ def test_threads_get_their_own_answers(script: Path) -> None:
         assert all(pool.map(doubled, range(40)))
 
 
-def test_an_interpreter_that_is_not_there_is_one_sentence(script: Path) -> None:
+def test_missing_interpreter_is_one_sentence(script: Path) -> None:
     with pytest.raises(ExportError, match=r"needs a process .*'/nowhere/python' does not start: No such"):
         Child(["/nowhere/python", str(script)], "a runtime")

@@ -16,10 +16,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 from qtrace.errors import ConfigError, ExportError
 from qtrace.onnxfile.local_session import SessionError, SessionSettings
-from qtrace.onnxfile.openvino import OpenvinoFile
-from qtrace.onnxfile.sessions import open_session
-from qtrace.runtimes import connection, tunnel, worker
-from qtrace.runtimes.files import RuntimeChild
+from qtrace.onnxfile.sessions import OpenvinoFile, open_session
+from qtrace.runtimes import child, tunnel, worker
+from qtrace.runtimes.child import RuntimeChild
 from qtrace.runtimes.host import RuntimeHost, describe_side
 
 _X = np.float32([[-1, 2], [3, -4]])
@@ -237,7 +236,7 @@ def test_a_broken_runtime_is_one_sentence_and_leaves_nothing(
 def test_a_command_that_starts_no_python_is_one_sentence(
     tmp_path: Path, far: Path, before: str, timeout: float, sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "_SECONDS_TO_LEAVE", 0.1)
+    monkeypatch.setattr(child, "_SECONDS_TO_LEAVE", 0.1)
     where = RuntimeHost(runner=_runner(tmp_path, far, before).runner, timeout=timeout)
     with pytest.raises(ExportError, match=sentence) as caught:
         open_session(_model(), SessionSettings(host=where))
@@ -277,7 +276,7 @@ def test_a_far_end_that_is_reported_to_end_says_so(tmp_path: Path, far: Path) ->
     _wait_until(lambda: not list(far.iterdir()))
 
 
-def test_what_an_interpreter_lacks_is_one_sentence(tmp_path: Path, far: Path) -> None:
+def test_missing_package_of_a_host_is_one_sentence(tmp_path: Path, far: Path) -> None:
     blocked = tmp_path / "blocked"
     blocked.mkdir()
     for package in ("numpy", "onnxruntime"):
@@ -306,7 +305,7 @@ def test_what_an_interpreter_lacks_is_one_sentence(tmp_path: Path, far: Path) ->
         open_session(_model(), SessionSettings(host=RuntimeHost(str(old))))
 
 
-def test_a_host_is_one_of_both() -> None:
+def test_host_takes_python_or_runner_but_not_both() -> None:
     assert RuntimeHost("~/bin/python").command == [os.path.expanduser("~/bin/python")]
     assert RuntimeHost(runner="ssh 'my board' python3").command == ["ssh", "my board", "python3"]
     for python, runner, timeout in [("", "", 1), ("a", "b", 1), ("", " ", 1), ("", "a 'b", 1), ("a", "", 0)]:

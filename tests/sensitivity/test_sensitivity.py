@@ -18,7 +18,7 @@ import pytest
 import qtrace
 from qtrace import cli
 from qtrace.calibration.base import EngineError
-from qtrace.calibration.segments import OnnxSegments
+from qtrace.calibration.engines import OnnxSegments
 from qtrace.comparing.sums import sqnr_db
 from qtrace.errors import CalibrationError, ConfigError, ExportError
 from qtrace.graph.types import TracedModule
@@ -89,7 +89,9 @@ def test_layers_are_the_ops_on_integers_with_their_sizes(simulation: Simulation)
     assert [name for name, layer in layers.items() if layer.weight] == ["a_out", "b_out", "c_out", "fc_out"]
 
 
-def test_all_or_none_raised_are_the_two_phases(prepared: TracedModule, simulation: Simulation) -> None:
+def test_simulation_with_all_or_no_layers_raised_equals_the_phases(
+    prepared: TracedModule, simulation: Simulation
+) -> None:
     f, q = _outputs(prepared, "float"), _outputs(prepared, "quantize")
     assert simulation.value() == pytest.approx(sqnr_db(f, q), abs=1e-6)
     assert simulation.value([layer.name for layer in simulation.layers]) == float("inf")
@@ -261,7 +263,7 @@ def _named(name: str, value: Any) -> Any:
     return function
 
 
-def test_goals_that_cannot_be(traced: TracedModule, prepared: TracedModule) -> None:
+def test_mixed_precision_refuses_impossible_goals(traced: TracedModule, prepared: TracedModule) -> None:
     base = qtrace.QConfig(**W4)
     with pytest.raises(ConfigError, match="either at_least or max_drop"):
         mixed_precision(traced, base, _data(0), goal=Goal())
@@ -442,7 +444,7 @@ def test_what_the_fast_engine_cannot_compute_is_left_to_megengine(
     assert [r.getMessage() for r in caplog.records if "has no ONNX form" in r.getMessage()] != []
 
 
-def test_groups_are_measured_beside_each_other_and_alike(
+def test_layer_groups_are_measured_in_parallel_with_equal_results(
     traced: TracedModule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepared = qtrace.calibrate(qtrace.prepare(traced, W4), _data(0), progress=False)
@@ -489,7 +491,7 @@ def test_groups_that_the_engine_refuses_when_it_runs_are_left_to_megengine(
     def refuse(*_: Any, **__: Any) -> Any:
         raise EngineError("it refuses the graph")
 
-    monkeypatch.setattr("qtrace.calibration.segments.start_session", refuse)
+    monkeypatch.setattr("qtrace.calibration.engines.start_session", refuse)
     assert list(simulation.only_groups(groups)) == pytest.approx(expected, abs=0.05)
 
 

@@ -25,7 +25,7 @@ def _code_cells(path: Path) -> list[Any]:
     return [SimpleNamespace(**cell) for cell in cells if cell["cell_type"] == "code"]
 
 
-def test_there_are_three() -> None:
+def test_three_notebooks_exist() -> None:
     assert [path.stem for path in NOTEBOOKS] == ["cure", "four-bits", "onnx"]
 
 

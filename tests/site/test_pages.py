@@ -112,7 +112,7 @@ def test_every_error_and_warning_is_on_its_page_with_its_messages() -> None:
     assert any("async_level = 0" in text for text in messages["QtraceWarning"])
 
 
-def test_hardly_an_error_is_raised_with_a_text_that_the_page_lacks() -> None:
+def test_errors_page_lists_nearly_every_raised_message() -> None:
     """Messages that are put together elsewhere are few: a new way to raise would empty the page unseen."""
     raised, known = 0, errors.classes()
     for module in source.modules():

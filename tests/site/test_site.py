@@ -53,7 +53,7 @@ def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
         assert [url for url in loaded if "127.0.0.1" not in url] == [], page
 
 
-def test_no_mark_is_left(site: Path) -> None:
+def test_site_has_no_unfilled_marks(site: Path) -> None:
     assert not any("<!-- generated" in page.read_text(encoding="utf-8") for page in site.rglob("*.html"))
 
 

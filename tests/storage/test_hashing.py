@@ -7,7 +7,7 @@ import numpy as np
 from megengine import Parameter, Tensor
 
 from qtrace.extras.finetune.data import Batch, Samples
-from qtrace.preparation.identity import graph_hash
+from qtrace.preparation.model import graph_hash
 from qtrace.storage.checkpoints import hash_arrays
 
 A = np.arange(6, dtype=np.float32).reshape(2, 3)

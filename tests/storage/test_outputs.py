@@ -12,7 +12,7 @@ from qtrace.process import undisturbed
 from qtrace.storage import files, outputs
 
 
-def test_tidying_up_is_not_cut_short():
+def test_signals_wait_until_cleanup_ends():
     before = signal.getsignal(signal.SIGINT)
     with undisturbed():
         os.kill(os.getpid(), signal.SIGINT)

@@ -115,7 +115,7 @@ def test_a_wrong_file_is_named_where_a_batch_cannot_be_divided(
     assert "onnx.reference" in found.check.reason
 
 
-def test_nobody_is_accused_where_megengine_and_onnx_disagree_on_an_op(
+def test_crosscheck_names_no_culprit_where_megengine_and_onnx_disagree(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     converted, path = _exported(tmp_path, BATCHES)
@@ -127,7 +127,7 @@ def test_nobody_is_accused_where_megengine_and_onnx_disagree_on_an_op(
     assert "a weight, a bias" not in found.table()
 
 
-def test_nobody_is_accused_without_a_second_evaluation(
+def test_crosscheck_names_no_culprit_without_a_second_evaluation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     converted, path = _exported(tmp_path, BATCHES)

@@ -37,7 +37,7 @@ class _Session:
         return RuntimeRun([inputs[0] + 1], {})
 
 
-def test_a_session_that_may_runs_on_a_thread_and_another_when_it_is_asked() -> None:
+def test_only_thread_safe_sessions_are_prefetched_on_a_thread() -> None:
     on_thread, in_turn = _Session(True), _Session(False)
     sessions = [on_thread, in_turn]
     with Together(threads_for(sessions)) as together:

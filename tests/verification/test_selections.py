@@ -116,7 +116,7 @@ def _line(converted: TracedModule) -> int:
     return int(origin.rpartition(":")[2].rstrip(")"))
 
 
-def test_another_selection_from_the_same_integers_fails_without_wrong_advice(
+def test_verify_fails_on_another_selection_from_equal_integers(
     selecting: tuple[TracedModule, TracedModule, Path, list[np.ndarray]],
 ) -> None:
     _, converted, path, batches = selecting
@@ -143,7 +143,7 @@ def test_another_selection_from_the_same_integers_fails_without_wrong_advice(
     assert found.op == next(iter(find_selections(converted).values()))
 
 
-def test_a_fault_before_the_selection_is_found_as_ever(
+def test_verify_finds_a_fault_before_the_selection(
     selecting: tuple[TracedModule, TracedModule, Path, list[np.ndarray]],
 ) -> None:
     _, converted, path, batches = selecting

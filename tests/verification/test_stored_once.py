@@ -34,7 +34,7 @@ def exported(path):
     return converted, data
 
 
-def test_it_is_compared_with_that_of_every_sample(tmp_path):
+def test_verify_compares_a_tensor_stored_once_with_every_sample(tmp_path):
     path = tmp_path / "net.tflite"
     converted, data = exported(path)
     report = qtrace.verify(path, converted, data)

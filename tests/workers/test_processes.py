@@ -48,7 +48,7 @@ def test_the_first_failure_ends_workers_that_save_and_is_the_cause_of_all(tmp_pa
     assert saved.exists() or len(begun) < 2  # the first may have been ended before its task
 
 
-def test_what_a_worker_says_after_it_was_told_to_end_is_no_cause() -> None:
+def test_errors_after_shutdown_are_not_reported_as_cause() -> None:
     pool = Processes(Echo(), 2, saves=True)
     pool._end_all(Outcome(problem=("DataError", "the cause")))
     said = pool._end_all(Outcome(problem=("QtraceError", "initialization failed")))

@@ -48,7 +48,7 @@ def test_every_family_is_tried_on_every_target() -> None:
     assert {entry.recipe for entry in CASES} == {entry.recipe for entry in ENTRIES if not entry.plain}
 
 
-def test_only_families_without_a_recipe_are_plain() -> None:
+def test_plain_entries_are_families_without_a_recipe() -> None:
     assert not {entry.family for entry in ENTRIES if entry.plain} & set(recipe_names())
 
 

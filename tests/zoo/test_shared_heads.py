@@ -9,7 +9,7 @@ import pytest
 import qtrace
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.annotation import Annotation, Site
-from qtrace.preparation.record import fake_quants
+from qtrace.preparation.model import fake_quants
 from tests.zoo.detectors.dense import STRIDES, RetinaNet
 from tests.zoo.detectors.entry import bounded, trained
 

@@ -20,10 +20,9 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import ExportError
-from qtrace.export.converted.graph import ConvertedGraph
+from qtrace.export.converted import ConvertedGraph
 from qtrace.export.onnx.opset import OPSETS
-from qtrace.export.onnx.types import Emitter, array, axes_of, operand, parameter_source, unary
-from qtrace.export.onnx.writer import OnnxWriter
+from qtrace.export.onnx.writer import Emitter, OnnxWriter, array, axes_of, operand, parameter_source, unary
 from qtrace.graph.types import TensorNode
 from qtrace.graph.walk import get_module, owner
 from qtrace.ops import OpCall, Role

@@ -14,8 +14,7 @@ import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from qtrace.errors import ExportError
-from qtrace.onnxfile.bodies import bodies_of, own_operators
-from qtrace.onnxfile.model import OnnxModel
+from qtrace.onnxfile.model import OnnxModel, bodies_of, own_operators
 
 __all__ = [
     "HIGHEST",

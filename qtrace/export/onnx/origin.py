@@ -16,7 +16,7 @@ from qtrace.export.onnx.writer import OnnxWriter
 from qtrace.graph.interface import Interface, TensorInfo
 from qtrace.graph.origin import Facts, FileOrigin, FileParameter, FileRemark, FileResult
 from qtrace.graph.walk import unused_name
-from qtrace.onnxfile.bodies import read_names
+from qtrace.onnxfile.model import read_names
 
 __all__ = ["PRODUCER", "OwnNames", "describe", "restore_interface"]
 

@@ -24,10 +24,9 @@ import numpy as np
 from onnx import helper, numpy_helper
 
 from qtrace.onnxfile import external_data
-from qtrace.onnxfile.bodies import rename_tensors
-from qtrace.onnxfile.model import OnnxEditor
-from qtrace.onnxfile.reading import load_model
-from qtrace.onnxfile.saturation import products_are_wrong
+from qtrace.onnxfile.external_data import load_model
+from qtrace.onnxfile.kernels import products_are_wrong
+from qtrace.onnxfile.model import OnnxEditor, rename_tensors
 
 __all__ = ["MOVES", "TARGETS", "WHOLE", "choose_columns", "has_odd_columns", "write_whole_columns"]
 

@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING
 from qtrace.plugins import load_when_used
 
 if TYPE_CHECKING:
-    from qtrace.extras.contracts.check import check_contract, check_file_for, fix_contract
-    from qtrace.extras.contracts.checking import ContractReport
+    from qtrace.extras.contracts.checking import ContractReport, check_contract, check_file_for, fix_contract
 
 __all__ = ["ContractReport", "check_contract", "check_file_for", "fix_contract"]
 
 load_when_used(
     __name__,
     {
-        "qtrace.extras.contracts.check": "check_contract check_file_for fix_contract",
-        "qtrace.extras.contracts.checking": "ContractReport",
+        "qtrace.extras.contracts.checking": "ContractReport check_contract check_file_for fix_contract",
     },
 )

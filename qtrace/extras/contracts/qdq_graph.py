@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 from onnx import NodeProto, TensorProto, helper
 
-from qtrace.onnxfile.bodies import read_names
-from qtrace.onnxfile.model import OnnxEditor
+from qtrace.onnxfile.model import OnnxEditor, read_names
 
 __all__ = [
     "FUNCTIONS",

@@ -19,15 +19,14 @@ from qtrace.config.recipe import is_recipe_file, load_recipe, recipe_names
 from qtrace.display import Displayed, format_table
 from qtrace.errors import ConfigError, GraphError, QtraceError
 from qtrace.extras.diff.onnx_files import FileDifference, compare_files
-from qtrace.graph.dataflow import evaluate_fixed
 from qtrace.graph.files.serialize import load
+from qtrace.graph.interpreter import evaluate_fixed
 from qtrace.graph.types import TracedModule
 from qtrace.plugins.options import check_arguments
 from qtrace.preparation.figures import read_figures
-from qtrace.preparation.model import QuantizedModel, QuantizedSite
-from qtrace.preparation.record import check_quantized
+from qtrace.preparation.model import QuantizedModel, QuantizedSite, check_quantized
 from qtrace.process import on_engine_thread
-from qtrace.quantizing.folder import QUANTIZED, VERDICT
+from qtrace.quantizing.reporting import QUANTIZED, VERDICT
 from qtrace.scheme import QParams
 from qtrace.storage.files import parse_document
 

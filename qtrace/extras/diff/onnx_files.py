@@ -15,8 +15,8 @@ from onnx import NodeProto, ValueInfoProto, defs, helper
 
 from qtrace.comparing.sums import sqnr_db
 from qtrace.display import Displayed
+from qtrace.onnxfile.external_data import load_model
 from qtrace.onnxfile.model import OnnxModel
-from qtrace.onnxfile.reading import load_model
 
 __all__ = ["FileDifference", "compare_files"]
 

@@ -11,7 +11,7 @@ import click
 from qtrace.cli import models, options
 from qtrace.cli.console import Console
 from qtrace.cli.models import PREPARED
-from qtrace.quantizing.folder import FILES, write_folder
+from qtrace.quantizing.reporting import FILES, write_folder
 from qtrace.storage.outputs import resumable_folder
 
 __all__ = ["finetune"]

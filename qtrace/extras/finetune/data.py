@@ -17,7 +17,7 @@ from megengine import Tensor
 from qtrace.data.batches import as_arguments, check_batches
 from qtrace.errors import CalibrationError, ConfigError
 from qtrace.graph.types import TracedModule
-from qtrace.learning.choice import ENGINES
+from qtrace.learning import ENGINES
 from qtrace.storage.checkpoints import hash_arrays
 
 __all__ = ["Batch", "Data", "FinetuneSettings", "Leaves", "Samples", "hold_back", "read", "split_data"]

@@ -35,11 +35,9 @@ from qtrace.graph.opaque import opaque_calls, say_stopped_gradients
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import exprs
 from qtrace.inspection.twin import changed_weights, float_twin
-from qtrace.learning.engine import MIN_TRACED_STEPS, queueless
-from qtrace.learning.loop import descend
+from qtrace.learning import MIN_TRACED_STEPS, descend, queueless
 from qtrace.plugins.options import check_arguments
-from qtrace.preparation.identity import graph_hash
-from qtrace.preparation.model import QuantizedModel
+from qtrace.preparation.model import QuantizedModel, graph_hash
 from qtrace.preparation.phases import in_phase, say_wrong_gradients
 from qtrace.process import on_engine_thread
 from qtrace.storage import checkpoints

@@ -21,9 +21,7 @@ from qtrace.extras.finetune.twins import PARTS, MegEngineTwins, Twins, Units, Wa
 from qtrace.fakequant.base import scales
 from qtrace.graph.nonfinite import search_nonfinite
 from qtrace.graph.types import TracedModule
-from qtrace.learning.choice import try_torch
-from qtrace.learning.engine import UnsupportedError
-from qtrace.learning.loop import Adam
+from qtrace.learning import Adam, UnsupportedError, try_torch
 from qtrace.preparation.model import QuantizedModel
 from qtrace.qat import param_groups
 
@@ -411,7 +409,7 @@ class Retreats:
 
 
 class Trainer:
-    """Takes the steps of a run; see `qtrace.learning.loop.Descent`.
+    """Takes the steps of a run; see `qtrace.learning.Descent`.
 
     Args:
         prepared: the prepared graph, in the phase ``train`` and in eval mode; it is changed in place.

@@ -26,9 +26,8 @@ from qtrace.fakequant.following.dynamic import DynamicQuant
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import Expr, GetAttr, ModuleNode, Node, TracedModule
 from qtrace.graph.walk import exprs, get_module, is_float_tensor, owner, tensor_inputs, users
-from qtrace.learning.engine import LearningEngine, LearningStep, MegEngineEngine
-from qtrace.preparation.model import QuantizedModel
-from qtrace.preparation.record import fake_quants
+from qtrace.learning import LearningEngine, LearningStep, MegEngineEngine
+from qtrace.preparation.model import QuantizedModel, fake_quants
 from qtrace.ptq.rounding.block_run import bottlenecks
 
 __all__ = [

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.export.parameters.base import ParameterFile, refuse, refuse_floating
-from qtrace.export.parameters.sites import Row
+from qtrace.export.parameters import ParameterFile, Row, refuse, refuse_floating
 
 __all__ = ["AIMET_061", "AIMET_100", "AIMET_200"]
 

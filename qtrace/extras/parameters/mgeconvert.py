@@ -10,8 +10,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from qtrace.export.parameters.base import ParameterFile, refuse_floating
-from qtrace.export.parameters.sites import Row
+from qtrace.export.parameters import ParameterFile, Row, refuse_floating
 
 __all__ = ["MGECONVERT"]
 

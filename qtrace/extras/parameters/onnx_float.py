@@ -14,13 +14,11 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import ExportError
-from qtrace.export.converted.graph import ConvertedGraph
-from qtrace.export.converted.plain_graph import float_graph
+from qtrace.export.converted import ConvertedGraph, float_graph
 from qtrace.export.format import Content, Format
 from qtrace.export.onnx.exporter import OnnxOptions, write_model
 from qtrace.export.onnx.files import check, contents_of
-from qtrace.export.parameters.base import beside, parameter_file
-from qtrace.export.parameters.sites import Names, ParameterLayer, site_table
+from qtrace.export.parameters import Names, ParameterLayer, beside, parameter_file, site_table
 from qtrace.ops import OpCall
 
 __all__ = ["FORMAT"]
@@ -59,7 +57,7 @@ def _calls(flat: ConvertedGraph) -> Iterator[OpCall]:
 
 def _name_parameters(flat: ConvertedGraph, model: Any) -> None:
     """Gives weights and biases in another layout the names of their nodes, unless other tensors have them."""
-    from qtrace.onnxfile.bodies import read_names, rename_tensors
+    from qtrace.onnxfile.model import read_names, rename_tensors
 
     graph = model.graph
     used = {name for node in graph.node for name in (*read_names(node), *node.output)}
@@ -97,7 +95,7 @@ def _layer(
     model: Any,
     others: dict[str, ParameterLayer],
 ) -> ParameterLayer:
-    from qtrace.export.onnx.weight_layouts import weight_layout
+    from qtrace.export.onnx.sites import weight_layout
 
     assert call.weight is not None
     name = call.weight.name

@@ -20,18 +20,15 @@ from megengine.traced_module.traced_module import InternalGraph
 
 from qtrace.display import Displayed
 from qtrace.errors import GraphError
-from qtrace.graph.arguments import set_arguments
-from qtrace.graph.dataflow import static_nodes
 from qtrace.graph.edit import RECORD_ATTRIBUTE
 from qtrace.graph.flatten import flatten
 from qtrace.graph.interface import Interface, TensorInfo, read_interface, write_interface
-from qtrace.graph.interpreter import Interpreter
-from qtrace.graph.node_meta import own_meta
+from qtrace.graph.interpreter import Interpreter, static_nodes
+from qtrace.graph.notes import copy_line, own_meta
 from qtrace.graph.origin import copy_origin
-from qtrace.graph.purity import find_written, is_pure
-from qtrace.graph.source_lines import copy_line
+from qtrace.graph.passes import find_written, is_pure
 from qtrace.graph.stepping import finish
-from qtrace.graph.walk import IN_PLACE, exprs, get_module
+from qtrace.graph.walk import IN_PLACE, exprs, get_module, set_arguments
 from qtrace.plugins.options import check_arguments
 
 __all__ = ["Composition", "GraphPart", "build_parts", "copyable_exprs", "flat_copy", "split"]

@@ -12,11 +12,10 @@ from megengine.module import Module
 from qtrace.extras.torch.learning.engine import TorchEngine
 from qtrace.extras.torch.learning.fake_quants import quant_dequant, shaped, stored_parameters
 from qtrace.fakequant.base import FakeQuant
-from qtrace.fakequant.kernels.kernel import Learn, Levels
+from qtrace.fakequant.kernels import Learn, Levels
 from qtrace.graph.types import Node
 from qtrace.graph.walk import owner
-from qtrace.ptq.rounding.block_run import BlockData, BlockRun
-from qtrace.ptq.rounding.gradients import BlockGradients, DescentSettings
+from qtrace.ptq.rounding.block_run import BlockData, BlockGradients, BlockRun, DescentSettings
 
 __all__ = ["TorchGradients"]
 

@@ -21,13 +21,17 @@ from megengine import Parameter
 
 from qtrace.errors import ImportingError, install, shorten_list
 from qtrace.graph.flatten import set_parameter
-from qtrace.graph.moves import Move, part_of, places_of, reshaped_to, taken_at
 from qtrace.graph.origin import (
     FileNorm,
     FileOrigin,
     FileParameter,
+    Move,
     hash_values,
+    part_of,
+    places_of,
     read_origin,
+    reshaped_to,
+    taken_at,
     write_origin,
 )
 from qtrace.graph.recurrent import OnnxRecurrent
@@ -182,7 +186,7 @@ def _moves_from(numbers: np.ndarray, values: np.ndarray, counts: Sequence[int]) 
     Returns:
         The moves; None if there is no one way, or one that lists too many places.
     """
-    from qtrace.importing.onnx.moving import MAX_TAKEN  # the way back to torch needs no package onnx
+    from qtrace.importing.onnx.quantization import MAX_TAKEN  # the way back to torch needs no package onnx
 
     if not values.size or not np.isfinite(numbers).all():
         return None

@@ -27,10 +27,9 @@ from qtrace.graph.flatten import flatten
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.twin import late_algorithms
 from qtrace.preparation.figures import read_figures
-from qtrace.preparation.model import QuantizedModel
+from qtrace.preparation.model import QuantizedModel, fake_quants
 from qtrace.preparation.phases import in_phase
 from qtrace.preparation.prepare import plan, prepare
-from qtrace.preparation.record import fake_quants
 from qtrace.workers import Outcome
 
 __all__ = [

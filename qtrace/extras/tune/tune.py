@@ -41,7 +41,7 @@ from qtrace.extras.tune.trials import (
 )
 from qtrace.graph.types import TracedModule
 from qtrace.plugins.options import check_arguments
-from qtrace.preparation.identity import hash_tensors
+from qtrace.preparation.model import hash_tensors
 from qtrace.workers import Pool, Processes, RayTasks
 
 __all__ = ["TuneOptions", "Tuning", "recipe_text", "render_page", "tune"]

@@ -32,7 +32,7 @@ from qtrace.fakequant.base import PHASES, FakeQuant
 from qtrace.fakequant.following.bias import BiasQuant
 from qtrace.fakequant.following.bn_fold import BnFold
 from qtrace.fakequant.following.dynamic import DynamicQuant
-from qtrace.graph.files.names import RefusedError, shown
+from qtrace.graph.files.allowlist import RefusedError, shown
 from qtrace.graph.opaque import OpaqueOp
 from qtrace.graph.recurrent import DIRECTIONS, OnnxRecurrent
 from qtrace.observers.base import Observer
@@ -41,7 +41,7 @@ from qtrace.scheme import QScheme
 
 __all__ = ["check_attributes"]
 
-_LARGEST, _LARGEST_FLOAT = 2**31 - 1, 3.4e38
+_LARGEST, _LARGEST_FLOAT = int(np.iinfo(np.int32).max), float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)

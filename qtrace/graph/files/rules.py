@@ -28,10 +28,20 @@ from megengine.traced_module.serialization import _ModuleState
 from megengine.traced_module.traced_module import InternalGraph, NameSpace
 
 from qtrace.graph.files import allowlist, plain_values
-from qtrace.graph.files.names import AllowList, LoadBudget, Ref, RefusedError, refused, shown
+from qtrace.graph.files.allowlist import (
+    OBJECT_BYTES,
+    AllowList,
+    LoadBudget,
+    Ref,
+    RefusedError,
+    refused,
+    shown,
+)
 from qtrace.graph.files.plain_values import (
+    Keys,
     Pending,
     Rule,
+    Trees,
     dtype_class,
     from_buffer,
     make_op,
@@ -40,8 +50,7 @@ from qtrace.graph.files.plain_values import (
     start_array,
     start_dtype,
 )
-from qtrace.graph.files.trees import Keys, Trees
-from qtrace.graph.node_meta import SAVED_META
+from qtrace.graph.notes import SAVED_META
 
 __all__ = ["Pending", "Rules"]
 
@@ -73,7 +82,6 @@ FIELDS: dict[type, frozenset[str]] = {
         Device: "_cn _logical_name",
     }.items()
 }
-_OBJECT = 64  # bytes that an object takes at least
 
 
 class Rules:
@@ -130,7 +138,7 @@ class Rules:
     def new(self, cls: Any, args: Any) -> Any:
         """A bare instance of a class (NEWOBJ)."""
         target, key, kind = self._identify(cls)
-        self.budget.take(_OBJECT)
+        self.budget.take(OBJECT_BYTES)
         if type(args) is not tuple or not isinstance(target, type):
             raise RefusedError("it makes an instance of something that is no class")
         if kind == "extra":
@@ -150,7 +158,7 @@ class Rules:
             return target(*args)
         if key not in allowlist.REDUCERS:
             raise RefusedError(f"it calls {key} while loading")
-        self.budget.take(_OBJECT + plain_values.weight(args))
+        self.budget.take(OBJECT_BYTES + plain_values.weight(args))
         return self._call[key](*args)
 
     def build(self, instance: Any, state: Any) -> Any:

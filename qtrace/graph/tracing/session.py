@@ -20,26 +20,30 @@ from megengine.traced_module.expr import CallFunction, CallMethod, Expr
 from megengine.traced_module.traced_module import InternalGraph
 
 from qtrace.errors import GraphError, TraceError, shorten_list
-from qtrace.graph import failures
+from qtrace.graph import differences, failures
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.nonfinite import nonfinite_results
-from qtrace.graph.source_lines import name_with_line
-from qtrace.graph.tracing import diff, example_inputs, hazards, reads
+from qtrace.graph.notes import name_with_line
+from qtrace.graph.tracing import example_inputs, hazards
 from qtrace.graph.tracing.copies import Copy, describe_places, find_copies, insert_copies, report_copies
 from qtrace.graph.tracing.example_inputs import Arguments
 from qtrace.graph.tracing.recording import (
     NONE_IS_DROPPED,
     VALUES_ARE_DROPPED,
+    PythonRead,
     check_kernels,
     check_readers,
+    describe_notes,
+    describe_unused,
     holds_none,
     key_order,
     recording,
+    refuse_reads,
     restore_key_order,
+    watch_reads,
     without_none,
 )
-from qtrace.graph.tracing.running import copy_module, engine_for_tracing
-from qtrace.graph.tracing.source_names import restore_input_names, restore_names
+from qtrace.graph.tracing.running import copy_module, engine_for_tracing, restore_input_names, restore_names
 from qtrace.graph.tracing.tracer import Tracer, chosen_leaves, name_own_classes
 from qtrace.graph.walk import op_label
 
@@ -156,7 +160,7 @@ class Tracing:
     ) -> None:
         self.source, self.also, self.tracer, self.gradients = source, also, tracer, gradients
         self.allow_branch = allow_branch
-        self.reads: list[reads.PythonRead] = []
+        self.reads: list[PythonRead] = []
         self.method = method
         self.name = type(source).__name__
         self.inputs = inputs
@@ -182,14 +186,14 @@ class Tracing:
         self.drops_none = holds_none(result)
         result = without_none(result)
         self.order = key_order(result)
-        return diff.values(result)
+        return differences.values(result)
 
     def run(self, check: bool) -> tuple[TracedModule, list[str]]:
         """Returns the trace, and warnings for its user."""
         inputs, expected = self._first_run(check and not self.allow_branch)
         traced = self._trace(self.inputs)
-        reads.refuse_reads(self.name, self.reads, self.allow_branch)
-        for note in reads.describe_notes(self.reads):
+        refuse_reads(self.name, self.reads, self.allow_branch)
+        for note in describe_notes(self.reads):
             _log.info("%s: %s.", self.name, note)
         self.copies = find_copies(traced)
         self._check_parameters(traced, inputs, expected)
@@ -200,7 +204,7 @@ class Tracing:
                 other = example_inputs.vary(self.inputs, high=True, extra=extra)
                 try:
                     # Where shapes may not fit, one op at a time: a kernel after a failed one can crash.
-                    with engine_for_tracing(async_level=0):
+                    with engine_for_tracing():
                         expected = self._results(other)
                 except _ForwardError:  # nothing to compare
                     continue
@@ -219,7 +223,7 @@ class Tracing:
         notes = [NONE_IS_DROPPED] if self.drops_none else []
         notes += [VALUES_ARE_DROPPED] if len(traced.graph.outputs) < len(expected) else []
         notes += [_describe_unread(list(self.unread.values()))] if self.unread else []
-        notes += reads.describe_unused(self.reads, self.allow_branch)
+        notes += describe_unused(self.reads, self.allow_branch)
         notes += self._wrong_sizes(traced) if check and not self.also else []
         notes += nonfinite_results(traced, *example_inputs.fresh(self.inputs)) if check else []
         return traced, [f"{self.name}: {note}" for note in notes]
@@ -234,7 +238,7 @@ class Tracing:
         extras = {1 - batch, batch + 2, 3 * batch} - {0} if changed else set()
         for extra in sorted(extras):
             more = example_inputs.vary(self.inputs, high=False, extra=extra)
-            with contextlib.suppress(_ForwardError), engine_for_tracing(async_level=0):
+            with contextlib.suppress(_ForwardError), engine_for_tracing():
                 if _run_and_compare(traced, more, self._results(more)) is not None:
                     close_reshapes(changed)
                     return
@@ -247,7 +251,7 @@ class Tracing:
             return []
         other = example_inputs.enlarge(self.inputs)
         try:
-            with engine_for_tracing(async_level=0):
+            with engine_for_tracing():
                 expected = self._results(other)
         except _ForwardError:  # the module has this size, too
             return self._wrongly_open(traced, other)
@@ -284,7 +288,7 @@ class Tracing:
                 f"by itself ({error})"
             ) from error
         try:
-            with engine_for_tracing(async_level=0):
+            with engine_for_tracing():
                 expected = self._results(inputs)
         except _ForwardError as error:
             cause = error.__cause__ or error
@@ -371,14 +375,14 @@ class Tracing:
             first = self._results(self.inputs)
         except _ForwardError:
             return False
-        return all(diff.output_mismatch(first, results) is None for results in later)
+        return all(differences.output_mismatch(first, results) is None for results in later)
 
     def _trace(self, inputs: Arguments) -> TracedModule:
         args, kwargs = example_inputs.fresh(inputs)
         try:
             leaves, record = chosen_leaves(self.module, self.tracer), recording(self.tracer)
             watched = hazards.attributes_at(self.module, self.unread)
-            with leaves as own, record, reads.watch_reads(watched) as self.reads:
+            with leaves as own, record, watch_reads(watched) as self.reads:
                 traced = trace_module(self.module, *args, **kwargs)
                 name_own_classes(traced, own)
         except TraceError:  # a choice of the tracer
@@ -429,7 +433,7 @@ class Tracing:
         try:
             for parameter in parameters:
                 parameter._reset(parameter * 1.25 + 0.125)
-            return diff.output_mismatch(expected, self._results(inputs)) is not None
+            return differences.output_mismatch(expected, self._results(inputs)) is not None
         except (_ForwardError, RuntimeError, TypeError):  # the forward refuses the changed values
             return False
         finally:
@@ -457,8 +461,8 @@ class Tracing:
         if problem is None or self._is_kernels_fault(traced, inputs):
             return
         # More than once: a small number of random values can agree by chance.
-        if any(diff.output_mismatch(expected, self._results(inputs)) for _ in range(3)):
-            draws = shorten_list(diff.describe(e) for e in diff.random_exprs(traced))
+        if any(differences.output_mismatch(expected, self._results(inputs)) for _ in range(3)):
+            draws = shorten_list(differences.describe(e) for e in differences.random_exprs(traced))
             raise TraceError(
                 f"{self.name} is not deterministic in eval mode: two runs on the same input differ; "
                 f"{f'random: {draws}' if draws else 'it may keep a count in a Python attribute'}. Switch "
@@ -482,7 +486,7 @@ class Tracing:
         if not self.copies or mge.config.async_level > 0 or hazards.hooked_modules(self.module):
             return False
         try:
-            return diff.first_difference(traced, self._trace(inputs)) is None
+            return differences.first_difference(traced, self._trace(inputs)) is None
         except TraceError:
             return False
 
@@ -496,7 +500,7 @@ class Tracing:
     def _locate_difference(self, traced: TracedModule, inputs: Arguments) -> str:
         """Describes the first expr at which a trace on ``inputs`` differs, with advice."""
         try:
-            difference = diff.first_difference(traced, self._trace(inputs))
+            difference = differences.first_difference(traced, self._trace(inputs))
         except TraceError as error:
             return f"tracing on that input fails too ({error}). {_BAKED}"
         if difference is not None:
@@ -517,10 +521,10 @@ class Tracing:
 def _run_and_compare(traced: TracedModule, inputs: Arguments, expected: list[Any]) -> str | None:
     try:
         args, kwargs = example_inputs.fresh(inputs)
-        results = diff.values(traced(*args, **kwargs))
+        results = differences.values(traced(*args, **kwargs))
     except Exception as error:
         return f"{_FAILS} {failures.short(error)}"
-    return diff.output_mismatch(expected, results)
+    return differences.output_mismatch(expected, results)
 
 
 def _describe_unread(places: list[str]) -> str:

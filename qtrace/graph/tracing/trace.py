@@ -11,10 +11,10 @@ from megengine.module import Module
 from megengine.traced_module import TracedModule
 
 from qtrace.errors import QtraceWarning, TraceError
-from qtrace.graph.located_graph import name_failures
+from qtrace.graph.interpreter import name_failures
 from qtrace.graph.native import lower, write_ranges
 from qtrace.graph.open_axes import write_open_axes
-from qtrace.graph.tracing import reads
+from qtrace.graph.tracing import recording
 from qtrace.graph.tracing.example_inputs import (
     Dynamic,
     fix_arguments,
@@ -24,10 +24,9 @@ from qtrace.graph.tracing.example_inputs import (
     to_tensors,
 )
 from qtrace.graph.tracing.hazards import clear_leaked_state, debugging_marks
-from qtrace.graph.tracing.leaves import check_leaves, describe_unused_leaves, keep_leaves
 from qtrace.graph.tracing.running import as_module, check_signature, engine_for_tracing
 from qtrace.graph.tracing.session import Tracing
-from qtrace.graph.tracing.tracer import Tracer
+from qtrace.graph.tracing.tracer import Tracer, check_leaves, describe_unused_leaves, keep_leaves
 from qtrace.graph.walk import describe_path
 from qtrace.plugins.options import check_arguments
 from qtrace.process import on_engine_thread
@@ -73,7 +72,7 @@ def trace(
         gradients: whether the trace must have the gradients of the module. False for a trace that is never
             trained: custom autodiff Functions are traced through, and their own gradients are lost.
         allow_branch: lines of ``forward``, as ``FILE:LINE``, that may read a value of the data as a Python
-            value, such as in ``if x.max() > 1``: the trace keeps what it is for the example. Where one does,
+            value, such as in ``if x.max() > 1``. The trace keeps what it is for the example. Where one does,
             ``check`` compares on the example only.
         leaves: module classes and functions of your own that stay one call each, such as ``[MyOp]``. A class
             means only its own instances, not a subclass's. A function stands at the top level of a file.
@@ -81,10 +80,10 @@ def trace(
             in ``allow``.
         also: other examples that the same graph must serve, such as other sizes of images: each a tuple of
             inputs, a dict of inputs by name, or the one input. The trace is compared with the module on each.
-        dynamic: axes of inputs that stay open, such as ``{"x": {0: "N", 2: "H", 3: "W"}}``: name of an input
-            that is a Tensor -> axis -> name of its size. Axes of one name have one size. The trace is
-            compared with the module at two other sizes; `export` declares the axes under these names. Without
-            it, only the batch is open.
+        dynamic: axes of inputs that stay open, such as ``{"x": {0: "N", 2: "H", 3: "W"}}``. It maps the name
+            of an input that is a Tensor -> axis -> name of its size. Axes of one name have one size. The
+            trace is compared with the module at two other sizes; `export` declares the axes under these
+            names. Without it, only the batch is open.
         fixed: arguments of ``forward`` that are no inputs of the trace, by name, such as ``{"mode": 2}``: the
             trace keeps what they choose.
         tracer: an object of a subclass of `Tracer` that says which modules stay one call each, and what a
@@ -97,9 +96,9 @@ def trace(
         tensors.
 
     Warns:
-        QtraceWarning: when None or a number is omitted, a value that forward keeps on itself is lost, a leaf
-            is never called, an op gives NaN or infinity for finite inputs on the example, or the trace holds
-            a size as a number and is wrong at other sizes.
+        QtraceWarning: when None or a number is omitted, a value that forward keeps on itself is lost, or a
+            leaf is never called. Also when an op gives NaN or infinity for finite inputs on the example, or
+            the trace holds a size as a number and is wrong at other sizes.
 
     Raises:
         TraceError: when the module cannot be traced faithfully, or one graph cannot serve all examples; the
@@ -132,7 +131,7 @@ def trace(
         dict(zip(keywords, to_tensors(tuple(keywords.values()), tuple(keywords)), strict=True)),
     )
     check_signature(source, method, *inputs)
-    reads.check_allowed(allow_branch)
+    recording.check_allowed(allow_branch)
     check_leaves(leaves)
     others = [(f"also[{i}]", other_example(value, i)) for i, value in enumerate(also)]
     for _, other in others:
@@ -159,5 +158,5 @@ def _traced(check: bool, *arguments: Any) -> tuple[TracedModule, list[str]]:
     """Traces with `Tracing(*arguments)`."""
     # F.arange and F.linspace race when several are queued: a verdict counts only without a queue, and
     # F.gather, which computes its places by them, ends the process where one lies outside.
-    with engine_for_tracing(async_level=0):
+    with engine_for_tracing():
         return Tracing(*arguments).run(check)

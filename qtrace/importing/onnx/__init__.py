@@ -1,10 +1,10 @@
 """ONNX in: a network in an ONNX file becomes a traced module, a quantized one a prepared module.
 
-The stages: `reading` checks the file, `model` turns it into frozen data, `importer` walks its nodes in order.
-A node whose inputs are all stored is folded (`evaluation`), and so is arithmetic on sizes (`sizes`), which
-the graph computes where an op reads them and they depend on an open axis. Every other node is lowered by the
-table of `ops`, or written as the nodes of its function body (`expansion`). A node without an equal is
-collected, so that one error names them all. `opening` leaves the axes open that the nodes allow.
+The stages: `model` reads the file into checked, frozen data, and `importer` walks its nodes in order. A node
+whose inputs are all stored is folded (`folding`), and so is arithmetic on sizes, which the graph computes
+where an op reads them and they depend on an open axis. Every other node is lowered by the table of `ops`, or
+written as the nodes of its function body (`control_flow`). A node without an equal is collected, so that one
+error names them all. `opening` leaves the axes open that the nodes allow.
 """
 
 from __future__ import annotations
@@ -25,28 +25,38 @@ from qtrace.graph.composites import compose
 from qtrace.graph.interface import Interface, TensorInfo, read_interface, write_interface
 from qtrace.graph.open_axes import OpenAxes, other_sizes, write_open_axes
 from qtrace.graph.origin import write_origin
-from qtrace.graph.passes.cleaning import RemoveDeadCode
+from qtrace.graph.passes import RemoveDeadCode
 from qtrace.graph.tracing.copies import find_copies, insert_copies
 from qtrace.graph.types import TensorNode, TracedModule
+from qtrace.importing.onnx.float_weights import with_float_weights
 from qtrace.importing.onnx.importer import Importer
 from qtrace.importing.onnx.inputs import InputShape, axes_of, fix_axes, open_sizes, resolve_inputs
-from qtrace.importing.onnx.model import Graph, count_readers, read_graph
+from qtrace.importing.onnx.layers import Scope
+from qtrace.importing.onnx.model import (
+    Computed,
+    Graph,
+    QuantizedIntegers,
+    Sizes,
+    Stored,
+    Value,
+    count_readers,
+    load_model,
+    load_structure,
+    read_graph,
+)
 from qtrace.importing.onnx.naming import name_by_scopes, node_name
 from qtrace.importing.onnx.opening import Opened, UnsupportedNodesError, build_open, open_axes_of
 from qtrace.importing.onnx.origin import keep_own, list_names
-from qtrace.importing.onnx.quantization.float_weights import with_float_weights
-from qtrace.importing.onnx.quantization.operators import with_pairs
-from qtrace.importing.onnx.reading import load_model, load_structure
+from qtrace.importing.onnx.quantization import with_pairs
 from qtrace.importing.onnx.rewriting import (
     cut,
+    drop_unread,
+    find_scales_and_shifts,
     join_biases,
     join_channel_biases,
     store_copies,
     without_strings,
 )
-from qtrace.importing.onnx.scales import drop_unread, find_scales_and_shifts
-from qtrace.importing.onnx.scope import Scope
-from qtrace.importing.onnx.values import Computed, QuantizedIntegers, Sizes, Stored, Value
 from qtrace.plugins.options import check_arguments
 from qtrace.preparation.passes.quantized_file import quantize_as_file
 from qtrace.process import on_engine_thread, paused_collector

@@ -10,10 +10,9 @@ import numpy as np
 from megengine.module import Module
 
 from qtrace.graph.types import TensorNode
+from qtrace.importing.onnx.folding import Size, SizeError, whole
 from qtrace.importing.onnx.layers import Contradiction, Layers, Refusal
-from qtrace.importing.onnx.model import OnnxNode
-from qtrace.importing.onnx.sizes.size import Size, SizeError, whole
-from qtrace.importing.onnx.values import Computed, Sizes, Stored, Value, is_float
+from qtrace.importing.onnx.model import Computed, OnnxNode, Sizes, Stored, Value, is_float
 
 __all__ = ["Call", "Lowering"]
 

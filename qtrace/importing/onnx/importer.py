@@ -17,19 +17,23 @@ from qtrace.graph.origin import FileResult
 from qtrace.graph.types import TensorNode
 from qtrace.importing.onnx import control_flow, quantization
 from qtrace.importing.onnx.call import Call, Lowering
-from qtrace.importing.onnx.control_flow import SEQUENCE_OPS, lower_sequence
-from qtrace.importing.onnx.evaluation import SHOWN_TO_INFERENCE, CannotEvaluate, evaluate, infer_shapes
-from qtrace.importing.onnx.expansion import expand, titled_parts
-from qtrace.importing.onnx.layers import Contradiction, Layers, Refusal
-from qtrace.importing.onnx.model import Graph, OnnxNode, node_like, read_graph
-from qtrace.importing.onnx.naming import source_line
-from qtrace.importing.onnx.opaque import OpaqueNodes
-from qtrace.importing.onnx.ops import LOWERINGS
-from qtrace.importing.onnx.reading import MAX_ELEMENTS, array_of, stored_tensors
-from qtrace.importing.onnx.scope import Scope
-from qtrace.importing.onnx.sizes.folding import FOLDED, fold_sizes, product, sizes_of
-from qtrace.importing.onnx.values import (
+from qtrace.importing.onnx.control_flow import SEQUENCE_OPS, expand, lower_sequence, titled_parts
+from qtrace.importing.onnx.folding import (
+    FOLDED,
+    SHOWN_TO_INFERENCE,
+    CannotEvaluate,
+    evaluate,
+    fold_sizes,
+    infer_shapes,
+    product,
+    sizes_of,
+)
+from qtrace.importing.onnx.layers import Contradiction, Layers, Refusal, Scope
+from qtrace.importing.onnx.model import (
+    MAX_ELEMENTS,
     Computed,
+    Graph,
+    OnnxNode,
     OpaqueValue,
     QuantizedIntegers,
     Refused,
@@ -37,8 +41,15 @@ from qtrace.importing.onnx.values import (
     SplitTensors,
     Stored,
     Value,
+    array_of,
     is_float,
+    node_like,
+    read_graph,
+    stored_tensors,
 )
+from qtrace.importing.onnx.naming import source_line
+from qtrace.importing.onnx.opaque import OpaqueNodes
+from qtrace.importing.onnx.ops import LOWERINGS
 
 __all__ = ["KEPT_WHERE_OPEN", "Importer"]
 
@@ -48,12 +59,13 @@ _FLOAT32 = np.dtype(np.float32)
 # axis that stays open is worth more than a form of MegEngine's.
 KEPT_WHERE_OPEN = {("", "Resize"), ("", "Upsample"), ("", "GridSample")}
 
-# Elementwise ops that give NaN for NaN in a file, of which some of MegEngine's kernels make numbers.
-_OPS_KEEPING_NAN = (
-    "Relu Sigmoid Tanh Softplus Clip LeakyRelu Elu Selu Celu HardSwish Swish HardSigmoid Softsign PRelu "
-    "Gelu Mish Exp Log Sqrt Sign Abs Neg Floor Ceil Round Reciprocal Max Min Add Sub Mul Div Sum Mean"
+# Elementwise ops that give NaN for NaN in a file, and whose kernels in MegEngine may give numbers.
+_LOSING_NAN = (
+    "Relu Sigmoid Softplus Clip LeakyRelu Elu Selu Celu HardSwish Swish HardSigmoid PRelu Gelu Mish Exp Sign "
+    "Max Min"
 )
-_KEEPING_NAN = frozenset(_OPS_KEEPING_NAN.split())
+# Ops for which NaN has another reach in MegEngine than in a file: where they may read NaN, they are kept.
+_SPREADING_NAN = "ReduceMax ReduceMin Softmax Hardmax MaxPool GlobalMaxPool Resize Upsample TopK Erf"
 
 # Op -> of how many of its inputs it reads the numbers, where it reads but shape or type of the others.
 _NUMBERS_READ = {"Shape": 0, "Size": 0, "CastLike": 1}
@@ -97,7 +109,7 @@ class Importer:
         self.kept: set[str] = set()
         self._keepable, self._unlike = keepable, unlike
         self.written = 0
-        self._masked: dict[TensorNode, Sequence[Value | None]] = {}  # a choice of values or NaN -> its inputs
+        self._nan: set[TensorNode] = set()  # floats that may hold NaN, and what asks for it
         self.problems: list[str] = []
         self.makers: dict[str, onnx.NodeProto] = {}
         self.made: dict[tuple[str, Any], str] = {}
@@ -174,7 +186,7 @@ class Importer:
             if always or (node.domain, node.op) in KEPT_WHERE_OPEN:
                 results = self.opaque.add(node, values, scope, self.opsets, for_open_axes=not always)
                 self.kept.add(first)
-                return results
+                return self._noting_nan(node, values, results)
         except (Refusal, GraphError) as refusal:
             problem += f", and {str(refusal).rstrip('.')}"
         self.problems.append(f"{_placed(node)}{problem}")
@@ -246,8 +258,15 @@ class Importer:
         return [Stored(result, name) for name, result in zip(node.outputs, results, strict=False)]
 
     def _lower(self, node: OnnxNode, values: Sequence[Value | None]) -> Sequence[Value]:
-        if (chosen := self._reads_masked(node, values)) is not None:
-            return self._lower_under_mask(node, values, chosen)
+        lower = self._lower_numbers
+        losing, spreading = (node.op in ops.split() for ops in (_LOSING_NAN, _SPREADING_NAN))
+        if (losing or spreading) and not node.domain and any(map(self._holds_nan, values)):
+            if spreading:
+                raise Refusal("may read NaN, of which MegEngine makes numbers")
+            lower = self._lower_around_nan
+        return self._noting_nan(node, values, lower(node, values))
+
+    def _lower_numbers(self, node: OnnxNode, values: Sequence[Value | None]) -> Sequence[Value]:
         lowering = LOWERINGS.get((node.domain, node.op))
         try:
             if lowering is None or not node.is_known:
@@ -262,27 +281,41 @@ class Importer:
                 raise
             return results
 
-    def _reads_masked(self, node: OnnxNode, values: Sequence[Value | None]) -> TensorNode | None:
-        """Returns the result of a Where with NaN that an elementwise op reads; None for another node."""
-        computed = [value for value in values if value is not None and not isinstance(value, Stored)]
-        if node.domain or node.op not in _KEEPING_NAN or len(computed) != 1:
-            return None
-        (source,) = computed
-        return source.node if isinstance(source, Computed) and source.node in self._masked else None
+    def _holds_nan(self, value: Value | None) -> bool:
+        """Returns whether a float may hold NaN."""
+        if isinstance(value, Stored) and is_float(value.array.dtype):
+            return bool(np.isnan(value.array.astype(np.float32, copy=False)).any())
+        return isinstance(value, Computed) and is_float(value.dtype) and value.node in self._nan
 
-    def _lower_under_mask(
-        self, node: OnnxNode, values: Sequence[Value | None], chosen: TensorNode
+    def _noting_nan(
+        self, node: OnnxNode, values: Sequence[Value | None], results: Sequence[Value]
     ) -> Sequence[Value]:
-        """Adds an op on what a Where chooses from as an op on the values, and then puts in NaN."""
-        mask, *branches = self._masked[chosen]
-        place = next(i for i, branch in enumerate(branches) if not _is_nan(branch))
-        own = [branches[place] if isinstance(v, Computed) and v.node is chosen else v for v in values]
+        """Returns the results. Notes which hold or ask for NaN; a Where that reads an answer ends it."""
+        holds = [self._holds_nan(value) for value in values]
+        asks = any(isinstance(value, Computed) and value.node in self._nan for value in values)
+        if node.op == "Where" and isinstance(mask := values[0], Computed):
+            written = [isinstance(v, Stored) and h for v, h in zip(values, holds, strict=True)]
+            holds = written if mask.node in self._nan else holds
+            self._nan.update([mask.node] if any(written) else [])
+        for result in results:
+            if isinstance(result, Computed) and (any(holds) if is_float(result.dtype) else asks):
+                self._nan.add(result.node)
+        return results
+
+    def _lower_around_nan(self, node: OnnxNode, values: Sequence[Value | None]) -> Sequence[Value]:
+        """Adds an elementwise op, and then puts in the NaN that it reads."""
         (output,) = node.outputs
-        names = [f"{output}_{part}" for part in ("mask", "first", "second")]
-        inputs = [name and f"{output}_read_{i}" for i, name in enumerate(node.inputs)]
-        part = node_like(node, node.op, inputs, names[1 + place], self.opsets, **node.attributes)
-        (branches[place],) = self._lower(part, own)
-        return self._lower(node_like(node, "Where", names, output, self.opsets), [mask, *branches])
+        sources = [i for i, v in enumerate(values) if isinstance(v, Computed) and self._holds_nan(v)]
+        names = [*(f"{output}_before_{i}" for i in sources), output]
+        part = node_like(node, node.op, node.inputs, names[0], self.opsets, **node.attributes)
+        results = self._lower_numbers(part, values)
+        for i, before, after in zip(sources, names[:-1], names[1:], strict=True):
+            test, name = f"{output}_holds_{i}", node.inputs[i]
+            equal = node_like(node, "Equal", (name, name), test, self.opsets)
+            where = node_like(node, "Where", (test, before, name), after, self.opsets)
+            answer = self._lower_numbers(equal, [values[i]] * 2)
+            results = self._lower_numbers(where, [*answer, *results, values[i]])
+        return results
 
     def _expanded(self, node: OnnxNode, values: Sequence[Value | None]) -> Sequence[Value] | None:
         """Adds the nodes of the op's body; returns None if ONNX defines none."""
@@ -325,10 +358,7 @@ class Importer:
         floats = (call.dtype(i) for i in range(len(call.values)) if call.has(i) and call.is_float(i))
         kind = next(floats, _FLOAT32)
         named = zip(node.outputs, results, strict=False)
-        computed = [self._computed(name, result, inferred, kind) for name, result in named]
-        if node.op == "Where" and [_is_nan(branch) for branch in values[1:]].count(True) == 1:
-            self._masked |= {value.node: values for value in computed if isinstance(value, Computed)}
-        return computed
+        return [self._computed(name, result, inferred, kind) for name, result in named]
 
     def _computed(
         self, name: str, result: Any, inferred: Mapping[str, Any], kind: np.dtype = _FLOAT32
@@ -379,12 +409,6 @@ class Importer:
             self._inferred[key] = [inferred.get(name) for name in node.outputs]
         named = zip(node.outputs, self._inferred[key], strict=True)
         return {name: kind for name, kind in named if kind is not None}
-
-
-def _is_nan(value: Value | None) -> bool:
-    if not isinstance(value, Stored) or not is_float(value.array.dtype):
-        return False
-    return bool(np.isnan(value.array.astype(np.float32)).all())
 
 
 def _placed(node: OnnxNode) -> str:

@@ -12,8 +12,7 @@ import numpy as np
 
 from qtrace.errors import ImportingError
 from qtrace.graph.open_axes import OpenAxis, resize_axes
-from qtrace.importing.onnx.model import DYNAMIC, Graph, GraphInput
-from qtrace.importing.onnx.reading import MAX_ELEMENTS
+from qtrace.importing.onnx.model import DYNAMIC, MAX_ELEMENTS, Graph, GraphInput
 
 __all__ = ["InputShape", "axes_of", "fix_axes", "open_sizes", "resize_inputs", "resolve_inputs"]
 

@@ -1,4 +1,4 @@
-"""The modules and stored tensors of a graph that is built from a file."""
+"""The modules, stored tensors and values of a graph that is built from a file."""
 
 from __future__ import annotations
 
@@ -6,26 +6,34 @@ import functools
 import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import megengine.functional as F
 import numpy as np
+import onnx
 from megengine.core.ops.builtin import GetVarShape
 from megengine.module import Module
 
+from qtrace.errors import ImportingError
 from qtrace.graph.builder import GraphBuilder
-from qtrace.graph.moves import Move, joined, moved, reshaped_to, undone
+from qtrace.graph.origin import Move, joined, moved, reshaped_to, undone
 from qtrace.graph.tensors import stored_tensor
 from qtrace.graph.types import TensorNode
-from qtrace.importing.onnx.model import OnnxNode
+from qtrace.importing.onnx.folding import Number, Size, SizeError, axis_size, whole
+from qtrace.importing.onnx.model import Graph, OnnxNode, Sizes, Stored, Value
 from qtrace.importing.onnx.naming import LayerPaths, is_anonymous
-from qtrace.importing.onnx.sizes.size import Number, Size, SizeError, axis_size, whole
-from qtrace.importing.onnx.values import Sizes, Stored, Value
 from qtrace.onnxfile.external_data import release
-from qtrace.preparation.passes.quantized_file.tensors import StoredGrid
+from qtrace.preparation.passes.quantized_file import StoredGrid
 from qtrace.process import LargeFrees
 
-__all__ = ["Contradiction", "Layers", "Refusal", "StoredSource"]
+__all__ = [
+    "Contradiction",
+    "GraphRunner",
+    "Layers",
+    "Refusal",
+    "Scope",
+    "StoredSource",
+]
 
 _INT32 = np.iinfo(np.int32)
 _CARRIED = {"float32", "int32", "int16", "int8", "uint8", "bool"}
@@ -339,3 +347,47 @@ def _carried(array: np.ndarray, name: str) -> np.ndarray:
     if array.ndim > 7:
         raise Refusal(f"reads {name!r}, which has {array.ndim} axes: MegEngine's tensors have at most 7")
     return array
+
+
+class Scope:
+    """The values that a graph sees: its own, and the values of the graph around it.
+
+    Args:
+        values: the values of its inputs and initializers by name.
+        outer: the scope around it, for the body of a control flow node.
+    """
+
+    def __init__(self, values: dict[str, Value], outer: Scope | None = None) -> None:
+        self.values = values
+        self.outer = outer
+
+    def __getitem__(self, name: str) -> Value:
+        if name in self.values:
+            return self.values[name]
+        if self.outer is None:
+            raise ImportingError(f"{name!r} is read before a node computes it: the file is damaged.")
+        return self.outer[name]
+
+    def inner(self, values: dict[str, Value]) -> Scope:
+        """Returns the scope of a body inside of this graph."""
+        return Scope(values, self)
+
+
+class GraphRunner(Protocol):
+    """What adds the nodes of a graph to the traced graph, for a body that is run once or several times.
+
+    Attributes:
+        builder: the graph that is built.
+        layers: its layers and parameters.
+        written: how many nodes its loops have written out.
+    """
+
+    builder: GraphBuilder
+    layers: Layers
+    written: int
+
+    def subgraph(self, proto: onnx.GraphProto) -> Graph:
+        """Reads the body of a control flow node."""
+
+    def run(self, graph: Graph, scope: Scope) -> list[Value]:
+        """Adds all nodes of ``graph``; returns what its outputs stand for."""

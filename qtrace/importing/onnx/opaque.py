@@ -20,12 +20,12 @@ from onnx import helper, numpy_helper
 from qtrace.errors import ExportError
 from qtrace.graph.opaque import OpaqueOp, carried_dtype
 from qtrace.graph.types import TensorNode
-from qtrace.importing.onnx.layers import Layers, Refusal
-from qtrace.importing.onnx.model import LATEST_OPSET, UNCHANGED, OnnxNode, read_version
-from qtrace.importing.onnx.rewriting import LINEAR
-from qtrace.importing.onnx.scope import Scope
-from qtrace.importing.onnx.values import (
+from qtrace.importing.onnx.layers import Layers, Refusal, Scope
+from qtrace.importing.onnx.model import (
+    LATEST_OPSET,
+    UNCHANGED,
     Computed,
+    OnnxNode,
     OpaqueValue,
     QuantizedIntegers,
     Refused,
@@ -33,10 +33,12 @@ from qtrace.importing.onnx.values import (
     SplitTensors,
     Stored,
     Value,
+    read_version,
 )
-from qtrace.onnxfile.bodies import RANDOM_OPS, captured_names, own_operators, rename_tensors
+from qtrace.importing.onnx.rewriting import LINEAR
 from qtrace.onnxfile.fragment import Fragment, FragmentTensor, infer_outputs
 from qtrace.onnxfile.local_session import SessionError
+from qtrace.onnxfile.model import RANDOM_OPS, captured_names, own_operators, rename_tensors
 
 __all__ = ["OpaqueNodes"]
 

@@ -29,9 +29,9 @@ from qtrace.graph.origin import read_origin
 from qtrace.graph.types import Node, TensorNode, TracedModule
 from qtrace.importing.onnx.importer import KEPT_WHERE_OPEN
 from qtrace.importing.onnx.inputs import InputShape, axes_of, fix_axes, open_sizes, resize_inputs
-from qtrace.onnxfile.bodies import limit_loops, own_operators
+from qtrace.onnxfile.external_data import load_model, read_model
 from qtrace.onnxfile.local_session import OrtSession, SessionError, SessionSettings
-from qtrace.onnxfile.reading import load_model, read_model
+from qtrace.onnxfile.model import limit_loops, own_operators
 from qtrace.onnxfile.sessions import open_session
 
 __all__ = ["Opened", "UnsupportedNodesError", "build_open", "open_axes_of"]

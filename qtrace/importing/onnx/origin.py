@@ -25,7 +25,7 @@ from qtrace.graph.types import Input, Node, TracedModule
 from qtrace.graph.walk import exprs, get_module
 from qtrace.importing.onnx.importer import Importer
 from qtrace.importing.onnx.model import Graph, standard_opset
-from qtrace.onnxfile.bodies import bodies_of
+from qtrace.onnxfile.model import bodies_of
 
 __all__ = ["keep_own", "list_names"]
 

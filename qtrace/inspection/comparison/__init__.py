@@ -34,11 +34,10 @@ from qtrace.inspection.comparison.tallies import (
 )
 from qtrace.inspection.twin import check_nodes, describe_changed_weights, float_twin
 from qtrace.numerics import dequantize, quantize
-from qtrace.observers.statistics.search import best_range, error, tables
+from qtrace.observers.statistics import best_range, error, tables
 from qtrace.plugins.options import check_arguments
-from qtrace.preparation.model import QuantizedModel, QuantizedSite
+from qtrace.preparation.model import QuantizedModel, QuantizedSite, is_quantized
 from qtrace.preparation.phases import in_phase
-from qtrace.preparation.record import is_quantized
 from qtrace.process import on_engine_thread
 from qtrace.scheme import QParams
 from qtrace.verification.selections import find_selections

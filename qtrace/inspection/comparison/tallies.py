@@ -19,7 +19,7 @@ from qtrace.graph.types import Node, TensorNode, TracedModule
 from qtrace.inspection.comparison.report import GroupComparison, Histogram, OutputComparison
 from qtrace.numerics import dequantize, quantize
 from qtrace.observers.mse import MeanSquaredError
-from qtrace.observers.statistics.histogram import origin_of
+from qtrace.observers.statistics import origin_of
 from qtrace.preparation.model import QuantizedModel, QuantizedSite
 from qtrace.scheme import QParams, QScheme
 

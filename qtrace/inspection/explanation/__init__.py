@@ -24,9 +24,8 @@ from qtrace.inspection.explanation._why import Explainer, NodeExplanation
 from qtrace.plugins.options import check_arguments
 from qtrace.preparation.annotation import Annotation
 from qtrace.preparation.float16 import Float16Choice, choose_float16, describe_float16, uses_float16
-from qtrace.preparation.model import QuantizedModel
+from qtrace.preparation.model import QuantizedModel, is_quantized
 from qtrace.preparation.prepare import plan_graph, read_request
-from qtrace.preparation.record import is_quantized
 from qtrace.process import paused_collector
 from qtrace.scheme import QParams
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from qtrace.graph.dot import quote
+from qtrace.graph.views import quote
 from qtrace.inspection.explanation._table import Index
 from qtrace.preparation.annotation import ExprNote, Site
 from qtrace.storage.outputs import WRITTEN

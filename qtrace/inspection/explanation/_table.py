@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.config.algorithm import is_packaged
+from qtrace.config.checking import is_packaged
 from qtrace.display import GAP, format_table
 from qtrace.errors import shorten_list
 from qtrace.preparation.annotation import Annotation, ExprNote, Fold, Plan, Site

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.graph.dataflow import evaluate_fixed, fixed_nodes
-from qtrace.graph.purity import is_pure
+from qtrace.graph.interpreter import evaluate_fixed, fixed_nodes
+from qtrace.graph.passes import is_pure
 from qtrace.graph.types import CallFunction, Expr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, is_float_tensor
 from qtrace.ops import OpCall, Role

@@ -14,14 +14,13 @@ from qtrace import ops
 from qtrace.config import QConfig, Spec, backends
 from qtrace.config.backends import Backend
 from qtrace.errors import ConfigError
-from qtrace.graph.dataflow import fixed_nodes, static_nodes
+from qtrace.graph.interpreter import fixed_nodes, static_nodes
 from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, is_float_tensor
 from qtrace.ops import OpCall, Role
 from qtrace.preparation.annotation import Plan
-from qtrace.preparation.passes._choices import GIVEN, Choice, choose
+from qtrace.preparation.passes._choices import GIVEN, Choice, choose, find_region
 from qtrace.preparation.passes._infinity import INFINITE, find_infinite, read_paddings
-from qtrace.preparation.passes._matching import find_region
 from qtrace.scheme import QScheme
 
 __all__ = [
@@ -304,8 +303,8 @@ class View:
         """Returns the factor by which ``expr`` multiplies if a change of the scale does the same.
 
         A power of two keeps float32 values exact. By others the file is off by a part in 10^7 before it
-        rounds, which changes integers where many values lie half-way between two, as in a sum of tensors
-        with equal scales, but not in a product with another tensor.
+        rounds. That changes integers where many values lie half-way between two, as in a sum of tensors with
+        equal scales. It does not in a product with another tensor.
         """
         call = self.calls.get(expr)
         if call is None or call.kind not in ("mul", "div") or "scalar" not in call.attrs:

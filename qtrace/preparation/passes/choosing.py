@@ -22,35 +22,34 @@ from qtrace.fakequant.base import FakeQuant
 from qtrace.fakequant.following.bias import BiasQuant
 from qtrace.fakequant.following.dynamic import DynamicQuant
 from qtrace.gradients import conv2d
-from qtrace.graph.dataflow import evaluate_fixed
 from qtrace.graph.edit import GraphEditor
 from qtrace.graph.flatten import flatten
+from qtrace.graph.interpreter import evaluate_fixed
 from qtrace.graph.stepping import SegmentEngine, exchange_function
 from qtrace.graph.types import Expr, GetAttr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module, owner
 from qtrace.preparation.annotation import Annotation, PlacementRow, Preference
 from qtrace.preparation.figures import read_figures
-from qtrace.preparation.model import QuantizedModel
-from qtrace.preparation.passes._chains import Chains, find_chains
+from qtrace.preparation.model import QuantizedModel, remove_record, write_record
 from qtrace.preparation.passes._choices import choose
 from qtrace.preparation.passes._problem import build_problem
+from qtrace.preparation.passes._sites import Chains, find_chains
 from qtrace.preparation.passes._view import MixedRanges, Selecting, View, read_view
 from qtrace.preparation.passes.annotate import annotate_view
 from qtrace.preparation.passes.compose import compose_pieces
 from qtrace.preparation.passes.insert import CONTAINER, insert
 from qtrace.preparation.passes.place import execute, read_table, tied, write_note
 from qtrace.preparation.phases import switch_phase
-from qtrace.preparation.placement.frontier import (
+from qtrace.preparation.placement.labelling import (
     WORTHLESS_DB,
     Point,
     choose_balanced,
+    evaluate,
     in_float,
     price,
 )
-from qtrace.preparation.placement.problem import evaluate
 from qtrace.preparation.placement.reference import Arguments, MeasuredRun
 from qtrace.preparation.placement.trials import RoundingTrial, Trials, estimate_noise
-from qtrace.preparation.record import remove_record, write_record
 
 __all__ = ["PREFERENCES", "choose_row", "copy_with_weights"]
 

@@ -1,8 +1,14 @@
-"""Convert: freezes a calibrated graph and records the quantization parameters on its nodes."""
+"""Convert: freezes a calibrated graph and records the quantization parameters on its nodes.
+
+A network may mask, scale, standardize, reshape or transpose a parameter before its layer reads it. These ops
+stay while the graph is trained, so that gradients reach the parameters; a converted graph has their result.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,27 +18,203 @@ from megengine.quantization.utils import QParams as NodeQParams
 from megengine.quantization.utils import QuantMode, create_qparams
 
 from qtrace import ops
+from qtrace.config import backends
 from qtrace.errors import ConfigError
 from qtrace.fakequant.base import FakeQuant
 from qtrace.fakequant.fixed import FixedFakeQuant
 from qtrace.fakequant.following.bias import BiasQuant
-from qtrace.fakequant.following.bn_fold import LAYERS, BnFoldCall
+from qtrace.fakequant.following.bn_fold import LAYERS, BnFold, BnFoldCall
 from qtrace.gradients import conv2d, plain
 from qtrace.graph.edit import GraphEditor
 from qtrace.graph.flatten import delete_attribute, flatten, set_parameter
+from qtrace.graph.interpreter import evaluate_fixed, fixed_nodes
 from qtrace.graph.stepping import exchange_function
-from qtrace.graph.types import CallFunction, Constant, Expr, GetAttr, ModuleNode, TracedModule
-from qtrace.graph.walk import exprs, get_module, owner
+from qtrace.graph.types import CallFunction, Constant, Expr, GetAttr, ModuleNode, TensorNode, TracedModule
+from qtrace.graph.walk import exprs, get_module, owner, users
+from qtrace.numerics import choose
+from qtrace.ops import Role
 from qtrace.preparation.annotation import Annotation, Fold, Site, free_name, value_name
-from qtrace.preparation.limits import limit_ranges
-from qtrace.preparation.model import QuantizedModel
-from qtrace.preparation.passes._computed import write_computed
+from qtrace.preparation.model import QuantizedModel, write_record
 from qtrace.preparation.passes.insert import CONTAINER
-from qtrace.preparation.record import write_record
 from qtrace.process import on_engine_thread
 from qtrace.scheme import QParams, QScheme
 
-__all__ = ["convert", "dtype_meta"]
+__all__ = ["centre_ranges", "convert", "dtype_meta", "limit_ranges", "write_computed"]
+
+
+# The ranges that a target fixes, bounds or runs faster, for the qparams of a calibrated model.
+
+
+def centre_ranges(model: QuantizedModel) -> tuple[str, ...]:
+    """Makes ranges symmetric where the placement says so, and layers are slower with a zero point.
+
+    The zero point of such an unsigned range is its middle, so that `convert` can store it as signed integers
+    with zero point 0. Ranges from 0 on have none.
+
+    Args:
+        model: a prepared model; its fake quants are changed in place. Those without qparams are skipped, and
+            those whose scales the model brings.
+
+    Returns:
+        The groups that were changed.
+    """
+    placement = model.annotation.placement
+    if placement is None or not placement.centred:
+        return ()
+    changed = []
+    for group in sorted(_read_by_layers(model) - set(model.record.native)):
+        fake_quant = model.fake_quants[group]
+        scheme = fake_quant.scheme
+        if scheme.signed or scheme.symmetric or scheme.per_channel or not fake_quant.calibrated:
+            continue
+        qparams = fake_quant.qparams()
+        scale, zero_point = float(qparams.scale), int(qparams.zero_point)
+        ends = (-zero_point * scale, (scheme.qmax - zero_point) * scale)
+        wanted = choose(*ends, scheme.replace(symmetric=True))
+        if zero_point and qparams.zero_point != wanted.zero_point:
+            fake_quant.set_qparams(QParams(scheme, wanted.scale, wanted.zero_point))
+            changed.append(group)
+    return tuple(changed)
+
+
+def _read_by_layers(model: QuantizedModel) -> set[str]:
+    """Returns the groups that layers read which are slower with a zero point."""
+    layers = backends.get(model.annotation.backend).slower_with_zero_point
+    kinds = {note.name: note.kind for note in model.annotation.notes}
+    readers = [(site.group, site.consumers) for site in model.sites if site.sort == "activation"]
+    carried = model.annotation.carried.items()
+    readers += [(group, tuple(users(model.nodes[name]))) for name, group in carried]
+    return {
+        group
+        for group, exprs in readers
+        if any(kinds.get(out.name) in layers for expr in exprs for out in expr.outputs)
+    }
+
+
+def limit_ranges(model: QuantizedModel) -> tuple[str, ...]:
+    """Gives activations the ranges that the backend fixes, or at least its smallest range.
+
+    Args:
+        model: a prepared model; its fake quants are changed in place. Those without qparams are skipped.
+
+    Returns:
+        The groups that were changed.
+    """
+    backend = backends.get(model.annotation.backend)
+    if not backend.fixed_results and not backend.smallest_range:
+        return ()
+    kinds = {note.name: note.kind for note in model.annotation.notes}
+    nodes: dict[str, list[str]] = defaultdict(list)
+    for site in model.annotation.sites:
+        if site.sort == "activation":
+            nodes[site.group].append(site.node)
+    changed = []
+    for group, names in nodes.items():
+        fake_quant = model.fake_quants[group]
+        if not fake_quant.calibrated:
+            continue
+        fixed = {
+            backend.fixed_results.get(kinds.get(name, ""), {}).get(fake_quant.scheme.bits) for name in names
+        }
+        ends = fixed.pop() if len(fixed) == 1 else None
+        if ends is not None:
+            wanted = choose(*ends, fake_quant.scheme)
+        else:
+            wanted = _widened(fake_quant, backend.smallest_range)
+        if wanted != fake_quant.qparams():
+            fake_quant.set_qparams(wanted)
+            changed.append(group)
+    return tuple(changed)
+
+
+def _widened(fake_quant: FakeQuant, smallest: float) -> QParams:
+    """Returns the qparams with the scale at which the range is at least ``smallest``."""
+    qparams, scheme = fake_quant.qparams(), fake_quant.scheme
+    scale = np.maximum(qparams.scale, _smallest_scale(scheme, smallest))
+    return QParams(scheme, scale.astype(np.float32), qparams.zero_point)
+
+
+def _smallest_scale(scheme: QScheme, smallest: float) -> np.float32:
+    scale = np.float32(smallest / (scheme.qmax - scheme.qmin))
+    if scheme.power_of_two and scale > 0:
+        return np.float32(2.0 ** np.ceil(np.log2(scale)))
+    return scale
+
+
+# Writes weights and biases that a graph computes from parameters as parameters, for `convert`.
+
+
+def write_computed(model: TracedModule, annotation: Annotation) -> Annotation:
+    """Replaces each weight, bias and static site that is computed only from parameters by a parameter.
+
+    The parameter's node has the name of the node that it replaces. Parameters that no expr reads any more are
+    deleted.
+
+    Args:
+        model: a prepared graph that is being converted; it is edited in place.
+        annotation: the decisions for the graph.
+
+    Returns:
+        The decisions without the notes of the removed exprs; sites of new parameters are static.
+    """
+    before = exprs(model)
+    computed = _find_computed(model, annotation)
+    if not computed:
+        return annotation
+    values, names = evaluate_fixed(model, computed), {node.name for node in computed}
+    with GraphEditor(model, renews_record=True) as editor:
+        for node in computed:
+            path = free_name(node.name, dir(model))
+            set_parameter(model, path, Parameter(values[node].numpy()))
+            editor.put_in_place(editor.get_attr(path), node)
+    _delete_unread(model, before)
+    alive = {node.name for expr in exprs(model) for node in expr.outputs}
+    notes = tuple(note for note in annotation.notes if note.name in alive)
+    sites = (dataclasses.replace(s, static=True) if s.node in names else s for s in annotation.sites)
+    return dataclasses.replace(annotation, notes=notes, sites=tuple(sites))
+
+
+def _find_computed(model: TracedModule, annotation: Annotation) -> list[TensorNode]:
+    """Finds the nodes to replace, in graph order: they are computed only from unrounded parameters."""
+    fixed = fixed_nodes(model, without=lambda expr: isinstance(owner(expr), (FakeQuant, BiasQuant)))
+    sites = {site.node for site in annotation.sites}
+    read = {node for expr in exprs(model) for node in _unrounded_parameters(expr)}
+    return [
+        node
+        for expr in exprs(model)
+        if not isinstance(expr, (GetAttr, Constant))
+        for node in expr.outputs
+        if node in fixed and (node.name in sites or node in read)
+    ]
+
+
+def _unrounded_parameters(expr: Expr) -> Iterator[TensorNode]:
+    """Yields the weight, the bias and the factors that a layer or product reads, before their rounding."""
+    if isinstance(owner(expr), BnFold):
+        fold = BnFoldCall(*expr.args)
+        yield from (node for node in (fold.weight, fold.bias) if node is not None)
+    call = ops.read(expr)
+    for node in (
+        () if call is None or call.role is not Role.COMPUTE else (call.weight, call.bias, *call.inputs)
+    ):
+        if node is not None:
+            yield node.expr.args[1] if isinstance(owner(node.expr), (FakeQuant, BiasQuant)) else node
+
+
+def _delete_unread(model: TracedModule, before: list[Expr]) -> None:
+    """Deletes the tensors that only exprs of ``before`` read, unless a called module owns them."""
+    read = {expr.name: expr for expr in exprs(model) if isinstance(expr, GetAttr)}
+    modules = tuple(f"{name}." for name, e in read.items() if not isinstance(e.outputs[0], TensorNode))
+    deleted: set[str] = set()
+    for expr in before:
+        if not isinstance(expr, GetAttr) or not isinstance(expr.outputs[0], TensorNode):
+            continue
+        if expr.name not in read and expr.name not in deleted and not expr.name.startswith(modules):
+            delete_attribute(model, expr.name)
+            deleted.add(expr.name)
+
+
+# Convert: freezes a calibrated graph and records the quantization parameters on its nodes.
 
 
 @on_engine_thread

@@ -1,5 +1,11 @@
 """Expands layers and fused modules to functions, so that weights and biases are nodes of the graph.
 
+The functions have gradients, which the layers lack on CPU. The results differ by the order of sums.
+
+MegEngine adds a bias of one number to all channels, and ``bias[...] = 0`` leaves a parameter of one number.
+It also adds a bias of any other shape, such as one for each place of a map or for each sample. That is an op
+of its own in every runtime.
+
 The kernel ``Where``, which MegEngine cannot write into a file, is expanded as well. The modules stay in the
 tree and keep their parameters, so parameter names do not change. The results stay equal bit for bit: a fused
 module becomes the calls that its own forward makes. Recurrent layers, which become functions that have
@@ -8,21 +14,206 @@ gradients, stay equal up to the order of their sums.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import megengine.functional as F
 import megengine.module as M
 import numpy as np
 
+from qtrace import ops
+from qtrace.graph import recurrent
 from qtrace.graph.edit import GraphEditor
 from qtrace.graph.flatten import delete_attribute
 from qtrace.graph.types import Apply, Expr, GetAttr, TensorNode, TracedModule
-from qtrace.graph.walk import exprs, owner
+from qtrace.graph.walk import exprs, owner, users
+from qtrace.ops import OpCall
 from qtrace.preparation.passes.base import Left, PassResult
-from qtrace.preparation.passes.recurrent import RECURRENT, expand_recurrent, find_recurrent_obstacle
 
-__all__ = ["expand"]
+__all__ = ["RECURRENT", "align_biases", "expand", "expand_recurrent", "find_recurrent_obstacle"]
+
+
+# Expands MegEngine's recurrent layers: layers to one function of their parameters, cells to linear layers.
+
+
+def find_recurrent_obstacle(module: Any) -> str | None:
+    """Returns the reason why a recurrent layer cannot be expanded, as a clause; None if it can."""
+    if isinstance(module, M.LSTM) and module.proj_size > 0:
+        return "its hidden state is projected (proj_size)"
+    return None
+
+
+def expand_recurrent(editor: GraphEditor, expr: Expr) -> None:
+    """Replaces a call of a recurrent layer or cell, one of `RECURRENT`."""
+    module: Any = owner(expr)
+    write: Any = _RECURRENT_WRITERS[type(module)]
+    bound = inspect.signature(type(module).forward).bind(*expr.args, **expr.kwargs)
+    bound.apply_defaults()
+    attribute = expr.inputs[0].expr
+    assert isinstance(attribute, GetAttr)
+    results = write(_Writer(editor, expr, attribute.name), module, *bound.args[1:])
+    for new, old in zip(results, expr.outputs, strict=True):
+        editor.put_in_place(new, old)
+    editor.remove(expr)
+
+
+class _Writer:
+    """Writes new calls in the place of ``expr``, one after the other."""
+
+    def __init__(self, editor: GraphEditor, expr: Expr, path: str) -> None:
+        self.editor, self.after, self.path = editor, expr, path
+        self.name = expr.outputs[0].name
+
+    def __call__(self, func: Any, *args: Any, like: TensorNode | None = None, **kwargs: Any) -> Any:
+        result = self.editor.call_function(
+            func, *args, after=self.after, like=like, name=f"{self.name}_{func.__name__}", **kwargs
+        )
+        self.after = (result[0] if isinstance(result, (tuple, list)) else result).expr
+        return result
+
+    def parameter(self, name: str) -> TensorNode:
+        """Returns the node of a parameter of the layer."""
+        node = self.editor.get_attr(f"{self.path}.{name}")
+        assert isinstance(node, TensorNode)
+        return node
+
+
+def _options(module: M.LSTM | M.RNN) -> dict[str, Any]:
+    return {
+        "hidden_size": module.hidden_size,
+        "num_layers": module.num_layers,
+        "bias": bool(module.bias),
+        "bidirectional": bool(module.bidirectional),
+        "batch_first": bool(module.batch_first),
+    }
+
+
+def _lstm(write: _Writer, module: M.LSTM, x: TensorNode, hx: Any) -> tuple[TensorNode, ...]:
+    hidden, cell = (None, None) if hx is None else hx
+    weights = write.parameter("_flatten_weights")
+    return tuple(write(recurrent.stacked_lstm, x, weights, hidden, cell, **_options(module)))
+
+
+def _rnn(write: _Writer, module: M.RNN, x: TensorNode, hx: Any) -> tuple[TensorNode, ...]:
+    weights, mode = write.parameter("_flatten_weights"), str(module.nonlinearity).lower()
+    return tuple(write(recurrent.stacked_rnn, x, weights, hx, **_options(module), nonlinearity=mode))
+
+
+def _gates(write: _Writer, module: M.LSTMCell | M.RNNCell, x: TensorNode, hidden: Any) -> TensorNode:
+    """Writes the products of the input and the hidden state, which is zero if it is None."""
+    biases = [write.parameter(name) if module.bias else None for name in ("bias_ih", "bias_hh")]
+    gates: TensorNode = write(F.linear, x, write.parameter("weight_ih"), biases[0])
+    if hidden is not None:
+        more = write(F.linear, hidden, write.parameter("weight_hh"), biases[1], like=gates)
+    else:
+        more = biases[1]
+    return gates if more is None else write(F.add, gates, more, like=gates)
+
+
+def _lstm_cell(write: _Writer, module: M.LSTMCell, x: TensorNode, hx: Any) -> tuple[TensorNode, ...]:
+    hidden, state = (None, None) if hx is None else hx
+    parts = write(F.split, _gates(write, module, x, hidden), 4, axis=1)
+    i, f, o = (write(F.sigmoid, parts[place], like=parts[place]) for place in (0, 1, 3))
+    g = write(F.tanh, parts[2], like=parts[2])
+    new = write(F.mul, i, g, like=g)
+    if state is not None:
+        new = write(F.add, write(F.mul, f, state, like=g), new, like=g)
+    return write(F.mul, o, write(F.tanh, new, like=g), like=g), new
+
+
+def _rnn_cell(write: _Writer, module: M.RNNCell, x: TensorNode, hx: Any) -> tuple[TensorNode, ...]:
+    gates = _gates(write, module, x, hx)
+    function = F.relu if str(module.nonlinearity).lower() == "relu" else F.tanh
+    return (write(function, gates, like=gates),)
+
+
+def _onnx(
+    write: _Writer, module: recurrent.OnnxRecurrent, x: TensorNode, *states: Any
+) -> tuple[TensorNode, ...]:
+    names = ("weight", "recurrence", *(() if module.bias is None else ("bias",)))
+    weights = (*map(write.parameter, names), *(None,) * (3 - len(names)))
+    if module.kind == "lstm":
+        return tuple(write(recurrent.lstm, x, *weights, *states, module.direction))
+    if module.kind == "gru":
+        reset = module.linear_before_reset
+        return tuple(write(recurrent.gru, x, *weights, states[0], module.direction, reset))
+    return tuple(write(recurrent.rnn, x, *weights, states[0], module.direction, module.nonlinearity))
+
+
+_RECURRENT_WRITERS: dict[Any, Any] = {
+    M.LSTM: _lstm,
+    M.LSTMCell: _lstm_cell,
+    M.RNN: _rnn,
+    M.RNNCell: _rnn_cell,
+    recurrent.OnnxRecurrent: _onnx,
+}
+# The classes of modules that `expand_recurrent` replaces.
+RECURRENT = frozenset(_RECURRENT_WRITERS)
+
+
+# Gives every layer a bias with one number per channel, as integer kernels and files take it.
+
+
+def align_biases(traced: TracedModule, before_norms: bool = True) -> PassResult:
+    """Broadcasts biases of one number to the channels of their layers, and adds other shapes after them.
+
+    The parameters stay as they are.
+
+    Args:
+        traced: a flat, expanded graph; it is edited in place.
+        before_norms: False leaves a bias of one number to ``fuse_bn`` where a BatchNorm follows the layer.
+    """
+    changed = []
+    with GraphEditor(traced) as editor:
+        for call, bias in list(_unaligned_biases(traced)):
+            shape = _bias_shape(call)
+            if math.prod(bias.shape) == 1 and len(bias.shape) <= len(call.inputs[0].shape):
+                if not before_norms and any(
+                    (reader := ops.read(user)) is not None and reader.kind == "batch_norm"
+                    for user in users(call.out)
+                ):
+                    continue
+                shape = (1,) * (len(bias.shape) - len(shape)) + shape
+                new = editor.call_function(F.broadcast_to, bias, shape, after=bias.expr, like=bias)
+                new.shape = shape
+                editor.set_argument(call.expr, "bias", new)
+                changed.append(
+                    f"{call.out.name}: its bias of one number broadcast to {math.prod(shape)} channels"
+                )
+                continue
+            name = call.out.name
+            total = editor.call_function(F.add, call.out, bias, after=call.expr, like=call.out)
+            editor.set_argument(call.expr, "bias", None)
+            editor.put_in_place(total, call.out)
+            changed.append(f"{name}: its bias of shape {tuple(bias.shape)} is a sum of its own")
+    return PassResult(tuple(changed))
+
+
+def _unaligned_biases(traced: TracedModule) -> Iterator[tuple[OpCall, TensorNode]]:
+    """Yields each layer whose bias lacks a number for each channel along their axis, and that bias."""
+    for expr in exprs(traced):
+        call = ops.read(expr)
+        if call is None or call.weight is None or call.bias is None or len(call.out.shape or ()) < 2:
+            continue
+        if call.inputs[0].shape is None or call.bias.shape is None:  # later stages name what has no shape
+            continue
+        own, shape = tuple(int(n) for n in call.bias.shape), _bias_shape(call)
+        rank = len(call.inputs[0].shape)
+        padded = (1,) * (rank - len(own)) + own
+        if padded != (1,) * (rank - len(shape)) + shape:
+            yield call, call.bias
+
+
+def _bias_shape(call: OpCall) -> tuple[int, ...]:
+    """Returns the shape of a bias with one number for each channel of a layer."""
+    assert call.weight is not None
+    channels = math.prod(int(call.weight.shape[axis]) for axis in call.channel_axes)
+    return (channels,) if call.kind == "linear" else (1, channels, *[1] * (len(call.inputs[0].shape) - 2))
+
+
+# Expands layers and fused modules to functions, so that weights and biases are nodes of the graph.
 
 
 def expand(traced: TracedModule) -> PassResult:

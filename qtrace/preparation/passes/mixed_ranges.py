@@ -2,11 +2,11 @@
 
 A concatenation of boxes, up to 600, and scores, up to 1, has one scale in every target: no score survives 256
 levels of 2.4 each. The ranges come from a run of the float graph on a few samples. A value is a candidate if
-one of its parts keeps fewer than 5 bits of its grid. Its parts are the inputs of the op that joins them, the
-slices that are taken of it, or the groups of columns of an output, or of a result that reaches an output
-through no other layer. Then only the value is rounded in another run: it stays in float if a group of
-columns of an output loses by that, and so do the ops that would round it again. What costs the outputs
-nothing, such as the unlike feature maps that a network joins, is rounded.
+one of its parts keeps fewer than 5 bits of its grid. Its parts are the inputs of the op that joins them, or
+the slices that are taken of it. They may also be the groups of columns of an output, or of a result that
+reaches an output through no other layer. Then only the value is rounded in another run. It stays in float if
+a group of columns of an output loses by that, and so do the ops that would round it again. What costs the
+outputs nothing, such as the unlike feature maps that a network joins, is rounded.
 
 Where a join that leaves the graph stays in float, so does the arithmetic after the last layers that ends in
 it, on targets whose layers give integers. It decodes boxes, and a grid for corners in pixels is coarser than
@@ -27,8 +27,8 @@ from qtrace.graph.nonfinite import search_nonfinite
 from qtrace.graph.types import Expr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import is_float_tensor
 from qtrace.ops import Role
-from qtrace.preparation.passes._chains import Chains, find_chains, output_choice
 from qtrace.preparation.passes._infinity import infinity_of
+from qtrace.preparation.passes._sites import Chains, find_chains, output_choice
 from qtrace.preparation.passes._view import MixedRanges, View, read_view
 from qtrace.preparation.placement.reference import MeasuredRun
 from qtrace.preparation.placement.trials import Trials
@@ -37,9 +37,8 @@ from qtrace.scheme import QScheme
 __all__ = ["find_mixed_ranges"]
 
 _LEAST_LEVELS = 32  # of a grid, 5 bits: a part with fewer is nearly lost
-_LIKE = (
-    8.0  # the ratio of ranges up to which a part loses its levels to a narrow scheme, and not to the others
-)
+# The ratio of ranges at which 8 bits keep these: more alike parts lose their levels to a narrow scheme.
+_LIKE = (np.iinfo(np.uint8).max + 1) / _LEAST_LEVELS
 _HARMLESS = (
     30.0  # dB that the worst group of an output keeps: rounding a value that costs no more is harmless
 )
@@ -66,6 +65,9 @@ def find_mixed_ranges(traced: TracedModule, qconfig: QConfig, run: MeasuredRun) 
     """
     mixed = MixedRanges(large_inputs=_large_inputs(run))
     view = read_view(traced, qconfig, mixed=mixed)
+    if view.infinite and (nan := _find_nan(run)):
+        mixed = MixedRanges(large_inputs={**nan, **mixed.large_inputs})
+        view = read_view(traced, qconfig, mixed=mixed)
     finder = _Finder(view, find_chains(view))
     values, outputs, lasts = finder.find_values(), finder.find_outputs(), finder.find_last_values()
     if not values and not any(finder.gives_columns(node, run) for node in (*outputs.values(), *lasts)):
@@ -98,7 +100,7 @@ def _try(
 
 
 def _large_inputs(run: MeasuredRun) -> dict[str, np.ndarray]:
-    """Returns the inputs of which a number in the samples may stand for infinity, and nodes that hold NaN."""
+    """Returns the inputs of which a number in the samples may stand for infinity."""
     batches = [] if run.synthetic else run.batches
     large: dict[str, np.ndarray] = {}
     for index, node in enumerate(run.model.graph.inputs):
@@ -106,11 +108,13 @@ def _large_inputs(run: MeasuredRun) -> dict[str, np.ndarray]:
             values = [inputs[index].numpy().reshape(-1) for inputs in batches]
             if any(infinity_of(value) for value in values):
                 large[node.name] = np.concatenate(values)
-    if any(np.isnan(values).any() for values in large.values()):
-        for args, kwargs in run.samples or ():
-            nodes = search_nonfinite(run.model, args, kwargs).nan
-            large |= {node.name: np.full(1, np.nan) for node in nodes if node.name not in large}
     return large
+
+
+def _find_nan(run: MeasuredRun) -> dict[str, np.ndarray]:
+    """Returns the nodes that hold NaN in the samples."""
+    searches = (search_nonfinite(run.model, args, kwargs) for args, kwargs in run.samples or ())
+    return {node.name: np.full(1, np.nan) for search in searches for node in search.nan}
 
 
 class _Finder:

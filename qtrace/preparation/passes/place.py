@@ -15,21 +15,28 @@ from pathlib import Path
 from qtrace import ops
 from qtrace.config import QConfig, backends
 from qtrace.config.backends.base import Backend
-from qtrace.costs import CostTable, processor
+from qtrace.costs import CostTable
+from qtrace.costs import table as cost_tables
 from qtrace.errors import ConfigError
 from qtrace.graph.edit import GraphEditor
 from qtrace.graph.types import Expr, TracedModule
 from qtrace.graph.walk import exprs
 from qtrace.ops import OpCall
 from qtrace.preparation.annotation import PlacementNote
-from qtrace.preparation.passes._chains import Chains, find_chains
 from qtrace.preparation.passes._choices import Choice
-from qtrace.preparation.passes._pieces import PIECES, PiecesWriter
 from qtrace.preparation.passes._problem import build_problem, has_pieces
+from qtrace.preparation.passes._sites import Chains, find_chains
 from qtrace.preparation.passes._view import MixedRanges, View, read_view
 from qtrace.preparation.passes.base import PassResult
-from qtrace.preparation.placement.frontier import Point, choose_fastest
-from qtrace.preparation.placement.problem import Neighbourhoods, Problem, evaluate, find_float_results
+from qtrace.preparation.passes.compose import PIECES, PiecesWriter
+from qtrace.preparation.placement.labelling import (
+    Neighbourhoods,
+    Point,
+    Problem,
+    choose_fastest,
+    evaluate,
+    find_float_results,
+)
 
 __all__ = [
     "Placing",
@@ -43,7 +50,6 @@ __all__ = [
 ]
 
 _NO_NOISE = 1e-9  # of the outputs' power, 90 dB below: what is left when differences of sums are 0
-_SMALLEST_CHANGE = 0.05  # dB, in an explanation
 
 
 @dataclass(frozen=True)
@@ -124,7 +130,7 @@ def read_table(qconfig: QConfig, backend: Backend) -> tuple[CostTable, str]:
             choice.
     """
     if qconfig.cost_table is None:
-        name = CostTable.nearest(backend.cost_table, processor.processor_flags())
+        name = CostTable.nearest(backend.cost_table, cost_tables.processor_flags())
         return CostTable.packaged(backend.cost_table)[name], name
     place = f"{qconfig.place('cost_table')}: "
     if backend.pieces and not backend.cost_table:
@@ -266,10 +272,10 @@ def _describe_noise(total: float, change: float) -> str:
         return " and remove all noise" if total >= _NO_NOISE else ""
     if total < _NO_NOISE:
         return f" and add the only noise ({-10 * math.log10(total + change):.1f} dB SQNR)"
-    decibels = 10 * math.log10((total + change) / total)
-    if abs(decibels) < _SMALLEST_CHANGE:
+    decibels = f"{abs(10 * math.log10((total + change) / total)):.1f}"
+    if decibels == "0.0":
         return ""
-    return f" and {'add' if change > 0 else 'remove'} {abs(decibels):.1f} dB of noise"
+    return f" and {'add' if change > 0 else 'remove'} {decibels} dB of noise"
 
 
 def _milliseconds(seconds: float) -> str:

@@ -12,16 +12,16 @@ from qtrace import ops
 from qtrace.comparing.sums import finite_or_none, sqnr_db
 from qtrace.fakequant.base import split_blocks
 from qtrace.fakequant.following.bias import BIAS_LIMIT, BiasQuant
-from qtrace.graph.dataflow import static_nodes
 from qtrace.graph.edit import GraphEditor
 from qtrace.graph.flatten import set_parameter, tied_parameters
+from qtrace.graph.interpreter import static_nodes
 from qtrace.graph.stepping import order_together
 from qtrace.graph.types import Expr, GetAttr, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module, is_float_tensor, op_label, owner, users
 from qtrace.numerics import alive, choose, fake_quantize
 from qtrace.ops import OpCall
 from qtrace.preparation.annotation import Site
-from qtrace.preparation.passes.fuse_bn import bias_shape, free_bias
+from qtrace.preparation.passes.folding import bias_shape, free_bias
 from qtrace.ptq.layers.held_back import Gain, OutputErrors, gain_text
 from qtrace.ptq.layers.quantized import LAYERS, QuantizedLayer, calls_by_weight, write
 from qtrace.scheme import QScheme

@@ -18,6 +18,7 @@ from qtrace.data.batches import as_arguments, count_samples
 from qtrace.display import Displayed
 from qtrace.graph.types import TracedModule
 from qtrace.plugins.options import check_arguments
+from qtrace.preparation.faithfulness import halve_samples
 from qtrace.preparation.model import QuantizedModel
 from qtrace.process import on_engine_thread
 from qtrace.sensitivity.diagnosis.causes import (
@@ -170,9 +171,11 @@ def diagnose(
     known = calibrated or Calibrated()
     values = _metric_values(view, simulation.batches, twin, metric)
     verdict = _judge(view, simulation, values, measured_on, at_least, known, run_file)
-    evidence = measure_sites(view, twin or model, simulation.batches)
+    half = halve_samples(simulation.batches, model)
+    evidence = measure_sites(view, twin or model, half)
     if verdict.word != "good" and not verdict.doubted:
-        evidence = measure_output_noise(simulation, evidence, _suspects(evidence), progress=progress)
+        compared = Simulation(view, half, twin=twin)
+        evidence = measure_output_noise(compared, evidence, _suspects(evidence), progress=progress)
     causes = _rank(evidence, known, simulation.batches)
     if any(cause.name in OTHER_DATA for cause in causes):
         verdict = verdict.with_doubts((_OTHER_DATA_DOUBT,))

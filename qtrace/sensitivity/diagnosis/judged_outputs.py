@@ -25,11 +25,11 @@ from qtrace.comparing.sums import (
     errors_of,
     integer_errors,
 )
+from qtrace.data.batches import ENOUGH_SAMPLES
 from qtrace.sensitivity.diagnosis.inputs import are_constant
 from qtrace.sensitivity.diagnosis.verdict import (
     BROKEN_BELOW_DB,
     DIFFERING_DB,
-    ENOUGH_SAMPLES,
     GOOD_EQUAL,
     GOOD_FROM_DB,
     Doubt,

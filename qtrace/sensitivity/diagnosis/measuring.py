@@ -15,8 +15,7 @@ from qtrace import ops
 from qtrace.comparing.runs import read_outputs
 from qtrace.data.batches import evaluating
 from qtrace.display import progress_bar
-from qtrace.graph.dataflow import evaluate_fixed
-from qtrace.graph.interpreter import Interpreter
+from qtrace.graph.interpreter import Interpreter, evaluate_fixed
 from qtrace.graph.types import Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs
 from qtrace.numerics import fake_quantize

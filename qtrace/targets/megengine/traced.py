@@ -18,8 +18,7 @@ import numpy as np
 from megengine import Tensor
 
 from qtrace.errors import ExportError
-from qtrace.export.converted.graph import ConvertedGraph
-from qtrace.export.converted.plain_graph import float_module
+from qtrace.export.converted import ConvertedGraph, float_module
 from qtrace.export.format import Format
 from qtrace.graph import recurrent
 from qtrace.graph.edit import GraphEditor
@@ -28,7 +27,7 @@ from qtrace.graph.function_rule import trace_function
 from qtrace.graph.types import CallFunction, Expr, GetAttr, TensorNode, TracedModule
 from qtrace.graph.walk import exprs
 from qtrace.ops.arguments import arguments
-from qtrace.preparation.record import remove_record
+from qtrace.preparation.model import remove_record
 
 __all__ = ["FORMAT", "write_functions"]
 

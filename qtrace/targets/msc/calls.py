@@ -25,9 +25,8 @@ from megengine.module import Module
 
 from qtrace.errors import GraphError
 from qtrace.gradients import plain
-from qtrace.graph.arguments import signature
 from qtrace.graph.types import Apply, CallFunction, CallMethod, Expr, ModuleNode, Node
-from qtrace.graph.walk import owner
+from qtrace.graph.walk import owner, signature
 from qtrace.targets.msc.document import MSCNode
 
 __all__ = [

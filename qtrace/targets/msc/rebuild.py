@@ -20,8 +20,8 @@ from qtrace.fakequant.fixed import FixedFakeQuant
 from qtrace.fakequant.following.bias import BiasQuant
 from qtrace.graph.builder import GraphBuilder
 from qtrace.graph.files import allowlist
+from qtrace.graph.files.allowlist import ENTRY, AllowList, DamagedError, RefusedError, shown
 from qtrace.graph.files.module_attributes import check_attributes
-from qtrace.graph.files.names import ENTRY, AllowList, DamagedError, RefusedError, shown
 from qtrace.graph.files.plain_values import make_op, op_state
 from qtrace.graph.open_axes import OpenAxes, OpenAxis, write_open_axes
 from qtrace.graph.types import TensorNode, TracedModule

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import ExportError
-from qtrace.export.converted.graph import index_parts
+from qtrace.export.converted import index_parts
 from qtrace.graph.types import TensorNode
 from qtrace.ops import OpCall
 from qtrace.targets.ncnn.layers import look_up

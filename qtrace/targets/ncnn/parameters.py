@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from qtrace.export.parameters.base import ParameterFile, refuse
-from qtrace.export.parameters.sites import Row
+from qtrace.export.parameters import ParameterFile, Row, refuse
 
 __all__ = ["PARAMETERS"]
 

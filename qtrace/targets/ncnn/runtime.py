@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from qtrace.errors import ExportError
-from qtrace.runtimes.files import RuntimeChild
+from qtrace.runtimes.child import RuntimeChild
 from qtrace.runtimes.host import RuntimeHost
-from qtrace.runtimes.ncnn_net import read_blobs, read_index_inputs
-from qtrace.targets.ncnn.samples import shapes_of_one_sample
+from qtrace.targets.ncnn.runner import read_blobs, read_index_inputs
+from qtrace.targets.ncnn.writer import shapes_of_one_sample
 from qtrace.verification.runtimes.base import Runtime, RuntimeRun
 
 __all__ = ["RUNTIME"]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from onnx import TensorProto
 
+from qtrace.extras.contracts import quantizer_rules, tensor_rules
 from qtrace.extras.contracts.base import Contract
-from qtrace.extras.contracts.rules import biases, parameters, types, weights
-from qtrace.extras.contracts.rules.parameters import ONNX_OPERATORS, scale_rules
+from qtrace.extras.contracts.quantizer_rules import ONNX_OPERATORS, scale_rules
 
 __all__ = ["CONTRACT"]
 
@@ -22,13 +22,13 @@ CONTRACT = Contract(
     name="onnxruntime",
     title="onnxruntime on CPU",
     rules=(
-        types.native_wide_types(ONNX_OPERATORS),
+        quantizer_rules.native_wide_types(ONNX_OPERATORS),
         *scale_rules(ONNX_OPERATORS, _QUANTIZE),
-        types.activation_types(ONNX_OPERATORS, *_ORT_TYPES, TensorProto.INT4),
-        weights.weight_axis(_QUANTIZE),
-        weights.quantized_weights(_QUANTIZE, per_tensor=("MatMul", "Gemm")),
-        parameters.one_scale_per_activation(_QUANTIZE),
-        biases.accumulator_biases(_QUANTIZE),
+        quantizer_rules.activation_types(ONNX_OPERATORS, *_ORT_TYPES, TensorProto.INT4),
+        tensor_rules.weight_axis(_QUANTIZE),
+        tensor_rules.quantized_weights(_QUANTIZE, per_tensor=("MatMul", "Gemm")),
+        quantizer_rules.one_scale_per_activation(_QUANTIZE),
+        tensor_rules.accumulator_biases(_QUANTIZE),
     ),
     ops=frozenset(_ONNXRUNTIME_OPS.split()),
     fused=frozenset({"Relu", "Clip"}),

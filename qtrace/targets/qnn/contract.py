@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from onnx import TensorProto
 
+from qtrace.extras.contracts import graph_rules, quantizer_rules, tensor_rules
 from qtrace.extras.contracts.base import Contract
-from qtrace.extras.contracts.rules import biases, files, parameters, placement, types, weights
-from qtrace.extras.contracts.rules.parameters import ONNX_OPERATORS, scale_rules
+from qtrace.extras.contracts.quantizer_rules import ONNX_OPERATORS, scale_rules
 
 __all__ = ["CONTRACT"]
 
@@ -38,28 +38,28 @@ CONTRACT = Contract(
     name="qnn",
     title="QNN on the Hexagon tensor processor",
     rules=(
-        files.no_integer_ops(_QNN),
-        types.native_wide_types(ONNX_OPERATORS),
+        graph_rules.no_integer_ops(_QNN),
+        quantizer_rules.native_wide_types(ONNX_OPERATORS),
         *scale_rules(ONNX_OPERATORS, _QNN),
-        weights.weight_axis(_QNN_TOOL),
-        weights.weights_per_tensor(_QNN_TOOL, "MatMul"),
-        weights.weight_bits(_QNN_TOOL, "MatMul"),
-        weights.symmetric_weights(_QNN_TOOL, unsigned=True),
-        weights.quantized_weights(_QNN, per_tensor=("MatMul", "Gemm")),
-        parameters.one_scale_per_activation(_QNN),
-        parameters.smallest_range(_QNN_TOOL, 1e-4),
-        placement.fixed_outputs(
+        tensor_rules.weight_axis(_QNN_TOOL),
+        tensor_rules.weights_per_tensor(_QNN_TOOL, "MatMul"),
+        tensor_rules.weight_bits(_QNN_TOOL, "MatMul"),
+        tensor_rules.symmetric_weights(_QNN_TOOL, unsigned=True),
+        tensor_rules.quantized_weights(_QNN, per_tensor=("MatMul", "Gemm")),
+        quantizer_rules.one_scale_per_activation(_QNN),
+        quantizer_rules.smallest_range(_QNN_TOOL, 1e-4),
+        graph_rules.fixed_outputs(
             _QNN_TOOL, "Sigmoid", {TensorProto.UINT16: (1 / 65536, 0), TensorProto.INT16: (1 / 32768, 0)}
         ),
-        placement.fixed_outputs(
+        graph_rules.fixed_outputs(
             _QNN_TOOL, "Tanh", {TensorProto.UINT16: (1 / 32768, 32768), TensorProto.INT16: (1 / 32768, 0)}
         ),
-        biases.norm_biases(_QNN_TOOL),
-        biases.int32_biases(_QNN_TOOL),
-        biases.accumulator_biases(_QNN_TOOL),
-        placement.both_inputs_quantized(_QNN, "Add", "Sub", "Mul", "Div"),
-        placement.equal_types(_QNN, "Add", "Sub", "Mul", "Div"),
-        placement.equal_widths(_QNN_TOOL),
+        tensor_rules.norm_biases(_QNN_TOOL),
+        tensor_rules.int32_biases(_QNN_TOOL),
+        tensor_rules.accumulator_biases(_QNN_TOOL),
+        graph_rules.both_inputs_quantized(_QNN, "Add", "Sub", "Mul", "Div"),
+        graph_rules.equal_types(_QNN, "Add", "Sub", "Mul", "Div"),
+        graph_rules.equal_widths(_QNN_TOOL),
     ),
     ops=frozenset(_QNN_OPS.split()),
     fused=frozenset({"Relu", "Clip"}),

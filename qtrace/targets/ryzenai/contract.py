@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from onnx import TensorProto
 
+from qtrace.extras.contracts import graph_rules, quantizer_rules, tensor_rules
 from qtrace.extras.contracts.base import CPU, Contract
-from qtrace.extras.contracts.rules import biases, files, parameters, placement, types, weights
-from qtrace.extras.contracts.rules.parameters import ONNX_OPERATORS, scale_rules
+from qtrace.extras.contracts.quantizer_rules import ONNX_OPERATORS, scale_rules
 
 __all__ = ["CONTRACT", "XINT8_CONTRACT"]
 
@@ -26,18 +26,18 @@ CONTRACT = Contract(
     name="ryzenai",
     title="Ryzen AI, A8W8 and A16W8",
     rules=(
-        files.no_integer_ops(_RYZEN),
-        types.native_wide_types(ONNX_OPERATORS),
+        graph_rules.no_integer_ops(_RYZEN),
+        quantizer_rules.native_wide_types(ONNX_OPERATORS),
         *scale_rules(ONNX_OPERATORS, _RYZEN),
-        weights.symmetric_weights(_QUARK),
-        weights.quantized_weights(_QUARK, per_tensor=("MatMul", "Gemm")),
-        types.activation_types(_QUARK, TensorProto.INT8, TensorProto.INT16),
-        types.no_zero_points(_QUARK),
-        parameters.one_scale_per_activation(_QUARK),
-        placement.shared_scales(_QUARK),
-        biases.int32_biases(_QUARK),
-        biases.accumulator_biases(_QUARK),
-        placement.equal_types(_QUARK, *_ELEMENTWISE),
+        tensor_rules.symmetric_weights(_QUARK),
+        tensor_rules.quantized_weights(_QUARK, per_tensor=("MatMul", "Gemm")),
+        quantizer_rules.activation_types(_QUARK, TensorProto.INT8, TensorProto.INT16),
+        quantizer_rules.no_zero_points(_QUARK),
+        quantizer_rules.one_scale_per_activation(_QUARK),
+        graph_rules.shared_scales(_QUARK),
+        tensor_rules.int32_biases(_QUARK),
+        tensor_rules.accumulator_biases(_QUARK),
+        graph_rules.equal_types(_QUARK, *_ELEMENTWISE),
     ),
     ops=frozenset(_RYZENAI_OPS.split()),
     fused=frozenset({"Relu", "Clip"}),
@@ -52,16 +52,16 @@ XINT8_CONTRACT = replace(
     name="ryzenai_xint8",
     title="Ryzen AI, XINT8",
     rules=(
-        files.no_integer_ops(_RYZEN),
-        files.no_other_domains(_RYZEN),
+        graph_rules.no_integer_ops(_RYZEN),
+        graph_rules.no_other_domains(_RYZEN),
         *scale_rules(ONNX_OPERATORS, _RYZEN),
-        weights.symmetric_weights(_QUARK),
-        weights.quantized_weights(_QUARK, per_tensor=("MatMul", "Gemm", "Conv", "ConvTranspose")),
-        types.activation_types(_QUARK, TensorProto.INT8),
-        types.no_zero_points(_QUARK),
-        parameters.one_scale_per_activation(_QUARK),
-        placement.shared_scales(_QUARK),
-        biases.int8_biases(_QUARK),
-        parameters.power_of_two_scales(_QUARK),
+        tensor_rules.symmetric_weights(_QUARK),
+        tensor_rules.quantized_weights(_QUARK, per_tensor=("MatMul", "Gemm", "Conv", "ConvTranspose")),
+        quantizer_rules.activation_types(_QUARK, TensorProto.INT8),
+        quantizer_rules.no_zero_points(_QUARK),
+        quantizer_rules.one_scale_per_activation(_QUARK),
+        graph_rules.shared_scales(_QUARK),
+        tensor_rules.int8_biases(_QUARK),
+        quantizer_rules.power_of_two_scales(_QUARK),
     ),
 )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from onnx import TensorProto
 
+from qtrace.extras.contracts import graph_rules, quantizer_rules, tensor_rules
 from qtrace.extras.contracts.base import Contract
-from qtrace.extras.contracts.rules import biases, files, parameters, placement, types, weights
-from qtrace.extras.contracts.rules.parameters import scale_rules
+from qtrace.extras.contracts.quantizer_rules import scale_rules
 
 __all__ = ["CONTRACT"]
 
@@ -25,22 +25,22 @@ CONTRACT = Contract(
     name="tensorrt",
     title="TensorRT 10 and 11",
     rules=(
-        files.lowest_opset(_PARSER, 13),
-        files.no_other_domains(_PARSER),
-        files.no_integer_ops(_EXPLICIT),
-        types.written_zero_points(_PARSER),
+        graph_rules.lowest_opset(_PARSER, 13),
+        graph_rules.no_other_domains(_PARSER),
+        graph_rules.no_integer_ops(_EXPLICIT),
+        quantizer_rules.written_zero_points(_PARSER),
         *scale_rules(_PARSER, _PARSER),
-        biases.float_biases(_PARSER),
-        weights.weight_axis(_EXPLICIT),
-        weights.symmetric_weights(_TYPES),
-        weights.quantized_weights(_EXPLICIT, per_tensor=("Gemm", "MatMul")),
-        types.activation_types(_TYPES, TensorProto.INT8),
-        types.no_zero_points(_TYPES),
-        parameters.one_scale_per_activation(_TYPES),
-        parameters.no_needless_axis(_PARSER),
-        placement.unrounded_functions(_EXPLICIT),
-        placement.unrounded_summands(_TOOL),
-        placement.shared_scales(_TOOL),
+        tensor_rules.float_biases(_PARSER),
+        tensor_rules.weight_axis(_EXPLICIT),
+        tensor_rules.symmetric_weights(_TYPES),
+        tensor_rules.quantized_weights(_EXPLICIT, per_tensor=("Gemm", "MatMul")),
+        quantizer_rules.activation_types(_TYPES, TensorProto.INT8),
+        quantizer_rules.no_zero_points(_TYPES),
+        quantizer_rules.one_scale_per_activation(_TYPES),
+        quantizer_rules.no_needless_axis(_PARSER),
+        graph_rules.unrounded_functions(_EXPLICIT),
+        graph_rules.unrounded_summands(_TOOL),
+        graph_rules.shared_scales(_TOOL),
     ),
     ops=frozenset(_TENSORRT_OPS.split()),
     fused=frozenset(_FUSED.split()),

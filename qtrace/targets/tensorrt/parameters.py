@@ -15,8 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from qtrace.export.parameters.base import ParameterFile, refuse, refuse_floating
-from qtrace.export.parameters.sites import Row
+from qtrace.export.parameters import ParameterFile, Row, refuse, refuse_floating
 
 __all__ = ["PARAMETERS", "PARAMETERS_10"]
 

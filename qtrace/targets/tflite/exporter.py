@@ -1,10 +1,15 @@
-"""Walks over a converted graph and writes its inputs, ops, sites, outputs and metadata as a TFLite file."""
+"""Walks over a converted graph and writes its inputs, ops, sites, outputs and metadata as a TFLite file.
+
+An op becomes a move, an integer operator, a look-up table, or floats between roundings. After the outputs of
+a detector, operators choose its boxes by NON_MAX_SUPPRESSION_V5.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from dataclasses import astuple
+from collections.abc import Sequence
+from dataclasses import astuple, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -13,23 +18,297 @@ import numpy as np
 
 from qtrace import ops
 from qtrace.errors import ExportError
-from qtrace.export.converted.graph import ConvertedGraph, ConvertedOp
-from qtrace.export.converted.located import located, site_expr
-from qtrace.export.converted.open_axes import find_open_batch, find_sample_axes
+from qtrace.export.converted import ConvertedGraph, ConvertedOp, located, site_expr
+from qtrace.export.detections import NMS, Heads, Suppression, find_heads
+from qtrace.export.open_axes import find_open_batch, find_sample_axes
+from qtrace.graph.opaque import cure_for_opaque
 from qtrace.graph.types import Node, TensorNode
 from qtrace.graph.walk import is_float_tensor, op_label
+from qtrace.ops import OpCall, Role
 from qtrace.preparation.model import QuantizedSite
 from qtrace.targets.tflite import ops as forms
-from qtrace.targets.tflite.build import Builder, BuildOptions, OpInFloat, integer_type
-from qtrace.targets.tflite.choice import emit_op
-from qtrace.targets.tflite.detections import add_detections
+from qtrace.targets.tflite.build import Builder, BuildOptions, OpInFloat, Store, allowing, integer_type
 from qtrace.targets.tflite.layers import record_bias
-from qtrace.targets.tflite.layout import CHANNELS_LAST, KernelPlan, Order, file_shape, natural
-from qtrace.targets.tflite.writer import FileTensor, Grid
+from qtrace.targets.tflite.layout import CHANNELS_LAST, FusedOp, KernelPlan, Order, file_shape, natural
+from qtrace.targets.tflite.writer import FileTensor, Grid, TfliteWriter
 
-__all__ = ["Exporter"]
+__all__ = [
+    "Exporter",
+    "add_detections",
+    "emit_op",
+]
 
 _LOG = logging.getLogger("qtrace")
+
+
+def add_detections(
+    store: Store, nodes: Sequence[TensorNode], names: Sequence[str], choice: Suppression
+) -> list[tuple[str, FileTensor]]:
+    """Adds the operators; the file takes batches of one image then.
+
+    Args:
+        store: the values of the graph.
+        nodes: the outputs of the graph.
+        names: their names in the file.
+        choice: how boxes are chosen.
+
+    Returns:
+        Names and tensors of further outputs: ``detection_boxes`` (limit, 4) as corners (x1, y1, x2, y2),
+        ``detection_scores`` (limit,), ``detection_classes`` (limit,), and ``detection_count``, the number of
+        rows that are boxes; the rows after them have the score 0.
+
+    Raises:
+        ExportError: for an unknown output, or one of another shape, or another batch than one image.
+    """
+    shapes = [store.shape(node) for node in nodes]
+    heads = find_heads(choice, list(zip(names, shapes, strict=True)))
+    if shapes[heads.boxes][0] != 1:
+        raise ExportError(
+            f"nms in a TFLite file needs batches of one, and the model was traced with "
+            f"{shapes[heads.boxes][0]}: trace it with one sample."
+        )
+    store.fixed = store.fixed or names[heads.boxes]
+    floats = {}
+    for place in heads.outputs:
+        tensor = store.as_floats(store.ordered(nodes[place], natural(3)))
+        if tensor.dtype != np.float32:
+            raise ExportError(
+                f"nms needs float outputs, and {names[place]} is {tensor.dtype.name}: name another."
+            )
+        floats[place] = tensor
+    return _Operators(store.writer, heads).run(floats, choice)
+
+
+class _Operators:
+    """Writes the operators."""
+
+    def __init__(self, writer: TfliteWriter, heads: Heads) -> None:
+        self.writer, self.heads = writer, heads
+
+    def run(self, floats: dict[int, FileTensor], choice: Suppression) -> list[tuple[str, FileTensor]]:
+        """Writes all operators; returns the outputs."""
+        heads, count = self.heads, self.heads.anchors
+        boxes = self.columns(floats[heads.boxes], 0, 4, "raw")
+        corners = self.corners(boxes) if choice.form == "cxcywh" else boxes
+        scores = self.columns(floats[heads.scores], heads.first, heads.classes, "of_classes")
+        if heads.objectness is not None:
+            factor = self.columns(floats[heads.objectness], heads.factor, 1, "objectness")
+            scores = self.add("MUL", [scores, factor], "scores", scores.shape, kind="MulOptions")
+        best = self.add("REDUCE_MAX", [scores, [1]], "best", [count], kind="ReducerOptions")
+        axis = self.writer.constant(f"{NMS}_axis", np.array(1, np.int32))
+        label = self.add(
+            "ARG_MAX", [scores, axis], "label", [count], np.int32, kind="ArgMaxOptions", outputType=2
+        )
+        limits = [
+            np.array(choice.limit, np.int32),
+            *(np.array(n, np.float32) for n in (choice.iou, choice.score, 0)),
+        ]
+        settings = [
+            self.writer.constant(f"{NMS}_{name}", value)
+            for name, value in zip(("limit", "iou", "score", "sigma"), limits, strict=True)
+        ]
+        apart = self.apart(corners, label) if heads.classes > 1 else corners
+        chosen = self.writer.tensor(f"{NMS}_chosen", [choice.limit], np.int32)
+        kept = self.writer.tensor("detection_scores", [choice.limit])
+        number = self.writer.tensor("detection_count", [], np.int32)
+        self.writer.op(
+            "NON_MAX_SUPPRESSION_V5",
+            [apart, best, *settings],
+            [chosen, kept, number],
+            "NonMaxSuppressionV5Options",
+        )
+        gathered, labels = (
+            self.writer.add(
+                "GATHER", [source, chosen], name, shape, source.dtype, kind="GatherOptions", axis=0
+            )
+            for source, name, shape in (
+                (corners, "detection_boxes", [choice.limit, 4]),
+                (label, "detection_classes", [choice.limit]),
+            )
+        )
+        return [(tensor.name, tensor) for tensor in (gathered, kept, labels, number)]
+
+    def add(
+        self, code: str, inputs: Any, name: str, shape: Any, dtype: Any = np.float32, **options: Any
+    ) -> FileTensor:
+        """Adds an operator; returns its result."""
+        return self.writer.add(code, inputs, f"{NMS}_{name}", shape, dtype, **options)
+
+    def columns(self, source: FileTensor, start: int, count: int, name: str) -> FileTensor:
+        """Takes columns of the last axis, without the axis of the batch."""
+        rows = source.shape[1]
+        if count < source.shape[2]:
+            bounds = [[0, 0, start], [1, rows, count]]
+            source = self.add("SLICE", [source, *bounds], name, [1, rows, count], kind="SliceOptions")
+        shape = [rows, count]
+        return self.add("RESHAPE", [source, shape], f"{name}_rows", shape, kind="ReshapeOptions")
+
+    def corners(self, boxes: FileTensor) -> FileTensor:
+        """Computes the corners of boxes that are stored as center and size."""
+        rows = boxes.shape[0]
+        center, size = (
+            self.add("SLICE", [boxes, [0, start], [rows, 2]], name, [rows, 2], kind="SliceOptions")
+            for start, name in ((0, "center"), (2, "size"))
+        )
+        half = self.add("MUL", [size, self.number(0.5)], "half", [rows, 2], kind="MulOptions")
+        ends = [
+            self.add(code, [center, half], name, [rows, 2], kind=f"{code.title()}Options")
+            for code, name in (("SUB", "low"), ("ADD", "high"))
+        ]
+        return self.add("CONCATENATION", ends, "corners", [rows, 4], kind="ConcatenationOptions", axis=1)
+
+    def apart(self, corners: FileTensor, label: FileTensor) -> FileTensor:
+        """Moves the boxes of each class away from the other boxes."""
+        rows = corners.shape[0]
+        ends = [
+            self.add(f"REDUCE_{n}", [corners, [0, 1]], n.lower(), [], kind="ReducerOptions")
+            for n in ("MAX", "MIN")
+        ]
+        width = self.add("SUB", ends, "width", [], kind="SubOptions")
+        span = self.add("ADD", [width, self.number(1.0)], "span", [], kind="AddOptions")
+        number = self.add("CAST", [label], "number", [rows], kind="CastOptions")
+        shift = self.add("MUL", [number, span], "shift", [rows], kind="MulOptions")
+        shift = self.add("RESHAPE", [shift, [rows, 1]], "shift_of_box", [rows, 1], kind="ReshapeOptions")
+        return self.add("ADD", [corners, shift], "apart", [rows, 4], kind="AddOptions")
+
+    def number(self, value: float) -> FileTensor:
+        """A constant."""
+        return self.writer.constant(f"{NMS}_{value:g}", np.array(value, np.float32))
+
+
+def emit_op(b: Builder, op: FusedOp) -> None:
+    """Writes one op, in the form that computes what the graph does.
+
+    Args:
+        b: the file.
+        op: the op, with what its operator fuses.
+
+    Raises:
+        ExportError: when TFLite cannot express the op, or only as something else.
+    """
+    call = op.call
+    if op.state == "carried" and call.kind in ("mul", "div"):
+        forms.rescaled(b, op, Grid.of(b.plan.graph.carried[op.out.name]))
+        return
+    # Of the modes of interpolate, only nearest moves values. All other moves work on every type.
+    if call.kind in forms.MOVES and (call.kind != "interpolate" or call.role is Role.CARRY):
+        forms.MOVES[call.kind](b, op)
+        return
+    unable = ""
+    if _between_integers(b, op):
+        if b.options.functions != "float" and call.kind in forms.FUNCTIONS and forms.tabular(op):
+            _function(b, op)
+            return
+        if op.on_integers and call.kind in forms.INTEGER and not _in_float(b, call.kind):
+            unable = forms.why_in_float(b, op)
+            if not unable:
+                _check_widths(b, op)
+                forms.INTEGER[call.kind](b, op)
+                return
+    _float(b, op, unable)
+
+
+def _in_float(b: Builder, kind: str) -> bool:
+    """Whether an op with an integer kernel computes in float: the caller allows it, or only that is exact."""
+    return kind in b.options.allow_float or (kind in forms.INEXACT and b.options.functions == "float")
+
+
+def _between_integers(b: Builder, op: FusedOp) -> bool:
+    """Whether the op reads integers only, and its result is rounded at one site."""
+    call = op.call
+    weights = [n for n in (call.weight, call.bias) if n is not None]
+    known = all(b.on_integers(n) for n in call.inputs) and all(n in b.integers for n in weights)
+    return known and bool(call.inputs) and op.site is not None
+
+
+def _function(b: Builder, op: FusedOp) -> None:
+    """Writes a function of one value without floats."""
+    if b.options.functions == "native" and op.kind in forms.NATIVE:
+        _check_widths(b, op)
+        forms.NATIVE[op.kind](b, op)
+    else:
+        forms.table(b, op)
+
+
+def _check_widths(b: Builder, op: FusedOp) -> None:
+    """Refuses an op whose inputs and result are integers of different widths."""
+    kind = b.site_grid(op)[1]
+    for node in op.call.inputs:
+        input_kind = b.integer_type(node)
+        if input_kind != kind:
+            raise ExportError(
+                f"{op.out.name} reads {input_kind.name} from {b.plan.graph.site_name(node)} and gives "
+                f"{kind.name}, but TFLite's kernels have one width for both: give both one scheme, or "
+                f"{allowing(op.kind)}"
+            )
+
+
+def _float(b: Builder, op: FusedOp, unable: str) -> None:
+    """Writes an op in float.
+
+    Args:
+        b: the file.
+        op: the op.
+        unable: why its integer kernel cannot compute it, "" if another reason keeps it in float.
+
+    Raises:
+        ExportError: when the graph computes the op on integers, and nothing but a missing kernel or an input
+            in float is in the way.
+    """
+    call = op.call
+    if call.kind not in forms.FLOAT:
+        cure = cure_for_opaque(call.out.expr)
+        cure = cure or f"end the graph before {call.out.name}, or write it with others"
+        raise ExportError(f"it cannot become TFLite yet: {cure}")
+    allowed = _in_float(b, call.kind)
+    # A sum whose result stays float in the graph is computed in float. A layer is refused,
+    # because its weights would be floats too.
+    bare = op.site is None and call.role is not Role.COMPUTE
+    refused = op.on_integers and not allowed and not bare and call.kind not in forms.FUNCTIONS
+    if refused and not unable:
+        raise ExportError(_why_not(op))
+    b.float_ops.append(OpInFloat(call.out.name, call.kind, unable or _why_float(b, op)))
+    if not op.on_integers:
+        forms.FLOAT[call.kind](b, replace(op, site=None))
+        return
+    forms.FLOAT[call.kind](b, _alone(op, call))
+    if op.clamp is not None:
+        forms.FLOAT[op.clamp.kind](b, _alone(op, op.clamp))
+
+
+def _alone(op: FusedOp, call: OpCall) -> FusedOp:
+    """Returns ``call`` as an op of its own, with nothing fused."""
+    return FusedOp(call, None, call.out, None, op.state)
+
+
+def _why_float(b: Builder, op: FusedOp) -> str:
+    """Returns why an op computes in float, although its kind may have an integer kernel."""
+    kind, note = op.kind, b.plan.notes.get(op.call.out.name)
+    if kind in b.options.allow_float:
+        return "allow_float names it"
+    if note is not None and note.reason and not op.on_integers:
+        return note.reason
+    if op.site is None:
+        return "its result is not rounded"
+    if kind in forms.FUNCTIONS or kind in forms.INEXACT:
+        return f"functions={b.options.functions!r} computes it between DEQUANTIZE and QUANTIZE"
+    return "it stays in float in the graph"
+
+
+def _why_not(op: FusedOp) -> str:
+    kind = op.call.kind
+    if op.site is None:
+        return (
+            f"the result of {op.out.name} is read in float or rounded in two ways, but TFLite's {kind} "
+            "gives integers of one scale: let it be rounded and give its readers one scheme, or "
+            f"{allowing(kind)}"
+        )
+    if kind not in forms.INTEGER:
+        return (
+            f"{kind} has no integer kernel in TFLite: keep it in float by a rule that says "
+            f"quantize: false, or {allowing(kind)}"
+        )
+    return f"not everything that {op.out.name} reads is integers: quantize its inputs, or {allowing(kind)}"
 
 
 class Exporter:

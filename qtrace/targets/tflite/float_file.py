@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from qtrace.errors import ExportError, install
-from qtrace.export.converted.graph import ConvertedGraph
-from qtrace.export.converted.plain_graph import float_graph
+from qtrace.export.converted import ConvertedGraph, float_graph
 from qtrace.export.detections import Suppression
 from qtrace.export.format import Format
-from qtrace.export.parameters.base import beside, parameter_file
-from qtrace.export.parameters.sites import Names, ParameterLayer, site_table
+from qtrace.export.parameters import Names, ParameterLayer, beside, parameter_file, site_table
 
 __all__ = ["FORMAT"]
 

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from qtrace.errors import ExportError, install
-from qtrace.export.converted.graph import ConvertedGraph
+from qtrace.export.converted import ConvertedGraph, float_kinds
 from qtrace.export.detections import Suppression
-from qtrace.export.float_types import float_kinds
 from qtrace.export.format import Format
 
 __all__ = ["FORMAT"]

@@ -16,9 +16,8 @@ from qtrace.errors import ExportError
 from qtrace.graph.types import TensorNode
 from qtrace.ops import OpCall
 from qtrace.preparation.model import QuantizedSite
-from qtrace.targets.tflite.build import Builder, Emitter
+from qtrace.targets.tflite.build import Builder, Emitter, StoredLayer
 from qtrace.targets.tflite.layout import CHANNELS_LAST, FusedOp, Order, file_shape, natural, window_pads
-from qtrace.targets.tflite.store import StoredLayer
 from qtrace.targets.tflite.writer import FileTensor, Grid
 
 __all__ = [

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import ExportError
-from qtrace.export.converted.graph import ConvertedGraph
+from qtrace.export.converted import ConvertedGraph
 from qtrace.fakequant.base import FakeQuant
-from qtrace.graph.dataflow import needed_nodes
+from qtrace.graph.interpreter import needed_nodes
 from qtrace.graph.types import Apply, Expr, TensorNode
 from qtrace.graph.walk import is_float_tensor, owner, users
 from qtrace.ops import OpCall

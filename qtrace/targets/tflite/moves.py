@@ -7,12 +7,11 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import ExportError
-from qtrace.export.converted.graph import IndexPart, index_parts
+from qtrace.export.converted import IndexPart, index_parts
 from qtrace.graph.types import TensorNode
 from qtrace.ops import OpCall
-from qtrace.targets.tflite.build import Builder, Emitter, common_order, operands
+from qtrace.targets.tflite.build import Builder, Emitter, OrderedTensor, common_order, operands
 from qtrace.targets.tflite.layout import FusedOp, Moved, Order, file_shape, natural
-from qtrace.targets.tflite.store import OrderedTensor
 from qtrace.targets.tflite.writer import FileTensor
 
 __all__ = ["FLOAT_INDEXING", "INDEXING", "MOVES", "reshape"]

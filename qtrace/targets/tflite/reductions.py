@@ -10,10 +10,9 @@ from qtrace.errors import ExportError
 from qtrace.graph.types import TensorNode
 from qtrace.graph.walk import owner
 from qtrace.ops import OpCall
-from qtrace.targets.tflite.build import Builder, Emitter
+from qtrace.targets.tflite.build import Builder, Emitter, OrderedTensor
 from qtrace.targets.tflite.layers import PADDING, padded, windows, zero_bias
 from qtrace.targets.tflite.layout import CHANNELS_LAST, FusedOp, Order, bounds, file_shape, natural
-from qtrace.targets.tflite.store import OrderedTensor
 from qtrace.targets.tflite.writer import FileTensor, Grid, Inputs
 
 __all__ = [

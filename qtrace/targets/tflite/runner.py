@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from qtrace.benchmarking.runners import Load, RunnerSettings, fixed_shape, random_values
-from qtrace.runtimes.files import RuntimeChild
+from qtrace.runtimes.child import RuntimeChild
 
 __all__ = ["LOAD"]
 

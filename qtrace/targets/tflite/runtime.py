@@ -18,7 +18,7 @@ import numpy as np
 
 from qtrace.errors import ExportError
 from qtrace.onnxfile.kernels import Kernels
-from qtrace.runtimes.files import RuntimeChild
+from qtrace.runtimes.child import RuntimeChild
 from qtrace.runtimes.host import RuntimeHost
 from qtrace.storage.files import check_size
 from qtrace.verification.runtimes.base import Runtime, RuntimeRun

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from qtrace.config import backends
 from qtrace.errors import ExportError, install
-from qtrace.onnxfile.saturation import products_are_wrong, products_saturate
+from qtrace.onnxfile.kernels import products_are_wrong, products_saturate
 from qtrace.plugins import ObjectPlugins
 from qtrace.runtimes.host import RuntimeHost
 from qtrace.verification.runtimes.base import Runtime

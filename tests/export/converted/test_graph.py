@@ -10,7 +10,7 @@ from megengine import Tensor
 
 import qtrace
 from qtrace.errors import GraphError
-from qtrace.export.converted.graph import ConvertedGraph, ConvertedOp
+from qtrace.export.converted import ConvertedGraph, ConvertedOp
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import users
 from qtrace.numerics import dequantize, quantize_bias

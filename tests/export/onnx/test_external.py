@@ -14,8 +14,8 @@ import pytest
 import qtrace
 from qtrace.errors import ExportError
 from qtrace.graph.types import TracedModule
-from qtrace.onnxfile import external_data, reading
-from qtrace.preparation.identity import graph_hash
+from qtrace.onnxfile import external_data
+from qtrace.preparation.model import graph_hash
 from tests.nets import ResNet, images, randomize
 
 X = images(2, 3, 32, 32)
@@ -62,7 +62,7 @@ def test_large_models_do_so_by_themselves(
     qtrace.export(converted, tmp_path / "whole.onnx", external=False)
     assert not (tmp_path / "whole.onnx.data").exists()
     # A runtime gets such a model in parts, too.
-    monkeypatch.setattr(reading, "LIMIT", 10_000)
+    monkeypatch.setattr(external_data, "LIMIT", 10_000)
     assert qtrace.verify(path, converted, [X]).passed
     with pytest.raises(ExportError, match="more than 2 GB of tensors: verify it in onnxruntime"):
         qtrace.verify(path, converted, [X], runtime="openvino")

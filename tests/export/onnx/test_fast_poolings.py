@@ -13,7 +13,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import qtrace
-from qtrace.export.onnx.pools import write_fast_poolings
+from qtrace.export.onnx.cures import write_fast_poolings
 from tests.each import each_of
 from tests.nets import images, net
 

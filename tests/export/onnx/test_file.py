@@ -18,7 +18,7 @@ import qtrace
 from qtrace import QConfig
 from qtrace.errors import ExportError, GraphError
 from qtrace.graph.types import TracedModule
-from qtrace.preparation.record import fake_quants
+from qtrace.preparation.model import fake_quants
 from tests.nets import ResNet, calibrated_if_quantized, images, net, randomize
 
 

@@ -14,7 +14,7 @@ import pytest
 from onnx import TensorProto, numpy_helper
 
 import qtrace
-from qtrace.calibration.checkpoint import fingerprint
+from qtrace.calibration.algorithms import fingerprint
 from qtrace.calibration.collecting import collect
 from qtrace.errors import ExportError
 from qtrace.extras.contracts import check_contract
@@ -135,7 +135,7 @@ def test_a_network_that_was_not_calibrated_for_it_is_refused(convs: TracedModule
 
 
 @pytest.mark.parametrize(("suffix", "name"), [(".tflite", "tflite"), (".param", "ncnn")])
-def test_other_formats_refuse_it(suffix: str, name: str, convs: TracedModule, tmp_path: Path) -> None:
+def test_other_formats_refuse_float16(suffix: str, name: str, convs: TracedModule, tmp_path: Path) -> None:
     converted = _converted(convs, X, ALL_FLOAT, backend=name)
     path = tmp_path / f"net{suffix}"
     with pytest.raises(
@@ -148,7 +148,7 @@ def test_other_formats_refuse_it(suffix: str, name: str, convs: TracedModule, tm
     assert qtrace.export(converted, path, float="fp32").exists()
 
 
-def test_drawings_and_documents_do_not_mind(convs: TracedModule, tmp_path: Path) -> None:
+def test_dot_and_msc_export_of_float16_recipes(convs: TracedModule, tmp_path: Path) -> None:
     converted = _converted(convs, X, ALL_FLOAT)
     for name in ("net.dot", "net.msc"):
         assert qtrace.export(converted, tmp_path / name, name[-3:]).exists()
@@ -243,7 +243,7 @@ def test_a_range_beyond_the_first_batch_counts() -> None:
         assert (not any(_reasons(converted).values())) == fits
 
 
-def test_it_is_said_what_stays_float32(convs: TracedModule, tmp_path: Path) -> None:
+def test_explain_names_what_stays_float32(convs: TracedModule, tmp_path: Path) -> None:
     forward = lambda self, x: F.exp(self.b(F.relu(self.a(x)) * 3e5) * 1e-5)  # noqa: E731
     traced = _traced(forward, ROWS, a=M.Linear(32, 16), b=M.Linear(16, 8))
     converted = _converted(traced, ROWS, ALL_FLOAT)

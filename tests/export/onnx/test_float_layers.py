@@ -80,7 +80,7 @@ def _export(folder: Path, traced: Any, backend: str = "onnxruntime") -> tuple[Pa
 
 
 @pytest.mark.parametrize("backend", ["generic", "qnn", "ryzenai", "ryzenai_xint8"])
-def test_so_do_files_for_devices_that_onnxruntime_drives(tmp_path: Path, backend: str) -> None:
+def test_devices_of_onnxruntime_compute_float_layers_unfused(tmp_path: Path, backend: str) -> None:
     forward, layer = NETWORKS["alone"]
     traced = qtrace.trace(randomize(net(forward, **_layers(b=layer))), X[:1], check=False)
     path, _ = _export(tmp_path, traced, backend)
@@ -89,7 +89,7 @@ def test_so_do_files_for_devices_that_onnxruntime_drives(tmp_path: Path, backend
 
 
 @pytest.mark.parametrize("front", ["Pad", "Mul"])
-def test_what_vanishes_in_front_of_a_layer_hides_no_rounding(front: str) -> None:
+def test_rounding_is_found_before_ops_that_the_runtime_merges(front: str) -> None:
     """A padding with zeros is merged into the convolution, and a product with 1 is left out."""
     from onnx import TensorProto, helper, numpy_helper
 

@@ -15,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import qtrace
 from qtrace.export.onnx.cures import hold_forked_layers
-from qtrace.onnxfile.openvino import OpenvinoFile
+from qtrace.onnxfile.sessions import OpenvinoFile
 from tests.nets import images, net
 
 _SETTINGS = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": "1"}
@@ -119,7 +119,7 @@ def test_a_convolution_without_bias_is_held_where_its_result_forks(tmp_path: Pat
     np.testing.assert_allclose(same, result, atol=1e-5)
 
 
-def test_others_stay_as_they_are() -> None:
+def test_fork_cure_leaves_other_layers_unchanged() -> None:
     alone, in_float = _model(), _model()
     del alone.graph.output[1]
     conv = next(node for node in in_float.graph.node if node.op_type == "Conv")

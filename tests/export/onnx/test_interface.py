@@ -18,7 +18,7 @@ import qtrace
 from qtrace.errors import CalibrationError, GraphError
 from qtrace.graph.interface import Interface, TensorInfo, write_interface
 from qtrace.graph.types import TracedModule
-from qtrace.preparation.record import fake_quants
+from qtrace.preparation.model import fake_quants
 from tests.each import each_of
 from tests.nets import net
 

@@ -15,8 +15,8 @@ import pytest
 import qtrace
 from qtrace.errors import ConfigError
 from qtrace.graph.types import TracedModule
+from qtrace.preparation.figures import describe_precision
 from qtrace.preparation.model import QuantizedModel
-from qtrace.preparation.precision import describe_precision
 from tests.each import each_of
 from tests.nets import net
 
@@ -206,12 +206,14 @@ def test_recipes_name_the_targets_that_have_the_method(name: str) -> None:
         ({"backend": "tflite", "weight": {"block": 32}}, "whole channels"),
     ],
 )
-def test_what_cannot_be_had_is_refused_before_calibration(config: Any, says: str, rows: TracedModule) -> None:
+def test_unsupported_methods_are_refused_before_calibration(
+    config: Any, says: str, rows: TracedModule
+) -> None:
     with pytest.raises(ConfigError, match=says):
         qtrace.prepare(rows, config)
 
 
-def test_gptq_rounds_blocks_better_than_to_nearest(rows: TracedModule) -> None:
+def test_gptq_lowers_the_noise_of_block_weights(rows: TracedModule) -> None:
     data = np.random.default_rng(2).normal(size=(64, 5, 72)).astype(np.float32)
     noise = []
     for ptq in ([], ["gptq"]):

@@ -52,7 +52,7 @@ def test_the_padding_counts_in_the_optimized_file(name: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("recipe", ["backend/onnxruntime", None])
-def test_and_in_a_quantized_one(recipe, tmp_path: Path) -> None:
+def test_padding_counts_in_averages_of_a_quantized_file(recipe, tmp_path: Path) -> None:
     prepared = qtrace.prepare(_traced("function"), recipe)
     converted = qtrace.convert(qtrace.calibrate(prepared, [X], progress=False))
     report = qtrace.verify(qtrace.export(converted, tmp_path / "m.onnx"), converted, [X])

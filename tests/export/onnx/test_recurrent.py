@@ -98,7 +98,7 @@ def test_a_quantized_network_is_verified_at_other_sizes(tmp_path: Path) -> None:
     np.testing.assert_array_equal(again(mge.Tensor(more)).numpy(), prepared(mge.Tensor(more)).numpy())
 
 
-def test_its_multiplications_count() -> None:
+def test_analyze_counts_macs_of_lstm() -> None:
     module, x = _crnn(_array(2, 3, 8, 12))
     report = analyze(qtrace.trace(module, x))
     assert not report.uncounted

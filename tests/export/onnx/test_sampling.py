@@ -62,7 +62,7 @@ def _export(module: M.Module, inputs: tuple[np.ndarray, ...], folder: Path, conf
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_float(name: str, tmp_path: Path) -> None:
+def test_sampling_in_float_matches_the_graph(name: str, tmp_path: Path) -> None:
     function, places = CASES[name]
     x, module = images(*SHAPE), _module(function)
     path = _export(module, (x, places), tmp_path, {"rules": [{"match": {}, "quantize": False}]})
@@ -158,7 +158,7 @@ REFUSED: dict[str, tuple[Callable[[T, T], T], np.ndarray, str]] = {
 
 
 @each_of("name", REFUSED)
-def test_what_onnx_has_not_is_refused(name: str, tmp_path: Path) -> None:
+def test_sampling_that_onnx_lacks_is_refused(name: str, tmp_path: Path) -> None:
     function, places, message = REFUSED[name]
     x = images(3, 4, 6, 8) if name != "channels last" else images(3, 6, 8, 4)
     with pytest.raises(ExportError, match=message):

@@ -15,9 +15,9 @@ from onnx import numpy_helper
 
 import qtrace
 from qtrace.errors import ExportError
-from qtrace.export.onnx import weight_types
-from qtrace.onnxfile.saturation import products_saturate
-from qtrace.verification.causes import SATURATION, SATURATION_ELSEWHERE
+from qtrace.export.onnx import files
+from qtrace.onnxfile.kernels import products_saturate
+from qtrace.verification.crosscheck import SATURATION, SATURATION_ELSEWHERE
 from tests.nets import images, net
 
 X = images(2, 3, 8, 8)
@@ -83,14 +83,14 @@ def test_uint8_weights_are_the_same_numbers_and_exact_in_optimized_kernels(
 def test_the_processor_decides_by_default(
     converted: TracedModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saturate: bool
 ) -> None:
-    monkeypatch.setattr(weight_types, "products_saturate", lambda: saturate)
+    monkeypatch.setattr(files, "products_saturate", lambda: saturate)
     path = qtrace.export(converted, tmp_path / "m.onnx")
     assert _types(path) == ({"uint8"} if saturate else {"int8"})
 
 
 @pytest.mark.parametrize("recipe", ["backend/tensorrt", "backend/qnn"])
 def test_other_targets_keep_their_types(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_types, "products_saturate", lambda: True)
+    monkeypatch.setattr(files, "products_saturate", lambda: True)
     model = qtrace.trace(M.Sequential(M.Conv2d(3, 4, 3), M.ReLU()), X)
     other = qtrace.convert(qtrace.calibrate(qtrace.prepare(model, recipe), [X], progress=False))
     before = _types(qtrace.export(other, tmp_path / "a.onnx", format="onnx", weights="int8"))
@@ -166,7 +166,7 @@ def test_openvino_takes_products_of_rows_that_a_concat_joins(
     model = net(forward, **layers, fc=M.Linear(8, 4, bias=form == "bias"))
     prepared = qtrace.prepare(qtrace.trace(model, X), "backend/openvino")
     quantized = qtrace.convert(qtrace.calibrate(prepared, [X, BRIGHT], progress=False))
-    monkeypatch.setattr(weight_types, "products_saturate", lambda: False)
+    monkeypatch.setattr(files, "products_saturate", lambda: False)
     path = qtrace.export(quantized, tmp_path / "auto.onnx")
     openvino.Core().compile_model(str(path), "CPU")
     assert _types(path) == {"int8", "uint8"}  # the layers before keep int8
@@ -194,7 +194,7 @@ def test_openvino_computes_the_file_for_a_processor_that_saturates(
     recipe: str, bright_layers: TracedModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     openvino = pytest.importorskip("openvino")
-    monkeypatch.setattr(weight_types, "products_saturate", lambda: True)
+    monkeypatch.setattr(files, "products_saturate", lambda: True)
     calibrated = qtrace.calibrate(qtrace.prepare(bright_layers, recipe), [BRIGHT], progress=False)
     path = qtrace.export(qtrace.convert(calibrated), tmp_path / "m.onnx")
     assert _types(path) == ({"int8"} if recipe.endswith("avx2") else {"int8", "uint8"})  # depthwise: int8
@@ -221,12 +221,12 @@ def test_a_file_for_no_runtime_says_where_it_saturates(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch, config, options, told, saturate
 ) -> None:
     """Verify sees nothing of it: here nothing saturates, or the file runs without optimizations."""
-    monkeypatch.setattr(weight_types, "products_saturate", lambda: saturate)
+    monkeypatch.setattr(files, "products_saturate", lambda: saturate)
     model = net(lambda self, x: F.relu(self.conv(x)), conv=M.Conv2d(3, 8, 3))
     prepared = qtrace.prepare(qtrace.trace(model, X), {"backend": "generic", **config})
     converted = qtrace.convert(qtrace.calibrate(prepared, [X], progress=False))
     path = qtrace.export(converted, tmp_path / "m.onnx", **options)
-    assert (weight_types.SATURATING_FILE in caplog.messages) == told
+    assert (files.SATURATING_FILE in caplog.messages) == told
     report = qtrace.verify(path, converted, [X])
     assert report.passed
     assert (SATURATION_ELSEWHERE in report.remarks()) == told

@@ -14,10 +14,10 @@ import onnxruntime as ort
 import pytest
 
 import qtrace
-from qtrace.export.onnx import weight_types
+from qtrace.export.onnx import files
 from qtrace.graph.types import TracedModule
-from qtrace.onnxfile.saturation import products_saturate
-from qtrace.verification.causes import SATURATION
+from qtrace.onnxfile.kernels import products_saturate
+from qtrace.verification.crosscheck import SATURATION
 from tests.nets import net
 
 X = np.random.default_rng(0).normal(size=(16, 72)).astype(np.float32)
@@ -85,7 +85,7 @@ def test_weights_that_can_saturate_are_unsigned(
 ) -> None:
     config, types = CONFIGS[name]
     converted = _convert(traced, config)
-    monkeypatch.setattr(weight_types, "products_saturate", lambda: True)
+    monkeypatch.setattr(files, "products_saturate", lambda: True)
     path = qtrace.export(converted, tmp_path / "net.onnx")
     assert set(_weights(path)) == types
     report = qtrace.verify(path, converted, [X])
@@ -104,7 +104,7 @@ def test_the_largest_products_are_exact(
     traced = qtrace.trace(net(lambda self, x: self.a(x), a=layer), x)
     prepared = qtrace.prepare(traced, {"method": "dynamic"})
     converted = qtrace.convert(qtrace.calibrate(prepared, [x], progress=False))
-    monkeypatch.setattr(weight_types, "products_saturate", lambda: True)
+    monkeypatch.setattr(files, "products_saturate", lambda: True)
     path = qtrace.export(converted, tmp_path / "net.onnx")
     options, levels = ort.SessionOptions(), ort.GraphOptimizationLevel
     options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimized else levels.ORT_DISABLE_ALL
@@ -127,6 +127,6 @@ def test_a_file_that_saturates_here_fails_with_the_cause(traced: TracedModule, t
 def test_a_processor_that_does_not_saturate_keeps_int8(
     traced: TracedModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_types, "products_saturate", lambda: False)
+    monkeypatch.setattr(files, "products_saturate", lambda: False)
     path = qtrace.export(_convert(traced, {"method": "dynamic"}), tmp_path / "net.onnx")
     assert set(_weights(path)) == {("MatMulInteger", "INT8")}

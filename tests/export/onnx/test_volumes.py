@@ -45,7 +45,7 @@ def test_a_video_network_runs_as_in_the_graph(runtime: str, tmp_path: Path) -> N
     assert report.worst_lsb() <= 1
 
 
-def test_onnxruntime_computes_them_on_integers(tmp_path: Path) -> None:
+def test_onnxruntime_computes_3d_convolutions_on_integers(tmp_path: Path) -> None:
     converted, batches = _converted(_video(), "backend/onnxruntime")
     path = qtrace.export(converted, tmp_path / "m.onnx")
     kernels = qtrace.verify(path, converted, batches, runtime="onnxruntime").kernels
@@ -57,7 +57,9 @@ def test_onnxruntime_computes_them_on_integers(tmp_path: Path) -> None:
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(("channels", "groups"), [(8, 1), (16, 2), (16, 16)])
-def test_slower_ones_stay_in_float_unless_a_rule_asks(channels: int, groups: int, tmp_path: Path) -> None:
+def test_slower_3d_convolutions_stay_float_unless_a_rule_asks(
+    channels: int, groups: int, tmp_path: Path
+) -> None:
     convolution = M.Conv3d(channels, 16, 3, padding=1, groups=groups)
     module = net(lambda self, x: self.b(F.flatten(self.a(x), 3)), a=convolution, b=M.Conv2d(16, 4, 1))
     shape = (2, channels, *SHAPE[2:])
@@ -73,7 +75,7 @@ def test_slower_ones_stay_in_float_unless_a_rule_asks(channels: int, groups: int
     assert [n.state for n in qtrace.explain(asked).annotation.notes if n.kind == "conv3d"] == ["int"]
 
 
-def test_openvino_leaves_them_in_float() -> None:
+def test_openvino_leaves_3d_convolutions_in_float() -> None:
     converted, _ = _converted(_video(), "backend/openvino")
     notes = [n for n in qtrace.explain(converted).annotation.notes if n.kind == "conv3d"]
     assert [n.state for n in notes] == ["float", "float"]

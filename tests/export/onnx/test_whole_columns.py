@@ -19,7 +19,7 @@ from onnx.reference import ReferenceEvaluator
 import qtrace
 from qtrace.errors import ExportError
 from qtrace.export.onnx import whole_columns
-from qtrace.onnxfile.saturation import products_are_wrong
+from qtrace.onnxfile.kernels import products_are_wrong
 from tests.each import each_of
 from tests.nets import images, net, randomize
 
@@ -113,7 +113,7 @@ def test_the_file_computes_the_same_with_more_columns(tmp_path: Path, name: str,
 @pytest.mark.parametrize(
     "name", ["odd", "grouped", "linear", "rows", "behind SiLU", "head of a detector", "heads"]
 )
-def test_and_is_right_where_it_was_wrong(tmp_path: Path, name: str) -> None:
+def test_whole_columns_are_exact_where_plain_export_differs(tmp_path: Path, name: str) -> None:
     """A recogniser of text and GhostNet differed by up to 255 LSB, and `quantize` wrote no file."""
     converted, x = _converted(name)
     plain = qtrace.export(converted, tmp_path / "plain.onnx", amx=False)
@@ -121,7 +121,7 @@ def test_and_is_right_where_it_was_wrong(tmp_path: Path, name: str) -> None:
     assert qtrace.verify(qtrace.export(converted, tmp_path / "auto.onnx"), converted, [x]).passed
 
 
-def test_dynamic_layers_get_them_too(tmp_path: Path) -> None:
+def test_dynamic_layers_get_whole_columns(tmp_path: Path) -> None:
     """Their kernel of integers runs without optimizations, too."""
     converted, x = _converted("rows", {"backend": "onnxruntime", "method": "dynamic"})
     whole = qtrace.export(converted, tmp_path / "whole.onnx", amx=True)
@@ -132,7 +132,7 @@ def test_dynamic_layers_get_them_too(tmp_path: Path) -> None:
     assert qtrace.verify(whole, converted, [x]).passed
 
 
-def test_layers_stay_on_integers(tmp_path: Path) -> None:
+def test_layers_with_whole_columns_stay_on_integers(tmp_path: Path) -> None:
     """The columns are taken away between integers, without one more rounding."""
     converted, _ = _converted("odd")
     path = qtrace.export(converted, tmp_path / "net.onnx", amx=True)
@@ -182,7 +182,7 @@ def test_the_processor_decides(
 
 @pytest.mark.quick(4)
 @pytest.mark.parametrize("name", [*NETWORKS, "even"])
-def test_elsewhere_the_log_counts_the_layers(
+def test_log_counts_layers_that_need_whole_columns_on_amx(
     tmp_path: Path, monkeypatch: Any, caplog: Any, name: str
 ) -> None:
     monkeypatch.setitem(NETWORKS, "even", _conv(32))

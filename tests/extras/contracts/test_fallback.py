@@ -57,7 +57,7 @@ def test_a_device_with_floats_keeps_what_its_provider_lists(tmp_path: Path) -> N
     assert all("16-bit floats" in op.runs_on for op in report.floats)
 
 
-def test_a_whole_graph_on_the_device_says_nothing_of_a_fallback(tmp_path: Path) -> None:
+def test_report_without_fallback_mentions_none(tmp_path: Path) -> None:
     report = _check(tmp_path, "ryzenai", "backend/ryzenai")
     floats = {op.op for op in report.floats}
     assert not floats
@@ -128,7 +128,7 @@ def test_ops_that_leave_the_device_are_named_before_calibration(target: str, sai
     assert not said or all(f"1 {kind}" in lines[0] for kind in ("exp", "topk"))
 
 
-def test_what_a_rule_keeps_in_float_is_no_news(caplog) -> None:
+def test_fallback_ignores_ops_kept_in_float_by_a_rule(caplog) -> None:
     traced = qtrace.trace(net(_chain, a=M.Conv2d(3, 16, 3), b=M.Conv2d(16, 16, 3)), X[:1])
     recipe = qtrace.load_recipe("backend/ryzenai").to_dict()
     recipe["rules"] = [*recipe.get("rules", ()), {"match": {"name": "b_out"}, "quantize": False}]

@@ -83,7 +83,7 @@ def test_vectors_hold_what_the_runtime_computes(model, file, vectors):
     assert np.load(vectors / "inputs.npz")["x"].shape == (4, 4, 8, 8)
 
 
-def test_vectors_that_come_back_as_they_went_are_right(model, file, vectors):
+def test_verify_passes_unchanged_vectors(model, file, vectors):
     report = qtrace.verify(file, model, BATCHES, runtime=dumped_tensors(vectors, model))
     assert report.passed
     assert report.worst_lsb() == 0
@@ -93,7 +93,7 @@ def test_vectors_that_come_back_as_they_went_are_right(model, file, vectors):
     assert qtrace.verify(file, model, BATCHES, runtime=dumped_tensors(vectors, model)).worst_lsb() == 0
 
 
-def test_an_honest_device_passes(model, file, tmp_path):
+def test_verify_passes_dumps_of_a_correct_device(model, file, tmp_path):
     dumps = _run_elsewhere(file, tmp_path / "dumps")
     assert qtrace.verify(file, model, BATCHES, runtime=dumped_tensors(dumps, model)).passed
 

@@ -175,7 +175,7 @@ def test_a_changed_document_string_of_a_node_is_a_line(tmp_path: Path) -> None:
     assert line == "~ Relu /relu: doc_string is 'pruned', not 'as trained'"
 
 
-def test_names_alone_do_not_make_stored_tensors_differ(tmp_path: Path) -> None:
+def test_diff_ignores_names_of_stored_tensors(tmp_path: Path) -> None:
     second = _model()
     second.graph.initializer[0].name = second.graph.node[0].input[1] = "other"
     assert _lines(_compare(tmp_path, second), "nodes") == []

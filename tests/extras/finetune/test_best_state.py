@@ -26,9 +26,7 @@ from qtrace.extras.finetune.finetune import TuningRun
 from qtrace.extras.finetune.training import Learner, Retreats, Trainer
 from qtrace.extras.finetune.twins import Units, range_unit, size_of
 from qtrace.graph.types import TracedModule
-from qtrace.preparation.identity import graph_hash
-from qtrace.preparation.model import QuantizedModel
-from qtrace.preparation.record import fake_quants
+from qtrace.preparation.model import QuantizedModel, fake_quants, graph_hash
 from tests.nets import net
 
 LOSS_FACTOR = 2.0  # what the loss may rise by in the first steps, against its largest value without learning

@@ -32,7 +32,7 @@ class _Arrays:
 
 
 @pytest.mark.parametrize("columns", [slice(0, 4), slice(4, 85)])
-def test_each_group_counts_alike_in_loss_and_error(columns: slice) -> None:
+def test_loss_and_error_weigh_column_groups_equally(columns: slice) -> None:
     value = _PACKED.copy()
     value[..., columns] *= 1.1  # noise of 1 % of the power of one group
     compared = choose_compared(_Arrays(_PACKED, value), [], [None, None])

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import qtrace
+from qtrace import learning
 from qtrace.errors import ConfigError, TrainingError
 from qtrace.extras.finetune import FinetuneSettings
-from qtrace.learning import choice
 from tests.nets import net
 
 RUN = FinetuneSettings(steps=1, batch_size=2, jit=False)
@@ -20,7 +20,7 @@ RUN = FinetuneSettings(steps=1, batch_size=2, jit=False)
 
 @pytest.fixture
 def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(learning.importlib.util, "find_spec", lambda name: None)
 
 
 def _finetune(engine: str) -> Any:

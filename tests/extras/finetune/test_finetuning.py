@@ -19,8 +19,7 @@ from qtrace.extras.finetune.data import hold_back, read
 from qtrace.extras.finetune.training import Trainer
 from qtrace.extras.finetune.twins import MovingTensors, size_of
 from qtrace.graph.types import TracedModule
-from qtrace.preparation.identity import graph_hash
-from qtrace.preparation.record import fake_quants, followers, read_record, write_record
+from qtrace.preparation.model import fake_quants, followers, graph_hash, read_record, write_record
 from tests.each import each_of
 from tests.nets import net
 

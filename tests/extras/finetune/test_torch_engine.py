@@ -24,7 +24,7 @@ from qtrace.extras.finetune.twins import MegEngineTwins
 from qtrace.graph import functions
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.twin import float_twin
-from qtrace.learning.engine import queueless
+from qtrace.learning import queueless
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import in_phase
 from tests.nets import net

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 import qtrace
+from qtrace import learning
 from qtrace.errors import CalibrationError, ConfigError
 from qtrace.graph.types import TracedModule
-from qtrace.learning import choice
-from qtrace.learning.engine import queueless
+from qtrace.learning import queueless
 from qtrace.preparation.model import QuantizedModel
+from qtrace.ptq.rounding.block_run import MegEngineGradients
 from qtrace.ptq.rounding.blockwise import learn_block
-from qtrace.ptq.rounding.gradients import MegEngineGradients
 from tests.each import each_of
 from tests.nets import images, net, randomize
 from tests.ptq.rounding.test_descent import SETTINGS, _run
@@ -51,13 +51,13 @@ def _noise(prepared: TracedModule) -> float:
 
 
 def test_torch_is_refused_by_name_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(learning.importlib.util, "find_spec", lambda name: None)
     model = _prepared({"adaround": {"iterations": 2}})
-    assert choice.choose_learning(model, "auto") is None
+    assert learning.choose_learning(model, "auto") is None
     with pytest.raises(
         CalibrationError, match=r"torch does not apply: it is not installed .*; use megengine"
     ):
-        choice.choose_learning(model, "torch")
+        learning.choose_learning(model, "torch")
     with pytest.raises(
         ConfigError, match="unknown learning engine 'jax': choose one of auto, megengine, torch"
     ):
@@ -98,8 +98,8 @@ class TestWithTorch:
         with queueless():
             for engine in ("megengine", "torch"):
                 run, data = _run()
-                learning = choice.choose_learning(run.twins.quantized.traced, engine)
-                learn_block(run, data, SETTINGS, 0.01, learning)
+                chosen = learning.choose_learning(run.twins.quantized.traced, engine)
+                learn_block(run, data, SETTINGS, 0.01, chosen)
                 results.append(
                     [s.rounding.v for s in run.layers] + [s.numpy() for _, s in run.scales.values()]
                 )

@@ -14,8 +14,17 @@ import qtrace
 from qtrace.errors import GraphError, ImportingError
 from qtrace.extras.torch import importing
 from qtrace.extras.torch.state import note_state, state_arrays
-from qtrace.graph.moves import part_of, places_of, reshaped_to, taken_at, transposed_by
-from qtrace.graph.origin import FileNorm, FileOrigin, FileParameter, read_origin
+from qtrace.graph.origin import (
+    FileNorm,
+    FileOrigin,
+    FileParameter,
+    part_of,
+    places_of,
+    read_origin,
+    reshaped_to,
+    taken_at,
+    transposed_by,
+)
 from tests.each import each_of
 from tests.importing.onnx.networks import conv_bn, model, node, save, weights
 
@@ -113,7 +122,7 @@ def test_a_tensor_times_one_keeps_its_name(
         ("CastLike", {"like": np.zeros(1, np.float32)}, True),
     ],
 )
-def test_a_tensor_that_is_read_at_places_comes_back_if_all_of_it_is(
+def test_gathered_tensor_returns_to_the_state_if_wholly_read(
     op: str, others: dict[str, object], whole: bool, tmp_path: Path
 ) -> None:
     named = {name: np.asarray(value) for name, value in others.items()}

@@ -10,7 +10,7 @@ from megengine import amp
 from megengine.autodiff import GradManager
 from megengine.jit import trace
 
-from qtrace.fakequant.kernels.kernel import Learn, Levels, quant_dequant
+from qtrace.fakequant.kernels import Learn, Levels, quant_dequant
 from qtrace.scheme import Rounding
 from tests.each import each_of
 

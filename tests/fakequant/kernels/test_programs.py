@@ -10,9 +10,9 @@ import pytest
 from megengine.autodiff import GradManager
 from megengine.jit import trace
 
+from qtrace.fakequant import kernels
 from qtrace.fakequant.following.bias import BIAS_QMAX
-from qtrace.fakequant.kernels import kernel, programs
-from qtrace.fakequant.kernels.kernel import Learn, Levels, quant_dequant
+from qtrace.fakequant.kernels import Learn, Levels, quant_dequant
 from qtrace.scheme import Rounding
 from tests.each import each_of
 
@@ -61,7 +61,7 @@ def test_arrays_give_what_the_programs_give(
     calls = _count_rounds(monkeypatch)
     own = _step(levels, scale, zeros, learn)
     assert calls == [1]
-    monkeypatch.setattr(kernel, "fits", lambda x: False)
+    monkeypatch.setattr(kernels, "fits", lambda x: False)
     expected = _step(levels, scale, zeros, learn)
     assert calls == [1]
     assert len(own) == len(expected)
@@ -73,13 +73,13 @@ def test_arrays_give_what_the_programs_give(
 
 
 def _count_rounds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    calls, before = [0], kernel.round_array
+    calls, before = [0], kernels.round_array
 
     def count(*arguments: np.ndarray | Levels) -> np.ndarray:
         calls[0] += 1
         return before(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(kernel, "round_array", count)
+    monkeypatch.setattr(kernels, "round_array", count)
     return calls
 
 
@@ -87,7 +87,7 @@ def test_biases_of_32_bits_are_rounded_alike(monkeypatch: pytest.MonkeyPatch) ->
     levels = Levels(-BIAS_QMAX, BIAS_QMAX, "half_away", 0)
     scale, zero = np.float32(1e-6), np.zeros((), np.float32)
     own = _step(levels, np.asarray(scale), zero, None)
-    monkeypatch.setattr(kernel, "fits", lambda x: False)
+    monkeypatch.setattr(kernels, "fits", lambda x: False)
     for mine, other in zip(own, _step(levels, np.asarray(scale), zero, None), strict=True):
         np.testing.assert_array_equal(mine, other)
 
@@ -100,7 +100,7 @@ def test_values_without_a_gradient_get_none() -> None:
         manager.backward(y.sum())
     assert np.isfinite(s.grad.numpy()).all()
     saved = tuple(v.numpy() for v in (x, s, s, y))
-    assert programs.differentiate(saved, y.numpy(), Levels(-8, 7, zero=0), Learn(), of_x=False).x is None
+    assert kernels.differentiate(saved, y.numpy(), Levels(-8, 7, zero=0), Learn(), of_x=False).x is None
 
 
 def test_traces_queues_and_large_tensors_take_the_programs(monkeypatch: pytest.MonkeyPatch) -> None:

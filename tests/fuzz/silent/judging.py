@@ -15,8 +15,7 @@ import qtrace
 from qtrace.errors import QtraceError
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.twin import float_twin
-from qtrace.preparation.model import QuantizedModel
-from qtrace.preparation.record import read_record
+from qtrace.preparation.model import QuantizedModel, read_record
 from qtrace.sensitivity.diagnosis import diagnose
 from tests.fuzz.mutation import one_sentence
 from tests.fuzz.silent.cases import CALIBRATED, EVALUATED, Case

@@ -204,7 +204,7 @@ NEAR_MISSES = {
 
 
 @each_of("name", NEAR_MISSES)
-def test_near_misses_stay(name: str) -> None:
+def test_near_misses_of_activations_stay_uncomposed(name: str) -> None:
     assert_refused(*NEAR_MISSES[name])
 
 

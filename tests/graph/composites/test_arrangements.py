@@ -288,5 +288,5 @@ NEAR_MISSES: dict[str, tuple[Any, str, str]] = {
 
 
 @each_of("name", NEAR_MISSES)
-def test_near_misses_stay(name: str) -> None:
+def test_near_misses_of_arrangements_stay_uncomposed(name: str) -> None:
     assert_refused(*NEAR_MISSES[name])

@@ -360,7 +360,7 @@ NEAR_MISSES: dict[str, tuple[Any, str, str]] = {
 
 
 @pytest.mark.parametrize("name", NEAR_MISSES)
-def test_near_misses_stay(name: str) -> None:
+def test_near_misses_of_norms_stay_uncomposed(name: str) -> None:
     if name.startswith("group norm"):  # the inner standardization is a layer norm of its own
         assert_composed(
             NEAR_MISSES[name][0],

@@ -17,7 +17,7 @@ from megengine.traced_module.module_tracer import BUILTIN_ARRAY_METHOD, Patcher,
 
 import qtrace
 from qtrace.graph.files import allowlist
-from qtrace.graph.files.names import AllowList, RefusedError, resolve
+from qtrace.graph.files.allowlist import AllowList, RefusedError, resolve
 from tests.each import each_of
 
 # Left out on purpose: they hand a blob of the file to a native runtime.

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 import qtrace
-from qtrace.calibration.checkpoint import fingerprint, read_part
-from qtrace.graph.files.allowlist import MOVED
-from qtrace.graph.files.names import AllowList, RefusedError
+from qtrace.calibration.algorithms import fingerprint, read_part
+from qtrace.graph.files.allowlist import MOVED, AllowList, RefusedError
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.passes.insert import Container
 

@@ -18,8 +18,8 @@ from megengine.traced_module.expr import Constant
 from qtrace.fakequant.following.bias import BiasQuant
 from qtrace.fakequant.following.bn_fold import BnFold
 from qtrace.graph.files import allowlist
+from qtrace.graph.files.allowlist import resolve
 from qtrace.graph.files.module_attributes import _kinds, check_attributes
-from qtrace.graph.files.names import resolve
 from qtrace.graph.files.serialize import load, save
 from tests.each import each_of
 from tests.graph.files.hostile import refusal, traced_net

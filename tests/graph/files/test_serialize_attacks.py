@@ -15,7 +15,7 @@ from megengine.traced_module.expr import CallFunction
 from megengine.traced_module.pytree import tree_flatten
 
 from qtrace.errors import DataError
-from qtrace.graph.files.names import AllowList, LoadBudget
+from qtrace.graph.files.allowlist import AllowList, LoadBudget
 from qtrace.graph.files.rules import Rules
 from qtrace.graph.files.unpickle import PickleMachine
 from tests.each import each_of

@@ -402,7 +402,7 @@ def test_a_file_does_not_keep_watch_points(tmp_path):
     np.testing.assert_array_equal(loaded(net_input()).numpy(), expected)
 
 
-def test_the_name_of_a_class_may_not_fill_the_screen(tmp_path):
+def test_load_cuts_long_class_names_in_errors(tmp_path):
     traced = traced_net()
     path = tmp_path / "long.mge"
     data, long = pickle.dumps(traced, 3), "x" * 5000

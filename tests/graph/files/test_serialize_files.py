@@ -165,7 +165,7 @@ def test_save_takes_only_traced_modules_and_leaves_nothing_half_written(tmp_path
     assert os.listdir(tmp_path) == ["net.mge"]
 
 
-def test_what_is_no_file_is_not_replaced(tmp_path):
+def test_save_refuses_folders_and_pipes(tmp_path):
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
     for name in ("folder", "pipe"):

@@ -22,7 +22,7 @@ from megengine.traced_module.pytree import LeafDef, TreeDef, _leaf_type
 import qtrace
 from qtrace.errors import UnsafeFileError
 from qtrace.graph.files import allowlist
-from qtrace.graph.files.names import AllowList, LoadBudget, RefusedError, resolve
+from qtrace.graph.files.allowlist import AllowList, LoadBudget, RefusedError, resolve
 from qtrace.graph.files.plain_values import make_op, op_state
 from qtrace.graph.files.rules import Rules
 from qtrace.graph.files.serialize import load, save
@@ -219,7 +219,7 @@ KEYS = {
 
 @pytest.mark.quick(4)
 @pytest.mark.parametrize("attack", KEYS)
-def test_what_nests_without_end_is_refused(tmp_path, attack):
+def test_load_refuses_endless_nesting(tmp_path, attack):
     opcodes, reason = KEYS[attack]
     path = tmp_path / "deep.mge"
     path.write_bytes(HEAD + opcodes + STOP)
@@ -236,7 +236,7 @@ def test_large_integers_are_no_keys(tmp_path):
     assert "more than 64 bits as a key" in verdict(path)
 
 
-def test_looking_up_many_equal_hashes_is_paid_for():
+def test_equal_hashes_count_against_the_load_budget():
     rules = Rules(AllowList(), LoadBudget(0))
 
     class Same(tuple):
@@ -298,7 +298,7 @@ class Recorder:
         return tuple(leaves), {}
 
 
-def test_nothing_but_trees_holds_arguments(tmp_path):
+def test_load_refuses_other_classes_as_argument_trees(tmp_path):
     """A class of the allow-list in the place of a tree would have its attribute called."""
     path = tmp_path / "net.mge"
 

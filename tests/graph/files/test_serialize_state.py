@@ -10,7 +10,7 @@ from megengine.traced_module.node import ModuleNode, TensorNode
 from megengine.traced_module.pytree import LeafDef, TreeDef, tree_flatten
 
 from qtrace.errors import DataError, QtraceError
-from qtrace.graph.files.names import AllowList, LoadBudget
+from qtrace.graph.files.allowlist import AllowList, LoadBudget
 from qtrace.graph.files.rules import Rules
 from qtrace.graph.files.serialize import load
 from qtrace.graph.files.unpickle import PickleMachine
@@ -84,7 +84,7 @@ BUILDS = {
 
 
 @each_of("attack", BUILDS)
-def test_state_goes_only_where_megengine_puts_it(tmp_path, attack):
+def test_load_refuses_state_on_unexpected_objects(tmp_path, attack):
     path = tmp_path / "attack.mge"
     path.write_bytes(HEAD + BUILDS[attack] + STOP)
     before = {cls: set(vars(cls)) for cls in (TreeDef, LeafDef, mge.Tensor, M.Conv2d)}
@@ -264,7 +264,7 @@ def test_constants_hold_tensors_or_modules(tmp_path):
     refusal(path, "a Constant in it holds")
 
 
-def test_names_of_graphs_are_no_patterns(tmp_path):
+def test_load_refuses_regular_expressions_as_graph_names(tmp_path):
     """MegEngine makes regular expressions of them; some of those never end."""
     traced = traced_net()
     traced.graph._namespace.qualname = "(a+)+$"
@@ -295,14 +295,14 @@ def test_graphs_are_made_of_megengines_own_parts(tmp_path):
         (build(new(TREE), mapping(**TREE_STATE, aux_data=DEEP)), "levels deep"),
     ],
 )
-def test_keys_cannot_overflow_the_stack(tmp_path, key, reason):
+def test_load_refuses_deeply_nested_keys(tmp_path, key, reason):
     """Hashing a million nested tuples ends the process; ``megengine.load`` does so, hence no control here."""
     path = tmp_path / "attack.mge"
     path.write_bytes(HEAD + key + STOP)
     refusal(path, reason)
 
 
-def test_memo_and_constants_cannot_smuggle(tmp_path):
+def test_memo_and_constants_hold_no_callable_classes(tmp_path):
     """What the unpickler keeps for a listed class is inert: as data it is no class and cannot be called."""
 
     (value,) = PickleMachine(

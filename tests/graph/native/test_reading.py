@@ -16,7 +16,7 @@ from megengine.quantization.observer import HistogramObserver, MinMaxObserver, P
 from megengine.quantization.quantize import reset_qconfig
 from megengine.quantization.utils import QuantMode, create_qparams
 
-from qtrace.graph.native.lowering import read_dtype, read_fake_quant
+from qtrace.graph.native import read_dtype, read_fake_quant
 from qtrace.scheme import QParams, QScheme
 from tests.each import each_of
 from tests.native_nets import images

@@ -14,7 +14,7 @@ import pytest
 import qtrace
 from qtrace.errors import TraceError
 from qtrace.graph import exprs, flatten
-from qtrace.graph.source_lines import source_line
+from qtrace.graph.notes import source_line
 from qtrace.graph.walk import op_label
 from tests.graph.planted import RNG, ROWS, net
 

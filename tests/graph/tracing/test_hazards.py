@@ -184,7 +184,7 @@ def test_a_custom_function_is_named_with_its_module():
     assert "Straight in submodule 'body.part'" in message
 
 
-def test_functions_inside_builtin_modules_are_none_of_our_business():
+def test_trace_ignores_custom_functions_inside_builtin_modules():
     class Opaque(M.Module):
         def forward(self, x):
             return Straight()(x)
@@ -299,7 +299,7 @@ def test_a_value_that_another_module_reads_in_the_same_call_is_named():
 
 @each_of("check", [True, False])
 @each_of(("forward", "start"), [(keep_scores, {"scores": None}), (keep_named, {"seen": {}})])
-def test_a_value_kept_on_self_that_nothing_reads_is_named_and_left_out(forward, start, check):
+def test_trace_drops_unread_attributes_with_a_warning(forward, start, check):
     model = holder(net(forward, **copy.deepcopy(start)))
     with pytest.warns(
         QtraceWarning, match="keeps values on which the results of other calls do not"

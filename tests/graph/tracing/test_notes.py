@@ -50,7 +50,7 @@ RESULTS: dict[str, Callable[[mge.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("kind", RESULTS)
-def test_none_is_left_out_of_the_result(kind: str, tmp_path: Path) -> None:
+def test_trace_drops_none_from_results_with_a_warning(kind: str, tmp_path: Path) -> None:
     module = net(lambda self, x: RESULTS[kind](self.fc(x)), fc=M.Linear(8, 8))
     with pytest.warns(QtraceWarning, match="returns None among tensors: the trace returns only the tensors"):
         traced = qtrace.trace(module, TOKENS)
@@ -288,7 +288,7 @@ def test_an_op_that_gives_numbers_for_nan_that_is_meant_is_named(op: Callable[..
 
 
 @pytest.mark.parametrize("check", [True, False])
-def test_masks_of_infinity_are_no_news(check: bool) -> None:
+def test_trace_does_not_warn_of_infinite_masks(check: bool) -> None:
     def forward(self: Any, x: mge.Tensor) -> mge.Tensor:
         y = self.fc(x)
         mask = F.full(y.shape, float("-inf"), dtype="float32")

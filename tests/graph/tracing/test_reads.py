@@ -19,7 +19,7 @@ from megengine.traced_module.node import NodeMixin
 
 import qtrace
 from qtrace.errors import QtraceWarning, TraceError
-from qtrace.graph.tracing import reads
+from qtrace.graph.tracing import recording
 from tests.each import each_of
 from tests.graph.planted import ROWS, holder, net
 
@@ -324,7 +324,7 @@ def test_tracing_a_later_call_changes_neither_graphs_nor_names(monkeypatch: pyte
 
     x = mge.Tensor(ROWS)
     watched = graphs()
-    monkeypatch.setattr(reads, "_trace_later_calls", contextlib.nullcontext)
+    monkeypatch.setattr(recording, "_trace_later_calls", contextlib.nullcontext)
     assert watched == graphs()
     assert len(watched) == 3
 

@@ -143,7 +143,7 @@ def test_what_is_no_module_is_reported_where_to_go():
 # The source stays as it is.
 
 
-def test_the_source_is_untouched_and_shares_nothing():
+def test_trace_leaves_the_source_unchanged_and_shares_nothing():
     model = Residual()
     model.train()
     model.stages[1].eval()
@@ -221,7 +221,7 @@ def test_a_method_can_be_traced_in_the_place_of_forward() -> None:
         qtrace.trace(model, method="maps")
 
 
-def test_a_fault_of_qtrace_is_not_taken_for_one_of_the_module(monkeypatch):
+def test_trace_raises_its_own_errors_unchanged(monkeypatch):
     """Only errors of the module's own forward say that it does not take an input."""
     calls = []
 

@@ -27,7 +27,7 @@ def equal(kind: str) -> set[str]:
     return {name for op in STORED[kind].values() for name in op["equal"]}
 
 
-def test_enough_is_equal_and_nothing_wrong() -> None:
+def test_stored_conformance_has_enough_equal_cases_and_none_wrong() -> None:
     assert set(STORED) == {*KINDS, "light"}
     assert len(equal("node")) >= 1470
     assert sum(len(equal(kind)) for kind in KINDS[1:]) >= 110

@@ -35,7 +35,7 @@ def _two_heads(tail: str = "NonZero") -> Path | object:
     return model(nodes, {"x": ["N", 3, 8, 8], "z": ["N", 4]}, ["places"], stored, dtypes=dtypes)
 
 
-def test_what_stands_behind_the_outputs_is_left_out(tmp_path: Path) -> None:
+def test_import_drops_nodes_after_the_chosen_outputs(tmp_path: Path) -> None:
     path = save(_two_heads(), tmp_path)
     assert opaque_calls(qtrace.from_onnx(path))
     traced = qtrace.from_onnx(path, outputs=["scores", "features"])

@@ -12,7 +12,7 @@ from onnx import helper
 
 import qtrace
 from qtrace.errors import ExportError, GraphError
-from qtrace.export.onnx.activations import activations
+from qtrace.export.onnx.segment import activations
 from qtrace.onnxfile.sessions import open_session
 
 LOWEST = np.iinfo(np.int32).min

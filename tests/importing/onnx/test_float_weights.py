@@ -19,7 +19,7 @@ from onnxruntime.quantization.quant_utils import QuantFormat
 import qtrace
 from qtrace.graph.opaque import OpaqueOp
 from qtrace.graph.types import TracedModule
-from qtrace.preparation.record import is_quantized
+from qtrace.preparation.model import is_quantized
 from tests.each import each_of
 from tests.importing.onnx.networks import model, node, save, weights
 from tests.nets import net

@@ -22,7 +22,7 @@ from qtrace.graph.opaque import opaque_calls
 from qtrace.graph.walk import owner
 from qtrace.importing.onnx import control_flow
 from qtrace.importing.onnx.ops import moves
-from qtrace.onnxfile import bodies
+from qtrace.onnxfile import model as onnx_model
 from tests.each import each_of
 from tests.growth import assert_linear, calls_of
 from tests.importing.onnx.networks import conv_bn, model, node, save, weights
@@ -577,7 +577,7 @@ def test_loops_share_one_limit(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("count", ["", "most"])
 def test_a_loop_that_values_end_has_a_limit(tmp_path, monkeypatch, count):
-    monkeypatch.setattr(bodies, "MAX_NODES", 20)
+    monkeypatch.setattr(onnx_model, "MAX_NODES", 20)
     make, infos = helper.make_node, helper.make_tensor_value_info
     body = helper.make_graph(
         [

@@ -17,9 +17,9 @@ import qtrace
 from qtrace.errors import GraphError, ImportingError, QtraceError, QtraceWarning
 from qtrace.graph.opaque import OpaqueOp, opaque_calls, say_stopped_gradients
 from qtrace.graph.types import TracedModule
-from qtrace.onnxfile.bodies import captured_names, rename_tensors
 from qtrace.onnxfile.fragment import check_fragment
 from qtrace.onnxfile.local_session import SessionSettings
+from qtrace.onnxfile.model import captured_names, rename_tensors
 from qtrace.onnxfile.sessions import open_session
 from tests.each import each_of
 from tests.importing.onnx import networks, opaque_flows, opaque_layers
@@ -62,7 +62,7 @@ def save(model: ModelProto, path: Path) -> Path:
 
 @pytest.mark.quick(8)
 @pytest.mark.parametrize("name", MAIN)
-def test_comes_in_and_goes_out(name: str, tmp_path: Path) -> None:
+def test_opaque_node_survives_import_and_export(name: str, tmp_path: Path) -> None:
     """The graph, and the file that it is exported to, give what the file gives, for other values, too."""
     path = save(FORMS[name](), tmp_path / "net.onnx")
     net = qtrace.from_onnx(path)
@@ -231,7 +231,7 @@ def test_the_safe_loader_refuses_functions() -> None:
     assert check_fragment(model.SerializeToString()) == "defines functions"
 
 
-def test_gradients_stop_and_it_is_said(tmp_path: Path) -> None:
+def test_training_warns_that_gradients_stop_at_opaque_nodes(tmp_path: Path) -> None:
     net = qtrace.from_onnx(save(crnn(), tmp_path / "crnn.onnx"))
     prepared = qtrace.prepare(net)
     qtrace.calibrate(prepared, [batch(0), batch(1)])
@@ -286,7 +286,7 @@ def test_jit_trace_is_refused(tmp_path: Path) -> None:
         jit_trace(lambda x: net(x))(mge.Tensor(batch(0)))
 
 
-def test_other_formats_refuse_it_by_name(tmp_path: Path) -> None:
+def test_other_formats_refuse_opaque_nodes_by_name(tmp_path: Path) -> None:
     net = Net()
     y = net.add("Resize", [net.features, "", "", net.ints(2, 4, 5, 5)], mode="nearest", nearest_mode="ceil")
     module = qtrace.from_onnx(save(net.model(y), tmp_path / "net.onnx"))

@@ -49,7 +49,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_it_is_a_layer_of_the_graph_and_the_same_node_again(name: str, tmp_path: Path) -> None:
+def test_recurrent_node_becomes_a_layer_and_the_same_node_again(name: str, tmp_path: Path) -> None:
     path = save(_model(**FORMS[name]), tmp_path / "net.onnx")
     net = qtrace.from_onnx(path)
     assert not opaque_calls(net)

@@ -14,7 +14,7 @@ from onnx import helper, numpy_helper
 import qtrace
 from qtrace.graph.walk import exprs, op_label
 from qtrace.importing.onnx.model import read_graph
-from qtrace.importing.onnx.scales import find_scales_and_shifts
+from qtrace.importing.onnx.rewriting import find_scales_and_shifts
 from tests.each import each_of
 from tests.importing.onnx.networks import model, node, save, weights
 

@@ -14,7 +14,7 @@ import pytest
 import qtrace
 from qtrace import ops
 from qtrace.graph import functions
-from qtrace.graph.tracing.leaves import attention_in_parts
+from qtrace.graph.tracing.tracer import attention_in_parts
 from qtrace.graph.walk import exprs
 from tests.each import each_of
 from tests.importing.onnx.networks import model, node, save

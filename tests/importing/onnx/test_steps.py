@@ -51,7 +51,7 @@ def _batch(seed: int, samples: int, steps: int) -> dict[str, np.ndarray]:
     return {"token": token, "state": state, "rate": np.array(2)}
 
 
-def test_a_step_keeps_its_state_its_setting_and_its_sizes(tmp_path: Path) -> None:
+def test_quantize_keeps_state_setting_and_sizes_of_a_step(tmp_path: Path) -> None:
     path = save(_step(), tmp_path)
     data = [_batch(seed, 1 + seed % 2, 3) for seed in range(4)]
     config = {"placement": "everything"}

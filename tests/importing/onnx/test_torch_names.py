@@ -108,7 +108,7 @@ def test_doubled_paths(name: str, expected: str) -> None:
     assert undoubled(name) == expected
 
 
-def test_layers_of_the_older_exporter_stand_once(tmp_path: Path) -> None:
+def test_names_of_the_older_torch_exporter_are_not_doubled(tmp_path: Path) -> None:
     nodes = [
         node(
             "Conv",

@@ -383,7 +383,9 @@ def both() -> tuple[TracedModule, TracedModule]:
 class TestTheFloatNetwork:
     """Where algorithms have changed weights, the graph in float is not the network any more."""
 
-    def test_its_outputs_are_the_reference(self, both: tuple[TracedModule, TracedModule]) -> None:
+    def test_compare_takes_outputs_of_the_float_model_as_reference(
+        self, both: tuple[TracedModule, TracedModule]
+    ) -> None:
         traced, prepared = both
         found = qtrace.compare(prepared, _data(1), float_model=traced)
         x = mge.Tensor(np.concatenate(_data(1)))
@@ -401,7 +403,9 @@ class TestTheFloatNetwork:
         written, float_weight = prepared.first.weight.numpy(), traced.first.weight.numpy()
         assert site.sqnr_db == pytest.approx(sqnr_db(float_weight, written), abs=1e-3)
 
-    def test_without_it_the_table_and_the_page_say_so(self, both: tuple[TracedModule, TracedModule]) -> None:
+    def test_compare_notes_changed_weights_without_a_float_model(
+        self, both: tuple[TracedModule, TracedModule]
+    ) -> None:
         found = qtrace.compare(both[1], _data(1)[:1])
         assert _site(found, "first_weight").sqnr_db == float("inf")  # on its grid already
         assert "note: gptq, bias_correction changed the weights" in found.table()

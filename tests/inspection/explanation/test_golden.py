@@ -113,7 +113,7 @@ def _compare(case: Case, explanation: Explanation) -> None:
     assert told == file.read_text(encoding="utf-8")
 
 
-def test_there_is_a_file_for_each_network_and_no_other() -> None:
+def test_golden_summaries_match_the_networks() -> None:
     assert {path.stem for path in FOLDER.glob("*")} == {case.name for case in (*CASES, *SLOW)}
 
 

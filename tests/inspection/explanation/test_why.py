@@ -50,7 +50,7 @@ def _chain() -> M.Module:
 def test_a_layer() -> None:
     story = _story(_explain(_chain()), "a_out")
     assert story["What"][0] == "conv2d: a call of F.conv2d in the code of module a."
-    assert "Op rule qtrace/ops/conv.py:" in story["What"][1]
+    assert "Op rule qtrace/ops/layers.py:" in story["What"][1]
     assert "its role is compute" in story["What"][1]
     assert "18,432 multiplications" in story["What"][2]
     assert story["State"] == [

@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qtrace.observers import statistics
 from qtrace.observers.mse import MeanSquaredError
-from qtrace.observers.statistics import histogram
 from qtrace.scheme import QScheme
 from tests.each import each_of
 
@@ -45,7 +45,7 @@ def test_counts_agree_with_exact_arithmetic(values, cut):
     state = state_of(*(part for part in (first, second) if part))
     k, origin, counts = reference(values)
     assert state["exponent"].tolist() == [k]
-    assert histogram.origin_of(state["lo"], state["exponent"]).tolist() == [origin]
+    assert statistics.origin_of(state["lo"], state["exponent"]).tolist() == [origin]
     assert {origin + i: n for i, n in enumerate(state["counts"][0].tolist()) if n} == counts
     assert state["zeros"] == sum(value == 0 for value in values)
     assert (state["lo"], state["hi"]) == (min(values), max(values))
@@ -81,7 +81,7 @@ def test_a_large_tensor_is_counted_whole():
     expected = np.histogram(
         x.astype(np.float64),
         2.0 ** float(state["exponent"][0])
-        * (np.arange(4097) + histogram.origin_of(state["lo"], state["exponent"])[0]),
+        * (np.arange(4097) + statistics.origin_of(state["lo"], state["exponent"])[0]),
     )[0]
     assert np.array_equal(state["counts"][0], expected)
 

@@ -16,10 +16,10 @@ import qtrace
 from qtrace import QConfig, ops
 from qtrace.errors import ExportError
 from qtrace.graph import exprs
+from qtrace.preparation.model import read_record
 from qtrace.preparation.normalize import normalize
 from qtrace.preparation.passes.absorb import absorb
 from qtrace.preparation.passes.base import PassResult
-from qtrace.preparation.record import read_record
 from tests.each import each_of
 from tests.nets import net
 from tests.preparation.passes.chains import absorbed
@@ -156,7 +156,7 @@ NO_CONSTANT_OPS: dict[str, M.Module] = {
 
 
 @each_of("name", NO_CONSTANT_OPS)
-def test_it_is_no_constant_op(name: str) -> None:
+def test_absorb_leaves_ops_that_are_no_constants(name: str) -> None:
     flat = normalize(qtrace.trace(NO_CONSTANT_OPS[name], X, check=False))
     kinds = _kinds(flat)
     assert absorb(flat) == PassResult((), ())
@@ -193,7 +193,7 @@ CASES["disjoint slices"][0].__class__.tail = lambda self, y: F.concat([y[:, :2] 
 
 
 @each_of("name", CASES)
-def test_it_is_absorbed(name: str) -> None:
+def test_absorb_takes_constants_into_the_layers_before_them(name: str) -> None:
     module, kinds = CASES[name]
     flat, result = absorbed(module, X)
     assert _kinds(flat) == kinds

@@ -16,8 +16,8 @@ import qtrace
 from qtrace.config import QConfig
 from qtrace.errors import CalibrationError, ConfigError
 from qtrace.preparation.annotation import Annotation, ExprNote, Site
+from qtrace.preparation.model import fake_quants
 from qtrace.preparation.prepare import plan
-from qtrace.preparation.record import fake_quants
 from tests.each import each_of
 from tests.nets import ResNet, images, net, randomize
 
@@ -195,7 +195,7 @@ def test_megengine_backend_ties_concat_and_is_per_tensor_symmetric() -> None:
         ({}, {"first", "dw", "last"}),
     ],
 )
-def test_selectors(match: dict[str, Any], expected: set[str]) -> None:
+def test_rules_select_sites_by_every_key(match: dict[str, Any], expected: set[str]) -> None:
     module = net(
         lambda self, x: self.last(self.dw(F.relu(self.first(x)))),
         first=_conv(),

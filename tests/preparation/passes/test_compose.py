@@ -16,9 +16,9 @@ import qtrace
 from qtrace.graph import functions
 from qtrace.graph.types import CallFunction, TracedModule
 from qtrace.graph.walk import exprs
+from qtrace.preparation.model import read_record
 from qtrace.preparation.passes import compose
 from qtrace.preparation.prepare import plan
-from qtrace.preparation.record import read_record
 from tests.nets import images, net
 
 X = images(2, 8, 8, 8)
@@ -117,7 +117,7 @@ def test_functions_whose_pieces_have_integer_kernels_are_written_in_pieces(name:
 
 @pytest.mark.quick(3)
 @pytest.mark.parametrize("name", IN_PIECES)
-def test_each_of_them_has_an_onnx_form_of_its_own(
+def test_each_composed_function_is_written_as_one_onnx_op(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compose, "_WRITERS", {})

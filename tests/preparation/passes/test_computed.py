@@ -16,11 +16,11 @@ from megengine.optimizer import SGD
 
 import qtrace
 from qtrace.config.recipe import load_recipe
-from qtrace.graph.dataflow import evaluate_fixed, fixed_nodes
+from qtrace.graph.interpreter import evaluate_fixed, fixed_nodes
 from qtrace.graph.lint import lint
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import exprs
-from qtrace.preparation.record import read_record
+from qtrace.preparation.model import read_record
 from tests.nets import images, left_lines, net
 
 BATCHES = [images(2, 3, 8, 8, seed=s) for s in range(2)]

@@ -16,7 +16,7 @@ from qtrace.graph.tracing.trace import trace
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.passes.base import PassResult
 from qtrace.preparation.passes.expand import expand
-from qtrace.preparation.passes.fuse_bn import fuse_bn
+from qtrace.preparation.passes.folding import fuse_bn
 from tests.each import each_of
 from tests.nets import MobileNetV2, ResNet, images, net, randomize
 

@@ -16,8 +16,7 @@ from qtrace.graph.flatten import flatten
 from qtrace.graph.walk import exprs
 from qtrace.ops import read
 from qtrace.preparation.passes.expand import expand
-from qtrace.preparation.passes.fuse_bn import fuse_bn
-from qtrace.preparation.passes.fuse_scale import fuse_scale
+from qtrace.preparation.passes.folding import fuse_bn, fuse_scale
 from tests.each import each_of
 from tests.nets import net
 
@@ -60,7 +59,7 @@ def _scaled(self: Any, x: mge.Tensor) -> mge.Tensor:
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_it_is_folded(name: str) -> None:
+def test_scale_and_shift_are_folded_into_the_layer(name: str) -> None:
     attributes, x = LAYERS[name]
     traced = qtrace.trace(net(_scaled, **attributes), x)
     prepared = qtrace.prepare(traced)
@@ -82,7 +81,7 @@ SINGLE: dict[str, Callable[[Any, mge.Tensor], mge.Tensor]] = {
 
 @pytest.mark.parametrize("form", SINGLE)
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_shift_or_a_scale_alone_is_folded(name: str, form: str) -> None:
+def test_single_shift_or_scale_is_folded(name: str, form: str) -> None:
     attributes, x = LAYERS[name]
     traced = qtrace.trace(net(SINGLE[form], **attributes), x)
     prepared = qtrace.prepare(traced)
@@ -153,7 +152,7 @@ LEFT: dict[str, tuple[Any, tuple[int, ...], str]] = {
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_it_is_left_with_the_reason(name: str) -> None:
+def test_unfoldable_scales_are_left_with_the_reason(name: str) -> None:
     forward, shape, reason = LEFT[name]
     traced = qtrace.trace(net(forward, **_behind(lambda: M.Conv2d(4, 8, 1), shape, (1,))), X)
     prepared = qtrace.prepare(traced)

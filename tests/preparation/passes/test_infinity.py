@@ -18,9 +18,9 @@ import qtrace
 from qtrace.comparing.sums import sqnr_db
 from qtrace.errors import CalibrationError
 from qtrace.graph.types import TracedModule
+from qtrace.preparation.model import fake_quants
 from qtrace.preparation.passes import _infinity
 from qtrace.preparation.passes._infinity import Infinity, infinity_of
-from qtrace.preparation.record import fake_quants
 from tests.each import each_of
 from tests.nets import images, net
 

@@ -16,9 +16,8 @@ from qtrace.benchmarking.prediction import predict, read_graph
 from qtrace.costs import FLOAT, INTEGER, PLAIN_MAX_POOL, CostTable, OpShape
 from qtrace.preparation.passes import _problem as problems
 from qtrace.preparation.passes import place as placing
-from qtrace.preparation.passes._pools import PoolTimes, time_pools
-from qtrace.preparation.passes._problem import add_pools, build_problem
-from qtrace.preparation.placement.problem import Layouts, Problem, Tensor, Unit, evaluate
+from qtrace.preparation.passes._problem import PoolTimes, add_pools, build_problem, time_pools
+from qtrace.preparation.placement.labelling import Layouts, Problem, Tensor, Unit, evaluate
 from qtrace.preparation.prepare import plan
 from tests.benchmarking.onnx_net import Net
 from tests.each import each_of

@@ -16,7 +16,7 @@ from qtrace.graph.flatten import flatten
 from qtrace.graph.lint import lint
 from qtrace.graph.walk import exprs
 from qtrace.preparation.passes.expand import expand
-from qtrace.preparation.passes.fuse_bn import fuse_bn
+from qtrace.preparation.passes.folding import fuse_bn
 from qtrace.preparation.passes.reparameterize import reparameterize
 from tests.each import each_of
 from tests.nets import images, net, randomize

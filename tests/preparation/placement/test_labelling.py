@@ -9,10 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qtrace.preparation.placement import frontier
-from qtrace.preparation.placement.frontier import choose_fastest, find_frontier
-from qtrace.preparation.placement.labelling import Cuts, minimize
-from qtrace.preparation.placement.problem import Layouts, Problem, Tensor, Unit, evaluate
+from qtrace.preparation.placement import labelling
+from qtrace.preparation.placement.labelling import (
+    Cuts,
+    Layouts,
+    Problem,
+    Tensor,
+    Unit,
+    choose_fastest,
+    evaluate,
+    find_frontier,
+    minimize,
+)
 
 COSTS = st.sampled_from([0.0, 0.1, 0.5, 1.0, 2.0, 3.0, 7.0])
 
@@ -137,7 +145,7 @@ def test_the_fastest_point_takes_the_least_time_whatever_its_noise() -> None:
 @given(problems())
 def test_weights_between_two_with_the_same_best_labels_need_no_cut(problem: Problem) -> None:
     weights = [10.0 ** (exponent / 3) for exponent in range(-9, 4)]
-    points = [evaluate(problem, labels) for labels in frontier._minimize_for_all(problem, weights)]
+    points = [evaluate(problem, labels) for labels in labelling._minimize_for_all(problem, weights)]
     for weight in weights:
         best = evaluate(problem, minimize(problem, weight)).total(weight)
         assert min(point.total(weight) for point in points) <= best + 1e-4

@@ -16,10 +16,10 @@ from qtrace.benchmarking.prediction import predict, predict_float, read_graph
 from qtrace.costs import CostTable
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.normalize import normalize
-from qtrace.preparation.passes._chains import find_chains
 from qtrace.preparation.passes._problem import FloatLayouts, build_problem
+from qtrace.preparation.passes._sites import find_chains
 from qtrace.preparation.passes._view import read_view
-from qtrace.preparation.placement.problem import Problem, Tensor
+from qtrace.preparation.placement.labelling import Problem, Tensor
 from tests.nets import MobileNetV2, ResNet, images, net, randomize
 
 X = images(1, 16, 24, 24)

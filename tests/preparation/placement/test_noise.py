@@ -20,8 +20,8 @@ from qtrace import ops
 from qtrace.config import backends
 from qtrace.data.batches import as_arguments
 from qtrace.errors import QtraceWarning
-from qtrace.graph.dataflow import evaluate_fixed, fixed_nodes
 from qtrace.graph.flatten import flatten
+from qtrace.graph.interpreter import evaluate_fixed, fixed_nodes
 from qtrace.graph.opaque import opaque_calls
 from qtrace.graph.tracing.trace import trace
 from qtrace.graph.types import TracedModule

@@ -13,7 +13,7 @@ import pytest
 import qtrace
 from qtrace import QConfig
 from qtrace.errors import CalibrationError
-from qtrace.preparation.record import read_record
+from qtrace.preparation.model import read_record
 from qtrace.ptq import gptq
 from qtrace.ptq.layers import second_order
 from qtrace.ptq.layers.second_order import DAMPINGS, SecondMoments, correction, ridge
@@ -37,7 +37,7 @@ def _least_squares(read: np.ndarray, missed: np.ndarray, damping: float) -> np.n
 
 
 @pytest.mark.parametrize("damping", [1.0, 0.01])
-def test_it_is_damped_least_squares_in_each_group(damping: float) -> None:
+def test_ridge_is_damped_least_squares_per_group(damping: float) -> None:
     read, missed, _ = _values(40, noise=0.5)
     solution = ridge(SecondMoments.of(read, missed), damping)
     for group in range(2):
@@ -81,7 +81,7 @@ def test_the_damping_is_the_one_that_serves_best_on_the_other_half() -> None:
     assert len(chosen) > 1
 
 
-def test_some_outputs_choose_the_damping_and_all_are_fitted() -> None:
+def test_damping_is_chosen_on_some_outputs_and_fits_all() -> None:
     random = np.random.default_rng(3)
     read = random.normal(size=(1, 60, 12))
     missed = read @ random.normal(size=(1, 12, 200)) * 0.1 + random.normal(size=(1, 60, 200))
@@ -117,7 +117,7 @@ def test_sums_of_rounding_errors_want_more_damping() -> None:
     assert np.isfinite(moved).all()
 
 
-def test_a_planted_error_is_found_and_chance_is_not_followed() -> None:
+def test_correction_finds_planted_errors_and_ignores_chance() -> None:
     read, missed, planted = _values(1000, noise=0.01)
     halves = [SecondMoments.of(read[:, part], missed[:, part]) for part in (slice(0, 500), slice(500, None))]
     np.testing.assert_allclose(correction(*halves)[0], planted, atol=0.01)
@@ -132,7 +132,7 @@ def test_a_planted_error_is_found_and_chance_is_not_followed() -> None:
     assert not moved.any()
 
 
-def test_inputs_that_never_change_are_no_reason_to_change_anything() -> None:
+def test_constant_inputs_lead_to_no_correction() -> None:
     read = np.full((1, 50, 3), 7.3, np.float32)
     missed = np.random.default_rng(0).normal(size=(1, 50, 2)).astype(np.float32)
     about = SecondMoments.of(read, missed).centered()
@@ -263,7 +263,7 @@ def test_layers_whose_weights_are_left_and_those_without_a_bias_give_their_means
     assert np.abs(shift).max() < 1e-3 * max(np.abs(expected).max() for expected, _ in pairs)
 
 
-def test_sums_that_are_all_errors_end() -> None:
+def test_ridge_ends_on_negative_moments() -> None:
     """No power is left to scale the damping by, which grows until the matrix is positive definite."""
     sums = SecondMoments.of(np.zeros((1, 4, 2)), np.zeros((1, 4, 3)))
     sums.square[:] = -10 * np.ones((1, 2, 2))
@@ -275,6 +275,6 @@ def test_a_layer_without_outputs_has_no_correction() -> None:
     assert correction(sums, sums)[1] is None
 
 
-def test_a_larger_damping_is_found_behind_two_that_are_too_small() -> None:
+def test_correction_finds_a_larger_damping_after_two_that_fail() -> None:
     """With 0.1 and 1 the matrices are not positive definite; 10 lowers the error all the same."""
     assert correction(*_halves_with_errors(0.6))[1] == 10.0

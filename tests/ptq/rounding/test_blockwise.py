@@ -15,7 +15,7 @@ import qtrace
 from qtrace import QConfig
 from qtrace.errors import CalibrationError, ConfigError
 from qtrace.numerics import dequantize, quantize
-from qtrace.preparation.record import read_record
+from qtrace.preparation.model import read_record
 from qtrace.ptq.rounding import blockwise
 from qtrace.ptq.rounding import blockwise as learned_rounding
 from tests.each import each_of

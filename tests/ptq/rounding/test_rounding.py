@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from qtrace.learning.loop import Adam
+from qtrace.learning import Adam
 from qtrace.numerics import dequantize, fake_quantize, quantize
 from qtrace.ptq.rounding.block_run import SoftRounding, anneal
 from qtrace.scheme import QParams, QScheme
@@ -18,7 +18,7 @@ def _soft(seed: int = 0, size: int = 60) -> SoftRounding:
     return SoftRounding(weight, scale, np.zeros((4, 1)), (-8, 7))
 
 
-def test_at_first_the_soft_weight_is_the_weight() -> None:
+def test_soft_rounding_starts_at_the_weight() -> None:
     rng = np.random.default_rng(1)
     weight = rng.uniform(-1, 1, (4, 9))
     soft = SoftRounding(weight, np.full((4, 1), 0.2), np.zeros((4, 1)), (-8, 7))

@@ -86,7 +86,7 @@ def test_of_several_outputs_the_worst_is_named(batch):
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "tflite", "qnn", "openvino", "tensorrt", "ncnn"])
-def test_no_backend_calls_lost_scores_good(backend):
+def test_diagnosis_never_calls_lost_scores_good(backend):
     def end(y):
         return F.concat([F.exp(y[:, :4]) * 64, F.sigmoid(y[:, 4:] - 3)], axis=1)
 

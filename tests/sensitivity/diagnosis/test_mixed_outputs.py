@@ -63,7 +63,7 @@ def test_the_cure_leaves_the_lost_part_in_float(
     module.raw.weight._reset(module.raw.weight.numpy() * large.reshape(12, 1, 1, 1))
     module.raw.bias._reset(module.raw.bias.numpy() * large.reshape(1, 12, 1, 1))
     traced = qtrace.trace(module, X, check=False)
-    monkeypatch.setattr("qtrace.preparation.decision.find_mixed_ranges", lambda *_: MixedRanges())
+    monkeypatch.setattr("qtrace.preparation.prepare.find_mixed_ranges", lambda *_: MixedRanges())
 
     def calibrate(config: object) -> tuple[mge.module.Module, float]:
         prepared = qtrace.calibrate(qtrace.prepare(traced, config), [X], progress=False)

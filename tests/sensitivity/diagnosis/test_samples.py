@@ -16,7 +16,7 @@ import qtrace
 from qtrace.comparing.groups import find_groups
 from qtrace.data import open_data
 from qtrace.data.opening import recut
-from qtrace.quantizing.evaluation import split_data
+from qtrace.quantizing.call_data import split_data
 from qtrace.sensitivity.diagnosis import Calibrated, JudgedOutputs, diagnose, judge_outputs
 from qtrace.sensitivity.diagnosis.judged_outputs import SampleErrors, measure_differences, measure_samples
 from qtrace.sensitivity.diagnosis.verdict import Doubt, Verdict, judge
@@ -173,7 +173,7 @@ def test_a_broken_sample_keeps_a_graph_from_being_good() -> None:
     assert re.search(r"The worst sample has \d\.\d dB: calibrate on more", str(verdict))
 
 
-def test_quiet_samples_and_single_numbers_count_by_the_mean_signal() -> None:
+def test_worst_sample_uses_the_mean_signal_for_quiet_samples() -> None:
     signal, noise = np.array([1.0] * 15 + [1e-6]), np.full(16, 1e-4)
     assert SampleErrors(signal, noise, 100).worst_db() > 20.0
     assert SampleErrors(np.array([1.0, 0.001]), np.array([1e-3, 1e-3]), 1).worst_db() > 25.0

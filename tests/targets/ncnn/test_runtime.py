@@ -14,7 +14,7 @@ import pytest
 import qtrace
 from qtrace.errors import ExportError
 from qtrace.runtimes import worker
-from qtrace.runtimes.files import RuntimeChild
+from qtrace.runtimes.child import RuntimeChild
 from qtrace.verification import runtimes
 from qtrace.verification.runtimes.base import run_outputs
 from tests.nets import images, net

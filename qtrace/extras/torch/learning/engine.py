@@ -36,8 +36,7 @@ from qtrace.fakequant.following.dynamic import DynamicQuant
 from qtrace.graph.interpreter import Interpreter, interpret
 from qtrace.graph.types import Apply, Constant, Expr, GetAttr, Node, TracedModule
 from qtrace.graph.walk import exprs, op_label, owner
-from qtrace.learning.engine import LearningEngine, LearningStep, UnsupportedError
-from qtrace.learning.loop import Adam
+from qtrace.learning import Adam, LearningEngine, LearningStep, UnsupportedError
 from qtrace.ops import OpCall, Role, read, unsupported
 
 __all__ = ["FORMS", "TorchAdam", "TorchEngine", "TorchGraph", "torch_engine"]

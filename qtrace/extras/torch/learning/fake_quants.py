@@ -17,8 +17,7 @@ from qtrace.fakequant.fixed import FixedFakeQuant
 from qtrace.fakequant.following.bias import BIAS_LIMIT, BIAS_QMAX, BiasQuant
 from qtrace.fakequant.following.bn_fold import BnFold
 from qtrace.fakequant.following.dynamic import DYNAMIC_LEVELS, DynamicQuant
-from qtrace.fakequant.kernels.kernel import Learn, Levels
-from qtrace.fakequant.kernels.programs import MARGIN_SHARE
+from qtrace.fakequant.kernels import MARGIN_SHARE, Learn, Levels
 from qtrace.fakequant.learned_range import LearnedRangeFakeQuant
 from qtrace.fakequant.lsq import LSQFakeQuant
 from qtrace.fakequant.lsq_plus import LSQPlusFakeQuant
@@ -169,7 +168,7 @@ class _Grid:
 
 
 class _QuantDequant(torch.autograd.Function):
-    """Forward and backward of ``qtrace.fakequant.kernels.kernel.QuantDequant``.
+    """Forward and backward of ``qtrace.fakequant.kernels.QuantDequant``.
 
     The forward pass computes what the gradients need, while the values are in the cache.
     """

@@ -16,27 +16,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from qtrace.importing.onnx.call import Lowering
-from qtrace.importing.onnx.ops import (
-    activation,
-    arithmetic,
-    conv,
-    linear,
-    moves,
-    norm,
-    pick,
-    place,
-    pool,
-    recurrent,
-    resize,
-    shape,
-)
+from qtrace.importing.onnx.ops import arithmetic, conv, linear, moves, norm, pick, resize
 from qtrace.importing.onnx.rewriting import LINEAR
 
 __all__ = ["LOWERINGS"]
 
-_FAMILIES = (
-    activation, arithmetic, conv, linear, moves, norm, pick, place, pool, recurrent, resize, shape
-)  # fmt: skip
+_FAMILIES = (arithmetic, conv, linear, moves, norm, pick, resize)
 
 LOWERINGS: Mapping[tuple[str, str], Lowering] = {
     **{("", op): lowering for family in _FAMILIES for op, lowering in family.LOWERINGS.items()},

@@ -1,23 +1,110 @@
-"""Convolutions, plain and transposed."""
+"""Convolutions, plain and transposed, and poolings, with their windows as ONNX writes them."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import megengine.functional as F
 import megengine.module as M
+import numpy as np
 
 from qtrace.importing.onnx.call import Call, Lowering
-from qtrace.importing.onnx.ops.windows import Window, pad, read_window
-from qtrace.importing.onnx.values import Stored, Value
+from qtrace.importing.onnx.model import Stored, Value
 
-__all__ = ["LOWERINGS"]
+__all__ = [
+    "LOWERINGS",
+    "Window",
+    "pad",
+    "read_window",
+]
 
 _MODULES = {1: M.Conv1d, 2: M.Conv2d, 3: M.Conv3d}
 _FUNCTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _TRANSPOSED_FUNCTIONS = {2: F.conv_transpose2d, 3: F.conv_transpose3d}
 _TRANSPOSED = {2: M.ConvTranspose2d, 3: M.ConvTranspose3d}
+
+_CUTS_WINDOWS = 19  # the opset from which AveragePool counts no place after the padding
+
+
+@dataclass(frozen=True)
+class Window:
+    """A window that moves along the last axes.
+
+    Attributes:
+        kernel: the size of the window along each axis.
+        stride: the step of the window along each axis.
+        dilation: the distance between the places of the window.
+        before: zeros before the first place of each axis.
+        after: zeros after the last place of each axis.
+    """
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether both ends are padded alike."""
+        return self.before == self.after
+
+
+def read_window(call: Call, kernel: Sequence[int]) -> Window:
+    """Reads the attributes of a window.
+
+    Args:
+        call: the node; its input 0 is the image.
+        kernel: the size of the window; its length is the number of axes.
+    """
+    count = len(kernel)
+    stride = call.ints("strides", [1] * count)
+    dilation = call.ints("dilations", [1] * count)
+    pads = call.ints("pads", [0] * 2 * count)
+    automatic = call.attribute("auto_pad", "NOTSET")
+    if not len(stride) == len(dilation) == len(pads) // 2 == count:
+        call.refuse("has strides, dilations or pads of another number of axes than its kernel")
+    if any(n < 1 for n in (*stride, *dilation, *kernel)):
+        call.refuse("has a kernel, stride or dilation below 1")
+    if automatic in ("SAME_UPPER", "SAME_LOWER"):
+        if any(s != 1 for s in stride):
+            call.refuse_open(0, range(2, call.rank(0)), f"has auto_pad {automatic} and strides for an input")
+        pads = _same(call.shape(0)[2:], kernel, stride, dilation, automatic == "SAME_UPPER")
+        if any(n < 0 for n in pads[:count]):
+            call.refuse(f"has auto_pad {automatic} with strides by which its first window begins inside")
+        pads = [max(n, 0) for n in pads]
+    elif automatic == "VALID":
+        pads = [0] * 2 * count
+    elif automatic != "NOTSET":
+        call.refuse(f"has auto_pad {automatic!r}")
+    if any(n < 0 for n in pads):
+        call.refuse("has negative pads")
+    return Window(tuple(kernel), tuple(stride), tuple(dilation), tuple(pads[:count]), tuple(pads[count:]))
+
+
+def _same(
+    sizes: Sequence[int], kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], upper: bool
+) -> list[int]:
+    """Returns the pads with which the result has the size of the image divided by the stride, rounded up.
+
+    Where the stride exceeds the kernel, they are negative: onnxruntime skips places at both ends.
+    """
+    before, after = [], []
+    for size, k, s, d in zip(sizes, kernel, stride, dilation, strict=True):
+        total = (-(-size // s) - 1) * s + (k - 1) * d + 1 - size
+        before.append(int((total if upper else total + 1) / 2))  # towards 0, as in C
+        after.append(total - before[-1])
+    return [*before, *after]
+
+
+def pad(call: Call, node: Any, before: Sequence[int], after: Sequence[int], value: float = 0.0) -> Any:
+    """Pads the last axes of an image with a number."""
+    if not any((*before, *after)):
+        return node
+    widths = ((0, 0), (0, 0), *zip(before, after, strict=True))
+    return call.function(F.nn.pad, node, widths, "constant", value, name=f"{call.name}_padded")
 
 
 def _conv(call: Call) -> Any:
@@ -196,4 +283,174 @@ def _transposed_window(
     )
 
 
-LOWERINGS: dict[str, Lowering] = {"Conv": _conv, "ConvTranspose": _conv_transpose}
+def _max_pool(call: Call) -> Any:
+    window = _window(call)
+    call.attribute("storage_order", 0)
+    if len(call.node.outputs) > 1 and call.node.outputs[1]:
+        call.refuse("gives the indices of the largest values")
+    if any(d != 1 for d in window.dilation):
+        call.refuse("has dilations, which MegEngine's max_pool2d lacks")
+    window = _ceiled(call, window)
+    x, padding = call.tensor(0), window.before
+    if not window.symmetric:
+        x = pad(call, x, window.before, window.after, float(np.finfo(np.float32).min))
+        padding = (0, 0)
+    return _pooled(call, F.max_pool2d, x, window, padding)
+
+
+def _average_pool(call: Call) -> Any:
+    window = _window(call)
+    counts = bool(call.attribute("count_include_pad", 0))
+    if any(d != 1 for d in window.dilation):
+        call.refuse("has dilations, which MegEngine's avg_pool2d lacks")
+    ceiled = _ceiled(call, window)
+    if counts:
+        _refuse_disputed_counts(call, window, ceiled)
+    if ceiled != window or not (window.symmetric or counts):
+        return _averaged(call, window, ceiled, counts)
+    x, padding = call.tensor(0), window.before
+    if not window.symmetric:
+        x, padding = pad(call, x, window.before, window.after), (0, 0)
+    mode = "average" if counts else "average_count_exclude_padding"
+    return _pooled(call, F.avg_pool2d, x, window, padding, mode=mode)
+
+
+def _refuse_disputed_counts(call: Call, window: Window, ceiled: Window) -> None:
+    """Refuses averages that count padding where versions of onnxruntime divide by other numbers.
+
+    The last windows may reach past the padding. ONNX, and onnxruntime 1.32, count the places up to the end
+    of the padding. onnxruntime 1.23 counts the whole kernel in opsets below 19, and from 19 on cuts the
+    windows of axis i at the size plus ``pads[2 * i + 1]``, which is another axis' padding if there are more.
+    """
+    pads = (*window.before, *window.after)
+    for i, kernel in enumerate(window.kernel):
+        after = window.after[i]
+        end = pads[2 * i + 1] if call.version >= _CUTS_WINDOWS else after + kernel
+        for shape in call.shapes(0):
+            size = shape[i + 2]
+            padded = size + window.before[i] + ceiled.after[i]
+            last = (padded - kernel) // window.stride[i] * window.stride[i] - window.before[i] + kernel
+            if min(last, size + after) != min(last, size + end):
+                call.refuse("counts padding that versions of onnxruntime count otherwise")
+        if end != after and len({shape[i + 2] for shape in call.shapes(0)}) > 1:
+            call.refuse("counts padding that versions of onnxruntime count otherwise")
+
+
+def _averaged(call: Call, window: Window, ceiled: Window, counts: bool) -> Any:
+    """Averages over the whole kernel, then multiplies by its size over the number of counted places."""
+    call.refuse_open(0, range(2, call.rank(0)), "counts the places of each window of an input")
+    factors = np.ones((1, 1), np.float64)
+    for i, size in enumerate(call.shape(0)[2:]):
+        kernel, stride, before = window.kernel[i], window.stride[i], window.before[i]
+        steps = (size + before + ceiled.after[i] - kernel) // stride + 1
+        first = np.arange(steps) * stride - before
+        low, high = (-before, size + window.after[i]) if counts else (0, size)
+        counted = np.minimum(first + kernel, high) - np.maximum(first, low)
+        factors = factors[..., None] * (kernel / np.maximum(counted, 1))
+    x = pad(call, call.tensor(0), ceiled.before, ceiled.after)
+    average = _pooled(call, F.avg_pool2d, x, window, (0, 0), mode="average")
+    stored = Stored(factors.astype(np.float32), f"{call.name}_counts")
+    return call.function(F.mul, average, call.layers.tensor(stored))
+
+
+def _lp_pool(call: Call) -> Any:
+    """Computes (sum |x|^p)^(1 / p) as a root of the average of powers, times the size of the kernel."""
+    window, power = _window(call), call.attribute("p", 2)
+    if any(d != 1 for d in window.dilation) or power < 1:
+        call.refuse(f"has dilations, or the power {power}, which MegEngine's pooling lacks")
+    window = _ceiled(call, window)
+    x = pad(call, _powers(call, power), window.before, window.after)
+    zeros = (0,) * len(window.kernel)
+    average = _pooled(call, F.avg_pool2d, x, window, zeros, mode="average")
+    return _root(call, call.function(F.mul, average, float(np.prod(window.kernel))), power)
+
+
+def _global_lp_pool(call: Call) -> Any:
+    power = call.attribute("p", 2)
+    if not call.is_float(0) or power < 1:
+        call.refuse(f"pools {call.dtype(0).name} by the power {power}")
+    axes = tuple(range(2, call.rank(0)))
+    return _root(call, call.function(F.sum, _powers(call, power), axis=axes, keepdims=True), power)
+
+
+def _powers(call: Call, power: int) -> Any:
+    if power == 2:
+        return call.function(F.square, call.tensor(0))
+    sizes = call.function(F.abs, call.tensor(0))
+    return sizes if power == 1 else call.function(F.pow, sizes, float(power))
+
+
+def _root(call: Call, total: Any, power: int) -> Any:
+    if power == 2:
+        return call.function(F.sqrt, total)
+    return total if power == 1 else call.function(F.pow, total, 1.0 / power)
+
+
+def _window(call: Call) -> Window:
+    kernel = call.ints("kernel_shape")
+    if len(kernel) not in (1, 2) or call.rank(0) != len(kernel) + 2 or not call.is_float(0):
+        call.refuse(f"pools {call.dtype(0).name} along {len(kernel)} axes; MegEngine pools float32 along two")
+    window = read_window(call, kernel)
+    if any(p >= k for p, k in zip((*window.before, *window.after), (*kernel, *kernel), strict=True)):
+        call.refuse("has pads as large as its kernel")
+    return window
+
+
+def _ceiled(call: Call, window: Window) -> Window:
+    """Returns the window with more padding at the end, as ceil_mode has it."""
+    if not call.attribute("ceil_mode", 0):
+        return window
+    after = list(window.after)
+    if all(a + s - 1 < k for a, s, k in zip(after, window.stride, window.kernel, strict=True)):
+        opened = [len({shape[i + 2] for shape in call.shapes(0)}) > 1 for i in range(len(after))]
+    else:
+        call.refuse_open(0, range(2, call.rank(0)), "rounds up the number of its windows over an input")
+        opened = [False] * len(after)
+    for i, size in enumerate(call.shape(0)[2:]):
+        if opened[i]:  # a stride less one completes the last window of every size, and begins none after it
+            after[i] += window.stride[i] - 1
+            continue
+        padded = size + window.before[i] + after[i] - window.kernel[i]
+        steps = -(-padded // window.stride[i])
+        if steps * window.stride[i] >= size + window.before[i]:  # the last window would begin in the padding
+            steps -= 1
+        after[i] += max(steps * window.stride[i] - padded, 0)
+    return Window(window.kernel, window.stride, window.dilation, window.before, tuple(after))
+
+
+def _pooled(call: Call, function: Any, x: Any, window: Window, padding: Any, **options: Any) -> Any:
+    if len(window.kernel) == 2:
+        return call.function(function, x, window.kernel, window.stride, padding, **options)
+    # Along one axis: as an image of one column.
+    image = call.function(F.expand_dims, x, -1, name=f"{call.name}_image")
+    kernel, stride = (window.kernel[0], 1), (window.stride[0], 1)
+    result = call.function(function, image, kernel, stride, (padding[0], 0), **options)
+    return call.function(F.squeeze, result, -1)
+
+
+def _global(function: Any) -> Lowering:
+    def lower(call: Call) -> Any:
+        if not call.is_float(0):
+            call.refuse("pools integers")
+        axes = tuple(range(2, call.rank(0)))
+        return call.function(function, call.tensor(0), axis=axes, keepdims=True)
+
+    return lower
+
+
+def _global_average(call: Call) -> Any:
+    if call.rank(0) == 4:
+        return call.function(F.adaptive_avg_pool2d, call.tensor(0), 1)
+    return _global(F.mean)(call)
+
+
+LOWERINGS: dict[str, Lowering] = {
+    "Conv": _conv,
+    "ConvTranspose": _conv_transpose,
+    "MaxPool": _max_pool,
+    "AveragePool": _average_pool,
+    "LpPool": _lp_pool,
+    "GlobalLpPool": _global_lp_pool,
+    "GlobalAveragePool": _global_average,
+    "GlobalMaxPool": _global(F.max),
+}

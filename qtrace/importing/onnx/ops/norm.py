@@ -11,7 +11,7 @@ import megengine.module as M
 import numpy as np
 
 from qtrace.importing.onnx.call import Call, Lowering
-from qtrace.importing.onnx.values import Stored
+from qtrace.importing.onnx.model import Stored
 
 __all__ = ["LOWERINGS"]
 

@@ -10,8 +10,8 @@ import megengine.functional as F
 import numpy as np
 
 from qtrace.importing.onnx.call import Call, Lowering
-from qtrace.importing.onnx.sizes.size import Size, value_at
-from qtrace.importing.onnx.values import Stored
+from qtrace.importing.onnx.folding import Size, value_at
+from qtrace.importing.onnx.model import Stored
 
 __all__ = ["LOWERINGS"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from qtrace.config import backends
-from qtrace.preparation.passes.native.fitting import fit, span
+from qtrace.preparation.passes.native import fit, span
 from qtrace.scheme import QParams, QScheme
 from tests.each import each_of
 
@@ -38,7 +38,9 @@ def own(
         (own(bits=12), "openvino", "activation", "uint8 affine", 128, False),
     ],
 )
-def test_fits(given: QParams, backend: str, sort: str, scheme: str, zero: int, exact: bool) -> None:
+def test_fit_takes_given_ranges_into_the_scheme_of_the_target(
+    given: QParams, backend: str, sort: str, scheme: str, zero: int, exact: bool
+) -> None:
     target = backends.get(backend)
     planned = getattr(target, sort).replace(axis=None)
     qparams, note = fit(given, planned, lambda s: target.problem(sort, s), sort == "weight")

@@ -1,1 +1,0 @@
-"""The reader of a converted graph that all exporters share, and the views built on it."""

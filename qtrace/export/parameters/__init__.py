@@ -1,1 +1,0 @@
-"""Files of quantization parameters, one kind a file."""

@@ -1,0 +1,124 @@
+"""Reductions over axes, sorting, searching, running sums and comparisons."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import megengine.functional as F
+
+from qtrace.graph.types import Expr
+from qtrace.graph.walk import is_float_tensor
+from qtrace.ops.arguments import arguments, named, tensors
+from qtrace.ops.base import INTEGERS, OpRule, Reading, Role, op_rule, typed
+from qtrace.ops.elementwise import binary, unary
+
+__all__ = ["RULES"]
+
+
+# Reductions over axes. ``max`` and ``min`` only move values of the input.
+
+
+def _reduction(expr: Expr) -> Reading:
+    a = named(expr)
+    return typed(expr, (a.tensor(),), {"axis": a.axes("axis"), "keepdims": a.flag("keepdims")})
+
+
+_PRODUCTS = "products of many values span orders of magnitude"
+_SPREAD = "it squares differences, whose range 8 bits do not hold"
+
+_REDUCE = (
+    op_rule("mean", Role.ELEMENTWISE, _reduction, F.mean, methods=["mean"]),
+    op_rule("sum", Role.ELEMENTWISE, _reduction, F.sum, methods=["sum"]),
+    op_rule("max", Role.CARRY, _reduction, F.max, methods=["max"]),
+    op_rule("min", Role.CARRY, _reduction, F.min, methods=["min"]),
+    op_rule("prod", Role.FLOAT, _reduction, F.prod, methods=["prod"], reason=_PRODUCTS),
+    op_rule("var", Role.FLOAT, _reduction, F.var, methods=["var"], reason=_SPREAD),
+    op_rule("std", Role.FLOAT, _reduction, F.std, reason=_SPREAD),
+)
+
+
+# Sorting, searching and running sums: their results depend on differences that 8 bits would lose.
+
+
+def _named(*names: str) -> Callable[[Expr], Reading]:
+    """Builds a reader that gives the arguments ``names`` as attributes."""
+
+    def read(expr: Expr) -> Reading:
+        a = arguments(expr)
+        nodes = tensors(a["inp"])
+        attrs = {n: a.axes(n) if n == "axis" else a[n] for n in names}
+        if any(is_float_tensor(n) for n in nodes):
+            return Reading(nodes, attrs)
+        return Reading(nodes, attrs, role=Role.SHAPE, reason=INTEGERS)
+
+    return read
+
+
+def _nms(expr: Expr) -> Reading:
+    a = arguments(expr)
+    return Reading(tensors(a["boxes"], a["scores"]), {n: a[n] for n in ("iou_thresh", "max_output")})
+
+
+_TIES = "it decides by order, and rounding makes ties"
+_GROWS = "its sums grow along the axis: one scale does not fit both ends"
+_TOPK = _named("k", "descending", "kth_only", "no_sort")
+_ORDER, _EXTREME = _named("descending"), _named("axis", "keepdims")
+
+_SEARCH = (
+    op_rule("topk", Role.FLOAT, _TOPK, F.topk, kernels=["TopK"], reason=_TIES),
+    op_rule("sort", Role.FLOAT, _ORDER, F.sort, reason=_TIES),
+    op_rule("argsort", Role.FLOAT, _ORDER, F.argsort, kernels=["Argsort"], reason=_TIES),
+    op_rule("argmax", Role.FLOAT, _EXTREME, F.argmax, kernels=["Argmax"], reason=_TIES),
+    op_rule("argmin", Role.FLOAT, _EXTREME, F.argmin, kernels=["Argmin"], reason=_TIES),
+    op_rule("cumsum", Role.FLOAT, _named("axis"), F.cumsum, kernels=["Cumsum"], reason=_GROWS),
+    op_rule("nms", Role.FLOAT, _nms, F.vision.nms, reason=_TIES),
+)
+
+
+# Comparisons and logic: the results are booleans, which are never quantized.
+
+
+def _allow_mixed(read: Callable[[Expr], Reading]) -> Callable[[Expr], Reading]:
+    """Wraps ``read`` for ops that mix float32 and booleans on purpose: the role is the rule's."""
+
+    def reader(expr: Expr) -> Reading:
+        reading = read(expr)
+        return reading if reading.role is Role.SHAPE else Reading(reading.inputs, reading.attrs)
+
+    return reader
+
+
+_BINARY, _UNARY = _allow_mixed(binary), _allow_mixed(unary)
+
+
+def _comparison(kind: str, function: Callable[..., Any], method: str, *kernels: str) -> OpRule:
+    reason = "it compares: near a tie, rounding would decide"
+    return op_rule(kind, Role.FLOAT, _BINARY, function, methods=[method], kernels=kernels, reason=reason)
+
+
+def _logic(kind: str, function: Callable[..., Any], kernel: str, *methods: str) -> OpRule:
+    read = _UNARY if kind == "logical_not" else _BINARY
+    reason = "it computes on booleans or integers"
+    return op_rule(kind, Role.SHAPE, read, function, methods=methods, kernels=[kernel], reason=reason)
+
+
+_COMPARE = (
+    _comparison("less", F.less, "__lt__", "LT"),
+    _comparison("less_equal", F.less_equal, "__le__", "LEQ"),
+    # Their kernels are LT and LEQ with the operands exchanged.
+    _comparison("greater", F.greater, "__gt__"),
+    _comparison("greater_equal", F.greater_equal, "__ge__"),
+    _comparison("equal", F.equal, "__eq__", "EQ"),
+    _comparison("not_equal", F.not_equal, "__ne__", "NEQ"),
+    op_rule("isnan", Role.FLOAT, _UNARY, F.isnan, kernels=["ISNAN"], reason="integers are never NaN"),
+    op_rule("isinf", Role.FLOAT, _UNARY, F.isinf, kernels=["ISINF"], reason="integers are never infinite"),
+    _logic("logical_and", F.logical_and, "AND", "__and__", "__iand__", "__rand__"),
+    _logic("logical_or", F.logical_or, "OR", "__or__", "__ior__", "__ror__"),
+    _logic("logical_xor", F.logical_xor, "XOR", "__xor__", "__ixor__", "__rxor__"),
+    _logic("logical_not", F.logical_not, "NOT", "__invert__"),
+    _logic("left_shift", F.left_shift, "SHL", "__lshift__", "__ilshift__", "__rlshift__"),
+    _logic("right_shift", F.right_shift, "SHR", "__rshift__", "__irshift__", "__rrshift__"),
+)
+
+RULES = (*_REDUCE, *_SEARCH, *_COMPARE)

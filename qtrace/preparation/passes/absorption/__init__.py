@@ -1,1 +1,0 @@
-"""Constant products and sums that become part of the layers around them."""

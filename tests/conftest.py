@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from qtrace import process
 from qtrace.config import recipe
 from qtrace.costs import table
-from qtrace.process import engine
 from qtrace.runtimes import child
 from tests import warm
 from tests.each import quick_cases, seed
 
 # Before anything else loads MegEngine: a thread of it would take a quarter of a core from the tests.
-engine.quiet()
+process.quiet()
 
 # No deadline: a loaded machine is not a bug. The same examples in every run, so that a change is judged by
 # what it changed; `make fuzz` draws others, and many.

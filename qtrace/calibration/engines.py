@@ -28,8 +28,7 @@ from qtrace.graph.walk import exprs
 from qtrace.onnxfile.local_session import OrtSession, SessionError, SessionSettings, shrink_shared_arena
 from qtrace.onnxfile.sessions import open_session
 from qtrace.preparation.model import QuantizedModel
-from qtrace.process.memory import when_returning
-from qtrace.process.threads import count_threads, prefetch_map
+from qtrace.process import count_threads, prefetch_map, when_returning
 from qtrace.runtimes.host import RuntimeHost, describe_side
 
 __all__ = [

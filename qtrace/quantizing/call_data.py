@@ -27,8 +27,16 @@ from qtrace.data.batches import (
     find_values,
     refuse_nan,
 )
-from qtrace.data.opening import find_labels, names_labels, without_labels
-from qtrace.data.whole import Recut, SampleRange, cut_batch, recut, shares_samples
+from qtrace.data.opening import (
+    Recut,
+    SampleRange,
+    cut_batch,
+    find_labels,
+    names_labels,
+    recut,
+    shares_samples,
+    without_labels,
+)
 from qtrace.errors import CalibrationError, QtraceError
 from qtrace.graph.interface import argument_names, read_inputs
 from qtrace.graph.types import TracedModule

@@ -16,10 +16,10 @@ from qtrace.data.batches import check_batches, evaluating
 from qtrace.display import Displayed, format_table
 from qtrace.errors import SHOWN_NAMES, CalibrationError
 from qtrace.graph.types import Node, TracedModule
-from qtrace.plugins.arguments import check_arguments
+from qtrace.plugins.options import check_arguments
 from qtrace.preparation.annotation import ExprNote
 from qtrace.preparation.model import QuantizedModel
-from qtrace.process.threads import on_engine_thread
+from qtrace.process import on_engine_thread
 from qtrace.runtimes.host import RuntimeHost
 from qtrace.scheme import QParams
 from qtrace.verification.crosscheck import Disagreement, cross_check, likely_causes, optimized_kernel_cause

@@ -10,7 +10,7 @@ import numpy as np
 from scipy.linalg import LinAlgError, cho_factor, cho_solve, cholesky
 
 from qtrace.numerics import round_to
-from qtrace.process.threads import Together
+from qtrace.process import Together
 from qtrace.scheme import QParams
 
 __all__ = [

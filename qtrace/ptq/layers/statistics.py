@@ -15,7 +15,7 @@ from qtrace.graph.tensors import PART_BYTES, STAGE_BYTES, read_array
 from qtrace.graph.types import Expr, TensorNode
 from qtrace.graph.walk import exprs, get_module
 from qtrace.ops import OpCall
-from qtrace.process.threads import Together
+from qtrace.process import Together
 from qtrace.ptq.base import CalibratedTask
 from qtrace.ptq.layers.held_back import OutputErrors, held_back
 from qtrace.ptq.layers.quantized import QuantizedLayer, call_groups

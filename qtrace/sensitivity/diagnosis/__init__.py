@@ -18,10 +18,10 @@ from qtrace.data.batches import as_arguments, count_samples
 from qtrace.display import Displayed
 from qtrace.errors import SHOWN_NAMES
 from qtrace.graph.types import TracedModule
-from qtrace.plugins.arguments import check_arguments
+from qtrace.plugins.options import check_arguments
 from qtrace.preparation.faithfulness import halve_samples
 from qtrace.preparation.model import QuantizedModel
-from qtrace.process.threads import on_engine_thread
+from qtrace.process import on_engine_thread
 from qtrace.sensitivity.diagnosis.causes import (
     Cause,
     Cure,

@@ -13,7 +13,7 @@ import numpy as np
 from qtrace.data.batches import MOST_VALUES
 from qtrace.errors import ExportError
 from qtrace.onnxfile.kernels import Kernels
-from qtrace.process.threads import Together, count_threads
+from qtrace.process import Together, count_threads
 from qtrace.runtimes.host import RuntimeHost
 
 __all__ = ["Prefetcher", "Runtime", "RuntimeRun", "Session", "run_outputs", "threads_for"]

@@ -29,11 +29,9 @@ from qtrace.graph.stepping import finish
 from qtrace.graph.tensors import stored_tensor
 from qtrace.graph.tracing.copies import find_copies, insert_copies
 from qtrace.graph.tracing.running import engine_for_tracing
-from qtrace.graph.walk import argument_spec, op_label, set_arguments
+from qtrace.graph.walk import MAX_RANK, argument_spec, op_label, set_arguments
 
 __all__ = ["GraphBuilder"]
-
-_MAX_RANK = 7  # of MegEngine's tensors
 
 
 class GraphBuilder:
@@ -94,7 +92,7 @@ class GraphBuilder:
         """
         if self.graph._exprs:
             raise GraphError(f"input {name}: add all inputs before the first op.")
-        if len(shape) > _MAX_RANK:
+        if len(shape) > MAX_RANK:
             raise GraphError(f"input {name} has {len(shape)} axes, but MegEngine's tensors have at most 7.")
         node = self._new_input(TensorNode, name, f"{self._name}.[{name}]")
         first = tuple(int(n) for n in shape)

@@ -24,7 +24,7 @@ from qtrace.errors import GraphError
 from qtrace.graph.failures import parsing
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import Input, Node, TensorNode, TracedModule
-from qtrace.graph.walk import op_label
+from qtrace.graph.walk import MAX_RANK, op_label
 
 __all__ = [
     "EndpointEdits",
@@ -49,7 +49,6 @@ _CARRIED = {
     **dict.fromkeys(("int64", "uint16", "uint32", "uint64"), "int32"),
     **dict.fromkeys(("float16", "bfloat16", "float64"), "float32"),
 }
-_MAX_RANK = 7  # of MegEngine's tensors
 
 
 @dataclass(frozen=True)
@@ -148,7 +147,7 @@ class Interface:
 
 
 def _are_sizes(sizes: Any) -> bool:
-    if not isinstance(sizes, tuple) or len(sizes) > _MAX_RANK:
+    if not isinstance(sizes, tuple) or len(sizes) > MAX_RANK:
         return False
     return all(n is None or (isinstance(n, int) and not isinstance(n, bool) and n > 0) for n in sizes)
 

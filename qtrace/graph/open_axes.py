@@ -16,7 +16,7 @@ import numpy as np
 from qtrace.graph.failures import parsing
 from qtrace.graph.inference import OpError, TensorType, TypeInference, recorded_type
 from qtrace.graph.types import Apply, Constant, Expr, GetAttr, Input, Node, TensorNode, TracedModule
-from qtrace.graph.walk import exprs, reads_shape
+from qtrace.graph.walk import MAX_RANK, exprs, reads_shape
 
 __all__ = [
     "BATCH",
@@ -44,7 +44,6 @@ __all__ = [
 
 _MAX_VALUES = 256  # entries of one tensor: enough for sizes, paddings and bounds
 _MAX_EXPRS = 512
-_ALL_AXES = 7  # the axis of a GetVarShape that reads the whole shape
 
 
 def traced_value(node: TensorNode) -> np.ndarray | None:
@@ -111,7 +110,7 @@ def _evaluate(expr: Expr, values: dict[Node, np.ndarray]) -> list[np.ndarray] | 
         (source,) = expr.inputs
         shape = np.array([int(n) for n in source.shape], np.int32)
         axis = int(expr.opdef.axis)
-        return [shape if axis == _ALL_AXES else shape[axis : axis + 1 or None]]
+        return [shape if axis == MAX_RANK else shape[axis : axis + 1 or None]]
     inputs = [mge.Tensor(values[n]) for n in expr.inputs]
     try:
         return [result.numpy() for result in expr.interpret(*inputs)]

@@ -26,6 +26,7 @@ from onnx import (
 from qtrace.errors import ExportError
 
 __all__ = [
+    "MAX_DEPTH",
     "MAX_NODES",
     "RANDOM_OPS",
     "OnnxEditor",
@@ -45,6 +46,8 @@ RANDOM_OPS = frozenset(
 )
 """ONNX's ops whose results are drawn at random in each run."""
 
+MAX_DEPTH = 16
+"""The most functions, bodies and sums of sizes inside of each other: Python's stack has room for them."""
 MAX_NODES = 50_000
 """The most nodes of a file, with those of a function at each of its calls, and the most runs of a loop."""
 

@@ -42,7 +42,6 @@ __all__ = [
     "describe_machine",
     "differences",
     "file_size",
-    "find_package",
     "fixed_shape",
     "known",
     "open_file",
@@ -173,11 +172,6 @@ known = _RUNNERS.known
 def can_time(path: Path) -> bool:
     """Returns whether a runtime here runs files like ``path``."""
     return any(path.suffix.lower() in _RUNNERS.get(name).suffixes for name in known())
-
-
-def find_package(runtime: str) -> str:
-    """Returns the name by which the Python package of a runtime is imported."""
-    return _RUNNERS.get(runtime).package
 
 
 def open_file(path: Path, runtime: str | None = None, settings: RunnerSettings | None = None) -> Runner:

@@ -37,8 +37,8 @@ def diff(
 ) -> int:
     """Show what differs between two outputs, models, recipes or ONNX files.
 
-    A and B are both recipes, by name or file; two .onnx files, which are compared node by node; or each is a
-    folder of `qtrace calibrate` or `qtrace finetune`, a prepared.mge or a quantized.mge. Two models are
+    A and B are two recipes, by name or file, or two .onnx files, which are compared node by node. Else each
+    is a folder of `qtrace calibrate` or `qtrace finetune`, a prepared.mge or a quantized.mge. Two models are
     compared by config, ops, sites, scales, integers of weights and biases, and figures: size, MACs, predicted
     time, and the verdict figures of folders. Sites are paired by name. Nodes of .onnx files are paired by
     name or result; the table says which went, which came, and what the others read and run on.

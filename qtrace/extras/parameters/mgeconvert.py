@@ -1,7 +1,7 @@
 """mgeconvert's JSON of quantization parameters, with numbers as numbers.
 
 mgeconvert itself has one scale for each tensor. An entry with a scale for each channel has lists of scales
-and zero points, and the key ``axis``: the axis of the channels, in the layout of the model next to the file.
+and zero points. Its key ``axis`` is the axis of the channels, in the layout of the model next to the file.
 """
 
 from __future__ import annotations

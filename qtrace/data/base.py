@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import CalibrationError, DataError
+from qtrace.graph.tensors import MAX_RANK
 
 __all__ = [
     "GIVE_BATCHES",
@@ -45,7 +46,6 @@ Batch = tuple[np.ndarray, ...] | dict[str, np.ndarray]
 """The inputs of one call of the model: by position, or by name."""
 
 _INT32 = np.iinfo(np.int32)
-_MAX_RANK = 7  # of MegEngine's tensors
 
 
 class DataSource(abc.ABC):
@@ -170,9 +170,9 @@ def check_dtype(dtype: np.dtype[Any], label: str) -> None:
 
 def check_rank(rank: int, label: str) -> None:
     """Raises DataError unless MegEngine has tensors of ``rank`` axes."""
-    if rank > _MAX_RANK:
+    if rank > MAX_RANK:
         raise DataError(
-            f"{label} has {rank} axes, and MegEngine's tensors have at most {_MAX_RANK}: reshape the array."
+            f"{label} has {rank} axes, and MegEngine's tensors have at most {MAX_RANK}: reshape the array."
         )
 
 

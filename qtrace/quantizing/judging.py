@@ -23,7 +23,7 @@ from qtrace.comparing.groups import find_groups
 from qtrace.comparing.selections import reaching
 from qtrace.comparing.sums import Outputs, finite_values
 from qtrace.data.base import Batch, DataSource, SampleRecord, batch_length
-from qtrace.data.batches import ENOUGH_SAMPLES
+from qtrace.data.batches import ENOUGH_SAMPLES, MOST_VALUES
 from qtrace.data.opening import filled_batches
 from qtrace.errors import ExportError, QtraceError, VerifyError
 from qtrace.graph.opaque import find_random
@@ -34,7 +34,6 @@ from qtrace.onnxfile.local_session import LocalSession
 from qtrace.preparation.model import QuantizedModel
 from qtrace.process import Together
 from qtrace.quantizing.call_data import (
-    MOST_VALUES,
     CallData,
     EvaluationData,
     count_samples,

@@ -1,31 +1,14 @@
-"""Learned rounding: adaround of single layers, and reconstruct of blocks.
-
-Rounding to nearest minimizes the error of the weights, not of the layer's output. AdaRound learns the
-roundings of a layer on ``min ||f(W x) - f(W~ x~)||**2``, where x~ is the input from the quantized and already
-rounded layers before, and f the activation after (Nagel et al. 2020, "Up or Down? Adaptive
-Rounding for Post-Training Quantization", eq. 25).
-
-Layers of a block correct each other's errors, so the error is measured at its output (Li et al. 2021, "BRECQ:
-Pushing the Limit of Post-Training Quantization by Block Reconstruction"). In every step each value of an
-activation stays unrounded with the probability ``drop``, inside the block and at its input, so that the
-result does not overfit to the rounding noise of the calibration data (Wei et al. 2022, "QDrop: Randomly
-Dropping Quantization for Extremely Low-bit Post-Training Quantization"). Scales follow the gradient of LSQ
-(Esser et al. 2020, eq. 3).
-
-A block starts from the roundings that each of its layers learns on its own output (``warm``). Blocks that
-start from the fractions are less accurate than `adaround` (docs/measured/accuracy.md).
-"""
+"""Learns the roundings and activation scales of blocks on the float graph's outputs, by gradient descent."""
 
 from __future__ import annotations
 
 import abc
-import dataclasses
 import logging
 import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import numpy as np
 from megengine import Parameter
@@ -38,7 +21,7 @@ from qtrace.graph.walk import get_module
 from qtrace.learning import Adam, LearningEngine, UnsupportedError, descend, queueless
 from qtrace.numerics import SMALLEST_NORMAL
 from qtrace.plugins import load_object
-from qtrace.plugins.options import Bool, Float, Int
+from qtrace.plugins.options import Float, Int
 from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, Left, Noise, Report, SiteNoise
 from qtrace.ptq.layers.quantized import LayerTwins, QuantizedLayer, quantized_layers, write
 from qtrace.ptq.rounding.block_run import (
@@ -50,14 +33,11 @@ from qtrace.ptq.rounding.block_run import (
     MegEngineGradients,
     anneal,
     single_layers,
-    structural_blocks,
 )
 from qtrace.storage.checkpoints import hash_arrays
 
 __all__ = [
-    "AdaRound",
     "LearnedRounding",
-    "Reconstruct",
     "learn",
     "learn_block",
 ]
@@ -337,50 +317,3 @@ def _describe_block(block: Block, learned: LearnedBlock) -> tuple[list[str], lis
     if learned.scales:
         lines.append(f"{block.name}: {learned.scales} scales of activations learned")
     return lines, []
-
-
-# AdaRound: rounds each weight up or down so that the output of its layer changes least, layer by layer.
-
-
-class AdaRound(LearnedRounding):
-    """Learns the roundings of each layer on its own; scales stay."""
-
-    after: ClassVar[tuple[str, ...]] = ("output_cosine",)
-    instead_of: ClassVar[tuple[str, ...]] = ("reconstruct",)
-    reason: ClassVar[str] = "roundings are chosen once, with scales that stay"
-
-    def blocks(self, model: TracedModule, layers: list[QuantizedLayer]) -> list[Block]:
-        return single_layers(model, layers)
-
-
-# Block reconstruction with dropped quantization: learns roundings and activation scales of a block
-# together.
-
-
-class Reconstruct(LearnedRounding):
-    """Learns the structural blocks of a graph: the exprs between bottleneck tensors.
-
-    Attributes:
-        drop: the share of activations that stay unrounded in a step; 0 for none (BRECQ).
-        scale_lr: learning rate of activation scales, as a share of each scale; 0 keeps them.
-        warm: whether each layer is learned by itself before its block, as in ``adaround``.
-        max_layers: a block with more layers is learned layer by layer.
-    """
-
-    after: ClassVar[tuple[str, ...]] = ("output_cosine",)
-    instead_of: ClassVar[tuple[str, ...]] = ("adaround",)
-    reason: ClassVar[str] = "roundings are chosen once, with scales that stay"
-
-    drop: Annotated[Float, Field(ge=0, lt=1)] = 0.5
-    scale_lr: Annotated[Float, Field(ge=0)] = 1e-3
-    warm: Bool = True
-    max_layers: Annotated[Int, Field(gt=0)] = 12
-
-    def blocks(self, model: TracedModule, layers: list[QuantizedLayer]) -> list[Block]:
-        return structural_blocks(model, layers, self.max_layers)
-
-    def learns_layers_first(self, block: Block) -> bool:
-        return self.warm and len(block.layers) > 1
-
-    def settings(self) -> DescentSettings:
-        return dataclasses.replace(LearnedRounding.settings(self), drop=self.drop, scale_lr=self.scale_lr)

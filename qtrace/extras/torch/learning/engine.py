@@ -34,6 +34,7 @@ from qtrace.fakequant.following.bias import BiasQuant
 from qtrace.fakequant.following.bn_fold import BnFold
 from qtrace.fakequant.following.dynamic import DynamicQuant
 from qtrace.graph.interpreter import Interpreter, interpret
+from qtrace.graph.tensors import MAX_RANK
 from qtrace.graph.types import Apply, Constant, Expr, GetAttr, Node, TracedModule
 from qtrace.graph.walk import exprs, op_label, owner
 from qtrace.learning import Adam, LearningEngine, LearningStep, UnsupportedError
@@ -294,7 +295,6 @@ FORMS: dict[str, Form] = {
 
 
 _FORMS = {**layers.FORMS, **FORMS}
-_ALL_AXES = 7  # the axis of MegEngine's GetVarShape that stands for all axes
 
 
 class TorchGraph(Interpreter):
@@ -481,8 +481,8 @@ def _has_floats(expr: Expr) -> bool:
 
 def _shape(expr: Apply, x: Any) -> Any:
     """Computes MegEngine's GetVarShape: all sizes of a tensor, or the size of one axis."""
-    axis = getattr(expr.opdef, "axis", _ALL_AXES)
-    sizes = tuple(x.shape) if axis >= _ALL_AXES else (x.shape[axis],)
+    axis = getattr(expr.opdef, "axis", MAX_RANK)
+    sizes = tuple(x.shape) if axis >= MAX_RANK else (x.shape[axis],)
     return torch.tensor(sizes, dtype=torch.int32)
 
 

@@ -10,19 +10,21 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from qtrace.export.parameters import ParameterFile, Row, refuse_floating
 
 __all__ = ["MGECONVERT"]
 
 _TITLE = "mgeconvert's JSON"
-_INT32 = 2**31
+_INT32 = np.iinfo(np.int32)
 
 
 def _entry(row: Row) -> dict[str, Any]:
     refuse_floating(row, _TITLE)
     scheme = row.scheme
     if scheme is None:
-        kind, low, high = "int32", -_INT32, _INT32 - 1
+        kind, low, high = "int32", int(_INT32.min), int(_INT32.max)
     else:
         storage = "int" if scheme.signed else "uint"
         kind = f"{storage}{scheme.bits}{'_narrow' if scheme.narrow else ''}"

@@ -25,6 +25,7 @@ import numpy as np
 from qtrace.config import QConfig, backends
 from qtrace.config.recipe import load_recipe
 from qtrace.config.written import resolve_recipe
+from qtrace.data.batches import ENOUGH_SAMPLES
 from qtrace.errors import CalibrationError, ConfigError, GraphError, QtraceError
 from qtrace.extras.tune.judge import Here, Judge, Judged, RungData, Task
 from qtrace.extras.tune.trials import CostLimits, Layer, Suggestion, Trial, TrialLog, digest_of, rank
@@ -306,7 +307,6 @@ _HELD_BACK = 4  # every fourth batch
 _FRACTIONS = (0.25, 0.5, 1.0)
 _TRIES = 100
 _MOST_TOO_DEAR = 8  # recipes that are drawn for one trial
-_DIAGNOSED_SAMPLES = 8  # of the first batch
 
 
 @dataclass(frozen=True)
@@ -569,10 +569,10 @@ def _trial(number: int, proposal: Proposal, judged: Judged) -> Trial:
 def _shortened(batch: Any) -> Any:
     """Returns the first samples of a batch."""
     if isinstance(batch, dict):
-        return {key: value[:_DIAGNOSED_SAMPLES] for key, value in batch.items()}
+        return {key: value[:ENOUGH_SAMPLES] for key, value in batch.items()}
     if isinstance(batch, (tuple, list)):
-        return tuple(value[:_DIAGNOSED_SAMPLES] for value in batch)
-    return batch[:_DIAGNOSED_SAMPLES]
+        return tuple(value[:ENOUGH_SAMPLES] for value in batch)
+    return batch[:ENOUGH_SAMPLES]
 
 
 def search(

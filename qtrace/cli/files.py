@@ -226,11 +226,11 @@ def verify(
 ) -> int:
     """Run an exported file in its runtime next to the graph, and compare every site.
 
-    The exit code is 1 if an op differs, if the file's outputs are farther from float than the graph's, or if
-    the graph itself has lost columns of an output.
-    MODEL is a folder of `qtrace calibrate` or its quantized.mge, or for a float file the float.mge of `qtrace
-    trace`: then the outputs are compared. Images and raw pixels are preprocessed by --recipe, or else by
-    MODEL's own recipe. With --dumped, FILE is not run: the tensors of a device are compared, batch by batch.
+    The exit code is 1 if an op differs, or if the file's outputs are farther from float than the graph's. It
+    is also 1 if the graph itself has lost columns of an output. MODEL is a folder of `qtrace calibrate` or
+    its quantized.mge, or for a float file the float.mge of `qtrace trace`: then the outputs are compared.
+    Images and raw pixels are preprocessed by --recipe, or else by MODEL's own recipe. With --dumped, FILE is
+    not run: the tensors of a device are compared, batch by batch.
     """
     if Path(file).is_dir():
         check_exported(Path(file))

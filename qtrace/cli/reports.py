@@ -135,12 +135,11 @@ def compare(
 ) -> int:
     """Show where a quantized graph's error comes from, site by site.
 
-    MODEL is a folder of `qtrace calibrate`, its prepared.mge or its quantized.mge. "own" is the error that
-    arises at a site if all sites before it are float, "inherited" the error from those sites. Both are
-    relative to the signal, in dB: higher is better. Use data that was not used to calibrate. The verdict
-    above the table is measured on some samples at the beginning of --data, the table on all of them. The
-    exit code is 1 if it is broken. Images and raw pixels are preprocessed by --recipe, or else by MODEL's own
-    recipe.
+    MODEL is a folder of `qtrace calibrate`, its prepared.mge or its quantized.mge. The error "own" arises at
+    a site if all sites before it are float; "inherited" comes from those sites. Both are relative to the
+    signal, in dB: higher is better. Use data that was not used to calibrate. The verdict above the table is
+    measured on some samples at the beginning of --data, the table on all of them. The exit code is 1 if it is
+    broken. Images and raw pixels are preprocessed by --recipe, or else by MODEL's own recipe.
     """
     model = model.in_folder(CONVERTED)
     width = shutil.get_terminal_size().columns if on_terminal() else None

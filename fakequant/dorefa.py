@@ -8,7 +8,7 @@ import megengine.functional as F
 from megengine import Tensor
 
 from qtrace.fakequant.base import FakeQuant, builtin
-from qtrace.fakequant.kernels import Learn
+from qtrace.fakequant.kernels import MARGIN_SHARE, Learn
 from qtrace.numerics import SMALLEST_SCALE
 
 __all__ = ["DoReFaFakeQuant"]
@@ -16,7 +16,7 @@ __all__ = ["DoReFaFakeQuant"]
 # The largest weight counts as at least this share of the range, so that a dead channel stays close to 0.
 MIN_PEAK_SHARE = 2.0**-8
 # The share of the range up to the largest weight, which must not clip by a rounding error.
-PEAK_SHARE = 1.0 - 2.0**-20
+PEAK_SHARE = 1.0 - MARGIN_SHARE
 
 
 @builtin
@@ -24,11 +24,11 @@ class DoReFaFakeQuant(FakeQuant):
     """Zhou et al. 2016, "DoReFa-Net: Training Low Bitwidth Convolutional Neural Networks ...", section 2.3.
 
     A weight w is rounded as ``T tanh(w) / max |tanh(w)|`` (eq. 9, the maximum over the tensor, or over the
-    channel with a scale of its own), with the gradient through tanh and maximum. So large weights move
-    together, and all levels are used. The paper has T = 1 and levels at odd multiples of half a
-    step, without a 0. Here T is the calibrated range, so that a trained network keeps its magnitude, and
-    the levels are the integers of the scheme, as in runtimes. Observe weights with ``minmax``: a narrower
-    range would shrink all weights.
+    channel with a scale of its own). The gradient goes through tanh and maximum. So large weights move
+    together, and all levels are used. The paper has T = 1 and levels at odd multiples of half a step, without
+    a 0. Here T is the calibrated range, so that a trained network keeps its magnitude, and the levels are the
+    integers of the scheme, as in runtimes. Observe weights with ``minmax``: a narrower range would shrink all
+    weights.
 
     Activations are clipped to their calibrated range with a straight-through gradient (eq. 11), as are
     parameters with an affine scheme, as by ``fixed``. Gradients are not quantized (section 2.4 of the

@@ -15,10 +15,10 @@ __all__ = ["LSQFakeQuant"]
 class LSQFakeQuant(FakeQuant):
     """Learned step size (Esser et al. 2020, "Learned Step Size Quantization").
 
-    The scale's gradient is eq. 3 of the paper, written relative to the zero point so that it holds for
-    affine schemes, times ``1 / sqrt(N * Q)`` (section 2.2): N is the number of values that share the
-    scale (weights of the layer or channel, features of one sample); Q is the number of positive levels, or of
-    all levels of an affine scheme. The zero point stays as calibrated.
+    The scale's gradient is eq. 3 of the paper, written relative to the zero point so that it holds for affine
+    schemes, times ``1 / sqrt(N * Q)`` (section 2.2): N is the number of values that share the scale (weights
+    of the layer or channel, features of one sample). Q is the number of positive levels, or of all levels of
+    an affine scheme. The zero point stays as calibrated.
 
     Options:
         grad_scale: true for this factor, false for 1, or another factor.

@@ -22,9 +22,9 @@ class AnalyticalClipping(HistogramObserver):
     """ACIQ: Banner et al. 2019, "Post training 4-bit quantization of convolutional networks", section 3.1.
 
     The method assumes that the values follow a Laplacian or a Gaussian. Its clipping value of least squared
-    error is a known multiple of ``b = E|x - mu|`` or of sigma, which depends on the number of levels only
-    (see `laplace` and `gauss`). The range is steadier than from a search, also with few values, and it is
-    wrong if the values follow neither distribution.
+    error is a known multiple of ``b = E|x - mu|`` or of sigma. It depends on the number of levels only (see
+    `laplace` and `gauss`). The range is steadier than from a search, also with few values, and it is wrong if
+    the values follow neither distribution.
 
     A tensor with one sign (after a ReLU) is treated as one half of a distribution around 0. The centre is 0
     for symmetric schemes, the mean for others. Exact zeros do not count, since they make no error. The range

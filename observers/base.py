@@ -315,9 +315,9 @@ def _unpack(key: str, value: Any) -> Any:
 class MovingObserver(Observer):
     """Abstract: averages the ends of batches, later ones weighing more.
 
-    ``v <- momentum * v + (1 - momentum) * new``. The average begins with the first batch, as in
-    MegEngine's ``ExponentialMovingAverageObserver``: of n batches the first weighs
-    ``momentum**(n - 1)``, one with ``age`` batches after it ``(1 - momentum) * momentum**age``.
+    ``v <- momentum * v + (1 - momentum) * new``. The average begins with the first batch, as in MegEngine's
+    ``ExponentialMovingAverageObserver``. Of n batches the first weighs ``momentum**(n - 1)``, one with
+    ``age`` batches after it ``(1 - momentum) * momentum**age``.
 
     Averages do not merge, but lists of batches do: the state keeps the ends of each batch, ordered by batch
     index, and `range` averages them. Shards must pass the index in the whole run as ``batch``; batches of

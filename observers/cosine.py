@@ -19,7 +19,7 @@ class Cosine(HistogramObserver):
 
     Wu et al. 2020, "EasyQuant: Post-training Quantization via Scale Optimization", maximise the cosine of a
     layer's *output* in float and quantized, and go through activation and weight scales in turn. This
-    observer takes the cosine of the tensor itself, ``<x, Q(x)> / (|x| |Q(x)|)``, which a histogram gives: it
+    observer takes the cosine of the tensor itself, ``<x, Q(x)> / (|x| |Q(x)|)``, which a histogram gives. It
     needs no second pass and merges exactly, but ignores how much a layer weighs each value.
 
     A cosine is blind to a common factor, so that with few levels it clips more than ``mse``.

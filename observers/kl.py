@@ -27,9 +27,9 @@ class KullbackLeibler(HistogramObserver):
     quantizer spread evenly over its bins that are not empty. The range with the smallest ``KL(P || Q)``
     wins. A bin belongs to the level that its middle is rounded to.
 
-    The original is extended: affine schemes are searched at both ends (together, then singly), symmetric
-    ones keep both signs apart, and exact zeros do not count, since they make no error. Ranges whose levels
-    lie closer than the bins are not tried, so that 12 bits and more keep the whole range. Channels with fewer
+    The original is extended. Affine schemes are searched at both ends (together, then singly), and symmetric
+    ones keep both signs apart. Exact zeros do not count, since they make no error. Ranges whose levels lie
+    closer than the bins are not tried, so that 12 bits and more keep the whole range. Channels with fewer
     than 4 nonzero values per level keep it, too. If nearly every value has a bin of its own, Q equals P
     whatever is clipped, and the channels of a depthwise weight would lose their largest values.
 
@@ -75,8 +75,8 @@ class KullbackLeibler(HistogramObserver):
 def divergence(table: Tables, lo: np.ndarray, hi: np.ndarray, scheme: QScheme) -> np.ndarray:
     """Computes ``KL(P || Q)`` (see `KullbackLeibler`), in nats, of the quantizers that `choose` makes.
 
-    With T the whole mass, S the mass inside, and for each cell c its mass s_c inside, its mass p_c with
-    clipped values, and its number n_c of bins that are not empty in P::
+    T is the whole mass, and S the mass inside. A cell c has the mass s_c inside, the mass p_c with clipped
+    values, and n_c bins that are not empty in P::
 
         KL = (sum_b P_b log P_b - sum_c p_c log(s_c / n_c)) / T - log T + log S
 

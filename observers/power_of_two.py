@@ -6,13 +6,10 @@ import numpy as np
 
 from qtrace.numerics import SMALLEST_NORMAL, grid
 from qtrace.observers.base import State
-from qtrace.observers.statistics import HistogramObserver, Tables, error, g_at, observed, tables
+from qtrace.observers.statistics import OCTAVES, HistogramObserver, Tables, error, g_at, observed, tables
 from qtrace.scheme import QScheme
 
 __all__ = ["PowerOfTwo"]
-
-# How far the search goes below the scale that covers the observed range.
-_OCTAVES = 12
 
 
 class PowerOfTwo(HistogramObserver):
@@ -36,7 +33,7 @@ class PowerOfTwo(HistogramObserver):
         table, scheme = tables(state), self._scheme
         lo, hi = observed(state)
         widest = grid(lo, hi, scheme.replace(power_of_two=True))[0].astype(np.float64)
-        scale = np.maximum(np.ldexp(widest, -np.arange(_OCTAVES + 1)), SMALLEST_NORMAL)
+        scale = np.maximum(np.ldexp(widest, -np.arange(OCTAVES + 1)), SMALLEST_NORMAL)
         if scheme.symmetric:
             zero_point = np.full(scale.shape, scheme.symmetric_zero_point)
         else:

@@ -1,13 +1,14 @@
 """The arithmetic of quantization in numpy: the reference that graphs, exporters and tests are held to.
 
 ``q = saturate(round(x / scale) + zero_point)`` and ``x = (q - zero_point) * scale`` are the operators
-QuantizeLinear and DequantizeLinear of ONNX (https://onnx.ai/onnx/operators), with a true division, in the
+QuantizeLinear and DequantizeLinear of ONNX (https://onnx.ai/onnx/operators). The division is true, and in the
 precision of x. The mapping follows Jacob et al. 2018, "Quantization and Training of Neural Networks for
 Efficient Integer-Arithmetic-Only Inference", section 2.1.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from qtrace.errors import SchemeError
 from qtrace.scheme import QParams, QScheme, Rounding
 
 __all__ = [
+    "EXACT_INTEGERS",
     "SMALLEST_NORMAL",
     "SMALLEST_SCALE",
     "SMALLEST_SHARE",
@@ -37,13 +39,16 @@ __all__ = [
 ]
 
 # The smallest normal float32: runtimes, MegEngine among them, flush smaller ones to zero.
-SMALLEST_NORMAL = 2.0**-126
+SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 # The smallest scale: the product of two, which is the scale of a bias, is still a normal float32. So is its
 # square, by which `jit.trace` divides where the gradient of a learned scale divides twice.
-SMALLEST_SCALE = 2.0**-63
+SMALLEST_SCALE = math.sqrt(SMALLEST_NORMAL)
+EXACT_INTEGERS = 2 ** (np.finfo(np.float32).nmant + 1)
+"""Float32 holds each whole number up to this one."""
 # The smallest scale of a channel, as a share of the largest one of its tensor: a float32 that is added to one
-# 2**24 times as large vanishes, and so do the channel's values in every activation of up to 16 bits.
-SMALLEST_SHARE = 2.0**-24
+# `EXACT_INTEGERS` times as large vanishes, and so do the channel's values in every activation of up to 16
+# bits.
+SMALLEST_SHARE = 1.0 / EXACT_INTEGERS
 # The number of values that are computed at a time, which stay in the cache.
 _BLOCK = 1 << 15
 
@@ -147,7 +152,7 @@ def choose(lo: Any, hi: Any, scheme: QScheme) -> QParams:
     """Chooses scale and zero point so that a range is covered and 0.0 is exactly representable.
 
     The range is widened to contain 0. A symmetric scheme covers ``max(|lo|, |hi|)`` on both sides. Else the
-    scale is ``(hi - lo) / (qmax - qmin)``, and the zero point is rounded in the scheme's manner, which may
+    scale is ``(hi - lo) / (qmax - qmin)``, and the zero point is rounded in the scheme's manner. That may
     shift the covered range by half a step. A power-of-two scale is rounded up, so that nothing clips. A range
     of nothing but 0 is treated as [0, 1].
 
@@ -321,8 +326,9 @@ def fake_quantize(x: Any, qparams: QParams) -> np.ndarray:
 def exact_levels(x: np.ndarray, qparams: QParams) -> np.ndarray | None:
     """Returns the integers of values that `dequantize` has given; None if a value is another one.
 
-    These are the integers of `quantize`, found in a third of its time: in blocks that stay in the cache, and
-    by a product, which is off by less than half a step. That each value is the one of its integer is checked.
+    These are the integers of `quantize`, found in a third of its time. They are found in blocks that stay in
+    the cache, and by a product, which is off by less than half a step. That each value is the one of its
+    integer is checked.
 
     Args:
         x: floats of any shape.

@@ -2,10 +2,10 @@
 
 Nothing here is needed to train: a prepared module in the phase ``train`` is an ordinary Module.
 
-With few bits the straight-through estimator drives weights to the threshold between two levels, where they
+With few bits the straight-through estimator drives weights to the threshold between two levels. There they
 flip at every other step, and the statistics of BatchNorm fit neither side (Nagel et al. 2022, "Overcoming
-Oscillations in Quantization-Aware Training"). Its two cures are here: a loss that draws weights to the
-middle of their level (section 4.2), and fixing those that flip too often (section 4.3, algorithm 1).
+Oscillations in Quantization-Aware Training"). Its two cures are here: a loss that draws weights to the middle
+of their level (section 4.2), and fixing those that flip too often (section 4.3, algorithm 1).
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def param_groups(
     """Groups the parameters of a prepared module for one of MegEngine's optimizers.
 
     Weights decay. Biases and the parameters of norms do not: shrinking them regularizes nothing. What ranges
-    learn (scales, offsets, thresholds) has a rate of its own and does not decay either, since that would
-    make a range smaller whatever the data (the exception is PACT, whose paper wants it).
+    learn (scales, offsets, thresholds) has a rate of its own. It does not decay either, since that would make
+    a range smaller whatever the data. The exception is PACT, whose paper wants it.
 
     Args:
         prepared: a module made by ``qtrace.prepare``, or one that holds such modules next to float ones.
@@ -367,7 +367,7 @@ class Oscillations:
 
     ``update()`` belongs after each ``optimizer.step()``. The frequency of a weight is an exponential average
     of 1 (its integer changed, in the direction opposite to its last change) and 0. A weight whose frequency
-    exceeds the threshold is set to the level that it was at on average and put back there after each step,
+    exceeds the threshold is set to the level that it was at on average. It is put back there after each step,
     following the scale as it learns.
 
     It reads all weights at each step; their integers are kept in memory. Weights that ``dorefa`` transforms

@@ -35,7 +35,7 @@ class QScheme:
         rounding: the rule for ties: to the even neighbour (ONNX, TFLite), away from zero (MegEngine, ncnn),
             or up (ESP32-S3).
         block: the number of neighbours along the inputs of a channel that share a scale, for a weight with
-            the axes (outputs, inputs); None for one scale for the whole channel.
+            the axes (outputs, inputs). None is one scale for the whole channel.
 
     Raises:
         SchemeError: when a value is not allowed.

@@ -202,7 +202,7 @@ def recipes() -> dict[str, bytes]:
         "vast.yaml": head + b"preprocess: {size: [3, 1000000, 1000000], mean: [0, 0, 0], std: [1, 1, 1]}\n",
         "imports.yaml": head + b"imports: [" + b", ".join(b"n%d" % i for i in range(3000)) + b"]\n",
         "keys.yaml": head + b"".join(b"key%d: 1\n" % i for i in range(3000)),
-        **{f"chain{i}.yaml": head + b"imports: [chain%d.yaml]\n" % (i + 1) for i in range(40)},
+        **{f"chain{i}.yaml": head + b"imports: [chain%d.yaml]\n" % (i + 1) for i in range(60)},
         "text.txt": b"schema: qtrace/1\n",
     }  # fmt: skip
 

@@ -14,7 +14,7 @@ from qtrace.numerics import SMALLEST_NORMAL
 __all__ = ["BIAS_LIMIT", "BIAS_QMAX", "BiasQuant"]
 
 # The largest float32 below 2**31: the runtime adds the bias as int32.
-BIAS_QMAX = 2147483520
+BIAS_QMAX = int(np.nextafter(np.float32(2**31), np.float32(0)))
 # The largest bias when scales are chosen; the rest of int32 is left to the products.
 BIAS_LIMIT = float(2**30)
 

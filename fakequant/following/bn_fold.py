@@ -2,7 +2,7 @@
 
 In training the layer runs on fake-quantized raw weights, and the BatchNorm normalises by the batch. In
 evaluation both are one layer with folded weights ``w * g`` at scales ``s * |g|`` (the same integers, up to
-the sign of g), as ``convert`` writes and a runtime computes it. A channel gets a larger scale if its g is
+the sign of g). So ``convert`` writes it, and a runtime computes it. A channel gets a larger scale if its g is
 close to 0 compared with other channels, or if its bias would not fit into int32 at the product of the scales.
 """
 

@@ -1,12 +1,13 @@
 """Statistics that observers share: histograms, the search for a range in one, and moments.
 
 Bins are ``[i * 2**k, (i + 1) * 2**k)`` for integers i: a grid fixed at 0. The exponent k is the smallest at
-which the observed range, widened to 0, touches at most ``2 * bins`` of them, so that it depends only on the
-smallest and the largest value. Adding pairs of bins (``i // 2``) gives the same counts as counting on
-the coarser grid. So the state depends on the set of values only, not on their order or sharding.
+which the observed range, widened to 0, touches at most ``2 * bins`` of them. So it depends only on the
+smallest and the largest value. Adding pairs of bins (``i // 2``) gives the same counts as counting on the
+coarser grid. So the state depends on the set of values only, not on their order or sharding.
 
-Let mu be the histogram's measure (counts spread evenly within a bin), F(t) its mass below t, G the integral
-of F, and A that for 2 G, so that ``G(t) = int_{x<t} (t - x) dmu`` and ``A(t) = int_{x<t} (t - x)**2 dmu``.
+Let mu be the histogram's measure (counts spread evenly within a bin). Let F(t) be its mass below t, G the
+integral of F, and A the integral of 2 G. So ``G(t) = int_{x<t} (t - x) dmu`` and
+``A(t) = int_{x<t} (t - x)**2 dmu``.
 A quantizer with levels ``v_i = v_0 + i s``, i = 0 ... L, and thresholds ``t_i = v_i + s / 2`` takes x to the
 nearest level and beyond the ends to v_0 or v_L. Summing ``int (x - v_i)**2 dmu`` over its cells by parts::
 
@@ -41,6 +42,7 @@ from qtrace.plugins.options import Int, OptionModel
 from qtrace.scheme import QScheme
 
 __all__ = [
+    "OCTAVES",
     "Criterion",
     "HistogramObserver",
     "Moments",
@@ -63,19 +65,14 @@ __all__ = [
 # A sample keeps at least this many values of a channel and batch, so that percentiles keep some beyond them.
 _MIN_SAMPLED_VALUES = 1 << 14
 
-# Positions that are drawn; larger tensors repeat them.
-_DRAWN_POSITIONS = 1 << 16
-
 # 2**-k must be a float32. Scales are far larger (`numerics.SMALLEST_SCALE`).
-_LOWEST_EXPONENT = -126
-# Elements per block: the temporaries of a block stay in the cache.
+_LOWEST_EXPONENT = int(np.finfo(np.float32).minexp)
+# Elements, drawn positions or counters per block: the temporaries of a block stay in the cache.
 _BLOCK_ELEMENTS = 1 << 16
 # Elements that are counted in int32.
-_INT32_ELEMENTS = 1 << 30
+_INT32_ELEMENTS = int(np.iinfo(np.int32).max)
 # Neighbours count in different lanes; otherwise runs of one value (zeros after ReLU) wait for each other.
 _LANES = 4
-# Counters per block of channels.
-_BLOCK_COUNTERS = 1 << 20
 
 
 class HistogramObserver(Observer):
@@ -138,7 +135,7 @@ def _sampled(x: np.ndarray, every: int, seed: int) -> np.ndarray:
     if every < 2:
         return x
     count = size // every
-    offsets = np.arange(0, count, _DRAWN_POSITIONS)[:, None] * every
+    offsets = np.arange(0, count, _BLOCK_ELEMENTS)[:, None] * every
     positions = (offsets + _positions(every, seed)).reshape(-1)[:count]
     if x.shape[1] == 1:
         return x.reshape(-1)[positions].reshape(1, 1, -1)
@@ -148,8 +145,8 @@ def _sampled(x: np.ndarray, every: int, seed: int) -> np.ndarray:
 @lru_cache(maxsize=16)
 def _positions(every: int, seed: int) -> np.ndarray:
     """Draws one of each ``every`` positions, int64; cached, since drawing takes longer than counting."""
-    offsets = np.random.default_rng(seed).integers(0, every, _DRAWN_POSITIONS, dtype=np.uint16)
-    return np.arange(0, _DRAWN_POSITIONS * every, every) + offsets
+    offsets = np.random.default_rng(seed).integers(0, every, _BLOCK_ELEMENTS, dtype=np.uint16)
+    return np.arange(0, _BLOCK_ELEMENTS * every, every) + offsets
 
 
 def origin_of(lo: np.ndarray, exponent: np.ndarray) -> np.ndarray:
@@ -247,8 +244,8 @@ def _tally(bins: np.ndarray, counts: np.ndarray) -> None:
 
     This is the first half of scipy's selection of columns, applied to a matrix without rows. It takes a third
     of the time of numpy.bincount, which finds the largest index first and counts in 64 bits. For 2**18 bins
-    it takes 0.2 ms; the public ways take 2.2 times as long (a csc_array of ones times one), 3.4 times as long
-    (numpy.bincount) and 90 times as long (numpy.add.at).
+    it takes 0.2 ms. The public ways take 2.2 times (a csc_array of ones times one), 3.4 times
+    (numpy.bincount) and 90 times (numpy.add.at) as long.
     """
     # Imported here, as the import takes a sixth of a second.
     from scipy.sparse._sparsetools import csr_column_index1
@@ -265,7 +262,7 @@ def _count_channels(
     factor: np.ndarray = np.ldexp(1.0, -exponent).astype(dtype)[:, None]
     counts = np.zeros((x.shape[1], size), np.int64)
     zeros = np.zeros(x.shape[1], np.int64)
-    for rows, channels in _blocks(x.shape, max(1, _BLOCK_COUNTERS // size)):
+    for rows, channels in _blocks(x.shape, max(1, _BLOCK_ELEMENTS // size)):
         block = x[rows, channels]
         row = size * np.arange(block.shape[1]) - origin[channels]
         bins = np.floor(block * factor[channels]).astype(np.int32)
@@ -294,10 +291,9 @@ _MAX_EXACT_LEVELS = 1 << 10
 # With fewer levels the rounded zero point makes many local minima: all pairs of both ends are swept.
 _MIN_LEVELS_FOR_SEPARATE_SWEEPS = 1 << 6
 # The first sweep shrinks the range by this many octaves: to 8 or 16 of 2048 bins.
-_OCTAVES = 8.0
-# Look-ups and channels in one call of the criterion, so that its arrays stay in the cache.
+OCTAVES = 8
+# Look-ups in one call of the criterion, so that its arrays stay in the cache.
 _LOOKUPS = 1 << 17
-_MAX_CHANNELS = 16
 
 # The cost of K ranges (lo and hi, float64 (C, K)) of C channels for a scheme, float64 (C, K).
 Criterion = Callable[["Tables", np.ndarray, np.ndarray, QScheme], np.ndarray]
@@ -449,7 +445,7 @@ def by_channels(
     channels = len(state["lo"])
     levels = scheme.qmax - scheme.qmin
     look_ups = candidates * (levels if levels <= _MAX_EXACT_LEVELS else 2)
-    group = min(max(1, _LOOKUPS // look_ups), _MAX_CHANNELS)
+    group = max(1, _LOOKUPS // look_ups)
     parts = []
     for start in range(0, channels, group):
         parts.append(search({key: array[start : start + group] for key, array in state.items()}))
@@ -475,7 +471,7 @@ def _zoom(state: State, scheme: QScheme, candidates: int, criterion: Criterion) 
         winner = np.argmin(criterion(table, lo, hi, scheme), axis=1)[:, None]
         return np.stack([np.take_along_axis(end, winner, axis=1) for end in (lo, hi)])
 
-    pace = _OCTAVES / candidates
+    pace = OCTAVES / candidates
     shrink = np.exp2(-pace * np.arange(candidates))
     if scheme.symmetric or not full[0].any() or not full[1].any():
         best = sweep(shrink, shrink)
@@ -485,7 +481,7 @@ def _zoom(state: State, scheme: QScheme, candidates: int, criterion: Criterion) 
         return best[:, :, 0]
 
     if scheme.qmax - scheme.qmin < _MIN_LEVELS_FOR_SEPARATE_SWEEPS:
-        shrink = np.exp2(-_OCTAVES / 24.0 * np.arange(24))
+        shrink = np.exp2(-OCTAVES / 24.0 * np.arange(24))
         best = sweep(*_pairs(shrink))
     else:
         best = sweep(shrink, shrink)

@@ -11,9 +11,7 @@ from typing import Any
 import numpy as np
 
 from qtrace.calibration.base import Arguments, Engine, EngineError, Observe, Watched
-from qtrace.calibration.megengine import MegEngine
-from qtrace.calibration.onnxruntime import OnnxRuntime
-from qtrace.calibration.segments import OnnxSegments
+from qtrace.calibration.engines import MegEngine, OnnxRuntime, OnnxSegments
 from qtrace.data.batches import count_samples, first_samples
 from qtrace.errors import CalibrationError, ConfigError
 from qtrace.graph.interpreter import Interpreter
@@ -40,8 +38,6 @@ _TOLERANCE = 1e-4
 _COMPARED_SAMPLES = 2
 # MACs below which it takes longer to write the ONNX model than to run MegEngine.
 _MIN_MACS_FOR_EXPORT = 10**9
-# Batches that are assumed of an iterable without a length.
-_ASSUMED_BATCHES = 32
 
 Signature = tuple[tuple[int, ...], ...]
 
@@ -371,6 +367,6 @@ def reason_against_export(prepared: QuantizedModel, batches: int | None, first: 
     if batches == 1 and samples <= _compared_samples(prepared.module):
         return "there is one batch, on all of which the engines would be compared"
     macs = sum(note.macs for note in prepared.annotation.notes)
-    if macs * growth * (_ASSUMED_BATCHES if batches is None else batches) < _MIN_MACS_FOR_EXPORT:
+    if batches is not None and macs * growth * batches < _MIN_MACS_FOR_EXPORT:
         return "there is so little to compute that an export would take longer"
     return ""

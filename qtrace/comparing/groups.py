@@ -22,13 +22,11 @@ _UNLIKE = 16.0
 LEAST_VALUES = 4
 """The number of values of a column from which its range is known: columns with fewer are not divided."""
 _MOST_COLUMNS = 4096  # more are positions, as in a sound, of which some are silent
-_SOME_COLUMNS = 8  # up to which each column may be a quantity of its own
+_SOME_COLUMNS = 8  # or groups of columns, up to which each may be a quantity of its own
 _HEAD_COLUMNS = 64  # up to which they may be, where the smallest range is lost on the grid of the largest
-_LAST_PLACES = 2.0**-22  # of a float32, relative to its size: from one unit below to one above
-_HALF_A_PLACE = 2.0**-24
+_LAST_PLACE = float(np.finfo(np.float32).eps)
 _SMALLEST = float(np.finfo(np.float32).tiny)
 _LOST = 256.0  # the ratio of ranges from which a column has less than one of 256 levels
-_MOST_GROUPS = 8
 
 
 @dataclass(frozen=True)
@@ -163,7 +161,7 @@ def _groups_of_output(
         if axis == 0 and layout is None:
             continue
         ratio, columns = group_columns(measured, layout)
-        if 2 <= len(columns) <= _MOST_GROUPS and (best is None or ratio > 1.5 * best[0]):
+        if 2 <= len(columns) <= _SOME_COLUMNS and (best is None or ratio > 1.5 * best[0]):
             best = ratio, axis, columns
     if best is None:
         return [ColumnGroup(index, label)]
@@ -224,9 +222,9 @@ class Columns:
         beyond all other columns counts: their noise would vanish next to it.
         """
         largest, spans = self.largest[members], (self.high - self.low)[members]
-        constant = spans <= _LAST_PLACES * largest
+        constant = spans <= 2 * _LAST_PLACE * largest  # from one unit below to one above
         small = largest <= spans[~constant].max(initial=0.0)
-        tiny = _HALF_A_PLACE * largest.max(initial=0.0) if len(members) > _SOME_COLUMNS else _SMALLEST
+        tiny = 0.5 * _LAST_PLACE * largest.max(initial=0.0) if len(members) > _SOME_COLUMNS else _SMALLEST
         return (constant & small) | (largest <= tiny)
 
     @property

@@ -25,9 +25,10 @@ from qtrace.config.rule import (
 from qtrace.display import Displayed
 from qtrace.plugins.options import Bool, Float, Int, OptionModel, Text, Texts, show
 
-__all__ = ["Bn", "Expect", "Preprocess", "QConfig", "Qat", "Region"]
+__all__ = ["MOST_PIXELS", "Bn", "Expect", "Preprocess", "QConfig", "Qat", "Region"]
 
-_MAX_PIXELS = 2**28  # the limit of images, too
+MOST_PIXELS = 2**28
+"""268 million pixels, 0.75 GiB in colour; a PNG of a few kilobytes can ask for a thousand times as much."""
 _NUMBERED = re.compile(r"rules\[\d+\]")
 
 
@@ -111,8 +112,8 @@ class Preprocess(OptionModel):
     def _agree(self) -> Preprocess:
         if len(self.size) != 3 or self.size[0] not in (1, 3):
             raise ValueError("size must be [channels, height, width] with 1 or 3 channels.")
-        if self.size[1] * self.size[2] > _MAX_PIXELS:
-            raise ValueError(f"size asks for more than {_MAX_PIXELS >> 20} million pixels.")
+        if self.size[1] * self.size[2] > MOST_PIXELS:
+            raise ValueError(f"size asks for more than {MOST_PIXELS >> 20} million pixels.")
         for name in ("mean", "std"):
             count = len(getattr(self, name))
             if count != self.size[0]:

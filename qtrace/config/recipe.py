@@ -29,10 +29,9 @@ from megengine.quantization.utils import QuantMode
 from qtrace.config import QConfig, backends
 from qtrace.config.checking import SYMMETRIC, check_precision, is_precision, lacks_zero_points
 from qtrace.config.rule import specs
-from qtrace.config.tree import Tree, dump, merge, plant, read
+from qtrace.config.tree import MOST_LEVELS, Tree, dump, merge, plant, read
 from qtrace.errors import ConfigError
-from qtrace.plugins.arguments import check_arguments
-from qtrace.plugins.options import OptionModel
+from qtrace.plugins.options import OptionModel, check_arguments
 from qtrace.scheme import QScheme
 
 __all__ = [
@@ -47,7 +46,6 @@ __all__ = [
     "describe_equivalent",
     "dump_recipe",
     "importable",
-    "is_native",
     "is_own",
     "is_packaged",
     "is_recipe_file",
@@ -68,11 +66,6 @@ _OBSERVERS = {
     "HistogramObserver": "mse",
 }
 _FAKE_QUANTS = {"NoneType": "fixed", "FakeQuantize": "fixed", "TQT": "tqt", "LSQ": "lsq"}
-
-
-def is_native(value: object) -> bool:
-    """Returns whether ``value`` is a config of MegEngine's, such as its ``ema_fakequant_qconfig``."""
-    return isinstance(value, NativeConfig)
 
 
 def describe_equivalent(config: Any) -> tuple[dict[str, Any], list[str]]:
@@ -175,9 +168,7 @@ _TARGETS = "backend"  # the folder of the targets
 _SUFFIXES = (".yaml", ".yml")
 _NAME = re.compile(r"\w+(/\w+)*")
 _MAX_BYTES = 1 << 20
-_MAX_IMPORTS = 100  # of one file
 _MAX_FILES = 200
-_MAX_DEPTH = 30
 
 WHOLE = frozenset(
     {("observers", "activation"), ("observers", "weight"), ("fakequant",), ("qat", "fakequant")}
@@ -338,7 +329,7 @@ def _read_mapping(mapping: Mapping[str, Any]) -> QConfig:
 
 def _describe_wrong(obj: object) -> str:
     """Returns what to give instead of ``obj``, which is no config."""
-    if is_native(obj):
+    if isinstance(obj, NativeConfig):
         fields, lost = describe_equivalent(obj)
         words = "the nearest" if lost else "the same"
         without = f" It has no equal of {'; '.join(lost)}." if lost else ""
@@ -558,8 +549,8 @@ class RecipeReader:
     def _is_full(self, importer: str) -> bool:
         """Whether the recipe has as many files as allowed; adds one problem if so."""
         reason = ""
-        if len(self._open) >= _MAX_DEPTH:
-            reason = f"imports stand more than {_MAX_DEPTH} levels below each other"
+        if len(self._open) >= MOST_LEVELS:
+            reason = f"imports stand more than {MOST_LEVELS} levels below each other"
         elif len(self.files) >= _MAX_FILES:
             reason = f"the recipe has more than {_MAX_FILES} files"
         if reason and not self._full:
@@ -596,10 +587,10 @@ class RecipeReader:
         if not isinstance(imports.value, list):
             self.problems.append(f"{imports.origin}: imports must be a list of recipe names and paths.")
             return []
-        if len(imports.value) > _MAX_IMPORTS:
+        if len(imports.value) > _MAX_FILES:
             self.problems.append(
                 f"{imports.origin}: imports lists {len(imports.value)} recipes; a file may import at most "
-                f"{_MAX_IMPORTS}."
+                f"{_MAX_FILES}."
             )
             return []
         trees = []

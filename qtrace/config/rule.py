@@ -289,9 +289,9 @@ class Match(OptionModel):
         name: glob patterns for the module path or the node name, or for the node or tensor in the ONNX file
             that the network comes from, as Netron shows them. One or a list of alternatives.
         depthwise: convolutions with one input channel per group, or those with more.
-        position: the first or last ops that compute (several if the graph branches), or the ``tail``: the ops
-            after the last ones that are not fused into them, such as the decoding of a detector, means of
-            distributions (DFL) included.
+        position: the first or last ops that compute (several if the graph branches), or the ``tail``. The
+            tail is the ops after the last ones that are not fused into them, such as the decoding of a
+            detector, means of distributions (DFL) included.
         before_output: whether the op's result leaves the graph.
         feeds: kinds of op that read the result, through moves, activations and scalar arithmetic.
         follows: kinds of op that give the input, through the same ops.

@@ -16,13 +16,13 @@ import yaml
 from qtrace.errors import ConfigError
 from qtrace.plugins.options import Loc, show, spell
 
-__all__ = ["Tree", "dump", "merge", "plant", "read"]
+__all__ = ["MOST_LEVELS", "Tree", "dump", "merge", "plant", "read"]
 
 _TAG = "tag:yaml.org,2002:"
 
 # A recipe has a few hundred values; aliases could make billions of a few lines.
 _MOST_VALUES = 10_000
-_MOST_LEVELS = 50
+MOST_LEVELS = 50
 
 _RESOLVERS = (
     ("null", r"~|null|Null|NULL|", "~nN"),
@@ -46,9 +46,9 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """PyYAML's, which reads on as deep as it goes, in a time that grows with the square."""
-        if self.level > _MOST_LEVELS:
+        if self.level > MOST_LEVELS:
             line = self.peek_event().start_mark.line + 1  # type: ignore[no-untyped-call]
-            raise _LimitError(f"{line}: more than {_MOST_LEVELS} levels of nesting")
+            raise _LimitError(f"{line}: more than {MOST_LEVELS} levels of nesting")
         self.level += 1
         node = super().compose_node(parent, index)
         self.level -= 1
@@ -147,8 +147,8 @@ def plant(value: Any, file: str, path: str = "", level: int = 0) -> Tree:
     Raises:
         ConfigError: for a value that is nested deeper than a file may be.
     """
-    if level > _MOST_LEVELS:
-        raise ConfigError(f"{file}: more than {_MOST_LEVELS} levels of nesting.")
+    if level > MOST_LEVELS:
+        raise ConfigError(f"{file}: more than {MOST_LEVELS} levels of nesting.")
     if isinstance(value, Mapping):
         value = {
             key: plant(child, file, f"{path}.{key}".removeprefix("."), level + 1)
@@ -184,7 +184,7 @@ def read(text: str, file: str, problems: list[str]) -> Tree | None:
     except (ValueError, OverflowError):  # PyYAML on "\UFFFFFFFF"
         problems.append(f"{file}:1: not valid YAML: an escape or a number in it is impossible.")
     except RecursionError:
-        problems.append(f"{file}:1: more than {_MOST_LEVELS} levels of nesting.")
+        problems.append(f"{file}:1: more than {MOST_LEVELS} levels of nesting.")
     except _LimitError as error:
         problems.append(f"{file}:{error}.")
     return None
@@ -213,8 +213,8 @@ class _Reader:
         self.count += 1
         if self.count > _MOST_VALUES:
             raise _LimitError(f"{line}: more than {_MOST_VALUES} values (an alias counts at each use)")
-        if level > _MOST_LEVELS:
-            raise _LimitError(f"{line}: more than {_MOST_LEVELS} levels of nesting")
+        if level > MOST_LEVELS:
+            raise _LimitError(f"{line}: more than {MOST_LEVELS} levels of nesting")
         if node.tag not in _TAGS:
             self._problem(line, f"the tag {node.tag} is not supported; recipes are plain data")
         if isinstance(node, yaml.MappingNode):

@@ -218,8 +218,9 @@ def _slope(points: Mapping[Point, float], axis: int) -> float:
 _BLOCK = 16  # channels in a vector register of AVX-512, and in a block of integer kernels
 _PAGE = 1024  # floats: addresses that are pages apart share a line of the nearest cache
 _STEM = 8  # fewer input channels than this have kernels that read the image as it is
-_CONVS = {"conv1d": 1, "conv2d": 2, "conv3d": 3}
-_TRANSPOSED = {"conv_transpose2d": 2, "conv_transpose3d": 3}
+# Kind of a convolution -> the number of axes that it slides along, which its name has.
+_CONVS = {kind: int(kind[-2]) for kind in ("conv1d", "conv2d", "conv3d")}
+_TRANSPOSED = {kind: int(kind[-2]) for kind in ("conv_transpose2d", "conv_transpose3d")}
 _ROWS = ("softmax", "logsoftmax", "layer_norm", "rms_norm")
 _REDUCTIONS = ("mean", "sum", "max", "min", "adaptive_avg_pool2d", "adaptive_max_pool2d")
 _BINARY = (

@@ -16,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from qtrace.graph.operations import OperationReader, is_stored
 from qtrace.graph.pattern import Compound, Matcher, PartialMatch, Pattern, show
 from qtrace.graph.types import Constant, Expr, GetAttr, Input, TensorNode
@@ -37,7 +39,7 @@ __all__ = [
 _DEPTH = 5  # nested calls that one sum or product may open
 _PRODUCTS = frozenset(("mul", "div", "neg", "pow", "square", "sqrt"))
 _SUMS = frozenset(("add", "sub", "neg"))
-_TOLERANCE = 1e-6  # relative; a float32 has 1.2e-7
+_TOLERANCE = float(np.finfo(np.float32).resolution)  # relative
 
 
 def close(value: float, expected: float) -> bool:

@@ -26,10 +26,10 @@ from qtrace.graph import failures
 from qtrace.graph.inference import OpError, TensorType, TypeInference, summarize, type_of, zeros
 from qtrace.graph.opaque import OpaqueOp
 from qtrace.graph.stepping import finish
-from qtrace.graph.tensors import stored_tensor
+from qtrace.graph.tensors import MAX_RANK, stored_tensor
 from qtrace.graph.tracing.copies import find_copies, insert_copies
 from qtrace.graph.tracing.running import engine_for_tracing
-from qtrace.graph.walk import MAX_RANK, argument_spec, op_label, set_arguments
+from qtrace.graph.walk import argument_spec, op_label, set_arguments
 
 __all__ = ["GraphBuilder"]
 
@@ -37,11 +37,11 @@ __all__ = ["GraphBuilder"]
 class GraphBuilder:
     """Builds a flat `TracedModule` op by op.
 
-    Shapes and dtypes of each op's results are inferred from its inputs, as `qtrace.graph.inference`
-    says, so that every node knows them, and an op that MegEngine refuses fails where it is added. Kernels run
-    on what does not depend on values of the inputs: constants, parameters and sizes; and on zeros where
-    shapes cannot be inferred otherwise. If an input has a free batch axis, or other open axes, shapes are
-    inferred a second time with one sample more, or with other sizes of the open axes (see `shapes`).
+    Shapes and dtypes of each op's results are inferred from its inputs, as `qtrace.graph.inference` says. So
+    every node knows them, and an op that MegEngine refuses fails where it is added. Kernels run on what does
+    not depend on values of the inputs: constants, parameters and sizes; and on zeros where shapes cannot be
+    inferred otherwise. If an input has a free batch axis, or other open axes, shapes are inferred a second
+    time. That is with one sample more, or with other sizes of the open axes (see `shapes`).
 
     Example:
         >>> builder = GraphBuilder("Net")
@@ -93,7 +93,9 @@ class GraphBuilder:
         if self.graph._exprs:
             raise GraphError(f"input {name}: add all inputs before the first op.")
         if len(shape) > MAX_RANK:
-            raise GraphError(f"input {name} has {len(shape)} axes, but MegEngine's tensors have at most 7.")
+            raise GraphError(
+                f"input {name} has {len(shape)} axes, but MegEngine's tensors have at most {MAX_RANK}."
+            )
         node = self._new_input(TensorNode, name, f"{self._name}.[{name}]")
         first = tuple(int(n) for n in shape)
         shapes = [first]
@@ -360,7 +362,7 @@ class GraphBuilder:
                 single = isinstance(expr, Apply) and len(leaves) == 1
                 return leaves, self._single if single else structure
         try:
-            with engine_for_tracing(async_level=0):
+            with engine_for_tracing():
                 tensors = [zeros(v) if isinstance(v, TensorType) else v for v in values]
                 op = tensors[0] if tensors else None
                 if isinstance(op, OpaqueOp):

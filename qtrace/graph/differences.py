@@ -32,7 +32,7 @@ from qtrace.graph.kernels import quiet_engine
 from qtrace.graph.notes import source_line
 from qtrace.graph.tracing.example_inputs import to_tensors
 from qtrace.graph.walk import module_path, op_label
-from qtrace.process.threads import on_engine_thread
+from qtrace.process import on_engine_thread
 
 __all__ = [
     "SampleDifference",
@@ -310,10 +310,9 @@ def check_samples(traced: TracedModule, *inputs: Any, **kwargs: Any) -> SamplesR
     samples, within 1e-4 of its largest value. Costs two forwards of the batch.
 
     Args:
-        traced: a traced module; it is not changed.
-        *inputs: the inputs of its forward, Tensors or arrays. The first axis of the first one counts the
-            samples, N >= 2; every tensor whose first axis has this size is cut into N, and the others are
-            given to each sample whole.
+        traced: a traced module; it is not changed. *inputs: the inputs of its forward, Tensors or arrays. The
+            first axis of the first one counts the samples, N >= 2. Every tensor whose first axis has this
+            size is cut into N. The others are given to each sample whole.
         **kwargs: keyword inputs of its forward.
 
     Returns:

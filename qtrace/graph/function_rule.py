@@ -28,7 +28,7 @@ from qtrace.graph.tracing.recording import recording
 from qtrace.graph.tracing.running import engine_for_tracing
 from qtrace.graph.tracing.tracer import Tracer
 from qtrace.graph.walk import op_label, output_index
-from qtrace.process.threads import on_engine_thread
+from qtrace.process import on_engine_thread
 
 __all__ = ["AnyNumber", "function_rule", "trace_function"]
 
@@ -95,7 +95,7 @@ def trace_function(function: Callable[..., Any], arguments: Sequence[Any], title
     tensors = {i: v for i, v in enumerate(values) if isinstance(v, Tensor)}
     module = _module_of(function, values, list(tensors), title)
     try:
-        with engine_for_tracing(async_level=0), recording(Tracer()), _marked_leaves():
+        with engine_for_tracing(), recording(Tracer()), _marked_leaves():
             traced = trace_module(module, *tensors.values())
             mge._full_sync()
     except GraphError as error:
@@ -184,9 +184,9 @@ def function_rule(
 ) -> RewriteRule:
     """Builds a rule for `apply_rules` from a pattern and a replacement that are written as functions.
 
-    The parameters of ``pattern`` are wildcards: each stands for any tensor of the graph, the same one
-    wherever the parameter occurs, or for any Python number where its example is an `AnyNumber`. Numbers that
-    the function writes itself must be equal. All spellings of an operation match: ``x + y`` and
+    The parameters of ``pattern`` are wildcards. Each stands for any tensor of the graph, the same one
+    wherever the parameter occurs. One whose example is an `AnyNumber` stands for any Python number. Numbers
+    that the function writes itself must be equal. All spellings of an operation match: ``x + y`` and
     ``F.add(y, x)``; ``x.reshape(2, -1)`` and ``F.reshape(x, (2, -1))``; ``F.sigmoid(x)`` and
     ``M.Sigmoid()(x)``; ``F.conv2d(x, w, b)`` and a layer `M.Conv2d`, whose parameters ``w`` and ``b`` then
     stand for. Only the results of a match may be used outside of it. A pattern with several results matches

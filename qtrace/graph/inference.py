@@ -113,8 +113,8 @@ def recorded_type(node: Node) -> TensorType | None:
 class TypeInference:
     """Infers the values of nodes as far as they decide shapes.
 
-    The value of a node is a Module, a Tensor where every input of the graph gives these values, a
-    `TensorType`, or None where values of the inputs decide the shape.
+    The value of a node is a Module, a Tensor where every input of the graph gives these values, or a
+    `TensorType`. It is None where values of the inputs decide the shape.
 
     Args:
         traced: a traced module; it is not changed.

@@ -23,8 +23,9 @@ from megengine.traced_module.pytree import LeafDef, TreeDef, tree_flatten
 from qtrace.errors import GraphError
 from qtrace.graph.failures import parsing
 from qtrace.graph.interpreter import Interpreter
+from qtrace.graph.tensors import MAX_RANK
 from qtrace.graph.types import Input, Node, TensorNode, TracedModule
-from qtrace.graph.walk import MAX_RANK, op_label
+from qtrace.graph.walk import op_label
 
 __all__ = [
     "EndpointEdits",
@@ -363,7 +364,7 @@ def _append_input(traced: TracedModule, name: str, shape: Sequence[int], dtype: 
     graph._inputs.append(node)
     spec = spec._replace(args=[*spec.args, name], defaults=defaults)
     _define(traced, tree_flatten(((*args, node), kwargs))[1], out_def, spec)
-    _edit_interface(traced, "inputs", add=TensorInfo(name, np.dtype(dtype).name))
+    _edit_interface(traced, add=TensorInfo(name, np.dtype(dtype).name))
     return node
 
 
@@ -391,7 +392,7 @@ def _drop_input(traced: TracedModule, node: Node) -> None:
     kept = (value for i, value in enumerate(args) if i != index)
     spec = spec._replace(args=names, defaults=tuple(defaults) or None)
     _define(traced, tree_flatten(((*kept,), kwargs))[1], out_def, spec)
-    _edit_interface(traced, "inputs", drop=place - 1)
+    _edit_interface(traced, drop=place - 1)
 
 
 def _with_output(traced: TracedModule, node: Node, key: str | None) -> Any:
@@ -495,17 +496,15 @@ def _define(traced: TracedModule, arg_def: TreeDef, out_def: TreeDef | None, spe
     traced.argspec = spec
 
 
-def _edit_interface(
-    traced: TracedModule, side: str, add: TensorInfo | None = None, drop: int | None = None
-) -> None:
-    """Adds or drops a tensor of the interface that ``traced`` carries, if it carries one."""
+def _edit_interface(traced: TracedModule, add: TensorInfo | None = None, drop: int | None = None) -> None:
+    """Adds or drops an input of the interface that ``traced`` carries, if it carries one."""
     text = getattr(traced, "onnx_interface", None)
     if text is None:
         return
     interface = Interface.from_json(text)  # not `read_interface`: it does not fit the graph any more
-    tensors = list(getattr(interface, side))
+    inputs = list(interface.inputs)
     if drop is not None:
-        del tensors[drop]
+        del inputs[drop]
     if add is not None:
-        tensors.append(add)
-    write_interface(traced, replace(interface, **{side: tuple(tensors)}))
+        inputs.append(add)
+    write_interface(traced, replace(interface, inputs=tuple(inputs)))

@@ -69,10 +69,10 @@ _LOWEST = np.iinfo(np.int32).min
 def refuse_divisions_by_zero() -> None:
     """Makes MegEngine's functions and operators raise a ValueError where their kernel would end the process.
 
-    Those are strides of 0, adaptive poolings to a size at which the kernel's stride is 0, integers over 0,
-    sizes that a reshape divides by 0 to find, and interpolations of a map without pixels. It replaces the
-    functions of MegEngine's core that ``F``, the operators of a Tensor and the ops in a traced graph call;
-    all these stay as they are. A second call does nothing.
+    Those are strides of 0, and adaptive poolings to a size at which the kernel's stride is 0. Others are
+    integers over 0, sizes that a reshape divides by 0 to find, and interpolations of a map without pixels. It
+    replaces the functions of MegEngine's core that ``F``, the operators of a Tensor and the ops in a traced
+    graph call; all these stay as they are. A second call does nothing.
     """
     if hasattr(nn.adaptive_pool2d_cpp, "__wrapped__"):
         return

@@ -24,7 +24,7 @@ import megengine.functional as F
 import megengine.module as M
 import numpy as np
 from megengine import Parameter, Tensor
-from megengine.core.tensor.dtype import is_quantize
+from megengine.core.tensor.dtype import _builtin_quant_dtypes, is_quantize
 from megengine.module import Module, qat, quantized
 from megengine.module.qat import QATModule
 from megengine.module.quantized.module import QuantizedModule
@@ -146,10 +146,8 @@ def drop_ranges(traced: TracedModule) -> None:
 
 # Name of a quantized type of MegEngine's kernels -> its lowest and highest integer.
 _TYPES = {
-    "QuantizedS8": (-128, 127),
-    "Quantized8Asymm": (0, 255),
-    "QuantizedS4": (-8, 7),
-    "Quantized4Asymm": (0, 15),
+    meta.cname: (meta.qmin, meta.qmax)
+    for meta in (_builtin_quant_dtypes[name] for name in ("qint8", "quint8", "qint4", "quint4"))
 }
 
 

@@ -46,7 +46,6 @@ SAVED_META = "_qtrace_notes"
 """The attribute of a node in a file that has its notes as text."""
 
 _META = "_qtrace_meta"  # in memory
-_MAX_DEPTH = 20
 
 
 def meta(node: Node) -> dict[str, Any]:
@@ -107,7 +106,11 @@ for _cls in (TensorNode, ModuleNode):
 
 def _checked(node: Node) -> dict[str, Any]:
     notes: dict[str, Any] = node.__dict__[_META]
-    if not _is_plain(notes, 0):
+    try:
+        plain = _is_plain(notes)
+    except RecursionError:  # such as a list that holds itself
+        plain = False
+    if not plain:
         raise GraphError(
             f"the notes on node {node._name!r} are {notes!r}: a file holds text, numbers, True, False, None, "
             "and lists and dictionaries of them with text as keys."
@@ -115,13 +118,11 @@ def _checked(node: Node) -> dict[str, Any]:
     return notes
 
 
-def _is_plain(value: Any, depth: int) -> bool:
-    if depth > _MAX_DEPTH:
-        return False
+def _is_plain(value: Any) -> bool:
     if type(value) is dict:
-        return all(type(key) is str and _is_plain(each, depth + 1) for key, each in value.items())
+        return all(type(key) is str and _is_plain(each) for key, each in value.items())
     if type(value) is list:
-        return all(_is_plain(each, depth + 1) for each in value)
+        return all(map(_is_plain, value))
     return value is None or type(value) in (bool, int, float, str)
 
 
@@ -140,7 +141,6 @@ _ATTRIBUTE = "_qtrace_line"  # of an expr, in memory
 _SAVED = "_qtrace_lines"  # of a module, in a file: JSON, since exprs lose attributes there
 _SKIPPED = (str(Path(__file__).parent) + os.sep, str(Path(megengine.__file__).parent) + os.sep, "<")
 _TRACE = str(Path(__file__).parent / "tracing" / "trace.py")
-_MAX_LENGTH = 1000  # of one line's text in a file
 
 
 def source_line(expr: Expr) -> str:
@@ -225,6 +225,6 @@ def _unpacked(text: Any) -> list[list[str]]:
     try:
         saved = json.loads(text)
         table = [line if type(line) is str else "" for line in saved["lines"]]
-        return [[table[i][:_MAX_LENGTH] if type(i) is int else "" for i in part] for part in saved["exprs"]]
+        return [[table[i] if type(i) is int else "" for i in part] for part in saved["exprs"]]
     except (TypeError, ValueError, LookupError, RecursionError):
         return []

@@ -15,8 +15,9 @@ import numpy as np
 
 from qtrace.graph.failures import parsing
 from qtrace.graph.inference import OpError, TensorType, TypeInference, recorded_type
+from qtrace.graph.tensors import MAX_RANK
 from qtrace.graph.types import Apply, Constant, Expr, GetAttr, Input, Node, TensorNode, TracedModule
-from qtrace.graph.walk import MAX_RANK, exprs, reads_shape
+from qtrace.graph.walk import exprs, reads_shape
 
 __all__ = [
     "BATCH",
@@ -43,7 +44,6 @@ __all__ = [
 # Computes the numbers that a graph derives from shapes, at the traced shapes.
 
 _MAX_VALUES = 256  # entries of one tensor: enough for sizes, paddings and bounds
-_MAX_EXPRS = 512
 
 
 def traced_value(node: TensorNode) -> np.ndarray | None:
@@ -81,7 +81,7 @@ def _collect_exprs(node: TensorNode) -> list[Expr] | None:
             visited.add(expr)
             order.append(expr)
             continue
-        if not _is_small(expr) or len(stack) > _MAX_EXPRS or len(order) > _MAX_EXPRS:
+        if not _is_small(expr):
             return None
         stack.append((expr, True))
         if not reads_shape(expr):
@@ -237,8 +237,8 @@ def growth(size: int) -> int:
 
     It is a multiple of the largest power of two that divides the size, up to 64, so that a network which
     halves the size as often still runs. It is at least 32, half of a small size, or an eighth of a long
-    signal. A smaller growth would not change the size of a coarse map or the number of a signal's windows,
-    which would pass for one that does not depend on the input.
+    signal. A smaller growth would not change the size of a coarse map or the number of a signal's windows.
+    That would pass for one that does not depend on the input.
     """
     power = power_of_two(size)
     visible = size // _VISIBLE_SHARE if size > _LONGEST_OF_MAPS else min(_VISIBLE, size // 2)

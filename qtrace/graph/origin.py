@@ -162,7 +162,7 @@ def parse_moves(items: Any = ()) -> tuple[Move, ...]:
 # What the file that a traced module was imported from says of itself, and the names in it.
 
 _ATTRIBUTE = "onnx_origin"
-_MAX_VERSION = 2**63 - 1  # of a number in a protobuf file
+_MAX_VERSION = int(np.iinfo(np.int64).max)  # of a number in a protobuf file
 # Keys that most networks do not have.
 _RARE = (
     "norms",
@@ -276,16 +276,17 @@ class FileOrigin:
         parameters: path of a parameter -> the stored tensor of the file.
         norms: path of the weight of a layer -> the BatchNorm after it; of networks from torch only.
         computed: path of a parameter that is no tensor of the state, such as one that the import computed
-            from it -> hash of its values; of networks from torch only.
+            from it -> hash of its values. Of networks from torch only.
         tied: another name of a stored tensor in torch's state -> its name in ``parameters``.
         absent: the tensors of numbers in torch's state that the graph does not hold, since the network reads
             none of them or the import computed other tensors from them.
         merged: path of a parameter of a layer that was merged into another one, and is no longer in the
-            graph -> the number with which the layer adds nothing, and how many of it the parameter held.
+            graph. Its value is the number with which the layer adds nothing, and how many of it the parameter
+            held.
         frozen: a stored tensor from which the import computed numbers that stay as they are -> hash of its
             values, "" until they are known; of networks from torch only.
-        parts: a tensor of torch's state that is a part of a parameter, as of a recurrent layer -> the path of
-            the parameter in the place of a tensor's name, and the moves that take the part.
+        parts: a tensor of torch's state that is a part of a parameter, as of a recurrent layer. Its value is
+            the path of the parameter in the place of a tensor's name, and the moves that take the part.
         programs: path of a parameter that nodes of the file compute of stored tensors -> hash of its values,
             and the ONNX model with these nodes, in base64.
 

@@ -142,10 +142,11 @@ class Op(Pattern):
     """A call.
 
     Args:
-        target: a module class (exactly this one, since a subclass may compute something else), a function,
-            the name of a Tensor method, a `CanonicalOp`, a tuple of these for any of them, or None for every
-            call. A layer and the function that it calls are one: `M.Conv2d` and `F.conv2d` on stored
-            parameters match either way, and so do `M.BatchNorm2d` and `F.nn.batch_norm` in eval mode.
+        target: a module class, a function, the name of a Tensor method, or a `CanonicalOp`. A tuple of these
+            stands for any of them, None for every call. A subclass of a class does not match, since it may
+            compute something else. A layer and the function that it calls are one: `M.Conv2d` and `F.conv2d`
+            on stored parameters match either way, and so do `M.BatchNorm2d` and `F.nn.batch_norm` in eval
+            mode.
         *inputs: patterns of the leading arguments without a called module; lists and tuples are opened.
             Every tensor argument needs a pattern, but the parameters of a layer whose class is the target.
             A call without patterns may have any arguments. For a `CanonicalOp` these are the patterns of all

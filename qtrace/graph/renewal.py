@@ -26,7 +26,7 @@ from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.kernels import quiet_engine
 from qtrace.graph.tracing import example_inputs
 from qtrace.graph.walk import called_graph, updates_inputs
-from qtrace.process.threads import on_engine_thread
+from qtrace.process import on_engine_thread
 
 __all__ = [
     "InlinedCall",
@@ -154,7 +154,7 @@ def renew_calls(traced: TracedModule, calls: Sequence[InlinedCall]) -> None:
     """Gives the tensors of ``calls`` the shapes and dtypes of their own call, in time linear in their exprs.
 
     A traced submodule has one graph however often it is called, and its nodes record the shapes of the first
-    call. A shape that depends on values, or an op that cannot run, becomes None ("unknown"): exporters refuse
+    call. A shape that depends on values, or an op that cannot run, becomes None ("unknown"). Exporters refuse
     such a node, while a shape of another call would give a wrong file.
 
     Args:

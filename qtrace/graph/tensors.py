@@ -14,13 +14,16 @@ from typing import Any
 
 import numpy as np
 from megengine import Parameter, Tensor
+from megengine.core.ops.builtin import GetVarShape
 from megengine.module import Module
 from megengine.traced_module.expr import Expr, GetAttr
 from megengine.traced_module.node import Node, TensorNode
 from megengine.traced_module.traced_module import InternalGraph
 
 __all__ = [
+    "MAX_RANK",
     "PART_BYTES",
+    "STAGE_BYTES",
     "count_bytes",
     "holds_large_tensors",
     "large_reads",
@@ -34,8 +37,12 @@ __all__ = [
 # this size. A constant, not a share of the free memory: the parts may decide the last bits of values.
 PART_BYTES = 64 << 20
 
-_LARGE_BYTES = 2**20  # of smaller parameters, roundings are not worth being given back
-_LEAST_BYTES = 2**16  # of smaller tensors a copy is as quick
+STAGE_BYTES = 512 << 20
+"""Of values that a stage keeps until others have read them: outputs of layers, or batches that run ahead."""
+
+# Of smaller tensors a copy is as quick, and their roundings are not worth being given back.
+_LARGE_BYTES = 2**16
+MAX_RANK = int(GetVarShape().axis)  # of MegEngine's tensors: this axis stands for the whole shape
 _INPLACE = "MEGENGINE_INPLACE_UPDATE"  # MegEngine's own switch: optimizers write into values then
 
 
@@ -104,7 +111,7 @@ def _is_large(tensor: Tensor) -> bool:
     """Returns whether a tensor is large, and a copy needs only its values."""
     dtype = np.dtype(tensor.dtype)
     plain = dtype.kind in "fiub" and dtype.metadata is None and tensor._qparams is None
-    return plain and int(np.prod(tensor._tuple_shape, dtype=np.int64)) * dtype.itemsize >= _LEAST_BYTES
+    return plain and int(np.prod(tensor._tuple_shape, dtype=np.int64)) * dtype.itemsize >= _LARGE_BYTES
 
 
 def _view(tensor: Tensor) -> Tensor:

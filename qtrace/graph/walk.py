@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from megengine import Parameter, Tensor
 from megengine.core._imperative_rt.core2 import Tensor as RawTensor
-from megengine.core.ops.builtin import GetVarShape
 from megengine.module import Module
 from megengine.traced_module.pytree import tree_flatten
 from megengine.traced_module.traced_module import InternalGraph
@@ -35,7 +34,6 @@ from qtrace.graph.types import (
 
 __all__ = [
     "IN_PLACE",
-    "MAX_RANK",
     "argument_spec",
     "called_graph",
     "describe_path",
@@ -240,10 +238,6 @@ def get_module(traced: Module, path: str) -> Any:
 def tensor_inputs(expr: Expr) -> list[TensorNode]:
     """Returns the tensor nodes that ``expr`` reads, with repetitions, in order."""
     return [n for n in expr.inputs if isinstance(n, TensorNode)]
-
-
-MAX_RANK = int(GetVarShape().axis)
-"""The most axes of MegEngine's tensors, and the axis with which GetVarShape reads the whole shape."""
 
 
 def reads_shape(expr: Expr) -> bool:

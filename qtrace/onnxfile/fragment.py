@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
 
 from qtrace.errors import ExportError
 from qtrace.onnxfile.local_session import LocalSession, SessionError, SessionSettings, dtype_of
@@ -78,7 +80,6 @@ class Fragment:
     """
 
     def __init__(self, model: bytes) -> None:
-        import onnx
 
         self._bytes = model
         self._model = onnx.ModelProto.FromString(model)
@@ -93,8 +94,6 @@ class Fragment:
     @property
     def input_dtypes(self) -> list[np.dtype[Any]]:
         """The dtype of each input."""
-        from onnx import helper
-
         return [
             np.dtype(helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type))
             for value in self._model.graph.input
@@ -239,19 +238,19 @@ def _merged(first: Sequence[int | None], second: Sequence[int | None]) -> tuple[
 
 def _inferred_by_onnx(model: Any) -> dict[str, tuple[int | None, ...]]:
     """Returns output -> shape for the outputs whose number of axes ONNX's own rules know."""
-    import onnx
-
     try:
         inferred = onnx.shape_inference.infer_shapes(model, data_prop=True)
     except (onnx.shape_inference.InferenceError, RuntimeError, ValueError):
         return {}
-    shapes = {}
-    for value in inferred.graph.output:
-        tensor = value.type.tensor_type
-        if value.type.HasField("tensor_type") and tensor.HasField("shape"):
-            sizes = tuple(d.dim_value if d.HasField("dim_value") else None for d in tensor.shape.dim)
-            shapes[value.name] = sizes
-    return shapes
+    return {
+        value.name: _sizes(value.type.tensor_type)
+        for value in inferred.graph.output
+        if value.type.HasField("tensor_type") and value.type.tensor_type.HasField("shape")
+    }
+
+
+def _sizes(tensor: Any) -> tuple[int | None, ...]:
+    return tuple(d.dim_value if d.HasField("dim_value") else None for d in tensor.shape.dim)
 
 
 # Ops of ai.onnx.ml whose result has the shape of their input, of which ONNX's rules say nothing.
@@ -269,8 +268,7 @@ def _shaped_like_inputs(model: Any) -> dict[str, tuple[int | None, ...]]:
     kind = types.get(node.input[0])
     if kind is None or not kind.HasField("shape"):
         return {}
-    sizes = tuple(d.dim_value if d.HasField("dim_value") else None for d in kind.shape.dim)
-    return {node.output[0]: sizes}
+    return {node.output[0]: _sizes(kind)}
 
 
 def _ranks(model: Any, outputs: Sequence[FragmentTensor]) -> dict[str, int]:
@@ -278,12 +276,9 @@ def _ranks(model: Any, outputs: Sequence[FragmentTensor]) -> dict[str, int]:
 
     It shows an unknown number as it shows no axes; the shape of the tensor has one size for each axis.
     """
-    from onnx import helper
-
     tensors = [value for value in outputs if value.kind.startswith("tensor(")]
     if not tensors:
         return {}
-    import onnx
 
     longer = onnx.ModelProto()
     longer.CopyFrom(model)
@@ -311,8 +306,6 @@ def _without_weights(
 
     Inputs whose values are known become initializers.
     """
-    import onnx
-
     light = onnx.ModelProto(ir_version=model.ir_version)
     light.opset_import.extend(model.opset_import)
     light.functions.extend(model.functions)
@@ -322,7 +315,7 @@ def _without_weights(
     graph.output.extend(onnx.ValueInfoProto(name=value.name) for value in model.graph.output)
     for source, shape in zip(model.graph.input, shapes, strict=True):
         if source.name in known:
-            graph.initializer.append(onnx.numpy_helper.from_array(known[source.name], source.name))
+            graph.initializer.append(numpy_helper.from_array(known[source.name], source.name))
             continue
         graph.input.append(source)
         if source.type.HasField("tensor_type"):
@@ -332,7 +325,7 @@ def _without_weights(
             graph.initializer.append(tensor)
         else:
             graph.input.append(
-                onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
+                helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
             )
     return light
 
@@ -361,7 +354,6 @@ def check_fragment(model: bytes) -> str:
     """Returns what is wrong with the bytes of a fragment, as a clause; "" if they are a whole valid model."""
     if importlib.util.find_spec("onnx") is None:
         return "needs the package onnx"
-    import onnx
     from google.protobuf.message import DecodeError
 
     if len(model) > onnx.checker.MAXIMUM_PROTOBUF:
@@ -384,8 +376,6 @@ def check_fragment(model: bytes) -> str:
 
 
 def _has_external(graph: Any, depth: int) -> bool:
-    from onnx import TensorProto
-
     if depth > MAX_DEPTH:
         return True
     tensors = [*graph.initializer, *(t for s in graph.sparse_initializer for t in (s.values, s.indices))]
@@ -406,8 +396,6 @@ def _divisions(model: Any) -> list[tuple[str, str, str]]:
 
 def divides_by_inputs(model: Any) -> bool:
     """Returns whether a model divides by integers that are inputs of it."""
-    from onnx import helper
-
     kinds = {i.name: i.type.tensor_type.elem_type for i in model.graph.input}
     divisors = [kinds[divisor] for _, _, divisor in _divisions(model) if divisor in kinds]
     return any(np.dtype(helper.tensor_dtype_to_np_dtype(kind)).kind in "iu" for kind in divisors)
@@ -420,8 +408,6 @@ def describe_division_fault(model: Any, feeds: Mapping[str, np.ndarray]) -> str:
         model: the model; divisors that it computes itself are not looked at.
         feeds: input -> its value.
     """
-    from onnx import numpy_helper
-
     divisions = _divisions(model)
     if not divisions:
         return ""

@@ -1,8 +1,8 @@
 """Op rules: one family a file, each with a tuple ``RULES``.
 
 The files are found by name (sorted), never by import order; two rules for one target are an error. A rule of
-your own is the attribute ``qtrace_rule`` of its function or module class, or an entry point in the group
-``qtrace.op_rules`` that names an `OpRule` or a tuple of them.
+your own is the attribute ``qtrace_rule`` of its function or module class. It may also be an entry point in
+the group ``qtrace.op_rules`` that names an `OpRule` or a tuple of them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from qtrace.gradients import plain
 from qtrace.graph.types import Apply, CallFunction, CallMethod, Expr, is_call_module
 from qtrace.ops.arguments import UnreadableError
 from qtrace.ops.base import OpCall, OpRule, Reading, Role
-from qtrace.plugins import load_installed
-from qtrace.plugins.installed import OP_RULES
+from qtrace.plugins import OP_RULES, load_installed
 
 __all__ = ["OpCall", "OpRule", "Role", "kind_of", "kinds", "read", "rules", "target_key", "unsupported"]
 

@@ -36,6 +36,11 @@ def _read_created(*names: str) -> Callable[[Expr], Reading]:
     return read
 
 
+def _named_value(expr: Expr) -> float:
+    """Returns the value that ones and zeros have by their name."""
+    return float(expr.func.__name__.startswith("ones"))
+
+
 def _fill(expr: Expr) -> Reading:
     """Reads full, ones and zeros, and the kernel of a call that the tracer did not see."""
     if isinstance(expr, Apply):
@@ -43,17 +48,14 @@ def _fill(expr: Expr) -> Reading:
         (shape,) = operands(expr, 1)
     else:
         a = arguments(expr)
-        value, shape = a.get("value", _VALUES.get(expr.func.__name__)), a["shape"]
+        value, shape = a.get("value", _named_value(expr)), a["shape"]
     return Reading(tensors(shape, value), {"shape": shape, "value": value})
 
 
 def _fill_like(expr: Expr) -> Reading:
     a = arguments(expr)
-    value = a.get("value", _VALUES.get(expr.func.__name__))
+    value = a.get("value", _named_value(expr))
     return Reading(tensors(a["inp"]), {"value": value})
-
-
-_VALUES = {"ones": 1.0, "zeros": 0.0, "ones_like": 1.0, "zeros_like": 0.0}
 
 
 def _meshgrid(expr: Expr) -> Reading:

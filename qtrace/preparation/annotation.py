@@ -178,14 +178,14 @@ class ExprNote:
         rule: the op rule, file and line.
         matched: the config rules that matched, file and line.
         ranks: the numbers of these rules in the config.
-        causes: codes of everything that keeps the expr in float; `reason` states the first: "unread" (no rule
-            reads it), "region" (it lies outside), "range" (one grid would spoil a part of what it reads or
-            gives), "selection" (it ranks rows, or computes with rows that are selected), "infinity" (a number
-            that no integer stands for), "rule" (of the config), "role" (it is kept in float on purpose),
-            "dtype" (values other than float32), "kernel" (the backend lacks one),
-            "speed" (it is no faster on integers, the backend says), "placement" (it gains too little on
-            integers), "method" (the config's method rounds only its weight, or nothing), "idle" (a move
-            between floats).
+        causes: codes of everything that keeps the expr in float; `reason` states the first.
+            ``unread``: no rule reads it. ``region``: it lies outside. ``range``: one grid would spoil a part
+            of what it reads or gives. ``selection``: it ranks rows, or computes with rows that are selected.
+            ``infinity``: it has a number that no integer stands for. ``rule``: a rule of the config.
+            ``role``: it is kept in float on purpose. ``dtype``: it has values other than float32.
+            ``kernel``: the backend lacks one. ``speed``: the backend says that integers are no faster.
+            ``placement``: it gains too little on integers. ``method``: the config's method rounds only its
+            weight, or nothing. ``idle``: it moves floats.
         reason: why the expr stays float, or a remark about how it is computed.
         macs: number of multiply-accumulates at the traced shapes.
         island: the number of the float island that the expr belongs to; 0 for none. An island is a

@@ -29,7 +29,7 @@ from qtrace.data.batches import (
     refuse_nan,
     split_samples,
 )
-from qtrace.data.whole import cut_batch
+from qtrace.data.opening import cut_batch
 from qtrace.errors import GraphError
 from qtrace.graph.differences import values
 from qtrace.graph.inference import OpError
@@ -121,8 +121,7 @@ def arrays_of(results: list[Any]) -> list[np.ndarray]:
 
 # The first images of a user's samples, on which ``prepare`` measures and some algorithms learn.
 
-_MOST_PIXELS = 1 << 20
-_CUT_SIDE = 960  # a multiple of the strides of detectors
+_CUT_SIDE = 1024  # of the square that is left of larger images, a multiple of the strides of detectors
 
 
 def read_calls(samples: Iterable[Any], model: TracedModule, count: int) -> list[Any]:
@@ -212,7 +211,7 @@ def _cut_image(call: Any, node: TensorNode, model: TracedModule) -> Any:
     if len(values) != 1 or values[0].ndim != 4:
         return call
     height, width = (int(n) for n in values[0].shape[2:])
-    if height * width <= _MOST_PIXELS:
+    if height * width <= _CUT_SIDE * _CUT_SIDE:
         return call
     top, left = max(0, height - _CUT_SIDE) // 2, max(0, width - _CUT_SIDE) // 2
     part = values[0][:, :, top : top + _CUT_SIDE, left : left + _CUT_SIDE]
@@ -248,9 +247,11 @@ _LOG = logging.getLogger("qtrace")
 # In units of the relative error of an operation: what the order of sums makes of deep networks is below the
 # first; a difference below the second times what the last bits of the inputs make of the outputs is rounding.
 _ALLOWED, _SENSITIVE = 2**13, 64
-_MOST_ALLOWED = 0.05  # of the largest value of an output, where half precision would allow more
-_LEAST_RANGE = 1e-6  # the smallest magnitude of an output that a difference is relative to
-_UNEQUAL = 0.1  # the share of integers that may differ, such as places of maxima
+# The most that is allowed: of the largest value of an output, where half precision would allow more, and of
+# integers that differ, such as places of maxima.
+_MOST_ALLOWED = 0.1
+# The smallest magnitude of an output that a difference is relative to.
+_LEAST_RANGE = float(np.finfo(np.float32).resolution)
 
 Outputs = list[np.ndarray]
 
@@ -385,7 +386,7 @@ def _describe_difference(original: Original, first: np.ndarray, second: np.ndarr
         return f"has the shape {first.shape}, and {second.shape} in the graph"
     difference = _distance(first, second, original.granularity)
     if first.dtype.kind in "iub":
-        return f"differs in {difference:.0%} of its numbers" if difference > _UNEQUAL else ""
+        return f"differs in {difference:.0%} of its numbers" if difference > _MOST_ALLOWED else ""
     allowed = min(_ALLOWED * original.precision, _MOST_ALLOWED)
     return f"differs by {difference:.2g} of its largest value" if difference > allowed else ""
 

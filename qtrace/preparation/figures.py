@@ -6,6 +6,8 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
+import numpy as np
+
 from qtrace import ops
 from qtrace.graph.flatten import flatten
 from qtrace.graph.types import TracedModule
@@ -65,7 +67,7 @@ def describe_precision(annotation: Annotation) -> str:
 
 # The size, the multiplications and the predicted time of a graph.
 
-_FLOAT_BITS, _BIAS_BITS = 32, 32
+_FLOAT_BITS, _BIAS_BITS = np.finfo(np.float32).bits, np.iinfo(np.int32).bits
 
 
 @dataclass(frozen=True)

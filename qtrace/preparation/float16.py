@@ -1,8 +1,8 @@
 """Which ops that stay float are computed in float16, decided by the ranges that the calibration observed.
 
-float16 ends at 65504 and has 11 bits. An op is computed in it where every value that it reads and gives is
-known to stay far below that end, and where nothing inside the op can leave it. Squares, sums of many values,
-divisions and exponentials may, though their results do not. Other ops stay float32, each with its reason.
+float16 ends at 65504 and has 11 bits. An op is computed in it if every value that it reads and gives is known
+to stay far below that end. Nothing inside the op may leave it either. Squares, sums of many values, divisions
+and exponentials may, though their results do not. Other ops stay float32, each with its reason.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ __all__ = [
     "uses_float16",
 ]
 
-_END = 65504.0
+_END = float(np.finfo(np.float16).max)
 LARGEST = _END / 4
 """The largest magnitude that was observed of a value in float16: other data may have larger ones."""
-_SMALLEST = 2.0**-10
+_SMALLEST = float(np.finfo(np.float16).eps)
 """The least magnitude that the largest value of a tensor has: float16 has few digits below 2**-14."""
-_MOST_LOSS = 2.0**-9
+_MOST_LOSS = 2 * _SMALLEST
 """The most that parameters lose, as a share of their root mean square: numbers below 2**-14 lose more."""
 
 _LAYERS_TEXT = (

@@ -26,7 +26,7 @@ from qtrace.graph.renewal import renew_all
 from qtrace.graph.tracing.hazards import debugging_marks
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import describe_path
-from qtrace.plugins.arguments import check_arguments
+from qtrace.plugins.options import check_arguments
 from qtrace.preparation.annotation import Annotation
 from qtrace.preparation.faithfulness import (
     Faithfulness,
@@ -49,8 +49,7 @@ from qtrace.preparation.passes.place import place, write_activations
 from qtrace.preparation.passes.selecting import leave_selecting
 from qtrace.preparation.phases import switch_phase
 from qtrace.preparation.placement.reference import MeasuredRun
-from qtrace.process.memory import paused_collector, returns_memory
-from qtrace.process.threads import on_engine_thread
+from qtrace.process import on_engine_thread, paused_collector, returns_memory
 
 __all__ = [
     "Decision",
@@ -92,10 +91,10 @@ def prepare(
 
     Args:
         traced: a traced module, as ``qtrace.trace`` or MegEngine's ``trace_module`` gives it.
-        qconfig: a ``QConfig``, a mapping with its fields, a recipe's name or the path of a recipe file;
-            None, or a config that says nothing, for the default: the recipe ``int8``, for onnxruntime. A
-            ``QConfig`` or a mapping that says anything is the whole config: without ``placement``, every op
-            that the target can is rounded, and without ``ptq``, weights are rounded to nearest.
+        qconfig: a ``QConfig``, a mapping with its fields, a recipe's name or the path of a recipe file. None,
+            or a config that says nothing, is the recipe ``int8``, for onnxruntime. A ``QConfig`` or a mapping
+            that says anything is the whole config: without ``placement``, every op that the target can is
+            rounded, and without ``ptq``, weights are rounded to nearest.
         inputs: names or glob patterns of the nodes or modules with which the quantized region begins, which
             are part of it; None for the config's ``region``, else the graph's inputs.
         outputs: names or glob patterns of the nodes or modules with which the quantized region ends; None
@@ -112,8 +111,8 @@ def prepare(
     Raises:
         CalibrationError: when ``samples`` are no batches that fit the model, or an iterator.
         ConfigError: for a config that is wrong or does not fit the graph.
-        GraphError: when ``traced`` is not a traced module, or is prepared already, or an op of it cannot
-            run on the shapes of its inputs after a change of the module. Also when the copy computes
+        GraphError: when ``traced`` is not a traced module, or is prepared already. Also when an op of it
+            cannot run on the shapes of its inputs after a change of the module. Also when the copy computes
             something else on ``samples``.
     """
     config = read_request(traced, qconfig, inputs, outputs, samples)

@@ -23,7 +23,7 @@ from pydantic import Field
 
 from qtrace import ops
 from qtrace.comparing.sums import ErrorSums, finite_or_none
-from qtrace.data.batches import evaluating, translate_errors
+from qtrace.data.batches import HELD_EVERY, evaluating, translate_errors
 from qtrace.graph.flatten import tied_parameters
 from qtrace.graph.interpreter import Interpreter, interpret
 from qtrace.graph.types import GetAttr, Node, TensorNode, TracedModule
@@ -37,8 +37,6 @@ from qtrace.ptq.base import FloatAlgorithm, FloatTask, Left, Report, SiteNoise
 from qtrace.ptq.layers.scaling import ChannelGroup, Parameters, channel_groups, rounded_weight
 
 __all__ = ["Smooth"]
-
-_HELD_EVERY = 4
 
 _Batches = Sequence[np.ndarray]
 
@@ -268,7 +266,7 @@ def _split(values: _Batches) -> tuple[_Batches, _Batches]:
     """Splits values into the samples that are fitted to and those held back; fewer than 4 are both."""
     fitted, held, first = [], [], 0
     for value in values:
-        is_held = np.arange(first, first + len(value)) % _HELD_EVERY == _HELD_EVERY - 1
+        is_held = np.arange(first, first + len(value)) % HELD_EVERY == HELD_EVERY - 1
         fitted.append(value[~is_held])
         held.append(value[is_held])
         first += len(value)

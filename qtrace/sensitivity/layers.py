@@ -18,11 +18,11 @@ from qtrace.graph.types import GetAttr, TracedModule
 from qtrace.graph.walk import exprs, get_module
 from qtrace.preparation.annotation import Annotation, ExprNote, Plan
 from qtrace.ptq.layers.quantized import write
-from qtrace.storage.ownership import WRITTEN
+from qtrace.storage.outputs import WRITTEN
 
 __all__ = ["FloatValues", "RaisableLayer", "Raise", "active_groups", "find_layers", "patch_text"]
 
-_FLOAT_BITS = 32
+_FLOAT_BITS = np.finfo(np.float32).bits
 
 
 @dataclass(frozen=True)

@@ -28,19 +28,12 @@ from qtrace.graph.tensors import PART_BYTES, count_bytes, large_reads
 from qtrace.graph.types import Constant, Expr, GetAttr, Node, TracedModule
 from qtrace.graph.walk import called_graph, modules_of, owner
 from qtrace.preparation.model import fake_quants, followers, is_quantized
-from qtrace.process.memory import LargeFrees
+from qtrace.process import LargeFrees
 from qtrace.verification.selections import FirstOfEquals
 
 __all__ = ["FloatLane", "Lanes", "TakingLane"]
 
-# Of values that are computed only from parameters. More of them are computed in each run, and freed there.
-_MOST_FIXED_BYTES = 128 << 20
-
 _Values = dict[Node, Any]
-
-
-# How many exprs, and bytes of their results as traced, a lane in float may lag and the first one lead.
-_MOST_WAITING, _MOST_WAITING_BYTES = 16, 32 << 20
 
 
 class FloatLane(FirstOfEquals):
@@ -258,7 +251,7 @@ class Lanes:
             else fixed_nodes(self.traced, lambda expr: expr in kept_out or self.is_watched(expr))
         )
         exprs = [e for e in graph._exprs if e.outputs and all(node in known for node in e.outputs)]
-        if sum(_bytes(e) for e in exprs) > _MOST_FIXED_BYTES:
+        if sum(_bytes(e) for e in exprs) > PART_BYTES:
             exprs = [e for e in exprs if isinstance(e, (GetAttr, Constant))]
         first: _Values = dict.fromkeys(graph._inputs[:1], self.traced)
         in_float: _Values = {}
@@ -300,8 +293,7 @@ class _Follower:
         """Takes an expr that the other lanes have computed, and what the first of them shares."""
         self._waiting.append((expr, computed))
         self._bytes += _bytes(expr)
-        behind = len(self._waiting) > _MOST_WAITING or self._bytes > _MOST_WAITING_BYTES
-        if behind or not self._lanes:
+        if self._bytes > PART_BYTES or not self._lanes:
             self.catch_up()
 
     def catch_up(self) -> None:
@@ -356,11 +348,11 @@ class _Leader:
         self._read = expr.outputs
         self._values.update(zip(expr.outputs, results, strict=True))
         start, size = self._places[expr] + 1, 0
-        for behind in self._steps[start : start + _MOST_WAITING]:
+        for behind in self._steps[start:]:
             size += _bytes(behind)
             if behind in self._results:
                 continue
-            if size > _MOST_WAITING_BYTES or not self._owner.may_lead(behind):
+            if size > PART_BYTES or not self._owner.may_lead(behind):
                 return
             outputs = interpret(behind, [_read(self._values, self._first, node) for node in behind.inputs])
             self._results[behind] = outputs

@@ -48,8 +48,6 @@ _WIDE_EQUAL = 0.9
 # Of means that a kernel rounds with ties away from zero: every second mean of two integers is a tie, and
 # every second tie goes the other way than to the even integer.
 _INEXACT_EQUAL = 0.7
-# Of the differences of one site: as many as integers of 16 bits may have.
-_MOST_STEPS = 1 << 17
 MODES = ("op_by_op", "end_to_end", "deployed")
 
 
@@ -88,12 +86,8 @@ def _count_steps(graph: np.ndarray, runtime: np.ndarray) -> dict[int, int]:
     if not differs.any():
         return {}
     differences = np.subtract(runtime[differs], graph[differs], dtype=np.int64)
-    low, high = int(differences.min()), int(differences.max())
-    if high - low >= _MOST_STEPS:  # else counting is faster than sorting
-        steps, counts = np.unique(differences, return_counts=True)
-        return dict(zip(steps.tolist(), counts.tolist(), strict=True))
-    counts = np.bincount(differences - low)
-    return {int(place) + low: int(counts[place]) for place in np.flatnonzero(counts)}
+    steps, counts = np.unique(differences, return_counts=True)
+    return dict(zip(steps.tolist(), counts.tolist(), strict=True))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from qtrace.data.pixels import MOST_PIXELS, decode, dimensions
+from qtrace.config.qconfig import MOST_PIXELS
+from qtrace.data.images import decode, dimensions
 from qtrace.errors import DataError
 from tests.each import each_of
 

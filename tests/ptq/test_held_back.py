@@ -100,7 +100,7 @@ def test_an_overfit_to_a_few_images_is_refused(ptq: tuple[Any, ...], monkeypatch
     assert re.search("held-back batch the error (rises|changes) by", shown)
     weights = [model.a.weight.numpy() for model in (prepared, plain)]
     np.testing.assert_array_equal(*weights)
-    monkeypatch.setattr(room, "_HELD_EVERY", 9)  # the same images change the layer if none is held back
+    monkeypatch.setattr(room, "HELD_EVERY", 9)  # the same images change the layer if none is held back
     _, report = _report(ptq, batches)
     assert "a_out" in "\n".join(report["changed"])
 

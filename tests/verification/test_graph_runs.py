@@ -17,7 +17,7 @@ import qtrace
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.phases import in_phase
 from qtrace.targets.onnxruntime.runtime import OnnxSession
-from qtrace.verification import graph_runs, runs, tallies
+from qtrace.verification import graph_runs, runs
 from qtrace.verification.graph_runs import FloatLane, Lanes, TakingLane
 from qtrace.verification.other_sizes import _mirrored
 from qtrace.verification.runtimes.base import RuntimeRun
@@ -48,7 +48,7 @@ class _Shifted(FirstOfEquals):
 
 @pytest.mark.parametrize("most", [0, 1 << 20])
 def test_each_lane_has_the_outputs_of_its_own_run(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_runs, "_MOST_FIXED_BYTES", most)
+    monkeypatch.setattr(graph_runs, "PART_BYTES", most)
     model, x = _converted(), Tensor(images(3, 3, 8, 8, seed=5))
     kinds = (FirstOfEquals, _Shifted, FloatLane)
     rounded, shifted, exact = (
@@ -134,9 +134,7 @@ def test_what_a_file_moves_of_a_parameter_is_compared_and_blamed_on_the_file(tmp
     assert report.cross_check[1].side == "runtime"
 
 
-@pytest.mark.parametrize("most", [1, 1 << 17])
-def test_differences_are_counted_as_they_are_sorted(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tallies, "_MOST_STEPS", most)
+def test_differences_are_counted() -> None:
     for kind in (np.uint8, np.uint16):
         graph = np.array([0, 0, 255, 7, 7, 7, *[0] * 400], kind)
         runtime = np.array([255, 0, 0, 9, 9, 6, *[0] * 400], kind)
@@ -190,11 +188,11 @@ class _ShiftedTaking(_Taking):
     shift = 0.25
 
 
-@each_of("behind", [0, 3, 100])
+@each_of("most", [0, 1 << 13, 1 << 30])
 def test_a_lane_takes_results_where_its_inputs_are_its_own(
-    behind: int, monkeypatch: pytest.MonkeyPatch
+    most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graph_runs, "_MOST_WAITING", behind)
+    monkeypatch.setattr(graph_runs, "PART_BYTES", most)
     model, x = _converted(), Tensor(images(3, 3, 8, 8, seed=5))
     kinds = (FirstOfEquals, _ShiftedTaking, FloatLane, _Taking)
     run = Lanes(model, {"relu_out_q", "relu_out_1_q"})

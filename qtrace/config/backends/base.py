@@ -94,7 +94,7 @@ class Backend:
         float_kernels: the ops among ``ops`` that the runtime computes in float between rounded tensors, with
             the same resulting integers.
         without_kernels: the types of ONNX nodes that the runtime computes slowly, by a reference, or not at
-            all, so that the file has simpler ones in their place or is refused.
+            all. The file has simpler ones in their place, or is refused.
         float_results: the ops whose integer kernels write floats at no cost, where no function follows.
         integer_layers: whether the kernels of layers give only integers: a layer whose result must not be
             rounded is computed in float.
@@ -105,8 +105,8 @@ class Backend:
             are faster so: a file that is slower than float is then not what it asks for.
         biases: how a layer adds its bias: as an int32 at the scale of the accumulator, as a float, or rounded
             by a scheme of its own.
-        computed_weights: what becomes of a layer whose weight or bias depends on an input of the model: it is
-            "rounded" if its scheme allows, else in float, always in "float", or "refused".
+        computed_weights: what becomes of a layer whose weight or bias depends on an input of the model. It is
+            "rounded" if its scheme allows, else in float; always in "float"; or "refused".
         added_unrounded: the layers whose result a later sum adds before it is rounded, in one kernel.
         rounds_for_readers: whether a result is rounded only if an op on integers reads it.
         weights_per_tensor: the ops whose weight has one scale, whatever the scheme says.

@@ -211,7 +211,7 @@ class Gelu(CompositeRule):
     """GELU by the error function: ``0.5 * x * (1 + erf(x / sqrt(2)))``.
 
     Source: Hendrycks and Gimpel 2016, "Gaussian error linear units". PyTorch before opset 20 and Paddle write
-    Div, Erf, Add, Mul, Mul; tf2onnx and models by hand put the factor 0.5 elsewhere, or write
+        Div, Erf, Add, Mul, Mul. Tf2onnx and models by hand put the factor 0.5 elsewhere, or write
     ``x * (0.5 + 0.5 * erf)``.
     """
 

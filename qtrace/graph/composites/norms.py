@@ -234,7 +234,8 @@ class GroupNorm(CompositeRule):
     """Group norm: a standardization of each group of channels, then a number per channel as weight and bias.
 
     Source: Wu and He 2018, "Group normalization". PyTorch writes a reshape to (N, G, ...), an instance norm
-    with weights 1 and biases 0, a reshape back, a product and a sum; TensorFlow and models by hand write the
+        with weights 1 and biases 0, a reshape back, a product and a sum. TensorFlow and models by hand write
+        the
     means.
     """
 

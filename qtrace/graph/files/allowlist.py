@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import sys
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
@@ -21,7 +22,7 @@ from megengine.module import Module
 
 from qtrace import plugins
 from qtrace.errors import ConfigError
-from qtrace.plugins.installed import OP_RULES, installed
+from qtrace.plugins import OP_RULES, installed
 
 __all__ = [
     "FUNCTIONS",
@@ -331,8 +332,10 @@ def installed_names(package: str) -> frozenset[str]:
 DEPTH = 100
 """How deeply containers, argument structures and modules of a file may be nested."""
 
+OBJECT_BYTES = sys.getsizeof({})
+"""Bytes that an object of a file takes at least."""
+
 ENTRY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\Z")
-_LONGEST_HINT = 400  # a longer name is no class of anybody's
 
 _LISTS = {
     "type": TYPES,
@@ -495,7 +498,7 @@ def refused(does: str, key: str) -> RefusedError:
     """The refusal of a name, and what to do about it."""
     hint = (
         f"; if you trust the file, allow it with --allow {key}, in Python with load(..., allow=[{key!r}])"
-        if ENTRY.match(key) and len(key) <= _LONGEST_HINT
+        if ENTRY.match(key) and shown(key) == key
         else ""
     )
     return RefusedError(f"it {does} {shown(key)}, which is not on the allow-list{hint}")

@@ -41,7 +41,7 @@ from qtrace.scheme import QScheme
 
 __all__ = ["check_attributes"]
 
-_LARGEST, _LARGEST_FLOAT = 2**31 - 1, 3.4e38
+_LARGEST, _LARGEST_FLOAT = int(np.iinfo(np.int32).max), float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from inspect import FullArgSpec
 from typing import Any
@@ -32,7 +32,7 @@ from megengine.traced_module.expr import Apply, CallFunction, CallMethod, Consta
 from megengine.traced_module.node import ModuleNode, TensorNode
 from megengine.traced_module.pytree import SUPPORTED_TYPE, ArgsIndex, LeafDef, TreeDef, _leaf_type
 
-from qtrace.graph.files.allowlist import DEPTH, AllowList, LoadBudget, RefusedError, shown
+from qtrace.graph.files.allowlist import DEPTH, OBJECT_BYTES, AllowList, LoadBudget, RefusedError, shown
 
 __all__ = ["Devices", "DtypeMetas", "Rule", "only", "weight"]
 
@@ -137,7 +137,6 @@ class Keys:
 _PLAIN = (bool, int, float, str, bytes, bytearray, type(None), type(Ellipsis), np.ndarray, type)
 _OBJECTS = (np.generic, np.dtype, CompNode, QuantMode, OpDef, type)
 _SLOTS = frozenset((*QParams.__slots__, *LSQParams.__slots__))
-_PRINTED_ITEMS = 1000  # numpy prints no more than these of an array
 
 
 class Trees:
@@ -202,7 +201,9 @@ class Trees:
         self.check_constant(value)
         if isinstance(value, np.dtype):
             leaf.type = _leaf_type(value)  # the class of a dtype depends on numpy's version
-        return len(kinds) + (min(value.size, _PRINTED_ITEMS) if isinstance(value, np.ndarray) else 0)
+        return len(kinds) + (
+            min(value.size, np.get_printoptions()["threshold"]) if isinstance(value, np.ndarray) else 0
+        )
 
     def _check_tree(self, tree: TreeDef) -> None:
         kind, aux, children = tree.__dict__.get("type"), tree.__dict__.get("aux_data"), tree.children_defs
@@ -257,8 +258,8 @@ class Trees:
 # Rules for single values: tensors, devices, dtypes of quantization, signatures, and calls of plain types.
 
 CODES = frozenset("b1 i1 i2 i4 i8 u1 u2 u4 u8 f2 f4 f8 c8 c16".split())  # noqa: SIM905 (shorter than a list)
-_LARGEST_SCALE = 3.5e38
-_LARGEST_DIM = 2**40
+_LARGEST_SCALE = float(np.finfo(np.float32).max)
+_LARGEST_DIM = int(np.iinfo(np.int32).max)
 TEXT = re.compile(r"[SU][0-9]{1,4}\Z")
 OWN = {pybfloat16: bfloat16, pyintb1: intb1, pyintb2: intb2, pyintb4: intb4}
 
@@ -342,12 +343,13 @@ def from_buffer(*args: Any) -> np.ndarray:
     return np.frombuffer(raw, dtype).reshape(shape, order=order)
 
 
+def are_sizes(shape: Sequence[Any]) -> bool:
+    """Returns whether a shape has only sizes that a tensor may have."""
+    return all(type(n) is int and 0 <= n <= _LARGEST_DIM for n in shape)
+
+
 def _check_array(shape: Any, dtype: Any, size: int) -> None:
-    plain = (
-        type(shape) is tuple
-        and len(shape) <= 32
-        and all(type(n) is int and 0 <= n < _LARGEST_DIM for n in shape)
-    )
+    plain = type(shape) is tuple and len(shape) <= 32 and are_sizes(shape)
     if not plain or not isinstance(dtype, np.dtype) or dtype.hasobject:
         raise RefusedError("a numpy array in it lacks a plain shape and dtype")
     if math.prod(shape) * dtype.itemsize != size:
@@ -442,8 +444,6 @@ Rule = Callable[..., Any]
 
 _DEVICE = re.compile(r"[a-z]{3,12}[0-9]{0,9}(:[0-9]{1,9})?\Z")
 _KEPT_DEVICE = re.compile(r"[a-z]{3,12}[0-9]{0,3}(:[0-9]{1,3})?\Z")
-_MANY_METAS = 1000
-_TENSOR = 64  # bytes that a tensor takes besides its data
 
 
 class Devices:
@@ -489,8 +489,6 @@ class DtypeMetas:
         known = len(fields) == 6 and isinstance(fields[1], (str, type(None))) and type(fields[5]) is bool
         if not known or not all(type(n) is str and n for n in names) or not all(_fits_64(b) for b in bounds):
             raise RefusedError(f"a quantized dtype in it is {shown(fields)}")
-        if len(self._known) > _MANY_METAS:
-            raise RefusedError(f"it has more than {_MANY_METAS} quantized dtypes")
         meta = QuantDtypeMeta(*fields)
         return self._known.setdefault(tuple(meta), meta)
 
@@ -550,7 +548,7 @@ def tensor(cls: type[Tensor], budget: LoadBudget, devices: Devices) -> Rule:
         shape = len(args) == 3 and type(args[0]) is np.ndarray and isinstance(args[1], np.dtype)
         if not shape or type(args[2]) is not str:
             raise RefusedError(f"it makes a {cls.__name__} from something that is not data, dtype and device")
-        budget.take(_TENSOR + args[0].size * max(args[0].itemsize, args[1].itemsize))
+        budget.take(OBJECT_BYTES + args[0].size * max(args[0].itemsize, args[1].itemsize))
         device = devices.name(args[2])
         return cls.__new__(cls, args[0], args[1], device)  # type: ignore[call-overload]
 

@@ -1,7 +1,7 @@
 """Puts a loaded TracedModule together, as MegEngine does but in linear time, and checks what it would run.
 
-MegEngine, and every room of qtrace, trusts a graph. It trusts that a node is there before it is read, that
-the structure of a call's arguments has as many leaves as the call has arguments, that names are names. Here
+MegEngine, and every room of qtrace, trusts a graph. It trusts that a node is there before it is read, and
+that names are names. The structure of a call's arguments has as many leaves as the call has arguments. Here
 is the one place where a file has to prove it.
 """
 
@@ -46,7 +46,7 @@ from megengine.traced_module.traced_module import InternalGraph, NameSpace
 
 from qtrace.graph.files import allowlist
 from qtrace.graph.files.allowlist import DEPTH, LoadBudget, RefusedError, shown
-from qtrace.graph.files.plain_values import EXPRS, NODES, Trees
+from qtrace.graph.files.plain_values import EXPRS, NODES, Trees, are_sizes
 
 __all__ = ["Validator", "check_calls", "restore"]
 
@@ -280,7 +280,6 @@ def _check_method(expr: CallMethod) -> None:
 _PATTERN = re.compile(r"[*+?{}()|^$\\\[\]]")  # MegEngine makes a regular expression of a graph's name
 _VERSION = re.compile(r"[0-9A-Za-z.+_-]{1,64}\Z")
 _LONGEST_NAME = 10_000
-_LARGEST_DIM = 2**40
 _BODIES = (Apply, CallFunction, CallMethod, Constant, GetAttr)
 
 
@@ -533,9 +532,7 @@ def _forget_others(graph: InternalGraph, known: set[int]) -> None:
 
 def _check_tensor_node(node: TensorNode) -> None:
     shape, dtype, device, params = node._shape, node._dtype, node._device, node._qparams
-    if shape is not None and not (
-        type(shape) in (tuple, list) and all(type(n) is int and 0 <= n < _LARGEST_DIM for n in shape)
-    ):
+    if shape is not None and not (type(shape) in (tuple, list) and are_sizes(shape)):
         raise RefusedError(f"the shape of the node {_called(node)} in it is {shown(shape)}")
     if dtype is not None and not (
         isinstance(dtype, np.dtype)

@@ -28,7 +28,15 @@ from megengine.traced_module.serialization import _ModuleState
 from megengine.traced_module.traced_module import InternalGraph, NameSpace
 
 from qtrace.graph.files import allowlist, plain_values
-from qtrace.graph.files.allowlist import AllowList, LoadBudget, Ref, RefusedError, refused, shown
+from qtrace.graph.files.allowlist import (
+    OBJECT_BYTES,
+    AllowList,
+    LoadBudget,
+    Ref,
+    RefusedError,
+    refused,
+    shown,
+)
 from qtrace.graph.files.plain_values import (
     Keys,
     Pending,
@@ -74,7 +82,6 @@ FIELDS: dict[type, frozenset[str]] = {
         Device: "_cn _logical_name",
     }.items()
 }
-_OBJECT = 64  # bytes that an object takes at least
 
 
 class Rules:
@@ -131,7 +138,7 @@ class Rules:
     def new(self, cls: Any, args: Any) -> Any:
         """A bare instance of a class (NEWOBJ)."""
         target, key, kind = self._identify(cls)
-        self.budget.take(_OBJECT)
+        self.budget.take(OBJECT_BYTES)
         if type(args) is not tuple or not isinstance(target, type):
             raise RefusedError("it makes an instance of something that is no class")
         if kind == "extra":
@@ -151,7 +158,7 @@ class Rules:
             return target(*args)
         if key not in allowlist.REDUCERS:
             raise RefusedError(f"it calls {key} while loading")
-        self.budget.take(_OBJECT + plain_values.weight(args))
+        self.budget.take(OBJECT_BYTES + plain_values.weight(args))
         return self._call[key](*args)
 
     def build(self, instance: Any, state: Any) -> Any:

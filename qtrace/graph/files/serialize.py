@@ -1,11 +1,11 @@
 """Saving and loading of traced, prepared and converted models, whose modules are checked.
 
-A saved model is the file that ``megengine.save`` writes: a pickle of the TracedModule, here after a head
-with its checksum. A pickle is a program, so ``load`` does not hand it to Python's unpickler.
-It runs the file on a machine that can only build data (``unpickle.py``), which makes objects by the rules
-of ``rules.py`` from the exact names of ``allowlist.py`` and the names that the caller adds. When the file
-was read to its end, its modules and graphs (``restore.py``) are checked once and restored
-(``restore.py``), so that running it calls only listed functions, listed tensor methods and listed modules.
+A saved model is the file that ``megengine.save`` writes: a pickle of the TracedModule, here after a head with
+its checksum. A pickle is a program, so ``load`` does not hand it to Python's unpickler. It runs the file on a
+machine that can only build data (``unpickle.py``). It makes objects by the rules of ``rules.py`` from the
+exact names of ``allowlist.py`` and the names that the caller adds. When the file was read to its end, its
+modules and graphs (``restore.py``) are checked once and restored. So running it calls only listed functions,
+listed tensor methods and listed modules.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from qtrace.graph.files.rules import Rules
 from qtrace.graph.files.unpickle import PickleMachine
 from qtrace.graph.interpreter import name_failures
 from qtrace.graph.notes import attach_lines, detach_lines
+from qtrace.graph.tensors import PART_BYTES
 from qtrace.graph.tracing.hazards import debugging_marks
-from qtrace.plugins.arguments import check_arguments
-from qtrace.process.memory import paused_collector
-from qtrace.process.threads import on_engine_thread
+from qtrace.plugins.options import check_arguments
+from qtrace.process import on_engine_thread, paused_collector
 from qtrace.scheme import QParams, QScheme
 from qtrace.storage.files import kind_of, problem, replacing
-from qtrace.storage.ownership import foreign
+from qtrace.storage.outputs import foreign
 
 __all__ = ["SIZE", "check_modules", "check_seal", "dump", "load", "save", "sealing"]
 
@@ -170,7 +170,6 @@ def _check_quantization(value: QScheme | QParams) -> None:
 _NUMBERS = struct.Struct("<QI")  # length and CRC-32 of what follows
 _MARK = b"qtrace"
 _BEGIN = pickle.PROTO + b"\x04" + pickle.SHORT_BINBYTES + bytes([len(_MARK) + _NUMBERS.size]) + _MARK
-_LIKE = 3  # bytes of the eight after the protocol; a pickle without a head shares one at most
 SIZE = len(_BEGIN) + _NUMBERS.size + len(pickle.POP)
 
 
@@ -215,7 +214,9 @@ def check_seal(data: Any) -> int:
         DamagedError: when the file is not as it was written.
     """
     if data[: len(_BEGIN)] != _BEGIN:
-        if sum(have == want for have, want in zip(data[2 : len(_BEGIN)], _BEGIN[2:], strict=False)) >= _LIKE:
+        if (
+            sum(have == want for have, want in zip(data[2 : len(_BEGIN)], _BEGIN[2:], strict=False)) > 1
+        ):  # as a pickle without a head
             raise DamagedError("it is damaged: its first bytes are not quite those that qtrace.save writes")
         return 0
     head = data[len(_BEGIN) : SIZE]
@@ -230,9 +231,6 @@ def check_seal(data: Any) -> int:
     if actual != checksum or head[-1:] != pickle.POP:
         raise DamagedError("it is damaged: its bytes are not those that were written")
     return SIZE
-
-
-BIG = 64 << 20
 
 
 @check_arguments
@@ -296,7 +294,7 @@ def load(path: str | os.PathLike[str], allow: Iterable[str] = (), keep_devices: 
         raise DataError(wrong)
     names = AllowList(allow)
     try:
-        with _contents(path) as data, paused_collector(collect_first=len(data) > BIG):
+        with _contents(path) as data, paused_collector(collect_first=len(data) > PART_BYTES):
             rules = Rules(names, LoadBudget(len(data)), keep_devices)
             model = PickleMachine(data, rules).run(check_seal(data))
             if type(model) is TracedModule:

@@ -20,8 +20,6 @@ from qtrace.graph.files.rules import Pending, Rules
 Handler = Callable[[int], int]
 
 STOP, PROTO = ord("."), ord("\x80")
-_LONGEST_INTEGER = 255  # bytes; to write one as a decimal number takes the square of its length
-_SET = 256  # bytes that an empty set takes, which is one byte of a pickle
 
 
 class PickleMachine:
@@ -120,18 +118,15 @@ def _scalars(machine: PickleMachine) -> dict[str, Handler]:
 
         return handler
 
-    def long(layout: str) -> Handler:
-        unpack, head = struct.Struct(layout).unpack, struct.calcsize(layout)
+    def long(position: int) -> int:
+        start = position + 1
+        size = data[position]
+        push(int.from_bytes(take(start, size), "little", signed=True))
+        return start + size
 
-        def handler(position: int) -> int:
-            start = position + head
-            size = unpack(take(position, head))[0]
-            if size > _LONGEST_INTEGER:
-                raise RefusedError(f"it holds an integer of {size} bytes")
-            push(int.from_bytes(take(start, size), "little", signed=True))
-            return start + size
-
-        return handler
+    def huge(position: int) -> int:  # to write one as a decimal number takes the square of its length
+        size = int.from_bytes(take(position, 4), "little")
+        raise RefusedError(f"it holds an integer of {size} bytes")
 
     return {
         "\x95": lambda position: position + 8,  # FRAME: how many bytes follow, a hint for readers of streams
@@ -142,8 +137,8 @@ def _scalars(machine: PickleMachine) -> dict[str, Handler]:
         "M": fixed("<H"),
         "J": fixed("<i"),
         "G": fixed(">d"),
-        "\x8a": long("B"),
-        "\x8b": long("<I"),
+        "\x8a": long,
+        "\x8b": huge,
     }
 
 
@@ -232,7 +227,7 @@ def _containers(machine: PickleMachine) -> dict[str, Handler]:
         ")": empty(tuple),
         "]": empty(list),
         "}": empty(dict),
-        "\x8f": empty(set, _SET),
+        "\x8f": empty(set, sys.getsizeof(set())),
         "(": mark,
         "t": tuple_from_mark,
         "\x85": tuple_of(1),

@@ -1,10 +1,10 @@
 """Copies of views for MegEngine's broadcasting kernels, which compute wrong values from views on CPU.
 
-On CPU, MegEngine 1.13 computes ``a + b`` wrong if ``b`` is broadcast along the first axes only, as a grid or
-a vector is, and ``a`` is a view whose rows do not follow each other in memory, such as ``x[..., :2]``. The
-kernel takes ``a`` for contiguous. The same holds for ``- * / **``, maximum and minimum, in eager mode and
-under ``jit.trace``, and for the gradient of ``* / **`` where the gradient that arrives is such a view. Such
-views come after a concatenation, a stack or a sum over the first axes.
+On CPU, MegEngine 1.13 computes ``a + b`` wrong if two things meet. ``b`` is broadcast along the first axes
+only, as a grid or a vector is. And ``a`` is a view whose rows do not follow each other in memory, such as
+``x[..., :2]``. The kernel takes ``a`` for contiguous. The same holds for ``- * / **``, maximum and minimum,
+in eager mode and under ``jit.trace``. It also holds for the gradient of ``* / **`` where the gradient that
+arrives is such a view. Such views come after a concatenation, a stack or a sum over the first axes.
 
 LayerNorm's gradient asserts that its input is laid out as its result: it stops with an AsyncError at the view
 ``x[:, 0:1]`` of a single sample.

@@ -89,14 +89,14 @@ def _by_name(kwargs: dict[str, Any]) -> str:
 
 
 @contextmanager
-def engine_for_tracing(async_level: int) -> Iterator[None]:
-    """Limits MegEngine's ``async_level`` within the block, and restores the tracer after an exception."""
+def engine_for_tracing() -> Iterator[None]:
+    """Sets MegEngine's ``async_level`` to 0 within the block; restores the tracer after an exception."""
     level, default_check, depth = (
         mge.config.async_level,
         tm_config._enable_default_checker,
         len(AutoNaming.scopes),
     )
-    mge.config.async_level = min(level, async_level)
+    mge.config.async_level = 0
     # qtrace compares on other inputs; MegEngine's own comparison on the example costs another forward.
     tm_config._enable_default_checker = False
     try:

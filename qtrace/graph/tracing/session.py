@@ -204,7 +204,7 @@ class Tracing:
                 other = example_inputs.vary(self.inputs, high=True, extra=extra)
                 try:
                     # Where shapes may not fit, one op at a time: a kernel after a failed one can crash.
-                    with engine_for_tracing(async_level=0):
+                    with engine_for_tracing():
                         expected = self._results(other)
                 except _ForwardError:  # nothing to compare
                     continue
@@ -238,7 +238,7 @@ class Tracing:
         extras = {1 - batch, batch + 2, 3 * batch} - {0} if changed else set()
         for extra in sorted(extras):
             more = example_inputs.vary(self.inputs, high=False, extra=extra)
-            with contextlib.suppress(_ForwardError), engine_for_tracing(async_level=0):
+            with contextlib.suppress(_ForwardError), engine_for_tracing():
                 if _run_and_compare(traced, more, self._results(more)) is not None:
                     close_reshapes(changed)
                     return
@@ -251,7 +251,7 @@ class Tracing:
             return []
         other = example_inputs.enlarge(self.inputs)
         try:
-            with engine_for_tracing(async_level=0):
+            with engine_for_tracing():
                 expected = self._results(other)
         except _ForwardError:  # the module has this size, too
             return self._wrongly_open(traced, other)
@@ -288,7 +288,7 @@ class Tracing:
                 f"by itself ({error})"
             ) from error
         try:
-            with engine_for_tracing(async_level=0):
+            with engine_for_tracing():
                 expected = self._results(inputs)
         except _ForwardError as error:
             cause = error.__cause__ or error

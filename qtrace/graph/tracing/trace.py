@@ -28,8 +28,8 @@ from qtrace.graph.tracing.running import as_module, check_signature, engine_for_
 from qtrace.graph.tracing.session import Tracing
 from qtrace.graph.tracing.tracer import Tracer, check_leaves, describe_unused_leaves, keep_leaves
 from qtrace.graph.walk import describe_path
-from qtrace.plugins.arguments import check_arguments
-from qtrace.process.threads import on_engine_thread
+from qtrace.plugins.options import check_arguments
+from qtrace.process import on_engine_thread
 
 __all__ = ["trace"]
 
@@ -72,7 +72,7 @@ def trace(
         gradients: whether the trace must have the gradients of the module. False for a trace that is never
             trained: custom autodiff Functions are traced through, and their own gradients are lost.
         allow_branch: lines of ``forward``, as ``FILE:LINE``, that may read a value of the data as a Python
-            value, such as in ``if x.max() > 1``: the trace keeps what it is for the example. Where one does,
+            value, such as in ``if x.max() > 1``. The trace keeps what it is for the example. Where one does,
             ``check`` compares on the example only.
         leaves: module classes and functions of your own that stay one call each, such as ``[MyOp]``. A class
             means only its own instances, not a subclass's. A function stands at the top level of a file.
@@ -80,10 +80,10 @@ def trace(
             in ``allow``.
         also: other examples that the same graph must serve, such as other sizes of images: each a tuple of
             inputs, a dict of inputs by name, or the one input. The trace is compared with the module on each.
-        dynamic: axes of inputs that stay open, such as ``{"x": {0: "N", 2: "H", 3: "W"}}``: name of an input
-            that is a Tensor -> axis -> name of its size. Axes of one name have one size. The trace is
-            compared with the module at two other sizes; `export` declares the axes under these names. Without
-            it, only the batch is open.
+        dynamic: axes of inputs that stay open, such as ``{"x": {0: "N", 2: "H", 3: "W"}}``. It maps the name
+            of an input that is a Tensor -> axis -> name of its size. Axes of one name have one size. The
+            trace is compared with the module at two other sizes; `export` declares the axes under these
+            names. Without it, only the batch is open.
         fixed: arguments of ``forward`` that are no inputs of the trace, by name, such as ``{"mode": 2}``: the
             trace keeps what they choose.
         tracer: an object of a subclass of `Tracer` that says which modules stay one call each, and what a
@@ -96,9 +96,9 @@ def trace(
         tensors.
 
     Warns:
-        QtraceWarning: when None or a number is omitted, a value that forward keeps on itself is lost, a leaf
-            is never called, an op gives NaN or infinity for finite inputs on the example, or the trace holds
-            a size as a number and is wrong at other sizes.
+        QtraceWarning: when None or a number is omitted, a value that forward keeps on itself is lost, or a
+            leaf is never called. Also when an op gives NaN or infinity for finite inputs on the example, or
+            the trace holds a size as a number and is wrong at other sizes.
 
     Raises:
         TraceError: when the module cannot be traced faithfully, or one graph cannot serve all examples; the
@@ -158,5 +158,5 @@ def _traced(check: bool, *arguments: Any) -> tuple[TracedModule, list[str]]:
     """Traces with `Tracing(*arguments)`."""
     # F.arange and F.linspace race when several are queued: a verdict counts only without a queue, and
     # F.gather, which computes its places by them, ends the process where one lies outside.
-    with engine_for_tracing(async_level=0):
+    with engine_for_tracing():
         return Tracing(*arguments).run(check)

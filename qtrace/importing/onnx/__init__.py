@@ -57,10 +57,9 @@ from qtrace.importing.onnx.rewriting import (
     store_copies,
     without_strings,
 )
-from qtrace.plugins.arguments import check_arguments
+from qtrace.plugins.options import check_arguments
 from qtrace.preparation.passes.quantized_file import quantize_as_file
-from qtrace.process.memory import paused_collector
-from qtrace.process.threads import on_engine_thread
+from qtrace.process import on_engine_thread, paused_collector
 from qtrace.storage.files import parse_document
 
 __all__ = ["declared_axes", "declared_inputs", "from_onnx", "open_inputs", "read_onnx"]

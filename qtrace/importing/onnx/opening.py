@@ -28,9 +28,8 @@ from qtrace.graph.origin import read_origin
 from qtrace.graph.types import Node, TensorNode, TracedModule
 from qtrace.importing.onnx.importer import KEPT_WHERE_OPEN
 from qtrace.importing.onnx.inputs import InputShape, axes_of, fix_axes, open_sizes, resize_inputs
-from qtrace.onnxfile.external_data import load_model, read_model
 from qtrace.onnxfile.local_session import OrtSession, SessionError, SessionSettings
-from qtrace.onnxfile.model import limit_loops, own_operators
+from qtrace.onnxfile.model import read_ending
 from qtrace.onnxfile.sessions import open_session
 
 __all__ = ["Opened", "UnsupportedNodesError", "build_open", "open_axes_of"]
@@ -415,11 +414,7 @@ class _FileRuns:
         if not self._opened and self._file is not None and installed:
             # A file that it does not take is compared only in MegEngine.
             with contextlib.suppress(SessionError):
-                source: Path | bytes = self._file
-                if "Loop" in own_operators(read_model(self._file).graph):
-                    model, folder = load_model(self._file)
-                    limit_loops(model.graph)
-                    source = self._file if folder else model.SerializeToString()
+                source = read_ending(self._file)
                 self._session = open_session(source, SessionSettings(optimize=False, as_megengine=True))
         self._opened = True
         return self._session

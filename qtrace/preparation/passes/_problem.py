@@ -120,8 +120,8 @@ def _leads_to_conv(view: View, start: Expr) -> bool:
 def op_shape(call: OpCall) -> OpShape:
     """Returns what the time of ``call`` depends on.
 
-    The weight of a grouped convolution loses its leading axis: it is (outputs, inputs / groups, height,
-    width), or (inputs, outputs / groups, height, width) if it is transposed, as runtimes store it.
+    The weight of a grouped convolution loses its leading axis, as runtimes store it. It is (outputs, inputs /
+    groups, height, width), or (inputs, outputs / groups, height, width) if it is transposed.
     """
     groups = int(call.attrs.get("groups", 1))
     weight = () if call.weight is None else shape_of(call.weight)
@@ -331,7 +331,7 @@ class _Builder:
 
     def _is_ordinary(self, choice: Choice) -> bool:
         """Returns whether the times of the table, which are for 8 bits, hold for ``choice``."""
-        return choice.activation.bits == 8 and choice.weight.bits <= 8 and choice.output is None
+        return choice.activation.scheme.bits == 8 and choice.weight.scheme.bits <= 8 and choice.output is None
 
     def tensors(self) -> Iterator[Tensor]:
         """Yields the values that ops or the graph's inputs give, each with its readers."""

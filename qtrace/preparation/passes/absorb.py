@@ -1,8 +1,8 @@
 """Absorbs constant factors and sums into the weights and biases of the layers around them.
 
-A product, quotient, sum or difference with stored numbers, one for a tensor or one for each channel, is a
-map ``x * gain + shift``, and so is a BatchNorm in evaluation. It passes through moves, poolings, concats and,
-if it is a positive factor, through ReLUs.
+A product, quotient, sum or difference with stored numbers, one for a tensor or one for each channel, is a map
+``x * gain + shift``. So is a BatchNorm in evaluation. It passes through moves, poolings, concats and, if it
+is a positive factor, through ReLUs.
 
 Towards the inputs, ``conv(x) * g + s = conv(x. W * g) + (b * g + s)`` for each output channel. Towards the
 outputs, ``conv(x * g + s) = conv(x; w * g) + (b + w . s)`` for each input channel, where no padding is read

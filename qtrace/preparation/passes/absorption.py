@@ -15,6 +15,7 @@ from qtrace.graph.flatten import set_parameter
 from qtrace.graph.interpreter import interpret
 from qtrace.graph.types import Expr, GetAttr, ModuleNode, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module, output_index, owner
+from qtrace.numerics import EXACT_INTEGERS
 from qtrace.ops import OpCall
 from qtrace.preparation.passes.folding import bias_shape, free_bias
 
@@ -132,7 +133,6 @@ MOVES = (
     *_SAME_ORDER,
     *("transpose", "swapaxes", "split", "getitem", "repeat", "tile", "roll", "pixel_shuffle", "broadcast_to"),
 )
-_LARGEST_INDEX = 1 << 24  # float32 counts exactly up to here
 
 
 def element_places(call: OpCall, out: TensorNode) -> np.ndarray | None:
@@ -149,7 +149,7 @@ def element_places(call: OpCall, out: TensorNode) -> np.ndarray | None:
     if call.kind in _SAME_ORDER:
         return places.reshape(tuple(int(n) for n in out.shape))
     others = [n for n in call.expr.inputs if n is not x and not isinstance(n, ModuleNode)]
-    if others or count > _LARGEST_INDEX:
+    if others or count > EXACT_INTEGERS:
         return None
     module, values = owner(call.expr), Tensor(places.astype(np.float32))
     inputs = [module if isinstance(n, ModuleNode) else values for n in call.expr.inputs]
@@ -381,7 +381,7 @@ def _shape(node: TensorNode) -> tuple[int, ...]:
 # Layers that take a map ``x * gain + shift`` of their result or of their input into weight and bias.
 
 LAYERS = ("conv1d", "conv2d", "conv_transpose2d", "linear")
-_LARGEST = 3.4e38  # of float32
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)

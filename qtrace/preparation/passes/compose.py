@@ -114,7 +114,7 @@ PIECES = {
 
 # Removes ops that change no value, such as ``x + 0``.
 
-_NEUTRAL = {"add": 0.0, "sub": 0.0, "mul": 1.0, "div": 1.0, "pow": 1.0}
+_SUMS, _PRODUCTS = ("add", "sub"), ("mul", "div", "pow")
 _EITHER_SIDE = ("add", "mul")
 # Their kernels give memory of their own; any other op may give the Tensor that it reads, as dropout does.
 _COMPUTING = (Role.COMPUTE, Role.ELEMENTWISE, Role.ACTIVATION, Role.NORM)
@@ -146,8 +146,9 @@ def drop_neutral(traced: TracedModule) -> PassResult:
 
 
 def _is_neutral(call: OpCall) -> bool:
-    number = call.attrs.get("scalar")
-    if number is None or _NEUTRAL.get(call.kind) != number or len(call.inputs) != 1:
+    if call.kind not in (*_SUMS, *_PRODUCTS) or call.attrs.get("scalar") != int(call.kind in _PRODUCTS):
+        return False
+    if len(call.inputs) != 1:
         return False
     if call.attrs["side"] == "left" and call.kind not in _EITHER_SIDE:
         return False

@@ -3,7 +3,7 @@
 The functions have gradients, which the layers lack on CPU. The results differ by the order of sums.
 
 MegEngine adds a bias of one number to all channels, and ``bias[...] = 0`` leaves a parameter of one number.
-It also adds a bias of any other shape, such as one for each place of a map or for each sample: that is an op
+It also adds a bias of any other shape, such as one for each place of a map or for each sample. That is an op
 of its own in every runtime.
 
 The kernel ``Where``, which MegEngine cannot write into a file, is expanded as well. The modules stay in the

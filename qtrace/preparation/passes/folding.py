@@ -1,12 +1,12 @@
 """Folds a BatchNorm, or a stored scale and shift, into the conv or linear layer before it.
 
-With running mean m and variance v, ``bn(conv(x)) = conv(x. W * g) + (b - m) * g + beta`` where
-``g = gamma / sqrt(v + eps)`` scales the output channels (Jacob et al. 2018, "Quantization and Training of
-Neural Networks for Efficient Integer-Arithmetic-Only Inference", section 3.2). Computed in float64.
+With running mean m and variance v, ``bn(conv(x; W) + b)`` is ``conv(x; W * g) + (b - m) * g + beta``. Here
+``g = gamma / sqrt(v + eps)`` scales the output channels. See Jacob et al. 2018, "Quantization and Training of
+Neural Networks for Efficient Integer-Arithmetic-Only Inference", section 3.2. Computed in float64.
 
-``conv(x) * s + t = conv(x. W * s) + (b * s + t)``, where ``s`` and ``t`` are one number or one for each
-output channel, as in PP-LCNetV3's LearnableAffineBlock and in a frozen BatchNorm. A shift by itself is a bias
-that the network adds after the layer, as Paddle's exports do in squeeze-excitation blocks: on integers the
+``conv(x) * s + t = conv(x; W * s) + (b * s + t)``, where ``s`` and ``t`` are one number or one for each
+output channel. PP-LCNetV3's LearnableAffineBlock and a frozen BatchNorm are such. A shift by itself is a bias
+that the network adds after the layer, as Paddle's exports do in squeeze-excitation blocks. On integers the
 result would be rounded before it, too. Computed in float64.
 """
 
@@ -30,7 +30,6 @@ from qtrace.preparation.passes._infinity import find_infinite
 from qtrace.preparation.passes.base import Left, PassResult
 
 __all__ = [
-    "BIAS_SHAPES",
     "Affine",
     "affine",
     "bias_shape",
@@ -44,15 +43,8 @@ __all__ = [
 
 # Folds BatchNorm into the conv or linear layer before it.
 
-BIAS_SHAPES = {
-    "conv1d": (1, -1, 1),
-    "conv2d": (1, -1, 1, 1),
-    "conv3d": (1, -1, 1, 1, 1),
-    "conv_transpose2d": (1, -1, 1, 1),
-    "conv_transpose3d": (1, -1, 1, 1, 1),
-    "linear": (-1,),
-}
-"""Kind of a layer that takes what follows it -> the shape of its bias, with -1 for the channels."""
+# Kinds of layers that take what follows them.
+_LAYERS = ("conv1d", "conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d", "linear")
 
 
 @dataclass(frozen=True)
@@ -116,7 +108,7 @@ def fuse_bn(traced: TracedModule) -> PassResult:
 def _find_own_obstacle(traced: TracedModule, calls: dict[Expr, OpCall], bn: OpCall) -> str | None:
     """Returns the reason in ``bn`` and its layer why ``bn`` cannot be folded, as a clause, or None."""
     layer = calls.get(bn.inputs[0].expr)
-    if layer is None or layer.kind not in BIAS_SHAPES:
+    if layer is None or layer.kind not in _LAYERS:
         return "no conv or linear layer stands directly before it"
     if len(layer.out.users) > 1 or any(layer.out is n for n in traced.graph.outputs):
         return f"the output of {layer.out.name} is also used elsewhere"
@@ -206,8 +198,8 @@ def fold_affine(
         set_parameter(traced, path, Parameter((weight * outer.gain.reshape(shape)).astype(np.float32)))
         old = get_module(traced, bias_path).numpy() if layer.bias is not None else np.zeros(1, np.float32)
         bias = old.astype(np.float64).reshape(-1) * outer.gain + outer.shift
-        form = BIAS_SHAPES[layer.kind]
-        set_parameter(traced, bias_path, Parameter(bias.astype(np.float32).reshape(form)))
+        bias = bias.astype(np.float32).reshape(bias_shape(layer.kind))
+        set_parameter(traced, bias_path, Parameter(bias))
     if layer.bias is None:
         editor.set_argument(layer.expr, "bias", editor.get_attr(bias_path))
     return bias_path
@@ -215,7 +207,7 @@ def fold_affine(
 
 def bias_shape(kind: str) -> tuple[int, ...]:
     """Returns the shape of the bias of a kind of layer, with -1 for the channels."""
-    return BIAS_SHAPES[kind]
+    return (-1,) if kind == "linear" else (1, -1, *[1] * int(kind[-2]))  # such as conv_transpose2d
 
 
 def free_bias(traced: TracedModule, weight_path: str) -> str:
@@ -352,7 +344,7 @@ def _scaled_layer(
     A lone stored tensor, such as an embedding of positions, is taken only if it has one number a channel.
     """
     layer = calls.get(x.expr)
-    if layer is None or layer.kind not in BIAS_SHAPES:
+    if layer is None or layer.kind not in _LAYERS:
         return None
     stored = scale if shift is None else shift
     if len(read) == 1 and (stored is None or not _is_per_channel(layer, stored)):

@@ -2,11 +2,11 @@
 
 A concatenation of boxes, up to 600, and scores, up to 1, has one scale in every target: no score survives 256
 levels of 2.4 each. The ranges come from a run of the float graph on a few samples. A value is a candidate if
-one of its parts keeps fewer than 5 bits of its grid. Its parts are the inputs of the op that joins them, the
-slices that are taken of it, or the groups of columns of an output, or of a result that reaches an output
-through no other layer. Then only the value is rounded in another run: it stays in float if a group of
-columns of an output loses by that, and so do the ops that would round it again. What costs the outputs
-nothing, such as the unlike feature maps that a network joins, is rounded.
+one of its parts keeps fewer than 5 bits of its grid. Its parts are the inputs of the op that joins them, or
+the slices that are taken of it. They may also be the groups of columns of an output, or of a result that
+reaches an output through no other layer. Then only the value is rounded in another run. It stays in float if
+a group of columns of an output loses by that, and so do the ops that would round it again. What costs the
+outputs nothing, such as the unlike feature maps that a network joins, is rounded.
 
 Where a join that leaves the graph stays in float, so does the arithmetic after the last layers that ends in
 it, on targets whose layers give integers. It decodes boxes, and a grid for corners in pixels is coarser than
@@ -37,9 +37,8 @@ from qtrace.scheme import QScheme
 __all__ = ["find_mixed_ranges"]
 
 _LEAST_LEVELS = 32  # of a grid, 5 bits: a part with fewer is nearly lost
-_LIKE = (
-    8.0  # the ratio of ranges up to which a part loses its levels to a narrow scheme, and not to the others
-)
+# The ratio of ranges at which 8 bits keep these: more alike parts lose their levels to a narrow scheme.
+_LIKE = (np.iinfo(np.uint8).max + 1) / _LEAST_LEVELS
 _HARMLESS = (
     30.0  # dB that the worst group of an output keeps: rounding a value that costs no more is harmless
 )
@@ -227,7 +226,7 @@ class _Finder:
         if chain is None:
             return self.view.backend.activation
         choice = output_choice(self.view, chain)
-        return choice.output or choice.activation
+        return choice.output or choice.activation.scheme
 
     def only_leaves(self, node: TensorNode) -> bool:
         """Returns whether nothing but moves to the graph's outputs reads ``node``."""

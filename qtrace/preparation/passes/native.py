@@ -1,7 +1,7 @@
 """Gives the sites of a graph the scales that its model brings from MegEngine's own quantization.
 
-`locating` finds the nodes and parameters that these scales belong to, `fitting` writes a scale on the
-integers of the target, and `giving` chooses the scale of each group of sites.
+`locate` finds the nodes and parameters that these scales belong to. `bring_scales` writes each on the
+integers of the target, and chooses the scale of each group of sites.
 """
 
 from __future__ import annotations

@@ -50,7 +50,6 @@ __all__ = [
 ]
 
 _NO_NOISE = 1e-9  # of the outputs' power, 90 dB below: what is left when differences of sums are 0
-_SMALLEST_CHANGE = 0.05  # dB, in an explanation
 
 
 @dataclass(frozen=True)
@@ -273,10 +272,10 @@ def _describe_noise(total: float, change: float) -> str:
         return " and remove all noise" if total >= _NO_NOISE else ""
     if total < _NO_NOISE:
         return f" and add the only noise ({-10 * math.log10(total + change):.1f} dB SQNR)"
-    decibels = 10 * math.log10((total + change) / total)
-    if abs(decibels) < _SMALLEST_CHANGE:
+    decibels = f"{abs(10 * math.log10((total + change) / total)):.1f}"
+    if decibels == "0.0":
         return ""
-    return f" and {'add' if change > 0 else 'remove'} {abs(decibels):.1f} dB of noise"
+    return f" and {'add' if change > 0 else 'remove'} {decibels} dB of noise"
 
 
 def _milliseconds(seconds: float) -> str:

@@ -1,7 +1,7 @@
 """Sites that are given, as in a quantized file: a prepared, calibrated module without any data.
 
-`tensors` describes given roundings, `marks` takes the roundings out of a graph, `sites` places one site for
-each of them, and `quantize_as_file` makes the prepared module and checks that no integer has changed.
+`take_marks` takes the roundings out of a graph, and `decide` places one site for each of them.
+`quantize_as_file` makes the prepared module and checks that no integer has changed.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from qtrace.numerics import expand_blocks
 from qtrace.ops import Role
 from qtrace.preparation.annotation import Annotation, Plan, Site, free_name
 from qtrace.preparation.model import QuantizedModel, QuantizedSite, Record, write_record
-from qtrace.preparation.passes._choices import GIVEN, Choice
+from qtrace.preparation.passes._choices import GIVEN, Choice, Rounding
 from qtrace.preparation.passes._sites import Chain, Chains, Placement, find_chains
-from qtrace.preparation.passes._view import INT_ROLES, plan_of, read_view
+from qtrace.preparation.passes._view import INT_ROLES, read_view
 from qtrace.preparation.passes.annotate import write_notes
 from qtrace.preparation.passes.expand import expand
 from qtrace.preparation.passes.insert import insert
@@ -458,7 +458,7 @@ class _Decider:
             else:
                 choices[expr] = replace(choices[expr], quantize=False, decided=_FLOAT)
             if expr in self.rescaled:
-                choices[expr] = replace(choices[expr], output=choices[expr].activation)
+                choices[expr] = replace(choices[expr], output=choices[expr].activation.scheme)
         return choices
 
     def _is_fused(self, expr: Expr, on_integers: set[Expr]) -> bool:
@@ -483,12 +483,12 @@ class _Decider:
 
     # -- common -----------------------------------------------------------------------------------------
 
-    def _plan(self, scheme: object, choice: Choice | None, weight: bool = False) -> Plan:
+    def _plan(self, scheme: QScheme, choice: Choice | None, weight: bool = False) -> Plan:
         config = self.given.config
         observer = config.weight_observer if weight else config.activation_observer
         if choice is not None:
-            observer = choice.weight_observer if weight else choice.activation_observer
-        return plan_of(scheme, observer, config.effective_fakequant)  # type: ignore[arg-type]
+            observer = (choice.weight if weight else choice.activation).observer
+        return Rounding(scheme, observer, config.effective_fakequant).plan(scheme)
 
     def _register(self, preferred: str, qparams: QParams, grid: StoredGrid) -> str:
         name = free_name(preferred, self.names, self.moves.node_names)
@@ -504,15 +504,12 @@ class _Decider:
 # Sites that are given, as in a quantized file: a prepared, calibrated module without any data.
 
 
-def quantize_as_file(
-    traced: TracedModule, parameters: Mapping[str, StoredGrid], config: QConfig | None = None
-) -> TracedModule:
+def quantize_as_file(traced: TracedModule, parameters: Mapping[str, StoredGrid]) -> TracedModule:
     """Makes a prepared module whose sites and quantization parameters are exactly the given ones.
 
     Args:
         traced: a traced module; calls of `FileRounding` stand where activations are rounded.
         parameters: path of a parameter -> the grid of its values, and the integers of a bias.
-        config: gives the backend, and the observers and fake quants of later calibration and training.
 
     Returns:
         A calibrated module in the phase ``quantize``, as after ``prepare`` and ``calibrate``.
@@ -521,7 +518,7 @@ def quantize_as_file(
         GraphError: when roundings lack an equal site, or re-quantized values have other integers than the
             given ones; the message names all of them.
     """
-    config = config or QConfig()
+    config = QConfig()
     model = flatten(traced)
     expanded = expand(model)
     marks = take_marks(model)

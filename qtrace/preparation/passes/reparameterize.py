@@ -1,9 +1,9 @@
 """Merges parallel convolutions of one tensor whose results are added, as in RepVGG's training form.
 
 A convolution is linear in its weight, so ``conv(x; w1) + conv(x; w2) = conv(x; w1 + w2)`` once the smaller
-kernel is padded with zeros to the place where it stands in the larger one. A BatchNorm of ``x`` itself is a
-1x1 convolution with a diagonal weight (Ding et al. 2021, "RepVGG: Making VGG-style ConvNets Great Again",
-section 3.3). Computed in float64.
+kernel is padded with zeros to its place in the larger one. A BatchNorm of ``x`` itself is a 1x1 convolution
+with a diagonal weight (Ding et al. 2021, "RepVGG: Making VGG-style ConvNets Great Again", section 3.3).
+Computed in float64.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ All is found by structure. Rules with ``quantize: true``, and ``placement: every
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -31,7 +30,6 @@ _PICKS = frozenset(("getitem", "gather", "indexing_one_hot", "embedding", "cond_
 _COMPARISONS = frozenset(("less", "less_equal", "greater", "greater_equal", "equal", "not_equal"))
 # Ops that decide by the size of a float; a cast does so if it gives no floats.
 _GATES = _COMPARISONS | {"floor", "ceil", "round", "sign", "floor_div", "mod", "astype"}
-_SMALL = 4096  # elements of a constant threshold that is looked at
 # Ops that read other values at positions which the rows give: what they give are no rows of a selection.
 _REGIONS = frozenset(("roi_align", "roi_pooling", "remap", "grid_sample", "deformable_conv2d"))
 
@@ -62,8 +60,8 @@ def leave_selecting(traced: TracedModule, qconfig: QConfig, mixed: MixedRanges) 
 def _is_gate(view: View, expr: Expr) -> bool:
     """Returns whether ``expr`` decides by the size of computed floats, unless a function in pieces does so.
 
-    A function in pieces joins them at 0, such as ``where(x > 0, x, 0.1 * x)``, ``x * (x > 0)`` or
-    ``sign(x) * sqrt(abs(x))``: there a small error stays small.
+    A function in pieces joins them at 0, such as ``where(x > 0, x, 0.1 * x)``, ``x * (x > 0)`` or ``sign(x) *
+    sqrt(abs(x))``. There a small error stays small.
     """
     kind = kind_of(expr)
     floats = [node for node in tensor_inputs(expr) if view.is_data(node) and is_float_tensor(node)]
@@ -77,9 +75,8 @@ def _is_gate(view: View, expr: Expr) -> bool:
 
 def _compares_with_zero(view: View, expr: Expr) -> bool:
     numbers = [v for v in (*expr.args, *expr.kwargs.values()) if isinstance(v, (int, float))]
-    constants = [n for n in tensor_inputs(expr) if n in view.fixed and n.shape is not None]
-    small = [n for n in constants if math.prod(map(int, n.shape)) <= _SMALL]
-    values = evaluate_fixed(view.traced, small).values() if small else ()
+    constants = [n for n in tensor_inputs(expr) if n in view.fixed]
+    values = evaluate_fixed(view.traced, constants).values() if constants else ()
     return any(number == 0 for number in numbers) or any(not value.numpy().any() for value in values)
 
 

@@ -1,11 +1,11 @@
 """The placement of a graph as a problem, and its labellings: the cheapest by a minimum cut, and the frontier.
 
-An op costs its time in the form that its label says. A tensor that an integer op writes and float ops read
-is dequantized for each of these. One that a float op writes and integer ops read is quantized once. Changes
-of layout cost time where kernels order a tensor differently, and each rounded tensor and weight adds noise at
+An op costs its time in the form that its label says. A tensor that an integer op writes and float ops read is
+dequantized for each of these. One that a float op writes and integer ops read is quantized once. Changes of
+layout cost time where kernels order a tensor differently, and each rounded tensor and weight adds noise at
 the outputs. All these costs are unary or of the form "this is integer and that is float". So the energy is
-submodular and a minimum cut of a graph finds its exact minimum, whatever the network looks like (Kolmogorov
-and Zabih, What Energy Functions Can Be Minimized via Graph Cuts?, TPAMI 2004).
+submodular, and a minimum cut of a graph finds its exact minimum for any network (Kolmogorov and Zabih, What
+Energy Functions Can Be Minimized via Graph Cuts?, TPAMI 2004).
 """
 
 from __future__ import annotations
@@ -274,8 +274,9 @@ def _seconds(unit: Unit, integer: bool) -> float:
 # Labels each op of a graph "integer" or "float" so that time plus weighted noise is smallest: a minimum
 # cut.
 
-_UNBOUNDED = 2**30  # capacity of an arc that no minimum cut takes; finite costs add up to less
-_RESOLUTION = 2**28  # the sum of all finite costs in the integers of scipy's maximum flow
+# Capacity of an arc that no minimum cut takes, in scipy's int32: two of them, and all finite costs, fit.
+_UNBOUNDED = 1 << (np.iinfo(np.int32).bits - 2)
+_RESOLUTION = _UNBOUNDED // 4  # the sum of all finite costs in the integers of scipy's maximum flow
 
 
 def minimize(problem: Problem, weight: float) -> dict[str, bool]:

@@ -30,6 +30,7 @@ from qtrace.graph.opaque import OpaqueOp, divides_by_inputs, opaque_calls
 from qtrace.graph.stepping import SegmentEngine, finish_whole
 from qtrace.graph.types import CallFunction, Expr, Input, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, is_float_tensor, owner, reads_shape, tensor_inputs
+from qtrace.numerics import EXACT_INTEGERS
 
 __all__ = ["Arguments", "EndGroup", "MeasuredRun", "Run", "find_end_groups", "is_roi_align", "with_slopes"]
 
@@ -51,8 +52,8 @@ class MeasuredRun:
     Args:
         model: a flat, expanded float graph; it is not changed.
         samples: a few small batches as arguments of a call. None for random inputs of the traced shapes with
-            the spectrum of natural images and variance 1: a stand-in, which may be far off where the network
-            was trained on other inputs.
+            the spectrum of natural images and variance 1. They are a stand-in, which may be far off if the
+            network was trained on other inputs.
         seed: seed of the random inputs.
         advance: is called after each run of a batch, by whoever runs one.
         ranges: whether ranges will be asked for.
@@ -283,7 +284,6 @@ def find_end_groups(
 _RESIZING = ("Resize", "Upsample")
 # Each value of their results is a value of an input, or a constant.
 _MOVING = ("ScatterND", "ScatterElements", "Scatter", "GatherND", "MaxUnpool", "ReverseSequence", "Compress")
-_EXACT = 1 << 23  # float32 holds whole numbers up to twice that
 
 
 def has_slopes(op: object) -> bool:
@@ -326,7 +326,7 @@ def _moved(
     places = [i for i, value in enumerate(inputs) if isinstance(value, Tensor) and _is_float(value)]
     sizes = [int(np.prod(inputs[i].shape)) for i in places]
     total = sum(sizes)
-    if not 0 < total < _EXACT or not _is_float(result):
+    if not 0 < 2 * total < EXACT_INTEGERS or not _is_float(result):
         return None
     moved = []
     for first in (1, total + 1):

@@ -15,22 +15,28 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qtrace.comparing.sums import finite_or_none
+from qtrace.comparing.sums import FEWEST_SAMPLES, finite_or_none
+from qtrace.data.batches import HELD_EVERY
 from qtrace.errors import CalibrationError
 from qtrace.ptq.layers.quantized import LayerTwins, QuantizedLayer, per_channel
 
-__all__ = ["Gain", "OutputErrors", "compare", "gain_text", "held_back", "layer_errors", "summed"]
+__all__ = [
+    "Gain",
+    "OutputErrors",
+    "compare",
+    "gain_text",
+    "held_back",
+    "layer_errors",
+    "summed",
+]
 
-_HELD_EVERY = 4
 _BOOTSTRAP_SAMPLES = 200
 _SUPPORT = 0.9
-_MIN_BATCHES = 4  # of fewer, samples of them say nothing about their spread
-_SMALLEST_CHANGE = 0.01  # dB, in a report
 
 
 def held_back(count: int) -> tuple[int, ...]:
     """Returns the numbers of the batches that are held back, of ``count`` batches."""
-    return tuple(range(_HELD_EVERY - 1, count, _HELD_EVERY))
+    return tuple(range(HELD_EVERY - 1, count, HELD_EVERY))
 
 
 @dataclass(frozen=True)
@@ -145,7 +151,7 @@ class Gain:
         pairs = np.asarray(noises, np.float64)
         before, after = (float(total) for total in pairs.sum(axis=0))
         gains = pairs[:, 0] - pairs[:, 1]
-        if len(gains) < _MIN_BATCHES:
+        if len(gains) < FEWEST_SAMPLES:
             return cls((before, after), after < before)
         drawn = np.random.default_rng(0).integers(0, len(gains), (_BOOTSTRAP_SAMPLES, len(gains)))
         share = float(np.mean(gains[drawn].sum(axis=1) > 0))
@@ -166,7 +172,7 @@ def gain_text(before: float, after: float, batches: Sequence[int]) -> str:
     if not before or not after:
         return f"{where} the error goes from {before:.3g} to {after:.3g}"
     change = 10 * np.log10(before / after)
-    if abs(change) < _SMALLEST_CHANGE:
-        return f"{where} the error changes by less than {_SMALLEST_CHANGE} dB"
+    if not round(change, 2):
+        return f"{where} the error changes by less than 0.01 dB"
     verb = "falls" if change > 0 else "rises"
     return f"{where} the error {verb} by {abs(change):.2f} dB"

@@ -16,7 +16,7 @@ from megengine import Tensor
 
 from qtrace.comparing.groups import find_groups
 from qtrace.comparing.sums import column_errors, finite_or_none
-from qtrace.data.batches import evaluating, first_samples
+from qtrace.data.batches import ENOUGH_SAMPLES, evaluating, first_samples
 from qtrace.errors import QtraceError
 from qtrace.graph.deferred_runs import begin_run
 from qtrace.graph.interpreter import Interpreter
@@ -25,13 +25,12 @@ from qtrace.graph.types import Node, TensorNode, TracedModule
 from qtrace.preparation.annotation import Site
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import in_phase
-from qtrace.process.threads import count_threads
+from qtrace.process import count_threads
 from qtrace.ptq.base import Batches, SiteNoise
 from qtrace.ptq.layers.scaling import rounded_weight
 
 __all__ = ["CalibrationOutputs", "RandomOutputs", "output_errors"]
 
-_MAX_SAMPLES = 8
 # The errors of MegEngine and the interpreter for inputs that a graph does not accept.
 _REFUSALS = (QtraceError, AssertionError, TypeError, RuntimeError, ValueError)
 
@@ -124,8 +123,8 @@ class CalibrationOutputs:
         engine: SegmentEngine | None = None,
         threads: int | None = None,
     ) -> None:
-        arguments = next(iter(batches.spread(_MAX_SAMPLES)))
-        self.arguments = first_samples(arguments, _MAX_SAMPLES, model.module) or arguments
+        arguments = next(iter(batches.spread(ENOUGH_SAMPLES)))
+        self.arguments = first_samples(arguments, ENOUGH_SAMPLES, model.module) or arguments
         self.model, self.engine = model.module, engine
         self._reference = reference
         beside = engine is not None and count_threads(threads) > 1

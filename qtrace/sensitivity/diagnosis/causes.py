@@ -18,11 +18,11 @@ from qtrace.preparation.annotation import Annotation, ExprNote
 from qtrace.ptq.layers.quantized import LAYERS
 from qtrace.ptq.layers.scaling import THROUGH
 from qtrace.sensitivity.diagnosis.measuring import Branch, SiteEvidence
+from qtrace.sensitivity.diagnosis.verdict import GOOD_NOISE
 
 __all__ = ["CURES", "Cause", "Cure", "cure_recipe", "find_cause", "find_cure", "observes_too_little"]
 
 _UNLIKE = 8.0  # the ratio of ranges from which one scale for both loses three bits
-_LOST = 1e-2  # noise over power of a channel, 20 dB
 _CLIPPED = 0.5  # the share of the noise from which clipping is the cause
 _FEW_BITS = 8
 _AMPLIFIERS = ("div", "sqrt", "exp", "pow", "log", "softmax", "batch_norm", "layer_norm")
@@ -65,7 +65,7 @@ def observes_too_little(evidence: SiteEvidence) -> bool:
     return (
         evidence.sort == "activation"
         and evidence.unseen_share > _CLIPPED
-        and evidence.channels.mean_relative_noise > _LOST / 10
+        and evidence.channels.mean_relative_noise > GOOD_NOISE / 10
     )
 
 
@@ -76,7 +76,7 @@ def _cause(
 
 
 def _clipping(evidence: SiteEvidence) -> Cause | None:
-    if evidence.clipped_share < _CLIPPED or evidence.channels.mean_relative_noise < _LOST:
+    if evidence.clipped_share < _CLIPPED or evidence.channels.mean_relative_noise < GOOD_NOISE:
         return None
     low, high = min(evidence.channels.low), max(evidence.channels.high)
     text = f"the range {evidence.lo:.3g} to {evidence.hi:.3g} clips values from {low:.3g} to {high:.3g}"
@@ -90,7 +90,7 @@ def _clipping(evidence: SiteEvidence) -> Cause | None:
 def _wide_range(evidence: SiteEvidence) -> Cause | None:
     low, high = min(evidence.channels.low), max(evidence.channels.high)
     width, used = evidence.hi - evidence.lo, max(high, 0.0) - min(low, 0.0)
-    if used <= 0 or width < _UNLIKE * used or evidence.channels.mean_relative_noise < _LOST / 10:
+    if used <= 0 or width < _UNLIKE * used or evidence.channels.mean_relative_noise < GOOD_NOISE / 10:
         return None
     return _cause(
         evidence,
@@ -107,7 +107,7 @@ def _unlike_branches(evidence: SiteEvidence) -> Cause | None:
     largest: Branch = max(branches, key=lambda branch: branch.magnitude)
     worst = max(branches, key=lambda branch: branch.relative_noise)
     ratio = largest.magnitude / worst.magnitude
-    if ratio < _UNLIKE or worst.relative_noise < _LOST:
+    if ratio < _UNLIKE or worst.relative_noise < GOOD_NOISE:
         return None
     return _cause(
         evidence,
@@ -127,7 +127,7 @@ def _outlier_channels(evidence: SiteEvidence) -> Cause | None:
     middle = float(np.median(magnitudes[alive]))
     outliers = np.flatnonzero(alive & (magnitudes > _UNLIKE * middle))
     noise = evidence.channels.relative_noise
-    lost = alive & (noise > _LOST)
+    lost = alive & (noise > GOOD_NOISE)
     if not lost.any() or lost.sum() * 4 < alive.sum():
         return None
     if not len(outliers):
@@ -170,7 +170,7 @@ def _amplifying_reader(evidence: SiteEvidence) -> Cause | None:
     readers = [(name, kind) for name, kind in evidence.readers if kind in _AMPLIFIERS]
     noise = evidence.output_noise
     own = evidence.channels.mean_relative_noise
-    if not readers or noise is None or noise < 10 * own or noise < _LOST / 10:
+    if not readers or noise is None or noise < 10 * own or noise < GOOD_NOISE / 10:
         return None
     name, kind = readers[0]
     text = f"{kind} ({name}) amplifies its rounding error {noise / max(own, 1e-12):.0f} times in power"
@@ -180,7 +180,7 @@ def _amplifying_reader(evidence: SiteEvidence) -> Cause | None:
 def _dead_inputs(evidence: SiteEvidence) -> Cause | None:
     if not evidence.dead_inputs or evidence.dead_magnitude < _UNLIKE * evidence.live_magnitude:
         return None
-    if evidence.channels.mean_relative_noise < _LOST / 10:
+    if evidence.channels.mean_relative_noise < GOOD_NOISE / 10:
         return None
     ratio = evidence.dead_magnitude / max(evidence.live_magnitude, 1e-30)
     return _cause(
@@ -193,7 +193,7 @@ def _dead_inputs(evidence: SiteEvidence) -> Cause | None:
 
 def _unlike_inputs(evidence: SiteEvidence) -> Cause | None:
     inputs = evidence.inputs
-    if inputs is None or inputs.mean_relative_noise < _LOST:
+    if inputs is None or inputs.mean_relative_noise < GOOD_NOISE:
         return None
     used = inputs.magnitudes[inputs.alive & (inputs.magnitudes > 0)]
     if len(used) < 2 or used.max() < 2 * _UNLIKE * used.min():
@@ -210,7 +210,7 @@ def _unlike_weights(evidence: SiteEvidence) -> Cause | None:
     if evidence.per_channel:
         return None
     magnitudes, alive = evidence.channels.magnitudes, evidence.channels.alive
-    if alive.sum() < 2 or evidence.channels.mean_relative_noise < _LOST / 10:
+    if alive.sum() < 2 or evidence.channels.mean_relative_noise < GOOD_NOISE / 10:
         return None
     low, high = float(magnitudes[alive].min()), float(magnitudes[alive].max())
     if high < _UNLIKE * low:
@@ -228,14 +228,14 @@ def _clipped_weights(evidence: SiteEvidence) -> Cause | None:
         return None
     low, high = evidence.observed
     width = max(evidence.hi, -evidence.lo)
-    if max(high, -low) < 1.5 * width or evidence.channels.mean_relative_noise < _LOST:
+    if max(high, -low) < 1.5 * width or evidence.channels.mean_relative_noise < GOOD_NOISE:
         return None
     text = f"the range {evidence.lo:.3g} to {evidence.hi:.3g} clips weights from {low:.3g} to {high:.3g}"
     return _cause(evidence, "clipped-range", f"{text}, which observer {evidence.observer} chose")
 
 
 def _few_bits(evidence: SiteEvidence) -> Cause | None:
-    if evidence.bits >= _FEW_BITS or evidence.channels.mean_relative_noise < _LOST / 10:
+    if evidence.bits >= _FEW_BITS or evidence.channels.mean_relative_noise < GOOD_NOISE / 10:
         return None
     return _cause(evidence, "few-bits", f"{evidence.bits} bits leave {2**evidence.bits} levels")
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.data.fingerprints import fingerprint_samples
+from qtrace.data.base import fingerprint_samples
+from qtrace.data.batches import ENOUGH_SAMPLES
 from qtrace.sensitivity.diagnosis.causes import Cause
-from qtrace.sensitivity.diagnosis.verdict import ENOUGH_SAMPLES
 
 __all__ = [
     "OTHER_DATA",

@@ -12,9 +12,9 @@ from qtrace.preparation.placement.labelling import WORTHLESS_DB
 __all__ = [
     "BROKEN_BELOW_DB",
     "DIFFERING_DB",
-    "ENOUGH_SAMPLES",
     "GOOD_EQUAL",
     "GOOD_FROM_DB",
+    "GOOD_NOISE",
     "MANY_SAMPLES",
     "Doubt",
     "GroupVerdict",
@@ -24,17 +24,16 @@ __all__ = [
 
 GOOD_FROM_DB = 20.0
 """From this SQNR of the worst column group on, a graph is called good: noise is at most 1 % of the signal."""
+GOOD_NOISE = 10 ** (-GOOD_FROM_DB / 10)
+"""The same as a share of the signal."""
 BROKEN_BELOW_DB = WORTHLESS_DB
 """Below this SQNR a graph is called broken."""
 DIFFERING_DB = GOOD_FROM_DB - DIFFERING_MARGIN_DB
 """Below this SQNR of what differs between samples a graph is not called good: noise is 5 % of that."""
 MANY_SAMPLES = 64
 """As many samples show heavy tails and rare events that eight miss."""
-ENOUGH_SAMPLES = 8
-"""Fewer samples do not speak for others: figures of one, two and four were 82, 37 and 28 dB too high."""
 GOOD_EQUAL = 0.9
 """From this share of right rows or predictions on, a graph may be good; a row is right or wrong."""
-_GOOD_LOSS = 0.01  # of the metric in float, as the noise that is good is 1 % of the signal
 _BROKEN_LOSS = 0.05  # of the metric in float
 _NEARLY_ALL = 0.999  # the largest share below 100.0 %, for shares that are not whole
 _WORDS = ("broken", "check", "good")
@@ -250,7 +249,7 @@ def judge(
         return "broken"
     if metric is not None and float_metric is not None:
         loss = (float_metric - metric) / max(abs(float_metric), 1e-12)
-        return "good" if loss <= _GOOD_LOSS else "check" if loss <= _BROKEN_LOSS else "broken"
+        return "good" if loss <= GOOD_NOISE else "check" if loss <= _BROKEN_LOSS else "broken"
     if sqnr_db < BROKEN_BELOW_DB:
         return "broken"
     return "good" if sqnr_db >= GOOD_FROM_DB and not any(doubt.lowers for doubt in doubts) else "check"

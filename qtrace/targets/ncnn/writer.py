@@ -197,7 +197,7 @@ class NcnnLayer:
         name = self.tops[0] if self.tops else f"{self.bottoms[0]}_unused"
         words = [
             self.kind,
-            f"qtrace/{name}" if self.kind == "Input" else name,  # the mark of `qtrace.storage.ownership`
+            f"qtrace/{name}" if self.kind == "Input" else name,  # the mark of `qtrace.storage.outputs`
             str(len(self.bottoms)),
             str(len(self.tops)),
             *self.bottoms,

@@ -18,8 +18,6 @@ from qtrace.verification.runtimes.base import RuntimeRun
 
 __all__ = ["Exposed", "ExposedSession", "as_declared", "with_integer_outputs"]
 
-# ONNX's number of a type of 4 bits -> the number of the type of 8 bits with the same sign.
-_WIDER = {22: 3, 21: 2}  # int4 -> int8, uint4 -> uint8
 _SUFFIX = "_as_8_bits"
 
 # Type of a tensor of a graph -> types of inputs that it carries, as runtimes call them -> numpy's name.
@@ -83,6 +81,7 @@ def with_integer_outputs(path: Path) -> Exposed:
         ExportError: when the file, or the file of its tensors, is missing, damaged or of another kind.
     """
     import onnx
+    from onnx import TensorProto
 
     from qtrace.export.onnx.ends import without_detections, without_preprocessing
     from qtrace.export.onnx.whole_columns import WHOLE
@@ -93,6 +92,7 @@ def with_integer_outputs(path: Path) -> Exposed:
     kinds, places = expose_places(model)
     deployed = model.SerializeToString() if any(changed) or places else b""
     told = [model.graph.output.pop() for _ in places][::-1]
+    wider = {TensorProto.INT4: TensorProto.INT8, TensorProto.UINT4: TensorProto.UINT8}
     integers: list[str] = []
     tensors: list[str] = []
     stored = {t.name: t.data_type for t in model.graph.initializer}
@@ -109,8 +109,8 @@ def with_integer_outputs(path: Path) -> Exposed:
                     f"{path}: QuantizeLinear {name!r} lacks a stored zero point: qtrace.export did not write "
                     "this file; export the module again."
                 )
-            if kind in _WIDER:  # numpy lacks types of 4 bits
-                kind, wide = _WIDER[kind], f"{name}{_SUFFIX}"
+            if kind in wider:  # numpy lacks types of 4 bits
+                kind, wide = wider[kind], f"{name}{_SUFFIX}"
                 model.graph.node.append(onnx.helper.make_node("Cast", [name], [wide], to=kind))
                 name = wide
             model.graph.output.append(onnx.helper.make_tensor_value_info(name, kind, None))

@@ -12,8 +12,8 @@ import numpy as np
 from qtrace.config.checking import Named, algorithms, check_imported
 from qtrace.errors import CalibrationError
 from qtrace.graph.flatten import flatten
+from qtrace.graph.kernels import read_array, shared_copy
 from qtrace.graph.stepping import SegmentEngine
-from qtrace.graph.tensors import read_array, shared_copy
 from qtrace.graph.types import TracedModule
 from qtrace.learning import LearningEngine
 from qtrace.preparation.model import QuantizedModel

@@ -17,8 +17,7 @@ from benchmarks.rows import Row, Size
 from benchmarks.timing import run_interleaved
 from qtrace.calibration.base import watched
 from qtrace.calibration.choice import choose_engine
-from qtrace.calibration.observing import Observing
-from qtrace.calibration.statistics import no_statistics
+from qtrace.calibration.collecting import Observing, no_statistics
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.model import QuantizedModel
 from tests.zoo.darknet import CSPDarknet

@@ -19,9 +19,9 @@ from benchmarks.nets import ResNet18, image_batches, settle
 from benchmarks.rows import Row, Size
 from benchmarks.timing import Sample, Samples, run_interleaved
 from qtrace.calibration.choice import Chosen
-from qtrace.calibration.jobs import LocalCollection, Source, WorkerJob
+from qtrace.calibration.running import LocalCollection, Source, WorkerJob
 from qtrace.graph.types import TracedModule
-from qtrace.workers.processes import Processes
+from qtrace.workers import Processes
 
 __all__ = ["run"]
 

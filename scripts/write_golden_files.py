@@ -87,7 +87,7 @@ def write(folder: Path) -> None:
 def write_checkpoint(folder: Path, x: np.ndarray) -> None:
     """Writes the statistics of one batch, as an interrupted calibration leaves them."""
     try:
-        from qtrace.calibration.checkpoint import Part, fingerprint, write_part
+        from qtrace.calibration.algorithms import Part, fingerprint, write_part
         from qtrace.calibration.collecting import CollectOptions, collect
     except ImportError:  # until the rooms were named after the stages
         from qtrace.collection.checkpoint import Part, fingerprint, write_part  # type: ignore

@@ -10,8 +10,8 @@ from typing import Any
 
 from qtrace import cli
 from qtrace.calibration import running
-from qtrace.calibration.jobs import WorkerJob
-from qtrace.workers.job import Outcome, Pool
+from qtrace.calibration.running import WorkerJob
+from qtrace.workers import Outcome, Pool
 
 __all__ = ["Shuffled"]
 

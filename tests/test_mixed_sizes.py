@@ -14,8 +14,7 @@ import pytest
 from megengine.traced_module import TracedModule
 
 import qtrace
-from qtrace.calibration.jobs import Source
-from qtrace.calibration.running import Result, RunSettings, collect_all
+from qtrace.calibration.running import Result, RunSettings, Source, collect_all
 from qtrace.config import QConfig
 from qtrace.extras.finetune import FinetuneSettings
 from qtrace.extras.tune import TuneSettings, tune

@@ -12,7 +12,7 @@ from benchmarks.accuracy.four_bits import low_bits
 from benchmarks.accuracy.judging import quantize
 from benchmarks.accuracy.rows import Row
 from benchmarks.accuracy.subjects import Subject
-from qtrace.ptq.rounding.gradients import BlockGradients
+from qtrace.ptq.rounding.block_run import BlockGradients
 
 __all__ = ["run"]
 

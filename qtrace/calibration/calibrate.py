@@ -16,12 +16,10 @@ import numpy as np
 from qtrace.calibration.algorithms import calibrated_algorithms, restoring, run_calibrated
 from qtrace.calibration.base import check_sites, range_group
 from qtrace.calibration.choice import Chosen, choose_segments
-from qtrace.calibration.collecting import CollectOptions, collect, observe_parameters
+from qtrace.calibration.collecting import CollectOptions, Statistics, collect, observe_parameters
 from qtrace.calibration.distributed import Collective, common_statistics, current
-from qtrace.calibration.statistics import Statistics
-from qtrace.comparing.sums import ENOUGH_SAMPLES
 from qtrace.config.checking import algorithms as algorithms_of
-from qtrace.data.batches import check_batches, evaluating
+from qtrace.data.batches import ENOUGH_SAMPLES, check_batches, evaluating
 from qtrace.errors import CalibrationError, QtraceError
 from qtrace.fakequant.following.bias import BIAS_LIMIT
 from qtrace.graph.flatten import flatten
@@ -31,15 +29,14 @@ from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import get_module
 from qtrace.learning import choose_learning
 from qtrace.numerics import SMALLEST_SCALE
-from qtrace.plugins.arguments import check_arguments
+from qtrace.plugins.options import check_arguments
 from qtrace.preparation.annotation import Preference
 from qtrace.preparation.faithfulness import cut_images, read_calls, split_calls
 from qtrace.preparation.float16 import float_values, uses_float16
 from qtrace.preparation.model import QuantizedModel, read_record, write_record
 from qtrace.preparation.passes.convert import centre_ranges, limit_ranges
 from qtrace.preparation.phases import switch_phase
-from qtrace.process.memory import return_free_memory, returns_memory
-from qtrace.process.threads import on_engine_thread
+from qtrace.process import on_engine_thread, return_free_memory, returns_memory
 from qtrace.ptq.base import Batches
 from qtrace.runtimes.host import RuntimeHost
 from qtrace.scheme import QParams

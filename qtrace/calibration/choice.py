@@ -11,9 +11,7 @@ from typing import Any
 import numpy as np
 
 from qtrace.calibration.base import Arguments, Engine, EngineError, Observe, Watched
-from qtrace.calibration.megengine import MegEngine
-from qtrace.calibration.onnxruntime import OnnxRuntime
-from qtrace.calibration.segments import OnnxSegments
+from qtrace.calibration.engines import MegEngine, OnnxRuntime, OnnxSegments
 from qtrace.data.batches import count_samples, first_samples
 from qtrace.errors import CalibrationError, ConfigError
 from qtrace.graph.interpreter import Interpreter

@@ -1,35 +1,305 @@
-"""The loop that runs the batches and observes their activations."""
+"""Collects the statistics of batches: each value is observed at its site.
+
+A site is refused whose range is spoiled by a number that stands for infinity, such as a mask given at run
+time.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
+import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from megengine import Tensor
 
-from qtrace.calibration.base import Arguments, Watched, watched
+from qtrace.calibration.base import Arguments, Watched, range_group, watched
 from qtrace.calibration.choice import Chosen, ExplainedEngine, choose_engine
-from qtrace.calibration.observing import Observing, refuse_spoiled
-from qtrace.calibration.statistics import Statistics, arrays, checksum, fresh, no_statistics
-from qtrace.data.batches import as_arguments, evaluating, find_values, refuse_nan
-from qtrace.data.declared import find_unusual
+from qtrace.data.base import read_array
+from qtrace.data.batches import as_arguments, evaluating, find_unusual, find_values, refuse_nan
 from qtrace.display import progress_bar
 from qtrace.errors import CalibrationError
+from qtrace.fakequant.base import fold_channels
 from qtrace.graph.nonfinite import remedy_for, search_nonfinite
 from qtrace.graph.notes import name_with_line
 from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.graph.walk import exprs, op_label
 from qtrace.observers.base import Observer
+from qtrace.observers.minmax import MinMax
+from qtrace.preparation.float16 import float_values
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import in_phase
 from qtrace.runtimes.host import RuntimeHost
+from qtrace.scheme import QScheme
 
-__all__ = ["CollectOptions", "Collected", "collect", "observe_parameters"]
+__all__ = [
+    "LARGE",
+    "CollectOptions",
+    "Collected",
+    "Observing",
+    "Statistics",
+    "Values",
+    "arrays",
+    "checksum",
+    "collect",
+    "fresh",
+    "no_statistics",
+    "observe_parameters",
+    "read_large",
+    "refuse_spoiled",
+]
+
+
+# The statistics of a calibration: an observer for each group of sites, and the observed batches.
+
+Observed = Mapping[str, Iterable[Observer]]
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Immutable, mergeable statistics of a prepared graph.
+
+    Attributes:
+        observers: group of sites -> its observer; and `range_group` of a node in float -> its observer,
+            if the config asks for float16.
+        batches: number of each observed batch -> a checksum of its values.
+    """
+
+    observers: Mapping[str, Observer]
+    batches: Mapping[int, int] = field(default_factory=dict)
+
+    def plus(self, observed: Observed, batches: Mapping[int, int] | None = None) -> Statistics:
+        """Returns these statistics merged with further observers of some groups, in their order."""
+        observers = dict(self.observers)
+        for group, others in observed.items():
+            for other in others:
+                observers[group] = observers[group].merge(other)
+        return Statistics(observers, {**self.batches, **(batches or {})})
+
+    def merge(self, other: Statistics) -> Statistics:
+        """Merges two statistics; commutative and associative.
+
+        Raises:
+            CalibrationError: when both hold the same batch.
+        """
+        twice = sorted(set(self.batches) & set(other.batches))
+        if twice:
+            raise CalibrationError(f"batch {twice[0]} was observed twice: give each batch to one worker.")
+        return self.plus({group: [o] for group, o in other.observers.items()}, other.batches)
+
+
+def fresh(observer: Observer) -> Observer:
+    """Builds an observer without data, of the same kind and options."""
+    return type(observer)(observer.scheme, **observer.options)
+
+
+def no_statistics(prepared: QuantizedModel) -> Statistics:
+    """Builds the statistics of a prepared graph before its first batch."""
+    fakes = prepared.fake_quants.items()
+    ranges = {range_group(name): MinMax(QScheme()) for name in float_values(prepared)}
+    observers = {name: fresh(fq.observer) for name, fq in fakes if fq.observer is not None}
+    return Statistics({**observers, **ranges})
+
+
+def arrays(batch: Any) -> list[np.ndarray]:
+    """Returns the arrays of a batch; the order of the keys of a dict does not matter."""
+    return [
+        value.numpy()
+        if isinstance(value, Tensor)
+        else np.asarray(read_array(value, 0) if hasattr(value, "detach") else value)
+        for value in _leaves(batch)
+    ]
+
+
+def checksum(values: Iterable[np.ndarray]) -> int:
+    """Returns the CRC-32 of the bytes of all arrays, which tells batches apart."""
+    crc = 0
+    for value in values:
+        crc = zlib.crc32(np.ascontiguousarray(value).data, crc)
+    return crc
+
+
+def _leaves(batch: Any) -> Iterator[Any]:
+    if isinstance(batch, Mapping):
+        for key in sorted(batch, key=str):
+            yield from _leaves(batch[key])
+    elif isinstance(batch, (tuple, list)):
+        for item in batch:
+            yield from _leaves(item)
+    else:
+        yield batch
+
+
+# Observation of a batch: its values join the statistics only when the batch is complete.
+
+
+class Observing:
+    """Observes the values of a batch by new observers and merges these when the batch is complete.
+
+    A refused batch leaves no trace. Threads would not help: they would pass Python's lock to each other at
+    every numpy call, which takes longer than the call.
+
+    Attributes:
+        statistics: the statistics of all committed batches.
+        nonfinite: the graph outputs that are no sites and hold NaN or infinity in the current batch.
+        large: group -> its values that are far larger than all others, for `refuse_spoiled`.
+
+    Args:
+        statistics: the statistics to add to.
+        watched: the nodes and parameters that are observed.
+        sites: group -> the name of its site, for errors.
+        places: node -> its op and source line, for errors.
+    """
+
+    def __init__(
+        self, statistics: Statistics, watched: Watched, sites: Mapping[str, str], places: Mapping[str, str]
+    ) -> None:
+        self.statistics, self._watched, self._sites = statistics, watched, sites
+        self._places = places
+        self._observed: dict[str, list[Observer]] = {}
+        self._batch = self._checksum = 0
+        self.nonfinite: list[str] = []
+        self.large: dict[str, Values] = {}
+
+    def begin(self, number: int, checksum: int) -> None:
+        """Begins a batch; what was observed since the last `commit` is dropped.
+
+        Args:
+            number: the number of the batch.
+            checksum: the checksum of its arrays.
+
+        Raises:
+            CalibrationError: when an observer refuses a parameter, naming site and batch.
+        """
+        self._observed, self.nonfinite = {}, []
+        self._batch, self._checksum = number, checksum
+        for group, value in self._watched.constants:
+            self._observe(group, value)
+
+    def observe(self, node: str, value: np.ndarray) -> None:
+        """Observes the value of a node for all its groups; an output without a group must be finite.
+
+        Raises:
+            CalibrationError: when an observer refuses the value; it names site, batch, op and line.
+        """
+        groups = self._watched.nodes[node]
+        if node in self._watched.ends and not np.isfinite(value).all():
+            self.nonfinite.append(node)
+        for group in groups:
+            if group == range_group(node):
+                self._observe_range(group, value)
+                continue
+            try:
+                observer = self._observe(group, fold_channels(value, self._watched.folded.get(group, ())))
+            except CalibrationError as error:
+                place = self._places.get(node)
+                text = f"{error} The value is {place}." if place else str(error)
+                raise CalibrationError(text + _meant(value)) from error
+            if observer.largest >= LARGE and (values := read_large(node, value)) is not None:
+                earlier = self.large.get(group, values)
+                self.large[group] = values if values.near >= earlier.near else earlier
+
+    def commit(self) -> None:
+        """Adds the batch to the statistics."""
+        # One assignment: after an interruption the statistics still hold complete batches only.
+        self.statistics = self.statistics.plus(self._observed, {self._batch: self._checksum})
+        self._observed = {}
+
+    def _observe_range(self, group: str, value: np.ndarray) -> None:
+        """Observes the range of a node in float; what is not finite counts as the largest number."""
+        if value.size:
+            most = float(np.finfo(np.float32).max)
+            self._observe(group, np.nan_to_num(value, nan=most, posinf=most, neginf=-most))
+
+    def _observe(self, group: str, value: np.ndarray) -> Observer:
+        observer = fresh(self.statistics.observers[group])
+        observer.observe(value, batch=self._batch, site=self._sites.get(group, group))
+        self._observed.setdefault(group, []).append(observer)
+        return observer
+
+
+def _meant(value: np.ndarray) -> str:
+    """Returns what to do if NaN or infinity in a refused value is meant; nothing if it is finite."""
+    if np.isfinite(value).all():
+        return ""
+    kind = "NaN" if np.isnan(value).any() else "infinity"
+    return f" If the {kind} is meant, no integer stands for it: call prepare with samples that hold it."
+
+
+LARGE = 1e4  # smaller numbers do not stand for infinity, unless the graph shows it
+_GAP = 8.0  # between the numbers that stand for infinity and all others
+_LEAST_STEPS = 4.0  # of the grid within the others: fewer than 3 bits
+
+
+@dataclass(frozen=True)
+class Values:
+    """The values of a node that are far larger than all others, and these others.
+
+    Attributes:
+        node: the name of the node.
+        large: the value of the largest magnitude.
+        near: the largest magnitude of the others.
+    """
+
+    node: str
+    large: float
+    near: float
+
+
+def read_large(node: str, value: np.ndarray) -> Values | None:
+    """Reads a value that reaches `LARGE`; None if no gap parts its large numbers from the others.
+
+    Zeros do not count: a mask of two numbers needs two integers.
+    """
+    sizes = np.abs(value)
+    largest = float(sizes.max())
+    near = float(sizes.max(where=sizes < largest / _GAP, initial=0.0))
+    if largest < LARGE or near == 0.0:
+        return None
+    return Values(node, float(value.flat[int(sizes.argmax())]), near)
+
+
+def refuse_spoiled(
+    values: Mapping[str, Values],
+    observers: Mapping[str, Observer],
+    places: Mapping[str, str],
+    readers: Callable[[str], Iterable[str]],
+) -> None:
+    """Refuses statistics in which large values leave the others of their site next to no integers.
+
+    Args:
+        values: group of sites -> its large values.
+        observers: group -> its observer, which chooses the range.
+        places: node -> its op and source line.
+        readers: returns the results of the ops that write the value of a node or read it as their site.
+
+    Raises:
+        CalibrationError: naming the site, its range, the magnitude of the other values, and the cure.
+    """
+    for group, entry in values.items():
+        observer = observers[group]
+        if observer.scheme.per_channel:
+            continue
+        step = float(observer.qparams().scale.max())
+        if entry.near >= _LEAST_STEPS * step:
+            continue
+        lo, hi = (float(end) for end in observer.range())
+        place = f", {places[entry.node]}" if entry.node in places else ""
+        names = ", ".join(readers(entry.node))
+        raise CalibrationError(
+            f"site {entry.node}{place}: its range is {lo:.4g} to {hi:.4g} with a step of {step:.3g}, but "
+            f"without numbers such as {entry.large:.4g} no value exceeds {entry.near:.3g}. Call prepare with "
+            "samples, or give a mask as a constant, so that qtrace reads the number as infinity. "
+            f"Or keep the site in float by a rule {{match: {{name: [{names}]}}, quantize: false}}."
+        )
+
+
+# The loop that runs the batches and observes their activations.
 
 _LOG = logging.getLogger("qtrace")
 

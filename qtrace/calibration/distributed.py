@@ -12,8 +12,8 @@ from typing import Protocol
 import numpy as np
 from megengine import Tensor
 
-from qtrace.calibration.checkpoint import Part, fingerprint, merge_parts, pack, unpack
-from qtrace.calibration.statistics import Statistics
+from qtrace.calibration.algorithms import Part, fingerprint, merge_parts, pack, unpack
+from qtrace.calibration.collecting import Statistics
 from qtrace.errors import CalibrationError, QtraceError
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.model import QuantizedModel, fake_quants

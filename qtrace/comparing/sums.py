@@ -23,7 +23,6 @@ from qtrace.errors import QtraceError
 
 __all__ = [
     "DIFFERING_MARGIN_DB",
-    "ENOUGH_SAMPLES",
     "FEWEST_SAMPLES",
     "LEAST_VARIATION",
     "NO_INFORMATION_DB",
@@ -57,8 +56,6 @@ DIFFERING_MARGIN_DB = 7.0
 """What differs between samples is as good as the whole with this many dB less."""
 FEWEST_SAMPLES = 4
 """The fewest samples whose differences predict the differences of others."""
-ENOUGH_SAMPLES = 8
-"""Fewer samples do not speak for others: figures of one, two and four were 82, 37 and 28 dB too high."""
 LEAST_VARIATION = 1e-8
 """The share of the power below which samples, and the values of columns, are called equal."""
 NO_INFORMATION_DB = 3.0

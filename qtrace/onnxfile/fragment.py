@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
 
 from qtrace.errors import ExportError
 from qtrace.onnxfile.local_session import LocalSession, SessionError, SessionSettings, dtype_of
-from qtrace.onnxfile.model import RANDOM_OPS, limit_loops, limit_reached, own_operators
+from qtrace.onnxfile.model import MAX_DEPTH, RANDOM_OPS, limit_loops, limit_reached, own_operators
 
 __all__ = [
+    "SMALL",
     "Fragment",
     "FragmentTensor",
     "check_fragment",
@@ -28,8 +31,8 @@ __all__ = [
 
 # One thread: the last bits of onnxruntime's results depend on their number.
 _SETTINGS = SessionSettings(optimize=False, threads=1, spin=False)
-_SMALL = 4096  # elements: larger initializers hold weights, not sizes
-_MAX_BYTES = 2**31 - 1  # of a protobuf message
+SMALL = 4096
+"""Elements: larger initializers hold weights, not sizes."""
 
 Shape = tuple[int, ...]
 _Key = tuple[tuple[Shape, ...], tuple[tuple[str, tuple[int, ...]], ...]]
@@ -77,7 +80,6 @@ class Fragment:
     """
 
     def __init__(self, model: bytes) -> None:
-        import onnx
 
         self._bytes = model
         self._model = onnx.ModelProto.FromString(model)
@@ -92,8 +94,6 @@ class Fragment:
     @property
     def input_dtypes(self) -> list[np.dtype[Any]]:
         """The dtype of each input."""
-        from onnx import helper
-
         return [
             np.dtype(helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type))
             for value in self._model.graph.input
@@ -179,7 +179,7 @@ class Fragment:
         return {
             inputs[place]: np.asarray(array).astype(dtypes[place])
             for place, array in sorted((values or {}).items())
-            if dtypes[place].kind in "iu" and np.size(array) <= _SMALL
+            if dtypes[place].kind in "iu" and np.size(array) <= SMALL
         }
 
     def _key(self, shapes: Sequence[Shape], values: Mapping[int, np.ndarray] | None) -> _Key:
@@ -238,19 +238,19 @@ def _merged(first: Sequence[int | None], second: Sequence[int | None]) -> tuple[
 
 def _inferred_by_onnx(model: Any) -> dict[str, tuple[int | None, ...]]:
     """Returns output -> shape for the outputs whose number of axes ONNX's own rules know."""
-    import onnx
-
     try:
         inferred = onnx.shape_inference.infer_shapes(model, data_prop=True)
     except (onnx.shape_inference.InferenceError, RuntimeError, ValueError):
         return {}
-    shapes = {}
-    for value in inferred.graph.output:
-        tensor = value.type.tensor_type
-        if value.type.HasField("tensor_type") and tensor.HasField("shape"):
-            sizes = tuple(d.dim_value if d.HasField("dim_value") else None for d in tensor.shape.dim)
-            shapes[value.name] = sizes
-    return shapes
+    return {
+        value.name: _sizes(value.type.tensor_type)
+        for value in inferred.graph.output
+        if value.type.HasField("tensor_type") and value.type.tensor_type.HasField("shape")
+    }
+
+
+def _sizes(tensor: Any) -> tuple[int | None, ...]:
+    return tuple(d.dim_value if d.HasField("dim_value") else None for d in tensor.shape.dim)
 
 
 # Ops of ai.onnx.ml whose result has the shape of their input, of which ONNX's rules say nothing.
@@ -268,8 +268,7 @@ def _shaped_like_inputs(model: Any) -> dict[str, tuple[int | None, ...]]:
     kind = types.get(node.input[0])
     if kind is None or not kind.HasField("shape"):
         return {}
-    sizes = tuple(d.dim_value if d.HasField("dim_value") else None for d in kind.shape.dim)
-    return {node.output[0]: sizes}
+    return {node.output[0]: _sizes(kind)}
 
 
 def _ranks(model: Any, outputs: Sequence[FragmentTensor]) -> dict[str, int]:
@@ -277,12 +276,9 @@ def _ranks(model: Any, outputs: Sequence[FragmentTensor]) -> dict[str, int]:
 
     It shows an unknown number as it shows no axes; the shape of the tensor has one size for each axis.
     """
-    from onnx import helper
-
     tensors = [value for value in outputs if value.kind.startswith("tensor(")]
     if not tensors:
         return {}
-    import onnx
 
     longer = onnx.ModelProto()
     longer.CopyFrom(model)
@@ -310,8 +306,6 @@ def _without_weights(
 
     Inputs whose values are known become initializers.
     """
-    import onnx
-
     light = onnx.ModelProto(ir_version=model.ir_version)
     light.opset_import.extend(model.opset_import)
     light.functions.extend(model.functions)
@@ -321,17 +315,17 @@ def _without_weights(
     graph.output.extend(onnx.ValueInfoProto(name=value.name) for value in model.graph.output)
     for source, shape in zip(model.graph.input, shapes, strict=True):
         if source.name in known:
-            graph.initializer.append(onnx.numpy_helper.from_array(known[source.name], source.name))
+            graph.initializer.append(numpy_helper.from_array(known[source.name], source.name))
             continue
         graph.input.append(source)
         if source.type.HasField("tensor_type"):
             _set_shape(graph.input[-1].type.tensor_type, shape)
     for tensor in model.graph.initializer:
-        if int(np.prod(tensor.dims, dtype=np.int64)) <= _SMALL:
+        if int(np.prod(tensor.dims, dtype=np.int64)) <= SMALL:
             graph.initializer.append(tensor)
         else:
             graph.input.append(
-                onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
+                helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
             )
     return light
 
@@ -360,10 +354,9 @@ def check_fragment(model: bytes) -> str:
     """Returns what is wrong with the bytes of a fragment, as a clause; "" if they are a whole valid model."""
     if importlib.util.find_spec("onnx") is None:
         return "needs the package onnx"
-    import onnx
     from google.protobuf.message import DecodeError
 
-    if len(model) > _MAX_BYTES:
+    if len(model) > onnx.checker.MAXIMUM_PROTOBUF:
         return "is too large"
     try:
         proto = onnx.ModelProto.FromString(model)
@@ -382,13 +375,8 @@ def check_fragment(model: bytes) -> str:
     return ""
 
 
-_MAX_DEPTH = 16  # of bodies inside of each other
-
-
 def _has_external(graph: Any, depth: int) -> bool:
-    from onnx import TensorProto
-
-    if depth > _MAX_DEPTH:
+    if depth > MAX_DEPTH:
         return True
     tensors = [*graph.initializer, *(t for s in graph.sparse_initializer for t in (s.values, s.indices))]
     for node in graph.node:
@@ -408,8 +396,6 @@ def _divisions(model: Any) -> list[tuple[str, str, str]]:
 
 def divides_by_inputs(model: Any) -> bool:
     """Returns whether a model divides by integers that are inputs of it."""
-    from onnx import helper
-
     kinds = {i.name: i.type.tensor_type.elem_type for i in model.graph.input}
     divisors = [kinds[divisor] for _, _, divisor in _divisions(model) if divisor in kinds]
     return any(np.dtype(helper.tensor_dtype_to_np_dtype(kind)).kind in "iu" for kind in divisors)
@@ -422,8 +408,6 @@ def describe_division_fault(model: Any, feeds: Mapping[str, np.ndarray]) -> str:
         model: the model; divisors that it computes itself are not looked at.
         feeds: input -> its value.
     """
-    from onnx import numpy_helper
-
     divisions = _divisions(model)
     if not divisions:
         return ""

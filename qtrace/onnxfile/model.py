@@ -24,8 +24,10 @@ from onnx import (
 )
 
 from qtrace.errors import ExportError
+from qtrace.onnxfile.external_data import load_model, read_model
 
 __all__ = [
+    "MAX_DEPTH",
     "MAX_NODES",
     "RANDOM_OPS",
     "OnnxEditor",
@@ -36,6 +38,7 @@ __all__ = [
     "limit_loops",
     "limit_reached",
     "own_operators",
+    "read_ending",
     "read_names",
     "rename_tensors",
 ]
@@ -45,6 +48,8 @@ RANDOM_OPS = frozenset(
 )
 """ONNX's ops whose results are drawn at random in each run."""
 
+MAX_DEPTH = 16
+"""The most functions, bodies and sums of sizes inside of each other: Python's stack has room for them."""
 MAX_NODES = 50_000
 """The most nodes of a file, with those of a function at each of its calls, and the most runs of a loop."""
 
@@ -299,30 +304,59 @@ def own_operators(graph: GraphProto) -> Iterator[str]:
             yield from own_operators(body)
 
 
-def limit_loops(graph: GraphProto) -> None:
-    """Lets each loop of a graph fail in its run number `MAX_NODES`, as values may let it run for ever."""
+def limit_loops(graph: GraphProto, runs: str = "") -> str:
+    """Lets the loops of a graph fail after `MAX_NODES` runs in all, as values may let them run for ever.
+
+    Args:
+        graph: the graph or body, which is changed.
+        runs: the tensor around a body that counts the runs before it; "" for a graph.
+
+    Returns:
+        The tensor that counts the runs after it.
+    """
+    one, most = f"{_LIMIT}one", f"{_LIMIT}most"
+    if not runs:
+        runs = f"{_LIMIT}start"
+        constants = {runs: 0, one: 1, most: [True] * MAX_NODES}
+        graph.initializer.extend(numpy_helper.from_array(np.array(v), name) for name, v in constants.items())
     for node in graph.node:
+        loops, branches = (not node.domain and node.op_type == kind for kind in ("Loop", "If"))
+        base = f"{_LIMIT}{next(filter(None, node.output), '')}"
+        before, after, within = f"{base}_before", f"{base}_after", f"{base}_within"
+        count = helper.make_tensor_value_info(before, TensorProto.INT64, [])
         for body in bodies_of(node):
-            limit_loops(body)
-            if (node.domain, node.op_type) != ("", "Loop"):
-                continue
-            base, number, going = f"{_LIMIT}{next(filter(None, node.output))}", body.input[0], body.output[0]
-            most = numpy_helper.from_array(np.array(MAX_NODES, np.int64), f"{base}_most")
-            one = numpy_helper.from_array(np.array([True]), f"{base}_one")
-            body.initializer.extend([most, one])
-            body.node.extend(
-                [
-                    helper.make_node("Div", [number.name, most.name], [f"{base}_place"]),
-                    helper.make_node("Gather", [one.name, f"{base}_place"], [f"{base}_within"], name=base),
-                    helper.make_node("And", [going.name, f"{base}_within"], [base]),
-                ]
-            )
-            going.name = base
+            last = limit_loops(body, before if loops else runs)
+            count.name = after
+            if branches:
+                body.node.append(helper.make_node("Identity", [last], [after]))
+                body.output.append(count)
+            if loops:
+                body.node.append(helper.make_node("Gather", [most, last], [within], name=base))
+                body.node.append(helper.make_node("And", [body.output[0].name, within], [base]))
+                body.node.append(helper.make_node("Add", [last, one], [after]))
+                body.output[0].name = base
+                body.output.insert(1, count)
+                count.name = before
+                body.input.insert(2, count)
+                node.input.insert(2, runs)
+        if loops or branches:
+            runs = f"{base}_runs"
+            node.output.insert(0 if loops else len(node.output), runs)
+    return runs
 
 
 def limit_reached(error: Exception) -> str:
     """Says of an error of a runtime that it is the limit of `limit_loops`; "" for another error."""
-    return f"a loop runs more than {MAX_NODES:,} times" if _LIMIT in str(error) else ""
+    return f"its loops run more than {MAX_NODES:,} times" if _LIMIT in str(error) else ""
+
+
+def read_ending(path: Path) -> Path | bytes:
+    """Returns a file whose loops end by `limit_loops`, or its path: without loops, or with large tensors."""
+    if "Loop" not in own_operators(read_model(path).graph):
+        return path
+    model, folder = load_model(path)
+    limit_loops(model.graph)
+    return path if folder else bytes(model.SerializeToString())
 
 
 def captured_names(node: NodeProto) -> list[str]:

@@ -21,9 +21,8 @@ from pydantic import Field
 from qtrace.graph.types import TracedModule
 from qtrace.plugins.options import Bool, Float, Int
 from qtrace.ptq.layers.quantized import QuantizedLayer
-from qtrace.ptq.rounding.block_run import Block, structural_blocks
+from qtrace.ptq.rounding.block_run import Block, DescentSettings, structural_blocks
 from qtrace.ptq.rounding.blockwise import LearnedRounding
-from qtrace.ptq.rounding.gradients import DescentSettings
 
 __all__ = ["Reconstruct"]
 

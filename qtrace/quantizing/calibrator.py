@@ -11,7 +11,7 @@ from qtrace.calibration.calibrate import calibrate
 from qtrace.comparing.sums import Outputs
 from qtrace.config import QConfig
 from qtrace.data import Batch
-from qtrace.data.fingerprints import SampleRecord
+from qtrace.data.base import SampleRecord
 from qtrace.errors import CalibrationError, LimitError
 from qtrace.graph.opaque import find_random
 from qtrace.graph.types import TracedModule
@@ -21,11 +21,9 @@ from qtrace.preparation.faithfulness import Faithfulness
 from qtrace.preparation.model import QuantizedModel, fake_quants
 from qtrace.preparation.passes.choosing import copy_with_weights
 from qtrace.preparation.prepare import prepare_config, read_request
-from qtrace.quantizing.call_data import CallData
-from qtrace.quantizing.evaluation import estimate_samples
+from qtrace.quantizing.call_data import CallData, estimate_samples
 from qtrace.quantizing.file_runs import FloatFile
-from qtrace.quantizing.judging import Acceptance, Judgement, conclude, copy_float
-from qtrace.quantizing.judging_file import batch_of_file, judge_file
+from qtrace.quantizing.judging import Acceptance, Judgement, batch_of_file, conclude, copy_float, judge_file
 from qtrace.quantizing.reporting import Reporter
 from qtrace.runtimes.host import RuntimeHost
 from qtrace.sensitivity.mixed import Goal, mixed_precision

@@ -37,6 +37,7 @@ from qtrace.importing.onnx import declared_axes, from_onnx, open_inputs
 from qtrace.importing.onnx.float_weights import read_unrounded
 from qtrace.onnxfile.external_data import read_model
 from qtrace.onnxfile.local_session import SessionSettings, dtype_of
+from qtrace.onnxfile.model import read_ending
 from qtrace.onnxfile.sessions import open_session
 from qtrace.plugins import load_object
 from qtrace.preparation.faithfulness import Original, Run, UnpreparedGraph, arrays_of, cut_call, takes_call
@@ -147,7 +148,7 @@ class _File(Original):
         outputs = [info.name for info in interface.outputs]
         # Op by op: what onnxruntime fuses has other last bits.
         settings = SessionSettings(optimize=False, as_megengine=True)
-        session = open_session(read_unrounded(self._path) or self._path, settings, self.name)
+        session = open_session(read_unrounded(self._path) or read_ending(self._path), settings, self.name)
         kinds = {info.name: dtype_of(info.type) for info in session.inputs}
 
         def run(batch: Batch) -> list[np.ndarray]:

@@ -14,7 +14,7 @@ from qtrace.comparing.sums import finite_or_none
 from qtrace.display import Displayed, format_table
 from qtrace.errors import shorten_list
 from qtrace.runtimes.host import describe_side
-from qtrace.verification.causes import SATURATION, SATURATION_ELSEWHERE, WRONG_PRODUCTS
+from qtrace.verification.crosscheck import SATURATION, SATURATION_ELSEWHERE, WRONG_PRODUCTS
 from qtrace.verification.selections import describe_rows
 from qtrace.verification.tallies import MODES, Tallies, sum_up
 

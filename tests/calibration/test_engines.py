@@ -17,8 +17,7 @@ import qtrace
 from qtrace.calibration import choice
 from qtrace.calibration.base import EngineError, watched
 from qtrace.calibration.collecting import CollectOptions, collect
-from qtrace.calibration.megengine import MegEngine
-from qtrace.calibration.onnxruntime import OnnxRuntime
+from qtrace.calibration.engines import MegEngine, OnnxRuntime
 from qtrace.errors import CalibrationError, ConfigError
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import TracedModule

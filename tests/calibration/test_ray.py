@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 import qtrace
-from qtrace.calibration.jobs import LocalCollection, Source
-from qtrace.calibration.running import RunSettings, collect_all
+from qtrace.calibration.running import LocalCollection, RunSettings, Source, collect_all
 from qtrace.errors import ConfigError
 from qtrace.observers.base import to_dict
-from qtrace.workers.ray import RayTasks
+from qtrace.workers import RayTasks
 from tests.nets import Chain, images
 
 _INSTALLED = importlib.util.find_spec("ray") is not None

@@ -15,17 +15,24 @@ import pytest
 
 import qtrace
 from qtrace.calibration import running
-from qtrace.calibration.checkpoint import Cadence, StoredParts, fingerprint
-from qtrace.calibration.jobs import LocalCollection, RemoteCollection, Source, WorkerJob, run_job
-from qtrace.calibration.running import Result, RunSettings, collect_all
+from qtrace.calibration.algorithms import Cadence, StoredParts, fingerprint
+from qtrace.calibration.running import (
+    LocalCollection,
+    RemoteCollection,
+    Result,
+    RunSettings,
+    Source,
+    WorkerJob,
+    collect_all,
+    run_job,
+)
 from qtrace.errors import CalibrationError, DataError
 from qtrace.graph.types import TracedModule
 from qtrace.observers.base import to_dict
 from qtrace.preparation.model import QuantizedModel
 from qtrace.storage.checkpoints import pack_arrays, unpack_arrays
 from qtrace.storage.outputs import has_parts
-from qtrace.workers.job import Outcome
-from qtrace.workers.ray import do_elsewhere
+from qtrace.workers import Outcome, do_elsewhere
 from tests.nets import Chain, images
 
 _BATCHES = 7

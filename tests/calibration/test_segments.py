@@ -13,16 +13,16 @@ import pytest
 
 import qtrace
 from qtrace import QConfig
-from qtrace.calibration import segments
+from qtrace.calibration import engines
 from qtrace.calibration.choice import Chosen, choose_segments
-from qtrace.calibration.segments import OnnxSegments
+from qtrace.calibration.engines import OnnxSegments
 from qtrace.errors import ConfigError, ExportError
 from qtrace.export.onnx.segment import PreparedSegments
 from qtrace.graph import stepping
 from qtrace.graph.stepping import GraphSegment, keep
 from qtrace.graph.walk import exprs
 from qtrace.preparation.model import QuantizedModel
-from qtrace.process.threads import prefetch_map
+from qtrace.process import prefetch_map
 from qtrace.ptq.layers import statistics as collecting
 from tests.nets import images, net
 
@@ -160,7 +160,7 @@ def test_the_algorithms_compute_on_the_given_number_of_threads(monkeypatch: pyte
         counts.append(threads)
         return prefetch_map(run, items, threads)
 
-    monkeypatch.setattr(segments, "prefetch_map", record)
+    monkeypatch.setattr(engines, "prefetch_map", record)
     qtrace.calibrate(_prepared(), BATCHES, progress=False, engine="onnxruntime", threads=1)
     assert set(counts) == {1}
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import qtrace
-from qtrace.calibration.observing import read_large
+from qtrace.calibration.collecting import read_large
 from qtrace.errors import CalibrationError
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.model import fake_quants

@@ -87,15 +87,15 @@ class Fakes:
             monkeypatch.setattr(f"qtrace.quantizing.stage.{name}", stand_in)
         sizes = "qtrace.quantizing.call_data.DataOpener._choose_size"
         monkeypatch.setattr(sizes, lambda opener, traced, size: (size, False))
-        monkeypatch.setattr("qtrace.quantizing.evaluation.EvaluationData.check", lambda *args: None)
-        monkeypatch.setattr("qtrace.quantizing.folder._sites", lambda prepared: [{"site": "x"}])
+        monkeypatch.setattr("qtrace.quantizing.call_data.EvaluationData.check", lambda *args: None)
+        monkeypatch.setattr("qtrace.quantizing.reporting._sites", lambda prepared: [{"site": "x"}])
         monkeypatch.setattr("qtrace.graph.files.serialize.save", self.save)
         monkeypatch.setattr("qtrace.inspection.explanation.explain", self.explain)
         monkeypatch.setattr("qtrace.preparation.passes.convert.convert", self.convert)
-        monkeypatch.setattr("qtrace.cli.commands.export.note_file", lambda *args: {})
-        for command in ("export", "trace"):
+        monkeypatch.setattr("qtrace.cli.files.note_file", lambda *args: {})
+        for commands in ("files", "networks"):
             ends = {"inputs": [], "outputs": []}
-            monkeypatch.setattr(f"qtrace.cli.commands.{command}.note_ends", lambda *args, ends=ends: ends)
+            monkeypatch.setattr(f"qtrace.cli.{commands}.note_ends", lambda *args, ends=ends: ends)
         monkeypatch.setattr("qtrace.cli.models.check_stage", lambda *args: None)
         monkeypatch.setattr("qtrace.cli.models.check_size", lambda *args: None)
 

@@ -121,13 +121,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # the background jobs 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
 import qtrace
 from qtrace.cli import main
-import qtrace.process.engine
-qtrace.process.engine.quiet()
+import qtrace.process
+qtrace.process.quiet()
 import qtrace.cli.models as models
 import qtrace.graph.files.serialize as serialize
 import qtrace.inspection.explanation as explanation
 import qtrace.preparation.passes.convert as conversion
-import qtrace.quantizing.folder as folder
+import qtrace.quantizing.reporting as folder
 import qtrace.quantizing.call_data as call_data
 import qtrace.quantizing.stage as stage
 from qtrace.quantizing.judging import Judgement

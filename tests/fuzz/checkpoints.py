@@ -9,8 +9,8 @@ import megengine.module as M
 from hypothesis import strategies as st
 
 import qtrace
-from qtrace.calibration.checkpoint import Part, pack, unpack
-from qtrace.calibration.statistics import fresh, no_statistics
+from qtrace.calibration.algorithms import Part, pack, unpack
+from qtrace.calibration.collecting import fresh, no_statistics
 from qtrace.errors import CalibrationError
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.model import QuantizedModel

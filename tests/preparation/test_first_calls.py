@@ -14,7 +14,7 @@ from qtrace.graph.flatten import flatten
 from qtrace.graph.open_axes import OpenAxes, OpenAxis, write_open_axes
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.faithfulness import cut_images, first_calls
-from qtrace.quantizing.evaluation import shorten
+from qtrace.quantizing.call_data import shorten
 from tests.nets import images, net
 
 DATA = images(8, 3, 8, 8)

@@ -14,9 +14,9 @@ from PIL import Image
 
 import qtrace
 from qtrace.data import open_data
-from qtrace.data.whole import SampleRange, recut
+from qtrace.data.opening import SampleRange, recut
 from qtrace.errors import CalibrationError
-from qtrace.quantizing.evaluation import split_data
+from qtrace.quantizing.call_data import split_data
 from qtrace.sensitivity.diagnosis.verdict import Verdict
 from tests.nets import images, net
 

@@ -15,7 +15,7 @@ from megengine import Tensor
 
 import qtrace
 from qtrace.errors import CalibrationError
-from qtrace.quantizing import judging_file
+from qtrace.quantizing import judging
 from qtrace.sensitivity.diagnosis.verdict import Verdict
 from qtrace.sensitivity.simulation import Simulation
 from tests.nets import images, net
@@ -99,7 +99,7 @@ def test_samples_are_counted_not_timed() -> None:
     def count(shape: tuple[int, ...], size: int | None = None) -> list[int]:
         traced = qtrace.trace(M.Identity(), np.zeros((1, *shape), "float32"), check=False)
         batches = [(np.broadcast_to(np.float32(i), (16, *shape)),) for i in range(8)]
-        return [len(batch[0]) for batch in judging_file._cut(batches, traced, size)]
+        return [len(batch[0]) for batch in judging._cut(batches, traced, size)]
 
     assert count((3, 8, 8)) == [16, 16, 16, 16]
     assert sum(count((3, 320, 320))) == 15
@@ -109,14 +109,14 @@ def test_samples_are_counted_not_timed() -> None:
 
 def test_the_held_back_samples_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[np.ndarray] = []
-    cut = judging_file._cut
+    cut = judging._cut
 
     def keep(batches: Any, *args: Any) -> Any:
         for batch in cut(batches, *args):
             seen.append(batch[0])
             yield batch
 
-    monkeypatch.setattr(judging_file, "_cut", keep)
+    monkeypatch.setattr(judging, "_cut", keep)
     _quantize(tmp_path)
     order = np.concatenate(seen)
     assert np.array_equal(order, np.concatenate([_events(32)[24:], _events(32)[:24]]))
@@ -192,7 +192,7 @@ def test_a_broken_file_is_not_written_and_its_cause_is_reported(tmp_path: Path) 
 
 
 def test_outputs_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judging_file, "_MOST_OUTPUTS", 1)
+    monkeypatch.setattr(judging, "_MOST_OUTPUTS", 1)
     assert _quantize(tmp_path).judgement.file.samples == 8
 
 
@@ -200,7 +200,7 @@ def test_the_file_runs_while_that_in_float_is_made_whose_runs_go_beside_each_oth
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = _quantize(tmp_path).judgement.file
-    run, open_runs, begun = judging_file.run_batch, judging_file.open_runs, Event()
+    run, open_runs, begun = judging.run_batch, judging.open_runs, Event()
     both = Barrier(2, timeout=30)  # which breaks where one runs after the other
     in_float: list[Any] = []
 
@@ -222,17 +222,17 @@ def test_the_file_runs_while_that_in_float_is_made_whose_runs_go_beside_each_oth
     )  # which runs one alone
 
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    monkeypatch.setattr(judging_file, "open_runs", note_float)
-    monkeypatch.setattr(judging_file, "run_batch", wait_for_the_other)
+    monkeypatch.setattr(judging, "open_runs", note_float)
+    monkeypatch.setattr(judging, "run_batch", wait_for_the_other)
     assert _quantize(tmp_path).judgement.file == alone
     assert len(in_float) == 1
 
 
 def test_files_of_other_runtimes_run_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads, run = set(), judging_file.run_batch
+    threads, run = set(), judging.run_batch
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     monkeypatch.setattr(
-        judging_file, "run_batch", lambda *args, **named: threads.add(get_ident()) or run(*args, **named)
+        judging, "run_batch", lambda *args, **named: threads.add(get_ident()) or run(*args, **named)
     )
     assert _quantize(tmp_path, "ncnn").judgement.file is not None
     assert threads == {get_ident()}

@@ -15,7 +15,7 @@ from megengine.autodiff import Function
 import qtrace
 from qtrace.errors import CalibrationError, ConfigError, DataError, ExportError, GraphError, QtraceError
 from qtrace.preparation.model import QuantizedModel, fake_quants
-from qtrace.quantizing import calibrator, judging_file
+from qtrace.quantizing import calibrator, judging
 from tests.nets import images, net
 
 DATA = images(16, 3, 8, 8)
@@ -297,7 +297,7 @@ class _Failed:
 def test_a_file_that_fails_its_verification_is_not_left_and_the_old_one_stays(here, monkeypatch) -> None:
     qtrace.quantize(_module(), DATA, "out.onnx", verify=False, progress=False)
     before = Path("out.onnx").read_bytes()
-    monkeypatch.setattr(judging_file, "verify_file", lambda *args, **options: _Failed())
+    monkeypatch.setattr(judging, "verify_file", lambda *args, **options: _Failed())
     with pytest.raises(ExportError, match="out.onnx was not written.*\n.*the table"):
         qtrace.quantize(_module(), DATA[:8], "out.onnx", progress=False)
     assert Path("out.onnx").read_bytes() == before
@@ -319,9 +319,9 @@ def test_a_file_is_verified_on_a_quarter_of_the_calibration(
         given.extend(batches)
         return _Failed()
 
-    monkeypatch.setattr(judging_file, "verify_file", verify)
+    monkeypatch.setattr(judging, "verify_file", verify)
     if most is not None:
-        monkeypatch.setattr(judging_file, "_VERIFIED_VALUES", most)
+        monkeypatch.setattr(judging, "_VERIFIED_VALUES", most)
     batches = [images(size, 3, 8, 8, seed=i) for i in range(count)]
     with pytest.raises(ExportError):
         qtrace.quantize(_module(), batches, "out.onnx", progress=False)
@@ -337,10 +337,10 @@ def test_batches_of_large_images_are_cut_before_they_are_verified(here, monkeypa
         given.extend(batches)
         return _Failed()
 
-    monkeypatch.setattr(judging_file, "verify_file", verify)
+    monkeypatch.setattr(judging, "verify_file", verify)
     for most, samples in ((6 * 3 * 8 * 8, {3}), (1, {2}), (10**9, {4, 8})):
         given.clear()
-        monkeypatch.setattr(judging_file, "_VERIFIED_VALUES", most)
+        monkeypatch.setattr(judging, "_VERIFIED_VALUES", most)
         with pytest.raises(ExportError):
             qtrace.quantize(_module(), DATA[:16], "out.onnx", batch_size=4, progress=False)
         assert {len(array) for (array,) in given} == samples

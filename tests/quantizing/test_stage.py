@@ -12,7 +12,7 @@ import pytest
 import qtrace
 from qtrace.calibration.running import RunSettings
 from qtrace.errors import CalibrationError, QtraceError
-from qtrace.quantizing.folder import FILES, VERDICT
+from qtrace.quantizing.reporting import FILES, VERDICT
 from tests.nets import images, net
 
 

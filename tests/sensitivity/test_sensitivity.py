@@ -18,7 +18,7 @@ import pytest
 import qtrace
 from qtrace import cli
 from qtrace.calibration.base import EngineError
-from qtrace.calibration.segments import OnnxSegments
+from qtrace.calibration.engines import OnnxSegments
 from qtrace.comparing.sums import sqnr_db
 from qtrace.errors import CalibrationError, ConfigError, ExportError
 from qtrace.graph.types import TracedModule
@@ -491,7 +491,7 @@ def test_groups_that_the_engine_refuses_when_it_runs_are_left_to_megengine(
     def refuse(*_: Any, **__: Any) -> Any:
         raise EngineError("it refuses the graph")
 
-    monkeypatch.setattr("qtrace.calibration.segments.start_session", refuse)
+    monkeypatch.setattr("qtrace.calibration.engines.start_session", refuse)
     assert list(simulation.only_groups(groups)) == pytest.approx(expected, abs=0.05)
 
 

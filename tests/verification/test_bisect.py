@@ -14,7 +14,7 @@ from qtrace import cli
 from qtrace.errors import CalibrationError
 from qtrace.numerics import quantize
 from qtrace.scheme import QParams, QScheme
-from qtrace.verification.causes import likely_causes
+from qtrace.verification.crosscheck import likely_causes
 from tests.each import each_of
 from tests.nets import images
 from tests.verification.test_verify import _converted, _edit, _initializer, _net

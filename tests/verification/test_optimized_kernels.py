@@ -21,7 +21,7 @@ from qtrace.runtimes import worker
 from qtrace.targets.onnxruntime import runtime as onnxruntime
 from qtrace.targets.openvino import runtime as openvino
 from qtrace.targets.tflite import runtime as litert
-from qtrace.verification import causes
+from qtrace.verification import crosscheck
 from qtrace.verification.runtimes.base import RuntimeRun
 from tests.nets import images, net
 
@@ -62,7 +62,7 @@ class _WrongWhenOptimized(onnxruntime.OnnxSession):
 def wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = dataclasses.replace(onnxruntime.RUNTIME, open=_WrongWhenOptimized)
     monkeypatch.setattr(onnxruntime, "RUNTIME", runtime)
-    monkeypatch.setattr(causes, "products_saturate", lambda: False)
+    monkeypatch.setattr(crosscheck, "products_saturate", lambda: False)
 
 
 @pytest.mark.usefixtures("wrong_kernel")
@@ -73,7 +73,7 @@ def test_a_wrong_optimized_kernel_is_named(
     cpuinfo = path.with_name("cpuinfo")
     if flags is not None:
         cpuinfo.write_text(f"processor\t: 0\nflags\t\t: {flags}\nbugs\t\t: none\n")
-    monkeypatch.setattr(causes, "_CPU_INFO", cpuinfo)
+    monkeypatch.setattr(crosscheck, "_CPU_INFO", cpuinfo)
     difference = qtrace.bisect(path, converted, [BATCH])
     assert difference is not None
     assert (difference.stage, difference.op) == ("optimized", "F.conv2d")
@@ -91,10 +91,10 @@ def test_other_ops_and_runtimes_are_not_blamed_on_amx(
 ) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("flags\t\t: amx_int8\n")
-    monkeypatch.setattr(causes, "_CPU_INFO", cpuinfo)
-    assert "AMX" in causes.optimized_kernel_cause("onnxruntime", "matmul")
-    assert "AMX" not in causes.optimized_kernel_cause("onnxruntime", "avg_pool2d")
-    assert "AMX" not in causes.optimized_kernel_cause("openvino", "matmul")
+    monkeypatch.setattr(crosscheck, "_CPU_INFO", cpuinfo)
+    assert "AMX" in crosscheck.optimized_kernel_cause("onnxruntime", "matmul")
+    assert "AMX" not in crosscheck.optimized_kernel_cause("onnxruntime", "avg_pool2d")
+    assert "AMX" not in crosscheck.optimized_kernel_cause("openvino", "matmul")
 
 
 def _raise_bug(*args: object, **kwargs: object) -> None:
@@ -183,4 +183,4 @@ def test_the_real_fault_is_named(converted: TracedModule, tmp_path: Path) -> Non
     assert "AMX" in difference.causes[0]
     assert "amx_int8" in difference.table()
     report = qtrace.verify(path, converted, [BATCH])
-    assert causes.WRONG_PRODUCTS in report.summary()
+    assert crosscheck.WRONG_PRODUCTS in report.summary()

@@ -15,8 +15,7 @@ from qtrace.fakequant.base import FakeQuant
 from qtrace.fakequant.kernels import Learn, Levels
 from qtrace.graph.types import Node
 from qtrace.graph.walk import owner
-from qtrace.ptq.rounding.block_run import BlockData, BlockRun
-from qtrace.ptq.rounding.gradients import BlockGradients, DescentSettings
+from qtrace.ptq.rounding.block_run import BlockData, BlockGradients, BlockRun, DescentSettings
 
 __all__ = ["TorchGradients"]
 

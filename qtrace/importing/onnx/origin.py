@@ -26,6 +26,7 @@ from qtrace.graph.walk import exprs, get_module
 from qtrace.importing.onnx.importer import Importer
 from qtrace.importing.onnx.model import Graph, standard_opset
 from qtrace.onnxfile.model import bodies_of
+from qtrace.process import paused_collector
 
 __all__ = ["keep_own", "list_names"]
 
@@ -83,6 +84,7 @@ def _programs(importer: Importer, graph: Graph) -> Iterator[tuple[str, tuple[str
             yield path, (hash_values(values), base64.b64encode(model.SerializeToString()).decode())
 
 
+@paused_collector()
 def keep_own(traced: TracedModule, model: onnx.ModelProto, of_module: bool) -> None:
     """Adds what the model says of itself to the interface and the origin of ``traced``.
 

@@ -15,8 +15,8 @@ import numpy as np
 from megengine import Tensor
 
 from qtrace.comparing.groups import find_groups
-from qtrace.comparing.sums import ENOUGH_SAMPLES, column_errors, finite_or_none
-from qtrace.data.batches import evaluating, first_samples
+from qtrace.comparing.sums import column_errors, finite_or_none
+from qtrace.data.batches import ENOUGH_SAMPLES, evaluating, first_samples
 from qtrace.errors import QtraceError
 from qtrace.graph.deferred_runs import begin_run
 from qtrace.graph.interpreter import Interpreter
@@ -25,7 +25,7 @@ from qtrace.graph.types import Node, TensorNode, TracedModule
 from qtrace.preparation.annotation import Site
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import in_phase
-from qtrace.process.threads import count_threads
+from qtrace.process import count_threads
 from qtrace.ptq.base import Batches, SiteNoise
 from qtrace.ptq.layers.scaling import rounded_weight
 

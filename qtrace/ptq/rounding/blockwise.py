@@ -24,11 +24,26 @@ from qtrace.plugins import load_object
 from qtrace.plugins.options import Float, Int
 from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, Left, Noise, Report, SiteNoise
 from qtrace.ptq.layers.quantized import LayerTwins, QuantizedLayer, quantized_layers, write
-from qtrace.ptq.rounding.block_run import Block, BlockData, BlockRun, anneal, single_layers
-from qtrace.ptq.rounding.gradients import BlockGradients, DescentSettings, MegEngineGradients
+from qtrace.ptq.rounding.block_run import (
+    Block,
+    BlockData,
+    BlockGradients,
+    BlockRun,
+    DescentSettings,
+    MegEngineGradients,
+    anneal,
+    single_layers,
+)
 from qtrace.storage.checkpoints import hash_arrays
 
-__all__ = ["LearnedRounding", "learn", "learn_block"]
+__all__ = [
+    "LearnedRounding",
+    "learn",
+    "learn_block",
+]
+
+
+# Learns the roundings and activation scales of blocks on the float graph's outputs, by gradient descent.
 
 # Both engines agree on a step if the loss differs by no more than this share, and no gradient by more than
 # this share of its length: a value that lies between two integers may be rounded either way.

@@ -14,7 +14,7 @@ import numpy as np
 from qtrace.errors import ExportError
 from qtrace.onnxfile.sessions import OpenvinoFile
 from qtrace.runtimes.host import RuntimeHost
-from qtrace.verification.causes import BFLOAT16
+from qtrace.verification.crosscheck import BFLOAT16
 from qtrace.verification.runtimes.base import Runtime
 from qtrace.verification.runtimes.onnx_model import ExposedSession, as_declared, with_integer_outputs
 

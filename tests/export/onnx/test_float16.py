@@ -14,7 +14,7 @@ import pytest
 from onnx import TensorProto, numpy_helper
 
 import qtrace
-from qtrace.calibration.checkpoint import fingerprint
+from qtrace.calibration.algorithms import fingerprint
 from qtrace.calibration.collecting import collect
 from qtrace.errors import ExportError
 from qtrace.extras.contracts import check_contract

@@ -17,7 +17,7 @@ import qtrace
 from qtrace.errors import ExportError
 from qtrace.export.onnx import files
 from qtrace.onnxfile.kernels import products_saturate
-from qtrace.verification.causes import SATURATION, SATURATION_ELSEWHERE
+from qtrace.verification.crosscheck import SATURATION, SATURATION_ELSEWHERE
 from tests.nets import images, net
 
 X = images(2, 3, 8, 8)

@@ -17,7 +17,7 @@ import qtrace
 from qtrace.export.onnx import files
 from qtrace.graph.types import TracedModule
 from qtrace.onnxfile.kernels import products_saturate
-from qtrace.verification.causes import SATURATION
+from qtrace.verification.crosscheck import SATURATION
 from tests.nets import net
 
 X = np.random.default_rng(0).normal(size=(16, 72)).astype(np.float32)

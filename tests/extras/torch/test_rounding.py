@@ -16,8 +16,8 @@ from qtrace.errors import CalibrationError, ConfigError
 from qtrace.graph.types import TracedModule
 from qtrace.learning import queueless
 from qtrace.preparation.model import QuantizedModel
+from qtrace.ptq.rounding.block_run import MegEngineGradients
 from qtrace.ptq.rounding.blockwise import learn_block
-from qtrace.ptq.rounding.gradients import MegEngineGradients
 from tests.each import each_of
 from tests.nets import images, net, randomize
 from tests.ptq.rounding.test_descent import SETTINGS, _run
@@ -74,8 +74,7 @@ class TestWithTorch:
     @each_of("drop", [0.0, 0.5])
     @each_of("scale_lr", [0.0, 0.01])
     def test_a_step_equals_that_of_megengine(self, drop: float, scale_lr: float) -> None:
-        from qtrace.extras.torch.learning.engine import TorchEngine
-        from qtrace.extras.torch.learning.graph import TorchGraph
+        from qtrace.extras.torch.learning.engine import TorchEngine, TorchGraph
         from qtrace.extras.torch.rounding_block import TorchGradients
 
         with queueless():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import qtrace
-from qtrace.calibration.checkpoint import fingerprint, read_part
+from qtrace.calibration.algorithms import fingerprint, read_part
 from qtrace.graph.files.allowlist import MOVED, AllowList, RefusedError
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.passes.insert import Container

@@ -596,7 +596,7 @@ def test_a_loop_that_values_end_has_a_limit(tmp_path, monkeypatch, count):
     path = save(model(nodes, {"x": ["n", "w"]}, stored=stored), tmp_path)
     net = qtrace.from_onnx(path, {"x": (1, 4)})
     check_equal(path, net, {"x": np.ones((2, 6), np.float32)})
-    with pytest.raises(GraphError, match="Loop: a loop runs more than 20 times with these values"):
+    with pytest.raises(GraphError, match="Loop: its loops run more than 20 times with these values"):
         net(mge.Tensor(np.zeros((2, 6), np.float32)))
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import qtrace
-from qtrace.calibration.segments import OnnxSegments
+from qtrace.calibration.engines import OnnxSegments
 from qtrace.graph.flatten import flatten
 from qtrace.graph.stepping import GraphSegment
 from qtrace.graph.types import TracedModule

@@ -18,10 +18,9 @@ from qtrace.learning import queueless
 from qtrace.preparation.phases import set_phase
 from qtrace.ptq.base import Batches, CalibratedTask
 from qtrace.ptq.layers.quantized import LayerTwins, quantized_layers
-from qtrace.ptq.rounding import gradients
-from qtrace.ptq.rounding.block_run import BlockData, BlockRun, structural_blocks
+from qtrace.ptq.rounding import block_run
+from qtrace.ptq.rounding.block_run import BlockData, BlockRun, DescentSettings, structural_blocks
 from qtrace.ptq.rounding.blockwise import learn_block
-from qtrace.ptq.rounding.gradients import DescentSettings
 from tests.nets import images, net, randomize
 
 SETTINGS = DescentSettings(
@@ -62,7 +61,7 @@ def test_compiled_steps_learn_what_eager_ones_learn(monkeypatch: Any) -> None:
     results = []
     with queueless():
         for first in (20, 100):
-            monkeypatch.setattr(gradients, "MIN_TRACED_STEPS", first)
+            monkeypatch.setattr(block_run, "MIN_TRACED_STEPS", first)
             run, data = _run()
             start = [state.rounding.v.copy() for state in run.layers]
             learn_block(run, data, SETTINGS, 0.01)
@@ -78,7 +77,7 @@ def test_the_gradient_of_a_weight_is_that_of_finite_differences() -> None:
     with queueless():
         run, data = _run()
         settings = dataclasses.replace(SETTINGS, drop=1 - 1e-12)
-        step = gradients.MegEngineGradients(run, data, settings, 0.01)
+        step = block_run.MegEngineGradients(run, data, settings, 0.01)
 
         def loss(layer: int, weight: np.ndarray) -> tuple[float, list[np.ndarray]]:
             run.layers[layer].parameter._reset(mge.Parameter(weight))

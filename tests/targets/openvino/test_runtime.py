@@ -17,7 +17,7 @@ from onnx import TensorProto, helper, numpy_helper
 import qtrace
 from qtrace.runtimes import worker
 from qtrace.targets.openvino.spelled import spell_out_roundings
-from qtrace.verification.causes import BFLOAT16
+from qtrace.verification.crosscheck import BFLOAT16
 from tests.each import each_of
 from tests.nets import images, net, randomize
 

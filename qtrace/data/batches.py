@@ -34,6 +34,7 @@ __all__ = [
     "every_second",
     "find_values",
     "first_samples",
+    "number_batches",
     "refuse_nan",
     "split_samples",
     "translate_errors",
@@ -102,6 +103,13 @@ def check_batches(batches: Any, name: str = "batches", reader: str = "") -> None
         )
 
 
+def number_batches(batches: Any) -> Iterator[tuple[int, Any]]:
+    """Returns batches with the numbers that their source gives them, or which count them."""
+    pairs: Iterator[tuple[int, Any]]
+    pairs = batches.numbered() if hasattr(batches, "numbered") else enumerate(batches)
+    return pairs
+
+
 def refuse_nan(arguments: _Arguments, index: int, model: TracedModule, source: str = "") -> None:
     """Refuses a batch with NaN, which each runtime maps to another integer, unless it is meant.
 
@@ -116,7 +124,7 @@ def refuse_nan(arguments: _Arguments, index: int, model: TracedModule, source: s
     Raises:
         CalibrationError: when a value is NaN, and an op or a rounding calculates with it.
     """
-    if not (place := find_values(arguments, np.isnan)):
+    if not (place := find_values(arguments, np.isnan, index)):
         return
     flat = flatten(model)
     with evaluating(flat), translate_errors(model, arguments, index):
@@ -128,19 +136,21 @@ def refuse_nan(arguments: _Arguments, index: int, model: TracedModule, source: s
         )
 
 
-def find_values(arguments: _Arguments, test: Callable[[np.ndarray], np.ndarray]) -> str:
+def find_values(arguments: _Arguments, test: Callable[[np.ndarray], np.ndarray], index: int = 0) -> str:
     """Returns where the first value of a batch stands that a test holds for; "" if there is none.
 
     Args:
         arguments: the result of `as_arguments`.
         test: returns a boolean for each value of an array of floats.
+        index: the number of the batch, which may know the number of its first sample in the data.
     """
     args, kwargs = arguments
+    first = getattr(index, "first", 0)
     for key, argument in (*enumerate(args), *kwargs.items()):
         for value in _values(argument):
             if value.dtype.kind == "f" and value.size and (found := test(value)).any():
                 place = [int(axis[0]) for axis in np.nonzero(found)]
-                return f"input {key} at {place}" + (f" (sample {place[0]})" if place else "")
+                return f"input {key} at {place}" + (f" (sample {first + place[0]})" if place else "")
     return ""
 
 

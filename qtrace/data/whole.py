@@ -94,7 +94,13 @@ class Recut(DerivedSource):
             numbered = self.inner.numbered(selects)
         else:
             numbered = enumerate(self._joined(self.size))
-        yield from (pair for pair in numbered if not self.whole or batch_length(pair[1]) == self.size)
+        first = 0
+        for number, batch in numbered:
+            count = batch_length(batch)
+            first = number * self.size if self.cut and self.size else first
+            if not self.whole or count == self.size:
+                yield number if self.size is None else _Number(number, first, first + count - 1), batch
+            first += count
 
     def _joined(self, size: int) -> Iterator[Batch]:
         """Yields all batches of ``size`` samples, and what is left before samples of another shape."""
@@ -112,6 +118,23 @@ class Recut(DerivedSource):
             parts = [] if batch_length(cuts[-1]) >= step else [cuts.pop()]
             yield from cuts
         yield from () if self.whole else parts
+
+
+class _Number(int):
+    """The number of a batch of samples that came in other batches; its text names these samples, too.
+
+    Attributes:
+        first, last: the numbers of its first and last sample in the data.
+    """
+
+    def __new__(cls, number: int, first: int = 0, last: int = 0) -> _Number:
+        """Returns the number with the place of its samples."""
+        self = super().__new__(cls, number)
+        self.first, self.last = first, last
+        return self
+
+    def __str__(self) -> str:
+        return f"{int(self)} (samples {self.first} to {self.last} of the data)"
 
 
 class _SizedRecut(Recut, SizedSource):

@@ -47,7 +47,7 @@ ocr-demo: $(VENV)/.installed-ocr ## Quantize trained networks that read text; wr
 	$(PY) -m examples.ocr.demo $(ARGS)
 
 test: $(STAMP) ## Run the tests, without the slow ones
-	$(PY) -m pytest -n auto --dist loadfile $(ARGS)
+	$(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slow: $(STAMP) ## Run the slow tests only
 	$(PY) -m pytest -m slow -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
@@ -69,7 +69,7 @@ test-torch: $(VENV)/.installed-torch ## Install torch and test what learns by it
 
 # Counting lines takes a third more time: CPython 3.10 has no cheap way.
 coverage: $(STAMP) ## Run the tests without the slow ones, and fail if they reach fewer than 95 % of the lines
-	$(PY) -m pytest -n auto --dist loadfile --cov --cov-report=term --cov-fail-under=95 $(ARGS)
+	$(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder --cov --cov-report=term --cov-fail-under=95 $(ARGS)
 
 bench: $(STAMP) ## Run the benchmarks
 	$(PY) -m benchmarks $(ARGS)

@@ -21,7 +21,7 @@ from benchmarks.timing import Sample, Samples, run_interleaved
 from qtrace.calibration.choice import Chosen
 from qtrace.calibration.running import LocalCollection, Source, WorkerJob
 from qtrace.graph.types import TracedModule
-from qtrace.workers.processes import Processes
+from qtrace.workers import Processes
 
 __all__ = ["run"]
 

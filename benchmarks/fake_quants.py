@@ -25,7 +25,7 @@ from benchmarks.accuracy.four_bits import low_bits
 from benchmarks.accuracy.subjects import split, subject
 from benchmarks.accuracy.training import shifted
 from examples import digits
-from qtrace.process import engine
+from qtrace import process
 from scripts.stored import RESULTS, FakeQuantRow, store, today
 
 __all__ = ["WAYS", "Way", "main", "measure"]
@@ -119,7 +119,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("name", nargs="*", help="the fake quants; all without")
     parser.add_argument("--folder", type=Path, default=RESULTS, help="the folder of the stored rows")
     options = parser.parse_args(arguments)
-    engine.quiet()
+    process.quiet()
     worse = False
     for name in options.name or WAYS:
         row = measure(name)

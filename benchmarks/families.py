@@ -26,12 +26,12 @@ import megengine.module as M
 import numpy as np
 
 import qtrace
+from qtrace import process
 from qtrace.config import QConfig
 from qtrace.config.recipe import DEFAULT_RECIPE
 from qtrace.errors import QtraceError
 from qtrace.extras.tune.judge import Judge, RungData
 from qtrace.graph.types import TracedModule
-from qtrace.process import engine
 from scripts.stored import RESULTS, RecipeRow, load, store, today
 from tests.zoo import (
     convnext,
@@ -221,7 +221,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, default=RESULTS, help="the folder of the stored rows")
     options = parser.parse_args(arguments)
     warnings.filterwarnings("ignore", message="The value of the smallest subnormal")
-    engine.quiet()
+    process.quiet()
     mge.config.async_level = 0  # F.arange races when several are queued
     worse = False
     rows = {row.network: row for row in load(RecipeRow, options.folder)} if options.folder.exists() else {}

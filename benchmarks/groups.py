@@ -7,7 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 from benchmarks.rows import Row, Size
-from qtrace.process import engine
+from qtrace import process
 
 __all__ = ["measure", "measure_apart"]
 
@@ -15,7 +15,7 @@ __all__ = ["measure", "measure_apart"]
 def measure(group: str, size: Size) -> list[Row]:
     """Runs ``benchmarks.<group>`` and returns its rows."""
     # As the command line does: else a thread of MegEngine's takes a quarter of a core from all sides.
-    engine.quiet()
+    process.quiet()
     return list(importlib.import_module(f"benchmarks.{group}").run(size))
 
 

@@ -22,7 +22,7 @@ from benchmarks.nets import ResNet18, image_batches, settle
 from benchmarks.rows import Row, Size, render
 from benchmarks.timing import run_interleaved
 from qtrace.extras.finetune import FinetuneSettings
-from qtrace.extras.finetune.running import TuningRun
+from qtrace.extras.finetune.finetune import TuningRun
 from qtrace.graph.types import TracedModule
 
 __all__ = ["main", "run"]

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 import qtrace
-from qtrace.benchmarking.interleaved import Speed, compare_files
+from qtrace.benchmarking.files import Speed, compare_files
 from qtrace.benchmarking.runners import RunnerSettings
 from qtrace.graph.types import TracedModule
 from tests.zoo.catalog import CNN

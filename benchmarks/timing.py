@@ -11,7 +11,7 @@ from typing import Any
 
 import megengine
 
-from qtrace.benchmarking.latency import rotate_order
+from qtrace.benchmarking.runners import rotate_order
 
 __all__ = ["Sample", "Samples", "Spread", "run_interleaved"]
 

@@ -71,10 +71,10 @@ def measure(name: str, size: int) -> str:
     import torch
 
     import qtrace
+    from qtrace import process
     from qtrace.errors import QtraceError
-    from qtrace.process import engine
 
-    engine.quiet()
+    process.quiet()
     mge.config.async_level = 0
     torch.set_num_threads(1)
     start = time.perf_counter()

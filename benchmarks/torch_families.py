@@ -144,11 +144,11 @@ def measure(network: TorchNetwork, host: RuntimeHost | None = None) -> TorchRow:
     import torch
 
     import qtrace
+    from qtrace import process
     from qtrace.errors import QtraceError
     from qtrace.graph.open_axes import read_open_axes
-    from qtrace.process import engine
 
-    engine.quiet()
+    process.quiet()
     torch.set_num_threads(1)
     start = time.perf_counter()
     row = TorchRow(network.package, network.name, network.size, measured=today())

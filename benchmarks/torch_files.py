@@ -30,9 +30,8 @@ from benchmarks.accuracy.peers import quantize_by_onnxruntime  # noqa: E402
 from benchmarks.deployed.judging import File  # noqa: E402
 from benchmarks.timing import run_interleaved  # noqa: E402
 from benchmarks.torch_families import TorchNetwork  # noqa: E402
-from qtrace.benchmarking.machine import describe_machine  # noqa: E402
-from qtrace.benchmarking.onnx_ops import read_graph  # noqa: E402
-from qtrace.benchmarking.prediction import predict  # noqa: E402
+from qtrace.benchmarking.prediction import predict, read_graph  # noqa: E402
+from qtrace.benchmarking.runners import describe_machine  # noqa: E402
 from qtrace.comparing.sums import ErrorSums  # noqa: E402
 from qtrace.costs import CostTable  # noqa: E402
 

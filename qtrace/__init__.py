@@ -11,7 +11,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from qtrace.display import shorten_modules
-from qtrace.process.memory import paused_collector
+from qtrace.process import paused_collector
 
 if TYPE_CHECKING:
     from qtrace import fakequant, graph, observers, qat, recipes, sensitivity
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from qtrace.errors import QtraceError
     from qtrace.export import export
     from qtrace.extras.contracts import check_file_for as check
-    from qtrace.extras.diff.comparing import diff
+    from qtrace.extras.diff.models import diff
     from qtrace.extras.finetune import FinetuneSettings, finetune
     from qtrace.extras.split.partition import split
     from qtrace.extras.torch import from_torch, to_torch_state
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from qtrace.preparation.passes.convert import convert
     from qtrace.preparation.phases import set_phase
     from qtrace.preparation.prepare import prepare
-    from qtrace.process.engine import quiet
+    from qtrace.process import quiet
     from qtrace.qat import param_groups
     from qtrace.quantizing.quantize import quantize
     from qtrace.quantizing.stage import calibrate_to_folder
@@ -106,7 +106,7 @@ _HOME = {
     "compare": "inspection.comparison",
     "convert": "preparation.passes.convert",
     "diagnose": "sensitivity.diagnosis",
-    "diff": "extras.diff.comparing",
+    "diff": "extras.diff.models",
     "explain": "inspection.explanation",
     "export": "export",
     "finetune": "extras.finetune",
@@ -118,7 +118,7 @@ _HOME = {
     "param_groups": "qat",
     "prepare": "preparation.prepare",
     "quantize": "quantizing.quantize",
-    "quiet": "process.engine",
+    "quiet": "process",
     "save": "graph.files.serialize",
     "set_phase": "preparation.phases",
     "split": "extras.split.partition",
@@ -171,7 +171,7 @@ def _load(name: str) -> Any:
 def _load_engine() -> None:
     """Imports MegEngine without its messages, if this is the main thread: on another it could not compute."""
     if threading.current_thread() is threading.main_thread():
-        from qtrace.process.engine import load
+        from qtrace.process import load
 
         load()
 
@@ -181,7 +181,7 @@ def __dir__() -> list[str]:
 
 
 def _describe(module: Any) -> str:
-    from qtrace.inspection.description import describe_graph
+    from qtrace.inspection.analysis import describe_graph
 
     return describe_graph(module)
 

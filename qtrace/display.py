@@ -11,9 +11,10 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-__all__ = ["Displayed", "format_bytes", "format_table", "progress_bar", "shorten_modules"]
+__all__ = ["GAP", "MEBIBYTE", "Displayed", "format_bytes", "format_table", "progress_bar", "shorten_modules"]
 
-_GAP = "  "
+GAP = "  "  # between columns
+MEBIBYTE = 2**20
 _ELLIPSIS = "…"
 _MIN_COLUMN_WIDTH = 6  # in characters, even if the table is too wide then
 _NUMBER = re.compile(r"[-+]?[\d.,_]+(e[-+]?\d+)?\s?%?\Z")
@@ -116,7 +117,7 @@ def _as_html(header: str, spans: Sequence[tuple[int, int]], rows: Sequence[str])
 
 def format_bytes(count: int) -> str:
     """Returns a number of bytes in MB of 2**20 bytes, or in kB below one."""
-    return f"{count / 2**20:.2f} MB" if count >= 2**20 else f"{count / 2**10:.1f} kB"
+    return f"{count / MEBIBYTE:.2f} MB" if count >= MEBIBYTE else f"{count / 2**10:.1f} kB"
 
 
 def format_table(
@@ -144,16 +145,16 @@ def format_table(
     def line(row: Sequence[str]) -> str:
         parts = [_shorten(cell, width) for cell, width in zip(row, widths, strict=True)]
         aligned = [p.rjust(w) if n else p.ljust(w) for p, w, n in zip(parts, widths, numeric, strict=True)]
-        return _GAP.join(aligned).rstrip()
+        return GAP.join(aligned).rstrip()
 
-    return "\n".join([line(headers), _GAP.join("-" * width for width in widths), *map(line, cells)])
+    return "\n".join([line(headers), GAP.join("-" * width for width in widths), *map(line, cells)])
 
 
 def _fit(widths: list[int], max_width: int | None) -> list[int]:
     """Lowers the widest of ``widths`` to one common limit such that the line fits."""
     if max_width is None:
         return widths
-    room = max_width - len(_GAP) * (len(widths) - 1)
+    room = max_width - len(GAP) * (len(widths) - 1)
     remaining = len(widths)
     limit = max(widths, default=0)
     for width in sorted(widths):  # narrow columns keep their width, the others share the rest

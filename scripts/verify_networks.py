@@ -15,9 +15,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 warnings.filterwarnings("ignore", message="The value of the smallest subnormal")
 
-from qtrace.process import engine  # noqa: E402
+from qtrace import process  # noqa: E402
 
-engine.quiet()
+process.quiet()
 
 from scripts.stored import ExportRow, store, table, today  # noqa: E402
 from tests.export.networks import NETWORKS, Result, measure  # noqa: E402

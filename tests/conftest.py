@@ -5,7 +5,7 @@ import gc
 import importlib
 import importlib.util
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from qtrace import process
 from qtrace.config import recipe
 from qtrace.costs import table
-from qtrace.process import engine
 from qtrace.runtimes import child
 from tests import warm
 from tests.each import quick_cases, seed
 
 # Before anything else loads MegEngine: a thread of it would take a quarter of a core from the tests.
-engine.quiet()
+process.quiet()
 
 # No deadline: a loaded machine is not a bug. The same examples in every run, so that a change is judged by
 # what it changed; `make fuzz` draws others, and many.
@@ -29,21 +29,26 @@ settings.register_profile("qtrace", deadline=None, max_examples=50, derandomize=
 settings.load_profile("qtrace")
 
 
-# What takes minutes goes first, so that no worker is left alone with it at the end.
-LONG = ("test_detector_demo.py", "test_benchmarks.py", "test_demo.py", "test_docs.py", "qat", "zoo", "export")
+# Files and folders with tests that take long go first, so that no worker is left alone with one at the end.
+LONG = (
+    *("test_detector_demo.py", "test_benchmarks.py", "test_demo.py", "test_docs.py", "qat", "zoo", "workers"),
+    *("export", "quantizing", "cli", "calibration", "sensitivity", "targets"),
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sorts the tests by the places of their files in `LONG`; `make test-slow` keeps that order.
+    """Sorts the tests by the places of their files in `LONG`, then large files first, and workers keep that.
 
     The slow suite has the cases that `quick_cases` leaves out. Where torch is installed all are quick, as the
     slow suite does without it.
     """
     here = Path(__file__).parent
 
-    def place(item: pytest.Item) -> int:
+    sizes = Counter(item.path for item in items)
+
+    def place(item: pytest.Item) -> tuple[int, int]:
         name = item.path.relative_to(here).parts[0] if item.path.is_relative_to(here) else ""
-        return LONG.index(name) if name in LONG else len(LONG)
+        return (LONG.index(name), 0) if name in LONG else (len(LONG), -sizes[item.path])
 
     items.sort(key=place)
     products: dict[str, list[pytest.Item]] = defaultdict(list)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import megengine as mge
@@ -24,6 +24,27 @@ def net(forward: Callable[..., object], **children: object) -> M.Module:
             setattr(self, name, child)
 
     return randomize(type("Net", (M.Module,), {"__init__": init, "forward": forward})())
+
+
+def side_by_side(modules: Mapping[str, M.Module]) -> M.Module:
+    """One network of several, each with an input of its own, and each an attribute by its name."""
+
+    def forward(self: M.Module, *inputs: Any) -> dict[str, Any]:
+        return {name: getattr(self, name)(x) for name, x in zip(modules, inputs, strict=True)}
+
+    return net(forward, **modules)
+
+
+def spread(names: Iterable[str], count: int) -> list[list[str]]:
+    """Names in lists for `side_by_side`: a network for each name takes thrice the time."""
+    ordered = list(names)
+    return [ordered[start::count] for start in range(min(count, len(ordered)))]
+
+
+def without_sites(names: Iterable[str], sites: Iterable[str]) -> list[str]:
+    """The networks of `side_by_side` of which no site is among ``sites``, neither inside nor at the input."""
+    own = [(name, (f"{name}_", f"inputs_{i}_")) for i, name in enumerate(names)]
+    return [name for name, starts in own if not any(site.startswith(starts) for site in sites)]
 
 
 def calibrated_if_quantized(prepared: TracedModule, batches: list[Any]) -> TracedModule:

@@ -11,7 +11,7 @@ from typing import Any
 from qtrace import cli
 from qtrace.calibration import running
 from qtrace.calibration.running import WorkerJob
-from qtrace.workers.job import Outcome, Pool
+from qtrace.workers import Outcome, Pool
 
 __all__ = ["Shuffled"]
 

@@ -13,7 +13,7 @@ import pytest
 
 import qtrace
 from qtrace.errors import QtraceError
-from qtrace.plugins.arguments import check_arguments
+from qtrace.plugins.options import check_arguments
 from tests.each import each_of
 
 

@@ -24,7 +24,7 @@ from qtrace.cli.console import Console
 from qtrace.display import Displayed, format_table, progress_bar, shorten_modules
 from qtrace.extras.tune import TuneSettings
 from qtrace.graph.edit import RECORD_ATTRIBUTE
-from qtrace.inspection.description import describe_graph
+from qtrace.inspection.analysis import describe_graph
 from scripts.site import api
 from tests.each import each_of
 

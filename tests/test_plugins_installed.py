@@ -30,7 +30,7 @@ from qtrace.observers.base import Observer
 from qtrace.ops import OpRule, Role
 from qtrace.ops.arguments import activation
 from qtrace.ops.base import op_rule, typed
-from qtrace.plugins.installed import installed
+from qtrace.plugins import installed
 from qtrace.verification import runtimes
 from tests.each import each_of
 from tests.extras.contracts.planted import FORMS, build

@@ -110,14 +110,14 @@ def test_a_name_starts_no_thread_and_the_first_call_lets_them_sleep() -> None:
     run = _run(
         "import multiprocessing, qtrace\n"
         "from qtrace import prepare\n"
-        "from qtrace.process import engine\n"
+        "from qtrace import process\n"
         "def work():\n"
         "    import megengine, numpy\n"
         "    print(float(megengine.Tensor(numpy.ones(3, 'float32')).sum()), flush=True)\n"
         "child = multiprocessing.get_context('fork').Process(target=work)\n"
         "child.start(); child.join()\n"
         "try: prepare(1)\n"
-        "except qtrace.QtraceError: print(engine._started)"
+        "except qtrace.QtraceError: print(process._started)"
     )
     assert run.stdout.split() == ["3.0", "True"], run.stderr
 

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from qtrace.process import engine
+from qtrace import process
 
 # MegEngine sets the processor to flush subnormals, of which numpy warns.
 warnings.filterwarnings("ignore", message="The value of the smallest subnormal")
-engine.quiet()  # before anything else loads MegEngine: it would print notes about a missing CUDA driver
+process.quiet()  # before anything else loads MegEngine: it would print notes about a missing CUDA driver
 
 from benchmarks import machine  # noqa: E402
 from benchmarks.accuracy import (  # noqa: E402

@@ -13,8 +13,7 @@ import numpy as np
 
 import qtrace
 from benchmarks.timing import Spread, run_interleaved
-from qtrace.benchmarking.onnx_ops import read_graph
-from qtrace.benchmarking.prediction import predict
+from qtrace.benchmarking.prediction import predict, read_graph
 from qtrace.comparing.sums import ErrorSums
 from qtrace.costs import CostTable
 from qtrace.onnxfile.local_session import OrtSession, SessionSettings

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from benchmarks.kernels.grid_convs import conv_cases
 from benchmarks.kernels.grid_others import other_cases
 from benchmarks.kernels.onnxruntime_kernels import PASSES, measure_cases, measure_run
-from qtrace.benchmarking.machine import describe_machine
+from qtrace.benchmarking.runners import describe_machine
 from qtrace.costs import CostTable, Measurement
 from qtrace.errors import ExportError, install
 

@@ -42,7 +42,7 @@ from benchmarks.shipped.rows import (  # noqa: E402
     table,
 )
 from benchmarks.shipped.sides import Side, load, take_rounds  # noqa: E402
-from qtrace.benchmarking.interleaved import Speed, summarize  # noqa: E402
+from qtrace.benchmarking.files import Speed, summarize  # noqa: E402
 from qtrace.comparing.groups import find_groups  # noqa: E402
 from qtrace.comparing.sums import GroupedErrors  # noqa: E402
 from qtrace.runtimes.host import RuntimeHost  # noqa: E402

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.benchmarking.latency import rotate_order
+from qtrace.benchmarking.runners import rotate_order
 from qtrace.runtimes.child import RuntimeChild, RuntimeFile
 from qtrace.runtimes.host import RuntimeHost
 from qtrace.targets.ncnn.runtime import NcnnSession

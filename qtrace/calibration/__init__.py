@@ -7,5 +7,5 @@ batches. The algorithms of ``ptq/`` that need data run at the end. ``gptq`` goes
 ``ptq/layers/statistics.py`` stops before each layer and collects sums over sampled positions. Only they
 decide what the layer becomes. onnxruntime runs each batch on one thread,
 several batches at once. Products of matrices that decide use one thread of BLAS, several of
-them at once (``process/threads.py``). The bytes are the same for any number of threads.
+them at once (``process.py``). The bytes are the same for any number of threads.
 """

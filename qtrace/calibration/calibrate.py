@@ -29,15 +29,14 @@ from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import get_module
 from qtrace.learning import choose_learning
 from qtrace.numerics import SMALLEST_SCALE
-from qtrace.plugins.arguments import check_arguments
+from qtrace.plugins.options import check_arguments
 from qtrace.preparation.annotation import Preference
 from qtrace.preparation.faithfulness import cut_images, read_calls, split_calls
 from qtrace.preparation.float16 import float_values, uses_float16
 from qtrace.preparation.model import QuantizedModel, read_record, write_record
 from qtrace.preparation.passes.convert import centre_ranges, limit_ranges
 from qtrace.preparation.phases import switch_phase
-from qtrace.process.memory import return_free_memory, returns_memory
-from qtrace.process.threads import on_engine_thread
+from qtrace.process import on_engine_thread, return_free_memory, returns_memory
 from qtrace.ptq.base import Batches
 from qtrace.runtimes.host import RuntimeHost
 from qtrace.scheme import QParams

@@ -21,8 +21,7 @@ from megengine import Tensor
 from qtrace.calibration.base import Arguments, Watched, range_group, watched
 from qtrace.calibration.choice import Chosen, ExplainedEngine, choose_engine
 from qtrace.data.base import read_array
-from qtrace.data.batches import as_arguments, evaluating, find_values, refuse_nan
-from qtrace.data.declared import find_unusual
+from qtrace.data.batches import as_arguments, evaluating, find_unusual, find_values, refuse_nan
 from qtrace.display import progress_bar
 from qtrace.errors import CalibrationError
 from qtrace.fakequant.base import fold_channels

@@ -22,13 +22,13 @@ from qtrace.export.onnx.segment import PreparedSegments, activations
 from qtrace.export.open_axes import SharedAxes
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.stepping import GraphSegment, SegmentRun, Use
+from qtrace.graph.tensors import STAGE_BYTES
 from qtrace.graph.types import Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs
 from qtrace.onnxfile.local_session import OrtSession, SessionError, SessionSettings, shrink_shared_arena
 from qtrace.onnxfile.sessions import open_session
 from qtrace.preparation.model import QuantizedModel
-from qtrace.process.memory import when_returning
-from qtrace.process.threads import count_threads, prefetch_map
+from qtrace.process import count_threads, prefetch_map, when_returning
 from qtrace.runtimes.host import RuntimeHost, describe_side
 
 __all__ = [
@@ -114,8 +114,6 @@ _LOG = logging.getLogger("qtrace")
 # A constant, not a share of the free memory: the outputs of the model decide what onnxruntime fuses, and
 # thereby the last bits of the values.
 _MAX_ACTIVATION_BYTES = 2 << 30
-# Bytes of activations of the batches that are computed together with the one that is observed.
-_MAX_PREFETCHED_BYTES = 512 << 20
 
 
 @dataclass(frozen=True)
@@ -200,7 +198,7 @@ class OnnxRuntime:
         first = next(iter(feeds.values()))
         parts, size = self._split(first), self._growth(first) * sum(self._bytes[node] for node in self._nodes)
         waiting = sum(pending.size for pending in self._pending.values())
-        if len(parts) > 1 or waiting + size > _MAX_PREFETCHED_BYTES:
+        if len(parts) > 1 or waiting + size > STAGE_BYTES:
             return
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self.prefetched)

@@ -15,16 +15,14 @@ from qtrace.calibration.choice import Chosen
 from qtrace.calibration.collecting import Collected, CollectOptions, arrays, checksum, collect
 from qtrace.config import Preprocess
 from qtrace.data import DataSource, SizedSource, open_data
-from qtrace.data.whole import SampleRange, recut
+from qtrace.data.opening import SampleRange, recut
 from qtrace.display import progress_bar
 from qtrace.errors import CalibrationError
 from qtrace.graph.files.serialize import load, save
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.model import QuantizedModel
 from qtrace.runtimes.host import RuntimeHost
-from qtrace.workers.job import Outcome, Pool, attempt
-from qtrace.workers.processes import Processes
-from qtrace.workers.ray import RayTasks
+from qtrace.workers import Outcome, Pool, Processes, RayTasks, attempt
 
 __all__ = [
     "LocalCollection",
@@ -54,7 +52,7 @@ class Source:
         max_batches: the most batches to read; None for all.
         skip_bad: whether to skip unreadable images.
         preprocess: the recipe's ``preprocess`` as plain data.
-        size, whole: the batches that are made of the data, as for `qtrace.data.whole.recut`.
+        size, whole: the batches that are made of the data, as for `qtrace.data.opening.recut`.
         stop: the number of samples that are read; None for all.
     """
 
@@ -222,11 +220,11 @@ class LocalCollection:
         return run_job
 
     def describe_end(self, number: int, ending: str, news: int) -> str:
-        """Returns the sentence for a process that died; see `qtrace.workers.job.Job`."""
+        """Returns the sentence for a process that died; see `qtrace.workers.Job`."""
         return f"worker {number} {ending} after {news} batches."
 
     def describe_failure(self, number: int, line: str) -> str:
-        """Returns the sentence for a share that failed on a cluster; see `qtrace.workers.job.Job`."""
+        """Returns the sentence for a share that failed on a cluster; see `qtrace.workers.Job`."""
         return f"worker {number} of the Ray cluster failed: {line}"
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from qtrace.cli.codes import INTERRUPTED
+from qtrace.errors import Terminated
 
 if TYPE_CHECKING:
     from qtrace.cli.program import group
@@ -24,7 +25,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         from qtrace.cli import program  # here: Ctrl-C may come while the commands are imported
     except KeyboardInterrupt:
         print("interrupted: no result was written.", file=sys.stderr)
-        sys.exit(INTERRUPTED)
+        raise Terminated(signal.SIGINT) from None
     program.main(args)
 
 

@@ -1,4 +1,4 @@
-"""The streams of a command: results on stdout, everything else on stderr."""
+"""The streams of a command, results on stdout and everything else on stderr."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from qtrace.process import engine
+from qtrace import process
 from qtrace.quantizing.reporting import NOTES
 
 if TYPE_CHECKING:
@@ -79,9 +79,9 @@ class Console:
             contextlib.redirect_stderr(stderr),
             self._show_log(log_level),
         ):
-            engine.quiet()
+            process.quiet()
             yield
-            engine.synchronize()
+            process.synchronize()
 
     @contextlib.contextmanager
     def _show_log(self, level: int) -> Iterator[None]:

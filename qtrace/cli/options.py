@@ -1,30 +1,45 @@
-"""Options that several commands share."""
+"""Commands with an example, and the options that several of them share."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
 from qtrace import plugins
 from qtrace.cli.console import Console
-from qtrace.cli.images import images
+from qtrace.cli.models import MODEL_FILES, NamedData, NamedModel, NamedRecipe, images
+from qtrace.errors import QtraceError
+from qtrace.runtimes.host import IDLE_SECONDS, RuntimeHost
+from qtrace.storage.outputs import check_foreign, output_file
 
 __all__ = [
+    "Command",
+    "Dumps",
+    "FileToWrite",
+    "Group",
     "NamedShapeType",
     "ShapeType",
     "allow",
     "allow_code",
+    "allowed_classes",
     "collecting",
     "data",
     "derived",
+    "dumped",
     "example",
     "file_or_folder",
+    "file_to_write",
+    "folder_to_write",
     "grouped",
     "importable",
     "input_shapes",
@@ -32,7 +47,268 @@ __all__ = [
     "prefer",
     "progress",
     "recipe",
+    "runtime",
+    "runtime_host",
 ]
+
+
+class _Example(click.Command):
+    def __init__(self, *args: Any, example: str, **kwargs: Any) -> None:
+        kwargs.setdefault("no_args_is_help", True)
+        super().__init__(*args, **kwargs)
+        self.example = example
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Refuses an empty argument, such as a shell's variable that is not set; else parses them."""
+        for before, text in itertools.pairwise(["", *args]):
+            if not text or (text.startswith("--") and text.endswith("=")):
+                flag = text[:-1] or before
+                name = flag if flag.startswith("-") else "an argument"
+                raise click.UsageError(f"{name} is empty: give a value, or leave it out.", ctx)
+        return super().parse_args(ctx, args)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the example without wrapping, unlike an epilog."""
+        with formatter.section("Example"):
+            for line in self.example.strip().splitlines():
+                formatter.write(f"  {line.strip()}\n")
+
+
+class Command(_Example):
+    """A command with an example."""
+
+
+class Group(_Example, click.Group):
+    """A group of commands with an example."""
+
+
+runtime = click.option(
+    "--runtime",
+    metavar="NAME",
+    callback=lambda ctx, parameter, value: importable(ctx, parameter, value),
+    help="The runtime, such as openvino for an .onnx, or pkg.mod:NAME of your own; by default the one that "
+    "the file is meant for.",
+)
+
+
+def runtime_host(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds --runtime-python, --runner and --runtime-timeout; the command gets them as ``runtime_host``."""
+
+    @click.option(
+        "--runtime-python",
+        metavar="PATH",
+        help="Run the runtime in this interpreter, such as ~/venvs/ship/bin/python, which needs numpy and "
+        "the runtime alone (Python 3.8 or later).",
+    )
+    @click.option(
+        "--runner",
+        metavar="COMMAND",
+        help="Run the runtime by a command that starts Python elsewhere, such as 'ssh board python3'; files "
+        "are copied through it, and nothing is left there.",
+    )
+    @click.option(
+        "--runtime-timeout",
+        metavar="SECONDS",
+        type=click.FloatRange(0, min_open=True),
+        help="With either: end a runtime that neither answers nor computes for so long; default: "
+        f"{IDLE_SECONDS:g}.",
+    )
+    @functools.wraps(function)
+    def with_host(
+        *args: Any, runtime_python: str | None, runner: str | None, runtime_timeout: float | None, **kw: Any
+    ) -> Any:
+        host = None
+        if runtime_python is not None or runner is not None:
+            host = RuntimeHost(runtime_python or "", runner or "", runtime_timeout or IDLE_SECONDS)
+        elif runtime_timeout is not None:
+            raise click.UsageError("--runtime-timeout belongs to --runtime-python or --runner.")
+        return function(*args, runtime_host=host, **kw)
+
+    return with_host
+
+
+@dataclass(frozen=True)
+class Dumps:
+    """Where the dumped tensors are, and how they are called and stored.
+
+    Attributes:
+        folder: the folder, or an .npz archive.
+        names: a YAML file with name in the dump: name in the graph; None if they are the same.
+        layout: the order of axes.
+    """
+
+    folder: str
+    names: str | None
+    layout: str
+
+    def runtime(self, model: Any) -> Any:
+        """Returns the runtime that reads the tensors of ``model``, a converted module."""
+        from qtrace.extras.device import dumped_tensors
+
+        return dumped_tensors(self.folder, model, self._read_names(), self.layout)
+
+    def _read_names(self) -> dict[str, str]:
+        from qtrace.config.tree import read
+
+        if self.names is None:
+            return {}
+        problems: list[str] = []
+        try:
+            tree = read(Path(self.names).read_text(encoding="utf-8"), self.names, problems)
+        except (OSError, UnicodeDecodeError) as error:
+            raise click.UsageError(f"{self.names} cannot be read: {error}.") from error
+        names = None if tree is None else tree.plain()
+        if problems:
+            raise click.UsageError(problems[0])
+        if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+            raise click.UsageError(f"{self.names} must be a mapping of names in the dump to names of sites.")
+        return {str(dumped): name for dumped, name in names.items()}
+
+
+def dumped(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds --dumped, --names and --layout; the command gets them as its argument ``dumps``."""
+
+    @click.option(
+        "--dumped",
+        metavar="DIR",
+        help="Compare tensors that a device has dumped, in place of running FILE: an .npz file for each "
+        "batch, or a folder of .npy, .raw or .bin files.",
+    )
+    @click.option(
+        "--names",
+        metavar="FILE",
+        help="YAML with the names of dumped tensors: name in the dump: name of the site.",
+    )
+    @click.option(
+        "--layout",
+        metavar="L",
+        default="nchw",
+        show_default=True,
+        help="How dumped tensors of four axes are stored: nchw, nhwc, or such as nc4hw4.",
+    )
+    @functools.wraps(function)
+    def command(dumped: str | None, names: str | None, layout: str, **arguments: Any) -> Any:
+        if dumped is None and (names is not None or layout != "nchw"):
+            raise click.UsageError(
+                "--names and --layout say how to read the tensors of --dumped: give it too."
+            )
+        return function(dumps=None if dumped is None else Dumps(dumped, names, layout), **arguments)
+
+    return command
+
+
+_DATA = ("data", "eval_data", "evaluation", "samples", "dumped")  # options that name whole folders
+
+
+@dataclass(frozen=True)
+class FileToWrite:
+    """A file that a command writes.
+
+    Attributes:
+        path: the file.
+        force: whether it may replace a file that qtrace did not write.
+    """
+
+    path: Path
+    force: bool
+
+    def open(self) -> AbstractContextManager[Path]:
+        """Gives a file to write, which becomes the file at the end of the block."""
+        return output_file(self.path, force=self.force)
+
+    def write(self, text: str) -> None:
+        """Writes the whole file."""
+        with self.open() as partial:
+            partial.write_text(text, encoding="utf-8")
+
+    def write_graph(self, text: str, console: Console) -> None:
+        """Writes a drawing for Graphviz, and notes how to see it."""
+        self.write(text)
+        console.note(f"{self.path} is written; `dot -Tsvg {self.path} -o graph.svg` draws it.")
+
+
+def file_to_write(*flags: str, help: str, required: bool = False) -> Callable[..., Any]:
+    """Adds an option that names a file to write, and --force; the command gets a `FileToWrite`, or None.
+
+    The command does not begin if the file is one of its inputs, or if it exists, qtrace did not write it and
+    --force is not given.
+
+    Args:
+        *flags: the flags of the option, the long one first.
+        help: its help.
+        required: whether it must be given.
+    """
+    name = flags[0].lstrip("-").replace("-", "_")
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def command(force: bool, **arguments: Any) -> Any:
+            if (path := arguments[name]) is not None:
+                _check_inputs(path, name)
+                check_foreign(path, force=force)
+                arguments[name] = FileToWrite(path, force)
+            return function(**arguments)
+
+        forced = click.option(
+            "--force", is_flag=True, help=f"Let {flags[0]} replace a file that qtrace did not write."
+        )
+        option = click.option(*flags, type=file_or_folder(), required=required, help=help)
+        return option(forced(command))
+
+    return decorate
+
+
+def folder_to_write(help: str) -> Callable[..., Any]:
+    """Adds the required option --out, a folder; the command does not begin if an input is in that folder.
+
+    Args:
+        help: the help of the option.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def command(**arguments: Any) -> Any:
+            if arguments["out"].is_dir():
+                _check_inputs(arguments["out"], "out")
+            return function(**arguments)
+
+        return click.option("--out", "-o", type=file_or_folder(), required=True, help=help)(command)
+
+    return decorate
+
+
+def _check_inputs(path: Path, option: str) -> None:
+    """Refuses to write a file that the command reads, or a folder that has such a file."""
+    target = Path(os.path.realpath(path))
+    if not target.exists():
+        return
+    for shown, file in _inputs(option):
+        if file == target:
+            raise QtraceError(f"{path} is an input of this command: name another {_kind(target)} to write.")
+        if target.is_dir() and file.is_relative_to(target):
+            raise QtraceError(f"{path} has an input of this command, {shown}: name another folder to write.")
+        if file.is_dir() and target.is_file() and target.is_relative_to(file):
+            raise QtraceError(f"{path} is in {shown}, an input of this command: name another file to write.")
+
+
+def _kind(target: Path) -> str:
+    return "folder" if target.is_dir() else "file"
+
+
+def _inputs(option: str) -> Iterator[tuple[str, Path]]:
+    """Yields what the running command reads: as the user wrote it, and its real path."""
+    for name, value in click.get_current_context().params.items():
+        for entry in value if isinstance(value, tuple) else (value,):
+            if name == option or not isinstance(entry, str | Path) or not str(entry).strip("\0"):
+                continue
+            if name == "recipe" and not str(entry).lower().endswith((".yaml", ".yml")):
+                continue  # the name of a recipe, which a folder may have, too
+            path = Path(os.path.realpath(entry))
+            if path.is_dir() and name not in _DATA:
+                yield from ((str(entry), path / file) for file in MODEL_FILES)
+            elif path.exists():
+                yield str(entry), path
+
 
 _MAX_VALUES = 2**30  # 4 GiB of float32
 
@@ -89,14 +365,20 @@ def _all(*options: Callable[..., Any]) -> Callable[..., Any]:
     return lambda function: functools.reduce(lambda f, option: option(f), reversed(options), function)
 
 
-def grouped(key: str, *names: str) -> Callable[..., Any]:
-    """Gives a command those of the options ``names`` that it has as one dict, its argument ``key``."""
+def grouped(key: str, *names: str, into: Callable[..., Any] = dict) -> Callable[..., Any]:
+    """Gives a command those of the options ``names`` that it has as one argument.
+
+    Args:
+        key: the argument.
+        *names: the options.
+        into: makes the argument of the options by name.
+    """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def command(**arguments: Any) -> Any:
-            given = {name: arguments.pop(name) for name in names if name in arguments}
-            return function(**{key: given}, **arguments)
+            values = {name: arguments.pop(name) for name in names if name in arguments}
+            return function(**{key: into(**values)}, **arguments)
 
         return command
 
@@ -110,13 +392,23 @@ def importable(_: click.Context, __: click.Parameter, value: Any) -> Any:
     return value
 
 
-allow = click.option(
+allowed_classes = click.option(
     "--allow",
     metavar="PKG.MOD:NAME",
     multiple=True,
     callback=importable,
     help="Also accept this class of your own in a model file. Repeatable; only for files that you trust.",
 )
+
+
+def allow(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds --allow; the command gets its argument ``model`` as a `NamedModel`."""
+
+    def name_model(model: str | None, allow: tuple[str, ...]) -> NamedModel | None:
+        return None if model is None else NamedModel(model, allow)
+
+    return allowed_classes(grouped("model", "model", "allow", into=name_model)(function))
+
 
 allow_code = click.option(
     "--allow-code",
@@ -127,7 +419,7 @@ allow_code = click.option(
 
 
 def recipe(default: str | None = None) -> Callable[..., Any]:
-    """Adds --recipe and --allow-code."""
+    """Adds --recipe and --allow-code; the command gets ``recipe``, a `NamedRecipe`."""
     return _all(
         click.option(
             "--recipe",
@@ -139,15 +431,27 @@ def recipe(default: str | None = None) -> Callable[..., Any]:
             "(w8a16, w4a8+qnn), or a YAML file.",
         ),
         allow_code,
+        grouped(
+            "recipe", "recipe", "allow_code", into=lambda recipe, allow_code: NamedRecipe(recipe, allow_code)
+        ),
     )
 
 
-float_type = click.option(
-    "--float",
-    "float_type",
-    type=click.Choice(["fp32", "fp16"]),
-    help="The type of what stays float in .onnx files: fp16 where ranges allow it. Default: the recipe's.",
-)
+def float_type(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds --float, which the argument ``recipe`` takes."""
+
+    @functools.wraps(function)
+    def command(recipe: NamedRecipe, float_type: Literal["fp32", "fp16"] | None, **arguments: Any) -> Any:
+        return function(recipe=dataclasses.replace(recipe, float_type=float_type), **arguments)
+
+    return click.option(
+        "--float",
+        "float_type",
+        type=click.Choice(["fp32", "fp16"]),
+        help="The type of what stays float in .onnx files: fp16 where ranges allow it. "
+        "Default: the recipe's.",
+    )(command)
+
 
 example = click.option(
     "--shape",
@@ -176,7 +480,9 @@ input_shapes = click.option(
 
 
 def data(required: bool, batch_size: int = 8, reserved: Sequence[str] = ()) -> Callable[..., Any]:
-    """Adds --data and the options of images; --batch-size, --max-batches and --skip-bad as ``reading``.
+    """Adds --data, the options of images, --batch-size, --max-batches and --skip-bad.
+
+    The command gets ``data``, a `NamedData`; None without --data.
 
     Args:
         required: whether --data must be given.
@@ -201,8 +507,12 @@ def data(required: bool, batch_size: int = 8, reserved: Sequence[str] = ()) -> C
         click.option("--max-batches", type=click.IntRange(1), help="Stop after this many batches."),
         click.option("--skip-bad", is_flag=True, help="Leave out unreadable images, and name them."),
         images(reserved),
-        grouped("reading", "batch_size", "max_batches", "skip_bad"),
+        grouped("data", "data", "batch_size", "max_batches", "skip_bad", into=_name_data),
     )
+
+
+def _name_data(data: str | None, **reading: Any) -> NamedData | None:
+    return None if data is None else NamedData(data, reading)
 
 
 prefer = click.option(
@@ -214,17 +524,17 @@ prefer = click.option(
 progress = click.option("--progress", is_flag=True, help="Show progress even if stderr is no terminal.")
 
 
-def derived(cls: Any, into: str, **texts: str) -> Callable[..., Any]:
-    """Derives options from the fields of a dataclass; the command gets them as the dict ``into``.
+def derived(cls: Any, *others: str, **texts: str) -> Callable[..., Any]:
+    """Derives options from the fields of a dataclass; the command gets them as the dict ``fields``.
 
     Args:
         cls: the dataclass. Fields that other decorators have declared are in the dict, too.
-        into: the name of the command's argument.
+        *others: other options that belong in the dict.
         **texts: field -> its help; a switch that is on becomes ``--no-FIELD``, a number is 0 or more.
     """
     known = {field.name: field for field in dataclasses.fields(cls)}
     added = _all(*(_option_of(known[name], text) for name, text in texts.items()))
-    return lambda function: added(grouped(into, *known)(function))
+    return lambda function: added(grouped("fields", *known, *others)(function))
 
 
 def _option_of(field: dataclasses.Field[Any], text: str) -> Callable[..., Any]:
@@ -293,5 +603,5 @@ def collecting(function: Callable[..., Any]) -> Callable[..., Any]:
             show_default=True,
             help="Seconds between checkpoints.",
         ),
-        grouped("collecting", "engine", "threads", "workers", "ray", "every", "seconds"),
+        grouped("collecting", "engine", "threads", "workers", "ray", "every", "seconds", "runtime_host"),
     )(function)

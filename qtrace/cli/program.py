@@ -15,29 +15,20 @@ from typing import Any, NoReturn
 
 import click
 
-from qtrace.cli import help
-from qtrace.cli.codes import INTERNAL_ERROR, INTERRUPTED
-from qtrace.cli.commands.bench import bench
-from qtrace.cli.commands.bisect import bisect
-from qtrace.cli.commands.calibrate import calibrate
-from qtrace.cli.commands.compare import compare
-from qtrace.cli.commands.explain import explain
-from qtrace.cli.commands.export import export
-from qtrace.cli.commands.import_onnx import import_onnx
-from qtrace.cli.commands.inspect import inspect
-from qtrace.cli.commands.quantize import quantize
-from qtrace.cli.commands.recipes import recipes
-from qtrace.cli.commands.sensitivity import sensitivity
-from qtrace.cli.commands.trace import trace
-from qtrace.cli.commands.verify import verify
+from qtrace.cli import options
 from qtrace.cli.console import as_flags
+from qtrace.cli.files import bench, bisect, export, verify
+from qtrace.cli.networks import import_onnx, inspect, trace
+from qtrace.cli.quantizing import calibrate, quantize
+from qtrace.cli.recipes import recipes
+from qtrace.cli.reports import compare, explain, sensitivity
 from qtrace.errors import QtraceError, Terminated
-from qtrace.plugins import load_object
-from qtrace.plugins.installed import installed
+from qtrace.plugins import installed, load_object
 
 __all__ = ["group", "main"]
 
 _debug = False
+_INTERRUPTED = 128 + signal.SIGINT
 
 
 def _version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
@@ -56,7 +47,7 @@ def _set_debug(_: click.Context, __: click.Parameter, value: bool) -> None:
 
 @click.group(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
-    cls=help.Group,
+    cls=options.Group,
     example="""
     qtrace trace models:resnet18 --shape 1x3x224x224 -o float.mge
     qtrace calibrate float.mge --data images/ --recipe resnet18 --out int8
@@ -132,7 +123,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     try:
         code = _run(args)
     except KeyboardInterrupt:  # another one, while the first was being reported
-        code = INTERRUPTED
+        code = _INTERRUPTED
     sys.exit(_flushed(code))
 
 
@@ -178,7 +169,7 @@ def _run(args: Sequence[str] | None) -> int:
 def _report_interrupt() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the message is left
     _write_error(lambda: click.echo("interrupted: no result was written.", err=True))
-    return INTERRUPTED
+    return _INTERRUPTED
 
 
 def _report_error(error: Exception) -> int:
@@ -197,7 +188,7 @@ def _report_error(error: Exception) -> int:
     _write_error(traceback.print_exc)
     message = "error: this is a fault in qtrace, not in what you gave it; please report it."
     _write_error(lambda: click.echo(message, err=True))
-    return INTERNAL_ERROR
+    return os.EX_SOFTWARE  # Python's own 1 would look like a failed check
 
 
 def _report_mistake(sentence: str, code: int = 2) -> int:

@@ -22,12 +22,11 @@ _UNLIKE = 16.0
 LEAST_VALUES = 4
 """The number of values of a column from which its range is known: columns with fewer are not divided."""
 _MOST_COLUMNS = 4096  # more are positions, as in a sound, of which some are silent
-_SOME_COLUMNS = 8  # up to which each column may be a quantity of its own
+_SOME_COLUMNS = 8  # or groups of columns, up to which each may be a quantity of its own
 _HEAD_COLUMNS = 64  # up to which they may be, where the smallest range is lost on the grid of the largest
 _LAST_PLACE = float(np.finfo(np.float32).eps)
 _SMALLEST = float(np.finfo(np.float32).tiny)
 _LOST = 256.0  # the ratio of ranges from which a column has less than one of 256 levels
-_MOST_GROUPS = 8
 
 
 @dataclass(frozen=True)
@@ -162,7 +161,7 @@ def _groups_of_output(
         if axis == 0 and layout is None:
             continue
         ratio, columns = group_columns(measured, layout)
-        if 2 <= len(columns) <= _MOST_GROUPS and (best is None or ratio > 1.5 * best[0]):
+        if 2 <= len(columns) <= _SOME_COLUMNS and (best is None or ratio > 1.5 * best[0]):
             best = ratio, axis, columns
     if best is None:
         return [ColumnGroup(index, label)]

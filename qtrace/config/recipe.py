@@ -31,8 +31,7 @@ from qtrace.config.checking import SYMMETRIC, check_precision, is_precision, lac
 from qtrace.config.rule import specs
 from qtrace.config.tree import MOST_LEVELS, Tree, dump, merge, plant, read
 from qtrace.errors import ConfigError
-from qtrace.plugins.arguments import check_arguments
-from qtrace.plugins.options import OptionModel
+from qtrace.plugins.options import OptionModel, check_arguments
 from qtrace.scheme import QScheme
 
 __all__ = [

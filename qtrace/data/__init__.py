@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from qtrace.plugins.packages import load_when_used
+from qtrace.plugins import load_when_used
 
 if TYPE_CHECKING:
+    from qtrace.data.arrays import blame, import_object, is_installed, is_object_name
     from qtrace.data.base import Batch, DataSource, SizedSource
-    from qtrace.data.loader import blame, import_object, is_installed, is_object_name
     from qtrace.data.opening import open_data
 
 __all__ = [
@@ -27,7 +27,7 @@ __all__ = [
 
 _HOMES = {
     "qtrace.data.base": "Batch DataSource SizedSource",
-    "qtrace.data.loader": "blame import_object is_installed is_object_name",
+    "qtrace.data.arrays": "blame import_object is_installed is_object_name",
     "qtrace.data.opening": "open_data",
 }
 

@@ -6,14 +6,16 @@ Values that are no arrays: what other libraries hand out, and how to make an arr
 from __future__ import annotations
 
 import abc
+import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from qtrace.errors import CalibrationError, DataError
+from qtrace.graph.tensors import MAX_RANK
 
 __all__ = [
     "GIVE_BATCHES",
@@ -21,10 +23,12 @@ __all__ = [
     "Batch",
     "DataSource",
     "DerivedSource",
+    "SampleRecord",
     "SizedSource",
     "batch_length",
     "check_rank",
     "file_identity",
+    "fingerprint_samples",
     "read_array",
     "to_input",
     "what_is_no_iterable",
@@ -42,7 +46,6 @@ Batch = tuple[np.ndarray, ...] | dict[str, np.ndarray]
 """The inputs of one call of the model: by position, or by name."""
 
 _INT32 = np.iinfo(np.int32)
-_MAX_RANK = 7  # of MegEngine's tensors
 
 
 class DataSource(abc.ABC):
@@ -167,9 +170,9 @@ def check_dtype(dtype: np.dtype[Any], label: str) -> None:
 
 def check_rank(rank: int, label: str) -> None:
     """Raises DataError unless MegEngine has tensors of ``rank`` axes."""
-    if rank > _MAX_RANK:
+    if rank > MAX_RANK:
         raise DataError(
-            f"{label} has {rank} axes, and MegEngine's tensors have at most {_MAX_RANK}: reshape the array."
+            f"{label} has {rank} axes, and MegEngine's tensors have at most {MAX_RANK}: reshape the array."
         )
 
 
@@ -256,3 +259,64 @@ def _library(value: Any) -> str:
 
 def _path(value: Any) -> str:
     return repr(os.fsdecode(value))
+
+
+LEAST_VALUES, _LEAST_FLOATS = 16, 4  # of a sample: a few numbers may be alike by chance
+
+
+def fingerprint_samples(batch: Any) -> list[bytes]:
+    """Returns a fingerprint of each sample of a batch; none of a batch whose samples are a few numbers.
+
+    Args:
+        batch: an array or Tensor, a tuple of them, or a dict of them by name.
+    """
+    values = batch.values() if isinstance(batch, Mapping) else batch
+    listed = list(values) if isinstance(values, Iterable) and not hasattr(values, "shape") else [values]
+    if not all(hasattr(value, "shape") for value in listed):
+        return []
+    arrays = [np.asarray(value.numpy() if hasattr(value, "numpy") else value) for value in listed]
+    count = batch_length(tuple(arrays))
+    counted = [array for array in arrays if array.ndim and len(array) == count]
+    floats = any(array.dtype.kind == "f" for array in counted)
+    if sum(array[0].size for array in counted if count) < (_LEAST_FLOATS if floats else LEAST_VALUES):
+        return []
+    return [_fingerprint([array[index] for array in counted]) for index in range(count)]
+
+
+def _fingerprint(sample: Sequence[np.ndarray]) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
+    for array in sample:
+        digest.update(str((array.shape, array.dtype.str)).encode())
+        digest.update(array.tobytes())
+    return digest.digest()
+
+
+class SampleRecord:
+    """The samples that a source has given, by their fingerprints.
+
+    Args:
+        source: the data, of which each batch is recorded that an iteration gives from now on.
+    """
+
+    def __init__(self, source: DataSource) -> None:
+        self._source, self._numbers = source, set[int]()
+        self._samples: set[bytes] = set()
+        source.listeners.append(self._add)
+
+    def _add(self, number: int, batch: Batch) -> None:
+        if number not in self._numbers:
+            self._numbers.add(number)
+            self._samples.update(fingerprint_samples(batch))
+
+    def share(self, batches: Iterable[Any]) -> float:
+        """Returns the share of the samples of ``batches`` that the source has given; 0 for none.
+
+        What other processes have read of the source is read here, too.
+        """
+        samples = [sample for batch in batches for sample in fingerprint_samples(batch)]
+        if not samples:
+            return 0.0
+        if not self._numbers or (hasattr(self._source, "__len__") and len(self._numbers) < len(self._source)):
+            for _ in self._source.numbered(lambda number: number not in self._numbers):
+                pass
+        return sum(sample in self._samples for sample in samples) / len(samples)

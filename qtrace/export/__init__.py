@@ -28,14 +28,11 @@ from qtrace.graph.opaque import OpaqueOp
 from qtrace.graph.open_axes import read_open_axes
 from qtrace.graph.types import TensorNode, TracedModule
 from qtrace.graph.walk import exprs, node_path, op_label, owner
-from qtrace.plugins import ObjectPlugins
-from qtrace.plugins.arguments import check_arguments
-from qtrace.plugins.installed import FORMATS
-from qtrace.plugins.packages import make_callable
-from qtrace.process.memory import returns_memory
-from qtrace.process.threads import on_engine_thread
+from qtrace.plugins import FORMATS, ObjectPlugins, make_callable
+from qtrace.plugins.options import check_arguments
+from qtrace.process import on_engine_thread, returns_memory
 from qtrace.storage.files import kind_of, problem, replacing
-from qtrace.storage.ownership import foreign_output
+from qtrace.storage.outputs import foreign_output
 
 __all__ = ["check_case", "export", "find_format", "format_by_name", "formats"]
 

@@ -62,6 +62,7 @@ from qtrace.scheme import QParams
 
 __all__ = [
     "FLOAT16_KEY",
+    "GATE",
     "ConvertedGraph",
     "ConvertedOp",
     "IndexPart",
@@ -83,6 +84,9 @@ __all__ = [
     "refusal",
     "site_expr",
 ]
+
+GATE = (1.0 / 6.0, 0.5)
+"""Slope and offset of hsigmoid, ``clip(slope * x + offset, 0, 1)``, and of the gate of hswish."""
 
 FLOAT16_KEY = "qtrace.float16"
 """The metadata of an ONNX file that list the ops of the graph that it has in float16."""

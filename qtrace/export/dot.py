@@ -13,7 +13,7 @@ from qtrace.export.converted import ConvertedGraph
 from qtrace.export.document import DocumentOp, GraphDocument, TensorQuantization, Value, read_graph
 from qtrace.export.format import Format
 from qtrace.graph.views import quote
-from qtrace.storage.ownership import WRITTEN
+from qtrace.storage.outputs import WRITTEN
 
 __all__ = ["FORMAT"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from qtrace.errors import ExportError
-from qtrace.storage.ownership import WRITTEN
+from qtrace.storage.outputs import WRITTEN
 
 __all__ = ["SUFFIXES", "example_path", "write_example"]
 

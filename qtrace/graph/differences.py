@@ -32,7 +32,7 @@ from qtrace.graph.kernels import quiet_engine
 from qtrace.graph.notes import source_line
 from qtrace.graph.tracing.example_inputs import to_tensors
 from qtrace.graph.walk import module_path, op_label
-from qtrace.process.threads import on_engine_thread
+from qtrace.process import on_engine_thread
 
 __all__ = [
     "SampleDifference",

@@ -28,7 +28,7 @@ from qtrace.graph.tracing.recording import recording
 from qtrace.graph.tracing.running import engine_for_tracing
 from qtrace.graph.tracing.tracer import Tracer
 from qtrace.graph.walk import op_label, output_index
-from qtrace.process.threads import on_engine_thread
+from qtrace.process import on_engine_thread
 
 __all__ = ["AnyNumber", "function_rule", "trace_function"]
 

@@ -37,8 +37,7 @@ from qtrace.graph.types import (
     TracedModule,
 )
 from qtrace.graph.walk import IN_PLACE, called_graph, exprs, owner, reads_shape, tensor_inputs, updates_inputs
-from qtrace.process.engine import synchronize
-from qtrace.process.memory import LargeFrees
+from qtrace.process import LargeFrees, synchronize
 
 __all__ = [
     "ENGINE_ERRORS",

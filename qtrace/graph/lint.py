@@ -25,7 +25,7 @@ from megengine.traced_module.traced_module import InternalGraph
 from qtrace.errors import GraphError, shorten_list
 from qtrace.graph.renewal import find_false_types
 from qtrace.graph.walk import op_label, signature
-from qtrace.process.threads import on_engine_thread
+from qtrace.process import on_engine_thread
 
 __all__ = ["LEFTOVERS", "LintProblem", "check", "lint"]
 

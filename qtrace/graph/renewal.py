@@ -26,7 +26,7 @@ from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.kernels import quiet_engine
 from qtrace.graph.tracing import example_inputs
 from qtrace.graph.walk import called_graph, updates_inputs
-from qtrace.process.threads import on_engine_thread
+from qtrace.process import on_engine_thread
 
 __all__ = [
     "InlinedCall",

@@ -23,6 +23,7 @@ from megengine.traced_module.traced_module import InternalGraph
 __all__ = [
     "MAX_RANK",
     "PART_BYTES",
+    "STAGE_BYTES",
     "count_bytes",
     "holds_large_tensors",
     "large_reads",
@@ -35,6 +36,9 @@ __all__ = [
 # Bytes of parameters that are held in several copies at once: a large network is gone through in parts of
 # this size. A constant, not a share of the free memory: the parts may decide the last bits of values.
 PART_BYTES = 64 << 20
+
+STAGE_BYTES = 512 << 20
+"""Of values that a stage keeps until others have read them: outputs of layers, or batches that run ahead."""
 
 # Of smaller tensors a copy is as quick, and their roundings are not worth being given back.
 _LARGE_BYTES = 2**16

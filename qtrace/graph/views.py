@@ -16,7 +16,7 @@ from qtrace.display import format_table
 from qtrace.errors import GraphError
 from qtrace.gradients import plain
 from qtrace.graph.walk import called_graph, module_path, op_label, owner
-from qtrace.storage.ownership import WRITTEN
+from qtrace.storage.outputs import WRITTEN
 
 __all__ = ["dot", "find", "quote", "table"]
 

@@ -13,21 +13,23 @@ import numpy as np
 from megengine import Tensor
 from megengine.module import Module
 
-from qtrace import ops
+from qtrace import ops, process
 from qtrace.display import Displayed, format_table
 from qtrace.errors import GraphError
+from qtrace.graph.interface import list_inputs
 from qtrace.graph.interpreter import Interpreter, last_uses
 from qtrace.graph.kernels import quiet_engine
 from qtrace.graph.open_axes import Shape, describe_sizes, open_shapes, show_shape
 from qtrace.graph.types import Constant, Expr, GetAttr, ModuleNode, Node, TensorNode, TracedModule
 from qtrace.graph.walk import exprs, get_module, module_path, op_label
 from qtrace.ops.base import count_macs, is_uncounted
-from qtrace.plugins.arguments import check_arguments
+from qtrace.plugins.options import check_arguments
+from qtrace.preparation.model import is_quantized
 from qtrace.preparation.normalize import normalize
-from qtrace.process import engine
-from qtrace.process.threads import on_engine_thread
+from qtrace.preparation.passes.insert import headline
+from qtrace.process import on_engine_thread
 
-__all__ = ["Analysis", "OpCost", "analyze"]
+__all__ = ["Analysis", "OpCost", "analyze", "describe_graph"]
 
 
 @dataclass(frozen=True)
@@ -243,7 +245,7 @@ class _Timer(Interpreter):
         """Computes ``expr`` and waits for its kernel."""
         start = time.perf_counter()
         result = super().run_expr(expr, inputs)
-        engine.synchronize()
+        process.synchronize()
         self.times.setdefault(expr, []).append(time.perf_counter() - start)
         return result
 
@@ -269,3 +271,25 @@ def _measure(flat: TracedModule, runs: int) -> dict[Expr, float]:
         for _ in range(runs):
             timer.run_once()
     return {expr: statistics.median(times) for expr, times in timer.times.items()}
+
+
+_WHOLE = "print(model) shows it whole"
+
+
+def describe_graph(model: TracedModule) -> str:
+    """Returns the stage of ``model``, its number of exprs and sites, its inputs and outputs, a line each."""
+    inputs = ", ".join(f"{name} {tuple(shape)}" for name, shape in list_inputs(model))
+    outputs = ", ".join(str(node._name) for node in model.graph._outputs)
+    lines = [
+        f"TracedModule {model.graph._qualname} of {len(exprs(model))} exprs",
+        f"  inputs: {inputs}",
+        f"  outputs: {outputs}",
+    ]
+    if not is_quantized(model):
+        return "\n".join(
+            [*lines, "  in float: qtrace.prepare(model) quantizes it; print(model) shows it whole"]
+        )
+    lines.append(f"  {headline(model)}")
+    return "\n".join(
+        [*lines, "  qtrace.explain(model) says what became of each op; print(model) shows it whole"]
+    )

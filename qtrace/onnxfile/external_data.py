@@ -10,9 +10,11 @@ import importlib.util
 import math
 import mmap
 import os
+import re
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
+from mmap import ALLOCATIONGRANULARITY
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,6 @@ from qtrace.errors import ExportError, install
 from qtrace.storage.files import check_size
 
 __all__ = [
-    "FILE_LIMIT",
     "LIMIT",
     "count_bytes",
     "describe_growth",
@@ -42,22 +43,9 @@ __all__ = [
 
 # Bytes of tensors from which on they are stored outside; the rest of the file needs some of the 2 GB.
 LIMIT = 2**31 - 2**24
-FILE_LIMIT = 2**31  # bytes of a protobuf file
 
 # Smaller tensors stay inside: shapes and scales, which runtimes read while they load the graph.
 _MIN_BYTES_OUTSIDE = 1024
-_ALIGNMENT_BYTES = 4096  # so that a runtime can map the file into memory
-
-# Types of which several values lie in a byte -> bits of a value.
-_PACKED_BITS = {
-    "INT2": 2,
-    "UINT2": 2,
-    "INT4": 4,
-    "UINT4": 4,
-    "FLOAT4E2M1": 4,
-    "FLOAT6E2M3": 6,
-    "FLOAT6E3M2": 6,
-}
 
 
 @dataclass(frozen=True)
@@ -203,9 +191,10 @@ def count_bytes(tensor: Any) -> int:
     """
     from onnx import TensorProto, helper
 
-    bits = _PACKED_BITS.get(TensorProto.DataType.Name(tensor.data_type))
-    if bits is None:
-        bits = 8 * np.dtype(helper.tensor_dtype_to_np_dtype(tensor.data_type)).itemsize
+    bits = 8 * np.dtype(helper.tensor_dtype_to_np_dtype(tensor.data_type)).itemsize
+    named = re.search(r"\d+", TensorProto.DataType.Name(tensor.data_type))  # several FLOAT4E2M1 in one byte
+    if named:
+        bits = min(bits, int(named.group()))
     return -(-math.prod(tensor.dims) * bits // 8)
 
 
@@ -310,7 +299,7 @@ def split_off(model: Any, location: str) -> tuple[Any, Iterator[bytes]]:
             continue
         moved = light.graph.initializer.add(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
         moved.doc_string, moved.data_location = tensor.doc_string, onnx.TensorProto.EXTERNAL
-        offset = end + -end % _ALIGNMENT_BYTES
+        offset = end + -end % ALLOCATIONGRANULARITY
         end = offset + len(tensor.raw_data)
         entries = {"location": location, "offset": offset, "length": end - offset}
         for key, value in entries.items():
@@ -324,9 +313,9 @@ def _pieces(model: Any, names: Container[str]) -> Iterator[bytes]:
     for tensor in model.graph.initializer:
         if tensor.name in names:
             data = tensor.raw_data
-            yield bytes(-end % _ALIGNMENT_BYTES)
+            yield bytes(-end % ALLOCATIONGRANULARITY)
             yield data
-            end += -end % _ALIGNMENT_BYTES + len(data)
+            end += -end % ALLOCATIONGRANULARITY + len(data)
 
 
 def read_model(path: Path) -> Any:

@@ -16,9 +16,10 @@ from onnx import TensorProto, helper, numpy_helper
 
 from qtrace.errors import ExportError
 from qtrace.onnxfile.local_session import LocalSession, SessionError, SessionSettings, dtype_of
-from qtrace.onnxfile.model import RANDOM_OPS, limit_loops, limit_reached, own_operators
+from qtrace.onnxfile.model import MAX_DEPTH, RANDOM_OPS, limit_loops, limit_reached, own_operators
 
 __all__ = [
+    "SMALL",
     "Fragment",
     "FragmentTensor",
     "check_fragment",
@@ -30,8 +31,8 @@ __all__ = [
 
 # One thread: the last bits of onnxruntime's results depend on their number.
 _SETTINGS = SessionSettings(optimize=False, threads=1, spin=False)
-_SMALL = 4096  # elements: larger initializers hold weights, not sizes
-_MAX_BYTES = 2**31 - 1  # of a protobuf message
+SMALL = 4096
+"""Elements: larger initializers hold weights, not sizes."""
 
 Shape = tuple[int, ...]
 _Key = tuple[tuple[Shape, ...], tuple[tuple[str, tuple[int, ...]], ...]]
@@ -178,7 +179,7 @@ class Fragment:
         return {
             inputs[place]: np.asarray(array).astype(dtypes[place])
             for place, array in sorted((values or {}).items())
-            if dtypes[place].kind in "iu" and np.size(array) <= _SMALL
+            if dtypes[place].kind in "iu" and np.size(array) <= SMALL
         }
 
     def _key(self, shapes: Sequence[Shape], values: Mapping[int, np.ndarray] | None) -> _Key:
@@ -320,7 +321,7 @@ def _without_weights(
         if source.type.HasField("tensor_type"):
             _set_shape(graph.input[-1].type.tensor_type, shape)
     for tensor in model.graph.initializer:
-        if int(np.prod(tensor.dims, dtype=np.int64)) <= _SMALL:
+        if int(np.prod(tensor.dims, dtype=np.int64)) <= SMALL:
             graph.initializer.append(tensor)
         else:
             graph.input.append(
@@ -355,7 +356,7 @@ def check_fragment(model: bytes) -> str:
         return "needs the package onnx"
     from google.protobuf.message import DecodeError
 
-    if len(model) > _MAX_BYTES:
+    if len(model) > onnx.checker.MAXIMUM_PROTOBUF:
         return "is too large"
     try:
         proto = onnx.ModelProto.FromString(model)
@@ -374,11 +375,8 @@ def check_fragment(model: bytes) -> str:
     return ""
 
 
-_MAX_DEPTH = 16  # of bodies inside of each other
-
-
 def _has_external(graph: Any, depth: int) -> bool:
-    if depth > _MAX_DEPTH:
+    if depth > MAX_DEPTH:
         return True
     tensors = [*graph.initializer, *(t for s in graph.sparse_initializer for t in (s.values, s.indices))]
     for node in graph.node:

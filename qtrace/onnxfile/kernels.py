@@ -29,7 +29,6 @@ __all__ = [
     "products_saturate",
 ]
 
-_INT8 = 3  # TensorProto.DataType.INT8
 # The ops that compute. Ops that only move values run on any type.
 _COMPUTING = (
     "Conv ConvTranspose Gemm MatMul Add Sub Mul Div Concat AveragePool GlobalAveragePool MaxPool ReduceMean "
@@ -127,8 +126,8 @@ def passes_7_bits(tensor: Any) -> bool:
     """Returns whether two products of an int8 tensor with uint8 may not fit into 16 bits."""
     from onnx import TensorProto, numpy_helper
 
-    if tensor.data_type != _INT8 or tensor.data_location == TensorProto.EXTERNAL:
-        return bool(tensor.data_type == _INT8)
+    if tensor.data_type != TensorProto.INT8 or tensor.data_location == TensorProto.EXTERNAL:
+        return bool(tensor.data_type == TensorProto.INT8)
     return bool(np.abs(numpy_helper.to_array(tensor).astype(np.int16)).max(initial=0) > 64)
 
 

@@ -27,6 +27,7 @@ from qtrace.errors import ExportError
 from qtrace.onnxfile.external_data import load_model, read_model
 
 __all__ = [
+    "MAX_DEPTH",
     "MAX_NODES",
     "RANDOM_OPS",
     "OnnxEditor",
@@ -47,6 +48,8 @@ RANDOM_OPS = frozenset(
 )
 """ONNX's ops whose results are drawn at random in each run."""
 
+MAX_DEPTH = 16
+"""The most functions, bodies and sums of sizes inside of each other: Python's stack has room for them."""
 MAX_NODES = 50_000
 """The most nodes of a file, with those of a function at each of its calls, and the most runs of a loop."""
 

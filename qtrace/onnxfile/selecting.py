@@ -27,9 +27,9 @@ __all__ = [
     "split_places",
 ]
 
-# Op -> the output that has the places; of those with a mask among their inputs, which input it is.
-_PLACES = {"NonMaxSuppression": 0, "NonZero": 0, "TopK": 1, "ArgMax": 0, "ArgMin": 0}
-_MASKED = {"Compress": 1, "If": 0}
+# Ops whose last output has the places, and ops whose last input is a mask.
+_PLACES = ("NonMaxSuppression", "NonZero", "TopK", "ArgMax", "ArgMin")
+_MASKED = ("Compress", "If")
 _LISTS = ("NonMaxSuppression", "NonZero", *_MASKED)
 _OWN = ("", "ai.onnx")
 # The places of a list in a branch of an If that was not taken.
@@ -114,9 +114,8 @@ def _selection_of(node: Any, read: set[str]) -> _Selection | None:
     if node.op_type in _MASKED:
         if node.op_type == "If" and not any(True for body in bodies_of(node) for _ in _find(body)):
             return None
-        return _Selection(node.op_type, node.input[_MASKED[node.op_type]])
-    place = _PLACES.get(node.op_type)
-    name = node.output[place] if place is not None and place < len(node.output) else ""
+        return _Selection(node.op_type, node.input[-1])
+    name = node.output[-1] if node.op_type in _PLACES else ""
     if not name or name not in read:
         return None
     if node.op_type in _LISTS:
@@ -373,7 +372,7 @@ class _Writer:
         given, own = f"{selection.name}__given_{number}", f"{selection.name}__own_{number}"
         self.inputs.append(given)
         if selection.kind in _MASKED:
-            node.input[_MASKED[selection.kind]] = f"{given}_mask"
+            node.input[-1] = f"{given}_mask"
             return [helper.make_node("Cast", [given], [f"{given}_mask"], to=self.bool)], selection.name, []
         behind = [helper.make_node("Identity", [given], [selection.name])]
         if selection.kind == "TopK" and node.output[0]:
@@ -382,7 +381,7 @@ class _Writer:
                 helper.make_node("GatherElements", [node.input[0], given], [best], axis=selection.axis)
             )
             node.output[0] = f"{best}__own_{number}"
-        node.output[_PLACES[selection.kind]] = own
+        node.output[-1] = own
         return [], own, behind
 
     def _open(self, node: Any) -> list[_Selected]:

@@ -17,8 +17,7 @@ from qtrace.gradients import plain
 from qtrace.graph.types import Apply, CallFunction, CallMethod, Expr, is_call_module
 from qtrace.ops.arguments import UnreadableError
 from qtrace.ops.base import OpCall, OpRule, Reading, Role
-from qtrace.plugins import load_installed
-from qtrace.plugins.installed import OP_RULES
+from qtrace.plugins import OP_RULES, load_installed
 
 __all__ = ["OpCall", "OpRule", "Role", "kind_of", "kinds", "read", "rules", "target_key", "unsupported"]
 

@@ -14,26 +14,143 @@ import os
 import pkgutil
 import re
 import sys
-from collections.abc import Mapping
+import types
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from importlib import metadata
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 from qtrace.errors import ConfigError, QtraceError, Terminated
-from qtrace.plugins.installed import all_names, installed
 
 __all__ = [
+    "BACKENDS",
+    "COMPOSITES",
+    "FORMATS",
+    "OP_RULES",
     "OWN_CLASS",
     "ObjectPlugins",
+    "all_names",
     "attribute",
     "exported",
+    "installed",
     "known",
     "load_installed",
     "load_object",
+    "load_when_used",
+    "make_callable",
     "name_of",
     "packaged",
     "resolve",
     "search_current_folder",
 ]
+
+BACKENDS = "qtrace.backends"
+COMPOSITES = "qtrace.composites"
+FORMATS = "qtrace.formats"
+OP_RULES = "qtrace.op_rules"
+
+
+@functools.cache
+def installed(group: str) -> Mapping[str, str]:
+    """Lists the plugins of one kind that installed packages declare: name -> ``pkg.mod:NAME``, by name.
+
+    Args:
+        group: the group of entry points, such as ``qtrace.backends``.
+
+    Raises:
+        ConfigError: when two packages declare one name, or qtrace itself is not installed.
+    """
+    declared = metadata.entry_points()
+    if not declared.select(group=BACKENDS, name="generic"):
+        raise ConfigError("the installed package qtrace is missing, or older than this one: run pip install.")
+    plugins: dict[str, metadata.EntryPoint] = {}
+    for entry in sorted(declared.select(group=group), key=lambda e: (e.name, e.value)):
+        other = plugins.setdefault(entry.name, entry)
+        if other.value != entry.value:
+            raise ConfigError(
+                f"two installed packages declare {entry.name!r} in {group}, as {_origin(other)} and as "
+                f"{_origin(entry)}: uninstall one, rename its entry point, or name the plugin as "
+                "'pkg.mod:NAME'."
+            )
+    return MappingProxyType({name: entry.value for name, entry in plugins.items()})
+
+
+def all_names(group: str, own: Collection[str]) -> tuple[str, ...]:
+    """Lists the names of all plugins of one kind, sorted: qtrace's own and other installed packages'.
+
+    Args:
+        group: the group of entry points.
+        own: the names of qtrace's own plugins of the kind.
+
+    Raises:
+        ConfigError: when an installed package takes the name of one of qtrace's own.
+    """
+    for name, value in installed(group).items():
+        if name in own:
+            raise ConfigError(
+                f"an installed package declares {name!r} in {group}, as {value}: qtrace itself has one of "
+                "that name. Name yours as 'pkg.mod:NAME', or rename its entry point."
+            )
+    return tuple(sorted((*own, *installed(group))))
+
+
+def _origin(entry: metadata.EntryPoint) -> str:
+    return entry.value + (f" of {entry.dist.name}" if entry.dist is not None else "")
+
+
+def make_callable(package: str, function: Callable[..., Any]) -> None:
+    """Makes ``qtrace.NAME(...)`` work whether NAME is bound to the function or to the package.
+
+    Python binds the name to the package as soon as a module of it is imported.
+
+    Args:
+        package: the full name of the package, which is being imported.
+        function: what a call of it calls.
+    """
+
+    class _Package(types.ModuleType):
+        __doc__ = function.__doc__
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+    module = sys.modules[package]
+    module.__class__ = _Package
+    module.__wrapped__ = function  # type: ignore[attr-defined]  # where tools find the signature
+
+
+def load_when_used(package: str, homes: Mapping[str, str]) -> None:
+    """Makes names available as ``package.name``, each of which imports its module at its first use.
+
+    A name stays what it is when a module of the same name is imported: Python would bind it to the module.
+
+    Args:
+        package: the full name of the package, which is being imported.
+        homes: the full name of a module -> its names, between spaces.
+    """
+    home_of = {name: module for module, names in homes.items() for name in names.split()}
+
+    class _Package(types.ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            if name not in home_of:
+                raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            value = getattr(importlib.import_module(home_of[name]), name)
+            setattr(self, name, value)
+            return value
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            is_home = isinstance(value, types.ModuleType) and home_of.get(name) == value.__name__
+            super().__setattr__(name, getattr(value, name) if is_home else value)
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            return importlib.import_module, (package,)  # cloudpickle knows modules only by their exact type
+
+        def __dir__(self) -> list[str]:
+            return sorted({*super().__dir__(), *home_of})
+
+    sys.modules[package].__class__ = _Package
+
 
 _Plugin = TypeVar("_Plugin")
 

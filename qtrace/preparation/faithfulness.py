@@ -30,7 +30,7 @@ from qtrace.data.batches import (
     refuse_nan,
     split_samples,
 )
-from qtrace.data.whole import cut_batch
+from qtrace.data.opening import cut_batch
 from qtrace.errors import GraphError
 from qtrace.graph.differences import values
 from qtrace.graph.inference import OpError

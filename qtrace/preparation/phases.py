@@ -14,7 +14,7 @@ from qtrace.fakequant.base import PHASES
 from qtrace.graph.opaque import say_stopped_gradients
 from qtrace.graph.types import Expr, TracedModule
 from qtrace.graph.walk import exprs, owner
-from qtrace.plugins.arguments import check_arguments
+from qtrace.plugins.options import check_arguments
 from qtrace.preparation.model import QuantizedModel, fake_quants, followers, is_quantized
 
 __all__ = ["has_wrong_gradient", "in_phase", "say_wrong_gradients", "set_phase", "switch_phase"]

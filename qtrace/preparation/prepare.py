@@ -26,7 +26,7 @@ from qtrace.graph.renewal import renew_all
 from qtrace.graph.tracing.hazards import debugging_marks
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import describe_path
-from qtrace.plugins.arguments import check_arguments
+from qtrace.plugins.options import check_arguments
 from qtrace.preparation.annotation import Annotation
 from qtrace.preparation.faithfulness import (
     Faithfulness,
@@ -49,8 +49,7 @@ from qtrace.preparation.passes.place import place, write_activations
 from qtrace.preparation.passes.selecting import leave_selecting
 from qtrace.preparation.phases import switch_phase
 from qtrace.preparation.placement.reference import MeasuredRun
-from qtrace.process.memory import paused_collector, returns_memory
-from qtrace.process.threads import on_engine_thread
+from qtrace.process import on_engine_thread, paused_collector, returns_memory
 
 __all__ = [
     "Decision",

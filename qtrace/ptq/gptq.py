@@ -34,8 +34,7 @@ from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import get_module
 from qtrace.numerics import expand_blocks
 from qtrace.plugins.options import Float, Int
-from qtrace.process.memory import LargeFrees
-from qtrace.process.threads import Together, one_blas_thread
+from qtrace.process import LargeFrees, Together, one_blas_thread
 from qtrace.ptq.base import CalibratedAlgorithm, CalibratedTask, FloatTask, Left, Report, SiteNoise
 from qtrace.ptq.layers.held_back import compare, gain_text
 from qtrace.ptq.layers.quantized import QuantizedLayer, quantized_layers, write

@@ -23,7 +23,7 @@ from pydantic import Field
 
 from qtrace import ops
 from qtrace.comparing.sums import ErrorSums, finite_or_none
-from qtrace.data.batches import evaluating, translate_errors
+from qtrace.data.batches import HELD_EVERY, evaluating, translate_errors
 from qtrace.graph.flatten import tied_parameters
 from qtrace.graph.interpreter import Interpreter, interpret
 from qtrace.graph.types import GetAttr, Node, TensorNode, TracedModule
@@ -34,7 +34,6 @@ from qtrace.plugins.options import Float
 from qtrace.preparation.annotation import Site
 from qtrace.preparation.passes.annotate import annotate
 from qtrace.ptq.base import FloatAlgorithm, FloatTask, Left, Report, SiteNoise
-from qtrace.ptq.layers.held_back import HELD_EVERY
 from qtrace.ptq.layers.scaling import ChannelGroup, Parameters, channel_groups, rounded_weight
 
 __all__ = ["Smooth"]

@@ -11,7 +11,7 @@ from qtrace.calibration.calibrate import calibrate
 from qtrace.comparing.sums import Outputs
 from qtrace.config import QConfig
 from qtrace.data import Batch
-from qtrace.data.fingerprints import SampleRecord
+from qtrace.data.base import SampleRecord
 from qtrace.errors import CalibrationError, LimitError
 from qtrace.graph.opaque import find_random
 from qtrace.graph.types import TracedModule

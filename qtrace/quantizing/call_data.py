@@ -18,9 +18,25 @@ from megengine.module import Module
 from qtrace.config import Preprocess, QConfig
 from qtrace.data import Batch, DataSource, SizedSource, open_data
 from qtrace.data.base import batch_length
-from qtrace.data.batches import ENOUGH_SAMPLES, as_arguments, check_run, find_values, refuse_nan
-from qtrace.data.opening import find_labels, names_labels, without_labels
-from qtrace.data.whole import Recut, SampleRange, cut_batch, recut, shares_samples
+from qtrace.data.batches import (
+    ENOUGH_SAMPLES,
+    HELD_EVERY,
+    MOST_VALUES,
+    as_arguments,
+    check_run,
+    find_values,
+    refuse_nan,
+)
+from qtrace.data.opening import (
+    Recut,
+    SampleRange,
+    cut_batch,
+    find_labels,
+    names_labels,
+    recut,
+    shares_samples,
+    without_labels,
+)
 from qtrace.errors import CalibrationError, QtraceError
 from qtrace.graph.interface import argument_names, read_inputs
 from qtrace.graph.types import TracedModule
@@ -54,10 +70,7 @@ __all__ = [
 
 # The samples that a verdict is measured on: other data, what is held back, or the calibration's.
 
-MOST_VALUES = 32 * 3 * 224 * 224
-"""Values of the inputs that run at once, or that a file is judged on: 32 usual images."""
 _BATCHES = 2  # of `ENOUGH_SAMPLES`, which a verdict reads at most: the graph runs slowly
-_QUARTER = 4  # of the data is held back at most: ranges need the rest
 
 
 @dataclass(frozen=True)
@@ -160,10 +173,10 @@ def _count_held(total: int, unit: int) -> int:
         total: the number of samples.
         unit: the result ends with a multiple of this number of samples.
     """
-    if total < ENOUGH_SAMPLES or -(-total // unit) < _QUARTER:
+    if total < ENOUGH_SAMPLES or -(-total // unit) < HELD_EVERY:
         return 0
-    most = ENOUGH_SAMPLES * max(1, min(total // (2 * _QUARTER * ENOUGH_SAMPLES), _BATCHES))
-    held = min(total // _QUARTER, most)
+    most = ENOUGH_SAMPLES * max(1, min(total // (2 * HELD_EVERY * ENOUGH_SAMPLES), _BATCHES))
+    held = min(total // HELD_EVERY, most)
     return total - (total - held) // unit * unit
 
 
@@ -253,7 +266,7 @@ def first_batches(source: DataSource) -> list[Batch]:
     for batch in source:
         batches.append(batch)
         samples += batch_length(batch)
-        if samples >= _QUARTER * ENOUGH_SAMPLES:
+        if samples >= HELD_EVERY * ENOUGH_SAMPLES:
             break
     return batches
 

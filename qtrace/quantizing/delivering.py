@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from qtrace.benchmarking.interleaved import Speed, are_clear, compare_files
+from qtrace.benchmarking.files import Speed, are_clear, compare_files
 from qtrace.benchmarking.runners import RunnerSettings, can_time
 from qtrace.config import QConfig, backends
 from qtrace.errors import QtraceError
@@ -34,7 +34,7 @@ from qtrace.verification.report import VerifyReport
 __all__ = ["Delivery", "FileWriter", "is_too_slow", "measure_file", "rounds_for_speed", "timed_settings"]
 
 Timer = Callable[..., list[Speed]]
-"""Measures files in turns, as `qtrace.benchmarking.interleaved.compare_files` does."""
+"""Measures files in turns, as `qtrace.benchmarking.files.compare_files` does."""
 
 
 @dataclass(frozen=True)

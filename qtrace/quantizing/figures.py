@@ -101,7 +101,7 @@ def note_device(model: Any, path: Path, reporter: Reporter) -> dict[str, Any]:
         The note, for JSON; nothing for targets whose runtime is here, and for plain modules.
     """
     from qtrace.config import backends
-    from qtrace.plugins.installed import installed
+    from qtrace.plugins import installed
     from qtrace.preparation.model import QuantizedModel, is_quantized
 
     if not is_quantized(model):
@@ -159,9 +159,8 @@ def note_file(model: Any, path: Path, reporter: Reporter) -> dict[str, Any]:
         The figures, for JSON.
     """
     from qtrace.benchmarking.files import NO_SLOWER, list_shares
-    from qtrace.benchmarking.latency import file_size
-    from qtrace.benchmarking.onnx_ops import read_graph
-    from qtrace.benchmarking.prediction import predict, predict_float
+    from qtrace.benchmarking.prediction import predict, predict_float, read_graph
+    from qtrace.benchmarking.runners import file_size
     from qtrace.preparation.figures import read_figures
     from qtrace.quantizing.delivering import timed_settings
 

@@ -22,10 +22,9 @@ import numpy as np
 from qtrace.comparing.groups import find_groups
 from qtrace.comparing.selections import reaching
 from qtrace.comparing.sums import Outputs, finite_values
-from qtrace.data.base import Batch, DataSource, batch_length
-from qtrace.data.batches import ENOUGH_SAMPLES
-from qtrace.data.fingerprints import SampleRecord
-from qtrace.data.whole import filled_batches
+from qtrace.data.base import Batch, DataSource, SampleRecord, batch_length
+from qtrace.data.batches import ENOUGH_SAMPLES, MOST_VALUES
+from qtrace.data.opening import filled_batches
 from qtrace.errors import ExportError, QtraceError, VerifyError
 from qtrace.graph.opaque import find_random
 from qtrace.graph.types import TracedModule
@@ -33,9 +32,8 @@ from qtrace.importing.onnx import declared_axes
 from qtrace.inspection.twin import float_twin, late_algorithms
 from qtrace.onnxfile.local_session import LocalSession
 from qtrace.preparation.model import QuantizedModel
-from qtrace.process.threads import Together
+from qtrace.process import Together
 from qtrace.quantizing.call_data import (
-    MOST_VALUES,
     CallData,
     EvaluationData,
     count_samples,

@@ -14,11 +14,10 @@ from qtrace.config.checking import is_precision
 from qtrace.errors import ConfigError
 from qtrace.graph.types import TracedModule
 from qtrace.onnxfile.external_data import describe_growth
-from qtrace.plugins.arguments import check_arguments
+from qtrace.plugins.options import check_arguments
 from qtrace.preparation.annotation import Preference
 from qtrace.preparation.faithfulness import Faithfulness
-from qtrace.process.memory import older_objects_spared
-from qtrace.process.threads import on_engine_thread
+from qtrace.process import older_objects_spared, on_engine_thread
 from qtrace.quantizing.calibrator import Calibrator, refuse_broken
 from qtrace.quantizing.call_data import DataOpener, check_values
 from qtrace.quantizing.delivering import FileWriter

@@ -19,7 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from qtrace.benchmarking.latency import file_size
+from qtrace.benchmarking.runners import file_size
 from qtrace.comparing.sums import finite_values
 from qtrace.config.recipe import dump_recipe
 from qtrace.display import Displayed, format_bytes, format_table

@@ -15,19 +15,19 @@ from qtrace.calibration.running import Result, RunSettings, Source, collect_all
 from qtrace.config import QConfig
 from qtrace.config.recipe import config_or_default, importable
 from qtrace.data import Batch, DataSource
-from qtrace.data.fingerprints import SampleRecord
-from qtrace.data.whole import Recut, SampleRange
+from qtrace.data.base import SampleRecord
+from qtrace.data.opening import Recut, SampleRange
 from qtrace.display import Displayed
 from qtrace.errors import CalibrationError, QtraceError
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.explanation import explain
 from qtrace.inspection.twin import float_twin
-from qtrace.plugins.arguments import check_arguments
+from qtrace.plugins.options import check_arguments
 from qtrace.preparation.annotation import Preference
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.passes.choosing import copy_with_weights
 from qtrace.preparation.prepare import prepare
-from qtrace.process.threads import on_engine_thread
+from qtrace.process import on_engine_thread
 from qtrace.quantizing.call_data import DataOpener, estimate_samples
 from qtrace.quantizing.figures import note_graph
 from qtrace.quantizing.judging import Acceptance, Judgement, conclude, copy_float

@@ -43,13 +43,11 @@ __all__ = [
     "check_host",
 ]
 
-_CHUNK = 1 << 20
+_CHUNK = 1 << 20  # bytes of one transfer
 _SECONDS_UNMEASURED = 0.1  # looking at every process of the system takes milliseconds
 
 OLDEST_PYTHON = (3, 8)
-_LINE_BYTES = 45 * 1024
-_SECONDS_TO_LEAVE = 5.0  # for the far end to remove its folder
-_MOST_SIGNS_APART = 5.0  # seconds
+_SIGN_SECONDS = 5.0  # at most between two signs of life of the far end, and until it has removed its folder
 
 # Python 2 reads it, too. An interactive Python needs no argument that a shell between could change.
 _GREETING = (
@@ -58,9 +56,7 @@ _GREETING = (
 )
 _GREETED = re.compile(rb"@qtrace python (\d+)\.(\d+)\.(\d+)")
 
-_PIECE = 8 << 20  # bytes of a file in one request
 _SECONDS = 600.0
-_MOST_LINES_BEFORE = 10_000  # of what a login prints
 
 # Runtime -> what installs it.
 _DISTRIBUTIONS = {
@@ -105,7 +101,7 @@ class Child:
     _own_session = True
 
     def __init__(
-        self, command: Sequence[str], subject: str, seconds: float = 600.0, idle: float = IDLE_SECONDS
+        self, command: Sequence[str], subject: str, seconds: float = _SECONDS, idle: float = IDLE_SECONDS
     ) -> None:
         self.subject, self.seconds, self.idle = subject, seconds, idle
         self._process: subprocess.Popen[bytes] | None = None
@@ -337,7 +333,7 @@ class Connection(Child):
         ExportError: when the command starts no Python of a version that can be used.
     """
 
-    def __init__(self, host: RuntimeHost, subject: str, seconds: float = 600.0) -> None:
+    def __init__(self, host: RuntimeHost, subject: str, seconds: float) -> None:
         self.host = host
         self._lines = bytearray()
         super().__init__([*host.command, "-i"], subject, seconds, host.timeout)
@@ -345,7 +341,7 @@ class Connection(Child):
         deadline = time.monotonic() + seconds
         self._write(_GREETING, deadline)
         self._check_version(self._await_greeting(deadline))
-        self._write(_start_line(min(_MOST_SIGNS_APART, self.idle / 4)), deadline)
+        self._write(_start_line(min(_SIGN_SECONDS, self.idle / 4)), deadline)
 
     def _await_greeting(self, deadline: float) -> Sequence[int]:
         """Reads what a login prints until Python greets, and returns its version."""
@@ -359,8 +355,8 @@ class Connection(Child):
             raise too_old(str(self.host), ".".join(map(str, version)))
 
     def _send(self, data: bytes, deadline: float) -> None:
-        for start in range(0, len(data), _LINE_BYTES):
-            line = b">" + base64.b64encode(data[start : start + _LINE_BYTES]) + b"\n"
+        for start in range(0, len(data), tunnel.LINE_BYTES):
+            line = b">" + base64.b64encode(data[start : start + tunnel.LINE_BYTES]) + b"\n"
             self._write(line, deadline)
 
     def _receive(self, deadline: float) -> None:
@@ -418,7 +414,7 @@ class Connection(Child):
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.close()
         try:
-            process.wait(_SECONDS_TO_LEAVE)
+            process.wait(_SIGN_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
 
@@ -583,11 +579,11 @@ class RuntimeChild:
     def _copy(self, path: Path, target: str) -> str:
         try:
             with open(path, "rb") as file:
-                piece = file.read(_PIECE)
+                piece = file.read(_CHUNK)
                 while True:
                     request = {"command": "store", "path": target, "refusal": f"{path} cannot be copied"}
                     stored, _ = self.ask(request, [np.frombuffer(piece, np.uint8)])
-                    piece = file.read(_PIECE)
+                    piece = file.read(_CHUNK)
                     if not piece:
                         return str(stored)
         except OSError as error:
@@ -627,8 +623,10 @@ class RuntimeChild:
 
     def _await_facts(self) -> dict[str, Any]:
         deadline = time.monotonic() + self._child.seconds
-        for _ in range(_MOST_LINES_BEFORE):
+        banner = 0
+        while banner < tunnel.LINE_BYTES:
             line = self._child.read_line(deadline)
+            banner += len(line)
             if line.startswith(b"{") and worker.MARK.encode() in line:
                 facts: dict[str, Any] = json.loads(line)
                 return facts

@@ -22,7 +22,7 @@ import threading
 import time
 from typing import Any
 
-_CHUNK = 48 * 1024
+LINE_BYTES = 45 * 1024
 
 
 def run(worker: str, seconds: float) -> None:
@@ -83,7 +83,7 @@ def _pass_requests(process: Any) -> None:
     rest = b""
     try:
         while True:
-            part = os.read(0, _CHUNK)
+            part = os.read(0, LINE_BYTES)
             if not part:
                 break
             lines = (rest + part).split(b"\n")
@@ -101,7 +101,7 @@ def _pass_answers(process: Any, seconds: float) -> None:
     pipe = process.stdout.fileno()
     while True:
         if select.select([pipe], [], [], seconds)[0]:
-            part = os.read(pipe, _CHUNK)
+            part = os.read(pipe, LINE_BYTES)
             if not part:
                 return
             _say(b">" + base64.b64encode(part))

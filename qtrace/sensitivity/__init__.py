@@ -14,8 +14,8 @@ from typing import Any
 from qtrace.display import progress_bar
 from qtrace.graph.types import TracedModule
 from qtrace.inspection.twin import describe_changed_weights, float_twin
-from qtrace.plugins.arguments import check_arguments
-from qtrace.plugins.packages import make_callable
+from qtrace.plugins import make_callable
+from qtrace.plugins.options import check_arguments
 from qtrace.preparation.model import QuantizedModel, is_quantized
 from qtrace.sensitivity.metrics import DetectionLoss, Level, Metric, choose
 from qtrace.sensitivity.mixed import Budget, Goal, MixedPrecision, mixed_precision

@@ -18,7 +18,7 @@ from qtrace.graph.types import GetAttr, TracedModule
 from qtrace.graph.walk import exprs, get_module
 from qtrace.preparation.annotation import Annotation, ExprNote, Plan
 from qtrace.ptq.layers.quantized import write
-from qtrace.storage.ownership import WRITTEN
+from qtrace.storage.outputs import WRITTEN
 
 __all__ = ["FloatValues", "RaisableLayer", "Raise", "active_groups", "find_layers", "patch_text"]
 

@@ -18,7 +18,7 @@ from qtrace.errors import CalibrationError
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import in_phase
-from qtrace.process.threads import Together, prefetch
+from qtrace.process import Together, prefetch
 from qtrace.sensitivity.layers import FloatValues, RaisableLayer, active_groups, find_layers
 from qtrace.sensitivity.metrics import DetectionLoss, Metric, Parts, agreement, sqnr
 

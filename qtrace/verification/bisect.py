@@ -14,12 +14,12 @@ import numpy as np
 from qtrace.comparing.sums import sqnr_db
 from qtrace.data.batches import check_batches, evaluating
 from qtrace.display import Displayed, format_table
-from qtrace.errors import CalibrationError
+from qtrace.errors import SHOWN_NAMES, CalibrationError
 from qtrace.graph.types import Node, TracedModule
-from qtrace.plugins.arguments import check_arguments
+from qtrace.plugins.options import check_arguments
 from qtrace.preparation.annotation import ExprNote
 from qtrace.preparation.model import QuantizedModel
-from qtrace.process.threads import on_engine_thread
+from qtrace.process import on_engine_thread
 from qtrace.runtimes.host import RuntimeHost
 from qtrace.scheme import QParams
 from qtrace.verification.crosscheck import Disagreement, cross_check, likely_causes, optimized_kernel_cause
@@ -35,7 +35,6 @@ from qtrace.verification.verify import FloatCheck
 
 __all__ = ["FirstDifference", "bisect"]
 
-_EXAMPLES = 5
 _MEGENGINE_CAUSE = "a kernel of MegEngine, which computes the graph; the file need not be changed"
 _RUNTIME_CAUSE = "the runtime, which computes the float network wrong, too"
 
@@ -296,7 +295,7 @@ def _difference(
     unrounded = finding.unrounded if qparams is None else _before_rounding(finding.unrounded, qparams)
     delta = runtime.astype(np.float64) - graph
     size = np.nan_to_num(np.abs(delta), nan=np.inf)
-    order = np.argsort(-size, axis=None, kind="stable")[:_EXAMPLES]
+    order = np.argsort(-size, axis=None, kind="stable")[:SHOWN_NAMES]
     places = [np.unravel_index(i, size.shape) for i in order if size.flat[i]]
     note = _producer(model, finding.name)
     groups: tuple[str, ...] = ()

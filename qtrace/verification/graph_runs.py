@@ -28,7 +28,7 @@ from qtrace.graph.tensors import PART_BYTES, count_bytes, large_reads
 from qtrace.graph.types import Constant, Expr, GetAttr, Node, TracedModule
 from qtrace.graph.walk import called_graph, modules_of, owner
 from qtrace.preparation.model import fake_quants, followers, is_quantized
-from qtrace.process.memory import LargeFrees
+from qtrace.process import LargeFrees
 from qtrace.verification.selections import FirstOfEquals
 
 __all__ = ["FloatLane", "Lanes", "TakingLane"]

@@ -26,7 +26,7 @@ from qtrace.graph.walk import exprs, owner, users
 from qtrace.numerics import dequantize, exact_levels, quantize, smallest_type
 from qtrace.onnxfile.external_data import read_model
 from qtrace.preparation.model import QuantizedModel, QuantizedSite, graph_hash
-from qtrace.process.threads import Together, prefetch
+from qtrace.process import Together, prefetch
 from qtrace.scheme import QParams
 from qtrace.verification.crosscheck import Disagreement, RuntimeValues
 from qtrace.verification.float16 import Float16Rounding, read_float16_ops

@@ -29,10 +29,9 @@ from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.types import TracedModule
 from qtrace.onnxfile.external_data import read_model
 from qtrace.onnxfile.kernels import has_large_signed_weights
-from qtrace.plugins.arguments import check_arguments
+from qtrace.plugins.options import check_arguments
 from qtrace.preparation.model import QuantizedModel
-from qtrace.process.memory import return_free_memory, returns_memory
-from qtrace.process.threads import on_engine_thread
+from qtrace.process import on_engine_thread, return_free_memory, returns_memory
 from qtrace.runtimes.child import RefusalError
 from qtrace.runtimes.host import RuntimeHost
 from qtrace.verification.crosscheck import cross_check

@@ -12,9 +12,9 @@ import threading
 from functools import partial
 from typing import Any, NoReturn
 
+from qtrace import process
 from qtrace.errors import Terminated
-from qtrace.process import engine
-from qtrace.workers.job import attempt, read_message, write_message
+from qtrace.workers import attempt, read_message, write_message
 
 __all__ = ["main"]
 
@@ -27,7 +27,7 @@ def main() -> NoReturn:
     os.dup2(2, 1)  # for the prints of models, loaders and metrics
     signal.signal(signal.SIGTERM, _terminate)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-    engine.quiet()  # MegEngine loads while the parent prepares the job
+    process.quiet()  # MegEngine loads while the parent prepares the job
     tasks = os.fdopen(0, "rb", buffering=0, closefd=False)  # what is buffered cannot be waited for
     try:
         job = _next_message(tasks)
@@ -38,7 +38,7 @@ def main() -> NoReturn:
             ended = opened
             if opened.problem is None:
                 ended = attempt(partial(opened.value, task, partial(write_message, answers)))
-            engine.synchronize()
+            process.synchronize()
             write_message(answers, ended)
     except EOFError:
         os._exit(0)  # without waiting for the threads of runtimes

@@ -7,7 +7,7 @@ import inspect
 from types import ModuleType
 from typing import Any
 
-from qtrace.plugins.installed import installed
+from qtrace.plugins import installed
 from scripts.site import docstrings, source
 from scripts.site.config import field_text
 

@@ -9,12 +9,18 @@ from pathlib import Path
 import pytest
 
 from qtrace.benchmarking import files
-from qtrace.benchmarking import machine as memory
+from qtrace.benchmarking import runners as memory
 from qtrace.benchmarking.files import FileReport, bench_files, show
-from qtrace.benchmarking.latency import Latency, file_size, run_interleaved
-from qtrace.benchmarking.machine import peak_memory
 from qtrace.benchmarking.profile import read_profile
-from qtrace.benchmarking.runners import RunnerSettings, known, open_file
+from qtrace.benchmarking.runners import (
+    Latency,
+    RunnerSettings,
+    file_size,
+    known,
+    open_file,
+    peak_memory,
+    run_interleaved,
+)
 from qtrace.costs import CostTable
 from qtrace.errors import ExportError
 from tests.benchmarking.nets import write

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from qtrace.benchmarking import interleaved
-from qtrace.benchmarking import interleaved as load
-from qtrace.benchmarking.interleaved import summarize, watched_load
+from qtrace.benchmarking import files
+from qtrace.benchmarking import files as load
+from qtrace.benchmarking.files import summarize, watched_load
 from tests.each import each_of
 
 
@@ -53,7 +53,7 @@ def test_a_busy_machine_widens_the_range_and_says_so() -> None:
     quiet, busy = (summarize(rounds, flag)[1] for flag in (False, True))
     assert quiet.slower
     assert not busy.slower
-    assert busy.low == pytest.approx(quiet.low / interleaved._BUSY_RANGE)
-    assert busy.high == pytest.approx(quiet.high * interleaved._BUSY_RANGE)
+    assert busy.low == pytest.approx(quiet.low / files._BUSY_RANGE)
+    assert busy.high == pytest.approx(quiet.high * files._BUSY_RANGE)
     assert busy.describe().endswith("as other programs kept the machine busy")
     assert not summarize(rounds, True)[0].busy

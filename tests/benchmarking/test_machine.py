@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from qtrace.benchmarking import machine
-from qtrace.benchmarking.machine import describe_machine, differences
+from qtrace.benchmarking import runners
+from qtrace.benchmarking.runners import describe_machine, differences
 from qtrace.costs import table
 from qtrace.errors import ExportError
 
@@ -55,9 +55,9 @@ def test_the_version_is_that_of_the_module_of_whatever_distribution(monkeypatch)
     """Onnxruntime-gpu has the module onnxruntime, and OpenVINO's version has a build, too."""
     monkeypatch.setitem(sys.modules, "onnxruntime", SimpleNamespace(__version__="9.8"))
     for version in (_no_distribution, lambda package: "1.0"):
-        monkeypatch.setattr(machine, "version", version)
+        monkeypatch.setattr(runners, "version", version)
         assert describe_machine("onnxruntime", "onnxruntime", 1).version == "9.8"
-    monkeypatch.setattr(machine, "version", lambda package: "9.8.1")
+    monkeypatch.setattr(runners, "version", lambda package: "9.8.1")
     monkeypatch.setitem(sys.modules, "ai_edge_litert", SimpleNamespace(__version__="9.8.1-77-build"))
     assert describe_machine("litert", "ai-edge-litert", 1).version == "9.8.1"
 

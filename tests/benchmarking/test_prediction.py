@@ -7,8 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from qtrace.benchmarking.onnx_ops import read_graph
-from qtrace.benchmarking.prediction import predict
+from qtrace.benchmarking.prediction import predict, read_graph
 from qtrace.benchmarking.runners import RunnerSettings, open_file
 from qtrace.costs import FLOAT, INTEGER, CostTable
 from qtrace.errors import ExportError

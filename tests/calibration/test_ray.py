@@ -12,7 +12,7 @@ import qtrace
 from qtrace.calibration.running import LocalCollection, RunSettings, Source, collect_all
 from qtrace.errors import ConfigError
 from qtrace.observers.base import to_dict
-from qtrace.workers.ray import RayTasks
+from qtrace.workers import RayTasks
 from tests.nets import Chain, images
 
 _INSTALLED = importlib.util.find_spec("ray") is not None

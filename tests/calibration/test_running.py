@@ -32,8 +32,7 @@ from qtrace.observers.base import to_dict
 from qtrace.preparation.model import QuantizedModel
 from qtrace.storage.checkpoints import pack_arrays, unpack_arrays
 from qtrace.storage.outputs import has_parts
-from qtrace.workers.job import Outcome
-from qtrace.workers.ray import do_elsewhere
+from qtrace.workers import Outcome, do_elsewhere
 from tests.nets import Chain, images
 
 _BATCHES = 7

@@ -22,7 +22,7 @@ from qtrace.graph import stepping
 from qtrace.graph.stepping import GraphSegment, keep
 from qtrace.graph.walk import exprs
 from qtrace.preparation.model import QuantizedModel
-from qtrace.process.threads import prefetch_map
+from qtrace.process import prefetch_map
 from qtrace.ptq.layers import statistics as collecting
 from tests.nets import images, net
 

@@ -54,9 +54,9 @@ def test_an_error_in_a_kernel_is_the_batchs_wherever_the_sites_are(body: str) ->
 _SLACK = """
 import ctypes, os, time
 from pathlib import Path
-from qtrace.process import engine
+from qtrace import process
 ctypes.CDLL(None).prctl(29, ctypes.c_ulong(40_000))
-engine.quiet()
+process.quiet()
 import megengine as mge, numpy as np
 (mge.Tensor(np.ones((64, 64), "float32")) + 1).numpy()
 until = time.monotonic() + 300  # a thread gives itself its name
@@ -83,13 +83,13 @@ def test_the_command_line_lets_megengines_idle_thread_sleep() -> None:
 
 _WAITING = """
 import gc, logging, os, subprocess, sys
-from qtrace.process import engine
+from qtrace import process
 if sys.argv[1] == "start":
     class Collect(logging.Handler):
         def emit(self, record):
             gc.collect()  # as may happen at any time
     logging.getLogger("megbrain").addHandler(Collect())
-    engine.quiet()
+    process.quiet()
 import megengine as mge, numpy as np
 gc.disable()
 x = mge.Tensor(np.ones((64, 64), "float32"))

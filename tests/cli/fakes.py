@@ -92,10 +92,10 @@ class Fakes:
         monkeypatch.setattr("qtrace.graph.files.serialize.save", self.save)
         monkeypatch.setattr("qtrace.inspection.explanation.explain", self.explain)
         monkeypatch.setattr("qtrace.preparation.passes.convert.convert", self.convert)
-        monkeypatch.setattr("qtrace.cli.commands.export.note_file", lambda *args: {})
-        for command in ("export", "trace"):
+        monkeypatch.setattr("qtrace.cli.files.note_file", lambda *args: {})
+        for commands in ("files", "networks"):
             ends = {"inputs": [], "outputs": []}
-            monkeypatch.setattr(f"qtrace.cli.commands.{command}.note_ends", lambda *args, ends=ends: ends)
+            monkeypatch.setattr(f"qtrace.cli.{commands}.note_ends", lambda *args, ends=ends: ends)
         monkeypatch.setattr("qtrace.cli.models.check_stage", lambda *args: None)
         monkeypatch.setattr("qtrace.cli.models.check_size", lambda *args: None)
 

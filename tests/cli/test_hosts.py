@@ -6,7 +6,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from qtrace.cli.hosts import runtime_host
+from qtrace.cli.options import runtime_host
 from qtrace.runtimes.host import RuntimeHost
 
 

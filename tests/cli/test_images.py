@@ -18,7 +18,7 @@ from click.testing import CliRunner
 
 import qtrace
 from qtrace import cli
-from qtrace.cli import images as image_options
+from qtrace.cli import models as image_options
 from qtrace.cli.program import group
 from qtrace.data import open_data
 from qtrace.errors import ConfigError

@@ -121,8 +121,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # the background jobs 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
 import qtrace
 from qtrace.cli import main
-import qtrace.process.engine
-qtrace.process.engine.quiet()
+import qtrace.process
+qtrace.process.quiet()
 import qtrace.cli.models as models
 import qtrace.graph.files.serialize as serialize
 import qtrace.inspection.explanation as explanation

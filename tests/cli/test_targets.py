@@ -11,7 +11,7 @@ import pytest
 
 import qtrace
 from qtrace.cli import group
-from qtrace.cli.targets import _check_inputs
+from qtrace.cli.options import _check_inputs
 from tests.importing.onnx.networks import conv_bn, save
 
 _STRANGERS = {

@@ -137,13 +137,17 @@ def test_a_target_that_rounds_everything_says_so_in_a_line() -> None:
             assert any(re.match("# .*[Rr]ounds everything", line) for line in text.splitlines()), name
 
 
+_loaded = lru_cache(load_recipe)
+
+
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("family", FAMILIES)
+@each_of("family", FAMILIES)
 def test_family_recipe_joins_every_target(family: str, target: str, tmp_path: Path) -> None:
-    own = load_recipe(family)
+    own, base = _loaded(family), _loaded(target)
     path = tmp_path / "mine.yaml"
     path.write_text(f"schema: qtrace/1\nimports: [{target}, {family}]\n")
-    config, base = load_recipe(path), load_recipe(target)
+    config = load_recipe(path)
     assert mistakes(config) == ()
     same = ("backend", "activation", "weight", "observers", "fakequant")
     assert all(getattr(config, key) == getattr(base, key) for key in same)

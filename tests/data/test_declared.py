@@ -12,8 +12,7 @@ from megengine import Tensor
 from onnx import TensorProto, helper, numpy_helper
 
 import qtrace
-from qtrace.data.batches import as_arguments
-from qtrace.data.declared import cure_for_shape
+from qtrace.data.batches import as_arguments, cure_for_shape
 from qtrace.data.opening import open_data
 from qtrace.errors import CalibrationError
 from qtrace.graph.types import TracedModule

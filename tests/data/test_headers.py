@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from qtrace.config.qconfig import MOST_PIXELS
-from qtrace.data.pixels import decode, dimensions
+from qtrace.data.images import decode, dimensions
 from qtrace.errors import DataError
 from tests.each import each_of
 

@@ -10,7 +10,7 @@ import pytest
 
 from qtrace.data import open_data
 from qtrace.data.base import DataSource, SizedSource, batch_length
-from qtrace.data.whole import Recut, filled_batches, recut, shares_samples
+from qtrace.data.opening import Recut, filled_batches, recut, shares_samples
 from qtrace.errors import DataError
 
 

@@ -16,7 +16,7 @@ import pytest
 
 import qtrace
 from qtrace.config import Preprocess
-from qtrace.data.pixels import fit, normalize
+from qtrace.data.images import fit, normalize
 from qtrace.errors import ConfigError, ExportError
 from qtrace.export.example import write_example
 from tests.nets import net

@@ -16,7 +16,7 @@ import qtrace
 from qtrace.config.recipe import load_recipe
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.passes.insert import CONTAINER
-from tests.nets import images, net
+from tests.nets import images, net, side_by_side
 
 BATCHES = [images(2, 3, 8, 8, seed=s) for s in range(2)]
 
@@ -128,7 +128,11 @@ def test_one_channel_behind_a_norm_that_trains(fakequant: str) -> None:
     ids=lambda a: a if isinstance(a, str) else "+".join((next(iter(a)), *next(iter(a.values())))),
 )
 def test_every_algorithm_works_on_one_channel(algorithm: Any) -> None:
-    for name in ("transposed", "pointwise"):
-        prepared = _calibrated(NETS[name](), {"ptq": ["fuse_bn", algorithm]})
-        x = mge.Tensor(BATCHES[0])
-        np.testing.assert_array_equal(qtrace.convert(prepared)(x).numpy(), prepared(x).numpy())
+    module = side_by_side({name: NETS[name]() for name in ("transposed", "pointwise")})
+    batches = [(batch, batch) for batch in BATCHES]
+    prepared = qtrace.prepare(qtrace.trace(module, *batches[0], check=False), {"ptq": ["fuse_bn", algorithm]})
+    qtrace.calibrate(prepared, batches, progress=False)
+    inputs = [mge.Tensor(x) for x in batches[0]]
+    expected, written = prepared(*inputs), qtrace.convert(prepared)(*inputs)
+    for name, value in expected.items():
+        np.testing.assert_array_equal(written[name].numpy(), value.numpy())

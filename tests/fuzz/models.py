@@ -16,7 +16,7 @@ import qtrace
 from qtrace.errors import QtraceError
 from qtrace.graph.files.allowlist import FUNCTIONS, MODULES, OBJECTS, OPDEFS, REDUCERS, TYPES
 from qtrace.graph.types import TracedModule
-from qtrace.process.memory import paused_collector
+from qtrace.process import paused_collector
 from tests.fuzz.mutation import mutated, one_sentence
 from tests.nets import images, net
 

@@ -10,8 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from qtrace.config import Preprocess
-from qtrace.data.images import SUFFIXES
-from qtrace.data.pixels import decode, fit
+from qtrace.data.images import SUFFIXES, decode, fit
 from qtrace.errors import DataError
 from tests.fuzz.mutation import mutated, one_sentence
 

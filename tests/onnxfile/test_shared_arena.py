@@ -15,7 +15,7 @@ from qtrace.calibration.engines import start_session
 from qtrace.onnxfile import local_session
 from qtrace.onnxfile.local_session import OrtSession, SessionSettings
 from qtrace.onnxfile.sessions import open_session
-from qtrace.process.memory import return_free_memory
+from qtrace.process import return_free_memory
 
 _MB = 2**20
 _VALUES = np.arange(16 * _MB, dtype=np.float32)  # 64 MB

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import qtrace
-from qtrace.process.memory import older_objects_spared, paused_collector
+from qtrace.process import older_objects_spared, paused_collector
 from tests.nets import Chain, images
 
 

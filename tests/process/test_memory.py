@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import qtrace
+from qtrace import process
 from qtrace.graph import tensors
 from qtrace.graph.flatten import flatten
 from qtrace.graph.interpreter import Interpreter
@@ -19,8 +20,7 @@ from qtrace.graph.tracing.trace import trace
 from qtrace.graph.types import Expr
 from qtrace.graph.walk import exprs
 from qtrace.preparation.passes.expand import expand
-from qtrace.process import memory
-from qtrace.process.memory import LargeFrees, returns_memory
+from qtrace.process import LargeFrees, returns_memory
 from tests.nets import images, net
 
 
@@ -28,7 +28,7 @@ from tests.nets import images, net
 def returned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Counts the times that memory is given back."""
     calls: list[int] = []
-    monkeypatch.setattr(memory, "return_free_memory", lambda: calls.append(len(calls)))
+    monkeypatch.setattr(process, "return_free_memory", lambda: calls.append(len(calls)))
     return calls
 
 

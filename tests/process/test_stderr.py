@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from qtrace.cli.console import Console
-from qtrace.data.pixels import decode
+from qtrace.data.images import decode
 from qtrace.errors import DataError
-from qtrace.process.signals import caught_lines
+from qtrace.process import caught_lines
 
 JPEG = cv2.imencode(".jpg", np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8))[1].tobytes()
 
@@ -39,7 +39,7 @@ def test_stderr_comes_back_after_an_error(capfd: pytest.CaptureFixture[str]) -> 
 
 def test_images_are_decoded_without_stderr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.jpg").write_bytes(JPEG)
-    monkeypatch.setattr("qtrace.process.signals._is_open", lambda: False)
+    monkeypatch.setattr("qtrace.process._is_open", lambda: False)
     with caught_lines(("",)) as lines:
         os.write(2, b"seen\n")
     assert lines == []

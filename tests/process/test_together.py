@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from qtrace.process.threads import Together, prefetch, prefetch_map
+from qtrace.process import Together, prefetch, prefetch_map
 from tests.each import each_of
 
 

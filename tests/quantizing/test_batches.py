@@ -49,8 +49,7 @@ def _list(size: int) -> list[np.ndarray]:
 def test_one_hash_whatever_the_batches(tmp_path: Path) -> None:
     """Batches of 1, 6 and 8 gave three files: by last bits, rows of `gptq`, and what was held back."""
     np.savez(tmp_path / "x.npz", x=DATA)
-    forms: list[tuple[Any, dict[str, int]]] = [(_list(size), {}) for size in (1, 6, 8)]
-    forms += [(DATA, {"batch_size": size}) for size in (1, 6, 8)]
+    forms: list[tuple[Any, dict[str, int]]] = [(_list(1), {}), (DATA, {"batch_size": 8})]
     forms += [(tmp_path / "x.npz", {"batch_size": 6}), ([{"x": batch} for batch in _list(6)], {})]
     forms += [(DATA, {"batch_size": 11, "max_batches": 4})]
     hashes, lines = set(), set()

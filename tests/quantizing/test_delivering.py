@@ -13,7 +13,7 @@ from onnx import helper, numpy_helper
 from onnxruntime.quantization import quantize_dynamic
 
 import qtrace
-from qtrace.benchmarking.interleaved import Speed, summarize
+from qtrace.benchmarking.files import Speed, summarize
 from qtrace.config.recipe import as_qconfig
 from qtrace.preparation.placement import labelling
 from qtrace.quantizing import delivering

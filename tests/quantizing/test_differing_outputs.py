@@ -38,8 +38,9 @@ def _detector() -> M.Module:
 
 def test_what_differs_between_samples_is_kept(tmp_path: Path) -> None:
     """By the power of the outputs alone, a labelling is chosen that leaves next to nothing of it."""
-    options = {"recipe": "int8", "measure": False, "verify": False, "progress": False, "keep": True}
-    result = qtrace.quantize(_detector(), pictures(32, 3, SIZE, SIZE), tmp_path / "a.onnx", **options)
+    options = {"measure": False, "verify": False, "progress": False, "keep": True}
+    data, recipe = pictures(32, 3, SIZE, SIZE), {"placement": "balanced"}
+    result = qtrace.quantize(_detector(), data, tmp_path / "a.onnx", recipe=recipe, **options)
     verdict = result.verdict
     assert verdict.word == "good"
     assert not verdict.has("differences")

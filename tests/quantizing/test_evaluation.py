@@ -14,7 +14,7 @@ from PIL import Image
 
 import qtrace
 from qtrace.data import open_data
-from qtrace.data.whole import SampleRange, recut
+from qtrace.data.opening import SampleRange, recut
 from qtrace.errors import CalibrationError
 from qtrace.quantizing.call_data import split_data
 from qtrace.sensitivity.diagnosis.verdict import Verdict

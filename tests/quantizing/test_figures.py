@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import qtrace
-from qtrace.benchmarking.onnx_ops import read_graph
+from qtrace.benchmarking.prediction import read_graph
 from qtrace.cli.console import Console
 from qtrace.errors import ExportError
 from qtrace.quantizing.figures import note_file, note_graph
@@ -110,7 +110,7 @@ def test_a_file_whose_shapes_cannot_be_inferred_has_no_time(
 
     traced = qtrace.trace(Net(8), np.zeros((1, 3, 8, 8), "float32"))
     qtrace.export(traced, tmp_path / "net.onnx")
-    monkeypatch.setattr("qtrace.benchmarking.onnx_ops.read_graph", refuse)
+    monkeypatch.setattr("qtrace.benchmarking.prediction.read_graph", refuse)
     assert "predicted_seconds" not in note_file(traced, tmp_path / "net.onnx", Console())
 
 

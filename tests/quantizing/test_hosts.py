@@ -12,8 +12,8 @@ import megengine.module as M
 import pytest
 
 import qtrace
-from qtrace.benchmarking import interleaved
-from qtrace.benchmarking.interleaved import Speed
+from qtrace.benchmarking import files
+from qtrace.benchmarking.files import Speed
 from qtrace.errors import ExportError, QtraceError
 from qtrace.quantizing import delivering
 from qtrace.runtimes.host import RuntimeHost
@@ -33,7 +33,7 @@ def _timed(_untimed: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files are timed, in short."""
 
     def compare(paths: Any, **options: Any) -> list[Speed]:
-        return interleaved.compare_files(paths, **{**options, "seconds": 0.1})
+        return files.compare_files(paths, **{**options, "seconds": 0.1})
 
     monkeypatch.setattr(delivering, "compare_files", compare)
 

@@ -236,7 +236,7 @@ def test_a_broken_runtime_is_one_sentence_and_leaves_nothing(
 def test_a_command_that_starts_no_python_is_one_sentence(
     tmp_path: Path, far: Path, before: str, timeout: float, sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(child, "_SECONDS_TO_LEAVE", 0.1)
+    monkeypatch.setattr(child, "_SIGN_SECONDS", 0.1)
     where = RuntimeHost(runner=_runner(tmp_path, far, before).runner, timeout=timeout)
     with pytest.raises(ExportError, match=sentence) as caught:
         open_session(_model(), SessionSettings(host=where))

@@ -10,8 +10,8 @@ import pytest
 
 from qtrace.costs.table import CostTable
 from qtrace.errors import QtraceError
-from qtrace.extras.device import vectors
-from qtrace.extras.diff import comparing
+from qtrace.extras import device
+from qtrace.extras.diff import models
 from qtrace.extras.tune import trials as folder
 from qtrace.extras.tune.trials import TrialLog
 from qtrace.storage.files import parse_document
@@ -21,7 +21,7 @@ DAMAGES = ("[" * 100_000, '{"a":' * 100_000, "[1]", "{", "\xff", "null")
 READERS: dict[str, Callable[[Path], Any]] = {
     "search.json": lambda path: folder._compare(path.parent, {"data": "x"}),
     "trials.jsonl": TrialLog,
-    "verdict.json": lambda path: comparing._read_verdict(path.parent),
+    "verdict.json": lambda path: models._read_verdict(path.parent),
     "table.json": CostTable.read,
 }
 
@@ -45,4 +45,4 @@ def test_a_damaged_file_is_one_sentence(name: str, text: str, tmp_path: Path) ->
 @each_of("text", DAMAGES)
 def test_a_damaged_index_is_passed_over(text: str, tmp_path: Path) -> None:
     (tmp_path / "index.json").write_bytes(text.encode("latin-1"))
-    assert not vectors._holds_vectors(tmp_path)
+    assert not device._holds_vectors(tmp_path)

@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from qtrace.errors import QtraceError
-from qtrace.process.signals import undisturbed
+from qtrace.process import undisturbed
 from qtrace.storage import files, outputs
 
 

@@ -12,7 +12,7 @@ import pytest
 import qtrace
 from qtrace.errors import DataError, ExportError
 from qtrace.export import formats
-from qtrace.storage.ownership import foreign, foreign_output
+from qtrace.storage.outputs import foreign, foreign_output
 from tests.each import each_of
 from tests.nets import images
 

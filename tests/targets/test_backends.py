@@ -12,7 +12,7 @@ from qtrace.config import backends
 from qtrace.config.backends import Backend
 from qtrace.numerics import choose, quantize
 from qtrace.ops import Role
-from qtrace.plugins.installed import installed
+from qtrace.plugins import installed
 from tests.each import each_of
 
 NAMES = backends.known()

@@ -14,7 +14,7 @@ from megengine import Tensor
 
 import qtrace
 from qtrace.errors import CalibrationError
-from qtrace.process.threads import Together
+from qtrace.process import Together
 from qtrace.targets.onnxruntime.runtime import OnnxSession
 from qtrace.verification import verify
 from qtrace.verification.runtimes import base

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
+from qtrace import workers
 from qtrace.errors import DataError, QtraceError
-from qtrace.workers import processes
-from qtrace.workers.job import Outcome, read_message, write_message
-from qtrace.workers.processes import Processes
+from qtrace.workers import Outcome, Processes, read_message, write_message
 from tests.workers.jobs import Echo
 
 
@@ -64,7 +63,7 @@ def test_a_worker_that_dies_is_reported() -> None:
 
 
 def test_a_worker_that_was_stopped_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "_EXIT_SECONDS", 300)  # a busy machine may need more than usual
+    monkeypatch.setattr(workers, "_EXIT_SECONDS", 300)  # a busy machine may need more than usual
     pool = Processes(Echo(), 1, saves=True)
     pool.__enter__()
     worker = pool._workers[0]

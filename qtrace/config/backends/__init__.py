@@ -8,8 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 from qtrace.config.backends.base import Backend
-from qtrace.plugins import ObjectPlugins
-from qtrace.plugins.installed import BACKENDS
+from qtrace.plugins import BACKENDS, ObjectPlugins
 
 __all__ = ["Backend", "get", "known", "packaged"]
 

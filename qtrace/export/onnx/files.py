@@ -262,9 +262,11 @@ def contents_of(model: Any, path: Path, external: bool | None = None) -> dict[Pa
     Raises:
         ExportError: when the model is too large for one file, and ``external`` is False.
     """
+    import onnx
+
     size, beside = external_data.tensor_bytes(model), path.with_name(f"{path.name}.data")
     too_large = external is None and size >= external_data.LIMIT
-    if external is False and size >= external_data.FILE_LIMIT:
+    if external is False and size > onnx.checker.MAXIMUM_PROTOBUF:
         raise ExportError(
             f"{path.name} would have {size / 1e9:.1f} GB of tensors, more than one ONNX file holds: leave "
             "out external=false."

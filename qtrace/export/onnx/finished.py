@@ -50,7 +50,7 @@ _ONE_TYPE = (
     "Resize MaxPool AveragePool GlobalAveragePool GlobalMaxPool Identity Shape"
 )
 _TYPES = frozenset((*_ONE_TYPE.split(), *_BOUNDS, *_SCALED))
-_IN_FLOAT32 = {("Resize", 1), ("Resize", 2)}
+_IN_FLOAT32 = ("Resize",)
 """Inputs that ONNX has in float32 whatever the type of the values."""
 
 _ELEMENTWISE = {"Add", "Sub", "Mul", "Div", "Max", "Min", "Pow", "Where", "Concat", "Expand", "Identity"}
@@ -132,7 +132,7 @@ class _Writer(OnnxEditor):
     def _read(self, node: NodeProto) -> list[int]:
         """Returns the places of the inputs that become float16."""
         floats = [i for i, name in enumerate(node.input) if self.types.get(name) == _FLOAT]
-        return [i for i in floats if (node.op_type, i) not in _IN_FLOAT32]
+        return [i for i in floats if not i or node.op_type not in _IN_FLOAT32]
 
     def _holds(self, node: NodeProto, place: int) -> bool:
         """Whether float16 holds a stored number well enough for what the node computes with it."""
@@ -152,12 +152,7 @@ class _Writer(OnnxEditor):
         chosen = {id(node) for node in nodes}
         wide = {name for node in self.nodes() if id(node) not in chosen for name in read_names(node)}
         wide |= self.output_names
-        wide.update(
-            node.input[i]
-            for node in nodes
-            for o, i in _IN_FLOAT32
-            if o == node.op_type and i < len(node.input)
-        )
+        wide.update(name for node in nodes if node.op_type in _IN_FLOAT32 for name in node.input[1:])
         order: list[NodeProto] = []
         for node in self.nodes():
             if id(node) not in chosen:

@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 _OPS = {"lstm": "LSTM", "gru": "GRU", "rnn": "RNN"}
-_TURNED = {"lstm": (0, 3, 1, 2), "rnn": (0,)}  # MegEngine's gates i f g o in ONNX's order i o f c
+_TURNED = {"lstm": ["ifgo".index(gate) for gate in "iofg"], "rnn": [0]}  # MegEngine's gates in ONNX's order
 
 
 def _pool(op: str) -> Emitter:
@@ -399,7 +399,7 @@ class _Stack:
             nonlocal place
             begin, place = place, place + int(np.prod(shape))
             part = flat[begin:place].reshape(gates, self.size, *shape[1:])
-            return part[list(_TURNED[self.call.kind])].reshape(shape)
+            return part[_TURNED[self.call.kind]].reshape(shape)
 
         for layer in range(self.count):
             inputs = values if layer == 0 else self.ways * self.size

@@ -37,7 +37,7 @@ __all__ = [
     "SHAPES",
 ]
 
-_END = 2**31 - 1
+_END = int(np.iinfo(np.int32).max)
 
 
 def _reshape(w: OnnxWriter, call: OpCall) -> None:

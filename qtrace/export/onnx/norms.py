@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import ExportError
-from qtrace.export.converted import ConvertedGraph
+from qtrace.export.converted import GATE, ConvertedGraph
 from qtrace.export.onnx.opset import OPSETS
 from qtrace.export.onnx.writer import Emitter, OnnxWriter, array, axes_of, operand, parameter_source, unary
 from qtrace.graph.types import TensorNode
@@ -279,7 +279,6 @@ NORMS: dict[str, Emitter] = {
 # scale of 1 / (150 * length of the axis), measured with onnxruntime 1.23 for 2 to 64 values. The bound leaves
 # a margin.
 _LOWEST_SCALE = 1.0 / 100.0
-_MAX_BITS = 8  # of an integer kernel
 
 
 def softmax_overflows(graph: ConvertedGraph, call: OpCall) -> bool:
@@ -295,7 +294,7 @@ def softmax_overflows(graph: ConvertedGraph, call: OpCall) -> bool:
         for site in graph.sites
         if site.sort == "activation"
         and site.decision.plan is not None
-        and site.decision.plan.scheme.bits <= _MAX_BITS
+        and site.decision.plan.scheme.bits <= np.iinfo(np.int8).bits
         and _origin(graph, site.source) is call.out
     )
 
@@ -305,9 +304,6 @@ def _origin(graph: ConvertedGraph, node: TensorNode) -> TensorNode:
     while (call := graph.call(node.expr)) is not None and call.role is Role.CARRY and call.inputs:
         node = call.inputs[0]
     return node
-
-
-_SLOPE, _OFFSET = 1.0 / 6.0, 0.5  # of hsigmoid and hswish
 
 
 def _add(w: OnnxWriter, x: str, result: str, slope: float, offset: float) -> str:
@@ -326,7 +322,7 @@ def _rounded(value: float) -> float:
 
 
 def _hsigmoid(w: OnnxWriter, call: OpCall) -> None:
-    w.names[call.out] = _add(w, w.name(call.inputs[0]), call.out.name, _SLOPE, _OFFSET)
+    w.names[call.out] = _add(w, w.name(call.inputs[0]), call.out.name, *GATE)
 
 
 def _hard_sigmoid(w: OnnxWriter, call: OpCall) -> None:
@@ -336,7 +332,7 @@ def _hard_sigmoid(w: OnnxWriter, call: OpCall) -> None:
 
 def _hswish(w: OnnxWriter, call: OpCall) -> None:
     x = w.name(call.inputs[0])
-    w.emit("Mul", [x, _add(w, x, w.fresh(call.out.name), _SLOPE, _OFFSET)], call.out)
+    w.emit("Mul", [x, _add(w, x, w.fresh(call.out.name), *GATE)], call.out)
 
 
 HARD_SIGMOIDS: dict[str, Emitter] = {

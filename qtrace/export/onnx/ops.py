@@ -32,7 +32,7 @@ from qtrace.export.onnx.sites import (
 from qtrace.export.onnx.writer import Emitter, OnnxWriter, cast, operand, unary
 from qtrace.graph.opaque import OpaqueOp, carried_dtype
 from qtrace.graph.types import TensorNode
-from qtrace.graph.walk import owner
+from qtrace.graph.walk import owner, shape_of
 from qtrace.onnxfile.model import rename_tensors
 from qtrace.ops import OpCall
 
@@ -131,8 +131,7 @@ def _weight(w: OnnxWriter, call: OpCall) -> str:
     if node in w.laid_out:
         return w.name(node)
     shape = [int(n) for n in node.shape]
-    count = {**CONVS, **TRANSPOSED}.get(call.kind)
-    if count is not None and len(shape) > count + 2:
+    if call.kind in (*CONVS, *TRANSPOSED) and len(shape) > len(shape_of(call.inputs[0])):
         return w.node("Reshape", [w.name(node), w.ints([-1, *shape[2:]])], w.fresh(node.name))
     if call.kind == "linear" and not keeps_rows(call):
         return w.node("Transpose", [w.name(node)], w.fresh(node.name), perm=[1, 0])
@@ -142,9 +141,9 @@ def _weight(w: OnnxWriter, call: OpCall) -> str:
 def _conv(w: OnnxWriter, call: OpCall) -> None:
     a, weight = call.attrs, call.weight
     assert weight is not None
-    count = {**CONVS, **TRANSPOSED}[call.kind]
+    axes = len(shape_of(call.inputs[0])) - 2  # of the window
     attributes: dict[str, Any] = {
-        "kernel_shape": [int(n) for n in weight.shape[-count:]],
+        "kernel_shape": [int(n) for n in weight.shape[-axes:]],
         "strides": list(a["stride"]),
         "dilations": list(a["dilation"]),
         "group": a["groups"],

@@ -18,6 +18,7 @@ from qtrace.onnxfile.model import OnnxModel, bodies_of, own_operators
 
 __all__ = [
     "HIGHEST",
+    "IR_VERSIONS",
     "LOWEST",
     "OPSETS",
     "CopiedFormError",
@@ -36,7 +37,7 @@ LOWEST, HIGHEST = 13, 21
 OPSETS = {"GridSample": 16, "RoiAlign": 16, "LayerNormalization": 17, "GroupNormalization": 21}
 
 # Opset -> the first IR version that has it.
-_IR_VERSIONS = {**dict.fromkeys(range(LOWEST, 19), 8), 19: 9, 20: 9, 21: 10}
+IR_VERSIONS = {**dict.fromkeys(range(LOWEST, 19), 8), 19: 9, 20: 9, 21: 10}
 _WIDE_TYPES = (TensorProto.INT4, TensorProto.UINT4, TensorProto.INT16, TensorProto.UINT16)
 
 # Reductions whose axes became an input at opset 18; the axes of ReduceSum did at 13.
@@ -119,7 +120,7 @@ def choose_versions(
     if opset is None and source.opset and chosen != source.opset:
         cause = f"it has {reason}" if needed > source.writable else f"qtrace writes {LOWEST} to {HIGHEST}"
         change = f"the file has opset {chosen}, not {source.opset} as the imported one: {cause}."
-    highest = _IR_VERSIONS.get(chosen, 11)
+    highest = IR_VERSIONS.get(chosen, 11)
     lowest = helper.find_min_ir_version_for([helper.make_opsetid("", chosen)])
     highest = max(highest, lowest)
     ir_version = min(max(source.ir_version, lowest), highest) if source.ir_version else highest

@@ -19,7 +19,7 @@ import numpy as np
 from qtrace.errors import ExportError, install
 from qtrace.export.converted import ConvertedGraph, ConvertedOp, bare_graph
 from qtrace.export.onnx.exporter import OnnxExporter, OnnxOptions
-from qtrace.export.onnx.opset import at_opset
+from qtrace.export.onnx.opset import HIGHEST, IR_VERSIONS, at_opset
 from qtrace.export.open_axes import SharedAxes
 from qtrace.fakequant.base import FakeQuant
 from qtrace.graph.opaque import divides_by_inputs
@@ -38,7 +38,6 @@ __all__ = [
 ]
 
 # The first opset at which ONNX's reference evaluator knows every op that qtrace writes.
-_OPSET, _IR_VERSION = 21, 10
 
 # Bytes of weights from which on onnxruntime maps them from a file, instead of two copies of them in memory.
 _LARGE = 2**27
@@ -85,10 +84,10 @@ def segment_model(
     kind = helper.np_dtype_to_tensor_dtype(np.dtype(output.dtype))
     result = writer.node("Identity", [writer.name(output)], "result")
     outputs = [helper.make_tensor_value_info(result, kind, None)]
-    nodes, added = at_opset(writer.nodes, _OPSET)
+    nodes, added = at_opset(writer.nodes, HIGHEST)
     graph = helper.make_graph(nodes, "segment", infos, outputs, [*writer.initializers.values(), *added])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", _OPSET)])
-    model.ir_version = _IR_VERSION
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", HIGHEST)])
+    model.ir_version = IR_VERSIONS[HIGHEST]
     return model.SerializeToString(), names
 
 

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+from onnx import TensorProto
 
 from qtrace import ops
 from qtrace.config import backends
@@ -22,7 +23,7 @@ from qtrace.errors import ExportError
 from qtrace.export.converted import ConvertedGraph, only_floats_read
 from qtrace.export.onnx.writer import Emitter, OnnxWriter, integer_type
 from qtrace.fakequant.base import FakeQuant
-from qtrace.graph.walk import owner, users
+from qtrace.graph.walk import owner, shape_of, users
 from qtrace.ops import OpCall
 from qtrace.preparation.annotation import Annotation
 from qtrace.preparation.model import QuantizedSite
@@ -45,9 +46,8 @@ __all__ = [
     "weight_layout",
 ]
 
-# Kind -> the number of axes along which it moves its window.
-CONVS = {"conv1d": 1, "conv2d": 2, "conv3d": 3}
-TRANSPOSED = {"conv_transpose2d": 2, "conv_transpose3d": 3}
+CONVS = ("conv1d", "conv2d", "conv3d")
+TRANSPOSED = ("conv_transpose2d", "conv_transpose3d")
 
 CONTRIB = "com.microsoft"
 # Products in float32, as the graph has them. Level 4 rounds what the layer reads to int8, block by block, in
@@ -60,10 +60,9 @@ BlockedWeight = tuple[str, str, int]
 
 def weight_layout(call: OpCall, weight: np.ndarray) -> tuple[np.ndarray, int]:
     """Returns a layer's weight in ONNX's layout, and the axis of its output channels there."""
-    if call.kind in CONVS:
-        return weight.reshape(-1, *weight.shape[-CONVS[call.kind] - 1 :]), 0
-    if call.kind in TRANSPOSED:
-        return weight.reshape(-1, *weight.shape[-TRANSPOSED[call.kind] - 1 :]), 1
+    if call.kind in (*CONVS, *TRANSPOSED):
+        axes = len(shape_of(call.inputs[0])) - 1  # one for the channels, the others of the window
+        return weight.reshape(-1, *weight.shape[-axes:]), int(call.kind in TRANSPOSED)
     if call.kind == "linear" and not keeps_rows(call):
         return weight.T, 1
     return weight, 0
@@ -195,9 +194,6 @@ def emit_product(w: OnnxWriter, call: OpCall, weight: BlockedWeight, output: str
     )
 
 
-_FLOAT = 1  # TensorProto.FLOAT
-
-
 def store_integers(w: OnnxWriter, site: QuantizedSite, integers: np.ndarray) -> None:
     """Stores the weight of a linear layer, (inputs, outputs), for MatMulInteger.
 
@@ -228,7 +224,7 @@ def emit_dynamic_product(w: OnnxWriter, call: OpCall) -> None:
     weight, weight_scale, weight_zero = w.integer_weights[call.weight]
     inputs = [integers, weight, zero, *([weight_zero] if weight_zero else [])]
     product = w.node("MatMulInteger", inputs, w.fresh(base))
-    floats = w.node("Cast", [product], w.fresh(base), to=_FLOAT)
+    floats = w.node("Cast", [product], w.fresh(base), to=TensorProto.FLOAT)
     factor = w.node("Mul", [scale, weight_scale], w.fresh(base))
     if call.bias is None:
         w.emit("Mul", [floats, factor], call.out)

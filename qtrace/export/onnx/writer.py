@@ -18,9 +18,10 @@ from onnx import TensorProto, helper, numpy_helper
 from qtrace.errors import ExportError
 from qtrace.export.converted import PlainGraph
 from qtrace.export.onnx.opset import CopiedVersions, SourceVersions, at_opset, choose_versions
+from qtrace.graph.tensors import MAX_RANK
 from qtrace.graph.types import CallMethod, Constant, Expr, GetAttr, Node, TensorNode
 from qtrace.graph.walk import reads_shape, unused_name
-from qtrace.onnxfile.model import read_names, rename_tensors
+from qtrace.onnxfile.model import MAX_DEPTH, read_names, rename_tensors
 from qtrace.ops import OpCall
 from qtrace.scheme import QParams, QScheme
 
@@ -484,9 +485,7 @@ def _name_nodes(nodes: Sequence[onnx.NodeProto]) -> None:
         used.add(node.name)
 
 
-_ALL_AXES = 7  # the axis of a GetVarShape that reads the whole shape
 _OPERATORS = {"__mul__": "Mul", "__add__": "Add", "__sub__": "Sub"}
-_MAX_DEPTH = 16
 
 Emitter = Callable[[OnnxWriter, OpCall], None]
 
@@ -617,7 +616,7 @@ def _size_vector(w: OnnxWriter, value: TensorNode) -> str | None:
     Returns:
         The vector; None if the node is no axis of a shape, nor a product, sum or difference of such.
     """
-    return _vector(w, value, _MAX_DEPTH) if tuple(value.shape or ()) == () else None
+    return _vector(w, value, MAX_DEPTH) if tuple(value.shape or ()) == () else None
 
 
 def _vector(w: OnnxWriter, value: Any, depth: int) -> str | None:
@@ -645,7 +644,7 @@ def _vector(w: OnnxWriter, value: Any, depth: int) -> str | None:
 def _axis(w: OnnxWriter, shape: Any, axis: Any) -> str | None:
     """Writes the size of an axis of a tensor whose whole shape is read."""
     expr: Any = getattr(shape, "expr", None)
-    if type(axis) is not int or expr is None or not reads_shape(expr) or int(expr.opdef.axis) != _ALL_AXES:
+    if type(axis) is not int or expr is None or not reads_shape(expr) or int(expr.opdef.axis) != MAX_RANK:
         return None
     node = expr.inputs[0]
     if node not in w.names and w.value(node) is None:  # the tensor is not part of what is written

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from qtrace.plugins.packages import load_when_used
+from qtrace.plugins import load_when_used
 
 if TYPE_CHECKING:
     from qtrace.extras.contracts.checking import ContractReport, check_contract, check_file_for, fix_contract

@@ -24,7 +24,7 @@ from qtrace.extras.contracts.qdq_graph import FUNCTIONS, LAYERS, QUANTIZERS, Qdq
 from qtrace.onnxfile.external_data import load_model, skeleton
 from qtrace.onnxfile.kernels import find_kernels
 from qtrace.onnxfile.model import infer_shapes, read_names
-from qtrace.plugins.arguments import check_arguments
+from qtrace.plugins.options import check_arguments
 from qtrace.runtimes.host import RuntimeHost, describe_side
 from qtrace.storage.outputs import output_file
 

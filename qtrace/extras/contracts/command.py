@@ -6,16 +6,16 @@ from pathlib import Path
 
 import click
 
-from qtrace.cli import help, hosts, options, targets
+from qtrace.cli import options
 from qtrace.cli.console import Console
-from qtrace.cli.naming import check_exported
+from qtrace.cli.models import check_exported
 from qtrace.runtimes.host import RuntimeHost
 
 __all__ = ["check"]
 
 
 @click.command(
-    cls=help.Command,
+    cls=options.Command,
     example="""
     qtrace check model.onnx --target tensorrt
     qtrace check model.onnx --target qnn --fix -o model-qnn.onnx
@@ -29,17 +29,16 @@ __all__ = ["check"]
     required=True,
     help="The target: onnxruntime, qnn, ryzenai, ryzenai_xint8 or tensorrt.",
 )
-@hosts.runtime_host
+@options.runtime_host
 @click.option("--fix", is_flag=True, help="Write a copy to -o in which all that is mechanical is repaired.")
-@targets.file_to_write("--out", "-o", help="With --fix: the file to write.")
+@options.file_to_write("--out", "-o", help="With --fix: the file to write.")
 @options.output
 def check(
     file: Path,
     target: str,
     runtime_host: RuntimeHost | None,
     fix: bool,
-    out: Path | None,
-    force: bool,
+    out: options.FileToWrite | None,
     console: Console,
 ) -> int:
     """Check whether a quantized ONNX file keeps the contract of a target.
@@ -54,6 +53,7 @@ def check(
     with console.work():
         from qtrace.extras.contracts import check_file_for
 
-        report = check_file_for(file, target, out=out, force=force, runtime_host=runtime_host)
+        path, force = (None, False) if out is None else (out.path, out.force)
+        report = check_file_for(file, target, out=path, force=force, runtime_host=runtime_host)
     console.result(report.text(), report.to_dict())
     return 0 if report.passed else 1

@@ -6,10 +6,10 @@ import shutil
 
 import click
 
-from qtrace.cli import help, options
-from qtrace.cli.commands.explain import on_terminal
+from qtrace.cli import options
 from qtrace.cli.console import Console
-from qtrace.cli.naming import check_model
+from qtrace.cli.models import check_model, import_classes
+from qtrace.cli.reports import on_terminal
 
 __all__ = ["diff"]
 
@@ -17,7 +17,7 @@ _ROWS = 20
 
 
 @click.command(
-    cls=help.Command,
+    cls=options.Command,
     example="""
         qtrace diff monday/ tuesday/
         qtrace diff int8/quantized.mge finetuned/quantized.mge --json
@@ -29,7 +29,7 @@ _ROWS = 20
 @click.argument("b", metavar="B")
 @click.option("--all", "every", is_flag=True, help=f"Show all rows of each table, not {_ROWS}.")
 @click.option("--exit-code", "strict", is_flag=True, help="Exit with 1 if A and B differ.")
-@options.allow
+@options.allowed_classes
 @options.allow_code
 @options.output
 def diff(
@@ -45,14 +45,11 @@ def diff(
     """
     width = shutil.get_terminal_size().columns if on_terminal() else None
     with console.work():
-        from qtrace.data import import_object, is_installed
-        from qtrace.extras.diff.comparing import diff as compare
+        from qtrace.extras.diff.models import diff as compare
 
         for name in (a, b):
             check_model(name)
-        for name in allow:  # a backend is named by the model's record alone, and is imported by nobody else
-            if is_installed(name.partition(":")[0]):
-                import_object(name)
+        import_classes(allow)
         result = compare(a, b, allow=allow, allow_code=allow_code)
     text = f"A: {a}\nB: {b}\n\n{result.table(width, None if every else _ROWS)}"
     console.result(text, {"a": a, "b": b, **result.to_dict()})

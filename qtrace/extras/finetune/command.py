@@ -8,9 +8,9 @@ from typing import Any
 
 import click
 
-from qtrace.cli import help, models, options, targets
+from qtrace.cli import models, options
 from qtrace.cli.console import Console
-from qtrace.cli.naming import PREPARED
+from qtrace.cli.models import PREPARED
 from qtrace.quantizing.reporting import FILES, write_folder
 from qtrace.storage.outputs import resumable_folder
 
@@ -20,7 +20,7 @@ _CHECKPOINT = "finetune.part.npz"
 
 
 @click.command(
-    cls=help.Command,
+    cls=options.Command,
     example="""
         qtrace finetune w4a4/prepared.mge --data images/ --out w4a4-tuned
         qtrace finetune w4a4/prepared.mge --data images/ --eval-data unseen/ --steps 2000 --out tuned --resume
@@ -31,7 +31,7 @@ _CHECKPOINT = "finetune.part.npz"
 @click.option(
     "--eval-data", metavar="D", help="Data to evaluate on, as --data; by default a tenth of --data."
 )
-@targets.folder_to_write("The folder to write.")
+@options.folder_to_write("The folder to write.")
 @click.option("--steps", type=click.IntRange(1), default=500, show_default=True, help="Steps to take.")
 @click.option("--minutes", type=float, help="Take only as many steps as fit into this time.")
 @click.option(
@@ -77,9 +77,8 @@ _CHECKPOINT = "finetune.part.npz"
 @options.progress
 @options.output
 def finetune(
-    model: str,
-    data: str,
-    reading: dict[str, Any],
+    model: models.NamedModel,
+    data: models.NamedData,
     out: Path,
     resume: bool,
     force: bool,
@@ -95,20 +94,19 @@ def finetune(
     The result is the state with the smallest error on held-back data. If no step was better than MODEL, the
     result is MODEL as it was, and the report says so; the exit code is 0.
     """
-    model = models.model_file(model, PREPARED)
+    model = model.in_folder(PREPARED)
     with console.work(logging.INFO):  # whose estimate of the time the user needs
         import qtrace
 
-        settings = _settings(arguments, reading["batch_size"])
-        prepared = models.load_model(model, arguments["allow"])
-        teacher = models.load_float(arguments["teacher"], arguments["allow"], prepared)
-        models.check_stage(prepared, model, "prepared")
-        qconfig = models.preprocessing(prepared, arguments["recipe"])
-        models.check_size(prepared, model, qconfig, data)
-        source = models.open_source(data, console, qconfig=qconfig, **reading)
+        settings = _settings(arguments, data.reading["batch_size"])
+        prepared = model.load()
+        teacher = model.load_float(arguments["teacher"], prepared)
+        models.check_stage(prepared, model.name, "prepared")
+        recipe = models.NamedRecipe(arguments["recipe"])
+        source = data.open_for(prepared, model, recipe, console)
         unseen = None
         if arguments["eval_data"]:
-            unseen = models.open_source(arguments["eval_data"], console, qconfig=qconfig, **reading)
+            unseen = data.other(arguments["eval_data"]).open_for(prepared, model, recipe, console)
         work = resumable_folder(out, names=FILES, force=force, resume=resume, note=console.note)
         with work as (folder, checkpoints):
             report = qtrace.finetune(
@@ -121,7 +119,7 @@ def finetune(
                 resume=resume,
                 progress=console.progress,
             )
-            summary = {"model": model, "data": data, "finetuning": report.to_dict()}
+            summary = {"model": model.name, "data": data.name, "finetuning": report.to_dict()}
             write_folder(folder, prepared, summary)
     files = [str(out / name) for name in FILES]
     console.result("\n".join([report.table(), "", *files]), {**summary, "files": files})

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from qtrace.extras.finetune.twins import Arithmetic, Twins
-from qtrace.extras.torch.learning.engine import TorchEngine
-from qtrace.extras.torch.learning.graph import TorchGraph
+from qtrace.extras.torch.learning.engine import TorchEngine, TorchGraph
 from qtrace.graph.types import TracedModule
 
 __all__ = ["TorchTwins"]

@@ -26,12 +26,12 @@ from qtrace.extras.source.literals import (
     without_defaults,
 )
 from qtrace.gradients import plain
+from qtrace.graph.tensors import MAX_RANK
 from qtrace.graph.types import Apply, CallFunction, CallMethod, Constant, Expr, GetAttr, Node, TensorNode
 from qtrace.graph.walk import called_graph, owner, reads_shape, unused_name
 
 __all__ = ["Body", "find_plain_shapes", "identifier", "is_reserved"]
 
-_ALL_AXES = 7  # the axis of a GetVarShape that reads the whole shape
 # They give the same number for numbers as for Tensors of int32.
 _SIZE_ARITHMETIC = frozenset(
     ("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__floordiv__", "__neg__")
@@ -95,8 +95,8 @@ def _is_whole_shape(expr: Expr) -> bool:
     if not isinstance(expr, Apply) or not reads_shape(expr):
         return False
     (node,) = expr.inputs
-    axis = expr.opdef.__getstate__().get("axis", _ALL_AXES)
-    return axis == _ALL_AXES and isinstance(node, TensorNode) and bool(node.shape)
+    axis = expr.opdef.__getstate__().get("axis", MAX_RANK)
+    return axis == MAX_RANK and isinstance(node, TensorNode) and bool(node.shape)
 
 
 def _takes(user: Expr, node: Node, candidates: set[Node], plain_nodes: set[Node]) -> bool:

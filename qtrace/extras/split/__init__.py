@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from qtrace.plugins.packages import load_when_used
+from qtrace.plugins import load_when_used
 
 if TYPE_CHECKING:
     from qtrace.extras.split.split import Composition, GraphPart, split

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from qtrace.cli import help, models, options, targets
+from qtrace.cli import models, options
 from qtrace.cli.console import Console
 from qtrace.storage.outputs import output_folder
 
@@ -17,7 +17,7 @@ _DOCUMENT = "parts.json"
 
 
 @click.command(
-    cls=help.Command,
+    cls=options.Command,
     example="""
         qtrace split detector.mge --at p3_out,p4_out,p5_out -o detector-parts
         qtrace split float.mge --by-backend ncnn -o parts
@@ -34,17 +34,16 @@ _DOCUMENT = "parts.json"
 @click.option(
     "--by-backend", "backend", metavar="B", help="Cut where support by this backend begins or ends instead."
 )
-@targets.folder_to_write("The folder to make.")
+@options.folder_to_write("The folder to make.")
 @click.option("--force", is_flag=True, help="Replace the folder if it holds nothing but parts.")
 @options.allow
 @options.output
 def split(
-    model: str,
+    model: models.NamedModel,
     cuts: tuple[str, ...],
     backend: str | None,
     out: Path,
     force: bool,
-    allow: tuple[str, ...],
     console: Console,
 ) -> None:
     """Split a model into parts that are calibrated and exported by themselves.
@@ -57,7 +56,7 @@ def split(
     with console.work():
         import qtrace
 
-        loaded = models.load_model(model, allow)
+        loaded = model.load()
         at = [[name.strip() for name in cut.split(",")] for cut in cuts] if cuts else None
         parts = qtrace.split(loaded, at, by_backend=backend)
         files = [f"part_{index}.mge" for index in range(len(parts))]

@@ -16,9 +16,9 @@ from qtrace.extras.split.split import build_parts, copyable_exprs, flat_copy
 from qtrace.extras.split.split import split as split_graph
 from qtrace.graph.types import Expr, Node, TracedModule
 from qtrace.graph.walk import exprs
-from qtrace.plugins.arguments import check_arguments
+from qtrace.plugins.options import check_arguments
 from qtrace.preparation.prepare import plan
-from qtrace.process.threads import on_engine_thread
+from qtrace.process import on_engine_thread
 
 __all__ = ["partition", "split"]
 

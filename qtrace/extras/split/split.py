@@ -29,7 +29,7 @@ from qtrace.graph.origin import copy_origin
 from qtrace.graph.passes import find_written, is_pure
 from qtrace.graph.stepping import finish
 from qtrace.graph.walk import IN_PLACE, exprs, get_module, set_arguments
-from qtrace.plugins.arguments import check_arguments
+from qtrace.plugins.options import check_arguments
 
 __all__ = ["Composition", "GraphPart", "build_parts", "copyable_exprs", "flat_copy", "split"]
 

@@ -1,8 +1,8 @@
 """PyTorch in: torch's own exporter writes ONNX, which `qtrace.importing.onnx` reads.
 
-`exporting` runs torch's exporter, `record` notes which parameter is which tensor of the module's state.
-`state` gives tuned parameters back under the names of the state. torch is imported where it is used, never
-at the top: it is the extra ``torch``.
+`importing` runs torch's exporter. `state` notes which parameter is which tensor of the module's state, and
+gives tuned parameters back under these names. torch is imported where it is used, never at the top: it is
+the extra ``torch``.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ checked by value: a parameter that is not what its moves make of the state's ten
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import math
 import re
@@ -18,8 +19,7 @@ import megengine.module as M
 import numpy as np
 from megengine import Parameter
 
-from qtrace.errors import ImportingError, shorten_list
-from qtrace.extras.torch.exporting import import_torch
+from qtrace.errors import ImportingError, install, shorten_list
 from qtrace.graph.flatten import set_parameter
 from qtrace.graph.origin import (
     FileNorm,
@@ -47,6 +47,20 @@ _LAYERS = (M.Conv1d, M.Conv2d, M.ConvTranspose2d, M.Linear)
 _NORMS = (M.BatchNorm1d, M.BatchNorm2d)
 # Kind of a recurrent layer -> the order of its gates in torch, and in ONNX.
 _GATES = {"lstm": ("ifgo", "iofg"), "gru": ("rzn", "zrn"), "rnn": ("h", "h")}
+
+
+def import_torch() -> Any:
+    """Imports torch.
+
+    Raises:
+        ImportingError: when a package of the extra ``torch`` is missing.
+    """
+    for package in ("torch", "onnxscript"):
+        if importlib.util.find_spec(package) is None:
+            raise ImportingError(f"networks from torch need the package {package}: run {install('torch')}.")
+    import torch
+
+    return torch
 
 
 def note_state(traced: TracedModule, state: Mapping[str, Any]) -> None:

@@ -5,21 +5,20 @@ from __future__ import annotations
 import math
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from qtrace.cli import help, models, options, targets
-from qtrace.cli.commands.explain import on_terminal
+from qtrace.cli import models, options
 from qtrace.cli.console import Console
+from qtrace.cli.reports import on_terminal
 from qtrace.cli.verdicts import import_metric
 from qtrace.errors import ConfigError
 
 __all__ = ["tune"]
-
-_DEFAULT_TRIALS = 30
 
 
 class _Quantity(click.ParamType):
@@ -52,7 +51,7 @@ _SIZE = _Quantity("size", {"b": 1, "kb": 2**10, "mb": 2**20, "gb": 2**30}, "4MB"
 
 
 @click.command(
-    cls=help.Command,
+    cls=options.Command,
     example="""
         qtrace tune float.mge --data train.npy -o best
         qtrace tune float.mge --data images/ --recipe resnet50 --budget 30m --at-most 2.0ms \\
@@ -63,7 +62,7 @@ _SIZE = _Quantity("size", {"b": 1, "kb": 2**10, "mb": 2**20, "gb": 2**30}, "4MB"
 @click.argument("model")
 @options.data(required=True, reserved=("size",))
 @options.recipe("int8")
-@targets.folder_to_write("The folder to write.")
+@options.folder_to_write("The folder to write.")
 @click.option(
     "--metric",
     metavar="PKG.MOD:F",
@@ -96,18 +95,12 @@ _SIZE = _Quantity("size", {"b": 1, "kb": 2**10, "mb": 2**20, "gb": 2**30}, "4MB"
 @options.allow
 @options.output
 def tune(
-    model: str,
-    data: str,
-    reading: dict[str, Any],
-    recipe: str,
-    allow_code: bool,
+    model: models.NamedModel,
+    data: models.NamedData,
+    recipe: models.NamedRecipe,
     out: Path,
     metric: str | None,
     evaluation: str | None,
-    force: bool,
-    workers: int,
-    ray: str | None,
-    allow: tuple[str, ...],
     console: Console,
     **search: Any,
 ) -> int:
@@ -123,29 +116,25 @@ def tune(
     """
     with console.work():
         from qtrace.extras.tune import tune as run
-        from qtrace.extras.tune.space import comments_of
+        from qtrace.extras.tune.search import comments_of
 
-        qconfig = models.load_recipe(recipe, allow_code)
+        qconfig = recipe.load()
         function = None if metric is None else import_metric(metric)
-        unseen = None if evaluation is None else _Unseen(evaluation, console, qconfig, reading)
-        traced = None if models.needs_example(model) else models.load_model(model, allow)
-        if traced is not None:
-            models.check_size(traced, model, qconfig, data)
-        source = models.open_source(data, console, qconfig=qconfig, **reading)
+        unseen = None if evaluation is None else _open_later(data.other(evaluation), console, qconfig)
+        traced = model.load_for(data, qconfig)
+        source = data.open(console, qconfig)
         if traced is None:
-            traced = models.trace_factory(model, data=source)
-        about = {"data": f"{data} {source.identity()}", "metric": metric, **reading}
+            traced = models.trace_factory(model.name, data=source)
+        about = {"data": f"{data.name} {source.identity()}", "metric": metric, **data.reading}
         result = run(
             *(traced, qconfig, source, out, _settings(search)),
             metric=function,
             evaluation=unseen,
             about=about,
-            reasons=comments_of(recipe, allow_code=allow_code),
-            force=force,
-            workers=workers,
-            ray=ray,
-            allow=allow,
+            reasons=comments_of(str(recipe.name), allow_code=recipe.allow_code),
+            allow=model.allow,
             note=console.note,
+            **{name: search[name] for name in ("force", "workers", "ray")},
         )
     width = shutil.get_terminal_size().columns if on_terminal() else None
     console.result(result.table(width), result.to_dict())
@@ -161,25 +150,19 @@ def _settings(search: dict[str, Any]) -> Any:
         None if at_most is None and size is None else CostLimits(at_most, None if size is None else int(size))
     )
     if trials is None and budget is None:
-        trials = _DEFAULT_TRIALS
+        trials = TuneSettings.trials
     return TuneSettings(trials, budget, limits, search["seed"])
 
 
-class _Unseen:
-    """The data of --evaluation, which are opened when they are called for and not before.
+def _open_later(data: models.NamedData, console: Console, qconfig: Any) -> Callable[[], Iterable[Any]]:
+    """Returns what opens the data of --evaluation, all of it, when it is called.
 
     Raises:
         ConfigError: when there is nothing of that name, which is known without reading it.
     """
+    from qtrace.data import is_object_name
 
-    def __init__(self, name: str, console: Console, qconfig: Any, reading: dict[str, Any]) -> None:
-        from qtrace.data import is_object_name
-
-        if not is_object_name(name) and not Path(name).exists():
-            raise ConfigError(f"--evaluation {name}: there is no such file or folder.")
-        self.name, self.console, self.qconfig = name, console, qconfig
-        self.reading = {**reading, "max_batches": None}
-
-    def __call__(self) -> Iterable[Any]:
-        """Opens the data."""
-        return models.open_source(self.name, self.console, qconfig=self.qconfig, **self.reading)
+    if not is_object_name(data.name) and not Path(data.name).exists():
+        raise ConfigError(f"--evaluation {data.name}: there is no such file or folder.")
+    unlimited = replace(data, reading={**data.reading, "max_batches": None})
+    return lambda: unlimited.open(console, qconfig)

@@ -21,7 +21,7 @@ from qtrace.comparing.sums import comparable, errors_of
 from qtrace.config import QConfig, backends
 from qtrace.data.batches import as_arguments, count_samples, evaluating
 from qtrace.errors import CalibrationError, ConfigError, GraphError, QtraceError
-from qtrace.extras.tune.pareto import CostLimits
+from qtrace.extras.tune.trials import CostLimits
 from qtrace.graph.files.serialize import load, save
 from qtrace.graph.flatten import flatten
 from qtrace.graph.types import TracedModule
@@ -30,7 +30,7 @@ from qtrace.preparation.figures import read_figures
 from qtrace.preparation.model import QuantizedModel, fake_quants
 from qtrace.preparation.phases import in_phase
 from qtrace.preparation.prepare import plan, prepare
-from qtrace.workers.job import Outcome
+from qtrace.workers import Outcome
 
 __all__ = [
     "Here",
@@ -48,7 +48,7 @@ Metric = Callable[[TracedModule], Any]
 """A user's metric: from a graph to a number, or to one for each sample, whose mean counts; more is better."""
 
 _SMALLEST_NOISE = math.ldexp(1.0, -100)  # 301 dB: a graph without noise has a finite value
-_LARGEST_NOISE = 1e30
+_LARGEST_NOISE = 1 / _SMALLEST_NOISE
 
 
 @dataclass(frozen=True)
@@ -298,7 +298,7 @@ class Here:
         pass
 
     def run(self, tasks: Sequence[Task], news: Any = None) -> Iterator[Outcome]:
-        """Judges recipes; see `qtrace.workers.job.Pool`."""
+        """Judges recipes; see `qtrace.workers.Pool`."""
         return (Outcome(_judge_task(self._judge, self._parts, task)) for task in tasks)
 
 
@@ -377,12 +377,12 @@ class TrialJob:
         return lambda task, news: _judge_task(judge, subject.parts, task)
 
     def describe_end(self, number: int, ending: str, news: int) -> str:
-        """Returns the sentence for a process that died; see `qtrace.workers.job.Job`."""
+        """Returns the sentence for a process that died; see `qtrace.workers.Job`."""
         return (
             f"a process that judged a recipe {ending}: run the command again, which goes on after the "
             "trials that are done; with --workers 1 if memory is short."
         )
 
     def describe_failure(self, number: int, line: str) -> str:
-        """Returns the sentence for a trial that failed on a cluster; see `qtrace.workers.job.Job`."""
+        """Returns the sentence for a trial that failed on a cluster; see `qtrace.workers.Job`."""
         return f"a trial failed on the Ray cluster: {line}"

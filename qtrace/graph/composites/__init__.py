@@ -20,8 +20,7 @@ from qtrace.graph.pattern import PatternMatch
 from qtrace.graph.rewrite import RewriteRule, RuleResult, apply_rules
 from qtrace.graph.types import Node, TracedModule
 from qtrace.graph.walk import exprs, owner, shape_of
-from qtrace.plugins import load_installed
-from qtrace.plugins.installed import COMPOSITES
+from qtrace.plugins import COMPOSITES, load_installed
 
 __all__ = ["CompositeCall", "CompositeRule", "compose", "composite_rules"]
 

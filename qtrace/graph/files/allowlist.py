@@ -22,7 +22,7 @@ from megengine.module import Module
 
 from qtrace import plugins
 from qtrace.errors import ConfigError
-from qtrace.plugins.installed import OP_RULES, installed
+from qtrace.plugins import OP_RULES, installed
 
 __all__ = [
     "FUNCTIONS",

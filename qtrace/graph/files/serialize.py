@@ -38,12 +38,11 @@ from qtrace.graph.interpreter import name_failures
 from qtrace.graph.notes import attach_lines, detach_lines
 from qtrace.graph.tensors import PART_BYTES
 from qtrace.graph.tracing.hazards import debugging_marks
-from qtrace.plugins.arguments import check_arguments
-from qtrace.process.memory import paused_collector
-from qtrace.process.threads import on_engine_thread
+from qtrace.plugins.options import check_arguments
+from qtrace.process import on_engine_thread, paused_collector
 from qtrace.scheme import QParams, QScheme
 from qtrace.storage.files import kind_of, problem, replacing
-from qtrace.storage.ownership import foreign
+from qtrace.storage.outputs import foreign
 
 __all__ = ["SIZE", "check_modules", "check_seal", "dump", "load", "save", "sealing"]
 

@@ -28,8 +28,8 @@ from qtrace.graph.tracing.running import as_module, check_signature, engine_for_
 from qtrace.graph.tracing.session import Tracing
 from qtrace.graph.tracing.tracer import Tracer, check_leaves, describe_unused_leaves, keep_leaves
 from qtrace.graph.walk import describe_path
-from qtrace.plugins.arguments import check_arguments
-from qtrace.process.threads import on_engine_thread
+from qtrace.plugins.options import check_arguments
+from qtrace.process import on_engine_thread
 
 __all__ = ["trace"]
 

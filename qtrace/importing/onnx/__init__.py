@@ -57,10 +57,9 @@ from qtrace.importing.onnx.rewriting import (
     store_copies,
     without_strings,
 )
-from qtrace.plugins.arguments import check_arguments
+from qtrace.plugins.options import check_arguments
 from qtrace.preparation.passes.quantized_file import quantize_as_file
-from qtrace.process.memory import paused_collector
-from qtrace.process.threads import on_engine_thread
+from qtrace.process import on_engine_thread, paused_collector
 from qtrace.storage.files import parse_document
 
 __all__ = ["declared_axes", "declared_inputs", "from_onnx", "open_inputs", "read_onnx"]
@@ -203,18 +202,10 @@ def declared_axes(path: str | os.PathLike[str]) -> dict[str, tuple[int | str, ..
     model = load_structure(file)
     opsets = {"" if o.domain == "ai.onnx" else o.domain: int(o.version) for o in model.opset_import}
     stored = {tensor.name: _EMPTY for tensor in model.graph.initializer}
-    inputs = read_graph(model.graph, opsets, stored).inputs
-    return {
-        value.name: None
-        if value.sizes is None
-        else tuple(n if isinstance(n, str) or n > 0 else "" for n in value.sizes)
-        for value in inputs
-    }
+    return {value.name: value.sizes for value in read_graph(model.graph, opsets, stored).inputs}
 
 
 _EMPTY = np.zeros(0, np.float32)
-# The version of the format from which an initializer that is an input, too, is no constant.
-_HAS_DEFAULTS = 4
 _LAYERS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 
 
@@ -226,7 +217,7 @@ def _tell_defaults(graph: Graph, model: onnx.ModelProto, source: str) -> None:
     read, stored = count_readers(graph), {tensor.name for tensor in model.graph.initializer}
     names = [value.name for value in model.graph.input if value.name in stored and read[value.name]]
     weights = {node.inputs[1] for node in graph.nodes if node.op in _LAYERS}
-    if not names or model.ir_version < _HAS_DEFAULTS or not weights.isdisjoint(names):
+    if not names or model.ir_version < onnx.IR_VERSION_2019_1_22 or not weights.isdisjoint(names):
         return
     shown = shorten_list(map(repr, names))
     have = f"input {shown} has a default value" if len(names) == 1 else f"inputs {shown} have default values"

@@ -33,7 +33,7 @@ __all__ = [
     "titled_parts",
 ]
 
-_MAX_WRITTEN = 20_000  # nodes of all loops that are written out
+_MAX_WRITTEN = 20_000  # nodes of all loops that are written out: a longer one is kept, and runs faster so
 
 
 def _branch(runner: GraphRunner, node: OnnxNode, values: Sequence[Value | None], scope: Scope) -> list[Value]:

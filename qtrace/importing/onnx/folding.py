@@ -20,11 +20,11 @@ from onnx import numpy_helper, shape_inference
 
 from qtrace.graph.types import TensorNode
 from qtrace.importing.onnx.model import OnnxNode, Sizes, Stored
+from qtrace.onnxfile.fragment import SMALL
 from qtrace.onnxfile.model import RANDOM_OPS
 
 __all__ = [
     "FOLDED",
-    "SHOWN_TO_INFERENCE",
     "CannotEvaluate",
     "Number",
     "Size",
@@ -43,11 +43,9 @@ __all__ = [
     "whole",
 ]
 
-_MAX_TERM = 2**12  # of a fraction, so that its product with a size fits int32
-_MAX_VALUE = 2**30
+_MAX_TERM = math.isqrt(np.iinfo(np.int32).max)  # of a fraction: its product with as large a size fits int32
 
 _MAX_STORED = 2**27  # elements of a computed constant
-SHOWN_TO_INFERENCE = 4096  # elements: larger arrays hold weights, not sizes
 
 # Op -> the inputs whose numbers it moves; all others say where to.
 _MOVES: Mapping[str, tuple[int, ...] | None] = {
@@ -218,7 +216,7 @@ def _integer(op: str, left: int | Size, right: int | Size) -> int | Size:
     probes = max(len(n.values) for n in (left, right) if isinstance(n, Size))
     pairs = zip(_values(left, probes), _values(right, probes), strict=True)
     values = tuple(_FUNCTIONS[op](a, b) for a, b in pairs)
-    if any(abs(value) > _MAX_VALUE for value in values):
+    if any(abs(value) > np.iinfo(np.int32).max for value in values):
         raise SizeError("computes a size beyond int32")
     return Size(op, (left, right), values)
 
@@ -373,7 +371,7 @@ def infer_shapes(
         )
         for name, (d, shape) in types.items()
     }
-    data = {n: numpy_helper.from_array(v) for n, v in stored.items() if v.size <= SHOWN_TO_INFERENCE}
+    data = {n: numpy_helper.from_array(v) for n, v in stored.items() if v.size <= SMALL}
     imports = [onnx.helper.make_opsetid(domain, version) for domain, version in opsets.items()]
     try:
         outputs = shape_inference.infer_node_outputs(schema, node.proto, kinds, data, opset_imports=imports)

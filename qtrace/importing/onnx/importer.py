@@ -20,7 +20,6 @@ from qtrace.importing.onnx.call import Call, Lowering
 from qtrace.importing.onnx.control_flow import SEQUENCE_OPS, expand, lower_sequence, titled_parts
 from qtrace.importing.onnx.folding import (
     FOLDED,
-    SHOWN_TO_INFERENCE,
     CannotEvaluate,
     evaluate,
     fold_sizes,
@@ -50,6 +49,7 @@ from qtrace.importing.onnx.model import (
 from qtrace.importing.onnx.naming import source_line
 from qtrace.importing.onnx.opaque import OpaqueNodes
 from qtrace.importing.onnx.ops import LOWERINGS
+from qtrace.onnxfile.fragment import SMALL
 
 __all__ = ["KEPT_WHERE_OPEN", "Importer"]
 
@@ -399,7 +399,7 @@ class Importer:
         self, node: OnnxNode, inputs: Mapping[str, Any], stored: Mapping[str, np.ndarray]
     ) -> dict[str, Any]:
         """Infers once for all nodes that have equal attributes, types of inputs and shown values."""
-        shown = {n: v.tobytes() for n, v in stored.items() if v.size <= SHOWN_TO_INFERENCE}
+        shown = {n: v.tobytes() for n, v in stored.items() if v.size <= SMALL}
         read = tuple((inputs.get(name), shown.get(name)) for name in node.inputs)
         attributes = tuple(attribute.SerializeToString() for attribute in node.proto.attribute)
         given = tuple(map(bool, node.outputs))

@@ -12,11 +12,11 @@ import numpy as np
 
 from qtrace.errors import ImportingError
 from qtrace.graph.open_axes import OpenAxis, resize_axes
-from qtrace.importing.onnx.model import DYNAMIC, MAX_ELEMENTS, Graph, GraphInput
+from qtrace.graph.tensors import MAX_RANK
+from qtrace.importing.onnx.model import MAX_ELEMENTS, Graph, GraphInput
 
 __all__ = ["InputShape", "axes_of", "fix_axes", "open_sizes", "resize_inputs", "resolve_inputs"]
 
-_MAX_RANK = 7  # of MegEngine's tensors
 _CARRIED = {
     **{name: name for name in ("float32", "int32", "int16", "int8", "uint8", "bool")},
     **dict.fromkeys(("int64", "uint16", "uint32", "uint64"), "int32"),
@@ -145,14 +145,13 @@ def _free_axis(graph: Graph, batch: str | None) -> tuple[str, int, str] | None:
     if batch == "auto":
         first = graph.inputs[0]
         size = first.sizes[0] if first.sizes else 1
-        open_size = isinstance(size, str) or size == DYNAMIC
-        return (first.name, 0, size if isinstance(size, str) else "") if open_size else None
+        return (first.name, 0, size) if isinstance(size, str) else None
     name, _, axis = batch.rpartition(":")
     value = next((v for v in graph.inputs if v.name == name), None)
     if value is None or not axis.isdigit() or (value.sizes is not None and int(axis) >= len(value.sizes)):
         example = graph.inputs[0].name
         raise ImportingError(f"batch={batch!r} names no axis of an input: write it as {example + ':0'!r}.")
-    size = value.sizes[int(axis)] if value.sizes is not None else DYNAMIC
+    size = value.sizes[int(axis)] if value.sizes is not None else ""
     return name, int(axis), size if isinstance(size, str) else ""
 
 
@@ -170,14 +169,14 @@ def _batch_axis(value: GraphInput, free: tuple[str, int, str] | None) -> int | N
 def _is_complete(value: GraphInput, free: tuple[str, int, str] | None) -> bool:
     axis = _batch_axis(value, free)
     return value.sizes is not None and all(
-        i == axis or (isinstance(size, int) and size > 0) for i, size in enumerate(value.sizes)
+        i == axis or isinstance(size, int) for i, size in enumerate(value.sizes)
     )
 
 
 def _declared(value: GraphInput) -> str:
     if value.sizes is None:
         return "(no rank)"
-    return "[" + ", ".join("?" if size in (DYNAMIC, 0) else str(size) for size in value.sizes) + "]"
+    return "[" + ", ".join(str(size) or "?" for size in value.sizes) + "]"
 
 
 def _resolve(
@@ -186,11 +185,11 @@ def _resolve(
     axis = _batch_axis(value, free)
     if user_shape is None:
         sizes = value.sizes or ()
-        shape = tuple(size if isinstance(size, int) and size > 0 else 1 for size in sizes)
+        shape = tuple(size if isinstance(size, int) else 1 for size in sizes)
     else:
         shape = _sizes(value, user_shape)
         _check_given(value, shape, axis)
-    if len(shape) > _MAX_RANK:
+    if len(shape) > MAX_RANK:
         raise ImportingError(
             f"input {value.name!r} has {len(shape)} axes; MegEngine's tensors have at most 7."
         )
@@ -198,14 +197,12 @@ def _resolve(
         raise ImportingError(
             f"input {value.name!r} cannot have the shape {list(shape)}: sizes are 1 or more."
         )
-    sizes = value.sizes or (DYNAMIC,) * len(shape)
-    declared = (
-        size if isinstance(size, int) and size > 0 and i != axis else None for i, size in enumerate(sizes)
-    )
+    sizes = value.sizes or ("",) * len(shape)
+    declared = (size if isinstance(size, int) and i != axis else None for i, size in enumerate(sizes))
     names = {
         i: size if isinstance(size, str) else ""
         for i, size in enumerate(sizes)
-        if isinstance(size, str) or size < 1 or i == axis
+        if isinstance(size, str) or i == axis
     }
     opened = {} if axis is None else {axis: names.get(axis) or "N"}
     return InputShape(value.name, value.dtype, shape, axis, tuple(declared), opened, names)
@@ -226,7 +223,7 @@ def _check_given(value: GraphInput, shape: tuple[int, ...], batch_axis: int | No
     if value.sizes is None:
         return
     fits = len(shape) == len(value.sizes) and all(
-        i == batch_axis or not isinstance(size, int) or size in (DYNAMIC, 0, n)
+        i == batch_axis or not isinstance(size, int) or size == n
         for i, (size, n) in enumerate(zip(value.sizes, shape, strict=True))
     )
     if not fits:

@@ -24,7 +24,7 @@ from qtrace.importing.onnx.model import Graph, OnnxNode, Sizes, Stored, Value
 from qtrace.importing.onnx.naming import LayerPaths, is_anonymous
 from qtrace.onnxfile.external_data import release
 from qtrace.preparation.passes.quantized_file import StoredGrid
-from qtrace.process.memory import LargeFrees
+from qtrace.process import LargeFrees
 
 __all__ = [
     "Contradiction",

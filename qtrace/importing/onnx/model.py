@@ -23,13 +23,12 @@ from qtrace.graph.origin import Move
 from qtrace.graph.types import TensorNode
 from qtrace.onnxfile.external_data import count_bytes, map_tensor, read_model, without_large_values
 from qtrace.onnxfile.fragment import FragmentTensor
-from qtrace.onnxfile.model import MAX_NODES, captured_names
+from qtrace.onnxfile.model import MAX_DEPTH, MAX_NODES, captured_names
 from qtrace.preparation.passes.quantized_file import StoredGrid
 from qtrace.storage.files import problem
 
 __all__ = [
     "DEFAULT_DOMAINS",
-    "DYNAMIC",
     "LATEST_OPSET",
     "MAX_ELEMENTS",
     "OF_ONNXRUNTIME",
@@ -56,7 +55,6 @@ __all__ = [
     "stored_tensors",
 ]
 
-DYNAMIC = -1  # the size of an axis that the file leaves open
 DEFAULT_DOMAINS = ("", "ai.onnx")
 """The names of ONNX's own domain."""
 OF_ONNXRUNTIME = {"LayerNormalization": 17}
@@ -91,9 +89,8 @@ UNCHANGED = {
     *("Unsqueeze", "QuantizeLinear", "DequantizeLinear"),
 }
 
-MAX_ELEMENTS = 2**31 - 1  # of one tensor
+MAX_ELEMENTS = int(np.iinfo(np.int32).max)  # of one tensor
 _ANY_DOMAIN = "qtrace.onnxruntime"
-_MAX_DEPTH = 16  # of functions and bodies inside of each other
 _OPSETS = range(6, 29)
 
 
@@ -169,7 +166,7 @@ class GraphInput:
     Attributes:
         name: the name in the file.
         dtype: the numpy dtype that the file declares; void for an input of a body that declares none.
-        sizes: one an axis: a number, the name of an open axis, or `DYNAMIC`; None if the rank is open.
+        sizes: one an axis: a number, or the name of an open axis, "" without one; None if the rank is open.
     """
 
     name: str
@@ -281,7 +278,7 @@ def _input(value: onnx.ValueInfoProto, body: bool) -> GraphInput:
         return GraphInput(value.name, dtype, None)
     sizes: list[int | str] = []
     for axis in tensor.shape.dim:
-        sizes.append(axis.dim_param or (int(axis.dim_value) if axis.HasField("dim_value") else DYNAMIC))
+        sizes.append(int(axis.dim_value) if axis.dim_value > 0 else axis.dim_param)  # or -1, if it is open
     return GraphInput(value.name, dtype, tuple(sizes))
 
 
@@ -388,8 +385,8 @@ def _all_nodes(
     functions: Mapping[tuple[str, str, str], onnx.FunctionProto],
     depth: int = 0,
 ) -> Iterator[onnx.NodeProto]:
-    if depth > _MAX_DEPTH:
-        raise ImportingError(f"{graph.name!r}: bodies and functions are nested more than {_MAX_DEPTH} deep.")
+    if depth > MAX_DEPTH:
+        raise ImportingError(f"{graph.name!r}: bodies and functions are nested more than {MAX_DEPTH} deep.")
     for node in graph.node:
         yield node
         bodies = [a.g for a in node.attribute if a.type == onnx.AttributeProto.GRAPH]

@@ -42,7 +42,6 @@ from qtrace.onnxfile.model import RANDOM_OPS, captured_names, own_operators, ren
 
 __all__ = ["OpaqueNodes"]
 
-_MAX_MODEL = 2**31 - 2**20  # bytes: a protobuf message holds less than 2 GB
 _IR_VERSION = 11
 
 
@@ -527,6 +526,6 @@ class _Writer:
             info = helper.make_tensor_value_info(name, _type(kind.kind).tensor_type.elem_type, rank)
             self._graph.output.append(info)
         model = _wrapped(self._graph, opsets)
-        if model.ByteSize() > _MAX_MODEL:
+        if model.ByteSize() > onnx.checker.MAXIMUM_PROTOBUF:
             raise Refusal("holds more than 2 GB of constants, which a kept node cannot")
         return bytes(model.SerializeToString())

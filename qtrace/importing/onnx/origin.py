@@ -26,7 +26,7 @@ from qtrace.graph.walk import exprs, get_module
 from qtrace.importing.onnx.importer import Importer
 from qtrace.importing.onnx.model import Graph, standard_opset
 from qtrace.onnxfile.model import bodies_of
-from qtrace.process.memory import paused_collector
+from qtrace.process import paused_collector
 
 __all__ = ["keep_own", "list_names"]
 

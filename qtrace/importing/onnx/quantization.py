@@ -52,7 +52,10 @@ PARTS = {"Split", "Slice", "Gather", "GatherND", "Expand", "Tile"}
 """Ops whose results are parts of the tensor, or hold some of its numbers several times."""
 
 # Op -> the number with which a tensor stays as it is. torch's exporter writes the `value` of addcmul so.
-_NEUTRAL = {"Mul": 1.0, "Div": 1.0, "Add": 0.0, "Sub": 0.0}
+_NEUTRAL = {
+    **dict.fromkeys(("Mul", "Div"), np.multiply.identity),
+    **dict.fromkeys(("Add", "Sub"), np.add.identity),
+}
 _RESHAPES = {"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity"}
 _CASTS = {"Cast", "CastLike"}
 # Places that the moves of one op may list: the record of them is kept as text.

@@ -22,8 +22,7 @@ from qtrace.data.batches import as_arguments, check_batches, evaluating, transla
 from qtrace.errors import CalibrationError
 from qtrace.fakequant.base import FakeQuant
 from qtrace.graph.types import TracedModule
-from qtrace.inspection.comparison.report import Comparison
-from qtrace.inspection.comparison.rows import GroupCost, SiteComparison
+from qtrace.inspection.comparison.report import Comparison, GroupCost, SiteComparison
 from qtrace.inspection.comparison.tallies import (
     AloneRun,
     FloatRun,
@@ -36,10 +35,10 @@ from qtrace.inspection.comparison.tallies import (
 from qtrace.inspection.twin import check_nodes, describe_changed_weights, float_twin
 from qtrace.numerics import dequantize, quantize
 from qtrace.observers.statistics import best_range, error, tables
-from qtrace.plugins.arguments import check_arguments
+from qtrace.plugins.options import check_arguments
 from qtrace.preparation.model import QuantizedModel, QuantizedSite, is_quantized
 from qtrace.preparation.phases import in_phase
-from qtrace.process.threads import on_engine_thread
+from qtrace.process import on_engine_thread
 from qtrace.scheme import QParams
 from qtrace.verification.selections import find_selections
 

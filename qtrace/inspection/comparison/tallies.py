@@ -16,7 +16,7 @@ from qtrace.comparing.groups import find_groups
 from qtrace.comparing.selections import SelectedShares, TapedRun
 from qtrace.comparing.sums import ErrorSums, GroupedErrors, GroupFigures, column_errors, comparable
 from qtrace.graph.types import Node, TensorNode, TracedModule
-from qtrace.inspection.comparison.rows import GroupComparison, Histogram, OutputComparison
+from qtrace.inspection.comparison.report import GroupComparison, Histogram, OutputComparison
 from qtrace.numerics import dequantize, quantize
 from qtrace.observers.mse import MeanSquaredError
 from qtrace.observers.statistics import origin_of

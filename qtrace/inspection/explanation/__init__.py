@@ -16,20 +16,17 @@ from qtrace.display import Displayed
 from qtrace.graph.open_axes import describe_sizes
 from qtrace.graph.origin import read_origin
 from qtrace.graph.types import TracedModule
-from qtrace.inspection.explanation import _numbers
+from qtrace.inspection.explanation import _table
 from qtrace.inspection.explanation._dot import to_dot
-from qtrace.inspection.explanation._index import Index
-from qtrace.inspection.explanation._proposals import Proposals
-from qtrace.inspection.explanation._ptq import describe_algorithms
-from qtrace.inspection.explanation._summary import Summary
-from qtrace.inspection.explanation._table import op_table
+from qtrace.inspection.explanation._summary import Proposals, Summary
+from qtrace.inspection.explanation._table import Index, describe_algorithms, op_table
 from qtrace.inspection.explanation._why import Explainer, NodeExplanation
-from qtrace.plugins.arguments import check_arguments
+from qtrace.plugins.options import check_arguments
 from qtrace.preparation.annotation import Annotation
 from qtrace.preparation.float16 import Float16Choice, choose_float16, describe_float16, uses_float16
 from qtrace.preparation.model import QuantizedModel, is_quantized
 from qtrace.preparation.prepare import plan_graph, read_request
-from qtrace.process.memory import paused_collector
+from qtrace.process import paused_collector
 from qtrace.scheme import QParams
 
 __all__ = ["Explanation", "explain"]
@@ -148,7 +145,7 @@ class Explanation(Displayed):
         data["rules"] = [{"origin": o, "comment": c, **rule.to_dict()} for o, c, rule in rules]
         numbers = self.numbers or {}
         for site, plain in zip(self.annotation.sites, data["sites"], strict=True):
-            plain["qparams"] = _numbers.of_site(numbers, site)
+            plain["qparams"] = _table.of_site(numbers, site)
             if site.group in self.native:
                 plain["native"] = self.native[site.group]
         own: dict[str, Any] = {"native_notes": list(self.native_notes)} if self.native_notes else {}
@@ -179,9 +176,9 @@ def explain(
         return Explanation(
             view.annotation,
             config,
-            _numbers.numbers(view),
+            _table.numbers(view),
             ptq=view.ptq,
-            native=_numbers.describe_native(view),
+            native=_table.describe_native(view),
             native_notes=record.native_notes,
             sizes=tuple(describe_sizes(model)),
             float16=choose_float16(view) if uses_float16(view) and record.float_ranges else None,

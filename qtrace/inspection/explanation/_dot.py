@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from qtrace.graph.views import quote
-from qtrace.inspection.explanation._index import Index
+from qtrace.inspection.explanation._table import Index
 from qtrace.preparation.annotation import ExprNote, Site
-from qtrace.storage.ownership import WRITTEN
+from qtrace.storage.outputs import WRITTEN
 
 __all__ = ["to_dot"]
 

@@ -20,6 +20,7 @@ from qtrace.graph.origin import read_origin
 from qtrace.graph.types import Constant, Expr, GetAttr, Node, TracedModule
 from qtrace.graph.walk import exprs, module_path, users
 from qtrace.ops import OpCall, Role
+from qtrace.preparation.annotation import Plan
 from qtrace.scheme import QScheme
 
 __all__ = ["GIVEN", "Choice", "Selector", "choose", "computes", "find_region", "tail"]
@@ -360,17 +361,36 @@ GIVEN = "the file"
 
 
 @dataclass(frozen=True)
+class Rounding:
+    """How the tensors of one sort are rounded.
+
+    Attributes:
+        scheme: the scheme that the config asks for.
+        observer: the observer of the sites.
+        fakequant: the fake quant of the sites.
+    """
+
+    scheme: QScheme
+    observer: Spec
+    fakequant: Spec
+
+    def plan(self, scheme: QScheme) -> Plan:
+        """Returns the plan of a site with ``scheme``, which may differ from the scheme of the config."""
+        observer, fakequant = (
+            (spec.name, tuple(sorted(spec.options.items()))) for spec in (self.observer, self.fakequant)
+        )
+        return Plan(scheme, *observer, *fakequant)
+
+
+@dataclass(frozen=True)
 class Choice:
     """The choice of a config for one op.
 
     Attributes:
         quantize: False keeps the op in float; None leaves it to the backend.
         decided: origin of the rule that set ``quantize``.
-        activation: scheme of the op's input sites, and of its output if no consumer wants another.
-        weight: scheme of the op's weight.
-        activation_observer: observer of the op's activation sites.
-        weight_observer: observer of the op's weight.
-        fakequant: fake quant of all sites of the op.
+        activation: how the op's inputs are rounded, and its output if no consumer wants another scheme.
+        weight: how the op's weight is rounded.
         output: scheme of the op's result; None if the config gives none.
         quantize_output: False leaves the op's result in float.
         share: whether the calls of one module share their sites.
@@ -382,11 +402,8 @@ class Choice:
     """
 
     quantize: bool | None
-    activation: QScheme
-    weight: QScheme
-    activation_observer: Spec
-    weight_observer: Spec
-    fakequant: Spec
+    activation: Rounding
+    weight: Rounding
     output: QScheme | None = None
     quantize_output: bool = True
     share: bool = False
@@ -481,13 +498,11 @@ def _default_choice(qconfig: QConfig, backend: Backend) -> Choice:
         activation = qconfig.activation.apply(activation)
     if qconfig.weight is not None:
         weight = qconfig.weight.apply(weight)
+    fakequant = qconfig.effective_fakequant
     return Choice(
         None,
-        activation,
-        weight,
-        qconfig.activation_observer,
-        qconfig.weight_observer,
-        qconfig.effective_fakequant,
+        Rounding(activation, qconfig.activation_observer, fakequant),
+        Rounding(weight, qconfig.weight_observer, fakequant),
         placement=qconfig.effective_placement,
         method=qconfig.effective_method,
         method_origin=qconfig.place("method"),
@@ -497,8 +512,10 @@ def _default_choice(qconfig: QConfig, backend: Backend) -> Choice:
 def _apply(old: Choice, rule: Rule, backend: Backend) -> Choice:
     """Returns the choice ``old`` with the changes of ``rule``."""
     with prefix_errors(rule.origin):
-        activation = rule.activation.apply(old.activation) if rule.activation else old.activation
-        weight = rule.weight.apply(old.weight) if rule.weight else old.weight
+        activation, weight = (
+            changes.apply(rounding.scheme) if changes else rounding.scheme
+            for changes, rounding in ((rule.activation, old.activation), (rule.weight, old.weight))
+        )
         output = rule.output.apply(old.output or activation) if rule.output else old.output
     if rule.method is not None:
         check_method(backend, rule.method, rule.origin)
@@ -513,11 +530,16 @@ def _apply(old: Choice, rule: Rule, backend: Backend) -> Choice:
     choice = replace(
         old,
         quantize=old.quantize if rule.quantize is None else rule.quantize,
-        activation=activation,
-        weight=weight,
-        activation_observer=(observers.activation if observers else None) or old.activation_observer,
-        weight_observer=(observers.weight if observers else None) or old.weight_observer,
-        fakequant=rule.fakequant or old.fakequant,
+        activation=Rounding(
+            activation,
+            (observers.activation if observers else None) or old.activation.observer,
+            rule.fakequant or old.activation.fakequant,
+        ),
+        weight=Rounding(
+            weight,
+            (observers.weight if observers else None) or old.weight.observer,
+            rule.fakequant or old.weight.fakequant,
+        ),
         output=output,
         quantize_output=old.quantize_output if rule.quantize_output is None else rule.quantize_output,
         share=old.share if rule.share is None else rule.share,
@@ -527,11 +549,8 @@ def _apply(old: Choice, rule: Rule, backend: Backend) -> Choice:
         rules=(*old.rules, rule.origin),
         decided=old.decided if rule.quantize is None else rule.origin,
     )
-    for sort, scheme, spec in (
-        ("activation", activation, choice.activation_observer),
-        ("weight", weight, choice.weight_observer),
-    ):
-        check_plugin("qtrace.observers", spec, sort, scheme, lambda _: rule.origin)
+    for sort, rounding in (("activation", choice.activation), ("weight", choice.weight)):
+        check_plugin("qtrace.observers", rounding.observer, sort, rounding.scheme, lambda _: rule.origin)
         if sort == "weight" or choice.method == "static":
-            check_plugin("qtrace.fakequant", choice.fakequant, sort, scheme, lambda _: rule.origin)
+            check_plugin("qtrace.fakequant", rounding.fakequant, sort, rounding.scheme, lambda _: rule.origin)
     return choice

@@ -331,7 +331,7 @@ class _Builder:
 
     def _is_ordinary(self, choice: Choice) -> bool:
         """Returns whether the times of the table, which are for 8 bits, hold for ``choice``."""
-        return choice.activation.bits == 8 and choice.weight.bits <= 8 and choice.output is None
+        return choice.activation.scheme.bits == 8 and choice.weight.scheme.bits <= 8 and choice.output is None
 
     def tensors(self) -> Iterator[Tensor]:
         """Yields the values that ops or the graph's inputs give, each with its readers."""

@@ -12,7 +12,7 @@ from qtrace.graph.walk import is_float_tensor, module_path, owner
 from qtrace.ops import OpCall, Role
 from qtrace.preparation.annotation import DynamicInput, Plan, Site, free_name
 from qtrace.preparation.passes._choices import Choice
-from qtrace.preparation.passes._view import View, distinct, plan_of
+from qtrace.preparation.passes._view import View, distinct
 
 __all__ = [
     "Chain",
@@ -196,8 +196,8 @@ def output_plan(view: View, chain: Chain) -> tuple[Plan, bool]:
     Consumers that want another scheme than a fixed one round again.
     """
     choice = output_choice(view, chain)
-    scheme = choice.output or choice.activation
-    return plan_of(scheme, choice.activation_observer, choice.fakequant), choice.output is not None
+    scheme = choice.output or choice.activation.scheme
+    return choice.activation.plan(scheme), choice.output is not None
 
 
 # Requests: the parameters that the readers of a tensor ask for, seen through ops that only move values.
@@ -246,7 +246,7 @@ def _request(view: View, chains: Chains, requests: Requests, expr: Expr) -> Requ
         return None
     if view.on_integers(expr):
         choice = view.choices[expr]
-        return Request(expr, plan_of(choice.activation, choice.activation_observer, choice.fakequant), False)
+        return Request(expr, choice.activation.plan(choice.activation.scheme), False)
     if not view.carries(expr):
         return None
     plans = distinct(request.plan for node in expr.outputs for request in requests.get(node, ()))

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from qtrace import ops
-from qtrace.config import QConfig, Spec, backends
+from qtrace.config import QConfig, backends
 from qtrace.config.backends import Backend
 from qtrace.errors import ConfigError
 from qtrace.graph.interpreter import fixed_nodes, static_nodes
@@ -21,7 +21,6 @@ from qtrace.ops import OpCall, Role
 from qtrace.preparation.annotation import Plan
 from qtrace.preparation.passes._choices import GIVEN, Choice, choose, find_region
 from qtrace.preparation.passes._infinity import INFINITE, find_infinite, read_paddings
-from qtrace.scheme import QScheme
 
 __all__ = [
     "INT_ROLES",
@@ -31,7 +30,6 @@ __all__ = [
     "Selecting",
     "View",
     "distinct",
-    "plan_of",
     "read_view",
 ]
 
@@ -310,7 +308,9 @@ class View:
         if call is None or call.kind not in ("mul", "div") or "scalar" not in call.attrs:
             return None
         choice, scalar = self.choices[expr], call.attrs["scalar"]
-        has_rule = choice.output is not None or not choice.quantize_output or choice.activation.per_channel
+        has_rule = (
+            choice.output is not None or not choice.quantize_output or choice.activation.scheme.per_channel
+        )
         if has_rule or (call.kind == "div" and call.attrs["side"] != "right"):
             return None
         if not 2.0**-16 <= scalar <= 2.0**16:
@@ -372,7 +372,7 @@ class View:
     def weight_plan(self, call: OpCall) -> tuple[Plan, tuple[int, ...]]:
         """Returns the plan of a layer's weight, and the axes that count its channels."""
         choice = self.choices[call.expr]
-        scheme, axes = choice.weight, call.channel_axes
+        scheme, axes = choice.weight.scheme, call.channel_axes
         origin = choice.rules[-1] if choice.rules else choice.method_origin
         if scheme.block is not None and (call.kind != "linear" or choice.method != "weight_only"):
             raise ConfigError(
@@ -392,7 +392,7 @@ class View:
             scheme, axes = scheme.replace(axis=None), ()
         else:
             scheme = scheme.replace(axis=0)
-        return plan_of(scheme, choice.weight_observer, choice.fakequant), axes
+        return choice.weight.plan(scheme), axes
 
     def all_values_read_by(self, node: TensorNode, readers: list[Expr]) -> bool:
         """Returns whether only ``readers`` and shape arithmetic read ``node``."""
@@ -433,17 +433,6 @@ def read_view(
         placed or {},
         infinite=infinite,
         mixed=mixed or MixedRanges(),
-    )
-
-
-def plan_of(scheme: QScheme, observer: Spec, fakequant: Spec) -> Plan:
-    """Builds the plan of a site from its scheme and plugins."""
-    return Plan(
-        scheme,
-        observer.name,
-        tuple(sorted(observer.options.items())),
-        fakequant.name,
-        tuple(sorted(fakequant.options.items())),
     )
 
 

@@ -42,7 +42,7 @@ from qtrace.preparation.passes._sites import (
     reads_rounded,
     tie_sites,
 )
-from qtrace.preparation.passes._view import STATIC, MixedRanges, View, distinct, plan_of, read_view
+from qtrace.preparation.passes._view import STATIC, MixedRanges, View, distinct, read_view
 from qtrace.preparation.passes.place import Placing
 from qtrace.scheme import QScheme
 
@@ -103,7 +103,7 @@ def place_biases(
         used_names.add(name)
         if isinstance(view.backend.biases, QScheme):
             choice = view.choices[expr]
-            plan = plan_of(view.backend.biases, choice.weight_observer, choice.fakequant)
+            plan = choice.weight.plan(view.backend.biases)
             sites.append(Site(name, "activation", node.name, (reader,), name, plan, (), node in view.fixed))
             continue
         factor = placement.factor_read(expr, call.inputs[0])

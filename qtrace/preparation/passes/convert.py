@@ -36,7 +36,7 @@ from qtrace.ops import Role
 from qtrace.preparation.annotation import Annotation, Fold, Site, free_name, value_name
 from qtrace.preparation.model import QuantizedModel, write_record
 from qtrace.preparation.passes.insert import CONTAINER
-from qtrace.process.threads import on_engine_thread
+from qtrace.process import on_engine_thread
 from qtrace.scheme import QParams, QScheme
 
 __all__ = ["centre_ranges", "convert", "dtype_meta", "limit_ranges", "write_computed"]

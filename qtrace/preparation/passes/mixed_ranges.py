@@ -226,7 +226,7 @@ class _Finder:
         if chain is None:
             return self.view.backend.activation
         choice = output_choice(self.view, chain)
-        return choice.output or choice.activation
+        return choice.output or choice.activation.scheme
 
     def only_leaves(self, node: TensorNode) -> bool:
         """Returns whether nothing but moves to the graph's outputs reads ``node``."""

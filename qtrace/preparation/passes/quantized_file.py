@@ -26,9 +26,9 @@ from qtrace.numerics import expand_blocks
 from qtrace.ops import Role
 from qtrace.preparation.annotation import Annotation, Plan, Site, free_name
 from qtrace.preparation.model import QuantizedModel, QuantizedSite, Record, write_record
-from qtrace.preparation.passes._choices import GIVEN, Choice
+from qtrace.preparation.passes._choices import GIVEN, Choice, Rounding
 from qtrace.preparation.passes._sites import Chain, Chains, Placement, find_chains
-from qtrace.preparation.passes._view import INT_ROLES, plan_of, read_view
+from qtrace.preparation.passes._view import INT_ROLES, read_view
 from qtrace.preparation.passes.annotate import write_notes
 from qtrace.preparation.passes.expand import expand
 from qtrace.preparation.passes.insert import insert
@@ -458,7 +458,7 @@ class _Decider:
             else:
                 choices[expr] = replace(choices[expr], quantize=False, decided=_FLOAT)
             if expr in self.rescaled:
-                choices[expr] = replace(choices[expr], output=choices[expr].activation)
+                choices[expr] = replace(choices[expr], output=choices[expr].activation.scheme)
         return choices
 
     def _is_fused(self, expr: Expr, on_integers: set[Expr]) -> bool:
@@ -483,12 +483,12 @@ class _Decider:
 
     # -- common -----------------------------------------------------------------------------------------
 
-    def _plan(self, scheme: object, choice: Choice | None, weight: bool = False) -> Plan:
+    def _plan(self, scheme: QScheme, choice: Choice | None, weight: bool = False) -> Plan:
         config = self.given.config
         observer = config.weight_observer if weight else config.activation_observer
         if choice is not None:
-            observer = choice.weight_observer if weight else choice.activation_observer
-        return plan_of(scheme, observer, config.effective_fakequant)  # type: ignore[arg-type]
+            observer = (choice.weight if weight else choice.activation).observer
+        return Rounding(scheme, observer, config.effective_fakequant).plan(scheme)
 
     def _register(self, preferred: str, qparams: QParams, grid: StoredGrid) -> str:
         name = free_name(preferred, self.names, self.moves.node_names)

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from qtrace.comparing.sums import FEWEST_SAMPLES, finite_or_none
+from qtrace.data.batches import HELD_EVERY
 from qtrace.errors import CalibrationError
 from qtrace.ptq.layers.quantized import LayerTwins, QuantizedLayer, per_channel
 
 __all__ = [
-    "HELD_EVERY",
     "Gain",
     "OutputErrors",
     "compare",
@@ -30,8 +30,6 @@ __all__ = [
     "summed",
 ]
 
-HELD_EVERY = 4
-"""One in so many batches, or samples, is held back."""
 _BOOTSTRAP_SAMPLES = 200
 _SUPPORT = 0.9
 

@@ -25,7 +25,7 @@ from qtrace.graph.types import Node, TensorNode, TracedModule
 from qtrace.preparation.annotation import Site
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.phases import in_phase
-from qtrace.process.threads import count_threads
+from qtrace.process import count_threads
 from qtrace.ptq.base import Batches, SiteNoise
 from qtrace.ptq.layers.scaling import rounded_weight
 

@@ -10,7 +10,7 @@ import numpy as np
 from scipy.linalg import LinAlgError, cho_factor, cho_solve, cholesky
 
 from qtrace.numerics import round_to
-from qtrace.process.threads import Together
+from qtrace.process import Together
 from qtrace.scheme import QParams
 
 __all__ = [
@@ -260,7 +260,6 @@ def nearest(rows: np.ndarray, scale: np.ndarray, zero: np.ndarray, qparams: QPar
 
 # As shares of the mean of the diagonal; the first ones change hardly anything.
 DAMPINGS = (10.0, 1.0, 0.1, 0.01, 0.001, 0.0001)
-_MIDDLE = 2  # the damping that is tried first
 
 # Outputs whose errors choose the damping, which is one number for all: evenly spaced ones.
 _DECIDING = 64
@@ -291,7 +290,7 @@ def correction(
     def error(index: int) -> float:
         return sum(together.map(functools.partial(_crossed, DAMPINGS[index]), pairs))
 
-    best = _MIDDLE
+    best = (len(DAMPINGS) - 1) // 2
     while best > 0 and math.isinf(error(best)):  # larger ones may not be
         best -= 1
     for step in (1, -1):

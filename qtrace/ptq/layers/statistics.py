@@ -11,11 +11,11 @@ import numpy as np
 
 from qtrace.errors import CalibrationError
 from qtrace.graph.stepping import Stepper, as_array
-from qtrace.graph.tensors import PART_BYTES, read_array
+from qtrace.graph.tensors import PART_BYTES, STAGE_BYTES, read_array
 from qtrace.graph.types import Expr, TensorNode
 from qtrace.graph.walk import exprs, get_module
 from qtrace.ops import OpCall
-from qtrace.process.threads import Together
+from qtrace.process import Together
 from qtrace.ptq.base import CalibratedTask
 from qtrace.ptq.layers.held_back import OutputErrors, held_back
 from qtrace.ptq.layers.quantized import QuantizedLayer, call_groups
@@ -393,8 +393,6 @@ def _squared(values: np.ndarray) -> float:
 
 
 # Bytes of the float outputs of a batch, and of the rows of all batches, up to which layers share a run.
-_MAX_OUTPUT_BYTES = 512 << 20
-_MAX_ROW_BYTES = 256 << 20
 
 # Rows of all samples for each input that is rounded jointly, and for a layer. More of them told nothing on
 # samples that were not seen: 4, 8 and 16 gave what all gave, within what other draws of rows differ by.
@@ -557,7 +555,7 @@ class StatisticsCollector:
                 rows = min(self._count_places(shape) / max(float(np.prod(call.out.shape[2:])), 1.0), 1.0)
                 sizes = [sizes[0] + size, sizes[1] + size * rows * self.count]
             weights += 4 * float(np.prod(shape))
-            full = sizes[0] > _MAX_OUTPUT_BYTES or sizes[1] > _MAX_ROW_BYTES or weights > PART_BYTES
+            full = sizes[0] > STAGE_BYTES or sizes[1] > STAGE_BYTES or weights > PART_BYTES
             if stop > start and full:
                 return self._waiting[start:stop]
         return self._waiting[start:]

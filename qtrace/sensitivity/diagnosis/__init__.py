@@ -16,11 +16,12 @@ from typing import Any
 from qtrace.comparing.sums import Outputs
 from qtrace.data.batches import as_arguments, count_samples
 from qtrace.display import Displayed
+from qtrace.errors import SHOWN_NAMES
 from qtrace.graph.types import TracedModule
-from qtrace.plugins.arguments import check_arguments
+from qtrace.plugins.options import check_arguments
 from qtrace.preparation.faithfulness import halve_samples
 from qtrace.preparation.model import QuantizedModel
-from qtrace.process.threads import on_engine_thread
+from qtrace.process import on_engine_thread
 from qtrace.sensitivity.diagnosis.causes import (
     Cause,
     Cure,
@@ -62,7 +63,6 @@ __all__ = [
 ]
 
 _SUSPECTS = 8
-_CAUSES = 3
 _LEAST_SHARE = 0.05
 
 
@@ -251,7 +251,7 @@ def _rank(evidence: Sequence[SiteEvidence], known: Calibrated, batches: Sequence
         groups.add(site.group)
         causes.append(replace(cause, share=share))
     few = None if data is not None else _few_samples(evidence, known, causes)
-    return tuple(([few] if few else []) + causes)[:_CAUSES]
+    return tuple(([few] if few else []) + causes)[:SHOWN_NAMES]
 
 
 def _by_root(measured: Sequence[SiteEvidence]) -> dict[str, float]:

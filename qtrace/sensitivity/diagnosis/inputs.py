@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from qtrace.data.base import fingerprint_samples
 from qtrace.data.batches import ENOUGH_SAMPLES
-from qtrace.data.fingerprints import fingerprint_samples
 from qtrace.sensitivity.diagnosis.causes import Cause
 
 __all__ = [

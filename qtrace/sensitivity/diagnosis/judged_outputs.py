@@ -14,6 +14,7 @@ import numpy as np
 from scipy import special
 
 from qtrace.comparing.groups import ColumnGroup
+from qtrace.comparing.selections import LEAST_SHARE
 from qtrace.comparing.sums import (
     FEWEST_SAMPLES,
     LEAST_VARIATION,
@@ -243,8 +244,6 @@ def _sums(samples: _Samples) -> tuple[np.ndarray, np.ndarray, int]:
 
 
 _FEW_CHANGED = 2  # one changed prediction tells of no share
-_LOST_EQUAL = 0.5  # below this share of right rows or indices, more are wrong than right
-_LARGEST_SMALL = 2  # bytes of an integer that float32 holds exactly
 _FOR_ENOUGH = 4 * ENOUGH_SAMPLES  # samples, a quarter of which is held back
 
 
@@ -266,7 +265,7 @@ def judge_outputs(
     quantized, in_float = values or (None, None)
     doubts = tuple(d for d in measured.doubts() if quantized is None or not d.lowers)
     selected = compared.rows if quantized is None else None
-    wrong = min(_given(selected, measured.equal), default=1.0) < _LOST_EQUAL
+    wrong = min(_given(selected, measured.equal), default=1.0) < LEAST_SHARE
     word = judge(
         measured.sqnr_db,
         quantized,
@@ -472,4 +471,4 @@ def _as_floats(compared: JudgedOutputs, places: Collection[int]) -> JudgedOutput
 
 
 def _as_float(value: np.ndarray) -> np.ndarray:
-    return value.astype(np.float32 if value.dtype.itemsize <= _LARGEST_SMALL else np.float64)
+    return value.astype(np.float32 if np.can_cast(value.dtype, np.float32) else np.float64)

@@ -13,6 +13,7 @@ import numpy as np
 
 from qtrace import ops
 from qtrace.comparing.runs import read_outputs
+from qtrace.comparing.sums import LEAST_VARIATION
 from qtrace.data.batches import evaluating
 from qtrace.display import progress_bar
 from qtrace.graph.interpreter import Interpreter, evaluate_fixed
@@ -29,8 +30,6 @@ from qtrace.scheme import QParams
 from qtrace.sensitivity.simulation import Simulation
 
 __all__ = ["Branch", "SiteEvidence", "measure_output_noise", "measure_sites"]
-
-_DEAD = 1e-9  # of the largest power of a channel
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class Channels:
     def alive(self) -> np.ndarray:
         """Whether each channel has a power compared with the strongest channel."""
         power = np.asarray(self.power)
-        return power > _DEAD * max(float(power.max(initial=0.0)), float(np.finfo(np.float64).tiny))
+        return power > LEAST_VARIATION * max(float(power.max(initial=0.0)), float(np.finfo(np.float64).tiny))
 
     @property
     def relative_noise(self) -> np.ndarray:

@@ -23,7 +23,7 @@ from qtrace.graph.opaque import cure_for_opaque
 from qtrace.graph.types import TensorNode
 from qtrace.graph.walk import is_float_tensor, op_label, unused_name
 from qtrace.ops import OpCall
-from qtrace.storage.ownership import WRITTEN
+from qtrace.storage.outputs import WRITTEN
 from qtrace.targets.caffe.writer import CaffeWriter
 
 __all__ = [

@@ -21,10 +21,10 @@ import numpy as np
 
 from qtrace.display import Displayed
 from qtrace.errors import DataError, GraphError
-from qtrace.plugins.arguments import check_arguments
+from qtrace.plugins.options import check_arguments
 from qtrace.storage.checkpoints import unpack_arrays
 from qtrace.storage.files import replacing
-from qtrace.storage.ownership import WRITTEN
+from qtrace.storage.outputs import WRITTEN
 
 __all__ = ["BLOCK", "MSCGraph", "MSCNode", "MSCPrim", "MSCTensor", "from_msc"]
 

@@ -25,7 +25,7 @@ from qtrace.graph.files.module_attributes import check_attributes
 from qtrace.graph.files.plain_values import make_op, op_state
 from qtrace.graph.open_axes import OpenAxes, OpenAxis, write_open_axes
 from qtrace.graph.types import TensorNode, TracedModule
-from qtrace.process.threads import on_engine_thread
+from qtrace.process import on_engine_thread
 from qtrace.scheme import QParams, QScheme
 from qtrace.targets.msc.calls import BOOKKEEPING, node_digest, read_dtype, read_value, stored_place
 from qtrace.targets.msc.document import MSCGraph, MSCNode, MSCTensor

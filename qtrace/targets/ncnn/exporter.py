@@ -22,6 +22,7 @@ from megengine import Tensor
 
 from qtrace.errors import ExportError
 from qtrace.export.converted import (
+    GATE,
     ConvertedGraph,
     ConvertedOp,
     PlainGraph,
@@ -42,7 +43,7 @@ from qtrace.preparation.model import QuantizedSite
 from qtrace.scheme import QScheme
 from qtrace.targets.ncnn.layers import LAYERS, NORMS
 from qtrace.targets.ncnn.moves import MOVES
-from qtrace.targets.ncnn.writer import NcnnLayer, NcnnWriter, Rounded, Weight, floats, fold, one_sample
+from qtrace.targets.ncnn.writer import ARRAY, NcnnLayer, NcnnWriter, Rounded, Weight, floats, fold, one_sample
 
 __all__ = [
     "EMITTERS",
@@ -56,11 +57,11 @@ __all__ = [
 
 Emitter = Callable[[NcnnWriter, OpCall], None]
 
-_BINARY = {"add": 0, "sub": 1, "mul": 2, "div": 3, "maximum": 4, "minimum": 5, "pow": 6}
-# Code of an operation -> the code with the operands exchanged.
-_REVERSED = {0: 0, 1: 7, 2: 2, 3: 8, 4: 4, 5: 5, 6: 9}
-_UNARY = {"abs": 0, "neg": 1, "floor": 2, "ceil": 3, "square": 4, "sqrt": 5, "exp": 7, "log": 8}
-_UNARY |= {"sin": 9, "cos": 10}
+# Operations and activation functions in the order of ncnn's numbers for them.
+_BINARY = ("add", "sub", "mul", "div", "maximum", "minimum", "pow", "rsub", "rdiv", "rpow")
+_UNARY = ("abs", "neg", "floor", "ceil", "square", "sqrt", "rsqrt", "exp", "log", "sin", "cos")
+_REDUCTIONS = ("sum", "asum", "sumsq", "mean", "max", "min", "prod", "l1", "l2")
+_ACTIVATIONS = ("", "ReLU", "LeakyReLU", "Clip", "Sigmoid", "Mish", "HardSwish")
 # The bound that stands for none: the largest float32.
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -91,10 +92,16 @@ def _bounds(call: OpCall) -> dict[int, Any]:
     return {0: -_LARGEST if low is None else float(low), 1: _LARGEST if high is None else float(high)}
 
 
+def _reversed(kind: str) -> int:
+    """Returns ncnn's number for an operation with the operands exchanged."""
+    name = f"r{kind}"
+    return _BINARY.index(name if name in _BINARY else kind)
+
+
 def _binary(w: NcnnWriter, call: OpCall) -> None:
-    code = _BINARY[call.kind]
+    code = _BINARY.index(call.kind)
     if "scalar" in call.attrs:
-        code = _REVERSED[code] if call.attrs["side"] == "left" else code
+        code = _reversed(call.kind) if call.attrs["side"] == "left" else code
         w.emit("BinaryOp", call, {0: code, 1: 1, 2: float(call.attrs["scalar"])}, everywhere=True)
         return
     names = [_operand(w, call, operand) for operand in call.attrs["operands"]]
@@ -128,7 +135,7 @@ def _pow(w: NcnnWriter, call: OpCall) -> None:
     factor, divides = None, False
     if exponent != int(exponent):
         divides = exponent < 0
-        value = w.layer("UnaryOp", [x], w.fresh(call.out.name), {0: _UNARY["sqrt"]})
+        value = w.layer("UnaryOp", [x], w.fresh(call.out.name), {0: _UNARY.index("sqrt")})
         if abs(exponent) != 0.5:
             factor = _positive_power(w, call, x, float(exponent - np.copysign(0.5, exponent)))
     elif exponent == 0:
@@ -137,32 +144,33 @@ def _pow(w: NcnnWriter, call: OpCall) -> None:
         value, divides = x, True
     else:
         if exponent < 0:  # before the products, which are infinite for smaller values
-            inverse = {0: _REVERSED[_BINARY["div"]], 1: 1, 2: 1.0}
-            x = w.layer("BinaryOp", [x], w.fresh(call.out.name), inverse)
+            x = _with_number(w, call, "rdiv", x, 1.0)
         powers = {1: x}
         value = _product(w, call, powers, max(count // 2, 1))
         factor = _product(w, call, powers, count - count // 2) if count > 1 else None
-    code = _BINARY["div" if divides else "mul"]
+    kind = "div" if divides else "mul"
     if factor is None:
-        w.emit("BinaryOp", call, {0: _REVERSED[code], 1: 1, 2: 1.0}, bottoms=[value], everywhere=True)
+        w.emit("BinaryOp", call, {0: _reversed(kind), 1: 1, 2: 1.0}, bottoms=[value], everywhere=True)
     else:
-        w.emit("BinaryOp", call, {0: code}, bottoms=[factor, value], everywhere=True)
+        w.emit("BinaryOp", call, {0: _BINARY.index(kind)}, bottoms=[factor, value], everywhere=True)
 
 
 def _product(w: NcnnWriter, call: OpCall, powers: dict[int, str], count: int) -> str:
     """Returns the blob of a power of ``powers[1]``, and adds the products that it is made of."""
     if count not in powers:
         halves = [_product(w, call, powers, n) for n in (count // 2, count - count // 2)]
-        powers[count] = w.layer("BinaryOp", halves, w.fresh(call.out.name), {0: _BINARY["mul"]})
+        powers[count] = w.layer("BinaryOp", halves, w.fresh(call.out.name), {0: _BINARY.index("mul")})
     return powers[count]
 
 
 def _positive_power(w: NcnnWriter, call: OpCall, x: str, exponent: float) -> str:
     """Returns the blob of a power of ``x``, which stands for the smallest number where it is not positive."""
-    least = {0: _BINARY["maximum"], 1: 1, 2: _SMALLEST}
-    positive = w.layer("BinaryOp", [x], w.fresh(call.out.name), least)
-    power = {0: _BINARY["pow"], 1: 1, 2: exponent}
-    return w.layer("BinaryOp", [positive], w.fresh(call.out.name), power)
+    return _with_number(w, call, "pow", _with_number(w, call, "maximum", x, _SMALLEST), exponent)
+
+
+def _with_number(w: NcnnWriter, call: OpCall, kind: str, x: str, number: float) -> str:
+    """Adds an operation on a blob and a number, and returns its blob."""
+    return w.layer("BinaryOp", [x], w.fresh(call.out.name), {0: _BINARY.index(kind), 1: 1, 2: number})
 
 
 def _operand(w: NcnnWriter, call: OpCall, operand: Any) -> str:
@@ -181,25 +189,19 @@ def _operand(w: NcnnWriter, call: OpCall, operand: Any) -> str:
     return w.memory(value.reshape(full[len(full) - own :]), w.fresh(call.out.name))
 
 
-_REDUCTIONS = {"sum": 0, "mean": 3, "max": 4, "min": 5, "prod": 6}
-_NORMS = {1: 7, 2: 8}
-
-
-def _reduce(operation: int) -> Emitter:
-    def emit(w: NcnnWriter, call: OpCall) -> None:
-        axes = call.attrs["axis"]
-        if axes is None:
-            raise ExportError("it reduces the batch, which ncnn does not see: name the axes")
-        _reduced(w, call, operation, axes, len(call.out.shape) == len(call.inputs[0].shape))
-
-    return emit
+def _reduce(w: NcnnWriter, call: OpCall) -> None:
+    axes = call.attrs["axis"]
+    if axes is None:
+        raise ExportError("it reduces the batch, which ncnn does not see: name the axes")
+    keeps_axes = len(call.out.shape) == len(call.inputs[0].shape)
+    _reduced(w, call, _REDUCTIONS.index(call.kind), axes, keeps_axes)
 
 
 def _reduced(w: NcnnWriter, call: OpCall, operation: int, axes: Sequence[int], keeps_axes: bool) -> None:
     x = call.inputs[0]
     places = sorted(w.place(x, a) for a in axes)
     # 5: the axes are counted in a sample.
-    params = {0: operation, 1: 0, -23303: places, 4: int(keeps_axes), 5: 1}
+    params = {0: operation, 1: 0, ARRAY - 3: places, 4: int(keeps_axes), 5: 1}
     dims = [1 if n in places else size for n, size in enumerate(w.dims(x))]
     kept = dims if keeps_axes else [size for n, size in enumerate(dims) if n not in places] or [1]
     same = tuple(kept) == w.dims(call.out)
@@ -211,10 +213,10 @@ def _norm_axes(call: OpCall) -> tuple[list[int], int]:
     """Returns the axes of a vector norm and ncnn's number for it."""
     order, axis = call.attrs.get("ord"), call.attrs["axis"]
     axes = list(axis) if isinstance(axis, (tuple, list)) else [axis]
-    operation = _NORMS.get(2 if order is None else order)
-    if operation is None or None in axes:
+    name = f"l{2 if order is None else order:g}"
+    if name not in _REDUCTIONS or None in axes:
         raise ExportError("ncnn has norms of order 1 and 2 over named axes: use one of them")
-    return axes, operation
+    return axes, _REDUCTIONS.index(name)
 
 
 def _norm(w: NcnnWriter, call: OpCall) -> None:
@@ -225,23 +227,21 @@ def _norm(w: NcnnWriter, call: OpCall) -> None:
 def _normalize(w: NcnnWriter, call: OpCall) -> None:
     """Divides by the vector norm, which is ``eps`` at least."""
     axes, operation = _norm_axes(call)
-    x, base = call.inputs[0], call.out.name
-    places = sorted(w.place(x, a) for a in axes)
-    source = w.name(x)
-    length = w.layer("Reduction", [source], w.fresh(base), {0: operation, 1: 0, -23303: places, 4: 1, 5: 1})
-    least = {0: _BINARY["maximum"], 1: 1, 2: float(call.attrs["eps"])}
-    divisor = w.layer("BinaryOp", [length], w.fresh(base), least)
-    w.emit("BinaryOp", call, {0: _BINARY["div"]}, bottoms=[source, divisor], everywhere=True)
+    x = call.inputs[0]
+    places, source = sorted(w.place(x, a) for a in axes), w.name(x)
+    params = {0: operation, 1: 0, ARRAY - 3: places, 4: 1, 5: 1}
+    length = w.layer("Reduction", [source], w.fresh(call.out.name), params)
+    divisor = _with_number(w, call, "maximum", length, float(call.attrs["eps"]))
+    w.emit("BinaryOp", call, {0: _BINARY.index("div")}, bottoms=[source, divisor], everywhere=True)
 
 
-_GATE = {0: 1.0 / 6.0, 1: 0.5}
 EMITTERS: dict[str, Emitter] = {
     **LAYERS,
     **MOVES,
     **NORMS,
     **dict.fromkeys(_BINARY, _binary),
     "pow": _pow,
-    **dict.fromkeys(_UNARY, _layer("UnaryOp", lambda call: {0: _UNARY[call.kind]})),
+    **dict.fromkeys(_UNARY, _layer("UnaryOp", lambda call: {0: _UNARY.index(call.kind)})),
     **dict.fromkeys(("relu6", "clip"), _layer("Clip", _bounds)),
     "relu": _layer("ReLU"),
     "leaky_relu": _layer("ReLU", lambda call: {0: float(call.attrs["negative_slope"])}),
@@ -250,12 +250,12 @@ EMITTERS: dict[str, Emitter] = {
     "tanh": _layer("TanH"),
     "silu": _layer("Swish"),
     "gelu": _layer("GELU"),
-    "hsigmoid": _layer("HardSigmoid", lambda call: dict(_GATE)),
+    "hsigmoid": _layer("HardSigmoid", lambda call: dict(enumerate(GATE))),
     "hard_sigmoid": _layer("HardSigmoid", lambda call: {0: call.attrs["slope"], 1: call.attrs["offset"]}),
     "mish": _layer("Mish"),
     "gelu_tanh": _layer("GELU", lambda call: {0: 1}),
-    "hswish": _layer("HardSwish", lambda call: dict(_GATE)),
-    **{kind: _reduce(operation) for kind, operation in _REDUCTIONS.items()},
+    "hswish": _layer("HardSwish", lambda call: dict(enumerate(GATE))),
+    **dict.fromkeys(("sum", "mean", "max", "min", "prod"), _reduce),
     "norm": _norm,
     "normalize": _normalize,
     "pixel_shuffle": _pixel_shuffle,
@@ -471,10 +471,7 @@ def _check(site: str, scheme: QScheme, bits: int, otherwise: str = "") -> None:
 
 
 _LAYERS = ("Convolution", "ConvolutionDepthWise", "Deconvolution", "DeconvolutionDepthWise", "InnerProduct")
-_ACTIVATION, _ARGUMENTS, _INT8 = 9, -23310, 8
-# Activation function -> ncnn's number for it inside of a layer.
-_CODES = {"ReLU": 1, "Clip": 3, "Sigmoid": 4, "HardSwish": 6}
-_LEAKY_RELU = 2
+_ACTIVATION, _INT8 = 9, 8
 
 
 def fuse_activations(layers: list[NcnnLayer], outputs: set[str]) -> list[NcnnLayer]:
@@ -504,13 +501,13 @@ def _fuse(layers: list[NcnnLayer], outputs: set[str], take: Any) -> list[NcnnLay
 
 
 def _take_activation(before: NcnnLayer, layer: NcnnLayer, readers: Counter[str]) -> bool:
-    if before.kind not in _LAYERS or _ACTIVATION in before.params or layer.kind not in _CODES:
+    if before.kind not in _LAYERS or _ACTIVATION in before.params or layer.kind not in _ACTIVATIONS:
         return False
     arguments = [v for v in layer.params.values() if layer.kind != "ReLU" or v]
     leaky = layer.kind == "ReLU" and bool(arguments)
-    before.params[_ACTIVATION] = _LEAKY_RELU if leaky else _CODES[layer.kind]
+    before.params[_ACTIVATION] = _ACTIVATIONS.index("LeakyReLU" if leaky else layer.kind)
     if arguments:
-        before.params[_ARGUMENTS] = arguments
+        before.params[ARRAY - _ACTIVATION - 1] = arguments
     return True
 
 

@@ -246,16 +246,16 @@ def _adaptive(kind: int) -> Emitter:
     return emit
 
 
-_MODES = {"nearest": 1, "bilinear": 2, "linear": 2, "bicubic": 3}
+_MODES = ("", "nearest", "bilinear", "bicubic")  # in the order of ncnn's numbers
 
 
 def _interpolate(w: NcnnWriter, call: OpCall) -> None:
     a = call.attrs
-    mode = _MODES.get(a["mode"])
-    if mode is None or len(call.out.shape) != 4:
+    mode = "bilinear" if a["mode"] == "linear" else a["mode"]
+    if mode not in _MODES or len(call.out.shape) != 4:
         raise ExportError(f"ncnn lacks interpolate in mode {a['mode']!r}: use nearest, bilinear or bicubic")
     height, width = w.shape(call.out)[-2:]
-    w.emit("Interp", call, {0: mode, 3: height, 4: width, 6: int(a["align_corners"])})
+    w.emit("Interp", call, {0: _MODES.index(mode), 3: height, 4: width, 6: int(a["align_corners"])})
 
 
 LAYERS: dict[str, Emitter] = {

@@ -17,7 +17,7 @@ from qtrace.export.converted import index_parts
 from qtrace.graph.types import TensorNode
 from qtrace.ops import OpCall
 from qtrace.targets.ncnn.layers import look_up
-from qtrace.targets.ncnn.writer import NcnnWriter
+from qtrace.targets.ncnn.writer import ARRAY, NcnnWriter
 
 __all__ = ["MOVES"]
 
@@ -25,9 +25,6 @@ Emitter = Callable[[NcnnWriter, OpCall], None]
 
 # The order of the axes of a sample -> ncnn's number for it.
 _ORDERS = {order: n for rank in (2, 3, 4) for n, order in enumerate(itertools.permutations(range(rank)))}
-# ncnn's keys of Crop: where each axis begins and ends, and which axes these are.
-_STARTS, _ENDS, _CROPPED = -23309, -23310, -23311
-_REPEATS = -23302
 _LARGEST = float(np.finfo(np.float32).max)
 # More runs of positions than this are no crops any more, but a table.
 _MOST_RUNS = 64
@@ -103,9 +100,9 @@ def _permuted(w: NcnnWriter, call: OpCall, dims: list[int], order: list[int]) ->
 def _crop(w: NcnnWriter, blob: str, axes: Sequence[tuple[int, int, int]], base: str) -> str:
     """Cuts out a range of each of some axes: (axis, start, end)."""
     params = {
-        _STARTS: [start for _, start, _ in axes],
-        _ENDS: [end for _, _, end in axes],
-        _CROPPED: [axis for axis, *_ in axes],
+        ARRAY - 9: [start for _, start, _ in axes],
+        ARRAY - 10: [end for _, _, end in axes],
+        ARRAY - 11: [axis for axis, *_ in axes],
     }
     return w.layer("Crop", [blob], w.fresh(base), params)
 
@@ -296,7 +293,7 @@ def _written(w: NcnnWriter, call: OpCall, sizes: Sequence[int]) -> str:
         lead = next((k for k in range(len(own)) if (own[k], times[k]) != (1, 1)), len(own) - 1)
         if all(n == 1 for n in times):
             return w.view(value, (prod(own),))
-        blob = w.layer("Tile", [w.view(value, own[lead:])], name, {_REPEATS: times[lead:]})
+        blob = w.layer("Tile", [w.view(value, own[lead:])], name, {ARRAY - 2: times[lead:]})
         return w.reshape(blob, (prod(sizes),), w.fresh(call.out.name))
     stored = w.value(value) if isinstance(value, TensorNode) else value
     return w.memory(np.broadcast_to(np.asarray(stored), sizes).astype(np.float32).reshape(-1), name)
@@ -385,7 +382,7 @@ def _tiled(w: NcnnWriter, call: OpCall, sizes: Sequence[int], times: Sequence[in
     dims, repeats = list(sizes[dropped:]), list(times[dropped:])
     blob = w.view(x, dims)
     if any(n > 1 for n in repeats):
-        blob = w.layer("Tile", [blob], w.fresh(call.out.name), {_REPEATS: repeats})
+        blob = w.layer("Tile", [blob], w.fresh(call.out.name), {ARRAY - 2: repeats})
     w.put(call.out, blob, [n * t for n, t in zip(dims, repeats, strict=True)])
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from qtrace.benchmarking.runners.base import Load, RunnerSettings, random_values
+from qtrace.benchmarking.runners import Load, RunnerSettings, random_values
 from qtrace.errors import ExportError
 from qtrace.runtimes.child import RuntimeChild
 

@@ -48,6 +48,8 @@ _SHAPED = ("shape", "full_like")
 
 _MAGIC = "7767517"
 _INT8 = 0x000D4B38
+ARRAY = -23300
+"""The key of a parameter that is an array, from which its number is taken."""
 # ncnn's numbers of the sizes of a blob with 1, 2, 3 and 4 axes, the last axis first.
 _AXES = ((0,), (0, 1), (0, 1, 2), (0, 1, 11, 2))
 
@@ -195,7 +197,7 @@ class NcnnLayer:
         name = self.tops[0] if self.tops else f"{self.bottoms[0]}_unused"
         words = [
             self.kind,
-            f"qtrace/{name}" if self.kind == "Input" else name,  # the mark of `qtrace.storage.ownership`
+            f"qtrace/{name}" if self.kind == "Input" else name,  # the mark of `qtrace.storage.outputs`
             str(len(self.bottoms)),
             str(len(self.tops)),
             *self.bottoms,
@@ -401,7 +403,7 @@ class NcnnWriter(LayerNetWriter):
 
     def slice(self, source: str, tops: Sequence[str], sizes: Sequence[int], axis: int) -> None:
         """Adds a layer that cuts a blob into parts along an axis."""
-        self.layers.append(NcnnLayer("Slice", [source], list(tops), {-23300: list(sizes), 1: axis}))
+        self.layers.append(NcnnLayer("Slice", [source], list(tops), {ARRAY: list(sizes), 1: axis}))
 
     def memory(self, value: np.ndarray, name: str) -> str:
         """Adds a stored blob, of a shape without the batch."""

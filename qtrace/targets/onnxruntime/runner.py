@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from qtrace.benchmarking.profile import NodeRun, ProfiledSession
-from qtrace.benchmarking.runners.base import Load, RunnerSettings, fixed_shape, random_values
+from qtrace.benchmarking.runners import Load, RunnerSettings, fixed_shape, random_values
 from qtrace.errors import ExportError
 from qtrace.onnxfile.local_session import SessionError, SessionSettings
 from qtrace.onnxfile.sessions import open_session

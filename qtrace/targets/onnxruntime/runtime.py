@@ -15,7 +15,7 @@ import numpy as np
 from qtrace.onnxfile.kernels import find_kernels
 from qtrace.onnxfile.local_session import SessionSettings
 from qtrace.onnxfile.sessions import open_session
-from qtrace.process.memory import return_free_memory
+from qtrace.process import return_free_memory
 from qtrace.runtimes.host import RuntimeHost
 from qtrace.verification.runtimes.base import Runtime
 from qtrace.verification.runtimes.onnx_model import ExposedSession, as_declared, with_integer_outputs

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from qtrace.benchmarking.runners.base import Load, RunnerSettings, fixed_shape, random_values
+from qtrace.benchmarking.runners import Load, RunnerSettings, fixed_shape, random_values
 from qtrace.onnxfile.sessions import OpenvinoFile
 
 __all__ = ["LOAD"]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from ai_edge_litert.schema_py_generated import ActivationFunctionType
 
 from qtrace.errors import ExportError
 from qtrace.export.detections import Suppression
@@ -399,7 +400,10 @@ def number(b: Builder, call: OpCall, value: Any, kind: np.dtype | None) -> FileT
     return b.writer.constant(f"number_{real:g}_int", steps, Grid((float(abs(real)) or 1.0,), (0,)))
 
 
-_NONE = 0  # the schema's number of no activation function
+def _number(op: FusedOp) -> int:
+    """Returns the schema's number of the activation function that an operator fuses."""
+    name = "NONE" if op.clamp is None else FUSED[bounds(op.clamp)]
+    return int(getattr(ActivationFunctionType, name))
 
 
 @dataclass(frozen=True)
@@ -432,7 +436,7 @@ class Target:
 
     tensor: FileTensor
     order: Order
-    activation: int = _NONE
+    activation: int = ActivationFunctionType.NONE
     clamp: OpCall | None = None
 
 
@@ -494,12 +498,11 @@ class Builder(Store):
             fuses: whether the operator can fuse an activation function.
         """
         if op.site is None:
-            return Target(self.result(op.out, order), order, FUSED[bounds(op.clamp)] if op.clamp else _NONE)
+            return Target(self.result(op.out, order), order, _number(op))
         name, kind, grid = self.site_grid(op)
         shape = file_shape(self.shape(op.out), order)
-        number = _NONE if op.clamp is None else FUSED.get(bounds(op.clamp))
-        if op.clamp is None or (number is not None and fuses):
-            return Target(self.writer.tensor(name, shape, kind, grid), order, number or _NONE)
+        if op.clamp is None or (bounds(op.clamp) in FUSED and fuses):
+            return Target(self.writer.tensor(name, shape, kind, grid), order, _number(op))
         opened = self.writer.tensor(f"{op.call.out.name}_open", shape, kind, grid)
         return Target(opened, order, clamp=op.clamp)
 

@@ -11,20 +11,28 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from ai_edge_litert.schema_py_generated import Padding
 
 from qtrace.errors import ExportError
 from qtrace.graph.types import TensorNode
 from qtrace.ops import OpCall
 from qtrace.preparation.model import QuantizedSite
 from qtrace.targets.tflite.build import Builder, Emitter, StoredLayer
-from qtrace.targets.tflite.layout import CHANNELS_LAST, FusedOp, Order, file_shape, natural, window_pads
+from qtrace.targets.tflite.layout import (
+    CHANNELS_LAST,
+    FusedOp,
+    Order,
+    channels_last,
+    file_shape,
+    natural,
+    window_pads,
+)
 from qtrace.targets.tflite.writer import FileTensor, Grid
 
 __all__ = [
     "FLOAT_LAYERS",
     "INEXACT",
     "LAYERS",
-    "PADDING",
     "float_bias",
     "integer_bias",
     "padded",
@@ -35,8 +43,6 @@ __all__ = [
 
 # XNNPACK multiplies no two affine operands. LiteRT's own kernel rounds twice: one off in 0.3 % of the values.
 INEXACT = frozenset({"matmul"})
-
-PADDING = {"SAME": 0, "VALID": 1}
 
 
 def padded(b: Builder, x: FileTensor, pads: list[tuple[int, int]], lowest: bool = False) -> FileTensor:
@@ -144,7 +150,7 @@ def _conv(b: Builder, op: FusedOp) -> None:
     if pads:
         x, padding = padded(b, x, pads), "VALID"
     options: dict[str, Any] = {
-        "padding": PADDING[padding],
+        "padding": getattr(Padding, padding),
         **dict(zip(("strideH", "strideW"), a["stride"], strict=True)),
         **dict(zip(("dilationHFactor", "dilationWFactor"), a["dilation"], strict=True)),
     }
@@ -161,24 +167,19 @@ def _conv(b: Builder, op: FusedOp) -> None:
     b.finish(op, target)
 
 
-# Of sequences (N, C, L) and of volumes (N, C, D, H, W): the orders with the channels last.
-_SEQUENCE: Order = (0, 2, 1)
-_VOLUME: Order = (0, 2, 3, 4, 1)
-
-
 def _conv1d(b: Builder, op: FusedOp) -> None:
     """Writes a convolution of sequences as one of images of one row."""
-    layer, call, a = _Layer(b, op), op.call, op.call.attrs
-    x = layer.read(_SEQUENCE)
+    layer, call, a, order = _Layer(b, op), op.call, op.call.attrs, channels_last(3)
+    x = layer.read(order)
     count, length, channels = x.shape
     x = layer.use(b.reshaped(x, (count, 1, length, channels), 0))
     weight = layer.weight()[:, :, None]
     padding, pads = windows(b, call, weight.shape[3:])
     if pads:
         x, padding = padded(b, x, [(0, 0), *pads]), "VALID"
-    target = b.target(op, _SEQUENCE)
+    target = b.target(op, order)
     options = {
-        "padding": PADDING[padding],
+        "padding": getattr(Padding, padding),
         **dict(zip(("strideH", "strideW"), (1, *a["stride"]), strict=True)),
         **dict(zip(("dilationHFactor", "dilationWFactor"), (1, *a["dilation"]), strict=True)),
         "fusedActivationFunction": target.activation,
@@ -201,15 +202,16 @@ def _conv3d(b: Builder, op: FusedOp) -> None:
             f"{call.out.name}: a grouped convolution of volumes cannot become TFLite: use groups=1, or end "
             "the graph before it"
         )
-    x = layer.read(_VOLUME)
+    order = channels_last(5)
+    x = layer.read(order)
     weight = layer.weight()
     padding, pads = windows(b, call, weight.shape[2:])
     if pads:
         x, padding = padded(b, x, pads), "VALID"
-    target = b.target(op, _VOLUME)
+    target = b.target(op, order)
     axes = "DHW"
     options: dict[str, Any] = {
-        "padding": PADDING[padding],
+        "padding": getattr(Padding, padding),
         **{f"stride{axis}": n for axis, n in zip(axes, a["stride"], strict=True)},
         **{f"dilation{axis}Factor": n for axis, n in zip(axes, a["dilation"], strict=True)},
         "fusedActivationFunction": target.activation,
@@ -241,7 +243,7 @@ def _conv_transpose(b: Builder, op: FusedOp) -> None:
         result = b.like(target.tensor, f"{call.out.name}_whole", (batch, *sizes, count))
     inputs = [b.writer.ints([batch, *sizes, count]), layer.stored_weight(weight, 0), x, layer.bias(count)]
     options = dict(zip(("strideH", "strideW"), a["stride"], strict=True))
-    padding = PADDING["SAME" if same else "VALID"]
+    padding = Padding.SAME if same else Padding.VALID
     b.writer.op("TRANSPOSE_CONV", inputs, [result], "TransposeConvOptions", padding=padding, **options)
     if cut:
         places = zip((1, 2), a["padding"], size, strict=True)

@@ -27,6 +27,7 @@ __all__ = [
     "Moved",
     "Order",
     "bounds",
+    "channels_last",
     "file_shape",
     "moves_values",
     "natural",
@@ -36,13 +37,18 @@ __all__ = [
 
 Order = tuple[int, ...]
 
-# Of an image tensor (N, C, H, W): the order that TFLite's kernels work in.
-CHANNELS_LAST: Order = (0, 2, 3, 1)
-
 
 def natural(rank: int) -> Order:
     """Returns the graph's order of ``rank`` axes."""
     return tuple(range(rank))
+
+
+def channels_last(rank: int) -> Order:
+    """Returns the order of sequences, images or volumes that TFLite's kernels work in."""
+    return (0, *range(2, rank), 1)
+
+
+CHANNELS_LAST = channels_last(len("NCHW"))
 
 
 def file_shape(shape: Sequence[int], order: Order) -> tuple[int, ...]:
@@ -210,8 +216,8 @@ class Moved:
 
 
 CLAMPS = ("relu", "relu6", "clip")
-# Bounds of the activation functions that an operator fuses -> the schema's number of the function.
-FUSED: dict[tuple[Any, Any], int] = {(0.0, None): 1, (-1.0, 1.0): 2, (0.0, 6.0): 3}
+# Bounds of the activation functions that an operator fuses -> the schema's name of the function.
+FUSED: dict[Any, str] = {(0.0, None): "RELU", (-1.0, 1.0): "RELU_N1_TO_1", (0.0, 6.0): "RELU6"}
 _FUSING = frozenset({"conv1d", "conv2d", "conv3d", "linear", "add", "sub", "mul", "div"})
 """The kinds whose operators fuse an activation function in float."""
 

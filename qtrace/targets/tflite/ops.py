@@ -15,7 +15,7 @@ from qtrace.graph.walk import owner
 from qtrace.ops import OpCall
 from qtrace.targets.tflite.build import Builder, Emitter, allowing, as_type, check_type, number, operands
 from qtrace.targets.tflite.layers import FLOAT_LAYERS, INEXACT, LAYERS
-from qtrace.targets.tflite.layout import FusedOp, bounds, reads_values
+from qtrace.targets.tflite.layout import FUSED, FusedOp, bounds, reads_values
 from qtrace.targets.tflite.moves import FLOAT_INDEXING, INDEXING
 from qtrace.targets.tflite.moves import MOVES as MOVING
 from qtrace.targets.tflite.reductions import (
@@ -52,7 +52,6 @@ __all__ = [
 _CODES = {"add": "ADD", "sub": "SUB", "mul": "MUL", "div": "DIV", "maximum": "MAXIMUM", "minimum": "MINIMUM"}
 _ALONE = {"pow": "POW", "floor_div": "FLOOR_DIV"}
 _OPTIONS = {"ADD": "AddOptions", "SUB": "SubOptions", "MUL": "MulOptions", "DIV": "DivOptions"}
-_CLAMPS: dict[Any, str] = {(0.0, None): "RELU", (0.0, 6.0): "RELU6", (-1.0, 1.0): "RELU_N1_TO_1"}
 
 
 def _binary(b: Builder, op: FusedOp) -> None:
@@ -116,7 +115,7 @@ def _clamp(b: Builder, op: FusedOp) -> None:
 def _float_clamp(b: Builder, op: FusedOp) -> None:
     call = op.call
     limits = {code: v for code, v in zip(("MAXIMUM", "MINIMUM"), bounds(call), strict=True) if v is not None}
-    code = None if any(isinstance(v, TensorNode) for v in limits.values()) else _CLAMPS.get(bounds(call))
+    code = None if any(isinstance(v, TensorNode) for v in limits.values()) else FUSED.get(bounds(call))
     if code is not None:
         x, order = b.floats(b.get(call.inputs[0])).parts
         b.emit(call.out, order, code, [x])

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from ai_edge_litert.schema_py_generated import Padding
 
 from qtrace.errors import ExportError
 from qtrace.graph.types import TensorNode
 from qtrace.graph.walk import owner
 from qtrace.ops import OpCall
 from qtrace.targets.tflite.build import Builder, Emitter, OrderedTensor
-from qtrace.targets.tflite.layers import PADDING, padded, windows, zero_bias
+from qtrace.targets.tflite.layers import padded, windows, zero_bias
 from qtrace.targets.tflite.layout import CHANNELS_LAST, FusedOp, Order, bounds, file_shape, natural
 from qtrace.targets.tflite.writer import FileTensor, Grid, Inputs
 
@@ -327,7 +328,7 @@ def _image(b: Builder, node: TensorNode, floats: bool = False) -> FileTensor:
 def _pool(b: Builder, code: str, x: FileTensor, out: FileTensor, padding: str, window: Any) -> None:
     (height, width), (rows, columns) = window["kernel"], window["stride"]
     options = {"filterHeight": height, "filterWidth": width, "strideH": rows, "strideW": columns}
-    b.writer.op(code, [x], [out], "Pool2DOptions", padding=PADDING[padding], **options)
+    b.writer.op(code, [x], [out], "Pool2DOptions", padding=getattr(Padding, padding), **options)
 
 
 def _max_pool(b: Builder, op: FusedOp) -> None:
@@ -458,7 +459,7 @@ def _mean_by_ones(b: Builder, x: FileTensor, out: FileTensor, window: Any) -> No
     weight = b.writer.constant(f"{out.name}_ones", ones, Grid.symmetric(scales), 3)
     bias = zero_bias(b, out.name, channels, x, scales)
     options = dict(zip(("strideH", "strideW"), window["stride"], strict=True))
-    options.update(padding=PADDING["VALID"], depthMultiplier=1, dilationHFactor=1, dilationWFactor=1)
+    options.update(padding=Padding.VALID, depthMultiplier=1, dilationHFactor=1, dilationWFactor=1)
     b.writer.op("DEPTHWISE_CONV_2D", [x, weight, bias], [out], "DepthwiseConv2DOptions", **options)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from qtrace.benchmarking.runners.base import Load, RunnerSettings, fixed_shape, random_values
+from qtrace.benchmarking.runners import Load, RunnerSettings, fixed_shape, random_values
 from qtrace.runtimes.child import RuntimeChild
 
 __all__ = ["LOAD"]

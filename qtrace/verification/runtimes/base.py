@@ -10,15 +10,13 @@ from typing import Protocol
 
 import numpy as np
 
+from qtrace.data.batches import MOST_VALUES
 from qtrace.errors import ExportError
 from qtrace.onnxfile.kernels import Kernels
-from qtrace.process.threads import Together, count_threads
+from qtrace.process import Together, count_threads
 from qtrace.runtimes.host import RuntimeHost
 
 __all__ = ["Prefetcher", "Runtime", "RuntimeRun", "Session", "run_outputs", "threads_for"]
-
-# The values of the inputs of a batch that runs ahead: two batches of more would take much memory.
-_MOST_VALUES = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -144,7 +142,7 @@ class Prefetcher:
 
     def begin(self, inputs: list[np.ndarray]) -> list[Callable[[], RuntimeRun]]:
         """Begins to run a batch; returns what gives the run of each session, or raises its error."""
-        small = sum(x.size for x in inputs) <= _MOST_VALUES
+        small = sum(x.size for x in inputs) <= MOST_VALUES
         runs = [functools.partial(session.run, inputs) for session in self._sessions]
         return [
             self._together.begin(run) if small and _is_concurrent(session) else run

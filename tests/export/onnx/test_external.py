@@ -76,7 +76,7 @@ def test_what_no_file_holds_is_split_in_one_line_or_refused(
 ) -> None:
     whole = onnx.load(qtrace.export(converted, tmp_path / "whole.onnx"))
     monkeypatch.setattr(external_data, "LIMIT", 10_000)
-    monkeypatch.setattr(external_data, "FILE_LIMIT", 10_000)
+    monkeypatch.setattr("onnx.checker.MAXIMUM_PROTOBUF", 40_000)
     path = qtrace.export(converted, tmp_path / "m.onnx")
     lines = [r.message for r in caplog.records if "m.onnx.data" in r.message]
     assert len(lines) == 1

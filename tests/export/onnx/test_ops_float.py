@@ -17,7 +17,7 @@ import qtrace
 from qtrace import QConfig
 from tests.each import each_of
 from tests.export.reference import assert_agrees
-from tests.nets import net
+from tests.nets import net, side_by_side, spread
 
 T = mge.Tensor
 IMAGE, ROWS, GRID = (4, 6, 8), (12,), (6, 8)
@@ -234,12 +234,12 @@ def _leaves(value: Any) -> list[np.ndarray]:
     return [value.numpy()]
 
 
-def _same(value: np.ndarray, expected: np.ndarray) -> None:
-    assert value.dtype == expected.dtype
+def _same(value: np.ndarray, expected: np.ndarray, name: str) -> None:
+    assert value.dtype == expected.dtype, name
     if expected.dtype == np.float32:
-        np.testing.assert_allclose(value, expected, rtol=2e-5, atol=2e-5)
+        np.testing.assert_allclose(value, expected, rtol=2e-5, atol=2e-5, err_msg=name)
     else:
-        np.testing.assert_array_equal(value, expected)
+        np.testing.assert_array_equal(value, expected, err_msg=name)
 
 
 @pytest.fixture(autouse=True)
@@ -255,11 +255,16 @@ def _no_queue() -> Iterator[None]:
 NO_ORACLE = {"local_response_norm": "it sums other channels than the standard says"}
 
 
-@each_of("name", CASES)
-def test_runs_in_onnxruntime_as_in_the_graph(name: str, tmp_path: Path) -> None:
-    module, shape = CASES[name]
-    x = _draw(3, *shape)
-    traced = qtrace.trace(module, x)
+_OPS = [*spread([name for name in CASES if name not in NO_ORACLE], 9), [*NO_ORACLE]]
+
+
+@each_of("names", _OPS, ids=[names[0] for names in _OPS])
+def test_float_ops_run_in_onnxruntime_as_in_the_graph(names: list[str], tmp_path: Path) -> None:
+    module = side_by_side({name: CASES[name][0] for name in names})
+    inputs = [
+        [_draw(count, *CASES[name][1], seed=seed) for name in names] for count, seed in ((3, 0), (5, 1))
+    ]
+    traced = qtrace.trace(module, *inputs[0])
     prepared = qtrace.prepare(traced, QConfig(rules=[{"match": {}, "quantize": False}]))
     converted = qtrace.convert(prepared)  # without a site there is nothing to calibrate
     path = qtrace.export(converted, tmp_path / "m.onnx")
@@ -267,9 +272,14 @@ def test_runs_in_onnxruntime_as_in_the_graph(name: str, tmp_path: Path) -> None:
         options = ort.SessionOptions()
         options.graph_optimization_level = level
         session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        for other in (x, _draw(5, *shape, seed=1)):
-            found = session.run(None, {session.get_inputs()[0].name: other})
-            for got, want in zip(found, _leaves(traced(mge.Tensor(other))), strict=True):
-                _same(got, want)
-    if name not in NO_ORACLE:
-        assert_agrees(path, [x])
+        for given in inputs:
+            found = iter(
+                session.run(None, {i.name: x for i, x in zip(session.get_inputs(), given, strict=True)})
+            )
+            wanted = traced(*map(mge.Tensor, given))
+            for name in names:
+                for want in _leaves(wanted[name]):
+                    _same(next(found), want, name)
+            assert next(found, None) is None
+    if names != [*NO_ORACLE]:
+        assert_agrees(path, inputs[0])

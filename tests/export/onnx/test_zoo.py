@@ -12,7 +12,7 @@ import pytest
 
 import qtrace
 from qtrace.graph.types import TracedModule
-from tests.nets import calibrated_if_quantized
+from tests.nets import calibrated_if_quantized, side_by_side, spread
 from tests.ops.cases import CASES, KERNELS, SIBLINGS
 from tests.zoo.catalog import CNN
 from tests.zoo.checks import rounded_to_nearest
@@ -63,10 +63,11 @@ def test_network(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OPS)
-def test_op_of_the_survey(name: str, tmp_path: Path) -> None:
-    case = OPS[name]
-    converted = _converted(case.module, (case.x,), "onnxruntime", None)
+@pytest.mark.parametrize("names", spread(OPS, 16), ids=lambda names: names[0])
+def test_ops_of_the_survey_run_in_onnxruntime(names: list[str], tmp_path: Path) -> None:
+    module = side_by_side({f"op_{i}": OPS[name].module for i, name in enumerate(names)})
+    inputs = tuple(OPS[name].x for name in names)
+    converted = _converted(module, inputs, "onnxruntime", None)
     path = qtrace.export(converted, tmp_path / "m.onnx")
     session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    session.run(None, {i.name: case.x for i in session.get_inputs()})
+    session.run(None, {i.name: x for i, x in zip(session.get_inputs(), inputs, strict=True)})

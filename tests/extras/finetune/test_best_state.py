@@ -22,9 +22,8 @@ from qtrace.errors import ConfigError
 from qtrace.extras.finetune import FinetuneSettings
 from qtrace.extras.finetune import training as monitoring
 from qtrace.extras.finetune.evaluation import BestState
-from qtrace.extras.finetune.learner import Learner
-from qtrace.extras.finetune.running import TuningRun
-from qtrace.extras.finetune.training import Retreats, Trainer
+from qtrace.extras.finetune.finetune import TuningRun
+from qtrace.extras.finetune.training import Learner, Retreats, Trainer
 from qtrace.extras.finetune.twins import Units, range_unit, size_of
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.model import QuantizedModel, fake_quants, graph_hash

@@ -17,8 +17,7 @@ from qtrace.errors import CalibrationError, ConfigError, GraphError, TrainingErr
 from qtrace.extras.finetune import FinetuneSettings, twins
 from qtrace.extras.finetune.data import hold_back, read
 from qtrace.extras.finetune.training import Trainer
-from qtrace.extras.finetune.twins import size_of
-from qtrace.extras.finetune.watching import MovingTensors
+from qtrace.extras.finetune.twins import MovingTensors, size_of
 from qtrace.graph.types import TracedModule
 from qtrace.preparation.model import fake_quants, followers, graph_hash, read_record, write_record
 from tests.each import each_of

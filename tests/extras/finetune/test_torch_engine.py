@@ -166,7 +166,7 @@ def test_a_batchnorm_that_trains_is_computed_and_moves_its_statistics() -> None:
 
 
 def test_an_unfolded_batchnorm_is_folded_in_evaluation_as_by_megengine() -> None:
-    from qtrace.extras.torch.learning.graph import TorchGraph
+    from qtrace.extras.torch.learning.engine import TorchGraph
 
     prepared, x = _folding(bn={"fold": False}), mge.Tensor(_data(1, 5)[0])
     with evaluating(prepared), in_phase(prepared, "quantize"):
@@ -303,17 +303,17 @@ def test_a_mode_without_a_form_is_noticed_before_the_first_step() -> None:
 
 
 def test_float_values_that_differ_from_megengines_refuse_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    from qtrace.extras.torch.learning import graph
+    from qtrace.extras.torch.learning import engine
 
-    monkeypatch.setitem(graph._FORMS, "relu", lambda x: x.clamp_min(0.1))
+    monkeypatch.setitem(engine._FORMS, "relu", lambda x: x.clamp_min(0.1))
     report = _run("auto")[1]
     assert report.engine == "megengine"
     assert report.engine_reason.startswith("torch does not apply: its float values differ from MegE")
 
 
 def test_a_fake_quant_of_ones_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from qtrace.extras.torch.learning import graph
+    from qtrace.extras.torch.learning import engine
     from qtrace.fakequant.lsq import LSQFakeQuant
 
-    monkeypatch.setattr(graph, "MODULES", tuple(set(graph.MODULES) - {LSQFakeQuant}))
+    monkeypatch.setattr(engine, "MODULES", tuple(set(engine.MODULES) - {LSQFakeQuant}))
     assert "is a fake quant of your own" in _run("auto")[1].engine_reason

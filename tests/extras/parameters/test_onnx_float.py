@@ -21,7 +21,7 @@ import qtrace
 from qtrace import QConfig
 from qtrace.errors import ExportError
 from qtrace.graph.types import TracedModule
-from qtrace.plugins.installed import installed
+from qtrace.plugins import installed
 from tests.nets import Inverted, ResNet, images, net, randomize
 
 AIMET = ("aimet-0.6.1", "aimet-1.0.0", "aimet-2.0.0")

@@ -74,8 +74,7 @@ class TestWithTorch:
     @each_of("drop", [0.0, 0.5])
     @each_of("scale_lr", [0.0, 0.01])
     def test_a_step_equals_that_of_megengine(self, drop: float, scale_lr: float) -> None:
-        from qtrace.extras.torch.learning.engine import TorchEngine
-        from qtrace.extras.torch.learning.graph import TorchGraph
+        from qtrace.extras.torch.learning.engine import TorchEngine, TorchGraph
         from qtrace.extras.torch.rounding_block import TorchGradients
 
         with queueless():

@@ -12,7 +12,7 @@ import pytest
 
 import qtrace
 from qtrace.errors import GraphError, ImportingError
-from qtrace.extras.torch import exporting
+from qtrace.extras.torch import importing
 from qtrace.extras.torch.state import note_state, state_arrays
 from qtrace.graph.origin import (
     FileNorm,
@@ -216,7 +216,7 @@ def test_networks_that_torch_did_not_give_have_no_state(tmp_path: Path) -> None:
 
 
 def test_without_torch_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exporting.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importing.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportingError, match="package torch: run pip install -e"):
         qtrace.from_torch(object(), np.zeros((1, 3)))
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from qtrace.extras.tune.judge import sample_noise, value_of_noise
-from qtrace.extras.tune.pareto import CostLimits, certainty, choose, pareto, rank
-from qtrace.extras.tune.trials import Trial
+from qtrace.extras.tune.trials import CostLimits, Trial, certainty, choose, pareto, rank
 from qtrace.sensitivity.metrics import sqnr
 from tests.each import each_of
 

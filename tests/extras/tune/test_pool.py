@@ -13,14 +13,13 @@ import numpy as np
 import pytest
 
 import qtrace
+from qtrace import workers
 from qtrace.errors import ConfigError, QtraceError
 from qtrace.extras.tune import TuneSettings, Tuning, tune
 from qtrace.extras.tune.judge import Here, Judge, Subject, Task
-from qtrace.extras.tune.search import split
-from qtrace.extras.tune.space import as_recipe
+from qtrace.extras.tune.search import as_recipe, split
 from qtrace.extras.tune.trials import TRIALS
-from qtrace.workers import processes
-from qtrace.workers.processes import Processes
+from qtrace.workers import Processes
 from tests.extras.tune.test_search import data, small, start, told
 
 
@@ -80,14 +79,14 @@ def test_a_metric_without_a_name_is_refused_before_a_trial(tmp_path: Path) -> No
 def test_a_process_that_dies_loses_no_trial_and_the_search_goes_on_to_the_same(
     on_two: Tuning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    send = processes._send
+    send = workers._send
 
     def kill(worker: Any, message: bytes) -> None:
         send(worker, message)
         if isinstance(message, Task):
             os.kill(worker.pid, signal.SIGKILL)
 
-    monkeypatch.setattr(processes, "_send", kill)
+    monkeypatch.setattr(workers, "_send", kill)
     with pytest.raises(QtraceError, match=r"was ended by signal 9: run the command again"):
         _search(tmp_path / "b", weights, workers=2)
     monkeypatch.undo()

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from scripts.onnx_open_axes import FILE, Count, count_all, main, rows, summarize
+from tests.importing.onnx.cases import load_cases
 
 STORED = json.loads(FILE.read_text(encoding="utf-8"))["ops"]
 
@@ -45,7 +46,10 @@ def test_ops_that_keep_all_are_one_row() -> None:
     ]
 
 
-def test_the_script_refuses_what_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_script_refuses_what_it_does_not_know(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("scripts.onnx_open_axes.load_cases", lambda kind: load_cases("simple"))
     assert main(["NoSuchOp"]) == 2
     assert "no test that comes in is about NoSuchOp" in capsys.readouterr().err
     assert main(["--write", "Conv"]) == 2

@@ -26,7 +26,7 @@ from qtrace.comparing.sums import sqnr_db
 from qtrace.errors import CalibrationError, ConfigError, GraphError
 from qtrace.graph.types import TracedModule
 from qtrace.graph.walk import exprs
-from qtrace.inspection.comparison import Comparison, page
+from qtrace.inspection.comparison import Comparison, report
 from qtrace.numerics import fake_quantize
 from qtrace.preparation.passes.insert import CONTAINER
 from qtrace.scheme import QParams
@@ -277,7 +277,7 @@ def test_the_plot_has_the_sign_of_the_table(found: Comparison) -> None:
 
     sites = [site for site in found.sites if site.sort == "activation"]
     axes = Figure().add_subplot()
-    page._draw_waterfall(axes, sites)
+    report._draw_sites(axes, sites)
     tops = [bar.get_y() + bar.get_height() for bar in axes.patches]
     assert tops == pytest.approx([site.own_db for site in sites])
     (line,) = (line for line in axes.lines if line.get_label().startswith("SQNR"))
@@ -285,7 +285,7 @@ def test_the_plot_has_the_sign_of_the_table(found: Comparison) -> None:
     assert "higher is better" in axes.get_ylabel()
     assert min(axes.get_ylim()) == 0
     assert not axes.yaxis_inverted()
-    assert "\N{MINUS SIGN}" not in page._plot_waterfall(sites)
+    assert "\N{MINUS SIGN}" not in report._plot_waterfall(sites)
 
 
 def _chromium() -> str:

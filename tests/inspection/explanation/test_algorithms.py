@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from qtrace.inspection.explanation._ptq import describe_algorithms
+from qtrace.inspection.explanation._table import describe_algorithms
 from qtrace.ptq import Left, Report
 
 

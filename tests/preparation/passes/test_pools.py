@@ -12,8 +12,7 @@ import onnxruntime
 import pytest
 
 import qtrace
-from qtrace.benchmarking.onnx_ops import read_graph
-from qtrace.benchmarking.prediction import predict
+from qtrace.benchmarking.prediction import predict, read_graph
 from qtrace.costs import FLOAT, INTEGER, PLAIN_MAX_POOL, CostTable, OpShape
 from qtrace.preparation.passes import _problem as problems
 from qtrace.preparation.passes import place as placing

@@ -12,8 +12,7 @@ import megengine.module as M
 import pytest
 
 import qtrace
-from qtrace.benchmarking.onnx_ops import read_graph
-from qtrace.benchmarking.prediction import predict, predict_float
+from qtrace.benchmarking.prediction import predict, predict_float, read_graph
 from qtrace.costs import CostTable
 from qtrace.preparation.model import QuantizedModel
 from qtrace.preparation.normalize import normalize

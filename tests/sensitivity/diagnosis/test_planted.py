@@ -130,13 +130,16 @@ def test_compare_begins_with_the_verdict(folder):
     assert diagnosis["causes"][0]["channels"] == [3]
 
 
-def test_at_least_decides_the_exit_code(folder):
+def test_at_least_decides_the_exit_code_and_the_verdict_shows_its_progress(folder):
     command = plant("plain", "outlier-channels")
-    code, _, err = run(f"{command} --at-least 30")
+    code, _, err = run(f"{command} --at-least 30 --progress")
     assert code == 1
     assert "not at least 30" in err
     assert "next: qtrace export" not in err
-    assert run(f"{command} --force --at-least 3")[0] == 0
+    assert "verdict: 100%" in err
+    code, _, err = run(f"{command} --force --at-least 3 --quiet")
+    assert code == 0
+    assert "verdict: 100%" not in err
 
 
 def test_a_metric_that_is_none_is_refused_before_the_calibration(folder):
@@ -184,12 +187,6 @@ def test_batches_are_held_back_if_there_are_enough(folder):
     report = calibrate(command.replace("calibration.npy", "few.npy"))
     # Of two batches a quarter of the samples.
     assert (report["batches"], report["verdict"]["measured_on"]) == (2, "held-back samples")
-
-
-def test_the_verdict_shows_its_progress(folder):
-    command = plant("plain", "outlier-channels")
-    assert "verdict: 100%" in run(f"{command} --progress")[2]
-    assert "verdict: 100%" not in run(f"{command} --force --quiet")[2]
 
 
 def test_a_weight_that_is_computed_from_the_input_is_no_obstacle() -> None:

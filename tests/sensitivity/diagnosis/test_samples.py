@@ -15,7 +15,7 @@ import pytest
 import qtrace
 from qtrace.comparing.groups import find_groups
 from qtrace.data import open_data
-from qtrace.data.whole import recut
+from qtrace.data.opening import recut
 from qtrace.quantizing.call_data import split_data
 from qtrace.sensitivity.diagnosis import Calibrated, JudgedOutputs, diagnose, judge_outputs
 from qtrace.sensitivity.diagnosis.judged_outputs import SampleErrors, measure_differences, measure_samples

@@ -18,13 +18,14 @@ from qtrace import QConfig
 from qtrace.errors import DataError, ExportError
 from qtrace.graph.types import TracedModule
 from tests.each import each_of
-from tests.nets import MobileNetV2, ResNet, images, net, randomize
+from tests.nets import MobileNetV2, ResNet, images, net, randomize, side_by_side, spread, without_sites
 
 RECIPE = "backend/megengine"
 
 
-def _converted(module: M.Module, *batches: np.ndarray, config: Any = RECIPE) -> TracedModule:
-    prepared = qtrace.prepare(qtrace.trace(module, batches[0], check=False), config)
+def _converted(module: M.Module, *batches: Any, config: Any = RECIPE) -> TracedModule:
+    example = batches[0] if isinstance(batches[0], tuple) else (batches[0],)
+    prepared = qtrace.prepare(qtrace.trace(module, *example, check=False), config)
     return qtrace.convert(qtrace.calibrate(prepared, batches, progress=False))
 
 
@@ -116,15 +117,16 @@ OPS: dict[str, M.Module] = {
 }
 
 
-@pytest.mark.parametrize("name", OPS)
-def test_op(name: str, tmp_path: Path) -> None:
-    batches = [images(3, 4, 8, 8, seed=s) for s in range(2)]
-    converted = _converted(OPS[name], *batches)
+@pytest.mark.parametrize("names", spread(OPS, 4), ids=lambda names: names[0])
+def test_ops_run_in_megengine_as_in_the_graph(names: list[str], tmp_path: Path) -> None:
+    batches = [tuple(images(3, 4, 8, 8, seed=s) for _ in names) for s in range(2)]
+    converted = _converted(side_by_side({name: OPS[name] for name in names}), *batches)
     path = _export(converted, tmp_path)
     # Another batch size than the trace had.
-    report = qtrace.verify(path, converted, [*batches, images(5, 4, 8, 8, seed=9)])
+    last = tuple(images(5, 4, 8, 8, seed=9) for _ in names)
+    report = qtrace.verify(path, converted, [*batches, last])
     assert report.passed, report.table()
-    assert report.sites["op_by_op"], "no site was compared"
+    assert not without_sites(names, report.sites["op_by_op"])
 
 
 def test_several_inputs_and_outputs_have_their_names_and_order(tmp_path: Path) -> None:

@@ -17,13 +17,14 @@ from qtrace import QConfig
 from qtrace.errors import ExportError
 from qtrace.graph import functions
 from qtrace.graph.types import TracedModule
-from tests.nets import MobileNetV2, ResNet, images, net, randomize
+from tests.nets import MobileNetV2, ResNet, images, net, randomize, side_by_side, spread, without_sites
 
 RECIPE = "backend/ncnn"
 
 
-def _converted(module: M.Module, *batches: np.ndarray, config: Any = RECIPE) -> TracedModule:
-    prepared = qtrace.prepare(qtrace.trace(module, batches[0], check=False), _with_groups(config))
+def _converted(module: M.Module, *batches: Any, config: Any = RECIPE) -> TracedModule:
+    example = batches[0] if isinstance(batches[0], tuple) else (batches[0],)
+    prepared = qtrace.prepare(qtrace.trace(module, *example, check=False), _with_groups(config))
     return qtrace.convert(qtrace.calibrate(prepared, batches, progress=False))
 
 
@@ -176,17 +177,16 @@ OPS: dict[str, M.Module] = {
 }
 
 
-@pytest.mark.parametrize("name", OPS)
-def test_op(name: str, tmp_path: Path) -> None:
-    batches = [images(3, 4, 8, 8, seed=s) for s in range(3)]
-    module = OPS[name]
-    converted = _converted(module, *batches)
+@pytest.mark.parametrize("names", spread(OPS, 6), ids=lambda names: names[0])
+def test_ops_run_in_ncnn_as_in_the_graph(names: list[str], tmp_path: Path) -> None:
+    batches = [tuple(images(3, 4, 8, 8, seed=s) for _ in names) for s in range(3)]
+    converted = _converted(side_by_side({name: OPS[name] for name in names}), *batches)
     path = qtrace.export(converted, tmp_path / "m.param")
     # Another batch size: a net computes one sample.
-    fresh = [*batches, images(5, 4, 8, 8, seed=9)]
+    fresh = [*batches, tuple(images(5, 4, 8, 8, seed=9) for _ in names)]
     report = qtrace.verify(path, converted, fresh, min_sqnr_db=35)
     assert report.passed, report.table()
-    assert report.sites["op_by_op"], "no site was compared"
+    assert not without_sites(names, report.sites["op_by_op"])
 
 
 # Ops that read what a rounding before them stands for, or move it.

@@ -9,7 +9,7 @@ import megengine.module as M
 import pytest
 
 import qtrace
-from qtrace.benchmarking.interleaved import Speed, compare_files
+from qtrace.benchmarking.files import Speed, compare_files
 from qtrace.benchmarking.runners import RunnerSettings, open_file
 from qtrace.errors import ExportError
 from qtrace.quantizing import delivering

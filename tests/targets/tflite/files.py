@@ -30,6 +30,19 @@ def kinds(path: Path) -> list[str]:
     return [_NAMES[model.operatorCodes[o.opcodeIndex].builtinCode] for o in model.subgraphs[0].operators]
 
 
+def kinds_by_input(path: Path) -> list[list[str]]:
+    """The operators that depend on each input of a file of networks side by side, in order."""
+    model = load(path)
+    graph = model.subgraphs[0]
+    lists: list[list[str]] = [[] for _ in graph.inputs]
+    origin = dict(zip(graph.inputs, lists, strict=True))
+    for operator in graph.operators:
+        (own,) = {id(origin[i]): origin[i] for i in operator.inputs if i in origin}.values()
+        own.append(_NAMES[model.operatorCodes[operator.opcodeIndex].builtinCode])
+        origin.update(dict.fromkeys(operator.outputs, own))
+    return lists
+
+
 def facts(path: Path) -> dict[str, Any]:
     """Returns the file's metadata entry ``qtrace``."""
     model = load(path)

@@ -9,6 +9,7 @@ from typing import Any
 import megengine.functional as F
 import megengine.module as M
 import numpy as np
+import onnx
 
 from qtrace.importing.onnx.call import Call, Lowering
 from qtrace.importing.onnx.model import Stored, Value
@@ -24,8 +25,6 @@ _MODULES = {1: M.Conv1d, 2: M.Conv2d, 3: M.Conv3d}
 _FUNCTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _TRANSPOSED_FUNCTIONS = {2: F.conv_transpose2d, 3: F.conv_transpose3d}
 _TRANSPOSED = {2: M.ConvTranspose2d, 3: M.ConvTranspose3d}
-
-_CUTS_WINDOWS = 19  # the opset from which AveragePool counts no place after the padding
 
 
 @dataclass(frozen=True)
@@ -323,9 +322,10 @@ def _refuse_disputed_counts(call: Call, window: Window, ceiled: Window) -> None:
     windows of axis i at the size plus ``pads[2 * i + 1]``, which is another axis' padding if there are more.
     """
     pads = (*window.before, *window.after)
+    cuts = "dilations" in onnx.defs.get_schema("AveragePool", call.version).attributes  # from opset 19 on
     for i, kernel in enumerate(window.kernel):
         after = window.after[i]
-        end = pads[2 * i + 1] if call.version >= _CUTS_WINDOWS else after + kernel
+        end = pads[2 * i + 1] if cuts else after + kernel
         for shape in call.shapes(0):
             size = shape[i + 2]
             padded = size + window.before[i] + ceiled.after[i]

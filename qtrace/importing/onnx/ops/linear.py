@@ -12,6 +12,7 @@ from typing import Any
 import megengine.functional as F
 import megengine.module as M
 import numpy as np
+import onnx
 
 from qtrace.graph import recurrent
 from qtrace.graph.origin import joined, transposed_by
@@ -29,7 +30,8 @@ __all__ = [
 _GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 _ACTIVATIONS = {"LSTM": ["sigmoid", "tanh", "tanh"], "GRU": ["sigmoid", "tanh"], "RNN": ["tanh"]}
 _RESULTS = ("sequence", "hidden", "cell")
-_LENGTHS, _HIDDEN, _CELL, _PEEPHOLES = 4, 5, 6, 7
+_INPUTS = [end.name for end in onnx.defs.get_schema("LSTM").inputs]
+_LENGTHS, _HIDDEN, _CELL, _PEEPHOLES = map(_INPUTS.index, ("sequence_lens", "initial_h", "initial_c", "P"))
 
 
 def _recurrent(call: Call) -> Any:

@@ -19,7 +19,7 @@ __all__ = [
 ]
 
 _NOTHING = slice(0, 0)
-_LAST = 2**31 - 1  # a place from here on means the end of the axis
+_LAST = int(np.iinfo(np.int32).max)  # a place from here on means the end of the axis
 _MAX_SECTIONS = 500  # of unlike sizes: MegEngine's time and memory grow with their square
 
 

@@ -118,7 +118,7 @@ def test_explain_fits_the_width_of_the_terminal(
     explain("float.mge")
     assert seen == {"width": None, "every": False, "colour": False}
     monkeypatch.setenv("COLUMNS", str(columns))
-    monkeypatch.setattr("qtrace.cli.commands.explain.on_terminal", lambda: True)
+    monkeypatch.setattr("qtrace.cli.reports.on_terminal", lambda: True)
     monkeypatch.setenv("NO_COLOR", "1") if not colour else monkeypatch.delenv("NO_COLOR", raising=False)
     explain("float.mge", "--all")
     assert seen == {"width": columns, "every": True, "colour": colour}

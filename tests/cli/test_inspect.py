@@ -102,7 +102,7 @@ def test_the_op_that_combines_samples_is_named(inspect: Any, folder: Path) -> No
     qtrace.save(traced, folder / "centred.mge")
     result = inspect("centred.mge", "--samples", "images.npy")
     assert result.code == 1
-    assert "first, mean_out (F.mean, tests/cli/commands/test_inspect.py:" in result.out
+    assert "first, mean_out (F.mean, tests/cli/test_inspect.py:" in result.out
     difference = json.loads(inspect("centred.mge", "--samples", "images.npy", "--json").out)["samples"]
     assert difference["difference"]["kind"] == "samples"
     np.save(folder / "one.npy", images(1, 3, 8, 8))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
+from qtrace.cli.verdicts import check_expectations
 from qtrace.config import Expect
-from qtrace.inspection.expectations import check_expectations
 from tests.each import each_of
 
 LIMITS = Expect(metric="top1", max_drop=0.5, min_sqnr=20, max_megabytes=2, max_milliseconds=1.5)

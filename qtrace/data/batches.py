@@ -361,9 +361,7 @@ def check_batches(batches: Any, name: str = "batches", reader: str = "") -> None
 
 def number_batches(batches: Any) -> Iterator[tuple[int, Any]]:
     """Returns batches with the numbers that their source gives them, or which count them."""
-    pairs: Iterator[tuple[int, Any]]
-    pairs = batches.numbered() if hasattr(batches, "numbered") else enumerate(batches)
-    return pairs
+    return batches.numbered() if hasattr(batches, "numbered") else enumerate(batches)
 
 
 def refuse_nan(arguments: _Arguments, index: int, model: TracedModule, source: str = "") -> None:
@@ -401,12 +399,13 @@ def find_values(arguments: _Arguments, test: Callable[[np.ndarray], np.ndarray],
         index: the number of the batch, which may know the number of its first sample in the data.
     """
     args, kwargs = arguments
-    first = getattr(index, "first", 0)
     for key, argument in (*enumerate(args), *kwargs.items()):
         for value in _values(argument):
             if value.dtype.kind == "f" and value.size and (found := test(value)).any():
                 place = [int(axis[0]) for axis in np.nonzero(found)]
-                return f"input {key} at {place}" + (f" (sample {first + place[0]})" if place else "")
+                return f"input {key} at {place}" + (
+                    f" (sample {getattr(index, 'first', 0) + place[0]})" if place else ""
+                )
     return ""
 
 

@@ -126,8 +126,10 @@ class Recut(DerivedSource):
         for number, batch in numbered:
             count = batch_length(batch)
             first = number * self.size if self.cut and self.size else first
+            place = _Number(number)
+            place.first, place.last = first, first + count - 1
             if not self.whole or count == self.size:
-                yield number if self.size is None else _Number(number, first, first + count - 1), batch
+                yield number if self.size is None else place, batch
             first += count
 
     def _joined(self, size: int) -> Iterator[Batch]:
@@ -155,11 +157,7 @@ class _Number(int):
         first, last: the numbers of its first and last sample in the data.
     """
 
-    def __new__(cls, number: int, first: int = 0, last: int = 0) -> _Number:
-        """Returns the number with the place of its samples."""
-        self = super().__new__(cls, number)
-        self.first, self.last = first, last
-        return self
+    first = last = 0
 
     def __str__(self) -> str:
         return f"{int(self)} (samples {self.first} to {self.last} of the data)"

@@ -36,7 +36,7 @@ __all__ = ["compare", "explain", "sensitivity"]
 @click.option(
     "--why",
     metavar="NODE",
-    help="Explain a node, also as in the ONNX file, a site, a module (or a glob), or a kind of op in full.",
+    help="Explain in full a node (also by its ONNX name), site, module (or a glob) or kind of op.",
 )
 @click.option("--all", "every", is_flag=True, help="Show ops on shapes and constants, too.")
 @options.file_to_write("--dot", help="Also draw the graph into this file, for Graphviz.")
@@ -226,7 +226,7 @@ def _findings(diagnosis: Diagnosis | None, comparison: Comparison) -> tuple[list
     help="For --metric detection: the smallest float score of a location that counts.  [default: 0.3]",
 )
 @click.option(
-    "--at-least", type=float, help="Search for the fewest layers to raise until the metric is this."
+    "--at-least", type=float, help="Search for the fewest layers to raise to reach this metric."
 )
 @click.option(
     "--max-drop", type=float, help="As --at-least, but how far the metric may be below its value in float."

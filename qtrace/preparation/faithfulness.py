@@ -241,8 +241,6 @@ def takes_call(arguments: Any, model: TracedModule) -> bool:
     return True
 
 
-# Compares the float graph of a network with the network itself, on samples of the user's data.
-
 _LOG = logging.getLogger("qtrace")
 
 # In units of the relative error of an operation: what the order of sums makes of deep networks is below the
@@ -399,8 +397,8 @@ def read_batches(samples: Iterable[Any]) -> Iterator[Batch]:
             named = {str(name): _as_array(value) for name, value in batch.items()}
             arrays = [value for value in named.values() if value is not None]
         else:
-            given = batch if isinstance(batch, (tuple, list)) else (batch,)
-            arrays = [value for value in map(_as_array, given) if value is not None]
+            values = batch if isinstance(batch, (tuple, list)) else (batch,)
+            arrays = [value for value in map(_as_array, values) if value is not None]
             named = {}
         if len(arrays) != (len(batch) if isinstance(batch, (Mapping, tuple, list)) else 1):
             return

@@ -18,6 +18,7 @@ from qtrace.scheme import QParams, QScheme, Rounding
 
 __all__ = [
     "EXACT_INTEGERS",
+    "GAP",
     "SMALLEST_NORMAL",
     "SMALLEST_SCALE",
     "SMALLEST_SHARE",
@@ -36,6 +37,9 @@ __all__ = [
     "round_to",
     "smallest_type",
 ]
+
+GAP = 8.0
+"""Between the numbers that stand for infinity, such as those of a mask, and all others."""
 
 # The smallest normal float32: runtimes, MegEngine among them, flush smaller ones to zero.
 SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)

@@ -29,6 +29,7 @@ __all__ = [
     "LOOKUP",
     "PLAIN_MAX_POOL",
     "SCHEMA",
+    "STEM_CHANNELS",
     "CostTable",
     "Family",
     "Machine",
@@ -220,7 +221,7 @@ def _slope(points: Mapping[Point, float], axis: int) -> float:
 
 _BLOCK = 16  # channels in a vector register of AVX-512, and in a block of integer kernels
 _PAGE = 1024  # floats: addresses that are pages apart share a line of the nearest cache
-_STEM = 8  # fewer input channels than this have kernels that read the image as it is
+STEM_CHANNELS = 8  # fewer input channels than this have kernels that read the image as it is
 # Kind of a convolution -> the number of axes that it slides along, which its name has.
 _CONVS = {kind: int(kind[-2]) for kind in ("conv1d", "conv2d", "conv3d")}
 _TRANSPOSED = {kind: int(kind[-2]) for kind in ("conv_transpose2d", "conv_transpose3d")}
@@ -343,7 +344,7 @@ def _conv(op: OpShape, axes: int) -> list[Family]:
     if op.groups > 1:
         return [Family("grouped", (inputs * area, outputs, pixels))]
     name = "pointwise" if area == 1 else "3x3" if area <= 9 else "larger"
-    if inputs < _STEM:
+    if inputs < STEM_CHANNELS:
         stem = Family(f"stem {name}", (inputs * area, _blocks(outputs), pixels))
         return [stem, Family("stem 3x3", stem.at), Family(name, stem.at)]
     if name == "pointwise" and pixels == op.outputs[0][0]:

@@ -419,8 +419,8 @@ class PlainGraph(ConvertedGraph):
     Args:
         traced: a traced module that was not prepared; it is not changed.
         pieces: whether composites such as attention are written as their pieces.
-        folded: whether a BatchNorm, or a stored scale and shift, becomes part of the layer before it, as for
-            runtimes that do not fold them when they load a file.
+        folded: whether a BatchNorm, or a stored scale and shift, becomes part of the layer before it.
+            Runtimes that do not fold them when they load a file need that.
 
     Attributes:
         scopes: expr -> the path of the module that it calls, or in whose ``forward`` it was recorded. It

@@ -228,8 +228,8 @@ class SelectingFragment:
     def replay(self, values: Sequence[np.ndarray], table: np.ndarray) -> Replayed:
         """Computes the outputs for the places of another run, as `places` gives them.
 
-        No node reads a place that the values of this run would pick: it may be one of another number of rows
-        than the inputs have, which come from the other run's places, too.
+        No node reads a place that the values of this run would pick. The inputs come from the other run's
+        places, too, so that they may have another number of rows.
         """
         rows = split_places(table)
         given = [

@@ -1,7 +1,7 @@
 """Collects the nodes and initializers of one ONNX graph, with their names and types.
 
 Every tensor has the type that it has in the graph. ONNX requires int64 for shapes and indices, which are
-int32 in MegEngine: they are converted where an op reads them (`int64`, `shape_vector`) and where one computes
+int32 in MegEngine. They are converted where an op reads them (`int64`, `shape_vector`) and where one computes
 them (`emit_as`).
 """
 

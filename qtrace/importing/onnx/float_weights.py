@@ -4,8 +4,8 @@ MatMulNBits of the domain com.microsoft becomes a product with a float weight. S
 onnxruntime.quantization.quantize_dynamic and the optimizer of onnxruntime make of layers: MatMulInteger and
 ConvInteger with the Cast and the Mul after them, DynamicQuantizeMatMul, MatMulIntegerToFloat and
 DynamicQuantizeLSTM. Nothing in such a file is rounded by a stored scale, so the network is a float one with
-rounded weights. A weight after a Cast and a Mul becomes a stored float, and so does one after a
-DequantizeLinear with blocks, or of 4 bits and less where no activation is rounded.
+rounded weights. A weight after a Cast and a Mul becomes a stored float. So does one after a DequantizeLinear
+with blocks, or of 4 bits and less where no activation is rounded.
 """
 
 from __future__ import annotations

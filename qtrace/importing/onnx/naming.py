@@ -1,7 +1,7 @@
 """Names of modules and nodes, from the names in the file and from what PyTorch's exporters keep.
 
 The exporter of `torch.export` writes the path of the module and the line of its code as metadata of each
-node, the older one as the node's name, in which the name of a list stands twice:
+node. The older one writes them as the node's name, in which the name of a list stands twice:
 ``/layer4/layer4.1/conv1/Conv``.
 """
 

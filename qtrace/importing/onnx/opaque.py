@@ -1,6 +1,6 @@
 """Keeps nodes without an equal in MegEngine as they are in the file: as opaque nodes of the graph.
 
-A result that no traced graph can hold stays in the file's form: a sequence, text, a type that MegEngine
+A result that no traced graph can hold stays in the file's form. It is a sequence, text, a type that MegEngine
 lacks, or a tensor whose shape depends on values. The nodes that read it are kept together with the node that
 gives it, up to results that are tensors of known shape again. Nothing is approximated.
 """

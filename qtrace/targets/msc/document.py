@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from qtrace.display import Displayed
-from qtrace.errors import DataError, GraphError
+from qtrace.errors import SHOWN_CHARACTERS, DataError, GraphError
 from qtrace.plugins.options import check_arguments
 from qtrace.storage.checkpoints import unpack_arrays
 from qtrace.storage.files import replacing
@@ -67,7 +67,6 @@ def _quoted(text: str) -> str:
 
 
 _LARGEST_SIZE = 2**63 - 1
-_SHOWN = 60  # characters of a value in a message
 
 
 class _Fields:
@@ -112,7 +111,7 @@ _KINDS = {str: "text", int: "an integer", list: "a list", dict: "an object"}
 
 def _shown(value: Any) -> str:
     text = ascii(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
 
 
 BLOCK = "block"

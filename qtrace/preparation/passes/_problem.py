@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from qtrace.costs import FLOAT, INTEGER, LOOKUP, PLAIN_MAX_POOL, CostTable, OpShape
-from qtrace.costs.table import STEM_CHANNELS
+from qtrace.costs import FLOAT, INTEGER, LOOKUP, PLAIN_MAX_POOL, STEM_CHANNELS, CostTable, OpShape
 from qtrace.graph.types import Constant, Expr, GetAttr, Node, TensorNode
 from qtrace.graph.walk import shape_of, tensor_inputs, users
 from qtrace.onnxfile.local_session import stays_blocked

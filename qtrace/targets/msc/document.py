@@ -66,7 +66,7 @@ def _quoted(text: str) -> str:
     return json.dumps(text)
 
 
-_LARGEST_SIZE = 2**63 - 1
+_LARGEST_SIZE = int(np.iinfo(np.int64).max)
 _SHOWN = 60  # characters of a value in a message
 
 

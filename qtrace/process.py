@@ -448,7 +448,7 @@ _others: list[Callable[[], None]] = []
 def return_free_memory() -> None:
     """Gives freed memory back to the system, where the C library can (glibc).
 
-    It keeps what was freed in pieces of up to 32 MB for later, in every thread: for a network with weights of
+    It keeps what was freed in pieces of up to 32 MB for later, in every thread. For a network with weights of
     this size that adds up to several times the network. MegEngine computes and frees later than it is told,
     so this waits for it: without, what it rounds of all weights is in memory at once.
     """

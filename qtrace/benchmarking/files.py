@@ -27,7 +27,7 @@ from qtrace.benchmarking.runners import (
     run_interleaved,
 )
 from qtrace.costs import CostTable
-from qtrace.display import MEBIBYTE, Displayed, progress_bar
+from qtrace.display import Displayed, megabytes, progress_bar
 from qtrace.errors import ExportError
 from qtrace.plugins.options import check_arguments
 from qtrace.runtimes.host import RuntimeHost, describe_side
@@ -456,10 +456,10 @@ def show(reports: Sequence[FileReport], by_op: bool) -> str:
 def _figures(report: FileReport) -> str:
     latency = report.latency
     times = [_milliseconds(t) for t in (latency.minimum, latency.median, latency.low, latency.high)]
-    memory = "      ?" if report.memory is None else f"{report.memory / MEBIBYTE:7.1f}"
+    memory = "      ?" if report.memory is None else f"{megabytes(report.memory):7.1f}"
     line = (
         f"{' '.join(times)} {latency.ratio:6.2f}x {latency.throughput:10.1f} "
-        f"{report.size / MEBIBYTE:7.1f}  {memory}"
+        f"{megabytes(report.size):7.1f}  {memory}"
     )
     if report.prediction is None:
         return line

@@ -387,7 +387,7 @@ def collect(
                 for batch in bar:
                     index, arguments, engine = batch.number, batch.arguments, reader.engine()
                     observing.begin(index, batch.checksum)
-                    with _naming_infinity(arguments):
+                    with _naming_infinity(arguments, index):
                         engine.run(arguments, index, observing.observe)
                         for name in observing.nonfinite:
                             _refuse_nonfinite_output(module, arguments, index, model.nodes[name])
@@ -513,12 +513,12 @@ def _refuse_nonfinite_output(
 
 
 @contextmanager
-def _naming_infinity(arguments: Arguments) -> Iterator[None]:
+def _naming_infinity(arguments: Arguments, index: int) -> Iterator[None]:
     """Adds to an error where the batch itself holds infinity, which a mask may mean."""
     try:
         yield
     except CalibrationError as error:
-        place = find_values(arguments, np.isinf)
+        place = find_values(arguments, np.isinf, index)
         if not place:
             raise
         raise CalibrationError(f"{error} The batch itself holds infinity, first in {place}.") from error

@@ -36,7 +36,7 @@ __all__ = ["compare", "explain", "sensitivity"]
 @click.option(
     "--why",
     metavar="NODE",
-    help="Explain a node, also as in the ONNX file, a site, a module (or a glob), or a kind of op in full.",
+    help="Explain in full a node (also by its ONNX name), site, module (or a glob) or kind of op.",
 )
 @click.option("--all", "every", is_flag=True, help="Show ops on shapes and constants, too.")
 @options.file_to_write("--dot", help="Also draw the graph into this file, for Graphviz.")
@@ -135,12 +135,11 @@ def compare(
 ) -> int:
     """Show where a quantized graph's error comes from, site by site.
 
-    MODEL is a folder of `qtrace calibrate`, its prepared.mge or its quantized.mge. "own" is the error that
-    arises at a site if all sites before it are float, "inherited" the error from those sites. Both are
-    relative to the signal, in dB: higher is better. Use data that was not used to calibrate. The verdict
-    above the table is measured on some samples at the beginning of --data, the table on all of them. The
-    exit code is 1 if it is broken. Images and raw pixels are preprocessed by --recipe, or else by MODEL's own
-    recipe.
+    MODEL is a folder of `qtrace calibrate`, its prepared.mge or its quantized.mge. The error "own" arises at
+    a site if all sites before it are float; "inherited" comes from those sites. Both are relative to the
+    signal, in dB: higher is better. Use data that was not used to calibrate. The verdict above the table is
+    measured on some samples at the beginning of --data, the table on all of them. The exit code is 1 if it is
+    broken. Images and raw pixels are preprocessed by --recipe, or else by MODEL's own recipe.
     """
     model = model.in_folder(CONVERTED)
     width = shutil.get_terminal_size().columns if on_terminal() else None
@@ -230,9 +229,7 @@ def _findings(diagnosis: Diagnosis | None) -> tuple[list[str], list[ChannelRange
     type=float,
     help="For --metric detection: the smallest float score of a location that counts.  [default: 0.3]",
 )
-@click.option(
-    "--at-least", type=float, help="Search for the fewest layers to raise until the metric is this."
-)
+@click.option("--at-least", type=float, help="Search for the fewest layers to raise to reach this metric.")
 @click.option(
     "--max-drop", type=float, help="As --at-least, but how far the metric may be below its value in float."
 )

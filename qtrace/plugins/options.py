@@ -22,7 +22,7 @@ from typing import Annotated, Any, ParamSpec, TypeVar, get_args, overload
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError
 
-from qtrace.errors import SHOWN_LINES, ConfigError, QtraceError
+from qtrace.errors import SHOWN_CHARACTERS, SHOWN_LINES, ConfigError, QtraceError
 
 __all__ = [
     "Bool",
@@ -252,7 +252,7 @@ def _sentence(error: Mapping[str, Any], model: type[BaseModel], place: Place) ->
 def show(value: Any) -> str:
     """Formats a value as YAML spells it, cut to a readable length."""
     text = "empty" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 3]}..."
 
 
 def _keys_at(model: type[BaseModel], loc: Loc) -> list[str]:
@@ -276,7 +276,6 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _CHECKED_ELSEWHERE = {"QConfig"}
-_MAX_SHOWN = 60  # characters of a value in a message
 
 
 def _is_bool(value: Any) -> bool:
@@ -422,6 +421,6 @@ def _shown(value: Any) -> str:
         return f"an array of shape {value.shape}"
     if value is None or isinstance(value, (str, bytes, numbers.Number, list, tuple, dict)):
         text = repr(value)
-        if len(text) <= _MAX_SHOWN and "\n" not in text:
+        if len(text) <= SHOWN_CHARACTERS and "\n" not in text:
             return text
     return _with_article(type(value).__name__)

@@ -21,9 +21,7 @@ __all__ = ["AdaRound"]
 class AdaRound(LearnedRounding):
     """Learns the roundings of each layer on its own; scales stay."""
 
-    after: ClassVar[tuple[str, ...]] = ("output_cosine",)
     instead_of: ClassVar[tuple[str, ...]] = ("reconstruct",)
-    reason: ClassVar[str] = "roundings are chosen once, with scales that stay"
 
     def blocks(self, model: TracedModule, layers: list[QuantizedLayer]) -> list[Block]:
         return single_layers(model, layers)

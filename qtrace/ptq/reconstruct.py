@@ -37,9 +37,7 @@ class Reconstruct(LearnedRounding):
         max_layers: a block with more layers is learned layer by layer.
     """
 
-    after: ClassVar[tuple[str, ...]] = ("output_cosine",)
     instead_of: ClassVar[tuple[str, ...]] = ("adaround",)
-    reason: ClassVar[str] = "roundings are chosen once, with scales that stay"
 
     drop: Annotated[Float, Field(ge=0, lt=1)] = 0.5
     scale_lr: Annotated[Float, Field(ge=0)] = 1e-3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -161,13 +162,12 @@ class _Samples:
     source: DataSource
 
     def __iter__(self) -> Iterator[Batch]:
-        batches = iter(self.source)
-        while True:
-            try:
-                batch = next(batches)
-            except (StopIteration, QtraceError):
-                return
-            yield batch
+        return (batch for _, batch in self.numbered())
+
+    def numbered(self) -> Iterator[tuple[int, Batch]]:
+        """Yields the batches with their numbers."""
+        with contextlib.suppress(QtraceError):
+            yield from self.source.numbered()
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from onnx import TensorProto, helper, numpy_helper
 from qtrace.errors import ExportError
 from qtrace.export.converted import PlainGraph
 from qtrace.export.onnx.opset import CopiedVersions, SourceVersions, at_opset, choose_versions
-from qtrace.graph.tensors import MAX_RANK
+from qtrace.graph.kernels import MAX_RANK
 from qtrace.graph.types import CallMethod, Constant, Expr, GetAttr, Node, TensorNode
 from qtrace.graph.walk import reads_shape, unused_name
 from qtrace.onnxfile.model import MAX_DEPTH, read_names, rename_tensors

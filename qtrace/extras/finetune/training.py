@@ -235,6 +235,7 @@ def _agree(value: np.ndarray, fast: np.ndarray | None) -> bool:
 
 
 _MAX_EVALUATIONS = 20
+_MIN_EVALUATION_INTERVAL = 5  # steps: an evaluation may take as long as several
 
 
 class Pace:
@@ -284,7 +285,7 @@ class RunSchedule:
         """The steps between two evaluations in a run of ``total``, so that these take little of its time."""
         if self._evaluate_every is not None:
             return self._evaluate_every
-        return max(math.ceil(total / _MAX_EVALUATIONS), self._batches)
+        return max(math.ceil(total / _MAX_EVALUATIONS), self._batches, _MIN_EVALUATION_INTERVAL)
 
     def evaluations(self, steps: int, total: int | None) -> int:
         """How often ``steps`` of ``total`` (None: there are no others) are evaluated, report included."""

@@ -16,8 +16,8 @@ from megengine.module import Module
 
 from qtrace.errors import ImportingError
 from qtrace.graph.builder import GraphBuilder
+from qtrace.graph.kernels import stored_tensor
 from qtrace.graph.origin import Move, joined, moved, reshaped_to, undone
-from qtrace.graph.tensors import stored_tensor
 from qtrace.graph.types import TensorNode
 from qtrace.importing.onnx.folding import Number, Size, SizeError, axis_size, whole
 from qtrace.importing.onnx.model import Graph, OnnxNode, Sizes, Stored, Value

@@ -145,12 +145,12 @@ def find_infinite(
         inputs: name of an input of the graph, or of a node that holds NaN -> its values in samples.
     """
     finder = _Finder(traced, calls)
-    found = finder.run(inputs or {})
+    infinities = finder.run(inputs or {})
     return {
         expr
         for expr in finder.order
         if expr in calls
-        if any(found.get(node) for node in (*calls[expr].inputs, *expr.outputs))
+        if any(infinities.get(node) for node in (*calls[expr].inputs, *expr.outputs))
     }
 
 

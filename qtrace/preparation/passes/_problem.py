@@ -139,8 +139,6 @@ def op_shape(call: OpCall) -> OpShape:
     )
 
 
-# The costs of a graph under its config: the time of each op and tensor, and their layouts, for `place`.
-
 _ONNX_OPS = {
     **{"max_pool2d": "MaxPool", "avg_pool2d": "AveragePool", "add": "Add", "mul": "Mul", "concat": "Concat"},
     **dict.fromkeys(("adaptive_avg_pool2d", "mean"), "GlobalAveragePool"),

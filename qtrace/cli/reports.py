@@ -225,9 +225,7 @@ def _findings(diagnosis: Diagnosis | None, comparison: Comparison) -> tuple[list
     type=float,
     help="For --metric detection: the smallest float score of a location that counts.  [default: 0.3]",
 )
-@click.option(
-    "--at-least", type=float, help="Search for the fewest layers to raise to reach this metric."
-)
+@click.option("--at-least", type=float, help="Search for the fewest layers to raise to reach this metric.")
 @click.option(
     "--max-drop", type=float, help="As --at-least, but how far the metric may be below its value in float."
 )

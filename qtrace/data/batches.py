@@ -45,6 +45,7 @@ __all__ = [
     "find_values",
     "first_samples",
     "name_arguments",
+    "number_batches",
     "refuse_nan",
     "split_samples",
     "translate_errors",
@@ -358,6 +359,11 @@ def check_batches(batches: Any, name: str = "batches", reader: str = "") -> None
         )
 
 
+def number_batches(batches: Any) -> Iterator[tuple[int, Any]]:
+    """Returns batches with the numbers that their source gives them, or which count them."""
+    return batches.numbered() if hasattr(batches, "numbered") else enumerate(batches)
+
+
 def refuse_nan(arguments: _Arguments, index: int, model: TracedModule, source: str = "") -> None:
     """Refuses a batch with NaN, which each runtime maps to another integer, unless it is meant.
 
@@ -372,7 +378,7 @@ def refuse_nan(arguments: _Arguments, index: int, model: TracedModule, source: s
     Raises:
         CalibrationError: when a value is NaN, and an op or a rounding calculates with it.
     """
-    if not (place := find_values(arguments, np.isnan)):
+    if not (place := find_values(arguments, np.isnan, index)):
         return
     flat = flatten(model)
     with evaluating(flat), translate_errors(model, arguments, index):
@@ -384,19 +390,22 @@ def refuse_nan(arguments: _Arguments, index: int, model: TracedModule, source: s
         )
 
 
-def find_values(arguments: _Arguments, test: Callable[[np.ndarray], np.ndarray]) -> str:
+def find_values(arguments: _Arguments, test: Callable[[np.ndarray], np.ndarray], index: int = 0) -> str:
     """Returns where the first value of a batch stands that a test holds for; "" if there is none.
 
     Args:
         arguments: the result of `as_arguments`.
         test: returns a boolean for each value of an array of floats.
+        index: the number of the batch, which may know the number of its first sample in the data.
     """
     args, kwargs = arguments
     for key, argument in (*enumerate(args), *kwargs.items()):
         for value in _values(argument):
             if value.dtype.kind == "f" and value.size and (matches := test(value)).any():
                 place = [int(axis[0]) for axis in np.nonzero(matches)]
-                return f"input {key} at {place}" + (f" (sample {place[0]})" if place else "")
+                return f"input {key} at {place}" + (
+                    f" (sample {getattr(index, 'first', 0) + place[0]})" if place else ""
+                )
     return ""
 
 

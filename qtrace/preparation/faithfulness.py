@@ -26,6 +26,7 @@ from qtrace.data.batches import (
     evaluating,
     every_second,
     first_samples,
+    number_batches,
     refuse_nan,
     split_samples,
 )
@@ -128,7 +129,7 @@ def read_calls(samples: Iterable[Any], model: TracedModule, count: int) -> list[
     """Returns the arguments of calls for the first ``count`` images of ``samples``."""
 
     def read() -> Iterator[Any]:
-        for index, batch in enumerate(samples):
+        for index, batch in number_batches(samples):
             arguments = as_arguments(batch, model, index)
             refuse_nan(arguments, index, model)
             yield arguments

@@ -354,8 +354,8 @@ class _GroupSums:
 
     Attributes:
         total: the sums over all values.
-        moments: values, sum of f, of f**2, of q, of q**2, of q - f and of (q - f)**2 of each column; None
-            before the first batch, and empty if batches have unequal numbers of columns.
+        moments: values, sum of f, of f**2, of q, of q**2, of q - f and of (q - f)**2 of each column. None
+            before the first batch; empty if batches have unequal numbers of columns.
     """
 
     total: ErrorSums = field(default_factory=ErrorSums)

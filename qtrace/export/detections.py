@@ -20,7 +20,7 @@ NMS = "qtrace_nms"
 """The prefix of the nodes that choose boxes."""
 
 _FORMS = ("xyxy", "cxcywh")
-_COORDINATES, _OBJECTNESS = 4, 1
+_COORDINATES, _OBJECTNESS = 4, 1  # columns of a box, before those of the classes
 
 
 @dataclass(frozen=True)

@@ -226,8 +226,8 @@ class LocalSession(OrtSession):
         except onnxruntime_errors() as error:
             raise SessionError("refused the input", error) from error
         # An output that is an input has the memory of the array that was given, and does not keep that alive.
-        given = names or [output.name for output in self.outputs]
-        return [value.copy() if name in feeds else value for name, value in zip(given, values, strict=True)]
+        names = names or [output.name for output in self.outputs]
+        return [value.copy() if name in feeds else value for name, value in zip(names, values, strict=True)]
 
     def time(self, feeds: Mapping[str, np.ndarray]) -> float:
         """See `OrtSession.time`."""

@@ -78,12 +78,12 @@ def source_line(proto: onnx.NodeProto) -> str:
 def undoubled(name: str) -> str:
     """Returns a name of the older exporter, in which each list stands once: ``/layer4.1/conv1/Conv``."""
     parts = name.split("/")
-    kept = [
+    single = [
         part
         for part, following in zip(parts, [*parts[1:], ""], strict=True)
         if not part or not following.startswith(f"{part}.")
     ]
-    return "/".join(kept)
+    return "/".join(single)
 
 
 def _scope(node: OnnxNode) -> tuple[str, str] | None:

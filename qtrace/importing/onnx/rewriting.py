@@ -102,10 +102,10 @@ def without_strings(graph: Graph, strings: Collection[str]) -> Graph:
     if not lost:
         nodes = tuple(node for node in graph.nodes if of_strings.isdisjoint(read_names(node.proto)))
         return dataclasses.replace(graph, nodes=nodes)
-    kept = [name for name in graph.outputs if name not in of_strings]
+    outputs = [name for name in graph.outputs if name not in of_strings]
     # A ZipMap makes dictionaries of a tensor, which MegEngine lacks, too.
-    kept = [results[n].inputs[0] if n in results and results[n].op == "ZipMap" else n for n in kept]
-    names = list(dict.fromkeys([*kept, *last]))
+    outputs = [results[n].inputs[0] if n in results and results[n].op == "ZipMap" else n for n in outputs]
+    names = list(dict.fromkeys([*outputs, *last]))
     cure = f"read the file by from_onnx(outputs={names}) (--outputs), and make the strings of what that gives"
     raise ImportingError(
         f"{first or lost[0]!r} holds strings, which MegEngine lacks, and output {lost[0]!r} is made of "

@@ -203,10 +203,10 @@ def _reduced(w: NcnnWriter, call: OpCall, operation: int, axes: Sequence[int], k
     # 5: the axes are counted in a sample.
     params = {0: operation, 1: 0, ARRAY - 3: places, 4: int(keeps_axes), 5: 1}
     dims = [1 if n in places else size for n, size in enumerate(w.dims(x))]
-    kept = dims if keeps_axes else [size for n, size in enumerate(dims) if n not in places] or [1]
-    same = tuple(kept) == w.dims(call.out)
+    reduced = dims if keeps_axes else [size for n, size in enumerate(dims) if n not in places] or [1]
+    same = tuple(reduced) == w.dims(call.out)
     top = call.out.name if same else w.fresh(call.out.name)
-    w.put(call.out, w.layer("Reduction", [w.name(x)], top, params), kept)
+    w.put(call.out, w.layer("Reduction", [w.name(x)], top, params), reduced)
 
 
 def _norm_axes(call: OpCall) -> tuple[list[int], int]:
@@ -471,7 +471,7 @@ def _check(site: str, scheme: QScheme, bits: int, otherwise: str = "") -> None:
 
 
 _LAYERS = ("Convolution", "ConvolutionDepthWise", "Deconvolution", "DeconvolutionDepthWise", "InnerProduct")
-_ACTIVATION, _INT8 = 9, 8
+_ACTIVATION, _INT8 = 9, 8  # ncnn's numbers of a layer's parameters
 
 
 def fuse_activations(layers: list[NcnnLayer], outputs: set[str]) -> list[NcnnLayer]:

@@ -43,9 +43,8 @@ class OnnxSession(ExposedSession):
 
     def infer(self, file: Any, inputs: list[np.ndarray]) -> list[np.ndarray]:
         """Returns all outputs of a session."""
-        values: list[np.ndarray] = file.run(
-            None, dict(zip(self.input_names, as_declared(inputs, self._types), strict=True))
-        )
+        feeds = dict(zip(self.input_names, as_declared(inputs, self._types), strict=True))
+        values: list[np.ndarray] = file.run(None, feeds)
         return values
 
 

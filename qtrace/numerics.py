@@ -32,8 +32,6 @@ __all__ = [
     "grid",
     "quantize",
     "quantize_bias",
-    "round_half_away",
-    "round_half_up",
     "round_to",
     "smallest_type",
 ]

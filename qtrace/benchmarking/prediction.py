@@ -13,16 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qtrace.benchmarking.profile import FLOAT_OPS, INTEGER_OPS, LAYOUT, ROUNDINGS
-from qtrace.costs import (
-    FLOAT,
-    INTEGER,
-    LOOKUP,
-    PLAIN_MAX_POOL,
-    STEM_CHANNELS,
-    CostTable,
-    OpShape,
-    numel,
-)
+from qtrace.costs import FLOAT, INTEGER, LOOKUP, PLAIN_MAX_POOL, STEM_CHANNELS, CostTable, OpShape, numel
 from qtrace.onnxfile.external_data import read_model
 from qtrace.onnxfile.local_session import stays_blocked
 

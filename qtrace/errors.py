@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 SHOWN_NAMES = 3  # of a list within a sentence
-SHOWN_CHARACTERS = 60  # of a value
 SHOWN_LINES = 20  # of a list of problems, or of lines that a report prints
 
 

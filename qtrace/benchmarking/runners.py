@@ -26,8 +26,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from qtrace.costs import Machine
-from qtrace.costs.table import processor_facts, processor_flags
+from qtrace.costs import Machine, processor_facts, processor_flags
 from qtrace.errors import ExportError, install
 from qtrace.plugins import ObjectPlugins
 from qtrace.runtimes.host import RuntimeHost

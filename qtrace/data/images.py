@@ -373,8 +373,7 @@ class ImageSource(SizedSource):
         except DataError as error:
             if not self._skip_bad:
                 raise DataError(
-                    f"batch {number}: {error} Repair or remove it, or leave such images out "
-                    "(--skip-bad, skip_bad=True)."
+                    f"batch {number}: {error} Repair or remove it, or leave such images out (skip_bad=True)."
                 ) from error
             self.skipped.append(str(path))
             _LOG.warning("left out: %s", error)

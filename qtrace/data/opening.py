@@ -124,13 +124,11 @@ class Recut(DerivedSource):
             numbered = enumerate(self._joined(self.size))
         first = 0
         for number, batch in numbered:
-            count = batch_length(batch)
-            first = number * self.size if self.cut and self.size else first
-            place = _Number(number)
-            place.first, place.last = first, first + count - 1
+            place, count = _Number(number), batch_length(batch)
+            place.first = number * self.size if self.cut and self.size else first
+            first = place.first + count
             if not self.whole or count == self.size:
                 yield number if self.size is None else place, batch
-            first += count
 
     def _joined(self, size: int) -> Iterator[Batch]:
         """Yields all batches of ``size`` samples, and what is left before samples of another shape."""
@@ -151,16 +149,16 @@ class Recut(DerivedSource):
 
 
 class _Number(int):
-    """The number of a batch of samples that came in other batches; its text names these samples, too.
+    """The number of a batch of samples that came in other batches; its text names the first one, too.
 
     Attributes:
-        first, last: the numbers of its first and last sample in the data.
+        first: the number of its first sample in the data.
     """
 
-    first = last = 0
+    first = 0
 
     def __str__(self) -> str:
-        return f"{int(self)} (samples {self.first} to {self.last} of the data)"
+        return f"{int(self)} (from sample {self.first} of the data)"
 
 
 class _SizedRecut(Recut, SizedSource):

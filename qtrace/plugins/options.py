@@ -22,9 +22,10 @@ from typing import Annotated, Any, ParamSpec, TypeVar, get_args, overload
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError
 
-from qtrace.errors import SHOWN_CHARACTERS, SHOWN_LINES, ConfigError, QtraceError
+from qtrace.errors import SHOWN_LINES, ConfigError, QtraceError
 
 __all__ = [
+    "SHOWN_CHARACTERS",
     "Bool",
     "Float",
     "Int",
@@ -41,6 +42,7 @@ __all__ = [
     "spell",
 ]
 
+SHOWN_CHARACTERS = 60  # of a value in a message or a report
 _MAX_LEVELS = 50  # of nested lists and mappings
 
 _M = TypeVar("_M", bound="OptionModel")

@@ -1,9 +1,9 @@
 """AdaRound: rounds each weight up or down so that the output of its layer changes least, layer by layer.
 
 Rounding to nearest minimizes the error of the weights, not of the layer's output. AdaRound learns the
-roundings of a layer on ``min ||f(W x) - f(W~ x~)||**2``, where x~ is the input from the quantized and already
-rounded layers before, and f the activation after (Nagel et al. 2020, "Up or Down? Adaptive
-Rounding for Post-Training Quantization", eq. 25).
+roundings of a layer on ``min ||f(W x) - f(W~ x~)||**2``. Here x~ is the input from the layers before, which
+are rounded already, and f the activation after. Source: Nagel et al. 2020, "Up or Down? Adaptive Rounding for
+Post-Training Quantization", eq. 25.
 """
 
 from __future__ import annotations

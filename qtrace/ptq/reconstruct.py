@@ -2,9 +2,9 @@
 
 Layers of a block correct each other's errors, so the error is measured at its output (Li et al. 2021, "BRECQ:
 Pushing the Limit of Post-Training Quantization by Block Reconstruction"). In every step each value of an
-activation stays unrounded with the probability ``drop``, inside the block and at its input, so that the
-result does not overfit to the rounding noise of the calibration data (Wei et al. 2022, "QDrop: Randomly
-Dropping Quantization for Extremely Low-bit Post-Training Quantization"). Scales follow the gradient of LSQ
+activation stays unrounded with the probability ``drop``, inside the block and at its input. So the result
+does not overfit to the rounding noise of the calibration data. Source: Wei et al. 2022, "QDrop: Randomly
+Dropping Quantization for Extremely Low-bit Post-Training Quantization". Scales follow the gradient of LSQ
 (Esser et al. 2020, eq. 3).
 
 A block starts from the roundings that each of its layers learns on its own output (``warm``). Blocks that

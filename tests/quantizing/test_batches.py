@@ -77,7 +77,7 @@ def test_errors_name_the_samples_of_the_data(form: Any, tmp_path: Path) -> None:
         13 if isinstance(data, np.ndarray) else 1, 0, 2, 3
     ] = np.nan
     with pytest.raises(
-        CalibrationError, match=r"batch 1 \(samples 8 to 15 of the data\) holds NaN.*\(sample 13\)"
+        CalibrationError, match=r"batch 1 \(from sample 8 of the data\) holds NaN.*\(sample 13\)"
     ):
         qtrace.quantize(_module(), data, tmp_path / "out.onnx", measure=False, progress=False)
 

@@ -15,9 +15,9 @@ from onnx import NodeProto, ValueInfoProto, defs, helper
 
 from qtrace.comparing.sums import sqnr_db
 from qtrace.display import Displayed
-from qtrace.errors import SHOWN_CHARACTERS
 from qtrace.onnxfile.external_data import load_model
 from qtrace.onnxfile.model import OnnxModel
+from qtrace.plugins.options import SHOWN_CHARACTERS
 
 __all__ = ["FileDifference", "compare_files"]
 

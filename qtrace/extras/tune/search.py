@@ -25,7 +25,7 @@ import numpy as np
 from qtrace.config import QConfig, backends
 from qtrace.config.recipe import load_recipe
 from qtrace.config.written import resolve_recipe
-from qtrace.data.batches import ENOUGH_SAMPLES
+from qtrace.data.batches import ENOUGH_SAMPLES, HELD_EVERY
 from qtrace.errors import CalibrationError, ConfigError, GraphError, QtraceError
 from qtrace.extras.tune.judge import Here, Judge, Judged, RungData, Task
 from qtrace.extras.tune.trials import CostLimits, Layer, Suggestion, Trial, TrialLog, digest_of, rank
@@ -303,7 +303,6 @@ def _show(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-_HELD_BACK = 4  # every fourth batch
 _FRACTIONS = (0.25, 0.5, 1.0)
 _TRIES = 100
 _MOST_TOO_DEAR = 8  # recipes that are drawn for one trial
@@ -340,7 +339,7 @@ def split(batches: Sequence[Any]) -> tuple[RungData, ...]:
             "a search holds batches back to judge on, but there is one batch only: give more data, or a "
             "smaller --batch-size."
         )
-    step = min(_HELD_BACK, len(batches))
+    step = min(HELD_EVERY, len(batches))
     held = tuple(batch for index, batch in enumerate(batches) if index % step == step - 1)
     calibration = tuple(batch for index, batch in enumerate(batches) if index % step != step - 1)
     parts = [

@@ -366,6 +366,6 @@ def reason_against_export(prepared: QuantizedModel, batches: int | None, first: 
     if batches == 1 and samples <= _compared_samples(prepared.module):
         return "there is one batch, on all of which the engines would be compared"
     macs = sum(note.macs for note in prepared.annotation.notes)
-    if batches is not None and macs * growth * batches < _MIN_MACS_FOR_EXPORT:
+    if macs * growth * (1 if batches is None else batches) < _MIN_MACS_FOR_EXPORT:
         return "there is so little to compute that an export would take longer"
     return ""

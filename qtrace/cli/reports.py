@@ -16,7 +16,7 @@ from qtrace.cli.verdicts import FAKE_QUANTS, SampleCounter, judge_comparison, sa
 from qtrace.errors import ConfigError
 
 if TYPE_CHECKING:
-    from qtrace.inspection.comparison.report import ChannelRanges, Comparison
+    from qtrace.inspection.comparison.report import ChannelRanges
     from qtrace.sensitivity.diagnosis import Diagnosis
 
 __all__ = ["compare", "explain", "sensitivity"]
@@ -94,6 +94,9 @@ def _result(explanation: Any, why: str | None, every: bool, width: int | None) -
     return explanation.table(width, every=every, colour=colour), explanation.to_dict()
 
 
+_DRAWN = 10  # sites whose channels are drawn
+
+
 @click.command(
     cls=options.Command,
     example="""
@@ -152,7 +155,7 @@ def compare(
             comparison = qtrace.compare(loaded, counter, float_model=network)
         diagnosis = judge_comparison(loaded, network, source, console)
         if html is not None:
-            html.write(comparison.html(*_findings(diagnosis, comparison)))
+            html.write(comparison.html(*_findings(diagnosis)))
     if html is not None:
         console.note(f"{html.path} is written: open it in a browser.")
     judged = {} if diagnosis is None else {"diagnosis": diagnosis.to_dict()}
@@ -162,7 +165,7 @@ def compare(
     return 0 if diagnosis is None or diagnosis.verdict.word != "broken" else 1
 
 
-def _findings(diagnosis: Diagnosis | None, comparison: Comparison) -> tuple[list[str], list[ChannelRanges]]:
+def _findings(diagnosis: Diagnosis | None) -> tuple[list[str], list[ChannelRanges]]:
     """Returns the lines of a diagnosis, and the channels of the sites of its causes and of the worst ones."""
     from qtrace.inspection.comparison.report import ChannelRanges
 
@@ -170,8 +173,9 @@ def _findings(diagnosis: Diagnosis | None, comparison: Comparison) -> tuple[list
         return [], []
     remarks = {cause.site: f"{cause.name}: {cause.text}" for cause in diagnosis.causes if cause.site}
     measured = {e.site: e for e in diagnosis.sites}
-    names = dict.fromkeys([*remarks, *(site.site for site in comparison.worst())])
-    chosen = (measured[name] for name in names if name in measured)
+    worst = sorted(measured.values(), key=lambda e: -e.channels.mean_relative_noise)
+    names = list(dict.fromkeys((*(n for n in remarks if n in measured), *(e.site for e in worst))))[:_DRAWN]
+    chosen = (measured[name] for name in names)
     return diagnosis.lines(), [
         ChannelRanges(
             site=e.site,

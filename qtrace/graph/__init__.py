@@ -33,7 +33,7 @@ from qtrace.plugins import load_when_used
 if TYPE_CHECKING:
     from qtrace.display import format_table
     from qtrace.extras.source import PythonSource, to_source
-    from qtrace.extras.split import Composition, split
+    from qtrace.extras.split.split import Composition, split
     from qtrace.graph.builder import GraphBuilder
     from qtrace.graph.composites import compose
     from qtrace.graph.differences import SampleDifference, SamplesReport, check_samples

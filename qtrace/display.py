@@ -57,11 +57,8 @@ class Displayed:
 
     def _repr_html_(self) -> str:
         """Returns the result for a notebook: its picture, its tables and its lines."""
-        return f'<div style="{_SCROLL_STYLE}">{self._body()}</div>'
-
-    def _body(self) -> str:
-        """Returns the picture, the tables and the lines as HTML."""
-        return self._figure() + "".join(_blocks_as_html(self._text(None)))
+        blocks = "".join(_blocks_as_html(self._text(None)))
+        return f'<div style="{_SCROLL_STYLE}">{self._figure()}{blocks}</div>'
 
 
 def _blocks_as_html(text: str) -> Iterator[str]:
@@ -92,8 +89,7 @@ def _is_row(line: str, columns: Sequence[tuple[int, int]]) -> bool:
 
 
 def _plain(lines: Sequence[str]) -> Iterator[str]:
-    text = "\n".join(lines).strip("\n")
-    if text:
+    if text := "\n".join(lines).strip("\n"):
         yield f'<pre style="white-space:pre-wrap">{html.escape(text)}</pre>'
 
 

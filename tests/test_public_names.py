@@ -188,3 +188,19 @@ def test_a_package_is_sent_by_its_name(name: str) -> None:
     """As cloudpickle and Ray send the modules that a function uses."""
     package = importlib.import_module(f"qtrace.{name}")
     assert pickle.loads(pickle.dumps(package)) is package
+
+
+def test_core_needs_no_package_of_an_extra() -> None:
+    extras = ("onnx", "onnxruntime", "torch", "openvino", "ai_edge_litert", "ncnn", "pandas", "matplotlib")
+    program = f"""
+import sys
+for name in {extras}: sys.modules[name] = None
+import numpy as np, megengine.module as M, qtrace
+x = np.random.default_rng(0).normal(size=(2, 3, 8, 8)).astype("float32")
+prepared = qtrace.prepare(qtrace.trace(M.Sequential(M.Conv2d(3, 4, 3), M.ReLU()), x), "w8a8")
+qtrace.calibrate(prepared, [x], progress=False)
+print(qtrace.explain(qtrace.convert(prepared)).summary())
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "int" in result.stdout

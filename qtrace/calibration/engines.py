@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import megengine as mge
 import numpy as np
@@ -18,7 +18,6 @@ import numpy as np
 from qtrace.calibration.base import Arguments, EngineError, Observe
 from qtrace.data.batches import translate_errors
 from qtrace.errors import ExportError, install
-from qtrace.export.onnx.segment import PreparedSegments, activations
 from qtrace.export.open_axes import SharedAxes
 from qtrace.graph.interpreter import Interpreter
 from qtrace.graph.kernels import STAGE_BYTES
@@ -30,6 +29,9 @@ from qtrace.onnxfile.sessions import open_session
 from qtrace.preparation.model import QuantizedModel
 from qtrace.process import count_threads, prefetch_map, when_returning
 from qtrace.runtimes.host import RuntimeHost, describe_side
+
+if TYPE_CHECKING:
+    from qtrace.export.onnx.segment import PreparedSegments
 
 __all__ = [
     "MegEngine",
@@ -159,6 +161,8 @@ class OnnxRuntime:
         if len(prepared.argdef_graph_map) != 1:
             raise EngineError("the model was traced with several structures of arguments")
         try:
+            from qtrace.export.onnx.segment import activations  # here: it needs the package onnx
+
             self._model = activations(prepared, nodes, axes)
         except ExportError as error:
             raise EngineError(f"the graph cannot become ONNX: {str(error).rstrip('.')}") from error
@@ -376,6 +380,8 @@ class OnnxSegments:
         """Writes the segment; returns what opens it and yields the outputs of each batch."""
         traced, batches = segment.traced, segment.batches
         if traced not in self._writers:
+            from qtrace.export.onnx.segment import PreparedSegments  # here: it needs the package onnx
+
             self._writers[traced] = PreparedSegments(self._model.view(traced))
         inputs = {node: (value.dtype, _shape(node, batches)) for node, value in batches[0].items()}
         data, names, results = self._writers[traced].model(

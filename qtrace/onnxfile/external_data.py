@@ -6,6 +6,7 @@ its values are read, and gives it back by `release`.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import math
 import mmap
@@ -16,13 +17,26 @@ from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from mmap import ALLOCATIONGRANULARITY
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from qtrace.display import format_bytes
 from qtrace.errors import ExportError, install
 from qtrace.storage.files import check_size
+
+if TYPE_CHECKING:
+    import onnx
+else:
+
+    class _Onnx:
+        """The package, which is imported when its first name is read: it comes with an extra."""
+
+        def __getattr__(self, name: str) -> Any:
+            vars(self).update(vars(importlib.import_module("onnx")))
+            return vars(self)[name]
+
+    onnx = _Onnx()
 
 __all__ = [
     "LIMIT",
@@ -32,6 +46,7 @@ __all__ = [
     "load_model",
     "load_tensors",
     "map_tensor",
+    "onnx",
     "read_model",
     "release",
     "skeleton",
@@ -79,8 +94,6 @@ def find_external(model: Any, path: Path) -> list[tuple[Any, TensorPlace]]:
     Raises:
         ExportError: when the file of a tensor is missing, not whole, or outside of the model's folder.
     """
-    import onnx
-
     tensors = (*model.graph.initializer, *_tensors_of_nodes(model.graph.node))
     return [(t, _place(t, path)) for t in tensors if t.data_location == onnx.TensorProto.EXTERNAL]
 
@@ -95,8 +108,6 @@ def tensor_files(path: Path, model: Any = None) -> list[Path]:
     Raises:
         ExportError: when one of them is missing, not whole, or outside of the model's folder.
     """
-    import onnx
-
     loaded = onnx.load(str(path), load_external_data=False) if model is None else model
     return sorted({place.file for _, place in find_external(loaded, path)})
 
@@ -129,15 +140,13 @@ def map_tensor(tensor: Any, path: Path) -> np.ndarray:
     Raises:
         ExportError: when the file of the tensor is missing, not whole, or outside of the model's folder.
     """
-    from onnx import TensorProto, helper, numpy_helper
-
     place = _place(tensor, path)
-    dtype = np.dtype(helper.tensor_dtype_to_np_dtype(tensor.data_type))
+    dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type))
     if place.length == dtype.itemsize * math.prod(tensor.dims):
         return place.map().view(dtype).reshape(tuple(tensor.dims))
     raw = place.map().tobytes()  # several values in a byte
-    packed = TensorProto(data_type=tensor.data_type, dims=tensor.dims, raw_data=raw)
-    return np.asarray(numpy_helper.to_array(packed))
+    packed = onnx.TensorProto(data_type=tensor.data_type, dims=tensor.dims, raw_data=raw)
+    return np.asarray(onnx.numpy_helper.to_array(packed))
 
 
 def release(array: np.ndarray) -> None:
@@ -189,10 +198,8 @@ def count_bytes(tensor: Any) -> int:
         ValueError: as KeyError.
         TypeError: as KeyError.
     """
-    from onnx import TensorProto, helper
-
-    bits = 8 * np.dtype(helper.tensor_dtype_to_np_dtype(tensor.data_type)).itemsize
-    named = re.search(r"\d+", TensorProto.DataType.Name(tensor.data_type))  # several FLOAT4E2M1 in one byte
+    bits = 8 * np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)).itemsize
+    named = re.search(r"\d+", onnx.TensorProto.DataType.Name(tensor.data_type))
     if named:
         bits = min(bits, int(named.group()))
     return -(-math.prod(tensor.dims) * bits // 8)
@@ -223,8 +230,6 @@ def _large(model: Any) -> list[Any]:
 
 def skeleton(model: Any) -> Any:
     """Copies a model for checks, with large tensors as inputs of the same name, type and shape."""
-    import onnx
-
     large = _large(model)
     copy = _without(model, {tensor.name for tensor in large})
     for tensor in large:
@@ -235,21 +240,17 @@ def skeleton(model: Any) -> Any:
 
 def without_large_values(model: Any) -> Any:
     """Copies a model with empty tensors in place of those that are large, or lie in other files."""
-    from onnx import TensorProto
-
-    external = [t for t in model.graph.initializer if t.data_location == TensorProto.EXTERNAL]
+    external = [t for t in model.graph.initializer if t.data_location == onnx.TensorProto.EXTERNAL]
     empty = [t for t in model.graph.initializer if t.ByteSize() >= _MIN_BYTES_OUTSIDE]
     names = {tensor.name for tensor in (*external, *empty)}
     copy = _without(model, names)
     for name in names:
-        copy.graph.initializer.add(name=name, data_type=TensorProto.FLOAT, dims=[0], raw_data=b"")
+        copy.graph.initializer.add(name=name, data_type=onnx.TensorProto.FLOAT, dims=[0], raw_data=b"")
     return copy
 
 
 def _without(model: Any, names: Container[str]) -> Any:
     """Copies a model without some of its initializers."""
-    import onnx
-
     copy = onnx.ModelProto()
     _copy_fields(model, copy, "graph")
     _copy_fields(model.graph, copy.graph, "initializer")
@@ -286,8 +287,6 @@ def split_off(model: Any, location: str) -> tuple[Any, Iterator[bytes]]:
         A copy of the model whose large tensors are in that file, or the model itself without any; and the
         content of that file, one tensor at a time.
     """
-    import onnx
-
     large = {tensor.name for tensor in _large(model)}
     if not large:
         return model, iter(())
@@ -327,7 +326,6 @@ def read_model(path: Path) -> Any:
     """
     if importlib.util.find_spec("onnx") is None:
         raise ExportError(f"reading ONNX files needs the package onnx: run {install('onnx')}.")
-    import onnx
     from google.protobuf.message import DecodeError
 
     check_size(path, "ONNX")

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import onnx
-from onnx import TensorProto, helper, numpy_helper
 
 from qtrace.errors import ExportError
+from qtrace.onnxfile.external_data import onnx
 from qtrace.onnxfile.local_session import LocalSession, SessionError, SessionSettings, dtype_of
 from qtrace.onnxfile.model import MAX_DEPTH, RANDOM_OPS, limit_loops, limit_reached, own_operators
 
@@ -95,7 +94,7 @@ class Fragment:
     def input_dtypes(self) -> list[np.dtype[Any]]:
         """The dtype of each input."""
         return [
-            np.dtype(helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type))
+            np.dtype(onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type))
             for value in self._model.graph.input
         ]
 
@@ -283,10 +282,10 @@ def _ranks(model: Any, outputs: Sequence[FragmentTensor]) -> dict[str, int]:
     longer = onnx.ModelProto()
     longer.CopyFrom(model)
     if not any(entry.domain in ("", "ai.onnx") for entry in longer.opset_import):
-        longer.opset_import.append(helper.make_opsetid("", 17))
+        longer.opset_import.append(onnx.helper.make_opsetid("", 17))
     for value in tensors:
         name = f"{value.name}__shape"
-        longer.graph.node.append(helper.make_node("Shape", [value.name], [name]))
+        longer.graph.node.append(onnx.helper.make_node("Shape", [value.name], [name]))
         longer.graph.output.append(onnx.ValueInfoProto(name=name))
     try:
         session = LocalSession(longer.SerializeToString(), _SETTINGS, operators_of(model))
@@ -315,7 +314,7 @@ def _without_weights(
     graph.output.extend(onnx.ValueInfoProto(name=value.name) for value in model.graph.output)
     for source, shape in zip(model.graph.input, shapes, strict=True):
         if source.name in known:
-            graph.initializer.append(numpy_helper.from_array(known[source.name], source.name))
+            graph.initializer.append(onnx.numpy_helper.from_array(known[source.name], source.name))
             continue
         graph.input.append(source)
         if source.type.HasField("tensor_type"):
@@ -325,7 +324,7 @@ def _without_weights(
             graph.initializer.append(tensor)
         else:
             graph.input.append(
-                helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
+                onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
             )
     return light
 
@@ -385,7 +384,9 @@ def _has_external(graph: Any, depth: int) -> bool:
             bodies = [attribute.g] if attribute.HasField("g") else []
             if any(_has_external(body, depth + 1) for body in (*bodies, *attribute.graphs)):
                 return True
-    return any(tensor.data_location == TensorProto.EXTERNAL or tensor.external_data for tensor in tensors)
+    return any(
+        tensor.data_location == onnx.TensorProto.EXTERNAL or tensor.external_data for tensor in tensors
+    )
 
 
 def _divisions(model: Any) -> list[tuple[str, str, str]]:
@@ -398,7 +399,7 @@ def divides_by_inputs(model: Any) -> bool:
     """Returns whether a model divides by integers that are inputs of it."""
     kinds = {i.name: i.type.tensor_type.elem_type for i in model.graph.input}
     divisors = [kinds[divisor] for _, _, divisor in _divisions(model) if divisor in kinds]
-    return any(np.dtype(helper.tensor_dtype_to_np_dtype(kind)).kind in "iu" for kind in divisors)
+    return any(np.dtype(onnx.helper.tensor_dtype_to_np_dtype(kind)).kind in "iu" for kind in divisors)
 
 
 def describe_division_fault(model: Any, feeds: Mapping[str, np.ndarray]) -> str:
@@ -416,7 +417,7 @@ def describe_division_fault(model: Any, feeds: Mapping[str, np.ndarray]) -> str:
     def value(name: str) -> np.ndarray | None:
         if name in feeds:
             return feeds[name]
-        return np.asarray(numpy_helper.to_array(stored[name])) if name in stored else None
+        return np.asarray(onnx.numpy_helper.to_array(stored[name])) if name in stored else None
 
     for op, dividend, divisor in divisions:
         numbers = value(divisor)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from qtrace.errors import shorten_list
-from qtrace.onnxfile.external_data import read_model
+from qtrace.onnxfile.external_data import onnx, read_model
 from qtrace.onnxfile.local_session import SessionSettings
 from qtrace.onnxfile.sessions import open_session
 from qtrace.runtimes.host import RuntimeHost
@@ -124,17 +124,13 @@ def has_large_signed_weights(model: Any) -> bool:
 
 def passes_7_bits(tensor: Any) -> bool:
     """Returns whether two products of an int8 tensor with uint8 may not fit into 16 bits."""
-    from onnx import TensorProto, numpy_helper
-
-    if tensor.data_type != TensorProto.INT8 or tensor.data_location == TensorProto.EXTERNAL:
-        return bool(tensor.data_type == TensorProto.INT8)
-    return bool(np.abs(numpy_helper.to_array(tensor).astype(np.int16)).max(initial=0) > 64)
+    if tensor.data_type != onnx.TensorProto.INT8 or tensor.data_location == onnx.TensorProto.EXTERNAL:
+        return bool(tensor.data_type == onnx.TensorProto.INT8)
+    return bool(np.abs(onnx.numpy_helper.to_array(tensor).astype(np.int16)).max(initial=0) > 64)
 
 
 def _optimize(path: Path, host: RuntimeHost | None) -> tuple[Any, Mapping[str, Any]]:
     """Returns the model as onnxruntime optimizes it, without large tensors, and where that was done."""
-    import onnx
-
     session = open_session(path, SessionSettings(optimized=True, host=host))
     return onnx.load_from_string(session.optimized()), session.side
 
@@ -226,17 +222,15 @@ def _multiplies(lefts: Sequence[np.ndarray], right: np.ndarray, host: RuntimeHos
     packages = ("onnx", "onnxruntime") if host is None else ("onnx",)
     if not all(map(importlib.util.find_spec, packages)):
         return True
-    from onnx import TensorProto, helper, numpy_helper
-
     shape = (len(lefts[0]), right.shape[1])
-    graph = helper.make_graph(
-        [helper.make_node("MatMulInteger", ["x", "w"], ["y"])],
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node("MatMulInteger", ["x", "w"], ["y"])],
         "product",
-        [helper.make_tensor_value_info("x", TensorProto.UINT8, lefts[0].shape)],
-        [helper.make_tensor_value_info("y", TensorProto.INT32, shape)],
-        [numpy_helper.from_array(right, "w")],
+        [onnx.helper.make_tensor_value_info("x", onnx.TensorProto.UINT8, lefts[0].shape)],
+        [onnx.helper.make_tensor_value_info("y", onnx.TensorProto.INT32, shape)],
+        [onnx.numpy_helper.from_array(right, "w")],
     )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 13)], ir_version=8)
     session = open_session(model.SerializeToString(), SessionSettings(host=host), "a product")
     products = (session.run(None, {"x": left})[0] for left in lefts)
     exact = (left.astype(np.int32) @ right.astype(np.int32) for left in lefts)

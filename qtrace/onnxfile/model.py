@@ -11,20 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
-from onnx import (
-    AttributeProto,
-    GraphProto,
-    ModelProto,
-    NodeProto,
-    TensorProto,
-    ValueInfoProto,
-    helper,
-    numpy_helper,
-)
 
 from qtrace.errors import ExportError
-from qtrace.onnxfile.external_data import load_model, read_model
+from qtrace.onnxfile.external_data import load_model, onnx, read_model
 
 __all__ = [
     "MAX_DEPTH",
@@ -55,11 +44,6 @@ MAX_NODES = 50_000
 
 _LIMIT = "qtrace_limit_of_"
 _OWN_DOMAINS = ("", "ai.onnx")
-# The types of attributes that most nodes have, none of which is a graph.
-_PLAIN = frozenset(
-    AttributeProto.AttributeType.Value(name)
-    for name in ("FLOAT", "INT", "STRING", "TENSOR", "FLOATS", "INTS", "STRINGS", "TENSORS")
-)
 
 
 class OnnxModel:
@@ -77,15 +61,15 @@ class OnnxModel:
         output_names: the names of the outputs.
     """
 
-    def __init__(self, model: ModelProto) -> None:
+    def __init__(self, model: onnx.ModelProto) -> None:
         self.model, self.graph = model, model.graph
         self.refresh()
 
     def refresh(self) -> None:
         """Reads constants, producers and readers again, after a change of nodes."""
-        self.stored: dict[str, TensorProto] = {tensor.name: tensor for tensor in self.graph.initializer}
-        self.producers: dict[str, NodeProto] = {}
-        self.readers: dict[str, list[NodeProto]] = {}
+        self.stored: dict[str, onnx.TensorProto] = {tensor.name: tensor for tensor in self.graph.initializer}
+        self.producers: dict[str, onnx.NodeProto] = {}
+        self.readers: dict[str, list[onnx.NodeProto]] = {}
         self.output_names = {value.name for value in self.graph.output}
         for node in self.nodes():
             self.producers.update((name, node) for name in node.output if name)
@@ -106,12 +90,12 @@ class OnnxModel:
         return {entry.key: entry.value for entry in self.model.metadata_props}
 
     @property
-    def inputs(self) -> list[ValueInfoProto]:
+    def inputs(self) -> list[onnx.ValueInfoProto]:
         """The inputs without stored tensors, which files of old IR versions list, too."""
         return [value for value in self.graph.input if value.name not in self.stored]
 
     @property
-    def outputs(self) -> list[ValueInfoProto]:
+    def outputs(self) -> list[onnx.ValueInfoProto]:
         """The outputs."""
         return list(self.graph.output)
 
@@ -120,7 +104,7 @@ class OnnxModel:
         nodes = {node.name for node in self.nodes()}
         return {*self.stored, *self.producers, *self.readers, *nodes, *(v.name for v in self.graph.input)}
 
-    def nodes(self, *kinds: str) -> list[NodeProto]:
+    def nodes(self, *kinds: str) -> list[onnx.NodeProto]:
         """Returns the nodes of these types, in order; all nodes without types."""
         return [node for node in self.graph.node if not kinds or node.op_type in kinds]
 
@@ -131,10 +115,10 @@ class OnnxModel:
             ExportError: when the constant is damaged.
         """
         tensor = self.stored.get(name)
-        if tensor is None or tensor.data_location == TensorProto.EXTERNAL:
+        if tensor is None or tensor.data_location == onnx.TensorProto.EXTERNAL:
             return None
         try:
-            return np.asarray(numpy_helper.to_array(tensor))
+            return np.asarray(onnx.numpy_helper.to_array(tensor))
         except (ValueError, TypeError, KeyError) as error:
             raise ExportError(f"tensor {name!r} cannot be read ({error}): is the file whole?") from error
 
@@ -160,7 +144,7 @@ class OnnxEditor(OnnxModel):
         model: the model.
     """
 
-    def __init__(self, model: ModelProto) -> None:
+    def __init__(self, model: onnx.ModelProto) -> None:
         self.set_nodes(model.graph.node)
         super().__init__(model)
         self._taken = self.names()
@@ -168,11 +152,11 @@ class OnnxEditor(OnnxModel):
         # Their results may be asked for, as the places of a selection are.
         self._idle = {name for node in self.nodes() if read.isdisjoint(node.output) for name in node.output}
 
-    def set_nodes(self, nodes: Iterable[NodeProto]) -> None:
+    def set_nodes(self, nodes: Iterable[onnx.NodeProto]) -> None:
         """Gives the graph other nodes, in order."""
         self._groups = {id(node): [node] for node in nodes}  # a node -> itself among the new ones around it
 
-    def nodes(self, *kinds: str) -> list[NodeProto]:
+    def nodes(self, *kinds: str) -> list[onnx.NodeProto]:
         """Returns the nodes of these types, in order, with those that are new; all nodes without types."""
         nodes = itertools.chain.from_iterable(self._groups.values())
         return [node for node in nodes if not kinds or node.op_type in kinds]
@@ -187,29 +171,31 @@ class OnnxEditor(OnnxModel):
     def store(self, name: str, value: Any) -> str:
         """Adds a constant with a name like ``name``; returns its name."""
         new = self.fresh(name)
-        self.graph.initializer.append(numpy_helper.from_array(np.asarray(value), new))
+        self.graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(value), new))
         self.stored[new] = self.graph.initializer[-1]
         return new
 
-    def replace(self, node: NodeProto, *nodes: NodeProto) -> None:
+    def replace(self, node: onnx.NodeProto, *nodes: onnx.NodeProto) -> None:
         """Puts nodes in the place of one of the model, which may be among them."""
         group = self._groups[id(node)]
         place = next(index for index, own in enumerate(group) if own is node)
         group[place : place + 1] = nodes
 
-    def add_after(self, node: NodeProto, *nodes: NodeProto) -> None:
+    def add_after(self, node: onnx.NodeProto, *nodes: onnx.NodeProto) -> None:
         """Puts nodes after one of the model, and after those that were put there before."""
         self._groups[id(node)] += nodes
 
-    def insert(self, name: str, readers: Iterable[NodeProto], op: str, suffix: str, **attributes: Any) -> str:
+    def insert(
+        self, name: str, readers: Iterable[onnx.NodeProto], op: str, suffix: str, **attributes: Any
+    ) -> str:
         """Lets readers of a computed tensor read what a new node makes of it; returns the name of that."""
         new = self.fresh(f"{name}{suffix}")
-        self.add_after(self.producers[name], helper.make_node(op, [name], [new], name=new, **attributes))
+        self.add_after(self.producers[name], onnx.helper.make_node(op, [name], [new], name=new, **attributes))
         for reader in readers:
             reader.input[:] = [new if read == name else read for read in reader.input]
         return new
 
-    def rename_result(self, node: NodeProto, suffix: str) -> tuple[str, str]:
+    def rename_result(self, node: onnx.NodeProto, suffix: str) -> tuple[str, str]:
         """Gives the first result of a node a new name; returns the old one, now free, and the new one."""
         old = node.output[0]
         node.output[0] = self.fresh(f"{old}{suffix}")
@@ -236,7 +222,7 @@ class OnnxEditor(OnnxModel):
         self.graph.node.extend(nodes)
 
 
-def infer_shapes(model: ModelProto, sizes: Mapping[str, Sequence[int]], path: Path) -> OnnxModel:
+def infer_shapes(model: onnx.ModelProto, sizes: Mapping[str, Sequence[int]], path: Path) -> OnnxModel:
     """Returns a model in which the shapes of all tensors are known that follow from the input shapes.
 
     Args:
@@ -274,28 +260,26 @@ _CONSTANTS = {
 }
 
 
-def _constant(attribute: AttributeProto) -> TensorProto | None:
+def _constant(attribute: onnx.AttributeProto) -> onnx.TensorProto | None:
     """Returns the value of an attribute of a Constant node; None for strings and sparse tensors."""
     if attribute.name == "value":
         return attribute.t
     kind = _CONSTANTS.get(attribute.name)
     if kind is None:
         return None
-    return numpy_helper.from_array(np.asarray(helper.get_attribute_value(attribute), kind))
+    return onnx.numpy_helper.from_array(np.asarray(onnx.helper.get_attribute_value(attribute), kind))
 
 
-def bodies_of(node: NodeProto) -> Iterator[GraphProto]:
+def bodies_of(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
     """Yields the graphs in the attributes of a node."""
     for attribute in node.attribute:
-        kind = attribute.type
-        if kind in _PLAIN:
-            continue
-        if kind == AttributeProto.GRAPH:
+        if attribute.type == onnx.AttributeProto.GRAPH:
             yield attribute.g
-        yield from attribute.graphs
+        elif attribute.type == onnx.AttributeProto.GRAPHS:
+            yield from attribute.graphs
 
 
-def own_operators(graph: GraphProto) -> Iterator[str]:
+def own_operators(graph: onnx.GraphProto) -> Iterator[str]:
     """Yields the kinds of the nodes of a graph and of its bodies that are ONNX's own."""
     for node in graph.node:
         if node.domain in _OWN_DOMAINS:
@@ -304,7 +288,7 @@ def own_operators(graph: GraphProto) -> Iterator[str]:
             yield from own_operators(body)
 
 
-def limit_loops(graph: GraphProto, runs: str = "") -> str:
+def limit_loops(graph: onnx.GraphProto, runs: str = "") -> str:
     """Lets the loops of a graph fail after `MAX_NODES` runs in all, as values may let them run for ever.
 
     Args:
@@ -318,22 +302,24 @@ def limit_loops(graph: GraphProto, runs: str = "") -> str:
     if not runs:
         runs = f"{_LIMIT}start"
         constants = {runs: 0, one: 1, most: [True] * MAX_NODES}
-        graph.initializer.extend(numpy_helper.from_array(np.array(v), name) for name, v in constants.items())
+        graph.initializer.extend(
+            onnx.numpy_helper.from_array(np.array(v), name) for name, v in constants.items()
+        )
     for node in graph.node:
         loops, branches = (not node.domain and node.op_type == kind for kind in ("Loop", "If"))
         base = f"{_LIMIT}{next(filter(None, node.output), '')}"
         before, after, within = f"{base}_before", f"{base}_after", f"{base}_within"
-        count = helper.make_tensor_value_info(before, TensorProto.INT64, [])
+        count = onnx.helper.make_tensor_value_info(before, onnx.TensorProto.INT64, [])
         for body in bodies_of(node):
             last = limit_loops(body, before if loops else runs)
             count.name = after
             if branches:
-                body.node.append(helper.make_node("Identity", [last], [after]))
+                body.node.append(onnx.helper.make_node("Identity", [last], [after]))
                 body.output.append(count)
             if loops:
-                body.node.append(helper.make_node("Gather", [most, last], [within], name=base))
-                body.node.append(helper.make_node("And", [body.output[0].name, within], [base]))
-                body.node.append(helper.make_node("Add", [last, one], [after]))
+                body.node.append(onnx.helper.make_node("Gather", [most, last], [within], name=base))
+                body.node.append(onnx.helper.make_node("And", [body.output[0].name, within], [base]))
+                body.node.append(onnx.helper.make_node("Add", [last, one], [after]))
                 body.output[0].name = base
                 body.output.insert(1, count)
                 count.name = before
@@ -359,18 +345,18 @@ def read_ending(path: Path) -> Path | bytes:
     return path if folder else bytes(model.SerializeToString())
 
 
-def captured_names(node: NodeProto) -> list[str]:
+def captured_names(node: onnx.NodeProto) -> list[str]:
     """Returns the tensors of the graph around ``node`` that its bodies read, each once and in order."""
     names = dict.fromkeys(name for body in bodies_of(node) for name in _free_names(body))
     return list(names)
 
 
-def read_names(node: NodeProto) -> list[str]:
+def read_names(node: onnx.NodeProto) -> list[str]:
     """Returns the tensors that a node reads: its inputs, and what its bodies read around it."""
     return [name for name in node.input if name] + captured_names(node)
 
 
-def rename_tensors(node: NodeProto, names: Mapping[str, str]) -> None:
+def rename_tensors(node: onnx.NodeProto, names: Mapping[str, str]) -> None:
     """Renames the inputs and outputs of a node, and what its bodies read around it.
 
     Args:
@@ -393,7 +379,7 @@ def rename_tensors(node: NodeProto, names: Mapping[str, str]) -> None:
             value.name = outer.get(value.name, value.name)
 
 
-def _rename_own(body: GraphProto, names: Mapping[str, str]) -> None:
+def _rename_own(body: onnx.GraphProto, names: Mapping[str, str]) -> None:
     for part in body.node:
         rename_tensors(part, names)
     for value in (*body.input, *body.output, *body.initializer, *body.value_info):
@@ -409,14 +395,14 @@ def _free_name(base: str, taken: set[str]) -> str:
     return name
 
 
-def _own_names(body: GraphProto) -> set[str]:
+def _own_names(body: onnx.GraphProto) -> set[str]:
     stored = {tensor.name for tensor in body.initializer}
     stored |= {tensor.values.name for tensor in body.sparse_initializer}
     results = {name for part in body.node for name in part.output if name}
     return stored | results | {value.name for value in body.input}
 
 
-def _all_names(body: GraphProto) -> Iterator[str]:
+def _all_names(body: onnx.GraphProto) -> Iterator[str]:
     yield from _own_names(body)
     for part in body.node:
         yield from part.input
@@ -424,7 +410,7 @@ def _all_names(body: GraphProto) -> Iterator[str]:
             yield from _all_names(inner)
 
 
-def _free_names(body: GraphProto) -> Iterator[str]:
+def _free_names(body: onnx.GraphProto) -> Iterator[str]:
     own = _own_names(body)
     for part in body.node:
         yield from (name for name in read_names(part) if name not in own)

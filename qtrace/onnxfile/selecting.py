@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from qtrace.onnxfile.external_data import onnx
 from qtrace.onnxfile.fragment import Fragment
 from qtrace.onnxfile.model import bodies_of, own_operators, read_names
 
@@ -332,9 +333,7 @@ class _Writer:
     """
 
     def __init__(self, replays: bool) -> None:
-        from onnx import TensorProto
-
-        self.replays, self.int64, self.bool = replays, TensorProto.INT64, TensorProto.BOOL
+        self.replays, self.int64, self.bool = replays, onnx.TensorProto.INT64, onnx.TensorProto.BOOL
         self.inputs: list[str] = []
         self._numbers = itertools.count()
 
@@ -367,18 +366,20 @@ class _Writer:
         Returns:
             The nodes before it, the tensor with the places that it picks itself, and the nodes after it.
         """
-        from onnx import helper
-
         places, own = f"{selection.name}__given_{number}", f"{selection.name}__own_{number}"
         self.inputs.append(places)
         if selection.kind in _MASKED:
             node.input[-1] = f"{places}_mask"
-            return [helper.make_node("Cast", [places], [f"{places}_mask"], to=self.bool)], selection.name, []
-        behind = [helper.make_node("Identity", [places], [selection.name])]
+            return (
+                [onnx.helper.make_node("Cast", [places], [f"{places}_mask"], to=self.bool)],
+                selection.name,
+                [],
+            )
+        behind = [onnx.helper.make_node("Identity", [places], [selection.name])]
         if selection.kind == "TopK" and node.output[0]:
             best = node.output[0]
             behind.append(
-                helper.make_node("GatherElements", [node.input[0], places], [best], axis=selection.axis)
+                onnx.helper.make_node("GatherElements", [node.input[0], places], [best], axis=selection.axis)
             )
             node.output[0] = f"{best}__own_{number}"
         node.output[-1] = own
@@ -386,8 +387,6 @@ class _Writer:
 
     def _open(self, node: Any) -> list[_Selected]:
         """Lets an If give what its branches tell; a branch that is not taken tells that nothing is picked."""
-        from onnx import helper
-
         branches = list(bodies_of(node))
         inside = [self.rewrite(branch) for branch in branches]
         for own in inside:
@@ -399,8 +398,8 @@ class _Writer:
                     for entry in own:
                         shape = (0,) if entry.scores else _NOWHERE.get(entry.selection.kind, (0,))
                         kind = _kind_of(entry)
-                        value = helper.make_tensor(f"{entry.name}_nowhere", kind, shape, [])
-                        branch.node.append(helper.make_node("Constant", [], [value.name], value=value))
+                        value = onnx.helper.make_tensor(f"{entry.name}_nowhere", kind, shape, [])
+                        branch.node.append(onnx.helper.make_node("Constant", [], [value.name], value=value))
                         tensors.append((value.name, kind))
                 branch.output.extend(_described(name, kind) for name, kind in tensors)
             node.output.extend(entry.name for entry in own)
@@ -408,18 +407,14 @@ class _Writer:
 
 
 def _kind_of(entry: _Selected) -> int:
-    from onnx import TensorProto
-
-    return int(TensorProto.FLOAT if entry.scores else TensorProto.INT64)
+    return int(onnx.TensorProto.FLOAT if entry.scores else onnx.TensorProto.INT64)
 
 
 def _cast(graph: Any, picked: Sequence[_Selected]) -> list[tuple[str, int]]:
     """Adds casts of what a graph tells; returns their results with their types."""
-    from onnx import helper
-
     results = [(f"{entry.name}_out", _kind_of(entry)) for entry in picked]
     for entry, (name, kind) in zip(picked, results, strict=True):
-        graph.node.append(helper.make_node("Cast", [entry.tensor], [name], to=kind))
+        graph.node.append(onnx.helper.make_node("Cast", [entry.tensor], [name], to=kind))
     return results
 
 
@@ -444,8 +439,6 @@ def _set(field: Any, messages: Sequence[Any]) -> None:
 
 def _described(name: str, kind: int) -> Any:
     """Returns the description of a tensor of some type, of any shape."""
-    import onnx
-
     value = onnx.ValueInfoProto(name=name)
     value.type.tensor_type.elem_type = kind
     return value

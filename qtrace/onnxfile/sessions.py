@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from qtrace.onnxfile.external_data import tensor_files
+from qtrace.onnxfile.external_data import onnx, tensor_files
 from qtrace.onnxfile.local_session import LocalSession, OrtSession, SessionError, SessionSettings
 from qtrace.runtimes import worker
 from qtrace.runtimes.child import RefusalError, RuntimeChild, RuntimeFile
@@ -90,8 +90,6 @@ def _place_tensors(child: RuntimeChild, host: RuntimeHost, data: bytes, folder: 
     """Copies the external tensors of a serialized model to where it runs, and returns their folder there."""
     if folder is None or not host.runner:
         return str(folder or "")
-    import onnx
-
     files = tensor_files(folder / "model.onnx", onnx.load_from_string(data))
     return child.place_all(files, folder) if files else ""
 

@@ -92,8 +92,8 @@ def calibrate_to_folder(
 
     The folder appears whole or not at all. It holds prepared.mge (to be trained further), quantized.mge (to
     be exported), report.json (scheme, scale and zero point of every site), explain.txt (why each op is
-    quantized or not) and verdict.json. If a recipe cures what the verdict names, it is cure.yaml. An interrupted
-    run keeps its checkpoints in the folder.
+    quantized or not) and verdict.json. If a recipe cures what the verdict names, it is cure.yaml. An
+    interrupted run keeps its checkpoints in the folder.
 
     Args:
         model: a traced module; or a function that makes one when it gets the data.

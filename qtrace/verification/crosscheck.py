@@ -20,7 +20,6 @@ from megengine import Tensor
 from qtrace.comparing.sums import errors_of
 from qtrace.data.batches import first_samples
 from qtrace.errors import ExportError, QtraceError
-from qtrace.export.onnx.segment import segment_model
 from qtrace.fakequant.base import FakeQuant
 from qtrace.graph.failures import short
 from qtrace.graph.interpreter import Interpreter
@@ -562,6 +561,8 @@ def _evaluate_in_onnx(
         return disagreement.side_of(values[output]), "numpy"
     sources = {node: values[node] for node in segment.sources}
     try:
+        from qtrace.export.onnx.segment import segment_model  # here: it needs the package onnx
+
         data, names = segment_model(segment.model, steps, sources, output)
     except ExportError as error:
         return str(error).rstrip("."), ""

@@ -70,7 +70,7 @@ class _Speller(OnnxEditor):
         source, (target,) = node.input[0], node.output
         scale, zero = self._parameters(node)
         kind = self.stored[node.input[2]].data_type if len(node.input) > 2 else 2
-        limits = iinfo(helper.tensor_dtype_to_np_dtype(kind))
+        limits = iinfo(helper.tensor_dtype_to_np_dtype(kind))  # type: ignore[no-untyped-call]
         ends = [self.store(f"{target}_{end}", np.float32(getattr(limits, end))) for end in ("min", "max")]
         names = ("scaled", "rounded", "shifted")
         scaled, rounded, shifted = (self.fresh(f"{target}_{name}") for name in names)

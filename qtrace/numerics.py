@@ -78,7 +78,7 @@ def round_half_up(x: Any) -> np.ndarray:
     return np.asarray(whole + tie_or_more.astype(whole.dtype))
 
 
-_ROUNDINGS = {"half_even": np.rint, "half_away": round_half_away, "half_up": round_half_up}
+_ROUNDINGS: Any = {"half_even": np.rint, "half_away": round_half_away, "half_up": round_half_up}
 
 
 def round_to(x: Any, rounding: Rounding) -> np.ndarray:

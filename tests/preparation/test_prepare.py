@@ -157,8 +157,6 @@ def test_one_batchnorm_behind_two_layers_that_keeps_its_place_in_training() -> N
 def test_prepare_shows_the_runs_of_the_graph(
     traced: TracedModule, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It shows them from the first second on; here at once."""
-    monkeypatch.setattr("qtrace.preparation.prepare._SHOWN_AFTER", 0.0)
     monkeypatch.setattr("qtrace.display._ipython", object)
     config = {"placement": "balanced"}
     qtrace.prepare(traced, config, samples=[_X], progress=False)
